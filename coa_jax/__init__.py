@@ -1,0 +1,1 @@
+"""coa-jax: Chain-of-Agents models in JAX, from multi-agent runs to agentic RL."""

@@ -1,0 +1,83 @@
+"""Turns a section of an ml_collections ConfigDict into a frozen dataclass.
+
+Every consumer does this first, so a misspelt field is an error on line one, and
+ConfigDicts never travel further (nor into jit).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, TypeVar
+
+import ml_collections
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+  """A config that cannot be used; the message names section, field and remedy."""
+
+
+def section(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T:
+  """Reads `config[name]` into the dataclass `cls`.
+
+  Lists become tuples; an int is accepted where a float is asked for. Fields that the
+  config leaves out take the dataclass's defaults.
+
+  Raises:
+    ConfigError: a field is unknown (the nearest known one is named), missing, or of
+      the wrong type; or `cls` itself refuses the values (ValueError).
+  """
+  values = dict(config.get(name) or {})
+  known = {f.name: f for f in dataclasses.fields(cls)}
+  for field in values:
+    if field not in known:
+      raise ConfigError(
+        f"config section {name!r} has no field {field!r}{nearest(field, known)}"
+      )
+  hints = typing.get_type_hints(cls)
+  for field, value in values.items():
+    values[field] = _typed(value, hints[field], f"config.{name}.{field}")
+  for field, spec in known.items():
+    missing = dataclasses.MISSING
+    needed = spec.default is missing and spec.default_factory is missing
+    if needed and field not in values:
+      raise ConfigError(f"config section {name!r} lacks field {field!r}")
+  try:
+    return cls(**values)
+  except ValueError as e:
+    raise ConfigError(f"config section {name!r}: {e}") from e
+
+
+def check_sections(config: ml_collections.ConfigDict, known: tuple[str, ...]) -> None:
+  """Refuses a top-level section or field that the journey does not read."""
+  for name in config:
+    if name not in known:
+      raise ConfigError(f"config has no section {name!r}{nearest(name, known)}")
+
+
+def nearest(name: str, known: Any) -> str:
+  """`; did you mean 'x'?`, or the list of what there is where nothing is near."""
+  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+  if close:
+    return f"; did you mean {close[0]!r}?"
+  return f"; there are {', '.join(sorted(known))}"
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+  if isinstance(value, list):
+    value = tuple(value)
+  if isinstance(value, ml_collections.ConfigDict):
+    value = value.to_dict()
+  kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+  kinds = tuple(typing.get_origin(k) or k for k in kinds)
+  if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  wrong_bool = isinstance(value, bool) and bool not in kinds
+  if Any not in kinds and (wrong_bool or not isinstance(value, kinds)):
+    wanted = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
+    raise ConfigError(f"{where} is {value!r}; it must be of type {wanted}")
+  return value

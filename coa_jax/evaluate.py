@@ -1,0 +1,108 @@
+"""Evaluation of a model on tasks with real tools, greedy and sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import ml_collections
+
+from coa_jax.config import check_sections, section
+from coa_jax.model.weights import load_model
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
+from coa_jax.report import scores
+from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.scheduler import RolloutConfig
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.task import Task
+
+SECTIONS = ("init", "model", "rollout", "tools", "tasks", "eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Config section `eval`.
+
+  Attributes:
+    greedy: True to play every task once at temperature 0.
+    samples: further attempts per task at `temperature`; 3 or more for pass@3.
+    temperature: of those.
+  """
+
+  greedy: bool = True
+  samples: int = 3
+  temperature: float = 1.0
+
+  def __post_init__(self):
+    if not self.greedy and self.samples < 1:
+      raise ValueError("greedy is False and samples is 0: nothing to play")
+    if self.samples and self.temperature <= 0:
+      raise ValueError("temperature must be above 0; `greedy` plays at 0")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
+
+  Args:
+    config: sections `SECTIONS`; `init` is a model folder.
+    workdir: where everything goes; a file of trajectories that is complete there is
+      not played again.
+
+  Returns:
+    What `results.json` holds: the figures of `scores.summary`, `by_family`, seconds.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
+      wrong with the config, the tasks or the model.
+  """
+  check_sections(config, SECTIONS)
+  plan = section(config, "eval", EvalConfig)
+  tasks = select_tasks(section(config, "tasks", TasksConfig))
+  tools = section(config, "tools", ToolsConfig)
+  rollout = section(config, "rollout", RolloutConfig)
+  cfg, params = load_model(config.init, **config.model)
+  player = Player(cfg, Tokenizer.load(config.init), rollout, tools.tools)
+  params = jax.device_put(params)
+  greedy: list[Trajectory] = []
+  sampled: list[Trajectory] = []
+  with Toolbox(tools) as toolbox:
+
+    def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
+      path = os.path.join(workdir, f"{name}.jsonl")
+      if not os.path.exists(path):
+        stream = player.play(params, tasks, toolbox, samples, temperature, rollout.seed)
+        write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
+      return read_trajectories(path)
+
+    if plan.greedy:
+      greedy = play("greedy", 1, 0.0)
+    if plan.samples:
+      sampled = play("sampled", plan.samples, plan.temperature)
+  results = scores.summary(greedy, sampled, tools.tools)
+  results["by_family"] = scores.by_family(greedy, sampled, tools.tools)
+  results["counters"] = dataclasses.asdict(player.scheduler.counters)
+  write_json(os.path.join(workdir, "results.json"), results)
+  return results
+
+
+def _ordered(
+  stream: Any, tasks: list[Task], samples: int, workdir: str, name: str
+) -> list[Trajectory]:
+  """All trajectories by task and sample, with progress while they are played."""
+  played: list[tuple[int, int, Trajectory]] = []
+  right = 0.0
+  total = len(tasks) * samples
+  with Metrics(workdir, name, total, unit="trajectory") as metrics:
+    for place, t in stream:
+      played.append((place, t.sample, t))
+      right += t.reward_parts.get("answer", 0.0)
+      done = len(played)
+      if done % max(1, total // 50) == 0 or done == total:
+        accuracy = right / done
+        metrics.log(done, {"accuracy": accuracy}, f"accuracy {accuracy:.3f}")
+  return [t for _, _, t in sorted(played, key=lambda p: p[:2])]

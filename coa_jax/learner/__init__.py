@@ -1,0 +1,1 @@
+"""One batch, one step: shared by SFT and RL."""

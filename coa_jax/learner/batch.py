@@ -1,0 +1,129 @@
+"""Trajectories to packed rows of arrays.
+
+Several trajectories share a row; segments keep them apart. Which tokens are trained on
+was decided when they were written: weight is 1 where the policy is the author, else 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import flax.struct
+import jax
+import numpy as np
+
+from coa_jax.protocol.trajectory import Author, Trajectory
+
+Array = np.ndarray | jax.Array
+
+
+@flax.struct.dataclass
+class Batch:
+  """Packed rows; [B, T] each.
+
+  Attributes:
+    tokens_BT: int32 ids.
+    segment_BT: int32, 1 and up for the trajectories of a row, 0 for padding.
+    position_BT: int32 position of a token in its own trajectory.
+    weight_BT: float32, 0 unless the policy wrote the token.
+    advantage_BT: float32 advantage of the token's trajectory; zeros outside RL.
+    logp_BT: float32 log p of the token when it was sampled; zeros outside RL.
+  """
+
+  tokens_BT: Array
+  segment_BT: Array
+  position_BT: Array
+  weight_BT: Array
+  advantage_BT: Array
+  logp_BT: Array
+
+
+def empty(rows: int, length: int) -> Batch:
+  """A batch of nothing but padding, as numpy arrays."""
+  ints = [np.zeros((rows, length), np.int32) for _ in range(3)]
+  return Batch(*ints, *[np.zeros((rows, length), np.float32) for _ in range(3)])
+
+
+def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
+  """Assigns sequences to rows: first fit, longest first.
+
+  Args:
+    lengths: tokens of each sequence.
+    length: T, tokens of a row.
+
+  Returns:
+    For each row the indices of its sequences, in order of their index. Sequences of no
+    token, or longer than a row, are in no row: see `fits`.
+  """
+  order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+  rows: list[list[int]] = []
+  # Rows by the room left in them, so that each sequence finds its row in O(T).
+  by_room: list[list[int]] = [[] for _ in range(length + 1)]
+  for i in order:
+    n = lengths[i]
+    if not fits(n, length):
+      continue
+    room = next((r for r in range(n, length + 1) if by_room[r]), None)
+    if room is None:
+      room, row = length, len(rows)
+      rows.append([])
+    else:
+      row = by_room[room].pop()
+    rows[row].append(i)
+    by_room[room - n].append(row)
+  return [sorted(row) for row in rows]
+
+
+def fits(n: int, length: int) -> bool:
+  """True for a sequence that `pack` puts into a row."""
+  return 0 < n <= length
+
+
+def fill(
+  batch: Batch,
+  row: int,
+  trajectories: Sequence[Trajectory],
+  advantages: Sequence[float] | None = None,
+) -> None:
+  """Writes trajectories one after the other into a row of a numpy batch.
+
+  Args:
+    batch: as from `empty`; written in place.
+    row: which of its rows.
+    trajectories: with ids; together at most T tokens.
+    advantages: one per trajectory, in RL; their segments then carry log-probs.
+  """
+  at = 0
+  for number, t in enumerate(trajectories, 1):
+    begin = at
+    for s in t.segments:
+      end = at + len(s.ids)
+      batch.tokens_BT[row, at:end] = s.ids
+      if s.author == Author.POLICY:
+        batch.weight_BT[row, at:end] = 1.0
+        if advantages is not None:
+          batch.advantage_BT[row, at:end] = advantages[number - 1]
+          batch.logp_BT[row, at:end] = s.logps
+      at = end
+    batch.segment_BT[row, begin:at] = number
+    batch.position_BT[row, begin:at] = np.arange(at - begin)
+
+
+def batches(
+  trajectories: Sequence[Trajectory],
+  rows: int,
+  length: int,
+  advantages: Sequence[float] | None = None,
+) -> Iterator[Batch]:
+  """Packs trajectories into batches of `rows` rows of `length` tokens.
+
+  The last batch is filled up with empty rows, so every batch has the same shape.
+  Trajectories that do not fit a row are left out; count them with `fits`.
+  """
+  packed = pack([t.num_tokens for t in trajectories], length)
+  for start in range(0, len(packed), rows):
+    batch = empty(rows, length)
+    for r, members in enumerate(packed[start : start + rows]):
+      picked = None if advantages is None else [advantages[i] for i in members]
+      fill(batch, r, [trajectories[i] for i in members], picked)
+    yield batch

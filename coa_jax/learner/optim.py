@@ -1,0 +1,119 @@
+"""Optimizers and schedules from config, built on optax."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from optax import contrib
+
+_NAMES = ("adamw", "muon")
+_SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+  """Config section `optim`.
+
+  Attributes:
+    name: adamw, or muon (matrices by Muon, the rest by AdamW).
+    lr: peak learning rate; with muon, of the matrices.
+    adam_lr: with muon, peak rate of embeddings, norms and biases.
+    schedule: after warm-up: cosine or linear to `final`, or constant.
+    warmup: steps of linear warm-up from 0.
+    final: last learning rate as a fraction of the peak.
+    weight_decay: decoupled; matrices only.
+    clip_norm: gradients are scaled down to this global norm; 0 turns it off.
+    b1: first-moment decay of Adam.
+    b2: second-moment decay of Adam.
+  """
+
+  name: str = "adamw"
+  lr: float = 1e-3
+  adam_lr: float = 1e-3
+  schedule: str = "cosine"
+  warmup: int = 0
+  final: float = 0.1
+  weight_decay: float = 0.0
+  clip_norm: float = 1.0
+  b1: float = 0.9
+  b2: float = 0.95
+
+  def __post_init__(self):
+    if self.name not in _NAMES:
+      raise ValueError(f"name {self.name!r}; accepted: {', '.join(_NAMES)}")
+    if self.schedule not in _SCHEDULES:
+      raise ValueError(f"schedule {self.schedule!r}; accepted: {', '.join(_SCHEDULES)}")
+
+
+def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+  """The optimizer for a run of `steps` updates."""
+  rate = _schedule(config, config.lr, steps)
+  chain = []
+  if config.clip_norm:
+    chain.append(optax.clip_by_global_norm(config.clip_norm))
+  if config.name == "adamw":
+    chain.append(
+      optax.adamw(
+        rate,
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        mask=_is_matrix,
+      )
+    )
+  else:
+    chain.append(
+      contrib.muon(
+        rate,
+        weight_decay=config.weight_decay,
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        adam_learning_rate=_schedule(config, config.adam_lr, steps),
+        muon_weight_dimension_numbers=_muon_dimensions,
+      )
+    )
+  return optax.chain(*chain)
+
+
+def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
+  rest = max(1, steps - config.warmup)
+  if config.schedule == "cosine":
+    after = optax.cosine_decay_schedule(peak, rest, alpha=config.final)
+  elif config.schedule == "linear":
+    after = optax.linear_schedule(peak, peak * config.final, rest)
+  else:
+    after = optax.constant_schedule(peak)
+  if not config.warmup:
+    return after
+  up = optax.linear_schedule(0.0, peak, config.warmup)
+  return optax.join_schedules([up, after], [config.warmup])
+
+
+# Which axes of a layer's matrices are inputs and which outputs; Muon orthogonalises
+# the map from one to the other. A stacked layer axis, if any, stands in front.
+_INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+_RANK = {"q": 3, "k": 3, "v": 3, "o": 3, "gate": 2, "up": 2, "down": 2}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  return path[-1].key
+
+
+def _is_matrix(params: Any) -> Any:
+  return jax.tree_util.tree_map_with_path(lambda p, _: _name(p) in _RANK, params)
+
+
+def _muon_dimensions(params: Any) -> Any:
+  def dimensions(path, x):
+    name = _name(path)
+    if name not in _RANK:
+      return None
+    first = x.ndim - _RANK[name]
+    axes = list(range(first, x.ndim))
+    cut = _INPUTS[name]
+    return contrib.MuonDimensionNumbers(tuple(axes[:cut]), tuple(axes[cut:]))
+
+  return jax.tree_util.tree_map_with_path(dimensions, params)

@@ -1,0 +1,1 @@
+"""The Qwen-style transformer and where its arrays live."""

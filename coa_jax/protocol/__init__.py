@@ -1,0 +1,1 @@
+"""The chain-of-agents language: roles, prompts, trajectories, tokens, automaton."""

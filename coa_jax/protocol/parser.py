@@ -1,0 +1,249 @@
+"""Reads the text view of a trajectory into spans, with a typed verdict.
+
+The parser never guesses: text that is not a well-formed trajectory of the variant gets
+the first fault's kind, place and reason, and the spans before it. Round trip:
+`"".join(span.text for span in parse(text, variant).spans) == text` whenever the verdict
+is ok.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import re
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.roles import ANSWER, OBSERVATION, START, THINK, Variant
+
+
+class Verdict(enum.StrEnum):
+  """What is wrong with a text; ok where nothing is."""
+
+  OK = "ok"
+  MALFORMED = "malformed"  # content that the span's rules refuse, or stray text
+  UNKNOWN_TOOL = "unknown_tool"  # a span whose tag the variant does not have
+  UNCLOSED = "unclosed"  # a span that never ends, or a trajectory without an answer
+  NESTED = "nested"  # a tag inside a span, or a closing tag that closes nothing
+  ILLEGAL_TRANSITION = "illegal_transition"  # a span that may not follow the last
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """One tagged span.
+
+  Attributes:
+    role: its tag.
+    content: what stands between the tags (unescaped for an observation).
+    start: offset of the opening tag in the text.
+    end: offset after the closing tag and the white space that follows it.
+    text: text[start:end]; the first span also owns leading white space.
+  """
+
+  role: str
+  content: str
+  start: int
+  end: int
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Parse:
+  """Spans of a text up to its first fault, and that fault."""
+
+  spans: tuple[Span, ...]
+  verdict: Verdict
+  detail: str = ""
+  offset: int = 0  # where the fault stands
+
+  @property
+  def ok(self) -> bool:
+    """True where the whole text is a well-formed trajectory."""
+    return self.verdict == Verdict.OK
+
+  @property
+  def answer(self) -> str | None:
+    """The content of the last `answer` span, stripped; None where there is none."""
+    answers = [s.content for s in self.spans if s.role == ANSWER]
+    return answers[-1].strip() if answers else None
+
+
+# Anything that looks like a tag at the top level; only protocol tags count inside text.
+_TOP = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>")
+
+
+class _Fault(Exception):
+  def __init__(self, verdict: Verdict, detail: str, offset: int):
+    super().__init__(detail)
+    self.parse = (verdict, detail, offset)
+
+
+def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
+  """Parses a trajectory's text (everything after the prompt).
+
+  Args:
+    text: the text view, observations escaped (`roles.escape`).
+    variant: the dialect it must obey.
+    complete: True if the text must end with an `answer`; False to judge a prefix that
+      ends at a span boundary.
+
+  Returns:
+    The spans before the first fault and the fault; see `Verdict`.
+  """
+  spans: list[Span] = []
+  try:
+    rules = _Rules(variant)
+    position = 0
+    while position < len(text) and text[position:].strip():
+      span = _read_span(text, position, variant)
+      rules.accept(span)
+      spans.append(span)
+      position = span.end
+    if complete:
+      rules.finish(len(text))
+  except _Fault as fault:
+    return Parse(tuple(spans), *fault.parse)
+  return Parse(tuple(spans), Verdict.OK)
+
+
+def _read_span(text: str, position: int, variant: Variant) -> Span:
+  """The span that starts at or after `position`'s white space."""
+  match = _TOP.match(text, position)
+  if match is None:
+    stripped = text[position:].lstrip()
+    offset = len(text) - len(stripped)
+    if stripped.startswith("</"):
+      raise _Fault(Verdict.NESTED, "a closing tag that closes nothing", offset)
+    raise _Fault(Verdict.MALFORMED, "text outside every span", offset)
+  role, offset = match[1], match.start(1) - 1
+  if role not in variant.tags:
+    detail = f"<{role}> is no span of variant {variant.name!r}"
+    raise _Fault(Verdict.UNKNOWN_TOOL, detail, offset)
+  close = roles.close_tag(role)
+  end = text.find(close, match.end())
+  content = text[match.end() : end if end >= 0 else len(text)]
+  inner = roles.find_tag(content)
+  if inner is not None:
+    raise _Fault(Verdict.NESTED, f"{inner} inside <{role}>", offset)
+  if end < 0:
+    raise _Fault(Verdict.UNCLOSED, f"<{role}> is never closed", offset)
+  if role == OBSERVATION:
+    content = roles.unescape(content)
+  end += len(close)
+  while end < len(text) and text[end].isspace():
+    end += 1
+  return Span(role, content, offset, end, text[position:end])
+
+
+class _Rules:
+  """The variant's transition rules, fed one span at a time."""
+
+  def __init__(self, variant: Variant):
+    self.variant = variant
+    self.last = START  # the last span that is neither a think nor an observation
+    self.thinking = False  # the last span is a think
+    self.waiting = False  # the last span is a call whose observation must come
+    self.required: str | None = None  # what a gate asks for: "plan", "answer", "redo"
+    self.plans = 0
+    self.calls = 0
+
+  def accept(self, span: Span) -> None:
+    """Checks one span's place and content; raises _Fault."""
+    if self.waiting != (span.role == OBSERVATION):
+      detail = "no observation after a call" if self.waiting else "stray observation"
+      raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
+    if self.waiting:
+      self.waiting = False
+    elif span.role == THINK:
+      self._think(span)
+    else:
+      self._place(span)
+      fault = content_fault(span.role, span.content, self.variant.graded)
+      if fault is not None:
+        raise _Fault(Verdict.MALFORMED, fault, span.start)
+      self._advance(span)
+
+  def _think(self, span: Span) -> None:
+    able = self.variant.follows[self.last] & self.variant.think_allowed
+    if self.thinking or not able:
+      detail = f"<think> after {'<think>' if self.thinking else self.last}"
+      raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
+    self.thinking = True
+
+  def _place(self, span: Span) -> None:
+    role, variant = span.role, self.variant
+    detail = None
+    if role not in variant.follows[self.last]:
+      detail = f"<{role}> after {self.last}"
+    elif self.thinking and role not in variant.think_allowed:
+      detail = f"<{role}> may not follow a <think>"
+    elif not self.thinking and role in variant.think_required:
+      detail = f"<{role}> needs a <think> before it"
+    elif role == roles.PLAN and self.plans == variant.max_plans:
+      detail = f"more than {variant.max_plans} plan"
+    elif self.required == "plan" and role != roles.PLAN:
+      detail = f"<{role}> after a poor grade; a new plan must come"
+    elif self.required == "answer" and role != ANSWER:
+      detail = f"<{role}> after a passing score; the answer must come"
+    elif self.required == "redo" and role == ANSWER:
+      detail = "an answer after a failing score"
+    elif role == ANSWER and self.calls < variant.min_calls:
+      detail = f"an answer before {variant.min_calls} tool call"
+    if detail is not None:
+      raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
+
+  def _advance(self, span: Span) -> None:
+    self.last, self.thinking, self.required = span.role, False, None
+    if span.role in self.variant.tools:
+      self.waiting = True
+      self.calls += 1
+    elif span.role == roles.PLAN:
+      self.plans += 1
+    elif span.role == roles.REFLECTION:
+      if "poor" in roles.reflection_grades(span.content).values():
+        self.required = "plan"
+    elif span.role == roles.DOUBLE_CHECK:
+      passed = roles.check_score(span.content) >= roles.PASS_SCORE
+      self.required = "answer" if passed else "redo"
+
+  def finish(self, offset: int) -> None:
+    """Checks that the text may end here; raises _Fault."""
+    if self.last != ANSWER:
+      raise _Fault(Verdict.UNCLOSED, "no answer", offset)
+
+
+def content_fault(role: str, content: str, graded: bool = False) -> str | None:
+  """What is wrong with a span's content, in words a model can act on; None if nothing.
+
+  Args:
+    role: the span's tag.
+    content: what stands between its tags.
+    graded: True where a reflection must grade every criterion.
+  """
+  if not content.strip():
+    return f"<{role}> is empty"
+  if role == "code" and roles.parse_code(content) is None:
+    return "a code call is one ```py block, then at most one ```sh block, no more"
+  if role == "visual_inspector" and _image_request(content) is None:
+    return "visual_inspector takes a ```json block with a string file_path"
+  if role == roles.DOUBLE_CHECK and roles.check_score(content) is None:
+    return "double_check holds exactly one score, 1 to 4"
+  if role == roles.REFLECTION and graded:
+    missing = set(roles.CRITERIA) - set(roles.reflection_grades(content))
+    if missing:
+      return "reflection without a grade for " + ", ".join(sorted(missing))
+  return None
+
+
+_JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+def _image_request(content: str) -> dict[str, str] | None:
+  match = _JSON_FENCE.fullmatch(content)
+  try:
+    value = json.loads(match[1]) if match else None
+  except json.JSONDecodeError:
+    return None
+  if not isinstance(value, dict) or not isinstance(value.get("file_path"), str):
+    return None
+  return value

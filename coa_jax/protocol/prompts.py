@@ -1,0 +1,94 @@
+"""The prompt, rendered from a variant and its tools.
+
+The text is this project's own; what it tells (the functions, their layout, the order
+rules, the scores) is the protocol of arXiv 2508.13167, appendix D.
+"""
+
+from __future__ import annotations
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Author, Segment
+
+STYLES = ("full", "brief")
+
+_ROLE_TEXT = {
+  roles.THINK: "decide what to do next and why, before you do it",
+  roles.PLAN: "split the task into steps; plan again when the facts ask for it",
+  roles.REFLECTION: "judge what the last observation is worth",
+  roles.SUGGESTED_ANSWER: "propose an answer that is yet to be verified",
+  roles.DOUBLE_CHECK: "score the proposed answer: 1 wrong, 2 mostly wrong, 3 minor "
+  "defects, 4 fully correct; write the number only",
+  roles.ANSWER: "the final answer and nothing else; it ends the work",
+}
+
+_TOOL_TEXT = {
+  "wiki_search": "search an encyclopaedia; write the query",
+  "web_search": "search the web; write the query",
+  "crawl_page": "read web pages; write URLs, separated by |",
+  "code": "run a Python program and read what it prints; write one ```py block, then, "
+  "if the program reads standard input, one ```sh block that holds it",
+  "visual_inspector": "ask about an image; write a ```json block with file_path and "
+  "question",
+}
+
+
+def instructions(variant: Variant, style: str = "full") -> str:
+  """The text that stands before the question.
+
+  Args:
+    variant: the dialect, already left with the tools of this run.
+    style: "full" explains every function and rule; "brief" is empty, for models that
+      are trained from scratch on one protocol and have nothing to read it with.
+
+  Raises:
+    ValueError: an unknown style.
+  """
+  if style not in STYLES:
+    raise ValueError(f"prompt style {style!r}; accepted: {', '.join(STYLES)}")
+  if style == "brief":
+    return ""
+  lines = ["Solve the task by writing spans, one function at a time.", "", "Functions:"]
+  for name in (*variant.roles, *variant.tools):
+    text = _ROLE_TEXT.get(name) or _TOOL_TEXT[name]
+    lines.append(f"- {roles.wrap(name, '...')}: {text}.")
+  lines.append(
+    f"After each tool call its result appears in {roles.wrap(roles.OBSERVATION, '...')}"
+    "; never write one yourself."
+  )
+  if variant.graded:
+    lines.append(
+      f"Every reflection grades {', '.join(roles.CRITERIA)} as Good, Average or Poor, "
+      "one `criterion : Grade` each; any Poor asks for a new plan."
+    )
+  lines += ["", "What may follow what:"]
+  for last, following in variant.follows.items():
+    if following:
+      first = "first" if last == roles.START else f"after {last}"
+      lines.append(f"- {first}: {', '.join(sorted(following))}")
+  lines.append(
+    f"- a think comes directly before each {', '.join(sorted(variant.think_required))}"
+  )
+  if roles.DOUBLE_CHECK in variant.roles:
+    lines.append(
+      f"- a score of {roles.PASS_SCORE} or more is followed by the answer; a lower "
+      "one by more work"
+    )
+  if variant.max_plans is not None:
+    lines.append(f"- at most {variant.max_plans} plan")
+  lines.append(
+    f"Join several answers by {roles.ANSWER_SEPARATOR}. Write no text outside spans "
+    "and no tag inside one."
+  )
+  return "\n".join(lines) + "\n\nTask: "
+
+
+def prompt_segments(variant: Variant, question: str, style: str) -> list[Segment]:
+  """The prompt as segments: instructions (where there are any), then the question.
+
+  They are two segments because only the first is trusted: a question comes from a data
+  set, and no text of it may turn into a control token.
+  """
+  head = instructions(variant, style)
+  out = [Segment(Author.PROMPT, "instructions", head)] if head else []
+  return [*out, Segment(Author.PROMPT, "question", question)]

@@ -1,0 +1,306 @@
+"""Tags, variants and transition rules of the Chain-of-Agents protocol, as data.
+
+A Chain-of-Agents model writes one growing text of tagged spans. Role agents think,
+plan, reflect, propose and verify; tool agents call tools. A `Variant` says which
+spans exist, which may follow which, and what must be true of a span's content.
+
+Source: Chain-of-Agents, arXiv 2508.13167, section 3 and appendix D (prompts); the
+transition rules of the web, mhqa, code and math variants are the rule lists that the
+paper's prompts put to the model. `unified` is this project's union of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+THINK = "think"
+PLAN = "plan"
+REFLECTION = "reflection"
+SUGGESTED_ANSWER = "suggested_answer"
+DOUBLE_CHECK = "double_check"
+ANSWER = "answer"
+OBSERVATION = "observation"
+START = "start"  # the state before the first span; never a tag
+
+ROLES = (THINK, PLAN, REFLECTION, SUGGESTED_ANSWER, DOUBLE_CHECK, ANSWER)
+TOOLS = ("wiki_search", "web_search", "crawl_page", "code", "visual_inspector")
+
+# The reflection agent grades three criteria; any "poor" asks for a new plan.
+CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
+GRADES = ("good", "average", "fair", "poor")
+# The verification agent scores 1 (wrong) to 4 (fully correct); 3 lets an answer pass.
+PASS_SCORE = 3
+SCORES = (1, 2, 3, 4)
+# Several answers to one question are joined by this inside `answer`.
+ANSWER_SEPARATOR = "|"
+
+
+def open_tag(role: str) -> str:
+  """The opening tag of `role`, e.g. `<think>`."""
+  return f"<{role}>"
+
+
+def close_tag(role: str) -> str:
+  """The closing tag of `role`, e.g. `</think>`."""
+  return f"</{role}>"
+
+
+def wrap(role: str, content: str) -> str:
+  """`content` inside the tags of `role`; the content is not changed."""
+  return open_tag(role) + content + close_tag(role)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """One dialect of the protocol.
+
+  Attributes:
+    name: how configs refer to it.
+    roles: role tags the policy may write, `think` included.
+    tools: tool tags the policy may write.
+    follows: for each span but `think` (and START), the spans that may come next,
+      `think` left out: whether a `think` may stand between is said by the next two.
+      An observation is not a state: what follows it is what follows its tool.
+    think_required: spans that must come directly after a `think`.
+    think_allowed: spans that may come directly after a `think`.
+    graded: True if every reflection must grade all three CRITERIA; where False,
+      grades are optional, and count when they are written.
+    max_plans: the most `plan` spans a trajectory may hold, or None for no limit.
+    min_calls: the fewest tool calls of a well-formed trajectory.
+  """
+
+  name: str
+  roles: tuple[str, ...]
+  tools: tuple[str, ...]
+  follows: Mapping[str, frozenset[str]]
+  think_required: frozenset[str]
+  think_allowed: frozenset[str]
+  graded: bool = False
+  max_plans: int | None = None
+  min_calls: int = 0
+
+  @property
+  def tags(self) -> tuple[str, ...]:
+    """Every tag of the variant: roles, tools and `observation`."""
+    return self.roles + self.tools + (OBSERVATION,)
+
+  @property
+  def yield_tags(self) -> tuple[str, ...]:
+    """Closing tags at which decoding stops: each tool's, and the answer's."""
+    return tuple(close_tag(t) for t in (*self.tools, ANSWER))
+
+  def with_tools(self, tools: Iterable[str]) -> Variant:
+    """The variant left with only these of its tools.
+
+    Raises:
+      ValueError: the variant has no such tool.
+    """
+    tools = tuple(tools)
+    for tool in tools:
+      if tool not in self.tools:
+        raise ValueError(
+          f"variant {self.name!r} has no tool {tool!r}; it has {', '.join(self.tools)}"
+        )
+    gone = frozenset(self.tools) - frozenset(tools)
+    follows = {k: v - gone for k, v in self.follows.items() if k not in gone}
+    return dataclasses.replace(self, tools=tools, follows=follows)
+
+
+def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:
+  """A table of space-separated names, in which `tools` stands for each of `call`."""
+
+  def expand(names: str) -> frozenset[str]:
+    out: set[str] = set()
+    for name in names.split():
+      out.update(call if name == "tools" else (name,))
+    return frozenset(out)
+
+  rows = {}
+  for state, names in table.items():
+    for s in call if state == "tools" else (state,):
+      rows[s] = expand(names)
+  rows[ANSWER] = frozenset()
+  return rows
+
+
+def _web_like(name: str, tools: tuple[str, ...], graded: bool, strict: bool) -> Variant:
+  always = {PLAN, REFLECTION, SUGGESTED_ANSWER, DOUBLE_CHECK, *tools}
+  return Variant(
+    name=name,
+    roles=ROLES,
+    tools=tools,
+    follows=_follows(
+      tools,
+      start="plan tools",
+      plan="tools suggested_answer",
+      tools="tools reflection suggested_answer",
+      reflection="plan tools suggested_answer",
+      suggested_answer="double_check",
+      double_check="plan tools answer",
+    ),
+    think_required=frozenset(always if strict else {PLAN, *tools}),
+    think_allowed=frozenset(always | {ANSWER}),
+    graded=graded,
+  )
+
+
+def _program_like(name: str) -> Variant:
+  # plan, (think, code, observation, reflection)*N, think, answer
+  return Variant(
+    name=name,
+    roles=(THINK, PLAN, REFLECTION, ANSWER),
+    tools=("code",),
+    follows=_follows(
+      ("code",),
+      start="plan",
+      plan="code answer",
+      tools="reflection",
+      reflection="code answer",
+    ),
+    think_required=frozenset({"code", ANSWER}),
+    think_allowed=frozenset({"code", ANSWER}),
+    max_plans=1,
+    min_calls=1,
+  )
+
+
+_MHQA_SPANS = frozenset({PLAN, "wiki_search", REFLECTION, ANSWER})
+
+VARIANTS: Mapping[str, Variant] = {
+  v.name: v
+  for v in (
+    _web_like("web", ("web_search", "crawl_page"), graded=True, strict=True),
+    Variant(
+      name="mhqa",
+      roles=(THINK, PLAN, REFLECTION, ANSWER),
+      tools=("wiki_search",),
+      follows=_follows(
+        ("wiki_search",),
+        start="plan tools",
+        plan="tools answer",
+        tools="tools reflection plan answer",
+        reflection="plan tools answer",
+      ),
+      think_required=_MHQA_SPANS,
+      think_allowed=_MHQA_SPANS,
+    ),
+    _program_like("code"),
+    _program_like("math"),
+    # Think is asked for where a decision is made (a plan, a call) and free elsewhere.
+    _web_like("unified", TOOLS, graded=False, strict=False),
+  )
+}
+
+
+def get_variant(name: str) -> Variant:
+  """The variant called `name`.
+
+  Raises:
+    ValueError: there is no such variant; the message lists those there are.
+  """
+  try:
+    return VARIANTS[name]
+  except KeyError:
+    raise ValueError(
+      f"unknown protocol variant {name!r}; there are {', '.join(VARIANTS)}"
+    ) from None
+
+
+_GRADE = re.compile(
+  rf"({'|'.join(CRITERIA)})\s*:\s*({'|'.join(GRADES)})\b", re.IGNORECASE
+)
+_INTEGER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+def reflection_grades(content: str) -> dict[str, str]:
+  """Grades in a reflection: criterion -> grade, lower case; {} where it has none.
+
+  The surface form is `criterion : Grade` (arXiv 2508.13167, case studies). A criterion
+  graded twice keeps its worst grade.
+  """
+  grades: dict[str, str] = {}
+  for criterion, grade in _GRADE.findall(content):
+    criterion, grade = criterion.lower(), grade.lower()
+    worst = max(GRADES.index(grade), GRADES.index(grades.get(criterion, GRADES[0])))
+    grades[criterion] = GRADES[worst]
+  return grades
+
+
+def check_score(content: str) -> int | None:
+  """The score 1-4 in a `double_check`, or None unless it holds exactly one number."""
+  numbers = _INTEGER.findall(content)
+  if len(numbers) != 1 or numbers[0] not in {str(s) for s in SCORES}:
+    return None
+  return int(numbers[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeCall:
+  """What a `code` span asks for: a program, and what it reads on standard input."""
+
+  program: str
+  stdin: str = ""
+
+
+_CODE = re.compile(
+  r"\s*```(?:py|python)[ \t]*\n(?P<program>.*?)\n?```"
+  r"(?:\s*```sh[ \t]*\n(?P<stdin>.*?)\n?```)?\s*",
+  re.DOTALL,
+)
+
+
+def parse_code(content: str) -> CodeCall | None:
+  """Reads a `code` span: one `py` fence, then at most one `sh` fence, nothing else.
+
+  Returns None where the content is anything else, so a caller never guesses. The
+  released code agent trains on `py` and the released general agent on `python`; both
+  are accepted, `py` is what this project writes.
+  """
+  match = _CODE.fullmatch(content)
+  if match is None or not match["program"].strip():
+    return None
+  if "```" in match["program"] or "```" in (match["stdin"] or ""):
+    return None
+  return CodeCall(match["program"], match["stdin"] or "")
+
+
+def render_code(program: str, stdin: str = "") -> str:
+  """The content of a `code` span; `parse_code` reads it back."""
+  text = f"```py\n{program}\n```"
+  return text + (f"\n```sh\n{stdin}\n```" if stdin else "")
+
+
+_ANY_TAG = "|".join((*ROLES, *TOOLS, OBSERVATION))
+_TAG_IN_TEXT = re.compile(rf"<(/?(?:{_ANY_TAG}))>")
+_RAISED = re.compile(rf"&((?:amp;)*)lt;(/?(?:{_ANY_TAG}))>")
+
+
+def find_tag(text: str) -> str | None:
+  """The first protocol tag in `text`, opening or closing; None where there is none."""
+  match = _TAG_IN_TEXT.search(text)
+  return match[0] if match else None
+
+
+def escape(text: str) -> str:
+  """`text` with every protocol tag made harmless; `unescape` gives it back exactly.
+
+  Observations are hostile: a page may print `</observation><answer>`. One level of
+  escaping is added to each tag (`<x>` to `&lt;x>`, `&lt;x>` to `&amp;lt;x>`), so the
+  text of a trajectory has one reading only.
+  """
+  text = _RAISED.sub(r"&amp;\1lt;\2>", text)
+  return _TAG_IN_TEXT.sub(r"&lt;\1>", text)
+
+
+def unescape(text: str) -> str:
+  """The inverse of `escape`."""
+
+  def lower(match: re.Match[str]) -> str:
+    levels, tag = match[1], match[2]
+    if not levels:
+      return f"<{tag}>"
+    return "&" + levels[len("amp;") :] + f"lt;{tag}>"
+
+  return _RAISED.sub(lower, text)

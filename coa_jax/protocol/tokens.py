@@ -1,0 +1,233 @@
+"""Tokenizer, chat template, and trajectories as token ids with authorship.
+
+Two kinds of tokenizer work alike: one whose vocabulary holds each protocol tag as one
+added token (trained by `train_tokenizer`), and a stock byte-level one (Qwen's), to
+which tags are ordinary text. Text from outside (questions, observations) is encoded so
+that no part of it can become a control token.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+import tokenizers
+import transformers
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_TEMPLATE = (
+  "{% for m in messages %}" + IM_START + "{{ m['content'] }}" + IM_END + "{% endfor %}"
+)
+_MARK = "\ue000"  # private use: stands for the message while a template is rendered
+
+
+class Tokenizer:
+  """A Hugging Face byte-level tokenizer, seen as the protocol needs it."""
+
+  def __init__(self, hf: transformers.PreTrainedTokenizerFast):
+    """Wraps `hf`.
+
+    Raises:
+      ValueError: it is not byte-level, so ids have no exact bytes.
+    """
+    self.hf = hf
+    self._trusted = hf.backend_tokenizer
+    self._untrusted = tokenizers.Tokenizer.from_str(self._trusted.to_str())
+    # Special tokens in foreign text are spelt out as bytes.
+    self._untrusted.encode_special_tokens = True
+    if not isinstance(self._trusted.decoder, tokenizers.decoders.ByteLevel):
+      raise ValueError(
+        f"tokenizer decodes with {type(self._trusted.decoder).__name__}; only "
+        "byte-level tokenizers (Qwen, GPT-2 and the like) keep every id's bytes"
+      )
+
+  @classmethod
+  def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
+    """Reads a tokenizer folder (tokenizer.json and tokenizer_config.json).
+
+    Raises:
+      FileNotFoundError: there is no tokenizer.json in the folder.
+    """
+    file = os.path.join(path, "tokenizer.json")
+    if not os.path.exists(file):
+      raise FileNotFoundError(f"{file}: no tokenizer there")
+    return cls(transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path)))
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the folder that `load` and Hugging Face read."""
+    self.hf.save_pretrained(os.fspath(path))
+
+  @property
+  def vocab_size(self) -> int:
+    """One more than the largest id."""
+    return self._trusted.get_vocab_size(with_added_tokens=True)
+
+  @property
+  def pad_id(self) -> int:
+    """An id to fill unused places with; lengths, not this id, say what is unused."""
+    return self.hf.pad_token_id or 0
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of trusted text: tags and control tokens count as such."""
+    return self._trusted.encode(text, add_special_tokens=False).ids
+
+  def encode_untrusted(self, text: str) -> list[int]:
+    """Ids of foreign text: whatever it spells, it is only text."""
+    return self._untrusted.encode(text, add_special_tokens=False).ids
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of ids, control tokens included; broken UTF-8 is replaced."""
+    return b"".join(self.bytes_of[i] for i in ids).decode("utf-8", "replace")
+
+  @functools.cached_property
+  def bytes_of(self) -> list[bytes]:
+    """For every id, the bytes it stands for (b"" for ids without a token)."""
+    to_byte = {c: b for b, c in _byte_alphabet().items()}
+    added = self._trusted.get_added_tokens_decoder()
+    out = [b""] * self.vocab_size
+    for token, i in self._trusted.get_vocab(with_added_tokens=True).items():
+      if i in added:
+        out[i] = added[i].content.encode()
+      else:
+        out[i] = bytes(to_byte[c] for c in token)
+    return out
+
+  @functools.cached_property
+  def _chat(self) -> tuple[list[int], list[int]]:
+    text = self.hf.apply_chat_template(
+      [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+    )
+    before, _, after = text.partition(_MARK)
+    return self.encode(before), self.encode(after)
+
+  def encode_prompt(self, prompt: Sequence[Segment]) -> None:
+    """Fills the ids of prompt segments, the chat template around them included.
+
+    The template's opening goes to the first segment and its closing to the last.
+    """
+    for s in prompt:
+      trusted = s.role == "instructions"
+      s.ids = self.encode(s.text) if trusted else self.encode_untrusted(s.text)
+    before, after = self._chat
+    prompt[0].ids = before + prompt[0].ids
+    prompt[-1].ids = prompt[-1].ids + after
+
+  def encode_observation(self, content: str) -> Segment:
+    """The observation segment for a tool's output: escaped, tagged, with ids."""
+    text = roles.wrap(roles.OBSERVATION, roles.escape(content))
+    segment = Segment(Author.TOOL, roles.OBSERVATION, text)
+    segment.ids = self._observation_ids(text)
+    return segment
+
+  def _observation_ids(self, text: str) -> list[int]:
+    opening = roles.open_tag(roles.OBSERVATION)
+    closing = roles.close_tag(roles.OBSERVATION)
+    head, tail = text.find(opening), text.rfind(closing)
+    if head < 0 or tail < 0:
+      return self.encode_untrusted(text)
+    head += len(opening)
+    ids = self.encode(text[:head]) + self.encode_untrusted(text[head:tail])
+    return ids + self.encode(text[tail:])
+
+  def encode_trajectory(self, trajectory: Trajectory) -> None:
+    """Fills the ids of every segment that has none, in place.
+
+    Each segment is encoded on its own, so no token ever straddles two authors.
+    """
+    prompt = [s for s in trajectory.segments if s.author == Author.PROMPT]
+    if prompt and not any(s.ids for s in prompt):
+      self.encode_prompt(prompt)
+    for s in trajectory.segments:
+      if s.ids or s.author == Author.PROMPT:
+        continue
+      if s.author == Author.POLICY:
+        s.ids = self.encode(s.text)
+      else:
+        s.ids = self._observation_ids(s.text)
+
+  def policy_segments(
+    self, ids: Sequence[int], logps: Sequence[float], version: int
+  ) -> list[Segment]:
+    """Sampled ids as segments, cut after each closing tag.
+
+    The ids are never decoded and encoded again: a token that ends one span and begins
+    the next stays whole, with the span that it ends.
+    """
+    ends = list(itertools.accumulate(len(self.bytes_of[i]) for i in ids))
+    text = b"".join(self.bytes_of[i] for i in ids)
+    cuts = [bisect.bisect_left(ends, m.end()) + 1 for m in _CLOSING.finditer(text)]
+    out = []
+    for a, b in itertools.pairwise(sorted({0, *cuts, len(ids)})):
+      piece = self.decode(ids[a:b])
+      opening = _OPENING.search(piece)
+      out.append(
+        Segment(
+          author=Author.POLICY,
+          role=opening[1] if opening else "",
+          text=piece,
+          ids=list(ids[a:b]),
+          logps=list(logps[a:b]),
+          versions=[version] * (b - a),
+        )
+      )
+    return out
+
+
+_NAMES = "|".join((*roles.ROLES, *roles.TOOLS))
+_CLOSING = re.compile(rf"</(?:{_NAMES})>".encode())
+# The "<" of an opening tag may sit in the last token of the segment before.
+_OPENING = re.compile(rf"(?:<|^)({_NAMES})>")
+
+
+def _byte_alphabet() -> dict[int, str]:
+  """GPT-2's map of bytes to printable characters, which byte-level BPE writes in."""
+  keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  out = {b: chr(b) for b in keep}
+  for b in range(256):
+    if b not in out:
+      out[b] = chr(256 + len(out) - len(keep))
+  return out
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+  """Trains a byte-level BPE with every protocol tag as one token, digits one by one.
+
+  Args:
+    texts: training text; tags in it are not counted.
+    vocab_size: ids in all, the 256 bytes, tags and control tokens included.
+
+  Raises:
+    ValueError: vocab_size leaves no room for bytes and tags.
+  """
+  names = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
+  tags = [t for r in names for t in (roles.open_tag(r), roles.close_tag(r))]
+  special = [PAD, IM_START, IM_END, *tags]
+  if vocab_size < 256 + len(special):
+    raise ValueError(f"vocab_size must be at least {256 + len(special)}")
+  model = tokenizers.Tokenizer(tokenizers.models.BPE())
+  split = tokenizers.pre_tokenizers
+  model.pre_tokenizer = split.Sequence(
+    [
+      split.Digits(individual_digits=True),
+      split.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+  )
+  model.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=special,
+    initial_alphabet=split.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  model.train_from_iterator(texts, trainer)
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=model, pad_token=PAD, eos_token=IM_END, chat_template=_TEMPLATE
+  )
+  return Tokenizer(hf)

@@ -1,0 +1,211 @@
+"""Segment, ToolCall, Usage, Trajectory: the noun every journey reads or writes.
+
+Tokens are the truth, text is a view: a segment born in a rollout holds the sampled ids
+and its text is their decoding; a segment born as text (distilled or imported) gets its
+ids once, from `tokens.encode_trajectory`. Who wrote a token is decided by the line of
+code that appends it, never by searching text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+class Author(enum.StrEnum):
+  """Who wrote a segment; only `policy` tokens are ever trained on."""
+
+  PROMPT = "prompt"
+  POLICY = "policy"
+  TOOL = "tool"
+  ENVIRONMENT = "environment"
+
+
+class Status(enum.StrEnum):
+  """How a trajectory ended. A bad rollout is data with a status, not a crash."""
+
+  ENDED = "ended"  # wrote its answer
+  TRUNCATED = "truncated"  # ran out of tokens
+  TURN_LIMIT = "turn_limit"  # asked for one tool call more than allowed
+  TOOL_FAILED = "tool_failed"  # spent its tool budget (seconds) before an answer
+  INFRASTRUCTURE = "infrastructure"  # sandbox or judge down: leaves its group
+  UNGRADED = "ungraded"  # no verdict yet
+
+
+class CallStatus(enum.StrEnum):
+  """Whose fault a tool call's failure is."""
+
+  OK = "ok"
+  MODEL = "model"  # malformed call, program raised, no such tool
+  TOOL = "tool"  # the tool hit its own limits on a well-formed call
+  INFRASTRUCTURE = "infrastructure"  # the service behind the tool is down
+
+
+@dataclasses.dataclass
+class ToolCall:
+  """One call: the tool's tag, what stood in the span, what came back, at what cost."""
+
+  name: str
+  arguments: str
+  result: str = ""
+  status: CallStatus = CallStatus.OK
+  seconds: float = 0.0
+
+
+@dataclasses.dataclass
+class Segment:
+  """A run of text by one author under one tag.
+
+  Attributes:
+    author: who wrote it.
+    role: its tag; "" for the prompt and for text outside every span.
+    text: verbatim, tags and trailing white space included.
+    ids: token ids; empty until tokenised.
+    logps: for a policy segment of a rollout, log p of each id under the sampling
+      distribution (float, nats); else empty.
+    versions: the policy version that sampled each id; else empty.
+  """
+
+  author: Author
+  role: str
+  text: str
+  ids: list[int] = dataclasses.field(default_factory=list)
+  logps: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Usage:
+  """What a trajectory cost. Tokens: processed once each unless `cached`.
+
+  For a single decoding stream `prompt` and `observation` tokens are prefilled once and
+  `generated` ones are sampled; `cached` counts prompt tokens that a prefix cache would
+  have served (multi-agent systems re-send their context at every call).
+  """
+
+  prompt: int = 0
+  cached: int = 0
+  generated: int = 0
+  observation: int = 0
+  tool_calls: int = 0
+  model_calls: int = 0
+  seconds: float = 0.0
+
+  @property
+  def total(self) -> int:
+    """Every token that went in or came out, with no credit for caching."""
+    return self.prompt + self.generated + self.observation
+
+
+@dataclasses.dataclass
+class Trajectory:
+  """One attempt at one task.
+
+  Attributes:
+    task_id: the task it answers.
+    segments: in order; the first is the prompt.
+    calls: every tool call, in order.
+    status: how it ended.
+    reward: total reward, or None while ungraded.
+    reward_parts: name -> value, e.g. {"answer": 1.0, "format": 1.0}.
+    usage: its cost.
+    sample: which of the task's samples this is (0-based).
+    meta: what a reader wants beside it (question, answers, family, agent events);
+      JSON values only.
+  """
+
+  task_id: str
+  segments: list[Segment] = dataclasses.field(default_factory=list)
+  calls: list[ToolCall] = dataclasses.field(default_factory=list)
+  status: Status = Status.UNGRADED
+  reward: float | None = None
+  reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+  usage: Usage = dataclasses.field(default_factory=Usage)
+  sample: int = 0
+  meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def text(self) -> str:
+    """Everything after the prompt, as one string."""
+    return "".join(s.text for s in self.segments if s.author != Author.PROMPT)
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens of all segments, the prompt included."""
+    return sum(len(s.ids) for s in self.segments)
+
+  def to_json(self) -> dict[str, Any]:
+    """A JSON-serialisable dict; `from_json` reads it back."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any], where: str = "trajectory") -> Trajectory:
+    """Builds a trajectory from `to_json`'s dict.
+
+    Raises:
+      ValueError: a field is missing, unknown or of the wrong kind; the message starts
+        with `where` and names the field.
+    """
+    try:
+      row = dict(row)
+      segments = [
+        Segment(**{**s, "author": Author(s["author"])}) for s in row.pop("segments")
+      ]
+      calls = [
+        ToolCall(**{**c, "status": CallStatus(c["status"])})
+        for c in row.pop("calls", [])
+      ]
+      usage = Usage(**row.pop("usage", {}))
+      status = Status(row.pop("status", Status.UNGRADED))
+      return cls(segments=segments, calls=calls, usage=usage, status=status, **row)
+    except (TypeError, ValueError, KeyError) as e:
+      raise ValueError(f"{where}: not a trajectory record: {e!r}") from e
+
+
+def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Any]) -> int:
+  """Writes rows (Trajectory, or anything json.dumps takes), one per line.
+
+  The file appears under its name only when complete, so a reader never sees half of
+  one. Returns the number of rows.
+  """
+  path = os.fspath(path)
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  count = 0
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    for row in rows:
+      value = row.to_json() if isinstance(row, Trajectory) else row
+      f.write(json.dumps(value, ensure_ascii=True) + "\n")
+      count += 1
+  os.replace(path + ".tmp", path)
+  return count
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields ("FILE:LINE", row) for every non-empty line.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a line is not a JSON object; the message names file and line.
+  """
+  path = os.fspath(path)
+  with open(path, encoding="utf-8") as f:
+    for number, line in enumerate(f, 1):
+      if not line.strip():
+        continue
+      where = f"{path}:{number}"
+      try:
+        row = json.loads(line)
+      except json.JSONDecodeError as e:
+        raise ValueError(f"{where}: not JSON ({e.msg})") from e
+      if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+      yield where, row
+
+
+def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
+  """All trajectories of a JSON-lines file; errors name the file and the line."""
+  return [Trajectory.from_json(row, where) for where, row in read_jsonl(path)]

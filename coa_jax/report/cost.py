@@ -1,0 +1,164 @@
+"""What an answer costs: the multi-agent system against the single model, task by task.
+
+The multi-agent system sends its context again at every model call; a prefix cache would
+serve part of it, and `Usage.cached` says how much. The single model's stream processes
+prompt, observations and generated tokens once each. Both counts, with and without the
+credit for caching, are shown: without it the multi-agent side is made to look worse
+than deployments are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.report.scores import by_task, correct, graded, resample_sums
+from coa_jax.report.tables import Table
+
+MULTI, SINGLE = "multi_agent", "single"
+# Figure -> what a table calls it. All but `solved` are counts per attempt.
+FIGURES = {
+  "prompt": "prompt tokens",
+  "prompt_cached_credit": "prompt tokens, less cached",
+  "completion": "completion tokens",
+  "total": "total tokens",
+  "total_cached_credit": "total tokens, less cached",
+  "tool_calls": "tool calls",
+  "model_calls": "model calls",
+  "solved": "solved",
+}
+
+
+def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str, Any]:
+  """Compares the two systems on the tasks that both attempted.
+
+  Args:
+    multi: the multi-agent system's attempts; only task id, status, reward parts and
+      usage are read, so a run's meter is enough.
+    single: the single model's attempts.
+
+  Returns:
+    `tasks` (their number), `left_out` (tasks that only one system has an attempt at
+    that infrastructure did not end); for `multi_agent` and `single` the figures
+    `per_task` (mean over tasks) and `per_solved` (sum over tasks divided by the tasks
+    solved; None where none is); the reductions 1 - single / multi_agent:
+    `reduction_no_cache` and `reduction_cache` (of total tokens per task without and
+    with cache credit) and `reduction_per_solved` (of total tokens per solved task,
+    without); and `ci95`, reduction -> [low, high] by a bootstrap that draws the same
+    tasks for both systems.
+
+  Raises:
+    ValueError: no task was attempted by both.
+  """
+  theirs, ours = by_task(graded(multi)), by_task(graded(single))
+  shared = [task for task in theirs if task in ours]
+  if not shared:
+    raise ValueError(
+      f"no task in common: {len(theirs)} of the multi-agent system, {len(ours)} of the "
+      "single model"
+    )
+  columns_m = np.array([_figures(theirs[task]) for task in shared])
+  columns_s = np.array([_figures(ours[task]) for task in shared])
+  point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None])
+  both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
+  drawn = _reductions(both[:, : len(FIGURES)], both[:, len(FIGURES) :])
+  return {
+    "tasks": len(shared),
+    "left_out": len(set(theirs) | set(ours)) - len(shared),
+    MULTI: _table(columns_m),
+    SINGLE: _table(columns_s),
+    **{name: _finite(values[0]) for name, values in point.items()},
+    "ci95": {name: _interval(values) for name, values in drawn.items()},
+  }
+
+
+def _figures(attempts: Sequence[Trajectory]) -> list[float]:
+  """Means over a task's attempts, in the order of FIGURES."""
+  rows = []
+  for t in attempts:
+    u = t.usage
+    prompt = u.prompt + u.observation
+    row = (prompt, prompt - u.cached, u.generated, u.total, u.total - u.cached)
+    rows.append((*row, u.tool_calls, u.model_calls, correct(t)))
+  return list(np.mean(np.array(rows, float), axis=0))
+
+
+def _table(columns: np.ndarray) -> dict[str, dict[str, float | None]]:
+  solved = columns.sum(0)[-1]
+  per_solved = columns.sum(0) / solved if solved else [None] * len(FIGURES)
+  return {
+    "per_task": dict(zip(FIGURES, map(float, columns.mean(0)), strict=True)),
+    "per_solved": {
+      name: None if value is None else float(value)
+      for name, value in zip(FIGURES, per_solved, strict=True)
+    },
+  }
+
+
+def _reductions(multi: np.ndarray, single: np.ndarray) -> dict[str, np.ndarray]:
+  """Reductions from column sums [R, figures] of both systems."""
+  at = {name: i for i, name in enumerate(FIGURES)}
+
+  def ratio(name: str) -> np.ndarray:
+    return single[:, at[name]] / multi[:, at[name]]
+
+  with np.errstate(divide="ignore", invalid="ignore"):
+    return {
+      "reduction_no_cache": 1 - ratio("total"),
+      "reduction_cache": 1 - ratio("total_cached_credit"),
+      "reduction_per_solved": 1 - ratio("total") / ratio("solved"),
+    }
+
+
+def _finite(value: float) -> float | None:
+  return float(value) if np.isfinite(value) else None
+
+
+def _interval(values: np.ndarray) -> list[float | None] | None:
+  values = values[~np.isnan(values)]
+  if not len(values):
+    return None
+  # "nearest": a resample in which one side solves nothing is infinite, and must not
+  # turn its neighbours into NaN.
+  low, high = np.percentile(values, [2.5, 97.5], method="nearest")
+  return [_finite(low), _finite(high)]
+
+
+def cost_tables(table: dict[str, Any]) -> list[Table]:
+  """`cost`'s result as two tables: the figures of both systems, and the reductions."""
+  rows = []
+  for name, label in FIGURES.items():
+    row = {"figure": label}
+    for system in (MULTI, SINGLE):
+      for per in ("per_task", "per_solved"):
+        row[f"{system}_{per}"] = table[system][per][name]
+    rows.append(row)
+  columns = {
+    "figure": "",
+    "multi_agent_per_task": "multi-agent, per task",
+    "single_per_task": "one model, per task",
+    "multi_agent_per_solved": "multi-agent, per solved task",
+    "single_per_solved": "one model, per solved task",
+  }
+  labels = {
+    "reduction_no_cache": "tokens per task, no cache credit",
+    "reduction_cache": "tokens per task, with cache credit",
+    "reduction_per_solved": "tokens per solved task, no cache credit",
+  }
+  saved = [
+    {"of": label, "reduction": table[name], "ci95": table["ci95"][name]}
+    for name, label in labels.items()
+  ]
+  note = f"{table['tasks']} tasks that both attempted; {table['left_out']} left out."
+  return [
+    Table("Cost of an answer", rows, columns, note),
+    Table(
+      "Saved by one model (1 - one model / multi-agent)",
+      saved,
+      {"of": "of", "reduction": "reduction", "ci95": "95 % interval"},
+      "Intervals by bootstrap over tasks, the same tasks drawn for both systems.",
+    ),
+  ]

@@ -1,0 +1,219 @@
+"""The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+METRICS_FILE = "metrics.jsonl"
+# Seconds between two plain lines where the output is not a terminal.
+PLAIN_EVERY = 10.0
+
+
+class Metrics:
+  """Appends a stage's numbers to `workdir/metrics.jsonl` and shows how far it is.
+
+  Use as a context manager. On a terminal progress is one live bar; elsewhere it is a
+  plain line every PLAIN_EVERY seconds, the first and the last step's always among them.
+  Both go to standard error.
+
+  Several stages share a file. Constructed again on the same workdir it appends; at
+  the first `log` the stage's lines with the same or a later step are dropped, so a
+  resumed run leaves no duplicates. `seconds` continues from the last line that is kept.
+
+  Attributes:
+    non_finite: how many values so far were NaN or infinite; they are written as null.
+  """
+
+  def __init__(self, workdir: str, stage: str, total: int, unit: str = "step"):
+    """Creates `workdir` where it is missing; writes nothing yet.
+
+    Args:
+      workdir: the run's directory.
+      stage: what the numbers belong to, e.g. "sft".
+      total: the step at which the stage is complete.
+      unit: what a step is called in progress lines.
+    """
+    os.makedirs(workdir, exist_ok=True)
+    self.path = os.path.join(workdir, METRICS_FILE)
+    self.stage, self.total, self.unit = stage, total, unit
+    self.non_finite = 0
+    self._began = self._shown = time.monotonic()
+    self._seconds_before = 0.0  # of the interrupted runs that this one continues
+    self._steps_before = 0  # likewise
+    self._first: int | None = None  # the first step logged here
+    self._line = ""  # the last progress line, where it has not been printed yet
+    console = Console(stderr=True)
+    self._bar = None
+    if console.is_terminal:
+      columns = ("[bold]{task.description}", None, "{task.fields[status]}")
+      self._bar = Progress(
+        *(TextColumn(c) if c else BarColumn(bar_width=24) for c in columns),
+        console=console,
+      )
+      self._task = self._bar.add_task(stage, total=total, status="starting")
+
+  def __enter__(self) -> Metrics:
+    if self._bar is not None:
+      self._bar.start()
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    if self._bar is not None:
+      self._bar.stop()
+    elif self._line:
+      _say(self._line)
+    if self.non_finite:
+      _say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
+
+  def log(self, step: int, values: dict[str, float], figure: str = "") -> None:
+    """Appends one line and moves the progress.
+
+    Args:
+      step: how many units of the stage are done, or the unit the values belong to.
+      values: name -> number (anything `float` takes, 0-d arrays too).
+      figure: the figure that matters, shown beside the progress, e.g. "loss 1.32".
+
+    Raises:
+      ValueError: a value has a name that the line itself uses.
+    """
+    for name in ("stage", "step", "seconds"):
+      if name in values:
+        raise ValueError(f"metric name {name!r} is taken by the line itself")
+    if self._first is None:
+      self._first = step
+      kept = _drop_from(self.path, self.stage, step)
+      self._steps_before, self._seconds_before = kept
+    seconds = time.monotonic() - self._began
+    row = {"stage": self.stage, "step": step}
+    row["seconds"] = round(self._seconds_before + seconds, 3)
+    for name, value in values.items():
+      value = float(value)
+      self.non_finite += not math.isfinite(value)
+      row[name] = value if math.isfinite(value) else None
+    with open(self.path, "a", encoding="utf-8") as f:
+      f.write(json.dumps(row) + "\n")
+    self._show(step, seconds, figure)
+
+  def _show(self, step: int, seconds: float, figure: str) -> None:
+    # Steps of an interrupted run cost this one nothing, so they are not in its pace.
+    pace = seconds / max(step - self._steps_before, 1)
+    left = max(self.total - step, 0) * pace
+    parts = [
+      f"{self.unit} {step}/{self.total}",
+      f"{duration(self._seconds_before + seconds)} elapsed",
+      f"{duration(left)} left",
+      *([figure] if figure else []),
+    ]
+    status = "  ".join(parts)
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step, status=_literal(status))
+      return
+    self._line = f"{self.stage}  {status}"
+    now = time.monotonic()
+    if step == self._first or step >= self.total or now - self._shown >= PLAIN_EVERY:
+      _say(self._line)
+      self._line, self._shown = "", now
+
+
+def _say(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)
+
+
+def _literal(text: str) -> str:
+  # rich reads [word] as markup; a figure is never markup.
+  return text.replace("[", r"\[")
+
+
+def duration(seconds: float) -> str:
+  """Seconds as `42s`, `3m05s` or `2h07m`."""
+  seconds = round(seconds)
+  if seconds < 60:
+    return f"{seconds}s"
+  if seconds < 3600:
+    return f"{seconds // 60}m{seconds % 60:02d}s"
+  return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+def _read_lines(path: str) -> list[dict[str, Any]]:
+  if not os.path.exists(path):
+    return []
+  with open(path, encoding="utf-8") as f:
+    lines = f.read().split("\n")
+  rows = []
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    try:
+      rows.append(json.loads(line))
+    except json.JSONDecodeError as e:
+      # A run that was killed may leave half of its last line; nothing else may be.
+      if number < len(lines):
+        raise ValueError(f"{path}:{number}: not JSON ({e.msg})") from e
+  return rows
+
+
+def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
+  """Drops the stage's lines from `step` on; step and seconds of the last line kept."""
+  rows = _read_lines(path)
+  kept = [r for r in rows if r["stage"] != stage or r["step"] < step]
+  if os.path.exists(path):
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+      f.writelines(json.dumps(row) + "\n" for row in kept)
+    os.replace(path + ".tmp", path)
+  ours = [(r["step"], r["seconds"]) for r in kept if r["stage"] == stage]
+  return ours[-1] if ours else (0, 0.0)
+
+
+def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any]]:
+  """The lines of one stage, in order; a value that was not finite is None.
+
+  A line that a killed run left half written, which can only be the last, is left out.
+
+  Args:
+    path: the file, or the workdir that holds it.
+    stage: whose lines.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: another line is not JSON; the message names file and line.
+  """
+  path = os.fspath(path)
+  if os.path.isdir(path):
+    path = os.path.join(path, METRICS_FILE)
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"no metrics at {path}")
+  return [row for row in _read_lines(path) if row["stage"] == stage]
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+  """Writes `value` as JSON, keys sorted, so that equal results are equal files.
+
+  The file appears under its name only when complete. Numbers that are not finite
+  become null; numpy scalars and arrays become numbers and lists.
+  """
+  path = os.fspath(path)
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    json.dump(_plain(value), f, indent=2, sort_keys=True, allow_nan=False)
+    f.write("\n")
+  os.replace(path + ".tmp", path)
+
+
+def _plain(value: Any) -> Any:
+  if hasattr(value, "tolist"):  # a numpy or jax array or scalar
+    value = value.tolist()
+  if isinstance(value, dict):
+    return {str(k): _plain(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value

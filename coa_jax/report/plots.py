@@ -1,0 +1,240 @@
+"""Figures of a report, as matplotlib Figure objects (no pyplot, no global state).
+
+`to_svg` gives inline SVG that takes text colour and font from the page around it, so
+one figure serves light and dark pages; `to_png` gives bytes for pages that cannot.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.report.cost import MULTI, SINGLE
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Stands for the page's own text colour until `to_svg` replaces it.
+_INK = "#010203"
+_NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+_STYLE = {
+  "svg.fonttype": "none",
+  "svg.hashsalt": "coa_jax",  # equal figures are equal bytes
+  "font.family": "sans-serif",
+}
+
+
+def curves(
+  rows: Sequence[Mapping[str, Any]],
+  panels: Mapping[str, Mapping[str, str]],
+  xlabel: str = "step",
+) -> Figure:
+  """Metrics over steps, one panel per y label.
+
+  Args:
+    rows: `read_metrics`' rows; a metric may be missing (None or absent) in some.
+    panels: y label -> {metric: line label}, e.g. {"loss": {"loss": "train"}}.
+    xlabel: of every panel.
+
+  Raises:
+    ValueError: no row has a value of some metric; the message names it.
+  """
+  figure, axes = _figure(len(panels))
+  for axis, (ylabel, lines) in zip(axes, panels.items(), strict=True):
+    for color, (metric, label) in zip(
+      itertools.cycle(COLORS), lines.items(), strict=False
+    ):
+      points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
+      if not points:
+        raise ValueError(f"no row has metric {metric!r}")
+      x, y = np.array(points, float).T
+      if len(x) < 20:
+        axis.plot(x, y, color=color, label=label, marker="o", markersize=3.5)
+        continue
+      axis.plot(x, y, color=color, alpha=0.25, linewidth=1)
+      axis.plot(x, _smooth(y), color=color, label=label)
+    _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
+  return figure
+
+
+def _smooth(y: np.ndarray) -> np.ndarray:
+  """Centred moving mean over a twentieth of the points; windows shrink at the ends."""
+  half = max(len(y) // 40, 1)
+  sums = np.concatenate([[0.0], np.cumsum(y)])
+  at = np.arange(len(y))
+  low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
+  return (sums[high] - sums[low]) / (high - low)
+
+
+def score_bars(
+  summaries: Mapping[str, Mapping[str, Any]],
+  figures: Mapping[str, str],
+) -> Figure:
+  """Grouped bars of several models' figures with their 95 % intervals.
+
+  Args:
+    summaries: model (teacher, sft, rl, tools_off) -> `scores.summary`'s result, or any
+      mapping with these figures and `ci95`; a figure that is missing has no bar.
+    figures: figure -> what the axis calls it, e.g. {"pass1_greedy": "pass@1"}.
+  """
+  figure, (axis,) = _figure(1, width=1.5 + 1.1 * len(figures) + 0.35 * len(summaries))
+  width = 0.8 / len(summaries)
+  for i, (model, summary) in enumerate(summaries.items()):
+    for j, name in enumerate(figures):
+      value = summary.get(name)
+      if value is None:
+        continue
+      x = j + (i - (len(summaries) - 1) / 2) * width
+      axis.bar(x, value, width * 0.92, color=COLORS[i % len(COLORS)])
+      low, high = summary["ci95"].get(name) or (value, value)
+      # A bootstrap interval need not hold the point it belongs to.
+      error = [[max(value - low, 0)], [max(high - value, 0)]]
+      axis.errorbar(x, value, error, color=_INK, capsize=2, linewidth=1)
+      axis.annotate(
+        f"{value:.2f}",
+        (x, high),
+        (0, 3),
+        textcoords="offset points",
+        ha="center",
+        size=8,
+      )
+    axis.bar(0, 0, color=COLORS[i % len(COLORS)], label=model)
+  axis.set_xticks(range(len(figures)), list(figures.values()))
+  axis.set_ylim(0, 1.12)
+  _finish(axis, "", "share of tasks", legend=True)
+  axis.grid(visible=False, axis="x")
+  return figure
+
+
+def cost_bars(table: Mapping[str, Any]) -> Figure:
+  """Tokens of both systems, stacked: prompt, prompt a cache would serve, completion.
+
+  Args:
+    table: `cost.cost`'s result.
+  """
+  figure, axes = _figure(2)
+  panels = {"per_task": "tokens per task", "per_solved": "tokens per solved task"}
+  systems = {MULTI: "multi-agent", SINGLE: "one model"}
+  for axis, (per, label) in zip(axes, panels.items(), strict=True):
+    for x, system in enumerate(systems):
+      figures = table[system][per]
+      if figures["total"] is None:
+        axis.annotate("none solved", (x, 0), ha="center", va="bottom")
+        continue
+      fresh = figures["prompt_cached_credit"]
+      parts = {
+        "prompt": fresh,
+        "prompt, cacheable": figures["prompt"] - fresh,
+        "completion": figures["completion"],
+      }
+      bottom = 0.0
+      for color, (part, size) in zip(COLORS, parts.items(), strict=False):
+        axis.bar(x, size, 0.6, bottom, color=color, label=None if x else part)
+        bottom += size
+      axis.annotate(
+        f"{bottom:,.0f}",
+        (x, bottom),
+        (0, 3),
+        textcoords="offset points",
+        ha="center",
+        size=8,
+      )
+    axis.set_xticks(range(len(systems)), list(systems.values()))
+    axis.margins(y=0.12)
+    _finish(axis, "", label, legend=axis is axes[0])
+    axis.grid(visible=False, axis="x")
+  return figure
+
+
+def filter_statistics(
+  before: Sequence[Trajectory], after: Sequence[Trajectory]
+) -> Figure:
+  """Trajectory lengths and spans per role, before and after filtering.
+
+  Lengths are in tokens where every trajectory has ids, else in characters.
+  """
+  figure, (left, right) = _figure(2)
+  sets = {"before": before, "after": after}
+  tokens = all(t.num_tokens for t in (*before, *after))
+  lengths = {
+    name: [t.num_tokens if tokens else len(t.text) for t in ts]
+    for name, ts in sets.items()
+  }
+  edges = np.histogram_bin_edges([x for v in lengths.values() for x in v] or [0], 24)
+  for color, (name, values) in zip(COLORS, lengths.items(), strict=False):
+    label = f"{name} ({len(values)})"
+    left.hist(values, edges, color=color, alpha=0.55, label=label)
+  _finish(left, "tokens" if tokens else "characters", "trajectories", legend=True)
+  counts = {name: role_counts(ts) for name, ts in sets.items()}
+  roles = list(dict.fromkeys(r for c in counts.values() for r in c))
+  for i, (name, count) in enumerate(counts.items()):
+    y = np.arange(len(roles)) + (i - 0.5) * 0.38
+    values = [count.get(r, 0.0) for r in roles]
+    right.barh(y, values, 0.36, color=COLORS[i], label=name)
+  right.set_yticks(range(len(roles)), roles)
+  right.invert_yaxis()
+  _finish(right, "spans per trajectory", "", legend=True)
+  right.grid(visible=False, axis="y")
+  return figure
+
+
+def role_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """Mean number of spans of each role per trajectory, most frequent first."""
+  if not trajectories:
+    return {}
+  counts: collections.Counter[str] = collections.Counter()
+  for t in trajectories:
+    counts.update(s.role for s in t.segments if s.role and s.author != Author.PROMPT)
+  return {r: n / len(trajectories) for r, n in counts.most_common()}
+
+
+def _figure(panels: int, width: float = 4.4) -> tuple[Figure, list[Axes]]:
+  width = max(width, 4.4 if panels > 1 else 6.4)
+  figure = Figure((width * panels, 3.1), layout="constrained")
+  axes = figure.subplots(1, panels, squeeze=False)[0]
+  return figure, list(axes)
+
+
+def _finish(axis: Axes, xlabel: str, ylabel: str, legend: bool) -> None:
+  axis.set_xlabel(xlabel)
+  axis.set_ylabel(ylabel)
+  axis.spines[["top", "right"]].set_visible(False)
+  axis.grid(alpha=0.25, linewidth=0.6, color=_INK)
+  axis.set_axisbelow(True)
+  if legend:
+    # Above the axes, where no bar and no line can be under it.
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4}
+    axis.legend(frameon=False, labelcolor=_INK, columnspacing=1.2, **place)
+  for spine in axis.spines.values():
+    spine.set_color(_INK)
+  axis.tick_params(colors=_INK)
+  for text in (axis.xaxis.label, axis.yaxis.label, *axis.texts):
+    text.set_color(_INK)
+
+
+def to_svg(figure: Figure) -> str:
+  """The figure as an `<svg>` element to put into a page."""
+  out = io.StringIO()
+  with matplotlib.rc_context(_STYLE):
+    figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
+  text = out.getvalue()
+  text = text[text.index("<svg") :].replace(_INK, "currentColor")
+  # A page may set --figure-0 and so on, to lift the colours off a dark ground.
+  for i, color in enumerate(COLORS):
+    text = text.replace(color.lower(), f"var(--figure-{i}, {color})")
+  return text
+
+
+def to_png(figure: Figure, dpi: int = 150) -> bytes:
+  """The figure as PNG bytes, on white."""
+  out = io.BytesIO()
+  figure.savefig(out, format="png", dpi=dpi)
+  return out.getvalue()

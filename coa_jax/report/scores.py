@@ -1,0 +1,221 @@
+"""How good the answers are: pass@1, pass@k, vote of k, and their confidence intervals.
+
+Every figure is a mean over tasks, so a task with more samples weighs no more. Attempts
+that ended for reasons of infrastructure are in no denominator; they are counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import content_fault
+from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory
+from coa_jax.tasks.rewards import math as math_reward
+from coa_jax.tasks.rewards import qa, written_answer
+
+RESAMPLES = 2000
+VOTES = 3
+
+# In a formula punctuation means something: -3 is not 3, 1/2 is not 12.
+_FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
+
+
+def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+  """Those that say something about the model: all but infrastructure failures."""
+  return [t for t in trajectories if t.status != Status.INFRASTRUCTURE]
+
+
+def by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+  """Task id -> its attempts in order of `sample`; tasks in order of appearance."""
+  groups: dict[str, list[Trajectory]] = {}
+  for t in trajectories:
+    groups.setdefault(t.task_id, []).append(t)
+  return {k: sorted(v, key=lambda t: t.sample) for k, v in groups.items()}
+
+
+def correct(trajectory: Trajectory) -> bool:
+  """Whether its answer is right, whatever its format.
+
+  Raises:
+    ValueError: it has not been graded.
+  """
+  if "answer" not in trajectory.reward_parts:
+    raise ValueError(
+      f"task {trajectory.task_id!r} sample {trajectory.sample}: reward part 'answer' "
+      f"is missing (status {trajectory.status.value}); grade before scoring"
+    )
+  return trajectory.reward_parts["answer"] >= 1
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+  """The unbiased estimate of pass@k from c right ones of n samples.
+
+  1 - C(n-c, k) / C(n, k); Chen et al. 2021, arXiv 2107.03374, equation 1.
+
+  Raises:
+    ValueError: fewer than k samples.
+  """
+  if not 0 <= c <= n or not 1 <= k <= n:
+    raise ValueError(f"pass@{k} needs at least {k} samples; got n={n}, c={c}")
+  return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def interval(
+  over: Sequence[float], under: Sequence[float] | None = None, seed: int = 0
+) -> list[float] | None:
+  """The 95 % percentile bootstrap interval of sum(over) / sum(under), over tasks.
+
+  Args:
+    over: one value per task.
+    under: one weight per task; 1 each where left out, so the figure is a mean.
+    seed: of the resampling; equal inputs give equal intervals.
+
+  Returns:
+    [low, high], or None where there is no task or no resample has any weight. A
+    proportion that is 0 or 1 on every task has an interval of no width: the bootstrap
+    cannot know of outcomes it has not seen.
+  """
+  over = np.asarray(over, float)
+  under = np.ones_like(over) if under is None else np.asarray(under, float)
+  sums = resample_sums(np.stack([over, under], axis=1), seed)
+  values = sums[sums[:, 1] > 0]
+  if not len(values):
+    return None
+  low, high = np.percentile(values[:, 0] / values[:, 1], [2.5, 97.5])
+  return [float(low), float(high)]
+
+
+def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
+  """Column sums of RESAMPLES bootstrap resamples of the rows [tasks, m] -> [R, m]."""
+  n = len(columns)
+  if n == 0:
+    return np.zeros((0, *columns.shape[1:]))
+  # How often each task is drawn is all that a sum depends on.
+  draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), RESAMPLES)
+  return draws @ columns
+
+
+def vote_key(answer: str) -> str:
+  """What answers are the same vote: equal numbers, else equal normalised text."""
+  answer = math_reward.final_answer(answer)
+  value = math_reward.number(answer)
+  if value is not None:
+    return str(value)
+  if _FORMULA.search(answer):
+    return "".join(answer.lower().split())
+  return qa.normalize(answer)
+
+
+def mean_logp(trajectory: Trajectory) -> float:
+  """Mean log-prob per policy token (nats); -inf where none is known."""
+  logps = [x for s in trajectory.segments if s.author == Author.POLICY for x in s.logps]
+  return statistics.fmean(logps) if logps else -math.inf
+
+
+def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
+  """The one of the first k attempts that a majority vote over answers chooses.
+
+  Attempts without an answer have no vote. Ties go to the answer with the attempt of
+  highest mean log-prob per policy token, then to the earlier one; so does the choice
+  among attempts that gave the chosen answer.
+
+  Raises:
+    ValueError: fewer than k attempts.
+  """
+  if len(attempts) < k:
+    raise ValueError(f"best of {k} needs {k} attempts; got {len(attempts)}")
+  attempts = attempts[:k]
+  groups: dict[str, list[Trajectory]] = {}
+  for t in attempts:
+    answer = written_answer(t.text)
+    if answer:
+      groups.setdefault(vote_key(answer), []).append(t)
+  if not groups:
+    return attempts[0]
+  most = max(groups.values(), key=lambda g: (len(g), max(map(mean_logp, g))))
+  return max(most, key=mean_logp)
+
+
+def malformed(call: ToolCall, tools: Collection[str] = roles.TOOLS) -> bool:
+  """Whether the call itself was wrong; a well-formed program that raises is not."""
+  if call.name not in tools or roles.find_tag(call.arguments) is not None:
+    return True
+  return content_fault(call.name, call.arguments) is not None
+
+
+def summary(
+  greedy: Sequence[Trajectory],
+  sampled: Sequence[Trajectory],
+  tools: Collection[str] = roles.TOOLS,
+) -> dict[str, Any]:
+  """The figures of one model on one set of tasks.
+
+  Args:
+    greedy: at most one attempt per task counts as such; more are averaged.
+    sampled: several attempts per task.
+    tools: names a call may have.
+
+  Returns:
+    `pass1_greedy`, `pass1_sampled`, `pass3`, `best_of_3` (the last two over the tasks
+    with at least 3 graded samples), `tokens_per_task`, `generated_tokens_per_task`,
+    `tool_calls_per_task` (means per attempt, greedy attempts where there are any, else
+    sampled), `malformed_rate` (per call attempted) and `protocol_ok` (per attempt, over
+    all attempts); `ci95`, figure -> [low, high]; `status`, name -> count of attempts;
+    `tasks`, their number. A figure without data is None.
+  """
+  status = collections.Counter(t.status.value for t in (*greedy, *sampled))
+  greedy, sampled = graded(greedy), graded(sampled)
+  one, many = by_task(greedy), by_task(sampled)
+  enough = {k: v for k, v in many.items() if len(v) >= VOTES}
+  cost = list((one or many).values())
+  every = list(by_task([*greedy, *sampled]).values())
+  rights = {k: sum(map(correct, v)) for k, v in enough.items()}
+  calls = [[c for t in g for c in t.calls] for g in every]
+  bad = [sum(malformed(c, tools) for c in group) for group in calls]
+  over: dict[str, list[float]] = {
+    "pass1_greedy": _means(one.values(), correct),
+    "pass1_sampled": _means(many.values(), correct),
+    "pass3": [pass_at_k(len(v), rights[k], VOTES) for k, v in enough.items()],
+    "best_of_3": [float(correct(best_of_k(v, VOTES))) for v in enough.values()],
+    "tokens_per_task": _means(cost, lambda t: t.usage.total),
+    "generated_tokens_per_task": _means(cost, lambda t: t.usage.generated),
+    "tool_calls_per_task": _means(cost, lambda t: t.usage.tool_calls),
+    "malformed_rate": bad,
+    "protocol_ok": _means(every, lambda t: t.reward_parts.get("format", 0.0) >= 1),
+  }
+  out: dict[str, Any] = {"ci95": {}}
+  for name, values in over.items():
+    under = [len(c) for c in calls] if name == "malformed_rate" else [1] * len(values)
+    out[name] = sum(values) / sum(under) if sum(under) else None
+    out["ci95"][name] = interval(values, under)
+  out["status"] = {s.value: status.get(s.value, 0) for s in Status}
+  out["tasks"] = len(every)
+  return out
+
+
+def _means(
+  groups: Collection[Sequence[Trajectory]], value: Callable[[Trajectory], float]
+) -> list[float]:
+  return [statistics.fmean(float(value(t)) for t in group) for group in groups]
+
+
+def by_family(
+  greedy: Sequence[Trajectory],
+  sampled: Sequence[Trajectory],
+  tools: Collection[str] = roles.TOOLS,
+) -> dict[str, dict[str, Any]]:
+  """`summary` for each task family (`meta["family"]`), families sorted by name."""
+
+  def of(trajectories: Sequence[Trajectory], family: str) -> list[Trajectory]:
+    return [t for t in trajectories if t.meta.get("family", "") == family]
+
+  families = sorted({t.meta.get("family", "") for t in (*greedy, *sampled)})
+  return {f: summary(of(greedy, f), of(sampled, f), tools) for f in families}

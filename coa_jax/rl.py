@@ -1,0 +1,303 @@
+"""Agentic RL: a policy plays tasks with real tools, and learns from what it earned.
+
+GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling. On-policy: one
+update per batch of rollouts; the sampler's own log-probs are the old policy's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+from coa_jax.config import check_sections, section
+from coa_jax.learner import advantages, losses
+from coa_jax.learner import batch as batching
+from coa_jax.learner.batch import Batch
+from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
+from coa_jax.learner.optim import OptimConfig, make_optimizer
+from coa_jax.learner.state import Learner, TrainState, init_state
+from coa_jax.model.qwen import QwenConfig
+from coa_jax.model.weights import load_model, save_model
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
+from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.scheduler import RolloutConfig
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.task import Task
+
+SECTIONS = (
+  "init",
+  "model",
+  "optim",
+  "rollout",
+  "tools",
+  "tasks",
+  "algo",
+  "dev",
+  "checkpoint",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgoConfig:
+  """Config section `algo`.
+
+  Attributes:
+    steps: updates.
+    prompts: groups in one update's batch, at most.
+    samples: trajectories of a group.
+    rounds: batches of `prompts` groups rolled out to find that many whose rewards
+      differ (DAPO's dynamic sampling); 1 takes what one batch gives.
+    temperature: of the rollouts.
+    clip_low: the ratio's lower bound is 1 - clip_low.
+    clip_high: its upper bound is 1 + clip_high.
+    standardise: False leaves the deviation out of the advantage (Dr.GRPO).
+    rows: rows of a micro-batch.
+    length: T, tokens of a row; at least `rollout.max_len`.
+    keep_every: updates between two dumps of all trajectories of an update.
+  """
+
+  steps: int
+  prompts: int = 16
+  samples: int = 8
+  rounds: int = 2
+  temperature: float = 1.0
+  clip_low: float = 0.2
+  clip_high: float = 0.28
+  standardise: bool = True
+  rows: int = 16
+  length: int = 256
+  keep_every: int = 20
+
+  def __post_init__(self):
+    if self.samples < 2:
+      raise ValueError("samples must be at least 2: an advantage compares a group")
+    if self.temperature <= 0:
+      raise ValueError("temperature must be above 0: equal samples teach nothing")
+
+
+@dataclasses.dataclass(frozen=True)
+class DevConfig:
+  """Config section `dev`: greedy evaluation during training, on tasks of its own.
+
+  Attributes:
+    every: updates between two evaluations.
+    uri: a task file.
+    limit: tasks of it.
+    corpus: pages that its tasks need; the training corpus where None.
+  """
+
+  every: int
+  uri: str
+  limit: int = 64
+  corpus: str | None = None
+
+
+@dataclasses.dataclass
+class Rollouts:
+  """What one update learns from.
+
+  Attributes:
+    trajectories: of the groups that were kept.
+    advantages: one for each.
+    played: every trajectory rolled out, kept or not.
+    groups: groups rolled out.
+  """
+
+  trajectories: list[Trajectory]
+  advantages: list[float]
+  played: list[Trajectory]
+  groups: int
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Trains from `config.init`; writes `workdir/model` and `results.json`.
+
+  Args:
+    config: sections `SECTIONS`; `init` is a model folder.
+    workdir: where everything goes; an interrupted run in it is continued, and ends
+      with the parameters of an uninterrupted one.
+
+  Returns:
+    What `results.json` holds: steps, rewards, rates and seconds by phase.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before any training, naming what is
+      wrong with the config, the tasks or the model.
+  """
+  check_sections(config, SECTIONS)
+  algo = section(config, "algo", AlgoConfig)
+  rollout = section(config, "rollout", RolloutConfig)
+  if algo.length < rollout.max_len:
+    raise ValueError(
+      f"algo.length={algo.length} is shorter than rollout.max_len={rollout.max_len}: "
+      "a trajectory must fit a row"
+    )
+  tasks = select_tasks(section(config, "tasks", TasksConfig))
+  dev = section(config, "dev", DevConfig)
+  dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
+  tools = section(config, "tools", ToolsConfig)
+  dev_tools = dataclasses.replace(tools, corpus=dev.corpus or tools.corpus)
+  every = section(config, "checkpoint", CheckpointConfig)
+  cfg, params = load_model(config.init, **config.model)
+  tokenizer = Tokenizer.load(config.init)
+  optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
+  learner = Learner(_loss(cfg, algo), optimizer)
+  state = init_state(jax.device_put(params), optimizer)
+  player = Player(cfg, tokenizer, rollout, tools.tools)
+  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
+  with Toolbox(tools) as toolbox, Toolbox(dev_tools) as dev_toolbox, checkpoints:
+
+    def examine(params: Any) -> float:
+      groups = player.groups(params, dev_tasks, dev_toolbox, 1, 0.0, rollout.seed)
+      return float(np.mean([t.reward_parts.get("answer", 0.0) for (t,) in groups]))
+
+    restored = checkpoints.restore(state)
+    state = restored[0] if restored else state
+    with Metrics(workdir, "rl", algo.steps) as metrics:
+      for step in range(int(state.step), algo.steps):
+        clock = _Clock()
+        values = {}
+        if step % dev.every == 0:
+          values["dev_accuracy"] = examine(state.params)
+          clock.lap("dev")
+        rollouts = collect(
+          player, state.params, tasks, toolbox, algo, rollout.seed, step
+        )
+        clock.lap("rollout")
+        state, learned = _learn(learner, state, rollouts, algo)
+        values |= learned | _describe(rollouts, algo)
+        clock.lap("learn")
+        if step % algo.keep_every == 0:
+          name = f"step_{step:06d}.jsonl"
+          write_jsonl(os.path.join(workdir, "trajectories", name), rollouts.played)
+        if (step + 1) % every.every == 0 or step + 1 == algo.steps:
+          checkpoints.save(state, {})
+        clock.lap("save")
+        figure = f"reward {values['reward']:.3f}"
+        metrics.log(step + 1, values | clock.seconds, figure)
+      accuracy = examine(state.params)
+  model_dir = os.path.join(workdir, "model")
+  save_model(model_dir, cfg, state.params)
+  tokenizer.save(model_dir)
+  log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
+  phases = {k: sum(r[k] for r in log) for k in log[-1] if k.startswith("seconds_")}
+  results = {
+    "steps": algo.steps,
+    "dev_accuracy_first": log[0]["dev_accuracy"],
+    "dev_accuracy": accuracy,
+    "reward_first": log[0]["reward"],
+    "reward": log[-1]["reward"],
+    "logp_gap": max(r["logp_gap"] for r in log),
+    "seconds": log[-1]["seconds"],
+    **phases,
+  }
+  write_json(os.path.join(workdir, "results.json"), results)
+  return results
+
+
+def collect(
+  player: Player,
+  params: Any,
+  tasks: list[Task],
+  toolbox: Toolbox,
+  algo: AlgoConfig,
+  seed: int,
+  step: int,
+) -> Rollouts:
+  """Rolls out groups until enough of them have rewards that differ.
+
+  Which tasks are asked and every sampled token depend on (seed, step, params) alone;
+  the order in which trajectories ended does not matter.
+  """
+  out = Rollouts([], [], [], 0)
+  for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
+    asked = [_pick(tasks, seed, nth * algo.prompts + i) for i in range(algo.prompts)]
+    draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
+    groups = player.groups(
+      params, asked, toolbox, algo.samples, algo.temperature, draw, version=step
+    )
+    reward_GK = np.array(
+      [[np.nan if t.reward is None else t.reward for t in g] for g in groups]
+    )
+    advantage_GK = advantages.group_relative(reward_GK, algo.standardise)
+    out.groups += len(groups)
+    out.played += [t for g in groups for t in g]
+    for g in np.flatnonzero(advantages.informative(reward_GK)):
+      if len(out.trajectories) < algo.prompts * algo.samples:
+        out.trajectories += groups[g]
+        out.advantages += advantage_GK[g].tolist()
+    if len(out.trajectories) == algo.prompts * algo.samples:
+      break
+  return out
+
+
+def _pick(tasks: list[Task], seed: int, n: int) -> Task:
+  """The n-th task of an endless stream: every epoch is a new permutation."""
+  epoch, place = divmod(n, len(tasks))
+  return tasks[np.random.default_rng((seed, epoch)).permutation(len(tasks))[place]]
+
+
+def _loss(cfg: QwenConfig, algo: AlgoConfig):
+  def loss(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    logp_BT, entropy_BT = losses.token_logps(cfg, params, batch, algo.temperature)
+    value, sums = losses.policy_gradient(logp_BT, batch, algo.clip_low, algo.clip_high)
+    gap_BT = batch.weight_BT * jnp.abs(logp_BT - batch.logp_BT)
+    entropy = jax.lax.stop_gradient(jnp.sum(batch.weight_BT * entropy_BT))
+    return value, {**sums, "entropy": entropy, "logp_gap": jnp.sum(gap_BT)}
+
+  return loss
+
+
+def _learn(
+  learner: Learner, state: TrainState, rollouts: Rollouts, algo: AlgoConfig
+) -> tuple[TrainState, dict[str, float]]:
+  """One update; without an informative group only the step counts on."""
+  micro = list(
+    batching.batches(rollouts.trajectories, algo.rows, algo.length, rollouts.advantages)
+  )
+  if not micro:
+    return state.replace(step=state.step + 1), {}
+  tokens = sum(float(b.weight_BT.sum()) for b in micro)
+  state, values = learner.step(state, micro, tokens)
+  return state, {k: float(v) for k, v in values.items()}
+
+
+def _describe(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, float]:
+  """What was rolled out, in numbers."""
+  played = rollouts.played
+  graded = [t for t in played if t.reward is not None]
+  out = {
+    "reward": np.mean([t.reward for t in graded]) if graded else np.nan,
+    "informative": len(rollouts.trajectories) / algo.samples / rollouts.groups,
+    "generated_tokens": sum(t.usage.generated for t in played),
+    "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
+    "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
+    "infrastructure": sum(t.status == Status.INFRASTRUCTURE for t in played),
+    "truncated": sum(t.status == Status.TRUNCATED for t in played),
+  }
+  for part in ("answer", "format"):
+    out[part] = np.mean([t.reward_parts[part] for t in graded]) if graded else np.nan
+  return {k: float(v) for k, v in out.items()}
+
+
+class _Clock:
+  """Seconds by phase of one step."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._last = time.monotonic()
+
+  def lap(self, phase: str) -> None:
+    now = time.monotonic()
+    self.seconds[f"seconds_{phase}"] = now - self._last
+    self._last = now

@@ -1,0 +1,1 @@
+"""Tokens out of the model, tools in between."""

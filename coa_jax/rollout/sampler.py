@@ -1,0 +1,188 @@
+"""Decoding on the device: one primitive, extend, and a window that samples.
+
+`extend` appends given tokens to slots at their own lengths: prefill and observation
+injection are the same call. `window` samples until every slot needs Python (a closing
+tag that stops it, or its token limit) or the window is over. Neither knows text or
+tools.
+
+Invariant: a slot's cache holds its first `length` tokens; `pending` is the one after,
+sampled or given but not yet run. Randomness is keyed by (seed, sequence id, position),
+so slots, neighbours and tool latency can not change a trajectory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model import distribution
+from coa_jax.model.qwen import LayerCache, Qwen, QwenConfig
+
+
+@flax.struct.dataclass
+class Tables:
+  """The automaton's tables on the device: see `protocol.automaton.Automaton`."""
+
+  class_V: jax.Array
+  next_SC: jax.Array
+  stop_SC: jax.Array
+
+
+@flax.struct.dataclass
+class SamplerState:
+  """One slot per live trajectory, B slots.
+
+  Attributes:
+    length_B: tokens whose keys and values are in the cache.
+    pending_B: the token after those.
+    limit_B: tokens a sequence may have in all, `pending` included.
+    sequence_B: uint32 id that keys the slot's randomness.
+    temperature_B: 0 is greedy.
+    automaton_B: the automaton's state.
+    active_B: True while the slot samples; False when free, waiting or done.
+  """
+
+  length_B: jax.Array
+  pending_B: jax.Array
+  limit_B: jax.Array
+  sequence_B: jax.Array
+  temperature_B: jax.Array
+  automaton_B: jax.Array
+  active_B: jax.Array
+
+
+@flax.struct.dataclass
+class Sampled:
+  """What a window sampled: slot b's first count_B[b] of W places.
+
+  Attributes:
+    token_BW: ids.
+    logp_BW: log p of each under the distribution it was drawn from.
+    count_B: tokens sampled.
+    stop_B: 0, or 1 + the index of the closing tag that stopped the slot.
+  """
+
+  token_BW: jax.Array
+  logp_BW: jax.Array
+  count_B: jax.Array
+  stop_B: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="cache")
+def extend(
+  cfg: QwenConfig,
+  params: Any,
+  cache: tuple[LayerCache, ...],
+  row_R: jax.Array,
+  token_RT: jax.Array,
+  start_R: jax.Array,
+  count_R: jax.Array,
+) -> tuple[LayerCache, ...]:
+  """Runs given tokens through the model and writes their keys and values.
+
+  Args:
+    cfg: the model, unrolled (`scan=False`).
+    params: its parameters.
+    cache: of all B slots; donated.
+    row_R: the slot of each row; B or more for rows that are not used.
+    token_RT: tokens, padded on the right.
+    start_R: position of each row's first token.
+    count_R: tokens of each row that count.
+
+  Returns:
+    The cache. No logits: the first sampled token comes from running `pending`.
+  """
+  step_T = jnp.arange(token_RT.shape[1])
+  position_RT = start_R[:, None] + step_T
+  valid_RT = step_T < count_R[:, None]
+  rows = jax.tree.map(lambda x: jnp.take(x, row_R, axis=0, mode="clip"), cache)
+  _, rows = Qwen(cfg).apply(
+    {"params": params}, token_RT, position_RT, cache=rows, valid_BT=valid_RT
+  )
+  return jax.tree.map(lambda x, y: x.at[row_R].set(y, mode="drop"), cache, rows)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "steps"), donate_argnames="cache")
+def window(
+  cfg: QwenConfig,
+  steps: int,
+  params: Any,
+  cache: tuple[LayerCache, ...],
+  state: SamplerState,
+  tables: Tables,
+  seed: jax.Array,
+) -> tuple[tuple[LayerCache, ...], SamplerState, Sampled]:
+  """Samples up to `steps` tokens in every active slot.
+
+  Args:
+    cfg: the model, unrolled.
+    steps: W, the window's length; it ends sooner once no slot is active.
+    params: the policy.
+    cache: of all slots; donated.
+    state: the slots.
+    tables: where to stop.
+    seed: PRNG key of the run.
+
+  Returns:
+    The cache, the slots and what was sampled.
+  """
+  model = Qwen(cfg)
+  B = state.length_B.shape[0]
+  out = Sampled(
+    token_BW=jnp.zeros((B, steps), jnp.int32),
+    logp_BW=jnp.zeros((B, steps), jnp.float32),
+    count_B=jnp.zeros(B, jnp.int32),
+    stop_B=jnp.zeros(B, jnp.int32),
+  )
+
+  def body(carry):
+    i, cache, s, out = carry
+    hidden_B1D, cache = model.apply(
+      {"params": params},
+      s.pending_B[:, None],
+      s.length_B[:, None],
+      cache=cache,
+      valid_BT=s.active_B[:, None],
+    )
+    logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
+    logp_BV = distribution.log_probs(logits_B1V[:, 0], s.temperature_B)
+    token_B, logp_B = distribution.sample(
+      logp_BV, _keys(seed, s.sequence_B, s.length_B + 1), s.temperature_B
+    )
+    class_B = tables.class_V[token_B]
+    stop_B = jnp.where(s.active_B, tables.stop_SC[s.automaton_B, class_B], 0)
+    length_B = s.length_B + s.active_B
+    full_B = length_B + 1 >= s.limit_B
+    out = Sampled(
+      token_BW=out.token_BW.at[:, i].set(token_B),
+      logp_BW=out.logp_BW.at[:, i].set(logp_B),
+      count_B=out.count_B + s.active_B,
+      stop_B=jnp.maximum(out.stop_B, stop_B),
+    )
+    s = s.replace(
+      length_B=length_B,
+      pending_B=jnp.where(s.active_B, token_B, s.pending_B),
+      automaton_B=jnp.where(
+        s.active_B, tables.next_SC[s.automaton_B, class_B], s.automaton_B
+      ),
+      active_B=s.active_B & (stop_B == 0) & ~full_B,
+    )
+    return i + 1, cache, s, out
+
+  def more(carry):
+    i, _, s, _ = carry
+    return (i < steps) & jnp.any(s.active_B)
+
+  _, cache, state, out = jax.lax.while_loop(more, body, (0, cache, state, out))
+  return cache, state, out
+
+
+def _keys(seed: jax.Array, sequence_B: jax.Array, position_B: jax.Array) -> jax.Array:
+  def key(sequence, position):
+    return jax.random.fold_in(jax.random.fold_in(seed, sequence), position)
+
+  return jax.vmap(key)(sequence_B, position_B)

@@ -1,0 +1,181 @@
+"""Supervised fine-tuning on Chain-of-Agents trajectories: the loss is on the policy.
+
+Packed rows, one jitted step, exact resume: every batch is a function of (seed, step).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from coa_jax.config import check_sections, section
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
+from coa_jax.learner.batch import Batch
+from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
+from coa_jax.learner.optim import OptimConfig, make_optimizer
+from coa_jax.learner.state import Learner, init_state
+from coa_jax.model.qwen import QwenConfig, count_params, init_params
+from coa_jax.model.weights import load_model, save_model
+from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+
+SECTIONS = ("init", "model", "optim", "data", "checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Config section `data` of SFT.
+
+  Attributes:
+    trajectories: JSON lines, as `distill` writes them.
+    steps: updates.
+    rows: rows of a micro-batch.
+    length: T, tokens of a row; longer trajectories are left out and counted.
+    micro_batches: micro-batches of one update.
+    validation: trajectories kept out of training for the validation loss.
+    validate_every: updates between two validation losses.
+    vocab_size: of the tokenizer trained on the trajectories, where `init` is empty.
+    seed: of the order of the data and of fresh parameters.
+  """
+
+  trajectories: str
+  steps: int
+  rows: int = 16
+  length: int = 256
+  micro_batches: int = 1
+  validation: int = 128
+  validate_every: int = 50
+  vocab_size: int = 1344
+  seed: int = 0
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Trains; writes `workdir/model` (a Hugging Face folder) and `results.json`.
+
+  Args:
+    config: sections `SECTIONS`; `init` is a model folder to start from, or "" for
+      fresh parameters and a tokenizer trained on the data.
+    workdir: where everything goes; an interrupted run in it is continued.
+
+  Returns:
+    What `results.json` holds: steps, parameters, losses, tokens per second, and the
+    trajectories left out.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before any training, naming what is
+      wrong with the config or the data.
+  """
+  check_sections(config, SECTIONS)
+  data = section(config, "data", DataConfig)
+  trajectories = read_trajectories(data.trajectories)
+  cfg, params, tokenizer = _model(config, data, trajectories, workdir)
+  for t in trajectories:
+    tokenizer.encode_trajectory(t)
+  fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
+  held, train = fit[: data.validation], fit[data.validation :]
+  if not train:
+    raise ValueError(
+      f"{data.trajectories}: no trajectory is left to train on: {len(trajectories)} "
+      f"read, {len(fit)} within data.length={data.length} tokens, "
+      f"{data.validation} kept for validation"
+    )
+
+  def loss(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    logp_BT, _ = losses.token_logps(cfg, params, batch)
+    return losses.nll(logp_BT, batch.weight_BT), {}
+
+  optimizer = make_optimizer(section(config, "optim", OptimConfig), data.steps)
+  learner = Learner(loss, optimizer)
+  validation_loss = functools.partial(_mean_loss, jax.jit(loss))
+  state = init_state(params, optimizer)
+  every = section(config, "checkpoint", CheckpointConfig)
+  with Checkpoints(os.path.join(workdir, "checkpoints"), every.keep) as checkpoints:
+    restored = checkpoints.restore(state)
+    state = restored[0] if restored else state
+    first = int(state.step)
+    rows = _rows(train, data, first)
+    with Metrics(workdir, "sft", data.steps) as metrics:
+      for step in range(first, data.steps):
+        micro = [next(rows) for _ in range(data.micro_batches)]
+        tokens = sum(float(b.weight_BT.sum()) for b in micro)
+        state, values = learner.step(state, micro, tokens)
+        values["tokens"] = sum(int((b.segment_BT > 0).sum()) for b in micro)
+        done = step + 1
+        if done % data.validate_every == 0 or done == data.steps:
+          values["validation_loss"] = validation_loss(state.params, held, data)
+        metrics.log(done, values, f"loss {float(values['loss']):.3f}")
+        if done % every.every == 0 or done == data.steps:
+          checkpoints.save(state, {})
+  model_dir = os.path.join(workdir, "model")
+  save_model(model_dir, cfg, state.params)
+  tokenizer.save(model_dir)
+  log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
+  results = {
+    "steps": data.steps,
+    "parameters": count_params(state.params),
+    "trajectories": len(train),
+    "left_out_too_long": len(trajectories) - len(fit),
+    "tokens_per_second": sum(r["tokens"] for r in log) / log[-1]["seconds"],
+    **{k: log[-1][k] for k in ("loss", "validation_loss", "seconds")},
+  }
+  write_json(os.path.join(workdir, "results.json"), results)
+  return results
+
+
+def _model(
+  config: ml_collections.ConfigDict,
+  data: DataConfig,
+  trajectories: list[Trajectory],
+  workdir: str,
+) -> tuple[QwenConfig, Any, Tokenizer]:
+  """The model to start from and its tokenizer."""
+  if config.init:
+    cfg, params = load_model(config.init, **config.model)
+    return cfg, params, Tokenizer.load(config.init)
+  folder = os.path.join(workdir, "tokenizer")
+  if not os.path.exists(os.path.join(folder, "tokenizer.json")):
+    texts = (s.text for t in trajectories for s in t.segments)
+    train_tokenizer(texts, data.vocab_size).save(folder)
+  tokenizer = Tokenizer.load(folder)
+  sized = ml_collections.ConfigDict({"model": {**config.model}})
+  # Rounded up, so that the embedding splits over any usual number of devices.
+  sized.model.vocab_size = -(-tokenizer.vocab_size // 64) * 64
+  cfg = section(sized, "model", QwenConfig)
+  return cfg, init_params(cfg, data.seed), tokenizer
+
+
+def _rows(train: list[Trajectory], data: DataConfig, first: int) -> Iterator[Batch]:
+  """Micro-batches for ever, from update `first` on: each epoch packed and shuffled."""
+  skip, epoch = first * data.micro_batches, 0
+  while True:
+    rng = np.random.default_rng((data.seed, epoch))
+    packed = batching.pack([t.num_tokens for t in train], data.length)
+    order = rng.permutation(len(packed))
+    whole = len(order) - len(order) % data.rows or len(order)
+    for start in range(0, whole, data.rows):
+      if skip:
+        skip -= 1
+        continue
+      batch = batching.empty(data.rows, data.length)
+      for r, row in enumerate(order[start : start + data.rows]):
+        batching.fill(batch, r, [train[i] for i in packed[row]])
+      yield batch
+    epoch += 1
+
+
+def _mean_loss(loss, params: Any, held: list[Trajectory], data: DataConfig) -> float:
+  """Mean negative log-likelihood of held-out policy tokens, in nats."""
+  total = tokens = 0.0
+  for batch in batching.batches(held, data.rows, data.length):
+    total += float(loss(params, batch)[0])
+    tokens += float(batch.weight_BT.sum())
+  return total / tokens if tokens else float("nan")

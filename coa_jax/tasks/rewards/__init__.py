@@ -1,0 +1,57 @@
+"""How an answer earns reward: one grader for each kind of task."""
+
+from __future__ import annotations
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import ANSWER, Variant
+from coa_jax.tasks.rewards import math, qa, shaping
+from coa_jax.tasks.task import Kind, Task
+
+
+def score(task: Task, text: str, variant: Variant) -> tuple[float, dict[str, float]]:
+  """The reward of a trajectory's text, and its parts `answer` and `format`.
+
+  The answer is graded wherever it stands, in a broken text too: `answer` says whether
+  the model knew, `format` whether it kept to the protocol, the reward asks for both.
+
+  Raises:
+    ValueError: the task is a code task; see `grade`.
+  """
+  parts = {
+    "answer": grade(task, written_answer(text)),
+    "format": shaping.format_reward(parse(text, variant)),
+  }
+  return shaping.total(parts), parts
+
+
+def written_answer(text: str) -> str | None:
+  """The content of the last closed `answer` span, stripped; None where there is none.
+
+  Observations are escaped in the text of a trajectory, so none can pass for an answer.
+  """
+  before, closing, _ = text.rpartition(roles.close_tag(ANSWER))
+  _, opening, content = before.rpartition(roles.open_tag(ANSWER))
+  return content.strip() if closing and opening else None
+
+
+def grade(task: Task, prediction: str | None) -> float:
+  """The answer reward of `prediction`: 1.0 right, 0.0 wrong or missing.
+
+  Args:
+    task: what was asked; its kind chooses the grader.
+    prediction: the content of the `answer` span; None where there is none.
+
+  Raises:
+    ValueError: the task is a code task, whose hidden tests have to be run.
+  """
+  if task.kind == Kind.CODE:
+    raise ValueError(
+      f"task {task.id!r}: code tasks need hidden tests; their reward comes from "
+      "running task.meta['tests'] in the sandbox, not from comparing text"
+    )
+  if prediction is None:
+    return 0.0
+  if task.kind == Kind.MATH:
+    return float(math.equivalent(prediction, task.answers))
+  return float(qa.every_part(prediction, task.answers))

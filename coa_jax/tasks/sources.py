@@ -1,0 +1,322 @@
+"""Reads tasks from files: this project's own schema, the released one, and data sets'.
+
+The schema of a row is decided by the fields it has, never by the file's name, and a
+row that fits none is an error that names the file, the row and what would be accepted.
+Code tasks keep their tests in `meta["tests"]`; nothing of them is in the question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from coa_jax.protocol.trajectory import read_jsonl
+from coa_jax.tasks.task import Kind, Task
+
+Row = dict[str, Any]
+
+# Where the question starts in a released prompt: below the last rule of its head.
+_QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
+# The shapes of hidden tests (released schema, `reward_model.ground_truth`).
+_TESTS = (
+  {"stdin", "expected_output"},
+  {"functional"},
+  {"test_code", "entry_point"},
+  {"inputs", "outputs"},
+)
+_GSM8K_FINAL = re.compile(r"\n#### *(\S.*?)\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksConfig:
+  """Config section `tasks`.
+
+  Attributes:
+    uri: a file that `load_tasks` reads.
+    limit: take this many tasks; 0 takes all.
+    families: take only these families; () takes all.
+    seed: of the order; None keeps the file's. With a limit: which tasks are taken.
+  """
+
+  uri: str
+  limit: int = 0
+  families: tuple[str, ...] = ()
+  seed: int | None = None
+
+
+def select_tasks(config: TasksConfig) -> list[Task]:
+  """The tasks that a config asks for.
+
+  Raises:
+    FileNotFoundError, ValueError: as `load_tasks`; or no task is left.
+  """
+  tasks = load_tasks(config.uri)
+  if config.families:
+    known = sorted({t.family for t in tasks})
+    tasks = [t for t in tasks if t.family in config.families]
+    if not tasks:
+      raise ValueError(
+        f"{config.uri}: no task of families {', '.join(config.families)}; "
+        f"there are {', '.join(known)}"
+      )
+  if config.seed is not None:
+    random.Random(config.seed).shuffle(tasks)
+  return tasks[: config.limit or None]
+
+
+def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
+  """Every task of a `.jsonl`, `.json` (a list, or lines) or `.parquet` file, in order.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the file's kind is unknown, it holds no task, a row fits no schema, or
+      two rows have the same id; the message names the file, the row and the field.
+  """
+  path = os.fspath(uri)
+  stem = os.path.splitext(os.path.basename(path))[0]
+  tasks: list[Task] = []
+  seen: dict[str, str] = {}
+  for number, (where, row) in enumerate(_rows(path)):
+    task = read_task(row, where, default_id=f"{stem}-{number}")
+    if task.id in seen:
+      raise ValueError(f"{where}: id {task.id!r} is already the id of {seen[task.id]}")
+    seen[task.id] = where
+    tasks.append(task)
+  if not tasks:
+    raise ValueError(f"{path}: holds no task")
+  return tasks
+
+
+def read_task(row: Row, where: str, default_id: str) -> Task:
+  """One row of any accepted schema as a task.
+
+  Args:
+    row: the row.
+    where: what an error message calls the row.
+    default_id: the task's id where the row has none of its own.
+
+  Raises:
+    ValueError: the row fits no schema; see `load_tasks`.
+  """
+  for needed, reader in _SCHEMAS:
+    if needed <= set(row):
+      try:
+        return reader(row, where, default_id)
+      except (TypeError, KeyError, AttributeError) as e:
+        fields = ", ".join(sorted(needed))
+        raise ValueError(
+          f"{where}: has the fields {fields}, but not as that schema has them: {e!r}"
+        ) from e
+  if "question" not in row:
+    fields = ", ".join(map(repr, list(row)[:12])) or "none"
+    raise ValueError(
+      f"{where}: no field 'question'; the row has {fields}. Accepted: this "
+      "project's tasks (question, answers, and optionally id, kind, source, family, "
+      "meta), released RL rows (prompt, reward_model), and GSM8K, HotpotQA, MuSiQue "
+      "and WebWalkerQA rows"
+    )
+  return _plain_row(row, where, default_id)
+
+
+def _rows(path: str) -> Iterator[tuple[str, Row]]:
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"no task file at {path}")
+  suffix = os.path.splitext(path)[1]
+  if suffix == ".jsonl":
+    yield from read_jsonl(path)
+  elif suffix == ".json":
+    yield from _json_rows(path)
+  elif suffix == ".parquet":
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+      yield from _numbered(path, batch.to_pylist())
+  else:
+    raise ValueError(
+      f"{path}: unknown kind of task file {suffix!r}; accepted: .jsonl, .json, .parquet"
+    )
+
+
+def _json_rows(path: str) -> Iterator[tuple[str, Row]]:
+  with open(path, encoding="utf-8") as f:
+    text = f.read()
+  try:
+    rows = json.loads(text)
+  except json.JSONDecodeError as e:
+    if text.lstrip().startswith("{"):
+      yield from read_jsonl(path)  # one row per line; its errors name the line
+      return
+    raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg})") from e
+  rows = [rows] if isinstance(rows, dict) else rows
+  if not isinstance(rows, list):
+    raise ValueError(f"{path}: expected a list of rows, or one row per line")
+  yield from _numbered(path, rows)
+
+
+def _numbered(path: str, rows: list[Any]) -> Iterator[tuple[str, Row]]:
+  for number, row in enumerate(rows):
+    where = f"{path} row {number}"
+    if not isinstance(row, dict):
+      raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    yield where, row
+
+
+def _plain_row(row: Row, where: str, default_id: str) -> Task:
+  """Our own schema, GSM8K's, or the released raw one (with data_source)."""
+  if set(row) == {"question", "answer"} and isinstance(row["answer"], str):
+    final = _GSM8K_FINAL.search(row["answer"])
+    if final is not None:
+      return Task(
+        id=f"gsm8k-{default_id}",
+        question=row["question"],
+        answers=(final[1].replace(",", ""),),
+        kind=Kind.MATH,
+        source="gsm8k",
+      )
+  row = dict(row)
+  if "data_source" in row:
+    row.setdefault("source", row.pop("data_source"))
+    if "file_name" in row:
+      row["meta"] = {**row.get("meta", {}), "file_name": row.pop("file_name")}
+  row.setdefault("id", default_id)
+  return Task.from_json(row, where)
+
+
+def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
+  titles = list(dict.fromkeys(title for title, _ in row["supporting_facts"]))
+  plain = {
+    "id": row.get("_id", default_id),
+    "question": row["question"],
+    "answers": row["answer"],
+    "source": "hotpotqa",
+    "family": row.get("type", ""),
+    "meta": {"level": row.get("level", ""), "supporting_titles": titles},
+  }
+  return Task.from_json(plain, where)
+
+
+def _musique(row: Row, where: str, default_id: str) -> Task:
+  hops = row.get("question_decomposition") or []
+  supporting = [p["title"] for p in row["paragraphs"] if p.get("is_supporting")]
+  plain = {
+    "id": row.get("id", default_id),
+    "question": row["question"],
+    "answers": [row["answer"], *row["answer_aliases"]],
+    "source": "musique",
+    "family": f"{len(hops)}_hop" if hops else "",
+    "meta": {"supporting_titles": supporting},
+  }
+  return Task.from_json(plain, where)
+
+
+def _webwalker(row: Row, where: str, default_id: str) -> Task:
+  info = row["info"]
+  plain = {
+    "id": default_id,
+    "question": row["question"],
+    "answers": row["answer"],
+    "source": "webwalker",
+    "family": info.get("type", ""),
+    "meta": {"root_url": row["root_url"], **info},
+  }
+  return Task.from_json(plain, where)
+
+
+def _released(row: Row, where: str, default_id: str) -> Task:
+  """A row of the released RL schema, as written for verl."""
+  reward_model = row["reward_model"]
+  truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+  if truth is None:
+    raise ValueError(
+      f"{where}: field 'reward_model.ground_truth' is missing; accepted: a string, a "
+      "JSON string or an object"
+    )
+  extra = row.get("extra_info") or {}
+  source = str(row.get("data_source") or "")
+  index = str(extra.get("index") or default_id)
+  task = {
+    "id": index if index.startswith(source) else f"{source}-{index}",
+    "question": _question(row, extra, where),
+    "source": source,
+    "family": extra.get("difficulty") or "",
+  }
+  truth = _structured(truth)
+  if isinstance(truth, dict):
+    truth = {k: v for k, v in truth.items() if v is not None}
+  meta: Row = {}
+  if isinstance(truth, dict) and "target" in truth:
+    task.update(kind=Kind.QA, answers=truth["target"])
+  elif isinstance(truth, dict) and any(shape <= set(truth) for shape in _TESTS):
+    meta = {k: v for k, v in extra.items() if k in _CODE_META and v}
+    meta["tests"] = truth
+    task.update(kind=Kind.CODE, answers=f"a program that passes {_count(truth)} tests")
+  elif isinstance(truth, str | list):
+    task.update(kind=Kind.MATH, answers=truth)
+  else:
+    fields = ", ".join(map(repr, truth)) if isinstance(truth, dict) else repr(truth)
+    accepted = " or ".join("+".join(sorted(shape)) for shape in _TESTS)
+    raise ValueError(
+      f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string or "
+      f"a list of strings (math), 'target' (qa), or tests: {accepted} (code)"
+    )
+  return Task.from_json({**task, "meta": meta}, where)
+
+
+_CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadata")
+
+
+def _count(tests: Row) -> int:
+  for field in ("stdin", "inputs"):
+    if isinstance(tests.get(field), list):
+      return len(tests[field])
+  program = str(tests.get("functional") or tests.get("test_code"))
+  return max(program.count("assert"), 1)
+
+
+def _structured(truth: Any) -> Any:
+  """A JSON string of an object or of a list of strings as such; all else unchanged.
+
+  `[0,1]` is a mathematical answer, so a list of anything but strings stays text.
+  """
+  if not isinstance(truth, str):
+    return truth
+  try:
+    value = json.loads(truth)
+  except json.JSONDecodeError:
+    return truth
+  strings = isinstance(value, list) and all(isinstance(v, str) for v in value)
+  return value if isinstance(value, dict) or (strings and value) else truth
+
+
+def _question(row: Row, extra: Row, where: str) -> str:
+  question = extra.get("question")
+  if isinstance(question, str) and question.strip():
+    return question
+  users = [m["content"] for m in row["prompt"] if m.get("role") == "user"]
+  question = question_below(users[-1]) if users else None
+  if question is None:
+    raise ValueError(
+      f"{where}: no question; accepted: 'extra_info.question', or a user message in "
+      "'prompt' with a paragraph that starts with 'Task:' or 'Question:'"
+    )
+  return question
+
+
+def question_below(prompt: str) -> str | None:
+  """The question of a released prompt, below its head; None where it has no mark."""
+  match = _QUESTION.search(prompt)
+  return prompt[match.end() :].strip() if match else None
+
+
+# Fields that tell a schema -> its reader; the first that fits is taken.
+_SCHEMAS: tuple[tuple[set[str], Callable[[Row, str, str], Task]], ...] = (
+  ({"prompt", "reward_model"}, _released),
+  ({"question", "answer", "supporting_facts", "context"}, _hotpotqa),
+  ({"question", "answer", "answer_aliases", "paragraphs"}, _musique),
+  ({"question", "answer", "root_url", "info"}, _webwalker),
+)

@@ -1,0 +1,83 @@
+"""Task: one question, its accepted answers, and how an answer to it is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+
+class Kind(enum.StrEnum):
+  """Which reward judges the answer."""
+
+  QA = "qa"  # exact match after normalisation
+  MATH = "math"  # mathematical equivalence
+  CODE = "code"  # hidden tests
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """One thing to ask.
+
+  Attributes:
+    id: unique in its source; also the group id in RL.
+    question: the text put to the model.
+    answers: accepted answers, at least one.
+    kind: how an answer is judged.
+    source: data set it came from; rewards and reports group by it.
+    family: finer kind inside a source (e.g. "two_hop"); "" where there is none.
+    meta: what else its source knows (JSON values only).
+  """
+
+  id: str
+  question: str
+  answers: tuple[str, ...]
+  kind: Kind = Kind.QA
+  source: str = ""
+  family: str = ""
+  meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def to_json(self) -> dict[str, Any]:
+    """A JSON-serialisable dict; `from_json` reads it back."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any], where: str = "task") -> Task:
+    """Builds a task from a row in this project's schema.
+
+    Besides `answers` (a list) a row may hold `answer` (a string or a list); `id`
+    defaults to `where`.
+
+    Raises:
+      ValueError: a field is missing, unknown or of the wrong kind; the message starts
+        with `where` and names the field and what would be accepted.
+    """
+    row = dict(row)
+    if "answer" in row and "answers" not in row:
+      row["answers"] = row.pop("answer")
+    row.setdefault("id", where)
+    fields = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(row) - fields)
+    if unknown:
+      raise ValueError(
+        f"{where}: unknown field {unknown[0]!r}; a task has {', '.join(sorted(fields))}"
+      )
+    question, answers = row.get("question"), row.get("answers")
+    if not isinstance(question, str) or not question.strip():
+      raise ValueError(f"{where}: field 'question' must be a non-empty string")
+    if isinstance(answers, str | int | float):
+      answers = [answers]
+    if not isinstance(answers, list | tuple) or not answers:
+      raise ValueError(
+        f"{where}: field 'answers' must be a string or a non-empty list, "
+        f"got {answers!r}"
+      )
+    row["answers"] = tuple(str(a) for a in answers)
+    try:
+      row["kind"] = Kind(row.get("kind", Kind.QA))
+    except ValueError:
+      raise ValueError(
+        f"{where}: field 'kind' is {row['kind']!r}; accepted: {', '.join(Kind)}"
+      ) from None
+    row["id"] = str(row["id"])
+    return cls(**row)

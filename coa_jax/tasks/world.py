@@ -1,0 +1,185 @@
+"""An offline seeded world of one-line encyclopaedia pages, and questions over it.
+
+Towns, people, films and companies refer to one another, so a question is a chain of
+look-ups, an operation over looked-up numbers, or pure arithmetic. Every name is a pair
+of words that occurs in one world only: held-out worlds hold only unseen names, made of
+words that training worlds use too, so an answer has to be read, not remembered.
+
+Each task carries `meta["program"]`, the steps that lead to its answer (see `evaluate`),
+and `meta["values"]`, what each step gives; the scripted teacher follows them, and a
+test recomputes every answer from the pages alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+from collections.abc import Sequence
+
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.tasks.task import Task
+from coa_jax.tasks.world_pages import NAME_WORDS, World, make_facts, page_text
+from coa_jax.tasks.world_questions import FAMILIES, ask, evaluate
+
+Mix = tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldConfig:
+  """Sizes of one world, how many worlds a split may draw on, and what is asked.
+
+  Attributes:
+    towns: pages of that kind in a world; likewise people, films and companies.
+    train_worlds: worlds numbered 0.. of split "train"; likewise dev and test.
+    mix: (family, weight) pairs. A comparison can be guessed, so it weighs little.
+  """
+
+  towns: int = 300
+  people: int = 500
+  films: int = 100
+  companies: int = 100
+  train_worlds: int = 28
+  dev_worlds: int = 4
+  test_worlds: int = 4
+  mix: Mix = (
+    ("one_hop", 0.15),
+    ("two_hop", 0.30),
+    ("three_hop", 0.15),
+    ("comparison", 0.10),
+    ("arithmetic", 0.20),
+    ("computation", 0.10),
+  )
+
+  def __post_init__(self):
+    for kind, size in self.sizes.items():
+      room = math.prod(map(len, NAME_WORDS[kind]))
+      needed = size * sum(self.splits.values())
+      if size < 2 or needed > room:
+        raise ValueError(
+          f"{size} names of kind {kind!r} in each world make {needed}; a world needs "
+          f"at least 2, and there are {room} for all worlds together"
+        )
+    for family, weight in self.mix:
+      if family not in FAMILIES or weight < 0:
+        raise ValueError(
+          f"mix holds {family!r}: {weight}; families are {', '.join(FAMILIES)}"
+        )
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """Kind -> pages of that kind in a world."""
+    counts = (self.towns, self.people, self.films, self.companies)
+    return dict(zip(NAME_WORDS, counts, strict=True))
+
+  @property
+  def splits(self) -> dict[str, int]:
+    """Split -> its number of worlds."""
+    return dict(train=self.train_worlds, dev=self.dev_worlds, test=self.test_worlds)
+
+
+def make_world(
+  seed: int, config: WorldConfig, split: str = "train", number: int = 0
+) -> World:
+  """World `number` of a split.
+
+  The seed decides the facts; names depend on split and number alone, so no name of one
+  split can turn up in another whatever the seeds are.
+
+  Raises:
+    ValueError: the split is unknown or has no such world.
+  """
+  splits = config.splits
+  if split not in splits or not 0 <= number < splits[split]:
+    raise ValueError(f"no world {number} in split {split!r}; worlds: {splits}")
+  before = list(splits).index(split)
+  slot = sum(list(splits.values())[:before]) + number
+  deck = {}
+  for kind, size in config.sizes.items():
+    firsts, seconds = NAME_WORDS[kind]
+    every = [f"{a} {b}" for a in firsts for b in seconds]
+    random.Random(f"coa-jax names of {kind}").shuffle(every)
+    deck[kind] = every[slot * size : (slot + 1) * size]
+  name = f"{split}-{number:02d}"
+  facts = make_facts(deck, random.Random(f"{seed}/{name}"))
+  pages = tuple(
+    {"id": f"{name}-{i:04d}", "title": title, "text": page_text(title, row)}
+    for i, (title, row) in enumerate(facts.items())
+  )
+  return World(name, facts, pages)
+
+
+def world_tasks(worlds: Sequence[World], n: int, mix: Mix, seed: int) -> list[Task]:
+  """`n` tasks with no question twice; each family gets its share of them exactly.
+
+  Raises:
+    ValueError: the worlds are too small for that many different questions.
+  """
+  rng = random.Random(f"{seed}/tasks of {','.join(w.name for w in worlds)}")
+  total = sum(weight for _, weight in mix)
+  families: list[str] = []
+  reached = 0.0
+  for family, weight in mix:
+    reached += weight
+    families += [family] * (round(n * reached / total) - len(families))
+  rng.shuffle(families)
+  tasks: list[Task] = []
+  seen: set[str] = set()
+  for number, family in enumerate(families):
+    for _ in range(200):
+      world = rng.choice(worlds)
+      question, program = ask(world, family, rng)
+      if question not in seen:
+        break
+    else:
+      raise ValueError(f"no {family} question left after {number}; ask for fewer")
+    seen.add(question)
+    values = evaluate(program, world.facts)
+    tasks.append(
+      Task(
+        id=f"{world.name}-s{seed}-{number:05d}",
+        question=question,
+        answers=(values[-1],),
+        source="world",
+        family=family,
+        meta={"program": program, "values": values, "world": world.name},
+      )
+    )
+  return tasks
+
+
+def write_world(
+  directory: str | os.PathLike[str],
+  split: str,
+  n: int,
+  config: WorldConfig,
+  seed: int = 0,
+  task_seed: int = 0,
+  name: str = "",
+) -> dict[str, str]:
+  """Writes a split's pages and `n` tasks as JSON lines; returns their paths.
+
+  Any search index and any journey can read them.
+
+  Args:
+    directory: where to.
+    split: "train", "dev" or "test".
+    n: how many tasks.
+    config: sizes and mix.
+    seed: decides the facts, so the pages.
+    task_seed: decides what is asked.
+    name: of the task file, so that several can share the pages; the split's if empty.
+
+  Returns:
+    "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
+  """
+  worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
+  tasks = world_tasks(worlds, n, config.mix, task_seed)
+  paths = {
+    "corpus": os.path.join(os.fspath(directory), f"{split}_pages.jsonl"),
+    "tasks": os.path.join(os.fspath(directory), f"{name or split}_tasks.jsonl"),
+  }
+  write_jsonl(paths["corpus"], (page for world in worlds for page in world.pages))
+  write_jsonl(paths["tasks"], (task.to_json() for task in tasks))
+  return paths

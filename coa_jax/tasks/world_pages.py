@@ -1,0 +1,155 @@
+"""The pages of a seeded world: its names, its facts, their text, and its reader.
+
+Towns, people, films and companies refer to one another. A page is one or two short
+lines, so that an observation costs a small model few tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Mapping, Sequence
+
+
+def _words(heads: str, tails: str = "") -> tuple[str, ...]:
+  return tuple(h + t for h in heads.split() for t in (tails.split() or ("",)))
+
+
+# Words are joined from few syllables, so that a small BPE can hold each as one token.
+_GIVEN = _words(
+  "Ba De Fi Jo Ka Le Mi Na Ro Sa Ta Vi", "ra len no vin sa mo dan ris ta bel"
+)
+_FAMILY = _words(
+  "Bar Cal Dor Fen Gar Hal Kel Lor Mer Nor Pel Ran Sel Tor Wen",
+  "der ick man son ley ett ard well ing kin",
+)
+_PLACE = _words(
+  "Ash Brim Cold East Fair Green High Long Mill Stone",
+  "ford bury ham ton mere wick dale port gate field",
+)
+_QUALITY = _words(
+  "Red Blue Dark Pale Wild Lost Slow Deep Bold Calm Dim Dry Grey Gold Iron Kind Late "
+  "Lone Loud Mad New Odd Old Raw Rich Sad Shy Soft Sour Tall Thin Vast Warm Weak Wet "
+  "Young"
+)
+_TRADE = _words(
+  "Works Mills Motors Labs Foods Books Tools Lines Bank Press Steel Glass Paper Ships "
+  "Trade Media Power Water Wood Clay Silk Salt Farms Mines Tea Toys Cars Gas Maps Pens"
+)
+_REGIONS = _words("Ar Bel Cor Del Es Fal Nor Tam", "via mark")
+_OCCUPATIONS = _words(
+  "baker carpenter doctor farmer lawyer miner nurse painter pilot poet potter sailor "
+  "singer surgeon tailor weaver"
+)
+# The two words of a name, by kind; 36 worlds of the default sizes have no name twice.
+NAME_WORDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+  "town": (_FAMILY, _PLACE),
+  "person": (_GIVEN, _FAMILY),
+  "film": (_QUALITY, _PLACE),
+  "company": (_FAMILY, _TRADE),
+}
+
+PAGES = {
+  "town": "{name} is a town in {region}, founded in {founded}. "
+  "Population {population}. Mayor {mayor}.",
+  "person": "{name} is a {occupation}, born in {born} in {birthplace}.",
+  "film": "{name} is a film, released in {released}. Director {director}.",
+  "company": "{name} is a company, founded in {founded}. "
+  "Headquarters {headquarters}. Founder {founder}.",
+}
+# Kind -> relation -> kind of the entity it leads to.
+LINKS: Mapping[str, Mapping[str, str]] = {
+  "town": {"mayor": "person"},
+  "person": {"birthplace": "town"},
+  "film": {"director": "person"},
+  "company": {"headquarters": "town", "founder": "person"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+  """One closed world.
+
+  Attributes:
+    name: split and number, e.g. "train-03".
+    facts: entity name -> {"kind": ..., relation: value}; values are strings.
+    pages: {"id", "title", "text"} of every entity, in a fixed order.
+  """
+
+  name: str
+  facts: Mapping[str, Mapping[str, str]]
+  pages: tuple[dict[str, str], ...]
+
+  def names(self, kind: str) -> list[str]:
+    """Every entity of a kind, in page order."""
+    return [name for name, facts in self.facts.items() if facts["kind"] == kind]
+
+
+def make_facts(
+  deck: Mapping[str, Sequence[str]], rng: random.Random
+) -> dict[str, dict[str, str]]:
+  """Facts about every name of a deck (kind -> names), as `World.facts` holds them.
+
+  Whoever directs or founds is 21 to 60 years old at the time.
+  """
+  facts: dict[str, dict[str, str]] = {}
+  for name in deck["town"]:
+    facts[name] = dict(
+      kind="town",
+      region=rng.choice(_REGIONS),
+      founded=str(rng.randint(1100, 1899)),
+      population=str(rng.randint(1000, 9999)),
+      mayor=rng.choice(deck["person"]),
+    )
+  for name in deck["person"]:
+    facts[name] = dict(
+      kind="person",
+      occupation=rng.choice(_OCCUPATIONS),
+      born=str(rng.randint(1890, 1959)),
+      birthplace=rng.choice(deck["town"]),
+    )
+  for kind, role, year in (
+    ("film", "director", "released"),
+    ("company", "founder", "founded"),
+  ):
+    for name in deck[kind]:
+      person = rng.choice(deck["person"])
+      when = int(facts[person]["born"]) + rng.randint(21, 60)
+      facts[name] = {"kind": kind, role: person, year: str(when)}
+      if kind == "company":
+        facts[name]["headquarters"] = rng.choice(deck["town"])
+  return facts
+
+
+def page_text(name: str, facts: Mapping[str, str]) -> str:
+  """The one page about an entity; it starts with the entity's name."""
+  return PAGES[facts["kind"]].format(name=name, **facts)
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+  names = {"name"}.union(*LINKS.values())
+
+  def group(match: re.Match[str]) -> str:
+    form = r"[A-Z]\w* [A-Z]\w*" if match[1] in names else r"\w+"
+    return f"(?P<{match[1]}>{form})"
+
+  escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+  return re.compile(re.sub(r"\{(\w+)\}", group, escaped))
+
+
+_READ = {kind: _pattern(template) for kind, template in PAGES.items()}
+
+
+def read_pages(text: str) -> dict[str, dict[str, str]]:
+  """Every page that stands in a text, e.g. a search result: name -> facts.
+
+  Facts are as in `World.facts`. Text that is no page of this world is skipped.
+  """
+  found = {}
+  for kind, pattern in _READ.items():
+    for match in pattern.finditer(text):
+      facts = match.groupdict()
+      name = facts.pop("name")
+      found[name] = {"kind": kind, **facts}
+  return found

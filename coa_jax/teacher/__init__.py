@@ -1,0 +1,1 @@
+"""A real multi-agent system, and what turns its runs into trajectories."""

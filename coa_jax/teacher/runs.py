@@ -1,0 +1,213 @@
+"""The record of a team's work on one task: events, their cost, their JSON, the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
+from coa_jax.teacher.llm import Message
+
+# Agents.
+ORCHESTRATOR, PLANNER, SEARCH, CODE = "orchestrator", "planner", "search", "code"
+REFLECTOR, SOLVER, VERIFIER = "reflector", "solver", "verifier"
+
+# Kinds of events.
+DECISION, PLAN, CALL, OBSERVATION = "decision", "plan", "call", "observation"
+REFLECTION, CANDIDATE, VERDICT = "reflection", "candidate", "verdict"
+FINAL, MALFORMED = "final", "malformed"
+
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclasses.dataclass
+class Event:
+  """One thing that happened in a run.
+
+  Attributes:
+    agent: who did it; a tool's name for an observation.
+    kind: one of the kinds above.
+    content: the decision's reason, plan, tool arguments, tool result, review,
+      candidate, rationale or final answer; of a malformed reply, its text.
+    detail: the next agent of a decision, the tool of a call or an observation, the
+      score of a verdict, the fault of a malformed reply; else "".
+    prompt: tokens of the context that was sent; 0 where no model was called.
+    cached: how many of them a prefix cache would have served.
+    generated: tokens of the reply.
+    seconds: what the model took.
+    retries: HTTP attempts beyond the first.
+    reported: the endpoint's own (prompt, cached, completion) count; () without one.
+  """
+
+  agent: str
+  kind: str
+  content: str
+  detail: str = ""
+  prompt: int = 0
+  cached: int = 0
+  generated: int = 0
+  seconds: float = 0.0
+  retries: int = 0
+  reported: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Run:
+  """What a team did about one task.
+
+  Attributes:
+    task_id: the task.
+    events: everything in order; each call's event is followed by its observation's.
+    calls: every tool call, in order.
+    prediction: the answer; None where the run ended without one.
+    status: how it ended: ended, turn_limit or infrastructure.
+    usage: the sum over events.
+    sample: which of the task's runs this is (0-based).
+    error: what broke, for an infrastructure failure.
+  """
+
+  task_id: str
+  events: list[Event] = dataclasses.field(default_factory=list)
+  calls: list[ToolCall] = dataclasses.field(default_factory=list)
+  prediction: str | None = None
+  status: Status = Status.UNGRADED
+  usage: Usage = dataclasses.field(default_factory=Usage)
+  sample: int = 0
+  error: str = ""
+
+  def to_json(self) -> dict[str, Any]:
+    """A JSON-serialisable dict; `from_json` reads it back."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any], where: str = "run") -> Run:
+    """Builds a run from `to_json`'s dict.
+
+    Raises:
+      ValueError: a field is missing, unknown or of the wrong kind; the message starts
+        with `where`.
+    """
+    try:
+      row = dict(row)
+      events = [
+        Event(**{**e, "reported": tuple(e.get("reported", ()))})
+        for e in row.pop("events")
+      ]
+      calls = [
+        ToolCall(**{**c, "status": CallStatus(c["status"])}) for c in row.pop("calls")
+      ]
+      usage = Usage(**row.pop("usage"))
+      status = Status(row.pop("status"))
+      return cls(events=events, calls=calls, usage=usage, status=status, **row)
+    except (TypeError, ValueError, KeyError) as e:
+      raise ValueError(f"{where}: not a run record: {e!r}") from e
+
+
+def render(event: Event) -> str:
+  """An event as the other agents read it: a header line, then its content.
+
+  No line of the content can pass for a header: one that starts with "[" is indented.
+  """
+  head = f"[{event.kind} {event.detail}]" if event.detail else f"[{event.kind}]"
+  return f"{head}\n" + re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
+
+
+class Meter:
+  """Counts tokens, and those of each prompt that a prefix cache would have held."""
+
+  def __init__(self, encode: Encode):
+    """Takes the tokenizer that everything is counted by."""
+    self._encode = encode
+    self._ids: dict[Message, tuple[int, ...]] = {}
+    self._sent: list[list[tuple[int, ...]]] = []
+
+  def charge(self, messages: Sequence[Message], reply: str) -> tuple[int, int, int]:
+    """(prompt, cached, generated) tokens of a call.
+
+    Cached is the longest common token prefix with any earlier call and its reply: what
+    a prefix cache that never evicts would serve.
+    """
+    chunks = [self._chunk(m) for m in messages]
+    cached = max((_common(chunks, sent) for sent in self._sent), default=0)
+    prompt = sum(map(len, chunks))
+    answer = self._chunk(Message("assistant", reply))
+    self._sent.append([*chunks, answer])  # a cache holds what it generated, too
+    return prompt, cached, len(answer)
+
+  def _chunk(self, message: Message) -> tuple[int, ...]:
+    ids = self._ids.get(message)
+    if ids is None:
+      ids = tuple(self._encode(f"{message.role}\n{message.content}\n"))
+      self._ids[message] = ids
+    return ids
+
+
+def _common(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> int:
+  """Length of the longest common prefix of two chunked token sequences."""
+  count = 0
+  for a, b in zip(ours, theirs, strict=False):
+    if a is b or a == b:
+      count += len(a)
+      continue
+    for x, y in zip(a, b, strict=False):
+      if x != y:
+        break
+      count += 1
+    break
+  return count
+
+
+class RunFile:
+  """A file of runs: appended to, read by task and sample, sorted at last."""
+
+  def __init__(self, path: str):
+    """Indexes the runs that are there; a line cut short by a kill is removed."""
+    self.path = path
+    self._at: dict[tuple[str, int], tuple[int, int]] = {}
+    end = 0
+    if os.path.exists(path):
+      with open(path, "rb") as f:
+        for line in f:
+          if not line.endswith(b"\n"):
+            break
+          row = json.loads(line)
+          self._at[row["task_id"], row["sample"]] = (end, len(line))
+          end += len(line)
+      os.truncate(path, end)
+    self._end = end
+
+  def __contains__(self, key: tuple[str, int]) -> bool:
+    return key in self._at
+
+  def append(self, done: Run) -> None:
+    """Adds a run; it is on disk when this returns."""
+    line = json.dumps(done.to_json()).encode() + b"\n"
+    with open(self.path, "ab") as f:
+      f.write(line)
+    self._at[done.task_id, done.sample] = (self._end, len(line))
+    self._end += len(line)
+
+  def read(self, task_id: str, sample: int) -> Run | None:
+    """The run of that task and sample, if it is there."""
+    if (task_id, sample) not in self._at:
+      return None
+    return Run.from_json(json.loads(self._line((task_id, sample))), self.path)
+
+  def sort(self, order: Sequence[tuple[str, int]]) -> None:
+    """Rewrites the file in this order."""
+    present = [key for key in order if key in self._at]
+    with open(self.path + ".tmp", "wb") as f:
+      f.writelines(map(self._line, present))
+    os.replace(self.path + ".tmp", self.path)
+    self.__init__(self.path)
+
+  def _line(self, key: tuple[str, int]) -> bytes:
+    start, size = self._at[key]
+    with open(self.path, "rb") as f:
+      f.seek(start)
+      return f.read(size)

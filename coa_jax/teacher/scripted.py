@@ -1,0 +1,388 @@
+"""The offline brain: a scripted policy that plays every agent over the seeded world.
+
+It is called with the same messages as a language model and reads from them all it goes
+by: the question finds the task and its program, decisions and reviews tell what is
+known, observations are parsed as pages. It keeps no state, so it works behind an HTTP
+endpoint too, and every choice is a function of (seed, task, sample, occasion).
+
+It makes the mistakes of a real team (queries for the wrong thing, programs with bugs,
+answers one hop short), notices most of them, and has two privileges that a small
+student lacks: it knows some facts by heart and does some arithmetic in its head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.tasks.task import Task
+from coa_jax.tasks.world_pages import NAME_WORDS, read_pages
+from coa_jax.tasks.world_questions import evaluate, resolve
+from coa_jax.teacher import runs
+from coa_jax.teacher.llm import Message, Reply
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedConfig:
+  """Config section `scripted`; all rates are probabilities.
+
+  Attributes:
+    seed: of every choice.
+    wrong_query: a search asks for the wrong thing.
+    buggy_program: a program computes something else or fails.
+    premature: a question of several steps is answered one step short.
+    caught: one of these three is noticed, where it does not show by itself.
+    recall: a fact is known by heart, so nothing is searched.
+    mental: arithmetic is done in the head, so no program is run.
+    slip: what is known by heart or done in the head is wrong; nobody notices.
+  """
+
+  seed: int = 0
+  wrong_query: float = 0.15
+  buggy_program: float = 0.20
+  premature: float = 0.12
+  caught: float = 0.80
+  recall: float = 0.25
+  mental: float = 0.50
+  slip: float = 0.10
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self)[1:]:
+      if not 0 <= getattr(self, field.name) <= 1:
+        raise ValueError(f"{field.name} is a probability, from 0 to 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+  """Something an agent has been told, or (kind "own") has replied itself."""
+
+  kind: str
+  content: str
+
+
+class ScriptedBrain:
+  """Answers as any agent, for the tasks it was made with."""
+
+  def __init__(self, tasks: Iterable[Task], config: ScriptedConfig, sample: int = 0):
+    """Takes the tasks it may be asked about; `meta["program"]` is what it follows.
+
+    Raises:
+      ValueError: a task has no program.
+    """
+    self._tasks = {task.question: task for task in tasks}
+    for task in self._tasks.values():
+      if "program" not in task.meta:
+        raise ValueError(
+          f"task {task.id!r} has no meta['program']: the scripted brain can only "
+          "answer tasks of the generated world; use an LLM endpoint"
+        )
+    self._config, self._sample = config, sample
+
+  def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
+    """The scripted reply; see `llm.Brain`."""
+    question = _QUESTION.search(messages[1].content)
+    task = self._tasks.get(question[1]) if question else None
+    if task is None:
+      raise ValueError("the scripted brain was asked about a task it does not have")
+    mind = _Mind(task, self._config, self._sample)
+    return Reply(mind.reply(agent, messages))
+
+
+_QUESTION = re.compile(r"^Question: (.*)$", re.MULTILINE)
+_HEADER = re.compile(r"^\[(\w+)(?: \w+)?\]\n", re.MULTILINE)
+_NUMBER = re.compile(r"-?\d+")
+_DECISION = re.compile(r"NEXT: \w+(?:\nREASON: (.*))?")
+_STEP_WORDS = {"+": "sum", "-": "difference", "*": "product"}
+
+
+def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
+  entries = []
+  for message in messages[1:]:
+    if message.role == "assistant":
+      decision = _DECISION.match(message.content)
+      if decision:
+        entries.append(_Entry(runs.DECISION, decision[1] or ""))
+      else:
+        kind = runs.REFLECTION if agent == runs.REFLECTOR else "own"
+        entries.append(_Entry(kind, message.content))
+      continue
+    parts = _HEADER.split(message.content)
+    for kind, content in zip(parts[1::2], parts[2::2], strict=True):
+      entries.append(_Entry(kind, content.removesuffix("\n")))
+  return entries
+
+
+class _Mind:
+  """One reply: what the agent has been told, what it believes, what it says."""
+
+  def __init__(self, task: Task, config: ScriptedConfig, sample: int):
+    self.config = config
+    self.program = task.meta["program"]
+    self.truth = task.meta["values"]
+    self.key = f"{config.seed}/{task.id}/{sample}/"
+    self.entries: list[_Entry] = []
+    self.known: dict[int, str] = {}  # step -> its believed value
+    self.assignment = ""  # the last "look up X" or "compute EXPRESSION"
+
+  def reply(self, agent: str, messages: Sequence[Message]) -> str:
+    self.entries = _entries(agent, messages)
+    for entry in self.entries:
+      self._learn(entry)
+    return getattr(self, f"_{agent}")()
+
+  def chance(self, *occasion: object) -> float:
+    """A number in [0, 1) that depends on nothing but the run and the occasion."""
+    text = self.key + "/".join(map(str, occasion))
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+  # What is known.
+
+  def _learn(self, entry: _Entry) -> None:
+    if entry.kind == runs.DECISION:
+      for part in entry.content.split(" ; "):
+        if part.startswith("recall "):
+          _, relation, value = part.split(" ", 2)
+          self._set(relation, value)
+        elif part.startswith(("look up ", "compute ")):
+          self.assignment = part
+        elif " = " in part:
+          self._computed(part.split(" = ")[1])
+    elif entry.kind == runs.REFLECTION and "Poor" not in entry.content:
+      entity = self.assignment.removeprefix("look up ")
+      for part in entry.content.split(" ; "):
+        relation, value = part.split(" ", 1)
+        if relation == "result":
+          self._computed(value)
+        else:
+          self._set(relation, value, entity)
+
+  def _set(self, relation: str, value: str, entity: str | None = None) -> None:
+    for i, step in enumerate(self.program):
+      wanted = i not in self.known and step.get("relation") == relation
+      if wanted and entity in (None, self._entity(i)):
+        self.known[i] = value
+        return
+
+  def _computed(self, value: str) -> None:
+    """One program runs every computation, so its result settles all of them."""
+    for i, step in enumerate(self.program):
+      if step["op"] == "compute":
+        self.known[i] = value
+
+  def _entity(self, i: int) -> str | None:
+    """The entity of look-up i as far as it is known."""
+    entity = self.program[i]["entity"]
+    return self.known.get(int(entity[1:])) if entity.startswith("$") else entity
+
+  def _open(self) -> list[int]:
+    """Steps whose value is not known yet."""
+    return [i for i in range(len(self.program)) if i not in self.known]
+
+  def _expression(self, argument: str) -> str:
+    """The infix form of a computation; look-ups are replaced by their numbers."""
+    if not argument.startswith("$"):
+      return argument
+    step = self.program[int(argument[1:])]
+    if step["op"] == "lookup":
+      return resolve(argument, self.known)
+    left, right = (self._expression(a) for a in step["args"])
+    if step["name"] == "*":
+      left, right = (f"({x})" if "+" in x or "-" in x else x for x in (left, right))
+    return f"{left} {step['name']} {right}"
+
+  # The agents.
+
+  def _orchestrator(self) -> str:
+    last = next((e for e in reversed(self.entries) if e.kind in _REPORTS), None)
+    if last is None:
+      return _decide(runs.PLANNER, self._task_in_words())
+    if last.kind == runs.REFLECTION and "Poor" in last.content:
+      again = "fix program" if self.assignment.startswith("compute") else "search again"
+      return _decide(runs.PLANNER, again)
+    if last.kind == runs.VERDICT:
+      return _decide(runs.PLANNER, f"still to find {_goal(self.program[-1])}")
+    return self._next_step()
+
+  def _next_step(self) -> str:
+    facts: list[str] = []
+    for i in self._open():
+      step = self.program[i]
+      if self._stops_short(i):
+        break
+      if step["op"] == "lookup":
+        entity = self._entity(i)
+        misled = entity != resolve(step["entity"], self.truth)
+        if misled or self.chance("recall", i) >= self.config.recall:
+          tried = sum(f"look up {entity}" in e.content for e in self.entries)
+          if tried >= 3:
+            break  # the page cannot be found
+          return _decide(runs.SEARCH, *facts, f"look up {entity}")
+        self.known[i] = self._from_memory(self.truth[i], i)
+        facts.append(f"recall {step['relation']} {self.known[i]}")
+      elif step["op"] == "compare":
+        left, right = (resolve(a, self.known) for a in step["args"])
+        sign = "<" if int(left) < int(right) else ">"
+        self.known[i] = self._result()
+        facts.append(f"{left} {sign} {right}")
+      else:
+        expression = self._expression(f"${len(self.program) - 1}")
+        if self.chance("mental") >= self.config.mental:
+          return _decide(runs.CODE, *facts, f"compute {expression}")
+        result = self._from_memory(self._result(), "mental")
+        facts.append(f"{expression} = {result}")
+        break
+    return _decide(runs.SOLVER, *facts)
+
+  def _stops_short(self, i: int) -> bool:
+    """Whether the last step is forgotten, the first time round."""
+    last = i == len(self.program) - 1 and self.program[i]["op"] != "compare"
+    late = last and self.program[0]["op"] == "lookup" and i > 0
+    checked = any(e.kind == runs.VERDICT for e in self.entries)
+    return late and not checked and self.chance("short") < self.config.premature
+
+  def _result(self) -> str:
+    """What the believed look-ups come to: the last step's value."""
+    return evaluate(self.program, {}, self.known)[-1]
+
+  def _task_in_words(self) -> str:
+    lookups = [s for s in self.program if s["op"] == "lookup"]
+    if not lookups:
+      return "only arithmetic"
+    if any(s["entity"].startswith("$") for s in lookups) or len(lookups) == 1:
+      words = [f"{lookups[0]['relation']} of {lookups[0]['entity']}"]
+      words += [s["relation"] for s in lookups[1:]]
+    else:
+      names = " and ".join(s["entity"] for s in lookups)
+      words = [f"{lookups[0]['relation']} of {names}"]
+    return "find " + " then ".join(words)
+
+  def _planner(self) -> str:
+    words = []
+    for i in self._open():
+      step = self.program[i]
+      if step["op"] == "lookup":
+        words.append(f"{step['relation']} of {self._entity(i) or 'it'}")
+      else:
+        words.append(_goal(step))
+    return " ; ".join(words) or "check again"
+
+  def _search(self) -> str:
+    entity = self.assignment.removeprefix("look up ")
+    if not self._tried(entity) and self._slips(entity):
+      entity = self._wrong_name(entity)
+    return f"QUERY: {entity}"
+
+  def _slips(self, entity: str) -> bool:
+    return self.chance("query", entity) < self.config.wrong_query
+
+  def _tried(self, entity: str) -> bool:
+    """Whether the entity has been assigned before this last time."""
+    return sum(f"look up {entity}" in e.content for e in self.entries) > 1
+
+  def _wrong_name(self, entity: str) -> str:
+    """Half a name, or the name of something else that shares a word with it."""
+    which = self.chance("which word", entity)
+    if which < 0.25:
+      return entity.split(" ")[0]
+    return self._namesake(entity, 0 if which < 0.5 else 1)
+
+  def _namesake(self, entity: str, place: int) -> str:
+    """The name with the word at `place` replaced by another that may stand there."""
+    words = entity.split(" ")
+    for kind in NAME_WORDS.values():
+      if words[0] in kind[0] and words[1] in kind[1]:
+        others = [w for w in kind[place] if w != words[place]]
+        words[place] = others[int(self.chance("word", entity) * len(others))]
+        break
+    return " ".join(words)
+
+  def _from_memory(self, value: str, occasion: object) -> str:
+    """The value, or where memory slips a number or a name close to it."""
+    if self.chance("slip", occasion) >= self.config.slip:
+      return value
+    if value.isdecimal():
+      return str(int(value) + (1, 2, 10, 100)[int(self.chance("by", occasion) * 4)])
+    return self._namesake(value, 1) if " " in value else value
+
+  def _code(self) -> str:
+    expression = self.assignment.removeprefix("compute ")
+    tried = sum("compute " in e.content for e in self.entries) > 1
+    program = f"print({expression})"
+    if not tried and self.chance("bug") < self.config.buggy_program:
+      program = self._bug(expression)
+    return f"```py\n{program}\n```"
+
+  def _bug(self, expression: str) -> str:
+    which = self.chance("which bug")
+    if which < 0.5:  # a wrong operator
+      first = re.search(r" ([-+*]) ", expression)
+      other = {"+": "-", "-": "+", "*": "+"}[first[1]]
+      start, end = first.span(1)
+      return f"print({expression[:start]}{other}{expression[end:]})"
+    if which < 0.7:
+      return f"prin({expression})"
+    if which < 0.85:
+      return f"print({_NUMBER.sub('n', expression, count=1)})"
+    return expression  # nothing is printed
+
+  def _reflector(self) -> str:
+    observation = next(
+      e.content for e in reversed(self.entries) if e.kind == runs.OBSERVATION
+    )
+    if self.assignment.startswith("compute "):
+      return self._review_program(observation.strip())
+    entity = self.assignment.removeprefix("look up ")
+    pages = read_pages(observation)
+    wanted = [
+      self.program[i]["relation"]
+      for i in self._open()
+      if self.program[i]["op"] == "lookup" and self._entity(i) == entity
+    ]
+    page = pages.get(entity)
+    missed = self.chance("caught", entity) >= self.config.caught
+    if page is None and missed and not self._tried(entity) and self._slips(entity):
+      page = next(iter(pages.values()), None)  # taken for the right one
+    if page is None or not all(relation in page for relation in wanted):
+      return "wrong page tool_effectiveness : Poor"
+    return " ; ".join(f"{relation} {page[relation]}" for relation in wanted)
+
+  def _review_program(self, output: str) -> str:
+    if not _NUMBER.fullmatch(output):
+      return "no result tool_effectiveness : Poor"
+    right = output == self._result()
+    if not right and self.chance("caught program") < self.config.caught:
+      return "wrong result tool_effectiveness : Poor"
+    return f"result {output}"
+
+  def _solver(self) -> str:
+    if self.program[-1]["op"] == "compare" and len(self._open()) == 1:
+      self.known[len(self.program) - 1] = self._result()
+    return f"ANSWER: {self.known[max(self.known)] if self.known else 'unknown'}"
+
+  def _verifier(self) -> str:
+    candidate = next(
+      e.content for e in reversed(self.entries) if e.kind == runs.CANDIDATE
+    )
+    right = candidate == self.truth[-1]
+    last = self.program[-1]
+    short = len(self.program) - 1 in self._open() and last["op"] != "compare"
+    if right or not short or self.chance("caught short") >= self.config.caught:
+      return "SCORE: 4"
+    score = 1 if self.chance("score") < 0.5 else 2
+    return f"SCORE: {score}\nWHY: {_goal(last)} is missing"
+
+
+_REPORTS = frozenset({runs.PLAN, runs.REFLECTION, runs.VERDICT, runs.CANDIDATE})
+
+
+def _goal(step: Mapping[str, Any]) -> str:
+  """What a step is for, in a word."""
+  return step.get("relation") or _STEP_WORDS.get(step["name"], "compare")
+
+
+def _decide(agent: str, *facts: str) -> str:
+  return f"NEXT: {agent}" + (f"\nREASON: {' ; '.join(facts)}" if facts else "")

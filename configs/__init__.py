@@ -1,0 +1,1 @@
+"""Experiments as data: each file's get_config(arg) returns a ConfigDict."""

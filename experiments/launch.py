@@ -1,0 +1,131 @@
+"""What every launcher does before its journey: flags, config, compile cache, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+
+from coa_jax.config import ConfigError
+
+Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
+_CACHE = flags.DEFINE_string(
+  "compile_cache",
+  os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "xla"),
+  "Folder of compiled programs, kept between runs; empty turns it off.",
+)
+
+
+def launch(journey: Journey) -> None:
+  """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
+
+  A config, a file or a value that can not be used ends the program with one line on
+  standard error and exit status 2, before any work.
+  """
+  config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
+  flags.mark_flags_as_required(["config", "workdir"])
+
+  def parse(argv: list[str]) -> list[str]:
+    file = _config_file(argv)
+    if file and not os.path.exists(file):
+      stop(f"{file}: there is no such config file")
+    try:
+      return flags.FLAGS(argv)
+    except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
+      stop(_override_error(e, argv))
+
+  def main(argv: list[str]) -> None:
+    if argv[1:]:
+      stop(f"unexpected argument {argv[1]!r}")
+    prepare(_CACHE.value)
+    file = _config_file(sys.argv)
+    show(with_clear_errors(lambda: journey(config.value, _WORKDIR.value), file))
+
+  app.run(main, flags_parser=parse)
+
+
+def prepare(compile_cache: str) -> None:
+  """Settles the process: allocator, compile cache. Call it before any JAX work."""
+  _keep_freed_memory()
+  if compile_cache:
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", compile_cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _keep_freed_memory() -> None:
+  """Has glibc keep large temporaries instead of mapping them anew at every step.
+
+  Page faults would cost a small model on a CPU more than its arithmetic: with this a
+  training step of the quickstart takes two thirds of the time. The threshold above
+  which glibc maps can not be raised past 32 MiB, so mapping is turned off instead, and
+  one arena keeps the memory for all threads.
+  """
+  trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
+  try:
+    mallopt = ctypes.CDLL(None).mallopt
+  except (OSError, AttributeError):  # not glibc
+    return
+  mallopt(mmap_max, 0)
+  mallopt(arena_max, 1)
+  mallopt(trim_threshold, 2**31 - 1)
+  mallopt(top_pad, 1 << 28)
+
+
+def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
+  """Runs `work`; wrong input becomes one line and exit status 2, Ctrl-C status 130."""
+  try:
+    return work()
+  except ConfigError as e:
+    stop(f"{config_file}: {e}" if config_file else str(e))
+  except (ValueError, FileNotFoundError) as e:
+    stop(str(e))
+  except KeyboardInterrupt:
+    print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+    sys.exit(130)
+
+
+def stop(message: str) -> None:
+  """Ends the program with one line on standard error and exit status 2."""
+  print(f"error: {message}", file=sys.stderr)
+  sys.exit(2)
+
+
+def show(results: dict[str, Any]) -> None:
+  """Prints a journey's results as JSON."""
+  print(json.dumps(results, indent=2, sort_keys=True))
+
+
+def _config_file(argv: list[str]) -> str:
+  """The value of --config, its :ARGUMENT left out; "" where there is none."""
+  for i, word in enumerate(argv):
+    name, _, value = word.lstrip("-").partition("=")
+    if name == "config":
+      value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+      return value.partition(":")[0]
+  return ""
+
+
+def _override_error(error: Exception, argv: list[str]) -> str:
+  """A misspelt or mistyped flag in words: the file, the field, the nearest field."""
+  file = _config_file(argv)
+  if isinstance(error, AttributeError | KeyError):
+    # ml_collections: 'lrr' / Did you mean "lr" instead of "lrr"?, quoted once or twice.
+    text = str(error.args[0])
+    field, close = re.search(r"\w+", text), re.search(r'mean "(\w+)"', text)
+    hint = f"; did you mean {close[1]!r}?" if close else ""
+    return f"{file}: the config has no field {field[0]!r}{hint}"
+  if isinstance(error, flags.IllegalFlagValueError) and "--config" in str(error):
+    return f"{file}: {error}"
+  return str(error)

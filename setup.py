@@ -1,0 +1,48 @@
+"""coa-jax: pip install -e '.[dev]'."""
+
+import setuptools
+
+setuptools.setup(
+  name="coa-jax",
+  version="0.1.0",
+  description="Chain-of-Agents models in JAX: distil, fine-tune, reinforce, evaluate",
+  python_requires=">=3.11",
+  packages=setuptools.find_packages(
+    include=("coa_jax*", "tools_sandbox*", "configs", "experiments")
+  ),
+  install_requires=[
+    "absl-py>=2.1",
+    "bm25s>=0.2.10",
+    "flax>=0.12",
+    "httpx>=0.27",
+    "jax>=0.10",
+    "jinja2>=3.1",
+    "math-verify>=0.8",
+    "matplotlib>=3.9",
+    "ml-collections>=1.0",
+    "numpy>=2.0",
+    "optax>=0.2.6",
+    "orbax-checkpoint>=0.11",
+    "pyarrow>=17",
+    "rich>=13",
+    "safetensors>=0.4.5",
+    "sympy>=1.13",
+    "tokenizers>=0.20",
+    "transformers>=5.0",
+  ],
+  extras_require={
+    "tpu": ["jax[tpu]>=0.10"],
+    "gpu": ["jax[cuda13]>=0.10"],
+    "dev": [
+      "hypothesis>=6.100",
+      "ipykernel>=6.29",
+      "nbclient>=0.10",
+      "nbformat>=5.10",
+      "pytest>=8.3",
+      "pytest-xdist>=3.6",
+      "ruff>=0.8",
+      "starlette>=0.40",
+      "uvicorn>=0.30",
+    ],
+  },
+)

@@ -1,0 +1,84 @@
+"""The cost comparison, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from coa_jax.protocol.trajectory import Status, Trajectory, Usage
+from coa_jax.report import cost, tables
+
+
+def attempt(task: str, right: bool, status: Status = Status.ENDED, **usage):
+  """A run's meter, which is all that cost reads."""
+  parts = {"answer": float(right)}
+  return Trajectory(task, status=status, reward_parts=parts, usage=Usage(**usage))
+
+
+MULTI = [
+  attempt("a", True, prompt=800, cached=500, generated=200, tool_calls=2),
+  attempt("b", True, prompt=1600, cached=1000, generated=400, model_calls=9),
+]
+SINGLE = [
+  attempt("a", True, prompt=50, generated=100, observation=50, model_calls=1),
+  attempt("b", False, prompt=50, generated=50, observation=0, model_calls=1),
+]
+
+
+def test_by_hand():
+  out = cost.cost(MULTI, SINGLE)
+  multi, single = out["multi_agent"], out["single"]
+  assert multi["per_task"] == {
+    "prompt": 1200,
+    "prompt_cached_credit": 450,
+    "completion": 300,
+    "total": 1500,
+    "total_cached_credit": 750,
+    "tool_calls": 1,
+    "model_calls": 4.5,
+    "solved": 1,
+  }
+  assert single["per_task"]["prompt"] == 75  # prompt and observations, once each
+  assert single["per_task"]["total"] == 150
+  assert single["per_solved"]["total"] == 300
+  assert out["reduction_no_cache"] == pytest.approx(0.9)
+  assert out["reduction_cache"] == pytest.approx(0.8)
+  assert out["reduction_per_solved"] == pytest.approx(1 - 300 / 1500)
+  assert (out["tasks"], out["left_out"]) == (2, 0)
+  low, high = out["ci95"]["reduction_no_cache"]
+  # task a alone saves 80 %, task b alone 95 %
+  assert low == pytest.approx(0.8)
+  assert high == pytest.approx(0.95)
+
+
+def test_only_tasks_of_both_count_and_infrastructure_does_not():
+  extra = attempt("c", True, prompt=9**9)
+  broken = attempt("b", False, Status.INFRASTRUCTURE, prompt=9**9)
+  out = cost.cost([*MULTI, extra], [SINGLE[0], broken])
+  assert (out["tasks"], out["left_out"]) == (1, 2)
+  assert out["multi_agent"]["per_task"]["total"] == 1000
+  with pytest.raises(ValueError, match=r"no task in common: 2 .* 0 of the single"):
+    cost.cost(MULTI, [broken])
+
+
+def test_samples_of_a_task_are_averaged():
+  twice = [SINGLE[0], attempt("a", False, prompt=150, generated=250)]
+  out = cost.cost(MULTI[:1], twice)
+  assert out["single"]["per_task"]["total"] == 300
+  assert out["single"]["per_task"]["solved"] == 0.5
+
+
+def test_nothing_solved_has_no_cost_per_solved_task():
+  out = cost.cost(MULTI, [attempt("a", False, prompt=5), attempt("b", False, prompt=5)])
+  assert out["single"]["per_solved"]["total"] is None
+  assert out["reduction_per_solved"] is None
+  assert out["ci95"]["reduction_per_solved"] == [None, None]
+
+
+def test_tables_show_every_figure():
+  figures, saved = cost.cost_tables(cost.cost(MULTI, SINGLE))
+  text = tables.markdown_table(figures.rows, figures.columns)
+  assert "| total tokens | 1,500 | 150.0 | 1,500 | 300.0 |" in text
+  assert text.count("\n") == 2 + len(cost.FIGURES)
+  assert "| tokens per task, no cache credit | 0.900 | 0.800 to 0.950 |" in (
+    tables.markdown_table(saved.rows, saved.columns)
+  )

@@ -1,0 +1,76 @@
+"""Figures draw, are reproducible, and leave pyplot alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+import samples
+from test_cost import MULTI, SINGLE
+
+from coa_jax.report import cost, plots, scores
+
+ROWS = [
+  {"step": i, "loss": 2 / i, "accuracy": None if i % 2 else 0.5} for i in range(1, 60)
+]
+
+
+def figures():
+  """One of each kind."""
+  before = [samples.trajectory(str(i), right=i % 2 == 0) for i in range(6)]
+  summary = scores.summary(before, [])
+  panels = {"loss": {"loss": "train"}, "accuracy": {"accuracy": "a", "loss": "b"}}
+  unsolved = [t for t in SINGLE if not t.reward_parts["answer"]]
+  return {
+    "curves": plots.curves(ROWS, panels),
+    "bars": plots.score_bars({"rl": summary, "sft": summary}, {"pass1_greedy": "p"}),
+    "cost": plots.cost_bars(cost.cost(MULTI, SINGLE)),
+    "unsolved": plots.cost_bars(cost.cost(MULTI, unsolved)),
+    "filter": plots.filter_statistics(before, before[:2]),
+    "empty": plots.filter_statistics(before, []),
+  }
+
+
+@pytest.mark.parametrize("name", list(figures()))
+def test_svg_is_inline_reproducible_and_takes_the_pages_colours(name):
+  text = plots.to_svg(figures()[name])
+  assert text == plots.to_svg(figures()[name])
+  assert text.startswith("<svg")
+  xml.etree.ElementTree.fromstring(text)
+  assert "currentColor" in text
+  assert plots._INK not in text
+  assert "var(--figure-0, #0072B2)" in text
+  assert "<metadata" not in text
+
+
+def test_png():
+  assert plots.to_png(figures()["bars"], dpi=40).startswith(b"\x89PNG")
+
+
+def test_a_missing_metric_is_named():
+  with pytest.raises(ValueError, match="no row has metric 'reward'"):
+    plots.curves(ROWS, {"reward": {"reward": "r"}})
+
+
+def test_smoothing_keeps_a_constant_and_the_length():
+  y = plots._smooth(plots.np.full(50, 3.0))
+  assert y.shape == (50,)
+  assert y == pytest.approx(3.0)
+
+
+def test_role_counts_leave_the_prompt_out():
+  counts = plots.role_counts([samples.trajectory(), samples.trajectory()])
+  assert counts["think"] == 4
+  assert counts["observation"] == 1
+  assert "question" not in counts
+  assert plots.role_counts([]) == {}
+
+
+def test_pyplot_is_never_imported():
+  program = (
+    "import sys, coa_jax.report.viewer; print('matplotlib.pyplot' in sys.modules)"
+  )
+  out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+  assert out.stdout.strip() == "False", out.stderr

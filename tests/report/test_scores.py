@@ -1,0 +1,186 @@
+"""pass@k, votes, intervals and the summary, against hand-made trajectories."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import samples
+
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
+from coa_jax.report import scores
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("c", range(6))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(c, k):
+  subsets = list(itertools.combinations([1] * c + [0] * (5 - c), k))
+  expected = sum(map(any, subsets)) / len(subsets)
+  assert scores.pass_at_k(5, c, k) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(2, 1, 3), (3, 4, 1), (3, 1, 0)])
+def test_pass_at_k_refuses_too_few_samples(n, c, k):
+  with pytest.raises(ValueError, match="needs at least"):
+    scores.pass_at_k(n, c, k)
+
+
+def test_the_interval_covers_as_often_as_it_says():
+  rng = np.random.default_rng(1)
+  hits = 0
+  for trial in range(100):
+    low, high = scores.interval(rng.random(80) < 0.3, seed=trial)
+    hits += low <= 0.3 <= high
+  assert 88 <= hits <= 100
+
+
+def test_the_interval_of_a_ratio_weighs_tasks_by_their_denominator():
+  low, high = scores.interval([1, 0, 3], [2, 0, 6])
+  assert (low, high) == (0.5, 0.5)
+  assert scores.interval([], []) is None
+  assert scores.interval([0, 0], [0, 0]) is None
+  assert scores.interval([0, 1, 1]) == scores.interval([0, 1, 1])
+
+
+@pytest.mark.parametrize(
+  ("one", "other", "same"),
+  [
+    ("The Seine.", "seine", True),
+    ("1/2", "0.5", True),
+    ("1/2", "12", False),
+    ("-3", "3", False),
+    ("\\boxed{7}", "7.0", True),
+    ("-x", "x", False),
+    ("x + 1", "x+1", True),
+    ("1,000", "1000", True),
+  ],
+)
+def test_vote_key(one, other, same):
+  assert (scores.vote_key(one) == scores.vote_key(other)) == same
+
+
+def votes(*answers, logps=None):
+  """Attempts at one task with these answers; "Paris" is right."""
+  logps = logps or [-1.0] * len(answers)
+  return [
+    samples.trajectory(sample=i, answer=a, right=a == "Paris", logp=logp)
+    for i, (a, logp) in enumerate(zip(answers, logps, strict=True))
+  ]
+
+
+def test_best_of_k_is_the_majority():
+  attempts = votes("Rome", "Paris", "the Paris")
+  assert scores.best_of_k(attempts, 3) is attempts[1]
+
+
+def test_ties_go_to_the_likelier_answer_then_to_the_first():
+  attempts = votes("Rome", "Paris", "Oslo", logps=[-1, -0.1, -2])
+  assert scores.best_of_k(attempts, 3) is attempts[1]
+  even = votes("Rome", "Paris", "Oslo")
+  assert scores.best_of_k(even, 3) is even[0]
+
+
+def test_only_the_first_k_vote_and_silence_has_no_vote():
+  attempts = votes("Rome", "Rome", "Paris", "Paris", "Paris")
+  assert scores.best_of_k(attempts, 3) is attempts[0]
+  silent = votes(None, None, "Paris")
+  assert scores.best_of_k(silent, 3) is silent[2]
+  assert scores.best_of_k(votes(None, None, None), 3).sample == 0
+  with pytest.raises(ValueError, match="best of 3 needs 3"):
+    scores.best_of_k(votes("a", "b"), 3)
+
+
+def test_mean_logp_counts_policy_tokens_only():
+  t = samples.trajectory(logp=-1.0)
+  t.segments[5].logps = [-100.0] * 9  # the observation's
+  assert -2.1 < scores.mean_logp(t) < -1.0
+  for s in t.segments:
+    s.logps = []
+  assert scores.mean_logp(t) == -math.inf
+
+
+@pytest.mark.parametrize(
+  ("name", "arguments", "bad"),
+  [
+    ("wiki_search", "Paris", False),
+    ("wiki_search", " ", True),
+    ("code", "```py\n1 / 0\n```", False),
+    ("code", "print(1)", True),
+    ("calculator", "1 + 1", True),
+    ("wiki_search", "<think>x</think> Paris", True),
+  ],
+)
+def test_malformed_is_not_the_same_as_a_program_that_raised(name, arguments, bad):
+  call = ToolCall(name, arguments, "error", CallStatus.MODEL)
+  assert scores.malformed(call) == bad
+
+
+def test_malformed_knows_the_tools_of_the_run():
+  assert scores.malformed(ToolCall("wiki_search", "Paris"), tools=("code",))
+
+
+def test_summary_by_hand():
+  greedy = [
+    samples.trajectory("a", right=True),
+    samples.trajectory("b", answer="Rome", right=False),
+    samples.trajectory("c", status=Status.INFRASTRUCTURE, answer=None),
+  ]
+  greedy[1].calls.append(ToolCall("code", "no fence"))
+  greedy[1].usage.tool_calls = 2
+  sampled = [
+    *(samples.trajectory("a", i, right=i < 2, answer=x) for i, x in enumerate("ppr")),
+    *(samples.trajectory("b", i, right=i == 3, answer="r") for i in range(4)),
+    *(samples.trajectory("c", i, right=True) for i in range(2)),
+  ]
+  out = scores.summary(greedy, sampled)
+  assert out["pass1_greedy"] == 0.5
+  assert out["pass1_sampled"] == pytest.approx((2 / 3 + 1 / 4 + 1) / 3)
+  # c has two samples only, so pass@3 and the vote are over a and b
+  assert out["pass3"] == pytest.approx((1 + 3 / 4) / 2)
+  assert out["best_of_3"] == 0.5
+  assert out["tool_calls_per_task"] == 1.5
+  totals = [t.usage.total for t in greedy[:2]]
+  assert out["tokens_per_task"] == sum(totals) / 2
+  generated = [t.usage.generated for t in greedy[:2]]
+  assert out["generated_tokens_per_task"] == sum(generated) / 2
+  assert out["malformed_rate"] == pytest.approx(1 / 12)
+  assert out["protocol_ok"] == 1.0
+  assert out["tasks"] == 3
+  assert out["status"]["infrastructure"] == 1
+  assert out["status"]["ended"] == 11
+  low, high = out["ci95"]["pass1_greedy"]
+  assert low <= 0.5 <= high
+  figures = set(out) - {"ci95", "status", "tasks"}
+  assert set(out["ci95"]) == figures
+  assert figures == {
+    *("pass1_greedy", "pass1_sampled", "pass3", "best_of_3", "tokens_per_task"),
+    *("generated_tokens_per_task", "tool_calls_per_task"),
+    *("malformed_rate", "protocol_ok"),
+  }
+
+
+def test_nothing_to_score_is_none_not_zero():
+  out = scores.summary([], [])
+  assert out["pass1_greedy"] is None
+  assert out["malformed_rate"] is None
+  assert out["ci95"]["pass3"] is None
+  broken = samples.trajectory(status=Status.INFRASTRUCTURE)
+  assert scores.summary([broken], [])["pass1_greedy"] is None
+
+
+def test_ungraded_attempts_are_an_error_that_names_them():
+  t = samples.trajectory("a", sample=2)
+  t.reward_parts = {}
+  with pytest.raises(ValueError, match="task 'a' sample 2: reward part 'answer'"):
+    scores.summary([t], [])
+
+
+def test_by_family():
+  greedy = [
+    samples.trajectory("a", family="one"),
+    samples.trajectory("b", right=False, family="two"),
+  ]
+  out = scores.by_family(greedy, [])
+  assert {k: v["pass1_greedy"] for k, v in out.items()} == {"one": 1.0, "two": 0.0}

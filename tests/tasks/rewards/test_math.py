@@ -1,0 +1,94 @@
+"""Mathematical equivalence, and that no answer can stall or crash the grader."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import fractions
+import os
+import signal
+import time
+
+import pytest
+
+from coa_jax.tasks.rewards import math
+
+RIGHT = [
+  ("204", "204"),
+  ("\\boxed{204}", "204"),
+  ("so \\boxed{1} then \\boxed{\\frac{1}{2}}", "0.5"),
+  ("\\boxed{'42'}", "42"),
+  ("27.0", "27"),
+  ("1,234,567", "1234567"),
+  ("$\\frac12$", "\\frac{1}{2}"),
+  ("18 dollars", "18"),
+  ("\\$18", "18"),
+  ("The answer is 204", "204"),
+  ("(3,\\pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"),
+  ("1,2,-1,-2", "-2,-1,1,2"),
+  ("f(x)=x+1", "$x+1$"),
+  ("\\text{Evelyn}", "Evelyn"),
+  ("2\\sqrt{2}", "$\\sqrt{8}$"),
+]
+WRONG = [
+  ("205", "204"),
+  ("", "204"),
+  ("5 or 204", "204"),
+  ("0.333", "1/3"),
+  ("2\\pi", "2"),
+  ("\\boxed{1} or \\boxed{2}", "1"),
+  ("1/0", "1"),
+  ("9" * 2000, "9"),
+  ("\\boxed{", "1"),
+]
+
+
+@pytest.mark.parametrize(("prediction", "gold"), RIGHT)
+def test_equal(prediction: str, gold: str):
+  assert math.equivalent(prediction, [gold])
+
+
+@pytest.mark.parametrize(("prediction", "gold"), WRONG)
+def test_different(prediction: str, gold: str):
+  assert not math.equivalent(prediction, [gold])
+
+
+def test_any_gold_answer_will_do():
+  assert math.equivalent("3", ["2", "3"])
+
+
+@pytest.mark.parametrize(
+  ("text", "value"),
+  [
+    ("-1/2", fractions.Fraction(-1, 2)),
+    ("-\\frac{1}{2}", fractions.Fraction(-1, 2)),
+    (".5", fractions.Fraction(1, 2)),
+    ("1,234.5", fractions.Fraction(2469, 2)),
+    ("1,2", None),
+    ("1/0", None),
+    ("x", None),
+  ],
+)
+def test_number(text: str, value: fractions.Fraction | None):
+  assert math.number(text) == value
+
+
+def test_an_endless_answer_is_wrong_and_the_next_one_is_graded(monkeypatch):
+  monkeypatch.setattr(math, "CPU_SECONDS", 1)
+  began = time.monotonic()
+  assert not math.equivalent("9^{9^{9^{9}}}", ["4"])
+  assert time.monotonic() - began < 60
+  assert math.equivalent("\\sqrt{4}", ["2"])
+
+
+def test_a_killed_child_is_replaced():
+  assert math.equivalent("\\sqrt{4}", ["2"])
+  os.kill(math._VERIFIER._child.pid, signal.SIGKILL)
+  math._VERIFIER._child.wait()
+  assert math.equivalent("\\sqrt{9}", ["3"])
+
+
+def test_threads_may_grade_at_once():
+  cases = [(f"\\sqrt{{{n * n}}}", [str(n + n % 2)], n % 2 == 0) for n in range(2, 18)]
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    verdicts = list(pool.map(lambda c: math.equivalent(c[0], c[1]), cases))
+  assert verdicts == [c[2] for c in cases]

@@ -1,0 +1,71 @@
+"""SQuAD normalisation and the two readings of `|` (afm.md 4.4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from coa_jax.tasks.rewards import grade, qa
+from coa_jax.tasks.task import Kind, Task
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("The  Eiffel Tower!", "eiffel tower"),
+    ("a an the", ""),
+    ("U.S.A.", "usa"),
+    ("Theatre of an age", "theatre of age"),
+    ("R\u00f6ntgen", "r\u00f6ntgen"),
+  ],
+)
+def test_normalize(text: str, expected: str):
+  assert qa.normalize(text) == expected
+
+
+def test_a_prediction_of_nothing_matches_nothing():
+  assert not qa.exact_match("the", ["a"])
+  assert not qa.every_part("", ["x"])
+  assert not qa.every_part(" | |", ["x"])
+  assert not qa.first_part("|", ["x"])
+
+
+@pytest.mark.parametrize(
+  ("prediction", "train", "evaluation"),
+  [
+    ("Paris", True, True),
+    ("Paris|Rome", False, True),
+    ("Rome|Paris", False, False),
+    ("the paris | Lutetia ", True, True),
+    ("|Paris|", True, True),
+  ],
+)
+def test_training_wants_every_part_evaluation_the_first(
+  prediction: str, train: bool, evaluation: bool
+):
+  answers = ("Paris", "Lutetia")
+  assert qa.every_part(prediction, answers) == train
+  assert qa.first_part(prediction, answers) == evaluation
+
+
+def test_an_answer_that_holds_the_separator_matches_as_a_whole():
+  assert qa.every_part("P(A|B)", ["P(A|B)"])
+  assert not qa.every_part("Pa|ris", ["Paris"])
+
+
+def test_token_f1_by_hand():
+  # 2 of 3 predicted words are right, 2 of 4 gold words are found: 2*(2/3)(1/2)/(7/6)
+  f1 = qa.token_f1("red green blue", ["red green white black"])
+  assert f1 == pytest.approx(4 / 7)
+  assert qa.token_f1("cat", ["dog", "the cat"]) == 1.0
+  assert qa.token_f1("", ["dog"]) == 0.0
+
+
+def test_grade_dispatches_on_the_kind():
+  question = Task("1", "q", ("Paris",))
+  assert grade(question, "paris.") == 1.0
+  assert grade(question, None) == 0.0
+  number = Task("2", "q", ("0.5",), Kind.MATH)
+  assert grade(number, "1/2") == 1.0
+  assert grade(Task("3", "q", ("0.5",)), "1/2") == 0.0
+  with pytest.raises(ValueError, match=r"'4': code tasks need hidden tests"):
+    grade(Task("4", "q", ("-",), Kind.CODE), "print(1)")

@@ -1,0 +1,177 @@
+"""Every accepted schema, and what the errors for the rest say."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from coa_jax.tasks import sources
+from coa_jax.tasks.task import Kind, Task
+
+SHARED = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+def released(truth, question="How many?", **extra):
+  """A row as the released RL parquet files have it."""
+  return {
+    "data_source": "demo",
+    "prompt": [{"role": "user", "content": "Rules.\n\nTask:\n" + question}],
+    "reward_model": {"ground_truth": truth, "style": "rule"},
+    "extra_info": {"index": "7", **extra},
+  }
+
+
+def write(path: pathlib.Path, rows: list) -> str:
+  """Rows as a file of the kind that the path's suffix names."""
+  if path.suffix == ".parquet":
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  elif path.suffix == ".json":
+    path.write_text(json.dumps(rows, indent=1))
+  else:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+  return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_our_own_schema_from_each_kind_of_file(tmp_path, suffix):
+  rows = [
+    {"question": "q0", "answers": ["a", "b"], "kind": "math", "family": "f"},
+    {"question": "q1", "answers": ["c"], "kind": "qa", "family": ""},
+  ]
+  tasks = sources.load_tasks(write(tmp_path / f"mine{suffix}", rows))
+  assert tasks == [
+    Task("mine-0", "q0", ("a", "b"), Kind.MATH, family="f"),
+    Task("mine-1", "q1", ("c",)),
+  ]
+
+
+def test_json_lines_under_a_json_name(tmp_path):
+  path = tmp_path / "lines.json"
+  path.write_text(
+    '{"question": "q0", "answer": "a"}\n{"question": "q1", "answer": "b"}'
+  )
+  assert [t.answers for t in sources.load_tasks(path)] == [("a",), ("b",)]
+  path.write_text('{"question": "q0", "answer": "a"}')
+  assert len(sources.load_tasks(path)) == 1
+
+
+def test_raw_released_rows_and_gsm8k(tmp_path):
+  rows = [
+    {"question": "q", "answer": ["x", "y"], "data_source": "nq", "file_name": "i.png"},
+    {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 1,234"},
+    {"question": "q", "answer": "#### is how a heading starts"},
+  ]
+  raw, gsm8k, plain = sources.load_tasks(write(tmp_path / "t.jsonl", rows))
+  assert (raw.source, raw.answers) == ("nq", ("x", "y"))
+  assert raw.meta == {"file_name": "i.png"}
+  assert (gsm8k.kind, gsm8k.answers, gsm8k.source) == (Kind.MATH, ("1234",), "gsm8k")
+  assert (plain.kind, plain.source) == (Kind.QA, "")
+
+
+@pytest.mark.parametrize(
+  ("truth", "kind", "answers"),
+  [
+    ("204", Kind.MATH, ("204",)),
+    ("27.0", Kind.MATH, ("27.0",)),
+    ("[0,1]", Kind.MATH, ("[0,1]",)),
+    ('["1", "2"]', Kind.MATH, ("1", "2")),
+    ("\\frac{1}{2}", Kind.MATH, ("\\frac{1}{2}",)),
+    ('{"target": ["Paris"], "question": "q"}', Kind.QA, ("Paris",)),
+    ({"target": ["Paris"], "question": "q"}, Kind.QA, ("Paris",)),
+    (
+      '{"stdin": ["1", "2"], "expected_output": ["1", "2"], "question_id": "x"}',
+      Kind.CODE,
+      ("a program that passes 2 tests",),
+    ),
+    (
+      {"import_prefix": "", "test_code": "assert f() == 1", "entry_point": "f"},
+      Kind.CODE,
+      ("a program that passes 1 tests",),
+    ),
+  ],
+)
+def test_the_ground_truth_decides_the_kind(tmp_path, truth, kind, answers):
+  path = write(tmp_path / "t.jsonl", [released(truth, starter_code="def f():")])
+  (task,) = sources.load_tasks(path)
+  assert (task.id, task.source, task.question) == ("demo-7", "demo", "How many?")
+  assert (task.kind, task.answers) == (kind, answers)
+  assert ("tests" in task.meta) == (kind == Kind.CODE)
+
+
+def test_the_question_is_taken_from_extra_info_or_below_the_head(tmp_path):
+  rows = [released("1", question="q\n\nTask: is a word here", index="0")]
+  rows.append(released("1", index="1", question="", **{"answer": ["1"]}))
+  rows[1]["extra_info"]["question"] = "from extra"
+  below, extra = sources.load_tasks(write(tmp_path / "t.jsonl", rows))
+  assert below.question == "q\n\nTask: is a word here"
+  assert extra.question == "from extra"
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"title": "t", "text": "x"}, r"t.json row 0: no field 'question'; .*'title'"),
+    ({"question": "q"}, r"row 0: field 'answers' must be"),
+    ({"question": "q", "answer": "a", "hop": 2}, r"row 0: unknown field 'hop'"),
+    ({"question": "q", "answer": "a", "kind": "z"}, r"row 0: .*accepted: qa, math"),
+    (released({"foo": 1}), r"ground_truth' has 'foo'; accepted: .*stdin"),
+    (released(None), r"ground_truth' is missing"),
+    (
+      {**released("1"), "prompt": [{"role": "user", "content": "how?"}]},
+      r"row 0: no question; accepted: 'extra_info.question'",
+    ),
+    ({**released("1"), "prompt": "how?"}, r"not as that schema has them"),
+    ("text", r"row 0: expected a JSON object, got str"),
+  ],
+)
+def test_an_error_names_the_row_and_what_would_be_accepted(tmp_path, row, message):
+  path = write(tmp_path / "t.json", [row])
+  with pytest.raises(ValueError, match=message):
+    sources.load_tasks(path)
+
+
+def test_errors_about_the_file(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"no task file at .*gone\.jsonl"):
+    sources.load_tasks(tmp_path / "gone.jsonl")
+  (tmp_path / "t.csv").write_text("question,answer")
+  with pytest.raises(ValueError, match=r"'\.csv'; accepted: \.jsonl"):
+    sources.load_tasks(tmp_path / "t.csv")
+  with pytest.raises(ValueError, match="holds no task"):
+    sources.load_tasks(write(tmp_path / "t.jsonl", []))
+  (tmp_path / "t.json").write_text("[1, 2")
+  with pytest.raises(ValueError, match=r"t\.json:1: not JSON"):
+    sources.load_tasks(tmp_path / "t.json")
+  twice = [{"id": "x", "question": "q", "answer": "a"}] * 2
+  with pytest.raises(ValueError, match=r"row 1: id 'x' is already the id of .*row 0"):
+    sources.load_tasks(write(tmp_path / "t.json", twice))
+
+
+@pytest.mark.parametrize(
+  ("name", "count", "kind", "source", "last_answer"),
+  [
+    ("gsm8k/test.jsonl", 1319, Kind.MATH, "gsm8k", "14"),
+    ("math/aime24.parquet", 30, Kind.MATH, "aime24", "902"),
+    ("math/math500.parquet", 500, Kind.MATH, "MATH500", "106^\\circ"),
+    ("math/OlympiadBench.parquet", 675, Kind.MATH, "OlympiadBench", "11"),
+    ("code/livecodebench_v4.parquet", 100, Kind.CODE, "skywork_livecodebench_v4", None),
+    ("mhqa/hotpotqa_train.json", 100, Kind.QA, "hotpotqa", "Alice Nelson"),
+    ("mhqa/musique_train.json", 100, Kind.QA, "musique", "Dec. 10, 1817"),
+    ("mhqa/nq_full.jsonl", 3610, Kind.QA, "nq", "1980s"),
+    ("web/webwalker_main.json", 680, Kind.QA, "webwalker", None),
+  ],
+)
+def test_released_files(name, count, kind, source, last_answer):
+  path = SHARED / name
+  if not path.exists():
+    pytest.skip(f"no {path}")
+  tasks = sources.load_tasks(path)
+  assert len(tasks) == count
+  assert {t.kind for t in tasks} == {kind}
+  assert {t.source for t in tasks} == {source}
+  assert all("<think>" not in t.question for t in tasks)
+  if last_answer is not None:
+    assert tasks[-1].answers[0] == last_answer

@@ -1,0 +1,169 @@
+"""The seeded world: what must hold of every world and every question."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.tasks.sources import load_tasks
+from coa_jax.tasks.world import WorldConfig, make_world, world_tasks, write_world
+from coa_jax.tasks.world_pages import NAME_WORDS, PAGES, read_pages
+from coa_jax.tasks.world_questions import FAMILIES, HELD_OUT, evaluate
+from tools_sandbox.search import read_corpus
+
+SMALL = WorldConfig(
+  towns=40, people=60, films=20, companies=20, train_worlds=3, dev_worlds=1
+)
+ONE = make_world(0, SMALL, "train", 0)
+EVERY = tuple((family, 1.0) for family in FAMILIES)
+
+
+def worlds(config: WorldConfig, split: str, seed: int = 0):
+  return [make_world(seed, config, split, i) for i in range(config.splits[split])]
+
+
+def test_the_same_seed_gives_the_same_world_and_questions():
+  first, second = worlds(SMALL, "train"), worlds(SMALL, "train")
+  assert first == second
+  tasks = world_tasks(first, 80, SMALL.mix, seed=3)
+  assert tasks == world_tasks(second, 80, SMALL.mix, seed=3)
+  assert tasks != world_tasks(first, 80, SMALL.mix, seed=4)
+  assert first[0].pages != make_world(1, SMALL, "train", 0).pages
+
+
+def test_no_name_is_in_two_worlds_whatever_the_seeds():
+  config = WorldConfig()
+  seen: dict[str, str] = {}
+  for seed, (split, count) in enumerate(config.splits.items()):
+    for number in range(count):
+      world = make_world(seed, config, split, number)
+      assert len(world.pages) == sum(config.sizes.values())
+      for name in world.facts:
+        assert name not in seen, f"{name} is in {seen.get(name)} and {world.name}"
+        seen[name] = world.name
+
+
+def test_held_out_worlds_use_no_word_that_training_worlds_lack():
+  train, test = (
+    {word for w in worlds(WorldConfig(), s) for n in w.facts for word in n.split()}
+    for s in ("train", "test")
+  )
+  assert test <= train
+
+
+def test_the_vocabulary_of_pages_and_questions_fits_a_small_tokenizer():
+  config = WorldConfig()
+  some = [make_world(0, config, "train", i) for i in range(6)]
+  text = [p["text"] for w in some for p in w.pages]
+  text += [t.question for t in world_tasks(some, 2000, EVERY, seed=0)]
+  assert len(set(re.findall(r"[A-Za-z]+", "\n".join(text)))) < 620
+  assert max(len(n) for n in re.findall(r"\d+", "\n".join(text))) <= 4
+  assert max(len(re.findall(r"\w+|[^\w\s]", t)) for t in text) <= 28
+
+
+@pytest.mark.parametrize("split", ["train", "dev", "test"])
+def test_every_answer_follows_from_the_pages_alone(split):
+  some = worlds(SMALL, split)
+  facts = {}
+  for world in some:
+    for page in world.pages:
+      assert page["text"].startswith(page["title"])
+      facts.update(read_pages(page["text"]))
+  tasks = world_tasks(some, 300, EVERY, seed=1)
+  for task in tasks:
+    values = evaluate(task.meta["program"], facts)
+    assert values == task.meta["values"]
+    assert task.answers == (values[-1],)
+  assert {t.family for t in tasks} == set(FAMILIES)
+
+
+def test_answers_are_short_and_numbers_are_positive():
+  for task in world_tasks(worlds(SMALL, "train"), 400, EVERY, seed=2):
+    (answer,) = task.answers
+    assert re.fullmatch(r"[A-Z][a-z]+ [A-Z][a-z]+|[A-Za-z]+|[1-9]\d{0,4}", answer)
+
+
+def test_no_question_twice_and_families_in_their_shares():
+  tasks = world_tasks(worlds(SMALL, "train"), 500, SMALL.mix, seed=0)
+  assert len({t.question for t in tasks}) == len({t.id for t in tasks}) == 500
+  counts = collections.Counter(t.family for t in tasks)
+  assert counts == {family: round(500 * weight) for family, weight in SMALL.mix}
+  assert not set(counts) & set(HELD_OUT)
+
+
+def test_chains_never_come_back_to_an_entity():
+  mix = (("three_hop", 1.0), ("four_hop", 1.0))
+  for task in world_tasks(worlds(SMALL, "train"), 300, mix, seed=0):
+    chain = [task.meta["program"][0]["entity"], *task.meta["values"]]
+    assert len(set(chain)) == len(chain)
+
+
+def test_a_comparison_cannot_be_answered_by_position():
+  tasks = world_tasks(worlds(SMALL, "train"), 400, (("comparison", 1.0),), seed=0)
+  first = sum(t.answers[0] == t.meta["program"][-1]["of"][0] for t in tasks)
+  assert 150 < first < 250
+
+
+def test_programs_by_hand():
+  facts = {"A": {"born": "1900"}, "B": {"born": "1875", "director": "A"}}
+  program = [
+    {"op": "lookup", "entity": "B", "relation": "director"},
+    {"op": "lookup", "entity": "$0", "relation": "born"},
+    {"op": "lookup", "entity": "B", "relation": "born"},
+    {"op": "compute", "name": "-", "args": ["$1", "$2"]},
+    {"op": "compute", "name": "*", "args": ["$3", "4"]},
+    {"op": "compare", "name": "max", "args": ["$1", "$2"], "of": ["A", "B"]},
+  ]
+  assert evaluate(program, facts) == ["A", "1900", "1875", "25", "100", "A"]
+  assert evaluate(program, facts, known={1: "1880"})[3] == "5"
+  with pytest.raises(KeyError):
+    evaluate(program, {"A": {}})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=80), st.text(max_size=80), st.integers(0, 139))
+def test_pages_are_read_out_of_any_text(before, after, which):
+  page = ONE.pages[which]
+  read = read_pages(f"{before}\n{page['text']}\n{after}")
+  assert read[page["title"]] == ONE.facts[page["title"]]
+
+
+def test_reading_finds_no_page_in_other_text():
+  assert read_pages("Tarn Hollow is a village. Mayor Ivo Strand.") == {}
+  assert set(PAGES) == set(NAME_WORDS)
+
+
+def test_written_files_are_read_by_the_loaders_of_users_files(tmp_path):
+  paths = write_world(tmp_path, "dev", 50, SMALL, seed=5, task_seed=1, name="some")
+  world = make_world(5, SMALL, "dev", 0)
+  assert load_tasks(paths["tasks"]) == world_tasks([world], 50, SMALL.mix, seed=1)
+  assert paths["tasks"].endswith("some_tasks.jsonl")
+  pages = [dataclasses.asdict(d) for d in read_corpus(paths["corpus"])]
+  assert tuple(pages) == world.pages
+
+
+def test_refusals_say_what_is_wrong():
+  with pytest.raises(ValueError, match="no world 9 in split 'dev'"):
+    make_world(0, SMALL, "dev", 9)
+  with pytest.raises(ValueError, match="no world 0 in split 'tset'"):
+    make_world(0, SMALL, "tset", 0)
+  with pytest.raises(ValueError, match=r"mix holds 'two_hops'"):
+    WorldConfig(mix=(("two_hops", 1.0),))
+  with pytest.raises(ValueError, match="3600 for all worlds"):
+    WorldConfig(films=1000)
+  tiny = WorldConfig(towns=2, people=2, films=2, companies=2)
+  with pytest.raises(ValueError, match="no one_hop question left"):
+    world_tasks([make_world(0, tiny)], 500, (("one_hop", 1.0),), seed=0)
+
+
+def test_sampling_does_not_touch_the_global_generator():
+  random.seed(7)
+  before = random.getstate()
+  world_tasks([make_world(0, SMALL)], 20, SMALL.mix, seed=0)
+  assert random.getstate() == before

@@ -1,0 +1,47 @@
+"""A small world, tasks over it, and the real tools on its pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from coa_jax.protocol.roles import get_variant
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.sources import load_tasks
+from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.tasks.world_questions import FAMILIES
+
+TOOLS = ("wiki_search", "code")
+
+
+@pytest.fixture(scope="session")
+def world_files(tmp_path_factory):
+  """Paths of the pages and of 120 tasks of all families."""
+  config = WorldConfig(
+    towns=40,
+    people=60,
+    films=20,
+    companies=20,
+    train_worlds=2,
+    mix=tuple((family, 1.0) for family in FAMILIES),
+  )
+  return write_world(tmp_path_factory.mktemp("world"), "train", 120, config)
+
+
+@pytest.fixture(scope="session")
+def tasks(world_files):
+  """The tasks."""
+  return load_tasks(world_files["tasks"])
+
+
+@pytest.fixture(scope="session")
+def toolbox(world_files):
+  """Search over the pages, and the sandbox."""
+  config = ToolsConfig(tools=TOOLS, corpus=world_files["corpus"], top_k=1)
+  with Toolbox(config) as box:
+    yield box
+
+
+@pytest.fixture(scope="session")
+def unified():
+  """The variant that all of this is for."""
+  return get_variant("unified").with_tools(TOOLS)

@@ -1,0 +1,153 @@
+"""The four filters: each reason, the ratios, and a funnel that adds up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import get_variant, wrap
+from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
+from coa_jax.tasks.task import Task
+from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, was_corrected
+
+UNIFIED = get_variant("unified")
+SEARCH = ("wiki_search", "Tarn Hollow")
+SEEN = ("observation", "a town")
+END = [("suggested_answer", "x"), ("double_check", "4"), ("answer", "x")]
+PLAIN = [("think", "t"), ("plan", "p"), ("think", "t"), SEARCH, SEEN]
+POOR = [("reflection", "wrong page tool_effectiveness : Poor")]
+GOOD = [*PLAIN, ("reflection", "r"), *END]
+MENDED = [*PLAIN, *POOR, *PLAIN[:3], ("wiki_search", "Tarn"), SEEN, *END]
+FAILED_CHECK = [
+  *PLAIN, ("suggested_answer", "y"), ("double_check", "1"),
+  ("think", "t"), ("wiki_search", "Ivo"), SEEN, ("reflection", "r"), *END,
+]  # fmt: skip
+
+
+def make(spans, number=0) -> tuple[Task, Trajectory]:
+  task = Task(f"t{number}", "q?", ("x",))
+  segments = [
+    Segment(Author.TOOL if r == "observation" else Author.POLICY, r, wrap(r, c))
+    for r, c in spans
+  ]
+  calls = [ToolCall(r, c) for r, c in spans if r in UNIFIED.tools]
+  return task, Trajectory(task.id, segments, calls)
+
+
+def judge(task, prediction):
+  return float(prediction in task.answers)
+
+
+def run(spans, **config):
+  kept, funnel = filter_trajectories(
+    [make(spans)], UNIFIED, judge, FiltersConfig(**config)
+  )
+  return len(kept), funnel
+
+
+def test_a_good_trajectory_passes_once_with_its_reward():
+  kept, funnel = filter_trajectories([make(GOOD)], UNIFIED, judge, FiltersConfig())
+  assert len(kept) == 1 and kept[0].reward == 1.0
+  assert kept[0].reward_parts == {"answer": 1.0}
+  assert funnel == {
+    "in": 1,
+    "complexity": {"kept": 1, "dropped": {}},
+    "quality": {"kept": 1, "dropped": {}},
+    "reflection": {"kept": 1, "dropped": {}},
+    "error_correction": {"corrected": 0, "added": 0, "kept": 1},
+  }
+
+
+@pytest.mark.parametrize(
+  "spans, config, stage, reason",
+  [
+    (GOOD, dict(min_activations=8), "complexity", "few_activations"),
+    (GOOD, dict(min_calls=2), "complexity", "few_calls"),
+    ([*GOOD[:-1], ("answer", "y")], {}, "quality", "wrong_answer"),
+    (GOOD[1:], {}, "quality", "protocol_illegal_transition"),
+    ([*PLAIN, *PLAIN[2:], *END], {}, "quality", "redundant_calls"),
+    ([*PLAIN, *END], dict(keep_unreflected=0.0), "reflection", "no_reflection"),
+  ],
+)
+def test_each_reason_drops_at_its_stage(spans, config, stage, reason):
+  count, funnel = run(spans, **config)
+  assert count == 0 and funnel[stage] == {"kept": 0, "dropped": {reason: 1}}
+
+
+def test_thresholds_are_reached_exactly():
+  assert run(GOOD, min_activations=7)[0] == 1  # every span but observation and answer
+  assert run(GOOD, min_calls=1)[0] == 1
+  assert run([*PLAIN, *PLAIN[2:], *END], max_repeats=1, keep_unreflected=1.0)[0] == 1
+
+
+def test_inputs_that_differ_in_white_space_are_the_same():
+  twice = [*PLAIN, ("think", "t"), ("wiki_search", " Tarn  Hollow "), SEEN, *END]
+  assert run(twice)[1]["quality"]["dropped"] == {"redundant_calls": 1}
+
+
+@pytest.mark.parametrize("spans", [MENDED, FAILED_CHECK])
+def test_what_corrected_itself_is_repeated(spans):
+  kept, funnel = filter_trajectories(
+    [make(spans)], UNIFIED, judge, FiltersConfig(corrected_copies=3)
+  )
+  assert [t.meta.get("copy") for t in kept] == [None, 1, 2]
+  assert len({t.text for t in kept}) == 1
+  assert funnel["error_correction"] == {"corrected": 1, "added": 2, "kept": 3}
+
+
+def test_what_was_never_wrong_did_not_correct_itself():
+  assert not was_corrected(parse(make(GOOD)[1].text, UNIFIED).spans)
+
+
+def test_down_sampling_keeps_its_share_and_does_not_look_at_others():
+  pairs = [make([*PLAIN, *END], i) for i in range(1000)]
+  config = FiltersConfig(keep_unreflected=0.3)
+  kept, _ = filter_trajectories(pairs, UNIFIED, judge, config)
+  assert 250 < len(kept) < 350
+  alone, _ = filter_trajectories(pairs[::7], UNIFIED, judge, config)
+  assert {t.task_id for t in alone} == {t.task_id for t in kept} & {
+    task.id for task, _ in pairs[::7]
+  }
+  other, _ = filter_trajectories(
+    pairs, UNIFIED, judge, FiltersConfig(keep_unreflected=0.3, seed=1)
+  )
+  assert {t.task_id for t in other} != {t.task_id for t in kept}
+
+
+KINDS = [GOOD, MENDED, FAILED_CHECK, GOOD[1:], [*PLAIN, *END], END, [*GOOD, *GOOD]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  st.lists(st.sampled_from(KINDS), max_size=30),
+  st.floats(0, 1),
+  st.integers(1, 3),
+  st.integers(0, 8),
+)
+def test_the_funnel_adds_up(chosen, share, copies, least):
+  pairs = [make(spans, i) for i, spans in enumerate(chosen)]
+  kept, funnel = filter_trajectories(
+    pairs,
+    UNIFIED,
+    judge,
+    FiltersConfig(
+      min_activations=least, keep_unreflected=share, corrected_copies=copies
+    ),
+  )
+  reached = funnel["in"]
+  assert reached == len(pairs)
+  for stage in ("complexity", "quality", "reflection"):
+    assert reached == funnel[stage]["kept"] + sum(funnel[stage]["dropped"].values())
+    reached = funnel[stage]["kept"]
+  last = funnel["error_correction"]
+  assert last["kept"] == reached + last["added"] == len(kept)
+  assert last["added"] == last["corrected"] * (copies - 1)
+
+
+def test_config_refusals():
+  with pytest.raises(ValueError, match="share"):
+    FiltersConfig(keep_unreflected=1.5)
+  with pytest.raises(ValueError, match="at least 1"):
+    FiltersConfig(corrected_copies=0)

@@ -1,0 +1,180 @@
+"""The one place that talks to LLMs, against a real server that misbehaves."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import email.utils
+import socket
+import time
+
+import pytest
+from chat_server import serve
+
+from coa_jax.protocol.trajectory import Status
+from coa_jax.teacher.agents import TeamConfig, solve
+from coa_jax.teacher.llm import (
+  ChatBrain,
+  ChatConfig,
+  InfrastructureError,
+  Message,
+  RefusedError,
+  read_completion,
+)
+from coa_jax.teacher.prompts import PROMPTS
+from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+
+ASK = [Message("system", PROMPTS["planner"]), Message("user", "Question: who?")]
+
+
+def encode(text: str) -> list[int]:
+  return list(text.encode())
+
+
+def test_what_is_sent_and_what_is_read():
+  with serve() as server, ChatBrain(server.config(max_tokens=9), "secret") as brain:
+    reply = brain("planner", ASK)
+  ((headers, body),) = server.requests
+  assert headers["Authorization"] == "Bearer secret"
+  assert body == {
+    "model": "scripted",
+    "messages": [{"role": m.role, "content": m.content} for m in ASK],
+    "temperature": 0.7,
+    "max_tokens": 9,
+  }
+  assert (reply.text, reply.retries, reply.reported) == ("hello", 0, (100, 64, 7))
+  assert 0 < reply.seconds < 5
+
+
+def test_no_key_sends_no_authorization():
+  with serve() as server, ChatBrain(server.config()) as brain:
+    brain("planner", ASK)
+  assert "Authorization" not in server.requests[0][0]
+
+
+@pytest.mark.parametrize(
+  "fault", [408, 429, 500, 503, "garbage", "not a completion", "cut"]
+)
+def test_passing_faults_are_retried(fault):
+  with serve() as server, ChatBrain(server.config()) as brain:
+    server.faults = [fault, fault]
+    reply = brain("planner", ASK)
+  assert (reply.text, reply.retries) == ("hello", 2)
+
+
+def test_a_slow_reply_is_retried():
+  with serve() as server, ChatBrain(server.config(timeout_s=0.2)) as brain:
+    server.faults = ["slow"]
+    assert brain("planner", ASK).retries == 1
+
+
+@pytest.mark.parametrize(
+  "fault, words",
+  [
+    (500, "status 500"),
+    ("garbage", "not a chat completion: the body starts with '<html>"),
+    ("cut", "RemoteProtocolError"),
+  ],
+)
+def test_lasting_faults_are_infrastructure_and_say_what_came(fault, words):
+  with serve() as server, ChatBrain(server.config(retries=2)) as brain:
+    server.faults = [fault] * 3
+    with pytest.raises(InfrastructureError) as error:
+      brain("planner", ASK)
+  assert words in str(error.value) and "in 3 attempts" in str(error.value)
+  assert "chat.base_url" in str(error.value)
+  assert len(server.requests) == 3
+
+
+def test_retry_after_is_honoured_up_to_the_longest_pause():
+  with serve() as server, ChatBrain(server.config()) as brain:
+    server.faults, server.headers = [429], {"Retry-After": "0.3"}
+    start = time.monotonic()
+    brain("planner", ASK)
+    assert time.monotonic() - start >= 0.3
+    later = email.utils.formatdate(time.time() + 3600, usegmt=True)
+    server.faults, server.headers = [503], {"Retry-After": later}
+    with pytest.raises(InfrastructureError, match=r"wait 3\d\d\d s.*max_pause_s"):
+      brain("planner", ASK)
+
+
+@pytest.mark.parametrize("status, words", [(401, "API key"), (404, "no model")])
+def test_refusals_are_not_retried(status, words):
+  with serve() as server, ChatBrain(server.config(), "sesame") as brain:
+    server.faults = [status]
+    with pytest.raises(RefusedError, match=words) as error:
+      brain("planner", ASK)
+  assert len(server.requests) == 1 and "sesame" not in str(error.value)
+
+
+def test_a_request_refused_for_its_content_costs_one_run_only():
+  with serve() as server, ChatBrain(server.config()) as brain:
+    server.faults = [400]
+    with pytest.raises(InfrastructureError, match="refuses the request"):
+      brain("planner", ASK)
+  assert len(server.requests) == 1
+
+
+def test_an_unreachable_endpoint_is_infrastructure():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
+  config = ChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
+  with ChatBrain(config) as brain, pytest.raises(InfrastructureError, match="Connect"):
+    brain("planner", ASK)
+
+
+@pytest.mark.parametrize(
+  "body",
+  ["", "null", "[]", "{}", '{"choices": [{"message": {"content": 3}}]}', '"x"'],
+)
+def test_what_is_no_completion_is_refused(body):
+  with pytest.raises(ValueError):
+    read_completion(body)
+
+
+def test_odd_usage_counts_as_none():
+  reply = read_completion(
+    '{"choices": [{"message": {"content": null}}], "usage": {"prompt_tokens": null,'
+    ' "completion_tokens": -1, "prompt_tokens_details": null}}'
+  )
+  assert reply.text == "" and reply.reported == ()
+
+
+def test_config_refusals():
+  with pytest.raises(ValueError, match="http://"):
+    ChatConfig(base_url="localhost:8000", model="m")
+  with pytest.raises(ValueError, match="name the model"):
+    ChatConfig(base_url="http://localhost", model="")
+
+
+def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
+  scripted = ScriptedBrain(tasks, ScriptedConfig())
+  tools = ("wiki_search", "code")
+
+  def work(brain, task):
+    return solve(task, brain, toolbox.call, tools, TeamConfig(), encode)
+
+  with serve(scripted) as server, ChatBrain(server.config()) as remote:
+    server.faults = ["ok", 500, "ok", "cut", 429, "garbage"]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+      served = list(pool.map(lambda t: work(remote, t), tasks[:24]))
+  for task, run in zip(tasks, served, strict=False):
+    direct = work(scripted, task)
+    assert run.status in (Status.ENDED, Status.TURN_LIMIT)
+    assert [(e.agent, e.kind, e.content, e.detail) for e in run.events] == [
+      (e.agent, e.kind, e.content, e.detail) for e in direct.events
+    ]
+    assert run.usage.prompt == direct.usage.prompt
+    assert all(e.reported == (100, 64, 7) for e in run.events if e.prompt)
+  assert sum(e.retries for run in served for e in run.events) == 4
+
+
+def test_a_team_whose_endpoint_goes_down_ends_as_infrastructure(tasks, toolbox):
+  brain = ScriptedBrain(tasks, ScriptedConfig())
+  with serve(brain) as server, ChatBrain(server.config(retries=0)) as remote:
+    server.faults = ["ok", "ok", 500]
+    run = solve(
+      tasks[0], remote, toolbox.call, ("wiki_search", "code"), TeamConfig(), encode
+    )
+  assert run.status == Status.INFRASTRUCTURE and "status 500" in run.error
+  assert len(run.events) == 2 and run.prediction is None

@@ -1,0 +1,163 @@
+"""The scripted brain over the real tools: each fault and privilege, and the whole."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.tasks.rewards import grade
+from coa_jax.tasks.task import Task
+from coa_jax.teacher import runs
+from coa_jax.teacher.agents import TeamConfig, solve
+from coa_jax.teacher.llm import Message
+from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+
+PERFECT = dict(
+  wrong_query=0, buggy_program=0, premature=0, caught=1, recall=0, mental=0, slip=0
+)
+
+
+def work(tasks, toolbox, sample=0, **rates):
+  brain = ScriptedBrain(tasks, ScriptedConfig(**rates), sample)
+  tools = ("wiki_search", "code")
+  return [
+    solve(t, brain, toolbox.call, tools, TeamConfig(), str.split, sample) for t in tasks
+  ]
+
+
+def right(tasks, done) -> float:
+  return sum(grade(t, r.prediction) for t, r in zip(tasks, done, strict=True)) / len(
+    tasks
+  )
+
+
+def has(run, kind, part) -> bool:
+  return any(e.kind == kind and part in e.content for e in run.events)
+
+
+def test_without_faults_every_task_is_solved_with_one_call_per_page(tasks, toolbox):
+  done = work(tasks, toolbox, **PERFECT)
+  assert right(tasks, done) == 1.0
+  for task, run in zip(tasks, done, strict=True):
+    program, values = task.meta["program"], task.meta["values"]
+    pages = {
+      values[int(s["entity"][1:])] if s["entity"].startswith("$") else s["entity"]
+      for s in program
+      if s["op"] == "lookup"
+    }
+    searches = [c.arguments for c in run.calls if c.name == "wiki_search"]
+    assert len(searches) == len(pages) and set(searches) == pages
+    computes = any(s["op"] == "compute" for s in program)
+    assert sum(c.name == "code" for c in run.calls) == computes
+
+
+def test_wrong_queries_are_sent_noticed_and_mended(tasks, toolbox):
+  done = work(tasks[:40], toolbox, **{**PERFECT, "wrong_query": 1})
+  assert right(tasks[:40], done) == 1.0
+  noticed = 0
+  for run in done:
+    queries = [c.arguments for c in run.calls if c.name == "wiki_search"]
+    wanted = [
+      e.content.split("look up ")[1] for e in run.events if "look up" in e.content
+    ]
+    for i, (query, name) in enumerate(zip(queries, wanted, strict=True)):
+      if name in wanted[:i]:
+        assert query == name
+      else:
+        assert query != name and set(query.split()) & set(name.split())
+    noticed += has(run, runs.REFLECTION, "wrong page")
+  assert noticed > 25
+
+
+def test_buggy_programs_are_run_noticed_and_mended(tasks, toolbox):
+  done = work(tasks, toolbox, **{**PERFECT, "buggy_program": 1})
+  assert right(tasks, done) == 1.0
+  outcomes = collections.Counter()
+  for run in done:
+    programs = [c for c in run.calls if c.name == "code"]
+    assert len(programs) in (0, 2)
+    if programs:
+      outcomes[programs[0].status] += 1
+      assert has(run, runs.REFLECTION, "Poor")
+  assert outcomes[CallStatus.OK] and outcomes[CallStatus.MODEL]
+
+
+def test_premature_answers_fail_the_check_and_are_mended(tasks, toolbox):
+  done = work(tasks, toolbox, **{**PERFECT, "premature": 1})
+  assert right(tasks, done) == 1.0
+  for task, run in zip(tasks, done, strict=True):
+    scores = [e.detail for e in run.events if e.kind == runs.VERDICT]
+    short = len(task.meta["program"]) > 1 and task.family not in (
+      "comparison",
+      "computation",
+    )
+    assert len(scores) == 1 + short and scores[-1] == "4"
+    assert not short or scores[0] in "12"
+
+
+def test_uncaught_faults_end_wrong(tasks, toolbox):
+  chains = [t for t in tasks if t.family in ("two_hop", "three_hop")]
+  done = work(chains, toolbox, **{**PERFECT, "premature": 1, "caught": 0})
+  assert right(chains, done) == 0.0
+
+
+def test_privileges_replace_tools(tasks, toolbox):
+  recalled = work(tasks, toolbox, **{**PERFECT, "recall": 1})
+  assert right(tasks, recalled) == 1.0
+  assert {c.name for r in recalled for c in r.calls} == {"code"}
+  assert all(
+    has(r, runs.DECISION, f"recall {t.meta['program'][0]['relation']} ")
+    for t, r in zip(tasks, recalled, strict=True)
+    if t.family.endswith("hop")
+  )
+  mental = work(tasks, toolbox, **{**PERFECT, "mental": 1})
+  assert right(tasks, mental) == 1.0
+  assert {c.name for r in mental for c in r.calls} == {"wiki_search"}
+
+
+def test_comparisons_need_no_program_and_say_why(tasks, toolbox):
+  chosen = [t for t in tasks if t.family == "comparison"]
+  for task, run in zip(chosen, work(chosen, toolbox, **PERFECT), strict=True):
+    left, right_ = task.meta["values"][:2]
+    sign = "<" if int(left) < int(right_) else ">"
+    assert has(run, runs.DECISION, f"{left} {sign} {right_}")
+
+
+def test_the_default_team_is_good_and_not_perfect(tasks, toolbox):
+  done = work(tasks, toolbox)
+  assert 0.75 <= right(tasks, done) <= 0.97
+  assert any(has(r, runs.REFLECTION, "Poor") for r in done)
+  assert any(e.detail in "12" for r in done for e in r.events if e.kind == "verdict")
+
+
+def test_samples_and_seeds_differ_and_are_reproducible(tasks, toolbox):
+  def text(done):
+    return [[(e.kind, e.content) for e in r.events] for r in done]
+
+  first = text(work(tasks[:30], toolbox))
+  assert first == text(work(tasks[:30], toolbox))
+  assert first != text(work(tasks[:30], toolbox, sample=1))
+  assert first != text(work(tasks[:30], toolbox, seed=1))
+  # A run does not depend on which other tasks there are.
+  assert first[7:8] == text(work(tasks[7:8], toolbox))
+
+
+def test_programs_are_well_formed_code_calls(tasks, toolbox):
+  for run in work(tasks, toolbox, **{**PERFECT, "buggy_program": 1}):
+    for call in run.calls:
+      if call.name == "code":
+        assert roles.parse_code(call.arguments) is not None
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match=r"task 't' has no meta\['program'\]"):
+    ScriptedBrain([Task("t", "q", ("a",))], ScriptedConfig())
+  brain = ScriptedBrain([], ScriptedConfig())
+  messages = [Message("system", ""), Message("user", "Question: who?")]
+  with pytest.raises(ValueError, match="does not have"):
+    brain("planner", messages)
+  with pytest.raises(ValueError, match="recall is a probability"):
+    ScriptedConfig(recall=2.0)

@@ -1,0 +1,75 @@
+"""The one door."""
+
+import inspect
+import os
+
+import pytest
+
+from tools_sandbox.client import Limits, Sandbox, Verdict
+
+ROWS = '{"id": 1, "title": "Paris", "text": "Capital of France."}\n'
+
+
+def test_run_with_defaults_and_overrides():
+  with Sandbox(slots=1, timeout_s=20, output_bytes=100, preload=()) as sandbox:
+    assert sandbox.run("print(input())", "hi").stdout == "hi\n"
+    result = sandbox.run("import time; time.sleep(30)", timeout_s=0.2)
+    assert result.verdict == Verdict.TIMEOUT
+    result = sandbox.run("bytearray(1 << 28)", memory_mb=50)
+    assert result.verdict == Verdict.MEMORY
+    assert sandbox.run("bytearray(1 << 28)").verdict == Verdict.OK
+    assert sandbox.run("print('x' * 200)").truncated
+    with pytest.raises(ValueError, match="wall_s"):
+      sandbox.run("1", timeout_s=0)
+  with pytest.raises(RuntimeError, match="closed"):
+    sandbox.run("1")
+
+
+def test_defaults_are_those_of_limits():
+  signature = inspect.signature(Sandbox).parameters
+  limits = Limits()
+  assert signature["timeout_s"].default == limits.wall_s == limits.cpu_s
+  assert signature["memory_mb"].default == limits.memory_mb
+  assert signature["output_bytes"].default == limits.output_bytes
+
+
+def test_default_preload_is_importable_and_current():
+  with Sandbox(slots=1) as sandbox:
+    result = sandbox.run(
+      "import sympy as sp, numpy as np\nx = sp.symbols('x')\n"
+      "print(sp.solve(x**2 - 5*x + 6, x), np.arange(3).sum())"
+    )
+  assert result.stdout == "[2, 3] 3\n", result
+
+
+def test_search_and_its_cache(tmp_path):
+  corpus, cache = tmp_path / "c.jsonl", tmp_path / "cache"
+  corpus.write_text(ROWS)
+  for _ in range(2):
+    with Sandbox(corpus=str(corpus), index_cache=str(cache)) as sandbox:
+      assert sandbox.search("paris", 3)[0].document.text == "Capital of France."
+    (first,) = os.listdir(cache)
+  stamp = os.stat(cache / first).st_mtime_ns
+  with Sandbox(corpus=str(corpus), index_cache=str(cache)):
+    assert os.stat(cache / first).st_mtime_ns == stamp  # mapped, not built again
+  corpus.write_text(ROWS.replace("Paris", "Lyon"))
+  with Sandbox(corpus=str(corpus), index_cache=str(cache)) as sandbox:
+    assert sandbox.search("paris", 3) == [] and sandbox.search("lyon")
+  assert len(os.listdir(cache)) == 2
+
+
+def test_a_broken_corpus_leaves_no_cache(tmp_path):
+  corpus, cache = tmp_path / "c.jsonl", tmp_path / "cache"
+  corpus.write_text("{")
+  with pytest.raises(ValueError, match=r"c\.jsonl:1"):
+    Sandbox(corpus=str(corpus), index_cache=str(cache))
+  assert os.listdir(cache) == []
+
+
+def test_search_needs_a_corpus(tmp_path):
+  with Sandbox() as sandbox, pytest.raises(ValueError, match="no corpus"):
+    sandbox.search("x")
+  with pytest.raises(ValueError, match="index_cache"):
+    Sandbox(index_cache=str(tmp_path))
+  with pytest.raises(FileNotFoundError):
+    Sandbox(corpus=str(tmp_path / "none.jsonl"))

@@ -1,0 +1,254 @@
+"""The pool: threads, broken zygotes, replacement, and leaving nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import pytest
+
+from tools_sandbox.pool import SandboxPool
+from tools_sandbox.wire import Limits, Verdict
+
+KILL_ZYGOTE = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+
+
+def _descendants():
+  parents = {}
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{name}/stat") as f:
+        parents[int(name)] = int(f.read().rpartition(")")[2].split()[1])
+    except OSError:
+      continue
+  found, queue = set(), [os.getpid()]
+  while queue:
+    parent = queue.pop()
+    children = [p for p, q in parents.items() if q == parent]
+    found.update(children)
+    queue += children
+  return found
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_files(tmp_path, monkeypatch):
+  """Other sessions' files in /tmp are none of these tests' business."""
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  yield
+  assert not list(tmp_path.glob("tools-sandbox-*"))
+
+
+def _soon(condition, seconds=15.0):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(0.02)
+  return True
+
+
+def test_eight_threads_share_two_slots():
+  with SandboxPool(2, preload=()) as pool:
+    results = {}
+
+    def work(i):
+      for j in range(5):
+        results[i, j] = pool.run(f"print(int(input()) * {j})", stdin=str(i)).stdout
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+      t.start()
+    for t in threads:
+      t.join(60)
+  assert results == {(i, j): f"{i * j}\n" for i in range(8) for j in range(5)}
+
+
+def test_slots_run_at_the_same_time():
+  with SandboxPool(3, preload=()) as pool:
+    start = time.monotonic()
+    threads = [
+      threading.Thread(target=pool.run, args=("import time\ntime.sleep(1)",))
+      for _ in range(3)
+    ]
+    for t in threads:
+      t.start()
+    for t in threads:
+      t.join(60)
+    assert time.monotonic() - start < 2.9
+
+
+def test_nothing_leaks_over_200_runs(tmp_path):
+  before_fds = len(os.listdir("/proc/self/fd"))
+  with SandboxPool(1, preload=(), runs_per_zygote=70) as pool:
+    pool.run("print(0)")
+    during_fds = len(os.listdir("/proc/self/fd"))
+    (zygote,) = _descendants()
+    zygote_fds = len(os.listdir(f"/proc/{zygote}/fd"))
+    for i in range(65):
+      assert pool.run(f"open('f', 'w')\nprint({i})").stdout == f"{i}\n"
+    assert _descendants() == {zygote}
+    assert len(os.listdir(f"/proc/{zygote}/fd")) == zygote_fds
+    for i in range(135):
+      assert pool.run(f"print({i})").stdout == f"{i}\n"
+    assert len(_descendants()) == 1 and _descendants() != {zygote}  # recycled
+    assert len(os.listdir("/proc/self/fd")) == during_fds
+    assert len(list(tmp_path.glob("tools-sandbox-*"))) == 1
+  assert len(os.listdir("/proc/self/fd")) == before_fds and not _descendants()
+
+
+def test_a_zygote_killed_between_runs_is_replaced():
+  with SandboxPool(1, preload=()) as pool:
+    assert pool.run("print(1)").stdout == "1\n"
+    (zygote,) = _descendants()
+    os.kill(zygote, signal.SIGKILL)
+    result = pool.run("print(2)")  # never started on the dead one, so tried again
+    assert (result.stdout, result.verdict) == ("2\n", Verdict.OK)
+
+
+def test_a_program_that_kills_its_zygote_is_not_run_twice(tmp_path):
+  log = tmp_path / "runs"
+  with SandboxPool(1, preload=()) as pool:
+    program = f"open({str(log)!r}, 'a').write('x')\n{KILL_ZYGOTE}while True: pass"
+    result = pool.run(program)
+    assert result.verdict == Verdict.INFRASTRUCTURE and result.exit_code is None
+    assert "zygote" in result.stderr and log.read_text() == "x"
+    assert pool.run("print(2)").stdout == "2\n"
+
+
+def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
+  pid_file = tmp_path / "pid"
+  program = (
+    "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork():\n"
+    f"    os._exit(0)\n  open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+    f"  time.sleep(99)\n"
+    f"while not os.path.exists({str(pid_file)!r}): pass\ntime.sleep(0.1)\n"
+    f"{KILL_ZYGOTE}time.sleep(99)"
+  )
+  with SandboxPool(1, preload=()) as pool:
+    assert pool.run(program).verdict == Verdict.INFRASTRUCTURE
+    stat = f"/proc/{pid_file.read_text()}/stat"
+
+    def ended():
+      try:
+        with open(stat) as f:
+          return f.read().rpartition(")")[2].split()[0] == "Z"
+      except OSError:
+        return True
+
+    assert _soon(ended)
+
+
+def test_a_wedged_zygote_is_replaced(monkeypatch):
+  monkeypatch.setattr("tools_sandbox.pool._GRACE_S", 0.5)
+  with SandboxPool(1, preload=()) as pool:
+    pool.run("print(1)")
+    program = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"
+    result = pool.run(program, limits=Limits(wall_s=0.5))
+    assert result.verdict == Verdict.INFRASTRUCTURE
+    monkeypatch.undo()
+    assert pool.run("print(2)").stdout == "2\n"
+
+
+def test_a_zygote_that_cannot_start_is_infrastructure(monkeypatch):
+  monkeypatch.setattr(sys, "executable", "/bin/false")
+  with SandboxPool(1) as pool:
+    result = pool.run("print(1)")
+  assert result.verdict == Verdict.INFRASTRUCTURE
+  monkeypatch.setattr(sys, "executable", "/no/such/file")
+  with SandboxPool(1) as pool:
+    result = pool.run("print(1)")
+  assert result.verdict == Verdict.INFRASTRUCTURE and "/no/such/file" in result.stderr
+
+
+def test_missing_preload_is_skipped_and_present_is_there():
+  with SandboxPool(1, preload=("no_such_module_at_all", "colorsys")) as pool:
+    result = pool.run("import sys\nprint('colorsys' in sys.modules)")
+  assert result.stdout == "True\n"
+
+
+def test_close_ends_runs_in_flight():
+  pool = SandboxPool(1, preload=())
+  results = []
+  thread = threading.Thread(
+    target=lambda: results.append(pool.run("import time\ntime.sleep(60)"))
+  )
+  thread.start()
+  assert _soon(lambda: len(_descendants()) == 2)
+  waiting_error = []
+
+  def wait():
+    try:
+      pool.run("print(1)")
+    except RuntimeError as e:
+      waiting_error.append(str(e))
+
+  waiter = threading.Thread(target=wait)
+  waiter.start()
+  pool.close()
+  thread.join(20)
+  waiter.join(20)
+  assert results[0].verdict == Verdict.INFRASTRUCTURE
+  assert waiting_error == ["the sandbox pool is closed"]
+  assert _soon(lambda: not _descendants())
+  with pytest.raises(RuntimeError, match="closed"):
+    pool.run("print(1)")
+  pool.close()
+
+
+def test_a_zygote_outlives_the_thread_that_started_it():
+  with SandboxPool(1, preload=()) as pool:
+    thread = threading.Thread(target=pool.run, args=("print(1)",))
+    thread.start()
+    thread.join()
+    (zygote,) = _descendants()
+    time.sleep(0.1)
+    assert pool.run("import os\nprint(os.getppid())").stdout == f"{zygote}\n"
+
+
+def test_everything_dies_with_the_host(tmp_path):
+  host = subprocess.Popen(
+    [
+      sys.executable,
+      "-c",
+      "from tools_sandbox.pool import SandboxPool\n"
+      "p = SandboxPool(1, preload=())\np.run('1')\nprint('up', flush=True)\n"
+      "p.run('import os, time; os.fork(); time.sleep(60)')",
+    ],
+    stdout=subprocess.PIPE,
+    env={**os.environ, "TMPDIR": str(tmp_path)},
+    cwd=os.path.join(os.path.dirname(__file__), "..", ".."),
+  )
+  assert host.stdout.readline() == b"up\n"
+  assert _soon(lambda: len(_descendants()) == 4)  # host, zygote, program, its fork
+  pids = _descendants()
+  host.kill()
+  host.wait()
+  host.stdout.close()
+
+  def gone(pid):
+    try:
+      with open(f"/proc/{pid}/stat") as f:
+        return f.read().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+      return True
+
+  assert _soon(lambda: all(map(gone, pids)))
+  assert _soon(lambda: not list(tmp_path.glob("tools-sandbox-*")))
+
+
+@pytest.mark.parametrize("kwargs", [{"slots": 0}, {"runs_per_zygote": 0}])
+def test_bad_counts(kwargs):
+  with pytest.raises(ValueError, match="at least 1"):
+    SandboxPool(**kwargs)
+
+
+def test_programs_are_strings_of_bounded_length(monkeypatch):
+  with SandboxPool(1, preload=()) as pool:
+    with pytest.raises(TypeError, match="stdin"):
+      pool.run("print(1)", stdin=b"x")
+    monkeypatch.setattr("tools_sandbox.wire.MAX_INPUT", 10)
+    with pytest.raises(ValueError, match="10 characters"):
+      pool.run("print(1234567)")

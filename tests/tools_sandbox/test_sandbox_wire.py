@@ -1,0 +1,102 @@
+"""Limits, Result and frames."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from tools_sandbox import wire
+from tools_sandbox.wire import Limits, Result, Verdict
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("wall_s", 0, "positive"),
+    ("wall_s", float("nan"), "positive"),
+    ("cpu_s", float("inf"), "positive"),
+    ("cpu_s", "3", "a number"),
+    ("memory_mb", 1.5, "an integer"),
+    ("output_bytes", -1, "positive"),
+    ("output_bytes", wire.MAX_OUTPUT + 1, "at most"),
+    ("file_mb", True, "an integer"),
+    ("processes", None, "an integer"),
+  ],
+)
+def test_bad_limits_name_the_field(field, value, message):
+  with pytest.raises(ValueError, match=rf"limits\.{field} must be .*{message}"):
+    Limits(**{field: value})
+
+
+def test_records_survive_json():
+  limits = Limits(wall_s=1.5, processes=3)
+  assert Limits.from_json(limits.to_json()) == limits
+  result = Result("a", "b", -9, Verdict.TIMEOUT, 0.5, True)
+  back = Result.from_json(result.to_json())
+  assert back == result and isinstance(back.verdict, Verdict)
+
+
+@pytest.mark.parametrize("row", [{}, [], {"stdout": ""}, {"verdict": "ok", "x": 1}])
+def test_malformed_records(row):
+  with pytest.raises(ValueError, match="Result: expected fields"):
+    Result.from_json(row)
+
+
+def test_unknown_verdict():
+  row = Result("", "", 0, Verdict.OK, 0.0).to_json()
+  with pytest.raises(ValueError, match="great"):
+    Result.from_json({**row, "verdict": "great"})
+
+
+@pytest.fixture
+def pipe():
+  read, write = os.pipe()
+  ends = {read, write}
+  yield read, write, ends
+  for fd in ends:
+    os.close(fd)
+
+
+def test_frames_longer_than_a_pipe(pipe):
+  read, write, _ = pipe
+  os.set_blocking(write, False)
+  message = {"text": "\u00e9\ud800\0" * 300_000}
+  thread = threading.Thread(target=wire.write_frame, args=(write, message))
+  thread.start()
+  assert wire.read_frame(read) == message
+  thread.join()
+
+
+def test_deadlines_hold_both_ways(pipe):
+  read, write, _ = pipe
+  os.set_blocking(write, False)
+  with pytest.raises(TimeoutError):
+    wire.read_frame(read, time.monotonic() + 0.05)
+  with pytest.raises(TimeoutError):
+    wire.write_frame(write, {"x": "y" * 300_000}, time.monotonic() + 0.05)
+
+
+def test_a_closed_end_is_eof(pipe):
+  read, write, ends = pipe
+  os.write(write, b"\0\0\0\x09{")  # half a frame
+  os.close(write)
+  ends.remove(write)
+  with pytest.raises(EOFError):
+    wire.read_frame(read)
+
+
+def test_writing_to_nobody_is_eof(pipe):
+  read, write, ends = pipe
+  os.close(read)
+  ends.remove(read)
+  with pytest.raises(EOFError):
+    wire.write_frame(write, {})
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1{"])
+def test_what_is_no_frame(pipe, data):
+  read, write, _ = pipe
+  os.write(write, data)
+  with pytest.raises(ValueError):
+    wire.read_frame(read)

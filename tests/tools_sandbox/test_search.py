@@ -1,0 +1,224 @@
+"""Ranking, ties, persistence and the corpus formats."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tools_sandbox.search import Document, SearchIndex, read_corpus, tokenize
+
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data" / "mhqa"
+
+PAGES = [
+  Document("0", "Paris", "The capital of France."),
+  Document("1", "France", "A country. Paris Paris Paris Paris Paris."),
+  Document("2", "Lyon", "A city of France, third after Paris."),
+  Document("3", "Beyonc\u00e9 Knowles", "A singer, born in Houston."),
+  Document("4", "Lyon", "A surname."),
+]
+
+
+@pytest.fixture(scope="module")
+def index():
+  return SearchIndex.build(PAGES)
+
+
+def _titles(hits):
+  return [h.document.id for h in hits]
+
+
+def test_the_page_of_that_title_comes_first(index):
+  assert _titles(index.search("Paris", 5))[0] == "0"
+  assert _titles(index.search("  france ", 5))[0] == "1"
+  assert _titles(index.search("BEYONCE KNOWLES", 5)) == ["3"]
+  assert _titles(index.search("lyon", 5)) == ["4", "2"]  # both; shorter text first
+
+
+def test_scores_fall_and_are_positive(index):
+  for query in ("Paris", "capital of France", "a"):
+    scores = [h.score for h in index.search(query, 5)]
+    assert scores == sorted(scores, reverse=True) and min(scores) > 0
+
+
+@pytest.mark.parametrize("query", ["", "  ", "?!", "zzzz", "\0\ud800", "\u0301", "_"])
+def test_queries_without_a_known_word(index, query):
+  assert index.search(query, 3) == []
+
+
+def test_unmatched_pages_are_never_returned(index):
+  assert _titles(index.search("houston", 5)) == ["3"]
+  assert _titles(index.search("houston zzzz", 1)) == ["3"]
+
+
+def test_ties_follow_corpus_order_for_every_k():
+  pages = [Document(str(i), "same", "words here") for i in range(50)]
+  index = SearchIndex.build(pages)
+  for k in (1, 7, 49, 50, 99):
+    for query in ("words", "same"):
+      assert _titles(index.search(query, k)) == [str(i) for i in range(min(k, 50))]
+
+
+def test_k_takes_the_top_of_the_full_ranking(index):
+  full = index.search("a city of France and Paris", 5)
+  for k in range(1, 6):
+    assert index.search("a city of France and Paris", k) == full[:k]
+  with pytest.raises(ValueError, match="k must be"):
+    index.search("Paris", 0)
+
+
+def test_scores_are_the_bm25_of_the_textbook(index):
+  rows = [tokenize(p.title) * 2 + tokenize(p.text) for p in PAGES]
+  mean = sum(map(len, rows)) / len(rows)
+  expected = {}
+  for page, words in zip(PAGES, rows, strict=True):
+    counts = Counter(words)
+    for word in ("city", "paris", "born"):
+      df = sum(word in r for r in rows)
+      idf = math.log(1 + (len(rows) - df + 0.5) / (df + 0.5))
+      tf = counts[word]
+      score = idf * tf / (tf + 1.5 * (0.25 + 0.75 * len(words) / mean))
+      expected[page.id] = expected.get(page.id, 0.0) + score
+  hits = index.search("city paris born", 5)
+  assert [h.score for h in hits] == pytest.approx([expected[i] for i in _titles(hits)])
+  assert len(hits) == sum(s > 0 for s in expected.values())
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_saved_index_answers_alike(index, tmp_path, mmap):
+  index.save(tmp_path / "index")
+  loaded = SearchIndex.load(tmp_path / "index", mmap=mmap)
+  assert len(loaded) == len(PAGES)
+  for query in ("Paris", "a city of France", "beyonce", "zzz"):
+    assert loaded.search(query, 3) == index.search(query, 3)
+  with pytest.raises(FileExistsError):
+    index.save(tmp_path / "index")
+  loaded.save(tmp_path / "again")
+  assert SearchIndex.load(tmp_path / "again").search("Paris", 1)
+
+
+def test_no_saved_index(tmp_path):
+  with pytest.raises(FileNotFoundError):
+    SearchIndex.load(tmp_path)
+
+
+def test_threads_get_the_same_answers(index, tmp_path):
+  index.save(tmp_path / "index")
+  loaded = SearchIndex.load(tmp_path / "index")
+  expected, wrong = index.search("France", 5), []
+
+  def work():
+    wrong.extend(1 for _ in range(200) if loaded.search("France", 5) != expected)
+
+  threads = [threading.Thread(target=work) for _ in range(8)]
+  for t in threads:
+    t.start()
+  for t in threads:
+    t.join()
+  assert not wrong
+
+
+def test_a_corpus_without_words():
+  for pages in ([], [Document("0", "", "")], [Document("0", "?", "!")]):
+    with pytest.raises(ValueError, match="without a single word"):
+      SearchIndex.build(pages)
+  pages = [Document("0", "", ""), Document("1", "", "word")]
+  assert _titles(SearchIndex.build(pages).search("word", 2)) == ["1"]
+
+
+def test_quiet_and_without_jax(tmp_path):
+  # bm25s imports jax where it can, and starts its backend.
+  program = (
+    "import sys\nfrom tools_sandbox import client, search\n"
+    "index = search.SearchIndex.build([search.Document('0', 'a', 'b')])\n"
+    f"index.save({str(tmp_path / 'i')!r})\n"
+    f"search.SearchIndex.load({str(tmp_path / 'i')!r}).search('a', 1)\n"
+    "print({m.split('.')[0] for m in sys.modules} & {'jax', 'coa_jax', 'torch'})"
+  )
+  root = pathlib.Path(__file__).parents[2]
+  done = subprocess.run(
+    [sys.executable, "-c", program], cwd=root, capture_output=True, text=True
+  )
+  assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+def test_corpus_formats(tmp_path):
+  expected = [Document("7", "A", "x y"), Document("b", 'B "q"', "z")]
+  plain = tmp_path / "plain.jsonl"
+  plain.write_text(
+    '{"id": 7, "title": "A", "text": "x y"}\n\n'
+    '{"id": "b", "title": "B \\"q\\"", "text": "z", "url": "u"}\n'
+  )
+  assert list(read_corpus(plain)) == expected
+  search_r1 = tmp_path / "r1.jsonl"
+  rows = [{"id": d.id, "contents": f'"{d.title}"\n{d.text}'} for d in expected]
+  search_r1.write_text("".join(json.dumps(r) + "\n" for r in rows))
+  assert list(read_corpus(search_r1)) == expected
+  listed = tmp_path / "list.json"
+  listed.write_text(json.dumps([{"title": d.title, "text": d.text} for d in expected]))
+  assert [d.id for d in read_corpus(listed)] == ["0", "1"]
+  mapped = tmp_path / "map.json"
+  mapped.write_text(json.dumps({"A": ["One.", " Two.", "Three."], "B": []}))
+  assert list(read_corpus(mapped)) == [
+    Document("0", "A", "One. Two. Three."),
+    Document("1", "B", ""),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "message"),
+  [
+    ("c.jsonl", '{"id": 1, "title": "t", "text": ""}\n{', r"c\.jsonl:2: not JSON"),
+    ("c.jsonl", '\n{"id": 1, "title": "t"}', r"c\.jsonl:2: field 'text' is missing"),
+    ("c.jsonl", '{"title": "t", "text": ""}', r"c\.jsonl:1: field 'id' is missing"),
+    ("c.jsonl", '{"id": 1.5, "contents": ""}', r"c\.jsonl:1: field 'id' is neither"),
+    ("c.jsonl", '{"id": 1, "contents": 2}', r"c\.jsonl:1: field 'contents': expected"),
+    ("c.jsonl", "[]", r"c\.jsonl:1: expected an object"),
+    ("c.json", '[{"title": "t"}]', r"c\.json\[0\]: field 'text' is missing"),
+    ("c.json", '{"T": "text"}', r"c\.json\['T'\]: expected a list"),
+    ("c.json", '{"T": ["a", 1]}', r"c\.json\['T'\]\[1\]: expected a string"),
+    ("c.json", '[\n{"a"}]', r"c\.json:2: not JSON"),
+    ("c.json", "3", r"c\.json: expected a list or an object"),
+    ("c.txt", "", r"c\.txt: a corpus is"),
+  ],
+)
+def test_malformed_corpora_name_the_place(tmp_path, name, text, message):
+  (tmp_path / name).write_text(text)
+  with pytest.raises(ValueError, match=message):
+    list(read_corpus(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+  ("name", "count"),
+  [("hotpotqa_train", 994), ("musique_train", 1890), ("2wikimultihopqa", 6119)],
+)
+def test_shared_corpora(name, count):
+  path = SHARED / f"{name}_corpus.json"
+  if not path.exists():
+    pytest.skip(f"{path} is not on this machine")
+  pages = list(read_corpus(path))
+  index = SearchIndex.build(pages)
+  assert len(index) == count
+  for page in pages[:: count // 200]:
+    (hit,) = index.search(page.title, 1)
+    assert tokenize(hit.document.title) == tokenize(page.title)
+    assert np.isfinite(hit.score)
+
+
+def test_recall_of_supporting_pages_on_hotpotqa():
+  path = SHARED / "hotpotqa_train.json"
+  if not path.exists():
+    pytest.skip(f"{path} is not on this machine")
+  index = SearchIndex.build(read_corpus(SHARED / "hotpotqa_train_corpus.json"))
+  found = total = 0
+  for row in json.loads(path.read_text()):
+    wanted = {title for title, _ in row["supporting_facts"]}
+    hits = index.search(row["question"], 10)
+    found += len(wanted & {h.document.title for h in hits})
+    total += len(wanted)
+  assert found / total > 0.75, found / total

@@ -1,0 +1,248 @@
+"""The forked child: gives up what it inherited, then becomes the program.
+
+Runs only inside a process that the zygote forked for one run. Nothing it reports is
+trusted: the zygote reads the verdict from waitpid. Two signals that no program ends by
+unless it means to are set aside, so that no exit status is taken from programs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import functools
+import hashlib
+import linecache
+import math
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from typing import NoReturn
+
+import wire
+
+NAME = "<program>"
+MEMORY_SIGNAL = signal.SIGRTMAX  # the program ended with MemoryError
+SETUP_SIGNAL = signal.SIGRTMAX - 1  # the child never became the program
+
+_FRAMES = 5  # the last frames of a traceback are what a model can use
+_STACK_BYTES = 64 << 20  # deep C recursion of ordinary programs; grows on demand
+# Address space left over so that a MemoryError can still be reported.
+_RESERVE_BYTES = 32 << 20
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_CAPABILITY_VERSION = 0x20080522
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> None:
+  """The system call of that name.
+
+  Raises:
+    OSError: the kernel refused.
+  """
+  if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    number = ctypes.get_errno()
+    raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def die_with_parent(parent: int, number: int) -> None:
+  """Asks for signal `number` when process `parent` ends; exits if it has ended."""
+  prctl(_PR_SET_PDEATHSIG, number)
+  if os.getppid() != parent:
+    os._exit(1)
+
+
+def set_dumpable(dumpable: bool) -> None:
+  """Says whether processes without capabilities may open this one's /proc files."""
+  prctl(_PR_SET_DUMPABLE, int(dumpable))
+
+
+def become_program(
+  program: str,
+  seed_text: str,
+  directory: str,
+  pipes: tuple[int, int, int],
+  limits: wire.Limits,
+  template_bytes: int,
+) -> NoReturn:
+  """Runs `program` as `__main__` in this process and ends the process.
+
+  Args:
+    program: Python source.
+    seed_text: seeds the random generators together with `program`.
+    directory: its working directory, HOME and TMPDIR; exists.
+    pipes: descriptors that become its stdin, stdout and stderr.
+    limits: what it may use.
+    template_bytes: address space of the zygote, which does not count.
+  """
+  try:
+    _enter(directory, pipes)
+    _limit(limits, template_bytes)
+    _drop_privileges()
+    _open_streams()
+    _reseed(program + "\0" + seed_text)
+  except BaseException as e:
+    os.write(2, f"cannot set up the run: {e!r}\n".encode("ascii", "replace"))
+    _end_by(SETUP_SIGNAL)
+  code, out_of_memory = _run(program)
+  if out_of_memory:
+    _end_by(MEMORY_SIGNAL)
+  os._exit(code)
+
+
+def _end_by(number: int) -> NoReturn:
+  signal.signal(number, signal.SIG_DFL)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+  os.kill(os.getpid(), number)
+  os._exit(1)
+
+
+def _enter(directory: str, pipes: tuple[int, int, int]) -> None:
+  zygote = os.getppid()
+  os.setsid()
+  die_with_parent(zygote, signal.SIGKILL)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  for target, fd in enumerate(pipes):
+    os.dup2(fd, target)
+  for name in os.listdir("/proc/self/fd"):
+    if int(name) > 2:
+      with contextlib.suppress(OSError):  # the listing's own, closed already
+        os.close(int(name))
+  os.chdir(directory)
+  os.umask(0o077)
+  os.environ.clear()
+  # Temporary files land in the run's directory, so they go when the run goes.
+  os.environ.update(HOME=directory, TMPDIR=directory)
+  if "tempfile" in sys.modules:
+    sys.modules["tempfile"].tempdir = None
+
+
+def _limit(limits: wire.Limits, template_bytes: int) -> None:
+  memory = template_bytes + (limits.memory_mb << 20)
+  cpu = math.ceil(limits.cpu_s)
+  file_bytes = limits.file_mb << 20
+  wanted = {
+    resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU may be caught; SIGKILL follows
+    resource.RLIMIT_AS: (memory, memory + _RESERVE_BYTES),
+    resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
+    resource.RLIMIT_CORE: (0, 0),
+    resource.RLIMIT_NOFILE: (256, 256),
+    resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
+  }
+  # No RLIMIT_NPROC: the kernel counts it over every process of the user, the host and
+  # other slots included, and never applies it to root. The zygote counts instead.
+  for which, (soft, hard) in wanted.items():
+    ceiling = resource.getrlimit(which)[1]
+    if ceiling != resource.RLIM_INFINITY:
+      soft, hard = min(soft, ceiling), min(hard, ceiling)
+    resource.setrlimit(which, (soft, hard))
+
+
+def _drop_privileges() -> None:
+  # Without capabilities even root cannot raise its limits, nor open the pipes of the
+  # zygote (which is not dumpable) to write a result of its own.
+  prctl(_PR_SET_NO_NEW_PRIVS, 1)
+  header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+  none = (ctypes.c_uint32 * 6)()
+  if _libc.capset(header, none) != 0:
+    raise OSError(ctypes.get_errno(), "capset")
+  set_dumpable(True)  # its own /proc/self/fd, hence /dev/stdin
+
+
+def _open_streams() -> None:
+  # Fresh ones: those of the zygote may hold text, and their encoding is the host's.
+  stream = functools.partial(open, encoding="utf-8", closefd=False)
+  sys.stdin = sys.__stdin__ = stream(0, errors="surrogateescape")
+  sys.stdout = sys.__stdout__ = stream(1, "w", errors="surrogateescape")
+  sys.stderr = sys.__stderr__ = stream(2, "w", 1, errors="backslashreplace")
+
+
+def _reseed(text: str) -> None:
+  # The same call gives the same numbers in every slot, so that a trajectory does not
+  # depend on which slot served it; different programs draw different numbers.
+  digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+  seed = int.from_bytes(digest[:4], "big")
+  for name in ("random", "numpy.random", "sympy.core.random"):
+    if name in sys.modules:
+      sys.modules[name].seed(seed)
+
+
+def _run(program: str) -> tuple[int, bool]:
+  """Executes the program; returns its exit status and whether memory ran out."""
+  main = types.ModuleType("__main__")
+  main.__dict__.update(__file__=NAME, __builtins__=builtins)
+  sys.modules["__main__"] = main
+  sys.argv = [NAME]
+  sys.path.insert(0, "")
+  sys.excepthook = _report
+  threading.excepthook = lambda e: _report(e.exc_type, e.exc_value, e.exc_traceback)
+  signal.signal(signal.SIGXCPU, _out_of_time)
+  linecache.cache[NAME] = (len(program), None, program.splitlines(True), NAME)
+  stdout, stderr = sys.stdout, sys.stderr
+  code, out_of_memory = 0, False
+  try:
+    exec(compile(program, NAME, "exec", dont_inherit=True), main.__dict__)
+  except SystemExit as e:
+    code = _exit_status(e.code)
+  except BaseException as e:
+    code, out_of_memory = 1, isinstance(e, MemoryError)
+    if out_of_memory:
+      hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+      resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+      sys.excepthook(type(e), e, e.__traceback__)
+    except BaseException:  # the exception cannot be printed, or the hook is broken
+      os.write(2, f"{type(e).__name__}\n".encode("ascii", "replace"))
+  # What the interpreter does at its end, less taking itself apart, which costs more
+  # than most programs do.
+  for step in (threading._shutdown, atexit._run_exitfuncs, stdout.flush, stderr.flush):
+    # Streams that the program closed, hooks that raise: none changes the status.
+    with contextlib.suppress(BaseException):
+      step()
+  return code, out_of_memory
+
+
+def _out_of_time(number: int, frame: types.FrameType | None) -> NoReturn:
+  # What it printed before it hung is what its author wants to see.
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(BaseException):  # interrupted inside a write, or closed
+      stream.flush()
+  _end_by(number)
+
+
+def _exit_status(code: object) -> int:
+  if code is None:
+    return 0
+  if isinstance(code, int):
+    return code & 0xFF
+  print(code, file=sys.stderr)
+  return 1
+
+
+def _report(
+  kind: type[BaseException], value: BaseException, tb: types.TracebackType | None
+) -> None:
+  """Prints a short traceback to stderr: the program's own frames, no host paths."""
+  here = os.getcwd() + os.sep
+  frames = []
+  for frame in traceback.extract_tb(tb):
+    if frame.filename == NAME or frame.filename.startswith(here):
+      frame.filename = frame.filename.removeprefix(here)
+      frames.append(frame)
+  lines = []
+  if frames:
+    lines.append("Traceback (most recent call last):\n")
+    if len(frames) > _FRAMES:
+      lines.append(f"  ... {len(frames) - _FRAMES} frames ...\n")
+    lines += traceback.StackSummary.from_list(frames[-_FRAMES:]).format()
+  lines += traceback.format_exception_only(kind, value)
+  text = "".join(lines).replace(here, "")
+  for path in {sys.prefix, sys.base_prefix}:
+    text = re.sub(re.escape(path) + r"[^\s'\")]*/", "", text)
+  sys.stderr.write(text)

@@ -1,0 +1,130 @@
+"""Sandbox: the one door to this package. In process; HTTP will keep its shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+
+from tools_sandbox import pool, search, wire
+from tools_sandbox.search import Document, Hit
+from tools_sandbox.wire import Limits, Result, Verdict
+
+__all__ = ["Document", "Hit", "Limits", "Result", "Sandbox", "Verdict"]
+
+
+class Sandbox:
+  """Runs programs and searches a corpus. Thread-safe; close it or use `with`."""
+
+  def __init__(
+    self,
+    slots: int = 4,
+    timeout_s: float = 10.0,
+    memory_mb: int = 1024,
+    output_bytes: int = 65536,
+    preload: Sequence[str] = pool.DEFAULT_PRELOAD,
+    corpus: str | None = None,
+    index_cache: str | None = None,
+  ):
+    """Loads the corpus, if there is one; programs' processes start when first needed.
+
+    Args:
+      slots: programs that may run at once.
+      timeout_s: wall and CPU seconds of a run that does not say otherwise.
+      memory_mb: MiB of such a run (see `wire.Limits`).
+      output_bytes: bytes kept of each of a run's two streams.
+      preload: modules imported ahead of every program, if installed.
+      corpus: a file that `search.read_corpus` reads, or None for no search.
+      index_cache: a directory where the corpus's index is kept under the hash of its
+        bytes and mapped from then on; None to build it in memory each time.
+
+    Raises:
+      ValueError: a limit is out of range, the corpus is malformed, or there is an
+        index_cache without a corpus.
+      FileNotFoundError: there is no such corpus.
+    """
+    if index_cache is not None and corpus is None:
+      raise ValueError("index_cache needs a corpus")
+    self._limits = wire.Limits(
+      wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb, output_bytes=output_bytes
+    )
+    self._index = None
+    if corpus is not None:
+      self._index = _open_index(corpus, index_cache)
+    self._pool = pool.SandboxPool(slots, self._limits, preload)
+
+  def run(
+    self,
+    program: str,
+    stdin: str = "",
+    timeout_s: float | None = None,
+    memory_mb: int | None = None,
+  ) -> Result:
+    """Runs a Python program in a fresh process of its own.
+
+    Args:
+      program: Python source, run as `__main__`.
+      stdin: what it reads on standard input.
+      timeout_s: its wall and CPU seconds; None for the sandbox's.
+      memory_mb: its MiB; None for the sandbox's.
+
+    Returns:
+      How it ended; a failure of the service is a result with verdict `infrastructure`.
+
+    Raises:
+      TypeError: program or stdin is not a string.
+      ValueError: a limit is out of range.
+      RuntimeError: the sandbox is closed.
+    """
+    limits = self._limits
+    if timeout_s is not None:
+      limits = dataclasses.replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
+    if memory_mb is not None:
+      limits = dataclasses.replace(limits, memory_mb=memory_mb)
+    return self._pool.run(program, stdin, limits)
+
+  def search(self, query: str, k: int = 5) -> list[Hit]:
+    """The at most k pages that match best, best first; [] where none has a word of it.
+
+    Raises:
+      ValueError: k is below 1, or the sandbox was given no corpus.
+    """
+    if self._index is None:
+      raise ValueError("this sandbox has no corpus to search")
+    return self._index.search(query, k)
+
+  def close(self) -> None:
+    """Ends every program and process of the sandbox."""
+    self._pool.close()
+
+  def __enter__(self) -> Sandbox:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+
+def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
+  if cache is None:
+    return search.SearchIndex.build(search.read_corpus(corpus))
+  with open(corpus, "rb") as f:
+    key = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
+  # The suffix decides how the bytes are read, so it is part of the key too.
+  suffix = os.path.splitext(corpus)[1]
+  directory = os.path.join(cache, f"{key}{suffix}-{search.FORMAT}")
+  if not os.path.isdir(directory):
+    os.makedirs(cache, exist_ok=True)
+    # Written aside and renamed: another process sees a whole index or none.
+    partial = tempfile.mkdtemp(prefix="building-", dir=cache)
+    try:
+      search.SearchIndex.build(search.read_corpus(corpus)).save(partial)
+      os.rename(partial, directory)
+    except OSError:
+      if not os.path.isdir(directory):  # else another process was faster
+        raise
+    finally:
+      shutil.rmtree(partial, ignore_errors=True)
+  return search.SearchIndex.load(directory)

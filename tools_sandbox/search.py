@@ -1,0 +1,271 @@
+"""BM25 search over a corpus of titled pages: build, save, load, search.
+
+Scores are Lucene's BM25 as `bm25s` computes it, over the title (twice, so that it
+weighs against a long text) and the text. A page whose title is the query comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import sys
+import types
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+# bm25s imports jax if it is installed, and runs an op at once, which would claim the
+# accelerator for this process. That module holds only a top-k we do not use.
+sys.modules.setdefault("bm25s.selection", types.ModuleType("bm25s.selection"))
+import bm25s  # noqa: E402
+
+FORMAT = 1  # of a saved index; part of every cache key
+_TITLE_WEIGHT = 2
+_DOCUMENTS, _OFFSETS = "documents.jsonl", "offsets.npy"
+_TITLE_KEYS, _TITLE_ROWS = "title_keys.npy", "title_rows.npy"
+_WORD = re.compile(r"[^\W_]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """One page of a corpus."""
+
+  id: str
+  title: str
+  text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Hit:
+  """One search result; a larger score (float, no unit, above 0) is a better match."""
+
+  document: Document
+  score: float
+
+
+def tokenize(text: str) -> list[str]:
+  """Words of a text: runs of letters and digits, lower case, accents removed."""
+  if not text.isascii():
+    text = unicodedata.normalize("NFKD", text)
+    text = "".join(c for c in text if not unicodedata.combining(c)).casefold()
+  return _WORD.findall(text.lower())
+
+
+def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
+  """Yields the documents of a corpus file, in order.
+
+  Args:
+    path: `.jsonl` with rows {"id", "title", "text"} or, as Search-R1 has them,
+      {"id", "contents"} where contents is the title in quotes, a line end and the text;
+      or `.json` with a list of {"title", "text"} ("id" optional, else the position) or
+      an object of title -> list of sentences.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: not one of these; the message names the file, the line (or the entry of
+      a `.json` file) and the field.
+  """
+  path = os.fspath(path)
+  if path.endswith(".jsonl"):
+    with open(path, encoding="utf-8") as f:
+      for number, line in enumerate(f, 1):
+        if line.strip():
+          yield _from_row(_parse(line, path, number), f"{path}:{number}", None)
+    return
+  if not path.endswith(".json"):
+    raise ValueError(f"{path}: a corpus is a .jsonl or a .json file")
+  with open(path, encoding="utf-8") as f:
+    corpus = _parse(f.read(), path, 1)
+  if isinstance(corpus, list):
+    for i, row in enumerate(corpus):
+      yield _from_row(row, f"{path}[{i}]", str(i))
+  elif isinstance(corpus, dict):
+    for i, (title, sentences) in enumerate(corpus.items()):
+      where = f"{path}[{title!r}]"
+      if not isinstance(sentences, list):
+        raise ValueError(f"{where}: expected a list of sentences")
+      texts = [_string(s, f"{where}[{j}]") for j, s in enumerate(sentences)]
+      yield Document(str(i), title, " ".join(t.strip() for t in texts))
+  else:
+    raise ValueError(f"{path}: expected a list or an object of documents")
+
+
+def _parse(text: str, path: str, line: int) -> Any:
+  try:
+    return json.loads(text)
+  except json.JSONDecodeError as e:
+    raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from e
+
+
+def _string(value: Any, where: str) -> str:
+  if not isinstance(value, str):
+    raise ValueError(f"{where}: expected a string, got {type(value).__name__}")
+  return value
+
+
+def _from_row(row: Any, where: str, default_id: str | None) -> Document:
+  if not isinstance(row, dict):
+    raise ValueError(f"{where}: expected an object, got {type(row).__name__}")
+
+  def field(name: str) -> str:
+    if name not in row:
+      raise ValueError(f"{where}: field {name!r} is missing")
+    return _string(row[name], f"{where}: field {name!r}")
+
+  name = row.get("id", default_id)
+  if isinstance(name, bool) or not isinstance(name, (str, int)):
+    state = "is missing" if name is None else "is neither a string nor an integer"
+    raise ValueError(f"{where}: field 'id' {state}")
+  if "contents" in row:
+    title, _, text = field("contents").partition("\n")
+    return Document(str(name), title.removeprefix('"').removesuffix('"'), text)
+  return Document(str(name), field("title"), field("text"))
+
+
+class SearchIndex:
+  """A searchable corpus. Immutable, so any number of threads may search it."""
+
+  def __init__(
+    self,
+    bm25: bm25s.BM25,
+    documents: Sequence[Document],
+    title_keys: np.ndarray,
+    title_rows: np.ndarray,
+  ):
+    """Use `build` or `load`.
+
+    Args:
+      bm25: the scores, over the vocabulary in its `vocab_dict`.
+      documents: by row number.
+      title_keys: [documents] int64, sorted: hashes of the titles' words.
+      title_rows: [documents] int64: the row of each key.
+    """
+    self._bm25 = bm25
+    self._documents = documents
+    self._title_keys, self._title_rows = title_keys, title_rows
+
+  def __len__(self) -> int:
+    """The number of documents."""
+    return len(self._documents)
+
+  @classmethod
+  def build(cls, documents: Iterable[Document]) -> SearchIndex:
+    """Indexes documents, held in memory; ranks of equal scores follow their order.
+
+    Raises:
+      ValueError: there is no document, or none with a word in it.
+    """
+    documents = list(documents)
+    vocabulary: dict[str, int] = {}
+    rows, titles = [], []
+    for d in documents:
+      title = tokenize(d.title)
+      titles.append(title)
+      words = title * _TITLE_WEIGHT + tokenize(d.text)
+      rows.append([vocabulary.setdefault(w, len(vocabulary)) for w in words])
+    if not vocabulary:
+      raise ValueError("cannot index a corpus without a single word")
+    bm25 = bm25s.BM25(method="lucene")
+    bm25.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+    keys = np.array([_title_key(t) for t in titles], dtype=np.int64)
+    order = np.argsort(keys, kind="stable")
+    return cls(bm25, documents, keys[order], order.astype(np.int64))
+
+  def save(self, directory: str | os.PathLike[str]) -> None:
+    """Writes the index into a new or empty directory; `load` reads it back.
+
+    Raises:
+      OSError: the directory is not writable, or holds something already.
+    """
+    directory = os.fspath(directory)
+    os.makedirs(directory, exist_ok=True)
+    if os.listdir(directory):
+      raise FileExistsError(f"{directory}: not empty; save an index on its own")
+    self._bm25.save(directory, show_progress=False)
+    offsets = [0]
+    with open(os.path.join(directory, _DOCUMENTS), "wb") as f:
+      for i in range(len(self)):
+        row = dataclasses.asdict(self._documents[i])
+        offsets.append(offsets[-1] + f.write(json.dumps(row).encode("ascii")))
+    for name, array in (
+      (_OFFSETS, np.array(offsets, dtype=np.int64)),
+      (_TITLE_KEYS, self._title_keys),
+      (_TITLE_ROWS, self._title_rows),
+    ):
+      np.save(os.path.join(directory, name), array, allow_pickle=False)
+
+  @classmethod
+  def load(cls, directory: str | os.PathLike[str], mmap: bool = True) -> SearchIndex:
+    """Reads a saved index; documents stay on disk and are read when they are hit.
+
+    Args:
+      directory: where `save` wrote.
+      mmap: True to map the arrays instead of reading them, so that a large index
+        starts at once and processes share its pages.
+
+    Raises:
+      FileNotFoundError: no index is saved there.
+    """
+    directory = os.fspath(directory)
+
+    def read(name: str) -> np.ndarray:
+      path = os.path.join(directory, name)
+      return np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+
+    documents = _Documents(os.path.join(directory, _DOCUMENTS), read(_OFFSETS))
+    bm25 = bm25s.BM25.load(directory, mmap=mmap, show_progress=False)
+    return cls(bm25, documents, read(_TITLE_KEYS), read(_TITLE_ROWS))
+
+  def search(self, query: str, k: int) -> list[Hit]:
+    """The at most k best documents, best first; ties in corpus order.
+
+    A document without a word of the query is never returned, so a query of unknown
+    words, or of none, gives [].
+
+    Raises:
+      ValueError: k is below 1.
+    """
+    if k < 1:
+      raise ValueError(f"k must be at least 1, got {k!r}")
+    words = tokenize(query)
+    vocabulary = self._bm25.vocab_dict
+    ids = [vocabulary[w] for w in words if w in vocabulary]
+    if not ids:
+      return []
+    scores = self._bm25.get_scores_from_ids(ids)
+    if len(ids) == len(words):
+      key = _title_key(words)
+      low, high = (np.searchsorted(self._title_keys, key, s) for s in ("left", "right"))
+      if low < high:  # lifted above every other, in their own order
+        scores[self._title_rows[low:high]] += scores.max()
+    floor = 0.0
+    if k < len(scores):
+      floor = np.partition(scores, -k)[-k]
+    rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
+    rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
+    return [Hit(self._documents[row], float(scores[row])) for row in rows.tolist()]
+
+
+class _Documents(Sequence[Document]):
+  """Documents of a saved index, read one at a time by position."""
+
+  def __init__(self, path: str, offsets: np.ndarray):
+    self._offsets = offsets
+    self._bytes = np.memmap(path, np.uint8, "r")
+
+  def __len__(self) -> int:
+    return len(self._offsets) - 1
+
+  def __getitem__(self, row: int) -> Document:
+    start, end = int(self._offsets[row]), int(self._offsets[row + 1])
+    return Document(**json.loads(self._bytes[start:end].tobytes()))
+
+
+def _title_key(words: list[str]) -> int:
+  digest = hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest()
+  return int.from_bytes(digest, "big", signed=True)

@@ -1,0 +1,199 @@
+"""Limits, Verdict, Result, and the framed JSON that host and zygote exchange.
+
+A frame is a 4-byte big-endian length followed by that many bytes of ASCII JSON. This
+file imports nothing but the standard library: the zygote loads it by path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import select
+import struct
+import time
+from typing import Any
+
+_HEADER = struct.Struct(">I")
+# A length beyond this is a corrupt stream, not a long program.
+MAX_FRAME = 256 << 20
+# Both fit a frame at JSON's worst, six bytes for one.
+MAX_INPUT = 32 << 20  # characters of program and stdin together
+MAX_OUTPUT = 16 << 20  # bytes kept of each stream
+_CHUNK = 65536
+
+
+class Verdict(enum.StrEnum):
+  """How a run ended, as the kernel saw it: never read from what the program prints."""
+
+  OK = "ok"  # exit status 0
+  ERROR = "error"  # raised, non-zero exit, killed by a signal, too many processes
+  TIMEOUT = "timeout"  # used up its wall or CPU seconds
+  MEMORY = "memory"  # used up its memory
+  INFRASTRUCTURE = "infrastructure"  # the service failed; says nothing of the program
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What one run may use.
+
+  Attributes:
+    wall_s: seconds from start to end of the run.
+    cpu_s: CPU seconds of each process, rounded up to whole seconds by the kernel.
+    memory_mb: MiB of address space that each process may add to the pre-imported
+      template, and MiB of resident memory that all of them together may add.
+    output_bytes: bytes kept of each of stdout and stderr: the first half and the last.
+    file_mb: MiB of the largest file the program may write.
+    processes: processes and threads alive at once (sampled, so briefly more).
+  """
+
+  wall_s: float = 10.0
+  cpu_s: float = 10.0
+  memory_mb: int = 1024
+  output_bytes: int = 65536
+  file_mb: int = 64
+  processes: int = 64
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      whole = field.type == "int"
+      kind = int if whole else (int, float)
+      if isinstance(value, bool) or not isinstance(value, kind):
+        wanted = "an integer" if whole else "a number"
+        raise ValueError(f"limits.{field.name} must be {wanted}, got {value!r}")
+      if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"limits.{field.name} must be positive, got {value!r}")
+    if self.output_bytes > MAX_OUTPUT:
+      raise ValueError(f"limits.output_bytes must be at most {MAX_OUTPUT}")
+
+  def to_json(self) -> dict[str, Any]:
+    """A JSON-serialisable dict; `from_json` reads it back."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any]) -> Limits:
+    """Builds limits from `to_json`'s dict.
+
+    Raises:
+      ValueError: a field is unknown, missing or out of range.
+    """
+    return _build(cls, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What a run came to.
+
+  Attributes:
+    stdout: what the program wrote, UTF-8 with replacement, the middle cut if too long.
+    stderr: likewise; a kill by the sandbox adds one line that says why.
+    exit_code: the exit status, or -N for death by signal N, or None where no program
+      ended (verdict `infrastructure`).
+    verdict: how it ended.
+    seconds: wall seconds of the program, start-up of the service left out.
+    truncated: True if stdout or stderr lost bytes.
+  """
+
+  stdout: str
+  stderr: str
+  exit_code: int | None
+  verdict: Verdict
+  seconds: float
+  truncated: bool = False
+
+  def to_json(self) -> dict[str, Any]:
+    """A JSON-serialisable dict; `from_json` reads it back."""
+    return dataclasses.asdict(self)
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any]) -> Result:
+    """Builds a result from `to_json`'s dict.
+
+    Raises:
+      ValueError: a field is unknown or missing, or the verdict is none of ours.
+    """
+    result = _build(cls, row)
+    return dataclasses.replace(result, verdict=Verdict(result.verdict))
+
+
+def _build(cls: type, row: dict[str, Any]) -> Any:
+  names = {field.name for field in dataclasses.fields(cls)}
+  if not isinstance(row, dict) or set(row) != names:
+    found = sorted(row) if isinstance(row, dict) else type(row).__name__
+    raise ValueError(f"{cls.__name__}: expected fields {sorted(names)}, got {found}")
+  return cls(**row)
+
+
+def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) -> None:
+  """Writes one frame to a pipe.
+
+  Args:
+    fd: a descriptor; non-blocking if `deadline` is to hold against a stuck reader.
+    message: JSON values only.
+    deadline: `time.monotonic()` seconds.
+
+  Raises:
+    EOFError: the other end is closed.
+    TimeoutError: the deadline passed.
+    ValueError: the message is longer than MAX_FRAME.
+  """
+  body = json.dumps(message).encode("ascii")
+  if len(body) > MAX_FRAME:
+    raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME} can be sent")
+  data = memoryview(_HEADER.pack(len(body)) + body)
+  while data:
+    _wait(fd, select.POLLOUT, deadline)
+    try:
+      data = data[os.write(fd, data[:_CHUNK]) :]
+    except BlockingIOError:
+      continue
+    except OSError as e:
+      raise EOFError(f"the other end is closed: {e}") from e
+
+
+def read_frame(fd: int, deadline: float = math.inf) -> dict[str, Any]:
+  """Reads one frame from a pipe.
+
+  Args:
+    fd: a descriptor.
+    deadline: `time.monotonic()` seconds.
+
+  Raises:
+    EOFError: the other end closed before a whole frame came.
+    TimeoutError: the deadline passed.
+    ValueError: what came is no frame.
+  """
+  (size,) = _HEADER.unpack(_read(fd, _HEADER.size, deadline))
+  if size > MAX_FRAME:
+    raise ValueError(f"frame of {size} bytes; at most {MAX_FRAME} are sent")
+  message = json.loads(_read(fd, size, deadline))
+  if not isinstance(message, dict):
+    raise ValueError(f"frame holds {type(message).__name__}, not an object")
+  return message
+
+
+def _read(fd: int, size: int, deadline: float) -> bytes:
+  data = bytearray()
+  while len(data) < size:
+    _wait(fd, select.POLLIN, deadline)
+    try:
+      chunk = os.read(fd, min(size - len(data), _CHUNK))
+    except BlockingIOError:
+      continue
+    if not chunk:
+      raise EOFError("the other end closed")
+    data += chunk
+  return bytes(data)
+
+
+def _wait(fd: int, event: int, deadline: float) -> None:
+  # poll, not select: a host with many open files has descriptors above 1023.
+  poll = select.poll()
+  poll.register(fd, event)
+  seconds = deadline - time.monotonic()
+  timeout = None if math.isinf(seconds) else max(0, math.ceil(seconds * 1000))
+  if not poll.poll(timeout):
+    raise TimeoutError("no answer before the deadline")

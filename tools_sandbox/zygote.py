@@ -1,0 +1,349 @@
+"""The zygote: a process with numpy and sympy imported that forks once per run.
+
+Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID MODULE...
+It answers on stdin and stdout with `wire` frames, and serves until stdin closes:
+
+  zygote -> host   {"event": "ready"}                     once
+  host -> zygote   {"program", "stdin", "limits"}         per run
+  zygote -> host   {"event": "started"}                   before the fork
+  zygote -> host   {"event": "result", "result": ...}     when nothing of it is left
+
+Linux only: it needs /proc, pidfd_open and the child-subreaper attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import itertools
+import math
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+# The file's folder leads sys.path, as for any program; `main` takes it out again.
+import child
+import wire
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PAGE = os.sysconf("SC_PAGESIZE")
+_CHUNK = 65536
+_FLUSH_S = 0.05  # to write out its buffers when its time is up
+_REAP_S = 0.0005
+_SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
+
+
+class _Clip:
+  """Keeps the first and the last bytes of a stream, `limit` in all."""
+
+  def __init__(self, limit: int):
+    self._head, self._tail = bytearray(), bytearray()
+    self._head_size, self._tail_size = limit - limit // 2, limit // 2
+    self._total = 0
+
+  def feed(self, data: bytes) -> None:
+    """Adds bytes at the end."""
+    self._total += len(data)
+    room = self._head_size - len(self._head)
+    self._head += data[:room]
+    self._tail += data[room:]
+    if len(self._tail) > self._tail_size + 4 * _CHUNK:
+      del self._tail[: len(self._tail) - self._tail_size]
+
+  def text(self) -> tuple[str, bool]:
+    """The bytes as text, and whether some were cut out."""
+    tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
+    cut = self._total - len(self._head) - len(tail)
+    if not cut:
+      return (self._head + tail).decode("utf-8", "replace"), False
+    head, tail = (b.decode("utf-8", "replace") for b in (self._head, tail))
+    return f"{head}...[{cut} bytes cut]...{tail}", True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+  """What the processes below the zygote hold: tasks, and pages above the template."""
+
+  pids: list[int]
+  tasks: int
+  pages: int
+
+
+def _descendants(template_pages: int) -> _Use:
+  """Every process below this one, wherever it has put itself.
+
+  Reads /proc/*/stat, because /proc/PID/task/TID/children is a kernel option that
+  ordinary machines lack. Zombies are counted too: one whose threads live on looks the
+  same as a dead one.
+  """
+  children: dict[int, list[tuple[int, int, int]]] = {}
+  for name in os.listdir("/proc"):
+    if not name.isdigit():
+      continue
+    try:
+      with open(f"/proc/{name}/stat", "rb") as f:
+        text = f.read()
+    except OSError:
+      continue
+    fields = text[text.rindex(b")") + 2 :].split()
+    row = (int(name), int(fields[17]), int(fields[21]))
+    children.setdefault(int(fields[1]), []).append(row)
+  pids, tasks, pages, queue = [], 0, 0, [os.getpid()]
+  while queue:
+    for pid, threads, resident in children.get(queue.pop(), ()):
+      pids.append(pid)
+      queue.append(pid)
+      tasks += threads
+      pages += max(0, resident - template_pages)
+  return _Use(pids, tasks, pages)
+
+
+def _end_all(pid: int) -> tuple[int, float]:
+  """Kills and reaps everything below this process; a subreaper inherits daemons.
+
+  Returns the exit status of `pid` (-N for signal N) and its CPU seconds.
+  """
+  with contextlib.suppress(ProcessLookupError):  # where it is not its own group yet
+    os.killpg(pid, signal.SIGKILL)  # atomic: no fork escapes within the group
+  code, cpu = 0, 0.0
+  while True:
+    try:
+      done, status, usage = os.wait4(-1, os.WNOHANG)
+    except ChildProcessError:
+      return code, cpu
+    if done == pid:
+      code = os.waitstatus_to_exitcode(status)
+      cpu = usage.ru_utime + usage.ru_stime
+    elif not done:
+      # Looked for again and again: one may be born while the others are listed.
+      for straggler in _descendants(0).pids:
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(straggler, signal.SIGKILL)
+      time.sleep(_REAP_S)
+
+
+class _Run:
+  """One run, from the fork to the last byte of its output."""
+
+  def __init__(self, request: dict[str, Any], directory: str, template: _Template):
+    """Forks the program into `directory`."""
+    self.limits = wire.Limits.from_json(request["limits"])
+    self.template = template
+    self.killed: wire.Verdict | None = None  # what the sandbox killed it for
+    self.note = ""
+    stdin = request["stdin"]
+    self.input = memoryview(stdin.encode("utf-8", "replace"))
+    pipes = [os.pipe() for _ in range(3)]
+    inner = (pipes[0][0], pipes[1][1], pipes[2][1])
+    self.input_fd, *outputs = pipes[0][1], pipes[1][0], pipes[2][0]
+    self.clips = {fd: _Clip(self.limits.output_bytes) for fd in outputs}
+    self.start = time.monotonic()
+    self.pid = os.fork()
+    if not self.pid:
+      child.become_program(
+        request["program"], stdin, directory, inner, self.limits, template.bytes
+      )
+    for fd in inner:
+      os.close(fd)
+    for fd in (self.input_fd, *outputs):
+      os.set_blocking(fd, False)
+
+  def finish(self, control: int) -> wire.Result:
+    """Serves the program until it ends, then leaves nothing of it alive.
+
+    Raises:
+      SystemExit: the host has gone; the program is dead by then.
+    """
+    pidfd = os.pidfd_open(self.pid)
+    try:
+      self._pump(pidfd, control)
+    finally:
+      code, cpu_s = _end_all(self.pid)
+      seconds = time.monotonic() - self.start
+      os.close(pidfd)
+      self._close_input()
+      for fd in self.clips:  # what the pipes still hold
+        while self._read(fd):
+          pass
+        os.close(fd)
+    return self._result(code, cpu_s, seconds)
+
+  def _pump(self, pidfd: int, control: int) -> None:
+    poll = select.poll()
+    for fd in (pidfd, *self.clips):
+      poll.register(fd, select.POLLIN)
+    poll.register(control, 0)  # reports its hang-up all the same
+    if self.input:
+      poll.register(self.input_fd, select.POLLOUT)
+    else:
+      self._close_input()
+    deadline = self.start + self.limits.wall_s
+    sample = self.start + _SAMPLE_S
+    while True:
+      now = time.monotonic()
+      if now >= deadline:
+        self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
+        return self._ask_to_flush(pidfd)
+      if now >= sample:
+        if self._over_limits():
+          return None
+        sample = time.monotonic() + _SAMPLE_S
+      ready = dict(poll.poll(max(0, math.ceil((min(deadline, sample) - now) * 1000))))
+      if control in ready:
+        raise SystemExit("the host has gone")
+      if self.input_fd in ready and not self._write():
+        poll.unregister(self.input_fd)
+        self._close_input()
+      for fd in self.clips:
+        if fd in ready and not self._read(fd):
+          poll.unregister(fd)
+      if pidfd in ready:
+        return None
+
+  def _ask_to_flush(self, pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(self.pid, signal.SIGXCPU)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(_FLUSH_S * 1000)
+
+  def _over_limits(self) -> bool:
+    use = _descendants(self.template.pages)
+    if use.tasks > self.limits.processes:
+      most = f"{self.limits.processes} processes and threads"
+      self._condemn(wire.Verdict.ERROR, most)
+    elif use.pages * _PAGE > self.limits.memory_mb << 20:
+      self._condemn(wire.Verdict.MEMORY, f"{self.limits.memory_mb} MiB")
+    return self.killed is not None
+
+  def _condemn(self, verdict: wire.Verdict, limit: str) -> None:
+    self.killed = verdict
+    self.note = f"[killed: used more than {limit}]\n"
+
+  def _write(self) -> bool:
+    """Feeds stdin; False when there is no more to feed or nobody to read it."""
+    try:
+      self.input = self.input[os.write(self.input_fd, self.input[:_CHUNK]) :]
+    except BlockingIOError:
+      return True
+    except OSError:
+      return False
+    return len(self.input) > 0
+
+  def _read(self, fd: int) -> bool:
+    """Reads some output; False at its end, or where there is none for now."""
+    try:
+      data = os.read(fd, _CHUNK)
+    except BlockingIOError:
+      return False
+    self.clips[fd].feed(data)
+    return bool(data)
+
+  def _close_input(self) -> None:
+    if self.input_fd >= 0:
+      os.close(self.input_fd)
+      self.input_fd = -1
+
+  def _result(self, code: int, cpu_s: float, seconds: float) -> wire.Result:
+    (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
+    verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
+    if self.killed and code < 0:
+      verdict, stderr = self.killed, stderr + self.note
+    elif code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s > 0.9 * self.limits.cpu_s:
+      verdict = wire.Verdict.TIMEOUT
+      stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
+    elif code == -child.MEMORY_SIGNAL:
+      verdict, code = wire.Verdict.MEMORY, 1
+    elif code == -child.SETUP_SIGNAL:
+      verdict, code = wire.Verdict.INFRASTRUCTURE, None
+    return wire.Result(stdout, stderr, code, verdict, seconds, cut_out or cut_err)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Template:
+  """What this process holds before a program adds to it."""
+
+  bytes: int  # of address space
+  pages: int  # resident
+
+  @classmethod
+  def measure(cls) -> _Template:
+    with open("/proc/self/statm", encoding="ascii") as f:
+      size, resident = f.read().split()[:2]
+    return cls(int(size) * _PAGE, int(resident))
+
+
+def _remove(directory: str) -> None:
+  """Removes a run's directory, whatever the program did to it.
+
+  Raises:
+    subprocess.CalledProcessError: some of it is still there; the slot is spoilt.
+  """
+  try:
+    os.rmdir(directory)  # most programs write nothing
+  except OSError:
+    # Folders without rights, or nested deeper than shutil.rmtree can recurse.
+    subprocess.run(["chmod", "-R", "u+rwX", directory], check=False)
+    subprocess.run(["rm", "-rf", "--", directory], check=True)
+
+
+def _serve(directory: str, requests: int, results: int, template: _Template) -> None:
+  for number in itertools.count():
+    request = wire.read_frame(requests)
+    wire.write_frame(results, {"event": "started"})
+    path = os.path.join(directory, f"run-{number}")
+    os.mkdir(path, 0o700)
+    try:
+      result = _Run(request, path, template).finish(requests)
+    finally:
+      _remove(path)
+    wire.write_frame(results, {"event": "result", "result": result.to_json()})
+
+
+def main() -> None:
+  """Imports the modules, says so, and serves runs until the host closes stdin."""
+  directory, host, *modules = sys.argv[1:]
+  # Programs and imports must not write where frames go.
+  requests, results = os.dup(0), os.dup(1)
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  os.dup2(2, 1)
+  del sys.path[0]
+  for name in ("wire", "child"):  # a program may have modules of these names
+    del sys.modules[name]
+
+  hung_up, writer = os.pipe()
+  os.close(writer)
+
+  def leave(number: int, frame: Any) -> None:
+    # For a host whose end of our pipe lives on in a process that it forked. Told as a
+    # hang-up: an exception here could strike in the middle of cleaning up. The kernel
+    # also sends this signal when only the thread that started us has ended.
+    if os.getppid() != int(host):
+      os.dup2(hung_up, requests)
+
+  signal.signal(signal.SIGTERM, leave)
+  child.die_with_parent(int(host), signal.SIGTERM)
+  child.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+  child.set_dumpable(False)
+  for module in modules:
+    with contextlib.suppress(ModuleNotFoundError):
+      importlib.import_module(module)
+  gc.collect()
+  gc.freeze()  # a child's collections then leave the shared pages alone
+  try:
+    wire.write_frame(results, {"event": "ready"})
+    _serve(directory, requests, results, _Template.measure())
+  except (EOFError, SystemExit):
+    # The host has gone without a `kill`, and nobody else would do this.
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+  main()
