@@ -37,7 +37,7 @@ from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.rewards import grade
-from coa_jax.tasks.sources import load_tasks
+from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, review_style, solve
 from coa_jax.teacher.convert import Dropped, convert
@@ -48,19 +48,6 @@ from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
 BRAINS = ("scripted", "chat")
-
-
-@dataclasses.dataclass(frozen=True)
-class TasksConfig:
-  """Config section `tasks`.
-
-  Attributes:
-    uri: a task file that `tasks.sources.load_tasks` reads.
-    limit: only the first so many tasks; None for all.
-  """
-
-  uri: str
-  limit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +106,6 @@ def run(
   """
   teacher = section(config, "teacher", TeacherConfig)
   check_sections(config, ("tasks", "tools", "teacher", "filters", teacher.brain))
-  source = section(config, "tasks", TasksConfig)
   tools = section(config, "tools", ToolsConfig)
   filters = section(config, "filters", FiltersConfig)
   variant = get_variant(teacher.variant).with_tools(tools.tools)
@@ -129,7 +115,7 @@ def run(
     max_checks=teacher.max_checks,
     review=review_style(variant),
   )
-  tasks = load_tasks(source.uri)[: source.limit]
+  tasks = select_tasks(section(config, "tasks", TasksConfig))
   for task in tasks:
     grade(task, None)  # what cannot be judged fails here, before anything is spent
   encode = _encoder(teacher.tokenizer)

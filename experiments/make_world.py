@@ -1,6 +1,6 @@
 """Writes the seeded world: pages and tasks of train, dev and test as JSON lines.
 
-  python experiments/make_world.py --directory=data/world
+  python -m experiments.make_world --directory=runs/world
 
 Task files: train (distillation), rl (other questions over the same worlds), dev and
 test (worlds of unseen names), deep (families never trained on, over the test worlds).
@@ -13,7 +13,7 @@ from absl import app, flags
 from coa_jax.tasks.world import WorldConfig, write_world
 from coa_jax.tasks.world_questions import HELD_OUT
 
-_DIRECTORY = flags.DEFINE_string("directory", "data/world", "Where to write.")
+_DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _SEED = flags.DEFINE_integer("seed", 0, "Decides the facts of every world.")
 _TRAIN = flags.DEFINE_integer("train", 15000, "Tasks to distil.")
 _RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.")

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.parser import Span, parse
+from coa_jax.protocol.parser import Parse, Span, parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.tasks.task import Task
 
 Judge = Callable[[Task, str | None], float]
+STAGES = ("complexity", "quality", "reflection")  # that drop; then error correction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,86 +76,61 @@ def filter_trajectories(
     them); and the funnel: per stage "kept" and "dropped" by reason, such that each
     stage's kept + dropped is what the stage before kept.
   """
-  stages = {
-    "complexity": Counter(),
-    "quality": Counter(),
-    "reflection": Counter(),
-  }
+  dropped: dict[str, Counter[str]] = {stage: Counter() for stage in STAGES}
   kept: list[Trajectory] = []
-  funnel: dict[str, Any] = {"in": 0}
-  passed = Counter()
-  corrected = 0
+  count = corrected = added = 0
   for task, trajectory in pairs:
-    funnel["in"] += 1
+    count += 1
     verdict = parse(trajectory.text, variant)
-    spans = verdict.spans
-    checks = (
-      ("complexity", lambda t=trajectory: _simple(t, config)),
-      (
-        "quality",
-        lambda v=verdict, k=task, t=trajectory: _poor(v, k, t, judge, config),
-      ),
-      ("reflection", lambda s=spans, t=trajectory: _unreflected(s, t, config)),
-    )
-    for stage, check in checks:
-      reason = check()
-      if reason:
-        stages[stage][reason] += 1
-        break
-      passed[stage] += 1
-    else:
-      copies = config.corrected_copies if was_corrected(spans) else 1
-      corrected += was_corrected(spans)
-      kept += [_copy(trajectory, i) for i in range(copies)]
-  for stage, dropped in stages.items():
-    funnel[stage] = {"kept": passed[stage], "dropped": dict(sorted(dropped.items()))}
-  added = len(kept) - passed["reflection"]
-  funnel["error_correction"] = {
-    "corrected": corrected,
-    "added": added,
-    "kept": len(kept),
-  }
-  return kept, funnel
+    fault = _fault(task, trajectory, verdict, judge, config)
+    if fault is not None:
+      stage, reason = fault
+      dropped[stage][reason] += 1
+      continue
+    copies = 1
+    if was_corrected(verdict.spans):
+      copies = config.corrected_copies
+      corrected += 1
+    added += copies - 1
+    kept += [_copy(trajectory, i) for i in range(copies)]
+  funnel: dict[str, Any] = {"in": count}
+  for stage in STAGES:
+    count -= dropped[stage].total()
+    funnel[stage] = {"kept": count, "dropped": dict(sorted(dropped[stage].items()))}
+  last = {"corrected": corrected, "added": added, "kept": len(kept)}
+  return kept, {**funnel, "error_correction": last}
+
+
+def _fault(
+  task: Task, trajectory: Trajectory, verdict: Parse, judge: Judge, c: FiltersConfig
+) -> tuple[str, str] | None:
+  """The stage that drops a trajectory, and its reason; None if all let it pass."""
+  written = [s.role for s in trajectory.segments if s.author == Author.POLICY]
+  if sum(role != roles.ANSWER for role in written) < c.min_activations:
+    return "complexity", "few_activations"
+  if len(trajectory.calls) < c.min_calls:
+    return "complexity", "few_calls"
+  if not verdict.ok:
+    return "quality", f"protocol_{verdict.verdict.value}"
+  inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
+  if len(trajectory.calls) - len(inputs) > c.max_repeats:
+    return "quality", "redundant_calls"
+  trajectory.reward = judge(task, verdict.answer)
+  trajectory.reward_parts = {"answer": trajectory.reward}
+  if trajectory.reward < c.min_reward:
+    return "quality", "wrong_answer"
+  if not any(s.role == roles.REFLECTION for s in verdict.spans):
+    # Keyed by the trajectory, so that others in the set change nothing.
+    key = f"{c.seed}/{trajectory.task_id}/{trajectory.sample}"
+    if random.Random(key).random() >= c.keep_unreflected:
+      return "reflection", "no_reflection"
+  return None
 
 
 def _copy(trajectory: Trajectory, number: int) -> Trajectory:
   if number == 0:
     return trajectory
   return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
-
-
-def _simple(trajectory: Trajectory, config: FiltersConfig) -> str | None:
-  written = [s.role for s in trajectory.segments if s.author == Author.POLICY]
-  if sum(role != roles.ANSWER for role in written) < config.min_activations:
-    return "few_activations"
-  if len(trajectory.calls) < config.min_calls:
-    return "few_calls"
-  return None
-
-
-def _poor(
-  verdict: Any, task: Task, trajectory: Trajectory, judge: Judge, config: FiltersConfig
-) -> str | None:
-  if not verdict.ok:
-    return f"protocol_{verdict.verdict.value}"
-  inputs = Counter((c.name, " ".join(c.arguments.split())) for c in trajectory.calls)
-  if sum(inputs.values()) - len(inputs) > config.max_repeats:
-    return "redundant_calls"
-  reward = judge(task, verdict.answer)
-  trajectory.reward = reward
-  trajectory.reward_parts = {"answer": reward}
-  return "wrong_answer" if reward < config.min_reward else None
-
-
-def _unreflected(
-  spans: Iterable[Span], trajectory: Trajectory, config: FiltersConfig
-) -> str | None:
-  if any(s.role == roles.REFLECTION for s in spans):
-    return None
-  # Keyed by the trajectory, so that others in the set change nothing.
-  key = f"{config.seed}/{trajectory.task_id}/{trajectory.sample}"
-  kept = random.Random(key).random() < config.keep_unreflected
-  return None if kept else "no_reflection"
 
 
 def was_corrected(spans: Iterable[Span]) -> bool:

@@ -1,0 +1,61 @@
+"""RL of the world's SFT model: GRPO with DAPO's clip-higher and dynamic sampling.
+
+  python -m experiments.rl --config=configs/rl_world.py --workdir=runs/world/rl
+
+Needs runs/world/sft (configs/sft_world.py). Expect: EXPECT_RL
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "tiny" makes 2 updates from a few rollouts."""
+  if arg not in ("", "tiny"):
+    raise ValueError(f"rl_world answers '' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = "runs/world/sft/model"
+  config.model = dict(remat="none")
+  config.optim = dict(
+    name="muon",
+    lr=0.006,
+    adam_lr=1e-3,
+    warmup=3,
+    schedule="linear",
+    final=0.2,
+  )
+  config.rollout = dict(
+    variant="unified",
+    style="brief",
+    slots=16 if tiny else 64,
+    window=16,
+    max_len=256,
+    max_calls=8,
+    seed=0,
+  )
+  config.tools = dict(
+    tools=("wiki_search", "code"),
+    corpus="runs/world/train_pages.jsonl",
+    top_k=1,
+    workers=2,
+  )
+  config.tasks = dict(uri="runs/world/rl_tasks.jsonl")
+  config.algo = dict(
+    steps=2 if tiny else 50,
+    prompts=4 if tiny else 16,
+    samples=4 if tiny else 8,
+    rounds=1 if tiny else 2,
+    clip_low=0.2,
+    clip_high=0.28,
+    rows=16,
+    length=256,
+    keep_every=1 if tiny else 10,
+  )
+  config.dev = dict(
+    every=1 if tiny else 10,
+    uri="runs/world/dev_tasks.jsonl",
+    limit=8 if tiny else 96,
+    corpus="runs/world/dev_pages.jsonl",
+  )
+  config.checkpoint = dict(every=1 if tiny else 10, keep=1)
+  return config

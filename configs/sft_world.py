@@ -1,0 +1,45 @@
+"""SFT of a 1M-parameter model on the generated world's distilled trajectories.
+
+  python -m experiments.sft --config=configs/sft_world.py --workdir=runs/world/sft
+
+Needs runs/world/distill (configs/distill_world.py). Expect: EXPECT_SFT
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "tiny" trains a smaller model for 20 steps."""
+  if arg not in ("", "tiny"):
+    raise ValueError(f"sft_world answers '' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = ""
+  config.model = dict(
+    width=64 if tiny else 128,
+    layers=2 if tiny else 4,
+    heads=4,
+    kv_heads=2,
+    head_dim=16 if tiny else 32,
+    ff=192 if tiny else 384,
+  )
+  config.optim = dict(
+    name="muon",
+    lr=0.02,
+    adam_lr=5e-3,
+    warmup=5 if tiny else 40,
+    schedule="cosine",
+    final=0.05,
+  )
+  config.data = dict(
+    trajectories="runs/world/distill/trajectories.jsonl",
+    steps=20 if tiny else 1400,
+    rows=8,
+    length=256,
+    validation=16 if tiny else 128,
+    validate_every=10 if tiny else 100,
+    vocab_size=1344,
+    seed=0,
+  )
+  config.checkpoint = dict(every=10 if tiny else 200, keep=1)
+  return config
