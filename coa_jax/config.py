@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
+import os
+import subprocess
 import types
 import typing
 from typing import Any, TypeVar
@@ -57,6 +60,42 @@ def check_sections(config: ml_collections.ConfigDict, known: tuple[str, ...]) ->
   for name in config:
     if name not in known:
       raise ConfigError(f"config has no section {name!r}{nearest(name, known)}")
+
+
+def claim(config: ml_collections.ConfigDict, workdir: str) -> None:
+  """Writes the resolved config and the commit to `workdir/config.json`.
+
+  Raises:
+    ConfigError: the workdir holds a run of another config; the section that differs is
+      named.
+  """
+  path = os.path.join(workdir, "config.json")
+  wanted = json.loads(json.dumps(config.to_dict()))
+  if not os.path.exists(path):
+    os.makedirs(workdir, exist_ok=True)
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+      json.dump({"config": wanted, "git_commit": git_commit()}, f, indent=2)
+    os.replace(path + ".tmp", path)
+    return
+  with open(path, encoding="utf-8") as f:
+    found = json.load(f)["config"]
+  for name in sorted({*wanted, *found}):
+    if wanted.get(name) != found.get(name):
+      raise ConfigError(
+        f"{workdir} holds a run whose section {name!r} was {found.get(name)!r} and not "
+        f"{wanted.get(name)!r}; choose another workdir or delete it"
+      )
+
+
+def git_commit() -> str | None:
+  """The commit of this checkout; None outside one."""
+  here = os.path.dirname(os.path.abspath(__file__))
+  command = ["git", "-C", here, "rev-parse", "HEAD"]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+  except (OSError, subprocess.CalledProcessError):
+    return None
+  return done.stdout.strip()
 
 
 def nearest(name: str, known: Any) -> str:

@@ -1,10 +1,10 @@
 """Multi-agent distillation: tasks -> team runs -> trajectories -> a filtered set.
 
 Writes into the workdir:
-  config.json          what was asked for; written first
+  config.json          what was asked for, and the commit; written first
   runs.jsonl           every finished run, appended as it ends; in task order at the end
   trajectories.jsonl   the filtered training set
-  teacher.jsonl        each run's reward and meter, for `report.cost`
+  teacher.jsonl        each run's reward, answer, calls and cost, for `report`
   manifest.json        config, counts per stage and drop reason, git commit, sha256
   results.json         the figures
 
@@ -19,10 +19,8 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
 import os
 import re
-import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -30,16 +28,23 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import ConfigError, check_sections, section
+from coa_jax.config import ConfigError, check_sections, claim, git_commit, section
 from coa_jax.protocol.prompts import STYLES, prompt_segments
-from coa_jax.protocol.roles import Variant, get_variant
-from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
+from coa_jax.protocol.roles import ANSWER, Variant, get_variant, wrap
+from coa_jax.protocol.trajectory import (
+  Author,
+  Segment,
+  Status,
+  Trajectory,
+  write_jsonl,
+)
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.rewards import grade
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, review_style, solve
+from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import Dropped, convert
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
@@ -47,7 +52,7 @@ from coa_jax.teacher.runs import Encode, Run, RunFile
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
-BRAINS = ("scripted", "chat")
+BRAINS = ("scripted", "annotated", "chat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,8 @@ class TeacherConfig:
   """Config section `teacher`.
 
   Attributes:
-    brain: "scripted" (section `scripted`; tasks of the generated world only) or "chat"
+    brain: "scripted" (section `scripted`; tasks of the generated world only),
+      "annotated" (tasks with worked solutions, such as GSM8K's training rows) or "chat"
       (section `chat`; any OpenAI-compatible endpoint).
     samples: runs per task.
     workers: runs at once.
@@ -119,7 +125,7 @@ def run(
   for task in tasks:
     grade(task, None)  # what cannot be judged fails here, before anything is spent
   encode = _encoder(teacher.tokenizer)
-  _claim(workdir, config)
+  claim(config, workdir)
 
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
@@ -152,7 +158,7 @@ def run(
     {
       "config": config.to_dict(),
       "counts": counts,
-      "git_commit": _git_commit(),
+      "git_commit": git_commit(),
       "sha256": {TRAJECTORIES: _sha256(os.path.join(workdir, TRAJECTORIES))},
     },
   )
@@ -188,30 +194,13 @@ def _brains(
     chat = section(config, "chat", ChatConfig)
     brain = stack.enter_context(ChatBrain(chat, api_key))
     return [brain] * teacher.samples
-  scripted = section(config, "scripted", ScriptedConfig)
   try:
+    if teacher.brain == "annotated":
+      return [AnnotatedBrain(tasks)] * teacher.samples
+    scripted = section(config, "scripted", ScriptedConfig)
     return [ScriptedBrain(tasks, scripted, s) for s in range(teacher.samples)]
   except ValueError as e:
     raise ConfigError(f"config.teacher.brain: {e}") from e
-
-
-def _claim(workdir: str, config: ml_collections.ConfigDict) -> None:
-  """Writes config.json, or checks that the one there is the same."""
-  path = os.path.join(workdir, "config.json")
-  wanted = json.loads(json.dumps(config.to_dict()))
-  if not os.path.exists(path):
-    write_json(path, wanted)
-    return
-  with open(path, encoding="utf-8") as f:
-    found = json.load(f)
-  changed = sorted(
-    name for name in {*wanted, *found} if wanted.get(name) != found.get(name)
-  )
-  if changed:
-    raise ConfigError(
-      f"{workdir} holds a run whose section {changed[0]!r} was "
-      f"{found.get(changed[0])!r}; choose another workdir or delete it"
-    )
 
 
 def _run_all(
@@ -281,10 +270,13 @@ def _convert_all(
 
 
 def _meter(run_: Run, task: Task) -> Trajectory:
-  """The run's cost and reward, without its text."""
+  """The run's cost, calls, answer and reward, without its text."""
   reward = grade(task, run_.prediction)
+  answer = Segment(Author.POLICY, ANSWER, wrap(ANSWER, run_.prediction or ""))
   return Trajectory(
     run_.task_id,
+    segments=[answer],
+    calls=run_.calls,
     status=run_.status,
     reward=reward,
     reward_parts={"answer": reward},
@@ -315,17 +307,6 @@ def _figures(
 
 def _mean(values: Sequence[float]) -> float | None:
   return sum(values) / len(values) if values else None
-
-
-def _git_commit() -> str | None:
-  """The commit of this checkout; None outside one."""
-  here = os.path.dirname(os.path.abspath(__file__))
-  command = ["git", "-C", here, "rev-parse", "HEAD"]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-  except (OSError, subprocess.CalledProcessError):
-    return None
-  return done.stdout.strip()
 
 
 def _sha256(path: str) -> str:

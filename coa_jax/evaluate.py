@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from coa_jax.config import check_sections, section
-from coa_jax.model.weights import load_model
+from coa_jax.config import check_sections, claim, section
+from coa_jax.model.weights import LoadConfig, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
 from coa_jax.report import scores
@@ -65,7 +65,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tasks = select_tasks(section(config, "tasks", TasksConfig))
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
-  cfg, params = load_model(config.init, **config.model)
+  cfg, params = load_model(config.init, section(config, "model", LoadConfig))
+  claim(config, workdir)
   player = Player(cfg, Tokenizer.load(config.init), rollout, tools.tools)
   params = jax.device_put(params)
   greedy: list[Trajectory] = []

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, section
+from coa_jax.config import check_sections, claim, section
 from coa_jax.learner import advantages, losses
 from coa_jax.learner import batch as batching
 from coa_jax.learner.batch import Batch
@@ -24,7 +24,7 @@ from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState, init_state
 from coa_jax.model.qwen import QwenConfig
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model.weights import LoadConfig, load_model, save_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
@@ -148,8 +148,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tools = section(config, "tools", ToolsConfig)
   dev_tools = dataclasses.replace(tools, corpus=dev.corpus or tools.corpus)
   every = section(config, "checkpoint", CheckpointConfig)
-  cfg, params = load_model(config.init, **config.model)
+  cfg, params = load_model(config.init, section(config, "model", LoadConfig))
   tokenizer = Tokenizer.load(config.init)
+  claim(config, workdir)
   optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
   learner = Learner(_loss(cfg, algo), optimizer)
   state = init_state(jax.device_put(params), optimizer)
@@ -197,7 +198,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     "dev_accuracy": accuracy,
     "reward_first": log[0]["reward"],
     "reward": log[-1]["reward"],
-    "logp_gap": max(r["logp_gap"] for r in log),
+    "logp_gap": max((r["logp_gap"] for r in log if "logp_gap" in r), default=None),
     "seconds": log[-1]["seconds"],
     **phases,
   }

@@ -15,7 +15,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, section
+from coa_jax.config import check_sections, claim, section
 from coa_jax.learner import batch as batching
 from coa_jax.learner import losses
 from coa_jax.learner.batch import Batch
@@ -23,7 +23,7 @@ from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model.qwen import QwenConfig, count_params, init_params
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model.weights import LoadConfig, load_model, save_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
@@ -77,6 +77,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   check_sections(config, SECTIONS)
   data = section(config, "data", DataConfig)
   trajectories = read_trajectories(data.trajectories)
+  claim(config, workdir)
   cfg, params, tokenizer = _model(config, data, trajectories, workdir)
   for t in trajectories:
     tokenizer.encode_trajectory(t)
@@ -139,7 +140,8 @@ def _model(
 ) -> tuple[QwenConfig, Any, Tokenizer]:
   """The model to start from and its tokenizer."""
   if config.init:
-    cfg, params = load_model(config.init, **config.model)
+    load = section(config, "model", LoadConfig)
+    cfg, params = load_model(config.init, load)
     return cfg, params, Tokenizer.load(config.init)
   folder = os.path.join(workdir, "tokenizer")
   if not os.path.exists(os.path.join(folder, "tokenizer.json")):

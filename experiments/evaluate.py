@@ -1,6 +1,8 @@
-"""Evaluation.
+"""Evaluation: one journey, from one config file.
 
-python -m experiments.evaluate --config=configs/X.py --workdir=DIR [--config.FIELD=VALUE]
+  python -m experiments.evaluate --config=configs/X.py --workdir=DIR
+
+Any field can be overridden: --config.SECTION.FIELD=VALUE.
 """
 
 from coa_jax import evaluate

@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import ml_collections
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from coa_jax.config import ConfigError
 
 Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
-_CACHE = flags.DEFINE_string(
+COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
   os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "xla"),
   "Folder of compiled programs, kept between runs; empty turns it off.",
@@ -33,6 +32,7 @@ def launch(journey: Journey) -> None:
   standard error and exit status 2, before any work.
   """
   config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
+  workdir = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
   flags.mark_flags_as_required(["config", "workdir"])
 
   def parse(argv: list[str]) -> list[str]:
@@ -47,16 +47,17 @@ def launch(journey: Journey) -> None:
   def main(argv: list[str]) -> None:
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}")
-    prepare(_CACHE.value)
+    prepare(COMPILE_CACHE.value)
     file = _config_file(sys.argv)
-    show(with_clear_errors(lambda: journey(config.value, _WORKDIR.value), file))
+    show(with_clear_errors(lambda: journey(config.value, workdir.value), file))
 
   app.run(main, flags_parser=parse)
 
 
 def prepare(compile_cache: str) -> None:
-  """Settles the process: allocator, compile cache. Call it before any JAX work."""
+  """Settles the process: allocator, log, compile cache. Call it before JAX is used."""
   _keep_freed_memory()
+  logging.set_verbosity(logging.WARNING)
   if compile_cache:
     import jax
 

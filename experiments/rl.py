@@ -1,6 +1,8 @@
-"""Agentic RL.
+"""Agentic RL: one journey, from one config file.
 
-python -m experiments.rl --config=configs/X.py --workdir=DIR [--config.FIELD=VALUE]
+  python -m experiments.rl --config=configs/X.py --workdir=DIR
+
+Any field can be overridden: --config.SECTION.FIELD=VALUE.
 """
 
 from coa_jax import rl

@@ -1,6 +1,8 @@
-"""Supervised fine-tuning.
+"""Supervised fine-tuning: one journey, from one config file.
 
-python -m experiments.sft --config=configs/X.py --workdir=DIR [--config.FIELD=VALUE]
+  python -m experiments.sft --config=configs/X.py --workdir=DIR
+
+Any field can be overridden: --config.SECTION.FIELD=VALUE.
 """
 
 from coa_jax import sft

@@ -153,7 +153,7 @@ def test_refusals_name_the_field(config, tmp_path):
     distill.run(config, str(tmp_path))
   del config.chat
   config.teacher.brain = "oracle"
-  with pytest.raises(ConfigError, match="accepted: scripted, chat"):
+  with pytest.raises(ConfigError, match="accepted: scripted, annotated, chat"):
     distill.run(config, str(tmp_path))
 
 

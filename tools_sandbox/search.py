@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -23,6 +24,8 @@ import numpy as np
 # accelerator for this process. That module holds only a top-k we do not use.
 sys.modules.setdefault("bm25s.selection", types.ModuleType("bm25s.selection"))
 import bm25s  # noqa: E402
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 FORMAT = 1  # of a saved index; part of every cache key
 _TITLE_WEIGHT = 2

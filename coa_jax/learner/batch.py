@@ -45,7 +45,7 @@ def empty(rows: int, length: int) -> Batch:
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
-  """Assigns sequences to rows: first fit, longest first.
+  """Assigns sequences to rows: longest first, each to the fullest row that takes it.
 
   Args:
     lengths: tokens of each sequence.

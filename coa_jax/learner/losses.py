@@ -30,7 +30,7 @@ def token_logps(
     temperature: of the sampling distribution.
 
   Returns:
-    logp_BT and entropy_BT (nats, float32); the first token of a row has 0 in both.
+    logp_BT and entropy_BT (nats, float32); a segment's first token has 0 in both.
   """
   model = Qwen(cfg)
   hidden_BTD, _ = model.apply(
@@ -41,8 +41,10 @@ def token_logps(
   target_BU1 = batch.tokens_BT[:, 1:, None]
   logp_BU = jnp.take_along_axis(logp_BUV, target_BU1, axis=-1)[..., 0]
   entropy_BU = -jnp.sum(jnp.exp(logp_BUV) * logp_BUV, axis=-1)
+  # What stands before a segment's first token is another segment's last.
+  given_BU = batch.position_BT[:, 1:] > 0
   first = ((0, 0), (1, 0))
-  return jnp.pad(logp_BU, first), jnp.pad(entropy_BU, first)
+  return jnp.pad(logp_BU * given_BU, first), jnp.pad(entropy_BU * given_BU, first)
 
 
 def nll(logp_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:

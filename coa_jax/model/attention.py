@@ -12,31 +12,33 @@ _BLOCK, _MOST_BLOCKS = 64, 8
 
 
 def attend(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+  q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
   """Scaled dot-product attention; query head n reads kv head n // (N // K).
 
   Args:
     q_BTNH: queries.
-    k_BSKH: keys.
-    v_BSKH: values.
+    k_BKSH: keys.
+    v_BKSH: values.
     mask_BTS: True where query t may read position s.
 
   Returns:
     out_BTNH in q's dtype. Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
   B, T, N, H = q_BTNH.shape
-  K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
-  # Laid out for one matrix product per kv head, its G queries' rows together.
+  K, G = k_BKSH.shape[1], N // k_BKSH.shape[1]
+  # One matrix product per kv head, with the rows of its G query heads together.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
-  q_BKRH = q_BKGTH.reshape(B, K, G * T, H)
-  score_BKRS = jnp.matmul(
-    q_BKRH, k_BSKH.transpose(0, 2, 3, 1), preferred_element_type=jnp.float32
+  score_BKRS = jnp.einsum(
+    "BKRH,BKSH->BKRS",
+    q_BKGTH.reshape(B, K, G * T, H),
+    k_BKSH,
+    preferred_element_type=jnp.float32,
   )
   score_BKGTS = score_BKRS.reshape(B, K, G, T, -1)
   score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, _MASKED)
-  p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BSKH.dtype)
-  out_BKRH = jnp.matmul(p_BKGTS.reshape(B, K, G * T, -1), v_BSKH.transpose(0, 2, 1, 3))
+  p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BKSH.dtype)
+  out_BKRH = jnp.matmul(p_BKGTS.reshape(B, K, G * T, -1), v_BKSH)
   out_BKGTH = out_BKRH.reshape(B, K, G, T, H)
   return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
@@ -60,6 +62,7 @@ def attend_packed(
     out_BTNH in q's dtype.
   """
   T = q_BTNH.shape[1]
+  k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
   block = max(_BLOCK, -(-T // _MOST_BLOCKS))
   mask_BTT = packed_mask(segment_BT)
   out = []
@@ -68,8 +71,8 @@ def attend_packed(
     out.append(
       attend(
         q_BTNH[:, start:end],
-        k_BTKH[:, :end],
-        v_BTKH[:, :end],
+        k_BKTH[:, :, :end],
+        v_BKTH[:, :, :end],
         mask_BTT[:, start:end, :end],
       )
     )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from coa_jax.model import attention
 
-# One layer's keys and values, each [B, S, K, H].
+# One layer's keys and values, each [B, K, S, H].
 LayerCache = tuple[jax.Array, jax.Array]
 _REMAT = ("none", "full", "dots")
 
@@ -144,17 +144,16 @@ class Block(nn.Module):
       k_BTKH = rms_norm(k_BTKH, scale("k_norm", H), c.norm_eps)
     q_BTNH = rotate(q_BTNH, position_BT, c.rope_theta)
     k_BTKH = rotate(k_BTKH, position_BT, c.rope_theta)
-    if cache is not None:
-      row_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-      # Tokens that are not to be written point past the end, and are dropped.
-      k_BTKH = cache[0].at[row_B1, written_BT].set(k_BTKH, mode="drop")
-      v_BTKH = cache[1].at[row_B1, written_BT].set(v_BTKH, mode="drop")
-      cache = (k_BTKH, v_BTKH)
     if cache is None:
       out_BTNH = attention.attend_packed(q_BTNH, k_BTKH, v_BTKH, segment_BT)
     else:
-      mask_BTS = attention.cache_mask(position_BT, cache[0].shape[1])
-      out_BTNH = attention.attend(q_BTNH, k_BTKH, v_BTKH, mask_BTS)
+      row_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+      # Tokens that are not to be written point past the end, and are dropped.
+      k_BKSH = cache[0].at[row_B1, :, written_BT].set(k_BTKH, mode="drop")
+      v_BKSH = cache[1].at[row_B1, :, written_BT].set(v_BTKH, mode="drop")
+      cache = (k_BKSH, v_BKSH)
+      mask_BTS = attention.cache_mask(position_BT, k_BKSH.shape[2])
+      out_BTNH = attention.attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
     x_BTD += project(out_BTNH, weight("o", (N, H, D), N * H), inputs=2)
 
     h_BTD = rms_norm(x_BTD, scale("ff_norm", D), c.norm_eps)
@@ -212,7 +211,7 @@ class Qwen(nn.Module):
       position_BT: int position of each token in its own sequence.
       segment_BT: packed rows: the segment of each token, 0 for padding. Without a
         cache only.
-      cache: per layer keys and values [B, S, K, H]; keys and values of this call's
+      cache: per layer keys and values [B, K, S, H]; keys and values of this call's
         tokens are written at their positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
@@ -224,7 +223,7 @@ class Qwen(nn.Module):
     x_BTD = jnp.take(self.embed, tokens_BT, axis=0).astype(c.dtype)
     written_BT = None
     if cache is not None:
-      written_BT = jnp.where(valid_BT, position_BT, cache[0][0].shape[1])
+      written_BT = jnp.where(valid_BT, position_BT, cache[0][0].shape[2])
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see unstack()")
@@ -258,7 +257,7 @@ def init_params(cfg: QwenConfig, seed: int) -> dict[str, Any]:
 
 def init_cache(cfg: QwenConfig, rows: int, size: int) -> tuple[LayerCache, ...]:
   """An empty cache of `size` places for `rows` sequences, in the compute dtype."""
-  shape = (rows, size, cfg.kv_heads, cfg.head_dim)
+  shape = (rows, cfg.kv_heads, size, cfg.head_dim)
   return tuple(
     (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
     for _ in range(cfg.layers)

@@ -18,7 +18,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from coa_jax.model.qwen import QwenConfig
+from coa_jax.model.qwen import Qwen, QwenConfig, stack, unstack
 
 # Ours: (Hugging Face's name, number of leading input axes; 0 for vectors). Hugging Face
 # stores a matrix as [outputs, inputs], ours are [inputs..., outputs...].
@@ -57,6 +57,25 @@ _REQUIRED = {
   "use_sliding_window": (False, None),
   "attention_dropout": (0.0, 0, None),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadConfig:
+  """Config section `model` of a run that starts from a model folder.
+
+  What the folder does not decide; see QwenConfig.
+
+  Attributes:
+    dtype: of activations.
+    param_dtype: of the parameters, whatever dtype the file has.
+    scan: True if layers are stacked and scanned.
+    remat: what the backward pass recomputes.
+  """
+
+  dtype: str = "float32"
+  param_dtype: str = "float32"
+  scan: bool = False
+  remat: str = "none"
 
 
 def from_hf_config(config: dict[str, Any], where: str = "config.json") -> QwenConfig:
@@ -156,8 +175,6 @@ def save_model(path: str | os.PathLike[str], cfg: QwenConfig, params: Any) -> No
   Raises:
     ValueError: Hugging Face has no such architecture (see `to_hf_config`).
   """
-  from coa_jax.model.qwen import unstack
-
   path = os.fspath(path)
   config = to_hf_config(cfg)
   os.makedirs(path, exist_ok=True)
@@ -180,14 +197,13 @@ def save_model(path: str | os.PathLike[str], cfg: QwenConfig, params: Any) -> No
 
 
 def load_model(
-  path: str | os.PathLike[str], **overrides: Any
+  path: str | os.PathLike[str], load: LoadConfig | None = None
 ) -> tuple[QwenConfig, dict[str, Any]]:
   """Reads a model folder: a single safetensors file, or shards with an index.
 
   Args:
     path: the folder.
-    **overrides: fields of QwenConfig that are not the checkpoint's to decide (dtype,
-      scan, remat).
+    load: what the folder does not decide; None for the defaults.
 
   Returns:
     The architecture and its parameters as numpy arrays, stacked if `scan`.
@@ -197,14 +213,13 @@ def load_model(
     ValueError: an array is missing, left over, or of the wrong shape (all are listed),
       or config.json is not supported.
   """
-  from coa_jax.model.qwen import Qwen, stack
-
   path = os.fspath(path)
   file = os.path.join(path, "config.json")
   if not os.path.exists(file):
     raise FileNotFoundError(f"{file}: not a model folder (no config.json)")
   with open(file) as f:
-    cfg = dataclasses.replace(from_hf_config(json.load(f), file), **overrides)
+    cfg = from_hf_config(json.load(f), file)
+  cfg = dataclasses.replace(cfg, **dataclasses.asdict(load or LoadConfig()))
   plain = dataclasses.replace(cfg, scan=False)
   one = jax.ShapeDtypeStruct((1, 1), np.int32)
   shapes = jax.eval_shape(Qwen(plain).init, jax.random.key(0), one, one, one)["params"]

@@ -34,7 +34,8 @@ class Span:
 
   Attributes:
     role: its tag.
-    content: what stands between the tags (unescaped for an observation).
+    content: what stands between the tags, without the one space that `roles.wrap` puts
+      first (unescaped for an observation).
     start: offset of the opening tag in the text.
     end: offset after the closing tag and the white space that follows it.
     text: text[start:end]; the first span also owns leading white space.
@@ -121,7 +122,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
     raise _Fault(Verdict.UNKNOWN_TOOL, detail, offset)
   close = roles.close_tag(role)
   end = text.find(close, match.end())
-  content = text[match.end() : end if end >= 0 else len(text)]
+  content = text[match.end() : end if end >= 0 else len(text)].removeprefix(" ")
   inner = roles.find_tag(content)
   if inner is not None:
     raise _Fault(Verdict.NESTED, f"{inner} inside <{role}>", offset)

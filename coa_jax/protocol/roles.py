@@ -48,8 +48,12 @@ def close_tag(role: str) -> str:
 
 
 def wrap(role: str, content: str) -> str:
-  """`content` inside the tags of `role`; the content is not changed."""
-  return open_tag(role) + content + close_tag(role)
+  """A span as this project writes it: one space follows the opening tag.
+
+  Byte-level tokenizers know a word with a space before it as one token and the bare
+  word often as several; with the space a name has the same tokens wherever it stands.
+  """
+  return f"{open_tag(role)} {content}{close_tag(role)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +109,13 @@ class Variant:
         )
     gone = frozenset(self.tools) - frozenset(tools)
     follows = {k: v - gone for k, v in self.follows.items() if k not in gone}
-    return dataclasses.replace(self, tools=tools, follows=follows)
+    return dataclasses.replace(
+      self,
+      tools=tools,
+      follows=follows,
+      think_required=self.think_required - gone,
+      think_allowed=self.think_allowed - gone,
+    )
 
 
 def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:

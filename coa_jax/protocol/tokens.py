@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -39,8 +40,12 @@ class Tokenizer:
     """
     self.hf = hf
     self._trusted = hf.backend_tokenizer
-    self._untrusted = tokenizers.Tokenizer.from_str(self._trusted.to_str())
-    # Special tokens in foreign text are spelt out as bytes.
+    # In foreign text special tokens are spelt out as bytes; and to that end every token
+    # beside the merges is special, Qwen's <tool_call> too.
+    state = json.loads(self._trusted.to_str())
+    for token in state["added_tokens"]:
+      token["special"] = True
+    self._untrusted = tokenizers.Tokenizer.from_str(json.dumps(state))
     self._untrusted.encode_special_tokens = True
     if not isinstance(self._trusted.decoder, tokenizers.decoders.ByteLevel):
       raise ValueError(
@@ -76,15 +81,15 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Ids of trusted text: tags and control tokens count as such."""
-    return self._trusted.encode(text, add_special_tokens=False).ids
+    return _ids(self._trusted, text)
 
   def encode_untrusted(self, text: str) -> list[int]:
     """Ids of foreign text: whatever it spells, it is only text."""
-    return self._untrusted.encode(text, add_special_tokens=False).ids
+    return _ids(self._untrusted, text)
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, control tokens included; broken UTF-8 is replaced."""
-    return b"".join(self.bytes_of[i] for i in ids).decode("utf-8", "replace")
+    return b"".join(self._bytes(i) for i in ids).decode("utf-8", "replace")
 
   @functools.cached_property
   def bytes_of(self) -> list[bytes]:
@@ -98,6 +103,10 @@ class Tokenizer:
       else:
         out[i] = bytes(to_byte[c] for c in token)
     return out
+
+  def _bytes(self, i: int) -> bytes:
+    # A model's embedding has more rows than the tokenizer has ids; those say nothing.
+    return self.bytes_of[i] if i < len(self.bytes_of) else b""
 
   @functools.cached_property
   def _chat(self) -> tuple[list[int], list[int]]:
@@ -130,9 +139,9 @@ class Tokenizer:
     opening = roles.open_tag(roles.OBSERVATION)
     closing = roles.close_tag(roles.OBSERVATION)
     head, tail = text.find(opening), text.rfind(closing)
-    if head < 0 or tail < 0:
-      return self.encode_untrusted(text)
     head += len(opening)
+    if head < len(opening) or tail < head:  # not an observation as `wrap` writes it
+      return self.encode_untrusted(text)
     ids = self.encode(text[:head]) + self.encode_untrusted(text[head:tail])
     return ids + self.encode(text[tail:])
 
@@ -160,8 +169,8 @@ class Tokenizer:
     The ids are never decoded and encoded again: a token that ends one span and begins
     the next stays whole, with the span that it ends.
     """
-    ends = list(itertools.accumulate(len(self.bytes_of[i]) for i in ids))
-    text = b"".join(self.bytes_of[i] for i in ids)
+    ends = list(itertools.accumulate(len(self._bytes(i)) for i in ids))
+    text = b"".join(self._bytes(i) for i in ids)
     cuts = [bisect.bisect_left(ends, m.end()) + 1 for m in _CLOSING.finditer(text)]
     out = []
     for a, b in itertools.pairwise(sorted({0, *cuts, len(ids)})):
@@ -178,6 +187,12 @@ class Tokenizer:
         )
       )
     return out
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+  # A lone surrogate (JSON can hold one) is no text to a tokenizer; it becomes "?".
+  text = text.encode("utf-8", "replace").decode()
+  return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 _NAMES = "|".join((*roles.ROLES, *roles.TOOLS))

@@ -111,7 +111,8 @@ class CoAEpisode:
       future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
       future.set_result(call)
       return future
-    return self.toolbox.submit(name, content[: content.index(tag)])
+    content = content[: content.index(tag)].removeprefix(" ")
+    return self.toolbox.submit(name, content)
 
   def observed(self, result: ToolCall) -> list[int] | None:
     """Appends the observation of a finished call. See `Episode`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ class RolloutConfig:
   variant: str = "unified"
   style: str = "full"
   slots: int = 64
-  window: int = 16
+  window: int = 8
   max_len: int = 320
   max_calls: int = 8
   tool_seconds: float = 60.0
@@ -137,6 +138,7 @@ class _Run:
     self.params = params
     self.queue = queue
     self.key = jax.random.key(seed)
+    self.window_seconds = 0.0  # of the last one
     self.episodes: list[Episode | None] = [None] * B
     self.waiting: dict[int, concurrent.futures.Future] = {}
     self.ids: list[list[int]] = [[] for _ in range(B)]
@@ -176,7 +178,11 @@ class _Run:
 
   def step(self) -> Iterator[Episode]:
     """One round: finished tools go in, one window is sampled, stops are handled."""
-    if not self.state.active_B.any():
+    if self.state.active_B.any():
+      # Most tools answer in far less time than a window takes, and a slot that just
+      # misses one idles for all of it: a short wait for them is well spent.
+      concurrent.futures.wait(self.waiting.values(), timeout=self.window_seconds / 8)
+    else:
       concurrent.futures.wait(
         self.waiting.values(), return_when=concurrent.futures.FIRST_COMPLETED
       )
@@ -241,6 +247,7 @@ class _Run:
 
   def _sample(self) -> Iterator[Episode]:
     owner, before = self.owner, self.state.active_B
+    began = time.monotonic()
     owner._cache, state, out = sampler.window(
       owner.model,
       owner.config.window,
@@ -251,6 +258,7 @@ class _Run:
       self.key,
     )
     self.state, out = jax.tree.map(np.array, (state, out))
+    self.window_seconds = time.monotonic() - began
     owner.counters.windows += 1
     owner.counters.sampled_tokens += int(out.count_B.sum())
     owner.counters.slot_steps += int(out.count_B.max()) * len(self.episodes)

@@ -2,7 +2,8 @@
 
 The schema of a row is decided by the fields it has, never by the file's name, and a
 row that fits none is an error that names the file, the row and what would be accepted.
-Code tasks keep their tests in `meta["tests"]`; nothing of them is in the question.
+Code tasks keep their tests in `meta["tests"]`, GSM8K's their worked solution in
+`meta["solution"]`; nothing of either is in the question.
 """
 
 from __future__ import annotations
@@ -177,6 +178,7 @@ def _plain_row(row: Row, where: str, default_id: str) -> Task:
         answers=(final[1].replace(",", ""),),
         kind=Kind.MATH,
         source="gsm8k",
+        meta={"solution": row["answer"]},
       )
   row = dict(row)
   if "data_source" in row:

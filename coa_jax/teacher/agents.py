@@ -20,7 +20,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.llm import Brain, InfrastructureError, Message, Reply
+from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
 from coa_jax.teacher.prompts import PROMPTS, REVIEWS, SEES
 from coa_jax.teacher.runs import (
   CALL,
@@ -28,6 +28,7 @@ from coa_jax.teacher.runs import (
   CODE,
   DECISION,
   FINAL,
+  GAVE_UP,
   MALFORMED,
   OBSERVATION,
   ORCHESTRATOR,
@@ -260,6 +261,9 @@ def solve(
     _work(team, call, config)
   except InfrastructureError as e:
     run.status, run.error = Status.INFRASTRUCTURE, str(e)
+  except GaveUp as e:
+    run.status = Status.TURN_LIMIT
+    team.note(ORCHESTRATOR, GAVE_UP, e.detail, e.reason)
   spent = [e for e in run.events if e.prompt]
   run.usage = Usage(
     prompt=sum(e.prompt for e in spent),

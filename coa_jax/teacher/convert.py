@@ -65,6 +65,9 @@ def convert(
     A trajectory whose tool calls have their wall seconds set to 0, so that equal runs
     give equal bytes (times stay in the run); or why there is none.
   """
+  if run.events and run.events[-1].kind == runs.GAVE_UP:
+    last = run.events[-1]
+    return Dropped(run.task_id, run.sample, last.detail, last.content)
   if run.status != Status.ENDED:
     return Dropped(run.task_id, run.sample, run.status.value, run.error)
   spans = _place_thinks(_spans(run.events, variant), variant)

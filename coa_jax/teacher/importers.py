@@ -142,7 +142,8 @@ def _segments(output: str, variant: Variant) -> list[Segment]:
     content = output[inside : end - len(roles.close_tag(OBSERVATION))]
     after = output[end:]
     space = after[: len(after) - len(after.lstrip())]
-    text = roles.wrap(OBSERVATION, roles.escape(content)) + space
+    opening, closing = roles.open_tag(OBSERVATION), roles.close_tag(OBSERVATION)
+    text = f"{opening}{roles.escape(content)}{closing}{space}"
     segments.append(Segment(Author.TOOL, OBSERVATION, text))
     position = end + len(space)
   return segments + _policy_segments(output[position:], variant, observed=False)

@@ -60,8 +60,23 @@ class Brain(Protocol):
 
     Raises:
       InfrastructureError: nothing could answer.
+      GaveUp: this task cannot be gone on with; others can.
     """
     ...
+
+
+class GaveUp(Exception):
+  """A brain cannot go on with a task; the run ends and its record says why.
+
+  Attributes:
+    reason: a short name that counts can be kept by.
+    detail: what exactly was wrong.
+  """
+
+  def __init__(self, reason: str, detail: str = ""):
+    """Takes the reason and the detail."""
+    super().__init__(f"{reason}: {detail}" if detail else reason)
+    self.reason, self.detail = reason, detail
 
 
 class RefusedError(RuntimeError):

@@ -19,7 +19,7 @@ REFLECTOR, SOLVER, VERIFIER = "reflector", "solver", "verifier"
 # Kinds of events.
 DECISION, PLAN, CALL, OBSERVATION = "decision", "plan", "call", "observation"
 REFLECTION, CANDIDATE, VERDICT = "reflection", "candidate", "verdict"
-FINAL, MALFORMED = "final", "malformed"
+FINAL, MALFORMED, GAVE_UP = "final", "malformed", "gave_up"
 
 
 Encode = Callable[[str], Sequence[int]]
@@ -35,7 +35,8 @@ class Event:
     content: the decision's reason, plan, tool arguments, tool result, review,
       candidate, rationale or final answer; of a malformed reply, its text.
     detail: the next agent of a decision, the tool of a call or an observation, the
-      score of a verdict, the fault of a malformed reply; else "".
+      score of a verdict, the fault of a malformed reply, the reason for giving up (the
+      content has the details); else "".
     prompt: tokens of the context that was sent; 0 where no model was called.
     cached: how many of them a prefix cache would have served.
     generated: tokens of the reply.
@@ -65,7 +66,7 @@ class Run:
     events: everything in order; each call's event is followed by its observation's.
     calls: every tool call, in order.
     prediction: the answer; None where the run ended without one.
-    status: how it ended: ended, turn_limit or infrastructure.
+    status: how it ended: ended, turn_limit (given up, too) or infrastructure.
     usage: the sum over events.
     sample: which of the task's runs this is (0-based).
     error: what broke, for an infrastructure failure.

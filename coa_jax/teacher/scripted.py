@@ -95,6 +95,7 @@ _QUESTION = re.compile(r"^Question: (.*)$", re.MULTILINE)
 _HEADER = re.compile(r"^\[(\w+)(?: \w+)?\]\n", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+")
 _DECISION = re.compile(r"NEXT: \w+(?:\nREASON: (.*))?")
+_PROGRAMS = ("compute ", "compare ")  # what an assignment of the code agent begins with
 _STEP_WORDS = {"+": "sum", "-": "difference", "*": "product"}
 
 
@@ -147,7 +148,7 @@ class _Mind:
         if part.startswith("recall "):
           _, relation, value = part.split(" ", 2)
           self._set(relation, value)
-        elif part.startswith(("look up ", "compute ")):
+        elif part.startswith(("look up ", *_PROGRAMS)):
           self.assignment = part
         elif " = " in part:
           self._computed(part.split(" = ")[1])
@@ -170,7 +171,7 @@ class _Mind:
   def _computed(self, value: str) -> None:
     """One program runs every computation, so its result settles all of them."""
     for i, step in enumerate(self.program):
-      if step["op"] == "compute":
+      if step["op"] != "lookup":
         self.known[i] = value
 
   def _entity(self, i: int) -> str | None:
@@ -201,7 +202,8 @@ class _Mind:
     if last is None:
       return _decide(runs.PLANNER, self._task_in_words())
     if last.kind == runs.REFLECTION and "Poor" in last.content:
-      again = "fix program" if self.assignment.startswith("compute") else "search again"
+      wrong = self.assignment.startswith(_PROGRAMS)
+      again = "fix program" if wrong else "search again"
       return _decide(runs.PLANNER, again)
     if last.kind == runs.VERDICT:
       return _decide(runs.PLANNER, f"still to find {_goal(self.program[-1])}")
@@ -225,6 +227,8 @@ class _Mind:
         facts.append(f"recall {step['relation']} {self.known[i]}")
       elif step["op"] == "compare":
         left, right = (resolve(a, self.known) for a in step["args"])
+        if self.chance("mental") >= self.config.mental:
+          return _decide(runs.CODE, *facts, f"compare {left} and {right}")
         sign = "<" if int(left) < int(right) else ">"
         self.known[i] = self._result()
         facts.append(f"{left} {sign} {right}")
@@ -309,8 +313,9 @@ class _Mind:
     return self._namesake(value, 1) if " " in value else value
 
   def _code(self) -> str:
-    expression = self.assignment.removeprefix("compute ")
-    tried = sum("compute " in e.content for e in self.entries) > 1
+    verb, rest = self.assignment.split(" ", 1)
+    expression = rest if verb == "compute" else rest.replace(" and ", " < ")
+    tried = sum(f"{verb} " in e.content for e in self.entries) > 1
     program = f"print({expression})"
     if not tried and self.chance("bug") < self.config.buggy_program:
       program = self._bug(expression)
@@ -319,10 +324,9 @@ class _Mind:
   def _bug(self, expression: str) -> str:
     which = self.chance("which bug")
     if which < 0.5:  # a wrong operator
-      first = re.search(r" ([-+*]) ", expression)
-      other = {"+": "-", "-": "+", "*": "+"}[first[1]]
-      start, end = first.span(1)
-      return f"print({expression[:start]}{other}{expression[end:]})"
+      first = re.search(r"(?<= )[-+*<](?= )", expression)
+      other = {"+": "-", "-": "+", "*": "+", "<": ">"}[first[0]]
+      return f"print({expression[: first.start()]}{other}{expression[first.end() :]})"
     if which < 0.7:
       return f"prin({expression})"
     if which < 0.85:
@@ -333,7 +337,7 @@ class _Mind:
     observation = next(
       e.content for e in reversed(self.entries) if e.kind == runs.OBSERVATION
     )
-    if self.assignment.startswith("compute "):
+    if self.assignment.startswith(_PROGRAMS):
       return self._review_program(observation.strip())
     entity = self.assignment.removeprefix("look up ")
     pages = read_pages(observation)
@@ -351,12 +355,23 @@ class _Mind:
     return " ; ".join(f"{relation} {page[relation]}" for relation in wanted)
 
   def _review_program(self, output: str) -> str:
-    if not _NUMBER.fullmatch(output):
+    if self.assignment.startswith("compare "):
+      left, right = map(int, re.findall(_NUMBER, self.assignment))
+      said, truth = output, str(left < right)
+      result = self._picked(first_is_less=output == "True")
+    else:
+      said = result = output
+      truth = self._result()
+    if said not in ("True", "False") and not _NUMBER.fullmatch(said):
       return "no result tool_effectiveness : Poor"
-    right = output == self._result()
-    if not right and self.chance("caught program") < self.config.caught:
+    if said != truth and self.chance("caught program") < self.config.caught:
       return "wrong result tool_effectiveness : Poor"
-    return f"result {output}"
+    return f"result {result}"
+
+  def _picked(self, first_is_less: bool) -> str:
+    """The name a comparison picks."""
+    step = self.program[-1]
+    return step["of"][0 if first_is_less == (step["name"] == "min") else 1]
 
   def _solver(self) -> str:
     if self.program[-1]["op"] == "compare" and len(self._open()) == 1:

@@ -69,6 +69,7 @@ def test_raw_released_rows_and_gsm8k(tmp_path):
   assert (raw.source, raw.answers) == ("nq", ("x", "y"))
   assert raw.meta == {"file_name": "i.png"}
   assert (gsm8k.kind, gsm8k.answers, gsm8k.source) == (Kind.MATH, ("1234",), "gsm8k")
+  assert (gsm8k.question, gsm8k.meta["solution"]) == ("q", rows[1]["answer"])
   assert (plain.kind, plain.source) == (Kind.QA, "")
 
 

@@ -13,7 +13,7 @@ from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.llm import InfrastructureError, Message, Reply
+from coa_jax.teacher.llm import GaveUp, InfrastructureError, Message, Reply
 from coa_jax.teacher.prompts import PROMPTS, SEES
 from coa_jax.teacher.runs import Event, Meter, Run, RunFile, render
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
@@ -208,6 +208,18 @@ def test_a_brain_that_cannot_answer_ends_the_run_as_infrastructure():
 
   run = work(gone)
   assert (run.status, run.error) == (Status.INFRASTRUCTURE, "nobody there")
+
+
+def test_a_brain_that_gives_up_ends_the_run_and_says_why():
+  def quits(agent, messages):
+    if agent == "planner":
+      raise GaveUp("no_plan", "too hard")
+    return Reply("NEXT: planner")
+
+  run = work(quits)
+  assert (run.status, run.prediction, run.error) == (Status.TURN_LIMIT, None, "")
+  last = run.events[-1]
+  assert (last.kind, last.detail, last.content) == (runs.GAVE_UP, "no_plan", "too hard")
 
 
 def test_tools_belong_to_agents():

@@ -245,9 +245,9 @@ def test_a_variant_that_thinks_before_reflecting_splits_the_review():
   variant = get_variant("mhqa")
   result = convert(make_run(steps), TASK, variant, PROMPT)
   texts = [s.text for s in result.segments]
-  assert "<think>The page is about the town.</think>" in texts
-  assert "<reflection>It names its mayor.</reflection>" in texts
-  assert texts[-2:] == ["<think>it is known</think>", "<answer>Mira Quill</answer>"]
+  assert "<think> The page is about the town.</think>" in texts
+  assert "<reflection> It names its mayor.</reflection>" in texts
+  assert texts[-2:] == ["<think> it is known</think>", "<answer> Mira Quill</answer>"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,339 @@
+"""The annotated brain: a team that works a data set's own solutions through real tools.
+
+GSM8K's solutions (arXiv 2110.14168) hold calculator notes, `48/2 = <<48/2=24>>24 clips
+in May.` Each note becomes one round of the team: the text before it is the
+orchestrator's reason, its expression the code agent's program, the text after it, with
+the value, the reflector's review. The planner says what each note is for, the solver
+gives the last value. A program's output must be the value that the note claims.
+
+It keeps no state: how often an agent has replied tells which step it is at.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import decimal
+import fractions
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+
+from coa_jax.protocol import roles
+from coa_jax.tasks.task import Task
+from coa_jax.teacher import runs
+from coa_jax.teacher.llm import GaveUp, Message, Reply
+
+_OBSERVED = f"[{runs.OBSERVATION} {runs.CODE}]\n"
+_QUESTION = re.compile(r"^Question: (.*)\nTools: ", re.DOTALL)
+_NOTE = re.compile(r"<<([^<>\n]*)>>")
+_FINAL = re.compile(r"\n?#### *(.*?)\s*$")
+_NUMBER = re.compile(r"(?<![\d.,])(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_WRITTEN = re.compile(r"\s*[-$]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+_BECAUSE = re.compile(r" (?:because|since)\b( .+)?$")
+_VALUE = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?|[+-]?\d+/\d+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_CLAUSE_END = re.compile(r"(?<!Mr)(?<!Mrs)(?<!Ms)(?<!Dr)[,;:.]+(?:\s|$)|\n")
+# A calculation that ends a text, with nothing but numbers and signs in it.
+_CALCULATION = re.compile(
+  r"(?<![\w.,])[$(]*[\d.](?:[\d.\s()+\-*/x\u00d7\u00f7$%]|,(?=\d{3}))*$"
+)
+# A calculation that goes on after the text's end.
+_OPEN_END = re.compile(r"(?:[-+*/\u00d7\u00f7(]|\bx)$")
+
+# Notations that have one reading only, as Python writes them; all else is refused.
+_NOTATIONS = (
+  (re.compile(r"\s+"), " "),
+  (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),  # 1,000
+  (re.compile(r"\$(?=[\d.])"), ""),  # $5
+  (re.compile(r"(?<=[\d)])\s*[x\u00d7]\s*(?=[\d(.])"), "*"),
+  (re.compile(r"\u00f7"), "/"),
+  (re.compile(r"(?<![\d.])0+(?=\d)"), ""),  # 007 is no number in Python
+)
+_PERCENT = re.compile(r"(\d+\.?\d*|\.\d+)%")
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
+_MAX_CHARS = 200  # of an expression; what is longer is no calculator note
+_MAX_GOAL_WORDS = 8
+# What a float's repr may be off by, relative to the value.
+_FLOAT_ERROR = fractions.Fraction(1, 10**9)
+_UNKNOWN, _DONE = "?", "all steps done"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """One calculator note.
+
+  Attributes:
+    thought: the text before it, without the calculation and its result.
+    program: its expression, as Python.
+    value: what it claims the expression to be, as a plain decimal.
+    rounding: what the claim may be off by: half of its last decimal, 0 for an integer.
+    finding: the value and the text after it.
+    goal: what it is for, in a few words.
+  """
+
+  thought: str
+  program: str
+  value: str
+  rounding: fractions.Fraction
+  finding: str
+  goal: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+  """A worked solution: its steps, and the text after the last one ("" for none)."""
+
+  steps: tuple[Step, ...]
+  rest: str
+
+
+class AnnotatedBrain:
+  """Answers as any agent, for the tasks it was made with."""
+
+  def __init__(self, tasks: Iterable[Task]):
+    """Takes the tasks it may be asked about; `meta["solution"]` is what it follows.
+
+    Raises:
+      ValueError: a task has no solution.
+    """
+    self._solutions: dict[str, Solution | GaveUp] = {}
+    for task in tasks:
+      text = task.meta.get("solution")
+      if not isinstance(text, str):
+        raise ValueError(
+          f"task {task.id!r} has no meta['solution']: the annotated brain plays worked "
+          "solutions with calculator notes, such as GSM8K's training rows"
+        )
+      try:
+        self._solutions[task.question] = read_solution(text)
+      except GaveUp as e:
+        self._solutions[task.question] = e
+
+  def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
+    """The agent's part of the solution; see `llm.Brain`.
+
+    Raises:
+      GaveUp: the solution cannot be played (`read_solution` says why), or, as reason
+        "program_failed" or "other_value", the tool's output is no number or not the
+        value of the note.
+    """
+    question = _QUESTION.match(messages[1].content)
+    solution = self._solutions.get(question[1]) if question else None
+    if solution is None:
+      raise ValueError("the annotated brain was asked about a task it does not have")
+    if isinstance(solution, GaveUp):
+      raise GaveUp(solution.reason, solution.detail)
+    done = sum(m.role == "assistant" for m in messages)
+    return Reply(_reply(agent, solution, done, messages[-1].content))
+
+
+def _reply(agent: str, solution: Solution, done: int, told: str) -> str:
+  """What an agent says that has replied `done` times and was `told` this last."""
+  steps = solution.steps
+  if agent == runs.PLANNER:
+    return " ; ".join(step.goal for step in steps)
+  if agent == runs.CODE:
+    return roles.render_code(f"print({steps[done].program})")
+  if agent == runs.REFLECTOR:
+    _check(steps[done], told.rpartition(_OBSERVED)[2].strip())
+    return steps[done].finding
+  if agent == runs.SOLVER:
+    return f"ANSWER: {steps[-1].value}"
+  if agent == runs.VERIFIER:
+    return "SCORE: 4"  # `read_solution` has seen to it
+  if done == 0:
+    return f"NEXT: {runs.PLANNER}"
+  if done <= len(steps):
+    return f"NEXT: {runs.CODE}\nREASON: {steps[done - 1].thought}"
+  return f"NEXT: {runs.SOLVER}\nREASON: {solution.rest or _DONE}"
+
+
+def _check(step: Step, output: str) -> None:
+  """Raises GaveUp unless a program's output is what the step's note claims."""
+  found = _value(output)
+  if found is None:
+    raise GaveUp("program_failed", f"print({step.program}): {output[-200:]}")
+  claimed = fractions.Fraction(step.value)
+  if abs(found - claimed) > max(step.rounding, _FLOAT_ERROR * abs(claimed)):
+    detail = f"{step.program} is {output}, the solution says {step.value}"
+    raise GaveUp("other_value", detail)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+  """`<<program=value>>` from `start` to `end` of a text; the value as it is written."""
+
+  start: int
+  end: int
+  program: str
+  value: str
+
+
+def read_solution(text: str) -> Solution:
+  """Reads a worked solution with calculator notes and a last line `#### answer`.
+
+  Notes without an operator (`<<16=16>>16`) calculate nothing and are read as text.
+
+  Raises:
+    GaveUp: with a reason: "no_program" (no note calculates), "broken_note" (a note that
+      is not `<<expression=value>>`), "not_arithmetic" (an expression that `arithmetic`
+      refuses) or "answer_not_computed" (the final answer is not the last note's value).
+  """
+  final = _FINAL.search(text)
+  body = text[: final.start()] if final else text
+  notes = []
+  for match in _NOTE.finditer(body):
+    expression, equals, value = match[1].rpartition("=")
+    if not equals or _value(value) is None:
+      raise GaveUp("broken_note", match[0])
+    if "/" not in expression and _value(expression) is not None:
+      continue
+    program = arithmetic(expression)
+    if program is None:
+      raise GaveUp("not_arithmetic", match[0])
+    notes.append(_Note(*match.span(), program, value))
+  if re.search("<<|>>", _NOTE.sub("", body)):
+    raise GaveUp("broken_note", "a note that is not closed")
+  if not notes:
+    raise GaveUp("no_program", "no note holds a calculation")
+  answer = final[1] if final else ""
+  if _value(answer) != _value(notes[-1].value):
+    detail = f"the answer is {answer!r}, the last value {notes[-1].value}"
+    raise GaveUp("answer_not_computed", detail)
+  return _solution(body, notes)
+
+
+def _solution(body: str, notes: Sequence[_Note]) -> Solution:
+  """Gives the text between notes to them: the line's rest to the one before."""
+  steps = []
+  before = body[: notes[0].start]
+  for note, following in itertools.zip_longest(notes, notes[1:]):
+    between = body[note.end : following.start if following else len(body)]
+    written = _WRITTEN.match(between)
+    if written and _value(written[0]) == _value(note.value):
+      between = between[written.end() :]
+    after, newline, rest = between.partition("\n")
+    if following and not newline:  # both notes are on one line
+      after, rest = "", between
+    steps.append(_step(_tidy(before), note, _tidy(after)))
+    before = rest
+  return Solution(tuple(steps), _tidy(before))
+
+
+def _tidy(text: str) -> str:
+  """Text without notes, blank lines and spaces at the ends of lines."""
+  lines = (line.strip() for line in _NOTE.sub("", text).splitlines())
+  return "\n".join(line for line in lines if line)
+
+
+def _step(before: str, note: _Note, after: str) -> Step:
+  """The step of a note between two texts."""
+  after = after.rstrip(" .")
+  *earlier, line = _without_calculation(before).split("\n")
+  line = _without_result(line, note.value)
+  goal = _goal(line, after) or note.program
+  thought = "\n".join([*earlier, line])
+  value = _plain(note.value)
+  unit = "$" if before.endswith("$") else ""
+  space = " " if after and (after[0].isalnum() or after[0] in "($") else ""
+  return Step(
+    thought=thought if _WORD.search(thought) else goal,
+    program=note.program,
+    value=value,
+    rounding=_rounding(note.value),
+    finding=unit + value + space + after,
+    goal=goal,
+  )
+
+
+def _without_calculation(text: str) -> str:
+  """A text before a note without the calculation that the note repeats."""
+  text = text.rstrip("=$: \n")
+  bare = _CALCULATION.sub("", text).rstrip("=$: \n")
+  # A number of the calculation may have a unit; then it is told in words.
+  return text if _OPEN_END.search(bare) else bare
+
+
+def _without_result(line: str, value: str) -> str:
+  """`The dogs eat 6 because`, before a program that prints 6, as `The dogs eat ?`."""
+  match = _BECAUSE.search(line)
+  if match is None:
+    return line
+  claimed = _value(value)
+
+  def hide(number: re.Match[str]) -> str:
+    return _UNKNOWN if _value(number[0]) == claimed else number[0]
+
+  told = _NUMBER.sub(hide, line[: match.start()])
+  return told + match[0] if match[1] else told
+
+
+def _goal(line: str, after: str) -> str:
+  """A few words of the clause after a note or, where that says little, before it."""
+
+  def words(clause: str) -> int:
+    return len(_WORD.findall(clause))
+
+  following = _CLAUSE_END.split(after)[0]
+  if words(following) > 1:
+    return " ".join(following.split()[:_MAX_GOAL_WORDS])
+  clauses = [c for c in _CLAUSE_END.split(line) if words(c)]
+  telling = [c for c in clauses if words(c) > 1] or clauses or [""]
+  return " ".join(f"{telling[-1]} {following}".split()[-_MAX_GOAL_WORDS:])
+
+
+def arithmetic(expression: str) -> str | None:
+  """An expression as Python, if it is plain arithmetic; None for all else.
+
+  Plain are numbers, + - * / //, signs and parentheses. Other notations are accepted
+  where they have one reading: 1,000 and $5 and 007, `x` between numbers, and a percent
+  sign where nothing is added (`100+10%` has two readings).
+  """
+  if len(expression) > _MAX_CHARS:
+    return None
+  text = expression.strip()
+  for pattern, plain in _NOTATIONS:
+    text = pattern.sub(plain, text)
+  if "%" in text and not re.search(r"[+-]", text):
+    text = _PERCENT.sub(r"(\1/100)", text)
+  try:
+    tree = ast.parse(text, mode="eval").body
+  except (SyntaxError, ValueError):
+    return None
+  return text if _plain_tree(tree) else None
+
+
+def _plain_tree(node: ast.expr) -> bool:
+  if isinstance(node, ast.Constant):
+    return type(node.value) in (int, float)
+  if isinstance(node, ast.UnaryOp):
+    return isinstance(node.op, ast.USub | ast.UAdd) and _plain_tree(node.operand)
+  if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
+    return _plain_tree(node.left) and _plain_tree(node.right)
+  return False
+
+
+def _value(text: str) -> fractions.Fraction | None:
+  """The exact value of a number as people and Python write it; None for all else."""
+  text = text.strip().removeprefix("$").replace(",", "")
+  try:
+    return fractions.Fraction(text) if _VALUE.fullmatch(text) else None
+  except ZeroDivisionError:
+    return None
+
+
+def _rounding(value: str) -> fractions.Fraction:
+  """Half a unit of a number's last decimal; 0 for integers and fractions."""
+  decimals = value.strip().partition(".")[2]
+  return fractions.Fraction(bool(decimals), 2 * 10 ** len(decimals))
+
+
+def _plain(value: str) -> str:
+  """A number as a decimal without needless zeros; a fraction stays one."""
+  exact = _value(value)
+  try:
+    shown = decimal.Decimal(value.strip().removeprefix("$").replace(",", ""))
+  except decimal.InvalidOperation:
+    return str(exact)
+  return f"{shown.normalize():f}"

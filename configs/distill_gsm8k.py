@@ -1,0 +1,28 @@
+"""Distils GSM8K's worked solutions: each calculator note becomes a real program run.
+
+  python -m experiments.distill --config=configs/distill_gsm8k.py \
+    --workdir=runs/gsm8k/distill
+
+Expect: EXPECT
+":tiny" (64 tasks): a few seconds; give it a workdir of its own.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "tiny" takes 64 tasks."""
+  if arg not in ("", "tiny"):
+    raise ValueError(f"distill_gsm8k answers '' and 'tiny', not {arg!r}")
+  config = ml_collections.ConfigDict()
+  config.tasks = dict(
+    uri="../shared/data/gsm8k/train.jsonl",
+    limit=64 if arg == "tiny" else 0,
+  )
+  config.tools = dict(tools=("code",), workers=2)
+  config.teacher = dict(brain="annotated", workers=4, variant="math", prompt="brief")
+  config.filters = dict(
+    min_activations=5,  # a plan, one round of think, code and reflection, a last think
+    max_repeats=1,  # two things of the same size are two honest programs
+  )
+  return config

@@ -1,0 +1,34 @@
+"""Evaluation on GSM8K's test questions with the code tool.
+
+  python -m experiments.evaluate --config=configs/evaluate_gsm8k.py \
+    --workdir=runs/gsm8k/eval
+
+Needs a model folder (`--config.init=runs/gsm8k/sft/model`). Expect: EXPECT
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "tiny" plays 8 tasks."""
+  if arg not in ("", "tiny"):
+    raise ValueError(f"evaluate_gsm8k answers '' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = "runs/gsm8k/sft/model"
+  config.model = dict(remat="none")
+  config.rollout = dict(
+    variant="math",
+    style="brief",
+    slots=8 if tiny else 64,
+    window=16,
+    max_len=512,
+    max_calls=10,
+    seed=1,
+  )
+  config.tools = dict(tools=("code",), workers=2)
+  config.tasks = dict(
+    uri="../shared/data/gsm8k/test.jsonl", limit=8 if tiny else 512, seed=0
+  )
+  config.eval = dict(greedy=True, samples=0)
+  return config

@@ -1,0 +1,168 @@
+"""The whole journey on one CPU: distil, SFT, RL, evaluate, report.
+
+  python -m experiments.quickstart --workdir=runs/quickstart [--seed=0] [--tiny]
+
+Makes an offline world, has a multi-agent team solve tasks in it with real tools,
+distils its runs into Chain-of-Agents trajectories, trains a 1M-parameter model on them
+from scratch, improves it by RL with the same tools, and measures everything on worlds
+it has never seen. At most 12 minutes on 2 cores. Ctrl-C at any time; the same command
+goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+import rich
+from absl import app, flags
+
+from coa_jax import distill, evaluate, rl, sft
+from coa_jax.config import ConfigError, claim
+from coa_jax.report.metrics import duration, write_json
+from configs import distill_world, evaluate_world, rl_world, sft_world
+from experiments import launch, quickstart_report
+from experiments.make_world import make_world
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where the run writes.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the world, the teacher, SFT and RL.")
+_TINY = flags.DEFINE_bool("tiny", False, "Walk through every stage in a minute.")
+
+# Evaluations: name -> (model, task file, tools on).
+EVALUATIONS = {
+  "eval_sft": ("sft", "test", True),
+  "eval_rl": ("rl", "test", True),
+  "eval_tools_off": ("rl", "test", False),
+  "eval_ood_sft": ("sft", "ood", True),
+  "eval_ood_rl": ("rl", "ood", True),
+}
+TEACHER_SAMPLES = 4  # the first counts as its greedy attempt
+
+
+class Quickstart:
+  """The stages, in order; each is skipped where its results are there already."""
+
+  def __init__(self, workdir: str, seed: int, tiny: bool):
+    """Args: where everything goes, the seed, and whether to make it all small."""
+    self.workdir = workdir
+    self.seed = seed
+    self.arg = "tiny" if tiny else ""
+    self.seconds: dict[str, float] = {}
+
+  def path(self, *names: str) -> str:
+    """A path below the workdir."""
+    return os.path.join(self.workdir, *names)
+
+  def stage(self, number: int, name: str, title: str, work: Callable[[], Any]) -> None:
+    """Runs a stage unless it is done; its seconds, over all tries, are kept."""
+    file = self.path("stages.json")
+    if os.path.exists(file):
+      with open(file) as f:
+        self.seconds = json.load(f)
+    if self.seconds.get(f"{name}_done"):
+      rich.print(f"[dim]\\[{number}/6] {title}: done[/dim]")
+      return
+    rich.print(f"[bold]\\[{number}/6] {title}[/bold]")
+    began = time.monotonic()
+    finished = False
+    try:
+      work()
+      finished = True
+    finally:
+      spent = self.seconds.get(name, 0.0) + time.monotonic() - began
+      self.seconds[name] = round(spent, 1)
+      self.seconds[f"{name}_done"] = finished
+      write_json(file, self.seconds)
+    rich.print(f"      {duration(self.seconds[name])}")
+
+  def run(self) -> dict[str, Any]:
+    """All stages; returns what `results.json` holds."""
+    stages = (
+      ("world", "an offline world: pages and tasks", self.make_world),
+      (
+        "distill",
+        "a multi-agent team at work, and its runs distilled",
+        self.distil,
+      ),
+      ("sft", "SFT: one model learns to play the whole team", self.sft),
+      ("rl", "RL with real tools", self.rl),
+      ("evaluate", "evaluation on worlds never seen in training", self.evaluate),
+    )
+    for number, (name, title, work) in enumerate(stages, 1):
+      self.stage(number, name, title, work)
+    rich.print("[bold]\\[6/6] report[/bold]")
+    return quickstart_report.write(self.workdir, self.seconds)
+
+  def make_world(self) -> None:
+    """Pages and tasks, as files that any user could have brought."""
+    sizes = (64, 64, 32) if self.arg else (15000, 6000, 600)
+    make_world(self.path("world"), self.seed, *sizes)
+
+  def _world(self, config: ml_collections.ConfigDict, tasks: str, pages: str) -> None:
+    config.tasks.uri = self.path("world", f"{tasks}_tasks.jsonl")
+    config.tools.corpus = self.path("world", f"{pages}_pages.jsonl")
+
+  def distil(self) -> None:
+    """The team on the training tasks: trajectories for SFT."""
+    config = distill_world.get_config(self.arg)
+    self._world(config, "train", "train")
+    config.scripted.seed = self.seed
+    distill.run(config, self.path("distill"))
+
+  def sft(self) -> None:
+    """A model from scratch."""
+    config = sft_world.get_config(self.arg)
+    config.data.trajectories = self.path("distill", distill.TRAJECTORIES)
+    config.data.seed = self.seed
+    sft.run(config, self.path("sft"))
+
+  def rl(self) -> None:
+    """The SFT model, improved by its own rollouts."""
+    config = rl_world.get_config(self.arg)
+    config.init = self.path("sft", "model")
+    self._world(config, "rl", "train")
+    config.dev.uri = self.path("world", "dev_tasks.jsonl")
+    config.dev.corpus = self.path("world", "dev_pages.jsonl")
+    config.rollout.seed = self.seed
+    rl.run(config, self.path("rl"))
+
+  def evaluate(self) -> None:
+    """Team and models on the same held-out tasks."""
+    held_out = evaluate_world.get_config(self.arg).tasks.limit
+    config = distill_world.get_config(self.arg)
+    self._world(config, "test", "test")
+    config.tasks.limit = held_out
+    config.teacher.samples = TEACHER_SAMPLES
+    config.scripted.seed = self.seed + 1  # other faults than in training
+    distill.run(config, self.path("eval_teacher"))
+    for name, (model, tasks, enabled) in EVALUATIONS.items():
+      config = evaluate_world.get_config(self.arg)
+      config.init = self.path(model, "model")
+      self._world(config, tasks, "test")
+      config.tools.enabled = enabled
+      evaluate.run(config, self.path(name))
+
+
+def main(argv: list[str]) -> None:
+  """Runs the quickstart and prints its table."""
+  if argv[1:]:
+    launch.stop(f"unexpected argument {argv[1]!r}")
+  launch.prepare(launch.COMPILE_CACHE.value)
+  workdir, settings = _WORKDIR.value, dict(seed=_SEED.value, tiny=_TINY.value)
+
+  def work() -> None:
+    try:
+      claim(ml_collections.ConfigDict({"quickstart": settings}), workdir)
+    except ConfigError as e:
+      raise ConfigError(f"--workdir: {e}") from e
+    Quickstart(workdir, **settings).run()
+
+  launch.with_clear_errors(work)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,231 @@
+"""What the quickstart says at its end: results.json, a table, an HTML report."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import rich
+
+from coa_jax import distill
+from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.report import plots, scores
+from coa_jax.report.cost import cost, cost_tables
+from coa_jax.report.metrics import duration, read_metrics, write_json
+from coa_jax.report.tables import Table, rich_table
+from coa_jax.report.viewer import write_report
+
+PAPER_REDUCTION = 0.846  # arXiv 2508.13167, abstract: tokens per task, GAIA, n = 10
+FIGURES = {
+  "pass1_greedy": "pass@1 greedy",
+  "pass1_sampled": "pass@1 sampled",
+  "pass3": "pass@3",
+  "best_of_3": "best of 3",
+}
+_COST_FIGURES = {
+  "tool_calls_per_task": "tool calls",
+  "generated_tokens_per_task": "generated tokens",
+  "tokens_per_task": "all tokens",
+  "malformed_rate": "malformed calls",
+  "protocol_ok": "well-formed",
+}
+_TITLES = {
+  "teacher": "multi-agent team",
+  "sft": "one model, SFT",
+  "rl": "one model, RL",
+  "tools_off": "the same, tools off",
+}
+_INTRO = """\
+One language model that plays a whole multi-agent team in one decoding stream, made from
+scratch on a CPU. A scripted multi-agent team with real tools (search, Python) solved
+tasks in an offline world; its runs became trajectories; a model of about a million
+parameters was trained on them and then improved by reinforcement learning with the same
+tools. Everything below was measured on worlds whose names no training text contains.
+
+The team knows things that the model can not know: it sometimes recalls a fact or
+computes in its head. Imitation alone teaches the model to make such facts up;
+reinforcement learning teaches it to use the tools."""
+_SHOWN = 12  # trajectories of each model in the report
+
+
+def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
+  """Writes `results.json` and `report.html` and prints the tables.
+
+  Args:
+    workdir: of a quickstart whose stages are done.
+    seconds: per stage, and flags that say which are done.
+
+  Returns:
+    What `results.json` holds.
+  """
+  meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))
+  team = [t for t in meters if t.sample == 0]
+  retries = [t for t in meters if t.sample > 0]
+  greedy = _played(workdir, "eval_rl", "greedy")
+  table = cost(team, greedy)
+  stages = {k: v for k, v in seconds.items() if not k.endswith("_done")}
+  results = {
+    "seconds": round(sum(stages.values()), 1),
+    "seconds_by_stage": stages,
+    "teacher": scores.summary(team, retries),
+    "sft": _results(workdir, "eval_sft"),
+    "rl": _results(workdir, "eval_rl"),
+    "tools_off": _results(workdir, "eval_tools_off"),
+    "cost": table,
+    "ood": {
+      family: {
+        model: _results(workdir, f"eval_ood_{model}")["by_family"].get(family)
+        for model in ("sft", "rl")
+      }
+      for family in _results(workdir, "eval_ood_rl")["by_family"]
+    },
+    "paper_reduction": PAPER_REDUCTION,
+  }
+  write_json(os.path.join(workdir, "results.json"), results)
+  tables = _tables(results)
+  for t in tables:
+    rich.print(rich_table(t))
+  path = os.path.abspath(os.path.join(workdir, "report.html"))
+  _write_page(path, workdir, results, tables)
+  rich.print(
+    f"{duration(results['seconds'])} in all; report: [bold]{path}[/bold]; figures: "
+    f"{os.path.join(workdir, 'results.json')}"
+  )
+  return results
+
+
+def _results(workdir: str, name: str) -> dict[str, Any]:
+  with open(os.path.join(workdir, name, "results.json")) as f:
+    return json.load(f)
+
+
+def _played(workdir: str, name: str, kind: str) -> list[Trajectory]:
+  return read_trajectories(os.path.join(workdir, name, f"{kind}.jsonl"))
+
+
+def _tables(results: dict[str, Any]) -> list[Table]:
+  """The tables of the terminal and the report."""
+  rows = [_row(_TITLES[name], results[name]) for name in _TITLES]
+  columns = {"model": "held-out worlds"}
+  for figure, title in FIGURES.items():
+    columns |= {figure: title, figure + "_ci": "95 %"}
+  main = Table(
+    f"Accuracy on {results['rl']['tasks']} held-out tasks",
+    rows,
+    columns,
+    "Sampled: temperature 1, 3 attempts. Best of 3: majority vote, ties by mean "
+    "log-prob. The team's greedy attempt is its first run.",
+  )
+  per_task = Table(
+    "Per task",
+    rows,
+    {"model": "held-out worlds", **_COST_FIGURES},
+    "All tokens: prompt, observations and generated; the team sends its context again "
+    "at every call, the one model runs every token once.",
+  )
+  ood = [
+    _row(f"{family}, {_TITLES[model]}", summary)
+    for family, by_model in results["ood"].items()
+    for model, summary in by_model.items()
+    if summary
+  ]
+  deeper = Table("Families and depths never trained on", ood, columns)
+  reductions = Table(
+    "Fewer tokens than the multi-agent team",
+    [
+      {"what": title, "value": results["cost"][key], "ci": results["cost"]["ci95"][key]}
+      for key, title in (
+        ("reduction_no_cache", "per task"),
+        ("reduction_cache", "per task, with credit for a prefix cache"),
+        ("reduction_per_solved", "per solved task"),
+      )
+    ]
+    + [
+      {"what": "the paper's, per task (n = 10)", "value": PAPER_REDUCTION, "ci": None}
+    ],
+    {"what": "reduction", "value": "measured", "ci": "95 %"},
+    "Both sides count a word, a digit, a punctuation mark or a tag as one token.",
+  )
+  return [main, per_task, deeper, reductions, *cost_tables(results["cost"])]
+
+
+def _row(title: str, summary: dict[str, Any]) -> dict[str, Any]:
+  intervals = {f"{k}_ci": v for k, v in summary["ci95"].items()}
+  return {"model": title, **summary, **intervals}
+
+
+def _write_page(
+  path: str, workdir: str, results: dict[str, Any], tables: Sequence[Table]
+) -> None:
+  sft = read_metrics(os.path.join(workdir, "sft"), "sft")
+  rl = read_metrics(os.path.join(workdir, "rl"), "rl")
+  models = {_TITLES[name]: results[name] for name in _TITLES}
+  figures = {
+    "Accuracy on held-out worlds, with 95 % intervals.": plots.score_bars(
+      models, FIGURES
+    ),
+    "SFT: loss per policy token (nats).": plots.curves(
+      sft, {"loss": {"loss": "training", "validation_loss": "validation"}}
+    ),
+    "RL: what rollouts earn, and greedy accuracy on development tasks.": plots.curves(
+      rl,
+      {
+        "share": {
+          "reward": "reward",
+          "answer": "right answer",
+          "format": "well-formed",
+        },
+        "greedy accuracy": {"dev_accuracy": "development"},
+        "nats": {"entropy": "entropy per token"},
+      },
+    ),
+    "Tokens of the team and of the one model.": plots.cost_bars(results["cost"]),
+    "Team runs before, trajectories after filtering (spans, tokens).": _filtering(
+      workdir
+    ),
+  }
+  rl_summary = results["rl"]
+  headline = {
+    "SFT, greedy": f"{results['sft']['pass1_greedy']:.1%}",
+    "RL, greedy": f"{rl_summary['pass1_greedy']:.1%}",
+    "RL, sampled": f"{rl_summary['pass1_sampled']:.1%}",
+    "tools off": f"{results['tools_off']['pass1_greedy']:.1%}",
+    "fewer tokens than the team": f"{results['cost']['reduction_no_cache']:.1%}",
+    "whole run": duration(results["seconds"]),
+  }
+  write_report(
+    path,
+    "Chain-of-Agents quickstart",
+    _INTRO,
+    tables,
+    figures,
+    _examples(workdir),
+    get_variant("unified"),
+    headline,
+  )
+
+
+def _filtering(workdir: str) -> Any:
+  """Length and role statistics of a sample of the training data."""
+  kept = read_trajectories(os.path.join(workdir, "distill", distill.TRAJECTORIES))
+  unique = {(t.task_id, t.sample): t for t in kept}
+  return plots.filter_statistics(list(unique.values())[:2000], kept[:2000])
+
+
+def _examples(workdir: str) -> list[Trajectory]:
+  """Trajectories to read: of each model right and wrong ones, of many families."""
+  out = []
+  for model, name in (("rl", "eval_rl"), ("sft", "eval_sft"), ("rl", "eval_ood_rl")):
+    played = _played(workdir, name, "greedy")
+    right = [t for t in played if t.reward_parts.get("answer")]
+    wrong = [t for t in played if not t.reward_parts.get("answer")]
+    # Alternately from both, so that a reader sees what earned the reward and what not.
+    mixed = [t for pair in itertools.zip_longest(right, wrong) for t in pair if t]
+    for t in mixed[:_SHOWN]:
+      t.meta["model"] = _TITLES[model]
+      out.append(t)
+  return out

@@ -1,0 +1,40 @@
+"""Settings of every test, made before anything imports JAX, and shared fixtures."""
+
+from __future__ import annotations
+
+import os
+
+# Subprocesses of tests inherit all of this. Programs are compiled once per machine.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault(
+  "JAX_COMPILATION_CACHE_DIR",
+  os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "tests"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import hypothesis
+import pytest
+import toy
+
+hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=60)
+hypothesis.settings.load_profile("coa_jax")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+  """The toy tokenizer: every tag is one token."""
+  return toy.tokenizer()
+
+
+@pytest.fixture(scope="session")
+def stock():
+  """A stock-like tokenizer: tags are ordinary text, and merges cross their borders."""
+  return toy.stock_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def actor():
+  """A policy that was trained until it knows `toy.SCRIPTS` by heart."""
+  return toy.actor()

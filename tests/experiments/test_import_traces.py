@@ -1,0 +1,119 @@
+"""Released traces from the file to a trained model, and what is said on the way."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import runpy
+import subprocess
+import sys
+
+from coa_jax import sft
+from coa_jax.protocol.trajectory import Author, read_trajectories
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HEAD = (
+  "You can use these functions.\n1. <think>...</think>\n2. <web_search>...</web_search>"
+)
+
+
+def record(number: int) -> dict[str, str]:
+  """A web agent's trace, laid out as the released files have them."""
+  grades = (
+    "information_conflict : Good tool_effectiveness : Fair trajectory_monitoring : Good"
+  )
+  output = f"""
+<think>
+I need the page of town {number}.
+</think>
+<plan>
+1. search 2. read
+</plan>
+<think>search first</think>
+<web_search>
+town {number}
+</web_search>
+<observation>
+Page 1: <b>town {number}</b> has <plan> in its text.
+</observation>
+
+<think>It names the town.</think>
+<reflection>{grades}</reflection>
+<think>Enough.</think>
+<suggested_answer>{number}</suggested_answer>
+<think>It fits.</think>
+<double_check>The score this time is:4</double_check>
+<answer>
+{number}
+</answer>"""
+  question = f"\n\nTask:\nWhich town is number {number}?"
+  return {"instruction": HEAD + question, "input": "", "output": output}
+
+
+def program(*flags: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-m", "experiments.import_traces", *flags],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
+def test_from_alpaca_records_to_a_trained_model(tmp_path):
+  rows = [record(i) for i in range(12)]
+  rows[3]["output"] = rows[3]["output"].replace("</observation>", "")
+  rows[5]["output"] = rows[5]["output"].replace("is:4", "is:2")
+  rows[7]["output"] = "Well. " + rows[7]["output"]
+  source, out = tmp_path / "WebAgentSFTDataset.json", tmp_path / "run" / "traces.jsonl"
+  source.write_text(json.dumps(rows))
+
+  done = program(f"--file={source}", "--variant=web", f"--out={out}")
+  assert done.returncode == 0, done.stderr
+  *named, last = done.stdout.splitlines()
+  assert [line.partition(": ")[0] for line in named] == [
+    f"WebAgentSFTDataset-{i}" for i in (3, 5, 7)
+  ]
+  assert "unclosed: observation" in named[0]
+  assert "illegal_transition: an answer after a failing score" in named[1]
+  assert "stray_text" in named[2]
+  assert last == "9 kept, 3 dropped (1 illegal_transition, 1 stray_text, 1 unclosed)"
+
+  trajectories = read_trajectories(out)
+  assert len(trajectories) == 9
+  for t in trajectories:
+    (tool,) = [s for s in t.segments if s.author == Author.TOOL]
+    assert tool.text.startswith("<observation>\nPage 1: ") and "&lt;plan>" in tool.text
+
+  config = runpy.run_path(str(ROOT / "configs" / "sft_gsm8k.py"))["get_config"]("tiny")
+  config.data.trajectories = str(out)
+  config.data.update(steps=4, validation=2, vocab_size=320, length=768, rows=2)
+  results = sft.run(config, str(tmp_path / "run" / "sft"))
+  assert (results["steps"], results["trajectories"]) == (4, 7)
+  assert results["left_out_too_long"] == 0
+  assert results["loss"] < 6 and results["validation_loss"] < 6
+  assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").exists()
+
+
+def test_illegal_records_on_demand(tmp_path):
+  rows = [record(0)]
+  rows[0]["output"] = rows[0]["output"].replace("is:4", "is:2")
+  source, out = tmp_path / "t.json", tmp_path / "t.jsonl"
+  source.write_text(json.dumps(rows))
+  flags = (f"--file={source}", "--variant=web", f"--out={out}", "--keep_illegal")
+  done = program(*flags)
+  assert (done.returncode, done.stdout) == (0, "1 kept, 0 dropped\n")
+  assert "illegal_transition" in read_trajectories(out)[0].meta["fault"]
+
+
+def test_refusals_are_one_line(tmp_path):
+  source, out = tmp_path / "t.json", tmp_path / "t.jsonl"
+  source.write_text(json.dumps([{**record(0), "output": "Well."}]))
+  flags = (f"--file={source}", "--variant=web", f"--out={out}")
+  done = program(*flags)
+  assert done.returncode == 2 and not out.exists()
+  assert done.stderr.endswith("no record is left to train on (1 stray_text)\n")
+  source.write_text("{}")
+  done = program(*flags)
+  assert done.returncode == 2 and "expected a JSON list" in done.stderr
+  assert "Traceback" not in done.stderr

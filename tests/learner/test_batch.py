@@ -1,0 +1,87 @@
+"""Packing covers everything once; weights follow authorship."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import toy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.learner import batch as batching
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=40)
+
+
+@given(LENGTHS, st.integers(1, 32))
+def test_every_sequence_that_fits_is_in_one_row_and_no_row_overflows(lengths, length):
+  rows = batching.pack(lengths, length)
+  placed = sorted(itertools.chain(*rows))
+  assert placed == [i for i, n in enumerate(lengths) if 0 < n <= length]
+  assert all(row == sorted(row) and row for row in rows)
+  totals = [sum(lengths[i] for i in row) for row in rows]
+  assert all(total <= length for total in totals)
+  # No two rows could have been one.
+  assert len(totals) < 2 or sum(sorted(totals)[:2]) > length
+
+
+def made(*counts: int, prompt: int = 2) -> Trajectory:
+  """Segments of these many tokens, policy and tool by turns, behind a prompt."""
+  ids = itertools.count(1)
+  segments = [
+    Segment(Author.PROMPT, "question", "", [next(ids) for _ in range(prompt)])
+  ]
+  for n, count in enumerate(counts):
+    author = Author.TOOL if n % 2 else Author.POLICY
+    segment = Segment(author, "", "", [next(ids) for _ in range(count)])
+    if author == Author.POLICY:
+      segment.logps = [-i / 8 for i in segment.ids]
+    segments.append(segment)
+  return Trajectory("t", segments)
+
+
+def test_a_row_holds_what_its_trajectories_hold():
+  batch = batching.empty(2, 12)
+  batching.fill(batch, 1, [made(2, 1, 1), made(1)], [0.5, -2.0])
+  row = {k: getattr(batch, k)[1].tolist() for k in batch.__dataclass_fields__}
+  assert row["tokens_BT"] == [1, 2, 3, 4, 5, 6, 1, 2, 3, 0, 0, 0]
+  assert row["segment_BT"] == [1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0]
+  assert row["position_BT"] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]
+  assert row["weight_BT"] == [0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]
+  assert row["advantage_BT"] == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, -2, 0, 0, 0]
+  assert row["logp_BT"] == [0, 0, -3 / 8, -0.5, 0, -0.75, 0, 0, -3 / 8, 0, 0, 0]
+  assert not any(getattr(batch, k)[0].any() for k in row)
+
+
+def test_only_the_policy_is_trained_on_whatever_the_others_say():
+  for author in (Author.PROMPT, Author.TOOL, Author.ENVIRONMENT):
+    batch = batching.empty(1, 4)
+    batching.fill(batch, 0, [Trajectory("t", [Segment(author, "answer", "", [1, 2])])])
+    assert not batch.weight_BT.any() and batch.segment_BT.any()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
+def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
+  played = [made(n) for n in counts]  # of 3 to 11 tokens
+  advantages = [float(n) for n in range(len(played))]
+  out = list(batching.batches(played, rows, 10, advantages))
+  assert all(b.tokens_BT.shape == (rows, 10) for b in out)
+  fitting = [t for t in played if t.num_tokens <= 10]
+  assert sum(int((b.segment_BT > 0).sum()) for b in out) == sum(
+    t.num_tokens for t in fitting
+  )
+  total = sum(
+    a * (t.num_tokens - 2)
+    for t, a in zip(played, advantages, strict=True)
+    if t.num_tokens <= 10
+  )
+  assert sum(float(b.advantage_BT.sum()) for b in out) == pytest.approx(total)
+
+
+def test_sft_batches_need_no_log_probs():
+  (batch,) = batching.batches(toy.trajectories(), 4, toy.MAX_LEN)
+  assert not batch.logp_BT.any() and not batch.advantage_BT.any()
+  assert batch.weight_BT.dtype == np.float32 and batch.tokens_BT.dtype == np.int32

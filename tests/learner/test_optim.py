@@ -1,0 +1,140 @@
+"""Which leaves an optimizer treats how, and its rates step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.learner.optim import OptimConfig, make_optimizer
+from coa_jax.model import qwen
+
+# A leaf's matrix: what is input, what is output (of the model's shapes).
+MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+CFG = dataclasses.replace(toy.MODEL, attention_bias=True, tie_embeddings=False)
+FLAT = {"schedule": "constant", "clip_norm": 0.0}
+
+
+def leaves(tree):
+  """(name, layer or not, array) of every leaf."""
+  for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    yield path[-1].key, np.asarray(x)
+
+
+def first_update(config: OptimConfig, params, grads):
+  optimizer = make_optimizer(config, 10)
+
+  @jax.jit
+  def update(g, p):
+    return optimizer.update(g, optimizer.init(p), p)[0]
+
+  return update(grads, params)
+
+
+def random_like(params, seed: int = 0):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
+  params = qwen.init_params(dataclasses.replace(CFG, scan=scan), 0)
+  config = OptimConfig(name="muon", lr=1.0, adam_lr=0.01, **FLAT)
+  grads = random_like(params)
+  updates = first_update(config, params, grads)
+  seen = set()
+  for (name, update), (_, grad) in zip(leaves(updates), leaves(grads), strict=True):
+    seen.add(name)
+    if name not in MATRICES:  # Adam's first step: the rate, against the gradient
+      np.testing.assert_allclose(update, -0.01 * np.sign(grad), rtol=1e-3, err_msg=name)
+      continue
+    stacked = update if scan else update[None]
+    for layer, g in zip(stacked, grad if scan else grad[None], strict=True):
+      inputs = int(np.prod(layer.shape[: MATRICES[name]]))
+      singular = np.linalg.svd(layer.reshape(inputs, -1), compute_uv=False)
+      singular = singular / singular.max()
+      # Five Newton-Schulz steps leave singular values near 1; Gaussian ones spread.
+      assert singular.min() > 0.4, (name, singular)
+      raw = np.linalg.svd(g.reshape(inputs, -1), compute_uv=False)
+      assert raw.min() / raw.max() < 0.4
+      assert (layer * g).sum() < 0
+  assert seen == {
+    *MATRICES,
+    *("embed", "head", "final_norm", "attn_norm", "ff_norm", "q_norm", "k_norm"),
+    *("q_bias", "k_bias", "v_bias"),
+  }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_shrinks_matrices_only(name: str):
+  params = random_like(qwen.init_params(CFG, 0), 1)
+  config = OptimConfig(name=name, lr=0.5, adam_lr=0.5, weight_decay=0.1, **FLAT)
+  updates = first_update(config, params, jax.tree.map(jnp.zeros_like, params))
+  for (leaf, update), (_, x) in zip(leaves(updates), leaves(params), strict=True):
+    expected = -0.5 * 0.1 * x if leaf in MATRICES else 0 * x
+    np.testing.assert_allclose(update, expected, atol=1e-6, err_msg=leaf)
+
+
+def rates(config: OptimConfig, steps: int) -> list[float]:
+  """The rate of each update: Adam on a constant gradient moves by exactly that."""
+  optimizer = make_optimizer(config, steps)
+  params = {"embed": jnp.zeros(1)}
+  state, out = optimizer.init(params), []
+  for _ in range(steps + 1):
+    update, state = jax.jit(optimizer.update)({"embed": jnp.ones(1)}, state, params)
+    out.append(-float(update["embed"][0]))
+  return out
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_rates_from_warm_up_to_the_end(name: str, schedule: str, warmup: int):
+  peak, final, steps = 0.25, 0.2, 12
+  rate = {"lr": 9.0, "adam_lr": peak} if name == "muon" else {"lr": peak}
+  config = OptimConfig(
+    name=name, schedule=schedule, warmup=warmup, final=final, clip_norm=0.0, **rate
+  )
+  found = rates(config, steps)
+  up = [peak * i / 4 for i in range(warmup)]
+  rest = steps - warmup
+  share = np.arange(rest + 1) / rest
+  after = {
+    "cosine": peak * (final + (1 - final) * (1 + np.cos(np.pi * share)) / 2),
+    "linear": peak * (1 + (final - 1) * share),
+    "constant": np.full(rest + 1, peak),
+  }[schedule]
+  np.testing.assert_allclose(found, [*up, *after], rtol=1e-4, atol=1e-6)
+
+
+def test_large_gradients_are_scaled_to_the_norm_and_small_ones_left_alone():
+  params = {"embed": jnp.zeros(2)}
+  small, large = {"embed": jnp.array([0.3, 0.4])}, {"embed": jnp.array([30.0, 40.0])}
+
+  def after(clip_norm: float, *grads) -> np.ndarray:
+    optimizer = make_optimizer(OptimConfig(clip_norm=clip_norm), 5)
+    state = optimizer.init(params)
+    for g in grads:
+      update, state = optimizer.update(g, state, params)
+    return np.asarray(update["embed"])
+
+  unit = {"embed": jnp.array([0.6, 0.8])}
+  np.testing.assert_allclose(after(1.0, small, large), after(0.0, small, unit))
+  np.testing.assert_array_equal(after(1.0, small, small), after(0.0, small, small))
+  assert not np.allclose(after(0.0, small, large), after(0.0, small, unit))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"name": "sgd"}, "name 'sgd'; accepted: adamw, muon"),
+    ({"schedule": "step"}, "schedule 'step'; accepted: cosine, linear, constant"),
+  ],
+)
+def test_unknown_names_are_refused(changes, message: str):
+  with pytest.raises(ValueError, match=message):
+    OptimConfig(**changes)

@@ -1,0 +1,74 @@
+"""A step of any size is one update, compiled once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
+from coa_jax.learner.state import Learner, TrainState, init_state
+
+CFG = toy.MODEL
+
+
+def loss(params, batch):
+  logp_BT, _ = losses.token_logps(CFG, params, batch)
+  return losses.nll(logp_BT, batch.weight_BT), {"tokens": jnp.sum(batch.weight_BT)}
+
+
+def state_of(optimizer) -> TrainState:
+  """A fresh state whose parameters may be donated."""
+  return init_state(jax.tree.map(jnp.array, toy.params()), optimizer)
+
+
+def test_one_step_is_one_update_whatever_the_micro_batches():
+  optimizer = optax.sgd(1.0)
+  learner = Learner(loss, optimizer)
+  whole = list(batching.batches(toy.trajectories(), 1, 128))
+  assert len(whole) == 2
+  tokens = sum(float(b.weight_BT.sum()) for b in whole)
+  outcomes = []
+  # The same rows, with empty ones between, and in another order.
+  for micro in (whole, [batching.empty(1, 128), *whole], whole[::-1]):
+    outcomes.append(learner.step(state_of(optimizer), micro, tokens))
+  (first, values), *others = outcomes
+  assert int(first.step) == 1
+  for state, metrics in others:
+    assert int(state.step) == 1
+    for name in ("loss", "grad_norm", "tokens"):
+      assert float(metrics[name]) == pytest.approx(float(values[name]), rel=1e-6)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+      state.params,
+      first.params,
+    )
+  # By definition: the mean over tokens, and one step of plain gradient descent.
+  total = sum(float(loss(toy.params(), b)[0]) for b in whole)
+  assert float(values["loss"]) == pytest.approx(total / tokens, rel=1e-6)
+  assert float(values["tokens"]) == 1.0
+  moved = jax.tree.map(lambda a, b: a - b, toy.params(), first.params)
+  assert float(values["grad_norm"]) == pytest.approx(
+    float(optax.global_norm(moved)), rel=1e-5
+  )
+  assert float(values["grad_norm"]) > 0.1
+  # However many micro-batches, two programs in all.
+  assert learner._accumulate._cache_size() == 1
+  assert learner._apply._cache_size() == 1
+
+
+def test_a_state_holds_arrays_only():
+  state = state_of(optax.adam(1e-3))
+  assert int(state.step) == 0
+  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+
+
+def test_a_policy_learns_its_scripts_by_heart(actor: toy.Actor):
+  curve = actor.losses
+  assert curve[0] > 5  # about log(vocabulary)
+  assert np.mean(curve[50:60]) < 0.5 * np.mean(curve[:10])
+  assert curve[-1] < 0.01

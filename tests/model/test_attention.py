@@ -1,0 +1,70 @@
+"""Grouped-query attention against its definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.model import attention
+
+
+def heads(seed: int, B: int, T: int, N: int, K: int, H: int):
+  keys = jax.random.split(jax.random.key(seed), 3)
+  q_BTNH = jax.random.normal(keys[0], (B, T, N, H))
+  k_BTKH = jax.random.normal(keys[1], (B, T, K, H))
+  v_BTKH = jax.random.normal(keys[2], (B, T, K, H))
+  return q_BTNH, k_BTKH, v_BTKH
+
+
+def by_definition(q_BTNH, k_BTKH, v_BTKH, mask_BTS) -> np.ndarray:
+  """Every head on its own, in float64; query head n reads kv head n // (N // K)."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q_BTNH, k_BTKH, v_BTKH))
+  B, _, N, H = q.shape
+  out = np.zeros_like(q)
+  for b in range(B):
+    for n in range(N):
+      kv = n // (N // k.shape[2])
+      score_TS = q[b, :, n] @ k[b, :, kv].T / np.sqrt(H)
+      score_TS = np.where(mask_BTS[b], score_TS, -np.inf)
+      p_TS = np.exp(score_TS - score_TS.max(-1, keepdims=True))
+      out[b, :, n] = p_TS / p_TS.sum(-1, keepdims=True) @ v[b, :, kv]
+  return out
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_each_query_head_reads_its_kv_head(K: int):
+  q, k, v = heads(0, 2, 5, 4, K, 6)
+  mask = np.tril(np.ones((2, 5, 5), bool))
+  out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 600])
+def test_blocks_of_a_packed_row_are_one_attention(T: int):
+  q, k, v = heads(1, 2, T, 2, 1, 4)
+  rng = np.random.default_rng(0)
+  segment_BT = np.sort(rng.integers(1, 4, (2, T)), axis=1)
+  segment_BT[1, T - T // 3 :] = 0
+  out = attention.attend_packed(q, k, v, jnp.asarray(segment_BT))
+  mask = np.tril(segment_BT[:, :, None] == segment_BT[:, None, :])
+  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
+
+
+def test_a_row_that_may_read_nothing_is_finite():
+  q, k, v = heads(2, 1, 3, 2, 1, 4)
+  mask = jnp.zeros((1, 3, 3), bool)
+  out = attention.attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+  assert jnp.isfinite(out).all()
+
+
+def test_a_token_reads_the_cache_up_to_its_own_place():
+  mask = attention.cache_mask(jnp.array([[0, 2], [1, 4]]), 4)
+  np.testing.assert_array_equal(
+    mask,
+    [
+      [[True, False, False, False], [True, True, True, False]],
+      [[True, True, False, False], [True, True, True, True]],
+    ],
+  )

@@ -1,0 +1,285 @@
+"""Laws of the transformer: causal, packed = unpacked, cached = uncached, ..."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.model import qwen
+from coa_jax.model.qwen import Qwen, QwenConfig
+
+CFG = toy.MODEL
+T = 12
+TOKENS = np.random.default_rng(0).integers(0, CFG.vocab_size, (3, T)).astype(np.int32)
+POSITION = np.broadcast_to(np.arange(T, dtype=np.int32), TOKENS.shape)
+# Both families at once: biases and QK-norm, an output matrix of its own.
+FULL = {"attention_bias": True, "tie_embeddings": False}
+
+
+def params_of(cfg: QwenConfig, seed: int = 0):
+  """Parameters without zeros or ones, so that every one of them counts."""
+  fresh = qwen.init_params(cfg, seed)
+  leaves, tree = jax.tree.flatten(fresh)
+  rng = np.random.default_rng(seed)
+  noisy = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves]
+  return jax.tree.unflatten(tree, noisy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(cfg: QwenConfig, params, tokens_BT, position_BT, segment_BT):
+  model = Qwen(cfg)
+  hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
+  return model.apply({"params": params}, hidden, method="logits")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def cached_logits(cfg: QwenConfig, params, cache, tokens_BT, position_BT, valid_BT):
+  model = Qwen(cfg)
+  hidden, cache = model.apply(
+    {"params": params}, tokens_BT, position_BT, cache=cache, valid_BT=valid_BT
+  )
+  return model.apply({"params": params}, hidden, method="logits"), cache
+
+
+@functools.cache
+def influence(scan: bool):
+  """A jitted function of segments: |d logits at t / d embedding at s| for all t, s."""
+  cfg = dataclasses.replace(CFG, vocab_size=8, tie_embeddings=False, scan=scan)
+  params = params_of(cfg)
+  # Token s stands at place s only, so a row of the embedding is the input at s.
+  tokens_1T = jnp.arange(8)[None]
+
+  @jax.jit
+  def jacobian(segment_1T, position_1T):
+    def out(embed):
+      p = {**params, "embed": embed}
+      return logits(cfg, p, tokens_1T, position_1T, segment_1T)[0]
+
+    jac_TVSD = jax.jacrev(out)(params["embed"])
+    return jnp.abs(jac_TVSD).sum((1, 3))
+
+  return jacobian
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_token_depends_on_itself_and_on_what_stands_before_it(scan: bool):
+  reach_TS = influence(scan)(jnp.ones((1, 8), int), jnp.arange(8)[None])
+  expected_TS = np.tril(np.ones((8, 8), bool))
+  np.testing.assert_array_equal(np.asarray(reach_TS) != 0, expected_TS)
+
+
+def test_a_token_depends_on_nothing_outside_its_segment():
+  segment_1T = jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]])
+  position_1T = jnp.array([[0, 1, 2, 0, 1, 0, 0, 0]])
+  reach_TS = np.asarray(influence(False)(segment_1T, position_1T)) != 0
+  same_TS = np.equal.outer(*[np.asarray(segment_1T)[0]] * 2)
+  real = slice(0, 6)  # padding may read padding; nothing else may
+  np.testing.assert_array_equal(reach_TS[real, real], np.tril(same_TS)[real, real])
+  assert not reach_TS[real, 6:].any() and not reach_TS[6:, real].any()
+
+
+def test_packed_is_unpacked():
+  cfg = dataclasses.replace(CFG, **FULL)
+  params = params_of(cfg)
+  lengths = (5, 3, 2)
+  packed = np.zeros((1, T), np.int32)
+  segment, position = np.zeros((1, T), np.int32), np.zeros((1, T), np.int32)
+  at = 0
+  for number, n in enumerate(lengths, 1):
+    packed[0, at : at + n] = TOKENS[number - 1, :n]
+    segment[0, at : at + n] = number
+    position[0, at : at + n] = np.arange(n)
+    at += n
+  together = logits(cfg, params, packed, position, segment)
+  alone = logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))
+  at = 0
+  for row, n in enumerate(lengths):
+    np.testing.assert_allclose(together[0, at : at + n], alone[row, :n], atol=1e-5)
+    at += n
+
+
+def test_cached_is_uncached_and_pieces_are_the_whole():
+  cfg = dataclasses.replace(CFG, **FULL)
+  params = params_of(cfg)
+  whole = logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))
+  everything = np.ones(TOKENS.shape, bool)
+  cache = qwen.init_cache(cfg, 3, T + 4)
+  at_once, full = cached_logits(cfg, params, cache, TOKENS, POSITION, everything)
+  np.testing.assert_allclose(at_once, whole, atol=1e-5)
+  # Token by token.
+  out = []
+  for t in range(T):
+    one = slice(t, t + 1)
+    args = (TOKENS[:, one], POSITION[:, one], everything[:, one])
+    step, cache = cached_logits(cfg, params, cache, *args)
+    out.append(step)
+  np.testing.assert_allclose(jnp.concatenate(out, 1), whole, atol=1e-5)
+  for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(full), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+  # In pieces padded on the right, each row at a length of its own.
+  cache = qwen.init_cache(cfg, 3, T + 4)
+  done = np.zeros(3, int)
+  for counts in ([5, 2, 1], [0, 5, 4], [5, 5, 5], [2, 0, 2]):
+    step = np.arange(5)
+    position = done[:, None] + step
+    valid = step < np.array(counts)[:, None]
+    tokens = np.take_along_axis(TOKENS, np.minimum(position, T - 1), axis=1)
+    tokens = np.where(valid, tokens, 7)  # whatever stands in the padding
+    piece, cache = cached_logits(cfg, params, cache, tokens, position, valid)
+    for row, n in enumerate(counts):
+      expected = whole[row, done[row] : done[row] + n]
+      np.testing.assert_allclose(piece[row, :n], expected, atol=1e-5)
+    done += counts
+  assert done.tolist() == [T, T, T]
+  for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(full), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_tokens_that_are_not_valid_leave_the_cache_alone():
+  params = params_of(CFG)
+  ones = np.ones(TOKENS.shape, bool)
+  _, cache = cached_logits(
+    CFG, params, qwen.init_cache(CFG, 3, T + 4), TOKENS, POSITION, ones
+  )
+  _, after = cached_logits(CFG, params, cache, TOKENS + 1, POSITION, ~ones)
+  for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def nll(cfg: QwenConfig, params):
+  logp = jax.nn.log_softmax(
+    logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))[:, :-1]
+  )
+  return -jnp.take_along_axis(logp, TOKENS[:, 1:, None], -1).mean()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_grad(cfg: QwenConfig, params):
+  return jax.value_and_grad(lambda p: nll(cfg, p))(params)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
+  plain = dataclasses.replace(CFG, **FULL)
+  params = params_of(plain)
+  loss, grad = loss_and_grad(plain, params)
+  cfg = dataclasses.replace(plain, scan=scan, remat=remat)
+  mine = qwen.stack(params, cfg.layers) if scan else params
+  other_loss, other_grad = loss_and_grad(cfg, mine)
+  np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+  other_grad = qwen.unstack(other_grad, cfg.layers)
+  assert jax.tree.structure(other_grad) == jax.tree.structure(grad)
+  for path, x in jax.tree_util.tree_leaves_with_path(grad):
+    y = other_grad
+    for key in path:
+      y = y[key.key]
+    scale = np.abs(x).max()
+    assert scale > 0, path
+    np.testing.assert_allclose(y, x, atol=2e-6 * scale, err_msg=str(path))
+
+
+def test_stack_and_unstack_are_inverse():
+  scanned = params_of(dataclasses.replace(CFG, scan=True))
+  unrolled = qwen.unstack(scanned, CFG.layers)
+  assert set(unrolled) == {"embed", "final_norm", "layer_0", "layer_1"}
+  expected = jax.eval_shape(lambda: qwen.init_params(CFG, 0))
+  assert jax.tree.map(jnp.shape, unrolled) == jax.tree.map(jnp.shape, expected)
+  back = qwen.stack(unrolled, CFG.layers)
+  assert jax.tree.all(jax.tree.map(np.array_equal, back, scanned))
+  assert qwen.unstack(unrolled, CFG.layers) is unrolled
+
+
+OTHERS = {
+  "vocab_size": 392,
+  "width": 40,
+  "layers": 3,
+  "heads": 2,
+  "kv_heads": 1,
+  "head_dim": 10,
+  "ff": 65,
+  "rope_theta": 10_001.0,
+  "norm_eps": 1e-5,
+  "tie_embeddings": False,
+  "attention_bias": True,
+  "qk_norm": False,
+  "dtype": "bfloat16",
+  "param_dtype": "bfloat16",
+  "scan": True,
+  "remat": "full",
+}
+
+
+@functools.cache
+def program(**changes) -> str:
+  """The lowered program of initialisation, loss and gradient."""
+  cfg = dataclasses.replace(CFG, **changes)
+  shapes = jax.eval_shape(lambda: qwen.init_params(cfg, 0))
+  return loss_and_grad.lower(cfg, shapes).as_text()
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(QwenConfig)])
+def test_every_field_changes_the_program(field: str):
+  assert program(**{field: OTHERS[field]}) != program()
+
+
+def test_remat_modes_are_different_programs():
+  assert program(remat="full") != program(remat="dots")
+  # A value that a field already has changes nothing, or the test above shows nothing.
+  program.cache_clear()
+  before = program()
+  program.cache_clear()
+  assert program(ff=CFG.ff) == before
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4"),
+    ({"head_dim": 7}, "head_dim 7 is odd"),
+    ({"remat": "some"}, "remat 'some'; accepted: none, full, dots"),
+  ],
+)
+def test_impossible_architectures_are_refused(changes, message: str):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(CFG, **changes)
+
+
+def test_scanned_layers_do_not_decode():
+  cfg = dataclasses.replace(CFG, scan=True)
+  cache = qwen.init_cache(cfg, 3, T)
+  with pytest.raises(ValueError, match="unstack"):
+    cached_logits(cfg, params_of(cfg), cache, TOKENS, POSITION, TOKENS >= 0)
+
+
+def test_logits_are_float32_whatever_the_dtype():
+  cfg = dataclasses.replace(CFG, dtype="bfloat16")
+  params = toy.params()
+  out = logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))
+  assert out.dtype == jnp.float32
+  exact = logits(CFG, params, TOKENS, POSITION, np.ones_like(TOKENS))
+  assert 0 < np.abs(out - exact).max() < 0.1
+  cache = qwen.init_cache(cfg, 1, 4)
+  assert {x.dtype for x in jax.tree.leaves(cache)} == {jnp.dtype("bfloat16")}
+  low = jax.eval_shape(
+    lambda: qwen.init_params(dataclasses.replace(CFG, param_dtype="bfloat16"), 0)
+  )
+  assert {x.dtype for x in jax.tree.leaves(low)} == {jnp.dtype("bfloat16")}
+
+
+def test_parameters_are_a_function_of_the_seed():
+  first, again, other = (qwen.init_params(CFG, seed) for seed in (3, 3, 4))
+  assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
+  assert not np.array_equal(first["embed"], other["embed"])
+
+
+def test_count_params():
+  D, L, N, K, H, F, V = 32, 2, 4, 2, 8, 64, CFG.vocab_size
+  layer = D * H * (2 * N + 2 * K) + 3 * D * F + 2 * D + 2 * H
+  assert qwen.count_params(toy.params()) == V * D + D + L * layer

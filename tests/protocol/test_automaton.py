@@ -1,0 +1,119 @@
+"""Decoding stops after the token that completes a tag, however the tag is split."""
+
+from __future__ import annotations
+
+import itertools
+import types
+
+import numpy as np
+import pytest
+import toy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.automaton import Automaton, compile_stops
+
+UNIFIED = roles.get_variant("unified")
+TAGS = [t.encode() for t in UNIFIED.yield_tags]
+
+
+def run(table: Automaton, ids: list[int]) -> tuple[int, str] | None:
+  """The place of the first token that stops, and the tag it completes."""
+  state = 0
+  for place, i in enumerate(ids):
+    stop = table.stop_SC[state, table.class_V[i]]
+    if stop:
+      return place, table.tags[stop - 1]
+    state = table.next_SC[state, table.class_V[i]]
+  return None
+
+
+def first_stop(pieces: list[bytes]) -> tuple[int, set[str]] | None:
+  """The same by searching the text after every token."""
+  text = b""
+  for place, piece in enumerate(pieces):
+    before, text = len(text), text + piece
+    done = {
+      t.decode()
+      for t in TAGS
+      if any(text.endswith(t, 0, end) for end in range(before + 1, len(text) + 1))
+    }
+    if done:
+      return place, done
+  return None
+
+
+# Tags, beginnings and ends of tags, and noise: much of it nearly stops.
+_FRAGMENT = (
+  st.sampled_from(TAGS)
+  | st.builds(lambda t, n: t[:n], st.sampled_from(TAGS), st.integers(1, 9))
+  | st.builds(lambda t, n: t[n:], st.sampled_from(TAGS), st.integers(1, 9))
+  | st.sampled_from([b"<", b"</", b">", b"</think>", b"<code>", b"</co</code>"])
+  | st.binary(max_size=5)
+)
+
+
+@given(st.lists(_FRAGMENT, max_size=6).map(b"".join), st.data())
+def test_every_split_of_a_text_stops_at_the_same_byte(text: bytes, data):
+  cuts = data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=len(text)))
+  ends = sorted({0, *(c for c in cuts if c < len(text)), len(text)})
+  pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
+  vocabulary = sorted({*pieces, b""})
+  fake = types.SimpleNamespace(bytes_of=vocabulary, vocab_size=len(vocabulary))
+  table = compile_stops(UNIFIED, fake, len(vocabulary) + 3)
+  found = run(table, [vocabulary.index(p) for p in pieces])
+  expected = first_stop(pieces)
+  if expected is None:
+    assert found is None
+  else:
+    assert found is not None
+    assert found[0] == expected[0] and found[1] in expected[1]
+
+
+@pytest.mark.parametrize("tok", [toy.tokenizer(), toy.stock_tokenizer()])
+@pytest.mark.parametrize("tag", UNIFIED.yield_tags)
+@pytest.mark.parametrize("after", ["", "<think>a</think>", "></", "\n"])
+def test_real_tokenizers_stop_at_every_tag(tok, tag: str, after: str):
+  name = tag[2:-1]
+  before = roles.wrap("think", "w</wiki_search <code>x") + f"<{name}>x"
+  ids = tok.encode(before + tag + after)
+  table = compile_stops(UNIFIED, tok, tok.vocab_size)
+  place, found = run(table, ids)
+  assert found == tag
+  assert tok.decode(ids[: place + 1]).startswith(before + tag)
+  assert not tok.decode(ids[:place]).startswith(before + tag)
+
+
+def test_tools_that_are_off_do_not_stop():
+  tok = toy.tokenizer()
+  variant = UNIFIED.with_tools(["code"])
+  table = compile_stops(variant, tok, tok.vocab_size)
+  assert table.tags == ("</code>", "</answer>")
+  assert run(table, tok.encode("<wiki_search>x</wiki_search>")) is None
+
+
+def test_ids_without_bytes_change_nothing():
+  tok = toy.tokenizer()
+  size = tok.vocab_size + 20
+  table = compile_stops(UNIFIED, tok, size)
+  assert table.class_V.shape == (size,)
+  states = np.arange(len(table.next_SC))
+  for i in range(tok.vocab_size, size):
+    np.testing.assert_array_equal(table.next_SC[:, table.class_V[i]], states)
+    assert not table.stop_SC[:, table.class_V[i]].any()
+
+
+def test_tokens_that_act_alike_share_a_class():
+  tok = toy.tokenizer()
+  table = compile_stops(UNIFIED, tok, tok.vocab_size)
+  classes = table.next_SC.shape[1]
+  assert classes == table.class_V.max() + 1 < 64
+  columns = np.concatenate([table.next_SC, table.stop_SC]).T
+  assert len(np.unique(columns, axis=0)) == classes
+
+
+def test_a_model_smaller_than_the_tokenizer_is_refused():
+  tok = toy.tokenizer()
+  with pytest.raises(ValueError, match=rf"{tok.vocab_size} ids.*set model\.vocab_size"):
+    compile_stops(UNIFIED, tok, tok.vocab_size - 1)

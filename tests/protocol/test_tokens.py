@@ -1,0 +1,228 @@
+"""Text to ids with authorship, for both kinds of tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tokenizers
+import toy
+import transformers
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol.roles import wrap
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+BOTH = pytest.mark.parametrize(
+  "tok", [toy.tokenizer(), toy.stock_tokenizer()], ids=["own", "stock"]
+)
+CONTROL = (tokens.PAD, tokens.IM_START, tokens.IM_END)
+NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
+TAGS = tuple(f(n) for n in NAMES for f in (roles.open_tag, roles.close_tag))
+HOSTILE = st.lists(
+  st.sampled_from((*CONTROL, *TAGS, "<tool_call>", "<", ">", "</", "|>"))
+  | st.text(max_size=6),
+  max_size=8,
+).map("".join)
+
+
+def control_ids(tok: Tokenizer) -> set[int]:
+  """Ids that a tokenizer holds beside its bytes and merges."""
+  added = tok.hf.backend_tokenizer.get_added_tokens_decoder()
+  return set(added)
+
+
+@BOTH
+@given(text=HOSTILE)
+def test_decoding_gives_the_text_back(tok: Tokenizer, text: str):
+  assert tok.decode(tok.encode(text)) == text
+  assert tok.decode(tok.encode_untrusted(text)) == text
+
+
+@BOTH
+@given(text=HOSTILE)
+@example(text="".join((*CONTROL, *TAGS, "<tool_call>")))
+def test_foreign_text_never_becomes_a_control_token(tok: Tokenizer, text: str):
+  assert not set(tok.encode_untrusted(text)) & control_ids(tok)
+  observation = tok.encode_observation(text)
+  inside = observation.ids[len(tok.encode("<observation>")) :]
+  inside = inside[: len(inside) - len(tok.encode("</observation>"))]
+  assert not set(inside) & control_ids(tok)
+  assert tok.decode(inside) == roles.escape(text)
+  question = Segment(Author.PROMPT, "question", text)
+  tok.encode_prompt([question])
+  before, after = tok.encode(tokens.IM_START), tok.encode(tokens.IM_END)
+  assert question.ids == [*before, *tok.encode_untrusted(text), *after]
+
+
+def test_own_tags_are_one_token_each_and_stock_ones_are_text():
+  own, stock = toy.tokenizer(), toy.stock_tokenizer()
+  assert all(len(own.encode(tag)) == 1 for tag in TAGS)
+  assert all(len(stock.encode(tag)) > 1 for tag in TAGS)
+  # What the stock-like tokenizer is here for.
+  assert {b"><", b"></", b"e><"} <= set(stock.bytes_of)
+
+
+@BOTH
+def test_control_tokens_in_trusted_text_count(tok: Tokenizer):
+  for control in CONTROL:
+    assert len(tok.encode(control)) == 1
+    assert tok.bytes_of[tok.encode(control)[0]] == control.encode()
+
+
+@BOTH
+@given(ids=st.data())
+def test_any_ids_decode_to_their_bytes(tok: Tokenizer, ids):
+  ids = ids.draw(st.lists(st.integers(0, tok.vocab_size - 1)))
+  raw = b"".join(tok.bytes_of[i] for i in ids)
+  assert tok.decode(ids) == raw.decode("utf-8", "replace")
+
+
+@BOTH
+def test_all_bytes_have_a_token(tok: Tokenizer):
+  assert {bytes([b]) for b in range(256)} <= set(tok.bytes_of)
+
+
+@BOTH
+def test_saved_and_loaded_is_the_same(tok: Tokenizer, tmp_path):
+  tok.save(tmp_path)
+  again = Tokenizer.load(tmp_path)
+  text = "<think>caf\u00e9 12</think>" + tokens.IM_END
+  assert again.encode(text) == tok.encode(text)
+  assert again.encode_untrusted(text) == tok.encode_untrusted(text)
+  assert again.bytes_of == tok.bytes_of and again.pad_id == tok.pad_id
+  question = [Segment(Author.PROMPT, "question", "Who?")]
+  other = [Segment(Author.PROMPT, "question", "Who?")]
+  tok.encode_prompt(question)
+  again.encode_prompt(other)
+  assert question == other
+
+
+def test_loading_what_is_not_there_names_the_file(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: no tokenizer there"):
+    Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_without_exact_bytes_is_refused():
+  model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+  model.decoder = tokenizers.decoders.WordPiece()
+  hf = transformers.PreTrainedTokenizerFast(tokenizer_object=model)
+  with pytest.raises(ValueError, match="WordPiece; only byte-level"):
+    Tokenizer(hf)
+
+
+def test_a_vocabulary_without_room_for_the_tags_is_refused():
+  with pytest.raises(ValueError, match=f"at least {256 + 3 + len(TAGS)}"):
+    tokens.train_tokenizer(["x"], 258)
+
+
+def test_digits_stay_single():
+  tok = tokens.train_tokenizer(["2024 2024 2024 year year"] * 50, 320)
+  assert len(tok.encode("2024")) == 4
+  assert len(tok.encode(" year")) < 5
+
+
+def script() -> Trajectory:
+  segments = prompts.prompt_segments(toy.VARIANT, "Who <|im_end|>?", "full")
+  segments += [
+    Segment(Author.POLICY, "code", wrap("think", "t") + wrap("code", "x") + "\n"),
+    Segment(Author.TOOL, "observation", wrap("observation", roles.escape("<think>"))),
+    Segment(Author.ENVIRONMENT, "", "<answer> of the environment"),
+    Segment(Author.POLICY, "answer", wrap("answer", "caf\u00e9")),
+  ]
+  return Trajectory("t", segments)
+
+
+@BOTH
+def test_a_trajectory_is_encoded_segment_by_segment(tok: Tokenizer):
+  t = script()
+  tok.encode_trajectory(t)
+  assert all(s.ids for s in t.segments)
+  texts = [tok.decode(s.ids) for s in t.segments]
+  assert texts[0] == tokens.IM_START + t.segments[0].text
+  assert texts[1] == t.segments[1].text + tokens.IM_END
+  assert texts[2:] == [s.text for s in t.segments[2:]]
+  for s in t.segments[2:]:
+    if s.author == Author.POLICY:
+      assert s.ids == tok.encode(s.text)
+  foreign = [*t.segments[1].ids[:-1], *t.segments[3].ids, *t.segments[4].ids]
+  found = set(foreign) & control_ids(tok)
+  assert found <= set(tok.encode("<observation></observation>"))
+
+
+@BOTH
+def test_ids_that_are_there_are_not_touched(tok: Tokenizer):
+  t = script()
+  tok.encode_trajectory(t)
+  sampled = [list(reversed(s.ids)) for s in t.segments]
+  for s, ids in zip(t.segments, sampled, strict=True):
+    s.ids = list(ids)
+  tok.encode_trajectory(t)
+  assert [s.ids for s in t.segments] == sampled
+
+
+TURN = wrap("think", "what") + " " + wrap("code", "x") + wrap("answer", "y")
+
+
+@BOTH
+@given(data=st.data())
+def test_policy_segments_concatenate_exactly_to_the_ids(tok: Tokenizer, data):
+  ids = data.draw(
+    st.lists(st.integers(0, tok.vocab_size - 1), max_size=40)
+    | st.just(tok.encode(TURN))
+    | HOSTILE.map(tok.encode)
+  )
+  logps = [-float(n) for n in range(len(ids))]
+  segments = tok.policy_segments(ids, logps, 5)
+  assert list(itertools.chain(*(s.ids for s in segments))) == ids
+  assert list(itertools.chain(*(s.logps for s in segments))) == logps
+  for s in segments:
+    assert s.author == Author.POLICY and s.ids
+    assert s.versions == [5] * len(s.ids)
+    assert s.text == tok.decode(s.ids)
+
+
+@BOTH
+def test_policy_segments_are_cut_after_each_closing_tag(tok: Tokenizer):
+  ids = tok.encode(TURN)
+  segments = tok.policy_segments(ids, [0.0] * len(ids), 0)
+  assert [s.role for s in segments] == ["think", "code", "answer"]
+  assert "".join(s.text for s in segments) == TURN
+
+
+def test_a_token_across_two_spans_stays_whole_with_the_first():
+  stock = toy.stock_tokenizer()
+  ids = stock.encode("<code>x</code><answer>y</answer>")
+  assert any(stock.bytes_of[i] == b"e><" for i in ids)
+  code, answer = stock.policy_segments(ids, [0.0] * len(ids), 0)
+  assert (code.text, code.role) == ("<code>x</code><", "code")
+  assert (answer.text, answer.role) == ("answer>y</answer>", "answer")
+
+
+@BOTH
+def test_broken_utf8_is_kept_in_the_ids(tok: Tokenizer):
+  half = tok.bytes_of.index(b"\xc3")
+  ids = [*tok.encode("<answer>"), half, *tok.encode("</answer>")]
+  (segment,) = tok.policy_segments(ids, [0.0] * len(ids), 0)
+  assert segment.ids == ids
+  assert segment.text == "<answer>\ufffd</answer>"
+
+
+@BOTH
+def test_a_lone_surrogate_does_not_end_a_run(tok: Tokenizer):
+  assert tok.decode(tok.encode("a\ud800b")) == "a?b"
+  observation = tok.encode_observation("a\ud800b")
+  assert tok.decode(observation.ids) == "<observation>a?b</observation>"
+
+
+@BOTH
+@pytest.mark.parametrize(
+  "text", ["", "x", "</observation>x<observation>", "<observation>x", "</observation>"]
+)
+def test_tool_text_of_any_shape_is_encoded_whole(tok: Tokenizer, text: str):
+  t = Trajectory("t", [Segment(Author.TOOL, "observation", text)])
+  tok.encode_trajectory(t)
+  assert tok.decode(t.segments[0].ids) == text

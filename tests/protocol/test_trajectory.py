@@ -1,0 +1,112 @@
+"""Trajectories as JSON lines: exact round trip, errors that name their place."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from coa_jax.protocol.trajectory import (
+  Author,
+  CallStatus,
+  Segment,
+  Status,
+  ToolCall,
+  Trajectory,
+  Usage,
+  read_jsonl,
+  read_trajectories,
+  write_jsonl,
+)
+
+
+def full() -> Trajectory:
+  """A trajectory in which every field differs from its default."""
+  return Trajectory(
+    task_id="t1",
+    segments=[
+      Segment(Author.PROMPT, "question", "Wer? \u00e4\u2028\U0001f600\n", [1, 2]),
+      Segment(Author.POLICY, "code", "<code>", [3, 4], [-0.1, -1e-9], [7, 7]),
+      Segment(Author.TOOL, "observation", "o", [5]),
+      Segment(Author.ENVIRONMENT, "", "e", [6]),
+    ],
+    calls=[ToolCall("code", "x", "y", CallStatus.TOOL, 0.25)],
+    status=Status.TURN_LIMIT,
+    reward=0.5,
+    reward_parts={"answer": 1.0, "format": 0.5},
+    usage=Usage(1, 2, 3, 4, 5, 6, 0.125),
+    sample=3,
+    meta={"question": "Wer?", "answers": ["a"], "nested": {"x": [1, None]}},
+  )
+
+
+def test_json_round_trip_is_exact(tmp_path):
+  path = tmp_path / "deep" / "t.jsonl"
+  rows = [full(), Trajectory("t2")]
+  assert write_jsonl(path, rows) == 2
+  assert read_trajectories(path) == rows
+  assert path.read_bytes().isascii() and path.read_text().count("\n") == 2
+  assert os.listdir(path.parent) == ["t.jsonl"]
+  back = read_trajectories(path)[0]
+  assert isinstance(back.status, Status)
+  assert isinstance(back.segments[1].author, Author)
+  assert isinstance(back.calls[0].status, CallStatus)
+
+
+def test_views_of_a_trajectory():
+  t = full()
+  assert t.text == "<code>oe"
+  assert t.num_tokens == 6
+  assert t.usage.total == 1 + 3 + 4
+
+
+@pytest.mark.parametrize(
+  ("break_it", "named"),
+  [
+    (lambda row: row.pop("segments"), "segments"),
+    (lambda row: row.pop("task_id"), "task_id"),
+    (lambda row: row.update(colour=1), "colour"),
+    (lambda row: row.update(status="lost"), "lost"),
+    (lambda row: row.update(segments=5), "int"),
+    (lambda row: row.update(usage=None), "NoneType"),
+    (lambda row: row["usage"].update(tokens=1), "tokens"),
+    (lambda row: row["segments"][0].pop("author"), "author"),
+    (lambda row: row["segments"][0].update(author="me"), "me"),
+    (lambda row: row["segments"][0].update(idz=[]), "idz"),
+    (lambda row: row["calls"][0].update(status="bad"), "bad"),
+  ],
+)
+def test_a_broken_record_names_file_line_and_field(tmp_path, break_it, named):
+  rows = [full().to_json(), full().to_json()]
+  break_it(rows[1])
+  path = tmp_path / "t.jsonl"
+  write_jsonl(path, rows)
+  with pytest.raises(ValueError) as e:
+    read_trajectories(path)
+  assert str(e.value).startswith(f"{path}:2: ") and named in str(e.value)
+
+
+@pytest.mark.parametrize(
+  ("line", "reason"), [("{", "not JSON"), ("[1]", "object, got list"), ("3", "got int")]
+)
+def test_a_broken_line_names_file_and_line(tmp_path, line: str, reason: str):
+  path = tmp_path / "t.jsonl"
+  path.write_text('{"a": 1}\n\n' + line + "\n")
+  with pytest.raises(ValueError, match=reason) as e:
+    list(read_jsonl(path))
+  assert str(e.value).startswith(f"{path}:3: ")
+
+
+def test_a_file_appears_only_when_it_is_complete(tmp_path):
+  path = tmp_path / "t.jsonl"
+  write_jsonl(path, [{"old": 1}])
+
+  def rows():
+    yield {"new": 1}
+    assert json.loads(path.read_text()) == {"old": 1}
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    write_jsonl(path, rows())
+  assert json.loads(path.read_text()) == {"old": 1}

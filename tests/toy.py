@@ -1,0 +1,264 @@
+"""A toy house for tests: tokenizers, a two-layer model, scripts, tools from a table.
+
+Two ways to a policy that calls tools: `actor` learns SCRIPTS by heart in seconds, and
+`drive` needs no model at all: it feeds an episode written text, token by token, and
+stops it where the automaton would stop a sampler.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tokenizers
+import transformers
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
+from coa_jax.learner.optim import OptimConfig, make_optimizer
+from coa_jax.learner.state import Learner, init_state
+from coa_jax.model import qwen
+from coa_jax.model.qwen import QwenConfig
+from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol.automaton import compile_stops
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
+from coa_jax.rollout.episodes import CoAEpisode, Setting
+from coa_jax.tasks.task import Task
+
+TOOLS = ("wiki_search", "code")
+VARIANT = roles.get_variant("unified").with_tools(TOOLS)
+MODEL = QwenConfig(
+  vocab_size=384, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ff=64
+)
+# Room for the longest script; one training row holds one or two of them.
+MAX_LEN = 128
+
+_THINK = roles.wrap(roles.THINK, "work it out")
+
+
+def _code(program: str) -> str:
+  return _THINK + roles.wrap("code", roles.render_code(program))
+
+
+def _search(query: str) -> str:
+  return _THINK + roles.wrap("wiki_search", query)
+
+
+def _end(answer: str) -> str:
+  return (
+    roles.wrap(roles.SUGGESTED_ANSWER, answer)
+    + roles.wrap(roles.DOUBLE_CHECK, "4")
+    + roles.wrap(roles.ANSWER, answer)
+  )
+
+
+# Question -> what the policy writes, turn by turn, and between turns what tools say.
+SCRIPTS: dict[str, tuple[str, ...]] = {
+  "2 + 3": (_code("print(2+3)"), "5", _end("5")),
+  "4 * 4 + 1": (_code("print(4*4)"), "16", _code("print(16+1)"), "17", _end("17")),
+  "capital of Ur": (_search("Ur"), "Ur: its capital is Uruk.", _end("Uruk")),
+  "mixed": (_search("zz"), "no result", _code("print(7)"), "7", _end("7")),
+}
+ANSWERS = {q: script[-1].split("<answer>")[1][:-9] for q, script in SCRIPTS.items()}
+TASKS = [Task(q, q, (a,)) for q, a in ANSWERS.items()]
+# What tools say to the calls of SCRIPTS.
+_REPLIES = {
+  roles.render_code("print(2+3)"): "5",
+  roles.render_code("print(4*4)"): "16",
+  roles.render_code("print(16+1)"): "17",
+  roles.render_code("print(7)"): "7",
+  "Ur": "Ur: its capital is Uruk.",
+}
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+  """Every tag is one token; a few merges from the scripts."""
+  texts = [q for q in SCRIPTS] + [t for s in SCRIPTS.values() for t in s]
+  return tokens.train_tokenizer(texts * 4, MODEL.vocab_size)
+
+
+# Merges of the stock-like tokenizer: `></` and `><` straddle the borders of tags.
+_MERGES = (
+  *(("<", "/"), (">", "<"), (">", "</"), ("e", ">"), ("e", "><"), ("o", "d")),
+  *(("c", "od"), ("a", "n"), ("s", "w"), ("e", "r"), ("sw", "er"), ("an", "swer")),
+  *(("t", "h"), ("i", "n"), ("th", "in"), ("thin", "k"), ("x", "</"), ("a", "t")),
+)
+
+
+@functools.cache
+def stock_tokenizer() -> Tokenizer:
+  """Tags are ordinary text, as to Qwen's; single tokens hold `><`, `></` and `e><`."""
+  split = tokenizers.pre_tokenizers
+  pieces = [*sorted(split.ByteLevel.alphabet()), *(a + b for a, b in _MERGES)]
+  vocab = {piece: i for i, piece in enumerate(pieces)}
+  model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, list(_MERGES)))
+  # Without the regex, merges cross the borders of words too.
+  model.pre_tokenizer = split.ByteLevel(add_prefix_space=False, use_regex=False)
+  model.decoder = tokenizers.decoders.ByteLevel()
+  model.add_special_tokens([tokens.PAD, tokens.IM_START, tokens.IM_END])
+  # Qwen's vocabulary too has tokens that are added but not marked special.
+  model.add_tokens([tokenizers.AddedToken("<tool_call>", special=False)])
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=model,
+    pad_token=tokens.PAD,
+    eos_token=tokens.IM_END,
+    chat_template=tokenizer().hf.chat_template,
+  )
+  return Tokenizer(hf)
+
+
+def written(question: str, script: Sequence[str], tok: Tokenizer) -> Trajectory:
+  """A trajectory with ids: policy text and tool results by turns."""
+  segments = prompts.prompt_segments(VARIANT, question, "brief")
+  for turn, text in enumerate(script):
+    if turn % 2:
+      text = roles.wrap(roles.OBSERVATION, roles.escape(text))
+      segments.append(Segment(Author.TOOL, roles.OBSERVATION, text))
+    else:
+      segments.append(Segment(Author.POLICY, "", text))
+  out = Trajectory(question, segments)
+  tok.encode_trajectory(out)
+  return out
+
+
+def trajectories() -> list[Trajectory]:
+  """SCRIPTS with ids."""
+  return [written(q, script, tokenizer()) for q, script in SCRIPTS.items()]
+
+
+@functools.cache
+def params(seed: int = 0, **changes):
+  """Fresh parameters of MODEL, some of its fields changed."""
+  return qwen.init_params(dataclasses.replace(MODEL, **changes), seed)
+
+
+def sft_loss(cfg: QwenConfig):
+  """Summed negative log-likelihood of policy tokens, as `Learner` wants it."""
+
+  def loss(p, batch):
+    logp_BT, _ = losses.token_logps(cfg, p, batch)
+    return losses.nll(logp_BT, batch.weight_BT), {}
+
+  return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+  """A trained policy, and its loss (nats a token) at every step of the training."""
+
+  params: dict
+  losses: tuple[float, ...]
+
+
+@functools.cache
+def actor(steps: int = 200) -> Actor:
+  """MODEL trained on SCRIPTS through the learner."""
+  optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)
+  learner = Learner(sft_loss(MODEL), optimizer)
+  state = init_state(params(0), optimizer)
+  (batch,) = batching.batches(trajectories(), len(SCRIPTS), MAX_LEN)
+  curve = []
+  for _ in range(steps):
+    state, values = learner.step(state, [batch], float(batch.weight_BT.sum()))
+    curve.append(float(values["loss"]))
+  return Actor(state.params, tuple(curve))
+
+
+class TableToolbox:
+  """Answers from a table after a random while; counts its calls."""
+
+  def __init__(
+    self,
+    reply: Callable[[str, str], str | ToolCall] | None = None,
+    latency: Callable[[], float] = lambda: 0.0,
+  ):
+    """Args: what a call (name, arguments) gives; how many seconds it takes."""
+    self.reply = reply or (lambda _, body: _REPLIES.get(body, "no result"))
+    self.latency = latency
+    self.calls: list[tuple[str, str]] = []
+    self._pool = concurrent.futures.ThreadPoolExecutor(8)
+
+  def submit(self, name: str, arguments: str) -> concurrent.futures.Future[ToolCall]:
+    """As `Toolbox.submit`."""
+    self.calls.append((name, arguments))
+    return self._pool.submit(self._call, name, arguments, self.latency())
+
+  def _call(self, name: str, arguments: str, seconds: float) -> ToolCall:
+    time.sleep(seconds)
+    result = self.reply(name, arguments)
+    if isinstance(result, ToolCall):
+      return result
+    return ToolCall(name, arguments, result)
+
+
+def shuffled_latency(seed: int) -> Callable[[], float]:
+  """Seconds between 0 and 30 ms, in an order of their own."""
+  rng = random.Random(seed)
+  return lambda: rng.random() * 0.03
+
+
+def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
+  """An episode as `Player` makes it; `changes` go to its setting or temperature."""
+  temperature = changes.pop("temperature", 1.0)
+  setting = {"style": "brief", "max_calls": 8, "tool_seconds": 60.0, **changes}
+  return CoAEpisode(
+    task, 0, sequence, temperature, tokenizer(), toolbox, Setting(VARIANT, **setting)
+  )
+
+
+def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
+  """Plays written turns as if a sampler had drawn them; returns the trajectory.
+
+  Every turn ends where the automaton stops it, or with `tag=None` at its end. Text
+  after the stop may not be there: a sampler would not have drawn it.
+  """
+  tok = playing.tokenizer
+  table = compile_stops(playing.setting.variant, tok, tok.vocab_size)
+  playing.start()
+  for text in turns:
+    ids, tag, state = tok.encode(text), None, 0
+    for n, i in enumerate(ids, 1):
+      stop = table.stop_SC[state, table.class_V[i]]
+      state = table.next_SC[state, table.class_V[i]]
+      if stop:
+        assert n == len(ids), f"text after a stop: {text!r}"
+        tag = table.tags[stop - 1]
+    logps = [-0.25 * n for n in range(len(ids))]
+    future = playing.sampled(ids, logps, tag)
+    if future is None or playing.observed(future.result()) is None:
+      return playing.trajectory
+  raise AssertionError("the episode is not over")
+
+
+def logps_of(cfg: QwenConfig, p, played: Sequence[Trajectory]) -> list[np.ndarray]:
+  """The learner's log-probs of every trajectory's policy tokens, rows packed."""
+  packed = batching.pack([t.num_tokens for t in played], MAX_LEN)
+  (batch,) = batching.batches(played, len(packed), MAX_LEN)
+  logp_BT = np.asarray(losses.token_logps(cfg, p, batch)[0])
+  out: list[np.ndarray] = [np.zeros(0)] * len(played)
+  for row, members in enumerate(packed):
+    for number, i in enumerate(members, 1):
+      mine_T = (batch.segment_BT[row] == number) & (batch.weight_BT[row] > 0)
+      out[i] = logp_BT[row][mine_T]
+  return out
+
+
+def sampled_logps(trajectory: Trajectory) -> list[float]:
+  """The sampler's log-probs of a trajectory's policy tokens."""
+  return [x for s in trajectory.segments for x in s.logps]
+
+
+def sampled_ids(trajectory: Trajectory) -> list[int]:
+  """The ids that the policy wrote."""
+  out = []
+  for s in trajectory.segments:
+    if s.author == Author.POLICY:
+      out += s.ids
+  return out
