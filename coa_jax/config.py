@@ -55,11 +55,18 @@ def section(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T:
     raise ConfigError(f"config section {name!r}: {e}") from e
 
 
-def check_sections(config: ml_collections.ConfigDict, known: tuple[str, ...]) -> None:
-  """Refuses a top-level section or field that the journey does not read."""
+def check_sections(
+  config: ml_collections.ConfigDict,
+  known: tuple[str, ...],
+  needed: tuple[str, ...] = (),
+) -> None:
+  """Refuses a top-level section or field that the journey does not read, or lacks."""
   for name in config:
     if name not in known:
       raise ConfigError(f"config has no section {name!r}{nearest(name, known)}")
+  for name in needed:
+    if not config.get(name):
+      raise ConfigError(f"config lacks field {name!r}")
 
 
 def claim(config: ml_collections.ConfigDict, workdir: str) -> None:

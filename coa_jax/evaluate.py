@@ -60,14 +60,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
       wrong with the config, the tasks or the model.
   """
-  check_sections(config, SECTIONS)
+  check_sections(config, SECTIONS, needed=("init",))
   plan = section(config, "eval", EvalConfig)
   tasks = select_tasks(section(config, "tasks", TasksConfig))
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
   cfg, params = load_model(config.init, section(config, "model", LoadConfig))
-  claim(config, workdir)
   player = Player(cfg, Tokenizer.load(config.init), rollout, tools.tools)
+  claim(config, workdir)
   params = jax.device_put(params)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []

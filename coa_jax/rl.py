@@ -107,16 +107,18 @@ class Rollouts:
   """What one update learns from.
 
   Attributes:
-    trajectories: of the groups that were kept.
+    trajectories: of the groups that were kept, without those that left their group.
     advantages: one for each.
     played: every trajectory rolled out, kept or not.
     groups: groups rolled out.
+    kept: groups kept.
   """
 
-  trajectories: list[Trajectory]
-  advantages: list[float]
-  played: list[Trajectory]
-  groups: int
+  trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
+  advantages: list[float] = dataclasses.field(default_factory=list)
+  played: list[Trajectory] = dataclasses.field(default_factory=list)
+  groups: int = 0
+  kept: int = 0
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before any training, naming what is
       wrong with the config, the tasks or the model.
   """
-  check_sections(config, SECTIONS)
+  check_sections(config, SECTIONS, needed=("init",))
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
   if algo.length < rollout.max_len:
@@ -150,23 +152,23 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   every = section(config, "checkpoint", CheckpointConfig)
   cfg, params = load_model(config.init, section(config, "model", LoadConfig))
   tokenizer = Tokenizer.load(config.init)
-  claim(config, workdir)
   optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
   learner = Learner(_loss(cfg, algo), optimizer)
   state = init_state(jax.device_put(params), optimizer)
   player = Player(cfg, tokenizer, rollout, tools.tools)
+  claim(config, workdir)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as dev_toolbox, checkpoints:
 
     def examine(params: Any) -> float:
       groups = player.groups(params, dev_tasks, dev_toolbox, 1, 0.0, rollout.seed)
-      return float(np.mean([t.reward_parts.get("answer", 0.0) for (t,) in groups]))
+      return _mean([t.reward_parts.get("answer") for (t,) in groups])
 
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
+    clock = _Clock()
     with Metrics(workdir, "rl", algo.steps) as metrics:
       for step in range(int(state.step), algo.steps):
-        clock = _Clock()
         values = {}
         if step % dev.every == 0:
           values["dev_accuracy"] = examine(state.params)
@@ -176,32 +178,22 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         )
         clock.lap("rollout")
         state, learned = _learn(learner, state, rollouts, algo)
-        values |= learned | _describe(rollouts, algo)
+        values |= learned | _describe(rollouts)
         clock.lap("learn")
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
           write_jsonl(os.path.join(workdir, "trajectories", name), rollouts.played)
+        figure = f"reward {values['reward']:.3f}"
+        metrics.log(step + 1, values | clock.take(), figure)
+        # After the line above: what a checkpoint holds has always been logged.
         if (step + 1) % every.every == 0 or step + 1 == algo.steps:
           checkpoints.save(state, {})
         clock.lap("save")
-        figure = f"reward {values['reward']:.3f}"
-        metrics.log(step + 1, values | clock.seconds, figure)
       accuracy = examine(state.params)
   model_dir = os.path.join(workdir, "model")
   save_model(model_dir, cfg, state.params)
   tokenizer.save(model_dir)
-  log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
-  phases = {k: sum(r[k] for r in log) for k in log[-1] if k.startswith("seconds_")}
-  results = {
-    "steps": algo.steps,
-    "dev_accuracy_first": log[0]["dev_accuracy"],
-    "dev_accuracy": accuracy,
-    "reward_first": log[0]["reward"],
-    "reward": log[-1]["reward"],
-    "logp_gap": max((r["logp_gap"] for r in log if "logp_gap" in r), default=None),
-    "seconds": log[-1]["seconds"],
-    **phases,
-  }
+  results = _results(workdir, algo.steps, accuracy)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
 
@@ -220,7 +212,7 @@ def collect(
   Which tasks are asked and every sampled token depend on (seed, step, params) alone;
   the order in which trajectories ended does not matter.
   """
-  out = Rollouts([], [], [], 0)
+  out = Rollouts()
   for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
     asked = [_pick(tasks, seed, nth * algo.prompts + i) for i in range(algo.prompts)]
     draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
@@ -234,10 +226,14 @@ def collect(
     out.groups += len(groups)
     out.played += [t for g in groups for t in g]
     for g in np.flatnonzero(advantages.informative(reward_GK)):
-      if len(out.trajectories) < algo.prompts * algo.samples:
-        out.trajectories += groups[g]
-        out.advantages += advantage_GK[g].tolist()
-    if len(out.trajectories) == algo.prompts * algo.samples:
+      if out.kept == algo.prompts:
+        break
+      out.kept += 1
+      for t, advantage in zip(groups[g], advantage_GK[g].tolist(), strict=True):
+        if t.reward is not None:
+          out.trajectories.append(t)
+          out.advantages.append(advantage)
+    if out.kept == algo.prompts:
       break
   return out
 
@@ -273,13 +269,12 @@ def _learn(
   return state, {k: float(v) for k, v in values.items()}
 
 
-def _describe(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, float]:
+def _describe(rollouts: Rollouts) -> dict[str, float]:
   """What was rolled out, in numbers."""
   played = rollouts.played
-  graded = [t for t in played if t.reward is not None]
   out = {
-    "reward": np.mean([t.reward for t in graded]) if graded else np.nan,
-    "informative": len(rollouts.trajectories) / algo.samples / rollouts.groups,
+    "reward": _mean([t.reward for t in played]),
+    "informative": rollouts.kept / rollouts.groups,
     "generated_tokens": sum(t.usage.generated for t in played),
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
@@ -287,18 +282,45 @@ def _describe(rollouts: Rollouts, algo: AlgoConfig) -> dict[str, float]:
     "truncated": sum(t.status == Status.TRUNCATED for t in played),
   }
   for part in ("answer", "format"):
-    out[part] = np.mean([t.reward_parts[part] for t in graded]) if graded else np.nan
+    out[part] = _mean([t.reward_parts.get(part) for t in played])
   return {k: float(v) for k, v in out.items()}
 
 
+def _mean(values: list[float | None]) -> float:
+  """The mean of what was graded: an infrastructure failure is no wrong answer."""
+  graded = [v for v in values if v is not None]
+  return float(np.mean(graded)) if graded else float("nan")
+
+
+def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
+  """The run in a few numbers, from its log."""
+  log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
+  phases = sorted({k for row in log for k in row if k.startswith("seconds_")})
+  gaps = [row["logp_gap"] for row in log if row.get("logp_gap") is not None]
+  return {
+    "steps": steps,
+    "dev_accuracy_first": log[0]["dev_accuracy"],
+    "dev_accuracy": accuracy,
+    "reward_first": log[0]["reward"],
+    "reward": log[-1]["reward"],
+    "logp_gap": max(gaps, default=None),
+    "seconds": log[-1]["seconds"],
+    **{k: sum(row.get(k, 0.0) for row in log) for k in phases},
+  }
+
+
 class _Clock:
-  """Seconds by phase of one step."""
+  """Seconds by phase; what follows a step's log line counts for the next."""
 
   def __init__(self):
-    self.seconds: dict[str, float] = {}
+    self._seconds: dict[str, float] = {}
     self._last = time.monotonic()
 
   def lap(self, phase: str) -> None:
     now = time.monotonic()
-    self.seconds[f"seconds_{phase}"] = now - self._last
+    self._seconds[f"seconds_{phase}"] = now - self._last
     self._last = now
+
+  def take(self) -> dict[str, float]:
+    out, self._seconds = self._seconds, {}
+    return out

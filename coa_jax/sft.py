@@ -76,9 +76,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """
   check_sections(config, SECTIONS)
   data = section(config, "data", DataConfig)
+  optim = section(config, "optim", OptimConfig)
+  every = section(config, "checkpoint", CheckpointConfig)
+  load = _load_config(config)
   trajectories = read_trajectories(data.trajectories)
   claim(config, workdir)
-  cfg, params, tokenizer = _model(config, data, trajectories, workdir)
+  cfg, params, tokenizer = _model(config, load, data, trajectories, workdir)
   for t in trajectories:
     tokenizer.encode_trajectory(t)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
@@ -94,11 +97,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     logp_BT, _ = losses.token_logps(cfg, params, batch)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
-  optimizer = make_optimizer(section(config, "optim", OptimConfig), data.steps)
+  optimizer = make_optimizer(optim, data.steps)
   learner = Learner(loss, optimizer)
   validation_loss = functools.partial(_mean_loss, jax.jit(loss))
   state = init_state(params, optimizer)
-  every = section(config, "checkpoint", CheckpointConfig)
   with Checkpoints(os.path.join(workdir, "checkpoints"), every.keep) as checkpoints:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
@@ -132,26 +134,34 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   return results
 
 
+def _load_config(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
+  """Section `model`; without `init` it is a whole architecture but its vocabulary."""
+  if config.get("init"):
+    return section(config, "model", LoadConfig)
+  model = {**(config.get("model") or {})}
+  sized = ml_collections.ConfigDict({"model": {"vocab_size": 1, **model}})
+  return section(sized, "model", QwenConfig)
+
+
 def _model(
   config: ml_collections.ConfigDict,
+  load: LoadConfig | QwenConfig,
   data: DataConfig,
   trajectories: list[Trajectory],
   workdir: str,
 ) -> tuple[QwenConfig, Any, Tokenizer]:
   """The model to start from and its tokenizer."""
-  if config.init:
-    load = section(config, "model", LoadConfig)
+  if isinstance(load, LoadConfig):
     cfg, params = load_model(config.init, load)
     return cfg, params, Tokenizer.load(config.init)
   folder = os.path.join(workdir, "tokenizer")
-  if not os.path.exists(os.path.join(folder, "tokenizer.json")):
+  if not os.path.exists(folder):
     texts = (s.text for t in trajectories for s in t.segments)
-    train_tokenizer(texts, data.vocab_size).save(folder)
+    train_tokenizer(texts, data.vocab_size).save(folder + ".tmp")
+    os.replace(folder + ".tmp", folder)
   tokenizer = Tokenizer.load(folder)
-  sized = ml_collections.ConfigDict({"model": {**config.model}})
   # Rounded up, so that the embedding splits over any usual number of devices.
-  sized.model.vocab_size = -(-tokenizer.vocab_size // 64) * 64
-  cfg = section(sized, "model", QwenConfig)
+  cfg = dataclasses.replace(load, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
   return cfg, init_params(cfg, data.seed), tokenizer
 
 

@@ -128,5 +128,7 @@ def _override_error(error: Exception, argv: list[str]) -> str:
     hint = f"; did you mean {close[1]!r}?" if close else ""
     return f"{file}: the config has no field {field[0]!r}{hint}"
   if isinstance(error, flags.IllegalFlagValueError) and "--config" in str(error):
-    return f"{file}: {error}"
+    # What get_config raised stands last, below a traceback.
+    reason = str(error).strip().splitlines()[-1]
+    return f"{file}: {reason.removeprefix('ValueError: ')}"
   return str(error)

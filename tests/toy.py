@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 import tokenizers
 import transformers
@@ -24,6 +25,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model import qwen
 from coa_jax.model.qwen import QwenConfig
+from coa_jax.model.weights import save_model
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
@@ -42,15 +44,18 @@ MAX_LEN = 128
 _THINK = roles.wrap(roles.THINK, "work it out")
 
 
-def _code(program: str) -> str:
+def code(program: str) -> str:
+  """A turn that runs a program."""
   return _THINK + roles.wrap("code", roles.render_code(program))
 
 
-def _search(query: str) -> str:
+def search(query: str) -> str:
+  """A turn that searches."""
   return _THINK + roles.wrap("wiki_search", query)
 
 
-def _end(answer: str) -> str:
+def end(answer: str) -> str:
+  """The turn that answers."""
   return (
     roles.wrap(roles.SUGGESTED_ANSWER, answer)
     + roles.wrap(roles.DOUBLE_CHECK, "4")
@@ -60,13 +65,12 @@ def _end(answer: str) -> str:
 
 # Question -> what the policy writes, turn by turn, and between turns what tools say.
 SCRIPTS: dict[str, tuple[str, ...]] = {
-  "2 + 3": (_code("print(2+3)"), "5", _end("5")),
-  "4 * 4 + 1": (_code("print(4*4)"), "16", _code("print(16+1)"), "17", _end("17")),
-  "capital of Ur": (_search("Ur"), "Ur: its capital is Uruk.", _end("Uruk")),
-  "mixed": (_search("zz"), "no result", _code("print(7)"), "7", _end("7")),
+  "2 + 3": (code("print(2+3)"), "5", end("5")),
+  "4 * 4 + 1": (code("print(4*4)"), "16", code("print(16+1)"), "17", end("17")),
+  "capital of Ur": (search("Ur"), "Ur: its capital is Uruk.", end("Uruk")),
+  "mixed": (search("zz"), "no result", code("print(7)"), "7", end("7")),
 }
-ANSWERS = {q: script[-1].split("<answer>")[1][:-9] for q, script in SCRIPTS.items()}
-TASKS = [Task(q, q, (a,)) for q, a in ANSWERS.items()]
+TASKS = [Task(q, q, (s[-2].split()[-1].strip("."),)) for q, s in SCRIPTS.items()]
 # What tools say to the calls of SCRIPTS.
 _REPLIES = {
   roles.render_code("print(2+3)"): "5",
@@ -160,15 +164,26 @@ class Actor:
 @functools.cache
 def actor(steps: int = 200) -> Actor:
   """MODEL trained on SCRIPTS through the learner."""
+  return train(trajectories(), steps)
+
+
+def train(examples: Sequence[Trajectory], steps: int) -> Actor:
+  """MODEL trained on examples, all of them in every step."""
   optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)
   learner = Learner(sft_loss(MODEL), optimizer)
-  state = init_state(params(0), optimizer)
-  (batch,) = batching.batches(trajectories(), len(SCRIPTS), MAX_LEN)
+  state = init_state(qwen.init_params(MODEL, 0), optimizer)
+  (batch,) = batching.batches(examples, len(SCRIPTS), MAX_LEN)
   curve = []
   for _ in range(steps):
     state, values = learner.step(state, [batch], float(batch.weight_BT.sum()))
     curve.append(float(values["loss"]))
   return Actor(state.params, tuple(curve))
+
+
+def save_policy(path: str, p) -> None:
+  """Writes a model folder: MODEL with these parameters, and the tokenizer."""
+  save_model(path, MODEL, p)
+  tokenizer().save(path)
 
 
 class TableToolbox:
@@ -237,11 +252,18 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
   raise AssertionError("the episode is not over")
 
 
-def logps_of(cfg: QwenConfig, p, played: Sequence[Trajectory]) -> list[np.ndarray]:
+@functools.partial(jax.jit, static_argnums=0)
+def _token_logps(cfg: QwenConfig, p, batch: batching.Batch, temperature: float):
+  return losses.token_logps(cfg, p, batch, temperature)[0]
+
+
+def logps_of(
+  cfg: QwenConfig, p, played: Sequence[Trajectory], temperature: float = 1.0
+) -> list[np.ndarray]:
   """The learner's log-probs of every trajectory's policy tokens, rows packed."""
   packed = batching.pack([t.num_tokens for t in played], MAX_LEN)
   (batch,) = batching.batches(played, len(packed), MAX_LEN)
-  logp_BT = np.asarray(losses.token_logps(cfg, p, batch)[0])
+  logp_BT = np.asarray(_token_logps(cfg, p, batch, temperature))
   out: list[np.ndarray] = [np.zeros(0)] * len(played)
   for row, members in enumerate(packed):
     for number, i in enumerate(members, 1):

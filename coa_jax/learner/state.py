@@ -47,7 +47,9 @@ class Learner:
 
   def __init__(self, loss: SumLoss, optimizer: optax.GradientTransformation):
     """Args: a loss that sums over tokens, and what applies its gradient."""
-    self._accumulate = jax.jit(functools.partial(_accumulate, loss), donate_argnums=1)
+    sums = functools.partial(_sums, loss)
+    self._first = jax.jit(sums)
+    self._next = jax.jit(functools.partial(_add, sums), donate_argnums=1)
     self._apply = jax.jit(functools.partial(_apply, optimizer), donate_argnums=0)
 
   def step(
@@ -63,19 +65,19 @@ class Learner:
     Returns:
       The new state, and `loss`, `grad_norm` and the loss's sums over the denominator.
     """
-    total = None
-    for batch in micro_batches:
-      if total is None:
-        shapes = jax.eval_shape(self._accumulate, state.params, None, batch)
-        total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-      total = self._accumulate(state.params, total, batch)
+    total = self._first(state.params, micro_batches[0])
+    for batch in micro_batches[1:]:
+      total = self._next(state.params, total, batch)
     return self._apply(state, total, denominator)
 
 
-def _accumulate(loss: SumLoss, params: Any, total: Any, batch: Batch) -> Any:
+def _sums(loss: SumLoss, params: Any, batch: Batch) -> Any:
   (value, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
-  new = (grads, {"loss": value, **sums})
-  return new if total is None else jax.tree.map(jnp.add, total, new)
+  return grads, {"loss": value, **sums}
+
+
+def _add(sums: Callable[[Any, Batch], Any], params: Any, total: Any, batch: Batch):
+  return jax.tree.map(jnp.add, total, sums(params, batch))
 
 
 def _apply(
@@ -87,5 +89,5 @@ def _apply(
   grads, sums = jax.tree.map(lambda x: x / denominator, total)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
-  metrics = {**sums, "grad_norm": optax.global_norm(grads)}
+  metrics = {**sums, "grad_norm": optax.tree.norm(grads)}
   return TrainState(state.step + 1, params, opt_state), metrics

@@ -169,7 +169,7 @@ class Qwen(nn.Module):
 
   cfg: QwenConfig
 
-  def setup(self):
+  def setup(self) -> None:
     """Declares the embedding, the layers and the final norm."""
     c = self.cfg
     init = nn.initializers.normal(0.02)

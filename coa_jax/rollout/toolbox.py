@@ -14,8 +14,7 @@ import time
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
-from tools_sandbox.client import Sandbox
-from tools_sandbox.wire import Verdict
+from tools_sandbox.client import Sandbox, Verdict
 
 
 @dataclasses.dataclass(frozen=True)

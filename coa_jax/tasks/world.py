@@ -45,10 +45,10 @@ class WorldConfig:
   test_worlds: int = 4
   mix: Mix = (
     ("one_hop", 0.15),
-    ("two_hop", 0.30),
+    ("two_hop", 0.28),
     ("three_hop", 0.15),
-    ("comparison", 0.10),
-    ("arithmetic", 0.20),
+    ("comparison", 0.08),
+    ("arithmetic", 0.24),
     ("computation", 0.10),
   )
 

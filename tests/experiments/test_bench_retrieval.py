@@ -47,7 +47,16 @@ def folder(tmp_path):
       },
     ],
     "hotpotqa_train_corpus.json": PAGES,
-    "musique_train.json": [{"question": "Which river?", "paragraphs": supporting}],
+    "musique_train.json": [
+      {
+        "question": "Which river?",
+        "paragraphs": supporting,
+        "question_decomposition": [
+          {"question": "A town?", "answer": "Ur (#2)", "paragraph_support_idx": 1},
+          {"question": "#1 >> river", "answer": "Ub", "paragraph_support_idx": 0},
+        ],
+      }
+    ],
     "musique_train_corpus.json": [*twins, *texts[3:]],
     "2wikimultihopqa_corpus.json": texts[:1] * 3,
   }
@@ -65,6 +74,10 @@ def test_wanted_passages_are_found_by_title_or_by_title_and_text(folder):
   assert comparison.wanted == {"hotpotqa_train-3", "hotpotqa_train-4"}
   _, (river,) = bench_retrieval.musique(folder)
   assert river.wanted == {"musique_train-1"}
+  assert [(q.text, *q.wanted) for q in bench_retrieval.hops(folder)] == [
+    ("A town?", "musique_train-0"),
+    ("Ur (#2) >> river", "musique_train-1"),
+  ]
 
 
 def test_recall_counts_what_is_wanted_among_the_first_k():
@@ -79,12 +92,14 @@ def test_every_corpus_is_measured_and_compared(folder):
   assert [(r["questions"], r["corpus"], r["passages"]) for r in table] == [
     ("hotpotqa", "own", 6),
     ("musique", "own", 5),
+    ("musique by hop", "own", 5),
     ("hotpotqa", "all three", 14),
     ("musique", "all three", 14),
+    ("musique by hop", "all three", 14),
   ]
   assert table[0]["recall@2"] == table[0]["all@5"] == 1.0
   assert table[0]["ceiling@1"] == 0.5 and table[1]["recall@1"] == 1.0
-  assert len(figures["ratios"]) == 12
+  assert len(figures["ratios"]) == 18
   assert all(ratio > 0 for ratio in figures["ratios"].values())
   json.dumps(figures)
 
@@ -112,7 +127,8 @@ def test_quick_over_the_real_passages(tmp_path):
   done = program("--quick", f"--data={SHARED}", f"--out={out}")
   assert done.returncode == 0, done.stderr
   rows = json.loads(out.read_text())["table"]
-  assert [row["passages"] for row in rows] == [994, 1890, 9003, 9003]
+  assert [row["passages"] for row in rows] == [994, 1890, 1890, 9003, 9003, 9003]
   # Recall is exact: the corpora, the questions and the ranking are fixed.
-  assert [round(row["recall@5"], 3) for row in rows] == [0.785, 0.54, 0.75, 0.541]
+  found = [round(row["recall@5"], 3) for row in rows]
+  assert found == [0.785, 0.54, 0.916, 0.75, 0.541, 0.882]
   assert all(row["recall@5"] >= row["bm25s recall@5"] for row in rows)

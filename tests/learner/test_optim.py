@@ -16,7 +16,8 @@ from coa_jax.model import qwen
 # A leaf's matrix: what is input, what is output (of the model's shapes).
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
 CFG = dataclasses.replace(toy.MODEL, attention_bias=True, tie_embeddings=False)
-FLAT = {"schedule": "constant", "clip_norm": 0.0}
+# Without first moments, Adam moves by its rate, against the gradient's sign.
+FLAT = {"schedule": "constant", "clip_norm": 0.0, "b1": 0.0}
 
 
 def leaves(tree):
@@ -49,7 +50,7 @@ def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
   seen = set()
   for (name, update), (_, grad) in zip(leaves(updates), leaves(grads), strict=True):
     seen.add(name)
-    if name not in MATRICES:  # Adam's first step: the rate, against the gradient
+    if name not in MATRICES:
       np.testing.assert_allclose(update, -0.01 * np.sign(grad), rtol=1e-3, err_msg=name)
       continue
     stacked = update if scan else update[None]
@@ -79,6 +80,24 @@ def test_weight_decay_shrinks_matrices_only(name: str):
     np.testing.assert_allclose(update, expected, atol=1e-6, err_msg=leaf)
 
 
+def test_adamw_is_adamw():
+  config = OptimConfig(lr=0.1, weight_decay=0.01, b1=0.8, b2=0.9, schedule="constant")
+  optimizer = make_optimizer(dataclasses.replace(config, clip_norm=0.0), 3)
+  rng = np.random.default_rng(0)
+  x, m, v = rng.normal(size=5), 0.0, 0.0
+  params = {"gate": jnp.asarray(x, jnp.float32)}
+  state = optimizer.init(params)
+  for t in (1, 2, 3):
+    g = rng.normal(size=5)
+    updates, state = optimizer.update({"gate": jnp.asarray(g)}, state, params)
+    m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+    adam = m / (1 - 0.8**t) / (np.sqrt(v / (1 - 0.9**t)) + 1e-8)
+    expected = -0.1 * (adam + 0.01 * x)
+    np.testing.assert_allclose(updates["gate"], expected, rtol=1e-4)
+    x = x + expected
+    params = jax.tree.map(jnp.add, params, updates)
+
+
 def rates(config: OptimConfig, steps: int) -> list[float]:
   """The rate of each update: Adam on a constant gradient moves by exactly that."""
   optimizer = make_optimizer(config, steps)
@@ -97,7 +116,11 @@ def test_rates_from_warm_up_to_the_end(name: str, schedule: str, warmup: int):
   peak, final, steps = 0.25, 0.2, 12
   rate = {"lr": 9.0, "adam_lr": peak} if name == "muon" else {"lr": peak}
   config = OptimConfig(
-    name=name, schedule=schedule, warmup=warmup, final=final, clip_norm=0.0, **rate
+    name=name,
+    schedule=schedule,
+    warmup=warmup,
+    final=final,
+    **{"clip_norm": 0.0, "b1": 0.0, **rate},
   )
   found = rates(config, steps)
   up = [peak * i / 4 for i in range(warmup)]
@@ -123,7 +146,9 @@ def test_large_gradients_are_scaled_to_the_norm_and_small_ones_left_alone():
     return np.asarray(update["embed"])
 
   unit = {"embed": jnp.array([0.6, 0.8])}
-  np.testing.assert_allclose(after(1.0, small, large), after(0.0, small, unit))
+  np.testing.assert_allclose(
+    after(1.0, small, large), after(0.0, small, unit), rtol=1e-6
+  )
   np.testing.assert_array_equal(after(1.0, small, small), after(0.0, small, small))
   assert not np.allclose(after(0.0, small, large), after(0.0, small, unit))
 

@@ -240,9 +240,9 @@ GOOD = render("mhqa", ["wiki_search", "answer"])
     (GOOD + "<think>t</think>", Verdict.ILLEGAL_TRANSITION, "<think>t</think>"),
     (GOOD + " bye", Verdict.MALFORMED, "bye"),
     (
-      GOOD.replace("<observation>o</observation>", ""),
+      GOOD.replace(wrap("observation", "o"), ""),
       Verdict.ILLEGAL_TRANSITION,
-      "<think>t</think><answer>",
+      "<think> t</think><answer>",
     ),
   ],
 )

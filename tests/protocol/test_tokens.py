@@ -51,7 +51,7 @@ def test_foreign_text_never_becomes_a_control_token(tok: Tokenizer, text: str):
   inside = observation.ids[len(tok.encode("<observation>")) :]
   inside = inside[: len(inside) - len(tok.encode("</observation>"))]
   assert not set(inside) & control_ids(tok)
-  assert tok.decode(inside) == roles.escape(text)
+  assert tok.decode(inside) == " " + roles.escape(text)
   question = Segment(Author.PROMPT, "question", text)
   tok.encode_prompt([question])
   before, after = tok.encode(tokens.IM_START), tok.encode(tokens.IM_END)
@@ -74,10 +74,11 @@ def test_control_tokens_in_trusted_text_count(tok: Tokenizer):
 
 
 @BOTH
-@given(ids=st.data())
-def test_any_ids_decode_to_their_bytes(tok: Tokenizer, ids):
-  ids = ids.draw(st.lists(st.integers(0, tok.vocab_size - 1)))
-  raw = b"".join(tok.bytes_of[i] for i in ids)
+@given(data=st.data())
+def test_any_ids_decode_to_their_bytes(tok: Tokenizer, data):
+  # An embedding has more rows than the tokenizer has ids; those stand for nothing.
+  ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 9)))
+  raw = b"".join(tok.bytes_of[i] for i in ids if i < tok.vocab_size)
   assert tok.decode(ids) == raw.decode("utf-8", "replace")
 
 
@@ -171,7 +172,7 @@ TURN = wrap("think", "what") + " " + wrap("code", "x") + wrap("answer", "y")
 @given(data=st.data())
 def test_policy_segments_concatenate_exactly_to_the_ids(tok: Tokenizer, data):
   ids = data.draw(
-    st.lists(st.integers(0, tok.vocab_size - 1), max_size=40)
+    st.lists(st.integers(0, tok.vocab_size + 9), max_size=40)
     | st.just(tok.encode(TURN))
     | HOSTILE.map(tok.encode)
   )
@@ -215,7 +216,7 @@ def test_broken_utf8_is_kept_in_the_ids(tok: Tokenizer):
 def test_a_lone_surrogate_does_not_end_a_run(tok: Tokenizer):
   assert tok.decode(tok.encode("a\ud800b")) == "a?b"
   observation = tok.encode_observation("a\ud800b")
-  assert tok.decode(observation.ids) == "<observation>a?b</observation>"
+  assert tok.decode(observation.ids) == "<observation> a?b</observation>"
 
 
 @BOTH

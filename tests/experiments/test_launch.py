@@ -1,0 +1,141 @@
+"""The launcher: whatever is wrong is one line and exit status 2, before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+CONFIG = """
+import ml_collections
+
+def get_config(arg=""):
+  if arg not in ("", "tiny"):
+    raise ValueError(f"my_config answers '' and 'tiny', not {arg!r}")
+  return ml_collections.ConfigDict(
+    {"optim": {"lr": 0.1, "name": "adamw"}, "data": {"steps": 1 if arg else 9}}
+  )
+"""
+# A journey that needs no JAX, so that a case takes a fraction of a second.
+PROGRAM = """
+import dataclasses
+from coa_jax.config import check_sections, section
+from experiments.launch import launch
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  steps: int
+  trouble: str = ""
+
+def run(config, workdir):
+  check_sections(config, ("optim", "data"))
+  data = section(config, "data", Data)
+  if data.steps == 13:
+    raise KeyboardInterrupt
+  if data.steps == 14:
+    raise FileNotFoundError("pages.jsonl: there is no such file")
+  return {"steps": data.steps, "lr": config.optim.lr, "workdir": workdir}
+
+launch(run)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path):
+  """Runs the program on the config with these arguments."""
+  config, program = tmp_path / "my_config.py", tmp_path / "program.py"
+  config.write_text(CONFIG)
+  program.write_text(PROGRAM)
+
+  def run(*args: str, file: str = "", workdir: str = "--workdir=w"):
+    flags = [f"--config={file or config}", workdir, "--compile_cache=", *args]
+    return subprocess.run(
+      [sys.executable, str(program), *(f for f in flags if f)],
+      capture_output=True,
+      text=True,
+      cwd=tmp_path,
+      env={**os.environ, "PYTHONPATH": ROOT},
+    )
+
+  run.config = str(config)
+  return run
+
+
+def refused(done) -> str:
+  """The one line of a refused run."""
+  assert done.returncode == 2, done
+  assert done.stdout == ""
+  lines = done.stderr.strip().splitlines()
+  assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+  return lines[0]
+
+
+def test_results_are_printed_and_overrides_count(launcher):
+  done = launcher("--config.data.steps=4", "--config.optim.lr=1")
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout) == {"steps": 4, "lr": 1.0, "workdir": "w"}
+  done = launcher(file=launcher.config + ":tiny")
+  assert json.loads(done.stdout)["steps"] == 1
+
+
+@pytest.mark.parametrize(
+  ("override", "named"),
+  [
+    ("--config.optim.lrr=1", ["'lrr'", "did you mean 'lr'"]),
+    ("--config.optimm.lr=1", ["'optimm'", "did you mean 'optim'"]),
+    ("--config.data.zzz=1", ["'zzz'"]),
+    ("--config.optim.lr=fast", ["optim.lr", "fast"]),
+    ("--config.data.steps=1.5", ["data.steps", "1.5"]),
+  ],
+)
+def test_an_override_that_can_not_be_used_names_file_and_field(
+  launcher, override: str, named: list[str]
+):
+  line = refused(launcher(override))
+  assert launcher.config in line
+  assert all(word in line for word in named), line
+
+
+def test_a_config_that_the_journey_refuses_names_the_file(launcher, tmp_path):
+  text = CONFIG.replace('"data": {', '"data": {"stepz": 1, ')
+  (tmp_path / "other.py").write_text(text)
+  line = refused(launcher(file=str(tmp_path / "other.py")))
+  assert "other.py: " in line and "'stepz'; did you mean 'steps'?" in line
+  (tmp_path / "other.py").write_text(CONFIG.replace('"optim":', '"optm":'))
+  line = refused(launcher(file=str(tmp_path / "other.py")))
+  assert "other.py: config has no section 'optm'; did you mean 'optim'?" in line
+
+
+def test_files_and_flags_that_are_missing_are_named(launcher):
+  assert "nowhere.py: there is no such" in refused(launcher(file="nowhere.py"))
+  assert "workdir" in refused(launcher(workdir=""))
+  assert "'huge'" in refused(launcher(file=launcher.config + ":huge"))
+  assert "unexpected argument 'extra'" in refused(launcher("extra"))
+  assert "workdirr" in refused(launcher("--workdirr=x"))
+  assert "pages.jsonl" in refused(launcher("--config.data.steps=14"))
+
+
+def test_an_interrupted_run_says_how_to_go_on(launcher):
+  done = launcher("--config.data.steps=13")
+  assert done.returncode == 130
+  assert "goes on from here" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_real_journey_refuses_before_any_work(tmp_path):
+  config = tmp_path / "bad.py"
+  config.write_text(CONFIG.replace('"data": {', '"data": {"trajectoriez": "x", '))
+  done = subprocess.run(
+    [sys.executable, "-m", "experiments.sft", f"--config={config}", "--workdir=w"],
+    capture_output=True,
+    text=True,
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": ROOT},
+  )
+  line = refused(done)
+  assert "bad.py: " in line and "did you mean 'trajectories'" in line
+  assert not (tmp_path / "w").exists()

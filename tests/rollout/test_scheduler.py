@@ -1,0 +1,236 @@
+"""Rollouts through the real sampler: the laws that training relies on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.learner import batch as batching
+from coa_jax.model.qwen import Qwen
+from coa_jax.protocol import roles
+from coa_jax.protocol.automaton import compile_stops
+from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
+
+CFG = toy.MODEL
+CONFIG = RolloutConfig(style="brief", slots=5, window=8, max_len=toy.MAX_LEN)
+CONFIG = dataclasses.replace(CONFIG, inject_rows=4)
+
+
+def scheduler(**changes) -> Scheduler:
+  table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
+  return Scheduler(CFG, table, dataclasses.replace(CONFIG, **changes))
+
+
+def play(params, toolbox, order, seed: int = 3, on=None, **setting) -> dict:
+  """Plays sequences in this order; sequence n asks task n modulo the tasks."""
+  episodes = [
+    toy.episode(toy.TASKS[n % len(toy.TASKS)], toolbox, n, **setting) for n in order
+  ]
+  done = list((on or scheduler()).run(params, iter(episodes), seed))
+  assert sorted(e.sequence for e in done) == sorted(order)
+  return {e.sequence: e.trajectory for e in done}
+
+
+@pytest.fixture(scope="module")
+def novice() -> dict:
+  """A policy between untrained and trained: it calls tools, and errs in many ways."""
+  return toy.actor(75).params
+
+
+def content(t: Trajectory) -> tuple:
+  """All of a trajectory but seconds."""
+  segments = [(s.author, s.text, s.ids, s.logps) for s in t.segments]
+  calls = [(c.name, c.arguments, c.result, c.status) for c in t.calls]
+  return segments, calls, t.status, t.reward, t.reward_parts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("trained", [False, True])
+def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
+  params = novice if trained else toy.params()
+  played = play(params, toy.TableToolbox(), range(12), temperature=temperature)
+  played = [played[n] for n in sorted(played)]
+  assert not trained or sum(len(t.calls) for t in played) >= 12
+  theirs = toy.logps_of(CFG, params, played, temperature)
+  for t, expected in zip(played, theirs, strict=True):
+    mine = toy.sampled_logps(t)
+    assert len(mine) == t.usage.generated == len(expected) > 0
+    np.testing.assert_allclose(mine, expected, rtol=0, atol=2e-5)
+
+
+def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
+  """What the device drew is what the batch holds with weight, token for token."""
+  drawn: dict[int, list[int]] = {}
+  real = toy.CoAEpisode.sampled
+
+  def spy(self, ids, logps, tag):
+    drawn.setdefault(self.sequence, []).extend(ids)
+    return real(self, ids, logps, tag)
+
+  monkeypatch.setattr(toy.CoAEpisode, "sampled", spy)
+  played = play(novice, toy.TableToolbox(), range(12))
+  for n, t in played.items():
+    batch = batching.empty(1, toy.MAX_LEN)
+    batching.fill(batch, 0, [t], [1.0])
+    assert batch.tokens_BT[batch.weight_BT > 0].tolist() == drawn[n]
+    rest = [s for s in t.segments if s.author != Author.POLICY]
+    assert t.num_tokens == len(drawn[n]) + sum(len(s.ids) for s in rest)
+
+
+def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
+  played = play(novice, toy.TableToolbox(), range(4), temperature=0.0)
+
+  @jax.jit
+  def best(batch):
+    args = (batch.tokens_BT, batch.position_BT, batch.segment_BT)
+    hidden, _ = Qwen(CFG).apply({"params": novice}, *args)
+    logits = Qwen(CFG).apply({"params": novice}, hidden, method="logits")
+    return jnp.argmax(logits, -1)
+
+  for t in played.values():
+    batch = batching.empty(1, toy.MAX_LEN)
+    batching.fill(batch, 0, [t])
+    predicted_U = np.asarray(best(batch))[0, :-1]
+    written_U = batch.weight_BT[0, 1:] > 0
+    assert written_U.sum() == t.usage.generated
+    np.testing.assert_array_equal(
+      predicted_U[written_U], batch.tokens_BT[0, 1:][written_U]
+    )
+
+
+def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
+  on = scheduler()
+  played = play(novice, toy.TableToolbox(), range(12), on=on)
+  given = generated = 0
+  for t in played.values():
+    by_author = {a: 0 for a in Author}
+    for s in t.segments:
+      by_author[s.author] += len(s.ids)
+    assert by_author[Author.PROMPT] == t.usage.prompt > 0
+    assert by_author[Author.TOOL] == t.usage.observation
+    assert by_author[Author.POLICY] == t.usage.generated
+    given += t.usage.prompt + t.usage.observation
+    generated += t.usage.generated
+  assert sum(t.usage.observation > 0 for t in played.values()) >= 6
+  assert on.counters.prefilled_tokens == given
+  assert on.counters.sampled_tokens == generated
+  assert generated <= on.counters.slot_steps <= on.counters.windows * 8 * 5
+
+
+def test_latency_order_and_neighbours_change_nothing(novice):
+  order = list(range(16))
+  expected = play(novice, toy.TableToolbox(), order)
+  statuses = {t.status for t in expected.values()}
+  assert Status.ENDED in statuses and len(statuses) > 1
+  assert len({str(content(t)) for t in expected.values()}) >= 8
+  shuffled = np.random.default_rng(0).permutation(order).tolist()
+  for seed, other in enumerate((order, order[::-1], shuffled)):
+    slow = toy.TableToolbox(latency=toy.shuffled_latency(seed))
+    again = play(novice, slow, other)
+    assert {n: content(t) for n, t in again.items()} == {
+      n: content(t) for n, t in expected.items()
+    }
+  # Fewer neighbours, and another window.
+  slow = toy.TableToolbox(latency=toy.shuffled_latency(9))
+  few = play(novice, slow, [11, 2, 7], on=scheduler(window=3))
+  assert all(content(t) == content(expected[n]) for n, t in few.items())
+
+
+def test_a_scheduler_used_again_remembers_nothing(novice):
+  on = scheduler()
+  first = play(novice, toy.TableToolbox(), range(6), on=on)
+  play(novice, toy.TableToolbox(), range(6, 13), on=on, seed=8)
+  again = play(novice, toy.TableToolbox(), range(6), on=on)
+  assert [content(first[n]) for n in range(6)] == [content(again[n]) for n in range(6)]
+  other = play(novice, toy.TableToolbox(), range(6), on=on, seed=4)
+  assert content(other[0]) != content(first[0])
+
+
+def test_the_trained_policy_plays_its_scripts(actor):
+  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  toolbox = toy.TableToolbox()
+  groups = player.groups(actor.params, toy.TASKS, toolbox, 2, 0.0, 0, version=3)
+  for (question, script), group in zip(toy.SCRIPTS.items(), groups, strict=True):
+    assert [t.sample for t in group] == [0, 1]
+    for t in group:
+      assert t.task_id == question and t.status == Status.ENDED and t.reward == 1.0
+      turns = itertools.groupby(t.segments[1:], key=lambda s: s.author)
+      text = ["".join(s.text for s in turn) for _, turn in turns]
+      said = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
+      assert text[0::2] == list(script[0::2]) and text[1::2] == said
+      assert t.usage.tool_calls == len(said) == len(t.calls)
+      policy = [s for s in t.segments if s.author == Author.POLICY]
+      assert all(s.versions == [3] * len(s.ids) for s in policy)
+      assert all(not s.logps for s in t.segments if s.author != Author.POLICY)
+
+
+def test_out_of_tokens_is_truncated_and_graded():
+  short = scheduler(max_len=40)
+  played = play(toy.params(), toy.TableToolbox(), range(8), on=short).values()
+  # Random tokens close a tool's tag now and then; leave those out.
+  truncated = [t for t in played if t.status == Status.TRUNCATED and not t.calls]
+  assert len(truncated) >= 4
+  for t in truncated:
+    assert t.reward == 0.0 and t.num_tokens == 40
+
+
+def test_an_observation_without_room_is_left_out(actor):
+  # The policy's call fits, what it prints does not; the call is on record.
+  prompt_and_call = toy.trajectories()[0].num_tokens
+  on = scheduler(max_len=prompt_and_call)
+  toolbox = toy.TableToolbox(lambda name, body: "z" * 60)
+  (t,) = play(actor.params, toolbox, [0], on=on, temperature=0.0).values()
+  assert t.status == Status.TRUNCATED and t.reward == 0.0
+  assert {s.author for s in t.segments} == {Author.PROMPT, Author.POLICY}
+  assert t.usage.observation == 0 and len(t.calls) == 1
+  assert t.num_tokens <= prompt_and_call
+  assert on.counters.prefilled_tokens == t.usage.prompt
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
+  tok = toy.tokenizer()
+  t = toy.trajectories()[0]
+  before = sum(len(s.ids) for s in t.segments[:2])
+  observation = len(tok.encode_observation("z" * 30).ids)
+  # One token can be sampled after an observation that just fits.
+  on = scheduler(max_len=before + observation + spare)
+  toolbox = toy.TableToolbox(lambda name, body: "z" * 30)
+  (t,) = play(actor.params, toolbox, [0], on=on, temperature=0.0).values()
+  assert t.status == Status.TRUNCATED
+  assert t.usage.observation == (observation if spare else 0)
+  assert t.num_tokens == (before + observation + 1 if spare else before)
+
+
+def test_a_prompt_without_room_names_the_field():
+  with pytest.raises(ValueError, match=r"leaves no room in rollout\.max_len=8; raise"):
+    play(toy.params(), toy.TableToolbox(), [1], on=scheduler(max_len=8))
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"slots": 0}, "slots must be at least 1, got 0"),
+    ({"variant": "webb"}, "unknown protocol variant 'webb'"),
+    ({"style": "terse"}, "prompt style 'terse'"),
+  ],
+)
+def test_impossible_configs_are_refused(changes, message: str):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_player_wants_tools_of_its_variant_and_a_tokenizer_that_fits():
+  with pytest.raises(ValueError, match="has no tool 'telescope'"):
+    Player(CFG, toy.tokenizer(), CONFIG, ["telescope"])
+  small = dataclasses.replace(CFG, vocab_size=64)
+  with pytest.raises(ValueError, match=r"set model\.vocab_size"):
+    Player(small, toy.tokenizer(), CONFIG, toy.TOOLS)

@@ -1,0 +1,108 @@
+"""A config that can not be used is an error that says why, before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import ml_collections
+import pytest
+
+from coa_jax.config import ConfigError, check_sections, claim, nearest, section
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+  """A section of every kind of field."""
+
+  steps: int
+  lr: float = 1e-3
+  name: str = "adamw"
+  tools: tuple[str, ...] = ()
+  corpus: str | None = None
+  clip: float | None = None
+  nesterov: bool = False
+  meta: dict = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.steps < 0:
+      raise ValueError("steps must not be negative")
+
+
+def config(**optim) -> ml_collections.ConfigDict:
+  return ml_collections.ConfigDict({"optim": {"steps": 3, **optim}})
+
+
+def test_a_section_becomes_its_dataclass():
+  read = section(config(lr=0.5, tools=["a", "b"], corpus="x"), "optim", Optim)
+  assert read == Optim(3, 0.5, tools=("a", "b"), corpus="x")
+  assert isinstance(hash(read.tools), int)
+  nested = section(config(meta=ml_collections.ConfigDict({"a": 1})), "optim", Optim)
+  assert nested.meta == {"a": 1} and type(nested.meta) is dict
+
+
+@pytest.mark.parametrize("field", ["lr", "clip"])
+def test_an_int_will_do_for_a_float(field: str):
+  value = getattr(section(config(**{field: 1}), "optim", Optim), field)
+  assert value == 1.0 and type(value) is float
+
+
+def test_none_will_do_where_it_is_allowed():
+  read = section(config(corpus=None, clip=None), "optim", Optim)
+  assert read.corpus is None and read.clip is None
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"lrr": 1.0}, "config section 'optim' has no field 'lrr'; did you mean 'lr'?"),
+    ({"nestrov": True}, "no field 'nestrov'; did you mean 'nesterov'?"),
+    ({"zzz": 1}, "no field 'zzz'; there are clip, corpus, lr, meta, name, nesterov"),
+    ({"lr": "0.1"}, "config.optim.lr is '0.1'; it must be of type float"),
+    ({"lr": True}, "config.optim.lr is True; it must be of type float"),
+    ({"steps": 1.5}, "config.optim.steps is 1.5; it must be of type int"),
+    ({"steps": True}, "config.optim.steps is True; it must be of type int"),
+    ({"name": 3}, "config.optim.name is 3; it must be of type str"),
+    ({"name": None}, "config.optim.name is None; it must be of type str"),
+    ({"corpus": 3}, "config.optim.corpus is 3; it must be of type str or NoneType"),
+    ({"nesterov": 1}, "config.optim.nesterov is 1; it must be of type bool"),
+    ({"tools": "code"}, "config.optim.tools is 'code'; it must be of type tuple"),
+    ({"steps": -1}, "config section 'optim': steps must not be negative"),
+  ],
+)
+def test_a_field_that_can_not_be_used_is_named(changes, message: str):
+  with pytest.raises(ConfigError) as e:
+    section(config(**changes), "optim", Optim)
+  assert message in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"optim": {"lr": 0.1}}, {"optim": {}}])
+def test_a_missing_field_is_named(given):
+  with pytest.raises(ConfigError, match="section 'optim' lacks field 'steps'"):
+    section(ml_collections.ConfigDict(given), "optim", Optim)
+
+
+def test_a_section_that_nothing_reads_is_refused():
+  check_sections(config(), ("optim", "data"))
+  with pytest.raises(ConfigError, match=r"no section 'optim'; did you mean 'optimum'"):
+    check_sections(config(), ("optimum", "data"))
+  with pytest.raises(ConfigError, match="no section 'optim'; there are data, zoo"):
+    check_sections(config(), ("zoo", "data"))
+
+
+def test_nearest_names_one_or_all():
+  assert nearest("steps", {"step": 1, "lr": 2}) == "; did you mean 'step'?"
+  assert nearest("qqqq", ["b", "a"]) == "; there are a, b"
+
+
+def test_a_workdir_belongs_to_one_config(tmp_path):
+  workdir = str(tmp_path / "run")
+  claim(config(tools=("a",)), workdir)
+  written = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert written["config"]["optim"] == {"steps": 3, "tools": ["a"]}
+  assert "git_commit" in written
+  claim(config(tools=("a",)), workdir)
+  with pytest.raises(ConfigError, match=r"holds a run whose section 'optim' was"):
+    claim(config(tools=("b",)), workdir)
+  again = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert again == written

@@ -1,0 +1,57 @@
+"""GSM8K from worked solutions to a graded model: the three tiny configs in a row."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import runpy
+
+import pytest
+
+from coa_jax import distill, evaluate, sft
+from coa_jax.protocol.trajectory import Author, read_trajectories
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def get_config(journey: str, arg: str):
+  """The config of a journey on GSM8K."""
+  path = ROOT / "configs" / f"{journey}_gsm8k.py"
+  return runpy.run_path(str(path))["get_config"](arg)
+
+
+@pytest.mark.parametrize("journey", ["distill", "sft", "evaluate"])
+def test_configs_know_their_names(journey):
+  assert get_config(journey, "").to_dict() != get_config(journey, "tiny").to_dict()
+  with pytest.raises(ValueError, match="answers '' and 'tiny', not 'huge'"):
+    get_config(journey, "huge")
+
+
+def test_the_tiny_configs_in_a_row(tmp_path):
+  if not DATA.is_dir():
+    pytest.skip(f"no {DATA}")
+  config = get_config("distill", "tiny")
+  config.tasks.uri = str(DATA / "train.jsonl")
+  distilled = distill.run(config, str(tmp_path / "distill"))
+  assert distilled["tasks"] == 64
+  assert distilled["convert"] == {
+    "kept": 58,
+    "dropped": {"answer_not_computed": 5, "no_program": 1},
+  }
+  assert distilled["kept"] == 58
+  file = tmp_path / "distill" / "trajectories.jsonl"
+  for t in read_trajectories(file):
+    (prompt,) = [s.text for s in t.segments if s.author == Author.PROMPT]
+    assert prompt == t.meta["question"] and "<<" not in json.dumps(t.to_json())
+    assert t.reward == 1.0 and t.calls
+
+  config = get_config("sft", "tiny")
+  config.data.trajectories = str(file)
+  trained = sft.run(config, str(tmp_path / "sft"))
+  assert trained["trajectories"] == 50 and trained["left_out_too_long"] == 0
+
+  config = get_config("evaluate", "tiny")
+  config.init = str(tmp_path / "sft" / "model")
+  config.tasks.uri = str(DATA / "test.jsonl")
+  assert evaluate.run(config, str(tmp_path / "eval"))["tasks"] == 8

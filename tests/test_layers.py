@@ -1,0 +1,215 @@
+"""The house's walls, by the syntax trees: who imports whom, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import functools
+import importlib
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+JOURNEYS = ("distill", "sft", "rl", "evaluate")
+# Room -> rooms of the library that it may import, besides itself.
+BELOW = {
+  "protocol": set(),
+  "model": {"protocol"},
+  "tasks": {"protocol"},
+  "rollout": {"model", "tasks", "protocol"},
+  "learner": {"model", "tasks", "protocol"},
+  "teacher": {"model", "tasks", "protocol"},
+  "report": {"model", "tasks", "protocol"},
+  "config": set(),
+}
+for journey in JOURNEYS:
+  BELOW[journey] = set(BELOW) - set(JOURNEYS)
+# Doors: the only files that may import these packages.
+DOORS = {
+  "tools_sandbox": {"coa_jax/rollout/toolbox.py", "coa_jax/tasks/rewards/code.py"},
+  "vllm": {"coa_jax/rollout/vllm.py"},
+  "torch": set(),
+  "absl": set(),
+  "experiments": set(),
+  "configs": set(),
+}
+# A child hides its environment and arguments from the program; a zygote is a program.
+PROCESS = {
+  "tools_sandbox/child.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/zygote.py": {"sys.argv"},
+}
+
+
+def files(*folders: str) -> list[pathlib.Path]:
+  return sorted(p for f in folders for p in (ROOT / f).rglob("*.py"))
+
+
+def name_of(path: pathlib.Path) -> str:
+  return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def tree(path: pathlib.Path) -> ast.Module:
+  return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: pathlib.Path) -> set[str]:
+  """Every module that a file imports, lazily too, with full names."""
+  out = set()
+  for node in ast.walk(tree(path)):
+    if isinstance(node, ast.Import):
+      out |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{name_of(path)}: relative import"
+      for alias in node.names:
+        whole = f"{node.module}.{alias.name}"
+        out.add(whole if module_file(whole) else node.module)
+  return out
+
+
+def module_file(module: str) -> pathlib.Path | None:
+  """The file of a module of this project, or None."""
+  base = ROOT.joinpath(*module.split("."))
+  for path in (base.with_suffix(".py"), base / "__init__.py"):
+    if path.exists():
+      return path
+  return None
+
+
+LIBRARY = files("coa_jax")
+SANDBOX = files("tools_sandbox")
+PROGRAMS = files("experiments", "configs")
+TESTS = files("tests")
+EACH = functools.partial(pytest.mark.parametrize, "path", ids=name_of)
+
+
+def room_of(path: pathlib.Path) -> str:
+  return path.relative_to(ROOT / "coa_jax").parts[0].removesuffix(".py")
+
+
+@EACH(LIBRARY)
+def test_imports_go_down(path: pathlib.Path):
+  room = room_of(path)
+  if room == "__init__":
+    assert not imports(path)
+    return
+  used = {m.split(".")[1] for m in imports(path) if m.startswith("coa_jax.")}
+  assert used <= BELOW[room] | {room}
+
+
+@EACH(LIBRARY)
+def test_some_packages_have_one_door(path: pathlib.Path):
+  for package, doors in DOORS.items():
+    used = {m for m in imports(path) if m.split(".")[0] == package}
+    assert not used or name_of(path) in doors, used
+    if package == "tools_sandbox":
+      assert used <= {"tools_sandbox.client"}
+  # vLLM is an extra: the library must load without it.
+  loaded = [n for n in tree(path).body if isinstance(n, ast.Import | ast.ImportFrom)]
+  assert not any("vllm" in ast.unparse(n) for n in loaded)
+
+
+@EACH(SANDBOX)
+def test_the_sandbox_stands_alone(path: pathlib.Path):
+  roots = {m.split(".")[0] for m in imports(path)}
+  assert not roots & {"coa_jax", "jax", "flax", "configs", "experiments", "torch"}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+  graph = {
+    path: {f for f in map(module_file, imports(path)) if f} - {path}
+    for path in (*LIBRARY, *SANDBOX)
+  }
+  done: set[pathlib.Path] = set()
+
+  def visit(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> None:
+    assert path not in above, " -> ".join(map(name_of, (*above, path)))
+    if path not in done and path in graph:
+      for other in graph[path]:
+        visit(other, (*above, path))
+      done.add(path)
+
+  for path in graph:
+    visit(path, ())
+  assert len(done) == len(graph)
+
+
+@EACH([*LIBRARY, *SANDBOX])
+def test_libraries_read_no_flags_and_no_environment(path: pathlib.Path):
+  reads = {
+    ast.unparse(node)
+    for node in ast.walk(tree(path))
+    if isinstance(node, ast.Attribute)
+    and ast.unparse(node) in ("os.environ", "os.environb", "os.getenv", "sys.argv")
+  }
+  assert reads == PROCESS.get(name_of(path), set())
+  assert "absl" not in {m.split(".")[0] for m in imports(path)}
+
+
+@EACH([*LIBRARY, *SANDBOX, *PROGRAMS, *TESTS])
+def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
+  assert path.stem not in ("utils", "util", "common", "helpers", "misc")
+  text = path.read_text(encoding="utf-8")
+  assert text.isascii()
+  assert len(text.splitlines()) <= 400
+  assert ast.get_docstring(tree(path)), "a file says what it is for"
+  for node in ast.walk(tree(path)):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+      lines = node.end_lineno - node.lineno + 1
+      assert lines <= 80, f"{node.name} has {lines} lines"
+
+
+@EACH([*LIBRARY, *SANDBOX])
+def test_what_is_public_is_documented_and_typed(path: pathlib.Path):
+  def check(node: ast.AST, inside: str) -> None:
+    for child in getattr(node, "body", ()):
+      if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        continue
+      name = f"{inside}{child.name}"
+      if child.name.startswith("_"):
+        continue
+      assert ast.get_docstring(child), f"{name} has no docstring"
+      if isinstance(child, ast.ClassDef):
+        check(child, f"{name}.")
+      else:
+        assert child.returns is not None, f"{name} does not say what it returns"
+
+  check(tree(path), "")
+
+
+def test_test_files_have_names_of_their_own():
+  names = collections.Counter(p.name for p in TESTS if p.name != "conftest.py")
+  assert [name for name, n in names.items() if n > 1] == []
+
+
+def config_sections() -> dict[str, type]:
+  """Every dataclass that a journey reads a section into."""
+  out = {}
+  for journey in JOURNEYS:
+    module = importlib.import_module(f"coa_jax.{journey}")
+    for node in ast.walk(tree(ROOT / "coa_jax" / f"{journey}.py")):
+      if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
+        cls = getattr(module, ast.unparse(node.args[2]))
+        out[cls.__name__] = cls
+  return out
+
+
+def test_every_option_is_read_by_something():
+  read = {
+    node.attr
+    for path in (*LIBRARY, *PROGRAMS)
+    for node in ast.walk(tree(path))
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+  }
+  sections = config_sections()
+  assert len(sections) >= 10
+  # LoadConfig goes whole into QwenConfig, whose fields are read.
+  for name, cls in sections.items():
+    unread = {f.name for f in dataclasses.fields(cls)} - read
+    assert not unread, f"{name}: {unread}"
+
+
+def test_no_test_hides_behind_an_init_file():
+  assert not [p for p in TESTS if p.name == "__init__.py"]

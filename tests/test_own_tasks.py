@@ -1,0 +1,104 @@
+"""Bring your own tasks: every schema and file kind goes through a whole evaluation."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import ml_collections
+import pyarrow
+import pyarrow.parquet
+import pytest
+import toy
+
+from coa_jax import evaluate
+from coa_jax.model.weights import save_model
+from coa_jax.protocol.trajectory import read_trajectories
+
+# The same two tasks as this project's rows, and as rows of the released RL files.
+OURS = [
+  {"id": "sum", "question": "2 + 3", "answers": ["5", "five"], "kind": "math"},
+  {"id": "capital", "question": "capital of Ur", "answers": ["Uruk"], "kind": "qa"},
+]
+
+
+def released(index: str, question: str, truth: str, ability: str) -> dict:
+  """A row with the columns that the released parquet files have."""
+  head = "You can only use these functions.\n1. <think>...</think>"
+  return {
+    "data_source": "mine",
+    "prompt": [{"role": "user", "content": f"{head}\n\nQuestion: {question}"}],
+    "ability": ability,
+    "reward_model": {"style": "rule", "ground_truth": truth},
+    "extra_info": {
+      "need_tools_kwargs": True,
+      "index": f"mine-{index}",
+      "question": question,
+      "answer": ["not read: the ground truth is"],
+      "tools_kwargs": {"wiki_search": {"create_kwargs": {"ground_truth": truth}}},
+    },
+  }
+
+
+RELEASED = [
+  released("sum", "2 + 3", "5", "math"),
+  released(
+    "capital", "capital of Ur", '{"target": ["Uruk"], "question": "capital of Ur"}', ""
+  ),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, actor, tokenizer) -> str:
+  """The folder of a model that knows both answers."""
+  folder = str(tmp_path_factory.mktemp("model"))
+  save_model(folder, toy.MODEL, actor.params)
+  tokenizer.save(folder)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+  """One page."""
+  path = tmp_path_factory.mktemp("corpus") / "pages.jsonl"
+  page = {"id": "0", "title": "Ur", "text": "Ur: its capital is Uruk."}
+  path.write_text(json.dumps(page) + "\n")
+  return str(path)
+
+
+def write(path: pathlib.Path, rows: list[dict]) -> str:
+  """Rows as a file of the kind that the path's suffix names."""
+  if path.suffix == ".parquet":
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  elif path.suffix == ".json":
+    path.write_text(json.dumps(rows, indent=1))
+  else:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize(
+  ("rows", "ids"),
+  [(OURS, ["sum", "capital"]), (RELEASED, ["mine-sum", "mine-capital"])],
+  ids=["ours", "released"],
+)
+def test_tasks_of_any_kind_are_played_and_graded(
+  tmp_path, model, corpus, rows, ids, suffix
+):
+  config = ml_collections.ConfigDict()
+  config.init = model
+  config.model = dict()
+  config.rollout = dict(
+    variant="unified", style="brief", slots=2, window=16, max_len=toy.MAX_LEN
+  )
+  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1)
+  config.tasks = dict(uri=write(tmp_path / f"tasks{suffix}", rows))
+  config.eval = dict(greedy=True, samples=0)
+  results = evaluate.run(config, str(tmp_path / "out"))
+  assert results["tasks"] == 2
+  assert results["pass1_greedy"] == results["protocol_ok"] == 1.0
+  played = read_trajectories(tmp_path / "out" / "greedy.jsonl")
+  assert [t.task_id for t in played] == ids
+  assert [t.meta["question"] for t in played] == ["2 + 3", "capital of Ur"]
+  assert all(t.reward == 1.0 and len(t.calls) == 1 for t in played)

@@ -1,0 +1,195 @@
+"""Learning as a test: a policy that guesses learns what is right, with real tools."""
+
+from __future__ import annotations
+
+import json
+
+import ml_collections
+import numpy as np
+import pytest
+import toy
+
+from coa_jax import rl
+from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
+from coa_jax.report.metrics import read_metrics
+from coa_jax.rollout.scheduler import RolloutConfig
+from coa_jax.tasks.task import Task
+
+STEPS = 24
+RIGHT = {"sky": "blue", "sea": "blue"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ml_collections.ConfigDict:
+  """A policy that calls a tool and then says red or blue, and tasks for it."""
+  folder = tmp_path_factory.mktemp("policy")
+  examples = [
+    toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
+    for q in RIGHT
+    for a in ("red", "blue")
+  ]
+  toy.save_policy(str(folder / "model"), toy.train(examples, 300).params)
+  rows = [{"id": q, "question": q, "answers": [a]} for q, a in RIGHT.items()]
+  tasks = folder / "tasks.jsonl"
+  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return ml_collections.ConfigDict(
+    dict(
+      init=str(folder / "model"),
+      model=dict(remat="none"),
+      optim=dict(lr=1.5e-3, schedule="linear", b2=0.99),
+      rollout=dict(style="brief", slots=16, max_len=toy.MAX_LEN),
+      tools=dict(tools=("code",)),
+      tasks=dict(uri=str(tasks)),
+      algo=dict(steps=STEPS, prompts=2, samples=8, rounds=1, rows=8, length=128),
+      dev=dict(every=STEPS - 1, uri=str(tasks)),
+      checkpoint=dict(every=STEPS),
+    )
+  )
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory):
+  """A workdir after the run, and its results."""
+  workdir = str(tmp_path_factory.mktemp("rl"))
+  return workdir, rl.run(config, workdir)
+
+
+def test_reward_rises_from_a_guess_to_certainty(trained):
+  workdir, results = trained
+  log = read_metrics(f"{workdir}/metrics.jsonl", "rl")
+  assert [row["step"] for row in log] == list(range(1, STEPS + 1))
+  reward = [row["reward"] for row in log]
+  assert 0.2 < reward[0] < 0.75
+  assert np.mean(reward[-5:]) > 0.9
+  assert results["dev_accuracy"] == 1.0
+  assert results["reward"] == reward[-1]
+  assert {"seconds_dev", "seconds_rollout", "seconds_learn"} <= set(results)
+
+
+def test_every_update_was_on_policy(trained):
+  workdir, results = trained
+  log = read_metrics(f"{workdir}/metrics.jsonl", "rl")
+  learned = [row for row in log if "ratio" in row]
+  assert len(learned) > 5
+  for row in learned:
+    assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert row["clipped"] == 0 and abs(row["kl"]) < 1e-6
+  assert 0 < results["logp_gap"] < 2e-5
+
+
+def test_rollouts_are_on_record_with_what_the_real_tool_said(trained):
+  played = read_trajectories(f"{trained[0]}/trajectories/step_000000.jsonl")
+  assert len(played) == 16
+  by_task = {q: [t for t in played if t.task_id == q] for q in RIGHT}
+  assert all([t.sample for t in ts] == list(range(8)) for ts in by_task.values())
+  whole = [t for t in played if t.status == Status.ENDED]
+  assert len(whole) >= 14
+  for t in whole:
+    assert t.calls[0].status == CallStatus.OK and t.calls[0].result == "5"
+    assert t.reward == t.reward_parts["answer"] * t.reward_parts["format"]
+    policy = [s for s in t.segments if s.author == Author.POLICY]
+    assert all(len(s.ids) == len(s.logps) == len(s.versions) for s in policy)
+
+
+def collected(config, toolbox, right: dict[str, str], samples: int):
+  """One batch of the guessing policy's rollouts, with tools from a table."""
+  cfg, params = rl.load_model(config.init)
+  algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3)
+  rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
+  player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
+  tasks = [Task(q, q, (a,)) for q, a in right.items()]
+  return rl.collect(player, params, tasks, toolbox, algo, 0, 0)
+
+
+def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
+  calls = iter(range(1000))
+
+  def flaky(name: str, arguments: str):
+    down = toy.ToolCall(name, arguments, "", CallStatus.INFRASTRUCTURE)
+    return down if next(calls) % 4 == 0 else "5"
+
+  out = collected(config, toy.TableToolbox(flaky), RIGHT, 8)
+  failed = [t for t in out.played if t.status == Status.INFRASTRUCTURE]
+  assert failed and all(t.reward is None for t in failed)
+  assert out.trajectories and all(t.reward is not None for t in out.trajectories)
+  assert len(out.trajectories) == len(out.advantages) < 8 * out.kept
+  for task in RIGHT:
+    mine = [
+      (t.reward, a)
+      for t, a in zip(out.trajectories, out.advantages, strict=True)
+      if t.task_id == task
+    ]
+    assert sum(a for _, a in mine) == pytest.approx(0, abs=1e-6)
+  described = rl._describe(out)
+  graded = [t.reward for t in out.played if t.reward is not None]
+  assert described["reward"] == pytest.approx(np.mean(graded))
+  assert described["infrastructure"] == len(failed)
+
+
+def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
+  toolbox = toy.TableToolbox(lambda *_: "5")
+  out = collected(config, toolbox, RIGHT, 4)
+  assert out.kept == 2 and len(out.trajectories) == 2 * 4
+  assert out.groups in (2, 4, 6) and len(out.played) == out.groups * 4
+  for start in (0, 4):
+    group = out.trajectories[start : start + 4]
+    assert len({t.task_id for t in group}) == 1
+    assert len({t.reward for t in group}) > 1
+  # Nobody is ever right: nothing to learn from, after every round was tried.
+  none = collected(config, toolbox, dict.fromkeys(RIGHT, "green"), 4)
+  assert (none.kept, none.groups, none.trajectories) == (0, 6, [])
+
+
+def test_tasks_are_drawn_in_epochs():
+  tasks = [Task(str(n), str(n), ("x",)) for n in range(5)]
+  drawn = [rl._pick(tasks, 7, n).id for n in range(15)]
+  for epoch in range(3):
+    assert sorted(drawn[5 * epoch : 5 * epoch + 5]) == list("01234")
+  assert drawn[:5] != drawn[5:10]
+  assert [rl._pick(tasks, 7, n).id for n in range(15)] == drawn
+  assert [rl._pick(tasks, 8, n).id for n in range(15)] != drawn
+
+
+def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
+  stuck = config.copy_and_resolve_references()
+  tasks = tmp_path / "tasks.jsonl"
+  tasks.write_text('{"question": "sky", "answers": ["green"]}\n')
+  stuck.tasks.uri = stuck.dev.uri = str(tasks)
+  stuck.algo.update(steps=3, samples=2, prompts=1)
+  stuck.dev.every = 2
+  results = rl.run(stuck, str(tmp_path / "w"))
+  assert results["logp_gap"] is None and results["reward"] == 0.0
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
+  assert [("dev_accuracy" in row) for row in log] == [True, False, True]
+  phase = sum(row.get("seconds_dev", 0.0) for row in log)
+  assert results["seconds_dev"] == pytest.approx(phase)
+
+
+@pytest.mark.parametrize(
+  ("section", "field", "value", "message"),
+  [
+    ("algo", "length", 64, r"algo\.length=64 is shorter than rollout\.max_len=128"),
+    ("algo", "samples", 1, "samples must be at least 2"),
+    ("algo", "temperature", 0.0, "temperature must be above 0"),
+    ("model", "scam", True, "no field 'scam'; did you mean 'scan'"),
+    ("rollout", "slotz", 3, "no field 'slotz'; did you mean 'slots'"),
+    ("tools", "tools", ("code", "x"), "no tool 'x'"),
+  ],
+)
+def test_refusals_come_before_any_work(
+  config, tmp_path, section, field, value, message
+):
+  bad = config.copy_and_resolve_references()
+  with bad.unlocked():
+    bad[section][field] = value
+  with pytest.raises(ValueError, match=message):
+    rl.run(bad, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
+def test_a_run_without_a_policy_is_refused(config, tmp_path):
+  bad = config.copy_and_resolve_references()
+  with bad.unlocked():
+    del bad.init
+  with pytest.raises(ValueError, match="config lacks field 'init'"):
+    rl.run(bad, str(tmp_path / "w"))
