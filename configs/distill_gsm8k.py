@@ -3,8 +3,10 @@
   python -m experiments.distill --config=configs/distill_gsm8k.py \
     --workdir=runs/gsm8k/distill
 
-Expect: EXPECT
-":tiny" (64 tasks): a few seconds; give it a workdir of its own.
+Expect: 6,876 of 7,473 rows kept, 22,414 programs run, every one with the value that the
+solution claims. Dropped: 409 whose answer no note computes, 187 without a note that
+calculates, 1 that repeats itself. Some 250 tokens a trajectory, question included. 140
+s on two busy cores. ":tiny" (64 tasks): a few seconds; give it a workdir of its own.
 """
 
 import ml_collections

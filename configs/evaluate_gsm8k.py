@@ -3,7 +3,12 @@
   python -m experiments.evaluate --config=configs/evaluate_gsm8k.py \
     --workdir=runs/gsm8k/eval
 
-Needs a model folder (`--config.init=runs/gsm8k/sft/model`). Expect: EXPECT
+Needs a model folder (`--config.init=runs/gsm8k/sft/model`). Expect of configs/sft_gsm8k
+what nine minutes from scratch can give: the language of the protocol and of the tool,
+no arithmetic reasoning. 512 questions, greedy: 0.012 right (95 % interval 0.004 to
+0.021), 0.748 well formed (the rest repeats itself until it is cut off), no malformed
+call of 1,676, 3.3 calls and 315 tokens a question; 2 minutes. With
+--config.tools.enabled=False: 0.004 right of 256 (0.000 to 0.012).
 """
 
 import ml_collections
@@ -26,7 +31,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     max_calls=10,
     seed=1,
   )
-  config.tools = dict(tools=("code",), workers=2)
+  config.tools = dict(tools=("code",), workers=2, enabled=True)
   config.tasks = dict(
     uri="../shared/data/gsm8k/test.jsonl", limit=8 if tiny else 512, seed=0
   )

@@ -41,10 +41,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   config.tasks = dict(uri="runs/world/rl_tasks.jsonl")
   config.algo = dict(
-    steps=2 if tiny else 50,
-    prompts=4 if tiny else 16,
+    steps=2 if tiny else 45,
+    prompts=4 if tiny else 24,
     samples=4 if tiny else 8,
-    rounds=1 if tiny else 2,
+    rounds=1,
     clip_low=0.2,
     clip_high=0.28,
     rows=16,

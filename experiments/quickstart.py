@@ -99,7 +99,7 @@ class Quickstart:
 
   def make_world(self) -> None:
     """Pages and tasks, as files that any user could have brought."""
-    sizes = (64, 64, 32) if self.arg else (15000, 6000, 600)
+    sizes = (64, 64, 32) if self.arg else (13000, 6000, 600)
     make_world(self.path("world"), self.seed, *sizes)
 
   def _world(self, config: ml_collections.ConfigDict, tasks: str, pages: str) -> None:

@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import toy
 
-hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=60)
+hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("coa_jax")
 
 

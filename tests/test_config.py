@@ -90,6 +90,13 @@ def test_a_section_that_nothing_reads_is_refused():
     check_sections(config(), ("zoo", "data"))
 
 
+@pytest.mark.parametrize("given", [{}, {"init": ""}, {"init": None}])
+def test_what_a_journey_can_not_do_without_is_named(given):
+  check_sections(ml_collections.ConfigDict({"init": "x"}), ("init",), ("init",))
+  with pytest.raises(ConfigError, match="config lacks field 'init'"):
+    check_sections(ml_collections.ConfigDict(given), ("init",), ("init",))
+
+
 def test_nearest_names_one_or_all():
   assert nearest("steps", {"step": 1, "lr": 2}) == "; did you mean 'step'?"
   assert nearest("qqqq", ["b", "a"]) == "; there are a, b"

@@ -44,12 +44,12 @@ class WorldConfig:
   dev_worlds: int = 4
   test_worlds: int = 4
   mix: Mix = (
-    ("one_hop", 0.15),
-    ("two_hop", 0.28),
-    ("three_hop", 0.15),
+    ("one_hop", 0.16),
+    ("two_hop", 0.30),
+    ("three_hop", 0.18),
     ("comparison", 0.08),
-    ("arithmetic", 0.24),
-    ("computation", 0.10),
+    ("arithmetic", 0.20),
+    ("computation", 0.08),
   )
 
   def __post_init__(self):

@@ -334,13 +334,11 @@ class _Mind:
     return expression  # nothing is printed
 
   def _reflector(self) -> str:
-    observation = next(
-      e.content for e in reversed(self.entries) if e.kind == runs.OBSERVATION
-    )
+    text = next(e.content for e in reversed(self.entries) if e.kind == runs.OBSERVATION)
     if self.assignment.startswith(_PROGRAMS):
-      return self._review_program(observation.strip())
+      return self._review_program(text.strip())
     entity = self.assignment.removeprefix("look up ")
-    pages = read_pages(observation)
+    pages = read_pages(text)
     wanted = [
       self.program[i]["relation"]
       for i in self._open()
@@ -379,10 +377,8 @@ class _Mind:
     return f"ANSWER: {self.known[max(self.known)] if self.known else 'unknown'}"
 
   def _verifier(self) -> str:
-    candidate = next(
-      e.content for e in reversed(self.entries) if e.kind == runs.CANDIDATE
-    )
-    right = candidate == self.truth[-1]
+    answer = next(e.content for e in reversed(self.entries) if e.kind == runs.CANDIDATE)
+    right = answer == self.truth[-1]
     last = self.program[-1]
     short = len(self.program) - 1 in self._open() and last["op"] != "compare"
     if right or not short or self.chance("caught short") >= self.config.caught:

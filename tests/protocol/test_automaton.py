@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import toy
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coa_jax.protocol import roles
@@ -29,14 +29,14 @@ def run(table: Automaton, ids: list[int]) -> tuple[int, str] | None:
   return None
 
 
-def first_stop(pieces: list[bytes]) -> tuple[int, set[str]] | None:
+def first_stop(pieces: list[bytes], tags: list[bytes]) -> tuple[int, set[str]] | None:
   """The same by searching the text after every token."""
   text = b""
   for place, piece in enumerate(pieces):
     before, text = len(text), text + piece
     done = {
       t.decode()
-      for t in TAGS
+      for t in tags
       if any(text.endswith(t, 0, end) for end in range(before + 1, len(text) + 1))
     }
     if done:
@@ -54,21 +54,37 @@ _FRAGMENT = (
 )
 
 
-@given(st.lists(_FRAGMENT, max_size=6).map(b"".join), st.data())
-def test_every_split_of_a_text_stops_at_the_same_byte(text: bytes, data):
-  cuts = data.draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=len(text)))
+def assert_stops_where_a_search_would(variant, text: bytes, cuts: set[int]):
   ends = sorted({0, *(c for c in cuts if c < len(text)), len(text)})
   pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
   vocabulary = sorted({*pieces, b""})
   fake = types.SimpleNamespace(bytes_of=vocabulary, vocab_size=len(vocabulary))
-  table = compile_stops(UNIFIED, fake, len(vocabulary) + 3)
+  table = compile_stops(variant, fake, len(vocabulary) + 3)
   found = run(table, [vocabulary.index(p) for p in pieces])
-  expected = first_stop(pieces)
+  expected = first_stop(pieces, [t.encode() for t in variant.yield_tags])
   if expected is None:
     assert found is None
   else:
     assert found is not None
     assert found[0] == expected[0] and found[1] in expected[1]
+
+
+_CUTS = st.sets(st.integers(1, 60))
+
+
+@given(st.lists(_FRAGMENT, max_size=6).map(b"".join), _CUTS)
+def test_every_split_of_a_text_stops_at_the_same_byte(text: bytes, cuts: set[int]):
+  assert_stops_where_a_search_would(UNIFIED, text, cuts)
+
+
+_WORD = st.text("ab", min_size=1, max_size=5)
+
+
+@given(st.lists(_WORD, min_size=1, max_size=4, unique=True), st.text("ab"), _CUTS)
+@example(["aba", "b"], "ab", set())
+def test_any_tags_will_do_even_one_inside_another(tags, text: str, cuts: set[int]):
+  variant = types.SimpleNamespace(yield_tags=tuple(tags))
+  assert_stops_where_a_search_would(variant, text.encode(), cuts)
 
 
 @pytest.mark.parametrize("tok", [toy.tokenizer(), toy.stock_tokenizer()])

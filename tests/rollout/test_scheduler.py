@@ -12,10 +12,12 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
+from coa_jax.model import qwen
 from coa_jax.model.qwen import Qwen
 from coa_jax.protocol import roles
 from coa_jax.protocol.automaton import compile_stops
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.rollout import scheduler as scheduling
 from coa_jax.rollout.episodes import Player
 from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
 
@@ -42,7 +44,7 @@ def play(params, toolbox, order, seed: int = 3, on=None, **setting) -> dict:
 @pytest.fixture(scope="module")
 def novice() -> dict:
   """A policy between untrained and trained: it calls tools, and errs in many ways."""
-  return toy.actor(75).params
+  return toy.actor(60).params
 
 
 def content(t: Trajectory) -> tuple:
@@ -152,6 +154,28 @@ def test_a_scheduler_used_again_remembers_nothing(novice):
   assert [content(first[n]) for n in range(6)] == [content(again[n]) for n in range(6)]
   other = play(novice, toy.TableToolbox(), range(6), on=on, seed=4)
   assert content(other[0]) != content(first[0])
+
+
+def test_stacked_parameters_play_like_unrolled_ones(novice):
+  table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
+  stacked = Scheduler(dataclasses.replace(CFG, scan=True, remat="full"), table, CONFIG)
+  expected = play(novice, toy.TableToolbox(), range(4))
+  found = play(qwen.stack(novice, CFG.layers), toy.TableToolbox(), range(4), on=stacked)
+  assert all(content(found[n]) == content(expected[n]) for n in range(4))
+
+
+def test_what_a_slot_was_in_the_middle_of_is_forgotten():
+  on = scheduler()
+  episodes = [toy.episode(toy.TASKS[0], toy.TableToolbox(), n) for n in range(3)]
+  run = scheduling._Run(on, toy.params(), iter(episodes), 0)
+  # As a trajectory leaves it that ran out of tokens within a tag.
+  run.state.automaton_B[:] = 2
+  run.state.length_B[:] = 99
+  assert run.fill()
+  assert run.state.automaton_B.tolist() == [0, 0, 0, 2, 2]
+  assert run.state.active_B.tolist() == [True] * 3 + [False] * 2
+  prompt = len(episodes[0].start())
+  assert run.state.length_B.tolist()[:3] == [prompt - 1] * 3
 
 
 def test_the_trained_policy_plays_its_scripts(actor):

@@ -1,0 +1,125 @@
+"""The SFT journey: what it trains on, what it leaves out, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import ml_collections
+import pytest
+import toy
+
+from coa_jax import sft
+from coa_jax.model.qwen import count_params
+from coa_jax.model.weights import load_model
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
+from coa_jax.report.metrics import read_metrics
+
+
+@pytest.fixture
+def config(tmp_path) -> ml_collections.ConfigDict:
+  """Fresh parameters, 4 scripts five times over."""
+  examples = toy.trajectories() * 5
+  for t in examples:
+    for s in t.segments:
+      s.ids = []
+  file = tmp_path / "trajectories.jsonl"
+  write_jsonl(file, examples)
+  return ml_collections.ConfigDict(
+    dict(
+      init="",
+      model=dict(width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ff=64),
+      optim=dict(lr=1e-2, warmup=2),
+      data=dict(
+        trajectories=str(file),
+        steps=12,
+        rows=4,
+        length=toy.MAX_LEN,
+        validation=4,
+        validate_every=5,
+        vocab_size=384,
+      ),
+      checkpoint=dict(every=100, keep=1),
+    )
+  )
+
+
+def test_a_fresh_model_learns_and_is_saved_whole(config, tmp_path):
+  workdir = tmp_path / "w"
+  results = sft.run(config, str(workdir))
+  assert json.loads((workdir / "results.json").read_text()) == results
+  assert results["trajectories"] == 16 and results["left_out_too_long"] == 0
+  log = read_metrics(str(workdir / "metrics.jsonl"), "sft")
+  assert [row["step"] for row in log] == list(range(1, 13))
+  assert [r["step"] for r in log if "validation_loss" in r] == [5, 10, 12]
+  # The held-out scripts are those trained on, so both losses fall together.
+  assert log[0]["loss"] > 5.5 > 4.5 > log[-1]["loss"] == results["loss"]
+  assert abs(results["validation_loss"] - results["loss"]) < 0.5
+  cfg, params = load_model(workdir / "model")
+  tok = Tokenizer.load(workdir / "model")
+  assert cfg.vocab_size % 64 == 0 and 0 <= cfg.vocab_size - tok.vocab_size < 64
+  assert results["parameters"] == count_params(params)
+  assert len(tok.encode("</answer>")) == 1
+
+
+def test_long_trajectories_are_left_out_and_counted(config, tmp_path):
+  config.data.length = 64
+  config.data.validation = 0
+  results = sft.run(config, str(tmp_path / "w"))
+  tok = Tokenizer.load(tmp_path / "w" / "tokenizer")
+  examples = [toy.written(q, s, tok) for q, s in toy.SCRIPTS.items()]
+  long = [t.num_tokens > 64 for t in examples]
+  assert 0 < sum(long) < 4
+  assert results["left_out_too_long"] == 5 * sum(long)
+  assert results["trajectories"] == 20 - 5 * sum(long)
+  assert results["validation_loss"] is None  # nothing was held out
+
+
+def test_batches_are_a_function_of_seed_and_step():
+  # Two of these fit a row, so an epoch has three batches of two rows.
+  policy = [[Segment(Author.POLICY, "", "", [n] * 5)] for n in range(1, 13)]
+  train = [Trajectory(str(n), segments) for n, segments in enumerate(policy)]
+  data = sft.DataConfig("", steps=9, rows=2, length=11, micro_batches=2)
+
+  def take(first: int, n: int) -> list[list[int]]:
+    batches = itertools.islice(sft._rows(train, data, first), n)
+    return [b.tokens_BT.ravel().tolist() for b in batches]
+
+  whole = take(0, 12)
+  for update in (1, 2, 3):
+    assert take(update, 2) == whole[2 * update : 2 * update + 2]
+  for epoch in range(4):
+    tokens = list(itertools.chain(*whole[3 * epoch : 3 * epoch + 3]))
+    assert sorted(t for t in tokens if t) == sorted(list(range(1, 13)) * 5)
+  assert whole[:3] != whole[3:6]
+  other = next(sft._rows(train, dataclasses.replace(data, seed=1), 0))
+  assert other.tokens_BT.ravel().tolist() != whole[0]
+
+
+@pytest.mark.parametrize(
+  ("section", "field", "value", "message"),
+  [
+    ("model", "heds", 4, "'model' has no field 'heds'; did you mean 'heads'"),
+    ("model", "kv_heads", 3, "'model': kv_heads 3 does not divide heads 4"),
+    ("optim", "name", "sgd", "'optim': name 'sgd'; accepted: adamw, muon"),
+    ("data", "stepz", 1, "'data' has no field 'stepz'; did you mean 'steps'"),
+    ("data", "trajectories", "nowhere.jsonl", "nowhere.jsonl"),
+    ("checkpoint", "evry", 1, "did you mean 'every'"),
+  ],
+)
+def test_refusals_come_before_any_work(
+  config, tmp_path, section, field, value, message
+):
+  with config.unlocked():
+    config[section][field] = value
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    sft.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
+def test_nothing_left_to_train_on_is_said(config, tmp_path):
+  config.data.validation = 20
+  with pytest.raises(ValueError, match=r"20 read, 20 within .* 20 kept for validation"):
+    sft.run(config, str(tmp_path / "w"))
