@@ -85,7 +85,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   for t in trajectories:
     tokenizer.encode_trajectory(t)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
-  held, train = fit[: data.validation], fit[data.validation :]
+  held = fit[: data.validation]
+  # Filters may have written a trajectory twice; its copy would give the loss away.
+  asked = {t.task_id for t in held}
+  train = [t for t in fit if t.task_id not in asked]
   if not train:
     raise ValueError(
       f"{data.trajectories}: no trajectory is left to train on: {len(trajectories)} "

@@ -1,0 +1,57 @@
+"""The README's first command, made small: interrupted once, run again, read."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "experiments.quickstart", "--tiny"]
+FIGURES = (
+  "pass1_greedy",
+  "pass1_sampled",
+  "pass3",
+  "best_of_3",
+  "ci95",
+  "tokens_per_task",
+  "generated_tokens_per_task",
+  "tool_calls_per_task",
+  "malformed_rate",
+)
+
+
+@pytest.mark.slow
+def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
+  workdir = tmp_path / "quickstart"
+  command = [*COMMAND, f"--workdir={workdir}"]
+  first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+  deadline = time.monotonic() + 600
+  while not (workdir / "sft" / "metrics.jsonl").exists():
+    assert first.poll() is None and time.monotonic() < deadline
+    time.sleep(0.1)
+  first.send_signal(signal.SIGINT)
+  _, said = first.communicate(timeout=600)
+  assert first.returncode == 130, said
+  assert "goes on from here" in said
+
+  again = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+  assert again.returncode == 0, again.stderr
+  assert "at work, and its runs distilled: done" in again.stdout
+  results = json.loads((workdir / "results.json").read_text())
+  for who in ("teacher", "sft", "rl", "tools_off"):
+    assert set(FIGURES) <= set(results[who]), who
+  cost = ("reduction_no_cache", "reduction_cache", "reduction_per_solved")
+  assert set(cost) <= set(results["cost"])
+  assert set(results["ood"]) == {"age", "four_hop"}
+  assert results["seconds"] > 0
+  # A team of agents sends its context again and again; a stream does not.
+  assert results["cost"]["reduction_no_cache"] > 0
+  page = (workdir / "report.html").read_text()
+  assert page.count('<details class="tr') >= 20
+
+  other = subprocess.run([*command, "--seed=1"], capture_output=True, text=True)
+  assert other.returncode == 2
+  assert "another workdir" in other.stderr and "seed" in other.stderr
