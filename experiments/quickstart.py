@@ -143,6 +143,8 @@ class Quickstart:
       config = evaluate_world.get_config(self.arg)
       config.init = self.path(model, "model")
       self._world(config, tasks, "test")
+      if tasks == "ood":
+        config.tasks.limit = held_out // 2
       config.tools.enabled = enabled
       evaluate.run(config, self.path(name))
 

@@ -14,17 +14,26 @@ from coa_jax import sft
 from coa_jax.model.qwen import count_params
 from coa_jax.model.weights import load_model
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
+from coa_jax.protocol.trajectory import (
+  Author,
+  Segment,
+  Trajectory,
+  read_trajectories,
+  write_jsonl,
+)
 from coa_jax.report.metrics import read_metrics
 
 
 @pytest.fixture
 def config(tmp_path) -> ml_collections.ConfigDict:
-  """Fresh parameters, 4 scripts five times over."""
-  examples = toy.trajectories() * 5
-  for t in examples:
-    for s in t.segments:
-      s.ids = []
+  """Fresh parameters, 4 scripts five times over, each time as other tasks."""
+  examples = []
+  for n in range(5):
+    for t in toy.trajectories():
+      t.task_id += f" {n}"
+      for s in t.segments:
+        s.ids = []
+      examples.append(t)
   file = tmp_path / "trajectories.jsonl"
   write_jsonl(file, examples)
   return ml_collections.ConfigDict(
@@ -75,6 +84,16 @@ def test_long_trajectories_are_left_out_and_counted(config, tmp_path):
   assert results["left_out_too_long"] == 5 * sum(long)
   assert results["trajectories"] == 20 - 5 * sum(long)
   assert results["validation_loss"] is None  # nothing was held out
+
+
+def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
+  path = tmp_path / "trajectories.jsonl"
+  examples = read_trajectories(path)
+  write_jsonl(path, examples + examples[:6])
+  config.data.steps = 1
+  results = sft.run(config, str(tmp_path / "w"))
+  # 26 in all; 4 are held out, and so are their copies; the other two copies are not.
+  assert results["trajectories"] == 26 - 4 - 4
 
 
 def test_batches_are_a_function_of_seed_and_step():

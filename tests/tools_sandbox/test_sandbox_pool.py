@@ -16,6 +16,16 @@ from tools_sandbox.wire import Limits, Verdict
 KILL_ZYGOTE = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
 
 
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _processes_of_other_tests():
+  """Children that other test files' tools keep for the whole session."""
+  _others.clear()
+  _others.update(_descendants())
+
+
 def _descendants():
   parents = {}
   for name in filter(str.isdigit, os.listdir("/proc")):
@@ -30,7 +40,7 @@ def _descendants():
     children = [p for p, q in parents.items() if q == parent]
     found.update(children)
     queue += children
-  return found
+  return found - _others
 
 
 @pytest.fixture(autouse=True)
