@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich
@@ -177,16 +177,7 @@ def _write_page(
       sft, {"loss": {"loss": "training", "validation_loss": "validation"}}
     ),
     "RL: what rollouts earn, and greedy accuracy on development tasks.": plots.curves(
-      rl,
-      {
-        "share": {
-          "reward": "reward",
-          "answer": "right answer",
-          "format": "well-formed",
-        },
-        "greedy accuracy": {"dev_accuracy": "development"},
-        "nats": {"entropy": "entropy per token"},
-      },
+      rl, _rl_panels(rl)
     ),
     "Tokens of the team and of the one model.": plots.cost_bars(results["cost"]),
     "Team runs before, trajectories after filtering (spans, tokens).": _filtering(
@@ -212,6 +203,17 @@ def _write_page(
     get_variant("unified"),
     headline,
   )
+
+
+def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+  panels = {
+    "share": {"reward": "reward", "answer": "right answer", "format": "well-formed"},
+    "greedy accuracy": {"dev_accuracy": "development"},
+  }
+  # A run so short that no group's rewards differed has made no update.
+  if any("entropy" in row for row in rl):
+    panels["nats"] = {"entropy": "entropy per token"}
+  return panels
 
 
 def _filtering(workdir: str) -> Any:
