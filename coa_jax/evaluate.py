@@ -67,6 +67,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   rollout = section(config, "rollout", RolloutConfig)
   cfg, params = load_model(config.init, section(config, "model", LoadConfig))
   player = Player(cfg, Tokenizer.load(config.init), rollout, tools.tools)
+  player.check(tasks)
   claim(config, workdir)
   params = jax.device_put(params)
   greedy: list[Trajectory] = []

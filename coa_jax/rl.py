@@ -156,6 +156,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   learner = Learner(_loss(cfg, algo), optimizer)
   state = init_state(jax.device_put(params), optimizer)
   player = Player(cfg, tokenizer, rollout, tools.tools)
+  player.check([*tasks, *dev_tasks])
   claim(config, workdir)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as dev_toolbox, checkpoints:

@@ -4,8 +4,8 @@
   python -m experiments.distill --config=configs/distill_world.py \
     --workdir=runs/world/distill
 
-Expect: the team ends right on 0.906 of 15,000 tasks, 16,011 trajectories kept (3,229 of
-them second copies), 2,110 tokens a run (1,135 with cache credit); 45 s on two cores.
+Expect: the team ends right on 0.904 of 13,000 tasks, 14,012 trajectories kept (2,893 of
+them second copies), 2,179 tokens a run (1,159 with cache credit); 38 s on two cores.
 ":tiny" (64 tasks): a few seconds.
 """
 

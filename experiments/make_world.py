@@ -15,7 +15,7 @@ from coa_jax.tasks.world_questions import HELD_OUT
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")
-_TRAIN = flags.DEFINE_integer("train", 15000, "Tasks to distil.")
+_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks to distil.")
 _RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.")
 _HELD_OUT = flags.DEFINE_integer("held_out", 600, "Tasks each of dev, test and ood.")
 

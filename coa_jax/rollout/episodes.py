@@ -25,7 +25,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
 from coa_jax.rollout.toolbox import Toolbox
-from coa_jax.tasks.rewards import score
+from coa_jax.tasks.rewards import grade, score
 from coa_jax.tasks.task import Task
 
 
@@ -165,6 +165,27 @@ class Player:
     self.setting = Setting(variant, config.style, config.max_calls, config.tool_seconds)
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
     self.scheduler = Scheduler(model, automaton, config)
+
+  def check(self, tasks: Sequence[Task]) -> None:
+    """Refuses, before any decoding, tasks that could not be played to a reward.
+
+    Raises:
+      ValueError: a prompt leaves no room to answer, or a task's answers can not be
+        graded; the message names the task.
+    """
+    limit = self.scheduler.config.max_len
+    for task in tasks:
+      grade(task, None)
+      prompt = prompts.prompt_segments(
+        self.setting.variant, task.question, self.setting.style
+      )
+      self.tokenizer.encode_prompt(prompt)
+      length = sum(len(s.ids) for s in prompt)
+      if length >= limit:
+        raise ValueError(
+          f"task {task.id!r}: a prompt of {length} tokens leaves no room in "
+          f"rollout.max_len={limit}; raise it or drop the task"
+        )
 
   def play(
     self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import toy
 
@@ -10,7 +12,10 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.scheduler import RolloutConfig
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.task import Kind
 
 TASK = toy.TASKS[0]
 CALL, _, END = toy.SCRIPTS["2 + 3"]
@@ -144,3 +149,18 @@ def test_a_call_is_what_stands_in_its_own_span_of_its_own_turn():
   assert t.calls[1].status == CallStatus.MODEL
   assert t.status == Status.ENDED
   assert t.reward_parts == {"answer": 0.0, "format": 0.0}
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(question="2 + 3 " * 40), r"leaves no room in rollout\.max_len=32"),
+    (dict(kind=Kind.CODE), "code tasks need hidden tests"),
+  ],
+)
+def test_tasks_that_cannot_be_played_are_refused_by_name(tokenizer, change, message):
+  config = RolloutConfig(style="brief", slots=1, max_len=32)
+  player = Player(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
+  player.check([TASK])
+  with pytest.raises(ValueError, match=rf"task 'odd'.*{message}"):
+    player.check([TASK, dataclasses.replace(TASK, id="odd", **change)])
