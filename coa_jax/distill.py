@@ -232,7 +232,7 @@ def _run_all(
           step += 1
           if run_.status == Status.INFRASTRUCTURE:
             failed, in_a_row = failed + 1, in_a_row + 1
-            if in_a_row >= min(len(todo), max(8, 2 * workers)):
+            if in_a_row >= min(len(jobs), max(8, 2 * workers)):
               raise InfrastructureError(
                 f"{in_a_row} runs in a row failed; the last: {run_.error}. Finished "
                 "runs are kept: mend it and start again on the same workdir"
