@@ -27,14 +27,24 @@ class ConfigError(ValueError):
 def section(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T:
   """Reads `config[name]` into the dataclass `cls`.
 
-  Lists become tuples; an int is accepted where a float is asked for. Fields that the
-  config leaves out take the dataclass's defaults.
+  Lists become tuples; an int is accepted where a float is asked for; a field that is
+  itself a dataclass is read from a section inside. Fields that the config leaves out
+  take the dataclass's defaults.
 
   Raises:
     ConfigError: a field is unknown (the nearest known one is named), missing, or of
       the wrong type; or `cls` itself refuses the values (ValueError).
   """
-  values = dict(config.get(name) or {})
+  return _build(dict(config.get(name) or {}), name, cls)
+
+
+def optional(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T | None:
+  """As `section`; None where the config lacks the section or leaves it empty."""
+  return section(config, name, cls) if config.get(name) else None
+
+
+def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
+  """The dataclass `cls` from the values of section `name`."""
   known = {f.name: f for f in dataclasses.fields(cls)}
   for field in values:
     if field not in known:
@@ -120,6 +130,9 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     value = value.to_dict()
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
   kinds = tuple(typing.get_origin(k) or k for k in kinds)
+  for kind in kinds:
+    if isinstance(value, dict) and dataclasses.is_dataclass(kind):
+      return _build(value, where.removeprefix("config."), kind)
   if float in kinds and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   wrong_bool = isinstance(value, bool) and bool not in kinds

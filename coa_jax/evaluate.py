@@ -6,11 +6,12 @@ import dataclasses
 import os
 from typing import Any
 
-import jax
 import ml_collections
 
 from coa_jax.config import check_sections, claim, section
-from coa_jax.model.weights import LoadConfig, load_model
+from coa_jax.model.architecture import LoadConfig
+from coa_jax.model.sharding import MeshConfig, make_layout
+from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
 from coa_jax.report import scores
@@ -21,7 +22,7 @@ from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 
-SECTIONS = ("init", "model", "rollout", "tools", "tasks", "eval")
+SECTIONS = ("init", "model", "mesh", "rollout", "tools", "tasks", "eval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +66,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tasks = select_tasks(section(config, "tasks", TasksConfig))
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
-  cfg, params = load_model(config.init, section(config, "model", LoadConfig))
-  player = Player(cfg, Tokenizer.load(config.init), rollout, tools.tools)
+  load = section(config, "model", LoadConfig)
+  layout = make_layout(section(config, "mesh", MeshConfig))
+  cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  player = Player(cfg, tokenizer, rollout, tools.tools, layout)
   player.check(tasks)
   claim(config, workdir)
-  params = jax.device_put(params)
+  _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
   with Toolbox(tools) as toolbox:

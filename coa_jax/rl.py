@@ -16,15 +16,18 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, claim, section
+from coa_jax.config import check_sections, claim, optional, section
 from coa_jax.learner import advantages, losses
 from coa_jax.learner import batch as batching
 from coa_jax.learner.batch import Batch
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
-from coa_jax.learner.state import Learner, TrainState, init_state
-from coa_jax.model.qwen import QwenConfig
-from coa_jax.model.weights import LoadConfig, load_model, save_model
+from coa_jax.learner.state import Learner, SumLoss, TrainState, init_state
+from coa_jax.model import lora as adapting
+from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model.lora import LoraConfig
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
@@ -37,6 +40,8 @@ from coa_jax.tasks.task import Task
 SECTIONS = (
   "init",
   "model",
+  "lora",
+  "mesh",
   "optim",
   "rollout",
   "tools",
@@ -125,7 +130,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
   Args:
-    config: sections `SECTIONS`; `init` is a model folder.
+    config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`.
     workdir: where everything goes; an interrupted run in it is continued, and ends
       with the parameters of an uninterrupted one.
 
@@ -150,14 +155,21 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tools = section(config, "tools", ToolsConfig)
   dev_tools = dataclasses.replace(tools, corpus=dev.corpus or tools.corpus)
   every = section(config, "checkpoint", CheckpointConfig)
-  cfg, params = load_model(config.init, section(config, "model", LoadConfig))
-  tokenizer = Tokenizer.load(config.init)
+  load = section(config, "model", LoadConfig)
+  lora = optional(config, "lora", LoraConfig)
   optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
-  learner = Learner(_loss(cfg, algo), optimizer)
-  state = init_state(jax.device_put(params), optimizer)
-  player = Player(cfg, tokenizer, rollout, tools.tools)
+  layout = make_layout(section(config, "mesh", MeshConfig))
+  cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  if layout:
+    layout.check(cfg, B=algo.rows, T=algo.length)
+  player = Player(cfg, tokenizer, rollout, tools.tools, layout)
   player.check([*tasks, *dev_tasks])
   claim(config, workdir)
+  cfg, params = load_model(config.init, load, layout)
+  trained, frozen = adapting.split(cfg, params, lora, rollout.seed, layout)
+  learner = Learner(_loss(cfg, algo, lora, layout), optimizer, layout)
+  learner.reserve(-(-algo.prompts * algo.samples // algo.rows))  # a row each, at worst
+  state = init_state(trained, optimizer, layout)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as dev_toolbox, checkpoints:
 
@@ -171,14 +183,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     with Metrics(workdir, "rl", algo.steps) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
+        params = adapting.merged(state.params, frozen, lora)
         if step % dev.every == 0:
-          values["dev_accuracy"] = examine(state.params)
+          values["dev_accuracy"] = examine(params)
           clock.lap("dev")
-        rollouts = collect(
-          player, state.params, tasks, toolbox, algo, rollout.seed, step
-        )
+        rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
         clock.lap("rollout")
-        state, learned = _learn(learner, state, rollouts, algo)
+        state, learned = _learn(learner, state, frozen, rollouts, algo)
         values |= learned | _describe(rollouts)
         clock.lap("learn")
         if step % algo.keep_every == 0:
@@ -190,10 +201,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if (step + 1) % every.every == 0 or step + 1 == algo.steps:
           checkpoints.save(state, {})
         clock.lap("save")
-      accuracy = examine(state.params)
-  model_dir = os.path.join(workdir, "model")
-  save_model(model_dir, cfg, state.params)
-  tokenizer.save(model_dir)
+      accuracy = examine(adapting.merged(state.params, frozen, lora))
+  adapting.export(workdir, cfg, state.params, frozen, lora, tokenizer, config.init)
   results = _results(workdir, algo.steps, accuracy)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
@@ -245,9 +254,16 @@ def _pick(tasks: list[Task], seed: int, n: int) -> Task:
   return tasks[np.random.default_rng((seed, epoch)).permutation(len(tasks))[place]]
 
 
-def _loss(cfg: QwenConfig, algo: AlgoConfig):
-  def loss(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    logp_BT, entropy_BT = losses.token_logps(cfg, params, batch, algo.temperature)
+def _loss(
+  cfg: QwenConfig, algo: AlgoConfig, lora: LoraConfig | None, layout: Layout | None
+) -> SumLoss:
+  def loss(
+    trained: Any, frozen: Any, batch: Batch
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    params = adapting.assemble(trained, frozen, lora)
+    logp_BT, entropy_BT = losses.token_logps(
+      cfg, params, batch, algo.temperature, layout
+    )
     value, sums = losses.policy_gradient(logp_BT, batch, algo.clip_low, algo.clip_high)
     gap_BT = batch.weight_BT * jnp.abs(logp_BT - batch.logp_BT)
     entropy = jax.lax.stop_gradient(jnp.sum(batch.weight_BT * entropy_BT))
@@ -257,7 +273,11 @@ def _loss(cfg: QwenConfig, algo: AlgoConfig):
 
 
 def _learn(
-  learner: Learner, state: TrainState, rollouts: Rollouts, algo: AlgoConfig
+  learner: Learner,
+  state: TrainState,
+  frozen: Any,
+  rollouts: Rollouts,
+  algo: AlgoConfig,
 ) -> tuple[TrainState, dict[str, float]]:
   """One update; without an informative group only the step counts on."""
   micro = list(
@@ -266,7 +286,7 @@ def _learn(
   if not micro:
     return state.replace(step=state.step + 1), {}
   tokens = sum(float(b.weight_BT.sum()) for b in micro)
-  state, values = learner.step(state, micro, tokens)
+  state, values = learner.step(state, micro, tokens, frozen)
   return state, {k: float(v) for k, v in values.items()}
 
 

@@ -15,20 +15,25 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, claim, section
+from coa_jax.config import check_sections, claim, optional, section
 from coa_jax.learner import batch as batching
 from coa_jax.learner import losses
 from coa_jax.learner.batch import Batch
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
-from coa_jax.learner.state import Learner, init_state
-from coa_jax.model.qwen import QwenConfig, count_params, init_params
-from coa_jax.model.weights import LoadConfig, load_model, save_model
+from coa_jax.learner.state import Learner, SumLoss, init_state
+from coa_jax.model import lora as adapting
+from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model.lora import LoraConfig
+from coa_jax.model.qwen import count_params, init_params
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.variants import variant
+from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 
-SECTIONS = ("init", "model", "optim", "data", "checkpoint")
+SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: sections `SECTIONS`; `init` is a model folder to start from, or "" for
-      fresh parameters and a tokenizer trained on the data.
+      fresh parameters and a tokenizer trained on the data. With section `lora`
+      adapters are trained: `workdir/adapter` holds them as peft reads them, and
+      `workdir/model` the model with them merged.
     workdir: where everything goes; an interrupted run in it is continued.
 
   Returns:
@@ -79,9 +86,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optim = section(config, "optim", OptimConfig)
   every = section(config, "checkpoint", CheckpointConfig)
   load = _load_config(config)
+  layout = make_layout(section(config, "mesh", MeshConfig))
+  lora = optional(config, "lora", LoraConfig)
   trajectories = read_trajectories(data.trajectories)
   claim(config, workdir)
-  cfg, params, tokenizer = _model(config, load, data, trajectories, workdir)
+  cfg, params, tokenizer = _model(config, load, data, trajectories, workdir, layout)
   for t in trajectories:
     tokenizer.encode_trajectory(t)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
@@ -96,14 +105,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       f"{data.validation} kept for validation"
     )
 
-  def loss(params: Any, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    logp_BT, _ = losses.token_logps(cfg, params, batch)
-    return losses.nll(logp_BT, batch.weight_BT), {}
-
+  trained, frozen = adapting.split(cfg, params, lora, data.seed, layout)
+  loss = _loss(cfg, lora, layout)
   optimizer = make_optimizer(optim, data.steps)
-  learner = Learner(loss, optimizer)
-  validation_loss = functools.partial(_mean_loss, jax.jit(loss))
-  state = init_state(params, optimizer)
+  learner = Learner(loss, optimizer, layout)
+  validation_loss = functools.partial(_mean_loss, jax.jit(loss), layout)
+  state = init_state(trained, optimizer, layout)
   with Checkpoints(os.path.join(workdir, "checkpoints"), every.keep) as checkpoints:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
@@ -113,21 +120,22 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       for step in range(first, data.steps):
         micro = [next(rows) for _ in range(data.micro_batches)]
         tokens = sum(float(b.weight_BT.sum()) for b in micro)
-        state, values = learner.step(state, micro, tokens)
+        state, values = learner.step(state, micro, tokens, frozen)
         values["tokens"] = sum(int((b.segment_BT > 0).sum()) for b in micro)
         done = step + 1
         if done % data.validate_every == 0 or done == data.steps:
-          values["validation_loss"] = validation_loss(state.params, held, data)
+          values["validation_loss"] = validation_loss(state.params, frozen, held, data)
         metrics.log(done, values, f"loss {float(values['loss']):.3f}")
         if done % every.every == 0 or done == data.steps:
           checkpoints.save(state, {})
-  model_dir = os.path.join(workdir, "model")
-  save_model(model_dir, cfg, state.params)
-  tokenizer.save(model_dir)
+  params = adapting.export(
+    workdir, cfg, state.params, frozen, lora, tokenizer, config.init
+  )
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
   results = {
     "steps": data.steps,
-    "parameters": count_params(state.params),
+    "parameters": count_params(params),
+    "parameters_trained": count_params(state.params),
     "trajectories": len(train),
     "left_out_too_long": len(trajectories) - len(fit),
     "tokens_per_second": sum(r["tokens"] for r in log) / log[-1]["seconds"],
@@ -137,13 +145,29 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   return results
 
 
+def _loss(cfg: QwenConfig, lora: LoraConfig | None, layout: Layout | None) -> SumLoss:
+  def loss(
+    trained: Any, frozen: Any, batch: Batch
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    params = adapting.assemble(trained, frozen, lora)
+    logp_BT, _ = losses.token_logps(cfg, params, batch, layout=layout)
+    return losses.nll(logp_BT, batch.weight_BT), {}
+
+  return loss
+
+
 def _load_config(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
-  """Section `model`; without `init` it is a whole architecture but its vocabulary."""
+  """Section `model`; without `init` it is a whole architecture but its vocabulary.
+
+  It may begin with a published one: `variant` is a name in `variants.VARIANTS`.
+  """
   if config.get("init"):
     return section(config, "model", LoadConfig)
   model = {**(config.get("model") or {})}
-  sized = ml_collections.ConfigDict({"model": {"vocab_size": 1, **model}})
-  return section(sized, "model", QwenConfig)
+  name = model.pop("variant", "")
+  base = dataclasses.asdict(variant(name)) if name else {"vocab_size": 1}
+  whole = ml_collections.ConfigDict({"model": {**base, **model}})
+  return section(whole, "model", QwenConfig)
 
 
 def _model(
@@ -152,11 +176,13 @@ def _model(
   data: DataConfig,
   trajectories: list[Trajectory],
   workdir: str,
+  layout: Layout | None,
 ) -> tuple[QwenConfig, Any, Tokenizer]:
   """The model to start from and its tokenizer."""
   if isinstance(load, LoadConfig):
-    cfg, params = load_model(config.init, load)
-    return cfg, params, Tokenizer.load(config.init)
+    cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+    _check(cfg, tokenizer, data, layout)
+    return *load_model(config.init, load, layout), tokenizer
   folder = os.path.join(workdir, "tokenizer")
   if not os.path.exists(folder):
     texts = (s.text for t in trajectories for s in t.segments)
@@ -165,7 +191,21 @@ def _model(
   tokenizer = Tokenizer.load(folder)
   # Rounded up, so that the embedding splits over any usual number of devices.
   cfg = dataclasses.replace(load, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
-  return cfg, init_params(cfg, data.seed), tokenizer
+  _check(cfg, tokenizer, data, layout)
+  return cfg, init_params(cfg, data.seed, layout), tokenizer
+
+
+def _check(
+  cfg: QwenConfig, tokenizer: Tokenizer, data: DataConfig, layout: Layout | None
+) -> None:
+  """Refuses, before any array is made, what does not fit together."""
+  if tokenizer.vocab_size > cfg.vocab_size:
+    raise ValueError(
+      f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
+      f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
+    )
+  if layout:
+    layout.check(cfg, B=data.rows, T=data.length)
 
 
 def _rows(train: list[Trajectory], data: DataConfig, first: int) -> Iterator[Batch]:
@@ -187,10 +227,18 @@ def _rows(train: list[Trajectory], data: DataConfig, first: int) -> Iterator[Bat
     epoch += 1
 
 
-def _mean_loss(loss, params: Any, held: list[Trajectory], data: DataConfig) -> float:
+def _mean_loss(
+  loss: Any,
+  layout: Layout | None,
+  trained: Any,
+  frozen: Any,
+  held: list[Trajectory],
+  data: DataConfig,
+) -> float:
   """Mean negative log-likelihood of held-out policy tokens, in nats."""
   total = tokens = 0.0
   for batch in batching.batches(held, data.rows, data.length):
-    total += float(loss(params, batch)[0])
+    placed = layout.put(batch) if layout else batch
+    total += float(loss(trained, frozen, placed)[0])
     tokens += float(batch.weight_BT.sum())
   return total / tokens if tokens else float("nan")

@@ -20,7 +20,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     width=64 if tiny else 128,
     layers=2 if tiny else 4,
     heads=4,
-    kv_heads=2,
+    kv_heads=2 if tiny else 4,
     head_dim=16 if tiny else 32,
     ff=192 if tiny else 384,
     rope_theta=1000.0,  # sharper positions for short rows: copying is learned sooner
@@ -35,7 +35,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   config.data = dict(
     trajectories="runs/world/distill/trajectories.jsonl",
-    steps=20 if tiny else 950,
+    steps=20 if tiny else 1000,
     rows=4 if tiny else 16,
     length=256,
     validation=16 if tiny else 128,

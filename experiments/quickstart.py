@@ -146,6 +146,8 @@ class Quickstart:
       if tasks == "ood":
         config.tasks.limit = held_out // 2
       config.tools.enabled = enabled
+      if not enabled:
+        config.rollout.max_calls = 3  # none is answered; more would only take time
       evaluate.run(config, self.path(name))
 
 

@@ -24,7 +24,7 @@ from coa_jax.learner import losses
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model import qwen
-from coa_jax.model.qwen import QwenConfig
+from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.weights import save_model
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.automaton import compile_stops
@@ -146,7 +146,7 @@ def params(seed: int = 0, **changes):
 def sft_loss(cfg: QwenConfig):
   """Summed negative log-likelihood of policy tokens, as `Learner` wants it."""
 
-  def loss(p, batch):
+  def loss(p, frozen, batch):
     logp_BT, _ = losses.token_logps(cfg, p, batch)
     return losses.nll(logp_BT, batch.weight_BT), {}
 

@@ -7,44 +7,87 @@ constants follow verl 0.9.1 unless a docstring says otherwise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution
-from coa_jax.model.qwen import Qwen, QwenConfig
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.qwen import Qwen
+from coa_jax.model.sharding import Layout
 
 # The ratio's logarithm is clamped, as in verl and tunix, so one token can not overflow.
 _LOG_RATIO_BOUND = 20.0
 
 
 def token_logps(
-  cfg: QwenConfig, params, batch: Batch, temperature: float = 1.0
+  cfg: QwenConfig,
+  params: Any,
+  batch: Batch,
+  temperature: float = 1.0,
+  layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Log p of every token given those before it in its segment, and the entropy there.
+
+  With `cfg.logit_chunk` the vocabulary's axis exists for that many tokens of a row at
+  once; the backward pass computes it again.
 
   Args:
     cfg: the model.
     params: its parameters.
     batch: packed rows.
     temperature: of the sampling distribution.
+    layout: the mesh that all of this is split over.
 
   Returns:
     logp_BT and entropy_BT (nats, float32); a segment's first token has 0 in both.
   """
-  model = Qwen(cfg)
+  model = Qwen(cfg, layout)
   hidden_BTD, _ = model.apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
-  logits_BUV = model.apply({"params": params}, hidden_BTD[:, :-1], method="logits")
-  logp_BUV = distribution.log_probs(logits_BUV, temperature)
-  target_BU1 = batch.tokens_BT[:, 1:, None]
-  logp_BU = jnp.take_along_axis(logp_BUV, target_BU1, axis=-1)[..., 0]
-  entropy_BU = -jnp.sum(jnp.exp(logp_BUV) * logp_BUV, axis=-1)
+
+  def head(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    logits_BCV = model.apply({"params": params}, hidden_BCD, method="logits")
+    logp_BCV = distribution.log_probs(logits_BCV, temperature)
+    logp_BC1 = jnp.take_along_axis(logp_BCV, target_BC[..., None], axis=-1)
+    entropy_BC = -jnp.sum(jnp.exp(logp_BCV) * logp_BCV, axis=-1)
+    return logp_BC1[..., 0], entropy_BC
+
+  # What follows each token; the last of a row predicts nothing that is used.
+  target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
+  T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
+  chunks = _chunks(T // pieces, cfg.logit_chunk)
+  if chunks == 1:
+    logp_BT, entropy_BT = head(hidden_BTD, target_BT)
+  else:
+
+    def split(x: jax.Array) -> jax.Array:
+      """[B, T, ...] to [chunks, B, pieces * C, ...]: of every device's piece a part."""
+      x = x.reshape(x.shape[0], pieces, chunks, -1, *x.shape[2:])
+      x = jnp.moveaxis(x, 2, 0)
+      return x.reshape(chunks, x.shape[1], -1, *x.shape[4:])
+
+    def join(x: jax.Array) -> jax.Array:
+      x = x.reshape(chunks, x.shape[1], pieces, -1)
+      return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], T)
+
+    again = jax.checkpoint(head, prevent_cse=False)
+    parts = jax.lax.map(lambda x: again(*x), (split(hidden_BTD), split(target_BT)))
+    logp_BT, entropy_BT = map(join, parts)
   # What stands before a segment's first token is another segment's last.
-  given_BU = batch.position_BT[:, 1:] > 0
-  first = ((0, 0), (1, 0))
-  return jnp.pad(logp_BU * given_BU, first), jnp.pad(entropy_BU * given_BU, first)
+  given_BT = batch.position_BT > 0
+  logp_BT, entropy_BT = (jnp.roll(x, 1, axis=1) for x in (logp_BT, entropy_BT))
+  return logp_BT * given_BT, entropy_BT * given_BT
+
+
+def _chunks(length: int, most: int) -> int:
+  """How many equal parts of at most `most` tokens (0: any number) make `length`."""
+  if not most:
+    return 1
+  return next(n for n in range(-(-length // most), length + 1) if length % n == 0)
 
 
 def nll(logp_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:

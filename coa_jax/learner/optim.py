@@ -9,6 +9,8 @@ import jax
 import optax
 from optax import contrib
 
+from coa_jax.model.sharding import inputs_of, letters_of
+
 _NAMES = ("adamw", "muon")
 _SCHEDULES = ("cosine", "linear", "constant")
 
@@ -92,28 +94,24 @@ def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
   return optax.join_schedules([up, after], [config.warmup])
 
 
-# Which axes of a layer's matrices are inputs and which outputs; Muon orthogonalises
-# the map from one to the other. A stacked layer axis, if any, stands in front.
-_INPUTS = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
-_RANK = {"q": 3, "k": 3, "v": 3, "o": 3, "gate": 2, "up": 2, "down": 2}
-
-
-def _name(path: tuple[Any, ...]) -> str:
-  return path[-1].key
+def _inputs(path: tuple[Any, ...]) -> int:
+  """How many leading axes of a layer's matrix are inputs; 0 for all else."""
+  name = path[-1].key
+  return 0 if name == "head" else inputs_of(name)
 
 
 def _is_matrix(params: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda p, _: _name(p) in _RANK, params)
+  return jax.tree_util.tree_map_with_path(lambda p, _: bool(_inputs(p)), params)
 
 
 def _muon_dimensions(params: Any) -> Any:
+  """Which axes Muon orthogonalises between; a stacked layer axis stands in front."""
+
   def dimensions(path, x):
-    name = _name(path)
-    if name not in _RANK:
+    cut = _inputs(path)
+    if not cut:
       return None
-    first = x.ndim - _RANK[name]
-    axes = list(range(first, x.ndim))
-    cut = _INPUTS[name]
-    return contrib.MuonDimensionNumbers(tuple(axes[:cut]), tuple(axes[cut:]))
+    axes = tuple(range(x.ndim - len(letters_of(path)), x.ndim))
+    return contrib.MuonDimensionNumbers(axes[:cut], axes[cut:])
 
   return jax.tree_util.tree_map_with_path(dimensions, params)

@@ -1,25 +1,28 @@
-"""TrainState and the jitted pieces of a step: accumulate gradients, apply them.
+"""TrainState and the one jitted step: accumulate gradients, apply them.
 
-A step of any size is a Python loop over micro-batches of one shape, so nothing ever
-recompiles when the number of trajectories changes; sums are divided once, by counts
-over the whole step.
+A step takes any number of micro-batches of one shape, up to a fixed most, so nothing
+ever recompiles when the number of trajectories changes; sums are divided once, by
+counts over the whole step.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from coa_jax.learner import batch as batching
 from coa_jax.learner.batch import Batch
+from coa_jax.model.sharding import Layout
 
-# (params, micro-batch) -> (loss summed over tokens, {name: sum over tokens})
-SumLoss = Callable[[Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+# (trained, frozen, micro-batch) -> (loss summed over tokens, {name: sum over tokens})
+SumLoss = Callable[[Any, Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 @flax.struct.dataclass
@@ -28,7 +31,7 @@ class TrainState:
 
   Attributes:
     step: int32 number of updates made.
-    params: float32 master weights.
+    params: float32 master weights, or adapters (see `lora.py`).
     opt_state: the optimizer's.
   """
 
@@ -37,57 +40,98 @@ class TrainState:
   opt_state: Any
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-  """A state at step 0."""
-  return TrainState(jnp.int32(0), params, jax.jit(optimizer.init)(params))
+def init_state(
+  params: Any, optimizer: optax.GradientTransformation, layout: Layout | None = None
+) -> TrainState:
+  """A state at step 0; the optimizer's arrays are split as the parameters are."""
+
+  def fresh(params: Any) -> TrainState:
+    return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+  shardings = layout.tree(jax.eval_shape(fresh, params)) if layout else None
+  return jax.jit(fresh, out_shardings=shardings)(params)
 
 
 class Learner:
   """A loss and an optimizer, jitted once; shared by SFT and RL."""
 
-  def __init__(self, loss: SumLoss, optimizer: optax.GradientTransformation):
-    """Args: a loss that sums over tokens, and what applies its gradient."""
-    sums = functools.partial(_sums, loss)
-    self._first = jax.jit(sums)
-    self._next = jax.jit(functools.partial(_add, sums), donate_argnums=1)
-    self._apply = jax.jit(functools.partial(_apply, optimizer), donate_argnums=0)
+  def __init__(
+    self,
+    loss: SumLoss,
+    optimizer: optax.GradientTransformation,
+    layout: Layout | None = None,
+  ):
+    """Args: a loss that sums over tokens, what applies its gradient, the mesh."""
+    self._layout = layout
+    self._most = 1  # micro-batches that the compiled step takes
+    step = functools.partial(_step, loss, optimizer, layout)
+    self.jitted = jax.jit(step, donate_argnums=0)
 
   def step(
-    self, state: TrainState, micro_batches: list[Batch], denominator: float
+    self,
+    state: TrainState,
+    micro_batches: Sequence[Batch],
+    denominator: float,
+    frozen: Any = None,
   ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update from all micro-batches.
 
     Args:
       state: donated.
-      micro_batches: of one shape.
+      micro_batches: numpy, of one shape [B, T]. A number larger than any before
+        compiles the step anew; see `reserve`.
       denominator: what the summed loss is divided by (e.g. policy tokens in all).
+      frozen: parameters that the loss needs and training leaves alone.
 
     Returns:
       The new state, and `loss`, `grad_norm` and the loss's sums over the denominator.
     """
-    total = self._first(state.params, micro_batches[0])
-    for batch in micro_batches[1:]:
-      total = self._next(state.params, total, batch)
-    return self._apply(state, total, denominator)
+    count = len(micro_batches)
+    self.reserve(count)
+    nothing = batching.empty(*micro_batches[0].tokens_BT.shape)
+    filled = [*micro_batches, *[nothing] * (self._most - count)]
+    batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
+    if self._layout:
+      batch_MBT = self._layout.put(batch_MBT)
+    return self.jitted(state, frozen, batch_MBT, count, np.float32(denominator))
+
+  def reserve(self, micro_batches: int) -> None:
+    """Makes room for so many micro-batches, before the step is compiled."""
+    self._most = max(self._most, micro_batches)
 
 
-def _sums(loss: SumLoss, params: Any, batch: Batch) -> Any:
-  (value, sums), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
-  return grads, {"loss": value, **sums}
-
-
-def _add(sums: Callable[[Any, Batch], Any], params: Any, total: Any, batch: Batch):
-  return jax.tree.map(jnp.add, total, sums(params, batch))
-
-
-def _apply(
+def _step(
+  loss: SumLoss,
   optimizer: optax.GradientTransformation,
+  layout: Layout | None,
   state: TrainState,
-  total: Any,
+  frozen: Any,
+  batch_MBT: Batch,
+  count: jax.Array,
   denominator: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  grads, sums = jax.tree.map(lambda x: x / denominator, total)
+  """The step that `Learner` jits; the first `count` of M micro-batches count."""
+
+  def place(tree: Any) -> Any:
+    if not layout:
+      return tree
+    return jax.lax.with_sharding_constraint(tree, layout.tree(tree))
+
+  def sums(m: jax.Array | int) -> Any:
+    batch = jax.tree.map(lambda x: x[m], batch_MBT)
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    (value, parts), grads = gradient(state.params, frozen, batch)
+    return place(grads), {"loss": value, **parts}
+
+  if batch_MBT.tokens_BT.shape[0] == 1:
+    total = sums(0)
+  else:
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums, 0))
+    total = jax.lax.fori_loop(
+      0, count, lambda m, total: jax.tree.map(jnp.add, total, sums(m)), nothing
+    )
+  grads, values = jax.tree.map(lambda x: x / denominator, total)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
-  metrics = {**sums, "grad_norm": optax.tree.norm(grads)}
-  return TrainState(state.step + 1, params, opt_state), metrics
+  metrics = {**values, "grad_norm": optax.tree.norm(grads)}
+  return place(TrainState(state.step + 1, params, opt_state)), metrics

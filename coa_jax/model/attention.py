@@ -1,14 +1,26 @@
-"""Attention over grouped key-value heads; softmax in float32."""
+"""Attention over grouped key-value heads; softmax in float32.
+
+Two uses: over a cache (decoding), and over packed rows (training), where the kernel is
+XLA's own products, cuDNN's flash attention or the TPU's splash attention, and where a
+row may be split over devices (context parallelism).
+"""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from coa_jax.model.sharding import Layout
 
 # Finite, so that a row with nothing to attend to (padding) stays free of NaN.
 _MASKED = -1e30
 # Queries of a block, and the most blocks a row is cut into: each is compiled anew.
 _BLOCK, _MOST_BLOCKS = 64, 8
+# Blocks of more queries than this are computed piece by piece and recomputed in the
+# backward pass, so that scores of a long row never exist at once.
+_PIECE = 512
 
 
 def attend(
@@ -44,52 +56,225 @@ def attend(
 
 
 def attend_packed(
-  q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_BT: jax.Array
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_BT: jax.Array,
+  window: int = 0,
+  kernel: str = "auto",
+  layout: Layout | None = None,
 ) -> jax.Array:
   """Causal attention inside each token's own segment of a packed row.
-
-  Queries go in blocks, each against no more keys than may be seen from it: half the
-  work of the full square, and blocks that stay in a CPU's cache (2.5 times faster,
-  forward and backward, at T = 256).
 
   Args:
     q_BTNH: queries.
     k_BTKH: keys.
     v_BTKH: values.
-    segment_BT: int segment number of each token; 0 is padding, which reads padding.
+    segment_BT: int segment number of each token; 0 is padding, which reads padding. A
+      segment's tokens stand together.
+    window: tokens that a query sees, itself included; 0 for all.
+    kernel: one of `architecture.ATTENTION`.
+    layout: the mesh that the arrays are split over. Where it splits rows, every device
+      computes its own queries against the keys and values of all devices before it,
+      gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a
+      row then has twice the mean work.
 
   Returns:
     out_BTNH in q's dtype.
   """
-  T = q_BTNH.shape[1]
-  k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+  kernel = choose(kernel, q_BTNH.dtype, layout)
+  attend_last = functools.partial(_KERNELS[kernel], window=window)
+  pieces = layout.ways("T") if layout else 1
+  if layout is None or (pieces == 1 and kernel == "xla"):
+    return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
+  if layout.axes("N") != layout.axes("K"):
+    # Every query head gets a kv head of its own: groups may lie across devices.
+    groups = q_BTNH.shape[2] // k_BTKH.shape[2]
+    k_BTKH, v_BTKH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
+    kv_spec = layout.spec("BTN.")
+  else:
+    kv_spec = layout.spec("BTK.")
+  context = layout.axes("T")
+
+  def local(q_BTNH, k_BTKH, v_BTKH, segment_BT):
+    if pieces == 1:
+      return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    k_BSKH, v_BSKH, segment_BS = (
+      jax.lax.all_gather(x, context, axis=1, tiled=True)
+      for x in (k_BTKH, v_BTKH, segment_BT)
+    )
+    T = q_BTNH.shape[1]
+
+    def place(i: int):
+      end = (i + 1) * T
+      return lambda q, k, v, s: attend_last(q, k[:, :end], v[:, :end], s[:, :end])
+
+    return jax.lax.switch(
+      jax.lax.axis_index(context),
+      [place(i) for i in range(pieces)],
+      *(q_BTNH, k_BSKH, v_BSKH, segment_BS),
+    )
+
+  return jax.shard_map(
+    local,
+    mesh=layout.mesh,
+    in_specs=(layout.spec("BTN."), kv_spec, kv_spec, layout.spec("BT")),
+    out_specs=layout.spec("BTN."),
+    check_vma=False,
+  )(q_BTNH, k_BTKH, v_BTKH, segment_BT)
+
+
+def choose(kernel: str, dtype: jnp.dtype, layout: Layout | None) -> str:
+  """The kernel that `auto` means on the devices at hand; others as they are.
+
+  cuDNN computes in half precision only; on GPU float32 takes XLA.
+  """
+  if kernel != "auto":
+    return kernel
+  device = layout.mesh.devices.flat[0] if layout else None
+  platform = device.platform if device else jax.default_backend()
+  if platform == "tpu":
+    return "splash"
+  return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 else "xla"
+
+
+def _xla(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_BS: jax.Array,
+  window: int,
+) -> jax.Array:
+  """The queries are the last T of S places.
+
+  They go in blocks, each against no more keys than may be seen from it: half the work
+  of the full square, and blocks that stay in a CPU's cache (2.5 times faster, forward
+  and backward, at T = 256).
+  """
+  T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+  k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+  before = S - T
   block = max(_BLOCK, -(-T // _MOST_BLOCKS))
-  mask_BTT = packed_mask(segment_BT)
   out = []
   for start in range(0, T, block):
     end = min(start + block, T)
-    out.append(
-      attend(
-        q_BTNH[:, start:end],
-        k_BKTH[:, :, :end],
-        v_BKTH[:, :, :end],
-        mask_BTT[:, start:end, :end],
-      )
-    )
+    first = max(0, before + start + 1 - window) if window else 0
+    seen = slice(first, before + end)
+
+    def part(q_BUNH, place_U, seen=seen):
+      mask_BUS = _visible(segment_BS, place_U, seen, window)
+      return attend(q_BUNH, k_BKSH[:, :, seen], v_BKSH[:, :, seen], mask_BUS)
+
+    q_BUNH = q_BTNH[:, start:end]
+    place_U = before + jnp.arange(start, end)
+    if (end - start) % _PIECE or end - start == _PIECE:
+      out.append(part(q_BUNH, place_U))
+      continue
+    # [pieces, B, _PIECE, N, H]
+    q_PBUNH = jnp.stack(jnp.split(q_BUNH, (end - start) // _PIECE, axis=1))
+    place_PU = place_U.reshape(-1, _PIECE)
+    again = jax.checkpoint(part, prevent_cse=False)
+    out_PBUNH = jax.lax.map(lambda x, again=again: again(*x), (q_PBUNH, place_PU))
+    out.append(out_PBUNH.swapaxes(0, 1).reshape(q_BUNH.shape))
   return jnp.concatenate(out, axis=1)
 
 
-def packed_mask(segment_BT: jax.Array) -> jax.Array:
-  """mask_BTT for packed rows: causal, and only inside a token's own segment.
+def _visible(
+  segment_BS: jax.Array, place_U: jax.Array, seen: slice, window: int
+) -> jax.Array:
+  """mask_BUS of queries at `place_U` over the keys of `seen`."""
+  place_S = jnp.arange(seen.start, seen.stop)
+  mask_US = place_S <= place_U[:, None]
+  if window:
+    mask_US &= place_S > place_U[:, None] - window
+  segment_BU = jnp.take(segment_BS, place_U, axis=1)
+  return mask_US & (segment_BU[:, :, None] == segment_BS[:, None, seen])
+
+
+def _cudnn(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_BS: jax.Array,
+  window: int,
+) -> jax.Array:
+  """cuDNN's flash attention; segments go in as a mask of B x T x S bits' bytes."""
+  T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+  mask_BTS = _visible(segment_BS, jnp.arange(S - T, S), slice(0, S), window)
+  return jax.nn.dot_product_attention(
+    q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
+  )
+
+
+def _splash(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_BS: jax.Array,
+  window: int,
+  interpret: bool = False,
+) -> jax.Array:
+  """The TPU's splash attention: blocks that no query may see are never visited.
+
+  Raises:
+    ValueError: T or S is no multiple of 128.
+  """
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  T, N, H = q_BTNH.shape[1:]
+  S, K = k_BSKH.shape[1:3]
+  if T % 128 or S % 128:
+    raise ValueError(
+      f"splash attention needs rows of a multiple of 128 tokens, got {T} of {S}; set "
+      "the row length so, or model.attention='xla'"
+    )
+  if window:
+    mask = splash.LocalMask((T, S), (window - 1, 0), offset=S - T)
+  else:
+    mask = splash.CausalMask((T, S), offset=S - T)
+  q, kv = _divisor(T, 512), _divisor(S, 512)
+  kernel = splash.make_splash_mqa_single_device(
+    splash.MultiHeadMask([mask] * (N // K)),
+    block_sizes=splash.BlockSizes(
+      block_q=q,
+      block_kv=kv,
+      block_q_dkv=q,
+      block_kv_dkv=kv,
+      block_q_dq=q,
+      block_kv_dq=kv,
+    ),
+    interpret=interpret,
+  )
+  B = q_BTNH.shape[0]
+  q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+  k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+
+  def row(q_KGTH, k_KSH, v_KSH, segment_S):
+    ids = splash.SegmentIds(q=segment_S[S - T :], kv=segment_S)
+    return jax.vmap(kernel, in_axes=(0, 0, 0, None))(q_KGTH, k_KSH, v_KSH, ids)
+
+  out_BKGTH = jax.vmap(row)(q_BKGTH, k_BKSH, v_BKSH, segment_BS)
+  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+_KERNELS = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
+
+
+def _divisor(n: int, most: int) -> int:
+  """The largest power of two of at most `most` that divides n."""
+  return min(most, n & -n)
+
+
+def cache_mask(position_BT: jax.Array, size: int, window: int = 0) -> jax.Array:
+  """mask_BTS over a cache of `size` places: a token reads places up to its own.
 
   Args:
-    segment_BT: int segment number of each token; 0 is padding, which reads padding.
+    position_BT: places of the queries.
+    size: S.
+    window: places that a token reads, its own included; 0 for all.
   """
-  T = segment_BT.shape[1]
-  same_BTS = segment_BT[:, :, None] == segment_BT[:, None, :]
-  return same_BTS & jnp.tril(jnp.ones((T, T), bool))
-
-
-def cache_mask(position_BT: jax.Array, size: int) -> jax.Array:
-  """mask_BTS over a cache of `size` places: a token reads places up to its own."""
-  return jnp.arange(size) <= position_BT[:, :, None]
+  place_S = jnp.arange(size)
+  mask_BTS = place_S <= position_BT[:, :, None]
+  if window:
+    mask_BTS &= place_S > position_BT[:, :, None] - window
+  return mask_BTS

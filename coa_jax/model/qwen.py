@@ -2,7 +2,7 @@
 
 One forward function for training and decoding: `Qwen.__call__` takes packed segments,
 or a key-value cache. Training may scan over stacked layers; decoding runs them unrolled
-(`unstack` converts the parameters once per policy update).
+(`decoding_view` converts the parameters once per policy update).
 
 Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388); rotary embedding in the
 half-rotation layout of Hugging Face's implementation, so weights carry over unchanged.
@@ -11,68 +11,25 @@ half-rotation layout of Hugging Face's implementation, so weights carry over unc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import attention
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.sharding import Layout, inputs_of
 
 # One layer's keys and values, each [B, K, S, H].
 LayerCache = tuple[jax.Array, jax.Array]
-_REMAT = ("none", "full", "dots")
-
-
-@dataclasses.dataclass(frozen=True)
-class QwenConfig:
-  """Config section `model`; the defaults are the quickstart's.
-
-  Attributes:
-    vocab_size: V, rows of the embedding.
-    width: D.
-    layers: L.
-    heads: N query heads.
-    kv_heads: K key-value heads; divides N.
-    head_dim: H; independent of D / N, even.
-    ff: F, the SwiGLU's hidden width.
-    rope_theta: base of the rotary frequencies.
-    norm_eps: added to the mean square in RMSNorm.
-    tie_embeddings: True if the output matrix is the embedding.
-    attention_bias: True for biases on q, k, v (Qwen2).
-    qk_norm: True for RMSNorm on each query and key head (Qwen3).
-    dtype: of activations; norms, softmax and log-probs are float32 whatever it is.
-    param_dtype: of the parameters.
-    scan: True if layers are stacked and scanned (training many layers).
-    remat: what the backward pass recomputes: none, full (each layer), dots (all of a
-      layer but its matrix products).
-  """
-
-  vocab_size: int
-  width: int = 128
-  layers: int = 4
-  heads: int = 4
-  kv_heads: int = 2
-  head_dim: int = 32
-  ff: int = 384
-  rope_theta: float = 10_000.0
-  norm_eps: float = 1e-6
-  tie_embeddings: bool = True
-  attention_bias: bool = False
-  qk_norm: bool = True
-  dtype: str = "float32"
-  param_dtype: str = "float32"
-  scan: bool = False
-  remat: str = "none"
-
-  def __post_init__(self):
-    if self.heads % self.kv_heads:
-      raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
-    if self.head_dim % 2:
-      raise ValueError(f"head_dim {self.head_dim} is odd; rotary halves need it even")
-    if self.remat not in _REMAT:
-      raise ValueError(f"remat {self.remat!r}; accepted: {', '.join(_REMAT)}")
+# Cosines and sines of the rotary angles, each [B, T, 1, H / 2].
+Rotation = tuple[jax.Array, jax.Array]
+_ATTENTION_OUT = "attention_out"
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -82,12 +39,48 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def rotate(x_BTNH: jax.Array, position_BT: jax.Array, theta: float) -> jax.Array:
-  """Rotary position embedding (arXiv 2104.09864), angles and rotation in float32."""
-  half = x_BTNH.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+def frequencies(cfg: QwenConfig) -> tuple[np.ndarray, float]:
+  """Rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
+
+  With YaRN (arXiv 2309.00071, section 3.2) dimensions that turn often keep their
+  frequency, those that turn seldom are slowed down by the factor, with a linear ramp
+  between; the scale is its section 3.4. Rounded as Hugging Face rounds.
+  """
+  half = cfg.head_dim // 2
+  exponent = np.arange(half, dtype=np.float32) * np.float32(2 / cfg.head_dim)
+  frequency = np.float32(1) / np.float32(cfg.rope_theta) ** exponent
+  y = cfg.yarn
+  if y is None:
+    return frequency, 1.0
+
+  def dimension(turns: float) -> float:
+    """The dimension that turns so many times over the trained positions."""
+    return (
+      half * math.log(y.positions / (turns * 2 * math.pi)) / math.log(cfg.rope_theta)
+    )
+
+  low, high = dimension(y.beta_fast), dimension(y.beta_slow)
+  if y.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, cfg.head_dim - 1)
+  if low == high:
+    high += 1e-3
+  ramp = np.clip((np.arange(half, dtype=np.float32) - low) / (high - low), 0, 1)
+  frequency = frequency / np.float32(y.factor) * ramp + frequency * (1 - ramp)
+  scale = y.attention_factor or 0.1 * math.log(y.factor) + 1.0
+  return frequency.astype(np.float32), scale
+
+
+def rotation(cfg: QwenConfig, position_BT: jax.Array) -> Rotation:
+  """Rotary position embedding (arXiv 2104.09864): its cosines and sines, float32."""
+  frequency, scale = frequencies(cfg)
   angle_BT1F = position_BT[..., None, None].astype(jnp.float32) * frequency
-  cos, sin = jnp.cos(angle_BT1F), jnp.sin(angle_BT1F)
+  return jnp.cos(angle_BT1F) * scale, jnp.sin(angle_BT1F) * scale
+
+
+def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+  """Rotates heads by their positions' angles, in float32; x's dtype."""
+  cos, sin = by
   a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
   out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return out.astype(x_BTNH.dtype)
@@ -106,68 +99,111 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
 
 
 class Block(nn.Module):
-  """One layer: attention, then SwiGLU, each behind RMSNorm and a residual."""
+  """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
+
+  Matrices have an adapter where the parameters hold one (see `lora.py`).
+  """
 
   cfg: QwenConfig
+  layout: Layout | None = None
 
   @nn.compact
   def __call__(
     self,
     x_BTD: jax.Array,
-    position_BT: jax.Array,
+    kind: jax.Array | int,
+    by: Rotation,
     segment_BT: jax.Array | None,
-    cache: LayerCache | None,
+    position_BT: jax.Array | None,
     written_BT: jax.Array | None,
+    cache: LayerCache | None,
   ) -> tuple[jax.Array, LayerCache | None]:
-    """Args as `Qwen.__call__`; the cache is this layer's."""
+    """Args as `Qwen.__call__`; the cache is this layer's.
+
+    `kind` is the place of the layer's window in `window_kinds(cfg)`.
+    """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
 
-    def weight(name: str, shape: tuple[int, ...], fan_in: int) -> jax.Array:
-      init = nn.initializers.normal(fan_in**-0.5)
-      return self.param(name, init, shape, c.param_dtype).astype(c.dtype)
+    def product(x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+      inputs = inputs_of(name)
+      init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
+      w = self.param(name, init, shape, c.param_dtype)
+      y = project(x, w.astype(c.dtype), inputs)
+      if self.has_variable("params", f"{name}_a"):
+        a = self.get_variable("params", f"{name}_a").astype(c.dtype)
+        b = self.get_variable("params", f"{name}_b").astype(c.dtype)
+        y += project(project(x, a, inputs), b)
+      return y
 
-    def scale(name: str, size: int) -> jax.Array:
-      return self.param(name, nn.initializers.ones, (size,), c.param_dtype)
+    def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
+      return self.param(name, init, shape, c.param_dtype)
 
-    h_BTD = rms_norm(x_BTD, scale("attn_norm", D), c.norm_eps)
-    q_BTNH = project(h_BTD, weight("q", (D, N, H), D))
-    k_BTKH = project(h_BTD, weight("k", (D, K, H), D))
-    v_BTKH = project(h_BTD, weight("v", (D, K, H), D))
+    def norm(x: jax.Array, name: str, size: int) -> jax.Array:
+      return rms_norm(x, vector(name, (size,), nn.initializers.ones), c.norm_eps)
+
+    h_BTD = norm(x_BTD, "attn_norm", D)
+    q_BTNH = product(h_BTD, "q", (D, N, H))
+    k_BTKH = product(h_BTD, "k", (D, K, H))
+    v_BTKH = product(h_BTD, "v", (D, K, H))
     if c.attention_bias:
       zeros = nn.initializers.zeros
-      q_BTNH += self.param("q_bias", zeros, (N, H), c.param_dtype).astype(c.dtype)
-      k_BTKH += self.param("k_bias", zeros, (K, H), c.param_dtype).astype(c.dtype)
-      v_BTKH += self.param("v_bias", zeros, (K, H), c.param_dtype).astype(c.dtype)
+      q_BTNH += vector("q_bias", (N, H), zeros).astype(c.dtype)
+      k_BTKH += vector("k_bias", (K, H), zeros).astype(c.dtype)
+      v_BTKH += vector("v_bias", (K, H), zeros).astype(c.dtype)
     if c.qk_norm:
-      q_BTNH = rms_norm(q_BTNH, scale("q_norm", H), c.norm_eps)
-      k_BTKH = rms_norm(k_BTKH, scale("k_norm", H), c.norm_eps)
-    q_BTNH = rotate(q_BTNH, position_BT, c.rope_theta)
-    k_BTKH = rotate(k_BTKH, position_BT, c.rope_theta)
+      q_BTNH = norm(q_BTNH, "q_norm", H)
+      k_BTKH = norm(k_BTKH, "k_norm", H)
+    q_BTNH, k_BTKH = rotate(q_BTNH, by), rotate(k_BTKH, by)
+    q_BTNH = self._shard(q_BTNH, "BTN.")
+    k_BTKH, v_BTKH = self._shard(k_BTKH, "BTK."), self._shard(v_BTKH, "BTK.")
     if cache is None:
-      out_BTNH = attention.attend_packed(q_BTNH, k_BTKH, v_BTKH, segment_BT)
+      out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, kind)
+      out_BTNH = checkpoint_name(out_BTNH, _ATTENTION_OUT)
     else:
       row_B1 = jnp.arange(x_BTD.shape[0])[:, None]
       # Tokens that are not to be written point past the end, and are dropped.
       k_BKSH = cache[0].at[row_B1, :, written_BT].set(k_BTKH, mode="drop")
       v_BKSH = cache[1].at[row_B1, :, written_BT].set(v_BTKH, mode="drop")
-      cache = (k_BKSH, v_BKSH)
-      mask_BTS = attention.cache_mask(position_BT, k_BKSH.shape[2])
-      out_BTNH = attention.attend(q_BTNH, k_BKSH, v_BKSH, mask_BTS)
-    x_BTD += project(out_BTNH, weight("o", (N, H, D), N * H), inputs=2)
+      cache = (self._shard(k_BKSH, "BK.."), self._shard(v_BKSH, "BK.."))
+      window = window_kinds(c)[kind]
+      mask_BTS = attention.cache_mask(position_BT, k_BKSH.shape[2], window)
+      out_BTNH = attention.attend(q_BTNH, *cache, mask_BTS)
+    x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
 
-    h_BTD = rms_norm(x_BTD, scale("ff_norm", D), c.norm_eps)
-    gate_BTF = project(h_BTD, weight("gate", (D, F), D))
-    up_BTF = project(h_BTD, weight("up", (D, F), D))
-    hidden_BTF = nn.silu(gate_BTF) * up_BTF
-    x_BTD += project(hidden_BTF, weight("down", (F, D), F))
+    h_BTD = norm(x_BTD, "ff_norm", D)
+    gate_BTF = product(h_BTD, "gate", (D, F))
+    up_BTF = product(h_BTD, "up", (D, F))
+    hidden_BTF = self._shard(nn.silu(gate_BTF) * up_BTF, "BTF")
+    x_BTD += self._shard(product(hidden_BTF, "down", (F, D)), "BT.")
     return x_BTD, cache
+
+  def _shard(self, x: jax.Array, letters: str) -> jax.Array:
+    return self.layout.shard(x, letters) if self.layout else x
+
+  def _packed(self, q_BTNH, k_BTKH, v_BTKH, segment_BT, kind) -> jax.Array:
+    """Attention over packed rows; a scanned layer's window is known only as it runs."""
+
+    def attend(window: int):
+      return lambda q, k, v, segment: attention.attend_packed(
+        q, k, v, segment, window, self.cfg.attention, self.layout
+      )
+
+    branches = [attend(w) for w in window_kinds(self.cfg)]
+    operands = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    if isinstance(kind, int):
+      return branches[kind](*operands)
+    return jax.lax.switch(kind, branches, *operands)
 
 
 class Qwen(nn.Module):
-  """Token ids to final hidden states; `logits` maps those to the vocabulary."""
+  """Token ids to final hidden states; `logits` maps those to the vocabulary.
+
+  With a layout, activations are constrained to its mesh.
+  """
 
   cfg: QwenConfig
+  layout: Layout | None = None
 
   def setup(self) -> None:
     """Declares the embedding, the layers and the final norm."""
@@ -181,20 +217,26 @@ class Qwen(nn.Module):
       self.head = self.param("head", init, (c.width, c.vocab_size), c.param_dtype)
     block = Block
     if c.remat != "none":
-      policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+      policies = {
+        "full": None,
+        "attention": jax.checkpoint_policies.save_only_these_names(_ATTENTION_OUT),
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+      }
+      fixed = () if c.scan else (2,)  # `kind` is a plain int in unrolled layers
       block = nn.remat(
-        Block, prevent_cse=not c.scan, policy=policy if c.remat == "dots" else None
+        Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=fixed
       )
     if c.scan:
+      every = nn.broadcast
       self.stack = nn.scan(
         block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+        in_axes=(0 if c.windows else every, *[every] * 5),
         length=c.layers,
-      )(c, name="layers")
+      )(c, self.layout, name="layers")
     else:
-      self.blocks = [block(c, name=f"layer_{i}") for i in range(c.layers)]
+      self.blocks = [block(c, self.layout, name=f"layer_{i}") for i in range(c.layers)]
 
   def __call__(
     self,
@@ -220,19 +262,30 @@ class Qwen(nn.Module):
       hidden_BTD after the final norm, and the new cache (None without one).
     """
     c = self.cfg
-    x_BTD = jnp.take(self.embed, tokens_BT, axis=0).astype(c.dtype)
+    embed = self.embed.astype(c.dtype)
+    if self.layout:
+      embed = self.layout.shard(embed, "V.")
+    x_BTD = jnp.take(embed, tokens_BT, axis=0)
+    if self.layout:
+      x_BTD = self.layout.shard(x_BTD, "BT.")
+    by = rotation(c, position_BT)
+    kinds = window_kinds(c)
+    kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
     written_BT = None
     if cache is not None:
       written_BT = jnp.where(valid_BT, position_BT, cache[0][0].shape[2])
     if c.scan:
       if cache is not None:
-        raise ValueError("decoding runs unrolled layers: see unstack()")
-      x_BTD, _ = self.stack(x_BTD, position_BT, segment_BT, None, None)
+        raise ValueError("decoding runs unrolled layers: see decoding_view()")
+      kind = jnp.array(kind_L) if c.windows else 0
+      x_BTD, _ = self.stack(x_BTD, kind, by, segment_BT, None, None, None)
     else:
       layers = cache if cache is not None else (None,) * c.layers
       out = []
-      for block, layer in zip(self.blocks, layers, strict=True):
-        x_BTD, layer = block(x_BTD, position_BT, segment_BT, layer, written_BT)
+      for block, kind, layer in zip(self.blocks, kind_L, layers, strict=True):
+        x_BTD, layer = block(
+          x_BTD, kind, by, segment_BT, position_BT, written_BT, layer
+        )
         out.append(layer)
       cache = tuple(out) if cache is not None else None
     return rms_norm(x_BTD, self.final_norm, c.norm_eps), cache
@@ -242,26 +295,51 @@ class Qwen(nn.Module):
     c = self.cfg
     head = self.embed.T if c.tie_embeddings else self.head
     logits_BTV = project(hidden_BTD, head.astype(c.dtype))
+    if self.layout:
+      logits_BTV = self.layout.shard(logits_BTV, "BTV")
     return logits_BTV.astype(jnp.float32)
 
 
-def init_params(cfg: QwenConfig, seed: int) -> dict[str, Any]:
-  """Freshly drawn parameters of `cfg`, a nested dict of arrays; jitted."""
+def window_kinds(cfg: QwenConfig) -> list[int]:
+  """The different windows of an architecture's layers; [0] where all see all."""
+  return sorted(set(cfg.windows)) or [0]
+
+
+def init_params(
+  cfg: QwenConfig, seed: int, layout: Layout | None = None
+) -> dict[str, Any]:
+  """Freshly drawn parameters of `cfg`, a nested dict of arrays; jitted.
+
+  With a layout every device draws its own part; values do not depend on the mesh.
+  """
+  shardings = layout.tree(param_shapes(cfg)) if layout else None
+  return jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)(
+    jax.random.key(seed)
+  )
+
+
+def param_shapes(cfg: QwenConfig) -> dict[str, Any]:
+  """The parameters' tree with shapes and dtypes in place of arrays."""
+  return jax.eval_shape(lambda key: _init(cfg, key), jax.random.key(0))
+
+
+def _init(cfg: QwenConfig, key: jax.Array) -> dict[str, Any]:
   tokens_BT = jnp.zeros((1, 2), jnp.int32)
-
-  def init(key: jax.Array) -> dict[str, Any]:
-    return Qwen(cfg).init(key, tokens_BT, tokens_BT, tokens_BT + 1)["params"]
-
-  return jax.jit(init)(jax.random.key(seed))
+  cfg = dataclasses.replace(cfg, attention="xla")  # takes rows of any length
+  return Qwen(cfg).init(key, tokens_BT, tokens_BT, tokens_BT + 1)["params"]
 
 
-def init_cache(cfg: QwenConfig, rows: int, size: int) -> tuple[LayerCache, ...]:
+def init_cache(
+  cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
+) -> tuple[LayerCache, ...]:
   """An empty cache of `size` places for `rows` sequences, in the compute dtype."""
   shape = (rows, cfg.kv_heads, size, cfg.head_dim)
-  return tuple(
-    (jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype))
-    for _ in range(cfg.layers)
-  )
+  sharding = layout.sharding("BK..") if layout else None
+
+  def zeros() -> jax.Array:
+    return jnp.zeros(shape, cfg.dtype, device=sharding)
+
+  return tuple((zeros(), zeros()) for _ in range(cfg.layers))
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -280,6 +358,33 @@ def stack(params: dict[str, Any], layers: int) -> dict[str, Any]:
   trees = [params[f"layer_{i}"] for i in range(layers)]
   out["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *trees)
   return out
+
+
+def decoding_view(
+  cfg: QwenConfig, params: dict[str, Any], layout: Layout | None = None
+) -> dict[str, Any]:
+  """The parameters as the sampler wants them; made once per policy update.
+
+  Layers are unstacked, arrays cast to the compute dtype (the model would cast them at
+  every step), and resharded to `layout.decoding()`.
+  """
+  same = cfg.dtype == cfg.param_dtype and "layers" not in params
+  if layout is None and same:
+    return params
+  return _decoding_view(cfg, layout)(params)
+
+
+@functools.lru_cache(maxsize=8)
+def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
+  def view(params: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(lambda x: x.astype(cfg.dtype), unstack(params, cfg.layers))
+
+  shardings = (
+    layout.decoding().tree(jax.eval_shape(view, param_shapes(cfg)))
+    if (layout)
+    else None
+  )
+  return jax.jit(view, out_shardings=shardings)
 
 
 def count_params(params: Any) -> int:

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from coa_jax.model.qwen import QwenConfig
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.automaton import compile_stops
 from coa_jax.protocol.roles import Variant
@@ -154,6 +155,7 @@ class Player:
     tokenizer: Tokenizer,
     config: RolloutConfig,
     tools: Sequence[str],
+    layout: Layout | None = None,
   ):
     """Compiles the variant's stops and allocates the slots.
 
@@ -164,7 +166,7 @@ class Player:
     self.tokenizer = tokenizer
     self.setting = Setting(variant, config.style, config.max_calls, config.tool_seconds)
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
-    self.scheduler = Scheduler(model, automaton, config)
+    self.scheduler = Scheduler(model, automaton, config, layout)
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Refuses, before any decoding, tasks that could not be played to a reward.

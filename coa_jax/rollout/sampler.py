@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model import distribution
-from coa_jax.model.qwen import LayerCache, Qwen, QwenConfig
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.qwen import LayerCache, Qwen
+from coa_jax.model.sharding import Layout
 
 
 @flax.struct.dataclass
@@ -72,7 +74,7 @@ class Sampled:
   stop_B: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("cfg", "layout"), donate_argnames="cache")
 def extend(
   cfg: QwenConfig,
   params: Any,
@@ -81,6 +83,7 @@ def extend(
   token_RT: jax.Array,
   start_R: jax.Array,
   count_R: jax.Array,
+  layout: Layout | None = None,
 ) -> tuple[LayerCache, ...]:
   """Runs given tokens through the model and writes their keys and values.
 
@@ -92,6 +95,7 @@ def extend(
     token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
     count_R: tokens of each row that count.
+    layout: of the sampler, on several devices.
 
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
@@ -100,13 +104,15 @@ def extend(
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
   rows = jax.tree.map(lambda x: jnp.take(x, row_R, axis=0, mode="clip"), cache)
-  _, rows = Qwen(cfg).apply(
+  _, rows = Qwen(cfg, layout).apply(
     {"params": params}, token_RT, position_RT, cache=rows, valid_BT=valid_RT
   )
   return jax.tree.map(lambda x, y: x.at[row_R].set(y, mode="drop"), cache, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "steps"), donate_argnames="cache")
+@functools.partial(
+  jax.jit, static_argnames=("cfg", "steps", "layout"), donate_argnames="cache"
+)
 def window(
   cfg: QwenConfig,
   steps: int,
@@ -115,6 +121,7 @@ def window(
   state: SamplerState,
   tables: Tables,
   seed: jax.Array,
+  layout: Layout | None = None,
 ) -> tuple[tuple[LayerCache, ...], SamplerState, Sampled]:
   """Samples up to `steps` tokens in every active slot.
 
@@ -126,11 +133,12 @@ def window(
     state: the slots.
     tables: where to stop.
     seed: PRNG key of the run.
+    layout: of the sampler, on several devices.
 
   Returns:
     The cache, the slots and what was sampled.
   """
-  model = Qwen(cfg)
+  model = Qwen(cfg, layout)
   B = state.length_B.shape[0]
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),

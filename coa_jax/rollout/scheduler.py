@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ import jax
 import numpy as np
 
 from coa_jax.model import qwen
-from coa_jax.model.qwen import QwenConfig
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.automaton import Automaton
 from coa_jax.rollout import sampler
@@ -94,22 +96,36 @@ class Counters:
 class Scheduler:
   """Runs episodes over a fixed number of slots."""
 
-  def __init__(self, model: QwenConfig, automaton: Automaton, config: RolloutConfig):
+  def __init__(
+    self,
+    model: QwenConfig,
+    automaton: Automaton,
+    config: RolloutConfig,
+    layout: Layout | None = None,
+  ):
     """Allocates the cache.
 
     Args:
       model: the architecture; layers are unrolled for decoding.
       automaton: where decoding stops.
       config: slots, window and limits.
+      layout: of the policy, on several devices.
+
+    Raises:
+      ValueError: the mesh does not divide the slots or the rows of an injection.
     """
     self.model = dataclasses.replace(model, scan=False, remat="none")
+    self.layout = layout.decoding() if layout else None
+    if self.layout:
+      self.layout.check(model, B=math.gcd(config.slots, config.inject_rows))
     self.config = config
     self.counters = Counters()
     self._tags = automaton.tags
     self._tables = sampler.Tables(
       *jax.device_put((automaton.class_V, automaton.next_SC, automaton.stop_SC))
     )
-    self._cache = qwen.init_cache(self.model, config.slots, config.max_len)
+    size = (config.slots, config.max_len)
+    self._cache = qwen.init_cache(self.model, *size, self.layout)
 
   def run(
     self, params: Any, episodes: Iterable[Episode], seed: int
@@ -122,7 +138,8 @@ class Scheduler:
       seed: of this run's sampling; an episode's tokens depend on (seed, its sequence,
         params, what its tools said) alone.
     """
-    run = _Run(self, qwen.unstack(params, self.model.layers), iter(episodes), seed)
+    view = qwen.decoding_view(self.model, params, self.layout)
+    run = _Run(self, view, iter(episodes), seed)
     while run.fill():
       yield from run.step()
 
@@ -243,6 +260,7 @@ class _Run:
       token_RT,
       start_R,
       count_R,
+      self.owner.layout,
     )
 
   def _sample(self) -> Iterator[Episode]:
@@ -256,6 +274,7 @@ class _Run:
       self.state,
       owner._tables,
       self.key,
+      owner.layout,
     )
     self.state, out = jax.tree.map(np.array, (state, out))
     self.window_seconds = time.monotonic() - began

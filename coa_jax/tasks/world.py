@@ -33,7 +33,8 @@ class WorldConfig:
   Attributes:
     towns: pages of that kind in a world; likewise people, films and companies.
     train_worlds: worlds numbered 0.. of split "train"; likewise dev and test.
-    mix: (family, weight) pairs. A comparison can be guessed, so it weighs little.
+    mix: (family, weight) pairs. A comparison by name can be guessed, so it weighs
+      little.
   """
 
   towns: int = 300
@@ -44,12 +45,12 @@ class WorldConfig:
   dev_worlds: int = 4
   test_worlds: int = 4
   mix: Mix = (
-    ("one_hop", 0.16),
+    ("one_hop", 0.18),
     ("two_hop", 0.30),
-    ("three_hop", 0.18),
-    ("comparison", 0.08),
+    ("three_hop", 0.20),
+    ("comparison", 0.06),
     ("arithmetic", 0.20),
-    ("computation", 0.08),
+    ("computation", 0.06),
   )
 
   def __post_init__(self):

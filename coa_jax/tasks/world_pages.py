@@ -99,7 +99,7 @@ def make_facts(
       kind="town",
       region=rng.choice(_REGIONS),
       founded=str(rng.randint(1100, 1899)),
-      population=str(rng.randint(1000, 9999)),
+      population=str(100 * rng.randint(10, 99)),
       mayor=rng.choice(deck["person"]),
     )
   for name in deck["person"]:

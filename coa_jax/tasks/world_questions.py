@@ -74,6 +74,46 @@ _COMPARISONS = tuple(
   for kind in kind.split()
   for pick, question in rows
 )
+# (kind, relation, "min" or "max", question whose answer is the number itself)
+_EXTREMES = tuple(
+  (kind, relation, pick, question)
+  for kind, relation, rows in (
+    (
+      "town company",
+      "founded",
+      (
+        ("min", "When was the older of {a} and {b} founded?"),
+        ("max", "When was the newer of {a} and {b} founded?"),
+      ),
+    ),
+    (
+      "town",
+      "population",
+      (
+        ("max", "How many people live in the larger of {a} and {b}?"),
+        ("min", "How many people live in the smaller of {a} and {b}?"),
+      ),
+    ),
+    (
+      "person",
+      "born",
+      (
+        ("min", "When was the older of {a} and {b} born?"),
+        ("max", "When was the younger of {a} and {b} born?"),
+      ),
+    ),
+    (
+      "film",
+      "released",
+      (
+        ("min", "When did the older of {a} and {b} come out?"),
+        ("max", "When did the newer of {a} and {b} come out?"),
+      ),
+    ),
+  )
+  for kind in kind.split()
+  for pick, question in rows
+)
 # (kind, relation, operation, question); differences are asked so that they are
 # positive: {a} holds the smaller number and {b} the larger.
 _ARITHMETIC = (
@@ -115,6 +155,8 @@ _OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
   "+": operator.add,
   "-": operator.sub,
   "*": operator.mul,
+  "min": min,
+  "max": max,
 }
 _HOPS = {"one_hop": 1, "two_hop": 2, "three_hop": 3, "four_hop": 4}
 FAMILIES = (*_HOPS, "comparison", "arithmetic", "computation", "age")
@@ -130,7 +172,7 @@ def evaluate(
 
   A step is one of
     {"op": "lookup", "entity": NAME or "$k", "relation": R}
-    {"op": "compute", "name": "+" "-" or "*", "args": [number or "$k", ...]}
+    {"op": "compute", "name": one of _OPERATIONS, "args": [number or "$k", ...]}
     {"op": "compare", "name": "min" or "max", "args": ["$i", "$j"], "of": [A, B]}
   where "$k" is the value of step k; a comparison gives the entity of the picked number.
   Steps in `known` have the value given there.
@@ -200,12 +242,14 @@ def _pair(
 
 
 def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
-  kind, relation, pick, question = rng.choice(_COMPARISONS)
+  """Half of them ask which of two it is, half what its number is."""
+  by_name = rng.random() < 0.5
+  kind, relation, pick, question = rng.choice(_COMPARISONS if by_name else _EXTREMES)
   a, b, program = _pair(world, kind, relation, rng)
   if rng.random() < 0.5:  # the answer must not show in the order
     a, b, program = b, a, program[::-1]
-  args = {"args": ["$0", "$1"], "of": [a, b]}
-  program.append({"op": "compare", "name": pick, **args})
+  step = {"op": "compute", "name": pick, "args": ["$0", "$1"]}
+  program.append({**step, "op": "compare", "of": [a, b]} if by_name else step)
   return question.format(a=a, b=b), program
 
 

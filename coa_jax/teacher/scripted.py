@@ -97,6 +97,9 @@ _NUMBER = re.compile(r"-?\d+")
 _DECISION = re.compile(r"NEXT: \w+(?:\nREASON: (.*))?")
 _PROGRAMS = ("compute ", "compare ")  # what an assignment of the code agent begins with
 _STEP_WORDS = {"+": "sum", "-": "difference", "*": "product"}
+_STEP_WORDS |= {"min": "smaller", "max": "larger"}
+# What a program with a wrong operator has in place of the right one.
+_WRONG = {"+": "-", "-": "+", "*": "+", "<": ">", ">": "<", "min": "max", "max": "min"}
 
 
 def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
@@ -191,6 +194,8 @@ class _Mind:
     if step["op"] == "lookup":
       return resolve(argument, self.known)
     left, right = (self._expression(a) for a in step["args"])
+    if step["name"] in ("min", "max"):
+      return f"{step['name']}({left}, {right})"
     if step["name"] == "*":
       left, right = (f"({x})" if "+" in x or "-" in x else x for x in (left, right))
     return f"{left} {step['name']} {right}"
@@ -227,11 +232,12 @@ class _Mind:
         facts.append(f"recall {step['relation']} {self.known[i]}")
       elif step["op"] == "compare":
         left, right = (resolve(a, self.known) for a in step["args"])
+        # Asked so that it holds where the first is the one.
+        claim = f"{left} {'<' if step['name'] == 'min' else '>'} {right}"
         if self.chance("mental") >= self.config.mental:
-          return _decide(runs.CODE, *facts, f"compare {left} and {right}")
-        sign = "<" if int(left) < int(right) else ">"
+          return _decide(runs.CODE, *facts, f"compare {claim}")
         self.known[i] = self._result()
-        facts.append(f"{left} {sign} {right}")
+        facts.append(f"{claim} is {self.known[i] == step['of'][0]}")
       else:
         expression = self._expression(f"${len(self.program) - 1}")
         if self.chance("mental") >= self.config.mental:
@@ -314,19 +320,17 @@ class _Mind:
 
   def _code(self) -> str:
     verb, rest = self.assignment.split(" ", 1)
-    expression = rest if verb == "compute" else rest.replace(" and ", " < ")
     tried = sum(f"{verb} " in e.content for e in self.entries) > 1
-    program = f"print({expression})"
+    program = f"print({rest})"
     if not tried and self.chance("bug") < self.config.buggy_program:
-      program = self._bug(expression)
+      program = self._bug(rest)
     return f"```py\n{program}\n```"
 
   def _bug(self, expression: str) -> str:
     which = self.chance("which bug")
     if which < 0.5:  # a wrong operator
-      first = re.search(r"(?<= )[-+*<](?= )", expression)
-      other = {"+": "-", "-": "+", "*": "+", "<": ">"}[first[0]]
-      return f"print({expression[: first.start()]}{other}{expression[first.end() :]})"
+      operator = re.compile(r"(?<= )[-+*<>](?= )|min|max")
+      return f"print({operator.sub(lambda m: _WRONG[m[0]], expression, count=1)})"
     if which < 0.7:
       return f"prin({expression})"
     if which < 0.85:
@@ -354,9 +358,9 @@ class _Mind:
 
   def _review_program(self, output: str) -> str:
     if self.assignment.startswith("compare "):
-      left, right = map(int, re.findall(_NUMBER, self.assignment))
-      said, truth = output, str(left < right)
-      result = self._picked(first_is_less=output == "True")
+      step = self.program[-1]
+      said, truth = output, str(self._result() == step["of"][0])
+      result = step["of"][0 if output == "True" else 1]
     else:
       said = result = output
       truth = self._result()
@@ -365,11 +369,6 @@ class _Mind:
     if said != truth and self.chance("caught program") < self.config.caught:
       return "wrong result tool_effectiveness : Poor"
     return f"result {result}"
-
-  def _picked(self, first_is_less: bool) -> str:
-    """The name a comparison picks."""
-    step = self.program[-1]
-    return step["of"][0 if first_is_less == (step["name"] == "min") else 1]
 
   def _solver(self) -> str:
     if self.program[-1]["op"] == "compare" and len(self._open()) == 1:

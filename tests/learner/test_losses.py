@@ -127,16 +127,18 @@ def test_token_logps_are_the_models_at_the_temperature():
 @LOSSES
 def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monkeypatch):
   (batch,) = batching.batches(played(), 2, 112, ADVANTAGES)
-  shape = (*batch.tokens_BT[:, 1:].shape, CFG.vocab_size)
+  shape = (*batch.tokens_BT.shape, CFG.vocab_size)
   real = distribution.log_probs
 
-  def total(delta_BUV):
+  def total(delta_BTV):
     with monkeypatch.context() as patch:
-      patch.setattr(distribution, "log_probs", lambda x, t: real(x + delta_BUV, t))
+      patch.setattr(distribution, "log_probs", lambda x, t: real(x + delta_BTV, t))
       return loss(losses.token_logps(CFG, toy.params(), batch)[0], batch)
 
-  grad_BUV = np.asarray(jax.jit(jax.grad(total))(jnp.zeros(shape)))
-  touched_BU = np.abs(grad_BUV).max(-1) > 0
+  grad_BTV = np.asarray(jax.jit(jax.grad(total))(jnp.zeros(shape)))
+  touched_BT = np.abs(grad_BTV).max(-1) > 0
+  assert not touched_BT[:, -1].any()  # nothing stands after a row's last token
+  touched_BU = touched_BT[:, :-1]
   policy_BU = batch.weight_BT[:, 1:] > 0
   assert not touched_BU[~policy_BU].any()
   if loss is sft:

@@ -16,7 +16,7 @@ from coa_jax.learner.state import Learner, TrainState, init_state
 CFG = toy.MODEL
 
 
-def loss(params, batch):
+def loss(params, frozen, batch):
   logp_BT, _ = losses.token_logps(CFG, params, batch)
   return losses.nll(logp_BT, batch.weight_BT), {"tokens": jnp.sum(batch.weight_BT)}
 
@@ -29,6 +29,7 @@ def state_of(optimizer) -> TrainState:
 def test_one_step_is_one_update_whatever_the_micro_batches():
   optimizer = optax.sgd(1.0)
   learner = Learner(loss, optimizer)
+  learner.reserve(3)
   whole = list(batching.batches(toy.trajectories(), 1, 128))
   assert len(whole) == 2
   tokens = sum(float(b.weight_BT.sum()) for b in whole)
@@ -48,7 +49,7 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
       first.params,
     )
   # By definition: the mean over tokens, and one step of plain gradient descent.
-  total = sum(float(loss(toy.params(), b)[0]) for b in whole)
+  total = sum(float(loss(toy.params(), None, b)[0]) for b in whole)
   assert float(values["loss"]) == pytest.approx(total / tokens, rel=1e-6)
   assert float(values["tokens"]) == 1.0
   moved = jax.tree.map(lambda a, b: a - b, toy.params(), first.params)
@@ -56,10 +57,8 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
     float(optax.tree.norm(moved)), rel=1e-5
   )
   assert float(values["grad_norm"]) > 0.1
-  # However many micro-batches, three programs in all.
-  assert learner._first._cache_size() == 1
-  assert learner._next._cache_size() == 1
-  assert learner._apply._cache_size() == 1
+  # However many micro-batches, one program.
+  assert learner.jitted._cache_size() == 1
 
 
 def test_a_state_holds_arrays_only():

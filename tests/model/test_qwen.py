@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import toy
 
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
 from coa_jax.model import qwen
-from coa_jax.model.qwen import Qwen, QwenConfig
+from coa_jax.model.architecture import QwenConfig, Yarn
+from coa_jax.model.qwen import Qwen
 
 CFG = toy.MODEL
 T = 12
@@ -164,10 +167,10 @@ def loss_and_grad(cfg: QwenConfig, params):
   return jax.value_and_grad(lambda p: nll(cfg, p))(params)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
-  plain = dataclasses.replace(CFG, **FULL)
+  plain = dataclasses.replace(CFG, **FULL, windows=(0, 5))
   params = params_of(plain)
   loss, grad = loss_and_grad(plain, params)
   cfg = dataclasses.replace(plain, scan=scan, remat=remat)
@@ -213,15 +216,26 @@ OTHERS = {
   "param_dtype": "bfloat16",
   "scan": True,
   "remat": "full",
+  "yarn": Yarn(factor=2.0, positions=8),
+  "windows": (0, 3),
+  "attention": "splash",
+  "logit_chunk": 4,
 }
 
 
 @functools.cache
 def program(**changes) -> str:
-  """The lowered program of initialisation, loss and gradient."""
+  """The traced program of the learner's log-probs and their gradient."""
   cfg = dataclasses.replace(CFG, **changes)
-  shapes = jax.eval_shape(lambda: qwen.init_params(cfg, 0))
-  return loss_and_grad.lower(cfg, shapes).as_text()
+  # A length that every attention kernel takes.
+  batch = jax.tree.map(jnp.asarray, batching.empty(1, 128))
+
+  def loss(params):
+    return jnp.sum(losses.token_logps(cfg, params, batch)[0])
+
+  traced = jax.make_jaxpr(jax.value_and_grad(loss))(qwen.param_shapes(cfg))
+  constants = [np.asarray(c).tolist() for c in traced.consts]
+  return f"{traced} {constants}"
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(QwenConfig)])
@@ -243,7 +257,11 @@ def test_remat_modes_are_different_programs():
   [
     ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4"),
     ({"head_dim": 7}, "head_dim 7 is odd"),
-    ({"remat": "some"}, "remat 'some'; accepted: none, full, dots"),
+    ({"remat": "some"}, "remat 'some'; accepted: none, full, attention, dots"),
+    ({"attention": "flash"}, "attention 'flash'; accepted: auto, xla, cudnn, splash"),
+    ({"dtype": "float16"}, "dtype 'float16'; accepted: float32, bfloat16"),
+    ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
+    ({"logit_chunk": -1}, "logit_chunk -1 is negative"),
   ],
 )
 def test_impossible_architectures_are_refused(changes, message: str):
@@ -254,7 +272,7 @@ def test_impossible_architectures_are_refused(changes, message: str):
 def test_scanned_layers_do_not_decode():
   cfg = dataclasses.replace(CFG, scan=True)
   cache = qwen.init_cache(cfg, 3, T)
-  with pytest.raises(ValueError, match="unstack"):
+  with pytest.raises(ValueError, match="decoding_view"):
     cached_logits(cfg, params_of(cfg), cache, TOKENS, POSITION, TOKENS >= 0)
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
 import toy
 from safetensors.numpy import load_file, save_file
 
+from coa_jax import sft
 from coa_jax.model import qwen, weights
-from coa_jax.model.qwen import QwenConfig
-from coa_jax.model.weights import LoadConfig, load_model, save_model
+from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model.weights import load_model, save_model
+from coa_jax.protocol.trajectory import write_jsonl
 
 QWEN3 = toy.MODEL
 QWEN2 = dataclasses.replace(
@@ -51,11 +58,6 @@ def test_saved_and_loaded_is_identical(tmp_path, cfg, saved: bool, loaded: bool)
   assert_identical(params, scanned if loaded else unrolled)
 
 
-@pytest.mark.parametrize("cfg", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-def test_config_json_reads_back(cfg: QwenConfig):
-  assert weights.from_hf_config(weights.to_hf_config(cfg)) == cfg
-
-
 def test_bfloat16_survives_and_is_cast_when_asked(tmp_path):
   cfg = dataclasses.replace(QWEN3, param_dtype="bfloat16", dtype="bfloat16")
   params = params_of(cfg)
@@ -68,21 +70,87 @@ def test_bfloat16_survives_and_is_cast_when_asked(tmp_path):
   assert_identical(wide, jax.tree.map(lambda x: x.astype(np.float32), params))
 
 
-def test_shards_are_read_through_their_index(tmp_path):
+def test_half_precision_files_are_read(tmp_path):
   params = params_of(QWEN3)
   save_model(tmp_path, QWEN3, params)
-  whole = load_file(tmp_path / "model.safetensors")
-  (tmp_path / "model.safetensors").unlink()
-  where = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(whole)}
-  for part in sorted(set(where.values())):
-    save_file({k: v for k, v in whole.items() if where[k] == part}, tmp_path / part)
-  index = tmp_path / "model.safetensors.index.json"
-  index.write_text(json.dumps({"weight_map": where}))
+  file = tmp_path / "model.safetensors"
+  save_file({k: x.astype(np.float16) for k, x in load_file(file).items()}, file)
   _, back = load_model(tmp_path)
-  assert_identical(back, params)
-  (tmp_path / "part-1.safetensors").unlink()
-  with pytest.raises(FileNotFoundError, match=r"part-1\.safetensors: the weights are"):
-    load_model(tmp_path)
+  half = jax.tree.map(lambda x: x.astype(np.float16).astype(np.float32), params)
+  assert_identical(back, half)
+
+
+def weight_files(path: pathlib.Path) -> list[str]:
+  return sorted(p.name for p in path.iterdir() if "safetensors" in p.name)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_model_in_several_files_is_the_same_model(tmp_path, scan: bool):
+  cfg = dataclasses.replace(QWEN2, scan=scan)
+  params = params_of(cfg)
+  save_model(tmp_path, cfg, params, shard_bytes=30_000)
+  index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+  found = {}
+  for file in set(index["weight_map"].values()):
+    arrays = load_file(tmp_path / file)
+    assert len(arrays) == 1 or sum(x.nbytes for x in arrays.values()) <= 30_000
+    assert all(index["weight_map"][name] == file for name in arrays)
+    found |= arrays
+  assert set(found) == set(index["weight_map"])
+  assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+  assert_identical(load_model(tmp_path, LoadConfig(scan=scan))[1], params)
+
+
+def test_files_of_an_earlier_save_are_gone(tmp_path):
+  params = params_of(QWEN3)
+  (tmp_path / "adapter_model.safetensors").write_bytes(b"of somebody else")
+  for shard_bytes, number in ((10**9, 1), (30_000, 4), (60_000, 3), (10**9, 1)):
+    save_model(tmp_path, QWEN3, params, shard_bytes=shard_bytes)
+    several = [
+      f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)
+    ]
+    several.append("model.safetensors.index.json")
+    expected = several if number > 1 else ["model.safetensors"]
+    assert weight_files(tmp_path) == ["adapter_model.safetensors", *expected]
+    assert_identical(load_model(tmp_path)[1], params)
+
+
+def test_a_folder_of_links_is_read_as_the_hubs_cache_is(tmp_path):
+  params = params_of(QWEN3)
+  save_model(tmp_path / "blobs", QWEN3, params, shard_bytes=60_000)
+  (tmp_path / "snapshot").mkdir()
+  for file in (tmp_path / "blobs").iterdir():
+    (tmp_path / "snapshot" / file.name).symlink_to(file)
+  assert_identical(load_model(tmp_path / "snapshot")[1], params)
+
+
+READER = pathlib.Path(__file__).with_name("read_on_devices.py")
+# How many ways a mesh of fsdp=4 and tensor=2 splits each array.
+WAYS = {"embed_tokens": 8, "lm_head": 8, "proj.weight": 8, "proj.bias": 2, "norm": 1}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_each_device_reads_its_own_part_and_no_more(tmp_path, devices: int):
+  params = params_of(QWEN2)
+  save_model(tmp_path, QWEN2, params, shard_bytes=60_000)
+  sizes = {}
+  for file in tmp_path.glob("*.safetensors"):
+    sizes |= {name: x.size for name, x in load_file(file).items()}
+  out = subprocess.run(
+    [sys.executable, READER, tmp_path],
+    env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+    capture_output=True,
+    text=True,
+  )
+  assert out.returncode == 0, out.stderr
+  for read in json.loads(out.stdout).values():
+    assert set(read) == set(sizes)
+    for name, parts in read.items():
+      ways = next(n for kind, n in WAYS.items() if kind in name)
+      ways = ways if devices > 1 else 1
+      # A part that several devices hold may be read for each of them.
+      assert set(parts) == {sizes[name] // ways}, name
+      assert ways <= len(parts) <= devices, name
 
 
 def test_an_output_matrix_beside_tied_embeddings_is_left_alone(tmp_path):
@@ -120,33 +188,141 @@ def test_everything_that_does_not_fit_is_listed(tmp_path):
   assert message.count(";") == 4
 
 
-def test_a_damaged_file_and_a_missing_one_are_named(tmp_path):
+@pytest.fixture
+def saved(tmp_path, monkeypatch) -> pathlib.Path:
+  """A model folder of which no array may be read."""
+  save_model(tmp_path, QWEN3, params_of(QWEN3))
+
+  def reader(*_):
+    raise AssertionError("an array is read")
+
+  monkeypatch.setattr(weights, "_reader", reader)
+  with pytest.raises(AssertionError, match="an array is read"):
+    load_model(tmp_path)
+  return tmp_path
+
+
+def index_of(path: pathlib.Path, weight_map) -> None:
+  """Writes the index of a model in several files."""
+  file = path / "model.safetensors.index.json"
+  file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"config\.json: not a model folder"):
     load_model(tmp_path)
-  save_model(tmp_path, QWEN3, params_of(QWEN3))
-  file = tmp_path / "model.safetensors"
-  file.write_bytes(file.read_bytes()[:100])
-  with pytest.raises(ValueError, match=r"model\.safetensors: damaged safetensors"):
-    load_model(tmp_path)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"
+
+
+@pytest.mark.parametrize(
+  "damage",
+  [
+    lambda content: content[:100],
+    lambda content: content[:-1],
+    lambda content: b"",
+    lambda content: content[:8] + b"{" * (len(content) - 8),
+    lambda content: LFS,
+  ],
+  ids=["header cut", "data cut", "empty", "garbage", "git-lfs pointer"],
+)
+def test_a_damaged_file_is_named(saved, damage):
+  file = saved / "model.safetensors"
+  file.write_bytes(damage(file.read_bytes()))
+  with pytest.raises(ValueError) as e:
+    load_model(saved)
+  assert str(e.value).startswith(f"{file}: damaged safetensors file (")
+
+
+def test_files_that_are_missing_are_all_named(saved):
+  index_of(saved, {"a": "model.safetensors", "b": "two.safetensors", "c": "three"})
+  with pytest.raises(FileNotFoundError) as e:
+    load_model(saved)
+  message = f"{saved}/three: the weights are missing (and two.safetensors)"
+  assert str(e.value) == message
+  (saved / "model.safetensors.index.json").unlink()
+  (saved / "model.safetensors").unlink()
+  with pytest.raises(FileNotFoundError) as e:
+    load_model(saved)
+  assert str(e.value) == f"{saved}/model.safetensors: the weights are missing"
+
+
+def test_arrays_that_only_the_index_knows_are_named(saved):
+  names = list(load_file(saved / "model.safetensors"))
+  files = dict.fromkeys([*names, "extra.b", "extra.a"], "model.safetensors")
+  index_of(saved, files)
+  with pytest.raises(ValueError) as e:
+    load_model(saved)
+  file, index = saved / "model.safetensors", "model.safetensors.index.json"
+  assert str(e.value) == f"{file}: lacks extra.a, extra.b, which {index} promises"
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ".", ""],
+)
+def test_an_index_leads_nowhere_but_into_its_folder(saved, name: str):
+  index_of(saved, {"model.norm.weight": "model.safetensors", "a": name})
+  with pytest.raises(ValueError) as e:
+    load_model(saved)
+  file = saved / "model.safetensors.index.json"
+  assert str(e.value) == f"{file}: file name {name!r} leads out of the folder"
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": ["a"]}, {"weight_map": {}}])
+def test_an_index_without_a_table_is_named(saved, content):
+  (saved / "model.safetensors.index.json").write_text(json.dumps(content))
+  with pytest.raises(ValueError, match=r"index\.json: field 'weight_map' is no table"):
+    load_model(saved)
+
+
+def test_dtypes_that_are_not_weights_are_all_named(saved):
+  arrays = load_file(saved / "model.safetensors")
+  odd = {"model.norm.weight": ("I8", 1), "model.embed_tokens.weight": ("F8_E4M3", 1)}
+  odd["model.layers.0.mlp.up_proj.weight"] = ("F64", 8)
+  header, data = {}, b""
+  for name, x in arrays.items():
+    code, size = odd.get(name, ("F32", 4))
+    end = len(data) + size * x.size
+    header[name] = {
+      "dtype": code,
+      "shape": x.shape,
+      "data_offsets": [len(data), end],
+    }
+    data += bytes(size * x.size)
+  text = json.dumps(header).encode()
+  content = len(text).to_bytes(8, "little") + text + data
+  (saved / "model.safetensors").write_bytes(content)
+  with pytest.raises(ValueError) as e:
+    load_model(saved)
+  message = str(e.value)
+  for name, (code, _) in odd.items():
+    assert f"{name} has dtype {code}, supported: F32, BF16, F16" in message
+  assert message.count("has dtype") == 3
+
+
+def test_a_config_of_another_model_is_refused_with_all_that_differs(saved):
+  file = saved / "config.json"
+  config = json.loads(file.read_text())
+  file.write_text(json.dumps({**config, "intermediate_size": 72, "vocab_size": 400}))
+  with pytest.raises(ValueError) as e:
+    load_model(saved)
+  message = str(e.value)
+  assert "model.embed_tokens.weight has shape (384, 32), expected (400, 32)" in message
+  assert message.count("has shape") == 1 + 3 * QWEN3.layers
 
 
 @pytest.mark.parametrize(
   ("changes", "named"),
   [
     ({"model_type": "llama"}, "'model_type' is 'llama'; accepted: 'qwen2', 'qwen3'"),
-    ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported: 'silu'"),
-    ({"rope_scaling": {"type": "yarn"}}, "'rope_scaling' is"),
-    (
-      {"rope_parameters": {"rope_type": "yarn"}},
-      "'rope_parameters.rope_type' is 'yarn'",
-    ),
-    ({"use_sliding_window": True}, "'use_sliding_window' is True"),
-    ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1"),
-    ({"attention_bias": True}, "'attention_bias' is True; supported: False"),
+    ({"num_experts": 64}, "'num_experts' (64) is not supported"),
     ({"hidden_size": None}, "lacks field 'hidden_size'"),
   ],
 )
 def test_what_this_model_does_not_compute_is_refused(tmp_path, changes, named: str):
+  # Every other field: test_architecture.py.
   save_model(tmp_path, QWEN3, params_of(QWEN3))
   file = tmp_path / "config.json"
   config = {**json.loads(file.read_text()), **changes}
@@ -156,23 +332,12 @@ def test_what_this_model_does_not_compute_is_refused(tmp_path, changes, named: s
   assert str(e.value).startswith(str(file)) and named in str(e.value)
 
 
-def test_defaults_of_old_config_files():
-  config = weights.to_hf_config(QWEN3)
-  del config["head_dim"], config["num_key_value_heads"], config["rope_theta"]
-  del config["tie_word_embeddings"]
-  cfg = weights.from_hf_config(config)
-  assert (cfg.head_dim, cfg.kv_heads) == (QWEN3.width // QWEN3.heads, QWEN3.heads)
-  assert (cfg.rope_theta, cfg.tie_embeddings) == (10_000.0, False)
-  new = {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-  assert weights.from_hf_config(new).rope_theta == 5e5
-
-
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
     ({"attention_bias": True}, "must differ"),
     ({"qk_norm": False}, "must differ"),
-    ({"attention_bias": True, "qk_norm": False, "head_dim": 10}, r"model\.head_dim"),
+    ({"windows": (4, 8)}, "several sizes"),
   ],
 )
 def test_what_hugging_face_does_not_have_is_not_saved(tmp_path, changes, message: str):
@@ -180,3 +345,60 @@ def test_what_hugging_face_does_not_have_is_not_saved(tmp_path, changes, message
   with pytest.raises(ValueError, match=message):
     save_model(tmp_path / "m", cfg, params_of(cfg))
   assert not (tmp_path / "m").exists()
+
+
+def test_what_a_folder_says_beside_its_architecture_is_kept(tmp_path):
+  first, second = tmp_path / "first", tmp_path / "second"
+  params = params_of(QWEN2)
+  save_model(first, QWEN2, params)
+  said = {
+    "bos_token_id": 151643,
+    "eos_token_id": [151645, 151643],
+    "initializer_range": 0.01,
+    "max_position_embeddings": 131072,
+    "pad_token_id": 151643,
+  }
+  file = first / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | said))
+  generation = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05}
+  (first / "generation_config.json").write_text(json.dumps(generation))
+  save_model(second, QWEN2, params, toy.tokenizer(), like=first)
+  config = json.loads((second / "config.json").read_text())
+  assert {k: config[k] for k in said} == said
+  assert json.loads((second / "generation_config.json").read_text()) == generation
+  assert load_model(second)[0] == QWEN2
+
+
+def test_a_new_folder_says_what_ends_and_pads_a_text(tmp_path):
+  tokenizer = toy.tokenizer()
+  save_model(tmp_path, QWEN3, params_of(QWEN3), tokenizer)
+  ids = {
+    "eos_token_id": tokenizer.hf.eos_token_id,
+    "pad_token_id": tokenizer.hf.pad_token_id,
+  }
+  assert None not in ids.values()
+  config = json.loads((tmp_path / "config.json").read_text())
+  assert {k: config[k] for k in ids} == ids
+  generation = json.loads((tmp_path / "generation_config.json").read_text())
+  assert generation == {"do_sample": True, **ids}
+  names = {p.name for p in tmp_path.iterdir()}
+  assert names >= {"tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+  assert not any(name.endswith(".tmp") for name in names)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_is_refused(tmp_path):
+  tokenizer = toy.tokenizer()
+  cfg = dataclasses.replace(QWEN3, vocab_size=tokenizer.vocab_size - 1)
+  folder, data = tmp_path / "model", tmp_path / "data.jsonl"
+  save_model(folder, cfg, params_of(cfg), tokenizer)
+  write_jsonl(data, toy.trajectories())
+  config = ml_collections.ConfigDict(
+    {
+      "init": str(folder),
+      "data": {"trajectories": str(data), "steps": 1},
+      "checkpoint": {"every": 1, "keep": 1},
+    }
+  )
+  n = tokenizer.vocab_size
+  with pytest.raises(ValueError, match=f"has {n} ids, the model's embedding {n - 1}"):
+    sft.run(config, str(tmp_path / "w"))

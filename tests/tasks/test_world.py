@@ -106,8 +106,12 @@ def test_chains_never_come_back_to_an_entity():
 
 def test_a_comparison_cannot_be_answered_by_position():
   tasks = world_tasks(worlds(SMALL, "train"), 400, (("comparison", 1.0),), seed=0)
-  first = sum(t.answers[0] == t.meta["program"][-1]["of"][0] for t in tasks)
-  assert 150 < first < 250
+  last = [(t.answers[0], t.meta["program"][-1], t.meta["values"]) for t in tasks]
+  by_name = [answer == step["of"][0] for answer, step, _ in last if "of" in step]
+  by_number = [answer == v[0] for answer, step, v in last if "of" not in step]
+  for first in (by_name, by_number):
+    assert 150 < len(first) < 250
+    assert 0.35 < sum(first) / len(first) < 0.65
 
 
 def test_programs_by_hand():

@@ -90,10 +90,10 @@ def test_premature_answers_fail_the_check_and_are_mended(tasks, toolbox):
   assert right(tasks, done) == 1.0
   for task, run in zip(tasks, done, strict=True):
     scores = [e.detail for e in run.events if e.kind == runs.VERDICT]
-    short = len(task.meta["program"]) > 1 and task.family not in (
-      "comparison",
-      "computation",
-    )
+    program = task.meta["program"]
+    looked_up = len(program) > 1 and program[0]["op"] == "lookup"
+    lucky = looked_up and len(set(task.meta["values"][-2:])) == 1
+    short = looked_up and not lucky and program[-1]["op"] != "compare"
     assert len(scores) == 1 + short and scores[-1] == "4"
     assert not short or scores[0] in "12"
 
@@ -118,18 +118,28 @@ def test_privileges_replace_tools(tasks, toolbox):
   assert {c.name for r in mental for c in r.calls} == {"wiki_search"}
 
 
+def sign(task) -> str:
+  """The sign that holds where the first of two is the one that is asked for."""
+  return "<" if task.meta["program"][-1]["name"] == "min" else ">"
+
+
+def holds(task) -> bool:
+  left, right_ = map(int, task.meta["values"][:2])
+  return left < right_ if sign(task) == "<" else left > right_
+
+
 def test_comparisons_are_made_by_a_program_or_in_the_head(tasks, toolbox):
-  chosen = [t for t in tasks if t.family == "comparison"]
+  chosen = [t for t in tasks if t.meta["program"][-1]["op"] == "compare"]
+  assert len(chosen) > 5
   for task, run in zip(chosen, work(chosen, toolbox, **PERFECT), strict=True):
     left, right_ = task.meta["values"][:2]
-    assert has(run, runs.DECISION, f"compare {left} and {right_}")
-    less = str(int(left) < int(right_))
-    assert [c.result for c in run.calls if c.name == "code"] == [less]
+    assert has(run, runs.DECISION, f"compare {left} {sign(task)} {right_}")
+    assert [c.result for c in run.calls if c.name == "code"] == [str(holds(task))]
   head = work(chosen, toolbox, **{**PERFECT, "mental": 1.0})
   for task, run in zip(chosen, head, strict=True):
     left, right_ = task.meta["values"][:2]
-    sign = "<" if int(left) < int(right_) else ">"
-    assert has(run, runs.DECISION, f"{left} {sign} {right_}")
+    claim = f"{left} {sign(task)} {right_} is {holds(task)}"
+    assert has(run, runs.DECISION, claim)
 
 
 def test_the_default_team_is_good_and_not_perfect(tasks, toolbox):

@@ -1,0 +1,227 @@
+"""LoRA: low-rank adapters beside frozen matrices (arXiv 2106.09685).
+
+Adapters are arrays of their own: `q_a` [inputs, r] and `q_b` [r, outputs] beside `q`.
+The model adds x A B wherever its parameters hold them (`join`); `merge` folds them into
+the matrices for decoding and export; `save_adapter` writes them as peft does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.qwen import param_shapes, unstack
+from coa_jax.model.sharding import PARAMETERS, Layout, inputs_of
+from coa_jax.model.weights import gather, hf_name, save_model
+from coa_jax.protocol.tokens import Tokenizer
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Config section `lora`; without it all parameters are trained.
+
+  Attributes:
+    rank: r, of every adapter.
+    alpha: adapters count alpha / r times.
+    matrices: which matrices of a layer get one.
+  """
+
+  rank: int = 16
+  alpha: float = 32.0
+  matrices: tuple[str, ...] = MATRICES
+
+  def __post_init__(self):
+    if self.rank < 1:
+      raise ValueError(f"rank is {self.rank}; it must be at least 1")
+    for name in self.matrices:
+      if name not in MATRICES:
+        raise ValueError(f"matrices has {name!r}; there are {', '.join(MATRICES)}")
+    if not self.matrices:
+      raise ValueError(f"matrices is empty; there are {', '.join(MATRICES)}")
+
+
+def init_adapters(
+  cfg: QwenConfig, config: LoraConfig, seed: int, layout: Layout | None = None
+) -> dict[str, Any]:
+  """Fresh adapters in float32: A drawn, B zero, so that the model is unchanged.
+
+  Returns:
+    A tree like the parameters', with `q_a` and `q_b` in place of `q`, ...
+  """
+
+  def init(key: jax.Array) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for i, (where, leaf) in enumerate(_matrices(cfg, config)):
+      stacked = leaf.shape[: leaf.ndim - _rank(where[-1])]
+      cut = len(stacked) + inputs_of(where[-1])
+      inputs, outputs = leaf.shape[len(stacked) : cut], leaf.shape[cut:]
+      std = math.prod(inputs) ** -0.5
+      drawn = jax.random.normal(
+        jax.random.fold_in(key, i), (*stacked, *inputs, config.rank)
+      )
+      parent = out.setdefault(where[0], {})
+      parent[f"{where[-1]}_a"] = std * drawn
+      parent[f"{where[-1]}_b"] = jnp.zeros((*stacked, config.rank, *outputs))
+    return out
+
+  key = jax.random.key(seed)
+  shardings = layout.tree(jax.eval_shape(init, key)) if layout else None
+  return jax.jit(init, out_shardings=shardings)(key)
+
+
+def _matrices(cfg: QwenConfig, config: LoraConfig) -> list[tuple[tuple[str, ...], Any]]:
+  leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
+  named = [(tuple(k.key for k in path), leaf) for path, leaf in leaves]
+  return [(path, leaf) for path, leaf in named if path[-1] in config.matrices]
+
+
+def _rank(name: str) -> int:
+  return len(PARAMETERS[name].replace(">", ""))
+
+
+def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
+  """The parameters with adapters beside their matrices, scaled; inside a jit."""
+  scale = config.alpha / config.rank
+  out = dict(params)
+  for layer, arrays in adapters.items():
+    scaled = {k: x * scale if k.endswith("_b") else x for k, x in arrays.items()}
+    out[layer] = {**params[layer], **scaled}
+  return out
+
+
+def split(
+  cfg: QwenConfig,
+  params: Any,
+  config: LoraConfig | None,
+  seed: int,
+  layout: Layout | None = None,
+) -> tuple[Any, Any]:
+  """What is trained, and what is frozen: (adapters, params), or (params, None)."""
+  if config is None:
+    return params, None
+  return init_adapters(cfg, config, seed, layout), params
+
+
+def assemble(trained: Any, frozen: Any, config: LoraConfig | None) -> Any:
+  """The parameters for training, out of `split`'s halves; inside a jit."""
+  return join(frozen, trained, config) if config else trained
+
+
+def merged(trained: Any, frozen: Any, config: LoraConfig | None) -> Any:
+  """The parameters for decoding and export, out of `split`'s halves."""
+  return merge(frozen, trained, config) if config else trained
+
+
+def merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
+  """The parameters with adapters folded into their matrices."""
+  return _merge(params, adapters, config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
+  joined = join(params, adapters, config)
+  out = dict(params)
+  for layer, arrays in adapters.items():
+    out[layer] = dict(params[layer])
+    # In one order, so that every process compiles the same program.
+    for name in sorted({k[:-2] for k in arrays}):
+      a, b = joined[layer][f"{name}_a"], joined[layer][f"{name}_b"]
+      w = params[layer][name]
+      outer = jax.vmap(_outer) if w.ndim > _rank(name) else _outer  # stacked layers
+      out[layer][name] = (w.astype(jnp.float32) + outer(a, b)).astype(w.dtype)
+  return out
+
+
+def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.tensordot(a, b, axes=1)
+
+
+def export(
+  workdir: str,
+  cfg: QwenConfig,
+  trained: Any,
+  frozen: Any,
+  config: LoraConfig | None,
+  tokenizer: Tokenizer,
+  like: str,
+) -> Any:
+  """Writes `workdir/model` and, where adapters were trained, `workdir/adapter`.
+
+  Args:
+    workdir: of the run.
+    cfg: the architecture.
+    trained: half of what `split` gave, after training.
+    frozen: the other half.
+    config: None where everything was trained.
+    tokenizer: goes into the model's folder.
+    like: the folder that training started from; "" for none.
+
+  Returns:
+    The merged parameters.
+  """
+  params = merged(trained, frozen, config)
+  save_model(os.path.join(workdir, "model"), cfg, params, tokenizer, like)
+  if config:
+    save_adapter(os.path.join(workdir, "adapter"), cfg, trained, config, like)
+  return params
+
+
+def save_adapter(
+  path: str | os.PathLike[str],
+  cfg: QwenConfig,
+  adapters: dict[str, Any],
+  config: LoraConfig,
+  base: str,
+) -> None:
+  """Writes adapter_config.json and adapter_model.safetensors, as peft reads them.
+
+  Every process calls it; the first one writes.
+
+  Args:
+    path: made if missing.
+    cfg: the architecture.
+    adapters: as from `init_adapters`.
+    config: what they were made with.
+    base: name or folder of the model that they belong to.
+  """
+  tensors = {}
+  whole = jax.tree.map(gather, adapters)
+  if jax.process_index() > 0:
+    return
+  for layer, arrays in unstack(whole, cfg.layers).items():
+    number = layer.removeprefix("layer_")
+    for key, x in arrays.items():
+      name, half = key[:-2], key[-1].upper()
+      target = hf_name(name).removesuffix(".weight")
+      full = f"base_model.model.model.layers.{number}.{target}.lora_{half}.weight"
+      flat = x.reshape(-1, config.rank) if half == "A" else x.reshape(config.rank, -1)
+      tensors[full] = np.ascontiguousarray(flat.T)
+  os.makedirs(path, exist_ok=True)
+  save_file(
+    tensors, os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"}
+  )
+  modules = sorted(hf_name(n).split(".")[-2] for n in config.matrices)
+  description = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base,
+    "r": config.rank,
+    "lora_alpha": config.alpha,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": modules,
+  }
+  with open(os.path.join(path, "adapter_config.json"), "w", encoding="utf-8") as f:
+    json.dump(description, f, indent=2, sort_keys=True)

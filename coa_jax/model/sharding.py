@@ -1,0 +1,255 @@
+"""Where arrays live: one table from axes to mesh axes.
+
+Every axis of a parameter or an activation has a letter (the alphabet of the README);
+the table says over which mesh axes a letter is split. Parameters, optimizer state and
+batches follow from it, and so do the constraints inside the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from coa_jax.model.architecture import QwenConfig
+
+AXES = ("data", "fsdp", "context", "tensor")
+# B and T are of activations, D of parameters alone: an activation's D is never split.
+RULES: dict[str, tuple[str, ...]] = {
+  "B": ("data", "fsdp"),
+  "T": ("context",),
+  "D": ("fsdp", "context"),
+  "N": ("tensor",),
+  "K": ("tensor",),
+  "F": ("tensor",),
+  "V": ("tensor",),
+}
+# The letters of each parameter, by its name; "." is an axis that is never split (norms,
+# head dim, adapter rank), ">" stands between a matrix's inputs and its outputs. A
+# stacked layer axis, if any, stands in front.
+PARAMETERS = {
+  "embed": "VD",
+  "head": "D>V",
+  "final_norm": ".",
+  "attn_norm": ".",
+  "q": "D>N.",
+  "k": "D>K.",
+  "v": "D>K.",
+  "q_bias": "N.",
+  "k_bias": "K.",
+  "v_bias": "K.",
+  "q_norm": ".",
+  "k_norm": ".",
+  "o": "N.>D",
+  "ff_norm": ".",
+  "gate": "D>F",
+  "up": "D>F",
+  "down": "F>D",
+}
+# Which field of a config gives an axis its size.
+_SIZES = {
+  "D": "width",
+  "N": "heads",
+  "K": "kv_heads",
+  "F": "ff",
+  "V": "vocab_size",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Config section `mesh`.
+
+  Attributes:
+    data: devices that hold whole copies of the state and split the batch.
+    fsdp: devices that split both; -1 takes all devices that the others leave.
+    context: devices that split the tokens of a row.
+    tensor: devices that split heads, hidden units and the vocabulary.
+    rules: lines that replace those of `RULES`, e.g. {"K": ()} keeps all key-value
+      heads on every device.
+  """
+
+  data: int = 1
+  fsdp: int = -1
+  context: int = 1
+  tensor: int = 1
+  rules: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    for axis in AXES:
+      size = getattr(self, axis)
+      if size < 1 and not (axis == "fsdp" and size == -1):
+        raise ValueError(f"{axis} is {size}; it must be at least 1")
+    for letter, axes in self.rules.items():
+      if letter not in RULES:
+        raise ValueError(f"rules has axis {letter!r}; there are {', '.join(RULES)}")
+      for axis in axes:
+        if axis not in AXES:
+          raise ValueError(f"rules.{letter} has {axis!r}; there are {', '.join(AXES)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A mesh and the table of axes; hashable, so it may be a static argument of a jit.
+
+  Attributes:
+    mesh: devices under the names `AXES`.
+    rules: (letter, mesh axes) pairs, in the order of `RULES`.
+  """
+
+  mesh: Mesh
+  rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(RULES.items())
+
+  def axes(self, letter: str) -> tuple[str, ...]:
+    """The mesh axes over which `letter` is split; () for "." and unknown letters."""
+    return dict(self.rules).get(letter, ())
+
+  def ways(self, letter: str) -> int:
+    """The number of pieces that `letter` is cut into."""
+    return math.prod(self.mesh.shape[a] for a in self.axes(letter))
+
+  def spec(self, letters: str) -> PartitionSpec:
+    """The partition of an array whose axes are `letters`."""
+    return PartitionSpec(*[self.axes(x) or None for x in letters])
+
+  def sharding(self, letters: str) -> NamedSharding:
+    """`spec` on this mesh."""
+    return NamedSharding(self.mesh, self.spec(letters))
+
+  def shard(self, x: jax.Array, letters: str) -> jax.Array:
+    """Inside a jit: constrains an activation whose axes are `letters`."""
+    return jax.lax.with_sharding_constraint(x, self.sharding(letters))
+
+  def tree(self, tree: Any) -> Any:
+    """Shardings of a tree of parameters, or of a state that mirrors one.
+
+    Args:
+      tree: arrays or shapes; leaves that are no parameter's (counters) are replicated.
+    """
+
+    def leaf(path: tuple[Any, ...], x: Any) -> NamedSharding:
+      letters = letters_of(path)
+      extra = np.ndim(x) - len(letters)
+      if extra not in (0, 1):
+        return self.sharding("")
+      return self.sharding("." * extra + letters)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+  def put(self, tree: Any) -> Any:
+    """Puts host arrays of axes [..., B, T] onto the mesh.
+
+    Every process passes the same values and keeps its own devices' part.
+    """
+
+    def leaf(x: np.ndarray) -> jax.Array:
+      sharding = self.sharding("." * (x.ndim - 2) + "BT")
+      return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(leaf, tree)
+
+  def decoding(self) -> Layout:
+    """The layout of the sampler: whole matrices but for `tensor`, rows over the rest.
+
+    A step of decoding is too short to gather parameters in it.
+    """
+    return self.replacing({"B": ("data", "fsdp", "context"), "T": (), "D": ()})
+
+  def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Layout:
+    """The same mesh with other lines in the table."""
+    return Layout(self.mesh, tuple({**dict(self.rules), **rules}.items()))
+
+  def check(self, cfg: QwenConfig, **sizes: int) -> None:
+    """Refuses what this mesh does not divide.
+
+    Args:
+      cfg: an architecture.
+      **sizes: more axes by letter, e.g. B=rows.
+
+    Raises:
+      ValueError: listing every axis that does not divide.
+    """
+    fields = {letter: f"model.{name}" for letter, name in _SIZES.items()}
+    for letter, name in _SIZES.items():
+      sizes.setdefault(letter, getattr(cfg, name))
+    faults = []
+    for letter, size in sizes.items():
+      ways = self.ways(letter)
+      if size % ways:
+        over = " x ".join(f"{a}={self.mesh.shape[a]}" for a in self.axes(letter))
+        faults.append(f"{fields.get(letter, letter)}={size} over {over}")
+    if faults:
+      raise ValueError(
+        f"the mesh does not divide {'; '.join(faults)}: choose other sizes in section "
+        "mesh, or take the axis out of mesh.rules"
+      )
+
+
+def make_layout(
+  config: MeshConfig, devices: list[jax.Device] | None = None
+) -> Layout | None:
+  """The layout that a config asks for; None on one device, where nothing is split.
+
+  Args:
+    config: sizes of the mesh axes and lines of the table.
+    devices: all devices of all processes where None.
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = [getattr(config, axis) for axis in AXES]
+  if config.fsdp == -1:
+    rest = config.data * config.context * config.tensor
+    sizes[AXES.index("fsdp")] = max(1, len(devices) // rest)
+  if math.prod(sizes) != len(devices):
+    asked = " x ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
+    raise ValueError(
+      f"mesh {asked} needs {math.prod(sizes)} devices; there are {len(devices)}"
+    )
+  if len(devices) == 1:
+    return None
+  kind = jax.sharding.AxisType.Auto
+  # jax.make_mesh refuses an axis that is no product of a TPU torus's sides, such as
+  # tensor=2 on 4x4x8; here such an axis takes a part of a side.
+  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  mesh = Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
+  rules = {letter: tuple(axes) for letter, axes in config.rules.items()}
+  return Layout(mesh).replacing(rules)
+
+
+def letters_of(path: tuple[Any, ...]) -> str:
+  """The axes of the parameter at a tree path, a stacked layer axis left out.
+
+  The last key decides. An adapter's `q_a` and `q_b` split the inputs and the outputs
+  of `q` as `q` does, and leave their rank whole.
+  """
+  names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+  name = names[-1] if names else ""
+  if name in PARAMETERS:
+    return PARAMETERS[name].replace(">", "")
+  inputs, _, outputs = PARAMETERS.get(name[:-2], "").partition(">")
+  if name.endswith("_a"):
+    return inputs + "."
+  if name.endswith("_b"):
+    return "." + outputs
+  return ""
+
+
+def inputs_of(name: str) -> int:
+  """How many leading axes of a parameter are inputs; 0 where it is no matrix.
+
+  An adapter's halves have one axis of their rank: the last of `q_a`, the first of
+  `q_b`.
+  """
+  if name in PARAMETERS:
+    return max(0, PARAMETERS[name].find(">"))
+  if name[:-2] not in PARAMETERS:
+    return 0
+  return 1 if name.endswith("_b") else inputs_of(name[:-2])

@@ -1,0 +1,74 @@
+"""The published dense models by name.
+
+Source: the `config.json` files published with their weights (Qwen2.5: arXiv 2412.15115,
+Qwen3: arXiv 2505.09388).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from coa_jax.model.architecture import QwenConfig
+
+
+def _qwen25(V: int, D: int, L: int, N: int, K: int, F: int, tied: bool) -> QwenConfig:
+  return QwenConfig(
+    vocab_size=V,
+    width=D,
+    layers=L,
+    heads=N,
+    kv_heads=K,
+    head_dim=D // N,
+    ff=F,
+    rope_theta=1e6,
+    tie_embeddings=tied,
+    attention_bias=True,
+    qk_norm=False,
+  )
+
+
+def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> QwenConfig:
+  return QwenConfig(
+    vocab_size=151_936,
+    width=D,
+    layers=L,
+    heads=N,
+    kv_heads=8,
+    head_dim=128,
+    ff=F,
+    rope_theta=1e6,
+    tie_embeddings=tied,
+    attention_bias=False,
+    qk_norm=True,
+  )
+
+
+# The published dense models. Qwen2's sizes are those of Qwen2.5. Base models of 14B and
+# more have norm_eps 1e-5, instructed ones 1e-6: a folder's config.json decides.
+VARIANTS = {
+  "qwen2.5-0.5b": _qwen25(151_936, 896, 24, 14, 2, 4_864, True),
+  "qwen2.5-1.5b": _qwen25(151_936, 1_536, 28, 12, 2, 8_960, True),
+  "qwen2.5-3b": _qwen25(151_936, 2_048, 36, 16, 2, 11_008, True),
+  "qwen2.5-7b": _qwen25(152_064, 3_584, 28, 28, 4, 18_944, False),
+  "qwen2.5-14b": _qwen25(152_064, 5_120, 48, 40, 8, 13_824, False),
+  "qwen2.5-32b": _qwen25(152_064, 5_120, 64, 40, 8, 27_648, False),
+  "qwen2.5-72b": _qwen25(152_064, 8_192, 80, 64, 8, 29_568, False),
+  "qwen3-0.6b": _qwen3(1_024, 28, 16, 3_072, True),
+  "qwen3-1.7b": _qwen3(2_048, 28, 16, 6_144, True),
+  "qwen3-4b": _qwen3(2_560, 36, 32, 9_728, True),
+  "qwen3-8b": _qwen3(4_096, 36, 32, 12_288, False),
+  "qwen3-14b": _qwen3(5_120, 40, 40, 17_408, False),
+  "qwen3-32b": _qwen3(5_120, 64, 64, 25_600, False),
+}
+
+
+def variant(name: str, **changes: Any) -> QwenConfig:
+  """A published architecture by name, with fields replaced.
+
+  Raises:
+    ValueError: there is no such variant; the message lists them.
+  """
+  if name not in VARIANTS:
+    raise ValueError(f"no variant {name!r}; there are {', '.join(VARIANTS)}")
+  return dataclasses.replace(VARIANTS[name], **changes)

@@ -1,0 +1,161 @@
+"""Runs the laws of sharding on 8 virtual devices, of one process or two; see the tests.
+
+  python tests/model/on_a_mesh.py OUT.json [COORDINATOR PROCESSES PROCESS]
+
+Writes figures, not verdicts: the tests say what they must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+
+PROCESSES = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // PROCESSES}"
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+from coa_jax.learner import batch as batching  # noqa: E402
+from coa_jax.learner import losses  # noqa: E402
+from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
+from coa_jax.learner.state import Learner, init_state  # noqa: E402
+from coa_jax.model import lora, qwen  # noqa: E402
+from coa_jax.model.architecture import QwenConfig  # noqa: E402
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout  # noqa: E402
+
+MODEL = QwenConfig(
+  vocab_size=384,
+  width=32,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_dim=8,
+  ff=64,
+  attention_bias=True,
+  tie_embeddings=False,
+  windows=(0, 20),
+)
+ROWS, LENGTH = 8, 64
+MESHES = {
+  "one": None,
+  "fsdp8": MeshConfig(),
+  "data8": MeshConfig(data=8, fsdp=1),
+  "tensor2_fsdp4": MeshConfig(tensor=2, fsdp=4),
+  "context2_fsdp2_tensor2": MeshConfig(context=2, fsdp=2, tensor=2),
+  "context4_data2": MeshConfig(context=4, data=2, fsdp=1),
+  "whole_kv_heads": MeshConfig(tensor=4, context=2, rules={"K": ()}),
+}
+SCAN = {"scan": True, "remat": "attention", "logit_chunk": 16}
+ADAPTERS = lora.LoraConfig(rank=4)
+# case: (changed fields, adapters, meshes); the others must equal the first mesh.
+CASES = {
+  "plain": ({}, None, tuple(MESHES)),
+  "scan": (SCAN, None, ("one", "context2_fsdp2_tensor2")),
+  "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
+}
+BETWEEN_PROCESSES = {"plain": ({}, None, ("one", "context2_fsdp2_tensor2"))}
+
+
+def batches() -> list[batching.Batch]:
+  """Two micro-batches of packed rows with weights."""
+  rng = np.random.default_rng(0)
+  out = []
+  for _ in range(2):
+    batch = batching.empty(ROWS, LENGTH)
+    batch.tokens_BT[:] = rng.integers(0, MODEL.vocab_size, (ROWS, LENGTH))
+    for row in range(ROWS):
+      at = 0
+      for number, n in enumerate((*rng.integers(5, 30, 2), 100), 1):
+        end = min(at + int(n), LENGTH - row)  # the last places are padding
+        batch.segment_BT[row, at:end] = number
+        batch.position_BT[row, at:end] = np.arange(end - at)
+        at = end
+    batch.weight_BT[:] = (batch.segment_BT > 0) & (rng.random((ROWS, LENGTH)) < 0.7)
+    out.append(batch)
+  return out
+
+
+def whole(tree):
+  """Every array on this host."""
+
+  def fetch(x: jax.Array) -> np.ndarray:
+    if not x.is_fully_addressable:
+      x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+  return jax.tree.map(fetch, tree)
+
+
+def trained(layout: Layout | None, adapters: lora.LoraConfig | None, changes) -> dict:
+  """Loss, gradient norm and parameters after two updates, and one array's parts."""
+  cfg = dataclasses.replace(MODEL, **changes)
+  params, frozen = lora.split(
+    cfg, qwen.init_params(cfg, 0, layout), adapters, 1, layout
+  )
+
+  def loss(trained, frozen, batch):
+    p = lora.assemble(trained, frozen, adapters)
+    logp_BT, _ = losses.token_logps(cfg, p, batch, layout=layout)
+    return losses.nll(logp_BT, batch.weight_BT), {}
+
+  optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
+  learner = Learner(loss, optimizer, layout)
+  state = init_state(params, optimizer, layout)
+  micro = batches()
+  tokens = sum(float(b.weight_BT.sum()) for b in micro)
+  values = []
+  for _ in range(2):
+    state, metrics = learner.step(state, micro, tokens, frozen)
+    values.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+  sharded = sum(x.sharding.num_devices > 1 for x in jax.tree.leaves(state.opt_state))
+  return {
+    "values": values,
+    "params": qwen.unstack(whole(state.params), cfg.layers),
+    "parts": {
+      "/".join(k.key for k in path): list(x.addressable_shards[0].data.shape)
+      for path, x in jax.tree_util.tree_leaves_with_path(state.params)
+    },
+    "opt_state_arrays_on_several_devices": sharded,
+  }
+
+
+def difference(a, b) -> float:
+  """The largest difference of two trees, relative to each array's largest entry."""
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
+
+
+def main() -> None:
+  """Writes {case: figures}."""
+  if PROCESSES > 1:
+    jax.distributed.initialize(sys.argv[2], PROCESSES, int(sys.argv[4]))
+  assert jax.device_count() == 8
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  out = {}
+  for case, (changes, adapters, meshes) in (
+    CASES if PROCESSES == 1 else BETWEEN_PROCESSES
+  ).items():
+    expected = None
+    for mesh in meshes:
+      layout = make_layout(MESHES[mesh]) if MESHES[mesh] else None
+      result = trained(layout, adapters, changes)
+      expected = expected or result
+      out[f"{case}/{mesh}"] = {
+        "values": result["values"],
+        "expected": expected["values"],
+        "difference": difference(result["params"], expected["params"]),
+        "parts": result["parts"],
+        "opt_state": result["opt_state_arrays_on_several_devices"],
+      }
+      print(case, mesh, out[f"{case}/{mesh}"]["difference"], flush=True)
+  if jax.process_index() == 0:
+    with open(sys.argv[1], "w") as f:
+      json.dump(out, f)
+
+
+if __name__ == "__main__":
+  main()

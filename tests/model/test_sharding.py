@@ -1,0 +1,193 @@
+"""Laws of the mesh: sharded = one device, two processes = one; misfits are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import toy
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from coa_jax.learner.optim import OptimConfig, make_optimizer
+from coa_jax.learner.state import init_state
+from coa_jax.model import qwen, sharding
+from coa_jax.model.sharding import AXES, Layout, MeshConfig, make_layout
+from coa_jax.model.variants import variant
+
+HERE = pathlib.Path(__file__).parent
+SCRIPT = HERE / "on_a_mesh.py"
+CACHE = os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "tests")
+
+
+def start(out: pathlib.Path, *arguments: str) -> subprocess.Popen:
+  env = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": CACHE,
+    "PYTHONPATH": str(HERE.parent.parent),
+  }
+  command = [sys.executable, str(SCRIPT), str(out), *arguments]
+  pipe = subprocess.PIPE
+  return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+  _, errors = process.communicate(timeout=900)
+  assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.fixture(scope="session")
+def figures(tmp_path_factory) -> dict:
+  """What `on_a_mesh.py` measures with 8 virtual devices in one process."""
+  out = tmp_path_factory.mktemp("mesh") / "one.json"
+  finish(start(out))
+  return json.loads(out.read_text())
+
+
+def assert_equal(case: dict) -> None:
+  """Losses and gradients of two updates, and the parameters after them."""
+  np.testing.assert_allclose(case["values"], case["expected"], rtol=2e-6)
+  # Adam divides a gradient by its own size, so rounding shows where both are small.
+  assert case["difference"] < 5e-4
+
+
+MESHES = (
+  "fsdp8",
+  "data8",
+  "tensor2_fsdp4",
+  "context2_fsdp2_tensor2",
+  "context4_data2",
+  "whole_kv_heads",
+)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_sharded_is_one_device(figures: dict, mesh: str):
+  assert_equal(figures[f"plain/{mesh}"])
+
+
+def test_sharded_is_one_device_scanned_chunked_and_recomputed(figures: dict):
+  assert_equal(figures["scan/context2_fsdp2_tensor2"])
+
+
+def test_sharded_adapters_are_those_of_one_device(figures: dict):
+  assert_equal(figures["lora/tensor2_fsdp4"])
+
+
+def test_parameters_and_optimizer_state_are_split(figures: dict):
+  """layer_0/q is [32, 4, 8], down [64, 32], the embedding [384, 32]."""
+  fsdp = figures["plain/fsdp8"]
+  assert fsdp["parts"]["layer_0/q"] == [4, 4, 8]
+  assert fsdp["parts"]["layer_0/down"] == [64, 4]
+  assert fsdp["parts"]["embed"] == [384, 4]
+  mixed = figures["plain/context2_fsdp2_tensor2"]
+  assert mixed["parts"]["layer_0/q"] == [8, 2, 8]
+  assert mixed["parts"]["layer_0/o"] == [2, 8, 8]
+  assert mixed["parts"]["embed"] == [192, 8]
+  whole = figures["plain/whole_kv_heads"]
+  assert whole["parts"]["layer_0/k"][1] == 2
+  assert whole["parts"]["layer_0/q"][1] == 1
+  stacked = figures["scan/context2_fsdp2_tensor2"]
+  assert stacked["parts"]["layers/q"] == [2, 8, 2, 8]
+  # Both moments of every parameter, and the counters, live on all devices.
+  assert fsdp["opt_state"] >= 2 * len(fsdp["parts"])
+  assert figures["plain/one"]["opt_state"] == 0
+
+
+def test_two_processes_are_one(figures: dict, tmp_path):
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  out = tmp_path / "two.json"
+  both = [start(out, address, "2", str(i)) for i in range(2)]
+  for process in both:
+    finish(process)
+  case = json.loads(out.read_text())["plain/context2_fsdp2_tensor2"]
+  assert_equal(case)
+  expected = figures["plain/context2_fsdp2_tensor2"]
+  np.testing.assert_allclose(case["values"], expected["values"], rtol=1e-6)
+  assert case["parts"] == expected["parts"]
+
+
+def layout(**sizes: int) -> Layout:
+  """A layout over devices that are not there; `check` needs none."""
+  shape = tuple(sizes.get(axis, 1) for axis in AXES)
+  return Layout(AbstractMesh(shape, AXES))
+
+
+def test_every_axis_that_does_not_divide_is_named():
+  small = variant("qwen2.5-0.5b")  # 14 heads, 2 kv heads
+  layout(tensor=2, fsdp=4).check(small, B=8)
+  with pytest.raises(ValueError) as e:
+    layout(tensor=4, fsdp=3).check(small, B=8, T=100)
+  message = str(e.value)
+  for fault in (
+    "model.width=896 over fsdp=3 x context=1",
+    "model.heads=14 over tensor=4",
+    "model.kv_heads=2 over tensor=4",
+    "B=8 over data=1 x fsdp=3",
+  ):
+    assert fault in message
+  assert "T=100" not in message and "model.ff" not in message
+  # Key-value heads that are few stay whole where the table says so.
+  layout(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b"))
+
+
+def test_a_parameter_without_a_place_in_the_table_is_noticed():
+  """Every parameter's letters fit its shape, stacked or not, for both families."""
+  for scan in (False, True):
+    for changes in ({}, {"attention_bias": True, "tie_embeddings": False}):
+      cfg = dataclasses.replace(toy.MODEL, scan=scan, **changes)
+      leaves = jax.tree_util.tree_leaves_with_path(qwen.param_shapes(cfg))
+      for path, x in leaves:
+        stacked = int(path[0].key == "layers")
+        assert len(sharding.letters_of(path)) == x.ndim - stacked, path
+
+
+def test_counters_of_an_optimizer_are_replicated_and_moments_split():
+  mesh = layout(fsdp=4, tensor=2)
+  cfg = toy.MODEL
+  optimizer = make_optimizer(OptimConfig(name="muon"), 10)
+  shapes = jax.eval_shape(
+    lambda: init_state(qwen.init_params(cfg, 0), optimizer).opt_state
+  )
+  specs = [
+    (path, s.spec)
+    for path, s in jax.tree_util.tree_leaves_with_path(
+      mesh.tree(shapes), is_leaf=lambda x: hasattr(x, "spec")
+    )
+  ]
+  moments = [spec for path, spec in specs if getattr(path[-1], "key", "") == "q"]
+  assert moments and set(moments) == {
+    PartitionSpec(("fsdp", "context"), "tensor", None)
+  }
+  counts = [s for path, s in specs if getattr(path[-1], "name", "") == "count"]
+  assert counts and set(counts) == {PartitionSpec()}
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"data": 0}, "data is 0; it must be at least 1"),
+    ({"tensor": -1}, "tensor is -1"),
+    ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, D"),
+    ({"rules": {"D": ("model",)}}, "rules.D has 'model'; there are data, fsdp"),
+  ],
+)
+def test_meshes_that_can_not_be_are_refused(fields, message: str):
+  with pytest.raises(ValueError, match=message):
+    MeshConfig(**fields)
+
+
+def test_a_mesh_of_more_devices_than_there_are_says_so():
+  with pytest.raises(ValueError, match="tensor=2 needs 2 devices; there are 1"):
+    make_layout(MeshConfig(tensor=2, fsdp=1), jax.devices()[:1])
+  assert make_layout(MeshConfig(), jax.devices()[:1]) is None
