@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, claim, optional, section
+from coa_jax.config import ConfigError, check_sections, claim, optional, section
 from coa_jax.learner import advantages, losses
 from coa_jax.learner import batch as batching
 from coa_jax.learner.batch import Batch
@@ -138,10 +138,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     What `results.json` holds: steps, rewards, rates and seconds by phase.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before any training, naming what is
-      wrong with the config, the tasks or the model.
+    ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
   """
   check_sections(config, SECTIONS, needed=("init",))
+  if jax.process_count() > 1:
+    raise ConfigError("RL runs in one process, on all devices of one host")
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
   if algo.length < rollout.max_len:
@@ -160,8 +161,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  if layout:
-    layout.check(cfg, B=algo.rows, T=algo.length)
+  _check_mesh(cfg, algo, layout)
   player = Player(cfg, tokenizer, rollout, tools.tools, layout)
   player.check([*tasks, *dev_tasks])
   claim(config, workdir)
@@ -206,6 +206,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   results = _results(workdir, algo.steps, accuracy)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _check_mesh(cfg: QwenConfig, algo: AlgoConfig, layout: Layout | None) -> None:
+  if layout:
+    layout.check(cfg, B=algo.rows, T=algo.length)
 
 
 def collect(

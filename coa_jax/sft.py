@@ -26,7 +26,7 @@ from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.qwen import count_params, init_params
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.variants import variant
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
@@ -71,15 +71,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       fresh parameters and a tokenizer trained on the data. With section `lora`
       adapters are trained: `workdir/adapter` holds them as peft reads them, and
       `workdir/model` the model with them merged.
-    workdir: where everything goes; an interrupted run in it is continued.
+    workdir: where everything goes; an interrupted run in it is continued. Several
+      processes share it; all but the first log into folders of their own.
 
   Returns:
-    What `results.json` holds: steps, parameters, losses, tokens per second, and the
-    trajectories left out.
+    What `results.json` holds: parameters, losses, tokens per second, rows left out.
 
   Raises:
-    ConfigError, ValueError, FileNotFoundError: before any training, naming what is
-      wrong with the config or the data.
+    ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
   """
   check_sections(config, SECTIONS)
   data = section(config, "data", DataConfig)
@@ -89,8 +88,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
   trajectories = read_trajectories(data.trajectories)
-  claim(config, workdir)
-  cfg, params, tokenizer = _model(config, load, data, trajectories, workdir, layout)
+  own = own_folder(workdir)
+  claim(config, own)
+  cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
   for t in trajectories:
     tokenizer.encode_trajectory(t)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
@@ -116,7 +116,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     state = restored[0] if restored else state
     first = int(state.step)
     rows = _rows(train, data, first)
-    with Metrics(workdir, "sft", data.steps) as metrics:
+    with Metrics(own, "sft", data.steps) as metrics:
       for step in range(first, data.steps):
         micro = [next(rows) for _ in range(data.micro_batches)]
         tokens = sum(float(b.weight_BT.sum()) for b in micro)
@@ -131,7 +131,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   params = adapting.export(
     workdir, cfg, state.params, frozen, lora, tokenizer, config.init
   )
-  log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
+  log = read_metrics(os.path.join(own, METRICS_FILE), "sft")
   results = {
     "steps": data.steps,
     "parameters": count_params(params),
@@ -141,7 +141,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     "tokens_per_second": sum(r["tokens"] for r in log) / log[-1]["seconds"],
     **{k: log[-1][k] for k in ("loss", "validation_loss", "seconds")},
   }
-  write_json(os.path.join(workdir, "results.json"), results)
+  write_json(os.path.join(own, "results.json"), results)
   return results
 
 

@@ -24,6 +24,13 @@ COMPILE_CACHE = flags.DEFINE_string(
   "Folder of compiled programs, kept between runs; empty turns it off.",
 )
 
+_DISTRIBUTED = flags.DEFINE_string(
+  "distributed",
+  "",
+  "One of several processes that train together: 'auto' on a TPU pod or under Slurm, "
+  "else HOST:PORT,PROCESSES,PROCESS with the address of process 0.",
+)
+
 
 def launch(journey: Journey) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
@@ -48,6 +55,8 @@ def launch(journey: Journey) -> None:
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}")
     prepare(COMPILE_CACHE.value)
+    if _DISTRIBUTED.value:
+      join(_DISTRIBUTED.value)
     file = _config_file(sys.argv)
     show(with_clear_errors(lambda: journey(config.value, workdir.value), file))
 
@@ -82,6 +91,19 @@ def _keep_freed_memory() -> None:
   mallopt(arena_max, 1)
   mallopt(trim_threshold, 2**31 - 1)
   mallopt(top_pad, 1 << 28)
+
+
+def join(where: str) -> None:
+  """Joins the other processes of a run; `where` is the flag --distributed."""
+  import jax
+
+  if where == "auto":
+    jax.distributed.initialize()
+    return
+  match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
+  if not match or int(match[3]) >= int(match[2]):
+    stop(f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS")
+  jax.distributed.initialize(match[1], int(match[2]), int(match[3]))
 
 
 def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:

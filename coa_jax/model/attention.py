@@ -21,6 +21,8 @@ _BLOCK, _MOST_BLOCKS = 64, 8
 # Blocks of more queries than this are computed piece by piece and recomputed in the
 # backward pass, so that scores of a long row never exist at once.
 _PIECE = 512
+# The name under which a checkpoint policy may keep what attention computed.
+OUT = "attention_out"
 
 
 def attend(
@@ -244,6 +246,9 @@ def _splash(
       block_kv_dq=kv,
     ),
     interpret=interpret,
+    # Named inside the kernel's own gradient: there alone a checkpoint policy can keep
+    # what the backward kernels read, and the forward one does not run again.
+    residual_checkpoint_name=OUT,
   )
   B = q_BTNH.shape[0]
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)

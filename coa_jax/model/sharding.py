@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -222,6 +223,15 @@ def make_layout(
   mesh = Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
   rules = {letter: tuple(axes) for letter, axes in config.rules.items()}
   return Layout(mesh).replacing(rules)
+
+
+def own_folder(workdir: str) -> str:
+  """Where this process writes what several must not write into one file.
+
+  The first of several processes writes into the workdir itself.
+  """
+  i = jax.process_index()
+  return os.path.join(workdir, f"process_{i}") if i else workdir
 
 
 def letters_of(path: tuple[Any, ...]) -> str:
