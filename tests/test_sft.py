@@ -5,8 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
+import jax
 import ml_collections
+import numpy as np
 import pytest
 import toy
 
@@ -142,3 +149,45 @@ def test_nothing_left_to_train_on_is_said(config, tmp_path):
   config.data.validation = 20
   with pytest.raises(ValueError, match=r"20 read, 20 within .* 20 kept for validation"):
     sft.run(config, str(tmp_path / "w"))
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_model(config, tmp_path):
+  """The launcher twice, with --distributed; both write one workdir."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  overrides = {"trajectories": config.data.trajectories, "rows": 4, "steps": 6}
+  command = [sys.executable, "-m", "experiments.sft", "--compile_cache="]
+  command += ["--config=configs/sft_world.py:tiny", f"--workdir={tmp_path / 'two'}"]
+  command += [f"--config.data.{k}={v}" for k, v in overrides.items()]
+  command += ["--config.data.validation=4", "--config.checkpoint.every=3"]
+  env = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+  }
+  root = pathlib.Path(__file__).parent.parent
+  both = [
+    subprocess.Popen(
+      [*command, f"--distributed={address},2,{i}"],
+      cwd=root,
+      env=env,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  for process in both:
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors[-3000:]
+  alone = [w.replace(str(tmp_path / "two"), str(tmp_path / "one")) for w in command]
+  subprocess.run(alone, cwd=root, env={**env, "XLA_FLAGS": ""}, check=True)
+  results = [
+    json.loads((tmp_path / n / "results.json").read_text())["validation_loss"]
+    for n in ("one", "two", "two/process_1")
+  ]
+  assert results == pytest.approx([results[0]] * 3, rel=1e-5)
+  a, b = (load_model(tmp_path / n / "model")[1] for n in ("one", "two"))
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-3 * float(np.abs(x).max()))

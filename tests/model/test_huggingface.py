@@ -1,107 +1,368 @@
-"""Hugging Face's Qwen2 and Qwen3 compute what ours computes, in both directions."""
+"""Hugging Face's Qwen2 and Qwen3 compute what ours computes, in both directions.
+
+Both sides read the same folder, whose config.json is drawn (drawn.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
 
+import drawn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from safetensors.numpy import load_file
 
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
 from coa_jax.model import qwen
+from coa_jax.model.architecture import LoadConfig, QwenConfig, to_hf_config
 from coa_jax.model.qwen import Qwen
+from coa_jax.model.variants import VARIANTS, variant
 from coa_jax.model.weights import load_model, save_model
+from coa_jax.rollout import sampler
 
 torch = pytest.importorskip("torch")
 
 import transformers  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-FAMILIES = pytest.mark.parametrize(
-  ("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False)]
-)
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
 # Of the largest logit; both sides compute in float32.
 TOLERANCE = 2e-5
-TOKENS = np.random.default_rng(0).integers(0, 384, (2, 40))
+# Of the largest entry of each gradient.
+GRADIENT_TOLERANCE = 1e-5
+# Tokens of the sequences; together they fill a row of PACKED but for 2.
+LENGTHS, PACKED = (100, 61, 37), 200
 
 
-def ours(path) -> np.ndarray:
-  """The logits of a model folder."""
-  cfg, params = load_model(path)
-  position = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
-
-  @jax.jit
-  def logits(p):
-    model = Qwen(cfg)
-    hidden, _ = model.apply({"params": p}, TOKENS, position, jnp.ones_like(TOKENS))
-    return model.apply({"params": p}, hidden, method="logits")
-
-  return np.asarray(logits(params))
-
-
-def theirs(model) -> np.ndarray:
-  """The logits of a Hugging Face model."""
+def folder(path: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Any:
+  """Makes a model folder that says this; returns Hugging Face's model of it."""
+  written = json.dumps(config)
+  (path / "config.json").write_text(written)
+  model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+  rng = np.random.default_rng(seed)
   with torch.no_grad():
-    return model.eval()(torch.tensor(TOKENS)).logits.numpy()
+    for name, p in model.named_parameters():
+      # Inputs of every matrix have about unit size, so that positions matter.
+      std = p.shape[-1] ** -0.5 if p.ndim == 2 and "embed" not in name else 0.3
+      mean = 1.0 if "norm" in name else 0.0
+      p.copy_(torch.tensor(rng.normal(mean, std, p.shape)))
+  model.save_pretrained(path)
+  (path / "config.json").write_text(written)  # transformers wrote its own
+  return model.eval()
 
 
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-  out = float(np.abs(a - b).max() / np.abs(b).max())
-  print(f"largest difference, relative to the largest logit: {out:.2e}")
+@functools.partial(jax.jit, static_argnums=0)
+def logits(cfg: QwenConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
+  """Ours."""
+  model = Qwen(cfg)
+  hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
+  return model.apply({"params": params}, hidden, method="logits")
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[np.ndarray]:
+  """Random token ids."""
+  rng = np.random.default_rng(seed)
+  return [rng.integers(0, drawn.VOCABULARY, n).astype(np.int32) for n in lengths]
+
+
+def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
+  """Rows of several sequences each, padded on the right."""
+  out = batching.empty(len(packed), length)
+  for r, members in enumerate(packed):
+    at = 0
+    for number, ids in enumerate(members, 1):
+      end = at + len(ids)
+      out.tokens_BT[r, at:end], out.segment_BT[r, at:end] = ids, number
+      out.position_BT[r, at:end] = np.arange(len(ids))
+      out.weight_BT[r, at + 1 : end] = 1.0  # a first token is given
+      at = end
   return out
 
 
-@FAMILIES
-def test_a_folder_of_hugging_face_computes_the_same_here(tmp_path, family, tied):
-  qwen3 = family == "qwen3"
-  kind = transformers.Qwen3Config if qwen3 else transformers.Qwen2Config
-  config = kind(
-    vocab_size=384,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    rms_norm_eps=1e-5,
-    tie_word_embeddings=tied,
-    rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
-    initializer_range=0.2,
-    **({"head_dim": 10} if qwen3 else {}),
-  )
-  torch.manual_seed(0)
-  model = transformers.AutoModelForCausalLM.from_config(config)
+def ours(cfg: QwenConfig, params, batch: batching.Batch) -> list[np.ndarray]:
+  """The logits of every sequence of a batch, in order."""
+  out = logits(cfg, params, batch.tokens_BT, batch.position_BT, batch.segment_BT)
+  out_BTV, found = np.asarray(out), []
+  for row, segment_T in zip(out_BTV, batch.segment_BT, strict=True):
+    found += [row[segment_T == n] for n in range(1, segment_T.max() + 1)]
+  return found
+
+
+def theirs(model, ids: list[np.ndarray]) -> list[np.ndarray]:
+  """The logits of sequences in one batch, padded on the right and masked."""
+  batch = rows([[x] for x in ids], max(map(len, ids)))
+  mask = torch.tensor(batch.segment_BT)
   with torch.no_grad():
-    for p in model.parameters():  # biases and norms too
-      p.add_(0.1 * torch.randn_like(p))
-  model.save_pretrained(tmp_path)
-  assert difference(ours(tmp_path), theirs(model)) <= TOLERANCE
-  cfg, _ = load_model(tmp_path)
-  assert (cfg.rope_theta, cfg.norm_eps) == (50_000.0, 1e-5)
-  assert (cfg.tie_embeddings, cfg.qk_norm) == (tied, qwen3)
+    out = model(torch.tensor(batch.tokens_BT), attention_mask=mask).logits
+  out_BTV = out.float().numpy()
+  return [row[: len(x)] for row, x in zip(out_BTV, ids, strict=True)]
 
 
-@FAMILIES
-def test_a_folder_of_ours_computes_the_same_there(tmp_path, family, tied):
-  cfg = dataclasses.replace(
-    toy.MODEL,
-    tie_embeddings=tied,
-    attention_bias=family == "qwen2",
-    qk_norm=family == "qwen3",
-    head_dim=8 if family == "qwen2" else 10,
-    rope_theta=50_000.0,
-    norm_eps=1e-5,
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+  """The largest, relative to the largest entry of b."""
+  assert a.shape == b.shape
+  return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def test_the_draw_has_everything():
+  found = set()
+  for config in drawn.CONFIGS.values():
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    found |= {
+      config["model_type"],
+      f"{heads} heads of {config['num_key_value_heads']}",
+      f"tied {config['tie_word_embeddings']}",
+      f"eps {config['rms_norm_eps']}",
+      f"theta {config.get('rope_theta') or rope['rope_theta']}",
+      *(f"{k} {rope[k]}" for k in ("factor", "truncate") if k in rope),
+      *rope,
+      *(k for k in ("layer_types", "max_window_layers") if k in config),
+    }
+    if config.get("head_dim", 0) * heads not in (0, width):
+      found.add("heads of another size")
+    if "head_dim" not in config:
+      found.add("heads of the plain size")
+  assert found >= {"qwen2", "qwen3", "layer_types", "max_window_layers"}
+  assert found >= {f"{n} heads of {k}" for n, k in [(3, 1), (5, 1), (6, 3), (7, 7)]}
+  assert found >= {"tied True", "tied False", "eps 1e-06", "eps 1e-05", "eps 0.001"}
+  assert found >= {f"theta {x}" for x in (1e4, 5e4, 1e6)}
+  assert found >= {f"factor {x}" for x in (1.0, 2.0, 4.0, 8.5)}
+  assert found >= {"truncate True", "truncate False", "attention_factor", "beta_fast"}
+  assert found >= {"type", "rope_type", "rope_theta"}
+  assert found >= {"heads of another size", "heads of the plain size"}
+
+
+@pytest.mark.parametrize("seed", drawn.CONFIGS)
+def test_logits_are_the_same_padded_or_packed(tmp_path, seed: int):
+  model = folder(tmp_path, drawn.CONFIGS[seed])
+  cfg, params = load_model(tmp_path)
+  ids = sequences()
+  expected = theirs(model, ids)
+  batch = rows([ids, *([x] for x in ids)], PACKED)
+  worst = max(map(difference, ours(cfg, params, batch), expected * 2))
+  print(f"largest difference, relative to the largest logit: {worst:.2e}")
+  assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed", drawn.CONFIGS)
+def test_there_and_back_is_identical_to_the_bit(tmp_path, seed: int, dtype: str):
+  first, second = tmp_path / "first", tmp_path / "second"
+  first.mkdir()
+  model = folder(first, drawn.CONFIGS[seed])
+  model.to(getattr(torch, dtype)).save_pretrained(first)
+  (first / "config.json").write_text(json.dumps(drawn.CONFIGS[seed]))
+  load = LoadConfig(param_dtype=dtype, scan=seed % 2 == 1)
+  save_model(second, *load_model(first, load), like=first)
+  before, after = (load_file(p / "model.safetensors") for p in (first, second))
+  assert set(before) == set(after)
+  for name, x in before.items():
+    assert x.dtype == after[name].dtype and x.shape == after[name].shape
+    assert x.tobytes() == after[name].tobytes(), name
+  # What transformers understands is the same as well.
+  a, b = (AutoConfig.from_pretrained(p).to_dict() for p in (first, second))
+  for field in (
+    "_name_or_path",
+    "attention_bias",
+    "dtype",
+    "head_dim",
+    "max_window_layers",
+  ):
+    a.pop(field, None)
+    b.pop(field, None)
+  for config in (a, b):
+    rope = config["rope_parameters"]
+    rope.pop("type", None)  # the old name of rope_type
+    if rope["rope_type"] == "yarn":  # defaults
+      rope |= {"truncate": True, "beta_fast": 32, "beta_slow": 1, **rope}
+  assert a == b
+
+
+@pytest.mark.parametrize(
+  ("seed", "scan"), [(2, False), (2, True), (5, False), (12, False)]
+)
+def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
+  model = folder(tmp_path, drawn.CONFIGS[seed])
+  load = LoadConfig(scan=scan, logit_chunk=50 if scan else 0)
+  cfg, params = load_model(tmp_path, load)
+  ids = sequences()
+  batch = rows([ids], PACKED)
+
+  def mean_loss(params) -> jax.Array:
+    logp_BT, _ = losses.token_logps(cfg, params, batch)
+    return losses.nll(logp_BT, batch.weight_BT) / batch.weight_BT.sum()
+
+  loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
+  # Theirs in float64: in float32 their own error is as large as ours, 6e-6 of a key
+  # bias, whose gradient is what is left of terms that cancel.
+  expected, exact = their_gradient(model.double(), ids)
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  # A gradient is shaped as parameters are, so it is written as they are.
+  save_model(tmp_path / "gradient", cfg, gradient)
+  found = load_file(tmp_path / "gradient" / "model.safetensors")
+  assert set(found) == set(exact)
+  each = {k: difference(found[k], x) for k, x in exact.items()}
+  name = max(each, key=each.get)
+  print(f"largest difference, relative to the largest entry: {each[name]:.2e} ({name})")
+  assert each[name] <= GRADIENT_TOLERANCE
+
+
+def their_gradient(model, ids: list[np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+  """The mean loss of given sequences and its gradient, as torch computes them."""
+  batch = rows([[x] for x in ids], max(map(len, ids)))
+  tokens, segment = torch.tensor(batch.tokens_BT), torch.tensor(batch.segment_BT)
+  logp = model(tokens, attention_mask=segment).logits[:, :-1].log_softmax(-1)
+  logp = logp.gather(-1, tokens[:, 1:, None].long())[..., 0]
+  weight = torch.tensor(batch.weight_BT)[:, 1:]
+  loss = -(logp * weight).sum() / weight.sum()
+  loss.backward()
+  return loss.item(), {k: p.grad.numpy() for k, p in model.named_parameters()}
+
+
+def test_logits_of_a_long_sequence_are_the_same(tmp_path):
+  model = folder(tmp_path, drawn.CONFIGS[drawn.with_everything()])
+  cfg, params = load_model(tmp_path)
+  assert cfg.yarn.factor * cfg.yarn.positions < 1000 / 7
+  ids = sequences((1000,))
+  (found,), (expected,) = ours(cfg, params, rows([ids], 1024)), theirs(model, ids)
+  worst = difference(found, expected)
+  print(f"largest difference, relative to the largest logit: {worst:.2e}")
+  assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", [2, 5, 7])
+def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
+  model = folder(tmp_path, drawn.CONFIGS[seed])
+  model.bfloat16().save_pretrained(tmp_path)
+  (tmp_path / "config.json").write_text(json.dumps(drawn.CONFIGS[seed]))
+  cfg, params = load_model(tmp_path, LoadConfig("bfloat16", "bfloat16"))
+  ids = sequences()
+  mine = np.concatenate(ours(cfg, params, rows([ids], PACKED)))
+  other = np.concatenate(theirs(model, ids))
+  exact = np.concatenate(theirs(model.float(), ids))  # of the same rounded weights
+  error, accepted = rms(mine - exact), rms(other - exact)
+  size = rms(exact)
+  print(f"of the logits' size: {error / size:.2e}, theirs {accepted / size:.2e}")
+  # Two computations in bfloat16 agree no better than each agrees with float32, so ours
+  # may err about as much as theirs; one entry of 26,000 may be off further.
+  assert 0 < error <= 1.2 * accepted
+  assert np.abs(mine - exact).max() <= 2 * np.abs(other - exact).max()
+
+
+def rms(x: np.ndarray) -> float:
+  """The root of the mean square."""
+  return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
+
+
+@pytest.mark.parametrize("seed", [drawn.with_everything(), 5])
+def test_greedy_decoding_is_the_same(tmp_path, seed: int):
+  model = folder(tmp_path, drawn.CONFIGS[seed])
+  cfg, params = load_model(tmp_path)
+  prompts, new = sequences((21, 9)), 256
+  found = greedy(cfg, params, prompts, new)
+  for ids, mine in zip(prompts, found, strict=True):
+    given = torch.tensor(ids[None])
+    out = model.generate(
+      given,
+      attention_mask=torch.ones_like(given),
+      do_sample=False,
+      max_new_tokens=new,
+      pad_token_id=0,
+    )
+    assert mine == out[0, len(ids) :].tolist()
+    assert len(mine) == new
+
+
+def greedy(
+  cfg: QwenConfig, params, prompts: list[np.ndarray], new: int
+) -> list[list[int]]:
+  """What the sampler draws at temperature 0, one slot for each prompt."""
+  B, longest = len(prompts), max(map(len, prompts))
+  batch = rows([[ids] for ids in prompts], longest)
+  last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
+  params = qwen.decoding_view(cfg, params)
+  cache = sampler.extend(
+    cfg,
+    params,
+    qwen.init_cache(cfg, B, longest + new),
+    np.arange(B),
+    batch.tokens_BT,
+    np.zeros(B, np.int32),
+    last_B,
   )
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: np.asarray(x) + 0.1 * rng.normal(size=x.shape).astype(np.float32),
-    qwen.init_params(cfg, 0),
+  state = sampler.SamplerState(
+    length_B=last_B,
+    pending_B=np.array([ids[-1] for ids in prompts], np.int32),
+    limit_B=np.full(B, longest + new, np.int32),
+    sequence_B=np.arange(B).astype(np.uint32),
+    temperature_B=np.zeros(B, np.float32),
+    automaton_B=np.zeros(B, np.int32),
+    active_B=np.ones(B, bool),
   )
-  save_model(tmp_path, cfg, params)
-  toy.tokenizer().save(tmp_path)
-  model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-  assert type(model).__name__ == f"{family.title()}ForCausalLM"
-  assert difference(ours(tmp_path), theirs(model)) <= TOLERANCE
-  tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
+  tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)
+  out = sampler.window(cfg, new, params, cache, state, tables, jax.random.key(0))[2]
+  return np.asarray(out.token_BW).tolist()
+
+
+def test_a_folder_of_ours_is_whole_to_transformers(tmp_path):
+  cfg = dataclasses.replace(toy.MODEL, tie_embeddings=False)
+  params, tokenizer = qwen.init_params(cfg, 0), toy.tokenizer()
+  save_model(tmp_path, cfg, params, tokenizer)
+  model = AutoModelForCausalLM.from_pretrained(tmp_path)
+  assert type(model).__name__ == "Qwen3ForCausalLM" and model.dtype == torch.float32
+  ids = sequences()
+  expected = ours(cfg, params, rows([ids], PACKED))
+  assert max(map(difference, theirs(model, ids), expected)) <= TOLERANCE
+  found = transformers.AutoTokenizer.from_pretrained(tmp_path)
   text = "<think>caf\u00e9 12</think>"
-  assert tokenizer.encode(text) == toy.tokenizer().encode(text)
+  assert found.encode(text) == tokenizer.encode(text)
+  assert model.generation_config.eos_token_id == tokenizer.hf.eos_token_id
+  # In several files, written over the one; and back.
+  other = jax.tree.map(lambda x: x + 1, params)
+  for shard_bytes, saved in ((20_000, other), (10**9, params)):
+    save_model(tmp_path, cfg, saved, tokenizer, shard_bytes=shard_bytes)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    np.testing.assert_array_equal(loaded["model.norm.weight"], saved["final_norm"])
+    np.testing.assert_array_equal(loaded["lm_head.weight"].T, saved["head"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_published_variants_have_as_many_parameters_there(name: str):
+  config = to_hf_config(VARIANTS[name])
+  with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+  count = sum(p.numel() for p in model.parameters())
+  assert count == qwen.count_params(qwen.param_shapes(variant(name, scan=True)))
+
+
+@pytest.mark.slow
+def test_at_a_published_size_logits_are_the_same(tmp_path):
+  cfg = variant("qwen2.5-0.5b")
+  rng = np.random.default_rng(0)
+
+  def vary(x: jax.Array) -> jax.Array:
+    """Norms and biases start as ones and zeros, which would show less."""
+    small = x.ndim == 1 or (x.ndim == 2 and x.shape[-1] == cfg.head_dim)
+    return x + 0.3 * rng.normal(size=x.shape).astype(np.float32) if small else x
+
+  params = jax.tree.map(vary, qwen.init_params(cfg, 0))
+  save_model(tmp_path, cfg, params)
+  ids = [np.random.default_rng(1).integers(0, cfg.vocab_size, 24).astype(np.int32)]
+  (found,) = ours(cfg, params, rows([ids], 24))
+  del params
+  model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+  assert sum(p.numel() for p in model.parameters()) == 494_032_768
+  worst = difference(found, theirs(model, ids)[0])
+  print(f"largest difference, relative to the largest logit: {worst:.2e}")
+  assert worst <= TOLERANCE

@@ -138,7 +138,11 @@ def test_each_device_reads_its_own_part_and_no_more(tmp_path, devices: int):
     sizes |= {name: x.size for name, x in load_file(file).items()}
   out = subprocess.run(
     [sys.executable, READER, tmp_path],
-    env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+    env={
+      **os.environ,
+      "PYTHONPATH": str(READER.parents[2]),
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    },
     capture_output=True,
     text=True,
   )
@@ -332,17 +336,9 @@ def test_what_this_model_does_not_compute_is_refused(tmp_path, changes, named: s
   assert str(e.value).startswith(str(file)) and named in str(e.value)
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"attention_bias": True}, "must differ"),
-    ({"qk_norm": False}, "must differ"),
-    ({"windows": (4, 8)}, "several sizes"),
-  ],
-)
-def test_what_hugging_face_does_not_have_is_not_saved(tmp_path, changes, message: str):
-  cfg = dataclasses.replace(QWEN3, **changes)
-  with pytest.raises(ValueError, match=message):
+def test_what_hugging_face_does_not_have_is_not_saved(tmp_path):
+  cfg = dataclasses.replace(QWEN3, attention_bias=True)
+  with pytest.raises(ValueError, match="must differ"):
     save_model(tmp_path / "m", cfg, params_of(cfg))
   assert not (tmp_path / "m").exists()
 

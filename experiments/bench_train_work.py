@@ -1,0 +1,349 @@
+"""What the contestants of `bench_train` do: the work, ours, torch's, tunix's, a server.
+
+  PYTHON -m experiments.bench_train_work CONTESTANT FOLDER    (bench_train starts it)
+
+A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+_BATCHES = 4  # different batches, used in turn
+_SHARES = (3, 4, 5, 9, 11)  # 32nds of a row that its segments take
+_MODEL, _ROWS, JOB = "model", "rows.npz", "job.json"
+_LR, _DECAY, _B1, _B2, _CLIP = 1e-3, 0.1, 0.9, 0.95, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A model and the work of one step.
+
+  Attributes:
+    model: fields of `QwenConfig`.
+    rows: of a step, whatever goes through the model at once.
+    steps: of a round.
+    length: tokens of a row, a multiple of 32.
+  """
+
+  model: Mapping[str, int]
+  rows: int
+  steps: int
+  length: int = 1024
+
+
+def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
+  """Full rows of random tokens; every row has the same segments in another order.
+
+  So every row has as many weighted tokens, and a mean of rows' means is the mean.
+
+  Returns:
+    tokens, segment, position (int32) and weight (float32), each [rows, length]. The
+    first quarter of a segment, which stands for a prompt, has weight 0.
+  """
+  rng = np.random.default_rng(seed)
+  shape = (size.rows, size.length)
+  out = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment", "position")}
+  out["tokens"][:] = rng.integers(0, size.model["vocab_size"], shape)
+  out["weight"] = np.zeros(shape, np.float32)
+  for row in range(size.rows):
+    begin = 0
+    for number, share in enumerate(rng.permutation(_SHARES), 1):
+      n = share * size.length // sum(_SHARES)
+      out["segment"][row, begin : begin + n] = number
+      out["position"][row, begin : begin + n] = np.arange(n)
+      out["weight"][row, begin + n // 4 : begin + n] = 1
+      begin += n
+  return out
+
+
+def write_work(folder: str, seed: int = 0) -> None:
+  """What all contestants read: a model folder and the batches, [batches, rows, T].
+
+  Args:
+    folder: holds the job, of which `size` is read.
+    seed: of weights and rows.
+  """
+  from coa_jax.model.architecture import QwenConfig
+  from coa_jax.model.qwen import init_params
+  from coa_jax.model.weights import save_model
+
+  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
+    size = Size(**json.load(f)["size"])
+  # tunix computes its rotary frequencies with this base whatever its config says.
+  cfg = QwenConfig(**size.model, rope_theta=1e6)
+  save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, seed))
+  batches = [make_rows(size, seed + i) for i in range(_BATCHES)]
+  stacked = {k: np.stack([b[k] for b in batches]) for k in batches[0]}
+  np.savez(os.path.join(folder, _ROWS), **stacked)
+
+
+class Work:
+  """What a contestant trains on; every step takes the next of the batches."""
+
+  def __init__(self, folder: str, setting: Mapping[str, Any]):
+    """Args: the folder that `write_work` filled; the contestant's setting.
+
+    Raises:
+      ValueError: the setting's rows do not divide a step's.
+    """
+    self.model = os.path.join(folder, _MODEL)
+    self.setting = dict(setting)
+    with np.load(os.path.join(folder, _ROWS)) as arrays:
+      self._arrays = dict(arrays)
+    shape = self._arrays["tokens"].shape
+    self._rows = min(self.setting.pop("rows"), shape[1])
+    if shape[1] % self._rows:
+      raise ValueError(f"rows={self._rows} does not divide a step's {shape[1]} rows")
+    self.pieces = shape[1] // self._rows
+    # Weighted tokens of a step, the same in all.
+    self.tokens = float(self._arrays["weight"][0].sum())
+    self._step = 0
+
+  def micro_batches(self) -> list[dict[str, np.ndarray]]:
+    """The next step's rows, in `pieces` parts; arrays as `make_rows` returns."""
+    batch = {k: x[self._step % _BATCHES] for k, x in self._arrays.items()}
+    self._step += 1
+    starts = range(0, self.pieces * self._rows, self._rows)
+    return [{k: x[i : i + self._rows] for k, x in batch.items()} for i in starts]
+
+
+# Runs so many steps to their end; the loss of each, nats per weighted token.
+Train = Callable[[int], list[float]]
+
+
+def ours(work: Work) -> Train:
+  """This project's learner, as `sft.run` uses it."""
+  from experiments.launch import prepare
+
+  prepare("")  # no compile cache: peers compile too, and that is part of the peak
+  import jax
+
+  from coa_jax.learner import losses
+  from coa_jax.learner.optim import OptimConfig, make_optimizer
+  from coa_jax.learner.state import Learner, init_state
+  from coa_jax.model.architecture import LoadConfig
+  from coa_jax.model.weights import load_model
+
+  cfg, params = load_model(work.model, LoadConfig(**work.setting))
+
+  def loss(params: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
+    logp_BT, _ = losses.token_logps(cfg, params, batch)
+    return losses.nll(logp_BT, batch.weight_BT), {}
+
+  config = OptimConfig(
+    lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2
+  )
+  optimizer = make_optimizer(config, 1_000)
+  learner = Learner(loss, optimizer)
+  state = init_state(params, optimizer)
+  del params
+
+  def train(steps: int) -> list[float]:
+    nonlocal state
+    values = []
+    for _ in range(steps):
+      micro = [_batch(b) for b in work.micro_batches()]
+      state, metrics = learner.step(state, micro, work.tokens)
+      values.append(metrics["loss"])
+    jax.block_until_ready(state)
+    return [float(v) for v in values]
+
+  return train
+
+
+def _batch(b: Mapping[str, np.ndarray]) -> Any:
+  """Rows as the learner wants them."""
+  from coa_jax.learner.batch import Batch
+
+  nothing = np.zeros_like(b["weight"])
+  return Batch(b["tokens"], b["segment"], b["position"], b["weight"], nothing, nothing)
+
+
+def torch(work: Work) -> Train:
+  """transformers' model and loss, torch's fused AdamW; segments as a 4D mask."""
+  import torch
+  import transformers
+
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    work.model,
+    dtype=torch.float32,
+    attn_implementation=work.setting["attention"],
+  )
+  model.config.use_cache = False
+  model.train()
+  forward = torch.compile(model) if work.setting["compile"] else model
+  matrices = [p for p in model.parameters() if p.ndim > 1]
+  vectors = [p for p in model.parameters() if p.ndim == 1]
+  groups = [
+    {"params": matrices, "weight_decay": _DECAY},
+    {"params": vectors, "weight_decay": 0.0},
+  ]
+  optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(_B1, _B2), fused=True)
+
+  def backward(b: Mapping[str, np.ndarray]) -> float:
+    tokens, segment, position = (
+      torch.from_numpy(b[k]).long() for k in ("tokens", "segment", "position")
+    )
+    T = tokens.shape[1]
+    same = segment[:, :, None] == segment[:, None, :]
+    seen = same & torch.ones(T, T, dtype=torch.bool).tril()
+    # Additive: scaled_dot_product_attention would turn a boolean mask into it in
+    # every layer.
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    labels = torch.where(torch.from_numpy(b["weight"]) > 0, tokens, -100)
+    loss = forward(
+      input_ids=tokens,
+      position_ids=position,
+      attention_mask=mask[:, None],
+      labels=labels,
+      num_items_in_batch=work.tokens,
+    ).loss
+    loss.backward()
+    return loss.item()
+
+  def train(steps: int) -> list[float]:
+    values = []
+    for _ in range(steps):
+      values.append(sum(backward(b) for b in work.micro_batches()))
+      torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+      optimizer.step()
+      optimizer.zero_grad(set_to_none=True)
+    return values
+
+  return train
+
+
+def tunix(work: Work) -> Train:
+  """tunix's SFT trainer over its Qwen3, with its own loss."""
+  import jax
+  import jax.numpy as jnp
+  import optax
+  from tunix.models.qwen3 import params as loading
+  from tunix.sft import peft_trainer
+
+  config = _tunix_config(work)
+  model = loading.create_model_from_safe_tensors(work.model, config, dtype=jnp.float32)
+  values: list[jax.Array] = []
+
+  class Trainer(peft_trainer.PeftTrainer):
+    """Keeps the loss of every micro-batch; tunix only logs them."""
+
+    def _post_process_train_step(self, aux: jax.Array) -> None:
+      values.append(aux)
+
+  def loss(
+    model: Any,
+    input_tokens: jax.Array,
+    input_mask: jax.Array,
+    positions: jax.Array,
+    attention_mask: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    value = peft_trainer._default_loss_fn(
+      model, input_tokens, input_mask, positions, attention_mask
+    )
+    return value, value
+
+  def model_input(b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    T = b["tokens"].shape[1]
+    same = b["segment"][:, :, None] == b["segment"][:, None, :]
+    return {
+      "input_tokens": b["tokens"],
+      "input_mask": b["weight"],
+      "positions": b["position"],
+      "attention_mask": same & jnp.tril(jnp.ones((T, T), bool)),
+    }
+
+  pieces = work.pieces
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(_CLIP),
+    optax.adamw(
+      _LR,
+      b1=_B1,
+      b2=_B2,
+      weight_decay=_DECAY,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    ),
+  )
+  training = peft_trainer.TrainingConfig(
+    eval_every_n_steps=1_000_000,
+    gradient_accumulation_steps=pieces if pieces > 1 else None,
+  )
+  trainer = Trainer(model, optimizer, training)
+  trainer = trainer.with_loss_fn(loss, has_aux=True)
+  trainer = trainer.with_gen_model_input_fn(model_input)
+  # Else the first call of `train` would close the trainer.
+  trainer.is_managed_externally = True
+
+  def train(steps: int) -> list[float]:
+    values.clear()
+    trainer.train([b for _ in range(steps) for b in work.micro_batches()])
+    jax.block_until_ready(trainer.optimizer)
+    return [float(x) for x in np.reshape(np.array(values), (steps, pieces)).mean(1)]
+
+  return train
+
+
+def _tunix_config(work: Work) -> Any:
+  """The folder's architecture as tunix states it."""
+  from tunix.models.qwen3 import model as modeling
+
+  with open(os.path.join(work.model, "config.json"), encoding="utf-8") as f:
+    hf = json.load(f)
+  return modeling.ModelConfig(
+    num_layers=hf["num_hidden_layers"],
+    vocab_size=hf["vocab_size"],
+    embed_dim=hf["hidden_size"],
+    hidden_dim=hf["intermediate_size"],
+    num_heads=hf["num_attention_heads"],
+    head_dim=hf["head_dim"],
+    num_kv_heads=hf["num_key_value_heads"],
+    rope_theta=hf["rope_theta"],
+    norm_eps=hf["rms_norm_eps"],
+    use_tied_embedding=hf["tie_word_embeddings"],
+    remat_config=modeling.RematConfig[work.setting["remat"]],
+  )
+
+
+CONTESTANTS: dict[str, Callable[[Work], Train]] = {
+  "ours": ours,
+  "torch": torch,
+  "tunix": tunix,
+}
+
+
+def serve(name: str, folder: str) -> None:
+  """A contestant's process: JSON lines in, {"steps": n}, and out, what they took."""
+  # What libraries print would stand between the answers.
+  answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+  os.dup2(2, 1)
+
+  def answer(**values: Any) -> None:
+    print(json.dumps(values), file=answers, flush=True)
+
+  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
+    job = json.load(f)
+  train = CONTESTANTS[name](Work(folder, job["settings"][name]))
+  answer(ready=True)
+  for line in sys.stdin:
+    wall, cpu = time.perf_counter(), time.process_time()
+    losses = train(json.loads(line)["steps"])
+    answer(
+      seconds=time.perf_counter() - wall,
+      cpu_seconds=time.process_time() - cpu,
+      losses=losses,
+      peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+if __name__ == "__main__":
+  serve(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""A config.json for a seed: sizes, family, rotary scaling, windows.
+
+In the layout that transformers 4 writes, or that of transformers 5.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+VOCABULARY = 131
+
+
+def draw(seed: int) -> dict[str, Any]:
+  """A config.json: a function of the seed."""
+  rng = random.Random(seed)
+  family = rng.choice(["qwen2", "qwen3"])
+  heads, kv_heads = rng.choice([(3, 1), (5, 1), (6, 3), (7, 7), (4, 2), (3, 3)])
+  head_dim = rng.choice([8, 10, 16])
+  layers = rng.choice([2, 3])
+  config = {
+    "architectures": [f"{family.title()}ForCausalLM"],
+    "model_type": family,
+    "vocab_size": VOCABULARY,
+    "hidden_size": rng.choice([24, 40, heads * head_dim]),
+    "intermediate_size": rng.choice([33, 56]),
+    "num_hidden_layers": layers,
+    "num_attention_heads": heads,
+    "num_key_value_heads": kv_heads,
+    "head_dim": head_dim,
+    "rms_norm_eps": rng.choice([1e-6, 1e-5, 1e-3]),
+    "tie_word_embeddings": rng.choice([True, False]),
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+  }
+  if family == "qwen2" and config["hidden_size"] == heads * head_dim:
+    del config["head_dim"]  # as Qwen2 folders do
+  return config | _draw_rotary(rng) | _draw_windows(rng, layers)
+
+
+def _draw_rotary(rng: random.Random) -> dict[str, Any]:
+  theta = rng.choice([1e4, 5e4, 1e6])
+  rope: dict[str, Any] = {}
+  if rng.random() < 0.6:
+    rope = {
+      "factor": rng.choice([1.0, 2.0, 4.0, 8.5]),
+      "original_max_position_embeddings": rng.choice([4, 16, 32]),
+    }
+    if rng.random() < 0.5:
+      rope["truncate"] = rng.random() < 0.3
+    if rng.random() < 0.5:
+      rope["attention_factor"] = rng.choice([0.7, 1.3])
+    if rng.random() < 0.7:  # the ramp then lies inside so few dimensions
+      rope |= {"beta_fast": 0.5, "beta_slow": 0.05}
+  kind = "yarn" if rope else "default"
+  match rng.choice(["type", "rope_type", "rope_parameters"]):
+    case "rope_parameters":
+      rope = {"rope_type": kind, "rope_theta": theta, **rope}
+      return {"rope_parameters": rope}
+    case name:
+      scaling = {name: kind, **rope} if rope else None
+      return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _draw_windows(rng: random.Random, layers: int) -> dict[str, Any]:
+  size = rng.choice([1, 7, 30])
+  kinds = ["full_attention", "sliding_attention"]
+  match rng.choice(["none", "off", "max_window_layers", "layer_types"]):
+    case "none":
+      return {}
+    case "off":
+      return {"use_sliding_window": False, "sliding_window": size}
+    case "max_window_layers":
+      full = {"max_window_layers": rng.choice([0, 1])}
+      return {"use_sliding_window": True, "sliding_window": size, **full}
+    case _:
+      types = {"layer_types": [kinds[(i + 1) % 2] for i in range(layers)]}
+      return {"use_sliding_window": True, "sliding_window": size, **types}
+
+
+CONFIGS = {seed: draw(seed) for seed in range(2, 14)}
+
+
+def with_everything() -> int:
+  """A seed of yarn and of layers with and without a window."""
+  for seed, config in CONFIGS.items():
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("factor", 1) > 1 and "layer_types" in config:
+      return seed
+  raise AssertionError("no config has yarn and layers of both kinds")

@@ -1,0 +1,333 @@
+"""Sizes of the published models, and config.json in both directions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+import toy
+
+from coa_jax.model import architecture, qwen
+from coa_jax.model.architecture import QwenConfig, Yarn
+from coa_jax.model.variants import VARIANTS, variant
+
+QWEN3 = dataclasses.replace(toy.MODEL, layers=4)
+QWEN2 = dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True)
+
+# As the model cards and the weights on the Hugging Face Hub have them; of Qwen3's tied
+# models without the second copy of the embedding that is stored there.
+PARAMETERS = {
+  "qwen2.5-0.5b": 494_032_768,
+  "qwen2.5-1.5b": 1_543_714_304,
+  "qwen2.5-3b": 3_085_938_688,
+  "qwen2.5-7b": 7_615_616_512,
+  "qwen2.5-14b": 14_770_033_664,
+  "qwen2.5-32b": 32_763_876_352,
+  "qwen2.5-72b": 72_706_203_648,
+  "qwen3-0.6b": 596_049_920,
+  "qwen3-1.7b": 1_720_574_976,
+  "qwen3-4b": 4_022_468_096,
+  "qwen3-8b": 8_190_735_360,
+  "qwen3-14b": 14_768_307_200,
+  "qwen3-32b": 32_762_123_264,
+}
+
+# The fields that the published folders have, all of them.
+_QWEN25 = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "attention_dropout": 0.0,
+  "bos_token_id": 151643,
+  "eos_token_id": 151645,
+  "hidden_act": "silu",
+  "initializer_range": 0.02,
+  "max_position_embeddings": 32768,
+  "model_type": "qwen2",
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 1000000.0,
+  "torch_dtype": "bfloat16",
+  "transformers_version": "4.43.1",
+  "use_cache": True,
+  "use_sliding_window": False,
+}
+_QWEN3 = {
+  **_QWEN25,
+  "architectures": ["Qwen3ForCausalLM"],
+  "attention_bias": False,
+  "head_dim": 128,
+  "max_position_embeddings": 40960,
+  "model_type": "qwen3",
+  "num_key_value_heads": 8,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": None,
+  "transformers_version": "4.51.0",
+  "vocab_size": 151936,
+}
+PUBLISHED = {
+  "qwen2.5-0.5b": {
+    **_QWEN25,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+  },
+  "qwen2.5-7b": {
+    **_QWEN25,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+  },
+  "qwen3-0.6b": {
+    **_QWEN3,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+  },
+  "qwen3-8b": {
+    **_QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": False,
+  },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_published_variants_have_the_published_number_of_parameters(name: str):
+  assert (
+    qwen.count_params(qwen.param_shapes(variant(name, scan=True))) == PARAMETERS[name]
+  )
+
+
+def test_unrolled_layers_have_as_many_parameters():
+  shapes = qwen.param_shapes(VARIANTS["qwen2.5-0.5b"])
+  assert qwen.count_params(shapes) == PARAMETERS["qwen2.5-0.5b"]
+
+
+def test_a_variant_that_is_not_published_is_refused():
+  with pytest.raises(
+    ValueError, match=r"no variant 'qwen2\.5-8b'; there are qwen2\.5-"
+  ):
+    variant("qwen2.5-8b")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_files_are_read_as_their_variants(name: str):
+  assert architecture.from_hf_config(PUBLISHED[name]) == VARIANTS[name]
+
+
+def test_base_models_say_more_and_are_read_too():
+  base = {
+    **PUBLISHED["qwen2.5-7b"],
+    "eos_token_id": 151643,
+    "max_position_embeddings": 131072,
+    "transformers_version": "4.40.1",
+    "use_mrope": False,
+  }
+  assert architecture.from_hf_config(base) == VARIANTS["qwen2.5-7b"]
+  with pytest.raises(ValueError, match="'use_mrope' is True; supported: False"):
+    architecture.from_hf_config({**base, "use_mrope": True})
+
+
+def test_yarn_is_read_as_the_readmes_of_qwen_write_it():
+  yarn = Yarn(4.0, 32_768)
+  scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
+  old = {**PUBLISHED["qwen2.5-7b"], "rope_scaling": {"type": "yarn", **scaling}}
+  cfg = architecture.from_hf_config(old)
+  assert cfg == dataclasses.replace(VARIANTS["qwen2.5-7b"], yarn=yarn)
+  now = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn", **scaling}}
+  cfg = architecture.from_hf_config(now)
+  assert cfg == dataclasses.replace(VARIANTS["qwen3-8b"], yarn=yarn)
+  # transformers 5 writes one field for all of it.
+  new = {**PUBLISHED["qwen3-8b"]}
+  del new["rope_theta"], new["rope_scaling"]
+  new["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e6, **scaling}
+  assert architecture.from_hf_config(new) == cfg
+
+
+def test_what_yarn_leaves_out_comes_from_the_positions():
+  config = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn"}}
+  config["rope_scaling"]["factor"] = None
+  config["rope_scaling"]["original_max_position_embeddings"] = 10240
+  assert architecture.from_hf_config(config).yarn == Yarn(4.0, 10_240)
+  config["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
+  assert architecture.from_hf_config(config).yarn == Yarn(2.0, 40_960)
+
+
+YARNS = (
+  None,
+  Yarn(4.0, 32_768),
+  Yarn(1.5, 1000, beta_fast=16.0, beta_slow=2.0),
+  Yarn(2.0, 64, attention_factor=0.9, truncate=False),
+)
+WINDOWS = ((), (0, 0, 8, 8), (8, 8, 8, 8), (0, 8, 0, 8), (8, 0, 0, 0))
+
+
+@pytest.mark.parametrize("cfg", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+def test_config_json_reads_back(cfg: QwenConfig):
+  sizes = {"head_dim": 10, "heads": 6, "kv_heads": 3, "norm_eps": 1e-5}
+  for yarn, windows, tied in itertools.product(YARNS, WINDOWS, (False, True)):
+    one = {"yarn": yarn, "windows": windows, "tie_embeddings": tied}
+    changed = dataclasses.replace(cfg, **sizes, **one, rope_theta=5e5)
+    config = written(changed)
+    assert architecture.from_hf_config(config) == changed
+    if windows == tuple(sorted(windows)):
+      # Readers of before there were layer types see the same layers.
+      config.pop("layer_types", None)
+      assert architecture.from_hf_config(config) == changed
+
+
+def written(cfg: QwenConfig) -> dict[str, Any]:
+  """What a config.json of an architecture holds."""
+  return json.loads(json.dumps(architecture.to_hf_config(cfg)))
+
+
+def test_the_positions_that_a_config_states_are_those_of_yarn():
+  longer = dataclasses.replace(QWEN3, yarn=Yarn(4.0, 32_768))
+  assert written(longer)["max_position_embeddings"] == 131_072
+  assert written(QWEN3)["max_position_embeddings"] == 32_768
+  assert "rope_scaling" not in written(QWEN3)
+
+
+def test_windows_are_used_only_if_the_config_says_so():
+  config = {**written(QWEN3), "sliding_window": 8, "max_window_layers": 1}
+  assert architecture.from_hf_config(config).windows == ()
+  config["use_sliding_window"] = True
+  assert architecture.from_hf_config(config).windows == (0, 8, 8, 8)
+  config["max_window_layers"] = 4
+  assert architecture.from_hf_config(config).windows == ()
+  # What transformers takes where they are left out: 28 layers and 4096 tokens.
+  del config["max_window_layers"]
+  assert architecture.from_hf_config(config).windows == ()
+  del config["sliding_window"]
+  config["max_window_layers"] = 3
+  assert architecture.from_hf_config(config).windows == (0, 0, 0, 4096)
+
+
+def test_defaults_of_old_config_files():
+  config = written(QWEN3)
+  del config["head_dim"], config["num_key_value_heads"], config["rope_theta"]
+  del config["tie_word_embeddings"]
+  cfg = architecture.from_hf_config(config)
+  # transformers' defaults: 128 for Qwen3, D / N for Qwen2.
+  assert (cfg.head_dim, cfg.kv_heads) == (128, QWEN3.heads)
+  old = {**config, "model_type": "qwen2", "attention_bias": True}
+  assert architecture.from_hf_config(old).head_dim == QWEN3.width // QWEN3.heads
+  assert (cfg.rope_theta, cfg.tie_embeddings) == (10_000.0, False)
+  new = {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+  assert architecture.from_hf_config(new).rope_theta == 5e5
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 4}
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"model_type": "qwen3_moe"}, "'model_type' is 'qwen3_moe'; accepted: 'qwen2'"),
+    ({"model_type": None}, "'model_type' is None"),
+    ({"dual_chunk_attention_config": {"a": 1}}, "'dual_chunk_attention_config' ({'a'"),
+    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' (0.5) is not supported"),
+    ({"quantization_config": {}}, "'quantization_config' ({}) is not supported"),
+    ({"num_experts": 64}, "'num_experts' (64) is not supported"),
+    ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; supported: 'silu'"),
+    ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1; supported: 0.0"),
+    ({"attention_bias": True}, "'attention_bias' is True; supported for qwen3: False"),
+    ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.rope_type' is 'linear'"),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}},
+      "'rope_scaling.mscale' (1.0) is not supported",
+    ),
+    (
+      {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+      "'rope_scaling.rope_type' is 'dynamic'; supported: 'default', 'yarn'",
+    ),
+    (
+      {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+      "'rope_parameters.mrope_section' ([16, 24, 24]) is not supported",
+    ),
+    (
+      {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+      "'rope_parameters.sliding_attention' ({'rope_theta': 10000.0}) is not supported",
+    ),
+    (
+      {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+      },
+      "has 'rope_parameters' and 'rope_scaling'",
+    ),
+    (
+      {"rope_scaling": {"type": "yarn", "factor": 0.5}},
+      "'rope_scaling': yarn needs factor and positions of at least 1, got 0.5",
+    ),
+    ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 4"),
+    ({"head_dim": 7}, "head_dim 7 is odd"),
+    (SLIDING, "'use_sliding_window' and 'sliding_window' give it no size"),
+    ({**SLIDING, "use_sliding_window": True, "sliding_window": None}, "give it no"),
+    ({"layer_types": ["full_attention"] * 3}, "'layer_types' has 3 entries, not 4"),
+    ({"layer_types": ["linear"] * 4}, "'layer_types' has 'linear'; supported: 'full"),
+  ],
+)
+def test_what_this_model_does_not_compute_is_refused_by_name(changes, message: str):
+  with pytest.raises(ValueError) as e:
+    architecture.from_hf_config({**written(QWEN3), **changes}, "folder/config.json")
+  assert str(e.value).startswith("folder/config.json: ") and message in str(e.value)
+
+
+@pytest.mark.parametrize(
+  "field",
+  [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+  ],
+)
+def test_a_size_that_is_missing_is_named(field: str):
+  config = written(QWEN2)
+  del config[field]
+  with pytest.raises(ValueError, match=rf"config\.json: lacks field '{field}'"):
+    architecture.from_hf_config(config)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"attention_bias": True}, "must differ"),
+    ({"qk_norm": False}, "must differ"),
+    ({"windows": (4, 8, 0, 0)}, r"several sizes \[4, 8\]"),
+  ],
+)
+def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
+  with pytest.raises(ValueError, match=message):
+    architecture.to_hf_config(dataclasses.replace(QWEN3, **changes))
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, content: str):
+  file = tmp_path / "config.json"
+  file.write_text(content)
+  with pytest.raises(ValueError, match=r"config\.json: not (JSON|a JSON object)"):
+    architecture.read_hf_config(str(file))
