@@ -49,8 +49,14 @@ def token_logps(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
 
+  # Once for all chunks: on a mesh it is gathered here. As float32, in which the chunks'
+  # gradients then add up.
+  output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
+
   def head(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    logits_BCV = model.apply({"params": params}, hidden_BCD, method="logits")
+    logits_BCV = model.apply(
+      {"params": params}, hidden_BCD, output_DV.astype(cfg.dtype), method="logits"
+    )
     logp_BCV = distribution.log_probs(logits_BCV, temperature)
     logp_BC1 = jnp.take_along_axis(logp_BCV, target_BC[..., None], axis=-1)
     entropy_BC = -jnp.sum(jnp.exp(logp_BCV) * logp_BCV, axis=-1)

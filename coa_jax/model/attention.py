@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.sharding import Layout
 
@@ -163,33 +164,42 @@ def _xla(
     first = max(0, before + start + 1 - window) if window else 0
     seen = slice(first, before + end)
 
-    def part(q_BUNH, place_U, seen=seen):
-      mask_BUS = _visible(segment_BS, place_U, seen, window)
+    def part(q_BUNH, segment_BU, place_U, seen=seen):
+      mask_BUS = _visible(segment_BS, segment_BU, place_U, seen, window)
       return attend(q_BUNH, k_BKSH[:, :, seen], v_BKSH[:, :, seen], mask_BUS)
 
     q_BUNH = q_BTNH[:, start:end]
+    segment_BU = segment_BS[:, before + start : before + end]
     place_U = before + jnp.arange(start, end)
     if (end - start) % _PIECE or end - start == _PIECE:
-      out.append(part(q_BUNH, place_U))
+      out.append(part(q_BUNH, segment_BU, place_U))
       continue
-    # [pieces, B, _PIECE, N, H]
-    q_PBUNH = jnp.stack(jnp.split(q_BUNH, (end - start) // _PIECE, axis=1))
-    place_PU = place_U.reshape(-1, _PIECE)
     again = jax.checkpoint(part, prevent_cse=False)
-    out_PBUNH = jax.lax.map(lambda x, again=again: again(*x), (q_PBUNH, place_PU))
+    pieces = (end - start) // _PIECE
+    out_PBUNH = jax.lax.map(
+      lambda x, again=again: again(*x),
+      (
+        jnp.stack(jnp.split(q_BUNH, pieces, axis=1)),
+        jnp.stack(jnp.split(segment_BU, pieces, axis=1)),
+        place_U.reshape(pieces, _PIECE),
+      ),
+    )
     out.append(out_PBUNH.swapaxes(0, 1).reshape(q_BUNH.shape))
-  return jnp.concatenate(out, axis=1)
+  return checkpoint_name(jnp.concatenate(out, axis=1), OUT)
 
 
 def _visible(
-  segment_BS: jax.Array, place_U: jax.Array, seen: slice, window: int
+  segment_BS: jax.Array,
+  segment_BU: jax.Array,
+  place_U: jax.Array,
+  seen: slice,
+  window: int,
 ) -> jax.Array:
-  """mask_BUS of queries at `place_U` over the keys of `seen`."""
+  """mask_BUS of queries at `place_U`, of `segment_BU`, over the keys of `seen`."""
   place_S = jnp.arange(seen.start, seen.stop)
   mask_US = place_S <= place_U[:, None]
   if window:
     mask_US &= place_S > place_U[:, None] - window
-  segment_BU = jnp.take(segment_BS, place_U, axis=1)
   return mask_US & (segment_BU[:, :, None] == segment_BS[:, None, seen])
 
 
@@ -202,10 +212,12 @@ def _cudnn(
 ) -> jax.Array:
   """cuDNN's flash attention; segments go in as a mask of B x T x S bits' bytes."""
   T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-  mask_BTS = _visible(segment_BS, jnp.arange(S - T, S), slice(0, S), window)
-  return jax.nn.dot_product_attention(
+  queries = (segment_BS[:, S - T :], jnp.arange(S - T, S))
+  mask_BTS = _visible(segment_BS, *queries, slice(0, S), window)
+  out_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
   )
+  return checkpoint_name(out_BTNH, OUT)
 
 
 def _splash(

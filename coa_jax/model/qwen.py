@@ -4,8 +4,7 @@ One forward function for training and decoding: `Qwen.__call__` takes packed seg
 or a key-value cache. Training may scan over stacked layers; decoding runs them unrolled
 (`decoding_view` converts the parameters once per policy update).
 
-Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388); rotary embedding in the
-half-rotation layout of Hugging Face's implementation, so weights carry over unchanged.
+Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import attention
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Layout, inputs_of
 
 # One layer's keys and values, each [B, K, S, H].
 LayerCache = tuple[jax.Array, jax.Array]
-# Cosines and sines of the rotary angles, each [B, T, 1, H / 2].
-Rotation = tuple[jax.Array, jax.Array]
-_ATTENTION_OUT = "attention_out"
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -37,53 +32,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   y = x.astype(jnp.float32)
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
   return y.astype(x.dtype) * scale.astype(x.dtype)
-
-
-def frequencies(cfg: QwenConfig) -> tuple[np.ndarray, float]:
-  """Rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
-
-  With YaRN (arXiv 2309.00071, section 3.2) dimensions that turn often keep their
-  frequency, those that turn seldom are slowed down by the factor, with a linear ramp
-  between; the scale is its section 3.4. Rounded as Hugging Face rounds.
-  """
-  half = cfg.head_dim // 2
-  exponent = np.arange(half, dtype=np.float32) * np.float32(2 / cfg.head_dim)
-  frequency = np.float32(1) / np.float32(cfg.rope_theta) ** exponent
-  y = cfg.yarn
-  if y is None:
-    return frequency, 1.0
-
-  def dimension(turns: float) -> float:
-    """The dimension that turns so many times over the trained positions."""
-    return (
-      half * math.log(y.positions / (turns * 2 * math.pi)) / math.log(cfg.rope_theta)
-    )
-
-  low, high = dimension(y.beta_fast), dimension(y.beta_slow)
-  if y.truncate:
-    low, high = math.floor(low), math.ceil(high)
-  low, high = max(low, 0), min(high, cfg.head_dim - 1)
-  if low == high:
-    high += 1e-3
-  ramp = np.clip((np.arange(half, dtype=np.float32) - low) / (high - low), 0, 1)
-  frequency = frequency / np.float32(y.factor) * ramp + frequency * (1 - ramp)
-  scale = y.attention_factor or 0.1 * math.log(y.factor) + 1.0
-  return frequency.astype(np.float32), scale
-
-
-def rotation(cfg: QwenConfig, position_BT: jax.Array) -> Rotation:
-  """Rotary position embedding (arXiv 2104.09864): its cosines and sines, float32."""
-  frequency, scale = frequencies(cfg)
-  angle_BT1F = position_BT[..., None, None].astype(jnp.float32) * frequency
-  return jnp.cos(angle_BT1F) * scale, jnp.sin(angle_BT1F) * scale
-
-
-def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
-  """Rotates heads by their positions' angles, in float32; x's dtype."""
-  cos, sin = by
-  a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return out.astype(x_BTNH.dtype)
 
 
 def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
@@ -159,12 +107,17 @@ class Block(nn.Module):
     k_BTKH, v_BTKH = self._shard(k_BTKH, "BTK."), self._shard(v_BTKH, "BTK.")
     if cache is None:
       out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, kind)
-      out_BTNH = checkpoint_name(out_BTNH, _ATTENTION_OUT)
     else:
-      row_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-      # Tokens that are not to be written point past the end, and are dropped.
-      k_BKSH = cache[0].at[row_B1, :, written_BT].set(k_BTKH, mode="drop")
-      v_BKSH = cache[1].at[row_B1, :, written_BT].set(v_BTKH, mode="drop")
+      # Tokens that are not to be written point past the end, and are dropped. With the
+      # head's index left out, XLA would keep a window's cache in another layout and
+      # copy all of it at both ends.
+      place = (
+        jnp.arange(x_BTD.shape[0])[:, None, None],
+        jnp.arange(K),
+        written_BT[..., None],
+      )
+      k_BKSH = cache[0].at[place].set(k_BTKH, mode="drop")
+      v_BKSH = cache[1].at[place].set(v_BTKH, mode="drop")
       cache = (self._shard(k_BKSH, "BK.."), self._shard(v_BKSH, "BK.."))
       window = window_kinds(c)[kind]
       mask_BTS = attention.cache_mask(position_BT, k_BKSH.shape[2], window)
@@ -219,7 +172,7 @@ class Qwen(nn.Module):
     if c.remat != "none":
       policies = {
         "full": None,
-        "attention": jax.checkpoint_policies.save_only_these_names(_ATTENTION_OUT),
+        "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
       }
       fixed = () if c.scan else (2,)  # `kind` is a plain int in unrolled layers
@@ -290,11 +243,16 @@ class Qwen(nn.Module):
       cache = tuple(out) if cache is not None else None
     return rms_norm(x_BTD, self.final_norm, c.norm_eps), cache
 
-  def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-    """logits_BTV in float32 of final hidden states."""
+  def output(self) -> jax.Array:
+    """The output matrix [D, V] in the compute dtype, whole in D on every device."""
     c = self.cfg
     head = self.embed.T if c.tie_embeddings else self.head
-    logits_BTV = project(hidden_BTD, head.astype(c.dtype))
+    head = head.astype(c.dtype)
+    return self.layout.shard(head, ".V") if self.layout else head
+
+  def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    """logits_BTV in float32 of final hidden states; `head` is `output()`."""
+    logits_BTV = project(hidden_BTD, self.output() if head is None else head)
     if self.layout:
       logits_BTV = self.layout.shard(logits_BTV, "BTV")
     return logits_BTV.astype(jnp.float32)
@@ -320,7 +278,12 @@ def init_params(
 
 def param_shapes(cfg: QwenConfig) -> dict[str, Any]:
   """The parameters' tree with shapes and dtypes in place of arrays."""
-  return jax.eval_shape(lambda key: _init(cfg, key), jax.random.key(0))
+  # One layer is traced, whatever their number.
+  stacked = dataclasses.replace(cfg, scan=True)
+  shapes = jax.eval_shape(lambda key: _init(stacked, key), jax.random.key(0))
+  if cfg.scan:
+    return shapes
+  return jax.eval_shape(lambda params: unstack(params, cfg.layers), shapes)
 
 
 def _init(cfg: QwenConfig, key: jax.Array) -> dict[str, Any]:

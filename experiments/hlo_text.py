@@ -1,0 +1,212 @@
+"""What collectives a compiled program has, read from its HLO text.
+
+XLA's own figures count the body of a loop once; here each instruction counts as often
+as the loops around it run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective of a compiled program.
+
+  Attributes:
+    kind: as HLO has it; an all-reduce whose fusion keeps a slice is a reduce-scatter.
+    count: how often a step runs it.
+    size: bytes of the whole array (of what a device sends, if collective-permute).
+    ways: devices of a group.
+    origin: the operation in the model.
+  """
+
+  kind: str
+  count: int
+  size: int
+  ways: int
+  origin: str
+
+  @property
+  def sent(self) -> float:
+    """Bytes that a device sends in a step, as rings do it."""
+    if self.kind == "collective-permute":
+      return self.count * self.size
+    passes = 2 if self.kind == "all-reduce" else 1
+    return self.count * passes * self.size * (self.ways - 1) / self.ways
+
+
+_KINDS = (
+  "all-reduce",
+  "all-gather",
+  "reduce-scatter",
+  "all-to-all",
+  "collective-permute",
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
+
+
+def array_bytes(shape: str) -> list[int]:
+  """Bytes of each array in the text of a type, e.g. `(bf16[2,3]{1,0}, u32[])`."""
+  out = []
+  for dtype, dims in _ARRAY.findall(shape):
+    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    out.append(bits * math.prod(int(d) for d in dims.split(",") if d) // 8)
+  return out
+
+
+def group_size(line: str, devices: int) -> int:
+  """Devices of a collective's group, in any notation of `replica_groups`."""
+  if groups := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", line):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups[1]))
+    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", groups[2])
+    return math.prod(int(part or sizes[axis]) for axis, part in axes)
+  if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+    return int(groups[1])
+  if groups := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+    return groups[1].count(",") + 1
+  return devices
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+  """The instructions of each computation of an HLO module, and the entry's name."""
+  out: dict[str, list[str]] = {}
+  entry, name = "", ""
+  for line in text.splitlines():
+    if head := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+      name = head[2]
+      out[name] = []
+      entry = name if head[1] else entry
+    elif line == "}":
+      name = ""
+    elif name and " = " in line:
+      out[name].append(line)
+  return out, entry
+
+
+def trips(line: str, condition: list[str], body: list[str]) -> int | None:
+  """How often a while instruction runs its body; None if only the run knows.
+
+  The counter goes from 0 to the constant that the condition compares it with, by the
+  constant that the body adds (2 where the compiler unrolled it); or the compiler wrote
+  the number down.
+  """
+  if known := re.search(r"known_trip_count\W+n\W+(\d+)", line):
+    return int(known[1])
+  root = next(x for x in condition if x.lstrip().startswith("ROOT "))
+  compared = re.search(r"compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT", root)
+  most = _constant(condition, compared[2]) if compared else None
+  if most is None:
+    return None
+  counter = re.search(r"index=(\d+)", _defining(condition, compared[1]))
+  root = next(x for x in body if x.lstrip().startswith("ROOT "))
+  parts = re.search(r" tuple\((.*?)\)", _without_braces(root))
+  if not counter or not parts:
+    return most
+  after = parts[1].split(", ")[int(counter[1])].lstrip("%")
+  added = re.search(r" add\(%?([\w.-]+), %?([\w.-]+)\)", _defining(body, after))
+  steps = [_constant(body, name) for name in added.groups()] if added else []
+  return -(-most // next(filter(None, steps), 1))
+
+
+def _defining(lines: list[str], name: str) -> str:
+  """The instruction of that name; "" if there is none."""
+  found = (x for x in lines if re.match(rf"\s*(ROOT )?%?{re.escape(name)} = ", x))
+  return next(found, "")
+
+
+def _constant(lines: list[str], name: str) -> int | None:
+  """The value of an integer constant; None if it is something else."""
+  found = re.search(r" = [su]32\[\]\S* constant\((\d+)\)", _defining(lines, name))
+  return int(found[1]) if found else None
+
+
+def instructions(text: str, turns: int) -> Iterator[tuple[int, str, str, str]]:
+  """Every instruction that runs: how often, around what loop, in which computation.
+
+  Args:
+    text: of a compiled HLO module.
+    turns: trips of a loop whose trips only the run knows. All branches of a
+      conditional count as if taken.
+
+  Yields:
+    Its count, the loop's body (or the entry, or the branch) that it belongs to, the
+    computation that it stands in (another one inside a fusion), and its line.
+  """
+  bodies, entry = computations(text)
+
+  def visit(name: str, count: int, owner: str) -> Iterator[tuple[int, str, str, str]]:
+    for line in bodies[name]:
+      yield count, owner, name, line
+      if " while(" in line:
+        body, condition = (
+          re.search(rf"{k}=%?([\w.-]+)", line)[1] for k in ("body", "condition")
+        )
+        n = trips(line, bodies[condition], bodies[body])
+        yield from visit(body, count * (turns if n is None else n), body)
+      for other in re.findall(r"calls=%?([\w.-]+)", line):
+        yield from visit(other, count, owner)
+      branches = re.findall(r"branch_computations=\{(.*?)\}", line)
+      branches += re.findall(r"(?:true|false)_computation=(%?[\w.-]+)", line)
+      for other in re.findall(r"[\w.-]+", " ".join(branches)):
+        yield from visit(other, count, other)
+
+  yield from visit(entry, 1, entry)
+
+
+def collectives(text: str, devices: int, turns: int = 1) -> list[Collective]:
+  """The collectives of a compiled program, what sends most first.
+
+  Args:
+    text: of the compiled HLO module.
+    devices: in all.
+    turns: as in `instructions`.
+  """
+  bodies, _ = computations(text)
+  out: dict[Any, Collective] = {}
+  for count, owner, name, line in instructions(text, turns):
+    parts = _INSTRUCTION.search(_without_braces(line))
+    kind = parts[3].removesuffix("-start") if parts else ""
+    if kind not in _KINDS:
+      continue
+    # Counters and contexts of asynchronous ones are scalars.
+    sizes = [n for n in array_bytes(parts[2]) if n > 4] or [4]
+    if parts[3] != kind and kind != "all-reduce":  # (operands, results, ...)
+      sizes = sizes[len(sizes) // 2 :]
+    ways = group_size(line, devices)
+    size = sum(sizes) * (ways if kind == "reduce-scatter" else 1)
+    sliced = name != owner and any(" dynamic-slice(" in x for x in bodies[name])
+    if kind == "all-reduce" and sliced:
+      kind = "reduce-scatter"
+    # A fused collective is a chain of fusions that name one channel.
+    channel = re.search(r"channel_id=(\d+)", line) if name != owner else None
+    origin = re.search(r'op_name="([^"]*)"', line)
+    found = Collective(kind, count, size, ways, origin[1] if origin else "")
+    out.setdefault((owner, channel[1] if channel else line), found)
+  return sorted(out.values(), key=lambda c: -c.sent)
+
+
+def cycles(text: str, turns: int = 1) -> int:
+  """The compiler's own estimate for a core: fusions and copies, no collectives.
+
+  Kernels (splash attention) carry no estimate and count nothing.
+  """
+  each = re.compile(r'"estimated_cycles":"(\d+)"')
+  return sum(
+    count * int(found[1])
+    for count, owner, name, line in instructions(text, turns)
+    if name == owner and (found := each.search(line))
+  )
+
+
+def _without_braces(line: str) -> str:
+  """A line without comments and whatever stands in braces: layouts, configs."""
+  line = re.sub(r"/\*.*?\*/", "", line)
+  while (shorter := re.sub(r"\{[^{}]*\}", "", line)) != line:
+    line = shorter
+  return line
