@@ -22,6 +22,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.init = "runs/gsm8k/sft/model"
   config.model = dict(remat="none")
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(
     variant="math",
     style="brief",

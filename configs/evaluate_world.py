@@ -18,6 +18,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.init = "runs/world/rl/model"
   config.model = dict(remat="none")
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.rollout = dict(
     variant="unified",
     style="brief",

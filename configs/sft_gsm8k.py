@@ -24,6 +24,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     head_dim=16 if tiny else 48,
     ff=192 if tiny else 576,
   )
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(
     name="muon",
     lr=0.02,
