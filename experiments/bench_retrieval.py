@@ -40,12 +40,11 @@ from absl import app, flags
 
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
+from experiments.bench import OUT, QUICK
 from experiments.launch import stop, with_clear_errors
 from tools_sandbox.client import Sandbox
 
 _DATA = flags.DEFINE_string("data", "../shared/data", "Folder that holds mhqa/.")
-_OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
-_QUICK = flags.DEFINE_bool("quick", False, "Fewer rounds: seconds instead of a minute.")
 
 CUTS = (1, 2, 3, 5)
 _DEPTH = max(CUTS)
@@ -296,13 +295,13 @@ def main(argv: list[str]) -> None:
   if not os.path.isdir(folder):
     print(f"skipped: no {folder}; --data=DIR names the folder that holds mhqa/")
     return
-  figures = with_clear_errors(lambda: run(folder, 2 if _QUICK.value else 7))
+  figures = with_clear_errors(lambda: run(folder, 2 if QUICK.value else 7))
   note = "One query per question; CPU times, medians of interleaved rounds."
   rich.print(rich_table(Table("Retrieval", figures["table"], _COLUMNS, note)))
   for name, ratio in figures["ratios"].items():
     print(f"{name}: {ratio:.2f}")
-  if _OUT.value:
-    write_json(_OUT.value, figures)
+  if OUT.value:
+    write_json(OUT.value, figures)
 
 
 if __name__ == "__main__":

@@ -41,13 +41,12 @@ from absl import app, flags
 from coa_jax.model.architecture import LoadConfig
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
+from experiments.bench import OUT, QUICK
 from experiments.bench_train_work import JOB, Size
 from experiments.launch import stop, with_clear_errors
 
 _SIZES = flags.DEFINE_list("sizes", ["1M", "5M", "100M"], "Which of 1M, 5M, 100M.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of every contestant.", 1)
-_QUICK = flags.DEFINE_bool("quick", False, "1M, 2 rows, two rounds of one step.")
-_OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
 _PYTHONS = {
   "torch": flags.DEFINE_string("torch_python", sys.executable, "Runs torch's worker."),
   "tunix": flags.DEFINE_string("tunix_python", sys.executable, "Runs tunix's worker."),
@@ -328,7 +327,7 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
-  names = ["1M"] if _QUICK.value else _SIZES.value
+  names = ["1M"] if QUICK.value else _SIZES.value
   for name in names:
     if name not in SIZES:
       raise ValueError(f"--sizes: no {name!r}; there are {', '.join(SIZES)}")
@@ -337,7 +336,7 @@ def run() -> dict[str, Any]:
   rows = []
   for name in names:
     size, rounds, checked = SIZES[name], _ROUNDS.value, CHECKED
-    if _QUICK.value:
+    if QUICK.value:
       size, rounds, checked = dataclasses.replace(size, rows=2, steps=1), 2, 2
     rows += measure(name, size, peers, settings, rounds, checked)
   return {"table": rows, "ratios": ratios(rows)}
@@ -352,8 +351,8 @@ def main(argv: list[str]) -> None:
   rich.print(rich_table(Table("SFT step", figures["table"], _COLUMNS, note)))
   for name, ratio in figures["ratios"].items():
     print(f"{name}: {ratio:.2f}")
-  if _OUT.value:
-    write_json(_OUT.value, figures)
+  if OUT.value:
+    write_json(OUT.value, figures)
 
 
 if __name__ == "__main__":

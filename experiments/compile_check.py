@@ -35,14 +35,13 @@ from absl import app, flags
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
+from experiments.bench import OUT, QUICK
 from experiments.hlo_text import collectives, cycles
 from experiments.launch import stop, with_clear_errors
-from experiments.tpu_programs import CASES, QUICK, Case, architecture, lower
+from experiments.tpu_programs import CASES, SMALLEST, Case, architecture, lower
 
 _CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
-_QUICK = flags.DEFINE_bool("quick", False, "Only the smallest case.")
 _LIST = flags.DEFINE_bool("list", False, "Print the cases' names and stop.")
-_OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
 _TEXT = flags.DEFINE_string("text", "", "Folder to write compiled programs' text to.")
 _CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one case.")
 
@@ -315,7 +314,7 @@ def main(argv: list[str]) -> None:
   """Prints the table and what is wrong; writes the figures where --out says."""
   if argv[1:]:
     stop(f"unexpected argument {argv[1]!r}")
-  names = [QUICK] if _QUICK.value else list(CASES)
+  names = [SMALLEST] if QUICK.value else list(CASES)
   names = [name for name in names if re.search(_CASES.value, name)]
   if not names:
     stop(f"--cases={_CASES.value!r} finds none; --list prints their names")
@@ -330,8 +329,8 @@ def main(argv: list[str]) -> None:
   figures = with_clear_errors(lambda: run(names))
   rows = [row_of(k, v) for k, v in figures["table"].items() if "used" in v]
   print(markdown_table(rows, _COLUMNS) + _NOTE)
-  if _OUT.value:
-    write_json(_OUT.value, figures)
+  if OUT.value:
+    write_json(OUT.value, figures)
   bad = [k for k, v in figures["table"].items() if not v.get("fits")]
   for name in bad:
     print(f"{name}: {verdict(name, figures['table'][name])}", file=sys.stderr)

@@ -108,7 +108,7 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
-QUICK = "qwen2.5-0.5b/v5e:2x2/decode/tensor=1"
+SMALLEST = "qwen2.5-0.5b/v5e:2x2/decode/tensor=1"
 
 
 def architecture(case: Case) -> QwenConfig:

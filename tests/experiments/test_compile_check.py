@@ -166,7 +166,7 @@ def test_a_program_fits_or_not_by_so_much():
 
 
 def test_the_verdict_says_by_how_much_and_what_to_change():
-  name = compile_check.QUICK
+  name = compile_check.SMALLEST
   over = {"used": 20e9, "hbm": 16e9, "fits": False, "margin": -0.25}
   line = compile_check.verdict(name, over)
   assert "DOES NOT FIT" in line and "4.0 over" in line and "rollout.slots" in line
