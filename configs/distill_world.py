@@ -4,8 +4,8 @@
   python -m experiments.distill --config=configs/distill_world.py \
     --workdir=runs/world/distill
 
-Expect: the team ends right on 0.904 of 13,000 tasks, 14,012 trajectories kept (2,893 of
-them second copies), 2,179 tokens a run (1,159 with cache credit); 38 s on two cores.
+Expect: the team ends right on 0.901 of 13,000 tasks, 14,041 trajectories kept (2,923 of
+them second copies), 2,203 tokens a run (1,162 with cache credit); 38 to 66 s on two cores.
 ":tiny" (64 tasks): a few seconds.
 """
 
