@@ -27,7 +27,10 @@ FIGURES = (
 def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
   workdir = tmp_path / "quickstart"
   command = [*COMMAND, f"--workdir={workdir}"]
+  # What a shell starts in the background ignores Ctrl-C, and its children inherit that.
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
   first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+  signal.signal(signal.SIGINT, before)
   deadline = time.monotonic() + 600
   while not (workdir / "sft" / "metrics.jsonl").exists():
     assert first.poll() is None and time.monotonic() < deadline
