@@ -5,7 +5,7 @@
     --workdir=runs/world/distill
 
 Expect: the team ends right on 0.901 of 13,000 tasks, 14,041 trajectories kept (2,923 of
-them second copies), 2,203 tokens a run (1,162 with cache credit); 38 to 66 s.
+them second copies), 2,203 tokens a run (1,162 with cache credit); 66 s.
 ":tiny" (64 tasks): a few seconds.
 """
 

@@ -3,7 +3,7 @@
   python -m experiments.sft --config=configs/sft_world.py --workdir=runs/world/sft
 
 Needs runs/world/distill (configs/distill_world.py). Expect: validation loss
-0.107, greedy pass@1 0.88 on held-out worlds, 290 to 410 s on two cores.
+0.107, greedy pass@1 0.88 on held-out worlds, 409 s on two slow cores.
 """
 
 import ml_collections
