@@ -79,8 +79,9 @@ def _keep_freed_memory() -> None:
 
   Page faults and misses of the address translation would cost a small model on a CPU
   more than its arithmetic: kept memory brings a training step of the quickstart to two
-  thirds of the time, huge pages to about nine tenths of that. The threshold above which glibc maps can not be raised past 32 MiB, so
-  mapping is turned off instead, and one arena keeps the memory for all threads.
+  thirds of the time, huge pages to about nine tenths of that. The threshold above which
+  glibc maps can not be raised past 32 MiB, so mapping is turned off instead, and one
+  arena keeps the memory for all threads.
   """
   trim_threshold, top_pad, mmap_max, arena_max = -1, -2, -4, -8  # malloc.h
   try:
