@@ -20,7 +20,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(
     name="muon",
-    lr=0.006,
+    lr=0.003,
     adam_lr=1e-3,
     warmup=3,
     schedule="linear",
@@ -33,6 +33,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     window=8,
     max_len=256,
     max_calls=8,
+    inject_rows=4,
     seed=0,
   )
   config.tools = dict(

@@ -23,7 +23,7 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Layout, inputs_of
 
-# One layer's keys and values, each [B, K, S, H].
+# One layer's keys [B, K, H, S] and values [B, K, S, H].
 LayerCache = tuple[jax.Array, jax.Array]
 
 
@@ -111,16 +111,13 @@ class Block(nn.Module):
       # Tokens that are not to be written point past the end, and are dropped. With the
       # head's index left out, XLA would keep a window's cache in another layout and
       # copy all of it at both ends.
-      place = (
-        jnp.arange(x_BTD.shape[0])[:, None, None],
-        jnp.arange(K),
-        written_BT[..., None],
-      )
-      k_BKSH = cache[0].at[place].set(k_BTKH, mode="drop")
-      v_BKSH = cache[1].at[place].set(v_BTKH, mode="drop")
-      cache = (self._shard(k_BKSH, "BK.."), self._shard(v_BKSH, "BK.."))
+      row, head = jnp.arange(x_BTD.shape[0])[:, None, None], jnp.arange(K)
+      place = written_BT[..., None]
+      k_BKHS = cache[0].at[row, head, :, place].set(k_BTKH, mode="drop")
+      v_BKSH = cache[1].at[row, head, place].set(v_BTKH, mode="drop")
+      cache = (self._shard(k_BKHS, "BK.."), self._shard(v_BKSH, "BK.."))
       window = window_kinds(c)[kind]
-      mask_BTS = attention.cache_mask(position_BT, k_BKSH.shape[2], window)
+      mask_BTS = attention.cache_mask(position_BT, v_BKSH.shape[2], window)
       out_BTNH = attention.attend(q_BTNH, *cache, mask_BTS)
     x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
 
@@ -206,8 +203,8 @@ class Qwen(nn.Module):
       position_BT: int position of each token in its own sequence.
       segment_BT: packed rows: the segment of each token, 0 for padding. Without a
         cache only.
-      cache: per layer keys and values [B, K, S, H]; keys and values of this call's
-        tokens are written at their positions, and tokens read places up to their own.
+      cache: per layer keys and values; those of this call's tokens are written at
+        their positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
 
@@ -226,7 +223,7 @@ class Qwen(nn.Module):
     kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
     written_BT = None
     if cache is not None:
-      written_BT = jnp.where(valid_BT, position_BT, cache[0][0].shape[2])
+      written_BT = jnp.where(valid_BT, position_BT, cache[0][1].shape[2])
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_view()")
@@ -296,13 +293,13 @@ def init_cache(
   cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
 ) -> tuple[LayerCache, ...]:
   """An empty cache of `size` places for `rows` sequences, in the compute dtype."""
-  shape = (rows, cfg.kv_heads, size, cfg.head_dim)
   sharding = layout.sharding("BK..") if layout else None
 
-  def zeros() -> jax.Array:
-    return jnp.zeros(shape, cfg.dtype, device=sharding)
+  def zeros(*shape: int) -> jax.Array:
+    return jnp.zeros((rows, cfg.kv_heads, *shape), cfg.dtype, device=sharding)
 
-  return tuple((zeros(), zeros()) for _ in range(cfg.layers))
+  H = cfg.head_dim
+  return tuple((zeros(H, size), zeros(size, H)) for _ in range(cfg.layers))
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:

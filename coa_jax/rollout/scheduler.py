@@ -302,5 +302,5 @@ class _Run:
 
 
 def _bucket(length: int) -> int:
-  """The padded length of a run of given tokens: a power of two, at least 32."""
-  return max(32, 1 << (length - 1).bit_length()) if length > 0 else 32
+  """The padded length of a run of given tokens: a power of two, at least 16."""
+  return max(16, 1 << (length - 1).bit_length()) if length > 0 else 16
