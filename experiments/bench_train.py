@@ -65,7 +65,6 @@ _ALLOCATOR = {
   "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
   "MALLOC_TOP_PAD_": str(1 << 28),
 }
-_CPU = {"JAX_PLATFORMS": "cpu"}
 # Modules that a peer needs, and what installs them.
 PEERS = {
   "torch": (("numpy", "torch", "transformers"), "torch transformers"),
@@ -73,7 +72,7 @@ PEERS = {
 }
 
 
-def _model(V: int, D: int, L: int, N: int, K: int, H: int, F: int) -> dict[str, int]:
+def _model(V: int, D: int, L: int, N: int, K: int, H: int, F: int) -> dict[str, Any]:
   return {
     "vocab_size": V,
     "width": D,
@@ -82,6 +81,8 @@ def _model(V: int, D: int, L: int, N: int, K: int, H: int, F: int) -> dict[str, 
     "kv_heads": K,
     "head_dim": H,
     "ff": F,
+    # tunix computes its rotary frequencies with this base whatever its config says.
+    "rope_theta": 1e6,
   }
 
 
@@ -93,7 +94,7 @@ SIZES = {
 # `rows` go through the model at once, the rest of a step's after them.
 SETTINGS: dict[str, dict[str, Any]] = {
   "ours": {"rows": 1},  # and fields of `LoadConfig`
-  "torch": {"rows": 1, "attention": "sdpa", "compile": False},
+  "torch": {"rows": 1, "attention": "sdpa", "compile": False, "remat": False},
   "tunix": {"rows": 1, "remat": "NONE"},  # and names of tunix's RematConfig
 }
 
@@ -105,8 +106,14 @@ def _command(name: str, folder: str, python: str) -> list[str]:
 class Worker:
   """A contestant's process, seen from here; use as a context manager."""
 
-  def __init__(self, name: str, folder: str, python: str = sys.executable):
-    """Starts it and waits until its model is loaded.
+  def __init__(
+    self,
+    name: str,
+    folder: str,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+  ):
+    """Starts it, in an environment if not ours, and waits until its model is loaded.
 
     Raises:
       ValueError: it ended; the message has the last lines that it wrote.
@@ -116,7 +123,7 @@ class Worker:
     self._process = subprocess.Popen(
       _command(name, folder, python),
       cwd=ROOT,
-      env={**os.environ, **_CPU, **(_ALLOCATOR if name in PEERS else {})},
+      env=env,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=self._log,
@@ -170,23 +177,84 @@ def missing(python: str, modules: Sequence[str]) -> list[str]:
   return done.stdout.split()
 
 
-def check_losses(losses: Mapping[str, Sequence[float]]) -> None:
+def check_losses(
+  losses: Mapping[str, Sequence[float]], tolerance: float = TOLERANCE
+) -> None:
   """Refuses contestants that do not do the same work.
 
   Args:
     losses: of every contestant's first steps, from the same weights and rows; "ours"
       among them.
+    tolerance: how far from ours a loss may be, relative.
 
   Raises:
     ValueError: naming the peer, the step and both losses.
   """
   for name, theirs in losses.items():
     for step, (a, b) in enumerate(zip(losses["ours"], theirs, strict=True), 1):
-      if not abs(a - b) <= TOLERANCE * abs(a):  # also where one is NaN
+      if not abs(a - b) <= tolerance * abs(a):  # also where one is NaN
         raise ValueError(
           f"{name} does other work than ours: its loss at step {step} is {b:.6f}, "
-          f"ours {a:.6f}, more than {TOLERANCE} apart"
+          f"ours {a:.6f}, more than {tolerance} apart"
         )
+
+
+Turns = dict[str, list[dict[str, Any]]]
+
+
+def race(
+  size: Size,
+  pythons: Mapping[str, str],
+  settings: Mapping[str, Mapping[str, Any]],
+  rounds: int,
+  checked: int = CHECKED,
+  tolerance: float = TOLERANCE,
+) -> tuple[dict[str, list[float]], Turns]:
+  """Has every contestant train at one size, by turns.
+
+  Args:
+    size: what is trained.
+    pythons: the interpreter of every peer that takes part.
+    settings: as `SETTINGS`.
+    rounds: turns of every contestant.
+    checked: first steps whose losses must agree.
+    tolerance: see `check_losses`.
+
+  Returns:
+    The losses of those first steps, and what every turn took (see `serve`), by
+    contestant, ours first.
+
+  Raises:
+    ValueError: losses differ (see `check_losses`), or a worker ended.
+  """
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
+      json.dump({"size": dataclasses.asdict(size), "settings": settings}, f)
+    # In a process of its own: a child's ru_maxrss begins with its parent's size.
+    code = "from experiments import bench_train_work as w; w.write_work({!r})"
+    subprocess.run(
+      [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=_env(size), check=True
+    )
+    workers = {
+      name: stack.enter_context(Worker(name, folder, python, _env(size, name)))
+      for name, python in {"ours": sys.executable, **pythons}.items()
+    }
+    first = {n: worker.run(checked)["losses"] for n, worker in workers.items()}
+    for name, values in first.items():
+      print(f"{name}: losses", *(f"{x:.6f}" for x in values), flush=True)
+    check_losses(first, tolerance)
+    turns: Turns = {n: [] for n in workers}
+    for _ in range(rounds):
+      for name, worker in workers.items():
+        turns[name].append(worker.run(size.steps))
+  return first, turns
+
+
+def _env(size: Size, name: str = "ours") -> dict[str, str]:
+  """Of a contestant's process. Half precision may use a GPU, and shares it."""
+  if size.dtype != "float32":
+    return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  return {**os.environ, "JAX_PLATFORMS": "cpu", **(_ALLOCATOR if name in PEERS else {})}
 
 
 def measure(
@@ -199,40 +267,13 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table: every contestant at one size, ours first.
 
-  Args:
-    name: of the size.
-    size: what is trained.
-    pythons: the interpreter of every peer that takes part.
-    settings: as `SETTINGS`.
-    rounds: turns of every contestant.
-    checked: first steps whose losses must agree.
+  Args as of `race`, and the size's name.
 
   Raises:
     ValueError: losses differ (see `check_losses`), or a worker ended.
   """
-  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
-      json.dump({"size": dataclasses.asdict(size), "settings": settings}, f)
-    # In a process of its own: a child's ru_maxrss begins with its parent's size.
-    code = "from experiments import bench_train_work as w; w.write_work({!r})"
-    subprocess.run(
-      [sys.executable, "-c", code.format(folder)],
-      cwd=ROOT,
-      env={**os.environ, **_CPU},
-      check=True,
-    )
-    workers = {
-      contestant: stack.enter_context(Worker(contestant, folder, python))
-      for contestant, python in {"ours": sys.executable, **pythons}.items()
-    }
-    first = {n: worker.run(checked)["losses"] for n, worker in workers.items()}
-    for contestant, values in first.items():
-      print(f"{name} {contestant}: losses", *(f"{x:.6f}" for x in values), flush=True)
-    check_losses(first)
-    turns: dict[str, list[dict[str, Any]]] = {n: [] for n in workers}
-    for _ in range(rounds):
-      for contestant, worker in workers.items():
-        turns[contestant].append(worker.run(size.steps))
+  print(name, flush=True)
+  first, turns = race(size, pythons, settings, rounds, checked)
   tokens = size.rows * size.length * size.steps
   rows = []
   for contestant, taken in turns.items():

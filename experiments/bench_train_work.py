@@ -1,6 +1,6 @@
-"""What the contestants of `bench_train` do: the work, ours, torch's, tunix's, a server.
+"""What the contestants of `bench_train` and `bench_mfu` do: the work, and a server.
 
-  PYTHON -m experiments.bench_train_work CONTESTANT FOLDER    (bench_train starts it)
+  PYTHON -m experiments.bench_train_work CONTESTANT FOLDER    (the benchmark starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """
@@ -22,6 +22,7 @@ _BATCHES = 4  # different batches, used in turn
 _SHARES = (3, 4, 5, 9, 11)  # 32nds of a row that its segments take
 _MODEL, _ROWS, JOB = "model", "rows.npz", "job.json"
 _LR, _DECAY, _B1, _B2, _CLIP = 1e-3, 0.1, 0.9, 0.95, 1.0
+_ALPHA = 2.0  # adapters count this often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,26 @@ class Size:
     rows: of a step, whatever goes through the model at once.
     steps: of a round.
     length: tokens of a row, a multiple of 32.
+    dtype: of the computation. Trained parameters are float32, frozen ones of `dtype`.
+    lora: rank of adapters on every matrix of the layers; 0 trains all parameters.
   """
 
-  model: Mapping[str, int]
+  model: Mapping[str, Any]
   rows: int
   steps: int
   length: int = 1024
+  dtype: str = "float32"
+  lora: int = 0
+
+  @property
+  def param_dtype(self) -> str:
+    """Of the folder's weights."""
+    return self.dtype if self.lora else "float32"
+
+
+def segments(length: int) -> list[int]:
+  """Tokens of the segments of a row, in some order."""
+  return [share * length // sum(_SHARES) for share in _SHARES]
 
 
 def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
@@ -57,8 +72,7 @@ def make_rows(size: Size, seed: int) -> dict[str, np.ndarray]:
   out["weight"] = np.zeros(shape, np.float32)
   for row in range(size.rows):
     begin = 0
-    for number, share in enumerate(rng.permutation(_SHARES), 1):
-      n = share * size.length // sum(_SHARES)
+    for number, n in enumerate(rng.permutation(segments(size.length)), 1):
       out["segment"][row, begin : begin + n] = number
       out["position"][row, begin : begin + n] = np.arange(n)
       out["weight"][row, begin + n // 4 : begin + n] = 1
@@ -79,8 +93,7 @@ def write_work(folder: str, seed: int = 0) -> None:
 
   with open(os.path.join(folder, JOB), encoding="utf-8") as f:
     size = Size(**json.load(f)["size"])
-  # tunix computes its rotary frequencies with this base whatever its config says.
-  cfg = QwenConfig(**size.model, rope_theta=1e6)
+  cfg = QwenConfig(**{**size.model, "param_dtype": size.param_dtype})
   save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, seed))
   batches = [make_rows(size, seed + i) for i in range(_BATCHES)]
   stacked = {k: np.stack([b[k] for b in batches]) for k in batches[0]}
@@ -100,6 +113,8 @@ class Work:
     self.setting = dict(setting)
     with np.load(os.path.join(folder, _ROWS)) as arrays:
       self._arrays = dict(arrays)
+    with open(os.path.join(folder, JOB), encoding="utf-8") as f:
+      self.size = Size(**json.load(f)["size"])
     shape = self._arrays["tokens"].shape
     self._rows = min(self.setting.pop("rows"), shape[1])
     if shape[1] % self._rows:
@@ -131,12 +146,18 @@ def ours(work: Work) -> Train:
   from coa_jax.learner import losses
   from coa_jax.learner.optim import OptimConfig, make_optimizer
   from coa_jax.learner.state import Learner, init_state
+  from coa_jax.model import lora as adapting
   from coa_jax.model.architecture import LoadConfig
   from coa_jax.model.weights import load_model
 
-  cfg, params = load_model(work.model, LoadConfig(**work.setting))
+  size = work.size
+  load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
+  cfg, params = load_model(work.model, load)
+  lora = adapting.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
+  trained, frozen = adapting.split(cfg, params, lora, seed=0)
 
-  def loss(params: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
+  def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
+    params = adapting.assemble(trained, frozen, lora)
     logp_BT, _ = losses.token_logps(cfg, params, batch)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
@@ -145,15 +166,15 @@ def ours(work: Work) -> Train:
   )
   optimizer = make_optimizer(config, 1_000)
   learner = Learner(loss, optimizer)
-  state = init_state(params, optimizer)
-  del params
+  state = init_state(trained, optimizer)
+  del params, trained
 
   def train(steps: int) -> list[float]:
     nonlocal state
     values = []
     for _ in range(steps):
       micro = [_batch(b) for b in work.micro_batches()]
-      state, metrics = learner.step(state, micro, work.tokens)
+      state, metrics = learner.step(state, micro, work.tokens, frozen)
       values.append(metrics["loss"])
     jax.block_until_ready(state)
     return [float(v) for v in values]
@@ -170,55 +191,74 @@ def _batch(b: Mapping[str, np.ndarray]) -> Any:
 
 
 def torch(work: Work) -> Train:
-  """transformers' model and loss, torch's fused AdamW; segments as a 4D mask."""
+  """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
+
+  On a GPU where torch sees one. In half precision trained parameters are float32 and
+  the computation is under autocast; adapters are peft's.
+  """
   import torch
   import transformers
 
+  size = work.size
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  dtype = getattr(torch, size.dtype)
   model = transformers.AutoModelForCausalLM.from_pretrained(
     work.model,
-    dtype=torch.float32,
+    dtype=getattr(torch, size.param_dtype),
     attn_implementation=work.setting["attention"],
-  )
+  ).to(device)
   model.config.use_cache = False
+  if work.setting["remat"]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+  if size.lora:
+    import peft
+
+    config = peft.LoraConfig(
+      r=size.lora, lora_alpha=_ALPHA * size.lora, target_modules="all-linear"
+    )
+    model = peft.get_peft_model(model, config)
   model.train()
   forward = torch.compile(model) if work.setting["compile"] else model
-  matrices = [p for p in model.parameters() if p.ndim > 1]
-  vectors = [p for p in model.parameters() if p.ndim == 1]
+  trained = [p for p in model.parameters() if p.requires_grad]
   groups = [
-    {"params": matrices, "weight_decay": _DECAY},
-    {"params": vectors, "weight_decay": 0.0},
+    {"params": [p for p in trained if p.ndim > 1], "weight_decay": _DECAY},
+    {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
   ]
   optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(_B1, _B2), fused=True)
 
-  def backward(b: Mapping[str, np.ndarray]) -> float:
-    tokens, segment, position = (
-      torch.from_numpy(b[k]).long() for k in ("tokens", "segment", "position")
+  def backward(b: Mapping[str, np.ndarray]) -> torch.Tensor:
+    tokens, segment, position, weight = (
+      torch.from_numpy(b[k]).to(device)
+      for k in ("tokens", "segment", "position", "weight")
     )
-    T = tokens.shape[1]
+    tokens, T = tokens.long(), tokens.shape[1]
     same = segment[:, :, None] == segment[:, None, :]
-    seen = same & torch.ones(T, T, dtype=torch.bool).tril()
+    seen = same & torch.ones(T, T, dtype=torch.bool, device=device).tril()
     # Additive: scaled_dot_product_attention would turn a boolean mask into it in
     # every layer.
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    labels = torch.where(torch.from_numpy(b["weight"]) > 0, tokens, -100)
-    loss = forward(
-      input_ids=tokens,
-      position_ids=position,
-      attention_mask=mask[:, None],
-      labels=labels,
-      num_items_in_batch=work.tokens,
-    ).loss
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+    mask.masked_fill_(~seen, torch.finfo(dtype).min)
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+      loss = forward(
+        input_ids=tokens,
+        position_ids=position.long(),
+        attention_mask=mask[:, None],
+        labels=torch.where(weight > 0, tokens, -100),
+        num_items_in_batch=work.tokens,
+      ).loss
     loss.backward()
-    return loss.item()
+    return loss.detach()
 
   def train(steps: int) -> list[float]:
     values = []
     for _ in range(steps):
       values.append(sum(backward(b) for b in work.micro_batches()))
-      torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
+      torch.nn.utils.clip_grad_norm_(trained, _CLIP)
       optimizer.step()
       optimizer.zero_grad(set_to_none=True)
-    return values
+    if device == "cuda":
+      torch.cuda.synchronize()
+    return [float(v) for v in values]
 
   return train
 
@@ -341,8 +381,23 @@ def serve(name: str, folder: str) -> None:
       seconds=time.perf_counter() - wall,
       cpu_seconds=time.process_time() - cpu,
       losses=losses,
-      peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+      peak_mb=_peak_mb(name),
     )
+
+
+def _peak_mb(name: str) -> float:
+  """The most memory so far: of the GPU that the contestant uses, or of its process."""
+  if name == "torch":
+    import torch
+
+    if torch.cuda.is_available():
+      return torch.cuda.max_memory_allocated() / 2**20
+  else:
+    import jax
+
+    if jax.default_backend() == "gpu":
+      return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing import Any
 from absl import app, flags
 
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.flops import products
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
 from experiments.bench import OUT, QUICK
@@ -67,12 +68,6 @@ CHIPS = {
   "v5p": Chip(459e12, 95e9, 2765e9, 600e9, 1.75e9),
   "v6e": Chip(918e12, 32e9, 1640e9, 400e9, 1.75e9),
 }
-
-
-def products(cfg: QwenConfig) -> tuple[int, int]:
-  """Scalars in the matrices of all layers, and in the output matrix."""
-  heads = (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-  return cfg.layers * cfg.width * (heads + 3 * cfg.ff), cfg.width * cfg.vocab_size
 
 
 def flops(case: Case, cfg: QwenConfig) -> tuple[float, float]:

@@ -33,17 +33,24 @@ def attend(
 
   Args:
     q_BTNH: queries.
-    k_BKHS: keys, positions last: both products then run along contiguous memory
-      (twice as fast on a CPU with the keys' other layout).
+    k_BKHS: keys, positions last: so few queries' scores run along contiguous memory
+      (decoding on a CPU takes half the time).
     v_BKSH: values.
     mask_BTS: True where query t may read position s.
 
   Returns:
     out_BTNH in q's dtype. Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
+  p_BKRS = _probabilities(q_BTNH, k_BKHS, mask_BTS).astype(v_BKSH.dtype)
+  return _heads_last(jnp.matmul(p_BKRS, v_BKSH), q_BTNH)
+
+
+def _probabilities(
+  q_BTNH: jax.Array, k_BKHS: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+  """p_BKRS in float32: one matrix per kv head, R its G query heads' T rows each."""
   B, T, N, H = q_BTNH.shape
   K, G = k_BKHS.shape[1], N // k_BKHS.shape[1]
-  # One matrix product per kv head, with the rows of its G query heads together.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
   score_BKRS = jnp.einsum(
     "BKRH,BKHS->BKRS",
@@ -53,10 +60,15 @@ def attend(
   )
   score_BKGTS = score_BKRS.reshape(B, K, G, T, -1)
   score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, _MASKED)
-  p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BKSH.dtype)
-  out_BKRH = jnp.matmul(p_BKGTS.reshape(B, K, G * T, -1), v_BKSH)
-  out_BKGTH = out_BKRH.reshape(B, K, G, T, H)
-  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+  return jax.nn.softmax(score_BKGTS, axis=-1).reshape(score_BKRS.shape)
+
+
+def _heads_last(out_BKRH: jax.Array, q_BTNH: jax.Array) -> jax.Array:
+  """The heads' rows as [B, T, N, H], in q's shape and dtype."""
+  B, T, N, H = q_BTNH.shape
+  K = out_BKRH.shape[1]
+  out_BKGTH = out_BKRH.reshape(B, K, N // K, T, H)
+  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
 
 
 def attend_packed(
@@ -156,7 +168,9 @@ def _xla(
   and backward, at T = 256).
   """
   T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-  k_BKHS, v_BKSH = k_BSKH.transpose(0, 2, 3, 1), v_BSKH.swapaxes(1, 2)
+  # Positions last in both: so the products of the backward pass, too, run along
+  # contiguous memory (a CPU computes values' gradients three times faster).
+  k_BKHS, v_BKHS = (x.transpose(0, 2, 3, 1) for x in (k_BSKH, v_BSKH))
   before = S - T
   block = max(_BLOCK, -(-T // _MOST_BLOCKS))
   out = []
@@ -167,7 +181,11 @@ def _xla(
 
     def part(q_BUNH, segment_BU, place_U, seen=seen):
       mask_BUS = _visible(segment_BS, segment_BU, place_U, seen, window)
-      return attend(q_BUNH, k_BKHS[..., seen], v_BKSH[:, :, seen], mask_BUS)
+      p_BKRS = _probabilities(q_BUNH, k_BKHS[..., seen], mask_BUS)
+      out_BKRH = jnp.einsum(
+        "BKRS,BKHS->BKRH", p_BKRS.astype(v_BKHS.dtype), v_BKHS[..., seen]
+      )
+      return _heads_last(out_BKRH, q_BUNH)
 
     q_BUNH = q_BTNH[:, start:end]
     segment_BU = segment_BS[:, before + start : before + end]

@@ -1,0 +1,36 @@
+"""Arithmetic that a model needs, for utilisation and rooflines.
+
+A product of [m, k] and [k, n] is 2 m k n operations. What is computed again (remat) and
+what is masked is not the model's need and does not count, as in PaLM's MFU
+(arXiv 2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coa_jax.model.architecture import QwenConfig
+
+
+def products(cfg: QwenConfig) -> tuple[int, int]:
+  """Scalars in the matrices of all layers, and in the output matrix."""
+  heads = (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+  return cfg.layers * cfg.width * (heads + 3 * cfg.ff), cfg.width * cfg.vocab_size
+
+
+def train_flops(cfg: QwenConfig, segments: Iterable[int], frozen: bool = False) -> int:
+  """Of one update: a forward pass, and twice that backward.
+
+  Args:
+    cfg: the architecture; windows are not taken into account.
+    segments: tokens of every segment of the update; a token reads its segment up to
+      itself, one key and one value for 4 H operations and head.
+    frozen: the matrices get no gradient of their own (LoRA): a third less for them.
+  """
+  tokens = pairs = 0
+  for n in segments:
+    tokens += n
+    pairs += n * (n + 1) // 2
+  matrices = 2 * sum(products(cfg)) * tokens
+  attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * pairs
+  return (2 if frozen else 3) * matrices + 3 * attention
