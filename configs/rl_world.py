@@ -44,7 +44,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   config.tasks = dict(uri="runs/world/rl_tasks.jsonl")
   config.algo = dict(
-    steps=2 if tiny else 40,
+    steps=2 if tiny else 25,
     prompts=4 if tiny else 24,
     samples=4 if tiny else 8,
     rounds=1,
