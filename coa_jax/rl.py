@@ -25,14 +25,16 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, TrainState, init_state
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model.distribution import Truncation
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout
 from coa_jax.model.weights import load_config, load_model
+from coa_jax.protocol import automaton
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.rollout.episodes import Player
-from coa_jax.rollout.scheduler import RolloutConfig
+from coa_jax.rollout.scheduler import RolloutConfig, on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
@@ -167,7 +169,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   claim(config, workdir)
   cfg, params = load_model(config.init, load, layout)
   trained, frozen = adapting.split(cfg, params, lora, rollout.seed, layout)
-  learner = Learner(_loss(cfg, algo, lora, layout), optimizer, layout)
+  loss = _loss(cfg, algo, lora, layout, rollout.truncation, player.constraint)
+  learner = Learner(loss, optimizer, layout)
   learner.reserve(-(-algo.prompts * algo.samples // algo.rows))  # a row each, at worst
   state = init_state(trained, optimizer, layout)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
@@ -187,9 +190,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if step % dev.every == 0:
           values["dev_accuracy"] = examine(params)
           clock.lap("dev")
+        before = dataclasses.replace(player.scheduler.counters)
         rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
+        if rollout.constrain:
+          values["removed_mass"] = player.scheduler.counters.removed_since(before)
         clock.lap("rollout")
-        state, learned = _learn(learner, state, frozen, rollouts, algo)
+        state, learned = _learn(learner, state, frozen, rollouts, algo, player)
         values |= learned | _describe(rollouts)
         clock.lap("learn")
         if step % algo.keep_every == 0:
@@ -260,14 +266,21 @@ def _pick(tasks: list[Task], seed: int, n: int) -> Task:
 
 
 def _loss(
-  cfg: QwenConfig, algo: AlgoConfig, lora: LoraConfig | None, layout: Layout | None
+  cfg: QwenConfig,
+  algo: AlgoConfig,
+  lora: LoraConfig | None,
+  layout: Layout | None,
+  truncation: Truncation,
+  grammar: automaton.Constraint | None,
 ) -> SumLoss:
+  constraint = on_device(grammar)
+
   def loss(
     trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     params = adapting.assemble(trained, frozen, lora)
     logp_BT, entropy_BT = losses.token_logps(
-      cfg, params, batch, algo.temperature, layout
+      cfg, params, batch, algo.temperature, layout, truncation, constraint
     )
     value, sums = losses.policy_gradient(logp_BT, batch, algo.clip_low, algo.clip_high)
     gap_BT = batch.weight_BT * jnp.abs(logp_BT - batch.logp_BT)
@@ -283,10 +296,17 @@ def _learn(
   frozen: Any,
   rollouts: Rollouts,
   algo: AlgoConfig,
+  player: Player,
 ) -> tuple[TrainState, dict[str, float]]:
   """One update; without an informative group only the step counts on."""
   micro = list(
-    batching.batches(rollouts.trajectories, algo.rows, algo.length, rollouts.advantages)
+    batching.batches(
+      rollouts.trajectories,
+      algo.rows,
+      algo.length,
+      rollouts.advantages,
+      player.constraint,
+    )
   )
   if not micro:
     return state.replace(step=state.step + 1), {}

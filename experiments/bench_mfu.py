@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import subprocess
 import sys
 import time
 from typing import Any
@@ -102,7 +103,9 @@ def matmul_rate(size: int = 8_192, products: int = 20) -> float:
   return 2 * size**3 * products / min(seconds[1:])
 
 
-def measure(name: str, size: Size, pythons: dict[str, str], peak: float) -> list[dict]:
+def measure(
+  name: str, size: Size, pythons: dict[str, str], peak: float, rounds: int
+) -> list[dict[str, Any]]:
   """Rows of the table: every contestant in one case, ours first.
 
   Args:
@@ -110,11 +113,11 @@ def measure(name: str, size: Size, pythons: dict[str, str], peak: float) -> list
     size: what is trained.
     pythons: the interpreter of every peer that takes part.
     peak: FLOP/s of a matrix product.
+    rounds: turns of every contestant.
 
   Raises:
     ValueError: losses differ, or a worker ended.
   """
-  rounds = 1 if QUICK.value else _ROUNDS.value
   settings = {who: SETTINGS[who] for who in ("ours", *pythons)}
   first, turns = bench_train.race(
     size, pythons, settings, rounds, checked=1, tolerance=TOLERANCE
@@ -153,8 +156,6 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
-  import subprocess
-
   # In a process of its own: this one must not hold memory of the GPU.
   code = (
     "import jax; from experiments import bench_mfu as b; gpu = "
@@ -176,9 +177,9 @@ def run() -> dict[str, Any]:
   if QUICK.value:
     chosen = dict(list(chosen.items())[:1])
   pythons = bench_train.available({"torch": _TORCH.value})
-  rows = []
+  rows, rounds = [], 1 if QUICK.value else _ROUNDS.value
   for name, size in chosen.items():
-    rows += measure(name, size, pythons, peak)
+    rows += measure(name, size, pythons, peak, rounds)
   by = {(row["case"], row["contestant"]): row for row in rows}
   ratios = {
     f"{name} {figure} over {who}": by[name, "ours"][figure] / row[figure]

@@ -186,8 +186,11 @@ def _batch(b: Mapping[str, np.ndarray]) -> Any:
   """Rows as the learner wants them."""
   from coa_jax.learner.batch import Batch
 
+  free = np.full_like(b["tokens"], -1)
   nothing = np.zeros_like(b["weight"])
-  return Batch(b["tokens"], b["segment"], b["position"], b["weight"], nothing, nothing)
+  return Batch(
+    b["tokens"], b["segment"], b["position"], b["weight"], nothing, nothing, free
+  )
 
 
 def torch(work: Work) -> Train:

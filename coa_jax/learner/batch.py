@@ -12,6 +12,7 @@ import flax.struct
 import jax
 import numpy as np
 
+from coa_jax.protocol.automaton import Constraint
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 Array = np.ndarray | jax.Array
@@ -28,6 +29,8 @@ class Batch:
     weight_BT: float32, 0 unless the policy wrote the token.
     advantage_BT: float32 advantage of the token's trajectory; zeros outside RL.
     logp_BT: float32 log p of the token when it was sampled; zeros outside RL.
+    grammar_BT: int32 state of the grammar in which the token was sampled; -1 where any
+      token was allowed.
   """
 
   tokens_BT: Array
@@ -36,12 +39,15 @@ class Batch:
   weight_BT: Array
   advantage_BT: Array
   logp_BT: Array
+  grammar_BT: Array
 
 
 def empty(rows: int, length: int) -> Batch:
   """A batch of nothing but padding, as numpy arrays."""
-  ints = [np.zeros((rows, length), np.int32) for _ in range(3)]
-  return Batch(*ints, *[np.zeros((rows, length), np.float32) for _ in range(3)])
+  shape = (rows, length)
+  ints = [np.zeros(shape, np.int32) for _ in range(3)]
+  floats = [np.zeros(shape, np.float32) for _ in range(3)]
+  return Batch(*ints, *floats, np.full(shape, -1, np.int32))
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
@@ -84,6 +90,7 @@ def fill(
   row: int,
   trajectories: Sequence[Trajectory],
   advantages: Sequence[float] | None = None,
+  constraint: Constraint | None = None,
 ) -> None:
   """Writes trajectories one after the other into a row of a numpy batch.
 
@@ -92,10 +99,11 @@ def fill(
     row: which of its rows.
     trajectories: with ids; together at most T tokens.
     advantages: one per trajectory, in RL; their segments then carry log-probs.
+    constraint: the grammar that the policy's tokens were sampled under.
   """
   at = 0
   for number, t in enumerate(trajectories, 1):
-    begin = at
+    begin, state = at, 0
     for s in t.segments:
       end = at + len(s.ids)
       batch.tokens_BT[row, at:end] = s.ids
@@ -104,6 +112,11 @@ def fill(
         if advantages is not None:
           batch.advantage_BT[row, at:end] = advantages[number - 1]
           batch.logp_BT[row, at:end] = s.logps
+        if constraint is not None:
+          *before, state = constraint.states(s.ids, state)
+          batch.grammar_BT[row, at:end] = before
+      elif s.author == Author.TOOL and constraint is not None and state >= 0:
+        state = int(constraint.resume_S[state])
       at = end
     batch.segment_BT[row, begin:at] = number
     batch.position_BT[row, begin:at] = np.arange(at - begin)
@@ -114,6 +127,7 @@ def batches(
   rows: int,
   length: int,
   advantages: Sequence[float] | None = None,
+  constraint: Constraint | None = None,
 ) -> Iterator[Batch]:
   """Packs trajectories into batches of `rows` rows of `length` tokens.
 
@@ -125,5 +139,5 @@ def batches(
     batch = empty(rows, length)
     for r, members in enumerate(packed[start : start + rows]):
       picked = None if advantages is None else [advantages[i] for i in members]
-      fill(batch, r, [trajectories[i] for i in members], picked)
+      fill(batch, r, [trajectories[i] for i in members], picked, constraint)
     yield batch

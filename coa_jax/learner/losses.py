@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.distribution import NO_TRUNCATION, Constraint, Truncation
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 
@@ -28,6 +29,8 @@ def token_logps(
   batch: Batch,
   temperature: float = 1.0,
   layout: Layout | None = None,
+  truncation: Truncation = NO_TRUNCATION,
+  constraint: Constraint | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Log p of every token given those before it in its segment, and the entropy there.
 
@@ -40,6 +43,8 @@ def token_logps(
     batch: packed rows.
     temperature: of the sampling distribution.
     layout: the mesh that all of this is split over.
+    truncation: of the sampling distribution.
+    constraint: the grammar that policy tokens were sampled under.
 
   Returns:
     logp_BT and entropy_BT (nats, float32); a segment's first token has 0 in both.
@@ -53,21 +58,27 @@ def token_logps(
   # gradients then add up.
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
 
-  def head(hidden_BCD: jax.Array, target_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def head(
+    hidden_BCD: jax.Array, target_BC: jax.Array, grammar_BC: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     logits_BCV = model.apply(
       {"params": params}, hidden_BCD, output_DV.astype(cfg.dtype), method="logits"
     )
-    logp_BCV = distribution.log_probs(logits_BCV, temperature)
+    allowed_BCV = constraint.allowed(grammar_BC) if constraint else None
+    logp_BCV = distribution.log_probs(
+      logits_BCV, temperature, truncation, allowed_BCV, target_BC
+    )
     logp_BC1 = jnp.take_along_axis(logp_BCV, target_BC[..., None], axis=-1)
     entropy_BC = -jnp.sum(jnp.exp(logp_BCV) * logp_BCV, axis=-1)
     return logp_BC1[..., 0], entropy_BC
 
   # What follows each token; the last of a row predicts nothing that is used.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
+  grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
   T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
   chunks = _chunks(T // pieces, cfg.logit_chunk)
   if chunks == 1:
-    logp_BT, entropy_BT = head(hidden_BTD, target_BT)
+    logp_BT, entropy_BT = head(hidden_BTD, target_BT, grammar_BT)
   else:
 
     def split(x: jax.Array) -> jax.Array:
@@ -81,7 +92,8 @@ def token_logps(
       return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], T)
 
     again = jax.checkpoint(head, prevent_cse=False)
-    parts = jax.lax.map(lambda x: again(*x), (split(hidden_BTD), split(target_BT)))
+    whole = (hidden_BTD, target_BT, grammar_BT)
+    parts = jax.lax.map(lambda x: again(*x), tuple(map(split, whole)))
     logp_BT, entropy_BT = map(join, parts)
   # What stands before a segment's first token is another segment's last.
   given_BT = batch.position_BT > 0

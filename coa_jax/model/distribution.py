@@ -6,20 +6,119 @@ began; so both call these.
 
 from __future__ import annotations
 
+import dataclasses
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 
+# In place of minus infinity: a probability of 0 whose product with its log is 0.
+_NEVER = -1e30
 
-def log_probs(logits: jax.Array, temperature: jax.Array | float) -> jax.Array:
-  """Log-probabilities over the last axis at a temperature, in float32.
+
+@dataclasses.dataclass(frozen=True)
+class Truncation:
+  """Which tokens may be drawn, by their rank or probability at the temperature.
+
+  Each applies to what the one before left, as in transformers.
+
+  Attributes:
+    top_k: the most likely ones; 0 for all.
+    top_p: the fewest most likely ones whose probabilities reach this; 1 for all
+      (Holtzman et al. 2019, arXiv 1904.09751).
+    min_p: those at least this share as likely as the most likely one; 0 for all
+      (Nguyen et al. 2024, arXiv 2407.01082).
+  """
+
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+  def __post_init__(self):
+    if self.top_k < 0:
+      raise ValueError(f"top_k is {self.top_k}; it must be 0 (all) or more")
+    if not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+    if not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p is {self.min_p}; it must be from 0 to 1")
+
+
+NO_TRUNCATION = Truncation()
+
+
+@flax.struct.dataclass
+class Constraint:
+  """A grammar's tables on the device: see `protocol.automaton.Constraint`."""
+
+  class_V: jax.Array
+  next_SC: jax.Array
+
+  def allowed(self, state: jax.Array) -> jax.Array:
+    """[..., V]: True for tokens that a state [...] allows; a state of -1 allows all."""
+    row = self.next_SC[jnp.maximum(state, 0)] >= 0
+    return jnp.take(row, self.class_V, axis=-1) | (state < 0)[..., None]
+
+  def after(self, state: jax.Array, token: jax.Array) -> jax.Array:
+    """The state after a token, int32."""
+    return self.next_SC[state, self.class_V[token]].astype(jnp.int32)
+
+
+def log_probs(
+  logits: jax.Array,
+  temperature: jax.Array | float,
+  truncation: Truncation = NO_TRUNCATION,
+  allowed: jax.Array | None = None,
+  taken: jax.Array | None = None,
+) -> jax.Array:
+  """Log-probabilities over the last axis, in float32; -1e30 where the probability is 0.
 
   Args:
     logits: [..., V].
     temperature: scalar, or of shape logits.shape[:-1]; where 0 (greedy) the
       distribution reported is that of temperature 1.
+    truncation: leaves out unlikely tokens.
+    allowed: bool [..., V], tokens that the grammar allows; all where None.
+    taken: [...], tokens that were drawn from this distribution: never left out by
+      truncation, where rounding in another program could.
   """
   t = jnp.asarray(temperature, jnp.float32)[..., None]
-  return jax.nn.log_softmax(logits.astype(jnp.float32) / jnp.where(t > 0, t, 1.0))
+  logits = logits.astype(jnp.float32) / jnp.where(t > 0, t, 1.0)
+  if allowed is not None:
+    logits = jnp.where(allowed, logits, _NEVER)
+  logp = jax.nn.log_softmax(logits)
+  if truncation == NO_TRUNCATION:
+    return logp
+  kept = _kept(jax.lax.stop_gradient(logp), truncation)
+  if taken is not None:
+    kept |= jnp.arange(logp.shape[-1]) == taken[..., None]
+  return jax.nn.log_softmax(jnp.where(kept, logp, _NEVER))
+
+
+def _kept(logp: jax.Array, truncation: Truncation) -> jax.Array:
+  """True for tokens that truncation leaves; equally likely ones stay or go together."""
+  V, tr = logp.shape[-1], truncation
+  kept = jnp.ones(logp.shape, bool)
+  if 0 < tr.top_k < V:
+    kept = logp >= jax.lax.top_k(logp, tr.top_k)[0][..., -1:]
+  if tr.top_p < 1:
+    left = jax.nn.log_softmax(jnp.where(kept, logp, _NEVER))
+    ordered = -jnp.sort(-left, axis=-1)
+    p = jnp.exp(ordered)
+    # A token stays while those before it do not reach top_p; the first always does.
+    before = jnp.cumsum(p, axis=-1) - p
+    least = jnp.min(jnp.where(before < tr.top_p, ordered, jnp.inf), -1, keepdims=True)
+    kept &= left >= least
+  if tr.min_p > 0:
+    kept &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
+  return kept
+
+
+def removed_mass(
+  logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array
+) -> jax.Array:
+  """The probability, [...], of the tokens that the grammar does not allow."""
+  logp = log_probs(logits, temperature)
+  return jnp.sum(jnp.where(allowed, 0.0, jnp.exp(logp)), axis=-1)
 
 
 def sample(
@@ -39,10 +138,13 @@ def sample(
     token_B, and logp_B of the token drawn.
   """
   u_B = jax.vmap(lambda k: jax.random.uniform(k))(key_B)
-  cumulative_BV = jnp.cumsum(jnp.exp(logp_BV), axis=-1)
-  # Scaled by the sum, so rounding can not push u past the last token.
+  p_BV = jnp.exp(logp_BV)
+  cumulative_BV = jnp.cumsum(p_BV, axis=-1)
+  # Scaled by the sum, and at most the last possible token: rounding can not push u
+  # past it.
   below_BV = cumulative_BV <= u_B[:, None] * cumulative_BV[:, -1:]
-  drawn_B = jnp.minimum(below_BV.sum(-1), logp_BV.shape[-1] - 1)
+  last_B = logp_BV.shape[-1] - 1 - jnp.argmax(p_BV[:, ::-1] > 0, axis=-1)
+  drawn_B = jnp.minimum(below_BV.sum(-1), last_B)
   token_B = jnp.where(temperature_B > 0, drawn_B, jnp.argmax(logp_BV, axis=-1))
   token_B = token_B.astype(jnp.int32)
   return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]

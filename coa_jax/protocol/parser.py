@@ -70,7 +70,7 @@ class Parse:
 
 
 # Anything that looks like a tag at the top level; only protocol tags count inside text.
-_TOP = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>")
+_TOP = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>", re.ASCII)
 
 
 class _Fault(Exception):
@@ -95,7 +95,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
   try:
     rules = _Rules(variant)
     position = 0
-    while position < len(text) and text[position:].strip():
+    while position < len(text) and text[position:].strip(roles.WHITE):
       span = _read_span(text, position, variant)
       rules.accept(span)
       spans.append(span)
@@ -111,7 +111,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
   """The span that starts at or after `position`'s white space."""
   match = _TOP.match(text, position)
   if match is None:
-    stripped = text[position:].lstrip()
+    stripped = text[position:].lstrip(roles.WHITE)
     offset = len(text) - len(stripped)
     if stripped.startswith("</"):
       raise _Fault(Verdict.NESTED, "a closing tag that closes nothing", offset)
@@ -131,7 +131,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
   if role == OBSERVATION:
     content = roles.unescape(content)
   end += len(close)
-  while end < len(text) and text[end].isspace():
+  while end < len(text) and text[end] in roles.WHITE:
     end += 1
   return Span(role, content, offset, end, text[position:end])
 
@@ -221,7 +221,7 @@ def content_fault(role: str, content: str, graded: bool = False) -> str | None:
     content: what stands between its tags.
     graded: True where a reflection must grade every criterion.
   """
-  if not content.strip():
+  if not content.strip(roles.WHITE):
     return f"<{role}> is empty"
   if role == "code" and roles.parse_code(content) is None:
     return "a code call is one ```py block, then at most one ```sh block, no more"
@@ -236,7 +236,7 @@ def content_fault(role: str, content: str, graded: bool = False) -> str | None:
   return None
 
 
-_JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+_JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL | re.ASCII)
 
 
 def _image_request(content: str) -> dict[str, str] | None:

@@ -218,10 +218,13 @@ def get_variant(name: str) -> Variant:
     ) from None
 
 
+# White space, digits and letters are ASCII's, here and in `parser`: so that a table
+# over bytes (`grammar`) can say the same.
+WHITE = " \t\n\r\f\v"
 _GRADE = re.compile(
-  rf"({'|'.join(CRITERIA)})\s*:\s*({'|'.join(GRADES)})\b", re.IGNORECASE
+  rf"({'|'.join(CRITERIA)})\s*:\s*({'|'.join(GRADES)})\b", re.IGNORECASE | re.ASCII
 )
-_INTEGER = re.compile(r"-?\d+(?:\.\d+)?")
+_INTEGER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 
 
 def reflection_grades(content: str) -> dict[str, str]:
@@ -257,7 +260,7 @@ class CodeCall:
 _CODE = re.compile(
   r"\s*```(?:py|python)[ \t]*\n(?P<program>.*?)\n?```"
   r"(?:\s*```sh[ \t]*\n(?P<stdin>.*?)\n?```)?\s*",
-  re.DOTALL,
+  re.DOTALL | re.ASCII,
 )
 
 
@@ -269,7 +272,7 @@ def parse_code(content: str) -> CodeCall | None:
   are accepted, `py` is what this project writes.
   """
   match = _CODE.fullmatch(content)
-  if match is None or not match["program"].strip():
+  if match is None or not match["program"].strip(WHITE):
     return None
   if "```" in match["program"] or "```" in (match["stdin"] or ""):
     return None

@@ -95,14 +95,19 @@ class Tokenizer:
   def bytes_of(self) -> list[bytes]:
     """For every id, the bytes it stands for (b"" for ids without a token)."""
     to_byte = {c: b for b, c in _byte_alphabet().items()}
-    added = self._trusted.get_added_tokens_decoder()
     out = [b""] * self.vocab_size
     for token, i in self._trusted.get_vocab(with_added_tokens=True).items():
-      if i in added:
-        out[i] = added[i].content.encode()
+      if i in self.added:
+        out[i] = self.added[i].encode()
       else:
         out[i] = bytes(to_byte[c] for c in token)
     return out
+
+  @functools.cached_property
+  def added(self) -> dict[int, str]:
+    """Ids beside the merges, and what they spell: control tokens, tags."""
+    decoder = self._trusted.get_added_tokens_decoder()
+    return {i: token.content for i, token in decoder.items()}
 
   def _bytes(self, i: int) -> bytes:
     # A model's embedding has more rows than the tokenizer has ids; those say nothing.

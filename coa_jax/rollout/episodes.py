@@ -15,7 +15,7 @@ from typing import Any
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.automaton import compile_stops
+from coa_jax.protocol.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
@@ -166,7 +166,10 @@ class Player:
     self.tokenizer = tokenizer
     self.setting = Setting(variant, config.style, config.max_calls, config.tool_seconds)
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
-    self.scheduler = Scheduler(model, automaton, config, layout)
+    self.constraint = None
+    if config.constrain:
+      self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
+    self.scheduler = Scheduler(model, automaton, config, layout, self.constraint)
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Refuses, before any decoding, tasks that could not be played to a reward.

@@ -21,17 +21,22 @@ import jax.numpy as jnp
 
 from coa_jax.model import distribution
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.distribution import NO_TRUNCATION, Constraint, Truncation
 from coa_jax.model.qwen import LayerCache, Qwen
 from coa_jax.model.sharding import Layout
 
 
 @flax.struct.dataclass
 class Tables:
-  """The automaton's tables on the device: see `protocol.automaton.Automaton`."""
+  """The automaton's tables on the device: see `protocol.automaton.Automaton`.
+
+  With a `constraint` only tokens that its grammar allows are sampled.
+  """
 
   class_V: jax.Array
   next_SC: jax.Array
   stop_SC: jax.Array
+  constraint: Constraint | None = None
 
 
 @flax.struct.dataclass
@@ -46,6 +51,7 @@ class SamplerState:
     temperature_B: 0 is greedy.
     automaton_B: the automaton's state.
     active_B: True while the slot samples; False when free, waiting or done.
+    grammar_B: the state of the constraint, where there is one.
   """
 
   length_B: jax.Array
@@ -55,6 +61,7 @@ class SamplerState:
   temperature_B: jax.Array
   automaton_B: jax.Array
   active_B: jax.Array
+  grammar_B: jax.Array
 
 
 @flax.struct.dataclass
@@ -66,12 +73,14 @@ class Sampled:
     logp_BW: log p of each under the distribution it was drawn from.
     count_B: tokens sampled.
     stop_B: 0, or 1 + the index of the closing tag that stopped the slot.
+    removed_B: probability that the constraint took away, summed over tokens.
   """
 
   token_BW: jax.Array
   logp_BW: jax.Array
   count_B: jax.Array
   stop_B: jax.Array
+  removed_B: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "layout"), donate_argnames="cache")
@@ -111,7 +120,9 @@ def extend(
 
 
 @functools.partial(
-  jax.jit, static_argnames=("cfg", "steps", "layout"), donate_argnames="cache"
+  jax.jit,
+  static_argnames=("cfg", "steps", "layout", "truncation"),
+  donate_argnames="cache",
 )
 def window(
   cfg: QwenConfig,
@@ -122,6 +133,7 @@ def window(
   tables: Tables,
   seed: jax.Array,
   layout: Layout | None = None,
+  truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[tuple[LayerCache, ...], SamplerState, Sampled]:
   """Samples up to `steps` tokens in every active slot.
 
@@ -134,6 +146,7 @@ def window(
     tables: where to stop.
     seed: PRNG key of the run.
     layout: of the sampler, on several devices.
+    truncation: leaves out unlikely tokens.
 
   Returns:
     The cache, the slots and what was sampled.
@@ -145,7 +158,9 @@ def window(
     logp_BW=jnp.zeros((B, steps), jnp.float32),
     count_B=jnp.zeros(B, jnp.int32),
     stop_B=jnp.zeros(B, jnp.int32),
+    removed_B=jnp.zeros(B, jnp.float32),
   )
+  constraint = tables.constraint
 
   def body(carry):
     i, cache, s, out = carry
@@ -157,7 +172,12 @@ def window(
       valid_BT=s.active_B[:, None],
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
-    logp_BV = distribution.log_probs(logits_B1V[:, 0], s.temperature_B)
+    logits_BV, allowed_BV, removed_B = logits_B1V[:, 0], None, out.removed_B
+    if constraint is not None:
+      allowed_BV = constraint.allowed(s.grammar_B)
+      gone_B = distribution.removed_mass(logits_BV, s.temperature_B, allowed_BV)
+      removed_B += s.active_B * gone_B
+    logp_BV = distribution.log_probs(logits_BV, s.temperature_B, truncation, allowed_BV)
     token_B, logp_B = distribution.sample(
       logp_BV, _keys(seed, s.sequence_B, s.length_B + 1), s.temperature_B
     )
@@ -170,7 +190,11 @@ def window(
       logp_BW=out.logp_BW.at[:, i].set(logp_B),
       count_B=out.count_B + s.active_B,
       stop_B=jnp.maximum(out.stop_B, stop_B),
+      removed_B=removed_B,
     )
+    if constraint is not None:
+      after_B = constraint.after(s.grammar_B, token_B)
+      s = s.replace(grammar_B=jnp.where(s.active_B, after_B, s.grammar_B))
     s = s.replace(
       length_B=length_B,
       pending_B=jnp.where(s.active_B, token_B, s.pending_B),

@@ -19,9 +19,10 @@ import numpy as np
 
 from coa_jax.model import qwen
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.distribution import Constraint, Truncation
 from coa_jax.model.sharding import Layout
+from coa_jax.protocol import automaton as automata
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.automaton import Automaton
 from coa_jax.rollout import sampler
 
 
@@ -38,6 +39,10 @@ class RolloutConfig:
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend.
     inject_rows: slots that receive given tokens in one call of the device.
+    constrain: sample only what the variant's grammar allows.
+    top_k: sample from the most likely tokens; 0 for all.
+    top_p: sample from the most likely tokens of this probability in all; 1 for all.
+    min_p: sample from tokens at least this share as likely as the likeliest.
     seed: of all sampling.
   """
 
@@ -49,6 +54,10 @@ class RolloutConfig:
   max_calls: int = 8
   tool_seconds: float = 60.0
   inject_rows: int = 16
+  constrain: bool = False
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
   seed: int = 0
 
   def __post_init__(self):
@@ -56,6 +65,12 @@ class RolloutConfig:
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
     prompts.instructions(roles.get_variant(self.variant), self.style)
+    _ = self.truncation
+
+  @property
+  def truncation(self) -> Truncation:
+    """Which tokens may be drawn."""
+    return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 class Episode(Protocol):
@@ -91,6 +106,12 @@ class Counters:
   sampled_tokens: int = 0
   windows: int = 0
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
+  removed_mass: float = 0.0  # probability the grammar took away, summed over tokens
+
+  def removed_since(self, before: Counters) -> float:
+    """The mean probability that the grammar took from a token since then."""
+    tokens = self.sampled_tokens - before.sampled_tokens
+    return (self.removed_mass - before.removed_mass) / max(tokens, 1)
 
 
 class Scheduler:
@@ -99,9 +120,10 @@ class Scheduler:
   def __init__(
     self,
     model: QwenConfig,
-    automaton: Automaton,
+    automaton: automata.Automaton,
     config: RolloutConfig,
     layout: Layout | None = None,
+    constraint: automata.Constraint | None = None,
   ):
     """Allocates the cache.
 
@@ -110,6 +132,7 @@ class Scheduler:
       automaton: where decoding stops.
       config: slots, window and limits.
       layout: of the policy, on several devices.
+      constraint: what may be sampled; everything where None.
 
     Raises:
       ValueError: the mesh does not divide the slots or the rows of an injection.
@@ -121,8 +144,10 @@ class Scheduler:
     self.config = config
     self.counters = Counters()
     self._tags = automaton.tags
+    self._resume_S = constraint.resume_S if constraint else None
     self._tables = sampler.Tables(
-      *jax.device_put((automaton.class_V, automaton.next_SC, automaton.stop_SC))
+      *jax.device_put((automaton.class_V, automaton.next_SC, automaton.stop_SC)),
+      constraint=on_device(constraint),
     )
     size = (config.slots, config.max_len)
     self._cache = qwen.init_cache(self.model, *size, self.layout)
@@ -168,6 +193,7 @@ class _Run:
       temperature_B=np.ones(B, np.float32),
       automaton_B=np.zeros(B, np.int32),
       active_B=np.zeros(B, bool),
+      grammar_B=np.zeros(B, np.int32),
     )
 
   def fill(self) -> bool:
@@ -189,6 +215,7 @@ class _Run:
       self.state.sequence_B[slot] = episode.sequence
       self.state.temperature_B[slot] = episode.temperature
       self.state.length_B[slot] = 0
+      self.state.grammar_B[slot] = 0
       given.append((slot, ids))
     self._extend(given, fresh=True)
     return any(e is not None for e in self.episodes)
@@ -220,6 +247,9 @@ class _Run:
       if ids is None:
         yield self._free(slot)
       else:
+        if self.owner._resume_S is not None:
+          state = self.state.grammar_B[slot]
+          self.state.grammar_B[slot] = self.owner._resume_S[state]
         given.append((slot, ids))
     self._extend(given, fresh=False)
 
@@ -275,11 +305,13 @@ class _Run:
       owner._tables,
       self.key,
       owner.layout,
+      owner.config.truncation,
     )
     self.state, out = jax.tree.map(np.array, (state, out))
     self.window_seconds = time.monotonic() - began
     owner.counters.windows += 1
     owner.counters.sampled_tokens += int(out.count_B.sum())
+    owner.counters.removed_mass += float(out.removed_B.sum())
     owner.counters.slot_steps += int(out.count_B.max()) * len(self.episodes)
     for slot in np.flatnonzero(before):
       count = out.count_B[slot]
@@ -299,6 +331,13 @@ class _Run:
     episode, self.episodes[slot] = self.episodes[slot], None
     self.state.active_B[slot] = False
     return episode
+
+
+def on_device(constraint: automata.Constraint | None) -> Constraint | None:
+  """The tables that the sampler and the learner look into."""
+  if constraint is None:
+    return None
+  return Constraint(*jax.device_put((constraint.class_V, constraint.next_SC)))
 
 
 def _bucket(length: int) -> int:

@@ -71,10 +71,9 @@ def mean_loss(folder: str, rows: dict[str, np.ndarray]) -> float:
   """Of the folder's model over rows, by this process."""
   cfg, params = load_model(os.path.join(folder, "model"))
   assert sum(x.size for x in jax.tree.leaves(params)) == bench_train.parameters(TINY)
+  given = [rows[k] for k in ("tokens", "segment", "position", "weight")]
   nothing = np.zeros_like(rows["weight"])
-  batch = Batch(
-    rows["tokens"], rows["segment"], rows["position"], rows["weight"], nothing, nothing
-  )
+  batch = Batch(*given, nothing, nothing, np.full_like(rows["tokens"], -1))
   logp_BT, _ = losses.token_logps(cfg, params, batch)
   return float(losses.nll(logp_BT, batch.weight_BT) / rows["weight"].sum())
 

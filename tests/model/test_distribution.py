@@ -58,3 +58,81 @@ def test_a_draw_depends_on_its_own_key_alone(rows: int):
   logp_BV = jnp.concatenate([jax.nn.log_softmax(others), logp_V[None]])
   token_B, _ = distribution.sample(logp_BV, keys, jnp.ones(rows))
   assert token_B[-1] == alone[0]
+
+
+def truncated(p: np.ndarray, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+  """By definition, one token after the other; no two equally likely."""
+  order = np.argsort(-p)
+  kept = list(order[:top_k] if top_k else order)
+  if top_p < 1:
+    mass, total, few = 0.0, p[kept].sum(), []
+    for token in kept:
+      if mass / total >= top_p:
+        break
+      few.append(token)
+      mass += p[token]
+    kept = few
+  kept = [token for token in kept if p[token] >= min_p * p.max()]
+  out = np.zeros_like(p)
+  out[kept] = p[kept]
+  return out / out.sum()
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"top_k": 1},
+    {"top_k": 4},
+    {"top_k": 99},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 6, "top_p": 0.8, "min_p": 0.1},
+  ],
+)
+@pytest.mark.parametrize("t", [0.5, 1.0])
+def test_truncation_leaves_what_its_definition_says(changes: dict, t: float):
+  logits = np.random.default_rng(2).normal(size=(5, 9)) * 2
+  out = distribution.log_probs(
+    jnp.asarray(logits), t, distribution.Truncation(**changes)
+  )
+  for row, expected in zip(np.exp(out), np.exp(logits / t), strict=True):
+    np.testing.assert_allclose(
+      row, truncated(expected / expected.sum(), **changes), atol=1e-6
+    )
+
+
+def test_a_drawn_token_is_never_truncated():
+  logits = jnp.array([[3.0, 2.0, 1.0]])
+  cut = distribution.Truncation(top_k=1)
+  out = distribution.log_probs(logits, 1.0, cut, taken=jnp.array([2]))
+  np.testing.assert_allclose(np.exp(out), jax.nn.softmax(jnp.array([[3.0, -1e9, 1.0]])))
+
+
+@pytest.mark.parametrize("field", ["top_k", "top_p", "min_p"])
+def test_a_truncation_that_leaves_nothing_is_refused(field: str):
+  for value in (-1, 2.5) if field != "top_k" else (-1,):
+    with pytest.raises(ValueError, match=field):
+      distribution.Truncation(**{field: value})
+
+
+def test_a_grammar_takes_tokens_away_and_says_how_much():
+  constraint = distribution.Constraint(
+    jnp.array([0, 1, 1, 0]), jnp.array([[-1, 1], [0, -1]])
+  )
+  state_B = jnp.array([0, 1, -1])
+  allowed_BV = constraint.allowed(state_B)
+  assert allowed_BV.astype(int).tolist() == [[0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 1, 1]]
+  logits_BV = jnp.log(jnp.array([[0.1, 0.2, 0.3, 0.4]] * 3))
+  logp_BV = distribution.log_probs(logits_BV, 1.0, allowed=allowed_BV)
+  np.testing.assert_allclose(np.exp(logp_BV[0]), [0, 0.4, 0.6, 0], atol=1e-6)
+  gone_B = distribution.removed_mass(logits_BV, jnp.ones(3), allowed_BV)
+  np.testing.assert_allclose(gone_B, [0.5, 0.5, 0.0], atol=1e-6)
+  keys = jax.random.split(jax.random.key(0), 3)
+  for _ in range(20):
+    keys = jax.vmap(lambda k: jax.random.fold_in(k, 1))(keys)
+    token_B, _ = distribution.sample(logp_BV, keys, jnp.ones(3))
+    assert allowed_BV[jnp.arange(3), token_B].all()
+  after = constraint.after(state_B[:2], jnp.array([1, 3]))
+  assert after.tolist() == [1, 0]

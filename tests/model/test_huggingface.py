@@ -308,6 +308,7 @@ def greedy(
     temperature_B=np.zeros(B, np.float32),
     automaton_B=np.zeros(B, np.int32),
     active_B=np.ones(B, bool),
+    grammar_B=np.zeros(B, np.int32),
   )
   nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
   tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)

@@ -284,8 +284,12 @@ def test_a_page_that_prints_tags_is_only_text():
   assert hostile.verdict == Verdict.ILLEGAL_TRANSITION
 
 
-_FREE = st.text(max_size=12).map(lambda s: s.replace("<", "(")).filter(str.strip)
-_SPACE = st.sampled_from(["", "", " ", "\n", "\n\n", "\t \x1f\u2003"])
+_FREE = (
+  st.text(max_size=12)
+  .map(lambda s: s.replace("<", "("))
+  .filter(lambda s: s.strip(roles.WHITE))
+)
+_SPACE = st.sampled_from(["", "", " ", "\n", "\n\n", "\t \x0b\r"])
 
 
 @st.composite
@@ -308,6 +312,15 @@ def well_formed(draw) -> tuple[str, roles.Variant, list[str]]:
       pages.append(draw(st.text(max_size=9) | st.sampled_from(["</observation>", "<"])))
       text += wrap("observation", escape(pages[-1])) + draw(_SPACE)
   return text, variant, pages
+
+
+def test_white_space_is_that_of_ascii():
+  variant = roles.get_variant("mhqa")
+  spans = [wrap("think", "x"), wrap("plan", "y")]
+  assert parse(" \x0b".join(spans), variant, complete=False).ok
+  for stray in ("\u00a0", "\u2003", "\x1f"):
+    fault = parse(stray.join(spans), variant, complete=False)
+    assert fault.verdict == Verdict.MALFORMED and len(fault.spans) == 1
 
 
 @given(well_formed())

@@ -29,6 +29,7 @@ def slots(**fields) -> sampler.SamplerState:
     temperature_B=np.ones(SLOTS, np.float32),
     automaton_B=np.zeros(SLOTS, np.int32),
     active_B=np.zeros(SLOTS, bool),
+    grammar_B=np.zeros(SLOTS, np.int32),
   )
   return state.replace(**{k: np.asarray(v) for k, v in fields.items()})
 

@@ -1,0 +1,220 @@
+"""Regular languages over bytes: a few combinators, compiled to a table.
+
+The grammar of a protocol variant is put together from these; see `grammar.py`.
+
+Source: Thompson's construction and the subset construction, as in Aho, Lam, Sethi and
+Ullman, "Compilers", section 3.7.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+ANY = frozenset(range(256))
+WHITE = frozenset(b" \t\n\r\f\v")  # `roles.WHITE`
+DIGITS = frozenset(b"0123456789")
+WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Language:
+  """An expression: one of a set of bytes, or parts in a row, a choice, a repetition.
+
+  Attributes:
+    kind: bytes, row, choice or many.
+    of: the set for bytes; the parts otherwise (one of them for many).
+  """
+
+  kind: str
+  of: tuple[Language, ...] | frozenset[int]
+
+
+def byte(among: Iterable[int]) -> Language:
+  """One byte among these."""
+  return Language("bytes", frozenset(among))
+
+
+def row(*parts: Language) -> Language:
+  """The parts one after another; nothing where there are none."""
+  return Language("row", parts)
+
+
+def choice(*parts: Language) -> Language:
+  """One of the parts."""
+  return Language("choice", parts)
+
+
+def many(part: Language) -> Language:
+  """The part any number of times, none included."""
+  return Language("many", (part,))
+
+
+def maybe(part: Language) -> Language:
+  """The part or nothing."""
+  return choice(part, row())
+
+
+def text(literal: str, cased: bool = True) -> Language:
+  """A literal; in either case of its ASCII letters where not `cased`."""
+  if cased:
+    return row(*(byte([b]) for b in literal.encode()))
+  return row(*(byte({ord(c.lower()), ord(c.upper())}) for c in literal))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """A deterministic automaton; state 0 is the start.
+
+  Attributes:
+    next_SX: the state after a byte, or -1 where no word of the language goes on so.
+    accepts_S: True where a word may end.
+  """
+
+  next_SX: np.ndarray
+  accepts_S: np.ndarray
+
+
+def compile_language(language: Language) -> Table:
+  """The language as the smallest table whose every state is reachable."""
+  edges: list[list[tuple[frozenset[int], int]]] = []  # per state: bytes, target
+  free: list[list[int]] = []  # per state: targets of transitions that read nothing
+
+  def state() -> int:
+    edges.append([])
+    free.append([])
+    return len(edges) - 1
+
+  def build(part: Language, start: int) -> int:
+    """Adds `part` from `start` on; returns the state in which it ends."""
+    if part.kind == "bytes":
+      end = state()
+      edges[start].append((part.of, end))
+      return end
+    if part.kind == "row":
+      for inner in part.of:
+        start = build(inner, start)
+      return start
+    end = state()
+    if part.kind == "many":
+      # A state of its own, so that what leads to `start` can not enter the loop late.
+      loop = state()
+      free[start].append(loop)
+      free[build(part.of[0], loop)].append(loop)
+      free[loop].append(end)
+      return end
+    for inner in part.of:
+      begin = state()
+      free[start].append(begin)
+      free[build(inner, begin)].append(end)
+    return end
+
+  final = build(language, state())
+
+  def closure(states: Iterable[int]) -> frozenset[int]:
+    seen, stack = set(states), list(states)
+    while stack:
+      for target in free[stack.pop()]:
+        if target not in seen:
+          seen.add(target)
+          stack.append(target)
+    return frozenset(seen)
+
+  sets = [closure([0])]
+  number = {sets[0]: 0}
+  rows = []
+  for current in sets:  # grows as it runs
+    targets: list[set[int]] = [set() for _ in range(256)]
+    for s in current:
+      for among, target in edges[s]:
+        for b in among:
+          targets[b].add(target)
+    numbers: dict[frozenset[int], int] = {}
+    out = np.full(256, -1, np.int64)
+    for b, reached in enumerate(targets):
+      if not reached:
+        continue
+      key = frozenset(reached)
+      if key not in numbers:
+        after = closure(reached)
+        if after not in number:
+          number[after] = len(sets)
+          sets.append(after)
+        numbers[key] = number[after]
+      out[b] = numbers[key]
+    rows.append(out)
+  accepts_S = np.array([final in s for s in sets])
+  next_SX, new_S = minimise(np.stack(rows), accepts_S)
+  accepts = np.zeros(len(next_SX), bool)
+  accepts[new_S[accepts_S]] = True
+  return Table(next_SX, accepts)
+
+
+def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+  """An automaton that reads any text and says where words end in it.
+
+  Returns:
+    next_SX over 256 bytes, and stop_S: 1 + the longest word that ends in a state, or 0.
+    Source: Aho and Corasick 1975, "Efficient string matching".
+  """
+  trie: list[dict[int, int]] = [{}]
+  stop = [0]
+  for index, word in enumerate(words, 1):
+    state = 0
+    for byte in word:
+      if byte not in trie[state]:
+        trie[state][byte] = len(trie)
+        trie.append({})
+        stop.append(0)
+      state = trie[state][byte]
+    stop[state] = index
+  next_SX = np.zeros((len(trie), 256), np.int64)
+  fail = [0] * len(trie)
+  queue = collections.deque([0])
+  while queue:
+    state = queue.popleft()
+    # The longest proper suffix comes earlier in breadth-first order, so it is done.
+    if state:
+      next_SX[state] = next_SX[fail[state]]
+      stop[state] = stop[state] or stop[fail[state]]
+    for byte, child in trie[state].items():
+      fail[child] = int(next_SX[state, byte]) if state else 0
+      next_SX[state, byte] = child
+      queue.append(child)
+  return next_SX, np.array(stop)
+
+
+def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Merges states that nothing tells apart (Moore's partition refinement).
+
+  Args:
+    next_SX: a table; -1 is a dead state of its own.
+    kind_S: states of different kinds stay apart.
+
+  Returns:
+    The smaller table (state 0 holds the old state 0), and the new state of each old.
+  """
+  # Bytes that lead every state the same way are one column.
+  _, columns = np.unique(next_SX, axis=1, return_index=True)
+  ways_SX = next_SX[:, columns]
+  block_S = _numbered(np.asarray(kind_S)[:, None])
+  while True:
+    # The dead state is block -1: index the blocks with one more at the end.
+    after_SX = np.append(block_S, -1)[ways_SX]
+    new_S = _numbered(np.concatenate([block_S[:, None], after_SX], axis=1))
+    if new_S.max() == block_S.max():
+      break
+    block_S = new_S
+  first = np.unique(block_S, return_index=True)[1]
+  return np.append(block_S, -1)[next_SX[first]], block_S
+
+
+def _numbered(rows: np.ndarray) -> np.ndarray:
+  """Equal rows get the same number, in order of their first."""
+  seen: dict[bytes, int] = {}
+  # By hash: many times faster than numpy's sort of rows.
+  rows = np.ascontiguousarray(rows, np.int32)
+  return np.array([seen.setdefault(r.tobytes(), len(seen)) for r in rows])

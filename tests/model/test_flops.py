@@ -1,0 +1,51 @@
+"""The model's arithmetic, against what XLA counts in the compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coa_jax.model import flops, qwen
+from coa_jax.model.architecture import QwenConfig
+
+CFG = QwenConfig(
+  vocab_size=512, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=160
+)
+
+
+def test_a_forward_pass_of_one_segment_is_what_xla_counts():
+  B, T = 2, 48
+  params = qwen.init_params(CFG, 0)
+  ids = jnp.ones((B, T), jnp.int32)
+
+  def forward(params):
+    hidden, _ = qwen.Qwen(CFG).apply({"params": params}, ids, ids, ids)
+    return qwen.Qwen(CFG).apply({"params": params}, hidden, method="logits")
+
+  counted = jax.jit(forward).lower(params).compile().cost_analysis()["flops"]
+  # XLA multiplies the masked half of the scores too.
+  masked = B * 4 * CFG.layers * CFG.heads * CFG.head_dim * T * (T - 1) // 2
+  expected = flops.train_flops(CFG, [T] * B) / 3 + masked
+  # Norms, rotations and softmax come on top.
+  assert expected < counted < 1.1 * expected
+
+
+def test_segments_do_not_read_each_other_and_frozen_matrices_have_no_gradient():
+  whole, halves = flops.train_flops(CFG, [64]), flops.train_flops(CFG, [32, 32])
+  reads = 12 * CFG.layers * CFG.heads * CFG.head_dim
+  assert whole - halves == reads * (64 * 65 - 2 * 32 * 33) // 2
+  saved = whole - flops.train_flops(CFG, [64], frozen=True)
+  assert saved == 2 * 64 * sum(flops.products(CFG))
+  assert flops.train_flops(CFG, []) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_products_are_the_matrices(tied: bool):
+  cfg = dataclasses.replace(CFG, tie_embeddings=tied)
+  leaves = jax.tree.leaves(qwen.param_shapes(cfg))
+  scalars = sum(x.size for x in leaves if x.ndim > 1)
+  layers, head = flops.products(cfg)
+  assert layers + head * (1 if tied else 2) == scalars

@@ -1,0 +1,207 @@
+"""What the grammar allows is what the parser accepts, by byte and by token."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import numpy as np
+import pytest
+import toy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from coa_jax.protocol import automaton, parser, roles
+from coa_jax.protocol.grammar import Grammar, compile_grammar
+
+OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
+
+
+@functools.cache
+def grammar(name: str) -> Grammar:
+  """Of a variant, without the tool whose calls it allows in one form only."""
+  variant = roles.get_variant(name)
+  tools = [t for t in variant.tools if t != "visual_inspector"]
+  return compile_grammar(variant.with_tools(tools))
+
+
+def read(g: Grammar, turns: list[bytes]) -> tuple[int, int]:
+  """The last state (-1 where a byte is not allowed) and how many bytes were read."""
+  state, done = 0, 0
+  for nth, turn in enumerate(turns):
+    if nth:
+      state = g.resume_S[state]
+      if state < 0:
+        return -1, done
+    for b in turn:
+      state = g.next_SX[state, b]
+      if state < 0:
+        return -1, done
+      done += 1
+  return int(state), done
+
+
+def write(
+  g: Grammar, distance: np.ndarray, rng: random.Random, most: int = 4_000
+) -> list[str] | None:
+  """Turns of a text drawn byte by byte from what is allowed; None if it grew too long.
+
+  Letters of tags and the shortest way to an end are drawn often, or it would not end.
+  """
+  turns, state = [bytearray()], 0
+  for _ in range(most):
+    if g.ends_S[state]:
+      return [t.decode("utf-8", "replace") for t in turns]
+    if g.resume_S[state] >= 0:
+      state = g.resume_S[state]
+      turns.append(bytearray())
+      continue
+    able = np.flatnonzero(g.next_SX[state] >= 0)
+    assert len(able), "a state that is no end and goes nowhere"
+    if rng.random() < 0.8:
+      least = min(distance[g.next_SX[state, b]] for b in able)
+      able = [b for b in able if distance[g.next_SX[state, b]] == least]
+    b = int(rng.choice(list(able)))
+    turns[-1].append(b)
+    state = g.next_SX[state, b]
+  return None
+
+
+def distances(g: Grammar) -> np.ndarray:
+  """Bytes to the nearest end, from every state."""
+  out = np.where(g.ends_S, 0, np.inf)
+  after = np.concatenate([g.next_SX, g.resume_S[:, None]], axis=1)
+  while True:
+    new = np.minimum(out, 1 + np.append(out, np.inf)[after].min(axis=1))
+    if np.array_equal(new, out):
+      return out
+    out = new
+
+
+@pytest.mark.parametrize("name", list(roles.VARIANTS))
+def test_whatever_is_written_under_the_grammar_is_well_formed(name: str):
+  g = compile_grammar(roles.get_variant(name))
+  rng, written, distance = random.Random(0), 0, distances(g)
+  for _ in range(150):
+    turns = write(g, distance, rng)
+    if turns is not None:
+      read_back = parser.parse(OBSERVED.join(turns), roles.get_variant(name))
+      assert read_back.ok, (read_back.detail, turns)
+      written += 1
+  assert written > 100
+
+
+_SPANS = [
+  *(roles.wrap(r, "x") for r in (*roles.ROLES, "wiki_search", "web_search")),
+  *(
+    roles.wrap(roles.DOUBLE_CHECK, s) for s in ("1", " score 3", "-3", "3.5", "3 of 4")
+  ),
+  *(
+    roles.wrap(roles.REFLECTION, s)
+    for s in (
+      "information_conflict: poor",
+      "Tool_Effectiveness : POOR.",
+      "trajectory_monitoring: poorly",
+      "information_conflict: information_conflict: poor",
+      "information_conflict: good tool_effectiveness:fair "
+      "trajectory_monitoring: average",
+    )
+  ),
+  *(
+    roles.wrap("code", s)
+    for s in (
+      roles.render_code("print(1)"),
+      roles.render_code("print(1)", "in"),
+      "```python  \n x``\n```\n\n```sh\n```",
+      "```py\n\n```",
+      "```py\n``````",
+      "```py\nx````",
+      "print(1)",
+      "```py\na\n``` b",
+    )
+  ),
+]
+_PIECE = st.sampled_from(_SPANS) | st.sampled_from(
+  [" ", "\n", "<", "</", ">", "x", "<think>", "</answer>", "<plan> </plan>", "\u00a0"]
+)
+
+
+@pytest.mark.parametrize("name", ["unified", "web", "code", "mhqa"])
+@settings(max_examples=300)
+@given(pieces=st.lists(_PIECE, max_size=9))
+@example([roles.wrap("think", "x"), roles.wrap("plan", "y"), roles.wrap("answer", "z")])
+def test_the_grammar_and_the_parser_agree(name: str, pieces: list[str]):
+  """On texts that are often nearly well-formed; observations follow calls."""
+  g, variant = grammar(name), roles.get_variant(name)
+  variant = variant.with_tools([t for t in variant.tools if t != "visual_inspector"])
+  turns = [""]
+  for piece in pieces:
+    turns[-1] += piece
+    if piece.startswith("<") and piece.endswith(
+      tuple(roles.close_tag(t) for t in variant.tools)
+    ):
+      turns.append("")
+  state, _ = read(g, [t.encode() for t in turns])
+  verdict = parser.parse(OBSERVED.join(turns), variant)
+  # After the answer the parser forgives white space, which decoding never reaches.
+  if verdict.ok and not turns[-1].endswith(">"):
+    return
+  assert (state >= 0 and bool(g.ends_S[state])) == verdict.ok, verdict.detail
+
+
+class Split:
+  """A tokenizer of a few pieces and all bytes; tags are ordinary text."""
+
+  def __init__(self, pieces: list[bytes]):
+    self.bytes_of = [bytes([b]) for b in range(256)] + pieces + [b"<|im_end|>", b""]
+    self.vocab_size = len(self.bytes_of)
+    self.added = {len(self.bytes_of) - 2: "<|im_end|>"}
+
+
+@settings(max_examples=50)
+@given(st.sets(st.integers(1, 400), max_size=200), st.integers(0, 1_000))
+def test_tokens_are_allowed_where_their_bytes_are(cuts: set[int], seed: int):
+  g = grammar("mhqa")
+  turns = write(g, distances(g), random.Random(seed)) or ["<think>"]
+  raw = turns[0].encode()
+  ends = sorted({0, *(c for c in cuts if c < len(raw)), len(raw)})
+  pieces = [raw[a:b] for a, b in itertools.pairwise(ends)]
+  tokenizer = Split(sorted(set(pieces)))
+  table = automaton.compile_constraint(
+    roles.get_variant("mhqa"), tokenizer, tokenizer.vocab_size + 3
+  )
+  ids = [tokenizer.bytes_of.index(p) for p in pieces]
+  states = table.states(ids)
+  assert len(states) == len(ids) + 1
+  for n in range(len(ids) + 1):
+    state, _ = read(g, [b"".join(pieces[:n])])
+    assert states[n] == state
+  # Nothing else is allowed but what its bytes allow.
+  for state in states:
+    for token, spelt in enumerate(tokenizer.bytes_of):
+      after = table.next_SC[state, table.class_V[token]]
+      expected = state
+      for b in spelt:
+        expected = g.next_SX[expected, b] if expected >= 0 else -1
+      control = not spelt or token in tokenizer.added
+      assert after == (-1 if control else expected)
+  assert (table.class_V[-3:] == table.class_V[-4]).all()
+
+
+def test_a_tag_counts_as_one_token_and_spelt_out():
+  tokenizer = toy.tokenizer()
+  table = automaton.compile_constraint(toy.VARIANT, tokenizer, toy.MODEL.vocab_size)
+  whole = tokenizer.encode("<think>")
+  spelt = [tokenizer.bytes_of.index(bytes([b])) for b in b"<think>"]
+  assert len(whole) == 1
+  assert table.states(whole)[-1] == table.states(spelt)[-1] >= 0
+  assert table.states(tokenizer.encode("<answer>"))[-1] == -1
+
+
+def test_a_tokenizer_that_lacks_bytes_is_refused():
+  tokenizer = Split([])
+  tokenizer.bytes_of = tokenizer.bytes_of[128:]
+  tokenizer.vocab_size, tokenizer.added = len(tokenizer.bytes_of), {}
+  with pytest.raises(ValueError, match="no tokens for some bytes"):
+    automaton.compile_constraint(roles.get_variant("mhqa"), tokenizer, 1_000)

@@ -1,0 +1,121 @@
+"""A policy that may write only what the grammar allows, and a learner that agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
+from coa_jax.model import qwen
+from coa_jax.model.distribution import Truncation
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import Verdict, parse
+from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.scheduler import RolloutConfig, on_device
+
+# A random policy closes a span after some 350 tokens, and needs four of them.
+LENGTH = 3_072
+VARIANT = roles.get_variant("mhqa")
+
+
+@functools.cache
+def play(tokenizer, **changes) -> tuple[Player, dict, list[Trajectory]]:
+  """What an untrained model plays under the grammar."""
+  cfg = dataclasses.replace(toy.MODEL, vocab_size=tokenizer.vocab_size + 5)
+  params = qwen.init_params(cfg, 1)
+  config = RolloutConfig(
+    variant="mhqa",
+    style="brief",
+    slots=8,
+    window=64,
+    max_len=LENGTH,
+    max_calls=99,
+    constrain=True,
+    **changes,
+  )
+  player = Player(cfg, tokenizer, config, VARIANT.tools)
+  groups = player.groups(params, toy.TASKS, toy.TableToolbox(), 2, 1.0, seed=3)
+  return player, params, [t for group in groups for t in group]
+
+
+@pytest.mark.parametrize("tokenizer", [toy.tokenizer, toy.stock_tokenizer])
+def test_an_untrained_model_breaks_no_rule(tokenizer):
+  player, _, played = play(tokenizer())
+  ended = [t for t in played if t.status == Status.ENDED]
+  assert all(t.reward_parts["format"] == 1.0 for t in ended)
+  for t in played:
+    read = parse(t.text, VARIANT)
+    assert read.ok == (t.status == Status.ENDED)
+    if not read.ok:  # it ran out of tokens, maybe within a tag
+      assert t.status == Status.TRUNCATED
+      assert read.verdict in (Verdict.UNCLOSED, Verdict.MALFORMED)
+      assert "<" in t.text[read.offset :] or read.verdict == Verdict.UNCLOSED
+    state = 0
+    for s in t.segments:
+      if s.author == Author.TOOL:
+        state = player.constraint.resume_S[state]
+      elif s.author == Author.POLICY:
+        *_, state = player.constraint.states(s.ids, state)
+      assert state >= 0
+  if tokenizer is toy.tokenizer:  # spelt-out tags are too rare to draw by chance
+    assert len(ended) >= 2 and sum(t.usage.tool_calls for t in played) >= 2
+  counters = player.scheduler.counters
+  assert 0.01 < counters.removed_mass / counters.sampled_tokens < 0.9
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7, "min_p": 0.1}])
+def test_the_learner_has_the_samplers_log_probs(truncation: dict):
+  player, params, played = play(toy.tokenizer(), **truncation)
+  cfg = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
+  (batch,) = batching.batches(
+    played[:6], 6, LENGTH, [1.0] * 6, constraint=player.constraint
+  )
+  logps = {
+    name: np.asarray(
+      losses.token_logps(cfg, params, batch, 1.0, None, cut, constraint)[0]
+    )
+    for name, cut, constraint in (
+      ("same", Truncation(**truncation), on_device(player.constraint)),
+      ("free", Truncation(), None),
+    )
+  }
+  wrote = batch.weight_BT > 0
+  assert wrote.sum() > 1_000
+  gap = np.abs(logps["same"][wrote] - batch.logp_BT[wrote])
+  # At the border of a truncation rounding decides whether one token more is left.
+  assert (gap <= 2e-5).mean() >= (0.999 if truncation else 1.0)
+  # Without the mask every token would be less likely.
+  assert (logps["free"][wrote] <= logps["same"][wrote] + 1e-6).all()
+  assert logps["free"][wrote].mean() < logps["same"][wrote].mean() - 0.01
+
+
+def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
+  player, params, played = play(toy.tokenizer())
+  whole = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
+  chunked = dataclasses.replace(whole, logit_chunk=256)
+  (batch,) = batching.batches(
+    played[:2], 2, LENGTH, [1.0, -1.0], constraint=player.constraint
+  )
+  batch = jax.tree.map(lambda x: x[:, :512], batch)
+  constraint = on_device(player.constraint)
+
+  def loss(cfg):
+    def sums(params):
+      args = (batch, 1.0, None, Truncation(top_k=20), constraint)
+      logp_BT, entropy_BT = losses.token_logps(cfg, params, *args)
+      return (batch.weight_BT * (logp_BT + entropy_BT)).sum()
+
+    return jax.value_and_grad(sums)(params)
+
+  a, b = loss(whole), loss(chunked)
+  assert np.isfinite(a[0]) and float(a[0]) == pytest.approx(float(b[0]), rel=1e-5)
+  for x, y in zip(jax.tree.leaves(a[1]), jax.tree.leaves(b[1]), strict=True):
+    assert np.isfinite(x).all()
+    np.testing.assert_allclose(x, y, atol=1e-3 * np.abs(x).max())
