@@ -1,0 +1,91 @@
+"""vLLM serves what is exported here, unchanged, and continues as the sampler does.
+
+Needs vLLM in an environment of its own (README): COA_VLLM=/its/bin/vllm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
+from coa_jax.model import qwen
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.weights import save_model
+
+VLLM = os.environ.get("COA_VLLM")
+NEW = 64
+# Heads of 32: vLLM has no kernel for smaller ones on a CPU.
+MODELS = {
+  "qwen3": dict(heads=4, kv_heads=2, qk_norm=True, attention_bias=False),
+  "qwen2": dict(heads=2, kv_heads=1, qk_norm=False, attention_bias=True),
+}
+
+
+@contextlib.contextmanager
+def served(folder: str, log: str) -> Iterator[httpx.Client]:
+  """A client of `vllm serve` on the folder, once it answers."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    port = s.getsockname()[1]
+  command = [VLLM, "serve", folder, "--host=127.0.0.1", f"--port={port}"]
+  command += ["--dtype=float32", "--max-model-len=256", "--served-model-name=m"]
+  env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+  with open(log, "w") as f:
+    process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env)
+  try:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+      for _ in range(300):
+        assert process.poll() is None, pathlib.Path(log).read_text()[-3_000:]
+        with contextlib.suppress(httpx.TransportError):
+          if client.get("/health").status_code == 200:
+            break
+        time.sleep(1)
+      yield client
+  finally:
+    process.terminate()
+    process.wait(60)
+
+
+@pytest.mark.skipif(not VLLM, reason="COA_VLLM names no vLLM")
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
+  tokenizer = toy.tokenizer()
+  cfg = QwenConfig(
+    vocab_size=384,
+    width=64,
+    layers=2,
+    head_dim=32,
+    ff=128,
+    **MODELS[kind],
+  )
+  params = qwen.init_params(cfg, 0)
+  folder = str(tmp_path / "model")
+  save_model(folder, cfg, params, tokenizer=tokenizer)
+  prompts = [[5, 9, 200], list(range(10, 40)), tokenizer.encode("<think> work")]
+  with served(folder, str(tmp_path / "log")) as client:
+    body = dict(model="m", prompt=prompts, max_tokens=NEW, temperature=0, logprobs=0)
+    body |= dict(ignore_eos=True, return_token_ids=True, add_special_tokens=False)
+    answer = client.post("/v1/completions", json=body)
+  assert answer.status_code == 200, answer.text
+  choices = sorted(answer.json()["choices"], key=lambda c: c["index"])
+  for prompt, choice in zip(prompts, choices, strict=True):
+    ids, theirs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    assert len(ids) == NEW
+    batch = batching.empty(1, len(prompt) + NEW)
+    batch.tokens_BT[0] = prompt + ids
+    batch.segment_BT[:] = 1
+    batch.position_BT[0] = np.arange(len(prompt) + NEW)
+    ours = np.asarray(losses.token_logps(cfg, params, batch)[0])[0, len(prompt) :]
+    np.testing.assert_allclose(theirs, ours, atol=1e-4)
