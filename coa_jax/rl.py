@@ -25,11 +25,9 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, TrainState, init_state
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
-from coa_jax.model.distribution import Truncation
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout
 from coa_jax.model.weights import load_config, load_model
-from coa_jax.protocol import automaton
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
@@ -119,6 +117,7 @@ class Rollouts:
     played: every trajectory rolled out, kept or not.
     groups: groups rolled out.
     kept: groups kept.
+    removed_mass: mean probability that the grammar took from a token.
   """
 
   trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
@@ -126,6 +125,7 @@ class Rollouts:
   played: list[Trajectory] = dataclasses.field(default_factory=list)
   groups: int = 0
   kept: int = 0
+  removed_mass: float = 0.0
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -169,8 +169,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   claim(config, workdir)
   cfg, params = load_model(config.init, load, layout)
   trained, frozen = adapting.split(cfg, params, lora, rollout.seed, layout)
-  loss = _loss(cfg, algo, lora, layout, rollout.truncation, player.constraint)
-  learner = Learner(loss, optimizer, layout)
+  learner = Learner(_loss(cfg, algo, lora, layout, player), optimizer, layout)
   learner.reserve(-(-algo.prompts * algo.samples // algo.rows))  # a row each, at worst
   state = init_state(trained, optimizer, layout)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
@@ -190,10 +189,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if step % dev.every == 0:
           values["dev_accuracy"] = examine(params)
           clock.lap("dev")
-        before = dataclasses.replace(player.scheduler.counters)
         rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
-        if rollout.constrain:
-          values["removed_mass"] = player.scheduler.counters.removed_since(before)
         clock.lap("rollout")
         state, learned = _learn(learner, state, frozen, rollouts, algo, player)
         values |= learned | _describe(rollouts)
@@ -234,6 +230,7 @@ def collect(
   the order in which trajectories ended does not matter.
   """
   out = Rollouts()
+  before = dataclasses.replace(player.scheduler.counters)
   for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
     asked = [_pick(tasks, seed, nth * algo.prompts + i) for i in range(algo.prompts)]
     draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
@@ -256,6 +253,7 @@ def collect(
           out.advantages.append(advantage)
     if out.kept == algo.prompts:
       break
+  out.removed_mass = player.scheduler.counters.removed_since(before)
   return out
 
 
@@ -270,10 +268,10 @@ def _loss(
   algo: AlgoConfig,
   lora: LoraConfig | None,
   layout: Layout | None,
-  truncation: Truncation,
-  grammar: automaton.Constraint | None,
+  player: Player,
 ) -> SumLoss:
-  constraint = on_device(grammar)
+  truncation = player.scheduler.config.truncation
+  constraint = on_device(player.constraint)
 
   def loss(
     trained: Any, frozen: Any, batch: Batch
@@ -321,6 +319,7 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
   out = {
     "reward": _mean([t.reward for t in played]),
     "informative": rollouts.kept / rollouts.groups,
+    "removed_mass": rollouts.removed_mass,
     "generated_tokens": sum(t.usage.generated for t in played),
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),

@@ -1,8 +1,48 @@
-"""The two flags that every benchmark takes, defined once."""
+"""Flags and endings that benchmarks share."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import rich
 from absl import flags
+
+from coa_jax.report.metrics import write_json
+from coa_jax.report.tables import Table, rich_table
 
 QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
 OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
+CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
+ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of every contestant.", 1)
+PYTHONS = {
+  name: flags.DEFINE_string(f"{name}_python", sys.executable, f"Runs {name}'s worker.")
+  for name in ("torch", "tunix", "vllm")
+}
+
+T = TypeVar("T")
+
+
+def chosen(cases: Mapping[str, T]) -> dict[str, T]:
+  """The cases that --cases finds; with --quick the first of them.
+
+  Raises:
+    ValueError: it finds none; the message lists their names.
+  """
+  out = {name: case for name, case in cases.items() if re.search(CASES.value, name)}
+  if not out:
+    raise ValueError(f"--cases={CASES.value!r} finds none of: {', '.join(cases)}")
+  return dict(list(out.items())[:1]) if QUICK.value else out
+
+
+def finish(
+  title: str, figures: Mapping[str, Any], columns: Mapping[str, str], note: str
+) -> None:
+  """Prints `figures["table"]` and `["ratios"]`; writes all of it where --out says."""
+  rich.print(rich_table(Table(title, figures["table"], dict(columns), note)))
+  for name, ratio in figures["ratios"].items():
+    print(f"{name}: {ratio:.2f}")
+  if OUT.value:
+    write_json(OUT.value, dict(figures))

@@ -16,29 +16,21 @@ masked) over seconds and over the rate of a bfloat16 matrix product measured fir
 
 from __future__ import annotations
 
-import re
 import statistics
 import subprocess
 import sys
 import time
 from typing import Any
 
-import rich
-from absl import app, flags
+from absl import app
 
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.flops import train_flops
 from coa_jax.model.variants import variant
-from coa_jax.report.metrics import write_json
-from coa_jax.report.tables import Table, rich_table
-from experiments import bench_train
-from experiments.bench import OUT, QUICK
+from experiments import bench
 from experiments.bench_train_work import Size, segments
+from experiments.bench_workers import ROOT, available, race
 from experiments.launch import stop, with_clear_errors
-
-_CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of every contestant.", 1)
-_TORCH = flags.DEFINE_string("torch_python", sys.executable, "Runs torch's worker.")
 
 TOLERANCE = 1e-2  # relative, between losses in bfloat16
 _MODEL = (
@@ -119,9 +111,7 @@ def measure(
     ValueError: losses differ, or a worker ended.
   """
   settings = {who: SETTINGS[who] for who in ("ours", *pythons)}
-  first, turns = bench_train.race(
-    size, pythons, settings, rounds, checked=1, tolerance=TOLERANCE
-  )
+  first, turns = race(size, pythons, settings, rounds, checked=1, tolerance=TOLERANCE)
   per_row = segments(size.length)
   flops = train_flops(QwenConfig(**size.model), per_row * size.rows, size.lora > 0)
   rows = []
@@ -163,7 +153,7 @@ def run() -> dict[str, Any]:
   )
   done = subprocess.run(
     [sys.executable, "-c", code],
-    cwd=bench_train.ROOT,
+    cwd=ROOT,
     check=True,
     stdout=subprocess.PIPE,
     text=True,
@@ -171,14 +161,9 @@ def run() -> dict[str, Any]:
   gpu, rate = done.stdout.split()[-2:]
   peak, cases = float(rate), CASES if gpu == "True" else TINY
   print(f"a bfloat16 matrix product: {peak / 1e12:.1f} TFLOP/s", flush=True)
-  chosen = {n: s for n, s in cases.items() if re.search(_CASES.value, n)}
-  if not chosen:
-    raise ValueError(f"--cases={_CASES.value} finds none of {', '.join(cases)}")
-  if QUICK.value:
-    chosen = dict(list(chosen.items())[:1])
-  pythons = bench_train.available({"torch": _TORCH.value})
-  rows, rounds = [], 1 if QUICK.value else _ROUNDS.value
-  for name, size in chosen.items():
+  pythons = available(("torch",))
+  rows, rounds = [], 1 if bench.QUICK.value else bench.ROUNDS.value
+  for name, size in bench.chosen(cases).items():
     rows += measure(name, size, pythons, peak, rounds)
   by = {(row["case"], row["contestant"]): row for row in rows}
   ratios = {
@@ -196,11 +181,7 @@ def main(argv: list[str]) -> None:
     stop(f"unexpected argument {argv[1]!r}")
   figures = with_clear_errors(run)
   note = "MFU: the model's own arithmetic over that of a matrix product, measured."
-  rich.print(rich_table(Table("SFT step", figures["table"], _COLUMNS, note)))
-  for name, ratio in figures["ratios"].items():
-    print(f"{name}: {ratio:.2f}")
-  if OUT.value:
-    write_json(OUT.value, figures)
+  bench.finish("SFT step", figures, _COLUMNS, note)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What the contestants of `bench_train` and `bench_mfu` do: the work, and a server.
-
-  PYTHON -m experiments.bench_train_work CONTESTANT FOLDER    (the benchmark starts it)
+"""The work of `bench_train` and `bench_mfu`: a model folder and rows of tokens.
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """
@@ -10,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,8 +16,6 @@ import numpy as np
 _BATCHES = 4  # different batches, used in turn
 _SHARES = (3, 4, 5, 9, 11)  # 32nds of a row that its segments take
 _MODEL, _ROWS, JOB = "model", "rows.npz", "job.json"
-_LR, _DECAY, _B1, _B2, _CLIP = 1e-3, 0.1, 0.9, 0.95, 1.0
-_ALPHA = 2.0  # adapters count this often
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +42,29 @@ class Size:
   def param_dtype(self) -> str:
     """Of the folder's weights."""
     return self.dtype if self.lora else "float32"
+
+
+def model_fields(
+  V: int, D: int, L: int, N: int, K: int, H: int, F: int
+) -> dict[str, Any]:
+  return {
+    "vocab_size": V,
+    "width": D,
+    "layers": L,
+    "heads": N,
+    "kv_heads": K,
+    "head_dim": H,
+    "ff": F,
+    # tunix computes its rotary frequencies with this base whatever its config says.
+    "rope_theta": 1e6,
+  }
+
+
+SIZES = {
+  "1M": Size(model_fields(1_344, 128, 4, 4, 2, 32, 384), rows=8, steps=4),
+  "5M": Size(model_fields(4_096, 256, 6, 4, 2, 64, 640), rows=8, steps=2),
+  "100M": Size(model_fields(32_768, 768, 12, 12, 4, 64, 2_048), rows=2, steps=1),
+}
 
 
 def segments(length: int) -> list[int]:
@@ -130,278 +146,3 @@ class Work:
     self._step += 1
     starts = range(0, self.pieces * self._rows, self._rows)
     return [{k: x[i : i + self._rows] for k, x in batch.items()} for i in starts]
-
-
-# Runs so many steps to their end; the loss of each, nats per weighted token.
-Train = Callable[[int], list[float]]
-
-
-def ours(work: Work) -> Train:
-  """This project's learner, as `sft.run` uses it."""
-  from experiments.launch import prepare
-
-  prepare("")  # no compile cache: peers compile too, and that is part of the peak
-  import jax
-
-  from coa_jax.learner import losses
-  from coa_jax.learner.optim import OptimConfig, make_optimizer
-  from coa_jax.learner.state import Learner, init_state
-  from coa_jax.model import lora as adapting
-  from coa_jax.model.architecture import LoadConfig
-  from coa_jax.model.weights import load_model
-
-  size = work.size
-  load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
-  cfg, params = load_model(work.model, load)
-  lora = adapting.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
-  trained, frozen = adapting.split(cfg, params, lora, seed=0)
-
-  def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
-    params = adapting.assemble(trained, frozen, lora)
-    logp_BT, _ = losses.token_logps(cfg, params, batch)
-    return losses.nll(logp_BT, batch.weight_BT), {}
-
-  config = OptimConfig(
-    lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2
-  )
-  optimizer = make_optimizer(config, 1_000)
-  learner = Learner(loss, optimizer)
-  state = init_state(trained, optimizer)
-  del params, trained
-
-  def train(steps: int) -> list[float]:
-    nonlocal state
-    values = []
-    for _ in range(steps):
-      micro = [_batch(b) for b in work.micro_batches()]
-      state, metrics = learner.step(state, micro, work.tokens, frozen)
-      values.append(metrics["loss"])
-    jax.block_until_ready(state)
-    return [float(v) for v in values]
-
-  return train
-
-
-def _batch(b: Mapping[str, np.ndarray]) -> Any:
-  """Rows as the learner wants them."""
-  from coa_jax.learner.batch import Batch
-
-  free = np.full_like(b["tokens"], -1)
-  nothing = np.zeros_like(b["weight"])
-  return Batch(
-    b["tokens"], b["segment"], b["position"], b["weight"], nothing, nothing, free
-  )
-
-
-def torch(work: Work) -> Train:
-  """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
-
-  On a GPU where torch sees one. In half precision trained parameters are float32 and
-  the computation is under autocast; adapters are peft's.
-  """
-  import torch
-  import transformers
-
-  size = work.size
-  device = "cuda" if torch.cuda.is_available() else "cpu"
-  dtype = getattr(torch, size.dtype)
-  model = transformers.AutoModelForCausalLM.from_pretrained(
-    work.model,
-    dtype=getattr(torch, size.param_dtype),
-    attn_implementation=work.setting["attention"],
-  ).to(device)
-  model.config.use_cache = False
-  if work.setting["remat"]:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-  if size.lora:
-    import peft
-
-    config = peft.LoraConfig(
-      r=size.lora, lora_alpha=_ALPHA * size.lora, target_modules="all-linear"
-    )
-    model = peft.get_peft_model(model, config)
-  model.train()
-  forward = torch.compile(model) if work.setting["compile"] else model
-  trained = [p for p in model.parameters() if p.requires_grad]
-  groups = [
-    {"params": [p for p in trained if p.ndim > 1], "weight_decay": _DECAY},
-    {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
-  ]
-  optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(_B1, _B2), fused=True)
-
-  def backward(b: Mapping[str, np.ndarray]) -> torch.Tensor:
-    tokens, segment, position, weight = (
-      torch.from_numpy(b[k]).to(device)
-      for k in ("tokens", "segment", "position", "weight")
-    )
-    tokens, T = tokens.long(), tokens.shape[1]
-    same = segment[:, :, None] == segment[:, None, :]
-    seen = same & torch.ones(T, T, dtype=torch.bool, device=device).tril()
-    # Additive: scaled_dot_product_attention would turn a boolean mask into it in
-    # every layer.
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-    mask.masked_fill_(~seen, torch.finfo(dtype).min)
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-      loss = forward(
-        input_ids=tokens,
-        position_ids=position.long(),
-        attention_mask=mask[:, None],
-        labels=torch.where(weight > 0, tokens, -100),
-        num_items_in_batch=work.tokens,
-      ).loss
-    loss.backward()
-    return loss.detach()
-
-  def train(steps: int) -> list[float]:
-    values = []
-    for _ in range(steps):
-      values.append(sum(backward(b) for b in work.micro_batches()))
-      torch.nn.utils.clip_grad_norm_(trained, _CLIP)
-      optimizer.step()
-      optimizer.zero_grad(set_to_none=True)
-    if device == "cuda":
-      torch.cuda.synchronize()
-    return [float(v) for v in values]
-
-  return train
-
-
-def tunix(work: Work) -> Train:
-  """tunix's SFT trainer over its Qwen3, with its own loss."""
-  import jax
-  import jax.numpy as jnp
-  import optax
-  from tunix.models.qwen3 import params as loading
-  from tunix.sft import peft_trainer
-
-  config = _tunix_config(work)
-  model = loading.create_model_from_safe_tensors(work.model, config, dtype=jnp.float32)
-  values: list[jax.Array] = []
-
-  class Trainer(peft_trainer.PeftTrainer):
-    """Keeps the loss of every micro-batch; tunix only logs them."""
-
-    def _post_process_train_step(self, aux: jax.Array) -> None:
-      values.append(aux)
-
-  def loss(
-    model: Any,
-    input_tokens: jax.Array,
-    input_mask: jax.Array,
-    positions: jax.Array,
-    attention_mask: jax.Array,
-  ) -> tuple[jax.Array, jax.Array]:
-    value = peft_trainer._default_loss_fn(
-      model, input_tokens, input_mask, positions, attention_mask
-    )
-    return value, value
-
-  def model_input(b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    T = b["tokens"].shape[1]
-    same = b["segment"][:, :, None] == b["segment"][:, None, :]
-    return {
-      "input_tokens": b["tokens"],
-      "input_mask": b["weight"],
-      "positions": b["position"],
-      "attention_mask": same & jnp.tril(jnp.ones((T, T), bool)),
-    }
-
-  pieces = work.pieces
-  optimizer = optax.chain(
-    optax.clip_by_global_norm(_CLIP),
-    optax.adamw(
-      _LR,
-      b1=_B1,
-      b2=_B2,
-      weight_decay=_DECAY,
-      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
-    ),
-  )
-  training = peft_trainer.TrainingConfig(
-    eval_every_n_steps=1_000_000,
-    gradient_accumulation_steps=pieces if pieces > 1 else None,
-  )
-  trainer = Trainer(model, optimizer, training)
-  trainer = trainer.with_loss_fn(loss, has_aux=True)
-  trainer = trainer.with_gen_model_input_fn(model_input)
-  # Else the first call of `train` would close the trainer.
-  trainer.is_managed_externally = True
-
-  def train(steps: int) -> list[float]:
-    values.clear()
-    trainer.train([b for _ in range(steps) for b in work.micro_batches()])
-    jax.block_until_ready(trainer.optimizer)
-    return [float(x) for x in np.reshape(np.array(values), (steps, pieces)).mean(1)]
-
-  return train
-
-
-def _tunix_config(work: Work) -> Any:
-  """The folder's architecture as tunix states it."""
-  from tunix.models.qwen3 import model as modeling
-
-  with open(os.path.join(work.model, "config.json"), encoding="utf-8") as f:
-    hf = json.load(f)
-  return modeling.ModelConfig(
-    num_layers=hf["num_hidden_layers"],
-    vocab_size=hf["vocab_size"],
-    embed_dim=hf["hidden_size"],
-    hidden_dim=hf["intermediate_size"],
-    num_heads=hf["num_attention_heads"],
-    head_dim=hf["head_dim"],
-    num_kv_heads=hf["num_key_value_heads"],
-    rope_theta=hf["rope_theta"],
-    norm_eps=hf["rms_norm_eps"],
-    use_tied_embedding=hf["tie_word_embeddings"],
-    remat_config=modeling.RematConfig[work.setting["remat"]],
-  )
-
-
-CONTESTANTS: dict[str, Callable[[Work], Train]] = {
-  "ours": ours,
-  "torch": torch,
-  "tunix": tunix,
-}
-
-
-def serve(name: str, folder: str) -> None:
-  """A contestant's process: JSON lines in, {"steps": n}, and out, what they took."""
-  # What libraries print would stand between the answers.
-  answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-  os.dup2(2, 1)
-
-  def answer(**values: Any) -> None:
-    print(json.dumps(values), file=answers, flush=True)
-
-  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
-    job = json.load(f)
-  train = CONTESTANTS[name](Work(folder, job["settings"][name]))
-  answer(ready=True)
-  for line in sys.stdin:
-    wall, cpu = time.perf_counter(), time.process_time()
-    losses = train(json.loads(line)["steps"])
-    answer(
-      seconds=time.perf_counter() - wall,
-      cpu_seconds=time.process_time() - cpu,
-      losses=losses,
-      peak_mb=_peak_mb(name),
-    )
-
-
-def _peak_mb(name: str) -> float:
-  """The most memory so far: of the GPU that the contestant uses, or of its process."""
-  if name == "torch":
-    import torch
-
-    if torch.cuda.is_available():
-      return torch.cuda.max_memory_allocated() / 2**20
-  else:
-    import jax
-
-    if jax.default_backend() == "gpu":
-      return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-if __name__ == "__main__":
-  serve(*sys.argv[1:])

@@ -36,12 +36,12 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.flops import products
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
+from experiments import bench
 from experiments.bench import OUT, QUICK
 from experiments.hlo_text import collectives, cycles
 from experiments.launch import stop, with_clear_errors
 from experiments.tpu_programs import CASES, SMALLEST, Case, architecture, lower
 
-_CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
 _LIST = flags.DEFINE_bool("list", False, "Print the cases' names and stop.")
 _TEXT = flags.DEFINE_string("text", "", "Folder to write compiled programs' text to.")
 _CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one case.")
@@ -310,9 +310,9 @@ def main(argv: list[str]) -> None:
   if argv[1:]:
     stop(f"unexpected argument {argv[1]!r}")
   names = [SMALLEST] if QUICK.value else list(CASES)
-  names = [name for name in names if re.search(_CASES.value, name)]
+  names = [name for name in names if re.search(bench.CASES.value, name)]
   if not names:
-    stop(f"--cases={_CASES.value!r} finds none; --list prints their names")
+    stop(f"--cases={bench.CASES.value!r} finds none; --list prints their names")
   if _LIST.value:
     print("\n".join(names))
     return

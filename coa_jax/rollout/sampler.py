@@ -160,7 +160,6 @@ def window(
     stop_B=jnp.zeros(B, jnp.int32),
     removed_B=jnp.zeros(B, jnp.float32),
   )
-  constraint = tables.constraint
 
   def body(carry):
     i, cache, s, out = carry
@@ -172,12 +171,7 @@ def window(
       valid_BT=s.active_B[:, None],
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
-    logits_BV, allowed_BV, removed_B = logits_B1V[:, 0], None, out.removed_B
-    if constraint is not None:
-      allowed_BV = constraint.allowed(s.grammar_B)
-      gone_B = distribution.removed_mass(logits_BV, s.temperature_B, allowed_BV)
-      removed_B += s.active_B * gone_B
-    logp_BV = distribution.log_probs(logits_BV, s.temperature_B, truncation, allowed_BV)
+    logp_BV, removed_B = _distribution(logits_B1V[:, 0], s, tables, truncation)
     token_B, logp_B = distribution.sample(
       logp_BV, _keys(seed, s.sequence_B, s.length_B + 1), s.temperature_B
     )
@@ -190,11 +184,8 @@ def window(
       logp_BW=out.logp_BW.at[:, i].set(logp_B),
       count_B=out.count_B + s.active_B,
       stop_B=jnp.maximum(out.stop_B, stop_B),
-      removed_B=removed_B,
+      removed_B=out.removed_B + s.active_B * removed_B,
     )
-    if constraint is not None:
-      after_B = constraint.after(s.grammar_B, token_B)
-      s = s.replace(grammar_B=jnp.where(s.active_B, after_B, s.grammar_B))
     s = s.replace(
       length_B=length_B,
       pending_B=jnp.where(s.active_B, token_B, s.pending_B),
@@ -202,6 +193,7 @@ def window(
         s.active_B, tables.next_SC[s.automaton_B, class_B], s.automaton_B
       ),
       active_B=s.active_B & (stop_B == 0) & ~full_B,
+      grammar_B=_grammar_after(s, tables, token_B),
     )
     return i + 1, cache, s, out
 
@@ -211,6 +203,29 @@ def window(
 
   _, cache, state, out = jax.lax.while_loop(more, body, (0, cache, state, out))
   return cache, state, out
+
+
+def _distribution(
+  logits_BV: jax.Array,
+  state: SamplerState,
+  tables: Tables,
+  truncation: Truncation,
+) -> tuple[jax.Array, jax.Array]:
+  """Log-probs of every slot's next token, and what the constraint took away."""
+  t_B, constraint = state.temperature_B, tables.constraint
+  if constraint is None:
+    return distribution.log_probs(logits_BV, t_B, truncation), jnp.zeros_like(t_B)
+  allowed_BV = constraint.allowed(state.grammar_B)
+  removed_B = distribution.removed_mass(logits_BV, t_B, allowed_BV)
+  return distribution.log_probs(logits_BV, t_B, truncation, allowed_BV), removed_B
+
+
+def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> Any:
+  """`grammar_B` after the tokens that active slots have sampled."""
+  if tables.constraint is None:
+    return state.grammar_B
+  after_B = tables.constraint.after(state.grammar_B, token_B)
+  return jnp.where(state.active_B, after_B, state.grammar_B)
 
 
 def _keys(seed: jax.Array, sequence_B: jax.Array, position_B: jax.Array) -> jax.Array:

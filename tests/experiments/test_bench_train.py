@@ -11,14 +11,19 @@ import sys
 import jax
 import numpy as np
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from coa_jax.learner import losses
 from coa_jax.learner.batch import Batch
 from coa_jax.model.weights import load_model
-from experiments import bench_train, bench_train_work
+from experiments import bench_train, bench_train_work, bench_workers
 
 TINY = bench_train_work.Size(
-  bench_train._model(V=64, D=16, L=1, N=2, K=1, H=8, F=32), rows=2, steps=1, length=64
+  bench_train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32),
+  rows=2,
+  steps=1,
+  length=64,
 )
 
 
@@ -98,28 +103,30 @@ def test_our_worker_trains_the_folders_model_and_is_measured(folder, capsys):
 
 def test_losses_that_differ_name_the_peer_and_the_step():
   same = {"ours": [7.0, 6.9], "torch": [7.001, 6.9], "tunix": [7.0, 6.9]}
-  bench_train.check_losses(same)
+  bench_workers.check_losses(same)
   for wrong in (6.91, float("nan")):
     with pytest.raises(ValueError, match=r"tunix does other work.* step 2"):
-      bench_train.check_losses(same | {"tunix": [7.0, wrong]})
+      bench_workers.check_losses(same | {"tunix": [7.0, wrong]})
   with pytest.raises(ValueError):  # a step is missing
-    bench_train.check_losses(same | {"torch": [7.0]})
+    bench_workers.check_losses(same | {"torch": [7.0]})
 
 
 def test_a_worker_that_dies_says_why(tmp_path):
   (tmp_path / "job.json").write_text(json.dumps({"settings": {"ours": {"rows": 1}}}))
   with pytest.raises(ValueError, match=r"worker of ours ended(.|\n)*rows\.npz"):
-    bench_train.Worker("ours", str(tmp_path))
+    bench_workers.Worker("ours", str(tmp_path))
 
 
+@flagsaver.flagsaver
 def test_a_peer_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsys):
+  flags.FLAGS.mark_as_parsed()
   absent = {"torch": (("absl", "no_such_module"), "torch transformers absl-py")}
-  monkeypatch.setattr(bench_train, "PEERS", absent)
-  assert bench_train.available({"torch": sys.executable}) == {}
+  monkeypatch.setattr(bench_workers, "PEERS", absent)
+  assert bench_workers.available(["torch"]) == {}
   (line,) = capsys.readouterr().out.splitlines()
   assert "no no_such_module;" in line and "pip install torch transformers" in line
-  monkeypatch.setattr(bench_train, "PEERS", {"torch": (("absl", "numpy"), "")})
-  assert bench_train.available({"torch": sys.executable}) == {"torch": sys.executable}
+  monkeypatch.setattr(bench_workers, "PEERS", {"torch": (("absl", "numpy"), "")})
+  assert bench_workers.available(["torch"]) == {"torch": sys.executable}
   assert capsys.readouterr().out == ""
 
 
@@ -150,11 +157,11 @@ def test_settings_go_over_the_defaults_and_are_checked():
 
 def test_an_unknown_size_ends_with_one_line():
   done = subprocess.run(
-    [sys.executable, "-m", "experiments.bench_train", "--sizes=9M"],
-    cwd=bench_train.ROOT,
+    [sys.executable, "-m", "experiments.bench_train", "--cases=9M"],
+    cwd=bench_workers.ROOT,
     capture_output=True,
     text=True,
     timeout=120,
   )
   assert done.returncode == 2
-  assert done.stderr.strip() == "error: --sizes: no '9M'; there are 1M, 5M, 100M"
+  assert done.stderr.strip() == "error: --cases='9M' finds none of: 1M, 5M, 100M"

