@@ -13,15 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from coa_jax.model import flash
 from coa_jax.model.sharding import Layout
 
 # Finite, so that a row with nothing to attend to (padding) stays free of NaN.
 _MASKED = -1e30
-# Queries of a block, and the most blocks a row is cut into: each is compiled anew.
-_BLOCK, _MOST_BLOCKS = 64, 8
-# Blocks of more queries than this are computed piece by piece and recomputed in the
-# backward pass, so that scores of a long row never exist at once.
-_PIECE = 512
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
 
@@ -41,16 +37,9 @@ def attend(
   Returns:
     out_BTNH in q's dtype. Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
-  p_BKRS = _probabilities(q_BTNH, k_BKHS, mask_BTS).astype(v_BKSH.dtype)
-  return _heads_last(jnp.matmul(p_BKRS, v_BKSH), q_BTNH)
-
-
-def _probabilities(
-  q_BTNH: jax.Array, k_BKHS: jax.Array, mask_BTS: jax.Array
-) -> jax.Array:
-  """p_BKRS in float32: one matrix per kv head, R its G query heads' T rows each."""
   B, T, N, H = q_BTNH.shape
   K, G = k_BKHS.shape[1], N // k_BKHS.shape[1]
+  # One matrix product per kv head, with the rows of its G query heads together.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
   score_BKRS = jnp.einsum(
     "BKRH,BKHS->BKRS",
@@ -60,15 +49,10 @@ def _probabilities(
   )
   score_BKGTS = score_BKRS.reshape(B, K, G, T, -1)
   score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, _MASKED)
-  return jax.nn.softmax(score_BKGTS, axis=-1).reshape(score_BKRS.shape)
-
-
-def _heads_last(out_BKRH: jax.Array, q_BTNH: jax.Array) -> jax.Array:
-  """The heads' rows as [B, T, N, H], in q's shape and dtype."""
-  B, T, N, H = q_BTNH.shape
-  K = out_BKRH.shape[1]
-  out_BKGTH = out_BKRH.reshape(B, K, N // K, T, H)
-  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+  p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BKSH.dtype)
+  out_BKRH = jnp.matmul(p_BKGTS.reshape(B, K, G * T, -1), v_BKSH)
+  out_BKGTH = out_BKRH.reshape(B, K, G, T, H)
+  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 def attend_packed(
@@ -101,7 +85,7 @@ def attend_packed(
   kernel = choose(kernel, q_BTNH.dtype, layout)
   attend_last = functools.partial(_KERNELS[kernel], window=window)
   pieces = layout.ways("T") if layout else 1
-  if layout is None or (pieces == 1 and kernel == "xla"):
+  if layout is None:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
   if layout.axes("N") != layout.axes("K"):
     # Every query head gets a kv head of its own: groups may lie across devices.
@@ -161,50 +145,8 @@ def _xla(
   segment_BS: jax.Array,
   window: int,
 ) -> jax.Array:
-  """The queries are the last T of S places.
-
-  They go in blocks, each against no more keys than may be seen from it: half the work
-  of the full square, and blocks that stay in a CPU's cache (2.5 times faster, forward
-  and backward, at T = 256).
-  """
-  T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-  # Positions last in both: so the products of the backward pass, too, run along
-  # contiguous memory (a CPU computes values' gradients three times faster).
-  k_BKHS, v_BKHS = (x.transpose(0, 2, 3, 1) for x in (k_BSKH, v_BSKH))
-  before = S - T
-  block = max(_BLOCK, -(-T // _MOST_BLOCKS))
-  out = []
-  for start in range(0, T, block):
-    end = min(start + block, T)
-    first = max(0, before + start + 1 - window) if window else 0
-    seen = slice(first, before + end)
-
-    def part(q_BUNH, segment_BU, place_U, seen=seen):
-      mask_BUS = _visible(segment_BS, segment_BU, place_U, seen, window)
-      p_BKRS = _probabilities(q_BUNH, k_BKHS[..., seen], mask_BUS)
-      out_BKRH = jnp.einsum(
-        "BKRS,BKHS->BKRH", p_BKRS.astype(v_BKHS.dtype), v_BKHS[..., seen]
-      )
-      return _heads_last(out_BKRH, q_BUNH)
-
-    q_BUNH = q_BTNH[:, start:end]
-    segment_BU = segment_BS[:, before + start : before + end]
-    place_U = before + jnp.arange(start, end)
-    if (end - start) % _PIECE or end - start == _PIECE:
-      out.append(part(q_BUNH, segment_BU, place_U))
-      continue
-    again = jax.checkpoint(part, prevent_cse=False)
-    pieces = (end - start) // _PIECE
-    out_PBUNH = jax.lax.map(
-      lambda x, again=again: again(*x),
-      (
-        jnp.stack(jnp.split(q_BUNH, pieces, axis=1)),
-        jnp.stack(jnp.split(segment_BU, pieces, axis=1)),
-        place_U.reshape(pieces, _PIECE),
-      ),
-    )
-    out.append(out_PBUNH.swapaxes(0, 1).reshape(q_BUNH.shape))
-  return checkpoint_name(jnp.concatenate(out, axis=1), OUT)
+  """Block by block; see `flash`."""
+  return flash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT)
 
 
 def _visible(

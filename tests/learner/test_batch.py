@@ -53,6 +53,7 @@ def test_a_row_holds_what_its_trajectories_hold():
   assert row["weight_BT"] == [0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]
   assert row["advantage_BT"] == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, -2, 0, 0, 0]
   assert row["logp_BT"] == [0, 0, -3 / 8, -0.5, 0, -0.75, 0, 0, -3 / 8, 0, 0, 0]
+  assert row.pop("grammar_BT") == [-1] * 12
   assert not any(getattr(batch, k)[0].any() for k in row)
 
 

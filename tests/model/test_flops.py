@@ -17,7 +17,7 @@ CFG = QwenConfig(
 
 
 def test_a_forward_pass_of_one_segment_is_what_xla_counts():
-  B, T = 2, 48
+  B, T = 2, 64  # one block: a loop over blocks would be counted once
   params = qwen.init_params(CFG, 0)
   ids = jnp.ones((B, T), jnp.int32)
 
