@@ -10,7 +10,7 @@ alive; they take turns at every batch size, one at a time. In float32 the first 
 tokens of every sequence must be the same from all, or nothing is reported.
 
 tokens/s: new tokens over wall seconds, prefill included, the median over turns after
-one to compile. `cores` is processor time over wall time of the worker's own process;
+two to compile. `cores` is processor time over wall time of the worker's own process;
 vLLM's engine runs in another one, so its number says nothing.
 """
 
@@ -98,6 +98,8 @@ def measure(
       workers[who] = stack.enter_context(worker)
     rows = []
     for batch in batches:
+      for worker in workers.values():
+        worker.run(batch=batch)  # compiles; the next may compile once more
       first = {who: w.run(batch=batch)["first"] for who, w in workers.items()}
       if dtype == "float32":
         check_tokens(first)

@@ -86,6 +86,7 @@ def measure(
         "peak_mb": taken[-1]["peak_mb"],
       }
     )
+    print(f"{name} {contestant}: {rows[-1]['tokens_per_second']:,.0f}", flush=True)
   return rows
 
 
