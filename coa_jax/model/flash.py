@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-BLOCK = 64  # queries, and keys
 _MASKED = -1e30
 
 
@@ -43,6 +42,7 @@ def attend_segments(
   segment_BS: jax.Array,
   window: int,
   name: str,
+  block: int = 64,
 ) -> jax.Array:
   """Causal attention inside segments; the queries are the last T of S places.
 
@@ -53,42 +53,43 @@ def attend_segments(
     segment_BS: int segment number of each place; a segment's places stand together.
     window: places that a query sees, its own included; 0 for all.
     name: under which a checkpoint policy may keep what the backward pass needs.
+    block: U, queries and keys that meet at once.
 
   Returns:
     out_BTNH in q's dtype.
   """
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
-  before = S - T
+  U, before = block, S - T
   # Places after the end are segments of their own, which nothing else reads.
-  q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, -T % BLOCK), (0, 0), (0, 0)))
-  n = q_BTNH.shape[1] // BLOCK
-  m = -(-(before + n * BLOCK) // BLOCK)
+  q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, -T % U), (0, 0), (0, 0)))
+  n = q_BTNH.shape[1] // U
+  m = -(-(before + n * U) // U)
   segment_BS = jnp.pad(
-    segment_BS, ((0, 0), (0, m * BLOCK - S)), constant_values=jnp.iinfo("int32").max
+    segment_BS, ((0, 0), (0, m * U - S)), constant_values=jnp.iinfo("int32").max
   )
 
   def keys(x_BSKH: jax.Array) -> jax.Array:
-    x = jnp.pad(x_BSKH, ((0, 0), (0, m * BLOCK - S), (0, 0), (0, 0)))
-    return x.reshape(B, m, BLOCK, K, H).transpose(1, 0, 3, 4, 2)  # mBKHU
+    x = jnp.pad(x_BSKH, ((0, 0), (0, m * U - S), (0, 0), (0, 0)))
+    return x.reshape(B, m, U, K, H).transpose(1, 0, 3, 4, 2)  # mBKHU
 
   first_BS = _starts(segment_BS, window)
   blocks = _Blocks(
-    _split(segment_BS[:, before : before + n * BLOCK]),
-    _split(segment_BS),
-    _split(first_BS[:, before : before + n * BLOCK]).min((1, 2)) // BLOCK,
-    (before + (jnp.arange(n) + 1) * BLOCK - 1) // BLOCK + 1,
+    _split(segment_BS[:, before : before + n * U], U),
+    _split(segment_BS, U),
+    _split(first_BS[:, before : before + n * U], U).min((1, 2)) // U,
+    (before + (jnp.arange(n) + 1) * U - 1) // U + 1,
   )
-  q = q_BTNH.reshape(B, n, BLOCK, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
+  q = q_BTNH.reshape(B, n, U, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
   q_nBKRH = q.reshape(n, B, K, -1, H)  # R: the rows of a kv head's query heads
   out_nBKRH = _attend(q_nBKRH, keys(k_BSKH), keys(v_BSKH), blocks, before, window, name)
-  out = out_nBKRH.reshape(n, B, K, N // K, BLOCK, H).transpose(1, 0, 4, 2, 3, 5)
-  return out.reshape(B, n * BLOCK, N, H)[:, :T]
+  out = out_nBKRH.reshape(n, B, K, N // K, U, H).transpose(1, 0, 4, 2, 3, 5)
+  return out.reshape(B, n * U, N, H)[:, :T]
 
 
-def _split(x_BS: jax.Array) -> jax.Array:
+def _split(x_BS: jax.Array, U: int) -> jax.Array:
   """[B, S] to [S / U, B, U]."""
-  return x_BS.reshape(x_BS.shape[0], -1, BLOCK).swapaxes(0, 1)
+  return x_BS.reshape(x_BS.shape[0], -1, U).swapaxes(0, 1)
 
 
 def _starts(segment_BS: jax.Array, window: int) -> jax.Array:
@@ -109,9 +110,9 @@ def _score(
   window: int,
 ) -> jax.Array:
   """score_BKRU in float32, masked, of queries i and keys j."""
-  B, K, R, _ = q_BKRH.shape
-  place_Q = before + i * BLOCK + jnp.arange(BLOCK)[:, None]
-  place_U = j * BLOCK + jnp.arange(BLOCK)
+  (B, K, R, _), U = q_BKRH.shape, k_BKHU.shape[-1]
+  place_Q = before + i * U + jnp.arange(U)[:, None]
+  place_U = j * U + jnp.arange(U)
   seen_QU = place_U <= place_Q
   if window:
     seen_QU &= place_U > place_Q - window
@@ -119,7 +120,7 @@ def _score(
   score = jnp.einsum(
     "BKRH,BKHU->BKRU", q_BKRH, k_BKHU, preferred_element_type=jnp.float32
   )
-  by_head = score.reshape(B, K, R // BLOCK, BLOCK, BLOCK)
+  by_head = score.reshape(B, K, R // U, U, U)
   return jnp.where((same & seen_QU)[:, None, None], by_head, _MASKED).reshape(
     score.shape
   )
