@@ -144,7 +144,7 @@ class Quickstart:
       config.init = self.path(model, "model")
       self._world(config, tasks, "test")
       if tasks == "ood":
-        config.tasks.limit = held_out // 4
+        config.tasks.limit = max(4, held_out // 4)
       config.tools.enabled = enabled
       if not enabled:
         config.rollout.max_calls = 3  # none is answered; more would only take time

@@ -20,7 +20,7 @@ from coa_jax.learner import losses
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.qwen import param_shapes
+from coa_jax.model.qwen import init_cache, param_shapes
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout
 from coa_jax.model.variants import variant
 from coa_jax.rollout import sampler
@@ -173,9 +173,9 @@ def _served(case: Case, cfg: QwenConfig, layout: Layout, slots: int) -> tuple[An
   """Weights and cache as the sampler holds them."""
   layout.check(cfg, B=math.gcd(slots, case.rows))
   params = param_shapes(cfg)
-  shape = (slots, cfg.kv_heads, case.length, cfg.head_dim)
-  place = _arrays(layout, "BK..", shape, cfg.dtype)
-  return _placed(params, layout.tree(params)), ((place, place),) * cfg.layers
+  empty = jax.eval_shape(lambda: init_cache(cfg, slots, case.length))
+  cache = jax.tree.map(lambda x: _arrays(layout, "BK..", x.shape, x.dtype), empty)
+  return _placed(params, layout.tree(params)), cache
 
 
 def _lower_prefill(case: Case, cfg: QwenConfig, layout: Layout) -> Any:
