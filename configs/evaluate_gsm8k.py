@@ -28,6 +28,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     style="brief",
     slots=8 if tiny else 64,
     window=16,
+    constrain=False,
     max_len=512,
     max_calls=10,
     seed=1,

@@ -34,6 +34,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     max_len=256,
     max_calls=8,
     inject_rows=4,
+    constrain=False,
     seed=0,
   )
   config.tools = dict(

@@ -140,6 +140,20 @@ def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
   assert (none.kept, none.groups, none.trajectories) == (0, 6, [])
 
 
+def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):
+  held = config.copy_and_resolve_references()
+  held.algo.steps = 2
+  with held.unlocked():
+    held.rollout.constrain = True
+    held.rollout.top_k = 50
+  results = rl.run(held, str(tmp_path))
+  assert 0 < results["logp_gap"] < 2e-5
+  log = read_metrics(f"{tmp_path}/metrics.jsonl", "rl")
+  for row in log:
+    assert 0 < row["removed_mass"] < 1
+    assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
 def test_tasks_are_drawn_in_epochs():
   tasks = [Task(str(n), str(n), ("x",)) for n in range(5)]
   drawn = [rl._pick(tasks, 7, n).id for n in range(15)]

@@ -65,7 +65,7 @@ class RolloutConfig:
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
     prompts.instructions(roles.get_variant(self.variant), self.style)
-    _ = self.truncation
+    _ = self.truncation  # refuses what it can not mean
 
   @property
   def truncation(self) -> Truncation:
