@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import rich
@@ -12,6 +12,7 @@ from absl import flags
 
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
+from experiments.launch import stop, with_clear_errors
 
 QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
 OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
@@ -37,12 +38,26 @@ def chosen(cases: Mapping[str, T]) -> dict[str, T]:
   return dict(list(out.items())[:1]) if QUICK.value else out
 
 
-def finish(
-  title: str, figures: Mapping[str, Any], columns: Mapping[str, str], note: str
-) -> None:
-  """Prints `figures["table"]` and `["ratios"]`; writes all of it where --out says."""
-  rich.print(rich_table(Table(title, figures["table"], dict(columns), note)))
-  for name, ratio in figures["ratios"].items():
-    print(f"{name}: {ratio:.2f}")
-  if OUT.value:
-    write_json(OUT.value, dict(figures))
+def program(
+  run: Callable[[], dict[str, Any]], title: str, columns: Mapping[str, str], note: str
+) -> Callable[[list[str]], None]:
+  """A main that prints `run()`'s table and ratios; writes all of it where --out says.
+
+  Args:
+    run: returns "table" (rows), "ratios" (by name) and what else belongs in the file.
+    title: of the table.
+    columns: of the table: key of a row -> heading.
+    note: below the table.
+  """
+
+  def main(argv: list[str]) -> None:
+    if argv[1:]:
+      stop(f"unexpected argument {argv[1]!r}")
+    figures = with_clear_errors(run)
+    rich.print(rich_table(Table(title, figures["table"], dict(columns), note)))
+    for name, ratio in figures["ratios"].items():
+      print(f"{name}: {ratio:.2f}")
+    if OUT.value:
+      write_json(OUT.value, figures)
+
+  return main

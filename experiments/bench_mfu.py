@@ -30,7 +30,6 @@ from coa_jax.model.variants import variant
 from experiments import bench
 from experiments.bench_train_work import Size, segments
 from experiments.bench_workers import ROOT, available, race
-from experiments.launch import stop, with_clear_errors
 
 TOLERANCE = 1e-2  # relative, between losses in bfloat16
 _MODEL = (
@@ -175,14 +174,7 @@ def run() -> dict[str, Any]:
   return {"matmul_flops_per_second": peak, "table": rows, "ratios": ratios}
 
 
-def main(argv: list[str]) -> None:
-  """Prints the table and the ratios; writes them where --out says."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
-  figures = with_clear_errors(run)
-  note = "MFU: the model's own arithmetic over that of a matrix product, measured."
-  bench.finish("SFT step", figures, _COLUMNS, note)
-
+NOTE = "MFU: the model's own arithmetic over that of a matrix product, measured."
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(bench.program(run, "SFT step", _COLUMNS, NOTE))

@@ -32,7 +32,6 @@ from experiments import bench
 from experiments.bench_rollout_work import JOB
 from experiments.bench_train_work import SIZES
 from experiments.bench_workers import ROOT, Worker, allocator, available
-from experiments.launch import stop, with_clear_errors
 
 PROMPT, NEW = 64, 256
 # Name -> size, dtype, sequences at once.
@@ -163,14 +162,7 @@ def run() -> dict[str, Any]:
   return {"table": rows, "ratios": ratios(rows)}
 
 
-def main(argv: list[str]) -> None:
-  """Prints the table and the ratios; writes them where --out says."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
-  figures = with_clear_errors(run)
-  note = f"Prompts of {PROMPT} tokens; greedy; medians of turns."
-  bench.finish("Generation", figures, _COLUMNS, note)
-
+NOTE = f"Prompts of {PROMPT} tokens; greedy; medians of turns."
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(bench.program(run, "Generation", _COLUMNS, NOTE))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from experiments.bench_server import Turn, serve
 
 MODEL, JOB = "model", "job.json"
 
@@ -166,33 +166,19 @@ def tunix(folder: str, job: dict[str, Any]) -> Generate:
 CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}
 
 
-def serve(name: str, folder: str) -> None:
-  """A contestant's process: JSON lines in, {"batch": B}, and out, what it took."""
-  # What libraries print would stand between the answers.
-  answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-  os.dup2(2, 1)
-
-  def answer(**values: Any) -> None:
-    print(json.dumps(values), file=answers, flush=True)
-
+def start(name: str, folder: str) -> Turn:
+  """A contestant's turn: {"batch": B} prompts are continued."""
   with open(os.path.join(folder, JOB), encoding="utf-8") as f:
     job = json.load(f)
   generate = CONTESTANTS[name](folder, job)
-  answer(ready=True)
-  for line in sys.stdin:
-    given = prompts(
-      json.loads(line)["batch"], job["prompt"], job["model"]["vocab_size"]
-    )
-    wall, cpu = time.perf_counter(), time.process_time()
+
+  def turn(batch: int) -> dict[str, Any]:
+    given = prompts(batch, job["prompt"], job["model"]["vocab_size"])
     ids = generate(given, job["new"])
-    answer(
-      seconds=time.perf_counter() - wall,
-      cpu_seconds=time.process_time() - cpu,
-      tokens=sum(map(len, ids)),
-      first=[x[:16] for x in ids],
-      peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    )
+    return {"tokens": sum(map(len, ids)), "first": [x[:16] for x in ids]}
+
+  return turn
 
 
 if __name__ == "__main__":
-  serve(*sys.argv[1:])
+  serve(lambda: start(*sys.argv[1:]))

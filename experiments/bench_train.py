@@ -35,7 +35,6 @@ from coa_jax.model.architecture import LoadConfig
 from experiments import bench
 from experiments.bench_train_work import SIZES, Size
 from experiments.bench_workers import CHECKED, available, race
-from experiments.launch import stop, with_clear_errors
 
 _SETTINGS = flags.DEFINE_string(
   "settings", "{}", 'Other settings, as JSON: {"torch": {"rows": 2, "compile": true}}.'
@@ -156,14 +155,7 @@ def run() -> dict[str, Any]:
   return {"table": rows, "ratios": ratios(rows)}
 
 
-def main(argv: list[str]) -> None:
-  """Prints the table and the ratios; writes them where --out says."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
-  figures = with_clear_errors(run)
-  note = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
-  bench.finish("SFT step", figures, _COLUMNS, note)
-
+NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(bench.program(run, "SFT step", _COLUMNS, NOTE))

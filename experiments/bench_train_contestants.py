@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from experiments.bench_server import Turn, own_peak_mb, serve
 from experiments.bench_train_work import JOB, Work
 
 _LR, _DECAY, _B1, _B2, _CLIP = 1e-3, 0.1, 0.9, 0.95, 1.0
@@ -254,28 +253,12 @@ CONTESTANTS: dict[str, Callable[[Work], Train]] = {
 }
 
 
-def serve(name: str, folder: str) -> None:
-  """A contestant's process: JSON lines in, {"steps": n}, and out, what they took."""
-  # What libraries print would stand between the answers.
-  answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-  os.dup2(2, 1)
-
-  def answer(**values: Any) -> None:
-    print(json.dumps(values), file=answers, flush=True)
-
+def start(name: str, folder: str) -> Turn:
+  """A contestant's turn: {"steps": n} updates are made."""
   with open(os.path.join(folder, JOB), encoding="utf-8") as f:
     job = json.load(f)
   train = CONTESTANTS[name](Work(folder, job["settings"][name]))
-  answer(ready=True)
-  for line in sys.stdin:
-    wall, cpu = time.perf_counter(), time.process_time()
-    losses = train(json.loads(line)["steps"])
-    answer(
-      seconds=time.perf_counter() - wall,
-      cpu_seconds=time.process_time() - cpu,
-      losses=losses,
-      peak_mb=_peak_mb(name),
-    )
+  return lambda steps: {"losses": train(steps)}
 
 
 def _peak_mb(name: str) -> float:
@@ -290,8 +273,9 @@ def _peak_mb(name: str) -> float:
 
     if jax.default_backend() == "gpu":
       return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+  return own_peak_mb()
 
 
 if __name__ == "__main__":
-  serve(*sys.argv[1:])
+  _NAME = sys.argv[1]
+  serve(lambda: start(*sys.argv[1:]), lambda: _peak_mb(_NAME))
