@@ -1,7 +1,7 @@
 """Contestants of a benchmark as processes that take turns.
 
 A worker stays alive, reads one JSON line for every turn, and answers with another; see
-`serve` in `bench_train_contestants` and in `bench_rollout_work`.
+`bench_server`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Worker:
     self._read()
 
   def run(self, **ask: Any) -> dict[str, Any]:
-    """Asks it (steps=3), and returns what its module's `serve` says.
+    """Asks it (steps=3), and returns what the module's `start` says and what it took.
 
     Raises:
       ValueError: it ended.
@@ -180,7 +180,7 @@ def race(
     tolerance: see `check_losses`.
 
   Returns:
-    The losses of those first steps, and what every turn took (see `serve`), by
+    The losses of those first steps, and what every turn took (see `bench_server`), by
     contestant, ours first.
 
   Raises:
