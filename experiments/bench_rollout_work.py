@@ -72,6 +72,9 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
     def start(self) -> list[int]:
       return self.given
 
+    def progress(self, ids: list[int]) -> None:
+      pass
+
     def sampled(self, ids: list[int], logps: list[float], tag: None) -> None:
       self.new = ids
 

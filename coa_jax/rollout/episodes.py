@@ -89,6 +89,9 @@ class CoAEpisode:
     self.trajectory.usage.model_calls = 1
     return ids
 
+  def progress(self, ids: list[int]) -> None:
+    """Nothing is done before a turn is over. See `Episode`."""
+
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:

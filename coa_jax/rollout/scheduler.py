@@ -82,6 +82,9 @@ class Episode(Protocol):
   def start(self) -> list[int]:
     """The prompt's ids."""
 
+  def progress(self, ids: list[int]) -> None:
+    """Told after a window that did not stop it what was sampled since `sampled`."""
+
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future | None:
@@ -153,13 +156,14 @@ class Scheduler:
     self._cache = qwen.init_cache(self.model, *size, self.layout)
 
   def run(
-    self, params: Any, episodes: Iterable[Episode], seed: int
+    self, params: Any, episodes: Iterable[Episode | None], seed: int
   ) -> Iterator[Episode]:
     """Decodes every episode to its end, yielding each as it ends.
 
     Args:
       params: the policy, stacked or not.
-      episodes: taken in order as slots fall free.
+      episodes: taken in order as slots fall free; None says that there is none now,
+        while others are still running.
       seed: of this run's sampling; an episode's tokens depend on (seed, its sequence,
         params, what its tools said) alone.
     """
@@ -317,15 +321,17 @@ class _Run:
       count = out.count_B[slot]
       self.ids[slot] += out.token_BW[slot, :count].tolist()
       self.logps[slot] += out.logp_BW[slot, :count].tolist()
-      if not self.state.active_B[slot]:
-        stop = int(out.stop_B[slot])
-        tag = owner._tags[stop - 1] if stop else None
-        future = self.episodes[slot].sampled(self.ids[slot], self.logps[slot], tag)
-        self.ids[slot], self.logps[slot] = [], []
-        if future is None:
-          yield self._free(slot)
-        else:
-          self.waiting[slot] = future
+      if self.state.active_B[slot]:
+        self.episodes[slot].progress(self.ids[slot])
+        continue
+      stop = int(out.stop_B[slot])
+      tag = owner._tags[stop - 1] if stop else None
+      future = self.episodes[slot].sampled(self.ids[slot], self.logps[slot], tag)
+      self.ids[slot], self.logps[slot] = [], []
+      if future is None:
+        yield self._free(slot)
+      else:
+        self.waiting[slot] = future
 
   def _free(self, slot: int) -> Episode:
     episode, self.episodes[slot] = self.episodes[slot], None
