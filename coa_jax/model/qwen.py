@@ -23,8 +23,10 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Layout, inputs_of
 
-# One layer's keys [B, K, H, S] and values [B, K, S, H].
+# One layer's keys [B, K, C, H, P] and values [B, K, C, P, H]: C pieces of P places.
 LayerCache = tuple[jax.Array, jax.Array]
+# The most places of a piece; a cache of more has several.
+PIECE = 512
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -111,13 +113,13 @@ class Block(nn.Module):
       # Tokens that are not to be written point past the end, and are dropped. With the
       # head's index left out, XLA would keep a window's cache in another layout and
       # copy all of it at both ends.
+      C, P = cache[1].shape[2:4]
       row, head = jnp.arange(x_BTD.shape[0])[:, None, None], jnp.arange(K)
-      place = written_BT[..., None]
-      k_BKHS = cache[0].at[row, head, :, place].set(k_BTKH, mode="drop")
-      v_BKSH = cache[1].at[row, head, place].set(v_BTKH, mode="drop")
-      cache = (self._shard(k_BKHS, "BK.."), self._shard(v_BKSH, "BK.."))
-      window = window_kinds(c)[kind]
-      mask_BTS = attention.cache_mask(position_BT, v_BKSH.shape[2], window)
+      piece, place = written_BT[..., None] // P, written_BT[..., None] % P
+      k_BKCHP = cache[0].at[row, head, piece, :, place].set(k_BTKH, mode="drop")
+      v_BKCPH = cache[1].at[row, head, piece, place].set(v_BTKH, mode="drop")
+      cache = (self._shard(k_BKCHP, "BK..."), self._shard(v_BKCPH, "BK..."))
+      mask_BTS = attention.cache_mask(position_BT, C * P, window_kinds(c)[kind])
       out_BTNH = attention.attend(q_BTNH, *cache, mask_BTS)
     x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
 
@@ -223,7 +225,7 @@ class Qwen(nn.Module):
     kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
     written_BT = None
     if cache is not None:
-      written_BT = jnp.where(valid_BT, position_BT, cache[0][1].shape[2])
+      written_BT = jnp.where(valid_BT, position_BT, cache_size(cache))
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_view()")
@@ -292,14 +294,24 @@ def _init(cfg: QwenConfig, key: jax.Array) -> dict[str, Any]:
 def init_cache(
   cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
 ) -> tuple[LayerCache, ...]:
-  """An empty cache of `size` places for `rows` sequences, in the compute dtype."""
-  sharding = layout.sharding("BK..") if layout else None
+  """An empty cache for `rows` sequences, in the compute dtype.
+
+  It has `size` places; above PIECE as many more as fill the last piece.
+  """
+  sharding = layout.sharding("BK...") if layout else None
+  C, P = -(-size // PIECE), min(size, PIECE)
 
   def zeros(*shape: int) -> jax.Array:
-    return jnp.zeros((rows, cfg.kv_heads, *shape), cfg.dtype, device=sharding)
+    return jnp.zeros((rows, cfg.kv_heads, C, *shape), cfg.dtype, device=sharding)
 
   H = cfg.head_dim
-  return tuple((zeros(H, size), zeros(size, H)) for _ in range(cfg.layers))
+  return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
+
+
+def cache_size(cache: tuple[LayerCache, ...]) -> int:
+  """S, the places of a cache for each sequence."""
+  C, P = cache[0][1].shape[2:4]
+  return C * P
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:

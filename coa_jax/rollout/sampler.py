@@ -119,6 +119,35 @@ def extend(
   return jax.tree.map(lambda x, y: x.at[row_R].set(y, mode="drop"), cache, rows)
 
 
+@functools.partial(jax.jit, donate_argnames="cache")
+def copy(
+  cache: tuple[LayerCache, ...], from_R: jax.Array, to_R: jax.Array
+) -> tuple[LayerCache, ...]:
+  """Copies slots' keys and values to other slots.
+
+  Args:
+    cache: of all B slots; donated.
+    from_R: slots to read, all before any is written.
+    to_R: slots to write; B or more for rows that are not used.
+  """
+  return jax.tree.map(
+    lambda x: x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop"),
+    cache,
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("pieces", "layout"))
+def resize(layer: LayerCache, pieces: int, layout: Layout | None = None) -> LayerCache:
+  """One layer's cache with so many pieces: empty ones added, or the last left out."""
+
+  def sized(x: jax.Array) -> jax.Array:
+    more = max(0, pieces - x.shape[2])
+    x = jnp.pad(x[:, :, :pieces], ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
+    return layout.shard(x, "BK...") if layout else x
+
+  return jax.tree.map(sized, layer)
+
+
 @functools.partial(
   jax.jit,
   static_argnames=("cfg", "steps", "layout", "truncation"),

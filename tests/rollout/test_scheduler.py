@@ -122,9 +122,69 @@ def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
     given += t.usage.prompt + t.usage.observation
     generated += t.usage.generated
   assert sum(t.usage.observation > 0 for t in played.values()) >= 6
-  assert on.counters.prefilled_tokens == given
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
   assert on.counters.sampled_tokens == generated
   assert generated <= on.counters.slot_steps <= on.counters.windows * 8 * 5
+
+
+def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
+  """The samples of a group share their prompt's prefill, and nothing else changes."""
+  order = [0, 4, 8, 12, 16, 1, 5, 20, 9]  # TASKS[0] five times at first, and TASKS[1]
+  on = scheduler()
+  shared = play(novice, toy.TableToolbox(), order, on=on)
+  given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  assert on.counters.copied_tokens >= 4 * shared[0].usage.prompt
+  for n in order:
+    on = scheduler()
+    (alone,) = play(novice, toy.TableToolbox(), [n], on=on).values()
+    assert content(alone) == content(shared[n])
+    assert on.counters.copied_tokens == 0
+
+
+@pytest.mark.parametrize("window", [3, 8])
+def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
+  """It doubles with the longest trajectory, and shrinks when that has ended."""
+  monkeypatch.setattr(qwen, "PIECE", 16)
+  whole = scheduler(window=window)
+  whole._cache = qwen.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  with monkeypatch.context() as fixed:
+    fixed.setattr(whole, "_empty", lambda: whole._cache)
+    fixed.setattr(whole, "_fit", lambda places: None)
+    expected = play(novice, toy.TableToolbox(), range(16), on=whole)
+  assert max(t.num_tokens for t in expected.values()) > 64
+  sizes = []
+  real = scheduling.sampler.window
+
+  def spy(cfg, steps, params, cache, *args):
+    sizes.append(qwen.cache_size(cache))
+    return real(cfg, steps, params, cache, *args)
+
+  monkeypatch.setattr(scheduling.sampler, "window", spy)
+  on = scheduler(window=window)
+  grown = play(novice, toy.TableToolbox(), range(16), on=on)
+  assert {n: content(t) for n, t in grown.items()} == {
+    n: content(t) for n, t in expected.items()
+  }
+  assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN
+  again = play(novice, toy.TableToolbox(), [3], on=on)
+  assert content(again[3]) == content(expected[3])
+
+
+def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
+  monkeypatch.setattr(qwen, "PIECE", 16)
+  on = scheduler()
+  on._cache = tuple(
+    tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache
+  )
+  sizes = []
+  for places in (16, 17, 100, 90, 33, 32, 9, 8):
+    on._fit(places)
+    sizes.append(qwen.cache_size(on._cache))
+  assert sizes == [16, 32, 128, 128, 128, 64, 32, 32]
+  for keys, values in on._cache:
+    assert keys[:, :, 0].min() == 1 and values[:, :, 0].min() == 2  # kept throughout
+    assert float(jnp.abs(keys[:, :, 1]).max()) == 0  # cut, and empty when added
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):
