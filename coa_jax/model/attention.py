@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import flash
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Layout, platform
 
 # Finite, so that a row with nothing to attend to (padding) stays free of NaN.
 _MASKED = -1e30
@@ -137,11 +137,10 @@ def choose(kernel: str, dtype: jnp.dtype, layout: Layout | None) -> str:
   """
   if kernel != "auto":
     return kernel
-  device = layout.mesh.devices.flat[0] if layout else None
-  platform = device.platform if device else jax.default_backend()
-  if platform == "tpu":
+  where = platform(layout)
+  if where == "tpu":
     return "splash"
-  return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 else "xla"
+  return "cudnn" if where == "gpu" and dtype == jnp.bfloat16 else "xla"
 
 
 def _xla(

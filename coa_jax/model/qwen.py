@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from coa_jax.model import attention
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
-from coa_jax.model.sharding import Layout, inputs_of
+from coa_jax.model.sharding import Layout, inputs_of, platform
 
 # One layer's keys [B, K, C, H, P] and values [B, K, C, P, H]: C pieces of P places.
 LayerCache = tuple[jax.Array, jax.Array]
@@ -40,12 +40,28 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   """Contracts the last `inputs` axes of x with the first of w.
 
   As one matrix product of two-dimensional operands: XLA's CPU back-end computes the
-  weight gradient of the equivalent einsum three times slower.
+  weight gradient of the equivalent einsum three times slower. In x's dtype.
   """
   batch, inner, outer = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
   size = math.prod(inner)
   y = x.reshape(-1, size) @ w.reshape(size, -1)
-  return y.reshape(*batch, *outer)
+  return y.reshape(*batch, *outer).astype(x.dtype)
+
+
+def used(cfg: QwenConfig, w: jax.Array) -> jax.Array:
+  """A parameter as training computes with it: rounded, in the compute dtype.
+
+  The gradient passes through the rounding as if there were none.
+  """
+  if cfg.weight_dtype:
+    w = w + jax.lax.stop_gradient(_rounded(w, cfg.weight_dtype) - w)
+  return w.astype(cfg.dtype)
+
+
+def _rounded(x: jax.Array, dtype: str) -> jax.Array:
+  """x with the precision of `dtype`; XLA would drop a conversion there and back."""
+  bits = jnp.finfo(dtype)
+  return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
 
 class Block(nn.Module):
@@ -56,6 +72,7 @@ class Block(nn.Module):
 
   cfg: QwenConfig
   layout: Layout | None = None
+  view: bool = False
 
   @nn.compact
   def __call__(
@@ -79,7 +96,7 @@ class Block(nn.Module):
       inputs = inputs_of(name)
       init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
       w = self.param(name, init, shape, c.param_dtype)
-      y = project(x, w.astype(c.dtype), inputs)
+      y = project(x, w if self.view else used(c, w), inputs)
       if self.has_variable("params", f"{name}_a"):
         a = self.get_variable("params", f"{name}_a").astype(c.dtype)
         b = self.get_variable("params", f"{name}_b").astype(c.dtype)
@@ -87,7 +104,8 @@ class Block(nn.Module):
       return y
 
     def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
-      return self.param(name, init, shape, c.param_dtype)
+      w = self.param(name, init, shape, c.param_dtype)
+      return w.astype(c.dtype) if self.view else used(c, w)
 
     def norm(x: jax.Array, name: str, size: int) -> jax.Array:
       return rms_norm(x, vector(name, (size,), nn.initializers.ones), c.norm_eps)
@@ -98,9 +116,9 @@ class Block(nn.Module):
     v_BTKH = product(h_BTD, "v", (D, K, H))
     if c.attention_bias:
       zeros = nn.initializers.zeros
-      q_BTNH += vector("q_bias", (N, H), zeros).astype(c.dtype)
-      k_BTKH += vector("k_bias", (K, H), zeros).astype(c.dtype)
-      v_BTKH += vector("v_bias", (K, H), zeros).astype(c.dtype)
+      q_BTNH += vector("q_bias", (N, H), zeros)
+      k_BTKH += vector("k_bias", (K, H), zeros)
+      v_BTKH += vector("v_bias", (K, H), zeros)
     if c.qk_norm:
       q_BTNH = norm(q_BTNH, "q_norm", H)
       k_BTKH = norm(k_BTKH, "k_norm", H)
@@ -151,11 +169,13 @@ class Block(nn.Module):
 class Qwen(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
-  With a layout, activations are constrained to its mesh.
+  With a layout, activations are constrained to its mesh. With `view` the parameters
+  are those of `decoding_view`, and matrices are used as they are.
   """
 
   cfg: QwenConfig
   layout: Layout | None = None
+  view: bool = False
 
   def setup(self) -> None:
     """Declares the embedding, the layers and the final norm."""
@@ -186,9 +206,11 @@ class Qwen(nn.Module):
         split_rngs={"params": True},
         in_axes=(0 if c.windows else every, *[every] * 5),
         length=c.layers,
-      )(c, self.layout, name="layers")
+      )(c, self.layout, self.view, name="layers")
     else:
-      self.blocks = [block(c, self.layout, name=f"layer_{i}") for i in range(c.layers)]
+      self.blocks = [
+        block(c, self.layout, self.view, name=f"layer_{i}") for i in range(c.layers)
+      ]
 
   def __call__(
     self,
@@ -214,10 +236,10 @@ class Qwen(nn.Module):
       hidden_BTD after the final norm, and the new cache (None without one).
     """
     c = self.cfg
-    embed = self.embed.astype(c.dtype)
+    embed = self.embed if self.view else used(c, self.embed)
     if self.layout:
       embed = self.layout.shard(embed, "V.")
-    x_BTD = jnp.take(embed, tokens_BT, axis=0)
+    x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
     if self.layout:
       x_BTD = self.layout.shard(x_BTD, "BT.")
     by = rotation(c, position_BT)
@@ -240,13 +262,13 @@ class Qwen(nn.Module):
         )
         out.append(layer)
       cache = tuple(out) if cache is not None else None
-    return rms_norm(x_BTD, self.final_norm, c.norm_eps), cache
+    scale = self.final_norm if self.view else used(c, self.final_norm)
+    return rms_norm(x_BTD, scale, c.norm_eps), cache
 
   def output(self) -> jax.Array:
-    """The output matrix [D, V] in the compute dtype, whole in D on every device."""
-    c = self.cfg
-    head = self.embed.T if c.tie_embeddings else self.head
-    head = head.astype(c.dtype)
+    """The output matrix [D, V] as it is used, whole in D on every device."""
+    head = self.embed.T if self.cfg.tie_embeddings else self.head
+    head = head if self.view else used(self.cfg, head)
     return self.layout.shard(head, ".V") if self.layout else head
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
@@ -294,7 +316,7 @@ def _init(cfg: QwenConfig, key: jax.Array) -> dict[str, Any]:
 def init_cache(
   cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
 ) -> tuple[LayerCache, ...]:
-  """An empty cache for `rows` sequences, in the compute dtype.
+  """An empty cache for `rows` sequences, in the dtype of activations (see `_held`).
 
   It has `size` places; above PIECE as many more as fill the last piece.
   """
@@ -302,9 +324,9 @@ def init_cache(
   C, P = -(-size // PIECE), min(size, PIECE)
 
   def zeros(*shape: int) -> jax.Array:
-    return jnp.zeros((rows, cfg.kv_heads, C, *shape), cfg.dtype, device=sharding)
+    return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
 
-  H = cfg.head_dim
+  H, dtype = cfg.head_dim, _held(cfg.dtype, layout)
   return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
 
 
@@ -337,26 +359,37 @@ def decoding_view(
 ) -> dict[str, Any]:
   """The parameters as the sampler wants them; made once per policy update.
 
-  Layers are unstacked, arrays cast to the compute dtype (the model would cast them at
-  every step), and resharded to `layout.decoding()`.
+  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
+  would do so at every step), and resharded to `layout.decoding()`.
   """
-  same = cfg.dtype == cfg.param_dtype and "layers" not in params
-  if layout is None and same:
+  kind = cfg.weight_dtype or cfg.dtype
+  if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
     return params
   return _decoding_view(cfg, layout)(params)
 
 
 @functools.lru_cache(maxsize=8)
 def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
-  def view(params: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(lambda x: x.astype(cfg.dtype), unstack(params, cfg.layers))
+  kind = cfg.weight_dtype or cfg.dtype
+  held = _held(kind, layout)
 
-  shardings = (
-    layout.decoding().tree(jax.eval_shape(view, param_shapes(cfg)))
-    if (layout)
-    else None
-  )
+  def view(params: dict[str, Any]) -> dict[str, Any]:
+    params = unstack(params, cfg.layers)
+    return jax.tree.map(lambda x: _rounded(x, kind).astype(held), params)
+
+  shardings = None
+  if layout:
+    shardings = layout.decoding().tree(jax.eval_shape(view, param_shapes(cfg)))
   return jax.jit(view, out_shardings=shardings)
+
+
+def _held(kind: str, layout: Layout | None) -> str:
+  """The dtype that holds a decoder's weights or cache of a precision.
+
+  A CPU multiplies in float32 alone, and would convert half-precision weights and cache
+  at every step.
+  """
+  return "float32" if platform(layout) == "cpu" else kind
 
 
 def count_params(params: Any) -> int:
