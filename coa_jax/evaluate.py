@@ -16,8 +16,8 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.episodes import Player
-from coa_jax.rollout.scheduler import RolloutConfig
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task

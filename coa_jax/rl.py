@@ -31,8 +31,9 @@ from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.episodes import Player
-from coa_jax.rollout.scheduler import RolloutConfig, on_device
+from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task

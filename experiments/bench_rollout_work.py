@@ -53,7 +53,8 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
   from coa_jax.model.architecture import LoadConfig
   from coa_jax.model.weights import load_model
   from coa_jax.protocol.automaton import Automaton
-  from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
+  from coa_jax.rollout.engine import RolloutConfig
+  from coa_jax.rollout.scheduler import Scheduler
 
   load = LoadConfig(dtype=job["dtype"], param_dtype=job["dtype"])
   cfg, params = load_model(os.path.join(folder, MODEL), load)
@@ -71,6 +72,9 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
 
     def start(self) -> list[int]:
       return self.given
+
+    def forced(self) -> list[int]:
+      return []
 
     def progress(self, ids: list[int]) -> None:
       pass

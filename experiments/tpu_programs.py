@@ -173,7 +173,7 @@ def _served(case: Case, cfg: QwenConfig, layout: Layout, slots: int) -> tuple[An
   """Weights and cache as the sampler holds them."""
   layout.check(cfg, B=math.gcd(slots, case.rows))
   params = param_shapes(cfg)
-  empty = jax.eval_shape(lambda: init_cache(cfg, slots, case.length))
+  empty = jax.eval_shape(lambda: init_cache(cfg, slots, case.length, layout))
   cache = jax.tree.map(lambda x: _arrays(layout, "BK...", x.shape, x.dtype), empty)
   return _placed(params, layout.tree(params)), cache
 
@@ -202,11 +202,11 @@ def _lower_decode(case: Case, cfg: QwenConfig, layout: Layout) -> Any:
   seed = jax.eval_shape(lambda: jax.random.key(0))
   return sampler.window.lower(
     cfg,
-    case.count,
     params,
     cache,
     sampler.SamplerState(**slots),
     tables,
     _arrays(layout, "", (), seed.dtype),
+    _arrays(layout, "..", (case.rows, case.count), "int32"),
     layout=layout,
   )

@@ -12,7 +12,7 @@ import toy
 from coa_jax import rl
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.rollout.scheduler import RolloutConfig
+from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.tasks.task import Task
 
 STEPS = 24

@@ -121,9 +121,7 @@ def removed_mass(
   return jnp.sum(jnp.where(allowed, 0.0, jnp.exp(logp)), axis=-1)
 
 
-def sample(
-  logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> jax.Array:
   """Draws one token per row, by inversion of the cumulative distribution.
 
   One uniform number a row instead of V Gumbel draws: on a CPU the draws would cost as
@@ -135,7 +133,7 @@ def sample(
     temperature_B: 0 takes the most likely token.
 
   Returns:
-    token_B, and logp_B of the token drawn.
+    token_B, int32.
   """
   u_B = jax.vmap(lambda k: jax.random.uniform(k))(key_B)
   p_BV = jnp.exp(logp_BV)
@@ -146,5 +144,4 @@ def sample(
   last_B = logp_BV.shape[-1] - 1 - jnp.argmax(p_BV[:, ::-1] > 0, axis=-1)
   drawn_B = jnp.minimum(below_BV.sum(-1), last_B)
   token_B = jnp.where(temperature_B > 0, drawn_B, jnp.argmax(logp_BV, axis=-1))
-  token_B = token_B.astype(jnp.int32)
-  return token_B, jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+  return token_B.astype(jnp.int32)

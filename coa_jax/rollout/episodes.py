@@ -19,12 +19,14 @@ from coa_jax.protocol.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
+  Author,
   CallStatus,
   Status,
   ToolCall,
   Trajectory,
 )
-from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
+from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.tasks.rewards import grade, score
 from coa_jax.tasks.task import Task
@@ -89,6 +91,10 @@ class CoAEpisode:
     self.trajectory.usage.model_calls = 1
     return ids
 
+  def forced(self) -> list[int]:
+    """Nothing: everything is sampled. See `Episode`."""
+    return []
+
   def progress(self, ids: list[int]) -> None:
     """Nothing is done before a turn is over. See `Episode`."""
 
@@ -147,6 +153,62 @@ class CoAEpisode:
     if status != Status.INFRASTRUCTURE:
       t.reward, t.reward_parts = score(self.task, t.text, self.setting.variant)
     return None
+
+
+class Replay:
+  """A trajectory run again over its own tokens, for their log-probs; see `Episode`."""
+
+  def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
+    """Args: the trajectory, its place among those replayed, the sampling's."""
+    self.task_id = trajectory.task_id
+    self.sequence = sequence
+    self.temperature = temperature
+    self.logps: list[float] = []
+    # What was given and what was sampled, by turns.
+    self._turns: list[tuple[list[int], list[int]]] = []
+    for s in trajectory.segments:
+      sampled = s.author == Author.POLICY
+      if not self._turns or (not sampled and self._turns[-1][1]):
+        self._turns.append(([], []))
+      self._turns[-1][sampled].extend(s.ids)
+
+  def start(self) -> list[int]:
+    """The prompt's ids."""
+    return self._turns[0][0]
+
+  def forced(self) -> list[int]:
+    """What was sampled in this turn."""
+    return self._turns[0][1]
+
+  def progress(self, ids: list[int]) -> None:
+    """Nothing is done before a turn is over."""
+
+  def sampled(
+    self, ids: list[int], logps: list[float], tag: str | None
+  ) -> concurrent.futures.Future[list[int]] | None:
+    """Keeps the log-probs.
+
+    Raises:
+      ValueError: other tokens than the trajectory's came out: it stops elsewhere.
+    """
+    if ids != self._turns.pop(0)[1]:
+      raise ValueError(
+        f"trajectory of task {self.task_id!r}: decoding under this variant and max_len "
+        "stops elsewhere than it did; replay it as it was sampled"
+      )
+    self.logps += logps
+    if not self._turns or not self._turns[0][1]:
+      return None
+    future: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
+    future.set_result(self._turns[0][0])
+    return future
+
+  def observed(self, result: list[int]) -> list[int]:
+    """The ids that were given then."""
+    return result
+
+  def out_of_room(self) -> None:
+    """Can not be: it had room then."""
 
 
 class Player:
@@ -252,3 +314,20 @@ class Player:
     for place, trajectory in self.play(*args):
       out[place].append(trajectory)
     return [sorted(group, key=lambda t: t.sample) for group in out]
+
+  def rescore(
+    self, params: Any, trajectories: Sequence[Trajectory], temperature: float
+  ) -> list[list[float]]:
+    """Log-probs of what each trajectory's policy wrote, by the sampler's own program.
+
+    With the parameters, slots and windows that a trajectory was sampled with they are
+    those it recorded, bit for bit, in half precision too; with others they are what
+    that policy's sampler would have recorded.
+
+    Raises:
+      ValueError: a trajectory was sampled under another variant or `max_len`.
+    """
+    episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]
+    for _ in self.scheduler.run(params, episodes, 0):
+      pass
+    return [e.logps for e in episodes]

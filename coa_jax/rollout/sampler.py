@@ -150,30 +150,31 @@ def resize(layer: LayerCache, pieces: int, layout: Layout | None = None) -> Laye
 
 @functools.partial(
   jax.jit,
-  static_argnames=("cfg", "steps", "layout", "truncation"),
+  static_argnames=("cfg", "layout", "truncation"),
   donate_argnames="cache",
 )
 def window(
   cfg: QwenConfig,
-  steps: int,
   params: Any,
   cache: tuple[LayerCache, ...],
   state: SamplerState,
   tables: Tables,
   seed: jax.Array,
+  forced_BW: jax.Array,
   layout: Layout | None = None,
   truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[tuple[LayerCache, ...], SamplerState, Sampled]:
-  """Samples up to `steps` tokens in every active slot.
+  """Samples up to W tokens in every active slot.
 
   Args:
     cfg: the model, unrolled.
-    steps: W, the window's length; it ends sooner once no slot is active.
     params: the policy, a `decoding_view`.
     cache: of all slots; donated.
     state: the slots.
     tables: where to stop.
     seed: PRNG key of the run.
+    forced_BW: ids to take instead of drawing them; -1 draws. The window ends sooner
+      once no slot is active.
     layout: of the sampler, on several devices.
     truncation: leaves out unlikely tokens.
 
@@ -181,7 +182,7 @@ def window(
     The cache, the slots and what was sampled.
   """
   model = Qwen(cfg, layout, view=True)
-  B = state.length_B.shape[0]
+  B, steps = forced_BW.shape
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),
     logp_BW=jnp.zeros((B, steps), jnp.float32),
@@ -201,11 +202,12 @@ def window(
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV, removed_B = _distribution(logits_B1V[:, 0], s, tables, truncation)
-    token_B, logp_B = distribution.sample(
-      logp_BV, _keys(seed, s.sequence_B, s.length_B + 1), s.temperature_B
-    )
-    class_B = tables.class_V[token_B]
-    stop_B = jnp.where(s.active_B, tables.stop_SC[s.automaton_B, class_B], 0)
+    keys_B = _keys(seed, s.sequence_B, s.length_B + 1)
+    drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
+    token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
+    logp_B = jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
+    state_B, class_B = s.automaton_B, tables.class_V[token_B]
+    stop_B = jnp.where(s.active_B, tables.stop_SC[state_B, class_B], 0)
     length_B = s.length_B + s.active_B
     full_B = length_B + 1 >= s.limit_B
     out = Sampled(
@@ -218,9 +220,7 @@ def window(
     s = s.replace(
       length_B=length_B,
       pending_B=jnp.where(s.active_B, token_B, s.pending_B),
-      automaton_B=jnp.where(
-        s.active_B, tables.next_SC[s.automaton_B, class_B], s.automaton_B
-      ),
+      automaton_B=jnp.where(s.active_B, tables.next_SC[state_B, class_B], state_B),
       active_B=s.active_B & (stop_B == 0) & ~full_B,
       grammar_B=_grammar_after(s, tables, token_B),
     )

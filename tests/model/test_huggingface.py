@@ -312,7 +312,9 @@ def greedy(
   )
   nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
   tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)
-  out = sampler.window(cfg, new, params, cache, state, tables, jax.random.key(0))[2]
+  free_BW = np.full((B, new), -1, np.int32)
+  key = jax.random.key(0)
+  out = sampler.window(cfg, params, cache, state, tables, key, free_BW)[2]
   return np.asarray(out.token_BW).tolist()
 
 

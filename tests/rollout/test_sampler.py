@@ -52,7 +52,8 @@ def prefill(params, rows: dict[int, list[int]], width: int = 16):
 
 def decode(params, cache, state, steps: int = 8, seed: int = 0):
   key = jax.random.key(seed)
-  return sampler.window(CFG, steps, params, cache, state, TABLES, key)
+  free_BW = np.full((SLOTS, steps), -1, np.int32)
+  return sampler.window(CFG, params, cache, state, TABLES, key, free_BW)
 
 
 def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():

@@ -18,8 +18,9 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.automaton import compile_stops
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout import scheduler as scheduling
+from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.episodes import Player
-from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
+from coa_jax.rollout.scheduler import Scheduler
 
 CFG = toy.MODEL
 CONFIG = RolloutConfig(style="brief", slots=5, window=8, max_len=toy.MAX_LEN)
@@ -94,6 +95,33 @@ def test_half_precision_weights_under_float32_activations_keep_the_agreement(nov
 def test_half_precision_activations_cost_agreement(novice):
   gap = gaps(dataclasses.replace(CFG, dtype="bfloat16"), novice)
   assert 1e-3 < gap.max() < 0.3 and gap.mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):
+  """Decode-shaped: the same program over the same tokens, in half precision too."""
+  cfg = dataclasses.replace(CFG, dtype=dtype)
+  player = Player(cfg, toy.tokenizer(), CONFIG, toy.TOOLS)
+  tools = toy.TableToolbox()
+  groups = player.groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
+  played = [t for group in groups for t in group]
+  assert sum(bool(t.calls) for t in played) >= 4
+  again = player.rescore(novice, played, temperature)
+  assert again == [toy.sampled_logps(t) for t in played]
+  # Another policy's sampler would have said something else.
+  other = player.rescore(toy.params(), played[:2], temperature)
+  gap = np.abs(np.concatenate(other) - np.concatenate(again[:2]))
+  assert gap.max() > 0.1
+
+
+def test_rescoring_refuses_what_would_not_have_stopped_there(novice):
+  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  (group,) = player.groups(novice, toy.TASKS[:1], toy.TableToolbox(), 2, 1.0, seed=3)
+  last = [s for s in group[1].segments if s.author == Author.POLICY][-1]
+  del last.ids[-1], last.logps[-1]
+  with pytest.raises(ValueError, match=r"'2 \+ 3'.* stops elsewhere"):
+    player.rescore(novice, group, 1.0)
 
 
 def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
@@ -184,9 +212,9 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   sizes = []
   real = scheduling.sampler.window
 
-  def spy(cfg, steps, params, cache, *args):
+  def spy(cfg, params, cache, *args):
     sizes.append(qwen.cache_size(cache))
-    return real(cfg, steps, params, cache, *args)
+    return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(scheduling.sampler, "window", spy)
   on = scheduler(window=window)

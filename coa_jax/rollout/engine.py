@@ -1,0 +1,105 @@
+"""What an engine of rollouts is asked to do: its config, its episodes, its counters."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from typing import Any, Protocol
+
+from coa_jax.model.distribution import Truncation
+from coa_jax.protocol import prompts, roles
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  """Config section `rollout`.
+
+  Attributes:
+    variant: the protocol's dialect; its tools are those of section `tools`.
+    style: of the prompt: full, or brief for models trained from scratch.
+    slots: trajectories decoded together.
+    window: tokens sampled between two looks at the tools.
+    max_len: tokens a trajectory may have in all.
+    max_calls: tool calls a trajectory may make.
+    tool_seconds: seconds of tool time a trajectory may spend.
+    inject_rows: slots that receive given tokens in one call of the device.
+    constrain: sample only what the variant's grammar allows.
+    top_k: sample from the most likely tokens; 0 for all.
+    top_p: sample from the most likely tokens of this probability in all; 1 for all.
+    min_p: sample from tokens at least this share as likely as the likeliest.
+    seed: of all sampling.
+  """
+
+  variant: str = "unified"
+  style: str = "full"
+  slots: int = 64
+  window: int = 8
+  max_len: int = 320
+  max_calls: int = 8
+  tool_seconds: float = 60.0
+  inject_rows: int = 16
+  constrain: bool = False
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+
+  def __post_init__(self):
+    for field in ("slots", "window", "max_len", "inject_rows"):
+      if getattr(self, field) < 1:
+        raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+    prompts.instructions(roles.get_variant(self.variant), self.style)
+    _ = self.truncation  # refuses what it can not mean
+
+  @property
+  def truncation(self) -> Truncation:
+    """Which tokens may be drawn."""
+    return Truncation(self.top_k, self.top_p, self.min_p)
+
+
+class Episode(Protocol):
+  """What the scheduler asks of one trajectory; tokens in, tokens out."""
+
+  sequence: int  # keys its randomness; unique in a run
+  temperature: float
+
+  def start(self) -> list[int]:
+    """The prompt's ids."""
+
+  def forced(self) -> list[int]:
+    """Ids to take next instead of sampling them; asked once what was given is in."""
+
+  def progress(self, ids: list[int]) -> None:
+    """Told after a window that did not stop it what was sampled since `sampled`."""
+
+  def sampled(
+    self, ids: list[int], logps: list[float], tag: str | None
+  ) -> concurrent.futures.Future | None:
+    """Takes what was sampled since the last call.
+
+    `tag` is the closing tag that stopped decoding, or None at the token limit. Returns
+    a future to wait for, or None when the episode is over.
+    """
+
+  def observed(self, result: Any) -> list[int] | None:
+    """Takes the future's result; returns ids to append, or None when it is over."""
+
+  def out_of_room(self) -> None:
+    """Told that the ids to append would exceed the token limit; it is over."""
+
+
+@dataclasses.dataclass
+class Counters:
+  """What the device was asked to do since the scheduler was made."""
+
+  prefilled_tokens: int = 0
+  copied_tokens: int = 0  # of prompts that another slot held
+  sampled_tokens: int = 0
+  windows: int = 0
+  slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
+  removed_mass: float = 0.0  # probability the grammar took away, summed over tokens
+
+  def removed_since(self, before: Counters) -> float:
+    """The mean probability that the grammar took from a token since then."""
+    tokens = self.sampled_tokens - before.sampled_tokens
+    return (self.removed_mass - before.removed_mass) / max(tokens, 1)
