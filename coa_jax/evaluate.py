@@ -10,14 +10,14 @@ import ml_collections
 
 from coa_jax.config import check_sections, claim, section
 from coa_jax.model.architecture import LoadConfig
-from coa_jax.model.sharding import MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.episodes import Player, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
@@ -52,7 +52,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Args:
     config: sections `SECTIONS`; `init` is a model folder.
     workdir: where everything goes; a file of trajectories that is complete there is
-      not played again.
+      not played again. Several processes share it, each playing its part of the tasks;
+      all but the first write into folders of their own.
 
   Returns:
     What `results.json` holds: the figures of `scores.summary`, `by_family`, seconds.
@@ -71,6 +72,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   player = Player(cfg, tokenizer, rollout, tools.tools, layout)
   player.check(tasks)
+  workdir = own_folder(workdir)
   claim(config, workdir)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
@@ -81,6 +83,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       path = os.path.join(workdir, f"{name}.jsonl")
       if not os.path.exists(path):
         stream = player.play(params, tasks, toolbox, samples, temperature, rollout.seed)
+        stream = of_all_processes(stream)
         write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
       return read_trajectories(path)
 

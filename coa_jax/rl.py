@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from coa_jax.config import ConfigError, check_sections, claim, optional, section
+from coa_jax.config import check_sections, claim, optional, section
 from coa_jax.learner import advantages, losses
 from coa_jax.learner import batch as batching
 from coa_jax.learner.batch import Batch
@@ -26,7 +26,7 @@ from coa_jax.learner.state import Learner, SumLoss, TrainState, init_state
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
@@ -135,7 +135,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Args:
     config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`.
     workdir: where everything goes; an interrupted run in it is continued, and ends
-      with the parameters of an uninterrupted one.
+      with the parameters of an uninterrupted one. Several processes share it, each
+      playing its part of the tasks; all but the first log into folders of their own.
 
   Returns:
     What `results.json` holds: steps, rewards, rates and seconds by phase.
@@ -144,8 +145,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
   """
   check_sections(config, SECTIONS, needed=("init",))
-  if jax.process_count() > 1:
-    raise ConfigError("RL runs in one process, on all devices of one host")
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
   if algo.length < rollout.max_len:
@@ -167,7 +166,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   _check_mesh(cfg, algo, layout)
   player = Player(cfg, tokenizer, rollout, tools.tools, layout)
   player.check([*tasks, *dev_tasks])
-  claim(config, workdir)
+  own = own_folder(workdir)
+  claim(config, own)
   cfg, params = load_model(config.init, load, layout)
   trained, frozen = adapting.split(cfg, params, lora, rollout.seed, layout)
   learner = Learner(_loss(cfg, algo, lora, layout, player), optimizer, layout)
@@ -183,7 +183,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     clock = _Clock()
-    with Metrics(workdir, "rl", algo.steps) as metrics:
+    with Metrics(own, "rl", algo.steps) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
         params = adapting.merged(state.params, frozen, lora)
@@ -197,7 +197,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         clock.lap("learn")
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
-          write_jsonl(os.path.join(workdir, "trajectories", name), rollouts.played)
+          write_jsonl(os.path.join(own, "trajectories", name), rollouts.played)
         figure = f"reward {values['reward']:.3f}"
         metrics.log(step + 1, values | clock.take(), figure)
         # After the line above: what a checkpoint holds has always been logged.
@@ -206,8 +206,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         clock.lap("save")
       accuracy = examine(adapting.merged(state.params, frozen, lora))
   adapting.export(workdir, cfg, state.params, frozen, lora, tokenizer, config.init)
-  results = _results(workdir, algo.steps, accuracy)
-  write_json(os.path.join(workdir, "results.json"), results)
+  results = _results(own, algo.steps, accuracy)
+  write_json(os.path.join(own, "results.json"), results)
   return results
 
 

@@ -360,12 +360,24 @@ def decoding_view(
   """The parameters as the sampler wants them; made once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `layout.decoding()`.
+  would do so at every step), and resharded to `layout.decoding()`; of several processes
+  each gets arrays of its own devices alone (`Layout.own`). Every process calls it.
   """
   kind = cfg.weight_dtype or cfg.dtype
   if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
     return params
-  return _decoding_view(cfg, layout)(params)
+  view = _decoding_view(cfg, layout)(params)
+  if layout is None or jax.process_count() == 1:
+    return view
+  own = layout.decoding().own()
+
+  def mine(x: jax.Array, sharding: Any) -> jax.Array:
+    pieces = [s.data for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+  if own is None:
+    return jax.tree.map(lambda x: x.addressable_data(0), view)
+  return jax.tree.map(mine, view, own.tree(view))
 
 
 @functools.lru_cache(maxsize=8)

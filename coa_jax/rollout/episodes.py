@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import Layout
@@ -211,6 +216,28 @@ class Replay:
     """Can not be: it had room then."""
 
 
+def of_all_processes(
+  played: Iterator[tuple[int, Trajectory]],
+) -> Iterator[tuple[int, Trajectory]]:
+  """What all processes have played, on every one of them.
+
+  Args:
+    played: by this process: (the task's place, a trajectory). It is exchanged as JSON,
+      which keeps every bit of a log-prob, in arrays of bytes.
+  """
+  if jax.process_count() == 1:
+    yield from played
+    return
+  own = json.dumps([(place, t.to_json()) for place, t in played]).encode()
+  gather = multihost_utils.process_allgather
+  sizes = gather(np.array([len(own)]))[:, 0]
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: len(own)] = np.frombuffer(own, np.uint8)
+  for size, row in zip(sizes, gather(padded), strict=True):
+    for place, record in json.loads(row[:size].tobytes()):
+      yield place, Trajectory.from_json(record)
+
+
 class Player:
   """A policy that plays tasks: model, tokenizer and scheduler together."""
 
@@ -267,7 +294,7 @@ class Player:
     seed: int,
     version: int = 0,
   ) -> Iterator[tuple[int, Trajectory]]:
-    """Plays every task `samples` times.
+    """Plays every task `samples` times; of n processes each plays every n-th task.
 
     Args:
       params: the policy.
@@ -293,6 +320,7 @@ class Player:
         setting=setting,
       )
       for i, task in enumerate(tasks)
+      if i % jax.process_count() == jax.process_index()
       for k in range(samples)
     )
     for episode in self.scheduler.run(params, episodes, seed):
@@ -308,10 +336,13 @@ class Player:
     seed: int,
     version: int = 0,
   ) -> list[list[Trajectory]]:
-    """As `play`, but all at once: for each task its trajectories by sample number."""
+    """As `play`, but all at once: for each task its trajectories by sample number.
+
+    Every process gets the trajectories of all.
+    """
     out: list[list[Trajectory]] = [[] for _ in tasks]
     args = (params, tasks, toolbox, samples, temperature, seed, version)
-    for place, trajectory in self.play(*args):
+    for place, trajectory in of_all_processes(self.play(*args)):
       out[place].append(trajectory)
     return [sorted(group, key=lambda t: t.sample) for group in out]
 

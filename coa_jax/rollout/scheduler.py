@@ -45,14 +45,16 @@ class Scheduler:
       model: the architecture; layers are unrolled for decoding.
       automaton: where decoding stops.
       config: slots, window and limits.
-      layout: of the policy, on several devices.
+      layout: of the policy, on several devices; of several processes each decodes
+        on its own devices.
       constraint: what may be sampled; everything where None.
 
     Raises:
       ValueError: the mesh does not divide the slots or the rows of an injection.
     """
     self.model = dataclasses.replace(model, scan=False, remat="none")
-    self.layout = layout.decoding() if layout else None
+    self._whole = layout
+    self.layout = layout.decoding().own() if layout else None
     if self.layout:
       self.layout.check(model, B=math.gcd(config.slots, config.inject_rows))
     self.config = config
@@ -77,7 +79,7 @@ class Scheduler:
       seed: of this run's sampling; an episode's tokens depend on (seed, its sequence,
         params, what its tools said) alone.
     """
-    view = qwen.decoding_view(self.model, params, self.layout)
+    view = qwen.decoding_view(self.model, params, self._whole)
     if qwen.cache_size(self._cache) > qwen.PIECE:
       self._cache = self._empty()
     run = _Run(self, view, iter(episodes), seed)

@@ -1,0 +1,24 @@
+"""RL or evaluation in one of several processes; see test_processes.py.
+
+python tests/in_processes.py JOURNEY CONFIG.json WORKDIR DEVICES [COORDINATOR N I]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+journey, config, workdir, devices, *others = sys.argv[1:]
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+
+import jax  # noqa: E402
+import ml_collections  # noqa: E402
+
+from coa_jax import evaluate, rl  # noqa: E402
+
+if others:
+  jax.distributed.initialize(others[0], int(others[1]), int(others[2]))
+with open(config, encoding="utf-8") as f:
+  sections = ml_collections.ConfigDict(json.load(f))
+{"rl": rl, "evaluate": evaluate}[journey].run(sections, workdir)

@@ -1,0 +1,120 @@
+"""Two processes are one: rollouts token for token, and the training that follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.report.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory) -> dict:
+  """A policy that calls a tool and guesses, tasks for it, and what journeys share."""
+  folder = tmp_path_factory.mktemp("policy")
+  right = {"sky": "blue", "sea": "blue", "rose": "red", "wine": "red"}
+  examples = [
+    toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
+    for q in right
+    for a in ("red", "blue")
+  ]
+  toy.save_policy(str(folder / "model"), toy.train(examples, 200).params)
+  tasks = folder / "tasks.jsonl"
+  rows = [{"id": q, "question": q, "answers": [a]} for q, a in right.items()]
+  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return dict(
+    init=str(folder / "model"),
+    rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN, inject_rows=4),
+    tools=dict(tools=["code"]),
+    tasks=dict(uri=str(tasks)),
+  )
+
+
+def run(
+  journey: str, sections: dict, out: pathlib.Path, processes: int, devices: int
+) -> None:
+  """Runs it in so many processes of so many devices each."""
+  out.mkdir()
+  config = out / "config.in"
+  config.write_text(json.dumps(sections))
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  command = [sys.executable, str(ROOT / "tests" / "in_processes.py"), journey]
+  command += [str(config), str(out / "run"), str(devices)]
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  started = [
+    subprocess.Popen(
+      [*command, *([address, str(processes), str(i)] if processes > 1 else [])],
+      env=env,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(processes)
+  ]
+  for process in started:
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors[-3000:]
+
+
+def content(t: Trajectory) -> tuple:
+  segments = [(s.author, s.text, s.ids, s.logps) for s in t.segments]
+  return t.task_id, t.sample, segments, [c.result for c in t.calls], t.status, t.reward
+
+
+@pytest.mark.slow
+def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
+  config = {**sections, "eval": dict(greedy=True, samples=3)}
+  one, two, split = tmp_path / "one", tmp_path / "two", tmp_path / "split"
+  run("evaluate", config, one, processes=1, devices=1)
+  run("evaluate", config, two, processes=2, devices=1)
+  config["mesh"] = dict(tensor=2)
+  run("evaluate", config, split, processes=2, devices=2)
+  for name in ("greedy.jsonl", "sampled.jsonl"):
+    expected = [content(t) for t in read_trajectories(one / "run" / name)]
+    assert sum(bool(t[3]) for t in expected) >= 4
+    for folder in (two / "run", two / "run" / "process_1"):
+      assert [content(t) for t in read_trajectories(folder / name)] == expected
+  # Over `tensor` products are added up in another order: the same tokens, greedily.
+  again = read_trajectories(split / "run" / "greedy.jsonl")
+  tokens = [[s.ids for s in t.segments] for t in again]
+  once = read_trajectories(one / "run" / "greedy.jsonl")
+  assert tokens == [[s.ids for s in t.segments] for t in once]
+
+
+@pytest.mark.slow
+def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
+  config = {
+    **sections,
+    "optim": dict(lr=1e-3),
+    "algo": dict(
+      steps=2, prompts=4, samples=4, rounds=1, rows=4, length=toy.MAX_LEN, keep_every=1
+    ),
+    "dev": dict(every=1, uri=sections["tasks"]["uri"]),
+    "checkpoint": dict(every=1),
+  }
+  one, two = tmp_path / "one", tmp_path / "two"
+  run("rl", config, one, processes=1, devices=1)
+  run("rl", config, two, processes=2, devices=1)
+  first = "trajectories/step_000000.jsonl"
+  expected = [content(t) for t in read_trajectories(one / "run" / first)]
+  for folder in (two / "run", two / "run" / "process_1"):
+    assert [content(t) for t in read_trajectories(folder / first)] == expected
+  losses = [
+    [row["loss"] for row in read_metrics(str(folder / "metrics.jsonl"), "rl")]
+    for folder in (one / "run", two / "run", two / "run" / "process_1")
+  ]
+  np.testing.assert_allclose(losses[1][0], losses[0][0], atol=1e-7)
+  np.testing.assert_array_equal(losses[1], losses[2])
+  assert (two / "run" / "model" / "config.json").exists()
