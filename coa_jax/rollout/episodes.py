@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,7 +51,12 @@ class Setting:
 
 
 class CoAEpisode:
-  """One attempt at one task, as the scheduler drives it."""
+  """One attempt at one task, as the scheduler drives it.
+
+  It is graded at its end where the task has answers.
+  """
+
+  limit = sys.maxsize  # none of its own
 
   def __init__(
     self,
@@ -144,7 +150,7 @@ class CoAEpisode:
     t = self.trajectory
     t.status = status
     t.usage.seconds = time.monotonic() - self._began
-    if status != Status.INFRASTRUCTURE:
+    if self.task.answers and status != Status.INFRASTRUCTURE:
       t.reward, t.reward_parts = score(self.task, t.text, self.setting.variant)
     return None
 

@@ -78,6 +78,7 @@ class Episode(Protocol):
 
   sequence: int  # keys its randomness; unique in a run
   temperature: float
+  limit: int  # tokens it may have in all, if below max_len; may change as it goes on
 
   def start(self) -> list[int]:
     """The prompt's ids."""
@@ -231,8 +232,9 @@ class _Run:
       # misses one idles for all of it: a short wait for them is well spent.
       concurrent.futures.wait(self.waiting.values(), timeout=self.window_seconds / 8)
     else:
+      # Not for as long as a tool takes: there may be new episodes for free slots.
       concurrent.futures.wait(
-        self.waiting.values(), return_when=concurrent.futures.FIRST_COMPLETED
+        self.waiting.values(), 0.05, return_when=concurrent.futures.FIRST_COMPLETED
       )
     yield from self._inject()
     if self.state.active_B.any():
@@ -299,6 +301,9 @@ class _Run:
 
   def _sample(self) -> Iterator[Episode]:
     owner, before = self.owner, self.state.active_B
+    for slot in np.flatnonzero(before):
+      limit = min(self.episodes[slot].limit, owner.config.max_len)
+      self.state.limit_B[slot] = limit
     began = time.monotonic()
     owner._cache, state, out = sampler.window(
       owner.model,
