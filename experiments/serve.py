@@ -55,7 +55,7 @@ _MAX_WAITING = flags.DEFINE_integer("max_waiting", 64, "Questions without a slot
 
 GRACE_S = 3
 MAX_BODY = 1 << 20
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class Exchange:

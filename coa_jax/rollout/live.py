@@ -12,6 +12,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import hashlib
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -288,15 +289,17 @@ class Team:
         self._waiting.remove(episode)
 
   def warm_up(self) -> None:
-    """Has the sampler compiled before the first question is asked."""
-    over = threading.Event()
+    """Has the sampler compiled before the first question is asked.
 
-    def tell(what: Piece | Trajectory | None) -> None:
-      if not isinstance(what, Piece):
-        over.set()
-
-    self.ask(Ask("hello", max_tokens=1), tell)
-    over.wait()
+    Raises:
+      ValueError, Stopped: not even a short question can be answered.
+    """
+    told: queue.SimpleQueue[Piece | Trajectory | None] = queue.SimpleQueue()
+    self.ask(Ask("hello", max_tokens=1), told.put)
+    while isinstance(what := told.get(), Piece):
+      pass
+    if what is None:
+      raise Stopped("the team failed at its first question")
 
   def _work(self, params: Any, seed: int) -> None:
     """The thread: plays until the team is closed."""

@@ -251,9 +251,12 @@ def test_a_failure_is_told_to_all_and_stops_the_team(open_team, monkeypatch):
     raise MemoryError("the device")
 
   monkeypatch.setattr(team._toolbox, "submit", broken)
+  team.warm_up()  # which calls no tool
   assert told(team, Ask("2 + 3", 0.0))[1] is None
   eventually(lambda: not team.alive)
   assert failures[0].exc_type is MemoryError
+  with pytest.raises(Stopped):
+    team.warm_up()
 
 
 def test_what_can_not_be_played_is_refused(open_team):
