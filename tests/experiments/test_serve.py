@@ -303,24 +303,48 @@ def test_a_sandbox_that_is_down_is_no_answer(player):
       brain("solver", [Message("user", "2 + 3")])
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot(one_slot, monkeypatch, stream: bool):
+@pytest.fixture
+def slow_windows(monkeypatch) -> None:
+  """A window, of one token on `one_slot`, takes 50 ms."""
   real = sampler.window
   monkeypatch.setattr(sampler, "window", lambda *a: time.sleep(0.05) or real(*a))
+
+
+def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
+  """A connection on which a question of 51 tokens is being answered."""
+  counters = service.team.player.scheduler.counters
+  before = counters.sampled_tokens
+  out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=30)
+  headers = {"content-type": "application/json"}
+  text = json.dumps(body("4 * 4 + 1", stream=stream))
+  out.request("POST", "/v1/chat/completions", text, headers)
+  eventually(lambda: counters.sampled_tokens >= before + 3)
+  return out
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, stream: bool):
+  counters = one_slot.scheduler.counters
   with serving(one_slot) as service:
-    before = one_slot.scheduler.counters.sampled_tokens
-    host = service.url.removeprefix("http://")
-    leaving = http.client.HTTPConnection(host, timeout=30)
-    text = json.dumps(body("4 * 4 + 1", stream=stream))
-    headers = {"content-type": "application/json"}
-    leaving.request("POST", "/v1/chat/completions", text, headers)
-    eventually(lambda: one_slot.scheduler.counters.sampled_tokens >= before + 3)
+    before = counters.sampled_tokens
+    leaving = begin(service, stream)
     if stream:
       assert b"data: " in leaving.getresponse().readline()
     leaving.close()
     eventually(lambda: service.team.counts == (0, 0))
-    # Of 51 tokens; a window takes 50 ms, and so many more are on the way.
-    assert one_slot.scheduler.counters.sampled_tokens <= before + 20
+    assert counters.sampled_tokens <= before + 20
+
+
+def test_a_stop_cuts_off_what_takes_too_long(one_slot, slow_windows, monkeypatch):
+  monkeypatch.setattr(serve, "GRACE_S", 0.2)
+  counters = one_slot.scheduler.counters
+  before = counters.sampled_tokens
+  with serving(one_slot) as service:
+    cut_off = begin(service, stream=True)
+  assert counters.sampled_tokens <= before + 20
+  text = cut_off.getresponse().fp.read()
+  assert b"reasoning_content" in text and b"[DONE]" not in text
+  cut_off.close()
 
 
 def test_too_many_requests_are_told_to_come_back(one_slot):
