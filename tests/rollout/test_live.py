@@ -169,8 +169,15 @@ class Gate:
     return "Ur: its capital is Uruk." if body == "Ur" else "5"
 
 
-def test_a_tool_that_takes_its_time_holds_up_nobody_else(open_team):
+@pytest.fixture
+def gate(open_team):
+  """Is opened before the test's teams are closed."""
   gate = Gate()
+  yield gate
+  gate.open.set()
+
+
+def test_a_tool_that_takes_its_time_holds_up_nobody_else(open_team, gate):
   team = open_team(gate.toolbox)
   slow: queue.SimpleQueue = queue.SimpleQueue()
   team.ask(Ask("capital of Ur", 0.0), slow.put)
@@ -183,8 +190,7 @@ def test_a_tool_that_takes_its_time_holds_up_nobody_else(open_team):
   assert t.status == Status.ENDED
 
 
-def test_so_many_wait_and_no_more(open_team):
-  gate = Gate()
+def test_so_many_wait_and_no_more(open_team, gate):
   team = open_team(gate.toolbox, max_waiting=2)
   ends: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -226,8 +232,7 @@ def test_what_is_called_off_frees_its_slot_at_the_next_token(open_team, player):
   assert end[-1] is None and not episode.trajectory.calls
 
 
-def test_closing_calls_off_all_and_ends_the_thread(open_team):
-  gate = Gate()
+def test_closing_calls_off_all_and_ends_the_thread(open_team, gate):
   team = open_team(gate.toolbox, max_waiting=9)
   ends: queue.SimpleQueue = queue.SimpleQueue()
   for _ in range(5):
