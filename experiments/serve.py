@@ -259,6 +259,7 @@ def make_server(app: Starlette) -> uvicorn.Server:
   config = uvicorn.Config(
     app,
     lifespan="off",
+    log_config=None,  # the program's own
     log_level="warning",
     access_log=False,
     server_header=False,
