@@ -1,6 +1,6 @@
 """Compiles the real programs for TPU slices, without a TPU: do they fit, how fast?
 
-  pip install libtpu
+  pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
   python -m experiments.compile_check [--cases=REGEX] [--quick] [--list] [--out=FILE]
 
 A case lowers one program for a slice by ahead-of-time compilation: the step of SFT
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> None:
     print("\n".join(names))
     return
   if importlib.util.find_spec("libtpu") is None:
-    stop("this needs the compiler for TPUs: pip install libtpu")
+    stop("this needs the compiler for TPUs: pip install 'jax[tpu]'")
   if _CHILD.value:
     print(json.dumps(measure(CASES[_CHILD.value])))
     return

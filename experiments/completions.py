@@ -275,7 +275,7 @@ def usage(choices: Iterable[Choice]) -> dict[str, Any]:
     "completion_tokens": completion,
     "total_tokens": prompt + completion,
     "observation_tokens": sum(u.observation for u in costs),
-    "prompt_tokens_details": {"cached_tokens": 0},  # prefixes are not shared
+    "prompt_tokens_details": {"cached_tokens": 0},  # none is kept between requests
   }
 
 

@@ -174,7 +174,7 @@ def _served(case: Case, cfg: QwenConfig, layout: Layout, slots: int) -> tuple[An
   layout.check(cfg, B=math.gcd(slots, case.rows))
   params = param_shapes(cfg)
   empty = jax.eval_shape(lambda: init_cache(cfg, slots, case.length))
-  cache = jax.tree.map(lambda x: _arrays(layout, "BK..", x.shape, x.dtype), empty)
+  cache = jax.tree.map(lambda x: _arrays(layout, "BK...", x.shape, x.dtype), empty)
   return _placed(params, layout.tree(params)), cache
 
 

@@ -64,6 +64,9 @@ class QwenConfig:
     qk_norm: True for RMSNorm on each query and key head (Qwen3).
     dtype: of activations; norms, softmax and log-probs are float32 whatever it is.
     param_dtype: of the parameters.
+    weight_dtype: what parameters are rounded to where they are used; dtype where empty.
+      bfloat16 under a dtype of float32 is a model whose sampler holds half-precision
+      weights, and whose sampler and learner agree to float32's precision.
     scan: True if layers are stacked and scanned (training many layers).
     remat: what of a layer the backward pass recomputes: none, full (all of it),
       attention (all but the attention's output), dots (all but matrix products).
@@ -88,6 +91,7 @@ class QwenConfig:
   qk_norm: bool = True
   dtype: str = "float32"
   param_dtype: str = "float32"
+  weight_dtype: str = ""
   scan: bool = False
   remat: str = "none"
   attention: str = "auto"
@@ -114,6 +118,7 @@ class LoadConfig:
   Attributes:
     dtype: of activations.
     param_dtype: of the parameters, whatever dtype the file has.
+    weight_dtype: what parameters are rounded to where they are used; dtype where empty.
     scan: True if layers are stacked and scanned.
     remat: what of a layer the backward pass recomputes.
     attention: the kernel over packed rows.
@@ -122,6 +127,7 @@ class LoadConfig:
 
   dtype: str = "float32"
   param_dtype: str = "float32"
+  weight_dtype: str = ""
   scan: bool = False
   remat: str = "none"
   attention: str = "auto"
@@ -141,13 +147,16 @@ def check_run_options(config: QwenConfig | LoadConfig) -> None:
   choices = {
     "dtype": floats,
     "param_dtype": floats,
+    "weight_dtype": ("", *floats),
     "remat": REMAT,
     "attention": ATTENTION,
   }
   for field, accepted in choices.items():
     value = getattr(config, field)
     if value not in accepted:
-      raise ValueError(f"{field} {value!r}; accepted: {', '.join(accepted)}")
+      raise ValueError(
+        f"{field} {value!r}; accepted: {', '.join(filter(None, accepted))}"
+      )
   if config.logit_chunk < 0:
     raise ValueError(f"logit_chunk {config.logit_chunk} is negative; 0 for all tokens")
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import flash
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Layout, platform
 
 # Finite, so that a row with nothing to attend to (padding) stays free of NaN.
 _MASKED = -1e30
@@ -23,35 +23,41 @@ OUT = "attention_out"
 
 
 def attend(
-  q_BTNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array
+  q_BTNH: jax.Array, k_BKCHP: jax.Array, v_BKCPH: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
   """Scaled dot-product attention; query head n reads kv head n // (N // K).
 
+  Keys and values come in C pieces of P places: S = C P. Each piece has products and
+  sums of its own, of a size that C does not change; so places that nothing reads add
+  exact zeros at the end, and a larger cache changes no bit (float32, CPU).
+
   Args:
     q_BTNH: queries.
-    k_BKHS: keys, positions last: so few queries' scores run along contiguous memory
+    k_BKCHP: keys, positions last: so few queries' scores run along contiguous memory
       (decoding on a CPU takes half the time).
-    v_BKSH: values.
+    v_BKCPH: values.
     mask_BTS: True where query t may read position s.
 
   Returns:
     out_BTNH in q's dtype. Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
   B, T, N, H = q_BTNH.shape
-  K, G = k_BKHS.shape[1], N // k_BKHS.shape[1]
-  # One matrix product per kv head, with the rows of its G query heads together.
+  _, K, C, _, P = k_BKCHP.shape
+  G = N // K
+  # One matrix product per kv head, with the rows of its G query heads together. The
+  # queries are repeated: a product over all pieces at once would move the keys.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
-  score_BKRS = jnp.einsum(
-    "BKRH,BKHS->BKRS",
-    q_BKGTH.reshape(B, K, G * T, H),
-    k_BKHS,
-    preferred_element_type=jnp.float32,
-  )
-  score_BKGTS = score_BKRS.reshape(B, K, G, T, -1)
-  score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, _MASKED)
-  p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BKSH.dtype)
-  out_BKRH = jnp.matmul(p_BKGTS.reshape(B, K, G * T, -1), v_BKSH)
-  out_BKGTH = out_BKRH.reshape(B, K, G, T, H)
+  q_BKCRH = jnp.broadcast_to(q_BKGTH.reshape(B, K, 1, G * T, H), (B, K, C, G * T, H))
+  score_BKCRP = jnp.matmul(q_BKCRH, k_BKCHP, preferred_element_type=jnp.float32)
+  score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
+  mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
+  score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
+  e_BKCGTP = jnp.exp(score_BKCGTP - score_BKCGTP.max((2, 5), keepdims=True))
+  # XLA would join the sum over places with that over pieces.
+  sum_BKCGT = jax.lax.optimization_barrier(e_BKCGTP.sum(-1))
+  e_BKCRP = e_BKCGTP.astype(v_BKCPH.dtype).reshape(B, K, C, G * T, P)
+  out_BKRH = jnp.matmul(e_BKCRP, v_BKCPH, preferred_element_type=jnp.float32).sum(2)
+  out_BKGTH = out_BKRH.reshape(B, K, G, T, H) / sum_BKCGT.sum(2)[..., None]
   return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
@@ -131,11 +137,10 @@ def choose(kernel: str, dtype: jnp.dtype, layout: Layout | None) -> str:
   """
   if kernel != "auto":
     return kernel
-  device = layout.mesh.devices.flat[0] if layout else None
-  platform = device.platform if device else jax.default_backend()
-  if platform == "tpu":
+  where = platform(layout)
+  if where == "tpu":
     return "splash"
-  return "cudnn" if platform == "gpu" and dtype == jnp.bfloat16 else "xla"
+  return "cudnn" if where == "gpu" and dtype == jnp.bfloat16 else "xla"
 
 
 def _xla(

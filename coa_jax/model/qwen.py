@@ -21,10 +21,12 @@ import jax.numpy as jnp
 from coa_jax.model import attention
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
-from coa_jax.model.sharding import Layout, inputs_of
+from coa_jax.model.sharding import Layout, inputs_of, platform
 
-# One layer's keys [B, K, H, S] and values [B, K, S, H].
+# One layer's keys [B, K, C, H, P] and values [B, K, C, P, H]: C pieces of P places.
 LayerCache = tuple[jax.Array, jax.Array]
+# The most places of a piece; a cache of more has several.
+PIECE = 512
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -38,12 +40,28 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   """Contracts the last `inputs` axes of x with the first of w.
 
   As one matrix product of two-dimensional operands: XLA's CPU back-end computes the
-  weight gradient of the equivalent einsum three times slower.
+  weight gradient of the equivalent einsum three times slower. In x's dtype.
   """
   batch, inner, outer = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
   size = math.prod(inner)
   y = x.reshape(-1, size) @ w.reshape(size, -1)
-  return y.reshape(*batch, *outer)
+  return y.reshape(*batch, *outer).astype(x.dtype)
+
+
+def used(cfg: QwenConfig, w: jax.Array) -> jax.Array:
+  """A parameter as training computes with it: rounded, in the compute dtype.
+
+  The gradient passes through the rounding as if there were none.
+  """
+  if cfg.weight_dtype:
+    w = w + jax.lax.stop_gradient(_rounded(w, cfg.weight_dtype) - w)
+  return w.astype(cfg.dtype)
+
+
+def _rounded(x: jax.Array, dtype: str) -> jax.Array:
+  """x with the precision of `dtype`; XLA would drop a conversion there and back."""
+  bits = jnp.finfo(dtype)
+  return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
 
 class Block(nn.Module):
@@ -54,6 +72,7 @@ class Block(nn.Module):
 
   cfg: QwenConfig
   layout: Layout | None = None
+  view: bool = False
 
   @nn.compact
   def __call__(
@@ -77,7 +96,7 @@ class Block(nn.Module):
       inputs = inputs_of(name)
       init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
       w = self.param(name, init, shape, c.param_dtype)
-      y = project(x, w.astype(c.dtype), inputs)
+      y = project(x, w if self.view else used(c, w), inputs)
       if self.has_variable("params", f"{name}_a"):
         a = self.get_variable("params", f"{name}_a").astype(c.dtype)
         b = self.get_variable("params", f"{name}_b").astype(c.dtype)
@@ -85,7 +104,8 @@ class Block(nn.Module):
       return y
 
     def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
-      return self.param(name, init, shape, c.param_dtype)
+      w = self.param(name, init, shape, c.param_dtype)
+      return w.astype(c.dtype) if self.view else used(c, w)
 
     def norm(x: jax.Array, name: str, size: int) -> jax.Array:
       return rms_norm(x, vector(name, (size,), nn.initializers.ones), c.norm_eps)
@@ -96,9 +116,9 @@ class Block(nn.Module):
     v_BTKH = product(h_BTD, "v", (D, K, H))
     if c.attention_bias:
       zeros = nn.initializers.zeros
-      q_BTNH += vector("q_bias", (N, H), zeros).astype(c.dtype)
-      k_BTKH += vector("k_bias", (K, H), zeros).astype(c.dtype)
-      v_BTKH += vector("v_bias", (K, H), zeros).astype(c.dtype)
+      q_BTNH += vector("q_bias", (N, H), zeros)
+      k_BTKH += vector("k_bias", (K, H), zeros)
+      v_BTKH += vector("v_bias", (K, H), zeros)
     if c.qk_norm:
       q_BTNH = norm(q_BTNH, "q_norm", H)
       k_BTKH = norm(k_BTKH, "k_norm", H)
@@ -111,13 +131,13 @@ class Block(nn.Module):
       # Tokens that are not to be written point past the end, and are dropped. With the
       # head's index left out, XLA would keep a window's cache in another layout and
       # copy all of it at both ends.
+      C, P = cache[1].shape[2:4]
       row, head = jnp.arange(x_BTD.shape[0])[:, None, None], jnp.arange(K)
-      place = written_BT[..., None]
-      k_BKHS = cache[0].at[row, head, :, place].set(k_BTKH, mode="drop")
-      v_BKSH = cache[1].at[row, head, place].set(v_BTKH, mode="drop")
-      cache = (self._shard(k_BKHS, "BK.."), self._shard(v_BKSH, "BK.."))
-      window = window_kinds(c)[kind]
-      mask_BTS = attention.cache_mask(position_BT, v_BKSH.shape[2], window)
+      piece, place = written_BT[..., None] // P, written_BT[..., None] % P
+      k_BKCHP = cache[0].at[row, head, piece, :, place].set(k_BTKH, mode="drop")
+      v_BKCPH = cache[1].at[row, head, piece, place].set(v_BTKH, mode="drop")
+      cache = (self._shard(k_BKCHP, "BK..."), self._shard(v_BKCPH, "BK..."))
+      mask_BTS = attention.cache_mask(position_BT, C * P, window_kinds(c)[kind])
       out_BTNH = attention.attend(q_BTNH, *cache, mask_BTS)
     x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
 
@@ -149,11 +169,13 @@ class Block(nn.Module):
 class Qwen(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
-  With a layout, activations are constrained to its mesh.
+  With a layout, activations are constrained to its mesh. With `view` the parameters
+  are those of `decoding_view`, and matrices are used as they are.
   """
 
   cfg: QwenConfig
   layout: Layout | None = None
+  view: bool = False
 
   def setup(self) -> None:
     """Declares the embedding, the layers and the final norm."""
@@ -184,9 +206,11 @@ class Qwen(nn.Module):
         split_rngs={"params": True},
         in_axes=(0 if c.windows else every, *[every] * 5),
         length=c.layers,
-      )(c, self.layout, name="layers")
+      )(c, self.layout, self.view, name="layers")
     else:
-      self.blocks = [block(c, self.layout, name=f"layer_{i}") for i in range(c.layers)]
+      self.blocks = [
+        block(c, self.layout, self.view, name=f"layer_{i}") for i in range(c.layers)
+      ]
 
   def __call__(
     self,
@@ -212,10 +236,10 @@ class Qwen(nn.Module):
       hidden_BTD after the final norm, and the new cache (None without one).
     """
     c = self.cfg
-    embed = self.embed.astype(c.dtype)
+    embed = self.embed if self.view else used(c, self.embed)
     if self.layout:
       embed = self.layout.shard(embed, "V.")
-    x_BTD = jnp.take(embed, tokens_BT, axis=0)
+    x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
     if self.layout:
       x_BTD = self.layout.shard(x_BTD, "BT.")
     by = rotation(c, position_BT)
@@ -223,7 +247,7 @@ class Qwen(nn.Module):
     kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
     written_BT = None
     if cache is not None:
-      written_BT = jnp.where(valid_BT, position_BT, cache[0][1].shape[2])
+      written_BT = jnp.where(valid_BT, position_BT, cache_size(cache))
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_view()")
@@ -238,13 +262,13 @@ class Qwen(nn.Module):
         )
         out.append(layer)
       cache = tuple(out) if cache is not None else None
-    return rms_norm(x_BTD, self.final_norm, c.norm_eps), cache
+    scale = self.final_norm if self.view else used(c, self.final_norm)
+    return rms_norm(x_BTD, scale, c.norm_eps), cache
 
   def output(self) -> jax.Array:
-    """The output matrix [D, V] in the compute dtype, whole in D on every device."""
-    c = self.cfg
-    head = self.embed.T if c.tie_embeddings else self.head
-    head = head.astype(c.dtype)
+    """The output matrix [D, V] as it is used, whole in D on every device."""
+    head = self.embed.T if self.cfg.tie_embeddings else self.head
+    head = head if self.view else used(self.cfg, head)
     return self.layout.shard(head, ".V") if self.layout else head
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
@@ -292,14 +316,24 @@ def _init(cfg: QwenConfig, key: jax.Array) -> dict[str, Any]:
 def init_cache(
   cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
 ) -> tuple[LayerCache, ...]:
-  """An empty cache of `size` places for `rows` sequences, in the compute dtype."""
-  sharding = layout.sharding("BK..") if layout else None
+  """An empty cache for `rows` sequences, in the dtype of activations (see `_held`).
+
+  It has `size` places; above PIECE as many more as fill the last piece.
+  """
+  sharding = layout.sharding("BK...") if layout else None
+  C, P = -(-size // PIECE), min(size, PIECE)
 
   def zeros(*shape: int) -> jax.Array:
-    return jnp.zeros((rows, cfg.kv_heads, *shape), cfg.dtype, device=sharding)
+    return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
 
-  H = cfg.head_dim
-  return tuple((zeros(H, size), zeros(size, H)) for _ in range(cfg.layers))
+  H, dtype = cfg.head_dim, _held(cfg.dtype, layout)
+  return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
+
+
+def cache_size(cache: tuple[LayerCache, ...]) -> int:
+  """S, the places of a cache for each sequence."""
+  C, P = cache[0][1].shape[2:4]
+  return C * P
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -325,26 +359,37 @@ def decoding_view(
 ) -> dict[str, Any]:
   """The parameters as the sampler wants them; made once per policy update.
 
-  Layers are unstacked, arrays cast to the compute dtype (the model would cast them at
-  every step), and resharded to `layout.decoding()`.
+  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
+  would do so at every step), and resharded to `layout.decoding()`.
   """
-  same = cfg.dtype == cfg.param_dtype and "layers" not in params
-  if layout is None and same:
+  kind = cfg.weight_dtype or cfg.dtype
+  if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
     return params
   return _decoding_view(cfg, layout)(params)
 
 
 @functools.lru_cache(maxsize=8)
 def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
-  def view(params: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(lambda x: x.astype(cfg.dtype), unstack(params, cfg.layers))
+  kind = cfg.weight_dtype or cfg.dtype
+  held = _held(kind, layout)
 
-  shardings = (
-    layout.decoding().tree(jax.eval_shape(view, param_shapes(cfg)))
-    if (layout)
-    else None
-  )
+  def view(params: dict[str, Any]) -> dict[str, Any]:
+    params = unstack(params, cfg.layers)
+    return jax.tree.map(lambda x: _rounded(x, kind).astype(held), params)
+
+  shardings = None
+  if layout:
+    shardings = layout.decoding().tree(jax.eval_shape(view, param_shapes(cfg)))
   return jax.jit(view, out_shardings=shardings)
+
+
+def _held(kind: str, layout: Layout | None) -> str:
+  """The dtype that holds a decoder's weights or cache of a precision.
+
+  A CPU multiplies in float32 alone, and would convert half-precision weights and cache
+  at every step.
+  """
+  return "float32" if platform(layout) == "cpu" else kind
 
 
 def count_params(params: Any) -> int:

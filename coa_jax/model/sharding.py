@@ -225,6 +225,11 @@ def make_layout(
   return Layout(mesh).replacing(rules)
 
 
+def platform(layout: Layout | None) -> str:
+  """Of the devices that arrays live on: cpu, gpu or tpu."""
+  return layout.mesh.devices.flat[0].platform if layout else jax.default_backend()
+
+
 def own_folder(workdir: str) -> str:
   """Where this process writes what several must not write into one file.
 

@@ -98,7 +98,7 @@ def extend(
 
   Args:
     cfg: the model, unrolled (`scan=False`).
-    params: its parameters.
+    params: its parameters, a `decoding_view`.
     cache: of all B slots; donated.
     row_R: the slot of each row; B or more for rows that are not used.
     token_RT: tokens, padded on the right.
@@ -113,10 +113,39 @@ def extend(
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
   rows = jax.tree.map(lambda x: jnp.take(x, row_R, axis=0, mode="clip"), cache)
-  _, rows = Qwen(cfg, layout).apply(
+  _, rows = Qwen(cfg, layout, view=True).apply(
     {"params": params}, token_RT, position_RT, cache=rows, valid_BT=valid_RT
   )
   return jax.tree.map(lambda x, y: x.at[row_R].set(y, mode="drop"), cache, rows)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def copy(
+  cache: tuple[LayerCache, ...], from_R: jax.Array, to_R: jax.Array
+) -> tuple[LayerCache, ...]:
+  """Copies slots' keys and values to other slots.
+
+  Args:
+    cache: of all B slots; donated.
+    from_R: slots to read, all before any is written.
+    to_R: slots to write; B or more for rows that are not used.
+  """
+  return jax.tree.map(
+    lambda x: x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop"),
+    cache,
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("pieces", "layout"))
+def resize(layer: LayerCache, pieces: int, layout: Layout | None = None) -> LayerCache:
+  """One layer's cache with so many pieces: empty ones added, or the last left out."""
+
+  def sized(x: jax.Array) -> jax.Array:
+    more = max(0, pieces - x.shape[2])
+    x = jnp.pad(x[:, :, :pieces], ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
+    return layout.shard(x, "BK...") if layout else x
+
+  return jax.tree.map(sized, layer)
 
 
 @functools.partial(
@@ -140,7 +169,7 @@ def window(
   Args:
     cfg: the model, unrolled.
     steps: W, the window's length; it ends sooner once no slot is active.
-    params: the policy.
+    params: the policy, a `decoding_view`.
     cache: of all slots; donated.
     state: the slots.
     tables: where to stop.
@@ -151,7 +180,7 @@ def window(
   Returns:
     The cache, the slots and what was sampled.
   """
-  model = Qwen(cfg, layout)
+  model = Qwen(cfg, layout, view=True)
   B = state.length_B.shape[0]
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),

@@ -2,7 +2,9 @@
 
 Host code only: it moves token ids between episodes and the sampler, and never touches
 a tensor of the model. A slot whose episode waits for a tool keeps its cache and stays
-idle; the others go on decoding. Every given token is prefilled exactly once.
+idle; the others go on decoding. Every given token is prefilled exactly once; a prompt
+that another slot holds is copied from there. The cache grows by doubling as the longest
+trajectory needs, which changes no other trajectory in any bit.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class RolloutConfig:
     style: of the prompt: full, or brief for models trained from scratch.
     slots: trajectories decoded together.
     window: tokens sampled between two looks at the tools.
-    max_len: S, tokens a trajectory may have in all.
+    max_len: tokens a trajectory may have in all.
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend.
     inject_rows: slots that receive given tokens in one call of the device.
@@ -107,6 +109,7 @@ class Counters:
   """What the device was asked to do since the scheduler was made."""
 
   prefilled_tokens: int = 0
+  copied_tokens: int = 0  # of prompts that another slot held
   sampled_tokens: int = 0
   windows: int = 0
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
@@ -153,8 +156,7 @@ class Scheduler:
       *jax.device_put((automaton.class_V, automaton.next_SC, automaton.stop_SC)),
       constraint=on_device(constraint),
     )
-    size = (config.slots, config.max_len)
-    self._cache = qwen.init_cache(self.model, *size, self.layout)
+    self._cache = self._empty()
 
   def run(
     self, params: Any, episodes: Iterable[Episode | None], seed: int
@@ -169,9 +171,31 @@ class Scheduler:
         params, what its tools said) alone.
     """
     view = qwen.decoding_view(self.model, params, self.layout)
+    if qwen.cache_size(self._cache) > qwen.PIECE:
+      self._cache = self._empty()
     run = _Run(self, view, iter(episodes), seed)
     while run.fill():
       yield from run.step()
+
+  def _empty(self) -> tuple[qwen.LayerCache, ...]:
+    """A cache of one piece."""
+    size = min(self.config.max_len, qwen.PIECE)
+    return qwen.init_cache(self.model, self.config.slots, size, self.layout)
+
+  def _fit(self, places: int) -> None:
+    """Gives the cache room for so many places: doubled, or cut once 1/4 would do."""
+    size, pieces = qwen.cache_size(self._cache), 1
+    while pieces * qwen.PIECE < places:
+      pieces *= 2
+    if size >= 4 * pieces * qwen.PIECE:
+      pieces *= 2
+    elif size >= places:
+      return
+    pieces = min(pieces, -(-self.config.max_len // qwen.PIECE))
+    layers, self._cache = list(self._cache), ()
+    for i, layer in enumerate(layers):  # so that one layer at a time is there twice
+      layers[i] = layer = sampler.resize(layer, pieces, self.layout)
+    self._cache = tuple(layers)
 
 
 class _Run:
@@ -187,6 +211,7 @@ class _Run:
     self.key = jax.random.key(seed)
     self.window_seconds = 0.0  # of the last one
     self.episodes: list[Episode | None] = [None] * B
+    self.prompts = [b""] * B  # of the episodes, as bytes
     self.waiting: dict[int, concurrent.futures.Future] = {}
     self.ids: list[list[int]] = [[] for _ in range(B)]
     self.logps: list[list[float]] = [[] for _ in range(B)]
@@ -203,11 +228,10 @@ class _Run:
 
   def fill(self) -> bool:
     """Puts new episodes into free slots; False when all work is done."""
-    given = []
-    for slot, episode in enumerate(self.episodes):
-      if episode is not None:
-        continue
-      episode = next(self.queue, None)
+    given, copies = [], []
+    free = [slot for slot, episode in enumerate(self.episodes) if episode is None]
+    held = {p: i for i, p in enumerate(self.prompts) if self.episodes[i] is not None}
+    for slot, episode in zip(free, self.queue):  # noqa: B905 (the queue may end first)
       if episode is None:
         break
       ids = episode.start()
@@ -217,12 +241,18 @@ class _Run:
           f"{self.owner.config.max_len}; raise it or drop the task"
         )
       self.episodes[slot] = episode
+      self.prompts[slot] = prompt = np.asarray(ids, np.int32).tobytes()
       self.state.sequence_B[slot] = episode.sequence
       self.state.temperature_B[slot] = episode.temperature
       self.state.length_B[slot] = 0
       self.state.grammar_B[slot] = 0
-      given.append((slot, ids))
+      if prompt in held:
+        copies.append((slot, held[prompt], ids))
+      else:
+        held[prompt] = slot
+        given.append((slot, ids))
     self._extend(given, fresh=True)
+    self._copy(copies)
     return any(e is not None for e in self.episodes)
 
   def step(self) -> Iterator[Episode]:
@@ -267,6 +297,8 @@ class _Run:
         ids = [int(self.state.pending_B[slot]), *ids]
       # The last token stays pending: running it is what the next sample starts from.
       batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
+    ends = [int(self.state.length_B[slot]) + len(ids) for slot, ids in given]
+    self.owner._fit(max([*self.state.length_B[self._live()], *ends], default=1))
     R = self.owner.config.inject_rows
     for length, rows in batches.items():
       for i in range(0, len(rows), R):
@@ -284,10 +316,7 @@ class _Run:
       count = len(ids) - 1
       row_R[r], start_R[r], count_R[r] = slot, s.length_B[slot], count
       token_RT[r, :count] = ids[:-1]
-      s.length_B[slot] += count
-      s.pending_B[slot] = ids[-1]
-      s.automaton_B[slot] = 0
-      s.active_B[slot] = True
+      self._given(slot, ids)
     self.owner._cache = sampler.extend(
       self.owner.model,
       self.params,
@@ -299,11 +328,36 @@ class _Run:
       self.owner.layout,
     )
 
+  def _given(self, slot: int, ids: list[int]) -> None:
+    """Notes that ids have been appended, the last of them pending."""
+    self.state.length_B[slot] += len(ids) - 1
+    self.state.pending_B[slot] = ids[-1]
+    self.state.automaton_B[slot] = 0
+    self.state.active_B[slot] = True
+
+  def _copy(self, copies: list[tuple[int, int, list[int]]]) -> None:
+    """Gives slots the prompts that other slots hold: (slot, the other, ids)."""
+    R = self.owner.config.inject_rows
+    for i in range(0, len(copies), R):
+      from_R = np.zeros(R, np.int32)
+      to_R = np.full(R, self.owner.config.slots, np.int32)
+      for r, (slot, other, ids) in enumerate(copies[i : i + R]):
+        from_R[r], to_R[r] = other, slot
+        self._given(slot, ids)
+        self.owner.counters.copied_tokens += len(ids)
+      self.owner._cache = sampler.copy(self.owner._cache, from_R, to_R)
+
+  def _live(self) -> list[int]:
+    """Slots that hold an episode."""
+    return [slot for slot, e in enumerate(self.episodes) if e is not None]
+
   def _sample(self) -> Iterator[Episode]:
     owner, before = self.owner, self.state.active_B
     for slot in np.flatnonzero(before):
       limit = min(self.episodes[slot].limit, owner.config.max_len)
       self.state.limit_B[slot] = limit
+    ends = self.state.length_B + owner.config.window * before
+    owner._fit(min(int(ends[self._live()].max()), owner.config.max_len))
     began = time.monotonic()
     owner._cache, state, out = sampler.window(
       owner.model,

@@ -242,7 +242,7 @@ def test_splash_has_the_same_gradients(T: int, H: int, window: int):
 @pytest.mark.slow
 def test_the_smallest_case_compiles_and_fits(tmp_path):
   if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("the compiler for TPUs is not installed: pip install libtpu")
+    pytest.skip("the compiler for TPUs is not installed: pip install 'jax[tpu]'")
   out = tmp_path / "out.json"
   command = [sys.executable, "-m", "experiments.compile_check", "--quick"]
   subprocess.run([*command, f"--out={out}"], cwd=ROOT, check=True)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from coa_jax.model import attention
 
@@ -37,7 +38,7 @@ def by_definition(q_BTNH, k_BTKH, v_BTKH, mask_BTS) -> np.ndarray:
 def test_each_query_head_reads_its_kv_head(K: int):
   q, k, v = heads(0, 2, 5, 4, K, 6)
   mask = np.tril(np.ones((2, 5, 5), bool))
-  out = attention.attend(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask)
+  out = attention.attend(q, *toy.pieces(k, v), mask)
   np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
 
 
@@ -52,10 +53,37 @@ def test_blocks_of_a_packed_row_are_one_attention(T: int):
   np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
 
 
+def test_places_that_nothing_reads_change_no_bit():
+  """So a cache may grow, whatever the neighbours of a row make it."""
+  q, k, v = heads(3, 8, 4096, 4, 2, 16)
+  position_BT = jnp.asarray(np.random.default_rng(0).integers(100, 500, (8, 1)))
+
+  @jax.jit
+  def attend(q, k, v):
+    S = k.shape[2] * k.shape[4]
+    return attention.attend(q, k, v, attention.cache_mask(position_BT, S))
+
+  small = attend(q[:, :1], *toy.pieces(k[:, :512], v[:, :512], 512))
+  for S in (1024, 2048, 4096):
+    large = attend(q[:, :1], *toy.pieces(k[:, :S], v[:, :S], 512))
+    np.testing.assert_array_equal(small, large)
+  mask_BTS = np.arange(512) <= np.asarray(position_BT)[..., None]
+  expected = by_definition(q[:, :1], k[:, :512], v[:, :512], mask_BTS)
+  np.testing.assert_allclose(small, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("P", [2, 3, 6])
+def test_pieces_of_a_cache_are_one_attention(P: int):
+  q, k, v = heads(4, 2, 6, 4, 2, 8)
+  mask = np.tril(np.ones((2, 6, 6), bool))
+  out = attention.attend(q, *toy.pieces(k, v, P), mask)
+  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
+
+
 def test_a_row_that_may_read_nothing_is_finite():
   q, k, v = heads(2, 1, 3, 2, 1, 4)
   mask = jnp.zeros((1, 3, 3), bool)
-  out = attention.attend(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask)
+  out = attention.attend(q, *toy.pieces(k, v), mask)
   assert jnp.isfinite(out).all()
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 from coa_jax.model import attention, flash
 
@@ -25,7 +26,7 @@ def plain(q, k, v, segment_BS, window: int):
   mask_BTS = attention._visible(
     segment_BS, segment_BS[:, S - T :], jnp.arange(S - T, S), slice(0, S), window
   )
-  return attention.attend(q, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), mask_BTS)
+  return attention.attend(q, *toy.pieces(k, v), mask_BTS)
 
 
 @pytest.mark.parametrize("window, block", [(0, 64), (5, 16), (90, 64)])

@@ -75,7 +75,7 @@ def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():
     jax.tree.leaves(whole), jax.tree.leaves(pieces), jax.tree.leaves(noise), strict=True
   ):
     np.testing.assert_allclose(a, b, atol=1e-5)
-    rest = (1, 2) if a.shape[3] == SIZE else (1, 3)  # keys, values
+    rest = (1, 2, 3) if a.shape[4] == SIZE else (1, 2, 4)  # keys, values
     changed_BS = (np.asarray(a) != old).any(axis=rest)
     expected_BS = np.zeros((SLOTS, SIZE), bool)
     expected_BS[2, :16] = expected_BS[0, :9] = True

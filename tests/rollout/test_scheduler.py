@@ -26,9 +26,9 @@ CONFIG = RolloutConfig(style="brief", slots=5, window=8, max_len=toy.MAX_LEN)
 CONFIG = dataclasses.replace(CONFIG, inject_rows=4)
 
 
-def scheduler(**changes) -> Scheduler:
-  table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
-  return Scheduler(CFG, table, dataclasses.replace(CONFIG, **changes))
+def scheduler(cfg=CFG, **changes) -> Scheduler:
+  table = compile_stops(toy.VARIANT, toy.tokenizer(), cfg.vocab_size)
+  return Scheduler(cfg, table, dataclasses.replace(CONFIG, **changes))
 
 
 def play(params, toolbox, order, seed: int = 3, on=None, **setting) -> dict:
@@ -66,6 +66,34 @@ def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
     mine = toy.sampled_logps(t)
     assert len(mine) == t.usage.generated == len(expected) > 0
     np.testing.assert_allclose(mine, expected, rtol=0, atol=2e-5)
+
+
+def gaps(cfg, params) -> np.ndarray:
+  """|log-prob of the sampler - of the learner|, token by token."""
+  played = play(params, toy.TableToolbox(), range(12), on=scheduler(cfg))
+  played = [played[n] for n in sorted(played)]
+  theirs = np.concatenate(toy.logps_of(cfg, params, played, 1.0))
+  return np.abs(np.concatenate([toy.sampled_logps(t) for t in played]) - theirs)
+
+
+def test_half_precision_weights_under_float32_activations_keep_the_agreement(novice):
+  """The sampler may hold bfloat16 weights; the learner rounds its masters alike."""
+  cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
+  assert gaps(cfg, novice).max() <= 2e-5
+  # The rounding is there, and its gradient is that of the master weights.
+  lists = [t for t in play(novice, toy.TableToolbox(), range(2)).values()]
+  rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
+  assert np.abs(rounded[0] - exact[0]).max() > 1e-4
+  grads = [
+    jax.grad(lambda w, c=c: jnp.sum(qwen.used(c, w) * 3.0))(novice["embed"])
+    for c in (cfg, CFG)
+  ]
+  np.testing.assert_array_equal(*grads)
+
+
+def test_half_precision_activations_cost_agreement(novice):
+  gap = gaps(dataclasses.replace(CFG, dtype="bfloat16"), novice)
+  assert 1e-3 < gap.max() < 0.3 and gap.mean() < 0.02
 
 
 def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
@@ -122,9 +150,69 @@ def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
     given += t.usage.prompt + t.usage.observation
     generated += t.usage.generated
   assert sum(t.usage.observation > 0 for t in played.values()) >= 6
-  assert on.counters.prefilled_tokens == given
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
   assert on.counters.sampled_tokens == generated
   assert generated <= on.counters.slot_steps <= on.counters.windows * 8 * 5
+
+
+def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
+  """The samples of a group share their prompt's prefill, and nothing else changes."""
+  order = [0, 4, 8, 12, 16, 1, 5, 20, 9]  # TASKS[0] five times at first, and TASKS[1]
+  on = scheduler()
+  shared = play(novice, toy.TableToolbox(), order, on=on)
+  given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  assert on.counters.copied_tokens >= 4 * shared[0].usage.prompt
+  for n in order:
+    on = scheduler()
+    (alone,) = play(novice, toy.TableToolbox(), [n], on=on).values()
+    assert content(alone) == content(shared[n])
+    assert on.counters.copied_tokens == 0
+
+
+@pytest.mark.parametrize("window", [3, 8])
+def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
+  """It doubles with the longest trajectory, and shrinks when that has ended."""
+  monkeypatch.setattr(qwen, "PIECE", 16)
+  whole = scheduler(window=window)
+  whole._cache = qwen.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  with monkeypatch.context() as fixed:
+    fixed.setattr(whole, "_empty", lambda: whole._cache)
+    fixed.setattr(whole, "_fit", lambda places: None)
+    expected = play(novice, toy.TableToolbox(), range(16), on=whole)
+  assert max(t.num_tokens for t in expected.values()) > 64
+  sizes = []
+  real = scheduling.sampler.window
+
+  def spy(cfg, steps, params, cache, *args):
+    sizes.append(qwen.cache_size(cache))
+    return real(cfg, steps, params, cache, *args)
+
+  monkeypatch.setattr(scheduling.sampler, "window", spy)
+  on = scheduler(window=window)
+  grown = play(novice, toy.TableToolbox(), range(16), on=on)
+  assert {n: content(t) for n, t in grown.items()} == {
+    n: content(t) for n, t in expected.items()
+  }
+  assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN
+  again = play(novice, toy.TableToolbox(), [3], on=on)
+  assert content(again[3]) == content(expected[3])
+
+
+def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
+  monkeypatch.setattr(qwen, "PIECE", 16)
+  on = scheduler()
+  on._cache = tuple(
+    tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache
+  )
+  sizes = []
+  for places in (16, 17, 100, 90, 33, 32, 9, 8):
+    on._fit(places)
+    sizes.append(qwen.cache_size(on._cache))
+  assert sizes == [16, 32, 128, 128, 128, 64, 32, 32]
+  for keys, values in on._cache:
+    assert keys[:, :, 0].min() == 1 and values[:, :, 0].min() == 2  # kept throughout
+    assert float(jnp.abs(keys[:, :, 1]).max()) == 0  # cut, and empty when added
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):
