@@ -26,9 +26,11 @@ setuptools.setup(
     "pyarrow>=17",
     "rich>=13",
     "safetensors>=0.4.5",
+    "starlette>=0.40",
     "sympy>=1.13",
     "tokenizers>=0.20",
     "transformers>=5.0",
+    "uvicorn>=0.30",
   ],
   extras_require={
     "tpu": ["jax[tpu]>=0.10"],
@@ -41,8 +43,6 @@ setuptools.setup(
       "pytest>=8.3",
       "pytest-xdist>=3.6",
       "ruff>=0.8",
-      "starlette>=0.40",
-      "uvicorn>=0.30",
     ],
   },
 )

@@ -66,6 +66,7 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
     """A sequence that only grows."""
 
     temperature = 0.0
+    limit = 1 << 30
 
     def __init__(self, sequence: int, ids: list[int]):
       self.sequence, self.given, self.new = sequence, ids, []

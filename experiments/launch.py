@@ -38,9 +38,21 @@ def launch(journey: Journey) -> None:
   A config, a file or a value that can not be used ends the program with one line on
   standard error and exit status 2, before any work.
   """
-  config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
   workdir = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
-  flags.mark_flags_as_required(["config", "workdir"])
+  flags.mark_flag_as_required("workdir")
+
+  def work(config: ml_collections.ConfigDict) -> None:
+    if _DISTRIBUTED.value:
+      join(_DISTRIBUTED.value)
+    show(journey(config, workdir.value))
+
+  start(work)
+
+
+def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
+  """As `launch`, for a program that needs a config and no workdir."""
+  config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
+  flags.mark_flag_as_required("config")
 
   def parse(argv: list[str]) -> list[str]:
     file = _config_file(argv)
@@ -55,10 +67,7 @@ def launch(journey: Journey) -> None:
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}")
     prepare(COMPILE_CACHE.value)
-    if _DISTRIBUTED.value:
-      join(_DISTRIBUTED.value)
-    file = _config_file(sys.argv)
-    show(with_clear_errors(lambda: journey(config.value, workdir.value), file))
+    with_clear_errors(lambda: work(config.value), _config_file(sys.argv))
 
   app.run(main, flags_parser=parse)
 

@@ -20,7 +20,8 @@ from coa_jax.learner import losses
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.qwen import init_cache, param_shapes
+from coa_jax.model.decoding import init_cache
+from coa_jax.model.qwen import param_shapes
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout
 from coa_jax.model.variants import variant
 from coa_jax.rollout import sampler

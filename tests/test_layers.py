@@ -12,7 +12,7 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-JOURNEYS = ("distill", "sft", "rl", "evaluate")
+JOURNEYS = ("distill", "sft", "rl", "evaluate", "serve")
 # Room -> rooms of the library that it may import, besides itself.
 BELOW = {
   "protocol": set(),

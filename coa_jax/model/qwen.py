@@ -10,7 +10,6 @@ Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -21,12 +20,10 @@ import jax.numpy as jnp
 from coa_jax.model import attention
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
-from coa_jax.model.sharding import Layout, inputs_of, platform
+from coa_jax.model.sharding import Layout, inputs_of
 
 # One layer's keys [B, K, C, H, P] and values [B, K, C, P, H]: C pieces of P places.
 LayerCache = tuple[jax.Array, jax.Array]
-# The most places of a piece; a cache of more has several.
-PIECE = 512
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -54,11 +51,11 @@ def used(cfg: QwenConfig, w: jax.Array) -> jax.Array:
   The gradient passes through the rounding as if there were none.
   """
   if cfg.weight_dtype:
-    w = w + jax.lax.stop_gradient(_rounded(w, cfg.weight_dtype) - w)
+    w = w + jax.lax.stop_gradient(rounded(w, cfg.weight_dtype) - w)
   return w.astype(cfg.dtype)
 
 
-def _rounded(x: jax.Array, dtype: str) -> jax.Array:
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
   """x with the precision of `dtype`; XLA would drop a conversion there and back."""
   bits = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
@@ -313,23 +310,6 @@ def _init(cfg: QwenConfig, key: jax.Array) -> dict[str, Any]:
   return Qwen(cfg).init(key, tokens_BT, tokens_BT, tokens_BT + 1)["params"]
 
 
-def init_cache(
-  cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
-) -> tuple[LayerCache, ...]:
-  """An empty cache for `rows` sequences, in the dtype of activations (see `_held`).
-
-  It has `size` places; above PIECE as many more as fill the last piece.
-  """
-  sharding = layout.sharding("BK...") if layout else None
-  C, P = -(-size // PIECE), min(size, PIECE)
-
-  def zeros(*shape: int) -> jax.Array:
-    return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
-
-  H, dtype = cfg.head_dim, _held(cfg.dtype, layout)
-  return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
-
-
 def cache_size(cache: tuple[LayerCache, ...]) -> int:
   """S, the places of a cache for each sequence."""
   C, P = cache[0][1].shape[2:4]
@@ -352,56 +332,6 @@ def stack(params: dict[str, Any], layers: int) -> dict[str, Any]:
   trees = [params[f"layer_{i}"] for i in range(layers)]
   out["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *trees)
   return out
-
-
-def decoding_view(
-  cfg: QwenConfig, params: dict[str, Any], layout: Layout | None = None
-) -> dict[str, Any]:
-  """The parameters as the sampler wants them; made once per policy update.
-
-  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `layout.decoding()`; of several processes
-  each gets arrays of its own devices alone (`Layout.own`). Every process calls it.
-  """
-  kind = cfg.weight_dtype or cfg.dtype
-  if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
-    return params
-  view = _decoding_view(cfg, layout)(params)
-  if layout is None or jax.process_count() == 1:
-    return view
-  own = layout.decoding().own()
-
-  def mine(x: jax.Array, sharding: Any) -> jax.Array:
-    pieces = [s.data for s in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
-
-  if own is None:
-    return jax.tree.map(lambda x: x.addressable_data(0), view)
-  return jax.tree.map(mine, view, own.tree(view))
-
-
-@functools.lru_cache(maxsize=8)
-def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
-  kind = cfg.weight_dtype or cfg.dtype
-  held = _held(kind, layout)
-
-  def view(params: dict[str, Any]) -> dict[str, Any]:
-    params = unstack(params, cfg.layers)
-    return jax.tree.map(lambda x: _rounded(x, kind).astype(held), params)
-
-  shardings = None
-  if layout:
-    shardings = layout.decoding().tree(jax.eval_shape(view, param_shapes(cfg)))
-  return jax.jit(view, out_shardings=shardings)
-
-
-def _held(kind: str, layout: Layout | None) -> str:
-  """The dtype that holds a decoder's weights or cache of a precision.
-
-  A CPU multiplies in float32 alone, and would convert half-precision weights and cache
-  at every step.
-  """
-  return "float32" if platform(layout) == "cpu" else kind
 
 
 def count_params(params: Any) -> int:

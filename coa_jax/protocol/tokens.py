@@ -89,7 +89,11 @@ class Tokenizer:
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, control tokens included; broken UTF-8 is replaced."""
-    return b"".join(self._bytes(i) for i in ids).decode("utf-8", "replace")
+    return self.raw(ids).decode("utf-8", "replace")
+
+  def raw(self, ids: Iterable[int]) -> bytes:
+    """The bytes of ids; they may begin or end within a character."""
+    return b"".join(self._bytes(i) for i in ids)
 
   @functools.cached_property
   def bytes_of(self) -> list[bytes]:
@@ -175,7 +179,7 @@ class Tokenizer:
     the next stays whole, with the span that it ends.
     """
     ends = list(itertools.accumulate(len(self._bytes(i)) for i in ids))
-    text = b"".join(self._bytes(i) for i in ids)
+    text = self.raw(ids)
     cuts = [bisect.bisect_left(ends, m.end()) + 1 for m in _CLOSING.finditer(text)]
     out = []
     for a, b in itertools.pairwise(sorted({0, *cuts, len(ids)})):

@@ -62,6 +62,7 @@ class Episode(Protocol):
 
   sequence: int  # keys its randomness; unique in a run
   temperature: float
+  limit: int  # tokens it may have in all, if below max_len; may change as it goes on
 
   def start(self) -> list[int]:
     """The prompt's ids."""

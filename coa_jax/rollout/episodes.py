@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,7 +58,12 @@ class Setting:
 
 
 class CoAEpisode:
-  """One attempt at one task, as the scheduler drives it."""
+  """One attempt at one task, as the scheduler drives it.
+
+  It is graded at its end where the task has answers.
+  """
+
+  limit = sys.maxsize  # none of its own
 
   def __init__(
     self,
@@ -155,13 +161,15 @@ class CoAEpisode:
     t = self.trajectory
     t.status = status
     t.usage.seconds = time.monotonic() - self._began
-    if status != Status.INFRASTRUCTURE:
+    if self.task.answers and status != Status.INFRASTRUCTURE:
       t.reward, t.reward_parts = score(self.task, t.text, self.setting.variant)
     return None
 
 
 class Replay:
   """A trajectory run again over its own tokens, for their log-probs; see `Episode`."""
+
+  limit = sys.maxsize
 
   def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
     """Args: the trajectory, its place among those replayed, the sampling's."""

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.model import qwen
+from coa_jax.model import decoding, qwen
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.distribution import Constraint
 from coa_jax.model.sharding import Layout
@@ -79,8 +79,8 @@ class Scheduler:
       seed: of this run's sampling; an episode's tokens depend on (seed, its sequence,
         params, what its tools said) alone.
     """
-    view = qwen.decoding_view(self.model, params, self._whole)
-    if qwen.cache_size(self._cache) > qwen.PIECE:
+    view = decoding.decoding_view(self.model, params, self._whole)
+    if qwen.cache_size(self._cache) > decoding.PIECE:
       self._cache = self._empty()
     run = _Run(self, view, iter(episodes), seed)
     while run.fill():
@@ -88,19 +88,19 @@ class Scheduler:
 
   def _empty(self) -> tuple[qwen.LayerCache, ...]:
     """A cache of one piece."""
-    size = min(self.config.max_len, qwen.PIECE)
-    return qwen.init_cache(self.model, self.config.slots, size, self.layout)
+    size = min(self.config.max_len, decoding.PIECE)
+    return decoding.init_cache(self.model, self.config.slots, size, self.layout)
 
   def _fit(self, places: int) -> None:
     """Gives the cache room for so many places: doubled, or cut once 1/4 would do."""
     size, pieces = qwen.cache_size(self._cache), 1
-    while pieces * qwen.PIECE < places:
+    while pieces * decoding.PIECE < places:
       pieces *= 2
-    if size >= 4 * pieces * qwen.PIECE:
+    if size >= 4 * pieces * decoding.PIECE:
       pieces *= 2
     elif size >= places:
       return
-    pieces = min(pieces, -(-self.config.max_len // qwen.PIECE))
+    pieces = min(pieces, -(-self.config.max_len // decoding.PIECE))
     layers, self._cache = list(self._cache), ()
     for i, layer in enumerate(layers):  # so that one layer at a time is there twice
       layers[i] = layer = sampler.resize(layer, pieces, self.layout)
@@ -172,8 +172,9 @@ class _Run:
       # misses one idles for all of it: a short wait for them is well spent.
       concurrent.futures.wait(self.waiting.values(), timeout=self.window_seconds / 8)
     else:
+      # Not for as long as a tool takes: there may be new episodes for free slots.
       concurrent.futures.wait(
-        self.waiting.values(), return_when=concurrent.futures.FIRST_COMPLETED
+        self.waiting.values(), 0.05, return_when=concurrent.futures.FIRST_COMPLETED
       )
     yield from self._inject()
     if self.state.active_B.any():
@@ -267,6 +268,7 @@ class _Run:
     owner._fit(min(int(ends[self._live()].max()), owner.config.max_len))
     forced_BW = np.full((len(before), owner.config.window), -1, np.int32)
     for slot in np.flatnonzero(before):
+      self.state.limit_B[slot] = min(self.episodes[slot].limit, owner.config.max_len)
       rest = self.forced[slot][len(self.ids[slot]) :][: owner.config.window]
       forced_BW[slot, : len(rest)] = rest
     began = time.monotonic()

@@ -22,7 +22,8 @@ class Task:
   Attributes:
     id: unique in its source; also the group id in RL.
     question: the text put to the model.
-    answers: accepted answers, at least one.
+    answers: accepted answers; () where none is known and attempts stay ungraded (a
+      question from a user), in a data set at least one.
     kind: how an answer is judged.
     source: data set it came from; rewards and reports group by it.
     family: finer kind inside a source (e.g. "two_hop"); "" where there is none.

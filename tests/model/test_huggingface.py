@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import losses
-from coa_jax.model import qwen
+from coa_jax.model import decoding, qwen
 from coa_jax.model.architecture import LoadConfig, QwenConfig, to_hf_config
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.variants import VARIANTS, variant
@@ -290,11 +290,11 @@ def greedy(
   B, longest = len(prompts), max(map(len, prompts))
   batch = rows([[ids] for ids in prompts], longest)
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
-  params = qwen.decoding_view(cfg, params)
+  params = decoding.decoding_view(cfg, params)
   cache = sampler.extend(
     cfg,
     params,
-    qwen.init_cache(cfg, B, longest + new),
+    decoding.init_cache(cfg, B, longest + new),
     np.arange(B),
     batch.tokens_BT,
     np.zeros(B, np.int32),

@@ -12,7 +12,7 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.model import qwen
+from coa_jax.model import decoding, qwen
 from coa_jax.model.qwen import Qwen
 from coa_jax.protocol import roles
 from coa_jax.protocol.automaton import compile_stops
@@ -201,9 +201,9 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
 @pytest.mark.parametrize("window", [3, 8])
 def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
-  monkeypatch.setattr(qwen, "PIECE", 16)
+  monkeypatch.setattr(decoding, "PIECE", 16)
   whole = scheduler(window=window)
-  whole._cache = qwen.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  whole._cache = decoding.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
   with monkeypatch.context() as fixed:
     fixed.setattr(whole, "_empty", lambda: whole._cache)
     fixed.setattr(whole, "_fit", lambda places: None)
@@ -228,7 +228,7 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
 
 
 def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
-  monkeypatch.setattr(qwen, "PIECE", 16)
+  monkeypatch.setattr(decoding, "PIECE", 16)
   on = scheduler()
   on._cache = tuple(
     tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache

@@ -1,0 +1,84 @@
+"""What a decoder holds: its cache, and the parameters as it wants them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model import qwen
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.qwen import LayerCache
+from coa_jax.model.sharding import Layout, platform
+
+# The most places of a piece of a cache; a cache of more has several pieces.
+PIECE = 512
+
+
+def init_cache(
+  cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
+) -> tuple[LayerCache, ...]:
+  """An empty cache for `rows` sequences, in the dtype of activations (see `_held`).
+
+  It has `size` places; above PIECE as many more as fill the last piece.
+  """
+  sharding = layout.sharding("BK...") if layout else None
+  C, P = -(-size // PIECE), min(size, PIECE)
+
+  def zeros(*shape: int) -> jax.Array:
+    return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
+
+  H, dtype = cfg.head_dim, _held(cfg.dtype, layout)
+  return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
+
+
+def decoding_view(
+  cfg: QwenConfig, params: dict[str, Any], layout: Layout | None = None
+) -> dict[str, Any]:
+  """The parameters as the sampler wants them; made once per policy update.
+
+  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
+  would do so at every step), and resharded to `layout.decoding()`; of several processes
+  each gets arrays of its own devices alone (`Layout.own`). Every process calls it.
+  """
+  kind = cfg.weight_dtype or cfg.dtype
+  if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
+    return params
+  view = _decoding_view(cfg, layout)(params)
+  if layout is None or jax.process_count() == 1:
+    return view
+  own = layout.decoding().own()
+
+  def mine(x: jax.Array, sharding: Any) -> jax.Array:
+    pieces = [s.data for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+  if own is None:
+    return jax.tree.map(lambda x: x.addressable_data(0), view)
+  return jax.tree.map(mine, view, own.tree(view))
+
+
+@functools.lru_cache(maxsize=8)
+def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
+  kind = cfg.weight_dtype or cfg.dtype
+  held = _held(kind, layout)
+
+  def view(params: dict[str, Any]) -> dict[str, Any]:
+    params = qwen.unstack(params, cfg.layers)
+    return jax.tree.map(lambda x: qwen.rounded(x, kind).astype(held), params)
+
+  shardings = None
+  if layout:
+    shardings = layout.decoding().tree(jax.eval_shape(view, qwen.param_shapes(cfg)))
+  return jax.jit(view, out_shardings=shardings)
+
+
+def _held(kind: str, layout: Layout | None) -> str:
+  """The dtype that holds a decoder's weights or cache of a precision.
+
+  A CPU multiplies in float32 alone, and would convert half-precision weights and cache
+  at every step.
+  """
+  return "float32" if platform(layout) == "cpu" else kind

@@ -1,0 +1,55 @@
+"""A model and its tools, open for questions: what is evaluated is what is served."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import ml_collections
+
+from coa_jax.config import check_sections, section
+from coa_jax.model.architecture import LoadConfig
+from coa_jax.model.sharding import MeshConfig, make_layout
+from coa_jax.model.weights import load_config, load_model
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.live import Team
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+
+SECTIONS = ("init", "model", "mesh", "rollout", "tools")
+# Sections of an evaluation that say nothing about the model or its tools.
+IGNORED = ("tasks", "eval")
+
+
+@contextlib.contextmanager
+def open_team(
+  config: ml_collections.ConfigDict, max_waiting: int = 64
+) -> Iterator[Team]:
+  """The team of an evaluation's config, for the length of a `with` block.
+
+  Args:
+    config: sections `SECTIONS`, those of `IGNORED` are not looked at; `init` is a model
+      folder.
+    max_waiting: questions that may wait for a slot.
+
+  Yields:
+    The team; its thread, its tools' threads and their processes end with the block.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: naming what is wrong with the config,
+      the model or the corpus.
+  """
+  check_sections(config, SECTIONS + IGNORED, needed=("init",))
+  tools = section(config, "tools", ToolsConfig)
+  rollout = section(config, "rollout", RolloutConfig)
+  load = section(config, "model", LoadConfig)
+  layout = make_layout(section(config, "mesh", MeshConfig))
+  cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  player = Player(cfg, tokenizer, rollout, tools.tools, layout)
+  _, params = load_model(config.init, load, layout)
+  with (
+    Toolbox(tools) as toolbox,
+    Team(player, params, toolbox, rollout.seed, max_waiting) as team,
+  ):
+    yield team

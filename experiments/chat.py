@@ -1,0 +1,182 @@
+"""A trained team in the terminal: ask, and watch it work.
+
+  python -m experiments.chat --config=configs/evaluate_world.py \
+    [--config.init=MODEL_FOLDER] [--temperature=0] [--seed=0]
+  python -m experiments.chat --config=... --question='...'
+  python -m experiments.chat --config=... < questions.txt
+
+Takes the config of an evaluation; its tasks are not read. Every role has a colour, and
+its text appears as it is written. Questions come from --question, else from standard
+input, one a line; a question knows nothing of those before it. Answers go to standard
+output and everything else to standard error, so that a script reads answers alone;
+--quiet leaves the team's work out. Ctrl-C calls a question off, and ends the program
+between two.
+
+The exit status is 1 if a question got no answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import unicodedata
+from collections.abc import Iterator
+
+import ml_collections
+from absl import flags
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import Status, Trajectory
+from coa_jax.rollout.live import Ask, Piece, Team
+from coa_jax.serve import open_team
+from coa_jax.tasks.rewards import written_answer
+from experiments import launch
+
+_QUESTION = flags.DEFINE_string("question", None, "Ask this one and stop.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, 2.0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the sampling.")
+_QUIET = flags.DEFINE_bool("quiet", False, "Print answers only.")
+
+STYLES = {
+  roles.THINK: "bright_black",
+  roles.PLAN: "blue",
+  roles.REFLECTION: "magenta",
+  roles.SUGGESTED_ANSWER: "cyan",
+  roles.DOUBLE_CHECK: "yellow",
+  roles.ANSWER: "bold green",
+  roles.OBSERVATION: "white",
+}
+_TOOL_STYLE = "bold bright_yellow"
+_INDENT = "  "
+
+
+def clean(text: str) -> str:
+  """Text of a model or a tool with nothing in it that steers a terminal.
+
+  Control characters, those that reorder text and other invisible ones are spelt out
+  (`\\x1b`); line breaks and tabs stay.
+  """
+  return "".join(
+    c
+    if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    else c.encode("unicode_escape").decode("ascii")
+    for c in text
+  )
+
+
+class Screen:
+  """Shows pieces as they come: a heading for each span, its text below."""
+
+  def __init__(self, console: Console):
+    """Args: where to."""
+    self._console = console
+    self._fresh = True  # nothing of this span's text is shown yet
+
+  def show(self, piece: Piece) -> None:
+    """Adds a piece; the answer's are left to the frame where there will be one."""
+    if piece.role == roles.ANSWER and self._console.is_terminal:
+      return
+    style = STYLES.get(piece.role, _TOOL_STYLE if piece.role else "red")
+    if not piece.is_tag:
+      text = piece.text.lstrip() if self._fresh else piece.text
+      if text:
+        start = _INDENT if self._fresh else ""
+        self._print(start + clean(text).replace("\n", "\n" + _INDENT), style)
+        self._fresh = False
+    elif piece.text == roles.open_tag(piece.role):
+      self._print(piece.role + "\n", f"{style} reverse")
+      self._fresh = True
+    else:
+      self._print("\n", style)
+      self._fresh = True
+
+  def end(self, trajectory: Trajectory) -> None:
+    """Says how it ended; on a terminal the answer stands in a frame."""
+    answer = answer_of(trajectory)
+    if self._console.is_terminal and answer is not None:
+      text = Text(clean(answer), "bold green")
+      self._console.print(Panel(text, title="answer", expand=False))
+    usage = trajectory.usage
+    self._print(
+      f"{trajectory.status}: {usage.prompt} tokens asked, {usage.generated} written, "
+      f"{usage.observation} observed, {usage.tool_calls} tool calls, "
+      f"{usage.seconds:.1f} s\n",
+      "dim",
+    )
+
+  def _print(self, text: str, style: str) -> None:
+    self._console.print(Text(text, style), end="", soft_wrap=True)
+
+
+def answer_of(trajectory: Trajectory) -> str | None:
+  """What the team answered; None where it did not come to an answer."""
+  ended = trajectory.status == Status.ENDED
+  return written_answer(trajectory.text) or None if ended else None
+
+
+def play(team: Team, ask: Ask, screen: Screen | None) -> Trajectory | None:
+  """One question from its beginning to its end; None where Ctrl-C called it off.
+
+  Raises:
+    RuntimeError: the team has failed.
+  """
+  told: queue.SimpleQueue[Piece | Trajectory | None] = queue.SimpleQueue()
+  asked = team.ask(ask, told.put)
+  try:
+    while isinstance(what := told.get(), Piece):
+      if screen:
+        screen.show(what)
+  except KeyboardInterrupt:
+    team.cancel(asked)
+    return None
+  if what is None:
+    raise RuntimeError("the team has failed; the reason stands above")
+  if screen:
+    screen.end(what)
+  return what
+
+
+def questions(console: Console) -> Iterator[str]:
+  """Questions from standard input, asked for where it is a terminal."""
+  while True:
+    if sys.stdin.isatty():
+      console.print("question> ", style="bold", end="")
+    line = sys.stdin.readline()
+    if not line:
+      return
+    if line.strip():
+      yield line.strip()
+
+
+def main(config: ml_collections.ConfigDict) -> None:
+  """Asks until there is nothing left to ask."""
+  signal.signal(signal.SIGTERM, lambda *unused: sys.exit(143))
+  console = Console(stderr=True, highlight=False)
+  failed = False
+  with open_team(config) as team:
+    asked = questions(console) if _QUESTION.value is None else [_QUESTION.value]
+    try:
+      for question in asked:
+        ask = Ask(question, _TEMPERATURE.value, _SEED.value)
+        try:
+          t = play(team, ask, None if _QUIET.value else Screen(console))
+        except ValueError as e:  # too long; the next one may be shorter
+          console.print(Text(f"error: {e}", "red"))
+          t = None
+        answer = answer_of(t) if t else None
+        failed |= answer is None
+        # On a terminal it stands in the frame; elsewhere each answer is one line.
+        if not (sys.stdout.isatty() and sys.stderr.isatty() and not _QUIET.value):
+          print(" ".join(clean(answer or "").split()), flush=True)
+    except KeyboardInterrupt:
+      console.print()
+  if failed:
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+  launch.start(main)

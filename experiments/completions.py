@@ -1,0 +1,285 @@
+"""OpenAI's chat completions, as far as a Chain-of-Agents model can mean them.
+
+One request asks one question: the last message, which must be the user's. A system
+message is refused, for the model has never learnt to follow one. Earlier turns are not
+read, because a trajectory begins with one question; `coa.ignored_messages` in the
+response counts them.
+
+`message.content` is the answer; `message.reasoning_content` is the rest of the
+trajectory, tags and observations included, up to the answer's opening tag. What is not
+OpenAI's: `usage.observation_tokens` (given by tools, so neither prompt nor completion),
+`coa.seed` (a request with this seed and temperature gets this answer again) and, for
+each choice, `coa` with the trajectory's status, tool calls and seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from coa_jax.config import nearest
+from coa_jax.protocol.roles import ANSWER
+from coa_jax.protocol.trajectory import Status, Trajectory
+from coa_jax.rollout.live import Ask, Piece
+
+# Fields that this server acts on, and those that change no answer.
+_READ = (
+  *("model", "messages", "temperature", "max_tokens", "max_completion_tokens", "n"),
+  *("seed", "stream", "stream_options"),
+)
+_INERT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+# Other fields are accepted where they ask for nothing: with this value, or null.
+_NEUTRAL: dict[str, Any] = {
+  "frequency_penalty": 0,
+  "function_call": "none",
+  "functions": [],
+  "logit_bias": {},
+  "logprobs": False,
+  "modalities": ["text"],
+  "parallel_tool_calls": True,
+  "presence_penalty": 0,
+  "response_format": {"type": "text"},
+  "stop": [],
+  "store": False,
+  "tool_choice": "none",
+  "tools": [],
+  "top_logprobs": 0,
+}
+
+
+class Refused(Exception):
+  """A request that gets an error response, in OpenAI's words."""
+
+  def __init__(
+    self,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    status: int = 400,
+    kind: str = "invalid_request_error",
+  ):
+    """Args: what is wrong, the field, a short name for it, HTTP status, its class."""
+    super().__init__(message)
+    self.status = status
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    self.body = {"error": error}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """What a body asks for: attempts at one question, and how to send them."""
+
+  asks: tuple[Ask, ...]
+  stream: bool
+  include_usage: bool
+  ignored_messages: int
+
+  @property
+  def note(self) -> dict[str, Any]:
+    """The response's field `coa`."""
+    return {"seed": self.asks[0].seed, "ignored_messages": self.ignored_messages}
+
+
+def read_request(data: bytes, model: str, top_p: float, most: int) -> Request:
+  """Reads a body.
+
+  Args:
+    data: JSON.
+    model: the name of what is served.
+    top_p: what is sampled with, whoever asks.
+    most: the largest n.
+
+  Raises:
+    Refused: naming the field.
+  """
+  try:
+    body = json.loads(data)
+  except (ValueError, RecursionError) as e:
+    raise Refused(f"the body is not JSON: {e}") from None
+  if not isinstance(body, dict):
+    raise Refused("the body must be a JSON object")
+  body = {name: value for name, value in body.items() if value is not None}
+  _check_fields(body, {**_NEUTRAL, "top_p": top_p})
+  name = _field(body, "model", str)
+  if name != model:
+    message = f"there is no model {name!r}; this server has {model!r}"
+    raise Refused(message, "model", "model_not_found", status=404)
+  question, ignored = _question(body)
+  temperature = _field(body, "temperature", float, 1.0)
+  if not 0 <= temperature <= 2:
+    raise Refused("temperature must be between 0 and 2", "temperature")
+  n = _field(body, "n", int, 1)
+  if not 1 <= n <= most:
+    raise Refused(f"n must be between 1 and {most}", "n")
+  seed = _field(body, "seed", int, secrets.randbits(31))
+  limit = _max_tokens(body)
+  stream = _field(body, "stream", bool, False)
+  asks = (Ask(question, temperature, seed, sample, limit) for sample in range(n))
+  return Request(tuple(asks), stream, _include_usage(body, stream), ignored)
+
+
+def _check_fields(body: dict[str, Any], neutral: dict[str, Any]) -> None:
+  for name, value in body.items():
+    if name in neutral:
+      # True equals 1 in Python; a client that says one for the other means neither.
+      same = value == neutral[name] and isinstance(value, bool) == isinstance(
+        neutral[name], bool
+      )
+      if not same:
+        only = json.dumps(neutral[name])
+        message = f"{name} is not supported; leave it out, or send {only}"
+        raise Refused(message, name, "unsupported_parameter")
+    elif name not in (*_READ, *_INERT):
+      known = (*_READ, *_INERT, *neutral)
+      message = f"unknown field {name!r}{nearest(name, known)}"
+      raise Refused(message, name, "unknown_parameter")
+
+
+def _field(body: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+  """A field of the given type; an int is accepted where a float is asked for."""
+  value = body.get(name, default)
+  kinds = (int, float) if kind is float else (kind,)
+  if type(value) not in kinds:
+    wanted = {str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
+    raise Refused(f"{name} must be {wanted[kind]}", name)
+  return value
+
+
+def _max_tokens(body: dict[str, Any]) -> int | None:
+  names = [n for n in ("max_tokens", "max_completion_tokens") if n in body]
+  limits = [_field(body, name, int) for name in names]
+  if len(set(limits)) > 1:
+    raise Refused("max_tokens and max_completion_tokens differ", names[0])
+  if limits and limits[0] < 1:
+    raise Refused(f"{names[0]} must be at least 1", names[0])
+  return limits[0] if limits else None
+
+
+def _include_usage(body: dict[str, Any], stream: bool) -> bool:
+  options = body.get("stream_options", {})
+  if not isinstance(options, dict):
+    raise Refused("stream_options must be an object", "stream_options")
+  if options and not stream:
+    raise Refused("stream_options needs stream", "stream_options")
+  for name in options:
+    if name != "include_usage":
+      where = f"stream_options.{name}"
+      raise Refused(f"{where} is not supported", where, "unsupported_parameter")
+  return _field(options, "include_usage", bool, False)
+
+
+def _question(body: dict[str, Any]) -> tuple[str, int]:
+  """The text of the last message, and how many stand before it."""
+  messages = body.get("messages")
+  if not isinstance(messages, list) or not messages:
+    raise Refused("messages must be a non-empty list", "messages")
+  for i, message in enumerate(messages):
+    role = message.get("role") if isinstance(message, dict) else None
+    where = f"messages[{i}].role"
+    if role in ("system", "developer"):
+      text = f"this model follows no {role} message; put it all into the question"
+      raise Refused(text, where, "unsupported_value")
+    if role not in ("user", "assistant"):
+      raise Refused("each message needs the role user or assistant", where)
+  if messages[-1]["role"] != "user":
+    raise Refused("the last message must be the user's", where)
+  where, content = f"messages[{len(messages) - 1}].content", messages[-1].get("content")
+  if isinstance(content, list):
+    parts = [p if isinstance(p, dict) else {} for p in content]
+    if not all(p.get("type") == "text" and type(p.get("text")) is str for p in parts):
+      raise Refused("every part must be text", where, "unsupported_value")
+    content = "".join(p["text"] for p in parts)
+  if not isinstance(content, str) or not content.strip():
+    raise Refused("the question must be a string that is not empty", where)
+  return content, len(messages) - 1
+
+
+class Choice:
+  """One attempt on its way: what its pieces mean to an OpenAI client.
+
+  Attributes:
+    index: its place among the choices.
+    reasoning: all that `delta` has put under `reasoning_content`.
+    content: likewise `content`.
+    trajectory: what it became; None until it is over.
+  """
+
+  def __init__(self, index: int):
+    """Args: its place."""
+    self.index = index
+    self.reasoning = self.content = self._white = ""
+    self.trajectory: Trajectory | None = None
+
+  def delta(self, piece: Piece) -> dict[str, str]:
+    """The piece as the delta of a stream; {} where there is nothing to send.
+
+    White space around the answer is left out, so what is held back here either turns
+    out to stand within the answer or is never sent.
+    """
+    if piece.role != ANSWER:
+      self.reasoning += piece.text
+      return {"reasoning_content": piece.text}
+    if piece.is_tag:
+      return {}
+    text = self._white + piece.text if self.content else piece.text.lstrip()
+    new = text.rstrip()
+    self._white = text[len(new) :]
+    self.content += new
+    return {"content": new} if new else {}
+
+  def end(self, trajectory: Trajectory | None) -> None:
+    """Takes what came at the end.
+
+    Raises:
+      Refused: the attempt was called off, or its sandbox is down; that is no answer.
+    """
+    if trajectory is None:
+      raise Refused("the server stops", None, "stopped", 503, "server_error")
+    if trajectory.status == Status.INFRASTRUCTURE:
+      text = "the sandbox is unavailable"
+      raise Refused(text, None, "infrastructure", 503, "server_error")
+    self.trajectory = trajectory
+
+  @property
+  def ending(self) -> dict[str, Any]:
+    """The fields of a choice that is over."""
+    t = self.trajectory
+    calls = [
+      {"name": c.name, "status": c.status, "seconds": round(c.seconds, 3)}
+      for c in t.calls
+    ]
+    seconds = round(t.usage.seconds, 3)
+    return {
+      "index": self.index,
+      "finish_reason": "stop" if t.status == Status.ENDED else "length",
+      "coa": {"status": t.status, "tool_calls": calls, "seconds": seconds},
+    }
+
+  @property
+  def whole(self) -> dict[str, Any]:
+    """The choice of a response that is not a stream."""
+    message = {"role": "assistant", "content": self.content}
+    return {**self.ending, "message": {**message, "reasoning_content": self.reasoning}}
+
+
+def usage(choices: Iterable[Choice]) -> dict[str, Any]:
+  """What a request cost; its prompt is counted once."""
+  costs = [c.trajectory.usage for c in choices]
+  prompt, completion = costs[0].prompt, sum(u.generated for u in costs)
+  return {
+    "prompt_tokens": prompt,
+    "completion_tokens": completion,
+    "total_tokens": prompt + completion,
+    "observation_tokens": sum(u.observation for u in costs),
+    "prompt_tokens_details": {"cached_tokens": 0},  # none is kept between requests
+  }
+
+
+def envelope(kind: str, model: str) -> dict[str, Any]:
+  """The fields that all chunks of a response share; `kind` is its field `object`."""
+  name = "chatcmpl-" + secrets.token_hex(12)
+  return {"id": name, "object": kind, "created": int(time.time()), "model": model}

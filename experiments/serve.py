@@ -1,0 +1,310 @@
+"""A trained team behind OpenAI's API: any OpenAI client can ask it.
+
+  python -m experiments.serve --config=configs/evaluate_world.py \
+    [--config.init=MODEL_FOLDER] [--host=127.0.0.1] [--port=8000]
+
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
+    -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
+
+Takes the config of an evaluation, so that what is evaluated is what is served; its
+tasks are not read. Serves POST /v1/chat/completions (with "stream": true as server-sent
+events), GET /v1/models and GET /health. What requests and responses may hold is said in
+`experiments/completions.py`.
+
+All requests share the slots of `rollout.slots`; further ones wait, and beyond
+--max_waiting they get status 429. A request with a seed has the same answer whoever
+else is served. A client that goes away frees its slot after one more token, or when the
+tool that its question waits for is done. Ctrl-C or SIGTERM stop it: requests have
+GRACE_S seconds left. There is no key and no encryption: on a --host that others reach,
+they can run programs in the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ml_collections
+import uvicorn
+from absl import flags
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.live import Ask, Busy, LiveEpisode, Piece, Stopped, Team
+from coa_jax.serve import open_team
+from experiments import completions, launch
+from experiments.completions import Choice, Refused
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any that is free.")
+_NAME = flags.DEFINE_string("name", "coa", "What requests call the model.")
+_MAX_WAITING = flags.DEFINE_integer("max_waiting", 64, "Questions without a slot.")
+
+GRACE_S = 3
+MAX_BODY = 1 << 20
+_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class Exchange:
+  """The attempts of one request, told of in the event loop."""
+
+  def __init__(self, team: Team, asks: tuple[Ask, ...]):
+    """Asks all; where one is refused, none stays.
+
+    Raises:
+      Refused: too long, too many, or too late.
+    """
+    self._team = team
+    self._loop = asyncio.get_running_loop()
+    self._told: asyncio.Queue[tuple[int, Piece | Trajectory | None]] = asyncio.Queue()
+    self._asked: list[LiveEpisode] = []
+    try:
+      for index, ask in enumerate(asks):
+        tell = functools.partial(self._tell, index)
+        self._asked.append(team.ask(ask, tell))
+    except (ValueError, Busy, Stopped) as e:
+      self.cancel()
+      raise _refusal(e) from e
+    self.choices = [Choice(index) for index in range(len(asks))]
+
+  def _tell(self, index: int, what: Piece | Trajectory | None) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and the client gone
+      self._loop.call_soon_threadsafe(self._told.put_nowait, (index, what))
+
+  def cancel(self) -> None:
+    """Frees the slots, as soon as can be; nothing happens where all is over."""
+    for episode in self._asked:
+      self._team.cancel(episode)
+
+  async def pieces(self) -> AsyncIterator[tuple[Choice, Piece | None]]:
+    """What is told, until all is over; None for the end of one choice.
+
+    Raises:
+      Refused: an attempt ended without being the model's fault.
+    """
+    while any(c.trajectory is None for c in self.choices):
+      index, what = await self._told.get()
+      choice = self.choices[index]
+      if isinstance(what, Piece):
+        yield choice, what
+      else:
+        choice.end(what)
+        yield choice, None
+
+
+def _refusal(error: Exception) -> Refused:
+  if isinstance(error, Busy):
+    return Refused(str(error), None, "queue_full", 429, "rate_limit_error")
+  if isinstance(error, Stopped):
+    return Refused(str(error), None, "stopped", 503, "server_error")
+  return Refused(str(error), "messages", "context_length_exceeded")
+
+
+class EventStream(StreamingResponse):
+  """Server-sent events of an exchange, which is over when the response is."""
+
+  def __init__(self, exchange: Exchange, events: AsyncIterator[str]):
+    """Args: the exchange, and its events as text."""
+    headers = {"cache-control": "no-cache"}
+    super().__init__(events, media_type="text/event-stream", headers=headers)
+    self._exchange = exchange
+
+  async def __call__(self, *connection: Any) -> None:
+    """Sends the response. See `starlette.responses.Response`."""
+    try:
+      await super().__call__(*connection)
+    finally:
+      self._exchange.cancel()
+
+
+def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlette:
+  """The application.
+
+  Args:
+    team: who answers.
+    name: what requests call it.
+    hosts: accepted values of the header Host, so that no page of the web can reach a
+      server on loopback under a name of its own.
+  """
+
+  async def chat(request: Request) -> Response:
+    limits = (name, team.player.scheduler.config.top_p, team.max_waiting)
+    asked = completions.read_request(await _body(request), *limits)
+    exchange = Exchange(team, asked.asks)
+    if asked.stream:
+      return EventStream(exchange, _events(exchange, asked, name))
+    await _unless_gone(request, exchange)
+    choices = exchange.choices
+    return JSONResponse(
+      {
+        **completions.envelope("chat.completion", name),
+        "choices": [c.whole for c in choices],
+        "usage": completions.usage(choices),
+        "coa": asked.note,
+      }
+    )
+
+  async def models(request: Request) -> Response:
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
+    return JSONResponse({"object": "list", "data": [model]})
+
+  async def health(request: Request) -> Response:
+    running, waiting = team.counts
+    status = "ok" if team.alive else "stopped"
+    counts = {"status": status, "running": running, "waiting": waiting}
+    return JSONResponse(counts, 200 if team.alive else 503)
+
+  async def refused(request: Request, e: Refused) -> Response:
+    headers = {"retry-after": "1"} if e.status == 429 else None
+    return JSONResponse(e.body, e.status, headers)
+
+  async def http_error(request: Request, e: HTTPException) -> Response:
+    return await refused(request, Refused(e.detail, status=e.status_code))
+
+  return Starlette(
+    routes=[
+      Route("/v1/chat/completions", chat, methods=["POST"]),
+      Route("/v1/models", models),
+      Route("/health", health),
+    ],
+    middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+    exception_handlers={Refused: refused, HTTPException: http_error},
+  )
+
+
+async def _body(request: Request) -> bytes:
+  # A browser sends JSON to another site only after asking, and is not answered.
+  if request.headers.get("content-type", "").split(";")[0] != "application/json":
+    raise Refused("content-type must be application/json", status=415)
+  data = b""
+  async for part in request.stream():
+    data += part
+    if len(data) > MAX_BODY:
+      raise Refused(f"the body is longer than {MAX_BODY} bytes", status=413)
+  return data
+
+
+async def _unless_gone(request: Request, exchange: Exchange) -> None:
+  """Plays an exchange to its end; calls it off when the client goes away."""
+
+  async def play() -> None:
+    async for choice, piece in exchange.pieces():
+      if piece:
+        choice.delta(piece)
+
+  async def gone() -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  tasks = [asyncio.create_task(play()), asyncio.create_task(gone())]
+  try:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if not tasks[0].done():
+      raise Refused("the client is gone", status=499)
+    tasks[0].result()
+  finally:
+    for task in tasks:
+      task.cancel()
+    exchange.cancel()
+
+
+async def _events(
+  exchange: Exchange, asked: completions.Request, name: str
+) -> AsyncIterator[str]:
+  """The exchange as server-sent events."""
+  shared = completions.envelope("chat.completion.chunk", name)
+  if asked.include_usage:
+    shared["usage"] = None
+
+  def chunk(*choices: dict[str, Any], **more: Any) -> str:
+    return _event({**shared, "choices": choices, **more})
+
+  note = {"coa": asked.note}
+  for choice in exchange.choices:
+    first = {"role": "assistant", "content": ""}
+    yield chunk({"index": choice.index, "delta": first, "finish_reason": None}, **note)
+  try:
+    async for choice, piece in exchange.pieces():
+      if piece is None:
+        yield chunk({**choice.ending, "delta": {}})
+      elif delta := choice.delta(piece):
+        yield chunk({"index": choice.index, "delta": delta, "finish_reason": None})
+  except Refused as e:
+    yield _event(e.body)
+    return
+  if asked.include_usage:
+    yield chunk(usage=completions.usage(exchange.choices))
+  yield "data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> str:
+  return f"data: {json.dumps(value)}\n\n"
+
+
+def make_server(app: Starlette) -> uvicorn.Server:
+  """The HTTP server, silent but for its errors."""
+  config = uvicorn.Config(
+    app,
+    lifespan="off",
+    log_config=None,  # the program's own
+    log_level="warning",
+    access_log=False,
+    server_header=False,
+    timeout_graceful_shutdown=GRACE_S,
+  )
+  return uvicorn.Server(config)
+
+
+def bind(host: str, port: int) -> socket.socket:
+  """A socket that does not listen yet.
+
+  Raises:
+    ValueError: the address can not be had.
+  """
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  sock = socket.socket(family)
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  try:
+    sock.bind((host, port))
+  except (OSError, OverflowError) as e:
+    sock.close()
+    raise ValueError(f"--host={host} --port={port}: {e}") from e
+  return sock
+
+
+def main(config: ml_collections.ConfigDict) -> None:
+  """Serves until it is told to stop."""
+  # Wherever it strikes, threads and processes are ended on the way out.
+  signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
+  host = _HOST.value
+  with (
+    contextlib.suppress(KeyboardInterrupt),
+    bind(host, _PORT.value) as sock,
+    open_team(config, _MAX_WAITING.value) as team,
+  ):
+    team.warm_up()
+    where = f"[{host}]" if ":" in host else host
+    print(
+      f"serving {config.init} as {_NAME.value!r} at "
+      f"http://{where}:{sock.getsockname()[1]}/v1 (Ctrl-C ends it)",
+      flush=True,
+    )
+    app = make_app(team, _NAME.value, _LOCAL if host in _LOCAL else ("*",))
+    make_server(app).run(sockets=[sock])
+
+
+if __name__ == "__main__":
+  launch.start(main)

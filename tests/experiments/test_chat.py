@@ -1,0 +1,178 @@
+"""The terminal chat, and both programs with real tools and real signals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+import toy
+from rich.console import Console
+
+from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
+from coa_jax.rollout.live import Piece
+from experiments import chat
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CONFIG = """
+import ml_collections
+
+def get_config(arg=""):
+  config = ml_collections.ConfigDict()
+  config.init = {folder!r} + "/model"
+  config.model = dict(remat="none")
+  config.rollout = dict(
+    variant="unified", style="brief", slots=3, window=4, max_len=128, inject_rows=3
+  )
+  config.tools = dict(
+    tools=("wiki_search", "code"), corpus={folder!r} + "/pages.jsonl", top_k=1
+  )
+  config.tasks = dict(uri="nothing reads this")
+  return config
+"""
+
+
+def program(tmp_path: pathlib.Path, name: str, *flags: str, **options):
+  """Starts `experiments.NAME` on the actor, with real tools."""
+  if not (tmp_path / "config.py").exists():
+    toy.save_policy(str(tmp_path / "model"), toy.actor().params)
+    page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
+    (tmp_path / "pages.jsonl").write_text(json.dumps(page))
+    (tmp_path / "config.py").write_text(CONFIG.format(folder=str(tmp_path)))
+  return subprocess.Popen(
+    [
+      *(sys.executable, "-m", f"experiments.{name}"),
+      *(f"--config={tmp_path / 'config.py'}", "--compile_cache=", *flags),
+    ],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    **options,
+  )
+
+
+def children_of(pid: int) -> list[int]:
+  """Processes that `pid` has started and that still run, with all below them."""
+  out = []
+  for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    try:
+      fields = path.read_text().rpartition(")")[2].split()
+    except OSError:
+      continue
+    if int(fields[1]) == pid and fields[0] != "Z":
+      child = int(path.parent.name)
+      out += [child, *children_of(child)]
+  return out
+
+
+def alive(pids: list[int]) -> list[int]:
+  return [p for p in pids if pathlib.Path(f"/proc/{p}").exists()]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_the_server_ends_with_all_that_it_started(tmp_path, how):
+  process = program(tmp_path, "serve", "--port=0")
+  try:
+    line = process.stdout.readline()
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+/v1", line)
+    body = {
+      **{"model": "coa", "temperature": 0},
+      "messages": [{"role": "user", "content": "2 + 3"}],
+    }
+    reply = httpx.post(url + "/chat/completions", json=body, timeout=60).json()
+    assert reply["choices"][0]["message"]["content"] == "5"
+    assert reply["choices"][0]["coa"]["tool_calls"][0]["status"] == "ok"
+    started = children_of(process.pid)
+    assert started  # the sandbox's
+    process.send_signal(how)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Traceback" not in err, err
+    assert not alive(started)
+  finally:
+    process.kill()
+    process.communicate()
+
+
+def test_a_question_on_the_command_line_has_its_answer_on_standard_output(tmp_path):
+  process = program(tmp_path, "chat", "--question=4 * 4 + 1")
+  out, err = process.communicate(timeout=60)
+  assert (process.returncode, out) == (0, "17\n"), err
+  work = [line for line in err.splitlines() if not line.startswith("[transformers]")]
+  assert work[:4] == ["think", "  work it out", "code", "  ```py"]
+  assert work[work.index("observation") + 1] == "  16"
+  assert "answer" in work and work[-1].startswith("ended: ")
+
+
+def test_questions_come_from_a_pipe_and_a_failure_is_told(tmp_path):
+  process = program(tmp_path, "chat", "--quiet")
+  out, err = process.communicate(f"2 + 3\n\n{'x' * 900}\ncapital of Ur\n", timeout=60)
+  assert out == "5\n\nUruk\n"
+  assert process.returncode == 1 and "leaves no room" in err and "think" not in err
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_what_can_not_be_opened_is_one_line(tmp_path, name: str):
+  flag = "--config.init=/nowhere"
+  process = program(tmp_path, name, flag, *(["--port=0"] if name == "serve" else []))
+  out, err = process.communicate("", timeout=60)
+  assert process.returncode == 2 and out == "" and "Traceback" not in err
+  assert err.splitlines()[-1].startswith("error: ") and "/nowhere" in err
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path):
+  with socket.create_server(("127.0.0.1", 0)) as taken:
+    port = taken.getsockname()[1]
+    process = program(tmp_path, "serve", f"--port={port}")
+    _, err = process.communicate(timeout=60)
+  assert process.returncode == 2 and f"--port={port}" in err.splitlines()[-1]
+
+
+HOSTILE = "\x1b[2J\x9b31m\x07\u202eevil\u200b\r\x00 [red]ok[/red]\ncaf\u00e9 \u4e2d"
+
+
+def shown(pieces: list[Piece], **console) -> str:
+  out = io.StringIO()
+  screen = chat.Screen(Console(file=out, highlight=False, **console))
+  for piece in pieces:
+    screen.show(piece)
+  return out.getvalue()
+
+
+def test_nothing_that_steers_a_terminal_comes_through():
+  assert chat.clean(HOSTILE) == (
+    r"\x1b[2J\x9b31m\x07\u202eevil\u200b\r\x00" + " [red]ok[/red]\ncaf\u00e9 \u4e2d"
+  )
+  assert chat.clean("a\tb") == "a\tb"
+  assert chat.clean("\ud800") == r"\ud800"
+  for role in ("observation", "think", "", "code"):
+    assert shown([Piece(role, HOSTILE)]) == "  " + chat.clean(HOSTILE).replace(
+      "\n", "\n  "
+    )
+  # What rich writes itself, and nothing else, where there are colours.
+  opening = Piece("observation", "<observation>", is_tag=True)
+  coloured = shown([opening, Piece("observation", HOSTILE)], force_terminal=True)
+  codes = set(re.findall(r"\x1b.*?m", coloured))
+  assert codes and all(re.fullmatch(r"\x1b\[[\d;]*m", c) for c in codes)
+  assert "\x1b[2J" not in coloured and "\x9b" not in coloured
+
+
+def test_the_answer_stands_in_a_frame_on_a_terminal():
+  out = io.StringIO()
+  screen = chat.Screen(Console(file=out, force_terminal=True, width=60))
+  text = "<answer> Uruk\x1b[2J</answer>"
+  segment = Segment(Author.POLICY, "answer", text)
+  screen.end(Trajectory("x", [segment], status=Status.ENDED))
+  plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+  assert "Uruk\\x1b[2J" in plain and "answer" in plain and "\x1b" not in plain
+  assert chat.answer_of(Trajectory("x", [segment], status=Status.ENDED)) == text[9:-9]
+  assert chat.answer_of(Trajectory("x", [segment], status=Status.TRUNCATED)) is None

@@ -1,0 +1,383 @@
+"""The endpoint: real HTTP on loopback, a model that knows its scripts by heart."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import re
+import threading
+import time
+
+import httpx
+import pytest
+import toy
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.rollout import sampler
+from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.live import Team
+from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
+from experiments import serve
+
+CONFIG = RolloutConfig(
+  style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
+)
+ONE_SLOT = RolloutConfig(
+  style="brief", slots=1, window=1, max_len=toy.MAX_LEN, inject_rows=1
+)
+
+
+class Service:
+  """A served team, and a client's way to it."""
+
+  def __init__(self, url: str, team: Team):
+    self.url, self.team = url, team
+    self.client = httpx.Client(base_url=url, timeout=60)
+
+  def post(self, question: str = "2 + 3", **fields) -> httpx.Response:
+    return self.client.post("/v1/chat/completions", json=body(question, **fields))
+
+  def ask(self, question: str, **fields) -> dict:
+    response = self.post(question, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+  def stream(self, question: str, **fields) -> list[dict]:
+    """The events of a stream, [DONE] left out."""
+    response = self.post(question, stream=True, **fields)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(e.removeprefix("data: ")) for e in events]
+
+
+def body(question: str, **fields) -> dict:
+  messages = [{"role": "user", "content": question}]
+  fields = {"model": "coa", "temperature": 0, "messages": messages, **fields}
+  return {name: value for name, value in fields.items() if value != "leave out"}
+
+
+@contextlib.contextmanager
+def serving(player: Player, toolbox=None, **options):
+  """Serves the trained actor on a free port."""
+  with (
+    serve.bind("127.0.0.1", 0) as sock,
+    Team(player, toy.actor().params, toolbox or toy.TableToolbox(), **options) as team,
+  ):
+    app = serve.make_app(team, "coa", ("127.0.0.1",))
+    server = serve.make_server(app)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    service = Service(f"http://127.0.0.1:{sock.getsockname()[1]}", team)
+    try:
+      eventually(lambda: server.started)
+      yield service
+    finally:
+      service.client.close()
+      server.should_exit = True
+      thread.join()
+
+
+def eventually(true, seconds: float = 20.0) -> None:
+  end = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < end, "it never came to be"
+    time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def player() -> Player:
+  return Player(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+
+
+@pytest.fixture(scope="module")
+def one_slot() -> Player:
+  return Player(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
+
+
+@pytest.fixture(scope="module")
+def service(player):
+  latency = toy.shuffled_latency(5)
+  with serving(player, toy.TableToolbox(latency=latency)) as service:
+    yield service
+
+
+def joined(events: list[dict], name: str, index: int = 0) -> str:
+  choices = [c for e in events for c in e["choices"] if c["index"] == index]
+  return "".join(c["delta"].get(name, "") for c in choices)
+
+
+@pytest.mark.parametrize("question", toy.SCRIPTS)
+def test_a_stream_and_a_whole_response_are_the_script(service, question: str):
+  script = list(toy.SCRIPTS[question])
+  script[1::2] = [roles.wrap(roles.OBSERVATION, said) for said in script[1::2]]
+  reasoning, answer = "".join(script).removesuffix("</answer>").split("<answer> ")
+  whole = service.ask(question)
+  (choice,) = whole["choices"]
+  message = choice["message"]
+  assert (message["content"], message["role"]) == (answer, "assistant")
+  assert message["reasoning_content"] == reasoning
+  assert (choice["finish_reason"], choice["coa"]["status"]) == ("stop", "ended")
+  names = [c["name"] for c in choice["coa"]["tool_calls"]]
+  assert names == re.findall(r"</(code|wiki_search)>", reasoning)
+  written = sum(len(toy.tokenizer().encode(t)) for t in toy.SCRIPTS[question][::2])
+  assert whole["usage"]["completion_tokens"] == written
+  assert whole["usage"]["observation_tokens"] > 0
+
+  events = service.stream(question, stream_options={"include_usage": True})
+  assert joined(events, "content") == answer
+  assert joined(events, "reasoning_content") == reasoning
+  assert len(events) > 10 and len({e["id"] for e in events}) == 1
+  assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+  *rest, last, costs = events
+  assert last["choices"][0]["finish_reason"] == "stop"
+  assert last["choices"][0]["coa"]["status"] == "ended"
+  assert all(e["choices"][0]["finish_reason"] is None for e in rest)
+  assert costs["choices"] == [] and costs["usage"] == whole["usage"]
+  assert all(e["usage"] is None for e in [*rest, last])
+
+
+def test_a_seed_has_one_answer_whoever_else_is_served(service):
+  def ask(seed: int) -> tuple[str, ...]:
+    fields = {"seed": seed, "temperature": 2}
+    if seed % 2:
+      events = service.stream("mixed", **fields)
+      return tuple(joined(events, n) for n in ("reasoning_content", "content"))
+    message = service.ask("mixed", **fields)["choices"][0]["message"]
+    return message["reasoning_content"], message["content"]
+
+  alone = [ask(seed) for seed in range(8)]
+  assert len(set(alone)) > 5
+  with concurrent.futures.ThreadPoolExecutor(16) as pool:
+    together = list(pool.map(ask, [*range(8), *range(8)]))
+  assert together == alone * 2
+  # The other way of asking says the same.
+  for seed in (0, 1):
+    other = service.stream("mixed", seed=seed, temperature=2)
+    assert joined(other, "reasoning_content") == alone[seed][0]
+
+
+def test_a_seed_that_was_not_given_is_told(service):
+  first = service.ask("mixed", temperature=2, n=3)
+  assert [c["index"] for c in first["choices"]] == [0, 1, 2]
+  texts = [c["message"]["reasoning_content"] for c in first["choices"]]
+  assert len(set(texts)) > 1
+  seed = first["coa"]["seed"]
+  again = service.stream("mixed", temperature=2, n=3, seed=seed)
+  assert [joined(again, "reasoning_content", i) for i in range(3)] == texts
+  assert service.ask("mixed", temperature=2)["coa"]["seed"] != seed
+
+
+def test_max_tokens_is_a_length_and_no_answer(service):
+  for name in ("max_tokens", "max_completion_tokens"):
+    short = service.ask("2 + 3", **{name: 3})
+    assert short["usage"]["completion_tokens"] == 3
+    (choice,) = short["choices"]
+    assert (choice["finish_reason"], choice["coa"]["status"]) == ("length", "truncated")
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning_content"].startswith("<think>")
+
+
+def test_the_question_is_the_last_message(service):
+  def of(*turns: tuple[str, object]) -> dict:
+    return service.ask("", messages=[{"role": r, "content": c} for r, c in turns])
+
+  reply = of(("user", "capital of Ur"), ("assistant", "Uruk"), ("user", "2 + 3"))
+  assert reply["choices"][0]["message"]["content"] == "5"
+  assert reply["coa"]["ignored_messages"] == 2
+  parts = [{"type": "text", "text": "4 * 4"}, {"type": "text", "text": " + 1"}]
+  reply = of(("user", parts))
+  assert reply["choices"][0]["message"]["content"] == "17"
+  assert reply["coa"]["ignored_messages"] == 0
+
+
+def test_fields_that_ask_for_nothing_are_accepted(service):
+  nothing = {
+    **{"top_p": 1, "presence_penalty": 0.0, "tools": [], "tool_choice": "none"},
+    **{"stop": None, "logprobs": False, "response_format": {"type": "text"}},
+    **{"user": "me", "n": 1, "stream": False, "seed": None},
+  }
+  assert service.ask("2 + 3", **nothing)["choices"][0]["message"]["content"] == "5"
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+
+
+@pytest.mark.parametrize(
+  ("fields", "status", "param"),
+  [
+    ({"model": "gpt-4o"}, 404, "model"),
+    ({"model": "leave out"}, 400, "model"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "2 + 3"}, 400, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": " "}]}, 400, "messages[0].content"),
+    ({"messages": IMAGE}, 400, "messages[0].content"),
+    ({"temperature": 2.5}, 400, "temperature"),
+    ({"temperature": "0"}, 400, "temperature"),
+    ({"temperature": True}, 400, "temperature"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
+    ({"n": 0}, 400, "n"),
+    ({"n": 65}, 400, "n"),
+    ({"seed": 1.5}, 400, "seed"),
+    ({"stream": 1}, 400, "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (
+      {"stream": True, "stream_options": {"include_usages": True}},
+      400,
+      "stream_options.include_usages",
+    ),
+    ({"tools": [{"type": "function"}]}, 400, "tools"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"stop": ["\n"]}, 400, "stop"),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"top_p": 0.9}, 400, "top_p"),
+    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+    ({"temprature": 0}, 400, "temprature"),
+    ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "messages"),
+  ],
+)
+def test_what_can_not_be_done_is_refused_by_name(service, fields, status, param):
+  response = service.post(**fields)
+  assert response.status_code == status
+  error = response.json()["error"]
+  assert set(error) == {"message", "type", "param", "code"}
+  assert (error["type"], error["param"]) == ("invalid_request_error", param)
+  assert len(error["message"]) < 200
+  if param == "temprature":
+    assert "did you mean 'temperature'" in error["message"]
+  if "x" * 900 in str(fields):
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_what_is_no_request_is_refused(service):
+  url, json_type = "/v1/chat/completions", {"content-type": "application/json"}
+
+  def status(content: bytes, headers: dict[str, str] = json_type) -> int:
+    response = service.client.post(url, content=content, headers=headers)
+    assert response.json()["error"]["message"]
+    return response.status_code
+
+  assert status(b"{") == 400
+  assert status(b"[" * 100_000) == 400
+  assert status(b"[]") == 400
+  assert status(json.dumps(body("2 + 3", temperature=float("nan"))).encode()) == 400
+  assert status(b"{}", {"content-type": "text/plain"}) == 415
+  assert status(b" " * (serve.MAX_BODY + 1)) == 413
+  assert service.client.get(url).status_code == 405
+  assert service.client.get("/v2").json()["error"]["type"] == "invalid_request_error"
+  evil = service.client.get("/v1/models", headers={"host": "evil.example"})
+  assert evil.status_code == 400
+  assert service.client.get("/v1/models").json()["data"][0]["id"] == "coa"
+  health = service.client.get("/health").json()
+  assert health == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def test_our_own_client_can_ask(service):
+  config = ChatConfig(service.url + "/v1", "coa", temperature=0.0, retries=0)
+  with ChatBrain(config) as brain:
+    reply = brain("solver", [Message("user", "capital of Ur")])
+  assert reply.text == "Uruk" and reply.retries == 0
+  assert reply.prompt_tokens > 0 and reply.completion_tokens > 10
+
+
+def test_a_sandbox_that_is_down_is_no_answer(player):
+  def down(name: str, arguments: str) -> ToolCall:
+    return ToolCall(name, arguments, "error", CallStatus.INFRASTRUCTURE)
+
+  with serving(player, toy.TableToolbox(down)) as service:
+    response = service.post("2 + 3")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "infrastructure"
+    last = service.post("2 + 3", stream=True).text.split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    config = ChatConfig(service.url + "/v1", "coa", retries=1, backoff_s=0.001)
+    with ChatBrain(config) as brain, pytest.raises(InfrastructureError):
+      brain("solver", [Message("user", "2 + 3")])
+
+
+@pytest.fixture
+def slow_windows(monkeypatch) -> None:
+  """A window, of one token on `one_slot`, takes 50 ms."""
+  real = sampler.window
+  monkeypatch.setattr(sampler, "window", lambda *a: time.sleep(0.05) or real(*a))
+
+
+def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
+  """A connection on which a question of 51 tokens is being answered."""
+  counters = service.team.player.scheduler.counters
+  before = counters.sampled_tokens
+  out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=30)
+  headers = {"content-type": "application/json"}
+  text = json.dumps(body("4 * 4 + 1", stream=stream))
+  out.request("POST", "/v1/chat/completions", text, headers)
+  eventually(lambda: counters.sampled_tokens >= before + 3)
+  return out
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, stream):
+  counters = one_slot.scheduler.counters
+  with serving(one_slot) as service:
+    before = counters.sampled_tokens
+    leaving = begin(service, stream)
+    if stream:
+      assert b"data: " in leaving.getresponse().readline()
+    leaving.close()
+    eventually(lambda: service.team.counts == (0, 0))
+    assert counters.sampled_tokens <= before + 20
+  assert not caplog.records  # it is nobody's fault
+
+
+def test_a_stop_cuts_off_what_takes_too_long(one_slot, slow_windows, monkeypatch):
+  monkeypatch.setattr(serve, "GRACE_S", 0.2)
+  counters = one_slot.scheduler.counters
+  before = counters.sampled_tokens
+  with serving(one_slot) as service:
+    cut_off = begin(service, stream=True)
+  assert counters.sampled_tokens <= before + 20
+  text = cut_off.getresponse().fp.read()
+  assert b"reasoning_content" in text and b"[DONE]" not in text
+  cut_off.close()
+
+
+def test_too_many_requests_are_told_to_come_back(one_slot):
+  gate = threading.Event()
+  toolbox = toy.TableToolbox(lambda *unused: gate.wait(30) and "5")
+  with (
+    serving(one_slot, toolbox, max_waiting=1) as service,
+    concurrent.futures.ThreadPoolExecutor() as pool,
+  ):
+    try:
+      first = pool.submit(service.ask, "2 + 3")
+      eventually(lambda: toolbox.calls)
+      second = pool.submit(service.ask, "2 + 3")
+      eventually(lambda: service.team.counts == (1, 1))
+      response = service.post("2 + 3")
+      assert response.status_code == 429 and response.headers["retry-after"] == "1"
+      assert response.json()["error"]["code"] == "queue_full"
+    finally:
+      gate.set()
+    for reply in (first.result(), second.result(), service.ask("2 + 3")):
+      assert reply["choices"][0]["message"]["content"] == "5"
+
+
+def test_a_team_that_stops_says_so(player):
+  gate = threading.Event()
+  toolbox = toy.TableToolbox(lambda *unused: gate.wait(30) and "5")
+  with serving(player, toolbox) as service:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      asked = pool.submit(service.post, "2 + 3")
+      eventually(lambda: toolbox.calls)
+      threading.Timer(0.1, gate.set).start()
+      service.team.close()
+      assert asked.result().status_code == 503
+    assert service.post("2 + 3").status_code == 503
+    assert service.client.get("/health").status_code == 503
