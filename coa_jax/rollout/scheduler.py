@@ -22,7 +22,7 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.distribution import Constraint, Truncation
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol import automaton as automata
-from coa_jax.protocol import prompts, roles
+from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.rollout import sampler
 
 
@@ -37,7 +37,12 @@ class RolloutConfig:
     window: tokens sampled between two looks at the tools.
     max_len: S, tokens a trajectory may have in all.
     max_calls: tool calls a trajectory may make.
-    tool_seconds: seconds of tool time a trajectory may spend.
+    tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
+      than is left, and none being left ends the trajectory as `tool_failed`.
+    observation_tokens: tokens one observation may have, its tags included; of longer
+      ones head and tail are kept.
+    same_calls: times a trajectory may make one and the same call (its tag and its
+      content); more are answered by an error and not run. 0 for any number.
     inject_rows: slots that receive given tokens in one call of the device.
     constrain: sample only what the variant's grammar allows.
     top_k: sample from the most likely tokens; 0 for all.
@@ -53,6 +58,8 @@ class RolloutConfig:
   max_len: int = 320
   max_calls: int = 8
   tool_seconds: float = 60.0
+  observation_tokens: int = 512
+  same_calls: int = 0
   inject_rows: int = 16
   constrain: bool = False
   top_k: int = 0
@@ -64,6 +71,10 @@ class RolloutConfig:
     for field in ("slots", "window", "max_len", "inject_rows"):
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+    if self.tool_seconds <= 0 or self.same_calls < 0:
+      raise ValueError("tool_seconds must be above 0, same_calls at least 0")
+    if self.observation_tokens < tokens.MIN_OBSERVATION:
+      raise ValueError(f"observation_tokens must be at least {tokens.MIN_OBSERVATION}")
     prompts.instructions(roles.get_variant(self.variant), self.style)
     _ = self.truncation  # refuses what it can not mean
 
@@ -187,6 +198,7 @@ class _Run:
     self.window_seconds = 0.0  # of the last one
     self.episodes: list[Episode | None] = [None] * B
     self.waiting: dict[int, concurrent.futures.Future] = {}
+    self.asked: list[concurrent.futures.Future] = []  # in the last window
     self.ids: list[list[int]] = [[] for _ in range(B)]
     self.logps: list[list[float]] = [[] for _ in range(B)]
     self.state = sampler.SamplerState(
@@ -228,8 +240,9 @@ class _Run:
     """One round: finished tools go in, one window is sampled, stops are handled."""
     if self.state.active_B.any():
       # Most tools answer in far less time than a window takes, and a slot that just
-      # misses one idles for all of it: a short wait for them is well spent.
-      concurrent.futures.wait(self.waiting.values(), timeout=self.window_seconds / 8)
+      # misses one idles for all of it: a short wait for them is well spent. But once
+      # only, or one tool that hangs would delay every window of the others.
+      concurrent.futures.wait(self.asked, timeout=self.window_seconds / 8)
     else:
       concurrent.futures.wait(
         self.waiting.values(), return_when=concurrent.futures.FIRST_COMPLETED
@@ -299,6 +312,7 @@ class _Run:
 
   def _sample(self) -> Iterator[Episode]:
     owner, before = self.owner, self.state.active_B
+    self.asked = []
     began = time.monotonic()
     owner._cache, state, out = sampler.window(
       owner.model,
@@ -332,6 +346,7 @@ class _Run:
         yield self._free(slot)
       else:
         self.waiting[slot] = future
+        self.asked.append(future)
 
   def _free(self, slot: int) -> Episode:
     episode, self.episodes[slot] = self.episodes[slot], None
