@@ -57,7 +57,7 @@ class ToolsConfig:
   grace_s: float = 10.0
   memory_mb: int = 1024
   workers: int = 2
-  max_hung: int = 16
+  max_hung: int = 64
   max_chars: int = 16384
   enabled: bool = True
 
