@@ -22,12 +22,15 @@ is printed and the exit status is 1:
 * afterwards all of the sandbox's places answer, and threads, child processes, file
   descriptors and sandbox folders are as many as before.
 
-Expect (2 busy cores): see LOG.md.
+Expect (two cores that others used too, 3 rounds, 4 minutes): no law broken, the right
+status for every one of 1,954 calls, 935 trajectories ended and 65 `infrastructure`, the
+others at 0.92 of their rate.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import glob
 import logging
@@ -37,7 +40,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich
@@ -129,13 +132,22 @@ def held() -> dict[str, int]:
       continue
     children += int(parent) == os.getpid()
   folders = glob.glob(os.path.join(tempfile.gettempdir(), "tools-sandbox-*"))
-  mine = [f for f in folders if os.stat(f).st_uid == os.getuid()]
   return {
     "threads": threading.active_count(),
     "child processes": children,
     "file descriptors": len(os.listdir("/proc/self/fd")),
-    "sandbox folders": len(mine),
+    "sandbox folders": len(folders),
   }
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+  """Apart from those of other programs, so that what is left there is ours."""
+  before, tempfile.tempdir = tempfile.tempdir, folder
+  try:
+    yield
+  finally:
+    tempfile.tempdir = before
 
 
 def _settle(condition: Any) -> None:
@@ -272,7 +284,7 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
     inject_rows=4,
   )
   player = Player(policy.cfg, policy.tokenizer, rollout, work.TOOLS)
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() as folder, _temporary_files_in(folder):
     corpus = os.path.join(folder, "pages.jsonl")
     work.write_pages(corpus)
     tools = ToolsConfig(

@@ -43,7 +43,8 @@ class ToolsConfig:
     grace_s: seconds beyond those after which a call without an answer is given up;
       long enough for a sandbox process to start on a busy machine.
     memory_mb: memory one program may use, in MiB.
-    workers: programs that run at once; other tools run as they are called.
+    workers: programs that run at once; other tools run as they are called. A program
+      that sleeps keeps its place, so give more places than there are cores.
     max_hung: calls given up and still running at which the tools count as down.
     max_chars: a result is cut to this many characters (head and tail are kept);
       `rollout.observation_tokens` says how much of it a policy reads.
