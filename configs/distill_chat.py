@@ -26,6 +26,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     corpus="runs/world/train_pages.jsonl",
     top_k=3,
     workers=2,
+    max_chars=1536,  # what one answer of a tool may add to a chat
   )
   config.teacher = dict(brain="chat", workers=16, variant="unified", prompt="full")
   config.chat = dict(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -206,11 +207,15 @@ class TableToolbox:
     self.reply = reply or (lambda _, body: _REPLIES.get(body, "no result"))
     self.latency = latency
     self.calls: list[tuple[str, str]] = []
+    self.seconds: list[float] = []  # that each call was given
     self._pool = concurrent.futures.ThreadPoolExecutor(8)
 
-  def submit(self, name: str, arguments: str) -> concurrent.futures.Future[ToolCall]:
+  def submit(
+    self, name: str, arguments: str, seconds: float = math.inf
+  ) -> concurrent.futures.Future[ToolCall]:
     """As `Toolbox.submit`."""
     self.calls.append((name, arguments))
+    self.seconds.append(seconds)
     return self._pool.submit(self._call, name, arguments, self.latency())
 
   def _call(self, name: str, arguments: str, seconds: float) -> ToolCall:

@@ -64,7 +64,7 @@ class _Zygote:
       OSError: no process, no descriptor, or no disk for it.
     """
     self.runs = 0
-    self._ready = False
+    self.ready = False
     self.directory = tempfile.mkdtemp(prefix="tools-sandbox-")
     self._log = os.path.join(self.directory, "zygote.log")
     flags = ["-s", "-X", "utf8", _ZYGOTE]
@@ -96,9 +96,9 @@ class _Zygote:
     """
     started = False
     try:
-      if not self._ready:
+      if not self.ready:
         self._expect("ready", _START_S)
-        self._ready = True
+        self.ready = True
       deadline = time.monotonic() + _GRACE_S
       wire.write_frame(self._requests, request, deadline)
       self._expect("started", _GRACE_S)
@@ -228,9 +228,11 @@ class SandboxPool:
         except _ZygoteDied as e:
           zygote = self._retire(zygote)
           if e.started or last:
+            zygote = self._spare()
             return _failure(str(e))
       if zygote.runs >= self._runs_per_zygote:
-        zygote = self._retire(zygote)
+        self._retire(zygote)
+        zygote = self._spare()
       return result
     except OSError as e:  # no process, no descriptor, no disk for a zygote
       zygote = self._retire(zygote)
@@ -282,6 +284,13 @@ class SandboxPool:
     self._check_open()
     return zygote
 
+  def _spare(self) -> _Zygote | None:
+    """A new zygote that imports before anybody waits for it; None if there can't be."""
+    try:
+      return None if self._closed else self._start()
+    except (OSError, RuntimeError):  # RuntimeError: closed by now
+      return None
+
   def _retire(self, zygote: _Zygote | None) -> None:
     if zygote is not None:
       zygote.kill()
@@ -294,8 +303,10 @@ class SandboxPool:
       closed = self._closed
       if zygote is None or closed:
         self._unstarted += 1
-      else:
+      elif zygote.ready:
         self._idle.append(zygote)
+      else:
+        self._idle.insert(0, zygote)  # taken last: it is still importing
       self._changed.notify()
     if closed:
       self._retire(zygote)

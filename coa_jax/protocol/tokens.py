@@ -26,6 +26,8 @@ IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _TEMPLATE = (
   "{% for m in messages %}" + IM_START + "{{ m['content'] }}" + IM_END + "{% endfor %}"
 )
+# The bytes of an observation's tags and of the marker in the longest text there is.
+MIN_OBSERVATION = 80
 _MARK = "\ue000"  # private use: stands for the message while a template is rendered
 
 
@@ -108,6 +110,10 @@ class Tokenizer:
     return out
 
   @functools.cached_property
+  def _longest(self) -> int:
+    return max(map(len, self.bytes_of))
+
+  @functools.cached_property
   def added(self) -> dict[int, str]:
     """Ids beside the merges, and what they spell: control tokens, tags."""
     decoder = self._trusted.get_added_tokens_decoder()
@@ -139,10 +145,52 @@ class Tokenizer:
 
   def encode_observation(self, content: str) -> Segment:
     """The observation segment for a tool's output: escaped, tagged, with ids."""
-    text = roles.wrap(roles.OBSERVATION, roles.escape(content))
+    text = _wrapped(content)
     segment = Segment(Author.TOOL, roles.OBSERVATION, text)
     segment.ids = self._observation_ids(text)
     return segment
+
+  def cut_observation(self, content: str, limit: int) -> str:
+    """A tool's output, its middle cut out where the observation would be too long.
+
+    Args:
+      content: what the tool said, of any length.
+      limit: ids that `encode_observation` may give for what is returned, its tags
+        included; at least `MIN_OBSERVATION`.
+
+    Returns:
+      `content`, or as much of its head and tail as there is room for, verbatim, around
+      a marker that says how many characters are gone.
+    """
+    if limit < MIN_OBSERVATION:
+      raise ValueError(f"limit must be at least {MIN_OBSERVATION}, got {limit}")
+
+    def cut(keep: int) -> str | None:
+      """With so many characters kept; None where that is too long."""
+      text, gone = content, len(content) - keep
+      if gone > 0:
+        tail = keep // 2
+        marker = f"\n...[{gone} characters cut]...\n"
+        text = content[: keep - tail] + marker + content[len(content) - tail :]
+      return text if len(self._observation_ids(_wrapped(text))) <= limit else None
+
+    # Beyond this length it cannot fit, and need not be encoded to know.
+    if len(content) <= limit * self._longest and cut(len(content)) is not None:
+      return content
+    # Doubled first, so that no more is encoded than about twice what is kept. The count
+    # is not quite monotone in `keep`; what is returned has always been counted.
+    best, low, high = cut(0), 0, limit
+    while high < len(content) and (text := cut(high)) is not None:
+      best, low, high = text, high, 2 * high
+    high = min(high, len(content))
+    while high - low > 1:
+      middle = (low + high) // 2
+      if (text := cut(middle)) is not None:
+        best, low = text, middle
+      else:
+        high = middle
+    assert best is not None, "a marker has fewer bytes than MIN_OBSERVATION"
+    return best
 
   def _observation_ids(self, text: str) -> list[int]:
     opening = roles.open_tag(roles.OBSERVATION)
@@ -198,10 +246,17 @@ class Tokenizer:
     return out
 
 
+def _wrapped(content: str) -> str:
+  return roles.wrap(roles.OBSERVATION, roles.escape(content))
+
+
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+  return tokenizer.encode(_bytes(text).decode(), add_special_tokens=False).ids
+
+
+def _bytes(text: str) -> bytes:
   # A lone surrogate (JSON can hold one) is no text to a tokenizer; it becomes "?".
-  text = text.encode("utf-8", "replace").decode()
-  return tokenizer.encode(text, add_special_tokens=False).ids
+  return text.encode("utf-8", "replace")
 
 
 _NAMES = "|".join((*roles.ROLES, *roles.TOOLS))

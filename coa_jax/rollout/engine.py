@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from coa_jax.model.distribution import Truncation
-from coa_jax.protocol import prompts, roles
+from coa_jax.protocol import prompts, roles, tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,12 @@ class RolloutConfig:
     window: tokens sampled between two looks at the tools.
     max_len: tokens a trajectory may have in all.
     max_calls: tool calls a trajectory may make.
-    tool_seconds: seconds of tool time a trajectory may spend.
+    tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
+      than is left, and none being left ends the trajectory as `tool_failed`.
+    observation_tokens: tokens one observation may have, its tags included; of longer
+      ones head and tail are kept.
+    same_calls: times a trajectory may make one and the same call (its tag and its
+      content); more are answered by an error and not run. 0 for any number.
     inject_rows: slots that receive given tokens in one call of the device.
     constrain: sample only what the variant's grammar allows.
     top_k: sample from the most likely tokens; 0 for all.
@@ -37,6 +42,8 @@ class RolloutConfig:
   max_len: int = 320
   max_calls: int = 8
   tool_seconds: float = 60.0
+  observation_tokens: int = 512
+  same_calls: int = 0
   inject_rows: int = 16
   constrain: bool = False
   top_k: int = 0
@@ -48,6 +55,10 @@ class RolloutConfig:
     for field in ("slots", "window", "max_len", "inject_rows"):
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+    if self.tool_seconds <= 0 or self.same_calls < 0:
+      raise ValueError("tool_seconds must be above 0, same_calls at least 0")
+    if self.observation_tokens < tokens.MIN_OBSERVATION:
+      raise ValueError(f"observation_tokens must be at least {tokens.MIN_OBSERVATION}")
     prompts.instructions(roles.get_variant(self.variant), self.style)
     _ = self.truncation  # refuses what it can not mean
 
@@ -102,5 +113,5 @@ class Counters:
 
   def removed_since(self, before: Counters) -> float:
     """The mean probability that the grammar took from a token since then."""
-    tokens = self.sampled_tokens - before.sampled_tokens
-    return (self.removed_mass - before.removed_mass) / max(tokens, 1)
+    sampled = self.sampled_tokens - before.sampled_tokens
+    return (self.removed_mass - before.removed_mass) / max(sampled, 1)

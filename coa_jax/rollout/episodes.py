@@ -48,6 +48,8 @@ class Setting:
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend.
     version: of the policy, recorded on every sampled token.
+    observation_tokens: tokens one observation may have, its tags included.
+    same_calls: times one and the same call may be made; 0 for any number.
   """
 
   variant: Variant
@@ -55,6 +57,8 @@ class Setting:
   max_calls: int
   tool_seconds: float
   version: int = 0
+  observation_tokens: int = RolloutConfig.observation_tokens
+  same_calls: int = RolloutConfig.same_calls
 
 
 class CoAEpisode:
@@ -127,25 +131,38 @@ class CoAEpisode:
     name = tag[2:-1]
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
     if not opening:
-      call = ToolCall(name, before, "error: " + tag + " closes nothing")
-      call.status = CallStatus.MODEL
-      future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
-      future.set_result(call)
-      return future
+      return _refused(name, before, f"{tag} closes nothing")
     content = content[: content.index(tag)].removeprefix(" ")
-    return self.toolbox.submit(name, content)
+    if self._made_before(name, content):
+      said = "the same call was made before; see its observation, or ask another way"
+      return _refused(name, content, said)
+    left = self.setting.tool_seconds - self._tool_seconds
+    return self.toolbox.submit(name, content, left)
+
+  def _made_before(self, name: str, content: str) -> bool:
+    """Whether the call was made as often as it may be; a tool's own failure is none."""
+    most, call = self.setting.same_calls, (name, content.strip())
+    made = sum(
+      (c.name, c.arguments.strip()) == call and c.status != CallStatus.TOOL
+      for c in self.trajectory.calls
+    )
+    return 0 < most <= made
 
   def observed(self, result: ToolCall) -> list[int] | None:
     """Appends the observation of a finished call. See `Episode`."""
     t = self.trajectory
+    said = self.tokenizer.cut_observation(
+      result.result, self.setting.observation_tokens
+    )
+    result = dataclasses.replace(result, result=said)  # on record is what was read
     t.calls.append(result)
     t.usage.tool_calls += 1
     self._tool_seconds += result.seconds
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
-    if self._tool_seconds > self.setting.tool_seconds:
+    if self._tool_seconds >= self.setting.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
-    segment = self.tokenizer.encode_observation(result.result)
+    segment = self.tokenizer.encode_observation(said)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
     self._turn = ""
@@ -164,6 +181,16 @@ class CoAEpisode:
     if self.task.answers and status != Status.INFRASTRUCTURE:
       t.reward, t.reward_parts = score(self.task, t.text, self.setting.variant)
     return None
+
+
+def _refused(
+  name: str, arguments: str, why: str
+) -> concurrent.futures.Future[ToolCall]:
+  """A call that is answered without any tool."""
+  call = ToolCall(name, arguments, f"error: {why}", CallStatus.MODEL)
+  future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
+  future.set_result(call)
+  return future
 
 
 class Replay:
@@ -264,7 +291,14 @@ class Player:
     """
     variant = roles.get_variant(config.variant).with_tools(tools)
     self.tokenizer = tokenizer
-    self.setting = Setting(variant, config.style, config.max_calls, config.tool_seconds)
+    self.setting = Setting(
+      variant,
+      config.style,
+      config.max_calls,
+      config.tool_seconds,
+      observation_tokens=config.observation_tokens,
+      same_calls=config.same_calls,
+    )
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
     self.constraint = None
     if config.constrain:

@@ -122,6 +122,7 @@ class _Run:
     self.episodes: list[Episode | None] = [None] * B
     self.prompts = [b""] * B  # of the episodes, as bytes
     self.waiting: dict[int, concurrent.futures.Future] = {}
+    self.asked: list[concurrent.futures.Future] = []  # in the last window
     self.ids: list[list[int]] = [[] for _ in range(B)]
     self.logps: list[list[float]] = [[] for _ in range(B)]
     self.forced: list[list[int]] = [[] for _ in range(B)]
@@ -169,8 +170,9 @@ class _Run:
     """One round: finished tools go in, one window is sampled, stops are handled."""
     if self.state.active_B.any():
       # Most tools answer in far less time than a window takes, and a slot that just
-      # misses one idles for all of it: a short wait for them is well spent.
-      concurrent.futures.wait(self.waiting.values(), timeout=self.window_seconds / 8)
+      # misses one idles for all of it: a short wait for them is well spent. But once
+      # only, or one tool that hangs would delay every window of the others.
+      concurrent.futures.wait(self.asked, timeout=self.window_seconds / 8)
     else:
       # Not for as long as a tool takes: there may be new episodes for free slots.
       concurrent.futures.wait(
@@ -271,6 +273,7 @@ class _Run:
       self.state.limit_B[slot] = min(self.episodes[slot].limit, owner.config.max_len)
       rest = self.forced[slot][len(self.ids[slot]) :][: owner.config.window]
       forced_BW[slot, : len(rest)] = rest
+    self.asked = []
     began = time.monotonic()
     owner._cache, state, out = sampler.window(
       owner.model,
@@ -304,6 +307,7 @@ class _Run:
         yield self._free(slot)
       else:
         self.waiting[slot] = future
+        self.asked.append(future)
 
   def _free(self, slot: int) -> Episode:
     episode, self.episodes[slot] = self.episodes[slot], None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import tokenizers
@@ -215,6 +216,7 @@ def test_broken_utf8_is_kept_in_the_ids(tok: Tokenizer):
 @BOTH
 def test_a_lone_surrogate_does_not_end_a_run(tok: Tokenizer):
   assert tok.decode(tok.encode("a\ud800b")) == "a?b"
+  assert tok.cut_observation("a\ud800b", 80) == "a\ud800b"
   observation = tok.encode_observation("a\ud800b")
   assert tok.decode(observation.ids) == "<observation> a?b</observation>"
 
@@ -227,3 +229,61 @@ def test_tool_text_of_any_shape_is_encoded_whole(tok: Tokenizer, text: str):
   t = Trajectory("t", [Segment(Author.TOOL, "observation", text)])
   tok.encode_trajectory(t)
   assert tok.decode(t.segments[0].ids) == text
+
+
+MARKER = re.compile(r"\n\.\.\.\[(\d+) characters cut\]\.\.\.\n")
+# Words, digits, letters of two to four bytes, white space in runs, tags and parts of
+# them; never the marker.
+OUTPUT = st.lists(
+  st.sampled_from(
+    ("swer", "think ", " " * 9, "1234567", *CONTROL, *TAGS, "&lt;", "x</")
+  )
+  | st.text(
+    st.characters(exclude_characters="[", exclude_categories=("Cs",)), max_size=40
+  ),
+  max_size=40,
+).map("".join)
+
+
+@BOTH
+@given(text=OUTPUT, limit=st.integers(tokens.MIN_OBSERVATION, 400))
+@example(text="\U0001f600" * 300, limit=tokens.MIN_OBSERVATION)
+@example(text="<answer>" * 60, limit=tokens.MIN_OBSERVATION)
+def test_a_long_observation_keeps_head_and_tail_within_its_tokens(
+  tok: Tokenizer, text: str, limit: int
+):
+  whole = tok.encode_observation(text)
+  said = tok.cut_observation(text, limit)
+  observation = tok.encode_observation(said)
+  assert len(observation.ids) <= limit
+  if len(whole.ids) <= limit:
+    assert said == text
+    return
+  head, gone, tail = MARKER.split(said)
+  assert text.startswith(head) and text.endswith(tail)
+  assert int(gone) == len(text) - len(head) - len(tail) > 0
+  assert abs(len(head) - len(tail)) <= 1
+  # The room is used: one character more is at most a tag's bytes.
+  assert len(observation.ids) > limit - 32
+  assert tok.decode(observation.ids) == observation.text
+
+
+@BOTH
+@pytest.mark.parametrize("unit", ["a", " ", "12,", "\u00e9\u4e2d", "<answer>", "\n"])
+def test_megabytes_are_cut_without_being_encoded(tok: Tokenizer, unit, monkeypatch):
+  text, encoded = unit * 3_000_000, []
+  real = tok._observation_ids
+  monkeypatch.setattr(
+    tok, "_observation_ids", lambda s: encoded.append(len(s)) or real(s)
+  )
+  said = tok.cut_observation(text, 512)
+  assert 400 < len(real(wrap(roles.OBSERVATION, roles.escape(said)))) <= 512
+  assert sum(encoded) < 512 * 200
+
+
+def test_a_limit_without_room_for_a_marker_is_refused():
+  for tok in (toy.tokenizer(), toy.stock_tokenizer()):
+    said = tok.cut_observation("\u4e2d" * 10**7, tokens.MIN_OBSERVATION)
+    assert len(tok.encode_observation(said).ids) <= tokens.MIN_OBSERVATION
+    with pytest.raises(ValueError, match="limit must be at least 80, got 79"):
+      tok.cut_observation("x", tokens.MIN_OBSERVATION - 1)

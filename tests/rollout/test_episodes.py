@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import toy
@@ -58,10 +59,89 @@ def test_too_many_seconds_of_tools_end_it():
   def slow(name: str, arguments: str) -> ToolCall:
     return ToolCall(name, arguments, "5", seconds=4.0)
 
-  episode = toy.episode(TASK, toy.TableToolbox(slow), tool_seconds=10.0)
+  toolbox = toy.TableToolbox(slow)
+  episode = toy.episode(TASK, toolbox, tool_seconds=10.0)
   t = toy.drive(episode, [CALL, CALL, CALL])
+  assert toolbox.seconds == [10.0, 6.0, 2.0]  # a call gets what is left
   assert t.status == Status.TOOL_FAILED and t.reward == 0.0
   assert len(t.calls) == 3 and authors(t).count(Author.TOOL) == 2
+
+
+def test_a_program_gets_what_is_left_of_its_trajectorys_budget():
+  nap = toy.code("import time; time.sleep(30)")
+  with Toolbox(ToolsConfig(("code",), timeout_s=20.0)) as toolbox:
+    toolbox.call("code", roles.render_code("print(1)"))
+    t = toy.drive(toy.episode(TASK, toolbox, tool_seconds=0.5), [nap])
+  assert t.status == Status.TOOL_FAILED and t.reward == 0.0
+  assert t.calls[0].status == CallStatus.TOOL and 0.5 <= t.calls[0].seconds < 10
+
+
+def test_a_tool_that_hangs_is_answered_for_and_the_episode_goes_on():
+  released = threading.Event()
+
+  class Hangs(Toolbox):
+    def answer(self, name, arguments, seconds):
+      released.wait()
+      return CallStatus.OK, "5"
+
+  with Hangs(ToolsConfig(("code",), timeout_s=0.2, grace_s=0.2)) as toolbox:
+    t = toy.drive(toy.episode(TASK, toolbox), [CALL, END])
+    released.set()
+  assert t.status == Status.ENDED and t.reward == 1.0
+  assert t.calls[0].status == CallStatus.TOOL
+  assert "no answer after 0.2 s" in t.segments[-2 - 2].text
+
+
+def test_a_call_made_before_is_not_made_again():
+  toolbox = toy.TableToolbox()
+  spaced = CALL.replace("<code> ", "<code>  ").replace("</code>", "\n</code>")
+  other = toy.code("print(7)")
+  turns = [CALL, spaced, other, CALL, END]
+  t = toy.drive(toy.episode(TASK, toolbox, same_calls=1), turns)
+  assert [b for _, b in toolbox.calls] == [
+    roles.render_code(p) for p in ("print(2+3)", "print(7)")
+  ]
+  assert [c.status for c in t.calls] == [
+    *(CallStatus.OK, CallStatus.MODEL, CallStatus.OK, CallStatus.MODEL)
+  ]
+  assert t.calls[1].result.startswith("error: the same call was made before")
+  assert t.calls[1].seconds == 0.0 and t.usage.tool_calls == 4
+  assert t.status == Status.ENDED and t.reward == 1.0
+  # Twice is allowed with 2, and any number by default.
+  for most, made in ((2, 2), (0, 4)):
+    toolbox = toy.TableToolbox()
+    toy.drive(toy.episode(TASK, toolbox, same_calls=most), [CALL] * 4 + [END])
+    assert len(toolbox.calls) == made
+  toolbox = toy.TableToolbox()
+  toy.drive(toy.episode(TASK, toolbox), [CALL] * 4 + [END])
+  assert len(toolbox.calls) == 4
+
+
+def test_what_a_tool_failed_at_may_be_asked_again():
+  results = iter([CallStatus.TOOL, CallStatus.OK])
+
+  def reply(name: str, body: str) -> ToolCall:
+    return ToolCall(name, body, "5", next(results))
+
+  toolbox = toy.TableToolbox(reply)
+  t = toy.drive(toy.episode(TASK, toolbox, same_calls=1), [CALL, CALL, CALL, END])
+  assert len(toolbox.calls) == 2
+  assert [c.status for c in t.calls] == [
+    *(CallStatus.TOOL, CallStatus.OK, CallStatus.MODEL)
+  ]
+
+
+def test_an_observation_has_no_more_tokens_than_it_may():
+  said = "".join(f"{n} " for n in range(300_000)) + HOSTILE
+  toolbox = toy.TableToolbox(lambda *_: said)
+  t = toy.drive(toy.episode(TASK, toolbox, observation_tokens=100), [CALL, END])
+  (observation,) = [s for s in t.segments if s.author == Author.TOOL]
+  assert 90 <= len(observation.ids) == t.usage.observation <= 100
+  assert t.status == Status.ENDED and parse(t.text, toy.VARIANT).ok
+  # On record is what the policy read.
+  assert t.calls[0].result.startswith("0 1 2 3 ")
+  assert observation.text == wrap("observation", roles.escape(t.calls[0].result))
+  assert toy.tokenizer().decode(observation.ids) == observation.text
 
 
 @pytest.mark.parametrize("turns", [[CALL], [CALL, CALL]])

@@ -280,6 +280,25 @@ def test_stacked_parameters_play_like_unrolled_ones(novice):
   assert all(content(found[n]) == content(expected[n]) for n in range(4))
 
 
+def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
+  """The others' windows wait for a call once; hung ones would slow every window."""
+  waited: list[int] = []
+  real = scheduling.concurrent.futures.wait
+
+  def spy(futures, timeout=None, **how):
+    futures = list(futures)
+    if timeout is not None:
+      waited.extend(map(id, futures))
+    kept.extend(futures)
+    return real(futures, timeout, **how)
+
+  kept: list = []  # alive, so that no two have one id
+  slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
+  monkeypatch.setattr(scheduling.concurrent.futures, "wait", spy)
+  play(novice, slow, range(8))
+  assert len(waited) >= 4 and len(set(waited)) == len(waited)
+
+
 def test_what_a_slot_was_in_the_middle_of_is_forgotten():
   on = scheduler()
   episodes = [toy.episode(toy.TASKS[0], toy.TableToolbox(), n) for n in range(3)]
@@ -359,6 +378,9 @@ def test_a_prompt_without_room_names_the_field():
   ("changes", "message"),
   [
     ({"slots": 0}, "slots must be at least 1, got 0"),
+    ({"tool_seconds": 0.0}, "tool_seconds must be above 0"),
+    ({"same_calls": -1}, "same_calls at least 0"),
+    ({"observation_tokens": 9}, "observation_tokens must be at least 80"),
     ({"variant": "webb"}, "unknown protocol variant 'webb'"),
     ({"style": "terse"}, "prompt style 'terse'"),
   ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
+import time
 
 import pytest
 
@@ -141,7 +143,9 @@ def test_calls_at_once_get_their_own_results(toolbox):
   [
     ({"tools": ("code", "telescope")}, "no tool 'telescope'; there are wiki_search"),
     ({"corpus": None}, "wiki_search needs the path"),
-    ({"top_k": 0}, "top_k and workers must be at least 1"),
+    ({"top_k": 0}, "top_k, workers and max_hung must be at least 1"),
+    ({"max_hung": 0}, "top_k, workers and max_hung must be at least 1"),
+    ({"grace_s": 0.0}, "timeout_s and grace_s must be above 0"),
     ({"max_chars": 10}, "max_chars at least 64"),
   ],
 )
@@ -153,3 +157,191 @@ def test_impossible_configs_are_refused(config, changes, message: str):
 def test_a_corpus_that_is_not_there_is_named(config):
   with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
     Toolbox(dataclasses.replace(config, corpus="nowhere.jsonl"))
+
+
+class Odd(Toolbox):
+  """Does what a query or a program's comment says, in the thread of the call."""
+
+  def __init__(self, config: ToolsConfig, **changes):
+    super().__init__(dataclasses.replace(config, **changes))
+    self.released = threading.Event()
+
+  def close(self) -> None:
+    self.released.set()
+    super().close()
+
+  def answer(self, name: str, arguments: str, seconds: float):
+    if "hang" in arguments:
+      self.released.wait()
+      return CallStatus.OK, "too late"
+    if "crash" in arguments:
+      raise {"exit": SystemExit, "memory": MemoryError}.get(arguments[6:], ValueError)
+    if "nothing" in arguments:
+      return None
+    return super().answer(name, arguments, seconds)
+
+
+SOON = dict(timeout_s=0.3, grace_s=0.3)
+
+
+def threads(since: set[threading.Thread]) -> set[str]:
+  return {t.name for t in set(threading.enumerate()) - since}
+
+
+def until(condition, seconds: float = 10.0) -> None:
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, "it did not come to pass"
+    time.sleep(0.01)
+
+
+def test_a_hung_tool_is_answered_for_at_its_deadline(config):
+  with Odd(config, **SOON) as box:
+    began = time.monotonic()
+    call = box.submit("wiki_search", "hang").result(timeout=10)
+    assert 0.6 <= time.monotonic() - began < 5
+    assert 0.6 <= call.seconds < 5
+    assert (call.status, call.result) == (
+      CallStatus.TOOL,
+      "error: no answer after 0.3 s",
+    )
+    assert box.hung == 1
+    box.released.set()
+    until(lambda: box.hung == 0)
+  assert call.result == "error: no answer after 0.3 s"  # what came late changes nothing
+
+
+def test_a_hung_tool_stalls_nobody(config):
+  with Odd(config, timeout_s=60.0, workers=1) as box:
+    hung = [box.submit("wiki_search", f"hang {n}") for n in range(40)]
+    river = "1. Nile: a river in Egypt."
+    assert box.submit("wiki_search", "river").result(timeout=10).result == river
+    program = box.submit("code", render_code("print(1)"))
+    assert program.result(timeout=30).result == "1"
+    assert not any(f.done() for f in hung)
+
+
+def test_a_hung_program_keeps_its_place_until_its_deadline_only(config):
+  with Odd(config, timeout_s=1.0, grace_s=1.0, workers=1) as box:
+    assert box.call("code", render_code("print(0)")).status == CallStatus.OK  # warm
+    hung = box.submit("code", render_code("# hang"))
+    after = [box.submit("code", render_code(f"print({n})")) for n in range(3)]
+    time.sleep(0.2)
+    assert not any(f.done() for f in (hung, *after))
+    # They waited longer than a call may take; that is on nobody's clock.
+    calls = [f.result(timeout=20) for f in after]
+    assert hung.done() and box.hung == 1
+    assert [(c.status, c.result) for c in calls] == [
+      (CallStatus.OK, str(n)) for n in range(3)
+    ]
+    assert all(c.seconds < 1 for c in calls)
+
+
+def test_waiting_for_a_place_is_not_on_the_clock(config):
+  with Odd(config, timeout_s=1.0, grace_s=1.0, workers=1) as box:
+    until(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    program = render_code("import time; time.sleep(0.6); print('done')")
+    futures = [box.submit("code", program) for _ in range(5)]
+    calls = [f.result(timeout=20) for f in futures]
+    assert [c.result for c in calls] == ["done"] * 5
+    assert all(0.6 <= c.seconds < 2 for c in calls)
+
+
+def test_programs_run_on_so_many_places_at_once(config):
+  nap = render_code("import time; time.sleep(0.4)")
+  with Odd(config, timeout_s=5.0, workers=2) as box:
+    for future in [box.submit("code", nap) for _ in range(2)]:
+      future.result(timeout=30)  # now two processes are there
+    began = time.monotonic()
+    for future in [box.submit("code", nap) for _ in range(4)]:
+      assert future.result(timeout=30).status == CallStatus.OK
+    assert time.monotonic() - began >= 0.8
+
+
+def test_too_many_hung_calls_mean_that_the_tools_are_down(config):
+  down = (CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
+  with Odd(config, **SOON, max_hung=2, workers=1) as box:
+    hung = [
+      box.submit("wiki_search", "hang 1"),
+      box.submit("code", render_code("#hang")),
+    ]
+    waits = box.submit("code", render_code("print(1)"))
+    assert [f.result(timeout=10).status for f in hung] == [CallStatus.TOOL] * 2
+    call = waits.result(timeout=10)
+    assert (call.status, call.result) == down
+    call = box.submit("wiki_search", "river").result(timeout=10)
+    assert (call.status, call.result, call.seconds) == (*down, 0.0)
+    # Malformed calls are still the model's fault.
+    assert box.call("code", "print(1)").status == CallStatus.MODEL
+    box.released.set()
+    until(lambda: box.hung == 0)
+    assert box.call("wiki_search", "river").status == CallStatus.OK
+
+
+@pytest.mark.parametrize("what", ["crash", "crash exit", "crash memory", "nothing"])
+def test_what_a_tool_raises_is_the_infrastructures_fault(config, what: str, caplog):
+  with Odd(config) as box:
+    call = box.submit("wiki_search", what).result(timeout=10)
+    assert (call.status, call.result) == (
+      CallStatus.INFRASTRUCTURE,
+      "error: the tool failed",
+    )
+    assert box.call("wiki_search", "river").status == CallStatus.OK
+  assert what in caplog.text and "Traceback" in caplog.text
+
+
+def test_a_call_gets_no_more_seconds_than_it_is_given(config):
+  with Toolbox(config) as box:
+    box.call("code", render_code("print(0)"))
+    nap = render_code("import time; time.sleep(5)")
+    call = box.submit("code", nap, seconds=0.25).result(timeout=20)
+    assert call.status == CallStatus.TOOL
+    assert call.result == "error: stopped after 0.25 s"
+    call = box.submit("code", nap, seconds=100.0).result(timeout=20)
+    assert call.result == "error: stopped after 1 s"
+
+
+def test_a_future_can_not_be_cancelled(config):
+  with Odd(config) as box:
+    future = box.submit("wiki_search", "river")
+    assert not future.cancel() and future.result(timeout=10).status == CallStatus.OK
+
+
+def test_a_closed_toolbox_leaves_nothing_behind(config):
+  before = set(threading.enumerate())
+  with Odd(config, workers=1, timeout_s=60.0) as box:
+    box.call("code", render_code("print(0)"))
+    assert "tools" in threads(before)
+    nap = render_code("import time; time.sleep(50)")
+    futures = [box.submit("code", nap) for _ in range(2)]
+    futures.append(box.submit("wiki_search", "hang"))
+    time.sleep(0.1)
+    began = time.monotonic()
+  assert time.monotonic() - began < 10
+  running, waiting, _ = (f.result(timeout=10) for f in futures)
+  assert running.status == waiting.status == CallStatus.INFRASTRUCTURE
+  until(lambda: not threads(before))
+  late = box.submit("wiki_search", "river").result(timeout=10)
+  assert late.status == CallStatus.INFRASTRUCTURE
+
+
+def test_a_tool_that_never_returns_does_not_keep_close_waiting(config):
+  class Deaf(Odd):
+    close = Toolbox.close
+
+  box = Deaf(config, timeout_s=60.0)
+  box.submit("wiki_search", "hang")
+  began = time.monotonic()
+  box.close()
+  assert time.monotonic() - began < 10
+  box.released.set()
+
+
+def test_megabytes_are_cut_before_they_reach_anybody(config):
+  class Loud(Toolbox):
+    def answer(self, name: str, arguments: str, seconds: float):
+      return CallStatus.OK, "ab" * 4_000_000
+
+  with Loud(config) as box:
+    call = box.call("wiki_search", "x")
+  assert len(call.result) == 200 and "[7999800 characters cut]" in call.result

@@ -128,6 +128,26 @@ def test_a_program_that_kills_its_zygote_is_not_run_twice(tmp_path):
     assert pool.run("print(2)").stdout == "2\n"
 
 
+def test_a_dead_zygote_is_replaced_before_it_is_missed():
+  where = "import os\nprint(os.getppid())"
+  with SandboxPool(2) as pool:
+    together = [
+      threading.Thread(target=pool.run, args=("import time\ntime.sleep(0.5)",))
+      for _ in range(2)
+    ]
+    for thread in together:
+      thread.start()
+    for thread in together:
+      thread.join()
+    before = {z.process.pid for z in pool._live}
+    assert pool.run(KILL_ZYGOTE).verdict == Verdict.INFRASTRUCTURE
+    after = {z.process.pid for z in pool._live}
+    # Nothing has been asked for since, and a new one is on its way; but the one that
+    # is ready serves first.
+    assert len(after) == 2 and len(after - before) == 1
+    assert int(pool.run(where).stdout) in after & before
+
+
 def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
   pid_file = tmp_path / "pid"
   program = (
