@@ -26,6 +26,8 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.scheduler import RolloutConfig, Scheduler
 from coa_jax.rollout.toolbox import Toolbox
+from coa_jax.rollout.vllm import VllmEngine
+from coa_jax.rollout.vllm_server import VllmConfig
 from coa_jax.tasks.rewards import grade, score
 from coa_jax.tasks.task import Task
 
@@ -140,6 +142,10 @@ class CoAEpisode:
     self.trajectory.usage.observation -= len(segment.ids)
     self._finish(Status.TRUNCATED)
 
+  def lost(self) -> None:
+    """Ends the episode that the engine failed; it leaves its group."""
+    self._finish(Status.INFRASTRUCTURE)
+
   def _finish(self, status: Status) -> None:
     t = self.trajectory
     t.status = status
@@ -150,7 +156,7 @@ class CoAEpisode:
 
 
 class Player:
-  """A policy that plays tasks: model, tokenizer and scheduler together."""
+  """A policy that plays tasks: model, tokenizer and engine together."""
 
   def __init__(
     self,
@@ -159,11 +165,14 @@ class Player:
     config: RolloutConfig,
     tools: Sequence[str],
     layout: Layout | None = None,
+    vllm: VllmConfig | None = None,
   ):
-    """Compiles the variant's stops and allocates the slots.
+    """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
 
     Raises:
-      ValueError: the tokenizer does not fit the model, or the variant lacks a tool.
+      ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
+        vLLM can not do what `config` asks for.
+      VllmError: there is no server at `vllm.url`, or not one that can be used.
     """
     variant = roles.get_variant(config.variant).with_tools(tools)
     self.tokenizer = tokenizer
@@ -172,7 +181,14 @@ class Player:
     self.constraint = None
     if config.constrain:
       self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
-    self.scheduler = Scheduler(model, automaton, config, layout, self.constraint)
+    self.scheduler: Scheduler | VllmEngine
+    if vllm is None:
+      self.scheduler = Scheduler(model, automaton, config, layout, self.constraint)
+    else:
+      probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
+      tokenizer.encode_prompt(probe)
+      ids = [i for s in probe for i in s.ids]
+      self.scheduler = VllmEngine(vllm, model, automaton, config, ids, layout)
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Refuses, before any decoding, tasks that could not be played to a reward.
