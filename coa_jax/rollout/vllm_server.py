@@ -64,8 +64,11 @@ class VllmConfig:
       raise ValueError("timeout_s and gap must be positive, retries at least 0")
 
 
-class VllmError(RuntimeError):
-  """The server cannot be used as it is; the message says what to do."""
+class VllmError(ValueError):
+  """The server cannot be used as it is; the message says what to do.
+
+  A ValueError, so that the launchers tell it in one line as other wrong input.
+  """
 
 
 class UnansweredError(VllmError):

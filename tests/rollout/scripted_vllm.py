@@ -8,6 +8,7 @@ and scored, so that a refresh can be proven or not. It misbehaves when told to.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import threading
@@ -21,8 +22,11 @@ from coa_jax.learner import losses
 from coa_jax.model.weights import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author
+from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.scheduler import RolloutConfig
 from coa_jax.rollout.vllm_server import VllmConfig, digests_of
 
+CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
 PAST = 7  # what it goes on with after the end of a script's turn
 
 
@@ -122,6 +126,21 @@ def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
     segments = toy.written(q, script, tok).segments
     out[q] = [s.ids for s in segments if s.author == Author.POLICY]
   return out
+
+
+def player(server: ScriptedVllm, folder, **changes) -> Player:
+  """A player of toy.MODEL over the server; exports below the folder."""
+  config = dataclasses.replace(CONFIG, **changes)
+  vllm = server.config(str(folder / "served"))
+  return Player(toy.MODEL, server.tokenizer, config, toy.TOOLS, vllm=vllm)
+
+
+def play(on: Player, toolbox=None, samples: int = 2, seed: int = 3, **changes):
+  """Every trajectory by (task, sample)."""
+  args = dict(temperature=1.0, version=5, params=toy.params()) | changes
+  params, toolbox = args.pop("params"), toolbox or toy.TableToolbox()
+  groups = on.groups(params, toy.TASKS, toolbox, samples, seed=seed, **args)
+  return {(t.task_id, t.sample): t for group in groups for t in group}
 
 
 @contextlib.contextmanager

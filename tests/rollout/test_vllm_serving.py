@@ -26,6 +26,7 @@ from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.episodes import Player
 from coa_jax.rollout.scheduler import RolloutConfig
 from coa_jax.rollout.vllm_server import VllmConfig, VllmError
+from coa_jax.tasks.task import Task
 
 pytestmark = real_vllm.NEEDED
 
@@ -43,7 +44,7 @@ CFG = QwenConfig(
 )
 TIED = dataclasses.replace(CFG, tie_embeddings=True)
 CONFIG = RolloutConfig(style="brief", slots=4, max_len=toy.MAX_LEN)
-# Blocks so small that rows of these tests fill some: else no prefix would be cached.
+# Blocks so small that a prompt fills some: else no prefix would be cached.
 FLAGS = ("--logprobs-mode=processed_logprobs", "--block-size=32")
 
 
@@ -77,7 +78,6 @@ def groups(player: Player, params, samples: int, temperature: float, seed: int =
 
 @pytest.mark.parametrize("steps", [200, 20])
 def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: int):
-  """Before and after: the second policy plays on prefixes that the first had cached."""
   params = policy(steps)
   on = over_vllm(url, tmp_path)
   theirs = groups(on, params, 1, 0.0)
@@ -90,6 +90,19 @@ def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: 
     np.testing.assert_allclose(logps, toy.sampled_logps(b), atol=1e-4)
   if steps == 200:
     assert all(t.status == Status.ENDED and t.reward == 1.0 for (t,) in theirs)
+
+
+def test_prefixes_that_other_weights_cached_are_forgotten(url, tmp_path):
+  task = Task("long", "how far is it from here to there " * 4, ("x",))
+  on = over_vllm(url, tmp_path)
+  own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  for seed in (0, 1):
+    args = (qwen.init_params(CFG, seed), [task], toy.TableToolbox(), 1, 0.0, 0)
+    ((theirs,),), ((ours,),) = on.groups(*args), own.groups(*args)
+    assert theirs.usage.prompt > 64
+    assert [s.ids for s in theirs.segments] == [s.ids for s in ours.segments]
+    logps = toy.sampled_logps(theirs)
+    np.testing.assert_allclose(logps, toy.sampled_logps(ours), atol=1e-4)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
