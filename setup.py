@@ -35,6 +35,8 @@ setuptools.setup(
   extras_require={
     "tpu": ["jax[tpu]>=0.10"],
     "gpu": ["jax[cuda13]>=0.10"],
+    # Into an environment of its own (experiments/README.md); spoken to over HTTP.
+    "vllm": ["vllm>=0.32"],
     "dev": [
       "hypothesis>=6.100",
       "ipykernel>=6.29",

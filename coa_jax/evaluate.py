@@ -8,7 +8,7 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import check_sections, claim, section
+from coa_jax.config import check_sections, claim, optional, section
 from coa_jax.model.architecture import LoadConfig
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
@@ -17,12 +17,13 @@ from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jso
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player, of_all_processes
+from coa_jax.rollout.player import Player, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.rollout.vllm_server import VllmConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 
-SECTIONS = ("init", "model", "mesh", "rollout", "tools", "tasks", "eval")
+SECTIONS = ("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "eval")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
   Args:
-    config: sections `SECTIONS`; `init` is a model folder.
+    config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
+      samples.
     workdir: where everything goes; a file of trajectories that is complete there is
       not played again. Several processes share it, each playing its part of the tasks;
       all but the first write into folders of their own.
@@ -61,6 +63,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
       wrong with the config, the tasks or the model.
+    VllmError: the server can not be used; before any decoding, or when it is gone.
   """
   check_sections(config, SECTIONS, needed=("init",))
   plan = section(config, "eval", EvalConfig)
@@ -70,7 +73,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   load = section(config, "model", LoadConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  player = Player(cfg, tokenizer, rollout, tools.tools, layout)
+  vllm = optional(config, "vllm", VllmConfig)
+  player = Player(cfg, tokenizer, rollout, tools.tools, layout, vllm)
   player.check(tasks)
   workdir = own_folder(workdir)
   claim(config, workdir)
@@ -93,7 +97,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       sampled = play("sampled", plan.samples, plan.temperature)
   results = scores.summary(greedy, sampled, tools.tools)
   results["by_family"] = scores.by_family(greedy, sampled, tools.tools)
-  results["counters"] = dataclasses.asdict(player.scheduler.counters)
+  results["counters"] = dataclasses.asdict(player.engine.counters)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
 

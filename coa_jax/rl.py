@@ -1,7 +1,8 @@
 """Agentic RL: a policy plays tasks with real tools, and learns from what it earned.
 
 GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling. On-policy: one
-update per batch of rollouts; the sampler's own log-probs are the old policy's.
+update per batch of rollouts; the sampler's own log-probs are the old policy's, or, with
+`algo.importance_cap`, the learner's own are and its tokens are weighted.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.player import Player
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.rollout.vllm_server import VllmConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 
@@ -45,6 +47,7 @@ SECTIONS = (
   "mesh",
   "optim",
   "rollout",
+  "vllm",
   "tools",
   "tasks",
   "algo",
@@ -66,6 +69,8 @@ class AlgoConfig:
     temperature: of the rollouts.
     clip_low: the ratio's lower bound is 1 - clip_low.
     clip_high: its upper bound is 1 + clip_high.
+    importance_cap: most weight of a token whose sampler is another program than the
+      learner (vLLM); 0 for no such weights. See `losses.policy_gradient`.
     standardise: False leaves the deviation out of the advantage (Dr.GRPO).
     rows: rows of a micro-batch.
     length: T, tokens of a row; at least `rollout.max_len`.
@@ -79,6 +84,7 @@ class AlgoConfig:
   temperature: float = 1.0
   clip_low: float = 0.2
   clip_high: float = 0.28
+  importance_cap: float = 0.0
   standardise: bool = True
   rows: int = 16
   length: int = 256
@@ -89,6 +95,8 @@ class AlgoConfig:
       raise ValueError("samples must be at least 2: an advantage compares a group")
     if self.temperature <= 0:
       raise ValueError("temperature must be above 0: equal samples teach nothing")
+    if self.importance_cap < 0:
+      raise ValueError("importance_cap must be 0 (no weights) or above")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +141,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
   Args:
-    config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`.
+    config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`; with
+      `vllm` a running server samples.
     workdir: where everything goes; an interrupted run in it is continued, and ends
       with the parameters of an uninterrupted one. Several processes share it, each
       playing its part of the tasks; all but the first log into folders of their own.
@@ -143,15 +152,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
+    VllmError: the server can not be used; before any training, or when it is gone.
   """
   check_sections(config, SECTIONS, needed=("init",))
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
-  if algo.length < rollout.max_len:
-    raise ValueError(
-      f"algo.length={algo.length} is shorter than rollout.max_len={rollout.max_len}: "
-      "a trajectory must fit a row"
-    )
   tasks = select_tasks(section(config, "tasks", TasksConfig))
   dev = section(config, "dev", DevConfig)
   dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
@@ -163,8 +168,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  _check_mesh(cfg, algo, layout)
-  player = Player(cfg, tokenizer, rollout, tools.tools, layout)
+  _check_rows(cfg, algo, rollout, layout)
+  vllm = optional(config, "vllm", VllmConfig)
+  player = Player(cfg, tokenizer, rollout, tools.tools, layout, vllm)
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
   claim(config, own)
@@ -211,7 +217,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   return results
 
 
-def _check_mesh(cfg: QwenConfig, algo: AlgoConfig, layout: Layout | None) -> None:
+def _check_rows(
+  cfg: QwenConfig, algo: AlgoConfig, rollout: RolloutConfig, layout: Layout | None
+) -> None:
+  if algo.length < rollout.max_len:
+    raise ValueError(
+      f"algo.length={algo.length} is shorter than rollout.max_len={rollout.max_len}: "
+      "a trajectory must fit a row"
+    )
   if layout:
     layout.check(cfg, B=algo.rows, T=algo.length)
 
@@ -231,7 +244,7 @@ def collect(
   the order in which trajectories ended does not matter.
   """
   out = Rollouts()
-  before = dataclasses.replace(player.scheduler.counters)
+  before = dataclasses.replace(player.engine.counters)
   for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
     asked = [_pick(tasks, seed, nth * algo.prompts + i) for i in range(algo.prompts)]
     draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
@@ -254,7 +267,7 @@ def collect(
           out.advantages.append(advantage)
     if out.kept == algo.prompts:
       break
-  out.removed_mass = player.scheduler.counters.removed_since(before)
+  out.removed_mass = player.engine.counters.removed_since(before)
   return out
 
 
@@ -271,7 +284,7 @@ def _loss(
   layout: Layout | None,
   player: Player,
 ) -> SumLoss:
-  truncation = player.scheduler.config.truncation
+  truncation = player.engine.config.truncation
   constraint = on_device(player.constraint)
 
   def loss(
@@ -281,7 +294,8 @@ def _loss(
     logp_BT, entropy_BT = losses.token_logps(
       cfg, params, batch, algo.temperature, layout, truncation, constraint
     )
-    value, sums = losses.policy_gradient(logp_BT, batch, algo.clip_low, algo.clip_high)
+    bounds = (algo.clip_low, algo.clip_high, algo.importance_cap)
+    value, sums = losses.policy_gradient(logp_BT, batch, *bounds)
     gap_BT = batch.weight_BT * jnp.abs(logp_BT - batch.logp_BT)
     entropy = jax.lax.stop_gradient(jnp.sum(batch.weight_BT * entropy_BT))
     return value, {**sums, "entropy": entropy, "logp_gap": jnp.sum(gap_BT)}

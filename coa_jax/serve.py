@@ -13,8 +13,8 @@ from coa_jax.model.sharding import MeshConfig, make_layout
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
 from coa_jax.rollout.live import Team
+from coa_jax.rollout.player import Player
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = ("init", "model", "mesh", "rollout", "tools")

@@ -51,7 +51,7 @@ from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall, Tr
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.player import Player
 from coa_jax.rollout.toolbox import ToolsConfig
 from experiments import bench
 from experiments import bench_faults_work as work

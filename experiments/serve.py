@@ -141,7 +141,7 @@ def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlett
   """
 
   async def chat(request: Request) -> Response:
-    limits = (name, team.player.scheduler.config.top_p, team.max_waiting)
+    limits = (name, team.player.engine.config.top_p, team.max_waiting)
     asked = completions.read_request(await _body(request), *limits)
     exchange = Exchange(team, asked.asks)
     if asked.stream:

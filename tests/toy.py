@@ -26,6 +26,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model import qwen
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.distribution import NO_TRUNCATION, Truncation
 from coa_jax.model.weights import save_model
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.automaton import compile_stops
@@ -176,11 +177,13 @@ def actor(steps: int = 200) -> Actor:
   return train(trajectories(), steps)
 
 
-def train(examples: Sequence[Trajectory], steps: int) -> Actor:
-  """MODEL trained on examples, all of them in every step."""
+def train(
+  examples: Sequence[Trajectory], steps: int, model: QwenConfig = MODEL
+) -> Actor:
+  """A model trained on examples, all of them in every step."""
   optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)
-  learner = Learner(sft_loss(MODEL), optimizer)
-  state = init_state(qwen.init_params(MODEL, 0), optimizer)
+  learner = Learner(sft_loss(model), optimizer)
+  state = init_state(qwen.init_params(model, 0), optimizer)
   (batch,) = batching.batches(examples, len(SCRIPTS), MAX_LEN)
   curve = []
   for _ in range(steps):
@@ -265,18 +268,22 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
   raise AssertionError("the episode is not over")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _token_logps(cfg: QwenConfig, p, batch: batching.Batch, temperature: float):
-  return losses.token_logps(cfg, p, batch, temperature)[0]
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _token_logps(cfg: QwenConfig, p, batch: batching.Batch, temperature: float, cut):
+  return losses.token_logps(cfg, p, batch, temperature, truncation=cut)[0]
 
 
 def logps_of(
-  cfg: QwenConfig, p, played: Sequence[Trajectory], temperature: float = 1.0
+  cfg: QwenConfig,
+  p,
+  played: Sequence[Trajectory],
+  temperature: float = 1.0,
+  cut: Truncation = NO_TRUNCATION,
 ) -> list[np.ndarray]:
   """The learner's log-probs of every trajectory's policy tokens, rows packed."""
   packed = batching.pack([t.num_tokens for t in played], MAX_LEN)
   (batch,) = batching.batches(played, len(packed), MAX_LEN)
-  logp_BT = np.asarray(_token_logps(cfg, p, batch, temperature))
+  logp_BT = np.asarray(_token_logps(cfg, p, batch, temperature, cut))
   out: list[np.ndarray] = [np.zeros(0)] * len(played)
   for row, members in enumerate(packed):
     for number, i in enumerate(members, 1):

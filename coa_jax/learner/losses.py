@@ -118,6 +118,7 @@ def policy_gradient(
   batch: Batch,
   clip_low: float,
   clip_high: float,
+  importance_cap: float = 0.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The clipped surrogate, summed over policy tokens.
 
@@ -126,26 +127,43 @@ def policy_gradient(
   The log-probs of the sampler are the old policy's: nothing is recomputed. No dual
   clip.
 
+  With an `importance_cap` the sampler is another program, whose log-probs differ from
+  the learner's of the same weights. Then the old policy is the learner itself before
+  its one update, r = p / stop(p), 1 in value; and each token's term is multiplied by
+  min(stop(p) / p_sampled, importance_cap): truncated importance sampling (Ionides 2008;
+  https://fengyao.notion.site/off-policy-rl; verl's rollout_is, token level, cap 2).
+
   Args:
     logp_BT: log-probs under the policy being trained.
     batch: with advantages and the sampler's log-probs.
     clip_low: the ratio's lower bound is 1 - clip_low.
     clip_high: its upper bound is 1 + clip_high.
+    importance_cap: the largest weight; 0 for no weights.
 
   Returns:
     The sum, and sums over tokens of: ratio, clipped (share where the bound was active),
-    and kl (the k3 estimate of KL(sampled || policy), Schulman 2020).
+    and kl (the k3 estimate of KL(sampled || policy), Schulman 2020); with weights also
+    importance (the weight) and importance_capped (share where the cap was active).
   """
   bound = _LOG_RATIO_BOUND
   log_ratio_BT = jnp.clip(logp_BT - batch.logp_BT, -bound, bound)
-  ratio_BT = jnp.exp(log_ratio_BT)
+  from_sampler_BT = jnp.exp(log_ratio_BT)
+  ratio_BT, importance_BT, weight_BT = from_sampler_BT, 1.0, batch.weight_BT
+  sums = {}
+  if importance_cap:
+    ratio_BT = jnp.exp(logp_BT - jax.lax.stop_gradient(logp_BT))
+    most = jnp.minimum(from_sampler_BT, importance_cap)
+    importance_BT = jax.lax.stop_gradient(most)
+    capped_BT = from_sampler_BT > importance_cap
+    sums["importance"] = jnp.sum(weight_BT * importance_BT)
+    sums["importance_capped"] = jnp.sum(weight_BT * capped_BT)
   free_BT = ratio_BT * batch.advantage_BT
   bounded_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high) * batch.advantage_BT
-  weight_BT = batch.weight_BT
-  loss = -jnp.sum(weight_BT * jnp.minimum(free_BT, bounded_BT))
-  sums = {
+  term_BT = importance_BT * jnp.minimum(free_BT, bounded_BT)
+  loss = -jnp.sum(weight_BT * term_BT)
+  sums |= {
     "ratio": jnp.sum(weight_BT * ratio_BT),
     "clipped": jnp.sum(weight_BT * (bounded_BT < free_BT)),
-    "kl": jnp.sum(weight_BT * (ratio_BT - 1 - log_ratio_BT)),
+    "kl": jnp.sum(weight_BT * (from_sampler_BT - 1 - log_ratio_BT)),
   }
   return loss, sums

@@ -99,6 +99,9 @@ class Episode(Protocol):
   def out_of_room(self) -> None:
     """Told that the ids to append would exceed the token limit; it is over."""
 
+  def lost(self) -> None:
+    """Told that the engine can not sample for it any more; it is over."""
+
 
 @dataclasses.dataclass
 class Counters:

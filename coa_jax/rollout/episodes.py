@@ -8,20 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
@@ -32,9 +22,8 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
 )
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.toolbox import Toolbox
-from coa_jax.tasks.rewards import grade, score
+from coa_jax.tasks.rewards import score
 from coa_jax.tasks.task import Task
 
 
@@ -174,6 +163,10 @@ class CoAEpisode:
     self.trajectory.usage.observation -= len(segment.ids)
     self._finish(Status.TRUNCATED)
 
+  def lost(self) -> None:
+    """Ends the episode that the engine failed; it leaves its group."""
+    self._finish(Status.INFRASTRUCTURE)
+
   def _finish(self, status: Status) -> None:
     t = self.trajectory
     t.status = status
@@ -249,158 +242,3 @@ class Replay:
 
   def out_of_room(self) -> None:
     """Can not be: it had room then."""
-
-
-def of_all_processes(
-  played: Iterator[tuple[int, Trajectory]],
-) -> Iterator[tuple[int, Trajectory]]:
-  """What all processes have played, on every one of them.
-
-  Args:
-    played: by this process: (the task's place, a trajectory). It is exchanged as JSON,
-      which keeps every bit of a log-prob, in arrays of bytes.
-  """
-  if jax.process_count() == 1:
-    yield from played
-    return
-  own = json.dumps([(place, t.to_json()) for place, t in played]).encode()
-  gather = multihost_utils.process_allgather
-  sizes = gather(np.array([len(own)]))[:, 0]
-  padded = np.zeros(sizes.max(), np.uint8)
-  padded[: len(own)] = np.frombuffer(own, np.uint8)
-  for size, row in zip(sizes, gather(padded), strict=True):
-    for place, record in json.loads(row[:size].tobytes()):
-      yield place, Trajectory.from_json(record)
-
-
-class Player:
-  """A policy that plays tasks: model, tokenizer and scheduler together."""
-
-  def __init__(
-    self,
-    model: QwenConfig,
-    tokenizer: Tokenizer,
-    config: RolloutConfig,
-    tools: Sequence[str],
-    layout: Layout | None = None,
-  ):
-    """Compiles the variant's stops and allocates the slots.
-
-    Raises:
-      ValueError: the tokenizer does not fit the model, or the variant lacks a tool.
-    """
-    variant = roles.get_variant(config.variant).with_tools(tools)
-    self.tokenizer = tokenizer
-    self.setting = Setting(
-      variant,
-      config.style,
-      config.max_calls,
-      config.tool_seconds,
-      observation_tokens=config.observation_tokens,
-      same_calls=config.same_calls,
-    )
-    automaton = compile_stops(variant, tokenizer, model.vocab_size)
-    self.constraint = None
-    if config.constrain:
-      self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
-    self.scheduler = Scheduler(model, automaton, config, layout, self.constraint)
-
-  def check(self, tasks: Sequence[Task]) -> None:
-    """Refuses, before any decoding, tasks that could not be played to a reward.
-
-    Raises:
-      ValueError: a prompt leaves no room to answer, or a task's answers can not be
-        graded; the message names the task.
-    """
-    limit = self.scheduler.config.max_len
-    for task in tasks:
-      grade(task, None)
-      prompt = prompts.prompt_segments(
-        self.setting.variant, task.question, self.setting.style
-      )
-      self.tokenizer.encode_prompt(prompt)
-      length = sum(len(s.ids) for s in prompt)
-      if length >= limit:
-        raise ValueError(
-          f"task {task.id!r}: a prompt of {length} tokens leaves no room in "
-          f"rollout.max_len={limit}; raise it or drop the task"
-        )
-
-  def play(
-    self,
-    params: Any,
-    tasks: Sequence[Task],
-    toolbox: Toolbox,
-    samples: int,
-    temperature: float,
-    seed: int,
-    version: int = 0,
-  ) -> Iterator[tuple[int, Trajectory]]:
-    """Plays every task `samples` times; of n processes each plays every n-th task.
-
-    Args:
-      params: the policy.
-      tasks: what to ask; a task's place and the sample number key the randomness.
-      toolbox: answers the calls.
-      samples: attempts per task.
-      temperature: 0 is greedy.
-      seed: of the sampling.
-      version: of the policy, recorded on every token.
-
-    Yields:
-      (the task's place, a finished trajectory), in the order in which they end.
-    """
-    setting = dataclasses.replace(self.setting, version=version)
-    episodes = (
-      CoAEpisode(
-        task=task,
-        sample=k,
-        sequence=i * samples + k,
-        temperature=temperature,
-        tokenizer=self.tokenizer,
-        toolbox=toolbox,
-        setting=setting,
-      )
-      for i, task in enumerate(tasks)
-      if i % jax.process_count() == jax.process_index()
-      for k in range(samples)
-    )
-    for episode in self.scheduler.run(params, episodes, seed):
-      yield episode.sequence // samples, episode.trajectory
-
-  def groups(
-    self,
-    params: Any,
-    tasks: Sequence[Task],
-    toolbox: Toolbox,
-    samples: int,
-    temperature: float,
-    seed: int,
-    version: int = 0,
-  ) -> list[list[Trajectory]]:
-    """As `play`, but all at once: for each task its trajectories by sample number.
-
-    Every process gets the trajectories of all.
-    """
-    out: list[list[Trajectory]] = [[] for _ in tasks]
-    args = (params, tasks, toolbox, samples, temperature, seed, version)
-    for place, trajectory in of_all_processes(self.play(*args)):
-      out[place].append(trajectory)
-    return [sorted(group, key=lambda t: t.sample) for group in out]
-
-  def rescore(
-    self, params: Any, trajectories: Sequence[Trajectory], temperature: float
-  ) -> list[list[float]]:
-    """Log-probs of what each trajectory's policy wrote, by the sampler's own program.
-
-    With the parameters, slots and windows that a trajectory was sampled with they are
-    those it recorded, bit for bit, in half precision too; with others they are what
-    that policy's sampler would have recorded.
-
-    Raises:
-      ValueError: a trajectory was sampled under another variant or `max_len`.
-    """
-    episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]
-    for _ in self.scheduler.run(params, episodes, 0):
-      pass
-    return [e.logps for e in episodes]

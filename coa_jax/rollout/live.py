@@ -20,7 +20,8 @@ from typing import Any
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import ToolCall, Trajectory
-from coa_jax.rollout.episodes import CoAEpisode, Player
+from coa_jax.rollout.episodes import CoAEpisode
+from coa_jax.rollout.player import Player
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.tasks.task import Task
 
@@ -131,7 +132,7 @@ class LiveEpisode(CoAEpisode):
     )
     self.tell = tell
     self.cancelled = False  # set by other threads
-    most = player.scheduler.config.max_len
+    most = player.engine.config.max_len
     self._max_tokens = most if ask.max_tokens is None else min(ask.max_tokens, most)
     self._spans = Spans(player.setting.variant.tags)
     self._told = 0  # ids of this turn
@@ -262,7 +263,7 @@ class Team:
       Stopped: the team is closed, or its thread has failed.
     """
     episode = LiveEpisode(ask, tell, self.player, self._toolbox)
-    length, limit = len(episode.start()), self.player.scheduler.config.max_len
+    length, limit = len(episode.start()), self.player.engine.config.max_len
     if length >= limit:
       raise ValueError(
         f"a prompt of {length} tokens leaves no room in the {limit} that prompt, "
@@ -304,7 +305,7 @@ class Team:
   def _work(self, params: Any, seed: int) -> None:
     """The thread: plays until the team is closed."""
     try:
-      for episode in self.player.scheduler.run(params, self._next(), seed):
+      for episode in self.player.engine.run(params, self._next(), seed):
         with self._changed:
           self._running.discard(episode)
         episode.tell(None if episode.cancelled else episode.trajectory)

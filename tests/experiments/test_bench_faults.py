@@ -131,7 +131,8 @@ def _one_trajectory():
 @flagsaver.flagsaver
 def test_a_broken_law_is_the_exit_status(monkeypatch, tmp_path, capsys, broken, status):
   out = tmp_path / "figures.json"
-  monkeypatch.setattr(bench, "run", lambda *_: {**figures(), "broken": broken})
+  measured = {**figures(), "broken": broken}
+  monkeypatch.setattr(bench, "run", lambda *_: measured)
   flags.FLAGS(["bench_faults", "--quick", f"--out={out}"])
   if status is None:
     bench.main(["bench_faults"])

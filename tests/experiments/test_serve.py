@@ -18,8 +18,8 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout import sampler
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
 from coa_jax.rollout.live import Team
+from coa_jax.rollout.player import Player
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
 from experiments import serve
 
@@ -312,7 +312,7 @@ def slow_windows(monkeypatch) -> None:
 
 def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
   """A connection on which a question of 51 tokens is being answered."""
-  counters = service.team.player.scheduler.counters
+  counters = service.team.player.engine.counters
   before = counters.sampled_tokens
   out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=30)
   headers = {"content-type": "application/json"}
@@ -324,7 +324,7 @@ def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, stream):
-  counters = one_slot.scheduler.counters
+  counters = one_slot.engine.counters
   with serving(one_slot) as service:
     before = counters.sampled_tokens
     leaving = begin(service, stream)
@@ -338,7 +338,7 @@ def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, 
 
 def test_a_stop_cuts_off_what_takes_too_long(one_slot, slow_windows, monkeypatch):
   monkeypatch.setattr(serve, "GRACE_S", 0.2)
-  counters = one_slot.scheduler.counters
+  counters = one_slot.engine.counters
   before = counters.sampled_tokens
   with serving(one_slot) as service:
     cut_off = begin(service, stream=True)

@@ -235,3 +235,48 @@ def test_one_impossible_token_can_not_overflow():
   value, sums = losses.policy_gradient(logp, batch, 0.2, 0.28)
   assert float(value) == pytest.approx(np.exp(20), rel=1e-6)
   assert np.isfinite(float(sums["kl"]))
+
+
+# Weights of tokens whose sampler is another program: learner / sampler, cap 2.
+@pytest.mark.parametrize(
+  ("mismatch", "advantage", "weight"),
+  [(1.0, 2.0, 1.0), (1.7, -3.0, 1.7), (0.4, 2.0, 0.4), (5.0, 2.0, 2.0), (5.0, -1, 2.0)],
+)
+def test_a_token_weighs_as_its_capped_importance(mismatch, advantage, weight):
+  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
+  logp = jnp.array([[-1.5 + np.log(mismatch)]], jnp.float32)
+
+  def loss(x):
+    return losses.policy_gradient(x, batch, 0.2, 0.28, importance_cap=2.0)
+
+  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
+  # The ratio to the learner itself is 1: no bound is ever active.
+  assert float(sums["ratio"]) == 1 and float(sums["clipped"]) == 0
+  assert float(value) == pytest.approx(-weight * advantage, rel=1e-6)
+  assert float(grad[0, 0]) == pytest.approx(-weight * advantage, rel=1e-6)
+  assert float(sums["importance"]) == pytest.approx(weight, rel=1e-6)
+  assert float(sums["importance_capped"]) == (mismatch > 2)
+  k3 = mismatch - 1 - np.log(mismatch)
+  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
+
+
+def test_a_cap_that_is_never_active_changes_no_gradient():
+  """Weighted or by its ratio, a token's gradient is p / p_sampled times A."""
+  batch = next(batching.batches(played(), 4, 112, ADVANTAGES))
+  # Bounds so wide that the unweighted surrogate is free too.
+  wide = (1.0, 1e6)
+
+  def grad(*bounds):
+    def loss(p):
+      logp_BT = losses.token_logps(CFG, p, batch)[0]
+      return losses.policy_gradient(logp_BT, batch, *bounds)[0]
+
+    return jax.jit(jax.grad(loss))(toy.params())
+
+  expected = grad(*wide)
+  assert_close(grad(*wide, 1e6), expected)
+  capped, policy = grad(*wide, 0.9), jax.tree.leaves(expected)
+  assert any(
+    np.abs(x - y).max() > 1e-3 * np.abs(y).max()
+    for x, y in zip(jax.tree.leaves(capped), policy, strict=True)
+  )

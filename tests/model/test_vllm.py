@@ -1,21 +1,13 @@
 """vLLM serves what is exported here, unchanged, and continues as the sampler does.
 
-Needs vLLM in an environment of its own (README): COA_VLLM=/its/bin/vllm.
+Needs a real vLLM (`real_vllm`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pathlib
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
-
-import httpx
 import numpy as np
 import pytest
+import real_vllm
 import toy
 
 from coa_jax.learner import batch as batching
@@ -24,7 +16,6 @@ from coa_jax.model import qwen
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.weights import save_model
 
-VLLM = os.environ.get("COA_VLLM")
 NEW = 64
 # Heads of 32: vLLM has no kernel for smaller ones on a CPU.
 MODELS = {
@@ -33,32 +24,7 @@ MODELS = {
 }
 
 
-@contextlib.contextmanager
-def served(folder: str, log: str) -> Iterator[httpx.Client]:
-  """A client of `vllm serve` on the folder, once it answers."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-  command = [VLLM, "serve", folder, "--host=127.0.0.1", f"--port={port}"]
-  command += ["--dtype=float32", "--max-model-len=256", "--served-model-name=m"]
-  env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-  with open(log, "w") as f:
-    process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env)
-  try:
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-      for _ in range(300):
-        assert process.poll() is None, pathlib.Path(log).read_text()[-3_000:]
-        with contextlib.suppress(httpx.TransportError):
-          if client.get("/health").status_code == 200:
-            break
-        time.sleep(1)
-      yield client
-  finally:
-    process.terminate()
-    process.wait(60)
-
-
-@pytest.mark.skipif(not VLLM, reason="COA_VLLM names no vLLM")
+@real_vllm.NEEDED
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
   tokenizer = toy.tokenizer()
@@ -74,7 +40,7 @@ def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
   folder = str(tmp_path / "model")
   save_model(folder, cfg, params, tokenizer=tokenizer)
   prompts = [[5, 9, 200], list(range(10, 40)), tokenizer.encode("<think> work")]
-  with served(folder, str(tmp_path / "log")) as client:
+  with real_vllm.served(folder, str(tmp_path / "log")) as client:
     body = dict(model="m", prompt=prompts, max_tokens=NEW, temperature=0, logprobs=0)
     body |= dict(ignore_eos=True, return_token_ids=True, add_special_tokens=False)
     answer = client.post("/v1/completions", json=body)

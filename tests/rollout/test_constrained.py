@@ -18,7 +18,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Verdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.player import Player
 from coa_jax.rollout.scheduler import on_device
 
 # A random policy closes a span after some 350 tokens, and needs four of them.
@@ -67,7 +67,7 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
       assert state >= 0
   if tokenizer is toy.tokenizer:  # spelt-out tags are too rare to draw by chance
     assert len(ended) >= 2 and sum(t.usage.tool_calls for t in played) >= 2
-  counters = player.scheduler.counters
+  counters = player.engine.counters
   assert 0.01 < counters.removed_mass / counters.sampled_tokens < 0.9
 
 

@@ -14,7 +14,7 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
+from coa_jax.rollout.player import Player
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.task import Kind
 

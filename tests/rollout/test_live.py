@@ -12,8 +12,8 @@ import toy
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import Player
 from coa_jax.rollout.live import Ask, Busy, Piece, Spans, Stopped, Team
+from coa_jax.rollout.player import Player
 
 CONFIG = RolloutConfig(
   style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
@@ -104,11 +104,11 @@ def test_pieces_are_the_trajectory_and_it_is_not_graded(open_team, question: str
 
 
 def test_a_window_is_told_before_the_next_one(open_team, player):
-  first = player.scheduler.counters.sampled_tokens
+  first = player.engine.counters.sampled_tokens
   seen = []
 
   def tell(what) -> None:
-    seen.append(player.scheduler.counters.sampled_tokens - first)
+    seen.append(player.engine.counters.sampled_tokens - first)
 
   team = open_team()
   team.ask(Ask("2 + 3", 0.0), tell)
@@ -212,7 +212,7 @@ def test_so_many_wait_and_no_more(open_team, gate):
 
 def test_what_is_called_off_frees_its_slot_at_the_next_token(open_team, player):
   # The thread is held up in `tell`, so that what comes after is counted exactly.
-  team, counters = open_team(), player.scheduler.counters
+  team, counters = open_team(), player.engine.counters
   begun, go_on = threading.Event(), threading.Event()
   end = []
 

@@ -1,0 +1,196 @@
+"""A policy that plays tasks, through whatever engine samples for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.sharding import Layout
+from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.automaton import compile_constraint, compile_stops
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.episodes import CoAEpisode, Replay, Setting
+from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.rollout.toolbox import Toolbox
+from coa_jax.rollout.vllm import VllmConfig, VllmEngine
+from coa_jax.tasks.rewards import grade
+from coa_jax.tasks.task import Task
+
+
+def of_all_processes(
+  played: Iterator[tuple[int, Trajectory]],
+) -> Iterator[tuple[int, Trajectory]]:
+  """What all processes have played, on every one of them.
+
+  Args:
+    played: by this process: (the task's place, a trajectory). It is exchanged as JSON,
+      which keeps every bit of a log-prob, in arrays of bytes.
+  """
+  if jax.process_count() == 1:
+    yield from played
+    return
+  own = json.dumps([(place, t.to_json()) for place, t in played]).encode()
+  gather = multihost_utils.process_allgather
+  sizes = gather(np.array([len(own)]))[:, 0]
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: len(own)] = np.frombuffer(own, np.uint8)
+  for size, row in zip(sizes, gather(padded), strict=True):
+    for place, record in json.loads(row[:size].tobytes()):
+      yield place, Trajectory.from_json(record)
+
+
+class Player:
+  """A policy that plays tasks: model, tokenizer and engine together."""
+
+  def __init__(
+    self,
+    model: QwenConfig,
+    tokenizer: Tokenizer,
+    config: RolloutConfig,
+    tools: Sequence[str],
+    layout: Layout | None = None,
+    vllm: VllmConfig | None = None,
+  ):
+    """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
+
+    Raises:
+      ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
+        vLLM can not do what `config` asks for.
+      VllmError: there is no server at `vllm.url`, or not one that can be used.
+    """
+    variant = roles.get_variant(config.variant).with_tools(tools)
+    self.tokenizer = tokenizer
+    self.setting = Setting(
+      variant,
+      config.style,
+      config.max_calls,
+      config.tool_seconds,
+      observation_tokens=config.observation_tokens,
+      same_calls=config.same_calls,
+    )
+    automaton = compile_stops(variant, tokenizer, model.vocab_size)
+    self.constraint = None
+    if config.constrain:
+      self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
+    self.engine: Scheduler | VllmEngine
+    if vllm is None:
+      self.engine = Scheduler(model, automaton, config, layout, self.constraint)
+    elif jax.process_count() > 1:
+      raise ValueError("rollouts through vLLM run in one process, not in several")
+    else:
+      probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
+      tokenizer.encode_prompt(probe)
+      ids = [i for s in probe for i in s.ids]
+      self.engine = VllmEngine(vllm, model, automaton, config, ids, layout)
+
+  def check(self, tasks: Sequence[Task]) -> None:
+    """Refuses, before any decoding, tasks that could not be played to a reward.
+
+    Raises:
+      ValueError: a prompt leaves no room to answer, or a task's answers can not be
+        graded; the message names the task.
+    """
+    limit = self.engine.config.max_len
+    for task in tasks:
+      grade(task, None)
+      prompt = prompts.prompt_segments(
+        self.setting.variant, task.question, self.setting.style
+      )
+      self.tokenizer.encode_prompt(prompt)
+      length = sum(len(s.ids) for s in prompt)
+      if length >= limit:
+        raise ValueError(
+          f"task {task.id!r}: a prompt of {length} tokens leaves no room in "
+          f"rollout.max_len={limit}; raise it or drop the task"
+        )
+
+  def play(
+    self,
+    params: Any,
+    tasks: Sequence[Task],
+    toolbox: Toolbox,
+    samples: int,
+    temperature: float,
+    seed: int,
+    version: int = 0,
+  ) -> Iterator[tuple[int, Trajectory]]:
+    """Plays every task `samples` times; of n processes each plays every n-th task.
+
+    Args:
+      params: the policy.
+      tasks: what to ask; a task's place and the sample number key the randomness.
+      toolbox: answers the calls.
+      samples: attempts per task.
+      temperature: 0 is greedy.
+      seed: of the sampling.
+      version: of the policy, recorded on every token.
+
+    Yields:
+      (the task's place, a finished trajectory), in the order in which they end.
+    """
+    setting = dataclasses.replace(self.setting, version=version)
+    episodes = (
+      CoAEpisode(
+        task=task,
+        sample=k,
+        sequence=i * samples + k,
+        temperature=temperature,
+        tokenizer=self.tokenizer,
+        toolbox=toolbox,
+        setting=setting,
+      )
+      for i, task in enumerate(tasks)
+      if i % jax.process_count() == jax.process_index()
+      for k in range(samples)
+    )
+    for episode in self.engine.run(params, episodes, seed):
+      yield episode.sequence // samples, episode.trajectory
+
+  def groups(
+    self,
+    params: Any,
+    tasks: Sequence[Task],
+    toolbox: Toolbox,
+    samples: int,
+    temperature: float,
+    seed: int,
+    version: int = 0,
+  ) -> list[list[Trajectory]]:
+    """As `play`, but all at once: for each task its trajectories by sample number.
+
+    Every process gets the trajectories of all.
+    """
+    out: list[list[Trajectory]] = [[] for _ in tasks]
+    args = (params, tasks, toolbox, samples, temperature, seed, version)
+    for place, trajectory in of_all_processes(self.play(*args)):
+      out[place].append(trajectory)
+    return [sorted(group, key=lambda t: t.sample) for group in out]
+
+  def rescore(
+    self, params: Any, trajectories: Sequence[Trajectory], temperature: float
+  ) -> list[list[float]]:
+    """Log-probs of what each trajectory's policy wrote, by the sampler's own program.
+
+    With the parameters, slots and windows that a trajectory was sampled with they are
+    those it recorded, bit for bit, in half precision too; with others they are what
+    that policy's sampler would have recorded.
+
+    Raises:
+      ValueError: a trajectory was sampled under another variant or `max_len`, or the
+        engine is vLLM.
+    """
+    if not isinstance(self.engine, Scheduler):
+      raise ValueError("vLLM can not be given tokens to take; rescore without it")
+    episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]
+    for _ in self.engine.run(params, episodes, 0):
+      pass
+    return [e.logps for e in episodes]

@@ -1,0 +1,310 @@
+"""The same episodes over a running `vllm serve` in place of our own sampler.
+
+A turn is one request: all ids so far go in, sampled ids and their log-probs come out,
+and our own automaton says where the turn ended; ids after that are dropped. So what a
+trajectory holds is what `Scheduler` would have kept of the same samples. Given the same
+weights, greedy trajectories are the same; sampled ones differ (vLLM draws with numbers
+of its own), and so may log-probs, in their last bits or, in bfloat16, by hundredths:
+`algo.importance_cap` corrects for that.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.model import decoding, distribution
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.qwen import Qwen
+from coa_jax.model.sharding import Layout
+from coa_jax.model.weights import save_model
+from coa_jax.protocol.automaton import Automaton
+from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
+from coa_jax.rollout.vllm_server import (
+  NOTHING,
+  UnansweredError,
+  VllmConfig,
+  VllmError,
+  VllmServer,
+  digests_of,
+)
+
+_LOOK_S = 0.05  # seconds between two looks into a queue that had nothing
+_PROBE = 128  # tokens of the probe's row
+
+
+class VllmEngine:
+  """Runs episodes as `Scheduler` does, `rollout.slots` at a time."""
+
+  def __init__(
+    self,
+    vllm: VllmConfig,
+    model: QwenConfig,
+    automaton: Automaton,
+    config: RolloutConfig,
+    probe: Sequence[int],
+    layout: Layout | None = None,
+  ):
+    """Meets the server.
+
+    Args:
+      vllm: where it is.
+      model: the architecture that it serves.
+      automaton: where decoding stops.
+      config: slots, limits and the sampling distribution.
+      probe: ids whose log-probs are compared at every refresh; two or more.
+      layout: of the policy, on several devices.
+
+    Raises:
+      ValueError: `config` asks for what vLLM cannot do.
+      VllmError: there is no server, or not one that can be used.
+    """
+    if config.constrain:
+      raise ValueError(
+        "rollout.constrain=True does not go with section vllm: vLLM knows no grammar "
+        "of ours; set it to False or leave out the section"
+      )
+    if config.min_p > 0 and config.top_p < 1:
+      raise ValueError(
+        "rollout.min_p and rollout.top_p do not go together with section vllm: it "
+        "applies them in another order than the learner"
+      )
+    self.model = dataclasses.replace(model, scan=False, remat="none")
+    self.layout = layout.decoding() if layout else None
+    self.config = config
+    self.counters = Counters()
+    self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
+    self._automaton = automaton
+    self._probe = list(probe)[:_PROBE]
+    self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
+    self._server = VllmServer(self._vllm, config.max_len, model.vocab_size)
+
+  def run(
+    self, params: Any, episodes: Iterable[Episode | None], seed: int
+  ) -> Iterator[Episode]:
+    """Plays every episode to its end, yielding each as it ends. See `Scheduler.run`.
+
+    An episode whose request fails for good is told `lost`; the others go on.
+
+    Args:
+      params: the policy, stacked or not; exported and loaded unless served already.
+      episodes: taken in order; None says that there is none now.
+      seed: of this run's sampling.
+
+    Raises:
+      ValueError: a prompt has no room in rollout.max_len.
+      VllmError: the server is gone, refuses, or does not serve `params`.
+    """
+    self.refresh(params)
+    queue = iter(episodes)
+    live: list[_Live] = []
+    try:
+      while True:
+        while len(live) < self.config.slots:
+          episode = next(queue, None)
+          if episode is None:
+            break
+          live.append(self._begin(episode, seed))
+        if not live:
+          return
+        free = len(live) < self.config.slots
+        concurrent.futures.wait(
+          [x.future for x in live],
+          timeout=_LOOK_S if free else None,
+          return_when=concurrent.futures.FIRST_COMPLETED,
+        )
+        for x in [x for x in live if x.future.done()]:
+          if not (self._sampled(x) if x.samples else self._observed(x, seed)):
+            live.remove(x)
+            yield x.episode
+    finally:
+      for x in live:
+        if x.samples:
+          x.future.cancel()
+
+  def refresh(self, params: Any) -> None:
+    """Makes the server serve `params`, and proves that it does.
+
+    The policy is exported and loaded, and cached prefixes are forgotten. Proof: the
+    SHA-256 of every tensor that the server holds is that of what was exported, and its
+    log-probs of a fixed row are those of our own forward pass. The second is needed on
+    a CPU, where vLLM packs matrices out of sight of the first.
+
+    Raises:
+      VllmError: it does not serve them, or that can not be shown.
+    """
+    leaves = jax.tree.leaves(params)
+    known = [ref() for ref in self._served]
+    if len(known) == len(leaves) and all(map(lambda a, b: a is b, known, leaves)):
+      return
+    self._served = []
+    folder = self._vllm.folder
+    save_model(folder, self.model, params)
+    self._server.load(folder)
+    self._compare_digests(folder)
+    theirs = np.array(self._server.score(self._probe))
+    gap = float(np.mean(np.abs(theirs - self._score(params))))
+    # Not `gap > most`: a NaN is no proof.
+    if not gap <= self._vllm.gap:
+      raise VllmError(
+        f"{self._vllm.url} does not compute what {folder} holds: its log-probs are off "
+        f"by {gap:.3g} nats on average, vllm.gap={self._vllm.gap:g}. Start it anew "
+        "from that folder, or raise vllm.gap if its dtype explains this much"
+      )
+    # Weak: a policy that training has left behind must not stay in memory.
+    self._served = [weakref.ref(x) for x in leaves]
+
+  def _compare_digests(self, folder: str) -> None:
+    expected, found = digests_of(folder, self._server.dtype), self._server.digests()
+    hidden = [name for name, digest in found.items() if digest == NOTHING]
+    if hidden and self.model.tie_embeddings:
+      raise VllmError(
+        f"{self._vllm.url} packs its matrices out of sight, as vLLM does on a CPU. "
+        "vLLM 0.32 then keeps the old output matrix of tied embeddings at a reload: "
+        "serve from a GPU, or a model with tie_embeddings=False"
+      )
+    wrong = {n for n in expected if found.get(n) != expected[n]} - set(hidden)
+    wrong |= found.keys() - expected.keys()
+    if wrong or len(hidden) == len(found):
+      raise VllmError(
+        f"{self._vllm.url} does not serve the weights in {folder} ({len(wrong)} of "
+        f"{len(expected)} tensors differ: {', '.join(sorted(wrong)[:3])}...). It must "
+        "see that folder under the same name and have been started from a model of the "
+        "same architecture, without quantization"
+      )
+
+  def _score(self, params: Any) -> np.ndarray:
+    """Our own log-probs of the probe's ids but the first."""
+    view = decoding.decoding_view(self.model, params, self.layout)
+    rows = self.layout.ways("B") if self.layout else 1
+    tokens_BT = np.zeros((rows, _PROBE), np.int32)
+    tokens_BT[:, : len(self._probe)] = self._probe
+    segment_BT = np.zeros_like(tokens_BT)
+    segment_BT[:, : len(self._probe)] = 1
+    logp_BT = _token_logps(self.model, self.layout, view, tokens_BT, segment_BT)
+    return np.asarray(logp_BT)[0, : len(self._probe) - 1]
+
+  def _begin(self, episode: Episode, seed: int) -> _Live:
+    ids = episode.start()
+    if len(ids) >= self.config.max_len:
+      raise ValueError(
+        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
+        f"{self.config.max_len}; raise it or drop the task"
+      )
+    x = _Live(episode, [])
+    self._give(x, ids, seed)
+    return x
+
+  def _give(self, x: _Live, ids: list[int], seed: int) -> None:
+    """Appends given ids and asks for the next turn."""
+    x.ids += ids
+    self.counters.prefilled_tokens += len(ids)
+    x.future = self._server.submit(self._turn(x.episode, list(x.ids), seed))
+    x.samples = True
+
+  async def _turn(self, episode: Episode, ids: list[int], seed: int) -> _Turn:
+    """Samples until our automaton stops, or the token limit."""
+    table, turn, state = self._automaton, _Turn([], [], None, 0), 0
+    limit = min(self.config.max_len, episode.limit)
+    while len(ids) + len(turn.ids) < limit:
+      so_far = ids + turn.ids
+      new, logps = await self._server.complete(
+        so_far,
+        limit - len(so_far),
+        table.tags,
+        episode.temperature,
+        self.config.truncation,
+        _seed(seed, episode.sequence, len(so_far)),
+      )
+      turn.requests += 1
+      for i, logp in zip(new, logps, strict=True):
+        stop = int(table.stop_SC[state, table.class_V[i]])
+        state = int(table.next_SC[state, table.class_V[i]])
+        turn.ids.append(i)
+        turn.logps.append(logp)
+        if stop:
+          turn.tag = table.tags[stop - 1]
+          return turn
+    return turn
+
+  def _sampled(self, x: _Live) -> bool:
+    """Takes a turn that has ended; False when the episode is over."""
+    try:
+      turn = x.future.result()
+    except UnansweredError:
+      x.episode.lost()
+      return False
+    self.counters.windows += turn.requests
+    self.counters.sampled_tokens += len(turn.ids)
+    x.ids += turn.ids
+    x.samples = False
+    future = x.episode.sampled(turn.ids, turn.logps, turn.tag)
+    if future is None:
+      return False
+    x.future = future
+    return True
+
+  def _observed(self, x: _Live, seed: int) -> bool:
+    """Takes a tool's result; False when the episode is over."""
+    ids = x.episode.observed(x.future.result())
+    # As in the scheduler: at least one token can be sampled after them.
+    if ids is not None and len(ids) > self.config.max_len - len(x.ids) - 1:
+      x.episode.out_of_room()
+      ids = None
+    if ids is None:
+      return False
+    self._give(x, ids, seed)
+    return True
+
+
+@dataclasses.dataclass(eq=False)
+class _Live:
+  """An episode that is being played; `future` is its turn's, or its tool's."""
+
+  episode: Episode
+  ids: list[int]
+  future: concurrent.futures.Future | None = None
+  samples: bool = False
+
+
+@dataclasses.dataclass
+class _Turn:
+  """What was sampled, the tag that stopped it, and how many requests it took."""
+
+  ids: list[int]
+  logps: list[float]
+  tag: str | None
+  requests: int
+
+
+def _seed(seed: int, sequence: int, position: int) -> int:
+  """63 bits for the request that samples at a position of a trajectory."""
+  mixed = np.random.SeedSequence((seed, sequence, position))
+  return int(mixed.generate_state(1, np.uint64)[0] >> 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _token_logps(
+  cfg: QwenConfig,
+  layout: Layout | None,
+  params: Any,
+  tokens_BT: jax.Array,
+  segment_BT: jax.Array,
+) -> jax.Array:
+  """Log p of the token after each place, at temperature 1."""
+  model = Qwen(cfg, layout, view=True)
+  position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  hidden_BTD, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
+  logits_BTV = model.apply({"params": params}, hidden_BTD, method="logits")
+  logp_BTV = distribution.log_probs(logits_BTV, 1.0)
+  next_BT1 = jnp.roll(tokens_BT, -1, axis=1)[..., None]
+  return jnp.take_along_axis(logp_BTV, next_BT1, axis=-1)[..., 0]

@@ -1,0 +1,196 @@
+"""The part of vLLM's HTTP that the engine speaks, with a script for a model.
+
+It continues every row of ids that begins as a script does with the script's next turn,
+and goes on past the turn's end: it stops at no tag. Weights are really loaded, digested
+and scored, so that a refresh can be proven or not. It misbehaves when told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.server
+import json
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import toy
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner import losses
+from coa_jax.model.weights import load_model
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Author
+from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.player import Player
+from coa_jax.rollout.vllm_server import VllmConfig, digests_of
+
+CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
+PAST = 7  # what it goes on with after the end of a script's turn
+
+
+class ScriptedVllm:
+  """What came in, and what to do next.
+
+  Attributes:
+    url: where it listens.
+    requests: (path, body) of every request.
+    faults: of completions: called with a body, gives a status to fail with, "hang"
+      (until `release` is set), "gone" (hang up), a function that changes the answer, or
+      None to answer.
+    model: what /server_info says of it.
+    max_model_len: what /v1/models says.
+    stale: a folder whose weights it goes on serving, whatever is loaded.
+    dishonest: True to report digests of what it was told to load all the same.
+  """
+
+  def __init__(self, tok: Tokenizer, rows: Sequence[list[int]]):
+    self.tokenizer = tok
+    self.rows = rows
+    self.url = ""
+    self.requests: list[tuple[str, dict]] = []
+    self.faults = lambda body: None
+    self.release = threading.Event()
+    self.model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"}
+    self.max_model_len = 4096
+    self.folder = ""
+    self.stale = ""
+    self.dishonest = False
+    self.gone = False
+
+  def config(self, folder: str, **changes) -> VllmConfig:
+    """A config that asks this server and does not wait long."""
+    fields = dict(folder=folder, url=self.url, backoff_s=0.001, timeout_s=20.0)
+    return VllmConfig(**{**fields, **changes})
+
+  def completions(self) -> list[dict]:
+    """Bodies of the requests that sample."""
+    out = [body for path, body in self.requests if path == "/v1/completions"]
+    return [body for body in out if "prompt_logprobs" not in body]
+
+  def answer(self, path: str, body: dict) -> dict | int:
+    """What the server says: JSON, or a status."""
+    path, _, query = path.partition("?")
+    if path == "/v1/models":
+      return {"data": [{"id": "m", "max_model_len": self.max_model_len}]}
+    if path == "/server_info" and self.model is not None:
+      assert query == "config_format=json"
+      return {"vllm_config": {"model_config": self.model}}
+    if path == "/collective_rpc":
+      assert body["method"] == "reload_weights"
+      self.folder = body["kwargs"]["weights_path"]
+      return {"results": [None]}
+    if path == "/reset_prefix_cache":
+      return {"success": True}
+    if path == "/weight_checker":
+      honest = self.folder if self.dishonest else self.stale or self.folder
+      found = digests_of(honest, "float32").items()
+      return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": x for name, x in found}}
+    if path == "/v1/completions" and body["model"] == "m":
+      return self.score(body) if "prompt_logprobs" in body else self.sample(body)
+    return 404
+
+  def sample(self, body: dict) -> dict:
+    """The script's next turn, and then some; log-probs say where each id stands."""
+    ids = body["prompt"]
+    (row,) = {tuple(r) for r in self.rows if r[: len(ids)] == ids}
+    new = [*row[len(ids) :], *[PAST] * 1000][: body["max_tokens"]]
+    logps = [-0.001 * (len(ids) + n) for n in range(len(new))]
+    choice = {"prompt_token_ids": ids, "token_ids": new}
+    return {"choices": [{**choice, "logprobs": {"token_logprobs": logps}}]}
+
+  def score(self, body: dict) -> dict:
+    """Log-probs of the prompt under the weights that are served."""
+    ids = body["prompt"]
+    cfg, params = load_model(self.stale or self.folder)
+    batch = batching.empty(1, len(ids))
+    batch.tokens_BT[0], batch.segment_BT[:] = ids, 1
+    batch.position_BT[0] = np.arange(len(ids))
+    logps = np.asarray(losses.token_logps(cfg, params, batch)[0])[0].tolist()
+    rows = [{str(i): {"logprob": x}} for i, x in zip(ids, logps, strict=True)]
+    choice = {"prompt_token_ids": ids, "prompt_logprobs": [None, *rows[1:]]}
+    return {"choices": [choice]}
+
+
+def rows_of(tok: Tokenizer) -> list[list[int]]:
+  """The ids of every script of `toy`."""
+  played = [toy.written(q, script, tok) for q, script in toy.SCRIPTS.items()]
+  return [[i for s in t.segments for i in s.ids] for t in played]
+
+
+def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
+  """Question -> the ids of each of its policy turns."""
+  out = {}
+  for q, script in toy.SCRIPTS.items():
+    segments = toy.written(q, script, tok).segments
+    out[q] = [s.ids for s in segments if s.author == Author.POLICY]
+  return out
+
+
+def player(server: ScriptedVllm, folder, **changes) -> Player:
+  """A player of toy.MODEL over the server; exports below the folder."""
+  config = dataclasses.replace(CONFIG, **changes)
+  vllm = server.config(str(folder / "served"))
+  return Player(toy.MODEL, server.tokenizer, config, toy.TOOLS, vllm=vllm)
+
+
+def play(on: Player, toolbox=None, samples: int = 2, seed: int = 3, **changes):
+  """Every trajectory by (task, sample)."""
+  args = dict(temperature=1.0, version=5, params=toy.params()) | changes
+  params, toolbox = args.pop("params"), toolbox or toy.TableToolbox()
+  groups = on.groups(params, toy.TASKS, toolbox, samples, seed=seed, **args)
+  return {(t.task_id, t.sample): t for group in groups for t in group}
+
+
+@contextlib.contextmanager
+def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVllm]:
+  """Runs a server for the length of a `with` block."""
+  state = ScriptedVllm(tok, rows or rows_of(tok))
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every reply waits for a delayed ACK
+
+    def do_GET(self):
+      self.reply({})
+
+    def do_POST(self):
+      length = int(self.headers["Content-Length"])
+      self.reply(json.loads(self.rfile.read(length) or "{}"))
+
+    def reply(self, body: dict):
+      state.requests.append((self.path, body))
+      sampling = self.path == "/v1/completions" and "prompt_logprobs" not in body
+      fault = state.faults(body) if sampling else None
+      if fault == "hang":
+        state.release.wait(20)
+      if fault == "gone" or state.gone:
+        state.gone = True
+        self.close_connection = True
+        return
+      answer = fault if isinstance(fault, int) else state.answer(self.path, body)
+      if callable(fault):
+        answer = fault(answer)
+      data = json.dumps(answer).encode()
+      self.send_response(answer if isinstance(answer, int) else 200)
+      self.send_header("Content-Length", str(len(data)))
+      self.end_headers()
+      with contextlib.suppress(OSError):
+        self.wfile.write(data)
+
+    def log_message(self, *unused):
+      pass
+
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+  server.daemon_threads = True
+  state.url = f"http://127.0.0.1:{server.server_address[1]}"
+  thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+  thread.start()
+  try:
+    yield state
+  finally:
+    state.release.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()

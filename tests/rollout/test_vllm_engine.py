@@ -1,0 +1,276 @@
+"""Episodes over vLLM's HTTP: the laws of `Scheduler`, and servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import scripted_vllm
+import toy
+from scripted_vllm import ScriptedVllm, play, player
+
+from coa_jax.learner import batch as batching
+from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.rollout.vllm_server import VllmError
+
+
+@pytest.fixture
+def server(tokenizer) -> Iterator[ScriptedVllm]:
+  """A scripted server over the toy tokenizer."""
+  with scripted_vllm.serve(tokenizer) as state:
+    yield state
+
+
+def policy_turns(t) -> list[list[int]]:
+  turns = itertools.groupby(t.segments[1:], key=lambda s: s.author)
+  return [[i for s in g for i in s.ids] for a, g in turns if a == Author.POLICY]
+
+
+@pytest.mark.parametrize("kind", ["tags are tokens", "tags are text"])
+def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind: str):
+  tok = toy.tokenizer() if kind == "tags are tokens" else toy.stock_tokenizer()
+  with scripted_vllm.serve(tok) as server:
+    on = player(server, tmp_path)
+    played = play(on)
+    bodies = server.completions()
+  expected = scripted_vllm.turns_of(tok)
+  assert len(played) == 8
+  for (question, _), t in played.items():
+    assert t.status == Status.ENDED and t.reward == 1.0
+    # The server always went on past the end of a turn; nothing of that is left.
+    assert policy_turns(t) == expected[question]
+    ids = [i for s in t.segments for i in s.ids]
+    assert ids == row_of(tok, question)
+    batch = batching.empty(1, 256)
+    batching.fill(batch, 0, [t], [1.0])
+    drawn = list(itertools.chain(*expected[question]))
+    assert batch.tokens_BT[batch.weight_BT > 0].tolist() == drawn
+    # A log-prob tells the place of its id.
+    places = np.flatnonzero(batch.weight_BT[0])
+    np.testing.assert_allclose(toy.sampled_logps(t), -0.001 * places, atol=1e-9)
+    policy = [s for s in t.segments if s.author == Author.POLICY]
+    assert all(s.versions == [5] * len(s.ids) for s in policy)
+  given = sum(t.usage.prompt + t.usage.observation for t in played.values())
+  generated = sum(t.usage.generated for t in played.values())
+  counters = on.engine.counters
+  assert counters.prefilled_tokens == given
+  assert counters.sampled_tokens == generated
+  assert counters.windows == len(bodies) == sum(map(len, expected.values())) * 2
+
+
+def row_of(tok, question: str) -> list[int]:
+  rows = zip(toy.SCRIPTS, scripted_vllm.rows_of(tok), strict=True)
+  return dict(rows)[question]
+
+
+def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
+  """`></` ends `</code>` and begins what the policy would have written next."""
+  question = "2 + 3"
+  prompt = toy.written(question, (), stock)
+  stock.encode_prompt(prompt.segments)
+  text = toy.code("print(2+3)") + "</answer>"
+  turn = stock.encode(text)
+  # The first token at whose end the bytes so far hold the whole tag.
+  ends = [stock.decode(turn[: n + 1]) for n in range(len(turn))]
+  (stop, *_) = [n for n, so_far in enumerate(ends) if "</code>" in so_far]
+  assert ends[stop].endswith("></") and stop < len(turn) - 1
+  ids = [i for s in prompt.segments for i in s.ids]
+  with scripted_vllm.serve(stock, [ids + turn]) as server:
+    server.faults = lambda body: 500 if len(body["prompt"]) > len(ids) else None
+    on = player(server, tmp_path)
+    task = [t for t in toy.TASKS if t.id == question]
+    toolbox = toy.TableToolbox()
+    ((t,),) = on.groups(toy.params(), task, toolbox, 1, 1.0, 0)
+  assert policy_turns(t) == [turn[: stop + 1]]
+  assert t.text.endswith("</code></<observation> 5</observation>")
+  assert toolbox.calls == [("code", "```py\nprint(2+3)\n```")]
+  # The turn after the observation failed for good.
+  assert t.status == Status.INFRASTRUCTURE and t.reward is None
+
+
+def test_requests_say_all_that_decides_what_is_sampled(server, tmp_path):
+  on = player(server, tmp_path, top_k=9, min_p=0.02)
+  play(on, temperature=0.7)
+  bodies = server.completions()
+  for body in bodies:
+    assert (body["temperature"], body["top_k"], body["min_p"]) == (0.7, 9, 0.02)
+    assert body["top_p"] == body["repetition_penalty"] == 1.0
+    assert body["ignore_eos"] and not body["skip_special_tokens"]
+    assert body["max_tokens"] == 256 - len(body["prompt"])
+    assert set(body["stop"]) == {"</wiki_search>", "</code>", "</answer>"}
+  seeds = {body["seed"] for body in bodies}
+  assert len(seeds) == len(bodies) and all(0 <= s < 2**63 for s in seeds)
+  server.requests.clear()
+  play(on, temperature=0.7)
+  assert {body["seed"] for body in server.completions()} == seeds
+  server.requests.clear()
+  play(on, temperature=0.7, seed=4)
+  assert not {body["seed"] for body in server.completions()} & seeds
+
+
+def test_a_server_that_stops_early_is_asked_for_the_rest(server, tmp_path):
+  def short(answer):
+    (choice,) = answer["choices"]
+    choice["token_ids"] = choice["token_ids"][:4]
+    choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:4]
+    return answer
+
+  server.faults = lambda body: short
+  played = play(player(server, tmp_path), samples=1)
+  expected = scripted_vllm.turns_of(server.tokenizer)
+  assert {q: policy_turns(t) for (q, _), t in played.items()} == expected
+  assert len(server.completions()) > 2 * sum(map(len, expected.values()))
+  for t in played.values():
+    batch = batching.empty(1, 256)
+    batching.fill(batch, 0, [t], [1.0])
+    places = np.flatnonzero(batch.weight_BT[0])
+    np.testing.assert_allclose(toy.sampled_logps(t), -0.001 * places, atol=1e-9)
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_the_budget_is_the_schedulers(server, tmp_path, spare: int):
+  """As the same episodes over our own sampler end, so do they here."""
+  tok, question = server.tokenizer, "2 + 3"
+  segments = toy.written(question, toy.SCRIPTS[question], tok).segments
+  called = sum(len(s.ids) for s in segments if s.author == Author.PROMPT)
+  called += len(scripted_vllm.turns_of(tok)[question][0])
+  observation = len(tok.encode_observation("5").ids)
+  # With one to spare a single token can be sampled after the observation.
+  on = player(server, tmp_path, max_len=called + observation + spare)
+  task = [t for t in toy.TASKS if t.id == question]
+  ((t,),) = on.groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
+  assert t.status == Status.TRUNCATED and t.reward == 0.0
+  assert t.usage.observation == (observation if spare == 1 else 0)
+  assert t.num_tokens == (called + observation + 1 if spare == 1 else called)
+
+
+def test_a_prompt_without_room_names_the_field(server, tmp_path):
+  with pytest.raises(ValueError, match=r"leaves no room in rollout\.max_len=8; raise"):
+    play(player(server, tmp_path, max_len=8))
+
+
+def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
+  """All other trajectories end while one waits for a tool and one for the server."""
+  over = threading.Event()
+
+  def reply(name: str, body: str) -> str:
+    if body == "Ur":
+      assert over.wait(20)
+    return toy.TableToolbox().reply(name, body)
+
+  hung = row_of(server.tokenizer, "mixed")
+  server.faults = lambda b: "hang" if hung[: len(b["prompt"])] == b["prompt"] else None
+  on = player(server, tmp_path, slots=3)
+  order = []
+  stream = on.play(toy.params(), toy.TASKS, toy.TableToolbox(reply), 1, 1.0, 0)
+  for _, t in stream:
+    order.append(t.task_id)
+    assert t.status == Status.ENDED
+    if len(order) == 2:
+      over.set()
+      server.release.set()
+  assert set(order[:2]) == {"2 + 3", "4 * 4 + 1"} and len(order) == 4
+
+
+def test_an_abandoned_run_hangs_up(server, tmp_path):
+  server.faults = lambda body: "hang" if len(server.completions()) > 3 else None
+  on = player(server, tmp_path, slots=2)
+  stream = on.play(toy.params(), toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)
+  next(stream)
+  loop = on.engine._server._loop
+  assert asyncio.all_tasks(loop)
+  stream.close()
+  for _ in range(100):
+    if not asyncio.all_tasks(loop):
+      break
+    time.sleep(0.05)
+  assert not asyncio.all_tasks(loop) and not server.release.is_set()
+  server.faults = lambda body: None
+  assert len(play(on)) == 8
+
+
+def test_a_queue_that_had_nothing_is_asked_again_meanwhile(server, tmp_path):
+  """The second episode is there only later, and the first waits for it to end."""
+  over = threading.Event()
+
+  def reply(name: str, body: str) -> str:
+    assert over.wait(20)
+    return toy.TableToolbox().reply(name, body)
+
+  first = toy.episode(toy.TASKS[0], toy.TableToolbox(reply), 0)
+  second = toy.episode(toy.TASKS[1], toy.TableToolbox(), 1)
+  order = []
+  queue = iter([first, None, None, None, second])
+  for episode in player(server, tmp_path).engine.run(toy.params(), queue, 0):
+    order.append(episode)
+    over.set()
+    assert episode.trajectory.status == Status.ENDED
+  assert order == [second, first]
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "ids", "prompt", "logps", "garbage"])
+def test_a_request_that_fails_is_tried_again(server, tmp_path, fault):
+  expected = play(player(server, tmp_path), samples=1)
+  failures = iter([spoil(fault)] * 3)
+  server.faults = lambda body: next(failures, None)
+  played = play(player(server, tmp_path), samples=1)
+  assert next(failures, "all used") == "all used"
+  for key, t in played.items():
+    assert t.status == Status.ENDED
+    assert policy_turns(t) == policy_turns(expected[key])
+
+
+def spoil(fault):
+  """A status, or a change of an answer that makes it useless."""
+  if isinstance(fault, int):
+    return fault
+
+  def change(answer: dict) -> dict:
+    (choice,) = answer["choices"]
+    if fault == "ids":
+      choice["token_ids"][0] = toy.MODEL.vocab_size
+    elif fault == "prompt":  # as if it had encoded the text anew
+      choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
+    elif fault == "logps":
+      choice["logprobs"]["token_logprobs"].pop()
+    else:
+      return {"object": "error"}
+    return answer
+
+  return change
+
+
+@pytest.mark.parametrize("fault", [500, "ids", "prompt"])
+def test_what_fails_for_good_leaves_its_group_and_the_rest_goes_on(
+  server, tmp_path, fault
+):
+  bad = row_of(server.tokenizer, "mixed")
+  server.faults = lambda body: (
+    spoil(fault) if bad[: len(body["prompt"])] == body["prompt"] else None
+  )
+  played = play(player(server, tmp_path))
+  for (question, _), t in played.items():
+    lost = question == "mixed"
+    assert t.status == (Status.INFRASTRUCTURE if lost else Status.ENDED)
+    assert t.reward == (None if lost else 1.0)
+  # The first attempt and three retries, for each of two samples.
+  asked = [b for b in server.completions() if bad[: len(b["prompt"])] == b["prompt"]]
+  assert len(asked) == 2 * 4
+
+
+def test_a_refusal_ends_the_run_without_a_second_attempt(server, tmp_path):
+  server.faults = lambda body: 400
+  with pytest.raises(VllmError, match="completions refuses the request, status 400"):
+    play(player(server, tmp_path, slots=1))
+  assert len(server.completions()) == 1
+
+
+def test_a_server_that_dies_ends_the_run(server, tmp_path):
+  server.faults = lambda body: "gone" if len(server.completions()) > 4 else None
+  with pytest.raises(VllmError, match=r"the server is gone: .*no usable answer in 4"):
+    play(player(server, tmp_path))

@@ -1,0 +1,152 @@
+"""Which weights a vLLM server serves, which servers are refused, and whole journeys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import ml_collections
+import pytest
+import scripted_vllm
+import toy
+from scripted_vllm import ScriptedVllm, play, player
+
+from coa_jax import evaluate
+from coa_jax.model.weights import save_model
+from coa_jax.protocol.trajectory import Status, read_trajectories
+from coa_jax.rollout.vllm_server import VllmConfig, VllmError
+
+
+@pytest.fixture
+def server(tokenizer) -> Iterator[ScriptedVllm]:
+  """A scripted server over the toy tokenizer."""
+  with scripted_vllm.serve(tokenizer) as state:
+    yield state
+
+
+def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
+  def loads() -> list[str]:
+    paths = [path for path, _ in server.requests]
+    names = ("/collective_rpc", "/reset_prefix_cache", "/weight_checker")
+    return [p for p in paths if p in names]
+
+  on, one = player(server, tmp_path), toy.params()
+  play(on, params=one)
+  once = ["/collective_rpc", "/reset_prefix_cache", "/weight_checker"]
+  assert loads() == once and server.folder == str(tmp_path / "served")
+  play(on, params=one)
+  assert loads() == once
+  # One array of many is another.
+  other = {**one, "final_norm": one["final_norm"] * 1.5}
+  play(on, params=other)
+  assert loads() == once * 2
+
+
+@pytest.mark.parametrize("dishonest", [False, True])
+def test_other_weights_than_ours_are_found_out(server, tmp_path, dishonest: bool):
+  """By their digests; and where those are of what is not used, by what they compute."""
+  other = str(tmp_path / "other")
+  save_model(other, toy.MODEL, toy.params(1))
+  on = player(server, tmp_path)
+  play(on)
+  server.stale, server.dishonest = other, dishonest
+  changed = {**toy.params(), "final_norm": toy.params()["final_norm"] * 1.01}
+  message = "does not compute what" if dishonest else "does not serve the weights in"
+  # After a refused refresh nothing counts as served, what was served before least.
+  for params in (changed, changed, toy.params()):
+    with pytest.raises(VllmError, match=message):
+      play(on, params=params)
+  server.stale = ""
+  assert len(play(on, params=changed)) == 8
+
+
+def test_a_single_bit_is_found_out(server, tmp_path):
+  one = toy.params()
+  almost = {**one, "final_norm": one["final_norm"].at[3].add(2.0**-23)}
+  server.stale = str(tmp_path / "almost")
+  save_model(server.stale, toy.MODEL, almost)
+  with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
+    play(player(server, tmp_path), params=one)
+
+
+@pytest.mark.parametrize(
+  ("says", "message"),
+  [
+    ({"max_model_len": 255}, "rows of 255 tokens, rollout.max_len=256: .*--max-model"),
+    ({"model": None}, "server_info.* status 404.*VLLM_SERVER_DEV_MODE=1"),
+    ({"model": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode=processed_logprob"),
+  ],
+)
+def test_a_server_without_a_flag_is_refused_by_name(server, tmp_path, says, message):
+  for name, value in says.items():
+    setattr(server, name, value)
+  with pytest.raises(VllmError, match=message):
+    player(server, tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"constrain": True}, r"rollout\.constrain=True does not go with section vllm"),
+    ({"min_p": 0.1, "top_p": 0.9}, r"min_p and rollout\.top_p do not go together"),
+  ],
+)
+def test_what_vllm_can_not_do_is_refused_unasked(server, tmp_path, changes, message):
+  with pytest.raises(ValueError, match=message):
+    player(server, tmp_path, **changes)
+  assert server.requests == []
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"url": "localhost:8000"}, "must start with http://"),
+    ({"folder": ""}, "name a folder"),
+    ({"retries": -1}, "retries at least 0"),
+  ],
+)
+def test_impossible_sections_are_refused(changes, message: str):
+  with pytest.raises(ValueError, match=message):
+    VllmConfig(**{"folder": "x", **changes})
+
+
+def journey(server: ScriptedVllm, folder) -> ml_collections.ConfigDict:
+  toy.save_policy(str(folder / "model"), toy.params())
+  tasks = folder / "tasks.jsonl"
+  tasks.write_text('{"id": "2 + 3", "question": "2 + 3", "answers": ["5"]}\n')
+  vllm = dict(url=server.url, folder=str(folder / "served"), retries=0)
+  return ml_collections.ConfigDict(
+    dict(
+      init=str(folder / "model"),
+      rollout=dict(style="brief", slots=2, max_len=128),
+      tools=dict(tools=("code",)),
+      tasks=dict(uri=str(tasks)),
+      eval=dict(samples=2),
+      vllm=vllm,
+    )
+  )
+
+
+def test_evaluate_plays_on_the_server(server, tmp_path):
+  """Greedy and sampled, with the real tool."""
+  results = evaluate.run(journey(server, tmp_path), str(tmp_path / "w"))
+  assert results["counters"]["windows"] == 2 * 3
+  temperatures = sorted(body["temperature"] for body in server.completions())
+  assert temperatures == [0.0] * 2 + [1.0] * 4
+  for name, number in (("greedy", 1), ("sampled", 2)):
+    played = read_trajectories(str(tmp_path / "w" / f"{name}.jsonl"))
+    assert [(t.status, t.reward) for t in played] == [(Status.ENDED, 1.0)] * number
+
+
+def test_no_server_is_one_clear_error_before_any_work(server, tmp_path):
+  config = journey(server, tmp_path)
+  config.vllm.url = "http://127.0.0.1:9"
+  with pytest.raises(
+    VllmError, match=r"127\.0\.0\.1:9/v1/models gave no usable answer"
+  ):
+    evaluate.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
+def test_the_scripted_server_is_a_server(server):
+  assert httpx.get(server.url + "/nothing").status_code == 404

@@ -1,0 +1,216 @@
+"""The engine over a real `vllm serve`: what it samples, and which weights it serves.
+
+Needs a real vLLM (`real_vllm`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+import real_vllm
+import toy
+
+from coa_jax import rl
+from coa_jax.model import qwen
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.weights import save_model
+from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.report.metrics import read_metrics
+from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.player import Player
+from coa_jax.rollout.vllm_server import VllmConfig, VllmError
+from coa_jax.tasks.task import Task
+
+pytestmark = real_vllm.NEEDED
+
+# Heads of 32 as vLLM's CPU kernels want them; rows of the vocabulary that it pads; an
+# output matrix of its own, because on a CPU vLLM does not reload a tied one.
+CFG = QwenConfig(
+  vocab_size=400,
+  width=64,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_dim=32,
+  ff=128,
+  tie_embeddings=False,
+)
+TIED = dataclasses.replace(CFG, tie_embeddings=True)
+CONFIG = RolloutConfig(style="brief", slots=4, max_len=toy.MAX_LEN)
+# Blocks so small that a prompt fills some: else no prefix would be cached.
+FLAGS = ("--logprobs-mode=processed_logprobs", "--block-size=32")
+
+
+@functools.cache
+def policy(steps: int) -> dict:
+  """CFG after so many steps of training on the scripts."""
+  return toy.train(toy.trajectories(), steps, CFG).params
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory) -> Iterator[str]:
+  """A server that was started from an untrained CFG."""
+  folder = tmp_path_factory.mktemp("served")
+  save_model(folder / "model", CFG, qwen.init_params(CFG, 7), toy.tokenizer())
+  path = str(folder / "model")
+  with real_vllm.served(path, str(folder / "log"), *FLAGS) as client:
+    yield str(client.base_url)
+
+
+def over_vllm(url: str, folder, model: QwenConfig = CFG, **changes) -> Player:
+  """A player over the server; float32 on both sides, so little may differ."""
+  config = dataclasses.replace(CONFIG, **changes)
+  vllm = VllmConfig(folder=str(folder / "export"), url=url, gap=1e-4, timeout_s=60.0)
+  return Player(model, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+
+
+def groups(player: Player, params, samples: int, temperature: float, seed: int = 0):
+  toolbox = toy.TableToolbox()
+  return player.groups(params, toy.TASKS, toolbox, samples, temperature, seed)
+
+
+@pytest.mark.parametrize("steps", [200, 20])
+def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: int):
+  params = policy(steps)
+  on = over_vllm(url, tmp_path)
+  theirs = groups(on, params, 1, 0.0)
+  ours = groups(Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), params, 1, 0.0)
+  for (a,), (b,) in zip(theirs, ours, strict=True):
+    assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
+    assert (a.status, a.reward, a.text) == (b.status, b.reward, b.text)
+    assert [c.arguments for c in a.calls] == [c.arguments for c in b.calls]
+    logps = toy.sampled_logps(a)
+    np.testing.assert_allclose(logps, toy.sampled_logps(b), atol=1e-4)
+  if steps == 200:
+    assert all(t.status == Status.ENDED and t.reward == 1.0 for (t,) in theirs)
+
+
+def test_prefixes_that_other_weights_cached_are_forgotten(url, tmp_path):
+  task = Task("long", "how far is it from here to there " * 4, ("x",))
+  on = over_vllm(url, tmp_path)
+  own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  for seed in (0, 1):
+    args = (qwen.init_params(CFG, seed), [task], toy.TableToolbox(), 1, 0.0, 0)
+    ((theirs,),), ((ours,),) = on.groups(*args), own.groups(*args)
+    assert theirs.usage.prompt > 64
+    assert [s.ids for s in theirs.segments] == [s.ids for s in ours.segments]
+    logps = toy.sampled_logps(theirs)
+    np.testing.assert_allclose(logps, toy.sampled_logps(ours), atol=1e-4)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_sampled_log_probs_are_the_learners(url, tmp_path, truncated: bool):
+  params = policy(15)
+  changes = dict(top_k=30, top_p=0.95) if truncated else {}
+  on = over_vllm(url, tmp_path, **changes)
+  played = [t for g in groups(on, params, 4, 0.8) for t in g]
+  assert len({t.text for t in played}) > len(toy.TASKS)
+  cut = on.engine.config.truncation
+  expected = toy.logps_of(CFG, params, played, 0.8, cut)
+  for t, logps in zip(played, expected, strict=True):
+    np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=1e-4)
+    policy_ids = [s for s in t.segments if s.author == Author.POLICY]
+    assert sum(len(s.ids) for s in policy_ids) == t.usage.generated > 0
+  other = [t.text for g in groups(on, params, 4, 0.8, seed=1) for t in g]
+  assert other != [t.text for t in played]
+
+
+def leaf_names() -> list[str]:
+  paths = jax.tree_util.tree_leaves_with_path(qwen.init_params(CFG, 0))
+  return sorted({path[-1].key for path, _ in paths})
+
+
+def test_every_kind_of_array_reaches_the_server(url, tmp_path):
+  """Even those that vLLM packs out of sight: what it computes tells."""
+  engine = over_vllm(url, tmp_path).engine
+  one, other = qwen.init_params(CFG, 0), qwen.init_params(CFG, 1)
+  engine.refresh(one)
+  before = engine._score(one)
+  assert len(leaf_names()) >= 12
+  for name in leaf_names():
+
+    def pick(path, x, y, name=name):
+      return (y * 1.3 if "norm" in name else y) if path[-1].key == name else x
+
+    mixed = jax.tree_util.tree_map_with_path(pick, one, other)
+    engine.refresh(mixed)  # raises where the server computes anything else
+    assert np.abs(engine._score(mixed) - before).mean() > 50 * 1e-4, name
+
+
+def test_a_load_that_did_not_happen_is_found_out(url, tmp_path, monkeypatch):
+  engine = over_vllm(url, tmp_path).engine
+  params = qwen.init_params(CFG, 0)
+  engine.refresh(params)
+  monkeypatch.setattr(engine._server, "load", lambda folder: None)
+  almost = {**params, "final_norm": params["final_norm"].at[3].add(2.0**-23)}
+  with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
+    engine.refresh(almost)
+  matrices = {**params, "layer_0": qwen.init_params(CFG, 1)["layer_0"]}
+  with pytest.raises(VllmError, match="does not compute what"):
+    engine.refresh(matrices)
+
+
+def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monkeypatch):
+  """vLLM 0.32 on a CPU: the reload misses it, and its digests do not show that."""
+  path = str(tmp_path / "model")
+  save_model(path, TIED, qwen.init_params(TIED, 0), toy.tokenizer())
+  with real_vllm.served(
+    path, str(tmp_path / "log"), *FLAGS, "--enforce-eager"
+  ) as client:
+    engine = over_vllm(str(client.base_url), tmp_path, TIED).engine
+    with pytest.raises(VllmError, match="keeps the old output matrix"):
+      engine.refresh(qwen.init_params(TIED, 1))
+    monkeypatch.setattr(engine, "_compare_digests", lambda folder: None)
+    with pytest.raises(VllmError, match="does not compute what"):
+      engine.refresh(qwen.init_params(TIED, 1))
+    engine.refresh(qwen.init_params(TIED, 0))
+
+
+@pytest.mark.slow
+def test_two_updates_of_rl(url, tmp_path):
+  right = {"sky": "blue", "sea": "blue"}
+  examples = [
+    toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
+    for q in right
+    for a in ("red", "blue")
+  ]
+  params = toy.train(examples, 200, CFG).params
+  save_model(tmp_path / "model", CFG, params, toy.tokenizer())
+  rows = [{"id": q, "question": q, "answers": [a]} for q, a in right.items()]
+  tasks = tmp_path / "tasks.jsonl"
+  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  config = ml_collections.ConfigDict(
+    dict(
+      init=str(tmp_path / "model"),
+      model=dict(remat="none"),
+      optim=dict(lr=1.5e-3),
+      rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN),
+      vllm=dict(folder=str(tmp_path / "export"), url=url, gap=1e-4),
+      tools=dict(tools=("code",)),
+      tasks=dict(uri=str(tasks)),
+      algo=dict(
+        steps=2, prompts=2, samples=8, rounds=2, rows=8, length=128, importance_cap=2.0
+      ),
+      dev=dict(every=1, uri=str(tasks)),
+      checkpoint=dict(every=2),
+    )
+  )
+  results = rl.run(config, str(tmp_path / "w"))
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
+  assert len(log) == 2 and 0 < results["logp_gap"] < 1e-4
+  for row in log:
+    assert row["infrastructure"] == 0
+  for row in log:
+    if "importance" not in row:  # no group had rewards that differ
+      continue
+    assert row["ratio"] == 1
+    assert row["importance"] == pytest.approx(1.0, abs=1e-4)
+    assert row["importance_capped"] == 0
+  assert sum("importance" in row for row in log) >= 1
