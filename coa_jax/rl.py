@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from typing import Any
 
 import jax
@@ -31,7 +30,13 @@ from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
-from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.report.metrics import (
+  METRICS_FILE,
+  Clock,
+  Metrics,
+  read_metrics,
+  write_json,
+)
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.scheduler import on_device
@@ -71,6 +76,9 @@ class AlgoConfig:
     clip_high: its upper bound is 1 + clip_high.
     importance_cap: most weight of a token whose sampler is another program than the
       learner (vLLM); 0 for no such weights. See `losses.policy_gradient`.
+    gap: nats; the metric `gap_share` is the share of tokens whose log-probs differ by
+      more between sampler and learner.
+    gap_limit: the run stops at a step whose `gap_share` is above this; 1 for never.
     standardise: False leaves the deviation out of the advantage (Dr.GRPO).
     rows: rows of a micro-batch.
     length: T, tokens of a row; at least `rollout.max_len`.
@@ -85,6 +93,8 @@ class AlgoConfig:
   clip_low: float = 0.2
   clip_high: float = 0.28
   importance_cap: float = 0.0
+  gap: float = 0.1
+  gap_limit: float = 1.0
   standardise: bool = True
   rows: int = 16
   length: int = 256
@@ -95,6 +105,8 @@ class AlgoConfig:
       raise ValueError("samples must be at least 2: an advantage compares a group")
     if self.temperature <= 0:
       raise ValueError("temperature must be above 0: equal samples teach nothing")
+    if not 0 <= self.gap_limit <= 1 or self.gap <= 0:
+      raise ValueError("gap must be above 0, gap_limit a share from 0 to 1")
     if self.importance_cap < 0:
       raise ValueError("importance_cap must be 0 (no weights) or above")
 
@@ -188,7 +200,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
-    clock = _Clock()
+    clock = Clock()
     with Metrics(own, "rl", algo.steps) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
@@ -296,9 +308,16 @@ def _loss(
     )
     bounds = (algo.clip_low, algo.clip_high, algo.importance_cap)
     value, sums = losses.policy_gradient(logp_BT, batch, *bounds)
-    gap_BT = batch.weight_BT * jnp.abs(logp_BT - batch.logp_BT)
-    entropy = jax.lax.stop_gradient(jnp.sum(batch.weight_BT * entropy_BT))
-    return value, {**sums, "entropy": entropy, "logp_gap": jnp.sum(gap_BT)}
+    gap_BT = jnp.abs(logp_BT - batch.logp_BT)
+    figures = {
+      "entropy": entropy_BT,
+      "logp_gap": gap_BT,
+      "gap_share": (gap_BT > algo.gap).astype(jnp.float32),
+    }
+    for name, figure_BT in figures.items():
+      figure = jnp.sum(batch.weight_BT * figure_BT)
+      sums = {**sums, name: jax.lax.stop_gradient(figure)}
+    return value, sums
 
   return loss
 
@@ -324,8 +343,17 @@ def _learn(
   if not micro:
     return state.replace(step=state.step + 1), {}
   tokens = sum(float(b.weight_BT.sum()) for b in micro)
+  step = int(state.step)
   state, values = learner.step(state, micro, tokens, frozen)
-  return state, {k: float(v) for k, v in values.items()}
+  values = {k: float(v) for k, v in values.items()}
+  if values["gap_share"] > algo.gap_limit:
+    raise ValueError(
+      f"step {step + 1}: log-probs of {values['gap_share']:.1%} of the tokens differ "
+      f"by more than algo.gap={algo.gap:g} nats between sampler and learner, and "
+      f"algo.gap_limit is {algo.gap_limit:.1%}. This update is not saved; compute more "
+      "precisely (model.dtype, model.weight_dtype), or correct with algo.importance_cap"
+    )
+  return state, values
 
 
 def _describe(rollouts: Rollouts) -> dict[str, float]:
@@ -367,20 +395,3 @@ def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
     "seconds": log[-1]["seconds"],
     **{k: sum(row.get(k, 0.0) for row in log) for k in phases},
   }
-
-
-class _Clock:
-  """Seconds by phase; what follows a step's log line counts for the next."""
-
-  def __init__(self):
-    self._seconds: dict[str, float] = {}
-    self._last = time.monotonic()
-
-  def lap(self, phase: str) -> None:
-    now = time.monotonic()
-    self._seconds[f"seconds_{phase}"] = now - self._last
-    self._last = now
-
-  def take(self) -> dict[str, float]:
-    out, self._seconds = self._seconds, {}
-    return out

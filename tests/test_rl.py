@@ -75,6 +75,26 @@ def test_every_update_was_on_policy(trained):
     assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert row["clipped"] == 0 and abs(row["kl"]) < 1e-6
   assert 0 < results["logp_gap"] < 2e-5
+  assert all(row["gap_share"] == 0 for row in learned)
+
+
+def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
+  config, tmp_path
+):
+  """Half-precision activations: the gate counts the tokens, and closes if asked to."""
+  low = config.copy_and_resolve_references()
+  low.model.dtype = "bfloat16"
+  low.algo.update(steps=1, gap=1e-4)
+  rl.run(low, str(tmp_path / "open"))
+  (row,) = read_metrics(str(tmp_path / "open" / "metrics.jsonl"), "rl")
+  assert 0.05 < row["gap_share"] < 1
+  low.algo.gap_limit = 0.01
+  with pytest.raises(
+    ValueError, match=r"step 1: .* differ by more than algo.gap=0.001"
+  ):
+    rl.run(low, str(tmp_path / "closed"))
+  assert not list((tmp_path / "closed").glob("checkpoints/*"))
+  assert not (tmp_path / "closed" / "model").exists()
 
 
 def test_rollouts_are_on_record_with_what_the_real_tool_said(trained):

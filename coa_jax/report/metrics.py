@@ -217,3 +217,22 @@ def _plain(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
+
+
+class Clock:
+  """Seconds by phase; what follows a step's log line counts for the next."""
+
+  def __init__(self):
+    self._seconds: dict[str, float] = {}
+    self._last = time.monotonic()
+
+  def lap(self, phase: str) -> None:
+    """Ends a phase that began with the lap before."""
+    now = time.monotonic()
+    self._seconds[f"seconds_{phase}"] = now - self._last
+    self._last = now
+
+  def take(self) -> dict[str, float]:
+    """`seconds_PHASE` of the phases since the last call."""
+    out, self._seconds = self._seconds, {}
+    return out
