@@ -90,7 +90,7 @@ def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
   assert 0.015 < row["gap_share"] < 1
   low.algo.gap_limit = 0.01
   with pytest.raises(
-    ValueError, match=r"step 1: .* differ by more than algo.gap=0.001"
+    ValueError, match=r"step 1: .* differ by more than algo.gap=0.0001"
   ):
     rl.run(low, str(tmp_path / "closed"))
   assert not list((tmp_path / "closed").glob("checkpoints/*"))
