@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,43 +45,28 @@ def write_work(folder: str) -> None:
   save_model(os.path.join(folder, MODEL), cfg, init_params(cfg, 0))
 
 
-def ours(folder: str, job: dict[str, Any]) -> Generate:
-  """This project's scheduler and sampler, as rollouts use them."""
+def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
+  """Architecture, parameters, and an automaton that no token stops."""
   from experiments.launch import prepare
 
   prepare("")
   from coa_jax.model.architecture import LoadConfig
   from coa_jax.model.weights import load_model
   from coa_jax.protocol.automaton import Automaton
-  from coa_jax.rollout.engine import RolloutConfig
-  from coa_jax.rollout.scheduler import Scheduler
 
   load = LoadConfig(dtype=job["dtype"], param_dtype=job["dtype"])
   cfg, params = load_model(os.path.join(folder, MODEL), load)
-  nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
-  automaton = Automaton(np.zeros(cfg.vocab_size, np.int32), nothing, nothing, ())
+  nothing = np.zeros((1, 1), np.int32)
+  return cfg, params, Automaton(np.zeros(cfg.vocab_size, int), nothing, nothing, ())
+
+
+def ours(folder: str, job: dict[str, Any]) -> Generate:
+  """This project's scheduler and sampler, as rollouts use them."""
+  cfg, params, automaton = our_model(folder, job)
+  from coa_jax.rollout.engine import RolloutConfig
+  from coa_jax.rollout.scheduler import Scheduler
+
   schedulers: dict[tuple[int, int], Scheduler] = {}
-
-  class Plain:
-    """A sequence that only grows."""
-
-    temperature = 0.0
-    limit = 1 << 30
-
-    def __init__(self, sequence: int, ids: list[int]):
-      self.sequence, self.given, self.new = sequence, ids, []
-
-    def start(self) -> list[int]:
-      return self.given
-
-    def forced(self) -> list[int]:
-      return []
-
-    def progress(self, ids: list[int]) -> None:
-      pass
-
-    def sampled(self, ids: list[int], logps: list[float], tag: None) -> None:
-      self.new = ids
 
   def generate(given: list[list[int]], new: int) -> list[list[int]]:
     size = len(given), len(given[0]) + new
@@ -91,40 +76,91 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
         slots=size[0], max_len=size[1], window=64, inject_rows=min(size[0], 16)
       )
       schedulers[size] = Scheduler(cfg, automaton, config)
-    episodes = [Plain(i, ids) for i, ids in enumerate(given)]
+    episodes = [Turns(i, ids, new) for i, ids in enumerate(given)]
     for _ in schedulers[size].run(params, episodes, 0):
       pass
-    return [e.new for e in episodes]
+    return [e.new[0] for e in episodes]
 
   return generate
 
 
-def vllm(folder: str, job: dict[str, Any]) -> Generate:
+class Turns:
+  """A sequence for our scheduler: greedy turns of a fixed length, tools in between."""
+
+  temperature = 0.0
+
+  def __init__(
+    self,
+    sequence: int,
+    prompt: list[int],
+    new: int,
+    tools: Sequence[Callable[[], Any]] = (),
+  ):
+    """Args: `new`: tokens of a turn; `tools`: start a call, whose future gives ids."""
+    self.sequence, self.prompt, self.tools = sequence, prompt, list(tools)
+    self.turn, self.limit, self.new = new, len(prompt) + new, []
+
+  def start(self) -> list[int]:
+    return self.prompt
+
+  def forced(self) -> list[int]:
+    return []
+
+  def progress(self, ids: list[int]) -> None:
+    pass
+
+  def sampled(self, ids: list[int], logps: list[float], tag: None) -> Any:
+    self.new.append(ids)
+    return self.tools.pop(0)() if self.tools else None
+
+  def observed(self, result: list[int]) -> list[int]:
+    self.limit += len(result) + self.turn
+    return result
+
+  def out_of_room(self) -> None:
+    raise ValueError("an observation has no room")
+
+  def lost(self) -> None:
+    raise ValueError("a turn was lost")
+
+
+def vllm_engine(folder: str, job: dict[str, Any], **options: Any) -> Any:
   """vLLM's offline engine; what it would print in text is left out."""
   os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
   import vllm
 
-  engine = vllm.LLM(
+  return vllm.LLM(
     os.path.join(folder, MODEL),
     dtype=job["dtype"],
     skip_tokenizer_init=True,
-    max_model_len=job["prompt"] + job["new"],
     max_num_seqs=64,
-    enable_prefix_caching=False,
+    **options,
   )
 
+
+def vllm_sampling(new: int) -> Any:
+  """So many tokens, greedily."""
+  import vllm
+
+  return vllm.SamplingParams(
+    temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
+  )
+
+
+def vllm(folder: str, job: dict[str, Any]) -> Generate:
+  """vLLM, all prompts at once; none is asked twice, so without a prefix cache."""
+  length = job["prompt"] + job["new"]
+  engine = vllm_engine(folder, job, max_model_len=length, enable_prefix_caching=False)
+
   def generate(given: list[list[int]], new: int) -> list[list[int]]:
-    sampling = vllm.SamplingParams(
-      temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False
-    )
     asked = [{"prompt_token_ids": ids} for ids in given]
-    out = engine.generate(asked, sampling, use_tqdm=False)
+    out = engine.generate(asked, vllm_sampling(new), use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in out]
 
   return generate
 
 
-def tunix(folder: str, job: dict[str, Any]) -> Generate:
+def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
   """tunix's sampler over its Qwen3, with a tokenizer that reads numbers."""
   import jax.numpy as jnp
   from tunix.generate import sampler
@@ -156,19 +192,25 @@ def tunix(folder: str, job: dict[str, Any]) -> Generate:
       return config.vocab_size + 1
 
   cache = sampler.CacheConfig(
-    cache_size=job["prompt"] + job["new"] + 1,
+    cache_size=size + 1,
     num_layers=config.num_layers,
     num_kv_heads=config.num_kv_heads,
     head_dim=config.head_dim,
   )
-  engine = sampler.Sampler(model, Numbers(), cache)
+  return sampler.Sampler(model, Numbers(), cache)
 
-  def generate(given: list[list[int]], new: int) -> list[list[int]]:
-    asked = [" ".join(map(str, ids)) for ids in given]
-    out = engine(asked, max_generation_steps=new, max_prompt_length=len(given[0]))
-    return [np.asarray(ids)[:new].tolist() for ids in out.tokens]
 
-  return generate
+def tunix_generate(engine: Any, given: list[list[int]], new: int) -> list[list[int]]:
+  """Continues prompts of one length."""
+  asked = [" ".join(map(str, ids)) for ids in given]
+  out = engine(asked, max_generation_steps=new, max_prompt_length=len(given[0]))
+  return [np.asarray(ids)[:new].tolist() for ids in out.tokens]
+
+
+def tunix(folder: str, job: dict[str, Any]) -> Generate:
+  """tunix's sampler."""
+  engine = tunix_engine(folder, job, job["prompt"] + job["new"])
+  return lambda given, new: tunix_generate(engine, given, new)
 
 
 CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}

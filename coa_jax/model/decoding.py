@@ -14,7 +14,7 @@ from coa_jax.model.qwen import LayerCache
 from coa_jax.model.sharding import Layout, platform
 
 # The most places of a piece of a cache; a cache of more has several pieces.
-PIECE = 512
+PIECE = 256
 
 
 def init_cache(

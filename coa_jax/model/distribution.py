@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 # In place of minus infinity: a probability of 0 whose product with its log is 0.
 _NEVER = -1e30
+# Tokens whose probabilities are added up together when one is drawn.
+_WIDTH = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +126,8 @@ def removed_mass(
 def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> jax.Array:
   """Draws one token per row, by inversion of the cumulative distribution.
 
-  One uniform number a row instead of V Gumbel draws: on a CPU the draws would cost as
-  much as a small model.
+  One uniform number a row instead of V Gumbel draws, and sums of sums instead of one
+  cumulative sum over V: on a CPU either would cost as much as a small model.
 
   Args:
     logp_BV: log-probabilities from `log_probs`.
@@ -136,12 +138,25 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
     token_B, int32.
   """
   u_B = jax.vmap(lambda k: jax.random.uniform(k))(key_B)
-  p_BV = jnp.exp(logp_BV)
-  cumulative_BV = jnp.cumsum(p_BV, axis=-1)
-  # Scaled by the sum, and at most the last possible token: rounding can not push u
-  # past it.
-  below_BV = cumulative_BV <= u_B[:, None] * cumulative_BV[:, -1:]
-  last_B = logp_BV.shape[-1] - 1 - jnp.argmax(p_BV[:, ::-1] > 0, axis=-1)
-  drawn_B = jnp.minimum(below_BV.sum(-1), last_B)
+  B, V = logp_BV.shape
+  p_BCW = jnp.pad(jnp.exp(logp_BV), ((0, 0), (0, -V % _WIDTH))).reshape(B, -1, _WIDTH)
+  sum_BC = p_BCW.sum(-1)
+  upto_BC = jnp.cumsum(sum_BC, axis=-1)
+  target_B1 = u_B[:, None] * upto_BC[:, -1:]
+  c_B1 = _reached(upto_BC, target_B1, sum_BC)
+  before_B1 = jnp.where(c_B1, jnp.take_along_axis(upto_BC, c_B1 - 1, axis=1), 0.0)
+  p_BW = jnp.take_along_axis(p_BCW, c_B1[..., None], axis=1)[:, 0]
+  w_B1 = _reached(before_B1 + jnp.cumsum(p_BW, axis=-1), target_B1, p_BW)
+  drawn_B = (c_B1 * _WIDTH + w_B1)[:, 0]
   token_B = jnp.where(temperature_B > 0, drawn_B, jnp.argmax(logp_BV, axis=-1))
   return token_B.astype(jnp.int32)
+
+
+def _reached(upto_BC: jax.Array, target_B1: jax.Array, p_BC: jax.Array) -> jax.Array:
+  """[B, 1]: the first place whose cumulative sum exceeds the target.
+
+  At most the last place with any probability, past which rounding may push the target.
+  """
+  place_B1 = jnp.sum(upto_BC <= target_B1, axis=-1, keepdims=True)
+  last_B = p_BC.shape[-1] - 1 - jnp.argmax(p_BC[:, ::-1] > 0, axis=-1)
+  return jnp.minimum(place_B1, last_B[:, None])

@@ -9,6 +9,7 @@ import pytest
 import toy
 
 from coa_jax.model import attention
+from coa_jax.model.decoding import PIECE
 
 
 def heads(seed: int, B: int, T: int, N: int, K: int, H: int):
@@ -63,9 +64,9 @@ def test_places_that_nothing_reads_change_no_bit():
     S = k.shape[2] * k.shape[4]
     return attention.attend(q, k, v, attention.cache_mask(position_BT, S))
 
-  small = attend(q[:, :1], *toy.pieces(k[:, :512], v[:, :512], 512))
+  small = attend(q[:, :1], *toy.pieces(k[:, :512], v[:, :512], PIECE))
   for S in (1024, 2048, 4096):
-    large = attend(q[:, :1], *toy.pieces(k[:, :S], v[:, :S], 512))
+    large = attend(q[:, :1], *toy.pieces(k[:, :S], v[:, :S], PIECE))
     np.testing.assert_array_equal(small, large)
   mask_BTS = np.arange(512) <= np.asarray(position_BT)[..., None]
   expected = by_definition(q[:, :1], k[:, :512], v[:, :512], mask_BTS)

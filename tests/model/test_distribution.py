@@ -39,6 +39,26 @@ def test_samples_follow_the_distribution():
   assert share[1] == 0
 
 
+@pytest.mark.parametrize("V", [63, 64, 200])
+def test_a_draw_inverts_the_cumulative_distribution(V: int, monkeypatch):
+  """For every u the first token whose cumulative probability exceeds it."""
+  rng = np.random.default_rng(V)
+  p = rng.dirichlet(np.full(V, 0.05)) * (rng.random(V) < 0.7)
+  p[-3:] = 0  # so that rounding has somewhere impossible to go
+  p /= p.sum()
+  u = np.array([0.0, 0.25, 0.5, 0.999, np.nextafter(np.float32(1), np.float32(0))])
+  u = np.concatenate([u, rng.random(200)]).astype(np.float32)
+  monkeypatch.setattr(jax.random, "uniform", lambda key: key)
+  logp_BV = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (len(u), V))
+  token_B = np.asarray(distribution.sample(logp_BV, jnp.asarray(u), jnp.ones(len(u))))
+  assert (p[token_B] > 0).all()
+  upto = np.cumsum(p)
+  near = np.abs(upto[None] - u[:, None]).min(1) < 1e-5  # where rounding may decide
+  expected = np.minimum((upto[None] <= u[:, None]).sum(1), np.flatnonzero(p)[-1])
+  np.testing.assert_array_equal(token_B[~near], expected[~near])
+  assert (~near).sum() > 100
+
+
 def test_temperature_zero_takes_the_most_likely_token():
   logp_BV = jnp.log(jnp.array([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]]))
   keys = jax.random.split(jax.random.key(3), 2)
