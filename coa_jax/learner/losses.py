@@ -65,12 +65,9 @@ def token_logps(
       {"params": params}, hidden_BCD, output_DV.astype(cfg.dtype), method="logits"
     )
     allowed_BCV = constraint.allowed(grammar_BC) if constraint else None
-    logp_BCV = distribution.log_probs(
-      logits_BCV, temperature, truncation, allowed_BCV, target_BC
+    return distribution.taken_log_probs(
+      logits_BCV, target_BC, temperature, truncation, allowed_BCV
     )
-    logp_BC1 = jnp.take_along_axis(logp_BCV, target_BC[..., None], axis=-1)
-    entropy_BC = -jnp.sum(jnp.exp(logp_BCV) * logp_BCV, axis=-1)
-    return logp_BC1[..., 0], entropy_BC
 
   # What follows each token; the last of a row predicts nothing that is used.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)

@@ -70,7 +70,6 @@ def log_probs(
   temperature: jax.Array | float,
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
-  taken: jax.Array | None = None,
 ) -> jax.Array:
   """Log-probabilities over the last axis, in float32; -1e30 where the probability is 0.
 
@@ -80,20 +79,90 @@ def log_probs(
       distribution reported is that of temperature 1.
     truncation: leaves out unlikely tokens.
     allowed: bool [..., V], tokens that the grammar allows; all where None.
-    taken: [...], tokens that were drawn from this distribution: never left out by
-      truncation, where rounding in another program could.
   """
+  return jax.nn.log_softmax(_scores(logits, temperature, truncation, allowed))
+
+
+def taken_log_probs(
+  logits: jax.Array,
+  taken: jax.Array,
+  temperature: jax.Array | float,
+  truncation: Truncation = NO_TRUNCATION,
+  allowed: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Of tokens that were drawn: what `log_probs` has for them, without the rest.
+
+  Args:
+    logits: [..., V].
+    taken: [...], the tokens. Truncation never leaves them out, where rounding in
+      another program could.
+    temperature: as for `log_probs`.
+    truncation: as for `log_probs`.
+    allowed: as for `log_probs`.
+
+  Returns:
+    Their log-probabilities and the distribution's entropy (nats), both [...] in
+    float32; no gradient passes through the entropy.
+  """
+  scores = _scores(logits, temperature, truncation, allowed, taken)
+  shifted = jax.lax.stop_gradient(scores - scores.max(-1, keepdims=True))
+  e = jnp.exp(shifted)
+  total = e.sum(-1)
+  # Where the probability is 0, so is its product with a very negative score.
+  entropy = jnp.log(total) - jnp.sum(e * shifted, -1) / total
+  return _log_prob(scores, taken), entropy
+
+
+@jax.custom_vjp
+def _log_prob(scores: jax.Array, taken: jax.Array) -> jax.Array:
+  """log softmax(scores) at `taken`, [...], from two sums over the scores.
+
+  Its gradient, one-hot - softmax, is computed from the scores again: neither direction
+  writes an array of the scores' size but the gradient itself.
+  """
+  return _log_prob_forward(scores, taken)[0]
+
+
+def _log_prob_forward(scores: jax.Array, taken: jax.Array) -> tuple[jax.Array, tuple]:
+  top = scores.max(-1, keepdims=True)
+  shifted = scores - top
+  at_taken = jnp.where(_one_hot(scores, taken), shifted, 0.0).sum(-1)
+  total = jnp.exp(shifted).sum(-1)
+  return at_taken - jnp.log(total), (scores, taken, top, total)
+
+
+def _log_prob_backward(kept: tuple, g: jax.Array) -> tuple[jax.Array, None]:
+  scores, taken, top, total = kept
+  p = jnp.exp(scores - top) / total[..., None]
+  return g[..., None] * (_one_hot(scores, taken) - p), None
+
+
+_log_prob.defvjp(_log_prob_forward, _log_prob_backward)
+
+
+def _one_hot(scores: jax.Array, taken: jax.Array) -> jax.Array:
+  return jnp.arange(scores.shape[-1]) == taken[..., None]
+
+
+def _scores(
+  logits: jax.Array,
+  temperature: jax.Array | float,
+  truncation: Truncation,
+  allowed: jax.Array | None,
+  taken: jax.Array | None = None,
+) -> jax.Array:
+  """What the sampling distribution is the softmax of, float32 [..., V]."""
   t = jnp.asarray(temperature, jnp.float32)[..., None]
   logits = logits.astype(jnp.float32) / jnp.where(t > 0, t, 1.0)
   if allowed is not None:
     logits = jnp.where(allowed, logits, _NEVER)
-  logp = jax.nn.log_softmax(logits)
   if truncation == NO_TRUNCATION:
-    return logp
+    return logits
+  logp = jax.nn.log_softmax(logits)
   kept = _kept(jax.lax.stop_gradient(logp), truncation)
   if taken is not None:
-    kept |= jnp.arange(logp.shape[-1]) == taken[..., None]
-  return jax.nn.log_softmax(jnp.where(kept, logp, _NEVER))
+    kept |= _one_hot(logp, taken)
+  return jnp.where(kept, logp, _NEVER)
 
 
 def _kept(logp: jax.Array, truncation: Truncation) -> jax.Array:

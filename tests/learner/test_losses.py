@@ -128,11 +128,13 @@ def test_token_logps_are_the_models_at_the_temperature():
 def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monkeypatch):
   (batch,) = batching.batches(played(), 2, 112, ADVANTAGES)
   shape = (*batch.tokens_BT.shape, CFG.vocab_size)
-  real = distribution.log_probs
+  real = distribution.taken_log_probs
 
   def total(delta_BTV):
     with monkeypatch.context() as patch:
-      patch.setattr(distribution, "log_probs", lambda x, *a: real(x + delta_BTV, *a))
+      patch.setattr(
+        distribution, "taken_log_probs", lambda x, *a: real(x + delta_BTV, *a)
+      )
       return loss(losses.token_logps(CFG, toy.params(), batch)[0], batch)
 
   grad_BTV = np.asarray(jax.jit(jax.grad(total))(jnp.zeros(shape)))

@@ -121,11 +121,46 @@ def test_truncation_leaves_what_its_definition_says(changes: dict, t: float):
     )
 
 
+@pytest.mark.parametrize("t", [0.7, 1.0])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 4}, {"top_p": 0.8, "min_p": 0.01}])
+@pytest.mark.parametrize("limited", [False, True])
+def test_taken_tokens_have_the_log_probs_of_the_whole_distribution(t, changes, limited):
+  """Value, gradient and entropy; what is drawn has a probability."""
+  rng = np.random.default_rng(5)
+  logits = jnp.asarray(rng.normal(size=(3, 4, 11)) * 3, jnp.float32)
+  cut = distribution.Truncation(**changes)
+  allowed = jnp.asarray(rng.random((3, 4, 11)) < 0.6).at[..., 0].set(True)
+  given = (t, cut, allowed if limited else None)
+  logp = distribution.log_probs(logits, *given)
+  taken = jnp.argmax(logp, -1)
+  weight = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+
+  def whole(logits):
+    logp = distribution.log_probs(logits, *given)
+    return jnp.take_along_axis(logp, taken[..., None], -1)[..., 0]
+
+  def direct(logits):
+    return distribution.taken_log_probs(logits, taken, *given)[0]
+
+  np.testing.assert_array_equal(jax.jit(direct)(logits), jax.jit(whole)(logits))
+  grads = [
+    jax.grad(lambda x, f=f: jnp.sum(weight * f(x)))(logits) for f in (whole, direct)
+  ]
+  np.testing.assert_allclose(*grads, atol=1e-6)
+  assert np.abs(grads[0]).max() > 0.1
+  entropy = distribution.taken_log_probs(logits, taken, *given)[1]
+  p = np.exp(np.asarray(logp, np.float64))
+  expected = -np.where(p > 0, p * np.asarray(logp), 0).sum(-1)
+  np.testing.assert_allclose(entropy, expected, atol=1e-5)
+
+
 def test_a_drawn_token_is_never_truncated():
   logits = jnp.array([[3.0, 2.0, 1.0]])
   cut = distribution.Truncation(top_k=1)
-  out = distribution.log_probs(logits, 1.0, cut, taken=jnp.array([2]))
-  np.testing.assert_allclose(np.exp(out), jax.nn.softmax(jnp.array([[3.0, -1e9, 1.0]])))
+  logp, _ = distribution.taken_log_probs(logits, jnp.array([2]), 1.0, cut)
+  np.testing.assert_allclose(
+    np.exp(logp), jax.nn.softmax(jnp.array([3.0, 1.0]))[1:], rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("field", ["top_k", "top_p", "min_p"])
