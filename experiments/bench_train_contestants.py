@@ -64,9 +64,10 @@ def ours(work: Work) -> Train:
     for _ in range(steps):
       micro = [_batch(b) for b in work.micro_batches()]
       state, metrics = learner.step(state, micro, work.tokens, frozen)
-      values.append(metrics["loss"])
+      # Read at every step, as `sft.run` does: steps that queue would hold memory.
+      values.append(float(metrics["loss"]))
     jax.block_until_ready(state)
-    return [float(v) for v in values]
+    return values
 
   return train
 
