@@ -28,7 +28,11 @@ for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.
 DOORS = {
-  "tools_sandbox": {"coa_jax/rollout/toolbox.py", "coa_jax/tasks/rewards/code.py"},
+  "tools_sandbox": {
+    "coa_jax/rollout/toolbox.py",
+    "coa_jax/rollout/tools.py",
+    "coa_jax/tasks/rewards/code.py",
+  },
   "vllm": set(),  # lives in an environment of its own; spoken to over HTTP
   "torch": set(),
   "absl": set(),

@@ -18,7 +18,8 @@ from web_server import serve, within
 
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import ToolFault, Unavailable
-from tools_sandbox.retrieve import Retriever, make_app
+from tools_sandbox.retrieve import Retriever
+from tools_sandbox.retrieve_server import make_app
 
 PAGES = [
   {"id": "1", "title": "Ur", "text": "Ur is a city.\nIts capital is Uruk."},
@@ -160,7 +161,7 @@ def test_a_server_that_is_down_slow_or_refuses():
 def test_the_program_serves_and_stops(corpus: str):
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
-  command = [sys.executable, "-m", "tools_sandbox.retrieve"]
+  command = [sys.executable, "-m", "tools_sandbox.retrieve_server"]
   command += [f"--corpus={corpus}", f"--port={port}"]
   program = subprocess.Popen(command)
   try:
