@@ -39,9 +39,10 @@ DOORS = {
   "experiments": set(),
   "configs": set(),
 }
-# A child hides its environment and arguments from the program; a zygote is a program.
+# A child hides its environment and arguments from the program; the others are programs.
 PROCESS = {
   "tools_sandbox/child.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/extract.py": {"sys.argv"},
   "tools_sandbox/zygote.py": {"sys.argv"},
 }
 

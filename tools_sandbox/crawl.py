@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import importlib.util
 import re
 import time
 from collections.abc import Collection
@@ -85,10 +86,8 @@ class Crawler:
     Raises:
       ValueError: the extraction package is missing, or the key file cannot be used.
     """
-    try:
-      import trafilatura  # noqa: F401
-    except ImportError as e:
-      raise ValueError(f"crawl_page needs trafilatura and lxml_html_clean: {e}") from e
+    if importlib.util.find_spec("trafilatura") is None:
+      raise ValueError("crawl_page needs the package trafilatura")
     self._config = config
     self._fetcher = Fetcher(config.fetch, blocked)
     self._chat = None if config.summary is None else ChatModel(config.summary)
@@ -130,7 +129,8 @@ class Crawler:
       return max(0.01, deadline - time.monotonic())
 
     body = self._fetcher.get(url, left(), page.TYPES)
-    text = page.read_text(body, self._config.links)
+    # A part of what is left, so that a page that resists can still be given in plain.
+    text = page.read_text(body, self._config.links, 0.6 * left())
     if self._chat is None or len(text) <= self._config.page_chars:
       return page.excerpt(text, goal, self._config.page_chars)
     text = page.excerpt(text, goal, _SUMMARY_INPUT)

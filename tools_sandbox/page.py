@@ -7,10 +7,11 @@ characters, and lines are cut into pieces, so that no page is one line of a mega
 from __future__ import annotations
 
 import codecs
-import logging
+import html
 import re
 from collections.abc import Iterator
 
+from tools_sandbox.extract import main_text
 from tools_sandbox.faults import ToolFault
 from tools_sandbox.fetch import Body
 from tools_sandbox.search import Document, SearchIndex
@@ -23,6 +24,10 @@ TYPES = (
   "application/ld+json",
 )
 _HTML = ("text/html", "application/xhtml+xml")
+_NAME = re.compile(r"/?[A-Za-z0-9]{0,20}")
+_UNSEEN = ("script", "style", "noscript", "template", "svg", "head")
+_INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
+_TEXT = 500_000  # characters of a page that are searched
 _PIECE = 600  # characters of a paragraph, at most
 _GAP = "..."
 # Nothing printable is control; of formatting, what can hide or turn text around.
@@ -44,12 +49,13 @@ _BOMS = (
 )
 
 
-def read_text(body: Body, links: bool = False) -> str:
+def read_text(body: Body, links: bool = False, seconds: float = 5.0) -> str:
   """What a person would read on a page, as lines.
 
   Args:
     body: what was fetched.
     links: True to keep the targets of links, as markdown.
+    seconds: that the search for the main part may take; then all text is given.
 
   Raises:
     ToolFault: it is no text, or there is none on it.
@@ -57,7 +63,7 @@ def read_text(body: Body, links: bool = False) -> str:
   text = decode(body)
   head = text[:1024].lower()
   if body.content_type in _HTML or (not body.content_type and "<html" in head):
-    text = _main_text(text, links)
+    text = main_text(text, links, seconds) or strip_tags(text)
   lines = (" ".join(line.split()) for line in clean(text).splitlines())
   text = "\n".join(line for line in lines if line)
   if not text:
@@ -111,7 +117,7 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
   """
   if len(text) <= max_chars:
     return text
-  pieces = list(_pieces(text))
+  pieces = list(_pieces(text[:_TEXT]))
   order = [0]
   try:
     index = SearchIndex.build(Document(str(i), "", p) for i, p in enumerate(pieces))
@@ -161,18 +167,21 @@ def _codec(name: str) -> str | None:
   return codec if _CODEC.match(codec) else None
 
 
-def _main_text(html: str, links: bool) -> str:
-  """The main text of an HTML page, all its text where no main part is found."""
-  import trafilatura  # here, for only crawl_page needs it
-
-  logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # pages fill the log
-  if "<" not in html:
-    return html
-  html = html.replace("\x00", "")
-  try:
-    text = trafilatura.extract(
-      html, output_format="markdown", include_links=links, include_comments=False
-    )
-    return text or trafilatura.html2txt(html) or ""
-  except (RecursionError, ValueError, LookupError, AttributeError, TypeError) as e:
-    raise ToolFault(f"the page's markup cannot be read ({type(e).__name__})") from None
+def strip_tags(page: str) -> str:
+  """All text of an HTML page but scripts and styles; in linear time, whatever it is."""
+  first, *pieces = page.split("<")
+  out, skipping = [first], ""
+  for piece in pieces:
+    name = _NAME.match(piece)[0].lower()
+    if skipping:
+      if name != f"/{skipping}":
+        continue
+      skipping = ""
+    elif name in _UNSEEN:
+      skipping = name
+      continue
+    _, end, text = piece.partition(">")
+    if not end and not name:  # a lonely "<"
+      text = "<" + piece
+    out.append(text if name.strip("/") in _INLINE else "\n" + text)
+  return html.unescape("".join(out))
