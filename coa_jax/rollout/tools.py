@@ -45,6 +45,8 @@ class ToolsConfig:
     retriever: the URL of a Search-R1 `/retrieve` server that `wiki_search` asks, in
       place of the corpus.
     top_k: pages returned per search.
+    descriptions: tag -> what the prompt says of the tool, in place of the protocol's
+      own words; no tag and no newline in it.
     timeout_s: wall seconds one call may take.
     timeouts: the same for single tools, by tag, where it is another.
     grace_s: seconds beyond those after which a call without an answer is given up;
@@ -67,6 +69,7 @@ class ToolsConfig:
   corpus: str | None = None
   retriever: str | None = None
   top_k: int = 3
+  descriptions: dict[str, str] = dataclasses.field(default_factory=dict)
   timeout_s: float = 7.0
   timeouts: dict[str, float] = dataclasses.field(default_factory=dict)
   grace_s: float = 10.0
@@ -82,10 +85,13 @@ class ToolsConfig:
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    for field in ("tools", "timeouts", "mcp"):
+    for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
         if tool not in OPEN:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
+    for text in self.descriptions.values():
+      if not text.strip() or "\n" in text or roles.find_tag(text):
+        raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
     ours = set(self.tools) - set(self.mcp)
     if self.corpus is not None and self.retriever is not None:
       raise ValueError("wiki_search asks either a corpus or a retriever, not both")
@@ -101,6 +107,11 @@ class ToolsConfig:
       )
     if min(self.timeout_s, self.grace_s, *self.timeouts.values()) <= 0:
       raise ValueError("timeout_s and grace_s must be above 0")
+
+  @property
+  def told(self) -> dict[str, str]:
+    """Tag -> what the prompt says of it, "" for the protocol's words; in order."""
+    return {tool: self.descriptions.get(tool, "") for tool in self.tools}
 
 
 class Tool(Protocol):

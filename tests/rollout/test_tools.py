@@ -12,6 +12,7 @@ import ml_collections
 import pytest
 
 from coa_jax.config import ConfigError, section
+from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 
@@ -168,6 +169,8 @@ def test_an_mcp_server_answers_a_tag(config):
     ({"timeouts": {"telescope": 1.0}}, "timeouts: no tool 'telescope'"),
     ({"mcp": {"telescope": {"tool": "x", "url": "http://a"}}}, "mcp: no tool"),
     ({"mcp": {"code": {"tool": "x"}}}, "either a command or a url"),
+    ({"descriptions": {"code": "ends </code>"}}, "one line without a tag"),
+    ({"descriptions": {"cod": "x"}}, "descriptions: no tool"),
     ({"web": {"endpoint": "x"}}, "must start with http"),
     ({"web": {"endpont": "x"}}, "did you mean 'endpoint'"),
     ({"crawl": {"fetch": {"allow": ["loopback"]}}}, "loopback"),
@@ -177,6 +180,15 @@ def test_impossible_configs_are_refused(config, changes, words: str):
   with pytest.raises(ConfigError, match=words):
     values = {**config.tools.to_dict(), **changes}
     section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
+
+
+def test_a_description_reaches_the_prompt(config):
+  config.tools.descriptions = dict(web_search="ask for the weather; write a city")
+  tools = section(config, "tools", ToolsConfig)
+  variant = roles.get_variant("unified").with_tools(tools.told)
+  text = prompts.instructions(variant)
+  assert "ask for the weather; write a city." in text
+  assert "search the web" not in text and "run a Python program" in text
 
 
 def test_what_a_tool_needs_is_looked_for_first(config, tmp_path):
