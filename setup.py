@@ -40,8 +40,8 @@ setuptools.setup(
     "gpu": ["jax[cuda13]>=0.10"],
     # Into an environment of its own (experiments/README.md); spoken to over HTTP.
     "vllm": ["vllm>=0.32"],
-    # Tools of MCP servers (config.tools.mcp).
-    "mcp": ["mcp>=1.10"],
+    # Tools of MCP servers (config.tools.mcp); its clients speak to older servers too.
+    "mcp": ["mcp>=2.0"],
     "dev": [
       "hypothesis>=6.100",
       "ipykernel>=6.29",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import zlib
 
@@ -328,3 +331,32 @@ def test_limits_that_make_no_sense_are_refused():
   for wrong in ({"max_bytes": 0}, {"max_redirects": -1}, {"allow": ("localhost",)}):
     with pytest.raises(ValueError):
       FetchConfig(**wrong)
+
+
+def test_tls_is_checked_against_the_name_though_the_address_is_connected_to(
+  server, tmp_path
+):
+  if shutil.which("openssl") is None:
+    pytest.skip("openssl makes the certificate")
+  key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+  command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=good.test"
+  command += f" -addext subjectAltName=DNS:good.test -keyout {key} -out {cert}"
+  subprocess.run(command.split(), check=True, capture_output=True)
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  context.load_cert_chain(cert, key)
+  names: list[str] = []
+  context.sni_callback = lambda _, name, __: names.append(name)
+  server.socket = context.wrap_socket(server.socket, server_side=True)
+  server.actions["/"] = lambda r: r.send(b"hi")
+
+  def here(name, port, **_):
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+  fetcher = Fetcher(LIMITS, resolve=here)
+  url = f"https://good.test:{server.port}/"
+  with pytest.raises(ToolFault, match=r"cannot be reached.*self.signed"):
+    fetcher.get(url, 5.0, TYPES)
+  fetcher._tls.load_verify_locations(cert)
+  assert fetcher.get(url, 5.0, TYPES).data == b"hi" and set(names) == {"good.test"}
+  with pytest.raises(ToolFault, match=r"cannot be reached.*[Hh]ostname"):
+    fetcher.get(url.replace("good", "evil"), 5.0, TYPES)
