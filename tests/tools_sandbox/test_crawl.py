@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from web_server import serve, within
 
@@ -249,3 +252,32 @@ def test_configs_that_make_no_sense_are_refused():
   for wrong in (("x", "m"), ("http://x", ""), ("http://x", "m", None, 0)):
     with pytest.raises(ValueError):
       ChatConfig(*wrong)
+
+
+MARKUP = st.lists(
+  st.sampled_from(
+    ["<", ">", "</", "<script>", "</script", "<p", "&lt;", "&#0;", "\n", "x "]
+  )
+  | st.text(max_size=5)
+).map("".join)
+
+
+@hypothesis.given(MARKUP, st.text(max_size=20), st.integers(64, 200))
+def test_any_text_is_cleaned_and_fits(text: str, goal: str, most: int):
+  plain = page.clean(page.strip_tags(text))
+  assert len(page.excerpt(plain, goal, most)) <= most or len(plain) <= most
+  assert not set(plain) & {"\x00", "\u202e", "\x1b"}
+
+
+@hypothesis.given(st.binary(max_size=300), st.text(max_size=12))
+def test_any_bytes_are_text_or_the_pages_fault(data: bytes, charset: str):
+  with contextlib.suppress(ToolFault):
+    assert page.read_text(body(data, charset=charset)).strip()
+
+
+@hypothesis.given(st.text() | MARKUP.map("http://a/".__add__))
+def test_any_call_is_urls_or_the_models_fault(content: str):
+  with contextlib.suppress(BadCall):
+    urls, _ = parse_call(content)
+    assert urls and len(set(urls)) == len(urls)
+    assert all(u.lower().startswith(("http://", "https://")) for u in urls)

@@ -7,6 +7,8 @@ import io
 import json
 import os
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from web_server import serve
 
@@ -93,6 +95,15 @@ def test_headers_are_read_from_the_bytes(kind: str, more):
 )
 def test_what_is_no_image_is_none(data: bytes):
   assert read_header(data) is None
+
+
+HEADS = [b"\xff\xd8\xff", b"RIFFxxxxWEBPVP8X", b"RIFFxxxxWEBPVP8L\x00\x00\x00\x00\x2f"]
+
+
+@hypothesis.given(st.sampled_from([*HEADS, b"GIF89a", b""]), st.binary(max_size=99))
+def test_any_bytes_are_an_image_with_a_size_or_none(head: bytes, rest: bytes):
+  image = read_header(head + rest)
+  assert image is None or min(image.width, image.height) > 0
 
 
 @pytest.mark.parametrize("where", ["file", "url"])
