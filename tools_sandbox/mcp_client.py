@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import re
 import threading
-import time
 from typing import Any
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.page import clean
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+
+_END_S = 5.0  # that a server may take to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _Session:
     self.client, self.ended = client, False
     self._loop = loop
     self._greeted: concurrent.futures.Future[bool] = concurrent.futures.Future()
-    self._leave = asyncio.Event()
+    self._leave, self._left = asyncio.Event(), threading.Event()
     self._task = asyncio.run_coroutine_threadsafe(self._live(), loop)
 
   async def _live(self) -> None:
@@ -213,6 +213,7 @@ class _Session:
       pass  # whoever calls meets the error there
     finally:
       self.ended = True
+      self._left.set()
       if not self._greeted.done():
         self._greeted.set_result(False)
 
@@ -224,13 +225,14 @@ class _Session:
       return False
 
   def end(self) -> None:
-    """Leaves the session; a server on stdio is ended with it."""
-    self._loop.call_soon_threadsafe(self._leave.set)
-    with contextlib.suppress(Exception, concurrent.futures.CancelledError):
-      deadline = time.monotonic() + 5.0
-      if self._greeted.done():
-        self._task.result(max(0.0, deadline - time.monotonic()))
-    self._task.cancel()
+    """Leaves the session, and waits until a server on stdio has ended with it."""
+    if self._greeted.done():
+      self._loop.call_soon_threadsafe(self._leave.set)
+    else:
+      self._task.cancel()
+    if not self._left.wait(_END_S):
+      self._task.cancel()
+      self._left.wait(_END_S)
 
 
 def _text(content: list[Any]) -> str:

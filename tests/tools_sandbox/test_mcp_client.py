@@ -117,15 +117,19 @@ def test_the_server_has_none_of_our_environment_and_ends_with_us(monkeypatch):
       time.sleep(0.05)
 
 
-def test_servers_that_are_not_there():
+def test_servers_that_are_not_there(tmp_path):
+  note = "import os, time; open({!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+  silent = note.format(str(tmp_path / "pid"))
   for where in (
     {"url": "http://127.0.0.1:1/mcp"},
     {"command": ("/no/such/program",)},
     {"command": (sys.executable, "-c", "print('hello')")},
-    {"command": (sys.executable, "-c", "import time; time.sleep(60)")},
+    {"command": (sys.executable, "-c", silent)},
   ):
     with pytest.raises(Unavailable, match="does not start or greet"):
       McpTool(McpConfig("x", **where, start_s=1.5))
+  with pytest.raises(ProcessLookupError):  # it is not left behind
+    os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_a_tool_that_is_not_there_is_named(where):
