@@ -14,9 +14,11 @@ setuptools.setup(
     "absl-py>=2.1",
     "bm25s>=0.2.10",
     "flax>=0.12",
+    "httpcore>=1.0",
     "httpx>=0.27",
     "jax>=0.10",
     "jinja2>=3.1",
+    "lxml_html_clean>=0.4",
     "math-verify>=0.8",
     "matplotlib>=3.9",
     "ml-collections>=1.0",
@@ -29,6 +31,7 @@ setuptools.setup(
     "starlette>=0.40",
     "sympy>=1.13",
     "tokenizers>=0.20",
+    "trafilatura>=2.0",
     "transformers>=5.0",
     "uvicorn>=0.30",
   ],
@@ -37,6 +40,8 @@ setuptools.setup(
     "gpu": ["jax[cuda13]>=0.10"],
     # Into an environment of its own (experiments/README.md); spoken to over HTTP.
     "vllm": ["vllm>=0.32"],
+    # Tools of MCP servers (config.tools.mcp); its clients speak to older servers too.
+    "mcp": ["mcp>=2.0"],
     "dev": [
       "hypothesis>=6.100",
       "ipykernel>=6.29",

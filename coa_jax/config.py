@@ -28,8 +28,8 @@ def section(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T:
   """Reads `config[name]` into the dataclass `cls`.
 
   Lists become tuples; an int is accepted where a float is asked for; a field that is
-  itself a dataclass is read from a section inside. Fields that the config leaves out
-  take the dataclass's defaults.
+  itself a dataclass, or a dict of them, is read from sections inside. Fields that the
+  config leaves out take the dataclass's defaults.
 
   Raises:
     ConfigError: a field is unknown (the nearest known one is named), missing, or of
@@ -129,6 +129,10 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
   if isinstance(value, ml_collections.ConfigDict):
     value = value.to_dict()
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+  for kind in kinds:
+    _, *of = typing.get_args(kind) if typing.get_origin(kind) is dict else (None,)
+    if isinstance(value, dict) and of:
+      return {k: _typed(v, of[0], f"{where}.{k}") for k, v in value.items()}
   kinds = tuple(typing.get_origin(k) or k for k in kinds)
   for kind in kinds:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):

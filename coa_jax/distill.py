@@ -114,7 +114,7 @@ def run(
   check_sections(config, ("tasks", "tools", "teacher", "filters", teacher.brain))
   tools = section(config, "tools", ToolsConfig)
   filters = section(config, "filters", FiltersConfig)
-  variant = get_variant(teacher.variant).with_tools(tools.tools)
+  variant = get_variant(teacher.variant).with_tools(tools.told)
   limits = TeamConfig(
     max_turns=teacher.max_turns,
     max_calls=teacher.max_calls,

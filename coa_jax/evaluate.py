@@ -74,7 +74,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   vllm = optional(config, "vllm", VllmConfig)
-  player = Player(cfg, tokenizer, rollout, tools.tools, layout, vllm)
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm)
   player.check(tasks)
   workdir = own_folder(workdir)
   claim(config, workdir)

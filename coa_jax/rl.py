@@ -182,7 +182,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   _check_rows(cfg, algo, rollout, layout)
   vllm = optional(config, "vllm", VllmConfig)
-  player = Player(cfg, tokenizer, rollout, tools.tools, layout, vllm)
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm)
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
   claim(config, own)

@@ -46,7 +46,7 @@ def open_team(
   load = section(config, "model", LoadConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  player = Player(cfg, tokenizer, rollout, tools.tools, layout)
+  player = Player(cfg, tokenizer, rollout, tools.told, layout)
   _, params = load_model(config.init, load, layout)
   with (
     Toolbox(tools) as toolbox,

@@ -28,16 +28,21 @@ for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.
 DOORS = {
-  "tools_sandbox": {"coa_jax/rollout/toolbox.py", "coa_jax/tasks/rewards/code.py"},
+  "tools_sandbox": {
+    "coa_jax/rollout/toolbox.py",
+    "coa_jax/rollout/tools.py",
+    "coa_jax/tasks/rewards/code.py",
+  },
   "vllm": set(),  # lives in an environment of its own; spoken to over HTTP
   "torch": set(),
   "absl": set(),
   "experiments": set(),
   "configs": set(),
 }
-# A child hides its environment and arguments from the program; a zygote is a program.
+# A child hides its environment and arguments from the program; the others are programs.
 PROCESS = {
   "tools_sandbox/child.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/extract.py": {"sys.argv"},
   "tools_sandbox/zygote.py": {"sys.argv"},
 }
 

@@ -1,4 +1,7 @@
-"""Sandbox: the one door to this package. In process; HTTP will keep its shape."""
+"""The one door to this package: `Sandbox`, and the tools that need no sandbox.
+
+In process; HTTP will keep its shape.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,36 @@ import tempfile
 from collections.abc import Sequence
 
 from tools_sandbox import pool, search, wire
+from tools_sandbox.crawl import CrawlConfig, Crawler
+from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.mcp_client import McpConfig, McpTool
+from tools_sandbox.retrieve import Retriever
 from tools_sandbox.search import Document, Hit
+from tools_sandbox.vision import Inspector, VisionConfig
+from tools_sandbox.web_search import BLOCKED, WebConfig, WebSearch
 from tools_sandbox.wire import Limits, Result, Verdict
 
-__all__ = ["Document", "Hit", "Limits", "Result", "Sandbox", "Verdict"]
+__all__ = [
+  "BLOCKED",
+  "BadCall",
+  "CrawlConfig",
+  "Crawler",
+  "Document",
+  "Hit",
+  "Inspector",
+  "Limits",
+  "McpConfig",
+  "McpTool",
+  "Result",
+  "Retriever",
+  "Sandbox",
+  "ToolFault",
+  "Unavailable",
+  "Verdict",
+  "VisionConfig",
+  "WebConfig",
+  "WebSearch",
+]
 
 
 class Sandbox:

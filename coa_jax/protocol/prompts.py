@@ -25,7 +25,7 @@ _ROLE_TEXT = {
 _TOOL_TEXT = {
   "wiki_search": "search an encyclopaedia; write the query",
   "web_search": "search the web; write the query",
-  "crawl_page": "read web pages; write URLs, separated by |",
+  "crawl_page": "read web pages; write URLs, separated by |, and what you look for",
   "code": "run a Python program and read what it prints; write one ```py block, then, "
   "if the program reads standard input, one ```sh block that holds it",
   "visual_inspector": "ask about an image; write a ```json block with file_path and "
@@ -50,7 +50,7 @@ def instructions(variant: Variant, style: str = "full") -> str:
     return ""
   lines = ["Solve the task by writing spans, one function at a time.", "", "Functions:"]
   for name in (*variant.roles, *variant.tools):
-    text = _ROLE_TEXT.get(name) or _TOOL_TEXT[name]
+    text = _ROLE_TEXT.get(name) or variant.told.get(name) or _TOOL_TEXT[name]
     lines.append(f"- {roles.wrap(name, '...')}: {text}.")
   lines.append(
     f"After each tool call its result appears in {roles.wrap(roles.OBSERVATION, '...')}"

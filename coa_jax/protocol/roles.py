@@ -73,6 +73,7 @@ class Variant:
       grades are optional, and count when they are written.
     max_plans: the most `plan` spans a trajectory may hold, or None for no limit.
     min_calls: the fewest tool calls of a well-formed trajectory.
+    told: tool -> what the prompt says of it, where it is not what `prompts` says.
   """
 
   name: str
@@ -84,6 +85,7 @@ class Variant:
   graded: bool = False
   max_plans: int | None = None
   min_calls: int = 0
+  told: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def tags(self) -> tuple[str, ...]:
@@ -98,9 +100,14 @@ class Variant:
   def with_tools(self, tools: Iterable[str]) -> Variant:
     """The variant left with only these of its tools.
 
+    Args:
+      tools: their tags; a mapping also says what the prompt tells of each, "" for what
+        it tells of that tag anyway.
+
     Raises:
       ValueError: the variant has no such tool.
     """
+    told = dict(tools) if isinstance(tools, Mapping) else {}
     tools = tuple(tools)
     for tool in tools:
       if tool not in self.tools:
@@ -112,6 +119,7 @@ class Variant:
     return dataclasses.replace(
       self,
       tools=tools,
+      told={tool: text for tool, text in told.items() if text},
       follows=follows,
       think_required=self.think_required - gone,
       think_allowed=self.think_allowed - gone,

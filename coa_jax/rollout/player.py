@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ class Player:
     model: QwenConfig,
     tokenizer: Tokenizer,
     config: RolloutConfig,
-    tools: Sequence[str],
+    tools: Iterable[str],
     layout: Layout | None = None,
     vllm: VllmConfig | None = None,
   ):

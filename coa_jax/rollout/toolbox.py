@@ -1,4 +1,4 @@
-"""The tools of one run behind one call: the only door to `tools_sandbox`.
+"""The tools of one run behind one call: who calls them, and until when.
 
 A `Toolbox` turns the content of a tool span into a `ToolCall`: it refuses malformed
 calls in words that a model can act on, runs the others, and says whose fault a failure
@@ -9,7 +9,8 @@ answered by then is answered for (the tool's fault) and given up: its thread, wh
 nothing can end, takes no place from others. Only programs wait for places, for they
 use the machine's cores, and that wait is on no call's clock. What a tool raises is the
 infrastructure's fault: whatever a model can bring about is a result, so an exception
-says that the tool is broken, and that must not be scored as a wrong answer.
+says that the tool is broken, and that must not be scored as a wrong answer. Which tools
+there are, and what they need, is in `tools`.
 """
 
 from __future__ import annotations
@@ -21,59 +22,14 @@ import math
 import threading
 import time
 
-from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
-from tools_sandbox.client import Sandbox, Verdict
+from coa_jax.rollout.tools import Tool, ToolsConfig, open_tool, run_tool
+from tools_sandbox.client import Sandbox
 
 _WITH_PLACES = "code"  # the tool that uses cores: its calls wait for places
 _CLOSE_S = 2.0  # what `close` waits for calls that the sandbox does not end
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolsConfig:
-  """Config section `tools`.
-
-  Attributes:
-    tools: tags of the tools a policy may call; of `wiki_search` and `code`.
-    corpus: JSON-lines pages that `wiki_search` searches (rows of id, title, text).
-    top_k: pages returned per search.
-    timeout_s: wall seconds one call may take.
-    grace_s: seconds beyond those after which a call without an answer is given up;
-      long enough for a sandbox process to start on a busy machine.
-    memory_mb: memory one program may use, in MiB.
-    workers: programs that run at once; other tools run as they are called. A program
-      that sleeps keeps its place, so give more places than there are cores.
-    max_hung: calls given up and still running at which the tools count as down.
-    max_chars: a result is cut to this many characters (head and tail are kept);
-      `rollout.observation_tokens` says how much of it a policy reads.
-    enabled: False answers every call with "tools are off": what a model can do alone.
-  """
-
-  tools: tuple[str, ...] = ("wiki_search", "code")
-  corpus: str | None = None
-  top_k: int = 3
-  timeout_s: float = 7.0
-  grace_s: float = 10.0
-  memory_mb: int = 1024
-  workers: int = 2
-  max_hung: int = 64
-  max_chars: int = 16384
-  enabled: bool = True
-
-  def __post_init__(self):
-    for tool in self.tools:
-      if tool not in _RUNNERS:
-        raise ValueError(f"tools: no tool {tool!r}; there are {', '.join(_RUNNERS)}")
-    if "wiki_search" in self.tools and self.corpus is None:
-      raise ValueError("corpus: wiki_search needs the path of a JSON-lines corpus")
-    if min(self.top_k, self.workers, self.max_hung) < 1 or self.max_chars < 64:
-      raise ValueError(
-        "top_k, workers and max_hung must be at least 1, max_chars at least 64"
-      )
-    if self.timeout_s <= 0 or self.grace_s <= 0:
-      raise ValueError("timeout_s and grace_s must be above 0")
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,16 +55,26 @@ class Toolbox:
   """Runs tool calls; use as a context manager, or call `close`. Thread-safe."""
 
   def __init__(self, config: ToolsConfig):
-    """Opens the sandbox and, where `wiki_search` is asked for, its index.
+    """Opens the sandbox, the corpus's index where a tool searches it, and the tools.
 
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or malformed; the message
-        names file, line and field.
+        names file, line and field. Or a tool's key, folder or server is not there.
     """
     self.config = config
-    corpus = config.corpus if "wiki_search" in config.tools else None
+    searches = {"wiki_search", "web_search"} & set(config.tools) - set(config.mcp)
     # A slot starts no process before it is used; those of hung calls are not missed.
-    self._sandbox = Sandbox(slots=config.workers + config.max_hung, corpus=corpus)
+    self._sandbox = Sandbox(
+      slots=config.workers + config.max_hung,
+      corpus=config.corpus if searches else None,
+    )
+    self._tools: dict[str, Tool] = {}
+    try:
+      for name in config.tools if config.enabled else ():
+        self._tools[name] = open_tool(name, config, self._sandbox)
+    except BaseException:
+      self._close_tools()
+      raise
     self._changed = threading.Condition()
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
@@ -133,8 +99,13 @@ class Toolbox:
       self._closed = True
       self._start_waiting()
       self._changed.notify_all()
-    self._sandbox.close()
+    self._close_tools()
     self._watcher.join(_CLOSE_S)
+
+  def _close_tools(self) -> None:
+    self._sandbox.close()
+    for tool in self._tools.values():
+      tool.close()
 
   @property
   def hung(self) -> int:
@@ -156,7 +127,8 @@ class Toolbox:
       future never raises, cannot be cancelled, and is done by the call's deadline.
       `seconds` of the call counts from when it began to run.
     """
-    call = _Call(name, arguments, min(seconds, self.config.timeout_s))
+    limit = self.config.timeouts.get(name, self.config.timeout_s)
+    call = _Call(name, arguments, min(seconds, limit))
     call.future.set_running_or_notify_cancel()
     refusal = self._refusal(name, arguments)
     if refusal is not None:
@@ -182,14 +154,16 @@ class Toolbox:
       arguments: well-formed content of its span.
       seconds: that it may take; past `grace_s` more nobody waits for it.
     """
-    return _RUNNERS[name](self._sandbox, arguments, self.config, seconds)
+    return run_tool(self._tools[name], arguments, seconds)
 
   def _refusal(self, name: str, arguments: str) -> tuple[CallStatus, str] | None:
     if not self.config.enabled:
       return CallStatus.TOOL, "tools are off"
     if name not in self.config.tools:
       return CallStatus.MODEL, f"error: no tool {name}"
-    fault = content_fault(name, arguments)
+    # What an MCP server takes is its own matter.
+    role = "" if name in self.config.mcp else name
+    fault = content_fault(role, arguments)
     return None if fault is None else (CallStatus.MODEL, f"error: {fault}")
 
   def _start_waiting(self) -> None:
@@ -259,48 +233,6 @@ class Toolbox:
         self._wake = min((c.deadline for c in self._running), default=math.inf)
         wait = None if self._wake == math.inf else max(0.0, self._wake - now)
         self._changed.wait(wait)
-
-
-def _search(
-  sandbox: Sandbox, query: str, config: ToolsConfig, seconds: float
-) -> tuple[CallStatus, str]:
-  del seconds  # it computes for less than milliseconds
-  hits = sandbox.search(query.strip(), config.top_k)
-  if not hits:
-    return CallStatus.OK, "no result"
-  pages = []
-  for hit in hits:
-    title, text = hit.document.title, hit.document.text
-    pages.append(text if text.startswith(title) else f"{title}: {text}")
-  if config.top_k == 1:
-    return CallStatus.OK, pages[0]
-  return CallStatus.OK, "\n".join(f"{i}. {p}" for i, p in enumerate(pages, 1))
-
-
-def _code(
-  sandbox: Sandbox, body: str, config: ToolsConfig, seconds: float
-) -> tuple[CallStatus, str]:
-  call = roles.parse_code(body)
-  assert call is not None  # content_fault has refused every other body
-  result = sandbox.run(
-    call.program,
-    call.stdin,
-    timeout_s=seconds,
-    memory_mb=config.memory_mb,
-  )
-  out = result.stdout.strip()
-  if result.verdict == Verdict.OK:
-    return CallStatus.OK, out or "no output; print what you want to see"
-  if result.verdict == Verdict.INFRASTRUCTURE:
-    return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
-  if result.verdict == Verdict.TIMEOUT:
-    return CallStatus.TOOL, f"{out}\nerror: stopped after {seconds:.3g} s".strip()
-  if result.verdict == Verdict.MEMORY:
-    return CallStatus.TOOL, f"{out}\nerror: more than {config.memory_mb} MB".strip()
-  return CallStatus.MODEL, f"{out}\nerror: {result.stderr.strip()}".strip()
-
-
-_RUNNERS = {"wiki_search": _search, "code": _code}
 
 
 def _cut(text: str, limit: int) -> str:

@@ -1,0 +1,243 @@
+"""The tools a policy may call, by tag: their config, and what opens each.
+
+To add a tool, write a function under its tag in `OPEN`, or an entry of `tools.mcp`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import CallStatus
+from tools_sandbox.client import (
+  BLOCKED,
+  BadCall,
+  CrawlConfig,
+  Crawler,
+  Hit,
+  Inspector,
+  McpConfig,
+  McpTool,
+  Retriever,
+  Sandbox,
+  ToolFault,
+  Unavailable,
+  Verdict,
+  VisionConfig,
+  WebConfig,
+  WebSearch,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolsConfig:
+  """Config section `tools`.
+
+  Attributes:
+    tools: tags of the tools a policy may call.
+    corpus: JSON-lines pages that `wiki_search` searches (rows of id, title, text), and
+      `web_search` where `web` names no endpoint.
+    retriever: the URL of a Search-R1 `/retrieve` server that `wiki_search` asks, in
+      place of the corpus.
+    top_k: pages returned per search.
+    descriptions: tag -> what the prompt says of the tool, in place of the protocol's
+      own words; no tag and no newline in it.
+    timeout_s: wall seconds one call may take.
+    timeouts: the same for single tools, by tag, where it is another.
+    grace_s: seconds beyond those after which a call without an answer is given up;
+      long enough for a sandbox process to start on a busy machine.
+    memory_mb: memory one program may use, in MiB.
+    workers: programs that run at once; other tools run as they are called. A program
+      that sleeps keeps its place, so give more places than there are cores.
+    max_hung: calls given up and still running at which the tools count as down.
+    max_chars: a result is cut to this many characters (head and tail are kept);
+      `rollout.observation_tokens` says how much of it a policy reads.
+    enabled: False answers every call with "tools are off": what a model can do alone.
+    blocked: domains that no tool shows or reads, against leaked benchmarks.
+    web: how `web_search` searches.
+    crawl: how `crawl_page` reads.
+    vision: how `visual_inspector` looks; it needs an endpoint.
+    mcp: tag -> the tool of an MCP server that answers it, in place of ours.
+  """
+
+  tools: tuple[str, ...] = ("wiki_search", "code")
+  corpus: str | None = None
+  retriever: str | None = None
+  top_k: int = 3
+  descriptions: dict[str, str] = dataclasses.field(default_factory=dict)
+  timeout_s: float = 7.0
+  timeouts: dict[str, float] = dataclasses.field(default_factory=dict)
+  grace_s: float = 10.0
+  memory_mb: int = 1024
+  workers: int = 2
+  max_hung: int = 64
+  max_chars: int = 16384
+  enabled: bool = True
+  blocked: tuple[str, ...] = BLOCKED
+  web: WebConfig = dataclasses.field(default_factory=WebConfig)
+  crawl: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
+  vision: VisionConfig | None = None
+  mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    for field in ("tools", "descriptions", "timeouts", "mcp"):
+      for tool in getattr(self, field):
+        if tool not in OPEN:
+          raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
+    for text in self.descriptions.values():
+      if not text.strip() or "\n" in text or roles.find_tag(text):
+        raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
+    ours = set(self.tools) - set(self.mcp)
+    if self.corpus is not None and self.retriever is not None:
+      raise ValueError("wiki_search asks either a corpus or a retriever, not both")
+    if "wiki_search" in ours and self.corpus is None and self.retriever is None:
+      raise ValueError("corpus: wiki_search needs the path of a JSON-lines corpus")
+    if "web_search" in ours and self.corpus is None and self.web.endpoint is None:
+      raise ValueError("web: web_search needs web.endpoint, or a corpus to be offline")
+    if "visual_inspector" in ours and self.vision is None:
+      raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
+    if min(self.top_k, self.workers, self.max_hung) < 1 or self.max_chars < 64:
+      raise ValueError(
+        "top_k, workers and max_hung must be at least 1, max_chars at least 64"
+      )
+    if min(self.timeout_s, self.grace_s, *self.timeouts.values()) <= 0:
+      raise ValueError("timeout_s and grace_s must be above 0")
+
+  @property
+  def told(self) -> dict[str, str]:
+    """Tag -> what the prompt says of it, "" for the protocol's words; in order."""
+    return {tool: self.descriptions.get(tool, "") for tool in self.tools}
+
+
+class Tool(Protocol):
+  """A tool that is ready for calls, from several threads at once."""
+
+  def __call__(self, content: str, seconds: float) -> str | tuple[CallStatus, str]:
+    """The result of a call; BadCall, ToolFault or Unavailable says what went wrong."""
+    ...
+
+  def close(self) -> None:
+    """Frees what it holds."""
+    ...
+
+
+class _WikiSearch:
+  """Searches the corpus, or asks the retriever."""
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    self._k, self._sandbox = config.top_k, sandbox
+    self._remote = None if config.retriever is None else Retriever(config.retriever)
+
+  def __call__(self, content: str, seconds: float) -> str:
+    query = content.strip()
+    if self._remote is None:  # it computes for less than milliseconds
+      return self._text(self._sandbox.search(query, self._k))
+    return self._text(self._remote.search(query, self._k, seconds))
+
+  def _text(self, hits: list[Hit]) -> str:
+    if not hits:
+      return "no result"
+    pages = []
+    for hit in hits:
+      title, text = hit.document.title, hit.document.text
+      pages.append(text if text.startswith(title) else f"{title}: {text}")
+    if self._k == 1:
+      return pages[0]
+    return "\n".join(f"{i}. {p}" for i, p in enumerate(pages, 1))
+
+  def close(self) -> None:
+    if self._remote is not None:
+      self._remote.close()
+
+
+class _Code:
+  """Runs programs."""
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    self._memory_mb, self._sandbox = config.memory_mb, sandbox
+
+  def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:
+    call = roles.parse_code(content)
+    assert call is not None  # content_fault has refused every other body
+    result = self._sandbox.run(
+      call.program,
+      call.stdin,
+      timeout_s=seconds,
+      memory_mb=self._memory_mb,
+    )
+    out = result.stdout.strip()
+    if result.verdict == Verdict.OK:
+      return CallStatus.OK, out or "no output; print what you want to see"
+    if result.verdict == Verdict.INFRASTRUCTURE:
+      return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
+    if result.verdict == Verdict.TIMEOUT:
+      return CallStatus.TOOL, f"{out}\nerror: stopped after {seconds:.3g} s".strip()
+    if result.verdict == Verdict.MEMORY:
+      return CallStatus.TOOL, f"{out}\nerror: more than {self._memory_mb} MB".strip()
+    return CallStatus.MODEL, f"{out}\nerror: {result.stderr.strip()}".strip()
+
+  def close(self) -> None:
+    """Nothing: the sandbox is closed with the toolbox."""
+
+
+def _web_search(config: ToolsConfig, sandbox: Sandbox) -> Tool:
+  return WebSearch(config.web, config.blocked, sandbox.search)
+
+
+def _crawl_page(config: ToolsConfig, sandbox: Sandbox) -> Tool:
+  del sandbox
+  return Crawler(config.crawl, config.blocked)
+
+
+def _visual_inspector(config: ToolsConfig, sandbox: Sandbox) -> Tool:
+  del sandbox
+  assert config.vision is not None  # ToolsConfig has refused it
+  return Inspector(config.vision, config.blocked)
+
+
+OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
+  "wiki_search": _WikiSearch,
+  "code": _Code,
+  "web_search": _web_search,
+  "crawl_page": _crawl_page,
+  "visual_inspector": _visual_inspector,
+}
+
+
+def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool:
+  """The tool behind a tag; close it after use.
+
+  Raises:
+    ValueError: what it needs is not there: a key, a folder, a package, a server.
+  """
+  try:
+    if name in config.mcp:
+      return McpTool(config.mcp[name])
+    return OPEN[name](config, sandbox)
+  except (ValueError, Unavailable) as e:
+    raise ValueError(f"tool {name}: {e}") from e
+
+
+def run_tool(tool: Tool, content: str, seconds: float) -> tuple[CallStatus, str]:
+  """Makes a call, and says whose fault a failure is.
+
+  Args:
+    tool: an open tool.
+    content: of the call's span, well-formed as far as the protocol goes.
+    seconds: that it may take.
+  """
+  try:
+    result = tool(content, seconds)
+  except BadCall as e:
+    return CallStatus.MODEL, f"error: {e}"
+  except ToolFault as e:
+    return CallStatus.TOOL, f"error: {e}"
+  except Unavailable as e:
+    _log.warning("a tool is down: %s", e)
+    return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
+  return result if isinstance(result, tuple) else (CallStatus.OK, result)

@@ -1,0 +1,283 @@
+"""Text out of pages, whatever they are made of, and the part that serves a goal."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from web_server import serve, within
+
+pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
+
+from tools_sandbox import page
+from tools_sandbox.chat import ChatConfig
+from tools_sandbox.crawl import CrawlConfig, Crawler, parse_call
+from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.fetch import Body, FetchConfig, Fetcher
+
+FETCH = FetchConfig(max_bytes=500_000, allow=("127.0.0.1/32",))
+ARTICLE = """<!doctype html><html><head><title>Ur</title>
+<script>document.write("injected by script")</script>
+<style>p {{ color: red }}</style></head>
+<body><nav><a href="/a">Home</a> <a href="/b">About us</a></nav>
+<article><h1>The city of Ur</h1>
+<p>Ur was an important Sumerian city in ancient Mesopotamia, near the coast.</p>
+<p>The {} was excavated by Leonard Woolley between 1922 and 1934 for the museum.</p>
+<p>See also <a href="https://example.com/uruk">the city of Uruk</a> in the north.</p>
+</article><footer>Cookies and privacy</footer>
+<script>alert("more script")</script></body></html>"""
+
+
+@pytest.fixture
+def server():
+  with serve() as running:
+    yield running
+
+
+def crawl(server, content="{}/", seconds=10.0, **changes) -> str:
+  crawler = Crawler(CrawlConfig(**{"fetch": FETCH, **changes}))
+  try:
+    return crawler(content.replace("{}", server.url), seconds)
+  finally:
+    crawler.close()
+
+
+def body(data: bytes, kind="text/plain", charset="") -> Body:
+  return Body("http://a/", kind, charset, data, False)
+
+
+def test_the_main_text_without_scripts_and_menus(server):
+  server.actions["/"] = lambda r: r.send(ARTICLE.format("ziggurat").encode())
+  text = crawl(server)
+  assert "Leonard Woolley between 1922 and 1934" in text and "ziggurat" in text
+  for junk in ("script", "injected", "alert", "color: red", "https://example.com"):
+    assert junk not in text
+  assert "https://example.com/uruk" in crawl(server, links=True)
+
+
+@pytest.mark.parametrize(
+  ("content", "urls", "goal"),
+  [
+    ("http://a/x", ["http://a/x"], ""),
+    (" http://a/x | https://b/y\n", ["http://a/x", "https://b/y"], ""),
+    ("http://a/x|http://a/x", ["http://a/x"], ""),
+    ("http://a/x, who built it?", ["http://a/x"], "who built it?"),
+    ("[the page](http://a/x) when", ["http://a/x"], "the page when"),
+    ("HTTPS://A/x", ["HTTPS://A/x"], ""),
+  ],
+)
+def test_calls_are_urls_and_a_goal(content, urls, goal):
+  assert parse_call(content) == (urls, goal)
+
+
+@pytest.mark.parametrize(
+  "content", ["x", "a.org/b", "file:///etc/passwd", "http://a | ftp://b", "http://"]
+)
+def test_calls_without_a_url_are_the_models_fault(content: str):
+  with pytest.raises(BadCall, match="http"):
+    parse_call(content)
+
+
+def test_a_goal_chooses_paragraphs_of_a_long_page(server):
+  lines = [f"Paragraph {n} speaks of nothing in particular." for n in range(2000)]
+  lines[1234] = "The ziggurat was built by king Ur-Nammu."
+  server.actions["/"] = lambda r: r.send("\n".join(lines).encode(), "text/plain")
+  text = crawl(server, "{}/ who built the ziggurat", page_chars=500)
+  assert len(text) <= 500 and "Ur-Nammu" in text
+  assert text.startswith("Paragraph 0 ") and "\n...\n" in text
+  alone = crawl(server, page_chars=500)  # no goal: its beginning
+  assert "Paragraph 5 " in alone and "Ur-Nammu" not in alone and len(alone) <= 500
+
+
+def test_pages_of_one_call_come_in_order_and_fail_alone(server):
+  server.actions["/a"] = lambda r: (
+    server.stopped.wait(0.2),
+    r.send(b"first", "text/plain"),
+  )
+  server.actions["/b"] = lambda r: r.send(b"second", "text/plain")
+  text = crawl(server, "{}/a | {}/none | {}/b")
+  assert text.index("first") < text.index("status 404") < text.index("second")
+  assert f"Page 3 [{server.url}/b]\nsecond" in text
+  with pytest.raises(ToolFault, match="status 404"):
+    crawl(server, "{}/none | {}/no")
+  with pytest.raises(BadCall, match="at most 2 pages"):
+    crawl(server, "{}/1 {}/2 {}/3", max_pages=2)
+
+
+def test_several_slow_pages_share_one_deadline(server):
+  server.actions["/"] = lambda r: r.drip(b"x")
+  in_time = within(2.5)
+  with pytest.raises(ToolFault, match="within"):
+    crawl(server, "{}/?a {}/?b {}/?c", seconds=0.5)
+  in_time()
+
+
+WORD = "na\u00efve \u6771\u4eac " * 50
+
+
+@pytest.mark.parametrize(
+  ("data", "charset"),
+  [
+    (WORD.encode(), ""),
+    (WORD.encode(), "utf-8"),
+    (WORD.encode(), "ascii"),  # lies
+    (WORD.encode(), "utf-16"),
+    (WORD.encode(), "no-such-charset"),
+    (WORD.encode("utf-16"), ""),
+    (WORD.encode("utf-8-sig"), "iso-8859-1"),
+    (b'<meta charset="utf-8">' + WORD.encode(), ""),
+  ],
+)
+def test_encodings_are_found_when_headers_lie(data: bytes, charset: str):
+  assert page.decode(body(data, charset=charset)).count("\u00efve") == 50
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["zip", "base64", "idna", "punycode", "utf-7", "rot13", "a\x00b", "\u00e9"],
+)
+def test_codecs_that_are_no_encodings_are_not_used(name: str):
+  assert page.decode(body(rb"\x41 aGk=", charset=name)) == r"\x41 aGk="
+
+
+def test_old_encodings_by_header_and_by_trial():
+  assert page.decode(body("\u041c\u0438\u0440".encode("cp1251"), charset="cp1251")) == (
+    "\u041c\u0438\u0440"
+  )
+  assert page.decode(body("caf\u00e9 na\u00efve".encode("cp1252"))).startswith(
+    "caf\u00e9"
+  )
+
+
+@pytest.mark.parametrize(
+  "data", [bytes(range(256)) * 40, b"\x7fELF" + bytes(5000), b"\x89PNG\r\n\x1a\n" * 99]
+)
+def test_bytes_that_are_called_text_and_are_not(data: bytes):
+  with pytest.raises(ToolFault, match="no text"):
+    page.read_text(body(data))
+
+
+def test_what_cannot_be_seen_is_removed():
+  text = page.read_text(
+    body("a\x00b\x1b[31m c\u202ed\u200be\ufefff\r\n\x0c\n g".encode())
+  )
+  assert text == "ab[31m cdef\ng"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "text/html"])
+def test_a_line_of_a_megabyte_is_cut_into_pieces(kind: str):
+  text = page.read_text(body(b"word " * 200_000, kind))
+  cut = page.excerpt(text, "word", 1000)
+  assert 500 < len(cut) <= 1000
+  assert len(page.excerpt("x" * 300_000, "x", 1000)) <= 1000
+  assert len(page.excerpt("? " * 30_000, "goal", 1000)) <= 1000
+  assert len(page.excerpt("?" * 30_000, "goal", 64)) <= 64
+
+
+HOSTILE = {
+  "deep": b"<div>" * 60_000 + b"text",
+  "open": b"<" * 400_000,
+  "attributes": b"<p " + b"a='1' " * 70_000 + b">text</p>",
+  "entity": b"&" * 200_000 + b"#x0;&#xD800;&#0;" * 1000,
+  "tables": b"<table><tr><td>" * 8_000 + b"text",
+  "links": b"<a href='x'>y</a>" * 20_000,
+  "unclosed comment": b"<p>text</p><!--" + b"-" * 400_000,
+  "cdata": b"<![CDATA[" + b"]" * 400_000,
+  "nulls": b"<html>\x00<body>\x00<p>" + b"\x00te\x00xt " * 9_000 + b"</p>",
+  "paragraphs": b"<p>some text of one sentence, and a comma.</p>" * 9_000,
+  "lists": b"<ul><li>item" * 20_000,
+  "classes": b"".join(b"<div class='c%d comment'>t</div>" % i for i in range(14_000)),
+  "inline": b"<article>" + b"<p>Some <a href='x'>link</a>, <b>bold</b>.\n" * 11_000,
+  "entities": b"<!DOCTYPE x [<!ENTITY a 'aa'><!ENTITY b '&a;&a;'>]><p>&b;</p>",
+  "file entity": b"<!DOCTYPE x [<!ENTITY a SYSTEM '/etc/passwd'>]><p>&a; hello</p>",
+}
+
+
+def test_text_without_its_tags():
+  page_ = "a <b>b</b>c<script>if (1 < 2) x</script><p>d &lt; e</p>1 < 2<STYLE>s"
+  assert page.strip_tags(page_).split() == ["a", "bc", "d", "<", "e", "1", "<", "2"]
+  assert page.strip_tags("<" * 9 + "<p").strip("<") == "\n"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_markup_ends_in_time_as_text_or_the_pages_fault(server, name: str):
+  server.actions["/"] = lambda r: r.send(HOSTILE[name])
+  in_time = within(6)
+  try:
+    text = crawl(server, seconds=4.0)
+  except ToolFault:
+    text = ""
+  in_time()
+  assert len(text) <= 4000 and "root:" not in text and "\x00" not in text
+
+
+def test_a_model_summarises_when_there_is_one(server):
+  server.actions["/"] = lambda r: r.send(b"line of text\n" * 3000, "text/plain")
+  server.actions["/v1/chat/completions"] = lambda r: r.send_json(
+    {"choices": [{"message": {"content": "a \x00summary"}}]}
+  )
+  chat = ChatConfig(server.url + "/v1", "tiny")
+  assert crawl(server, "{}/ my goal", summary=chat) == "a summary"
+  asked = server.requests[-1].json
+  assert asked["model"] == "tiny" and "Goal: my goal" in asked["messages"][1]["content"]
+  assert len(asked["messages"][1]["content"]) < 50_000
+  server.actions["/"] = lambda r: r.send(b"short", "text/plain")
+  assert crawl(server, summary=chat) == "short" and len(server.requests) == 3
+
+
+@pytest.mark.parametrize("status", [401, 404, 500, 200])
+def test_a_summariser_that_is_down_is_not_the_pages_fault(server, status: int):
+  server.actions["/"] = lambda r: r.send(b"line of text\n" * 3000, "text/plain")
+  server.actions["/v1/chat/completions"] = lambda r: r.send_json({}, status)
+  with pytest.raises(Unavailable, match="the chat endpoint"):
+    crawl(server, summary=ChatConfig(server.url + "/v1", "m"), seconds=1.0)
+
+
+def test_no_network_is_not_the_pages_fault(monkeypatch):
+  def down(*_, **__):
+    raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+  monkeypatch.setattr(Fetcher.__init__, "__defaults__", ((), down))
+  with pytest.raises(Unavailable):
+    Crawler(CrawlConfig())("http://a.test/ http://b.test/", 2.0)
+
+
+def test_configs_that_make_no_sense_are_refused():
+  for cls, wrong in ((CrawlConfig, {"max_pages": 0}), (CrawlConfig, {"page_chars": 1})):
+    with pytest.raises(ValueError):
+      cls(**wrong)
+  for wrong in (("x", "m"), ("http://x", ""), ("http://x", "m", None, 0)):
+    with pytest.raises(ValueError):
+      ChatConfig(*wrong)
+
+
+MARKUP = st.lists(
+  st.sampled_from(
+    ["<", ">", "</", "<script>", "</script", "<p", "&lt;", "&#0;", "\n", "x "]
+  )
+  | st.text(max_size=5)
+).map("".join)
+
+
+@hypothesis.given(MARKUP, st.text(max_size=20), st.integers(64, 200))
+def test_any_text_is_cleaned_and_fits(text: str, goal: str, most: int):
+  plain = page.clean(page.strip_tags(text))
+  assert len(page.excerpt(plain, goal, most)) <= most or len(plain) <= most
+  assert not set(plain) & {"\x00", "\u202e", "\x1b"}
+
+
+@hypothesis.given(st.binary(max_size=300), st.text(max_size=12))
+def test_any_bytes_are_text_or_the_pages_fault(data: bytes, charset: str):
+  with contextlib.suppress(ToolFault):
+    assert page.read_text(body(data, charset=charset)).strip()
+
+
+@hypothesis.given(st.text() | MARKUP.map("http://a/".__add__))
+def test_any_call_is_urls_or_the_models_fault(content: str):
+  with contextlib.suppress(BadCall):
+    urls, _ = parse_call(content)
+    assert urls and len(set(urls)) == len(urls)
+    assert all(u.lower().startswith(("http://", "https://")) for u in urls)

@@ -1,0 +1,362 @@
+"""What a fetch reaches and what it survives, against a real server on loopback."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import zlib
+
+import pytest
+from web_server import serve, within
+
+from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.fetch import FetchConfig, Fetcher, is_public
+
+HERE = ("127.0.0.1/32",)
+LIMITS = FetchConfig(max_bytes=100_000, max_redirects=3, allow=HERE)
+TYPES = ("text/",)
+
+
+@pytest.fixture
+def server():
+  with serve() as running:
+    yield running
+
+
+def get(server, path="/", seconds=5.0, config=LIMITS, **more):
+  return Fetcher(config, **more).get(server.url + path, seconds, TYPES)
+
+
+def fails(server, words: str, fault=ToolFault, **more):
+  with pytest.raises(fault, match=words):
+    get(server, **more)
+
+
+def test_a_page_comes_back_with_what_its_header_says(server):
+  server.actions["/"] = lambda r: r.send(b"hi", 'Text/HTML; charset="UTF-8"; x=1')
+  body = get(server, "/?q=a%20b")
+  assert (body.data, body.content_type, body.charset) == (b"hi", "text/html", "utf-8")
+  assert body.url == server.url + "/?q=a%20b" and not body.truncated
+  (request,) = server.requests
+  assert request.headers["User-Agent"] == "coa-jax" and "Cookie" not in request.headers
+  assert request.headers["Host"] == f"127.0.0.1:{server.port}"
+
+
+PRIVATE = """
+127.0.0.1 127.8.9.1 0.0.0.0 10.0.0.1 172.16.3.4 192.168.1.1 169.254.169.254 100.64.0.1
+100.100.100.200 192.0.0.192 168.63.129.16 198.18.0.1 224.0.0.1 240.0.0.1
+255.255.255.255 ::1 :: fe80::1 fe80::1%lo fc00::1 fd00:ec2::254 ff02::1
+::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::7f00:1 2002:7f00:1:: 2001:0:7f00:1::
+2001:db8::1
+"""
+
+
+@pytest.mark.parametrize("address", PRIVATE.split())
+def test_addresses_that_are_not_public(address: str):
+  assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.216.34", "2606:4700::1111"])
+def test_addresses_that_are(address: str):
+  assert is_public(address) and is_public("::ffff:1.1.1.1")
+
+
+@pytest.mark.parametrize(
+  "host", ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001"]
+)
+def test_loopback_is_not_reached_by_any_of_its_names(server, host: str):
+  """Not even when a server that may be reached redirects there."""
+  server.actions["/secret"] = lambda r: r.send(b"secret")
+  url = f"http://{host}:{server.port}/secret"
+  fetcher = Fetcher(FetchConfig(allow=("127.0.0.2/32",)))
+  with serve("127.0.0.2") as outside:
+    outside.actions["/"] = lambda r: r.raw(302, Location=url, Content_Length="0")
+    for asked in (url, outside.url + "/"):
+      with pytest.raises(ToolFault, match="may not be connected"):
+        fetcher.get(asked, 5.0, TYPES)
+  assert len(outside.requests) == 1 and not server.requests
+
+
+def test_a_name_that_answers_differently_the_second_time(server):
+  """DNS rebinding: a public address for the check, a private one for the connection."""
+  answers = ["93.184.216.34", "127.0.0.1", "127.0.0.1"]
+  asked, connected = [], []
+
+  def rebinding(name, port, **kw):
+    asked.append(name)
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
+
+  server.actions["/"] = lambda r: r.send(b"secret")
+  fetcher = Fetcher(FetchConfig(), resolve=rebinding)
+  real = socket.create_connection
+  with pytest.MonkeyPatch.context() as patch:
+
+    def connect(address, *args, **kw):
+      connected.append(address[0])
+      if address[0].startswith("93."):
+        raise ConnectionRefusedError
+      return real(address, *args, **kw)
+
+    patch.setattr(socket, "create_connection", connect)
+    with pytest.raises(ToolFault):
+      fetcher.get("http://rebind.test:8080/", 2.0, TYPES)
+    with pytest.raises(ToolFault, match="may not be connected"):
+      fetcher.get("http://rebind.test:8080/", 2.0, TYPES)
+  assert asked == ["rebind.test"] * 2 and connected == ["93.184.216.34"]
+  assert not server.requests
+
+
+def test_only_the_allowed_addresses_of_a_name_are_tried(server):
+  def both(name, port, **kw):
+    found = ("10.0.0.1", "127.0.0.1")
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in found]
+
+  server.actions["/"] = lambda r: r.send(b"hi")
+  url = f"http://both.test:{server.port}/"
+  assert Fetcher(LIMITS, resolve=both).get(url, 2.0, TYPES).data == b"hi"
+
+
+def test_odd_ports_of_public_addresses_are_not_connected_to():
+  for port in (22, 25, 6379, 11211):
+    with pytest.raises(ToolFault, match="may not be connected"):
+      Fetcher(FetchConfig()).get(f"http://1.1.1.1:{port}/", 1.0, TYPES)
+
+
+@pytest.mark.parametrize(
+  "url",
+  [
+    "",
+    "x",
+    "file:///etc/passwd",
+    "ftp://a/",
+    "gopher://127.0.0.1/",
+    "http://",
+    "http://user:pass@127.0.0.1/",
+    "http://a\r\nX: y/",
+    "http://[::1",
+    "http://a:99999/",
+    "http://" + "a" * 3000,
+    "data:text/html,x",
+    "//127.0.0.1/",
+  ],
+)
+def test_what_is_no_url_is_the_models_fault(url: str):
+  with pytest.raises(BadCall, match="not a URL"):
+    Fetcher(LIMITS).get(url, 1.0, TYPES)
+
+
+@pytest.mark.parametrize(
+  "to", ["file:///etc/passwd", "http://u:p@h/", "http://h:0/", "\x01"]
+)
+def test_a_redirect_to_what_is_no_url_is_the_servers(server, to: str):
+  server.actions["/"] = lambda r: r.raw(302, Location=to, Content_Length="0")
+  fails(server, "not a URL|status 404")
+
+
+def test_redirects_are_followed_and_loops_end(server):
+  for n, status in enumerate((301, 302, 307)):
+    server.actions[f"/{n}"] = lambda r, n=n, s=status: r.raw(
+      s, Location=f"/{n + 1}", Content_Length="0"
+    )
+  server.actions["/3"] = lambda r: r.send(b"end")
+  assert get(server, "/0").url.endswith("/3")
+  server.actions["/3"] = lambda r: r.raw(308, Location="/3", Content_Length="0")
+  fails(server, "more than 3 redirects", path="/3")
+
+
+def test_blocked_domains_are_not_asked_even_after_a_redirect(server):
+  fails(server, "blocked", blocked=("0.0.1",))  # suffixes count by whole labels
+  server.actions["/"] = lambda r: r.raw(302, Location="http://Sub.Leak.org./x")
+  fails(server, "sub.leak.org. is blocked", blocked=("leak.org",))
+  server.actions["/"] = lambda r: r.send(b"hi")
+  assert get(server, blocked=(".0.1x", "27.0.0.1")).data == b"hi"
+
+
+@pytest.mark.parametrize("where", ["head", "status", "body", "chunked", "redirects"])
+def test_a_slow_drip_ends_at_the_deadline(server, where: str):
+  def head(r):
+    r.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    r.drip(b"X-A: b\r\n")
+
+  def status(r):
+    r.wfile.write(b"HTTP/1.1 ")
+    r.drip(b"2")
+
+  def body(r):
+    r.raw(Content_Length="100000")
+    r.drip(b"x")
+
+  def chunked(r):
+    r.raw(Transfer_Encoding="chunked")
+    r.drip(b"1\r\nx\r\n")
+
+  def redirects(r):
+    server.stopped.wait(0.4)
+    r.raw(302, Location="/", Content_Length="0")
+
+  server.actions["/"] = locals()[where]
+  in_time = within(2.0)
+  fails(server, "within 0.6 s|redirects", seconds=0.6)
+  in_time()
+
+
+def test_a_server_that_never_answers(server):
+  server.actions["/"] = lambda r: server.stopped.wait(5)
+  in_time = within(1.5)
+  fails(server, "within 0.3 s", seconds=0.3)
+  in_time()
+
+
+def test_a_name_server_that_never_answers():
+  stop = threading.Event()
+  fetcher = Fetcher(LIMITS, resolve=lambda *_, **__: stop.wait(5))
+  in_time = within(1.5)
+  with pytest.raises(ToolFault, match="within"):
+    fetcher.get("http://slow.test/", 0.3, TYPES)
+  in_time()
+  stop.set()
+
+
+@pytest.mark.parametrize("bomb", ["gzip", "deflate", "gzip of nothing"])
+def test_a_bomb_is_not_unpacked(server, bomb: str):
+  if bomb == "gzip":
+    data = gzip.compress(bytes(200_000_000), 1)
+  elif bomb == "deflate":
+    data = zlib.compress(bytes(50_000_000))
+  else:  # blocks without content: bytes go in, none come out
+    data = gzip.compress(b"")[:10] + b"\x00\x00\x00\xff\xff" * 200_000
+  encoding = bomb.split()[0]
+  server.actions["/"] = lambda r: r.send(data, Content_Encoding=encoding)
+  body = get(server)
+  assert body.truncated and len(body.data) in (0, LIMITS.max_bytes)
+
+
+def test_an_endless_body_is_left(server):
+  def endless(r):
+    r.raw(Transfer_Encoding="chunked")
+    while not server.stopped.is_set():
+      r.wfile.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+
+  server.actions["/"] = endless
+  body = get(server)
+  assert body.truncated and len(body.data) == 100_000
+
+
+@pytest.mark.parametrize(
+  ("headers", "data", "words"),
+  [
+    (b"Content-Length: 500", b"short", "does not speak HTTP"),
+    (b"Content-Length: -5", b"x", "does not speak HTTP"),
+    (b"Content-Length: x", b"x", "does not speak HTTP"),
+    (b"Transfer-Encoding: chunked", b"zz\r\nhello", "does not speak HTTP"),
+    (b"Content-Encoding: gzip\r\nContent-Length: 5", b"plain", "not packed"),
+    (b"Content-Encoding: br\r\nContent-Length: 1", b"x", "'br' was not asked"),
+    (b"Content-Encoding: gzip, gzip\r\nContent-Length: 1", b"x", "was not asked"),
+    (b"X: " + b"y" * 300_000, b"", "does not speak HTTP"),
+    (b"no colon here", b"", "does not speak HTTP"),
+  ],
+)
+def test_servers_that_lie_about_the_body(server, headers, data, words):
+  def lie(r):
+    kind = b"Content-Type: text/html\r\n"
+    r.wfile.write(b"HTTP/1.1 200 OK\r\n" + kind + headers + b"\r\n\r\n" + data)
+
+  server.actions["/"] = lie
+  fails(server, words)
+
+
+def test_a_length_that_is_too_small_cuts(server):
+  def lie(r):
+    r.raw(Content_Length="2")
+    r.wfile.write(b"hello")
+
+  server.actions["/"] = lie
+  assert get(server).data == b"he"
+
+
+@pytest.mark.parametrize(
+  "junk", [b"", b"\x00\xff" * 50, b"SSH-2.0-x\r\n", b"HTTP/9 x\r\n"]
+)
+def test_servers_that_do_not_speak_http(server, junk: bytes):
+  server.actions["/"] = lambda r: r.wfile.write(junk)
+  fails(server, "does not speak HTTP|cannot be reached")
+
+
+def test_types_and_statuses_that_are_refused(server):
+  server.actions["/"] = lambda r: r.send(b"x", "application/octet-stream")
+  fails(server, "'application/octet-stream' cannot be read")
+  server.actions["/"] = lambda r: r.send(b"x", None)
+  assert get(server).content_type == ""
+  for status in (204, 206, 304, 403, 404, 500, 503):
+    server.actions["/"] = lambda r, s=status: r.send(b"x", status=s)
+    fails(server, f"status {status}")
+  server.actions["/"] = lambda r: r.raw(302, Content_Length="0")  # leads nowhere
+  fails(server, "status 302")
+
+
+def test_nobody_listens_and_no_such_host():
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  with pytest.raises(ToolFault, match="cannot be reached"):
+    Fetcher(LIMITS).get(f"http://127.0.0.1:{port}/", 2.0, TYPES)
+
+  def none(*_, **__):
+    raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+  with pytest.raises(ToolFault, match=r"no host nowhere\.test"):
+    Fetcher(LIMITS, resolve=none).get("http://nowhere.test/", 2.0, TYPES)
+
+
+def test_a_name_server_that_is_down_is_the_infrastructures_fault():
+  def down(*_, **__):
+    raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+  with pytest.raises(Unavailable, match="no name server"):
+    Fetcher(LIMITS, resolve=down).get("http://a.test/", 2.0, TYPES)
+
+  def theirs(name, port, **_):  # only the page's own name server is down
+    if name != "example.com":
+      raise socket.gaierror(socket.EAI_AGAIN, "try again")
+    return []
+
+  with pytest.raises(ToolFault, match="no host"):
+    Fetcher(LIMITS, resolve=theirs).get("http://a.test/", 2.0, TYPES)
+
+
+def test_limits_that_make_no_sense_are_refused():
+  for wrong in ({"max_bytes": 0}, {"max_redirects": -1}, {"allow": ("localhost",)}):
+    with pytest.raises(ValueError):
+      FetchConfig(**wrong)
+
+
+def test_tls_is_checked_against_the_name_though_the_address_is_connected_to(
+  server, tmp_path
+):
+  if shutil.which("openssl") is None:
+    pytest.skip("openssl makes the certificate")
+  key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+  command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=good.test"
+  command += f" -addext subjectAltName=DNS:good.test -keyout {key} -out {cert}"
+  subprocess.run(command.split(), check=True, capture_output=True)
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  context.load_cert_chain(cert, key)
+  names: list[str] = []
+  context.sni_callback = lambda _, name, __: names.append(name)
+  server.socket = context.wrap_socket(server.socket, server_side=True)
+  server.actions["/"] = lambda r: r.send(b"hi")
+
+  def here(name, port, **_):
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+  fetcher = Fetcher(LIMITS, resolve=here)
+  url = f"https://good.test:{server.port}/"
+  with pytest.raises(ToolFault, match=r"cannot be reached.*self.signed"):
+    fetcher.get(url, 5.0, TYPES)
+  fetcher._tls.load_verify_locations(cert)
+  assert fetcher.get(url, 5.0, TYPES).data == b"hi" and set(names) == {"good.test"}
+  with pytest.raises(ToolFault, match=r"cannot be reached.*[Hh]ostname"):
+    fetcher.get(url.replace("good", "evil"), 5.0, TYPES)

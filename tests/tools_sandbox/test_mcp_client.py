@@ -1,0 +1,152 @@
+"""Tools of a real MCP server, over stdio and over HTTP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from web_server import within
+
+pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
+
+from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.mcp_client import McpConfig, McpTool
+
+SERVER = str(pathlib.Path(__file__).with_name("mcp_server.py"))
+STDIO = (sys.executable, SERVER)
+
+
+@pytest.fixture(scope="module")
+def url():
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  quiet = subprocess.DEVNULL
+  program = subprocess.Popen([*STDIO, "--http", str(port)], stderr=quiet, stdout=quiet)
+  deadline = time.monotonic() + 30
+  while True:
+    try:
+      socket.create_connection(("127.0.0.1", port), 1).close()
+      break
+    except OSError:
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+  yield f"http://127.0.0.1:{port}/mcp"
+  program.kill()
+  program.wait()
+
+
+@pytest.fixture(params=["stdio", "http"])
+def where(request) -> dict:
+  """How the server is reached."""
+  if request.param == "http":
+    return {"url": request.getfixturevalue("url")}
+  return {"command": STDIO}
+
+
+@contextlib.contextmanager
+def tool(name: str, where: dict, **more):
+  one = McpTool(McpConfig(name, **where, **more))
+  try:
+    yield one
+  finally:
+    one.close()
+
+
+def test_a_plain_call_and_a_json_call(where):
+  with tool("weather", where) as weather:
+    assert weather.description == "The weather of a city."
+    for call in (" Ur ", '{"city": "Ur"}', '```json\n{"city": "Ur"}\n```'):
+      assert weather(call, 10.0) == "rain in Ur[0m"  # control characters are gone
+  with tool("add", where) as add:
+    assert add('{"a": 2, "b": 40}', 10.0) == "42"
+    with pytest.raises(BadCall, match="a JSON object with a, b"):
+      add("2 40", 10.0)
+
+
+def test_a_tool_that_fails_is_the_tools_fault(where):
+  with tool("fail", where) as fail, pytest.raises(ToolFault):
+    fail("on purpose", 10.0)
+  with tool("add", where) as add, pytest.raises((BadCall, ToolFault)):
+    add('{"a": "x"}', 10.0)
+
+
+def test_a_slow_tool_is_given_up_and_the_session_goes_on(where):
+  with tool("sleep", where) as sleep:
+    in_time = within(4.0)
+    with pytest.raises(ToolFault, match="no answer within"):
+      sleep("60", 0.5)
+    in_time()
+    assert sleep("0", 10.0) == "awake"
+
+
+def test_calls_overlap(where):
+  with tool("sleep", where) as sleep:
+    in_time = within(3.0)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+      assert list(pool.map(lambda _: sleep("0.5", 10.0), range(8))) == ["awake"] * 8
+    in_time()
+
+
+def test_a_server_that_dies_is_infrastructure_and_starts_again():
+  with tool("die", {"command": STDIO}) as die:
+    in_time = within(30.0)
+    for _ in range(2):
+      with pytest.raises(Unavailable):
+        die("3", 8.0)
+    in_time()
+
+
+def test_the_server_has_none_of_our_environment_and_ends_with_us(monkeypatch):
+  monkeypatch.setenv("SECRET_KEY", "sk-1")
+  with tool("environment", {"command": STDIO}) as environment:
+    assert environment("SECRET_KEY", 10.0) == "not set"
+  with tool("pid", {"command": STDIO}) as pid:
+    number = int(pid("{}", 10.0))
+    os.kill(number, 0)
+  deadline = time.monotonic() + 10
+  with pytest.raises(ProcessLookupError):
+    while time.monotonic() < deadline:
+      os.kill(number, 0)
+      time.sleep(0.05)
+
+
+def test_servers_that_are_not_there(tmp_path):
+  note = "import os, time; open({!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+  silent = note.format(str(tmp_path / "pid"))
+  for where in (
+    {"url": "http://127.0.0.1:1/mcp"},
+    {"command": ("/no/such/program",)},
+    {"command": (sys.executable, "-c", "print('hello')")},
+    {"command": (sys.executable, "-c", silent)},
+  ):
+    with pytest.raises(Unavailable, match="does not start or greet"):
+      McpTool(McpConfig("x", **where, start_s=1.5))
+  with pytest.raises(ProcessLookupError):  # it is not left behind
+    os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_tool_that_is_not_there_is_named(where):
+  with pytest.raises(ValueError, match=r"no tool 'telescope' there"):
+    McpTool(McpConfig("telescope", **where))
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"tool": "x"},
+    {"tool": "", "url": "http://a"},
+    {"tool": "x", "url": "a"},
+    {"tool": "x", "url": "http://a", "command": ("b",)},
+    {"tool": "x", "url": "http://a", "start_s": 0.0},
+  ],
+)
+def test_configs_that_make_no_sense_are_refused(wrong):
+  with pytest.raises(ValueError):
+    McpConfig(**wrong)

@@ -1,0 +1,172 @@
+"""The /retrieve API over loopback: our client and our server, together and apart."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+import uvicorn
+from web_server import serve, within
+
+from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import ToolFault, Unavailable
+from tools_sandbox.retrieve import Retriever
+from tools_sandbox.retrieve_server import make_app
+
+PAGES = [
+  {"id": "1", "title": "Ur", "text": "Ur is a city.\nIts capital is Uruk."},
+  {"id": "2", "title": 'The "Nile"', "text": "A river in Egypt."},
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+  path = tmp_path_factory.mktemp("corpus") / "pages.jsonl"
+  path.write_text("".join(json.dumps(page) + "\n" for page in PAGES))
+  return str(path)
+
+
+@pytest.fixture(scope="module")
+def url(corpus: str):
+  """A running server of the corpus, in a thread."""
+  with Sandbox(corpus=corpus) as sandbox, contextlib.ExitStack() as stack:
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    config = uvicorn.Config(make_app(sandbox), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+      time.sleep(0.01)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@contextlib.contextmanager
+def retriever(url: str, **more):
+  client = Retriever(url, **more)
+  try:
+    yield client
+  finally:
+    client.close()
+
+
+@pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
+def test_the_client_gets_what_the_index_finds(url: str, corpus: str, path: str):
+  with retriever(url + path) as client, Sandbox(corpus=corpus) as sandbox:
+    for query in ("capital of Ur", "nile", "zzz", "a city", ""):
+      assert client.search(query, 2, 5.0) == sandbox.search(query, 2)
+
+
+def test_the_server_speaks_search_r1(url: str):
+  body = {"queries": ["nile", "zzz"], "topk": 1, "return_scores": True}
+  first, none = httpx.post(url + "/retrieve", json=body).json()["result"]
+  document = {"id": "2", "contents": '"The "Nile""\nA river in Egypt.'}
+  assert none == [] and first == [{"document": document, "score": first[0]["score"]}]
+  body = {"queries": ["nile"]}
+  assert httpx.post(url + "/retrieve", json=body).json() == {"result": [[document]]}
+  assert httpx.get(url + "/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+  ("body", "words"),
+  [
+    (b"{", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[]", "not an object"),
+    (b"{}", "queries must be"),
+    (b'{"queries": "x"}', "queries must be"),
+    (b'{"queries": [1]}', "queries must be"),
+    (b'{"queries": ["x"], "topk": 0}', "topk must be"),
+    (b'{"queries": ["x"], "topk": true}', "topk must be"),
+    (b'{"queries": ["x"], "topk": 1e9}', "topk must be"),
+    (json.dumps({"queries": ["x"] * 513}).encode(), "at most 512"),
+  ],
+)
+def test_the_server_says_what_is_wrong_with_a_request(url: str, body, words: str):
+  reply = httpx.post(url + "/retrieve", content=body)
+  assert reply.status_code == 400 and words in reply.json()["error"]
+
+
+def test_the_server_refuses_floods_and_other_paths(url: str):
+  reply = httpx.post(url + "/retrieve", content=b" " * 1_000_001)
+  assert reply.status_code == 413
+  assert httpx.get(url + "/retrieve").status_code == 405
+  assert httpx.get(url + "/").status_code == 404
+
+
+def test_many_ask_at_once(url: str):
+  with retriever(url) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(lambda _: client.search("nile", 1, 20.0), range(100)))
+  assert all(f[0].document.id == "2" for f in found)
+
+
+def test_servers_without_scores_and_with_other_contents_are_read():
+  bare = [{"contents": '"T"\nbody'}, {"id": 7, "contents": "no line end"}]
+  with serve() as server, retriever(server.url) as client:
+    server.actions["/retrieve"] = lambda r: r.send_json({"result": [bare]})
+    first, second = client.search("x", 5, 5.0)
+    assert (first.document.title, first.document.text, first.score) == ("T", "body", 0)
+    assert (second.document.id, second.document.title) == ("7", "no line end")
+    assert len(client.search("x", 1, 5.0)) == 1
+
+
+@pytest.mark.parametrize(
+  "reply",
+  [
+    [],
+    {},
+    {"result": 5},
+    {"result": []},
+    {"result": [[], []]},
+    {"result": [[5]]},
+    {"result": [[{}]]},
+    {"result": [[{"contents": 5}]]},
+    {"result": [[{"document": {"contents": "a"}, "score": "x"}]]},
+  ],
+)
+def test_json_of_another_kind_is_the_servers_fault(reply):
+  with serve() as server, retriever(server.url) as client:
+    server.actions["/retrieve"] = lambda r: r.send_json(reply)
+    with pytest.raises(Unavailable, match="not a /retrieve result"):
+      client.search("x", 1, 2.0)
+
+
+def test_a_server_that_is_down_slow_or_refuses():
+  in_time = within(8.0)
+  down = pytest.raises(Unavailable, match="ConnectError")
+  with retriever("http://127.0.0.1:1", retries=1) as client, down:
+    client.search("x", 1, 5.0)
+  with serve() as server, retriever(server.url, retries=1) as client:
+    for action, fault in (
+      (lambda r: server.stopped.wait(9), Unavailable),
+      (lambda r: (r.raw(Content_Length="999"), r.drip(b" ")), Unavailable),
+      (lambda r: r.send_json({}, 500), Unavailable),
+      (lambda r: r.send_json({}, 422), ToolFault),
+    ):
+      server.actions["/retrieve"] = action
+      with pytest.raises(fault, match="the retrieval server"):
+        client.search("x", 1, 0.6)
+  in_time()
+
+
+def test_the_program_serves_and_stops(corpus: str):
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  command = [sys.executable, "-m", "tools_sandbox.retrieve_server"]
+  command += [f"--corpus={corpus}", f"--port={port}"]
+  program = subprocess.Popen(command)
+  try:
+    with retriever(f"http://127.0.0.1:{port}", retries=30) as client:
+      assert client.search("nile", 1, 30.0)[0].document.id == "2"
+  finally:
+    program.terminate()
+    assert program.wait(20) in (0, -15)

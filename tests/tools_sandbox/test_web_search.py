@@ -1,0 +1,263 @@
+"""web_search against a real server that speaks Serper's JSON and misbehaves."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import sqlite3
+import time
+
+import pytest
+from web_server import serve, within
+
+from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.search import Document, SearchIndex
+from tools_sandbox.web_search import WebConfig, WebSearch
+
+KEY = "sk-very-secret-0123456789"
+ROWS = [
+  {"title": "Ur", "link": "https://en.test/ur", "snippet": "A city.", "date": "2020"},
+  {"title": "Leak", "link": "https://Sub.HuggingFace.co/datasets/x", "snippet": "42"},
+  {"title": "Uruk", "link": "http://en.test/uruk", "snippet": "Kings\n\x00lived."},
+]
+
+
+@pytest.fixture
+def server():
+  with serve() as running:
+    running.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
+    yield running
+
+
+@pytest.fixture
+def search(server, tmp_path):
+  """Makes a search of the server with changes to its config."""
+  made = []
+  (tmp_path / "key").write_text(KEY + "\n")
+
+  def make(**changes) -> WebSearch:
+    values = {"endpoint": server.url + "/search", "key_file": str(tmp_path / "key")}
+    made.append(WebSearch(WebConfig(**{**values, **changes})))
+    return made[-1]
+
+  yield make
+  for one in made:
+    one.close()
+
+
+def test_results_are_numbered_and_leaks_are_left_out(server, search):
+  assert search()(" who   built Ur? ", 5.0) == (
+    "1. [Ur](https://en.test/ur) (2020)\nA city.\n"
+    "2. [Uruk](http://en.test/uruk)\nKings lived."
+  )
+  (request,) = server.requests
+  assert request.json == {"q": "who built Ur?", "num": 10}
+  assert request.headers["X-API-KEY"] == KEY
+  assert len(search(results=1).hits("x", 5.0)) == 1
+
+
+def test_nothing_found_is_an_answer(server, search):
+  server.actions["/search"] = lambda r: r.send_json({"organic": []})
+  assert search()("x", 5.0) == "no result"
+
+
+def test_the_cache_outlives_the_run_and_the_block_list(server, search, tmp_path):
+  path = str(tmp_path / "new" / "cache.sqlite")
+  first = search(cache=path)("Ur", 5.0)
+  server.actions.clear()  # the service is gone
+  assert search(cache=path)("  Ur ", 5.0) == first and len(server.requests) == 1
+  config = WebConfig(endpoint=server.url + "/search", cache=path)
+  assert len(WebSearch(config, blocked=()).hits("Ur", 5.0)) == 3
+  assert len(WebSearch(config, blocked=("en.test",)).hits("Ur", 5.0)) == 1
+  with pytest.raises(Unavailable):
+    search(cache=path)("something else", 0.5)
+
+
+def test_answers_grow_old_and_failures_are_not_kept(server, search, tmp_path):
+  path = str(tmp_path / "cache.sqlite")
+  old = search(cache=path, cache_age_s=0.05)
+  old("Ur", 5.0)
+  time.sleep(0.1)
+  old("Ur", 5.0)
+  assert len(server.requests) == 2
+  server.actions["/search"] = lambda r: r.send_json({}, 500)
+  with pytest.raises(Unavailable):
+    search(cache=path, retries=0)("new", 5.0)
+  server.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
+  assert search(cache=path).hits("new", 5.0)
+
+
+@pytest.mark.parametrize("rows", ["{", "[1]", "null", "[[1, 2, 3, 4]]", '["abcd", 5]'])
+def test_a_poisoned_entry_is_asked_for_again(server, search, tmp_path, rows: str):
+  path = str(tmp_path / "cache.sqlite")
+  one = search(cache=path)
+  one("Ur", 5.0)
+  with sqlite3.connect(path) as base:
+    base.execute("UPDATE answers SET rows = ?", (rows,))
+  base.close()
+  assert len(one.hits("Ur", 5.0)) == 2 and len(server.requests) == 2
+  assert len(one.hits("Ur", 5.0)) == 2 and len(server.requests) == 2  # mended
+
+
+def test_a_file_that_is_no_cache_is_refused_and_kept(search, tmp_path):
+  path = tmp_path / "notes.txt"
+  path.write_text("my notes, long enough to be a page of something" * 100)
+  with pytest.raises(ValueError, match=r"notes\.txt"):
+    search(cache=str(path))
+  assert path.read_text().startswith("my notes")
+  one = search(cache=str(tmp_path / "c"))
+  one("Ur", 5.0)
+  (tmp_path / "c").write_bytes(b"broken on the way" * 999)
+  assert len(one.hits("Ur", 5.0)) == 2
+
+
+def test_threads_share_a_cache(server, search, tmp_path):
+  one = search(cache=str(tmp_path / "cache.sqlite"))
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(lambda n: len(one.hits(f"q{n % 5}", 20.0)), range(60)))
+  assert found == [2] * 60 and 5 <= len(server.requests) <= 40
+  asked = len(server.requests)
+  one.hits("q0", 5.0)
+  assert len(server.requests) == asked
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "cut", "garbage", "no json"])
+def test_faults_that_pass_are_tried_again(server, search, fault):
+  def once(r):
+    server.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
+    if fault == "cut":
+      r.raw(Content_Length="500")
+    elif fault == "garbage":
+      r.wfile.write(b"\x00\x01\x02 not http")
+    elif fault == "no json":
+      r.send(b"<html>it works!</html>")
+    else:
+      r.send_json({}, fault, Retry_After="0")
+
+  server.actions["/search"] = once
+  assert len(search().hits("Ur", 5.0)) == 2 and len(server.requests) == 2
+
+
+def test_retry_after_is_waited_for_within_the_deadline(server, search):
+  server.actions["/search"] = lambda r: r.send_json({}, 429, Retry_After="60")
+  in_time = within(2.0)
+  with pytest.raises(Unavailable, match="status 429"):
+    search()("Ur", 1.0)
+  in_time()
+  assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+  "reply",
+  [[], {}, "x", 5, None, {"organic": 5}, {"organic": {"a": 1}}, {"message": "x"}],
+)
+def test_json_that_is_not_serpers_is_the_services_fault(server, search, reply):
+  server.actions["/search"] = lambda r: r.send_json(reply)
+  with pytest.raises(Unavailable, match="no list of results"):
+    search()("Ur", 2.0)
+
+
+def test_odd_rows_are_left_out_and_long_ones_cut(server, search):
+  rows = [
+    None,
+    {"title": "no link"},
+    {"link": 5},
+    {"link": "http://[", "title": "no URL"},
+    {"link": "http://a.test/", "title": None, "snippet": ["x"]},
+    {"link": "http://b.test/", "snippet": "y" * 10**6},
+  ]
+  server.actions["/search"] = lambda r: r.send_json({"organic": rows})
+  first, second = search().hits("x", 5.0)
+  assert (first.title, first.snippet) == ("", "") and len(second.snippet) == 1000
+
+
+def test_floods_and_drips_end(server, search):
+  def flood(r):
+    r.raw(200, "application/json", Transfer_Encoding="chunked")
+    while not server.stopped.is_set():
+      r.wfile.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+
+  in_time = within(10.0)
+  server.actions["/search"] = flood
+  with pytest.raises(Unavailable):
+    search(retries=0)("x", 5.0)
+  server.actions["/search"] = lambda r: (r.raw(Content_Length="999"), r.drip(b" "))
+  with pytest.raises(Unavailable, match="no reply within"):
+    search()("x", 0.5)
+  in_time()
+
+
+@pytest.mark.parametrize(
+  ("status", "fault"), [(400, ToolFault), (401, Unavailable), (403, Unavailable)]
+)
+def test_who_is_at_fault_and_the_key_is_told_to_nobody(
+  server, search, caplog, status, fault
+):
+  caplog.set_level(logging.DEBUG)
+  server.actions["/search"] = lambda r: r.send_json({"key": KEY}, status)
+  with pytest.raises(fault) as error:
+    search()("Ur", 5.0)
+  assert len(server.requests) == 1  # trying again cannot help
+  assert KEY not in str(error.value) and KEY not in caplog.text
+  assert KEY not in repr(search()._config)
+
+
+def test_a_service_that_is_not_there(search):
+  with pytest.raises(Unavailable, match="ConnectError"):
+    search(endpoint="http://127.0.0.1:1/search", retries=1)("Ur", 5.0)
+
+
+def test_requests_keep_the_pace(server, search):
+  one = search(per_second=20.0)
+  began = time.monotonic()
+  with concurrent.futures.ThreadPoolExecutor(7) as pool:
+    list(pool.map(lambda n: one(f"q{n}", 5.0), range(7)))
+  assert time.monotonic() - began >= 0.3
+  with pytest.raises(Unavailable, match="no reply within"):
+    slow = search(per_second=0.1)
+    slow("a", 5.0)
+    slow("b", 0.2)
+
+
+def test_offline_the_corpus_answers_through_the_same_interface():
+  pages = [
+    Document("http://a.test/ur", "Ur", "A city."),
+    Document("2", "Nile", "Water."),
+  ]
+  local = SearchIndex.build(pages).search
+  one = WebSearch(WebConfig(), local=local)
+  assert one("the city of Ur", 1.0) == "1. [Ur](http://a.test/ur)\nA city."
+  assert one("zzz", 1.0) == "no result"
+  assert (
+    WebSearch(WebConfig(), blocked=("a.test",), local=local)("Ur", 1.0) == "no result"
+  )
+  with pytest.raises(BadCall, match="2000 characters"):
+    one("x" * 2001, 1.0)
+  with pytest.raises(ValueError, match="needs web"):
+    WebSearch(WebConfig())
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"endpoint": "x"},
+    {"cache": "c"},
+    {"key_file": "k"},
+    {"results": 0},
+    {"retries": -1},
+    {"cache_age_s": 0.0},
+    {"per_second": -1.0},
+  ],
+)
+def test_configs_that_make_no_sense_are_refused(wrong):
+  with pytest.raises(ValueError):
+    WebConfig(**wrong)
+
+
+@pytest.mark.parametrize("text", [None, "", "two words", "\u00e9"])
+def test_key_files_that_hold_no_key_are_refused(tmp_path, text: str | None):
+  path = tmp_path / "k"
+  if text is not None:
+    path.write_text(text)
+  with pytest.raises(ValueError, match="key_file"):
+    WebSearch(WebConfig(endpoint="http://a", key_file=str(path)))

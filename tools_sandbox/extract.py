@@ -1,0 +1,56 @@
+"""The main text of an HTML page: a program of its own, started once per page.
+
+Markup is hostile: a page of two megabytes can hold trafilatura for a minute, and lxml
+is C. So it runs where seconds and memory are limited and nothing else is lost:
+HTML on standard input, text on standard output. `python extract.py [links]`.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import subprocess
+import sys
+
+_MEMORY = 1 << 30  # bytes of address space
+_CPU_S = 60  # should nobody be there to end it
+
+
+def main_text(html: str, links: bool, seconds: float) -> str:
+  """The main text of a page as markdown; "" where none is found in time.
+
+  Args:
+    html: the page.
+    links: True to keep the targets of links.
+    seconds: until it is given up.
+  """
+  command = [sys.executable, "-I", __file__, *(["links"] if links else [])]
+  try:
+    done = subprocess.run(
+      command,
+      input=html.encode("utf-8", "ignore"),
+      capture_output=True,
+      timeout=seconds,
+      env={},
+      cwd="/",
+    )
+  except subprocess.TimeoutExpired:
+    return ""
+  return done.stdout.decode("utf-8", "ignore") if done.returncode == 0 else ""
+
+
+def _main(links: bool) -> None:
+  import trafilatura  # here, for importing this module needs no package
+
+  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+  resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+  logging.disable()
+  html = sys.stdin.buffer.read().decode("utf-8")
+  text = trafilatura.extract(
+    html, output_format="markdown", include_links=links, include_comments=False
+  )
+  sys.stdout.buffer.write((text or "").encode("utf-8", "ignore"))
+
+
+if __name__ == "__main__":
+  _main("links" in sys.argv)

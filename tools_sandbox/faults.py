@@ -1,0 +1,15 @@
+"""Whose fault a failed call is: three exceptions, all that web tools raise."""
+
+from __future__ import annotations
+
+
+class BadCall(ValueError):
+  """The call itself is wrong: the model's fault. The message says what to write."""
+
+
+class ToolFault(Exception):
+  """A page or server out there failed, or is refused: the tool's fault."""
+
+
+class Unavailable(Exception):
+  """Our own network or service is down: says nothing about the call."""
