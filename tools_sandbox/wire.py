@@ -46,7 +46,10 @@ class Limits:
       template, and MiB of resident memory that all of them together may add.
     output_bytes: bytes kept of each of stdout and stderr: the first half and the last.
     file_mb: MiB of the largest file the program may write.
-    processes: processes and threads alive at once (sampled, so briefly more).
+    processes: processes and threads alive at once (back-end subprocess: sampled, so
+      briefly more).
+    disk_mb: MiB of all files together (back-end jail only).
+    inodes: files and folders together (back-end jail only).
   """
 
   wall_s: float = 10.0
@@ -55,6 +58,8 @@ class Limits:
   output_bytes: int = 65536
   file_mb: int = 64
   processes: int = 64
+  disk_mb: int = 128
+  inodes: int = 4096
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):

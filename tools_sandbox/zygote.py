@@ -1,7 +1,8 @@
 """The zygote: a process with numpy and sympy imported that forks once per run.
 
 Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID MODULE...
-It answers on stdin and stdout with `wire` frames, and serves until stdin closes:
+In a jail `inside` serves in its place, with another way to start a program and to end
+what it started. It answers on stdin and stdout with `wire` frames, and serves until stdin closes:
 
   zygote -> host   {"event": "ready"}                     once
   host -> zygote   {"program", "stdin", "limits"}         per run
@@ -26,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 # The file's folder leads sys.path, as for any program; `main` takes it out again.
 import child
@@ -129,27 +130,85 @@ def _end_all(pid: int) -> tuple[int, float]:
       time.sleep(_REAP_S)
 
 
+class Starter(Protocol):
+  """How a program is started, and how everything of it is ended."""
+
+  def start(
+    self,
+    request: dict[str, Any],
+    pipes: tuple[int, int, int],
+    limits: wire.Limits,
+    template_bytes: int,
+  ) -> int:
+    """Starts a program on the pipes; returns a child process that ends with it."""
+
+  def ask_to_flush(self, pid: int) -> None:
+    """Lets the program write out its buffers: its time is up."""
+
+  def end(self, pid: int) -> tuple[int | None, float]:
+    """Leaves nothing of the run alive.
+
+    Returns its exit status (-N for signal N, None where it never began) and the CPU
+    seconds it used.
+    """
+
+  def clean(self) -> None:
+    """Removes the files of the run that has ended."""
+
+
+class Plain:
+  """Starts programs as children, in a directory of the host."""
+
+  def __init__(self, directory: str):
+    self._directory = directory
+    self._path = ""
+    self._numbers = itertools.count()
+
+  def start(
+    self,
+    request: dict[str, Any],
+    pipes: tuple[int, int, int],
+    limits: wire.Limits,
+    template_bytes: int,
+  ) -> int:
+    """See `Starter`, here and below."""
+    self._path = os.path.join(self._directory, f"run-{next(self._numbers)}")
+    os.mkdir(self._path, 0o700)
+    pid = os.fork()
+    if not pid:
+      program, stdin = request["program"], request["stdin"]
+      child.become_program(program, stdin, self._path, pipes, limits, template_bytes)
+    return pid
+
+  def ask_to_flush(self, pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGXCPU)
+
+  def end(self, pid: int) -> tuple[int | None, float]:
+    code, cpu_s = _end_all(pid)
+    return (None if code == -child.SETUP_SIGNAL else code), cpu_s
+
+  def clean(self) -> None:
+    _remove(self._path)
+
+
 class _Run:
   """One run, from the fork to the last byte of its output."""
 
-  def __init__(self, request: dict[str, Any], directory: str, template: _Template):
-    """Forks the program into `directory`."""
+  def __init__(self, request: dict[str, Any], starter: Starter, template: _Template):
+    """Starts the program."""
     self.limits = wire.Limits.from_json(request["limits"])
+    self.starter = starter
     self.template = template
     self.killed: wire.Verdict | None = None  # what the sandbox killed it for
     self.note = ""
-    stdin = request["stdin"]
-    self.input = memoryview(stdin.encode("utf-8", "replace"))
+    self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
     pipes = [os.pipe() for _ in range(3)]
     inner = (pipes[0][0], pipes[1][1], pipes[2][1])
     self.input_fd, *outputs = pipes[0][1], pipes[1][0], pipes[2][0]
     self.clips = {fd: _Clip(self.limits.output_bytes) for fd in outputs}
     self.start = time.monotonic()
-    self.pid = os.fork()
-    if not self.pid:
-      child.become_program(
-        request["program"], stdin, directory, inner, self.limits, template.bytes
-      )
+    self.pid = starter.start(request, inner, self.limits, template.bytes)
     for fd in inner:
       os.close(fd)
     for fd in (self.input_fd, *outputs):
@@ -165,7 +224,7 @@ class _Run:
     try:
       self._pump(pidfd, control)
     finally:
-      code, cpu_s = _end_all(self.pid)
+      code, cpu_s = self.starter.end(self.pid)
       seconds = time.monotonic() - self.start
       os.close(pidfd)
       self._close_input()
@@ -208,8 +267,7 @@ class _Run:
         return None
 
   def _ask_to_flush(self, pidfd: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(self.pid, signal.SIGXCPU)
+    self.starter.ask_to_flush(self.pid)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll(_FLUSH_S * 1000)
@@ -251,8 +309,13 @@ class _Run:
       os.close(self.input_fd)
       self.input_fd = -1
 
-  def _result(self, code: int, cpu_s: float, seconds: float) -> wire.Result:
+  def _result(self, code: int | None, cpu_s: float, seconds: float) -> wire.Result:
     (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
+    cut = cut_out or cut_err
+    if code is None and not self.killed:
+      failed = wire.Verdict.INFRASTRUCTURE
+      return wire.Result(stdout, stderr, None, failed, seconds, cut)
+    code = -signal.SIGKILL if code is None else code
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
     if self.killed and code < 0:
       verdict, stderr = self.killed, stderr + self.note
@@ -261,9 +324,7 @@ class _Run:
       stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
     elif code == -child.MEMORY_SIGNAL:
       verdict, code = wire.Verdict.MEMORY, 1
-    elif code == -child.SETUP_SIGNAL:
-      verdict, code = wire.Verdict.INFRASTRUCTURE, None
-    return wire.Result(stdout, stderr, code, verdict, seconds, cut_out or cut_err)
+    return wire.Result(stdout, stderr, code, verdict, seconds, cut)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,30 +355,45 @@ def _remove(directory: str) -> None:
     subprocess.run(["rm", "-rf", "--", directory], check=True)
 
 
-def _serve(directory: str, requests: int, results: int, template: _Template) -> None:
-  for number in itertools.count():
+def serve(requests: int, results: int, starter: Starter, modules: list[str]) -> None:
+  """Imports the modules, says so, and serves runs.
+
+  Raises:
+    EOFError, SystemExit: the host has gone.
+  """
+  for module in modules:
+    with contextlib.suppress(ModuleNotFoundError):
+      importlib.import_module(module)
+  gc.collect()
+  gc.freeze()  # a child's collections then leave the shared pages alone
+  template = _Template.measure()
+  wire.write_frame(results, {"event": "ready"})
+  while True:
     request = wire.read_frame(requests)
     wire.write_frame(results, {"event": "started"})
-    path = os.path.join(directory, f"run-{number}")
-    os.mkdir(path, 0o700)
     try:
-      result = _Run(request, path, template).finish(requests)
+      result = _Run(request, starter, template).finish(requests)
     finally:
-      _remove(path)
+      starter.clean()
     wire.write_frame(results, {"event": "result", "result": result.to_json()})
 
 
-def main() -> None:
-  """Imports the modules, says so, and serves runs until the host closes stdin."""
-  directory, host, *modules = sys.argv[1:]
+def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
+  """Moves the frames' pipes away from 0 and 1, and hides this package's modules."""
   # Programs and imports must not write where frames go.
   requests, results = os.dup(0), os.dup(1)
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
   del sys.path[0]
-  for name in ("wire", "child"):  # a program may have modules of these names
+  for name in own_modules:  # a program may have modules of these names
     del sys.modules[name]
+  return requests, results
 
+
+def main() -> None:
+  """Serves runs until the host closes stdin."""
+  directory, host, *modules = sys.argv[1:]
+  requests, results = take_pipes(("wire", "child"))
   hung_up, writer = os.pipe()
   os.close(writer)
 
@@ -332,14 +408,8 @@ def main() -> None:
   child.die_with_parent(int(host), signal.SIGTERM)
   child.prctl(_PR_SET_CHILD_SUBREAPER, 1)
   child.set_dumpable(False)
-  for module in modules:
-    with contextlib.suppress(ModuleNotFoundError):
-      importlib.import_module(module)
-  gc.collect()
-  gc.freeze()  # a child's collections then leave the shared pages alone
   try:
-    wire.write_frame(results, {"event": "ready"})
-    _serve(directory, requests, results, _Template.measure())
+    serve(requests, results, Plain(directory), modules)
   except (EOFError, SystemExit):
     # The host has gone without a `kill`, and nobody else would do this.
     shutil.rmtree(directory, ignore_errors=True)
