@@ -2,9 +2,10 @@
 
 Started by `jail` inside the slot's namespaces: inside.py SYS_PATH MODULE...
 Each run is a clone of this process into namespaces of its own, where it is pid 1: the
-init. It mounts the run's /proc and its only writable place, forks the program, and
-tells the template how that ended over a pipe that the program does not have. When the
-init dies, the kernel kills all that is left of the run.
+init. It reads the request, mounts the run's /proc and its only writable place, forks
+the program, pumps its pipes and answers the host; when it ends, the kernel kills all
+that is left of the run. The template itself never reads a request or an output: the
+next run, which inherits its memory, could search it for them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import contextlib
 import functools
 import os
 import resource
+import select
 import signal
-import struct
 import sys
 from typing import Any, NoReturn
 
@@ -26,16 +27,16 @@ import zygote
 
 _HOME = "/tmp"  # of a program: working directory, and the only place it may write to
 _UID = 1000  # of a program, as it sees itself
-_STATUS = struct.Struct("=?id")  # began, wait status, CPU seconds
 _PROBE = "--probe"  # instead of modules: one run, and out
 
 
-class Jailed:
-  """Starts programs in namespaces of their own. See `zygote.Starter`."""
+class _Jailed:
+  """Starts a program; only for an init. See `zygote.Starter`."""
 
-  def __init__(self) -> None:
-    self._filter = seccomp.build()
-    self._status = -1
+  def __init__(self, code: bytes):
+    """Args: code: the program's seccomp filter."""
+    self._code = code
+    self._began = -1
 
   def start(
     self,
@@ -44,74 +45,41 @@ class Jailed:
     limits: wire.Limits,
     template_bytes: int,
   ) -> int:
-    self._status, report = os.pipe()
-    pid = kernel.clone(kernel.ALL_NAMESPACES)
+    _furnish(limits)
+    self._began, tell = os.pipe()
+    pid = os.fork()
     if not pid:
-      self._be_init(request, pipes, limits, template_bytes, report)
-    os.close(report)
+      confine = functools.partial(_confine, self._code, limits, tell)
+      program, stdin = request["program"], request["stdin"]
+      child.become_program(
+        program, stdin, _HOME, pipes, limits, template_bytes, confine, tell
+      )
+    os.close(tell)
     return pid
 
-  def ask_to_flush(self, pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(pid, signal.SIGTERM)
-
   def end(self, pid: int) -> tuple[int | None, float]:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)  # returns when everything of its process namespace is dead
-    data = os.read(self._status, _STATUS.size)
-    os.close(self._status)
-    if len(data) != _STATUS.size:
-      return None, 0.0
-    began, status, cpu_s = _STATUS.unpack(data)
-    return (os.waitstatus_to_exitcode(status) if began else None), cpu_s
-
-  def clean(self) -> None:
-    """Nothing to do: the run's files went with its mount namespace."""
-
-  def _be_init(
-    self,
-    request: dict[str, Any],
-    pipes: tuple[int, int, int],
-    limits: wire.Limits,
-    template_bytes: int,
-    report: int,
-  ) -> NoReturn:
-    try:
-      # Handlers of the template; a pid 1 without one cannot be hurt from inside.
-      signal.signal(signal.SIGINT, signal.SIG_DFL)
-      _furnish(limits)
-      began, tell = os.pipe()
-      pid = os.fork()
-      if not pid:
-        confine = functools.partial(_confine, self._filter, limits, tell)
-        program, stdin = request["program"], request["stdin"]
-        child.become_program(
-          program, stdin, _HOME, pipes, limits, template_bytes, confine, tell
-        )
-      os.close(tell)
-      for fd in pipes:
-        os.close(fd)
-      signal.signal(signal.SIGTERM, functools.partial(_pass_on, pid))
-      status, cpu_s = _wait(pid)
-      data = _STATUS.pack(os.read(began, 1) == b"b", status, cpu_s)
-      os.write(report, data)
-    except BaseException as e:
-      text = f"cannot build the run's namespaces: {type(e).__name__}: {e}\n"
-      os.write(pipes[2], text.encode("ascii", "replace"))
-    os._exit(0)
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(-1, signal.SIGKILL)  # all but this process, in one step
+    code, cpu_s = 0, 0.0
+    while True:
+      try:
+        done, status, usage = os.wait4(-1, 0)
+      except ChildProcessError:
+        break
+      if done == pid:
+        code = os.waitstatus_to_exitcode(status)
+        cpu_s = usage.ru_utime + usage.ru_stime
+    # Not the program's to say: the pipe was closed before it began.
+    return (code if os.read(self._began, 1) else None), cpu_s
 
 
 def _furnish(limits: wire.Limits) -> None:
   """Maps the run's user and mounts what is its own; in a fresh set of namespaces."""
   kernel.map_ids(_UID, 0, 0)
   flags = kernel.MS_NOSUID | kernel.MS_NODEV
-  kernel.mount(
-    "tmpfs",
-    _HOME,
-    "tmpfs",
-    flags,
-    f"size={limits.disk_mb}m,nr_inodes={limits.inodes},mode=700,uid={_UID},gid={_UID}",
-  )
+  size = f"size={limits.disk_mb}m,nr_inodes={limits.inodes}"
+  owner = f"mode=700,uid={_UID},gid={_UID}"
+  kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
   # Only processes, and of those only its own: nothing about the machine.
   options = "subset=pid,hidepid=invisible"
   kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, options)
@@ -121,35 +89,57 @@ def _furnish(limits: wire.Limits) -> None:
 def _confine(code: bytes, limits: wire.Limits, tell: int) -> None:
   """The last walls around the program; says that it begins."""
   # Counted per user namespace: those of this run, of which one is the init.
-  resource.setrlimit(
-    resource.RLIMIT_NPROC, (limits.processes + 1, limits.processes + 1)
-  )
+  most = limits.processes + 1
+  resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
   kernel.set_filter(code)
   os.write(tell, b"b")
   os.close(tell)
 
 
-def _pass_on(pid: int, number: int, frame: Any) -> None:
-  with contextlib.suppress(ProcessLookupError):
-    os.kill(pid, signal.SIGXCPU)
+def _be_init(
+  requests: int, results: int, code: bytes, template: zygote.Template
+) -> NoReturn:
+  """Serves one run in the namespaces that this process is the first of."""
+  try:
+    # A pid 1 without handlers cannot be hurt by signals of its namespace.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    zygote.serve_one(requests, results, _Jailed(code), template)
+  except BaseException as e:
+    text = f"the run's init failed: {type(e).__name__}: {e}\n"
+    os.write(2, text.encode("ascii", "replace"))
+    os._exit(1)
+  os._exit(0)
 
 
-def _wait(pid: int) -> tuple[int, float]:
-  """Reaps orphans until the program itself ends: its wait status and CPU seconds."""
-  while True:
-    done, status, usage = os.wait4(-1, 0)
-    if done == pid:
-      return status, usage.ru_utime + usage.ru_stime
+def _serve(requests: int, results: int, code: bytes, template: zygote.Template) -> None:
+  """Starts an init for every request that comes, until there will be no more."""
+  poll = select.poll()
+  poll.register(requests, select.POLLIN)
+  while poll.poll()[0][1] & select.POLLIN:
+    pid = kernel.clone(kernel.ALL_NAMESPACES)
+    if not pid:
+      _be_init(requests, results, code, template)
+    # Comes back when everything of its process namespace is dead.
+    if os.waitpid(pid, 0)[1]:
+      return  # nobody knows what it left in the pipes
 
 
-def _probe(starter: Jailed) -> None:
-  """One run of an empty program, on this process's own streams."""
-  request = {"program": "", "stdin": ""}
-  streams = tuple(os.dup(2) for _ in range(3))
-  pid = starter.start(request, streams, wire.Limits(), 1 << 32)
-  os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-  code, _ = starter.end(pid)
-  os._exit(0 if code == 0 else 1)
+def _probe(code: bytes, template: zygote.Template) -> NoReturn:
+  """One run of an empty program; ends with 0 where it could be built."""
+  pipes = [os.pipe(), os.pipe()]
+  wire.write_frame(
+    pipes[0][1], {"program": "", "stdin": "", "limits": wire.Limits().to_json()}
+  )
+  pid = kernel.clone(kernel.ALL_NAMESPACES)
+  if not pid:
+    _be_init(pipes[0][0], pipes[1][1], code, template)
+  status = os.waitpid(pid, 0)[1]
+  if status == 0:
+    wire.read_frame(pipes[1][0])
+    result = wire.Result.from_json(wire.read_frame(pipes[1][0])["result"])
+    os.write(2, result.stderr.encode("utf-8", "replace"))
+    status = result.verdict != wire.Verdict.OK
+  os._exit(bool(status))
 
 
 def main() -> None:
@@ -159,11 +149,12 @@ def main() -> None:
   requests, results = zygote.take_pipes(own)
   sys.path[:] = path.split(":")
   child.set_dumpable(False)
-  starter = Jailed()
+  code = seccomp.build()
   if modules == [_PROBE]:
-    _probe(starter)
-  with contextlib.suppress(EOFError, SystemExit):
-    zygote.serve(requests, results, starter, modules)
+    _probe(code, zygote.Template.measure())
+  template = zygote.warm_up(modules)
+  wire.write_frame(results, {"event": "ready"})
+  _serve(requests, results, code, template)
 
 
 if __name__ == "__main__":

@@ -129,9 +129,7 @@ def _build(root: str, places: dict[str, str]) -> None:
     if not os.path.isdir(target):  # else below another one, bound already
       os.makedirs(target)
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
-    kernel.restrict_mount(
-      target, kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES
-    )
+    kernel.restrict_mount(target, kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES)
   for link in _SYSTEM:
     if os.path.islink(link) and not os.path.lexists(root + link):
       os.symlink(os.readlink(link), root + link)

@@ -55,7 +55,12 @@ _ALLOWED = {
   **{"sched_getparam": 143, "sched_getscheduler": 145},
   **{"sched_get_priority_max": 146, "sched_get_priority_min": 147},
   # time and the machine
-  **{"nanosleep": 35, "clock_nanosleep": 230, "clock_gettime": 228, "clock_getres": 229},
+  **{
+    "nanosleep": 35,
+    "clock_nanosleep": 230,
+    "clock_gettime": 228,
+    "clock_getres": 229,
+  },
   **{"gettimeofday": 96, "time": 201, "getitimer": 36, "setitimer": 38, "alarm": 37},
   **{"timer_create": 222, "timer_settime": 223, "timer_gettime": 224},
   **{"timer_getoverrun": 225, "timer_delete": 226, "uname": 63, "sysinfo": 99},

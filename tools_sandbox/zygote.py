@@ -2,7 +2,7 @@
 
 Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID MODULE...
 In a jail `inside` serves in its place, with another way to start a program and to end
-what it started. It answers on stdin and stdout with `wire` frames, and serves until stdin closes:
+what it started. Both answer on stdin and stdout with `wire` frames, until stdin closes:
 
   zygote -> host   {"event": "ready"}                     once
   host -> zygote   {"program", "stdin", "limits"}         per run
@@ -39,33 +39,6 @@ _CHUNK = 65536
 _FLUSH_S = 0.05  # to write out its buffers when its time is up
 _REAP_S = 0.0005
 _SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
-
-
-class _Clip:
-  """Keeps the first and the last bytes of a stream, `limit` in all."""
-
-  def __init__(self, limit: int):
-    self._head, self._tail = bytearray(), bytearray()
-    self._head_size, self._tail_size = limit - limit // 2, limit // 2
-    self._total = 0
-
-  def feed(self, data: bytes) -> None:
-    """Adds bytes at the end."""
-    self._total += len(data)
-    room = self._head_size - len(self._head)
-    self._head += data[:room]
-    self._tail += data[room:]
-    if len(self._tail) > self._tail_size + 4 * _CHUNK:
-      del self._tail[: len(self._tail) - self._tail_size]
-
-  def text(self) -> tuple[str, bool]:
-    """The bytes as text, and whether some were cut out."""
-    tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
-    cut = self._total - len(self._head) - len(tail)
-    if not cut:
-      return (self._head + tail).decode("utf-8", "replace"), False
-    head, tail = (b.decode("utf-8", "replace") for b in (self._head, tail))
-    return f"{head}...[{cut} bytes cut]...{tail}", True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,24 +113,18 @@ class Starter(Protocol):
     limits: wire.Limits,
     template_bytes: int,
   ) -> int:
-    """Starts a program on the pipes; returns a child process that ends with it."""
-
-  def ask_to_flush(self, pid: int) -> None:
-    """Lets the program write out its buffers: its time is up."""
+    """Starts a program on the pipes; returns its process."""
 
   def end(self, pid: int) -> tuple[int | None, float]:
-    """Leaves nothing of the run alive.
+    """Leaves neither process nor file of the run.
 
     Returns its exit status (-N for signal N, None where it never began) and the CPU
     seconds it used.
     """
 
-  def clean(self) -> None:
-    """Removes the files of the run that has ended."""
 
-
-class Plain:
-  """Starts programs as children, in a directory of the host."""
+class _Plain:
+  """Starts programs in directories of the host."""
 
   def __init__(self, directory: str):
     self._directory = directory
@@ -171,7 +138,6 @@ class Plain:
     limits: wire.Limits,
     template_bytes: int,
   ) -> int:
-    """See `Starter`, here and below."""
     self._path = os.path.join(self._directory, f"run-{next(self._numbers)}")
     os.mkdir(self._path, 0o700)
     pid = os.fork()
@@ -180,22 +146,16 @@ class Plain:
       child.become_program(program, stdin, self._path, pipes, limits, template_bytes)
     return pid
 
-  def ask_to_flush(self, pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(pid, signal.SIGXCPU)
-
   def end(self, pid: int) -> tuple[int | None, float]:
     code, cpu_s = _end_all(pid)
+    _remove(self._path)
     return (None if code == -child.SETUP_SIGNAL else code), cpu_s
 
-  def clean(self) -> None:
-    _remove(self._path)
 
-
-class _Run:
+class Run:
   """One run, from the fork to the last byte of its output."""
 
-  def __init__(self, request: dict[str, Any], starter: Starter, template: _Template):
+  def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
     """Starts the program."""
     self.limits = wire.Limits.from_json(request["limits"])
     self.starter = starter
@@ -206,7 +166,7 @@ class _Run:
     pipes = [os.pipe() for _ in range(3)]
     inner = (pipes[0][0], pipes[1][1], pipes[2][1])
     self.input_fd, *outputs = pipes[0][1], pipes[1][0], pipes[2][0]
-    self.clips = {fd: _Clip(self.limits.output_bytes) for fd in outputs}
+    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     self.start = time.monotonic()
     self.pid = starter.start(request, inner, self.limits, template.bytes)
     for fd in inner:
@@ -267,7 +227,8 @@ class _Run:
         return None
 
   def _ask_to_flush(self, pidfd: int) -> None:
-    self.starter.ask_to_flush(self.pid)
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(self.pid, signal.SIGXCPU)
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll(_FLUSH_S * 1000)
@@ -328,14 +289,14 @@ class _Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Template:
+class Template:
   """What this process holds before a program adds to it."""
 
   bytes: int  # of address space
   pages: int  # resident
 
   @classmethod
-  def measure(cls) -> _Template:
+  def measure(cls) -> Template:
     with open("/proc/self/statm", encoding="ascii") as f:
       size, resident = f.read().split()[:2]
     return cls(int(size) * _PAGE, int(resident))
@@ -355,27 +316,28 @@ def _remove(directory: str) -> None:
     subprocess.run(["rm", "-rf", "--", directory], check=True)
 
 
-def serve(requests: int, results: int, starter: Starter, modules: list[str]) -> None:
-  """Imports the modules, says so, and serves runs.
-
-  Raises:
-    EOFError, SystemExit: the host has gone.
-  """
+def warm_up(modules: list[str]) -> Template:
+  """Imports the modules that are installed; measures what every program then has."""
   for module in modules:
     with contextlib.suppress(ModuleNotFoundError):
       importlib.import_module(module)
   gc.collect()
   gc.freeze()  # a child's collections then leave the shared pages alone
-  template = _Template.measure()
-  wire.write_frame(results, {"event": "ready"})
-  while True:
-    request = wire.read_frame(requests)
-    wire.write_frame(results, {"event": "started"})
-    try:
-      result = _Run(request, starter, template).finish(requests)
-    finally:
-      starter.clean()
-    wire.write_frame(results, {"event": "result", "result": result.to_json()})
+  return Template.measure()
+
+
+def serve_one(
+  requests: int, results: int, starter: Starter, template: Template
+) -> None:
+  """Reads a request and answers it.
+
+  Raises:
+    EOFError, SystemExit: the host has gone.
+  """
+  request = wire.read_frame(requests)
+  wire.write_frame(results, {"event": "started"})
+  result = Run(request, starter, template).finish(requests)
+  wire.write_frame(results, {"event": "result", "result": result.to_json()})
 
 
 def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
@@ -409,7 +371,10 @@ def main() -> None:
   child.prctl(_PR_SET_CHILD_SUBREAPER, 1)
   child.set_dumpable(False)
   try:
-    serve(requests, results, Plain(directory), modules)
+    template, starter = warm_up(modules), _Plain(directory)
+    wire.write_frame(results, {"event": "ready"})
+    while True:
+      serve_one(requests, results, starter, template)
   except (EOFError, SystemExit):
     # The host has gone without a `kill`, and nobody else would do this.
     shutil.rmtree(directory, ignore_errors=True)

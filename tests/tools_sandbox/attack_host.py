@@ -160,12 +160,11 @@ def become_nobody() -> None:
   parents = [str(p) for p in reversed(pathlib.Path(base).parents)]
   locked = [p for p in parents if not os.stat(p).st_mode & 1]
   if locked:
-    kept = tempfile.mkdtemp(prefix="attack-host-")
-    bind = kernel.MS_BIND | kernel.MS_REC
-    kernel.mount(base, kept, "", bind)
+    kept = os.open(base, os.O_PATH)
     kernel.mount("tmpfs", locked[0], "tmpfs", 0, "mode=755")
     os.makedirs(base)
-    kernel.mount(kept, base, "", bind)
+    bind = kernel.MS_BIND | kernel.MS_REC
+    kernel.mount(f"/proc/self/fd/{kept}", base, "", bind)
   os.setgroups([])
   os.setresgid(_NOBODY, _NOBODY, _NOBODY)
   os.setresuid(_NOBODY, _NOBODY, _NOBODY)

@@ -117,11 +117,14 @@ PARENT = _group(
     "class IO(ctypes.Structure):\n"
     "  _fields_ = [('base', ctypes.c_void_p), ('size', ctypes.c_size_t)]\n"
     "mine = IO(ctypes.addressof(buffer), 8)\n"
-    "for pid in (os.getppid(), 1, HOST_PID):\n"
-    "  breach(call(310, pid, ctypes.byref(mine), 1, ctypes.byref(mine), 1, 0) >= 0)"
+    "for pid in (os.getppid(), 1, HOST_PID):\n  theirs = mine\n  try:\n"
+    "    start = open(f'/proc/{pid}/maps').read().split('-')[0]\n"
+    "    theirs = IO(int(start, 16), 8)\n  except OSError: pass\n"
+    "  breach(call(310, pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0) > 0)"
   ),
   ptrace_the_parent=(
-    "for pid in (os.getppid(), 1, HOST_PID):\n  breach(call(101, 0x4206, pid, 0, 0) >= 0)"
+    "for pid in (os.getppid(), 1, HOST_PID):\n"
+    "  breach(call(101, 0x4206, pid, 0, 0) >= 0)"
   ),
   ptrace_a_child=(
     "pid = os.fork()\nif not pid:\n  time.sleep(1)\n  os._exit(0)\n"

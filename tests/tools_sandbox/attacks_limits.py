@@ -126,7 +126,7 @@ FORGING = _group(
   },
   print_a_frame={
     "program": (
-      "import struct\nbody = b'{\"event\": \"result\"}'\n"
+      'import struct\nbody = b\'{"event": "result"}\'\n'
       "for fd in (1, 2): os.write(fd, struct.pack('>I', len(body)) + body)\nos._exit(5)"
     ),
     "verdicts": ("error",),
@@ -157,7 +157,8 @@ FORGING = _group(
   patched_stdout={
     "program": (
       "class Out:\n  def write(self, s): return os.write(1, b'forged')\n"
-      "  def flush(self): os._exit(3)\nsys.stdout = Out()\nprint('x')\nraise SystemExit(4)"
+      "  def flush(self): os._exit(3)\nsys.stdout = Out()\n"
+      "print('x')\nraise SystemExit(4)"
     ),
     "verdicts": ("error",),
   },
@@ -202,10 +203,10 @@ CROSS_RUN = _group(
   },
   site_packages_poisoned={
     "program": (
-    "for path in sys.path:\n  if not os.path.isdir(path): continue\n  try:\n"
-    "    name = os.path.join(path, 'planted-by-an-attack.pth')\n"
-    "    os.close(os.open(name, os.O_CREAT | os.O_WRONLY))\n    os.unlink(name)\n"
-    "    breach(path not in ('', os.getcwd()))\n  except OSError as e: print(e)"
+      "for path in sys.path:\n  if not os.path.isdir(path): continue\n  try:\n"
+      "    name = os.path.join(path, 'planted-by-an-attack.pth')\n"
+      "    os.close(os.open(name, os.O_CREAT | os.O_WRONLY))\n    os.unlink(name)\n"
+      "    breach(path not in ('', os.getcwd()))\n  except OSError as e: print(e)"
     ),
     "harmless": False,
   },
@@ -224,10 +225,23 @@ CROSS_RUN = _group(
   write_anywhere=(
     "for folder in ('/', '/usr/lib', '/dev', '/etc', '/var/tmp', '/run', '/proc', "
     "'/python', 'HOST_FOLDER'):\n  try:\n    p = folder + '/planted-by-an-attack'\n"
-    "    os.close(os.open(p, os.O_CREAT | os.O_WRONLY))\n    os.unlink(p)\n    breach()\n"
-    "  except OSError as e: print(folder, e.errno)"
+    "    os.close(os.open(p, os.O_CREAT | os.O_WRONLY))\n    os.unlink(p)\n"
+    "    breach()\n  except OSError as e: print(folder, e.errno)"
   ),
   process_of_another_run="breach(sum(p.isdigit() for p in os.listdir('/proc')) > 2)",
+  memory_of_the_last_run={
+    "program": "x = 'remains-of-' + 'the-last-run'\nprint(x * 99)",
+    "after": (
+      "word = b'-'.join([b'remains', b'of', b'the', b'last', b'run'])\n"
+      "memory = open('/proc/self/mem', 'rb')\nfor line in open('/proc/self/maps'):\n"
+      "  area, mode, *_, name = (line + ' -').split()[:6]\n"
+      "  start, end = (int(x, 16) for x in area.split('-'))\n"
+      "  if mode[:2] != 'rw' or end - start > 1 << 28: continue\n"
+      "  try:\n    memory.seek(start)\n    data = memory.read(end - start)\n"
+      "  except (OSError, ValueError, OverflowError): continue\n"
+      "  breach(word in data.replace(b'', b'') and word * 2 in data)"
+    ),
+  },
   message_queue_for_the_next={
     "program": "call(68, 7, 0o1666)",
     "after": "n = call(68, 7, 0)\nbreach(n >= 0)\ncall(71, n, 0, 0)",
@@ -296,7 +310,7 @@ RACES = _group(
     "import threading\nfor _ in range(4):\n"
     "  threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
     "os.execv(sys.executable, [sys.executable, '-c', "
-    "'import socket\\ntry:\\n  socket.socket()\\n  print(\"BREACH\")\\n"
+    '\'import socket\\ntry:\\n  socket.socket()\\n  print("BREACH")\\n'
     "except OSError: pass'])"
   ),
 )
