@@ -6,6 +6,9 @@ init. It reads the request, mounts the run's /proc and its only writable place, 
 the program, pumps its pipes and answers the host; when it ends, the kernel kills all
 that is left of the run. The template itself never reads a request or an output: the
 next run, which inherits its memory, could search it for them.
+
+An init that cannot go on says why on stderr, the slot's log, and does not answer; the
+template then ends, and the host replaces the slot.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class _Jailed:
     limits: wire.Limits,
     template_bytes: int,
   ) -> int:
-    _furnish(limits)
+    _give_files(limits)
     self._began, tell = os.pipe()
     pid = os.fork()
     if not pid:
@@ -73,17 +76,20 @@ class _Jailed:
     return (code if os.read(self._began, 1) else None), cpu_s
 
 
-def _furnish(limits: wire.Limits) -> None:
-  """Maps the run's user and mounts what is its own; in a fresh set of namespaces."""
+def _furnish() -> None:
+  """Maps the run's user and mounts its /proc; in a fresh set of namespaces."""
   kernel.map_ids(_UID, 0, 0)
-  flags = kernel.MS_NOSUID | kernel.MS_NODEV
+  flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+  # Only processes, and of those only its own: nothing about the machine.
+  kernel.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=invisible")
+  kernel.drop_bounding_set()
+
+
+def _give_files(limits: wire.Limits) -> None:
   size = f"size={limits.disk_mb}m,nr_inodes={limits.inodes}"
   owner = f"mode=700,uid={_UID},gid={_UID}"
+  flags = kernel.MS_NOSUID | kernel.MS_NODEV
   kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
-  # Only processes, and of those only its own: nothing about the machine.
-  options = "subset=pid,hidepid=invisible"
-  kernel.mount("proc", "/proc", "proc", flags | kernel.MS_NOEXEC, options)
-  kernel.drop_bounding_set()
 
 
 def _confine(code: bytes, limits: wire.Limits, tell: int) -> None:
@@ -96,50 +102,74 @@ def _confine(code: bytes, limits: wire.Limits, tell: int) -> None:
   os.close(tell)
 
 
-def _be_init(
-  requests: int, results: int, code: bytes, template: zygote.Template
-) -> NoReturn:
-  """Serves one run in the namespaces that this process is the first of."""
-  try:
-    # A pid 1 without handlers cannot be hurt by signals of its namespace.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    zygote.serve_one(requests, results, _Jailed(code), template)
-  except BaseException as e:
-    text = f"the run's init failed: {type(e).__name__}: {e}\n"
-    os.write(2, text.encode("ascii", "replace"))
-    os._exit(1)
-  os._exit(0)
+class _Init:
+  """The template's handle on one init, made ahead of the request that it will serve."""
+
+  def __init__(
+    self, requests: int, results: int, code: bytes, template: zygote.Template
+  ):
+    """Clones it into new namespaces, where it waits for `go`."""
+    wait, self._go = os.pipe()
+    self._answered, answered = os.pipe()
+    if not kernel.clone(kernel.ALL_NAMESPACES):
+      os.close(self._go)
+      try:
+        # A pid 1 without handlers cannot be hurt by signals of its namespace.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _furnish()
+        if os.read(wait, 1):
+          zygote.serve_one(requests, results, _Jailed(code), template)
+          os.write(answered, b"a")
+      except BaseException as e:
+        text = f"the run's init failed: {type(e).__name__}: {e}\n"
+        os.write(2, text.encode("ascii", "replace"))
+      os._exit(0)
+    os.close(wait)
+    os.close(answered)
+
+  def go(self) -> None:
+    """Lets it read a request."""
+    with contextlib.suppress(BrokenPipeError):  # then it will not have answered
+      os.write(self._go, b"g")
+    os.close(self._go)
+
+  def answered(self) -> bool:
+    """Waits for its run to end; False if it could not answer."""
+    answered = os.read(self._answered, 1) == b"a"
+    os.close(self._answered)
+    return answered
 
 
 def _serve(requests: int, results: int, code: bytes, template: zygote.Template) -> None:
-  """Starts an init for every request that comes, until there will be no more."""
+  """Has an init serve every request that comes, until there will be no more."""
   poll = select.poll()
   poll.register(requests, select.POLLIN)
+  spare = _Init(requests, results, code, template)
   while poll.poll()[0][1] & select.POLLIN:
-    pid = kernel.clone(kernel.ALL_NAMESPACES)
-    if not pid:
-      _be_init(requests, results, code, template)
-    # Comes back when everything of its process namespace is dead.
-    if os.waitpid(pid, 0)[1]:
+    running = spare
+    running.go()
+    # Made while another core runs the program: a third of a short run's time.
+    spare = _Init(requests, results, code, template)
+    if not running.answered():
       return  # nobody knows what it left in the pipes
+    # Those whose namespaces are gone; of the last one nothing but the init is left.
+    while os.waitpid(-1, os.WNOHANG)[0]:
+      pass
 
 
-def _probe(code: bytes, template: zygote.Template) -> NoReturn:
+def _probe(code: bytes) -> NoReturn:
   """One run of an empty program; ends with 0 where it could be built."""
-  pipes = [os.pipe(), os.pipe()]
-  wire.write_frame(
-    pipes[0][1], {"program": "", "stdin": "", "limits": wire.Limits().to_json()}
-  )
-  pid = kernel.clone(kernel.ALL_NAMESPACES)
-  if not pid:
-    _be_init(pipes[0][0], pipes[1][1], code, template)
-  status = os.waitpid(pid, 0)[1]
-  if status == 0:
-    wire.read_frame(pipes[1][0])
-    result = wire.Result.from_json(wire.read_frame(pipes[1][0])["result"])
-    os.write(2, result.stderr.encode("utf-8", "replace"))
-    status = result.verdict != wire.Verdict.OK
-  os._exit(bool(status))
+  (requests, ask), (answer, results) = os.pipe(), os.pipe()
+  init = _Init(requests, results, code, zygote.Template.measure())
+  limits = wire.Limits().to_json()
+  wire.write_frame(ask, {"program": "", "stdin": "", "limits": limits})
+  init.go()
+  if not init.answered():
+    os._exit(1)
+  wire.read_frame(answer)
+  result = wire.Result.from_json(wire.read_frame(answer)["result"])
+  os.write(2, result.stderr.encode("utf-8", "replace"))
+  os._exit(result.verdict != wire.Verdict.OK)
 
 
 def main() -> None:
@@ -151,7 +181,7 @@ def main() -> None:
   child.set_dumpable(False)
   code = seccomp.build()
   if modules == [_PROBE]:
-    _probe(code, zygote.Template.measure())
+    _probe(code)
   template = zygote.warm_up(modules)
   wire.write_frame(results, {"event": "ready"})
   _serve(requests, results, code, template)
