@@ -38,6 +38,8 @@ DOORS = {
 # A child hides its environment and arguments from the program; a zygote is a program.
 PROCESS = {
   "tools_sandbox/child.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/inside.py": {"sys.argv"},
+  "tools_sandbox/jail.py": {"os.environ", "sys.argv"},
   "tools_sandbox/zygote.py": {"sys.argv"},
 }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import resource
 import select
@@ -117,6 +118,8 @@ class _Init:
         # A pid 1 without handlers cannot be hurt by signals of its namespace.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _furnish()
+        # Copies the pages that serving will write to while nobody waits for it.
+        wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
         if os.read(wait, 1):
           zygote.serve_one(requests, results, _Jailed(code), template)
           os.write(answered, b"a")

@@ -297,6 +297,7 @@ class Template:
 
   @classmethod
   def measure(cls) -> Template:
+    """Of this process, now."""
     with open("/proc/self/statm", encoding="ascii") as f:
       size, resident = f.read().split()[:2]
     return cls(int(size) * _PAGE, int(resident))
