@@ -1,16 +1,18 @@
 """The keeper of a jailed slot: builds its root, enters namespaces, starts `inside`.
 
 Started by `pool` as its own program: jail.py DIRECTORY HOST_PID MODULE...
-Everything a run could reach is built here once per slot: a root on tmpfs with the
-interpreter, the system's libraries and five devices, all read-only. The keeper itself
-stays outside the slot's process namespace and ends with it. Where the host is root,
-the slot belongs to an ordinary user: what root owns in /proc/sys is out of its reach.
+Three processes: a watcher that stays on the host, the keeper, and the slot itself,
+the first of its process namespace; each dies with the one before it. All that a run
+could reach is built here once per slot: a root on tmpfs with the interpreter, the
+system's libraries and five devices, all read-only. Where the host is root, the slot
+belongs to an ordinary user: what root owns in /proc/sys is out of its reach.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,7 +171,7 @@ def _become_inside(python: str, arguments: list[str]) -> NoReturn:
   )
 
 
-def main() -> None:
+def _keep(directory: str, modules: list[str]) -> NoReturn:
   """Builds the slot and waits for its end.
 
   Raises:
@@ -178,7 +180,7 @@ def main() -> None:
   import child
   import kernel
 
-  directory, host, *modules = sys.argv[1:]
+  watcher = os.getppid()
   places, path, python = _layout()
   root = os.path.join(directory, "root")
   os.mkdir(root, 0o700)
@@ -197,14 +199,7 @@ def main() -> None:
     child.set_dumpable(True)  # to write its own maps
   kernel.unshare(kernel.ALL_NAMESPACES)
   kernel.map_ids(0, inner, inner)
-
-  def leave(number: int, frame: Any) -> None:
-    # As in `zygote`: also sent when only the thread that started us has ended.
-    if os.getppid() != int(host):
-      os._exit(1)  # and the slot dies with this process
-
-  signal.signal(signal.SIGTERM, leave)
-  child.die_with_parent(int(host), signal.SIGTERM)
+  child.die_with_parent(watcher, signal.SIGKILL)
   pid = os.fork()
   if not pid:
     try:
@@ -212,10 +207,42 @@ def main() -> None:
     except BaseException as e:
       os.write(2, f"{type(e).__name__}: {e}\n".encode("ascii", "replace"))
       os._exit(1)
+  _release_pipes()
+  os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+
+
+def _release_pipes() -> None:
   # Only the slot may hold its pipes: the host must hear when it closes them.
   for fd in (0, 1):
     os.close(fd)
-  os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+
+
+def main() -> None:
+  """Watches over the keeper from outside, so that its files can be removed."""
+  import child
+
+  directory, host, *modules = sys.argv[1:]
+  keeper = os.fork()
+  if not keeper:
+    try:
+      _keep(directory, modules)
+    except BaseException as e:
+      os.write(2, f"{type(e).__name__}: {e}\n".encode("ascii", "replace"))
+      os._exit(1)
+  _release_pipes()
+
+  def leave(number: int, frame: Any) -> None:
+    # As in `zygote`: also sent when only the thread that started us has ended.
+    if os.getppid() != int(host):
+      os.kill(keeper, signal.SIGKILL)  # and the slot dies with it
+
+  signal.signal(signal.SIGTERM, leave)
+  child.prctl(1, signal.SIGTERM)
+  leave(0, None)  # the host may have gone before
+  code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
+  if os.getppid() != int(host):
+    shutil.rmtree(directory, ignore_errors=True)  # else the host does
+  os._exit(abs(code))
 
 
 if __name__ == "__main__":

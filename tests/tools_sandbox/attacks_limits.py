@@ -211,12 +211,14 @@ CROSS_RUN = _group(
     "harmless": False,
   },
   user_site_poisoned={
+    # What lies there is run by every interpreter of the user from then on.
     "program": (
       "import site\np = site.getusersitepackages()\ntry:\n  os.makedirs(p)\n"
       "  open(p + '/usercustomize.py', 'w').write(\"print('BREACH')\")\n"
       "except OSError as e: print(e)"
     ),
-    "after": "breach(os.path.exists(os.path.expanduser('~/.local')))",
+    "after": "import site\nbreach(os.path.exists(site.getusersitepackages()))",
+    "harmless": False,
   },
   code_of_the_harness=(
     "opens(*(f'{d}/{n}.py' for d in ('/jail', 'PACKAGE') for n in ('zygote', 'child', "

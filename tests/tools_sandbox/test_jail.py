@@ -239,7 +239,7 @@ def _processes(word):
   return found
 
 
-def test_nothing_of_a_closed_or_killed_host_remains():
+def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
   program = (
     "import os, sys, time\nfrom tools_sandbox.pool import SandboxPool\n"
     "p = SandboxPool(1, preload=('colorsys',), backend='jail')\n"
@@ -249,7 +249,10 @@ def test_nothing_of_a_closed_or_killed_host_remains():
   folder = os.path.dirname(os.path.dirname(pool.__file__))
   for how in ("close", "kill"):
     host = subprocess.Popen(
-      [sys.executable, "-c", program, how], stdout=subprocess.PIPE, cwd=folder
+      [sys.executable, "-c", program, how],
+      stdout=subprocess.PIPE,
+      cwd=folder,
+      env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert host.stdout.readline() == b"1\n"
     if how == "kill":
@@ -257,7 +260,7 @@ def test_nothing_of_a_closed_or_killed_host_remains():
       host.kill()
     host.wait(20)
     host.stdout.close()
-    assert _soon(lambda: not _processes(b"\0colorsys"))
+    assert _soon(lambda: not _processes(b"\0colorsys") and not os.listdir(tmp_path))
 
 
 def test_many_runs_leave_no_process_mount_or_descriptor():
