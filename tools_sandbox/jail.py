@@ -181,16 +181,16 @@ def _keep(directory: str, modules: list[str]) -> NoReturn:
   import kernel
 
   watcher = os.getppid()
+  child.die_with_parent(watcher, signal.SIGKILL)
   places, path, python = _layout()
-  root = os.path.join(directory, "root")
-  os.mkdir(root, 0o700)
   uid, gid = os.geteuid(), os.getegid()
   kernel.unshare(kernel.NEWNS if uid == 0 else kernel.NEWNS | kernel.NEWUSER)
   if uid:
     kernel.map_ids(0, uid, gid)
   kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-  _build(root, places)
-  kernel.change_root(root)
+  # Mounted over the slot's own folder: the host, which removes it, sees none of this.
+  _build(directory, places)
+  kernel.change_root(directory)
   inner = _NOBODY if uid == 0 else 0
   if uid == 0:
     os.setgroups([])
@@ -199,7 +199,7 @@ def _keep(directory: str, modules: list[str]) -> NoReturn:
     child.set_dumpable(True)  # to write its own maps
   kernel.unshare(kernel.ALL_NAMESPACES)
   kernel.map_ids(0, inner, inner)
-  child.die_with_parent(watcher, signal.SIGKILL)
+  child.die_with_parent(watcher, signal.SIGKILL)  # a change of user forgets it
   pid = os.fork()
   if not pid:
     try:
