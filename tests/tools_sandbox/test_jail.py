@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 import pytest
@@ -261,6 +264,29 @@ def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
     host.wait(20)
     host.stdout.close()
     assert _soon(lambda: not _processes(b"\0colorsys") and not os.listdir(tmp_path))
+
+
+def test_close_ends_runs_in_flight(tmp_path, monkeypatch):
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  jails, results = SandboxPool(1, preload=(), backend="jail"), []
+  program = "import time\ntime.sleep(60)"
+  thread = threading.Thread(target=lambda: results.append(jails.run(program)))
+  thread.start()
+  time.sleep(1)  # wherever it is by then: starting, or running
+  jails.close()
+  thread.join(20)
+  assert results[0].verdict == Verdict.INFRASTRUCTURE and not os.listdir(tmp_path)
+
+
+def test_eight_callers_share_two_slots():
+  with SandboxPool(2, preload=(), backend="jail") as jails:
+
+    def call(i):
+      return [jails.run(f"print({i} * {j})").stdout for j in range(5)]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as callers:
+      said = list(callers.map(call, range(8)))
+  assert said == [[f"{i * j}\n" for j in range(5)] for i in range(8)]
 
 
 def test_many_runs_leave_no_process_mount_or_descriptor():
