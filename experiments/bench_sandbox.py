@@ -7,8 +7,8 @@ every round. The plain one starts an interpreter for each program, as a harness 
 any of ours would. Every answer is checked. Ratios are the jail's runs per second with
 one caller over the plain subprocess's: above 1 the jail is faster.
 
-Expect (two cores that others used too): 1.7 to 1.9 for print, 8 to 9 for numpy, 13 to 19
-for sympy; p50 of the jail 8 to 10 ms for print, 2 minutes with --rounds=2.
+Expect (two cores that others used too): 1.7 to 1.9 for print, 8 to 9 for numpy, 13 to
+19 for sympy; p50 of the jail 8 to 10 ms for print, 2 minutes with --rounds=2.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -40,14 +41,14 @@ _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 def check() -> list[str]:
   """What this machine lacks for the jail, in words; [] where it can be used.
 
-  It builds one, as a slot would, and runs a program in it: half a second.
+  It builds one, as a slot would, and runs a program in it: some tenths of a second.
   """
   missing = []
   if sys.platform != "linux":
     return [f"Linux is needed, this is {sys.platform}"]
   if platform.machine() != "x86_64":
     missing.append(f"system call tables exist for x86_64, not {platform.machine()}")
-  release = tuple(int(n) for n in platform.release().split("-")[0].split(".")[:2])
+  release = tuple(int(n) for n in re.findall(r"\d+", platform.release())[:2])
   if release < _FIRST_KERNEL:
     missing.append(f"kernel 5.14 or later is needed, this is {platform.release()}")
   for name in ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup"):
@@ -123,6 +124,7 @@ def _layout() -> tuple[dict[str, str], list[str], str]:
 
 
 def _build(root: str, places: dict[str, str]) -> None:
+  # Here and below: found by path in the keeper, absent where the host imports `check`.
   import kernel
 
   kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, "size=1m,mode=755")
