@@ -43,6 +43,8 @@ DOORS = {
 PROCESS = {
   "tools_sandbox/child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/extract.py": {"sys.argv"},
+  "tools_sandbox/inside.py": {"sys.argv"},
+  "tools_sandbox/jail.py": {"os.environ", "sys.argv"},
   "tools_sandbox/zygote.py": {"sys.argv"},
 }
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from typing import NoReturn
 
 import wire
@@ -70,6 +71,8 @@ def become_program(
   pipes: tuple[int, int, int],
   limits: wire.Limits,
   template_bytes: int,
+  confine: Callable[[], None] | None = None,
+  kept: int = -1,
 ) -> NoReturn:
   """Runs `program` as `__main__` in this process and ends the process.
 
@@ -80,13 +83,17 @@ def become_program(
     pipes: descriptors that become its stdin, stdout and stderr.
     limits: what it may use.
     template_bytes: address space of the zygote, which does not count.
+    confine: the last step before the program; it closes `kept`.
+    kept: a descriptor that `confine` still needs.
   """
   try:
-    _enter(directory, pipes)
+    _enter(directory, pipes, kept)
     _limit(limits, template_bytes)
     _drop_privileges()
     _open_streams()
     _reseed(program + "\0" + seed_text)
+    if confine is not None:
+      confine()
   except BaseException as e:
     os.write(2, f"cannot set up the run: {e!r}\n".encode("ascii", "replace"))
     _end_by(SETUP_SIGNAL)
@@ -103,7 +110,7 @@ def _end_by(number: int) -> NoReturn:
   os._exit(1)
 
 
-def _enter(directory: str, pipes: tuple[int, int, int]) -> None:
+def _enter(directory: str, pipes: tuple[int, int, int], kept: int) -> None:
   zygote = os.getppid()
   os.setsid()
   die_with_parent(zygote, signal.SIGKILL)
@@ -111,14 +118,17 @@ def _enter(directory: str, pipes: tuple[int, int, int]) -> None:
   for target, fd in enumerate(pipes):
     os.dup2(fd, target)
   for name in os.listdir("/proc/self/fd"):
-    if int(name) > 2:
+    if int(name) > 2 and int(name) != kept:
       with contextlib.suppress(OSError):  # the listing's own, closed already
         os.close(int(name))
   os.chdir(directory)
   os.umask(0o077)
+  libraries = os.environ.get("LD_LIBRARY_PATH")  # a jailed interpreter needs it
   os.environ.clear()
   # Temporary files land in the run's directory, so they go when the run goes.
   os.environ.update(HOME=directory, TMPDIR=directory)
+  if libraries is not None:
+    os.environ["LD_LIBRARY_PATH"] = libraries
   if "tempfile" in sys.modules:
     sys.modules["tempfile"].tempdir = None
 
@@ -243,6 +253,6 @@ def _report(
     lines += traceback.StackSummary.from_list(frames[-_FRAMES:]).format()
   lines += traceback.format_exception_only(kind, value)
   text = "".join(lines).replace(here, "")
-  for path in {sys.prefix, sys.base_prefix}:
+  for path in {sys.prefix, sys.base_prefix, "/site"}:
     text = re.sub(re.escape(path) + r"[^\s'\")]*/", "", text)
   sys.stderr.write(text)

@@ -57,6 +57,7 @@ class Sandbox:
     preload: Sequence[str] = pool.DEFAULT_PRELOAD,
     corpus: str | None = None,
     index_cache: str | None = None,
+    backend: str = "subprocess",
   ):
     """Loads the corpus, if there is one; programs' processes start when first needed.
 
@@ -69,11 +70,13 @@ class Sandbox:
       corpus: a file that `search.read_corpus` reads, or None for no search.
       index_cache: a directory where the corpus's index is kept under the hash of its
         bytes and mapped from then on; None to build it in memory each time.
+      backend: "subprocess", or "jail" for programs that may be hostile (README.md).
 
     Raises:
       ValueError: a limit is out of range, the corpus is malformed, or there is an
         index_cache without a corpus.
       FileNotFoundError: there is no such corpus.
+      RuntimeError: this machine cannot build jails; the message says what it lacks.
     """
     if index_cache is not None and corpus is None:
       raise ValueError("index_cache needs a corpus")
@@ -83,7 +86,7 @@ class Sandbox:
     self._index = None
     if corpus is not None:
       self._index = _open_index(corpus, index_cache)
-    self._pool = pool.SandboxPool(slots, self._limits, preload)
+    self._pool = pool.SandboxPool(slots, self._limits, preload, backend=backend)
 
   def run(
     self,

@@ -1,8 +1,9 @@
 """SandboxPool: runs programs on zygotes, one per slot, from any number of threads.
 
-The backend is "subprocess": separate processes with resource limits, no namespaces and
-no seccomp. It contains accidents and much abuse, not a determined attacker; README.md
-says what is open. The namespace jail of a later issue keeps this interface.
+Two back-ends. "subprocess": separate processes with resource limits, no namespaces and
+no seccomp; it contains accidents and much abuse, not a determined attacker. "jail":
+namespaces, a root of its own and a seccomp filter for every run. README.md says what
+each leaves open.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tools_sandbox import wire
+from tools_sandbox import jail, wire
 
-BACKEND = "subprocess"
+BACKENDS = ("subprocess", "jail")
 # What programs of the code and math variants import, and what sympy imports only when
 # it is first asked to solve, simplify or lambdify: 25 to 150 ms that a run then saves.
 DEFAULT_PRELOAD = (
@@ -31,7 +32,12 @@ DEFAULT_PRELOAD = (
   *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
 )
 
-_ZYGOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zygote.py")
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+# Back-end -> the program of a slot.
+_PROGRAMS = {
+  "subprocess": os.path.join(_FOLDER, "zygote.py"),
+  "jail": os.path.join(_FOLDER, "jail.py"),
+}
 _START_S = 60.0  # imports on a starved machine
 _SWEEPS = 100  # a daemon may fork while it is looked for
 _GRACE_S = 15.0  # on top of a run's wall limit: killing, reaping, removing its files
@@ -57,7 +63,7 @@ class _ZygoteDied(Exception):
 class _Zygote:
   """The host's handle on one zygote process. Not thread-safe: one caller at a time."""
 
-  def __init__(self, preload: Sequence[str]):
+  def __init__(self, preload: Sequence[str], backend: str):
     """Starts the process; it imports `preload` while the caller goes on.
 
     Raises:
@@ -67,7 +73,7 @@ class _Zygote:
     self.ready = False
     self.directory = tempfile.mkdtemp(prefix="tools-sandbox-")
     self._log = os.path.join(self.directory, "zygote.log")
-    flags = ["-s", "-X", "utf8", _ZYGOTE]
+    flags = ["-s", "-X", "utf8", _PROGRAMS[backend]]
     try:
       with open(self._log, "wb") as log:
         self.process = subprocess.Popen(
@@ -166,6 +172,7 @@ class SandboxPool:
     limits: wire.Limits | None = None,
     preload: Sequence[str] = DEFAULT_PRELOAD,
     runs_per_zygote: int = 2000,
+    backend: str = "subprocess",
   ):
     """Starts nothing yet.
 
@@ -175,14 +182,22 @@ class SandboxPool:
       preload: modules imported ahead of every program; those that are not installed
         are skipped.
       runs_per_zygote: runs after which a zygote is replaced by a fresh one.
+      backend: one of `BACKENDS`.
 
     Raises:
-      ValueError: a count is below 1.
+      ValueError: a count is below 1, or there is no such back-end.
+      RuntimeError: this machine cannot build jails; the message says what it lacks.
     """
+    if backend not in BACKENDS:
+      raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     for name, value in (("slots", slots), ("runs_per_zygote", runs_per_zygote)):
       if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
+    if backend == "jail" and (missing := jail.check()):
+      # Never another back-end in its place: that is the caller's to choose.
+      raise RuntimeError(f"backend 'jail' cannot be used here: {'; '.join(missing)}")
     self.limits = limits or wire.Limits()
+    self._backend = backend
     self._preload = tuple(preload)
     self._runs_per_zygote = runs_per_zygote
     self._changed = threading.Condition()
@@ -275,7 +290,7 @@ class SandboxPool:
       return None
 
   def _start(self) -> _Zygote:
-    zygote = _Zygote(self._preload)
+    zygote = _Zygote(self._preload, self._backend)
     with self._changed:
       self._live.add(zygote)
       closed = self._closed

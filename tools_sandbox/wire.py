@@ -46,7 +46,10 @@ class Limits:
       template, and MiB of resident memory that all of them together may add.
     output_bytes: bytes kept of each of stdout and stderr: the first half and the last.
     file_mb: MiB of the largest file the program may write.
-    processes: processes and threads alive at once (sampled, so briefly more).
+    processes: processes and threads alive at once (back-end subprocess: sampled, so
+      briefly more).
+    disk_mb: MiB of all files together (back-end jail only).
+    inodes: files and folders together (back-end jail only).
   """
 
   wall_s: float = 10.0
@@ -55,6 +58,8 @@ class Limits:
   output_bytes: int = 65536
   file_mb: int = 64
   processes: int = 64
+  disk_mb: int = 128
+  inodes: int = 4096
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
@@ -117,6 +122,33 @@ class Result:
     """
     result = _build(cls, row)
     return dataclasses.replace(result, verdict=Verdict(result.verdict))
+
+
+class Clip:
+  """Keeps the first and the last bytes of a stream, `limit` in all."""
+
+  def __init__(self, limit: int):
+    self._head, self._tail = bytearray(), bytearray()
+    self._head_size, self._tail_size = limit - limit // 2, limit // 2
+    self._total = 0
+
+  def feed(self, data: bytes) -> None:
+    """Adds bytes at the end."""
+    self._total += len(data)
+    room = self._head_size - len(self._head)
+    self._head += data[:room]
+    self._tail += data[room:]
+    if len(self._tail) > self._tail_size + 4 * _CHUNK:
+      del self._tail[: len(self._tail) - self._tail_size]
+
+  def text(self) -> tuple[str, bool]:
+    """The bytes as text, and whether some were cut out."""
+    tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
+    cut = self._total - len(self._head) - len(tail)
+    if not cut:
+      return (self._head + tail).decode("utf-8", "replace"), False
+    head, tail = (b.decode("utf-8", "replace") for b in (self._head, tail))
+    return f"{head}...[{cut} bytes cut]...{tail}", True
 
 
 def _build(cls: type, row: dict[str, Any]) -> Any:

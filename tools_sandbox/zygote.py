@@ -1,7 +1,8 @@
 """The zygote: a process with numpy and sympy imported that forks once per run.
 
 Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID MODULE...
-It answers on stdin and stdout with `wire` frames, and serves until stdin closes:
+In a jail `inside` serves in its place, with another way to start a program and to end
+what it started. Both answer on stdin and stdout with `wire` frames, until stdin closes:
 
   zygote -> host   {"event": "ready"}                     once
   host -> zygote   {"program", "stdin", "limits"}         per run
@@ -26,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, Protocol
 
 # The file's folder leads sys.path, as for any program; `main` takes it out again.
 import child
@@ -38,33 +39,6 @@ _CHUNK = 65536
 _FLUSH_S = 0.05  # to write out its buffers when its time is up
 _REAP_S = 0.0005
 _SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
-
-
-class _Clip:
-  """Keeps the first and the last bytes of a stream, `limit` in all."""
-
-  def __init__(self, limit: int):
-    self._head, self._tail = bytearray(), bytearray()
-    self._head_size, self._tail_size = limit - limit // 2, limit // 2
-    self._total = 0
-
-  def feed(self, data: bytes) -> None:
-    """Adds bytes at the end."""
-    self._total += len(data)
-    room = self._head_size - len(self._head)
-    self._head += data[:room]
-    self._tail += data[room:]
-    if len(self._tail) > self._tail_size + 4 * _CHUNK:
-      del self._tail[: len(self._tail) - self._tail_size]
-
-  def text(self) -> tuple[str, bool]:
-    """The bytes as text, and whether some were cut out."""
-    tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
-    cut = self._total - len(self._head) - len(tail)
-    if not cut:
-      return (self._head + tail).decode("utf-8", "replace"), False
-    head, tail = (b.decode("utf-8", "replace") for b in (self._head, tail))
-    return f"{head}...[{cut} bytes cut]...{tail}", True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,27 +103,72 @@ def _end_all(pid: int) -> tuple[int, float]:
       time.sleep(_REAP_S)
 
 
-class _Run:
+class Starter(Protocol):
+  """How a program is started, and how everything of it is ended."""
+
+  def start(
+    self,
+    request: dict[str, Any],
+    pipes: tuple[int, int, int],
+    limits: wire.Limits,
+    template_bytes: int,
+  ) -> int:
+    """Starts a program on the pipes; returns its process."""
+
+  def end(self, pid: int) -> tuple[int | None, float]:
+    """Leaves neither process nor file of the run.
+
+    Returns its exit status (-N for signal N, None where it never began) and the CPU
+    seconds it used.
+    """
+
+
+class _Plain:
+  """Starts programs in directories of the host."""
+
+  def __init__(self, directory: str):
+    self._directory = directory
+    self._path = ""
+    self._numbers = itertools.count()
+
+  def start(
+    self,
+    request: dict[str, Any],
+    pipes: tuple[int, int, int],
+    limits: wire.Limits,
+    template_bytes: int,
+  ) -> int:
+    self._path = os.path.join(self._directory, f"run-{next(self._numbers)}")
+    os.mkdir(self._path, 0o700)
+    pid = os.fork()
+    if not pid:
+      program, stdin = request["program"], request["stdin"]
+      child.become_program(program, stdin, self._path, pipes, limits, template_bytes)
+    return pid
+
+  def end(self, pid: int) -> tuple[int | None, float]:
+    code, cpu_s = _end_all(pid)
+    _remove(self._path)
+    return (None if code == -child.SETUP_SIGNAL else code), cpu_s
+
+
+class Run:
   """One run, from the fork to the last byte of its output."""
 
-  def __init__(self, request: dict[str, Any], directory: str, template: _Template):
-    """Forks the program into `directory`."""
+  def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
+    """Starts the program."""
     self.limits = wire.Limits.from_json(request["limits"])
+    self.starter = starter
     self.template = template
     self.killed: wire.Verdict | None = None  # what the sandbox killed it for
     self.note = ""
-    stdin = request["stdin"]
-    self.input = memoryview(stdin.encode("utf-8", "replace"))
+    self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
     pipes = [os.pipe() for _ in range(3)]
     inner = (pipes[0][0], pipes[1][1], pipes[2][1])
     self.input_fd, *outputs = pipes[0][1], pipes[1][0], pipes[2][0]
-    self.clips = {fd: _Clip(self.limits.output_bytes) for fd in outputs}
+    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     self.start = time.monotonic()
-    self.pid = os.fork()
-    if not self.pid:
-      child.become_program(
-        request["program"], stdin, directory, inner, self.limits, template.bytes
-      )
+    self.pid = starter.start(request, inner, self.limits, template.bytes)
     for fd in inner:
       os.close(fd)
     for fd in (self.input_fd, *outputs):
@@ -165,7 +184,7 @@ class _Run:
     try:
       self._pump(pidfd, control)
     finally:
-      code, cpu_s = _end_all(self.pid)
+      code, cpu_s = self.starter.end(self.pid)
       seconds = time.monotonic() - self.start
       os.close(pidfd)
       self._close_input()
@@ -251,8 +270,13 @@ class _Run:
       os.close(self.input_fd)
       self.input_fd = -1
 
-  def _result(self, code: int, cpu_s: float, seconds: float) -> wire.Result:
+  def _result(self, code: int | None, cpu_s: float, seconds: float) -> wire.Result:
     (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
+    cut = cut_out or cut_err
+    if code is None and not self.killed:
+      failed = wire.Verdict.INFRASTRUCTURE
+      return wire.Result(stdout, stderr, None, failed, seconds, cut)
+    code = -signal.SIGKILL if code is None else code
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
     if self.killed and code < 0:
       verdict, stderr = self.killed, stderr + self.note
@@ -261,20 +285,19 @@ class _Run:
       stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
     elif code == -child.MEMORY_SIGNAL:
       verdict, code = wire.Verdict.MEMORY, 1
-    elif code == -child.SETUP_SIGNAL:
-      verdict, code = wire.Verdict.INFRASTRUCTURE, None
-    return wire.Result(stdout, stderr, code, verdict, seconds, cut_out or cut_err)
+    return wire.Result(stdout, stderr, code, verdict, seconds, cut)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Template:
+class Template:
   """What this process holds before a program adds to it."""
 
   bytes: int  # of address space
   pages: int  # resident
 
   @classmethod
-  def measure(cls) -> _Template:
+  def measure(cls) -> Template:
+    """Of this process, now."""
     with open("/proc/self/statm", encoding="ascii") as f:
       size, resident = f.read().split()[:2]
     return cls(int(size) * _PAGE, int(resident))
@@ -294,30 +317,46 @@ def _remove(directory: str) -> None:
     subprocess.run(["rm", "-rf", "--", directory], check=True)
 
 
-def _serve(directory: str, requests: int, results: int, template: _Template) -> None:
-  for number in itertools.count():
-    request = wire.read_frame(requests)
-    wire.write_frame(results, {"event": "started"})
-    path = os.path.join(directory, f"run-{number}")
-    os.mkdir(path, 0o700)
-    try:
-      result = _Run(request, path, template).finish(requests)
-    finally:
-      _remove(path)
-    wire.write_frame(results, {"event": "result", "result": result.to_json()})
+def warm_up(modules: list[str]) -> Template:
+  """Imports the modules that are installed; measures what every program then has."""
+  for module in modules:
+    with contextlib.suppress(ModuleNotFoundError):
+      importlib.import_module(module)
+  gc.collect()
+  gc.freeze()  # a child's collections then leave the shared pages alone
+  return Template.measure()
 
 
-def main() -> None:
-  """Imports the modules, says so, and serves runs until the host closes stdin."""
-  directory, host, *modules = sys.argv[1:]
+def serve_one(
+  requests: int, results: int, starter: Starter, template: Template
+) -> None:
+  """Reads a request and answers it.
+
+  Raises:
+    EOFError, SystemExit: the host has gone.
+  """
+  request = wire.read_frame(requests)
+  wire.write_frame(results, {"event": "started"})
+  result = Run(request, starter, template).finish(requests)
+  wire.write_frame(results, {"event": "result", "result": result.to_json()})
+
+
+def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
+  """Moves the frames' pipes away from 0 and 1, and hides this package's modules."""
   # Programs and imports must not write where frames go.
   requests, results = os.dup(0), os.dup(1)
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
   del sys.path[0]
-  for name in ("wire", "child"):  # a program may have modules of these names
+  for name in own_modules:  # a program may have modules of these names
     del sys.modules[name]
+  return requests, results
 
+
+def main() -> None:
+  """Serves runs until the host closes stdin."""
+  directory, host, *modules = sys.argv[1:]
+  requests, results = take_pipes(("wire", "child"))
   hung_up, writer = os.pipe()
   os.close(writer)
 
@@ -332,14 +371,11 @@ def main() -> None:
   child.die_with_parent(int(host), signal.SIGTERM)
   child.prctl(_PR_SET_CHILD_SUBREAPER, 1)
   child.set_dumpable(False)
-  for module in modules:
-    with contextlib.suppress(ModuleNotFoundError):
-      importlib.import_module(module)
-  gc.collect()
-  gc.freeze()  # a child's collections then leave the shared pages alone
   try:
+    template, starter = warm_up(modules), _Plain(directory)
     wire.write_frame(results, {"event": "ready"})
-    _serve(directory, requests, results, _Template.measure())
+    while True:
+      serve_one(requests, results, starter, template)
   except (EOFError, SystemExit):
     # The host has gone without a `kill`, and nobody else would do this.
     shutil.rmtree(directory, ignore_errors=True)

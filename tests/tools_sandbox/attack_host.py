@@ -1,0 +1,187 @@
+"""Runs the attacks against a host that has something to lose; answers with JSON.
+
+A program of its own, so that it can become an ordinary user first:
+attack_host.py BACKEND [--nobody] [--only=REGEX]. The victim is a process of the same
+user with a secret in its environment, on its disk and on its sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+
+from attacks import PRELUDE, Attack  # noqa: E402
+from attacks_limits import ATTACKS  # noqa: E402
+
+from tools_sandbox import kernel  # noqa: E402
+from tools_sandbox.pool import SandboxPool  # noqa: E402
+from tools_sandbox.wire import Limits, Result, Verdict  # noqa: E402
+
+_NOBODY = 65534
+_SECRET = "s3cret-of-the-host"
+_MARK = "mark-of-the-host"
+_SHM_KEY = 0x7A6A
+_LIMITS = Limits(
+  wall_s=10, cpu_s=10, memory_mb=256, file_mb=8, processes=32, disk_mb=16, inodes=500
+)
+# Their programs use up their time, or are over in a moment.
+_SHORT = {"bombs", "time", "races"}
+_SHORT_S = 2.0
+
+
+def victim(folder: str) -> None:
+  """Listens wherever an attack may knock; says where; ends with its standard input."""
+  import ctypes
+
+  tcp = socket.create_server(("127.0.0.1", 0))
+  udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+  udp.bind(tcp.getsockname())
+  held = [tcp, udp]
+  for name in (f"\0{_MARK}", f"{folder}/socket"):
+    for kind, ending in ((socket.SOCK_STREAM, ""), (socket.SOCK_DGRAM, "-DATAGRAM")):
+      s = socket.socket(socket.AF_UNIX, kind)
+      s.bind(name + ending)
+      if not ending:
+        s.listen(99)
+      held.append(s)
+  libc = ctypes.CDLL(None)
+  shared = libc.shmget(_SHM_KEY, 4096, 0o1666)
+  print(tcp.getsockname()[1], flush=True)
+  sys.stdin.read()
+  libc.shmctl(shared, 0, None)
+  del held
+
+
+@contextlib.contextmanager
+def _host():
+  """Starts a victim; yields what the names in a program stand for."""
+  with tempfile.TemporaryDirectory(prefix="attack-host-") as folder:
+    os.chmod(folder, 0o755)
+    secret = os.path.join(folder, "secret")
+    with open(secret, "w", encoding="ascii") as f:
+      f.write(_SECRET)
+    with subprocess.Popen(
+      [sys.executable, __file__, "--victim", folder, _MARK],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+      env={"SECRET": _SECRET},
+    ) as process:
+      yield {
+        "SECRET_PATH": secret,
+        "'SECRET'": repr(_SECRET),
+        "HOST_PID": str(process.pid),
+        "HOST_NAME": os.uname().nodename,
+        "HOST_MARK": _MARK,
+        "HOST_FOLDER": folder,
+        "PORT": process.stdout.readline().strip(),
+        "ABSTRACT": _MARK,
+        "SOCKET_PATH": f"{folder}/socket",
+        "SHM_KEY": str(_SHM_KEY),
+        "PACKAGE": str(HERE.parent.parent / "tools_sandbox"),
+        "PLANTED": f"/tmp/planted-{os.getpid()}",
+      }
+      process.stdin.close()
+
+
+def _fill(program: str, names: dict[str, str]) -> str:
+  for name in sorted(names, key=len, reverse=True):
+    program = program.replace(name, names[name])
+  return PRELUDE + program
+
+
+def _alive(word: str) -> bool:
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as f:
+      if word.encode() in f.read().split(b"\0"):
+        return True
+  return False
+
+
+def _faults(attack: Attack, result: Result, after: Result | None, wall_s: float):
+  """Why the attack counts as a breach; [] where it was contained."""
+  if "BREACH" in result.stdout + (after.stdout if after else ""):
+    yield "it printed BREACH"
+  if result.verdict == Verdict.INFRASTRUCTURE:
+    yield f"it broke the service: {result.stderr[-300:]}"
+  elif attack.verdicts and result.verdict not in attack.verdicts:
+    yield f"verdict {result.verdict}, not {attack.verdicts}: {result.stderr[-300:]}"
+  if wall_s > attack.within_s:
+    yield f"it took {wall_s:.1f} s"
+  if attack.leaves and _alive(attack.leaves):
+    yield "a process of it lives"
+
+
+def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
+  """Name -> faults of each attack; None where it was not tried with this back-end."""
+  out = {}
+  with _host() as names, SandboxPool(1, _LIMITS, (), backend=backend) as pool:
+    for attack in ATTACKS:
+      if not re.search(only, f"{attack.group}/{attack.name}"):
+        continue
+      if backend != "jail" and not attack.harmless:
+        out[attack.name] = None
+        continue
+      wall = _SHORT_S if attack.group in _SHORT else _LIMITS.wall_s
+      limits = Limits(**{**_LIMITS.to_json(), "wall_s": wall, "cpu_s": wall})
+      start = time.monotonic()
+      result = pool.run(_fill(attack.program, names), limits=limits)
+      wall_s = time.monotonic() - start
+      after = pool.run(_fill(attack.after, names)) if attack.after else None
+      faults = list(_faults(attack, result, after, wall_s))
+      if backend == "jail" and pool.run("print(2)").stdout != "2\n":
+        faults.append("the slot serves no more")
+      out[attack.name] = faults
+      for path in pathlib.Path("/tmp").glob(f"planted-{os.getpid()}*"):
+        path.unlink()
+  return out
+
+
+def become_nobody() -> None:
+  """Gives up root; an interpreter below a folder of root's stays in reach.
+
+  Raises:
+    OSError: this process may not change its user or its mounts.
+  """
+  base = os.path.realpath(sys.base_prefix)
+  kernel.unshare(kernel.NEWNS)
+  kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+  parents = [str(p) for p in reversed(pathlib.Path(base).parents)]
+  locked = [p for p in parents if not os.stat(p).st_mode & 1]
+  if locked:
+    kept = os.open(base, os.O_PATH)
+    kernel.mount("tmpfs", locked[0], "tmpfs", 0, "mode=755")
+    os.makedirs(base)
+    bind = kernel.MS_BIND | kernel.MS_REC
+    kernel.mount(f"/proc/self/fd/{kept}", base, "", bind)
+  os.setgroups([])
+  os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+  os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+
+
+def main() -> None:
+  """See the file's docstring."""
+  first, *options = sys.argv[1:]
+  if first == "--victim":
+    return victim(options[0])
+  if "--nobody" in options:
+    become_nobody()
+    options.remove("--nobody")
+    os.execv(sys.executable, [sys.executable, __file__, first, *options])
+  only = "".join(o.removeprefix("--only=") for o in options)
+  print(json.dumps(run(first, only), indent=1))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,71 @@
+"""Every attack is contained by the jail, as root and as an ordinary user.
+
+That the suite can fail is a test of its own: without the jail many attacks succeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from attacks_limits import ATTACKS
+
+from tools_sandbox import jail
+
+_HOST = pathlib.Path(__file__).parent / "attack_host.py"
+# A sample of what a process without walls can do: quick, and one of a class each.
+_OPEN = {
+  "secret_file": "host reads",
+  "ptrace_a_child": "parent's environment and memory",
+  "tcp_to_loopback": "network",
+  "signal_the_host": "signals to others",
+  "new_user_namespace": "mounts, namespaces, kernel",
+  "disk": "bombs",
+  "tick_after_the_end": "daemons",
+  "claim_infrastructure": "verdict forging",
+  "memory_of_the_last_run": "other runs",
+}
+_missing = jail.check()
+needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+
+
+@functools.cache
+def _faults(backend: str, user: str, only: str = "") -> dict[str, list[str] | None]:
+  command = [sys.executable, str(_HOST), backend]
+  if user == "nobody":
+    if os.geteuid():
+      pytest.skip("only root can become another user; this run is an ordinary one")
+    command.append("--nobody")
+  elif os.geteuid():
+    pytest.skip("this run is not root's")
+  done = subprocess.run(
+    [*command, f"--only={only}"], capture_output=True, text=True, timeout=900
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  return json.loads(done.stdout)
+
+
+def test_the_suite_is_large_and_its_names_unique():
+  assert len({a.name for a in ATTACKS}) == len(ATTACKS) >= 60
+  assert {a.name: a.group for a in ATTACKS}.items() >= _OPEN.items()
+
+
+@needs_jail
+@pytest.mark.parametrize("attack", [a.name for a in ATTACKS])
+@pytest.mark.parametrize("user", ["root", "nobody"])
+def test_contained(user, attack):
+  assert _faults("jail", user)[attack] == []
+
+
+@pytest.mark.parametrize("attack", _OPEN)
+def test_the_suite_can_fail(attack):
+  user = "root" if os.geteuid() == 0 else "itself"
+  if user == "itself":
+    pytest.skip("the subprocess back-end's table was measured as root")
+  only = "/(" + "|".join(_OPEN) + ")$"
+  assert _faults("subprocess", user, only)[attack]

@@ -1,0 +1,138 @@
+"""The few Linux system calls that Python 3.11 has no name for, through ctypes.
+
+Nothing but the standard library: processes inside a jail load this file by path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+NEWNS, NEWCGROUP, NEWUTS = 0x00020000, 0x02000000, 0x04000000
+NEWIPC, NEWUSER, NEWPID, NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+ALL_NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8  # of `restrict_mount`
+
+_MNT_DETACH = 2
+_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_SIGCHLD = 17
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_CAPBSET_READ = 22, 24, 23
+_MODE_FILTER = 2
+_NR_MOUNT_SETATTR = 442  # the same number on every architecture
+_NR = {
+  "x86_64": {"clone": 56, "pivot_root": 155},
+}.get(platform.machine())
+_libc = ctypes.CDLL(None, use_errno=True)
+# Keeps the interpreter's lock over the call: a child that Python did not fork itself
+# could never take it.
+_libc_locked = ctypes.PyDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+  if result < 0:
+    number = ctypes.get_errno()
+    raise OSError(number, f"{what}: {os.strerror(number)}")
+  return result
+
+
+def _nr(name: str) -> int:
+  if _NR is None:
+    raise OSError(f"no system call numbers for {platform.machine()}")
+  return _NR[name]
+
+
+def unshare(flags: int) -> None:
+  """Moves this process (for NEWPID: its children) into new namespaces.
+
+  Raises:
+    OSError: the kernel refused; so do the other functions of this file.
+  """
+  _check(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def clone(flags: int) -> int:
+  """Forks into new namespaces: 0 in the child, its process id in the parent.
+
+  Only for a process of one thread. The child must not return to code of the parent.
+  """
+  result = _libc_locked.syscall(
+    ctypes.c_long(_nr("clone")), ctypes.c_ulong(flags | _SIGCHLD), 0, 0, 0, 0
+  )
+  return _check(result, f"clone({flags:#x})")
+
+
+def map_ids(inside: int, uid: int, gid: int) -> None:
+  """Maps one user and one group of the outer user namespace to `inside`."""
+  for name, line in (
+    ("setgroups", "deny"),
+    ("uid_map", f"{inside} {uid} 1"),
+    ("gid_map", f"{inside} {gid} 1"),
+  ):
+    with open(f"/proc/self/{name}", "wb") as f:  # text may need a codec's file
+      f.write(line.encode())
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+  """The system call of that name."""
+  result = _libc.mount(
+    *(text.encode() for text in (source, target, kind)),
+    ctypes.c_ulong(flags),
+    options.encode(),
+  )
+  _check(result, f"mount {kind} {source} on {target}")
+
+
+def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None:
+  """Adds attributes (READ_ONLY and so on) to a mount, and to those below it."""
+  attr = struct.pack("QQQQ", attributes, 0, 0, 0)
+  result = _libc.syscall(
+    ctypes.c_long(_NR_MOUNT_SETATTR),
+    ctypes.c_int(_AT_FDCWD),
+    ctypes.c_char_p(target.encode()),
+    ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
+    ctypes.c_char_p(attr),
+    ctypes.c_size_t(len(attr)),
+  )
+  _check(result, f"mount_setattr {target}")
+
+
+def change_root(target: str) -> None:
+  """Makes a mount the root of this mount namespace and lets go of the old root."""
+  os.chdir(target)
+  _check(
+    _libc.syscall(ctypes.c_long(_nr("pivot_root")), b".", b"."), f"pivot_root {target}"
+  )
+  _check(_libc.umount2(b".", _MNT_DETACH), "umount the old root")
+  os.chdir("/")
+
+
+def set_host_name(name: str) -> None:
+  """Sets the host name of this UTS namespace."""
+  _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
+
+
+def drop_bounding_set() -> None:
+  """Gives up every capability that a later execve could bring back."""
+  for number in range(64):
+    if _libc.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number), 0, 0, 0) == 1:
+      result = _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
+      _check(result, f"drop capability {number}")
+
+
+def set_filter(program: bytes) -> None:
+  """Puts this process, for good, under a seccomp filter (8 bytes an instruction)."""
+  code = ctypes.create_string_buffer(program, len(program))
+
+  class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+
+  header = Program(len(program) // 8, ctypes.addressof(code))
+  result = _libc.prctl(
+    _PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), ctypes.byref(header), 0, 0
+  )
+  _check(result, "seccomp")

@@ -1,0 +1,132 @@
+"""The system calls a jailed program may make, as a seccomp filter in classic BPF.
+
+An allow-list: what is not named here fails with EPERM. Some calls fail with what a
+kernel without them would say, because libraries then take another way.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+# Linux x86_64. By what they touch, so that a reader can see what is missing.
+_ALLOWED = {
+  # open files
+  **{"read": 0, "write": 1, "open": 2, "close": 3, "lseek": 8, "pread64": 17},
+  **{"pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295, "pwritev": 296},
+  **{"preadv2": 327, "pwritev2": 328, "dup": 32, "dup2": 33, "dup3": 292},
+  **{"fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77},
+  **{"fallocate": 285, "fadvise64": 221, "sendfile": 40, "copy_file_range": 326},
+  **{"openat": 257, "close_range": 436, "pipe": 22, "pipe2": 293, "eventfd": 284},
+  **{"eventfd2": 290, "poll": 7, "ppoll": 271, "select": 23, "pselect6": 270},
+  **{"epoll_create": 213, "epoll_create1": 291, "epoll_ctl": 233, "epoll_wait": 232},
+  **{"epoll_pwait": 281, "timerfd_create": 283, "timerfd_settime": 286},
+  **{"timerfd_gettime": 287, "signalfd": 282, "signalfd4": 289},
+  # both ends of a socket pair; there is no way to a socket of any other kind
+  **{"sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48},
+  **{"getsockname": 51, "getpeername": 52, "setsockopt": 54, "getsockopt": 55},
+  # the file system
+  **{"stat": 4, "fstat": 5, "lstat": 6, "newfstatat": 262, "statx": 332},
+  **{"access": 21, "faccessat": 269, "faccessat2": 439, "truncate": 76},
+  **{"getdents": 78, "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81},
+  **{"rename": 82, "renameat": 264, "renameat2": 316, "mkdir": 83, "mkdirat": 258},
+  **{"rmdir": 84, "creat": 85, "link": 86, "linkat": 265, "unlink": 87},
+  **{"unlinkat": 263, "symlink": 88, "symlinkat": 266, "readlink": 89},
+  **{"readlinkat": 267, "chmod": 90, "fchmod": 91, "fchmodat": 268, "umask": 95},
+  **{"mknod": 133, "mknodat": 259, "statfs": 137, "fstatfs": 138, "utime": 132},
+  **{"utimes": 235, "futimesat": 261, "utimensat": 280},
+  # memory
+  **{"mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26},
+  **{"madvise": 28},
+  # processes, threads and signals
+  **{"fork": 57, "vfork": 58, "execve": 59, "exit": 60, "exit_group": 231},
+  **{"wait4": 61, "waitid": 247, "kill": 62, "tkill": 200, "tgkill": 234},
+  **{"getpid": 39, "getppid": 110, "gettid": 186, "getpgrp": 111, "getpgid": 121},
+  **{"setpgid": 109, "setsid": 112, "getsid": 124, "getuid": 102, "getgid": 104},
+  **{"geteuid": 107, "getegid": 108, "getresuid": 118, "getresgid": 120},
+  **{"getgroups": 115, "capget": 125, "set_tid_address": 218, "set_robust_list": 273},
+  **{"get_robust_list": 274, "rseq": 334, "futex": 202, "membarrier": 324},
+  **{"arch_prctl": 158, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15},
+  **{"rt_sigpending": 127, "rt_sigtimedwait": 128, "rt_sigqueueinfo": 129},
+  **{"rt_sigsuspend": 130, "sigaltstack": 131, "pause": 34, "restart_syscall": 219},
+  **{"getrlimit": 97, "setrlimit": 160, "getrusage": 98, "times": 100},
+  **{"getpriority": 140, "setpriority": 141, "sched_yield": 24, "getcpu": 309},
+  **{"sched_getparam": 143, "sched_getscheduler": 145},
+  **{"sched_get_priority_max": 146, "sched_get_priority_min": 147},
+  # time and the machine
+  **{
+    "nanosleep": 35,
+    "clock_nanosleep": 230,
+    "clock_gettime": 228,
+    "clock_getres": 229,
+  },
+  **{"gettimeofday": 96, "time": 201, "getitimer": 36, "setitimer": 38, "alarm": 37},
+  **{"timer_create": 222, "timer_settime": 223, "timer_gettime": 224},
+  **{"timer_getoverrun": 225, "timer_delete": 226, "uname": 63, "sysinfo": 99},
+  **{"getrandom": 318},
+}
+# Number -> (argument, values it may have): the program itself, and nothing stronger.
+_ALLOWED_WITH = {
+  53: (0, (1,)),  # socketpair: AF_UNIX
+  302: (0, (0,)),  # prlimit64: on oneself
+  203: (0, (0,)),  # sched_setaffinity
+  204: (0, (0,)),  # sched_getaffinity
+  135: (0, (0xFFFFFFFF,)),  # personality: ask
+  157: (0, (1, 2, 3, 15, 16)),  # prctl: parent-death signal, dumpable?, thread name
+  # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+  16: (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+}
+_CLONE = 56
+_CLONE_NAMESPACES = 0x7E020000
+_REFUSED = {
+  435: errno.ENOSYS,  # clone3: its flags are out of a filter's sight
+  425: errno.ENOSYS,  # io_uring_setup, _enter, _register
+  426: errno.ENOSYS,
+  427: errno.ENOSYS,
+  319: errno.ENOSYS,  # memfd_create: memory that no limit counts
+  434: errno.ENOSYS,  # pidfd_open
+  437: errno.ENOSYS,  # openat2
+  # extended attributes, of which shutil expects to hear that there are none
+  **{nr: errno.ENOTSUP for nr in range(188, 200)},
+}
+
+_AUDIT_X86_64 = 0xC000003E
+_LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+
+
+def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:
+  return struct.pack("HBBI", code, if_true, if_false, k)
+
+
+def _argument(index: int) -> bytes:
+  """Loads an argument's low half: all that the kernel reads of an int."""
+  return _op(_LOAD, 16 + 8 * index)
+
+
+def build() -> bytes:
+  """The filter, as `kernel.set_filter` takes it.
+
+  Raises:
+    OSError: there is no table for this architecture.
+  """
+  if platform.machine() != "x86_64":
+    raise OSError(f"no seccomp table for {platform.machine()}, only for x86_64")
+  allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
+  # 32-bit calls have other numbers; a process that makes one is up to no good.
+  code = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_X86_64, 1, 0), _op(_RETURN, _KILL)]
+  code.append(_op(_LOAD, 0))
+  for number in _ALLOWED.values():
+    code += [_op(_EQUAL, number, 0, 1), allow]
+  for number, (index, values) in _ALLOWED_WITH.items():
+    code += [_op(_EQUAL, number, 0, 2 + 2 * len(values)), _argument(index)]
+    for value in values:
+      code += [_op(_EQUAL, value, 0, 1), allow]
+    code.append(refuse)
+  code += [_op(_EQUAL, _CLONE, 0, 4), _argument(0)]
+  code += [_op(_ANY_BIT, _CLONE_NAMESPACES, 0, 1), refuse, allow]
+  for number, error in _REFUSED.items():
+    code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | error)]
+  code.append(refuse)
+  return b"".join(code)
