@@ -42,7 +42,7 @@ _SETTINGS = flags.DEFINE_string(
 
 # `rows` go through the model at once, the rest of a step's after them.
 SETTINGS: dict[str, dict[str, Any]] = {
-  "ours": {"rows": 1},  # and fields of `LoadConfig`
+  "ours": {"rows": 2},  # and fields of `LoadConfig`
   "torch": {"rows": 1, "attention": "sdpa", "compile": False, "remat": False},
   "tunix": {"rows": 1, "remat": "NONE"},  # and names of tunix's RematConfig
 }

@@ -16,6 +16,7 @@ from tools_sandbox import pool, search, wire
 from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.mcp_client import McpConfig, McpTool
+from tools_sandbox.pool import BACKENDS
 from tools_sandbox.retrieve import Retriever
 from tools_sandbox.search import Document, Hit
 from tools_sandbox.vision import Inspector, VisionConfig
@@ -23,6 +24,7 @@ from tools_sandbox.web_search import BLOCKED, WebConfig, WebSearch
 from tools_sandbox.wire import Limits, Result, Verdict
 
 __all__ = [
+  "BACKENDS",
   "BLOCKED",
   "BadCall",
   "CrawlConfig",

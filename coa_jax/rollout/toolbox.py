@@ -59,15 +59,20 @@ class Toolbox:
 
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or malformed; the message
-        names file, line and field. Or a tool's key, folder or server is not there.
+        names file, line and field. Or this machine can not run the sandbox asked for,
+        or a tool's key, folder or server is not there.
     """
     self.config = config
     searches = {"wiki_search", "web_search"} & set(config.tools) - set(config.mcp)
     # A slot starts no process before it is used; those of hung calls are not missed.
-    self._sandbox = Sandbox(
-      slots=config.workers + config.max_hung,
-      corpus=config.corpus if searches else None,
-    )
+    try:
+      self._sandbox = Sandbox(
+        slots=config.workers + config.max_hung,
+        corpus=config.corpus if searches else None,
+        backend=config.sandbox,
+      )
+    except RuntimeError as e:  # what this machine lacks for it
+      raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}") from e
     self._tools: dict[str, Tool] = {}
     try:
       for name in config.tools if config.enabled else ():

@@ -13,6 +13,7 @@ from typing import Protocol
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus
 from tools_sandbox.client import (
+  BACKENDS,
   BLOCKED,
   BadCall,
   CrawlConfig,
@@ -51,6 +52,8 @@ class ToolsConfig:
     timeouts: the same for single tools, by tag, where it is another.
     grace_s: seconds beyond those after which a call without an answer is given up;
       long enough for a sandbox process to start on a busy machine.
+    sandbox: subprocess, which contains accidents, or jail, for programs that may be
+      hostile; what each does not cover is in tools_sandbox/README.md.
     memory_mb: memory one program may use, in MiB.
     workers: programs that run at once; other tools run as they are called. A program
       that sleeps keeps its place, so give more places than there are cores.
@@ -73,6 +76,7 @@ class ToolsConfig:
   timeout_s: float = 7.0
   timeouts: dict[str, float] = dataclasses.field(default_factory=dict)
   grace_s: float = 10.0
+  sandbox: str = "subprocess"
   memory_mb: int = 1024
   workers: int = 2
   max_hung: int = 64
@@ -101,6 +105,8 @@ class ToolsConfig:
       raise ValueError("web: web_search needs web.endpoint, or a corpus to be offline")
     if "visual_inspector" in ours and self.vision is None:
       raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
+    if self.sandbox not in BACKENDS:
+      raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
     if min(self.top_k, self.workers, self.max_hung) < 1 or self.max_chars < 64:
       raise ValueError(
         "top_k, workers and max_hung must be at least 1, max_chars at least 64"

@@ -12,6 +12,7 @@ import pytest
 from coa_jax.protocol.roles import render_code
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from tools_sandbox import jail
 from tools_sandbox.wire import Result, Verdict
 
 PAGES = [
@@ -85,6 +86,22 @@ def test_malformed_and_unknown_calls_are_the_models_fault(
 ):
   call = toolbox.call(name, arguments)
   assert call.status == CallStatus.MODEL and call.result.startswith(result)
+
+
+def test_programs_run_in_the_jail_where_it_is_asked_for(config):
+  if missing := jail.check():
+    pytest.skip("; ".join(missing))
+  program = "import os\nprint(os.getpid() < 5, os.path.exists('/root'))"
+  jailed = dataclasses.replace(config, sandbox="jail", tools=("code",), timeout_s=10.0)
+  with Toolbox(jailed) as box:
+    call = box.call("code", render_code(program))
+  assert (call.status, call.result) == (CallStatus.OK, "True False")
+
+
+def test_a_jail_that_can_not_be_is_refused_and_never_another(config, monkeypatch):
+  monkeypatch.setattr(jail, "check", lambda: ["no user namespaces"])
+  with pytest.raises(ValueError, match=r"tools.sandbox='jail': .*no user namespaces"):
+    Toolbox(dataclasses.replace(config, sandbox="jail"))
 
 
 def test_search_lists_pages_best_first(toolbox):
