@@ -270,8 +270,6 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
 
   With fewer trajectories than slots no rate is judged.
   """
-  # Hundreds of injected tracebacks would hide what matters.
-  logging.getLogger("coa_jax.rollout.toolbox").setLevel(logging.CRITICAL)
   seed, rates, lives, broken = 0, [], [], []
   policy = work.make_policy()
   print("the policy is trained", file=sys.stderr)
@@ -351,4 +349,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  # Hundreds of injected tracebacks would hide what matters.
+  logging.getLogger("coa_jax.rollout.toolbox").setLevel(logging.CRITICAL)
   app.run(main)
