@@ -17,13 +17,7 @@ sampled, of all that our slots could have sampled meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +25,8 @@ from absl import app
 
 from experiments import bench
 from experiments.bench_rollout import check_tokens
-from experiments.bench_rollout_work import JOB
 from experiments.bench_train_work import SIZES
-from experiments.bench_workers import ROOT, Worker, allocator, available
+from experiments.bench_workers import available, by_turns, generators
 
 PROMPT, NEW, CALLS, OBSERVATION = 64, 64, 3, 48
 LENGTH = PROMPT + (CALLS + 1) * NEW + CALLS * OBSERVATION
@@ -70,38 +63,20 @@ def measure(
   Raises:
     ValueError: continuations differ, or a worker ended.
   """
-  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-    job = {
-      "model": model,
-      "dtype": dtype,
-      "prompt": PROMPT,
-      "new": new,
-      "calls": CALLS,
-      "observation": OBSERVATION,
-      "trajectories": trajectories,
-      "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
-    }
-    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
-      json.dump(job, f)
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    code = "from experiments import bench_rollout_work as w; w.write_work({!r})"
-    subprocess.run(
-      [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=env, check=True
-    )
-    workers = {}
-    for who, python in {"ours": sys.executable, **pythons}.items():
-      theirs = {**env, **allocator()} if who == "tunix" else env
-      worker = Worker(who, folder, python, theirs, "experiments.bench_agentic_work")
-      workers[who] = stack.enter_context(worker)
+  job = {
+    "model": model,
+    "dtype": dtype,
+    "prompt": PROMPT,
+    "new": new,
+    "calls": CALLS,
+    "observation": OBSERVATION,
+    "trajectories": trajectories,
+    "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
+  }
+  with generators("experiments.bench_agentic_work", job, pythons) as workers:
     rows = []
     for latency in latencies:
-      for worker in workers.values():
-        worker.run(latency=latency)  # compiles
-      check_tokens({who: w.run(latency=latency)["first"] for who, w in workers.items()})
-      turns: dict[str, list[dict[str, Any]]] = {who: [] for who in workers}
-      for _ in range(rounds):
-        for who, worker in workers.items():
-          turns[who].append(worker.run(latency=latency))
+      turns = by_turns(workers, rounds, check_tokens, latency=latency)
       for who, taken in turns.items():
         seconds = statistics.median(t["seconds"] for t in taken)
         row = {

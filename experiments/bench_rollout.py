@@ -16,22 +16,15 @@ vLLM's engine runs in another one, so its number says nothing.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import app
 
 from experiments import bench
-from experiments.bench_rollout_work import JOB
 from experiments.bench_train_work import SIZES
-from experiments.bench_workers import ROOT, Worker, allocator, available
+from experiments.bench_workers import available, by_turns, generators
 
 PROMPT, NEW = 64, 256
 # Name -> size, dtype, sequences at once.
@@ -81,31 +74,11 @@ def measure(
   Raises:
     ValueError: float32 continuations differ, or a worker ended.
   """
-  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-    job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
-    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
-      json.dump(job, f)
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    code = "from experiments import bench_rollout_work as w; w.write_work({!r})"
-    subprocess.run(
-      [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=env, check=True
-    )
-    workers = {}
-    for who, python in {"ours": sys.executable, **pythons}.items():
-      theirs = {**env, **allocator()} if who == "tunix" else env
-      worker = Worker(who, folder, python, theirs, "experiments.bench_rollout_work")
-      workers[who] = stack.enter_context(worker)
-    rows = []
+  job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
+  with generators("experiments.bench_rollout_work", job, pythons) as workers:
+    rows, check = [], check_tokens if dtype == "float32" else None
     for batch in batches:
-      for worker in workers.values():
-        worker.run(batch=batch)  # compiles; the next may compile once more
-      first = {who: w.run(batch=batch)["first"] for who, w in workers.items()}
-      if dtype == "float32":
-        check_tokens(first)
-      turns: dict[str, list[dict[str, Any]]] = {who: [] for who in workers}
-      for _ in range(rounds):
-        for who, worker in workers.items():
-          turns[who].append(worker.run(batch=batch))
+      turns = by_turns(workers, rounds, check, batch=batch)
       for who, taken in turns.items():
         assert all(t["tokens"] == batch * new for t in taken), (who, taken)
         seconds = statistics.median(t["seconds"] for t in taken)

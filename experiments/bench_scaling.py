@@ -9,17 +9,12 @@ The 5M model in float32, random weights, tools that take no time. Three sweeps:
   turns   2,048 tokens in 1 to 64 turns, 8 slots: prefilling nothing twice, a token
           costs the same whatever their number
 
-Every point has a process of its own, so that its peak memory is its own; the second of
-two runs is timed. Of generated tokens per second; "ms a step" is of decoding.
+Every point has a process of its own, so that its peak memory is its own; the third of
+three runs is timed. Of generated tokens per second; "ms a step" is of decoding.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,9 +23,8 @@ from matplotlib.figure import Figure
 
 from coa_jax.report import plots
 from experiments import bench
-from experiments.bench_rollout_work import JOB
 from experiments.bench_train_work import SIZES
-from experiments.bench_workers import ROOT, Worker
+from experiments.bench_workers import by_turns, generators
 
 _PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the three sweeps to.")
 
@@ -78,18 +72,9 @@ def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
   Raises:
     ValueError: the worker ended.
   """
-  with tempfile.TemporaryDirectory() as folder:
-    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
-      json.dump({"model": model, "dtype": "float32", **job}, f)
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    code = "from experiments import bench_rollout_work as w; w.write_work({!r})"
-    subprocess.run(
-      [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=env, check=True
-    )
-    module = "experiments.bench_agentic_work"
-    with Worker("ours", folder, env=env, module=module) as worker:
-      worker.run(latency=False)  # compiles
-      took = worker.run(latency=False)
+  job = {"model": model, "dtype": "float32", **job}
+  with generators("experiments.bench_agentic_work", job, {}) as workers:
+    (took,) = by_turns(workers, 1, latency=False)["ours"]
   new = job["trajectories"] * (job["calls"] + 1) * job["new"]
   return {
     "tokens_per_second": new / took["seconds"],

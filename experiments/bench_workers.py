@@ -14,7 +14,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.bench import PYTHONS
@@ -159,6 +159,61 @@ def check_losses(
 
 
 Turns = dict[str, list[dict[str, Any]]]
+
+
+@contextlib.contextmanager
+def generators(
+  module: str, job: Mapping[str, Any], pythons: Mapping[str, str]
+) -> Iterator[dict[str, Worker]]:
+  """Contestants that generate with one model of random weights, ours first.
+
+  Args:
+    module: what a contestant's process runs.
+    job: what `bench_rollout_work.write_work` reads, and the module.
+    pythons: the interpreter of every peer that takes part.
+
+  Raises:
+    ValueError: a worker ended.
+  """
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
+      json.dump(job, f)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    code = "from experiments import bench_rollout_work as w; w.write_work({!r})"
+    subprocess.run(
+      [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=env, check=True
+    )
+    workers = {}
+    for who, python in {"ours": sys.executable, **pythons}.items():
+      theirs = {**env, **allocator()} if who == "tunix" else env
+      workers[who] = stack.enter_context(Worker(who, folder, python, theirs, module))
+    yield workers
+
+
+def by_turns(
+  workers: Mapping[str, Worker],
+  rounds: int,
+  check: Callable[[dict[str, Any]], None] | None = None,
+  **ask: Any,
+) -> Turns:
+  """What every turn took, after two of each to compile.
+
+  Args:
+    workers: the contestants.
+    rounds: timed turns of each.
+    check: refuses what contestants gave first ("first" of their answers), by name.
+    **ask: what each is asked in every turn.
+  """
+  for worker in workers.values():
+    worker.run(**ask)
+  first = {who: worker.run(**ask)["first"] for who, worker in workers.items()}
+  if check:
+    check(first)
+  turns: Turns = {who: [] for who in workers}
+  for _ in range(rounds):
+    for who, worker in workers.items():
+      turns[who].append(worker.run(**ask))
+  return turns
 
 
 def race(

@@ -175,7 +175,8 @@ class McpTool:
       session = _Session(self._mcp.Client(self._server), self._loop)
       if not session.wait(self._config.start_s):
         session.end()
-        raise Unavailable("the MCP server does not start or greet")
+        why = f" ({type(session.fault).__name__})" if session.fault else ""
+        raise Unavailable(f"the MCP server does not start or greet{why}")
       self._session = session
       return session
 
@@ -199,6 +200,7 @@ class _Session:
 
   def __init__(self, client: Any, loop: asyncio.AbstractEventLoop):
     self.client, self.ended = client, False
+    self.fault: Exception | None = None  # that ended it
     self._loop = loop
     self._greeted: concurrent.futures.Future[bool] = concurrent.futures.Future()
     self._leave, self._left = asyncio.Event(), threading.Event()
@@ -209,8 +211,8 @@ class _Session:
       async with self.client:
         self._greeted.set_result(True)
         await self._leave.wait()
-    except Exception:
-      pass  # whoever calls meets the error there
+    except Exception as e:  # whoever waits or calls is told there
+      self.fault = e
     finally:
       self.ended = True
       self._left.set()

@@ -108,9 +108,19 @@ def split(
   seed: int,
   layout: Layout | None = None,
 ) -> tuple[Any, Any]:
-  """What is trained, and what is frozen: (adapters, params), or (params, None)."""
+  """What is trained, and what is frozen: (adapters, params), or (params, None).
+
+  Raises:
+    ValueError: adapters of a model with `weight_dtype`: a decoder rounds a matrix with
+      its adapter, training without it, and the two would disagree.
+  """
   if config is None:
     return params, None
+  if cfg.weight_dtype:
+    raise ValueError(
+      f"section lora does not go with model.weight_dtype={cfg.weight_dtype!r}; set it "
+      "to '' (matrices are then as precise as model.dtype)"
+    )
   return init_adapters(cfg, config, seed, layout), params
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import sys
 from typing import Any, Protocol
 
 from coa_jax.model.distribution import Truncation
@@ -69,17 +70,26 @@ class RolloutConfig:
 
 
 class Episode(Protocol):
-  """What the scheduler asks of one trajectory; tokens in, tokens out."""
+  """What an engine asks of one trajectory; tokens in, tokens out.
 
-  sequence: int  # keys its randomness; unique in a run
+  Who derives from it inherits `limit`, `forced` and `progress` as they are here.
+
+  Attributes:
+    sequence: keys its randomness; unique in a run.
+    temperature: of its sampling; 0 is greedy.
+    limit: tokens it may have in all, if below max_len; may change as it goes on.
+  """
+
+  sequence: int
   temperature: float
-  limit: int  # tokens it may have in all, if below max_len; may change as it goes on
+  limit: int = sys.maxsize
 
   def start(self) -> list[int]:
     """The prompt's ids."""
 
   def forced(self) -> list[int]:
     """Ids to take next instead of sampling them; asked once what was given is in."""
+    return []
 
   def progress(self, ids: list[int]) -> None:
     """Told after a window that did not stop it what was sampled since `sampled`."""

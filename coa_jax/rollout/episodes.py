@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import sys
 import time
 
 from coa_jax.protocol import prompts, roles
@@ -21,7 +20,7 @@ from coa_jax.protocol.trajectory import (
   ToolCall,
   Trajectory,
 )
-from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.engine import Episode, RolloutConfig
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.tasks.rewards import score
 from coa_jax.tasks.task import Task
@@ -50,13 +49,11 @@ class Setting:
   same_calls: int = RolloutConfig.same_calls
 
 
-class CoAEpisode:
+class CoAEpisode(Episode):
   """One attempt at one task, as the scheduler drives it.
 
   It is graded at its end where the task has answers.
   """
-
-  limit = sys.maxsize  # none of its own
 
   def __init__(
     self,
@@ -94,13 +91,6 @@ class CoAEpisode:
     self.trajectory.usage.prompt = len(ids)
     self.trajectory.usage.model_calls = 1
     return ids
-
-  def forced(self) -> list[int]:
-    """Nothing: everything is sampled. See `Episode`."""
-    return []
-
-  def progress(self, ids: list[int]) -> None:
-    """Nothing is done before a turn is over. See `Episode`."""
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
@@ -186,10 +176,8 @@ def _refused(
   return future
 
 
-class Replay:
+class Replay(Episode):
   """A trajectory run again over its own tokens, for their log-probs; see `Episode`."""
-
-  limit = sys.maxsize
 
   def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
     """Args: the trajectory, its place among those replayed, the sampling's."""
@@ -213,9 +201,6 @@ class Replay:
     """What was sampled in this turn."""
     return self._turns[0][1]
 
-  def progress(self, ids: list[int]) -> None:
-    """Nothing is done before a turn is over."""
-
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[list[int]] | None:
@@ -225,10 +210,7 @@ class Replay:
       ValueError: other tokens than the trajectory's came out: it stops elsewhere.
     """
     if ids != self._turns.pop(0)[1]:
-      raise ValueError(
-        f"trajectory of task {self.task_id!r}: decoding under this variant and max_len "
-        "stops elsewhere than it did; replay it as it was sampled"
-      )
+      raise self._elsewhere()
     self.logps += logps
     if not self._turns or not self._turns[0][1]:
       return None
@@ -241,4 +223,15 @@ class Replay:
     return result
 
   def out_of_room(self) -> None:
-    """Can not be: it had room then."""
+    """Under a shorter `max_len` than then."""
+    raise self._elsewhere()
+
+  def lost(self) -> None:
+    """Only the scheduler replays, and it loses nothing."""
+    raise self._elsewhere()
+
+  def _elsewhere(self) -> ValueError:
+    return ValueError(
+      f"trajectory of task {self.task_id!r}: decoding under this variant and max_len "
+      "stops elsewhere than it did; replay it as it was sampled"
+    )

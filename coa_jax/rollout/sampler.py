@@ -119,9 +119,12 @@ def extend(
   return jax.tree.map(lambda x, y: x.at[row_R].set(y, mode="drop"), cache, rows)
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cache")
 def copy(
-  cache: tuple[LayerCache, ...], from_R: jax.Array, to_R: jax.Array
+  cache: tuple[LayerCache, ...],
+  from_R: jax.Array,
+  to_R: jax.Array,
+  layout: Layout | None = None,
 ) -> tuple[LayerCache, ...]:
   """Copies slots' keys and values to other slots.
 
@@ -129,11 +132,14 @@ def copy(
     cache: of all B slots; donated.
     from_R: slots to read, all before any is written.
     to_R: slots to write; B or more for rows that are not used.
+    layout: of the sampler, on several devices.
   """
-  return jax.tree.map(
-    lambda x: x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop"),
-    cache,
-  )
+
+  def copied(x: jax.Array) -> jax.Array:
+    x = x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop")
+    return layout.shard(x, "BK...") if layout else x
+
+  return jax.tree.map(copied, cache)
 
 
 @functools.partial(jax.jit, static_argnames=("pieces", "layout"))

@@ -258,7 +258,8 @@ class _Run:
         from_R[r], to_R[r] = other, slot
         self._given(slot, ids)
         self.owner.counters.copied_tokens += len(ids)
-      self.owner._cache = sampler.copy(self.owner._cache, from_R, to_R)
+      cache, layout = self.owner._cache, self.owner.layout
+      self.owner._cache = sampler.copy(cache, from_R, to_R, layout)
 
   def _live(self) -> list[int]:
     """Slots that hold an episode."""

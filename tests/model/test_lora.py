@@ -237,6 +237,12 @@ def test_peft_computes_the_same_from_the_adapter_folder(tmp_path, config: LoraCo
   assert worst <= 1e-5
 
 
+def test_adapters_do_not_go_with_rounded_weights():
+  cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
+  with pytest.raises(ValueError, match=r"lora does not go with model\.weight_dtype"):
+    lora.split(cfg, params(), SOME, 0)
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [

@@ -178,10 +178,13 @@ def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
 
 
 def test_an_abandoned_run_hangs_up(server, tmp_path):
-  server.faults = lambda body: "hang" if len(server.completions()) > 3 else None
+  """One of the first two hangs from its first request on; the other one ends."""
+  hung = row_of(server.tokenizer, "4 * 4 + 1")
+  server.faults = lambda b: "hang" if hung[: len(b["prompt"])] == b["prompt"] else None
   on = player(server, tmp_path, slots=2)
   stream = on.play(toy.params(), toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)
-  next(stream)
+  _, first = next(stream)
+  assert first.task_id == "2 + 3"
   loop = on.engine._server._loop
   assert asyncio.all_tasks(loop)
   stream.close()
