@@ -39,7 +39,7 @@ from coa_jax.report.metrics import (
 )
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.slots import on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
@@ -279,7 +279,7 @@ def collect(
           out.advantages.append(advantage)
     if out.kept == algo.prompts:
       break
-  out.removed_mass = player.engine.counters.removed_since(before)
+  out.removed_mass = player.engine.counters.since(before).removed_per_token
   return out
 
 

@@ -74,7 +74,7 @@ Play = Callable[[Plan], tuple[list[list[int]], dict[str, float]]]
 def ours(folder: str, job: dict[str, Any]) -> Play:
   """One slot a trajectory, whose cache is kept while its tool runs."""
   cfg, params, automaton = plain.our_model(folder, job)
-  from coa_jax.rollout.engine import Counters, RolloutConfig
+  from coa_jax.rollout.engine import RolloutConfig
   from coa_jax.rollout.scheduler import Scheduler
 
   config = RolloutConfig(
@@ -83,14 +83,14 @@ def ours(folder: str, job: dict[str, Any]) -> Play:
   scheduler = Scheduler(cfg, automaton, config)
 
   def play(plan: Plan) -> tuple[list[list[int]], dict[str, float]]:
-    tools, scheduler.counters = Tools(plan), Counters()
+    tools, before = Tools(plan), scheduler.counters
     episodes = []
     for i, prompt in enumerate(plan.prompts):
       calls = [lambda i=i, n=n: tools.start(i, n) for n in range(len(plan.seconds[i]))]
       episodes.append(plain.Turns(i, prompt, plan.new, calls))
     for _ in scheduler.run(params, episodes, 0):
       pass
-    done = scheduler.counters
+    done = scheduler.counters.since(before)
     utilisation = done.sampled_tokens / done.slot_steps
     counted = {"prefilled": done.prefilled_tokens, "utilisation": utilisation}
     return [e.new[-1] for e in episodes], counted

@@ -34,30 +34,33 @@ def init_cache(
   return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
 
 
-def decoding_view(
+def decoding_views(
   cfg: QwenConfig, params: dict[str, Any], layout: Layout | None = None
-) -> dict[str, Any]:
-  """The parameters as the sampler wants them; made once per policy update.
+) -> list[dict[str, Any]]:
+  """The parameters as samplers want them; made once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `layout.decoding()`; of several processes
-  each gets arrays of its own devices alone (`Layout.own`). Every process calls it.
+  would do so at every step), and resharded to `layout.decoding()`. Every process calls
+  it. With a layout there is a tree for each of `layout.decoding().replicas()`.
   """
   kind = cfg.weight_dtype or cfg.dtype
   if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
-    return params
+    return [params]
   view = _decoding_view(cfg, layout)(params)
-  if layout is None or jax.process_count() == 1:
-    return view
-  own = layout.decoding().own()
+  if layout is None:
+    return [view]
 
-  def mine(x: jax.Array, sharding: Any) -> jax.Array:
-    pieces = [s.data for s in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+  def part(replica: Layout) -> Any:
+    devices = list(replica.mesh.devices.flat)
 
-  if own is None:
-    return jax.tree.map(lambda x: x.addressable_data(0), view)
-  return jax.tree.map(mine, view, own.tree(view))
+    def piece(x: jax.Array, sharding: Any) -> jax.Array:
+      held = {s.device: s.data for s in x.addressable_shards}
+      pieces = [held[d] for d in devices]
+      return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+    return jax.tree.map(piece, view, replica.tree(view))
+
+  return [part(replica) for replica in layout.decoding().replicas()]
 
 
 @functools.lru_cache(maxsize=8)

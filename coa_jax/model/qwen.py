@@ -2,7 +2,7 @@
 
 One forward function for training and decoding: `Qwen.__call__` takes packed segments,
 or a key-value cache. Training may scan over stacked layers; decoding runs them unrolled
-(`decoding_view` converts the parameters once per policy update).
+(`decoding_views` converts the parameters once per policy update).
 
 Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
 """
@@ -167,7 +167,7 @@ class Qwen(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
   With a layout, activations are constrained to its mesh. With `view` the parameters
-  are those of `decoding_view`, and matrices are used as they are.
+  are those of `decoding_views`, and matrices are used as they are.
   """
 
   cfg: QwenConfig
@@ -247,7 +247,7 @@ class Qwen(nn.Module):
       written_BT = jnp.where(valid_BT, position_BT, cache_size(cache))
     if c.scan:
       if cache is not None:
-        raise ValueError("decoding runs unrolled layers: see decoding_view()")
+        raise ValueError("decoding runs unrolled layers: see decoding_views()")
       kind = jnp.array(kind_L) if c.windows else 0
       x_BTD, _ = self.stack(x_BTD, kind, by, segment_BT, None, None, None)
     else:

@@ -162,29 +162,25 @@ class Layout:
     """
     return self.replacing({"B": ("data", "fsdp", "context"), "T": (), "D": ()})
 
-  def own(self) -> Layout | None:
-    """The same over this process's devices alone, rows over all but `tensor`.
+  def replicas(self) -> list[Layout]:
+    """One layout for each copy of the model that `tensor` splits, of this process's.
 
-    So processes decode side by side and none waits for another. None on one device.
+    Copies decode side by side and none waits for another, in this process or others.
 
     Raises:
       ValueError: devices that split a matrix are of several processes.
     """
-    if jax.process_count() == 1:
-      return self
-    grid = self.mesh.devices
-    teams = grid.reshape(-1, grid.shape[-1])
+    ways = self.mesh.shape["tensor"]
+    teams = self.mesh.devices.reshape(-1, ways)
     mine = [t for t in teams if t[0].process_index == jax.process_index()]
     if any(d.process_index != t[0].process_index for t in teams for d in t):
       raise ValueError(
-        f"mesh.tensor={grid.shape[-1]} splits matrices over several processes; "
+        f"mesh.tensor={ways} splits matrices over several processes; "
         f"rollouts need it within the {jax.local_device_count()} devices of one"
       )
-    if len(mine) * grid.shape[-1] == 1:
-      return None
-    grid = np.array(mine).reshape(len(mine), 1, 1, -1)
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return Layout(Mesh(grid, AXES, axis_types=kinds), self.rules)
+    grids = [team.reshape(1, 1, 1, ways) for team in mine]
+    return [Layout(Mesh(g, AXES, axis_types=kinds), self.rules) for g in grids]
 
   def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Layout:
     """The same mesh with other lines in the table."""

@@ -18,7 +18,8 @@ class RolloutConfig:
   Attributes:
     variant: the protocol's dialect; its tools are those of section `tools`.
     style: of the prompt: full, or brief for models trained from scratch.
-    slots: trajectories decoded together.
+    slots: trajectories decoded together, on each replica of the model (a device, or
+      as many as mesh.tensor takes).
     window: tokens sampled between two looks at the tools.
     max_len: tokens a trajectory may have in all.
     max_calls: tool calls a trajectory may make.
@@ -124,7 +125,12 @@ class Counters:
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
   removed_mass: float = 0.0  # probability the grammar took away, summed over tokens
 
-  def removed_since(self, before: Counters) -> float:
-    """The mean probability that the grammar took from a token since then."""
-    sampled = self.sampled_tokens - before.sampled_tokens
-    return (self.removed_mass - before.removed_mass) / max(sampled, 1)
+  def since(self, before: Counters) -> Counters:
+    """What was done since then."""
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)
+    return Counters(*(now - then for now, then in pairs))
+
+  @property
+  def removed_per_token(self) -> float:
+    """The mean probability that the grammar took from a token."""
+    return self.removed_mass / max(self.sampled_tokens, 1)

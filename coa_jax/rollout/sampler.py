@@ -98,7 +98,7 @@ def extend(
 
   Args:
     cfg: the model, unrolled (`scan=False`).
-    params: its parameters, a `decoding_view`.
+    params: its parameters, one of `decoding_views`.
     cache: of all B slots; donated.
     row_R: the slot of each row; B or more for rows that are not used.
     token_RT: tokens, padded on the right.
@@ -174,7 +174,7 @@ def window(
 
   Args:
     cfg: the model, unrolled.
-    params: the policy, a `decoding_view`.
+    params: the policy, one of `decoding_views`.
     cache: of all slots; donated.
     state: the slots.
     tables: where to stop.

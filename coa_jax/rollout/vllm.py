@@ -79,7 +79,8 @@ class VllmEngine:
         "applies them in another order than the learner"
       )
     self.model = dataclasses.replace(model, scan=False, remat="none")
-    self.layout = layout.decoding() if layout else None
+    self._whole = layout
+    self.layout = layout.decoding().replicas()[0] if layout else None
     self.config = config
     self.counters = Counters()
     self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
@@ -184,9 +185,8 @@ class VllmEngine:
 
   def _score(self, params: Any) -> np.ndarray:
     """Our own log-probs of the probe's ids but the first."""
-    view = decoding.decoding_view(self.model, params, self.layout)
-    rows = self.layout.ways("B") if self.layout else 1
-    tokens_BT = np.zeros((rows, _PROBE), np.int32)
+    view = decoding.decoding_views(self.model, params, self._whole)[0]
+    tokens_BT = np.zeros((1, _PROBE), np.int32)
     tokens_BT[:, : len(self._probe)] = self._probe
     segment_BT = np.zeros_like(tokens_BT)
     segment_BT[:, : len(self._probe)] = 1

@@ -312,37 +312,37 @@ def slow_windows(monkeypatch) -> None:
 
 def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
   """A connection on which a question of 51 tokens is being answered."""
-  counters = service.team.player.engine.counters
-  before = counters.sampled_tokens
+  engine = service.team.player.engine
+  before = engine.counters.sampled_tokens
   out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=30)
   headers = {"content-type": "application/json"}
   text = json.dumps(body("4 * 4 + 1", stream=stream))
   out.request("POST", "/v1/chat/completions", text, headers)
-  eventually(lambda: counters.sampled_tokens >= before + 3)
+  eventually(lambda: engine.counters.sampled_tokens >= before + 3)
   return out
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, stream):
-  counters = one_slot.engine.counters
+  engine = one_slot.engine
   with serving(one_slot) as service:
-    before = counters.sampled_tokens
+    before = engine.counters.sampled_tokens
     leaving = begin(service, stream)
     if stream:
       assert b"data: " in leaving.getresponse().readline()
     leaving.close()
     eventually(lambda: service.team.counts == (0, 0))
-    assert counters.sampled_tokens <= before + 20
+    assert engine.counters.sampled_tokens <= before + 20
   assert not caplog.records  # it is nobody's fault
 
 
 def test_a_stop_cuts_off_what_takes_too_long(one_slot, slow_windows, monkeypatch):
   monkeypatch.setattr(serve, "GRACE_S", 0.2)
-  counters = one_slot.engine.counters
-  before = counters.sampled_tokens
+  engine = one_slot.engine
+  before = engine.counters.sampled_tokens
   with serving(one_slot) as service:
     cut_off = begin(service, stream=True)
-  assert counters.sampled_tokens <= before + 20
+  assert engine.counters.sampled_tokens <= before + 20
   text = cut_off.getresponse().fp.read()
   assert b"reasoning_content" in text and b"[DONE]" not in text
   cut_off.close()

@@ -290,7 +290,7 @@ def greedy(
   B, longest = len(prompts), max(map(len, prompts))
   batch = rows([[ids] for ids in prompts], longest)
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
-  params = decoding.decoding_view(cfg, params)
+  (params,) = decoding.decoding_views(cfg, params)
   cache = sampler.extend(
     cfg,
     params,

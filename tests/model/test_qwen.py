@@ -273,7 +273,7 @@ def test_impossible_architectures_are_refused(changes, message: str):
 def test_scanned_layers_do_not_decode():
   cfg = dataclasses.replace(CFG, scan=True)
   cache = decoding.init_cache(cfg, 3, T)
-  with pytest.raises(ValueError, match="decoding_view"):
+  with pytest.raises(ValueError, match="decoding_views"):
     cached_logits(cfg, params_of(cfg), cache, TOKENS, POSITION, TOKENS >= 0)
 
 

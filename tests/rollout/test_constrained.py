@@ -19,7 +19,7 @@ from coa_jax.protocol.parser import Verdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.slots import on_device
 
 # A random policy closes a span after some 350 tokens, and needs four of them.
 LENGTH = 3_072

@@ -212,7 +212,7 @@ def test_so_many_wait_and_no_more(open_team, gate):
 
 def test_what_is_called_off_frees_its_slot_at_the_next_token(open_team, player):
   # The thread is held up in `tell`, so that what comes after is counted exactly.
-  team, counters = open_team(), player.engine.counters
+  team, engine = open_team(), player.engine
   begun, go_on = threading.Event(), threading.Event()
   end = []
 
@@ -224,11 +224,11 @@ def test_what_is_called_off_frees_its_slot_at_the_next_token(open_team, player):
 
   episode = team.ask(Ask("4 * 4 + 1", 0.0), tell)
   assert begun.wait(30)
-  before = counters.sampled_tokens
+  before = engine.counters.sampled_tokens
   team.cancel(episode)
   go_on.set()
   eventually(lambda: team.counts == (0, 0))
-  assert counters.sampled_tokens == before + 1
+  assert engine.counters.sampled_tokens == before + 1
   assert end[-1] is None and not episode.trajectory.calls
 
 

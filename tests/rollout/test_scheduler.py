@@ -17,7 +17,7 @@ from coa_jax.model.qwen import Qwen
 from coa_jax.protocol import roles
 from coa_jax.protocol.automaton import compile_stops
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout import scheduler as scheduling
+from coa_jax.rollout import slots as slotting
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.scheduler import Scheduler
@@ -203,20 +203,21 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
   monkeypatch.setattr(decoding, "PIECE", 16)
   whole = scheduler(window=window)
-  whole._cache = decoding.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  (slots,) = whole._slots
+  slots._cache = decoding.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
   with monkeypatch.context() as fixed:
-    fixed.setattr(whole, "_empty", lambda: whole._cache)
-    fixed.setattr(whole, "_fit", lambda places: None)
+    fixed.setattr(slots, "_empty", lambda: slots._cache)
+    fixed.setattr(slots, "_fit", lambda places: None)
     expected = play(novice, toy.TableToolbox(), range(16), on=whole)
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
-  real = scheduling.sampler.window
+  real = slotting.sampler.window
 
   def spy(cfg, params, cache, *args):
     sizes.append(qwen.cache_size(cache))
     return real(cfg, params, cache, *args)
 
-  monkeypatch.setattr(scheduling.sampler, "window", spy)
+  monkeypatch.setattr(slotting.sampler, "window", spy)
   on = scheduler(window=window)
   grown = play(novice, toy.TableToolbox(), range(16), on=on)
   assert {n: content(t) for n, t in grown.items()} == {
@@ -229,7 +230,7 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
 
 def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
   monkeypatch.setattr(decoding, "PIECE", 16)
-  on = scheduler()
+  (on,) = scheduler()._slots
   on._cache = tuple(
     tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache
   )
@@ -283,7 +284,7 @@ def test_stacked_parameters_play_like_unrolled_ones(novice):
 def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
   """The others' windows wait for a call once; hung ones would slow every window."""
   waited: list[int] = []
-  real = scheduling.concurrent.futures.wait
+  real = slotting.concurrent.futures.wait
 
   def spy(futures, timeout=None, **how):
     futures = list(futures)
@@ -294,15 +295,15 @@ def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
 
   kept: list = []  # alive, so that no two have one id
   slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
-  monkeypatch.setattr(scheduling.concurrent.futures, "wait", spy)
+  monkeypatch.setattr(slotting.concurrent.futures, "wait", spy)
   play(novice, slow, range(8))
   assert len(waited) >= 4 and len(set(waited)) == len(waited)
 
 
 def test_what_a_slot_was_in_the_middle_of_is_forgotten():
-  on = scheduler()
+  (on,) = scheduler()._slots
   episodes = [toy.episode(toy.TASKS[0], toy.TableToolbox(), n) for n in range(3)]
-  run = scheduling._Run(on, toy.params(), iter(episodes), 0)
+  run = slotting._Run(on, toy.params(), iter(episodes), 0)
   # As a trajectory leaves it that ran out of tokens within a tag.
   run.state.automaton_B[:] = 2
   run.state.length_B[:] = 99
