@@ -73,14 +73,10 @@ Play = Callable[[Plan], tuple[list[list[int]], dict[str, float]]]
 
 def ours(folder: str, job: dict[str, Any]) -> Play:
   """One slot a trajectory, whose cache is kept while its tool runs."""
-  cfg, params, automaton = plain.our_model(folder, job)
-  from coa_jax.rollout.engine import RolloutConfig
-  from coa_jax.rollout.scheduler import Scheduler
-
-  config = RolloutConfig(
-    slots=job["trajectories"], max_len=job["length"], window=16, inject_rows=8
+  config = dict(max_len=job["length"], window=16, inject_rows=8)
+  scheduler, params = plain.our_scheduler(
+    *plain.our_model(folder, job), job["trajectories"], **config
   )
-  scheduler = Scheduler(cfg, automaton, config)
 
   def play(plan: Plan) -> tuple[list[list[int]], dict[str, float]]:
     tools, before = Tools(plan), scheduler.counters
@@ -163,6 +159,8 @@ def start(name: str, folder: str) -> Turn:
   """A contestant's turn: {"latency": bool} plays all trajectories once."""
   with open(os.path.join(folder, plain.JOB), encoding="utf-8") as f:
     job = json.load(f)
+  if name == "ours":
+    plain.use_all_cores()
   play = CONTESTANTS[name](folder, job)
 
   def turn(latency: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported o
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -45,11 +46,15 @@ def write_work(folder: str) -> None:
   save_model(os.path.join(folder, MODEL), cfg, init_params(cfg, 0))
 
 
-def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
-  """Architecture, parameters, and an automaton that no token stops."""
+def use_all_cores() -> None:
+  """A device a core, as `--cpu_devices` makes them."""
   from experiments.launch import prepare
 
-  prepare("")
+  prepare("", len(os.sched_getaffinity(0)))
+
+
+def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
+  """Architecture, parameters, and an automaton that no token stops."""
   from coa_jax.model.architecture import LoadConfig
   from coa_jax.model.weights import load_model
   from coa_jax.protocol.automaton import Automaton
@@ -60,24 +65,45 @@ def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
   return cfg, params, Automaton(np.zeros(cfg.vocab_size, int), nothing, nothing, ())
 
 
-def ours(folder: str, job: dict[str, Any]) -> Generate:
-  """This project's scheduler and sampler, as rollouts use them."""
-  cfg, params, automaton = our_model(folder, job)
+def our_scheduler(
+  model: Any, params: Any, automaton: Any, rows: int, **config: int
+) -> tuple[Any, Any]:
+  """A scheduler of so many rows and its parameters, on as many devices as divide them.
+
+  Args:
+    model, params, automaton: of `our_model`.
+    rows: sequences decoded together, on all devices.
+    **config: fields of RolloutConfig but `slots`.
+  """
+  import jax
+
+  from coa_jax.model.sharding import MeshConfig, make_layout
   from coa_jax.rollout.engine import RolloutConfig
   from coa_jax.rollout.scheduler import Scheduler
 
-  schedulers: dict[tuple[int, int], Scheduler] = {}
+  replicas = math.gcd(rows, jax.device_count())
+  layout = make_layout(MeshConfig(), jax.devices()[:replicas])
+  if layout:
+    params = jax.device_put(params, layout.tree(params))
+  config = RolloutConfig(slots=rows // replicas, **config)
+  return Scheduler(model, automaton, config, layout), params
+
+
+def ours(folder: str, job: dict[str, Any]) -> Generate:
+  """This project's scheduler and sampler, as rollouts use them."""
+  loaded = our_model(folder, job)
+  schedulers: dict[tuple[int, int], tuple[Any, Any]] = {}
 
   def generate(given: list[list[int]], new: int) -> list[list[int]]:
     size = len(given), len(given[0]) + new
     if size not in schedulers:
       schedulers.clear()  # one cache at a time
-      config = RolloutConfig(
-        slots=size[0], max_len=size[1], window=64, inject_rows=min(size[0], 16)
+      schedulers[size] = our_scheduler(
+        *loaded, size[0], max_len=size[1], window=64, inject_rows=min(size[0], 16)
       )
-      schedulers[size] = Scheduler(cfg, automaton, config)
+    scheduler, params = schedulers[size]
     episodes = [Turns(i, ids, new) for i, ids in enumerate(given)]
-    for _ in schedulers[size].run(params, episodes, 0):
+    for _ in scheduler.run(params, episodes, 0):
       pass
     return [e.new[0] for e in episodes]
 
@@ -220,6 +246,8 @@ def start(name: str, folder: str) -> Turn:
   """A contestant's turn: {"batch": B} prompts are continued."""
   with open(os.path.join(folder, JOB), encoding="utf-8") as f:
     job = json.load(f)
+  if name == "ours":
+    use_all_cores()
   generate = CONTESTANTS[name](folder, job)
 
   def turn(batch: int) -> dict[str, Any]:

@@ -29,7 +29,10 @@ def ours(work: Work) -> Train:
   """This project's learner, as `sft.run` uses it."""
   from experiments.launch import prepare
 
-  prepare("")  # no compile cache: peers compile too, and that is part of the peak
+  # No compile cache: peers compile too, and that is part of the peak. With fewer than
+  # two rows a device its products are too small to be fast.
+  devices = max(1, min(work.setting.pop("devices", 1), work.rows // 2))
+  prepare("", devices)
   import jax
 
   from coa_jax.learner import losses
@@ -37,25 +40,27 @@ def ours(work: Work) -> Train:
   from coa_jax.learner.state import Learner, init_state
   from coa_jax.model import lora as adapting
   from coa_jax.model.architecture import LoadConfig
+  from coa_jax.model.sharding import MeshConfig, make_layout
   from coa_jax.model.weights import load_model
 
   size = work.size
   load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
-  cfg, params = load_model(work.model, load)
+  layout = make_layout(MeshConfig(data=devices))
+  cfg, params = load_model(work.model, load, layout)
   lora = adapting.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
-  trained, frozen = adapting.split(cfg, params, lora, seed=0)
+  trained, frozen = adapting.split(cfg, params, lora, 0, layout)
 
   def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
     params = adapting.assemble(trained, frozen, lora)
-    logp_BT, _ = losses.token_logps(cfg, params, batch)
+    logp_BT, _ = losses.token_logps(cfg, params, batch, layout=layout)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
   config = OptimConfig(
     lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2
   )
   optimizer = make_optimizer(config, 1_000)
-  learner = Learner(loss, optimizer)
-  state = init_state(trained, optimizer)
+  learner = Learner(loss, optimizer, layout)
+  state = init_state(trained, optimizer, layout)
   del params, trained
 
   def train(steps: int) -> list[float]:

@@ -117,7 +117,16 @@ def write_work(folder: str, seed: int = 0) -> None:
 
 
 class Work:
-  """What a contestant trains on; every step takes the next of the batches."""
+  """What a contestant trains on; every step takes the next of the batches.
+
+  Attributes:
+    model: the folder to load.
+    setting: the contestant's, without its rows.
+    rows: that go through the model at once.
+    size: what is trained.
+    pieces: of a step.
+    tokens: that count in a step.
+  """
 
   def __init__(self, folder: str, setting: Mapping[str, Any]):
     """Args: the folder that `write_work` filled; the contestant's setting.
@@ -132,10 +141,10 @@ class Work:
     with open(os.path.join(folder, JOB), encoding="utf-8") as f:
       self.size = Size(**json.load(f)["size"])
     shape = self._arrays["tokens"].shape
-    self._rows = min(self.setting.pop("rows"), shape[1])
-    if shape[1] % self._rows:
-      raise ValueError(f"rows={self._rows} does not divide a step's {shape[1]} rows")
-    self.pieces = shape[1] // self._rows
+    self.rows = min(self.setting.pop("rows"), shape[1])
+    if shape[1] % self.rows:
+      raise ValueError(f"rows={self.rows} does not divide a step's {shape[1]} rows")
+    self.pieces = shape[1] // self.rows
     # Weighted tokens of a step, the same in all.
     self.tokens = float(self._arrays["weight"][0].sum())
     self._step = 0
@@ -144,5 +153,5 @@ class Work:
     """The next step's rows, in `pieces` parts; arrays as `make_rows` returns."""
     batch = {k: x[self._step % _BATCHES] for k, x in self._arrays.items()}
     self._step += 1
-    starts = range(0, self.pieces * self._rows, self._rows)
-    return [{k: x[i : i + self._rows] for k, x in batch.items()} for i in starts]
+    starts = range(0, self.pieces * self.rows, self.rows)
+    return [{k: x[i : i + self.rows] for k, x in batch.items()} for i in starts]

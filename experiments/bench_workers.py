@@ -105,17 +105,13 @@ class Worker:
 
 
 def missing(python: str, modules: Sequence[str]) -> list[str]:
-  """Which of the modules an interpreter lacks."""
+  """Which of the modules an interpreter lacks; a folder of that name here is none."""
   code = (
     "import importlib.util as u, sys;"
     "print(*[m for m in sys.argv[1:] if not u.find_spec(m)])"
   )
   done = subprocess.run(
-    [python, "-c", code, *modules],
-    capture_output=True,
-    text=True,
-    check=True,
-    cwd=tempfile.gettempdir(),
+    [python, "-I", "-c", code, *modules], capture_output=True, text=True, check=True
   )
   return done.stdout.split()
 

@@ -155,7 +155,7 @@ def main(argv: list[str]) -> None:
   """Runs the quickstart and prints its table."""
   if argv[1:]:
     launch.stop(f"unexpected argument {argv[1]!r}")
-  launch.prepare(launch.COMPILE_CACHE.value)
+  launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
   workdir, settings = _WORKDIR.value, dict(seed=_SEED.value, tiny=_TINY.value)
 
   def work() -> None:
