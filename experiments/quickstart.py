@@ -31,6 +31,7 @@ from experiments.make_world import make_world
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where the run writes.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the world, the teacher, SFT and RL.")
 _TINY = flags.DEFINE_bool("tiny", False, "Walk through every stage in a minute.")
+flags.set_default(launch.CPU_DEVICES, 2)
 
 # Evaluations: name -> (model, task file, tools on).
 EVALUATIONS = {
