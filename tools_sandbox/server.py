@@ -29,7 +29,7 @@ from tools_sandbox.wire import Verdict
 
 PORT = 8080  # SandboxFusion's
 # On top of the longest run: killing it, and its answer on the way.
-_DRAIN_S = 15
+DRAIN_S = 15
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection they do not use
 
 
@@ -133,7 +133,7 @@ def serve(args: argparse.Namespace) -> None:
       server_header=False,
       backlog=1024,
       timeout_keep_alive=_KEEP_ALIVE_S,
-      timeout_graceful_shutdown=int(args.max_timeout_s) + _DRAIN_S,
+      timeout_graceful_shutdown=int(args.max_timeout_s) + DRAIN_S,
     )
     _Server(uvicorn_config, queue).run(sockets=[sock])
 

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -156,6 +157,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
       Refused: _refused,
       _BadRequest: _bad_request,
       ClientDisconnect: _hung_up,
+      HTTPException: _no_such_route,
     },
   )
 
@@ -281,6 +283,8 @@ def _error(
 ) -> JSONResponse:
   # SandboxFusion is a FastAPI program, whose errors are called "detail".
   name = "detail" if request.url.path == "/run_code" else "error"
+  # Closed, for most of these leave a body unread, and it may be endless.
+  headers = {"connection": "close", **(headers or {})}
   return JSONResponse({name: message}, status, headers)
 
 
@@ -297,3 +301,7 @@ async def _bad_request(request: Request, e: _BadRequest) -> Response:
 async def _hung_up(request: Request, e: ClientDisconnect) -> Response:
   del e
   return _error(request, "the client has hung up", 499)
+
+
+async def _no_such_route(request: Request, e: HTTPException) -> Response:
+  return _error(request, e.detail, e.status_code)
