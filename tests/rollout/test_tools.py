@@ -119,9 +119,9 @@ def test_a_service_that_is_down_is_nobodys_wrong_answer(server, config):
 
 
 def test_programs_run_on_a_service_and_its_failure_is_not_theirs(server, config):
-  remote = dict(urls=[server.url], wait_s=0.6)
+  remote = dict(urls=[server.url], wait_s=1.5)
   config.tools.remote = ml_collections.ConfigDict(remote)
-  with toolbox(config, tools=("code",), sandbox="remote", timeout_s=0.5) as box:
+  with toolbox(config, tools=("code",), sandbox="remote", timeout_s=3.0) as box:
     call = box.call("code", CALLS["code"][0])
     assert (call.status, call.result) == (OK, "42")
     server.down = True

@@ -71,7 +71,7 @@ def service(tmp_path_factory):
 
 
 def seconds(program: str) -> float:
-  return 0.5 if "while True" in program else 20.0
+  return 2.0 if "while True" in program else 20.0
 
 
 def untimed(result: Result) -> Result:

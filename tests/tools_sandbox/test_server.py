@@ -56,7 +56,7 @@ def test_whatever_a_program_does_is_a_result(server: Server):
   ran = result(server.run("print(int(input()) + 1)", stdin="41"))
   assert (ran.stdout, ran.exit_code, ran.verdict) == ("42\n", 0, Verdict.OK)
   assert result(server.run("1/0")).verdict == Verdict.ERROR
-  ran = result(server.run(LATE, timeout_s=0.3))
+  ran = result(server.run(LATE, timeout_s=2))
   assert (ran.stdout, ran.verdict) == ("so far\n", Verdict.TIMEOUT)
   big = result(server.run("bytearray(1 << 28)", memory_mb=50))
   assert big.verdict == Verdict.MEMORY
@@ -169,7 +169,7 @@ def test_a_run_whose_deadline_passed_in_the_queue_never_runs(
   soon(lambda: narrow.health()["busy"] == 1)
   late = narrow.run(marks(mark), timeout_s=1, deadline_s=1.2)
   assert late.status_code == 504
-  patient = threads.submit(narrow.run, "print(1)", timeout_s=1, deadline_s=LONG)
+  patient = threads.submit(narrow.run, "print(1)", timeout_s=20, deadline_s=LONG)
   soon(lambda: narrow.health()["waiting"] == 1)
   gate.touch()
   assert result(first.result(LONG)).verdict == Verdict.OK
@@ -216,6 +216,16 @@ def test_the_death_of_a_zygote_costs_one_run(narrow: Server, threads, tmp_path):
   assert narrow.metric("sandbox_runs_total", verdict="infrastructure") == 1
 
 
+def is_closed(server: Server) -> bool:
+  try:
+    server.health()
+  except httpx.ConnectError:
+    return True
+  except httpx.TransportError:
+    return False  # let in, and then closed
+  return False
+
+
 def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
   gate, mark = tmp_path / "gate", tmp_path / "mark"
   with serving("--slots=1", backend="subprocess") as server:
@@ -226,9 +236,7 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
     zygotes = children(server.process.pid)
     server.process.terminate()
     assert waiting.result(LONG).status_code == 503
-    with pytest.raises(httpx.ConnectError):
-      while True:  # until the listener is closed
-        httpx.get(server.url + "/health", timeout=LONG)
+    soon(lambda: is_closed(server))
     assert server.process.poll() is None and not running.done()
     gate.touch()
     assert result(running.result(LONG)).stdout == "open\n"
@@ -270,7 +278,7 @@ def test_sandbox_fusions_clients_are_served(server: Server):
   assert (run["stdout"], run["stderr"]) == ("hi\n", "") and run["execution_time"] > 0
   reply = code(server, "import sys; sys.exit(3)", stdin=None, unknown="ignored")
   assert (reply["status"], reply["run_result"]["return_code"]) == ("Failed", 3)
-  reply = code(server, LATE, run_timeout=0.3)
+  reply = code(server, LATE, run_timeout=2)
   run = reply["run_result"]
   assert (reply["status"], run["status"]) == ("Failed", "TimeLimitExceeded")
   assert (run["return_code"], run["stdout"]) == (None, "so far\n")
