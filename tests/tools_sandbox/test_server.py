@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import concurrent.futures
+import contextlib
 import json
 import os
+import pathlib
+import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -351,3 +355,38 @@ def test_a_body_that_drips_gives_its_place_to_another(monkeypatch):
   starts = [m for m in sent if m["type"] == "http.response.start"]
   assert [m["status"] for m in starts] == [408, 408]
   assert all((b"connection", b"close") in m["headers"] for m in starts)
+
+
+def test_no_mix_of_clients_loses_a_place(narrow: Server, threads):
+  """Clients that leave at any moment, late ones, wrong ones: all is free afterwards."""
+  address = ("127.0.0.1", httpx.URL(narrow.url).port)
+  head = "POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+  files = pathlib.Path("/proc", str(narrow.process.pid), "fd")
+  kinds = ("print(1)", "import time\ntime.sleep(0.05)", "1/0")
+
+  def client(seed: int) -> None:
+    rng = random.Random(seed)
+    fields = {"program": rng.choice(kinds), "timeout_s": 2}
+    if rng.random() < 0.3:
+      fields["deadline_s"] = 2 + rng.random() / 20
+    body = json.dumps(fields).encode()[rng.choice((0, 0, 0, 1)) :]
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with contextlib.suppress(OSError), socket.create_connection(address) as sock:
+      sock.settimeout(LONG)
+      if rng.random() < 0.3:  # leaves in the middle of the request
+        return sock.sendall(whole[: rng.randrange(len(whole))])
+      sock.sendall(whole)
+      if rng.random() < 0.5:
+        time.sleep(rng.random() / 20)
+        return None
+      status = sock.recv(65536)[:12]
+      assert status[9:] in (b"200", b"400", b"503", b"504"), status
+    return None
+
+  narrow.run("")
+  before = len(list(files.iterdir()))
+  assert len(list(threads.map(client, range(240)))) == 240
+  soon(lambda: narrow.health() == {"status": "ok", "slots": 1, "busy": 0, "waiting": 0})
+  places = [threads.submit(narrow.run, "print(1)", timeout_s=20) for _ in range(3)]
+  assert [result(f.result(LONG)).stdout for f in places] == ["1\n"] * 3
+  soon(lambda: len(list(files.iterdir())) <= before)
