@@ -25,6 +25,7 @@ setuptools.setup(
     "numpy>=2.0",
     "optax>=0.2.6",
     "orbax-checkpoint>=0.11",
+    "prometheus-client>=0.20",  # /metrics of tools_sandbox.server
     "pyarrow>=17",
     "rich>=13",
     "safetensors>=0.4.5",
@@ -49,6 +50,7 @@ setuptools.setup(
       "nbformat>=5.10",
       "pytest>=8.3",
       "pytest-xdist>=3.6",
+      "pyyaml>=6.0",  # reads the Kubernetes manifest
       "ruff>=0.8",
     ],
   },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging as python_logging
 import os
 import re
 import sys
@@ -59,6 +60,8 @@ def launch(journey: Journey) -> None:
 
 def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
   """As `launch`, for a program that needs a config and no workdir."""
+  # It tells of every request, so of every tool call, at a level that we show.
+  python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
   config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
   flags.mark_flag_as_required("config")
 

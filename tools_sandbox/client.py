@@ -1,7 +1,4 @@
-"""The one door to this package: `Sandbox`, and the tools that need no sandbox.
-
-In process; HTTP will keep its shape.
-"""
+"""The one door to this package: `Sandbox`, and the tools that need no sandbox."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from tools_sandbox import pool, search, wire
 from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.mcp_client import McpConfig, McpTool
-from tools_sandbox.pool import BACKENDS
+from tools_sandbox.remote import RemoteConfig, RemotePool
 from tools_sandbox.retrieve import Retriever
 from tools_sandbox.search import Document, Hit
 from tools_sandbox.vision import Inspector, VisionConfig
@@ -35,6 +32,7 @@ __all__ = [
   "Limits",
   "McpConfig",
   "McpTool",
+  "RemoteConfig",
   "Result",
   "Retriever",
   "Sandbox",
@@ -45,6 +43,8 @@ __all__ = [
   "WebConfig",
   "WebSearch",
 ]
+
+BACKENDS = (*pool.BACKENDS, "remote")
 
 
 class Sandbox:
@@ -60,26 +60,34 @@ class Sandbox:
     corpus: str | None = None,
     index_cache: str | None = None,
     backend: str = "subprocess",
+    remote: RemoteConfig | None = None,
   ):
     """Loads the corpus, if there is one; programs' processes start when first needed.
 
     Args:
-      slots: programs that may run at once.
+      slots: programs that may run at once; not for `remote`, whose services say it.
       timeout_s: wall and CPU seconds of a run that does not say otherwise.
       memory_mb: MiB of such a run (see `wire.Limits`).
       output_bytes: bytes kept of each of a run's two streams.
-      preload: modules imported ahead of every program, if installed.
+      preload: modules imported ahead of every program, if installed; not for `remote`.
       corpus: a file that `search.read_corpus` reads, or None for no search.
       index_cache: a directory where the corpus's index is kept under the hash of its
         bytes and mapped from then on; None to build it in memory each time.
-      backend: "subprocess", or "jail" for programs that may be hostile (README.md).
+      backend: "subprocess", "jail" for programs that may be hostile (README.md), or
+        "remote" for services over HTTP.
+      remote: the services of back-end `remote`.
 
     Raises:
-      ValueError: a limit is out of range, the corpus is malformed, or there is an
-        index_cache without a corpus.
+      ValueError: a limit is out of range, the corpus is malformed, there is an
+        index_cache without a corpus, or a back-end without what it needs.
       FileNotFoundError: there is no such corpus.
-      RuntimeError: this machine cannot build jails; the message says what it lacks.
+      RuntimeError: this machine cannot build jails, or no service answers; the message
+        says what is missing.
     """
+    if (backend == "remote") != (remote is not None):
+      raise ValueError(
+        f"backend {backend!r} and remote={remote!r}: one needs the other"
+      )
     if index_cache is not None and corpus is None:
       raise ValueError("index_cache needs a corpus")
     self._limits = wire.Limits(
@@ -88,7 +96,10 @@ class Sandbox:
     self._index = None
     if corpus is not None:
       self._index = _open_index(corpus, index_cache)
-    self._pool = pool.SandboxPool(slots, self._limits, preload, backend=backend)
+    if remote is not None:
+      self._pool = RemotePool(remote, self._limits)
+    else:
+      self._pool = pool.SandboxPool(slots, self._limits, preload, backend=backend)
 
   def run(
     self,

@@ -205,6 +205,7 @@ class SandboxPool:
     self._unstarted = slots
     self._live: set[_Zygote] = set()
     self._closed = False
+    self._replaced = 0
 
   def run(
     self, program: str, stdin: str = "", limits: wire.Limits | None = None
@@ -259,6 +260,11 @@ class SandboxPool:
     finally:
       self._release(zygote)
 
+  @property
+  def replaced(self) -> int:
+    """Zygotes that were put away so far: worn out, broken, or killed."""
+    return self._replaced
+
   def close(self) -> None:
     """Kills every zygote, busy ones too; runs in flight end as `infrastructure`."""
     with self._changed:
@@ -311,6 +317,7 @@ class SandboxPool:
       zygote.kill()
       with self._changed:
         self._live.discard(zygote)
+        self._replaced += 1
         self._changed.notify_all()
 
   def _release(self, zygote: _Zygote | None) -> None:

@@ -22,8 +22,12 @@ _FIRST_PAUSE_S = 0.25
 _MAX_BYTES = 16_000_000  # of a reply
 
 
-def read_key(path: str | None) -> str:
+def read_key(path: str | None, field: str = "key_file") -> str:
   """The key in a file, so that no config, log or record holds it; "" for no file.
+
+  Args:
+    path: of the file.
+    field: what a message calls the option that names it.
 
   Raises:
     ValueError: the file cannot be read, or holds no single word.
@@ -34,9 +38,9 @@ def read_key(path: str | None) -> str:
     with open(path, encoding="ascii") as f:
       words = f.read(4096).split()
   except (OSError, UnicodeDecodeError) as e:
-    raise ValueError(f"key_file {path}: {type(e).__name__}") from None
+    raise ValueError(f"{field} {path}: {type(e).__name__}") from None
   if len(words) != 1:
-    raise ValueError(f"key_file {path} must hold one word, the key")
+    raise ValueError(f"{field} {path} must hold one word, the key")
   return words[0]
 
 
@@ -101,7 +105,7 @@ class Service:
           raise ToolFault(f"{self._name} refuses the request ({fault})")
         if status not in (408, 409, 429) and status < 500:
           break
-        pause = _retry_after(headers.get("retry-after", ""))
+        pause = retry_after(headers.get("retry-after", ""))
       except (httpx.TimeoutException, TimeoutError):
         fault = f"no reply within {seconds:.3g} s"
         break
@@ -148,7 +152,7 @@ class Service:
       return response.status_code, response.headers, bytes(data)
 
 
-def _retry_after(header: str) -> float:
+def retry_after(header: str) -> float:
   """Seconds that a Retry-After header asks for: a number or an HTTP date; 0 if none."""
   try:
     seconds = float(header)

@@ -70,8 +70,9 @@ class Toolbox:
         slots=config.workers + config.max_hung,
         corpus=config.corpus if searches else None,
         backend=config.sandbox,
+        remote=config.remote,
       )
-    except RuntimeError as e:  # what this machine lacks for it
+    except RuntimeError as e:  # what this machine lacks for it, or the services
       raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}") from e
     self._tools: dict[str, Tool] = {}
     try:

@@ -22,6 +22,7 @@ from tools_sandbox.client import (
   Inspector,
   McpConfig,
   McpTool,
+  RemoteConfig,
   Retriever,
   Sandbox,
   ToolFault,
@@ -52,8 +53,11 @@ class ToolsConfig:
     timeouts: the same for single tools, by tag, where it is another.
     grace_s: seconds beyond those after which a call without an answer is given up;
       long enough for a sandbox process to start on a busy machine.
-    sandbox: subprocess, which contains accidents, or jail, for programs that may be
-      hostile; what each does not cover is in tools_sandbox/README.md.
+    sandbox: subprocess, which contains accidents, jail, for programs that may be
+      hostile, or remote, services that run them; what each does not cover is in
+      tools_sandbox/README.md.
+    remote: the services, where `sandbox` is remote; give `workers` as many as they
+      have slots. Its `wait_s` must be below `grace_s`.
     memory_mb: memory one program may use, in MiB.
     workers: programs that run at once; other tools run as they are called. A program
       that sleeps keeps its place, so give more places than there are cores.
@@ -77,6 +81,7 @@ class ToolsConfig:
   timeouts: dict[str, float] = dataclasses.field(default_factory=dict)
   grace_s: float = 10.0
   sandbox: str = "subprocess"
+  remote: RemoteConfig | None = None
   memory_mb: int = 1024
   workers: int = 2
   max_hung: int = 64
@@ -107,6 +112,13 @@ class ToolsConfig:
       raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
     if self.sandbox not in BACKENDS:
       raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
+    if (self.sandbox == "remote") != (self.remote is not None):
+      raise ValueError("remote: the services of sandbox='remote', and of no other")
+    if self.remote is not None and self.remote.wait_s >= self.grace_s:
+      # Else a service that is down would look like a program that hangs.
+      raise ValueError(
+        f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
+      )
     if min(self.top_k, self.workers, self.max_hung) < 1 or self.max_chars < 64:
       raise ValueError(
         "top_k, workers and max_hung must be at least 1, max_chars at least 64"

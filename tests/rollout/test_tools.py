@@ -25,6 +25,14 @@ REPLIES = {
   "/search": {"organic": [HIT]},
   "/retrieve": {"result": [[{"document": {"id": "1", "contents": '"Ur"\nA city.'}}]]},
   "/v1/chat/completions": {"choices": [{"message": {"content": "a red box"}}]},
+  "/run": {
+    "stdout": "42\n",
+    "stderr": "",
+    "exit_code": 0,
+    "verdict": "ok",
+    "seconds": 0.01,
+    "truncated": False,
+  },
 }
 IMAGE = '```json\n{"file_path": "a.png"}\n```'
 CALLS = {
@@ -110,6 +118,19 @@ def test_a_service_that_is_down_is_nobodys_wrong_answer(server, config):
         assert (call.status, call.result) == (DOWN, "error: the tool is unavailable")
 
 
+def test_programs_run_on_a_service_and_its_failure_is_not_theirs(server, config):
+  remote = dict(urls=[server.url], wait_s=1.5)
+  config.tools.remote = ml_collections.ConfigDict(remote)
+  with toolbox(config, tools=("code",), sandbox="remote", timeout_s=3.0) as box:
+    call = box.call("code", CALLS["code"][0])
+    assert (call.status, call.result) == (OK, "42")
+    server.down = True
+    call = box.call("code", CALLS["code"][0])
+    assert (call.status, call.result) == (DOWN, "error: the sandbox is unavailable")
+  with pytest.raises(ValueError, match=r"tools.sandbox='remote'.*status 503"):
+    toolbox(config)
+
+
 def test_pages_are_read_and_their_failures_are_the_tools(server, config):
   pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
   with toolbox(config, tools=("crawl_page",)) as box:
@@ -169,6 +190,13 @@ def test_an_mcp_server_answers_a_tag(config):
     ({"timeouts": {"telescope": 1.0}}, "timeouts: no tool 'telescope'"),
     ({"mcp": {"telescope": {"tool": "x", "url": "http://a"}}}, "mcp: no tool"),
     ({"mcp": {"code": {"tool": "x"}}}, "either a command or a url"),
+    ({"sandbox": "remote"}, "remote: the services of sandbox='remote'"),
+    ({"remote": {"urls": ["http://a"]}}, "and of no other"),
+    (
+      {"sandbox": "remote", "remote": {"urls": ["http://a"], "wait_s": 11.0}},
+      "wait_s=11 must be below grace_s=10",
+    ),
+    ({"sandbox": "remote", "remote": {"url": "x"}}, "did you mean 'urls'"),
     ({"descriptions": {"code": "ends </code>"}}, "one line without a tag"),
     ({"descriptions": {"cod": "x"}}, "descriptions: no tool"),
     ({"web": {"endpoint": "x"}}, "must start with http"),

@@ -1,0 +1,104 @@
+"""A real `python -m tools_sandbox.server` on loopback, for the length of a block."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tools_sandbox import jail
+
+BACKEND = "subprocess" if jail.check() else "jail"
+_START_S = 120.0
+LONG = 60.0  # seconds that no healthy server needs
+
+
+@dataclasses.dataclass
+class Server:
+  """A running server; `run` posts to /run."""
+
+  url: str
+  process: subprocess.Popen[str]
+  token: str = ""
+
+  def post(self, path: str, **more) -> httpx.Response:
+    """A POST that bears the token; arguments as of httpx."""
+    headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+    return httpx.post(self.url + path, headers=headers, timeout=LONG, **more)
+
+  def run(self, program: str, **fields) -> httpx.Response:
+    """POST /run."""
+    return self.post("/run", json={"program": program, **fields})
+
+  def health(self) -> dict:
+    """GET /health, decoded."""
+    return httpx.get(self.url + "/health", timeout=LONG).json()
+
+  def metric(self, name: str, **labels: str) -> float:
+    """One sample of GET /metrics, read by Prometheus's own parser."""
+    headers = {"authorization": f"Bearer {self.token}"} if self.token else {}
+    reply = httpx.get(self.url + "/metrics", headers=headers, timeout=LONG)
+    samples = [s for f in text_string_to_metric_families(reply.text) for s in f.samples]
+    (value,) = (s.value for s in samples if s.name == name and s.labels == labels)
+    return value
+
+
+@contextlib.contextmanager
+def serving(
+  *arguments: str, token: str = "", backend: str = BACKEND
+) -> Iterator[Server]:
+  """Starts a server at a free port; asserts that it ends well."""
+  command = [sys.executable, "-m", "tools_sandbox.server", "--port=0"]
+  command += [f"--backend={backend}", *arguments]
+  process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+  try:
+    line = process.stdout.readline()  # or "" where it could not start
+    assert " at http://" in line, line
+    yield Server(line.split()[-1], process, token)
+    process.terminate()
+    assert process.wait(LONG) == 0
+  finally:
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def children(pid: int) -> dict[int, str]:
+  """Processes that this one started, with their command lines."""
+  found = {}
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):
+      stat = pathlib.Path("/proc", name, "stat").read_text()
+      if int(stat.rpartition(")")[2].split()[1]) == pid:
+        line = pathlib.Path("/proc", name, "cmdline").read_bytes()
+        found[int(name)] = line.replace(b"\0", b" ").decode()
+  return found
+
+
+def soon(condition: Callable[[], object]) -> None:
+  """Waits until something holds."""
+  deadline = time.monotonic() + LONG
+  while not condition():
+    assert time.monotonic() < deadline, "it never came to hold"
+    time.sleep(0.02)
+
+
+def holds(gate: pathlib.Path) -> str:
+  """A program that ends when a file appears; only back-end subprocess sees it."""
+  return (
+    "import os, time\n"
+    f"while not os.path.exists({str(gate)!r}):\n  time.sleep(0.01)\nprint('open')"
+  )
+
+
+def marks(path: pathlib.Path) -> str:
+  """A program that leaves a file behind; likewise."""
+  return f"open({str(path)!r}, 'w')"

@@ -1,0 +1,360 @@
+"""Back-end `remote`: our service, scripted ones and a scripted SandboxFusion."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import socket
+import threading
+
+import pytest
+from sandbox_server import BACKEND, serving, soon
+from web_server import serve, within
+
+from tools_sandbox.client import RemoteConfig, Result, Sandbox, Verdict
+
+TOKEN = "a-word"
+OK = Result("42\n", "", 0, Verdict.OK, 0.01).to_json()
+FUSION = {
+  "status": "Success",
+  "message": "",
+  "compile_result": None,
+  "run_result": {
+    "status": "Finished",
+    "execution_time": 0.03,
+    "return_code": 0,
+    "stdout": "42\n",
+    "stderr": "",
+  },
+  "executor_pod_name": None,
+  "files": {},
+}
+# Program, stdin: every verdict, odd output, odd source.
+PROGRAMS = [
+  ("print(int(input()) + 1)", "41"),
+  (
+    "import sys\nprint(sys.stdin.read()[::-1], end='')",
+    "a\x00\u00e9\U0001f600\n\ud800",
+  ),
+  ("import random, numpy\nprint(random.random(), numpy.random.rand())", "seeded"),
+  ("def f(n):\n  return f(n - 1) if n else 1 / 0\nf(9)", ""),
+  ("x = (", ""),
+  ("\ud800", ""),
+  ("import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')\nsys.exit(3)", ""),
+  ("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", ""),
+  ("print('x' * 200_000)", ""),
+  ("import sys\nsys.stderr.write('y' * 200_000)", ""),
+  ("bytearray(1 << 30)", ""),
+  ("print('so far', flush=True)\nwhile True: pass", ""),
+  ("import sympy as sp\nx = sp.symbols('x')\nprint(sp.solve(x**2 - 4))", ""),
+]
+
+
+def sandbox(*urls: str, wait_s: float = 10.0, token_file=None, api="tools_sandbox"):
+  config = RemoteConfig(urls, token_file=token_file, api=api, wait_s=wait_s)
+  return Sandbox(backend="remote", remote=config, timeout_s=5.0)
+
+
+def answer(value, status=200, **headers):
+  return lambda reply: reply.send_json(value, status, **headers)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+  """Our own service, and the file with its token."""
+  path = tmp_path_factory.mktemp("token") / "token"
+  path.write_text(TOKEN)
+  with serving("--slots=2", f"--token_file={path}", token=TOKEN) as running:
+    yield running, str(path)
+
+
+def seconds(program: str) -> float:
+  return 2.0 if "while True" in program else 20.0
+
+
+def untimed(result: Result) -> Result:
+  return dataclasses.replace(result, seconds=0.0)
+
+
+def test_a_program_ends_alike_here_and_there(service):
+  server, token_file = service
+  with (
+    Sandbox(slots=1, backend=BACKEND) as local,
+    sandbox(server.url, token_file=token_file) as remote,
+  ):
+    verdicts = set()
+    for program, stdin in PROGRAMS:
+      limits = dict(timeout_s=seconds(program), memory_mb=256)
+      here = local.run(program, stdin, **limits)
+      assert untimed(remote.run(program, stdin, **limits)) == untimed(here), program
+      verdicts.add(here.verdict)
+    assert verdicts == set(Verdict) - {Verdict.INFRASTRUCTURE}
+    for bad in ({"program": 5}, {"program": "", "stdin": b""}):
+      with pytest.raises(TypeError):
+        remote.run(**bad)
+    with pytest.raises(ValueError, match="wall_s must be positive"):
+      remote.run("", timeout_s=-1.0)
+  with pytest.raises(RuntimeError, match="closed"):
+    remote.run("print(1)")
+
+
+def test_what_the_service_refuses_is_an_error_that_says_so(service):
+  server, token_file = service
+  with sandbox(server.url, token_file=token_file) as remote:
+    with pytest.raises(ValueError, match="timeout_s must be at most 60, got 600"):
+      remote.run("", timeout_s=600.0)
+    with pytest.raises(ValueError, match="at most 8388608 bytes"):
+      remote.run("#" * (9 << 20))
+
+
+def test_our_service_is_a_sandbox_fusion_too(service):
+  server, token_file = service
+  more = {"token_file": token_file, "api": "sandbox_fusion"}
+  with (
+    Sandbox(slots=1, backend=BACKEND) as local,
+    sandbox(server.url, **more) as remote,
+  ):
+    for program, stdin in PROGRAMS:
+      if "\ud800" in program or "\xff" in program or "bytearray" in program:
+        continue  # what SandboxFusion cannot say
+      timeout_s = seconds(program)
+      here = untimed(local.run(program, stdin, timeout_s=timeout_s))
+      there = untimed(remote.run(program, stdin, timeout_s=timeout_s))
+      if here.truncated:  # cut there and again here
+        here, there = (r.stdout[:9999] + r.stderr[:9999] for r in (here, there))
+      elif here.verdict == Verdict.TIMEOUT:  # by which signal, it does not say
+        here, there = ((r.stdout, r.verdict) for r in (here, there))
+      assert there == here, program
+
+
+def test_many_callers_share_the_service(service):
+  server, token_file = service
+  with (
+    sandbox(server.url, token_file=token_file, wait_s=50.0) as remote,
+    concurrent.futures.ThreadPoolExecutor(24) as threads,
+  ):
+    said = threads.map(lambda i: remote.run("print(input())", str(i)).stdout, range(96))
+    assert list(said) == [f"{i}\n" for i in range(96)]
+
+
+def test_a_wrong_token_or_url_is_known_at_once(service, tmp_path):
+  server, token_file = service
+  in_time = within(9.0)
+  (tmp_path / "other").write_text("another-word")
+  with pytest.raises(RuntimeError, match="status 401"):
+    sandbox(server.url, token_file=str(tmp_path / "other"), wait_s=60.0)
+  with pytest.raises(RuntimeError, match="status 404"):
+    sandbox(server.url + "/v1", token_file=token_file, wait_s=60.0)
+  with pytest.raises(ValueError, match=r"token_file .*none: FileNotFoundError"):
+    sandbox(server.url, token_file=str(tmp_path / "none"))
+  with pytest.raises(RuntimeError, match=r"no sandbox service answers.*ConnectError"):
+    sandbox("http://127.0.0.1:1", wait_s=0.5)
+  in_time()
+
+
+def test_a_service_that_comes_up_late_is_waited_for():
+  with socket.socket() as sock:
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+      opening = thread.submit(sandbox, url, wait_s=60.0)
+      assert not concurrent.futures.wait([opening], timeout=0.5).done
+      sock.close()
+      with serving(f"--port={port}", "--slots=1"), opening.result(60.0) as remote:
+        assert remote.run("print(6 * 7)").stdout == "42\n"
+
+
+def test_full_and_broken_replies_are_asked_again():
+  replies = itertools.chain(
+    [
+      answer(OK),  # of the empty program
+      answer({"error": "full"}, 503, Retry_After="0.05"),
+      answer({"error": "late"}, 504),
+      lambda r: r.send(b"<html>", "text/html"),
+      answer({"stdout": 5}),
+      lambda r: (r.raw(Content_Length="999"), r.drip(b" ", count=1)),
+      lambda r: None,  # hangs up
+    ],
+    itertools.repeat(answer(OK)),
+  )
+  with serve() as server:
+    server.actions["/run"] = lambda r: next(replies)(r)
+    with sandbox(server.url, wait_s=60.0) as remote:
+      assert remote.run("print(6 * 7)").to_json() == OK
+    assert len(server.requests) == 8
+    bodies = [r.json for r in server.requests[1:]]
+    left = [b.pop("deadline_s") for b in bodies]
+    assert all(b == bodies[0] for b in bodies) and bodies[0]["timeout_s"] == 5.0
+    assert left == sorted(left, reverse=True) and 5 < left[-1] < left[0] < 65
+
+
+def test_what_the_program_did_is_not_asked_again():
+  lost = Result("", "its zygote died", None, Verdict.INFRASTRUCTURE, 0.0)
+  raised = Result("", "ZeroDivisionError", 1, Verdict.ERROR, 0.0)
+  with serve() as server:
+    server.actions["/run"] = answer(OK)
+    with sandbox(server.url) as remote:
+      for result in (lost, raised):
+        server.actions["/run"] = answer(result.to_json())
+        server.requests.clear()
+        assert remote.run("1/0") == result
+        assert len(server.requests) == 1
+
+
+def test_a_service_that_is_silent_or_down_is_infrastructure_in_time():
+  in_time = within(20.0)
+  with serve() as server:
+    server.actions["/run"] = answer(OK)
+    with sandbox(server.url, wait_s=2.0) as remote:
+      server.actions["/run"] = lambda r: server.stopped.wait(30)
+      silent = remote.run("print(1)", timeout_s=0.3)
+      assert (silent.verdict, silent.exit_code) == (Verdict.INFRASTRUCTURE, None)
+      assert "ReadTimeout" in silent.stderr
+      server.actions["/run"] = answer({}, 503, Retry_After="9")
+      assert "status 503" in remote.run("print(1)", timeout_s=0.3).stderr
+  in_time()
+
+
+def test_replicas_take_turns_and_stand_in_for_each_other():
+  with contextlib.ExitStack() as stack:
+    servers = [stack.enter_context(serve()) for _ in range(3)]
+    for server in servers:
+      server.actions["/run"] = answer(OK)
+    with sandbox(*(s.url for s in servers)) as remote:
+      for server in servers:
+        server.requests.clear()
+      for _ in range(12):
+        assert remote.run("").verdict == Verdict.OK
+      assert [len(s.requests) for s in servers] == [4, 4, 4]
+      servers[1].actions["/run"] = lambda r: None  # hangs up
+      servers[2].actions["/run"] = answer({"error": "full"}, 503)
+      for _ in range(12):
+        assert remote.run("").verdict == Verdict.OK
+      # One that cannot be spoken to is put aside; one that is full is still asked.
+      assert len(servers[1].requests) <= 6 < len(servers[2].requests)
+      servers[0].actions["/run"] = servers[1].actions["/run"] = answer({}, 401)
+      servers[2].actions["/run"] = answer(OK)
+      assert remote.run("").verdict == Verdict.OK
+
+
+def fusion(run=None, **changes):
+  run = FUSION["run_result"] | run if run is not None else FUSION["run_result"]
+  return FUSION | {"run_result": run} | changes
+
+
+@pytest.mark.parametrize(
+  ("reply", "expected"),
+  [
+    (fusion(), Result("42\n", "", 0, Verdict.OK, 0.03)),
+    (
+      fusion({"return_code": 1, "stderr": "E"}, status="Failed"),
+      Result("42\n", "E", 1, Verdict.ERROR, 0.03),
+    ),
+    (
+      fusion({"return_code": -9, "stdout": None}, status="Failed"),
+      Result("", "", -9, Verdict.ERROR, 0.03),
+    ),
+    (
+      fusion({"status": "TimeLimitExceeded", "return_code": None}, status="Failed"),
+      Result("42\n", "", -9, Verdict.TIMEOUT, 0.03),
+    ),
+    (
+      fusion(status="SandboxError", message="no pod", run_result=None),
+      Result("", "SandboxFusion: no pod", None, Verdict.INFRASTRUCTURE, 0.0),
+    ),
+  ],
+)
+def test_sandbox_fusions_answers_are_understood(reply, expected: Result):
+  with serve() as server:
+    server.actions["/run_code"] = answer(fusion())
+    with sandbox(server.url + "/run_code", api="sandbox_fusion") as remote:
+      server.actions["/run_code"] = answer(reply)
+      assert remote.run("print(6 * 7)", "in", timeout_s=2.0, memory_mb=99) == expected
+    assert server.requests[-1].json == {
+      "code": "print(6 * 7)",
+      "language": "python",
+      "stdin": "in",
+      "compile_timeout": 2.0,
+      "run_timeout": 2.0,
+      "memory_limit_MB": 99,
+      "files": {},
+      "fetch_files": [],
+    }
+
+
+@pytest.mark.parametrize(
+  "reply",
+  [
+    [],
+    {},
+    fusion({"return_code": None}),
+    fusion({"status": "Error"}, status="Failed"),
+    fusion(run_result=None),
+  ],
+)
+def test_what_is_no_answer_of_sandbox_fusion_is_infrastructure(reply):
+  with serve() as server:
+    server.actions["/run_code"] = answer(fusion())
+    with sandbox(server.url, api="sandbox_fusion", wait_s=0.8) as remote:
+      server.actions["/run_code"] = answer(reply)
+      result = remote.run("print(1)", timeout_s=0.2)
+    assert result.verdict == Verdict.INFRASTRUCTURE
+    assert "not a reply of sandbox_fusion" in result.stderr
+
+
+def test_its_floods_are_cut_here():
+  flood = fusion({"stdout": "x" * 300_000, "stderr": "\ud800"})
+  with serve() as server:
+    server.actions["/run_code"] = answer(flood)
+    with sandbox(server.url, api="sandbox_fusion") as remote:
+      result = remote.run("")
+  assert result.truncated and len(result.stdout) < 66_000 and result.stderr == "?"
+
+
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({"urls": ()}, "urls must be a list of one or more"),
+    ({"urls": "http://a"}, "urls must be a list"),
+    ({"urls": ("a:80",)}, "must start with http"),
+    (
+      {"urls": ("http://a",), "api": "nsjail"},
+      "accepted: tools_sandbox, sandbox_fusion",
+    ),
+    ({"urls": ("http://a",), "wait_s": 0.0}, "wait_s must be above 0"),
+  ],
+)
+def test_impossible_configs_are_refused(fields, words: str):
+  with pytest.raises(ValueError, match=words):
+    RemoteConfig(**fields)
+
+
+def test_the_back_end_and_its_services_belong_together():
+  with pytest.raises(ValueError, match="one needs the other"):
+    Sandbox(backend="remote")
+  with pytest.raises(ValueError, match="one needs the other"):
+    Sandbox(backend="jail", remote=RemoteConfig(("http://127.0.0.1:1",)))
+
+
+def test_closing_ends_the_wait_of_others():
+  with serve() as server:
+    server.actions["/run"] = answer(OK)
+    remote = sandbox(server.url, wait_s=60.0)
+    server.actions["/run"] = answer({}, 503)
+    server.requests.clear()
+    ended = threading.Event()
+
+    def run():
+      with contextlib.suppress(RuntimeError):
+        remote.run("")
+      ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    soon(lambda: server.requests)
+    remote.close()
+    assert ended.wait(30.0)
+    thread.join()

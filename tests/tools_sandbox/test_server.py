@@ -1,0 +1,392 @@
+"""The service: real server processes, real programs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from sandbox_server import LONG, Server, children, holds, marks, serving, soon
+
+from tools_sandbox import pool, run_queue, server_app
+from tools_sandbox.wire import Result, Verdict
+
+TOKEN = "word-of-27-random-letters"
+LATE = "import time\nprint('so far', flush=True)\ntime.sleep(60)"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+  """Two slots, a token, small bodies."""
+  path = tmp_path_factory.mktemp("token") / "token"
+  path.write_text(TOKEN + "\n")
+  arguments = ("--slots=2", "--max_body_mb=1", f"--token_file={path}")
+  with serving(*arguments, token=TOKEN) as running:
+    yield running
+
+
+@pytest.fixture(scope="module")
+def narrow():
+  """One slot and two places to wait; its programs see the host's files."""
+  with serving("--slots=1", "--max_waiting=2", backend="subprocess") as running:
+    yield running
+
+
+@pytest.fixture
+def threads():
+  """Callers."""
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    yield pool
+
+
+def result(reply: httpx.Response) -> Result:
+  assert reply.status_code == 200, reply.text
+  return Result.from_json(reply.json())
+
+
+def test_whatever_a_program_does_is_a_result(server: Server):
+  ran = result(server.run("print(int(input()) + 1)", stdin="41"))
+  assert (ran.stdout, ran.exit_code, ran.verdict) == ("42\n", 0, Verdict.OK)
+  assert result(server.run("1/0")).verdict == Verdict.ERROR
+  ran = result(server.run(LATE, timeout_s=2))
+  assert (ran.stdout, ran.verdict) == ("so far\n", Verdict.TIMEOUT)
+  big = result(server.run("bytearray(1 << 28)", memory_mb=50))
+  assert big.verdict == Verdict.MEMORY
+  cut = result(server.run("print('x' * 999)", output_bytes=100))
+  assert cut.truncated and len(cut.stdout) < 150
+
+
+@pytest.mark.parametrize(
+  ("body", "words"),
+  [
+    (b"", "not JSON"),
+    (b"{", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[]", "not an object"),
+    (b"{}", "program must be a string, got NoneType"),
+    (b'{"program": 5}', "program must be a string, got int"),
+    (b'{"program": "", "stdin": null}', "stdin must be a string"),
+    (
+      b'{"program": "", "timeout": 5}',
+      "unknown field 'timeout'; there are .*timeout_s",
+    ),
+    (b'{"program": "", "wall_s": 5}', "unknown field 'wall_s'"),
+    (b'{"program": "", "timeout_s": 0}', "timeout_s must be positive, got 0"),
+    (b'{"program": "", "timeout_s": NaN}', "timeout_s must be positive"),
+    (b'{"program": "", "timeout_s": true}', "must be a number, got True"),
+    (b'{"program": "", "timeout_s": 61}', "timeout_s must be at most 60, got 61"),
+    (b'{"program": "", "memory_mb": 9999}', "memory_mb must be at most 4096, got 9999"),
+    (b'{"program": "", "memory_mb": 1.5}', "memory_mb must be an integer"),
+    (b'{"program": "", "inodes": 1e99}', "inodes must be an integer"),
+    (
+      b'{"program": "", "deadline_s": 10}',
+      "deadline_s must be .* above timeout_s .10.",
+    ),
+    (b'{"program": "", "deadline_s": "x"}', "deadline_s must be a number"),
+  ],
+)
+def test_a_malformed_request_is_told_its_field(server: Server, body, words: str):
+  headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+  reply = httpx.post(server.url + "/run", content=body, headers=headers, timeout=LONG)
+  assert reply.status_code == 400
+  with pytest.raises(ValueError, match=words):
+    raise ValueError(reply.json()["error"])
+
+
+def test_giant_bodies_and_other_content_are_refused(server: Server):
+  assert server.run("#" * (1 << 20)).status_code == 413
+  headers = {"authorization": f"Bearer {TOKEN}"}
+  json_too = {**headers, "content-type": "application/json"}
+
+  def endless():  # a body without a length
+    while True:
+      yield b" " * 65536
+
+  try:
+    reply = httpx.post(
+      server.url + "/run", content=endless(), headers=json_too, timeout=LONG
+    )
+    assert reply.status_code == 413
+  except httpx.TransportError:
+    pass  # it hung up on us before all was sent
+  text = {**headers, "content-type": "text/plain"}
+  reply = httpx.post(server.url + "/run", content=b"{}", headers=text)
+  assert reply.status_code == 415
+  assert httpx.get(server.url + "/run", headers=headers).status_code == 405
+  assert httpx.get(server.url + "/", headers=headers).status_code == 404
+  assert result(server.run("print(1)")).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+  "said", [None, "", "Bearer", f"Bearer {TOKEN}x", TOKEN, "Bearer \xe9"]
+)
+def test_nothing_is_done_without_the_token(server: Server, said: str | None):
+  headers = {} if said is None else {"authorization": said.encode("latin-1")}
+  runs = server.metric("sandbox_runs_total", verdict="ok")
+  for path in ("/run", "/run_code"):
+    reply = httpx.post(server.url + path, json={"program": ""}, headers=headers)
+    assert reply.status_code == 401 and TOKEN not in reply.text
+  assert httpx.get(server.url + "/metrics", headers=headers).status_code == 401
+  assert httpx.get(server.url + "/health").json()["status"] == "ok"
+  assert server.metric("sandbox_runs_total", verdict="ok") == runs
+
+
+def test_a_web_page_cannot_name_a_service_without_token(narrow: Server):
+  headers = {"host": "rebound.example"}
+  assert httpx.get(narrow.url + "/health", headers=headers).status_code == 400
+  headers = {"host": "localhost:1"}
+  assert httpx.get(narrow.url + "/health", headers=headers).status_code == 200
+
+
+def test_full_means_ask_again(narrow: Server, threads, tmp_path):
+  gate = tmp_path / "gate"
+  admitted = [threads.submit(narrow.run, holds(gate), timeout_s=50) for _ in range(3)]
+  soon(lambda: narrow.health()["waiting"] == 2)
+  reply = narrow.run("print(1)")
+  assert reply.status_code == 503 and int(reply.headers["retry-after"]) >= 1
+  assert narrow.metric("sandbox_queue_length") == 2
+  assert narrow.metric("sandbox_busy_slots") == 1
+  gate.touch()
+  assert [result(f.result(LONG)).stdout for f in admitted] == ["open\n"] * 3
+  assert result(narrow.run("print(1)")).stdout == "1\n"
+  assert narrow.metric("sandbox_refused_total", reason="full") >= 1
+
+
+def test_a_run_whose_deadline_passed_in_the_queue_never_runs(
+  narrow: Server, threads, tmp_path
+):
+  gate, mark = tmp_path / "gate", tmp_path / "mark"
+  first = threads.submit(narrow.run, holds(gate), timeout_s=50)
+  soon(lambda: narrow.health()["busy"] == 1)
+  late = narrow.run(marks(mark), timeout_s=1, deadline_s=1.2)
+  assert late.status_code == 504
+  patient = threads.submit(narrow.run, "print(1)", timeout_s=20, deadline_s=LONG)
+  soon(lambda: narrow.health()["waiting"] == 1)
+  gate.touch()
+  assert result(first.result(LONG)).verdict == Verdict.OK
+  assert result(patient.result(LONG)).verdict == Verdict.OK
+  assert not mark.exists()
+  assert narrow.metric("sandbox_refused_total", reason="late") == 1
+
+
+def test_a_run_whose_client_hung_up_in_the_queue_never_runs(
+  narrow: Server, threads, tmp_path
+):
+  gate, mark = tmp_path / "gate", tmp_path / "mark"
+  first = threads.submit(narrow.run, holds(gate), timeout_s=50)
+  soon(lambda: narrow.health()["busy"] == 1)
+  body = json.dumps({"program": marks(mark)}).encode()
+  head = "POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+  address = ("127.0.0.1", httpx.URL(narrow.url).port)
+  with socket.create_connection(address) as client:
+    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    soon(lambda: narrow.health()["waiting"] == 1)
+  soon(lambda: narrow.health()["waiting"] == 0)
+  gate.touch()
+  assert result(first.result(LONG)).verdict == Verdict.OK
+  assert result(narrow.run("print(1)")).verdict == Verdict.OK
+  assert not mark.exists()
+  assert narrow.metric("sandbox_refused_total", reason="gone") == 1
+
+
+def test_the_death_of_a_zygote_costs_one_run(narrow: Server, threads, tmp_path):
+  before = narrow.metric("sandbox_zygotes_replaced_total")
+  started = tmp_path / "started"
+  lost = threads.submit(narrow.run, f"{marks(started)}\n{holds(tmp_path / 'gate')}")
+  soon(started.exists)
+  zygotes = [p for p, s in children(narrow.process.pid).items() if "zygote.py" in s]
+  assert len(zygotes) == 1
+  os.kill(zygotes[0], signal.SIGKILL)
+  failed = result(lost.result(LONG))
+  assert (failed.verdict, failed.exit_code) == (Verdict.INFRASTRUCTURE, None)
+  assert result(narrow.run("print(1)")).stdout == "1\n"
+  idle = [p for p, s in children(narrow.process.pid).items() if "zygote.py" in s]
+  os.kill(idle[0], signal.SIGKILL)  # between two runs: nobody notices
+  assert result(narrow.run("print(2)")).stdout == "2\n"
+  assert narrow.metric("sandbox_zygotes_replaced_total") == before + 2
+  assert narrow.metric("sandbox_runs_total", verdict="infrastructure") == 1
+
+
+def is_closed(server: Server) -> bool:
+  try:
+    server.health()
+  except httpx.ConnectError:
+    return True
+  except httpx.TransportError:
+    return False  # let in, and then closed
+  return False
+
+
+def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
+  gate, mark = tmp_path / "gate", tmp_path / "mark"
+  with serving("--slots=1", backend="subprocess") as server:
+    running = threads.submit(server.run, holds(gate), timeout_s=50)
+    soon(lambda: server.health()["busy"] == 1)
+    waiting = threads.submit(server.run, marks(mark))
+    soon(lambda: server.health()["waiting"] == 1)
+    zygotes = children(server.process.pid)
+    server.process.terminate()
+    assert waiting.result(LONG).status_code == 503
+    soon(lambda: is_closed(server))
+    assert server.process.poll() is None and not running.done()
+    gate.touch()
+    assert result(running.result(LONG)).stdout == "open\n"
+    assert server.process.wait(LONG) == 0
+  assert not mark.exists()
+  soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in zygotes))
+
+
+def test_what_cannot_be_served_is_refused_at_once(tmp_path):
+  command = [sys.executable, "-m", "tools_sandbox.server"]
+  for arguments, words in (
+    (["--host=0.0.0.0"], "--host=0.0.0.0 needs --token_file"),
+    (["--host=::", f"--token_file={tmp_path}/none"], "--token_file"),
+    (["--slots=0"], "slots must be at least 1"),
+    (["--max_memory_mb=9"], "memory_mb must be at most 9"),
+    (["--max_timeout_s=nan"], "must be positive"),
+    (["--host=192.0.2.1", f"--token_file={__file__}"], "must hold one word"),
+    (["--port=99999"], "--port=99999"),
+    (["--backend=remote"], "invalid choice"),
+  ):
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr, (arguments, done.stderr)
+
+
+def code(server: Server, code: str, **fields) -> dict:
+  body = {"code": code, "language": "python", **fields}
+  reply = server.post("/run_code", json=body)
+  assert reply.status_code == 200, reply.text
+  return reply.json()
+
+
+def test_sandbox_fusions_clients_are_served(server: Server):
+  # What verl sends (verl/utils/reward_score/sandbox_fusion).
+  verl = {"compile_timeout": 10, "run_timeout": 10, "files": {}, "fetch_files": []}
+  reply = code(server, "print(input())", stdin="hi", **verl)
+  run = reply["run_result"]
+  assert (reply["status"], reply["message"], reply["files"]) == ("Success", "", {})
+  assert (run["status"], run["return_code"]) == ("Finished", 0)
+  assert (run["stdout"], run["stderr"]) == ("hi\n", "") and run["execution_time"] > 0
+  reply = code(server, "import sys; sys.exit(3)", stdin=None, unknown="ignored")
+  assert (reply["status"], reply["run_result"]["return_code"]) == ("Failed", 3)
+  reply = code(server, LATE, run_timeout=2)
+  run = reply["run_result"]
+  assert (reply["status"], run["status"]) == ("Failed", "TimeLimitExceeded")
+  assert (run["return_code"], run["stdout"]) == (None, "so far\n")
+  reply = code(server, "bytearray(1 << 28)", memory_limit_MB=50)
+  assert (reply["status"], reply["run_result"]["status"]) == ("Failed", "Finished")
+  assert reply["run_result"]["return_code"] != 0
+
+
+def test_its_files_lie_beside_the_program(server: Server):
+  files = {"m.py": "x = 5", "data/{a}.txt": "\x00\xe9'\"", "none": None}
+  packed = {k: v and base64.b64encode(v.encode()).decode() for k, v in files.items()}
+  program = "import m, sys\nprint(ascii(open('data/{a}.txt').read()), m.x)\n"
+  plain = "print(__name__, sorted(k for k in globals() if k[0] != '_'))\n"
+  reply = code(server, program + plain, files=packed)
+  said = "'\\x00\\xe9\\'\"' 5\n__main__ ['m', 'sys']\n"
+  assert reply["run_result"]["stdout"] == said, reply
+  for text in ("def f():\n  1/0\nf()", "x = (", "raise SystemExit(4)", "exit('no')"):
+    bare, filed = (code(server, text, files=f)["run_result"] for f in ({}, packed))
+    del bare["execution_time"], filed["execution_time"]
+    assert bare == filed and bare["return_code"] != 0
+
+
+@pytest.mark.parametrize(
+  ("body", "status", "words"),
+  [
+    ({"language": "cpp", "code": ""}, 200, "language 'cpp' is not served"),
+    ({"language": "python", "code": "", "fetch_files": ["a"]}, 200, "fetch_files"),
+    ({"language": "python", "code": "", "args": ["-x"]}, 200, "args"),
+    ({"language": "python"}, 422, "Field required"),
+    ({"code": "", "language": 5}, 422, "must be of type str"),
+    ({"language": "python", "code": "", "run_timeout": "9"}, 422, "int or float"),
+    ({"language": "python", "code": "", "run_timeout": 0}, 422, "above 0"),
+    ({"language": "python", "code": "", "run_timeout": 999}, 422, "must be at most 60"),
+    (
+      {"language": "python", "code": "", "memory_limit_MB": 1 << 20},
+      422,
+      "at most 4096",
+    ),
+    ({"language": "python", "code": "", "files": {"a": "?"}}, 422, "base64"),
+    ({"language": "python", "code": "", "files": {"a": 5}}, 422, "base64"),
+  ],
+)
+def test_its_errors_have_its_form(server: Server, body, status: int, words: str):
+  reply = server.post("/run_code", json=body)
+  assert reply.status_code == status
+  said = reply.json()
+  if status == 200:
+    assert said["status"] == "SandboxError" and words in said["message"]
+  else:
+    assert words in said["detail"][0]["msg"] and said["detail"][0]["loc"][0] == "body"
+
+
+def test_a_body_that_drips_gives_its_place_to_another(monkeypatch):
+  monkeypatch.setattr(server_app, "_BODY_S", 0.05)
+  queue = run_queue.RunQueue(pool.SandboxPool(1), 1, 0)  # nothing of it starts
+  app = server_app.make_app(queue, server_app.ServiceConfig())
+  sent = []
+
+  async def receive():
+    await asyncio.sleep(0.01)
+    return {"type": "http.request", "body": b" ", "more_body": True}
+
+  async def send(message):
+    sent.append(message)
+
+  headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+  scope = {"type": "http", "method": "POST", "path": "/run", "headers": headers}
+  for _ in range(2):  # the one place is free again
+    asyncio.run(app({**scope, "query_string": b""}, receive, send))
+  starts = [m for m in sent if m["type"] == "http.response.start"]
+  assert [m["status"] for m in starts] == [408, 408]
+  assert all((b"connection", b"close") in m["headers"] for m in starts)
+
+
+def test_no_mix_of_clients_loses_a_place(narrow: Server, threads):
+  """Clients that leave at any moment, late ones, wrong ones: all is free afterwards."""
+  address = ("127.0.0.1", httpx.URL(narrow.url).port)
+  head = "POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+  files = pathlib.Path("/proc", str(narrow.process.pid), "fd")
+  kinds = ("print(1)", "import time\ntime.sleep(0.05)", "1/0")
+
+  def client(seed: int) -> None:
+    rng = random.Random(seed)
+    fields = {"program": rng.choice(kinds), "timeout_s": 2}
+    if rng.random() < 0.3:
+      fields["deadline_s"] = 2 + rng.random() / 20
+    body = json.dumps(fields).encode()[rng.choice((0, 0, 0, 1)) :]
+    whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with contextlib.suppress(OSError), socket.create_connection(address) as sock:
+      sock.settimeout(LONG)
+      if rng.random() < 0.3:  # leaves in the middle of the request
+        return sock.sendall(whole[: rng.randrange(len(whole))])
+      sock.sendall(whole)
+      if rng.random() < 0.5:
+        time.sleep(rng.random() / 20)
+        return None
+      status = sock.recv(65536)[:12]
+      assert status[9:] in (b"200", b"400", b"503", b"504"), status
+    return None
+
+  narrow.run("")
+  before = len(list(files.iterdir()))
+  assert len(list(threads.map(client, range(240)))) == 240
+  soon(lambda: narrow.health() == {"status": "ok", "slots": 1, "busy": 0, "waiting": 0})
+  places = [threads.submit(narrow.run, "print(1)", timeout_s=20) for _ in range(3)]
+  assert [result(f.result(LONG)).stdout for f in places] == ["1\n"] * 3
+  soon(lambda: len(list(files.iterdir())) <= before)

@@ -1,0 +1,200 @@
+"""RunQueue: who may run next on a pool, and who waits no longer.
+
+Between the routes of the HTTP service and the pool. A request takes a place before its
+body is read, so places bound the memory too; it then waits for a slot, first come first
+served, until it is late, its client hangs up, or the service stops. What gave up while
+it waited never runs. Lives in one event loop; the pool's calls have threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Awaitable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tools_sandbox.pool import SandboxPool
+from tools_sandbox.wire import Limits, Result, Verdict
+
+# Seconds: from a print to the longest run that a server allows.
+_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_REASONS = ("full", "late", "gone", "stopping")
+
+
+class Refused(Exception):
+  """A request that will not run; `reason` is one of full, late, gone, stopping."""
+
+  def __init__(self, reason: str, message: str):
+    super().__init__(message)
+    self.reason = reason
+
+
+class RunQueue:
+  """The queue of one pool. Not thread-safe: one event loop's."""
+
+  def __init__(self, pool: SandboxPool, slots: int, max_waiting: int):
+    """Starts nothing yet.
+
+    Args:
+      pool: runs the programs; it is not closed with the queue.
+      slots: of the pool.
+      max_waiting: requests beyond those that run.
+
+    Raises:
+      ValueError: max_waiting is negative.
+    """
+    if max_waiting < 0:
+      raise ValueError(f"max_waiting must be 0 or more, got {max_waiting}")
+    self._pool, self.slots, self._places = pool, slots, slots + max_waiting
+    self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
+    self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+    self._taken = self._busy = 0
+    self.draining = False
+    self._registry = CollectorRegistry()
+    self._runs = Counter(
+      "sandbox_runs", "Runs that ended.", ["verdict"], registry=self._registry
+    )
+    self._refused = Counter(
+      "sandbox_refused", "Requests that never ran.", ["reason"], registry=self._registry
+    )
+    for verdict in Verdict:
+      self._runs.labels(verdict.value)  # a series that starts at 0 has a rate
+    for reason in _REASONS:
+      self._refused.labels(reason)
+    self._seconds, self._waits = (
+      Histogram(name, text, buckets=_BUCKETS, registry=self._registry)
+      for name, text in (
+        ("sandbox_run_seconds", "Wall seconds of the programs."),
+        ("sandbox_wait_seconds", "Seconds that runs waited for a slot."),
+      )
+    )
+    self._registry.register(self)
+
+  @property
+  def busy(self) -> int:
+    """Slots that run a program."""
+    return self._busy
+
+  @property
+  def waiting(self) -> int:
+    """Requests that wait for a slot."""
+    return len(self._waiting)
+
+  @contextlib.contextmanager
+  def place(self) -> Iterator[None]:
+    """Room for one request, from before its body is read until it is answered.
+
+    Raises:
+      Refused: full or stopping.
+    """
+    if self.draining:
+      raise self._refuse("stopping", "the service is stopping")
+    if self._taken >= self._places:
+      raise self._refuse("full", f"all {self._places} places are taken; ask again")
+    self._taken += 1
+    try:
+      yield
+    finally:
+      self._taken -= 1
+
+  async def run(
+    self,
+    program: str,
+    stdin: str,
+    limits: Limits,
+    start_by: float,
+    gone: Awaitable[None],
+  ) -> Result:
+    """Waits for a slot, then for the program's end.
+
+    Args:
+      program, stdin, limits: see `SandboxPool.run`.
+      start_by: `time.monotonic()` seconds after which it no longer starts.
+      gone: done when the client has hung up; cancelled here.
+
+    Raises:
+      Refused: late, gone or stopping; the program has not run.
+    """
+    asked = time.monotonic()
+    turn = asyncio.get_running_loop().create_future()
+    self._waiting.append(turn)
+    self._grant()
+    left = asyncio.ensure_future(gone)
+    try:
+      await asyncio.wait(
+        (turn, left), timeout=start_by - asked, return_when="FIRST_COMPLETED"
+      )
+      if left.done():
+        raise self._refuse("gone", "the client has hung up")
+      # The loop may wake a little early: then it is late all the same.
+      if not turn.done() or time.monotonic() >= start_by:
+        raise self._refuse("late", "no slot was free before the deadline")
+      turn.result()
+      self._waits.observe(time.monotonic() - asked)
+      loop = asyncio.get_running_loop()
+      running = loop.run_in_executor(
+        self._threads, self._pool.run, program, stdin, limits
+      )
+      running.add_done_callback(self._ended)
+    except BaseException:
+      self._leave(turn)
+      raise
+    finally:
+      left.cancel()
+    # A request that is called off leaves its program to its end: the slot is busy.
+    return await asyncio.shield(running)
+
+  def drain(self) -> None:
+    """From now on nothing starts; what waits is refused, what runs goes on."""
+    self.draining = True
+    for turn in self._waiting:
+      turn.set_exception(self._refuse("stopping", "the service is stopping"))
+    self._waiting.clear()
+
+  def metrics(self) -> bytes:
+    """All counts in Prometheus's text format."""
+    return generate_latest(self._registry)
+
+  def collect(self) -> Iterable[Metric]:
+    """What is read when it is asked for. See `prometheus_client.registry`."""
+    for name, text, value in (
+      ("sandbox_slots", "Programs that may run at once.", self.slots),
+      ("sandbox_busy_slots", "Programs that run now.", self.busy),
+      ("sandbox_queue_length", "Requests that wait for a slot.", self.waiting),
+    ):
+      yield GaugeMetricFamily(name, text, value)
+    yield CounterMetricFamily(
+      "sandbox_zygotes_replaced",
+      "Worn out, broken or killed zygotes.",
+      self._pool.replaced,
+    )
+
+  def _refuse(self, reason: str, message: str) -> Refused:
+    self._refused.labels(reason).inc()
+    return Refused(reason, message)
+
+  def _grant(self) -> None:
+    while self._waiting and self._busy < self.slots:
+      self._busy += 1
+      self._waiting.popleft().set_result(None)
+
+  def _leave(self, turn: asyncio.Future[None]) -> None:
+    """Takes a request out that will not run, its slot back if it has one."""
+    if not turn.done():
+      self._waiting.remove(turn)
+    elif turn.exception() is None:
+      self._busy -= 1
+      self._grant()
+
+  def _ended(self, running: asyncio.Future[Result]) -> None:
+    self._busy -= 1
+    if not running.cancelled() and running.exception() is None:
+      result = running.result()
+      self._runs.labels(result.verdict.value).inc()
+      self._seconds.observe(result.seconds)
+    self._grant()

@@ -1,0 +1,307 @@
+"""The routes of the sandbox service.
+
+  POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"}
+                  -> the fields of `wire.Result`
+  POST /run_code  SandboxFusion's API, see `sandbox_fusion`
+  GET  /health    {"status": "ok" or "stopping", "slots", "busy", "waiting"}; no token
+  GET  /metrics   Prometheus's text format
+
+Whatever a program does is a 200 with a verdict. Other statuses are about the request or
+the service: 400 (a field, named), 401 (token), 408 (the body took too long), 413 (too
+long), 415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping:
+ask again or elsewhere), 504 (no slot before the deadline; it has not run).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tools_sandbox import sandbox_fusion
+from tools_sandbox.run_queue import Refused, RunQueue
+from tools_sandbox.wire import MAX_INPUT, MAX_OUTPUT, Limits, Result
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+_BODY_S = 30.0  # a body has come by then, or gives its place to another
+_RETRY_S = 1  # most programs take less
+_STATUS = {"full": 503, "stopping": 503, "late": 504, "gone": 499}
+
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig:
+  """What requests may ask for.
+
+  Attributes:
+    token: that requests must bear; "" for none.
+    limits: of a run that does not say otherwise.
+    most: what a run may say, field by field.
+    wait_s: seconds that a run waits for a slot where its request gives no deadline.
+    max_body: bytes of a request.
+  """
+
+  token: str = ""
+  limits: Limits = dataclasses.field(default_factory=Limits)
+  most: Limits = dataclasses.field(
+    default_factory=lambda: Limits(
+      wall_s=60.0,
+      cpu_s=60.0,
+      memory_mb=4096,
+      output_bytes=MAX_OUTPUT,
+      file_mb=1024,
+      processes=1024,
+      disk_mb=1024,
+      inodes=65536,
+    )
+  )
+  wait_s: float = 60.0
+  max_body: int = 8 << 20
+
+  def __post_init__(self):
+    check_most(self.limits, self.most)
+    if self.wait_s <= 0 or self.max_body < 1:
+      raise ValueError("wait_s and max_body must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A request to run a program; `deadline_s` counts from its arrival."""
+
+  program: str
+  stdin: str
+  limits: Limits
+  deadline_s: float
+
+
+class _BadRequest(Exception):
+  """A request that gets `status` and nothing else."""
+
+  def __init__(self, status: int, message: str):
+    super().__init__(message)
+    self.status = status
+
+
+def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
+  """The application.
+
+  Args:
+    queue: runs what is asked for; it is not closed with the app.
+    config: what may be asked for. Without a token only names of loopback are accepted
+      in the header Host, so that no page of the web can reach the service under a name
+      of its own.
+  """
+
+  async def run(request: Request) -> Response:
+    with queue.place():
+      asked = await _asked(request, config, read_run)
+      return JSONResponse((await _run(request, queue, asked)).to_json())
+
+  async def run_code(request: Request) -> Response:
+    with queue.place():
+      try:
+        asked = await _asked(request, config, _read_run_code)
+      except sandbox_fusion.Malformed as e:
+        return JSONResponse({"detail": e.detail}, 422)
+      except sandbox_fusion.Unsupported as e:
+        return JSONResponse(sandbox_fusion.write_error(str(e)))
+      result = await _run(request, queue, asked)
+      return JSONResponse(sandbox_fusion.write_reply(result))
+
+  async def health(request: Request) -> Response:
+    del request
+    status = "stopping" if queue.draining else "ok"
+    counts = {"slots": queue.slots, "busy": queue.busy, "waiting": queue.waiting}
+    return JSONResponse({"status": status, **counts}, 503 if queue.draining else 200)
+
+  async def metrics(request: Request) -> Response:
+    del request
+    return Response(queue.metrics(), media_type="text/plain; version=0.0.4")
+
+  def guarded(handler: _Handler) -> _Handler:
+    async def handle(request: Request) -> Response:
+      if config.token and not _bears(request, config.token):
+        headers = {"www-authenticate": "Bearer"}
+        return _error(request, "this service needs its bearer token", 401, headers)
+      return await handler(request)
+
+    return handle
+
+  return Starlette(
+    routes=[
+      Route("/run", guarded(run), methods=["POST"]),
+      Route("/run_code", guarded(run_code), methods=["POST"]),
+      Route("/metrics", guarded(metrics)),
+      Route("/health", health),
+    ],
+    middleware=[
+      Middleware(
+        TrustedHostMiddleware, allowed_hosts=["*"] if config.token else list(LOOPBACK)
+      )
+    ],
+    exception_handlers={
+      Refused: _refused,
+      _BadRequest: _bad_request,
+      ClientDisconnect: _hung_up,
+      HTTPException: _no_such_route,
+    },
+  )
+
+
+def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  """A request of /run, decoded.
+
+  Raises:
+    ValueError: naming the field, its value and what would be accepted.
+  """
+  names = {f.name for f in dataclasses.fields(Limits)} - {"wall_s"}
+  known = {"program", "stdin", "timeout_s", "deadline_s", *names}
+  for field in body:
+    if field not in known:
+      raise ValueError(f"unknown field {field!r:.100}; there are {sorted(known)}")
+  for field in ("program", "stdin"):
+    value = body.get(field, None if field == "program" else "")
+    if not isinstance(value, str):
+      raise ValueError(f"{field} must be a string, got {type(value).__name__}")
+  changes = {name: body[name] for name in names if name in body}
+  if "timeout_s" in body:
+    changes = {"cpu_s": body["timeout_s"], **changes, "wall_s": body["timeout_s"]}
+  try:
+    limits = dataclasses.replace(config.limits, **changes)
+    check_most(limits, config.most)
+  except ValueError as e:
+    text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
+    raise ValueError(text) from None
+  deadline_s = body.get("deadline_s", limits.wall_s + config.wait_s)
+  number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+  if not number or not math.isfinite(deadline_s) or deadline_s <= limits.wall_s:
+    raise ValueError(
+      f"deadline_s must be a number above timeout_s ({limits.wall_s:g}), for a run "
+      f"starts only while its whole time fits; got {deadline_s!r:.100}"
+    )
+  return Asked(body["program"], body.get("stdin", ""), limits, deadline_s)
+
+
+def _read_run_code(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  program, stdin, limits = sandbox_fusion.read_request(body, config.limits)
+  try:
+    check_most(limits, config.most)
+  except ValueError as e:
+    text = str(e).removeprefix("limits.")
+    field = "run_timeout" if text.startswith("wall_s") else "memory_limit_MB"
+    raise sandbox_fusion.Malformed(field, text.partition(" ")[2]) from None
+  return Asked(program, stdin, limits, limits.wall_s + config.wait_s)
+
+
+def check_most(limits: Limits, most: Limits) -> None:
+  """Refuses limits beyond those of `most`.
+
+  Raises:
+    ValueError: naming the field.
+  """
+  for field in dataclasses.fields(Limits):
+    value, top = getattr(limits, field.name), getattr(most, field.name)
+    if isinstance(value, int | float) and value > top:
+      raise ValueError(f"limits.{field.name} must be at most {top:g}, got {value:g}")
+
+
+async def _asked(
+  request: Request,
+  config: ServiceConfig,
+  read: Callable[[dict[str, Any], ServiceConfig], Asked],
+) -> Asked:
+  """Reads a request's body; its deadline becomes a time of `time.monotonic`."""
+  arrived = time.monotonic()
+  data = await _body(request, config.max_body)
+  try:
+    body = json.loads(data)
+  except (ValueError, RecursionError):
+    raise _BadRequest(400, "the request is not JSON") from None
+  if not isinstance(body, dict):
+    raise _BadRequest(400, "the request is not an object")
+  try:
+    asked = read(body, config)
+  except (sandbox_fusion.Malformed, sandbox_fusion.Unsupported):
+    raise
+  except ValueError as e:
+    raise _BadRequest(400, str(e)) from None
+  if len(asked.program) + len(asked.stdin) > MAX_INPUT:
+    raise _BadRequest(413, f"program and stdin exceed {MAX_INPUT} characters")
+  return dataclasses.replace(asked, deadline_s=arrived + asked.deadline_s)
+
+
+async def _body(request: Request, most: int) -> bytes:
+  # A browser sends JSON to another site only after asking, and is not answered.
+  if request.headers.get("content-type", "").split(";")[0] != "application/json":
+    raise _BadRequest(415, "content-type must be application/json")
+  too_long = _BadRequest(413, f"a request has at most {most} bytes")
+  length = request.headers.get("content-length", "")
+  if length.isdigit() and int(length[:20]) > most:
+    raise too_long
+  data = bytearray()
+  try:
+    async with asyncio.timeout(_BODY_S):
+      async for part in request.stream():
+        data += part
+        if len(data) > most:
+          raise too_long
+  except TimeoutError:
+    raise _BadRequest(408, f"the body took longer than {_BODY_S:g} s") from None
+  return bytes(data)
+
+
+async def _run(request: Request, queue: RunQueue, asked: Asked) -> Result:
+  async def gone() -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  start_by = asked.deadline_s - asked.limits.wall_s
+  return await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone())
+
+
+def _bears(request: Request, token: str) -> bool:
+  said = request.headers.get("authorization", "").encode()
+  return hmac.compare_digest(said, f"Bearer {token}".encode())
+
+
+def _error(
+  request: Request, message: str, status: int, headers: dict[str, str] | None = None
+) -> JSONResponse:
+  # SandboxFusion is a FastAPI program, whose errors are called "detail".
+  name = "detail" if request.url.path == "/run_code" else "error"
+  # Closed, for most of these leave a body unread, and it may be endless.
+  headers = {"connection": "close", **(headers or {})}
+  return JSONResponse({name: message}, status, headers)
+
+
+async def _refused(request: Request, e: Refused) -> Response:
+  status = _STATUS[e.reason]
+  headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
+  return _error(request, str(e), status, headers)
+
+
+async def _bad_request(request: Request, e: _BadRequest) -> Response:
+  return _error(request, str(e), e.status)
+
+
+async def _hung_up(request: Request, e: ClientDisconnect) -> Response:
+  del e
+  return _error(request, "the client has hung up", 499)
+
+
+async def _no_such_route(request: Request, e: HTTPException) -> Response:
+  return _error(request, e.detail, e.status_code)
