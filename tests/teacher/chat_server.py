@@ -16,15 +16,17 @@ class ChatServer:
   """What came in, and what to do next.
 
   Attributes:
-    faults: taken one by one for each request before it is answered: a status code, or
-      "garbage", "not a completion", "cut", "slow"; "ok" answers at once.
+    faults: taken one by one for each request before it is answered: a status code;
+      "garbage", "not a completion", "cut", "slow" (nothing for 2 s), "drip" (a byte at
+      a time, without end); a dict, which is sent as the body; "ok" answers at once.
     requests: (headers, body) of every request.
   """
 
   def __init__(self, brain: Brain | None):
     self.brain = brain
-    self.faults: list[int | str] = []
+    self.faults: list[int | str | dict] = []
     self.headers: dict[str, str] = {}  # sent with an error status
+    self.told = "told to fail"  # likewise, as the body
     self.requests: list[tuple[dict[str, str], dict]] = []
     self.url = ""
 
@@ -67,8 +69,12 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
         return
       if fault == "slow":
         stop.wait(2.0)
-      if isinstance(fault, int):
-        self.send(fault, "told to fail", state.headers)
+      if fault == "drip":
+        self.drip()
+      elif isinstance(fault, dict):
+        self.send(200, json.dumps(fault))
+      elif isinstance(fault, int):
+        self.send(fault, state.told, state.headers)
       elif fault == "garbage":
         self.send(200, "<html>it works!</html>")
       elif fault == "not a completion":
@@ -86,6 +92,13 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
       self.end_headers()
       with contextlib.suppress(OSError):
         self.wfile.write(data)
+
+    def drip(self):
+      self.close_connection = True
+      with contextlib.suppress(OSError):
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+        while not stop.wait(0.02):
+          self.wfile.write(b" ")
 
     def log_message(self, *unused):
       pass
