@@ -292,7 +292,7 @@ def _select_all(
   workdir: str,
   teacher: TeacherConfig,
 ) -> dict[str, Selection] | None:
-  """The best run of each task, by task id; written to selections.jsonl. Or no choice."""
+  """The best run of each task, by task id; in selections.jsonl, too; or None."""
   if journal is None or not teacher.select:
     return None
   out: dict[str, Selection] = {}

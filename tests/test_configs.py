@@ -31,12 +31,17 @@ def journey_of(path: pathlib.Path) -> str:
 
 def readers(journey: str) -> dict[str, list[type]]:
   """Section -> the dataclasses that the journey's source reads it into."""
-  module = importlib.import_module(f"coa_jax.{journey}")
+  names = [f"coa_jax.{journey}"]
+  if journey == "select_tasks":  # a program around a journey
+    names = ["coa_jax.evaluate", "experiments.select_tasks"]
   out: dict[str, list[type]] = {}
-  for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
-      name, cls = ast.literal_eval(node.args[1]), ast.unparse(node.args[2])
-      out.setdefault(name, []).append(getattr(module, cls))
+  for module in map(importlib.import_module, names):
+    for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
+      if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
+        name, cls = ast.literal_eval(node.args[1]), ast.unparse(node.args[2])
+        found = out.setdefault(name, [])
+        if getattr(module, cls) not in found:
+          found.append(getattr(module, cls))
   return out
 
 
@@ -78,4 +83,4 @@ def test_a_config_opens_with_what_to_expect(path: pathlib.Path):
 
 def test_there_are_configs_for_every_journey():
   journeys = {journey_of(path) for path in FILES}
-  assert journeys == {"distill", "sft", "rl", "evaluate"}
+  assert journeys == {"distill", "sft", "rl", "evaluate", "select_tasks"}
