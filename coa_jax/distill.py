@@ -351,7 +351,7 @@ def _meter(run_: Run, task: Task) -> Trajectory:
     reward_parts={"answer": reward},
     usage=run_.usage,
     sample=run_.sample,
-    meta={"family": task.family},
+    meta={"family": task.family, "reported": list(run_.reported)},
   )
 
 

@@ -53,11 +53,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     played = [t for path in chosen.played for t in read_trajectories(path)]
     os.makedirs(workdir, exist_ok=True)
   else:
-    rest = config.copy_and_resolve_references()
-    del rest["select"]
+    rest = {name: config[name] for name in config if name != "select"}
     if not config.get("eval") or config.eval.get("samples", 0) < 1:
       raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
-    evaluate.run(rest, workdir)
+    evaluate.run(ml_collections.ConfigDict(rest), workdir)
     played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
   tasks = select_tasks(section(config, "tasks", TasksConfig))
   counted = graded(played)

@@ -119,6 +119,11 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
       ]
       assert contents[0] == contents[1]
   bill = results["calls"]
+  meters = read_trajectories(tmp_path / "cut" / "teacher.jsonl")
+  reported = [m.meta["reported"] for m in meters]
+  assert reported == [
+    [100 * n, 64 * n, 7 * n] for n in (m.usage.model_calls for m in meters)
+  ]
   assert bill["calls"] == whole and bill["prompt"] == 100 * whole
   assert sum(bill["by_agent"].values()) == whole
 

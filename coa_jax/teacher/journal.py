@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -91,7 +92,8 @@ class Journal:
       usd: what (prompt, cached, completion) tokens cost; see `llm.ChatConfig.usd`.
 
     Raises:
-      ValueError: a line is no line of a journal; the message names file and line.
+      ValueError: a line is no line of a journal; the message names file and line. Or
+        another process writes to it.
     """
     self.path = path
     self.totals = Totals()
@@ -102,10 +104,14 @@ class Journal:
     self._at: dict[RunKey, dict[str, tuple[int, int]]] = {}
     self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
+      # Held until the file is closed or the process dies.
+      fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
       self._end = self._read(done)
       os.ftruncate(self._fd, self._end)
-    except BaseException:
+    except BaseException as e:
       os.close(self._fd)
+      if isinstance(e, BlockingIOError):
+        raise ValueError(f"{path}: another process is at work there") from None
       raise
 
   def _read(self, done: Callable[[RunKey], bool]) -> int:

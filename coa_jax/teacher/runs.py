@@ -84,6 +84,12 @@ class Run:
   sample: int = 0
   error: str = ""
 
+  @property
+  def reported(self) -> tuple[int, ...]:
+    """The endpoint's own (prompt, cached, completion); () unless it counted all."""
+    counts = [e.reported for e in self.events if e.prompt]
+    return tuple(map(sum, zip(*counts, strict=True))) if all(counts) else ()
+
   def to_json(self) -> dict[str, Any]:
     """A JSON-serialisable dict; `from_json` reads it back."""
     return dataclasses.asdict(self)

@@ -48,6 +48,8 @@ def read(path) -> dict:
 
 
 def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path):
+  config = config.copy_and_resolve_references()
+  config.lock()  # as it comes from the command line
   whole = select_tasks.run(config, str(tmp_path / "whole"))
   play = Player.play
 

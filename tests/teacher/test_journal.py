@@ -145,6 +145,13 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path):
     Journal(str(path))
 
 
+def test_two_can_not_write_to_it_at_once(tmp_path):
+  path = str(tmp_path / "calls.jsonl")
+  with Journal(path), pytest.raises(ValueError, match=r"calls.jsonl: another process"):
+    Journal(path)
+  Journal(path).close()
+
+
 def test_many_threads_share_it(tmp_path):
   path = tmp_path / "c"
 
