@@ -151,6 +151,8 @@ def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
   usd = (36 * calls + 100) * 1.0 + 64 * calls * 0.1 + (7 * calls + 2) * 4.0
   assert faulty["calls"]["usd"] == pytest.approx(usd / 1e6)
   assert plain["calls"]["usd"] is None
+  shown = rows(tmp_path / "faulty" / "metrics.jsonl")[-1]  # what progress showed
+  assert shown["usd"] == faulty["calls"]["usd"] and shown["calls"] == calls
   faults = [
     r["reply"]["faults"]
     for r in rows(tmp_path / "faulty" / "calls.jsonl")
