@@ -79,8 +79,16 @@ def check_sections(
       raise ConfigError(f"config lacks field {name!r}")
 
 
-def claim(config: ml_collections.ConfigDict, workdir: str) -> None:
+def claim(
+  config: ml_collections.ConfigDict, workdir: str, may_change: tuple[str, ...] = ()
+) -> None:
   """Writes the resolved config and the commit to `workdir/config.json`.
+
+  Args:
+    config: of the run that begins or goes on here.
+    workdir: where it writes.
+    may_change: fields, as "section.field", that change nothing of what comes out: a run
+      may go on with others than it began with.
 
   Raises:
     ConfigError: the workdir holds a run of another config; the section that differs is
@@ -96,6 +104,10 @@ def claim(config: ml_collections.ConfigDict, workdir: str) -> None:
     return
   with open(path, encoding="utf-8") as f:
     found = json.load(f)["config"]
+  for both in (wanted, found):
+    for field in may_change:
+      name, _, key = field.partition(".")
+      (both.get(name) or {}).pop(key, None)
   for name in sorted({*wanted, *found}):
     if wanted.get(name) != found.get(name):
       raise ConfigError(

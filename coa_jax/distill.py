@@ -2,14 +2,18 @@
 
 Writes into the workdir:
   config.json          what was asked for, and the commit; written first
+  calls.jsonl          with a chat brain: every call of the model and of a tool, as it
+                       came back: the log, and what an interrupted run goes on from
   runs.jsonl           every finished run, appended as it ends; in task order at the end
+  selections.jsonl     with teacher.select: which run of each task was taken, and why
   trajectories.jsonl   the filtered training set
   teacher.jsonl        each run's reward, answer, calls and cost, for `report`
   manifest.json        config, counts per stage and drop reason, git commit, sha256
   results.json         the figures
 
 An interrupted run goes on where it stopped when it is started again on the same
-workdir: no finished run is repeated, and everything but wall times comes out the same.
+workdir: no finished run and no call that was paid for is repeated, and everything but
+wall times comes out the same.
 """
 
 from __future__ import annotations
@@ -20,8 +24,6 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,12 +49,18 @@ from coa_jax.teacher.agents import TeamConfig, review_style, solve
 from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import Dropped, convert
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
+from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
-from coa_jax.teacher.runs import Encode, Run, RunFile
+from coa_jax.teacher.runs import Encode, Run, RunFile, pieces
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.select import Selection, figures, select_all
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
+CALLS, SELECTIONS = "calls.jsonl", "selections.jsonl"
 BRAINS = ("scripted", "annotated", "chat")
+# A server may move, a limit of requests may show, while a run is under way.
+_MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
+_MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +72,9 @@ class TeacherConfig:
       "annotated" (tasks with worked solutions, such as GSM8K's training rows) or "chat"
       (section `chat`; any OpenAI-compatible endpoint).
     samples: runs per task.
+    select: True to keep one of them, chosen by a list-wise selector (best of N); chat
+      brains only.
+    facts: whether plans begin with the facts that are known and needed; for models.
     workers: runs at once.
     variant: the dialect of the trajectories.
     prompt: the style of their prompt; see `protocol.prompts`.
@@ -74,6 +85,8 @@ class TeacherConfig:
 
   brain: str = "scripted"
   samples: int = 1
+  select: bool = False
+  facts: bool = False
   workers: int = 4
   variant: str = "unified"
   prompt: str = "brief"
@@ -89,6 +102,10 @@ class TeacherConfig:
       raise ValueError(f"prompt is {self.prompt!r}; accepted: {', '.join(STYLES)}")
     if self.samples < 1 or self.workers < 1:
       raise ValueError("samples and workers must be at least 1")
+    if self.brain != "chat" and (self.select or self.facts):
+      raise ValueError(f"select and facts ask for brain 'chat', not {self.brain!r}")
+    if self.select and self.samples < 2:
+      raise ValueError("select chooses among samples: set samples to 2 or more")
 
 
 def run(
@@ -115,32 +132,35 @@ def run(
   tools = section(config, "tools", ToolsConfig)
   filters = section(config, "filters", FiltersConfig)
   variant = get_variant(teacher.variant).with_tools(tools.told)
-  limits = TeamConfig(
-    max_turns=teacher.max_turns,
-    max_calls=teacher.max_calls,
-    max_checks=teacher.max_checks,
-    review=review_style(variant),
-  )
+  limits = _limits(teacher, variant)
   tasks = select_tasks(section(config, "tasks", TasksConfig))
   for task in tasks:
     grade(task, None)  # what cannot be judged fails here, before anything is spent
   encode = _encoder(teacher.tokenizer)
-  claim(config, workdir)
+  claim(config, workdir, _MAY_CHANGE)
 
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
   with contextlib.ExitStack() as stack:
     brains = _brains(config, teacher, tasks, api_key, stack)
     toolbox = stack.enter_context(Toolbox(tools))
+    journal = None
+    if isinstance(brains[0], ChatBrain):
+      path, usd = os.path.join(workdir, CALLS), brains[0].config.usd
+      journal = stack.enter_context(Journal(path, runs.__contains__, usd))
 
     def work(task: Task, sample: int) -> Run:
-      brain = brains[sample]
-      return solve(task, brain, toolbox.call, tools.tools, limits, encode, sample)
+      brain, call, key = brains[sample], toolbox.call, (task.id, sample)
+      if journal is not None:
+        brain, call = journal.brain(brain, key), journal.tools(call, key)
+      return solve(task, brain, call, tools.tools, limits, encode, sample)
 
-    failed = _run_all(jobs, work, runs, workdir, teacher.workers)
-  runs.sort([(task.id, sample) for task, sample in jobs])
+    failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
+    runs.sort([(task.id, sample) for task, sample in jobs])
+    selections = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
+    calls = {"calls": journal.bill()} if journal is not None else {}
 
-  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher.prompt)
+  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher.prompt, selections)
   kept, funnel = filter_trajectories(pairs, variant, grade, filters)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
   write_jsonl(os.path.join(workdir, TRAJECTORIES), kept)
@@ -152,7 +172,10 @@ def run(
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
   }
-  results = {**counts, **_figures(meters, kept)}
+  results = {**counts, **_figures(meters, kept), **calls}
+  if selections is not None:
+    rewards = {(m.task_id, m.sample): m.reward for m in meters}
+    results["best_of_n"] = figures(tasks, selections, rewards)
   write_json(
     os.path.join(workdir, "manifest.json"),
     {
@@ -166,20 +189,22 @@ def run(
   return results
 
 
+def _limits(teacher: TeacherConfig, variant: Variant) -> TeamConfig:
+  return TeamConfig(
+    max_turns=teacher.max_turns,
+    max_calls=teacher.max_calls,
+    max_checks=teacher.max_checks,
+    review=review_style(variant),
+    facts=teacher.facts,
+  )
+
+
 def _encoder(folder: str | None) -> Encode:
   if folder is None:
-    return _pieces
+    return pieces
   from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
 
   return Tokenizer.load(folder).encode
-
-
-_PIECE = re.compile(r"[^\W\d]+|\d|[^\w\s]")
-
-
-def _pieces(text: str) -> list[int]:
-  """Stands in for a tokenizer: words, single digits and punctuation marks."""
-  return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]
 
 
 def _brains(
@@ -209,6 +234,7 @@ def _run_all(
   file: RunFile,
   workdir: str,
   workers: int,
+  journal: Journal | None,
 ) -> int:
   """Runs every job that is not in the file; the number that infrastructure failed."""
   todo = [(task, sample) for task, sample in jobs if (task.id, sample) not in file]
@@ -240,16 +266,56 @@ def _run_all(
             continue
           in_a_row = 0
           file.append(run_)
+          if journal is not None:
+            journal.forget((run_.task_id, run_.sample))
           right += grade(task, run_.prediction)
           if step % every == 0 or step == len(jobs):
             share = right / (step - (len(jobs) - len(todo)) - failed)
-            metrics.log(step, {"right": share, "failed": failed}, f"right {share:.2f}")
+            values, spent = {"right": share, "failed": failed}, ""
+            if journal is not None:
+              values |= journal.values()
+              spent = f"  {journal.spent()}"
+            metrics.log(step, values, f"right {share:.2f}{spent}")
+  except BaseException:
+    if journal is not None:
+      journal.stop()
+    raise
   finally:
     pool.shutdown(cancel_futures=True)
 
 
+def _select_all(
+  tasks: Sequence[Task],
+  file: RunFile,
+  brain: Brain,
+  journal: Journal | None,
+  workdir: str,
+  teacher: TeacherConfig,
+) -> dict[str, Selection] | None:
+  """The best run of each task, by task id; in selections.jsonl, too; or None."""
+  if journal is None or not teacher.select:
+    return None
+  out: dict[str, Selection] = {}
+  done = (
+    (task, [r for s in range(teacher.samples) if (r := file.read(task.id, s))])
+    for task in tasks
+  )
+  with Metrics(workdir, stage="select", total=len(tasks), unit="task") as metrics:
+    for chosen in select_all(done, brain, journal, teacher.workers):
+      out[chosen.task_id] = chosen
+      if len(out) % max(1, len(tasks) // 50) == 0 or len(out) == len(tasks):
+        metrics.log(len(out), journal.values(), journal.spent())
+  rows = [dataclasses.asdict(out[task.id]) for task in tasks]
+  write_jsonl(os.path.join(workdir, SELECTIONS), rows)
+  return out
+
+
 def _convert_all(
-  jobs: Sequence[tuple[Task, int]], file: RunFile, variant: Variant, style: str
+  jobs: Sequence[tuple[Task, int]],
+  file: RunFile,
+  variant: Variant,
+  style: str,
+  selections: dict[str, Selection] | None,
 ) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
   """Every run's meter; tasks with their trajectories; why there is none, counted."""
   meters: list[Trajectory] = []
@@ -260,6 +326,9 @@ def _convert_all(
     if run_ is None:
       continue  # infrastructure failed it
     meters.append(_meter(run_, task))
+    if selections is not None and selections[task.id].sample != sample:
+      dropped["not_selected"] += 1
+      continue
     prompt = prompt_segments(variant, task.question, style)
     result = convert(run_, task, variant, prompt)
     if isinstance(result, Dropped):
@@ -282,7 +351,7 @@ def _meter(run_: Run, task: Task) -> Trajectory:
     reward_parts={"answer": reward},
     usage=run_.usage,
     sample=run_.sample,
-    meta={"family": task.family},
+    meta={"family": task.family, "reported": list(run_.reported)},
   )
 
 

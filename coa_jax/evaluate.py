@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
@@ -53,9 +55,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Args:
     config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
       samples.
-    workdir: where everything goes; a file of trajectories that is complete there is
-      not played again. Several processes share it, each playing its part of the tasks;
-      all but the first write into folders of their own.
+    workdir: where everything goes. No attempt that has ended there is played again:
+      each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
+      share it, each playing its part of the tasks; all but the first write into folders
+      of their own.
 
   Returns:
     What `results.json` holds: the figures of `scores.summary`, `by_family`, seconds.
@@ -86,9 +89,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
       path = os.path.join(workdir, f"{name}.jsonl")
       if not os.path.exists(path):
-        stream = player.play(params, tasks, toolbox, samples, temperature, rollout.seed)
-        stream = of_all_processes(stream)
+        part = _Part(os.path.join(workdir, f"{name}.part.jsonl"))
+        skip = {(place, t.sample) for place, t in part.ended}
+        args = (params, tasks, toolbox, samples, temperature, rollout.seed)
+        stream = of_all_processes(part.added(player.play(*args, skip=skip)))
         write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
+        part.remove()
       return read_trajectories(path)
 
     if plan.greedy:
@@ -100,6 +106,43 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   results["counters"] = dataclasses.asdict(player.engine.counters)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+class _Part:
+  """The attempts of a stage that have ended, on disk as they end.
+
+  Attributes:
+    ended: those of interrupted starts: (the task's place, trajectory).
+  """
+
+  def __init__(self, path: str):
+    """Reads what is there; a line cut short by a kill is removed."""
+    self._path = path
+    self.ended: list[tuple[int, Trajectory]] = []
+    end = 0
+    if os.path.exists(path):
+      with open(path, "rb") as f:
+        for line in f:
+          if not line.endswith(b"\n"):
+            break
+          place, row = json.loads(line)
+          self.ended.append((place, Trajectory.from_json(row, path)))
+          end += len(line)
+      os.truncate(path, end)
+
+  def added(
+    self, played: Iterator[tuple[int, Trajectory]]
+  ) -> Iterator[tuple[int, Trajectory]]:
+    """What had ended before, then what is played, each written as it ends."""
+    yield from self.ended
+    with open(self._path, "ab", buffering=0) as f:
+      for place, trajectory in played:
+        f.write(json.dumps([place, trajectory.to_json()]).encode() + b"\n")
+        yield place, trajectory
+
+  def remove(self) -> None:
+    """Deletes the file; the stage's own holds all of it."""
+    os.remove(self._path)
 
 
 def _ordered(

@@ -4,7 +4,8 @@
   python -m experiments.distill --config=configs/distill_chat.py \
     --workdir=runs/world/distill_chat
 
-Needs runs/world (experiments.make_world). Expect: no number is on record yet, only runs
+Needs runs/world (experiments.make_world). Interrupted, it goes on where it stopped and
+pays for no call twice (calls.jsonl). Expect: no number is on record yet, only runs
 against test servers; results.json tells the team's accuracy, cost and funnel.
 ":tiny" (4 tasks): a minute on a served 7B model.
 """
@@ -28,7 +29,15 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     workers=2,
     max_chars=1536,  # what one answer of a tool may add to a chat
   )
-  config.teacher = dict(brain="chat", workers=16, variant="unified", prompt="full")
+  config.teacher = dict(
+    brain="chat",
+    workers=16,
+    variant="unified",
+    prompt="full",
+    facts=True,
+    samples=1,  # with 3 and select=True: best of 3
+    select=False,
+  )
   config.chat = dict(
     base_url="http://localhost:8000/v1", model="Qwen/Qwen2.5-7B-Instruct"
   )

@@ -14,12 +14,11 @@ from coa_jax import distill
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report import plots, scores
-from coa_jax.report.cost import cost, cost_tables
+from coa_jax.report.cost import PAPER_REDUCTION, cost, cost_tables
 from coa_jax.report.metrics import duration, read_metrics, write_json
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.report.viewer import write_report
 
-PAPER_REDUCTION = 0.846  # arXiv 2508.13167, abstract: tokens per task, GAIA, n = 10
 FIGURES = {
   "pass1_greedy": "greedy",
   "pass1_sampled": "sampled",

@@ -19,6 +19,13 @@ FILES = sorted((ROOT / "configs").glob("[!_]*.py"))
 EACH = pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 
 
+# Programs with configs of their own, and where the sections of those are read.
+PROGRAMS = {
+  "select_tasks": ["coa_jax.evaluate", "experiments.select_tasks"],
+  "synthesize": ["experiments.synthesize"],
+}
+
+
 def journey_of(path: pathlib.Path) -> str:
   """The journey that the config's docstring runs it with, by its first command."""
   doc = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -31,12 +38,17 @@ def journey_of(path: pathlib.Path) -> str:
 
 def readers(journey: str) -> dict[str, list[type]]:
   """Section -> the dataclasses that the journey's source reads it into."""
-  module = importlib.import_module(f"coa_jax.{journey}")
+  names = [f"coa_jax.{journey}"]
+  if journey in PROGRAMS:
+    names = PROGRAMS[journey]
   out: dict[str, list[type]] = {}
-  for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
-      name, cls = ast.literal_eval(node.args[1]), ast.unparse(node.args[2])
-      out.setdefault(name, []).append(getattr(module, cls))
+  for module in map(importlib.import_module, names):
+    for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
+      if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
+        name, cls = ast.literal_eval(node.args[1]), ast.unparse(node.args[2])
+        found = out.setdefault(name, [])
+        if getattr(module, cls) not in found:
+          found.append(getattr(module, cls))
   return out
 
 
@@ -78,4 +90,4 @@ def test_a_config_opens_with_what_to_expect(path: pathlib.Path):
 
 def test_there_are_configs_for_every_journey():
   journeys = {journey_of(path) for path in FILES}
-  assert journeys == {"distill", "sft", "rl", "evaluate"}
+  assert journeys == {"distill", "sft", "rl", "evaluate", *PROGRAMS}

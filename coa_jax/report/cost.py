@@ -5,6 +5,10 @@ serve part of it, and `Usage.cached` says how much. The single model's stream pr
 prompt, observations and generated tokens once each. Both counts, with and without the
 credit for caching, are shown: without it the multi-agent side is made to look worse
 than deployments are.
+
+Seconds are wall time from an attempt's start to its end. A team's are those of its
+model calls and tool calls, one after the other; a model's that plays many tasks at once
+are latency in a full batch, so the two compare only where both had the machine alike.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from coa_jax.report.scores import by_task, correct, graded, resample_sums
 from coa_jax.report.tables import Table
 
 MULTI, SINGLE = "multi_agent", "single"
+PAPER_REDUCTION = 0.846  # arXiv 2508.13167, abstract: tokens per task, GAIA, n = 10
 # Figure -> what a table calls it. All but `solved` are counts per attempt.
 FIGURES = {
   "prompt": "prompt tokens",
@@ -28,6 +33,7 @@ FIGURES = {
   "total_cached_credit": "total tokens, less cached",
   "tool_calls": "tool calls",
   "model_calls": "model calls",
+  "seconds": "seconds",
   "solved": "solved",
 }
 
@@ -43,12 +49,14 @@ def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str,
   Returns:
     `tasks` (their number), `left_out` (tasks that only one system has an attempt at
     that infrastructure did not end); for `multi_agent` and `single` the figures
-    `per_task` (mean over tasks) and `per_solved` (sum over tasks divided by the tasks
-    solved; None where none is); the reductions 1 - single / multi_agent:
-    `reduction_no_cache` and `reduction_cache` (of total tokens per task without and
-    with cache credit) and `reduction_per_solved` (of total tokens per solved task,
-    without); and `ci95`, reduction -> [low, high] by a bootstrap that draws the same
-    tasks for both systems.
+    `per_task` (mean over tasks; of `solved` that is the accuracy), `per_solved` (sum
+    over tasks divided by the tasks solved; None where none is) and `ci95` (figure ->
+    [low, high] of `per_task`); `accuracy_gain`, the single model's accuracy less the
+    multi-agent system's; the reductions 1 - single / multi_agent: `reduction_no_cache`
+    and `reduction_cache` (of total tokens per task without and with cache credit),
+    `reduction_per_solved` and `reduction_per_solved_cache` (of total tokens per solved
+    task, likewise); and `ci95`, gain or reduction -> [low, high] by a bootstrap that
+    draws the same tasks for both systems.
 
   Raises:
     ValueError: no task was attempted by both.
@@ -64,14 +72,20 @@ def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str,
   columns_s = np.array([_figures(ours[task]) for task in shared])
   point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None])
   both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
-  drawn = _reductions(both[:, : len(FIGURES)], both[:, len(FIGURES) :])
+  drawn_m, drawn_s = both[:, : len(FIGURES)], both[:, len(FIGURES) :]
+  drawn = _reductions(drawn_m, drawn_s)
+  gained = (drawn_s[:, -1] - drawn_m[:, -1]) / len(shared)
   return {
     "tasks": len(shared),
     "left_out": len(set(theirs) | set(ours)) - len(shared),
-    MULTI: _table(columns_m),
-    SINGLE: _table(columns_s),
+    MULTI: {**_table(columns_m), "ci95": _intervals(drawn_m / len(shared))},
+    SINGLE: {**_table(columns_s), "ci95": _intervals(drawn_s / len(shared))},
+    "accuracy_gain": float(columns_s[:, -1].mean() - columns_m[:, -1].mean()),
     **{name: _finite(values[0]) for name, values in point.items()},
-    "ci95": {name: _interval(values) for name, values in drawn.items()},
+    "ci95": {
+      "accuracy_gain": _interval(gained),
+      **{name: _interval(values) for name, values in drawn.items()},
+    },
   }
 
 
@@ -82,7 +96,7 @@ def _figures(attempts: Sequence[Trajectory]) -> list[float]:
     u = t.usage
     prompt = u.prompt + u.observation
     row = (prompt, prompt - u.cached, u.generated, u.total, u.total - u.cached)
-    rows.append((*row, u.tool_calls, u.model_calls, correct(t)))
+    rows.append((*row, u.tool_calls, u.model_calls, u.seconds, correct(t)))
   return list(np.mean(np.array(rows, float), axis=0))
 
 
@@ -98,6 +112,10 @@ def _table(columns: np.ndarray) -> dict[str, dict[str, float | None]]:
   }
 
 
+def _intervals(drawn: np.ndarray) -> dict[str, list[float | None] | None]:
+  return {name: _interval(drawn[:, i]) for i, name in enumerate(FIGURES)}
+
+
 def _reductions(multi: np.ndarray, single: np.ndarray) -> dict[str, np.ndarray]:
   """Reductions from column sums [R, figures] of both systems."""
   at = {name: i for i, name in enumerate(FIGURES)}
@@ -110,6 +128,7 @@ def _reductions(multi: np.ndarray, single: np.ndarray) -> dict[str, np.ndarray]:
       "reduction_no_cache": 1 - ratio("total"),
       "reduction_cache": 1 - ratio("total_cached_credit"),
       "reduction_per_solved": 1 - ratio("total") / ratio("solved"),
+      "reduction_per_solved_cache": 1 - ratio("total_cached_credit") / ratio("solved"),
     }
 
 
@@ -128,18 +147,21 @@ def _interval(values: np.ndarray) -> list[float | None] | None:
 
 
 def cost_tables(table: dict[str, Any]) -> list[Table]:
-  """`cost`'s result as two tables: the figures of both systems, and the reductions."""
+  """`cost`'s result as two tables: the figures of both systems, and what is saved."""
   rows = []
   for name, label in FIGURES.items():
     row = {"figure": label}
     for system in (MULTI, SINGLE):
+      row[f"{system}_ci95"] = table[system]["ci95"][name]
       for per in ("per_task", "per_solved"):
         row[f"{system}_{per}"] = table[system][per][name]
     rows.append(row)
   columns = {
     "figure": "",
     "multi_agent_per_task": "multi-agent, per task",
+    "multi_agent_ci95": "95 % interval",
     "single_per_task": "one model, per task",
+    "single_ci95": "95 % interval ",  # headings are told apart by their text
     "multi_agent_per_solved": "multi-agent, per solved task",
     "single_per_solved": "one model, per solved task",
   }
@@ -147,11 +169,16 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
     "reduction_no_cache": "tokens per task, no cache credit",
     "reduction_cache": "tokens per task, with cache credit",
     "reduction_per_solved": "tokens per solved task, no cache credit",
+    "reduction_per_solved_cache": "tokens per solved task, with cache credit",
   }
   saved = [
     {"of": label, "reduction": table[name], "ci95": table["ci95"][name]}
     for name, label in labels.items()
   ]
+  paper = "tokens per task, as the paper has it (n = 10)"
+  saved.append({"of": paper, "reduction": PAPER_REDUCTION, "ci95": None})
+  gain = {"of": "accuracy gained", "reduction": table["accuracy_gain"]}
+  saved.append({**gain, "ci95": table["ci95"]["accuracy_gain"]})
   note = f"{table['tasks']} tasks that both attempted; {table['left_out']} left out."
   return [
     Table("Cost of an answer", rows, columns, note),

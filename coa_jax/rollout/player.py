@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,7 @@ class Player:
     temperature: float,
     seed: int,
     version: int = 0,
+    skip: Container[tuple[int, int]] = (),
   ) -> Iterator[tuple[int, Trajectory]]:
     """Plays every task `samples` times; of n processes each plays every n-th task.
 
@@ -133,6 +134,8 @@ class Player:
       temperature: 0 is greedy.
       seed: of the sampling.
       version: of the policy, recorded on every token.
+      skip: (task's place, sample) of attempts that are not played; the others come out
+        as they would with them.
 
     Yields:
       (the task's place, a finished trajectory), in the order in which they end.
@@ -151,6 +154,7 @@ class Player:
       for i, task in enumerate(tasks)
       if i % jax.process_count() == jax.process_index()
       for k in range(samples)
+      if (i, k) not in skip
     )
     for episode in self.engine.run(params, episodes, seed):
       yield episode.sequence // samples, episode.trajectory

@@ -1,10 +1,10 @@
 """A multi-agent team: agents with their own prompts and contexts, exchanging messages.
 
-An orchestrator reads the shared history and names the next agent. A planner plans, a
-search agent and a code agent call tools, a reflector reviews what came back, a solver
-proposes an answer and a verifier scores it 1 to 4. Every agent keeps a conversation of
-its own, to which it is told only the kinds of events it needs (`SEES`), so a team pays
-for its context again at every call: that cost is metered here.
+An orchestrator reads the shared history and names the next agent. A planner lists the
+facts and plans, a search agent and a code agent call tools, a reflector reviews what
+came back, a solver proposes an answer and a verifier scores it 1 to 4. Every agent
+keeps a conversation of its own, to which it is told only the kinds of events it needs
+(`SEES`), so a team pays for its context again at every call: that cost is metered here.
 
 A malformed reply is asked for once more, then recorded and worked around; a run ends
 with a status, never with a crash.
@@ -21,12 +21,13 @@ from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
-from coa_jax.teacher.prompts import PROMPTS, REVIEWS, SEES
+from coa_jax.teacher.prompts import PLANNING, PROMPTS, REVIEWS, SEES
 from coa_jax.teacher.runs import (
   CALL,
   CANDIDATE,
   CODE,
   DECISION,
+  FACTS,
   FINAL,
   GAVE_UP,
   MALFORMED,
@@ -61,12 +62,15 @@ class TeamConfig:
     review: what a reflection is: "facts" alone, "analysis" with the outcome on the last
       line, or analysis with "grades" of all three criteria on the last line. The first
       suits variant unified, the second mhqa, the third web; see `review_style`.
+    facts: whether the planner, before its plan, lists the facts that are given, to be
+      looked up and to be derived.
   """
 
   max_turns: int = 24
   max_calls: int = 12
   max_checks: int = 3
   review: str = "facts"
+  facts: bool = False
 
   def __post_init__(self):
     if self.review not in REVIEWS:
@@ -94,11 +98,12 @@ class _Team:
     task: Task,
     brain: Brain,
     tools: Sequence[str],
-    review: str,
+    config: TeamConfig,
     encode: Encode,
     sample: int,
   ):
-    self.task, self.brain, self.tools, self.review = task, brain, tuple(tools), review
+    self.task, self.brain, self.tools = task, brain, tuple(tools)
+    self.review, self.facts = config.review, config.facts
     self.run = Run(task.id, sample=sample)
     self._meter = Meter(encode)
     self._contexts: dict[str, list[Message]] = {}
@@ -111,6 +116,8 @@ class _Team:
       reply = self.brain(agent, context)
       context.append(Message("assistant", reply.text))
       try:
+        if reply.cut:
+          raise _Malformed("it was cut at the limit of its length; be brief")
         kind, content, detail = self._read(agent, reply.text, legal)
       except _Malformed as e:
         self._record(agent, MALFORMED, reply.text, str(e), context, reply)
@@ -118,7 +125,10 @@ class _Team:
           Message("user", f"Your reply could not be used: {e}. Reply again.")
         )
         continue
-      return self._record(agent, kind, content, detail, context, reply)
+      if agent == PLANNER and self.facts:
+        content, facts = _PLANNING.search(reply.text).group("plan", "facts")
+        self.note(agent, FACTS, facts.strip())
+      return self._record(agent, kind, content.strip(), detail, context, reply)
     return None
 
   def note(self, agent: str, kind: str, content: str, detail: str = "") -> Event:
@@ -134,6 +144,7 @@ class _Team:
     parts = []
     if first:
       extra = REVIEWS[self.review] if agent == REFLECTOR else ""
+      extra = PLANNING if agent == PLANNER and self.facts else extra
       context.append(Message("system", PROMPTS[agent] + extra))
       parts.append(f"Question: {self.task.question}\nTools: {', '.join(self.tools)}")
     for event in self.run.events[self._told.get(agent, 0) :]:
@@ -181,6 +192,8 @@ class _Team:
       return VERDICT, why[1].strip() if why else "", score
     if not text.strip():
       raise _Malformed("the reply was empty")
+    if agent == PLANNER and self.facts and not _PLANNING.search(text):
+      raise _Malformed("expected a line 'FACTS: <facts>', then a line 'PLAN: <plan>'")
     if agent == REFLECTOR and self.review != "facts":
       *analysis, outcome = text.strip().splitlines()
       if not analysis:
@@ -225,6 +238,9 @@ _QUERY = re.compile(r"^\s*QUERY:\s*(.*)", re.MULTILINE | re.DOTALL)
 _ANSWER = re.compile(r"^\s*ANSWER:\s*(.*)", re.MULTILINE | re.DOTALL)
 _SCORE = re.compile(r"^\s*SCORE:\s*([1-4])(?!\d|\.\d)", re.MULTILINE)
 _WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
+_PLANNING = re.compile(
+  r"^\s*FACTS:\s*(?P<facts>\S.*?)^\s*PLAN:\s*(?P<plan>\S.*)", re.MULTILINE | re.DOTALL
+)
 _FENCES = re.compile(r"```.*```", re.DOTALL)
 
 
@@ -255,7 +271,7 @@ def solve(
     encode: text -> token ids, for the meter alone.
     sample: which of the task's runs this is.
   """
-  team = _Team(task, brain, tools, config.review, encode, sample)
+  team = _Team(task, brain, tools, config, encode, sample)
   run = team.run
   try:
     _work(team, call, config)

@@ -1,7 +1,7 @@
 """A team's run -> one Chain-of-Agents trajectory, or the reason why not.
 
-The mapping follows arXiv 2508.13167 (multi-agent distillation): decisions become
-`think`, plans `plan`, calls the tool's own tag, results `observation`, reviews
+The mapping follows arXiv 2508.13167 (multi-agent distillation): decisions and facts
+become `think`, plans `plan`, calls the tool's own tag, results `observation`, reviews
 `reflection`, candidates `suggested_answer`, verdicts a `think` with the rationale and a
 `double_check` with the score, and the end `answer`. Where a variant wants a think
 before each reflection, a review's last line is the reflection and the rest the think.
@@ -96,7 +96,7 @@ def convert(
 def _spans(events: Sequence[Event], variant: Variant) -> Iterator[tuple[str, str]]:
   """(tag, content) of every span, thinks where they were thought."""
   for i, event in enumerate(events):
-    if event.kind == runs.DECISION:
+    if event.kind in (runs.DECISION, runs.FACTS):
       if event.content:
         yield roles.THINK, event.content
     elif event.kind == runs.CALL:

@@ -7,6 +7,7 @@ from coa_jax.teacher.runs import (
   CANDIDATE,
   CODE,
   DECISION,
+  FACTS,
   MALFORMED,
   OBSERVATION,
   ORCHESTRATOR,
@@ -15,6 +16,7 @@ from coa_jax.teacher.runs import (
   REFLECTION,
   REFLECTOR,
   SEARCH,
+  SELECTOR,
   SOLVER,
   VERDICT,
   VERIFIER,
@@ -74,7 +76,22 @@ PROMPTS = {
     "missing or wrong.\n"
     "Reply:\nSCORE: <1-4>\nWHY: <reason>"
   ),
+  SELECTOR: (
+    "Several teams have worked on the same question. Compare their work side by side: "
+    "are the steps complete, does each fact come from an observation about the right "
+    "thing, does the answer follow and is it what was asked for? The order of the "
+    "candidates means nothing, and that several agree is a hint and no proof. Choose "
+    "the one that is most likely to be right.\n"
+    "Reply in two lines:\nBEST: <number>\nWHY: <reason>"
+  ),
 }
+
+# What the planner is asked for besides, by TeamConfig.facts.
+PLANNING = (
+  " Only the facts go before it: what the question gives, what has been found, what "
+  "must be looked up, what must be derived.\n"
+  "Reply:\nFACTS: <facts>\nPLAN: <plan>"
+)
 
 # What the reflector is asked for besides, by TeamConfig.review.
 REVIEWS = {
@@ -87,11 +104,20 @@ REVIEWS = {
 
 # What each agent is told of the others' work; its own replies it has anyway.
 SEES = {
-  ORCHESTRATOR: {PLAN, CALL, OBSERVATION, REFLECTION, CANDIDATE, VERDICT, MALFORMED},
+  ORCHESTRATOR: {
+    FACTS,
+    PLAN,
+    CALL,
+    OBSERVATION,
+    REFLECTION,
+    CANDIDATE,
+    VERDICT,
+    MALFORMED,
+  },
   PLANNER: {DECISION, REFLECTION, CANDIDATE, VERDICT},
   SEARCH: {DECISION, PLAN, OBSERVATION},
-  CODE: {DECISION, PLAN, REFLECTION, OBSERVATION},
+  CODE: {DECISION, FACTS, PLAN, REFLECTION, OBSERVATION},
   REFLECTOR: {DECISION, CALL, OBSERVATION},
-  SOLVER: {DECISION, PLAN, REFLECTION, VERDICT},
+  SOLVER: {DECISION, FACTS, PLAN, REFLECTION, VERDICT},
   VERIFIER: {DECISION, REFLECTION, OBSERVATION, CANDIDATE},
 }

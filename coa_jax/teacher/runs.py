@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from coa_jax.teacher.llm import Message
 # Agents.
 ORCHESTRATOR, PLANNER, SEARCH, CODE = "orchestrator", "planner", "search", "code"
 REFLECTOR, SOLVER, VERIFIER = "reflector", "solver", "verifier"
+SELECTOR = "selector"  # no member of a team: it compares what several runs came to
 
 # Kinds of events.
 DECISION, PLAN, CALL, OBSERVATION = "decision", "plan", "call", "observation"
 REFLECTION, CANDIDATE, VERDICT = "reflection", "candidate", "verdict"
 FINAL, MALFORMED, GAVE_UP = "final", "malformed", "gave_up"
+FACTS = "facts"
 
 
 Encode = Callable[[str], Sequence[int]]
@@ -32,7 +35,7 @@ class Event:
   Attributes:
     agent: who did it; a tool's name for an observation.
     kind: one of the kinds above.
-    content: the decision's reason, plan, tool arguments, tool result, review,
+    content: the decision's reason, facts, plan, tool arguments, tool result, review,
       candidate, rationale or final answer; of a malformed reply, its text.
     detail: the next agent of a decision, the tool of a call or an observation, the
       score of a verdict, the fault of a malformed reply, the reason for giving up (the
@@ -81,6 +84,12 @@ class Run:
   sample: int = 0
   error: str = ""
 
+  @property
+  def reported(self) -> tuple[int, ...]:
+    """The endpoint's own (prompt, cached, completion); () unless it counted all."""
+    counts = [e.reported for e in self.events if e.prompt]
+    return tuple(map(sum, zip(*counts, strict=True))) if all(counts) else ()
+
   def to_json(self) -> dict[str, Any]:
     """A JSON-serialisable dict; `from_json` reads it back."""
     return dataclasses.asdict(self)
@@ -116,6 +125,14 @@ def render(event: Event) -> str:
   """
   head = f"[{event.kind} {event.detail}]" if event.detail else f"[{event.kind}]"
   return f"{head}\n" + re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
+
+
+_PIECE = re.compile(r"[^\W\d]+|\d|[^\w\s]")
+
+
+def pieces(text: str) -> list[int]:
+  """Stands in for a tokenizer: words, single digits and punctuation marks."""
+  return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]
 
 
 class Meter:

@@ -15,7 +15,7 @@ def attempt(task: str, right: bool, status: Status = Status.ENDED, **usage):
 
 
 MULTI = [
-  attempt("a", True, prompt=800, cached=500, generated=200, tool_calls=2),
+  attempt("a", True, prompt=800, cached=500, generated=200, tool_calls=2, seconds=3.0),
   attempt("b", True, prompt=1600, cached=1000, generated=400, model_calls=9),
 ]
 SINGLE = [
@@ -35,6 +35,7 @@ def test_by_hand():
     "total_cached_credit": 750,
     "tool_calls": 1,
     "model_calls": 4.5,
+    "seconds": 1.5,
     "solved": 1,
   }
   assert single["per_task"]["prompt"] == 75  # prompt and observations, once each
@@ -43,7 +44,12 @@ def test_by_hand():
   assert out["reduction_no_cache"] == pytest.approx(0.9)
   assert out["reduction_cache"] == pytest.approx(0.8)
   assert out["reduction_per_solved"] == pytest.approx(1 - 300 / 1500)
+  assert out["reduction_per_solved_cache"] == pytest.approx(1 - 300 / 750)
   assert (out["tasks"], out["left_out"]) == (2, 0)
+  # Accuracy: 1 of the team, 0.5 of the model; a draws a task twice, or both.
+  assert multi["ci95"]["solved"] == [1, 1] and single["ci95"]["solved"] == [0, 1]
+  assert multi["ci95"]["total"] == [1000, 2000]
+  assert (out["accuracy_gain"], out["ci95"]["accuracy_gain"]) == (-0.5, [-1, 0])
   low, high = out["ci95"]["reduction_no_cache"]
   # task a alone saves 80 %, task b alone 95 %
   assert low == pytest.approx(0.8)
@@ -77,8 +83,12 @@ def test_nothing_solved_has_no_cost_per_solved_task():
 def test_tables_show_every_figure():
   figures, saved = cost.cost_tables(cost.cost(MULTI, SINGLE))
   text = tables.markdown_table(figures.rows, figures.columns)
-  assert "| total tokens | 1,500 | 150.0 | 1,500 | 300.0 |" in text
+  row = (
+    "| total tokens | 1,500 | 1,000 to 2,000 | 150.0 | 100.0 to 200.0 | 1,500 | 300.0 |"
+  )
+  assert row in text
   assert text.count("\n") == 2 + len(cost.FIGURES)
   assert "| tokens per task, no cache credit | 0.900 | 0.800 to 0.950 |" in (
     tables.markdown_table(saved.rows, saved.columns)
   )
+  assert saved.rows[-2]["reduction"] == 0.846

@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 
+from coa_jax.teacher import synthesis
 from coa_jax.teacher.llm import Brain, ChatConfig, Message
 from coa_jax.teacher.prompts import PROMPTS
 
@@ -16,15 +17,17 @@ class ChatServer:
   """What came in, and what to do next.
 
   Attributes:
-    faults: taken one by one for each request before it is answered: a status code, or
-      "garbage", "not a completion", "cut", "slow"; "ok" answers at once.
+    faults: taken one by one for each request before it is answered: a status code;
+      "garbage", "not a completion", "cut", "slow" (nothing for 2 s), "drip" (a byte at
+      a time, without end); a dict, which is sent as the body; "ok" answers at once.
     requests: (headers, body) of every request.
   """
 
   def __init__(self, brain: Brain | None):
     self.brain = brain
-    self.faults: list[int | str] = []
+    self.faults: list[int | str | dict] = []
     self.headers: dict[str, str] = {}  # sent with an error status
+    self.told = "told to fail"  # likewise, as the body
     self.requests: list[tuple[dict[str, str], dict]] = []
     self.url = ""
 
@@ -36,7 +39,8 @@ class ChatServer:
   def answer(self, body: dict) -> dict:
     """A completion by the brain."""
     messages = [Message(**m) for m in body["messages"]]
-    agent = next(a for a, p in PROMPTS.items() if messages[0].content.startswith(p))
+    prompts = PROMPTS | synthesis.PROMPTS
+    agent = next(a for a, p in prompts.items() if messages[0].content.startswith(p))
     reply = self.brain(agent, messages).text if self.brain else "hello"
     return {
       "choices": [{"message": {"role": "assistant", "content": reply}}],
@@ -67,8 +71,12 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
         return
       if fault == "slow":
         stop.wait(2.0)
-      if isinstance(fault, int):
-        self.send(fault, "told to fail", state.headers)
+      if fault == "drip":
+        self.drip()
+      elif isinstance(fault, dict):
+        self.send(200, json.dumps(fault))
+      elif isinstance(fault, int):
+        self.send(fault, state.told, state.headers)
       elif fault == "garbage":
         self.send(200, "<html>it works!</html>")
       elif fault == "not a completion":
@@ -86,6 +94,13 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
       self.end_headers()
       with contextlib.suppress(OSError):
         self.wfile.write(data)
+
+    def drip(self):
+      self.close_connection = True
+      with contextlib.suppress(OSError):
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n")
+        while not stop.wait(0.02):
+          self.wfile.write(b" ")
 
     def log_message(self, *unused):
       pass

@@ -194,6 +194,42 @@ def test_reviews_with_analysis_and_grades():
   assert run.events[6].content == full
 
 
+def test_a_planner_that_lists_facts_first():
+  bad = ["FACTS: a", "PLAN: b", "FACTS:\nPLAN: b", "FACTS: a\nPLAN: ", "go"]
+  good = "FACTS: given Tarn Hollow\nto look up: its mayor\nPLAN: mayor of it\nanswer"
+  for text in bad:
+    brain = Lines(orchestrator=list(STEPS), planner=[text, good])
+    run = work(brain, facts=True)
+    assert kinds(run)[1:4] == [runs.MALFORMED, runs.FACTS, runs.PLAN]
+    facts, plan = run.events[2:4]
+    assert facts.content == "given Tarn Hollow\nto look up: its mayor"
+    assert (facts.prompt, plan.content) == (0, "mayor of it\nanswer")
+    assert plan.prompt > 0  # one call, one charge
+    assert run.usage.model_calls == 9
+  told = {a: "\n".join(m.content for m in messages) for a, messages in brain.seen}
+  assert {a for a in told if "[facts]" in told[a]} == {"orchestrator", "solver"}
+  assert "FACTS: <facts>" in told["planner"]
+  # Without the option a plan is what it was.
+  assert runs.FACTS not in kinds(work(Lines(planner=[good], orchestrator=list(STEPS))))
+
+
+@pytest.mark.parametrize("agent", [a for a in GOOD if a != "code"])
+def test_a_reply_that_was_cut_is_asked_for_again(agent):
+  lines = Lines(orchestrator=list(STEPS))
+  cut: list[str] = []
+
+  def brain(name, messages):
+    if name == agent and not cut:
+      cut.append(name)
+      return Reply(GOOD[agent], cut=True)
+    return lines(name, messages)
+
+  run = work(brain)
+  (bad,) = (e for e in run.events if e.kind == runs.MALFORMED)
+  assert bad.agent == agent and "cut at the limit" in bad.detail
+  assert run.status == Status.ENDED
+
+
 def test_a_tool_whose_service_is_down_ends_the_run_as_infrastructure():
   def down(name, arguments):
     return ToolCall(name, arguments, "no sandbox", CallStatus.INFRASTRUCTURE)

@@ -208,6 +208,15 @@ def test_what_breaks_the_protocol_is_dropped_for_the_parsers_reason(
   assert detail in result.detail
 
 
+def test_facts_are_thought_before_the_plan():
+  facts = (runs.FACTS, "given: Tarn Hollow", "")
+  result = convert(make_run([PLAIN[0], facts, *PLAIN[1:]]), TASK, UNIFIED, PROMPT)
+  assert of(result)[:2] == [
+    (Author.POLICY, "think", "find the mayor\ngiven: Tarn Hollow"),
+    (Author.POLICY, "plan", "mayor of Tarn Hollow"),
+  ]
+
+
 @pytest.mark.parametrize("status", [Status.TURN_LIMIT, Status.INFRASTRUCTURE])
 def test_runs_that_did_not_end_are_dropped(status):
   result = convert(make_run(PLAIN, status=status), TASK, UNIFIED, PROMPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import email.utils
+import json
 import socket
 import time
 
@@ -15,6 +16,7 @@ from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.llm import (
   ChatBrain,
   ChatConfig,
+  GaveUp,
   InfrastructureError,
   Message,
   RefusedError,
@@ -65,6 +67,93 @@ def test_a_slow_reply_is_retried():
   with serve() as server, ChatBrain(server.config(timeout_s=0.2)) as brain:
     server.faults = ["slow"]
     assert brain("planner", ASK).retries == 1
+
+
+def test_a_reply_that_drips_is_retried():
+  with serve() as server, ChatBrain(server.config(timeout_s=0.4)) as brain:
+    server.faults = ["drip"]
+    reply = brain("planner", ASK)
+  assert (reply.text, reply.retries) == ("hello", 1)
+  assert reply.faults == ("no reply within 0.4 s",)
+
+
+def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
+  empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
+  with serve() as server, ChatBrain(server.config()) as brain:
+    server.faults = [empty, {"error": "overloaded"}, empty]
+    reply = brain("planner", ASK)
+  assert (reply.text, reply.retries, len(reply.faults)) == ("hello", 3, 3)
+  assert reply.reported == (180, 64, 13)
+
+
+@pytest.mark.parametrize(
+  "status, text",
+  [
+    (400, "This model's maximum context length is 256 tokens. However, you requested"),
+    (400, '{"error": {"code": "context_length_exceeded"}}'),
+    (413, "the prompt is too long: 9000 tokens"),
+    (422, "`inputs` tokens + `max_new_tokens`: input is longer than the model's"),
+  ],
+)
+def test_a_conversation_that_is_too_long_ends_its_run_and_is_no_outage(status, text):
+  with serve() as server, ChatBrain(server.config()) as brain:
+    server.faults, server.told = [status], text
+    with pytest.raises(GaveUp, match="context_too_long"):
+      brain("planner", ASK)
+  assert len(server.requests) == 1
+
+
+def completion(message: dict, **changes) -> str:
+  choice = {"message": {"role": "assistant", **message}, "finish_reason": "stop"}
+  return json.dumps({"model": "m-2026", "choices": [{**choice, **changes}]})
+
+
+def called(name: str, arguments: object) -> dict:
+  return {"content": None, "tool_calls": [{"function": _named(name, arguments)}]}
+
+
+def _named(name, arguments):
+  return {"name": name, "arguments": arguments}
+
+
+def test_a_reply_is_read_without_its_reasoning():
+  for content, text in [
+    ("<think>\nhm, NEXT: code\n</think>\n\nNEXT: search", "NEXT: search"),
+    ("<think>never came to an end", ""),
+    ("plain <think> in the text</think>", "plain <think> in the text</think>"),
+  ]:
+    assert read_completion(completion({"content": content})).text == text
+
+
+def test_who_answered_and_whether_it_was_cut_is_known():
+  whole = read_completion(completion({"content": "x"}))
+  assert (whole.model, whole.cut) == ("m-2026", False)
+  assert read_completion(completion({"content": "x"}, finish_reason="length")).cut
+
+
+@pytest.mark.parametrize(
+  "message, text",
+  [
+    (called("web_search", '{"query": "tarn"}'), "TOOL: web_search\nQUERY: tarn"),
+    (called("web_search", {"query": "tarn"}), "TOOL: web_search\nQUERY: tarn"),
+    (called("code", '{"program": "print(1)"}'), "```py\nprint(1)\n```"),
+    # What is broken is kept, so that the agent is told.
+    (called("web_search", '{"query": "ta'), 'web_search {"query": "ta'),
+    (called("web_search", '{"a": "x", "b": 1}'), 'web_search {"a": "x", "b": 1}'),
+    ({"content": "", "tool_calls": ["x"]}, "x"),
+    ({"content": "said", "tool_calls": [{}]}, "said"),
+  ],
+)
+def test_function_calls_are_put_into_the_words_of_the_team(message, text):
+  assert read_completion(completion(message)).text == text
+
+
+def test_prices():
+  config = ChatConfig(base_url="http://x", model="m", prices=(2.0, 0.5, 8.0))
+  assert config.usd(3_000_000, 1_000_000, 500_000) == 4.0 + 0.5 + 4.0
+  assert ChatConfig(base_url="http://x", model="m").usd(1, 0, 1) is None
+  with pytest.raises(ValueError, match="prices"):
+    ChatConfig(base_url="http://x", model="m", prices=(1.0,))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,184 @@
+"""How hard a task is for a model, and which tasks reinforcement learning can use.
+
+A group of attempts that are all right or all wrong has no advantage and teaches
+nothing, so RL wants tasks that a model solves sometimes. Chain-of-Agents (arXiv
+2508.13167, RL data): web questions that Qwen2.5-72B without tools answers in at most
+30 % of 32 attempts; code and math tasks less those that the fine-tuned model solves in
+8 of 8, and those that another model fails in 16 of 16.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.tasks.task import Task
+
+STRATA = ("source", "family", "rate")
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectConfig:
+  """Config section `select`: which tasks are kept. The default is what GRPO can use.
+
+  Attributes:
+    at_least: the lowest pass rate.
+    at_most: the highest one; 0.3 with `all_wrong` is the paper's choice for the web.
+    all_wrong: True to keep tasks that no attempt solved, if the band has them.
+    all_right: likewise those that every attempt solved.
+    min_attempts: tasks with fewer graded attempts are left out: infrastructure failed
+      the others.
+    limit: how many tasks to keep; 0 keeps all.
+    strata: with a limit, what tasks are balanced over: any of "source", "family" and
+      "rate" (how many attempts were right). Each stratum gives as many as the others,
+      as far as it has them. () draws from all alike.
+    without: files of tasks or trajectories (.jsonl) whose tasks are left out, by id or
+      by question, such as the training set of SFT.
+    played: files of attempts that were made before (an evaluation's sampled.jsonl, a
+      distillation's teacher.jsonl); with any, nothing is played.
+    seed: of the draw.
+  """
+
+  at_least: float = 0.0
+  at_most: float = 1.0
+  all_wrong: bool = False
+  all_right: bool = False
+  min_attempts: int = 1
+  limit: int = 0
+  strata: tuple[str, ...] = ("family",)
+  without: tuple[str, ...] = ()
+  played: tuple[str, ...] = ()
+  seed: int = 0
+
+  def __post_init__(self):
+    if not 0 <= self.at_least <= self.at_most <= 1:
+      raise ValueError("at_least and at_most are pass rates: 0 <= at_least <= at_most")
+    if self.min_attempts < 1 or self.limit < 0:
+      raise ValueError("min_attempts must be at least 1 and limit at least 0")
+    for name in self.strata:
+      if name not in STRATA:
+        raise ValueError(f"strata has {name!r}; accepted: {', '.join(STRATA)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempts:
+  """How a task went: `right` of `graded` attempts."""
+
+  right: int
+  graded: int
+
+  @property
+  def rate(self) -> float:
+    """The share of right ones: the unbiased estimate of the chance to solve it."""
+    return self.right / self.graded
+
+
+def pass_rates(outcomes: Iterable[tuple[str, bool]]) -> dict[str, Attempts]:
+  """Attempts by task id, from (task id, whether it was right) of graded attempts."""
+  counts: dict[str, list[int]] = {}
+  for task_id, right in outcomes:
+    entry = counts.setdefault(task_id, [0, 0])
+    entry[0] += right
+    entry[1] += 1
+  return {task_id: Attempts(*entry) for task_id, entry in counts.items()}
+
+
+def keep_tasks(
+  tasks: Sequence[Task],
+  attempts: Mapping[str, Attempts],
+  config: SelectConfig,
+  used: Collection[str] = (),
+) -> tuple[list[Task], dict[str, Any]]:
+  """The tasks that fit, with their pass rates, in the order given.
+
+  Args:
+    tasks: to choose from.
+    attempts: by task id; see `pass_rates`.
+    config: which to keep.
+    used: ids and questions of the tasks to leave out.
+
+  Returns:
+    The tasks, with `pass_rate` and `attempts` in their `meta`; and the funnel: `in`,
+    why tasks were left out (`used`, `attempts`, `all_wrong`, `all_right`, `too_hard`,
+    `too_easy`, `limit`), `out`, `rates` (right/graded -> tasks, of all that have
+    attempts) and `kept_rates` and `kept_strata` (of those kept).
+  """
+  left: collections.Counter[str] = collections.Counter()
+  rates: collections.Counter[str] = collections.Counter()
+  fitting: list[Task] = []
+  for task in tasks:
+    found = attempts.get(task.id)
+    if found is not None:
+      rates[_name(found)] += 1
+    reason = _reason(task, found, config, used)
+    if reason or found is None:
+      left[reason] += 1
+      continue
+    meta = {**task.meta, "pass_rate": found.rate, "attempts": found.graded}
+    fitting.append(dataclasses.replace(task, meta=meta))
+  strata = {t.id: _stratum(t, attempts[t.id], config.strata) for t in fitting}
+  kept = fitting
+  if config.limit and len(fitting) > config.limit:
+    kept = _balanced(fitting, strata, config.limit, config.seed)
+    left["limit"] = len(fitting) - len(kept)
+  funnel = {
+    "in": len(tasks),
+    **dict(sorted(left.items())),
+    "out": len(kept),
+    "rates": dict(sorted(rates.items())),
+    "kept_rates": _counts(_name(attempts[t.id]) for t in kept),
+    "kept_strata": _counts("/".join(strata[t.id]) for t in kept),
+  }
+  return kept, funnel
+
+
+def _reason(
+  task: Task, found: Attempts | None, config: SelectConfig, used: Collection[str]
+) -> str:
+  """Why a task is left out; "" where it fits."""
+  if task.id in used or task.question.strip() in used:
+    return "used"
+  if found is None or found.graded < config.min_attempts:
+    return "attempts"
+  if found.right == 0 and not config.all_wrong:
+    return "all_wrong"
+  if found.right == found.graded and not config.all_right:
+    return "all_right"
+  if found.rate < config.at_least:
+    return "too_hard"
+  return "too_easy" if found.rate > config.at_most else ""
+
+
+def _stratum(task: Task, found: Attempts, strata: Sequence[str]) -> tuple[str, ...]:
+  values = {"source": task.source, "family": task.family, "rate": _name(found)}
+  return tuple(values[name] for name in strata)
+
+
+def _name(found: Attempts) -> str:
+  return f"{found.right}/{found.graded}"
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+  return dict(sorted(collections.Counter(names).items()))
+
+
+def _balanced(
+  tasks: Sequence[Task], strata: Mapping[str, tuple[str, ...]], limit: int, seed: int
+) -> list[Task]:
+  """`limit` tasks, one from each stratum in turn, in the order given."""
+  rng = random.Random(seed)
+  groups: dict[tuple[str, ...], list[str]] = {}
+  for task in tasks:
+    groups.setdefault(strata[task.id], []).append(task.id)
+  for group in groups.values():
+    rng.shuffle(group)
+  chosen: set[str] = set()
+  turns = [groups[name] for name in sorted(groups)]
+  while len(chosen) < limit:
+    turns = [group for group in turns if group]
+    for group in turns[: limit - len(chosen)]:
+      chosen.add(group.pop())
+  return [task for task in tasks if task.id in chosen]

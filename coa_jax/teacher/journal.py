@@ -1,0 +1,246 @@
+"""The journal: every reply and every tool result, on disk before anybody reads it.
+
+A run that was interrupted anywhere, by SIGKILL too, is worked again from its start; the
+journal answers what it has answered before, so nothing is paid for twice and the run
+comes out as if it had never stopped. What was asked is known by its content: a call is
+looked up by the run it belongs to, who was asked, the digest of the whole conversation
+(or of the tool's arguments), and how often the run has asked just that before. Tool
+results are kept, too, because the conversation that follows depends on them.
+
+Only a reply that was on its way when the process died is lost. Failures of
+infrastructure are not kept: they are what a second attempt is for. A line is handed to
+the kernel at once and survives the process; a power cut may cost the last ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.teacher.llm import Brain, InfrastructureError, Message, Reply
+
+CallTool = Callable[[str, str], ToolCall]
+RunKey = tuple[str, int]  # task id, sample
+_MODEL, _TOOL = "model", "tool"
+
+
+@dataclasses.dataclass
+class Totals:
+  """What the journal's calls came to; tokens as the endpoint counts them.
+
+  Attributes:
+    calls: of the model.
+    prompt: tokens sent, and likewise the next two; 0 where the endpoint does not count.
+    cached: how many of those came from a prefix cache.
+    completion: tokens of the replies.
+    retries: attempts beyond the first.
+    seconds: of waiting for replies; calls wait side by side.
+    tool_calls: that tools ran.
+    by_agent: agent -> its calls.
+    models: what the endpoint says it is -> replies.
+  """
+
+  calls: int = 0
+  prompt: int = 0
+  cached: int = 0
+  completion: int = 0
+  retries: int = 0
+  seconds: float = 0.0
+  tool_calls: int = 0
+  by_agent: dict[str, int] = dataclasses.field(default_factory=dict)
+  models: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  def add(self, row: dict[str, Any]) -> None:
+    """Counts a line of the journal."""
+    if row["kind"] == _TOOL:
+      self.tool_calls += 1
+      return
+    reply = row["reply"]
+    self.calls += 1
+    self.prompt += reply["prompt_tokens"]
+    self.cached += reply["cached_tokens"]
+    self.completion += reply["completion_tokens"]
+    self.retries += reply["retries"]
+    self.seconds += reply["seconds"]
+    for counts, name in ((self.by_agent, row["name"]), (self.models, reply["model"])):
+      counts[name] = counts.get(name, 0) + 1
+
+
+class Journal:
+  """A file of calls. Threads may share it; close it after use."""
+
+  def __init__(
+    self,
+    path: str,
+    done: Callable[[RunKey], bool] = lambda run: False,
+    usd: Callable[[int, int, int], float | None] = lambda *counts: None,
+  ):
+    """Reads what is there; a line cut short by a kill is removed.
+
+    Args:
+      path: a file of JSON lines, created where it is missing.
+      done: whether a run is finished, so that its calls are never asked for again and
+        need no place in memory.
+      usd: what (prompt, cached, completion) tokens cost; see `llm.ChatConfig.usd`.
+
+    Raises:
+      ValueError: a line is no line of a journal; the message names file and line. Or
+        another process writes to it.
+    """
+    self.path = path
+    self.totals = Totals()
+    self._usd = usd
+    self._lock = threading.Lock()
+    self._stopped = False
+    # Run -> key -> where its line is.
+    self._at: dict[RunKey, dict[str, tuple[int, int]]] = {}
+    self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+      # Held until the file is closed or the process dies.
+      fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      self._end = self._read(done)
+      os.ftruncate(self._fd, self._end)
+    except BaseException as e:
+      os.close(self._fd)
+      if isinstance(e, BlockingIOError):
+        raise ValueError(f"{path}: another process is at work there") from None
+      raise
+
+  def _read(self, done: Callable[[RunKey], bool]) -> int:
+    end = 0
+    with open(self.path, "rb") as f:
+      for number, line in enumerate(f, 1):
+        if not line.endswith(b"\n"):
+          break
+        try:
+          row = json.loads(line)
+          self.totals.add(row)
+          run, key = (row["task_id"], row["sample"]), row["key"]
+        except (ValueError, KeyError, TypeError) as e:
+          raise ValueError(
+            f"{self.path}:{number}: not a line of a journal: {e!r}"
+          ) from e
+        if not done(run):
+          self._at.setdefault(run, {})[key] = (end, len(line))
+        end += len(line)
+    return end
+
+  def __enter__(self) -> Journal:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Closes the file."""
+    os.close(self._fd)
+
+  def stop(self) -> None:
+    """Lets no further call begin: whoever asks is told that infrastructure is down.
+
+    Runs on their way end at their next call instead of going on to be thrown away.
+    """
+    self._stopped = True
+
+  def forget(self, run: RunKey) -> None:
+    """Frees the memory of a run that is finished."""
+    with self._lock:
+      self._at.pop(run, None)
+
+  def bill(self) -> dict[str, Any]:
+    """The totals and, where there are prices, `usd`: of this start and all before."""
+    with self._lock:
+      t = dataclasses.asdict(self.totals)
+    return {**t, "usd": self._usd(t["prompt"], t["cached"], t["completion"])}
+
+  def values(self) -> dict[str, float]:
+    """The numbers of the bill, for a line of metrics."""
+    out = {}
+    for name, value in self.bill().items():
+      if isinstance(value, int | float):
+        out[name if name in ("calls", "tool_calls", "usd") else f"call_{name}"] = value
+    return out
+
+  def spent(self) -> str:
+    """The bill so far in a few words, for a person who watches."""
+    bill = self.bill()
+    cost = "" if bill["usd"] is None else f"  ${bill['usd']:,.2f}"
+    return (
+      f"{bill['calls']:,} calls  {bill['prompt'] + bill['completion']:,} tokens{cost}"
+    )
+
+  def brain(self, brain: Brain, run: RunKey) -> Brain:
+    """The brain, answered from the journal where it has answered this run before."""
+    asked: collections.Counter[str] = collections.Counter()
+
+    def ask(agent: str, messages: Sequence[Message]) -> Reply:
+      key = _key(asked, _MODEL, agent, [[m.role, m.content] for m in messages])
+      found = self._recall(run, key)
+      if found is not None:
+        return Reply(**{**found, "faults": tuple(found["faults"])})
+      self._check()
+      reply = brain(agent, messages)
+      self._append(run, _MODEL, agent, key, dataclasses.asdict(reply))
+      return reply
+
+    return ask
+
+  def tools(self, call: CallTool, run: RunKey) -> CallTool:
+    """The tools, likewise; calls that infrastructure failed are made again."""
+    asked: collections.Counter[str] = collections.Counter()
+
+    def ask(name: str, arguments: str) -> ToolCall:
+      key = _key(asked, _TOOL, name, arguments)
+      found = self._recall(run, key)
+      if found is not None:
+        return ToolCall(**{**found, "status": CallStatus(found["status"])})
+      self._check()
+      result = call(name, arguments)
+      if result.status != CallStatus.INFRASTRUCTURE:
+        self._append(run, _TOOL, name, key, dataclasses.asdict(result))
+      return result
+
+    return ask
+
+  def _check(self) -> None:
+    if self._stopped:
+      raise InfrastructureError("the distillation is being stopped")
+
+  def _recall(self, run: RunKey, key: str) -> dict[str, Any] | None:
+    with self._lock:
+      place = self._at.get(run, {}).get(key)
+    if place is None:
+      return None
+    start, size = place
+    return json.loads(os.pread(self._fd, size, start))["reply"]
+
+  def _append(
+    self, run: RunKey, kind: str, name: str, key: str, reply: dict[str, Any]
+  ) -> None:
+    task_id, sample = run
+    row = {"task_id": task_id, "sample": sample, "kind": kind, "name": name}
+    row |= {"key": key, "reply": reply}
+    line = json.dumps(row).encode() + b"\n"
+    with self._lock:
+      left = memoryview(line)
+      while left:  # a full disk raises; a short write goes on
+        left = left[os.write(self._fd, left) :]
+      self._at.setdefault(run, {})[key] = (self._end, len(line))
+      self._end += len(line)
+      self.totals.add(row)
+
+
+def _key(asked: collections.Counter[str], kind: str, name: str, content: object) -> str:
+  """Names one question of a run; `asked` counts how often it has been put."""
+  text = json.dumps([kind, name, content]).encode()
+  digest = hashlib.blake2b(text, digest_size=12).hexdigest()
+  asked[digest] += 1
+  return f"{digest}/{asked[digest]}"

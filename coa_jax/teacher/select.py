@@ -1,0 +1,217 @@
+"""Test-time scaling of a team: the best of several runs, chosen list-wise.
+
+One model call sees all candidates side by side and names the best (a list-wise
+selector; arXiv 2506.12928 finds list-wise ahead of scoring and of voting). No right
+answer is known to it. Runs that agree need no selector: the first of them is taken.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from coa_jax.tasks.rewards import qa
+from coa_jax.tasks.task import Task
+from coa_jax.teacher import runs
+from coa_jax.teacher.journal import Journal
+from coa_jax.teacher.llm import Brain, GaveUp, Message, Reply
+from coa_jax.teacher.prompts import PROMPTS
+from coa_jax.teacher.runs import Event, Run, render
+
+SAMPLE = -1  # what the selector's calls have in a journal for the number of a run
+_SHOWN = frozenset(
+  {runs.PLAN, runs.CALL, runs.OBSERVATION, runs.REFLECTION, runs.VERDICT}
+)
+_BEST = re.compile(r"^\s*BEST:\s*(\d+)", re.MULTILINE)
+_WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+  """Which run of a task was taken, and what that cost.
+
+  Attributes:
+    task_id: the task.
+    sample: the run; None where no run has an answer.
+    how: "selector"; "agreement" where all answers are the same; "only" where there is
+      one; "vote" where the selector gave no usable reply, so the commonest answer was
+      taken; "none".
+    why: the selector's reason.
+    candidates: the runs that have an answer.
+    prompt: tokens of the selector's calls, as the endpoint counts them, and likewise
+      the next two.
+    cached: how many of those came from a prefix cache.
+    completion: tokens of its replies.
+    seconds: that it took.
+  """
+
+  task_id: str
+  sample: int | None
+  how: str
+  why: str = ""
+  candidates: int = 0
+  prompt: int = 0
+  cached: int = 0
+  completion: int = 0
+  seconds: float = 0.0
+
+
+def select_all(
+  done: Iterable[tuple[Task, Sequence[Run]]],
+  brain: Brain,
+  journal: Journal,
+  workers: int,
+) -> Iterator[Selection]:
+  """`select` for many tasks at once, in their order; calls go through the journal."""
+
+  def work(item: tuple[Task, Sequence[Run]]) -> Selection:
+    task, finished = item
+    return select(task, finished, journal.brain(brain, (task.id, SAMPLE)))
+
+  pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="select")
+  try:
+    yield from pool.map(work, done)
+  except BaseException:
+    journal.stop()
+    raise
+  finally:
+    pool.shutdown(cancel_futures=True)
+
+
+def select(
+  task: Task, done: Sequence[Run], brain: Brain, max_chars: int = 600
+) -> Selection:
+  """Chooses among a task's runs.
+
+  Args:
+    task: what was asked; its answers are not looked at.
+    done: its finished runs.
+    brain: answers as the agent `selector`.
+    max_chars: of one event that the selector is shown; longer ones lose their middle.
+
+  Raises:
+    InfrastructureError: the brain can not answer.
+  """
+  answered = [r for r in done if r.prediction is not None and r.prediction.strip()]
+  # A model prefers what stands first: the order is drawn anew for every task.
+  random.Random(f"selector/{task.id}").shuffle(answered)
+  groups = collections.Counter(_vote(r) for r in answered)
+  if not answered:
+    return Selection(task.id, None, "none")
+  if len(groups) == 1:
+    first = min(answered, key=_quality)
+    how = "agreement" if len(answered) > 1 else "only"
+    return Selection(task.id, first.sample, how, candidates=len(answered))
+  messages = [
+    Message("system", PROMPTS[runs.SELECTOR]),
+    Message("user", _shown(task, answered, max_chars)),
+  ]
+  replies: list[Reply] = []
+  chosen, why = None, ""
+  try:
+    for _ in range(2):
+      reply = brain(runs.SELECTOR, messages)
+      replies.append(reply)
+      best = _BEST.search(reply.text)
+      if best and not reply.cut and 1 <= int(best[1]) <= len(answered):
+        chosen = answered[int(best[1]) - 1]
+        reason = _WHY.search(reply.text)
+        why = reason[1].strip() if reason else ""
+        break
+      wanted = f"a line 'BEST: <number>' with a number from 1 to {len(answered)}"
+      messages += [
+        Message("assistant", reply.text),
+        Message("user", f"Your reply could not be used: expected {wanted}."),
+      ]
+  except GaveUp:  # the candidates are longer than its context
+    pass
+  how = "selector"
+  if chosen is None:
+    (most, _), *_ = groups.most_common(1)
+    chosen, how = min((r for r in answered if _vote(r) == most), key=_quality), "vote"
+  return Selection(
+    task.id,
+    chosen.sample,
+    how,
+    why,
+    candidates=len(answered),
+    prompt=sum(r.prompt_tokens for r in replies),
+    cached=sum(r.cached_tokens for r in replies),
+    completion=sum(r.completion_tokens for r in replies),
+    seconds=sum(r.seconds for r in replies),
+  )
+
+
+def figures(
+  tasks: Sequence[Task],
+  selections: Mapping[str, Selection],
+  rewards: Mapping[tuple[str, int], float],
+) -> dict[str, Any]:
+  """What selecting came to.
+
+  Args:
+    tasks: that were asked.
+    selections: by task id.
+    rewards: of every finished run, by task id and sample.
+
+  Returns:
+    `right` (mean reward of the runs taken, over the tasks that have a finished run; a
+    task without an answer counts 0), `first` (of sample 0's runs, or of the first there
+    is), `any` (1 where some run is right), `tasks`, `how` (counts) and the selector's
+    tokens. A mean over no task is None.
+  """
+  of: dict[str, dict[int, float]] = {}
+  for (task_id, sample), reward in rewards.items():
+    of.setdefault(task_id, {})[sample] = reward
+  ids = [t.id for t in tasks if t.id in of]
+  chosen = [selections[i] for i in ids]
+  pairs = [(i, selections[i].sample) for i in ids]
+
+  def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+  return {
+    "tasks": len(ids),
+    "right": mean([0.0 if s is None else of[i][s] for i, s in pairs]),
+    "first": mean([of[i][min(of[i])] for i in ids]),
+    "any": mean([max(of[i].values()) for i in ids]),
+    "how": dict(sorted(collections.Counter(s.how for s in chosen).items())),
+    "prompt": sum(s.prompt for s in chosen),
+    "cached": sum(s.cached for s in chosen),
+    "completion": sum(s.completion for s in chosen),
+  }
+
+
+def _vote(run: Run) -> str:
+  return qa.normalize(run.prediction or "") or (run.prediction or "").strip()
+
+
+def _quality(run: Run) -> tuple[int, int, int]:
+  """Orders runs that agree: verified ones first, then fewer calls, then earlier."""
+  return (run.status.value != "ended", len(run.calls), run.sample)
+
+
+def _shown(task: Task, answered: Sequence[Run], max_chars: int) -> str:
+  parts = [f"Question: {task.question}"]
+  for number, run in enumerate(answered, 1):
+    # A header that no content can forge: see `render`.
+    parts.append(f"\n[candidate {number} of {len(answered)}]")
+    for event in run.events:
+      if event.kind in _SHOWN:
+        content = _middle_cut(event.content, max_chars)
+        parts.append(render(dataclasses.replace(event, content=content)))
+    answer = _middle_cut(run.prediction or "", max_chars)
+    parts.append(render(Event(runs.SOLVER, "answer", answer)))
+  return "\n".join(parts)
+
+
+def _middle_cut(text: str, limit: int) -> str:
+  if len(text) <= limit:
+    return text
+  half = (limit - 5) // 2
+  return f"{text[:half]} ... {text[-half:]}"

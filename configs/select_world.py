@@ -1,0 +1,61 @@
+"""Difficulty selection: the training tasks that the SFT model solves sometimes.
+
+  python -m experiments.select_tasks --config=configs/select_world.py \
+    --workdir=runs/world/select
+
+Then RL on them: --config.tasks.uri=runs/world/select/tasks.jsonl. Needs
+runs/world/sft/model (configs/sft_world.py). Questions that can not be answered without
+tools, as arXiv 2508.13167 chose them for the web: --config.tools.enabled=False
+--config.select.at_most=0.3 --config.select.all_wrong=True --config.eval.samples=32.
+
+Expect, of 200 tasks of the quickstart's rl_tasks and its SFT model with 8 samples: 27
+never solved, 6 always, 167 in between.
+"""
+
+import ml_collections
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` "tiny" plays 8 tasks twice."""
+  if arg not in ("", "tiny"):
+    raise ValueError(f"select_world answers '' and 'tiny', not {arg!r}")
+  tiny = arg == "tiny"
+  config = ml_collections.ConfigDict()
+  config.init = "runs/world/sft/model"
+  config.model = dict(remat="none")
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+  config.rollout = dict(
+    variant="unified",
+    style="brief",
+    slots=16 if tiny else 64,
+    window=8,
+    max_len=256,
+    max_calls=8,
+    inject_rows=4,
+    constrain=False,
+    seed=2,
+  )
+  config.tools = dict(
+    tools=("wiki_search", "code"),
+    corpus="runs/world/train_pages.jsonl",
+    top_k=1,
+    workers=2,
+    enabled=True,
+  )
+  config.tasks = dict(
+    uri="runs/world/train_tasks.jsonl", limit=8 if tiny else 2000, families=()
+  )
+  config.eval = dict(greedy=False, samples=2 if tiny else 8, temperature=1.0)
+  config.select = dict(
+    at_least=0.0,
+    at_most=1.0,
+    all_wrong=False,
+    all_right=False,
+    limit=0,
+    strata=("family", "rate"),
+    min_attempts=1,
+    without=(),
+    played=(),
+    seed=0,
+  )
+  return config

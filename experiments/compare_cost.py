@@ -1,0 +1,115 @@
+"""The cost meter: a multi-agent system against one model, on the same tasks and tools.
+
+  python -m experiments.compare_cost --multi=DIR/teacher.jsonl --single=DIR/greedy.jsonl
+
+`--multi` is what `distill` wrote, `--single` what `evaluate` did. Their folders hold
+the configs that they were made with: different tools are refused, for then the figures
+compare nothing, and what counted the tokens is said. `--out=FILE.json` keeps the
+figures. Where an endpoint counted the team's tokens itself (reasoning that no
+meter sees included), a second comparison goes by its counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import ml_collections
+import rich
+from absl import app, flags
+
+from coa_jax.config import section
+from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
+from coa_jax.report.cost import cost, cost_tables
+from coa_jax.report.metrics import write_json
+from coa_jax.report.tables import rich_table
+from coa_jax.rollout.tools import ToolsConfig
+from experiments.launch import with_clear_errors
+
+_MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")
+_SINGLE = flags.DEFINE_string("single", None, "Attempts of the one model.")
+_OUT = flags.DEFINE_string("out", "", "Where the figures go, as JSON.")
+# What of `config.tools` changes what a tool can do or says.
+_TOOLS = ("tools", "corpus", "top_k", "max_chars", "enabled")
+
+
+def compare(multi: str, single: str) -> dict[str, Any]:
+  """The figures of both files.
+
+  Returns:
+    `metered`: `report.cost.cost` by the team's own meter; `reported`: the same by the
+    endpoint's counts, None where it gave none; `notes`: what makes them doubtful.
+
+  Raises:
+    FileNotFoundError, ValueError: a file is missing or malformed; the two have no task
+      in common, or their tools differ.
+  """
+  notes = _notes(_config(multi), _config(single))
+  theirs, ours = read_trajectories(multi), read_trajectories(single)
+  counted = [_reported(t) for t in theirs]
+  whole = [t for t in counted if t is not None]
+  return {
+    "metered": cost(theirs, ours),
+    "reported": cost(whole, ours) if len(whole) == len(theirs) else None,
+    "notes": notes,
+  }
+
+
+def _config(path: str) -> dict[str, Any]:
+  """The config beside a file of attempts; {} where there is none."""
+  beside = os.path.join(os.path.dirname(path), "config.json")
+  if not os.path.exists(beside):
+    return {}
+  with open(beside, encoding="utf-8") as f:
+    return json.load(f)["config"]
+
+
+def _notes(multi: dict[str, Any], single: dict[str, Any]) -> list[str]:
+  if not multi or not single:
+    return ["no config.json beside one of the files: the tools were not compared"]
+  both = [
+    section(ml_collections.ConfigDict({"tools": c.get("tools")}), "tools", ToolsConfig)
+    for c in (multi, single)
+  ]
+  for field in _TOOLS:
+    one, other = (getattr(tools, field) for tools in both)
+    if one != other:
+      raise ValueError(
+        f"the tools differ: tools.{field} is {one!r} for the multi-agent system and "
+        f"{other!r} for the one model"
+      )
+  counted = multi.get("teacher", {}).get("tokenizer") or "words, digits and marks"
+  return [f"the team's tokens are counted by: {counted}; the model's by: its tokenizer"]
+
+
+def _reported(attempt: Trajectory) -> Trajectory | None:
+  """The attempt with the endpoint's own counts; None where it gave none."""
+  counts = attempt.meta.get("reported")
+  if not counts:
+    return None
+  prompt, cached, completion = counts
+  usage = Usage(
+    **{**dataclasses.asdict(attempt.usage), "prompt": prompt, "cached": cached},
+  )
+  usage.generated = completion
+  return dataclasses.replace(attempt, usage=usage)
+
+
+def main(argv: list[str]) -> None:
+  """Prints the tables."""
+  results = with_clear_errors(lambda: compare(_MULTI.value, _SINGLE.value))
+  for name in ("metered", "reported"):
+    if results[name] is not None:
+      for table in cost_tables(results[name]):
+        title = f"{table.title}, tokens as {name}"
+        rich.print(rich_table(dataclasses.replace(table, title=title)))
+  rich.print(*results["notes"], sep="\n")
+  if _OUT.value:
+    write_json(_OUT.value, results)
+
+
+if __name__ == "__main__":
+  flags.mark_flags_as_required(["multi", "single"])
+  app.run(main)

@@ -1,0 +1,96 @@
+"""Difficulty selection for RL: how often a model solves each task; keep a band.
+
+  python -m experiments.select_tasks --config=configs/select_world.py --workdir=DIR
+
+Plays the tasks as `evaluate` does and writes, beside what that writes:
+  tasks.jsonl       the tasks kept, with meta.pass_rate and meta.attempts; a `tasks.uri`
+  selection.json    the funnel, the histogram of pass rates, the tokens spent
+
+The samples are kept: another band, on the same workdir, plays nothing again.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ml_collections
+
+from coa_jax import evaluate
+from coa_jax.config import ConfigError, check_sections, section
+from coa_jax.protocol.trajectory import (
+  Trajectory,
+  read_jsonl,
+  read_trajectories,
+  write_jsonl,
+)
+from coa_jax.report.metrics import write_json
+from coa_jax.report.scores import correct, graded
+from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
+from coa_jax.tasks.sources import TasksConfig, select_tasks
+from experiments.launch import launch
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Estimates pass rates and keeps the tasks that `select` asks for.
+
+  Args:
+    config: sections as of `evaluate`, and `select`; where that names files of attempts,
+      `tasks` is all that is needed besides.
+    workdir: where everything goes.
+
+  Returns:
+    What selection.json holds.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before anything is played; see
+      `evaluate.run`. Or no task is left.
+  """
+  check_sections(config, (*evaluate.SECTIONS, "select"))
+  chosen = section(config, "select", SelectConfig)
+  used = _used(chosen.without)
+  if chosen.played:
+    played = [t for path in chosen.played for t in read_trajectories(path)]
+    os.makedirs(workdir, exist_ok=True)
+  else:
+    rest = {name: config[name] for name in config if name != "select"}
+    if not config.get("eval") or config.eval.get("samples", 0) < 1:
+      raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
+    evaluate.run(ml_collections.ConfigDict(rest), workdir)
+    played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
+  tasks = select_tasks(section(config, "tasks", TasksConfig))
+  counted = graded(played)
+  attempts = pass_rates((t.task_id, correct(t)) for t in counted)
+  kept, funnel = keep_tasks(tasks, attempts, chosen, used)
+  results = {"select": chosen.__dict__, **funnel, **_spent(played, len(counted))}
+  write_json(os.path.join(workdir, "selection.json"), results)
+  if not kept:
+    raise ValueError(f"no task is left of {len(tasks)}: {funnel}")
+  write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in kept])
+  return results
+
+
+def _used(paths: tuple[str, ...]) -> set[str]:
+  """Ids and questions of the tasks or trajectories in these files."""
+  used: set[str] = set()
+  for path in paths:
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"select.without: there is no file {path}")
+    for _, row in read_jsonl(path):
+      question = row.get("question") or (row.get("meta") or {}).get("question")
+      names = (row.get("task_id") or row.get("id"), question)
+      used |= {name.strip() for name in names if isinstance(name, str)}
+  return used
+
+
+def _spent(played: list[Trajectory], counted: int) -> dict[str, Any]:
+  return {
+    "attempts": len(played),
+    "ungraded": len(played) - counted,
+    "tokens": sum(t.usage.total for t in played),
+    "tool_calls": sum(t.usage.tool_calls for t in played),
+  }
+
+
+if __name__ == "__main__":
+  launch(run)

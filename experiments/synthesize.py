@@ -1,0 +1,155 @@
+"""Task synthesis: tasks that need the tools, from the documents that a tool searches.
+
+  python -m experiments.synthesize --config=configs/synthesize_chat.py --workdir=DIR
+
+Writes `tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, why the others
+did not hold, the bill) and `calls.jsonl`, from which an interrupted run goes on without
+paying for a call twice. The endpoint's key, if it wants one, is read from COA_API_KEY.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import os
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_collections
+
+from coa_jax.config import ConfigError, check_sections, claim, section
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.task import Task
+from coa_jax.teacher.journal import Journal
+from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, RefusedError
+from coa_jax.teacher.synthesis import (
+  SAMPLE,
+  Corpus,
+  Made,
+  SynthesisConfig,
+  Synthesizer,
+)
+from experiments.launch import launch, stop
+from tools_sandbox.search import read_corpus
+
+_TOOL = "wiki_search"
+_MAY_CHANGE = ("chat.base_url", "chat.timeout_s", "chat.retries", "chat.prices")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Synthesises tasks over `tools.corpus` through its search tool.
+
+  Args:
+    config: sections synthesis, tools and chat.
+    workdir: where everything goes.
+
+  Returns:
+    What results.json holds.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: before anything is asked.
+    InfrastructureError, RefusedError: the endpoint or the tool fails or refuses.
+  """
+  check_sections(config, ("synthesis", "tools", "chat"), needed=("tools", "chat"))
+  plan = section(config, "synthesis", SynthesisConfig)
+  tools = section(config, "tools", ToolsConfig)
+  chat = section(config, "chat", ChatConfig)
+  if _TOOL not in tools.tools or not tools.corpus:
+    raise ConfigError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
+  corpus = Corpus({d.title: d.text for d in read_corpus(tools.corpus) if d.title})
+  titles = sorted(corpus.documents)
+  random.Random(plan.seed).shuffle(titles)
+  claim(config, workdir, (*_MAY_CHANGE, "synthesis.workers"))
+  path = os.path.join(workdir, "calls.jsonl")
+  with (
+    ChatBrain(chat, os.environ.get("COA_API_KEY")) as brain,
+    Toolbox(tools) as toolbox,
+    Journal(path, usd=chat.usd) as journal,
+  ):
+
+    def maker(key: str) -> Synthesizer:
+      run_key = (key, SAMPLE)
+      asked = journal.brain(brain, run_key), journal.tools(toolbox.call, run_key)
+      return Synthesizer(corpus, *asked, plan, _TOOL)
+
+    def grow(title: str) -> list[Made]:
+      return list(maker(title).grow(title))
+
+    def widen(pair: tuple[Task, Task]) -> list[Made]:
+      return [maker(f"{pair[0].id}+{pair[1].id}").widen(*pair)]
+
+    seeds = titles[: plan.seeds]
+    made = _in_parallel(grow, seeds, plan.workers, journal, workdir, "grow")
+    held = [m.task for m in made if m.task is not None]
+    pairs = _pairs(held, plan)
+    made += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
+    bill = journal.bill()
+  tasks = [m.task for m in made if m.task is not None]
+  write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
+  count = collections.Counter
+  results = {
+    "documents": len(corpus.documents),
+    "tasks": len(tasks),
+    "by_family": dict(sorted(count(t.family for t in tasks).items())),
+    "by_hops": dict(sorted(count(str(t.meta["hops"]) for t in tasks).items())),
+    "left_out": dict(sorted(count(m.reason for m in made if m.reason).items())),
+    "calls": bill,
+  }
+  write_json(os.path.join(workdir, "results.json"), results)
+  return results
+
+
+def _pairs(tasks: list[Task], plan: SynthesisConfig) -> list[tuple[Task, Task]]:
+  """Tasks that are asked together: of different documents, each in one pair at most."""
+  drawn = list(tasks)
+  random.Random(plan.seed + 1).shuffle(drawn)
+  drawn = drawn[: round(plan.width * len(drawn))]
+  return [
+    (first, second)
+    for first, second in zip(drawn[::2], drawn[1::2], strict=False)
+    if not set(first.meta["titles"]) & set(second.meta["titles"])
+  ]
+
+
+def _in_parallel(
+  work: Callable[[Any], list[Made]],
+  items: Iterable[Any],
+  workers: int,
+  journal: Journal,
+  workdir: str,
+  stage: str,
+) -> list[Made]:
+  """What `work` makes of every item, in their order."""
+  items, made = list(items), []
+  pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)
+  try:
+    with Metrics(workdir, stage, len(items), unit="document") as metrics:
+      for done, some in enumerate(pool.map(work, items), 1):
+        made += some
+        held = sum(m.task is not None for m in made)
+        if done % max(1, len(items) // 100) == 0 or done == len(items):
+          figure = f"{held} tasks  {journal.spent()}"
+          metrics.log(done, {"held": held, **journal.values()}, figure)
+  except BaseException:
+    journal.stop()
+    raise
+  finally:
+    pool.shutdown(cancel_futures=True)
+  return made
+
+
+def with_service_errors(
+  config: ml_collections.ConfigDict, workdir: str
+) -> dict[str, Any]:
+  """`run`; a service that fails ends the program with one line."""
+  try:
+    return run(config, workdir)
+  except (InfrastructureError, RefusedError) as e:
+    stop(str(e))
+
+
+if __name__ == "__main__":
+  launch(with_service_errors)

@@ -1,0 +1,70 @@
+"""The cost meter's program: figures, the endpoint's own counts, unequal tools."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.protocol.trajectory import Trajectory, Usage, write_jsonl
+from experiments.compare_cost import compare
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def attempt(task: str, right: float, reported=(), **usage) -> Trajectory:
+  meta = {"reported": list(reported)} if reported else {}
+  parts = {"answer": right}
+  return Trajectory(task, reward_parts=parts, usage=Usage(**usage), meta=meta)
+
+
+def files(folder, reported, **tools) -> tuple[str, str]:
+  """What a distillation and an evaluation leave; `tools` are the evaluation's."""
+  theirs = [
+    attempt("a", 1.0, reported, prompt=900, cached=500, generated=100),
+    attempt("b", 1.0, reported, prompt=900, cached=500, generated=100),
+  ]
+  ours = [attempt(t, 1.0, prompt=50, generated=40, observation=10) for t in "ab"]
+  told = {"tools": ["code"], "top_k": 3}
+  for name, rows, config in (
+    ("teacher", theirs, {"tools": told, "teacher": {"brain": "chat"}}),
+    ("greedy", ours, {"tools": {**told, **tools}}),
+  ):
+    write_jsonl(folder / name / f"{name}.jsonl", rows)
+    (folder / name / "config.json").write_text(json.dumps({"config": config}))
+  return tuple(str(folder / n / f"{n}.jsonl") for n in ("teacher", "greedy"))
+
+
+def test_by_the_meter_and_by_the_endpoints_own_counts(tmp_path):
+  out = compare(*files(tmp_path, (1900, 0, 100), enabled=True))
+  assert out["metered"]["reduction_no_cache"] == pytest.approx(0.9)
+  assert out["metered"]["reduction_cache"] == pytest.approx(0.8)
+  assert out["reported"]["reduction_no_cache"] == pytest.approx(0.95)
+  assert out["reported"]["multi_agent"]["per_task"]["completion"] == 100
+  assert "words, digits and marks" in out["notes"][0]
+  assert compare(*files(tmp_path, ()))["reported"] is None
+
+
+def test_other_tools_compare_nothing(tmp_path):
+  with pytest.raises(ValueError, match=r"tools\.top_k is 3 for .* and 1 for the one"):
+    compare(*files(tmp_path, (), top_k=1))
+  multi, single = files(tmp_path, ())
+  (tmp_path / "greedy" / "config.json").unlink()
+  assert "were not compared" in compare(multi, single)["notes"][0]
+
+
+def test_the_program_prints_and_writes(tmp_path):
+  multi, single = files(tmp_path, (1900, 0, 100))
+  command = [sys.executable, "-m", "experiments.compare_cost", f"--multi={multi}"]
+  command += [f"--single={single}", f"--out={tmp_path / 'cost.json'}"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.count("Cost of an answer") == 2 and "0.846" in done.stdout
+  assert json.loads((tmp_path / "cost.json").read_text())["metered"]["tasks"] == 2
+  command[3] = f"--multi={tmp_path / 'nothing.jsonl'}"
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr.startswith("error: ")
+  assert "nothing.jsonl" in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,217 @@
+"""The journal: nothing is asked twice, nothing that was paid for is lost."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+
+import pytest
+from chat_server import serve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
+from coa_jax.teacher.agents import TeamConfig, solve
+from coa_jax.teacher.journal import Journal
+from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
+from coa_jax.teacher.llm import Reply as Said
+from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+
+TOOLS = ("wiki_search", "code")
+ASK = [Message("system", "s"), Message("user", "u")]
+
+
+def lines(path) -> list[dict]:
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Counted:
+  """A brain and a tool that count, and say something new each time."""
+
+  def __init__(self):
+    self.calls = 0
+
+  def brain(self, agent, messages):
+    self.calls += 1
+    return Said(f"reply {self.calls}", 100, 60, 5, 0.5, 1, ("status 500: ''",), "m")
+
+  def tool(self, name, arguments):
+    self.calls += 1
+    return ToolCall(name, arguments, f"result {self.calls}", CallStatus.MODEL, 0.25)
+
+
+def test_what_was_answered_is_not_asked_again(tmp_path):
+  path = tmp_path / "calls.jsonl"
+  counted = Counted()
+
+  def ask(journal, run):
+    brain, tool = journal.brain(counted.brain, run), journal.tools(counted.tool, run)
+    return [
+      brain("planner", ASK),
+      brain("search", ASK),
+      tool("code", "x"),
+      tool("code", "x"),  # the same again is a second call
+      brain("planner", ASK[:1]),
+    ]
+
+  with Journal(str(path)) as journal:
+    first = ask(journal, ("a", 0))
+    other = ask(journal, ("a", 1)) + ask(journal, ("b", 0))
+    bill = journal.bill()
+  assert counted.calls == 15 == len(lines(path))
+  with Journal(str(path)) as journal:
+    assert ask(journal, ("a", 0)) == first
+    assert ask(journal, ("b", 0)) + ask(journal, ("a", 1)) == other[5:] + other[:5]
+    assert journal.bill() == bill
+  assert counted.calls == 15
+  assert (bill["calls"], bill["tool_calls"], bill["prompt"]) == (9, 6, 900)
+  assert (bill["cached"], bill["completion"], bill["retries"]) == (540, 45, 9)
+  assert bill["by_agent"] == {"planner": 6, "search": 3} and bill["models"] == {"m": 9}
+  assert bill["usd"] is None
+
+
+def test_the_bill_in_money(tmp_path):
+  prices = ChatConfig(base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)).usd
+  with Journal(str(tmp_path / "c"), usd=prices) as journal:
+    journal.brain(Counted().brain, ("a", 0))("planner", ASK)
+    assert journal.values()["usd"] == pytest.approx((40 * 10 + 60 + 500) / 1e6)
+    assert journal.spent() == "1 calls  105 tokens  $0.00"
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut=st.integers(0, 10_000))
+def test_a_file_cut_anywhere_keeps_every_whole_line(tmp_path_factory, cut):
+  path = tmp_path_factory.mktemp("cut") / "calls.jsonl"
+  counted = Counted()
+  with Journal(str(path)) as journal:
+    brain = journal.brain(counted.brain, ("a", 0))
+    said = [brain("planner", [Message("user", str(i))]) for i in range(8)]
+  data = path.read_bytes()
+  path.write_bytes(data[: cut % (len(data) + 1)])
+  whole = path.read_bytes().count(b"\n")
+  counted.calls = 100
+  with Journal(str(path)) as journal:
+    brain = journal.brain(counted.brain, ("a", 0))
+    again = [brain("planner", [Message("user", str(i))]) for i in range(8)]
+  assert again[:whole] == said[:whole] and counted.calls == 100 + 8 - whole
+  assert len(lines(path)) == 8
+
+
+def test_failures_of_infrastructure_are_not_kept(tmp_path):
+  path = tmp_path / "calls.jsonl"
+
+  def gone(agent, messages):
+    raise InfrastructureError("gone")
+
+  def down(name, arguments):
+    return ToolCall(name, arguments, "down", CallStatus.INFRASTRUCTURE)
+
+  with Journal(str(path)) as journal:
+    with pytest.raises(InfrastructureError, match="gone"):
+      journal.brain(gone, ("a", 0))("planner", ASK)
+    journal.tools(down, ("a", 0))("code", "x")
+    assert not lines(path)
+    counted = Counted()
+    assert journal.tools(counted.tool, ("a", 0))("code", "x").result == "result 1"
+
+
+def test_a_journal_that_stops_answers_only_what_it_knows(tmp_path):
+  counted = Counted()
+  with Journal(str(tmp_path / "c")) as journal:
+    known = journal.brain(counted.brain, ("a", 0))("planner", ASK)
+    journal.stop()
+    assert journal.brain(counted.brain, ("a", 0))("planner", ASK) == known
+    with pytest.raises(InfrastructureError, match="being stopped"):
+      journal.brain(counted.brain, ("b", 0))("planner", ASK)
+  assert counted.calls == 1
+
+
+def test_finished_runs_take_no_memory(tmp_path):
+  path, counted = str(tmp_path / "c"), Counted()
+  with Journal(path) as journal:
+    journal.brain(counted.brain, ("a", 0))("planner", ASK)
+  with Journal(path, done=lambda run: run == ("a", 0)) as journal:
+    assert journal.bill()["calls"] == 1 and not journal._at
+  with Journal(path) as journal:
+    journal.forget(("a", 0))
+    assert not journal._at
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path):
+  path = tmp_path / "calls.jsonl"
+  path.write_text('{"task_id": "a"}\n')
+  with pytest.raises(ValueError, match=r"calls.jsonl:1: not a line of a journal"):
+    Journal(str(path))
+
+
+def test_two_can_not_write_to_it_at_once(tmp_path):
+  path = str(tmp_path / "calls.jsonl")
+  with Journal(path), pytest.raises(ValueError, match=r"calls.jsonl: another process"):
+    Journal(path)
+  Journal(path).close()
+
+
+def test_many_threads_share_it(tmp_path):
+  path = tmp_path / "c"
+
+  def brain(agent, messages):
+    return Said(messages[0].content * 50)
+
+  with (
+    Journal(str(path)) as journal,
+    concurrent.futures.ThreadPoolExecutor(8) as pool,
+  ):
+
+    def work(i):
+      ask = journal.brain(brain, (str(i), 0))
+      return [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
+
+    first = list(pool.map(work, range(16)))
+  with Journal(str(path)) as journal:
+    for i in range(16):
+      ask = journal.brain(Counted().brain, (str(i), 0))
+      found = [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
+      assert found == first[i] and found[3] == f"{i} 3" * 50
+
+
+def timeless(run):
+  usage = dataclasses.replace(run.usage, seconds=0.0)
+  calls = [dataclasses.replace(c, seconds=0.0) for c in run.calls]
+  events = [dataclasses.replace(e, seconds=0.0, retries=0) for e in run.events]
+  return dataclasses.replace(run, usage=usage, calls=calls, events=events)
+
+
+def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
+  tasks, toolbox, tmp_path
+):
+  """The law, through HTTP: a stop at every place, and each request is made once."""
+  task = next(t for t in tasks if t.family == "two_hop")
+  scripted = ScriptedBrain([task], ScriptedConfig(wrong_query=1.0, recall=0))
+
+  def work(brain, call):
+    return solve(task, brain, call, TOOLS, TeamConfig(), str.split)
+
+  expected = timeless(work(scripted, toolbox.call))
+  with serve(scripted) as server, ChatBrain(server.config(retries=0)) as remote:
+    stops = 0
+    while True:
+      with Journal(str(tmp_path / "c")) as journal:
+        left = [2]  # answers until the next failure
+
+        def brain(agent, messages, left=left):
+          if not left[0]:
+            raise InfrastructureError("stopped")
+          left[0] -= 1
+          return remote(agent, messages)
+
+        key = (task.id, 0)
+        run = work(journal.brain(brain, key), journal.tools(toolbox.call, key))
+      if run.status != Status.INFRASTRUCTURE:
+        break
+      stops += 1
+    bodies = [json.dumps(body) for _, body in server.requests]
+  assert stops >= 5 and len(bodies) == len(set(bodies)) == run.usage.model_calls
+  for event in run.events:
+    event.reported = ()
+  assert timeless(run) == expected

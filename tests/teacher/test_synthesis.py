@@ -1,0 +1,204 @@
+"""Task synthesis over real tools: what holds follows, and needs the tools."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+from chat_server import serve
+from world_brain import WorldBrain
+
+from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.task import Task
+from coa_jax.tasks.world_pages import read_pages
+from coa_jax.teacher import synthesis
+from coa_jax.teacher.llm import ChatBrain, GaveUp, InfrastructureError, Reply
+from coa_jax.teacher.synthesis import Corpus, Made, SynthesisConfig, Synthesizer
+
+MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")
+PAGES = {
+  "Tarn Hollow": "Tarn Hollow is a town. Its mayor is Mira Quill, a former pilot.",
+  "Mira Quill": "Mira Quill was born in 1961 in Fell End.",
+  "Grey Gate": "Grey Gate is a film that was shot in Tarn Hollow in 1999.",
+}
+GOOD = {
+  "asker": "QUESTION: Who is the mayor of Tarn Hollow?\nANSWER: Mira Quill",
+  "describer": "PHRASE: the town where Grey Gate was shot",
+  "reader": "ANSWER: Mira Quill",
+  "guesser": "ANSWER: nobody",
+}
+
+
+def search(name: str, arguments: str) -> ToolCall:
+  return ToolCall(name, arguments, PAGES.get(arguments, "nothing found"))
+
+
+def saying(**lines: str):
+  def brain(agent, messages):
+    brain.seen.append((agent, messages[1].content))
+    return Reply((GOOD | lines)[agent])
+
+  brain.seen = []
+  return brain
+
+
+def maker(brain, call=search, **changes) -> Synthesizer:
+  return Synthesizer(Corpus(PAGES), brain, call, SynthesisConfig(**changes))
+
+
+def test_a_task_by_hand_and_the_deeper_one():
+  brain = saying()
+  atomic, deep, end = maker(brain).grow("Tarn Hollow")
+  assert atomic.task.question == "Who is the mayor of Tarn Hollow?"
+  assert atomic.task.meta == {"titles": ["Tarn Hollow"], "hops": 1}
+  assert deep.task.question == "Who is the mayor of the town where Grey Gate was shot?"
+  assert deep.task.answers == ("Mira Quill",)
+  assert deep.task.meta == {"titles": ["Grey Gate", "Tarn Hollow"], "hops": 2}
+  assert end == Made(None, "no_link")
+  # A guesser reads no document; a reader reads all of the task's.
+  for agent, told in brain.seen:
+    if agent == "guesser":
+      assert not any(text in told for text in PAGES.values())
+  reader = [told for agent, told in brain.seen if agent == "reader"][-1]
+  assert PAGES["Grey Gate"] in reader and PAGES["Tarn Hollow"] in reader
+  assert sum(agent == "guesser" for agent, _ in brain.seen) == 6
+
+
+@pytest.mark.parametrize(
+  "lines, reason",
+  [
+    (dict(asker="no idea"), "malformed"),
+    (dict(asker="QUESTION: Who is mayor there?\nANSWER: Mira Quill"), "no_title"),
+    (
+      dict(asker="QUESTION: Who is in Tarn Hollow?\nANSWER: Mira Quilliam"),
+      "answer_not_in_document",
+    ),
+    (
+      dict(asker="QUESTION: What is Tarn Hollow, the town?\nANSWER: a town"),
+      "answer_in_question",
+    ),
+    (dict(reader="ANSWER: Tom"), "does_not_follow"),
+    (dict(reader=""), "does_not_follow"),
+    (dict(guesser="ANSWER: mira quill."), "needs_no_tools"),
+  ],
+)
+def test_what_does_not_hold_is_left_out_for_its_reason(lines, reason):
+  assert maker(saying(**lines)).atomic("Tarn Hollow") == Made(None, reason)
+
+
+@pytest.mark.parametrize(
+  "lines, reason",
+  [
+    (dict(describer="PHRASE: Tarn Hollow of Grey Gate"), "phrase"),
+    (dict(describer="PHRASE: the place of a film"), "phrase"),
+    (dict(describer="a town"), "malformed"),
+    (dict(describer="PHRASE: Mira Quill's town in Grey Gate"), "answer_in_question"),
+  ],
+)
+def test_a_description_describes_and_does_not_name(lines, reason):
+  atomic = maker(saying()).atomic("Tarn Hollow").task
+  assert maker(saying(**lines)).deepen(atomic) == Made(None, reason)
+
+
+def test_two_at_once_need_both_answers():
+  first = maker(saying()).atomic("Tarn Hollow").task
+  second = Task(
+    "b", "When was Mira Q. born?", ("1961",), meta={"titles": ["Mira Quill"]}
+  )
+  made = maker(saying(reader="ANSWER: Mira Quill and 1961")).widen(first, second)
+  assert made.task.answers == ("Mira Quill and 1961",) and made.task.meta["hops"] == 2
+  assert first.question in made.task.question and second.question in made.task.question
+  assert maker(saying()).widen(first, second).reason == "does_not_follow"
+  given = Task("c", "Is Mira Quill 60?", ("yes",), meta={"titles": ["Mira Quill"]})
+  assert maker(saying()).widen(first, given).reason == "answer_in_question"
+
+
+def test_what_the_tool_does_not_return_is_no_task_and_its_failure_is_no_verdict():
+  def nothing(name, arguments):
+    return ToolCall(name, arguments, "nothing found")
+
+  assert maker(saying(), nothing).atomic("Tarn Hollow") == Made(None, "not_found")
+
+  def down(name, arguments):
+    return ToolCall(name, arguments, "down", CallStatus.INFRASTRUCTURE)
+
+  with pytest.raises(InfrastructureError, match="tool wiki_search: down"):
+    maker(saying(), down).atomic("Tarn Hollow")
+
+  def full(agent, messages):
+    raise GaveUp("context_too_long")
+
+  assert maker(full).atomic("Tarn Hollow") == Made(None, "malformed")
+
+
+def test_mentions_are_whole_titles():
+  corpus = Corpus(
+    {"Ur": "Uruk is near Ur.", "Uruk": "A city.", "Ur Uruk": "Ur-Uruk Ur"}
+  )
+  assert corpus.mentioning("Uruk") == ["Ur"]
+  assert corpus.mentioning("Ur") == ["Ur Uruk"]
+  assert corpus.mentioning("none") == ()
+
+
+def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
+  rows = [row for _, row in read_jsonl(world_files["corpus"])]
+  corpus = Corpus({row["title"]: row["text"] for row in rows})
+  facts = {row["title"]: read_pages(row["text"])[row["title"]] for row in rows}
+  config = SynthesisConfig(depth=2, guesses=1)
+  with serve(WorldBrain()) as server, ChatBrain(server.config()) as brain:
+    synth = Synthesizer(corpus, brain, toolbox.call, config)
+    made = [m for row in rows[:60] for m in synth.grow(row["title"])]
+  tasks = [m.task for m in made if m.task is not None]
+  hops = [t.meta["hops"] for t in tasks]
+  assert hops.count(1) > 50 and hops.count(2) > 10 and hops.count(3) > 3
+  for task in tasks:  # the truth, by the facts and not by the pages
+    assert WorldBrain().resolve(task.question, facts) == task.answers[0]
+    assert len(re.findall(r" of ", task.question)) == task.meta["hops"]
+    assert task.meta["titles"][0] in task.question
+  assert len({t.id for t in tasks}) == len(tasks)
+
+
+@pytest.mark.skipif(not MUSIQUE.exists(), reason="no passages here")
+def test_over_real_passages(tmp_path):
+  """MuSiQue's: mentions link them; a model that only quotes makes tasks that hold."""
+  rows = json.loads(MUSIQUE.read_text())
+  corpus = Corpus({row["title"]: row["text"] for row in rows})
+  linked = [t for t in sorted(corpus.documents) if corpus.mentioning(t)][:25]
+
+  def quoted(title: str) -> str:
+    return re.findall(r"\b[12]\d{3}\b|\b[A-Z]\w{3,}", corpus.documents[title])[-1]
+
+  def brain(agent, messages):
+    title = re.search(r"^Title: (.*)$", messages[1].content, re.MULTILINE)
+    if agent == synthesis.ASKER:
+      question = f"What ends the article {title[1]}?"
+      return Reply(f"QUESTION: {question}\nANSWER: {quoted(title[1])}")
+    if agent == synthesis.DESCRIBER:
+      return Reply(f"PHRASE: what the article {title[1]} mentions")
+    if agent == synthesis.READER:
+      return Reply(f"ANSWER: {quoted(brain.title)}")
+    return Reply("ANSWER: unknown")
+
+  tools = ToolsConfig(tools=("wiki_search",), corpus=str(MUSIQUE), top_k=1)
+  made: list[Made] = []
+  with Toolbox(tools) as toolbox:
+    synth = Synthesizer(corpus, brain, toolbox.call, SynthesisConfig(guesses=1))
+    for title in linked:
+      brain.title = title
+      made += synth.grow(title)
+  tasks = [m.task for m in made if m.task is not None]
+  deep = [t for t in tasks if t.family == "depth"]
+  assert len(tasks) - len(deep) >= 15 and len(deep) >= 8
+  for task in deep:
+    first, second = task.meta["titles"][:2]
+    assert second in corpus.documents[first] and second not in task.question
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match="seeds"):
+    SynthesisConfig(seeds=0)
+  with pytest.raises(ValueError, match="width is a share"):
+    SynthesisConfig(width=2.0)

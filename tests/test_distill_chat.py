@@ -1,0 +1,287 @@
+"""Distillation over a real endpoint: killed and resumed, best of N, a real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import runpy
+import signal
+import subprocess
+import sys
+import time
+
+import ml_collections
+import pytest
+import real_vllm
+import toy
+
+from coa_jax import distill
+from coa_jax.config import ConfigError
+from coa_jax.model import qwen
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.weights import save_model
+from coa_jax.protocol.trajectory import read_trajectories
+from coa_jax.tasks.sources import load_tasks
+from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.teacher import runs
+from coa_jax.teacher.llm import InfrastructureError, Reply
+from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "teacher"))
+
+from chat_server import serve  # noqa: E402
+
+CONFIG = runpy.run_path(str(ROOT / "configs" / "distill_chat.py"))["get_config"]
+TASKS = 16
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  """Pages and tasks of a small world."""
+  world = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
+  return write_world(tmp_path_factory.mktemp("world"), "train", TASKS, world)
+
+
+def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
+  config = CONFIG("")
+  config.tasks = dict(uri=files["tasks"])
+  config.tools.corpus = files["corpus"]
+  config.teacher = dict(brain="chat", workers=3, **teacher)
+  config.chat = dict(base_url=url, model="scripted", backoff_s=0.001, timeout_s=30.0)
+  return config
+
+
+def rows(path) -> list[dict]:
+  return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+class Slow:
+  """A brain that takes its time, so that a kill comes in the middle of replies."""
+
+  def __init__(self, brain, seconds: float):
+    self.brain, self.seconds = brain, seconds
+
+  def __call__(self, agent, messages):
+    time.sleep(self.seconds)
+    return self.brain(agent, messages)
+
+
+CHILD = """
+import json, sys, ml_collections
+from coa_jax import distill
+config = ml_collections.ConfigDict(json.load(open(sys.argv[1])))
+distill.run(config, sys.argv[2])
+"""
+
+
+def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
+  """SIGKILL in the middle of replies; what comes out is what would have come out."""
+  tasks = load_tasks(files["tasks"])
+  scripted = ScriptedBrain(tasks, ScriptedConfig())
+  workers, killed, lost = 3, 0, 0
+  with serve(Slow(scripted, 0.02)) as server:
+    config = config_for(files, server.url)
+    distill.run(config, str(tmp_path / "whole"))
+    whole = len(server.requests)
+    server.requests.clear()
+    asked = tmp_path / "config.json"
+    asked.write_text(json.dumps(config.to_dict()))
+    calls = tmp_path / "cut" / "calls.jsonl"
+    command = [sys.executable, "-c", CHILD, str(asked), str(tmp_path / "cut")]
+    for share in (0.3, 0.7):
+      child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+      try:
+        while len(server.requests) < share * whole and child.poll() is None:
+          time.sleep(0.005)
+        assert child.poll() is None
+      finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+      killed += 1
+      models = sum(r["kind"] == "model" for r in rows_of_whole_lines(calls))
+      assert len(server.requests) - lost - models <= workers
+      lost = len(server.requests) - models
+    done_before = rows_of_whole_lines(tmp_path / "cut" / "runs.jsonl")
+    results = distill.run(config, str(tmp_path / "cut"))
+    requests = len(server.requests)
+  assert 0 < len(done_before) < TASKS
+  assert sum(r["kind"] == "model" for r in rows(calls)) == whole
+  assert requests - whole == lost <= killed * workers
+  for name in ("trajectories.jsonl", "runs.jsonl"):
+    one, other = (tmp_path / w / name for w in ("whole", "cut"))
+    if name == "trajectories.jsonl":
+      assert one.read_bytes() == other.read_bytes()
+    else:
+      contents = [
+        [[e["content"] for e in r["events"]] for r in rows(f)] for f in (one, other)
+      ]
+      assert contents[0] == contents[1]
+  bill = results["calls"]
+  meters = read_trajectories(tmp_path / "cut" / "teacher.jsonl")
+  reported = [m.meta["reported"] for m in meters]
+  assert reported == [
+    [100 * n, 64 * n, 7 * n] for n in (m.usage.model_calls for m in meters)
+  ]
+  assert bill["calls"] == whole and bill["prompt"] == 100 * whole
+  assert sum(bill["by_agent"].values()) == whole
+
+
+def rows_of_whole_lines(path) -> list[dict]:
+  return [json.loads(x) for x in path.read_bytes().split(b"\n")[:-1]]
+
+
+def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
+  scripted = ScriptedBrain(load_tasks(files["tasks"]), ScriptedConfig())
+  empty = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 1}}
+  with serve(scripted) as server:
+    config = config_for(files, server.url)
+    plain = distill.run(config, str(tmp_path / "plain"))
+    server.faults = ["ok", 500, "ok", "cut", 429, "garbage", empty, "ok", empty]
+    config.chat.prices = (1.0, 0.1, 4.0)
+    faulty = distill.run(config, str(tmp_path / "faulty"))
+  texts = [
+    (tmp_path / w / "trajectories.jsonl").read_bytes() for w in ("plain", "faulty")
+  ]
+  assert texts[0] == texts[1]
+  assert faulty["calls"]["retries"] == 6 and plain["calls"]["retries"] == 0
+  assert faulty["calls"]["prompt"] == plain["calls"]["prompt"] + 100
+  calls = faulty["calls"]["calls"]
+  usd = (36 * calls + 100) * 1.0 + 64 * calls * 0.1 + (7 * calls + 2) * 4.0
+  assert faulty["calls"]["usd"] == pytest.approx(usd / 1e6)
+  assert plain["calls"]["usd"] is None
+  shown = rows(tmp_path / "faulty" / "metrics.jsonl")[-1]  # what progress showed
+  assert shown["usd"] == faulty["calls"]["usd"] and shown["calls"] == calls
+  faults = [
+    r["reply"]["faults"]
+    for r in rows(tmp_path / "faulty" / "calls.jsonl")
+    if r["kind"] == "model"
+  ]
+  assert sum(map(len, faults)) == 6
+
+
+def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
+  scripted = ScriptedBrain(load_tasks(files["tasks"]), ScriptedConfig())
+  with serve(scripted) as server:
+    server.faults = ["ok"] * 30 + [500] * 10_000
+    config = config_for(files, server.url)
+    config.chat.retries = 0
+    with pytest.raises(InfrastructureError, match="in a row failed"):
+      distill.run(config, str(tmp_path))
+    paid = sum(r["kind"] == "model" for r in rows(tmp_path / "calls.jsonl"))
+  assert paid == 30
+  with serve(scripted) as moved:
+    config.chat.base_url, config.chat.retries, config.teacher.workers = moved.url, 3, 8
+    bill = distill.run(config, str(tmp_path))["calls"]
+    assert bill["calls"] == paid + len(moved.requests)
+    config.chat.temperature = 0.1
+    with pytest.raises(ConfigError, match="section 'chat'"):
+      distill.run(config, str(tmp_path))
+
+
+def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
+  tasks = load_tasks(files["tasks"])
+  truth = {t.question: t.answers[0] for t in tasks}
+  samples = [
+    ScriptedBrain(tasks, ScriptedConfig(slip=0.6, premature=0.5, caught=0.1), s)
+    for s in range(3)
+  ]
+  shown: list[str] = []
+
+  def brain(agent, messages):
+    """Each sample errs in its own way; the selector of this test knows the truth."""
+    if agent != runs.SELECTOR:
+      return samples[brain.sample](agent, messages)
+    text = messages[1].content
+    shown.append(text)
+    question = text.splitlines()[0].removeprefix("Question: ")
+    for number, part in enumerate(text.split("\n[candidate ")[1:], 1):
+      if part.rpartition("[answer]\n")[2].strip() == truth[question]:
+        return Reply(f"BEST: {number}\nWHY: right")
+    return Reply("BEST: 1\nWHY: none is right")
+
+  real = distill.solve
+
+  def solve(task, asked, call, tools, limits, encode, sample):
+    brain.sample = sample
+    return real(task, asked, call, tools, limits, encode, sample)
+
+  with pytest.MonkeyPatch.context() as patch, serve(brain) as server:
+    patch.setattr(distill, "solve", solve)
+    config = config_for(files, server.url, samples=3, select=True)
+    config.teacher.workers = 1  # so that the server knows whose call it is
+    results = distill.run(config, str(tmp_path))
+  best = results["best_of_n"]
+  assert best["tasks"] == TASKS and shown
+  assert best["right"] == best["any"] > best["first"]
+  assert (
+    best["how"]["selector"] == len(shown) == results["calls"]["by_agent"]["selector"]
+  )
+  picks = {r["task_id"]: r["sample"] for r in rows(tmp_path / "selections.jsonl")}
+  kept = read_trajectories(tmp_path / "trajectories.jsonl")
+  assert kept and all(t.sample == picks[t.task_id] for t in kept)
+  assert results["convert"]["dropped"]["not_selected"] == 2 * TASKS
+
+
+@pytest.mark.parametrize(
+  "change, words",
+  [
+    (dict(select=True), "samples to 2"),
+    (dict(brain="scripted", facts=True), "ask for brain 'chat'"),
+  ],
+)
+def test_refusals(files, tmp_path, change, words):
+  config = config_for(files, "http://localhost:9/v1")
+  config.teacher.update(change)
+  with pytest.raises(ConfigError, match=words):
+    distill.run(config, str(tmp_path))
+
+
+TEMPLATE = (
+  "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
+)
+
+
+@real_vllm.NEEDED
+def test_garbage_from_a_real_server_is_handled(files, tmp_path):
+  """A random model behind `vllm serve`: every run ends and is billed."""
+  cfg = QwenConfig(
+    vocab_size=384,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    ff=128,
+    qk_norm=True,
+    attention_bias=False,
+  )
+  folder, template = str(tmp_path / "model"), tmp_path / "chat.jinja"
+  save_model(folder, cfg, qwen.init_params(cfg, 0), tokenizer=toy.tokenizer())
+  template.write_text(TEMPLATE)
+  flags = (f"--chat-template={template}", "--enable-prompt-tokens-details")
+  flags += ("--max-model-len=2048", "--enable-prefix-caching", "--block-size=32")
+  with real_vllm.served(folder, str(tmp_path / "log"), *flags) as client:
+    url = str(client.base_url).rstrip("/") + "/v1"
+    config = config_for(files, url, samples=2, select=True, facts=True, max_turns=6)
+    config.tasks.limit = 6
+    config.chat = dict(base_url=url, model="m", max_tokens=48)
+    results = distill.run(config, str(tmp_path / "out"))
+    wrong = config.copy_and_resolve_references()
+    wrong.chat.model = "another"
+    with pytest.raises(Exception, match="no model 'another'"):
+      distill.run(wrong, str(tmp_path / "wrong"))
+  assert results["runs"] == 12 and results["infrastructure"] == 0
+  assert results["right"] == 0.0 and results["kept"] == 0
+  done = rows(tmp_path / "out" / "runs.jsonl")
+  assert len(done) == 12
+  events = [e for r in done for e in r["events"]]
+  assert {r["status"] for r in done} <= {"ended", "turn_limit"}
+  assert any(e["kind"] == runs.MALFORMED for e in events)
+  bill = results["calls"]
+  assert bill["calls"] >= 12 * 6 and bill["models"] == {"m": bill["calls"]}
+  assert bill["prompt"] > bill["cached"] > 0 and bill["completion"] > 0
+  reported = [e["reported"] for e in events if e["prompt"]]
+  assert all(len(r) == 3 for r in reported)
+  assert not rows(tmp_path / "wrong" / "calls.jsonl")
