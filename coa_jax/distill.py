@@ -5,6 +5,7 @@ Writes into the workdir:
   runs.jsonl           every finished run, appended as it ends; in task order at the end
   trajectories.jsonl   the filtered training set
   teacher.jsonl        each run's reward, answer, calls and cost, for `report`
+  funnel.png           what every stage kept and dropped
   manifest.json        config, counts per stage and drop reason, git commit, sha256
   results.json         the figures
 
@@ -38,6 +39,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
   write_jsonl,
 )
+from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.rewards import grade
@@ -45,8 +47,8 @@ from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, review_style, solve
 from coa_jax.teacher.annotated import AnnotatedBrain
-from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
+from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
+from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
 from coa_jax.teacher.runs import Encode, Run, RunFile
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
@@ -97,7 +99,7 @@ def run(
   """Distils a team's work on the configured tasks into a training set.
 
   Args:
-    config: sections tasks, tools, teacher, filters and that of the brain.
+    config: sections tasks, tools, teacher, convert, filters and that of the brain.
     workdir: where everything is written; holding an interrupted run of the same config
       it is continued.
     api_key: for the endpoint of a chat brain.
@@ -111,7 +113,9 @@ def run(
     RefusedError: the endpoint refuses the key, the URL or the model.
   """
   teacher = section(config, "teacher", TeacherConfig)
-  check_sections(config, ("tasks", "tools", "teacher", "filters", teacher.brain))
+  known = ("tasks", "tools", "teacher", "convert", "filters", teacher.brain)
+  check_sections(config, known)
+  converting = section(config, "convert", ConvertConfig)
   tools = section(config, "tools", ToolsConfig)
   filters = section(config, "filters", FiltersConfig)
   variant = get_variant(teacher.variant).with_tools(tools.told)
@@ -140,7 +144,8 @@ def run(
     failed = _run_all(jobs, work, runs, workdir, teacher.workers)
   runs.sort([(task.id, sample) for task, sample in jobs])
 
-  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher.prompt)
+  style = teacher.prompt
+  meters, pairs, dropped = _convert_all(jobs, runs, variant, style, converting)
   kept, funnel = filter_trajectories(pairs, variant, grade, filters)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
   write_jsonl(os.path.join(workdir, TRAJECTORIES), kept)
@@ -152,6 +157,10 @@ def run(
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
   }
+  converted = {"conversion": (len(pairs), dict(dropped))}
+  figure = plots.funnel_bars({**converted, **stages(funnel)})
+  with open(os.path.join(workdir, "funnel.png"), "wb") as f:
+    f.write(plots.to_png(figure))
   results = {**counts, **_figures(meters, kept)}
   write_json(
     os.path.join(workdir, "manifest.json"),
@@ -249,7 +258,11 @@ def _run_all(
 
 
 def _convert_all(
-  jobs: Sequence[tuple[Task, int]], file: RunFile, variant: Variant, style: str
+  jobs: Sequence[tuple[Task, int]],
+  file: RunFile,
+  variant: Variant,
+  style: str,
+  config: ConvertConfig,
 ) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
   """Every run's meter; tasks with their trajectories; why there is none, counted."""
   meters: list[Trajectory] = []
@@ -261,7 +274,7 @@ def _convert_all(
       continue  # infrastructure failed it
     meters.append(_meter(run_, task))
     prompt = prompt_segments(variant, task.question, style)
-    result = convert(run_, task, variant, prompt)
+    result = convert(run_, task, variant, prompt, config)
     if isinstance(result, Dropped):
       dropped[result.reason] += 1
     else:

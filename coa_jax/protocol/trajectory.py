@@ -207,5 +207,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-  """All trajectories of a JSON-lines file; errors name the file and the line."""
-  return [Trajectory.from_json(row, where) for where, row in read_jsonl(path)]
+  """All trajectories of JSON lines or `.parquet`; errors name the file and the row."""
+  from coa_jax.protocol.storage import read_parquet  # pyarrow, where it is asked for
+
+  read = read_parquet if os.fspath(path).endswith(".parquet") else read_jsonl
+  return [Trajectory.from_json(row, where) for where, row in read(path)]
