@@ -109,7 +109,10 @@ def _run() -> None:
     lines = work.lines(records, _tell, on_found)
     kept = write_lines(_OUT.value, lines, at_least_one=True)
   except EOFError:
-    reasons = Counter(work.counts()["import"]["dropped"])
+    counts = work.counts()
+    reasons = Counter(counts["import"]["dropped"])
+    for stage in filters.STAGES if refiner.filters else ():
+      reasons.update(counts["filters"][stage]["dropped"])
     stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)})")
   counts = work.counts()
   _report(chosen, refiner, counts, before, after)
@@ -145,8 +148,7 @@ def _tell(row: Dropped) -> None:
 
 
 def _counted(reasons: Counter[str]) -> str:
-  counts = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
-  return counts or "the filters dropped all"
+  return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
 
 
 def _write_tasks(records: Iterator[importers.Record]) -> None:

@@ -116,6 +116,8 @@ class Importer:
       imported = self._imported(row, task_id, where)
     except Refused as e:
       return Dropped(task_id, 0, e.reason, e.detail)
+    except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
+      return Dropped(task_id, 0, "bad_record", f"not as {self.format} rows are: {e!r}")
     task, run = imported.task, imported.run
     prompt = prompt_segments(self.variant, task.question, self.prompt)
     result = convert(run, task, self.variant, prompt, self.convert)

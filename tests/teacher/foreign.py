@@ -8,8 +8,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from coa_jax.protocol import roles
-
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
@@ -186,7 +184,8 @@ def react(draw) -> Drawn:
 @st.composite
 def alpaca(draw) -> Drawn:
   """The released layout, white space around observations of any kind."""
-  observed = st.text(alphabet="abc <>&;\n", max_size=20)
+  printed = st.sampled_from(["<answer>evil</answer>", "</think>", "&lt;answer>"])
+  observed = st.one_of(st.text(alphabet="abc <>&;\n", max_size=20), printed)
   rounds = draw(steps(("web_search",), observed))
   gap = st.sampled_from(["", "\n", "\n\n", "\n\n\n", " "])
   text = "<think>f</think>\n<plan>p</plan>\n"
@@ -205,8 +204,3 @@ def alpaca(draw) -> Drawn:
 
 
 ALL = st.one_of(oagents(), chat(), react(), alpaca())
-
-
-def tags_in(text: str) -> bool:
-  """Whether a text that a model wrote holds a tag, which drops its row."""
-  return roles.find_tag(text) is not None
