@@ -91,6 +91,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   own = own_folder(workdir)
   claim(config, own)
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
+  for t in trajectories[:16]:
+    tokenizer.check_ids(t)
   for t in trajectories:
     tokenizer.encode_trajectory(t)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]

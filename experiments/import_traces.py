@@ -101,7 +101,7 @@ def _run() -> None:
 
   def on_found(row: Found, copies: int) -> None:
     for text in row.lost:
-      print(f"{row.task_id}: lost: {text}")
+      _print(f"{row.task_id}: lost: {text}")
     before.add(row.shape.length, row.shape.roles)
     after.add(row.shape.length, row.shape.roles, copies)
 
@@ -144,7 +144,12 @@ def _refiner(chosen: str) -> Refiner:
 
 
 def _tell(row: Dropped) -> None:
-  print(f"{row.task_id}: {row.reason}: {row.detail}")
+  _print(f"{row.task_id}: {row.reason}: {row.detail}")
+
+
+def _print(text: str) -> None:
+  """One line, whatever a row's strings would do to a terminal."""
+  print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
 def _counted(reasons: Counter[str]) -> str:
@@ -164,7 +169,7 @@ def _write_tasks(records: Iterator[importers.Record]) -> None:
         yield read_task(row, where, f"{stem}-{number}").to_json()
       except ValueError as e:
         dropped["unreadable"] += 1
-        print(f"{stem}-{number}: unreadable: {e}")
+        _print(f"{stem}-{number}: unreadable: {e}")
 
   try:
     kept = write_lines(_OUT.value, tasks(), at_least_one=True)

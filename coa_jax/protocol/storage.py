@@ -96,7 +96,13 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
     while group := [_columns(row) for row in itertools.islice(pending, _ROWS)]:
       if schema is None:
         schema = _schema(group[0])
-      table = pyarrow.Table.from_pylist(group, schema)
+      try:
+        table = pyarrow.Table.from_pylist(group, schema)
+      except (
+        UnicodeEncodeError
+      ):  # half a character, as JSON can hold; "?" to tokenizers
+        text = json.dumps(group, ensure_ascii=False).encode("utf-8", "replace")
+        table = pyarrow.Table.from_pylist(json.loads(text), schema)
       schema = table.schema
       writer = writer or pyarrow.parquet.ParquetWriter(
         path, table.schema, compression="zstd"

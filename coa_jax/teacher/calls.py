@@ -114,7 +114,7 @@ def _named(arguments: Any) -> dict[str, Any] | None:
   if isinstance(arguments, str):
     try:
       arguments = json.loads(arguments)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
       return None
   return arguments if isinstance(arguments, dict) else None
 

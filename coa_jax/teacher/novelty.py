@@ -128,8 +128,11 @@ class Benchmarks:
     return bool((self._grams[at] == grams).any())
 
 
+# A host at the beginning of a word, and what follows it; the path is only looked at, so
+# that a URL inside another (an archive's) is found too.
 _URL = re.compile(
-  r"(?:https?://)?((?:[a-z0-9-]+\.)+[a-z]{2,})(?::\d+)?(/[^\s\"'<>|)\]]*)?",
+  r"(?<![\w.-])(?:https?://)?((?:[a-z0-9-]+\.)+[a-z]{2,})(?::\d+)?"
+  r"(?=(/[^\s\"'<>|)\]]{0,200})?)",
   re.IGNORECASE,
 )
 

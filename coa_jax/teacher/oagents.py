@@ -48,7 +48,7 @@ _STEP = fields(
   "action_output evaluate_thought score token_usage is_final_answer system_prompt "
   "agent_memory"
 )
-_CALLED = re.compile(r"```|<code>|<end_code>|^\s*(?:Code|Action):", re.MULTILINE)
+_CALLED = re.compile(r"```|<code>|<end_code>|^[ \t]*(?:Code|Action):", re.MULTILINE)
 _THOUGHT = re.compile(r"^\s*Thoughts?:\s*")
 _AGENT = "search_agent"
 
@@ -256,6 +256,8 @@ def _only_answers(program: str) -> bool:
   if len(body) != 1 or not isinstance(body[0], ast.Expr):
     return False
   call = body[0].value
-  if not isinstance(call, ast.Call) or ast.unparse(call.func) != "final_answer":
+  if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+    return False
+  if call.func.id != "final_answer":
     return False
   return not any(isinstance(n, ast.Call) for a in call.args for n in ast.walk(a))

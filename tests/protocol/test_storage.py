@@ -83,3 +83,10 @@ def test_refusals(tmp_path):
   (tmp_path / "t.parquet").write_text("no")
   with pytest.raises(ValueError, match=r"t\.parquet: not parquet"):
     read_trajectories(tmp_path / "t.parquet")
+
+
+def test_half_a_character_is_no_reason_to_lose_a_row(tmp_path):
+  t = Trajectory("a", [Segment(Author.TOOL, "observation", "x \ud800")])
+  write_lines(tmp_path / "t.parquet", [t.to_json()])
+  (read,) = read_trajectories(tmp_path / "t.parquet")
+  assert read.segments[0].text == "x ?"

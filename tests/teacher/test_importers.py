@@ -285,3 +285,32 @@ def test_formats(tmp_path):
   path.write_text(json.dumps(row_of(search())) + "\n" + json.dumps(row_of()) + "\n")
   found, rows = records(str(path))
   assert found == "oagents" and [n for n, _, _ in rows] == [0, 1]
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+  ("format_", "row"),
+  [
+    ("chat", asks({**calls("search"), "content": DEEP}, GAVE, ENDS)),
+    ("oagents", row_of(search(model_output="\n" * 300_000, observations="o"))),
+    (
+      "oagents",
+      row_of(search(), {"tool_calls": [{"name": "code", "arguments": DEEP}]}),
+    ),
+    ("oagents", row_of(search(observations="\ud800 half"))),
+    ("react", {"question": "Who?", "text": ROUND + "Thought: t\nAction: a" + DEEP}),
+  ],
+)
+def test_hostile_rows_end_soon(format_, row):
+  result = read(format_, row)
+  assert isinstance(result, Dropped) or parse(result[1].text, UNIFIED).ok
+
+
+@pytest.mark.parametrize("arguments", [DEEP, "9" * 5000, "NaN", "[1]", "{"])
+def test_arguments_that_are_no_object_are_the_body(arguments):
+  made = calls("search")
+  made["tool_calls"][0]["function"]["arguments"] = arguments
+  _, trajectory = read("chat", asks(made, GAVE, ENDS))
+  assert calls_in(trajectory) == [("web_search", arguments, "o")]

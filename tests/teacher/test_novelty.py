@@ -87,6 +87,7 @@ def test_a_short_question_counts_only_as_the_whole_question():
     ("https://nothuggingface.co/datasets", False),
     ("https://huggingface.co.evil.org/datasets", False),
     ("https://answers.example.net/any", True),
+    ("https://web.archive.org/2024/https://huggingface.co/datasets/x", True),
     ("example.com", False),
   ],
 )
@@ -94,3 +95,9 @@ def test_domains(url, blocked):
   domains = ("huggingface.co/datasets", "example.net")
   assert novelty.visits(trajectory(calls=(url,)), domains) == blocked
   assert not novelty.visits(trajectory(calls=(url,)), ())
+
+
+@pytest.mark.parametrize("unit", ["a", "a.", "a.aa/", "http://", "-"])
+def test_hostile_arguments_take_linear_time(unit):
+  # Quadratic, this would take hours.
+  assert not novelty.visits(trajectory(calls=(unit * 300_000,)), ("example.net",))
