@@ -50,10 +50,12 @@ from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
+from coa_jax.teacher.restyle import FormatsConfig, restyle
 from coa_jax.teacher.runs import Encode, Run, RunFile
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
+SECTIONS = ("tasks", "tools", "teacher", "convert", "filters", "formats")
 BRAINS = ("scripted", "annotated", "chat")
 
 
@@ -99,7 +101,7 @@ def run(
   """Distils a team's work on the configured tasks into a training set.
 
   Args:
-    config: sections tasks, tools, teacher, convert, filters and that of the brain.
+    config: sections tasks, tools, teacher, convert, filters, formats and the brain's.
     workdir: where everything is written; holding an interrupted run of the same config
       it is continued.
     api_key: for the endpoint of a chat brain.
@@ -113,9 +115,11 @@ def run(
     RefusedError: the endpoint refuses the key, the URL or the model.
   """
   teacher = section(config, "teacher", TeacherConfig)
-  known = ("tasks", "tools", "teacher", "convert", "filters", teacher.brain)
-  check_sections(config, known)
+  check_sections(config, (*SECTIONS, teacher.brain))
   converting = section(config, "convert", ConvertConfig)
+  formats = section(config, "formats", FormatsConfig)
+  if formats.copies and teacher.prompt == "brief":
+    raise ConfigError("config.formats.copies: only teacher.prompt='full' tells formats")
   tools = section(config, "tools", ToolsConfig)
   filters = section(config, "filters", FiltersConfig)
   variant = get_variant(teacher.variant).with_tools(tools.told)
@@ -144,11 +148,11 @@ def run(
     failed = _run_all(jobs, work, runs, workdir, teacher.workers)
   runs.sort([(task.id, sample) for task, sample in jobs])
 
-  style = teacher.prompt
-  meters, pairs, dropped = _convert_all(jobs, runs, variant, style, converting)
+  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher, converting)
   kept, funnel = filter_trajectories(pairs, variant, grade, filters)
+  restyled = _restyled(kept, variant, formats)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
-  write_jsonl(os.path.join(workdir, TRAJECTORIES), kept)
+  write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *restyled])
 
   counts = {
     "tasks": len(tasks),
@@ -156,11 +160,9 @@ def run(
     "infrastructure": failed,
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
+    "restyled": len(restyled),
   }
-  converted = {"conversion": (len(pairs), dict(dropped))}
-  figure = plots.funnel_bars({**converted, **stages(funnel)})
-  with open(os.path.join(workdir, "funnel.png"), "wb") as f:
-    f.write(plots.to_png(figure))
+  _draw(workdir, (len(pairs), dict(dropped)), funnel)
   results = {**counts, **_figures(meters, kept)}
   write_json(
     os.path.join(workdir, "manifest.json"),
@@ -261,7 +263,7 @@ def _convert_all(
   jobs: Sequence[tuple[Task, int]],
   file: RunFile,
   variant: Variant,
-  style: str,
+  teacher: TeacherConfig,
   config: ConvertConfig,
 ) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
   """Every run's meter; tasks with their trajectories; why there is none, counted."""
@@ -273,13 +275,33 @@ def _convert_all(
     if run_ is None:
       continue  # infrastructure failed it
     meters.append(_meter(run_, task))
-    prompt = prompt_segments(variant, task.question, style)
+    prompt = prompt_segments(variant, task.question, teacher.prompt)
     result = convert(run_, task, variant, prompt, config)
     if isinstance(result, Dropped):
       dropped[result.reason] += 1
     else:
       pairs.append((task, result))
   return meters, pairs, dropped
+
+
+def _draw(
+  workdir: str, conversion: tuple[int, dict[str, int]], funnel: dict[str, Any]
+) -> None:
+  """The picture of what every stage kept and dropped."""
+  figure = plots.funnel_bars({"conversion": conversion, **stages(funnel)})
+  with open(os.path.join(workdir, "funnel.png"), "wb") as f:
+    f.write(plots.to_png(figure))
+
+
+def _restyled(
+  kept: Sequence[Trajectory], variant: Variant, config: FormatsConfig
+) -> list[Trajectory]:
+  """Copies of trajectories under other tool formats; second copies earn none."""
+  out = []
+  for t, number in itertools.product(kept, range(1, config.copies + 1)):
+    copy = None if "copy" in t.meta else restyle(t, variant, number, config.seed)
+    out += [copy[0]] if copy else []
+  return out
 
 
 def _meter(run_: Run, task: Task) -> Trajectory:

@@ -210,3 +210,16 @@ def test_the_funnel_is_drawn_and_observations_can_be_shortened(config, tmp_path)
   config.convert = dict(observation_chars=3)
   with pytest.raises(ConfigError, match="observation_chars must be 0 or at least 16"):
     distill.run(config, str(tmp_path / "other"))
+
+
+def test_restyled_copies_stand_beside_the_others(config, tmp_path):
+  config.tasks.limit = 8
+  config.formats = dict(copies=2)
+  with pytest.raises(ConfigError, match="='full' tells formats"):
+    distill.run(config, str(tmp_path / "brief"))
+  config.teacher.prompt = "full"
+  results = distill.run(config, str(tmp_path))
+  found = read_trajectories(tmp_path / distill.TRAJECTORIES)
+  copies = [t for t in found if "format" in t.meta]
+  assert len(copies) == results["restyled"] > 0
+  assert len(found) == results["kept"] + results["restyled"]
