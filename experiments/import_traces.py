@@ -118,6 +118,10 @@ def _run() -> None:
   _report(chosen, refiner, counts, before, after)
   dropped = Counter(counts["import"]["dropped"])
   told = f" ({_counted(dropped)})" if dropped else ""
+  for stage in filters.STAGES if refiner.filters else ():
+    gone = Counter(counts["filters"][stage]["dropped"])
+    if gone:
+      print(f"filter {stage}: {gone.total()} dropped ({_counted(gone)})")
   print(f"{kept} kept, {dropped.total()} dropped{told}")
 
 

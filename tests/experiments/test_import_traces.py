@@ -168,6 +168,7 @@ def test_foreign_runs_are_filtered_and_counted(tmp_path):
     assert "runs-0: lost: step 1: argument filter_year=1999 of google_search" in lines
     assert any(line.startswith("runs-3: illegal_transition") for line in lines)
     assert last == "8 kept, 1 dropped (1 illegal_transition)"
+    assert lines[-1] == "filter contamination: 1 dropped (1 benchmark)"
     manifest = json.loads((tmp_path / f"t.{suffix}.manifest.json").read_text())
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
     assert manifest["sha256"] == {out.name: digest}
