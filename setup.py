@@ -43,6 +43,8 @@ setuptools.setup(
     "vllm": ["vllm>=0.32"],
     # Tools of MCP servers (config.tools.mcp); its clients speak to older servers too.
     "mcp": ["mcp>=2.0"],
+    # Tasks and traces by URI (hf:NAME, tfds:NAME); coa_jax/tasks/rows.py.
+    "data": ["array_record>=0.8", "datasets>=4.0", "tensorflow-datasets>=4.9.9"],
     "dev": [
       "hypothesis>=6.100",
       "ipykernel>=6.29",

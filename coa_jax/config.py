@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import os
 import subprocess
@@ -114,6 +115,24 @@ def claim(
         f"{workdir} holds a run whose section {name!r} was {found.get(name)!r} and not "
         f"{wanted.get(name)!r}; choose another workdir or delete it"
       )
+
+
+def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
+  """Writes what a data file was made of: config, commit, figures and its sha256.
+
+  Args:
+    path: of the manifest, JSON.
+    data: the file that it is about, complete.
+    config: what was asked for.
+    **figures: what else to say of it, e.g. counts.
+  """
+  with open(data, "rb") as f:
+    digest = hashlib.file_digest(f, "sha256").hexdigest()
+  value = {"config": config, "git_commit": git_commit(), **figures}
+  value["sha256"] = {os.path.basename(data): digest}
+  with open(path, "w", encoding="utf-8") as f:
+    json.dump(value, f, indent=2, sort_keys=True)
+    f.write("\n")
 
 
 def git_commit() -> str | None:

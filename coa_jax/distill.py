@@ -8,6 +8,7 @@ Writes into the workdir:
   selections.jsonl     with teacher.select: which run of each task was taken, and why
   trajectories.jsonl   the filtered training set
   teacher.jsonl        each run's reward, answer, calls and cost, for `report`
+  funnel.png           what every stage kept and dropped
   manifest.json        config, counts per stage and drop reason, git commit, sha256
   results.json         the figures
 
@@ -21,7 +22,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import os
 from collections import Counter
@@ -30,7 +30,13 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import ConfigError, check_sections, claim, git_commit, section
+from coa_jax.config import (
+  ConfigError,
+  check_sections,
+  claim,
+  section,
+  write_manifest,
+)
 from coa_jax.protocol.prompts import STYLES, prompt_segments
 from coa_jax.protocol.roles import ANSWER, Variant, get_variant, wrap
 from coa_jax.protocol.trajectory import (
@@ -40,6 +46,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
   write_jsonl,
 )
+from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.rewards import grade
@@ -47,16 +54,18 @@ from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, review_style, solve
 from coa_jax.teacher.annotated import AnnotatedBrain
-from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
+from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
+from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
 from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
+from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
 from coa_jax.teacher.runs import Encode, Run, RunFile, pieces
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
-CALLS, SELECTIONS = "calls.jsonl", "selections.jsonl"
+CALLS, SELECTIONS, MANIFEST = "calls.jsonl", "selections.jsonl", "manifest.json"
+SECTIONS = ("tasks", "tools", "teacher", "convert", "filters", "formats")
 BRAINS = ("scripted", "annotated", "chat")
 # A server may move, a limit of requests may show, while a run is under way.
 _MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
@@ -114,7 +123,7 @@ def run(
   """Distils a team's work on the configured tasks into a training set.
 
   Args:
-    config: sections tasks, tools, teacher, filters and that of the brain.
+    config: sections tasks, tools, teacher, convert, filters, formats and the brain's.
     workdir: where everything is written; holding an interrupted run of the same config
       it is continued.
     api_key: for the endpoint of a chat brain.
@@ -128,7 +137,11 @@ def run(
     RefusedError: the endpoint refuses the key, the URL or the model.
   """
   teacher = section(config, "teacher", TeacherConfig)
-  check_sections(config, ("tasks", "tools", "teacher", "filters", teacher.brain))
+  check_sections(config, (*SECTIONS, teacher.brain))
+  rules = section(config, "convert", ConvertConfig)
+  formats = section(config, "formats", FormatsConfig)
+  if formats.copies and teacher.prompt == "brief":
+    raise ConfigError("config.formats.copies: only teacher.prompt='full' tells formats")
   tools = section(config, "tools", ToolsConfig)
   filters = section(config, "filters", FiltersConfig)
   variant = get_variant(teacher.variant).with_tools(tools.told)
@@ -157,13 +170,14 @@ def run(
 
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
     runs.sort([(task.id, sample) for task, sample in jobs])
-    selections = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
+    chosen = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
     calls = {"calls": journal.bill()} if journal is not None else {}
 
-  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher.prompt, selections)
+  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher, rules, chosen)
   kept, funnel = filter_trajectories(pairs, variant, grade, filters)
+  restyled = restyled_copies(kept, variant, formats)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
-  write_jsonl(os.path.join(workdir, TRAJECTORIES), kept)
+  write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *restyled])
 
   counts = {
     "tasks": len(tasks),
@@ -171,20 +185,16 @@ def run(
     "infrastructure": failed,
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
+    "restyled": len(restyled),
   }
+  funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
+  plots.write_png(os.path.join(workdir, "funnel.png"), plots.funnel_bars(funnels))
   results = {**counts, **_figures(meters, kept), **calls}
-  if selections is not None:
+  if chosen is not None:
     rewards = {(m.task_id, m.sample): m.reward for m in meters}
-    results["best_of_n"] = figures(tasks, selections, rewards)
-  write_json(
-    os.path.join(workdir, "manifest.json"),
-    {
-      "config": config.to_dict(),
-      "counts": counts,
-      "git_commit": git_commit(),
-      "sha256": {TRAJECTORIES: _sha256(os.path.join(workdir, TRAJECTORIES))},
-    },
-  )
+    results["best_of_n"] = figures(tasks, chosen, rewards)
+  manifest, data = (os.path.join(workdir, n) for n in (MANIFEST, TRAJECTORIES))
+  write_manifest(manifest, data, config.to_dict(), counts=counts)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
 
@@ -314,7 +324,8 @@ def _convert_all(
   jobs: Sequence[tuple[Task, int]],
   file: RunFile,
   variant: Variant,
-  style: str,
+  teacher: TeacherConfig,
+  config: ConvertConfig,
   selections: dict[str, Selection] | None,
 ) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
   """Every run's meter; tasks with their trajectories; why there is none, counted."""
@@ -329,8 +340,8 @@ def _convert_all(
     if selections is not None and selections[task.id].sample != sample:
       dropped["not_selected"] += 1
       continue
-    prompt = prompt_segments(variant, task.question, style)
-    result = convert(run_, task, variant, prompt)
+    prompt = prompt_segments(variant, task.question, teacher.prompt)
+    result = convert(run_, task, variant, prompt, config)
     if isinstance(result, Dropped):
       dropped[result.reason] += 1
     else:
@@ -376,8 +387,3 @@ def _figures(
 
 def _mean(values: Sequence[float]) -> float | None:
   return sum(values) / len(values) if values else None
-
-
-def _sha256(path: str) -> str:
-  with open(path, "rb") as f:
-    return hashlib.file_digest(f, "sha256").hexdigest()

@@ -91,8 +91,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   own = own_folder(workdir)
   claim(config, own)
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
-  for t in trajectories:
-    tokenizer.encode_trajectory(t)
+  _encode(trajectories, tokenizer)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
   held = fit[: data.validation]
   # Filters may have written a trajectory twice; its copy would give the loss away.
@@ -206,6 +205,14 @@ def _check(
     )
   if layout:
     layout.check(cfg, B=data.rows, T=data.length)
+
+
+def _encode(trajectories: list[Trajectory], tokenizer: Tokenizer) -> None:
+  """Gives ids to what has none; a sample tells whose the others are."""
+  for t in trajectories[:16]:
+    tokenizer.check_ids(t)
+  for t in trajectories:
+    tokenizer.encode_trajectory(t)
 
 
 def _rows(train: list[Trajectory], data: DataConfig, first: int) -> Iterator[Batch]:

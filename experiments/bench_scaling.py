@@ -125,8 +125,7 @@ def run() -> dict[str, Any]:
       rows.append(row)
       print(f"{sweep} {at}: {row['tokens_per_second']:.0f} tokens/s", flush=True)
   if _PLOT.value:
-    with open(_PLOT.value, "wb") as f:
-      f.write(plots.to_png(draw(rows)))
+    plots.write_png(_PLOT.value, draw(rows))
   return {"table": rows, "ratios": {}}
 
 

@@ -1,54 +1,222 @@
-"""Turns published traces into trajectories that SFT reads.
+"""Turns other people's traces into trajectories that SFT reads.
 
   python -m experiments.import_traces --file=WebAgentSFTDataset.json --variant=web \
     --out=runs/web/trajectories.jsonl
+  python -m experiments.import_traces --file=oagents.jsonl --variant=web \
+    --out=runs/web/trajectories.jsonl --workers=8 --convert.score_right \
+    --convert.missing_think='Go on.' --filter --filters.min_calls=2 \
+    --filters.benchmarks=gaia.jsonl,webwalker.json --filters.max_similarity=0.8
   python -m experiments.sft --config=configs/X.py --workdir=runs/web/sft \
     --config.data.trajectories=runs/web/trajectories.jsonl
 
-Reads the released Chain-of-Agents SFT format: alpaca records, a whole trajectory as the
-output. What has no single reading is dropped; every dropped row is named with the
-reason on standard output, and the last line has the counts.
+Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
+messages with tool calls, ReAct text, our own runs and trajectories, and released RL
+rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources. What a row has
+that a trajectory has no place for, and every row that is dropped, is named with the
+reason on standard output; the last line has the counts. Beside OUT it writes OUT's
+manifest (what was asked, the commit, counts per stage, statistics before and after,
+the file's hash) and pictures of the funnel and of the statistics.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
+import ml_collections
 from absl import app, flags
+from ml_collections import config_flags
 
+from coa_jax.config import section, write_manifest
+from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, get_variant
-from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.teacher.importers import read_alpaca
+from coa_jax.protocol.storage import write_lines
+from coa_jax.report import plots
+from coa_jax.tasks.sources import load_tasks, read_task
+from coa_jax.teacher import filters, importers
+from coa_jax.teacher.convert import ConvertConfig, Dropped
+from coa_jax.teacher.importers import FORMATS, RL, Importer
+from coa_jax.teacher.refine import Found, Refinement, Refiner
 from experiments.launch import stop, with_clear_errors
 
-_FILE = flags.DEFINE_string("file", None, "JSON list of alpaca records.", required=True)
-_OUT = flags.DEFINE_string("out", None, "JSON lines to write.", required=True)
+
+def _sections(name: str, cls: type) -> Any:
+  default = ml_collections.ConfigDict({name: dataclasses.asdict(cls())})
+  return config_flags.DEFINE_config_dict(name, default[name])
+
+
+_FILE = flags.DEFINE_string("file", None, "A file, or a source by URI.", required=True)
+_OUT = flags.DEFINE_string(
+  "out", None, "What to write: .jsonl or .parquet.", required=True
+)
 _VARIANT = flags.DEFINE_enum(
-  "variant", None, list(VARIANTS), "Dialect of the records.", required=True
+  "variant", None, list(VARIANTS), "Dialect of the trajectories.", required=True
+)
+_FORMAT = flags.DEFINE_enum(
+  "format", "auto", ["auto", *FORMATS, RL], "Of the rows; auto goes by the first one."
 )
 _KEEP_ILLEGAL = flags.DEFINE_bool(
   "keep_illegal",
   False,
   "Keep records that can be read but break the dialect's order rules.",
 )
+_PROMPT = flags.DEFINE_enum("prompt", "full", STYLES, "Style of the prompts.")
+_TOOLS = flags.DEFINE_list(
+  "tools", [], "Names of their tools and our tags: theirs=web_search,other=code."
+)
+_TASKS = flags.DEFINE_string("tasks", "", "Tasks of the runs (format runs).")
+_TOKENIZER = flags.DEFINE_string(
+  "tokenizer", "", "Folder of the tokenizer to write ids by: that of the model."
+)
+_WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
+_FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
+_FILTERS = _sections("filters", filters.FiltersConfig)
+_CONVERT = _sections("convert", ConvertConfig)
 
 
 def main(argv: list[str]) -> None:
-  """Writes the file and says what became of every record."""
+  """Writes the files and says what became of every row."""
   if argv[1:]:
     stop(f"unexpected argument {argv[1]!r}")
-  variant = get_variant(_VARIANT.value)
-  kept, dropped = with_clear_errors(
-    lambda: read_alpaca(_FILE.value, variant, _KEEP_ILLEGAL.value)
+  with_clear_errors(_run)
+
+
+def _run() -> None:
+  found, records = importers.records(_FILE.value)
+  chosen = found if _FORMAT.value == "auto" else _FORMAT.value
+  if _FORMAT.value == "auto":
+    print(f"{_FILE.value}: format {found}, by its first row")
+  if chosen == RL:
+    _write_tasks(records)
+    return
+  refiner = _refiner(chosen)
+  work = Refinement(refiner, _WORKERS.value)
+  unit = "tokens" if _TOKENIZER.value else "characters"
+  before, after = plots.Statistics(unit), plots.Statistics(unit)
+
+  def on_found(row: Found, copies: int) -> None:
+    for text in row.lost:
+      _print(f"{row.task_id}: lost: {text}")
+    before.add(row.shape.length, row.shape.roles)
+    after.add(row.shape.length, row.shape.roles, copies)
+
+  try:
+    lines = work.lines(records, _tell, on_found)
+    kept = write_lines(_OUT.value, lines, at_least_one=True)
+  except EOFError:
+    counts = work.counts()
+    reasons = Counter(counts["import"]["dropped"])
+    for stage in filters.STAGES if refiner.filters else ():
+      reasons.update(counts["filters"][stage]["dropped"])
+    stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)})")
+  counts = work.counts()
+  _report(chosen, refiner, counts, before, after)
+  dropped = Counter(counts["import"]["dropped"])
+  told = f" ({_counted(dropped)})" if dropped else ""
+  for stage in filters.STAGES if refiner.filters else ():
+    gone = Counter(counts["filters"][stage]["dropped"])
+    if gone:
+      print(f"filter {stage}: {gone.total()} dropped ({_counted(gone)})")
+  print(f"{kept} kept, {dropped.total()} dropped{told}")
+
+
+def _refiner(chosen: str) -> Refiner:
+  table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
+  whole = ml_collections.ConfigDict(
+    {"filters": _FILTERS.value, "convert": _CONVERT.value}
   )
-  for record in dropped:
-    print(f"{record.task_id}: {record.reason}: {record.detail}")
-  reasons = Counter(record.reason for record in dropped)
-  counts = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
-  if not kept:
-    stop(f"{_FILE.value}: no record is left to train on ({counts or 'it is empty'})")
-  write_jsonl(_OUT.value, kept)
-  print(f"{len(kept)} kept, {len(dropped)} dropped{f' ({counts})' if counts else ''}")
+  importer = Importer(
+    format=chosen,
+    variant=get_variant(_VARIANT.value),
+    prompt=_PROMPT.value,
+    stem=importers.stem(_FILE.value),
+    tools=table,
+    convert=section(whole, "convert", ConvertConfig),
+    keep_illegal=_KEEP_ILLEGAL.value,
+    tasks={t.id: t for t in load_tasks(_TASKS.value)} if _TASKS.value else {},
+  )
+  if not _FILTER.value:
+    return Refiner(importer, tokenizer=_TOKENIZER.value)
+  config = section(whole, "filters", filters.FiltersConfig)
+  benchmarks = filters.load_benchmarks(config)
+  return Refiner(importer, config, benchmarks, _TOKENIZER.value)
+
+
+def _tell(row: Dropped) -> None:
+  _print(f"{row.task_id}: {row.reason}: {row.detail}")
+
+
+def _print(text: str) -> None:
+  """One line, whatever a row's strings would do to a terminal."""
+  print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+
+
+def _counted(reasons: Counter[str]) -> str:
+  return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
+
+
+def _write_tasks(records: Iterator[importers.Record]) -> None:
+  """Released RL rows as tasks, in JSON lines."""
+  if not _OUT.value.endswith(".jsonl"):
+    raise ValueError(f"{_OUT.value}: tasks are written as .jsonl")
+  dropped: Counter[str] = Counter()
+  stem = importers.stem(_FILE.value)
+
+  def tasks() -> Iterator[dict[str, Any]]:
+    for number, where, row in records:
+      try:
+        yield read_task(row, where, f"{stem}-{number}").to_json()
+      except ValueError as e:
+        dropped["unreadable"] += 1
+        _print(f"{stem}-{number}: unreadable: {e}")
+
+  try:
+    kept = write_lines(_OUT.value, tasks(), at_least_one=True)
+  except EOFError:
+    stop(f"{_FILE.value}: no row is left ({_counted(dropped)})")
+  print(f"{kept} tasks kept, {dropped.total()} dropped")
+
+
+def _report(
+  chosen: str,
+  refiner: Refiner,
+  counts: dict[str, Any],
+  before: plots.Statistics,
+  after: plots.Statistics,
+) -> None:
+  """The manifest and the pictures, beside the output."""
+  imported = counts["import"]
+  bars = {"import": (imported["kept"], imported["dropped"])}
+  if refiner.filters:
+    bars |= filters.stages(counts["filters"])
+  pictures = {
+    "funnel": plots.funnel_bars(bars),
+    "statistics": plots.filter_statistics(before, after),
+  }
+  for name, figure in pictures.items():
+    plots.write_png(f"{_OUT.value}.{name}.png", figure)
+  asked = {
+    "file": _FILE.value,
+    "format": chosen,
+    "variant": refiner.importer.variant.name,
+    "prompt": refiner.importer.prompt,
+    "tools": dict(refiner.importer.tools),
+    "tasks": _TASKS.value,
+    "keep_illegal": refiner.importer.keep_illegal,
+    "tokenizer": refiner.tokenizer,
+    "convert": dataclasses.asdict(refiner.importer.convert),
+    "filters": dataclasses.asdict(refiner.filters) if refiner.filters else None,
+  }
+  write_manifest(
+    f"{_OUT.value}.manifest.json",
+    _OUT.value,
+    asked,
+    counts=counts,
+    before=before.summary(),
+    after=after.summary(),
+  )
 
 
 if __name__ == "__main__":

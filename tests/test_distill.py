@@ -196,3 +196,30 @@ def test_the_config_builds(arg):
 def test_the_config_knows_its_names():
   with pytest.raises(ValueError, match="'huge'"):
     CONFIG("huge")
+
+
+def test_the_funnel_is_drawn_and_observations_can_be_shortened(config, tmp_path):
+  config.tasks.limit = 8
+  config.convert = dict(observation_chars=16)
+  config.filters.update(keep_unreflected=1.0, min_activations=1)
+  distill.run(config, str(tmp_path))
+  assert read(str(tmp_path), "funnel.png").startswith(b"\x89PNG")
+  cut = [t for t in read_trajectories(tmp_path / distill.TRAJECTORIES)]
+  assert any("shortened" in t.meta for t in cut)
+  assert all(len(c.result) <= 16 + 40 for t in cut for c in t.calls)
+  config.convert = dict(observation_chars=3)
+  with pytest.raises(ConfigError, match="observation_chars must be 0 or at least 16"):
+    distill.run(config, str(tmp_path / "other"))
+
+
+def test_restyled_copies_stand_beside_the_others(config, tmp_path):
+  config.tasks.limit = 8
+  config.formats = dict(copies=2)
+  with pytest.raises(ConfigError, match="='full' tells formats"):
+    distill.run(config, str(tmp_path / "brief"))
+  config.teacher.prompt = "full"
+  results = distill.run(config, str(tmp_path))
+  found = read_trajectories(tmp_path / distill.TRAJECTORIES)
+  copies = [t for t in found if "format" in t.meta]
+  assert len(copies) == results["restyled"] > 0
+  assert len(found) == results["kept"] + results["restyled"]

@@ -218,6 +218,21 @@ class Tokenizer:
       else:
         s.ids = self._observation_ids(s.text)
 
+  def check_ids(self, trajectory: Trajectory) -> None:
+    """Refuses ids that are another tokenizer's.
+
+    Raises:
+      ValueError: the ids of a policy segment do not spell its text.
+    """
+    for s in trajectory.segments:
+      if s.author != Author.POLICY or not s.ids:
+        continue
+      if self.decode(s.ids) != _bytes(s.text).decode():
+        raise ValueError(
+          f"trajectory {trajectory.task_id!r}: the ids of {s.text[:40]!r} spell "
+          f"{self.decode(s.ids)[:40]!r}; they are another tokenizer's than the model's"
+        )
+
   def policy_segments(
     self, ids: Sequence[int], logps: Sequence[float], version: int
   ) -> list[Segment]:

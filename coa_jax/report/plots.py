@@ -7,6 +7,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 
 from __future__ import annotations
 
+import array
 import collections
 import io
 import itertools
@@ -154,26 +155,55 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
   return figure
 
 
-def filter_statistics(
-  before: Sequence[Trajectory], after: Sequence[Trajectory]
-) -> Figure:
-  """Trajectory lengths and spans per role, before and after filtering.
+class Statistics:
+  """Lengths and roles of a set of trajectories, gathered one by one."""
 
-  Lengths are in tokens where every trajectory has ids, else in characters.
-  """
+  def __init__(self, unit: str = "characters"):
+    """Args: what lengths are counted in."""
+    self.unit = unit
+    self.lengths = array.array("q")
+    self.roles: collections.Counter[str] = collections.Counter()
+
+  def add(self, length: int, roles: Mapping[str, int], times: int = 1) -> None:
+    """Counts a trajectory: its length, its spans of each role."""
+    for _ in range(times):
+      self.lengths.append(length)
+      self.roles.update(roles)
+
+  @classmethod
+  def of(cls, trajectories: Sequence[Trajectory], tokens: bool) -> Statistics:
+    """Those of trajectories, in tokens or in characters without the prompt."""
+    out = cls("tokens" if tokens else "characters")
+    for t in trajectories:
+      out.add(t.num_tokens if tokens else len(t.text), _roles(t))
+    return out
+
+  def summary(self) -> dict[str, Any]:
+    """Count, quantiles of the length, mean spans of each role; for a manifest."""
+    points = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "max": 100}
+    at = np.percentile(self.lengths, list(points.values())) if self.lengths else []
+    return {
+      "trajectories": len(self.lengths),
+      self.unit: {k: float(v) for k, v in zip(points, at, strict=False)},
+      "spans": self.means(),
+    }
+
+  def means(self) -> dict[str, float]:
+    """Mean number of spans of each role per trajectory, most frequent first."""
+    n = len(self.lengths)
+    return {r: count / n for r, count in self.roles.most_common()} if n else {}
+
+
+def filter_statistics(before: Statistics, after: Statistics) -> Figure:
+  """Trajectory lengths and spans per role, before and after filtering."""
   figure, (left, right) = _figure(2)
   sets = {"before": before, "after": after}
-  tokens = all(t.num_tokens for t in (*before, *after))
-  lengths = {
-    name: [t.num_tokens if tokens else len(t.text) for t in ts]
-    for name, ts in sets.items()
-  }
-  edges = np.histogram_bin_edges([x for v in lengths.values() for x in v] or [0], 24)
-  for color, (name, values) in zip(COLORS, lengths.items(), strict=False):
-    label = f"{name} ({len(values)})"
-    left.hist(values, edges, color=color, alpha=0.55, label=label)
-  _finish(left, "tokens" if tokens else "characters", "trajectories", legend=True)
-  counts = {name: role_counts(ts) for name, ts in sets.items()}
+  edges = np.histogram_bin_edges([*before.lengths, *after.lengths] or [0], 24)
+  for color, (name, one) in zip(COLORS, sets.items(), strict=False):
+    label = f"{name} ({len(one.lengths)})"
+    left.hist(one.lengths, edges, color=color, alpha=0.55, label=label)
+  _finish(left, before.unit, "trajectories", legend=True)
+  counts = {name: one.means() for name, one in sets.items()}
   roles = list(dict.fromkeys(r for c in counts.values() for r in c))
   for i, (name, count) in enumerate(counts.items()):
     y = np.arange(len(roles)) + (i - 0.5) * 0.38
@@ -186,14 +216,36 @@ def filter_statistics(
   return figure
 
 
-def role_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-  """Mean number of spans of each role per trajectory, most frequent first."""
-  if not trajectories:
-    return {}
-  counts: collections.Counter[str] = collections.Counter()
-  for t in trajectories:
-    counts.update(s.role for s in t.segments if s.role and s.author != Author.PROMPT)
-  return {r: n / len(trajectories) for r, n in counts.most_common()}
+def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
+  """What every stage of a funnel kept, and what it dropped by reason, top to bottom.
+
+  Args:
+    stages: stage -> (kept, {reason: dropped}), in order.
+  """
+  figure, (axis,) = _figure(1, width=7.2)
+  figure.set_figheight(0.9 + 0.42 * len(stages))
+  for y, (kept, dropped) in enumerate(stages.values()):
+    lost = sum(dropped.values())
+    axis.barh(y, kept, 0.7, color=COLORS[0], label=None if y else "kept")
+    axis.barh(y, lost, 0.7, kept, color=COLORS[1], label=None if y else "dropped")
+    worst = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
+    shown = ", ".join(f"{reason} {n:,}" for reason, n in worst[:3])
+    more = f", {len(worst) - 3} more" if len(worst) > 3 else ""
+    text = f" {kept:,} kept" + (f"; {shown}{more}" if shown else "")
+    axis.annotate(text, (kept + lost, y), va="center", size=8)
+  axis.set_yticks(range(len(stages)), list(stages))
+  axis.invert_yaxis()
+  axis.set_xlim(
+    0, 2.2 * max((k + sum(d.values()) for k, d in stages.values()), default=1)
+  )
+  _finish(axis, "trajectories", "", legend=True)
+  axis.grid(visible=False, axis="y")
+  return figure
+
+
+def _roles(trajectory: Trajectory) -> collections.Counter[str]:
+  spans = (s for s in trajectory.segments if s.author != Author.PROMPT)
+  return collections.Counter(s.role for s in spans if s.role)
 
 
 def _figure(panels: int, width: float = 4.4) -> tuple[Figure, list[Axes]]:
@@ -238,3 +290,9 @@ def to_png(figure: Figure, dpi: int = 150) -> bytes:
   out = io.BytesIO()
   figure.savefig(out, format="png", dpi=dpi)
   return out.getvalue()
+
+
+def write_png(path: str, figure: Figure) -> None:
+  """Writes the figure, on white."""
+  with open(path, "wb") as f:
+    f.write(to_png(figure))

@@ -13,13 +13,11 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from coa_jax.protocol.trajectory import read_jsonl
+from coa_jax.tasks.rows import Row, read_rows
 from coa_jax.tasks.task import Kind, Task
-
-Row = dict[str, Any]
 
 # Where the question starts in a released prompt: below the last rule of its head.
 _QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
@@ -38,7 +36,7 @@ class TasksConfig:
   """Config section `tasks`.
 
   Attributes:
-    uri: a file that `load_tasks` reads.
+    uri: a file, or a source by its URI: see `rows`.
     limit: take this many tasks; 0 takes all.
     families: take only these families; () takes all.
     seed: of the order; None keeps the file's. With a limit: which tasks are taken.
@@ -71,7 +69,7 @@ def select_tasks(config: TasksConfig) -> list[Task]:
 
 
 def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
-  """Every task of a `.jsonl`, `.json` (a list, or lines) or `.parquet` file, in order.
+  """Every task of a file or of a source that `rows.read_rows` knows, in order.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -82,7 +80,7 @@ def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
   stem = os.path.splitext(os.path.basename(path))[0]
   tasks: list[Task] = []
   seen: dict[str, str] = {}
-  for number, (where, row) in enumerate(_rows(path)):
+  for number, (where, row) in enumerate(read_rows(path)):
     task = read_task(row, where, default_id=f"{stem}-{number}")
     if task.id in seen:
       raise ValueError(f"{where}: id {task.id!r} is already the id of {seen[task.id]}")
@@ -122,49 +120,6 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
       "and WebWalkerQA rows"
     )
   return _plain_row(row, where, default_id)
-
-
-def _rows(path: str) -> Iterator[tuple[str, Row]]:
-  if not os.path.exists(path):
-    raise FileNotFoundError(f"no task file at {path}")
-  suffix = os.path.splitext(path)[1]
-  if suffix == ".jsonl":
-    yield from read_jsonl(path)
-  elif suffix == ".json":
-    yield from _json_rows(path)
-  elif suffix == ".parquet":
-    import pyarrow.parquet
-
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-      yield from _numbered(path, batch.to_pylist())
-  else:
-    raise ValueError(
-      f"{path}: unknown kind of task file {suffix!r}; accepted: .jsonl, .json, .parquet"
-    )
-
-
-def _json_rows(path: str) -> Iterator[tuple[str, Row]]:
-  with open(path, encoding="utf-8") as f:
-    text = f.read()
-  try:
-    rows = json.loads(text)
-  except json.JSONDecodeError as e:
-    if text.lstrip().startswith("{"):
-      yield from read_jsonl(path)  # one row per line; its errors name the line
-      return
-    raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg})") from e
-  rows = [rows] if isinstance(rows, dict) else rows
-  if not isinstance(rows, list):
-    raise ValueError(f"{path}: expected a list of rows, or one row per line")
-  yield from _numbered(path, rows)
-
-
-def _numbered(path: str, rows: list[Any]) -> Iterator[tuple[str, Row]]:
-  for number, row in enumerate(rows):
-    where = f"{path} row {number}"
-    if not isinstance(row, dict):
-      raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    yield where, row
 
 
 def _plain_row(row: Row, where: str, default_id: str) -> Task:

@@ -7,19 +7,23 @@ become `think`, plans `plan`, calls the tool's own tag, results `observation`, r
 before each reflection, a review's last line is the reflection and the rest the think.
 Every tool call and every observation is kept verbatim and in order; what the protocol
 has no place for (who comes next, malformed replies, a candidate that was never
-verified) is left out.
+verified) is left out. Two rules may change that, and what they changed is recorded in
+the trajectory's `meta`: long observations may lose their middle, and a think that the
+variant asks for may be filled in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.tasks.task import Task
+from coa_jax.tasks.rewards import grade
+from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import review_style
 from coa_jax.teacher.runs import Event, Run
@@ -42,6 +46,32 @@ class Dropped:
   detail: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+  """Config section `convert`.
+
+  Attributes:
+    observation_chars: an observation longer than this keeps so many characters of its
+      head and tail, around a marker that says how many are gone; 0 keeps all.
+      `meta["shortened"]` lists the call's number and its result's length of each.
+    missing_think: what a think says that the variant asks for and the run does not
+      have; "" drops such a run. `meta["filled"]` counts them.
+    score_right: a run without a verdict whose answer is right is given the answer as
+      its candidate and the best score as its verdict, for a variant that asks for them;
+      the paper's scores too were given afterwards. `meta["scored"]` says so.
+  """
+
+  observation_chars: int = 0
+  missing_think: str = ""
+  score_right: bool = False
+
+  def __post_init__(self):
+    if self.observation_chars and self.observation_chars < 16:
+      raise ValueError("observation_chars must be 0 or at least 16")
+    if roles.find_tag(self.missing_think):
+      raise ValueError("missing_think must not hold a tag")
+
+
 _TAGS = {
   runs.PLAN: roles.PLAN,
   runs.REFLECTION: roles.REFLECTION,
@@ -50,7 +80,11 @@ _TAGS = {
 
 
 def convert(
-  run: Run, task: Task, variant: Variant, prompt: Sequence[Segment]
+  run: Run,
+  task: Task,
+  variant: Variant,
+  prompt: Sequence[Segment],
+  config: ConvertConfig = ConvertConfig(),
 ) -> Trajectory | Dropped:
   """The run as one stream of spans, well formed under the variant.
 
@@ -60,6 +94,7 @@ def convert(
     variant: the dialect; candidates and verdicts are left out where it has no tag for
       them.
     prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
+    config: what may be shortened and filled in; nothing unless it says so.
 
   Returns:
     A trajectory whose tool calls have their wall seconds set to 0, so that equal runs
@@ -70,8 +105,19 @@ def convert(
     return Dropped(run.task_id, run.sample, last.detail, last.content)
   if run.status != Status.ENDED:
     return Dropped(run.task_id, run.sample, run.status.value, run.error)
-  spans = _place_thinks(_spans(run.events, variant), variant)
-  segments = [*prompt, *spans]
+  run, changes = _shortened(run, config.observation_chars)
+  if config.score_right and _unscored(run, variant) and _right(task, run.prediction):
+    score = str(max(roles.SCORES))
+    *events, final = run.events
+    events += [
+      Event(runs.SOLVER, runs.CANDIDATE, final.content),
+      Event(runs.VERIFIER, runs.VERDICT, "", score),
+    ]
+    run = dataclasses.replace(run, events=[*events, final])
+    changes["scored"] = True
+  spans = _fill(_spans(run.events, variant), variant, config.missing_think, changes)
+  # The meta below is read after the spans are placed: `_fill` counts as it goes.
+  segments = [*prompt, *_place_thinks(spans, variant)]
   trajectory = Trajectory(
     task_id=run.task_id,
     segments=segments,
@@ -85,12 +131,64 @@ def convert(
       "family": task.family,
       "source": task.source,
       "kind": task.kind.value,
+      **changes,
     },
   )
   verdict = parse(trajectory.text, variant)
   if not verdict.ok:
     return Dropped(run.task_id, run.sample, verdict.verdict.value, verdict.detail)
   return trajectory
+
+
+def shorten(text: str, limit: int) -> str:
+  """`text`, or `limit` characters of its head and tail around a marker of the gap."""
+  gone = len(text) - limit
+  if not limit or gone <= 0:
+    return text
+  tail = limit // 2
+  marker = f"\n...[{gone} characters cut]...\n"
+  return text[: limit - tail] + marker + text[len(text) - tail :]
+
+
+def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
+  """The run with its observations cut, and what has to be recorded of that."""
+  cut = [[i, len(c.result)] for i, c in enumerate(run.calls) if len(c.result) > limit]
+  if not limit or not cut:
+    return run, {}
+  events = [
+    dataclasses.replace(e, content=shorten(e.content, limit))
+    if e.kind == runs.OBSERVATION
+    else e
+    for e in run.events
+  ]
+  calls = [dataclasses.replace(c, result=shorten(c.result, limit)) for c in run.calls]
+  record = {"shortened": {"head_and_tail": limit, "calls": cut}}
+  return dataclasses.replace(run, events=events, calls=calls), record
+
+
+def _unscored(run: Run, variant: Variant) -> bool:
+  """Whether a run in want of a verdict has none."""
+  wanted = roles.DOUBLE_CHECK in variant.roles and bool(run.events)
+  return wanted and not any(e.kind == runs.VERDICT for e in run.events)
+
+
+def _right(task: Task, prediction: str | None) -> bool:
+  known = bool(task.answers) and task.kind != Kind.CODE  # tests are not run here
+  return known and grade(task, prediction) == 1.0
+
+
+def _fill(
+  spans: Iterator[tuple[str, str]], variant: Variant, text: str, changes: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
+  """The spans, with a think of `text` before each that asks for one and has none."""
+  thought = False
+  for tag, content in spans:
+    if text and tag in variant.think_required and not thought:
+      changes["filled"] = changes.get("filled", 0) + 1
+      yield roles.THINK, text
+    # A thought that may not stand here waits for the next span: `_place_thinks`.
+    thought = tag == roles.THINK or (thought and tag not in variant.think_allowed)
+    yield tag, content
 
 
 def _spans(events: Sequence[Event], variant: Variant) -> Iterator[tuple[str, str]]:

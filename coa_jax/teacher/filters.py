@@ -1,8 +1,13 @@
-"""The four progressive filters of multi-agent distillation, and the funnel they leave.
+"""The progressive filters of multi-agent distillation, and the funnel they leave.
 
 Source: arXiv 2508.13167, section on supervised fine-tuning data: complexity, quality,
 reflection, error correction, in that order. The paper gives neither ratios nor
-definitions for counting; those used here are stated field by field.
+definitions for counting; those used here are stated field by field. Between quality and
+error correction stand two that it lacks: what is of an evaluation set, and what was
+there before.
+
+`examine` looks at one trajectory alone, so any number of processes may share the work;
+`Funnel` takes what they found in the order of the input, and decides.
 """
 
 from __future__ import annotations
@@ -10,17 +15,29 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Parse, Span, parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.task import Task
+from coa_jax.teacher.novelty import (
+  Benchmarks,
+  Duplicates,
+  policy_text,
+  signature,
+  visits,
+)
 
-Judge = Callable[[Task, str | None], float]
-STAGES = ("complexity", "quality", "reflection")  # that drop; then error correction
+# The reward of an answer; None where it cannot be judged, and then nothing is dropped.
+Judge = Callable[[Task, str | None], float | None]
+# Those that drop; then error correction, which writes some trajectories more than once.
+STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +52,15 @@ class FiltersConfig:
     min_reward: quality: the judge's reward below which an answer is wrong.
     max_repeats: quality: how many calls may repeat an earlier one of the same tool with
       the same input (white space aside).
+    benchmarks: contamination: evaluation sets (files or URIs of tasks) whose questions
+      no text of a trajectory may hold.
+    overlap_words: words of an n-gram that a trajectory may not share with one of them;
+      of a shorter question all words, and with the trajectory's question only.
+    blocked: contamination: domains (`host` or `host/path`) that no call may name.
     keep_unreflected: reflection: the share kept of trajectories without a reflection.
+    reflected_copies: reflection: how often one with a reflection is written.
+    max_similarity: duplicates: Jaccard similarity of word 5-grams (of the question and
+      what the policy wrote) above which only the first is kept; 1 keeps all.
     corrected_copies: error correction: how often a trajectory is written that went
       wrong, noticed (a first double_check below the pass score, or a reflection graded
       poor) and ended right.
@@ -46,15 +71,149 @@ class FiltersConfig:
   min_calls: int = 0
   min_reward: float = 1.0
   max_repeats: int = 0
+  benchmarks: tuple[str, ...] = ()
+  overlap_words: int = 8
+  blocked: tuple[str, ...] = ()
   keep_unreflected: float = 0.5
+  reflected_copies: int = 1
+  max_similarity: float = 1.0
   corrected_copies: int = 2
   seed: int = 0
 
   def __post_init__(self):
-    if not 0 <= self.keep_unreflected <= 1:
-      raise ValueError("keep_unreflected is a share, from 0 to 1")
-    if self.corrected_copies < 1:
-      raise ValueError("corrected_copies must be at least 1")
+    for share in ("keep_unreflected", "max_similarity"):
+      if not 0 <= getattr(self, share) <= 1:
+        raise ValueError(f"{share} is a share, from 0 to 1")
+    for count in ("corrected_copies", "reflected_copies", "overlap_words"):
+      if getattr(self, count) < 1:
+        raise ValueError(f"{count} must be at least 1")
+
+
+def load_benchmarks(config: FiltersConfig) -> Benchmarks:
+  """The questions that `config.benchmarks` name.
+
+  Raises:
+    FileNotFoundError, ValueError: as `tasks.sources.load_tasks`.
+  """
+  sets = (load_tasks(uri) for uri in config.benchmarks)
+  questions = (task.question for tasks in sets for task in tasks)
+  return Benchmarks(questions, config.overlap_words)
+
+
+@dataclasses.dataclass
+class Examined:
+  """What one trajectory alone tells.
+
+  Attributes:
+    trajectory: the trajectory, with its reward.
+    fault: the stage that drops it and the reason; None if all let it pass.
+    reflected: whether it has a reflection.
+    corrected: whether it noticed a mistake of its own; see `was_corrected`.
+    graded: whether its answer could be judged.
+    signature: of its text, where duplicates are looked for.
+  """
+
+  trajectory: Trajectory
+  fault: tuple[str, str] | None
+  reflected: bool = False
+  corrected: bool = False
+  graded: bool = True
+  signature: np.ndarray | None = None
+
+
+def examine(
+  task: Task,
+  trajectory: Trajectory,
+  variant: Variant,
+  judge: Judge,
+  config: FiltersConfig,
+  benchmarks: Benchmarks,
+) -> Examined:
+  """Looks at one trajectory; what is after its first fault is not looked at.
+
+  Args:
+    task: what it was asked.
+    trajectory: its reward is written here.
+    variant: the dialect that it must obey.
+    judge: (task, prediction) -> reward.
+    config: thresholds and ratios.
+    benchmarks: as from `load_benchmarks`.
+  """
+  verdict = parse(trajectory.text, variant)
+  fault = (
+    _complexity(trajectory, config)
+    or _quality(task, trajectory, verdict, judge, config)
+    or _contamination(task, trajectory, config, benchmarks)
+    or _reflection(trajectory, verdict, config)
+  )
+  if fault is not None:
+    return Examined(trajectory, fault)
+  return Examined(
+    trajectory,
+    None,
+    reflected=any(s.role == roles.REFLECTION for s in verdict.spans),
+    corrected=was_corrected(verdict.spans),
+    graded=trajectory.reward is not None,
+    signature=signature(policy_text(trajectory)) if config.max_similarity < 1 else None,
+  )
+
+
+class Funnel:
+  """Takes trajectories in order, says how often each is written, and counts."""
+
+  def __init__(self, config: FiltersConfig):
+    """Args: thresholds and ratios."""
+    self._config = config
+    self._duplicates = Duplicates(config.max_similarity)
+    self._dropped: dict[str, Counter[str]] = {stage: Counter() for stage in STAGES}
+    self._count: Counter[str] = Counter()
+
+  def admit(self, examined: Examined) -> int:
+    """How often the trajectory is to be written; 0 drops it.
+
+    Args:
+      examined: an `Examined`, or what has all its fields but the trajectory.
+    """
+    c = self._config
+    self._count["in"] += 1
+    fault = examined.fault
+    mine = examined.signature
+    if fault is None and mine is not None and not self._duplicates.is_new(mine):
+      fault = "duplicates", "near_duplicate"
+    if fault is not None:
+      stage, reason = fault
+      self._dropped[stage][reason] += 1
+      return 0
+    copies = c.corrected_copies if examined.corrected else 1
+    if examined.reflected:
+      copies = max(copies, c.reflected_copies)
+    self._count["ungraded"] += not examined.graded
+    self._count["reflected"] += examined.reflected
+    self._count["corrected"] += examined.corrected
+    self._count["added"] += copies - 1
+    return copies
+
+  def report(self) -> dict[str, Any]:
+    """What every stage kept, and dropped by reason.
+
+    Each stage's kept and dropped add up to what the one before it kept. Of what the
+    last one kept, "ungraded" had no judgement; "reflected" and "corrected" earned
+    copies, of which "added" were written.
+    """
+    left = self._count["in"]
+    out: dict[str, Any] = {"in": left}
+    for stage in STAGES:
+      left -= self._dropped[stage].total()
+      out[stage] = {"kept": left, "dropped": dict(sorted(self._dropped[stage].items()))}
+    names = ("ungraded", "reflected", "corrected", "added")
+    last = {name: self._count[name] for name in names}
+    return {**out, "error_correction": {**last, "kept": left + last["added"]}}
+
+
+def stages(report: Mapping[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
+  """A funnel's report as `plots.funnel_bars` draws it: (kept, dropped) by stage."""
+  out = {name: (report[name]["kept"], report[name]["dropped"]) for name in STAGES}
+  return {**out, "with copies": (report["error_correction"]["kept"], {})}
 
 
 def filter_trajectories(
@@ -63,7 +222,7 @@ def filter_trajectories(
   judge: Judge,
   config: FiltersConfig,
 ) -> tuple[list[Trajectory], dict[str, Any]]:
-  """Applies the four filters in order.
+  """Applies the filters in order.
 
   Args:
     pairs: each trajectory with its task.
@@ -73,64 +232,66 @@ def filter_trajectories(
 
   Returns:
     The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
-    them); and the funnel: per stage "kept" and "dropped" by reason, such that each
-    stage's kept + dropped is what the stage before kept.
+    them); and the funnel: see `Funnel.report`.
   """
-  dropped: dict[str, Counter[str]] = {stage: Counter() for stage in STAGES}
+  benchmarks, funnel = load_benchmarks(config), Funnel(config)
   kept: list[Trajectory] = []
-  count = corrected = added = 0
   for task, trajectory in pairs:
-    count += 1
-    verdict = parse(trajectory.text, variant)
-    fault = _fault(task, trajectory, verdict, judge, config)
-    if fault is not None:
-      stage, reason = fault
-      dropped[stage][reason] += 1
-      continue
-    copies = 1
-    if was_corrected(verdict.spans):
-      copies = config.corrected_copies
-      corrected += 1
-    added += copies - 1
-    kept += [_copy(trajectory, i) for i in range(copies)]
-  funnel: dict[str, Any] = {"in": count}
-  for stage in STAGES:
-    count -= dropped[stage].total()
-    funnel[stage] = {"kept": count, "dropped": dict(sorted(dropped[stage].items()))}
-  last = {"corrected": corrected, "added": added, "kept": len(kept)}
-  return kept, {**funnel, "error_correction": last}
+    found = examine(task, trajectory, variant, judge, config, benchmarks)
+    kept += [numbered(trajectory, i) for i in range(funnel.admit(found))]
+  return kept, funnel.report()
 
 
-def _fault(
-  task: Task, trajectory: Trajectory, verdict: Parse, judge: Judge, c: FiltersConfig
-) -> tuple[str, str] | None:
-  """The stage that drops a trajectory, and its reason; None if all let it pass."""
+def numbered(trajectory: Trajectory, number: int) -> Trajectory:
+  """The number-th copy of a trajectory; the first, 0, is itself."""
+  if number == 0:
+    return trajectory
+  return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
+
+
+def _complexity(trajectory: Trajectory, c: FiltersConfig) -> tuple[str, str] | None:
   written = [s.role for s in trajectory.segments if s.author == Author.POLICY]
   if sum(role != roles.ANSWER for role in written) < c.min_activations:
     return "complexity", "few_activations"
   if len(trajectory.calls) < c.min_calls:
     return "complexity", "few_calls"
+  return None
+
+
+def _quality(
+  task: Task, trajectory: Trajectory, verdict: Parse, judge: Judge, c: FiltersConfig
+) -> tuple[str, str] | None:
   if not verdict.ok:
     return "quality", f"protocol_{verdict.verdict.value}"
   inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
   if len(trajectory.calls) - len(inputs) > c.max_repeats:
     return "quality", "redundant_calls"
-  trajectory.reward = judge(task, verdict.answer)
-  trajectory.reward_parts = {"answer": trajectory.reward}
-  if trajectory.reward < c.min_reward:
-    return "quality", "wrong_answer"
+  reward = judge(task, verdict.answer)
+  if reward is None:
+    return None
+  trajectory.reward, trajectory.reward_parts = reward, {"answer": reward}
+  return ("quality", "wrong_answer") if reward < c.min_reward else None
+
+
+def _contamination(
+  task: Task, trajectory: Trajectory, c: FiltersConfig, benchmarks: Benchmarks
+) -> tuple[str, str] | None:
+  if visits(trajectory, c.blocked):
+    return "contamination", "blocked_domain"
+  if c.benchmarks and benchmarks.hold(task.question, trajectory):
+    return "contamination", "benchmark"
+  return None
+
+
+def _reflection(
+  trajectory: Trajectory, verdict: Parse, c: FiltersConfig
+) -> tuple[str, str] | None:
   if not any(s.role == roles.REFLECTION for s in verdict.spans):
     # Keyed by the trajectory, so that others in the set change nothing.
     key = f"{c.seed}/{trajectory.task_id}/{trajectory.sample}"
     if random.Random(key).random() >= c.keep_unreflected:
       return "reflection", "no_reflection"
   return None
-
-
-def _copy(trajectory: Trajectory, number: int) -> Trajectory:
-  if number == 0:
-    return trajectory
-  return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
 
 
 def was_corrected(spans: Iterable[Span]) -> bool:

@@ -1,222 +1,197 @@
-"""Trajectories that others have published, as this project's own.
+"""Traces of other people's systems as this project's trajectories, row by row.
 
-The released Chain-of-Agents SFT data (arXiv 2508.13167) are alpaca records: a JSON list
-of objects with `instruction`, `input` and `output`, where the output is a whole
-trajectory, observations included, as one string. Observations are not escaped there, so
-this is the one place that must find authorship by reading text. It does so strictly:
-what has more than one reading is dropped, with the reason.
+Every row becomes a trajectory, or is dropped with the reason; what a kept row has that
+ours has no place for stands in its `meta["lost"]`, line by line. Formats:
+
+  trajectories  our own trajectories, checked against the variant's rules
+  runs          our own runs (`distill`'s runs.jsonl); their tasks are given beside them
+  alpaca        the released Chain-of-Agents SFT records (`alpaca`)
+  oagents       OAgents and smolagents, JSON lines (`oagents`)
+  chat          OpenAI chat messages with tool calls (`chat_records`)
+  react         ReAct text (`react`)
+
+The released RL rows hold no trajectory: they are tasks, which `tasks.sources` reads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.roles import ANSWER, OBSERVATION, Variant
-from coa_jax.protocol.trajectory import (
-  Author,
-  Segment,
-  Status,
-  ToolCall,
-  Trajectory,
-  Usage,
-)
-from coa_jax.tasks.sources import question_below
-from coa_jax.teacher.convert import Dropped
+from coa_jax.protocol.prompts import prompt_segments
+from coa_jax.protocol.roles import TOOLS, Variant
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.tasks.rows import read_rows
+from coa_jax.tasks.task import Kind, Task
+from coa_jax.teacher.alpaca import read_alpaca
+from coa_jax.teacher.chat_records import read_chat
+from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
+from coa_jax.teacher.imported import Imported, Refused
+from coa_jax.teacher.oagents import read_oagents
+from coa_jax.teacher.react import is_react, read_react
+from coa_jax.teacher.runs import Run
 
-_OBSERVATION_TAG = re.compile(r"<(/?)observation>")
-_OPENING = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>")
+FORMATS = ("trajectories", "runs", "alpaca", "oagents", "chat", "react")
+RL = "rl"  # what `detect` says of rows that are tasks
+_READERS = {"oagents": read_oagents, "chat": read_chat, "react": read_react}
+
+Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
 
 
-class _Refused(Exception):
-  """A record that cannot be read: a short reason, and what exactly was wrong."""
-
-
-def read_alpaca(
-  path: str | os.PathLike[str], variant: Variant, keep_illegal: bool = False
-) -> tuple[list[Trajectory], list[Dropped]]:
-  """Reads a JSON list of alpaca records.
-
-  Observation segments are the tool's: both tags and the white space after them too. All
-  else is the policy's, one segment per span with the white space after it. White space
-  is verbatim: the segments' texts join to the record's `output`, but for tags inside
-  observations, which are escaped.
-
-  Args:
-    path: the JSON file.
-    variant: the dialect whose tags the records use.
-    keep_illegal: keep records whose spans can be told apart but break the variant's
-      rules (what follows what, what a span must hold). They are kept with the fault in
-      `meta["fault"]`; otherwise they are dropped like the unreadable ones.
-
-  Returns:
-    The trajectories (status ended, or truncated where there is no answer; ungraded),
-    and every record that was dropped, with the reason. Each record is in one of them.
+def detect(row: Mapping[str, Any]) -> str:
+  """The format of a row, by its fields; one of FORMATS, or RL.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: the file is not a JSON list of objects with those string fields.
+    ValueError: it has the fields of none.
   """
-  path = os.fspath(path)
-  stem = os.path.splitext(os.path.basename(path))[0]
-  kept: list[Trajectory] = []
-  dropped: list[Dropped] = []
-  for number, row in enumerate(_records(path)):
-    task_id = f"{stem}-{number}"
-    try:
-      trajectory = _trajectory(row, task_id, variant)
-    except _Refused as e:
-      dropped.append(Dropped(task_id, 0, *e.args))
-      continue
-    fault = parse(trajectory.text, variant)
-    if not fault.ok and not keep_illegal:
-      dropped.append(Dropped(task_id, 0, fault.verdict.value, fault.detail))
-      continue
-    if not fault.ok:
-      trajectory.meta["fault"] = f"{fault.verdict.value}: {fault.detail}"
-    kept.append(trajectory)
-  return kept, dropped
-
-
-def _records(path: str) -> Iterator[dict[str, Any]]:
-  with open(path, encoding="utf-8") as f:
-    try:
-      rows = json.load(f)
-    except json.JSONDecodeError as e:
-      raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg})") from e
-  if not isinstance(rows, list):
-    raise ValueError(f"{path}: expected a JSON list of alpaca records")
-  for number, row in enumerate(rows):
-    where = f"{path} row {number}"
-    if not isinstance(row, dict):
-      raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-    for field in ("instruction", "input", "output"):
-      value = row.get(field, "" if field == "input" else None)
-      if not isinstance(value, str):
-        raise ValueError(
-          f"{where}: field {field!r} must be a string, got {value!r:.80}; accepted: "
-          "alpaca records (instruction, input, output)"
-        )
-    yield row
-
-
-def _trajectory(row: dict[str, Any], task_id: str, variant: Variant) -> Trajectory:
-  if row.get("history"):
-    raise _Refused("multi_turn", "the record has earlier turns in 'history'")
-  # The loader that the records were written for joins the two with a line break.
-  prompt = "\n".join(p for p in (row["instruction"], row.get("input", "")) if p)
-  question = question_below(prompt) or prompt
-  # Not even the prompt's head is trusted: it comes from a file like the rest.
-  segments = [Segment(Author.PROMPT, "question", prompt)]
-  segments += _segments(row["output"], variant)
-  calls = _calls(segments, variant)
-  ended = segments[-1].role == ANSWER
-  meta: dict[str, Any] = {"question": question, "source": "alpaca"}
-  if row.get("system"):
-    meta["system"] = row["system"]
-  return Trajectory(
-    task_id=task_id,
-    segments=segments,
-    calls=calls,
-    status=Status.ENDED if ended else Status.TRUNCATED,
-    usage=Usage(tool_calls=len(calls), model_calls=1),
-    meta=meta,
+  fields = set(row)
+  if {"task_id", "segments"} <= fields:
+    return "trajectories"
+  if {"task_id", "events", "calls"} <= fields:
+    return "runs"
+  if {"prompt", "reward_model"} <= fields:
+    return RL
+  if {"instruction", "output"} <= fields:
+    return "alpaca"
+  if fields & {"intermediate_steps", "steps"}:
+    return "oagents"
+  if fields & {"messages", "conversation"}:
+    return "chat"
+  if is_react(row):
+    return "react"
+  names = ", ".join(sorted(map(str, fields))[:12]) or "none"
+  raise ValueError(
+    f"its fields ({names}) are those of no format; accepted: {', '.join(FORMATS)}, "
+    "and released RL rows"
   )
 
 
-def _segments(output: str, variant: Variant) -> list[Segment]:
-  """The output cut at its observations, and what lies between cut into spans."""
-  if not output.strip():
-    raise _Refused("empty", "the output is empty")
-  segments: list[Segment] = []
-  position = 0
-  for start, end in _observations(output):
-    segments += _policy_segments(output[position:start], variant, observed=True)
-    inside = start + len(roles.open_tag(OBSERVATION))
-    content = output[inside : end - len(roles.close_tag(OBSERVATION))]
-    after = output[end:]
-    space = after[: len(after) - len(after.lstrip())]
-    opening, closing = roles.open_tag(OBSERVATION), roles.close_tag(OBSERVATION)
-    text = f"{opening}{roles.escape(content)}{closing}{space}"
-    segments.append(Segment(Author.TOOL, OBSERVATION, text))
-    position = end + len(space)
-  return segments + _policy_segments(output[position:], variant, observed=False)
+@dataclasses.dataclass(frozen=True)
+class Importer:
+  """Reads the rows of one file; a value, so that worker processes can have it.
+
+  Attributes:
+    format: one of FORMATS.
+    variant: the dialect of the trajectories.
+    prompt: their prompt's style (`protocol.prompts`); alpaca records and trajectories
+      keep their own.
+    stem: what the ids of tasks begin with, where rows have none.
+    tools: names of tools -> our tags, beyond `calls.TOOLS`.
+    convert: what may be shortened and filled in.
+    keep_illegal: keep what can be read but breaks the variant's rules; alpaca only.
+    tasks: by id, for runs.
+  """
+
+  format: str
+  variant: Variant
+  prompt: str = "brief"
+  stem: str = "row"
+  tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  convert: ConvertConfig = dataclasses.field(default_factory=ConvertConfig)
+  keep_illegal: bool = False
+  tasks: Mapping[str, Task] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.format not in FORMATS:
+      raise ValueError(f"format {self.format!r}; accepted: {', '.join(FORMATS)}")
+    for name, tag in self.tools.items():
+      if tag not in TOOLS:
+        raise ValueError(f"tools: {name!r} is {tag!r}; accepted: {', '.join(TOOLS)}")
+
+  def read(
+    self, number: int, where: str, row: dict[str, Any]
+  ) -> tuple[Task, Trajectory] | Dropped:
+    """One row as a trajectory with its task, or why there is none."""
+    task_id = str(row.get("task_id") or row.get("id") or f"{self.stem}-{number}")
+    try:
+      if self.format == "alpaca":
+        trajectory = read_alpaca(row, task_id, self.variant, self.keep_illegal)
+        return _task(trajectory), trajectory
+      if self.format == "trajectories":
+        return self._own(row, task_id, where)
+      imported = self._imported(row, task_id, where)
+    except Refused as e:
+      return Dropped(task_id, 0, e.reason, e.detail)
+    except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
+      return Dropped(task_id, 0, "bad_record", f"not as {self.format} rows are: {e!r}")
+    task, run = imported.task, imported.run
+    prompt = prompt_segments(self.variant, task.question, self.prompt)
+    result = convert(run, task, self.variant, prompt, self.convert)
+    if isinstance(result, Dropped):
+      return result
+    result.meta["source"] = task.source or self.format
+    if imported.lost:
+      result.meta["lost"] = list(imported.lost)
+    return task, result
+
+  def _imported(self, row: dict[str, Any], task_id: str, where: str) -> Imported:
+    if self.format != "runs":
+      tools = {name.lower(): tag for name, tag in self.tools.items()}
+      return _READERS[self.format](row, task_id, tools)
+    try:
+      run = Run.from_json(row, where)
+    except ValueError as e:
+      raise Refused("bad_record", str(e)) from e
+    if run.task_id not in self.tasks:
+      raise Refused("unknown_task", f"no task {run.task_id!r} among those given")
+    return Imported(self.tasks[run.task_id], run)
+
+  def _own(
+    self, row: dict[str, Any], task_id: str, where: str
+  ) -> tuple[Task, Trajectory]:
+    try:
+      trajectory = Trajectory.from_json(row, where)
+    except (ValueError, AttributeError) as e:
+      raise Refused("bad_record", str(e)) from e
+    verdict = parse(trajectory.text, self.variant)
+    if not verdict.ok and not self.keep_illegal:
+      raise Refused(verdict.verdict.value, verdict.detail)
+    return _task(trajectory), trajectory
 
 
-def _observations(output: str) -> list[tuple[int, int]]:
-  """Where each observation starts and ends; refuses what does not alternate."""
-  spans: list[tuple[int, int]] = []
-  start: int | None = None
-  for match in _OBSERVATION_TAG.finditer(output):
-    closing = bool(match[1])
-    if closing != (start is not None):
-      detail = "closed but not open" if closing else "opened inside another"
-      raise _Refused("nested", f"observation {detail} at character {match.start()}")
-    if closing:
-      spans.append((start, match.end()))
-      start = None
-    else:
-      start = match.start()
-  if start is not None:
-    raise _Refused("unclosed", f"observation at character {start} is never closed")
-  return spans
+def _task(trajectory: Trajectory) -> Task:
+  """What a trajectory says of its task."""
+  meta = trajectory.meta
+  try:
+    kind = Kind(meta.get("kind", Kind.QA))
+  except ValueError:
+    raise Refused("bad_record", f"meta['kind'] is {meta['kind']!r}") from None
+  return Task(
+    id=trajectory.task_id,
+    question=str(meta.get("question", "")),
+    answers=tuple(map(str, meta.get("answers") or ())),
+    kind=kind,
+    source=str(meta.get("source", "")),
+    family=str(meta.get("family", "")),
+  )
 
 
-def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segment]:
-  """The policy's text as one segment per span.
+def records(uri: str) -> tuple[str, Iterator[Record]]:
+  """The format that a source's first row has, and all its rows, numbered from 0.
 
   Args:
-    text: what stands between two observations, or before the first or after the last.
-    variant: the dialect.
-    observed: whether an observation follows.
+    uri: a file or a source that `tasks.rows.read_rows` reads.
+
+  Raises:
+    FileNotFoundError, ValueError: as `read_rows`; or there is no row, or the first one
+      has no known format.
   """
-  segments: list[Segment] = []
-  position = 0
-  while text[position:].strip():
-    match = _OPENING.match(text, position)
-    if match is None:
-      excerpt = text[position:].strip()[:40]
-      raise _Refused("stray_text", f"text outside every span: {excerpt!r}")
-    role = match[1]
-    if role not in variant.tags:
-      raise _Refused("unknown_tool", f"<{role}> is no span of {variant.name!r}")
-    close = roles.close_tag(role)
-    end = text.find(close, match.end())
-    if end < 0:
-      detail = f"<{role}> is never closed"
-      if observed:
-        detail = f"<{role}> is still open where an observation starts"
-      raise _Refused("unclosed", detail)
-    inner = roles.find_tag(text[match.end() : end])
-    if inner is not None:
-      raise _Refused("nested", f"{inner} inside <{role}>")
-    end += len(close)
-    while end < len(text) and text[end].isspace():
-      end += 1
-    segments.append(Segment(Author.POLICY, role, text[position:end]))
-    position = end
-  if position < len(text):  # white space alone, before an observation that comes first
-    segments.append(Segment(Author.POLICY, "", text[position:]))
-  return segments
+  rows = ((n, where, row) for n, (where, row) in enumerate(read_rows(uri)))
+  first = next(rows, None)
+  if first is None:
+    raise ValueError(f"{uri}: holds no row")
+  try:
+    found = detect(first[2])
+  except ValueError as e:
+    raise ValueError(f"{first[1]}: {e}") from e
+  return found, itertools.chain([first], rows)
 
 
-def _calls(segments: list[Segment], variant: Variant) -> list[ToolCall]:
-  """A call for each tool span that an observation follows at once."""
-  calls = []
-  for call, result in itertools.pairwise(segments):
-    if call.role in variant.tools and result.role == OBSERVATION:
-      calls.append(ToolCall(call.role, _content(call), _content(result)))
-  return calls
-
-
-def _content(segment: Segment) -> str:
-  text = segment.text.strip()
-  opening, closing = roles.open_tag(segment.role), roles.close_tag(segment.role)
-  content = text[len(opening) : len(text) - len(closing)]
-  return roles.unescape(content) if segment.role == OBSERVATION else content
+def stem(uri: str) -> str:
+  """What to call the rows of a source that have no ids."""
+  name = uri.partition("?")[0].rstrip("/").rpartition(":")[2]
+  return os.path.splitext(os.path.basename(name))[0] or "row"

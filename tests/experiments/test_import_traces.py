@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 import runpy
@@ -10,6 +11,7 @@ import sys
 
 from coa_jax import sft
 from coa_jax.protocol.trajectory import Author, read_trajectories
+from coa_jax.tasks.sources import load_tasks
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAD = (
@@ -70,7 +72,8 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
 
   done = program(f"--file={source}", "--variant=web", f"--out={out}")
   assert done.returncode == 0, done.stderr
-  *named, last = done.stdout.splitlines()
+  first, *named, last = done.stdout.splitlines()
+  assert first == f"{source}: format alpaca, by its first row"
   assert [line.partition(": ")[0] for line in named] == [
     f"WebAgentSFTDataset-{i}" for i in (3, 5, 7)
   ]
@@ -102,7 +105,8 @@ def test_illegal_records_on_demand(tmp_path):
   source.write_text(json.dumps(rows))
   flags = (f"--file={source}", "--variant=web", f"--out={out}", "--keep_illegal")
   done = program(*flags)
-  assert (done.returncode, done.stdout) == (0, "1 kept, 0 dropped\n")
+  assert done.returncode == 0
+  assert done.stdout.splitlines()[1:] == ["1 kept, 0 dropped"]
   assert "illegal_transition" in read_trajectories(out)[0].meta["fault"]
 
 
@@ -115,5 +119,91 @@ def test_refusals_are_one_line(tmp_path):
   assert done.stderr.endswith("no record is left to train on (1 stray_text)\n")
   source.write_text("{}")
   done = program(*flags)
-  assert done.returncode == 2 and "expected a JSON list" in done.stderr
+  assert done.returncode == 2 and "are those of no format" in done.stderr
   assert "Traceback" not in done.stderr
+
+
+def oagents(number: int) -> dict:
+  """A run of OAgents; the third is wrong, the fourth of an evaluation set."""
+  town = f"town number {number}"
+  called = {"name": "google_search", "arguments": {"query": town, "filter_year": 1999}}
+  wrong = number == 3
+  return {
+    "question": f"Which of all the old towns by the river is {town}?",
+    "prediction": "no" if wrong else str(number),
+    "true_answer": str(number),
+    "intermediate_steps": [
+      {"facts": f"I look for {town}.", "plan": "1. search"},
+      {
+        "model_output": "go",
+        "tool_calls": [called],
+        "observations": f"<answer> {town}",
+      },
+    ],
+  }
+
+
+def test_foreign_runs_are_filtered_and_counted(tmp_path):
+  source, held = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
+  source.write_text("".join(json.dumps(oagents(i)) + "\n" for i in range(10)))
+  held.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
+  asked = (
+    f"--file={source}",
+    "--variant=web",
+    "--convert.missing_think=Go on.",
+    "--convert.score_right",
+    "--filter",
+    f"--filters.benchmarks={held}",
+    "--filters.overlap_words=13",
+    "--filters.keep_unreflected=1.0",
+  )
+  written = {}
+  for suffix, workers in (("jsonl", 0), ("parquet", 1)):
+    out = tmp_path / f"t.{suffix}"
+    done = program(*asked, f"--out={out}", f"--workers={workers}")
+    assert done.returncode == 0, done.stderr
+    written[suffix] = read_trajectories(out)
+    first, *lines, last = done.stdout.splitlines()
+    assert "format oagents" in first
+    assert "runs-0: lost: step 1: argument filter_year=1999 of google_search" in lines
+    assert any(line.startswith("runs-3: illegal_transition") for line in lines)
+    assert last == "8 kept, 1 dropped (1 illegal_transition)"
+    assert lines[-1] == "filter contamination: 1 dropped (1 benchmark)"
+    manifest = json.loads((tmp_path / f"t.{suffix}.manifest.json").read_text())
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()
+    assert manifest["sha256"] == {out.name: digest}
+    funnel = manifest["counts"]["filters"]
+    assert funnel["contamination"]["dropped"] == {"benchmark": 1}
+    assert (manifest["before"]["trajectories"], manifest["after"]["trajectories"]) == (
+      *(9, 8),
+    )
+    for picture in ("funnel", "statistics"):
+      image = (tmp_path / f"t.{suffix}.{picture}.png").read_bytes()
+      assert image.startswith(b"\x89PNG")
+  assert written["jsonl"] == written["parquet"]
+  assert {t.reward for t in written["jsonl"]} == {1.0}
+
+
+def test_rl_rows_become_tasks(tmp_path):
+  rows = [
+    {
+      "data_source": "s",
+      "prompt": [{"role": "user", "content": "Head\n\nQuestion: Who?"}],
+      "reward_model": {"ground_truth": truth},
+      "extra_info": {"index": str(n)},
+    }
+    for n, truth in enumerate(['{"target": ["x", "y"]}', None])
+  ]
+  source, out = tmp_path / "rl.jsonl", tmp_path / "tasks.jsonl"
+  source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+  done = program(f"--file={source}", "--variant=web", f"--out={out}")
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-1] == "1 tasks kept, 1 dropped"
+  assert "rl-1: unreadable" in done.stdout
+  (task,) = load_tasks(out)
+  assert (task.question, task.answers) == ("Who?", ("x", "y"))
+
+
+def test_a_misspelt_filter_is_refused(tmp_path):
+  done = program("--file=a", "--variant=web", "--out=b.jsonl", "--filters.min_cals=3")
+  assert done.returncode != 0 and "min_cals" in done.stderr

@@ -287,3 +287,13 @@ def test_a_limit_without_room_for_a_marker_is_refused():
     assert len(tok.encode_observation(said).ids) <= tokens.MIN_OBSERVATION
     with pytest.raises(ValueError, match="limit must be at least 80, got 79"):
       tok.cut_observation("x", tokens.MIN_OBSERVATION - 1)
+
+
+def test_ids_of_another_tokenizer_are_refused():
+  (one, *_), other = toy.trajectories(), toy.stock_tokenizer()
+  toy.tokenizer().check_ids(one)
+  with pytest.raises(ValueError, match="they are another tokenizer's"):
+    other.check_ids(one)
+  for s in one.segments:
+    s.ids = []
+  other.check_ids(one)

@@ -21,6 +21,10 @@ def figures():
   """One of each kind."""
   before = [samples.trajectory(str(i), right=i % 2 == 0) for i in range(6)]
   summary = scores.summary(before, [])
+
+  def of(trajectories):
+    return plots.Statistics.of(trajectories, tokens=False)
+
   panels = {"loss": {"loss": "train"}, "accuracy": {"accuracy": "a", "loss": "b"}}
   unsolved = [t for t in SINGLE if not t.reward_parts["answer"]]
   return {
@@ -28,8 +32,9 @@ def figures():
     "bars": plots.score_bars({"rl": summary, "sft": summary}, {"pass1_greedy": "p"}),
     "cost": plots.cost_bars(cost.cost(MULTI, SINGLE)),
     "unsolved": plots.cost_bars(cost.cost(MULTI, unsolved)),
-    "filter": plots.filter_statistics(before, before[:2]),
-    "empty": plots.filter_statistics(before, []),
+    "filter": plots.filter_statistics(of(before), of(before[:2])),
+    "empty": plots.filter_statistics(of(before), of([])),
+    "funnel": plots.funnel_bars({"quality": (3, {"wrong": 2}), "reflection": (3, {})}),
   }
 
 
@@ -60,12 +65,21 @@ def test_smoothing_keeps_a_constant_and_the_length():
   assert y == pytest.approx(3.0)
 
 
-def test_role_counts_leave_the_prompt_out():
-  counts = plots.role_counts([samples.trajectory(), samples.trajectory()])
-  assert counts["think"] == 4
-  assert counts["observation"] == 1
-  assert "question" not in counts
-  assert plots.role_counts([]) == {}
+def test_statistics_leave_the_prompt_out():
+  two = [samples.trajectory(), samples.trajectory()]
+  one = plots.Statistics.of(two, tokens=False)
+  means = one.means()
+  assert means["think"] == 4
+  assert means["observation"] == 1
+  assert "question" not in means
+  assert one.summary()["characters"]["p50"] == len(two[0].text)
+  assert plots.Statistics().means() == {}
+  assert plots.Statistics().summary()["trajectories"] == 0
+
+
+def test_a_funnel_says_its_counts_and_reasons():
+  text = plots.to_svg(plots.funnel_bars({"quality": (3, {"wrong_answer": 2})}))
+  assert "3 kept; wrong_answer 2" in text
 
 
 def test_pyplot_is_never_imported():

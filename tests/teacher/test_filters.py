@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,12 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import get_variant, wrap
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, was_corrected
+from coa_jax.teacher.filters import (
+  STAGES,
+  FiltersConfig,
+  filter_trajectories,
+  was_corrected,
+)
 
 UNIFIED = get_variant("unified")
 SEARCH = ("wiki_search", "Tarn Hollow")
@@ -55,9 +62,13 @@ def test_a_good_trajectory_passes_once_with_its_reward():
     "in": 1,
     "complexity": {"kept": 1, "dropped": {}},
     "quality": {"kept": 1, "dropped": {}},
+    "contamination": {"kept": 1, "dropped": {}},
     "reflection": {"kept": 1, "dropped": {}},
-    "error_correction": {"corrected": 0, "added": 0, "kept": 1},
-  }
+    "duplicates": {"kept": 1, "dropped": {}},
+    "error_correction": {
+      "ungraded": 0, "reflected": 1, "corrected": 0, "added": 0, "kept": 1
+    },
+  }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -94,7 +105,8 @@ def test_what_corrected_itself_is_repeated(spans):
   )
   assert [t.meta.get("copy") for t in kept] == [None, 1, 2]
   assert len({t.text for t in kept}) == 1
-  assert funnel["error_correction"] == {"corrected": 1, "added": 2, "kept": 3}
+  last = funnel["error_correction"]
+  assert (last["corrected"], last["added"], last["kept"]) == (1, 2, 3)
 
 
 def test_what_was_never_wrong_did_not_correct_itself():
@@ -138,7 +150,7 @@ def test_the_funnel_adds_up(chosen, share, copies, least):
   )
   reached = funnel["in"]
   assert reached == len(pairs)
-  for stage in ("complexity", "quality", "reflection"):
+  for stage in STAGES:
     assert reached == funnel[stage]["kept"] + sum(funnel[stage]["dropped"].values())
     reached = funnel[stage]["kept"]
   last = funnel["error_correction"]
@@ -151,3 +163,53 @@ def test_config_refusals():
     FiltersConfig(keep_unreflected=1.5)
   with pytest.raises(ValueError, match="at least 1"):
     FiltersConfig(corrected_copies=0)
+  with pytest.raises(ValueError, match="max_similarity is a share"):
+    FiltersConfig(max_similarity=-0.1)
+
+
+def test_reflections_earn_copies_and_corrections_more():
+  config = dict(reflected_copies=2, corrected_copies=3)
+  assert run(GOOD, **config)[0] == 2
+  assert run(FAILED_CHECK, **config)[0] == 3
+  assert run([*PLAIN, *END], keep_unreflected=1.0, **config)[0] == 1
+
+
+def test_what_cannot_be_judged_is_kept_and_counted():
+  kept, funnel = filter_trajectories(
+    [make(GOOD)], UNIFIED, lambda *_: None, FiltersConfig()
+  )
+  assert kept[0].reward is None and funnel["error_correction"]["ungraded"] == 1
+
+
+def test_near_duplicates_keep_the_first(tmp_path):
+  words = " ".join(f"w{i}" for i in range(60))
+  spans = [("think", words), *PLAIN[1:], ("reflection", "r"), *END]
+  close = [("think", words + " more"), *spans[1:]]
+  other = [("think", " ".join(f"v{i}" for i in range(60))), *spans[1:]]
+  pairs = [make(s, i) for i, s in enumerate([spans, close, other])]
+  config = FiltersConfig(max_similarity=0.8)
+  kept, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
+  assert [t.task_id for t in kept] == ["t0", "t2"]
+  assert funnel["duplicates"]["dropped"] == {"near_duplicate": 1}
+  assert len(filter_trajectories(pairs, UNIFIED, judge, FiltersConfig())[0]) == 3
+
+
+def test_what_is_of_an_evaluation_set_goes(tmp_path):
+  asked = "Which river runs through the town where Mira Quill was born?"
+  path = tmp_path / "eval.jsonl"
+  path.write_text(json.dumps({"question": asked, "answer": "x"}) + "\n")
+  leaked = f"Forum: {asked.lower()} The answer is x."
+  leak = [*PLAIN[:-1], ("observation", leaked), ("reflection", "r"), *END]
+  config = FiltersConfig(benchmarks=(str(path),))
+  pairs = [make(leak, 0), make(GOOD, 1)]
+  kept, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
+  assert [t.task_id for t in kept] == ["t1"]
+  assert funnel["contamination"]["dropped"] == {"benchmark": 1}
+
+
+def test_blocked_domains_go():
+  task, trajectory = make(GOOD)
+  trajectory.calls.append(ToolCall("crawl_page", "https://hf.co/datasets/gaia"))
+  config = FiltersConfig(blocked=("hf.co/datasets",))
+  kept, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, config)
+  assert not kept and funnel["contamination"]["dropped"] == {"blocked_domain": 1}

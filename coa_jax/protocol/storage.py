@@ -1,0 +1,168 @@
+"""Trajectories and tasks in files of JSON lines or parquet, written as a stream.
+
+Parquet holds a row's plain fields as columns of their own types, nested ones too;
+`meta`, which is any JSON, is a column of JSON text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+_ROWS = 256  # of a row group
+_TEXT_COLUMNS = ("meta", "reward_parts")  # objects of no fixed shape
+
+
+def write_lines(
+  path: str | os.PathLike[str],
+  rows: Iterable[str | dict[str, Any]],
+  at_least_one: bool = False,
+) -> int:
+  """Writes rows to `.jsonl` or `.parquet`; the file appears when it is complete.
+
+  Args:
+    path: where to; its suffix says how.
+    rows: JSON objects, or lines of JSON.
+    at_least_one: leave no file where there is no row.
+
+  Returns:
+    The number of rows.
+
+  Raises:
+    ValueError: another suffix.
+    EOFError: there was no row, with `at_least_one`.
+  """
+  path = os.fspath(path)
+  suffix = os.path.splitext(path)[1]
+  if suffix not in (".jsonl", ".parquet"):
+    raise ValueError(f"{path}: unknown suffix {suffix!r}; accepted: .jsonl, .parquet")
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  write = _write_jsonl if suffix == ".jsonl" else _write_parquet
+  try:
+    count = write(path + ".tmp", rows)
+    if at_least_one and not count:
+      raise EOFError(path)
+    os.replace(path + ".tmp", path)
+  finally:
+    if os.path.exists(path + ".tmp"):
+      os.remove(path + ".tmp")
+  return count
+
+
+def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields ("FILE row N", row) as `write_lines` wrote it.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no parquet file.
+  """
+  import pyarrow
+  import pyarrow.parquet
+
+  path = os.fspath(path)
+  try:
+    file = pyarrow.parquet.ParquetFile(path)
+  except pyarrow.ArrowInvalid as e:
+    raise ValueError(f"{path}: not parquet ({e})") from e
+  number = 0
+  for batch in file.iter_batches(_ROWS):
+    for row in batch.to_pylist():
+      for name in _TEXT_COLUMNS:
+        if name in row:
+          row[name] = json.loads(row[name])
+      yield f"{path} row {number}", row
+      number += 1
+
+
+def _write_jsonl(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
+  count = 0
+  with open(path, "w", encoding="ascii") as f:
+    for row in rows:
+      f.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
+      count += 1
+  return count
+
+
+def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
+  import pyarrow
+  import pyarrow.parquet
+
+  count, writer, schema = 0, None, None
+  pending = iter(rows)
+  try:
+    while group := [_columns(row) for row in itertools.islice(pending, _ROWS)]:
+      if schema is None:
+        schema = _schema(group[0])
+      try:
+        table = pyarrow.Table.from_pylist(group, schema)
+      except (
+        UnicodeEncodeError
+      ):  # half a character, as JSON can hold; "?" to tokenizers
+        text = json.dumps(group, ensure_ascii=False).encode("utf-8", "replace")
+        table = pyarrow.Table.from_pylist(json.loads(text), schema)
+      schema = table.schema
+      writer = writer or pyarrow.parquet.ParquetWriter(
+        path, table.schema, compression="zstd"
+      )
+      writer.write_table(table)
+      count += len(group)
+    if writer is None:
+      pyarrow.parquet.write_table(pyarrow.table({}), path)
+  finally:
+    if writer is not None:
+      writer.close()
+  return count
+
+
+def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
+  row = json.loads(row) if isinstance(row, str) else dict(row)
+  for name in _TEXT_COLUMNS:
+    if name in row:
+      row[name] = json.dumps(row[name])
+  return row
+
+
+def _schema(row: dict[str, Any]) -> Any:
+  """Of a trajectory; None, for pyarrow to find out, of anything else."""
+  if "segments" not in row:
+    return None
+  import pyarrow as pa
+
+  text, real, whole = pa.string(), pa.float64(), pa.int64()
+  segment = pa.struct(
+    {
+      "author": text,
+      "role": text,
+      "text": text,
+      "ids": pa.list_(pa.int32()),
+      "logps": pa.list_(real),
+      "versions": pa.list_(pa.int32()),
+    }
+  )
+  call = pa.struct(
+    {
+      "name": text,
+      "arguments": text,
+      "result": text,
+      "status": text,
+      "seconds": real,
+    }
+  )
+  counts = ("prompt", "cached", "generated", "observation", "tool_calls", "model_calls")
+  usage = pa.struct({**dict.fromkeys(counts, whole), "seconds": real})
+  return pa.schema(
+    {
+      "task_id": text,
+      "segments": pa.list_(segment),
+      "calls": pa.list_(call),
+      "status": text,
+      "reward": real,
+      "reward_parts": text,
+      "usage": usage,
+      "sample": whole,
+      "meta": text,
+    }
+  )

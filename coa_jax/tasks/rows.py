@@ -1,0 +1,179 @@
+"""Rows of a data set, one after the other, from a file or a source named by a URI.
+
+  FILE.jsonl, FILE.json, FILE.parquet     by the file's suffix
+  json:FILE, parquet:FILE                 whatever the suffix
+  hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder, read
+                                          as a stream through `datasets`
+  tfds:NAME?split=S&data_dir=D            TensorFlow Datasets, prepared as ArrayRecord,
+                                          through `tfds.data_source` (no TensorFlow)
+
+A split that is left out is `train`. Rows come in the source's own order, always the
+same. `datasets` and `tensorflow_datasets` are asked for only where a URI names them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol.trajectory import read_jsonl
+
+Row = dict[str, Any]
+Rows = Iterator[tuple[str, Row]]
+
+
+def read_rows(uri: str | os.PathLike[str]) -> Rows:
+  """Yields ("where it stands", row) for every row of a source.
+
+  Parquet files, `hf:` and `tfds:` are streamed, JSON lines too; a JSON list is read
+  whole.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: the kind of the file or the URI is unknown, its library is missing, or
+      a row is no JSON object; the message names the source and the row.
+  """
+  path = os.fspath(uri)
+  scheme, colon, rest = path.partition(":")
+  if colon and scheme in _SCHEMES and not os.path.exists(path):
+    yield from _SCHEMES[scheme](rest)
+    return
+  suffix = os.path.splitext(path)[1]
+  if suffix not in _SUFFIXES and os.path.exists(path):
+    raise ValueError(
+      f"{path}: unknown kind of task file {suffix!r}; accepted: "
+      f"{', '.join(_SUFFIXES)}, or {', '.join(f'{s}:' for s in _SCHEMES)} before it"
+    )
+  yield from _SUFFIXES.get(suffix, _json)(path)
+
+
+def _jsonl(path: str) -> Rows:
+  _there(path)
+  yield from read_jsonl(path)
+
+
+def _json(path: str) -> Rows:
+  _there(path)
+  with open(path, encoding="utf-8") as f:
+    text = f.read()
+  try:
+    rows = json.loads(text)
+  except json.JSONDecodeError as e:
+    if text.lstrip().startswith("{"):
+      yield from read_jsonl(path)  # one row per line; its errors name the line
+      return
+    raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg})") from e
+  rows = [rows] if isinstance(rows, dict) else rows
+  if not isinstance(rows, list):
+    raise ValueError(f"{path}: expected a list of rows, or one row per line")
+  for number, row in enumerate(rows):
+    yield _checked(f"{path} row {number}", row)
+
+
+def _parquet(path: str) -> Rows:
+  import pyarrow.parquet
+
+  _there(path)
+  number = 0
+  for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
+    for row in batch.to_pylist():
+      yield _checked(f"{path} row {number}", row)
+      number += 1
+
+
+def _hf(rest: str) -> Rows:
+  name, given = _query("hf", rest, ("split", "config", "revision"))
+  try:
+    import datasets
+  except ImportError as e:
+    raise ValueError(f"hf:{rest}: needs `pip install datasets`") from e
+  try:
+    rows = datasets.load_dataset(
+      name,
+      given.get("config"),
+      split=given.get("split", "train"),
+      revision=given.get("revision"),
+      streaming=True,
+    )
+    for number, row in enumerate(rows):
+      yield _checked(f"hf:{rest} row {number}", row)
+  except (OSError, ValueError) as e:
+    raise ValueError(f"hf:{rest}: {e}") from e
+
+
+def _tfds(rest: str) -> Rows:
+  name, given = _query("tfds", rest, ("split", "data_dir"))
+  try:
+    import tensorflow_datasets as tfds
+  except ImportError as e:
+    wanted = "tensorflow-datasets array_record"
+    raise ValueError(f"tfds:{rest}: needs `pip install {wanted}`") from e
+  # Never code to fetch: only what is prepared, by folder or by registered name.
+  try:
+    source = tfds.data_source(
+      name,
+      split=given.get("split", "train"),
+      data_dir=given.get("data_dir"),
+      download=False,
+      try_gcs=False,
+    )
+  except (OSError, ValueError, AssertionError, NotImplementedError) as e:
+    raise ValueError(f"tfds:{rest}: {e}") from e
+  for number in range(len(source)):
+    yield _checked(f"tfds:{rest} row {number}", _plain(source[number]))
+
+
+_SUFFIXES: dict[str, Callable[[str], Rows]] = {
+  ".jsonl": _jsonl,
+  ".json": _json,
+  ".parquet": _parquet,
+}
+_SCHEMES: dict[str, Callable[[str], Rows]] = {
+  "json": _json,
+  "parquet": _parquet,
+  "hf": _hf,
+  "tfds": _tfds,
+}
+
+
+def _query(
+  scheme: str, rest: str, known: tuple[str, ...]
+) -> tuple[str, dict[str, str]]:
+  """The name and the options of what stands after a scheme."""
+  name, _, query = rest.partition("?")
+  given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+  for option in given:
+    if option not in known:
+      raise ValueError(
+        f"{scheme}:{rest}: unknown option {option!r}; accepted: {', '.join(known)}"
+      )
+  if not name:
+    raise ValueError(f"{scheme}:{rest}: names no data set")
+  return name, given
+
+
+def _there(path: str) -> None:
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"no task file at {path}")
+
+
+def _checked(where: str, row: Any) -> tuple[str, Row]:
+  if not isinstance(row, dict):
+    raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+  return where, row
+
+
+def _plain(value: Any) -> Any:
+  """Arrays as lists and bytes as text, all the way down."""
+  if isinstance(value, dict):
+    return {k: _plain(v) for k, v in value.items()}
+  if isinstance(value, np.ndarray | np.generic):
+    return _plain(value.tolist())
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

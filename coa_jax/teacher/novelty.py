@@ -1,0 +1,155 @@
+"""What is new in a trajectory: near duplicates, evaluation sets, blocked domains.
+
+Words are compared by hashes of n-grams: a duplicate shares most of its 5-grams with an
+earlier trajectory (MinHash with banding: Broder 1997; Leskovec et al., Mining of
+Massive Datasets, chapter 3), a contaminated one shares a whole n-gram with a question
+of an evaluation set (Brown et al. 2020, arXiv 2005.14165, appendix C).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from coa_jax.protocol.trajectory import Author, Trajectory
+
+_WORD = re.compile(r"\w+")
+_SHINGLE = 5  # words of an n-gram that duplicates are compared by
+_HASHES, _BANDS = (
+  64,
+  16,
+)  # of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_RNG = np.random.default_rng(0)  # the same permutations everywhere, always
+_SCALE = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64) | np.uint64(1)
+_SHIFT = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64)
+
+
+def word_hashes(text: str) -> np.ndarray:
+  """A uint64 for each word of a text, case and punctuation aside; [words]."""
+  words = _WORD.findall(text.lower())
+  codes = (zlib.crc32(w.encode("utf-8", "replace")) for w in words)
+  return np.fromiter(codes, np.uint64, len(words))
+
+
+def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
+  """A uint64 for each n-gram of hashed words; [words - n + 1], or none."""
+  count = len(words) - n + 1
+  if count < 1:
+    return np.zeros(0, np.uint64)
+  out = np.zeros(count, np.uint64)
+  for i in range(n):
+    out = (out ^ words[i : i + count]) * _ODD
+    out ^= out >> np.uint64(29)
+  return out
+
+
+def signature(text: str) -> np.ndarray:
+  """The MinHash signature of a text's word 5-grams; uint32 [64].
+
+  The share of equal places of two signatures estimates the Jaccard similarity of the
+  two sets of 5-grams, with a standard error of at most 1 / 16. A shorter text is one
+  n-gram.
+  """
+  words = word_hashes(text)
+  grams = np.unique(gram_hashes(words, min(_SHINGLE, max(len(words), 1))))
+  if not len(grams):
+    return np.zeros(_HASHES, np.uint32)
+  mixed = grams[None, :] * _SCALE + _SHIFT
+  return (mixed.min(axis=1) >> np.uint64(32)).astype(np.uint32)
+
+
+def policy_text(trajectory: Trajectory) -> str:
+  """What duplicates are compared by: the question, and all that the policy wrote."""
+  ours = (Author.PROMPT, Author.POLICY)
+  texts = (s.text for s in trajectory.segments if s.author in ours)
+  return "\n".join(texts)
+
+
+class Duplicates:
+  """Remembers what it has seen; some 2.5 kB a trajectory, whatever its length."""
+
+  def __init__(self, max_similarity: float):
+    """Args: the Jaccard similarity above which a text is a near duplicate."""
+    self._limit = max_similarity
+    self._seen: list[np.ndarray] = []
+    self._by_band: dict[bytes, int] = {}
+
+  def is_new(self, mine: np.ndarray) -> bool:
+    """Whether no text before is too similar; remembers it if so."""
+    bands = [
+      bytes([i]) + band.tobytes() for i, band in enumerate(mine.reshape(_BANDS, -1))
+    ]
+    near = {self._by_band[b] for b in bands if b in self._by_band}
+    if any((self._seen[i] == mine).mean() > self._limit for i in near):
+      return False
+    for band in bands:
+      self._by_band[band] = len(self._seen)
+    self._seen.append(mine)
+    return True
+
+
+class Benchmarks:
+  """The questions of evaluation sets, as hashed n-grams; a value workers can have."""
+
+  def __init__(self, questions: Iterable[str], n: int):
+    """Takes the questions, and the words of an n-gram that may not be shared.
+
+    A question of fewer words counts only where a trajectory's question is just that.
+    """
+    self.n = n
+    whole, grams = [], []
+    for question in questions:
+      words = word_hashes(question)
+      if len(words) < n:
+        whole.append(gram_hashes(words, len(words))[:1])
+      else:
+        grams.append(gram_hashes(words, n))
+    empty = np.zeros(0, np.uint64)
+    self._whole = np.unique(np.concatenate([empty, *whole]))
+    self._grams = np.unique(np.concatenate([empty, *grams]))
+
+  def hold(self, question: str, trajectory: Trajectory) -> bool:
+    """Whether a question, or any text of its trajectory, is of an evaluation set."""
+    words = word_hashes(question)
+    if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
+      return True
+    texts = (s.text for s in trajectory.segments if s.author != Author.PROMPT)
+    return any(self._shares(word_hashes(t)) for t in (question, *texts))
+
+  def _shares(self, words: np.ndarray) -> bool:
+    grams = gram_hashes(words, self.n)
+    if not len(grams) or not len(self._grams):
+      return False
+    at = np.searchsorted(self._grams, grams).clip(max=len(self._grams) - 1)
+    return bool((self._grams[at] == grams).any())
+
+
+# A host at the beginning of a word, and what follows it; the path is only looked at, so
+# that a URL inside another (an archive's) is found too.
+_URL = re.compile(
+  r"(?<![\w.-])(?:https?://)?((?:[a-z0-9-]+\.)+[a-z]{2,})(?::\d+)?"
+  r"(?=(/[^\s\"'<>|)\]]{0,200})?)",
+  re.IGNORECASE,
+)
+
+
+def visits(trajectory: Trajectory, domains: Sequence[str]) -> bool:
+  """Whether a tool call names a URL of one of the domains.
+
+  Args:
+    trajectory: its calls' arguments are looked at, not what tools gave.
+    domains: `host` or `host/path`: the host and those under it, and of them only what
+      begins with that path.
+  """
+  for call in trajectory.calls if domains else ():
+    for host, path in _URL.findall(call.arguments):
+      for domain in domains:
+        blocked, slash, below = domain.lower().partition("/")
+        inside = host.lower() == blocked or host.lower().endswith("." + blocked)
+        if inside and path.lower().startswith(slash + below):
+          return True
+  return False

@@ -1,0 +1,39 @@
+"""The benchmark's own checks: what it puts in, and that it would notice a loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments import bench_distill
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+  path = str(tmp_path_factory.mktemp("bench"))
+  bench_distill._write(path, {40})
+  return path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_case_counts_what_was_put_in(folder, workers):
+  row = bench_distill.measure(folder, 40, workers)
+  assert row["rows"] == 40 and row["rows_per_s"] > 0
+  assert 3000 < row["tokens_per_row"] < 5000
+  assert (row["worker_mb"] is None) == (workers == 0)
+
+
+def test_a_row_that_is_lost_is_noticed(folder, monkeypatch):
+  wanted = bench_distill.expected(40)
+  assert wanted == {"wrong": 2, "benchmark": 1, "near_duplicate": 4}
+  monkeypatch.setattr(bench_distill, "expected", lambda n: {**wanted, "wrong": 3})
+  with pytest.raises(AssertionError, match="kept"):
+    bench_distill.measure(folder, 40, 0)
+
+
+def test_rows_are_a_function_of_their_number():
+  words = bench_distill.vocabulary()
+  one, other = (json.dumps(bench_distill.make_row(7, words)) for _ in range(2))
+  assert one == other
+  assert one != json.dumps(bench_distill.make_row(8, words))

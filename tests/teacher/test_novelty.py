@@ -1,0 +1,103 @@
+"""Duplicates, evaluation sets and domains: estimates against exact counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
+from coa_jax.teacher import novelty
+
+
+def grams(text: str, n: int = 5) -> set[tuple[str, ...]]:
+  words = text.split()
+  return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+def jaccard(a: str, b: str) -> float:
+  return len(grams(a) & grams(b)) / len(grams(a) | grams(b))
+
+
+@pytest.mark.parametrize("changed", [0, 2, 6, 15, 40])
+def test_signatures_estimate_the_jaccard_similarity(changed):
+  rng = random.Random(changed)
+  words = [f"w{rng.randrange(10**6)}" for _ in range(400)]
+  other = list(words)
+  for at in rng.sample(range(len(words)), changed):
+    other[at] = f"v{at}"
+  a, b = " ".join(words), " ".join(other)
+  estimate = (novelty.signature(a) == novelty.signature(b)).mean()
+  assert estimate == pytest.approx(jaccard(a, b), abs=0.2)  # over three errors
+
+
+def test_duplicates_are_found_and_only_they():
+  rng = random.Random(0)
+  seen = novelty.Duplicates(0.8)
+  texts = [" ".join(f"w{rng.randrange(10**6)}" for _ in range(200)) for _ in range(300)]
+  assert all(seen.is_new(novelty.signature(t)) for t in texts)
+  near = [t.rpartition(" ")[0] + " changed" for t in texts]
+  assert not any(seen.is_new(novelty.signature(t)) for t in near)
+  assert not seen.is_new(novelty.signature(texts[0].upper() + "!"))
+
+
+def test_short_and_empty_texts_have_signatures():
+  seen = novelty.Duplicates(0.5)
+  assert seen.is_new(novelty.signature("one two"))
+  assert not seen.is_new(novelty.signature("One, two."))
+  assert seen.is_new(novelty.signature("two one"))
+  assert seen.is_new(novelty.signature(""))
+
+
+def trajectory(*texts: str, calls: tuple[str, ...] = ()) -> Trajectory:
+  segments = [Segment(Author.PROMPT, "instructions", "the prompt of all of them")]
+  segments += [Segment(Author.TOOL, "observation", t) for t in texts]
+  return Trajectory("t", segments, [ToolCall("crawl_page", c) for c in calls])
+
+
+WORDS = st.lists(st.sampled_from(["ann", "bob", "cat", "dog"]), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(WORDS, max_size=3), WORDS, st.integers(2, 5))
+def test_a_shared_n_gram_is_what_words_in_common_say(questions, words, n):
+  benchmarks = novelty.Benchmarks([" ".join(q) for q in questions], n)
+  found = benchmarks.hold("", trajectory(" ".join(words)))
+  mine = grams(" ".join(words), n)
+  assert found == any(grams(" ".join(q), n) & mine for q in questions)
+
+
+def test_a_short_question_counts_only_as_the_whole_question():
+  benchmarks = novelty.Benchmarks(["Who wrote Emma?"], 8)
+  assert benchmarks.hold("who wrote  emma", trajectory("x"))
+  assert not benchmarks.hold("Who?", trajectory("He asked: who wrote Emma? She did."))
+  assert not benchmarks.hold("Who wrote Emma then?", trajectory("x"))
+
+
+@pytest.mark.parametrize(
+  ("url", "blocked"),
+  [
+    ("https://huggingface.co/datasets/gaia", True),
+    ("http://www.huggingface.co:443/datasets", True),
+    ("a.org | huggingface.co/datasets/x", True),
+    ("HTTPS://HuggingFace.co/Datasets/x", True),
+    ("https://huggingface.co/models", False),
+    ("https://nothuggingface.co/datasets", False),
+    ("https://huggingface.co.evil.org/datasets", False),
+    ("https://answers.example.net/any", True),
+    ("https://web.archive.org/2024/https://huggingface.co/datasets/x", True),
+    ("example.com", False),
+  ],
+)
+def test_domains(url, blocked):
+  domains = ("huggingface.co/datasets", "example.net")
+  assert novelty.visits(trajectory(calls=(url,)), domains) == blocked
+  assert not novelty.visits(trajectory(calls=(url,)), ())
+
+
+@pytest.mark.parametrize("unit", ["a", "a.", "a.aa/", "http://", "-"])
+def test_hostile_arguments_take_linear_time(unit):
+  # Quadratic, this would take hours.
+  assert not novelty.visits(trajectory(calls=(unit * 300_000,)), ("example.net",))
