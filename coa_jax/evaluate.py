@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from typing import Any
 
 import ml_collections
@@ -20,10 +21,13 @@ from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 
-SECTIONS = ("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "eval")
+SECTIONS = (
+  *("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "reward", "eval"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +78,21 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   vllm = optional(config, "vllm", VllmConfig)
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm)
+  grader = Grader(section(config, "reward", RewardConfig))
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check(tasks)
   workdir = own_folder(workdir)
   claim(config, workdir)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
-  with Toolbox(tools) as toolbox:
+  with grader, Toolbox(tools) as toolbox:
 
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
       path = os.path.join(workdir, f"{name}.jsonl")
       if not os.path.exists(path):
-        stream = player.play(params, tasks, toolbox, samples, temperature, rollout.seed)
-        stream = of_all_processes(stream)
+        args = (params, tasks, toolbox, samples, temperature, rollout.seed)
+        stream = of_all_processes(player.play(*args, evaluation=True))
         write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
       return read_trajectories(path)
 
@@ -97,9 +102,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       sampled = play("sampled", plan.samples, plan.temperature)
   results = scores.summary(greedy, sampled, tools.tools)
   results["by_family"] = scores.by_family(greedy, sampled, tools.tools)
+  results["reward_parts"] = _parts([*greedy, *sampled])
   results["counters"] = dataclasses.asdict(player.engine.counters)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _parts(played: list[Trajectory]) -> dict[str, float]:
+  """The mean of every part of the rewards, over the attempts that have it."""
+  values: dict[str, list[float]] = {}
+  for t in played:
+    for name, value in t.reward_parts.items():
+      values.setdefault(name, []).append(value)
+  return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
 def _ordered(

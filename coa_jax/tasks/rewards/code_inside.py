@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import itertools
 import json
 import os
 import random
@@ -21,8 +22,7 @@ import sys
 import types
 from typing import Any
 
-_SOLUTION = "solution"  # the graded program's module
-_LONGEST_ITERATOR = 100_000
+_LONGEST = 100_000  # values taken from an iterator
 # Statements that can fail as tests; all others prepare them.
 _CHECKS = (ast.Assert, ast.Expr, ast.While, ast.With, ast.Try, ast.If, ast.For)
 
@@ -32,27 +32,15 @@ class Need(BaseException):
 
 
 class Dead(BaseException):
-  """A call in which the program died; a test that asked for it fails in any case."""
+  """A call in which the program died; no `except Exception` of a test stops it."""
 
 
 class Broken(BaseException):
   """Tests that cannot be run this way; says nothing of the program."""
 
 
-class Handle:
-  """What the program returned and no plain value can say: its methods can be called."""
-
-  def __init__(self, tests: Tests, key: str):
-    self.__dict__.update(_tests=tests, _key=key)
-
-  def __getattr__(self, name: str) -> Remote:
-    if name.startswith("__"):
-      raise AttributeError(name)
-    return Remote(self._tests, {"handle": self._key}, (name,))
-
-
 class Remote:
-  """A function of the graded program, or an attribute of what it made."""
+  """A function of the graded program, or what it made and no plain value can say."""
 
   def __init__(self, tests: Tests, root: dict[str, str], names: tuple[str, ...] = ()):
     self.__dict__.update(_tests=tests, _root=root, _names=names)
@@ -66,18 +54,15 @@ class Remote:
     return self._tests.call(self._root, self._names, args, kwargs)
 
 
-def encode(value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None) -> Any:
-  """A value as JSON: plain values by kind, instances of known classes by attributes.
-
-  Args:
-    value: what to encode.
-    known: names of classes whose instances may pass (those of the tests' prefix).
-    stay: where other objects are kept by name; None to refuse them.
+def encode(
+  value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None
+) -> Any:
+  """A value as JSON: plain ones by kind, instances of `known` classes by attributes.
 
   Raises:
-    TypeError: the value cannot pass.
+    TypeError: it cannot pass; where there is a `stay`, it is kept there instead.
   """
-  objects: list[Any] = []  # instances, so that long chains of them need no recursion
+  objects: list[Any] = []  # instances: long chains of them need no recursion
   places: dict[int, int] = {}
 
   def one(value: Any) -> Any:
@@ -89,8 +74,8 @@ def encode(value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None
     for base in (bool, int, float, str):
       if issubclass(kind, base):  # an IntEnum, say
         return base(value)
-    if isinstance(value, Handle):
-      return {"handle": value._key}
+    if kind is Remote and not value._names and "handle" in value._root:
+      return dict(value._root)
     for base in (list, tuple, set, frozenset):
       if issubclass(kind, base):
         return {base.__name__: [one(v) for v in base.__iter__(value)]}
@@ -106,7 +91,7 @@ def encode(value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None
         objects.append(value)
       return {"object": places[id(value)]}
     if hasattr(kind, "__next__"):
-      out = [one(v) for v, _ in zip(value, range(_LONGEST_ITERATOR))]
+      out = [one(v) for v in itertools.islice(value, _LONGEST)]
       return {"iterator": out}
     raise TypeError(f"a {kind.__name__} cannot pass")
 
@@ -124,12 +109,7 @@ def encode(value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None
 
 
 def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
-  """The value that `encode` encoded.
-
-  Args:
-    message: of `encode`.
-    known: the classes that instances may be of.
-    handles: key -> what a handle stands for.
+  """The value that `encode` encoded; `handles` gives what a key stands for.
 
   Raises:
     ValueError, TypeError, KeyError: it is no such message.
@@ -154,7 +134,7 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
     makers = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     return {**makers, "iterator": iter}[kind]([one(v) for v in inner])
 
-  for item, (_, state) in zip(objects, states):
+  for item, (_, state) in zip(objects, states, strict=True):
     vars(item).update({k: one(v) for k, v in state.items()})
   return one(message["root"])
 
@@ -179,8 +159,7 @@ def answer_calls() -> None:
 
   On stdin: JSON with `nonce`, `prelude`, `prefix` (trusted), `program` (graded),
   `seconds` for one call and `calls`, a list of [key, {root, names, args, kwargs}].
-  What the program prints goes nowhere; it may forge lines, and gains by that no more
-  than by giving the same answers.
+  The program may forge lines: it gains no more than by giving the same answers.
   """
   request = json.loads(sys.stdin.read())
   out = _take_stdout()
@@ -190,11 +169,10 @@ def answer_calls() -> None:
   signal.setitimer(signal.ITIMER_REAL, request["seconds"])
   prefix = module("prefix", request["prelude"], request["prefix"])
   known = classes(prefix, request["prefix"])
-  solution = types.ModuleType(_SOLUTION)
+  sys.modules["solution"] = solution = types.ModuleType("solution")
   space = solution.__dict__
   # Names that it may use without an import, and that are no functions of its own.
   space["__builtins__"] = {**prefix, **vars(builtins)}
-  sys.modules[_SOLUTION] = solution
   program = compile(request["program"], "<solution>", "exec", dont_inherit=True)
   exec(program, space)
   for key, call in request["calls"]:
@@ -225,9 +203,10 @@ def _answer(
   known: dict[str, Any],
   kept: dict[str, Any],
 ) -> dict[str, Any]:
-  """The reply to one call: its value, what it changed in its arguments, or its fault."""
+  """The reply to a call: its value, what it did to its arguments, or its fault."""
   try:
-    args, kwargs = (decode(call[k], known, kept.__getitem__) for k in ("args", "kwargs"))
+    given = (decode(call[k], known, kept.__getitem__) for k in ("args", "kwargs"))
+    args, kwargs = given
     root = call["root"]
     if "handle" in root:
       function = kept[root["handle"]]
@@ -259,17 +238,18 @@ class Tests:
     self.needs: list[Any] = []
     self.verdicts: list[str] = []
     self._unit, self._made = 0, 0
-    source, entry = request["source"], request["entry"]
-    body = ast.parse(source).body
+    tree, entry = ast.parse(request["source"]), request["entry"]
+    body = tree.body
     # What the tests use and do not define is the program's; so is the entry's name,
     # whatever a prefix or Python calls by it too.
-    bound = _bound(source)
     own = {entry.partition("(")[0].partition(".")[0]} - {""}
-    used = _names(source, (ast.Load,)) - set(self.space) - set(dir(builtins))
-    for name in (used | own) - bound:
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    self._local, self._unsure = (set(self.space) | set(dir(builtins))) - own, False
+    for name in (used - self._local | own) - _bound(tree):
       self.space[name] = Remote(self, {"name": name})
-    check = next((n for n in body if _is_check(n)), None)
-    if check is not None and entry:
+    functions = [n for n in body if isinstance(n, ast.FunctionDef)]
+    check = next((n for n in functions if n.name == "check"), None)
+    if check is not None and entry and len(check.args.args) == 1:
       body = [n for n in body if n is not check]
       if any(isinstance(n, ast.Return | ast.Global) for n in ast.walk(check)):
         body += [check, *ast.parse(f"check({entry})").body]
@@ -280,10 +260,12 @@ class Tests:
   def run(self) -> None:
     """Runs every unit; afterwards `verdicts` are final if there are no `needs`."""
     for unit in self.units:
-      if not _can_unroll(unit[-1]):
-        self._attempt(unit, counts=isinstance(unit[-1], _CHECKS))
-        continue
       *before, loop = unit
+      breaks = any(isinstance(n, ast.Break) for n in ast.walk(loop))
+      if not isinstance(loop, ast.For) or loop.orelse or breaks:
+        self._attempt(unit, counts=isinstance(loop, _CHECKS))
+        continue
+      # Every turn of a loop is a test of its own.
       self._attempt(before, counts=False)
       turns = ast.Name("__turns", ast.Store())
       self.space["__turns"] = ()
@@ -296,10 +278,14 @@ class Tests:
   def _attempt(self, statements: list[ast.stmt], counts: bool) -> None:
     verdict = "passed"
     self._made = 0
+    tree = ast.fix_missing_locations(ast.Module(copy.deepcopy(statements), []))
     try:
-      exec(_compiled(statements), self.space)
+      exec(compile(tree, "<tests>", "exec", dont_inherit=True), self.space)
     except Need:
       verdict = "needs"
+      calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+      calls = [f for f in calls if getattr(f, "id", "") not in self._local]
+      self._unsure |= len(calls) > 1  # others may follow the one that is needed
     except AssertionError:
       verdict = "wrong"
     except Dead:
@@ -325,7 +311,9 @@ class Tests:
     message = json.loads(json.dumps(message))
     asked, reply = self.known.get(key, (None, None))
     if asked != message:
-      self.needs.append([key, message])
+      # An object must have met all earlier calls before it is asked anything.
+      if not (self._unsure and "handle" in root):
+        self.needs.append([key, message])
       raise Need
     if reply is None:
       raise Dead
@@ -340,8 +328,8 @@ class Tests:
       return self._handle(key)
     return decode(reply["value"], self.classes, self._handle)
 
-  def _handle(self, key: str) -> Handle:
-    return Handle(self, key)
+  def _handle(self, key: str) -> Remote:
+    return Remote(self, {"handle": key})
 
 
 def _change(args: Any, after: Any) -> None:
@@ -358,24 +346,13 @@ def _change(args: Any, after: Any) -> None:
       vars(mine).update(vars(its))
 
 
-def _is_check(node: ast.stmt) -> bool:
-  is_function = isinstance(node, ast.FunctionDef)
-  return is_function and node.name == "check" and len(node.args.args) == 1
-
-
-def _names(source: str, contexts: tuple[type, ...]) -> set[str]:
-  return {
-    n.id
-    for n in ast.walk(ast.parse(source))
-    if isinstance(n, ast.Name) and isinstance(n.ctx, contexts)
-  }
-
-
-def _bound(source: str) -> set[str]:
-  """Every name that a source defines somewhere."""
-  out = _names(source, (ast.Store, ast.Del))
-  for node in ast.walk(ast.parse(source)):
-    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+def _bound(tree: ast.Module) -> set[str]:
+  """Every name that the tests define somewhere."""
+  out = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+      out.add(node.id)
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
       out.add(node.name)
     elif isinstance(node, ast.arg):
       out.add(node.arg)
@@ -395,17 +372,6 @@ def _units(body: list[ast.stmt]) -> list[list[ast.stmt]]:
     if isinstance(node, _CHECKS) and not doc:
       units.append([])
   return [u for u in units if u]
-
-
-def _can_unroll(node: ast.stmt) -> bool:
-  """A loop whose every turn is a test of its own."""
-  plain = isinstance(node, ast.For) and not node.orelse
-  return plain and not any(isinstance(n, ast.Break) for n in ast.walk(node))
-
-
-def _compiled(statements: list[ast.stmt]) -> types.CodeType:
-  tree = ast.Module([copy.deepcopy(s) for s in statements], [])
-  return compile(ast.fix_missing_locations(tree), "<tests>", "exec", dont_inherit=True)
 
 
 def run_tests() -> None:
