@@ -19,7 +19,7 @@ from coa_jax.tasks.task import Kind
 from tools_sandbox import jail
 
 LCB = "/work/shared/data/code/livecodebench_v4.parquet"
-STEPS = 16
+STEPS = 14
 RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
 ROW = {
   "id": "twice",
@@ -47,7 +47,7 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
     dict(
       init=str(folder / "model"),
       model=dict(remat="none"),
-      rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN),
+      rollout=dict(style="brief", slots=16, max_len=toy.MAX_LEN),
       tools=dict(tools=("code",)),
       tasks=dict(uri=str(tasks)),
       reward=dict(
@@ -61,16 +61,16 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
 def test_rl_learns_from_hidden_tests_what_no_answer_says(config, tmp_path):
   learning = config.copy_and_resolve_references()
   with learning.unlocked():
-    learning.optim = dict(lr=4e-3, schedule="linear", b2=0.99)
+    learning.optim = dict(lr=2e-3, schedule="linear", b2=0.99)
     learning.algo = dict(
-      steps=STEPS, prompts=1, samples=8, rounds=1, rows=8, length=128, keep_every=1
+      steps=STEPS, prompts=1, samples=16, rounds=1, rows=16, length=128, keep_every=1
     )
     learning.dev = dict(every=STEPS, uri=learning.tasks.uri)
     learning.checkpoint = dict(every=STEPS)
   results = rl.run(learning, str(tmp_path))
   log = read_metrics(f"{tmp_path}/metrics.jsonl", "rl")
   answer = [row["answer"] for row in log]
-  assert np.mean(answer[:2]) < 0.8 and np.mean(answer[-4:]) > 0.9
+  assert 0.2 < answer[0] < 0.8 and np.mean(answer[-3:]) > 0.9
   assert results["dev_accuracy"] == 1.0
   assert all(row["tool_cost"] <= 0 and "format" in row for row in log)
   played = read_trajectories(f"{tmp_path}/trajectories/step_000000.jsonl")

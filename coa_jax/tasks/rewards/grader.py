@@ -2,7 +2,7 @@
 
 A task's source, or else its kind, says which grader judges its answers: `qa`, `math`,
 `code` (hidden tests), `judge` (a language model), or a function of the user's own.
-Grading runs in threads of its own, so that a slow verdict holds up no decoding.
+All but `qa` grade in threads of their own: a slow verdict holds up no decoding.
 """
 
 from __future__ import annotations
@@ -160,8 +160,13 @@ class Grader:
     variant: Variant,
     evaluation: bool = False,
   ) -> concurrent.futures.Future[None]:
-    """Grades a finished trajectory in the background, as `grade` does."""
-    return self._pool.submit(self.grade, task, trajectory, variant, evaluation)
+    """As `grade`, in the background; what text alone decides is done at once."""
+    if self.grader_of(task) != "qa":
+      return self._pool.submit(self.grade, task, trajectory, variant, evaluation)
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self.grade(task, trajectory, variant, evaluation)
+    done.set_result(None)
+    return done
 
   def grade(
     self,
