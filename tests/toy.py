@@ -247,6 +247,12 @@ def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
   )
 
 
+def graded(over: CoAEpisode) -> Trajectory:
+  """The trajectory of an episode that is over, graded as `Player` would."""
+  GRADER.grade(over.task, over.trajectory, over.setting.variant)
+  return over.trajectory
+
+
 def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
   """Plays written turns as if a sampler had drawn them; returns the trajectory.
 
@@ -267,8 +273,7 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
     logps = [-0.25 * n for n in range(len(ids))]
     future = playing.sampled(ids, logps, tag)
     if future is None or playing.observed(future.result()) is None:
-      GRADER.grade(playing.task, playing.trajectory, playing.setting.variant)
-      return playing.trajectory
+      return graded(playing)
   raise AssertionError("the episode is not over")
 
 

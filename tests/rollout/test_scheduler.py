@@ -39,9 +39,7 @@ def play(params, toolbox, order, seed: int = 3, on=None, **setting) -> dict:
   ]
   done = list((on or scheduler()).run(params, iter(episodes), seed))
   assert sorted(e.sequence for e in done) == sorted(order)
-  for e in done:
-    toy.GRADER.grade(e.task, e.trajectory, e.setting.variant)
-  return {e.sequence: e.trajectory for e in done}
+  return {e.sequence: toy.graded(e) for e in done}
 
 
 @pytest.fixture(scope="module")

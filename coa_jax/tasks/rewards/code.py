@@ -27,7 +27,7 @@ from coa_jax.tasks.rewards import code_inside
 from coa_jax.tasks.rewards.code_tests import Tests, read_tests, same_output
 from coa_jax.tasks.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
-from tools_sandbox.client import BACKENDS, Result, Sandbox, Verdict
+from tools_sandbox.client import BACKENDS, RemoteConfig, Result, Sandbox, Verdict
 
 _OUTPUT_BYTES = 8 << 20  # of each stream; what is longer is cut, hence wrong
 _ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
@@ -68,8 +68,9 @@ class CodeConfig:
   Attributes:
     partial: reward the share of tests passed; False: 1.0 for all of them, and the first
       failure ends the grading.
-    sandbox: jail, or subprocess where the machine cannot build jails and the programs
-      are trusted not to be hostile (tools_sandbox/README.md).
+    sandbox: jail; remote, services that run programs; or subprocess where the machine
+      cannot build jails and no program is hostile (tools_sandbox/README.md).
+    remote: the services, where `sandbox` is remote.
     workers: programs that run at once.
     test_s: wall and CPU seconds of one test.
     total_s: seconds of all tests of one answer; tests that get none fail as timeout.
@@ -80,6 +81,7 @@ class CodeConfig:
 
   partial: bool = False
   sandbox: str = "jail"
+  remote: RemoteConfig | None = None
   workers: int = 2
   test_s: float = 6.0
   total_s: float = 60.0
@@ -89,6 +91,8 @@ class CodeConfig:
   def __post_init__(self):
     if self.sandbox not in BACKENDS:
       raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
+    if (self.sandbox == "remote") != (self.remote is not None):
+      raise ValueError("remote: the services of sandbox='remote', and of no other")
     if min(self.workers, self.memory_mb) < 1 or min(self.test_s, self.total_s) <= 0:
       raise ValueError("workers, memory_mb, test_s and total_s must be above 0")
     if self.tolerance < 0:
@@ -118,6 +122,7 @@ class CodeGrader:
         memory_mb=config.memory_mb,
         output_bytes=_OUTPUT_BYTES,
         backend=config.sandbox,
+        remote=config.remote,
       )
     except RuntimeError as e:
       raise ValueError(f"reward.code.sandbox={config.sandbox!r}: {e}") from e
