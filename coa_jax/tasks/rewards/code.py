@@ -186,6 +186,8 @@ class _Grading:
         result = self.sandbox.run(program, stdin, min(seconds, max(self.left, 0.1)))
       except RuntimeError as e:  # closed
         raise Ungradable(f"task {self.task_id!r}: {e}") from e
+      except ValueError:  # more characters than the sandbox takes
+        return Result("", "too long", -9, Verdict.MEMORY, 0.0)
       if result.verdict != Verdict.INFRASTRUCTURE:
         self.left -= result.seconds
         return result

@@ -347,9 +347,11 @@ def _change(args: Any, after: Any) -> None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-  """Every name that the tests define somewhere."""
-  out = set()
-  for node in ast.walk(tree):
+  """Every name that the tests define, locals of functions but `check` left out."""
+  out, nodes = set(), list(tree.body)
+  for node in nodes:  # grows while it is walked
+    if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
+      nodes += ast.iter_child_nodes(node)
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
       out.add(node.id)
     elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):

