@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +23,13 @@ from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 
-SECTIONS = ("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "eval")
+SECTIONS = (
+  *("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "reward", "eval"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +81,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   vllm = optional(config, "vllm", VllmConfig)
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm)
+  grader = Grader(section(config, "reward", RewardConfig))
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check(tasks)
   workdir = own_folder(workdir)
   claim(config, workdir)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
-  with Toolbox(tools) as toolbox:
+  with grader, Toolbox(tools) as toolbox:
 
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
       path = os.path.join(workdir, f"{name}.jsonl")
@@ -92,7 +97,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         part = _Part(os.path.join(workdir, f"{name}.part.jsonl"))
         skip = {(place, t.sample) for place, t in part.ended}
         args = (params, tasks, toolbox, samples, temperature, rollout.seed)
-        stream = of_all_processes(part.added(player.play(*args, skip=skip)))
+        playing = player.play(*args, skip=skip, evaluation=True)
+        stream = of_all_processes(part.added(playing))
         write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
         part.remove()
       return read_trajectories(path)
@@ -103,6 +109,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       sampled = play("sampled", plan.samples, plan.temperature)
   results = scores.summary(greedy, sampled, tools.tools)
   results["by_family"] = scores.by_family(greedy, sampled, tools.tools)
+  results["reward_parts"] = _parts([*greedy, *sampled])
   results["counters"] = dataclasses.asdict(player.engine.counters)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
@@ -143,6 +150,15 @@ class _Part:
   def remove(self) -> None:
     """Deletes the file; the stage's own holds all of it."""
     os.remove(self._path)
+
+
+def _parts(played: list[Trajectory]) -> dict[str, float]:
+  """The mean of every part of the rewards, over the attempts that have it."""
+  values: dict[str, list[float]] = {}
+  for t in played:
+    for name, value in t.reward_parts.items():
+      values.setdefault(name, []).append(value)
+  return {name: statistics.fmean(values[name]) for name in sorted(values)}
 
 
 def _ordered(

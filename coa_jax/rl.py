@@ -42,6 +42,7 @@ from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 
@@ -55,6 +56,7 @@ SECTIONS = (
   "vllm",
   "tools",
   "tasks",
+  "reward",
   "algo",
   "dev",
   "checkpoint",
@@ -182,7 +184,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   _check_rows(cfg, algo, rollout, layout)
   vllm = optional(config, "vllm", VllmConfig)
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm)
+  grader = Grader(section(config, "reward", RewardConfig))
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
   claim(config, own)
@@ -192,10 +195,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   learner.reserve(-(-algo.prompts * algo.samples // algo.rows))  # a row each, at worst
   state = init_state(trained, optimizer, layout)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
-  with Toolbox(tools) as toolbox, Toolbox(dev_tools) as dev_toolbox, checkpoints:
+  with Toolbox(tools) as toolbox, Toolbox(dev_tools) as for_dev, grader, checkpoints:
 
     def examine(params: Any) -> float:
-      groups = player.groups(params, dev_tasks, dev_toolbox, 1, 0.0, rollout.seed)
+      groups = player.groups(params, dev_tasks, for_dev, 1, 0.0, rollout.seed, 0, True)
       return _mean([t.reward_parts.get("answer") for (t,) in groups])
 
     restored = checkpoints.restore(state)
@@ -369,7 +372,7 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
     "infrastructure": sum(t.status == Status.INFRASTRUCTURE for t in played),
     "truncated": sum(t.status == Status.TRUNCATED for t in played),
   }
-  for part in ("answer", "format"):
+  for part in sorted({"answer", "format"}.union(*(t.reward_parts for t in played))):
     out[part] = _mean([t.reward_parts.get(part) for t in played])
   return {k: float(v) for k, v in out.items()}
 

@@ -32,6 +32,7 @@ DOORS = {
     "coa_jax/rollout/toolbox.py",
     "coa_jax/rollout/tools.py",
     "coa_jax/tasks/rewards/code.py",
+    "coa_jax/tasks/rewards/judge.py",
   },
   "vllm": set(),  # lives in an environment of its own; spoken to over HTTP
   "torch": set(),

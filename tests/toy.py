@@ -33,6 +33,7 @@ from coa_jax.protocol.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 from coa_jax.rollout.episodes import CoAEpisode, Setting
+from coa_jax.tasks.rewards.grader import Grader
 from coa_jax.tasks.task import Task
 
 TOOLS = ("wiki_search", "code")
@@ -42,6 +43,8 @@ MODEL = QwenConfig(
 )
 # Room for the longest script; one training row holds one or two of them.
 MAX_LEN = 128
+
+GRADER = Grader()  # as `Player`'s own
 
 _THINK = roles.wrap(roles.THINK, "work it out")
 
@@ -244,6 +247,12 @@ def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
   )
 
 
+def graded(over: CoAEpisode) -> Trajectory:
+  """The trajectory of an episode that is over, graded as `Player` would."""
+  GRADER.grade(over.task, over.trajectory, over.setting.variant)
+  return over.trajectory
+
+
 def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
   """Plays written turns as if a sampler had drawn them; returns the trajectory.
 
@@ -264,7 +273,7 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
     logps = [-0.25 * n for n in range(len(ids))]
     future = playing.sampled(ids, logps, tag)
     if future is None or playing.observed(future.result()) is None:
-      return playing.trajectory
+      return graded(playing)
   raise AssertionError("the episode is not over")
 
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 
 from tools_sandbox import pool, search, wire
+from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.mcp_client import McpConfig, McpTool
@@ -24,6 +25,8 @@ __all__ = [
   "BACKENDS",
   "BLOCKED",
   "BadCall",
+  "ChatConfig",
+  "ChatModel",
   "CrawlConfig",
   "Crawler",
   "Document",

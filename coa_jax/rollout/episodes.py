@@ -1,4 +1,4 @@
-"""One trajectory being made: prompt, sampled spans, tool calls, observations, reward.
+"""One trajectory being made: prompt, sampled spans, tool calls, observations.
 
 An episode turns what the sampler yields into protocol objects and back; it is the only
 place where tokens meet tools.
@@ -22,7 +22,6 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.engine import Episode, RolloutConfig
 from coa_jax.rollout.toolbox import Toolbox
-from coa_jax.tasks.rewards import score
 from coa_jax.tasks.task import Task
 
 
@@ -50,10 +49,7 @@ class Setting:
 
 
 class CoAEpisode(Episode):
-  """One attempt at one task, as the scheduler drives it.
-
-  It is graded at its end where the task has answers.
-  """
+  """One attempt at one task, as the scheduler drives it; `Player` has it graded."""
 
   def __init__(
     self,
@@ -161,8 +157,6 @@ class CoAEpisode(Episode):
     t = self.trajectory
     t.status = status
     t.usage.seconds = time.monotonic() - self._began
-    if self.task.answers and status != Status.INFRASTRUCTURE:
-      t.reward, t.reward_parts = score(self.task, t.text, self.setting.variant)
     return None
 
 

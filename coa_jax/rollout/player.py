@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from coa_jax.rollout.episodes import CoAEpisode, Replay, Setting
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.rollout.vllm import VllmConfig, VllmEngine
-from coa_jax.tasks.rewards import grade
+from coa_jax.tasks.rewards.grader import Grader
 from coa_jax.tasks.task import Task
 
 
@@ -59,8 +60,11 @@ class Player:
     tools: Iterable[str],
     layout: Layout | None = None,
     vllm: VllmConfig | None = None,
+    grader: Grader | None = None,
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
+
+    The caller closes the grader; None for one with the default rewards.
 
     Raises:
       ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
@@ -69,6 +73,7 @@ class Player:
     """
     variant = roles.get_variant(config.variant).with_tools(tools)
     self.tokenizer = tokenizer
+    self.grader = grader or Grader()
     self.setting = Setting(
       variant,
       config.style,
@@ -100,8 +105,8 @@ class Player:
         graded; the message names the task.
     """
     limit = self.engine.config.max_len
+    self.grader.check(tasks, limit)
     for task in tasks:
-      grade(task, None)
       prompt = prompts.prompt_segments(
         self.setting.variant, task.question, self.setting.style
       )
@@ -123,6 +128,7 @@ class Player:
     seed: int,
     version: int = 0,
     skip: Container[tuple[int, int]] = (),
+    evaluation: bool = False,
   ) -> Iterator[tuple[int, Trajectory]]:
     """Plays every task `samples` times; of n processes each plays every n-th task.
 
@@ -136,9 +142,11 @@ class Player:
       version: of the policy, recorded on every token.
       skip: (task's place, sample) of attempts that are not played; the others come out
         as they would with them.
+      evaluation: whether answers are graded as in evaluation.
 
     Yields:
-      (the task's place, a finished trajectory), in the order in which they end.
+      (the task's place, a graded trajectory), in the order in which they are done;
+      while some are graded, others decode.
     """
     setting = dataclasses.replace(self.setting, version=version)
     episodes = (
@@ -156,8 +164,24 @@ class Player:
       for k in range(samples)
       if (i, k) not in skip
     )
+    waiting: dict[concurrent.futures.Future[None], CoAEpisode] = {}
+
+    def graded(
+      futures: Iterable[concurrent.futures.Future[None]],
+    ) -> Iterator[tuple[int, Trajectory]]:
+      for future in futures:
+        future.result()  # raises what the grader did
+        episode = waiting[future]
+        yield episode.sequence // samples, episode.trajectory
+
     for episode in self.engine.run(params, episodes, seed):
-      yield episode.sequence // samples, episode.trajectory
+      args = (episode.task, episode.trajectory, setting.variant, evaluation)
+      waiting[self.grader.submit(*args)] = episode
+      done = [f for f in waiting if f.done()]
+      yield from graded(done)
+      for future in done:
+        del waiting[future]
+    yield from graded(concurrent.futures.as_completed(waiting))
 
   def groups(
     self,
@@ -168,6 +192,7 @@ class Player:
     temperature: float,
     seed: int,
     version: int = 0,
+    evaluation: bool = False,
   ) -> list[list[Trajectory]]:
     """As `play`, but all at once: for each task its trajectories by sample number.
 
@@ -175,7 +200,8 @@ class Player:
     """
     out: list[list[Trajectory]] = [[] for _ in tasks]
     args = (params, tasks, toolbox, samples, temperature, seed, version)
-    for place, trajectory in of_all_processes(self.play(*args)):
+    played = self.play(*args, evaluation=evaluation)
+    for place, trajectory in of_all_processes(played):
       out[place].append(trajectory)
     return [sorted(group, key=lambda t: t.sample) for group in out]
 

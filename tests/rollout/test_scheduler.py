@@ -39,7 +39,7 @@ def play(params, toolbox, order, seed: int = 3, on=None, **setting) -> dict:
   ]
   done = list((on or scheduler()).run(params, iter(episodes), seed))
   assert sorted(e.sequence for e in done) == sorted(order)
-  return {e.sequence: e.trajectory for e in done}
+  return {e.sequence: toy.graded(e) for e in done}
 
 
 @pytest.fixture(scope="module")

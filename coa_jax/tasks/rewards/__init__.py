@@ -1,28 +1,14 @@
-"""How an answer earns reward: one grader for each kind of task."""
+"""How an answer earns reward: where it stands in a text, and what text alone can judge.
+
+`grader` is the whole reward of a trajectory, hidden tests and judges included.
+"""
 
 from __future__ import annotations
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.parser import parse
-from coa_jax.protocol.roles import ANSWER, Variant
-from coa_jax.tasks.rewards import math, qa, shaping
+from coa_jax.protocol.roles import ANSWER
+from coa_jax.tasks.rewards import math, qa
 from coa_jax.tasks.task import Kind, Task
-
-
-def score(task: Task, text: str, variant: Variant) -> tuple[float, dict[str, float]]:
-  """The reward of a trajectory's text, and its parts `answer` and `format`.
-
-  The answer is graded wherever it stands, in a broken text too: `answer` says whether
-  the model knew, `format` whether it kept to the protocol, the reward asks for both.
-
-  Raises:
-    ValueError: the task is a code task; see `grade`.
-  """
-  parts = {
-    "answer": grade(task, written_answer(text)),
-    "format": shaping.format_reward(parse(text, variant)),
-  }
-  return shaping.total(parts), parts
 
 
 def written_answer(text: str) -> str | None:

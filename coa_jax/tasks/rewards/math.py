@@ -198,8 +198,9 @@ class _Verifier:
 def _read_line(child: subprocess.Popen[bytes]) -> bytes:
   """The child's next line; b"" where it is dead. Raises TimeoutError."""
   # A reply is one short write, so once something can be read the whole line can.
-  ready, _, _ = select.select([child.stdout], [], [], _WALL_SECONDS)
-  if not ready:
+  poll = select.poll()  # not select: a host has descriptors above 1023
+  poll.register(child.stdout, select.POLLIN)
+  if not poll.poll(_WALL_SECONDS * 1000):
     raise TimeoutError
   return child.stdout.readline()
 

@@ -1,10 +1,124 @@
-"""From the parts of a reward to the number that is trained on."""
+"""From the verdict on an answer to the number that is trained on.
+
+reward = base + overlong + repetition + tool_cost, where base joins answer and format,
+and each of the others is a penalty, at most 0, that a config switches on. Every part is
+on record as what it added, so the record's penalties and its base sum to the reward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import dataclasses
 
-from coa_jax.protocol.parser import Parse
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import Parse, parse
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Author, Trajectory
+
+FORMATS = ("product", "weighted", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlongConfig:
+  """Config section `reward.shaping.overlong`: DAPO's soft penalty, in tokens.
+
+  Attributes:
+    limit: tokens after the prompt, observations included, at which it is -weight.
+    buffer: tokens before the limit over which it grows from 0.
+    weight: the largest penalty.
+  """
+
+  limit: int
+  buffer: int
+  weight: float = 1.0
+
+  def __post_init__(self):
+    if not 0 < self.buffer <= self.limit:
+      raise ValueError(
+        f"buffer={self.buffer} must be from 1 to limit={self.limit}: the penalty "
+        "starts at limit - buffer tokens"
+      )
+    _check_weight(self.weight, "overlong")
+
+
+@dataclasses.dataclass(frozen=True)
+class RepetitionConfig:
+  """Config section `reward.shaping.repetition`.
+
+  Attributes:
+    weight: the largest penalty.
+    ngram: 0: the whole weight where a tool call, think or plan is written twice (the
+      released web agent's term). n: the weight times the share of n-grams of policy
+      tokens that occurred before.
+  """
+
+  weight: float = 0.5
+  ngram: int = 0
+
+  def __post_init__(self):
+    _check_weight(self.weight, "repetition")
+    if self.ngram < 0:
+      raise ValueError("ngram must be 0 (whole spans) or a number of tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCostConfig:
+  """Config section `reward.shaping.tool_cost`.
+
+  Attributes:
+    per_call: penalty of one call.
+    free: calls that cost nothing.
+    most: the largest penalty; below 1, a right answer is worth any number of calls.
+  """
+
+  per_call: float
+  free: int = 0
+  most: float = 0.5
+
+  def __post_init__(self):
+    _check_weight(self.per_call, "tool_cost", "per_call")
+    if self.free < 0 or self.most < self.per_call:
+      raise ValueError("free must be at least 0, most at least per_call")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapingConfig:
+  """Config section `reward.shaping`.
+
+  Attributes:
+    format: product: answer x format (the released code agent's reward); weighted:
+      (1 - format_weight) x answer + format_weight x format; none: the answer alone
+      (the released web agent's), the format being on record only.
+    format_weight: for `weighted`, between 0 and 1.
+    overlong: soft penalty of long trajectories; None for none.
+    repetition: penalty of repeating oneself; None for none.
+    tool_cost: penalty of tool calls; None for none.
+  """
+
+  format: str = "product"
+  format_weight: float = 0.0
+  overlong: OverlongConfig | None = None
+  repetition: RepetitionConfig | None = None
+  tool_cost: ToolCostConfig | None = None
+
+  def __post_init__(self):
+    if self.format not in FORMATS:
+      raise ValueError(f"format {self.format!r}; accepted: {', '.join(FORMATS)}")
+    weighted = self.format == "weighted"
+    if weighted and not 0 < self.format_weight < 1:
+      raise ValueError("format='weighted' needs a format_weight between 0 and 1")
+    if not weighted and self.format_weight:
+      raise ValueError(
+        f"format_weight={self.format_weight:g} and format={self.format!r}: the format "
+        "would count twice or not at all; format_weight belongs to format='weighted'"
+      )
+
+
+def _check_weight(value: float, name: str, field: str = "weight") -> None:
+  if value <= 0:
+    raise ValueError(
+      f"{field}={value:g} must be above 0 (it is subtracted); leave {name} out for none"
+    )
 
 
 def format_reward(parse: Parse) -> float:
@@ -12,18 +126,71 @@ def format_reward(parse: Parse) -> float:
   return 1.0 if parse.ok else 0.0
 
 
-def total(parts: Mapping[str, float]) -> float:
-  """Answer reward times format reward (arXiv 2508.13167, reward of the code agent).
+def shape(
+  config: ShapingConfig, answer: float, trajectory: Trajectory, variant: Variant
+) -> tuple[float, dict[str, float]]:
+  """The reward of a trajectory, and its parts.
 
-  A right answer in a broken trajectory earns nothing, and neither does a well-formed
-  wrong one. Other parts are for the record only.
+  Args:
+    config: what counts.
+    answer: verdict on the answer, 0 to 1.
+    trajectory: with ids, calls and usage.
+    variant: the dialect that its text should obey.
 
-  Raises:
-    ValueError: `answer` or `format` is not among the parts.
+  Returns:
+    (reward, parts): `answer` and `format`, 0 to 1, always; `overlong`, `repetition` and
+    `tool_cost`, each at most 0, where the config has them.
   """
-  missing = [name for name in ("answer", "format") if name not in parts]
-  if missing:
-    raise ValueError(
-      f"reward part {missing[0]!r} is missing; there are {', '.join(parts) or 'none'}"
-    )
-  return parts["answer"] * parts["format"]
+  form = format_reward(parse(trajectory.text, variant))
+  parts = {"answer": answer, "format": form}
+  weight = config.format_weight
+  base = {
+    "product": answer * form,
+    "weighted": (1 - weight) * answer + weight * form,
+    "none": answer,
+  }[config.format]
+  if config.overlong is not None:
+    parts["overlong"] = overlong(config.overlong, trajectory)
+  if config.repetition is not None:
+    parts["repetition"] = repetition(config.repetition, trajectory)
+  if config.tool_cost is not None:
+    parts["tool_cost"] = tool_cost(config.tool_cost, trajectory)
+  penalties = sum(v for k, v in parts.items() if k not in ("answer", "format"))
+  return base + penalties, parts
+
+
+def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
+  """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), times its weight.
+
+  0 up to limit - buffer tokens, then linear down to -weight at the limit and beyond.
+  """
+  length = trajectory.usage.generated + trajectory.usage.observation
+  over = (length - (config.limit - config.buffer)) / config.buffer
+  return -config.weight * min(max(over, 0.0), 1.0)
+
+
+def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
+  """The repetition term; see `RepetitionConfig`."""
+  if config.ngram:
+    ids = [i for s in _policy(trajectory) for i in s.ids]
+    n = config.ngram
+    grams = collections.Counter(zip(*(ids[k:] for k in range(n)), strict=False))
+    total = sum(grams.values())
+    return -config.weight * (1 - len(grams) / total) if total else 0.0
+  written = [(c.name, " ".join(c.arguments.split())) for c in trajectory.calls]
+  written += [
+    (s.role, " ".join(s.text.split()))
+    for s in _policy(trajectory)
+    if s.role in (roles.THINK, roles.PLAN)
+  ]
+  return -config.weight if len(set(written)) < len(written) else 0.0
+
+
+def _policy(trajectory: Trajectory) -> list:
+  return [s for s in trajectory.segments if s.author == Author.POLICY]
+
+
+def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:
+  """The cost of the calls that are not free."""
+  calls = max(len(trajectory.calls) - config.free, 0)
+  return -min(config.per_call * calls, config.most)

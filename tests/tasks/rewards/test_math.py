@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import fractions
 import os
+import resource
 import signal
 import time
 
@@ -12,6 +14,7 @@ import pytest
 
 from coa_jax.tasks.rewards import math
 
+SOFT, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 RIGHT = [
   ("204", "204"),
   ("\\boxed{204}", "204"),
@@ -85,6 +88,41 @@ def test_a_killed_child_is_replaced():
   os.kill(math._VERIFIER._child.pid, signal.SIGKILL)
   math._VERIFIER._child.wait()
   assert math.equivalent("\\sqrt{9}", ["3"])
+
+
+def test_several_values_in_one_answer_are_a_set():
+  assert math.equivalent("\\boxed{3, -1}", ["-1, 3"])
+  assert math.equivalent("x = 3 or x = -1", ["1, 2", "\\{-1, 3\\}"])
+  assert not math.equivalent("3", ["-1, 3"])
+
+
+@pytest.mark.parametrize(
+  "answer", ["\\frac{" * 150, "((" * 400, "x^" * 400 + "x", "\\int " * 150, "\x00"]
+)
+def test_no_answer_crashes_the_grader(answer):
+  assert not math.equivalent(answer, ["2\\sqrt{2}"])
+  assert math.equivalent("\\sqrt{8}", ["2\\sqrt{2}"])
+
+
+def test_many_open_files_do_not_stop_the_grader():
+  resource.setrlimit(resource.RLIMIT_NOFILE, (4096, HARD))
+  math._VERIFIER.close()
+  with contextlib.ExitStack() as stack:
+    for _ in range(1100):
+      stack.enter_context(open(os.devnull))
+    assert math.equivalent("\\sqrt{4}", ["2"])
+    assert math._VERIFIER._child.stdout.fileno() > 1024
+    math._VERIFIER.close()
+  resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
+
+
+def test_an_endless_answer_holds_no_other_thread_up_for_long(monkeypatch):
+  monkeypatch.setattr(math, "CPU_SECONDS", 1)
+  endless = ("9^{9^{9^{9}}}", ["4"])
+  plain = ("\\sqrt{9}", ["3"])
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    jobs = [pool.submit(math.equivalent, *job) for job in [endless, plain] * 2]
+    assert [job.result(timeout=120) for job in jobs] == [False, True] * 2
 
 
 def test_threads_may_grade_at_once():

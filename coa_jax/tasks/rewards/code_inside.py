@@ -1,0 +1,397 @@
+"""What runs in the jail beside hidden tests, or beside the graded program: never both.
+
+`code` sends this file's text as a program. It imports nothing of this project, and no
+expected value ever stands in it. `answer_calls` runs the graded program and answers
+calls of it; `run_tests` runs the tests, in a jail where that program never is, and asks
+for the calls whose results it lacks. Between the two pass only plain values, so an
+object with an `__eq__` of its own, a patched builtin or a walk through frames meets
+neither the tests nor what they expect.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import types
+from typing import Any
+
+_LONGEST = 100_000  # values taken from an iterator
+# Statements that can fail as tests; all others prepare them.
+_CHECKS = (ast.Assert, ast.Expr, ast.While, ast.With, ast.Try, ast.If, ast.For)
+
+
+class Need(BaseException):
+  """A call whose result is not known yet; no `except Exception` of a test stops it."""
+
+
+class Dead(BaseException):
+  """A call in which the program died; no `except Exception` of a test stops it."""
+
+
+class Broken(BaseException):
+  """Tests that cannot be run this way; says nothing of the program."""
+
+
+class Remote:
+  """A function of the graded program, or what it made and no plain value can say."""
+
+  def __init__(self, tests: Tests, root: dict[str, str], names: tuple[str, ...] = ()):
+    self.__dict__.update(_tests=tests, _root=root, _names=names)
+
+  def __getattr__(self, name: str) -> Remote:
+    if name.startswith("__"):
+      raise AttributeError(name)
+    return Remote(self._tests, self._root, (*self._names, name))
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    return self._tests.call(self._root, self._names, args, kwargs)
+
+
+def encode(
+  value: Any, known: dict[str, Any], stay: dict[str, Any] | None = None
+) -> Any:
+  """A value as JSON: plain ones by kind, instances of `known` classes by attributes.
+
+  Raises:
+    TypeError: it cannot pass; where there is a `stay`, it is kept there instead.
+  """
+  objects: list[Any] = []  # instances: long chains of them need no recursion
+  places: dict[int, int] = {}
+
+  def one(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+      return value
+    if kind.__module__ == "numpy":
+      return one(value.tolist())
+    for base in (bool, int, float, str):
+      if issubclass(kind, base):  # an IntEnum, say
+        return base(value)
+    if kind is Remote and not value._names and "handle" in value._root:
+      return dict(value._root)
+    for base in (list, tuple, set, frozenset):
+      if issubclass(kind, base):
+        return {base.__name__: [one(v) for v in base.__iter__(value)]}
+    if issubclass(kind, dict):
+      return {"dict": [[one(k), one(v)] for k, v in dict.items(value)]}
+    if issubclass(kind, (bytes, bytearray)):
+      return {"bytes": list(value)}
+    if kind is complex:
+      return {"complex": [value.real, value.imag]}
+    if known.get(kind.__name__) is kind:
+      if id(value) not in places:
+        places[id(value)] = len(objects)
+        objects.append(value)
+      return {"object": places[id(value)]}
+    if hasattr(kind, "__next__"):
+      out = [one(v) for v in itertools.islice(value, _LONGEST)]
+      return {"iterator": out}
+    raise TypeError(f"a {kind.__name__} cannot pass")
+
+  try:
+    root, states = one(value), []
+    for item in objects:  # grows while it is walked
+      state = {k: one(v) for k, v in vars(item).items()}
+      states.append([type(item).__name__, state])
+  except TypeError:
+    if stay is None:
+      raise
+    stay["value"] = value
+    return {"opaque": True}
+  return {"root": root, "objects": states}
+
+
+def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
+  """The value that `encode` encoded; `handles` gives what a key stands for.
+
+  Raises:
+    ValueError, TypeError, KeyError: it is no such message.
+  """
+  states = message["objects"]
+  objects = [known[name].__new__(known[name]) for name, _ in states]
+
+  def one(value: Any) -> Any:
+    if not isinstance(value, dict):
+      return value
+    ((kind, inner),) = value.items()
+    if kind == "dict":
+      return {one(k): one(v) for k, v in inner}
+    if kind == "handle":
+      return handles(inner)
+    if kind == "object":
+      return objects[inner]
+    if kind == "bytes":
+      return bytes(inner)
+    if kind == "complex":
+      return complex(*inner)
+    makers = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+    return {**makers, "iterator": iter}[kind]([one(v) for v in inner])
+
+  for item, (_, state) in zip(objects, states, strict=True):
+    vars(item).update({k: one(v) for k, v in state.items()})
+  return one(message["root"])
+
+
+def module(name: str, *sources: str) -> dict[str, Any]:
+  """The namespace of a module made of these sources."""
+  made = types.ModuleType(name)
+  sys.modules[name] = made
+  for source in sources:
+    exec(compile(source, f"<{name}>", "exec", dont_inherit=True), made.__dict__)
+  return made.__dict__
+
+
+def classes(namespace: dict[str, Any], source: str) -> dict[str, Any]:
+  """The classes that a source's top level defines."""
+  names = {n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+  return {n: namespace[n] for n in names if isinstance(namespace.get(n), type)}
+
+
+def answer_calls() -> None:
+  """Answers calls of the graded program, one line each, as soon as each is done.
+
+  On stdin: JSON with `nonce`, `prelude`, `prefix` (trusted), `program` (graded),
+  `seconds` for one call and `calls`, a list of [key, {root, names, args, kwargs}].
+  The program may forge lines: it gains no more than by giving the same answers.
+  """
+  request = json.loads(sys.stdin.read())
+  out = _take_stdout()
+  kept: dict[str, Any] = {}
+  # No handler: the program cannot catch the end of its time.
+  signal.signal(signal.SIGALRM, signal.SIG_DFL)
+  signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+  prefix = module("prefix", request["prelude"], request["prefix"])
+  known = classes(prefix, request["prefix"])
+  sys.modules["solution"] = solution = types.ModuleType("solution")
+  space = solution.__dict__
+  # Names that it may use without an import, and that are no functions of its own.
+  space["__builtins__"] = {**prefix, **vars(builtins)}
+  program = compile(request["program"], "<solution>", "exec", dont_inherit=True)
+  exec(program, space)
+  for key, call in request["calls"]:
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    _say(out, f"{request['nonce']} {key}", _answer(key, call, space, known, kept))
+  os._exit(0)  # threads of the program do not hold the answers up
+
+
+def _take_stdout() -> int:
+  """Where answers go; what the program or the tests print goes nowhere."""
+  sys.setrecursionlimit(20_000)
+  sys.set_int_max_str_digits(0)
+  out = os.dup(1)
+  os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+  return out
+
+
+def _say(out: int, head: str, message: dict[str, Any]) -> None:
+  line = f"{head} {json.dumps(message)}\n".encode()
+  while line:
+    line = line[os.write(out, line) :]
+
+
+def _answer(
+  key: str,
+  call: dict[str, Any],
+  space: dict[str, Any],
+  known: dict[str, Any],
+  kept: dict[str, Any],
+) -> dict[str, Any]:
+  """The reply to a call: its value, what it did to its arguments, or its fault."""
+  try:
+    given = (decode(call[k], known, kept.__getitem__) for k in ("args", "kwargs"))
+    args, kwargs = given
+    root = call["root"]
+    if "handle" in root:
+      function = kept[root["handle"]]
+    elif root["name"] not in space and "Solution" in space:
+      function = getattr(space["Solution"](), root["name"])
+    else:
+      function = space[root["name"]]
+    for name in call["names"]:
+      function = getattr(function, name)
+    stay: dict[str, Any] = {}
+    value = encode(function(*args, **kwargs), known, stay)
+    if "value" in stay:
+      kept[key] = stay["value"]
+    after = encode(args, known, {})
+    same = after == call["args"] or "opaque" in after
+    return {"value": value, "args": None if same else after}
+  except Exception as e:
+    return {"raised": type(e).__name__}
+
+
+class Tests:
+  """Hidden tests, run as far as the known results of calls reach."""
+
+  def __init__(self, request: dict[str, Any]):
+    """Reads the tests; runs nothing but their prefix."""
+    self.known = request["known"]  # key -> [the call, its reply]
+    self.space = module("tests", request["prefix"])
+    self.classes = classes(self.space, request["prefix"])
+    self.needs: list[Any] = []
+    self.verdicts: list[str] = []
+    self._unit, self._made = 0, 0
+    tree, entry = ast.parse(request["source"]), request["entry"]
+    body = tree.body
+    # What the tests use and do not define is the program's; so is the entry's name,
+    # whatever a prefix or Python calls by it too.
+    own = {entry.partition("(")[0].partition(".")[0]} - {""}
+    used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    self._local, self._unsure = (set(self.space) | set(dir(builtins))) - own, False
+    for name in (used - self._local | own) - _bound(tree):
+      self.space[name] = Remote(self, {"name": name})
+    functions = [n for n in body if isinstance(n, ast.FunctionDef)]
+    check = next((n for n in functions if n.name == "check"), None)
+    if check is not None and entry and len(check.args.args) == 1:
+      body = [n for n in body if n is not check]
+      if any(isinstance(n, ast.Return | ast.Global) for n in ast.walk(check)):
+        body += [check, *ast.parse(f"check({entry})").body]
+      else:
+        body += ast.parse(f"{check.args.args[0].arg} = {entry}").body + check.body
+    self.units = _units(body)
+
+  def run(self) -> None:
+    """Runs every unit; afterwards `verdicts` are final if there are no `needs`."""
+    for unit in self.units:
+      *before, loop = unit
+      breaks = any(isinstance(n, ast.Break) for n in ast.walk(loop))
+      if not isinstance(loop, ast.For) or loop.orelse or breaks:
+        self._attempt(unit, counts=isinstance(loop, _CHECKS))
+        continue
+      # Every turn of a loop is a test of its own.
+      self._attempt(before, counts=False)
+      turns = ast.Name("__turns", ast.Store())
+      self.space["__turns"] = ()
+      self._attempt([ast.Assign([turns], loop.iter)], counts=False)
+      one = ast.For(loop.target, ast.Name("__turn", ast.Load()), loop.body, [])
+      for item in self.space["__turns"]:
+        self.space["__turn"] = (item,)
+        self._attempt([one], counts=True)
+
+  def _attempt(self, statements: list[ast.stmt], counts: bool) -> None:
+    verdict = "passed"
+    self._made = 0
+    tree = ast.fix_missing_locations(ast.Module(copy.deepcopy(statements), []))
+    try:
+      exec(compile(tree, "<tests>", "exec", dont_inherit=True), self.space)
+    except Need:
+      verdict = "needs"
+      calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
+      calls = [f for f in calls if getattr(f, "id", "") not in self._local]
+      self._unsure |= len(calls) > 1  # others may follow the one that is needed
+    except AssertionError:
+      verdict = "wrong"
+    except Dead:
+      verdict = "dead"
+    except Exception as e:
+      verdict = type(e).__name__
+    if counts or verdict not in ("passed", "needs"):
+      self.verdicts.append(verdict)
+    self._unit += 1
+
+  def call(
+    self, root: dict[str, str], names: tuple[str, ...], args: Any, kwargs: Any
+  ) -> Any:
+    """The known result of a call of the program; else notes it, and raises Need."""
+    key = f"{self._unit}.{self._made}"
+    self._made += 1
+    message: dict[str, Any] = {"root": root, "names": list(names)}
+    try:
+      for name, value in (("args", list(args)), ("kwargs", kwargs)):
+        message[name] = encode(value, self.classes)
+    except TypeError as e:
+      raise Broken(f"an argument of a call: {e}") from e
+    message = json.loads(json.dumps(message))
+    asked, reply = self.known.get(key, (None, None))
+    if asked != message:
+      # An object must have met all earlier calls before it is asked anything.
+      if not (self._unsure and "handle" in root):
+        self.needs.append([key, message])
+      raise Need
+    if reply is None:
+      raise Dead
+    reply = json.loads(reply)
+    if reply.get("raised"):
+      kind = getattr(builtins, str(reply["raised"]), None)
+      known = isinstance(kind, type) and issubclass(kind, Exception)
+      raise (kind if known else RuntimeError)("raised by the program")
+    if reply["args"] is not None:
+      _change(args, decode(reply["args"], self.classes, self._handle))
+    if reply["value"].get("opaque"):
+      return self._handle(key)
+    return decode(reply["value"], self.classes, self._handle)
+
+  def _handle(self, key: str) -> Remote:
+    return Remote(self, {"handle": key})
+
+
+def _change(args: Any, after: Any) -> None:
+  """Does to a test's own objects what the program did to its copies of them."""
+  for mine, its in zip(args, after, strict=True):
+    if type(mine) is not type(its):
+      continue
+    if type(mine) in (list, bytearray):
+      mine[:] = its
+    elif type(mine) in (dict, set):
+      mine.clear()
+      mine.update(its)
+    elif hasattr(mine, "__dict__"):
+      vars(mine).update(vars(its))
+
+
+def _bound(tree: ast.Module) -> set[str]:
+  """Every name that the tests define, locals of functions but `check` left out."""
+  out, nodes = set(), list(tree.body)
+  for node in nodes:  # grows while it is walked
+    if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
+      nodes += ast.iter_child_nodes(node)
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+      out.add(node.id)
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+      out.add(node.name)
+    elif isinstance(node, ast.arg):
+      out.add(node.arg)
+    elif isinstance(node, ast.alias):
+      out.add((node.asname or node.name).partition(".")[0])
+    elif isinstance(node, ast.ExceptHandler) and node.name:
+      out.add(node.name)
+  return out
+
+
+def _units(body: list[ast.stmt]) -> list[list[ast.stmt]]:
+  """Statements in groups that each end with something that can fail as a test."""
+  units: list[list[ast.stmt]] = [[]]
+  for node in body:
+    units[-1].append(node)
+    doc = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    if isinstance(node, _CHECKS) and not doc:
+      units.append([])
+  return [u for u in units if u]
+
+
+def run_tests() -> None:
+  """Runs the tests; prints one line: what they need, or how each ended.
+
+  On stdin: JSON with `nonce`, `prefix`, `source`, `entry` ("" for none) and `known`.
+  """
+  request = json.loads(sys.stdin.read())
+  out = _take_stdout()
+  # What is known changes from run to run and must not change what is drawn.
+  random.seed(0)
+  if "numpy" in sys.modules:
+    sys.modules["numpy"].random.seed(0)
+  try:
+    tests = Tests(request)
+    tests.run()
+    reply = {"needs": tests.needs, "verdicts": tests.verdicts}
+  except (Exception, Broken) as e:
+    reply = {"broken": f"{type(e).__name__}: {e}"}
+  _say(out, request["nonce"], reply)
+  os._exit(0)

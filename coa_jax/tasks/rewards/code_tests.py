@@ -1,0 +1,139 @@
+"""Hidden tests of code tasks: the released schemas as three forms, and comparison.
+
+Rows come from files of others: whatever fits no form is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import json
+from typing import Any
+
+from coa_jax.tasks.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Tests:
+  """Hidden tests of one task, of one of three forms.
+
+  Attributes:
+    inputs: what a test gives: text on stdin, or the arguments of `function`.
+    expected: what must come back, one for each input; () for asserts.
+    function: the name that is called; "" where the program reads stdin.
+    source: asserts, as Python; "" for the other forms.
+    prefix: what asserts and program both start from.
+    entry: the expression that is passed to the asserts' `check`; "" for none.
+  """
+
+  inputs: tuple[Any, ...] = ()
+  expected: tuple[Any, ...] = ()
+  function: str = ""
+  source: str = ""
+  prefix: str = ""
+  entry: str = ""
+
+
+def read_tests(task: Task) -> Tests:
+  """The hidden tests in `task.meta["tests"]`.
+
+  Raises:
+    ValueError: there are none, or not in a known form; the message names the task, the
+      field and what is accepted.
+  """
+  where = f"task {task.id!r}: meta.tests"
+  row = task.meta.get("tests")
+  if not isinstance(row, dict):
+    raise ValueError(
+      f"{where} is {type(row).__name__}; code tasks need hidden tests, "
+      "an object with stdin + expected_output, functional, test_code + entry_point, or "
+      "inputs + outputs"
+    )
+  row = {k: v for k, v in row.items() if v is not None}
+  if "functional" in row:
+    return Tests(source=_text(row, "functional", where))
+  if "test_code" in row:
+    source, entry = _text(row, "test_code", where), _text(row, "entry_point", where)
+    return Tests(source=source, entry=entry, prefix=str(row.get("import_prefix", "")))
+  first, second = "inputs", "outputs"
+  if "stdin" in row:
+    first, second = "stdin", "expected_output"
+  given, wanted = row.get(first), row.get(second)
+  for name, value in ((first, given), (second, wanted)):
+    if not isinstance(value, list | tuple) or not value:
+      raise ValueError(f"{where}.{name} must be a list of at least one value")
+  if len(given) != len(wanted):
+    raise ValueError(f"{where}: {len(given)} {first} for {len(wanted)} {second}")
+  function = row.get("fn_name", "")
+  if not function:
+    # One line a value is how lists are written for a program that reads stdin.
+    texts = [tuple(map(_lines, values)) for values in (given, wanted)]
+    return Tests(*texts)
+  try:
+    given, wanted = [_arguments(v) for v in given], [_value(v) for v in wanted]
+  except (ValueError, TypeError) as e:
+    raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
+  return Tests(tuple(given), tuple(wanted), _text(row, "fn_name", where))
+
+
+def _text(row: dict[str, Any], name: str, where: str) -> str:
+  value = row.get(name)
+  if not isinstance(value, str) or not value.strip():
+    raise ValueError(f"{where}.{name} must be a non-empty string, got {value!r:.80}")
+  return value
+
+
+def _lines(value: Any) -> str:
+  return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+  """A call's arguments: a list of them, or lines of JSON, one each."""
+  if isinstance(value, str):
+    return [json.loads(line) for line in value.split("\n") if line.strip()]
+  if not isinstance(value, list):
+    raise ValueError(f"arguments {value!r:.80} are no list")
+  return value
+
+
+def _value(value: Any) -> Any:
+  if not isinstance(value, str):
+    return value
+  try:
+    return json.loads(value)
+  except ValueError:
+    return value
+
+
+def same_output(printed: str, expected: str, tolerance: float) -> bool:
+  """Whether a program printed what was expected.
+
+  White space at the ends of lines and of the text does not count. Words are equal as
+  text or as exact decimals; where the expected word has a decimal point, within the
+  tolerance.
+  """
+  ours, theirs = printed.strip().split("\n"), expected.strip().split("\n")
+  return len(ours) == len(theirs) and all(
+    a.strip() == b.strip() or _same_words(a.split(), b.split(), tolerance)
+    for a, b in zip(ours, theirs, strict=True)
+  )
+
+
+def _same_words(ours: list[str], theirs: list[str], tolerance: float) -> bool:
+  return len(ours) == len(theirs) and all(
+    a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
+  )
+
+
+def _same_number(ours: str, theirs: str, tolerance: float) -> bool:
+  try:
+    if max(len(ours), len(theirs)) > 100:
+      return False  # an exponent or a length that would take long
+    a, b = decimal.Decimal(ours), decimal.Decimal(theirs)
+    if not (a.is_finite() and b.is_finite()):
+      return False
+    if "." not in theirs:
+      return a == b
+    return abs(float(a) - float(b)) <= tolerance * max(1.0, abs(float(b)))
+  except (decimal.DecimalException, OverflowError, ValueError):
+    return False

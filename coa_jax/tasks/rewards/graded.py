@@ -1,0 +1,28 @@
+"""What a grader says of an answer, or that nothing can be said."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+class Ungradable(RuntimeError):
+  """The service behind a reward failed, or a task's own tests did.
+
+  It says nothing of the answer, so the trajectory leaves its group.
+  """
+
+
+@dataclasses.dataclass(frozen=True)
+class Graded:
+  """A verdict on one answer.
+
+  Attributes:
+    answer: 0 (wrong) to 1 (right).
+    record: what a reader wants beside it; JSON values only.
+    parts: further values by name, for the record.
+  """
+
+  answer: float
+  record: dict[str, Any] = dataclasses.field(default_factory=dict)
+  parts: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,301 @@
+"""The reward of trajectories: who judges a task's answer, and what else counts.
+
+A task's source, or else its kind, says which grader judges its answers: `qa`, `math`,
+`code` (hidden tests), `judge` (a language model), or a function of the user's own.
+All but `qa` grade in threads of their own: a slow verdict holds up no decoding.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib
+import logging
+import math as numbers
+import threading
+from collections.abc import Callable, Iterable
+
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Status, Trajectory
+from coa_jax.tasks.rewards import math, qa, shaping, written_answer
+from coa_jax.tasks.rewards.code import CodeConfig, CodeGrader
+from coa_jax.tasks.rewards.code_tests import read_tests
+from coa_jax.tasks.rewards.graded import Graded, Ungradable
+from coa_jax.tasks.rewards.judge import Judge, JudgeConfig
+from coa_jax.tasks.rewards.shaping import ShapingConfig
+from coa_jax.tasks.task import Kind, Task
+
+GRADERS = ("qa", "math", "code", "judge")
+# How a `|`-joined answer is read, or how near it comes; see `qa`.
+MATCHES: dict[str, Callable[[str, Iterable[str]], float]] = {
+  "every": qa.every_part,
+  "first": qa.first_part,
+  "f1": qa.token_f1,
+}
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+  """Config section `reward`.
+
+  Attributes:
+    graders: source or kind of a task -> qa, math, code, judge, or
+      "package.module:function", called with (task, answer or None, trajectory), that
+      returns a number from 0 to 1, or a dict of numbers with "answer" among them, and
+      may raise `graded.Ungradable`. A source goes before a kind; each kind has the
+      grader of its name otherwise.
+    match: of qa in training: every (each part of a `|`-joined answer must be right),
+      first (the first part), or f1 (token F1 of the whole).
+    match_eval: the same in evaluation.
+    shaping: what counts besides the answer.
+    code: limits of hidden tests.
+    judge: the endpoint of the judge.
+    workers: trajectories graded at once.
+    max_failures: trajectories in a row that no grader can judge at which the run stops.
+  """
+
+  graders: dict[str, str] = dataclasses.field(default_factory=dict)
+  match: str = "every"
+  match_eval: str = "first"
+  shaping: ShapingConfig = dataclasses.field(default_factory=ShapingConfig)
+  code: CodeConfig = dataclasses.field(default_factory=CodeConfig)
+  judge: JudgeConfig | None = None
+  workers: int = 8
+  max_failures: int = 256
+
+  def __post_init__(self):
+    for field, match in (("match", self.match), ("match_eval", self.match_eval)):
+      if match not in MATCHES:
+        raise ValueError(f"{field} {match!r}; accepted: {', '.join(MATCHES)}")
+    for key, grader in self.graders.items():
+      if grader not in GRADERS and ":" not in grader:
+        raise ValueError(
+          f"graders[{key!r}] is {grader!r}; accepted: {', '.join(GRADERS)}, or "
+          "'package.module:function'"
+        )
+    judged = sorted(key for key, grader in self.graders.items() if grader == "judge")
+    if judged and self.judge is None:
+      raise ValueError(f"graders: {judged[0]!r} needs reward.judge, an endpoint")
+    if self.judge is not None and not judged:
+      raise ValueError(
+        "judge: no entry of graders asks it, e.g. graders={'qa': 'judge'}"
+      )
+    if min(self.workers, self.max_failures) < 1:
+      raise ValueError("workers and max_failures must be at least 1")
+
+
+_Grade = Callable[[Task, str | None, Trajectory], Graded]
+
+
+class Grader:
+  """Grades trajectories; threads may share it. Use `with`, or close it."""
+
+  def __init__(self, config: RewardConfig | None = None):
+    """Opens nothing yet: `check` does, or the first task of its kind.
+
+    The rewards are the default ones where there is no config.
+    """
+    self.config = config or RewardConfig()
+    self._lock = threading.Lock()
+    self._open: dict[str, _Grade] = {}
+    self._closing: list[CodeGrader | Judge] = []
+    self._failures = 0  # in a row
+    self._pool = concurrent.futures.ThreadPoolExecutor(
+      self.config.workers, thread_name_prefix="grade"
+    )
+
+  def __enter__(self) -> Grader:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends what grades; trajectories not graded by then stay so."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+    with self._lock:
+      closing, self._closing = self._closing, []
+    for service in closing:
+      service.close()
+    self._pool.shutdown()
+
+  def grader_of(self, task: Task) -> str:
+    """Which grader judges a task."""
+    graders = self.config.graders
+    return graders.get(task.source) or graders.get(task.kind.value) or task.kind.value
+
+  def check(self, tasks: Iterable[Task], max_len: int) -> None:
+    """Refuses tasks that could not be graded, and graders that cannot be opened.
+
+    Args:
+      tasks: what is to be graded.
+      max_len: tokens that a trajectory may have in all.
+
+    Raises:
+      ValueError: the message names the task or the config field.
+    """
+    overlong = self.config.shaping.overlong
+    if overlong is not None and overlong.limit > max_len:
+      raise ValueError(
+        f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
+        f"{max_len}: no trajectory gets that long"
+      )
+    for task in tasks:
+      name = self.grader_of(task)
+      if name == "code":
+        read_tests(task)
+      elif task.kind == Kind.CODE and name in ("qa", "math"):
+        raise ValueError(
+          f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
+          "compare their text"
+        )
+      if name != "qa":
+        self._opened(name)
+
+  def submit(
+    self,
+    task: Task,
+    trajectory: Trajectory,
+    variant: Variant,
+    evaluation: bool = False,
+  ) -> concurrent.futures.Future[None]:
+    """As `grade`, in the background; what text alone decides is done at once."""
+    if self.grader_of(task) != "qa":
+      return self._pool.submit(self.grade, task, trajectory, variant, evaluation)
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self.grade(task, trajectory, variant, evaluation)
+    done.set_result(None)
+    return done
+
+  def grade(
+    self,
+    task: Task,
+    trajectory: Trajectory,
+    variant: Variant,
+    evaluation: bool = False,
+  ) -> None:
+    """Gives a finished trajectory its reward, the parts of it, and a record in `meta`.
+
+    One without accepted answers, or that the infrastructure failed, is left as it is.
+    One that nothing can be said of becomes `infrastructure`, without a reward.
+
+    Args:
+      task: what was asked.
+      trajectory: the attempt.
+      variant: the dialect that it should obey.
+      evaluation: whether answers to QA are read by `match_eval`, and their token F1 is
+        on record.
+
+    Raises:
+      ValueError: a grader of the user's own fails or returns nonsense; or
+        `max_failures` in a row could not be graded.
+    """
+    if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
+      return
+    name = self.grader_of(task)
+    answer = written_answer(trajectory.text)
+    try:
+      if name == "qa":
+        graded = self._qa(task, answer, evaluation)
+      else:
+        graded = self._opened(name)(task, answer, trajectory)
+    except Ungradable as e:
+      trajectory.status = Status.INFRASTRUCTURE
+      trajectory.meta["ungraded"] = str(e)
+      _log.warning("%s", e)
+      self._count_failure(str(e))
+      return
+    self._failures = 0
+    reward, parts = shaping.shape(
+      self.config.shaping, graded.answer, trajectory, variant
+    )
+    twice = sorted(set(parts) & set(graded.parts))
+    if twice:
+      raise ValueError(
+        f"grader {name!r}: part {twice[0]!r} is a name of reward.shaping"
+      )
+    trajectory.reward, trajectory.reward_parts = reward, {**parts, **graded.parts}
+    if graded.record:
+      trajectory.meta["graded"] = graded.record
+
+  def _count_failure(self, why: str) -> None:
+    self._failures += 1
+    if self._failures >= self.config.max_failures:
+      raise ValueError(
+        f"{self._failures} trajectories in a row could not be graded; the last: {why}. "
+        "Mend it and start again on the same workdir"
+      )
+
+  def _opened(self, name: str) -> _Grade:
+    with self._lock:
+      if name not in self._open:
+        self._open[name] = self._make(name)
+      return self._open[name]
+
+  def _make(self, name: str) -> _Grade:
+    if name == "math":
+      return _math
+    if name == "code":
+      service = CodeGrader(self.config.code)
+    elif name == "judge":
+      service = Judge(self.config.judge)
+    else:
+      return _Custom(name)
+    self._closing.append(service)
+    return lambda task, answer, _: service.grade(task, answer)
+
+  def _qa(self, task: Task, answer: str | None, evaluation: bool) -> Graded:
+    match = self.config.match_eval if evaluation else self.config.match
+    value = 0.0 if answer is None else float(MATCHES[match](answer, task.answers))
+    f1 = {"f1": qa.token_f1(answer or "", task.answers)} if evaluation else {}
+    return Graded(value, parts=f1)
+
+
+def _math(task: Task, answer: str | None, _: Trajectory) -> Graded:
+  if answer is None:
+    return Graded(0.0)
+  try:
+    return Graded(float(math.equivalent(answer, task.answers)))
+  except RuntimeError as e:  # its process does not start, or gets no CPU time
+    raise Ungradable(f"task {task.id!r}: {e}") from e
+
+
+class _Custom:
+  """A reward function of the user's own."""
+
+  def __init__(self, path: str):
+    """Imports it.
+
+    Raises:
+      ValueError: there is no such module or function.
+    """
+    self._path = path
+    module, _, name = path.partition(":")
+    try:
+      self._function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+      raise ValueError(f"reward.graders: {path!r} cannot be imported: {e}") from e
+    if not callable(self._function):
+      raise ValueError(f"reward.graders: {path!r} is no function")
+
+  def __call__(self, task: Task, answer: str | None, trajectory: Trajectory) -> Graded:
+    where = f"reward function {self._path} on task {task.id!r}"
+    try:
+      value = self._function(task, answer, trajectory)
+    except Ungradable:
+      raise
+    except Exception as e:
+      raise ValueError(f"{where} raised {type(e).__name__}: {e}") from e
+    parts = dict(value) if isinstance(value, dict) else {"answer": value}
+    for name, part in parts.items():
+      number = isinstance(part, int | float) and numbers.isfinite(part)
+      if not isinstance(name, str) or not number:
+        raise ValueError(f"{where} gave {name!r}: {part!r}; it must be a finite number")
+    answer_part = parts.pop("answer", None)
+    if answer_part is None or not 0 <= answer_part <= 1:
+      raise ValueError(
+        f"{where} gave 'answer' {answer_part!r}; it must be from 0 to 1 (shaping adds "
+        "penalties)"
+      )
+    return Graded(float(answer_part), parts={k: float(v) for k, v in parts.items()})
