@@ -38,6 +38,9 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 _CHUNK = 65536
 _FLUSH_S = 0.05  # to write out its buffers when its time is up
 _REAP_S = 0.0005
+# Death by these signals is the kernel's limit on CPU seconds where so much of it is
+# used. The limit counts by ticks: on a crowded core it ends programs too early.
+_CPU_SHARE = {-signal.SIGXCPU: 0.5, -signal.SIGKILL: 0.9}
 _SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
 
 
@@ -57,6 +60,7 @@ def _descendants(template_pages: int) -> _Use:
   ordinary machines lack. Zombies are counted too: one whose threads live on looks the
   same as a dead one.
   """
+  own = os.getpid()
   children: dict[int, list[tuple[int, int, int]]] = {}
   for name in os.listdir("/proc"):
     if not name.isdigit():
@@ -68,10 +72,14 @@ def _descendants(template_pages: int) -> _Use:
       continue
     fields = text[text.rindex(b")") + 2 :].split()
     row = (int(name), int(fields[17]), int(fields[21]))
-    children.setdefault(int(fields[1]), []).append(row)
-  pids, tasks, pages, queue = [], 0, 0, [os.getpid()]
+    # The first of a process namespace owns all of it, whoever made the others.
+    if own != 1:
+      children.setdefault(int(fields[1]), []).append(row)
+    elif name != "1":
+      children.setdefault(1, []).append(row)
+  pids, tasks, pages, queue = [], 0, 0, [own]
   while queue:
-    for pid, threads, resident in children.get(queue.pop(), ()):
+    for pid, threads, resident in children.pop(queue.pop(), ()):
       pids.append(pid)
       queue.append(pid)
       tasks += threads
@@ -103,19 +111,23 @@ def _end_all(pid: int) -> tuple[int, float]:
       time.sleep(_REAP_S)
 
 
+@dataclasses.dataclass(frozen=True)
+class Started:
+  """A program's process (a pidfd), and our ends of its pipes."""
+
+  process: int
+  stdin: int
+  stdout: int
+  stderr: int
+
+
 class Starter(Protocol):
   """How a program is started, and how everything of it is ended."""
 
-  def start(
-    self,
-    request: dict[str, Any],
-    pipes: tuple[int, int, int],
-    limits: wire.Limits,
-    template_bytes: int,
-  ) -> int:
-    """Starts a program on the pipes; returns its process."""
+  def start(self, request: dict[str, Any], limits: wire.Limits) -> Started:
+    """Starts a program."""
 
-  def end(self, pid: int) -> tuple[int | None, float]:
+  def end(self) -> tuple[int | None, float]:
     """Leaves neither process nor file of the run.
 
     Returns its exit status (-N for signal N, None where it never began) and the CPU
@@ -126,30 +138,42 @@ class Starter(Protocol):
 class _Plain:
   """Starts programs in directories of the host."""
 
-  def __init__(self, directory: str):
+  def __init__(self, directory: str, template: Template):
     self._directory = directory
-    self._path = ""
+    self._template = template
+    self._path, self._pid = "", 0
     self._numbers = itertools.count()
 
-  def start(
-    self,
-    request: dict[str, Any],
-    pipes: tuple[int, int, int],
-    limits: wire.Limits,
-    template_bytes: int,
-  ) -> int:
+  def start(self, request: dict[str, Any], limits: wire.Limits) -> Started:
     self._path = os.path.join(self._directory, f"run-{next(self._numbers)}")
     os.mkdir(self._path, 0o700)
-    pid = os.fork()
-    if not pid:
-      program, stdin = request["program"], request["stdin"]
-      child.become_program(program, stdin, self._path, pipes, limits, template_bytes)
-    return pid
+    inner, outer = make_pipes()
+    zygote = os.getpid()
+    self._pid = os.fork()
+    if not self._pid:
+      task = child.Task(request["program"], request["stdin"], limits)
 
-  def end(self, pid: int) -> tuple[int | None, float]:
-    code, cpu_s = _end_all(pid)
+      def get() -> child.Task:
+        child.die_with_parent(zygote, signal.SIGKILL)
+        os.chdir(self._path)
+        child.set_environment(self._path)
+        return task
+
+      child.become_program(get, inner, self._template.bytes)
+    for fd in inner:
+      os.close(fd)
+    return Started(os.pidfd_open(self._pid), *outer)
+
+  def end(self) -> tuple[int | None, float]:
+    code, cpu_s = _end_all(self._pid)
     _remove(self._path)
     return (None if code == -child.SETUP_SIGNAL else code), cpu_s
+
+
+def make_pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+  """A program's stdin, stdout and stderr, and our ends of them."""
+  (stdin, feed), (out, stdout), (err, stderr) = (os.pipe() for _ in range(3))
+  return (stdin, stdout, stderr), (feed, out, err)
 
 
 class Run:
@@ -163,14 +187,11 @@ class Run:
     self.killed: wire.Verdict | None = None  # what the sandbox killed it for
     self.note = ""
     self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
-    pipes = [os.pipe() for _ in range(3)]
-    inner = (pipes[0][0], pipes[1][1], pipes[2][1])
-    self.input_fd, *outputs = pipes[0][1], pipes[1][0], pipes[2][0]
-    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     self.start = time.monotonic()
-    self.pid = starter.start(request, inner, self.limits, template.bytes)
-    for fd in inner:
-      os.close(fd)
+    started = starter.start(request, self.limits)
+    self.process, self.input_fd = started.process, started.stdin
+    outputs = started.stdout, started.stderr
+    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     for fd in (self.input_fd, *outputs):
       os.set_blocking(fd, False)
 
@@ -180,13 +201,12 @@ class Run:
     Raises:
       SystemExit: the host has gone; the program is dead by then.
     """
-    pidfd = os.pidfd_open(self.pid)
     try:
-      self._pump(pidfd, control)
+      self._pump(control)
     finally:
-      code, cpu_s = self.starter.end(self.pid)
+      code, cpu_s = self.starter.end()
       seconds = time.monotonic() - self.start
-      os.close(pidfd)
+      os.close(self.process)
       self._close_input()
       for fd in self.clips:  # what the pipes still hold
         while self._read(fd):
@@ -194,9 +214,9 @@ class Run:
         os.close(fd)
     return self._result(code, cpu_s, seconds)
 
-  def _pump(self, pidfd: int, control: int) -> None:
+  def _pump(self, control: int) -> None:
     poll = select.poll()
-    for fd in (pidfd, *self.clips):
+    for fd in (self.process, *self.clips):
       poll.register(fd, select.POLLIN)
     poll.register(control, 0)  # reports its hang-up all the same
     if self.input:
@@ -209,7 +229,7 @@ class Run:
       now = time.monotonic()
       if now >= deadline:
         self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
-        return self._ask_to_flush(pidfd)
+        return self._ask_to_flush()
       if now >= sample:
         if self._over_limits():
           return None
@@ -223,14 +243,14 @@ class Run:
       for fd in self.clips:
         if fd in ready and not self._read(fd):
           poll.unregister(fd)
-      if pidfd in ready:
+      if self.process in ready:
         return None
 
-  def _ask_to_flush(self, pidfd: int) -> None:
+  def _ask_to_flush(self) -> None:
     with contextlib.suppress(ProcessLookupError):
-      os.kill(self.pid, signal.SIGXCPU)
+      signal.pidfd_send_signal(self.process, signal.SIGXCPU)
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
+    poll.register(self.process, select.POLLIN)
     poll.poll(_FLUSH_S * 1000)
 
   def _over_limits(self) -> bool:
@@ -280,7 +300,7 @@ class Run:
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
     if self.killed and code < 0:
       verdict, stderr = self.killed, stderr + self.note
-    elif code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s > 0.9 * self.limits.cpu_s:
+    elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * self.limits.cpu_s:
       verdict = wire.Verdict.TIMEOUT
       stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
     elif code == -child.MEMORY_SIGNAL:
@@ -327,17 +347,27 @@ def warm_up(modules: list[str]) -> Template:
   return Template.measure()
 
 
-def serve_one(
-  requests: int, results: int, starter: Starter, template: Template
+def serve(
+  request: dict[str, Any],
+  control: int,
+  results: int,
+  starter: Starter,
+  template: Template,
 ) -> None:
-  """Reads a request and answers it.
+  """Runs what a request asks for, and answers.
+
+  Args:
+    request: a frame that was read from `control`.
+    control: the pipe of requests: the host has gone when it hangs up.
+    results: the pipe of answers.
+    starter: starts the program.
+    template: what each process of it holds to begin with.
 
   Raises:
     EOFError, SystemExit: the host has gone.
   """
-  request = wire.read_frame(requests)
   wire.write_frame(results, {"event": "started"})
-  result = Run(request, starter, template).finish(requests)
+  result = Run(request, starter, template).finish(control)
   wire.write_frame(results, {"event": "result", "result": result.to_json()})
 
 
@@ -372,10 +402,12 @@ def main() -> None:
   child.prctl(_PR_SET_CHILD_SUBREAPER, 1)
   child.set_dumpable(False)
   try:
-    template, starter = warm_up(modules), _Plain(directory)
+    template = warm_up(modules)
+    starter = _Plain(directory, template)
     wire.write_frame(results, {"event": "ready"})
     while True:
-      serve_one(requests, results, starter, template)
+      request = wire.read_frame(requests)
+      serve(request, requests, results, starter, template)
   except (EOFError, SystemExit):
     # The host has gone without a `kill`, and nobody else would do this.
     shutil.rmtree(directory, ignore_errors=True)
