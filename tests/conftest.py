@@ -18,6 +18,9 @@ import hypothesis
 import pytest
 import toy
 
+from coa_jax.rollout.tools import ToolsConfig
+from tools_sandbox import jail
+
 hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("coa_jax")
 
@@ -38,3 +41,13 @@ def stock():
 def actor():
   """A policy that was trained until it knows `toy.SCRIPTS` by heart."""
   return toy.actor()
+
+
+def pytest_report_header() -> str:
+  """What runs the programs of the tests of journeys; tests of the jail itself skip."""
+  if missing := jail.check():
+    make = ToolsConfig.__init__
+    defaults = ("subprocess" if d == "jail" else d for d in make.__defaults__)
+    make.__defaults__ = tuple(defaults)
+    return f"tools.sandbox: subprocess, this machine has no jail: {'; '.join(missing)}"
+  return "tools.sandbox: jail"

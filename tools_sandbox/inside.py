@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 import child
 import kernel
+import run
 import seccomp
 import wire
 import zygote
@@ -72,10 +73,10 @@ class _Template:
     sizes = self.orders.recv(_SIZES.size)
     if not sizes:
       raise EOFError("the template ended")
-    self.holds = zygote.Template(*_SIZES.unpack(sizes))
+    self.holds = run.Template(*_SIZES.unpack(sizes))
 
 
-_SIZES = struct.Struct("qq")  # of a zygote.Template
+_SIZES = struct.Struct("qq")  # of a run.Template
 
 
 def _log(who: str, error: BaseException) -> None:
@@ -153,7 +154,7 @@ def _wait_in(
 
 
 class _Jailed:
-  """Starts a program; only for an init. See `zygote.Starter`."""
+  """Starts a program; only for an init. See `run.Starter`."""
 
   def __init__(self, orders: socket.socket):
     """Has the template fork the process that will be the program.
@@ -161,7 +162,7 @@ class _Jailed:
     Raises:
       OSError: the template has ended, or could not fork into these namespaces.
     """
-    inner, self._outer = zygote.make_pipes()
+    inner, self._outer = run.make_pipes()
     self._ended, tell = os.pipe()
     request, self._request = os.pipe()
     self._began, began = os.pipe()
@@ -175,11 +176,11 @@ class _Jailed:
     # While it waits: once the template has reaped it, nobody can.
     self._process = os.pidfd_open(_PID)
 
-  def start(self, request: dict[str, Any], limits: wire.Limits) -> zygote.Started:
+  def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
     _give_files(limits)
     wire.write_frame(self._request, request)
     os.close(self._request)
-    return zygote.Started(self._process, *self._outer)
+    return run.Started(self._process, *self._outer)
 
   def end(self) -> tuple[int | None, float]:
     with contextlib.suppress(ProcessLookupError):
@@ -247,7 +248,7 @@ class _Init:
     except EOFError:
       return  # the host has gone
     os.write(say, b"r")  # not before it is read: the next init reads the same pipe
-    zygote.serve(request, requests, results, starter, template.holds)
+    run.serve(request, requests, results, starter, template.holds)
     os.write(say, b"a")
 
   def has_request(self) -> bool:
@@ -293,7 +294,7 @@ def _probe(code: bytes) -> NoReturn:
 def main() -> None:
   """Serves runs until the host closes stdin."""
   path, *modules = sys.argv[1:]
-  own = ("wire", "child", "kernel", "seccomp", "zygote")
+  own = ("wire", "child", "kernel", "run", "seccomp", "zygote")
   requests, results = zygote.take_pipes(own)
   sys.path[:] = path.split(":")
   child.set_dumpable(False)
