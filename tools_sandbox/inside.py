@@ -20,6 +20,7 @@ slot then ends, and the host replaces it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -34,6 +35,7 @@ from typing import Any, NoReturn
 
 import child
 import kernel
+import landlock
 import run
 import seccomp
 import wire
@@ -84,12 +86,21 @@ def _log(who: str, error: BaseException) -> None:
   os.write(2, text.encode("ascii", "replace"))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Walls:
+  """What every program of the slot is put behind."""
+
+  filter: bytes  # of seccomp
+  capabilities: list[int]  # to give up for good
+  landlock: int  # its version, 0 where there is none
+
+
 def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> None:
   """In the template: forks for every init that asks, says how each fork ended."""
   template = zygote.warm_up(modules)
   kernel.collapse_pages()
   child.set_environment(_HOME)
-  capabilities = kernel.capabilities()
+  walls = _Walls(code, kernel.capabilities(), landlock.version())
   orders.send(_SIZES.pack(template.bytes, template.pages))
   poll = select.poll()
   poll.register(orders, select.POLLIN)
@@ -117,7 +128,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
         _log("a fork of the template", e)
         pid = -1
       if not pid:
-        _wait_in(fds, code, capabilities, template.bytes)
+        _wait_in(fds, walls, template.bytes)
       for other in (init, *fds[2:]):
         os.close(other)
       if pid < 0:
@@ -128,14 +139,12 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
       poll.register(pidfd, select.POLLIN)
 
 
-def _wait_in(
-  fds: list[int], code: bytes, capabilities: list[int], template_bytes: int
-) -> NoReturn:
+def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
   """In a fork of the template: enters the run's namespaces, waits for the program."""
   init, _, request, began, *pipes = fds
   try:
     kernel.join(init, _RUN_NAMESPACES)
-    kernel.drop_bounding_set(capabilities)
+    kernel.drop_bounding_set(walls.capabilities)
   except BaseException as e:
     _log("joining the run's init", e)
     os._exit(1)
@@ -148,7 +157,7 @@ def _wait_in(
     os.chdir(_HOME)
     return child.Task(row["program"], row["stdin"], limits)
 
-  confine = functools.partial(_confine, code, began)
+  confine = functools.partial(_confine, walls, began)
   inner = pipes[0], pipes[1], pipes[2]
   child.become_program(get, inner, template_bytes, confine, (request, began))
 
@@ -209,12 +218,13 @@ def _give_files(limits: wire.Limits) -> None:
   kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
 
 
-def _confine(code: bytes, began: int, limits: wire.Limits) -> None:
+def _confine(walls: _Walls, began: int, limits: wire.Limits) -> None:
   """The last walls around the program; says that it begins."""
   # Counted per user namespace: those of this run, of which one is the init.
   most = limits.processes + 1
   resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-  kernel.set_filter(code)
+  landlock.restrict(walls.landlock, _HOME, "/dev")
+  kernel.set_filter(walls.filter)
   os.write(began, b"b")
   os.close(began)
 
@@ -294,7 +304,7 @@ def _probe(code: bytes) -> NoReturn:
 def main() -> None:
   """Serves runs until the host closes stdin."""
   path, *modules = sys.argv[1:]
-  own = ("wire", "child", "kernel", "run", "seccomp", "zygote")
+  own = ("wire", "child", "kernel", "landlock", "run", "seccomp", "zygote")
   requests, results = zygote.take_pipes(own)
   sys.path[:] = path.split(":")
   child.set_dumpable(False)

@@ -72,9 +72,9 @@ ORDINARY = {
     "5\n",
   ),
   "modules_named_like_ours": (
-    "for n in ('wire', 'kernel', 'zygote', 'child', 'seccomp', 'run'):\n"
+    "for n in ('wire', 'kernel', 'zygote', 'child', 'run', 'landlock'):\n"
     "  open(n + '.py', 'w').write('x = 5')\n"
-    "import wire, kernel, zygote, child, seccomp, run\nprint(kernel.x)",
+    "import wire, kernel, zygote, child, run, landlock\nprint(kernel.x)",
     "",
     "5\n",
   ),
