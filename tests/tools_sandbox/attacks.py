@@ -211,7 +211,7 @@ SIGNALS = _group(
     "program": (
       "import signal\nos.kill(os.getppid() or 1, signal.SIGSTOP)\nprint('alive')"
     ),
-    "verdicts": ("ok",),
+    "verdicts": ("ok", "error"),
   },
   kill_all={
     "program": "os.kill(-1, 9)\nprint('alive')",
