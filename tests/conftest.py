@@ -23,6 +23,7 @@ from tools_sandbox import jail
 
 hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("coa_jax")
+_NO_JAIL = jail.check()
 
 
 @pytest.fixture(scope="session")
@@ -43,11 +44,17 @@ def actor():
   return toy.actor()
 
 
-def pytest_report_header() -> str:
-  """What runs the programs of the tests of journeys; tests of the jail itself skip."""
-  if missing := jail.check():
+def pytest_configure(config: pytest.Config) -> None:
+  """Lets tests of journeys run programs on machines without a jail, and says so."""
+  del config
+  if _NO_JAIL:
     make = ToolsConfig.__init__
     defaults = ("subprocess" if d == "jail" else d for d in make.__defaults__)
     make.__defaults__ = tuple(defaults)
-    return f"tools.sandbox: subprocess, this machine has no jail: {'; '.join(missing)}"
-  return "tools.sandbox: jail"
+
+
+def pytest_report_header() -> str:
+  """Which back-end `tools.sandbox` is; tests of the jail itself skip without one."""
+  if not _NO_JAIL:
+    return "tools.sandbox: jail"
+  return f"tools.sandbox: subprocess, this machine has no jail: {'; '.join(_NO_JAIL)}"
