@@ -286,6 +286,7 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
     corpus = os.path.join(folder, "pages.jsonl")
     work.write_pages(corpus)
     tools = ToolsConfig(
+      sandbox="subprocess",  # out of a jail no program could kill its keeper
       corpus=corpus,
       top_k=1,
       timeout_s=work.TIMEOUT_S,

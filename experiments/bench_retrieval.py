@@ -160,7 +160,9 @@ def measure(
     Sandbox(slots=1, corpus=path, index_cache=cache).close()
     (saved,) = glob.glob(os.path.join(cache, "*"))
     same, plain = bm25s.BM25.load(saved), _build_bm25s(path)
-    with Sandbox(slots=1, corpus=path) as sandbox:  # in memory, as a Toolbox has it
+    with Sandbox(
+      corpus=path, backend=None
+    ) as sandbox:  # in memory, as a Toolbox has it
       for asked, questions in sets.items():
         row = {
           "questions": asked,
@@ -175,7 +177,7 @@ def measure(
 
 
 def _build(path: str) -> None:
-  Sandbox(slots=1, corpus=path).close()
+  Sandbox(corpus=path, backend=None).close()
 
 
 def _build_bm25s(path: str) -> bm25s.BM25:

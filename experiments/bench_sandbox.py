@@ -1,18 +1,27 @@
-"""Programs a second: the jail, our subprocess back-end and a plain subprocess.
+"""Programs a second: the jail, our subprocess back-end, others' jails, a plain process.
 
   python -m experiments.bench_sandbox [--quick] [--cases=REGEX] [--out=FILE.json]
+  python -m experiments.bench_sandbox --soak=50000 [--out=FILE.json]
 
-Three programs (print, numpy, sympy), one and two callers, the contestants by turns in
-every round. The plain one starts an interpreter for each program, as a harness without
-any of ours would. Every answer is checked. Ratios are the jail's runs per second with
-one caller over the plain subprocess's: above 1 the jail is faster.
+Three programs (print, numpy, sympy), 1, 2, 8 and 64 callers, the contestants by turns
+in every round; our two back-ends have two slots each. The plain one starts an
+interpreter for each program, as a harness without any of ours would; bubblewrap and
+nsjail start one behind the same kinds of walls, where they are on PATH. Every answer is
+checked. Ratios are the jail's runs per second with one caller over the plain process's:
+above 1 the jail is faster.
 
-Expect (two cores that others used too): 1.7 to 1.9 for print, 8 to 9 for numpy, 13 to
-19 for sympy; p50 of the jail 8 to 10 ms for print, 2 minutes with --rounds=2.
+--soak makes so many runs with 8 callers, every tenth of them hostile, and tells what is
+left of them: processes, descriptors, mounts, files, resident memory, throughput of the
+first and the last tenth. It stops with an error where something leaks.
+
+Expect (two cores that others used too): 3 for print, 8 for numpy, 14 for sympy; with
+--rounds=1 some minutes, 64 callers of a plain sympy most of it.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,10 +30,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from absl import app
+from absl import app, flags
 
-from experiments import bench
+from experiments import bench, soak_sandbox
 from tools_sandbox.client import Sandbox
+
+_SOAK = flags.DEFINE_integer("soak", 0, "Runs of a soak, in place of timing.", 0)
 
 # Name -> program, what it prints.
 PROGRAMS = {
@@ -38,9 +49,11 @@ PROGRAMS = {
     "(x - 1)*(x**2 + x + 1)",
   ),
 }
-CALLERS = (1, 2)
+CALLERS = (1, 2, 8, 64)
+SLOTS = 2
 RATIOS = {"print": "executions", "numpy": "numpy", "sympy": "sympy"}
-_RUNS = {"jail": 100, "subprocess": 100, "plain": 10}  # of each caller in a round
+_RUNS = {"jail": 128, "subprocess": 128}  # of all callers in a round; else:
+_FEW = 16
 _COLUMNS = {
   "program": "program",
   "callers": "callers",
@@ -49,17 +62,54 @@ _COLUMNS = {
   "p99_ms": "p99 ms",
   "per_s": "runs/s",
 }
+_PYTHON = os.path.realpath(sys.executable)
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 
 
-def _plain(program: str) -> str:
-  done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-  return done.stdout
+def _command(*command: str) -> Callable[[str], str]:
+  """Runs a program by a command that takes it as its last argument."""
+
+  def run(program: str) -> str:
+    return subprocess.run(
+      [*command, program], capture_output=True, text=True, env=_ENVIRONMENT, check=False
+    ).stdout
+
+  return run
+
+
+def _readable() -> list[str]:
+  """What an interpreter with our packages needs of the host."""
+  packages = [p for p in sys.path if p.endswith("site-packages")]
+  places = [sys.base_prefix, sys.prefix, *packages]
+  places += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
+  return [p for p in dict.fromkeys(map(os.path.realpath, places)) if os.path.exists(p)]
+
+
+def others() -> dict[str, Callable[[str], str]]:
+  """A plain process, and jails of others that are installed; prints what is not."""
+  found = {"plain": _command(sys.executable, "-I", "-c")}
+  # A link to an interpreter elsewhere still finds its packages by its own folder.
+  python = [sys.executable, "-I", "-c"]
+  if path := shutil.which("bwrap"):
+    binds = [a for p in _readable() for a in ("--ro-bind", p, p)]
+    walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    links = ["--symlink", "usr/lib64", "/lib64"] if os.path.islink("/lib64") else []
+    links += ["--symlink", "usr/lib", "/lib"] if os.path.islink("/lib") else []
+    scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    found["bubblewrap"] = _command(path, *walls, *binds, *links, *scratch, *python)
+  if path := shutil.which("nsjail"):
+    binds = [a for p in _readable() for a in ("-R", p)]
+    walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
+    found["nsjail"] = _command(path, *walls, *binds, "-T", "/tmp", "--", *python)
+  for name in {"bubblewrap", "nsjail"} - set(found):
+    print(f"{name}: not on PATH, left out")
+  return found
 
 
 def timed(
   run: Callable[[str], str], program: str, expected: str, callers: int, runs: int
 ) -> tuple[list[float], float]:
-  """Runs a program `runs` times from each of `callers` threads.
+  """Runs a program `runs` times, shared by `callers` threads.
 
   Returns:
     Seconds of each run, and runs per second of all callers together.
@@ -69,9 +119,10 @@ def timed(
   """
   seconds: list[float] = []
   wrong: list[str] = []
+  left = iter(range(max(runs, callers)))
 
   def work() -> None:
-    for _ in range(runs):
+    for _ in left:
       start = time.perf_counter()
       said = run(program).strip()
       seconds.append(time.perf_counter() - start)
@@ -90,25 +141,25 @@ def timed(
   return seconds, len(seconds) / total
 
 
-def run() -> dict[str, Any]:
+def measure() -> dict[str, Any]:
   """Times every contestant by turns; see the file's docstring."""
   programs = bench.chosen(PROGRAMS)
   rounds = 1 if bench.QUICK.value else bench.ROUNDS.value
   found: dict[tuple[str, int, str], tuple[list[float], list[float]]] = {}
-  slots = max(CALLERS)
-  with Sandbox(slots, backend="jail") as jail, Sandbox(slots) as sandbox:
+  with Sandbox(SLOTS) as jail, Sandbox(SLOTS, backend="subprocess") as sandbox:
     contestants = {
-      "jail": lambda p: jail.run(p).stdout,
-      "subprocess": lambda p: sandbox.run(p).stdout,
-      "plain": _plain,
+      "jail": lambda p: jail.run(p, timeout_s=60).stdout,
+      "subprocess": lambda p: sandbox.run(p, timeout_s=60).stdout,
+      **others(),
     }
-    for name in ("jail", "subprocess"):  # both slots of each
-      timed(contestants[name], *PROGRAMS["print"], slots, 10)
+    for name in _RUNS:  # both slots of each
+      timed(contestants[name], *PROGRAMS["print"], SLOTS, 20)
     for _ in range(rounds):
       for title, (program, expected) in programs.items():
-        for callers in CALLERS:
+        for callers in CALLERS[:2] if bench.QUICK.value else CALLERS:
           for name, contestant in contestants.items():
-            seconds, rate = timed(contestant, program, expected, callers, _RUNS[name])
+            runs = _RUNS.get(name, _FEW)
+            seconds, rate = timed(contestant, program, expected, callers, runs)
             every, rates = found.setdefault((title, callers, name), ([], []))
             every += seconds
             rates.append(rate)
@@ -133,12 +184,24 @@ def run() -> dict[str, Any]:
   return {"table": table, "ratios": ratios, "rounds": rounds}
 
 
-main = bench.program(
-  run,
+_measure = bench.program(
+  measure,
   "Programs in a sandbox",
   _COLUMNS,
   "p50 and p99 over all runs, runs/s the median of the rounds",
 )
+_soak = bench.program(
+  lambda: soak_sandbox.soak(_SOAK.value),
+  "What is left of the runs",
+  soak_sandbox.COLUMNS,
+  f"every {soak_sandbox.EVERY}th run is hostile",
+)
+
+
+def main(argv: list[str]) -> None:
+  """Times, or soaks."""
+  (_soak if _SOAK.value else _measure)(argv)
+
 
 if __name__ == "__main__":
   app.run(main)

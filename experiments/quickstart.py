@@ -11,6 +11,7 @@ goes on.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -27,6 +28,7 @@ from coa_jax.report.metrics import duration, write_json
 from configs import distill_world, evaluate_world, rl_world, sft_world
 from experiments import launch, quickstart_report
 from experiments.make_world import make_world
+from tools_sandbox.client import check_jail
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where the run writes.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the world, the teacher, SFT and RL.")
@@ -98,6 +100,22 @@ class Quickstart:
     rich.print("[bold]\\[6/6] report[/bold]")
     return quickstart_report.write(self.workdir, self.seconds)
 
+  @functools.cached_property
+  def sandbox(self) -> str:
+    """The jail; where there can be none, the weaker back-end, and says so.
+
+    Only here: these programs are written by a scripted team, and by a model that has
+    read nothing else. Every other launcher refuses instead.
+    """
+    missing = check_jail()
+    if not missing:
+      return "jail"
+    rich.print(
+      f"tools.sandbox=subprocess, for this machine has no jail: {'; '.join(missing)}. "
+      "The quickstart's own programs are harmless; others are refused without it."
+    )
+    return "subprocess"
+
   def make_world(self) -> None:
     """Pages and tasks, as files that any user could have brought."""
     sizes = (64, 64, 32) if self.arg else (13000, 6000, 600)
@@ -106,6 +124,7 @@ class Quickstart:
   def _world(self, config: ml_collections.ConfigDict, tasks: str, pages: str) -> None:
     config.tasks.uri = self.path("world", f"{tasks}_tasks.jsonl")
     config.tools.corpus = self.path("world", f"{pages}_pages.jsonl")
+    config.tools.sandbox = self.sandbox
 
   def distil(self) -> None:
     """The team on the training tasks: trajectories for SFT."""

@@ -11,6 +11,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import linecache
@@ -19,11 +20,12 @@ import os
 import re
 import resource
 import signal
+import struct
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 import wire
@@ -37,7 +39,8 @@ _STACK_BYTES = 64 << 20  # deep C recursion of ordinary programs; grows on deman
 # Address space left over so that a MemoryError can still be reported.
 _RESERVE_BYTES = 32 << 20
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
-_CAPABILITY_VERSION = 0x20080522
+_CAPSET_HEADER = struct.pack("Ii", 0x20080522, 0)  # version 3, this process
+_NO_CAPABILITIES = bytes(24)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -64,40 +67,51 @@ def set_dumpable(dumpable: bool) -> None:
   prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
-def become_program(
-  program: str,
-  seed_text: str,
-  directory: str,
-  pipes: tuple[int, int, int],
-  limits: wire.Limits,
-  template_bytes: int,
-  confine: Callable[[], None] | None = None,
-  kept: int = -1,
-) -> NoReturn:
-  """Runs `program` as `__main__` in this process and ends the process.
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What a child is to run.
 
-  Args:
+  Attributes:
     program: Python source.
     seed_text: seeds the random generators together with `program`.
-    directory: its working directory, HOME and TMPDIR; exists.
-    pipes: descriptors that become its stdin, stdout and stderr.
     limits: what it may use.
-    template_bytes: address space of the zygote, which does not count.
-    confine: the last step before the program; it closes `kept`.
-    kept: a descriptor that `confine` still needs.
+  """
+
+  program: str
+  seed_text: str
+  limits: wire.Limits
+
+
+def become_program(
+  get: Callable[[], Task],
+  pipes: tuple[int, int, int],
+  template_bytes: int,
+  confine: Callable[[wire.Limits], None] | None = None,
+  kept: Collection[int] = (),
+) -> NoReturn:
+  """Runs a program as `__main__` in this process and ends the process.
+
+  Args:
+    get: waits for what to run, in its working directory; all that does not depend on
+      it is done before.
+    pipes: descriptors that become its stdin, stdout and stderr.
+    template_bytes: address space of the template, which does not count.
+    confine: the last step before the program.
+    kept: descriptors that `get` and `confine` need, and close.
   """
   try:
-    _enter(directory, pipes, kept)
-    _limit(limits, template_bytes)
+    _enter(pipes, kept)
     _drop_privileges()
     _open_streams()
-    _reseed(program + "\0" + seed_text)
+    task = get()
+    _limit(task.limits, template_bytes)
+    _reseed(task.program + "\0" + task.seed_text)
     if confine is not None:
-      confine()
+      confine(task.limits)
   except BaseException as e:
     os.write(2, f"cannot set up the run: {e!r}\n".encode("ascii", "replace"))
     _end_by(SETUP_SIGNAL)
-  code, out_of_memory = _run(program)
+  code, out_of_memory = _run(task.program)
   if out_of_memory:
     _end_by(MEMORY_SIGNAL)
   os._exit(code)
@@ -110,19 +124,25 @@ def _end_by(number: int) -> NoReturn:
   os._exit(1)
 
 
-def _enter(directory: str, pipes: tuple[int, int, int], kept: int) -> None:
-  zygote = os.getppid()
+def _enter(pipes: tuple[int, int, int], kept: Collection[int]) -> None:
   os.setsid()
-  die_with_parent(zygote, signal.SIGKILL)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   for target, fd in enumerate(pipes):
     os.dup2(fd, target)
+  close_all_but({0, 1, 2, *kept})
+  os.umask(0o077)
+
+
+def close_all_but(kept: Collection[int]) -> None:
+  """Closes every other descriptor of this process."""
   for name in os.listdir("/proc/self/fd"):
-    if int(name) > 2 and int(name) != kept:
+    if int(name) not in kept:
       with contextlib.suppress(OSError):  # the listing's own, closed already
         os.close(int(name))
-  os.chdir(directory)
-  os.umask(0o077)
+
+
+def set_environment(directory: str) -> None:
+  """Leaves nothing of the host's; `directory` becomes the place for all files."""
   libraries = os.environ.get("LD_LIBRARY_PATH")  # a jailed interpreter needs it
   os.environ.clear()
   # Temporary files land in the run's directory, so they go when the run goes.
@@ -158,9 +178,7 @@ def _drop_privileges() -> None:
   # Without capabilities even root cannot raise its limits, nor open the pipes of the
   # zygote (which is not dumpable) to write a result of its own.
   prctl(_PR_SET_NO_NEW_PRIVS, 1)
-  header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-  none = (ctypes.c_uint32 * 6)()
-  if _libc.capset(header, none) != 0:
+  if _libc.capset(_CAPSET_HEADER, _NO_CAPABILITIES) != 0:
     raise OSError(ctypes.get_errno(), "capset")
   set_dumpable(True)  # its own /proc/self/fd, hence /dev/stdin
 
@@ -176,7 +194,8 @@ def _open_streams() -> None:
 def _reseed(text: str) -> None:
   # The same call gives the same numbers in every slot, so that a trajectory does not
   # depend on which slot served it; different programs draw different numbers.
-  digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+  # blake2b does without OpenSSL, whose start costs every run a third of a millisecond.
+  digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
   seed = int.from_bytes(digest[:4], "big")
   for name in ("random", "numpy.random", "sympy.core.random"):
     if name in sys.modules:

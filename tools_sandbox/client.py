@@ -13,6 +13,7 @@ from tools_sandbox import pool, search, wire
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.jail import check as check_jail
 from tools_sandbox.mcp_client import McpConfig, McpTool
 from tools_sandbox.remote import RemoteConfig, RemotePool
 from tools_sandbox.retrieve import Retriever
@@ -45,6 +46,7 @@ __all__ = [
   "VisionConfig",
   "WebConfig",
   "WebSearch",
+  "check_jail",
 ]
 
 BACKENDS = (*pool.BACKENDS, "remote")
@@ -62,7 +64,7 @@ class Sandbox:
     preload: Sequence[str] = pool.DEFAULT_PRELOAD,
     corpus: str | None = None,
     index_cache: str | None = None,
-    backend: str = "subprocess",
+    backend: str | None = "jail",
     remote: RemoteConfig | None = None,
   ):
     """Loads the corpus, if there is one; programs' processes start when first needed.
@@ -76,8 +78,8 @@ class Sandbox:
       corpus: a file that `search.read_corpus` reads, or None for no search.
       index_cache: a directory where the corpus's index is kept under the hash of its
         bytes and mapped from then on; None to build it in memory each time.
-      backend: "subprocess", "jail" for programs that may be hostile (README.md), or
-        "remote" for services over HTTP.
+      backend: "jail", "subprocess" for programs that are trusted (README.md), "remote"
+        for services over HTTP, or None for a sandbox that only searches.
       remote: the services of back-end `remote`.
 
     Raises:
@@ -99,9 +101,10 @@ class Sandbox:
     self._index = None
     if corpus is not None:
       self._index = _open_index(corpus, index_cache)
+    self._pool: pool.SandboxPool | RemotePool | None = None
     if remote is not None:
       self._pool = RemotePool(remote, self._limits)
-    else:
+    elif backend is not None:
       self._pool = pool.SandboxPool(slots, self._limits, preload, backend=backend)
 
   def run(
@@ -124,9 +127,11 @@ class Sandbox:
 
     Raises:
       TypeError: program or stdin is not a string.
-      ValueError: a limit is out of range.
+      ValueError: a limit is out of range, or the sandbox only searches.
       RuntimeError: the sandbox is closed.
     """
+    if self._pool is None:
+      raise ValueError("this sandbox has no back-end to run programs")
     limits = self._limits
     if timeout_s is not None:
       limits = dataclasses.replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
@@ -146,7 +151,8 @@ class Sandbox:
 
   def close(self) -> None:
     """Ends every program and process of the sandbox."""
-    self._pool.close()
+    if self._pool is not None:
+      self._pool.close()
 
   def __enter__(self) -> Sandbox:
     return self

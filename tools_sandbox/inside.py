@@ -1,78 +1,204 @@
-"""The template of a jailed slot, and the init of each run: `zygote` with other walls.
+"""A jailed slot's inside: `zygote` with other walls.
 
 Started by `jail` inside the slot's namespaces: inside.py SYS_PATH MODULE...
-Each run is a clone of this process into namespaces of its own, where it is pid 1: the
-init. It reads the request, mounts the run's /proc and its only writable place, forks
-the program, pumps its pipes and answers the host; when it ends, the kernel kills all
-that is left of the run. The template itself never reads a request or an output: the
-next run, which inherits its memory, could search it for them.
+Two processes live as long as the slot. This one, the first of its process namespace,
+is thin: it clones an *init* for each run, ahead of the request, into namespaces of the
+run's own. The other one, the *template*, has the modules imported: for each init that
+asks, it forks a process into that init's namespaces, which waits to become the program.
+
+The init is pid 1 there. It mounts the run's /proc; when a request comes it reads it,
+mounts the only writable place, hands the program over, pumps its pipes and answers the
+host; when it ends, the kernel kills all that is left of the run. Neither of the two
+lasting processes ever reads a request or an output: the next run, which inherits the
+template's memory, could search it for them. The template tells an init how its program
+ended, because it is the parent: two numbers.
 
 An init that cannot go on says why on stderr, the slot's log, and does not answer; the
-template then ends, and the host replaces the slot.
+slot then ends, and the host replaces it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import gc
 import json
 import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 from typing import Any, NoReturn
 
 import child
 import kernel
+import landlock
+import run
 import seccomp
 import wire
 import zygote
 
 _HOME = "/tmp"  # of a program: working directory, and the only place it may write to
 _UID = 1000  # of a program, as it sees itself
+_PID = 2  # of a program: the first that its init's namespace sees after the init
 _PROBE = "--probe"  # instead of modules: one run, and out
+_ENDED = struct.Struct("id")  # exit status, CPU seconds
+_RUN_NAMESPACES = kernel.ALL_NAMESPACES & ~kernel.NEWPID
+
+
+class _Template:
+  """The process with the modules imported, as its slot's first process sees it."""
+
+  def __init__(self, modules: list[str], code: bytes):
+    """Starts it; waits until it has imported them.
+
+    Args:
+      modules: imported where they are installed.
+      code: the seccomp filter of programs.
+
+    Raises:
+      EOFError: it ended.
+    """
+    self.orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+      self.orders.close()
+      try:
+        _fork_programs(orders, modules, code)
+      except BaseException as e:
+        _log("the template", e)
+      os._exit(0)
+    orders.close()
+    sizes = self.orders.recv(_SIZES.size)
+    if not sizes:
+      raise EOFError("the template ended")
+    self.holds = run.Template(*_SIZES.unpack(sizes))
+
+
+_SIZES = struct.Struct("qq")  # of a run.Template
+
+
+def _log(who: str, error: BaseException) -> None:
+  text = f"{who} failed: {type(error).__name__}: {error}\n"
+  os.write(2, text.encode("ascii", "replace"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walls:
+  """What every program of the slot is put behind."""
+
+  filter: bytes  # of seccomp
+  capabilities: list[int]  # to give up for good
+  landlock: int  # its version, 0 where there is none
+
+
+def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> None:
+  """In the template: forks for every init that asks, says how each fork ended."""
+  template = zygote.warm_up(modules)
+  kernel.collapse_pages()
+  child.set_environment(_HOME)
+  walls = _Walls(code, kernel.capabilities(), landlock.version())
+  orders.send(_SIZES.pack(template.bytes, template.pages))
+  poll = select.poll()
+  poll.register(orders, select.POLLIN)
+  alive: dict[int, tuple[int, int]] = {}  # pidfd -> process, where to tell its end
+  while True:
+    for fd, _ in poll.poll():
+      if fd in alive:
+        pid, tell = alive.pop(fd)
+        _, status, usage = os.wait4(pid, 0)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        with contextlib.suppress(BrokenPipeError):  # its init has died
+          os.write(tell, _ENDED.pack(os.waitstatus_to_exitcode(status), cpu_s))
+        poll.unregister(fd)
+        os.close(fd)
+        os.close(tell)
+        continue
+      order, fds, _, _ = socket.recv_fds(orders, 1, 7)
+      if not order:
+        return  # the slot ends
+      init, tell = fds[:2]
+      try:
+        kernel.join(init, kernel.NEWPID)
+        pid = kernel.fork()
+      except OSError as e:  # its init has died
+        _log("a fork of the template", e)
+        pid = -1
+      if not pid:
+        _wait_in(fds, walls, template.bytes)
+      for other in (init, *fds[2:]):
+        os.close(other)
+      if pid < 0:
+        os.close(tell)
+        continue
+      pidfd = os.pidfd_open(pid)
+      alive[pidfd] = pid, tell
+      poll.register(pidfd, select.POLLIN)
+
+
+def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
+  """In a fork of the template: enters the run's namespaces, waits for the program."""
+  init, _, request, began, *pipes = fds
+  try:
+    kernel.join(init, _RUN_NAMESPACES)
+    kernel.drop_bounding_set(walls.capabilities)
+  except BaseException as e:
+    _log("joining the run's init", e)
+    os._exit(1)
+
+  def get() -> child.Task:
+    os.write(began, b"w")
+    row = wire.read_frame(request)
+    os.close(request)
+    limits = wire.Limits.from_json(row["limits"])
+    os.chdir(_HOME)
+    return child.Task(row["program"], row["stdin"], limits)
+
+  confine = functools.partial(_confine, walls, began)
+  inner = pipes[0], pipes[1], pipes[2]
+  child.become_program(get, inner, template_bytes, confine, (request, began))
 
 
 class _Jailed:
-  """Starts a program; only for an init. See `zygote.Starter`."""
+  """Starts a program; only for an init. See `run.Starter`."""
 
-  def __init__(self, code: bytes):
-    """Args: code: the program's seccomp filter."""
-    self._code = code
-    self._began = -1
+  def __init__(self, orders: socket.socket):
+    """Has the template fork the process that will be the program.
 
-  def start(
-    self,
-    request: dict[str, Any],
-    pipes: tuple[int, int, int],
-    limits: wire.Limits,
-    template_bytes: int,
-  ) -> int:
+    Raises:
+      OSError: the template has ended, or could not fork into these namespaces.
+    """
+    inner, self._outer = run.make_pipes()
+    self._ended, tell = os.pipe()
+    request, self._request = os.pipe()
+    self._began, began = os.pipe()
+    init = os.pidfd_open(os.getpid())
+    fds = [init, tell, request, began, *inner]
+    socket.send_fds(orders, [b"f"], fds)
+    for fd in fds:
+      os.close(fd)
+    if os.read(self._began, 1) != b"w":
+      raise OSError("the template did not fork")
+    # While it waits: once the template has reaped it, nobody can.
+    self._process = os.pidfd_open(_PID)
+
+  def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
     _give_files(limits)
-    self._began, tell = os.pipe()
-    pid = os.fork()
-    if not pid:
-      confine = functools.partial(_confine, self._code, limits, tell)
-      program, stdin = request["program"], request["stdin"]
-      child.become_program(
-        program, stdin, _HOME, pipes, limits, template_bytes, confine, tell
-      )
-    os.close(tell)
-    return pid
+    wire.write_frame(self._request, request)
+    os.close(self._request)
+    return run.Started(self._process, *self._outer)
 
-  def end(self, pid: int) -> tuple[int | None, float]:
+  def end(self) -> tuple[int | None, float]:
     with contextlib.suppress(ProcessLookupError):
       os.kill(-1, signal.SIGKILL)  # all but this process, in one step
-    code, cpu_s = 0, 0.0
-    while True:
-      try:
-        done, status, usage = os.wait4(-1, 0)
-      except ChildProcessError:
-        break
-      if done == pid:
-        code = os.waitstatus_to_exitcode(status)
-        cpu_s = usage.ru_utime + usage.ru_stime
+    code, cpu_s = _ENDED.unpack(os.read(self._ended, _ENDED.size))
+    # What it had started is ours now.
+    with contextlib.suppress(ChildProcessError):
+      while True:
+        os.wait4(-1, 0)
     # Not the program's to say: the pipe was closed before it began.
     return (code if os.read(self._began, 1) else None), cpu_s
 
@@ -83,7 +209,6 @@ def _furnish() -> None:
   flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
   # Only processes, and of those only its own: nothing about the machine.
   kernel.mount("proc", "/proc", "proc", flags, "subset=pid,hidepid=invisible")
-  kernel.drop_bounding_set()
 
 
 def _give_files(limits: wire.Limits) -> None:
@@ -93,66 +218,67 @@ def _give_files(limits: wire.Limits) -> None:
   kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
 
 
-def _confine(code: bytes, limits: wire.Limits, tell: int) -> None:
+def _confine(walls: _Walls, began: int, limits: wire.Limits) -> None:
   """The last walls around the program; says that it begins."""
   # Counted per user namespace: those of this run, of which one is the init.
   most = limits.processes + 1
   resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-  kernel.set_filter(code)
-  os.write(tell, b"b")
-  os.close(tell)
+  landlock.restrict(walls.landlock, _HOME, "/dev")
+  kernel.set_filter(walls.filter)
+  os.write(began, b"b")
+  os.close(began)
 
 
 class _Init:
-  """The template's handle on one init, made ahead of the request that it will serve."""
+  """The slot's handle on one init, made ahead of the request that it will serve."""
 
-  def __init__(
-    self, requests: int, results: int, code: bytes, template: zygote.Template
-  ):
-    """Clones it into new namespaces, where it waits for `go`."""
-    wait, self._go = os.pipe()
-    self._answered, answered = os.pipe()
+  def __init__(self, requests: int, results: int, template: _Template):
+    """Clones it into new namespaces, where it waits for a request."""
+    self._said, say = os.pipe()
     if not kernel.clone(kernel.ALL_NAMESPACES):
-      os.close(self._go)
+      os.close(self._said)
       try:
         # A pid 1 without handlers cannot be hurt by signals of its namespace.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _furnish()
-        # Copies the pages that serving will write to while nobody waits for it.
-        wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
-        if os.read(wait, 1):
-          zygote.serve_one(requests, results, _Jailed(code), template)
-          os.write(answered, b"a")
+        self._serve(requests, results, template, say)
       except BaseException as e:
-        text = f"the run's init failed: {type(e).__name__}: {e}\n"
-        os.write(2, text.encode("ascii", "replace"))
+        _log("the run's init", e)
       os._exit(0)
-    os.close(wait)
-    os.close(answered)
+    os.close(say)
 
-  def go(self) -> None:
-    """Lets it read a request."""
-    with contextlib.suppress(BrokenPipeError):  # then it will not have answered
-      os.write(self._go, b"g")
-    os.close(self._go)
+  @staticmethod
+  def _serve(requests: int, results: int, template: _Template, say: int) -> None:
+    _furnish()
+    starter = _Jailed(template.orders)
+    template.orders.close()
+    # Copies the pages that serving will write to while nobody waits for it.
+    wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
+    try:
+      request = wire.read_frame(requests)
+    except EOFError:
+      return  # the host has gone
+    os.write(say, b"r")  # not before it is read: the next init reads the same pipe
+    run.serve(request, requests, results, starter, template.holds)
+    os.write(say, b"a")
+
+  def has_request(self) -> bool:
+    """Waits until it has one; False where it never will."""
+    return os.read(self._said, 1) == b"r"
 
   def answered(self) -> bool:
     """Waits for its run to end; False if it could not answer."""
-    answered = os.read(self._answered, 1) == b"a"
-    os.close(self._answered)
+    answered = os.read(self._said, 1) == b"a"
+    os.close(self._said)
     return answered
 
 
-def _serve(requests: int, results: int, code: bytes, template: zygote.Template) -> None:
+def _serve(requests: int, results: int, template: _Template) -> None:
   """Has an init serve every request that comes, until there will be no more."""
-  poll = select.poll()
-  poll.register(requests, select.POLLIN)
-  spare = _Init(requests, results, code, template)
-  while poll.poll()[0][1] & select.POLLIN:
+  spare = _Init(requests, results, template)
+  while spare.has_request():
     running = spare
-    running.go()
-    # Made while another core runs the program: a third of a short run's time.
-    spare = _Init(requests, results, code, template)
+    # Made while another core runs the program: half of a short run's time.
+    spare = _Init(requests, results, template)
     if not running.answered():
       return  # nobody knows what it left in the pipes
     # Those whose namespaces are gone; of the last one nothing but the init is left.
@@ -163,11 +289,11 @@ def _serve(requests: int, results: int, code: bytes, template: zygote.Template) 
 def _probe(code: bytes) -> NoReturn:
   """One run of an empty program; ends with 0 where it could be built."""
   (requests, ask), (answer, results) = os.pipe(), os.pipe()
-  init = _Init(requests, results, code, zygote.Template.measure())
+  template = _Template([], code)
+  init = _Init(requests, results, template)
   limits = wire.Limits().to_json()
   wire.write_frame(ask, {"program": "", "stdin": "", "limits": limits})
-  init.go()
-  if not init.answered():
+  if not (init.has_request() and init.answered()):
     os._exit(1)
   wire.read_frame(answer)
   result = wire.Result.from_json(wire.read_frame(answer)["result"])
@@ -178,16 +304,18 @@ def _probe(code: bytes) -> NoReturn:
 def main() -> None:
   """Serves runs until the host closes stdin."""
   path, *modules = sys.argv[1:]
-  own = ("wire", "child", "kernel", "seccomp", "zygote")
+  own = ("wire", "child", "kernel", "landlock", "run", "seccomp", "zygote")
   requests, results = zygote.take_pipes(own)
   sys.path[:] = path.split(":")
   child.set_dumpable(False)
   code = seccomp.build()
   if modules == [_PROBE]:
     _probe(code)
-  template = zygote.warm_up(modules)
+  template = _Template(modules, code)
+  gc.freeze()
+  gc.disable()  # here and in inits: a collection would write to every page
   wire.write_frame(results, {"event": "ready"})
-  _serve(requests, results, code, template)
+  _serve(requests, results, template)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ _LINKS = {
   "shm": "/tmp",  # the run's own; semaphores of multiprocessing live there
 }
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
+_built: list[bool] = []  # a probe that succeeded
 _ENVIRONMENT = ("PYTHONHASHSEED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 
@@ -41,8 +42,11 @@ _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 def check() -> list[str]:
   """What this machine lacks for the jail, in words; [] where it can be used.
 
-  It builds one, as a slot would, and runs a program in it: some tenths of a second.
+  It builds one, as a slot would, and runs a program in it: some tenths of a second,
+  once in a process if all is well.
   """
+  if _built:
+    return []
   missing = []
   if sys.platform != "linux":
     return [f"Linux is needed, this is {sys.platform}"]
@@ -63,6 +67,8 @@ def check() -> list[str]:
     missing.append("/proc/sys/kernel/unprivileged_userns_clone is 0")
   if not missing:
     missing += _probe()
+  if not missing:
+    _built.append(True)
   return missing
 
 

@@ -23,6 +23,7 @@ _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _SIGCHLD = 17
 _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_CAPBSET_READ = 22, 24, 23
 _MODE_FILTER = 2
+_MADV_COLLAPSE, _HUGE = 25, 2 << 20
 _NR_MOUNT_SETATTR = 442  # the same number on every architecture
 _NR = {
   "x86_64": {"clone": 56, "pivot_root": 155},
@@ -64,6 +65,42 @@ def clone(flags: int) -> int:
     ctypes.c_long(_nr("clone")), ctypes.c_ulong(flags | _SIGCHLD), 0, 0, 0, 0
   )
   return _check(result, f"clone({flags:#x})")
+
+
+def fork() -> int:
+  """The C library's fork, without what Python does after one.
+
+  Python's handlers restore locks and threads, of which a process of one thread has
+  none to lose, and seed `random`; in a copy of large pages they cost half a
+  millisecond.
+  """
+  return _check(_libc_locked.fork(), "fork")
+
+
+def collapse_pages() -> None:
+  """Moves this process's own memory to huge pages, where the kernel can.
+
+  Fewer entries to copy for a fork. Needs Linux 6.1 and changes nothing elsewhere.
+  """
+  with open("/proc/self/maps", encoding="ascii", errors="replace") as f:
+    rows = [line.split() for line in f]
+  for row in rows:
+    first, last = (int(n, 16) for n in row[0].split("-"))
+    first, last = -(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE
+    if row[1] == "rw-p" and row[4] == "0" and first < last:
+      _libc.madvise(
+        ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE
+      )
+
+
+def join(process: int, flags: int) -> None:
+  """Moves this process (for NEWPID: its children) into namespaces of another one.
+
+  Args:
+    process: a pidfd.
+    flags: which ones.
+  """
+  _check(_libc.setns(process, flags), f"setns({flags:#x})")
 
 
 def map_ids(inside: int, uid: int, gid: int) -> None:
@@ -116,23 +153,21 @@ def set_host_name(name: str) -> None:
   _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
 
 
-def drop_bounding_set() -> None:
-  """Gives up every capability that a later execve could bring back."""
-  for number in range(64):
-    if _libc.prctl(_PR_CAPBSET_READ, ctypes.c_ulong(number), 0, 0, 0) == 1:
-      result = _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0)
-      _check(result, f"drop capability {number}")
+def capabilities() -> list[int]:
+  """Those that the kernel knows."""
+  every = range(64)
+  return [n for n in every if _libc.prctl(_PR_CAPBSET_READ, n, 0, 0, 0) >= 0]
+
+
+def drop_bounding_set(numbers: list[int]) -> None:
+  """Gives up capabilities that a later execve could bring back."""
+  for number in numbers:
+    _check(_libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0), f"drop {number}")
 
 
 def set_filter(program: bytes) -> None:
   """Puts this process, for good, under a seccomp filter (8 bytes an instruction)."""
-  code = ctypes.create_string_buffer(program, len(program))
-
-  class Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
-
-  header = Program(len(program) // 8, ctypes.addressof(code))
-  result = _libc.prctl(
-    _PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), ctypes.byref(header), 0, 0
-  )
+  address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value
+  header = struct.pack("HxxxxxxP", len(program) // 8, address)  # struct sock_fprog
+  result = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), header, 0, 0)
   _check(result, "seccomp")

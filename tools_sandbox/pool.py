@@ -1,9 +1,9 @@
 """SandboxPool: runs programs on zygotes, one per slot, from any number of threads.
 
-Two back-ends. "subprocess": separate processes with resource limits, no namespaces and
-no seccomp; it contains accidents and much abuse, not a determined attacker. "jail":
-namespaces, a root of its own and a seccomp filter for every run. README.md says what
-each leaves open.
+Two back-ends. "jail": namespaces, a root of its own and a seccomp filter for every run.
+"subprocess": separate processes with resource limits, no namespaces and no seccomp; it
+contains accidents and much abuse, not a determined attacker. README.md says what each
+leaves open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from typing import Any
 
 from tools_sandbox import jail, wire
 
-BACKENDS = ("subprocess", "jail")
+BACKENDS = ("jail", "subprocess")
+_WEAKER = (
+  "Nothing weaker is taken unasked. backend='subprocess' is there for programs you "
+  "trust: they can read and change what this user's files are, and use the network. "
+  "tools_sandbox/README.md says what a container needs for the jail"
+)
 # What programs of the code and math variants import, and what sympy imports only when
 # it is first asked to solve, simplify or lambdify: 25 to 150 ms that a run then saves.
 DEFAULT_PRELOAD = (
@@ -172,7 +177,7 @@ class SandboxPool:
     limits: wire.Limits | None = None,
     preload: Sequence[str] = DEFAULT_PRELOAD,
     runs_per_zygote: int = 2000,
-    backend: str = "subprocess",
+    backend: str = "jail",
   ):
     """Starts nothing yet.
 
@@ -195,7 +200,9 @@ class SandboxPool:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
     if backend == "jail" and (missing := jail.check()):
       # Never another back-end in its place: that is the caller's to choose.
-      raise RuntimeError(f"backend 'jail' cannot be used here: {'; '.join(missing)}")
+      raise RuntimeError(
+        f"backend 'jail' cannot be used here: {'; '.join(missing)}. {_WEAKER}"
+      )
     self.limits = limits or wire.Limits()
     self._backend = backend
     self._preload = tuple(preload)

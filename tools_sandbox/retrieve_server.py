@@ -114,7 +114,8 @@ def main() -> None:
   parser.add_argument("--port", type=int, default=8000)
   parser.add_argument("--topk", type=int, default=3)
   args = parser.parse_args()
-  with Sandbox(corpus=args.corpus, index_cache=args.index_cache) as sandbox:
+  corpus, cache = args.corpus, args.index_cache
+  with Sandbox(corpus=corpus, index_cache=cache, backend=None) as sandbox:
     app = make_app(sandbox, args.topk)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 

@@ -15,68 +15,24 @@ Linux only: it needs /proc, pidfd_open and the child-subreaper attribute.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import importlib
 import itertools
-import math
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 # The file's folder leads sys.path, as for any program; `main` takes it out again.
 import child
+import run
 import wire
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PAGE = os.sysconf("SC_PAGESIZE")
-_CHUNK = 65536
-_FLUSH_S = 0.05  # to write out its buffers when its time is up
 _REAP_S = 0.0005
-_SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
-
-
-@dataclasses.dataclass(frozen=True)
-class _Use:
-  """What the processes below the zygote hold: tasks, and pages above the template."""
-
-  pids: list[int]
-  tasks: int
-  pages: int
-
-
-def _descendants(template_pages: int) -> _Use:
-  """Every process below this one, wherever it has put itself.
-
-  Reads /proc/*/stat, because /proc/PID/task/TID/children is a kernel option that
-  ordinary machines lack. Zombies are counted too: one whose threads live on looks the
-  same as a dead one.
-  """
-  children: dict[int, list[tuple[int, int, int]]] = {}
-  for name in os.listdir("/proc"):
-    if not name.isdigit():
-      continue
-    try:
-      with open(f"/proc/{name}/stat", "rb") as f:
-        text = f.read()
-    except OSError:
-      continue
-    fields = text[text.rindex(b")") + 2 :].split()
-    row = (int(name), int(fields[17]), int(fields[21]))
-    children.setdefault(int(fields[1]), []).append(row)
-  pids, tasks, pages, queue = [], 0, 0, [os.getpid()]
-  while queue:
-    for pid, threads, resident in children.get(queue.pop(), ()):
-      pids.append(pid)
-      queue.append(pid)
-      tasks += threads
-      pages += max(0, resident - template_pages)
-  return _Use(pids, tasks, pages)
 
 
 def _end_all(pid: int) -> tuple[int, float]:
@@ -97,210 +53,45 @@ def _end_all(pid: int) -> tuple[int, float]:
       cpu = usage.ru_utime + usage.ru_stime
     elif not done:
       # Looked for again and again: one may be born while the others are listed.
-      for straggler in _descendants(0).pids:
+      for straggler in run.descendants(0).pids:
         with contextlib.suppress(ProcessLookupError):
           os.kill(straggler, signal.SIGKILL)
       time.sleep(_REAP_S)
 
 
-class Starter(Protocol):
-  """How a program is started, and how everything of it is ended."""
-
-  def start(
-    self,
-    request: dict[str, Any],
-    pipes: tuple[int, int, int],
-    limits: wire.Limits,
-    template_bytes: int,
-  ) -> int:
-    """Starts a program on the pipes; returns its process."""
-
-  def end(self, pid: int) -> tuple[int | None, float]:
-    """Leaves neither process nor file of the run.
-
-    Returns its exit status (-N for signal N, None where it never began) and the CPU
-    seconds it used.
-    """
-
-
 class _Plain:
   """Starts programs in directories of the host."""
 
-  def __init__(self, directory: str):
+  def __init__(self, directory: str, template: run.Template):
     self._directory = directory
-    self._path = ""
+    self._template = template
+    self._path, self._pid = "", 0
     self._numbers = itertools.count()
 
-  def start(
-    self,
-    request: dict[str, Any],
-    pipes: tuple[int, int, int],
-    limits: wire.Limits,
-    template_bytes: int,
-  ) -> int:
+  def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
     self._path = os.path.join(self._directory, f"run-{next(self._numbers)}")
     os.mkdir(self._path, 0o700)
-    pid = os.fork()
-    if not pid:
-      program, stdin = request["program"], request["stdin"]
-      child.become_program(program, stdin, self._path, pipes, limits, template_bytes)
-    return pid
+    inner, outer = run.make_pipes()
+    zygote = os.getpid()
+    self._pid = os.fork()
+    if not self._pid:
+      task = child.Task(request["program"], request["stdin"], limits)
 
-  def end(self, pid: int) -> tuple[int | None, float]:
-    code, cpu_s = _end_all(pid)
-    _remove(self._path)
-    return (None if code == -child.SETUP_SIGNAL else code), cpu_s
+      def get() -> child.Task:
+        child.die_with_parent(zygote, signal.SIGKILL)
+        os.chdir(self._path)
+        child.set_environment(self._path)
+        return task
 
-
-class Run:
-  """One run, from the fork to the last byte of its output."""
-
-  def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
-    """Starts the program."""
-    self.limits = wire.Limits.from_json(request["limits"])
-    self.starter = starter
-    self.template = template
-    self.killed: wire.Verdict | None = None  # what the sandbox killed it for
-    self.note = ""
-    self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
-    pipes = [os.pipe() for _ in range(3)]
-    inner = (pipes[0][0], pipes[1][1], pipes[2][1])
-    self.input_fd, *outputs = pipes[0][1], pipes[1][0], pipes[2][0]
-    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
-    self.start = time.monotonic()
-    self.pid = starter.start(request, inner, self.limits, template.bytes)
+      child.become_program(get, inner, self._template.bytes)
     for fd in inner:
       os.close(fd)
-    for fd in (self.input_fd, *outputs):
-      os.set_blocking(fd, False)
+    return run.Started(os.pidfd_open(self._pid), *outer)
 
-  def finish(self, control: int) -> wire.Result:
-    """Serves the program until it ends, then leaves nothing of it alive.
-
-    Raises:
-      SystemExit: the host has gone; the program is dead by then.
-    """
-    pidfd = os.pidfd_open(self.pid)
-    try:
-      self._pump(pidfd, control)
-    finally:
-      code, cpu_s = self.starter.end(self.pid)
-      seconds = time.monotonic() - self.start
-      os.close(pidfd)
-      self._close_input()
-      for fd in self.clips:  # what the pipes still hold
-        while self._read(fd):
-          pass
-        os.close(fd)
-    return self._result(code, cpu_s, seconds)
-
-  def _pump(self, pidfd: int, control: int) -> None:
-    poll = select.poll()
-    for fd in (pidfd, *self.clips):
-      poll.register(fd, select.POLLIN)
-    poll.register(control, 0)  # reports its hang-up all the same
-    if self.input:
-      poll.register(self.input_fd, select.POLLOUT)
-    else:
-      self._close_input()
-    deadline = self.start + self.limits.wall_s
-    sample = self.start + _SAMPLE_S
-    while True:
-      now = time.monotonic()
-      if now >= deadline:
-        self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
-        return self._ask_to_flush(pidfd)
-      if now >= sample:
-        if self._over_limits():
-          return None
-        sample = time.monotonic() + _SAMPLE_S
-      ready = dict(poll.poll(max(0, math.ceil((min(deadline, sample) - now) * 1000))))
-      if control in ready:
-        raise SystemExit("the host has gone")
-      if self.input_fd in ready and not self._write():
-        poll.unregister(self.input_fd)
-        self._close_input()
-      for fd in self.clips:
-        if fd in ready and not self._read(fd):
-          poll.unregister(fd)
-      if pidfd in ready:
-        return None
-
-  def _ask_to_flush(self, pidfd: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(self.pid, signal.SIGXCPU)
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll(_FLUSH_S * 1000)
-
-  def _over_limits(self) -> bool:
-    use = _descendants(self.template.pages)
-    if use.tasks > self.limits.processes:
-      most = f"{self.limits.processes} processes and threads"
-      self._condemn(wire.Verdict.ERROR, most)
-    elif use.pages * _PAGE > self.limits.memory_mb << 20:
-      self._condemn(wire.Verdict.MEMORY, f"{self.limits.memory_mb} MiB")
-    return self.killed is not None
-
-  def _condemn(self, verdict: wire.Verdict, limit: str) -> None:
-    self.killed = verdict
-    self.note = f"[killed: used more than {limit}]\n"
-
-  def _write(self) -> bool:
-    """Feeds stdin; False when there is no more to feed or nobody to read it."""
-    try:
-      self.input = self.input[os.write(self.input_fd, self.input[:_CHUNK]) :]
-    except BlockingIOError:
-      return True
-    except OSError:
-      return False
-    return len(self.input) > 0
-
-  def _read(self, fd: int) -> bool:
-    """Reads some output; False at its end, or where there is none for now."""
-    try:
-      data = os.read(fd, _CHUNK)
-    except BlockingIOError:
-      return False
-    self.clips[fd].feed(data)
-    return bool(data)
-
-  def _close_input(self) -> None:
-    if self.input_fd >= 0:
-      os.close(self.input_fd)
-      self.input_fd = -1
-
-  def _result(self, code: int | None, cpu_s: float, seconds: float) -> wire.Result:
-    (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
-    cut = cut_out or cut_err
-    if code is None and not self.killed:
-      failed = wire.Verdict.INFRASTRUCTURE
-      return wire.Result(stdout, stderr, None, failed, seconds, cut)
-    code = -signal.SIGKILL if code is None else code
-    verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
-    if self.killed and code < 0:
-      verdict, stderr = self.killed, stderr + self.note
-    elif code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s > 0.9 * self.limits.cpu_s:
-      verdict = wire.Verdict.TIMEOUT
-      stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
-    elif code == -child.MEMORY_SIGNAL:
-      verdict, code = wire.Verdict.MEMORY, 1
-    return wire.Result(stdout, stderr, code, verdict, seconds, cut)
-
-
-@dataclasses.dataclass(frozen=True)
-class Template:
-  """What this process holds before a program adds to it."""
-
-  bytes: int  # of address space
-  pages: int  # resident
-
-  @classmethod
-  def measure(cls) -> Template:
-    """Of this process, now."""
-    with open("/proc/self/statm", encoding="ascii") as f:
-      size, resident = f.read().split()[:2]
-    return cls(int(size) * _PAGE, int(resident))
+  def end(self) -> tuple[int | None, float]:
+    code, cpu_s = _end_all(self._pid)
+    _remove(self._path)
+    return (None if code == -child.SETUP_SIGNAL else code), cpu_s
 
 
 def _remove(directory: str) -> None:
@@ -317,28 +108,14 @@ def _remove(directory: str) -> None:
     subprocess.run(["rm", "-rf", "--", directory], check=True)
 
 
-def warm_up(modules: list[str]) -> Template:
+def warm_up(modules: list[str]) -> run.Template:
   """Imports the modules that are installed; measures what every program then has."""
   for module in modules:
     with contextlib.suppress(ModuleNotFoundError):
       importlib.import_module(module)
   gc.collect()
   gc.freeze()  # a child's collections then leave the shared pages alone
-  return Template.measure()
-
-
-def serve_one(
-  requests: int, results: int, starter: Starter, template: Template
-) -> None:
-  """Reads a request and answers it.
-
-  Raises:
-    EOFError, SystemExit: the host has gone.
-  """
-  request = wire.read_frame(requests)
-  wire.write_frame(results, {"event": "started"})
-  result = Run(request, starter, template).finish(requests)
-  wire.write_frame(results, {"event": "result", "result": result.to_json()})
+  return run.Template.measure()
 
 
 def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
@@ -356,7 +133,7 @@ def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
 def main() -> None:
   """Serves runs until the host closes stdin."""
   directory, host, *modules = sys.argv[1:]
-  requests, results = take_pipes(("wire", "child"))
+  requests, results = take_pipes(("wire", "child", "run"))
   hung_up, writer = os.pipe()
   os.close(writer)
 
@@ -372,10 +149,12 @@ def main() -> None:
   child.prctl(_PR_SET_CHILD_SUBREAPER, 1)
   child.set_dumpable(False)
   try:
-    template, starter = warm_up(modules), _Plain(directory)
+    template = warm_up(modules)
+    starter = _Plain(directory, template)
     wire.write_frame(results, {"event": "ready"})
     while True:
-      serve_one(requests, results, starter, template)
+      request = wire.read_frame(requests)
+      run.serve(request, requests, results, starter, template)
   except (EOFError, SystemExit):
     # The host has gone without a `kill`, and nobody else would do this.
     shutil.rmtree(directory, ignore_errors=True)

@@ -63,17 +63,21 @@ class Toolbox:
         or a tool's key, folder or server is not there.
     """
     self.config = config
-    searches = {"wiki_search", "web_search"} & set(config.tools) - set(config.mcp)
+    ours = set(config.tools) - set(config.mcp)
+    searches = {"wiki_search", "web_search"} & ours
+    runs = config.enabled and "code" in ours
     # A slot starts no process before it is used; those of hung calls are not missed.
     try:
       self._sandbox = Sandbox(
         slots=config.workers + config.max_hung,
         corpus=config.corpus if searches else None,
-        backend=config.sandbox,
-        remote=config.remote,
+        backend=config.sandbox if runs else None,
+        remote=config.remote if runs else None,
       )
     except RuntimeError as e:  # what this machine lacks for it, or the services
-      raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}") from e
+      hint = ". To take the weaker one: --config.tools.sandbox=subprocess"
+      hint = hint if config.sandbox == "jail" else ""
+      raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}{hint}") from e
     self._tools: dict[str, Tool] = {}
     try:
       for name in config.tools if config.enabled else ():

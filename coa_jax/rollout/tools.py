@@ -53,9 +53,9 @@ class ToolsConfig:
     timeouts: the same for single tools, by tag, where it is another.
     grace_s: seconds beyond those after which a call without an answer is given up;
       long enough for a sandbox process to start on a busy machine.
-    sandbox: subprocess, which contains accidents, jail, for programs that may be
-      hostile, or remote, services that run them; what each does not cover is in
-      tools_sandbox/README.md.
+    sandbox: jail, for programs that may be hostile, subprocess, which contains
+      accidents only, or remote, services that run them; what each does not cover is
+      in tools_sandbox/README.md.
     remote: the services, where `sandbox` is remote; give `workers` as many as they
       have slots. Its `wait_s` must be below `grace_s`.
     memory_mb: memory one program may use, in MiB.
@@ -80,7 +80,7 @@ class ToolsConfig:
   timeout_s: float = 7.0
   timeouts: dict[str, float] = dataclasses.field(default_factory=dict)
   grace_s: float = 10.0
-  sandbox: str = "subprocess"
+  sandbox: str = "jail"
   remote: RemoteConfig | None = None
   memory_mb: int = 1024
   workers: int = 2

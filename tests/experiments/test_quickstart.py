@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from experiments import quickstart
+
 COMMAND = [sys.executable, "-m", "experiments.quickstart", "--tiny"]
 FIGURES = (
   "pass1_greedy",
@@ -58,3 +60,13 @@ def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
   other = subprocess.run([*command, "--seed=1"], capture_output=True, text=True)
   assert other.returncode == 2
   assert "another workdir" in other.stderr and "seed" in other.stderr
+
+
+def test_where_there_is_no_jail_it_says_what_it_takes(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(quickstart, "check_jail", lambda: ["no user namespaces"])
+  run = quickstart.Quickstart(str(tmp_path), seed=0, tiny=True)
+  assert run.sandbox == "subprocess" == run.sandbox
+  said = capsys.readouterr().out
+  assert "no user namespaces" in said and said.count("tools.sandbox=subprocess") == 1
+  monkeypatch.setattr(quickstart, "check_jail", list)
+  assert quickstart.Quickstart(str(tmp_path), seed=0, tiny=True).sandbox == "jail"

@@ -74,7 +74,9 @@ HOST_READS = _group(
   host_accounts="shows('root:', '/etc/passwd', '/etc/shadow')",
   home_folders="opens('/root', '/home', flags=os.O_RDONLY | os.O_DIRECTORY)",
   host_root_through_proc="opens('/proc/1/root/etc', '/proc/HOST_PID/root')",
-  host_folder_through_cwd="opens('/proc/HOST_PID/cwd', f'/proc/{os.getppid()}/cwd')",
+  host_folder_through_cwd=(
+    "opens('/proc/HOST_PID/cwd', f'/proc/{os.getppid() or 1}/cwd')"
+  ),
   dot_dot_out_of_the_root=(
     "shows('SECRET', '/' + '../' * 40 + 'SECRET_PATH', '../' * 40 + 'SECRET_PATH')"
   ),
@@ -107,10 +109,11 @@ PARENT = _group(
     "if p.isdigit()))"
   ),
   memory_of_the_parent=(
-    "opens(f'/proc/{os.getppid()}/mem', '/proc/1/mem', '/proc/HOST_PID/mem')"
+    "opens(f'/proc/{os.getppid() or 1}/mem', '/proc/1/mem', '/proc/HOST_PID/mem')"
   ),
   maps_of_the_parent=(
-    "shows('-', f'/proc/{os.getppid()}/maps', '/proc/1/maps', '/proc/HOST_PID/maps')"
+    "shows('-', f'/proc/{os.getppid() or 1}/maps', '/proc/1/maps', "
+    "'/proc/HOST_PID/maps')"
   ),
   process_vm_readv=(
     "buffer = ctypes.create_string_buffer(8)\n"
@@ -135,7 +138,7 @@ PARENT = _group(
     "  except OSError: pass"
   ),
   take_a_descriptor=(
-    "pid = call(434, os.getppid(), 0)\nbreach(pid >= 0)\n"
+    "pid = call(434, os.getppid() or 1, 0)\nbreach(pid >= 0)\n"
     "breach(call(438, pid, 0, 0) >= 0)"
   ),
 )
@@ -198,14 +201,17 @@ SIGNALS = _group(
   ),
   kill_the_parent={
     "program": (
-      "import signal\nfor s in (2, 15, 1, 3, 10, 24, 9):\n  os.kill(os.getppid(), s)\n"
+      "import signal\nfor s in (2, 15, 1, 3, 10, 24, 9):\n"
+      "  os.kill(os.getppid() or 1, s)\n"
       "time.sleep(0.2)\nprint('alive')"
     ),
     "verdicts": ("ok", "error"),
   },
   stop_the_parent={
-    "program": "import signal\nos.kill(os.getppid(), signal.SIGSTOP)\nprint('alive')",
-    "verdicts": ("ok",),
+    "program": (
+      "import signal\nos.kill(os.getppid() or 1, signal.SIGSTOP)\nprint('alive')"
+    ),
+    "verdicts": ("ok", "error"),
   },
   kill_all={
     "program": "os.kill(-1, 9)\nprint('alive')",
@@ -221,11 +227,12 @@ SIGNALS = _group(
     "except OSError as e: print(e)"
   ),
   limits_of_others=(
-    "import resource\ntry:\n  resource.prlimit(os.getppid(), resource.RLIMIT_CPU)\n"
+    "import resource\ntry:\n"
+    "  resource.prlimit(os.getppid() or 1, resource.RLIMIT_CPU)\n"
     "  breach()\nexcept OSError as e: print(e)"
   ),
   affinity_of_others=(
-    "try:\n  os.sched_setaffinity(os.getppid(), {0})\n  breach()\n"
+    "try:\n  os.sched_setaffinity(os.getppid() or 1, {0})\n  breach()\n"
     "except OSError as e: print(e)"
   ),
   shared_memory_of_the_host="breach(call(29, SHM_KEY, 0, 0) >= 0)",
@@ -251,7 +258,7 @@ KERNEL = _group(
   ),
   enter_a_namespace=(
     "for n in ('net', 'mnt', 'user', 'pid'):\n  try:\n"
-    "    fd = os.open(f'/proc/{os.getppid()}/ns/{n}', 0)\n"
+    "    fd = os.open(f'/proc/{os.getppid() or 1}/ns/{n}', 0)\n"
     "    breach(call(308, fd, 0) >= 0)\n  except OSError as e: print(e)"
   ),
   change_root=(

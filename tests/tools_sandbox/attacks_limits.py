@@ -143,7 +143,9 @@ FORGING = _group(
     "verdicts": ("error",),
   },
   claim_infrastructure_by_the_parent={
-    "program": "import signal\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(0.3)",
+    "program": (
+      "import signal\nos.kill(os.getppid() or 1, signal.SIGKILL)\ntime.sleep(0.3)"
+    ),
     "verdicts": ("ok", "error"),
   },
   claim_a_timeout={
@@ -171,7 +173,7 @@ FORGING = _group(
     "verdicts": ("error",),
   },
   pipes_of_the_parent=(
-    "opens(*(f'/proc/{p}/fd/{n}' for p in (os.getppid(), 1) for n in range(16)), "
+    "opens(*(f'/proc/{p}/fd/{n}' for p in (os.getppid() or 1, 1) for n in range(16)), "
     "flags=os.O_WRONLY)"
   ),
   frames_of_the_harness=(

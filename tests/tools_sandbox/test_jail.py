@@ -72,9 +72,9 @@ ORDINARY = {
     "5\n",
   ),
   "modules_named_like_ours": (
-    "for n in ('wire', 'kernel', 'zygote', 'child', 'seccomp'):\n"
+    "for n in ('wire', 'kernel', 'zygote', 'child', 'run', 'landlock'):\n"
     "  open(n + '.py', 'w').write('x = 5')\n"
-    "import wire, kernel, zygote, child, seccomp\nprint(kernel.x)",
+    "import wire, kernel, zygote, child, run, landlock\nprint(kernel.x)",
     "",
     "5\n",
   ),
@@ -310,7 +310,7 @@ def test_many_runs_leave_no_process_mount_or_descriptor():
 def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
   monkeypatch.setattr(jail, "check", lambda: ["the kernel has no seccomp filters"])
   with pytest.raises(RuntimeError, match="no seccomp filters"):
-    Sandbox(backend="jail")
+    Sandbox()  # the default
   with pytest.raises(ValueError, match="backend"):
     Sandbox(backend="docker")
 

@@ -37,7 +37,7 @@ def corpus(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def url(corpus: str):
   """A running server of the corpus, in a thread."""
-  with Sandbox(corpus=corpus) as sandbox, contextlib.ExitStack() as stack:
+  with Sandbox(corpus=corpus, backend=None) as sandbox, contextlib.ExitStack() as stack:
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     config = uvicorn.Config(make_app(sandbox), log_level="warning")
     server = uvicorn.Server(config)
@@ -61,7 +61,7 @@ def retriever(url: str, **more):
 
 @pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
 def test_the_client_gets_what_the_index_finds(url: str, corpus: str, path: str):
-  with retriever(url + path) as client, Sandbox(corpus=corpus) as sandbox:
+  with retriever(url + path) as client, Sandbox(corpus=corpus, backend=None) as sandbox:
     for query in ("capital of Ur", "nile", "zzz", "a city", ""):
       assert client.search(query, 2, 5.0) == sandbox.search(query, 2)
 

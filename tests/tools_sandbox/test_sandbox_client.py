@@ -11,7 +11,9 @@ ROWS = '{"id": 1, "title": "Paris", "text": "Capital of France."}\n'
 
 
 def test_run_with_defaults_and_overrides():
-  with Sandbox(slots=1, timeout_s=20, output_bytes=100, preload=()) as sandbox:
+  with Sandbox(
+    slots=1, timeout_s=20, output_bytes=100, preload=(), backend="subprocess"
+  ) as sandbox:
     assert sandbox.run("print(input())", "hi").stdout == "hi\n"
     result = sandbox.run("import time; time.sleep(30)", timeout_s=0.2)
     assert result.verdict == Verdict.TIMEOUT
@@ -34,7 +36,7 @@ def test_defaults_are_those_of_limits():
 
 
 def test_default_preload_is_importable_and_current():
-  with Sandbox(slots=1) as sandbox:
+  with Sandbox(slots=1, backend="subprocess") as sandbox:
     result = sandbox.run(
       "import sympy as sp, numpy as np\nx = sp.symbols('x')\n"
       "print(sp.solve(x**2 - 5*x + 6, x), np.arange(3).sum())"
@@ -46,14 +48,14 @@ def test_search_and_its_cache(tmp_path):
   corpus, cache = tmp_path / "c.jsonl", tmp_path / "cache"
   corpus.write_text(ROWS)
   for _ in range(2):
-    with Sandbox(corpus=str(corpus), index_cache=str(cache)) as sandbox:
+    with Sandbox(corpus=str(corpus), index_cache=str(cache), backend=None) as sandbox:
       assert sandbox.search("paris", 3)[0].document.text == "Capital of France."
     (first,) = os.listdir(cache)
   stamp = os.stat(cache / first).st_mtime_ns
-  with Sandbox(corpus=str(corpus), index_cache=str(cache)):
+  with Sandbox(corpus=str(corpus), index_cache=str(cache), backend=None):
     assert os.stat(cache / first).st_mtime_ns == stamp  # mapped, not built again
   corpus.write_text(ROWS.replace("Paris", "Lyon"))
-  with Sandbox(corpus=str(corpus), index_cache=str(cache)) as sandbox:
+  with Sandbox(corpus=str(corpus), index_cache=str(cache), backend=None) as sandbox:
     assert sandbox.search("paris", 3) == [] and sandbox.search("lyon")
   assert len(os.listdir(cache)) == 2
 
@@ -62,14 +64,19 @@ def test_a_broken_corpus_leaves_no_cache(tmp_path):
   corpus, cache = tmp_path / "c.jsonl", tmp_path / "cache"
   corpus.write_text("{")
   with pytest.raises(ValueError, match=r"c\.jsonl:1"):
-    Sandbox(corpus=str(corpus), index_cache=str(cache))
+    Sandbox(corpus=str(corpus), index_cache=str(cache), backend=None)
   assert os.listdir(cache) == []
 
 
 def test_search_needs_a_corpus(tmp_path):
-  with Sandbox() as sandbox, pytest.raises(ValueError, match="no corpus"):
+  with Sandbox(backend=None) as sandbox, pytest.raises(ValueError, match="no corpus"):
     sandbox.search("x")
   with pytest.raises(ValueError, match="index_cache"):
-    Sandbox(index_cache=str(tmp_path))
+    Sandbox(index_cache=str(tmp_path), backend=None)
   with pytest.raises(FileNotFoundError):
-    Sandbox(corpus=str(tmp_path / "none.jsonl"))
+    Sandbox(corpus=str(tmp_path / "none.jsonl"), backend=None)
+
+
+def test_a_sandbox_that_only_searches_runs_nothing():
+  with Sandbox(backend=None) as sandbox, pytest.raises(ValueError, match="back-end"):
+    sandbox.run("print(1)")

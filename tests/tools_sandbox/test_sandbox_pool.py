@@ -61,7 +61,7 @@ def _soon(condition, seconds=15.0):
 
 
 def test_eight_threads_share_two_slots():
-  with SandboxPool(2, preload=()) as pool:
+  with SandboxPool(2, preload=(), backend="subprocess") as pool:
     results = {}
 
     def work(i):
@@ -77,7 +77,7 @@ def test_eight_threads_share_two_slots():
 
 
 def test_slots_run_at_the_same_time():
-  with SandboxPool(3, preload=()) as pool:
+  with SandboxPool(3, preload=(), backend="subprocess") as pool:
     start = time.monotonic()
     threads = [
       threading.Thread(target=pool.run, args=("import time\ntime.sleep(1)",))
@@ -92,7 +92,7 @@ def test_slots_run_at_the_same_time():
 
 def test_nothing_leaks_over_200_runs(tmp_path):
   before_fds = len(os.listdir("/proc/self/fd"))
-  with SandboxPool(1, preload=(), runs_per_zygote=70) as pool:
+  with SandboxPool(1, preload=(), runs_per_zygote=70, backend="subprocess") as pool:
     pool.run("print(0)")
     during_fds = len(os.listdir("/proc/self/fd"))
     (zygote,) = _descendants()
@@ -110,7 +110,7 @@ def test_nothing_leaks_over_200_runs(tmp_path):
 
 
 def test_a_zygote_killed_between_runs_is_replaced():
-  with SandboxPool(1, preload=()) as pool:
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
     assert pool.run("print(1)").stdout == "1\n"
     (zygote,) = _descendants()
     os.kill(zygote, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_a_zygote_killed_between_runs_is_replaced():
 
 def test_a_program_that_kills_its_zygote_is_not_run_twice(tmp_path):
   log = tmp_path / "runs"
-  with SandboxPool(1, preload=()) as pool:
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
     program = f"open({str(log)!r}, 'a').write('x')\n{KILL_ZYGOTE}while True: pass"
     result = pool.run(program)
     assert result.verdict == Verdict.INFRASTRUCTURE and result.exit_code is None
@@ -130,7 +130,7 @@ def test_a_program_that_kills_its_zygote_is_not_run_twice(tmp_path):
 
 def test_a_dead_zygote_is_replaced_before_it_is_missed():
   where = "import os\nprint(os.getppid())"
-  with SandboxPool(2) as pool:
+  with SandboxPool(2, backend="subprocess") as pool:
     together = [
       threading.Thread(target=pool.run, args=("import time\ntime.sleep(0.5)",))
       for _ in range(2)
@@ -157,7 +157,7 @@ def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
     f"while not os.path.exists({str(pid_file)!r}): pass\ntime.sleep(0.1)\n"
     f"{KILL_ZYGOTE}time.sleep(99)"
   )
-  with SandboxPool(1, preload=()) as pool:
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
     assert pool.run(program).verdict == Verdict.INFRASTRUCTURE
     stat = f"/proc/{pid_file.read_text()}/stat"
 
@@ -173,7 +173,7 @@ def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
 
 def test_a_wedged_zygote_is_replaced(monkeypatch):
   monkeypatch.setattr("tools_sandbox.pool._GRACE_S", 0.5)
-  with SandboxPool(1, preload=()) as pool:
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
     pool.run("print(1)")
     program = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"
     result = pool.run(program, limits=Limits(wall_s=0.5))
@@ -184,23 +184,25 @@ def test_a_wedged_zygote_is_replaced(monkeypatch):
 
 def test_a_zygote_that_cannot_start_is_infrastructure(monkeypatch):
   monkeypatch.setattr(sys, "executable", "/bin/false")
-  with SandboxPool(1) as pool:
+  with SandboxPool(1, backend="subprocess") as pool:
     result = pool.run("print(1)")
   assert result.verdict == Verdict.INFRASTRUCTURE
   monkeypatch.setattr(sys, "executable", "/no/such/file")
-  with SandboxPool(1) as pool:
+  with SandboxPool(1, backend="subprocess") as pool:
     result = pool.run("print(1)")
   assert result.verdict == Verdict.INFRASTRUCTURE and "/no/such/file" in result.stderr
 
 
 def test_missing_preload_is_skipped_and_present_is_there():
-  with SandboxPool(1, preload=("no_such_module_at_all", "colorsys")) as pool:
+  with SandboxPool(
+    1, preload=("no_such_module_at_all", "colorsys"), backend="subprocess"
+  ) as pool:
     result = pool.run("import sys\nprint('colorsys' in sys.modules)")
   assert result.stdout == "True\n"
 
 
 def test_close_ends_runs_in_flight():
-  pool = SandboxPool(1, preload=())
+  pool = SandboxPool(1, preload=(), backend="subprocess")
   results = []
   thread = threading.Thread(
     target=lambda: results.append(pool.run("import time\ntime.sleep(60)"))
@@ -229,7 +231,7 @@ def test_close_ends_runs_in_flight():
 
 
 def test_a_zygote_outlives_the_thread_that_started_it():
-  with SandboxPool(1, preload=()) as pool:
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
     thread = threading.Thread(target=pool.run, args=("print(1)",))
     thread.start()
     thread.join()
@@ -244,7 +246,8 @@ def test_everything_dies_with_the_host(tmp_path):
       sys.executable,
       "-c",
       "from tools_sandbox.pool import SandboxPool\n"
-      "p = SandboxPool(1, preload=())\np.run('1')\nprint('up', flush=True)\n"
+      "p = SandboxPool(1, preload=(), backend='subprocess')\n"
+      "p.run('1')\nprint('up', flush=True)\n"
       "p.run('import os, time; os.fork(); time.sleep(60)')",
     ],
     stdout=subprocess.PIPE,
@@ -276,7 +279,7 @@ def test_bad_counts(kwargs):
 
 
 def test_programs_are_strings_of_bounded_length(monkeypatch):
-  with SandboxPool(1, preload=()) as pool:
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
     with pytest.raises(TypeError, match="stdin"):
       pool.run("print(1)", stdin=b"x")
     monkeypatch.setattr("tools_sandbox.wire.MAX_INPUT", 10)

@@ -13,7 +13,7 @@ from tools_sandbox.wire import Limits, Verdict
 
 @pytest.fixture(scope="module")
 def pool():
-  with SandboxPool(1, preload=("numpy", "numpy.random")) as pool:
+  with SandboxPool(1, preload=("numpy", "numpy.random"), backend="subprocess") as pool:
     yield pool
 
 
@@ -264,7 +264,7 @@ def test_globals_and_modules_do_not_leak_between_runs(pool):
 
 def test_environment_is_scrubbed(pool, monkeypatch):
   monkeypatch.setenv("SANDBOX_TEST_SECRET", "s3cret")
-  with SandboxPool(1, preload=()) as fresh:
+  with SandboxPool(1, preload=(), backend="subprocess") as fresh:
     result = fresh.run(
       "import os, subprocess\nprint(sorted(os.environ))\n"
       "print(subprocess.run(['/usr/bin/env'], capture_output=True).stdout)\n"
@@ -279,7 +279,7 @@ def test_random_numbers_depend_on_the_program_alone(pool):
   program = (
     "import random, numpy\nprint(random.random(), numpy.random.rand(), hash('a'))"
   )
-  with SandboxPool(1, preload=("numpy", "numpy.random")) as other:
+  with SandboxPool(1, preload=("numpy", "numpy.random"), backend="subprocess") as other:
     assert pool.run(program) and other.run(program).stdout == pool.run(program).stdout
   assert pool.run(program).stdout != pool.run(program + "\n").stdout
 

@@ -337,7 +337,9 @@ def test_its_errors_have_its_form(server: Server, body, status: int, words: str)
 
 def test_a_body_that_drips_gives_its_place_to_another(monkeypatch):
   monkeypatch.setattr(server_app, "_BODY_S", 0.05)
-  queue = run_queue.RunQueue(pool.SandboxPool(1), 1, 0)  # nothing of it starts
+  queue = run_queue.RunQueue(
+    pool.SandboxPool(1, backend="subprocess"), 1, 0
+  )  # nothing of it starts
   app = server_app.make_app(queue, server_app.ServiceConfig())
   sent = []
 

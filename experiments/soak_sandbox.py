@@ -1,0 +1,187 @@
+"""Many runs in one jail pool, some hostile: what they leave behind.
+
+Of `bench_sandbox --soak=N`; a small one is a slow test.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tools_sandbox.client import Sandbox, Verdict
+
+EVERY = 10  # one run of so many is hostile
+CALLERS = 8
+SLOTS = 2
+COLUMNS = {"what": "what", "before": "before", "after": "after"}
+_PROGRAMS = (
+  ("print(1 + 1)", "2\n"),
+  ("import numpy as np\nprint(int(np.eye(9).sum()))", "9\n"),
+  ("open('f', 'w').write('x' * 9999)\nprint(len(open('f').read()))", "9999\n"),
+  ("import sympy as sp\nx = sp.symbols('x')\nprint(sp.factor(x**2 - 1))",
+   "(x - 1)*(x + 1)\n"),
+)  # fmt: skip
+_DAEMON = "import os, time\nif not os.fork():\n  os.setsid()\n  {}\n"
+# What a hostile program may come to; it may never come to `infrastructure`.
+_HOSTILE = (
+  "import os\nwhile True: os.fork()",
+  "while True: pass",
+  "x = []\nwhile True: x.append(bytearray(1 << 24))",
+  "while True: open('f', 'ab').write(b'x' * (1 << 20))",
+  "for i in range(10**6): open(str(i), 'w')",
+  "while True: print('x' * 65536)",
+  _DAEMON.format("time.sleep(999)"),
+  _DAEMON.format("[os.fork() for _ in range(3)]; time.sleep(999)"),
+  "import os, signal\nos.kill(1, signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)",
+  "import os\nfor i in range(3, 300):\n  try: os.write(i, b'x' * 99)\n"
+  "  except OSError: pass",
+  "import os\nos.makedirs('/'.join('d' * 300))\nos.chmod('d', 0)",
+  "import os, threading, time\n"
+  "for _ in range(99): threading.Thread(target=time.sleep, args=(99,)).start()",
+  "import socket\nsocket.socket()",
+  "import os\nos.close(1); os.close(2); os._exit(0)",
+)
+_HOSTILE_S, _HOSTILE_MB = 0.5, 128
+_SETTLE_S = 60.0
+_MEGABYTES = 16  # of resident memory that a pool may gain
+
+
+def _resident_mb(pids: list[int]) -> float:
+  """Proportional resident memory of processes, in MiB."""
+  kib = 0
+  for pid in pids:
+    try:
+      with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as f:
+        kib += sum(int(line.split()[1]) for line in f if line.startswith("Pss:"))
+    except OSError:
+      continue
+  return kib / 1024
+
+
+def _below() -> list[int]:
+  """Processes below this one."""
+  parents: dict[int, list[int]] = collections.defaultdict(list)
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{name}/stat", "rb") as f:
+        parents[int(f.read().rpartition(b")")[2].split()[1])].append(int(name))
+    except OSError:
+      continue
+  out, queue = [], [os.getpid()]
+  while queue:
+    below = parents.get(queue.pop(), [])
+    out += below
+    queue += below
+  return out
+
+
+def _count(path: str) -> int:
+  try:
+    with open(path, "rb") as f:
+      return len(f.readlines())
+  except OSError:
+    return 0
+
+
+def held() -> dict[str, float]:
+  """What this process and those below it hold now."""
+  pids = _below()
+  return {
+    "processes": len(pids),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+    "mounts here": _count("/proc/self/mountinfo"),
+    "mounts of all": sum(_count(f"/proc/{pid}/mountinfo") for pid in pids),
+    "folders": len(os.listdir(tempfile.gettempdir())),
+    "MiB here": round(_resident_mb([os.getpid()]), 1),
+    "MiB below": round(_resident_mb(pids), 1),
+  }
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[None]:
+  """A place for temporary files that nobody else uses."""
+  before = tempfile.tempdir
+  with tempfile.TemporaryDirectory() as folder:
+    tempfile.tempdir = folder
+    try:
+      yield
+    finally:
+      tempfile.tempdir = before
+
+
+def soak(runs: int) -> dict[str, Any]:
+  """Makes `runs` runs, checks their answers, compares what is held before and after.
+
+  Returns:
+    "table" of what was held before and after, "ratios" of throughput (last tenth over
+    first), "runs_per_s", and "verdicts" of the hostile programs.
+
+  Raises:
+    ValueError: an ordinary run gave a wrong answer, a hostile one broke the service, or
+      something leaked.
+  """
+  wrong: list[str] = []
+  ends: list[float] = []
+  verdicts: collections.Counter[str] = collections.Counter()
+  with _temporary_folder(), Sandbox(SLOTS, backend="jail") as sandbox:
+
+    def run(i: int) -> None:
+      if i % EVERY == EVERY - 1:
+        program = _HOSTILE[i // EVERY % len(_HOSTILE)]
+        result = sandbox.run(program, timeout_s=_HOSTILE_S, memory_mb=_HOSTILE_MB)
+        verdicts[result.verdict] += 1
+        if result.verdict == Verdict.INFRASTRUCTURE:
+          wrong.append(f"hostile {program!r}: {result.stderr[-300:]}")
+      else:
+        program, expected = _PROGRAMS[i % len(_PROGRAMS)]
+        result = sandbox.run(program, timeout_s=60)
+        if (result.stdout, result.verdict) != (expected, Verdict.OK):
+          wrong.append(f"{program!r}: {result}")
+      ends.append(time.monotonic())
+
+    def drain(first: int, last: int) -> None:
+      left = iter(range(first, last))
+      threads = [
+        threading.Thread(target=lambda: [run(i) for i in left]) for _ in range(CALLERS)
+      ]
+      for thread in threads:
+        thread.start()
+      for thread in threads:
+        thread.join()
+
+    warm = len(_HOSTILE) * EVERY
+    drain(0, warm)  # every program once: what they load stays loaded
+    time.sleep(1)
+    before = held()
+    ends.clear()
+    start = time.monotonic()
+    drain(warm, warm + runs)
+    after = held()
+    deadline = time.monotonic() + _SETTLE_S
+    counts = [name for name in before if not name.startswith("MiB")]
+    while time.monotonic() < deadline and any(after[n] > before[n] for n in counts):
+      time.sleep(0.2)  # the last ones' namespaces are on their way out
+      after = held()
+  leaks = [name for name in counts if after[name] > before[name]]
+  leaks += [n for n in before if n not in counts and after[n] > before[n] + _MEGABYTES]
+  if _below():
+    leaks.append("processes of a closed pool")
+  tenth = max(1, len(ends) // 10)
+  first = tenth / (ends[tenth - 1] - start)
+  last = (tenth - 1) / (ends[-1] - ends[-tenth]) if tenth > 1 else first
+  if wrong or leaks:
+    raise ValueError(f"leaks: {leaks} ({before} -> {after}); wrong: {wrong[:3]}")
+  table = [{"what": n, "before": before[n], "after": after[n]} for n in before]
+  return {
+    "table": table,
+    "ratios": {"last_over_first_tenth": last / first},
+    "runs": runs,
+    "runs_per_s": {"first tenth": round(first, 1), "last tenth": round(last, 1)},
+    "verdicts": dict(verdicts),
+  }

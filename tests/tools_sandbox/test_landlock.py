@@ -1,0 +1,74 @@
+"""The second wall stands by itself: in a process without namespaces and seccomp."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tools_sandbox import jail, landlock
+from tools_sandbox.client import Sandbox
+
+VERSION = landlock.version()
+pytestmark = pytest.mark.skipif(not VERSION, reason="this kernel has no Landlock")
+
+_PROGRAM = """
+import os, signal, socket, sys
+from tools_sandbox import child, landlock
+child.prctl(38, 1)
+inside, outside, port, version = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+landlock.restrict(version, inside, "/dev")
+def tried(what):
+  try:
+    what()
+    return "done"
+  except OSError as e:
+    return type(e).__name__
+print(tried(lambda: open(f"{inside}/new", "w").write("x")))
+print(tried(lambda: os.rename(f"{inside}/new", f"{inside}/newer")))
+print(tried(lambda: open("/dev/null", "w").write("x")))
+print(tried(lambda: open(outside).read()))
+print(tried(lambda: open(outside, "a")))
+print(tried(lambda: open(outside + "2", "w")))
+print(tried(lambda: os.unlink(outside)))
+print(tried(lambda: open("/dev/made", "w")))
+if version >= 4:
+  print(tried(lambda: socket.create_connection(("127.0.0.1", port), 5)))
+if version >= 6:
+  print(tried(lambda: os.kill(os.getppid(), 0)))
+print(tried(lambda: os.kill(os.getpid(), 0)))
+"""
+
+
+def _said(tmp_path, version: int) -> list[str]:
+  inside, outside = tmp_path / "inside", tmp_path / "outside"
+  inside.mkdir(exist_ok=True)
+  outside.write_text("x")
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+    command = [sys.executable, "-c", _PROGRAM, inside, outside, port, version]
+    # Its files import each other by their bare names, as inside a jail.
+    command[2] = f"import sys; sys.path.append({jail._PACKAGE!r})\n" + _PROGRAM
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  return done.stdout.split()
+
+
+def test_only_the_writable_folder_and_the_devices_are_written_to(tmp_path):
+  refused = ["PermissionError"] * (4 + (VERSION >= 4) + (VERSION >= 6))
+  assert _said(tmp_path, VERSION) == ["done"] * 4 + refused + ["done"]
+
+
+def test_an_old_kernel_s_part_of_it_still_stands(tmp_path):
+  said = _said(tmp_path, 1)
+  assert said == ["done"] * 4 + ["PermissionError"] * 4 + ["done"]
+
+
+@pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
+def test_jailed_programs_are_behind_it():
+  # Their own files of /proc, which the first wall leaves writable.
+  program = "open('/proc/self/comm', 'w').write('x')"
+  with Sandbox(slots=1, preload=()) as sandbox:
+    assert "PermissionError" in sandbox.run(program).stderr

@@ -1,0 +1,271 @@
+"""One run, from its start to its answer, whatever walls stand around it.
+
+Shared by `zygote` and, in a jail, the run's `inside`: feeds a program, reads what
+it prints, ends it at its limits, and says how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import select
+import signal
+import time
+from typing import Any, Protocol
+
+import child
+import wire
+
+_PAGE = os.sysconf("SC_PAGESIZE")
+_CHUNK = 65536
+_FLUSH_S = 0.05  # to write out its buffers when its time is up
+# Death by these signals is the kernel's limit on CPU seconds where so much of it is
+# used. The limit counts by ticks: on a crowded core it ends programs too early.
+_CPU_SHARE = {-signal.SIGXCPU: 0.5, -signal.SIGKILL: 0.9}
+_SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+  """What the processes below the zygote hold: tasks, and pages above the template."""
+
+  pids: list[int]
+  tasks: int
+  pages: int
+
+
+def descendants(template_pages: int) -> _Use:
+  """Every process below this one, wherever it has put itself.
+
+  Reads /proc/*/stat, because /proc/PID/task/TID/children is a kernel option that
+  ordinary machines lack. Zombies are counted too: one whose threads live on looks the
+  same as a dead one.
+  """
+  own = os.getpid()
+  children: dict[int, list[tuple[int, int, int]]] = {}
+  for name in os.listdir("/proc"):
+    if not name.isdigit():
+      continue
+    try:
+      with open(f"/proc/{name}/stat", "rb") as f:
+        text = f.read()
+    except OSError:
+      continue
+    fields = text[text.rindex(b")") + 2 :].split()
+    row = (int(name), int(fields[17]), int(fields[21]))
+    # The first of a process namespace owns all of it, whoever made the others.
+    if own != 1:
+      children.setdefault(int(fields[1]), []).append(row)
+    elif name != "1":
+      children.setdefault(1, []).append(row)
+  pids, tasks, pages, queue = [], 0, 0, [own]
+  while queue:
+    for pid, threads, resident in children.pop(queue.pop(), ()):
+      pids.append(pid)
+      queue.append(pid)
+      tasks += threads
+      pages += max(0, resident - template_pages)
+  return _Use(pids, tasks, pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+  """A program's process (a pidfd), and our ends of its pipes."""
+
+  process: int
+  stdin: int
+  stdout: int
+  stderr: int
+
+
+class Starter(Protocol):
+  """How a program is started, and how everything of it is ended."""
+
+  def start(self, request: dict[str, Any], limits: wire.Limits) -> Started:
+    """Starts a program."""
+
+  def end(self) -> tuple[int | None, float]:
+    """Leaves neither process nor file of the run.
+
+    Returns its exit status (-N for signal N, None where it never began) and the CPU
+    seconds it used.
+    """
+
+
+def make_pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+  """A program's stdin, stdout and stderr, and our ends of them."""
+  (stdin, feed), (out, stdout), (err, stderr) = (os.pipe() for _ in range(3))
+  return (stdin, stdout, stderr), (feed, out, err)
+
+
+class Run:
+  """One run, from the fork to the last byte of its output."""
+
+  def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
+    """Starts the program."""
+    self.limits = wire.Limits.from_json(request["limits"])
+    self.starter = starter
+    self.template = template
+    self.killed: wire.Verdict | None = None  # what the sandbox killed it for
+    self.note = ""
+    self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
+    self.start = time.monotonic()
+    started = starter.start(request, self.limits)
+    self.process, self.input_fd = started.process, started.stdin
+    outputs = started.stdout, started.stderr
+    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
+    for fd in (self.input_fd, *outputs):
+      os.set_blocking(fd, False)
+
+  def finish(self, control: int) -> wire.Result:
+    """Serves the program until it ends, then leaves nothing of it alive.
+
+    Raises:
+      SystemExit: the host has gone; the program is dead by then.
+    """
+    try:
+      self._pump(control)
+    finally:
+      code, cpu_s = self.starter.end()
+      seconds = time.monotonic() - self.start
+      os.close(self.process)
+      self._close_input()
+      for fd in self.clips:  # what the pipes still hold
+        while self._read(fd):
+          pass
+        os.close(fd)
+    return self._result(code, cpu_s, seconds)
+
+  def _pump(self, control: int) -> None:
+    poll = select.poll()
+    for fd in (self.process, *self.clips):
+      poll.register(fd, select.POLLIN)
+    poll.register(control, 0)  # reports its hang-up all the same
+    if self.input:
+      poll.register(self.input_fd, select.POLLOUT)
+    else:
+      self._close_input()
+    deadline = self.start + self.limits.wall_s
+    sample = self.start + _SAMPLE_S
+    while True:
+      now = time.monotonic()
+      if now >= deadline:
+        self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
+        return self._ask_to_flush()
+      if now >= sample:
+        if self._over_limits():
+          return None
+        sample = time.monotonic() + _SAMPLE_S
+      ready = dict(poll.poll(max(0, math.ceil((min(deadline, sample) - now) * 1000))))
+      if control in ready:
+        raise SystemExit("the host has gone")
+      if self.input_fd in ready and not self._write():
+        poll.unregister(self.input_fd)
+        self._close_input()
+      for fd in self.clips:
+        if fd in ready and not self._read(fd):
+          poll.unregister(fd)
+      if self.process in ready:
+        return None
+
+  def _ask_to_flush(self) -> None:
+    with contextlib.suppress(ProcessLookupError):
+      signal.pidfd_send_signal(self.process, signal.SIGXCPU)
+    poll = select.poll()
+    poll.register(self.process, select.POLLIN)
+    poll.poll(_FLUSH_S * 1000)
+
+  def _over_limits(self) -> bool:
+    use = descendants(self.template.pages)
+    if use.tasks > self.limits.processes:
+      most = f"{self.limits.processes} processes and threads"
+      self._condemn(wire.Verdict.ERROR, most)
+    elif use.pages * _PAGE > self.limits.memory_mb << 20:
+      self._condemn(wire.Verdict.MEMORY, f"{self.limits.memory_mb} MiB")
+    return self.killed is not None
+
+  def _condemn(self, verdict: wire.Verdict, limit: str) -> None:
+    self.killed = verdict
+    self.note = f"[killed: used more than {limit}]\n"
+
+  def _write(self) -> bool:
+    """Feeds stdin; False when there is no more to feed or nobody to read it."""
+    try:
+      self.input = self.input[os.write(self.input_fd, self.input[:_CHUNK]) :]
+    except BlockingIOError:
+      return True
+    except OSError:
+      return False
+    return len(self.input) > 0
+
+  def _read(self, fd: int) -> bool:
+    """Reads some output; False at its end, or where there is none for now."""
+    try:
+      data = os.read(fd, _CHUNK)
+    except BlockingIOError:
+      return False
+    self.clips[fd].feed(data)
+    return bool(data)
+
+  def _close_input(self) -> None:
+    if self.input_fd >= 0:
+      os.close(self.input_fd)
+      self.input_fd = -1
+
+  def _result(self, code: int | None, cpu_s: float, seconds: float) -> wire.Result:
+    (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
+    cut = cut_out or cut_err
+    if code is None and not self.killed:
+      failed = wire.Verdict.INFRASTRUCTURE
+      return wire.Result(stdout, stderr, None, failed, seconds, cut)
+    code = -signal.SIGKILL if code is None else code
+    verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
+    if self.killed and code < 0:
+      verdict, stderr = self.killed, stderr + self.note
+    elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * self.limits.cpu_s:
+      verdict = wire.Verdict.TIMEOUT
+      stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
+    elif code == -child.MEMORY_SIGNAL:
+      verdict, code = wire.Verdict.MEMORY, 1
+    return wire.Result(stdout, stderr, code, verdict, seconds, cut)
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+  """What this process holds before a program adds to it."""
+
+  bytes: int  # of address space
+  pages: int  # resident
+
+  @classmethod
+  def measure(cls) -> Template:
+    """Of this process, now."""
+    with open("/proc/self/statm", encoding="ascii") as f:
+      size, resident = f.read().split()[:2]
+    return cls(int(size) * _PAGE, int(resident))
+
+
+def serve(
+  request: dict[str, Any],
+  control: int,
+  results: int,
+  starter: Starter,
+  template: Template,
+) -> None:
+  """Runs what a request asks for, and answers.
+
+  Args:
+    request: a frame that was read from `control`.
+    control: the pipe of requests: the host has gone when it hangs up.
+    results: the pipe of answers.
+    starter: starts the program.
+    template: what each process of it holds to begin with.
+
+  Raises:
+    EOFError, SystemExit: the host has gone.
+  """
+  wire.write_frame(results, {"event": "started"})
+  result = Run(request, starter, template).finish(control)
+  wire.write_frame(results, {"event": "result", "result": result.to_json()})
