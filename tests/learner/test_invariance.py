@@ -1,0 +1,52 @@
+"""Micro-batches x packing x padding x devices: every loss and gradient is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory) -> dict:
+  """What losses_on_a_mesh.py wrote."""
+  out = tmp_path_factory.mktemp("figures") / "out.json"
+  program = ROOT / "tests" / "learner" / "losses_on_a_mesh.py"
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  done = subprocess.run(
+    [sys.executable, str(program), str(out)],
+    env={**os.environ, "PYTHONPATH": path},
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return json.loads(out.read_text())
+
+
+def test_no_split_changes_a_loss_or_its_gradient(figures):
+  assert len(figures) == 7
+  for split, algorithms in figures.items():
+    assert len(algorithms) == 1 + 9 + 6
+    for name, f in algorithms.items():
+      if name == "micro_batches":
+        continue
+      assert f["loss_off"] <= 1e-6 * max(1, abs(f["loss"])), (split, name, f)
+      assert f["gradient_off"] <= 1e-6 * max(1, f["gradient"]), (split, name, f)
+      assert f["gradient"] > 1e-3, (split, name, f)  # there is one
+
+
+def test_the_splits_were_different(figures):
+  counts = {name: f["micro_batches"] for name, f in figures.items()}
+  assert len(set(counts.values())) >= 3, counts
+
+
+def test_the_algorithms_were_different(figures):
+  losses = [f["loss"] for f in figures["packed"].values() if isinstance(f, dict)]
+  assert len({round(x, 6) for x in losses}) >= 13, losses
