@@ -13,25 +13,31 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory) -> dict:
+SPLITS = {"some": 2, "all": 7}
+
+
+@pytest.fixture(
+  scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)]
+)
+def figures(request, tmp_path_factory) -> dict:
   """What losses_on_a_mesh.py wrote."""
   out = tmp_path_factory.mktemp("figures") / "out.json"
   program = ROOT / "tests" / "learner" / "losses_on_a_mesh.py"
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
   done = subprocess.run(
-    [sys.executable, str(program), str(out)],
+    [sys.executable, str(program), str(out), request.param],
     env={**os.environ, "PYTHONPATH": path},
     capture_output=True,
     text=True,
-    timeout=600,
+    timeout=900,
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  return json.loads(out.read_text())
+  found = json.loads(out.read_text())
+  assert len(found) == SPLITS[request.param]
+  return found
 
 
 def test_no_split_changes_a_loss_or_its_gradient(figures):
-  assert len(figures) == 7
   for split, algorithms in figures.items():
     assert len(algorithms) == 1 + 9 + 6
     for name, f in algorithms.items():
@@ -42,11 +48,9 @@ def test_no_split_changes_a_loss_or_its_gradient(figures):
       assert f["gradient"] > 1e-3, (split, name, f)  # there is one
 
 
-def test_the_splits_were_different(figures):
+def test_the_splits_and_the_algorithms_were_different(figures):
   counts = {name: f["micro_batches"] for name, f in figures.items()}
-  assert len(set(counts.values())) >= 3, counts
-
-
-def test_the_algorithms_were_different(figures):
-  losses = [f["loss"] for f in figures["packed"].values() if isinstance(f, dict)]
-  assert len({round(x, 6) for x in losses}) >= 13, losses
+  assert len(set(counts.values())) >= 2, counts
+  for f in figures.values():
+    losses = {round(x["loss"], 6) for x in f.values() if isinstance(x, dict)}
+    assert len(losses) >= 13, losses

@@ -1,7 +1,7 @@
 """Losses, advantages, GAE and KL are verl's, TRL's and tunix's, to 1e-6.
 
-What the peers compute is committed (oracles/*.json), with the scripts that ran their own
-code on oracles/cases.json. Where a peer is installed it runs again (marker parity):
+What the peers compute is committed (oracles/*.json), with the scripts that ran their
+own code on oracles/cases.json. Where a peer is installed it runs again (marker parity):
 
   VERL_PYTHON=... TRL_PYTHON=... TRL_PPO_PYTHON=... TUNIX_PYTHON=... \\
     python -m pytest -m parity tests/learner/test_parity.py
@@ -181,7 +181,7 @@ def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
       return jnp.sum(mask_BT * surrogates.value_loss(*args)[0]) / mask_BT.sum()
 
     new = jnp.asarray(c["new_value"], jnp.float32)
-    return np.asarray(dict(zip(("loss", "grad"), jax.value_and_grad(loss)(new)))[name])
+    return np.asarray(jax.value_and_grad(loss)(new)[("loss", "grad").index(name)])
   eps = name.removeprefix("grpo-") if name.startswith("grpo-") else None
   advantage_BT, return_BT = token_advantages(case, "grpo" if eps else name, whole)
   if kind == "return":

@@ -2,10 +2,10 @@
 
   python tests/learner/oracles/make_cases.py
 
-Each case is 8 rows of 12 tokens, two groups of 4, three rows with holes (observations):
-`near` is a little off-policy, `far` a lot, so that every bound is active, and `hard` has
-a row without a policy token, one with a single one, a group without variance, and
-log-ratios beyond every clamp.
+Each case is 8 rows of 12 tokens, two groups of 4, three rows with holes
+(observations): `near` is a little off-policy, `far` a lot, so that every bound is
+active, and `hard` has a row without a policy token, one with a single one, a group
+without variance, and log-ratios beyond every clamp.
 """
 
 from __future__ import annotations

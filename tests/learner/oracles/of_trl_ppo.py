@@ -1,4 +1,4 @@
-"""What TRL 1.12.0's PPO computes from cases.json; prints JSON {case: {quantity: value}}.
+"""What PPO of TRL 1.12.0 computes from cases.json; prints {case: {quantity: value}}.
 
   PYTHONPATH=TRL PYTHON tests/learner/oracles/of_trl_ppo.py \\
     > tests/learner/oracles/trl_ppo.json
