@@ -10,6 +10,7 @@ values, each pulled back through the model.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -25,6 +26,9 @@ import toy
 from coa_jax.learner import losses, objective, surrogates
 from coa_jax.learner.algorithms import PRESETS, AlgoConfig
 from coa_jax.learner.batch import Batch, Packed
+from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.update import PolicyUpdate
+from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout
 from coa_jax.protocol.trajectory import Author, Trajectory
 
@@ -151,6 +155,33 @@ def split(rows: int, length: int, mesh: MeshConfig | None):
   return jax.tree.map(lambda x: x / tokens, total), len(micro[0])
 
 
+def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
+  """What two steps of PPO with all that it can have report."""
+  fields = PRESETS["ppo"] | {"minibatches": 2, "importance_cap": 2.0, "kl_coef": 0.1}
+  algo = AlgoConfig(
+    steps=2, prompts=2, samples=4, rows=4, length=128, critic_lr=1e-3, **fields
+  )
+  layout = make_layout(mesh) if mesh else None
+  params = jax.tree.map(jnp.array, toy.params())
+  if layout:
+    params = jax.device_put(params, layout.tree(params))
+  optim = OptimConfig(lr=1e-3, schedule="constant")
+  update = PolicyUpdate(CFG, algo, optim, None, layout, NO_TRUNCATION)
+  state, frozen = update.init(params, 0)
+  groups = [copy.deepcopy(played()[:4]), copy.deepcopy(played()[4:])]
+  for group, rewards in zip(groups, REWARD_GK.tolist(), strict=True):
+    for t, reward in zip(group, rewards, strict=True):
+      t.reward = reward
+  out = []
+  for _ in range(2):
+    state, values = update(state, frozen, groups)
+    out.append(values)
+  if layout:
+    head = state.params["critic"]["value_head"]
+    assert head.addressable_shards[0].data.shape[0] == CFG.width // mesh.fsdp
+  return out
+
+
 def main() -> None:
   """Writes all figures."""
   longest = max(t.num_tokens for t in played())
@@ -171,6 +202,9 @@ def main() -> None:
       }
     worst = max(v["gradient_off"] for v in out[name].values() if isinstance(v, dict))
     print(name, count, worst, flush=True)
+  if sys.argv[2] == "all":
+    meshes = {"one": None, "data 2 fsdp 2": MeshConfig(data=2, fsdp=2)}
+    out["updates"] = {name: updated(mesh) for name, mesh in meshes.items()}
   with open(sys.argv[1], "w") as f:
     json.dump(out, f)
 
