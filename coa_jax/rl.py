@@ -1,8 +1,8 @@
 """Agentic RL: a policy plays tasks with real tools, and learns from what it earned.
 
-GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling. On-policy: one
-update per batch of rollouts; the sampler's own log-probs are the old policy's, or, with
-`algo.importance_cap`, the learner's own are and its tokens are weighted.
+By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; section
+`algo` chooses (`learner/algorithms.py`). On-policy: each batch of rollouts is of the
+policy that learns from it, and is then thrown away.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import dataclasses
 import os
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
 from coa_jax.config import check_sections, claim, optional, section
-from coa_jax.learner import advantages, losses
-from coa_jax.learner import batch as batching
-from coa_jax.learner.batch import Batch
+from coa_jax.learner import advantages
+from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
-from coa_jax.learner.optim import OptimConfig, make_optimizer
-from coa_jax.learner.state import Learner, SumLoss, TrainState, init_state
+from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
@@ -64,56 +61,6 @@ SECTIONS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class AlgoConfig:
-  """Config section `algo`.
-
-  Attributes:
-    steps: updates.
-    prompts: groups in one update's batch, at most.
-    samples: trajectories of a group.
-    rounds: batches of `prompts` groups rolled out to find that many whose rewards
-      differ (DAPO's dynamic sampling); 1 takes what one batch gives.
-    temperature: of the rollouts.
-    clip_low: the ratio's lower bound is 1 - clip_low.
-    clip_high: its upper bound is 1 + clip_high.
-    importance_cap: most weight of a token whose sampler is another program than the
-      learner (vLLM); 0 for no such weights. See `losses.policy_gradient`.
-    gap: nats; the metric `gap_share` is the share of tokens whose log-probs differ by
-      more between sampler and learner.
-    gap_limit: the run stops at a step whose `gap_share` is above this; 1 for never.
-    standardise: False leaves the deviation out of the advantage (Dr.GRPO).
-    rows: rows of a micro-batch.
-    length: T, tokens of a row; at least `rollout.max_len`.
-    keep_every: updates between two dumps of all trajectories of an update.
-  """
-
-  steps: int
-  prompts: int = 16
-  samples: int = 8
-  rounds: int = 2
-  temperature: float = 1.0
-  clip_low: float = 0.2
-  clip_high: float = 0.28
-  importance_cap: float = 0.0
-  gap: float = 0.1
-  gap_limit: float = 1.0
-  standardise: bool = True
-  rows: int = 16
-  length: int = 256
-  keep_every: int = 20
-
-  def __post_init__(self):
-    if self.samples < 2:
-      raise ValueError("samples must be at least 2: an advantage compares a group")
-    if self.temperature <= 0:
-      raise ValueError("temperature must be above 0: equal samples teach nothing")
-    if not 0 <= self.gap_limit <= 1 or self.gap <= 0:
-      raise ValueError("gap must be above 0, gap_limit a share from 0 to 1")
-    if self.importance_cap < 0:
-      raise ValueError("importance_cap must be 0 (no weights) or above")
-
-
-@dataclasses.dataclass(frozen=True)
 class DevConfig:
   """Config section `dev`: greedy evaluation during training, on tasks of its own.
 
@@ -132,22 +79,20 @@ class DevConfig:
 
 @dataclasses.dataclass
 class Rollouts:
-  """What one update learns from.
+  """What one step learns from.
 
   Attributes:
-    trajectories: of the groups that were kept, without those that left their group.
-    advantages: one for each.
+    groups: those that were kept; a trajectory without a reward has left its group.
     played: every trajectory rolled out, kept or not.
-    groups: groups rolled out.
-    kept: groups kept.
+    asked: groups rolled out.
+    informative: those of them whose rewards differ.
     removed_mass: mean probability that the grammar took from a token.
   """
 
-  trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
-  advantages: list[float] = dataclasses.field(default_factory=list)
+  groups: list[list[Trajectory]] = dataclasses.field(default_factory=list)
   played: list[Trajectory] = dataclasses.field(default_factory=list)
-  groups: int = 0
-  kept: int = 0
+  asked: int = 0
+  informative: int = 0
   removed_mass: float = 0.0
 
 
@@ -179,7 +124,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   every = section(config, "checkpoint", CheckpointConfig)
   load = section(config, "model", LoadConfig)
   lora = optional(config, "lora", LoraConfig)
-  optimizer = make_optimizer(section(config, "optim", OptimConfig), algo.steps)
+  optim = section(config, "optim", OptimConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   _check_rows(cfg, algo, rollout, layout)
@@ -190,10 +135,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   own = own_folder(workdir)
   claim(config, own)
   cfg, params = load_model(config.init, load, layout)
-  trained, frozen = adapting.split(cfg, params, lora, rollout.seed, layout)
-  learner = Learner(_loss(cfg, algo, lora, layout, player), optimizer, layout)
-  learner.reserve(-(-algo.prompts * algo.samples // algo.rows))  # a row each, at worst
-  state = init_state(trained, optimizer, layout)
+  grammar = (player.constraint, on_device(player.constraint))
+  truncation = player.engine.config.truncation
+  learner = PolicyUpdate(cfg, algo, optim, lora, layout, truncation, *grammar)
+  state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as for_dev, grader, checkpoints:
 
@@ -207,13 +152,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     with Metrics(own, "rl", algo.steps) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
-        params = adapting.merged(state.params, frozen, lora)
+        params = learner.policy(state, frozen)
         if step % dev.every == 0:
           values["dev_accuracy"] = examine(params)
           clock.lap("dev")
         rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
         clock.lap("rollout")
-        state, learned = _learn(learner, state, frozen, rollouts, algo, player)
+        state, learned = learner(state, frozen, rollouts.groups)
+        _check_gap(algo, step, learned)
         values |= learned | _describe(rollouts)
         clock.lap("learn")
         if step % algo.keep_every == 0:
@@ -225,8 +171,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if (step + 1) % every.every == 0 or step + 1 == algo.steps:
           checkpoints.save(state, {})
         clock.lap("save")
-      accuracy = examine(adapting.merged(state.params, frozen, lora))
-  adapting.export(workdir, cfg, state.params, frozen, lora, tokenizer, config.init)
+      accuracy = examine(learner.policy(state, frozen))
+  policy, base = state.params["policy"], frozen["base"]
+  adapting.export(workdir, cfg, policy, base, lora, tokenizer, config.init)
   results = _results(own, algo.steps, accuracy)
   write_json(os.path.join(own, "results.json"), results)
   return results
@@ -260,27 +207,21 @@ def collect(
   """
   out = Rollouts()
   before = dataclasses.replace(player.engine.counters)
+  size = algo.round_prompts or algo.prompts
   for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
-    asked = [_pick(tasks, seed, nth * algo.prompts + i) for i in range(algo.prompts)]
+    asked = [_pick(tasks, seed, nth * size + i) for i in range(size)]
     draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
     groups = player.groups(
       params, asked, toolbox, algo.samples, algo.temperature, draw, version=step
     )
-    reward_GK = np.array(
-      [[np.nan if t.reward is None else t.reward for t in g] for g in groups]
-    )
-    advantage_GK = advantages.group_relative(reward_GK, algo.standardise)
-    out.groups += len(groups)
+    out.asked += len(groups)
     out.played += [t for g in groups for t in g]
-    for g in np.flatnonzero(advantages.informative(reward_GK)):
-      if out.kept == algo.prompts:
-        break
-      out.kept += 1
-      for t, advantage in zip(groups[g], advantage_GK[g].tolist(), strict=True):
-        if t.reward is not None:
-          out.trajectories.append(t)
-          out.advantages.append(advantage)
-    if out.kept == algo.prompts:
+    keep_G = advantages.informative(rewards_of(groups))
+    out.informative += int(keep_G.sum())
+    if algo.filter_groups:
+      groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]
+    out.groups = (out.groups + groups)[: algo.prompts]
+    if len(out.groups) == algo.prompts:
       break
   out.removed_mass = player.engine.counters.since(before).removed_per_token
   return out
@@ -292,71 +233,16 @@ def _pick(tasks: list[Task], seed: int, n: int) -> Task:
   return tasks[np.random.default_rng((seed, epoch)).permutation(len(tasks))[place]]
 
 
-def _loss(
-  cfg: QwenConfig,
-  algo: AlgoConfig,
-  lora: LoraConfig | None,
-  layout: Layout | None,
-  player: Player,
-) -> SumLoss:
-  truncation = player.engine.config.truncation
-  constraint = on_device(player.constraint)
-
-  def loss(
-    trained: Any, frozen: Any, batch: Batch
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    params = adapting.assemble(trained, frozen, lora)
-    logp_BT, entropy_BT = losses.token_logps(
-      cfg, params, batch, algo.temperature, layout, truncation, constraint
-    )
-    bounds = (algo.clip_low, algo.clip_high, algo.importance_cap)
-    value, sums = losses.policy_gradient(logp_BT, batch, *bounds)
-    gap_BT = jnp.abs(logp_BT - batch.logp_BT)
-    figures = {
-      "entropy": entropy_BT,
-      "logp_gap": gap_BT,
-      "gap_share": (gap_BT > algo.gap).astype(jnp.float32),
-    }
-    for name, figure_BT in figures.items():
-      figure = jnp.sum(batch.weight_BT * figure_BT)
-      sums = {**sums, name: jax.lax.stop_gradient(figure)}
-    return value, sums
-
-  return loss
-
-
-def _learn(
-  learner: Learner,
-  state: TrainState,
-  frozen: Any,
-  rollouts: Rollouts,
-  algo: AlgoConfig,
-  player: Player,
-) -> tuple[TrainState, dict[str, float]]:
-  """One update; without an informative group only the step counts on."""
-  micro = list(
-    batching.batches(
-      rollouts.trajectories,
-      algo.rows,
-      algo.length,
-      rollouts.advantages,
-      player.constraint,
-    )
-  )
-  if not micro:
-    return state.replace(step=state.step + 1), {}
-  tokens = sum(float(b.weight_BT.sum()) for b in micro)
-  step = int(state.step)
-  state, values = learner.step(state, micro, tokens, frozen)
-  values = {k: float(v) for k, v in values.items()}
-  if values["gap_share"] > algo.gap_limit:
+def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:
+  """Stops a run whose sampler and learner differ by more than the config allows."""
+  share = values.get("gap_share", 0.0)
+  if share > algo.gap_limit:
     raise ValueError(
-      f"step {step + 1}: log-probs of {values['gap_share']:.1%} of the tokens differ "
+      f"step {step + 1}: log-probs of {share:.1%} of the tokens differ "
       f"by more than algo.gap={algo.gap:g} nats between sampler and learner, and "
       f"algo.gap_limit is {algo.gap_limit:.1%}. This update is not saved; compute more "
       "precisely (model.dtype, model.weight_dtype), or correct with algo.importance_cap"
     )
-  return state, values
 
 
 def _describe(rollouts: Rollouts) -> dict[str, float]:
@@ -364,7 +250,7 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
   played = rollouts.played
   out = {
     "reward": _mean([t.reward for t in played]),
-    "informative": rollouts.kept / rollouts.groups,
+    "informative": rollouts.informative / rollouts.asked,
     "removed_mass": rollouts.removed_mass,
     "generated_tokens": sum(t.usage.generated for t in played),
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),

@@ -2,17 +2,21 @@
 
   python -m experiments.rl --config=configs/rl_world.py --workdir=runs/world/rl
 
+With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...).
 Needs runs/world/sft (configs/sft_world.py). Expect: greedy pass@1 on
 held-out worlds 0.86 -> 0.87, sampled 0.40 -> 0.78; 188 s on two cores.
 """
 
 import ml_collections
 
+from coa_jax.learner.algorithms import PRESETS, preset
+
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" makes 2 updates from a few rollouts."""
-  if arg not in ("", "tiny"):
-    raise ValueError(f"rl_world answers '' and 'tiny', not {arg!r}")
+  """The config; `arg` "tiny" makes 2 updates from a few rollouts, or names a preset."""
+  if arg not in ("", "tiny", *PRESETS):
+    names = ", ".join(PRESETS)
+    raise ValueError(f"rl_world answers '', 'tiny' and one of {names}; not {arg!r}")
   tiny = arg == "tiny"
   config = ml_collections.ConfigDict()
   config.init = "runs/world/sft/model"
@@ -55,6 +59,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     length=256,
     keep_every=1 if tiny else 10,
   )
+  if arg in PRESETS:
+    config.algo.update(preset(arg))
   config.dev = dict(
     every=1 if tiny else 10,
     uri="runs/world/dev_tasks.jsonl",

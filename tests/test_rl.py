@@ -10,6 +10,8 @@ import pytest
 import toy
 
 from coa_jax import rl
+from coa_jax.learner.advantages import group_relative
+from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.engine import RolloutConfig
@@ -111,10 +113,10 @@ def test_rollouts_are_on_record_with_what_the_real_tool_said(trained):
     assert all(len(s.ids) == len(s.logps) == len(s.versions) for s in policy)
 
 
-def collected(config, toolbox, right: dict[str, str], samples: int):
+def collected(config, toolbox, right: dict[str, str], samples: int, **changes):
   """One batch of the guessing policy's rollouts, with tools from a table."""
   cfg, params = rl.load_model(config.init)
-  algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3)
+  algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
   tasks = [Task(q, q, (a,)) for q, a in right.items()]
@@ -131,15 +133,12 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
   out = collected(config, toy.TableToolbox(flaky), RIGHT, 8)
   failed = [t for t in out.played if t.status == Status.INFRASTRUCTURE]
   assert failed and all(t.reward is None for t in failed)
-  assert out.trajectories and all(t.reward is not None for t in out.trajectories)
-  assert len(out.trajectories) == len(out.advantages) < 8 * out.kept
-  for task in RIGHT:
-    mine = [
-      (t.reward, a)
-      for t, a in zip(out.trajectories, out.advantages, strict=True)
-      if t.task_id == task
-    ]
-    assert sum(a for _, a in mine) == pytest.approx(0, abs=1e-6)
+  reward_GK = rewards_of(out.groups)
+  left = [t for group in out.groups for t in group if t.reward is None]
+  assert left and np.isnan(reward_GK).sum() == len(left)
+  advantage_GK = group_relative(reward_GK)
+  assert not advantage_GK[np.isnan(reward_GK)].any() and advantage_GK.any()
+  np.testing.assert_allclose(advantage_GK.sum(1), 0, atol=1e-6)
   described = rl._describe(out)
   graded = [t.reward for t in out.played if t.reward is not None]
   assert described["reward"] == pytest.approx(np.mean(graded))
@@ -149,15 +148,24 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
 def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
   toolbox = toy.TableToolbox(lambda *_: "5")
   out = collected(config, toolbox, RIGHT, 4)
-  assert out.kept == 2 and len(out.trajectories) == 2 * 4
-  assert out.groups in (2, 4, 6) and len(out.played) == out.groups * 4
-  for start in (0, 4):
-    group = out.trajectories[start : start + 4]
-    assert len({t.task_id for t in group}) == 1
+  assert len(out.groups) == 2 and out.informative >= 2
+  assert out.asked in (2, 4, 6) and len(out.played) == out.asked * 4
+  for group in out.groups:
+    assert len(group) == 4 and len({t.task_id for t in group}) == 1
     assert len({t.reward for t in group}) > 1
   # Nobody is ever right: nothing to learn from, after every round was tried.
   none = collected(config, toolbox, dict.fromkeys(RIGHT, "green"), 4)
-  assert (none.kept, none.groups, none.trajectories) == (0, 6, [])
+  assert (none.groups, none.informative, none.asked) == ([], 0, 6)
+  # Unless all groups count.
+  every = collected(
+    config, toolbox, dict.fromkeys(RIGHT, "green"), 4, filter_groups=False
+  )
+  assert (len(every.groups), every.informative, every.asked) == (2, 0, 2)
+  # A round may ask for more groups than a batch takes, or for fewer.
+  more = collected(config, toolbox, RIGHT, 4, round_prompts=5)
+  assert more.asked % 5 == 0 and len(more.groups) == 2 <= more.informative
+  fewer = collected(config, toolbox, RIGHT, 4, round_prompts=1)
+  assert fewer.asked <= 3 and fewer.informative == len(fewer.groups)
 
 
 def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):

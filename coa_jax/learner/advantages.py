@@ -1,11 +1,20 @@
-"""Advantages of trajectories, in numpy: one number per trajectory."""
+"""Advantages, in numpy: of whole trajectories, or of the tokens that the policy wrote.
+
+A trajectory's tokens are given without what tools said between them, so every estimator
+that walks over tokens skips observations: they cost no discount and have no value.
+Formulas and constants follow verl 0.9.1; tests compare with it, TRL and tunix.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 # verl 0.9.1 and tunix 0.1.7 add this to the deviation; TRL 1.16 adds 1e-4.
 _EPSILON = 1e-6
+# verl and tunix add this to the variance when they whiten.
+_WHITEN = 1e-8
 
 
 def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarray:
@@ -22,15 +31,36 @@ def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarra
   Returns:
     advantage_GK, 0 where the reward is NaN.
   """
-  present_GK = ~np.isnan(reward_GK)
-  count_G1 = present_GK.sum(1, keepdims=True)
-  value_GK = np.where(present_GK, reward_GK, 0.0)
-  mean_G1 = value_GK.sum(1, keepdims=True) / np.maximum(count_G1, 1)
-  centred_GK = np.where(present_GK, value_GK - mean_G1, 0.0)
+  centred_GK, count_G1 = _centred(reward_GK)
   if not standardise:
     return centred_GK
   variance_G1 = (centred_GK**2).sum(1, keepdims=True) / np.maximum(count_G1 - 1, 1)
   return centred_GK / (np.sqrt(variance_G1) + _EPSILON)
+
+
+def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
+  """RLOO's advantage: R - mean of the others of its group (arXiv 2402.14740, eq. 8).
+
+  Equal to n / (n - 1) (R - mean of the group) for the n samples that are left. A group
+  of one has advantage 0 (in verl: R).
+
+  Args:
+    reward_GK: as for `group_relative`.
+
+  Returns:
+    advantage_GK, 0 where the reward is NaN.
+  """
+  centred_GK, count_G1 = _centred(reward_GK)
+  return centred_GK * count_G1 / np.maximum(count_G1 - 1, 1)
+
+
+def _centred(reward_GK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Rewards minus their group's mean (0 for NaN), and how many each group has."""
+  present_GK = ~np.isnan(reward_GK)
+  count_G1 = present_GK.sum(1, keepdims=True)
+  value_GK = np.where(present_GK, reward_GK, 0.0)
+  mean_G1 = value_GK.sum(1, keepdims=True) / np.maximum(count_G1, 1)
+  return np.where(present_GK, value_GK - mean_G1, 0.0), count_G1
 
 
 def informative(reward_GK: np.ndarray) -> np.ndarray:
@@ -42,3 +72,46 @@ def informative(reward_GK: np.ndarray) -> np.ndarray:
   low_G = np.nanmin(np.where(np.isnan(reward_GK), np.inf, reward_GK), axis=1)
   high_G = np.nanmax(np.where(np.isnan(reward_GK), -np.inf, reward_GK), axis=1)
   return high_G > low_G
+
+
+def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
+  """Sum of gamma^(u - t) reward_u over u >= t, for each of T policy tokens."""
+  zeros = np.zeros(len(reward_T))
+  return gae(reward_T, zeros, gamma, 1.0)[0]
+
+
+def gae(
+  reward_T: np.ndarray, value_T: np.ndarray, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+  """Generalised advantage estimation over one trajectory (arXiv 1506.02438, eq. 16).
+
+  A_t = d_t + gamma lam A_(t+1), d_t = reward_t + gamma V_(t+1) - V_t; what follows the
+  last token is worth 0.
+
+  Args:
+    reward_T: of each token that the policy wrote.
+    value_T: the critic's, of what stands before each of these tokens.
+    gamma: discount of a token.
+    lam: 1 for returns minus values, 0 for one-step differences.
+
+  Returns:
+    advantage_T, not whitened, and return_T = advantage_T + value_T.
+  """
+  advantage_T = np.zeros(len(reward_T))
+  after = follows = 0.0  # advantage and value of the next token
+  for t in range(len(reward_T) - 1, -1, -1):
+    delta = reward_T[t] + gamma * follows - value_T[t]
+    after = advantage_T[t] = delta + gamma * lam * after
+    follows = value_T[t]
+  return advantage_T, advantage_T + value_T
+
+
+def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+  """(x - mean) / sqrt(variance + 1e-8), both over all entries of all arrays.
+
+  The variance is Bessel-corrected, as in verl. A single entry becomes 0.
+  """
+  flat = np.concatenate(list(values))
+  variance = np.var(flat, ddof=1) if len(flat) > 1 else 0.0
+  scale = 1 / np.sqrt(variance + _WHITEN)
+  return [(x - flat.mean()) * scale for x in values]

@@ -31,6 +31,12 @@ class Batch:
     logp_BT: float32 log p of the token when it was sampled; zeros outside RL.
     grammar_BT: int32 state of the grammar in which the token was sampled; -1 where any
       token was allowed.
+    share_BT: float32, what the token counts in the loss, 0 where weight is; None where
+      that is its weight. Those below are float32, and None where nothing reads them.
+    old_BT: log p under the learner before the step's first update.
+    reference_BT: log p under the reference policy.
+    value_BT: the critic's value of what stands before the token.
+    return_BT: what the critic is to learn.
   """
 
   tokens_BT: Array
@@ -40,6 +46,11 @@ class Batch:
   advantage_BT: Array
   logp_BT: Array
   grammar_BT: Array
+  share_BT: Array | None = None
+  old_BT: Array | None = None
+  reference_BT: Array | None = None
+  value_BT: Array | None = None
+  return_BT: Array | None = None
 
 
 def empty(rows: int, length: int) -> Batch:
@@ -141,3 +152,55 @@ def batches(
       picked = None if advantages is None else [advantages[i] for i in members]
       fill(batch, r, [trajectories[i] for i in members], picked, constraint)
     yield batch
+
+
+class Packed:
+  """Trajectories in batches, and where the policy's tokens of each of them are.
+
+  Attributes:
+    batches: as from `batches`, with the sampler's log-probs; advantages are zeros.
+    counts: policy tokens of each trajectory.
+  """
+
+  def __init__(
+    self,
+    trajectories: Sequence[Trajectory],
+    rows: int,
+    length: int,
+    constraint: Constraint | None = None,
+  ):
+    """Args as those of `batches`.
+
+    Raises:
+      ValueError: a trajectory does not fit a row.
+    """
+    lengths = [t.num_tokens for t in trajectories]
+    if not all(fits(n, length) for n in lengths):
+      raise ValueError(f"a trajectory of {max(lengths)} tokens, rows of {length}")
+    zeros = [0.0] * len(trajectories)
+    self.batches = list(batches(trajectories, rows, length, zeros, constraint))
+    self._where: list[tuple[int, np.ndarray]] = [(0, np.zeros(0, int))] * len(lengths)
+    for r, members in enumerate(pack(lengths, length)):
+      m, row = divmod(r, rows)
+      batch = self.batches[m]
+      for number, i in enumerate(members, 1):
+        mine_T = (batch.segment_BT[row] == number) & (batch.weight_BT[row] > 0)
+        self._where[i] = (m, row * length + np.flatnonzero(mine_T))
+    self.counts = [len(places) for _, places in self._where]
+
+  def read(self, name: str) -> list[np.ndarray]:
+    """The field `name` at each trajectory's policy tokens."""
+    return [getattr(self.batches[m], name).ravel()[at] for m, at in self._where]
+
+  def write(self, name: str, values: Sequence[np.ndarray | float]) -> None:
+    """Sets the field `name` at each trajectory's policy tokens; 0 elsewhere."""
+    arrays = [np.zeros(b.tokens_BT.shape, np.float32) for b in self.batches]
+    for (m, at), value in zip(self._where, values, strict=True):
+      arrays[m].ravel()[at] = value
+    self.replace(name, arrays)
+
+  def replace(self, name: str, arrays: Sequence[Array]) -> None:
+    """Sets the field `name` of each batch, [B, T]."""
+    self.batches = [
+      b.replace(**{name: x}) for b, x in zip(self.batches, arrays, strict=True)
+    ]

@@ -1,8 +1,8 @@
-"""Losses as pure functions over packed batches.
+"""What losses are made of: log-probs and values of the tokens of packed batches.
 
-All are sums over tokens; the caller divides by a denominator counted over the *global*
-batch, so micro-batching, packing and padding can not change a loss. Formulas and
-constants follow verl 0.9.1 unless a docstring says otherwise.
+Losses are sums over tokens; the caller divides by a denominator counted over the
+*global* batch, so micro-batching, packing and padding can not change a loss. RL's is in
+`objective.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.distribution import NO_TRUNCATION, Constraint, Truncation
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
-
-# The ratio's logarithm is clamped, as in verl and tunix, so one token can not overflow.
-_LOG_RATIO_BOUND = 20.0
 
 
 def token_logps(
@@ -105,62 +102,32 @@ def _chunks(length: int, most: int) -> int:
   return next(n for n in range(-(-length // most), length + 1) if length % n == 0)
 
 
+def token_values(
+  cfg: QwenConfig,
+  params: Any,
+  head_D1: jax.Array,
+  batch: Batch,
+  layout: Layout | None = None,
+) -> jax.Array:
+  """A critic's value of what stands before each token of its segment.
+
+  Args:
+    cfg: the critic's trunk.
+    params: the trunk's parameters.
+    head_D1: from the final hidden state to a value.
+    batch: packed rows.
+    layout: the mesh that all of this is split over.
+
+  Returns:
+    value_BT, float32; a segment's first token has 0.
+  """
+  hidden_BTD, _ = Qwen(cfg, layout).apply(
+    {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
+  )
+  value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
+  return jnp.roll(value_BT, 1, axis=1) * (batch.position_BT > 0)
+
+
 def nll(logp_BT: jax.Array, weight_BT: jax.Array) -> jax.Array:
   """Sum of negative log-likelihoods over weighted tokens (nats)."""
   return -jnp.sum(weight_BT * logp_BT)
-
-
-def policy_gradient(
-  logp_BT: jax.Array,
-  batch: Batch,
-  clip_low: float,
-  clip_high: float,
-  importance_cap: float = 0.0,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The clipped surrogate, summed over policy tokens.
-
-  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p / p_sampled: PPO
-  (arXiv 1707.06347, eq. 7) with DAPO's separate upper bound (arXiv 2503.14476, eq. 10).
-  The log-probs of the sampler are the old policy's: nothing is recomputed. No dual
-  clip.
-
-  With an `importance_cap` the sampler is another program, whose log-probs differ from
-  the learner's of the same weights. Then the old policy is the learner itself before
-  its one update, r = p / stop(p), 1 in value; and each token's term is multiplied by
-  min(stop(p) / p_sampled, importance_cap): truncated importance sampling (Ionides 2008;
-  https://fengyao.notion.site/off-policy-rl; verl's rollout_is, token level, cap 2).
-
-  Args:
-    logp_BT: log-probs under the policy being trained.
-    batch: with advantages and the sampler's log-probs.
-    clip_low: the ratio's lower bound is 1 - clip_low.
-    clip_high: its upper bound is 1 + clip_high.
-    importance_cap: the largest weight; 0 for no weights.
-
-  Returns:
-    The sum, and sums over tokens of: ratio, clipped (share where the bound was active),
-    and kl (the k3 estimate of KL(sampled || policy), Schulman 2020); with weights also
-    importance (the weight) and importance_capped (share where the cap was active).
-  """
-  bound = _LOG_RATIO_BOUND
-  log_ratio_BT = jnp.clip(logp_BT - batch.logp_BT, -bound, bound)
-  from_sampler_BT = jnp.exp(log_ratio_BT)
-  ratio_BT, importance_BT, weight_BT = from_sampler_BT, 1.0, batch.weight_BT
-  sums = {}
-  if importance_cap:
-    ratio_BT = jnp.exp(logp_BT - jax.lax.stop_gradient(logp_BT))
-    most = jnp.minimum(from_sampler_BT, importance_cap)
-    importance_BT = jax.lax.stop_gradient(most)
-    capped_BT = from_sampler_BT > importance_cap
-    sums["importance"] = jnp.sum(weight_BT * importance_BT)
-    sums["importance_capped"] = jnp.sum(weight_BT * capped_BT)
-  free_BT = ratio_BT * batch.advantage_BT
-  bounded_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high) * batch.advantage_BT
-  term_BT = importance_BT * jnp.minimum(free_BT, bounded_BT)
-  loss = -jnp.sum(weight_BT * term_BT)
-  sums |= {
-    "ratio": jnp.sum(weight_BT * ratio_BT),
-    "clipped": jnp.sum(weight_BT * (bounded_BT < free_BT)),
-    "kl": jnp.sum(weight_BT * (from_sampler_BT - 1 - log_ratio_BT)),
-  }
-  return loss, sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -80,6 +81,24 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
   return optax.chain(*chain)
 
 
+def side_by_side(
+  optimizers: Mapping[str, optax.GradientTransformation],
+) -> optax.GradientTransformation:
+  """One optimizer for each entry of a dict of parameters: none sees another's norm."""
+
+  def init(params: Any) -> Any:
+    return {name: o.init(params[name]) for name, o in optimizers.items()}
+
+  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    out = {
+      name: o.update(grads[name], state[name], params[name])
+      for name, o in optimizers.items()
+    }
+    return tuple({name: pair[i] for name, pair in out.items()} for i in (0, 1))
+
+  return optax.GradientTransformation(init, update)
+
+
 def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
   rest = max(1, steps - config.warmup)
   if config.schedule == "cosine":
@@ -97,7 +116,7 @@ def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
 def _inputs(path: tuple[Any, ...]) -> int:
   """How many leading axes of a layer's matrix are inputs; 0 for all else."""
   name = path[-1].key
-  return 0 if name == "head" else inputs_of(name)
+  return 0 if name in ("head", "value_head") else inputs_of(name)
 
 
 def _is_matrix(params: Any) -> Any:

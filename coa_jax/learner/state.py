@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coa_jax.learner import batch as batching
 from coa_jax.learner.batch import Batch
 from coa_jax.model.sharding import Layout
 
@@ -88,7 +87,7 @@ class Learner:
     """
     count = len(micro_batches)
     self.reserve(count)
-    nothing = batching.empty(*micro_batches[0].tokens_BT.shape)
+    nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self._most - count)]
     batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
     if self._layout:

@@ -52,6 +52,7 @@ PARAMETERS = {
   "gate": "D>F",
   "up": "D>F",
   "down": "F>D",
+  "value_head": "D>.",  # of a critic
 }
 # Which field of a config gives an axis its size.
 _SIZES = {

@@ -46,7 +46,8 @@ def made(*counts: int, prompt: int = 2) -> Trajectory:
 def test_a_row_holds_what_its_trajectories_hold():
   batch = batching.empty(2, 12)
   batching.fill(batch, 1, [made(2, 1, 1), made(1)], [0.5, -2.0])
-  row = {k: getattr(batch, k)[1].tolist() for k in batch.__dataclass_fields__}
+  arrays = {k: x for k, x in vars(batch).items() if x is not None}
+  row = {k: x[1].tolist() for k, x in arrays.items()}
   assert row["tokens_BT"] == [1, 2, 3, 4, 5, 6, 1, 2, 3, 0, 0, 0]
   assert row["segment_BT"] == [1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0]
   assert row["position_BT"] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]
@@ -86,3 +87,28 @@ def test_sft_batches_need_no_log_probs():
   (batch,) = batching.batches(toy.trajectories(), 4, toy.MAX_LEN)
   assert not batch.logp_BT.any() and not batch.advantage_BT.any()
   assert batch.weight_BT.dtype == np.float32 and batch.tokens_BT.dtype == np.int32
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
+def test_what_is_written_for_a_trajectory_is_read_again_and_nowhere_else(counts, rows):
+  played = [made(n, 1, n % 3) for n in counts]  # of 4 to 14 tokens
+  packed = batching.Packed(played, rows, 16)
+  assert packed.counts == [n + n % 3 for n in counts]
+  logps = [[x for s in t.segments for x in s.logps] for t in played]
+  for mine, expected in zip(packed.read("logp_BT"), logps, strict=True):
+    np.testing.assert_allclose(mine, expected)
+  values = [np.arange(1, n + 1) + 100.0 * i for i, n in enumerate(packed.counts)]
+  packed.write("old_BT", values)
+  for mine, expected in zip(packed.read("old_BT"), values, strict=True):
+    np.testing.assert_array_equal(mine, expected)
+  for b in packed.batches:
+    np.testing.assert_array_equal(b.old_BT > 0, b.weight_BT > 0)
+  packed.write("share_BT", [float(i) for i in range(len(played))])
+  assert [x.tolist() for x in packed.read("share_BT")] == [
+    [float(i)] * n for i, n in enumerate(packed.counts)
+  ]
+
+
+def test_a_trajectory_longer_than_a_row_is_no_batch():
+  with pytest.raises(ValueError, match="a trajectory of 11 tokens, rows of 10"):
+    batching.Packed([made(9)], 2, 10)

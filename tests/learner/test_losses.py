@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
+from coa_jax.learner import losses, objective
+from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution
 from coa_jax.model.qwen import Qwen
@@ -32,6 +34,7 @@ def played() -> list[Trajectory]:
   return out
 
 
+ALGO = AlgoConfig(steps=1, clip_low=0.2, clip_high=0.28)
 ADVANTAGES = [0.7, -1.1, 0.4, -0.2]
 
 
@@ -40,10 +43,21 @@ def sft(logp_BT, batch: Batch):
 
 
 def rl(logp_BT, batch: Batch):
-  return losses.policy_gradient(logp_BT, batch, 0.2, 0.28)[0]
+  return objective.policy_loss(ALGO, logp_BT, batch)[0]
 
 
-LOSSES = pytest.mark.parametrize("loss", [sft, rl])
+def gspo(logp_BT, batch: Batch):
+  return objective.policy_loss(
+    dataclasses.replace(ALGO, ratio="sequence"), logp_BT, batch
+  )[0]
+
+
+def cispo(logp_BT, batch: Batch):
+  algo = dataclasses.replace(ALGO, surrogate="cispo")
+  return objective.policy_loss(algo, logp_BT, batch)[0]
+
+
+LOSSES = pytest.mark.parametrize("loss", [sft, rl, gspo, cispo])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -78,7 +92,7 @@ def alone(rows: int, length: int) -> Batch:
   return batch
 
 
-@LOSSES
+@pytest.mark.parametrize("loss", [sft, rl])
 def test_packing_padding_and_micro_batches_do_not_change_loss_or_gradient(loss):
   params = toy.params()
   expected = summed(loss, params, [alone(4, 72)])
@@ -143,10 +157,31 @@ def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monke
   touched_BU = touched_BT[:, :-1]
   policy_BU = batch.weight_BT[:, 1:] > 0
   assert not touched_BU[~policy_BU].any()
-  if loss is sft:
+  if loss in (sft, cispo):
     assert touched_BU[policy_BU].all()
-  else:  # there, a bound that is active stops the gradient of a token
+  elif loss is rl:  # there, a bound that is active stops the gradient of a token
     assert 0.2 < touched_BU[policy_BU].mean() < 1
+
+
+def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
+  head_D1 = jax.random.normal(jax.random.key(0), (CFG.width, 1))
+
+  def values(batch: Batch):
+    return np.asarray(losses.token_values(CFG, toy.params(), head_D1, batch))
+
+  rows = alone(4, 72)
+  value_BT = values(rows)
+  assert not value_BT[:, 0].any() and value_BT[:, 1:].any()
+  # A token does not change its own value, only those behind it.
+  other = rows.replace(tokens_BT=rows.tokens_BT.copy())
+  other.tokens_BT[:, 20] += 1
+  changed_BT = values(other) != value_BT
+  assert not changed_BT[:, :21].any() and changed_BT[:, 21].all()
+  packed = batching.Packed(played(), 2, 112)
+  packed.replace("value_BT", [values(b) for b in packed.batches])
+  for row, mine in enumerate(packed.read("value_BT")):
+    expected = value_BT[row][rows.weight_BT[row] > 0]
+    np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_the_last_token_is_trained_and_so_is_every_one_that_calls_a_tool():
@@ -163,122 +198,3 @@ def test_the_last_token_is_trained_and_so_is_every_one_that_calls_a_tool():
 
 def test_nll_is_the_weighted_sum():
   assert float(losses.nll(jnp.array([[-1.0, -2.0, -4.0]]), jnp.array([[1, 0, 1]]))) == 5
-
-
-def one_row(**fields) -> Batch:
-  """A batch of one row with these values."""
-  values = {k: np.array([v], np.float32) for k, v in fields.items()}
-  return batching.empty(1, len(fields["weight_BT"])).replace(**values)
-
-
-# ratio, advantage -> surrogate, whether the bound is active; clip_low 0.2, high 0.28.
-BRANCHES = [
-  (1.0, 2.0, 2.0, False),
-  (1.0, -2.0, -2.0, False),
-  (1.1, 2.0, 2.2, False),
-  (0.9, -2.0, -1.8, False),
-  (1.5, 2.0, 2.56, True),  # above, to be raised: bounded by 1.28
-  (1.5, -2.0, -3.0, False),  # above, to be lowered: free
-  (0.5, 2.0, 1.0, False),  # below, to be raised: free
-  (0.5, -2.0, -1.6, True),  # below, to be lowered: bounded by 0.8
-  (1.27, 1.0, 1.27, False),
-  (1.29, 1.0, 1.28, True),
-  (0.81, -1.0, -0.81, False),
-  (0.79, -1.0, -0.8, True),
-  (3.0, 0.0, 0.0, False),
-]
-
-
-@pytest.mark.parametrize(("ratio", "advantage", "surrogate", "bounded"), BRANCHES)
-def test_the_surrogate_by_hand(ratio, advantage, surrogate, bounded):
-  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
-  logp = jnp.array([[-1.5 + np.log(ratio)]], jnp.float32)
-
-  def loss(x):
-    return losses.policy_gradient(x, batch, 0.2, 0.28)
-
-  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
-  assert float(value) == pytest.approx(-surrogate, abs=1e-6)
-  assert float(sums["clipped"]) == bounded
-  assert float(sums["ratio"]) == pytest.approx(ratio, rel=1e-6)
-  k3 = ratio - 1 - np.log(ratio)
-  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
-  # d(-r A)/d log p = -r A where free, and nothing where bounded.
-  expected = 0.0 if bounded else -ratio * advantage
-  assert float(grad[0, 0]) == pytest.approx(expected, abs=1e-6)
-
-
-def test_sums_are_over_weighted_tokens():
-  weight = [1.0, 0.0, 1.0, 1.0]
-  ratio, advantage = np.array([1.5, 9.0, 0.5, 1.0]), [2.0, 5.0, -2.0, 3.0]
-  batch = one_row(weight_BT=weight, advantage_BT=advantage, logp_BT=[-1.0] * 4)
-  logp = jnp.asarray([np.log(ratio) - 1.0], jnp.float32)
-  value, sums = losses.policy_gradient(logp, batch, 0.2, 0.28)
-  assert float(value) == pytest.approx(-(2.56 - 1.6 + 3.0), abs=1e-6)
-  assert float(sums["clipped"]) == 2
-  assert float(sums["ratio"]) == pytest.approx(3.0)
-
-
-def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
-  batch = next(batching.batches(played(), 4, 112, ADVANTAGES))
-  logp_BT, _ = losses.token_logps(CFG, toy.params(), batch)
-  on_policy = batch.replace(logp_BT=logp_BT)
-  value, sums = losses.policy_gradient(logp_BT, on_policy, 0.2, 0.28)
-  tokens = float(batch.weight_BT.sum())
-  assert float(sums["ratio"]) == tokens
-  assert float(sums["kl"]) == float(sums["clipped"]) == 0
-  total = float(np.sum(batch.advantage_BT, dtype=np.float64))
-  assert float(value) == pytest.approx(-total, rel=1e-6)
-
-
-def test_one_impossible_token_can_not_overflow():
-  batch = one_row(weight_BT=[1.0, 1.0], advantage_BT=[-1.0, 1.0], logp_BT=[-90.0, 0.0])
-  logp = jnp.array([[0.0, -90.0]])
-  value, sums = losses.policy_gradient(logp, batch, 0.2, 0.28)
-  assert float(value) == pytest.approx(np.exp(20), rel=1e-6)
-  assert np.isfinite(float(sums["kl"]))
-
-
-# Weights of tokens whose sampler is another program: learner / sampler, cap 2.
-@pytest.mark.parametrize(
-  ("mismatch", "advantage", "weight"),
-  [(1.0, 2.0, 1.0), (1.7, -3.0, 1.7), (0.4, 2.0, 0.4), (5.0, 2.0, 2.0), (5.0, -1, 2.0)],
-)
-def test_a_token_weighs_as_its_capped_importance(mismatch, advantage, weight):
-  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
-  logp = jnp.array([[-1.5 + np.log(mismatch)]], jnp.float32)
-
-  def loss(x):
-    return losses.policy_gradient(x, batch, 0.2, 0.28, importance_cap=2.0)
-
-  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
-  # The ratio to the learner itself is 1: no bound is ever active.
-  assert float(sums["ratio"]) == 1 and float(sums["clipped"]) == 0
-  assert float(value) == pytest.approx(-weight * advantage, rel=1e-6)
-  assert float(grad[0, 0]) == pytest.approx(-weight * advantage, rel=1e-6)
-  assert float(sums["importance"]) == pytest.approx(weight, rel=1e-6)
-  assert float(sums["importance_capped"]) == (mismatch > 2)
-  k3 = mismatch - 1 - np.log(mismatch)
-  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
-
-
-def test_a_cap_that_is_never_active_changes_no_gradient():
-  """Weighted or by its ratio, a token's gradient is p / p_sampled times A."""
-  batch = next(batching.batches(played(), 4, 112, ADVANTAGES))
-  # Bounds so wide that the unweighted surrogate is free too.
-  wide = (1.0, 1e6)
-
-  def grad(*bounds):
-    def loss(p):
-      logp_BT = losses.token_logps(CFG, p, batch)[0]
-      return losses.policy_gradient(logp_BT, batch, *bounds)[0]
-
-    return jax.jit(jax.grad(loss))(toy.params())
-
-  expected = grad(*wide)
-  assert_close(grad(*wide, 1e6), expected)
-  capped, policy = grad(*wide, 0.9), jax.tree.leaves(expected)
-  assert any(
-    np.abs(x - y).max() > 1e-3 * np.abs(y).max()
-    for x, y in zip(jax.tree.leaves(capped), policy, strict=True)
-  )

@@ -1,0 +1,146 @@
+"""What RL minimises: advantages of the policy's tokens, their shares, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.learner import advantages, surrogates
+from coa_jax.learner.algorithms import TOKEN_ADVANTAGES, AlgoConfig
+from coa_jax.learner.batch import Batch
+
+
+def token_advantages(
+  algo: AlgoConfig,
+  reward_GK: np.ndarray,
+  counts: Sequence[int],
+  kl: Sequence[np.ndarray] | None = None,
+  value: Sequence[np.ndarray] | None = None,
+) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+  """Advantages of all policy tokens of a batch, by `algo.advantage`.
+
+  Args:
+    algo: which estimator.
+    reward_GK: rewards of G groups of K samples; NaN where a sample is missing. The n
+      others, row by row, are the trajectories of the lists below.
+    counts: policy tokens of each trajectory.
+    kl: with `kl_in="reward"`, the estimate at each policy token.
+    value: for gae, the critic's value at each policy token.
+
+  Returns:
+    For each trajectory an array over its policy tokens; and for gae the returns.
+  """
+  present_GK = ~np.isnan(reward_GK)
+  penalty = [-algo.kl_coef * x for x in kl] if kl else [np.zeros(n) for n in counts]
+  if algo.advantage in TOKEN_ADVANTAGES:
+    reward = [p.astype(np.float64) for p in penalty]
+    for r, earned in zip(reward, reward_GK[present_GK], strict=True):
+      r[-1:] += earned
+    if algo.advantage == "reinforce++":
+      return advantages.whiten(
+        [advantages.reward_to_go(r, algo.gamma) for r in reward]
+      ), None
+    pairs = [
+      advantages.gae(r, v.astype(np.float64), algo.gamma, algo.lam)
+      for r, v in zip(reward, value, strict=True)
+    ]
+    return advantages.whiten([a for a, _ in pairs]), [r for _, r in pairs]
+  reward_GK = reward_GK.copy()
+  reward_GK[present_GK] += [p.sum() for p in penalty]
+  if algo.advantage == "rloo":
+    advantage_GK = advantages.leave_one_out(reward_GK)
+  else:
+    advantage_GK = advantages.group_relative(reward_GK, algo.advantage == "grpo")
+  out = [np.full(n, a) for n, a in zip(counts, advantage_GK[present_GK], strict=True)]
+  return (
+    advantages.whiten(out) if algo.advantage == "reinforce++_baseline" else out
+  ), None
+
+
+def shares(algo: AlgoConfig, counts: Sequence[int]) -> list[float]:
+  """What a token of each trajectory counts in the loss of one update.
+
+  The loss is the sum over all tokens of share times term, divided by the number n of
+  tokens, for each aggregation: so no split into micro-batches, rows or devices can
+  change it. Trajectories without a token are no trajectories here, as in verl.
+
+  Args:
+    algo: which aggregation.
+    counts: policy tokens of each trajectory of the update.
+  """
+  n, present = sum(counts), max(1, sum(c > 0 for c in counts))
+  if algo.aggregation == "token-mean":
+    return [1.0] * len(counts)
+  if algo.aggregation == "seq-mean-token-mean":
+    return [n / (present * c) if c else 0.0 for c in counts]
+  norm = 1.0
+  if algo.aggregation == "seq-mean-token-sum-norm":
+    norm = algo.horizon or algo.length
+  return [n / (present * norm)] * len(counts)
+
+
+def policy_loss(
+  algo: AlgoConfig, logp_BT: jax.Array, batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The loss of the policy, summed over the tokens that it wrote, each by its share.
+
+  The old policy of the ratio is the sampler, whose log-probs came with the tokens. With
+  an `importance_cap` it is the learner itself before the step's first update
+  (`batch.old_BT`; None: now, so the ratio is 1 in value), and each token's term is
+  multiplied by its importance p_old / p_sampler. That is decoupled PPO (arXiv
+  2505.24298, eq. 5), and for a step of one update truncated importance sampling.
+
+  Args:
+    algo: ratio, surrogate, KL and importance.
+    logp_BT: log-probs under the policy being trained.
+    batch: with advantages, the sampler's log-probs, and those of the reference where
+      the KL is in the loss.
+
+  Returns:
+    The sum, and sums over tokens of: ratio, clipped (where a bound was active), and kl
+    (the k3 estimate of KL(sampled || policy)); with a KL in the loss reference_kl; with
+    weights importance (the weight) and importance_capped (where the rule changed it).
+  """
+  weight_BT, segment_BT = batch.weight_BT, batch.segment_BT
+  share_BT = weight_BT if batch.share_BT is None else batch.share_BT
+  old_BT, importance_BT, sums = batch.logp_BT, 1.0, {}
+  if algo.importance_cap:
+    old_BT = batch.old_BT
+    if old_BT is None:
+      old_BT = jax.lax.stop_gradient(logp_BT)
+    importance_BT, changed_BT = surrogates.importance(
+      old_BT - batch.logp_BT,
+      weight_BT,
+      segment_BT,
+      algo.importance_level,
+      algo.importance_rule,
+      algo.importance_cap,
+      algo.importance_floor,
+    )
+    sums["importance"] = jnp.sum(weight_BT * importance_BT)
+    sums["importance_capped"] = jnp.sum(weight_BT * changed_BT)
+  if algo.ratio == "sequence":
+    ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, weight_BT, segment_BT)
+  else:
+    ratio_BT = surrogates.token_ratio(logp_BT, old_BT)
+  bounds = (ratio_BT, batch.advantage_BT, algo.clip_low, algo.clip_high)
+  if algo.surrogate == "cispo":
+    term_BT, active_BT = surrogates.cispo(logp_BT, *bounds)
+  else:
+    term_BT, active_BT = surrogates.clip(*bounds, algo.dual_clip)
+  loss_BT = -importance_BT * term_BT
+  if algo.kl_coef and algo.kl_in == "loss":
+    kl_BT = surrogates.kl(logp_BT, batch.reference_BT, algo.kl_estimator)
+    loss_BT += algo.kl_coef * kl_BT
+    sums["reference_kl"] = jnp.sum(weight_BT * kl_BT)
+  # Of the policy from the sampler: how far off-policy this batch is.
+  log_BT = surrogates.bounded(logp_BT - batch.logp_BT)
+  sums |= {
+    "ratio": jnp.sum(weight_BT * ratio_BT),
+    "clipped": jnp.sum(weight_BT * active_BT),
+    "kl": jnp.sum(weight_BT * (jnp.exp(log_BT) - 1 - log_BT)),
+  }
+  return jnp.sum(share_BT * loss_BT), sums

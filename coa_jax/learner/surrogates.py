@@ -1,0 +1,186 @@
+"""The parts of a policy loss, per token; `objective.policy_loss` puts them together.
+
+Pure functions of arrays [B, T] over packed rows. Log-ratios are clamped to +-20, as in
+verl 0.9.1 and tunix 0.1.7, so that one token can not overflow.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_LOG_RATIO_BOUND = 20.0
+# Of a sequence's ratio (verl and tunix), and of k3 (verl).
+_LOG_SEQUENCE_RATIO_BOUND = 10.0
+_K3_BOUND = 10.0
+
+
+def bounded(log_ratio: jax.Array) -> jax.Array:
+  """A log-ratio clamped to +-20."""
+  return jnp.clip(log_ratio, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
+
+
+def sum_of_trajectory(
+  x_BT: jax.Array, weight_BT: jax.Array, segment_BT: jax.Array
+) -> jax.Array:
+  """At each token the weighted sum of x over its trajectory; [B, T]."""
+
+  def row(x_T: jax.Array, segment_T: jax.Array) -> jax.Array:
+    total = jax.ops.segment_sum(x_T, segment_T, num_segments=x_T.shape[0] + 1)
+    return total[segment_T]
+
+  return jax.vmap(row)(x_BT * weight_BT, segment_BT)
+
+
+def mean_of_trajectory(
+  x_BT: jax.Array, weight_BT: jax.Array, segment_BT: jax.Array
+) -> jax.Array:
+  """At each token the weighted mean of x over its trajectory; 0 without weight."""
+  count_BT = sum_of_trajectory(jnp.ones_like(x_BT), weight_BT, segment_BT)
+  return sum_of_trajectory(x_BT, weight_BT, segment_BT) / jnp.maximum(count_BT, 1)
+
+
+def token_ratio(logp_BT: jax.Array, old_BT: jax.Array) -> jax.Array:
+  """p / p_old of each token."""
+  return jnp.exp(bounded(logp_BT - old_BT))
+
+
+def sequence_ratio(
+  logp_BT: jax.Array, old_BT: jax.Array, weight_BT: jax.Array, segment_BT: jax.Array
+) -> jax.Array:
+  """GSPO's: (p / p_old of the whole trajectory) ^ (1 / its policy tokens).
+
+  Equal at all tokens in value; its gradient is each token's own (GSPO-token, arXiv
+  2507.18071, eq. 13), as in verl and tunix.
+  """
+  mean_BT = mean_of_trajectory(logp_BT - old_BT, weight_BT, segment_BT)
+  stop = jax.lax.stop_gradient
+  log_BT = logp_BT - stop(logp_BT) + stop(mean_BT)
+  return jnp.exp(jnp.minimum(log_BT, _LOG_SEQUENCE_RATIO_BOUND))
+
+
+def clip(
+  ratio_BT: jax.Array,
+  advantage_BT: jax.Array,
+  clip_low: float,
+  clip_high: float,
+  dual_clip: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+  """PPO's term min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), to be raised.
+
+  arXiv 1707.06347, eq. 7, with DAPO's separate upper bound (arXiv 2503.14476, eq. 10).
+
+  Args:
+    ratio_BT: p / p_old.
+    advantage_BT: of each token.
+    clip_low: the ratio's lower bound is 1 - clip_low.
+    clip_high: its upper bound is 1 + clip_high.
+    dual_clip: c: where A < 0 the term is at least c A (arXiv 1912.09729, eq. 5); 0 for
+      none. verl: always, 3 by default; TRL's delta and tunix's epsilon_c: none.
+
+  Returns:
+    term_BT, and True where a bound is active.
+  """
+  free_BT = ratio_BT * advantage_BT
+  term_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high) * advantage_BT
+  active_BT = term_BT < free_BT
+  term_BT = jnp.minimum(free_BT, term_BT)
+  if dual_clip:
+    least_BT = dual_clip * advantage_BT
+    below_BT = (advantage_BT < 0) & (term_BT < least_BT)
+    term_BT = jnp.where(below_BT, least_BT, term_BT)
+    active_BT |= below_BT
+  return term_BT, active_BT
+
+
+def cispo(
+  logp_BT: jax.Array,
+  ratio_BT: jax.Array,
+  advantage_BT: jax.Array,
+  clip_low: float,
+  clip_high: float,
+) -> tuple[jax.Array, jax.Array]:
+  """CISPO's term stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p (arXiv 2506.13585).
+
+  Eq. 4 and 5. Every token keeps its gradient. verl's; TRL's has no lower bound
+  (clip_low 1), and its epsilon_high is 1 + clip_high.
+
+  Returns:
+    term_BT, to be raised, and True where a bound is active.
+  """
+  held_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+  return (
+    jax.lax.stop_gradient(held_BT) * advantage_BT * logp_BT,
+    held_BT != ratio_BT,
+  )
+
+
+def importance(
+  log_ratio_BT: jax.Array,
+  weight_BT: jax.Array,
+  segment_BT: jax.Array,
+  level: str,
+  rule: str,
+  cap: float,
+  floor: float,
+) -> tuple[jax.Array, jax.Array]:
+  """What a token counts whose sampler was not the old policy: no gradient through it.
+
+  Truncated (Ionides 2008; https://fengyao.notion.site/off-policy-rl): min(w, cap).
+  Masked (IcePop, TRL's sequence_mask): w where floor <= w <= cap, else 0.
+
+  Args:
+    log_ratio_BT: log p_old - log p_sampler.
+    weight_BT: 0 unless the policy wrote the token.
+    segment_BT: which trajectory of the row a token is of.
+    level: "token"; or "sequence", the product over a trajectory's policy tokens.
+    rule: "truncate" or "mask".
+    cap: the most that a token counts.
+    floor: with "mask", the least w that counts at all.
+
+  Returns:
+    w_BT after the rule, and True where the rule changed it.
+  """
+  if level == "sequence":
+    log_ratio_BT = sum_of_trajectory(log_ratio_BT, weight_BT, segment_BT)
+  whole_BT = jnp.exp(bounded(jax.lax.stop_gradient(log_ratio_BT)))
+  if rule == "truncate":
+    return jnp.minimum(whole_BT, cap), whole_BT > cap
+  outside_BT = (whole_BT > cap) | (whole_BT < floor)
+  return jnp.where(outside_BT, 0.0, whole_BT), outside_BT
+
+
+def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
+  """An estimate of KL(policy || reference) from each token that the policy sampled.
+
+  With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
+  (Schulman 2020, http://joschu.net/blog/kl-approx.html). k3 is clamped as in verl: its
+  -d to +-20, itself to 10.
+
+  Raises:
+    ValueError: no such estimator.
+  """
+  d = logp - reference
+  if estimator == "k1":
+    return d
+  if estimator == "k2":
+    return d * d / 2
+  if estimator == "k3":
+    d = bounded(d)
+    return jnp.clip(jnp.exp(-d) - 1 + d, -_K3_BOUND, _K3_BOUND)
+  raise ValueError(f"no estimator {estimator!r}; there are k1, k2, k3")
+
+
+def value_loss(
+  value_BT: jax.Array, old_BT: jax.Array, return_BT: jax.Array, value_clip: float
+) -> tuple[jax.Array, jax.Array]:
+  """PPO's: max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2.
+
+  As in verl, TRL and tunix.
+
+  Returns:
+    The loss of each token, and True where the clipped one is the larger.
+  """
+  near_BT = jnp.clip(value_BT, old_BT - value_clip, old_BT + value_clip)
+  free_BT, held_BT = (value_BT - return_BT) ** 2, (near_BT - return_BT) ** 2
+  return jnp.maximum(free_BT, held_BT) / 2, held_BT > free_BT

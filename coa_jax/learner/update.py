@@ -1,0 +1,246 @@
+"""A step of RL: groups of played trajectories to an updated policy, and critic.
+
+The state's parameters are {"policy": ...} and, with a critic, {"critic": {"trunk": ...,
+"value_head": ...}}: a transformer of its own that begins as the policy does. With LoRA
+both are adapters over one frozen base, which is also the reference policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.learner import losses, objective, surrogates
+from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.batch import Batch, Packed
+from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
+from coa_jax.learner.state import Learner, TrainState, init_state
+from coa_jax.model import lora as adapting
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.distribution import Constraint, Truncation
+from coa_jax.model.lora import LoraConfig
+from coa_jax.model.qwen import used
+from coa_jax.model.sharding import Layout
+from coa_jax.protocol import automaton
+from coa_jax.protocol.trajectory import Trajectory
+
+Group = Sequence[Trajectory]
+
+
+class PolicyUpdate:
+  """What learns from rollouts; jitted once."""
+
+  def __init__(
+    self,
+    cfg: QwenConfig,
+    algo: AlgoConfig,
+    optim: OptimConfig,
+    lora: LoraConfig | None,
+    layout: Layout | None,
+    truncation: Truncation,
+    constraint: automaton.Constraint | None = None,
+    allowed: Constraint | None = None,
+  ):
+    """Args: the model, the algorithm, the mesh, and the sampling distribution.
+
+    `constraint` is the grammar of the rollouts, `allowed` the same on the device.
+    """
+    self._cfg, self._algo, self._lora, self._layout = cfg, algo, lora, layout
+    self._distribution = (algo.temperature, layout, truncation, allowed)
+    self._constraint = constraint
+    steps = algo.steps * algo.updates
+    optimizers = {"policy": make_optimizer(optim, steps)}
+    if algo.has_critic:
+      critic = dataclasses.replace(optim, name="adamw", lr=algo.critic_lr)
+      optimizers["critic"] = make_optimizer(critic, steps)
+    self._optimizer = side_by_side(optimizers)
+    self._learner = Learner(self._loss, self._optimizer, layout)
+    groups = -(-algo.prompts // algo.minibatches)
+    # A row each, at worst.
+    self._learner.reserve(-(-groups * algo.samples // algo.rows))
+    whole = layout.sharding("") if layout else None
+    self._score = jax.jit(self._scores, out_shardings=whole)
+
+  def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
+    """The state at step 0 and what training leaves alone, from the first policy.
+
+    Returns:
+      The state; and {"base": parameters below adapters, or None; "reference": those of
+      the reference policy, or None where there is none or the base is it}.
+    """
+    split = (self._lora, seed, self._layout)
+    policy, base = adapting.split(self._cfg, params, *split)
+    trained, reference = {"policy": policy}, None
+    if self._algo.kl_coef and base is None:
+      # In the dtype that it computes with; a copy, since the state's are donated.
+      dtype = self._cfg.dtype
+      reference = jax.tree.map(
+        lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
+      )
+    if self._algo.has_critic:
+      trunk, _ = adapting.split(self._cfg, params, self._lora, seed + 1, self._layout)
+      head_D1 = jnp.zeros((self._cfg.width, 1))
+      trained["critic"] = {
+        "trunk": jax.tree.map(jnp.copy, trunk),
+        "value_head": head_D1,
+      }
+    state = init_state(trained, self._optimizer, self._layout)
+    return state, {"base": base, "reference": reference}
+
+  def policy(self, state: TrainState, frozen: Any) -> Any:
+    """The policy's parameters for decoding."""
+    return adapting.merged(state.params["policy"], frozen["base"], self._lora)
+
+  def __call__(
+    self, state: TrainState, frozen: Any, groups: Sequence[Group]
+  ) -> tuple[TrainState, dict[str, float]]:
+    """Learns from groups; the state's step counts on by one, whatever there is.
+
+    Args:
+      state: donated.
+      frozen: as from `init`.
+      groups: trajectories of one task each; one without a reward has left its group.
+
+    Returns:
+      The new state; and means over policy tokens and updates, but `logp_gap` and
+      `gap_share`, which are those of the first update. Empty without a trajectory.
+    """
+    step, algo = state.step + 1, self._algo
+    parts = [groups[i :: algo.minibatches] for i in range(algo.minibatches)]
+    parts = [part for part in parts if any(_graded(group) for group in part)]
+    if not parts:
+      return state.replace(step=step), {}
+    packed = [self._pack(part) for part in parts]
+    self._prepare(state, frozen, parts, packed)
+    log = []
+    for _ in range(algo.epochs):
+      for p in packed:
+        tokens = float(max(1, sum(p.counts)))
+        state, values = self._learner.step(state, p.batches, tokens, frozen)
+        log.append({k: float(v) for k, v in values.items()})
+    values = {k: float(np.mean([row[k] for row in log])) for k in log[0]}
+    first = {k: log[0][k] for k in ("logp_gap", "gap_share")}
+    return state.replace(step=step), values | first
+
+  def _pack(self, part: Sequence[Group]) -> Packed:
+    played = [t for group in part for t in _graded(group)]
+    return Packed(played, self._algo.rows, self._algo.length, self._constraint)
+
+  def _prepare(
+    self,
+    state: TrainState,
+    frozen: Any,
+    parts: Sequence[Sequence[Group]],
+    packed: Sequence[Packed],
+  ) -> None:
+    """Writes what the batches lack: scores of the old networks, advantages, shares."""
+    algo = self._algo
+    for p in packed:
+      self._read_networks(state, frozen, p)
+    kl = value = None
+    if algo.kl_coef and algo.kl_in == "reward":
+      old = "old_BT" if self._keeps_old else "logp_BT"
+      kl = [
+        np.asarray(surrogates.kl(x, y, algo.kl_estimator))
+        for p in packed
+        for x, y in zip(p.read(old), p.read("reference_BT"), strict=True)
+      ]
+    if algo.has_critic:
+      value = [v for p in packed for v in p.read("value_BT")]
+    groups = [group for part in parts for group in part]
+    counts = [n for p in packed for n in p.counts]
+    advantage, returns = objective.token_advantages(
+      algo, rewards_of(groups), counts, kl, value
+    )
+    at = 0
+    for p in packed:
+      mine = slice(at, at + len(p.counts))
+      p.write("advantage_BT", advantage[mine])
+      p.write("share_BT", objective.shares(algo, p.counts))
+      if returns:
+        p.write("return_BT", returns[mine])
+      at = mine.stop
+
+  def _read_networks(self, state: TrainState, frozen: Any, packed: Packed) -> None:
+    """Writes what the networks say before the step's first update, if that is used."""
+    if not (self._algo.kl_coef or self._algo.has_critic or self._keeps_old):
+      return
+    scored = [
+      self._score(state.params, frozen, self._layout.put(b) if self._layout else b)
+      for b in packed.batches
+    ]
+    for name in scored[0]:
+      packed.replace(name, [np.asarray(s[name]) for s in scored])
+
+  @property
+  def _keeps_old(self) -> bool:
+    """Whether the old policy is the learner, and more than one update away."""
+    return bool(self._algo.importance_cap) and self._algo.updates > 1
+
+  def _scores(self, trained: Any, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
+    out = {}
+    if self._keeps_old:
+      out["old_BT"] = self._logps(self._assembled(trained["policy"], frozen), batch)[0]
+    if self._algo.kl_coef:
+      reference = frozen["reference"] or frozen["base"]
+      out["reference_BT"] = self._logps(reference, batch)[0]
+    if self._algo.has_critic:
+      out["value_BT"] = self._values(trained["critic"], frozen, batch)
+    return out
+
+  def _assembled(self, trained: Any, frozen: Any) -> Any:
+    return adapting.assemble(trained, frozen["base"], self._lora)
+
+  def _logps(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    return losses.token_logps(self._cfg, params, batch, *self._distribution)
+
+  def _values(self, critic: Any, frozen: Any, batch: Batch) -> jax.Array:
+    trunk = self._assembled(critic["trunk"], frozen)
+    return losses.token_values(
+      self._cfg, trunk, critic["value_head"], batch, self._layout
+    )
+
+  def _loss(
+    self, trained: Any, frozen: Any, batch: Batch
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Of policy and critic; neither's gradient reaches the other."""
+    algo, weight_BT = self._algo, batch.weight_BT
+    policy = self._assembled(trained["policy"], frozen)
+    logp_BT, entropy_BT = self._logps(policy, batch)
+    loss, sums = objective.policy_loss(algo, logp_BT, batch)
+    gap_BT = jnp.abs(logp_BT - batch.logp_BT)
+    figures = {
+      "entropy": entropy_BT,
+      "logp_gap": gap_BT,
+      "gap_share": (gap_BT > algo.gap).astype(jnp.float32),
+    }
+    if algo.has_critic:
+      value_BT = self._values(trained["critic"], frozen, batch)
+      value_loss_BT, held_BT = surrogates.value_loss(
+        value_BT, batch.value_BT, batch.return_BT, algo.value_clip
+      )
+      loss += jnp.sum(weight_BT * value_loss_BT)
+      figures |= {"value": value_BT, "value_loss": value_loss_BT, "value_held": held_BT}
+    for name, figure_BT in figures.items():
+      sums[name] = jax.lax.stop_gradient(jnp.sum(weight_BT * figure_BT))
+    return loss, sums
+
+
+def rewards_of(groups: Sequence[Group]) -> np.ndarray:
+  """reward_GK of groups; NaN where a sample has none, or a group has fewer."""
+  most = max(map(len, groups), default=0)
+  reward_GK = np.full((len(groups), most), np.nan)
+  for g, group in enumerate(groups):
+    for k, t in enumerate(group):
+      if t.reward is not None:
+        reward_GK[g, k] = t.reward
+  return reward_GK
+
+
+def _graded(group: Group) -> list[Trajectory]:
+  return [t for t in group if t.reward is not None]

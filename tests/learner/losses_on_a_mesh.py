@@ -1,0 +1,213 @@
+"""Every loss under every split of the same trajectories, on 4 virtual devices.
+
+  python tests/learner/losses_on_a_mesh.py OUT.json some|all
+
+Writes {split: {algorithm: [loss, its difference, the gradient's]}} against each
+trajectory in a row of its own on one device; test_invariance.py says what they must be.
+All losses of a split are one program: the gradients of the losses in the log-probs and
+values, each pulled back through the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+
+from coa_jax.learner import losses, objective, surrogates
+from coa_jax.learner.algorithms import PRESETS, AlgoConfig
+from coa_jax.learner.batch import Batch, Packed
+from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.update import PolicyUpdate
+from coa_jax.model.distribution import NO_TRUNCATION
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.protocol.trajectory import Author, Trajectory
+
+CFG = toy.MODEL
+MORE = {
+  "dual clip": {"dual_clip": 1.2},
+  "token weights": {"importance_cap": 1.1},
+  "sequence weights": {"importance_cap": 1.1, "importance_level": "sequence"},
+  "masked weights": {
+    "importance_cap": 1.5,
+    "importance_rule": "mask",
+    "importance_floor": 0.8,
+  },
+  "masked sequences": {
+    "importance_cap": 3.0,
+    "importance_rule": "mask",
+    "importance_level": "sequence",
+  },
+  "gspo of token-mean": {"ratio": "sequence", "aggregation": "token-mean"},
+}
+ALGORITHMS = {
+  name: AlgoConfig(steps=1, **{"clip_low": 0.05, "clip_high": 0.05, **fields})
+  for name, fields in {**PRESETS, **MORE}.items()
+}
+# split: (rows of a micro-batch, tokens of a row, mesh).
+SOME = {
+  "packed, a row at a time, longer rows": (1, 192, None),
+  "packed, data 2 fsdp 2": (4, 128, MeshConfig(data=2, fsdp=2)),
+}
+ALL = {
+  **SOME,
+  "packed": (2, 128, None),
+  "packed, a row at a time": (1, 128, None),
+  "packed, empty rows": (8, 128, None),
+  "packed, data 2": (2, 128, MeshConfig(data=2, fsdp=1)),
+  "packed, context 2 data 2": (2, 128, MeshConfig(data=2, fsdp=1, context=2)),
+}
+REWARD_GK = np.array([[1.0, 0.0, 0.25, 0.0], [0.0, 1.0, 1.0, 0.5]])
+
+
+@functools.cache
+def played() -> list[Trajectory]:
+  """The toy scripts twice, with log-probs as a slightly different policy left them."""
+  rng = np.random.default_rng(0)
+  out = toy.trajectories() + toy.trajectories()
+  logps = toy.logps_of(CFG, toy.params(), out[:4]) * 2
+  for t, own in zip(out, logps, strict=True):
+    noisy = iter((own + rng.normal(scale=0.2, size=own.shape)).tolist())
+    for s in t.segments:
+      if s.author == Author.POLICY:
+        s.logps = [next(noisy) for _ in s.ids]
+  return out
+
+
+def batches(algo: AlgoConfig, rows: int, length: int) -> list[Batch]:
+  """The trajectories as an update sees them: scores, advantages, shares."""
+  packed = Packed(played(), rows, length)
+  rng = np.random.default_rng(1)
+  drawn = {
+    name: [rng.normal(size=n) for n in packed.counts] for name in ("value_BT", "move")
+  }
+  logps = packed.read("logp_BT")
+  moved = [x + 0.1 * y for x, y in zip(logps, drawn["move"], strict=True)]
+  packed.write("reference_BT", moved)
+  packed.write(
+    "old_BT", [x - 0.1 * y for x, y in zip(logps, drawn["move"], strict=True)]
+  )
+  packed.write("value_BT", drawn["value_BT"])
+  kl = None
+  if algo.kl_coef and algo.kl_in == "reward":
+    kl = [x - y for x, y in zip(logps, moved, strict=True)]
+  advantage, returns = objective.token_advantages(
+    algo, REWARD_GK, packed.counts, kl, drawn["value_BT"]
+  )
+  packed.write("advantage_BT", advantage)
+  packed.write("return_BT", returns or [np.zeros(n) for n in packed.counts])
+  packed.write("share_BT", objective.shares(algo, packed.counts))
+  return packed.batches
+
+
+def pulled_back(layout: Layout | None, params, several: list[Batch]):
+  """Losses [algorithms], and gradients stacked over them."""
+
+  def outputs(p):
+    logp_BT, _ = losses.token_logps(CFG, p["trunk"], several[0], layout=layout)
+    head_D1 = p["value_head"]
+    return logp_BT, losses.token_values(CFG, p["trunk"], head_D1, several[0], layout)
+
+  (logp_BT, value_BT), back = jax.vjp(outputs, params)
+  values, ahead = [], []
+  for algo, batch in zip(ALGORITHMS.values(), several, strict=True):
+
+    def total(logp_BT, value_BT, algo=algo, batch=batch):
+      loss = objective.policy_loss(algo, logp_BT, batch)[0]
+      if algo.has_critic:
+        args = (value_BT, batch.value_BT, batch.return_BT, algo.value_clip)
+        loss += jnp.sum(batch.weight_BT * surrogates.value_loss(*args)[0])
+      return loss
+
+    value, cotangent = jax.value_and_grad(total, argnums=(0, 1))(logp_BT, value_BT)
+    values.append(value)
+    ahead.append(cotangent)
+  ahead = jax.tree.map(lambda *x: jnp.stack(x), *ahead)
+  return jnp.stack(values), jax.lax.map(lambda x: back(x)[0], ahead)
+
+
+def split(rows: int, length: int, mesh: MeshConfig | None):
+  """Mean losses and gradients over all micro-batches of this split."""
+  layout = None
+  if mesh:
+    layout = make_layout(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.context])
+  head_D1 = 0.3 * jax.random.normal(jax.random.key(1), (CFG.width, 1))
+  params = {"trunk": toy.params(), "value_head": head_D1}
+  if layout:
+    params = jax.device_put(params, layout.tree(params))
+  run = jax.jit(functools.partial(pulled_back, layout))
+  micro = [batches(algo, rows, length) for algo in ALGORITHMS.values()]
+  total = None
+  for several in zip(*micro, strict=True):
+    several = list(several)
+    out = jax.device_get(run(params, layout.put(several) if layout else several))
+    total = out if total is None else jax.tree.map(np.add, total, out)
+  tokens = sum(float(b.weight_BT.sum()) for b in micro[0])
+  return jax.tree.map(lambda x: x / tokens, total), len(micro[0])
+
+
+def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
+  """What two steps of PPO with all that it can have report."""
+  fields = PRESETS["ppo"] | {"minibatches": 2, "importance_cap": 2.0, "kl_coef": 0.1}
+  algo = AlgoConfig(
+    steps=2, prompts=2, samples=4, rows=4, length=128, critic_lr=1e-3, **fields
+  )
+  layout = make_layout(mesh) if mesh else None
+  params = jax.tree.map(jnp.array, toy.params())
+  if layout:
+    params = jax.device_put(params, layout.tree(params))
+  optim = OptimConfig(lr=1e-3, schedule="constant")
+  update = PolicyUpdate(CFG, algo, optim, None, layout, NO_TRUNCATION)
+  state, frozen = update.init(params, 0)
+  groups = [copy.deepcopy(played()[:4]), copy.deepcopy(played()[4:])]
+  for group, rewards in zip(groups, REWARD_GK.tolist(), strict=True):
+    for t, reward in zip(group, rewards, strict=True):
+      t.reward = reward
+  out = []
+  for _ in range(2):
+    state, values = update(state, frozen, groups)
+    out.append(values)
+  if layout:
+    head = state.params["critic"]["value_head"]
+    assert head.addressable_shards[0].data.shape[0] == CFG.width // mesh.fsdp
+  return out
+
+
+def main() -> None:
+  """Writes all figures."""
+  longest = max(t.num_tokens for t in played())
+  (expected, gradient), _ = split(8, longest, None)
+  out = {}
+  for name, how in {"some": SOME, "all": ALL}[sys.argv[2]].items():
+    (values, grads), count = split(*how)
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(gradient), strict=True)
+    off = np.max([np.abs(x - y).reshape(len(x), -1).max(1) for x, y in pairs], axis=0)
+    sizes = [np.abs(y).reshape(len(y), -1).max(1) for y in jax.tree.leaves(gradient)]
+    out[name] = {"micro_batches": count}
+    for i, algorithm in enumerate(ALGORITHMS):
+      out[name][algorithm] = {
+        "loss": float(expected[i]),
+        "loss_off": float(abs(values[i] - expected[i])),
+        "gradient": float(np.max(sizes, axis=0)[i]),
+        "gradient_off": float(off[i]),
+      }
+    worst = max(v["gradient_off"] for v in out[name].values() if isinstance(v, dict))
+    print(name, count, worst, flush=True)
+  if sys.argv[2] == "all":
+    meshes = {"one": None, "data 2 fsdp 2": MeshConfig(data=2, fsdp=2)}
+    out["updates"] = {name: updated(mesh) for name, mesh in meshes.items()}
+  with open(sys.argv[1], "w") as f:
+    json.dump(out, f)
+
+
+if __name__ == "__main__":
+  main()

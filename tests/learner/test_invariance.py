@@ -1,0 +1,61 @@
+"""Micro-batches x packing x padding x devices: every loss and gradient is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+SPLITS = {"some": 2, "all": 7}
+
+
+@pytest.fixture(
+  scope="module", params=["some", pytest.param("all", marks=pytest.mark.slow)]
+)
+def figures(request, tmp_path_factory) -> dict:
+  """What losses_on_a_mesh.py wrote."""
+  out = tmp_path_factory.mktemp("figures") / "out.json"
+  program = ROOT / "tests" / "learner" / "losses_on_a_mesh.py"
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  done = subprocess.run(
+    [sys.executable, str(program), str(out), request.param],
+    env={**os.environ, "PYTHONPATH": path},
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(out.read_text())
+  updates = found.pop("updates", {"one": [], "": []})
+  assert len(found) == SPLITS[request.param]
+  one, several = updates.values()
+  for a, b in zip(one, several, strict=True):
+    # Adam turns the last digits of a tiny gradient into a whole step.
+    assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+  return found
+
+
+def test_no_split_changes_a_loss_or_its_gradient(figures):
+  for split, algorithms in figures.items():
+    assert len(algorithms) == 1 + 9 + 6
+    for name, f in algorithms.items():
+      if name == "micro_batches":
+        continue
+      assert f["loss_off"] <= 1e-6 * max(1, abs(f["loss"])), (split, name, f)
+      assert f["gradient_off"] <= 1e-6 * max(1, f["gradient"]), (split, name, f)
+      assert f["gradient"] > 1e-3, (split, name, f)  # there is one
+
+
+def test_the_splits_and_the_algorithms_were_different(figures):
+  counts = {name: f["micro_batches"] for name, f in figures.items()}
+  assert len(set(counts.values())) >= 2, counts
+  for f in figures.values():
+    losses = {round(x["loss"], 6) for x in f.values() if isinstance(x, dict)}
+    assert len(losses) >= 13, losses

@@ -1,0 +1,251 @@
+"""The surrogates by hand, shares and token advantages by their formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coa_jax.learner import advantages, losses, objective
+from coa_jax.learner import batch as batching
+from coa_jax.learner.algorithms import _CHOICES, PRESETS, AlgoConfig, preset
+from coa_jax.learner.batch import Batch
+from coa_jax.learner.objective import policy_loss
+
+ALGO = AlgoConfig(steps=1, clip_low=0.2, clip_high=0.28)
+
+
+def one_row(**fields) -> Batch:
+  """A batch of one row with these values."""
+  values = {k: np.array([v], np.float32) for k, v in fields.items()}
+  return batching.empty(1, len(fields["weight_BT"])).replace(**values)
+
+
+# ratio, advantage -> surrogate, whether the bound is active; clip_low 0.2, high 0.28.
+BRANCHES = [
+  (1.0, 2.0, 2.0, False),
+  (1.0, -2.0, -2.0, False),
+  (1.1, 2.0, 2.2, False),
+  (0.9, -2.0, -1.8, False),
+  (1.5, 2.0, 2.56, True),  # above, to be raised: bounded by 1.28
+  (1.5, -2.0, -3.0, False),  # above, to be lowered: free
+  (0.5, 2.0, 1.0, False),  # below, to be raised: free
+  (0.5, -2.0, -1.6, True),  # below, to be lowered: bounded by 0.8
+  (1.27, 1.0, 1.27, False),
+  (1.29, 1.0, 1.28, True),
+  (0.81, -1.0, -0.81, False),
+  (0.79, -1.0, -0.8, True),
+  (3.0, 0.0, 0.0, False),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "surrogate", "bounded"), BRANCHES)
+def test_the_surrogate_by_hand(ratio, advantage, surrogate, bounded):
+  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
+  logp = jnp.array([[-1.5 + np.log(ratio)]], jnp.float32)
+
+  def loss(x):
+    return policy_loss(ALGO, x, batch)
+
+  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
+  assert float(value) == pytest.approx(-surrogate, abs=1e-6)
+  assert float(sums["clipped"]) == bounded
+  assert float(sums["ratio"]) == pytest.approx(ratio, rel=1e-6)
+  k3 = ratio - 1 - np.log(ratio)
+  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
+  # d(-r A)/d log p = -r A where free, and nothing where bounded.
+  expected = 0.0 if bounded else -ratio * advantage
+  assert float(grad[0, 0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_sums_are_over_weighted_tokens():
+  weight = [1.0, 0.0, 1.0, 1.0]
+  ratio, advantage = np.array([1.5, 9.0, 0.5, 1.0]), [2.0, 5.0, -2.0, 3.0]
+  batch = one_row(weight_BT=weight, advantage_BT=advantage, logp_BT=[-1.0] * 4)
+  logp = jnp.asarray([np.log(ratio) - 1.0], jnp.float32)
+  value, sums = policy_loss(ALGO, logp, batch)
+  assert float(value) == pytest.approx(-(2.56 - 1.6 + 3.0), abs=1e-6)
+  assert float(sums["clipped"]) == 2
+  assert float(sums["ratio"]) == pytest.approx(3.0)
+
+
+def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
+  batch = next(batching.batches(toy.trajectories(), 4, 112))
+  drawn = np.random.default_rng(0).normal(size=batch.weight_BT.shape)
+  advantage_BT = (batch.weight_BT * drawn).astype(np.float32)
+  batch = batch.replace(advantage_BT=advantage_BT)
+  logp_BT, _ = losses.token_logps(toy.MODEL, toy.params(), batch)
+  on_policy = batch.replace(logp_BT=logp_BT)
+  value, sums = policy_loss(ALGO, logp_BT, on_policy)
+  tokens = float(batch.weight_BT.sum())
+  assert float(sums["ratio"]) == tokens
+  assert float(sums["kl"]) == float(sums["clipped"]) == 0
+  total = float(np.sum(batch.advantage_BT, dtype=np.float64))
+  assert float(value) == pytest.approx(-total, rel=1e-6)
+
+
+def test_one_impossible_token_can_not_overflow():
+  batch = one_row(weight_BT=[1.0, 1.0], advantage_BT=[-1.0, 1.0], logp_BT=[-90.0, 0.0])
+  logp = jnp.array([[0.0, -90.0]])
+  value, sums = policy_loss(ALGO, logp, batch)
+  assert float(value) == pytest.approx(np.exp(20), rel=1e-6)
+  assert np.isfinite(float(sums["kl"]))
+
+
+# Weights of tokens whose sampler is another program: learner / sampler, cap 2.
+@pytest.mark.parametrize(
+  ("mismatch", "advantage", "weight"),
+  [(1.0, 2.0, 1.0), (1.7, -3.0, 1.7), (0.4, 2.0, 0.4), (5.0, 2.0, 2.0), (5.0, -1, 2.0)],
+)
+def test_a_token_weighs_as_its_capped_importance(mismatch, advantage, weight):
+  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
+  logp = jnp.array([[-1.5 + np.log(mismatch)]], jnp.float32)
+
+  def loss(x):
+    return policy_loss(dataclasses.replace(ALGO, importance_cap=2.0), x, batch)
+
+  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
+  # The ratio to the learner itself is 1: no bound is ever active.
+  assert float(sums["ratio"]) == 1 and float(sums["clipped"]) == 0
+  assert float(value) == pytest.approx(-weight * advantage, rel=1e-6)
+  assert float(grad[0, 0]) == pytest.approx(-weight * advantage, rel=1e-6)
+  assert float(sums["importance"]) == pytest.approx(weight, rel=1e-6)
+  assert float(sums["importance_capped"]) == (mismatch > 2)
+  k3 = mismatch - 1 - np.log(mismatch)
+  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
+
+
+def test_a_cap_that_is_never_active_changes_no_gradient():
+  """Weighted or by its ratio, a token's gradient is p / p_sampled times A."""
+  rng = np.random.default_rng(0)
+  sampled = rng.normal(scale=0.5, size=12) - 2
+  batch = one_row(
+    weight_BT=[1.0] * 12, advantage_BT=rng.normal(size=12), logp_BT=sampled
+  )
+  logp = jnp.asarray([sampled + rng.normal(scale=0.3, size=12)], jnp.float32)
+
+  def grad(cap):
+    # Bounds so wide that the unweighted surrogate is free too.
+    algo = dataclasses.replace(ALGO, clip_low=1.0, clip_high=1e6, importance_cap=cap)
+    return np.asarray(jax.grad(lambda x: policy_loss(algo, x, batch)[0])(logp))
+
+  np.testing.assert_allclose(grad(1e6), grad(0.0), rtol=1e-6)
+  assert np.abs(grad(0.9) - grad(0.0)).max() > 1e-3
+
+
+def test_decoupled_the_ratio_is_to_the_learner_and_the_weight_to_the_sampler():
+  """Off-policy: r = p / p_old is clipped, p_old / p_sampler is a factor."""
+  batch = one_row(
+    weight_BT=[1.0] * 2,
+    advantage_BT=[2.0, 2.0],
+    logp_BT=[-3.0, -1.0],
+    old_BT=np.array([-2.5, -3.0]),
+  )
+  logp = jnp.array([[-2.4, -2.0]])
+  algo = dataclasses.replace(ALGO, importance_cap=1.5)
+  value, sums = policy_loss(algo, logp, batch)
+  expected = 1.5 * 2 * np.exp(0.1) + np.exp(-2.0) * 2 * 1.28
+  assert float(value) == pytest.approx(-expected, rel=1e-6)
+  assert float(sums["clipped"]) == 1 and float(sums["importance_capped"]) == 1
+
+
+def test_a_sequence_has_one_ratio_and_each_token_its_gradient():
+  batch = batching.empty(1, 6).replace(
+    segment_BT=np.array([[1, 1, 1, 2, 2, 0]]),
+    weight_BT=np.array([[1.0, 0, 1, 1, 1, 0]], np.float32),
+    advantage_BT=np.array([[1.0, 0, 1, -1, -1, 0]], np.float32),
+  )
+  logp = jnp.array([[0.1, 5.0, 0.2, -0.1, -0.4, 3.0]])
+  algo = dataclasses.replace(ALGO, ratio="sequence")
+
+  def loss(x):
+    return policy_loss(algo, x, batch)
+
+  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
+  first, second = np.exp(0.15), np.exp(-0.25)
+  assert float(value) == pytest.approx(-2 * first + 2 * 0.8, rel=1e-6)
+  assert float(sums["ratio"]) == pytest.approx(2 * first + 2 * second, rel=1e-6)
+  assert float(sums["clipped"]) == 2
+  expected = [[-first, 0, -first, 0, 0, 0]]
+  np.testing.assert_allclose(grad, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", _CHOICES["aggregation"])
+def test_shares_are_the_formula(mode: str):
+  algo = dataclasses.replace(ALGO, aggregation=mode, horizon=10)
+  parts = [np.array([1.0, 2.0, 4.0]), np.array([]), np.array([8.0])]
+  counts = [len(p) for p in parts]
+  total = sum(
+    share * part.sum()
+    for share, part in zip(objective.shares(algo, counts), parts, strict=True)
+  )
+  expected = {
+    "token-mean": 15 / 4,
+    "seq-mean-token-mean": (7 / 3 + 8) / 2,
+    "seq-mean-token-sum": 15 / 2,
+    "seq-mean-token-sum-norm": 15 / 2 / 10,
+  }
+  assert total / sum(counts) == pytest.approx(expected[mode], rel=1e-12)
+
+
+@given(st.lists(st.lists(st.floats(-3, 3), max_size=6), min_size=1, max_size=6))
+def test_whitened_numbers_have_mean_zero_and_deviation_one(parts):
+  out = np.concatenate(advantages.whiten([np.array(p) for p in [*parts, [0.5, -0.5]]]))
+  assert out.mean() == pytest.approx(0, abs=1e-6)
+  assert np.std(out, ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+@given(
+  st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=8),
+  st.floats(0, 1),
+  st.floats(0, 1),
+)
+def test_gae_is_the_sum_of_discounted_differences(steps, gamma, lam):
+  reward_T, value_T = (np.array(x) for x in zip(*steps, strict=True))
+  advantage_T, return_T = advantages.gae(reward_T, value_T, gamma, lam)
+  delta_T = reward_T + gamma * np.append(value_T[1:], 0) - value_T
+  for t in range(len(steps)):
+    left = delta_T[t:]
+    expected = np.sum(left * (gamma * lam) ** np.arange(len(left)))
+    assert advantage_T[t] == pytest.approx(expected, abs=1e-9)
+  np.testing.assert_allclose(return_T, advantage_T + value_T)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_an_algorithm_of_its_own(name: str):
+  fields = preset(name)
+  assert AlgoConfig(steps=1, **fields).advantage == fields["advantage"]
+  assert [n for n, other in PRESETS.items() if other == fields] == [name]
+  fields.clear()
+  assert preset(name)  # a copy
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"advantage": "gpro"}, "advantage 'gpro'; accepted: grpo, dr_grpo"),
+    ({"aggregation": "mean"}, "accepted: token-mean, seq-mean-token-mean"),
+    ({"samples": 1}, "samples must be at least 2"),
+    ({"advantage": "gae", "samples": 1}, "filter_groups=False"),
+    ({"kl_coef": 0.1, "kl_estimator": "k1"}, "gradient of mean 0"),
+    ({"dual_clip": 0.5}, "dual_clip must be 0"),
+    ({"dual_clip": 3.0, "surrogate": "cispo"}, "with surrogate 'clip'"),
+    ({"importance_floor": 0.5}, "importance_floor at most that"),
+    ({"minibatches": 0}, "minibatches is 0"),
+    ({"gamma": 1.5}, "gamma and lam"),
+  ],
+)
+def test_what_can_not_be_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    AlgoConfig(steps=1, **changes)
+
+
+def test_an_unknown_preset_is_named():
+  with pytest.raises(ValueError, match="no algorithm 'gpro'; there are grpo"):
+    preset("gpro")

@@ -1,0 +1,269 @@
+"""Losses, advantages, GAE and KL are verl's, TRL's and tunix's, to 1e-6.
+
+What the peers compute is committed (oracles/*.json), with the scripts that ran their
+own code on oracles/cases.json. Where a peer is installed it runs again (marker parity):
+
+  VERL_PYTHON=... TRL_PYTHON=... TRL_PPO_PYTHON=... TUNIX_PYTHON=... \\
+    python -m pytest -m parity tests/learner/test_parity.py
+
+Each is the interpreter of an environment that the peer's script describes;
+TRL_PPO_PATH, if set, is a folder with trl 1.12.0 that it imports first.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner import objective, surrogates
+from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.batch import Batch
+
+ORACLES = pathlib.Path(__file__).parent / "oracles"
+PEERS = ("verl", "trl", "trl_ppo", "tunix")
+CASES = json.loads((ORACLES / "cases.json").read_text())
+# As in oracles/oracle_io.py, which needs no JAX.
+COMMON = dict(clip_low=0.2, clip_high=0.28, gamma=0.97, lam=0.9, horizon=12)
+KL, VALUE_CLIP = 0.05, 0.5
+VARIANTS: dict[str, dict] = {
+  "clip": {},
+  "dual": {"dual_clip": 3.0},
+  "gspo": {"ratio": "sequence"},
+  "cispo": {"surrogate": "cispo"},
+  "cispo-upper": {"surrogate": "cispo", "clip_low": 1.0},
+  "clip+k2": {"kl_coef": KL, "kl_estimator": "k2"},
+  "clip+k3": {"kl_coef": KL, "kl_estimator": "k3"},
+}
+IMPORTANCE = {
+  "token-truncate": ("token", "truncate", 2.0, 0.0),
+  "sequence-truncate": ("sequence", "truncate", 2.0, 0.0),
+  "token-mask": ("token", "mask", 2.0, 0.5),
+  "sequence-mask": ("sequence", "mask", 3.0, 0.5),
+}
+for _name, (_level, _rule, _cap, _floor) in IMPORTANCE.items():
+  VARIANTS[f"clip+{_name}"] = dict(
+    importance_level=_level,
+    importance_rule=_rule,
+    importance_cap=_cap,
+    importance_floor=_floor,
+  )
+# (peer, case, start of the quantity): where the peer means something else, and why.
+DIFFERENT = {
+  # k3 is clamped at 10, as in verl; tunix and TRL let it grow.
+  ("tunix", "far", "kl/k3"),
+  ("tunix", "far", "loss/clip+k3"),
+  ("tunix", "far", "grad/clip+k3"),
+  ("trl", "far", "loss/clip+k3"),
+  ("trl", "far", "grad/clip+k3"),
+  ("tunix", "hard", "kl/k3"),
+  ("tunix", "hard", "loss/clip+k3"),
+  ("tunix", "hard", "grad/clip+k3"),
+  # tunix clamps a token's log-ratio before GSPO's mean; verl and TRL do not.
+  ("tunix", "hard", "loss/gspo"),
+  ("tunix", "hard", "grad/gspo"),
+}
+
+
+def arrays(case: str) -> dict[str, np.ndarray]:
+  """The case's inputs."""
+  return {k: np.array(v) for k, v in CASES[case].items()}
+
+
+def batch_of(c: dict[str, np.ndarray], mask_BT: np.ndarray, share_B) -> Batch:
+  """The case as one packed batch: a trajectory a row."""
+  advantage_BT = c["advantage"][:, None] * mask_BT
+  fields = {
+    "segment_BT": np.ones(mask_BT.shape, np.int32),
+    "weight_BT": mask_BT,
+    "share_BT": mask_BT * np.array(share_B)[:, None],
+    "advantage_BT": advantage_BT,
+    "old_BT": c["old"],
+    "reference_BT": c["reference"],
+    "value_BT": c["value"],
+    "return_BT": c["return"],
+  }
+  floats = {k: jnp.asarray(v, jnp.float32) for k, v in fields.items()}
+  floats["segment_BT"] = jnp.asarray(fields["segment_BT"])
+  return batching.empty(*mask_BT.shape).replace(**floats)
+
+
+@functools.cache
+def policy(case: str, variant: str, mode: str, whole: bool = False):
+  """Our loss and its gradient in the log-probs."""
+  c = arrays(case)
+  mask_BT = c["mask"]
+  bounds = dict(COMMON)
+  if whole:  # TRL's PPO: no observations, one bound
+    mask_BT, bounds["clip_high"] = filled(mask_BT), 0.2
+  algo = AlgoConfig(steps=1, **bounds | VARIANTS[variant], aggregation=mode)
+  counts = mask_BT.sum(1).astype(int).tolist()
+  batch = batch_of(c, mask_BT, objective.shares(algo, counts))
+  # The sampler is the old policy, unless the two are told apart.
+  sampler = "sampler" if algo.importance_cap else "old"
+  batch = batch.replace(logp_BT=jnp.asarray(c[sampler], jnp.float32))
+
+  def loss(logp_BT):
+    return objective.policy_loss(algo, logp_BT, batch)[0] / sum(counts)
+
+  return jax.value_and_grad(loss)(jnp.asarray(c["logp"], jnp.float32))
+
+
+def filled(mask_BT: np.ndarray) -> np.ndarray:
+  """Ones up to a row's last policy token."""
+  return (mask_BT[:, ::-1].cumsum(1)[:, ::-1] > 0).astype(float)
+
+
+def token_advantages(case: str, name: str, whole: bool = False):
+  """Our advantages and returns as [B, T], zeros at what the policy did not write."""
+  c = arrays(case)
+  mask_BT = filled(c["mask"]) if whole else c["mask"]
+  in_reward = name in ("gae", "reinforce++")
+  algo = AlgoConfig(
+    steps=1, advantage=name, **COMMON, kl_coef=KL if in_reward else 0.0, kl_in="reward"
+  )
+  rows = [m > 0 for m in mask_BT]
+  picked = {k: [c[k][i][r] for i, r in enumerate(rows)] for k in ("old", "reference")}
+  kl = [surrogates.kl(a, b, "k1") for a, b in zip(*picked.values(), strict=True)]
+  value = [v[r] for v, r in zip(c["value"], rows, strict=True)]
+  counts = [int(r.sum()) for r in rows]
+  out = objective.token_advantages(
+    algo, c["reward"].reshape(2, 4), counts, kl if in_reward else None, value
+  )
+
+  def spread(parts):
+    whole_BT = np.zeros(mask_BT.shape)
+    for row, r, part in zip(whole_BT, rows, parts, strict=True):
+      row[r] = part
+    return whole_BT
+
+  return [spread(parts) if parts else None for parts in out]
+
+
+def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
+  """What we compute under the name that the peers give it."""
+  kind, name, *mode = quantity.split("/")
+  c = arrays(case)
+  whole = name.endswith("-whole")
+  name = name.removesuffix("-whole")
+  if kind in ("loss", "grad"):
+    value, grad = policy(case, name, mode[0] if mode else "token-mean", whole)
+    return np.asarray(value if kind == "loss" else grad)
+  if kind == "importance":
+    weight_BT = jnp.asarray(c["mask"], jnp.float32)
+    log_BT = jnp.asarray(c["old"] - c["sampler"], jnp.float32)
+    segment_BT = jnp.ones(weight_BT.shape, jnp.int32)
+    out, _ = surrogates.importance(log_BT, weight_BT, segment_BT, *IMPORTANCE[name])
+    return np.asarray(out) * c["mask"]
+  if kind in ("kl", "kl-grad"):
+
+    def total(logp_BT):
+      kl_BT = surrogates.kl(logp_BT, jnp.asarray(c["reference"], jnp.float32), name)
+      return (kl_BT * c["mask"]).sum(), kl_BT * c["mask"]
+
+    gradient = jax.grad(total, has_aux=True)
+    grad, kl_BT = gradient(jnp.asarray(c["logp"], jnp.float32))
+    return np.asarray(kl_BT if kind == "kl" else grad)
+  if kind == "value":
+    mask_BT = filled(c["mask"]) if whole else c["mask"]
+    batch = batch_of(c, mask_BT, np.ones(len(mask_BT)))
+
+    def loss(value_BT):
+      args = (value_BT, batch.value_BT, batch.return_BT, VALUE_CLIP)
+      return jnp.sum(mask_BT * surrogates.value_loss(*args)[0]) / mask_BT.sum()
+
+    new = jnp.asarray(c["new_value"], jnp.float32)
+    return np.asarray(jax.value_and_grad(loss)(new)[("loss", "grad").index(name)])
+  eps = name.removeprefix("grpo-") if name.startswith("grpo-") else None
+  advantage_BT, return_BT = token_advantages(case, "grpo" if eps else name, whole)
+  if kind == "return":
+    return return_BT
+  if len(shape) == 2:
+    return advantage_BT
+  # A number for each row, those without a policy token among them.
+  algo = AlgoConfig(steps=1, advantage="grpo" if eps else name)
+  parts, _ = objective.token_advantages(algo, c["reward"].reshape(2, 4), [1] * 8)
+  row_B = np.concatenate(parts)
+  if eps:  # TRL adds more to the deviation
+    std_B = np.repeat(c["reward"].reshape(2, 4).std(1, ddof=1), 4)
+    row_B = row_B * (std_B + 1e-6) / (std_B + float(eps))
+  return row_B
+
+
+def check(peer: str, theirs: dict) -> int:
+  """Compares every quantity of a peer; returns how many."""
+  faults, count = [], 0
+  for case, quantities in theirs.items():
+    for quantity, value in quantities.items():
+      if any((peer, case) == d[:2] and quantity.startswith(d[2]) for d in DIFFERENT):
+        continue
+      expected = np.array(value, np.float64)
+      mine = ours(case, quantity, expected.shape)
+      off = np.abs(mine - expected) / np.maximum(1, np.abs(expected))
+      count += 1
+      if off.shape != expected.shape or not off.max() <= 1e-6:
+        faults.append(f"{case} {quantity}: off by {off.max():.1e}")
+  assert not faults, "\n".join(faults)
+  return count
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_ours_is_what_the_peer_computed(peer: str):
+  count = check(peer, json.loads((ORACLES / f"{peer}.json").read_text()))
+  assert count >= {"verl": 200, "trl": 30, "trl_ppo": 10, "tunix": 60}[peer]
+
+
+def test_where_we_differ_from_a_peer_we_really_do():
+  """A line of DIFFERENT that is no difference any more has to go."""
+  for peer, case, start in DIFFERENT:
+    theirs = json.loads((ORACLES / f"{peer}.json").read_text())[case]
+    found = {q: v for q, v in theirs.items() if q.startswith(start)}
+    assert found
+    off = [
+      np.abs(ours(case, q, np.shape(v)) - np.array(v)).max() for q, v in found.items()
+    ]
+    assert max(off) > 1e-3, (peer, case, start)
+
+
+def test_verls_defaults_are_not_ours_where_its_dual_clip_is_active():
+  """A heavily off-policy batch: the same loss only with the same c."""
+  theirs = json.loads((ORACLES / "verl.json").read_text())["far"]
+  clip, dual = (float(policy("far", v, "token-mean")[0]) for v in ("clip", "dual"))
+  assert theirs["loss/dual/token-mean"] == pytest.approx(dual, abs=1e-6)
+  assert clip > 2 * dual
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("peer", PEERS)
+def test_the_peer_still_computes_what_is_committed(peer: str):
+  python = os.environ.get(f"{peer.upper()}_PYTHON")
+  if not python:
+    pytest.skip(f"{peer.upper()}_PYTHON names no interpreter")
+  path = os.environ.get(f"{peer.upper()}_PATH", "")
+  done = subprocess.run(
+    [python, str(ORACLES / f"of_{peer}.py")],
+    env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+    cwd=ORACLES,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  live = json.loads(done.stdout)
+  committed = json.loads((ORACLES / f"{peer}.json").read_text())
+  assert live.keys() == committed.keys()
+  for case, quantities in committed.items():
+    assert live[case].keys() == quantities.keys()
+    for quantity, value in quantities.items():
+      np.testing.assert_allclose(
+        live[case][quantity], value, rtol=1e-6, atol=1e-6, err_msg=f"{case} {quantity}"
+      )
+  check(peer, live)

@@ -1,0 +1,162 @@
+"""One step of RL: what moves, what is kept, and against what it is measured."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from coa_jax.learner.algorithms import AlgoConfig, preset
+from coa_jax.learner.optim import OptimConfig
+from coa_jax.learner.update import PolicyUpdate, rewards_of
+from coa_jax.model.distribution import NO_TRUNCATION
+from coa_jax.model.lora import LoraConfig
+from coa_jax.protocol.trajectory import Author, Trajectory
+
+CFG = toy.MODEL
+ALGO = AlgoConfig(
+  steps=8, prompts=2, samples=2, rows=2, length=128, filter_groups=False, critic_lr=0.01
+)
+
+
+def groups() -> list[list[Trajectory]]:
+  """The toy scripts as two groups, sampled by the fresh policy itself, with rewards."""
+  out = toy.trajectories()
+  for t, own in zip(out, toy.logps_of(CFG, toy.params(), out), strict=True):
+    logps = iter(own.tolist())
+    for s in t.segments:
+      if s.author == Author.POLICY:
+        s.logps = [next(logps) for _ in s.ids]
+  for t, reward in zip(out, (1.0, 0.0, 0.25, 0.75), strict=True):
+    t.reward = reward
+  return [out[:2], out[2:]]
+
+
+def made(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
+  """An update of the toy model, its first state, what is frozen."""
+  algo = dataclasses.replace(ALGO, **changes)
+  optim = OptimConfig(lr=lr, schedule="constant")
+  update = PolicyUpdate(CFG, algo, optim, lora, None, NO_TRUNCATION)
+  params = jax.tree.map(jnp.array, toy.params())
+  return update, *update.init(params, seed=0)
+
+
+def host(tree):
+  return jax.tree.map(np.asarray, tree)
+
+
+def moved(a, b) -> bool:
+  return any(
+    (x != y).any() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  )
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_the_reference_is_where_training_began(lora):
+  update, state, frozen = made(lora, kl_coef=0.1)
+  # Below adapters there is a copy already.
+  assert (frozen["reference"] is None) == (lora is not None)
+  kls = []
+  for step in range(3):
+    state, values = update(state, frozen, groups())
+    assert int(state.step) == step + 1
+    kls.append(values["reference_kl"])
+  assert abs(kls[0]) < 1e-9 < 1e-6 < kls[1] < kls[2]
+  kept = frozen["reference"] or frozen["base"]
+  assert not moved(host(kept), host(toy.params()))
+  assert moved(host(update.policy(state, frozen)), host(kept))
+
+
+def test_without_a_kl_nothing_is_copied():
+  _, _, frozen = made()
+  assert frozen == {"base": None, "reference": None}
+
+
+def test_a_kl_in_the_reward_pulls_back_to_the_reference():
+  """Rewards are equal: only the KL tells trajectories apart."""
+  update, state, frozen = made(**preset("rloo") | {"kl_coef": 5.0})
+  even = groups()
+  for t in (t for group in even for t in group):
+    t.reward = 0.5
+  # The sampler was the reference, up to the last digit: there is nothing to pull back.
+  state, values = update(state, frozen, even)
+  assert values["grad_norm"] < 1e-3
+  for s in even[0][0].segments:  # drifted: likelier than the reference finds it
+    s.logps = [x + 0.1 for x in s.logps]
+  _, values = update(state, frozen, even)
+  assert values["grad_norm"] > 0.01
+
+
+@pytest.mark.parametrize(
+  "lora", [None, pytest.param(LoraConfig(rank=2), marks=pytest.mark.slow)]
+)
+def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
+  fields = preset("ppo") | {"value_clip": 10.0, "kl_coef": 0.0}
+  update, state, frozen = made(lora, lr=0.0, **fields)
+  assert not state.params["critic"]["value_head"].any()
+  before = host(state.params)
+  log = []
+  for _ in range(8):
+    state, values = update(state, frozen, groups())
+    log.append(values)
+  # At first every value is 0, and the loss that of the returns themselves.
+  counts = [sum(len(s.logps) for s in t.segments) for g in groups() for t in g]
+  square = np.average(np.array([1.0, 0.0, 0.25, 0.75]) ** 2 / 2, weights=counts)
+  assert log[0]["value"] == 0
+  assert log[0]["value_loss"] == pytest.approx(square, rel=1e-6)
+  assert log[-1]["value_loss"] < 0.6 * log[0]["value_loss"]
+  assert log[-1]["value"] > 0.1
+  after = host(state.params)
+  assert not moved(before["policy"], after["policy"])
+  assert moved(before["critic"]["trunk"], after["critic"]["trunk"])
+
+
+def test_on_policy_the_first_update_has_ratio_one_and_later_ones_have_not():
+  update, state, frozen = made()
+  _, values = update(state, frozen, groups())
+  assert values["ratio"] == pytest.approx(1, abs=1e-6) and values["clipped"] == 0
+  update, state, frozen = made(epochs=2, minibatches=2, lr=0.05)
+  state, values = update(state, frozen, groups())
+  assert int(state.step) == 1
+  assert abs(values["ratio"] - 1) > 1e-3 and values["clipped"] > 0
+  assert values["logp_gap"] < 1e-5  # the first update's: sampler against learner
+
+
+def test_decoupled_the_old_policy_is_the_learner_before_the_steps_first_update():
+  off = groups()
+  for group in off:
+    for t in group:
+      for s in t.segments:
+        s.logps = [x - 0.3 for x in s.logps]  # sampled by another program
+  update, state, frozen = made(importance_cap=2.0)
+  _, values = update(state, frozen, off)
+  assert values["ratio"] == 1.0  # exactly
+  assert values["importance"] == pytest.approx(np.exp(0.3), rel=1e-5)
+  update, state, frozen = made(importance_cap=2.0, epochs=2, lr=1e-6)
+  _, values = update(state, frozen, off)
+  assert values["ratio"] == pytest.approx(1, abs=1e-4)
+  assert values["importance"] == pytest.approx(np.exp(0.3), rel=1e-4)
+
+
+def test_a_failure_of_infrastructure_is_no_row_and_no_group_is_no_update():
+  with_failure = groups()
+  failed = copy.deepcopy(with_failure[0][0])
+  failed.reward = None
+  with_failure[0].append(failed)
+  assert np.isnan(rewards_of(with_failure)).sum() == 2  # and one that is not there
+  outcomes = []
+  update, state, frozen = made()
+  for played in (groups(), with_failure):
+    state, _ = update.init(jax.tree.map(jnp.array, toy.params()), seed=0)
+    outcomes.append(update(state, frozen, played)[1])
+  assert outcomes[0] == outcomes[1]
+  state, _ = update.init(jax.tree.map(jnp.array, toy.params()), seed=0)
+  before = host(state.params)
+  state, values = update(state, frozen, [])
+  assert int(state.step) == 1 and values == {}
+  assert not moved(before, host(state.params))
