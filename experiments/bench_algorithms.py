@@ -1,7 +1,7 @@
 """It learns: every algorithm from the quickstart's SFT model, a small fixed budget.
 
   python -m experiments.bench_algorithms [--quick] [--cases=REGEX] [--out=FILE.json]
-    [--quickstart=runs/quickstart] [--workdir=runs/algorithms] [--seeds=3] [--steps=12]
+    [--quickstart=runs/quickstart] [--runs=runs/algorithms] [--seeds=3] [--steps=12]
 
 Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with the
 fields of one preset; a run that has ended is not made again, so the table may grow in
@@ -31,7 +31,7 @@ from experiments.launch import COMPILE_CACHE, prepare
 
 _LAST = 3  # steps whose reward is the reward after training
 _QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/algorithms", "Where the runs go.")
+_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "Where the runs go.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each algorithm.", 1)
 _STEPS = flags.DEFINE_integer("steps", 12, "Updates of each run.", 1)
 
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
     if not names:
       raise ValueError(f"--cases={bench.CASES.value!r} finds none of {list(PRESETS)}")
     seeds = 1 if quick else _SEEDS.value
-    args = (_QUICKSTART.value, _WORKDIR.value, seeds, _STEPS.value, quick)
+    args = (_QUICKSTART.value, _RUNS.value, seeds, _STEPS.value, quick)
     figures = run(names, *args)
     table.extend(figures["table"])
     return figures

@@ -1,7 +1,7 @@
 """A trained team in the terminal: ask, and watch it work.
 
   python -m experiments.chat --config=configs/evaluate_world.py \
-    [--config.init=MODEL_FOLDER] [--temperature=0] [--seed=0]
+    [--config.init=MODEL_FOLDER] [--temperature=0] [--sampling_seed=0]
   python -m experiments.chat --config=... --question='...'
   python -m experiments.chat --config=... < questions.txt
 
@@ -38,7 +38,7 @@ from experiments import launch
 
 _QUESTION = flags.DEFINE_string("question", None, "Ask this one and stop.")
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, 2.0)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the sampling.")
+_SEED = flags.DEFINE_integer("sampling_seed", 0, "Of every answer.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print answers only.")
 
 STYLES = {

@@ -4,7 +4,7 @@
 
 `--multi` is what `distill` wrote, `--single` what `evaluate` did. Their folders hold
 the configs that they were made with: different tools are refused, for then the figures
-compare nothing, and what counted the tokens is said. `--out=FILE.json` keeps the
+compare nothing, and what counted the tokens is said. `--json=FILE` keeps the
 figures. Where an endpoint counted the team's tokens itself (reasoning that no
 meter sees included), a second comparison goes by its counts.
 """
@@ -30,7 +30,7 @@ from experiments.launch import with_clear_errors
 
 _MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")
 _SINGLE = flags.DEFINE_string("single", None, "Attempts of the one model.")
-_OUT = flags.DEFINE_string("out", "", "Where the figures go, as JSON.")
+_JSON = flags.DEFINE_string("json", "", "Where the figures go.")
 # What of `config.tools` changes what a tool can do or says.
 _TOOLS = ("tools", "corpus", "top_k", "max_chars", "enabled")
 
@@ -106,8 +106,8 @@ def main(argv: list[str]) -> None:
         title = f"{table.title}, tokens as {name}"
         rich.print(rich_table(dataclasses.replace(table, title=title)))
   rich.print(*results["notes"], sep="\n")
-  if _OUT.value:
-    write_json(_OUT.value, results)
+  if _JSON.value:
+    write_json(_JSON.value, results)
 
 
 if __name__ == "__main__":

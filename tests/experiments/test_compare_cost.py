@@ -59,7 +59,7 @@ def test_other_tools_compare_nothing(tmp_path):
 def test_the_program_prints_and_writes(tmp_path):
   multi, single = files(tmp_path, (1900, 0, 100))
   command = [sys.executable, "-m", "experiments.compare_cost", f"--multi={multi}"]
-  command += [f"--single={single}", f"--out={tmp_path / 'cost.json'}"]
+  command += [f"--single={single}", f"--json={tmp_path / 'cost.json'}"]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   assert done.stdout.count("Cost of an answer") == 2 and "0.846" in done.stdout
