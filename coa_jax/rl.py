@@ -146,8 +146,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       groups = player.groups(params, dev_tasks, for_dev, 1, 0.0, rollout.seed, 0, True)
       return _mean([t.reward_parts.get("answer") for (t,) in groups])
 
-    restored = checkpoints.restore(state)
-    state = restored[0] if restored else state
+    state, _ = checkpoints.restore(state) or (state, {})
     clock = Clock()
     with Metrics(own, "rl", algo.steps) as metrics:
       for step in range(int(state.step), algo.steps):
@@ -172,8 +171,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           checkpoints.save(state, {})
         clock.lap("save")
       accuracy = examine(learner.policy(state, frozen))
-  policy, base = state.params["policy"], frozen["base"]
-  adapting.export(workdir, cfg, policy, base, lora, tokenizer, config.init)
+  trained = state.params["policy"], frozen["base"]
+  adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
   results = _results(own, algo.steps, accuracy)
   write_json(os.path.join(own, "results.json"), results)
   return results

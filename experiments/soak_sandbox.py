@@ -129,6 +129,7 @@ def soak(runs: int) -> dict[str, Any]:
   wrong: list[str] = []
   ends: list[float] = []
   verdicts: collections.Counter[str] = collections.Counter()
+  others = set(_below())
   with _temporary_folder(), Sandbox(SLOTS, backend="jail") as sandbox:
 
     def run(i: int) -> None:
@@ -170,7 +171,10 @@ def soak(runs: int) -> dict[str, Any]:
       after = held()
   leaks = [name for name in counts if after[name] > before[name]]
   leaks += [n for n in before if n not in counts and after[n] > before[n] + _MEGABYTES]
-  if _below():
+  deadline = time.monotonic() + _SETTLE_S
+  while (left := set(_below()) - others) and time.monotonic() < deadline:
+    time.sleep(0.2)
+  if left:
     leaks.append("processes of a closed pool")
   tenth = max(1, len(ends) // 10)
   first = tenth / (ends[tenth - 1] - start)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -75,8 +76,21 @@ def children_of(pid: int) -> list[int]:
   return out
 
 
+def runs(pid: int) -> bool:
+  """Neither gone nor a zombie that nobody has reaped."""
+  try:
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except OSError:
+    return False
+  return stat.rpartition(")")[2].split()[0] != "Z"
+
+
 def alive(pids: list[int]) -> list[int]:
-  return [p for p in pids if pathlib.Path(f"/proc/{p}").exists()]
+  """Those that still run after ten seconds, if any: the kernel takes a moment."""
+  deadline = time.monotonic() + 10
+  while (left := [p for p in pids if runs(p)]) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  return left
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

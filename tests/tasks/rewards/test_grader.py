@@ -139,7 +139,7 @@ def test_a_task_without_answers_and_a_failed_trajectory_stay_as_they_are():
     ({"shaping": {"overlnog": {}}}, "did you mean 'overlong'"),
     (
       {"code": {"sandbox": "docker"}},
-      "sandbox 'docker'; accepted: subprocess, jail, remote",
+      "sandbox 'docker'; accepted: jail, subprocess, remote",
     ),
     ({"code": {"test_s": 0.0}}, "test_s and total_s must be above 0"),
     ({"workers": 0}, "workers and max_failures must be at least 1"),
