@@ -34,6 +34,7 @@ from coa_jax.report.metrics import (
   read_metrics,
   write_json,
 )
+from coa_jax.report.tracking import LogConfig
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
@@ -57,6 +58,7 @@ SECTIONS = (
   "algo",
   "dev",
   "checkpoint",
+  "log",
 )
 
 
@@ -122,6 +124,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tools = section(config, "tools", ToolsConfig)
   dev_tools = dataclasses.replace(tools, corpus=dev.corpus or tools.corpus)
   every = section(config, "checkpoint", CheckpointConfig)
+  tracked = section(config, "log", LogConfig)
   load = section(config, "model", LoadConfig)
   lora = optional(config, "lora", LoraConfig)
   optim = section(config, "optim", OptimConfig)
@@ -133,7 +136,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
-  claim(config, own)
+  tracked = tracked if own == workdir else None  # once, whoever else takes part
+  claim(config, own, may_change=("log.wandb_project",))
   cfg, params = load_model(config.init, load, layout)
   grammar = (player.constraint, on_device(player.constraint))
   truncation = player.engine.config.truncation
@@ -149,7 +153,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     clock = Clock()
-    with Metrics(own, "rl", algo.steps) as metrics:
+    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
         params = learner.policy(state, frozen)

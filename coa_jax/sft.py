@@ -32,8 +32,9 @@ from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.report.tracking import LogConfig
 
-SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint")
+SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint", "log")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +85,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   data = section(config, "data", DataConfig)
   optim = section(config, "optim", OptimConfig)
   every = section(config, "checkpoint", CheckpointConfig)
+  tracked = section(config, "log", LogConfig)
   load = _load_config(config)
   layout = make_layout(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
   trajectories = read_trajectories(data.trajectories)
   own = own_folder(workdir)
-  claim(config, own)
+  tracked = tracked if own == workdir else None  # once, whoever else takes part
+  claim(config, own, may_change=("log.wandb_project",))
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
   _encode(trajectories, tokenizer)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
@@ -115,7 +118,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     state = restored[0] if restored else state
     first = int(state.step)
     rows = _rows(train, data, first)
-    with Metrics(own, "sft", data.steps) as metrics:
+    with Metrics(own, "sft", data.steps, tracked=tracked) as metrics:
       for step in range(first, data.steps):
         micro = [next(rows) for _ in range(data.micro_batches)]
         tokens = sum(float(b.weight_BT.sum()) for b in micro)

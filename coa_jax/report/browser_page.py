@@ -198,7 +198,8 @@ function show() {
   el('pre', '', data.prompts[r.prompt], prompt);
   const columns = el('div', 'group', '', detail);
   for (const o of alone.value ? [r] : group) sample(o, columns);
-  columns.querySelector('.chosen')?.scrollIntoView({block: 'nearest'});
+  const first = columns.firstChild, mine = columns.querySelector('.chosen');
+  columns.scrollLeft = mine.offsetLeft - first.offsetLeft;
 }
 function sample(r, parent) {
   const e = el('div', 'sample' + tone(r) + (r === chosen ? ' chosen' : ''), '', parent);
