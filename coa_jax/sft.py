@@ -71,7 +71,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     config: sections `SECTIONS`; `init` is a model folder to start from, or "" for
       fresh parameters and a tokenizer trained on the data. With section `lora`
       adapters are trained: `workdir/adapter` holds them as peft reads them, and
-      `workdir/model` the model with them merged.
+      `workdir/model` the model with them merged. Section `log`: `tracking.LogConfig`.
     workdir: where everything goes; an interrupted run in it is continued. Several
       processes share it; all but the first log into folders of their own.
 
