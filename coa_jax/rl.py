@@ -129,7 +129,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tools = section(config, "tools", ToolsConfig)
   dev_tools = dataclasses.replace(tools, corpus=dev.corpus or tools.corpus)
   every = section(config, "checkpoint", CheckpointConfig)
-  tracked = section(config, "log", LogConfig)
   load = section(config, "model", LoadConfig)
   lora = optional(config, "lora", LoraConfig)
   optim = section(config, "optim", OptimConfig)
@@ -141,7 +140,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
-  tracked = tracked if own == workdir else None  # once, whoever else takes part
+  tracked = section(config, "log", LogConfig) if own == workdir else None
   claim(config, own, may_change=("log.wandb_project",))
   cfg, params = load_model(config.init, load, layout)
   grammar = (player.constraint, on_device(player.constraint))
@@ -174,16 +173,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
           write_jsonl(os.path.join(own, "trajectories", name), rollouts.played)
-        figure = f"reward {values['reward']:.3f}"
-        metrics.log(step + 1, values | clock.take(), figure)
+        metrics.log(step + 1, values | clock.take(), f"reward {values['reward']:.3f}")
         # After the line above: what a checkpoint holds has always been logged.
         if (step + 1) % every.every == 0 or step + 1 == algo.steps:
           checkpoints.save(state, {})
         clock.lap("save")
-      accuracy = examine(learner.policy(state, frozen))
+      results = _results(own, algo.steps, examine(learner.policy(state, frozen)))
   policy, base = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, policy, base, lora, tokenizer, config.init)
-  results = _results(own, algo.steps, accuracy)
   write_json(os.path.join(own, "results.json"), results)
   return results
 

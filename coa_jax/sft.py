@@ -85,13 +85,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   data = section(config, "data", DataConfig)
   optim = section(config, "optim", OptimConfig)
   every = section(config, "checkpoint", CheckpointConfig)
-  tracked = section(config, "log", LogConfig)
   load = _load_config(config)
   layout = make_layout(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
   trajectories = read_trajectories(data.trajectories)
   own = own_folder(workdir)
-  tracked = tracked if own == workdir else None  # once, whoever else takes part
+  tracked = section(config, "log", LogConfig) if own == workdir else None
   claim(config, own, may_change=("log.wandb_project",))
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
   _encode(trajectories, tokenizer)
