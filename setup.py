@@ -31,6 +31,9 @@ setuptools.setup(
     "safetensors>=0.4.5",
     "starlette>=0.40",
     "sympy>=1.13",
+    # Event files for TensorBoard: 0.6 MB, numpy and protobuf; tensorboard has 12 MB and
+    # grpc, and its own writer is no public interface.
+    "tensorboardX>=2.6.4",
     "tokenizers>=0.20",
     "trafilatura>=2.0",
     "transformers>=5.0",
@@ -45,6 +48,8 @@ setuptools.setup(
     "mcp": ["mcp>=2.0"],
     # Tasks and traces by URI (hf:NAME, tfds:NAME); coa_jax/tasks/rows.py.
     "data": ["array_record>=0.8", "datasets>=4.0", "tensorflow-datasets>=4.9.9"],
+    # Where config.log.wandb_project asks for it.
+    "wandb": ["wandb>=0.19"],
     "dev": [
       "hypothesis>=6.100",
       "ipykernel>=6.29",

@@ -110,7 +110,8 @@ def claim(
       name, _, key = field.partition(".")
       (both.get(name) or {}).pop(key, None)
   for name in sorted({*wanted, *found}):
-    if wanted.get(name) != found.get(name):
+    # A section that is empty says what one that is missing says.
+    if (wanted.get(name) or None) != (found.get(name) or None):
       raise ConfigError(
         f"{workdir} holds a run whose section {name!r} was {found.get(name)!r} and not "
         f"{wanted.get(name)!r}; choose another workdir or delete it"

@@ -7,6 +7,7 @@ policy that learns from it, and is then thrown away.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 from typing import Any
@@ -25,6 +26,7 @@ from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
+from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import (
@@ -34,11 +36,13 @@ from coa_jax.report.metrics import (
   read_metrics,
   write_json,
 )
+from coa_jax.report.tracking import LogConfig
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.tasks.rewards import shaping
 from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
@@ -57,7 +61,10 @@ SECTIONS = (
   "algo",
   "dev",
   "checkpoint",
+  "log",
 )
+# A tool call, think or plan that is written twice.
+_TWICE = shaping.RepetitionConfig(weight=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +108,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`; with
-      `vllm` a running server samples.
+      `vllm` a running server samples; `log` as `tracking.LogConfig` says.
     workdir: where everything goes; an interrupted run in it is continued, and ends
       with the parameters of an uninterrupted one. Several processes share it, each
       playing its part of the tasks; all but the first log into folders of their own.
@@ -133,7 +140,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
-  claim(config, own)
+  tracked = section(config, "log", LogConfig) if own == workdir else None
+  claim(config, own, may_change=("log.wandb_project",))
   cfg, params = load_model(config.init, load, layout)
   grammar = (player.constraint, on_device(player.constraint))
   truncation = player.engine.config.truncation
@@ -148,7 +156,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
     state, _ = checkpoints.restore(state) or (state, {})
     clock = Clock()
-    with Metrics(own, "rl", algo.steps) as metrics:
+    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
         params = learner.policy(state, frozen)
@@ -164,16 +172,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
           write_jsonl(os.path.join(own, "trajectories", name), rollouts.played)
-        figure = f"reward {values['reward']:.3f}"
-        metrics.log(step + 1, values | clock.take(), figure)
+        metrics.log(step + 1, values | clock.take(), f"reward {values['reward']:.3f}")
         # After the line above: what a checkpoint holds has always been logged.
         if (step + 1) % every.every == 0 or step + 1 == algo.steps:
           checkpoints.save(state, {})
         clock.lap("save")
-      accuracy = examine(learner.policy(state, frozen))
+      results = _results(own, algo.steps, examine(learner.policy(state, frozen)))
   trained = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
-  results = _results(own, algo.steps, accuracy)
   write_json(os.path.join(own, "results.json"), results)
   return results
 
@@ -256,10 +262,24 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
     "infrastructure": sum(t.status == Status.INFRASTRUCTURE for t in played),
     "truncated": sum(t.status == Status.TRUNCATED for t in played),
+    "truncated_share": np.mean([t.status == Status.TRUNCATED for t in played]),
+    "repeated_share": np.mean([shaping.repetition(_TWICE, t) < 0 for t in played]),
+    **_entropies(played),
   }
   for part in sorted({"answer", "format"}.union(*(t.reward_parts for t in played))):
     out[part] = _mean([t.reward_parts.get(part) for t in played])
   return {k: float(v) for k, v in out.items()}
+
+
+def _entropies(played: list[Trajectory]) -> dict[str, float]:
+  """`entropy_ROLE`: nats per token, estimated by -log p of what was sampled.
+
+  Collapse shows in one role first, and the mean over all tokens hides it.
+  """
+  logps = collections.defaultdict(list)
+  for s in (s for t in played for s in t.segments):
+    logps["tool" if s.role in roles.TOOLS else s.role or "text"] += s.logps
+  return {f"entropy_{role}": -np.mean(x) for role, x in logps.items() if x}
 
 
 def _mean(values: list[float | None]) -> float:

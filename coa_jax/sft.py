@@ -32,8 +32,9 @@ from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.report.tracking import LogConfig
 
-SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint")
+SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint", "log")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     config: sections `SECTIONS`; `init` is a model folder to start from, or "" for
       fresh parameters and a tokenizer trained on the data. With section `lora`
       adapters are trained: `workdir/adapter` holds them as peft reads them, and
-      `workdir/model` the model with them merged.
+      `workdir/model` the model with them merged. Section `log`: `tracking.LogConfig`.
     workdir: where everything goes; an interrupted run in it is continued. Several
       processes share it; all but the first log into folders of their own.
 
@@ -89,7 +90,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   lora = optional(config, "lora", LoraConfig)
   trajectories = read_trajectories(data.trajectories)
   own = own_folder(workdir)
-  claim(config, own)
+  tracked = section(config, "log", LogConfig) if own == workdir else None
+  claim(config, own, may_change=("log.wandb_project",))
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
   _encode(trajectories, tokenizer)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
@@ -115,7 +117,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     state = restored[0] if restored else state
     first = int(state.step)
     rows = _rows(train, data, first)
-    with Metrics(own, "sft", data.steps) as metrics:
+    with Metrics(own, "sft", data.steps, tracked=tracked) as metrics:
       for step in range(first, data.steps):
         micro = [next(rows) for _ in range(data.micro_batches)]
         tokens = sum(float(b.weight_BT.sum()) for b in micro)

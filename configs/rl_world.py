@@ -68,4 +68,5 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     corpus="runs/world/dev_pages.jsonl",
   )
   config.checkpoint = dict(every=1 if tiny else 10, keep=1)
+  config.log = dict(wandb_project="")
   return config

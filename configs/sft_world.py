@@ -45,4 +45,5 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     seed=0,
   )
   config.checkpoint = dict(every=10 if tiny else 200, keep=1)
+  config.log = dict(wandb_project="")
   return config

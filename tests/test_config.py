@@ -113,3 +113,17 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
     claim(config(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
   assert again == written
+
+
+def test_what_may_change_may_also_appear(tmp_path):
+  """A run that began before section `log` goes on with it, and the other way round."""
+  both = config(), config()
+  both[1].log = ml_collections.ConfigDict({"wandb_project": "x"})
+  for i, (first, second) in enumerate((both, both[::-1])):
+    workdir = str(tmp_path / str(i))
+    claim(first, workdir)
+    claim(second, workdir, may_change=("log.wandb_project",))
+    both[1].log.wandb_project = "y"
+  claim(both[0], str(tmp_path / "strict"))
+  with pytest.raises(ConfigError, match="whose section 'log' was None"):
+    claim(both[1], str(tmp_path / "strict"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import ml_collections
 import numpy as np
@@ -77,7 +78,8 @@ def test_every_update_was_on_policy(trained):
     assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert row["clipped"] == 0 and abs(row["kl"]) < 1e-6
   assert 0 < results["logp_gap"] < 2e-5
-  assert all(row["gap_share"] == 0 for row in learned)
+  assert all(row["gap_share"] == row["ratio_tail"] == 0 for row in learned)
+  assert (pathlib.Path(workdir) / "tensorboard" / "rl").is_dir()
 
 
 def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
@@ -143,6 +145,28 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
   graded = [t.reward for t in out.played if t.reward is not None]
   assert described["reward"] == pytest.approx(np.mean(graded))
   assert described["infrastructure"] == len(failed)
+  # Entropy by role, put together again, is that of all tokens.
+  sampled: dict[str, list[float]] = {}
+  for s in (s for t in out.played for s in t.segments if s.logps):
+    sampled.setdefault("tool" if s.role == "code" else s.role, []).extend(s.logps)
+  assert {"think", "tool", "answer"} <= set(sampled)
+  found = {k: v for k, v in described.items() if k.startswith("entropy_")}
+  assert set(found) == {f"entropy_{role}" for role in sampled}
+  parts = [found[f"entropy_{role}"] * len(x) for role, x in sampled.items()]
+  assert sum(parts) == pytest.approx(-sum(sum(x) for x in sampled.values()))
+
+
+def test_early_warnings_count_what_was_cut_off_or_repeated(config):
+  out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
+  before = rl._describe(out)
+  changed = out.played[0]
+  changed.status = Status.TRUNCATED
+  think = next(s for s in changed.segments if s.role == "think")
+  changed.segments.append(think)
+  share = 1 / len(out.played)
+  after = rl._describe(out)
+  assert after["truncated_share"] - before["truncated_share"] == pytest.approx(share)
+  assert after["repeated_share"] - before["repeated_share"] == pytest.approx(share)
 
 
 def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):

@@ -70,6 +70,7 @@ def test_a_fresh_model_learns_and_is_saved_whole(config, tmp_path):
   log = read_metrics(str(workdir / "metrics.jsonl"), "sft")
   assert [row["step"] for row in log] == list(range(1, 13))
   assert [r["step"] for r in log if "validation_loss" in r] == [5, 10, 12]
+  assert len(list((workdir / "tensorboard" / "sft").iterdir())) == 1
   # The held-out scripts are those trained on, so both losses fall together.
   assert log[0]["loss"] > 5.5 > 4.5 > log[-1]["loss"] == results["loss"]
   assert abs(results["validation_loss"] - results["loss"]) < 0.5

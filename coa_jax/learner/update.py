@@ -218,6 +218,8 @@ class PolicyUpdate:
       "entropy": entropy_BT,
       "logp_gap": gap_BT,
       "gap_share": (gap_BT > algo.gap).astype(jnp.float32),
+      # Tokens that are e times likelier to the policy than to the sampler, or less.
+      "ratio_tail": (gap_BT > 1.0).astype(jnp.float32),
     }
     if algo.has_critic:
       value_BT = self._values(trained["critic"], frozen, batch)

@@ -1,4 +1,7 @@
-"""The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`."""
+"""The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`.
+
+Training stages are tracked as well: see `tracking.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from coa_jax.report.tracking import LogConfig, Tracking
 
 METRICS_FILE = "metrics.jsonl"
 # Seconds between two plain lines where the output is not a terminal.
@@ -32,7 +37,14 @@ class Metrics:
     non_finite: how many values so far were NaN or infinite; they are written as null.
   """
 
-  def __init__(self, workdir: str, stage: str, total: int, unit: str = "step"):
+  def __init__(
+    self,
+    workdir: str,
+    stage: str,
+    total: int,
+    unit: str = "step",
+    tracked: LogConfig | None = None,
+  ):
     """Creates `workdir` where it is missing; writes nothing yet.
 
     Args:
@@ -40,10 +52,14 @@ class Metrics:
       stage: what the numbers belong to, e.g. "sft".
       total: the step at which the stage is complete.
       unit: what a step is called in progress lines.
+      tracked: section `log`, to write TensorBoard's event files too and what else it
+        asks for; only the file where None.
     """
     os.makedirs(workdir, exist_ok=True)
     self.path = os.path.join(workdir, METRICS_FILE)
     self.stage, self.total, self.unit = stage, total, unit
+    self._workdir, self._tracked = workdir, tracked
+    self._tracking: Tracking | None = None
     self.non_finite = 0
     self._began = self._shown = time.monotonic()
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
@@ -70,6 +86,8 @@ class Metrics:
       self._bar.stop()
     elif self._line:
       _say(self._line)
+    if self._tracking is not None:
+      self._tracking.close()
     if self.non_finite:
       _say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
 
@@ -91,6 +109,8 @@ class Metrics:
       self._first = step
       kept = _drop_from(self.path, self.stage, step)
       self._steps_before, self._seconds_before = kept
+      if self._tracked is not None:
+        self._tracking = Tracking(self._workdir, self.stage, step, self._tracked)
     seconds = time.monotonic() - self._began
     row = {"stage": self.stage, "step": step}
     row["seconds"] = round(self._seconds_before + seconds, 3)
@@ -100,6 +120,8 @@ class Metrics:
       row[name] = value if math.isfinite(value) else None
     with open(self.path, "a", encoding="utf-8") as f:
       f.write(json.dumps(row) + "\n")
+    if self._tracking is not None:
+      self._tracking.log(step, {k: float(v) for k, v in values.items()})
     self._show(step, seconds, figure)
 
   def _show(self, step: int, seconds: float, figure: str) -> None:

@@ -172,13 +172,19 @@ if (find) {
 """
 
 
-def page(title: str, body: str) -> str:
+def page(title: str, body: str, script: str = SCRIPT, style: str = "") -> str:
   """A complete, self-contained HTML page around `body` (which is trusted markup).
 
   The content security policy forbids every request, and every script but the page's
   own, by its hash: text that got past escaping still could not run or call home.
+
+  Args:
+    title: plain text.
+    body: markup.
+    script: the page's own.
+    style: what the page adds to STYLE.
   """
-  digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+  digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   policy = (
     f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
     "base-uri 'none'; form-action 'none'"
@@ -187,6 +193,6 @@ def page(title: str, body: str) -> str:
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
-    f"<body><main>{body}</main><script>{SCRIPT}</script></body></html>\n"
+    f"<title>{html.escape(title)}</title><style>{STYLE}{style}</style></head>"
+    f"<body><main>{body}</main><script>{script}</script></body></html>\n"
   )

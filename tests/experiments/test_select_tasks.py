@@ -69,9 +69,9 @@ def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path
     f.write(b'[0, {"task_')  # what a kill leaves of a line
   before = stops.played
 
-  def counts(self, *args, skip=()):
+  def counts(self, *args, skip=(), **kwargs):
     assert set(before) == skip
-    for item in play(self, *args, skip=skip):
+    for item in play(self, *args, skip=skip, **kwargs):
       assert (item[0], item[1].sample) not in before
       yield item
 

@@ -1,0 +1,130 @@
+"""A stage's numbers for other people's dashboards: TensorBoard, and Weights & Biases.
+
+`metrics.jsonl` is the record; these are views of it, with the same names and steps.
+Event files are written by tensorboardX's record writer, synchronously: its
+`SummaryWriter` hands events to a thread over a queue, and `flush` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+FOLDER = "tensorboard"
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+  """Config section `log`: who else is told of a run's numbers.
+
+  TensorBoard's event files are always written, to `workdir/tensorboard/STAGE`.
+
+  Attributes:
+    wandb_project: a project of Weights & Biases that gets them too; none where "". The
+      package's own settings say where it sends them (`wandb login`, `wandb offline`).
+  """
+
+  wandb_project: str = ""
+
+  def __post_init__(self):
+    if self.wandb_project and importlib.util.find_spec("wandb") is None:
+      raise ValueError(
+        f"wandb_project={self.wandb_project!r} needs the package wandb: "
+        "pip install wandb, or leave the field empty"
+      )
+
+
+class Tracking:
+  """Writes scalars from one step on; steps of an earlier run from there on are void."""
+
+  def __init__(self, workdir: str, stage: str, first: int, config: LogConfig):
+    """Opens what is asked for.
+
+    Args:
+      workdir: the run's directory.
+      stage: what the numbers belong to; a folder, or a run, of its own.
+      first: the first step that will be logged. TensorBoard hides what an interrupted
+        run had logged from there on, once this one has opened its file.
+      config: section `log`.
+
+    Raises:
+      ValueError: Weights & Biases refuses, or can not be reached.
+    """
+    folder = os.path.join(workdir, FOLDER, stage)
+    os.makedirs(folder, exist_ok=True)
+    # TensorBoard reads the files of a folder in the order of their names, which tell
+    # seconds; a run resumed within the second must not overwrite the one before.
+    suffix = f".{time.time_ns()}"
+    self._events = EventsWriter(os.path.join(folder, "events"), suffix)
+    start = SessionLog(status=SessionLog.START)
+    self._write(Event(step=first, session_log=start))
+    project = config.wandb_project
+    self._wandb = _wandb_run(folder, workdir, stage, project) if project else None
+
+  def log(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes one step; it is on disk when this returns."""
+    scalars = [Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+    self._write(Event(step=step, summary=Summary(value=scalars)))
+    if self._wandb:
+      # Weights & Biases refuses its own step to go back, as a resumed run's does.
+      self._wandb.log({"step": step, **values})
+
+  def close(self) -> None:
+    """Ends both; Weights & Biases sends what it has not sent yet."""
+    self._events.close()
+    if self._wandb:
+      self._wandb.finish()
+
+  def _write(self, event: Event) -> None:
+    event.wall_time = time.time()
+    self._events.write_event(event)
+    self._events.flush()
+
+
+def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
+  """The stage's run, which goes on where the stage has one already.
+
+  Scalars are all it is told: no console output, code, commit or machine.
+
+  Raises:
+    ValueError: Weights & Biases refuses, or can not be reached.
+  """
+  import wandb
+
+  path = os.path.join(folder, "wandb_id")
+  if not os.path.exists(path):
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+      f.write(secrets.token_hex(8))
+    os.replace(path + ".tmp", path)
+  with open(path, encoding="utf-8") as f:
+    run_id = f.read()
+  name = f"{os.path.basename(os.path.abspath(workdir))}/{stage}"
+  settings = wandb.Settings(
+    console="off",
+    disable_code=True,
+    disable_git=True,
+    x_disable_meta=True,
+    x_disable_stats=True,
+  )
+  try:
+    run = wandb.init(
+      project=project,
+      id=run_id,
+      name=name,
+      resume="allow",
+      dir=folder,
+      settings=settings,
+    )
+  except wandb.errors.Error as e:
+    raise ValueError(f"config.log.wandb_project={project!r}: {e}") from e
+  run.define_metric("*", step_metric="step")
+  return run

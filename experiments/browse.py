@@ -1,0 +1,57 @@
+"""Writes a page to browse trajectories with: filter, search, sort, compare a group.
+
+  python -m experiments.browse --trajectories=runs/X/rl --out=browse.html
+  python -m experiments.browse --trajectories='runs/X/rl/trajectories/step_*.jsonl'
+
+--trajectories takes files, globs and folders, and may be given several times. The page
+is one file that opens without a server or a network. With the run's tokenizer, which is
+found where the run lies beside its `model` folder, tokens can be coloured within the
+text by log-prob or policy version.
+"""
+
+from __future__ import annotations
+
+import os
+
+from absl import app, flags
+
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.report.browser import find_files, write_browser
+from experiments.launch import stop, with_clear_errors
+
+_TRAJECTORIES = flags.DEFINE_multi_string(
+  "trajectories", None, "Files, globs, folders."
+)
+_OUT = flags.DEFINE_string("out", "browse.html", "The page.")
+_TOKENIZER = flags.DEFINE_string(
+  "tokenizer", None, "A model folder; by default the `model` folder of the run."
+)
+
+
+def run_tokenizer(file: str) -> Tokenizer | None:
+  """The tokenizer of the run that wrote RUN/trajectories/FILE, or None."""
+  run = os.path.dirname(os.path.dirname(os.path.abspath(file)))
+  folder = os.path.join(run, "model")
+  found = os.path.exists(os.path.join(folder, "tokenizer.json"))
+  return Tokenizer.load(folder) if found else None
+
+
+def main(argv: list[str]) -> None:
+  """Writes the page and says where."""
+  if argv[1:]:
+    stop(f"unexpected argument {argv[1]!r}; quote a glob: --trajectories='...'")
+
+  def work() -> None:
+    files = find_files(_TRAJECTORIES.value)
+    given = _TOKENIZER.value
+    tokenizer = Tokenizer.load(given) if given else run_tokenizer(files[0])
+    count = write_browser(_OUT.value, files, tokenizer)
+    size = os.path.getsize(_OUT.value) / 1e6
+    print(f"{_OUT.value}: {count} trajectories of {len(files)} files, {size:.1f} MB")
+
+  with_clear_errors(work)
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("trajectories")
+  app.run(main)

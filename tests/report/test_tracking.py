@@ -1,0 +1,148 @@
+"""Event files and Weights & Biases say what metrics.jsonl says, and resume alike."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import math
+import struct
+import subprocess
+import sys
+
+import ml_collections
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+
+from coa_jax.config import ConfigError, section
+from coa_jax.report import tracking
+from coa_jax.report.metrics import Metrics, read_metrics
+from coa_jax.report.tracking import LogConfig
+
+
+def events(path) -> list[Event]:
+  """The records of an event file: length, its checksum, event, its checksum."""
+  out, data = [], path.read_bytes()
+  while data:
+    (length,) = struct.unpack("<Q", data[:8])
+    record, rest = data[12 : 12 + length], data[12 + length :]
+    assert struct.unpack("<I", data[8:12])[0] == masked_crc32c(data[:8])
+    assert struct.unpack("<I", rest[:4])[0] == masked_crc32c(record)
+    out.append(Event.FromString(record))
+    data = rest[4:]
+  return out
+
+
+def scalars(workdir, stage: str = "sft") -> dict[tuple[str, int], float]:
+  """What TensorBoard shows: a start at step n voids what was said of n on."""
+  out: dict[tuple[str, int], float] = {}
+  for path in sorted((workdir / "tensorboard" / stage).glob("events.out.tfevents.*")):
+    for event in events(path):
+      if event.session_log.status == SessionLog.START:
+        out = {(tag, step): v for (tag, step), v in out.items() if step < event.step}
+      for value in event.summary.value:
+        out[value.tag, event.step] = value.simple_value
+  return out
+
+
+def log(workdir, steps, total: int = 5, stage: str = "sft", sign: int = 1) -> None:
+  with Metrics(str(workdir), stage, total, tracked=LogConfig()) as metrics:
+    for step in steps:
+      loss = np.float32(sign * step)
+      metrics.log(step, {"loss": loss, "rate": 0.5} | ({"dev": 1} if step == 2 else {}))
+
+
+def of_the_file(workdir, stage: str = "sft") -> dict[tuple[str, int], float]:
+  return {
+    (name, row["step"]): value
+    for row in read_metrics(workdir, stage)
+    for name, value in row.items()
+    if name not in ("stage", "step", "seconds")
+  }
+
+
+def test_the_events_are_those_of_the_file_resumed_or_not(tmp_path):
+  log(tmp_path, (1, 2, 3, 4))
+  log(tmp_path, (4,), stage="rl")
+  assert scalars(tmp_path) == of_the_file(tmp_path)
+  assert scalars(tmp_path)["dev", 2] == 1.0
+  log(tmp_path, (3,), sign=-1)  # within the second: a file of its own all the same
+  assert scalars(tmp_path) == of_the_file(tmp_path)
+  assert scalars(tmp_path)["loss", 3] == -3 and ("loss", 4) not in scalars(tmp_path)
+  assert scalars(tmp_path, "rl") == of_the_file(tmp_path, "rl") != {}
+
+
+def test_a_step_is_on_disk_once_it_is_logged(tmp_path):
+  program = (
+    "import os, sys; from coa_jax.report.metrics import Metrics; "
+    "from coa_jax.report.tracking import LogConfig; "
+    "metrics = Metrics(sys.argv[1], 'sft', 9, tracked=LogConfig()); "
+    "metrics.log(1, {'loss': 2.0}); os._exit(9)"
+  )
+  done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=300)
+  assert done.returncode == 9
+  assert scalars(tmp_path) == {("loss", 1): 2.0}
+
+
+def test_tensorboard_reads_them(tmp_path):
+  name = "tensorboard.backend.event_processing.event_accumulator"
+  reader = pytest.importorskip(name)
+  log(tmp_path, (1, 2, 3, 4))
+  log(tmp_path, (3,), sign=-1)
+  folder = reader.EventAccumulator(str(tmp_path / "tensorboard" / "sft"))
+  folder.Reload()
+  assert sorted(folder.Tags()["scalars"]) == ["dev", "loss", "rate"]
+  assert [(e.step, e.value) for e in folder.Scalars("loss")] == [
+    (1, 1),
+    (2, 2),
+    (3, -3),
+  ]
+
+
+def test_not_a_number_stays_one(tmp_path):
+  with Metrics(str(tmp_path), "sft", 1, tracked=LogConfig()) as metrics:
+    metrics.log(1, {"loss": math.nan, "norm": math.inf})
+  found = scalars(tmp_path)
+  assert math.isnan(found["loss", 1]) and found["norm", 1] == math.inf
+
+
+def test_other_stages_write_the_file_only(tmp_path):
+  with Metrics(str(tmp_path), "distill", 1) as metrics:
+    metrics.log(1, {"kept": 1})
+  assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_wandb_is_not_touched_unless_asked(tmp_path, monkeypatch):
+  imported = builtins.__import__
+
+  def watched(name, *args, **kwargs):
+    assert name.split(".")[0] != "wandb"
+    return imported(name, *args, **kwargs)
+
+  monkeypatch.setattr(builtins, "__import__", watched)
+  log(tmp_path, (1,))
+  assert scalars(tmp_path)
+
+
+def test_wandb_that_is_missing_is_a_config_error(monkeypatch):
+  monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+  config = ml_collections.ConfigDict({"log": {"wandb_project": "coa"}})
+  with pytest.raises(ConfigError, match="'log': wandb_project='coa' needs the package"):
+    section(config, "log", LogConfig)
+  assert section(ml_collections.ConfigDict(), "log", LogConfig) == LogConfig()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs wandb")
+def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  for first in (1, 2):
+    with Metrics(
+      str(tmp_path), "sft", 3, tracked=LogConfig(wandb_project="coa")
+    ) as metrics:
+      for step in (first, first + 1):
+        metrics.log(step, {"loss": step})
+  folder = tmp_path / "tensorboard" / "sft"
+  run = (folder / "wandb_id").read_text()
+  files = list(folder.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
+  assert files and all(b"loss" in f.read_bytes() for f in files)
