@@ -16,7 +16,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from tools_sandbox import jail, wire
@@ -37,6 +39,7 @@ DEFAULT_PRELOAD = (
   *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
 )
 
+_CLOSED = "the sandbox pool is closed"
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 # Back-end -> the program of a slot.
 _PROGRAMS = {
@@ -165,7 +168,7 @@ def _kill_by_argument(argument: str) -> None:
 
 
 class SandboxPool:
-  """Slots that each run one program at a time. Thread-safe.
+  """Slots that each run one program at a time. Thread-safe; first come, first served.
 
   A slot's zygote starts when it is first needed, in the calling thread, so several
   start in parallel. It is replaced when it dies and after `runs_per_zygote` runs.
@@ -210,6 +213,9 @@ class SandboxPool:
     self._changed = threading.Condition()
     self._idle: list[_Zygote] = []
     self._unstarted = slots
+    # Callers without a slot, in the order of their arrival; a slot that comes free is
+    # handed to the first. None waits while one is free.
+    self._waiting: deque[Future[_Zygote | None]] = deque()
     self._live: set[_Zygote] = set()
     self._closed = False
     self._replaced = 0
@@ -277,10 +283,11 @@ class SandboxPool:
     with self._changed:
       self._closed = True
       idle, self._idle = self._idle, []
+      while self._waiting:
+        self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
       # A busy one is put away by its caller, who still reads from its pipes.
       for zygote in self._live:
         zygote.process.kill()
-      self._changed.notify_all()
     for zygote in idle:
       self._retire(zygote)
     with self._changed:
@@ -295,12 +302,28 @@ class SandboxPool:
   def _acquire(self) -> _Zygote | None:
     """Takes a slot: its zygote, or None where it has to be started."""
     with self._changed:
-      self._changed.wait_for(lambda: self._closed or self._idle or self._unstarted)
       self._check_open()
-      if self._idle:
-        return self._idle.pop()
-      self._unstarted -= 1
-      return None
+      if self._idle or self._unstarted:
+        return self._take()
+      place: Future[_Zygote | None] = Future()
+      self._waiting.append(place)
+    try:
+      return place.result()
+    except BaseException:  # closed, or a caller that is interrupted
+      with self._changed:
+        waits = place in self._waiting
+        if waits:
+          self._waiting.remove(place)
+      if not waits and place.exception() is None:
+        self._release(place.result())  # it was handed over in the same moment
+      raise
+
+  def _take(self) -> _Zygote | None:
+    """A free slot; with the lock held, where there is one."""
+    if self._idle:
+      return self._idle.pop()
+    self._unstarted -= 1
+    return None
 
   def _start(self) -> _Zygote:
     zygote = _Zygote(self._preload, self._backend)
@@ -336,13 +359,14 @@ class SandboxPool:
         self._idle.append(zygote)
       else:
         self._idle.insert(0, zygote)  # taken last: it is still importing
-      self._changed.notify()
+      while self._waiting and (self._idle or self._unstarted):
+        self._waiting.popleft().set_result(self._take())
     if closed:
       self._retire(zygote)
 
   def _check_open(self) -> None:
     if self._closed:
-      raise RuntimeError("the sandbox pool is closed")
+      raise RuntimeError(_CLOSED)
 
 
 def _failure(reason: str) -> wire.Result:
