@@ -222,7 +222,7 @@ def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
 
 
 def test_a_wedged_zygote_is_replaced(monkeypatch):
-  monkeypatch.setattr("tools_sandbox.pool._GRACE_S", 0.5)
+  monkeypatch.setattr("tools_sandbox.slot._GRACE_S", 0.5)
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     pool.run("print(1)")
     program = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"
