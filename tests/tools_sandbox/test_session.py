@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -276,6 +278,65 @@ def test_a_zygote_that_dies_ends_its_session_not_the_pool():
       assert result.verdict == Verdict.INFRASTRUCTURE and not s.alive
     with pool.session() as s:
       assert s.run("print(3)").stdout == "3\n"
+
+
+def _processes(word):
+  found = []
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{name}/cmdline", "rb") as f:
+        if word in f.read():
+          found.append(int(name))
+    except OSError:
+      continue
+  return found
+
+
+def _soon(condition, seconds=30.0):
+  deadline = time.monotonic() + seconds
+  while not condition() and time.monotonic() < deadline:
+    time.sleep(0.02)
+  return condition()
+
+
+@needs_jail
+def test_many_sessions_leave_no_process_and_no_descriptor():
+  def held():
+    return len(os.listdir("/proc/self/fd")), len(_processes(b"\0quopri"))
+
+  def many(count):
+    for _ in range(count):
+      with pool.session() as s:
+        s.run("import os\nif not os.fork(): import time; os.setsid(); time.sleep(600)")
+
+  with SandboxPool(1, preload=("quopri",)) as pool:
+    many(3)
+    files, processes = held()
+    many(20)
+    # One init may still be on its way out.
+    assert _soon(lambda: held()[1] <= processes + 1) and held()[0] == files
+    assert pool.replaced == 0
+  assert _soon(lambda: not _processes(b"\0quopri"))
+
+
+@needs_jail
+def test_an_open_session_dies_with_its_host(tmp_path):
+  program = (
+    "import time\nfrom tools_sandbox.pool import SandboxPool\n"
+    "p = SandboxPool(1, preload=('stringprep',))\ns = p.session()\n"
+    "print(s.run('print(1)').stdout, flush=True)\ntime.sleep(600)"
+  )
+  host = subprocess.Popen(
+    [sys.executable, "-c", program],
+    stdout=subprocess.PIPE,
+    cwd=os.path.dirname(os.path.dirname(jail.__file__)),
+    env={**os.environ, "TMPDIR": str(tmp_path)},
+  )
+  assert host.stdout.readline() == b"1\n" and _processes(b"\0stringprep")
+  host.kill()
+  host.wait()
+  host.stdout.close()
+  assert _soon(lambda: not _processes(b"\0stringprep") and not os.listdir(tmp_path))
 
 
 @needs_jail
