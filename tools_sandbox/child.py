@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import linecache
 import math
 import os
@@ -26,7 +27,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Collection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import wire
 
@@ -34,6 +35,8 @@ NAME = "<program>"
 MEMORY_SIGNAL = signal.SIGRTMAX  # the program ended with MemoryError
 SETUP_SIGNAL = signal.SIGRTMAX - 1  # the child never became the program
 
+# Where the code of a program comes from: its text, and each cell's of a session.
+_sources = {NAME}
 _FRAMES = 5  # the last frames of a traceback are what a model can use
 _STACK_BYTES = 64 << 20  # deep C recursion of ordinary programs; grows on demand
 # Address space left over so that a MemoryError can still be reported.
@@ -75,18 +78,21 @@ class Task:
     program: Python source.
     seed_text: seeds the random generators together with `program`.
     limits: what it may use.
+    cells: of a session: the pipe that its cells come from, as frames, and the one
+      that takes a byte at the end of each, its exit status.
   """
 
   program: str
   seed_text: str
   limits: wire.Limits
+  cells: tuple[int, int] | None = None
 
 
 def become_program(
   get: Callable[[], Task],
   pipes: tuple[int, int, int],
   template_bytes: int,
-  confine: Callable[[wire.Limits], None] | None = None,
+  confine: Callable[[Task], None] | None = None,
   kept: Collection[int] = (),
 ) -> NoReturn:
   """Runs a program as `__main__` in this process and ends the process.
@@ -97,7 +103,7 @@ def become_program(
     pipes: descriptors that become its stdin, stdout and stderr.
     template_bytes: address space of the template, which does not count.
     confine: the last step before the program.
-    kept: descriptors that `get` and `confine` need, and close.
+    kept: descriptors that `get` and `confine` need, and close; but for a session's.
   """
   try:
     _enter(pipes, kept)
@@ -107,10 +113,15 @@ def become_program(
     _limit(task.limits, template_bytes)
     _reseed(task.program + "\0" + task.seed_text)
     if confine is not None:
-      confine(task.limits)
+      confine(task)
   except BaseException as e:
     os.write(2, f"cannot set up the run: {e!r}\n".encode("ascii", "replace"))
     _end_by(SETUP_SIGNAL)
+  if task.cells is not None:
+    try:
+      _run_cells(*task.cells)
+    finally:  # whatever the program has made of its pipes: never back into our code
+      os._exit(1)
   code, out_of_memory = _run(task.program)
   if out_of_memory:
     _end_by(MEMORY_SIGNAL)
@@ -204,6 +215,42 @@ def _reseed(text: str) -> None:
 
 def _run(program: str) -> tuple[int, bool]:
   """Executes the program; returns its exit status and whether memory ran out."""
+  names = _become_main()
+  stdout, stderr = sys.stdout, sys.stderr
+  code, out_of_memory = _execute(program, NAME, names)
+  # What the interpreter does at its end, less taking itself apart, which costs more
+  # than most programs do.
+  for step in (threading._shutdown, atexit._run_exitfuncs, stdout.flush, stderr.flush):
+    # Streams that the program closed, hooks that raise: none changes the status.
+    with contextlib.suppress(BaseException):
+      step()
+  return code, out_of_memory
+
+
+def _run_cells(cells: int, tell: int) -> None:
+  """Executes the cells of a session, until the init ends this process.
+
+  All of this is in the program's hands from the first cell on. What it can gain is an
+  end told too early, or another exit status: of its own cells.
+  """
+  names = _become_main()
+  stdout, stderr = sys.stdout, sys.stderr
+  own = os.getpid()
+  for number in itertools.count(1):
+    program = wire.read_frame(cells)["program"]
+    code, out_of_memory = _execute(program, f"<cell {number}>", names)
+    for stream in (stdout, stderr, sys.stdout, sys.stderr):
+      with contextlib.suppress(BaseException):
+        stream.flush()
+    if out_of_memory:
+      _end_by(MEMORY_SIGNAL)
+    if os.getpid() != own:  # a fork that came to the end of its cell
+      os._exit(code)
+    os.write(tell, bytes([code]))
+
+
+def _become_main() -> dict[str, Any]:
+  """Makes this process look like a fresh interpreter's; the names of `__main__`."""
   main = types.ModuleType("__main__")
   main.__dict__.update(__file__=NAME, __builtins__=builtins)
   sys.modules["__main__"] = main
@@ -212,11 +259,16 @@ def _run(program: str) -> tuple[int, bool]:
   sys.excepthook = _report
   threading.excepthook = lambda e: _report(e.exc_type, e.exc_value, e.exc_traceback)
   signal.signal(signal.SIGXCPU, _out_of_time)
-  linecache.cache[NAME] = (len(program), None, program.splitlines(True), NAME)
-  stdout, stderr = sys.stdout, sys.stderr
+  return main.__dict__
+
+
+def _execute(program: str, name: str, names: dict[str, Any]) -> tuple[int, bool]:
+  """Executes source called `name`; its exit status and whether memory ran out."""
+  _sources.add(name)
+  linecache.cache[name] = (len(program), None, program.splitlines(True), name)
   code, out_of_memory = 0, False
   try:
-    exec(compile(program, NAME, "exec", dont_inherit=True), main.__dict__)
+    exec(compile(program, name, "exec", dont_inherit=True), names)
   except SystemExit as e:
     code = _exit_status(e.code)
   except BaseException as e:
@@ -228,12 +280,6 @@ def _run(program: str) -> tuple[int, bool]:
       sys.excepthook(type(e), e, e.__traceback__)
     except BaseException:  # the exception cannot be printed, or the hook is broken
       os.write(2, f"{type(e).__name__}\n".encode("ascii", "replace"))
-  # What the interpreter does at its end, less taking itself apart, which costs more
-  # than most programs do.
-  for step in (threading._shutdown, atexit._run_exitfuncs, stdout.flush, stderr.flush):
-    # Streams that the program closed, hooks that raise: none changes the status.
-    with contextlib.suppress(BaseException):
-      step()
   return code, out_of_memory
 
 
@@ -261,7 +307,7 @@ def _report(
   here = os.getcwd() + os.sep
   frames = []
   for frame in traceback.extract_tb(tb):
-    if frame.filename == NAME or frame.filename.startswith(here):
+    if frame.filename in _sources or frame.filename.startswith(here):
       frame.filename = frame.filename.removeprefix(here)
       frames.append(frame)
   lines = []

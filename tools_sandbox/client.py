@@ -15,6 +15,7 @@ from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.jail import check as check_jail
 from tools_sandbox.mcp_client import McpConfig, McpTool
+from tools_sandbox.pool import Session, SessionEnded
 from tools_sandbox.remote import RemoteConfig, RemotePool
 from tools_sandbox.retrieve import Retriever
 from tools_sandbox.search import Document, Hit
@@ -40,6 +41,8 @@ __all__ = [
   "Result",
   "Retriever",
   "Sandbox",
+  "Session",
+  "SessionEnded",
   "ToolFault",
   "Unavailable",
   "Verdict",
@@ -49,6 +52,7 @@ __all__ = [
   "check_jail",
 ]
 
+_CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
 BACKENDS = (*pool.BACKENDS, "remote")
 
 
@@ -138,6 +142,38 @@ class Sandbox:
     if memory_mb is not None:
       limits = dataclasses.replace(limits, memory_mb=memory_mb)
     return self._pool.run(program, stdin, limits)
+
+  def session(
+    self,
+    timeout_s: float | None = None,
+    memory_mb: int | None = None,
+    cpu_s: float | None = None,
+    wait_s: float | None = None,
+  ) -> Session:
+    """Opens a session: programs that share one process, and so their variables.
+
+    Args:
+      timeout_s: wall seconds of each cell; None for the sandbox's.
+      memory_mb: MiB of the session; None for the sandbox's.
+      cpu_s: CPU seconds of the session; None for ten times `timeout_s`.
+      wait_s: seconds to wait for a slot, which it holds until it ends; None for as long
+        as it takes.
+
+    Raises:
+      ValueError: a limit is out of range, or the back-end is not "jail".
+      TimeoutError: no slot came free in time.
+      RuntimeError: the sandbox is closed, or the service failed.
+    """
+    if not isinstance(self._pool, pool.SandboxPool):
+      raise ValueError("only back-end 'jail' has sessions")
+    wall_s = self._limits.wall_s if timeout_s is None else timeout_s
+    limits = dataclasses.replace(
+      self._limits,
+      wall_s=wall_s,
+      cpu_s=_CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
+      memory_mb=self._limits.memory_mb if memory_mb is None else memory_mb,
+    )
+    return self._pool.session(limits, wait_s)
 
   def search(self, query: str, k: int = 5) -> list[Hit]:
     """The at most k pages that match best, best first; [] where none has a word of it.

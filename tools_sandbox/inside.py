@@ -38,6 +38,7 @@ import kernel
 import landlock
 import run
 import seccomp
+import session
 import wire
 import zygote
 
@@ -152,10 +153,12 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
   def get() -> child.Task:
     os.write(began, b"w")
     row = wire.read_frame(request)
-    os.close(request)
+    cells = (request, began) if row["session"] else None
+    if cells is None:
+      os.close(request)
     limits = wire.Limits.from_json(row["limits"])
     os.chdir(_HOME)
-    return child.Task(row["program"], row["stdin"], limits)
+    return child.Task(row["program"], row["stdin"], limits, cells)
 
   confine = functools.partial(_confine, walls, began)
   inner = pipes[0], pipes[1], pipes[2]
@@ -175,6 +178,7 @@ class _Jailed:
     self._ended, tell = os.pipe()
     request, self._request = os.pipe()
     self._began, began = os.pipe()
+    self._start = b""  # what a session's process said before its first cell
     init = os.pidfd_open(os.getpid())
     fds = [init, tell, request, began, *inner]
     socket.send_fds(orders, [b"f"], fds)
@@ -188,8 +192,13 @@ class _Jailed:
   def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
     _give_files(limits)
     wire.write_frame(self._request, request)
-    os.close(self._request)
-    return run.Started(self._process, *self._outer)
+    if not request["session"]:
+      os.close(self._request)
+      return run.Started(self._process, *self._outer)
+    stdin, *outputs = self._outer
+    os.close(stdin)  # cells find the end of their standard input
+    self._start = os.read(self._began, 1)
+    return run.Started(self._process, self._request, *outputs, self._began)
 
   def end(self) -> tuple[int | None, float]:
     with contextlib.suppress(ProcessLookupError):
@@ -200,7 +209,7 @@ class _Jailed:
       while True:
         os.wait4(-1, 0)
     # Not the program's to say: the pipe was closed before it began.
-    return (code if os.read(self._began, 1) else None), cpu_s
+    return (code if self._start or os.read(self._began, 1) else None), cpu_s
 
 
 def _furnish() -> None:
@@ -218,15 +227,16 @@ def _give_files(limits: wire.Limits) -> None:
   kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
 
 
-def _confine(walls: _Walls, began: int, limits: wire.Limits) -> None:
+def _confine(walls: _Walls, began: int, task: child.Task) -> None:
   """The last walls around the program; says that it begins."""
   # Counted per user namespace: those of this run, of which one is the init.
-  most = limits.processes + 1
+  most = task.limits.processes + 1
   resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
   landlock.restrict(walls.landlock, _HOME, "/dev")
   kernel.set_filter(walls.filter)
   os.write(began, b"b")
-  os.close(began)
+  if task.cells is None:
+    os.close(began)
 
 
 class _Init:
@@ -257,13 +267,15 @@ class _Init:
       request = wire.read_frame(requests)
     except EOFError:
       return  # the host has gone
-    os.write(say, b"r")  # not before it is read: the next init reads the same pipe
-    run.serve(request, requests, results, starter, template.holds)
+    # Not before it is read: the next init reads the same pipe.
+    os.write(say, b"s" if request["session"] else b"r")
+    serve = session.serve if request["session"] else run.serve
+    serve(request, requests, results, starter, template.holds)
     os.write(say, b"a")
 
-  def has_request(self) -> bool:
-    """Waits until it has one; False where it never will."""
-    return os.read(self._said, 1) == b"r"
+  def request(self) -> str:
+    """Waits until it has one: "run" or "session"; "" where it never will."""
+    return {b"r": "run", b"s": "session"}.get(os.read(self._said, 1), "")
 
   def answered(self) -> bool:
     """Waits for its run to end; False if it could not answer."""
@@ -275,12 +287,15 @@ class _Init:
 def _serve(requests: int, results: int, template: _Template) -> None:
   """Has an init serve every request that comes, until there will be no more."""
   spare = _Init(requests, results, template)
-  while spare.has_request():
+  while kind := spare.request():
     running = spare
-    # Made while another core runs the program: half of a short run's time.
-    spare = _Init(requests, results, template)
+    if kind == "run":
+      # Made while another core runs the program: half of a short run's time.
+      spare = _Init(requests, results, template)
     if not running.answered():
       return  # nobody knows what it left in the pipes
+    if kind == "session":  # not earlier: its cells came by the pipe that this one reads
+      spare = _Init(requests, results, template)
     # Those whose namespaces are gone; of the last one nothing but the init is left.
     while os.waitpid(-1, os.WNOHANG)[0]:
       pass
@@ -292,8 +307,9 @@ def _probe(code: bytes) -> NoReturn:
   template = _Template([], code)
   init = _Init(requests, results, template)
   limits = wire.Limits().to_json()
-  wire.write_frame(ask, {"program": "", "stdin": "", "limits": limits})
-  if not (init.has_request() and init.answered()):
+  request = {"program": "", "stdin": "", "limits": limits, "session": False}
+  wire.write_frame(ask, request)
+  if not (init.request() and init.answered()):
     os._exit(1)
   wire.read_frame(answer)
   result = wire.Result.from_json(wire.read_frame(answer)["result"])
@@ -304,7 +320,7 @@ def _probe(code: bytes) -> NoReturn:
 def main() -> None:
   """Serves runs until the host closes stdin."""
   path, *modules = sys.argv[1:]
-  own = ("wire", "child", "kernel", "landlock", "run", "seccomp", "zygote")
+  own = ("wire", "child", "kernel", "landlock", "run", "seccomp", "session", "zygote")
   requests, results = zygote.take_pipes(own)
   sys.path[:] = path.split(":")
   child.set_dumpable(False)

@@ -8,18 +8,13 @@ leaves open.
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from tools_sandbox import jail, wire
+from tools_sandbox import jail, slot, wire
 
 BACKENDS = ("jail", "subprocess")
 _WEAKER = (
@@ -37,135 +32,11 @@ DEFAULT_PRELOAD = (
   *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
 )
 
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
-# Back-end -> the program of a slot.
-_PROGRAMS = {
-  "subprocess": os.path.join(_FOLDER, "zygote.py"),
-  "jail": os.path.join(_FOLDER, "jail.py"),
-}
-_START_S = 60.0  # imports on a starved machine
-_SWEEPS = 100  # a daemon may fork while it is looked for
-_GRACE_S = 15.0  # on top of a run's wall limit: killing, reaping, removing its files
-# All that a zygote inherits. -I would be tidier than -s, but it makes the interpreter
-# ignore PYTHONHASHSEED, and set order would then differ between slots.
-_ENVIRONMENT = {
-  "PYTHONHASHSEED": "0",
-  "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
-  "OMP_NUM_THREADS": "1",
-  "MKL_NUM_THREADS": "1",
-  "MALLOC_ARENA_MAX": "2",  # an arena reserves 64 MiB of a limited address space
-}
-
-
-class _ZygoteDied(Exception):
-  """The zygote is of no more use. `started` says whether the program may have run."""
-
-  def __init__(self, message: str, started: bool):
-    super().__init__(message)
-    self.started = started
-
-
-class _Zygote:
-  """The host's handle on one zygote process. Not thread-safe: one caller at a time."""
-
-  def __init__(self, preload: Sequence[str], backend: str):
-    """Starts the process; it imports `preload` while the caller goes on.
-
-    Raises:
-      OSError: no process, no descriptor, or no disk for it.
-    """
-    self.runs = 0
-    self.ready = False
-    self.directory = tempfile.mkdtemp(prefix="tools-sandbox-")
-    self._log = os.path.join(self.directory, "zygote.log")
-    flags = ["-s", "-X", "utf8", _PROGRAMS[backend]]
-    try:
-      with open(self._log, "wb") as log:
-        self.process = subprocess.Popen(
-          [sys.executable, *flags, self.directory, str(os.getpid()), *preload],
-          stdin=subprocess.PIPE,
-          stdout=subprocess.PIPE,
-          stderr=log,
-          cwd=self.directory,
-          env=_ENVIRONMENT,
-          start_new_session=True,
-          bufsize=0,
-        )
-    except OSError:
-      shutil.rmtree(self.directory, ignore_errors=True)
-      raise
-    self._requests = self.process.stdin.fileno()
-    self._results = self.process.stdout.fileno()
-    for fd in (self._requests, self._results):
-      os.set_blocking(fd, False)
-
-  def run(self, request: dict[str, Any], wall_s: float) -> wire.Result:
-    """Sends one request and waits for its result.
-
-    Raises:
-      _ZygoteDied: no result will come; the caller must `kill`.
-    """
-    started = False
-    try:
-      if not self.ready:
-        self._expect("ready", _START_S)
-        self.ready = True
-      deadline = time.monotonic() + _GRACE_S
-      wire.write_frame(self._requests, request, deadline)
-      self._expect("started", _GRACE_S)
-      started = True
-      message = self._expect("result", wall_s + _GRACE_S)
-      self.runs += 1
-      return wire.Result.from_json(message["result"])
-    except (EOFError, TimeoutError, ValueError, KeyError) as e:
-      raise _ZygoteDied(f"the zygote failed: {e}\n{self._last_words()}", started) from e
-
-  def _expect(self, event: str, seconds: float) -> dict[str, Any]:
-    message = wire.read_frame(self._results, time.monotonic() + seconds)
-    if message.get("event") != event:
-      raise ValueError(f"expected {event!r} of the zygote, got {message!r:.200}")
-    return message
-
-  def _last_words(self) -> str:
-    try:
-      with open(self._log, encoding="utf-8", errors="replace") as f:
-        return f.read()[-2000:]
-    except OSError:
-      return ""
-
-  def kill(self) -> None:
-    """Ends the zygote and what runs below it, and removes its files."""
-    self.process.kill()
-    self.process.wait()
-    self.process.stdin.close()
-    self.process.stdout.close()
-    _kill_by_argument(self.directory)
-    shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _kill_by_argument(argument: str) -> None:
-  """Kills processes that carry `argument` on their command line.
-
-  The zygote kills its own stragglers. Where it was itself killed, daemons have gone to
-  init, but a fork keeps its parent's command line, and there the slot's directory is.
-  """
-  wanted = argument.encode() + b"\0"
-  for _ in range(_SWEEPS):
-    found = False
-    for name in os.listdir("/proc"):
-      try:
-        with open(f"/proc/{name}/cmdline", "rb") as f:
-          if name.isdigit() and wanted in f.read():
-            os.kill(int(name), signal.SIGKILL)
-            found = True
-      except OSError:
-        continue  # not a process, or one that has just ended
-    if not found:
-      return
+_CLOSED = "the sandbox pool is closed"
 
 
 class SandboxPool:
-  """Slots that each run one program at a time. Thread-safe.
+  """Slots that each run one program at a time. Thread-safe; first come, first served.
 
   A slot's zygote starts when it is first needed, in the calling thread, so several
   start in parallel. It is replaced when it dies and after `runs_per_zygote` runs.
@@ -208,9 +79,13 @@ class SandboxPool:
     self._preload = tuple(preload)
     self._runs_per_zygote = runs_per_zygote
     self._changed = threading.Condition()
-    self._idle: list[_Zygote] = []
+    self._idle: list[slot.Zygote] = []
     self._unstarted = slots
-    self._live: set[_Zygote] = set()
+    # Callers without a slot, in the order of their arrival; a slot that comes free is
+    # handed to the first. None waits while one is free.
+    self._waiting: deque[Future[slot.Zygote | None]] = deque()
+    self._live: set[slot.Zygote] = set()
+    self._sessions: set[Session] = set()
     self._closed = False
     self._replaced = 0
 
@@ -234,13 +109,9 @@ class SandboxPool:
       ValueError: together they are longer than wire.MAX_INPUT.
       RuntimeError: the pool is closed.
     """
-    for name, value in (("program", program), ("stdin", stdin)):
-      if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
-    if len(program) + len(stdin) > wire.MAX_INPUT:
-      raise ValueError(f"program and stdin exceed {wire.MAX_INPUT} characters")
+    _check_texts(program, stdin)
     limits = limits or self.limits
-    request = {"program": program, "stdin": stdin, "limits": limits.to_json()}
+    request = _request(program, stdin, limits, session=False)
     zygote = self._acquire()
     try:
       for last in (False, True):
@@ -248,14 +119,12 @@ class SandboxPool:
           zygote = zygote or self._start()
           result = zygote.run(request, limits.wall_s)
           break
-        except _ZygoteDied as e:
+        except slot.ZygoteDied as e:
           zygote = self._retire(zygote)
           if e.started or last:
             zygote = self._spare()
             return _failure(str(e))
-      if zygote.runs >= self._runs_per_zygote:
-        self._retire(zygote)
-        zygote = self._spare()
+      zygote = self._unless_worn(zygote)
       return result
     except OSError as e:  # no process, no descriptor, no disk for a zygote
       zygote = self._retire(zygote)
@@ -267,6 +136,58 @@ class SandboxPool:
     finally:
       self._release(zygote)
 
+  def session(
+    self, limits: wire.Limits | None = None, wait_s: float | None = None
+  ) -> Session:
+    """Opens a session; waits for a free slot, which it holds until it ends.
+
+    Args:
+      limits: what it may use; None for the pool's. Wall seconds and output are those
+        of each cell, all else of the session.
+      wait_s: seconds to wait for a slot at most; None for as long as it takes.
+
+    Raises:
+      ValueError: this back-end has no sessions.
+      TimeoutError: no slot came free in time.
+      RuntimeError: the pool is closed, or the service failed.
+    """
+    if self._backend != "jail":
+      raise ValueError(f"back-end {self._backend!r} has no sessions; 'jail' has")
+    limits = limits or self.limits
+    request = _request("", "", limits, session=True)
+    zygote = self._acquire(wait_s)
+    try:
+      for last in (False, True):
+        try:
+          zygote = zygote or self._start()
+          zygote.open(request)
+          break
+        except slot.ZygoteDied:
+          zygote = self._retire(zygote)
+          if last:
+            raise
+      session = Session(self, zygote, limits.wall_s)
+      with self._changed:
+        self._check_open()
+        self._sessions.add(session)
+      return session
+    except BaseException as e:
+      self._release(self._retire(zygote))
+      if isinstance(e, (OSError, slot.ZygoteDied)):
+        raise RuntimeError(f"no session: {type(e).__name__}: {e}") from e
+      raise
+
+  def _end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+    with self._changed:
+      self._sessions.discard(session)
+    self._release(self._unless_worn(zygote))
+
+  def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
+    if zygote is None or zygote.runs < self._runs_per_zygote:
+      return zygote
+    self._retire(zygote)
+    return self._spare()
+
   @property
   def replaced(self) -> int:
     """Zygotes that were put away so far: worn out, broken, or killed."""
@@ -277,12 +198,16 @@ class SandboxPool:
     with self._changed:
       self._closed = True
       idle, self._idle = self._idle, []
+      while self._waiting:
+        self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
       # A busy one is put away by its caller, who still reads from its pipes.
       for zygote in self._live:
         zygote.process.kill()
-      self._changed.notify_all()
+      sessions = list(self._sessions)
     for zygote in idle:
       self._retire(zygote)
+    for session in sessions:
+      session.close()
     with self._changed:
       self._changed.wait_for(lambda: not self._live)
 
@@ -292,18 +217,36 @@ class SandboxPool:
   def __exit__(self, *error: object) -> None:
     self.close()
 
-  def _acquire(self) -> _Zygote | None:
+  def _acquire(self, wait_s: float | None = None) -> slot.Zygote | None:
     """Takes a slot: its zygote, or None where it has to be started."""
     with self._changed:
-      self._changed.wait_for(lambda: self._closed or self._idle or self._unstarted)
       self._check_open()
-      if self._idle:
-        return self._idle.pop()
-      self._unstarted -= 1
-      return None
+      if self._idle or self._unstarted:
+        return self._take()
+      place: Future[slot.Zygote | None] = Future()
+      self._waiting.append(place)
+    try:
+      return place.result(wait_s)
+    except BaseException as e:  # closed, too late, or a caller that is interrupted
+      with self._changed:
+        waits = place in self._waiting
+        if waits:
+          self._waiting.remove(place)
+      if not waits and place.exception() is None:
+        self._release(place.result())  # it was handed over in the same moment
+      if isinstance(e, TimeoutError):
+        raise TimeoutError(f"no slot came free in {wait_s:g} s") from None
+      raise
 
-  def _start(self) -> _Zygote:
-    zygote = _Zygote(self._preload, self._backend)
+  def _take(self) -> slot.Zygote | None:
+    """A free slot; with the lock held, where there is one."""
+    if self._idle:
+      return self._idle.pop()
+    self._unstarted -= 1
+    return None
+
+  def _start(self) -> slot.Zygote:
+    zygote = slot.Zygote(self._preload, self._backend)
     with self._changed:
       self._live.add(zygote)
       closed = self._closed
@@ -312,14 +255,14 @@ class SandboxPool:
     self._check_open()
     return zygote
 
-  def _spare(self) -> _Zygote | None:
+  def _spare(self) -> slot.Zygote | None:
     """A new zygote that imports before anybody waits for it; None if there can't be."""
     try:
       return None if self._closed else self._start()
     except (OSError, RuntimeError):  # RuntimeError: closed by now
       return None
 
-  def _retire(self, zygote: _Zygote | None) -> None:
+  def _retire(self, zygote: slot.Zygote | None) -> None:
     if zygote is not None:
       zygote.kill()
       with self._changed:
@@ -327,7 +270,7 @@ class SandboxPool:
         self._replaced += 1
         self._changed.notify_all()
 
-  def _release(self, zygote: _Zygote | None) -> None:
+  def _release(self, zygote: slot.Zygote | None) -> None:
     with self._changed:
       closed = self._closed
       if zygote is None or closed:
@@ -336,13 +279,108 @@ class SandboxPool:
         self._idle.append(zygote)
       else:
         self._idle.insert(0, zygote)  # taken last: it is still importing
-      self._changed.notify()
+      while self._waiting and (self._idle or self._unstarted):
+        self._waiting.popleft().set_result(self._take())
     if closed:
       self._retire(zygote)
 
   def _check_open(self) -> None:
     if self._closed:
-      raise RuntimeError("the sandbox pool is closed")
+      raise RuntimeError(_CLOSED)
+
+
+class SessionEnded(RuntimeError):
+  """A cell was given to a session that has ended."""
+
+
+class Session:
+  """Cells that share one process: variables live until it ends. Thread-safe.
+
+  It ends with `close`, and with a cell that used up its time or memory, or whose
+  process ended; that cell's result says which, and `alive` is False from then on.
+  """
+
+  def __init__(self, pool: SandboxPool, zygote: slot.Zygote, wall_s: float):
+    """Only `SandboxPool.session` makes one."""
+    self._pool, self._zygote, self._wall_s = pool, zygote, wall_s
+    self._lock = threading.Lock()
+    self._alive = True
+
+  @property
+  def alive(self) -> bool:
+    """Whether there can be another cell."""
+    return self._alive
+
+  def run(self, program: str) -> wire.Result:
+    """Runs a cell with the variables that earlier cells have left.
+
+    Args:
+      program: Python source; its standard input is empty.
+
+    Returns:
+      The result of this cell. One that raised, or called sys.exit, is `error` or `ok`
+      as a run would be, and the session goes on.
+
+    Raises:
+      TypeError: program is not a string.
+      ValueError: it is longer than wire.MAX_INPUT.
+      SessionEnded: a cell before this one has ended it, or it is closed.
+    """
+    _check_texts(program, "")
+    with self._lock:
+      if not self._alive:
+        raise SessionEnded("the session has ended; open another one")
+      zygote = self._zygote
+      try:
+        result, self._alive = zygote.cell(program, self._wall_s)
+      except (slot.ZygoteDied, OSError) as e:
+        self._alive = False
+        zygote = self._pool._retire(zygote)
+        result = _failure(str(e))
+      except BaseException:  # interrupted: its answer would be taken for the next one's
+        self._alive = False
+        self._pool._end_session(self, self._pool._retire(zygote))
+        raise
+      if not self._alive:
+        self._pool._end_session(self, zygote)
+      return result
+
+  def close(self) -> None:
+    """Ends its process and gives the slot back; waits for a cell that runs."""
+    with self._lock:
+      if not self._alive:
+        return
+      self._alive = False
+      zygote: slot.Zygote | None = self._zygote
+      try:
+        zygote.end_session()
+      except BaseException as e:
+        zygote = self._pool._retire(zygote)
+        if not isinstance(e, (slot.ZygoteDied, OSError)):
+          raise
+      finally:
+        self._pool._end_session(self, zygote)
+
+  def __enter__(self) -> Session:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+
+def _check_texts(program: str, stdin: str) -> None:
+  for name, value in (("program", program), ("stdin", stdin)):
+    if not isinstance(value, str):
+      raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+  if len(program) + len(stdin) > wire.MAX_INPUT:
+    raise ValueError(f"program and stdin exceed {wire.MAX_INPUT} characters")
+
+
+def _request(
+  program: str, stdin: str, limits: wire.Limits, session: bool
+) -> dict[str, Any]:
+  row = {"program": program, "stdin": stdin, "limits": limits.to_json()}
+  return {**row, "session": session}
 
 
 def _failure(reason: str) -> wire.Result:

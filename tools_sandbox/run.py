@@ -24,7 +24,7 @@ _FLUSH_S = 0.05  # to write out its buffers when its time is up
 # Death by these signals is the kernel's limit on CPU seconds where so much of it is
 # used. The limit counts by ticks: on a crowded core it ends programs too early.
 _CPU_SHARE = {-signal.SIGXCPU: 0.5, -signal.SIGKILL: 0.9}
-_SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
+SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,8 @@ class Started:
   stdin: int
   stdout: int
   stderr: int
+  # Of a session, whose cells go to `stdin`: a byte comes from here at the end of each.
+  told: int = -1
 
 
 class Starter(Protocol):
@@ -118,6 +120,8 @@ class Run:
     self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     for fd in (self.input_fd, *outputs):
       os.set_blocking(fd, False)
+    # Descriptors of which any says that it is over.
+    self.ends = (self.process,) if started.told < 0 else (self.process, started.told)
 
   def finish(self, control: int) -> wire.Result:
     """Serves the program until it ends, then leaves nothing of it alive.
@@ -128,19 +132,24 @@ class Run:
     try:
       self._pump(control)
     finally:
-      code, cpu_s = self.starter.end()
-      seconds = time.monotonic() - self.start
-      os.close(self.process)
-      self._close_input()
-      for fd in self.clips:  # what the pipes still hold
-        while self._read(fd):
-          pass
-        os.close(fd)
-    return self._result(code, cpu_s, seconds)
+      ended = self._end()
+    return self._result(*ended)
+
+  def _end(self) -> tuple[int | None, float, float]:
+    """Exit status, CPU and wall seconds; nothing of it lives, no descriptor is open."""
+    code, cpu_s = self.starter.end()
+    seconds = time.monotonic() - self.start
+    os.close(self.process)
+    self._close_input()
+    for fd in self.clips:  # what the pipes still hold
+      while self._read(fd):
+        pass
+      os.close(fd)
+    return code, cpu_s, seconds
 
   def _pump(self, control: int) -> None:
     poll = select.poll()
-    for fd in (self.process, *self.clips):
+    for fd in (*self.ends, *self.clips):
       poll.register(fd, select.POLLIN)
     poll.register(control, 0)  # reports its hang-up all the same
     if self.input:
@@ -148,7 +157,7 @@ class Run:
     else:
       self._close_input()
     deadline = self.start + self.limits.wall_s
-    sample = self.start + _SAMPLE_S
+    sample = self.start + SAMPLE_S
     while True:
       now = time.monotonic()
       if now >= deadline:
@@ -157,7 +166,7 @@ class Run:
       if now >= sample:
         if self._over_limits():
           return None
-        sample = time.monotonic() + _SAMPLE_S
+        sample = time.monotonic() + SAMPLE_S
       ready = dict(poll.poll(max(0, math.ceil((min(deadline, sample) - now) * 1000))))
       if control in ready:
         raise SystemExit("the host has gone")
@@ -167,7 +176,7 @@ class Run:
       for fd in self.clips:
         if fd in ready and not self._read(fd):
           poll.unregister(fd)
-      if self.process in ready:
+      if any(fd in ready for fd in self.ends):
         return None
 
   def _ask_to_flush(self) -> None:

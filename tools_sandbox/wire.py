@@ -159,6 +159,18 @@ def _build(cls: type, row: dict[str, Any]) -> Any:
   return cls(**row)
 
 
+def frame(message: dict[str, Any]) -> bytes:
+  """A message as `read_frame` reads it.
+
+  Raises:
+    ValueError: it is longer than MAX_FRAME.
+  """
+  body = json.dumps(message).encode("ascii")
+  if len(body) > MAX_FRAME:
+    raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME} can be sent")
+  return _HEADER.pack(len(body)) + body
+
+
 def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) -> None:
   """Writes one frame to a pipe.
 
@@ -172,10 +184,7 @@ def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) ->
     TimeoutError: the deadline passed.
     ValueError: the message is longer than MAX_FRAME.
   """
-  body = json.dumps(message).encode("ascii")
-  if len(body) > MAX_FRAME:
-    raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME} can be sent")
-  data = memoryview(_HEADER.pack(len(body)) + body)
+  data = memoryview(frame(message))
   while data:
     _wait(fd, select.POLLOUT, deadline)
     try:

@@ -1,7 +1,8 @@
 """Runs the attacks against a host that has something to lose; answers with JSON.
 
 A program of its own, so that it can become an ordinary user first:
-attack_host.py BACKEND [--nobody] [--only=REGEX]. The victim is a process of the same
+attack_host.py BACKEND [--nobody] [--only=REGEX], where BACKEND may also be `session`:
+the jail, each attack the second cell of a session. The victim is a process of the same
 user with a secret in its environment, on its disk and on its sockets.
 """
 
@@ -126,21 +127,33 @@ def _faults(attack: Attack, result: Result, after: Result | None, wall_s: float)
 def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
   """Name -> faults of each attack; None where it was not tried with this back-end."""
   out = {}
-  with _host() as names, SandboxPool(1, _LIMITS, (), backend=backend) as pool:
+  jailed = backend in ("jail", "session")
+  walls = "jail" if jailed else backend
+  with _host() as names, SandboxPool(1, _LIMITS, (), backend=walls) as pool:
+
+    def execute(program: str, limits: Limits = _LIMITS) -> Result:
+      if backend != "session":
+        return pool.run(_fill(program, names), limits=limits)
+      with pool.session(limits) as session:
+        session.run("print(1)")
+        return session.run(_fill(program, names))
+
     for attack in ATTACKS:
       if not re.search(only, f"{attack.group}/{attack.name}"):
         continue
-      if backend != "jail" and not attack.harmless:
+      if not jailed and not attack.harmless:
         out[attack.name] = None
         continue
-      wall = _SHORT_S if attack.group in _SHORT else _LIMITS.wall_s
-      limits = Limits(**{**_LIMITS.to_json(), "wall_s": wall, "cpu_s": wall})
+      wall_limit = _SHORT_S if attack.group in _SHORT else _LIMITS.wall_s
+      limits = Limits(
+        **{**_LIMITS.to_json(), "wall_s": wall_limit, "cpu_s": wall_limit}
+      )
       start = time.monotonic()
-      result = pool.run(_fill(attack.program, names), limits=limits)
+      result = execute(attack.program, limits)
       wall_s = time.monotonic() - start
-      after = pool.run(_fill(attack.after, names)) if attack.after else None
+      after = execute(attack.after) if attack.after else None
       faults = list(_faults(attack, result, after, wall_s))
-      if backend == "jail" and pool.run("print(2)").stdout != "2\n":
+      if jailed and pool.run("print(2)").stdout != "2\n":
         faults.append("the slot serves no more")
       out[attack.name] = faults
       for path in pathlib.Path("/tmp").glob(f"planted-{os.getpid()}*"):

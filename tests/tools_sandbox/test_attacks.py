@@ -69,3 +69,20 @@ def test_the_suite_can_fail(attack):
     pytest.skip("the subprocess back-end's table was measured as root")
   only = "/(" + "|".join(_OPEN) + ")$"
   assert _faults("subprocess", user, only)[attack]
+
+
+# Of every class, and the forgers. README.md tells of all of them in sessions.
+_IN_A_SESSION = (
+  *("secret_file", "host_root_through_proc", "ptrace_a_child", "take_a_descriptor"),
+  *("tcp_to_loopback", "signal_the_host", "new_user_namespace", "disk"),
+  *("tick_after_the_end", "claim_infrastructure", "print_a_frame"),
+  *("memory_of_the_last_run",),
+)
+
+
+@needs_jail
+@pytest.mark.parametrize("attack", _IN_A_SESSION)
+def test_contained_as_a_cell_of_a_session(attack):
+  user = "root" if os.geteuid() == 0 else "nobody"  # else it is skipped
+  only = "/(" + "|".join(_IN_A_SESSION) + ")$"
+  assert _faults("session", user, only)[attack] == []

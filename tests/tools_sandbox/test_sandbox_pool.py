@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -74,6 +75,55 @@ def test_eight_threads_share_two_slots():
     for t in threads:
       t.join(60)
   assert results == {(i, j): f"{i * j}\n" for i in range(8) for j in range(5)}
+
+
+def test_callers_are_served_in_the_order_of_their_arrival():
+  with SandboxPool(2, preload=(), backend="subprocess") as pool:
+    held = [pool._acquire() for _ in range(2)]
+    order, threads, both = [], [], threading.Lock()
+
+    def work(i):
+      slot = pool._acquire()
+      with both:  # one is served after the other: the order is that of the slots
+        order.append(i)
+      served.release()
+      again.acquire()
+      pool._release(slot)
+
+    served, again = threading.Semaphore(0), threading.Semaphore(0)
+    for i in range(8):
+      threads.append(threading.Thread(target=work, args=(i,)))
+      threads[-1].start()
+      assert _soon(lambda i=i: len(pool._waiting) == i + 1)
+    pool._release(held.pop())
+    for i in range(8):
+      assert served.acquire(timeout=60) and order == list(range(i + 1))
+      # Whoever has had a slot and asks again comes behind all that wait.
+      late = threading.Thread(target=lambda: pool._release(pool._acquire()))
+      late.start()
+      assert _soon(lambda i=i: len(pool._waiting) == 8)
+      threads.append(late)
+      again.release()
+    pool._release(held.pop())
+    for t in threads:
+      t.join(60)
+    assert not pool._waiting
+
+
+def test_a_caller_that_is_interrupted_gives_up_its_place(monkeypatch):
+  with SandboxPool(1, preload=(), backend="subprocess") as pool:
+    slot = pool._acquire()
+
+    def interrupted(place, timeout=None):
+      raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+      patch.setattr(Future, "result", interrupted)
+      with pytest.raises(KeyboardInterrupt):
+        pool.run("print(1)")
+    assert not pool._waiting
+    pool._release(slot)
+    assert pool.run("print(2)").stdout == "2\n"
 
 
 def test_slots_run_at_the_same_time():
@@ -172,7 +222,7 @@ def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
 
 
 def test_a_wedged_zygote_is_replaced(monkeypatch):
-  monkeypatch.setattr("tools_sandbox.pool._GRACE_S", 0.5)
+  monkeypatch.setattr("tools_sandbox.slot._GRACE_S", 0.5)
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     pool.run("print(1)")
     program = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"

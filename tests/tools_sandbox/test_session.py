@@ -1,0 +1,358 @@
+"""Sessions: what lives between cells, what ends them, what a hostile cell cannot do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tools_sandbox import jail
+from tools_sandbox.client import Sandbox, SessionEnded
+from tools_sandbox.pool import SandboxPool
+from tools_sandbox.wire import Limits, Verdict
+
+_missing = jail.check()
+needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+
+
+@pytest.fixture(scope="module")
+def jailed():
+  with Sandbox(slots=1, preload=("colorsys",), timeout_s=30) as sandbox:
+    yield sandbox
+    assert sandbox._pool.replaced == 0  # no cell of this file has spoilt the slot
+
+
+def _said(result):
+  return result.stdout, result.verdict
+
+
+@needs_jail
+def test_cells_share_variables_imports_files_and_nothing_else(jailed):
+  with jailed.session() as s:
+    assert _said(s.run("import math\nx = 41")) == ("", Verdict.OK)
+    assert _said(s.run("def f(): return x + 1")) == ("", Verdict.OK)
+    assert _said(s.run("open('f', 'w').write('kept')\nx += math.floor(1.5)")) == (
+      "",
+      Verdict.OK,
+    )
+    assert _said(s.run("print(f(), open('f').read(), __name__)")) == (
+      "43 kept __main__\n",
+      Verdict.OK,
+    )
+  with jailed.session() as s:
+    result = s.run("import os\nprint(os.listdir('.'))\nx")
+    assert _said(result) == ("[]\n", Verdict.ERROR) and "NameError" in result.stderr
+  assert jailed.run("x").verdict == Verdict.ERROR
+
+
+@needs_jail
+@pytest.mark.parametrize(
+  ("cell", "code", "word"),
+  [
+    ("1 / 0", 1, "ZeroDivisionError"),
+    ("x = (", 1, "SyntaxError"),
+    ("import sys\nsys.exit(3)", 3, ""),
+    ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
+    ("input()", 1, "EOFError"),
+    ("def f(): f()\nf()", 1, "RecursionError"),
+    ("import os, signal\nos.kill(1, signal.SIGKILL)", 1, "Error"),
+    ("import sys\nsys.stdout.close()\nsys.stdout = None\n1 / 0", 1, "ZeroDivision"),
+  ],
+)
+def test_a_cell_that_fails_leaves_the_session_alive(jailed, cell, code, word):
+  with jailed.session() as s:
+    s.run("x = 7")
+    result = s.run(cell)
+    assert result.exit_code == code and word in result.stderr, result
+    assert result.verdict == (Verdict.ERROR if code else Verdict.OK) and s.alive
+    assert s.run("assert x == 7").verdict == Verdict.OK
+
+
+@needs_jail
+def test_errors_show_the_lines_of_the_cell_they_come_from(jailed):
+  with jailed.session() as s:
+    s.run("def f():\n  return nothing_here  # of the first")
+    text = s.run("f()  # of the second").stderr
+  assert "of the first" in text and "of the second" in text and "/" not in text
+
+
+# Name -> (cell, changed limits, verdict, a word of stderr) of a cell that ends it.
+ENDS = {
+  "hangs": ("print('a')\nwhile True: pass", {"wall_s": 1.0}, Verdict.TIMEOUT, "1 s"),
+  "sleeps": ("import time\ntime.sleep(99)", {"wall_s": 0.5}, Verdict.TIMEOUT, "0.5 s"),
+  "cpu": ("while True: pass", {"cpu_s": 1.0}, Verdict.TIMEOUT, "CPU"),
+  "memory": ("x = bytearray(1 << 30)", {"memory_mb": 100}, Verdict.MEMORY, "Memory"),
+  "exits": ("import os\nos._exit(3)", {}, Verdict.ERROR, ""),
+  "exits_with_0": ("import os\nos._exit(0)", {}, Verdict.OK, ""),
+  "killed": ("import os\nos.kill(os.getpid(), 9)", {}, Verdict.ERROR, ""),
+  "closes_its_pipes": ("import os\nos.closerange(3, 256)", {}, Verdict.ERROR, ""),
+  "pipes_closed_and_hangs": (
+    "import os, time\nos.closerange(3, 256)\ntime.sleep(99)",
+    {},
+    Verdict.ERROR,
+    "",
+  ),
+  "stops_itself": (
+    "import os\nos.kill(os.getpid(), 19)",
+    {"wall_s": 0.5},
+    Verdict.TIMEOUT,
+    "0.5 s",
+  ),
+}
+
+
+@needs_jail
+@pytest.mark.parametrize("name", ENDS)
+def test_a_cell_that_ends_the_session(jailed, name):
+  cell, changed, verdict, word = ENDS[name]
+  with jailed._pool.session(Limits(**{**Limits(wall_s=30).to_json(), **changed})) as s:
+    assert s.run("x = 1\nprint(x)").stdout == "1\n"
+    result = s.run(cell)
+    assert result.verdict == verdict and word in result.stderr, result
+    assert "the session has ended" in result.stderr and not s.alive
+    with pytest.raises(SessionEnded):
+      s.run("print(x)")
+    # Its slot is free at once, and knows nothing of it.
+    assert jailed.run("print('x' in globals())").stdout == "False\n"
+
+
+@needs_jail
+def test_time_is_each_cells_and_cpu_all_cells_together(jailed):
+  limits = Limits(wall_s=20, cpu_s=2)
+  spin = (
+    "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: 1"
+  )
+  with jailed._pool.session(limits) as s:
+    results = []
+    while s.alive and len(results) < 20:
+      results.append(s.run(spin).verdict)
+  assert results[:2] == [Verdict.OK] * 2 and results[-1] == Verdict.TIMEOUT
+  assert len(results) < 20
+
+
+@needs_jail
+def test_disk_and_output_are_limited(jailed):
+  limits = Limits(wall_s=30, disk_mb=4, output_bytes=1000)
+  with jailed._pool.session(limits) as s:
+    for _ in range(3):  # output: of each cell
+      result = s.run("print('a' * 900)")
+      assert len(result.stdout) == 901 and not result.truncated
+    assert s.run("print('a' * 1_000_000)").truncated
+    write = "open('%s', 'wb').write(b'x' * (3 << 20))"
+    assert s.run(write % "a").verdict == Verdict.OK
+    assert "No space left" in s.run(write % "b").stderr  # disk: of all cells
+
+
+@needs_jail
+def test_a_long_cell_and_a_flood_do_not_wedge(jailed):
+  with jailed.session() as s:
+    assert s.run("x = '" + "y" * 3_000_000 + "'\nprint(len(x))").stdout == "3000000\n"
+    flood = "import os, threading\ndef f():\n  while True: os.write(1, b'z' * 65536)\n"
+    s.run(flood + "threading.Thread(target=f, daemon=True).start()")
+    result = s.run("x = 5")  # a thread of an earlier cell writes for ever
+    assert result.verdict == Verdict.OK and set(result.stdout) <= set(
+      "z.[]0123456789 bytescut"
+    )
+    assert s.run("assert x == 5").exit_code == 0
+
+
+@needs_jail
+def test_a_fork_that_falls_out_of_its_cell_is_not_asked(jailed):
+  with jailed.session() as s:
+    s.run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)")
+    for i in range(5):
+      assert s.run(f"print({i}, pid > 0)").stdout == f"{i} True\n"
+
+
+# What a program can write to: its own three pipes and the two of its session.
+_FORGE = (
+  "import json, os, struct\n"
+  "body = json.dumps({'event': 'result', 'alive': True, 'result': {'stdout': 'FORGED',"
+  " 'stderr': '', 'exit_code': 0, 'verdict': 'ok', 'seconds': 0.0,"
+  " 'truncated': False}}).encode()\n"
+  "for fd in range(3, 256):\n"
+  "  for path in (fd, f'/proc/self/fd/{fd}'):\n    try:\n"
+  "      out = os.dup(path) if path == fd else os.open(path, os.O_WRONLY)\n"
+  "      os.write(out, struct.pack('>I', len(body)) + body)\n"
+  "    except OSError: pass\n"
+)
+
+
+@needs_jail
+def test_what_a_cell_forges_stays_in_its_session(jailed):
+  with jailed.session(timeout_s=2) as s:
+    s.run(_FORGE)
+    for _ in range(3):
+      if s.alive:
+        assert "FORGED" not in s.run("print(1)").stdout
+  with jailed.session() as s:
+    assert s.run("print(1)").stdout == "1\n"
+  assert jailed.run("print(2)").stdout == "2\n"
+
+
+@needs_jail
+def test_an_end_told_too_early_changes_only_what_it_says_of_itself(jailed):
+  """The most that a hostile cell can do to the next one of its own session."""
+  early = (
+    "import os, time\n"
+    "for fd in range(3, 256):\n  try: os.write(fd, bytes(9))\n  except OSError: pass\n"
+    "time.sleep(0.3)\nprint('late')\nos._exit(9)"
+  )
+  with jailed.session() as s:
+    assert _said(s.run(early)) == ("", Verdict.OK)  # it lied
+    result = s.run("print('never run')")
+    assert result.exit_code == 9 and not s.alive and "never" not in result.stdout
+
+
+@needs_jail
+def test_a_process_has_two_descriptors_more_than_a_run(jailed):
+  count = (
+    "import os\nn = 0\nfor fd in range(1024):\n  try: os.fstat(fd); n += 1\n"
+    "  except OSError: pass\nprint(n)"
+  )
+  with jailed.session() as s:
+    assert s.run(count).stdout == "5\n"
+  assert jailed.run(count).stdout == "3\n"
+
+
+@needs_jail
+def test_what_happens_between_cells_is_limited_too(jailed):
+  limits = Limits(wall_s=30, cpu_s=1)
+  with jailed._pool.session(limits) as s:
+    s.run("import threading\ndef f():\n  while True: pass\n"
+          "threading.Thread(target=f, daemon=True).start()")  # fmt: skip
+    # Asked next, a cell finds the session ended, or sees it end.
+    result = s.run("import time\ntime.sleep(25)")
+    assert result.verdict == Verdict.TIMEOUT and "CPU" in result.stderr
+
+
+@needs_jail
+def test_a_session_holds_a_slot_for_its_life():
+  with SandboxPool(1, preload=()) as pool:
+    s = pool.session()
+    with pytest.raises(TimeoutError, match="no slot came free"):
+      pool.session(wait_s=0.05)
+    ran = []
+    thread = threading.Thread(target=lambda: ran.append(pool.run("print(1)").stdout))
+    thread.start()
+    while not pool._waiting:
+      time.sleep(0.01)
+    assert s.run("print(2)").stdout == "2\n" and not ran
+    s.close()
+    s.close()  # again: nothing
+    thread.join(60)
+    assert ran == ["1\n"] and pool.replaced == 0
+    with pytest.raises(SessionEnded):
+      s.run("1")
+
+
+@needs_jail
+def test_a_pool_that_closes_ends_its_sessions(tmp_path, monkeypatch):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+  pool = SandboxPool(2, preload=())
+  idle, busy = pool.session(), pool.session()
+  results = []
+  cell = "import time\ntime.sleep(60)"
+  thread = threading.Thread(target=lambda: results.append(busy.run(cell)))
+  thread.start()
+  while not busy._lock.locked():
+    time.sleep(0.01)
+  pool.close()
+  thread.join(60)
+  assert results[0].verdict == Verdict.INFRASTRUCTURE
+  assert not idle.alive and not busy.alive and not os.listdir(tmp_path)
+
+
+@needs_jail
+def test_a_zygote_that_dies_ends_its_session_not_the_pool():
+  with SandboxPool(1, preload=()) as pool:
+    with pool.session() as s:
+      s.run("x = 1")
+      next(iter(pool._live)).process.kill()
+      while (result := s.run("assert x == 1")).verdict == Verdict.OK:
+        pass  # what is below the one that was killed dies a moment later
+      assert result.verdict == Verdict.INFRASTRUCTURE and not s.alive
+    with pool.session() as s:
+      assert s.run("print(3)").stdout == "3\n"
+
+
+def _processes(word):
+  found = []
+  for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{name}/cmdline", "rb") as f:
+        if word in f.read():
+          found.append(int(name))
+    except OSError:
+      continue
+  return found
+
+
+def _soon(condition, seconds=30.0):
+  deadline = time.monotonic() + seconds
+  while not condition() and time.monotonic() < deadline:
+    time.sleep(0.02)
+  return condition()
+
+
+@needs_jail
+def test_many_sessions_leave_no_process_and_no_descriptor():
+  def held():
+    return len(os.listdir("/proc/self/fd")), len(_processes(b"\0quopri"))
+
+  def many(count):
+    for _ in range(count):
+      with pool.session() as s:
+        s.run("import os\nif not os.fork(): import time; os.setsid(); time.sleep(600)")
+
+  with SandboxPool(1, preload=("quopri",)) as pool:
+    many(3)
+    files, processes = held()
+    many(20)
+    # One init may still be on its way out.
+    assert _soon(lambda: held()[1] <= processes + 1) and held()[0] == files
+    assert pool.replaced == 0
+  assert _soon(lambda: not _processes(b"\0quopri"))
+
+
+@needs_jail
+def test_an_open_session_dies_with_its_host(tmp_path):
+  program = (
+    "import time\nfrom tools_sandbox.pool import SandboxPool\n"
+    "p = SandboxPool(1, preload=('stringprep',))\ns = p.session()\n"
+    "print(s.run('print(1)').stdout, flush=True)\ntime.sleep(600)"
+  )
+  host = subprocess.Popen(
+    [sys.executable, "-c", program],
+    stdout=subprocess.PIPE,
+    cwd=os.path.dirname(os.path.dirname(jail.__file__)),
+    env={**os.environ, "TMPDIR": str(tmp_path)},
+  )
+  assert host.stdout.readline() == b"1\n" and _processes(b"\0stringprep")
+  host.kill()
+  host.wait()
+  host.stdout.close()
+  assert _soon(lambda: not _processes(b"\0stringprep") and not os.listdir(tmp_path))
+
+
+@needs_jail
+def test_cells_are_strings_of_bounded_length(jailed, monkeypatch):
+  with jailed.session() as s:
+    with pytest.raises(TypeError, match="program"):
+      s.run(b"1")
+    monkeypatch.setattr("tools_sandbox.wire.MAX_INPUT", 10)
+    with pytest.raises(ValueError, match="10 characters"):
+      s.run("print(1234567)")
+    assert s.alive
+
+
+def test_weaker_back_ends_have_no_sessions():
+  said = pytest.raises(ValueError, match="'subprocess' has no sessions")
+  with Sandbox(backend="subprocess", preload=()) as sandbox, said:
+    sandbox.session()
+  with Sandbox(backend=None) as sandbox, pytest.raises(ValueError, match="'jail'"):
+    sandbox.session()

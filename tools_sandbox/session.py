@@ -1,0 +1,118 @@
+"""A session, as its init serves it: one process, one cell after the other.
+
+The process belongs to the hostile program from its first cell on. It holds its ends of
+two pipes more than a run's: cells come from one, and on the other it says that one has
+ended, and how. It may lie there, of its own cells. All that concerns others is decided
+here: the limits, how the session ended, and every byte that goes to the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import time
+from typing import Any
+
+import run
+import wire
+
+_MANY = 4096  # bytes that a program may have told unasked
+_LOST = "[the session has ended, its variables are lost]\n"
+
+
+class _Session(run.Run):
+  """A run whose input is its cells."""
+
+  def __init__(
+    self, request: dict[str, Any], starter: run.Starter, template: run.Template
+  ):
+    """Starts the process."""
+    super().__init__(request, starter, template)
+    self.told = self.ends[1]
+    os.set_blocking(self.told, False)
+    self.alive = True
+    self._ended: tuple[int | None, float, float] | None = None
+
+  def wait(self, control: int) -> None:
+    """Until the host has written. The limits hold meanwhile: threads may go on."""
+    poll = select.poll()
+    for fd in (self.process, control):
+      poll.register(fd, select.POLLIN)
+    while self._ended is None:
+      ready = dict(poll.poll(run.SAMPLE_S * 1000))
+      if control in ready:
+        return
+      if self.process in ready or self._over_limits():
+        self.stop()
+
+  def stop(self) -> None:
+    """Leaves nothing of it alive."""
+    if self._ended is None:
+      self._ended = self._end()
+
+  def cell(self, program: str, control: int) -> wire.Result:
+    """Runs one cell; `alive` says whether there can be another.
+
+    Raises:
+      SystemExit: the host has gone.
+    """
+    self.start = time.monotonic()
+    if self._ended is None:
+      with contextlib.suppress(BlockingIOError):
+        os.read(self.told, _MANY)  # nothing was asked
+      self.input = memoryview(wire.frame({"program": program}))
+      self._pump(control)
+    status = None if self._ended or self.killed else self._status()
+    if status is None:
+      self.alive = False
+      self.stop()
+      result = self._result(*self._ended)
+      lost = result.verdict != wire.Verdict.INFRASTRUCTURE
+      return dataclasses.replace(result, stderr=result.stderr + _LOST * lost)
+    for fd in self.clips:
+      # Once: all that was in the pipe when the cell ended. A thread may write for ever.
+      self._read(fd)
+    result = self._result(status, 0.0, time.monotonic() - self.start)
+    self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in self.clips}
+    return result
+
+  def _status(self) -> int | None:
+    """What the process says of its cell; None where it can say nothing any more."""
+    try:
+      said = os.read(self.told, _MANY)
+    except BlockingIOError:
+      return None
+    return said[0] if said else None
+
+  def _close_input(self) -> None:
+    pass  # the next cell goes there
+
+
+def serve(
+  request: dict[str, Any],
+  control: int,
+  results: int,
+  starter: run.Starter,
+  template: run.Template,
+) -> None:
+  """Serves the cells that come from `control` until one ends the session or none will.
+
+  Args: as `run.serve`.
+
+  Raises:
+    EOFError, SystemExit: the host has gone.
+  """
+  wire.write_frame(results, {"event": "started"})
+  session = _Session(request, starter, template)
+  while session.alive:
+    session.wait(control)
+    program = wire.read_frame(control)["program"]
+    if program is None:
+      session.stop()
+      wire.write_frame(results, {"event": "closed"})
+      return
+    result = session.cell(program, control).to_json()
+    answer = {"event": "result", "result": result, "alive": session.alive}
+    wire.write_frame(results, answer)
