@@ -276,7 +276,8 @@ def check_references(grader: CodeGrader, step: int) -> int:
     assert outcome(grader, tests, row["prompt"] + "  return None")[0] == 0.0
     done += 1
   for row in released("MbppPlus-OriginFmt")[::step]:
-    if row["task_id"] in (126, 255):  # tests Python's own `sum`; returns 32 MB
+    # 126 tests Python's own `sum`; 255 and 630 return more than the 8 MiB of a reply.
+    if row["task_id"] in (126, 255, 630):
       continue
     tests = {"functional": row["test"]}
     assert outcome(grader, tests, row["code"]) == (1.0, "passed"), row["task_id"]
@@ -290,4 +291,4 @@ def test_reference_solutions_pass_their_hidden_tests(grader):
 
 @pytest.mark.slow
 def test_all_reference_solutions_pass_their_hidden_tests(grader):
-  assert check_references(grader, 1) == 164 + 376
+  assert check_references(grader, 1) == 164 + 375
