@@ -3,8 +3,8 @@
   python -m experiments.evaluate --config=configs/evaluate_world.py \
     --workdir=runs/world/eval
 
-Needs a model folder (`--config.init=runs/world/rl/model`). Expect: pass@1 0.87
-greedy and 0.78 sampled for the quickstart's RL model.
+Needs a model folder (`--config.init=runs/world/rl/model`). Expect: pass@1 0.88
+greedy and 0.80 sampled for the quickstart's RL model.
 """
 
 import ml_collections
