@@ -43,7 +43,7 @@ _SETTINGS = flags.DEFINE_string(
 # `rows` go through the model at once, the rest of a step's after them; `devices` is
 # what `--cpu_devices` of a launcher is, but no more than one for two rows.
 SETTINGS: dict[str, dict[str, Any]] = {
-  "ours": {"rows": 4, "devices": 2},  # and fields of `LoadConfig`
+  "ours": {"rows": 2, "devices": 1},  # and fields of `LoadConfig`
   "torch": {"rows": 1, "attention": "sdpa", "compile": False, "remat": False},
   "tunix": {"rows": 1, "remat": "NONE"},  # and names of tunix's RematConfig
 }

@@ -28,8 +28,8 @@ COMPILE_CACHE = flags.DEFINE_string(
 CPU_DEVICES = flags.DEFINE_integer(
   "cpu_devices",
   1,
-  "Devices that a CPU is split into for section mesh: as many as it has cores trains "
-  "and samples small models up to 1.6 times as fast, each on rows of its own.",
+  "Devices that a CPU is split into for section mesh: with as many as it has cores "
+  "small models sample up to 1.6 times as fast, each on slots of its own.",
   lower_bound=1,
 )
 
