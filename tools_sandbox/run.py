@@ -231,13 +231,19 @@ class Run:
       return wire.Result(stdout, stderr, None, failed, seconds, cut)
     code = -signal.SIGKILL if code is None else code
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
+    limits = self.limits
     if self.killed and code < 0:
       verdict, stderr = self.killed, stderr + self.note
-    elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * self.limits.cpu_s:
+    elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * limits.cpu_s:
       verdict = wire.Verdict.TIMEOUT
-      stderr += f"[killed: used more than {self.limits.cpu_s:g} CPU s]\n"
+      # Where both limits are one number, a busy program races towards both: what its
+      # author reads must not say which of the two was first.
+      unit = "CPU s" if limits.cpu_s < limits.wall_s else "s"
+      stderr += f"[killed: used more than {limits.cpu_s:g} {unit}]\n"
     elif code == -child.MEMORY_SIGNAL:
       verdict, code = wire.Verdict.MEMORY, 1
+    if verdict is wire.Verdict.TIMEOUT:  # nor whether it ended when asked to
+      code = -signal.SIGKILL
     return wire.Result(stdout, stderr, code, verdict, seconds, cut)
 
 
