@@ -47,6 +47,9 @@ class Reply(http.server.BaseHTTPRequestHandler):
   def raw(self, status=200, kind: str | None = "text/html", **headers):
     """The head of a reply alone."""
     self.send_response(status)
+    # Said, because it is done: a client that keeps the connection would lose the next
+    # request on it, whenever that one is faster than this thread's hanging up.
+    self.send_header("Connection", "close")
     if kind is not None:
       self.send_header("Content-Type", kind)
     for name, value in headers.items():
