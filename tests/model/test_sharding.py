@@ -44,12 +44,32 @@ def finish(process: subprocess.Popen) -> None:
   assert process.returncode == 0, errors[-3000:]
 
 
-@pytest.fixture(scope="session")
-def figures(tmp_path_factory) -> dict:
-  """What `on_a_mesh.py` measures with 8 virtual devices in one process."""
-  out = tmp_path_factory.mktemp("mesh") / "one.json"
-  finish(start(out))
-  return json.loads(out.read_text())
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> list[dict]:
+  """What `on_a_mesh.py` measures with 8 virtual devices in one process, and in two.
+
+  At the same time, for they mostly compile: each with one thread.
+  """
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  folder = tmp_path_factory.mktemp("mesh")
+  outs = folder / "one.json", folder / "two.json"
+  started = [start(outs[1], address, "2", str(i)) for i in range(2)]
+  try:
+    started.append(start(outs[0]))
+    for process in started:
+      finish(process)
+  finally:
+    for process in started:
+      process.kill()
+  return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.fixture(scope="module")
+def figures(both) -> dict:
+  """Those of one process."""
+  return both[0]
 
 
 def assert_equal(case: dict) -> None:
@@ -102,15 +122,9 @@ def test_parameters_and_optimizer_state_are_split(figures: dict):
   assert figures["plain/one"]["opt_state"] == 0
 
 
-def test_two_processes_are_one(figures: dict, tmp_path):
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  out = tmp_path / "two.json"
-  both = [start(out, address, "2", str(i)) for i in range(2)]
-  for process in both:
-    finish(process)
-  case = json.loads(out.read_text())["plain/context2_fsdp2_tensor2"]
+def test_two_processes_are_one(both):
+  figures, two = both
+  case = two["plain/context2_fsdp2_tensor2"]
   assert_equal(case)
   expected = figures["plain/context2_fsdp2_tensor2"]
   np.testing.assert_allclose(case["values"], expected["values"], rtol=1e-6)

@@ -31,17 +31,18 @@ from tools_sandbox.wire import Limits, Result, Verdict  # noqa: E402
 
 _NOBODY = 65534
 _SECRET = "s3cret-of-the-host"
-_MARK = "mark-of-the-host"
-_SHM_KEY = 0x7A6A
+# Of this run: another one may go on beside it.
+_MARK = f"mark-of-the-host-{os.getpid()}"
+_SHM_KEY = 0x7A6A0000 + os.getpid() % 65536
 _LIMITS = Limits(
   wall_s=10, cpu_s=10, memory_mb=256, file_mb=8, processes=32, disk_mb=16, inodes=500
 )
-# Their programs use up their time, or are over in a moment.
+# Their programs use up their time, unless their verdict says otherwise.
 _SHORT = {"bombs", "time", "races"}
 _SHORT_S = 2.0
 
 
-def victim(folder: str) -> None:
+def victim(folder: str, mark: str, shm_key: int) -> None:
   """Listens wherever an attack may knock; says where; ends with its standard input."""
   import ctypes
 
@@ -49,7 +50,7 @@ def victim(folder: str) -> None:
   udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
   udp.bind(tcp.getsockname())
   held = [tcp, udp]
-  for name in (f"\0{_MARK}", f"{folder}/socket"):
+  for name in (f"\0{mark}", f"{folder}/socket"):
     for kind, ending in ((socket.SOCK_STREAM, ""), (socket.SOCK_DGRAM, "-DATAGRAM")):
       s = socket.socket(socket.AF_UNIX, kind)
       s.bind(name + ending)
@@ -57,7 +58,7 @@ def victim(folder: str) -> None:
         s.listen(99)
       held.append(s)
   libc = ctypes.CDLL(None)
-  shared = libc.shmget(_SHM_KEY, 4096, 0o1666)
+  shared = libc.shmget(shm_key, 4096, 0o1666)
   print(tcp.getsockname()[1], flush=True)
   sys.stdin.read()
   libc.shmctl(shared, 0, None)
@@ -73,7 +74,7 @@ def _host():
     with open(secret, "w", encoding="ascii") as f:
       f.write(_SECRET)
     with subprocess.Popen(
-      [sys.executable, __file__, "--victim", folder, _MARK],
+      [sys.executable, __file__, "--victim", folder, _MARK, str(_SHM_KEY)],
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
@@ -91,6 +92,7 @@ def _host():
         "SOCKET_PATH": f"{folder}/socket",
         "SHM_KEY": str(_SHM_KEY),
         "PACKAGE": str(HERE.parent.parent / "tools_sandbox"),
+        "LEFT": f"LEFT-{os.getpid()}",
         "PLANTED": f"/tmp/planted-{os.getpid()}",
       }
       process.stdin.close()
@@ -110,7 +112,9 @@ def _alive(word: str) -> bool:
   return False
 
 
-def _faults(attack: Attack, result: Result, after: Result | None, wall_s: float):
+def _faults(
+  attack: Attack, result: Result, after: Result | None, wall_s: float, leaves: str
+):
   """Why the attack counts as a breach; [] where it was contained."""
   if "BREACH" in result.stdout + (after.stdout if after else ""):
     yield "it printed BREACH"
@@ -120,7 +124,7 @@ def _faults(attack: Attack, result: Result, after: Result | None, wall_s: float)
     yield f"verdict {result.verdict}, not {attack.verdicts}: {result.stderr[-300:]}"
   if wall_s > attack.within_s:
     yield f"it took {wall_s:.1f} s"
-  if attack.leaves and _alive(attack.leaves):
+  if leaves and _alive(leaves):
     yield "a process of it lives"
 
 
@@ -144,7 +148,9 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
       if not jailed and not attack.harmless:
         out[attack.name] = None
         continue
-      wall_limit = _SHORT_S if attack.group in _SHORT else _LIMITS.wall_s
+      ends = attack.verdicts and "timeout" not in attack.verdicts
+      short = attack.group in _SHORT and not ends
+      wall_limit = _SHORT_S if short else _LIMITS.wall_s
       limits = Limits(
         **{**_LIMITS.to_json(), "wall_s": wall_limit, "cpu_s": wall_limit}
       )
@@ -152,7 +158,8 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
       result = execute(attack.program, limits)
       wall_s = time.monotonic() - start
       after = execute(attack.after) if attack.after else None
-      faults = list(_faults(attack, result, after, wall_s))
+      leaves = attack.leaves.replace("LEFT", names["LEFT"])
+      faults = list(_faults(attack, result, after, wall_s, leaves))
       if jailed and pool.run("print(2)").stdout != "2\n":
         faults.append("the slot serves no more")
       out[attack.name] = faults
@@ -187,7 +194,8 @@ def main() -> None:
   """See the file's docstring."""
   first, *options = sys.argv[1:]
   if first == "--victim":
-    return victim(options[0])
+    folder, mark, shm_key = options
+    return victim(folder, mark, int(shm_key))
   if "--nobody" in options:
     become_nobody()
     options.remove("--nobody")

@@ -55,7 +55,7 @@ class Attack:
   program: str
   verdicts: tuple[str, ...] = ()
   after: str = ""
-  within_s: float = 20.0
+  within_s: float = 45.0
   leaves: str = ""
   harmless: bool = True
 

@@ -5,7 +5,7 @@ That the suite can fail is a test of its own: without the jail many attacks succ
 
 from __future__ import annotations
 
-import functools
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -34,20 +34,43 @@ _missing = jail.check()
 needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
 
 
-@functools.cache
-def _faults(backend: str, user: str, only: str = "") -> dict[str, list[str] | None]:
-  command = [sys.executable, str(_HOST), backend]
+# Of every class, and the forgers. README.md tells of all of them in sessions.
+_IN_A_SESSION = (
+  *("secret_file", "host_root_through_proc", "ptrace_a_child", "take_a_descriptor"),
+  *("tcp_to_loopback", "signal_the_host", "new_user_namespace", "disk"),
+  *("tick_after_the_end", "claim_infrastructure", "print_a_frame"),
+  *("memory_of_the_last_run",),
+)
+_ONLY = {"session": _IN_A_SESSION, "subprocess": tuple(_OPEN)}
+
+
+@pytest.fixture(scope="module")
+def hosts():
+  """What each host found, (back-end, user) -> attack -> faults.
+
+  All of them are started at once: they wait for programs' time more than they work.
+  """
+  runs = [("jail", "root"), ("jail", "nobody"), ("session", "root")]
+  runs = [("subprocess", "root"), *([] if _missing else runs)]
+  runs = runs if os.geteuid() == 0 else []
+  with concurrent.futures.ThreadPoolExecutor(4) as threads:
+    yield {run: threads.submit(_faults, *run) for run in runs}
+
+
+def _faults(backend: str, user: str) -> dict[str, list[str] | None]:
+  only = "/(" + "|".join(_ONLY[backend]) + ")$" if backend in _ONLY else ""
+  command = [sys.executable, str(_HOST), backend, f"--only={only}"]
   if user == "nobody":
-    if os.geteuid():
-      pytest.skip("only root can become another user; this run is an ordinary one")
     command.append("--nobody")
-  elif os.geteuid():
-    pytest.skip("this run is not root's")
-  done = subprocess.run(
-    [*command, f"--only={only}"], capture_output=True, text=True, timeout=900
-  )
+  done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
   assert done.returncode == 0, done.stderr[-2000:]
   return json.loads(done.stdout)
+
+
+def _of(hosts, backend: str, user: str, attack: str) -> list[str] | None:
+  if (backend, user) not in hosts:
+    pytest.skip("only root can become another user; this run is an ordinary one")
+  return hosts[backend, user].result()[attack]
 
 
 def test_the_suite_is_large_and_its_names_unique():
@@ -58,31 +81,17 @@ def test_the_suite_is_large_and_its_names_unique():
 @needs_jail
 @pytest.mark.parametrize("attack", [a.name for a in ATTACKS])
 @pytest.mark.parametrize("user", ["root", "nobody"])
-def test_contained(user, attack):
-  assert _faults("jail", user)[attack] == []
+def test_contained(hosts, user, attack):
+  assert _of(hosts, "jail", user, attack) == []
 
 
 @pytest.mark.parametrize("attack", _OPEN)
-def test_the_suite_can_fail(attack):
-  user = "root" if os.geteuid() == 0 else "itself"
-  if user == "itself":
-    pytest.skip("the subprocess back-end's table was measured as root")
-  only = "/(" + "|".join(_OPEN) + ")$"
-  assert _faults("subprocess", user, only)[attack]
-
-
-# Of every class, and the forgers. README.md tells of all of them in sessions.
-_IN_A_SESSION = (
-  *("secret_file", "host_root_through_proc", "ptrace_a_child", "take_a_descriptor"),
-  *("tcp_to_loopback", "signal_the_host", "new_user_namespace", "disk"),
-  *("tick_after_the_end", "claim_infrastructure", "print_a_frame"),
-  *("memory_of_the_last_run",),
-)
+def test_the_suite_can_fail(hosts, attack):
+  # The subprocess back-end's table was measured as root.
+  assert _of(hosts, "subprocess", "root", attack)
 
 
 @needs_jail
 @pytest.mark.parametrize("attack", _IN_A_SESSION)
-def test_contained_as_a_cell_of_a_session(attack):
-  user = "root" if os.geteuid() == 0 else "nobody"  # else it is skipped
-  only = "/(" + "|".join(_IN_A_SESSION) + ")$"
-  assert _faults("session", user, only)[attack] == []
+def test_contained_as_a_cell_of_a_session(hosts, attack):
+  assert _of(hosts, "session", "root", attack) == []
