@@ -39,6 +39,19 @@ async def sleep(seconds: str) -> str:
   return "awake"
 
 
+_met, _all_met = [], asyncio.Event()
+
+
+@server.tool()
+async def meet(count: str) -> str:
+  """Returns once so many calls have come."""
+  _met.append(count)
+  if len(_met) >= int(count):
+    _all_met.set()
+  await _all_met.wait()
+  return "met"
+
+
 @server.tool()
 def die(code: str) -> str:
   """Ends the server."""

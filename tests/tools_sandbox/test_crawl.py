@@ -8,7 +8,7 @@ import socket
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from web_server import serve, within
+from web_server import LONG, serve, within
 
 pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
 
@@ -37,7 +37,7 @@ def server():
     yield running
 
 
-def crawl(server, content="{}/", seconds=10.0, **changes) -> str:
+def crawl(server, content="{}/", seconds=LONG, **changes) -> str:
   crawler = Crawler(CrawlConfig(**{"fetch": FETCH, **changes}))
   try:
     return crawler(content.replace("{}", server.url), seconds)
@@ -109,7 +109,7 @@ def test_pages_of_one_call_come_in_order_and_fail_alone(server):
 
 def test_several_slow_pages_share_one_deadline(server):
   server.actions["/"] = lambda r: r.drip(b"x")
-  in_time = within(2.5)
+  in_time = within()
   with pytest.raises(ToolFault, match="within"):
     crawl(server, "{}/?a {}/?b {}/?c", seconds=0.5)
   in_time()
@@ -205,7 +205,7 @@ def test_text_without_its_tags():
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_markup_ends_in_time_as_text_or_the_pages_fault(server, name: str):
   server.actions["/"] = lambda r: r.send(HOSTILE[name])
-  in_time = within(6)
+  in_time = within()
   try:
     text = crawl(server, seconds=4.0)
   except ToolFault:
@@ -233,7 +233,7 @@ def test_a_summariser_that_is_down_is_not_the_pages_fault(server, status: int):
   server.actions["/"] = lambda r: r.send(b"line of text\n" * 3000, "text/plain")
   server.actions["/v1/chat/completions"] = lambda r: r.send_json({}, status)
   with pytest.raises(Unavailable, match="the chat endpoint"):
-    crawl(server, summary=ChatConfig(server.url + "/v1", "m"), seconds=1.0)
+    crawl(server, summary=ChatConfig(server.url + "/v1", "m"))
 
 
 def test_no_network_is_not_the_pages_fault(monkeypatch):
@@ -242,7 +242,7 @@ def test_no_network_is_not_the_pages_fault(monkeypatch):
 
   monkeypatch.setattr(Fetcher.__init__, "__defaults__", ((), down))
   with pytest.raises(Unavailable):
-    Crawler(CrawlConfig())("http://a.test/ http://b.test/", 2.0)
+    Crawler(CrawlConfig())("http://a.test/ http://b.test/", LONG)
 
 
 def test_configs_that_make_no_sense_are_refused():

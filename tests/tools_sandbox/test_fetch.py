@@ -11,7 +11,7 @@ import threading
 import zlib
 
 import pytest
-from web_server import serve, within
+from web_server import LONG, NEVER, serve, within
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.fetch import FetchConfig, Fetcher, is_public
@@ -27,7 +27,7 @@ def server():
     yield running
 
 
-def get(server, path="/", seconds=5.0, config=LIMITS, **more):
+def get(server, path="/", seconds=LONG, config=LIMITS, **more):
   return Fetcher(config, **more).get(server.url + path, seconds, TYPES)
 
 
@@ -77,7 +77,7 @@ def test_loopback_is_not_reached_by_any_of_its_names(server, host: str):
     outside.actions["/"] = lambda r: r.raw(302, Location=url, Content_Length="0")
     for asked in (url, outside.url + "/"):
       with pytest.raises(ToolFault, match="may not be connected"):
-        fetcher.get(asked, 5.0, TYPES)
+        fetcher.get(asked, LONG, TYPES)
   assert len(outside.requests) == 1 and not server.requests
 
 
@@ -103,9 +103,9 @@ def test_a_name_that_answers_differently_the_second_time(server):
 
     patch.setattr(socket, "create_connection", connect)
     with pytest.raises(ToolFault):
-      fetcher.get("http://rebind.test:8080/", 2.0, TYPES)
+      fetcher.get("http://rebind.test:8080/", LONG, TYPES)
     with pytest.raises(ToolFault, match="may not be connected"):
-      fetcher.get("http://rebind.test:8080/", 2.0, TYPES)
+      fetcher.get("http://rebind.test:8080/", LONG, TYPES)
   assert asked == ["rebind.test"] * 2 and connected == ["93.184.216.34"]
   assert not server.requests
 
@@ -117,13 +117,13 @@ def test_only_the_allowed_addresses_of_a_name_are_tried(server):
 
   server.actions["/"] = lambda r: r.send(b"hi")
   url = f"http://both.test:{server.port}/"
-  assert Fetcher(LIMITS, resolve=both).get(url, 2.0, TYPES).data == b"hi"
+  assert Fetcher(LIMITS, resolve=both).get(url, LONG, TYPES).data == b"hi"
 
 
 def test_odd_ports_of_public_addresses_are_not_connected_to():
   for port in (22, 25, 6379, 11211):
     with pytest.raises(ToolFault, match="may not be connected"):
-      Fetcher(FetchConfig()).get(f"http://1.1.1.1:{port}/", 1.0, TYPES)
+      Fetcher(FetchConfig()).get(f"http://1.1.1.1:{port}/", LONG, TYPES)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_odd_ports_of_public_addresses_are_not_connected_to():
 )
 def test_what_is_no_url_is_the_models_fault(url: str):
   with pytest.raises(BadCall, match="not a URL"):
-    Fetcher(LIMITS).get(url, 1.0, TYPES)
+    Fetcher(LIMITS).get(url, LONG, TYPES)
 
 
 @pytest.mark.parametrize(
@@ -199,22 +199,22 @@ def test_a_slow_drip_ends_at_the_deadline(server, where: str):
     r.raw(302, Location="/", Content_Length="0")
 
   server.actions["/"] = locals()[where]
-  in_time = within(2.0)
+  in_time = within()
   fails(server, "within 0.6 s|redirects", seconds=0.6)
   in_time()
 
 
 def test_a_server_that_never_answers(server):
-  server.actions["/"] = lambda r: server.stopped.wait(5)
-  in_time = within(1.5)
+  server.actions["/"] = lambda r: server.stopped.wait(NEVER)
+  in_time = within()
   fails(server, "within 0.3 s", seconds=0.3)
   in_time()
 
 
 def test_a_name_server_that_never_answers():
   stop = threading.Event()
-  fetcher = Fetcher(LIMITS, resolve=lambda *_, **__: stop.wait(5))
-  in_time = within(1.5)
+  fetcher = Fetcher(LIMITS, resolve=lambda *_, **__: stop.wait(NEVER))
+  in_time = within()
   with pytest.raises(ToolFault, match="within"):
     fetcher.get("http://slow.test/", 0.3, TYPES)
   in_time()
@@ -302,13 +302,13 @@ def test_nobody_listens_and_no_such_host():
   with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
   with pytest.raises(ToolFault, match="cannot be reached"):
-    Fetcher(LIMITS).get(f"http://127.0.0.1:{port}/", 2.0, TYPES)
+    Fetcher(LIMITS).get(f"http://127.0.0.1:{port}/", LONG, TYPES)
 
   def none(*_, **__):
     raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
   with pytest.raises(ToolFault, match=r"no host nowhere\.test"):
-    Fetcher(LIMITS, resolve=none).get("http://nowhere.test/", 2.0, TYPES)
+    Fetcher(LIMITS, resolve=none).get("http://nowhere.test/", LONG, TYPES)
 
 
 def test_a_name_server_that_is_down_is_the_infrastructures_fault():
@@ -316,7 +316,7 @@ def test_a_name_server_that_is_down_is_the_infrastructures_fault():
     raise socket.gaierror(socket.EAI_AGAIN, "try again")
 
   with pytest.raises(Unavailable, match="no name server"):
-    Fetcher(LIMITS, resolve=down).get("http://a.test/", 2.0, TYPES)
+    Fetcher(LIMITS, resolve=down).get("http://a.test/", LONG, TYPES)
 
   def theirs(name, port, **_):  # only the page's own name server is down
     if name != "example.com":
@@ -324,7 +324,7 @@ def test_a_name_server_that_is_down_is_the_infrastructures_fault():
     return []
 
   with pytest.raises(ToolFault, match="no host"):
-    Fetcher(LIMITS, resolve=theirs).get("http://a.test/", 2.0, TYPES)
+    Fetcher(LIMITS, resolve=theirs).get("http://a.test/", LONG, TYPES)
 
 
 def test_limits_that_make_no_sense_are_refused():
@@ -355,8 +355,8 @@ def test_tls_is_checked_against_the_name_though_the_address_is_connected_to(
   fetcher = Fetcher(LIMITS, resolve=here)
   url = f"https://good.test:{server.port}/"
   with pytest.raises(ToolFault, match=r"cannot be reached.*self.signed"):
-    fetcher.get(url, 5.0, TYPES)
+    fetcher.get(url, LONG, TYPES)
   fetcher._tls.load_verify_locations(cert)
-  assert fetcher.get(url, 5.0, TYPES).data == b"hi" and set(names) == {"good.test"}
+  assert fetcher.get(url, LONG, TYPES).data == b"hi" and set(names) == {"good.test"}
   with pytest.raises(ToolFault, match=r"cannot be reached.*[Hh]ostname"):
-    fetcher.get(url.replace("good", "evil"), 5.0, TYPES)
+    fetcher.get(url.replace("good", "evil"), LONG, TYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import os
 import subprocess
 import sys
@@ -158,7 +159,7 @@ ORDINARY = {
 
 @pytest.fixture(scope="module")
 def jailed():
-  with Sandbox(slots=1, backend="jail", timeout_s=20) as sandbox:
+  with Sandbox(slots=1, backend="jail", timeout_s=60) as sandbox:
     yield sandbox
 
 
@@ -196,7 +197,7 @@ def test_errors_name_no_folder_of_the_host(jailed):
   ("program", "changed", "verdict", "word"),
   [
     ("while True: pass", {"wall_s": 0.5}, Verdict.TIMEOUT, "0.5 s"),
-    ("while True: pass", {"cpu_s": 1}, Verdict.TIMEOUT, "CPU"),
+    ("while True: pass", {"cpu_s": 1, "wall_s": 300}, Verdict.TIMEOUT, "CPU"),
     ("bytearray(1 << 29)", {"memory_mb": 100}, Verdict.MEMORY, "MemoryError"),
     ("while True: open('f', 'ab').write(b'x' * (1 << 20))", {"disk_mb": 4},
      Verdict.ERROR, "No space left"),
@@ -204,14 +205,14 @@ def test_errors_name_no_folder_of_the_host(jailed):
      "No space left"),
     ("open('f', 'wb').write(b'x' * (3 << 20))", {"file_mb": 2}, Verdict.ERROR,
      "File too large"),
-    ("import os\nwhile True: os.fork()", {"processes": 9, "wall_s": 5}, Verdict.ERROR,
+    ("import os\nwhile True: os.fork()", {"processes": 9}, Verdict.ERROR,
      "BlockingIOError"),
     ("import os; os.kill(os.getpid(), 9)", {}, Verdict.ERROR, ""),
     ("import os; os._exit(7)", {}, Verdict.ERROR, ""),
   ],
 )  # fmt: skip
 def test_limits(program, changed, verdict, word):
-  limits = Limits(**{**Limits(wall_s=20).to_json(), **changed})
+  limits = Limits(**{**Limits(wall_s=60).to_json(), **changed})
   with SandboxPool(1, limits, (), backend="jail") as jails:
     result = jails.run(program)
     assert result.verdict == verdict and word in result.stderr, result
@@ -219,23 +220,27 @@ def test_limits(program, changed, verdict, word):
 
 
 def test_what_was_printed_before_a_timeout_comes_back(jailed):
-  result = jailed.run("print('before')\nwhile True: pass", timeout_s=0.5)
+  result = jailed.run("print('before')\nwhile True: pass", timeout_s=2)
   assert (result.stdout, result.verdict) == ("before\n", Verdict.TIMEOUT)
 
 
-def _soon(condition, seconds=15.0):
+def _soon(condition, seconds=60.0):
   deadline = time.monotonic() + seconds
   while not condition() and time.monotonic() < deadline:
     time.sleep(0.02)
   return condition()
 
 
-def _processes(word):
+# A module that is not there is skipped, but tells our slots' processes from others.
+MARK = f"no_module_{os.getpid()}"
+
+
+def _processes(word=MARK):
   found = []
   for name in filter(str.isdigit, os.listdir("/proc")):
     try:
       with open(f"/proc/{name}/cmdline", "rb") as f:
-        if word in f.read():
+        if word.encode() in f.read().split(b"\0"):
           found.append(int(name))
     except OSError:
       continue
@@ -245,9 +250,9 @@ def _processes(word):
 def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
   program = (
     "import os, sys, time\nfrom tools_sandbox.pool import SandboxPool\n"
-    "p = SandboxPool(1, preload=('colorsys',), backend='jail')\n"
+    f"p = SandboxPool(1, preload=({MARK!r},), backend='jail')\n"
     "print(p.run('print(1)').stdout, flush=True)\n"
-    "p.run('import time; time.sleep(99)') if sys.argv[1] == 'kill' else p.close()"
+    "p.run('import time; time.sleep(600)') if sys.argv[1] == 'kill' else p.close()"
   )
   folder = os.path.dirname(os.path.dirname(pool.__file__))
   for how in ("close", "kill"):
@@ -259,11 +264,11 @@ def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
     )
     assert host.stdout.readline() == b"1\n"
     if how == "kill":
-      assert _processes(b"\0colorsys")
+      assert _processes()
       host.kill()
-    host.wait(20)
+    host.wait(60)
     host.stdout.close()
-    assert _soon(lambda: not _processes(b"\0colorsys") and not os.listdir(tmp_path))
+    assert _soon(lambda: not _processes() and not os.listdir(tmp_path))
 
 
 def test_close_ends_runs_in_flight(tmp_path, monkeypatch):
@@ -272,9 +277,9 @@ def test_close_ends_runs_in_flight(tmp_path, monkeypatch):
   program = "import time\ntime.sleep(60)"
   thread = threading.Thread(target=lambda: results.append(jails.run(program)))
   thread.start()
-  time.sleep(1)  # wherever it is by then: starting, or running
+  assert _soon(lambda: any(slot.runs for slot in list(jails._live)))
   jails.close()
-  thread.join(20)
+  thread.join(60)
   assert results[0].verdict == Verdict.INFRASTRUCTURE and not os.listdir(tmp_path)
 
 
@@ -294,9 +299,10 @@ def test_many_runs_leave_no_process_mount_or_descriptor():
     slot = next(iter(jails._live)).process.pid
     with open(f"/proc/{slot}/mountinfo", encoding="ascii") as f:
       mounts = len(f.readlines())
-    return mounts, len(os.listdir("/proc/self/fd")), len(_processes(b"inside.py"))
+    return mounts, len(os.listdir("/proc/self/fd")), len(_processes())
 
-  with SandboxPool(1, preload=(), backend="jail") as jails:
+  gc.collect()  # else what other tests left open may be closed meanwhile
+  with SandboxPool(1, preload=(MARK,), backend="jail") as jails:
     for _ in range(10):
       jails.run("print(1)")
     mounts, files, processes = held()

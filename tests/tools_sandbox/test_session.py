@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
 
 @pytest.fixture(scope="module")
 def jailed():
-  with Sandbox(slots=1, preload=("colorsys",), timeout_s=30) as sandbox:
+  with Sandbox(slots=1, preload=("colorsys",), timeout_s=60) as sandbox:
     yield sandbox
     assert sandbox._pool.replaced == 0  # no cell of this file has spoilt the slot
 
@@ -82,8 +83,8 @@ def test_errors_show_the_lines_of_the_cell_they_come_from(jailed):
 
 # Name -> (cell, changed limits, verdict, a word of stderr) of a cell that ends it.
 ENDS = {
-  "hangs": ("print('a')\nwhile True: pass", {"wall_s": 1.0}, Verdict.TIMEOUT, "1 s"),
-  "sleeps": ("import time\ntime.sleep(99)", {"wall_s": 0.5}, Verdict.TIMEOUT, "0.5 s"),
+  "hangs": ("print('a')\nwhile True: pass", {"wall_s": 3.0}, Verdict.TIMEOUT, "3 s"),
+  "sleeps": ("import time\ntime.sleep(600)", {"wall_s": 3.0}, Verdict.TIMEOUT, "3 s"),
   "cpu": ("while True: pass", {"cpu_s": 1.0}, Verdict.TIMEOUT, "CPU"),
   "memory": ("x = bytearray(1 << 30)", {"memory_mb": 100}, Verdict.MEMORY, "Memory"),
   "exits": ("import os\nos._exit(3)", {}, Verdict.ERROR, ""),
@@ -91,16 +92,16 @@ ENDS = {
   "killed": ("import os\nos.kill(os.getpid(), 9)", {}, Verdict.ERROR, ""),
   "closes_its_pipes": ("import os\nos.closerange(3, 256)", {}, Verdict.ERROR, ""),
   "pipes_closed_and_hangs": (
-    "import os, time\nos.closerange(3, 256)\ntime.sleep(99)",
+    "import os, time\nos.closerange(3, 256)\ntime.sleep(600)",
     {},
     Verdict.ERROR,
     "",
   ),
   "stops_itself": (
     "import os\nos.kill(os.getpid(), 19)",
-    {"wall_s": 0.5},
+    {"wall_s": 3.0},
     Verdict.TIMEOUT,
-    "0.5 s",
+    "3 s",
   ),
 }
 
@@ -109,7 +110,7 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_a_cell_that_ends_the_session(jailed, name):
   cell, changed, verdict, word = ENDS[name]
-  with jailed._pool.session(Limits(**{**Limits(wall_s=30).to_json(), **changed})) as s:
+  with jailed._pool.session(Limits(**{**Limits(wall_s=60).to_json(), **changed})) as s:
     assert s.run("x = 1\nprint(x)").stdout == "1\n"
     result = s.run(cell)
     assert result.verdict == verdict and word in result.stderr, result
@@ -122,7 +123,7 @@ def test_a_cell_that_ends_the_session(jailed, name):
 
 @needs_jail
 def test_time_is_each_cells_and_cpu_all_cells_together(jailed):
-  limits = Limits(wall_s=20, cpu_s=2)
+  limits = Limits(wall_s=60, cpu_s=2)
   spin = (
     "import time\nend = time.process_time() + 0.4\nwhile time.process_time() < end: 1"
   )
@@ -136,7 +137,7 @@ def test_time_is_each_cells_and_cpu_all_cells_together(jailed):
 
 @needs_jail
 def test_disk_and_output_are_limited(jailed):
-  limits = Limits(wall_s=30, disk_mb=4, output_bytes=1000)
+  limits = Limits(wall_s=60, disk_mb=4, output_bytes=1000)
   with jailed._pool.session(limits) as s:
     for _ in range(3):  # output: of each cell
       result = s.run("print('a' * 900)")
@@ -198,9 +199,13 @@ def test_what_a_cell_forges_stays_in_its_session(jailed):
 def test_an_end_told_too_early_changes_only_what_it_says_of_itself(jailed):
   """The most that a hostile cell can do to the next one of its own session."""
   early = (
-    "import os, time\n"
+    "import os, select\n"
     "for fd in range(3, 256):\n  try: os.write(fd, bytes(9))\n  except OSError: pass\n"
-    "time.sleep(0.3)\nprint('late')\nos._exit(9)"
+    # What is readable now is what it wrote itself; more comes with the next cell.
+    "def held(fd):\n  try: return bool(select.select([fd], [], [], 0)[0])\n"
+    "  except OSError: return True\n"
+    "idle = [fd for fd in range(3, 256) if not held(fd)]\n"
+    "select.select(idle, [], [])\nprint('late')\nos._exit(9)"
   )
   with jailed.session() as s:
     assert _said(s.run(early)) == ("", Verdict.OK)  # it lied
@@ -221,12 +226,12 @@ def test_a_process_has_two_descriptors_more_than_a_run(jailed):
 
 @needs_jail
 def test_what_happens_between_cells_is_limited_too(jailed):
-  limits = Limits(wall_s=30, cpu_s=1)
+  limits = Limits(wall_s=300, cpu_s=1)
   with jailed._pool.session(limits) as s:
     s.run("import threading\ndef f():\n  while True: pass\n"
           "threading.Thread(target=f, daemon=True).start()")  # fmt: skip
     # Asked next, a cell finds the session ended, or sees it end.
-    result = s.run("import time\ntime.sleep(25)")
+    result = s.run("import time\ntime.sleep(250)")
     assert result.verdict == Verdict.TIMEOUT and "CPU" in result.stderr
 
 
@@ -280,19 +285,23 @@ def test_a_zygote_that_dies_ends_its_session_not_the_pool():
       assert s.run("print(3)").stdout == "3\n"
 
 
-def _processes(word):
+# A module that is not there is skipped, but tells our slots' processes from others.
+MARK = f"no_module_{os.getpid()}"
+
+
+def _processes():
   found = []
   for name in filter(str.isdigit, os.listdir("/proc")):
     try:
       with open(f"/proc/{name}/cmdline", "rb") as f:
-        if word in f.read():
+        if MARK.encode() in f.read().split(b"\0"):
           found.append(int(name))
     except OSError:
       continue
   return found
 
 
-def _soon(condition, seconds=30.0):
+def _soon(condition, seconds=60.0):
   deadline = time.monotonic() + seconds
   while not condition() and time.monotonic() < deadline:
     time.sleep(0.02)
@@ -302,28 +311,29 @@ def _soon(condition, seconds=30.0):
 @needs_jail
 def test_many_sessions_leave_no_process_and_no_descriptor():
   def held():
-    return len(os.listdir("/proc/self/fd")), len(_processes(b"\0quopri"))
+    return len(os.listdir("/proc/self/fd")), len(_processes())
 
   def many(count):
     for _ in range(count):
       with pool.session() as s:
         s.run("import os\nif not os.fork(): import time; os.setsid(); time.sleep(600)")
 
-  with SandboxPool(1, preload=("quopri",)) as pool:
+  gc.collect()  # else what other tests left open may be closed meanwhile
+  with SandboxPool(1, preload=(MARK,)) as pool:
     many(3)
     files, processes = held()
     many(20)
     # One init may still be on its way out.
-    assert _soon(lambda: held()[1] <= processes + 1) and held()[0] == files
+    assert _soon(lambda: held()[1] <= processes + 1) and held()[0] <= files
     assert pool.replaced == 0
-  assert _soon(lambda: not _processes(b"\0quopri"))
+  assert _soon(lambda: not _processes())
 
 
 @needs_jail
 def test_an_open_session_dies_with_its_host(tmp_path):
   program = (
     "import time\nfrom tools_sandbox.pool import SandboxPool\n"
-    "p = SandboxPool(1, preload=('stringprep',))\ns = p.session()\n"
+    f"p = SandboxPool(1, preload=({MARK!r},))\ns = p.session()\n"
     "print(s.run('print(1)').stdout, flush=True)\ntime.sleep(600)"
   )
   host = subprocess.Popen(
@@ -332,11 +342,11 @@ def test_an_open_session_dies_with_its_host(tmp_path):
     cwd=os.path.dirname(os.path.dirname(jail.__file__)),
     env={**os.environ, "TMPDIR": str(tmp_path)},
   )
-  assert host.stdout.readline() == b"1\n" and _processes(b"\0stringprep")
+  assert host.stdout.readline() == b"1\n" and _processes()
   host.kill()
   host.wait()
   host.stdout.close()
-  assert _soon(lambda: not _processes(b"\0stringprep") and not os.listdir(tmp_path))
+  assert _soon(lambda: not _processes() and not os.listdir(tmp_path))
 
 
 @needs_jail

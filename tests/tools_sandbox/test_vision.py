@@ -10,7 +10,7 @@ import os
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from web_server import serve
+from web_server import LONG, serve
 
 from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
@@ -49,7 +49,7 @@ def inspect(server, tmp_path):
   fetch = FetchConfig(max_bytes=20_000, allow=("127.0.0.1/32",))
   chat = ChatConfig(server.url + "/v1", "eyes", str(tmp_path / "key"))
 
-  def call(content: str, seconds: float = 5.0, **changes) -> str:
+  def call(content: str, seconds: float = LONG, **changes) -> str:
     values = {"chat": chat, "folder": str(folder), "fetch": fetch, **changes}
     inspector = Inspector(VisionConfig(**values))
     try:
@@ -210,7 +210,7 @@ def test_malformed_calls_are_the_models_fault(inspect, content: str):
 def test_an_endpoint_that_fails(server, inspect, status, fault):
   server.actions["/v1/chat/completions"] = lambda r: r.send_json({"k": KEY}, status)
   with pytest.raises(fault) as error:
-    inspect(ask("red.png"), seconds=0.5)
+    inspect(ask("red.png"))
   assert KEY not in str(error.value)
 
 
