@@ -49,7 +49,7 @@ def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
   config.tasks = dict(uri=files["tasks"])
   config.tools.corpus = files["corpus"]
   config.teacher = dict(brain="chat", workers=3, **teacher)
-  config.chat = dict(base_url=url, model="scripted", backoff_s=0.001, timeout_s=30.0)
+  config.chat = dict(base_url=url, model="scripted", backoff_s=0.001, timeout_s=300.0)
   return config
 
 
@@ -99,6 +99,8 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
       finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+      while server.clients:  # until what it had sent is read
+        time.sleep(0.005)
       killed += 1
       models = sum(r["kind"] == "model" for r in rows_of_whole_lines(calls))
       assert len(server.requests) - lost - models <= workers

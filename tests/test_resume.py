@@ -102,7 +102,7 @@ def killed(journey: str, config: dict, workdir: str, where: str, n: int) -> None
     env={**os.environ, "PYTHONPATH": ROOT},
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=900,
   )
   assert done.returncode == -signal.SIGKILL, done.stderr
 

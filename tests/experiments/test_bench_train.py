@@ -161,7 +161,7 @@ def test_an_unknown_size_ends_with_one_line():
     cwd=bench_workers.ROOT,
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=600,
   )
   assert done.returncode == 2
   assert done.stderr.strip() == "error: --cases='9M' finds none of: 1M, 5M, 100M"

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 def browse(*flags: str) -> subprocess.CompletedProcess:
   command = [sys.executable, "-m", "experiments.browse", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_a_runs_folder_becomes_a_page_with_its_tokens(tmp_path):

@@ -86,8 +86,8 @@ def runs(pid: int) -> bool:
 
 
 def alive(pids: list[int]) -> list[int]:
-  """Those that still run after ten seconds, if any: the kernel takes a moment."""
-  deadline = time.monotonic() + 10
+  """Those that still run after a minute, if any: the kernel takes a moment."""
+  deadline = time.monotonic() + 60
   while (left := [p for p in pids if runs(p)]) and time.monotonic() < deadline:
     time.sleep(0.05)
   return left
@@ -103,13 +103,13 @@ def test_the_server_ends_with_all_that_it_started(tmp_path, how):
       **{"model": "coa", "temperature": 0},
       "messages": [{"role": "user", "content": "2 + 3"}],
     }
-    reply = httpx.post(url + "/chat/completions", json=body, timeout=60).json()
+    reply = httpx.post(url + "/chat/completions", json=body, timeout=300).json()
     assert reply["choices"][0]["message"]["content"] == "5"
     assert reply["choices"][0]["coa"]["tool_calls"][0]["status"] == "ok"
     started = children_of(process.pid)
     assert started  # the sandbox's
     process.send_signal(how)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0 and "Traceback" not in err, err
     assert not alive(started)
   finally:
@@ -119,7 +119,7 @@ def test_the_server_ends_with_all_that_it_started(tmp_path, how):
 
 def test_a_question_on_the_command_line_has_its_answer_on_standard_output(tmp_path):
   process = program(tmp_path, "chat", "--question=4 * 4 + 1")
-  out, err = process.communicate(timeout=60)
+  out, err = process.communicate(timeout=300)
   assert (process.returncode, out) == (0, "17\n"), err
   work = [line for line in err.splitlines() if not line.startswith("[transformers]")]
   assert work[:4] == ["think", "  work it out", "code", "  ```py"]
@@ -129,7 +129,7 @@ def test_a_question_on_the_command_line_has_its_answer_on_standard_output(tmp_pa
 
 def test_questions_come_from_a_pipe_and_a_failure_is_told(tmp_path):
   process = program(tmp_path, "chat", "--quiet")
-  out, err = process.communicate(f"2 + 3\n\n{'x' * 900}\ncapital of Ur\n", timeout=60)
+  out, err = process.communicate(f"2 + 3\n\n{'x' * 900}\ncapital of Ur\n", timeout=300)
   assert out == "5\n\nUruk\n"
   assert process.returncode == 1 and "leaves no room" in err and "think" not in err
 
@@ -138,7 +138,7 @@ def test_questions_come_from_a_pipe_and_a_failure_is_told(tmp_path):
 def test_what_can_not_be_opened_is_one_line(tmp_path, name: str):
   flag = "--config.init=/nowhere"
   process = program(tmp_path, name, flag, *(["--port=0"] if name == "serve" else []))
-  out, err = process.communicate("", timeout=60)
+  out, err = process.communicate("", timeout=300)
   assert process.returncode == 2 and out == "" and "Traceback" not in err
   assert err.splitlines()[-1].startswith("error: ") and "/nowhere" in err
 
@@ -147,7 +147,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
   with socket.create_server(("127.0.0.1", 0)) as taken:
     port = taken.getsockname()[1]
     process = program(tmp_path, "serve", f"--port={port}")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
   assert process.returncode == 2 and f"--port={port}" in err.splitlines()[-1]
 
 

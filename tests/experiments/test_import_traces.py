@@ -58,7 +58,7 @@ def program(*flags: str) -> subprocess.CompletedProcess[str]:
     cwd=ROOT,
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=600,
   )
 
 

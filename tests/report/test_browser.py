@@ -178,7 +178,7 @@ def test_in_a_real_browser(tmp_path):
   command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
   command += ["--no-first-run", "--disable-background-networking"]
   command += [f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/probe.html"]
-  dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+  dom = subprocess.run(command, capture_output=True, text=True, timeout=600).stdout
   out = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom)[1]))
   assert out.pop("tooltip").startswith("log-prob -0.5 (p 0.607)\nversion 0\nid 2")
   assert out.pop("tokens") == 3 * sum(len(s.logps) for s in ts[0].segments)

@@ -80,7 +80,7 @@ def test_a_step_is_on_disk_once_it_is_logged(tmp_path):
     "metrics = Metrics(sys.argv[1], 'sft', 9, tracked=LogConfig()); "
     "metrics.log(1, {'loss': 2.0}); os._exit(9)"
   )
-  done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=300)
+  done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=900)
   assert done.returncode == 9
   assert scalars(tmp_path) == {("loss", 1): 2.0}
 

@@ -61,7 +61,7 @@ class ScriptedVllm:
 
   def config(self, folder: str, **changes) -> VllmConfig:
     """A config that asks this server and does not wait long."""
-    fields = dict(folder=folder, url=self.url, backoff_s=0.001, timeout_s=20.0)
+    fields = dict(folder=folder, url=self.url, backoff_s=0.001, timeout_s=300.0)
     return VllmConfig(**{**fields, **changes})
 
   def completions(self) -> list[dict]:
@@ -164,7 +164,7 @@ def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVl
       sampling = self.path == "/v1/completions" and "prompt_logprobs" not in body
       fault = state.faults(body) if sampling else None
       if fault == "hang":
-        state.release.wait(20)
+        state.release.wait(600)
       if fault == "gone" or state.gone:
         state.gone = True
         self.close_connection = True

@@ -68,12 +68,12 @@ def test_too_many_seconds_of_tools_end_it():
 
 
 def test_a_program_gets_what_is_left_of_its_trajectorys_budget():
-  nap = toy.code("import time; time.sleep(30)")
-  with Toolbox(ToolsConfig(("code",), timeout_s=20.0)) as toolbox:
+  nap = toy.code("import time; time.sleep(600)")
+  with Toolbox(ToolsConfig(("code",), timeout_s=60.0)) as toolbox:
     toolbox.call("code", roles.render_code("print(1)"))
     t = toy.drive(toy.episode(TASK, toolbox, tool_seconds=0.5), [nap])
   assert t.status == Status.TOOL_FAILED and t.reward == 0.0
-  assert t.calls[0].status == CallStatus.TOOL and 0.5 <= t.calls[0].seconds < 10
+  assert t.calls[0].status == CallStatus.TOOL and 0.5 <= t.calls[0].seconds < 60
 
 
 def test_a_tool_that_hangs_is_answered_for_and_the_episode_goes_on():

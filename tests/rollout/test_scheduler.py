@@ -294,7 +294,7 @@ def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
     return real(futures, timeout, **how)
 
   kept: list = []  # alive, so that no two have one id
-  slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
+  slow = toy.TableToolbox(latency=lambda: 0.3)
   monkeypatch.setattr(slotting.concurrent.futures, "wait", spy)
   play(novice, slow, range(8))
   assert len(waited) >= 4 and len(set(waited)) == len(waited)

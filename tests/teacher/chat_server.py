@@ -18,9 +18,10 @@ class ChatServer:
 
   Attributes:
     faults: taken one by one for each request before it is answered: a status code;
-      "garbage", "not a completion", "cut", "slow" (nothing for 2 s), "drip" (a byte at
+      "garbage", "not a completion", "cut", "slow" (nothing at all), "drip" (a byte at
       a time, without end); a dict, which is sent as the body; "ok" answers at once.
     requests: (headers, body) of every request.
+    clients: connections that are open, or of which a request is still to be read.
   """
 
   def __init__(self, brain: Brain | None):
@@ -30,10 +31,11 @@ class ChatServer:
     self.told = "told to fail"  # likewise, as the body
     self.requests: list[tuple[dict[str, str], dict]] = []
     self.url = ""
+    self.clients = 0
 
   def config(self, **changes) -> ChatConfig:
     """A config that asks this server and does not wait long."""
-    fields = dict(base_url=self.url, model="scripted", backoff_s=0.001, timeout_s=5.0)
+    fields = dict(base_url=self.url, model="scripted", backoff_s=0.001, timeout_s=120.0)
     return ChatConfig(**{**fields, **changes})
 
   def answer(self, body: dict) -> dict:
@@ -61,6 +63,16 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else every reply waits for a delayed ACK
 
+    def handle(self):
+      with lock:
+        state.clients += 1
+      try:
+        with contextlib.suppress(ConnectionError):
+          super().handle()
+      finally:
+        with lock:
+          state.clients -= 1
+
     def do_POST(self):
       body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
       state.requests.append((dict(self.headers), body))
@@ -70,7 +82,7 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
         self.close_connection = True
         return
       if fault == "slow":
-        stop.wait(2.0)
+        stop.wait(600)
       if fault == "drip":
         self.drip()
       elif isinstance(fault, dict):
@@ -105,7 +117,7 @@ def serve(brain: Brain | None = None) -> Iterator[ChatServer]:
     def log_message(self, *unused):
       pass
 
-  stop = threading.Event()
+  stop, lock = threading.Event(), threading.Lock()
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
   server.daemon_threads = True
   state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"

@@ -53,15 +53,15 @@ def task(tests, **meta) -> Task:
 
 @pytest.fixture(scope="module")
 def grader():
-  made = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=10.0))
+  made = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=30.0))
   yield made
   made.close()
 
 
 @pytest.fixture(scope="module")
 def partial():
-  """As `grader`, but it rewards the share of tests passed, and has little time."""
-  made = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=2.0))
+  """As `grader`, but it rewards the share of tests passed, and has much time."""
+  made = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=30.0))
   yield made
   made.close()
 
@@ -166,10 +166,12 @@ def pairs(xs):
 
 
 def test_limits_have_outcomes_of_their_own(partial):
+  hasty = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=2.0))
   loop = "import time\nwhile True: time.sleep(1)"
-  assert outcome(partial, STDIN, loop) == (0.0, "timeout")
+  assert outcome(hasty, STDIN, loop) == (0.0, "timeout")
   spin = ADD.replace("return", "while a == 10: pass\n  return")
-  assert outcome(partial, CALLS, spin) == (0.5, "timeout")
+  assert outcome(hasty, CALLS, spin) == (0.5, "timeout")
+  hasty.close()
   stops = ADD.replace("return", "import os\n  if a == 2: os._exit(3)\n  return")
   share, why = outcome(partial, CHECK, stops)
   assert (share, why) == (0.5, "raised")  # the turns after it are still tested

@@ -79,7 +79,7 @@ def test_an_endless_answer_is_wrong_and_the_next_one_is_graded(monkeypatch):
   monkeypatch.setattr(math, "CPU_SECONDS", 1)
   began = time.monotonic()
   assert not math.equivalent("9^{9^{9^{9}}}", ["4"])
-  assert time.monotonic() - began < 60
+  assert time.monotonic() - began < 110
   assert math.equivalent("\\sqrt{4}", ["2"])
 
 
@@ -122,7 +122,7 @@ def test_an_endless_answer_holds_no_other_thread_up_for_long(monkeypatch):
   plain = ("\\sqrt{9}", ["3"])
   with concurrent.futures.ThreadPoolExecutor(4) as pool:
     jobs = [pool.submit(math.equivalent, *job) for job in [endless, plain] * 2]
-    assert [job.result(timeout=120) for job in jobs] == [False, True] * 2
+    assert [job.result(timeout=300) for job in jobs] == [False, True] * 2
 
 
 def test_threads_may_grade_at_once():
