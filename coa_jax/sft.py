@@ -151,8 +151,7 @@ def _loss(cfg: QwenConfig, lora: LoraConfig | None, layout: Layout | None) -> Su
     trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     params = adapting.assemble(trained, frozen, lora)
-    logp_BT, _ = losses.token_logps(cfg, params, batch, layout=layout)
-    return losses.nll(logp_BT, batch.weight_BT), {}
+    return losses.cross_entropy(cfg, params, batch, layout), {}
 
   return loss
 

@@ -25,7 +25,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     ff=192 if tiny else 384,
     rope_theta=1000.0,  # sharper positions for short rows: copying is learned sooner
   )
-  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1, devices=0)
   config.optim = dict(
     name="muon",
     lr=0.02,

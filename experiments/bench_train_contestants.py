@@ -52,8 +52,7 @@ def ours(work: Work) -> Train:
 
   def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
     params = adapting.assemble(trained, frozen, lora)
-    logp_BT, _ = losses.token_logps(cfg, params, batch, layout=layout)
-    return losses.nll(logp_BT, batch.weight_BT), {}
+    return losses.cross_entropy(cfg, params, batch, layout), {}
 
   config = OptimConfig(
     lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2

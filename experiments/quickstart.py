@@ -138,6 +138,8 @@ class Quickstart:
     config = sft_world.get_config(self.arg)
     config.data.trajectories = self.path("distill", distill.TRAJECTORIES)
     config.data.seed = self.seed
+    # Muon's products are of whole matrices: two devices would both make all of them.
+    config.mesh.devices = 1
     sft.run(config, self.path("sft"))
 
   def rl(self) -> None:

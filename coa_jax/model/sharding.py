@@ -73,6 +73,7 @@ class MeshConfig:
     fsdp: devices that split both; -1 takes all devices that the others leave.
     context: devices that split the tokens of a row.
     tensor: devices that split heads, hidden units and the vocabulary.
+    devices: how many are used, the first of them; 0 for all.
     rules: lines that replace those of `RULES`, e.g. {"K": ()} keeps all key-value
       heads on every device.
   """
@@ -81,6 +82,7 @@ class MeshConfig:
   fsdp: int = -1
   context: int = 1
   tensor: int = 1
+  devices: int = 0
   rules: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -88,6 +90,8 @@ class MeshConfig:
       size = getattr(self, axis)
       if size < 1 and not (axis == "fsdp" and size == -1):
         raise ValueError(f"{axis} is {size}; it must be at least 1")
+    if self.devices < 0:
+      raise ValueError(f"devices is {self.devices}; it must be 0 for all, or more")
     for letter, axes in self.rules.items():
       if letter not in RULES:
         raise ValueError(f"rules has axis {letter!r}; there are {', '.join(RULES)}")
@@ -223,9 +227,18 @@ def make_layout(
     devices: all devices of all processes where None.
 
   Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+    ValueError: the sizes do not multiply to the number of devices, there are fewer than
+      asked for, or some would be left out by one of several processes.
   """
   devices = jax.devices() if devices is None else devices
+  if config.devices:
+    if config.devices > len(devices):
+      raise ValueError(f"mesh.devices={config.devices}; there are {len(devices)}")
+    devices = devices[: config.devices]
+    if len({d.process_index for d in devices}) != jax.process_count():
+      raise ValueError(
+        f"mesh.devices={config.devices} leaves a process without any; 0 takes all"
+      )
   sizes = [getattr(config, axis) for axis in AXES]
   if config.fsdp == -1:
     rest = config.data * config.context * config.tensor

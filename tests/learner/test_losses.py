@@ -107,6 +107,35 @@ def test_packing_padding_and_micro_batches_do_not_change_loss_or_gradient(loss):
     assert_close(summed(loss, params, packed), expected)
 
 
+@pytest.mark.parametrize(
+  "changes",
+  [{}, {"logit_chunk": 7}, {"logit_chunk": 64}, {"tie_embeddings": False}],
+  ids=str,
+)
+@pytest.mark.parametrize("kept", [1.0, 0.3, 0.0], ids="of {} tokens".format)
+def test_cross_entropy_is_that_of_all_tokens_log_probs(changes, kept):
+  """Whatever part of the tokens counts, and however few of them are taken at once."""
+  cfg = dataclasses.replace(CFG, **changes)
+  params = toy.params(**changes)
+  batch = next(batching.batches(played(), 2, 112))
+  rng = np.random.default_rng(0)
+  # As if another's: first tokens of segments too, which no loss may count.
+  batch.weight_BT[:] = rng.uniform(0.5, 2.0, batch.weight_BT.shape)
+  batch.weight_BT[:] *= rng.random(batch.weight_BT.shape) < kept
+
+  def whole(p):
+    return losses.nll(losses.token_logps(cfg, p, batch)[0], batch.weight_BT)
+
+  def scaled(loss):
+    return jax.jit(jax.value_and_grad(lambda p: 0.5 * loss(p)))(params)
+
+  value, grads = scaled(lambda p: losses.cross_entropy(cfg, p, batch))
+  assert_close((value, grads), scaled(whole))
+  assert (float(value) == 0) == (kept == 0)
+  alone = jax.jit(lambda p: losses.cross_entropy(cfg, p, batch))(params)
+  np.testing.assert_allclose(alone, 2 * value, rtol=1e-6)
+
+
 def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
   bare = Trajectory("t", [Segment(Author.POLICY, "", "", [9, 8, 7], [-1.0] * 3)])
   params = toy.params()

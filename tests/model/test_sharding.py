@@ -192,6 +192,7 @@ def test_counters_of_an_optimizer_are_replicated_and_moments_split():
   [
     ({"data": 0}, "data is 0; it must be at least 1"),
     ({"tensor": -1}, "tensor is -1"),
+    ({"devices": -1}, "devices is -1; it must be 0 for all"),
     ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, D"),
     ({"rules": {"D": ("model",)}}, "rules.D has 'model'; there are data, fsdp"),
   ],
@@ -204,4 +205,8 @@ def test_meshes_that_can_not_be_are_refused(fields, message: str):
 def test_a_mesh_of_more_devices_than_there_are_says_so():
   with pytest.raises(ValueError, match="tensor=2 needs 2 devices; there are 1"):
     make_layout(MeshConfig(tensor=2, fsdp=1), jax.devices()[:1])
+  with pytest.raises(ValueError, match=r"mesh.devices=9; there are 8"):
+    make_layout(MeshConfig(devices=9), jax.devices() * 8)
   assert make_layout(MeshConfig(), jax.devices()[:1]) is None
+  # On one of eight: as if there were no others.
+  assert make_layout(MeshConfig(devices=1), jax.devices() * 8) is None
