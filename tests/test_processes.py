@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -63,9 +64,14 @@ def run(
     )
     for i in range(processes)
   ]
-  for process in started:
-    _, errors = process.communicate(timeout=600)
+
+  def finish(process: subprocess.Popen) -> None:
+    _, errors = process.communicate(timeout=1500)
     assert process.returncode == 0, errors[-3000:]
+
+  # All are read at once: one whose pipe is full would hold up the other.
+  with concurrent.futures.ThreadPoolExecutor(processes) as threads:
+    list(threads.map(finish, started))
 
 
 def content(t: Trajectory) -> tuple:

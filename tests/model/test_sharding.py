@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -58,8 +59,9 @@ def both(tmp_path_factory) -> list[dict]:
   started = [start(outs[1], address, "2", str(i)) for i in range(2)]
   try:
     started.append(start(outs[0]))
-    for process in started:
-      finish(process)
+    # All are read at once: one whose pipe is full would hold up the other of its run.
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+      list(threads.map(finish, started))
   finally:
     for process in started:
       process.kill()
