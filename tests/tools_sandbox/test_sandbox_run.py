@@ -337,8 +337,10 @@ def test_threads_atexit_and_multiprocessing_finish(pool):
     "import atexit, threading, time\nfrom multiprocessing import Pool\n"
     "def square(x): return x * x\n"
     "atexit.register(print, 'atexit')\n"
-    "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
-    "with Pool(2) as p: print(p.map(square, range(4)))"
+    "last = threading.Event()\n"
+    "def late(): last.wait(); time.sleep(0.05); print('thread')\n"
+    "threading.Thread(target=late).start()\n"
+    "with Pool(2) as p: print(p.map(square, range(4)))\nlast.set()"
   )
   result = pool.run(program)
   assert result.stdout == "[0, 1, 4, 9]\nthread\natexit\n", result
