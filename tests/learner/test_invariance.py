@@ -29,7 +29,7 @@ def figures(request, tmp_path_factory) -> dict:
     env={**os.environ, "PYTHONPATH": path},
     capture_output=True,
     text=True,
-    timeout=900,
+    timeout=1800,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads(out.read_text())

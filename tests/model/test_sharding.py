@@ -41,7 +41,7 @@ def start(out: pathlib.Path, *arguments: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> None:
-  _, errors = process.communicate(timeout=900)
+  _, errors = process.communicate(timeout=1800)
   assert process.returncode == 0, errors[-3000:]
 
 
