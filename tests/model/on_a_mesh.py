@@ -132,15 +132,7 @@ def difference(a, b) -> float:
 def main() -> None:
   """Writes {case: figures}."""
   if PROCESSES > 1:
-    # Where cores are shared by many, one of them may be minutes ahead of the other.
-    jax.distributed.initialize(
-      sys.argv[2],
-      PROCESSES,
-      int(sys.argv[4]),
-      initialization_timeout=1800,
-      heartbeat_timeout_seconds=1800,
-      shutdown_timeout_seconds=1800,
-    )
+    jax.distributed.initialize(sys.argv[2], PROCESSES, int(sys.argv[4]))
   assert jax.device_count() == 8
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   out = {}

@@ -41,7 +41,7 @@ def start(out: pathlib.Path, *arguments: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> None:
-  _, errors = process.communicate(timeout=1800)
+  _, errors = process.communicate(timeout=900)
   # Its own error comes first; what the other's end made of it, last.
   assert process.returncode == 0, f"{errors[:3000]}\n...\n{errors[-3000:]}"
 
