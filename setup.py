@@ -51,6 +51,7 @@ setuptools.setup(
     # Where config.log.wandb_project asks for it.
     "wandb": ["wandb>=0.19"],
     "dev": [
+      "array_record>=0.8",  # a kind of file that tests write and read
       "hypothesis>=6.100",
       "ipykernel>=6.29",
       "nbclient>=0.10",
