@@ -39,7 +39,6 @@ from coa_jax.config import (
   section,
   write_manifest,
 )
-from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report import plots
@@ -49,7 +48,7 @@ from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.rewards.shaping import ShapingConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.agents import TeamConfig, review_style, solve
+from coa_jax.teacher.agents import solve
 from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
@@ -62,6 +61,7 @@ from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
 from coa_jax.teacher.runs import Run, RunFile, encoder
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
+from coa_jax.teacher.settings import TeacherConfig
 from coa_jax.teacher.violations import Inspection, Inspector, ViolationsConfig
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
@@ -77,57 +77,11 @@ SECTIONS = (
   "reward",
   "violations",
 )
-BRAINS = ("scripted", "annotated", "chat")
 # A server may move, a limit of requests may show, while a run is under way.
 _MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
 _MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices")
 _MAY_CHANGE += tuple(f.replace("chat", "violations") for f in _MAY_CHANGE[1:])
 _MAY_CHANGE += ("violations.workers",)
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherConfig:
-  """Config section `teacher`.
-
-  Attributes:
-    brain: "scripted" (section `scripted`; tasks of the generated world only),
-      "annotated" (tasks with worked solutions, such as GSM8K's training rows) or "chat"
-      (section `chat`; any OpenAI-compatible endpoint).
-    samples: runs per task.
-    select: True to keep one of them, chosen by a list-wise selector (best of N); chat
-      brains only.
-    facts: whether plans begin with the facts that are known and needed; for models.
-    workers: runs at once.
-    variant: the dialect of the trajectories.
-    prompt: the style of their prompt; see `protocol.prompts`.
-    tokenizer: folder of the tokenizer that costs are counted by; None counts words,
-      digits and punctuation marks.
-    max_turns: limits of a run, and likewise the next two; see `agents.TeamConfig`.
-  """
-
-  brain: str = "scripted"
-  samples: int = 1
-  select: bool = False
-  facts: bool = False
-  workers: int = 4
-  variant: str = "unified"
-  prompt: str = "brief"
-  tokenizer: str | None = None
-  max_turns: int = 24
-  max_calls: int = 12
-  max_checks: int = 3
-
-  def __post_init__(self):
-    if self.brain not in BRAINS:
-      raise ValueError(f"brain is {self.brain!r}; accepted: {', '.join(BRAINS)}")
-    if self.prompt not in STYLES:
-      raise ValueError(f"prompt is {self.prompt!r}; accepted: {', '.join(STYLES)}")
-    if self.samples < 1 or self.workers < 1:
-      raise ValueError("samples and workers must be at least 1")
-    if self.brain != "chat" and (self.select or self.facts):
-      raise ValueError(f"select and facts ask for brain 'chat', not {self.brain!r}")
-    if self.select and self.samples < 2:
-      raise ValueError("select chooses among samples: set samples to 2 or more")
 
 
 def run(
@@ -155,7 +109,7 @@ def run(
   teacher, tasks, tools = plan.teacher, plan.tasks, plan.tools
   grader = Grader(plan.reward)
   grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
-  limits, encode = _limits(teacher, plan.variant), encoder(teacher.tokenizer)
+  limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
   claim(config, workdir, _MAY_CHANGE)
 
   runs = RunFile(os.path.join(workdir, RUNS))
@@ -284,16 +238,6 @@ def _shown(
       if done % max(1, total // 50) == 0 or done == total:
         metrics.log(done, inspector.values(), inspector.spent())
       yield verdict
-
-
-def _limits(teacher: TeacherConfig, variant: Variant) -> TeamConfig:
-  return TeamConfig(
-    max_turns=teacher.max_turns,
-    max_calls=teacher.max_calls,
-    max_checks=teacher.max_checks,
-    review=review_style(variant),
-    facts=teacher.facts,
-  )
 
 
 def _brains(
