@@ -281,13 +281,20 @@ def _quality(
   inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
   if len(trajectory.calls) - len(inputs) > c.max_repeats:
     return "quality", "redundant_calls"
-  reward = trajectory.reward_parts.get("answer")
+  reward = _verdict(trajectory)
   if reward is None:
     reward = judge(task, verdict.answer)
     if reward is None:
       return None
     trajectory.reward, trajectory.reward_parts = reward, {"answer": reward}
   return ("quality", "wrong_answer") if reward < c.min_reward else None
+
+
+def _verdict(trajectory: Trajectory) -> float | None:
+  """What a trajectory says of its answer; None where that is no number."""
+  parts = trajectory.reward_parts  # of a row of others, anything
+  said = parts.get("answer") if isinstance(parts, dict) else None
+  return float(said) if isinstance(said, int | float) else None
 
 
 def _contamination(
