@@ -6,6 +6,7 @@ Writes into the workdir:
                        came back: the log, and what an interrupted run goes on from
   runs.jsonl           every finished run, appended as it ends; in task order at the end
   selections.jsonl     with teacher.select: which run of each task was taken, and why
+  violations.jsonl     with section violations: the calls of its judge, likewise
   trajectories.jsonl   the filtered training set
   teacher.jsonl        each run's reward, answer, calls and cost, for `report`
   funnel.png           what every stage kept and dropped
@@ -22,10 +23,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_collections
@@ -34,87 +35,53 @@ from coa_jax.config import (
   ConfigError,
   check_sections,
   claim,
+  optional,
   section,
   write_manifest,
 )
-from coa_jax.protocol.prompts import STYLES, prompt_segments
-from coa_jax.protocol.roles import ANSWER, Variant, get_variant, wrap
-from coa_jax.protocol.trajectory import (
-  Author,
-  Segment,
-  Status,
-  Trajectory,
-  write_jsonl,
-)
+from coa_jax.protocol.roles import Variant, get_variant
+from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
-from coa_jax.tasks.rewards import grade
+from coa_jax.tasks.rewards.grader import Grader, RewardConfig
+from coa_jax.tasks.rewards.shaping import ShapingConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.agents import TeamConfig, review_style, solve
+from coa_jax.teacher.agents import solve
 from coa_jax.teacher.annotated import AnnotatedBrain
-from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
+from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
 from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
+from coa_jax.teacher.outcomes import convert_all, graded
+from coa_jax.teacher.outcomes import figures as outcome_figures
+from coa_jax.teacher.refine import judge
 from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
-from coa_jax.teacher.runs import Encode, Run, RunFile, pieces
+from coa_jax.teacher.runs import Run, RunFile, encoder
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
+from coa_jax.teacher.settings import TeacherConfig
+from coa_jax.teacher.violations import Inspection, Inspector, ViolationsConfig
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
 CALLS, SELECTIONS, MANIFEST = "calls.jsonl", "selections.jsonl", "manifest.json"
-SECTIONS = ("tasks", "tools", "teacher", "convert", "filters", "formats")
-BRAINS = ("scripted", "annotated", "chat")
+VIOLATIONS = "violations.jsonl"
+SECTIONS = (
+  "tasks",
+  "tools",
+  "teacher",
+  "convert",
+  "filters",
+  "formats",
+  "reward",
+  "violations",
+)
 # A server may move, a limit of requests may show, while a run is under way.
 _MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
 _MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices")
-
-
-@dataclasses.dataclass(frozen=True)
-class TeacherConfig:
-  """Config section `teacher`.
-
-  Attributes:
-    brain: "scripted" (section `scripted`; tasks of the generated world only),
-      "annotated" (tasks with worked solutions, such as GSM8K's training rows) or "chat"
-      (section `chat`; any OpenAI-compatible endpoint).
-    samples: runs per task.
-    select: True to keep one of them, chosen by a list-wise selector (best of N); chat
-      brains only.
-    facts: whether plans begin with the facts that are known and needed; for models.
-    workers: runs at once.
-    variant: the dialect of the trajectories.
-    prompt: the style of their prompt; see `protocol.prompts`.
-    tokenizer: folder of the tokenizer that costs are counted by; None counts words,
-      digits and punctuation marks.
-    max_turns: limits of a run, and likewise the next two; see `agents.TeamConfig`.
-  """
-
-  brain: str = "scripted"
-  samples: int = 1
-  select: bool = False
-  facts: bool = False
-  workers: int = 4
-  variant: str = "unified"
-  prompt: str = "brief"
-  tokenizer: str | None = None
-  max_turns: int = 24
-  max_calls: int = 12
-  max_checks: int = 3
-
-  def __post_init__(self):
-    if self.brain not in BRAINS:
-      raise ValueError(f"brain is {self.brain!r}; accepted: {', '.join(BRAINS)}")
-    if self.prompt not in STYLES:
-      raise ValueError(f"prompt is {self.prompt!r}; accepted: {', '.join(STYLES)}")
-    if self.samples < 1 or self.workers < 1:
-      raise ValueError("samples and workers must be at least 1")
-    if self.brain != "chat" and (self.select or self.facts):
-      raise ValueError(f"select and facts ask for brain 'chat', not {self.brain!r}")
-    if self.select and self.samples < 2:
-      raise ValueError("select chooses among samples: set samples to 2 or more")
+_MAY_CHANGE += tuple(f.replace("chat", "violations") for f in _MAY_CHANGE[1:])
+_MAY_CHANGE += ("violations.workers",)
 
 
 def run(
@@ -123,10 +90,12 @@ def run(
   """Distils a team's work on the configured tasks into a training set.
 
   Args:
-    config: sections tasks, tools, teacher, convert, filters, formats and the brain's.
+    config: sections `SECTIONS` and the brain's. `reward` is that of RL, without
+      `shaping`; `violations`, where it is given, inspects what the filters keep.
     workdir: where everything is written; holding an interrupted run of the same config
       it is continued.
-    api_key: for the endpoint of a chat brain.
+    api_key: for the endpoint of a chat brain, and of `violations` where it is the same
+      or there is no such brain.
 
   Returns:
     What results.json holds.
@@ -136,25 +105,17 @@ def run(
     InfrastructureError: the endpoint or a tool keeps failing.
     RefusedError: the endpoint refuses the key, the URL or the model.
   """
-  teacher = section(config, "teacher", TeacherConfig)
-  check_sections(config, (*SECTIONS, teacher.brain))
-  rules = section(config, "convert", ConvertConfig)
-  formats = section(config, "formats", FormatsConfig)
-  if formats.copies and teacher.prompt == "brief":
-    raise ConfigError("config.formats.copies: only teacher.prompt='full' tells formats")
-  tools = section(config, "tools", ToolsConfig)
-  filters = section(config, "filters", FiltersConfig)
-  variant = get_variant(teacher.variant).with_tools(tools.told)
-  limits = _limits(teacher, variant)
-  tasks = select_tasks(section(config, "tasks", TasksConfig))
-  for task in tasks:
-    grade(task, None)  # what cannot be judged fails here, before anything is spent
-  encode = _encoder(teacher.tokenizer)
+  plan = _Plan.read(config)
+  teacher, tasks, tools = plan.teacher, plan.tasks, plan.tools
+  grader = Grader(plan.reward)
+  grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
+  limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
   claim(config, workdir, _MAY_CHANGE)
 
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
   with contextlib.ExitStack() as stack:
+    stack.enter_context(grader)
     brains = _brains(config, teacher, tasks, api_key, stack)
     toolbox = stack.enter_context(Toolbox(tools))
     journal = None
@@ -166,16 +127,18 @@ def run(
       brain, call, key = brains[sample], toolbox.call, (task.id, sample)
       if journal is not None:
         brain, call = journal.brain(brain, key), journal.tools(call, key)
-      return solve(task, brain, call, tools.tools, limits, encode, sample)
+      done = solve(task, brain, call, tools.tools, limits, encode, sample)
+      return graded(done, task, grader)
 
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
     runs.sort([(task.id, sample) for task, sample in jobs])
     chosen = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
     calls = {"calls": journal.bill()} if journal is not None else {}
 
-  meters, pairs, dropped = _convert_all(jobs, runs, variant, teacher, rules, chosen)
-  kept, funnel = filter_trajectories(pairs, variant, grade, filters)
-  restyled = restyled_copies(kept, variant, formats)
+  style, variant = teacher.prompt, plan.variant
+  meters, pairs, dropped = convert_all(jobs, runs, variant, style, plan.rules, chosen)
+  kept, funnel, inspected = _filtered(plan, pairs, workdir, api_key)
+  restyled = restyled_copies(kept, variant, plan.formats)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
   write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *restyled])
 
@@ -186,10 +149,11 @@ def run(
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
     "restyled": len(restyled),
+    **inspected,
   }
   funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
   plots.write_png(os.path.join(workdir, "funnel.png"), plots.funnel_bars(funnels))
-  results = {**counts, **_figures(meters, kept), **calls}
+  results = {**counts, **outcome_figures(meters, kept), **calls}
   if chosen is not None:
     rewards = {(m.task_id, m.sample): m.reward for m in meters}
     results["best_of_n"] = figures(tasks, chosen, rewards)
@@ -199,22 +163,81 @@ def run(
   return results
 
 
-def _limits(teacher: TeacherConfig, variant: Variant) -> TeamConfig:
-  return TeamConfig(
-    max_turns=teacher.max_turns,
-    max_calls=teacher.max_calls,
-    max_checks=teacher.max_checks,
-    review=review_style(variant),
-    facts=teacher.facts,
-  )
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+  """A config, read and found usable."""
+
+  teacher: TeacherConfig
+  rules: ConvertConfig
+  formats: FormatsConfig
+  tools: ToolsConfig
+  filters: FiltersConfig
+  violations: ViolationsConfig | None
+  chat: ChatConfig | None
+  reward: RewardConfig
+  variant: Variant
+  tasks: list[Task]
+
+  @classmethod
+  def read(cls, config: ml_collections.ConfigDict) -> _Plan:
+    """Raises: ConfigError, ValueError, FileNotFoundError."""
+    teacher = section(config, "teacher", TeacherConfig)
+    check_sections(config, (*SECTIONS, teacher.brain))
+    formats = section(config, "formats", FormatsConfig)
+    if formats.copies and teacher.prompt == "brief":
+      words = "config.formats.copies: only teacher.prompt='full' tells formats"
+      raise ConfigError(words)
+    reward = section(config, "reward", RewardConfig)
+    if reward.shaping != ShapingConfig():
+      words = "config.reward.shaping: a run earns what its answer does, no more"
+      raise ConfigError(words)
+    tools = section(config, "tools", ToolsConfig)
+    return cls(
+      teacher=teacher,
+      rules=section(config, "convert", ConvertConfig),
+      formats=formats,
+      tools=tools,
+      filters=section(config, "filters", FiltersConfig),
+      violations=optional(config, "violations", ViolationsConfig),
+      chat=optional(config, "chat", ChatConfig),
+      reward=reward,
+      variant=get_variant(teacher.variant).with_tools(tools.told),
+      tasks=select_tasks(section(config, "tasks", TasksConfig)),
+    )
+
+  def violations_key(self, api_key: str | None) -> str | None:
+    """The key, unless it is that of another endpoint, whose brain works as the team."""
+    chat, inspects = self.chat, self.violations
+    same = chat is None or (inspects and inspects.base_url == chat.base_url)
+    return api_key if same else None
 
 
-def _encoder(folder: str | None) -> Encode:
-  if folder is None:
-    return pieces
-  from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
+def _filtered(
+  plan: _Plan,
+  pairs: Sequence[tuple[Task, Trajectory]],
+  workdir: str,
+  api_key: str | None,
+) -> tuple[list[Trajectory], dict[str, Any], dict[str, Any]]:
+  """The trajectories kept; the funnel; what an inspection of violations came to."""
+  chain = functools.partial(filter_trajectories, pairs, plan.variant, judge)
+  if plan.violations is None:
+    return *chain(plan.filters), {}
+  path, key = os.path.join(workdir, VIOLATIONS), plan.violations_key(api_key)
+  with Inspector(plan.violations, path, key) as inspector:
+    found = chain(plan.filters, functools.partial(_shown, inspector, workdir))
+    return *found, {"violations": inspector.counts()}
 
-  return Tokenizer.load(folder).encode
+
+def _shown(
+  inspector: Inspector, workdir: str, trajectories: Sequence[Trajectory]
+) -> Iterator[Inspection]:
+  """The inspector's verdicts, with progress."""
+  total = len(trajectories)
+  with Metrics(workdir, stage="inspect", total=total, unit="trajectory") as metrics:
+    for done, verdict in enumerate(inspector(trajectories), 1):
+      if done % max(1, total // 50) == 0 or done == total:
+        metrics.log(done, inspector.values(), inspector.spent())
+      yield verdict
 
 
 def _brains(
@@ -278,7 +301,7 @@ def _run_all(
           file.append(run_)
           if journal is not None:
             journal.forget((run_.task_id, run_.sample))
-          right += grade(task, run_.prediction)
+          right += run_.reward or 0.0
           if step % every == 0 or step == len(jobs):
             share = right / (step - (len(jobs) - len(todo)) - failed)
             values, spent = {"right": share, "failed": failed}, ""
@@ -318,72 +341,3 @@ def _select_all(
   rows = [dataclasses.asdict(out[task.id]) for task in tasks]
   write_jsonl(os.path.join(workdir, SELECTIONS), rows)
   return out
-
-
-def _convert_all(
-  jobs: Sequence[tuple[Task, int]],
-  file: RunFile,
-  variant: Variant,
-  teacher: TeacherConfig,
-  config: ConvertConfig,
-  selections: dict[str, Selection] | None,
-) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
-  """Every run's meter; tasks with their trajectories; why there is none, counted."""
-  meters: list[Trajectory] = []
-  pairs: list[tuple[Task, Trajectory]] = []
-  dropped: Counter[str] = Counter()
-  for task, sample in jobs:
-    run_ = file.read(task.id, sample)
-    if run_ is None:
-      continue  # infrastructure failed it
-    meters.append(_meter(run_, task))
-    if selections is not None and selections[task.id].sample != sample:
-      dropped["not_selected"] += 1
-      continue
-    prompt = prompt_segments(variant, task.question, teacher.prompt)
-    result = convert(run_, task, variant, prompt, config)
-    if isinstance(result, Dropped):
-      dropped[result.reason] += 1
-    else:
-      pairs.append((task, result))
-  return meters, pairs, dropped
-
-
-def _meter(run_: Run, task: Task) -> Trajectory:
-  """The run's cost, calls, answer and reward, without its text."""
-  reward = grade(task, run_.prediction)
-  answer = Segment(Author.POLICY, ANSWER, wrap(ANSWER, run_.prediction or ""))
-  return Trajectory(
-    run_.task_id,
-    segments=[answer],
-    calls=run_.calls,
-    status=run_.status,
-    reward=reward,
-    reward_parts={"answer": reward},
-    usage=run_.usage,
-    sample=run_.sample,
-    meta={"family": task.family, "reported": list(run_.reported)},
-  )
-
-
-def _figures(
-  meters: Sequence[Trajectory], kept: Sequence[Trajectory]
-) -> dict[str, Any]:
-  """Shares of right answers, mean cost of a run, make-up of the training set."""
-  rewards: dict[str, list[float]] = {}
-  for meter in meters:
-    rewards.setdefault(meter.meta["family"] or "all", []).append(meter.reward)
-  usage = [dataclasses.asdict(meter.usage) for meter in meters]
-  return {
-    "right": _mean([m.reward for m in meters]),
-    "right_by_family": {name: _mean(r) for name, r in sorted(rewards.items())},
-    "mean_usage": {
-      name: _mean([u[name] for u in usage]) for name in (usage or [{}])[0]
-    },
-    "kept": len(kept),
-    "kept_by_family": dict(sorted(Counter(t.meta["family"] for t in kept).items())),
-  }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-  return sum(values) / len(values) if values else None

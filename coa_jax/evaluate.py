@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
 
-from coa_jax.config import check_sections, claim, optional, section
+from coa_jax.config import ConfigError, check_sections, claim, optional, section
 from coa_jax.model.architecture import LoadConfig
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
+from coa_jax.protocol.formats import HELD_OUT, STYLES, Format, draw_format
+from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.formatted import FormattedTools
 from coa_jax.rollout.player import Player, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
@@ -29,6 +33,7 @@ from coa_jax.tasks.task import Task
 
 SECTIONS = (
   *("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "reward", "eval"),
+  "format",
 )
 
 
@@ -53,19 +58,37 @@ class EvalConfig:
       raise ValueError("temperature must be above 0; `greedy` plays at 0")
 
 
+@dataclasses.dataclass(frozen=True)
+class FormatConfig:
+  """Config section `format`: other tool names, layouts and descriptions than usual.
+
+  Attributes:
+    held_out: True to draw them from those that no training sees, False from those that
+      restyled training trajectories have; see `protocol.formats`.
+    number: which draw.
+    seed: of the draws.
+  """
+
+  held_out: bool = True
+  number: int = 0
+  seed: int = 0
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
   Args:
     config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
-      samples.
+      samples; with `format` its tools are called and written to otherwise.
     workdir: where everything goes. No attempt that has ended there is played again:
       each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
       share it, each playing its part of the tasks; all but the first write into folders
       of their own.
 
   Returns:
-    What `results.json` holds: the figures of `scores.summary`, `by_family`, seconds.
+    What `results.json` holds: the figures of `scores.summary`, `by_family`, seconds,
+    and `format` where there is that section: what was drawn, and the share of calls
+    that were not written so.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
@@ -82,14 +105,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   vllm = optional(config, "vllm", VllmConfig)
   grader = Grader(section(config, "reward", RewardConfig))
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
+  drawn = _format(config, rollout, tools)
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader, drawn)
   player.check(tasks)
   workdir = own_folder(workdir)
   claim(config, workdir)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
-  with grader, Toolbox(tools) as toolbox:
+  with grader, Toolbox(tools) as opened:
+    toolbox = FormattedTools(opened, drawn) if drawn else opened
 
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
       path = os.path.join(workdir, f"{name}.jsonl")
@@ -107,12 +132,47 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       greedy = play("greedy", 1, 0.0)
     if plan.samples:
       sampled = play("sampled", plan.samples, plan.temperature)
-  results = scores.summary(greedy, sampled, tools.tools)
-  results["by_family"] = scores.by_family(greedy, sampled, tools.tools)
+  names = tuple(drawn.names.values()) if drawn else tools.tools
+  results = scores.summary(greedy, sampled, names)
+  results["by_family"] = scores.by_family(greedy, sampled, names)
+  if drawn:
+    results["format"] = _as_told(drawn, [*greedy, *sampled])
   results["reward_parts"] = _parts([*greedy, *sampled])
   results["counters"] = dataclasses.asdict(player.engine.counters)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _format(
+  config: ml_collections.ConfigDict, rollout: RolloutConfig, tools: ToolsConfig
+) -> Format | None:
+  """The format that section `format` draws; None without one."""
+  asked = optional(config, "format", FormatConfig)
+  if asked is None:
+    return None
+  if rollout.style != "full":
+    raise ConfigError("config.format: only rollout.style='full' tells formats")
+  if tools.mcp or tools.descriptions:
+    raise ConfigError(
+      "config.format: it tells of the tools itself; leave out tools.mcp "
+      "and tools.descriptions"
+    )
+  rng = random.Random(f"{asked.seed}/{asked.held_out}/{asked.number}")
+  variant = get_variant(rollout.variant).with_tools(tools.tools)
+  return draw_format(variant, rng, HELD_OUT if asked.held_out else STYLES)
+
+
+def _as_told(drawn: Format, played: list[Trajectory]) -> dict[str, Any]:
+  """The tools as they were told, and the share of calls that were not written so."""
+  names = set(drawn.names.values())
+  bodies = [
+    drawn.read(c.name, c.arguments)[1]
+    for t in played
+    for c in t.calls
+    if c.name in names
+  ]
+  unread = bodies.count(None) / len(bodies) if bodies else None
+  return {"tools": drawn.told, "calls": len(bodies), "unread": unread}
 
 
 class _Part:

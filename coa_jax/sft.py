@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -217,22 +218,27 @@ def _encode(trajectories: list[Trajectory], tokenizer: Tokenizer) -> None:
 
 
 def _rows(train: list[Trajectory], data: DataConfig, first: int) -> Iterator[Batch]:
-  """Micro-batches for ever, from update `first` on: each epoch packed and shuffled."""
-  skip, epoch = first * data.micro_batches, 0
-  while True:
-    rng = np.random.default_rng((data.seed, epoch))
-    packed = batching.pack([t.num_tokens for t in train], data.length)
-    order = rng.permutation(len(packed))
-    whole = len(order) - len(order) % data.rows or len(order)
-    for start in range(0, whole, data.rows):
-      if skip:
-        skip -= 1
-        continue
-      batch = batching.empty(data.rows, data.length)
-      for r, row in enumerate(order[start : start + data.rows]):
-        batching.fill(batch, r, [train[i] for i in packed[row]])
-      yield batch
-    epoch += 1
+  """Micro-batches for ever, from update `first` on.
+
+  The packed rows of one epoch follow those of the one before, each epoch in an order
+  of its own, a function of (seed, epoch); a batch may hold the end of one and the
+  beginning of the next, so every epoch has every row exactly once. Every process makes
+  the same batches and `Layout.put` leaves each with its part. No file is open and no
+  worker runs: the place in the data is the step and nothing else.
+  """
+  packed = batching.pack([t.num_tokens for t in train], data.length)
+
+  @functools.lru_cache(maxsize=2)
+  def order(epoch: int) -> np.ndarray:
+    return np.random.default_rng((data.seed, epoch)).permutation(len(packed))
+
+  for number in itertools.count(first * data.micro_batches):
+    batch = batching.empty(data.rows, data.length)
+    for r in range(data.rows):
+      epoch, place = divmod(number * data.rows + r, len(packed))
+      members = packed[order(epoch)[place]]
+      batching.fill(batch, r, [train[i] for i in members])
+    yield batch
 
 
 def _mean_loss(

@@ -1,15 +1,19 @@
 """Rows a second of conversion, filtering and tokenisation, memory, and scaling.
 
-  python -m experiments.bench_distill [--rows=100000] [--quick] [--out=FILE.json]
+  python -m experiments.bench_distill [--rows=100000] [--processes=1,2] [--quick] \
+    [--folder=DIR] [--out=FILE.json]
 
 Writes runs of OAgents (JSON lines; about 4,000 tokens each under a tokenizer trained on
 such text; one in twenty wrong, one in ten nearly as the one before, one in a hundred of
 an evaluation set), then refines them as `experiments.import_traces` does, all filters
-on, ids and all to JSON lines: with no process beside the reader, with one, with two,
-with as many as there are cores, and a fifth of the rows again. Each case runs in a
-fresh process. What is dropped is checked against what was put in. Memory is bounded
-where a fifth of the rows takes about as much as all; what grows is the signatures of
-the duplicates filter, some 3 kB a row.
+on, ids and all to JSON lines: with each number of processes beside the reader (0: the
+reader does all), and with the last of them a fifth of the rows. Each case runs in a
+fresh process and shows its progress. What is dropped is checked against what was put
+in. Memory is bounded where a fifth of the rows takes about as much as all; what grows
+is the signatures of the duplicates filter, some 3 kB a row. 100,000 rows take 9 GB of
+disk (in a temporary folder of --folder). On two idle cores, where a row costs some 10
+ms of CPU, expect 2 minutes to write them, 17 with one process, 10 with two, 2 for the
+fifth.
 
 Expect (5,000 rows, two cores that thirty other processes wanted too): 120 rows a CPU
 second in the reader alone, 92 with two processes, whose start costs some 2 CPU seconds
@@ -35,15 +39,18 @@ from absl import app, flags
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.tokens import train_tokenizer
+from coa_jax.report.metrics import Metrics
 from coa_jax.teacher import filters, importers
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig
-from coa_jax.teacher.importers import Importer
+from coa_jax.teacher.importers import Importer, Record
 from coa_jax.teacher.refine import Found, Refinement, Refiner
 from experiments import bench
 
 _ROWS = flags.DEFINE_integer("rows", 100_000, "Trajectories.", 200)
 _QUICK_ROWS = 400
+_PROCESSES = flags.DEFINE_list("processes", ["1", "2"], "Beside the reader, by case.")
+_FOLDER = flags.DEFINE_string("folder", None, "Where the rows lie; the system's, else.")
 _VOCAB = 8192
 _SEARCHES, _WORDS = 6, 480  # of a row; words of an observation
 _WRONG, _NEAR, _LEAKED = 20, 10, 100  # one in so many
@@ -54,6 +61,8 @@ _COLUMNS = {
   "rows_per_s": "rows/s",
   "tokens_per_s": "tokens/s",
   "rows_per_cpu_s": "rows/CPU s",
+  "main_ms": "CPU ms/row, reader",
+  "worker_ms": "CPU ms/row, others",
   "main_mb": "peak MB, reader",
   "worker_mb": "peak MB, each other",
 }
@@ -141,10 +150,19 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
     nonlocal tokens
     tokens += found.shape.length
 
+  def counted(all_of: Iterator[Record]) -> Iterator[Record]:
+    stage, every = f"{workers} beside the reader", max(1, rows // 1000)
+    with Metrics(folder, stage, rows, unit="row") as metrics:
+      for done, record in enumerate(all_of, 1):
+        yield record
+        if done % every == 0 or done == rows:
+          pace = done / (time.perf_counter() - start)
+          metrics.log(done, {"rows_per_s": pace}, f"{pace:,.0f} rows/s")
+
   _, records = importers.records(os.path.join(folder, f"{rows}.jsonl"))
   out = os.path.join(folder, "out.jsonl")
   start = time.perf_counter()
-  kept = write_lines(out, work.lines(records, on_found=on_found))
+  kept = write_lines(out, work.lines(counted(records), on_found=on_found))
   seconds = time.perf_counter() - start
   counts = work.counts()
   funnel = counts["filters"]
@@ -157,14 +175,16 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
     raise AssertionError(f"{kept} kept, dropped {dropped}, not {expected(rows)}")
   mine = resource.getrusage(resource.RUSAGE_SELF)
   others = resource.getrusage(resource.RUSAGE_CHILDREN)
-  cpu = sum(u.ru_utime + u.ru_stime for u in (mine, others))
+  cpus = [u.ru_utime + u.ru_stime for u in (mine, others)]
   os.remove(out)
   return {
     "rows": rows,
     "workers": workers,
     "rows_per_s": rows / seconds,
     "tokens_per_s": tokens / seconds,
-    "rows_per_cpu_s": rows / cpu,
+    "rows_per_cpu_s": rows / sum(cpus),
+    "main_ms": 1000 * cpus[0] / rows,
+    "worker_ms": 1000 * cpus[1] / rows if workers else None,
     "main_mb": _peak_mb(),
     "worker_mb": others.ru_maxrss / 1024 if workers else None,
     "tokens_per_row": tokens / (rows - dropped["wrong"]),
@@ -195,19 +215,28 @@ def run() -> dict[str, Any]:
   """Every case, and the ratios."""
   rows = _QUICK_ROWS if bench.QUICK.value else _ROWS.value
   few = rows // 5
-  cases = [(rows, w) for w in sorted({0, 1, 2, os.cpu_count() or 1})] + [(few, 2)]
+  try:
+    counts = [int(count) for count in _PROCESSES.value]
+  except ValueError:
+    counts = []
+  if not counts or min(counts) < 0:
+    raise ValueError(f"--processes={','.join(_PROCESSES.value)}: give numbers, as 1,2")
+  cases = [*((rows, count) for count in counts), (few, counts[-1])]
   table = []
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
     _write(folder, {rows, few})
     for size, workers in cases:
       with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")
       ) as fresh:
         table.append(fresh.submit(measure, folder, size, workers).result())
-  speed = {r["workers"]: r["rows_per_s"] for r in table[:-1]}
-  whole = next(r for r in table if r["workers"] == 2)
-  ratios = {f"{w} processes over 1": speed[w] / speed[1] for w in speed if w > 1}
-  for part in ("main_mb", "worker_mb"):
+  first, whole = table[0], table[-2]
+  ratios = {
+    f"rows/s, {row['workers']} processes over {first['workers']}": row["rows_per_s"]
+    / first["rows_per_s"]
+    for row in table[1:-1]
+  }
+  for part in ("main_mb", "worker_mb") if counts[-1] else ("main_mb",):
     ratios[f"{part}, {rows} rows over {few}"] = whole[part] / table[-1][part]
   return {"table": table, "ratios": ratios, "tokens_per_row": whole["tokens_per_row"]}
 

@@ -17,6 +17,8 @@ import ml_collections
 import numpy as np
 import pytest
 import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coa_jax import sft
 from coa_jax.model.qwen import count_params
@@ -124,6 +126,105 @@ def test_batches_are_a_function_of_seed_and_step():
   assert whole[:3] != whole[3:6]
   other = next(sft._rows(train, dataclasses.replace(data, seed=1), 0))
   assert other.tokens_BT.ravel().tolist() != whole[0]
+
+
+def numbered(rows: int) -> list[Trajectory]:
+  """Trajectories that fill a row of four tokens each, with their number."""
+  return [
+    Trajectory(str(n), [Segment(Author.POLICY, "", "", [n] * 4)])
+    for n in range(1, rows + 1)
+  ]
+
+
+def stream(train, data: sft.DataConfig, first: int, updates: int) -> list[int]:
+  """What rows are trained on, in order, from update `first` on."""
+  batches = itertools.islice(
+    sft._rows(train, data, first), updates * data.micro_batches
+  )
+  return [int(row[0]) for b in batches for row in b.tokens_BT]
+
+
+@settings(max_examples=60)
+@given(
+  rows=st.integers(1, 23),
+  size=st.integers(1, 9),
+  micro=st.integers(1, 3),
+  first=st.integers(0, 7),
+  seed=st.integers(0, 3),
+)
+def test_every_epoch_has_every_row_once_wherever_it_is_resumed(
+  rows, size, micro, first, seed
+):
+  train = numbered(rows)
+  data = sft.DataConfig("", 1, rows=size, length=4, micro_batches=micro, seed=seed)
+  whole = stream(train, data, 0, updates=first + 8)
+  epochs = [whole[i : i + rows] for i in range(0, len(whole) - rows + 1, rows)]
+  assert all(sorted(epoch) == list(range(1, rows + 1)) for epoch in epochs)
+  assert stream(train, data, first, updates=8) == whole[first * micro * size :]
+  if rows > 8 and len(epochs) > 1:
+    assert epochs[0] != epochs[1]
+  # The size of a batch cuts the same stream elsewhere and does not change it.
+  other = dataclasses.replace(data, rows=size + 1)
+  shared = stream(train, other, 0, updates=8)
+  both = min(len(shared), len(whole))
+  assert shared[:both] == whole[:both]
+
+
+CHILD = """
+import itertools, json, sys
+import jax
+address, processes, process = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+jax.distributed.initialize(address, processes, process)
+sys.path.insert(0, sys.argv[4])
+import test_sft
+from coa_jax import sft
+from coa_jax.model.sharding import MeshConfig, make_layout
+layout = make_layout(MeshConfig(fsdp=-1))
+data = sft.DataConfig("", 1, rows=4, length=4, micro_batches=1, seed=5)
+seen = {}
+for first in (0, 3):
+  rows = sft._rows(test_sft.numbered(10), data, first)
+  for batch in itertools.islice(rows, 5 - first):
+    placed = layout.put(batch)
+    seen.setdefault(first, []).append(
+      [int(row[0]) for shard in placed.tokens_BT.addressable_shards
+       for row in shard.data])
+print(json.dumps([seen[0], seen[3]]))
+"""
+
+
+def test_processes_share_the_rows_of_an_epoch():
+  """Real processes of JAX: what is on the devices of each, resumed or not."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  here = pathlib.Path(__file__).parent
+  env = {**os.environ, "PYTHONPATH": str(here.parent), "JAX_PLATFORMS": "cpu"}
+  command = [sys.executable, "-c", CHILD, address, "2"]
+  started = [
+    subprocess.Popen(
+      [*command, str(i), str(here)],
+      env=env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  seen = []
+  for process in started:
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    seen.append(json.loads(out.splitlines()[-1]))
+  data = sft.DataConfig("", 1, rows=4, length=4, micro_batches=1, seed=5)
+  for first, ours in zip((0, 3), zip(*seen, strict=True), strict=True):
+    alone = stream(numbered(10), data, first, updates=5 - first)
+    together = [sorted(a + b) for a, b in zip(*ours, strict=True)]
+    assert together == [sorted(alone[i : i + 4]) for i in range(0, len(alone), 4)]
+    assert all(len(part) == 2 for process in ours for part in process)
+  # Five batches of four are two epochs of ten.
+  rows = [row for process, _ in seen for part in process for row in part]
+  assert sorted(rows) == sorted([*range(1, 11)] * 2)
 
 
 @pytest.mark.parametrize(

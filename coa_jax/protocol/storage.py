@@ -1,7 +1,8 @@
-"""Trajectories and tasks in files of JSON lines or parquet, written as a stream.
+"""Trajectories and tasks in JSON lines, parquet or ArrayRecord, written as a stream.
 
 Parquet holds a row's plain fields as columns of their own types, nested ones too;
-`meta`, which is any JSON, is a column of JSON text.
+`meta`, which is any JSON, is a column of JSON text. ArrayRecord, the random-access
+format of grain and TensorFlow Datasets, holds one JSON object a record (extra `data`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _ROWS = 256  # of a row group
@@ -21,10 +22,10 @@ def write_lines(
   rows: Iterable[str | dict[str, Any]],
   at_least_one: bool = False,
 ) -> int:
-  """Writes rows to `.jsonl` or `.parquet`; the file appears when it is complete.
+  """Writes rows to a file, which appears when it is complete.
 
   Args:
-    path: where to; its suffix says how.
+    path: where to; its suffix says how: .jsonl, .parquet or .array_record.
     rows: JSON objects, or lines of JSON.
     at_least_one: leave no file where there is no row.
 
@@ -32,17 +33,18 @@ def write_lines(
     The number of rows.
 
   Raises:
-    ValueError: another suffix.
+    ValueError: another suffix, or the package `array_record` is missing.
     EOFError: there was no row, with `at_least_one`.
   """
   path = os.fspath(path)
   suffix = os.path.splitext(path)[1]
-  if suffix not in (".jsonl", ".parquet"):
-    raise ValueError(f"{path}: unknown suffix {suffix!r}; accepted: .jsonl, .parquet")
+  if suffix not in _WRITERS:
+    raise ValueError(
+      f"{path}: unknown suffix {suffix!r}; accepted: {', '.join(_WRITERS)}"
+    )
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  write = _write_jsonl if suffix == ".jsonl" else _write_parquet
   try:
-    count = write(path + ".tmp", rows)
+    count = _WRITERS[suffix](path + ".tmp", rows)
     if at_least_one and not count:
       raise EOFError(path)
     os.replace(path + ".tmp", path)
@@ -75,6 +77,66 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
           row[name] = json.loads(row[name])
       yield f"{path} row {number}", row
       number += 1
+
+
+def read_array_record(
+  path: str | os.PathLike[str],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields ("FILE row N", row) of records that are JSON objects, in their order.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no ArrayRecord file, a record is no JSON object, or the package
+      `array_record` is missing.
+  """
+  path = os.fspath(path)
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"no file at {path}")
+  if os.path.getsize(path) == 0:
+    raise ValueError(f"{path}: not ArrayRecord (it is empty)")
+  module = _array_record(path)
+  try:
+    reader = module.ArrayRecordReader(path)
+    if not reader.ok():
+      reader.close()  # raises what is wrong
+    count = reader.num_records()
+  except (RuntimeError, IndexError, OSError) as e:
+    raise ValueError(f"{path}: not ArrayRecord ({e})") from e
+  try:
+    for begin in range(0, count, _ROWS):
+      end = min(begin + _ROWS, count)
+      for number, record in enumerate(reader.read(begin, end), begin):
+        try:
+          row = json.loads(record)
+        except ValueError as e:
+          raise ValueError(f"{path} row {number}: not JSON ({e})") from e
+        if not isinstance(row, dict):
+          kind = type(row).__name__
+          raise ValueError(f"{path} row {number}: expected a JSON object, got {kind}")
+        yield f"{path} row {number}", row
+  finally:
+    reader.close()
+
+
+def _array_record(path: str) -> Any:
+  try:
+    from array_record.python import array_record_module
+  except ImportError as e:
+    raise ValueError(f"{path}: needs `pip install array_record`") from e
+  return array_record_module
+
+
+def _write_array_record(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
+  # A record a chunk: any of them is read without its neighbours.
+  writer = _array_record(path).ArrayRecordWriter(path, "group_size:1")
+  count = 0
+  try:
+    for row in rows:
+      writer.write((row if isinstance(row, str) else json.dumps(row)).encode())
+      count += 1
+  finally:
+    writer.close()
+  return count
 
 
 def _write_jsonl(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
@@ -166,3 +228,10 @@ def _schema(row: dict[str, Any]) -> Any:
       "meta": text,
     }
   )
+
+
+_WRITERS: Mapping[str, Callable[[str, Iterable[str | dict[str, Any]]], int]] = {
+  ".jsonl": _write_jsonl,
+  ".parquet": _write_parquet,
+  ".array_record": _write_array_record,
+}

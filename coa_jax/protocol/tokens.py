@@ -266,7 +266,9 @@ def _wrapped(content: str) -> str:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-  return tokenizer.encode(_bytes(text).decode(), add_special_tokens=False).ids
+  # As `encode`, without the offsets that nobody asks for: a tenth to a fifth faster.
+  texts = [_bytes(text).decode()]
+  return tokenizer.encode_batch_fast(texts, add_special_tokens=False)[0].ids
 
 
 def _bytes(text: str) -> bytes:

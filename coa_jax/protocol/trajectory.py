@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -194,15 +196,17 @@ def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Any]) -> int:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields ("FILE:LINE", row) for every non-empty line.
+  """Yields ("FILE:LINE", row) for every non-empty line; `.gz` is read as gzip.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: a line is not a JSON object; the message names file and line.
+    ValueError: a line is not a JSON object, or not UTF-8, or the file is cut short; the
+      message names file and line.
   """
   path = os.fspath(path)
-  with open(path, encoding="utf-8") as f:
-    for number, line in enumerate(f, 1):
+  begin = gzip.open if path.endswith(".gz") else open
+  with begin(path, "rt", encoding="utf-8") as f:
+    for number, line in enumerate(_whole(f, path), 1):
       if not line.strip():
         continue
       where = f"{path}:{number}"
@@ -215,9 +219,27 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
       yield where, row
 
 
-def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-  """All trajectories of JSON lines or `.parquet`; errors name the file and the row."""
-  from coa_jax.protocol.storage import read_parquet  # pyarrow, where it is asked for
+def _whole(lines: Iterable[str], path: str) -> Iterator[str]:
+  """The lines; a fault of the file names it."""
+  number = 0
+  try:
+    for number, line in enumerate(lines, 1):  # noqa: B007
+      yield line
+  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
+    raise ValueError(f"{path}:{number + 1}: cannot be read: {e}") from e
 
-  read = read_parquet if os.fspath(path).endswith(".parquet") else read_jsonl
+
+def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
+  """All trajectories of a file as `storage.write_lines` writes it, by its suffix.
+
+  Raises:
+    FileNotFoundError, ValueError: it cannot be read; the message names file and row.
+  """
+  from coa_jax.protocol import storage  # pyarrow, where it is asked for
+
+  readers = {
+    ".parquet": storage.read_parquet,
+    ".array_record": storage.read_array_record,
+  }
+  read = readers.get(os.path.splitext(os.fspath(path))[1], read_jsonl)
   return [Trajectory.from_json(row, where) for where, row in read(path)]

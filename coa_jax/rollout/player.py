@@ -16,6 +16,7 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.automaton import compile_constraint, compile_stops
+from coa_jax.protocol.formats import Format
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.engine import RolloutConfig
@@ -61,10 +62,13 @@ class Player:
     layout: Layout | None = None,
     vllm: VllmConfig | None = None,
     grader: Grader | None = None,
+    tool_format: Format | None = None,
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
 
-    The caller closes the grader; None for one with the default rewards.
+    The caller closes the grader; None for one with the default rewards. With a
+    `tool_format` the policy is told so and plays with a toolbox that reads it:
+    `formatted.FormattedTools`.
 
     Raises:
       ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
@@ -72,6 +76,8 @@ class Player:
       VllmError: there is no server at `vllm.url`, or not one that can be used.
     """
     variant = roles.get_variant(config.variant).with_tools(tools)
+    if tool_format is not None:
+      variant = tool_format.variant(variant)
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
     self.setting = Setting(

@@ -1,9 +1,14 @@
 """Rows of a data set, one after the other, from a file or a source named by a URI.
 
-  FILE.jsonl, FILE.json, FILE.parquet     by the file's suffix
-  json:FILE, parquet:FILE                 whatever the suffix
-  hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder, read
-                                          as a stream through `datasets`
+  FILE.jsonl, FILE.json, FILE.parquet     by the file's suffix; JSON may be gzipped
+    and FILE.array_record                 (FILE.jsonl.gz)
+  json:FILE, parquet:FILE                 whatever the suffix; and array_record:FILE
+  hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder (of
+                                          files, or by `save_to_disk`), read as a stream
+                                          through `datasets`
+  hf:NAME?cache=DIR                       the same, prepared in a cache of `datasets`
+                                          and read from there: without a network, with
+                                          HF_HUB_OFFLINE=1, what is in it
   tfds:NAME?split=S&data_dir=D            TensorFlow Datasets, prepared as ArrayRecord,
                                           through `tfds.data_source` (no TensorFlow)
 
@@ -13,14 +18,17 @@ same. `datasets` and `tensorflow_datasets` are asked for only where a URI names 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import urllib.parse
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from coa_jax.protocol.storage import read_array_record
 from coa_jax.protocol.trajectory import read_jsonl
 
 Row = dict[str, Any]
@@ -30,8 +38,7 @@ Rows = Iterator[tuple[str, Row]]
 def read_rows(uri: str | os.PathLike[str]) -> Rows:
   """Yields ("where it stands", row) for every row of a source.
 
-  Parquet files, `hf:` and `tfds:` are streamed, JSON lines too; a JSON list is read
-  whole.
+  All are streamed but a JSON list, which is read whole.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -43,7 +50,7 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
   if colon and scheme in _SCHEMES and not os.path.exists(path):
     yield from _SCHEMES[scheme](rest)
     return
-  suffix = os.path.splitext(path)[1]
+  suffix = os.path.splitext(path.removesuffix(".gz"))[1]
   if suffix not in _SUFFIXES and os.path.exists(path):
     raise ValueError(
       f"{path}: unknown kind of task file {suffix!r}; accepted: "
@@ -59,8 +66,12 @@ def _jsonl(path: str) -> Rows:
 
 def _json(path: str) -> Rows:
   _there(path)
-  with open(path, encoding="utf-8") as f:
-    text = f.read()
+  begin = gzip.open if path.endswith(".gz") else open
+  try:
+    with begin(path, "rt", encoding="utf-8") as f:
+      text = f.read()
+  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
+    raise ValueError(f"{path}: cannot be read: {e}") from e
   try:
     rows = json.loads(text)
   except json.JSONDecodeError as e:
@@ -80,30 +91,53 @@ def _parquet(path: str) -> Rows:
 
   _there(path)
   number = 0
-  for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
-    for row in batch.to_pylist():
-      yield _checked(f"{path} row {number}", row)
-      number += 1
+  try:
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
+      for row in batch.to_pylist():
+        yield _checked(f"{path} row {number}", row)
+        number += 1
+  except (pyarrow.ArrowInvalid, OSError) as e:
+    raise ValueError(f"{path} row {number}: cannot be read as parquet: {e}") from e
+
+
+def _array_record(path: str) -> Rows:
+  _there(path)
+  yield from read_array_record(path)
 
 
 def _hf(rest: str) -> Rows:
-  name, given = _query("hf", rest, ("split", "config", "revision"))
+  name, given = _query("hf", rest, ("split", "config", "revision", "cache"))
   try:
     import datasets
   except ImportError as e:
     raise ValueError(f"hf:{rest}: needs `pip install datasets`") from e
+  split = given.get("split", "train")
   try:
-    rows = datasets.load_dataset(
-      name,
-      given.get("config"),
-      split=given.get("split", "train"),
-      revision=given.get("revision"),
-      streaming=True,
-    )
+    if _saved(name):
+      rows = datasets.load_from_disk(name)
+      if isinstance(rows, datasets.DatasetDict):
+        if split not in rows:
+          raise ValueError(f"no split {split!r}; there are {', '.join(rows)}")
+        rows = rows[split]
+    else:
+      rows = datasets.load_dataset(
+        name,
+        given.get("config"),
+        split=split,
+        revision=given.get("revision"),
+        streaming="cache" not in given,
+        cache_dir=given.get("cache") or None,
+      )
     for number, row in enumerate(rows):
       yield _checked(f"hf:{rest} row {number}", row)
   except (OSError, ValueError) as e:
     raise ValueError(f"hf:{rest}: {e}") from e
+
+
+def _saved(folder: str) -> bool:
+  """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
+  marks = ("state.json", "dataset_dict.json")
+  return any(os.path.exists(os.path.join(folder, mark)) for mark in marks)
 
 
 def _tfds(rest: str) -> Rows:
@@ -132,10 +166,12 @@ _SUFFIXES: dict[str, Callable[[str], Rows]] = {
   ".jsonl": _jsonl,
   ".json": _json,
   ".parquet": _parquet,
+  ".array_record": _array_record,
 }
 _SCHEMES: dict[str, Callable[[str], Rows]] = {
   "json": _json,
   "parquet": _parquet,
+  "array_record": _array_record,
   "hf": _hf,
   "tfds": _tfds,
 }

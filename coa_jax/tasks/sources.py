@@ -3,7 +3,7 @@
 The schema of a row is decided by the fields it has, never by the file's name, and a
 row that fits none is an error that names the file, the row and what would be accepted.
 Code tasks keep their tests in `meta["tests"]`, GSM8K's their worked solution in
-`meta["solution"]`; nothing of either is in the question.
+`meta["solution"]`; nothing of either is in the question, but one assert in MBPP's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
       two rows have the same id; the message names the file, the row and the field.
   """
   path = os.fspath(uri)
-  stem = os.path.splitext(os.path.basename(path))[0]
+  stem = os.path.splitext(os.path.basename(path).removesuffix(".gz"))[0]
   tasks: list[Task] = []
   seen: dict[str, str] = {}
   for number, (where, row) in enumerate(read_rows(path)):
@@ -116,8 +116,8 @@ def read_task(row: Row, where: str, default_id: str) -> Task:
     raise ValueError(
       f"{where}: no field 'question'; the row has {fields}. Accepted: this "
       "project's tasks (question, answers, and optionally id, kind, source, family, "
-      "meta), released RL rows (prompt, reward_model), and GSM8K, HotpotQA, MuSiQue "
-      "and WebWalkerQA rows"
+      "meta), released RL rows (prompt, reward_model), and GSM8K, HotpotQA, MuSiQue, "
+      "WebWalkerQA, HumanEval and MBPP rows"
     )
   return _plain_row(row, where, default_id)
 
@@ -182,6 +182,68 @@ def _webwalker(row: Row, where: str, default_id: str) -> Task:
     "meta": {"root_url": row["root_url"], **info},
   }
   return Task.from_json(plain, where)
+
+
+def _humaneval(row: Row, where: str, default_id: str) -> Task:
+  """A row of HumanEval or HumanEval+: complete a function, judged by `check`.
+
+  Tests may use what stands before the function in its prompt: imports, helpers.
+  """
+  prompt, entry = _texts(row, where, "prompt", "entry_point")
+  (test,) = _texts(row, where, "test")
+  before, found, _ = prompt.partition(f"def {entry}(")
+  if not found:
+    raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
+  tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
+  plain = {
+    "id": str(row.get("task_id", default_id)),
+    "question": "Complete this function; write it whole, with what it needs.\n\n"
+    f"```py\n{prompt.strip()}\n```",
+    "answers": f"a program that passes {_count(tests)} tests",
+    "kind": Kind.CODE,
+    "source": "humaneval",
+    "meta": {"tests": tests},
+  }
+  return Task.from_json(plain, where)
+
+
+def _mbpp(row: Row, where: str, default_id: str) -> Task:
+  """A row of MBPP, its sanitized version or MBPP+: a program judged by asserts.
+
+  The first assert is in the question, as elsewhere: nothing else tells the function's
+  name. `challenge_test_list` is not used, as it is not elsewhere.
+  """
+  asserts = row["test_list"]
+  if not isinstance(asserts, list) or not all(isinstance(a, str) for a in asserts):
+    raise ValueError(f"{where}: field 'test_list' must be a list of asserts")
+  (text,) = _texts(row, where, "prompt" if "prompt" in row else "text")
+  plus = "test" in row
+  setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
+  source = row["test"] if plus else "\n".join([*setup, *asserts])
+  if not asserts or not isinstance(source, str) or not source.strip():
+    raise ValueError(f"{where}: there is no test in 'test_list' or 'test'")
+  tests = {"functional": source}
+  plain = {
+    "id": f"Mbpp/{row.get('task_id', default_id)}",
+    "question": f"{text}\n\nYour program must pass this test, among others:\n"
+    f"{asserts[0]}",
+    "answers": f"a program that passes {_count(tests)} tests",
+    "kind": Kind.CODE,
+    "source": "mbppplus" if plus else "mbpp",
+    "meta": {"tests": tests},
+  }
+  return Task.from_json(plain, where)
+
+
+def _texts(row: Row, where: str, *names: str) -> list[str]:
+  """The fields of these names, each a text that says something."""
+  for name in names:
+    value = row.get(name)
+    if not isinstance(value, str) or not value.strip():
+      raise ValueError(
+        f"{where}: field {name!r} must be a non-empty string, got {value!r:.80}"
+      )
+  return [row[name] for name in names]
 
 
 def _released(row: Row, where: str, default_id: str) -> Task:
@@ -276,4 +338,6 @@ _SCHEMAS: tuple[tuple[set[str], Callable[[Row, str, str], Task]], ...] = (
   ({"question", "answer", "supporting_facts", "context"}, _hotpotqa),
   ({"question", "answer", "answer_aliases", "paragraphs"}, _musique),
   ({"question", "answer", "root_url", "info"}, _webwalker),
+  ({"prompt", "entry_point", "test"}, _humaneval),
+  ({"code", "test_list"}, _mbpp),
 )

@@ -97,8 +97,9 @@ def convert(
     config: what may be shortened and filled in; nothing unless it says so.
 
   Returns:
-    A trajectory whose tool calls have their wall seconds set to 0, so that equal runs
-    give equal bytes (times stay in the run); or why there is none.
+    A trajectory, with the run's reward if it has one, whose tool calls have their wall
+    seconds set to 0, so that equal runs give equal bytes (times stay in the run); or
+    why there is none.
   """
   if run.events and run.events[-1].kind == runs.GAVE_UP:
     last = run.events[-1]
@@ -106,7 +107,7 @@ def convert(
   if run.status != Status.ENDED:
     return Dropped(run.task_id, run.sample, run.status.value, run.error)
   run, changes = _shortened(run, config.observation_chars)
-  if config.score_right and _unscored(run, variant) and _right(task, run.prediction):
+  if config.score_right and _unscored(run, variant) and _right(task, run):
     score = str(max(roles.SCORES))
     *events, final = run.events
     events += [
@@ -123,6 +124,8 @@ def convert(
     segments=segments,
     calls=[dataclasses.replace(call, seconds=0.0) for call in run.calls],
     status=Status.ENDED,
+    reward=run.reward,
+    reward_parts={} if run.reward is None else {"answer": run.reward},
     usage=dataclasses.replace(run.usage, seconds=0.0),
     sample=run.sample,
     meta={
@@ -131,6 +134,7 @@ def convert(
       "family": task.family,
       "source": task.source,
       "kind": task.kind.value,
+      **({"graded": run.graded} if run.graded else {}),
       **changes,
     },
   )
@@ -172,9 +176,11 @@ def _unscored(run: Run, variant: Variant) -> bool:
   return wanted and not any(e.kind == runs.VERDICT for e in run.events)
 
 
-def _right(task: Task, prediction: str | None) -> bool:
+def _right(task: Task, run: Run) -> bool:
+  if run.reward is not None:
+    return run.reward == 1.0
   known = bool(task.answers) and task.kind != Kind.CODE  # tests are not run here
-  return known and grade(task, prediction) == 1.0
+  return known and grade(task, run.prediction) == 1.0
 
 
 def _fill(

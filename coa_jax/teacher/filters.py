@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,13 @@ from coa_jax.teacher.novelty import (
   signature,
   visits,
 )
+from coa_jax.teacher.violations import Inspection
 
 # The reward of an answer; None where it cannot be judged, and then nothing is dropped.
+# Asked for those that bring no verdict with them.
 Judge = Callable[[Task, str | None], float | None]
+# Verdicts on instruction violations, one for each; see `violations.inspect_all`.
+Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]
 # Those that drop; then error correction, which writes some trajectories more than once.
 STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
 
@@ -221,6 +225,7 @@ def filter_trajectories(
   variant: Variant,
   judge: Judge,
   config: FiltersConfig,
+  inspect: Inspect | None = None,
 ) -> tuple[list[Trajectory], dict[str, Any]]:
   """Applies the filters in order.
 
@@ -229,6 +234,8 @@ def filter_trajectories(
     variant: the dialect that trajectories must obey.
     judge: (task, prediction) -> reward; its verdict is written to the trajectory.
     config: thresholds and ratios.
+    inspect: looks for instruction violations, a part of quality; None does not. Because
+      it costs, only those are put to it that no filter drops which looks at one alone.
 
   Returns:
     The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
@@ -236,9 +243,17 @@ def filter_trajectories(
   """
   benchmarks, funnel = load_benchmarks(config), Funnel(config)
   kept: list[Trajectory] = []
-  for task, trajectory in pairs:
-    found = examine(task, trajectory, variant, judge, config, benchmarks)
-    kept += [numbered(trajectory, i) for i in range(funnel.admit(found))]
+  examined = [examine(*pair, variant, judge, config, benchmarks) for pair in pairs]
+  if inspect is not None:
+    passed = [found for found in examined if found.fault is None]
+    verdicts = inspect([found.trajectory for found in passed])
+    for found, verdict in zip(passed, verdicts, strict=True):
+      if verdict.violations:
+        found.fault = "quality", "instruction_violation"
+      elif not verdict.read:
+        found.trajectory.meta["uninspected"] = True
+  for found in examined:
+    kept += [numbered(found.trajectory, i) for i in range(funnel.admit(found))]
   return kept, funnel.report()
 
 
@@ -266,11 +281,20 @@ def _quality(
   inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
   if len(trajectory.calls) - len(inputs) > c.max_repeats:
     return "quality", "redundant_calls"
-  reward = judge(task, verdict.answer)
+  reward = _verdict(trajectory)
   if reward is None:
-    return None
-  trajectory.reward, trajectory.reward_parts = reward, {"answer": reward}
+    reward = judge(task, verdict.answer)
+    if reward is None:
+      return None
+    trajectory.reward, trajectory.reward_parts = reward, {"answer": reward}
   return ("quality", "wrong_answer") if reward < c.min_reward else None
+
+
+def _verdict(trajectory: Trajectory) -> float | None:
+  """What a trajectory says of its answer; None where that is no number."""
+  parts = trajectory.reward_parts  # of a row of others, anything
+  said = parts.get("answer") if isinstance(parts, dict) else None
+  return float(said) if isinstance(said, int | float) else None
 
 
 def _contamination(

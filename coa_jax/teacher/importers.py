@@ -194,4 +194,4 @@ def records(uri: str) -> tuple[str, Iterator[Record]]:
 def stem(uri: str) -> str:
   """What to call the rows of a source that have no ids."""
   name = uri.partition("?")[0].rstrip("/").rpartition(":")[2]
-  return os.path.splitext(os.path.basename(name))[0] or "row"
+  return os.path.splitext(os.path.basename(name).removesuffix(".gz"))[0] or "row"

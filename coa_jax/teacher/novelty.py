@@ -16,7 +16,7 @@ import numpy as np
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-_WORD = re.compile(r"\w+")
+_WORD, _ASCII_WORD = re.compile(r"\w+"), re.compile(rb"\w+")
 _SHINGLE = 5  # words of an n-gram that duplicates are compared by
 _HASHES, _BANDS = (
   64,
@@ -30,9 +30,12 @@ _SHIFT = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64)
 
 def word_hashes(text: str) -> np.ndarray:
   """A uint64 for each word of a text, case and punctuation aside; [words]."""
-  words = _WORD.findall(text.lower())
-  codes = (zlib.crc32(w.encode("utf-8", "replace")) for w in words)
-  return np.fromiter(codes, np.uint64, len(words))
+  text = text.lower()
+  if text.isascii():  # the same words; encoded at once they take two thirds of the time
+    words = _ASCII_WORD.findall(text.encode())
+  else:
+    words = [w.encode("utf-8", "replace") for w in _WORD.findall(text)]
+  return np.fromiter(map(zlib.crc32, words), np.uint64, len(words))
 
 
 def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:

@@ -73,6 +73,8 @@ class Run:
     usage: the sum over events.
     sample: which of the task's runs this is (0-based).
     error: what broke, for an infrastructure failure.
+    reward: of its answer, 0 to 1; None where nobody has judged it.
+    graded: what else its grader said, as `Graded.record`.
   """
 
   task_id: str
@@ -83,6 +85,8 @@ class Run:
   usage: Usage = dataclasses.field(default_factory=Usage)
   sample: int = 0
   error: str = ""
+  reward: float | None = None
+  graded: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def reported(self) -> tuple[int, ...]:
@@ -133,6 +137,15 @@ _PIECE = re.compile(r"[^\W\d]+|\d|[^\w\s]")
 def pieces(text: str) -> list[int]:
   """Stands in for a tokenizer: words, single digits and punctuation marks."""
   return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]
+
+
+def encoder(folder: str | None) -> Encode:
+  """The tokenizer that costs are counted by: of a folder, or `pieces` for None."""
+  if folder is None:
+    return pieces
+  from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
+
+  return Tokenizer.load(folder).encode
 
 
 class Meter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from absl import flags
 
 from experiments import bench_distill
 
@@ -37,3 +38,12 @@ def test_rows_are_a_function_of_their_number():
   one, other = (json.dumps(bench_distill.make_row(7, words)) for _ in range(2))
   assert one == other
   assert one != json.dumps(bench_distill.make_row(8, words))
+
+
+@pytest.mark.parametrize("processes", [["two"], [], ["-1"]])
+def test_processes_are_numbers(monkeypatch, processes):
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
+  monkeypatch.setattr(flags.FLAGS["processes"], "value", processes)
+  with pytest.raises(ValueError, match=r"--processes=.*: give numbers, as 1,2"):
+    bench_distill.run()

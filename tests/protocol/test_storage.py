@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol.storage import read_parquet, write_lines
+from coa_jax.protocol.storage import read_array_record, read_parquet, write_lines
 from coa_jax.protocol.trajectory import (
   Author,
   CallStatus,
@@ -21,6 +22,12 @@ from coa_jax.protocol.trajectory import (
   read_trajectories,
 )
 
+_NEEDS = pytest.mark.skipif(
+  importlib.util.find_spec("array_record") is None, reason="no array_record"
+)
+KINDS = pytest.mark.parametrize(
+  "suffix", ["jsonl", "parquet", pytest.param("array_record", marks=_NEEDS)]
+)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 REAL = st.floats(allow_nan=False, allow_infinity=False)
@@ -42,7 +49,7 @@ TRAJECTORY = st.builds(
 )
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@KINDS
 @settings(max_examples=40, deadline=None)
 @given(written=st.lists(TRAJECTORY, min_size=1, max_size=4))
 def test_what_is_read_is_what_was_written(tmp_path_factory, suffix, written):
@@ -52,16 +59,53 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, suffix, written):
   assert read_trajectories(path) == written
 
 
-def test_more_rows_than_a_group(tmp_path):
+@pytest.mark.parametrize(
+  "suffix", ["parquet", pytest.param("array_record", marks=_NEEDS)]
+)
+def test_more_rows_than_a_group(tmp_path, suffix):
   rows = [Trajectory(f"t{n}").to_json() for n in range(600)]
-  path = tmp_path / "t.parquet"
+  path = tmp_path / f"t.{suffix}"
   assert write_lines(path, iter(rows)) == 600
-  assert [row["task_id"] for _, row in read_parquet(path)] == [
-    f"t{n}" for n in range(600)
+  read = {"parquet": read_parquet, "array_record": read_array_record}[suffix]
+  assert [(where, row["task_id"]) for where, row in read(path)] == [
+    (f"{path} row {n}", f"t{n}") for n in range(600)
   ]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@_NEEDS
+def test_records_are_read_by_number_without_the_others(tmp_path):
+  """As grain and TensorFlow Datasets read them."""
+  from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+  path = str(tmp_path / "t.array_record")
+  write_lines(path, (Trajectory(f"t{n}").to_json() for n in range(40)))
+  with ArrayRecordDataSource(path) as source:
+    assert len(source) == 40
+    records = source.__getitems__([31, 0, 7])
+  assert [json.loads(r)["task_id"] for r in records] == ["t31", "t0", "t7"]
+
+
+@_NEEDS
+def test_a_broken_array_record_is_named(tmp_path):
+  from array_record.python.array_record_module import ArrayRecordWriter
+
+  path = tmp_path / "t.array_record"
+  for content in (b"", b"no", b"x" * 70_000):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"t\.array_record: not ArrayRecord"):
+      list(read_array_record(path))
+  for record, words in ((b"[1]", "row 0: expected a JSON object, got list"),
+                        (b"{", "row 0: not JSON")):  # fmt: skip
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    writer.write(record)
+    writer.close()
+    with pytest.raises(ValueError, match=words):
+      list(read_array_record(path))
+  with pytest.raises(FileNotFoundError, match="none"):
+    read_trajectories(tmp_path / "none.array_record")
+
+
+@KINDS
 def test_a_file_appears_when_it_is_whole(tmp_path, suffix):
   path = tmp_path / f"t.{suffix}"
 
@@ -78,7 +122,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path, suffix):
 
 
 def test_refusals(tmp_path):
-  with pytest.raises(ValueError, match=r"'.txt'; accepted: .jsonl, .parquet"):
+  with pytest.raises(ValueError, match=r"'.txt'; accepted: .jsonl, .parquet, .array"):
     write_lines(tmp_path / "t.txt", [])
   (tmp_path / "t.parquet").write_text("no")
   with pytest.raises(ValueError, match=r"t\.parquet: not parquet"):

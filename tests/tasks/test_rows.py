@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from coa_jax.protocol.storage import write_lines
 from coa_jax.tasks.rows import read_rows
 from coa_jax.tasks.sources import load_tasks
 
@@ -16,8 +22,12 @@ ROWS = [
 ]
 
 
+def jsonl_text() -> str:
+  return "".join(json.dumps(r) + "\n" for r in ROWS)
+
+
 def jsonl(path) -> str:
-  path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+  path.write_text(jsonl_text())
   return str(path)
 
 
@@ -54,6 +64,90 @@ def test_refusals_name_the_source(tmp_path, uri, error, message):
   (tmp_path / "a.txt").write_text("x")
   with pytest.raises(error, match=message):
     rows(uri.format(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz"])
+def test_gzipped_files(tmp_path, name):
+  path = tmp_path / name
+  text = json.dumps(ROWS) if ".json." in name else jsonl_text()
+  path.write_bytes(gzip.compress(text.encode()))
+  assert rows(str(path)) == ROWS
+  assert [t.id for t in load_tasks(path)] == [r["id"] for r in ROWS]
+  path.write_bytes(path.read_bytes()[:-20])
+  with pytest.raises(ValueError, match=rf"{name}.*cannot be read: Compressed file"):
+    rows(str(path))
+  path.write_bytes(b"not gzip")
+  with pytest.raises(ValueError, match=rf"{name}.*cannot be read: Not a gzipped"):
+    rows(str(path))
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("a.jsonl", b'{"question": "q"}\n{"question', r"a\.jsonl:2: not JSON"),
+    ("a.jsonl", b'{"question": "q"}\n\xff\xfe\n', r"a\.jsonl:\d: cannot be read"),
+    ("a.json", b"\xff", r"a\.json: cannot be read"),
+    ("a.parquet", b"PAR1 no", r"a\.parquet row 0: cannot be read as parquet"),
+  ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content, message):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError, match=message):
+    rows(str(tmp_path / name))
+
+
+def test_array_record(tmp_path):
+  pytest.importorskip("array_record")
+  path = tmp_path / "a.array_record"
+  write_lines(path, ROWS)
+  other = tmp_path / "other"
+  other.write_bytes(path.read_bytes())
+  assert rows(str(path)) == rows(f"array_record:{other}") == ROWS
+  assert [t.id for t in load_tasks(path)] == [r["id"] for r in ROWS]
+  with pytest.raises(FileNotFoundError, match=r"no task file at .*none"):
+    rows(f"array_record:{tmp_path / 'none'}")
+
+
+def test_what_save_to_disk_wrote(tmp_path):
+  datasets = pytest.importorskip("datasets")
+  one = datasets.Dataset.from_list(ROWS)
+  one.save_to_disk(str(tmp_path / "one"))
+  datasets.DatasetDict(test=one).save_to_disk(str(tmp_path / "more"))
+  assert rows(f"hf:{tmp_path / 'one'}") == ROWS
+  assert rows(f"hf:{tmp_path / 'more'}?split=test") == ROWS
+  with pytest.raises(ValueError, match="no split 'train'; there are test"):
+    rows(f"hf:{tmp_path / 'more'}")
+
+
+OFFLINE = """
+import json, sys
+from coa_jax.tasks import rows
+try:
+  print(json.dumps([row for _, row in rows.read_rows(sys.argv[1])]))
+except ValueError as e:
+  print(json.dumps(str(e)))
+"""
+
+
+def test_a_hub_data_set_from_a_local_cache(tmp_path):
+  """Without a network: what `datasets` prepared before, by the hub's name."""
+  datasets = pytest.importorskip("datasets")
+  (tmp_path / "toy").mkdir()
+  parquet(tmp_path / "toy" / "train.parquet")
+  datasets.load_dataset(str(tmp_path / "toy"), cache_dir=str(tmp_path / "made"))
+  (made,) = (tmp_path / "made").glob("toy/*/*/*/")
+  # Where a data set of the hub would be; the files are the same.
+  cache = tmp_path / "cache" / "some___toy" / "default" / "0.0.0" / ("a" * 40)
+  shutil.copytree(made, cache)
+
+  def read(uri: str):
+    command = [sys.executable, "-c", OFFLINE, uri]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+  assert read(f"hf:some/toy?cache={tmp_path / 'cache'}") == ROWS
+  assert "hf:some/other?cache=" in read(f"hf:some/other?cache={tmp_path / 'cache'}")
 
 
 def test_a_hugging_face_data_set(tmp_path):

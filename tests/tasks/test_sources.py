@@ -9,8 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks import sources
+from coa_jax.tasks.rewards.code_tests import read_tests
+from coa_jax.tasks.rewards.grader import Grader
 from coa_jax.tasks.task import Kind, Task
+from tools_sandbox import jail
 
 SHARED = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -112,9 +116,67 @@ def test_the_question_is_taken_from_extra_info_or_below_the_head(tmp_path):
   assert extra.question == "from extra"
 
 
+HUMANEVAL = {
+  "task_id": "HumanEval/9",
+  "prompt": "import math\n\ndef helper(x):\n  return x\n\ndef twice(x):\n"
+  '  """ Twice x. """\n',
+  "entry_point": "twice",
+  "canonical_solution": "  return 2 * x\n",
+  "test": "def check(candidate):\n  assert candidate(math.floor(helper(2.5))) == 4\n",
+}
+MBPP = {
+  "task_id": 7,
+  "text": "Write a function to double a number.",
+  "code": "def twice(x):\n  return 2 * x",
+  "test_list": ["assert twice(1) == 2", "assert twice(two) == 4"],
+  "test_setup_code": "two = 2",
+  "challenge_test_list": [],
+}
+SANITIZED = {
+  "source_file": "x.ipynb",
+  "task_id": 7,
+  "prompt": "Write a function to double a number.",
+  "code": MBPP["code"],
+  "test_imports": ["import math"],
+  "test_list": ["assert math.floor(twice(1.5)) == 3"],
+}
+PLUS = {**SANITIZED, "test": "for x in range(50):\n  assert twice(x) == 2 * x\n"}
+CODE = [
+  (HUMANEVAL, "HumanEval/9", "humaneval", "def twice(x):\n  return 2 * x"),
+  (MBPP, "Mbpp/7", "mbpp", MBPP["code"]),
+  (SANITIZED, "Mbpp/7", "mbpp", MBPP["code"]),
+  (PLUS, "Mbpp/7", "mbppplus", MBPP["code"]),
+]
+
+
+@pytest.mark.parametrize(("row", "name", "source", "solution"), CODE)
+def test_programs_by_asserts(tmp_path, row, name, source, solution):
+  (task,) = sources.load_tasks(write(tmp_path / "t.jsonl", [row]))
+  assert (task.id, task.kind, task.source) == (name, Kind.CODE, source)
+  told = task.question
+  assert "Twice x" in told if source == "humaneval" else "double a number" in told
+  assert row.get("canonical_solution", row.get("code")) not in told
+  shown = [a for a in row.get("test_list", ()) if a in told]
+  assert shown == row.get("test_list", [])[:1]
+  assert read_tests(task)
+  if jail.check():
+    pytest.skip("; ".join(jail.check()))
+  with Grader() as grader:
+    for program, reward in ((solution, 1.0), ("def twice(x):\n  return x", 0.0)):
+      graded = grader.answer(task, program, Trajectory(task.id))
+      assert graded.answer == reward, graded
+
+
 @pytest.mark.parametrize(
   ("row", "message"),
   [
+    ({**HUMANEVAL, "entry_point": "thrice"}, r"row 0: .*defines no function 'thrice'"),
+    ({**HUMANEVAL, "test": ""}, r"row 0: field 'test' must be a non-empty string"),
+    ({**HUMANEVAL, "prompt": 3}, r"row 0: field 'prompt' must be .*got 3"),
+    ({**MBPP, "test_list": "assert"}, r"row 0: field 'test_list' must be a list"),
+    ({**MBPP, "test_list": []}, r"row 0: there is no test"),
+    ({**PLUS, "test": 1}, r"row 0: there is no test"),
+    ({k: v for k, v in MBPP.items() if k != "text"}, r"row 0: field 'text' must be"),
     ({"title": "t", "text": "x"}, r"t.json row 0: no field 'question'; .*'title'"),
     ({"question": "q"}, r"row 0: field 'answers' must be"),
     ({"question": "q", "answer": "a", "hop": 2}, r"row 0: unknown field 'hop'"),
@@ -159,6 +221,8 @@ def test_errors_about_the_file(tmp_path):
     ("math/math500.parquet", 500, Kind.MATH, "MATH500", "106^\\circ"),
     ("math/OlympiadBench.parquet", 675, Kind.MATH, "OlympiadBench", "11"),
     ("code/livecodebench_v4.parquet", 100, Kind.CODE, "skywork_livecodebench_v4", None),
+    ("code/HumanEval.jsonl.gz", 164, Kind.CODE, "humaneval", None),
+    ("code/MbppPlus-OriginFmt.jsonl.gz", 378, Kind.CODE, "mbppplus", None),
     ("mhqa/hotpotqa_train.json", 100, Kind.QA, "hotpotqa", "Alice Nelson"),
     ("mhqa/musique_train.json", 100, Kind.QA, "musique", "Dec. 10, 1817"),
     ("mhqa/nq_full.jsonl", 3610, Kind.QA, "nq", "1980s"),

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Iterator
 
-from coa_jax.teacher import synthesis
+from coa_jax.teacher import synthesis, violations
 from coa_jax.teacher.llm import Brain, ChatConfig, Message
 from coa_jax.teacher.prompts import PROMPTS
 
@@ -41,7 +41,7 @@ class ChatServer:
   def answer(self, body: dict) -> dict:
     """A completion by the brain."""
     messages = [Message(**m) for m in body["messages"]]
-    prompts = PROMPTS | synthesis.PROMPTS
+    prompts = PROMPTS | synthesis.PROMPTS | violations.PROMPTS
     agent = next(a for a, p in prompts.items() if messages[0].content.startswith(p))
     reply = self.brain(agent, messages).text if self.brain else "hello"
     return {

@@ -19,6 +19,7 @@ from coa_jax.teacher.filters import (
   was_corrected,
 )
 
+FILTERS = FiltersConfig()
 UNIFIED = get_variant("unified")
 SEARCH = ("wiki_search", "Tarn Hollow")
 SEEN = ("observation", "a town")
@@ -85,6 +86,25 @@ def test_a_good_trajectory_passes_once_with_its_reward():
 def test_each_reason_drops_at_its_stage(spans, config, stage, reason):
   count, funnel = run(spans, **config)
   assert count == 0 and funnel[stage] == {"kept": 0, "dropped": {reason: 1}}
+
+
+@pytest.mark.parametrize(
+  ("parts", "kept"),
+  [
+    ({"answer": 0.0}, 0),  # the verdict of those who ran the tests, say
+    ({"answer": 1.0, "format": 0.0}, 1),
+    ({"answer": "yes"}, 1),  # no verdict: the judge says that it is right
+    ({"answer": None}, 1),
+    ({}, 1),
+    ([0.0], 1),
+  ],
+)
+def test_a_verdict_that_comes_with_a_trajectory_is_kept(parts, kept):
+  task, trajectory = make(GOOD)
+  trajectory.reward_parts = parts
+  out, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, FILTERS)
+  assert len(out) == kept
+  assert funnel["quality"]["dropped"] == ({} if kept else {"wrong_answer": 1})
 
 
 def test_thresholds_are_reached_exactly():

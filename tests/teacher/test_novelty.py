@@ -21,6 +21,15 @@ def jaccard(a: str, b: str) -> float:
   return len(grams(a) & grams(b)) / len(grams(a) | grams(b))
 
 
+@given(st.text())
+def test_plain_text_is_hashed_as_any_other(text):
+  """ASCII takes a path of its own; a letter beyond it, at the end, does not."""
+  plain = text.encode("ascii", "ignore").decode()
+  *words, last = novelty.word_hashes(f"{plain} \u00e9").tolist()
+  assert words == novelty.word_hashes(plain).tolist()
+  assert last == novelty.word_hashes("\u00c9")[0]
+
+
 @pytest.mark.parametrize("changed", [0, 2, 6, 15, 40])
 def test_signatures_estimate_the_jaccard_similarity(changed):
   rng = random.Random(changed)

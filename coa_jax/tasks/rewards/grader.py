@@ -194,12 +194,9 @@ class Grader:
     if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
       return
     name = self.grader_of(task)
-    answer = written_answer(trajectory.text)
     try:
-      if name == "qa":
-        graded = self._qa(task, answer, evaluation)
-      else:
-        graded = self._opened(name)(task, answer, trajectory)
+      written = written_answer(trajectory.text)
+      graded = self.answer(task, written, trajectory, evaluation)
     except Ungradable as e:
       trajectory.status = Status.INFRASTRUCTURE
       trajectory.meta["ungraded"] = str(e)
@@ -218,6 +215,24 @@ class Grader:
     trajectory.reward, trajectory.reward_parts = reward, {**parts, **graded.parts}
     if graded.record:
       trajectory.meta["graded"] = graded.record
+
+  def answer(
+    self,
+    task: Task,
+    answer: str | None,
+    trajectory: Trajectory,
+    evaluation: bool = False,
+  ) -> Graded:
+    """The verdict on an answer alone, without shaping; None is no answer.
+
+    Raises:
+      Ungradable: nothing can be said of it.
+      ValueError: a grader of the user's own fails or returns nonsense.
+    """
+    name = self.grader_of(task)
+    if name == "qa":
+      return self._qa(task, answer, evaluation)
+    return self._opened(name)(task, answer, trajectory)
 
   def _count_failure(self, why: str) -> None:
     self._failures += 1

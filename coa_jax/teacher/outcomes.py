@@ -1,0 +1,117 @@
+"""What the runs of a distillation came to: verdicts, trajectories, meters, figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax.protocol.prompts import prompt_segments
+from coa_jax.protocol.roles import ANSWER, Variant, wrap
+from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
+from coa_jax.tasks.rewards.graded import Ungradable
+from coa_jax.tasks.rewards.grader import Grader
+from coa_jax.tasks.task import Task
+from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
+from coa_jax.teacher.runs import Run, RunFile
+from coa_jax.teacher.select import Selection
+
+Job = tuple[Task, int]  # and which of its samples
+
+
+def graded(run: Run, task: Task, grader: Grader) -> Run:
+  """The run with the verdict on its answer, by the grader of the task's kind.
+
+  One that nothing can be said of has become `infrastructure`: it is no wrong answer.
+
+  Raises:
+    ValueError: a grader of the user's own fails or returns nonsense.
+  """
+  if run.status == Status.INFRASTRUCTURE:
+    return run
+  answer = None if run.prediction is None else run.prediction.strip()
+  try:
+    verdict = grader.answer(task, answer, meter(run, task))
+  except Ungradable as e:
+    return dataclasses.replace(run, status=Status.INFRASTRUCTURE, error=str(e))
+  return dataclasses.replace(run, reward=verdict.answer, graded=verdict.record)
+
+
+def meter(run: Run, task: Task) -> Trajectory:
+  """The run's cost, calls, answer and reward, without its text."""
+  answer = Segment(Author.POLICY, ANSWER, wrap(ANSWER, run.prediction or ""))
+  return Trajectory(
+    run.task_id,
+    segments=[answer],
+    calls=run.calls,
+    status=run.status,
+    reward=run.reward,
+    reward_parts={} if run.reward is None else {"answer": run.reward},
+    usage=run.usage,
+    sample=run.sample,
+    meta={"family": task.family, "reported": list(run.reported)},
+  )
+
+
+def convert_all(
+  jobs: Sequence[Job],
+  file: RunFile,
+  variant: Variant,
+  style: str,
+  config: ConvertConfig,
+  selections: Mapping[str, Selection] | None,
+) -> tuple[list[Trajectory], list[tuple[Task, Trajectory]], Counter[str]]:
+  """Converts every finished run.
+
+  Args:
+    jobs: the runs, in order; those that are not in the file are passed over.
+    file: the runs.
+    variant: the dialect of the trajectories.
+    style: of their prompt; see `protocol.prompts`.
+    config: what may be shortened and filled in.
+    selections: by task id, the run that is taken; None takes all.
+
+  Returns:
+    Every run's meter; tasks with their trajectories; why there is none, counted.
+  """
+  meters: list[Trajectory] = []
+  pairs: list[tuple[Task, Trajectory]] = []
+  dropped: Counter[str] = Counter()
+  for task, sample in jobs:
+    run = file.read(task.id, sample)
+    if run is None:
+      continue  # infrastructure failed it
+    meters.append(meter(run, task))
+    if selections is not None and selections[task.id].sample != sample:
+      dropped["not_selected"] += 1
+      continue
+    prompt = prompt_segments(variant, task.question, style)
+    result = convert(run, task, variant, prompt, config)
+    if isinstance(result, Dropped):
+      dropped[result.reason] += 1
+    else:
+      pairs.append((task, result))
+  return meters, pairs, dropped
+
+
+def figures(meters: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Any]:
+  """Shares of right answers, mean cost of a run, make-up of the training set."""
+  rewards: dict[str, list[float]] = {}
+  for each in meters:
+    if each.reward is not None:
+      rewards.setdefault(each.meta["family"] or "all", []).append(each.reward)
+  usage = [dataclasses.asdict(each.usage) for each in meters]
+  return {
+    "right": _mean([reward for group in rewards.values() for reward in group]),
+    "right_by_family": {name: _mean(r) for name, r in sorted(rewards.items())},
+    "mean_usage": {
+      name: _mean([u[name] for u in usage]) for name in (usage or [{}])[0]
+    },
+    "kept": len(kept),
+    "kept_by_family": dict(sorted(Counter(t.meta["family"] for t in kept).items())),
+  }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+  return sum(values) / len(values) if values else None

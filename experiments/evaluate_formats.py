@@ -1,0 +1,145 @@
+"""How a model takes other tool names, fences and descriptions: accuracy by format.
+
+  python -m experiments.evaluate_formats --config=configs/evaluate_X.py \
+    --config.rollout.style=full --workdir=DIR [--seen=2] [--unseen=4]
+
+Plays the tasks of an evaluation once as the protocol writes tools ("native"), then in
+formats that restyled training trajectories have (`config.formats` of `distill`: "seen")
+and in formats that no training ever draws ("unseen", `protocol.formats.HELD_OUT`). The
+prompt tells of each; the tools behind them are the same. Each format is an evaluation
+of its own in DIR/NAME, and goes on where it was interrupted. Writes DIR/formats.json.
+Differences are paired: over the tasks that both have.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+import rich
+from absl import flags
+
+from coa_jax import evaluate
+from coa_jax.config import ConfigError, section
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.report.metrics import write_json
+from coa_jax.report.scores import by_task, correct, graded, interval
+from coa_jax.report.tables import Table, rich_table
+from coa_jax.rollout.engine import RolloutConfig
+from experiments.launch import launch
+
+_SEEN = flags.DEFINE_integer("seen", 2, "Formats of restyled training copies.", 0)
+_UNSEEN = flags.DEFINE_integer("unseen", 4, "Formats that no training draws.", 0)
+_COLUMNS = {
+  "name": "format",
+  "accuracy": "accuracy",
+  "ci95": "95 %",
+  "unread": "calls not in it",
+  "tool_calls": "tool calls",
+  "protocol_ok": "well formed",
+  "tools": "tools",
+}
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+  """Evaluates every format.
+
+  Args:
+    config: of `evaluate`, `rollout.style` full, without `format`.
+    workdir: where the evaluations go.
+
+  Returns:
+    What formats.json holds: `formats`, a row each (accuracy over all attempts, its
+    interval over tasks, the share of calls not written as told); `groups`, the mean
+    accuracy by task of native, seen and unseen formats; `differences` to native, each
+    with its paired interval.
+
+  Raises:
+    ConfigError, ValueError, FileNotFoundError: as `evaluate.run`.
+  """
+  if config.get("format"):
+    raise ConfigError("config.format: this program draws the formats itself")
+  if section(config, "rollout", RolloutConfig).style != "full":
+    raise ConfigError("config.rollout.style: only 'full' tells formats")
+  kinds = {"seen": (_SEEN.value, False), "unseen": (_UNSEEN.value, True)}
+  scores = {"native": [_play(config, workdir, "native", {})]}
+  for kind, (count, held_out) in kinds.items():
+    scores[kind] = [
+      _play(config, workdir, f"{kind}_{n}", {"held_out": held_out, "number": n})
+      for n in range(count)
+    ]
+  rows = [row for group in scores.values() for row, _ in group]
+  means = {k: _by_task([s for _, s in group]) for k, group in scores.items() if group}
+  native = means["native"]
+  groups, differences = {}, {}
+  for kind, mean in means.items():
+    groups[kind] = _figure(list(mean.values()))
+    both = [task for task in native if task in mean]
+    if kind != "native":
+      differences[kind] = _figure([mean[t] - native[t] for t in both])
+  results = {"formats": rows, "groups": groups, "differences": differences}
+  write_json(os.path.join(workdir, "formats.json"), results)
+  note = "; ".join(f"{k} - native {_told(v)}" for k, v in differences.items())
+  rich.print(rich_table(Table("Accuracy by tool format", rows, _COLUMNS, note)))
+  return results
+
+
+def _play(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  name: str,
+  drawn: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, float]]:
+  """A format's row, and the accuracy of each task."""
+  own = config.copy_and_resolve_references()
+  with own.unlocked():
+    if drawn:
+      own.format = drawn
+  folder = os.path.join(workdir, name)
+  found = evaluate.run(own, folder)
+  played: list[Trajectory] = []
+  for stage in ("greedy", "sampled"):
+    path = os.path.join(folder, f"{stage}.jsonl")
+    played += read_trajectories(path) if os.path.exists(path) else []
+  accuracy = {
+    task: statistics.fmean(map(correct, attempts))
+    for task, attempts in by_task(graded(played)).items()
+  }
+  told = found.get("format")
+  tools = told["tools"] if told else {}
+  figure = _figure(list(accuracy.values()))
+  row = {
+    "name": name,
+    "accuracy": figure["mean"],
+    "ci95": figure["ci95"],
+    "unread": told["unread"] if told else found["malformed_rate"],
+    "tool_calls": found["tool_calls_per_task"],
+    "protocol_ok": found["protocol_ok"],
+    "tools": "; ".join(f"{n}: {layout}" for n, layout in tools.values()),
+  }
+  return row, accuracy
+
+
+def _by_task(scores: Sequence[dict[str, float]]) -> dict[str, float]:
+  """The mean of each task over the formats that it was played in."""
+  tasks = list(dict.fromkeys(task for one in scores for task in one))
+  return {t: statistics.fmean(one[t] for one in scores if t in one) for t in tasks}
+
+
+def _figure(values: Sequence[float]) -> dict[str, Any]:
+  mean = statistics.fmean(values) if values else None
+  return {"mean": mean, "ci95": interval(values), "tasks": len(values)}
+
+
+def _told(figure: dict[str, Any]) -> str:
+  if figure["mean"] is None:
+    return "unknown"
+  low, high = figure["ci95"]
+  return f"{figure['mean']:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+if __name__ == "__main__":
+  launch(run)

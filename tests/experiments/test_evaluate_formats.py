@@ -1,0 +1,89 @@
+"""Formats end to end: a toy that has learnt nothing of them, real tools, one table."""
+
+from __future__ import annotations
+
+import json
+
+import ml_collections
+import pytest
+import toy
+from absl import flags
+
+from coa_jax.config import ConfigError
+from coa_jax.protocol import prompts
+from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
+from experiments import evaluate_formats
+
+
+@pytest.fixture
+def config(tmp_path) -> ml_collections.ConfigDict:
+  toy.save_policy(str(tmp_path / "model"), toy.actor(60).params)
+  write_jsonl(tmp_path / "tasks.jsonl", [t.to_json() for t in toy.TASKS[:2]])
+  prompt = prompts.prompt_segments(toy.VARIANT.with_tools(("code",)), "2 + 3", "full")
+  toy.tokenizer().encode_prompt(prompt)
+  length = sum(len(s.ids) for s in prompt)
+  return ml_collections.ConfigDict(
+    dict(
+      init=str(tmp_path / "model"),
+      rollout=dict(style="full", slots=2, window=16, max_len=length + 200),
+      tools=dict(tools=("code",)),
+      tasks=dict(uri=str(tmp_path / "tasks.jsonl")),
+      eval=dict(greedy=True, samples=0),
+    )
+  )
+
+
+@pytest.fixture
+def counts():
+  """--seen=1 --unseen=1, as from the command line."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(flags.FLAGS["seen"], "value", 1)
+    patch.setattr(flags.FLAGS["unseen"], "value", 1)
+    yield
+
+
+def test_every_format_is_played_and_compared(config, tmp_path, counts):
+  results = evaluate_formats.run(config, str(tmp_path / "w"))
+  names = [row["name"] for row in results["formats"]]
+  assert names == ["native", "seen_0", "unseen_0"]
+  assert set(results["groups"]) == {"native", "seen", "unseen"}
+  assert results["groups"]["unseen"]["tasks"] == 2
+  assert set(results["differences"]) == {"seen", "unseen"}
+  for row in results["formats"]:
+    played = read_trajectories(tmp_path / "w" / row["name"] / "greedy.jsonl")
+    assert len(played) == 2
+    prompt = played[0].segments[0].text
+    if row["name"] == "native":
+      assert "<code>" in prompt and not row["tools"]
+      continue
+    name, layout = row["tools"].split(": ", 1)
+    assert f"<{name}>" in prompt and layout in prompt
+  assert json.loads((tmp_path / "w" / "formats.json").read_text()) == results
+  first = (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns
+  assert evaluate_formats.run(config, str(tmp_path / "w")) == results
+  assert (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns == first
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(rollout=dict(style="brief")), "only 'full' tells formats"),
+    (dict(format=dict(number=3)), "draws the formats itself"),
+  ],
+)
+def test_refusals(config, tmp_path, counts, change, message):
+  with config.unlocked():
+    config.update(change)
+  with pytest.raises(ConfigError, match=message):
+    evaluate_formats.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
+def test_descriptions_of_ones_own_are_refused_beside_a_format(config, tmp_path):
+  with config.unlocked():
+    config.format = dict(number=1)
+    config.tools.descriptions = dict(code="run it")
+  with pytest.raises(ConfigError, match=r"leave out tools\.mcp"):
+    evaluate_formats.evaluate.run(config, str(tmp_path / "w"))

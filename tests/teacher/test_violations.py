@@ -1,0 +1,135 @@
+"""Instruction violations: what replies are read as, and what no reply is read as."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat_server import serve
+from test_filters import GOOD, PLAIN, UNIFIED, judge, make
+
+from coa_jax.protocol.trajectory import Author, Segment
+from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
+from coa_jax.teacher.llm import InfrastructureError, RefusedError, Reply
+from coa_jax.teacher.violations import (
+  RULES,
+  Inspector,
+  ViolationsConfig,
+  read_violations,
+)
+
+NONE = '{"violations": []}'
+SECOND = '{"violations": [{"rule": 2, "quote": "in French"}]}'
+
+
+@pytest.mark.parametrize(
+  ("reply", "found"),
+  [
+    (NONE, ()),
+    (SECOND, ((2, "in French"),)),
+    (f"<think>{SECOND}</think>\nFine.\n```json\n{NONE}\n```\nThat is all.", ()),
+    ("{'violations': [{'rule': '3', 'quote': None},],}", ((3, ""),)),
+    ('So: {"violations": [1, "4. it tells"]}', ((1, ""), (4, ""))),
+    (f"{NONE} or rather {SECOND}", ((2, "in French"),)),
+    ('{"violations": [{"rule": 99}]}', None),
+    ('{"violations": [true]}', None),
+    ('{"violations": "none"}', None),
+    ("There is no violation.", None),
+    ('{"violations": [{"rule": 1', None),
+    ("{" * 5000, None),
+    ("", None),
+  ],
+)
+def test_what_a_reply_says(reply, found):
+  assert read_violations(reply) == found
+
+
+def trajectory(number: int, said: str = "t"):
+  """A good one; `said` is its first thought."""
+  task, made = make([("think", said), *GOOD[1:]], number)
+  made.segments.insert(0, Segment(Author.PROMPT, "question", f"q{number}?"))
+  return task, made
+
+
+def by_thought(agent, messages):
+  """A judge that finds rule 2 broken where a thought says so, and may mumble."""
+  data = json.loads(messages[1].content)
+  if "mumble" in data["record"]:
+    return Reply("Hm.")
+  if "once" in data["record"] and len(messages) == 2:
+    return Reply("Let me see ...")
+  return Reply(SECOND if "in French" in data["record"] else NONE)
+
+
+def config(server, **changes) -> ViolationsConfig:
+  fields = dict(base_url=server.url, model="m", backoff_s=0.001, timeout_s=5.0)
+  return ViolationsConfig(**{**fields, "retries": 1, **changes})
+
+
+SAID = ("t", "in French", "mumble", "once, in French", "once")
+
+
+def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
+  pairs = [trajectory(n, said) for n, said in enumerate(SAID)]
+  pairs.append(make([*GOOD[:-1], ("answer", "y")], 9))  # wrong: it is not asked about
+  pairs.append(make(PLAIN, 10))
+  path = str(tmp_path / "violations.jsonl")
+  outcomes = []
+  with serve(by_thought) as server:
+    for _ in range(2):  # the second time all is in the journal
+      with Inspector(config(server, workers=2), path) as inspector:
+        filters = FiltersConfig()
+        kept, funnel = filter_trajectories(pairs, UNIFIED, judge, filters, inspector)
+        outcomes.append((kept, funnel, inspector.counts()))
+      asked = len(server.requests)
+    assert asked == 1 + 1 + 2 + 2 + 2
+    body = server.requests[0][1]
+  assert body["temperature"] == 0.0
+  assert all(rule in body["messages"][0]["content"] for rule in RULES)
+  assert outcomes[0] == outcomes[1]
+  kept, funnel, counts = outcomes[0]
+  assert [t.task_id for t in kept] == ["t0", "t2", "t4"]
+  assert [t.meta.get("uninspected") for t in kept] == [None, True, None]
+  dropped = funnel["quality"]["dropped"]
+  assert dropped["instruction_violation"] == 2 and dropped["wrong_answer"] == 1
+  assert counts["inspected"] == 5 and counts["violating"] == 2 and counts["unread"] == 1
+  assert counts["rules"] == {"2": 2} and counts["calls"] == asked
+
+
+@pytest.mark.parametrize(
+  ("faults", "error"),
+  [([500] * 99, InfrastructureError), (["cut"] * 99, InfrastructureError),
+   (["garbage"] * 99, InfrastructureError), ([401] * 99, RefusedError)],
+)  # fmt: skip
+def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error):
+  pairs = [trajectory(n) for n in range(3)]
+  path = str(tmp_path / "violations.jsonl")
+  with serve(by_thought) as server:
+    server.faults = ["ok", *faults]
+    with Inspector(config(server, workers=1), path) as inspector, pytest.raises(error):
+      filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
+    paid = len((tmp_path / "violations.jsonl").read_bytes().splitlines())
+    assert paid == 1
+    server.faults, server.requests[:] = [], []
+    with Inspector(config(server), path) as inspector:
+      kept, _ = filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
+    assert len(kept) == 3 and len(server.requests) == 2  # the first was paid for
+
+
+def test_too_long_for_the_judge_is_no_verdict(tmp_path):
+  with serve(by_thought) as server:
+    server.faults, server.told = [400], "maximum context length is 8"
+    with Inspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
+      (verdict,) = inspector([trajectory(0)[1]])
+  assert not verdict.read and not verdict.violations
+
+
+def test_a_long_record_is_shown_without_its_middle(tmp_path):
+  with serve(by_thought) as server:
+    long = trajectory(0, "x" * 5000)[1]
+    inspecting = config(server, max_chars=1000)
+    with Inspector(inspecting, str(tmp_path / "v.jsonl")) as inspector:
+      list(inspector([long]))
+    shown = json.loads(server.requests[0][1]["messages"][1]["content"])
+  assert 1000 < len(shown["record"]) < 1100 and shown["task"] == "q0?"
+  assert shown["record"].endswith(long.text[-100:])

@@ -1,0 +1,191 @@
+"""Distilled answers are judged as RL judges them: text, mathematics, tests, a judge."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import ml_collections
+import pytest
+
+from coa_jax import distill
+from coa_jax.config import ConfigError
+from coa_jax.protocol.trajectory import read_trajectories
+from coa_jax.teacher.llm import InfrastructureError, Reply
+from tools_sandbox import jail
+
+sys.path.append(str(pathlib.Path(__file__).parent / "teacher"))
+
+from chat_server import serve
+
+RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
+TESTS = {"stdin": ["2", "5"], "expected_output": ["4", "10"]}
+PROGRAM = dict(kind="code", answers=["a program"], meta=dict(tests=TESTS))
+TASKS = {
+  "twice": dict(PROGRAM, said=RIGHT),
+  "twice, badly": dict(PROGRAM, said=WRONG),
+  "half of one": dict(kind="math", answers=["1/2"], said="0.5"),
+  "the playwright": dict(
+    kind="qa", answers=["William Shakespeare"], said="W. Shakespeare"
+  ),
+}
+LINES = {
+  "planner": "compute it",
+  "code": "```py\nprint(1)\n```",
+  "reflector": "it works",
+  "verifier": "SCORE: 4\nWHY: as observed",
+}
+NEXT = ("planner", "code", "solver")
+NEEDS_JAIL = pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
+
+
+def team(agent, messages):
+  """A team that runs one program, then answers what the task says that it answers."""
+  if agent == "orchestrator":
+    turn = sum(m.role == "assistant" for m in messages)
+    return Reply(f"NEXT: {NEXT[turn]}\nREASON: go")
+  if agent == "solver":
+    question = messages[1].content.splitlines()[0].removeprefix("Question: ")
+    return Reply(f"ANSWER: {TASKS[question]['said']}")
+  return Reply(LINES[agent])
+
+
+def any_answer(task, answer, trajectory):
+  """A grader of a user's own: whatever is said is right."""
+  return 1.0
+
+
+class Both:
+  """The team and the judge of answers behind one endpoint."""
+
+  def __init__(self, down: bool = False):
+    self.down, self.judged = down, 0
+
+  def answer(self, body: dict, team_answers):
+    if "expert evaluator" not in body["messages"][0]["content"]:
+      return team_answers(body)
+    self.judged += 1
+    said = "I would rather not say" if self.down else '{"judgement": "correct"}'
+    return {"choices": [{"message": {"role": "assistant", "content": said}}]}
+
+
+@pytest.fixture
+def config(tmp_path) -> ml_collections.ConfigDict:
+  rows = [
+    {"id": q, "question": q, **{k: v for k, v in row.items() if k != "said"}}
+    for q, row in TASKS.items()
+  ]
+  path = tmp_path / "tasks.jsonl"
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return ml_collections.ConfigDict(
+    dict(
+      tasks=dict(uri=str(path)),
+      tools=dict(tools=("code",)),
+      teacher=dict(brain="chat", workers=2),
+      filters=dict(min_activations=1),
+      reward=dict(code=dict(test_s=20.0)),
+    )
+  )
+
+
+def run(config, server, workdir, both: Both):
+  plain = server.answer
+  server.answer = lambda body: both.answer(body, plain)
+  try:
+    with config.unlocked():
+      config.chat = dict(base_url=server.url, model="m", backoff_s=0.001)
+    return distill.run(config, str(workdir))
+  finally:
+    server.answer = plain
+
+
+def rewards(workdir) -> dict[str, float]:
+  return {t.task_id: t.reward for t in read_trajectories(workdir / distill.TEACHER)}
+
+
+@NEEDS_JAIL
+def test_each_kind_has_its_grader(config, tmp_path):
+  workdir = tmp_path / "w"
+  with serve(team) as server:
+    results = run(config, server, workdir, Both())
+  assert list(rewards(workdir).values()) == [1.0, 0.0, 1.0, 0.0]
+  kept = read_trajectories(workdir / distill.TRAJECTORIES)
+  assert {t.task_id for t in kept} == {"twice", "half of one"}
+  assert all(t.reward_parts == {"answer": 1.0} for t in kept)
+  assert kept[0].meta["graded"] == {"outcome": "passed", "passed": 2, "seen": 2}
+  assert results["filters"]["quality"]["dropped"] == {"wrong_answer": 2}
+  assert results["right"] == 0.5
+
+
+@NEEDS_JAIL
+def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
+  with serve(team) as server:
+    judge = dict(chat=dict(base_url=server.url, model="j"), replies=1)
+    with config.unlocked():
+      config.reward = dict(graders=dict(qa="judge"), judge=judge)
+    down, up = Both(down=True), Both()
+    results = run(config, server, tmp_path / "w", down)
+    assert results["infrastructure"] == 1 and down.judged == 1
+    assert "the playwright" not in rewards(tmp_path / "w")
+    paid = results["calls"]["calls"]
+    results = run(config, server, tmp_path / "w", up)  # only that run is gone on with
+    assert results["infrastructure"] == 0 and up.judged == 1
+    assert results["calls"]["calls"] == paid
+    assert rewards(tmp_path / "w")["the playwright"] == 1.0
+    run(config, server, tmp_path / "w", up)
+    assert up.judged == 1  # a verdict is kept with its run
+
+
+def test_a_judge_that_stays_down_stops_the_run(config, tmp_path):
+  with serve(team) as server:
+    judge = dict(chat=dict(base_url=server.url, model="j"), replies=1)
+    graders = dict(qa="judge", code="judge", math="judge")
+    with config.unlocked():
+      config.reward = dict(graders=graders, judge=judge)
+      config.tools.sandbox = "subprocess"
+    with pytest.raises(InfrastructureError, match=r"reward\.judge: no verdict"):
+      run(config, server, tmp_path / "w", Both(down=True))
+
+
+@pytest.mark.parametrize(
+  ("reward", "message"),
+  [
+    (dict(graders=dict(code="qa")), "'twice': code tasks need hidden tests"),
+    (dict(graders=dict(qa="judge")), "needs reward.judge"),
+    (dict(shaping=dict(tool_cost=dict(per_call=0.1))), "config.reward.shaping"),
+    (dict(graders=dict(qa="nowhere:f")), "'nowhere:f' cannot be imported"),
+  ],
+)
+def test_what_cannot_be_judged_is_refused_first(config, tmp_path, reward, message):
+  with config.unlocked():
+    config.reward = reward
+    config.chat = dict(base_url="http://127.0.0.1:9/v1", model="m")
+  with pytest.raises((ConfigError, ValueError), match=message):
+    distill.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
+def test_violations_are_inspected_by_config(config, tmp_path):
+  def brain(agent, messages):
+    if agent != "inspector":
+      return team(agent, messages)
+    broken = '{"rule": 4, "quote": "x"}' if "twice" in messages[1].content else ""
+    return Reply(f'{{"violations": [{broken}]}}')
+
+  with serve(brain) as server:
+    graders = dict(code="test_distill_rewards:any_answer")
+    with config.unlocked():
+      config.violations = dict(base_url=server.url, model="m")
+      config.tools.sandbox = "subprocess"
+      config.reward = dict(graders=graders)
+    results = run(config, server, tmp_path / "w", Both())
+  assert results["filters"]["quality"]["dropped"] == {
+    "instruction_violation": 2, "wrong_answer": 1
+  }  # fmt: skip
+  assert results["violations"]["inspected"] == 3
+  assert results["violations"]["rules"] == {"4": 2}
+  kept = read_trajectories(tmp_path / "w" / distill.TRAJECTORIES)
+  assert [t.task_id for t in kept] == ["half of one"]
+  manifest = json.loads((tmp_path / "w" / distill.MANIFEST).read_text())
+  assert manifest["counts"]["violations"]["violating"] == 2
