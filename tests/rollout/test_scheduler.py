@@ -97,6 +97,22 @@ def test_half_precision_activations_cost_agreement(novice):
   assert 1e-3 < gap.max() < 0.3 and gap.mean() < 0.02
 
 
+def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
+  novice, monkeypatch
+):
+  cfg = dataclasses.replace(CFG, dtype="bfloat16")
+  decoder = scheduler(cfg).model
+  assert (decoder.dtype, decoder.weight_dtype) == ("float32", "bfloat16")
+  (held,), (before,) = (decoding.decoding_views(c, novice) for c in (decoder, cfg))
+  jax.tree.map(np.testing.assert_array_equal, held, before)
+  for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(novice), strict=True):
+    np.testing.assert_array_equal(x, y.astype("bfloat16").astype("float32"))
+  gap = gaps(cfg, novice)
+  monkeypatch.setattr(decoding, "architecture", lambda cfg, layout: cfg)
+  half = gaps(cfg, novice)
+  assert gap.mean() <= 1.02 * half.mean()  # 0.97 times here
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):
