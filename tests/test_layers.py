@@ -42,6 +42,7 @@ DOORS = {
 }
 # A child hides its environment and arguments from the program; the others are programs.
 PROCESS = {
+  "coa_jax/rollout/vllm_child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/extract.py": {"sys.argv"},
   "tools_sandbox/inside.py": {"sys.argv"},

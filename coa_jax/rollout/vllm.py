@@ -1,4 +1,4 @@
-"""The same episodes over a running `vllm serve` in place of our own sampler.
+"""The same episodes over a `vllm serve` in place of our own sampler.
 
 A turn is one request: all ids so far go in, sampled ids and their log-probs come out,
 and our own automaton says where the turn ended; ids after that are dropped. So what a
@@ -6,6 +6,9 @@ trajectory holds is what `Scheduler` would have kept of the same samples. Given 
 weights, greedy trajectories are the same; sampled ones differ (vLLM draws with numbers
 of its own), and so may log-probs, in their last bits or, in bfloat16, by hundredths:
 `algo.importance_cap` corrects for that.
+
+Of several processes each plays its own episodes, over one server that the first of them
+gives the weights, or over a server each (`vllm.serve`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from coa_jax.model import decoding, distribution
 from coa_jax.model.architecture import QwenConfig
@@ -28,7 +32,9 @@ from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.automaton import Automaton
+from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
+from coa_jax.rollout.vllm_process import VllmProcess
 from coa_jax.rollout.vllm_server import (
   NOTHING,
   UnansweredError,
@@ -52,9 +58,10 @@ class VllmEngine:
     automaton: Automaton,
     config: RolloutConfig,
     probe: Sequence[int],
+    tokenizer: Tokenizer,
     layout: Layout | None = None,
   ):
-    """Meets the server.
+    """Meets the server that runs; one of its own starts at the first refresh.
 
     Args:
       vllm: where it is.
@@ -62,6 +69,7 @@ class VllmEngine:
       automaton: where decoding stops.
       config: slots, limits and the sampling distribution.
       probe: ids whose log-probs are compared at every refresh; two or more.
+      tokenizer: exported with the policy.
       layout: of the policy, on several devices.
 
     Raises:
@@ -87,7 +95,14 @@ class VllmEngine:
     self._automaton = automaton
     self._probe = list(probe)[:_PROBE]
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
-    self._server = VllmServer(self._vllm, config.max_len, model.vocab_size)
+    self._tokenizer = tokenizer
+    self._process: VllmProcess | None = None
+    self._server: VllmServer | None = None
+    if not vllm.serve:
+      self._server = self._meet()
+
+  def _meet(self) -> VllmServer:
+    return VllmServer(self._vllm, self.config.max_len, self.model.vocab_size)
 
   def run(
     self, params: Any, episodes: Iterable[Episode | None], seed: int
@@ -149,8 +164,10 @@ class VllmEngine:
       return
     self._served = []
     folder = self._vllm.folder
-    save_model(folder, self.model, params)
-    self._server.load(folder)
+    save_model(folder, self.model, params, self._tokenizer)
+    if self._server is None:
+      self._start(folder)
+    self._load(folder)
     self._compare_digests(folder)
     theirs = np.array(self._server.score(self._probe))
     gap = float(np.mean(np.abs(theirs - self._score(params))))
@@ -163,6 +180,31 @@ class VllmEngine:
       )
     # Weak: a policy that training has left behind must not stay in memory.
     self._served = [weakref.ref(x) for x in leaves]
+
+  def _start(self, folder: str) -> None:
+    """Starts a server of our own on the folder, and meets it."""
+    c, dtype = self._vllm, self.model.weight_dtype or self.model.dtype
+    self._process = VllmProcess(
+      c.serve, folder, self.config.max_len, dtype, c.flags, c.start_s
+    )
+    self._vllm = dataclasses.replace(c, url=self._process.url, serve="", flags=())
+    self._server = self._meet()
+
+  def _load(self, folder: str) -> None:
+    """Has the server load the folder: one that processes share is told once."""
+    fault: VllmError | None = None
+    if self._process or jax.process_index() == 0:
+      try:
+        self._server.load(folder)
+      except VllmError as e:
+        fault = e
+    # All wait for it, and none for one that has failed.
+    if jax.process_count() > 1:
+      failed = multihost_utils.process_allgather(np.array(fault is not None))
+      if fault is None and failed.any():
+        fault = VllmError(f"another process's server did not load {folder}")
+    if fault:
+      raise fault
 
   def _compare_digests(self, folder: str) -> None:
     expected, found = digests_of(folder, self._server.dtype), self._server.digests()

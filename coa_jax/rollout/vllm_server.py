@@ -17,6 +17,7 @@ import math
 import os
 import random
 import re
+import shutil
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -33,12 +34,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class VllmConfig:
-  """Config section `vllm`: trajectories are played on a running `vllm serve`.
+  """Config section `vllm`: trajectories are played on a `vllm serve`.
 
   Attributes:
     folder: where the policy is exported for the server, which must see it under the
       same absolute name; overwritten at every refresh.
-    url: of the server, without a path.
+    url: of a server that runs, without a path; several processes share it.
+    serve: the `vllm` program of an environment of its own: instead of asking `url`,
+      every process starts a server on loopback and ends it with the run.
+    flags: of that server, beside those that it needs.
+    start_s: seconds that it may take to start.
     timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
       and answers that are not what was asked for.
@@ -50,6 +55,9 @@ class VllmConfig:
 
   folder: str
   url: str = "http://127.0.0.1:8000"
+  serve: str = ""
+  flags: tuple[str, ...] = ()
+  start_s: float = 600.0
   timeout_s: float = 600.0
   retries: int = 3
   backoff_s: float = 1.0
@@ -62,6 +70,19 @@ class VllmConfig:
       raise ValueError("folder: name a folder that the server can read")
     if self.timeout_s <= 0 or self.retries < 0 or self.gap <= 0:
       raise ValueError("timeout_s and gap must be positive, retries at least 0")
+    if self.serve and self.url != VllmConfig.url:
+      raise ValueError(
+        f"serve {self.serve!r} starts a server, url {self.url!r} asks one that runs: "
+        "leave one of them out"
+      )
+    if self.serve and not shutil.which(self.serve):
+      raise ValueError(
+        f"serve {self.serve!r} is no program; name the bin/vllm of vLLM's environment"
+      )
+    if self.flags and not self.serve:
+      raise ValueError(
+        "flags are those of the server that vllm.serve starts; it is not set"
+      )
 
 
 class VllmError(ValueError):
