@@ -93,7 +93,9 @@ class Player:
       probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
       tokenizer.encode_prompt(probe)
       ids = [i for s in probe for i in s.ids]
-      self.engine = VllmEngine(vllm, model, automaton, config, ids, tokenizer, layout)
+      self.engine = VllmEngine(
+        vllm, model, automaton, config, ids, tokenizer, layout, self.constraint
+      )
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Refuses, before any decoding, tasks that could not be played to a reward.

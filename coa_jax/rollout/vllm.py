@@ -31,12 +31,13 @@ from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
-from coa_jax.protocol.automaton import Automaton
+from coa_jax.protocol.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
 from coa_jax.rollout.vllm_process import VllmProcess
 from coa_jax.rollout.vllm_server import (
   NOTHING,
+  PROCESSOR,
   UnansweredError,
   VllmConfig,
   VllmError,
@@ -60,6 +61,7 @@ class VllmEngine:
     probe: Sequence[int],
     tokenizer: Tokenizer,
     layout: Layout | None = None,
+    constraint: Constraint | None = None,
   ):
     """Meets the server that runs; one of its own starts at the first refresh.
 
@@ -71,16 +73,12 @@ class VllmEngine:
       probe: ids whose log-probs are compared at every refresh; two or more.
       tokenizer: exported with the policy.
       layout: of the policy, on several devices.
+      constraint: what may be sampled; everything where None.
 
     Raises:
       ValueError: `config` asks for what vLLM cannot do.
       VllmError: there is no server, or not one that can be used.
     """
-    if config.constrain:
-      raise ValueError(
-        "rollout.constrain=True does not go with section vllm: vLLM knows no grammar "
-        "of ours; set it to False or leave out the section"
-      )
     if config.min_p > 0 and config.top_p < 1:
       raise ValueError(
         "rollout.min_p and rollout.top_p do not go together with section vllm: it "
@@ -96,13 +94,21 @@ class VllmEngine:
     self._probe = list(probe)[:_PROBE]
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
     self._tokenizer = tokenizer
+    self._constraint = constraint
+    self._grammar = f"{self._vllm.folder}.{jax.process_index()}.npz"
     self._process: VllmProcess | None = None
     self._server: VllmServer | None = None
     if not vllm.serve:
       self._server = self._meet()
 
   def _meet(self) -> VllmServer:
-    return VllmServer(self._vllm, self.config.max_len, self.model.vocab_size)
+    masks = self._constraint is not None
+    server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
+    if masks:
+      os.makedirs(os.path.dirname(self._grammar), exist_ok=True)
+      c = self._constraint
+      np.savez(self._grammar, class_V=c.class_V, next_SC=c.next_SC)
+    return server
 
   def run(
     self, params: Any, episodes: Iterable[Episode | None], seed: int
@@ -184,8 +190,10 @@ class VllmEngine:
   def _start(self, folder: str) -> None:
     """Starts a server of our own on the folder, and meets it."""
     c, dtype = self._vllm, self.model.weight_dtype or self.model.dtype
+    masks = (f"--logits-processors={PROCESSOR}",) if self._constraint else ()
+    flags = (*masks, *c.flags)
     self._process = VllmProcess(
-      c.serve, folder, self.config.max_len, dtype, c.flags, c.start_s
+      c.serve, folder, self.config.max_len, dtype, flags, c.start_s
     )
     self._vllm = dataclasses.replace(c, url=self._process.url, serve="", flags=())
     self._server = self._meet()
@@ -250,12 +258,14 @@ class VllmEngine:
     """Appends given ids and asks for the next turn."""
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
-    x.future = self._server.submit(self._turn(x.episode, list(x.ids), seed))
+    x.future = self._server.submit(self._turn(x.episode, list(x.ids), x.grammar, seed))
     x.samples = True
 
-  async def _turn(self, episode: Episode, ids: list[int], seed: int) -> _Turn:
+  async def _turn(
+    self, episode: Episode, ids: list[int], grammar: int, seed: int
+  ) -> _Turn:
     """Samples until our automaton stops, or the token limit."""
-    table, turn, state = self._automaton, _Turn([], [], None, 0), 0
+    table, turn, state = self._automaton, _Turn([], [], None, 0, grammar), 0
     limit = min(self.config.max_len, episode.limit)
     while len(ids) + len(turn.ids) < limit:
       so_far = ids + turn.ids
@@ -266,11 +276,19 @@ class VllmEngine:
         episode.temperature,
         self.config.truncation,
         _seed(seed, episode.sequence, len(so_far)),
+        (self._grammar, turn.grammar) if self._constraint else None,
       )
       turn.requests += 1
       for i, logp in zip(new, logps, strict=True):
         stop = int(table.stop_SC[state, table.class_V[i]])
         state = int(table.next_SC[state, table.class_V[i]])
+        if self._constraint:
+          (_, turn.grammar) = self._constraint.states([i], turn.grammar)
+          if turn.grammar < 0:
+            raise VllmError(
+              f"{self._vllm.url} sampled token {i}, which rollout.constrain does not "
+              "allow there: its coa_jax.rollout.vllm_grammar is not that of this tree"
+            )
         turn.ids.append(i)
         turn.logps.append(logp)
         if stop:
@@ -288,6 +306,7 @@ class VllmEngine:
     self.counters.windows += turn.requests
     self.counters.sampled_tokens += len(turn.ids)
     x.ids += turn.ids
+    x.grammar = turn.grammar
     x.samples = False
     future = x.episode.sampled(turn.ids, turn.logps, turn.tag)
     if future is None:
@@ -304,6 +323,8 @@ class VllmEngine:
       ids = None
     if ids is None:
       return False
+    if self._constraint:
+      x.grammar = int(self._constraint.resume_S[x.grammar])
     self._give(x, ids, seed)
     return True
 
@@ -316,16 +337,18 @@ class _Live:
   ids: list[int]
   future: concurrent.futures.Future | None = None
   samples: bool = False
+  grammar: int = 0  # the constraint's state, where there is one
 
 
 @dataclasses.dataclass
 class _Turn:
-  """What was sampled, the tag that stopped it, and how many requests it took."""
+  """What was sampled, the tag that stopped it, how many requests it took."""
 
   ids: list[int]
   logps: list[float]
   tag: str | None
   requests: int
+  grammar: int  # the constraint's state after it
 
 
 def _seed(seed: int, sequence: int, position: int) -> int:

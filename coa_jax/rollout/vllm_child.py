@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ def main(command: list[str]) -> int:
   """Runs the command; returns its exit status."""
   # The endpoints that load weights and digest them; and nothing is told to anybody.
   os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1")
+  # For `vllm_grammar`.
+  paths = [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+  os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
   # A session of its own: its workers are killed with it.
   server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -30,6 +30,8 @@ import safetensors
 from coa_jax.model.distribution import Truncation
 
 T = TypeVar("T")
+# What --logits-processors is told, for `rollout.constrain`.
+PROCESSOR = "coa_jax.rollout.vllm_grammar:Grammar"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +101,16 @@ class UnansweredError(VllmError):
 class VllmServer:
   """A client of one server; requests run together on a thread of their own."""
 
-  def __init__(self, config: VllmConfig, max_len: int, vocab_size: int):
+  def __init__(
+    self, config: VllmConfig, max_len: int, vocab_size: int, masks: bool = False
+  ):
     """Asks the server what it is.
 
     Args:
       config: where it is.
       max_len: tokens that a trajectory may have.
       vocab_size: V; ids from it on are refused.
+      masks: whether it has to have our logits processor.
 
     Raises:
       VllmError: there is no such server, or it lacks a flag (the message names it).
@@ -139,6 +144,12 @@ class VllmServer:
         "are not those of the distribution it samples from: start it with "
         "--logprobs-mode=processed_logprobs"
       )
+    if masks and PROCESSOR not in (model.get("logits_processors") or ()):
+      raise VllmError(
+        f"rollout.constrain=True: {config.url} does not mask tokens by our grammar; "
+        f"start it with --logits-processors={PROCESSOR} and PYTHONPATH naming this "
+        "repository, let vllm.serve start one, or set rollout.constrain=False"
+      )
     self.dtype = str(model.get("dtype")).removeprefix("torch.")
 
   def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -153,6 +164,7 @@ class VllmServer:
     temperature: float,
     truncation: Truncation,
     seed: int,
+    grammar: tuple[str, int] | None = None,
   ) -> tuple[list[int], list[float]]:
     """Samples after `ids`; at least one token, at most `most`.
 
@@ -163,6 +175,7 @@ class VllmServer:
       temperature: 0 is greedy.
       truncation: leaves out unlikely tokens.
       seed: of this request.
+      grammar: a file of tables and the state to begin in; see `vllm_grammar`.
 
     Returns:
       ids, and log p of each (nats) under the distribution it was drawn from; greedy
@@ -195,6 +208,8 @@ class VllmServer:
       "logprobs": 0,
       "return_token_ids": True,
     }
+    if grammar:
+      body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
     def read(answer: Any) -> tuple[list[int], list[float]]:
       choice = answer["choices"][0]
