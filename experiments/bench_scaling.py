@@ -61,6 +61,12 @@ SWEEPS: dict[str, dict[int, dict[str, int]]] = {
   "turns": {n: _turns(n) for n in (1, 4, 16, 64)},
 }
 
+_LABELS = {
+  "slots": "slots, trajectories of 464 tokens",
+  "length": "tokens of a trajectory, 4 slots",
+  "turns": "turns, 1,984 generated tokens, 8 slots",
+}
+
 
 def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
   """One point of a sweep.
@@ -92,15 +98,16 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
   for axis, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps):  # noqa: B905
     points = [r for r in rows if r["sweep"] == sweep]
     x = [r["at"] for r in points]
-    axis.plot(x, [r["tokens_per_second"] for r in points], "o-", color=plots.COLORS[0])
+    speed, peak = ([r[k] for r in points] for k in ("tokens_per_second", "peak_mb"))
+    axis.plot(x, speed, "o-", color=plots.COLORS[0])
     axis.set_xscale("log", base=2)
     axis.set_xticks(x, [f"{v:,}" for v in x])
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel(sweep)
+    axis.set_ylim(0, 1.1 * max(speed))
+    axis.set_xlabel(_LABELS[sweep])
     axis.set_ylabel("generated tokens/s", color=plots.COLORS[0])
     memory = axis.twinx()
-    memory.plot(x, [r["peak_mb"] for r in points], "s--", color=plots.COLORS[1])
-    memory.set_ylim(bottom=0)
+    memory.plot(x, peak, "s--", color=plots.COLORS[1])
+    memory.set_ylim(0, 1.1 * max(peak))
     memory.set_ylabel("peak MB", color=plots.COLORS[1])
   return figure
 

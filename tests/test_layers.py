@@ -34,14 +34,17 @@ DOORS = {
     "coa_jax/tasks/rewards/code.py",
     "coa_jax/tasks/rewards/judge.py",
   },
-  "vllm": set(),  # lives in an environment of its own; spoken to over HTTP
-  "torch": set(),
+  # vLLM lives in an environment of its own and is spoken to over HTTP; what it loads of
+  # ours there imports nothing else of ours.
+  "vllm": {"coa_jax/rollout/vllm_grammar.py"},
+  "torch": {"coa_jax/rollout/vllm_grammar.py"},
   "absl": set(),
   "experiments": set(),
   "configs": set(),
 }
 # A child hides its environment and arguments from the program; the others are programs.
 PROCESS = {
+  "coa_jax/rollout/vllm_child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/child.py": {"os.environ", "sys.argv"},
   "tools_sandbox/extract.py": {"sys.argv"},
   "tools_sandbox/inside.py": {"sys.argv"},

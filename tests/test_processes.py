@@ -13,11 +13,13 @@ import sys
 import numpy as np
 import pytest
 import toy
+from rollout import scripted_vllm
 
-from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
+SUMS = {"2 + 3": "5", "4 * 4 + 1": "17"}  # questions of toy.SCRIPTS
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,37 @@ def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
   tokens = [[s.ids for s in t.segments] for t in again]
   once = read_trajectories(one / "run" / "greedy.jsonl")
   assert tokens == [[s.ids for s in t.segments] for t in once]
+
+
+@pytest.mark.slow
+def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
+  """Each plays its own task over one server, which is given the weights once."""
+  toy.save_policy(str(tmp_path / "model"), toy.params())
+  tasks = tmp_path / "tasks.jsonl"
+  rows = [{"id": q, "question": q, "answers": [a]} for q, a in SUMS.items()]
+  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  with scripted_vllm.serve(toy.tokenizer()) as server:
+    config = dict(
+      init=str(tmp_path / "model"),
+      rollout=dict(style="brief", slots=2, max_len=toy.MAX_LEN),
+      tools=dict(tools=["code"]),
+      tasks=dict(uri=str(tasks)),
+      eval=dict(greedy=True, samples=2),
+      vllm=dict(url=server.url, folder=str(tmp_path / "served"), retries=0),
+    )
+    for name, processes in {"one": 1, "two": 2}.items():
+      server.requests.clear()
+      run("evaluate", config, tmp_path / name, processes, devices=1)
+      paths = [path for path, _ in server.requests]
+      assert paths.count("/collective_rpc") == 1
+      assert paths.count("/weight_checker") == processes
+      assert len(server.completions()) == 3 * (2 + 3)  # turns of the scripts
+  for name in ("greedy.jsonl", "sampled.jsonl"):
+    expected = [content(t) for t in read_trajectories(tmp_path / "one/run" / name)]
+    assert [t[-2:] for t in expected] == [(Status.ENDED, 1.0)] * len(expected)
+    for folder in ("two/run", "two/run/process_1"):
+      again = read_trajectories(tmp_path / folder / name)
+      assert [content(t) for t in again] == expected
 
 
 @pytest.mark.slow

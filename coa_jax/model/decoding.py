@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,10 +18,24 @@ from coa_jax.model.sharding import Layout, platform
 PIECE = 256
 
 
+def architecture(cfg: QwenConfig, layout: Layout | None = None) -> QwenConfig:
+  """The model as samplers run it: layers unrolled; on a CPU with float32 activations.
+
+  A CPU multiplies in float32 alone, and would convert half precision before and after
+  every operation. Weights are rounded all the same:
+  `weight_dtype` becomes what `dtype` was.
+  """
+  cfg = dataclasses.replace(cfg, scan=False, remat="none")
+  if cfg.dtype == "float32" or platform(layout) != "cpu":
+    return cfg
+  kind = cfg.weight_dtype or cfg.dtype
+  return dataclasses.replace(cfg, dtype="float32", weight_dtype=kind)
+
+
 def init_cache(
   cfg: QwenConfig, rows: int, size: int, layout: Layout | None = None
 ) -> tuple[LayerCache, ...]:
-  """An empty cache for `rows` sequences, in the dtype of activations (see `_held`).
+  """An empty cache for `rows` sequences, in the dtype of activations.
 
   It has `size` places; above PIECE as many more as fill the last piece.
   """
@@ -30,7 +45,7 @@ def init_cache(
   def zeros(*shape: int) -> jax.Array:
     return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
 
-  H, dtype = cfg.head_dim, _held(cfg.dtype, layout)
+  H, dtype = cfg.head_dim, cfg.dtype
   return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
 
 
@@ -66,7 +81,8 @@ def decoding_views(
 @functools.lru_cache(maxsize=8)
 def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
   kind = cfg.weight_dtype or cfg.dtype
-  held = _held(kind, layout)
+  # A CPU would convert half-precision weights at every step.
+  held = "float32" if platform(layout) == "cpu" else kind
 
   def view(params: dict[str, Any]) -> dict[str, Any]:
     params = qwen.unstack(params, cfg.layers)
@@ -76,12 +92,3 @@ def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
   if layout:
     shardings = layout.decoding().tree(jax.eval_shape(view, qwen.param_shapes(cfg)))
   return jax.jit(view, out_shardings=shardings)
-
-
-def _held(kind: str, layout: Layout | None) -> str:
-  """The dtype that holds a decoder's weights or cache of a precision.
-
-  A CPU multiplies in float32 alone, and would convert half-precision weights and cache
-  at every step.
-  """
-  return "float32" if platform(layout) == "cpu" else kind

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 # In place of minus infinity: a probability of 0 whose product with its log is 0.
 _NEVER = -1e30
-# Tokens whose probabilities are added up together when one is drawn.
+# Tokens that are looked at together when one is drawn.
 _WIDTH = 64
 
 
@@ -217,8 +217,17 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   p_BW = jnp.take_along_axis(p_BCW, c_B1[..., None], axis=1)[:, 0]
   w_B1 = _reached(before_B1 + jnp.cumsum(p_BW, axis=-1), target_B1, p_BW)
   drawn_B = (c_B1 * _WIDTH + w_B1)[:, 0]
-  token_B = jnp.where(temperature_B > 0, drawn_B, jnp.argmax(logp_BV, axis=-1))
-  return token_B.astype(jnp.int32)
+  return jnp.where(temperature_B > 0, drawn_B, _likeliest(logp_BV)).astype(jnp.int32)
+
+
+def _likeliest(logp_BV: jax.Array) -> jax.Array:
+  """argmax over V, by way of groups: XLA's own costs a CPU four times all the rest."""
+  pad = ((0, 0), (0, -logp_BV.shape[1] % _WIDTH))
+  padded_BV = jnp.pad(logp_BV, pad, constant_values=-jnp.inf)
+  logp_BCW = padded_BV.reshape(len(padded_BV), -1, _WIDTH)
+  c_B = jnp.argmax(logp_BCW.max(-1), axis=-1)
+  logp_BW = jnp.take_along_axis(logp_BCW, c_B[:, None, None], axis=1)[:, 0]
+  return c_B * _WIDTH + jnp.argmax(logp_BW, axis=-1)
 
 
 def _reached(upto_BC: jax.Array, target_B1: jax.Array, p_BC: jax.Array) -> jax.Array:

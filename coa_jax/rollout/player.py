@@ -95,13 +95,13 @@ class Player:
     self.engine: Scheduler | VllmEngine
     if vllm is None:
       self.engine = Scheduler(model, automaton, config, layout, self.constraint)
-    elif jax.process_count() > 1:
-      raise ValueError("rollouts through vLLM run in one process, not in several")
     else:
       probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
       tokenizer.encode_prompt(probe)
       ids = [i for s in probe for i in s.ids]
-      self.engine = VllmEngine(vllm, model, automaton, config, ids, layout)
+      self.engine = VllmEngine(
+        vllm, model, automaton, config, ids, tokenizer, layout, self.constraint
+      )
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Refuses, before any decoding, tasks that could not be played to a reward.

@@ -35,7 +35,7 @@ class Scheduler:
     """Allocates the caches.
 
     Args:
-      model: the architecture; layers are unrolled for decoding.
+      model: the architecture; it decodes as `decoding.architecture` says.
       automaton: where decoding stops.
       config: slots of a replica, window and limits.
       layout: of the policy, on several devices; of several processes each decodes
@@ -45,7 +45,7 @@ class Scheduler:
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.
     """
-    self.model = dataclasses.replace(model, scan=False, remat="none")
+    self.model = decoding.architecture(model, layout)
     self.config = config
     self._layout = layout
     replicas = layout.decoding().replicas() if layout else [None]

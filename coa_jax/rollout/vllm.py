@@ -1,4 +1,4 @@
-"""The same episodes over a running `vllm serve` in place of our own sampler.
+"""The same episodes over a `vllm serve` in place of our own sampler.
 
 A turn is one request: all ids so far go in, sampled ids and their log-probs come out,
 and our own automaton says where the turn ended; ids after that are dropped. So what a
@@ -6,6 +6,9 @@ trajectory holds is what `Scheduler` would have kept of the same samples. Given 
 weights, greedy trajectories are the same; sampled ones differ (vLLM draws with numbers
 of its own), and so may log-probs, in their last bits or, in bfloat16, by hundredths:
 `algo.importance_cap` corrects for that.
+
+Of several processes each plays its own episodes, over one server that the first of them
+gives the weights, or over a server each (`vllm.serve`).
 """
 
 from __future__ import annotations
@@ -21,16 +24,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from coa_jax.model import decoding, distribution
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
-from coa_jax.protocol.automaton import Automaton
+from coa_jax.protocol.automaton import Automaton, Constraint
+from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
+from coa_jax.rollout.vllm_process import VllmProcess
 from coa_jax.rollout.vllm_server import (
   NOTHING,
+  PROCESSOR,
   UnansweredError,
   VllmConfig,
   VllmError,
@@ -52,9 +59,11 @@ class VllmEngine:
     automaton: Automaton,
     config: RolloutConfig,
     probe: Sequence[int],
+    tokenizer: Tokenizer,
     layout: Layout | None = None,
+    constraint: Constraint | None = None,
   ):
-    """Meets the server.
+    """Meets the server that runs; one of its own starts at the first refresh.
 
     Args:
       vllm: where it is.
@@ -62,17 +71,14 @@ class VllmEngine:
       automaton: where decoding stops.
       config: slots, limits and the sampling distribution.
       probe: ids whose log-probs are compared at every refresh; two or more.
+      tokenizer: exported with the policy.
       layout: of the policy, on several devices.
+      constraint: what may be sampled; everything where None.
 
     Raises:
       ValueError: `config` asks for what vLLM cannot do.
       VllmError: there is no server, or not one that can be used.
     """
-    if config.constrain:
-      raise ValueError(
-        "rollout.constrain=True does not go with section vllm: vLLM knows no grammar "
-        "of ours; set it to False or leave out the section"
-      )
     if config.min_p > 0 and config.top_p < 1:
       raise ValueError(
         "rollout.min_p and rollout.top_p do not go together with section vllm: it "
@@ -87,7 +93,22 @@ class VllmEngine:
     self._automaton = automaton
     self._probe = list(probe)[:_PROBE]
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
-    self._server = VllmServer(self._vllm, config.max_len, model.vocab_size)
+    self._tokenizer = tokenizer
+    self._constraint = constraint
+    self._grammar = f"{self._vllm.folder}.{jax.process_index()}.npz"
+    self._process: VllmProcess | None = None
+    self._server: VllmServer | None = None
+    if not vllm.serve:
+      self._server = self._meet()
+
+  def _meet(self) -> VllmServer:
+    masks = self._constraint is not None
+    server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
+    if masks:
+      os.makedirs(os.path.dirname(self._grammar), exist_ok=True)
+      c = self._constraint
+      np.savez(self._grammar, class_V=c.class_V, next_SC=c.next_SC)
+    return server
 
   def run(
     self, params: Any, episodes: Iterable[Episode | None], seed: int
@@ -149,8 +170,10 @@ class VllmEngine:
       return
     self._served = []
     folder = self._vllm.folder
-    save_model(folder, self.model, params)
-    self._server.load(folder)
+    save_model(folder, self.model, params, self._tokenizer)
+    if self._server is None:
+      self._start(folder)
+    self._load(folder)
     self._compare_digests(folder)
     theirs = np.array(self._server.score(self._probe))
     gap = float(np.mean(np.abs(theirs - self._score(params))))
@@ -163,6 +186,33 @@ class VllmEngine:
       )
     # Weak: a policy that training has left behind must not stay in memory.
     self._served = [weakref.ref(x) for x in leaves]
+
+  def _start(self, folder: str) -> None:
+    """Starts a server of our own on the folder, and meets it."""
+    c, dtype = self._vllm, self.model.weight_dtype or self.model.dtype
+    masks = (f"--logits-processors={PROCESSOR}",) if self._constraint else ()
+    flags = (*masks, *c.flags)
+    self._process = VllmProcess(
+      c.serve, folder, self.config.max_len, dtype, flags, c.start_s
+    )
+    self._vllm = dataclasses.replace(c, url=self._process.url, serve="", flags=())
+    self._server = self._meet()
+
+  def _load(self, folder: str) -> None:
+    """Has the server load the folder: one that processes share is told once."""
+    fault: VllmError | None = None
+    if self._process or jax.process_index() == 0:
+      try:
+        self._server.load(folder)
+      except VllmError as e:
+        fault = e
+    # All wait for it, and none for one that has failed.
+    if jax.process_count() > 1:
+      failed = multihost_utils.process_allgather(np.array(fault is not None))
+      if fault is None and failed.any():
+        fault = VllmError(f"another process's server did not load {folder}")
+    if fault:
+      raise fault
 
   def _compare_digests(self, folder: str) -> None:
     expected, found = digests_of(folder, self._server.dtype), self._server.digests()
@@ -208,12 +258,14 @@ class VllmEngine:
     """Appends given ids and asks for the next turn."""
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
-    x.future = self._server.submit(self._turn(x.episode, list(x.ids), seed))
+    x.future = self._server.submit(self._turn(x.episode, list(x.ids), x.grammar, seed))
     x.samples = True
 
-  async def _turn(self, episode: Episode, ids: list[int], seed: int) -> _Turn:
+  async def _turn(
+    self, episode: Episode, ids: list[int], grammar: int, seed: int
+  ) -> _Turn:
     """Samples until our automaton stops, or the token limit."""
-    table, turn, state = self._automaton, _Turn([], [], None, 0), 0
+    table, turn, state = self._automaton, _Turn([], [], None, 0, grammar), 0
     limit = min(self.config.max_len, episode.limit)
     while len(ids) + len(turn.ids) < limit:
       so_far = ids + turn.ids
@@ -224,11 +276,19 @@ class VllmEngine:
         episode.temperature,
         self.config.truncation,
         _seed(seed, episode.sequence, len(so_far)),
+        (self._grammar, turn.grammar) if self._constraint else None,
       )
       turn.requests += 1
       for i, logp in zip(new, logps, strict=True):
         stop = int(table.stop_SC[state, table.class_V[i]])
         state = int(table.next_SC[state, table.class_V[i]])
+        if self._constraint:
+          (_, turn.grammar) = self._constraint.states([i], turn.grammar)
+          if turn.grammar < 0:
+            raise VllmError(
+              f"{self._vllm.url} sampled token {i}, which rollout.constrain does not "
+              "allow there: its coa_jax.rollout.vllm_grammar is not that of this tree"
+            )
         turn.ids.append(i)
         turn.logps.append(logp)
         if stop:
@@ -246,6 +306,7 @@ class VllmEngine:
     self.counters.windows += turn.requests
     self.counters.sampled_tokens += len(turn.ids)
     x.ids += turn.ids
+    x.grammar = turn.grammar
     x.samples = False
     future = x.episode.sampled(turn.ids, turn.logps, turn.tag)
     if future is None:
@@ -262,6 +323,8 @@ class VllmEngine:
       ids = None
     if ids is None:
       return False
+    if self._constraint:
+      x.grammar = int(self._constraint.resume_S[x.grammar])
     self._give(x, ids, seed)
     return True
 
@@ -274,16 +337,18 @@ class _Live:
   ids: list[int]
   future: concurrent.futures.Future | None = None
   samples: bool = False
+  grammar: int = 0  # the constraint's state, where there is one
 
 
 @dataclasses.dataclass
 class _Turn:
-  """What was sampled, the tag that stopped it, and how many requests it took."""
+  """What was sampled, the tag that stopped it, how many requests it took."""
 
   ids: list[int]
   logps: list[float]
   tag: str | None
   requests: int
+  grammar: int  # the constraint's state after it
 
 
 def _seed(seed: int, sequence: int, position: int) -> int:

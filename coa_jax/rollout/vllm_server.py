@@ -17,6 +17,7 @@ import math
 import os
 import random
 import re
+import shutil
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -29,16 +30,22 @@ import safetensors
 from coa_jax.model.distribution import Truncation
 
 T = TypeVar("T")
+# What --logits-processors is told, for `rollout.constrain`.
+PROCESSOR = "coa_jax.rollout.vllm_grammar:Grammar"
 
 
 @dataclasses.dataclass(frozen=True)
 class VllmConfig:
-  """Config section `vllm`: trajectories are played on a running `vllm serve`.
+  """Config section `vllm`: trajectories are played on a `vllm serve`.
 
   Attributes:
     folder: where the policy is exported for the server, which must see it under the
       same absolute name; overwritten at every refresh.
-    url: of the server, without a path.
+    url: of a server that runs, without a path; several processes share it.
+    serve: the `vllm` program of an environment of its own: instead of asking `url`,
+      every process starts a server on loopback and ends it with the run.
+    flags: of that server, beside those that it needs.
+    start_s: seconds that it may take to start.
     timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
       and answers that are not what was asked for.
@@ -50,6 +57,9 @@ class VllmConfig:
 
   folder: str
   url: str = "http://127.0.0.1:8000"
+  serve: str = ""
+  flags: tuple[str, ...] = ()
+  start_s: float = 600.0
   timeout_s: float = 600.0
   retries: int = 3
   backoff_s: float = 1.0
@@ -62,6 +72,19 @@ class VllmConfig:
       raise ValueError("folder: name a folder that the server can read")
     if self.timeout_s <= 0 or self.retries < 0 or self.gap <= 0:
       raise ValueError("timeout_s and gap must be positive, retries at least 0")
+    if self.serve and self.url != VllmConfig.url:
+      raise ValueError(
+        f"serve {self.serve!r} starts a server, url {self.url!r} asks one that runs: "
+        "leave one of them out"
+      )
+    if self.serve and not shutil.which(self.serve):
+      raise ValueError(
+        f"serve {self.serve!r} is no program; name the bin/vllm of vLLM's environment"
+      )
+    if self.flags and not self.serve:
+      raise ValueError(
+        "flags are those of the server that vllm.serve starts; it is not set"
+      )
 
 
 class VllmError(ValueError):
@@ -78,13 +101,16 @@ class UnansweredError(VllmError):
 class VllmServer:
   """A client of one server; requests run together on a thread of their own."""
 
-  def __init__(self, config: VllmConfig, max_len: int, vocab_size: int):
+  def __init__(
+    self, config: VllmConfig, max_len: int, vocab_size: int, masks: bool = False
+  ):
     """Asks the server what it is.
 
     Args:
       config: where it is.
       max_len: tokens that a trajectory may have.
       vocab_size: V; ids from it on are refused.
+      masks: whether it has to have our logits processor.
 
     Raises:
       VllmError: there is no such server, or it lacks a flag (the message names it).
@@ -118,6 +144,12 @@ class VllmServer:
         "are not those of the distribution it samples from: start it with "
         "--logprobs-mode=processed_logprobs"
       )
+    if masks and PROCESSOR not in (model.get("logits_processors") or ()):
+      raise VllmError(
+        f"rollout.constrain=True: {config.url} does not mask tokens by our grammar; "
+        f"start it with --logits-processors={PROCESSOR} and PYTHONPATH naming this "
+        "repository, let vllm.serve start one, or set rollout.constrain=False"
+      )
     self.dtype = str(model.get("dtype")).removeprefix("torch.")
 
   def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -132,6 +164,7 @@ class VllmServer:
     temperature: float,
     truncation: Truncation,
     seed: int,
+    grammar: tuple[str, int] | None = None,
   ) -> tuple[list[int], list[float]]:
     """Samples after `ids`; at least one token, at most `most`.
 
@@ -142,6 +175,7 @@ class VllmServer:
       temperature: 0 is greedy.
       truncation: leaves out unlikely tokens.
       seed: of this request.
+      grammar: a file of tables and the state to begin in; see `vllm_grammar`.
 
     Returns:
       ids, and log p of each (nats) under the distribution it was drawn from; greedy
@@ -174,6 +208,8 @@ class VllmServer:
       "logprobs": 0,
       "return_token_ids": True,
     }
+    if grammar:
+      body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
     def read(answer: Any) -> tuple[list[int], list[float]]:
       choice = answer["choices"][0]

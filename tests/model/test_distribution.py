@@ -66,6 +66,15 @@ def test_temperature_zero_takes_the_most_likely_token():
   assert token_B.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("V", [5, 64, 65, 200])
+def test_the_most_likely_token_is_the_first_of_equals(V: int):
+  logp_BV = np.random.default_rng(V).integers(-4, 0, (50, V)).astype(np.float32)
+  logp_BV[0] = -1e30
+  keys = jax.random.split(jax.random.key(0), 50)
+  token_B = distribution.sample(jnp.asarray(logp_BV), keys, jnp.zeros(50))
+  np.testing.assert_array_equal(token_B, logp_BV.argmax(-1))
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_draw_depends_on_its_own_key_alone(rows: int):
   logp_V = jax.nn.log_softmax(jax.random.normal(jax.random.key(1), (11,)))

@@ -69,34 +69,6 @@ def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
     np.testing.assert_allclose(mine, expected, rtol=0, atol=2e-5)
 
 
-def gaps(cfg, params) -> np.ndarray:
-  """|log-prob of the sampler - of the learner|, token by token."""
-  played = play(params, toy.TableToolbox(), range(12), on=scheduler(cfg))
-  played = [played[n] for n in sorted(played)]
-  theirs = np.concatenate(toy.logps_of(cfg, params, played, 1.0))
-  return np.abs(np.concatenate([toy.sampled_logps(t) for t in played]) - theirs)
-
-
-def test_half_precision_weights_under_float32_activations_keep_the_agreement(novice):
-  """The sampler may hold bfloat16 weights; the learner rounds its masters alike."""
-  cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
-  assert gaps(cfg, novice).max() <= 2e-5
-  # The rounding is there, and its gradient is that of the master weights.
-  lists = [t for t in play(novice, toy.TableToolbox(), range(2)).values()]
-  rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
-  assert np.abs(rounded[0] - exact[0]).max() > 1e-4
-  grads = [
-    jax.grad(lambda w, c=c: jnp.sum(qwen.used(c, w) * 3.0))(novice["embed"])
-    for c in (cfg, CFG)
-  ]
-  np.testing.assert_array_equal(*grads)
-
-
-def test_half_precision_activations_cost_agreement(novice):
-  gap = gaps(dataclasses.replace(CFG, dtype="bfloat16"), novice)
-  assert 1e-3 < gap.max() < 0.3 and gap.mean() < 0.02
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):

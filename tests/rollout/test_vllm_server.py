@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import ml_collections
+import numpy as np
 import pytest
 import scripted_vllm
 import toy
@@ -13,8 +14,8 @@ from scripted_vllm import ScriptedVllm, play, player
 
 from coa_jax import evaluate
 from coa_jax.model.weights import save_model
-from coa_jax.protocol.trajectory import Status, read_trajectories
-from coa_jax.rollout.vllm_server import VllmConfig, VllmError
+from coa_jax.protocol.trajectory import Author, Status, read_trajectories
+from coa_jax.rollout.vllm_server import PROCESSOR, VllmConfig, VllmError
 
 
 @pytest.fixture
@@ -87,7 +88,6 @@ def test_a_server_without_a_flag_is_refused_by_name(server, tmp_path, says, mess
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"constrain": True}, r"rollout\.constrain=True does not go with section vllm"),
     ({"min_p": 0.1, "top_p": 0.9}, r"min_p and rollout\.top_p do not go together"),
   ],
 )
@@ -95,6 +95,51 @@ def test_what_vllm_can_not_do_is_refused_unasked(server, tmp_path, changes, mess
   with pytest.raises(ValueError, match=message):
     player(server, tmp_path, **changes)
   assert server.requests == []
+
+
+def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
+  server, tmp_path
+):
+  with pytest.raises(
+    VllmError, match=r"constrain=True: .* does not mask tokens by our"
+  ):
+    player(server, tmp_path, constrain=True)
+  server.model = {**server.model, "logits_processors": [PROCESSOR]}
+  on = player(server, tmp_path, constrain=True)
+  played = play(on)
+  assert all((t.status, t.reward) == (Status.ENDED, 1.0) for t in played.values())
+  path = str(tmp_path / "served.0.npz")
+  with np.load(path, allow_pickle=False) as tables:
+    np.testing.assert_array_equal(tables["class_V"], on.constraint.class_V)
+    np.testing.assert_array_equal(tables["next_SC"], on.constraint.next_SC)
+  asked = [body["vllm_xargs"] for body in server.completions()]
+  assert {x["coa_grammar"] for x in asked} == {path}
+  # The state that our own sampler is in after the observations so far.
+  expected = []
+  for t in played.values():
+    state, last = 0, None
+    for s in t.segments:
+      if s.author == Author.TOOL:
+        state = int(on.constraint.resume_S[state])
+      elif s.author == Author.POLICY:
+        if state == 0 or last == Author.TOOL:
+          expected.append(state)
+        state = on.constraint.states(s.ids, state)[-1]
+      last = s.author
+  assert sorted(x["coa_state"] for x in asked) == sorted(expected)
+  assert len(set(expected)) > 1
+
+
+def test_a_token_that_the_grammar_does_not_allow_ends_the_run(server, tmp_path):
+  server.model = {**server.model, "logits_processors": [PROCESSOR]}
+
+  def other(answer: dict) -> dict:
+    answer["choices"][0]["token_ids"][0] = scripted_vllm.PAST
+    return answer
+
+  server.faults = lambda body: other
+  with pytest.raises(VllmError, match=r"sampled token 7, which rollout\.constrain"):
+    play(player(server, tmp_path, constrain=True))
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,58 @@ def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monke
     engine.refresh(qwen.init_params(TIED, 0))
 
 
+def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
+  """In place of one that somebody else started; and it ends with the player."""
+  monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+  vllm = VllmConfig(
+    folder=str(tmp_path / "export"),
+    serve=real_vllm.VLLM,
+    flags=("--block-size=32", "--enforce-eager"),
+    gap=1e-4,
+    timeout_s=60.0,
+  )
+  on = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
+  own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  for seed in (0, 1):
+    params = qwen.init_params(CFG, seed)
+    theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
+    for (a,), (b,) in zip(theirs, ours, strict=True):
+      assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
+  process = on.engine._process._process
+  del on
+  assert process.poll() is not None
+
+
+def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeypatch):
+  """Greedily the same tokens; of sampled ones our sampler's own log-probs."""
+  monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+  vllm = VllmConfig(
+    folder=str(tmp_path / "export"),
+    serve=real_vllm.VLLM,
+    flags=("--block-size=32", "--enforce-eager"),
+    gap=1e-4,
+    timeout_s=60.0,
+  )
+  config = dataclasses.replace(CONFIG, constrain=True)
+  on = Player(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+  own = Player(CFG, toy.tokenizer(), config, toy.TOOLS)
+  for params in (policy(60), policy(0)):
+    theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
+    for (a,), (b,) in zip(theirs, ours, strict=True):
+      assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
+    sampled = [t for group in groups(on, params, 4, 1.0) for t in group]
+    assert params is policy(0) or sum(len(t.calls) for t in sampled) >= 4
+    for t, logps in zip(sampled, own.rescore(params, sampled, 1.0), strict=True):
+      np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=1e-4)
+    # And the grammar had something to take away.
+    free = dataclasses.replace(CONFIG, constrain=False)
+    free = Player(CFG, toy.tokenizer(), free, toy.TOOLS)
+    gap = np.concatenate(free.rescore(params, sampled, 1.0)) - np.concatenate(
+      [toy.sampled_logps(t) for t in sampled]
+    )
+    assert gap.min() < -1e-3 and gap.max() < 1e-4
+
+
 @pytest.mark.slow
 def test_two_updates_of_rl(url, tmp_path):
   right = {"sky": "blue", "sea": "blue"}
