@@ -267,7 +267,7 @@ def test_the_phases_of_every_step_add_up_to_its_wall_time(trained):
   spent = [sum(s for k, s in row.items() if k.startswith("seconds_")) for row in log]
   took = np.diff([0.0, *(row["seconds"] for row in log)])
   # `seconds` is rounded to milliseconds, and each ends at a line of code of its own.
-  np.testing.assert_allclose(spent, took, atol=0.05)
+  np.testing.assert_allclose(spent, took, rtol=0.05, atol=0.3)
   for row in log:
     assert min(row["seconds_decode"], row["seconds_sync"], row["seconds_tools"]) > 0
     rate = row["generated_tokens"] / row["seconds_decode"]
@@ -285,7 +285,9 @@ def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
   bad.dev.every = 8
   bad.checkpoint.every = 100
   bad.watch = dict(stop=True, patience=2)
-  with pytest.raises(CollapsedError, match=r"stopped at step \d \(saved\) as watch.stop"):
+  with pytest.raises(
+    CollapsedError, match=r"stopped at step \d \(saved\) as watch.stop"
+  ):
     rl.run(bad, str(tmp_path / "w"))
   log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
   assert 2 <= len(log) < 8

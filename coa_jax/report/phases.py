@@ -19,7 +19,7 @@ PHASES = {
   "data": "rows of tokens",
   "sync": "weights to the sampler",
   "decode": "the sampler's programs",
-  "tools": "waiting for tools, nothing to decode",
+  "tools": "waiting for tools",
   "learn": "gradients and optimizer",
   "step": "gradients and optimizer",
   "eval": "loss of held-out trajectories",

@@ -145,7 +145,7 @@ class Spent:
 
   sync: float = 0.0  # giving the decoder the parameters
   decode: float = 0.0  # waiting for tokens
-  tools: float = 0.0  # waiting for tools, with nothing to decode
+  tools: float = 0.0  # waiting for tools
 
   def since(self, before: Spent) -> dict[str, float]:
     """What was spent since then, by name."""

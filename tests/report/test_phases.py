@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import rich.console
 
@@ -65,7 +67,7 @@ def test_a_table_weighs_rates_by_their_time():
   assert [r["phase"] for r in table.rows] == ["decode", "learn"]
   assert [r["share"] for r in table.rows] == ["75.0%", "25.0%"]
   assert [r["rate"] for r in table.rows] == [200.0, None]
-  console = rich.console.Console(width=80, record=True, quiet=False, file=open("/dev/null", "w"))
+  console = rich.console.Console(width=80, record=True, file=io.StringIO())
   console.print(rich_table(table))
   lines = console.export_text().splitlines()
   assert max(map(len, lines)) <= 80
