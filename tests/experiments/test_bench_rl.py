@@ -49,8 +49,11 @@ def test_a_table_of_our_own_and_who_is_refused():
   (row,) = bench_rl.measure("tiny", MODEL, {}, [False], rounds=1, prompts=1, new=2)
   assert row["contestant"] == "ours" and row["trajectories_per_second"] > 0
   theirs = {**row, "contestant": "tunix", "trajectories_per_second": 1.0}
+  theirs["cpu_seconds"] = 3 * row["cpu_seconds"]
+  name = "tiny, tools of 0 s, over tunix"
   assert bench_rl.ratios([row, theirs]) == {
-    "tiny, tools of 0 s, over tunix": pytest.approx(row["trajectories_per_second"])
+    name: pytest.approx(row["trajectories_per_second"]),
+    f"{name}, in processor time": pytest.approx(3),
   }
   ours = [[i, i] for i in range(20)]
   bench_rl.check_tokens({"ours": ours, "tunix": [*ours[:18], [0], [0]]})
