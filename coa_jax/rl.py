@@ -173,7 +173,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         _check_gap(algo, step, learned)
         clock.lap("learn")
         values |= learned | _describe(rollouts)
-        values |= _speed(clock, cfg, algo, lora, rollouts)
+        values |= _speed(clock, cfg, algo, lora, layout, rollouts)
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         _keep(own, algo, step, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
@@ -275,14 +275,15 @@ def _speed(
   cfg: QwenConfig,
   algo: AlgoConfig,
   lora: LoraConfig | None,
+  layout: Layout | None,
   rollouts: Rollouts,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
   generated = sum(t.usage.generated for t in rollouts.played)
   out = clock.take(decode=generated, learn=sum(learnt) * algo.epochs)
-  seconds = out["seconds_learn"]
-  return out | flops.utilisation(cfg, learnt * algo.epochs, seconds, bool(lora))
+  took, devices = out["seconds_learn"], layout.mesh.size if layout else 1
+  return out | flops.utilisation(cfg, learnt * algo.epochs, took, bool(lora), devices)
 
 
 def _describe(rollouts: Rollouts) -> dict[str, float]:

@@ -121,7 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if done % data.validate_every == 0 or done == data.steps:
           values["validation_loss"] = validation_loss(state.params, frozen, held, data)
           clock.lap("eval")
-        values |= _speed(clock, cfg, lora, micro)
+        values |= _speed(clock, cfg, lora, layout, micro)
         metrics.log(done, values, f"loss {values['loss']:.3f}")
         if done % every.every == 0 or done == data.steps:
           checkpoints.save(state, {})
@@ -163,13 +163,18 @@ def _divide(
 
 
 def _speed(
-  clock: Phases, cfg: QwenConfig, lora: LoraConfig | None, micro: list[Batch]
+  clock: Phases,
+  cfg: QwenConfig,
+  lora: LoraConfig | None,
+  layout: Layout | None,
+  micro: list[Batch],
 ) -> dict[str, float]:
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
   lengths = [n for b in micro for row in b.segment_BT for n in np.bincount(row)[1:]]
   tokens = int(sum(lengths))
   out = {"tokens": tokens, **clock.take(step=tokens)}
-  return out | flops.utilisation(cfg, lengths, out["seconds_step"], bool(lora))
+  took, devices = out["seconds_step"], layout.mesh.size if layout else 1
+  return out | flops.utilisation(cfg, lengths, took, bool(lora), devices)
 
 
 def _logged(workdir: str) -> dict[str, Any]:

@@ -34,19 +34,24 @@ def peak_flops(kind: str) -> float | None:
 
 
 def utilisation(
-  cfg: QwenConfig, segments: Iterable[int], seconds: float, frozen: bool = False
+  cfg: QwenConfig,
+  segments: Iterable[int],
+  seconds: float,
+  frozen: bool = False,
+  devices: int = 1,
 ) -> dict[str, float]:
-  """`mfu`: the share of all devices' peak that updates had; nothing if unknown.
+  """`mfu`: the share of so many devices' peak that updates had; nothing if unknown.
 
   Args:
     cfg, segments, frozen: as for `train_flops`.
     seconds: that the updates took.
+    devices: that they ran on.
   """
   peak = peak_flops(jax.devices()[0].device_kind)
   if not peak or seconds <= 0:
     return {}
   flops = train_flops(cfg, segments, frozen)
-  return {"mfu": flops / seconds / (peak * jax.device_count())}
+  return {"mfu": flops / seconds / (peak * devices)}
 
 
 def products(cfg: QwenConfig) -> tuple[int, int]:

@@ -54,7 +54,7 @@ class WatchConfig:
   entropy_drop: float = 0.02
   length_growth: float = 2.5
   truncated: float = 0.5
-  repeated: float = 0.5
+  repeated: float = 0.7
   gap: float = 0.05
   ratio_tail: float = 0.01
   removed_mass: float = 0.2
@@ -63,12 +63,25 @@ class WatchConfig:
   def __post_init__(self):
     if self.patience < 1:
       raise ValueError(f"patience must be at least 1, got {self.patience}")
-    for field in dataclasses.fields(self)[2:]:
-      if getattr(self, field.name) < 0:
-        raise ValueError(
-          f"{field.name} must be at least 0 (0 for not watched), "
-          f"got {getattr(self, field.name)}"
-        )
+    for name, limit in self.limits.items():
+      if limit < 0:
+        raise ValueError(f"{name} must be at least 0 (0 for not watched), got {limit}")
+
+  @property
+  def limits(self) -> dict[str, float]:
+    """The limits by field."""
+    return {
+      "informative": self.informative,
+      "entropy": self.entropy,
+      "entropy_drop": self.entropy_drop,
+      "length_growth": self.length_growth,
+      "truncated": self.truncated,
+      "repeated": self.repeated,
+      "gap": self.gap,
+      "ratio_tail": self.ratio_tail,
+      "removed_mass": self.removed_mass,
+      "infrastructure": self.infrastructure,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,11 +197,10 @@ class Watch:
       for name, value in values.items()
       if name in FINITE and not math.isfinite(value)
     ]
-    for field, rule in RULES.items():
-      if limit := getattr(self._config, field):
-        for name, value in values.items():
-          if _means(rule.metric, name) and math.isfinite(value):
-            found += self._judge(field, rule, limit, name, value)
+    for field, limit in self._config.limits.items():
+      for name, value in values.items():
+        if limit and _means(RULES[field].metric, name) and math.isfinite(value):
+          found += self._judge(field, RULES[field], limit, name, value)
     for alarm in found:
       say(f"warning: step {step}: {alarm.text}")
     self._alarms = found
