@@ -88,8 +88,8 @@ def claim(
   Args:
     config: of the run that begins or goes on here.
     workdir: where it writes.
-    may_change: fields, as "section.field", that change nothing of what comes out: a run
-      may go on with others than it began with.
+    may_change: fields, as "section.field", or whole sections, that change nothing of
+      what comes out: a run may go on with others than it began with.
 
   Raises:
     ConfigError: the workdir holds a run of another config; the section that differs is
@@ -108,7 +108,10 @@ def claim(
   for both in (wanted, found):
     for field in may_change:
       name, _, key = field.partition(".")
-      (both.get(name) or {}).pop(key, None)
+      if key:
+        (both.get(name) or {}).pop(key, None)
+      else:
+        both.pop(name, None)
   for name in sorted({*wanted, *found}):
     # A section that is empty says what one that is missing says.
     if (wanted.get(name) or None) != (found.get(name) or None):

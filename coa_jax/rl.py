@@ -21,6 +21,7 @@ from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
+from coa_jax.model import flops
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
@@ -31,12 +32,13 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import (
   METRICS_FILE,
-  Clock,
   Metrics,
   read_metrics,
   write_json,
 )
+from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
+from coa_jax.report.watch import Watch, WatchConfig
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
@@ -62,6 +64,7 @@ SECTIONS = (
   "dev",
   "checkpoint",
   "log",
+  "watch",
 )
 # A tool call, think or plan that is written twice.
 _TWICE = shaping.RepetitionConfig(weight=1.0)
@@ -94,6 +97,7 @@ class Rollouts:
     asked: groups rolled out.
     informative: those of them whose rewards differ.
     removed_mass: mean probability that the grammar took from a token.
+    spent: the engine's seconds, as `engine.Spent.since` gives them.
   """
 
   groups: list[list[Trajectory]] = dataclasses.field(default_factory=list)
@@ -101,6 +105,7 @@ class Rollouts:
   asked: int = 0
   informative: int = 0
   removed_mass: float = 0.0
+  spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -118,6 +123,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
+    CollapsedError: section `watch` asks for the end of a run with such numbers.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
   check_sections(config, SECTIONS, needed=("init",))
@@ -141,11 +147,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
   tracked = section(config, "log", LogConfig) if own == workdir else None
-  claim(config, own, may_change=("log.wandb_project",))
+  watch = Watch(section(config, "watch", WatchConfig))
+  claim(config, own, may_change=("log.wandb_project", "watch"))
   cfg, params = load_model(config.init, load, layout)
-  grammar = (player.constraint, on_device(player.constraint))
-  truncation = player.engine.config.truncation
-  learner = PolicyUpdate(cfg, algo, optim, lora, layout, truncation, *grammar)
+  learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(player))
   state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as for_dev, grader, checkpoints:
@@ -155,33 +160,46 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       return _mean([t.reward_parts.get("answer") for (t,) in groups])
 
     state, _ = checkpoints.restore(state) or (state, {})
-    clock = Clock()
+    clock = Phases()
     with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics:
       for step in range(int(state.step), algo.steps):
-        values = {}
         params = learner.policy(state, frozen)
-        if step % dev.every == 0:
-          values["dev_accuracy"] = examine(params)
-          clock.lap("dev")
+        clock.lap("sync")
+        values = {} if step % dev.every else {"dev_accuracy": examine(params)}
+        clock.lap("dev")
         rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
-        clock.lap("rollout")
+        clock.lap("other", **rollouts.spent)
         state, learned = learner(state, frozen, rollouts.groups)
         _check_gap(algo, step, learned)
-        values |= learned | _describe(rollouts)
         clock.lap("learn")
-        if step % algo.keep_every == 0:
-          name = f"step_{step:06d}.jsonl"
-          write_jsonl(os.path.join(own, "trajectories", name), rollouts.played)
-        metrics.log(step + 1, values | clock.take(), f"reward {values['reward']:.3f}")
+        values |= learned | _describe(rollouts)
+        values |= _speed(clock, cfg, algo, lora, layout, rollouts)
+        metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
+        _keep(own, algo, step, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
-        if (step + 1) % every.every == 0 or step + 1 == algo.steps:
+        watch.look(step + 1, values, metrics.warn)
+        if (step + 1) % every.every == 0 or step + 1 == algo.steps or watch.ends:
           checkpoints.save(state, {})
         clock.lap("save")
+        watch.end(step + 1)
       results = _results(own, algo.steps, examine(learner.policy(state, frozen)))
   trained = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
   write_json(os.path.join(own, "results.json"), results)
   return results
+
+
+def _distribution(player: Player) -> tuple[Any, ...]:
+  """What rollouts are sampled under: truncation, grammar, the same on the device."""
+  grammar = player.constraint
+  return player.engine.config.truncation, grammar, on_device(grammar)
+
+
+def _keep(workdir: str, algo: AlgoConfig, step: int, played: list[Trajectory]) -> None:
+  """Writes a step's trajectories, if they are to be kept."""
+  if step % algo.keep_every == 0:
+    name = f"step_{step:06d}.jsonl"
+    write_jsonl(os.path.join(workdir, "trajectories", name), played)
 
 
 def _check_rows(
@@ -212,6 +230,7 @@ def collect(
   """
   out = Rollouts()
   before = dataclasses.replace(player.engine.counters)
+  spent = dataclasses.replace(player.engine.spent)
   size = algo.round_prompts or algo.prompts
   for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
     asked = [_pick(tasks, seed, nth * size + i) for i in range(size)]
@@ -229,6 +248,7 @@ def collect(
     if len(out.groups) == algo.prompts:
       break
   out.removed_mass = player.engine.counters.since(before).removed_per_token
+  out.spent = player.engine.spent.since(spent)
   return out
 
 
@@ -250,6 +270,22 @@ def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:
     )
 
 
+def _speed(
+  clock: Phases,
+  cfg: QwenConfig,
+  algo: AlgoConfig,
+  lora: LoraConfig | None,
+  layout: Layout | None,
+  rollouts: Rollouts,
+) -> dict[str, float]:
+  """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
+  learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
+  generated = sum(t.usage.generated for t in rollouts.played)
+  out = clock.take(decode=generated, learn=sum(learnt) * algo.epochs)
+  took, devices = out["seconds_learn"], layout.mesh.size if layout else 1
+  return out | flops.utilisation(cfg, learnt * algo.epochs, took, bool(lora), devices)
+
+
 def _describe(rollouts: Rollouts) -> dict[str, float]:
   """What was rolled out, in numbers."""
   played = rollouts.played
@@ -261,6 +297,9 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
     "infrastructure": sum(t.status == Status.INFRASTRUCTURE for t in played),
+    "infrastructure_share": np.mean(
+      [t.status == Status.INFRASTRUCTURE for t in played]
+    ),
     "truncated": sum(t.status == Status.TRUNCATED for t in played),
     "truncated_share": np.mean([t.status == Status.TRUNCATED for t in played]),
     "repeated_share": np.mean([shaping.repetition(_TWICE, t) < 0 for t in played]),
@@ -291,7 +330,6 @@ def _mean(values: list[float | None]) -> float:
 def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
   """The run in a few numbers, from its log."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
-  phases = sorted({k for row in log for k in row if k.startswith("seconds_")})
   gaps = [row["logp_gap"] for row in log if row.get("logp_gap") is not None]
   return {
     "steps": steps,
@@ -301,5 +339,5 @@ def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
     "reward": log[-1]["reward"],
     "logp_gap": max(gaps, default=None),
     "seconds": log[-1]["seconds"],
-    **{k: sum(row.get(k, 0.0) for row in log) for k in phases},
+    **phase_seconds(log),
   }

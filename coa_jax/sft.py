@@ -23,6 +23,7 @@ from coa_jax.learner.batch import Batch
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, init_state
+from coa_jax.model import flops
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
@@ -33,6 +34,7 @@ from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
 SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint", "log")
@@ -96,17 +98,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
   _encode(trajectories, tokenizer)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
-  held = fit[: data.validation]
-  # Filters may have written a trajectory twice; its copy would give the loss away.
-  asked = {t.task_id for t in held}
-  train = [t for t in fit if t.task_id not in asked]
-  if not train:
-    raise ValueError(
-      f"{data.trajectories}: no trajectory is left to train on: {len(trajectories)} "
-      f"read, {len(fit)} within data.length={data.length} tokens, "
-      f"{data.validation} kept for validation"
-    )
-
+  train, held = _divide(data, fit, len(trajectories))
   trained, frozen = adapting.split(cfg, params, lora, data.seed, layout)
   loss = _loss(cfg, lora, layout)
   optimizer = make_optimizer(optim, data.steps)
@@ -117,34 +109,81 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     first = int(state.step)
-    rows = _rows(train, data, first)
+    rows, clock = _rows(train, data, first), Phases()
     with Metrics(own, "sft", data.steps, tracked=tracked) as metrics:
       for step in range(first, data.steps):
         micro = [next(rows) for _ in range(data.micro_batches)]
+        clock.lap("data")
         tokens = sum(float(b.weight_BT.sum()) for b in micro)
         state, values = learner.step(state, micro, tokens, frozen)
-        values["tokens"] = sum(int((b.segment_BT > 0).sum()) for b in micro)
+        values = {name: float(value) for name, value in values.items()}
+        clock.lap("step")
         done = step + 1
         if done % data.validate_every == 0 or done == data.steps:
           values["validation_loss"] = validation_loss(state.params, frozen, held, data)
-        metrics.log(done, values, f"loss {float(values['loss']):.3f}")
+          clock.lap("eval")
+        values |= _speed(clock, cfg, lora, layout, micro)
+        metrics.log(done, values, f"loss {values['loss']:.3f}")
         if done % every.every == 0 or done == data.steps:
           checkpoints.save(state, {})
+          clock.lap("save")
   params = adapting.export(
     workdir, cfg, state.params, frozen, lora, tokenizer, config.init
   )
-  log = read_metrics(os.path.join(own, METRICS_FILE), "sft")
   results = {
     "steps": data.steps,
     "parameters": count_params(params),
     "parameters_trained": count_params(state.params),
     "trajectories": len(train),
     "left_out_too_long": len(trajectories) - len(fit),
-    "tokens_per_second": sum(r["tokens"] for r in log) / log[-1]["seconds"],
-    **{k: log[-1][k] for k in ("loss", "validation_loss", "seconds")},
+    **_logged(own),
   }
   write_json(os.path.join(own, "results.json"), results)
   return results
+
+
+def _divide(
+  data: DataConfig, fit: list[Trajectory], read: int
+) -> tuple[list[Trajectory], list[Trajectory]]:
+  """Trajectories to train on, and those kept for validation.
+
+  Raises:
+    ValueError: none is left to train on.
+  """
+  held = fit[: data.validation]
+  # Filters may have written a trajectory twice; its copy would give the loss away.
+  asked = {t.task_id for t in held}
+  train = [t for t in fit if t.task_id not in asked]
+  if not train:
+    raise ValueError(
+      f"{data.trajectories}: no trajectory is left to train on: {read} read, "
+      f"{len(fit)} within data.length={data.length} tokens, "
+      f"{data.validation} kept for validation"
+    )
+  return train, held
+
+
+def _speed(
+  clock: Phases,
+  cfg: QwenConfig,
+  lora: LoraConfig | None,
+  layout: Layout | None,
+  micro: list[Batch],
+) -> dict[str, float]:
+  """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
+  lengths = [n for b in micro for row in b.segment_BT for n in np.bincount(row)[1:]]
+  tokens = int(sum(lengths))
+  out = {"tokens": tokens, **clock.take(step=tokens)}
+  took, devices = out["seconds_step"], layout.mesh.size if layout else 1
+  return out | flops.utilisation(cfg, lengths, took, bool(lora), devices)
+
+
+def _logged(workdir: str) -> dict[str, Any]:
+  """The last figures of the run's log, tokens per second, and seconds by phase."""
+  log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
+  last = {k: log[-1][k] for k in ("loss", "validation_loss", "seconds")}
+  rate = sum(r["tokens"] for r in log) / last["seconds"]
+  return {"tokens_per_second": rate, **last, **phase_seconds(log)}
 
 
 def _loss(cfg: QwenConfig, lora: LoraConfig | None, layout: Layout | None) -> SumLoss:

@@ -69,4 +69,5 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   )
   config.checkpoint = dict(every=1 if tiny else 10, keep=1)
   config.log = dict(wandb_project="")
+  config.watch = dict(stop=False)
   return config

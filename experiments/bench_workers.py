@@ -181,7 +181,7 @@ def generators(
     )
     workers = {}
     for who, python in {"ours": sys.executable, **pythons}.items():
-      theirs = {**env, **allocator()} if who == "tunix" else env
+      theirs = {**env, **allocator()} if who.startswith("tunix") else env
       workers[who] = stack.enter_context(Worker(who, folder, python, theirs, module))
     yield workers
 

@@ -178,6 +178,8 @@ def _write_page(
     "RL: what rollouts earn, and greedy accuracy on development tasks.": plots.curves(
       rl, _rl_panels(rl)
     ),
+    "SFT: where the time of a step goes.": plots.phase_areas(sft),
+    "RL: where the time of a step goes.": plots.phase_areas(rl),
     "Tokens of the team and of the one model.": plots.cost_bars(results["cost"]),
     "Team runs before, trajectories after filtering (spans, tokens).": _filtering(
       workdir

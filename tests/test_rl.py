@@ -15,6 +15,7 @@ from coa_jax.learner.advantages import group_relative
 from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
+from coa_jax.report.watch import CollapsedError
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.tasks.task import Task
 
@@ -66,7 +67,7 @@ def test_reward_rises_from_a_guess_to_certainty(trained):
   assert np.mean(reward[-5:]) > 0.9
   assert results["dev_accuracy"] == 1.0
   assert results["reward"] == reward[-1]
-  assert {"seconds_dev", "seconds_rollout", "seconds_learn"} <= set(results)
+  assert {"seconds_dev", "seconds_decode", "seconds_learn"} <= set(results)
 
 
 def test_every_update_was_on_policy(trained):
@@ -259,3 +260,42 @@ def test_a_run_without_a_policy_is_refused(config, tmp_path):
     del bad.init
   with pytest.raises(ValueError, match="config lacks field 'init'"):
     rl.run(bad, str(tmp_path / "w"))
+
+
+def test_the_phases_of_every_step_add_up_to_its_wall_time(trained):
+  log = read_metrics(f"{trained[0]}/metrics.jsonl", "rl")
+  spent = [sum(s for k, s in row.items() if k.startswith("seconds_")) for row in log]
+  took = np.diff([0.0, *(row["seconds"] for row in log)])
+  # `seconds` is rounded to milliseconds, and each ends at a line of code of its own.
+  np.testing.assert_allclose(spent, took, rtol=0.05, atol=0.3)
+  for row in log:
+    assert min(row["seconds_decode"], row["seconds_sync"], row["seconds_tools"]) > 0
+    rate = row["generated_tokens"] / row["seconds_decode"]
+    assert row["decode_tokens_per_second"] == pytest.approx(rate)
+  assert all(row["learn_tokens_per_second"] > 0 for row in log if "ratio" in row)
+
+
+def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
+  config, tmp_path, capsys
+):
+  """A learning rate that no policy survives; without `watch.stop` it only warns."""
+  bad = config.copy_and_resolve_references()
+  bad.algo.steps = 8
+  bad.optim.update(lr=3.0, schedule="constant", clip_norm=0.0)
+  bad.dev.every = 8
+  bad.checkpoint.every = 100
+  bad.watch = dict(stop=True, patience=2)
+  with pytest.raises(
+    CollapsedError, match=r"stopped at step \d \(saved\) as watch.stop"
+  ):
+    rl.run(bad, str(tmp_path / "w"))
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
+  assert 2 <= len(log) < 8
+  (saved,) = (tmp_path / "w" / "checkpoints").glob("[0-9]*")
+  assert int(saved.name) == log[-1]["step"]
+  assert not (tmp_path / "w" / "model").exists()
+  warned = [x for x in capsys.readouterr().err.splitlines() if "warning: step" in x]
+  assert warned and all("watch." in line for line in warned)
+  # The same run goes on from there once it is told to: what watches is no part of it.
+  bad.watch.stop = False
+  assert rl.run(bad, str(tmp_path / "w"))["steps"] == 8

@@ -9,7 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax
+
 from coa_jax.model.architecture import QwenConfig
+
+# Dense bfloat16 operations per second of one device, by the makers' data sheets; the
+# first whose name begins a device's kind.
+PEAKS = {
+  "NVIDIA H200": 989e12,
+  "NVIDIA H100": 989e12,
+  "NVIDIA A100": 312e12,
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5e": 197e12,
+  "TPU v5": 459e12,
+  "TPU v6 lite": 918e12,
+  "TPU v6e": 918e12,
+}
+
+
+def peak_flops(kind: str) -> float | None:
+  """Operations per second of a device of this kind; None where we do not know."""
+  return next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
+
+
+def utilisation(
+  cfg: QwenConfig,
+  segments: Iterable[int],
+  seconds: float,
+  frozen: bool = False,
+  devices: int = 1,
+) -> dict[str, float]:
+  """`mfu`: the share of so many devices' peak that updates had; nothing if unknown.
+
+  Args:
+    cfg, segments, frozen: as for `train_flops`.
+    seconds: that the updates took.
+    devices: that they ran on.
+  """
+  peak = peak_flops(jax.devices()[0].device_kind)
+  if not peak or seconds <= 0:
+    return {}
+  flops = train_flops(cfg, segments, frozen)
+  return {"mfu": flops / seconds / (peak * devices)}
 
 
 def products(cfg: QwenConfig) -> tuple[int, int]:

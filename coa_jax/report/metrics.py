@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from coa_jax.report import phases
+from coa_jax.report.tables import rich_table
 from coa_jax.report.tracking import LogConfig, Tracking
 
 METRICS_FILE = "metrics.jsonl"
@@ -27,7 +29,8 @@ class Metrics:
 
   Use as a context manager. On a terminal progress is one live bar; elsewhere it is a
   plain line every PLAIN_EVERY seconds, the first and the last step's always among them.
-  Both go to standard error.
+  Values named `seconds_PHASE` (see `phases.py`) are shown below it as shares of the
+  step, and at the end in a table. All of it goes to standard error.
 
   Several stages share a file. Constructed again on the same workdir it appends; at
   the first `log` the stage's lines with the same or a later step are dropped, so a
@@ -65,8 +68,9 @@ class Metrics:
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
     self._steps_before = 0  # likewise
     self._first: int | None = None  # the first step logged here
+    self._phases = phases.Totals()
     self._line = ""  # the last progress line, where it has not been printed yet
-    console = Console(stderr=True)
+    self._console = console = Console(stderr=True)
     self._bar = None
     if console.is_terminal:
       columns = ("[bold]{task.description}", None, "{task.fields[status]}")
@@ -90,6 +94,9 @@ class Metrics:
       self._tracking.close()
     if self.non_finite:
       _say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
+    if self._phases.seconds:
+      table = self._phases.table(f"{self.stage}: where the time went")
+      self._console.print(rich_table(table))
 
   def log(self, step: int, values: dict[str, float], figure: str = "") -> None:
     """Appends one line and moves the progress.
@@ -122,9 +129,14 @@ class Metrics:
       f.write(json.dumps(row) + "\n")
     if self._tracking is not None:
       self._tracking.log(step, {k: float(v) for k, v in values.items()})
-    self._show(step, seconds, figure)
+    self._phases.add(row)
+    self._show(step, seconds, figure, phases.line(phases.seconds_of(row)))
 
-  def _show(self, step: int, seconds: float, figure: str) -> None:
+  def warn(self, text: str) -> None:
+    """Prints a line above the progress."""
+    self._console.print(text, style="bold yellow", markup=False, soft_wrap=True)
+
+  def _show(self, step: int, seconds: float, figure: str, shares: str) -> None:
     # Steps of an interrupted run cost this one nothing, so they are not in its pace.
     pace = seconds / max(step - self._steps_before, 1)
     left = max(self.total - step, 0) * pace
@@ -136,9 +148,10 @@ class Metrics:
     ]
     status = "  ".join(parts)
     if self._bar is not None:
-      self._bar.update(self._task, completed=step, status=_literal(status))
+      below = f"\n[dim]{_literal(shares)}[/dim]" if shares else ""
+      self._bar.update(self._task, completed=step, status=_literal(status) + below)
       return
-    self._line = f"{self.stage}  {status}"
+    self._line = f"{self.stage}  {status}" + (f"\n  {shares}" if shares else "")
     now = time.monotonic()
     if step == self._first or step >= self.total or now - self._shown >= PLAIN_EVERY:
       _say(self._line)
@@ -239,22 +252,3 @@ def _plain(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
-
-
-class Clock:
-  """Seconds by phase; what follows a step's log line counts for the next."""
-
-  def __init__(self):
-    self._seconds: dict[str, float] = {}
-    self._last = time.monotonic()
-
-  def lap(self, phase: str) -> None:
-    """Ends a phase that began with the lap before."""
-    now = time.monotonic()
-    self._seconds[f"seconds_{phase}"] = now - self._last
-    self._last = now
-
-  def take(self) -> dict[str, float]:
-    """`seconds_PHASE` of the phases since the last call."""
-    out, self._seconds = self._seconds, {}
-    return out

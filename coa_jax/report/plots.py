@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.report import phases
 from coa_jax.report.cost import MULTI, SINGLE
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -73,6 +74,38 @@ def _smooth(y: np.ndarray) -> np.ndarray:
   at = np.arange(len(y))
   low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
   return (sums[high] - sums[low]) / (high - low)
+
+
+def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figure:
+  """Seconds of every step, its phases on top of each other.
+
+  Args:
+    rows: `read_metrics`' rows, with `seconds_PHASE` as `phases.Phases` gives them.
+    xlabel: of the panel.
+
+  Raises:
+    ValueError: no row has phases.
+  """
+  seconds = phases.Totals(rows).seconds
+  if not seconds:
+    raise ValueError(f"no row has a value that begins with {phases.SECONDS!r}")
+  by_row = [phases.seconds_of(row) for row in rows]
+  names = [name for name in phases.PHASES if seconds.get(name)]
+  figure, (axis,) = _figure(1, width=8.8)
+  x, bottom = np.array([row["step"] for row in rows]), np.zeros(len(rows))
+  for i, name in enumerate(names):
+    y = np.array([s.get(name, 0.0) for s in by_row])
+    # More phases than colours: the second time around they are hatched.
+    look = {"color": COLORS[i % len(COLORS)], "label": name, "linewidth": 0}
+    hatch = {"hatch": "///", "alpha": 0.6} if i >= len(COLORS) else {}
+    if len(x) < 60:
+      axis.bar(x, y, 0.9, bottom, **look, **hatch)
+    else:
+      y = _smooth(y)
+      axis.fill_between(x, bottom, bottom + y, **look, **hatch)
+    bottom += y
+  _finish(axis, xlabel, "seconds of a step", legend=True)
+  return figure
 
 
 def score_bars(

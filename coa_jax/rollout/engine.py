@@ -134,3 +134,20 @@ class Counters:
   def removed_per_token(self) -> float:
     """The mean probability that the grammar took from a token."""
     return self.removed_mass / max(self.sampled_tokens, 1)
+
+
+@dataclasses.dataclass
+class Spent:
+  """Wall seconds of an engine by what they went into; of several replicas their mean.
+
+  What is missing to the time of a run is the host's: episodes, parsing, grading.
+  """
+
+  sync: float = 0.0  # giving the decoder the parameters
+  decode: float = 0.0  # waiting for tokens
+  tools: float = 0.0  # waiting for tools
+
+  def since(self, before: Spent) -> dict[str, float]:
+    """What was spent since then, by name."""
+    now, then = dataclasses.asdict(self), dataclasses.asdict(before)
+    return {name: now[name] - then[name] for name in now}

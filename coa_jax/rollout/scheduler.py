@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+import jax
 
 from coa_jax.model import decoding
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol.automaton import Automaton, Constraint
-from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
+from coa_jax.rollout.engine import Counters, Episode, RolloutConfig, Spent
 from coa_jax.rollout.slots import Slots
 
 
@@ -54,12 +57,20 @@ class Scheduler:
         replica.check(model)
     args = (self.model, automaton, config)
     self._slots = [Slots(*args, replica, constraint) for replica in replicas]
+    self._sync_seconds = 0.0
 
   @property
   def counters(self) -> Counters:
     """What all devices were asked to do so far."""
     each = [dataclasses.astuple(slots.counters) for slots in self._slots]
     return Counters(*map(sum, zip(*each, strict=True)))
+
+  @property
+  def spent(self) -> Spent:
+    """What the seconds of all runs so far went into."""
+    each = [dataclasses.astuple(slots.spent) for slots in self._slots]
+    _, *means = (sum(x) / len(each) for x in zip(*each, strict=True))
+    return Spent(self._sync_seconds, *means)
 
   def run(
     self, params: Any, episodes: Iterable[Episode | None], seed: int
@@ -74,7 +85,10 @@ class Scheduler:
       seed: of this run's sampling; an episode's tokens depend on (seed, its sequence,
         params, what its tools said) alone.
     """
+    began = time.monotonic()
     views = decoding.decoding_views(self.model, params, self._layout)
+    jax.block_until_ready(views)
+    self._sync_seconds += time.monotonic() - began
     if len(self._slots) == 1:
       for ended in self._slots[0].run(views[0], iter(episodes), seed):
         yield from ended

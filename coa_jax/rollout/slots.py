@@ -23,7 +23,7 @@ from coa_jax.model.distribution import Constraint
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol import automaton as automata
 from coa_jax.rollout import sampler
-from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
+from coa_jax.rollout.engine import Counters, Episode, RolloutConfig, Spent
 
 _END = object()  # of the queue
 _IDLE = 0.05  # seconds between two looks where nothing can be decoded
@@ -53,6 +53,7 @@ class Slots:
     self.layout = layout
     self.config = config
     self.counters = Counters()
+    self.spent = Spent()
     self._tags = automaton.tags
     self._resume_S = constraint.resume_S if constraint else None
     tables = automaton.class_V, automaton.next_SC, automaton.stop_SC
@@ -170,6 +171,7 @@ class _Run:
     Returns:
       The episodes that ended.
     """
+    began = time.monotonic()
     if self.state.active_B.any():
       # Most tools answer in far less time than a window takes, and a slot that just
       # misses one idles for all of it: a short wait for them is well spent. But once
@@ -182,6 +184,7 @@ class _Run:
       )
     else:
       time.sleep(_IDLE)  # until there is another episode
+    self.owner.spent.tools += time.monotonic() - began
     ended = self._inject()
     if self.state.active_B.any():
       ended += self._sample()
@@ -216,12 +219,14 @@ class _Run:
       # The last token stays pending: running it is what the next sample starts from.
       batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
     ends = [int(self.state.length_B[slot]) + len(ids) for slot, ids in given]
+    began = time.monotonic()
     self.owner._fit(max([*self.state.length_B[self.live()], *ends], default=1))
     R = self.owner.config.inject_rows
     for length, rows in batches.items():
       for i in range(0, len(rows), R):
         self._extend_batch(rows[i : i + R], length)
     self.owner.counters.prefilled_tokens += sum(len(ids) for _, ids in given)
+    self.owner.spent.decode += time.monotonic() - began
 
   def _extend_batch(self, rows: list[tuple[int, list[int]]], length: int) -> None:
     config, s = self.owner.config, self.state
@@ -291,6 +296,7 @@ class _Run:
     )
     self.state, out = jax.tree.map(np.array, (state, out))
     self.window_seconds = time.monotonic() - began
+    owner.spent.decode += self.window_seconds
     owner.counters.windows += 1
     owner.counters.sampled_tokens += int(out.count_B.sum())
     owner.counters.removed_mass += float(out.removed_B.sum())

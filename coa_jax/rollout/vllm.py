@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -33,7 +34,7 @@ from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.engine import Counters, Episode, RolloutConfig
+from coa_jax.rollout.engine import Counters, Episode, RolloutConfig, Spent
 from coa_jax.rollout.vllm_process import VllmProcess
 from coa_jax.rollout.vllm_server import (
   NOTHING,
@@ -88,7 +89,7 @@ class VllmEngine:
     self._whole = layout
     self.layout = layout.decoding().replicas()[0] if layout else None
     self.config = config
-    self.counters = Counters()
+    self.counters, self.spent = Counters(), Spent()
     self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
     self._automaton = automaton
     self._probe = list(probe)[:_PROBE]
@@ -126,7 +127,9 @@ class VllmEngine:
       ValueError: a prompt has no room in rollout.max_len.
       VllmError: the server is gone, refuses, or does not serve `params`.
     """
+    began = time.monotonic()
     self.refresh(params)
+    self.spent.sync += time.monotonic() - began
     queue = iter(episodes)
     live: list[_Live] = []
     try:
@@ -139,11 +142,15 @@ class VllmEngine:
         if not live:
           return
         free = len(live) < self.config.slots
+        began, decodes = time.monotonic(), any(x.samples for x in live)
         concurrent.futures.wait(
           [x.future for x in live],
           timeout=_LOOK_S if free else None,
           return_when=concurrent.futures.FIRST_COMPLETED,
         )
+        waited = time.monotonic() - began
+        self.spent.decode += waited * decodes
+        self.spent.tools += waited * (not decodes)
         for x in [x for x in live if x.future.done()]:
           if not (self._sampled(x) if x.samples else self._observed(x, seed)):
             live.remove(x)

@@ -1,0 +1,133 @@
+"""Where the time of a stage goes: seconds by phase, their rates, a line and a table.
+
+What no phase claims is `other`, so the phases of a line of metrics.jsonl add up to the
+wall time since the line before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax.report.tables import Table
+
+SECONDS, RATE = "seconds_", "_tokens_per_second"
+OTHER = "other"
+# In this order in tables and pictures; what a phase means to a reader.
+PHASES = {
+  "data": "rows of tokens",
+  "sync": "weights to the sampler",
+  "decode": "the sampler's programs",
+  "tools": "waiting for tools",
+  "learn": "gradients and optimizer",
+  "step": "gradients and optimizer",
+  "eval": "loss of held-out trajectories",
+  "dev": "evaluation by rollouts",
+  "save": "checkpoints and records",
+  OTHER: "the host: episodes, parsing, grading",
+}
+_WIDTH = 78  # characters of a line
+
+
+class Phases:
+  """Measures the phases of one step after another."""
+
+  def __init__(self):
+    """The first step begins now."""
+    self._seconds: dict[str, float] = {}
+    self._last = time.monotonic()
+
+  def lap(self, phase: str, **parts: float) -> None:
+    """Ends a phase that began with the lap before, or with the step.
+
+    Args:
+      phase: one of PHASES; what a step spends in it by turns is added up.
+      **parts: seconds of this time that belong to other phases.
+    """
+    now = time.monotonic()
+    took = {**parts, phase: now - self._last - sum(parts.values())}
+    for name, seconds in took.items():
+      key = SECONDS + name
+      self._seconds[key] = self._seconds.get(key, 0.0) + seconds
+    self._last = now
+
+  def take(self, **tokens: float) -> dict[str, float]:
+    """Ends the step: `seconds_PHASE` of each phase, and tokens per second of some.
+
+    Time since the last lap is `other`'s. A step's checkpoint is written after its
+    numbers are, so it counts for the next step.
+
+    Args:
+      **tokens: phase -> tokens that went through it.
+    """
+    self.lap(OTHER)
+    out, self._seconds = self._seconds, {}
+    for phase, count in tokens.items():
+      seconds = out.get(SECONDS + phase, 0.0)
+      if seconds > 0 and count:
+        out[phase + RATE] = count / seconds
+    return out
+
+
+def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
+  """Seconds by phase of a line of metrics, in the order of PHASES."""
+  found = {
+    name.removeprefix(SECONDS): float(value)
+    for name, value in row.items()
+    if name.startswith(SECONDS) and value is not None
+  }
+  known = {name: found.pop(name) for name in PHASES if name in found}
+  return {**known, **found}
+
+
+def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """`seconds_PHASE` of many lines, added up."""
+  return {SECONDS + name: value for name, value in Totals(rows).seconds.items()}
+
+
+def line(seconds: Mapping[str, float]) -> str:
+  """The shares of a step's phases in a line of a terminal, the largest first."""
+  total = sum(seconds.values())
+  out = ""
+  for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
+    share = f"{'  ' * bool(out)}{name} {value / total:.0%}" if total > 0 else ""
+    if value >= 0.005 * total and len(out + share) <= _WIDTH:
+      out += share
+  return out
+
+
+class Totals:
+  """Phases of many lines of metrics, added up."""
+
+  def __init__(self, rows: Sequence[Mapping[str, Any]] = ()):
+    """Args: lines to begin with."""
+    self.seconds: dict[str, float] = {}
+    self._tokens: dict[str, float] = {}
+    for row in rows:
+      self.add(row)
+
+  def add(self, row: Mapping[str, Any]) -> None:
+    """Adds a line."""
+    for name, value in seconds_of(row).items():
+      self.seconds[name] = self.seconds.get(name, 0.0) + value
+      tokens = (row.get(name + RATE) or 0.0) * value
+      self._tokens[name] = self._tokens.get(name, 0.0) + tokens
+
+  def table(self, title: str) -> Table:
+    """A row for each phase that took time."""
+    total = sum(self.seconds.values())
+    rows = [
+      {
+        "phase": name,
+        "what": PHASES.get(name, ""),
+        "seconds": seconds,
+        "share": f"{seconds / total:.1%}",
+        "rate": self._tokens[name] / seconds if self._tokens[name] else None,
+      }
+      for name, seconds in self.seconds.items()
+      if seconds > 0
+    ]
+    rows.sort(key=lambda row: list(PHASES).index(row["phase"]))
+    columns = {"phase": "phase", "seconds": "seconds", "share": "share"}
+    return Table(title, rows, {**columns, "rate": "tokens/s", "what": "what"})
