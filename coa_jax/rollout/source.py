@@ -57,7 +57,7 @@ class Rollouts:
   figures: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-class OnPolicy(contextlib.nullcontext):
+class OnPolicy(contextlib.ExitStack):
   """Rollouts of the policy that learns from them, played when it asks."""
 
   def __init__(
