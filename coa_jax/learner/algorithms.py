@@ -152,8 +152,8 @@ class AlgoConfig:
     if self.staleness < 0:
       raise ValueError(f"staleness is {self.staleness}; it must be at least 0")
     # Without, PPO's bounds lie around a policy that is several updates away: at 4 of
-    # them AReaL went from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (arXiv
-    # 2505.24298, table 2).
+    # them AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
+    # blog/AReaL_v0_3.md, table 3).
     if self.staleness and not self.importance_cap:
       raise ValueError(
         f"staleness={self.staleness} needs importance_cap above 0, such as 2.0: stale "

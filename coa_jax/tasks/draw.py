@@ -95,8 +95,8 @@ class Learnability(_Thinned):
   """Tasks that are solved sometimes: by 4 p (1 - p), p being the pass rate by now.
 
   p (1 - p) is the variance of a reward of 0 or 1, and what a group's advantages are
-  made of; as a measure of what a task can teach it is "learnability" (arXiv 2408.15099,
-  section 4; for language models arXiv 2502.12272). p is estimated by the rule of
+  made of; as a measure of what a task can teach it is "learnability" (arXiv 2408.15099;
+  for language models 2502.12272). p is estimated by the rule of
   succession, (right + 1) / (graded + 2), over attempts that fade; those on record in
   `meta` (`difficulty.keep_tasks`) count first. An unknown task has p 1/2 and is taken.
   One that is always or never solved is drawn less often, but at least by 1/10.
@@ -143,7 +143,7 @@ class Curriculum(_Thinned):
   """The easiest tasks first, by the pass rates on record; later all.
 
   At step t of T the easiest share c(t) = min(1, sqrt(t (1 - c0^2) / T + c0^2)) is drawn
-  from, all of it alike: the square-root competence of arXiv 1903.09848, section 3. (Its
+  from, all of it alike: the square-root competence of arXiv 1903.09848. (Its
   c0 is 0.01, for data sets of millions; here it is 0.1.)
   """
 
