@@ -2,7 +2,8 @@
 
 By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; section
 `algo` chooses (`learner/algorithms.py`). On-policy: each batch of rollouts is of the
-policy that learns from it, and is then thrown away.
+policy that learns from it, and is then thrown away. With `algo.staleness` rollouts go
+on while it learns, and tokens may be that many updates old (`rollout/ahead.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
 
@@ -42,8 +45,10 @@ from coa_jax.report.watch import Watch, WatchConfig
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
+from coa_jax.rollout.source import Rollouts, Source, open_source
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.tasks.draw import make_draw
 from coa_jax.tasks.rewards import shaping
 from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
@@ -87,27 +92,6 @@ class DevConfig:
   corpus: str | None = None
 
 
-@dataclasses.dataclass
-class Rollouts:
-  """What one step learns from.
-
-  Attributes:
-    groups: those that were kept; a trajectory without a reward has left its group.
-    played: every trajectory rolled out, kept or not.
-    asked: groups rolled out.
-    informative: those of them whose rewards differ.
-    removed_mass: mean probability that the grammar took from a token.
-    spent: the engine's seconds, as `engine.Spent.since` gives them.
-  """
-
-  groups: list[list[Trajectory]] = dataclasses.field(default_factory=list)
-  played: list[Trajectory] = dataclasses.field(default_factory=list)
-  asked: int = 0
-  informative: int = 0
-  removed_mass: float = 0.0
-  spent: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
@@ -130,6 +114,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
   tasks = select_tasks(section(config, "tasks", TasksConfig))
+  draw = make_draw(algo.draw, tasks, rollout.seed, algo.curriculum * algo.steps)
   dev = section(config, "dev", DevConfig)
   dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
   tools = section(config, "tools", ToolsConfig)
@@ -140,8 +125,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optim = section(config, "optim", OptimConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  _check_rows(cfg, algo, rollout, layout)
   vllm = optional(config, "vllm", VllmConfig)
+  _check_fit(cfg, algo, rollout, layout, vllm)
   grader = Grader(section(config, "reward", RewardConfig))
   player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
   player.check([*tasks, *dev_tasks])
@@ -154,20 +139,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as for_dev, grader, checkpoints:
-
-    def examine(params: Any) -> float:
-      groups = player.groups(params, dev_tasks, for_dev, 1, 0.0, rollout.seed, 0, True)
-      return _mean([t.reward_parts.get("answer") for (t,) in groups])
-
-    state, _ = checkpoints.restore(state) or (state, {})
+    state, cursor = checkpoints.restore(state) or (state, {})
+    asking = player, draw, toolbox, algo, _informative, rollout.seed
+    source = open_source(*asking, int(state.step), cursor)
     clock = Phases()
-    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics:
+    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, source:
       for step in range(int(state.step), algo.steps):
+        values = {}
         params = learner.policy(state, frozen)
         clock.lap("sync")
-        values = {} if step % dev.every else {"dev_accuracy": examine(params)}
-        clock.lap("dev")
-        rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
+        if step % dev.every == 0:
+          values["dev_accuracy"] = _accuracy(source, params, step, dev_tasks, for_dev)
+          clock.lap("dev")
+        rollouts = source.next(params, step)
         clock.lap("other", **rollouts.spent)
         state, learned = learner(state, frozen, rollouts.groups)
         _check_gap(algo, step, learned)
@@ -179,10 +163,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         # After the line above: what a checkpoint holds has always been logged.
         watch.look(step + 1, values, metrics.warn)
         if (step + 1) % every.every == 0 or step + 1 == algo.steps or watch.ends:
-          checkpoints.save(state, {})
+          checkpoints.save(state, rollouts.cursor)
         clock.lap("save")
         watch.end(step + 1)
-      results = _results(own, algo.steps, examine(learner.policy(state, frozen)))
+      params = learner.policy(state, frozen)
+      accuracy = _accuracy(source, params, algo.steps, dev_tasks, for_dev)
+  results = _results(own, algo.steps, accuracy)
   trained = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
   write_json(os.path.join(own, "results.json"), results)
@@ -202,8 +188,12 @@ def _keep(workdir: str, algo: AlgoConfig, step: int, played: list[Trajectory]) -
     write_jsonl(os.path.join(workdir, "trajectories", name), played)
 
 
-def _check_rows(
-  cfg: QwenConfig, algo: AlgoConfig, rollout: RolloutConfig, layout: Layout | None
+def _check_fit(
+  cfg: QwenConfig,
+  algo: AlgoConfig,
+  rollout: RolloutConfig,
+  layout: Layout | None,
+  vllm: VllmConfig | None,
 ) -> None:
   if algo.length < rollout.max_len:
     raise ValueError(
@@ -212,50 +202,20 @@ def _check_rows(
     )
   if layout:
     layout.check(cfg, B=algo.rows, T=algo.length)
-
-
-def collect(
-  player: Player,
-  params: Any,
-  tasks: list[Task],
-  toolbox: Toolbox,
-  algo: AlgoConfig,
-  seed: int,
-  step: int,
-) -> Rollouts:
-  """Rolls out groups until enough of them have rewards that differ.
-
-  Which tasks are asked and every sampled token depend on (seed, step, params) alone;
-  the order in which trajectories ended does not matter.
-  """
-  out = Rollouts()
-  before = dataclasses.replace(player.engine.counters)
-  spent = dataclasses.replace(player.engine.spent)
-  size = algo.round_prompts or algo.prompts
-  for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
-    asked = [_pick(tasks, seed, nth * size + i) for i in range(size)]
-    draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
-    groups = player.groups(
-      params, asked, toolbox, algo.samples, algo.temperature, draw, version=step
+  hindered = {
+    "section vllm: its turns are sampled by one policy each": vllm is not None,
+    "several processes": jax.process_count() > 1,
+    # Its collectives and the learner's could wait for each other.
+    "mesh.tensor above 1": bool(layout) and layout.mesh.shape["tensor"] > 1,
+  }
+  for what in (what for what, there in hindered.items() if there and algo.staleness):
+    raise ValueError(
+      f"algo.staleness={algo.staleness} does not go with {what}; take 0 (on-policy)"
     )
-    out.asked += len(groups)
-    out.played += [t for g in groups for t in g]
-    keep_G = advantages.informative(rewards_of(groups))
-    out.informative += int(keep_G.sum())
-    if algo.filter_groups:
-      groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]
-    out.groups = (out.groups + groups)[: algo.prompts]
-    if len(out.groups) == algo.prompts:
-      break
-  out.removed_mass = player.engine.counters.since(before).removed_per_token
-  out.spent = player.engine.spent.since(spent)
-  return out
 
 
-def _pick(tasks: list[Task], seed: int, n: int) -> Task:
-  """The n-th task of an endless stream: every epoch is a new permutation."""
-  epoch, place = divmod(n, len(tasks))
-  return tasks[np.random.default_rng((seed, epoch)).permutation(len(tasks))[place]]
+def _informative(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
+  return advantages.informative(rewards_of(groups))
 
 
 def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:
@@ -304,6 +264,7 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
     "truncated_share": np.mean([t.status == Status.TRUNCATED for t in played]),
     "repeated_share": np.mean([shaping.repetition(_TWICE, t) < 0 for t in played]),
     **_entropies(played),
+    **rollouts.figures,
   }
   for part in sorted({"answer", "format"}.union(*(t.reward_parts for t in played))):
     out[part] = _mean([t.reward_parts.get(part) for t in played])
@@ -319,6 +280,14 @@ def _entropies(played: list[Trajectory]) -> dict[str, float]:
   for s in (s for t in played for s in t.segments):
     logps["tool" if s.role in roles.TOOLS else s.role or "text"] += s.logps
   return {f"entropy_{role}": -np.mean(x) for role, x in logps.items() if x}
+
+
+def _accuracy(
+  source: Source, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
+) -> float:
+  """Of greedy answers to tasks, by the policy after `step` updates."""
+  played = source.evaluate(params, step, tasks, toolbox)
+  return _mean([t.reward_parts.get("answer") for t in played])
 
 
 def _mean(values: list[float | None]) -> float:

@@ -17,6 +17,8 @@ from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_traject
 from coa_jax.report.metrics import read_metrics
 from coa_jax.report.watch import CollapsedError
 from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.source import collect
+from coa_jax.tasks.draw import Draw
 from coa_jax.tasks.task import Task
 
 STEPS = 24
@@ -122,8 +124,8 @@ def collected(config, toolbox, right: dict[str, str], samples: int, **changes):
   algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
-  tasks = [Task(q, q, (a,)) for q, a in right.items()]
-  return rl.collect(player, params, tasks, toolbox, algo, 0, 0)
+  draw = Draw([Task(q, q, (a,)) for q, a in right.items()], 0)
+  return collect(player, params, draw, toolbox, algo, rl._informative, 0, 0)
 
 
 def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
@@ -205,16 +207,6 @@ def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):
   for row in log:
     assert 0 < row["removed_mass"] < 1
     assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
-
-
-def test_tasks_are_drawn_in_epochs():
-  tasks = [Task(str(n), str(n), ("x",)) for n in range(5)]
-  drawn = [rl._pick(tasks, 7, n).id for n in range(15)]
-  for epoch in range(3):
-    assert sorted(drawn[5 * epoch : 5 * epoch + 5]) == list("01234")
-  assert drawn[:5] != drawn[5:10]
-  assert [rl._pick(tasks, 7, n).id for n in range(15)] == drawn
-  assert [rl._pick(tasks, 8, n).id for n in range(15)] != drawn
 
 
 def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from coa_jax.tasks.draw import DRAWS
+
 # Estimators that compare the samples of a group, and those that walk over tokens.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 TOKEN_ADVANTAGES = ("reinforce++", "gae")
 _CHOICES = {
+  "draw": DRAWS,
   "advantage": GROUP_ADVANTAGES + TOKEN_ADVANTAGES,
   "ratio": ("token", "sequence"),
   "surrogate": ("clip", "cispo"),
@@ -42,6 +45,13 @@ class AlgoConfig:
     round_prompts: groups rolled out in a round (verl: gen_batch_size); 0 for `prompts`.
     filter_groups: only groups whose rewards differ are learnt from.
     temperature: of the rollouts.
+    staleness: updates that a sampled token may be old when it is learnt from. 0 is
+      on-policy: rollouts and learning take turns. Above, rollouts go on meanwhile and
+      take up a new policy where they are; this needs an importance_cap.
+    draw: of tasks: uniform; learnability (those solved sometimes are drawn most); or
+      curriculum (easy ones first, by the pass rates that select_tasks writes). See
+      `tasks/draw.py`.
+    curriculum: share of the steps after which a curriculum draws from all tasks.
     minibatches: updates from one batch, each from its part of the groups.
     epochs: how often a batch is gone through.
     advantage: grpo, dr_grpo (no deviation), rloo, reinforce++ (rewards to go, whitened
@@ -88,6 +98,9 @@ class AlgoConfig:
   round_prompts: int = 0
   filter_groups: bool = True
   temperature: float = 1.0
+  staleness: int = 0
+  draw: str = "uniform"
+  curriculum: float = 0.5
   minibatches: int = 1
   epochs: int = 1
   advantage: str = "grpo"
@@ -134,6 +147,23 @@ class AlgoConfig:
       raise ValueError("temperature must be above 0: equal samples teach nothing")
     if not 0 <= self.gap_limit <= 1 or self.gap <= 0:
       raise ValueError("gap must be above 0, gap_limit a share from 0 to 1")
+    if not 0 <= self.curriculum <= 1:
+      raise ValueError("curriculum must be a share of the steps, from 0 to 1")
+    if self.staleness < 0:
+      raise ValueError(f"staleness is {self.staleness}; it must be at least 0")
+    # Without, PPO's bounds lie around a policy that is several updates away: at 4 of
+    # them AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
+    # blog/AReaL_v0_3.md, table 3).
+    if self.staleness and not self.importance_cap:
+      raise ValueError(
+        f"staleness={self.staleness} needs importance_cap above 0, such as 2.0: stale "
+        "tokens are then weighted by p_now / p_sampled (decoupled PPO)"
+      )
+    if self.staleness and self.gap_limit < 1:
+      raise ValueError(
+        "gap_limit compares sampler and learner of one policy; with staleness above 0 "
+        "they are not, so leave it at 1"
+      )
     if not 0 <= self.importance_floor <= self.importance_cap:
       raise ValueError(
         "importance_cap must be 0 (no weights) or above, importance_floor at most that"

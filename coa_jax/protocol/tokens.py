@@ -234,7 +234,7 @@ class Tokenizer:
         )
 
   def policy_segments(
-    self, ids: Sequence[int], logps: Sequence[float], version: int
+    self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int]
   ) -> list[Segment]:
     """Sampled ids as segments, cut after each closing tag.
 
@@ -255,7 +255,7 @@ class Tokenizer:
           text=piece,
           ids=list(ids[a:b]),
           logps=list(logps[a:b]),
-          versions=[version] * (b - a),
+          versions=list(versions[a:b]),
         )
       )
     return out

@@ -20,6 +20,7 @@ PHASES = {
   "sync": "weights to the sampler",
   "decode": "the sampler's programs",
   "tools": "waiting for tools",
+  "rollout": "waiting for rollouts that go on beside the learner",
   "learn": "gradients and optimizer",
   "step": "gradients and optimizer",
   "eval": "loss of held-out trajectories",

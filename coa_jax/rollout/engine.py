@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from coa_jax.model.distribution import Truncation
@@ -70,20 +71,27 @@ class RolloutConfig:
     return Truncation(self.top_k, self.top_p, self.min_p)
 
 
+# The policy by now: parameters as decoding views, one for each replica, and its version
+# (None: it never changes). Asked before every round; what it raises ends the run.
+Newest = Callable[[], tuple[list[Any], int | None]]
+
+
 class Episode(Protocol):
   """What an engine asks of one trajectory; tokens in, tokens out.
 
-  Who derives from it inherits `limit`, `forced` and `progress` as they are here.
+  Who derives from it inherits `limit`, `version`, `forced` and `progress` as here.
 
   Attributes:
     sequence: keys its randomness; unique in a run.
     temperature: of its sampling; 0 is greedy.
     limit: tokens it may have in all, if below max_len; may change as it goes on.
+    version: of the policy that samples next; set where policies change on the way.
   """
 
   sequence: int
   temperature: float
   limit: int = sys.maxsize
+  version: int = 0
 
   def start(self) -> list[int]:
     """The prompt's ids."""

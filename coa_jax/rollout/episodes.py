@@ -34,7 +34,7 @@ class Setting:
     style: of the prompt (`prompts.STYLES`).
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend.
-    version: of the policy, recorded on every sampled token.
+    version: of the policy, recorded on every sampled token unless it changes.
     observation_tokens: tokens one observation may have, its tags included.
     same_calls: times one and the same call may be made; 0 for any number.
   """
@@ -68,6 +68,8 @@ class CoAEpisode(Episode):
     self.tokenizer = tokenizer
     self.toolbox = toolbox
     self.setting = setting
+    self.version = setting.version
+    self._versions: list[int] = []  # of what was sampled in this turn
     self._turn = ""  # policy text since the last observation
     self._began = time.monotonic()
     self._tool_seconds = 0.0
@@ -88,12 +90,21 @@ class CoAEpisode(Episode):
     self.trajectory.usage.model_calls = 1
     return ids
 
+  def progress(self, ids: list[int]) -> None:
+    """Notes which policy sampled a window. See `Episode`."""
+    self._date(ids)
+
+  def _date(self, ids: list[int]) -> None:
+    self._versions += [self.version] * (len(ids) - len(self._versions))
+
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
     """Appends sampled ids; starts the call that `tag` closes. See `Episode`."""
     t = self.trajectory
-    segments = self.tokenizer.policy_segments(ids, logps, self.setting.version)
+    self._date(ids)
+    segments = self.tokenizer.policy_segments(ids, logps, self._versions)
+    self._versions = []
     t.segments += segments
     t.usage.generated += len(ids)
     self._turn += "".join(s.text for s in segments)

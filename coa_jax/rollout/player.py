@@ -124,6 +124,33 @@ class Player:
           f"rollout.max_len={limit}; raise it or drop the task"
         )
 
+  def episode(
+    self,
+    task: Task,
+    sample: int,
+    sequence: int,
+    temperature: float,
+    toolbox: Toolbox,
+    version: int = 0,
+  ) -> CoAEpisode:
+    """An attempt at a task, for the engine; args as those of `CoAEpisode`."""
+    return CoAEpisode(
+      task=task,
+      sample=sample,
+      sequence=sequence,
+      temperature=temperature,
+      tokenizer=self.tokenizer,
+      toolbox=toolbox,
+      setting=dataclasses.replace(self.setting, version=version),
+    )
+
+  def grade(
+    self, episode: CoAEpisode, evaluation: bool = False
+  ) -> concurrent.futures.Future[None]:
+    """Has the trajectory of an episode that is over graded; see `Grader.submit`."""
+    args = (episode.task, episode.trajectory, self.setting.variant, evaluation)
+    return self.grader.submit(*args)
+
   def play(
     self,
     params: Any,
@@ -154,17 +181,8 @@ class Player:
       (the task's place, a graded trajectory), in the order in which they are done;
       while some are graded, others decode.
     """
-    setting = dataclasses.replace(self.setting, version=version)
     episodes = (
-      CoAEpisode(
-        task=task,
-        sample=k,
-        sequence=i * samples + k,
-        temperature=temperature,
-        tokenizer=self.tokenizer,
-        toolbox=toolbox,
-        setting=setting,
-      )
+      self.episode(task, k, i * samples + k, temperature, toolbox, version)
       for i, task in enumerate(tasks)
       if i % jax.process_count() == jax.process_index()
       for k in range(samples)
@@ -181,8 +199,7 @@ class Player:
         yield episode.sequence // samples, episode.trajectory
 
     for episode in self.engine.run(params, episodes, seed):
-      args = (episode.task, episode.trajectory, setting.variant, evaluation)
-      waiting[self.grader.submit(*args)] = episode
+      waiting[self.grade(episode, evaluation)] = episode
       done = [f for f in waiting if f.done()]
       yield from graded(done)
       for future in done:

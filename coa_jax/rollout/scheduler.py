@@ -11,7 +11,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from coa_jax.model import decoding
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol.automaton import Automaton, Constraint
-from coa_jax.rollout.engine import Counters, Episode, RolloutConfig, Spent
+from coa_jax.rollout.engine import Counters, Episode, Newest, RolloutConfig, Spent
 from coa_jax.rollout.slots import Slots
 
 
@@ -85,21 +85,43 @@ class Scheduler:
       seed: of this run's sampling; an episode's tokens depend on (seed, its sequence,
         params, what its tools said) alone.
     """
+    views = self.views(params)
+    yield from self.run_newest(lambda: (views, None), episodes, seed)
+
+  def views(self, params: Any) -> list[Any]:
+    """The parameters as each replica decodes with them; see `decoding_views`."""
     began = time.monotonic()
     views = decoding.decoding_views(self.model, params, self._layout)
     jax.block_until_ready(views)
     self._sync_seconds += time.monotonic() - began
+    return views
+
+  def run_newest(
+    self, newest: Newest, episodes: Iterable[Episode | None], seed: int
+  ) -> Iterator[Episode]:
+    """As `run`, but the policy may change on the way.
+
+    Running episodes go on with a newer policy from their next window; what is in the
+    cache stays there, as in PipelineRL's in-flight updates (arXiv 2509.19128).
+    An episode's `version` says which one samples.
+
+    Args:
+      newest: asked for the policy; in the thread of each replica.
+      episodes: as for `run`. One that is taken never begins under an older policy than
+        `newest` would have named then.
+      seed: of this run's sampling.
+    """
     if len(self._slots) == 1:
-      for ended in self._slots[0].run(views[0], iter(episodes), seed):
+      for ended in self._slots[0].run(_part(newest, 0), iter(episodes), seed):
         yield from ended
       return
     parts = _deal(iter(episodes), len(self._slots), self.config.slots)
     ended: queue.SimpleQueue[Episode | BaseException | None] = queue.SimpleQueue()
     stop = threading.Event()
 
-    def work(slots: Slots, view: Any, part: Iterator[Episode | None]) -> None:
+    def work(replica: int, part: Iterator[Episode | None]) -> None:
       try:
-        for episodes in slots.run(view, part, seed):
+        for episodes in self._slots[replica].run(_part(newest, replica), part, seed):
           for episode in episodes:
             ended.put(episode)
           if stop.is_set():
@@ -110,7 +132,7 @@ class Scheduler:
 
     threads = [
       threading.Thread(target=work, args=args, name="replica", daemon=True)
-      for args in zip(self._slots, views, parts, strict=True)
+      for args in enumerate(parts)
     ]
     for thread in threads:
       thread.start()
@@ -128,6 +150,16 @@ class Scheduler:
       stop.set()
       for thread in threads:
         thread.join()
+
+
+def _part(newest: Newest, replica: int) -> Callable[[], tuple[Any, int | None]]:
+  """The policy by now, as one replica decodes with it."""
+
+  def part() -> tuple[Any, int | None]:
+    views, version = newest()
+    return views[replica], version
+
+  return part
 
 
 def _deal(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -64,18 +64,22 @@ class Slots:
     self._cache = self._empty()
 
   def run(
-    self, params: Any, episodes: Iterator[Episode | None], seed: int
+    self,
+    newest: Callable[[], tuple[Any, int | None]],
+    episodes: Iterator[Episode | None],
+    seed: int,
   ) -> Iterator[list[Episode]]:
     """Decodes episodes; yields after every round those that ended in it.
 
     Args:
-      params: the policy, as `decoding_views` makes it for this replica.
+      newest: the policy by now, as `decoding_views` makes it for this replica, and its
+        version; see `engine.Newest`.
       episodes: taken in order as slots fall free; None says that there is none now.
       seed: of the sampling.
     """
     if qwen.cache_size(self._cache) > decoding.PIECE:
       self._cache = self._empty()
-    run = _Run(self, params, episodes, seed)
+    run = _Run(self, newest, episodes, seed)
     while run.fill():
       yield run.step()
 
@@ -104,11 +108,16 @@ class _Run:
   """The state of one `Slots.run`."""
 
   def __init__(
-    self, owner: Slots, params: Any, queue: Iterator[Episode | None], seed: int
+    self,
+    owner: Slots,
+    newest: Callable[[], tuple[Any, int | None]],
+    queue: Iterator[Episode | None],
+    seed: int,
   ):
     B = owner.config.slots
     self.owner = owner
-    self.params = params
+    self.newest = newest
+    self.params, self.version = newest()
     self.queue = queue
     self.ended = False  # the queue
     self.key = jax.random.key(seed)
@@ -134,12 +143,15 @@ class _Run:
   def fill(self) -> bool:
     """Puts new episodes into free slots; False when all work is done."""
     given, copies = [], []
+    self._renew()
     held = {self.prompts[slot]: slot for slot in self.live()}
     for slot in [i for i, episode in enumerate(self.episodes) if episode is None]:
       episode = None if self.ended else next(self.queue, _END)
       self.ended |= episode is _END
       if self.ended or episode is None:
         break
+      if self._renew():
+        held = {}
       ids = episode.start()
       if len(ids) >= self.owner.config.max_len:
         raise ValueError(
@@ -160,6 +172,16 @@ class _Run:
     self._extend(given, fresh=True)
     self._copy(copies)
     return bool(self.live()) or not self.ended
+
+  def _renew(self) -> bool:
+    """Takes the policy by now; True where it is a newer one."""
+    params, version = self.newest()
+    if version == self.version:
+      return False
+    self.params, self.version = params, version
+    # Another policy has read these: they go on, but no new episode begins from them.
+    self.prompts = [b""] * len(self.prompts)
+    return True
 
   def live(self) -> list[int]:
     """Slots that hold an episode."""
@@ -279,6 +301,8 @@ class _Run:
     forced_BW = np.full((len(before), owner.config.window), -1, np.int32)
     for slot in np.flatnonzero(before):
       self.state.limit_B[slot] = min(self.episodes[slot].limit, owner.config.max_len)
+      if self.version is not None:
+        self.episodes[slot].version = self.version
       rest = self.forced[slot][len(self.ids[slot]) :][: owner.config.window]
       forced_BW[slot, : len(rest)] = rest
     self.asked = []

@@ -178,19 +178,20 @@ def test_policy_segments_concatenate_exactly_to_the_ids(tok: Tokenizer, data):
     | HOSTILE.map(tok.encode)
   )
   logps = [-float(n) for n in range(len(ids))]
-  segments = tok.policy_segments(ids, logps, 5)
+  versions = [n // 3 for n in range(len(ids))]
+  segments = tok.policy_segments(ids, logps, versions)
   assert list(itertools.chain(*(s.ids for s in segments))) == ids
   assert list(itertools.chain(*(s.logps for s in segments))) == logps
+  assert list(itertools.chain(*(s.versions for s in segments))) == versions
   for s in segments:
     assert s.author == Author.POLICY and s.ids
-    assert s.versions == [5] * len(s.ids)
     assert s.text == tok.decode(s.ids)
 
 
 @BOTH
 def test_policy_segments_are_cut_after_each_closing_tag(tok: Tokenizer):
   ids = tok.encode(TURN)
-  segments = tok.policy_segments(ids, [0.0] * len(ids), 0)
+  segments = tok.policy_segments(ids, [0.0] * len(ids), [0] * len(ids))
   assert [s.role for s in segments] == ["think", "code", "answer"]
   assert "".join(s.text for s in segments) == TURN
 
@@ -199,7 +200,7 @@ def test_a_token_across_two_spans_stays_whole_with_the_first():
   stock = toy.stock_tokenizer()
   ids = stock.encode("<code>x</code><answer>y</answer>")
   assert any(stock.bytes_of[i] == b"e><" for i in ids)
-  code, answer = stock.policy_segments(ids, [0.0] * len(ids), 0)
+  code, answer = stock.policy_segments(ids, [0.0] * len(ids), [0] * len(ids))
   assert (code.text, code.role) == ("<code>x</code><", "code")
   assert (answer.text, answer.role) == ("answer>y</answer>", "answer")
 
@@ -208,7 +209,7 @@ def test_a_token_across_two_spans_stays_whole_with_the_first():
 def test_broken_utf8_is_kept_in_the_ids(tok: Tokenizer):
   half = tok.bytes_of.index(b"\xc3")
   ids = [*tok.encode("<answer>"), half, *tok.encode("</answer>")]
-  (segment,) = tok.policy_segments(ids, [0.0] * len(ids), 0)
+  (segment,) = tok.policy_segments(ids, [0.0] * len(ids), [0] * len(ids))
   assert segment.ids == ids
   assert segment.text == "<answer>\ufffd</answer>"
 

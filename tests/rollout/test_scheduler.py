@@ -275,7 +275,7 @@ def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
 def test_what_a_slot_was_in_the_middle_of_is_forgotten():
   (on,) = scheduler()._slots
   episodes = [toy.episode(toy.TASKS[0], toy.TableToolbox(), n) for n in range(3)]
-  run = slotting._Run(on, toy.params(), iter(episodes), 0)
+  run = slotting._Run(on, lambda: (toy.params(), None), iter(episodes), 0)
   # As a trajectory leaves it that ran out of tokens within a tag.
   run.state.automaton_B[:] = 2
   run.state.length_B[:] = 99

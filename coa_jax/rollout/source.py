@@ -1,0 +1,227 @@
+"""What a step of RL learns from: played when it asks, or ahead of it all the time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.ahead import Ahead, Plan, ages
+from coa_jax.rollout.player import Player
+from coa_jax.rollout.toolbox import Toolbox
+from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.task import Task
+
+Group = list[Trajectory]
+# keep_G of groups: whether the rewards of each differ.
+Informative = Callable[[Sequence[Group]], np.ndarray]
+
+
+class Wanted(Protocol):
+  """Fields of `learner.algorithms.AlgoConfig`, which says what they mean."""
+
+  steps: int
+  prompts: int
+  samples: int
+  rounds: int
+  round_prompts: int
+  filter_groups: bool
+  temperature: float
+  staleness: int
+
+
+@dataclasses.dataclass
+class Rollouts:
+  """What one step learns from.
+
+  Attributes:
+    groups: those that were kept; a trajectory without a reward has left its group.
+    played: every trajectory rolled out, kept or not.
+    asked: groups rolled out.
+    informative: those of them whose rewards differ.
+    removed_mass: mean probability that the grammar took from a token.
+    cursor: JSON values that say where the next step's rollouts go on.
+    figures: more to log, by name.
+    spent: seconds of the wait for them, by phase (`report/phases.py`).
+  """
+
+  groups: list[Group] = dataclasses.field(default_factory=list)
+  played: list[Trajectory] = dataclasses.field(default_factory=list)
+  asked: int = 0
+  informative: int = 0
+  removed_mass: float = 0.0
+  cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
+  figures: dict[str, float] = dataclasses.field(default_factory=dict)
+  spent: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class OnPolicy(contextlib.ExitStack):
+  """Rollouts of the policy that learns from them, played when it asks."""
+
+  def __init__(
+    self,
+    player: Player,
+    draw: Draw,
+    toolbox: Toolbox,
+    algo: Wanted,
+    informative: Informative,
+    seed: int,
+    step: int,
+    cursor: dict[str, Any],
+  ):
+    """Args: as those of `open_source`."""
+    super().__init__()
+    self._player, self._seed = player, seed
+    self._args = draw, toolbox, algo, informative, seed
+    draw.restore(cursor or draw.state)
+
+  def next(self, params: Any, step: int) -> Rollouts:
+    """What the step learns from."""
+    return collect(self._player, params, *self._args, step)
+
+  def evaluate(
+    self, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
+  ) -> list[Trajectory]:
+    """A greedy attempt at each task, by the policy after `step` updates."""
+    args = params, tasks, toolbox, 1, 0.0, self._seed
+    groups = self._player.groups(*args, evaluation=True)
+    return [t for group in groups for t in group]
+
+
+class OffPolicy(contextlib.ExitStack):
+  """Rollouts that go on while the learner learns; as `OnPolicy` to who asks."""
+
+  def __init__(
+    self,
+    player: Player,
+    draw: Draw,
+    toolbox: Toolbox,
+    algo: Wanted,
+    informative: Informative,
+    seed: int,
+    step: int,
+    cursor: dict[str, Any],
+  ):
+    """Args: as those of `open_source`."""
+    super().__init__()
+    self._engine, self._informative = player.engine, informative
+    self._before = dataclasses.replace(player.engine.counters)
+    plan = Plan(
+      steps=algo.steps,
+      prompts=algo.prompts,
+      most=algo.rounds * (algo.round_prompts or algo.prompts),
+      samples=algo.samples,
+      temperature=algo.temperature,
+      staleness=algo.staleness,
+    )
+
+    def keep(group: Group) -> bool:
+      return not algo.filter_groups or bool(informative([group])[0])
+
+    args = player, draw, toolbox, plan, seed, keep, step, cursor
+    self._ahead = self.enter_context(Ahead(*args))
+
+  def next(self, params: Any, step: int) -> Rollouts:
+    """What the step learns from; a token of it is `staleness` updates old at most."""
+    taken = self._ahead.next(params, step)
+    now = dataclasses.replace(self._engine.counters)
+    removed, self._before = now.since(self._before).removed_per_token, now
+    old = np.array(ages(taken.kept, step) or [0])
+    figures = {
+      "staleness": old.mean(),
+      "staleness_max": old.max(),
+      "off_policy_share": np.mean(old > 0),
+      "learner_waited": taken.learner_waited,
+      "rollouts_waited": taken.rollouts_waited,
+    }
+    return Rollouts(
+      groups=taken.kept,
+      played=[t for group in taken.played for t in group],
+      asked=len(taken.played),
+      informative=int(self._informative(taken.played).sum()),
+      removed_mass=removed,
+      cursor=taken.cursor,
+      figures=figures,
+      spent={"rollout": taken.learner_waited},
+    )
+
+  def evaluate(
+    self, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
+  ) -> list[Trajectory]:
+    """As that of `OnPolicy`; the rollouts go on beside it."""
+    return self._ahead.evaluate(params, step, tasks, toolbox)
+
+
+Source = OnPolicy | OffPolicy
+
+
+def open_source(
+  player: Player,
+  draw: Draw,
+  toolbox: Toolbox,
+  algo: Wanted,
+  informative: Informative,
+  seed: int,
+  step: int,
+  cursor: dict[str, Any],
+) -> Source:
+  """What `algo.staleness` asks for; use as a context manager.
+
+  Args:
+    player: plays; of an `OffPolicy` source nobody else may use it meanwhile.
+    draw: of the tasks.
+    toolbox: answers the calls.
+    algo: what a step wants.
+    informative: which groups' rewards differ.
+    seed: of all sampling.
+    step: updates made so far.
+    cursor: that of the last step's rollouts; empty at a run's beginning.
+  """
+  kind = OffPolicy if algo.staleness else OnPolicy
+  return kind(player, draw, toolbox, algo, informative, seed, step, cursor)
+
+
+def collect(
+  player: Player,
+  params: Any,
+  draw: Draw,
+  toolbox: Toolbox,
+  algo: Wanted,
+  informative: Informative,
+  seed: int,
+  step: int,
+) -> Rollouts:
+  """Rolls out groups until enough of them have rewards that differ.
+
+  Which tasks are asked and every sampled token depend on (seed, step, params) alone,
+  and on the state of the draw; the order in which trajectories ended does not matter.
+  """
+  out = Rollouts()
+  before = dataclasses.replace(player.engine.counters)
+  spent = dataclasses.replace(player.engine.spent)
+  size = algo.round_prompts or algo.prompts
+  for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
+    asked = [draw.task(nth * size + i, step) for i in range(size)]
+    key = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
+    groups = player.groups(
+      params, asked, toolbox, algo.samples, algo.temperature, key, version=step
+    )
+    for group in groups:
+      draw.learn(group)
+    out.asked += len(groups)
+    out.played += [t for g in groups for t in g]
+    keep_G = informative(groups)
+    out.informative += int(keep_G.sum())
+    if algo.filter_groups:
+      groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]
+    out.groups = (out.groups + groups)[: algo.prompts]
+    if len(out.groups) == algo.prompts:
+      break
+  out.removed_mass = player.engine.counters.since(before).removed_per_token
+  out.spent = player.engine.spent.since(spent)
+  out.cursor = draw.state
+  return out

@@ -1,0 +1,103 @@
+"""Asynchronous RL as a whole run: it learns, keeps its bound, resumes, ends clean."""
+
+from __future__ import annotations
+
+import threading
+
+import ml_collections
+import numpy as np
+import pytest
+from test_rl import RIGHT, config  # noqa: F401 (a fixture)
+
+from coa_jax import rl
+from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.protocol.trajectory import read_trajectories
+from coa_jax.report.metrics import read_metrics
+from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.task import Task
+
+STEPS = 24
+
+
+@pytest.fixture
+def ahead(config) -> ml_collections.ConfigDict:  # noqa: F811
+  """The config of the synchronous tests, with tokens up to 2 updates old."""
+  out = config.copy_and_resolve_references()
+  with out.unlocked():
+    out.algo.update(staleness=2, importance_cap=2.0, keep_every=1)
+  return out
+
+
+def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once(
+  ahead, tmp_path, monkeypatch
+):
+  ahead.checkpoint.every = 8
+  check = rl._check_gap
+
+  def killed(algo, step, values):
+    if step == 10:
+      raise KeyboardInterrupt
+    check(algo, step, values)
+
+  with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    patched.setattr(rl, "_check_gap", killed)
+    rl.run(ahead, str(tmp_path))
+  assert not [t for t in threading.enumerate() if t.name == "ahead"]
+  results = rl.run(ahead, str(tmp_path))
+  assert not [t for t in threading.enumerate() if t.name == "ahead"]
+  log = read_metrics(f"{tmp_path}/metrics.jsonl", "rl")
+  assert [row["step"] for row in log] == list(range(1, STEPS + 1))
+  assert np.mean([row["reward"] for row in log[-5:]]) > 0.9
+  assert results["dev_accuracy"] == 1.0
+  learned = [row for row in log if "ratio" in row]
+  assert learned and max(row["staleness_max"] for row in learned) in (1, 2)
+  for row in learned:
+    assert 0 <= row["staleness"] <= row["staleness_max"]
+    assert 0 <= row["off_policy_share"] <= 1 and row["importance"] > 0
+    assert row["learner_waited"] >= 0 and row["rollouts_waited"] >= 0
+  draw = Draw([Task(q, q, (a,)) for q, a in RIGHT.items()], 0)
+  n = 0
+  for step in range(STEPS):
+    file = f"{tmp_path}/trajectories/step_{step:06d}.jsonl"
+    trajectories = read_trajectories(file)
+    versions = [v for t in trajectories for s in t.segments for v in s.versions]
+    assert step - 2 <= min(versions) and max(versions) <= step
+    for i in range(0, len(trajectories), 8):
+      group = trajectories[i : i + 8]
+      assert {t.task_id for t in group} == {draw.task(n, 0).id}
+      assert [t.sample for t in group] == list(range(8))
+      n += 1
+
+
+def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
+  def submit(self, *args):
+    raise OSError("no tools here")
+
+  monkeypatch.setattr(rl.Toolbox, "submit", submit)
+  ahead.algo.steps = 2
+  with pytest.raises(OSError, match="no tools here"):
+    rl.run(ahead, str(tmp_path))
+  assert not [t for t in threading.enumerate() if t.name == "ahead"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(staleness=-1), "staleness is -1"),
+    (dict(staleness=1), r"staleness=1 needs importance_cap above 0"),
+    (dict(staleness=1, importance_cap=2.0, gap_limit=0.5), "leave it at 1"),
+    (dict(draw="hard"), "draw 'hard'; accepted: uniform, learnability, curriculum"),
+    (dict(curriculum=2.0), "curriculum must be a share"),
+  ],
+)
+def test_what_makes_no_sense_is_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    AlgoConfig(steps=1, **changes)
+
+
+def test_what_a_newer_policy_can_not_reach_is_refused(ahead, tmp_path):
+  with ahead.unlocked():
+    ahead.vllm = dict(url="http://127.0.0.1:9", folder=str(tmp_path))
+  with pytest.raises(ValueError, match="staleness=2 does not go with section vllm"):
+    rl.run(ahead, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
