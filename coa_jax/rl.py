@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -38,6 +39,7 @@ from coa_jax.report.metrics import (
 )
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.journal import ToolJournal
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
@@ -94,6 +96,7 @@ class Rollouts:
     asked: groups rolled out.
     informative: those of them whose rewards differ.
     removed_mass: mean probability that the grammar took from a token.
+    next_round: the first round whose tasks have not been drawn yet.
   """
 
   groups: list[list[Trajectory]] = dataclasses.field(default_factory=list)
@@ -101,6 +104,7 @@ class Rollouts:
   asked: int = 0
   informative: int = 0
   removed_mass: float = 0.0
+  next_round: int = 0
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -118,6 +122,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
+    Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
   check_sections(config, SECTIONS, needed=("init",))
@@ -137,47 +142,47 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   _check_rows(cfg, algo, rollout, layout)
   vllm = optional(config, "vllm", VllmConfig)
   grader = Grader(section(config, "reward", RewardConfig))
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
-  player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
+  journal = ToolJournal(os.path.join(own, "tool_calls"))
+  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader, journal)
+  player.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   claim(config, own, may_change=("log.wandb_project",))
   cfg, params = load_model(config.init, load, layout)
   grammar = (player.constraint, on_device(player.constraint))
-  truncation = player.engine.config.truncation
-  learner = PolicyUpdate(cfg, algo, optim, lora, layout, truncation, *grammar)
+  learner = PolicyUpdate(cfg, algo, optim, lora, layout, rollout.truncation, *grammar)
   state, frozen = learner.init(params, rollout.seed)
-  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
+  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
   with Toolbox(tools) as toolbox, Toolbox(dev_tools) as for_dev, grader, checkpoints:
-
-    def examine(params: Any) -> float:
-      groups = player.groups(params, dev_tasks, for_dev, 1, 0.0, rollout.seed, 0, True)
-      return _mean([t.reward_parts.get("answer") for (t,) in groups])
-
-    state, _ = checkpoints.restore(state) or (state, {})
+    examine = functools.partial(_examine, player, dev_tasks, for_dev, rollout.seed)
+    state, cursor = checkpoints.restore(state) or (state, {"round": 0})
     clock = Clock()
     with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics:
       for step in range(int(state.step), algo.steps):
         values = {}
         params = learner.policy(state, frozen)
-        if step % dev.every == 0:
-          values["dev_accuracy"] = examine(params)
-          clock.lap("dev")
-        rollouts = collect(player, params, tasks, toolbox, algo, rollout.seed, step)
-        clock.lap("rollout")
+        with checkpoints.resumable(state, cursor):
+          if step % dev.every == 0:
+            values["dev_accuracy"] = examine(params, step)
+            clock.lap("dev")
+          args = tasks, toolbox, algo, rollout.seed, step, cursor["round"]
+          rollouts = collect(player, params, *args)
+          clock.lap("rollout")
+        cursor = {"round": rollouts.next_round}
         state, learned = learner(state, frozen, rollouts.groups)
         _check_gap(algo, step, learned)
         values |= learned | _describe(rollouts)
         clock.lap("learn")
         if step % algo.keep_every == 0:
-          name = f"step_{step:06d}.jsonl"
-          write_jsonl(os.path.join(own, "trajectories", name), rollouts.played)
+          _keep(own, step, rollouts.played)
         metrics.log(step + 1, values | clock.take(), f"reward {values['reward']:.3f}")
         # After the line above: what a checkpoint holds has always been logged.
-        if (step + 1) % every.every == 0 or step + 1 == algo.steps:
-          checkpoints.save(state, {})
+        checkpoints.reached(state, cursor, step + 1 == algo.steps)
+        journal.forget(checkpoints.oldest)
         clock.lap("save")
-      results = _results(own, algo.steps, examine(learner.policy(state, frozen)))
+      with checkpoints.resumable(state, cursor):
+        accuracy = examine(learner.policy(state, frozen), algo.steps)
+      results = _results(own, algo.steps, accuracy)
   trained = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
   write_json(os.path.join(own, "results.json"), results)
@@ -196,6 +201,19 @@ def _check_rows(
     layout.check(cfg, B=algo.rows, T=algo.length)
 
 
+def _examine(
+  player: Player, tasks: list[Task], toolbox: Toolbox, seed: int, params: Any, step: int
+) -> float:
+  """Mean accuracy of greedy answers."""
+  groups = player.groups(params, tasks, toolbox, 1, 0.0, seed, step, evaluation=True)
+  return _mean([t.reward_parts.get("answer") for (t,) in groups])
+
+
+def _keep(workdir: str, step: int, played: list[Trajectory]) -> None:
+  """Writes a step's trajectories for whoever wants to look at them."""
+  write_jsonl(os.path.join(workdir, "trajectories", f"step_{step:06d}.jsonl"), played)
+
+
 def collect(
   player: Player,
   params: Any,
@@ -204,21 +222,24 @@ def collect(
   algo: AlgoConfig,
   seed: int,
   step: int,
+  first: int,
 ) -> Rollouts:
   """Rolls out groups until enough of them have rewards that differ.
 
-  Which tasks are asked and every sampled token depend on (seed, step, params) alone;
-  the order in which trajectories ended does not matter.
+  Which tasks are asked and every sampled token depend on (seed, first, params) alone;
+  the order in which trajectories ended does not matter. `first` is the first round of
+  the run that was not rolled out before, so that no task is skipped.
   """
   out = Rollouts()
   before = dataclasses.replace(player.engine.counters)
   size = algo.round_prompts or algo.prompts
-  for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
+  for nth in range(first, first + algo.rounds):
     asked = [_pick(tasks, seed, nth * size + i) for i in range(size)]
     draw = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
     groups = player.groups(
       params, asked, toolbox, algo.samples, algo.temperature, draw, version=step
     )
+    out.next_round = nth + 1
     out.asked += len(groups)
     out.played += [t for g in groups for t in g]
     keep_G = advantages.informative(rewards_of(groups))

@@ -80,6 +80,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
+    Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
   """
   check_sections(config, SECTIONS)
   data = section(config, "data", DataConfig)
@@ -112,7 +113,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   learner = Learner(loss, optimizer, layout)
   validation_loss = functools.partial(_mean_loss, jax.jit(loss), layout)
   state = init_state(trained, optimizer, layout)
-  with Checkpoints(os.path.join(workdir, "checkpoints"), every.keep) as checkpoints:
+  with Checkpoints(os.path.join(workdir, "checkpoints"), every) as checkpoints:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     first = int(state.step)
@@ -127,8 +128,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         if done % data.validate_every == 0 or done == data.steps:
           values["validation_loss"] = validation_loss(state.params, frozen, held, data)
         metrics.log(done, values, f"loss {float(values['loss']):.3f}")
-        if done % every.every == 0 or done == data.steps:
-          checkpoints.save(state, {})
+        checkpoints.reached(state, {}, done == data.steps)
   params = adapting.export(
     workdir, cfg, state.params, frozen, lora, tokenizer, config.init
   )

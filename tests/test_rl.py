@@ -122,7 +122,7 @@ def collected(config, toolbox, right: dict[str, str], samples: int, **changes):
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
   tasks = [Task(q, q, (a,)) for q, a in right.items()]
-  return rl.collect(player, params, tasks, toolbox, algo, 0, 0)
+  return rl.collect(player, params, tasks, toolbox, algo, 0, 0, 0)
 
 
 def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):

@@ -20,6 +20,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.episodes import CoAEpisode, Replay, Setting
+from coa_jax.rollout.journal import ToolJournal, Tools
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.rollout.vllm import VllmConfig, VllmEngine
@@ -61,10 +62,12 @@ class Player:
     layout: Layout | None = None,
     vllm: VllmConfig | None = None,
     grader: Grader | None = None,
+    journal: ToolJournal | None = None,
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
 
-    The caller closes the grader; None for one with the default rewards.
+    The caller closes the grader; None for one with the default rewards. With a journal
+    no tool call is made twice, though a run is interrupted.
 
     Raises:
       ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
@@ -74,6 +77,7 @@ class Player:
     variant = roles.get_variant(config.variant).with_tools(tools)
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
+    self._journal = journal
     self.setting = Setting(
       variant,
       config.style,
@@ -156,7 +160,7 @@ class Player:
         sequence=i * samples + k,
         temperature=temperature,
         tokenizer=self.tokenizer,
-        toolbox=toolbox,
+        toolbox=self._journalled(toolbox, version, (evaluation, seed, i, k)),
         setting=setting,
       )
       for i, task in enumerate(tasks)
@@ -182,6 +186,9 @@ class Player:
       for future in done:
         del waiting[future]
     yield from graded(concurrent.futures.as_completed(waiting))
+
+  def _journalled(self, toolbox: Toolbox, step: int, who: tuple) -> Tools:
+    return self._journal.tools(toolbox, step, who) if self._journal else toolbox
 
   def groups(
     self,

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner.checkpoint import Checkpoints
+from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 
@@ -54,13 +54,13 @@ def test_restored_and_continued_is_uninterrupted(training, tmp_path):
 def test_the_newest_is_restored_and_only_so_many_stay(training, tmp_path):
   fresh, step = training
   state = fresh()
-  with Checkpoints(tmp_path, keep=2) as checkpoints:
+  with Checkpoints(tmp_path, CheckpointConfig(keep=2)) as checkpoints:
     assert checkpoints.restore(fresh()) is None
     for _ in range(4):
       state = step(state)
       checkpoints.save(state, {})
   assert sorted(n for n in os.listdir(tmp_path) if n.isdigit()) == ["3", "4"]
-  with Checkpoints(tmp_path, keep=2) as checkpoints:
+  with Checkpoints(tmp_path, CheckpointConfig(keep=2)) as checkpoints:
     restored, _ = checkpoints.restore(fresh())
   assert int(restored.step) == 4
   assert_identical(jax.device_get(restored), jax.device_get(state))
