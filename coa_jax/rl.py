@@ -39,9 +39,9 @@ from coa_jax.report.metrics import (
 )
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.journal import ToolJournal
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
+from coa_jax.rollout.tool_journal import ToolJournal
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
 from coa_jax.tasks.rewards import shaping

@@ -31,7 +31,7 @@ from coa_jax.learner.interruption import Interrupted
 from coa_jax.learner.state import Learner
 from coa_jax.report.metrics import Metrics
 from coa_jax.rollout import sampler
-from coa_jax.rollout.journal import ToolJournal
+from coa_jax.rollout.tool_journal import ToolJournal
 from coa_jax.rollout.toolbox import Toolbox
 
 

@@ -21,7 +21,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
 )
 from coa_jax.rollout.engine import Episode, RolloutConfig
-from coa_jax.rollout.journal import Tools
+from coa_jax.rollout.tool_journal import Tools
 from coa_jax.tasks.task import Task
 
 

@@ -20,8 +20,8 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.episodes import CoAEpisode, Replay, Setting
-from coa_jax.rollout.journal import ToolJournal, Tools
 from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.rollout.tool_journal import ToolJournal, Tools
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.rollout.vllm import VllmConfig, VllmEngine
 from coa_jax.tasks.rewards.grader import Grader

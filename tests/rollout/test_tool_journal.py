@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
-from coa_jax.rollout.journal import ToolJournal
+from coa_jax.rollout.tool_journal import ToolJournal
 
 WHO = (False, 7, 0, 3)  # evaluation, seed, the task's place, the sample
 
