@@ -119,8 +119,12 @@ def lives(journey: str, config: dict, workdir: str, ends: list) -> tuple[list, s
   )
   assert done.returncode == 0, done.stderr
   rows = [json.loads(line) for line in done.stdout.splitlines()]
-  expected = [n if n == KILL else 128 + n for _, _, n in ends if n] + [0]
-  assert [abs(row["code"]) for row in rows] == expected, done.stderr
+  signals = [(place, n) for place, _, n in ends if n] + [("", 0)]
+  for row, (place, n) in zip(rows, signals, strict=True):
+    # A random kill may come too late for a run that is quick.
+    late = place == "random" and row["code"] == 0
+    expected = -n if n == KILL else n and 128 + n
+    assert late or row["code"] == expected, done.stderr
   return rows, done.stderr
 
 
