@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -46,6 +47,7 @@ from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
 from coa_jax.rollout.source import Rollouts, Source, open_source
+from coa_jax.rollout.tool_journal import ToolJournal
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
 from coa_jax.tasks.draw import make_draw
@@ -99,8 +101,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`; with
       `vllm` a running server samples; `log` as `tracking.LogConfig` says.
     workdir: where everything goes; an interrupted run in it is continued, and ends
-      with the parameters of an uninterrupted one. Several processes share it, each
-      playing its part of the tasks; all but the first log into folders of their own.
+      with the parameters of an uninterrupted one. Several processes share it and the
+      tasks; all but the first log into folders of their own.
 
   Returns:
     What `results.json` holds: steps, rewards, rates and seconds by phase.
@@ -108,6 +110,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
     CollapsedError: section `watch` asks for the end of a run with such numbers.
+    Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
   check_sections(config, SECTIONS, needed=("init",))
@@ -125,34 +128,38 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optim = section(config, "optim", OptimConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(cfg, algo, rollout, layout, vllm)
-  grader = Grader(section(config, "reward", RewardConfig))
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader)
-  player.check([*tasks, *dev_tasks])
   own = own_folder(workdir)
+  journal = ToolJournal(os.path.join(own, "tool_calls"))
+  player = _player(config, cfg, tokenizer, algo, rollout, tools, layout, journal)
+  player.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   watch = Watch(section(config, "watch", WatchConfig))
   claim(config, own, may_change=("log.wandb_project", "watch"))
   cfg, params = load_model(config.init, load, layout)
   learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(player))
   state, frozen = learner.init(params, rollout.seed)
-  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every.keep)
-  with Toolbox(tools) as toolbox, Toolbox(dev_tools) as for_dev, grader, checkpoints:
+  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
+  with (
+    Toolbox(tools) as toolbox,
+    Toolbox(dev_tools) as for_dev,
+    player.grader,
+    checkpoints,
+  ):
     state, cursor = checkpoints.restore(state) or (state, {})
     asking = player, draw, toolbox, algo, _informative, rollout.seed
     source = open_source(*asking, int(state.step), cursor)
+    examine = functools.partial(_accuracy, source, dev_tasks, for_dev)
     clock = Phases()
     with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, source:
       for step in range(int(state.step), algo.steps):
-        values = {}
         params = learner.policy(state, frozen)
         clock.lap("sync")
-        if step % dev.every == 0:
-          values["dev_accuracy"] = _accuracy(source, params, step, dev_tasks, for_dev)
+        with checkpoints.resumable(state, cursor):
+          values = {} if step % dev.every else {"dev_accuracy": examine(params, step)}
           clock.lap("dev")
-        rollouts = source.next(params, step)
-        clock.lap("other", **rollouts.spent)
+          rollouts = source.next(params, step)
+          clock.lap("other", **rollouts.spent)
+        cursor = rollouts.cursor
         state, learned = learner(state, frozen, rollouts.groups)
         _check_gap(algo, step, learned)
         clock.lap("learn")
@@ -162,17 +169,35 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         _keep(own, algo, step, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
         watch.look(step + 1, values, metrics.warn)
-        if (step + 1) % every.every == 0 or step + 1 == algo.steps or watch.ends:
-          checkpoints.save(state, rollouts.cursor)
+        checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
+        journal.forget(checkpoints.oldest)
         clock.lap("save")
         watch.end(step + 1)
-      params = learner.policy(state, frozen)
-      accuracy = _accuracy(source, params, algo.steps, dev_tasks, for_dev)
-  results = _results(own, algo.steps, accuracy)
+      with checkpoints.resumable(state, cursor):
+        accuracy = examine(learner.policy(state, frozen), algo.steps)
   trained = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
+  results = _results(own, algo.steps, accuracy)
   write_json(os.path.join(own, "results.json"), results)
   return results
+
+
+def _player(
+  config: ml_collections.ConfigDict,
+  cfg: QwenConfig,
+  tokenizer: Tokenizer,
+  algo: AlgoConfig,
+  rollout: RolloutConfig,
+  tools: ToolsConfig,
+  layout: Layout | None,
+  journal: ToolJournal,
+) -> Player:
+  """Who plays, and grades what was played."""
+  vllm = optional(config, "vllm", VllmConfig)
+  _check_fit(cfg, algo, rollout, layout, vllm)
+  grader = Grader(section(config, "reward", RewardConfig))
+  means = tools.told, layout, vllm, grader
+  return Player(cfg, tokenizer, rollout, *means, journal=journal)
 
 
 def _distribution(player: Player) -> tuple[Any, ...]:
@@ -283,7 +308,7 @@ def _entropies(played: list[Trajectory]) -> dict[str, float]:
 
 
 def _accuracy(
-  source: Source, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
+  source: Source, tasks: Sequence[Task], toolbox: Toolbox, params: Any, step: int
 ) -> float:
   """Of greedy answers to tasks, by the policy after `step` updates."""
   played = source.evaluate(params, step, tasks, toolbox)

@@ -83,12 +83,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
+    Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
   """
   check_sections(config, SECTIONS)
   data = section(config, "data", DataConfig)
   optim = section(config, "optim", OptimConfig)
   every = section(config, "checkpoint", CheckpointConfig)
-  load = _load_config(config)
+  load = model_section(config)
   layout = make_layout(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
   trajectories = read_trajectories(data.trajectories)
@@ -105,7 +106,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   learner = Learner(loss, optimizer, layout)
   validation_loss = functools.partial(_mean_loss, jax.jit(loss), layout)
   state = init_state(trained, optimizer, layout)
-  with Checkpoints(os.path.join(workdir, "checkpoints"), every.keep) as checkpoints:
+  with Checkpoints(os.path.join(workdir, "checkpoints"), every) as checkpoints:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     first = int(state.step)
@@ -124,9 +125,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           clock.lap("eval")
         values |= _speed(clock, cfg, lora, layout, micro)
         metrics.log(done, values, f"loss {values['loss']:.3f}")
-        if done % every.every == 0 or done == data.steps:
-          checkpoints.save(state, {})
-          clock.lap("save")
+        checkpoints.reached(state, {}, done == data.steps)
+        clock.lap("save")
   params = adapting.export(
     workdir, cfg, state.params, frozen, lora, tokenizer, config.init
   )
@@ -196,7 +196,7 @@ def _loss(cfg: QwenConfig, lora: LoraConfig | None, layout: Layout | None) -> Su
   return loss
 
 
-def _load_config(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
+def model_section(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
   """Section `model`; without `init` it is a whole architecture but its vocabulary.
 
   It may begin with a published one: `variant` is a name in `variants.VARIANTS`.
@@ -208,6 +208,14 @@ def _load_config(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
   base = dataclasses.asdict(variant(name)) if name else {"vocab_size": 1}
   whole = ml_collections.ConfigDict({"model": {**base, **model}})
   return section(whole, "model", QwenConfig)
+
+
+def with_vocabulary(cfg: QwenConfig, tokenizer: Tokenizer) -> QwenConfig:
+  """The whole architecture of a model that is trained from scratch.
+
+  Rounded up, so that the embedding splits over any usual number of devices.
+  """
+  return dataclasses.replace(cfg, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
 
 
 def _model(
@@ -229,8 +237,7 @@ def _model(
     train_tokenizer(texts, data.vocab_size).save(folder + ".tmp")
     os.replace(folder + ".tmp", folder)
   tokenizer = Tokenizer.load(folder)
-  # Rounded up, so that the embedding splits over any usual number of devices.
-  cfg = dataclasses.replace(load, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
+  cfg = with_vocabulary(load, tokenizer)
   _check(cfg, tokenizer, data, layout)
   return cfg, init_params(cfg, data.seed, layout), tokenizer
 

@@ -16,6 +16,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from coa_jax.config import ConfigError
+from coa_jax.learner.interruption import Interrupted
 
 Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
 
@@ -148,13 +149,19 @@ def join(where: str) -> None:
 
 
 def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
-  """Runs `work`; wrong input becomes one line and exit status 2, Ctrl-C status 130."""
+  """Runs `work`; wrong input becomes one line and exit status 2.
+
+  Ctrl-C is status 130, and SIGTERM in a journey that saves before it leaves 143.
+  """
   try:
     return work()
   except ConfigError as e:
     stop(f"{config_file}: {e}" if config_file else str(e))
   except (ValueError, FileNotFoundError) as e:
     stop(str(e))
+  except Interrupted as e:
+    print(e, file=sys.stderr)
+    sys.exit(e.status)
   except KeyboardInterrupt:
     print("\ninterrupted; the same command goes on from here", file=sys.stderr)
     sys.exit(130)

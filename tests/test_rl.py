@@ -118,14 +118,16 @@ def test_rollouts_are_on_record_with_what_the_real_tool_said(trained):
     assert all(len(s.ids) == len(s.logps) == len(s.versions) for s in policy)
 
 
-def collected(config, toolbox, right: dict[str, str], samples: int, **changes):
+def collected(
+  config, toolbox, right: dict[str, str], samples: int, first: int = 0, **changes
+):
   """One batch of the guessing policy's rollouts, with tools from a table."""
   cfg, params = rl.load_model(config.init)
   algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
   draw = Draw([Task(q, q, (a,)) for q, a in right.items()], 0)
-  return collect(player, params, draw, toolbox, algo, rl._informative, 0, 0)
+  return collect(player, params, draw, toolbox, algo, rl._informative, 0, 0, first)
 
 
 def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
@@ -193,6 +195,23 @@ def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
   assert more.asked % 5 == 0 and len(more.groups) == 2 <= more.informative
   fewer = collected(config, toolbox, RIGHT, 4, round_prompts=1)
   assert fewer.asked <= 3 and fewer.informative == len(fewer.groups)
+
+
+@pytest.mark.parametrize("filter_groups", [False, True])
+def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
+  toolbox = toy.TableToolbox(lambda *_: "5")
+  names = ["sky", "sea", "rose", "wine", "moss", "coal"]
+  right = dict.fromkeys(names, "blue")
+  tasks = [Task(q, q, (a,)) for q, a in right.items()]
+  drawn, first = [], 0
+  for _ in range(3):
+    changes = dict(filter_groups=filter_groups, round_prompts=1)
+    out = collected(config, toolbox, right, 4, first, **changes)
+    drawn += [t.task_id for t in out.played if t.sample == 0]
+    assert out.cursor["round"] - first == out.asked <= 3
+    first = out.cursor["round"]
+  assert drawn == [Draw(tasks, 0).task(n, 0).id for n in range(first)]
+  assert first == 6 if not filter_groups else first >= 6
 
 
 def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):

@@ -1,15 +1,35 @@
-"""Checkpoints of a run: train state plus whatever says where the run stands (orbax)."""
+"""Checkpoints of a run: train state plus whatever says where the run stands (orbax).
+
+A checkpoint counts once it is proven whole: when orbax has committed its folder, the
+SHA-256 of every file is written beside them, last and atomically, in `manifest.json`.
+Who restores compares, and takes an older one if a byte differs; older ones are deleted
+after that proof only.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import hashlib
+import json
+import logging
 import os
+import re
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
+from coa_jax.learner.interruption import Interrupted, Interruption
 from coa_jax.learner.state import TrainState
+
+MANIFEST = "manifest.json"
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,57 +38,283 @@ class CheckpointConfig:
 
   Attributes:
     every: updates between two checkpoints; the last update is always saved.
-    keep: how many of the newest stay.
+    keep: how many of the newest stay; an older one takes the place of a damaged one.
   """
 
   every: int = 100
   keep: int = 2
 
+  def __post_init__(self):
+    if self.every < 1 or self.keep < 1:
+      raise ValueError(
+        f"every and keep must be at least 1, got {self.every} and {self.keep}"
+      )
+
 
 class Checkpoints:
-  """The checkpoints of one run, in one folder; use as a context manager."""
+  """The checkpoints of one run, in one folder; use as a context manager.
 
-  def __init__(self, path: str | os.PathLike[str], keep: int = 2):
-    """Opens (or makes) the folder; `keep` is how many of the newest stay."""
-    options = ocp.CheckpointManagerOptions(
-      max_to_keep=keep, enable_async_checkpointing=True
-    )
-    self._manager = ocp.CheckpointManager(os.path.abspath(path), options=options)
+  While it is entered, SIGTERM and SIGINT end the run in order; see `interruption`.
+  """
+
+  def __init__(
+    self, path: str | os.PathLike[str], config: CheckpointConfig | None = None
+  ):
+    """Opens (or makes) the folder; `config` says when to save and what stays."""
+    self._path = os.path.abspath(path)
+    self._config = config or CheckpointConfig()
+    self._interruption = Interruption()
+    os.makedirs(self._path, exist_ok=True)
+    self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    self._sealer = concurrent.futures.ThreadPoolExecutor(1)
+    self._sealing: concurrent.futures.Future[None] | None = None
+    self._saved: int | None = None  # the step that was saved or restored last
 
   def __enter__(self) -> Checkpoints:
+    self._interruption.__enter__()
     return self
 
-  def __exit__(self, *unused) -> None:
-    self.close()
+  def __exit__(self, *unused: object) -> None:
+    try:
+      self.close()
+    finally:
+      self._interruption.__exit__()
 
   def close(self) -> None:
     """Waits for saves under way."""
-    self._manager.close()
+    try:
+      self.wait()
+    finally:
+      self._sealer.shutdown()
+      self._orbax.close()
+
+  def wait(self) -> None:
+    """Waits until what was saved is proven whole; raises what went wrong."""
+    sealing, self._sealing = self._sealing, None
+    if sealing:
+      sealing.result()
+
+  def reached(
+    self, state: TrainState, cursor: dict[str, Any], last: bool = False
+  ) -> None:
+    """Saves where a checkpoint is due, and leaves if that was asked for.
+
+    Args:
+      state: after an update.
+      cursor: as for `save`.
+      last: whether it was the last one.
+
+    Raises:
+      Interrupted: a signal came and the run is not over; everything is saved.
+    """
+    number = self._asked()
+    if last or number or int(state.step) % self._config.every == 0:
+      self.save(state, cursor)
+    if number and not last:
+      raise self._leave(number, state)
+
+  @contextlib.contextmanager
+  def resumable(self, state: TrainState, cursor: dict[str, Any]) -> Iterator[None]:
+    """While inside, a signal ends the run at once, with this state saved.
+
+    For work that changes nothing that is saved, and is made again when the run goes on.
+    Several processes leave together, in `reached` only.
+
+    Raises:
+      Interrupted: a signal came.
+    """
+    if jax.process_count() > 1:
+      yield
+      return
+    try:
+      with self._interruption.at_once():
+        yield
+    except Interrupted:
+      self.save(state, cursor)
+      raise self._leave(self._interruption.number, state) from None
 
   def save(self, state: TrainState, cursor: dict[str, Any]) -> None:
-    """Saves in the background.
+    """Saves in the background; a step that is saved already is left as it is.
 
     Args:
       state: copied to the host before this returns, so it may be donated after.
       cursor: JSON values that say where the run stands (data position, counters).
     """
+    step = int(state.step)
+    if step == self._saved:
+      return
+    self.wait()
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), cursor=ocp.args.JsonSave(cursor)
     )
-    self._manager.save(int(state.step), args=args)
+    self._orbax.save(self._folder(step), args=args, force=True)
+    self._saved = step
+    self._sealing = self._sealer.submit(self._seal, step)
 
   def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest complete checkpoint, or None where there is none.
+    """The newest whole checkpoint, or None where there is none.
+
+    Newer ones that are damaged are set aside as `damaged_STEP`, unfinished ones are
+    deleted; one line of the log says so.
 
     Args:
       like: a state of the same shapes; its values are not read.
+
+    Raises:
+      ValueError: there are checkpoints, and all of them are damaged.
     """
-    step = self._manager.latest_step()
-    if step is None:
+    first = jax.process_index() == 0
+    step = self._choose() if first else -1
+    if jax.process_count() > 1:
+      step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step == -2:
+      raise ValueError(
+        f"{self._path}: every checkpoint is damaged (the log of the first process says "
+        "how); delete the folder to begin anew"
+      )
+    if step < 0:
       return None
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     args = ocp.args.Composite(
       state=ocp.args.StandardRestore(abstract), cursor=ocp.args.JsonRestore()
     )
-    restored = self._manager.restore(step, args=args)
+    restored = self._orbax.restore(self._folder(step), args=args)
+    self._saved = step
     return restored["state"], restored["cursor"]
+
+  @property
+  def oldest(self) -> int:
+    """The step of the oldest checkpoint that the run may go on from; 0 for none."""
+    return min(whole_steps(self._path), default=0)
+
+  def _asked(self) -> int:
+    """The signal that came to any process; 0 for none."""
+    number = self._interruption.number
+    if jax.process_count() == 1:
+      return number
+    return int(multihost_utils.process_allgather(np.array([number])).max())
+
+  def _leave(self, number: int, state: TrainState) -> Interrupted:
+    self.wait()
+    done = f"stopped after step {int(state.step)}, which is saved in {self._path}"
+    return Interrupted(number, f"{done}; the same command goes on from there")
+
+  def _folder(self, step: int) -> str:
+    return os.path.join(self._path, str(step))
+
+  def _seal(self, step: int) -> None:
+    """Proves a save whole once it is there, and then deletes what is too old."""
+    self._orbax.wait_until_finished()
+    if jax.process_index() > 0:
+      return
+    folder = self._folder(step)
+    write_manifest(folder)
+    for old in whole_steps(self._path)[: -self._config.keep]:
+      # Without it what is left of the folder counts no more.
+      os.remove(os.path.join(self._folder(old), MANIFEST))
+      shutil.rmtree(self._folder(old))
+
+  def _choose(self) -> int:
+    """The newest whole step; -1 where there is none yet, -2 where all are damaged."""
+    begun: dict[int, list[str]] = {}
+    for name in os.listdir(self._path):
+      if match := re.match(r"(\d+)($|\.orbax-checkpoint-tmp)", name):
+        begun.setdefault(int(match[1]), []).append(name)
+    said, damaged, found = [], [], -1
+    for step in sorted(begun, reverse=True):
+      folder = self._folder(step)
+      if not os.path.exists(os.path.join(folder, MANIFEST)):
+        if found < 0:
+          said.append(f"checkpoint {step} was not finished")
+        for name in begun[step]:
+          shutil.rmtree(os.path.join(self._path, name))
+      elif found < 0:
+        if fault := _fault(folder):
+          said.append(f"checkpoint {step} is damaged ({fault})")
+          damaged.append(step)
+        else:
+          found = step
+    if found < 0 and damaged:
+      _log.error("%s: %s", self._path, "; ".join(said))
+      return -2
+    if said:
+      goes_on = f"going on from {found}" if found >= 0 else "beginning anew"
+      _log.warning("%s: %s; %s", self._path, "; ".join(said), goes_on)
+    for step in damaged:
+      aside = os.path.join(self._path, f"damaged_{step}")
+      shutil.rmtree(aside, ignore_errors=True)
+      os.rename(self._folder(step), aside)
+    return found
+
+
+def whole_steps(path: str) -> list[int]:
+  """Steps of the folder's checkpoints that were proven whole when written, in order."""
+  names = (n for n in os.listdir(path) if n.isdigit())
+  return sorted(
+    int(n) for n in names if os.path.exists(os.path.join(path, n, MANIFEST))
+  )
+
+
+def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
+  """`TrainState.params` of one checkpoint, as numpy arrays; nothing else is read.
+
+  Args:
+    path: the folder of a run's checkpoints.
+    step: one of `whole_steps`.
+
+  Raises:
+    ValueError: it is damaged; the message says what is wrong.
+  """
+  folder = os.path.join(os.path.abspath(path), str(step))
+  if fault := _fault(folder):
+    raise ValueError(f"{folder} is damaged: {fault}")
+  with ocp.PyTreeCheckpointer() as orbax:
+    state = os.path.join(folder, "state")
+    tree = orbax.metadata(state).item_metadata.tree["params"]
+    as_numpy = jax.tree.map(lambda x: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    args = ocp.args.PyTreeRestore(
+      item={"params": tree}, restore_args={"params": as_numpy}, partial_restore=True
+    )
+    return orbax.restore(state, args=args)["params"]
+
+
+def write_manifest(folder: str) -> None:
+  """Writes the size and SHA-256 of every file of a folder, all of them on disk."""
+  files = {}
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      with open(path, "rb") as f:
+        os.fsync(f.fileno())
+      files[os.path.relpath(path, folder)] = _digest(path)
+  path = os.path.join(folder, MANIFEST)
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    json.dump(files, f, indent=1, sort_keys=True)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(path + ".tmp", path)
+
+
+def _digest(path: str) -> list[Any]:
+  with open(path, "rb") as f:
+    digest = hashlib.file_digest(f, "sha256").hexdigest()
+  return [os.path.getsize(path), digest]
+
+
+def _fault(folder: str) -> str:
+  """What a folder lacks of its manifest, in words; "" where it is whole."""
+  try:
+    with open(os.path.join(folder, MANIFEST), encoding="utf-8") as f:
+      files = json.load(f)
+    for name, (size, digest) in files.items():
+      path = os.path.join(folder, name)
+      if not os.path.exists(path):
+        return f"{name} is missing"
+      found = _digest(path)
+      if found[0] != size:
+        return f"{name} has {found[0]} of {size} bytes"
+      if found[1] != digest:
+        return f"{name} has other bytes than were written"
+  except (OSError, ValueError, TypeError, AttributeError) as e:
+    return f"{MANIFEST} can not be used: {e}"
+  return ""

@@ -233,7 +233,7 @@ class Ahead:
     """
     self.hand_over(params, version)
     episodes = [
-      self._player.episode(task, 0, i, 0.0, toolbox, version)
+      self._player.episode(task, 0, i, 0.0, toolbox, version, ("evaluation", i))
       for i, task in enumerate(tasks)
     ]
     group = _Group(episodes, len(episodes), evaluation=True)
@@ -301,9 +301,10 @@ class Ahead:
   def _begin(self) -> None:
     n, plan = self._begun, self._plan
     task = self._again.popleft() if self._again else self._draw.task(n, self._step)
+    toolbox, version = self._toolbox, self._policy[1]
     episodes = [
       self._player.episode(
-        task, k, n * plan.samples + k, plan.temperature, self._toolbox, self._policy[1]
+        task, k, n * plan.samples + k, plan.temperature, toolbox, version, (n, k)
       )
       for k in range(plan.samples)
     ]

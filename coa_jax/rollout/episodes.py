@@ -21,7 +21,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
 )
 from coa_jax.rollout.engine import Episode, RolloutConfig
-from coa_jax.rollout.toolbox import Toolbox
+from coa_jax.rollout.tool_journal import Tools
 from coa_jax.tasks.task import Task
 
 
@@ -58,7 +58,7 @@ class CoAEpisode(Episode):
     sequence: int,
     temperature: float,
     tokenizer: Tokenizer,
-    toolbox: Toolbox,
+    toolbox: Tools,
     setting: Setting,
   ):
     """Args: the task, which of its samples this is, the id that keys its randomness."""

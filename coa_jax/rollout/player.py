@@ -22,6 +22,7 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.episodes import CoAEpisode, Replay, Setting
 from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.rollout.tool_journal import ToolJournal, Tools
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.rollout.vllm import VllmConfig, VllmEngine
 from coa_jax.tasks.rewards.grader import Grader
@@ -63,12 +64,14 @@ class Player:
     vllm: VllmConfig | None = None,
     grader: Grader | None = None,
     tool_format: Format | None = None,
+    journal: ToolJournal | None = None,
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
 
     The caller closes the grader; None for one with the default rewards. With a
     `tool_format` the policy is told so and plays with a toolbox that reads it:
-    `formatted.FormattedTools`.
+    `formatted.FormattedTools`. With a journal no tool call is made twice, though a run
+    is interrupted.
 
     Raises:
       ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
@@ -80,6 +83,7 @@ class Player:
       variant = tool_format.variant(variant)
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
+    self._journal = journal
     self.setting = Setting(
       variant,
       config.style,
@@ -132,15 +136,22 @@ class Player:
     temperature: float,
     toolbox: Toolbox,
     version: int = 0,
+    who: tuple[Any, ...] = (),
   ) -> CoAEpisode:
-    """An attempt at a task, for the engine; args as those of `CoAEpisode`."""
+    """An attempt at a task, for the engine; args as those of `CoAEpisode`.
+
+    `who` tells it from all others of its version, for the journal of tool calls.
+    """
+    tools: Tools = toolbox
+    if self._journal:
+      tools = self._journal.tools(toolbox, version, who)
     return CoAEpisode(
       task=task,
       sample=sample,
       sequence=sequence,
       temperature=temperature,
       tokenizer=self.tokenizer,
-      toolbox=toolbox,
+      toolbox=tools,
       setting=dataclasses.replace(self.setting, version=version),
     )
 
@@ -182,7 +193,15 @@ class Player:
       while some are graded, others decode.
     """
     episodes = (
-      self.episode(task, k, i * samples + k, temperature, toolbox, version)
+      self.episode(
+        task,
+        k,
+        i * samples + k,
+        temperature,
+        toolbox,
+        version,
+        (evaluation, seed, i, k),
+      )
       for i, task in enumerate(tasks)
       if i % jax.process_count() == jax.process_index()
       for k in range(samples)

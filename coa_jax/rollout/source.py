@@ -77,17 +77,21 @@ class OnPolicy(contextlib.ExitStack):
     super().__init__()
     self._player, self._seed = player, seed
     self._args = draw, toolbox, algo, informative, seed
-    draw.restore(cursor or draw.state)
+    self._cursor = cursor or {"round": 0, "draw": draw.state}
+    draw.restore(self._cursor["draw"])
 
   def next(self, params: Any, step: int) -> Rollouts:
     """What the step learns from."""
-    return collect(self._player, params, *self._args, step)
+    first = self._cursor["round"]
+    out = collect(self._player, params, *self._args, step, first)
+    self._cursor = out.cursor
+    return out
 
   def evaluate(
     self, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
   ) -> list[Trajectory]:
     """A greedy attempt at each task, by the policy after `step` updates."""
-    args = params, tasks, toolbox, 1, 0.0, self._seed
+    args = params, tasks, toolbox, 1, 0.0, self._seed, step
     groups = self._player.groups(*args, evaluation=True)
     return [t for group in groups for t in group]
 
@@ -194,17 +198,20 @@ def collect(
   informative: Informative,
   seed: int,
   step: int,
+  first: int,
 ) -> Rollouts:
   """Rolls out groups until enough of them have rewards that differ.
 
-  Which tasks are asked and every sampled token depend on (seed, step, params) alone,
+  Which tasks are asked and every sampled token depend on (seed, first, params) alone,
   and on the state of the draw; the order in which trajectories ended does not matter.
+  `first` is the first round of the run that was not rolled out before, so that no task
+  is skipped; the cursor says which is the next.
   """
   out = Rollouts()
   before = dataclasses.replace(player.engine.counters)
   spent = dataclasses.replace(player.engine.spent)
   size = algo.round_prompts or algo.prompts
-  for nth in range(step * algo.rounds, (step + 1) * algo.rounds):
+  for nth in range(first, first + algo.rounds):
     asked = [draw.task(nth * size + i, step) for i in range(size)]
     key = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
     groups = player.groups(
@@ -223,5 +230,5 @@ def collect(
       break
   out.removed_mass = player.engine.counters.since(before).removed_per_token
   out.spent = player.engine.spent.since(spent)
-  out.cursor = draw.state
+  out.cursor = {"round": nth + 1, "draw": draw.state}
   return out

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import re
+import signal
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +16,17 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner.checkpoint import Checkpoints
+from coa_jax.learner import checkpoint
+from coa_jax.learner.checkpoint import (
+  MANIFEST,
+  CheckpointConfig,
+  Checkpoints,
+  read_params,
+  whole_steps,
+)
+from coa_jax.learner.interruption import Interrupted
 from coa_jax.learner.optim import OptimConfig, make_optimizer
-from coa_jax.learner.state import Learner, init_state
+from coa_jax.learner.state import Learner, TrainState, init_state
 
 
 def assert_identical(a, b):
@@ -54,13 +67,13 @@ def test_restored_and_continued_is_uninterrupted(training, tmp_path):
 def test_the_newest_is_restored_and_only_so_many_stay(training, tmp_path):
   fresh, step = training
   state = fresh()
-  with Checkpoints(tmp_path, keep=2) as checkpoints:
+  with Checkpoints(tmp_path, CheckpointConfig(keep=2)) as checkpoints:
     assert checkpoints.restore(fresh()) is None
     for _ in range(4):
       state = step(state)
       checkpoints.save(state, {})
   assert sorted(n for n in os.listdir(tmp_path) if n.isdigit()) == ["3", "4"]
-  with Checkpoints(tmp_path, keep=2) as checkpoints:
+  with Checkpoints(tmp_path, CheckpointConfig(keep=2)) as checkpoints:
     restored, _ = checkpoints.restore(fresh())
   assert int(restored.step) == 4
   assert_identical(jax.device_get(restored), jax.device_get(state))
@@ -79,3 +92,178 @@ def test_half_a_checkpoint_is_none(training, tmp_path):
     checkpoints.save(step(restored), {"again": True})
   with Checkpoints(tmp_path) as checkpoints:
     assert checkpoints.restore(fresh())[1] == {"again": True}
+
+
+def tiny(step: int) -> TrainState:
+  """A state whose arrays say which step it is."""
+  w = np.random.default_rng(step).normal(size=(64, 8)).astype(np.float32)
+  return TrainState(jnp.int32(step), {"w": jnp.array(w)}, (jnp.array(w[0]), None))
+
+
+def cut(path: pathlib.Path) -> None:
+  with open(path, "r+b") as f:
+    f.truncate(path.stat().st_size // 2)
+
+
+def flip(path: pathlib.Path) -> None:
+  """One bit; of a manifest this changes a name, a size or a digest."""
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def largest(folder: pathlib.Path) -> pathlib.Path:
+  files = (p for p in (folder / "state").rglob("*") if p.is_file())
+  return max(files, key=lambda p: p.stat().st_size)
+
+
+DAMAGES = {
+  "a file is cut": (lambda f: cut(largest(f)), r"damaged \(state/.* has \d+ of \d+"),
+  "a file is gone": (lambda f: largest(f).unlink(), r"damaged \(state/.* is missing\)"),
+  "a bit is wrong": (lambda f: flip(largest(f)), r"damaged \(state/.* other bytes"),
+  "the cursor is cut": (lambda f: cut(f / "cursor" / "metadata"), r"damaged \(cursor/"),
+  "the manifest is cut": (lambda f: cut(f / MANIFEST), r"damaged \(manifest.json can"),
+  "the manifest's bit": (lambda f: flip(f / MANIFEST), r"damaged \("),
+  "no manifest": (lambda f: (f / MANIFEST).unlink(), "was not finished"),
+  "no commit": (
+    lambda f: f.rename(f.with_name(f"{f.name}.orbax-checkpoint-tmp")),
+    "was not finished",
+  ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_found_and_the_one_before_is_used(
+  damage, tmp_path, caplog
+):
+  with Checkpoints(tmp_path, CheckpointConfig(keep=3)) as checkpoints:
+    for step in (1, 2, 3):
+      checkpoints.save(tiny(step), {"round": 10 * step})
+  harm, words = DAMAGES[damage]
+  harm(tmp_path / "3")
+  with Checkpoints(tmp_path, CheckpointConfig(keep=3)) as checkpoints:
+    restored, cursor = checkpoints.restore(tiny(0))
+    assert_identical(restored, tiny(2))
+    assert cursor == {"round": 20}
+    (record,) = [r for r in caplog.records if r.name.startswith("coa_jax")]
+    assert re.search(rf"checkpoint 3 (is )?{words}", record.getMessage())
+    assert record.getMessage().endswith("; going on from 2")
+    aside = tmp_path / "damaged_3"
+    assert aside.is_dir() == ("damaged" in words) and not (tmp_path / "3").exists()
+    checkpoints.save(tiny(3), {"round": 30})  # its place is free
+  caplog.clear()
+  with Checkpoints(tmp_path) as checkpoints:
+    assert_identical(checkpoints.restore(tiny(0))[0], tiny(3))
+  assert not [r for r in caplog.records if r.name.startswith("coa_jax")]
+
+
+def test_without_a_whole_one_a_run_stops_and_nothing_is_deleted(tmp_path):
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(tiny(1), {})
+    checkpoints.save(tiny(2), {})
+  for step in "12":
+    flip(largest(tmp_path / step))
+  with (
+    Checkpoints(tmp_path) as checkpoints,
+    pytest.raises(ValueError, match="every checkpoint is damaged"),
+  ):
+    checkpoints.restore(tiny(0))
+  assert {"1", "2"} <= set(os.listdir(tmp_path))
+
+
+def test_the_last_good_one_stays_until_the_next_is_proven(tmp_path, monkeypatch):
+  real, there = checkpoint.write_manifest, []
+
+  def proving(folder):
+    there.append(whole_steps(tmp_path))
+    real(folder)
+
+  monkeypatch.setattr(checkpoint, "write_manifest", proving)
+  with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
+    for step in (1, 2, 3):
+      checkpoints.save(tiny(step), {})
+    checkpoints.wait()
+    assert checkpoints.oldest == 3
+  assert there == [[], [1], [2]]
+  assert whole_steps(tmp_path) == [3]
+
+
+def test_what_can_not_be_proven_is_an_error_and_deletes_nothing(tmp_path, monkeypatch):
+  with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
+    checkpoints.save(tiny(1), {})
+
+  def full(folder):
+    raise OSError("no space left")
+
+  monkeypatch.setattr(checkpoint, "write_manifest", full)
+  with (
+    pytest.raises(OSError, match="no space left"),
+    Checkpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints,
+  ):
+    checkpoints.save(tiny(2), {})
+  assert whole_steps(tmp_path) == [1]
+
+
+def test_parameters_alone_are_read_as_numpy(tmp_path):
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(tiny(5), {})
+  params = read_params(tmp_path, 5)
+  assert isinstance(params["w"], np.ndarray) and set(params) == {"w"}
+  assert_identical(params, jax.device_get(tiny(5).params))
+  flip(largest(tmp_path / "5"))
+  with pytest.raises(ValueError, match=r"5 is damaged: state/.* other bytes"):
+    read_params(tmp_path, 5)
+
+
+def test_a_step_is_saved_when_it_is_due_and_once(tmp_path):
+  with Checkpoints(tmp_path, CheckpointConfig(every=2, keep=9)) as checkpoints:
+    for step in (1, 2, 3, 4, 5):
+      checkpoints.reached(tiny(step), {"n": step}, last=step == 5)
+    checkpoints.save(tiny(5), {"n": "again"})
+  assert whole_steps(tmp_path) == [2, 4, 5]
+  with Checkpoints(tmp_path) as checkpoints:
+    assert checkpoints.restore(tiny(0))[1] == {"n": 5}
+  with pytest.raises(ValueError, match="at least 1, got 0 and 2"):
+    CheckpointConfig(every=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_at_the_next_boundary(number, tmp_path, capfd):
+  before = signal.getsignal(number)
+  with (
+    pytest.raises(Interrupted, match=r"stopped after step 7, .* goes on") as caught,
+    Checkpoints(tmp_path, CheckpointConfig(every=100)) as checkpoints,
+  ):
+    checkpoints.reached(tiny(6), {})
+    os.kill(os.getpid(), number)
+    checkpoints.reached(tiny(7), {"n": 7})
+  assert caught.value.status == 128 + number
+  assert signal.getsignal(number) == before
+  assert whole_steps(tmp_path) == [7]
+  # Work that can be made again is left at once, and what it began from is saved.
+  with (
+    pytest.raises(Interrupted, match="stopped after step 8,"),
+    Checkpoints(tmp_path) as checkpoints,
+    checkpoints.resumable(tiny(8), {}),
+  ):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+  assert whole_steps(tmp_path) == [7, 8]
+  # A run that is over is not interrupted.
+  with Checkpoints(tmp_path) as checkpoints:
+    os.kill(os.getpid(), number)
+    checkpoints.reached(tiny(9), {}, last=True)
+
+
+def test_outside_the_main_thread_signals_stay_as_they_are(tmp_path):
+  before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+  during = []
+
+  def work():
+    with Checkpoints(tmp_path) as checkpoints, checkpoints.resumable(tiny(1), {}):
+      during.extend(signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT))
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert during == before

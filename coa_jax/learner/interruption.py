@@ -1,0 +1,100 @@
+"""SIGTERM (a machine is taken back) and SIGINT (Ctrl-C): the end of a run, in order.
+
+The first signal asks: the run saves at its next boundary and leaves. A second one ends
+the process at once, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupted(KeyboardInterrupt):
+  """A signal has ended the run, and where it stands is saved.
+
+  Attributes:
+    status: the exit status of the process, by convention 128 + the signal's number.
+  """
+
+  def __init__(self, number: int, message: str = ""):
+    """Args: the signal, and what to tell the user."""
+    super().__init__(message)
+    self.status = 128 + number
+
+
+class Interruption:
+  """Listens for signals while it is entered; in the main thread only, else to none.
+
+  A thread reads signals from a pipe that Python's C handler fills, so that a second one
+  counts while the main thread waits for a device or a compiler.
+
+  Attributes:
+    number: the signal that asked for the end, 0 for none.
+  """
+
+  def __init__(self):
+    """Listens to nothing yet."""
+    self.number = 0
+    self._at_once = False
+    self._entered = False
+
+  def __enter__(self) -> Interruption:
+    self._entered = threading.current_thread() is threading.main_thread()
+    if not self._entered:
+      return self
+    self._pipe = os.pipe()
+    for end in self._pipe:
+      os.set_blocking(end, False)
+    os.set_blocking(self._pipe[0], True)
+    self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+    self._handlers = [signal.signal(number, self._handle) for number in _SIGNALS]
+    threading.Thread(target=self._listen, name="signals", daemon=True).start()
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    if not self._entered:
+      return
+    for number, handler in zip(_SIGNALS, self._handlers, strict=True):
+      signal.signal(number, handler)
+    signal.set_wakeup_fd(self._wakeup)
+    os.close(self._pipe[1])  # ends the thread, which closes the other end
+
+  @contextlib.contextmanager
+  def at_once(self) -> Iterator[None]:
+    """While inside, the first signal raises `Interrupted` in the main thread."""
+    self._at_once = self._entered
+    try:
+      if self.number and self._entered:
+        raise Interrupted(self.number)
+      yield
+    finally:
+      self._at_once = False
+
+  def _handle(self, number: int, frame: object) -> None:
+    """Python's handler; it runs in the main thread once that comes back to Python."""
+    del frame
+    self.number = self.number or number
+    if self._at_once:
+      self._at_once = False
+      raise Interrupted(number)
+
+  def _listen(self) -> None:
+    """The thread: says what happens, and does not wait for the main thread."""
+    count = 0
+    while byte := os.read(self._pipe[0], 1):
+      if byte[0] not in _SIGNALS:
+        continue
+      count += 1
+      name = signal.Signals(byte[0]).name
+      if count > 1:
+        os.write(2, f"\n{name} again: ended at once\n".encode())
+        os._exit(128 + byte[0])
+      said = f"\n{name}: saving at the next boundary, then leaving; again to end now\n"
+      os.write(2, said.encode())
+    os.close(self._pipe[0])

@@ -1,0 +1,88 @@
+"""Any kept checkpoint of an SFT or RL run as a Hugging Face folder.
+
+  python -m experiments.export --workdir=DIR --out=DIR [--step=N]
+
+Writes OUT/model, and OUT/adapter of a run with section lora, as the run itself does at
+its end. The run may be going on; without --step the newest checkpoint is taken. The
+policy is exported, a critic is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import ml_collections
+from absl import app, flags
+
+from experiments.launch import prepare, stop, with_clear_errors
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Of the run.", required=True)
+_OUT = flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
+_STEP = flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
+
+
+def export(workdir: str, out: str, step: int | None = None) -> int:
+  """Writes the model of a checkpoint; returns its step.
+
+  Args:
+    workdir: of an SFT or RL run.
+    out: where `model` and perhaps `adapter` are written.
+    step: one of those kept; None for the newest.
+
+  Raises:
+    FileNotFoundError: no run is there.
+    ValueError: it has no such checkpoint, or that is damaged.
+  """
+  from coa_jax import sft
+  from coa_jax.config import optional, section
+  from coa_jax.learner.checkpoint import read_params, whole_steps
+  from coa_jax.model import lora as adapting
+  from coa_jax.model.architecture import QwenConfig
+  from coa_jax.model.qwen import init_params
+  from coa_jax.model.weights import load_config, load_model
+  from coa_jax.protocol.tokens import Tokenizer
+
+  config_file = os.path.join(workdir, "config.json")
+  folder = os.path.join(workdir, "checkpoints")
+  for path in (config_file, folder):
+    if not os.path.exists(path):
+      raise FileNotFoundError(f"{path}: not there; {workdir} holds no SFT or RL run")
+  with open(config_file, encoding="utf-8") as f:
+    config = ml_collections.ConfigDict(json.load(f)["config"])
+  steps = whole_steps(folder)
+  if not steps or (step is not None and step not in steps):
+    there = ", ".join(map(str, steps)) or "none"
+    wanted = "a checkpoint" if step is None else f"checkpoint {step}"
+    raise ValueError(f"{folder}: there is no {wanted}; kept are {there}")
+  step = steps[-1] if step is None else step
+  lora = optional(config, "lora", adapting.LoraConfig)
+  trained = read_params(folder, step)
+  if "algo" in config:
+    trained = trained["policy"]
+  lora = optional(config, "lora", adapting.LoraConfig)
+  load, base = sft.model_section(config), None
+  tokenizer = Tokenizer.load(config.init or os.path.join(workdir, "tokenizer"))
+  if isinstance(load, QwenConfig):  # a model that the run drew itself
+    cfg = sft.with_vocabulary(load, tokenizer)
+    if lora:
+      base = init_params(cfg, section(config, "data", sft.DataConfig).seed)
+  else:
+    cfg = load_config(config.init, load)
+    if lora:
+      _, base = load_model(config.init, load)
+  adapting.export(out, cfg, trained, base, lora, tokenizer, config.init)
+  return step
+
+
+def main(argv: list[str]) -> None:
+  """Exports."""
+  if argv[1:]:
+    stop(f"unexpected argument {argv[1]!r}")
+  prepare("")
+  step = with_clear_errors(lambda: export(_WORKDIR.value, _OUT.value, _STEP.value))
+  print(f"step {step}: {os.path.join(_OUT.value, 'model')}")
+
+
+if __name__ == "__main__":
+  app.run(main)

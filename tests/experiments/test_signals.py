@@ -1,0 +1,138 @@
+"""SIGTERM and Ctrl-C to a run as a user starts it: it saves, says so, and leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import toy
+
+from coa_jax.learner.checkpoint import whole_steps
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.report.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+MANY = 10_000_000  # steps: none of these runs comes to its end
+
+CONFIG = """
+import json
+import ml_collections
+
+def get_config(arg=""):
+  with open({path!r}) as f:
+    return ml_collections.ConfigDict(json.load(f))
+"""
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory) -> dict[str, str]:
+  """Config files of runs that save at no step of their own."""
+  folder = tmp_path_factory.mktemp("inputs")
+  toy.save_policy(str(folder / "model"), toy.params())
+  write_jsonl(folder / "data.jsonl", toy.trajectories())
+  tasks = dict(uri=str(folder / "tasks.jsonl"))
+  (folder / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
+  data = dict(trajectories=str(folder / "data.jsonl"), steps=MANY, validation=1)
+  data |= dict(rows=2, length=toy.MAX_LEN, validate_every=MANY)
+  algo = dict(steps=MANY, prompts=1, samples=2, rows=2, length=64, rounds=1)
+  common = dict(init=str(folder / "model"), checkpoint=dict(every=MANY))
+  sections = {
+    "sft": common | dict(data=data),
+    "rl": common
+    | dict(
+      rollout=dict(style="brief", slots=2, max_len=64),
+      tools=dict(tools=["code"], enabled=False),
+      tasks=tasks,
+      dev=dict(every=MANY, **tasks),
+      algo=algo | dict(keep_every=MANY),
+    ),
+  }
+  out = {}
+  for name, config in sections.items():
+    (folder / f"{name}.json").write_text(json.dumps(config))
+    out[name] = str(folder / f"{name}.py")
+    pathlib.Path(out[name]).write_text(CONFIG.format(path=str(folder / f"{name}.json")))
+  return out
+
+
+def start(journey: str, config: str, workdir: pathlib.Path) -> subprocess.Popen:
+  command = [sys.executable, "-m", f"experiments.{journey}", f"--config={config}"]
+  command += [f"--workdir={workdir}", "--compile_cache="]
+  return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(process: subprocess.Popen, workdir: pathlib.Path, step: int) -> None:
+  """Until the run has logged this step."""
+  while not any(
+    json.loads(line)["step"] >= step for line in lines(workdir / "metrics.jsonl")
+  ):
+    assert process.poll() is None, process.communicate()
+    time.sleep(0.05)
+
+
+def lines(path: pathlib.Path) -> list[str]:
+  return path.read_text().splitlines(keepends=True)[:-1] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+  ("journey", "number", "status"),
+  [("sft", signal.SIGTERM, 143), ("rl", signal.SIGINT, 130)],
+)
+def test_a_signal_saves_and_the_same_command_goes_on(
+  configs, journey, number, status, tmp_path
+):
+  checkpoints, at = tmp_path / "checkpoints", 0
+  for _ in range(2):
+    process = start(journey, configs[journey], tmp_path)
+    wait_for_step(process, tmp_path, at + 2)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == status, said
+    assert "Traceback" not in said
+    before, at = at, whole_steps(checkpoints)[-1]
+    assert f"stopped after step {at}, which is saved in {checkpoints};" in said
+    assert f"{signal.Signals(number).name}: saving at the next boundary" in said
+    assert at >= before + 2
+    # The log goes as far as the checkpoint, or just beyond it.
+    steps = [row["step"] for row in read_metrics(tmp_path, journey)]
+    assert steps == list(range(1, at + 1))
+  assert not (tmp_path / "model").exists()
+
+
+BUSY = """
+import hashlib, sys
+from coa_jax.learner.checkpoint import Checkpoints
+from experiments.launch import with_clear_errors
+
+def work():
+  with Checkpoints(sys.argv[1]):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # as a long program on a device
+
+with_clear_errors(work)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143)])
+def test_a_second_signal_ends_a_run_that_reaches_no_boundary(number, status, tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, "-c", BUSY, str(tmp_path)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+  )
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(number)
+  while "saving at the next boundary" not in (line := process.stderr.readline()):
+    assert line, "it ended"
+  process.send_signal(number)
+  _, said = process.communicate(timeout=60)
+  assert process.returncode == status
+  assert "again: ended at once" in said

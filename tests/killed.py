@@ -1,0 +1,173 @@
+"""A journey that is run again and again in one workdir, and ends where it is told to.
+
+  python tests/killed.py JOB.json
+
+JOB: {"journey": "rl", "config": {...}, "workdir": DIR, "ends": [[PLACE, N, SIGNAL]]}.
+Every end is one process: it gets the signal when it comes to the place for the N-th
+time; at "random" it is N milliseconds after its first update or tool call; at "" it
+never is, and the run goes to its end. "damage" is no process, but a byte of the newest
+checkpoint that changes. One line of JSON on standard output says how each ended.
+
+Whatever the tools are asked and whatever the journal keeps of that is written to
+WORKDIR.calls as it happens. Processes are forked before JAX wakes up, which saves the
+imports; nothing in the product knows of any of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import ml_collections
+
+from coa_jax.learner import checkpoint
+from coa_jax.learner.interruption import Interrupted
+from coa_jax.learner.state import Learner
+from coa_jax.report.metrics import Metrics
+from coa_jax.rollout import sampler
+from coa_jax.rollout.tool_journal import ToolJournal
+from coa_jax.rollout.toolbox import Toolbox
+
+
+class Calls:
+  """Calls that tools were asked, and results that were kept; in a file as well."""
+
+  def __init__(self, path: str):
+    self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    self.counts = {"asked": 0, "kept": 0}
+    self._lock = threading.Lock()
+    self._watch(Toolbox, "submit", "asked")
+    self._watch(ToolJournal, "keep", "kept")
+
+  def _watch(self, owner: type, name: str, what: str) -> None:
+    real = getattr(owner, name)
+
+    def watched(*args):
+      out = real(*args)
+      with self._lock:
+        self.counts[what] += 1
+        os.write(self._fd, f"{os.getpid()} {what}\n".encode())
+      return out
+
+    setattr(owner, name, watched)
+
+  def wait(self) -> None:
+    """Until every call has been answered, and that kept."""
+    while self.counts["asked"] != self.counts["kept"]:
+      time.sleep(0.001)
+
+
+def end_at(place: str, n: int, number: int, calls: Calls) -> None:
+  """Has this process get the signal at its n-th visit of the place."""
+  visits = []
+
+  def visit() -> None:
+    visits.append(1)
+    if len(visits) == n:
+      os.kill(os.getpid(), number)
+
+  def after(owner: type, name: str) -> None:
+    real = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+      out = real(*args, **kwargs)
+      visit()
+      return out
+
+    setattr(owner, name, wrapped)
+
+  if place == "decode":  # once tools have said something, and none is running
+    real = sampler.window
+
+    def window(*args):
+      if calls.counts["kept"]:
+        calls.wait()
+        visit()
+      return real(*args)
+
+    sampler.window = window
+  elif place == "random":
+    began = threading.Event()
+
+    def wait() -> None:
+      began.wait()
+      time.sleep(n / 1000)
+      os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait, daemon=True).start()
+    for owner, name in ((Toolbox, "submit"), (Learner, "step")):
+      _before(owner, name, began.set)
+  elif place == "tool":  # it has an answer, which nobody has heard
+    after(Toolbox, "answer")
+  elif place == "update":  # between two updates from one batch
+    after(Learner, "step")
+  elif place == "log":
+    after(Metrics, "log")
+  elif place == "save":  # orbax writes in the background
+    after(checkpoint.Checkpoints, "save")
+  elif place == "seal":  # orbax is done, and nothing proves it
+    _before(checkpoint, "write_manifest", visit)
+
+
+def _before(owner: type, name: str, do: Callable[[], None]) -> None:
+  real = getattr(owner, name)
+
+  def wrapped(*args, **kwargs):
+    do()
+    return real(*args, **kwargs)
+
+  setattr(owner, name, wrapped)
+
+
+def life(job: dict, place: str, n: int, number: int) -> int:
+  """One process, from its fork to its exit status."""
+  calls = Calls(job["workdir"] + ".calls")
+  end_at(place, n, number, calls)
+  config = ml_collections.ConfigDict(job["config"])
+  try:
+    importlib.import_module(f"coa_jax.{job['journey']}").run(config, job["workdir"])
+  except Interrupted as e:
+    return e.status
+  except BaseException:
+    traceback.print_exc()
+    return 1
+  return 0
+
+
+def damage(folder: str) -> None:
+  """Flips a bit in the middle of the newest checkpoint's largest file."""
+  newest = os.path.join(folder, str(checkpoint.whole_steps(folder)[-1]))
+  files = [os.path.join(d, n) for d, _, names in os.walk(newest) for n in names]
+  with open(max(files, key=os.path.getsize), "r+b") as f:
+    f.seek(os.path.getsize(f.name) // 2)
+    byte = f.read(1)[0]
+    f.seek(-1, os.SEEK_CUR)
+    f.write(bytes([byte ^ 1]))
+
+
+def main(path: str) -> None:
+  """Runs the job."""
+  with open(path, encoding="utf-8") as f:
+    job = json.load(f)
+  importlib.import_module(f"coa_jax.{job['journey']}")
+  folder = os.path.join(job["workdir"], "checkpoints")
+  for place, n, number in job["ends"]:
+    if place == "damage":
+      damage(folder)
+      continue
+    pid = os.fork()
+    if not pid:
+      os._exit(life(job, place, n, number))
+    _, status = os.waitpid(pid, 0)
+    code, steps = os.waitstatus_to_exitcode(status), checkpoint.whole_steps(folder)
+    print(json.dumps({"pid": pid, "code": code, "steps": steps}), flush=True)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])
