@@ -43,7 +43,7 @@ class DataConfig:
 
   Attributes:
     trajectories: JSON lines, as `distill` writes them.
-    steps: updates.
+    steps: updates; 0 writes the model as it begins.
     rows: rows of a micro-batch.
     length: T, tokens of a row; longer trajectories are left out and counted.
     micro_batches: micro-batches of one update.
@@ -132,18 +132,26 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   params = adapting.export(
     workdir, cfg, state.params, frozen, lora, tokenizer, config.init
   )
-  log = read_metrics(os.path.join(own, METRICS_FILE), "sft")
+  log = read_metrics(os.path.join(own, METRICS_FILE), "sft") if data.steps else []
   results = {
     "steps": data.steps,
     "parameters": count_params(params),
     "parameters_trained": count_params(state.params),
     "trajectories": len(train),
     "left_out_too_long": len(trajectories) - len(fit),
-    "tokens_per_second": sum(r["tokens"] for r in log) / log[-1]["seconds"],
-    **{k: log[-1][k] for k in ("loss", "validation_loss", "seconds")},
+    **_last(log),
   }
   write_json(os.path.join(own, "results.json"), results)
   return results
+
+
+def _last(log: list[dict[str, Any]]) -> dict[str, Any]:
+  """The figures of a log's end; none where nothing was trained."""
+  if not log:
+    return {}
+  rate = sum(row["tokens"] for row in log) / log[-1]["seconds"]
+  last = {k: log[-1][k] for k in ("loss", "validation_loss", "seconds")}
+  return {"tokens_per_second": rate, **last}
 
 
 def _loss(cfg: QwenConfig, lora: LoraConfig | None, layout: Layout | None) -> SumLoss:
