@@ -80,8 +80,8 @@ def run(
   spent = dict.fromkeys(KINDS, 0.0)
   for job in jobs:
     spent[job.kind] += runner.seconds[job.name] or 0.0
-  titles = {arm: ARMS[arm].title for arm in arms}
-  return ablation_report.write(workdir, titles, done, failed, budget, spent)
+  told = {arm: (ARMS[arm].title, ARMS[arm].says()) for arm in arms}
+  return ablation_report.write(workdir, told, done, failed, budget, spent)
 
 
 def main(argv: list[str]) -> None:

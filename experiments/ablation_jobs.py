@@ -78,7 +78,7 @@ class Plan:
     )
 
   def evaluations(self, arm: Arm) -> dict[str, list[Job]]:
-    """ "test" and "unseen" -> the jobs that play these tasks; one for each model."""
+    """The jobs that play the tasks of "test" and "unseen"; one for each model."""
     names: list[str] = list(DOMAINS) if arm.per_domain else [""]
     models = {name: self._model(arm, name) for name in names}
     out: dict[str, list[Job]] = {"test": [], "unseen": []}
@@ -162,7 +162,8 @@ class Plan:
   ) -> Job:
     """A job, named by what decides what comes out of it."""
     values = config if isinstance(config, dict) else config.to_dict()
-    text = json.dumps([kind, values], sort_keys=True).replace(self._workdir, "")
+    text = json.dumps([kind, values], sort_keys=True)
+    text = text.replace(os.path.join(self._workdir, ""), "")
     name = f"{kind}/{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     return Job(kind, config, needs, name, expected)
 

@@ -46,7 +46,7 @@ _SHOWN = 4  # trajectories of each arm in the report
 
 def write(
   workdir: str,
-  titles: Mapping[str, str],
+  told: Mapping[str, tuple[str, str]],
   done: Mapping[tuple[str, int], Folders],
   failed: Mapping[str, str],
   budget: str,
@@ -56,7 +56,7 @@ def write(
 
   Args:
     workdir: where to.
-    titles: arm -> what it is called, in the order of the table.
+    told: arm -> what it is called, and what it changes; in the order of the table.
     done: (arm, seed) -> its evaluations.
     failed: who failed -> why.
     budget: its name.
@@ -67,21 +67,22 @@ def write(
   """
   played = {key: _played(folders) for key, folders in done.items()}
   arms = {}
-  for arm in titles:
+  for arm, (title, changes) in told.items():
     of = {seed: parts for (name, seed), parts in played.items() if name == arm}
     full = {seed: parts for (name, seed), parts in played.items() if name == FULL}
     if of:
-      arms[arm] = {"title": titles[arm], **figures_of(of, full if arm != FULL else {})}
+      figures = figures_of(of, full if arm != FULL else {})
+      arms[arm] = {"title": title, "changes": changes, **figures}
   results = {
     "budget": budget,
     "arms": arms,
     "failed": dict(failed),
     "seconds": dict(seconds),
-    "open": [t for a, t in titles.items() if a not in arms],
+    "open": [title for arm, (title, _) in told.items() if arm not in arms],
   }
   write_json(os.path.join(workdir, "results.json"), results)
   tables = _tables(results)
-  for table in tables:
+  for table in tables[:-1]:  # the last is too wide
     rich.print(rich_table(table))
   text = [f"# Ablation, budget {budget}", ""]
   for t in tables:
@@ -89,7 +90,7 @@ def write(
   text += [f"Failed: {who}: {why}" for who, why in failed.items()]
   with open(os.path.join(workdir, "table.md"), "w", encoding="utf-8") as f:
     f.write("\n".join(text))
-  _write_page(workdir, results, tables, played, titles)
+  _write_page(workdir, results, tables, played)
   rich.print(
     f"{duration(sum(seconds.values()))} of work in all; report: "
     f"[bold]{os.path.abspath(os.path.join(workdir, 'report.html'))}[/bold]"
@@ -182,7 +183,7 @@ def _against(figure: Mapping[str, Any]) -> str:
 
 
 def _tables(results: Mapping[str, Any]) -> list[Table]:
-  arms = results["arms"].values()
+  arms = list(results["arms"].values())
   head = {"arm": "", "seeds": "seeds"}
 
   def rows(text: Any, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -210,7 +211,14 @@ def _tables(results: Mapping[str, Any]) -> list[Table]:
     "Malformed: share of tool calls; well-formed: share of all attempts. Tokens: all "
     "that the model read and wrote.",
   )
-  return [accuracy, against, costs]
+  changes = Table(
+    "What each arm changes",
+    arms,
+    {"title": "arm", "changes": "fields"},
+    "Of the full recipe. No filtering is told of the SFT model, beside SFT only; with "
+    "RL it is RL from unfiltered SFT. RL only begins with fresh parameters.",
+  )
+  return [accuracy, against, costs, changes]
 
 
 def _write_page(
@@ -218,7 +226,6 @@ def _write_page(
   results: Mapping[str, Any],
   tables: Sequence[Table],
   played: Mapping[tuple[str, int], Played],
-  titles: Mapping[str, str],
 ) -> None:
   """The plot, and the page with the tables, the plot and some trajectories."""
   figure = plots.seed_points(
@@ -230,7 +237,7 @@ def _write_page(
   examples = []
   for (arm, seed), parts in played.items():
     for t in parts["test"][0][: _SHOWN if seed == 0 else 0]:
-      t.meta["model"] = titles[arm]
+      t.meta["model"] = results["arms"][arm]["title"]
       examples.append(t)
   write_report(
     os.path.join(workdir, "report.html"),

@@ -40,7 +40,7 @@ def jobs_of(arm: str, budget: str = "small", seed: int = 0, workdir: str = "W"):
 
 
 def fields(jobs) -> dict[str, list]:
-  """ "journey.section.field" -> its values over the jobs of that journey."""
+  """Values by "journey.section.field", over the jobs of that journey."""
   out: dict[str, list] = {}
   for job in jobs:
     if job.kind != "world":
