@@ -129,7 +129,7 @@ BUDGETS = {
       "sft.model.ff": 288,
       "sft.data.rows": 8,
       "sft.data.steps": 700,
-      "rl.algo.steps": 20,
+      "rl.algo.steps": 16,
       "rl.algo.prompts": 16,
       "rl.dev.every": 1000,
       "rl.dev.limit": 16,

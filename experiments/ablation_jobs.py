@@ -29,7 +29,7 @@ from experiments.make_world import make_world
 # Seconds alone on two cores with budget "small": an estimate, which the pace of what
 # has been done corrects.
 _SECONDS = {"world": 3.0, "team run": 0.004, "distilled": 0.0015}
-_SECONDS |= {"sft token": 4e-5, "rollout": 0.025, "attempt": 0.02, "start": 4.0}
+_SECONDS |= {"sft token": 5e-5, "rollout": 0.016, "attempt": 0.016, "start": 6.0}
 
 
 @dataclasses.dataclass(frozen=True)
