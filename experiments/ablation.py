@@ -9,7 +9,7 @@ is made once: a folder of the workdir is named by its config, which names the fo
 that it reads. Ctrl-C at any time, or a kill; the same command goes on, and runs nothing
 twice. An arm that fails is reported and the others go on; the exit status is then 1.
 
-About 75 minutes alone on two cores for all arms and three seeds, by processor time of
+About 65 minutes alone on two cores for all arms and three seeds, by processor time of
 their parts; --budget=tiny, some minutes, only walks through.
 
 Writes results.json, table.md, report.html and plot.png into the workdir.
@@ -31,12 +31,15 @@ from experiments.ablation_arms import ARMS, BUDGETS
 from experiments.ablation_jobs import KINDS, Plan, Runner, ordered
 from tools_sandbox.client import check_jail
 
-_WORKDIR = flags.DEFINE_string("workdir", "runs/ablation", "Where everything goes.")
-_BUDGET = flags.DEFINE_enum("budget", "small", list(BUDGETS), "Size of each arm.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Of world, team, SFT and RL alike.", 1)
-_ARMS = flags.DEFINE_string("arms", "", "Only arms whose name this regex finds.")
-_REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Of what is there; run nothing.")
-flags.set_default(launch.CPU_DEVICES, 2)
+
+def _define_flags() -> None:
+  # Not on import: other programs have flags of these names, and tests import both.
+  flags.DEFINE_string("workdir", "runs/ablation", "Where everything goes.")
+  flags.DEFINE_enum("budget", "small", list(BUDGETS), "Size of each arm.")
+  flags.DEFINE_integer("seeds", 3, "Of world, team, SFT and RL alike.", 1)
+  flags.DEFINE_string("arms", "", "Only arms whose name this regex finds.")
+  flags.DEFINE_bool("report_only", False, "Of what is there; run nothing.")
+  flags.set_default(launch.CPU_DEVICES, 2)
 
 
 def run(
@@ -94,11 +97,11 @@ def main(argv: list[str]) -> None:
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
 
   def work() -> dict[str, Any]:
-    arms = [name for name in ARMS if re.search(_ARMS.value, name)]
+    given = flags.FLAGS
+    arms = [name for name in ARMS if re.search(given.arms, name)]
     if not arms:
-      raise ValueError(f"--arms={_ARMS.value!r} finds none of: {', '.join(ARMS)}")
-    args = (_WORKDIR.value, _BUDGET.value, _SEEDS.value, arms, _REPORT_ONLY.value)
-    return run(*args)
+      raise ValueError(f"--arms={given.arms!r} finds none of: {', '.join(ARMS)}")
+    return run(given.workdir, given.budget, given.seeds, arms, given.report_only)
 
   results = launch.with_clear_errors(work)
   for who, why in results["failed"].items():
@@ -107,4 +110,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  _define_flags()
   app.run(main)

@@ -116,7 +116,7 @@ _MIX = (("one_hop", 0.3), ("two_hop", 0.35), ("computation", 0.35))
 _WORLD = dict(mix=_MIX, unseen_families=("three_hop", "arithmetic"))
 BUDGETS = {
   # A smaller model on fewer kinds of questions than the quickstart's, which it learns
-  # in a quarter of the time. Unseen kinds: longer chains, and numbers that have to be
+  # in a fifth of the time. Unseen kinds: longer chains, and numbers that have to be
   # looked up before a program has them.
   "small": Budget(
     "",
@@ -128,7 +128,7 @@ BUDGETS = {
       "sft.model.kv_heads": 1,
       "sft.model.ff": 288,
       "sft.data.rows": 8,
-      "sft.data.steps": 700,
+      "sft.data.steps": 500,
       "rl.algo.steps": 16,
       "rl.algo.prompts": 16,
       "rl.dev.every": 1000,
