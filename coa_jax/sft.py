@@ -46,7 +46,7 @@ class DataConfig:
 
   Attributes:
     trajectories: JSON lines, as `distill` writes them.
-    steps: updates.
+    steps: updates; 0 writes the model as it begins.
     rows: rows of a micro-batch.
     length: T, tokens of a row; longer trajectories are left out and counted.
     micro_batches: micro-batches of one update.
@@ -136,7 +136,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     "parameters_trained": count_params(state.params),
     "trajectories": len(train),
     "left_out_too_long": len(trajectories) - len(fit),
-    **_logged(own),
+    **(_logged(own) if data.steps else {}),
   }
   write_json(os.path.join(own, "results.json"), results)
   return results

@@ -7,10 +7,11 @@ test (worlds of unseen names), ood (families never trained on, over the test wor
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from absl import app, flags
 
-from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.tasks.world import Mix, WorldConfig, write_world
 from coa_jax.tasks.world_questions import HELD_OUT
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
@@ -20,7 +21,16 @@ _RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.")
 _HELD_OUT = flags.DEFINE_integer("held_out", 600, "Tasks each of dev, test and ood.")
 
 
-def make_world(directory: str, seed: int, train: int, rl: int, held_out: int) -> None:
+def make_world(
+  directory: str,
+  seed: int,
+  train: int,
+  rl: int,
+  held_out: int,
+  unseen: int | None = None,
+  mix: Mix = WorldConfig.mix,
+  unseen_families: Sequence[str] = HELD_OUT,
+) -> None:
   """Writes every file into `directory`.
 
   Args:
@@ -29,15 +39,18 @@ def make_world(directory: str, seed: int, train: int, rl: int, held_out: int) ->
     train: tasks to distil.
     rl: tasks to practise on.
     held_out: tasks each of dev, test and ood.
+    unseen: tasks of ood, where it is to have another number.
+    mix: families and their weights, of all but ood.
+    unseen_families: those of ood, in equal parts.
   """
-  config = WorldConfig()
-  ood = dataclasses.replace(config, mix=tuple((family, 1.0) for family in HELD_OUT))
+  config = WorldConfig(mix=mix)
+  ood = dataclasses.replace(config, mix=tuple((name, 1.0) for name in unseen_families))
   for split, name, n, mixed, task_seed in (
     ("train", "train", train, config, 0),
     ("train", "rl", rl, config, 1),
     ("dev", "dev", held_out, config, 0),
     ("test", "test", held_out, config, 0),
-    ("test", "ood", held_out, ood, 0),
+    ("test", "ood", held_out if unseen is None else unseen, ood, 0),
   ):
     write_world(directory, split, n, mixed, seed, task_seed, name)
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax import sft
-from coa_jax.model.qwen import count_params
+from coa_jax.model.qwen import count_params, init_params
 from coa_jax.model.weights import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
@@ -95,6 +95,16 @@ def test_long_trajectories_are_left_out_and_counted(config, tmp_path):
   assert results["left_out_too_long"] == 5 * sum(long)
   assert results["trajectories"] == 20 - 5 * sum(long)
   assert results["validation_loss"] is None  # nothing was held out
+
+
+def test_without_updates_the_model_is_as_it_begins(config, tmp_path):
+  config.data.steps = 0
+  results = sft.run(config, str(tmp_path / "w"))
+  assert results["steps"] == 0 and "loss" not in results
+  cfg, params = load_model(str(tmp_path / "w" / "model"))
+  fresh = init_params(cfg, config.data.get("seed", 0))
+  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, fresh))
+  Tokenizer.load(str(tmp_path / "w" / "model"))
 
 
 def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):

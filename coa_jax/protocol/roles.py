@@ -125,6 +125,42 @@ class Variant:
       think_allowed=self.think_allowed - gone,
     )
 
+  def without(self, gone: Iterable[str]) -> Variant:
+    """The variant without some of its role agents.
+
+    What led to one that is gone leads to what that one led to, so a trajectory is well
+    formed still when the spans of those agents are cut out of it.
+
+    Args:
+      gone: role tags; not `think` and `answer`, which every dialect has.
+
+    Raises:
+      ValueError: the variant has no such agent, or a check is left of nothing.
+    """
+    gone = frozenset(gone)
+    agents = [r for r in self.roles if r not in (THINK, ANSWER)]
+    for role in sorted(gone.difference(agents)):
+      raise ValueError(
+        f"variant {self.name!r} has no agent {role!r} to do without; it has "
+        f"{', '.join(agents)}"
+      )
+    if SUGGESTED_ANSWER in gone and DOUBLE_CHECK in set(agents) - gone:
+      raise ValueError(f"without {SUGGESTED_ANSWER} a {DOUBLE_CHECK} checks nothing")
+    follows = dict(self.follows)
+    for role in gone:
+      after = follows.pop(role) - {role}
+      for state, names in follows.items():
+        if role in names:
+          follows[state] = names - {role} | after
+    return dataclasses.replace(
+      self,
+      name="-".join((self.name, *sorted(gone))),
+      roles=tuple(r for r in self.roles if r not in gone),
+      follows=follows,
+      think_required=self.think_required - gone,
+      think_allowed=self.think_allowed - gone,
+    )
+
 
 def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:
   """A table of space-separated names, in which `tools` stands for each of `call`."""
@@ -213,17 +249,21 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 def get_variant(name: str) -> Variant:
-  """The variant called `name`.
+  """The variant called `name`; "NAME-ROLE-ROLE" is one without these agents.
+
+  So "unified-plan-reflection-suggested_answer-double_check" is ReAct: thoughts, calls,
+  observations and the answer of one agent.
 
   Raises:
-    ValueError: there is no such variant; the message lists those there are.
+    ValueError: there is no such variant; the message lists those there are. Or it has
+      no such agent; see `Variant.without`.
   """
-  try:
-    return VARIANTS[name]
-  except KeyError:
+  base, *gone = name.split("-")
+  if base not in VARIANTS:
     raise ValueError(
       f"unknown protocol variant {name!r}; there are {', '.join(VARIANTS)}"
-    ) from None
+    )
+  return VARIANTS[base].without(gone) if gone else VARIANTS[base]
 
 
 # White space, digits and letters are ASCII's, here and in `parser`: so that a table

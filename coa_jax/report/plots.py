@@ -148,6 +148,45 @@ def score_bars(
   return figure
 
 
+def seed_points(
+  rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, str]
+) -> Figure:
+  """Recipes compared: the mean over seeds, its interval, and a point for each seed.
+
+  Args:
+    rows: recipe -> figure -> {"mean", "ci95" ([low, high] or None), "by_seed" (seed ->
+      value)}; top to bottom. A mean of None has no point. The first row's mean is drawn
+      through all.
+    figures: figure -> what its panel calls it, left to right.
+  """
+  figure, axes = _figure(len(figures), width=2.4)
+  figure.set_figwidth(2.2 + 2.6 * len(figures))
+  figure.set_figheight(1.0 + 0.34 * len(rows))
+  for column, (axis, (name, label)) in enumerate(
+    zip(axes, figures.items(), strict=True)
+  ):
+    for y, row in enumerate(rows.values()):
+      mean = row[name]["mean"]
+      if mean is None:
+        continue
+      if y == 0:
+        axis.axvline(mean, color=COLORS[0], alpha=0.35, linewidth=1, linestyle="--")
+      low, high = row[name]["ci95"] or (mean, mean)
+      error = [[max(mean - low, 0)], [max(high - mean, 0)]]
+      axis.errorbar(
+        mean, y, xerr=error, color=COLORS[0], marker="o", markersize=5, capsize=2
+      )
+      seeds = [v for v in row[name]["by_seed"].values() if v is not None]
+      axis.plot(
+        seeds, [y + 0.24] * len(seeds), "|", color=COLORS[1], markersize=6, alpha=0.9
+      )
+    axis.set_yticks(range(len(rows)), list(rows) if column == 0 else [""] * len(rows))
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set_xlim(-0.03, 1.03)
+    _finish(axis, label, "", legend=False)
+  return figure
+
+
 def cost_bars(table: Mapping[str, Any]) -> Figure:
   """Tokens of both systems, stacked: prompt, prompt a cache would serve, completion.
 

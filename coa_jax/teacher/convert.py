@@ -91,8 +91,7 @@ def convert(
   Args:
     run: what the team did.
     task: what it was asked.
-    variant: the dialect; candidates and verdicts are left out where it has no tag for
-      them.
+    variant: the dialect; what an agent wrote that it has no tag for is left out.
     prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
     config: what may be shortened and filled in; nothing unless it says so.
 
@@ -216,6 +215,8 @@ def _spans(events: Sequence[Event], variant: Variant) -> Iterator[tuple[str, str
       verified = _verified(events, i)
       if verified and roles.SUGGESTED_ANSWER in variant.roles:
         yield roles.SUGGESTED_ANSWER, event.content
+    elif _TAGS.get(event.kind, roles.ANSWER) not in variant.roles:
+      continue  # an agent that the variant does without
     elif event.kind == runs.REFLECTION and review_style(variant) != "facts":
       analysis, _, outcome = event.content.rpartition("\n")
       if analysis:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import pytest
 
-from coa_jax.config import section
+from coa_jax.config import ConfigError, section
 from coa_jax.learner.algorithms import PRESETS, AlgoConfig
 from experiments import bench_algorithms as bench
 
@@ -48,3 +49,67 @@ def test_a_line_of_the_table_is_the_mean_over_seeds(tmp_path):
 def test_without_a_quickstart_it_says_how_to_make_one(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"run python -m experiments\.quickstart"):
     bench.run(["ppo"], str(tmp_path), str(tmp_path / "w"), 1, 1, True)
+
+
+def long_run(**changed) -> list[dict]:
+  """60 lines of a run that goes well, some columns changed: name -> step -> value."""
+  usual = {
+    "reward": lambda i: min(0.4 + i / 60, 0.8),
+    "format": lambda i: 0.97,
+    "truncated_share": lambda i: 0.01,
+    "grad_norm": lambda i: 0.1,
+  }
+  rows = [{k: f(i) for k, f in {**usual, **changed}.items()} for i in range(60)]
+  rows[0]["dev_accuracy"], rows[25]["dev_accuracy"] = 0.8, 0.9
+  return rows
+
+
+@pytest.mark.parametrize(
+  ("changed", "accuracy", "said"),
+  [
+    ({}, 0.85, []),
+    # One bad batch, and an update without a gradient, are no collapse.
+    ({"reward": lambda i: 0.1 if i == 59 else 0.8}, 0.85, []),
+    ({"reward": lambda i: 0.8 if i < 35 else 0.3}, 0.85, ["at best"]),
+    ({"reward": lambda i: 0.5 - i / 300}, 0.85, ["reward"]),
+    ({}, 0.75, ["greedy accuracy 0.900 at best, 0.750 at last"]),
+    ({"format": lambda i: 1.0 if i < 30 else 0.5}, 0.85, ["well-formed 0.5"]),
+    ({"truncated_share": lambda i: i / 100}, 0.85, ["cut off"]),
+    ({"grad_norm": lambda i: None if i == 7 else 0.1}, 0.85, ["not finite"]),
+  ],
+)
+def test_a_collapse_is_found_and_said(changed, accuracy, said):
+  found = bench.collapse(long_run(**changed), accuracy)
+  assert len(found) == len(said)
+  assert all(word in line for word, line in zip(said, found, strict=True))
+
+
+def test_runs_that_ended_are_not_made_again_and_one_that_fails_costs_no_other(
+  tmp_path, monkeypatch
+):
+  quickstart, work = tmp_path / "q", str(tmp_path / "w")
+  (quickstart / "sft" / "model").mkdir(parents=True)
+  did = []
+
+  def made(config, workdir):
+    did.append(workdir)
+    if "ppo" in workdir and len(did) == 1:
+      raise ValueError("no good")
+    bench.claim(config, workdir)
+    row = {"stage": "rl", "step": 1, "reward": 0.5, "seconds": 2.0}
+    (pathlib.Path(workdir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (pathlib.Path(workdir) / "results.json").write_text("{}")
+
+  monkeypatch.setattr(bench.rl, "run", made)
+  args = (["ppo", "grpo"], str(quickstart), work, 2, 5, False)
+  figures = bench.run(*args)
+  assert [r["algorithm"] for r in figures["table"]] == ["ppo", "grpo"]
+  assert list(figures["failed"].values()) == ["ValueError: no good"]
+  assert [r["seeds"] for r in figures["table"]] == [1, 2]
+  assert len(did) == 4
+  figures = bench.run(*args)
+  assert not figures["failed"] and len(did) == 5 and "ppo" in did[-1]
+  # The same folders with other settings are refused, not taken for these.
+  (tmp_path / "other" / "sft" / "model").mkdir(parents=True)
+  with pytest.raises(ConfigError, match="holds a run whose section"):
+    bench.run(["ppo"], str(tmp_path / "other"), work, 2, 5, False)

@@ -160,3 +160,58 @@ def test_a_variant_left_with_some_tools_forgets_the_others():
   assert "wiki_search" not in left.tags
   named = set(left.follows).union(*left.follows.values())
   assert named & set(roles.TOOLS) == {"code"}
+
+
+AGENTS = (roles.PLAN, roles.REFLECTION, roles.SUGGESTED_ANSWER, roles.DOUBLE_CHECK)
+
+
+@given(st.data())
+def test_what_is_left_of_a_trajectory_obeys_the_variant_without_those_agents(data):
+  """A walk through the transitions, the spans of some agents cut out of it."""
+  variant = roles.VARIANTS[data.draw(st.sampled_from(["web", "mhqa", "unified"]))]
+  gone = data.draw(st.sets(st.sampled_from([r for r in AGENTS if r in variant.roles])))
+  if roles.SUGGESTED_ANSWER in gone and roles.DOUBLE_CHECK in variant.roles:
+    gone.add(roles.DOUBLE_CHECK)
+  walk, state = [], roles.START
+  while state != roles.ANSWER and len(walk) < 12:
+    state = data.draw(st.sampled_from(sorted(variant.follows[state])))
+    walk.append(state)
+  lesser = variant.without(gone)
+  state = roles.START
+  for span in (span for span in walk if span not in gone):
+    assert span in lesser.follows[state]
+    state = span
+  reached = {*lesser.follows, *(s for row in lesser.follows.values() for s in row)}
+  assert (
+    not reached & gone and not (lesser.think_required | lesser.think_allowed) & gone
+  )
+  assert set(lesser.roles) == set(variant.roles) - gone
+
+
+def test_react_is_unified_without_its_team():
+  react = roles.get_variant(
+    "unified-plan-reflection-suggested_answer-double_check"
+  ).with_tools(("wiki_search", "code"))
+  after = frozenset({"wiki_search", "code", "answer"})
+  assert react.follows == {
+    roles.START: after,
+    "wiki_search": after,
+    "code": after,
+    roles.ANSWER: frozenset(),
+  }
+  assert react.roles == (roles.THINK, roles.ANSWER)
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("code-double_check", "'code' has no agent 'double_check'.*it has plan, reflect"),
+    ("unified-answer", "has no agent 'answer'"),
+    ("unified-", "has no agent ''"),
+    ("unified-suggested_answer", "a double_check checks nothing"),
+    ("react-plan", "unknown protocol variant 'react-plan'"),
+  ],
+)
+def test_a_variant_can_not_do_without_what_it_lacks(name: str, message: str):
+  with pytest.raises(ValueError, match=message):
+    roles.get_variant(name)

@@ -1,0 +1,251 @@
+"""What the ablation says: results.json, table.md, report.html, plot.png."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import rich
+
+from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.report import plots, scores
+from coa_jax.report.metrics import duration, write_json
+from coa_jax.report.tables import Table, markdown_table, rich_table
+from coa_jax.report.viewer import write_report
+
+Folders = Mapping[str, Sequence[str]]  # "test", "unseen" -> evaluations of the models
+FULL = "full"
+# Figure -> (part of the tasks, figure of `scores.summary`, heading).
+FIGURES = {
+  "greedy": ("test", "pass1_greedy", "greedy"),
+  "sampled": ("test", "pass1_sampled", "sampled"),
+  "pass3": ("test", "pass3", "pass@3"),
+  "unseen": ("unseen", "pass1_greedy", "unseen kinds, greedy"),
+  "unseen_sampled": ("unseen", "pass1_sampled", "unseen kinds, sampled"),
+}
+_COST = {
+  "malformed": ("test", "malformed_rate", "malformed calls"),
+  "well_formed": ("test", "protocol_ok", "well-formed"),
+  "tokens": ("test", "tokens_per_task", "tokens a task"),
+  "calls": ("test", "tool_calls_per_task", "tool calls a task"),
+}
+_NOTE = (
+  "Mean over seeds +- standard deviation over seeds, and the 95 % interval over the "
+  "tasks of all seeds together. Sampled: temperature 1, 3 attempts."
+)
+_INTRO = """\
+What each part of the recipe is worth: every arm is the whole journey with the few
+fields changed that its name says, on the generated world, evaluated with real tools on
+worlds that no training text names."""
+_SHOWN = 4  # trajectories of each arm in the report
+
+
+def write(
+  workdir: str,
+  told: Mapping[str, tuple[str, str]],
+  done: Mapping[tuple[str, int], Folders],
+  failed: Mapping[str, str],
+  budget: str,
+  seconds: Mapping[str, float],
+) -> dict[str, Any]:
+  """Writes everything of what is done and prints the tables.
+
+  Args:
+    workdir: where to.
+    told: arm -> what it is called, and what it changes; in the order of the table.
+    done: (arm, seed) -> its evaluations.
+    failed: who failed -> why.
+    budget: its name.
+    seconds: by journey.
+
+  Returns:
+    What results.json holds.
+  """
+  played = {key: _played(folders) for key, folders in done.items()}
+  arms = {}
+  for arm, (title, changes) in told.items():
+    of = {seed: parts for (name, seed), parts in played.items() if name == arm}
+    full = {seed: parts for (name, seed), parts in played.items() if name == FULL}
+    if of:
+      figures = figures_of(of, full if arm != FULL else {})
+      arms[arm] = {"title": title, "changes": changes, **figures}
+  results = {
+    "budget": budget,
+    "arms": arms,
+    "failed": dict(failed),
+    "seconds": dict(seconds),
+    "open": [title for arm, (title, _) in told.items() if arm not in arms],
+  }
+  write_json(os.path.join(workdir, "results.json"), results)
+  tables = _tables(results)
+  for table in tables[:-1]:  # the last is too wide
+    rich.print(rich_table(table))
+  text = [f"# Ablation, budget {budget}", ""]
+  for t in tables:
+    text += [f"## {t.title}", "", markdown_table(t.rows, t.columns), t.note, ""]
+  text += [f"Failed: {who}: {why}" for who, why in failed.items()]
+  with open(os.path.join(workdir, "table.md"), "w", encoding="utf-8") as f:
+    f.write("\n".join(text))
+  _write_page(workdir, results, tables, played)
+  rich.print(
+    f"{duration(sum(seconds.values()))} of work in all; report: "
+    f"[bold]{os.path.abspath(os.path.join(workdir, 'report.html'))}[/bold]"
+  )
+  return results
+
+
+Played = Mapping[str, tuple[list[Trajectory], list[Trajectory]]]
+
+
+def _played(folders: Folders) -> Played:
+  """Part -> greedy and sampled trajectories of all models of the arm."""
+
+  def read(of: Sequence[str], kind: str) -> list[Trajectory]:
+    files = (os.path.join(folder, f"{kind}.jsonl") for folder in of)
+    return [t for file in files for t in read_trajectories(file)]
+
+  return {part: (read(f, "greedy"), read(f, "sampled")) for part, f in folders.items()}
+
+
+def figures_of(of: Mapping[int, Played], full: Mapping[int, Played]) -> dict[str, Any]:
+  """The figures of an arm.
+
+  Args:
+    of: seed -> what it played.
+    full: the same of the full recipe; {} for no comparison.
+
+  Returns:
+    `seeds`, and figure -> {"by_seed", "mean", "sd" (None of one seed), "ci95" over the
+    tasks of all seeds}; of the accuracies also "against" and "against_ci95": the mean
+    difference from the full recipe over the same tasks and seeds.
+  """
+  out: dict[str, Any] = {"seeds": sorted(of)}
+  by_seed = {
+    seed: {part: scores.summary(*both) for part, both in parts.items()}
+    for seed, parts in of.items()
+  }
+  together = {
+    part: scores.summary(
+      [t for s in of for t in _keyed(s, of[s][part][0])],
+      [t for s in of for t in _keyed(s, of[s][part][1])],
+    )
+    for part in ("test", "unseen")
+  }
+  for name, (part, figure, _) in {**FIGURES, **_COST}.items():
+    values = {s: by_seed[s][part][figure] for s in sorted(of)}
+    known = [v for v in values.values() if v is not None]
+    out[name] = {
+      "by_seed": values,
+      "mean": statistics.fmean(known) if known else None,
+      "sd": statistics.stdev(known) if len(known) > 1 else None,
+      "ci95": together[part]["ci95"][figure],
+    }
+  for name in ("greedy", "sampled", "unseen", "unseen_sampled"):
+    part, figure, _ = FIGURES[name]
+    which = 0 if figure == "pass1_greedy" else 1
+    mine, theirs = _accuracy(of, part, which), _accuracy(full, part, which)
+    differences = [mine[k] - theirs[k] for k in mine if k in theirs]
+    if differences:
+      out[name]["against"] = statistics.fmean(differences)
+      out[name]["against_ci95"] = scores.interval(differences)
+  return out
+
+
+def _keyed(seed: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+  """The same with ids of their seed: the seeds' tasks have the same ids."""
+  return [dataclasses.replace(t, task_id=f"{seed}/{t.task_id}") for t in trajectories]
+
+
+def _accuracy(of: Mapping[int, Played], part: str, which: int) -> dict[str, float]:
+  """Task -> share of right attempts, of all seeds."""
+  every = [t for s, parts in of.items() for t in _keyed(s, parts[part][which])]
+  groups = scores.by_task(scores.graded(every))
+  return {k: statistics.fmean(map(scores.correct, v)) for k, v in groups.items()}
+
+
+def _spread(figure: Mapping[str, Any]) -> str:
+  if figure["mean"] is None:
+    return "-"
+  sd = "" if figure["sd"] is None else f" +- {figure['sd']:.3f}"
+  low, high = figure["ci95"] or (figure["mean"], figure["mean"])
+  return f"{figure['mean']:.3f}{sd} [{low:.2f}, {high:.2f}]"
+
+
+def _against(figure: Mapping[str, Any]) -> str:
+  if "against" not in figure:
+    return "-"
+  low, high = figure["against_ci95"]
+  return f"{figure['against']:+.3f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _tables(results: Mapping[str, Any]) -> list[Table]:
+  arms = list(results["arms"].values())
+  head = {"arm": "", "seeds": "seeds"}
+
+  def rows(text: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+      {"arm": a["title"], "seeds": len(a["seeds"]), **{n: text(a[n]) for n in names}}
+      for a in arms
+    ]
+
+  heads = {n: h for n, (_, _, h) in FIGURES.items()}
+  accuracy = Table(
+    "Accuracy on held-out worlds", rows(_spread, list(heads)), head | heads, _NOTE
+  )
+  compared = {n: heads[n] for n in ("greedy", "sampled", "unseen", "unseen_sampled")}
+  against = Table(
+    "Difference from the full recipe",
+    [r for r in rows(_against, list(compared)) if r["arm"] != "full recipe"],
+    head | compared,
+    "Over the same tasks and seeds, with the 95 % interval over tasks of the paired "
+    "difference: one that holds 0 says that these tasks do not tell the arms apart.",
+  )
+  costs = Table(
+    "Cost and form, greedy attempts",
+    rows(lambda figure: figure["mean"], list(_COST)),
+    head | {n: h for n, (_, _, h) in _COST.items()},
+    "Malformed: share of tool calls; well-formed: share of all attempts. Tokens: all "
+    "that the model read and wrote.",
+  )
+  changes = Table(
+    "What each arm changes",
+    arms,
+    {"title": "arm", "changes": "fields"},
+    "Of the full recipe. No filtering is told of the SFT model, beside SFT only; with "
+    "RL it is RL from unfiltered SFT. RL only begins with fresh parameters.",
+  )
+  return [accuracy, against, costs, changes]
+
+
+def _write_page(
+  workdir: str,
+  results: Mapping[str, Any],
+  tables: Sequence[Table],
+  played: Mapping[tuple[str, int], Played],
+) -> None:
+  """The plot, and the page with the tables, the plot and some trajectories."""
+  figure = plots.seed_points(
+    {a["title"]: a for a in results["arms"].values()},
+    {n: FIGURES[n][2] for n in ("greedy", "sampled", "pass3", "unseen")},
+  )
+  os.makedirs(workdir, exist_ok=True)
+  plots.write_png(os.path.join(workdir, "plot.png"), figure)
+  examples = []
+  for (arm, seed), parts in played.items():
+    for t in parts["test"][0][: _SHOWN if seed == 0 else 0]:
+      t.meta["model"] = results["arms"][arm]["title"]
+      examples.append(t)
+  write_report(
+    os.path.join(workdir, "report.html"),
+    "Chain-of-Agents ablation",
+    _INTRO,
+    tables,
+    {"Mean over seeds, its interval over tasks, and each seed.": figure},
+    examples,
+    get_variant("unified"),
+    {a["title"]: f"{a['sampled']['mean']:.1%}" for a in results["arms"].values()},
+  )
