@@ -8,9 +8,11 @@ leaves open.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -32,6 +34,8 @@ DEFAULT_PRELOAD = (
   *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
 )
 
+CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
+LEASE_S = 600.0  # longer than a policy takes from one call to its next
 _CLOSED = "the sandbox pool is closed"
 
 
@@ -88,9 +92,14 @@ class SandboxPool:
     self._sessions: set[Session] = set()
     self._closed = False
     self._replaced = 0
+    self._landlord: threading.Thread | None = None  # once there is a session
 
   def run(
-    self, program: str, stdin: str = "", limits: wire.Limits | None = None
+    self,
+    program: str,
+    stdin: str = "",
+    limits: wire.Limits | None = None,
+    cancel: slot.Cancel | None = None,
   ) -> wire.Result:
     """Runs a program in a fresh process; waits for a free slot and for its end.
 
@@ -98,6 +107,7 @@ class SandboxPool:
       program: Python source, run as `__main__`.
       stdin: what it reads on standard input.
       limits: what it may use; None for the pool's.
+      cancel: calls it off; the answer is then `infrastructure`.
 
     Returns:
       The result. A failure of the service is a result too (`infrastructure`, with the
@@ -109,21 +119,23 @@ class SandboxPool:
       ValueError: together they are longer than wire.MAX_INPUT.
       RuntimeError: the pool is closed.
     """
-    _check_texts(program, stdin)
+    check_texts(program, stdin)
     limits = limits or self.limits
     request = _request(program, stdin, limits, session=False)
     zygote = self._acquire()
     try:
       for last in (False, True):
+        if cancel is not None and cancel.asked:
+          return _failure("called off")
         try:
           zygote = zygote or self._start()
-          result = zygote.run(request, limits.wall_s)
+          result = zygote.run(request, limits.wall_s, cancel)
           break
         except slot.ZygoteDied as e:
           zygote = self._retire(zygote)
           if e.started or last:
             zygote = self._spare()
-            return _failure(str(e))
+            return _died(e)
       zygote = self._unless_worn(zygote)
       return result
     except OSError as e:  # no process, no descriptor, no disk for a zygote
@@ -137,7 +149,11 @@ class SandboxPool:
       self._release(zygote)
 
   def session(
-    self, limits: wire.Limits | None = None, wait_s: float | None = None
+    self,
+    limits: wire.Limits | None = None,
+    wait_s: float | None = None,
+    lease_s: float = LEASE_S,
+    ended: Callable[[], None] | None = None,
   ) -> Session:
     """Opens a session; waits for a free slot, which it holds until it ends.
 
@@ -145,14 +161,18 @@ class SandboxPool:
       limits: what it may use; None for the pool's. Wall seconds and output are those
         of each cell, all else of the session.
       wait_s: seconds to wait for a slot at most; None for as long as it takes.
+      lease_s: seconds without a cell after which it is closed: nobody may ever do it.
+      ended: called once when its slot is free, in any thread; it must not raise.
 
     Raises:
-      ValueError: this back-end has no sessions.
+      ValueError: this back-end has no sessions, or lease_s is not above 0.
       TimeoutError: no slot came free in time.
       RuntimeError: the pool is closed, or the service failed.
     """
     if self._backend != "jail":
       raise ValueError(f"back-end {self._backend!r} has no sessions; 'jail' has")
+    if not lease_s > 0:
+      raise ValueError(f"lease_s must be above 0, got {lease_s!r}")
     limits = limits or self.limits
     request = _request("", "", limits, session=True)
     zygote = self._acquire(wait_s)
@@ -166,10 +186,16 @@ class SandboxPool:
           zygote = self._retire(zygote)
           if last:
             raise
-      session = Session(self, zygote, limits.wall_s)
+      session = Session(self, zygote, limits.wall_s, lease_s, ended)
       with self._changed:
         self._check_open()
         self._sessions.add(session)
+        if self._landlord is None:
+          self._landlord = threading.Thread(
+            target=self._watch_leases, name="leases", daemon=True
+          )
+          self._landlord.start()
+        self._changed.notify_all()
       return session
     except BaseException as e:
       self._release(self._retire(zygote))
@@ -181,6 +207,24 @@ class SandboxPool:
     with self._changed:
       self._sessions.discard(session)
     self._release(self._unless_worn(zygote))
+    if session.ended is not None:
+      session.ended()
+
+  def _watch_leases(self) -> None:
+    """The thread that closes sessions which nobody uses any more."""
+    while True:
+      with self._changed:
+        if self._closed:
+          return
+        now = time.monotonic()
+        late = [s for s in self._sessions if s.expires <= now]
+        if not late:
+          # A cell that ends in the meantime sets an end which is a lease away.
+          waits = [min(s.expires - now, s.lease_s) for s in self._sessions]
+          self._changed.wait(min(waits, default=None))
+          continue
+      for session in late:
+        session._expire()
 
   def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
     if zygote is None or zygote.runs < self._runs_per_zygote:
@@ -197,6 +241,7 @@ class SandboxPool:
     """Kills every zygote, busy ones too; runs in flight end as `infrastructure`."""
     with self._changed:
       self._closed = True
+      self._changed.notify_all()
       idle, self._idle = self._idle, []
       while self._waiting:
         self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
@@ -296,26 +341,47 @@ class SessionEnded(RuntimeError):
 class Session:
   """Cells that share one process: variables live until it ends. Thread-safe.
 
-  It ends with `close`, and with a cell that used up its time or memory, or whose
-  process ended; that cell's result says which, and `alive` is False from then on.
+  It ends with `close`, with a cell that used up its time or memory, was called off, or
+  whose process ended (that cell's result says which), and when no cell came for as long
+  as its lease says; `alive` is False from then on.
+
+  Attributes:
+    lease_s: seconds without a cell that end it.
+    expires: `time.monotonic()` seconds of its lease's end; inf while a cell runs.
+    ended: as given to `SandboxPool.session`.
   """
 
-  def __init__(self, pool: SandboxPool, zygote: slot.Zygote, wall_s: float):
+  def __init__(
+    self,
+    pool: SandboxPool,
+    zygote: slot.Zygote,
+    wall_s: float,
+    lease_s: float,
+    ended: Callable[[], None] | None,
+  ):
     """Only `SandboxPool.session` makes one."""
     self._pool, self._zygote, self._wall_s = pool, zygote, wall_s
+    self.lease_s, self.ended = lease_s, ended
+    self.expires = time.monotonic() + lease_s
     self._lock = threading.Lock()
     self._alive = True
+    self._why = "the session has ended"
 
   @property
   def alive(self) -> bool:
     """Whether there can be another cell."""
     return self._alive
 
-  def run(self, program: str) -> wire.Result:
+  def run(
+    self, program: str, stdin: str = "", cancel: slot.Cancel | None = None
+  ) -> wire.Result:
     """Runs a cell with the variables that earlier cells have left.
 
     Args:
-      program: Python source; its standard input is empty.
+      program: Python source.
+      stdin: what it reads from `sys.stdin`, hence by `input()`; nothing else of its
+        process sees it.
+      cancel: calls it off, and the session ends with it.
 
     Returns:
       The result of this cell. One that raised, or called sys.exit, is `error` or `ok`
@@ -324,42 +390,56 @@ class Session:
     Raises:
       TypeError: program is not a string.
       ValueError: it is longer than wire.MAX_INPUT.
-      SessionEnded: a cell before this one has ended it, or it is closed.
+      SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
     """
-    _check_texts(program, "")
+    check_texts(program, stdin)
     with self._lock:
       if not self._alive:
-        raise SessionEnded("the session has ended; open another one")
-      zygote = self._zygote
+        raise SessionEnded(f"{self._why}; open another one")
+      zygote, self.expires = self._zygote, math.inf
       try:
-        result, self._alive = zygote.cell(program, self._wall_s)
+        result, self._alive = zygote.cell(program, stdin, self._wall_s, cancel)
       except (slot.ZygoteDied, OSError) as e:
         self._alive = False
         zygote = self._pool._retire(zygote)
-        result = _failure(str(e))
+        result = _died(e) if isinstance(e, slot.ZygoteDied) else _failure(str(e))
       except BaseException:  # interrupted: its answer would be taken for the next one's
         self._alive = False
         self._pool._end_session(self, self._pool._retire(zygote))
         raise
       if not self._alive:
         self._pool._end_session(self, zygote)
+      self.expires = time.monotonic() + self.lease_s
       return result
+
+  def _expire(self) -> None:
+    """Closes it if its lease is over; the pool's own thread asks."""
+    if not self._lock.acquire(blocking=False):
+      return  # a cell has just begun
+    try:
+      if self._alive and self.expires <= time.monotonic():
+        self._why = f"the session was not used for {self.lease_s:g} s and has ended"
+        self._close()
+    finally:
+      self._lock.release()
 
   def close(self) -> None:
     """Ends its process and gives the slot back; waits for a cell that runs."""
     with self._lock:
-      if not self._alive:
-        return
-      self._alive = False
-      zygote: slot.Zygote | None = self._zygote
-      try:
-        zygote.end_session()
-      except BaseException as e:
-        zygote = self._pool._retire(zygote)
-        if not isinstance(e, (slot.ZygoteDied, OSError)):
-          raise
-      finally:
-        self._pool._end_session(self, zygote)
+      if self._alive:
+        self._close()
+
+  def _close(self) -> None:
+    self._alive = False
+    zygote: slot.Zygote | None = self._zygote
+    try:
+      zygote.end_session()
+    except BaseException as e:
+      zygote = self._pool._retire(zygote)
+      if not isinstance(e, (slot.ZygoteDied, OSError)):
+        raise
+    finally:
+      self._pool._end_session(self, zygote)
 
   def __enter__(self) -> Session:
     return self
@@ -368,7 +448,13 @@ class Session:
     self.close()
 
 
-def _check_texts(program: str, stdin: str) -> None:
+def check_texts(program: str, stdin: str) -> None:
+  """Refuses what cannot be run.
+
+  Raises:
+    TypeError: one is not a string.
+    ValueError: together they are longer than wire.MAX_INPUT.
+  """
   for name, value in (("program", program), ("stdin", stdin)):
     if not isinstance(value, str):
       raise TypeError(f"{name} must be a string, got {type(value).__name__}")
@@ -381,6 +467,14 @@ def _request(
 ) -> dict[str, Any]:
   row = {"program": program, "stdin": stdin, "limits": limits.to_json()}
   return {**row, "session": session}
+
+
+def _died(e: slot.ZygoteDied) -> wire.Result:
+  """Of a run whose slot ended: by the kernel, for the memory it took, or for no reason."""
+  if not e.memory:
+    return _failure(str(e))
+  note = "[killed: used more memory than it may]\n"
+  return wire.Result("", note, -9, wire.Verdict.MEMORY, 0.0)
 
 
 def _failure(reason: str) -> wire.Result:
