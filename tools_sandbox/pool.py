@@ -470,7 +470,7 @@ def _request(
 
 
 def _died(e: slot.ZygoteDied) -> wire.Result:
-  """Of a run whose slot ended: by the kernel, for the memory it took, or for no reason."""
+  """Of a run whose slot ended: for the memory it took, or for no fault of its own."""
   if not e.memory:
     return _failure(str(e))
   note = "[killed: used more memory than it may]\n"

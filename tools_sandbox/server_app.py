@@ -13,8 +13,8 @@
 Whatever a program does is a 200 with a verdict. Other statuses are about the request or
 the service: 400 (a field, named), 401 (token), 408 (the body took too long), 409 (the
 session runs another cell), 410 (there is no such session, or no more), 413 (too long),
-415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping: ask again
-or elsewhere), 504 (no slot before the deadline; it has not run).
+415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping: ask
+again or elsewhere), 504 (no slot before the deadline; it has not run).
 """
 
 from __future__ import annotations

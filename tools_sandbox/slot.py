@@ -197,11 +197,12 @@ class Zygote:
     message = self._expect("result", wall_s + _GRACE_S)
     result = wire.Result.from_json(message["result"])
     # By whom a program was killed only the group knows.
-    if result.exit_code == -signal.SIGKILL and result.verdict == wire.Verdict.ERROR:
-      if self._group is not None and self._group.killed():
-        note = "[killed: used more memory than it may]\n"
-        stderr, verdict = result.stderr + note, wire.Verdict.MEMORY
-        result = dataclasses.replace(result, stderr=stderr, verdict=verdict)
+    how = result.exit_code, result.verdict
+    killed = how == (-signal.SIGKILL, wire.Verdict.ERROR)
+    if killed and self._group is not None and self._group.killed():
+      stderr = result.stderr + "[killed: used more memory than it may]\n"
+      verdict = wire.Verdict.MEMORY
+      result = dataclasses.replace(result, stderr=stderr, verdict=verdict)
     return result, message.get("alive", False)
 
   def _expect(self, event: str, seconds: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.rollout.cells import Cells
 from tools_sandbox.client import (
   BACKENDS,
   BLOCKED,
@@ -23,8 +24,11 @@ from tools_sandbox.client import (
   McpConfig,
   McpTool,
   RemoteConfig,
+  RemoteSession,
+  Result,
   Retriever,
   Sandbox,
+  Session,
   ToolFault,
   Unavailable,
   Verdict,
@@ -33,6 +37,8 @@ from tools_sandbox.client import (
   WebSearch,
 )
 
+_LOST = "\n[variables are lost; the next program starts afresh]"
+_LOST_BEFORE = "[variables of earlier programs were lost]\n"
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +64,10 @@ class ToolsConfig:
       in tools_sandbox/README.md.
     remote: the services, where `sandbox` is remote; give `workers` as many as they
       have slots. Its `wait_s` must be below `grace_s`.
+    session: True gives each trajectory's `code` calls one session: variables live from
+      call to call, until it ends. Not with sandbox='subprocess'.
+    max_sessions: trajectories that may hold one at once; the first program of another
+      waits, on nobody's clock. Each is a sandbox process (or a slot of the services).
     memory_mb: memory one program may use, in MiB.
     workers: programs that run at once; other tools run as they are called. A program
       that sleeps keeps its place, so give more places than there are cores.
@@ -82,6 +92,8 @@ class ToolsConfig:
   grace_s: float = 10.0
   sandbox: str = "jail"
   remote: RemoteConfig | None = None
+  session: bool = False
+  max_sessions: int = 32
   memory_mb: int = 1024
   workers: int = 2
   max_hung: int = 64
@@ -112,6 +124,12 @@ class ToolsConfig:
       raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
     if self.sandbox not in BACKENDS:
       raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
+    if self.session and self.sandbox == "subprocess":
+      raise ValueError(
+        "session: sandbox='jail' and 'remote' have sessions, not this one"
+      )
+    if self.max_sessions < 1:
+      raise ValueError(f"max_sessions must be at least 1, got {self.max_sessions}")
     if (self.sandbox == "remote") != (self.remote is not None):
       raise ValueError("remote: the services of sandbox='remote', and of no other")
     if self.remote is not None and self.remote.wait_s >= self.grace_s:
@@ -178,6 +196,7 @@ class _Code:
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     self._memory_mb, self._sandbox = config.memory_mb, sandbox
+    self._local = config.remote is None
 
   def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:
     call = roles.parse_code(content)
@@ -188,6 +207,41 @@ class _Code:
       timeout_s=seconds,
       memory_mb=self._memory_mb,
     )
+    return self._told(result, seconds)
+
+  def in_session(
+    self, holder: Cells, content: str, seconds: float
+  ) -> tuple[CallStatus, str]:
+    """As a call, in the session of a trajectory, which is opened where it has none.
+
+    Where it was lost the observation says so, in one line.
+    """
+    call = roles.parse_code(content)
+    assert call is not None
+    note = ""
+    try:
+      result = holder.run(call.program, call.stdin)
+      if result is None:  # the first, or the last one has gone
+        note = _LOST_BEFORE if holder.lost else ""
+        holder.open(self._open, seconds)
+        result = holder.run(call.program, call.stdin)
+    except (TimeoutError, RuntimeError) as e:
+      _log.warning("no session: %s", e)
+      return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
+    if result is None:
+      return CallStatus.INFRASTRUCTURE, "error: the session has gone"
+    status, said = self._told(result, holder.seconds)
+    if holder.lost and status != CallStatus.INFRASTRUCTURE:
+      said += _LOST
+    return status, note + said
+
+  def _open(self, seconds: float) -> Session | RemoteSession:
+    options = {"timeout_s": seconds, "memory_mb": self._memory_mb}
+    if self._local:  # services have a time of their own for it
+      options["wait_s"] = seconds
+    return self._sandbox.session(**options)
+
+  def _told(self, result: Result, seconds: float) -> tuple[CallStatus, str]:
     out = result.stdout.strip()
     if result.verdict == Verdict.OK:
       return CallStatus.OK, out or "no output; print what you want to see"
