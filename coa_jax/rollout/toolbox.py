@@ -65,7 +65,7 @@ class Toolbox:
         or a tool's key, folder or server is not there.
     """
     self.config = config
-    ours = set(config.tools) - set(config.mcp)
+    ours = set(config.tags) - set(config.mcp)
     searches = {"wiki_search", "web_search"} & ours
     runs = config.enabled and "code" in ours
     # A slot starts no process before it is used; those of hung calls are not missed.
@@ -84,7 +84,7 @@ class Toolbox:
       raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}{hint}") from e
     self._tools: dict[str, Tool] = {}
     try:
-      for name in config.tools if config.enabled else ():
+      for name in config.tags if config.enabled else ():
         self._tools[name] = open_tool(name, config, self._sandbox)
     except BaseException:
       self._close_tools()
@@ -186,7 +186,7 @@ class Toolbox:
     `infrastructure`.
 
     Args:
-      name: one of `config.tools`.
+      name: one of `config.tags`.
       arguments: well-formed content of its span.
       seconds: that it may take; past `grace_s` more nobody waits for it.
     """
@@ -195,7 +195,7 @@ class Toolbox:
   def _refusal(self, name: str, arguments: str) -> tuple[CallStatus, str] | None:
     if not self.config.enabled:
       return CallStatus.TOOL, "tools are off"
-    if name not in self.config.tools:
+    if name not in self.config.tags:
       return CallStatus.MODEL, f"error: no tool {name}"
     # What an MCP server takes is its own matter.
     role = "" if name in self.config.mcp else name

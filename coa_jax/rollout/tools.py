@@ -1,12 +1,17 @@
 """The tools a policy may call, by tag: their config, and what opens each.
 
-To add a tool, write a function under its tag in `OPEN`, or an entry of `tools.mcp`.
+To add a tool: an entry of `tools.named`, no code (the policy calls it by name, in the
+tag `tool`); or a function under a tag of its own in `OPEN`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -39,7 +44,31 @@ from tools_sandbox.client import (
 
 _LOST = "\n[variables are lost; the next program starts afresh]"
 _LOST_BEFORE = "[variables of earlier programs were lost]\n"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTool:
+  """A tool that is called by its name.
+
+  Attributes:
+    description: one line for the prompt: what it does, and its arguments.
+    mcp: the tool of an MCP server that answers.
+    function: or, `module:name` of a Python function; it is called from several threads
+      with the arguments by name and returns text. It may raise the exceptions of
+      `tools_sandbox.faults`; any other counts as the infrastructure's fault.
+  """
+
+  description: str
+  mcp: McpConfig | None = None
+  function: str | None = None
+
+  def __post_init__(self):
+    if (self.mcp is None) == (self.function is None):
+      raise ValueError("a named tool has either mcp or function")
+    if self.function is not None and not _PATH.fullmatch(self.function):
+      raise ValueError(f"function {self.function!r} must be module:name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +109,7 @@ class ToolsConfig:
     crawl: how `crawl_page` reads.
     vision: how `visual_inspector` looks; it needs an endpoint.
     mcp: tag -> the tool of an MCP server that answers it, in place of ours.
+    named: name -> a tool without a tag of its own, called in the tag `tool`.
   """
 
   tools: tuple[str, ...] = ("wiki_search", "code")
@@ -104,13 +134,20 @@ class ToolsConfig:
   crawl: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
   vision: VisionConfig | None = None
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
+  named: dict[str, NamedTool] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
         if tool not in OPEN:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
-    for text in self.descriptions.values():
+    for name in self.named:
+      if not roles.NAME.fullmatch(name):
+        raise ValueError(f"named: {name!r} must match {roles.NAME.pattern}")
+    if roles.TOOL in self.tools and not self.named:
+      raise ValueError("tools: 'tool' needs an entry in `named`")
+    told = [*self.descriptions.values(), *(n.description for n in self.named.values())]
+    for text in told:
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
     ours = set(self.tools) - set(self.mcp)
@@ -147,7 +184,16 @@ class ToolsConfig:
   @property
   def told(self) -> dict[str, str]:
     """Tag -> what the prompt says of it, "" for the protocol's words; in order."""
-    return {tool: self.descriptions.get(tool, "") for tool in self.tools}
+    told = {tool: self.descriptions.get(tool, "") for tool in self.tags}
+    return told | {
+      f"{roles.TOOL}:{name}": tool.description for name, tool in self.named.items()
+    }
+
+  @property
+  def tags(self) -> tuple[str, ...]:
+    """Tags of the tools that a policy may call: `tool` too, where some are named."""
+    added = bool(self.named) and roles.TOOL not in self.tools
+    return (*self.tools, *((roles.TOOL,) if added else ()))
 
 
 class Tool(Protocol):
@@ -272,12 +318,69 @@ def _visual_inspector(config: ToolsConfig, sandbox: Sandbox) -> Tool:
   return Inspector(config.vision, config.blocked)
 
 
+class _Function:
+  """A Python function as a tool; its content is a JSON object of its arguments."""
+
+  def __init__(self, path: str):
+    module, _, name = path.partition(":")
+    try:
+      self._function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as e:
+      raise ValueError(f"function {path!r}: {e}") from e
+    if not callable(self._function):
+      raise ValueError(f"function {path!r} is no function")
+    self._signature = inspect.signature(self._function)
+
+  def __call__(self, content: str, seconds: float) -> str:
+    del seconds  # whoever calls gives it up in time
+    arguments = json.loads(content)
+    try:
+      self._signature.bind(**arguments)
+    except TypeError as e:
+      raise BadCall(f"{e}; it takes {self._signature}") from None
+    return str(self._function(**arguments))
+
+  def close(self) -> None:
+    """Nothing."""
+
+
+class _Named:
+  """All tools that are called by name."""
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    del sandbox
+    self._tools: dict[str, Tool] = {}
+    for name, tool in config.named.items():
+      try:
+        made = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
+      except BaseException as e:
+        self.close()
+        if isinstance(e, (ValueError, Unavailable)):
+          raise ValueError(f"named.{name}: {e}") from e
+        raise
+      self._tools[name] = made
+
+  def __call__(self, content: str, seconds: float) -> str | tuple[CallStatus, str]:
+    call = roles.parse_named(content)
+    assert call is not None  # content_fault has refused every other body
+    tool = self._tools.get(call.name)
+    if tool is None:
+      raise BadCall(f"no tool {call.name}; there are {', '.join(self._tools)}")
+    return tool(json.dumps(dict(call.arguments)), seconds)
+
+  def close(self) -> None:
+    """Ends the servers that were started."""
+    for tool in self._tools.values():
+      tool.close()
+
+
 OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
   "wiki_search": _WikiSearch,
   "code": _Code,
   "web_search": _web_search,
   "crawl_page": _crawl_page,
   "visual_inspector": _visual_inspector,
+  roles.TOOL: _Named,
 }
 
 
