@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools_sandbox import cgroup, landlock
+from tools_sandbox.cells import SessionEnded
 from tools_sandbox.client import Sandbox, Verdict
-from tools_sandbox.pool import SandboxPool, SessionEnded
+from tools_sandbox.pool import SandboxPool
 from tools_sandbox.slot import Cancel
 from tools_sandbox.wire import Limits
 

@@ -10,12 +10,12 @@ import tempfile
 from collections.abc import Sequence
 
 from tools_sandbox import pool, search, wire
+from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.jail import check as check_jail
 from tools_sandbox.mcp_client import McpConfig, McpTool
-from tools_sandbox.pool import Session, SessionEnded
 from tools_sandbox.remote import RemoteConfig, RemotePool, RemoteSession
 from tools_sandbox.retrieve import Retriever
 from tools_sandbox.search import Document, Hit
@@ -149,7 +149,7 @@ class Sandbox:
     memory_mb: int | None = None,
     cpu_s: float | None = None,
     wait_s: float | None = None,
-    lease_s: float = pool.LEASE_S,
+    lease_s: float = LEASE_S,
   ) -> Session | RemoteSession:
     """Opens a session: programs that share one process, and so their variables.
 
@@ -173,7 +173,7 @@ class Sandbox:
     limits = dataclasses.replace(
       self._limits,
       wall_s=wall_s,
-      cpu_s=pool.CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
+      cpu_s=CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
       memory_mb=self._limits.memory_mb if memory_mb is None else memory_mb,
     )
     if isinstance(self._pool, RemotePool):

@@ -8,7 +8,6 @@ leaves open.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tools_sandbox import jail, slot, wire
+from tools_sandbox.cells import LEASE_S, Session, check_texts, died, failure
 
 BACKENDS = ("jail", "subprocess")
 _WEAKER = (
@@ -34,8 +34,6 @@ DEFAULT_PRELOAD = (
   *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
 )
 
-CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
-LEASE_S = 600.0  # longer than a policy takes from one call to its next
 _CLOSED = "the sandbox pool is closed"
 
 
@@ -126,24 +124,24 @@ class SandboxPool:
     try:
       for last in (False, True):
         if cancel is not None and cancel.asked:
-          return _failure("called off")
+          return failure("called off")
         try:
           zygote = zygote or self._start()
           result = zygote.run(request, limits.wall_s, cancel)
           break
         except slot.ZygoteDied as e:
-          zygote = self._retire(zygote)
+          zygote = self.retire(zygote)
           if e.started or last:
             zygote = self._spare()
-            return _died(e)
+            return died(e)
       zygote = self._unless_worn(zygote)
       return result
     except OSError as e:  # no process, no descriptor, no disk for a zygote
-      zygote = self._retire(zygote)
-      return _failure(f"{type(e).__name__}: {e}")
+      zygote = self.retire(zygote)
+      return failure(f"{type(e).__name__}: {e}")
     except BaseException:
       # A caller that is interrupted leaves a zygote with an answer nobody wants.
-      zygote = self._retire(zygote)
+      zygote = self.retire(zygote)
       raise
     finally:
       self._release(zygote)
@@ -183,7 +181,7 @@ class SandboxPool:
           zygote.open(request)
           break
         except slot.ZygoteDied:
-          zygote = self._retire(zygote)
+          zygote = self.retire(zygote)
           if last:
             raise
       session = Session(self, zygote, limits.wall_s, lease_s, ended)
@@ -198,12 +196,13 @@ class SandboxPool:
         self._changed.notify_all()
       return session
     except BaseException as e:
-      self._release(self._retire(zygote))
+      self._release(self.retire(zygote))
       if isinstance(e, (OSError, slot.ZygoteDied)):
         raise RuntimeError(f"no session: {type(e).__name__}: {e}") from e
       raise
 
-  def _end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+  def end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+    """Takes the slot of a session back; only the session itself calls this."""
     with self._changed:
       self._sessions.discard(session)
     self._release(self._unless_worn(zygote))
@@ -224,12 +223,12 @@ class SandboxPool:
           self._changed.wait(min(waits, default=None))
           continue
       for session in late:
-        session._expire()
+        session.expire()
 
   def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
     if zygote is None or zygote.runs < self._runs_per_zygote:
       return zygote
-    self._retire(zygote)
+    self.retire(zygote)
     return self._spare()
 
   @property
@@ -250,7 +249,7 @@ class SandboxPool:
         zygote.process.kill()
       sessions = list(self._sessions)
     for zygote in idle:
-      self._retire(zygote)
+      self.retire(zygote)
     for session in sessions:
       session.close()
     with self._changed:
@@ -296,7 +295,7 @@ class SandboxPool:
       self._live.add(zygote)
       closed = self._closed
     if closed:
-      self._retire(zygote)
+      self.retire(zygote)
     self._check_open()
     return zygote
 
@@ -307,7 +306,8 @@ class SandboxPool:
     except (OSError, RuntimeError):  # RuntimeError: closed by now
       return None
 
-  def _retire(self, zygote: slot.Zygote | None) -> None:
+  def retire(self, zygote: slot.Zygote | None) -> None:
+    """Puts a zygote away for good."""
     if zygote is not None:
       zygote.kill()
       with self._changed:
@@ -327,139 +327,11 @@ class SandboxPool:
       while self._waiting and (self._idle or self._unstarted):
         self._waiting.popleft().set_result(self._take())
     if closed:
-      self._retire(zygote)
+      self.retire(zygote)
 
   def _check_open(self) -> None:
     if self._closed:
       raise RuntimeError(_CLOSED)
-
-
-class SessionEnded(RuntimeError):
-  """A cell was given to a session that has ended."""
-
-
-class Session:
-  """Cells that share one process: variables live until it ends. Thread-safe.
-
-  It ends with `close`, with a cell that used up its time or memory, was called off, or
-  whose process ended (that cell's result says which), and when no cell came for as long
-  as its lease says; `alive` is False from then on.
-
-  Attributes:
-    lease_s: seconds without a cell that end it.
-    expires: `time.monotonic()` seconds of its lease's end; inf while a cell runs.
-    ended: as given to `SandboxPool.session`.
-  """
-
-  def __init__(
-    self,
-    pool: SandboxPool,
-    zygote: slot.Zygote,
-    wall_s: float,
-    lease_s: float,
-    ended: Callable[[], None] | None,
-  ):
-    """Only `SandboxPool.session` makes one."""
-    self._pool, self._zygote, self._wall_s = pool, zygote, wall_s
-    self.lease_s, self.ended = lease_s, ended
-    self.expires = time.monotonic() + lease_s
-    self._lock = threading.Lock()
-    self._alive = True
-    self._why = "the session has ended"
-
-  @property
-  def alive(self) -> bool:
-    """Whether there can be another cell."""
-    return self._alive
-
-  def run(
-    self, program: str, stdin: str = "", cancel: slot.Cancel | None = None
-  ) -> wire.Result:
-    """Runs a cell with the variables that earlier cells have left.
-
-    Args:
-      program: Python source.
-      stdin: what it reads from `sys.stdin`, hence by `input()`; nothing else of its
-        process sees it.
-      cancel: calls it off, and the session ends with it.
-
-    Returns:
-      The result of this cell. One that raised, or called sys.exit, is `error` or `ok`
-      as a run would be, and the session goes on.
-
-    Raises:
-      TypeError: program is not a string.
-      ValueError: it is longer than wire.MAX_INPUT.
-      SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
-    """
-    check_texts(program, stdin)
-    with self._lock:
-      if not self._alive:
-        raise SessionEnded(f"{self._why}; open another one")
-      zygote, self.expires = self._zygote, math.inf
-      try:
-        result, self._alive = zygote.cell(program, stdin, self._wall_s, cancel)
-      except (slot.ZygoteDied, OSError) as e:
-        self._alive = False
-        zygote = self._pool._retire(zygote)
-        result = _died(e) if isinstance(e, slot.ZygoteDied) else _failure(str(e))
-      except BaseException:  # interrupted: its answer would be taken for the next one's
-        self._alive = False
-        self._pool._end_session(self, self._pool._retire(zygote))
-        raise
-      if not self._alive:
-        self._pool._end_session(self, zygote)
-      self.expires = time.monotonic() + self.lease_s
-      return result
-
-  def _expire(self) -> None:
-    """Closes it if its lease is over; the pool's own thread asks."""
-    if not self._lock.acquire(blocking=False):
-      return  # a cell has just begun
-    try:
-      if self._alive and self.expires <= time.monotonic():
-        self._why = f"the session was not used for {self.lease_s:g} s and has ended"
-        self._close()
-    finally:
-      self._lock.release()
-
-  def close(self) -> None:
-    """Ends its process and gives the slot back; waits for a cell that runs."""
-    with self._lock:
-      if self._alive:
-        self._close()
-
-  def _close(self) -> None:
-    self._alive = False
-    zygote: slot.Zygote | None = self._zygote
-    try:
-      zygote.end_session()
-    except BaseException as e:
-      zygote = self._pool._retire(zygote)
-      if not isinstance(e, (slot.ZygoteDied, OSError)):
-        raise
-    finally:
-      self._pool._end_session(self, zygote)
-
-  def __enter__(self) -> Session:
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    self.close()
-
-
-def check_texts(program: str, stdin: str) -> None:
-  """Refuses what cannot be run.
-
-  Raises:
-    TypeError: one is not a string.
-    ValueError: together they are longer than wire.MAX_INPUT.
-  """
-  for name, value in (("program", program), ("stdin", stdin)):
-    if not isinstance(value, str):
-      raise TypeError(f"{name} must be a string, got {type(value).__name__}")
-  if len(program) + len(stdin) > wire.MAX_INPUT:
-    raise ValueError(f"program and stdin exceed {wire.MAX_INPUT} characters")
 
 
 def _request(
@@ -467,15 +339,3 @@ def _request(
 ) -> dict[str, Any]:
   row = {"program": program, "stdin": stdin, "limits": limits.to_json()}
   return {**row, "session": session}
-
-
-def _died(e: slot.ZygoteDied) -> wire.Result:
-  """Of a run whose slot ended: for the memory it took, or for no fault of its own."""
-  if not e.memory:
-    return _failure(str(e))
-  note = "[killed: used more memory than it may]\n"
-  return wire.Result("", note, -9, wire.Verdict.MEMORY, 0.0)
-
-
-def _failure(reason: str) -> wire.Result:
-  return wire.Result("", reason, None, wire.Verdict.INFRASTRUCTURE, 0.0)

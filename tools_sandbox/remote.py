@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 import httpx
 
 from tools_sandbox import sandbox_fusion
+from tools_sandbox.cells import LEASE_S, SessionEnded, check_texts
 from tools_sandbox.faults import Unavailable
-from tools_sandbox.pool import LEASE_S, SessionEnded, check_texts
 from tools_sandbox.service import read_key, retry_after
 from tools_sandbox.wire import MAX_FRAME, Limits, Result, Verdict
 

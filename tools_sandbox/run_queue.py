@@ -25,7 +25,8 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tools_sandbox.pool import SandboxPool, Session, SessionEnded
+from tools_sandbox.cells import Session, SessionEnded
+from tools_sandbox.pool import SandboxPool
 from tools_sandbox.slot import Cancel
 from tools_sandbox.wire import Limits, Result, Verdict
 

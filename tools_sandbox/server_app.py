@@ -37,7 +37,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tools_sandbox import sandbox_fusion
-from tools_sandbox.pool import CELLS_OF_CPU, LEASE_S
+from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S
 from tools_sandbox.run_queue import Refused, RunQueue
 from tools_sandbox.wire import MAX_INPUT, MAX_OUTPUT, Limits, Result
 

@@ -7,17 +7,14 @@ tag `tool`); or a function under a tag of its own in `OPEN`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
-import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.cells import Cells
+from coa_jax.rollout.named import NamedTool, NamedTools
 from tools_sandbox.client import (
   BACKENDS,
   BLOCKED,
@@ -44,31 +41,7 @@ from tools_sandbox.client import (
 
 _LOST = "\n[variables are lost; the next program starts afresh]"
 _LOST_BEFORE = "[variables of earlier programs were lost]\n"
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedTool:
-  """A tool that is called by its name.
-
-  Attributes:
-    description: one line for the prompt: what it does, and its arguments.
-    mcp: the tool of an MCP server that answers.
-    function: or, `module:name` of a Python function; it is called from several threads
-      with the arguments by name and returns text. It may raise the exceptions of
-      `tools_sandbox.faults`; any other counts as the infrastructure's fault.
-  """
-
-  description: str
-  mcp: McpConfig | None = None
-  function: str | None = None
-
-  def __post_init__(self):
-    if (self.mcp is None) == (self.function is None):
-      raise ValueError("a named tool has either mcp or function")
-    if self.function is not None and not _PATH.fullmatch(self.function):
-      raise ValueError(f"function {self.function!r} must be module:name")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,60 +291,9 @@ def _visual_inspector(config: ToolsConfig, sandbox: Sandbox) -> Tool:
   return Inspector(config.vision, config.blocked)
 
 
-class _Function:
-  """A Python function as a tool; its content is a JSON object of its arguments."""
-
-  def __init__(self, path: str):
-    module, _, name = path.partition(":")
-    try:
-      self._function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-      raise ValueError(f"function {path!r}: {e}") from e
-    if not callable(self._function):
-      raise ValueError(f"function {path!r} is no function")
-    self._signature = inspect.signature(self._function)
-
-  def __call__(self, content: str, seconds: float) -> str:
-    del seconds  # whoever calls gives it up in time
-    arguments = json.loads(content)
-    try:
-      self._signature.bind(**arguments)
-    except TypeError as e:
-      raise BadCall(f"{e}; it takes {self._signature}") from None
-    return str(self._function(**arguments))
-
-  def close(self) -> None:
-    """Nothing."""
-
-
-class _Named:
-  """All tools that are called by name."""
-
-  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
-    del sandbox
-    self._tools: dict[str, Tool] = {}
-    for name, tool in config.named.items():
-      try:
-        made = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
-      except BaseException as e:
-        self.close()
-        if isinstance(e, (ValueError, Unavailable)):
-          raise ValueError(f"named.{name}: {e}") from e
-        raise
-      self._tools[name] = made
-
-  def __call__(self, content: str, seconds: float) -> str | tuple[CallStatus, str]:
-    call = roles.parse_named(content)
-    assert call is not None  # content_fault has refused every other body
-    tool = self._tools.get(call.name)
-    if tool is None:
-      raise BadCall(f"no tool {call.name}; there are {', '.join(self._tools)}")
-    return tool(json.dumps(dict(call.arguments)), seconds)
-
-  def close(self) -> None:
-    """Ends the servers that were started."""
-    for tool in self._tools.values():
-      tool.close()
+def _named(config: ToolsConfig, sandbox: Sandbox) -> Tool:
+  del sandbox
+  return NamedTools(config.named)
 
 
 OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
@@ -380,7 +302,7 @@ OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
   "web_search": _web_search,
   "crawl_page": _crawl_page,
   "visual_inspector": _visual_inspector,
-  roles.TOOL: _Named,
+  roles.TOOL: _named,
 }
 
 
