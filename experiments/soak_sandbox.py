@@ -127,6 +127,12 @@ def _groups() -> int:
   return sum(n.startswith(own) for f in folders for n in os.listdir(f))
 
 
+def _walls() -> dict[str, Any]:
+  """Those that not every machine has."""
+  groups = cgroup.check() or "in use"
+  return {"landlock": landlock.version(), "control groups": groups}
+
+
 def _call_off(pool: SandboxPool, i: int) -> str | None:
   """Calls a run off; what was wrong, if something was."""
   cancel = Cancel()
@@ -239,10 +245,7 @@ def soak(runs: int) -> dict[str, Any]:
   table = [{"what": n, "before": before[n], "after": after[n]} for n in before]
   return {
     "table": table,
-    "walls": {
-      "landlock": landlock.version(),
-      "control groups": cgroup.check() or "in use",
-    },
+    "walls": _walls(),
     "ratios": {"last_over_first_tenth": last / first},
     "runs": runs,
     "runs_per_s": {"first tenth": round(first, 1), "last tenth": round(last, 1)},

@@ -9,15 +9,22 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tools_sandbox import slot, wire
 
-if TYPE_CHECKING:
-  from tools_sandbox.pool import SandboxPool
-
 CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
 LEASE_S = 600.0  # longer than a policy takes from one call to its next
+
+
+class Owner(Protocol):
+  """The pool whose slot a session has."""
+
+  def retire(self, zygote: slot.Zygote | None) -> None:
+    """Puts a zygote away for good."""
+
+  def end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+    """Takes the slot back."""
 
 
 class SessionEnded(RuntimeError):
@@ -39,7 +46,7 @@ class Session:
 
   def __init__(
     self,
-    pool: SandboxPool,
+    pool: Owner,
     zygote: slot.Zygote,
     wall_s: float,
     lease_s: float,

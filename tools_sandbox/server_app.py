@@ -94,10 +94,7 @@ class ServiceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """A request to run a program; `deadline_s` counts from its arrival.
-
-  Of a session it has no program; `lease_s` is the session's.
-  """
+  """A request to run a program, or for a session; `deadline_s` is from its arrival."""
 
   program: str
   stdin: str
@@ -124,6 +121,8 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
       of its own.
   """
 
+  open_session, cell, close_session = _session_handlers(queue, config)
+
   async def run(request: Request) -> Response:
     with queue.place():
       asked = await _asked(request, config, read_run)
@@ -139,28 +138,6 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
         return JSONResponse(sandbox_fusion.write_error(str(e)))
       result = await _run(request, queue, asked)
       return JSONResponse(sandbox_fusion.write_reply(result))
-
-  async def open_session(request: Request) -> Response:
-    with queue.place():
-      asked = await _asked(request, config, read_session)
-      start_by = asked.deadline_s - asked.limits.wall_s
-      try:
-        name = await queue.open(asked.limits, start_by, asked.lease_s, _gone(request))
-      except ValueError as e:  # this back-end has none
-        raise _BadRequest(400, str(e)) from None
-      except RuntimeError as e:
-        raise _BadRequest(500, str(e)) from None
-      return JSONResponse({"session": name, "lease_s": asked.lease_s})
-
-  async def cell(request: Request) -> Response:
-    with queue.cells(request.path_params["name"]) as session:
-      asked = await _asked(request, config, read_cell)
-      result = await queue.cell(session, asked.program, asked.stdin, _gone(request))
-      return JSONResponse({**result.to_json(), "alive": session.alive})
-
-  async def close_session(request: Request) -> Response:
-    await queue.close(request.path_params["name"])
-    return JSONResponse({})
 
   async def health(request: Request) -> Response:
     del request
@@ -203,6 +180,36 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
       HTTPException: _no_such_route,
     },
   )
+
+
+def _session_handlers(
+  queue: RunQueue, config: ServiceConfig
+) -> tuple[_Handler, _Handler, _Handler]:
+  """What opens a session, runs a cell of it, closes it."""
+
+  async def open_session(request: Request) -> Response:
+    with queue.place():
+      asked = await _asked(request, config, read_session)
+      start_by = asked.deadline_s - asked.limits.wall_s
+      try:
+        name = await queue.open(asked.limits, start_by, asked.lease_s, _gone(request))
+      except ValueError as e:  # this back-end has none
+        raise _BadRequest(400, str(e)) from None
+      except RuntimeError as e:
+        raise _BadRequest(500, str(e)) from None
+      return JSONResponse({"session": name, "lease_s": asked.lease_s})
+
+  async def cell(request: Request) -> Response:
+    with queue.cells(request.path_params["name"]) as session:
+      asked = await _asked(request, config, read_cell)
+      result = await queue.cell(session, asked.program, asked.stdin, _gone(request))
+      return JSONResponse({**result.to_json(), "alive": session.alive})
+
+  async def close_session(request: Request) -> Response:
+    await queue.close(request.path_params["name"])
+    return JSONResponse({})
+
+  return open_session, cell, close_session
 
 
 def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
@@ -250,13 +257,10 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
       f"lease_s must be a number from {_FIRST_LEASE_S:g} to {config.lease_s:g}, got "
       f"{lease_s!r:.100}"
     )
-  for field in ("program", "stdin"):
-    if field in body:
-      raise ValueError(f"{field} is a cell's: POST it to /session/NAME")
-  cpu_s = config.most.cpu_s * CELLS_OF_CPU
-  wider = dataclasses.replace(
-    config, most=dataclasses.replace(config.most, cpu_s=cpu_s)
-  )
+  if "program" in body:
+    raise ValueError("program is a cell's: POST it to /session/NAME")
+  most = dataclasses.replace(config.most, cpu_s=config.most.cpu_s * CELLS_OF_CPU)
+  wider = dataclasses.replace(config, most=most)
   asked = read_run({**body, "program": ""}, wider)
   return dataclasses.replace(asked, lease_s=float(lease_s))
 

@@ -1,4 +1,4 @@
-"""Tools that a config adds: called by name in the tag `tool`, with none of their own."""
+"""Tools that a config adds: called by name in the tag `tool`, without their own."""
 
 from __future__ import annotations
 
