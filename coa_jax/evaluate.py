@@ -132,7 +132,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       greedy = play("greedy", 1, 0.0)
     if plan.samples:
       sampled = play("sampled", plan.samples, plan.temperature)
-  names = tuple(drawn.names.values()) if drawn else tools.tools
+  names = tuple(drawn.names.values()) if drawn else tools.tags
   results = scores.summary(greedy, sampled, names)
   results["by_family"] = scores.by_family(greedy, sampled, names)
   if drawn:

@@ -8,7 +8,7 @@ in every round; our two back-ends have two slots each. The plain one starts an
 interpreter for each program, as a harness without any of ours would; bubblewrap and
 nsjail start one behind the same kinds of walls, where they are on PATH. Every answer is
 checked. Ratios are the jail's runs per second with one caller over the plain process's:
-above 1 the jail is faster.
+above 1 the jail is faster. Last the cells of one session, one after the other.
 
 --soak makes so many runs with 8 callers, every tenth of them hostile, and tells what is
 left of them: processes, descriptors, mounts, files, resident memory, throughput of the
@@ -50,6 +50,7 @@ PROGRAMS = {
   ),
 }
 CALLERS = (1, 2, 8, 64)
+_CELLS = 3000
 SLOTS = 2
 RATIOS = {"print": "executions", "numpy": "numpy", "sympy": "sympy"}
 _RUNS = {"jail": 128, "subprocess": 128}  # of all callers in a round; else:
@@ -177,11 +178,36 @@ def measure() -> dict[str, Any]:
         "per_s": round(rate_of[title, callers, name], 1),
       }
     )
+  cells = _cells()
+  table.append({"program": "session", "callers": 1, "name": "jail", **cells})
   ratios = {
     f"{RATIOS[t]}_vs_subprocess": rate_of[t, 1, "jail"] / rate_of[t, 1, "plain"]
     for t in programs
   }
-  return {"table": table, "ratios": ratios, "rounds": rounds}
+  return {
+    "table": table,
+    "ratios": ratios,
+    "rounds": rounds,
+    "cells_per_s": cells["per_s"],
+  }
+
+
+def _cells() -> dict[str, float]:
+  """Cells of one session, one after the other; asked are 1,000 a second."""
+  seconds = []
+  with Sandbox(1) as jail, jail.session(timeout_s=600) as session:
+    for i in range(_CELLS):
+      start = time.perf_counter()
+      said = session.run(f"x = {i}\nprint(x)").stdout
+      seconds.append(time.perf_counter() - start)
+      if said != f"{i}\n":
+        raise ValueError(f"cell {i} printed {said!r}")
+  cuts = statistics.quantiles(seconds, n=100)
+  return {
+    "p50_ms": round(cuts[49] * 1e3, 2),
+    "p99_ms": round(cuts[98] * 1e3, 2),
+    "per_s": round(_CELLS / sum(seconds), 1),
+  }
 
 
 _measure = bench.program(

@@ -1,5 +1,9 @@
 """Many runs in one jail pool, some hostile: what they leave behind.
 
+Of ten runs one is hostile (some at Landlock's and the control group's walls), one is
+called off in the middle, as a client that hangs up does, and one is a session: every
+second of these is left open, for its lease to end.
+
 Of `bench_sandbox --soak=N`; a small one is a slow test.
 """
 
@@ -14,7 +18,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tools_sandbox import cgroup, landlock
+from tools_sandbox.cells import SessionEnded
 from tools_sandbox.client import Sandbox, Verdict
+from tools_sandbox.pool import SandboxPool
+from tools_sandbox.slot import Cancel
+from tools_sandbox.wire import Limits
 
 EVERY = 10  # one run of so many is hostile
 CALLERS = 8
@@ -46,8 +55,15 @@ _HOSTILE = (
   "for _ in range(99): threading.Thread(target=time.sleep, args=(99,)).start()",
   "import socket\nsocket.socket()",
   "import os\nos.close(1); os.close(2); os._exit(0)",
+  "import os, time\nfor i in range(20):\n  if not os.fork():\n"
+  "    x = b'x' * (60 << 20)\n    time.sleep(9)",  # between two samples
+  "open('/proc/self/oom_score_adj', 'w').write('-1000')",
+  "open('/dev/shm/../../site/x', 'w')",
 )
 _HOSTILE_S, _HOSTILE_MB = 0.5, 128
+_CALLED_OFF, _SESSION = 3, 6  # which of each EVERY
+_OFF_S = (0.0, 0.002, 0.02, 0.2)  # seconds after which a run is called off
+_LEASE_S = 0.3
 _SETTLE_S = 60.0
 _MEGABYTES = 16  # of resident memory that a pool may gain
 
@@ -98,9 +114,50 @@ def held() -> dict[str, float]:
     "mounts here": _count("/proc/self/mountinfo"),
     "mounts of all": sum(_count(f"/proc/{pid}/mountinfo") for pid in pids),
     "folders": len(os.listdir(tempfile.gettempdir())),
+    "control groups": _groups(),
     "MiB here": round(_resident_mb([os.getpid()]), 1),
     "MiB below": round(_resident_mb(pids), 1),
   }
+
+
+def _groups() -> int:
+  """Control groups below this process's own."""
+  folders = cgroup._own_folders().values()
+  own = f"tools-sandbox-{os.getpid()}-"
+  return sum(n.startswith(own) for f in folders for n in os.listdir(f))
+
+
+def _walls() -> dict[str, Any]:
+  """Those that not every machine has."""
+  groups = cgroup.check() or "in use"
+  return {"landlock": landlock.version(), "control groups": groups}
+
+
+def _call_off(pool: SandboxPool, i: int) -> str | None:
+  """Calls a run off; what was wrong, if something was."""
+  cancel = Cancel()
+  timer = threading.Timer(_OFF_S[i // EVERY % len(_OFF_S)], cancel)
+  timer.start()
+  limits = Limits(wall_s=60, cpu_s=60)
+  result = pool.run("import time\ntime.sleep(50)", limits=limits, cancel=cancel)
+  timer.join()
+  fine = result.verdict == Verdict.INFRASTRUCTURE and "called off" in result.stderr
+  return None if fine else f"called off: {result}"
+
+
+def _talk(pool: SandboxPool, i: int) -> str | None:
+  """Three cells of a session; every second one is left to its lease."""
+  session = pool.session(Limits(wall_s=60, cpu_s=60), lease_s=_LEASE_S)
+  said = ""
+  try:
+    for cell in ("x = 20", "x += int(input())", "print(x)"):
+      result = session.run(cell, "1")
+      said += result.stdout
+  except SessionEnded:  # its lease, on a machine that is busy
+    return None
+  if i // EVERY % 2:
+    session.close()
+  return None if said == "21\n" else f"a session: {result}"
 
 
 @contextlib.contextmanager
@@ -131,6 +188,7 @@ def soak(runs: int) -> dict[str, Any]:
   verdicts: collections.Counter[str] = collections.Counter()
   others = set(_below())
   with _temporary_folder(), Sandbox(SLOTS, backend="jail") as sandbox:
+    pool = sandbox._pool
 
     def run(i: int) -> None:
       if i % EVERY == EVERY - 1:
@@ -139,6 +197,9 @@ def soak(runs: int) -> dict[str, Any]:
         verdicts[result.verdict] += 1
         if result.verdict == Verdict.INFRASTRUCTURE:
           wrong.append(f"hostile {program!r}: {result.stderr[-300:]}")
+      elif i % EVERY in (_CALLED_OFF, _SESSION):
+        fault = (_call_off if i % EVERY == _CALLED_OFF else _talk)(pool, i)
+        wrong.extend([fault] if fault else [])
       else:
         program, expected = _PROGRAMS[i % len(_PROGRAMS)]
         result = sandbox.run(program, timeout_s=60)
@@ -184,6 +245,7 @@ def soak(runs: int) -> dict[str, Any]:
   table = [{"what": n, "before": before[n], "after": after[n]} for n in before]
   return {
     "table": table,
+    "walls": _walls(),
     "ratios": {"last_over_first_tenth": last / first},
     "runs": runs,
     "runs_per_s": {"first tenth": round(first, 1), "last tenth": round(last, 1)},

@@ -29,6 +29,8 @@ for journey in JOURNEYS:
 # Doors: the only files that may import these packages.
 DOORS = {
   "tools_sandbox": {
+    "coa_jax/rollout/cells.py",
+    "coa_jax/rollout/named.py",
     "coa_jax/rollout/toolbox.py",
     "coa_jax/rollout/tools.py",
     "coa_jax/tasks/rewards/code.py",

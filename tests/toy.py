@@ -216,8 +216,11 @@ class TableToolbox:
     self.seconds: list[float] = []  # that each call was given
     self._pool = concurrent.futures.ThreadPoolExecutor(8)
 
+  def cells(self) -> None:
+    """As `Toolbox.cells`: calls share nothing."""
+
   def submit(
-    self, name: str, arguments: str, seconds: float = math.inf
+    self, name: str, arguments: str, seconds: float = math.inf, cells: None = None
   ) -> concurrent.futures.Future[ToolCall]:
     """As `Toolbox.submit`."""
     self.calls.append((name, arguments))

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import linecache
 import math
@@ -237,7 +238,9 @@ def _run_cells(cells: int, tell: int) -> None:
   stdout, stderr = sys.stdout, sys.stderr
   own = os.getpid()
   for number in itertools.count(1):
-    program = wire.read_frame(cells)["program"]
+    cell = wire.read_frame(cells)
+    program = cell["program"]
+    sys.stdin = io.StringIO(cell["stdin"])
     code, out_of_memory = _execute(program, f"<cell {number}>", names)
     for stream in (stdout, stderr, sys.stdout, sys.stderr):
       with contextlib.suppress(BaseException):

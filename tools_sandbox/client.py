@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Sequence
 
 from tools_sandbox import pool, search, wire
+from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.jail import check as check_jail
 from tools_sandbox.mcp_client import McpConfig, McpTool
-from tools_sandbox.pool import Session, SessionEnded
-from tools_sandbox.remote import RemoteConfig, RemotePool
+from tools_sandbox.remote import RemoteConfig, RemotePool, RemoteSession
 from tools_sandbox.retrieve import Retriever
 from tools_sandbox.search import Document, Hit
 from tools_sandbox.vision import Inspector, VisionConfig
@@ -38,6 +38,7 @@ __all__ = [
   "McpConfig",
   "McpTool",
   "RemoteConfig",
+  "RemoteSession",
   "Result",
   "Retriever",
   "Sandbox",
@@ -52,7 +53,6 @@ __all__ = [
   "check_jail",
 ]
 
-_CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
 BACKENDS = (*pool.BACKENDS, "remote")
 
 
@@ -149,7 +149,8 @@ class Sandbox:
     memory_mb: int | None = None,
     cpu_s: float | None = None,
     wait_s: float | None = None,
-  ) -> Session:
+    lease_s: float = LEASE_S,
+  ) -> Session | RemoteSession:
     """Opens a session: programs that share one process, and so their variables.
 
     Args:
@@ -157,23 +158,27 @@ class Sandbox:
       memory_mb: MiB of the session; None for the sandbox's.
       cpu_s: CPU seconds of the session; None for ten times `timeout_s`.
       wait_s: seconds to wait for a slot, which it holds until it ends; None for as long
-        as it takes.
+        as it takes; not for `remote`, whose config says it.
+      lease_s: seconds without a cell after which it is closed.
 
     Raises:
-      ValueError: a limit is out of range, or the back-end is not "jail".
+      ValueError: a limit is out of range, or the back-end has no sessions: "jail" has,
+        and "remote" with our own services.
       TimeoutError: no slot came free in time.
       RuntimeError: the sandbox is closed, or the service failed.
     """
-    if not isinstance(self._pool, pool.SandboxPool):
-      raise ValueError("only back-end 'jail' has sessions")
+    if self._pool is None:
+      raise ValueError("only back-ends 'jail' and 'remote' have sessions")
     wall_s = self._limits.wall_s if timeout_s is None else timeout_s
     limits = dataclasses.replace(
       self._limits,
       wall_s=wall_s,
-      cpu_s=_CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
+      cpu_s=CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
       memory_mb=self._limits.memory_mb if memory_mb is None else memory_mb,
     )
-    return self._pool.session(limits, wait_s)
+    if isinstance(self._pool, RemotePool):
+      return self._pool.session(limits, lease_s)
+    return self._pool.session(limits, wait_s, lease_s)
 
   def search(self, query: str, k: int = 5) -> list[Hit]:
     """The at most k pages that match best, best first; [] where none has a word of it.

@@ -1,6 +1,6 @@
 """A jailed slot's inside: `zygote` with other walls.
 
-Started by `jail` inside the slot's namespaces: inside.py SYS_PATH MODULE...
+Started by `jail` inside the slot's namespaces: inside.py SYS_PATH CANCEL_FD MODULE...
 Two processes live as long as the slot. This one, the first of its process namespace,
 is thin: it clones an *init* for each run, ahead of the request, into namespaces of the
 run's own. The other one, the *template*, has the modules imported: for each init that
@@ -151,6 +151,9 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
     os._exit(1)
 
   def get() -> child.Task:
+    # Where memory runs out, of its group or of the machine, programs die first.
+    with open("/proc/self/oom_score_adj", "wb", 0) as f:
+      f.write(b"1000")
     os.write(began, b"w")
     row = wire.read_frame(request)
     cells = (request, began) if row["session"] else None
@@ -242,7 +245,7 @@ def _confine(walls: _Walls, began: int, task: child.Task) -> None:
 class _Init:
   """The slot's handle on one init, made ahead of the request that it will serve."""
 
-  def __init__(self, requests: int, results: int, template: _Template):
+  def __init__(self, host: run.Host, template: _Template):
     """Clones it into new namespaces, where it waits for a request."""
     self._said, say = os.pipe()
     if not kernel.clone(kernel.ALL_NAMESPACES):
@@ -250,27 +253,27 @@ class _Init:
       try:
         # A pid 1 without handlers cannot be hurt by signals of its namespace.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self._serve(requests, results, template, say)
+        self._serve(host, template, say)
       except BaseException as e:
         _log("the run's init", e)
       os._exit(0)
     os.close(say)
 
   @staticmethod
-  def _serve(requests: int, results: int, template: _Template, say: int) -> None:
+  def _serve(host: run.Host, template: _Template, say: int) -> None:
     _furnish()
     starter = _Jailed(template.orders)
     template.orders.close()
     # Copies the pages that serving will write to while nobody waits for it.
     wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
     try:
-      request = wire.read_frame(requests)
+      request = wire.read_frame(host.requests)
     except EOFError:
       return  # the host has gone
     # Not before it is read: the next init reads the same pipe.
     os.write(say, b"s" if request["session"] else b"r")
     serve = session.serve if request["session"] else run.serve
-    serve(request, requests, results, starter, template.holds)
+    serve(request, host, starter, template.holds)
     os.write(say, b"a")
 
   def request(self) -> str:
@@ -284,18 +287,18 @@ class _Init:
     return answered
 
 
-def _serve(requests: int, results: int, template: _Template) -> None:
+def _serve(host: run.Host, template: _Template) -> None:
   """Has an init serve every request that comes, until there will be no more."""
-  spare = _Init(requests, results, template)
+  spare = _Init(host, template)
   while kind := spare.request():
     running = spare
     if kind == "run":
       # Made while another core runs the program: half of a short run's time.
-      spare = _Init(requests, results, template)
+      spare = _Init(host, template)
     if not running.answered():
       return  # nobody knows what it left in the pipes
     if kind == "session":  # not earlier: its cells came by the pipe that this one reads
-      spare = _Init(requests, results, template)
+      spare = _Init(host, template)
     # Those whose namespaces are gone; of the last one nothing but the init is left.
     while os.waitpid(-1, os.WNOHANG)[0]:
       pass
@@ -303,9 +306,9 @@ def _serve(requests: int, results: int, template: _Template) -> None:
 
 def _probe(code: bytes) -> NoReturn:
   """One run of an empty program; ends with 0 where it could be built."""
-  (requests, ask), (answer, results) = os.pipe(), os.pipe()
+  (requests, ask), (answer, results), (cancel, _) = (os.pipe() for _ in range(3))
   template = _Template([], code)
-  init = _Init(requests, results, template)
+  init = _Init(run.Host(requests, results, cancel), template)
   limits = wire.Limits().to_json()
   request = {"program": "", "stdin": "", "limits": limits, "session": False}
   wire.write_frame(ask, request)
@@ -319,7 +322,7 @@ def _probe(code: bytes) -> NoReturn:
 
 def main() -> None:
   """Serves runs until the host closes stdin."""
-  path, *modules = sys.argv[1:]
+  path, cancel, *modules = sys.argv[1:]
   own = ("wire", "child", "kernel", "landlock", "run", "seccomp", "session", "zygote")
   requests, results = zygote.take_pipes(own)
   sys.path[:] = path.split(":")
@@ -331,7 +334,7 @@ def main() -> None:
   gc.freeze()
   gc.disable()  # here and in inits: a collection would write to every page
   wire.write_frame(results, {"event": "ready"})
-  _serve(requests, results, template)
+  _serve(run.Host(requests, results, int(cancel)), template)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The keeper of a jailed slot: builds its root, enters namespaces, starts `inside`.
 
-Started by `pool` as its own program: jail.py DIRECTORY HOST_PID MODULE...
+Started by `pool` as its own program:
+jail.py DIRECTORY HOST_PID CANCEL_FD CGROUPS MODULE...
 Three processes: a watcher that stays on the host, the keeper, and the slot itself,
 the first of its process namespace; each dies with the one before it. All that a run
 could reach is built here once per slot: a root on tmpfs with the interpreter, the
@@ -86,7 +87,7 @@ def _probe() -> list[str]:
     command = [sys.executable, "-s", "-X", "utf8", os.path.abspath(__file__)]
     try:
       done = subprocess.run(
-        [*command, directory, str(os.getpid()), "--probe"],
+        [*command, directory, str(os.getpid()), "-1", "", "--probe"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=_PROBE_S,
@@ -179,7 +180,9 @@ def _become_inside(python: str, arguments: list[str]) -> NoReturn:
   )
 
 
-def _keep(directory: str, modules: list[str]) -> NoReturn:
+def _keep(
+  directory: str, cancel: str, groups: list[str], modules: list[str]
+) -> NoReturn:
   """Builds the slot and waits for its end.
 
   Raises:
@@ -190,6 +193,9 @@ def _keep(directory: str, modules: list[str]) -> NoReturn:
 
   watcher = os.getppid()
   child.die_with_parent(watcher, signal.SIGKILL)
+  for group in groups:
+    with open(f"{group}/cgroup.procs", "wb") as f:
+      f.write(b"0")  # this process, and all that it will start
   places, path, python = _layout()
   uid, gid = os.geteuid(), os.getegid()
   kernel.unshare(kernel.NEWNS if uid == 0 else kernel.NEWNS | kernel.NEWUSER)
@@ -211,7 +217,7 @@ def _keep(directory: str, modules: list[str]) -> NoReturn:
   pid = os.fork()
   if not pid:
     try:
-      _become_inside(python, [":".join(path), *modules])
+      _become_inside(python, [":".join(path), cancel, *modules])
     except BaseException as e:
       os.write(2, f"{type(e).__name__}: {e}\n".encode("ascii", "replace"))
       os._exit(1)
@@ -227,13 +233,15 @@ def _release_pipes() -> None:
 
 def main() -> None:
   """Watches over the keeper from outside, so that its files can be removed."""
+  import cgroup
   import child
 
-  directory, host, *modules = sys.argv[1:]
+  directory, host, cancel, groups, *modules = sys.argv[1:]
+  cgroups = groups.splitlines()
   keeper = os.fork()
   if not keeper:
     try:
-      _keep(directory, modules)
+      _keep(directory, cancel, cgroups, modules)
     except BaseException as e:
       os.write(2, f"{type(e).__name__}: {e}\n".encode("ascii", "replace"))
       os._exit(1)
@@ -250,6 +258,7 @@ def main() -> None:
   code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
   if os.getppid() != int(host):
     shutil.rmtree(directory, ignore_errors=True)  # else the host does
+    cgroup.remove(cgroups)
   os._exit(abs(code))
 
 

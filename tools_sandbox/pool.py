@@ -9,12 +9,14 @@ leaves open.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from tools_sandbox import jail, slot, wire
+from tools_sandbox.cells import LEASE_S, Session, check_texts, died, failure
 
 BACKENDS = ("jail", "subprocess")
 _WEAKER = (
@@ -88,9 +90,14 @@ class SandboxPool:
     self._sessions: set[Session] = set()
     self._closed = False
     self._replaced = 0
+    self._landlord: threading.Thread | None = None  # once there is a session
 
   def run(
-    self, program: str, stdin: str = "", limits: wire.Limits | None = None
+    self,
+    program: str,
+    stdin: str = "",
+    limits: wire.Limits | None = None,
+    cancel: slot.Cancel | None = None,
   ) -> wire.Result:
     """Runs a program in a fresh process; waits for a free slot and for its end.
 
@@ -98,6 +105,7 @@ class SandboxPool:
       program: Python source, run as `__main__`.
       stdin: what it reads on standard input.
       limits: what it may use; None for the pool's.
+      cancel: calls it off; the answer is then `infrastructure`.
 
     Returns:
       The result. A failure of the service is a result too (`infrastructure`, with the
@@ -109,35 +117,41 @@ class SandboxPool:
       ValueError: together they are longer than wire.MAX_INPUT.
       RuntimeError: the pool is closed.
     """
-    _check_texts(program, stdin)
+    check_texts(program, stdin)
     limits = limits or self.limits
     request = _request(program, stdin, limits, session=False)
     zygote = self._acquire()
     try:
       for last in (False, True):
+        if cancel is not None and cancel.asked:
+          return failure("called off")
         try:
           zygote = zygote or self._start()
-          result = zygote.run(request, limits.wall_s)
+          result = zygote.run(request, limits.wall_s, cancel)
           break
         except slot.ZygoteDied as e:
-          zygote = self._retire(zygote)
+          zygote = self.retire(zygote)
           if e.started or last:
             zygote = self._spare()
-            return _failure(str(e))
+            return died(e)
       zygote = self._unless_worn(zygote)
       return result
     except OSError as e:  # no process, no descriptor, no disk for a zygote
-      zygote = self._retire(zygote)
-      return _failure(f"{type(e).__name__}: {e}")
+      zygote = self.retire(zygote)
+      return failure(f"{type(e).__name__}: {e}")
     except BaseException:
       # A caller that is interrupted leaves a zygote with an answer nobody wants.
-      zygote = self._retire(zygote)
+      zygote = self.retire(zygote)
       raise
     finally:
       self._release(zygote)
 
   def session(
-    self, limits: wire.Limits | None = None, wait_s: float | None = None
+    self,
+    limits: wire.Limits | None = None,
+    wait_s: float | None = None,
+    lease_s: float = LEASE_S,
+    ended: Callable[[], None] | None = None,
   ) -> Session:
     """Opens a session; waits for a free slot, which it holds until it ends.
 
@@ -145,14 +159,18 @@ class SandboxPool:
       limits: what it may use; None for the pool's. Wall seconds and output are those
         of each cell, all else of the session.
       wait_s: seconds to wait for a slot at most; None for as long as it takes.
+      lease_s: seconds without a cell after which it is closed: nobody may ever do it.
+      ended: called once when its slot is free, in any thread; it must not raise.
 
     Raises:
-      ValueError: this back-end has no sessions.
+      ValueError: this back-end has no sessions, or lease_s is not above 0.
       TimeoutError: no slot came free in time.
       RuntimeError: the pool is closed, or the service failed.
     """
     if self._backend != "jail":
       raise ValueError(f"back-end {self._backend!r} has no sessions; 'jail' has")
+    if not lease_s > 0:
+      raise ValueError(f"lease_s must be above 0, got {lease_s!r}")
     limits = limits or self.limits
     request = _request("", "", limits, session=True)
     zygote = self._acquire(wait_s)
@@ -163,29 +181,54 @@ class SandboxPool:
           zygote.open(request)
           break
         except slot.ZygoteDied:
-          zygote = self._retire(zygote)
+          zygote = self.retire(zygote)
           if last:
             raise
-      session = Session(self, zygote, limits.wall_s)
+      session = Session(self, zygote, limits.wall_s, lease_s, ended)
       with self._changed:
         self._check_open()
         self._sessions.add(session)
+        if self._landlord is None:
+          self._landlord = threading.Thread(
+            target=self._watch_leases, name="leases", daemon=True
+          )
+          self._landlord.start()
+        self._changed.notify_all()
       return session
     except BaseException as e:
-      self._release(self._retire(zygote))
+      self._release(self.retire(zygote))
       if isinstance(e, (OSError, slot.ZygoteDied)):
         raise RuntimeError(f"no session: {type(e).__name__}: {e}") from e
       raise
 
-  def _end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+  def end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+    """Takes the slot of a session back; only the session itself calls this."""
     with self._changed:
       self._sessions.discard(session)
     self._release(self._unless_worn(zygote))
+    if session.ended is not None:
+      session.ended()
+
+  def _watch_leases(self) -> None:
+    """The thread that closes sessions which nobody uses any more."""
+    while True:
+      with self._changed:
+        if self._closed:
+          return
+        now = time.monotonic()
+        late = [s for s in self._sessions if s.expires <= now]
+        if not late:
+          # A cell that ends in the meantime sets an end which is a lease away.
+          waits = [min(s.expires - now, s.lease_s) for s in self._sessions]
+          self._changed.wait(min(waits, default=None))
+          continue
+      for session in late:
+        session.expire()
 
   def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
     if zygote is None or zygote.runs < self._runs_per_zygote:
       return zygote
-    self._retire(zygote)
+    self.retire(zygote)
     return self._spare()
 
   @property
@@ -197,6 +240,7 @@ class SandboxPool:
     """Kills every zygote, busy ones too; runs in flight end as `infrastructure`."""
     with self._changed:
       self._closed = True
+      self._changed.notify_all()
       idle, self._idle = self._idle, []
       while self._waiting:
         self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
@@ -205,7 +249,7 @@ class SandboxPool:
         zygote.process.kill()
       sessions = list(self._sessions)
     for zygote in idle:
-      self._retire(zygote)
+      self.retire(zygote)
     for session in sessions:
       session.close()
     with self._changed:
@@ -251,7 +295,7 @@ class SandboxPool:
       self._live.add(zygote)
       closed = self._closed
     if closed:
-      self._retire(zygote)
+      self.retire(zygote)
     self._check_open()
     return zygote
 
@@ -262,7 +306,8 @@ class SandboxPool:
     except (OSError, RuntimeError):  # RuntimeError: closed by now
       return None
 
-  def _retire(self, zygote: slot.Zygote | None) -> None:
+  def retire(self, zygote: slot.Zygote | None) -> None:
+    """Puts a zygote away for good."""
     if zygote is not None:
       zygote.kill()
       with self._changed:
@@ -282,98 +327,11 @@ class SandboxPool:
       while self._waiting and (self._idle or self._unstarted):
         self._waiting.popleft().set_result(self._take())
     if closed:
-      self._retire(zygote)
+      self.retire(zygote)
 
   def _check_open(self) -> None:
     if self._closed:
       raise RuntimeError(_CLOSED)
-
-
-class SessionEnded(RuntimeError):
-  """A cell was given to a session that has ended."""
-
-
-class Session:
-  """Cells that share one process: variables live until it ends. Thread-safe.
-
-  It ends with `close`, and with a cell that used up its time or memory, or whose
-  process ended; that cell's result says which, and `alive` is False from then on.
-  """
-
-  def __init__(self, pool: SandboxPool, zygote: slot.Zygote, wall_s: float):
-    """Only `SandboxPool.session` makes one."""
-    self._pool, self._zygote, self._wall_s = pool, zygote, wall_s
-    self._lock = threading.Lock()
-    self._alive = True
-
-  @property
-  def alive(self) -> bool:
-    """Whether there can be another cell."""
-    return self._alive
-
-  def run(self, program: str) -> wire.Result:
-    """Runs a cell with the variables that earlier cells have left.
-
-    Args:
-      program: Python source; its standard input is empty.
-
-    Returns:
-      The result of this cell. One that raised, or called sys.exit, is `error` or `ok`
-      as a run would be, and the session goes on.
-
-    Raises:
-      TypeError: program is not a string.
-      ValueError: it is longer than wire.MAX_INPUT.
-      SessionEnded: a cell before this one has ended it, or it is closed.
-    """
-    _check_texts(program, "")
-    with self._lock:
-      if not self._alive:
-        raise SessionEnded("the session has ended; open another one")
-      zygote = self._zygote
-      try:
-        result, self._alive = zygote.cell(program, self._wall_s)
-      except (slot.ZygoteDied, OSError) as e:
-        self._alive = False
-        zygote = self._pool._retire(zygote)
-        result = _failure(str(e))
-      except BaseException:  # interrupted: its answer would be taken for the next one's
-        self._alive = False
-        self._pool._end_session(self, self._pool._retire(zygote))
-        raise
-      if not self._alive:
-        self._pool._end_session(self, zygote)
-      return result
-
-  def close(self) -> None:
-    """Ends its process and gives the slot back; waits for a cell that runs."""
-    with self._lock:
-      if not self._alive:
-        return
-      self._alive = False
-      zygote: slot.Zygote | None = self._zygote
-      try:
-        zygote.end_session()
-      except BaseException as e:
-        zygote = self._pool._retire(zygote)
-        if not isinstance(e, (slot.ZygoteDied, OSError)):
-          raise
-      finally:
-        self._pool._end_session(self, zygote)
-
-  def __enter__(self) -> Session:
-    return self
-
-  def __exit__(self, *error: object) -> None:
-    self.close()
-
-
-def _check_texts(program: str, stdin: str) -> None:
-  for name, value in (("program", program), ("stdin", stdin)):
-    if not isinstance(value, str):
-      raise TypeError(f"{name} must be a string, got {type(value).__name__}")
-  if len(program) + len(stdin) > wire.MAX_INPUT:
-    raise ValueError(f"program and stdin exceed {wire.MAX_INPUT} characters")
 
 
 def _request(
@@ -381,7 +339,3 @@ def _request(
 ) -> dict[str, Any]:
   row = {"program": program, "stdin": stdin, "limits": limits.to_json()}
   return {**row, "session": session}
-
-
-def _failure(reason: str) -> wire.Result:
-  return wire.Result("", reason, None, wire.Verdict.INFRASTRUCTURE, 0.0)

@@ -5,27 +5,34 @@ service answered in time is a Result with verdict `infrastructure`; that a servi
 refuses what was asked (a limit above its own, a program too long) is a ValueError.
 
 A run that got no answer is asked again, on the next replica, until its deadline: it
-leaves nothing behind, so twice is as good as once.
+leaves nothing behind, so twice is as good as once. A session stays with the replica
+that opened it, and a cell is asked once only: without an answer it may have run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import httpx
 
 from tools_sandbox import sandbox_fusion
+from tools_sandbox.cells import LEASE_S, SessionEnded, check_texts
+from tools_sandbox.faults import Unavailable
 from tools_sandbox.service import read_key, retry_after
-from tools_sandbox.wire import MAX_FRAME, MAX_INPUT, Limits, Result, Verdict
+from tools_sandbox.wire import MAX_FRAME, Limits, Result, Verdict
 
 APIS = ("tools_sandbox", "sandbox_fusion")
 _PATHS = {"tools_sandbox": "/run", "sandbox_fusion": "/run_code"}
+_T = TypeVar("_T")
 _REFUSES_REQUEST = (400, 413, 415, 422)
+_SESSION_ENDED = 410
 _REFUSES_US = (401, 403, 404, 405)  # a wrong token or URL: asking again won't help
 _CONNECT_S = 3.0  # a replica that does not pick up in this time is passed over
 _ASIDE_S = 5.0  # and is asked last for so long
@@ -90,8 +97,8 @@ class RemotePool:
     """
     self.limits = limits or Limits()
     self._config = config
-    path = _PATHS[config.api]
-    self._urls = [url.rstrip("/").removesuffix(path) + path for url in config.urls]
+    self._path = _PATHS[config.api]
+    self._urls = [url.rstrip("/").removesuffix(self._path) for url in config.urls]
     token = read_key(config.token_file, "token_file")
     # As many connections as there are callers: how many run is the services' to say.
     self._client = httpx.Client(
@@ -120,25 +127,65 @@ class RemotePool:
       ValueError: together they are too long, or a service refuses what is asked for.
       RuntimeError: this is closed.
     """
-    for name, value in (("program", program), ("stdin", stdin)):
-      if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
-    if len(program) + len(stdin) > MAX_INPUT:
-      raise ValueError(f"program and stdin exceed {MAX_INPUT} characters")
+    check_texts(program, stdin)
     limits = limits or self.limits
-    deadline = time.monotonic() + limits.wall_s + self._config.wait_s
+    try:
+      return self._of_any(
+        limits.wall_s, lambda url, left: self._run(url, program, stdin, limits, left)
+      )
+    except Unavailable as e:
+      return _failure(str(e))
+
+  def session(
+    self, limits: Limits | None = None, lease_s: float = LEASE_S
+  ) -> RemoteSession:
+    """Opens a session on one of the services; waits for a slot up to `wait_s`.
+
+    Raises:
+      ValueError: these services have no sessions, or refuse what is asked for.
+      TimeoutError: none opened one in time; the message says why.
+      RuntimeError: this is closed.
+    """
+    if self._config.api != "tools_sandbox":
+      raise ValueError(f"services of api {self._config.api!r} have no sessions")
+    limits = limits or self.limits
+
+    def ask(url: str, left: float) -> RemoteSession:
+      body = {**_limits(limits, left), "lease_s": lease_s}
+      reply = self._reply("POST", f"{url}/session", body, left)
+      if not isinstance(reply.get("session"), str):
+        raise _NoAnswer(f"not a reply of /session: {reply!r:.200}")
+      return RemoteSession(self, f"{url}/session/{reply['session']}", limits.wall_s)
+
+    try:
+      return self._of_any(limits.wall_s, ask)
+    except Unavailable as e:
+      raise TimeoutError(str(e)) from None
+
+  def _of_any(self, wall_s: float, ask: Callable[[str, float], _T]) -> _T:
+    """What the first replica says that answers.
+
+    Args:
+      wall_s: seconds that what is asked for may take; it must fit before the deadline.
+      ask: asks one, given its URL and the seconds that are left.
+
+    Raises:
+      Unavailable: none did in time.
+      RuntimeError: this is closed.
+    """
+    deadline = time.monotonic() + wall_s + self._config.wait_s
     replicas, fault = self._in_turn(), "no time was left"
     attempt = 0
     while replicas:
       pause = 0.0
       for url in list(replicas):
         left = deadline - time.monotonic()
-        if left <= limits.wall_s:  # it could not run to its end
-          return _failure(fault)
+        if left <= wall_s:  # it could not run to its end
+          raise _unavailable(fault)
         if self._closed:
           raise RuntimeError("the sandbox pool is closed")
         try:
-          return self._ask(url, program, stdin, limits, left)
+          return ask(url, left)
         except _NoAnswer as e:
           fault = f"{url}: {e}"
           pause = max(pause, e.pause)
@@ -149,9 +196,9 @@ class RemotePool:
       pause = max(pause, own) * random.uniform(0.5, 1.0)
       attempt += 1
       if replicas:
-        left = deadline - limits.wall_s - time.monotonic()
+        left = deadline - wall_s - time.monotonic()
         time.sleep(min(pause, max(left, 0.0)))
-    return _failure(fault)
+    raise _unavailable(fault)
 
   def close(self) -> None:
     """Closes the connections; runs in flight end as `infrastructure`, or raise."""
@@ -167,46 +214,56 @@ class RemotePool:
     now = time.monotonic()
     return sorted(order, key=lambda url: self._aside.get(url, 0.0) > now)
 
-  def _ask(
+  def _run(
     self, url: str, program: str, stdin: str, limits: Limits, left: float
   ) -> Result:
-    """Asks one replica once.
-
-    Raises:
-      _NoAnswer: it gave no result.
-      ValueError: it refuses the request.
-    """
+    """Has one replica run a program; raises as `_reply`."""
     ours = self._config.api == "tools_sandbox"
     if ours:
-      row = limits.to_json()
-      wall_s = row.pop("wall_s")
-      deadline_s = left - min(_WAY_S, (left - wall_s) / 2)
-      times = {"timeout_s": wall_s, "deadline_s": deadline_s}
-      body = {"program": program, "stdin": stdin, **row, **times}
+      body = {"program": program, "stdin": stdin, **_limits(limits, left)}
     else:
       body = sandbox_fusion.write_request(program, stdin, limits)
+    reply = self._reply("POST", url + self._path, body, left)
     try:
-      status, headers, data = self._exchange(url, body, left)
+      if ours:
+        return Result.from_json(reply)
+      return sandbox_fusion.read_reply(reply, limits)
+    except (ValueError, TypeError, KeyError) as e:
+      raise _NoAnswer(f"not a reply of {self._config.api}: {e!r:.200}") from e
+
+  def _reply(self, method: str, url: str, body: Any, left: float) -> dict[str, Any]:
+    """Asks one replica once; the JSON that it answers with.
+
+    Raises:
+      _NoAnswer: it gave none.
+      SessionEnded: it has no such session, or no more.
+      ValueError: it refuses the request.
+    """
+    try:
+      status, headers, data = self._exchange(method, url, body, left)
     except (httpx.TransportError, httpx.DecodingError, TimeoutError) as e:
-      self._aside[url] = time.monotonic() + _ASIDE_S
+      base = url.removesuffix(self._path).partition("/session")[0]
+      self._aside[base] = time.monotonic() + _ASIDE_S
       raise _NoAnswer(type(e).__name__) from e
     if status in _REFUSES_REQUEST:
       raise ValueError(
         f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
       )
+    if status == _SESSION_ENDED:
+      raise SessionEnded("the session has ended; open another one")
     if status != 200:
       pause = retry_after(headers.get("retry-after", ""))
       raise _NoAnswer(f"status {status}", pause, status in _REFUSES_US)
     try:
       reply = json.loads(data)
-      if ours:
-        return Result.from_json(reply)
-      return sandbox_fusion.read_reply(reply, limits)
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
       raise _NoAnswer(f"not a reply of {self._config.api}: {e!r:.200}") from e
+    if not isinstance(reply, dict):
+      raise _NoAnswer(f"not a reply of {self._config.api}: {reply!r:.200}")
+    return reply
 
   def _exchange(
-    self, url: str, body: dict[str, Any], left: float
+    self, method: str, url: str, body: dict[str, Any] | None, left: float
   ) -> tuple[int, httpx.Headers, bytes]:
     deadline = time.monotonic() + left
     timeout = httpx.Timeout(left, connect=min(_CONNECT_S, left))
@@ -214,7 +271,7 @@ class RemotePool:
     headers = {"content-type": "application/json"}
     data = bytearray()
     with self._client.stream(
-      "POST", url, content=content, headers=headers, timeout=timeout
+      method, url, content=content, headers=headers, timeout=timeout
     ) as response:
       for chunk in response.iter_bytes():
         data += chunk
@@ -225,6 +282,66 @@ class RemotePool:
       return response.status_code, response.headers, bytes(data)
 
 
-def _failure(fault: str) -> Result:
-  reason = f"no sandbox service answers; the last fault was {fault}"
+class RemoteSession:
+  """As `pool.Session`, but on a service. Thread-safe, one cell at a time."""
+
+  def __init__(self, pool: RemotePool, url: str, wall_s: float):
+    """Only `RemotePool.session` makes one."""
+    self._pool, self._url, self._wall_s = pool, url, wall_s
+    self._lock = threading.Lock()
+    self._alive = True
+
+  @property
+  def alive(self) -> bool:
+    """Whether there can be another cell, as far as is known here."""
+    return self._alive
+
+  def run(self, program: str, stdin: str = "") -> Result:
+    """Runs a cell; see `pool.Session.run`. A service that fails ends the session.
+
+    Raises:
+      TypeError, ValueError, SessionEnded: as there.
+    """
+    check_texts(program, stdin)
+    with self._lock:
+      if not self._alive:
+        raise SessionEnded("the session has ended; open another one")
+      self._alive = False  # whatever goes wrong
+      body = {"program": program, "stdin": stdin}
+      left = self._wall_s + self._pool._config.wait_s
+      try:
+        reply = self._pool._reply("POST", self._url, body, left)
+        self._alive = reply.pop("alive", False) is True
+        return Result.from_json(reply)
+      except (_NoAnswer, TypeError) as e:
+        return _failure(f"the session's service fails: {e}")
+
+  def close(self) -> None:
+    """Ends it; a service that does not hear it does so at the end of its lease."""
+    with self._lock:
+      if self._alive:
+        self._alive = False
+        with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
+          self._pool._reply("DELETE", self._url, None, _CONNECT_S)
+
+  def __enter__(self) -> RemoteSession:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+
+def _limits(limits: Limits, left: float) -> dict[str, Any]:
+  """As our services are told of them."""
+  row = limits.to_json()
+  wall_s = row.pop("wall_s")
+  deadline_s = left - min(_WAY_S, (left - wall_s) / 2)
+  return {**row, "timeout_s": wall_s, "deadline_s": deadline_s}
+
+
+def _unavailable(fault: str) -> Unavailable:
+  return Unavailable(f"no sandbox service answers; the last fault was {fault}")
+
+
+def _failure(reason: str) -> Result:
   return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)

@@ -73,6 +73,22 @@ def descendants(template_pages: int) -> _Use:
 
 
 @dataclasses.dataclass(frozen=True)
+class Host:
+  """The pipes to the host.
+
+  Attributes:
+    requests: frames come from it; the host has gone when it hangs up.
+    results: frames go to it.
+    cancel: holds a byte from when the host calls the run off until it is answered. Only
+      the host reads it.
+  """
+
+  requests: int
+  results: int
+  cancel: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Started:
   """A program's process (a pidfd), and our ends of its pipes."""
 
@@ -125,14 +141,14 @@ class Run:
     # Descriptors of which any says that it is over.
     self.ends = (self.process,) if started.told < 0 else (self.process, started.told)
 
-  def finish(self, control: int) -> wire.Result:
+  def finish(self, host: Host) -> wire.Result:
     """Serves the program until it ends, then leaves nothing of it alive.
 
     Raises:
       SystemExit: the host has gone; the program is dead by then.
     """
     try:
-      self._pump(control)
+      self._pump(host)
     finally:
       ended = self._end()
     return self._result(*ended)
@@ -149,11 +165,11 @@ class Run:
       os.close(fd)
     return code, cpu_s, seconds
 
-  def _pump(self, control: int) -> None:
+  def _pump(self, host: Host) -> None:
     poll = select.poll()
-    for fd in (*self.ends, *self.clips):
+    for fd in (*self.ends, *self.clips, host.cancel):
       poll.register(fd, select.POLLIN)
-    poll.register(control, 0)  # reports its hang-up all the same
+    poll.register(host.requests, 0)  # reports its hang-up all the same
     if self.input:
       poll.register(self.input_fd, select.POLLOUT)
     else:
@@ -170,8 +186,11 @@ class Run:
           return None
         sample = time.monotonic() + SAMPLE_S
       ready = dict(poll.poll(max(0, math.ceil((min(deadline, sample) - now) * 1000))))
-      if control in ready:
+      if host.requests in ready:
         raise SystemExit("the host has gone")
+      if host.cancel in ready:
+        self.killed, self.note = wire.Verdict.INFRASTRUCTURE, "[called off]\n"
+        return None
       if self.input_fd in ready and not self._write():
         poll.unregister(self.input_fd)
         self._close_input()
@@ -228,8 +247,10 @@ class Run:
   def _result(self, code: int | None, cpu_s: float, seconds: float) -> wire.Result:
     (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
     cut = cut_out or cut_err
+    failed = wire.Verdict.INFRASTRUCTURE
+    if self.killed == failed:
+      return wire.Result(stdout, stderr + self.note, None, failed, seconds, cut)
     if code is None and not self.killed:
-      failed = wire.Verdict.INFRASTRUCTURE
       return wire.Result(stdout, stderr, None, failed, seconds, cut)
     code = -signal.SIGKILL if code is None else code
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
@@ -266,23 +287,21 @@ class Template:
 
 def serve(
   request: dict[str, Any],
-  control: int,
-  results: int,
+  host: Host,
   starter: Starter,
   template: Template,
 ) -> None:
   """Runs what a request asks for, and answers.
 
   Args:
-    request: a frame that was read from `control`.
-    control: the pipe of requests: the host has gone when it hangs up.
-    results: the pipe of answers.
+    request: a frame that was read from `host.requests`.
+    host: who asks.
     starter: starts the program.
     template: what each process of it holds to begin with.
 
   Raises:
     EOFError, SystemExit: the host has gone.
   """
-  wire.write_frame(results, {"event": "started"})
-  result = Run(request, starter, template).finish(control)
-  wire.write_frame(results, {"event": "result", "result": result.to_json()})
+  wire.write_frame(host.results, {"event": "started"})
+  result = Run(request, starter, template).finish(host)
+  wire.write_frame(host.results, {"event": "result", "result": result.to_json()})

@@ -3,7 +3,10 @@
 Between the routes of the HTTP service and the pool. A request takes a place before its
 body is read, so places bound the memory too; it then waits for a slot, first come first
 served, until it is late, its client hangs up, or the service stops. What gave up while
-it waited never runs. Lives in one event loop; the pool's calls have threads.
+it waited never runs, and what runs when its client hangs up is called off. A session
+waits as a run does and keeps its slot until it ends; its cells wait for nothing.
+
+Lives in one event loop; the pool's calls have threads.
 """
 
 from __future__ import annotations
@@ -12,26 +15,41 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
+import functools
+import secrets
 import time
 from collections.abc import Awaitable, Iterable, Iterator
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from tools_sandbox.cells import Session, SessionEnded
 from tools_sandbox.pool import SandboxPool
+from tools_sandbox.slot import Cancel
 from tools_sandbox.wire import Limits, Result, Verdict
 
 # Seconds: from a print to the longest run that a server allows.
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-_REASONS = ("full", "late", "gone", "stopping")
+_REASONS = ("full", "late", "gone", "stopping", "ended", "busy")
+_T = TypeVar("_T")
 
 
 class Refused(Exception):
-  """A request that will not run; `reason` is one of full, late, gone, stopping."""
+  """A request that gets no result; `reason` is one of `_REASONS`."""
 
   def __init__(self, reason: str, message: str):
     super().__init__(message)
     self.reason = reason
+
+
+@dataclasses.dataclass
+class _Open:
+  """A session that has a slot."""
+
+  session: Session
+  busy: bool = False  # a cell or its end is on its way
 
 
 class RunQueue:
@@ -54,13 +72,17 @@ class RunQueue:
     self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
     self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
     self._taken = self._busy = 0
+    self._sessions: dict[str, _Open] = {}
     self.draining = False
     self._registry = CollectorRegistry()
     self._runs = Counter(
       "sandbox_runs", "Runs that ended.", ["verdict"], registry=self._registry
     )
     self._refused = Counter(
-      "sandbox_refused", "Requests that never ran.", ["reason"], registry=self._registry
+      "sandbox_refused",
+      "Requests that got no result.",
+      ["reason"],
+      registry=self._registry,
     )
     for verdict in Verdict:
       self._runs.labels(verdict.value)  # a series that starts at 0 has a rate
@@ -77,7 +99,7 @@ class RunQueue:
 
   @property
   def busy(self) -> int:
-    """Slots that run a program."""
+    """Slots that run a program or hold a session."""
     return self._busy
 
   @property
@@ -94,7 +116,7 @@ class RunQueue:
     """
     if self.draining:
       raise self._refuse("stopping", "the service is stopping")
-    if self._taken >= self._places:
+    if self._taken + len(self._sessions) >= self._places:
       raise self._refuse("full", f"all {self._places} places are taken; ask again")
     self._taken += 1
     try:
@@ -118,13 +140,111 @@ class RunQueue:
       gone: done when the client has hung up; cancelled here.
 
     Raises:
-      Refused: late, gone or stopping; the program has not run.
+      Refused: late or stopping, and it has not run; or gone, and it has been called off
+        if it had begun.
+    """
+    left = asyncio.ensure_future(gone)
+    try:
+      await self._turn(start_by, left)
+      cancel = Cancel()
+      call = functools.partial(self._pool.run, program, stdin, limits, cancel)
+      running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+      running.add_done_callback(self._ended)
+      return await self._unless_gone(running, left, cancel)
+    finally:
+      left.cancel()
+
+  async def open(
+    self, limits: Limits, start_by: float, lease_s: float, gone: Awaitable[None]
+  ) -> str:
+    """Waits for a slot and opens a session on it; the name to use it by.
+
+    Args:
+      limits: see `SandboxPool.session`.
+      start_by, gone: see `run`.
+      lease_s: seconds without a cell after which it is closed.
+
+    Raises:
+      Refused: late, gone or stopping.
+      RuntimeError: the service failed.
+    """
+    loop, name = asyncio.get_running_loop(), secrets.token_urlsafe(16)
+    left = asyncio.ensure_future(gone)
+    try:
+      await self._turn(start_by, left)
+      call = functools.partial(
+        self._pool.session,
+        limits,
+        lease_s=lease_s,
+        ended=functools.partial(self._tell_ended, loop, name),
+      )
+      opening = loop.run_in_executor(self._threads, call)
+      opening.add_done_callback(functools.partial(self._opened, name))
+      await asyncio.shield(opening)
+      if left.done():  # nobody has its name
+        await self.close(name)
+        raise self._refuse("gone", "the client has hung up")
+      return name
+    finally:
+      left.cancel()
+
+  @contextlib.contextmanager
+  def cells(self, name: str) -> Iterator[Session]:
+    """A session for one cell, from before its body is read until it is answered.
+
+    Raises:
+      Refused: ended (or there never was one), busy with another cell, or stopping.
+    """
+    if self.draining:
+      raise self._refuse("stopping", "the service is stopping")
+    entry = self._sessions.get(name)
+    if entry is None:
+      raise self._refuse("ended", "there is no such session; open another one")
+    if entry.busy:
+      raise self._refuse("busy", "the session runs another cell")
+    entry.busy = True
+    try:
+      yield entry.session
+    finally:
+      entry.busy = False
+
+  async def cell(
+    self, session: Session, program: str, stdin: str, gone: Awaitable[None]
+  ) -> Result:
+    """Runs a cell of a session that `cells` gave.
+
+    Raises:
+      Refused: ended; or gone, and the session has ended too.
+    """
+    left, cancel = asyncio.ensure_future(gone), Cancel()
+    call = functools.partial(session.run, program, stdin, cancel)
+    running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+    try:
+      result = await self._unless_gone(running, left, cancel)
+    except SessionEnded as e:
+      raise self._refuse("ended", str(e)) from None
+    finally:
+      left.cancel()
+    self._count(result)
+    return result
+
+  async def close(self, name: str) -> None:
+    """Ends a session, if there is one; its slot is free when this returns."""
+    entry = self._sessions.get(name)
+    if entry is not None:
+      loop = asyncio.get_running_loop()
+      await loop.run_in_executor(None, entry.session.close)
+
+  async def _turn(self, start_by: float, left: asyncio.Future[None]) -> None:
+    """Waits for a slot, which is the caller's from then on.
+
+    Raises:
+      Refused: late, gone or stopping.
     """
     asked = time.monotonic()
     turn = asyncio.get_running_loop().create_future()
     self._waiting.append(turn)
     self._grant()
-    left = asyncio.ensure_future(gone)
     try:
       await asyncio.wait(
         (turn, left), timeout=start_by - asked, return_when="FIRST_COMPLETED"
@@ -136,18 +256,27 @@ class RunQueue:
         raise self._refuse("late", "no slot was free before the deadline")
       turn.result()
       self._waits.observe(time.monotonic() - asked)
-      loop = asyncio.get_running_loop()
-      running = loop.run_in_executor(
-        self._threads, self._pool.run, program, stdin, limits
-      )
-      running.add_done_callback(self._ended)
     except BaseException:
       self._leave(turn)
       raise
+
+  async def _unless_gone(
+    self, running: asyncio.Future[_T], left: asyncio.Future[None], cancel: Cancel
+  ) -> _T:
+    """What `running` gives; called off where the client hangs up before.
+
+    Raises:
+      Refused: gone.
+    """
+    try:
+      await asyncio.wait((running, left), return_when="FIRST_COMPLETED")
     finally:
-      left.cancel()
-    # A request that is called off leaves its program to its end: the slot is busy.
-    return await asyncio.shield(running)
+      if not running.done():
+        cancel()
+    if not running.done():
+      await asyncio.wait((running,))
+      raise self._refuse("gone", "the client has hung up")
+    return running.result()
 
   def drain(self) -> None:
     """From now on nothing starts; what waits is refused, what runs goes on."""
@@ -194,7 +323,25 @@ class RunQueue:
   def _ended(self, running: asyncio.Future[Result]) -> None:
     self._busy -= 1
     if not running.cancelled() and running.exception() is None:
-      result = running.result()
-      self._runs.labels(result.verdict.value).inc()
-      self._seconds.observe(result.seconds)
+      self._count(running.result())
+    self._grant()
+
+  def _count(self, result: Result) -> None:
+    self._runs.labels(result.verdict.value).inc()
+    self._seconds.observe(result.seconds)
+
+  def _opened(self, name: str, opening: asyncio.Future[Session]) -> None:
+    if opening.cancelled() or opening.exception() is not None:
+      self._busy -= 1
+      self._grant()
+    else:
+      self._sessions[name] = _Open(opening.result())
+
+  def _tell_ended(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the service has stopped
+      loop.call_soon_threadsafe(self._session_ended, name)
+
+  def _session_ended(self, name: str) -> None:
+    self._sessions.pop(name, None)
+    self._busy -= 1
     self._grant()

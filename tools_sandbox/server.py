@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--max_wait_s", type=float, default=config.wait_s, help="without a deadline")
   add("--max_timeout_s", type=float, default=config.most.wall_s, help="of a run")
   add("--max_memory_mb", type=int, default=config.most.memory_mb, help="of a run")
+  add("--max_lease_s", type=float, default=config.lease_s, help="of a session")
   add("--max_body_mb", type=int, default=config.max_body >> 20, help="of a request")
   return parser
 
@@ -112,6 +113,7 @@ def serve(args: argparse.Namespace) -> None:
     most=dataclasses.replace(base.most, **most, memory_mb=args.max_memory_mb),
     wait_s=args.max_wait_s,
     max_body=args.max_body_mb << 20,
+    lease_s=args.max_lease_s,
   )
   with (
     bind(args.host, args.port) as sock,

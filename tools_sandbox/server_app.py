@@ -3,13 +3,18 @@
   POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"}
                   -> the fields of `wire.Result`
   POST /run_code  SandboxFusion's API, see `sandbox_fusion`
+  POST /session   as /run without program and stdin, with "lease_s" -> {"session": NAME}
+  POST /session/NAME  {"program", "stdin"} -> the fields of `wire.Result`, and "alive":
+                  whether there can be another cell
+  DELETE /session/NAME  ends it -> {}
   GET  /health    {"status": "ok" or "stopping", "slots", "busy", "waiting"}; no token
   GET  /metrics   Prometheus's text format
 
 Whatever a program does is a 200 with a verdict. Other statuses are about the request or
-the service: 400 (a field, named), 401 (token), 408 (the body took too long), 413 (too
-long), 415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping:
-ask again or elsewhere), 504 (no slot before the deadline; it has not run).
+the service: 400 (a field, named), 401 (token), 408 (the body took too long), 409 (the
+session runs another cell), 410 (there is no such session, or no more), 413 (too long),
+415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping: ask
+again or elsewhere), 504 (no slot before the deadline; it has not run).
 """
 
 from __future__ import annotations
@@ -32,13 +37,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tools_sandbox import sandbox_fusion
+from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S
 from tools_sandbox.run_queue import Refused, RunQueue
 from tools_sandbox.wire import MAX_INPUT, MAX_OUTPUT, Limits, Result
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 _BODY_S = 30.0  # a body has come by then, or gives its place to another
+_FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known
 _RETRY_S = 1  # most programs take less
-_STATUS = {"full": 503, "stopping": 503, "late": 504, "gone": 499}
+_STATUS = {
+  **{"full": 503, "stopping": 503, "late": 504, "gone": 499},
+  **{"ended": 410, "busy": 409},
+}
 
 _Handler = Callable[[Request], Awaitable[Response]]
 
@@ -53,6 +63,7 @@ class ServiceConfig:
     most: what a run may say, field by field.
     wait_s: seconds that a run waits for a slot where its request gives no deadline.
     max_body: bytes of a request.
+    lease_s: seconds without a cell after which a session is closed, at most.
   """
 
   token: str = ""
@@ -71,21 +82,25 @@ class ServiceConfig:
   )
   wait_s: float = 60.0
   max_body: int = 8 << 20
+  lease_s: float = LEASE_S
 
   def __post_init__(self):
     check_most(self.limits, self.most)
     if self.wait_s <= 0 or self.max_body < 1:
       raise ValueError("wait_s and max_body must be above 0")
+    if self.lease_s < _FIRST_LEASE_S:
+      raise ValueError(f"lease_s must be at least {_FIRST_LEASE_S:g}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """A request to run a program; `deadline_s` counts from its arrival."""
+  """A request to run a program, or for a session; `deadline_s` is from its arrival."""
 
   program: str
   stdin: str
   limits: Limits
   deadline_s: float
+  lease_s: float = LEASE_S
 
 
 class _BadRequest(Exception):
@@ -105,6 +120,8 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
       in the header Host, so that no page of the web can reach the service under a name
       of its own.
   """
+
+  open_session, cell, close_session = _session_handlers(queue, config)
 
   async def run(request: Request) -> Response:
     with queue.place():
@@ -145,6 +162,9 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
     routes=[
       Route("/run", guarded(run), methods=["POST"]),
       Route("/run_code", guarded(run_code), methods=["POST"]),
+      Route("/session", guarded(open_session), methods=["POST"]),
+      Route("/session/{name}", guarded(cell), methods=["POST"]),
+      Route("/session/{name}", guarded(close_session), methods=["DELETE"]),
       Route("/metrics", guarded(metrics)),
       Route("/health", health),
     ],
@@ -162,6 +182,36 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
   )
 
 
+def _session_handlers(
+  queue: RunQueue, config: ServiceConfig
+) -> tuple[_Handler, _Handler, _Handler]:
+  """What opens a session, runs a cell of it, closes it."""
+
+  async def open_session(request: Request) -> Response:
+    with queue.place():
+      asked = await _asked(request, config, read_session)
+      start_by = asked.deadline_s - asked.limits.wall_s
+      try:
+        name = await queue.open(asked.limits, start_by, asked.lease_s, _gone(request))
+      except ValueError as e:  # this back-end has none
+        raise _BadRequest(400, str(e)) from None
+      except RuntimeError as e:
+        raise _BadRequest(500, str(e)) from None
+      return JSONResponse({"session": name, "lease_s": asked.lease_s})
+
+  async def cell(request: Request) -> Response:
+    with queue.cells(request.path_params["name"]) as session:
+      asked = await _asked(request, config, read_cell)
+      result = await queue.cell(session, asked.program, asked.stdin, _gone(request))
+      return JSONResponse({**result.to_json(), "alive": session.alive})
+
+  async def close_session(request: Request) -> Response:
+    await queue.close(request.path_params["name"])
+    return JSONResponse({})
+
+  return open_session, cell, close_session
+
+
 def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
   """A request of /run, decoded.
 
@@ -173,10 +223,7 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
   for field in body:
     if field not in known:
       raise ValueError(f"unknown field {field!r:.100}; there are {sorted(known)}")
-  for field in ("program", "stdin"):
-    value = body.get(field, None if field == "program" else "")
-    if not isinstance(value, str):
-      raise ValueError(f"{field} must be a string, got {type(value).__name__}")
+  program, stdin = _texts(body)
   changes = {name: body[name] for name in names if name in body}
   if "timeout_s" in body:
     changes = {"cpu_s": body["timeout_s"], **changes, "wall_s": body["timeout_s"]}
@@ -193,7 +240,49 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
       f"deadline_s must be a number above timeout_s ({limits.wall_s:g}), for a run "
       f"starts only while its whole time fits; got {deadline_s!r:.100}"
     )
-  return Asked(body["program"], body.get("stdin", ""), limits, deadline_s)
+  return Asked(program, stdin, limits, deadline_s)
+
+
+def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  """A request of /session, decoded; its `cpu_s` and more are those of all its cells.
+
+  Raises:
+    ValueError: as `read_run`.
+  """
+  body = dict(body)
+  lease_s = body.pop("lease_s", config.lease_s)
+  number = isinstance(lease_s, int | float) and not isinstance(lease_s, bool)
+  if not number or not _FIRST_LEASE_S <= lease_s <= config.lease_s:
+    raise ValueError(
+      f"lease_s must be a number from {_FIRST_LEASE_S:g} to {config.lease_s:g}, got "
+      f"{lease_s!r:.100}"
+    )
+  if "program" in body:
+    raise ValueError("program is a cell's: POST it to /session/NAME")
+  most = dataclasses.replace(config.most, cpu_s=config.most.cpu_s * CELLS_OF_CPU)
+  wider = dataclasses.replace(config, most=most)
+  asked = read_run({**body, "program": ""}, wider)
+  return dataclasses.replace(asked, lease_s=float(lease_s))
+
+
+def read_cell(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  """A request of /session/NAME, decoded; only program and stdin are its own.
+
+  Raises:
+    ValueError: as `read_run`.
+  """
+  for field in body:
+    if field not in ("program", "stdin"):
+      raise ValueError(f"unknown field {field!r:.100}; there are program and stdin")
+  return Asked(*_texts(body), config.limits, math.inf)
+
+
+def _texts(body: dict[str, Any]) -> tuple[str, str]:
+  for field in ("program", "stdin"):
+    value = body.get(field, None if field == "program" else "")
+    if not isinstance(value, str):
+      raise ValueError(f"{field} must be a string, got {type(value).__name__}")
+  return body["program"], body.get("stdin", "")
 
 
 def _read_run_code(body: dict[str, Any], config: ServiceConfig) -> Asked:
@@ -264,13 +353,15 @@ async def _body(request: Request, most: int) -> bytes:
   return bytes(data)
 
 
-async def _run(request: Request, queue: RunQueue, asked: Asked) -> Result:
-  async def gone() -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-      pass
+async def _gone(request: Request) -> None:
+  while (await request.receive())["type"] != "http.disconnect":
+    pass
 
+
+async def _run(request: Request, queue: RunQueue, asked: Asked) -> Result:
   start_by = asked.deadline_s - asked.limits.wall_s
-  return await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone())
+  gone = _gone(request)
+  return await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone)
 
 
 def _bears(request: Request, token: str) -> bool:

@@ -52,7 +52,7 @@ class _Session(run.Run):
     if self._ended is None:
       self._ended = self._end()
 
-  def cell(self, program: str, control: int) -> wire.Result:
+  def cell(self, request: dict[str, Any], host: run.Host) -> wire.Result:
     """Runs one cell; `alive` says whether there can be another.
 
     Raises:
@@ -62,8 +62,8 @@ class _Session(run.Run):
     if self._ended is None:
       with contextlib.suppress(BlockingIOError):
         os.read(self.told, _MANY)  # nothing was asked
-      self.input = memoryview(wire.frame({"program": program}))
-      self._pump(control)
+      self.input = memoryview(wire.frame(request))
+      self._pump(host)
     status = None if self._ended or self.killed else self._status()
     if status is None:
       self.alive = False
@@ -92,27 +92,26 @@ class _Session(run.Run):
 
 def serve(
   request: dict[str, Any],
-  control: int,
-  results: int,
+  host: run.Host,
   starter: run.Starter,
   template: run.Template,
 ) -> None:
-  """Serves the cells that come from `control` until one ends the session or none will.
+  """Serves the cells that come from `host` until one ends the session or none will.
 
   Args: as `run.serve`.
 
   Raises:
     EOFError, SystemExit: the host has gone.
   """
-  wire.write_frame(results, {"event": "started"})
+  wire.write_frame(host.results, {"event": "started"})
   session = _Session(request, starter, template)
   while session.alive:
-    session.wait(control)
-    program = wire.read_frame(control)["program"]
-    if program is None:
+    session.wait(host.requests)
+    cell = wire.read_frame(host.requests)
+    if cell["program"] is None:
       session.stop()
-      wire.write_frame(results, {"event": "closed"})
+      wire.write_frame(host.results, {"event": "closed"})
       return
-    result = session.cell(program, control).to_json()
+    result = session.cell(cell, host).to_json()
     answer = {"event": "result", "result": result, "alive": session.alive}
-    wire.write_frame(results, answer)
+    wire.write_frame(host.results, answer)

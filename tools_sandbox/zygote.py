@@ -1,6 +1,6 @@
 """The zygote: a process with numpy and sympy imported that forks once per run.
 
-Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID MODULE...
+Started by `pool` as its own program: zygote.py DIRECTORY HOST_PID CANCEL_FD MODULE...
 In a jail `inside` serves in its place, with another way to start a program and to end
 what it started. Both answer on stdin and stdout with `wire` frames, until stdin closes:
 
@@ -132,8 +132,9 @@ def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
 
 def main() -> None:
   """Serves runs until the host closes stdin."""
-  directory, host, *modules = sys.argv[1:]
+  directory, host, cancel, *modules = sys.argv[1:]
   requests, results = take_pipes(("wire", "child", "run"))
+  pipes = run.Host(requests, results, int(cancel))
   hung_up, writer = os.pipe()
   os.close(writer)
 
@@ -154,7 +155,7 @@ def main() -> None:
     wire.write_frame(results, {"event": "ready"})
     while True:
       request = wire.read_frame(requests)
-      run.serve(request, requests, results, starter, template)
+      run.serve(request, pipes, starter, template)
   except (EOFError, SystemExit):
     # The host has gone without a `kill`, and nobody else would do this.
     shutil.rmtree(directory, ignore_errors=True)

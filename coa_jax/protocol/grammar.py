@@ -4,8 +4,9 @@ What `parser` judges after the fact is here a table that says, after every byte,
 a well-formed trajectory can still follow. Observations are not part of it: a tool's
 closing tag ends a turn, and the policy's next byte comes after the observation.
 
-Two corners are narrower than the parser: a `visual_inspector` call is JSON of one form
-only, and white space is ASCII's.
+Three corners are narrower than the parser: a `visual_inspector` call is JSON of one
+form only, so is a `tool` call (flat arguments; the names that the variant has), and
+white space is ASCII's.
 """
 
 from __future__ import annotations
@@ -96,6 +97,24 @@ def _image() -> Language:
   return row(_WHITE, _block(text("json"), body), _WHITE)
 
 
+def _named(names: tuple[str, ...]) -> Language:
+  """JSON of a name and flat arguments: strings without escapes, integers, booleans."""
+  letters = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
+  gap = many(byte(b" "))
+  word = byte(frozenset(WORD) | frozenset(b".-"))
+  # Without a list up to eight letters: a longer bound only makes more states.
+  name = choice(*map(text, names)) if names else row(word, *[maybe(word)] * 7)
+  digits = row(byte(frozenset(b"123456789")), many(byte(DIGITS)))
+  number = row(maybe(text("-")), choice(text("0"), digits))
+  string = row(text('"'), letters, text('"'))
+  value = choice(string, number, text("true"), text("false"))
+  field = row(text('"'), letters, text('":'), gap, value)
+  fields = maybe(row(field, many(row(text(","), gap, field))))
+  head = row(text('{"name":'), gap, text('"'), name, text('"'))
+  body = row(text(","), gap, text('"arguments":'), gap, text("{"), fields, text("}}"))
+  return row(_WHITE, head, body, _WHITE)
+
+
 def _score(scores: str) -> Language:
   """As `roles.check_score`: one number in all, one of `scores`."""
   other = many(byte(ANY - DIGITS))
@@ -116,13 +135,17 @@ _PASS = "pass"
 _POOR = "poor"
 
 
-def _rules(role: str, graded: bool) -> tuple[list[Language], dict[str, Language]]:
+def _rules(
+  role: str, graded: bool, names: tuple[str, ...]
+) -> tuple[list[Language], dict[str, Language]]:
   """Languages that a role's content must be in, and languages whose names it earns."""
   filled = _filled(ANY, _ANY)
   if role == "code":
     return [_code()], {}
   if role == "visual_inspector":
     return [_image()], {}
+  if role == roles.TOOL:
+    return [_named(names)], {}
   if role == roles.DOUBLE_CHECK:
     return [_score("1234")], {_PASS: _score("34")}
   if role == roles.REFLECTION:
@@ -144,8 +167,8 @@ class _Content:
 
 
 @functools.cache
-def _content(role: str, graded: bool) -> _Content:
-  must, earned = _rules(role, graded)
+def _content(role: str, graded: bool, names: tuple[str, ...]) -> _Content:
+  must, earned = _rules(role, graded, names)
   close = text(roles.close_tag(role))
   # A language's own table follows content and closing tag, whichever it is that a byte
   # belongs to; the table of tags says where the first tag ends.
@@ -284,7 +307,8 @@ def compile_grammar(variant: Variant) -> Grammar:
             out[ord(so_far[-1])] = index(("open", place, so_far))
     else:
       _, place, role, inner = current
-      content = _content(role, variant.graded)
+      names = tuple(variant.named) if role == roles.TOOL else ()
+      content = _content(role, variant.graded, names)
       for b, after in enumerate(content.next_SX[inner].tolist()):
         if after < 0:
           continue

@@ -225,6 +225,8 @@ def content_fault(role: str, content: str, graded: bool = False) -> str | None:
     return f"<{role}> is empty"
   if role == "code" and roles.parse_code(content) is None:
     return "a code call is one ```py block, then at most one ```sh block, no more"
+  if role == roles.TOOL and roles.parse_named(content) is None:
+    return 'tool takes {"name": NAME, "arguments": {...}}, no more'
   if role == "visual_inspector" and _image_request(content) is None:
     return "visual_inspector takes a ```json block with a string file_path"
   if role == roles.DOUBLE_CHECK and roles.check_score(content) is None:

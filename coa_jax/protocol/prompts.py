@@ -30,6 +30,7 @@ _TOOL_TEXT = {
   "if the program reads standard input, one ```sh block that holds it",
   "visual_inspector": "ask about an image; write a ```json block with file_path and "
   "question",
+  roles.TOOL: 'call a tool by its name; write {"name": NAME, "arguments": {...}}',
 }
 
 
@@ -52,6 +53,10 @@ def instructions(variant: Variant, style: str = "full") -> str:
   for name in (*variant.roles, *variant.tools):
     text = _ROLE_TEXT.get(name) or variant.told.get(name) or _TOOL_TEXT[name]
     lines.append(f"- {roles.wrap(name, '...')}: {text}.")
+  if variant.named:
+    lines += ["", f"Names for {roles.TOOL}:"]
+    lines += [f"- {name}: {text}." for name, text in variant.named.items()]
+    lines.append("")
   lines.append(
     f"After each tool call its result appears in {roles.wrap(roles.OBSERVATION, '...')}"
     "; never write one yourself."

@@ -12,8 +12,10 @@ paper's prompts put to the model. `unified` is this project's union of them.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 THINK = "think"
 PLAN = "plan"
@@ -25,7 +27,10 @@ OBSERVATION = "observation"
 START = "start"  # the state before the first span; never a tag
 
 ROLES = (THINK, PLAN, REFLECTION, SUGGESTED_ANSWER, DOUBLE_CHECK, ANSWER)
-TOOLS = ("wiki_search", "web_search", "crawl_page", "code", "visual_inspector")
+# The tag of every tool that has none of its own: its body names the tool, so a config
+# can add tools and the vocabulary of tags stays as it is.
+TOOL = "tool"
+TOOLS = ("wiki_search", "web_search", "crawl_page", "code", "visual_inspector", TOOL)
 
 # The reflection agent grades three criteria; any "poor" asks for a new plan.
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
@@ -74,6 +79,8 @@ class Variant:
     max_plans: the most `plan` spans a trajectory may hold, or None for no limit.
     min_calls: the fewest tool calls of a well-formed trajectory.
     told: tool -> what the prompt says of it, where it is not what `prompts` says.
+    named: of the tools that `tool` calls: name -> what the prompt says of it. With
+      none every name may be written.
   """
 
   name: str
@@ -86,6 +93,7 @@ class Variant:
   max_plans: int | None = None
   min_calls: int = 0
   told: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  named: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def tags(self) -> tuple[str, ...]:
@@ -102,13 +110,17 @@ class Variant:
 
     Args:
       tools: their tags; a mapping also says what the prompt tells of each, "" for what
-        it tells of that tag anyway.
+        it tells of that tag anyway. `tool:NAME` stands for one of the tools that
+        `tool` calls by name.
 
     Raises:
       ValueError: the variant has no such tool.
     """
-    told = dict(tools) if isinstance(tools, Mapping) else {}
-    tools = tuple(tools)
+    told = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools, "")
+    prefix = f"{TOOL}:"
+    called = [t for t in told if t.startswith(prefix)]
+    named = {t.removeprefix(prefix): told.pop(t) for t in called}
+    tools = (*told, TOOL) if named and TOOL not in told else tuple(told)
     for tool in tools:
       if tool not in self.tools:
         raise ValueError(
@@ -120,6 +132,7 @@ class Variant:
       self,
       tools=tools,
       told={tool: text for tool, text in told.items() if text},
+      named=named,
       follows=follows,
       think_required=self.think_required - gone,
       think_allowed=self.think_allowed - gone,
@@ -295,6 +308,39 @@ def check_score(content: str) -> int | None:
   if len(numbers) != 1 or numbers[0] not in {str(s) for s in SCORES}:
     return None
   return int(numbers[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedCall:
+  """What a `tool` span asks for: a tool by its name, and its arguments."""
+
+  name: str
+  arguments: Mapping[str, Any]
+
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)  # of a tool; MCP's names too
+
+
+def parse_named(content: str) -> NamedCall | None:
+  """Reads a `tool` span: one JSON object of a `name` and an object `arguments`.
+
+  Returns None where the content is anything else.
+  """
+  try:
+    value = json.loads(content)
+  except (ValueError, RecursionError):
+    return None
+  if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
+    return None
+  name, arguments = value["name"], value["arguments"]
+  if not isinstance(name, str) or not NAME.fullmatch(name):
+    return None
+  return NamedCall(name, arguments) if isinstance(arguments, dict) else None
+
+
+def render_named(name: str, arguments: Mapping[str, Any]) -> str:
+  """The content of a `tool` span; `parse_named` reads it back."""
+  return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
 @dataclasses.dataclass(frozen=True)

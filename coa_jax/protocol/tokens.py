@@ -302,7 +302,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   Raises:
     ValueError: vocab_size leaves no room for bytes and tags.
   """
-  names = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
+  # Not `tool`, whose tag is spelt as text: two ids more would shift all that follow.
+  tools = tuple(t for t in roles.TOOLS if t != roles.TOOL)
+  names = (*roles.ROLES, *tools, roles.OBSERVATION)
   tags = [t for r in names for t in (roles.open_tag(r), roles.close_tag(r))]
   special = [PAD, IM_START, IM_END, *tags]
   if vocab_size < 256 + len(special):

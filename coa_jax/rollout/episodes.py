@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
+import weakref
 
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.roles import Variant
@@ -73,6 +74,9 @@ class CoAEpisode(Episode):
     self._turn = ""  # policy text since the last observation
     self._began = time.monotonic()
     self._tool_seconds = 0.0
+    self._cells = toolbox.cells()
+    if self._cells is not None:  # of an episode that is dropped in the middle
+      weakref.finalize(self, self._cells.close).atexit = False
     meta = {
       "question": task.question,
       "answers": list(task.answers),
@@ -123,7 +127,7 @@ class CoAEpisode(Episode):
       said = "the same call was made before; see its observation, or ask another way"
       return _refused(name, content, said)
     left = self.setting.tool_seconds - self._tool_seconds
-    return self.toolbox.submit(name, content, left)
+    return self.toolbox.submit(name, content, left, self._cells)
 
   def _made_before(self, name: str, content: str) -> bool:
     """Whether the call was made as often as it may be; a tool's own failure is none."""
@@ -168,6 +172,8 @@ class CoAEpisode(Episode):
     t = self.trajectory
     t.status = status
     t.usage.seconds = time.monotonic() - self._began
+    if self._cells is not None:
+      self._cells.close()
     return None
 
 

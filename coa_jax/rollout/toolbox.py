@@ -24,6 +24,7 @@ import time
 
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.rollout.cells import Cells
 from coa_jax.rollout.tools import Tool, ToolsConfig, open_tool, run_tool
 from tools_sandbox.client import Sandbox
 
@@ -39,6 +40,7 @@ class _Call:
   name: str
   arguments: str
   seconds: float  # it may take
+  cells: Cells | None = None  # where it is a program of a session
   began: float = 0.0
   deadline: float = math.inf
   future: concurrent.futures.Future[ToolCall] = dataclasses.field(
@@ -63,13 +65,15 @@ class Toolbox:
         or a tool's key, folder or server is not there.
     """
     self.config = config
-    ours = set(config.tools) - set(config.mcp)
+    ours = set(config.tags) - set(config.mcp)
     searches = {"wiki_search", "web_search"} & ours
     runs = config.enabled and "code" in ours
     # A slot starts no process before it is used; those of hung calls are not missed.
     try:
       self._sandbox = Sandbox(
-        slots=config.workers + config.max_hung,
+        slots=config.workers
+        + config.max_hung
+        + (config.max_sessions if config.session else 0),
         corpus=config.corpus if searches else None,
         backend=config.sandbox if runs else None,
         remote=config.remote if runs else None,
@@ -80,7 +84,7 @@ class Toolbox:
       raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}{hint}") from e
     self._tools: dict[str, Tool] = {}
     try:
-      for name in config.tools if config.enabled else ():
+      for name in config.tags if config.enabled else ():
         self._tools[name] = open_tool(name, config, self._sandbox)
     except BaseException:
       self._close_tools()
@@ -89,6 +93,7 @@ class Toolbox:
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
     self._hung = 0
+    self._holders: set[Cells] = set()  # that have a session, or are given one
     self._closed = False
     self._wake = math.inf  # when the watch looks at deadlines next
     self._watcher = threading.Thread(target=self._watch, name="tools", daemon=True)
@@ -122,8 +127,27 @@ class Toolbox:
     """Calls that were given up and are still running."""
     return self._hung
 
+  def cells(self) -> Cells | None:
+    """The place of one trajectory's session; None where programs share nothing.
+
+    Whoever has it closes it, at whatever end of the trajectory.
+    """
+    runs = "code" in self._tools and "code" not in self.config.mcp
+    if not (self.config.session and runs):
+      return None
+    return Cells(self._session_ended)
+
+  def _session_ended(self, cells: Cells) -> None:
+    with self._changed:
+      self._holders.discard(cells)
+      self._start_waiting()
+
   def submit(
-    self, name: str, arguments: str, seconds: float = math.inf
+    self,
+    name: str,
+    arguments: str,
+    seconds: float = math.inf,
+    cells: Cells | None = None,
   ) -> concurrent.futures.Future[ToolCall]:
     """Starts a call in the background.
 
@@ -131,6 +155,7 @@ class Toolbox:
       name: the tool's tag.
       arguments: the content of its span, verbatim.
       seconds: that it may take at most, however much `timeout_s` allows.
+      cells: of the trajectory that calls, as `cells` gave it.
 
     Returns:
       A future of the call with its result. Failures are results with a status: the
@@ -138,7 +163,8 @@ class Toolbox:
       `seconds` of the call counts from when it began to run.
     """
     limit = self.config.timeouts.get(name, self.config.timeout_s)
-    call = _Call(name, arguments, min(seconds, limit))
+    held = cells if name == _WITH_PLACES else None
+    call = _Call(name, arguments, min(seconds, limit), held)
     call.future.set_running_or_notify_cancel()
     refusal = self._refusal(name, arguments)
     if refusal is not None:
@@ -160,7 +186,7 @@ class Toolbox:
     `infrastructure`.
 
     Args:
-      name: one of `config.tools`.
+      name: one of `config.tags`.
       arguments: well-formed content of its span.
       seconds: that it may take; past `grace_s` more nobody waits for it.
     """
@@ -169,7 +195,7 @@ class Toolbox:
   def _refusal(self, name: str, arguments: str) -> tuple[CallStatus, str] | None:
     if not self.config.enabled:
       return CallStatus.TOOL, "tools are off"
-    if name not in self.config.tools:
+    if name not in self.config.tags:
       return CallStatus.MODEL, f"error: no tool {name}"
     # What an MCP server takes is its own matter.
     role = "" if name in self.config.mcp else name
@@ -184,10 +210,20 @@ class Toolbox:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools are closed")
       elif self._hung >= self.config.max_hung:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
-      elif call.name == _WITH_PLACES and self._places() < 1:
+      elif call.name == _WITH_PLACES and not self._has_place(call):
         self._waiting.append(call)
       else:
         self._start(call)
+
+  def _has_place(self, call: _Call) -> bool:
+    if self._places() < 1:
+      return False
+    if call.cells is None or call.cells in self._holders:
+      return True
+    if len(self._holders) >= self.config.max_sessions:
+      return False
+    self._holders.add(call.cells)
+    return True
 
   def _places(self) -> int:
     return self.config.workers - sum(c.name == _WITH_PLACES for c in self._running)
@@ -210,7 +246,11 @@ class Toolbox:
   def _work(self, call: _Call) -> None:
     """The thread of one call."""
     try:
-      status, result = self.answer(call.name, call.arguments, call.seconds)
+      if call.cells is None:
+        status, result = self.answer(call.name, call.arguments, call.seconds)
+      else:
+        code = self._tools[call.name]
+        status, result = code.in_session(call.cells, call.arguments, call.seconds)
       result = _cut(result, self.config.max_chars)
     except BaseException:
       if not self._closed:

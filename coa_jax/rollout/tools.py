@@ -1,6 +1,7 @@
 """The tools a policy may call, by tag: their config, and what opens each.
 
-To add a tool, write a function under its tag in `OPEN`, or an entry of `tools.mcp`.
+To add a tool: an entry of `tools.named`, no code (the policy calls it by name, in the
+tag `tool`); or a function under a tag of its own in `OPEN`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Protocol
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.rollout.cells import Cells
+from coa_jax.rollout.named import NamedTool, NamedTools
 from tools_sandbox.client import (
   BACKENDS,
   BLOCKED,
@@ -23,8 +26,11 @@ from tools_sandbox.client import (
   McpConfig,
   McpTool,
   RemoteConfig,
+  RemoteSession,
+  Result,
   Retriever,
   Sandbox,
+  Session,
   ToolFault,
   Unavailable,
   Verdict,
@@ -33,6 +39,8 @@ from tools_sandbox.client import (
   WebSearch,
 )
 
+_LOST = "\n[variables are lost; the next program starts afresh]"
+_LOST_BEFORE = "[variables of earlier programs were lost]\n"
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +66,10 @@ class ToolsConfig:
       in tools_sandbox/README.md.
     remote: the services, where `sandbox` is remote; give `workers` as many as they
       have slots. Its `wait_s` must be below `grace_s`.
+    session: True gives each trajectory's `code` calls one session: variables live from
+      call to call, until it ends. Not with sandbox='subprocess'.
+    max_sessions: trajectories that may hold one at once; the first program of another
+      waits, on nobody's clock. Each is a sandbox process (or a slot of the services).
     memory_mb: memory one program may use, in MiB.
     workers: programs that run at once; other tools run as they are called. A program
       that sleeps keeps its place, so give more places than there are cores.
@@ -70,6 +82,7 @@ class ToolsConfig:
     crawl: how `crawl_page` reads.
     vision: how `visual_inspector` looks; it needs an endpoint.
     mcp: tag -> the tool of an MCP server that answers it, in place of ours.
+    named: name -> a tool without a tag of its own, called in the tag `tool`.
   """
 
   tools: tuple[str, ...] = ("wiki_search", "code")
@@ -82,6 +95,8 @@ class ToolsConfig:
   grace_s: float = 10.0
   sandbox: str = "jail"
   remote: RemoteConfig | None = None
+  session: bool = False
+  max_sessions: int = 32
   memory_mb: int = 1024
   workers: int = 2
   max_hung: int = 64
@@ -92,13 +107,20 @@ class ToolsConfig:
   crawl: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
   vision: VisionConfig | None = None
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
+  named: dict[str, NamedTool] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
         if tool not in OPEN:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
-    for text in self.descriptions.values():
+    for name in self.named:
+      if not roles.NAME.fullmatch(name):
+        raise ValueError(f"named: {name!r} must match {roles.NAME.pattern}")
+    if roles.TOOL in self.tools and not self.named:
+      raise ValueError("tools: 'tool' needs an entry in `named`")
+    told = [*self.descriptions.values(), *(n.description for n in self.named.values())]
+    for text in told:
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
     ours = set(self.tools) - set(self.mcp)
@@ -112,6 +134,12 @@ class ToolsConfig:
       raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
     if self.sandbox not in BACKENDS:
       raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
+    if self.session and self.sandbox == "subprocess":
+      raise ValueError(
+        "session: sandbox='jail' and 'remote' have sessions, not this one"
+      )
+    if self.max_sessions < 1:
+      raise ValueError(f"max_sessions must be at least 1, got {self.max_sessions}")
     if (self.sandbox == "remote") != (self.remote is not None):
       raise ValueError("remote: the services of sandbox='remote', and of no other")
     if self.remote is not None and self.remote.wait_s >= self.grace_s:
@@ -129,7 +157,16 @@ class ToolsConfig:
   @property
   def told(self) -> dict[str, str]:
     """Tag -> what the prompt says of it, "" for the protocol's words; in order."""
-    return {tool: self.descriptions.get(tool, "") for tool in self.tools}
+    told = {tool: self.descriptions.get(tool, "") for tool in self.tags}
+    return told | {
+      f"{roles.TOOL}:{name}": tool.description for name, tool in self.named.items()
+    }
+
+  @property
+  def tags(self) -> tuple[str, ...]:
+    """Tags of the tools that a policy may call: `tool` too, where some are named."""
+    added = bool(self.named) and roles.TOOL not in self.tools
+    return (*self.tools, *((roles.TOOL,) if added else ()))
 
 
 class Tool(Protocol):
@@ -178,6 +215,7 @@ class _Code:
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     self._memory_mb, self._sandbox = config.memory_mb, sandbox
+    self._local = config.remote is None
 
   def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:
     call = roles.parse_code(content)
@@ -188,6 +226,41 @@ class _Code:
       timeout_s=seconds,
       memory_mb=self._memory_mb,
     )
+    return self._told(result, seconds)
+
+  def in_session(
+    self, holder: Cells, content: str, seconds: float
+  ) -> tuple[CallStatus, str]:
+    """As a call, in the session of a trajectory, which is opened where it has none.
+
+    Where it was lost the observation says so, in one line.
+    """
+    call = roles.parse_code(content)
+    assert call is not None
+    note = ""
+    try:
+      result = holder.run(call.program, call.stdin)
+      if result is None:  # the first, or the last one has gone
+        note = _LOST_BEFORE if holder.lost else ""
+        holder.open(self._open, seconds)
+        result = holder.run(call.program, call.stdin)
+    except (TimeoutError, RuntimeError) as e:
+      _log.warning("no session: %s", e)
+      return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
+    if result is None:
+      return CallStatus.INFRASTRUCTURE, "error: the session has gone"
+    status, said = self._told(result, holder.seconds)
+    if holder.lost and status != CallStatus.INFRASTRUCTURE:
+      said += _LOST
+    return status, note + said
+
+  def _open(self, seconds: float) -> Session | RemoteSession:
+    options = {"timeout_s": seconds, "memory_mb": self._memory_mb}
+    if self._local:  # services have a time of their own for it
+      options["wait_s"] = seconds
+    return self._sandbox.session(**options)
+
+  def _told(self, result: Result, seconds: float) -> tuple[CallStatus, str]:
     out = result.stdout.strip()
     if result.verdict == Verdict.OK:
       return CallStatus.OK, out or "no output; print what you want to see"
@@ -218,12 +291,18 @@ def _visual_inspector(config: ToolsConfig, sandbox: Sandbox) -> Tool:
   return Inspector(config.vision, config.blocked)
 
 
+def _named(config: ToolsConfig, sandbox: Sandbox) -> Tool:
+  del sandbox
+  return NamedTools(config.named)
+
+
 OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
   "wiki_search": _WikiSearch,
   "code": _Code,
   "web_search": _web_search,
   "crawl_page": _crawl_page,
   "visual_inspector": _visual_inspector,
+  roles.TOOL: _named,
 }
 
 

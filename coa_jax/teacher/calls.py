@@ -90,6 +90,10 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
       "unknown_tool", f"no tag for the tool {name!r}; name one with --tools"
     )
   named = _named(arguments)
+  if tag == roles.TOOL:  # as it is: its own name, its own arguments
+    if named is None or not roles.NAME.fullmatch(name):
+      raise Refused("bad_arguments", f"{name}: {arguments!r:.80}")
+    return Call(tag, roles.render_named(name, named))
   if named is None:
     if not isinstance(arguments, str):
       raise Refused("bad_arguments", f"{name}: {arguments!r:.80}")

@@ -22,7 +22,7 @@ OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
 def grammar(name: str) -> Grammar:
   """Of a variant, without the tool whose calls it allows in one form only."""
   variant = roles.get_variant(name)
-  tools = [t for t in variant.tools if t != "visual_inspector"]
+  tools = [t for t in variant.tools if t not in ("visual_inspector", roles.TOOL)]
   return compile_grammar(variant.with_tools(tools))
 
 
@@ -134,7 +134,9 @@ _PIECE = st.sampled_from(_SPANS) | st.sampled_from(
 def test_the_grammar_and_the_parser_agree(name: str, pieces: list[str]):
   """On texts that are often nearly well-formed; observations follow calls."""
   g, variant = grammar(name), roles.get_variant(name)
-  variant = variant.with_tools([t for t in variant.tools if t != "visual_inspector"])
+  variant = variant.with_tools(
+    [t for t in variant.tools if t not in ("visual_inspector", roles.TOOL)]
+  )
   turns = [""]
   for piece in pieces:
     turns[-1] += piece

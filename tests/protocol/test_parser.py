@@ -27,6 +27,7 @@ CONTENT = {
   "crawl_page": "http://a|http://b",
   "code": "```py\nprint(1)\n```",
   "visual_inspector": '```json\n{"file_path": "a.png", "question": "?"}\n```',
+  "tool": '{"name": "add", "arguments": {"a": 1}}',
 }
 _WEB = ("web_search", "crawl_page")
 
@@ -300,7 +301,7 @@ def well_formed(draw) -> tuple[str, roles.Variant, list[str]]:
   for _ in range(draw(st.integers(0, 14))):
     role = draw(st.sampled_from((*variant.roles, *variant.tools)))
     content = CONTENT[role]
-    if role not in ("code", "visual_inspector", "double_check"):
+    if role not in ("code", "visual_inspector", "tool", "double_check"):
       content = draw(_FREE) + (content if role == "reflection" else "")
     elif role == "double_check":
       content = str(draw(st.sampled_from(roles.SCORES)))

@@ -1,0 +1,165 @@
+"""Sessions over HTTP, and clients that hang up: against a real server process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import urllib.parse
+
+import pytest
+
+from tests.tools_sandbox.sandbox_server import LONG, serving, soon
+from tools_sandbox import jail
+from tools_sandbox.client import RemoteConfig, Sandbox, SessionEnded, Verdict
+
+_missing = jail.check()
+pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+_SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(50)"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+  token = tmp_path_factory.mktemp("token") / "token"
+  token.write_text("word")
+  with serving(
+    "--slots=1", f"--token_file={token}", "--max_waiting=2", token="word"
+  ) as s:
+    yield s
+    # Nothing of this file has cost the server its zygote.
+    assert s.metric("sandbox_zygotes_replaced_total") == 0
+
+
+@pytest.fixture
+def remote(server, tmp_path):
+  token = tmp_path / "token"
+  token.write_text("word")
+  config = RemoteConfig((server.url,), token_file=str(token), wait_s=LONG)
+  with Sandbox(backend="remote", remote=config, timeout_s=20) as sandbox:
+    yield sandbox
+
+
+def idle(server):
+  soon(lambda: server.health()["busy"] == 0)
+
+
+def send(server, path, body):
+  """A request on a socket of its own; the caller hangs up."""
+  at = urllib.parse.urlsplit(server.url)
+  sock = socket.create_connection((at.hostname, at.port))
+  data = json.dumps(body).encode()
+  head = (
+    f"POST {path} HTTP/1.1\r\nhost: {at.netloc}\r\nauthorization: Bearer word\r\n"
+    f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+  )
+  sock.sendall(head.encode() + data)
+  return sock
+
+
+def test_cells_over_http_share_their_variables(server, remote):
+  with remote.session() as s:
+    assert s.run("x = 41").verdict == Verdict.OK
+    assert s.run("print(x + int(input()))", "1").stdout == "42\n"
+    failed = s.run("1 / 0")
+    assert failed.verdict == Verdict.ERROR and "ZeroDivision" in failed.stderr
+    assert s.alive and server.health()["busy"] == 1
+  idle(server)
+  assert remote.run("print('x' in globals())").stdout == "False\n"
+
+
+def test_a_cell_that_ends_the_session_frees_the_slot(server, remote):
+  s = remote.session()
+  lost = s.run("import os\nos._exit(3)")
+  assert lost.verdict == Verdict.ERROR and "has ended" in lost.stderr and not s.alive
+  with pytest.raises(SessionEnded):
+    s.run("1")
+  idle(server)
+
+
+def test_a_session_that_nobody_closes_ends_with_its_lease(server, remote):
+  s = remote.session(lease_s=1.0)
+  assert s.run("x = 1").verdict == Verdict.OK
+  # The only slot comes free without anybody closing anything.
+  assert remote.run("print(2)").stdout == "2\n"
+  with pytest.raises(SessionEnded):
+    s.run("print(x)")
+  assert not s.alive
+
+
+def test_a_session_is_nobodys_without_token_and_name(server):
+  name = server.post("/session", json={}).json()["session"]
+  token, server.token = server.token, "other"
+  assert server.post(f"/session/{name}", json={"program": "1"}).status_code == 401
+  server.token = token
+  assert server.post("/session/abc", json={"program": "1"}).status_code == 410
+  reply = server.post(f"/session/{name}", json={"program": "print(1)"})
+  assert reply.json()["stdout"] == "1\n" and reply.json()["alive"]
+  for body in ({"program": 1}, {"program": "1", "timeout_s": 1}, {}):
+    assert server.post(f"/session/{name}", json=body).status_code == 400
+  held = send(server, f"/session/{name}", {"program": _SLEEP})
+  # Only one cell at a time; an idle session gives 200, so it is asked until it is not.
+  soon(lambda: _cell_status(server, name) == 409)
+  held.close()
+  idle(server)
+
+
+def _cell_status(server, name):
+  return server.post(f"/session/{name}", json={"program": ""}).status_code
+
+
+@pytest.mark.parametrize("lease_s", [0, 0.5, 1e9, "1", True])
+def test_a_bad_lease_is_refused(server, lease_s):
+  reply = server.post("/session", json={"lease_s": lease_s})
+  assert reply.status_code == 400 and "lease_s" in reply.json()["error"]
+
+
+def test_sessions_are_under_back_pressure(server, remote):
+  with remote.session() as s:
+    waiting = [send(server, "/run", {"program": "1"}) for _ in range(2)]
+    soon(lambda: server.health()["waiting"] == 2)
+    assert server.post("/session", json={}).status_code == 503
+    # A session that has its slot is served all the same.
+    assert s.run("print(3)").stdout == "3\n"
+  for sock in waiting:
+    sock.settimeout(LONG)
+    assert b"200" in sock.recv(99)
+    sock.close()
+
+
+@pytest.mark.parametrize("how", ["run", "run_code", "cell"])
+def test_a_client_that_hangs_up_in_the_middle_frees_the_slot(server, how):
+  idle(server)
+  if how == "cell":
+    name = server.post("/session", json={}).json()["session"]
+    sock = send(server, f"/session/{name}", {"program": _SLEEP})
+  elif how == "run":
+    sock = send(server, "/run", {"program": _SLEEP, "timeout_s": 60})
+  else:
+    body = {"code": _SLEEP, "language": "python", "run_timeout": 60}
+    sock = send(server, "/run_code", body)
+  soon(lambda: server.health()["busy"] == 1)
+  time.sleep(0.3)  # most likely in the middle of it; earlier must do as well
+  began = time.monotonic()
+  sock.close()
+  idle(server)
+  assert time.monotonic() - began < 40  # it would have slept for 50
+  assert server.run("print(1)").json()["stdout"] == "1\n"
+  assert server.metric("sandbox_refused_total", reason="gone") >= 1
+
+
+def test_a_service_that_stops_ends_its_sessions():
+  with serving("--slots=1") as server:
+    config = RemoteConfig((server.url,), wait_s=LONG)
+    with Sandbox(backend="remote", remote=config, timeout_s=20) as sandbox:
+      s = sandbox.session()
+      assert s.run("x = 1").verdict == Verdict.OK
+      server.process.terminate()
+      assert server.process.wait(LONG) == 0
+      result = s.run("print(x)")
+      assert result.verdict == Verdict.INFRASTRUCTURE and not s.alive
+
+
+def test_other_back_ends_say_that_they_have_none():
+  with serving("--slots=1", backend="subprocess") as server:
+    reply = server.post("/session", json={})
+    assert reply.status_code == 400 and "sessions" in reply.json()["error"]
