@@ -93,6 +93,10 @@ class DevConfig:
   limit: int = 64
   corpus: str | None = None
 
+  def tools(self, tools: ToolsConfig) -> ToolsConfig:
+    """Those of training, over the pages of these tasks."""
+    return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
+
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
@@ -121,7 +125,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   dev = section(config, "dev", DevConfig)
   dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
   tools = section(config, "tools", ToolsConfig)
-  dev_tools = dataclasses.replace(tools, corpus=dev.corpus or tools.corpus)
   every = section(config, "checkpoint", CheckpointConfig)
   load = section(config, "model", LoadConfig)
   lora = optional(config, "lora", LoraConfig)
@@ -129,8 +132,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   own = own_folder(workdir)
-  journal = ToolJournal(os.path.join(own, "tool_calls"))
-  player = _player(config, cfg, tokenizer, algo, rollout, tools, layout, journal)
+  player = _player(config, cfg, tokenizer, algo, rollout, tools, layout, own)
   player.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   watch = Watch(section(config, "watch", WatchConfig))
@@ -139,12 +141,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(player))
   state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
-  with (
-    Toolbox(tools) as toolbox,
-    Toolbox(dev_tools) as for_dev,
-    player.grader,
-    checkpoints,
-  ):
+  grader, for_dev = player.grader, Toolbox(dev.tools(tools))
+  with Toolbox(tools) as toolbox, for_dev, grader, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
     asking = player, draw, toolbox, algo, _informative, rollout.seed
     source = open_source(*asking, int(state.step), cursor)
@@ -170,7 +168,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         # After the line above: what a checkpoint holds has always been logged.
         watch.look(step + 1, values, metrics.warn)
         checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
-        journal.forget(checkpoints.oldest)
+        player.journal.forget(checkpoints.oldest)
         clock.lap("save")
         watch.end(step + 1)
       with checkpoints.resumable(state, cursor):
@@ -190,12 +188,13 @@ def _player(
   rollout: RolloutConfig,
   tools: ToolsConfig,
   layout: Layout | None,
-  journal: ToolJournal,
+  workdir: str,
 ) -> Player:
   """Who plays, and grades what was played."""
   vllm = optional(config, "vllm", VllmConfig)
   _check_fit(cfg, algo, rollout, layout, vllm)
   grader = Grader(section(config, "reward", RewardConfig))
+  journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   means = tools.told, layout, vllm, grader
   return Player(cfg, tokenizer, rollout, *means, journal=journal)
 

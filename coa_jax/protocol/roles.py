@@ -327,7 +327,7 @@ def parse_named(content: str) -> NamedCall | None:
   Returns None where the content is anything else.
   """
   try:
-    value = json.loads(content)
+    value = json.loads(content.strip(WHITE))  # ours is wider than JSON's
   except (ValueError, RecursionError):
     return None
   if not isinstance(value, dict) or set(value) != {"name", "arguments"}:

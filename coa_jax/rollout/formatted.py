@@ -8,6 +8,7 @@ import math
 
 from coa_jax.protocol.formats import Format
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.rollout.cells import Cells
 from coa_jax.rollout.toolbox import Toolbox
 
 
@@ -18,8 +19,16 @@ class FormattedTools:
     """Args: the tools, which the caller closes; the format."""
     self._toolbox, self._format = toolbox, tool_format
 
+  def cells(self) -> Cells | None:
+    """As `Toolbox.cells`."""
+    return self._toolbox.cells()
+
   def submit(
-    self, name: str, arguments: str, seconds: float = math.inf
+    self,
+    name: str,
+    arguments: str,
+    seconds: float = math.inf,
+    cells: Cells | None = None,
   ) -> concurrent.futures.Future[ToolCall]:
     """As `Toolbox.submit`; the call on record is as it was written.
 
@@ -40,5 +49,5 @@ class FormattedTools:
       call = dataclasses.replace(answered.result(), name=name, arguments=arguments)
       out.set_result(call)
 
-    self._toolbox.submit(tag, body, seconds).add_done_callback(done)
+    self._toolbox.submit(tag, body, seconds, cells).add_done_callback(done)
     return out

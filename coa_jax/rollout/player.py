@@ -83,7 +83,7 @@ class Player:
       variant = tool_format.variant(variant)
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
-    self._journal = journal
+    self.journal = journal
     self.setting = Setting(
       variant,
       config.style,
@@ -143,8 +143,8 @@ class Player:
     `who` tells it from all others of its version, for the journal of tool calls.
     """
     tools: Tools = toolbox
-    if self._journal:
-      tools = self._journal.tools(toolbox, version, who)
+    if self.journal:
+      tools = self.journal.tools(toolbox, version, who)
     return CoAEpisode(
       task=task,
       sample=sample,

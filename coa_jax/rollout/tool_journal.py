@@ -23,6 +23,7 @@ import threading
 from typing import Any, Protocol
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
+from coa_jax.rollout.cells import Cells
 
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
@@ -30,8 +31,16 @@ _FILE = re.compile(r"step_(\d+)\.jsonl")
 class Tools(Protocol):
   """Who answers the calls of a trajectory: a `Toolbox`, or one with a journal."""
 
+  def cells(self) -> Cells | None:
+    """As `Toolbox.cells`."""
+    ...
+
   def submit(
-    self, name: str, arguments: str, seconds: float = math.inf
+    self,
+    name: str,
+    arguments: str,
+    seconds: float = math.inf,
+    cells: Cells | None = None,
   ) -> concurrent.futures.Future[ToolCall]:
     """As `Toolbox.submit`."""
     ...
@@ -123,11 +132,25 @@ class _Journalled:
     self._journal, self._tools, self._step, self._who = journal, tools, step, who
     self._made = 0
 
+  def cells(self) -> Cells | None:
+    """As `Toolbox.cells`."""
+    return self._tools.cells()
+
   def submit(
-    self, name: str, arguments: str, seconds: float = math.inf
+    self,
+    name: str,
+    arguments: str,
+    seconds: float = math.inf,
+    cells: Cells | None = None,
   ) -> concurrent.futures.Future[ToolCall]:
-    """As `Toolbox.submit`; done at once where the answer is known."""
+    """As `Toolbox.submit`; done at once where the answer is known.
+
+    Programs of a session are run again, in their order: the next one needs the
+    variables, which no journal holds.
+    """
     self._made += 1
+    if cells is not None and name == "code":
+      return self._tools.submit(name, arguments, seconds, cells)
     asked = json.dumps([self._who, self._made, name, arguments]).encode()
     key = hashlib.blake2b(asked, digest_size=16).hexdigest()
     out: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
@@ -146,5 +169,5 @@ class _Journalled:
       except BaseException as e:
         out.set_exception(e)
 
-    self._tools.submit(name, arguments, seconds).add_done_callback(answered)
+    self._tools.submit(name, arguments, seconds, cells).add_done_callback(answered)
     return out
