@@ -35,10 +35,16 @@ from experiments.launch import COMPILE_CACHE, prepare
 _COMPILES = 3  # steps that are not timed
 _LAST = 3  # steps whose reward is the reward after training
 _LEAST_S, _MOST_S = 0.1, 0.3  # that a call takes longer
-_QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
-_RUNS = flags.DEFINE_string("runs", "runs/async", "Where the runs go.")
-_STEPS = flags.DEFINE_integer("steps", 24, "Updates of each run.", _COMPILES + 1)
-_STALENESS = flags.DEFINE_integer("staleness", 2, "Of the asynchronous runs.", 1)
+
+
+def _define_flags() -> None:
+  # Not on import: other programs have flags of these names, and tests import both.
+  flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
+  flags.DEFINE_string("runs", "runs/async", "Where the runs go.")
+  flags.DEFINE_integer("steps", 24, "Updates of each run.", _COMPILES + 1)
+  flags.DEFINE_integer("staleness", 2, "Of the asynchronous runs.", 1)
+
+
 _COLUMNS = {
   "name": "rollouts",
   "steps_per_s": "steps/s",
@@ -147,9 +153,10 @@ def main(argv: list[str]) -> None:
 
   def work() -> dict[str, Any]:
     rounds = 1 if quick else bench.ROUNDS.value
-    steps = _COMPILES + 1 if quick else _STEPS.value
-    args = rounds, steps, _STALENESS.value, quick
-    return run(_QUICKSTART.value, _RUNS.value, *args)
+    given = flags.FLAGS
+    steps = _COMPILES + 1 if quick else given.steps
+    args = rounds, steps, given.staleness, quick
+    return run(given.quickstart, given.runs, *args)
 
   note = (
     "Seconds a step that the learner learns and waits; below, the median ratio of the "
@@ -159,4 +166,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  _define_flags()
   app.run(main)

@@ -17,9 +17,12 @@ from absl import app, flags
 
 from experiments.launch import prepare, stop, with_clear_errors
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Of the run.", required=True)
-_OUT = flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
-_STEP = flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
+
+def _define_flags() -> None:
+  # Not on import: other programs have flags of these names, and tests import both.
+  flags.DEFINE_string("workdir", None, "Of the run.", required=True)
+  flags.DEFINE_string("out", None, "Where model/ is written.", required=True)
+  flags.DEFINE_integer("step", None, "Updates made; the newest where empty.")
 
 
 def export(workdir: str, out: str, step: int | None = None) -> int:
@@ -80,9 +83,11 @@ def main(argv: list[str]) -> None:
   if argv[1:]:
     stop(f"unexpected argument {argv[1]!r}")
   prepare("")
-  step = with_clear_errors(lambda: export(_WORKDIR.value, _OUT.value, _STEP.value))
-  print(f"step {step}: {os.path.join(_OUT.value, 'model')}")
+  given = flags.FLAGS
+  step = with_clear_errors(lambda: export(given.workdir, given.out, given.step))
+  print(f"step {step}: {os.path.join(given.out, 'model')}")
 
 
 if __name__ == "__main__":
+  _define_flags()
   app.run(main)
