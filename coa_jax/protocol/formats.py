@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import named_calls, roles
 from coa_jax.protocol.roles import Variant
 
 
@@ -154,6 +154,25 @@ def _image(body: str) -> dict[str, Any] | None:
   return row if isinstance(row, dict) and "file_path" in row else None
 
 
+def _named(tool: str, arguments: str) -> Layout:
+  def write(body: str) -> str | None:
+    call = named_calls.parse(body)
+    return json.dumps({tool: call.name, arguments: call.arguments}) if call else None
+
+  def read(text: str) -> str | None:
+    try:
+      row = json.loads(text)
+    except (ValueError, RecursionError):
+      return None
+    if not isinstance(row, dict) or set(row) != {tool, arguments}:
+      return None
+    body = json.dumps({"name": row[tool], "arguments": row[arguments]})
+    return body if named_calls.parse(body) else None
+
+  told = f"a JSON object with {tool}, what the tool is called, and {arguments}"
+  return Layout(told, write, read)
+
+
 _PLAIN = Layout("the query", _same, _same)
 _NAMED = _after("query:", "query: and what you look for")
 _QUERIES = (_PLAIN, _NAMED, _json("query"))
@@ -197,6 +216,11 @@ STYLES: Mapping[str, Styles] = {
       Layout(f"a ```json block {_IMAGE}", _same, lambda t: t if _image(t) else None),
       Layout(f"a JSON object {_IMAGE}", _unfenced, _fence),
     ),
+  ),
+  "tool": (
+    ("tool", "call_tool", "use_tool"),
+    ("call another tool by its name", "use one of the tools listed below"),
+    (_named("name", "arguments"), _named("tool", "input")),
   ),
 }
 _HELD_QUERIES = (
@@ -242,6 +266,11 @@ HELD_OUT: Mapping[str, Styles] = {
         _image_of_lines,
       ),
     ),
+  ),
+  "tool": (
+    ("invoke", "apply_function"),
+    ("have a function called", "invoke what is named"),
+    (_named("function", "parameters"),),
   ),
 }
 

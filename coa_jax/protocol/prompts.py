@@ -54,7 +54,7 @@ def instructions(variant: Variant, style: str = "full") -> str:
     text = _ROLE_TEXT.get(name) or variant.told.get(name) or _TOOL_TEXT[name]
     lines.append(f"- {roles.wrap(name, '...')}: {text}.")
   if variant.named:
-    lines += ["", f"Names for {roles.TOOL}:"]
+    lines += ["", "Tools that are called by name:"]
     lines += [f"- {name}: {text}." for name, text in variant.named.items()]
     lines.append("")
   lines.append(

@@ -12,10 +12,8 @@ paper's prompts put to the model. `unified` is this project's union of them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 THINK = "think"
 PLAN = "plan"
@@ -308,39 +306,6 @@ def check_score(content: str) -> int | None:
   if len(numbers) != 1 or numbers[0] not in {str(s) for s in SCORES}:
     return None
   return int(numbers[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedCall:
-  """What a `tool` span asks for: a tool by its name, and its arguments."""
-
-  name: str
-  arguments: Mapping[str, Any]
-
-
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)  # of a tool; MCP's names too
-
-
-def parse_named(content: str) -> NamedCall | None:
-  """Reads a `tool` span: one JSON object of a `name` and an object `arguments`.
-
-  Returns None where the content is anything else.
-  """
-  try:
-    value = json.loads(content.strip(WHITE))  # ours is wider than JSON's
-  except (ValueError, RecursionError):
-    return None
-  if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
-    return None
-  name, arguments = value["name"], value["arguments"]
-  if not isinstance(name, str) or not NAME.fullmatch(name):
-    return None
-  return NamedCall(name, arguments) if isinstance(arguments, dict) else None
-
-
-def render_named(name: str, arguments: Mapping[str, Any]) -> str:
-  """The content of a `tool` span; `parse_named` reads it back."""
-  return json.dumps({"name": name, "arguments": dict(arguments)})
 
 
 @dataclasses.dataclass(frozen=True)

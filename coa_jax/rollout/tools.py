@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import named_calls, roles
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.cells import Cells
 from coa_jax.rollout.named import NamedTool, NamedTools
@@ -115,8 +115,8 @@ class ToolsConfig:
         if tool not in OPEN:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
     for name in self.named:
-      if not roles.NAME.fullmatch(name):
-        raise ValueError(f"named: {name!r} must match {roles.NAME.pattern}")
+      if not named_calls.NAME.fullmatch(name):
+        raise ValueError(f"named: {name!r} must match {named_calls.NAME.pattern}")
     if roles.TOOL in self.tools and not self.named:
       raise ValueError("tools: 'tool' needs an entry in `named`")
     told = [*self.descriptions.values(), *(n.description for n in self.named.values())]

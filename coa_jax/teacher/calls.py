@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import named_calls, roles
 from coa_jax.teacher.imported import Refused
 
 # Their name, lower case -> our tag. `answer` and `suggested_answer` are no tools here,
@@ -91,9 +91,9 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
     )
   named = _named(arguments)
   if tag == roles.TOOL:  # as it is: its own name, its own arguments
-    if named is None or not roles.NAME.fullmatch(name):
+    if named is None or not named_calls.NAME.fullmatch(name):
       raise Refused("bad_arguments", f"{name}: {arguments!r:.80}")
-    return Call(tag, roles.render_named(name, named))
+    return Call(tag, named_calls.render(name, named))
   if named is None:
     if not isinstance(arguments, str):
       raise Refused("bad_arguments", f"{name}: {arguments!r:.80}")

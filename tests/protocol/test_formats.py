@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import named_calls, roles
 from coa_jax.protocol.formats import HELD_OUT, STYLES, draw_format
 from coa_jax.protocol.prompts import instructions
 
@@ -33,6 +33,11 @@ BODIES = {
   **dict.fromkeys(("wiki_search", "web_search", "crawl_page"), LINE.filter(str.strip)),
   "code": PROGRAM,
   "visual_inspector": IMAGE,
+  "tool": st.builds(
+    named_calls.render,
+    st.from_regex(named_calls.NAME, fullmatch=True),
+    st.dictionaries(LINE, st.one_of(LINE, st.integers(), st.none(), st.lists(LINE))),
+  ),
 }
 LAYOUTS = [
   (tag, layout)
@@ -48,6 +53,8 @@ def meaning(tag: str, body: str):
     return roles.parse_code(body)
   if tag == "visual_inspector":
     return json.loads(body.removeprefix("```json\n").removesuffix("\n```"))
+  if tag == "tool":
+    return named_calls.parse(body)
   return body
 
 
@@ -82,6 +89,7 @@ def test_a_held_out_layout_is_no_other_one(tag):
     body = {
       "code": roles.render_code("print(1)"),
       "visual_inspector": '```json\n{"file_path": "a.png", "question": "q"}\n```',
+      "tool": '{"name": "add", "arguments": {"a": 1}}',
     }.get(tag, "Tarn Hollow")
     read = theirs.read(ours.write(body))
     if tag == "visual_inspector":

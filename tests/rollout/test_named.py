@@ -9,7 +9,7 @@ import ml_collections
 import pytest
 
 from coa_jax.config import ConfigError, section
-from coa_jax.protocol import parser, prompts, roles
+from coa_jax.protocol import named_calls, parser, prompts, roles
 from coa_jax.protocol.grammar import compile_grammar
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.episodes import CoAEpisode, Setting
@@ -57,8 +57,8 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name():
     playing = CoAEpisode(task, 0, 0, 1.0, toy.tokenizer(), box, setting)
     think = roles.wrap("think", "t")
     calls = [
-      roles.wrap("tool", roles.render_named("add", {"a": 2, "b": 40})),
-      roles.wrap("tool", roles.render_named("shout", {"text": "done"})),
+      roles.wrap("tool", named_calls.render("add", {"a": 2, "b": 40})),
+      roles.wrap("tool", named_calls.render("shout", {"text": "done"})),
     ]
     end = roles.wrap("suggested_answer", "42") + roles.wrap("double_check", "4")
     answer = end + roles.wrap("answer", "42")
@@ -147,4 +147,4 @@ def test_what_is_not_there_is_said_at_the_start():
 def test_names_do_not_change_other_dialects():
   plain = roles.get_variant("unified").with_tools(("code",))
   assert "tool" not in plain.tags and not plain.named
-  assert "Names for" not in prompts.instructions(plain)
+  assert "called by name" not in prompts.instructions(plain)
