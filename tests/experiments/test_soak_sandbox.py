@@ -32,5 +32,5 @@ def test_a_leak_is_an_error(monkeypatch, tmp_path):
   monkeypatch.setattr(soak_sandbox, "Sandbox", Leaky)
   monkeypatch.setattr(soak_sandbox, "_HOSTILE", ("1 / 0",))
   monkeypatch.setattr(soak_sandbox, "_SETTLE_S", 1.0)
-  with pytest.raises(ValueError, match=r"leaks: \['descriptors'\]"):
+  with pytest.raises(ValueError, match=r"leaks: .*'descriptors'"):
     soak_sandbox.soak(5)
