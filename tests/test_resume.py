@@ -179,7 +179,7 @@ def unanswered(workdir: str) -> tuple[int, dict[int, int]]:
   return kept, {p: n for p, n in left.items() if n}
 
 
-@pytest.mark.parametrize("journey", ["sft", "rl"])
+@pytest.mark.parametrize("journey", [pytest.param("sft", marks=pytest.mark.slow), "rl"])
 def test_ended_anywhere_and_run_again_is_uninterrupted(configs, journey, tmp_path):
   config = configs[journey]
   whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")

@@ -172,6 +172,7 @@ def test_what_failed_costs_no_other_and_what_is_done_is_not_done_again(
     Runner(str(tmp_path), jobs).run(used)
 
 
+@pytest.mark.slow
 def test_an_arm_is_run_measured_and_told_and_then_only_told(tmp_path, monkeypatch):
   workdir = str(tmp_path / "w")
   results = ablation.run(workdir, "tiny", 1, ["sft_only"])

@@ -25,6 +25,7 @@ JOB = {
 }
 
 
+@pytest.mark.slow
 def test_our_worker_goes_on_after_every_observation_as_the_model_would(tmp_path):
   (tmp_path / "job.json").write_text(json.dumps(JOB))
   plain.write_work(str(tmp_path))
@@ -64,6 +65,7 @@ def test_tools_take_their_time_or_none():
   assert slow.observations == quick.observations and slow.prompts == quick.prompts
 
 
+@pytest.mark.slow
 def test_a_table_of_our_own(monkeypatch):
   rows = bench_agentic.measure(
     "tiny", MODEL, "float32", {}, [False], rounds=1, trajectories=2, new=2

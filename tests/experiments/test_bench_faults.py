@@ -56,6 +56,7 @@ def test_what_honest_tools_say(tmp_path):
   assert work.truth("code", "```py\nprint(1)\n```") is None
 
 
+@pytest.mark.slow
 def test_the_laws_hold_in_small():
   out = figures()
   assert out["broken"] == []

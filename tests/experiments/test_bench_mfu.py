@@ -11,6 +11,7 @@ from experiments.bench_train_work import segments
 
 
 @pytest.mark.parametrize("name", list(bench_mfu.TINY))
+@pytest.mark.slow
 def test_a_case_is_trained_and_its_arithmetic_counted(name: str):
   size = bench_mfu.TINY[name]
   (row,) = bench_mfu.measure(name, size, {}, peak=1e12, rounds=1)

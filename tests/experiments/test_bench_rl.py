@@ -45,6 +45,7 @@ def test_our_worker_learns_from_what_it_played(tmp_path):
   assert min(phases.values()) >= 0 and phases["learn"] > 0 and phases["decode"] > 0
 
 
+@pytest.mark.slow
 def test_a_table_of_our_own_and_who_is_refused():
   (row,) = bench_rl.measure("tiny", MODEL, {}, [False], rounds=1, prompts=1, new=2)
   assert row["contestant"] == "ours" and row["trajectories_per_second"] > 0

@@ -34,6 +34,7 @@ def test_our_worker_continues_prompts_as_the_model_would(tmp_path):
   np.testing.assert_array_equal(np.argmax(logits, -1)[:, 5:-1], ids[:, 6:])
 
 
+@pytest.mark.slow
 def test_a_table_of_our_own_has_every_batch():
   rows = bench_rollout.measure("tiny", MODEL, "float32", {}, [2, 1], rounds=1, new=4)
   assert [(r["batch"], r["contestant"]) for r in rows] == [(2, "ours"), (1, "ours")]
