@@ -54,10 +54,9 @@ def said(url: str) -> list:
 
 def gone(pid: int) -> bool:
   try:
-    os.kill(pid, 0)
-  except ProcessLookupError:
+    return "\nState:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
+  except (FileNotFoundError, ProcessLookupError):
     return True
-  return "\nState:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text()
 
 
 def start(program: str, folder: pathlib.Path, *flags: str) -> VllmProcess:
