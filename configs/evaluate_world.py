@@ -4,7 +4,7 @@
     --workdir=runs/world/eval
 
 Needs a model folder (`--config.init=runs/world/rl/model`). Expect: pass@1 0.88
-greedy and 0.80 sampled for the quickstart's RL model.
+greedy and 0.78 sampled for the quickstart's RL model.
 """
 
 import ml_collections

@@ -4,7 +4,7 @@
 
 With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...).
 Needs runs/world/sft (configs/sft_world.py). Expect: greedy pass@1 on
-held-out worlds 0.87 -> 0.88, sampled 0.41 -> 0.80; 144 s on two cores.
+held-out worlds 0.87 -> 0.88, sampled 0.42 -> 0.78; 149 s on two cores.
 """
 
 import ml_collections

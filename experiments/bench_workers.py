@@ -105,14 +105,20 @@ class Worker:
 
 
 def missing(python: str, modules: Sequence[str]) -> list[str]:
-  """Which of the modules an interpreter lacks; a folder of that name here is none."""
+  """Which of the modules an interpreter lacks; a folder of that name here is none.
+
+  Raises:
+    ValueError: it is no interpreter.
+  """
   code = (
     "import importlib.util as u, sys;"
     "print(*[m for m in sys.argv[1:] if not u.find_spec(m)])"
   )
-  done = subprocess.run(
-    [python, "-I", "-c", code, *modules], capture_output=True, text=True, check=True
-  )
+  command = [python, "-I", "-c", code, *modules]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+  except (OSError, subprocess.CalledProcessError) as e:
+    raise ValueError(f"{python!r} is no Python interpreter: {e}") from e
   return done.stdout.split()
 
 

@@ -130,6 +130,12 @@ def test_a_peer_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsy
   assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("python", ["/nowhere/python", "", "/bin/false"])
+def test_what_is_no_interpreter_is_named(python):
+  with pytest.raises(ValueError, match=f"'{python}' is no Python interpreter"):
+    bench_workers.missing(python, ["numpy"])
+
+
 def test_ratios_are_ours_over_theirs():
   def row(size, contestant, speed, peak):
     return {
