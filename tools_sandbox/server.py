@@ -121,6 +121,7 @@ def serve(args: argparse.Namespace) -> None:
   ):
     queue = RunQueue(sandbox, args.slots, args.max_waiting)
     warm_up(sandbox, args.slots)
+    sock.listen(2048)  # before anybody is told; uvicorn answers when it is up
     where = f"[{args.host}]" if ":" in args.host else args.host
     print(
       f"{args.slots} slots of back-end {args.backend} at "
