@@ -46,7 +46,7 @@ from coa_jax.report.watch import Watch, WatchConfig
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
-from coa_jax.rollout.source import Rollouts, Source, open_source
+from coa_jax.rollout.source import Asking, Rollouts, Source, open_source
 from coa_jax.rollout.tool_journal import ToolJournal
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.rollout.vllm_server import VllmConfig
@@ -144,8 +144,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   grader, for_dev = player.grader, Toolbox(dev.tools(tools))
   with Toolbox(tools) as toolbox, for_dev, grader, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
-    asking = player, draw, toolbox, algo, _informative, rollout.seed
-    source = open_source(*asking, int(state.step), cursor)
+    asking = Asking(player, draw, toolbox, algo, _informative, rollout.seed)
+    source = open_source(asking, int(state.step), cursor)
     examine = functools.partial(_accuracy, source, dev_tasks, for_dev)
     clock = Phases()
     with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, source:

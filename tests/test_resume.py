@@ -207,7 +207,7 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, journey, tmp_pat
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_change_nothing(configs, tmp_path):
-  """Anywhere, so between micro-batches of an update and in the midst of a save too."""
+  """At any time of the work: in an update and in a save too, as chance has it."""
   config = {**configs["rl"], "algo": {**configs["rl"]["algo"], "steps": 40}}
   whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
   lives("rl", config, whole, [])

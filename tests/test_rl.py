@@ -17,7 +17,7 @@ from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_traject
 from coa_jax.report.metrics import read_metrics
 from coa_jax.report.watch import CollapsedError
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.source import collect
+from coa_jax.rollout.source import Asking, collect
 from coa_jax.tasks.draw import Draw
 from coa_jax.tasks.task import Task
 
@@ -127,7 +127,8 @@ def collected(
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
   draw = Draw([Task(q, q, (a,)) for q, a in right.items()], 0)
-  return collect(player, params, draw, toolbox, algo, rl._informative, 0, 0, first)
+  asking = Asking(player, draw, toolbox, algo, rl._informative, 0)
+  return collect(asking, params, 0, first)
 
 
 def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):

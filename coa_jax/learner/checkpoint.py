@@ -154,8 +154,9 @@ class Checkpoints:
   def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
     """The newest whole checkpoint, or None where there is none.
 
-    Newer ones that are damaged are set aside as `damaged_STEP`, unfinished ones are
-    deleted; one line of the log says so.
+    Newer ones that are damaged are set aside as `damaged_STEP`. Unfinished ones are
+    deleted where there is a whole one, otherwise what orbax has committed is set aside
+    as `unfinished_STEP`. One line of the log says so.
 
     Args:
       like: a state of the same shapes; its values are not read.
@@ -220,14 +221,13 @@ class Checkpoints:
     for name in os.listdir(self._path):
       if match := re.match(r"(\d+)($|\.orbax-checkpoint-tmp)", name):
         begun.setdefault(int(match[1]), []).append(name)
-    said, damaged, found = [], [], -1
+    said, damaged, unfinished, found = [], [], [], -1
     for step in sorted(begun, reverse=True):
       folder = self._folder(step)
       if not os.path.exists(os.path.join(folder, MANIFEST)):
+        unfinished += begun[step]
         if found < 0:
           said.append(f"checkpoint {step} was not finished")
-        for name in begun[step]:
-          shutil.rmtree(os.path.join(self._path, name))
       elif found < 0:
         if fault := _fault(folder):
           said.append(f"checkpoint {step} is damaged ({fault})")
@@ -237,14 +237,23 @@ class Checkpoints:
     if found < 0 and damaged:
       _log.error("%s: %s", self._path, "; ".join(said))
       return -2
+    for step in damaged:
+      self._set_aside(str(step), f"damaged_{step}")
+    for name in unfinished:
+      if found < 0 and name.isdigit():
+        # Maybe of a version that wrote no manifest, and then all that there is.
+        self._set_aside(name, f"unfinished_{name}")
+      else:
+        shutil.rmtree(os.path.join(self._path, name))
     if said:
       goes_on = f"going on from {found}" if found >= 0 else "beginning anew"
       _log.warning("%s: %s; %s", self._path, "; ".join(said), goes_on)
-    for step in damaged:
-      aside = os.path.join(self._path, f"damaged_{step}")
-      shutil.rmtree(aside, ignore_errors=True)
-      os.rename(self._folder(step), aside)
     return found
+
+  def _set_aside(self, name: str, aside: str) -> None:
+    aside = os.path.join(self._path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(os.path.join(self._path, name), aside)
 
 
 def whole_steps(path: str) -> list[int]:

@@ -59,31 +59,40 @@ class Rollouts:
   spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Asking:
+  """Who plays what, and what a step wants of it.
+
+  Attributes:
+    player: plays; of an `OffPolicy` source nobody else may use it meanwhile.
+    draw: of the tasks.
+    toolbox: answers the calls.
+    algo: what a step wants.
+    informative: which groups' rewards differ.
+    seed: of all sampling.
+  """
+
+  player: Player
+  draw: Draw
+  toolbox: Toolbox
+  algo: Wanted
+  informative: Informative
+  seed: int
+
+
 class OnPolicy(contextlib.ExitStack):
   """Rollouts of the policy that learns from them, played when it asks."""
 
-  def __init__(
-    self,
-    player: Player,
-    draw: Draw,
-    toolbox: Toolbox,
-    algo: Wanted,
-    informative: Informative,
-    seed: int,
-    step: int,
-    cursor: dict[str, Any],
-  ):
+  def __init__(self, asking: Asking, cursor: dict[str, Any]):
     """Args: as those of `open_source`."""
     super().__init__()
-    self._player, self._seed = player, seed
-    self._args = draw, toolbox, algo, informative, seed
-    self._cursor = cursor or {"round": 0, "draw": draw.state}
-    draw.restore(self._cursor["draw"])
+    self._asking = asking
+    self._cursor = cursor or {"round": 0, "draw": asking.draw.state}
+    asking.draw.restore(self._cursor["draw"])
 
   def next(self, params: Any, step: int) -> Rollouts:
     """What the step learns from."""
-    first = self._cursor["round"]
-    out = collect(self._player, params, *self._args, step, first)
+    out = collect(self._asking, params, step, self._cursor["round"])
     self._cursor = out.cursor
     return out
 
@@ -91,28 +100,19 @@ class OnPolicy(contextlib.ExitStack):
     self, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
   ) -> list[Trajectory]:
     """A greedy attempt at each task, by the policy after `step` updates."""
-    args = params, tasks, toolbox, 1, 0.0, self._seed, step
-    groups = self._player.groups(*args, evaluation=True)
+    args = params, tasks, toolbox, 1, 0.0, self._asking.seed, step
+    groups = self._asking.player.groups(*args, evaluation=True)
     return [t for group in groups for t in group]
 
 
 class OffPolicy(contextlib.ExitStack):
   """Rollouts that go on while the learner learns; as `OnPolicy` to who asks."""
 
-  def __init__(
-    self,
-    player: Player,
-    draw: Draw,
-    toolbox: Toolbox,
-    algo: Wanted,
-    informative: Informative,
-    seed: int,
-    step: int,
-    cursor: dict[str, Any],
-  ):
+  def __init__(self, asking: Asking, step: int, cursor: dict[str, Any]):
     """Args: as those of `open_source`."""
     super().__init__()
-    self._engine, self._informative = player.engine, informative
+    player, algo = asking.player, asking.algo
+    self._engine, self._informative = player.engine, asking.informative
     self._before = dataclasses.replace(player.engine.counters)
     plan = Plan(
       steps=algo.steps,
@@ -124,9 +124,9 @@ class OffPolicy(contextlib.ExitStack):
     )
 
     def keep(group: Group) -> bool:
-      return not algo.filter_groups or bool(informative([group])[0])
+      return not algo.filter_groups or bool(self._informative([group])[0])
 
-    args = player, draw, toolbox, plan, seed, keep, step, cursor
+    args = player, asking.draw, asking.toolbox, plan, asking.seed, keep, step, cursor
     self._ahead = self.enter_context(Ahead(*args))
 
   def next(self, params: Any, step: int) -> Rollouts:
@@ -163,65 +163,47 @@ class OffPolicy(contextlib.ExitStack):
 Source = OnPolicy | OffPolicy
 
 
-def open_source(
-  player: Player,
-  draw: Draw,
-  toolbox: Toolbox,
-  algo: Wanted,
-  informative: Informative,
-  seed: int,
-  step: int,
-  cursor: dict[str, Any],
-) -> Source:
+def open_source(asking: Asking, step: int, cursor: dict[str, Any]) -> Source:
   """What `algo.staleness` asks for; use as a context manager.
 
   Args:
-    player: plays; of an `OffPolicy` source nobody else may use it meanwhile.
-    draw: of the tasks.
-    toolbox: answers the calls.
-    algo: what a step wants.
-    informative: which groups' rewards differ.
-    seed: of all sampling.
+    asking: who plays what.
     step: updates made so far.
     cursor: that of the last step's rollouts; empty at a run's beginning.
   """
-  kind = OffPolicy if algo.staleness else OnPolicy
-  return kind(player, draw, toolbox, algo, informative, seed, step, cursor)
+  if asking.algo.staleness:
+    return OffPolicy(asking, step, cursor)
+  return OnPolicy(asking, cursor)
 
 
-def collect(
-  player: Player,
-  params: Any,
-  draw: Draw,
-  toolbox: Toolbox,
-  algo: Wanted,
-  informative: Informative,
-  seed: int,
-  step: int,
-  first: int,
-) -> Rollouts:
+def collect(asking: Asking, params: Any, step: int, first: int) -> Rollouts:
   """Rolls out groups until enough of them have rewards that differ.
 
   Which tasks are asked and every sampled token depend on (seed, first, params) alone,
   and on the state of the draw; the order in which trajectories ended does not matter.
-  `first` is the first round of the run that was not rolled out before, so that no task
-  is skipped; the cursor says which is the next.
+
+  Args:
+    asking: who plays what.
+    params: the policy.
+    step: its version.
+    first: the first round of the run that was not rolled out before, so that no task
+      is skipped; the cursor says which is the next.
   """
+  player, draw, algo = asking.player, asking.draw, asking.algo
   out = Rollouts()
   before = dataclasses.replace(player.engine.counters)
   spent = dataclasses.replace(player.engine.spent)
   size = algo.round_prompts or algo.prompts
   for nth in range(first, first + algo.rounds):
     asked = [draw.task(nth * size + i, step) for i in range(size)]
-    key = int(np.random.SeedSequence((seed, nth)).generate_state(1)[0])
-    groups = player.groups(
-      params, asked, toolbox, algo.samples, algo.temperature, key, version=step
-    )
+    key = int(np.random.SeedSequence((asking.seed, nth)).generate_state(1)[0])
+    how = asking.toolbox, algo.samples, algo.temperature, key
+    groups = player.groups(params, asked, *how, version=step)
     for group in groups:
       draw.learn(group)
     out.asked += len(groups)
     out.played += [t for g in groups for t in g]
-    keep_G = informative(groups)
+    keep_G = asking.informative(groups)
     out.informative += int(keep_G.sum())
     if algo.filter_groups:
       groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]

@@ -8,6 +8,7 @@ seed, on the state, and on nothing else.
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,7 @@ class Draw:
     return self.tasks[self._order[1][nth]]
 
 
-class _Thinned(Draw):
+class _Thinned(Draw, abc.ABC):
   """The same stream, of which a task is taken with a chance that is its own by now."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
@@ -86,9 +87,9 @@ class _Thinned(Draw):
     """See `Draw`."""
     self._place = state["place"]
 
+  @abc.abstractmethod
   def chance(self, task: Task, step: int) -> float:
     """From 0 to 1; 1 for at least one task, or never 0."""
-    raise NotImplementedError
 
 
 class Learnability(_Thinned):

@@ -171,6 +171,26 @@ def test_without_a_whole_one_a_run_stops_and_nothing_is_deleted(tmp_path):
   assert {"1", "2"} <= set(os.listdir(tmp_path))
 
 
+def test_without_a_proven_one_a_run_begins_anew_and_nothing_is_deleted(
+  tmp_path, caplog
+):
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.save(tiny(1), {})
+    checkpoints.save(tiny(2), {})
+  for step in "12":  # as a version left them that proved nothing
+    (tmp_path / step / MANIFEST).unlink()
+  (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
+  with Checkpoints(tmp_path) as checkpoints:
+    assert checkpoints.restore(tiny(0)) is None
+  assert caplog.text.count("was not finished") == 3
+  assert "beginning anew" in caplog.text
+  assert sorted(os.listdir(tmp_path)) == ["unfinished_1", "unfinished_2"]
+  (tmp_path / "unfinished_2").rename(tmp_path / "2")
+  checkpoint.write_manifest(tmp_path / "2")
+  with Checkpoints(tmp_path) as checkpoints:
+    assert_identical(checkpoints.restore(tiny(0))[0], tiny(2))
+
+
 def test_the_last_good_one_stays_until_the_next_is_proven(tmp_path, monkeypatch):
   real, there = checkpoint.write_manifest, []
 

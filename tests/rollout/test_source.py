@@ -13,7 +13,7 @@ from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.update import rewards_of
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.source import Source, open_source
+from coa_jax.rollout.source import Asking, Source, open_source
 from coa_jax.tasks.draw import make_draw
 
 CONFIG = RolloutConfig(style="brief", slots=6, window=8, max_len=toy.MAX_LEN)
@@ -34,8 +34,15 @@ def source(player, step=0, cursor=None, how="uniform", **changes) -> Source:
     }
   )
   draw = make_draw(how, toy.TASKS, SEED, 1)
-  args = algo, lambda groups: informative(rewards_of(groups)), SEED, step, cursor or {}
-  return open_source(player, draw, toy.TableToolbox(), *args)
+  asking = Asking(
+    player,
+    draw,
+    toy.TableToolbox(),
+    algo,
+    lambda groups: informative(rewards_of(groups)),
+    SEED,
+  )
+  return open_source(asking, step, cursor or {})
 
 
 def tokens(rollouts) -> list:
