@@ -1,17 +1,20 @@
-"""Flags and endings that benchmarks share."""
+"""Flags, endings and configs that benchmarks share."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import ml_collections
 import rich
 from absl import flags
 
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
+from configs import rl_world
 from experiments.launch import stop, with_clear_errors
 
 QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
@@ -36,6 +39,33 @@ def chosen(cases: Mapping[str, T]) -> dict[str, T]:
   if not out:
     raise ValueError(f"--cases={CASES.value!r} finds none of: {', '.join(cases)}")
   return dict(list(out.items())[:1]) if QUICK.value else out
+
+
+def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
+  """RL's config on a quickstart's world, from its SFT model.
+
+  Args:
+    folder: of a finished `experiments.quickstart`.
+    quick: `rl_world`'s tiny settings.
+    seed: of the rollouts.
+
+  Raises:
+    FileNotFoundError: there is no finished quickstart.
+  """
+  model, world = (os.path.join(folder, *x) for x in (("sft", "model"), ("world",)))
+  if not os.path.isdir(model):
+    raise FileNotFoundError(
+      f"{model}: there is no such model; run python -m experiments.quickstart, or give "
+      "--quickstart the folder of a finished one"
+    )
+  config = rl_world.get_config("tiny" if quick else "")
+  config.init = model
+  config.tasks.uri = os.path.join(world, "rl_tasks.jsonl")
+  config.tools.corpus = os.path.join(world, "train_pages.jsonl")
+  config.dev.uri = os.path.join(world, "dev_tasks.jsonl")
+  config.dev.corpus = os.path.join(world, "dev_pages.jsonl")
+  config.rollout.seed = seed
+  return config
 
 
 def program(

@@ -32,7 +32,6 @@ from coa_jax import rl
 from coa_jax.config import claim
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.report.metrics import METRICS_FILE, duration, read_metrics
-from configs import rl_world
 from experiments import bench
 from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare
 
@@ -49,16 +48,11 @@ _UPDATE, _START = 6.0, 25.0
 _WINDOW = 20  # updates over which a long run's figures are averaged
 
 
-def config_of(name: str, quickstart: str, seed: int, steps: int, quick: bool) -> Any:
+def config_of(
+  name: str, quickstart: str, seed: int, steps: int, quick: bool
+) -> ml_collections.ConfigDict:
   """The config of one run."""
-  config: ml_collections.ConfigDict = rl_world.get_config("tiny" if quick else "")
-  world = os.path.join(quickstart, "world")
-  config.init = os.path.join(quickstart, "sft", "model")
-  config.tasks.uri = os.path.join(world, "rl_tasks.jsonl")
-  config.tools.corpus = os.path.join(world, "train_pages.jsonl")
-  config.dev.uri = os.path.join(world, "dev_tasks.jsonl")
-  config.dev.corpus = os.path.join(world, "dev_pages.jsonl")
-  config.rollout.seed = seed
+  config = bench.quickstart_config(quickstart, quick, seed)
   # One batch of rollouts a step for all, whatever an algorithm does with it.
   config.algo.update(preset(name) | {"rounds": 1, "critic_lr": 1e-3})
   if not quick:
@@ -176,12 +170,6 @@ def run(
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
-  model = os.path.join(quickstart, "sft", "model")
-  if not os.path.isdir(model):
-    raise FileNotFoundError(
-      f"{model}: there is no such model; run python -m experiments.quickstart, or give "
-      "--quickstart the folder of a finished one"
-    )
   workdirs = {
     name: [os.path.join(workdir, f"{name}_{steps}_seed{seed}") for seed in range(seeds)]
     for name in names

@@ -28,7 +28,6 @@ from coa_jax import rl
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.rollout.toolbox import Toolbox
-from configs import rl_world
 from experiments import bench
 from experiments.launch import COMPILE_CACHE, prepare
 
@@ -71,14 +70,7 @@ def config_of(
   quickstart: str, seed: int, steps: int, quick: bool, algo: Mapping[str, Any]
 ) -> ml_collections.ConfigDict:
   """The config of one run; `algo` is what makes it this contestant."""
-  config = rl_world.get_config("tiny" if quick else "")
-  world = os.path.join(quickstart, "world")
-  config.init = os.path.join(quickstart, "sft", "model")
-  config.tasks.uri = os.path.join(world, "rl_tasks.jsonl")
-  config.tools.corpus = os.path.join(world, "train_pages.jsonl")
-  config.dev.uri = os.path.join(world, "dev_tasks.jsonl")
-  config.dev.corpus = os.path.join(world, "dev_pages.jsonl")
-  config.rollout.seed = seed
+  config = bench.quickstart_config(quickstart, quick, seed)
   config.dev.every = config.checkpoint.every = config.algo.steps = steps
   if not quick:
     config.algo.prompts = config.algo.samples = 8
@@ -117,12 +109,6 @@ def run(
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
-  model = os.path.join(quickstart, "sft", "model")
-  if not os.path.isdir(model):
-    raise FileNotFoundError(
-      f"{model}: there is no such model; run python -m experiments.quickstart, or give "
-      "--quickstart the folder of a finished one"
-    )
   ahead = {"importance_cap": 2.0, "staleness": staleness}
   contestants = {"in turns": {}, "ahead": ahead}
   runs: dict[str, list[dict]] = {name: [] for name in contestants}

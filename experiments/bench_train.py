@@ -14,7 +14,7 @@ Sizes have small vocabularies where the model is small: 1,344 (the quickstart's)
 and 32,768 at 100M, so that the output matrix does not outweigh the layers. Every
 contestant runs its row of `SETTINGS` (--settings changes it): how many rows go through
 the model at once, what is compiled. All have glibc's allocator as `launch.prepare` sets
-it. The settings are not tuned yet: that needs a machine with nothing else on it.
+it.
 
 tokens/s: median over rounds of wall time; `cores` is processor time over wall time, far
 below the machine's cores where something else ran beside. Peak MB is the process's

@@ -101,17 +101,18 @@ def cross_entropy(
 ) -> jax.Array:
   """Sum of negative log-likelihoods of the tokens that count, each by its weight.
 
-  The same as `nll` of `token_logps`, and so computed on a mesh. On one device logits
-  are made for tokens with a weight alone, a few at a time, and at once their gradients:
-  what a prompt or an observation would cost is saved, no logits are kept for the
-  backward pass and none are made twice. That needs the weights beforehand, which RL,
-  whose weights are made of log-probs, does not have.
+  The same as `nll` of `token_logps`, and so computed on a mesh that splits parameters
+  or tokens of a row. On one device, and where devices split rows alone, logits are made
+  for tokens with a weight alone, a few at a time, and at once their gradients: what a
+  prompt or an observation would cost is saved, no logits are kept for the backward pass
+  and none are made twice. That needs the weights beforehand, which RL, whose weights
+  are made of log-probs, does not have.
 
   Source: gradients in the forward pass as in Liger Kernel (arXiv 2410.10989, 3.2).
 
   Args:
     cfg: the model; a piece is `cfg.logit_chunk` tokens of every row, or a quarter of
-      the batch.
+      a device's tokens.
     params: its parameters.
     batch: packed rows.
     layout: the mesh that all of this is split over.
@@ -119,23 +120,38 @@ def cross_entropy(
   Returns:
     The sum, in nats.
   """
-  if layout:
+  if layout and any(layout.ways(letter) > 1 for letter in "DTV"):
     logp_BT, _ = token_logps(cfg, params, batch, layout=layout)
     return nll(logp_BT, batch.weight_BT)
-  model = Qwen(cfg)
+  model = Qwen(cfg, layout)
   hidden_BTD, _ = model.apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
   # What follows each place, unless it begins a segment: nothing foretells that one.
   given_BT = batch.weight_BT * (batch.position_BT > 0)
-  target_N, weight_N = (
-    jnp.roll(x, -1, axis=1).reshape(-1) for x in (batch.tokens_BT, given_BT)
-  )
-  B, T = batch.tokens_BT.shape
-  hidden_ND = hidden_BTD.reshape(B * T, -1)
-  piece = min(B * T, B * cfg.logit_chunk or -(-B * T // 4))
-  return _cross_entropy(hidden_ND, output_DV, target_N, weight_N, cfg.dtype, piece)
+  target_BT, weight_BT = (jnp.roll(x, -1, axis=1) for x in (batch.tokens_BT, given_BT))
+
+  def of_rows(hidden_BTD, output_DV, target_BT, weight_BT) -> jax.Array:
+    B, T, D = hidden_BTD.shape
+    piece = min(B * T, B * cfg.logit_chunk or -(-B * T // 4))
+    given = (
+      hidden_BTD.reshape(B * T, D),
+      output_DV,
+      target_BT.ravel(),
+      weight_BT.ravel(),
+    )
+    return _cross_entropy(*given, cfg.dtype, piece)[None]
+
+  if layout:
+    of_rows = jax.shard_map(
+      of_rows,
+      mesh=layout.mesh,
+      in_specs=(*map(layout.spec, ("BT.", "..", "BT", "BT")),),
+      out_specs=layout.spec("B"),
+      check_vma=False,
+    )
+  return of_rows(hidden_BTD, output_DV, target_BT, weight_BT).sum()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -5,7 +5,7 @@
 Writes {split: {algorithm: [loss, its difference, the gradient's]}} against each
 trajectory in a row of its own on one device; test_invariance.py says what they must be.
 All losses of a split are one program: the gradients of the losses in the log-probs and
-values, each pulled back through the model.
+values, each pulled back through the model. SFT's, which is made otherwise, is one more.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def batches(algo: AlgoConfig, rows: int, length: int) -> list[Batch]:
 
 
 def pulled_back(layout: Layout | None, params, several: list[Batch]):
-  """Losses [algorithms], and gradients stacked over them."""
+  """Losses [algorithms and SFT], and gradients stacked over them."""
 
   def outputs(p):
     logp_BT, _ = losses.token_logps(CFG, p["trunk"], several[0], layout=layout)
@@ -132,7 +132,14 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
     values.append(value)
     ahead.append(cotangent)
   ahead = jax.tree.map(lambda *x: jnp.stack(x), *ahead)
-  return jnp.stack(values), jax.lax.map(lambda x: back(x)[0], ahead)
+  grads = jax.lax.map(lambda x: back(x)[0], ahead)
+
+  def sft(p):
+    return losses.cross_entropy(CFG, p["trunk"], several[0], layout)
+
+  value, more = jax.value_and_grad(sft)(params)
+  grads = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), grads, more)
+  return jnp.stack([*values, value]), grads
 
 
 def split(rows: int, length: int, mesh: MeshConfig | None):
@@ -193,7 +200,7 @@ def main() -> None:
     off = np.max([np.abs(x - y).reshape(len(x), -1).max(1) for x, y in pairs], axis=0)
     sizes = [np.abs(y).reshape(len(y), -1).max(1) for y in jax.tree.leaves(gradient)]
     out[name] = {"micro_batches": count}
-    for i, algorithm in enumerate(ALGORITHMS):
+    for i, algorithm in enumerate([*ALGORITHMS, "sft"]):
       out[name][algorithm] = {
         "loss": float(expected[i]),
         "loss_off": float(abs(values[i] - expected[i])),

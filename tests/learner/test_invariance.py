@@ -44,7 +44,7 @@ def figures(request, tmp_path_factory) -> dict:
 
 def test_no_split_changes_a_loss_or_its_gradient(figures):
   for split, algorithms in figures.items():
-    assert len(algorithms) == 1 + 9 + 6
+    assert len(algorithms) == 1 + 9 + 6 + 1
     for name, f in algorithms.items():
       if name == "micro_batches":
         continue
@@ -58,4 +58,4 @@ def test_the_splits_and_the_algorithms_were_different(figures):
   assert len(set(counts.values())) >= 2, counts
   for f in figures.values():
     losses = {round(x["loss"], 6) for x in f.values() if isinstance(x, dict)}
-    assert len(losses) >= 13, losses
+    assert len(losses) >= 14, losses
