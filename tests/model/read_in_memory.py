@@ -1,0 +1,50 @@
+"""Loads a model and says what memory that took; see test_weights.py.
+
+  python tests/model/read_in_memory.py FOLDER
+
+Prints bytes: of the parameters, of the largest of them, and by how much the process's
+own memory (RssAnon of /proc/self/status, looked at every millisecond) grew at most. Of
+a file that is mapped no page counts: the system takes those back when it needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.weights import load_model
+
+
+def own_memory() -> int:
+  """RssAnon, in bytes."""
+  with open("/proc/self/status", encoding="ascii") as f:
+    (line,) = (line for line in f if line.startswith("RssAnon:"))
+  return int(line.split()[1]) * 1024
+
+
+def main(folder: str) -> None:
+  """Loads, and looks on."""
+  jnp.zeros(8).block_until_ready()  # the devices' own start
+  begin, most, over = own_memory(), [], threading.Event()
+
+  def watch() -> None:
+    while not over.wait(1e-3):
+      most.append(own_memory())
+
+  watching = threading.Thread(target=watch)
+  watching.start()
+  _, params = load_model(folder)
+  jax.block_until_ready(params)
+  over.set()
+  watching.join()
+  sizes = [x.nbytes for x in jax.tree.leaves(params)]
+  grew = max(most) - begin
+  print(json.dumps({"all": sum(sizes), "largest": max(sizes), "grew": grew}))
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])
