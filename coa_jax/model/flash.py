@@ -1,8 +1,13 @@
 """Attention over long packed rows block by block, in plain XLA.
 
-Scores exist for one block of queries and one of keys at a time, forward and backward,
-and blocks that hold none of the queries' segments are never visited: the work is that
-of the segments, not of the row. For platforms that have no such kernel of their own.
+Scores exist for a few blocks of queries at a time, each against one block of keys,
+forward and backward, and blocks that hold none of the queries' segments are not
+visited: the work is that of the segments, not of the rows. For platforms that have no
+such kernel of their own.
+
+A CPU wants few large operations, not many small ones. So blocks of queries that see as
+many blocks of keys go together, of whatever row they are, and go back through their
+keys in step: no two of them are at the same keys, and little is done in vain.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
 """
@@ -19,20 +24,25 @@ from jax.ad_checkpoint import checkpoint_name
 _MASKED = -1e30
 
 
-class _Blocks(NamedTuple):
-  """Keys' side of a row, and which blocks of keys each block of queries visits.
+class _Plan(NamedTuple):
+  """Which blocks go together: g groups of C blocks of queries, the busiest first.
 
   Attributes:
-    segment_nBU: of the queries.
-    segment_mBU: of the keys.
-    first_n: the first block of keys to visit.
-    end_n: the block after the last.
+    segment_MU: of the queries.
+    segment_JU: of the keys.
+    newest_M: the last block of keys that a block of queries sees.
+    asking_gC: the blocks of a group; what the last one lacks is a block that asks for
+      nothing.
+    visits_gC: blocks of keys to visit, from the newest back.
+    place_M: of each block among those of all groups.
   """
 
-  segment_nBU: jax.Array
-  segment_mBU: jax.Array
-  first_n: jax.Array
-  end_n: jax.Array
+  segment_MU: jax.Array
+  segment_JU: jax.Array
+  newest_M: jax.Array
+  asking_gC: jax.Array
+  visits_gC: jax.Array
+  place_M: jax.Array
 
 
 def attend_segments(
@@ -43,6 +53,7 @@ def attend_segments(
   window: int,
   name: str,
   block: int = 64,
+  together: int = 4,
 ) -> jax.Array:
   """Causal attention inside segments; the queries are the last T of S places.
 
@@ -54,6 +65,7 @@ def attend_segments(
     window: places that a query sees, its own included; 0 for all.
     name: under which a checkpoint policy may keep what the backward pass needs.
     block: U, queries and keys that meet at once.
+    together: C, blocks of queries of an operation.
 
   Returns:
     out_BTNH in q's dtype.
@@ -61,35 +73,40 @@ def attend_segments(
   B, T, N, H = q_BTNH.shape
   S, K = k_BSKH.shape[1:3]
   U, before = block, S - T
+  n = -(-T // U)
+  near = _near(before, U)
+  m = near + n
+  q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, n * U - T), (0, 0), (0, 0)))
   # Places after the end are segments of their own, which nothing else reads.
-  q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, -T % U), (0, 0), (0, 0)))
-  n = q_BTNH.shape[1] // U
-  m = -(-(before + n * U) // U)
   segment_BS = jnp.pad(
     segment_BS, ((0, 0), (0, m * U - S)), constant_values=jnp.iinfo("int32").max
+  )
+  # M: all rows' blocks of queries; J: of keys.
+  of_queries = slice(before, before + n * U)
+  first_Bn = _starts(segment_BS, window)[:, of_queries].reshape(B, n, U).min(2) // U
+  newest_Bn = near + jnp.arange(n) + jnp.zeros_like(first_Bn)
+  plan = _group(
+    segment_BS[:, of_queries].reshape(B * n, U),
+    segment_BS.reshape(B * m, U),
+    (newest_Bn + m * jnp.arange(B)[:, None]).ravel(),
+    (newest_Bn - first_Bn + 1).ravel(),
+    min(together, B * n),
   )
 
   def keys(x_BSKH: jax.Array) -> jax.Array:
     x = jnp.pad(x_BSKH, ((0, 0), (0, m * U - S), (0, 0), (0, 0)))
-    return x.reshape(B, m, U, K, H).transpose(1, 0, 3, 4, 2)  # mBKHU
+    return x.reshape(B * m, U, K, H).transpose(0, 2, 3, 1)  # JKHU
 
-  first_BS = _starts(segment_BS, window)
-  blocks = _Blocks(
-    _split(segment_BS[:, before : before + n * U], U),
-    _split(segment_BS, U),
-    _split(first_BS[:, before : before + n * U], U).min((1, 2)) // U,
-    (before + (jnp.arange(n) + 1) * U - 1) // U + 1,
-  )
-  q = q_BTNH.reshape(B, n, U, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
-  q_nBKRH = q.reshape(n, B, K, -1, H)  # R: the rows of a kv head's query heads
-  out_nBKRH = _attend(q_nBKRH, keys(k_BSKH), keys(v_BSKH), blocks, before, window, name)
-  out = out_nBKRH.reshape(n, B, K, N // K, U, H).transpose(1, 0, 4, 2, 3, 5)
+  q = q_BTNH.reshape(B * n, U, K, N // K, H).transpose(0, 2, 3, 1, 4)
+  q_MKRH = q.reshape(B * n, K, -1, H)  # R: the rows of a kv head's query heads
+  out = _attend(q_MKRH, keys(k_BSKH), keys(v_BSKH), plan, before, window, name)
+  out = out.reshape(B * n, K, N // K, U, H).transpose(0, 3, 1, 2, 4)
   return out.reshape(B, n * U, N, H)[:, :T]
 
 
-def _split(x_BS: jax.Array, U: int) -> jax.Array:
-  """[B, S] to [S / U, B, U]."""
-  return x_BS.reshape(x_BS.shape[0], -1, U).swapaxes(0, 1)
+def _near(before: int, U: int) -> int:
+  """The block of keys that holds the last place of the first block of queries."""
+  return (before + U - 1) // U
 
 
 def _starts(segment_BS: jax.Array, window: int) -> jax.Array:
@@ -100,105 +117,174 @@ def _starts(segment_BS: jax.Array, window: int) -> jax.Array:
   return jnp.maximum(start_BS, place_S - window + 1) if window else start_BS
 
 
+def _group(
+  segment_MU: jax.Array,
+  segment_JU: jax.Array,
+  newest_M: jax.Array,
+  visits_M: jax.Array,
+  C: int,
+) -> _Plan:
+  """Those together that have about as many visits to make."""
+  order_M = jnp.argsort(-visits_M, stable=True)
+  lacking = -len(order_M) % C
+  return _Plan(
+    segment_MU,
+    segment_JU,
+    newest_M,
+    jnp.pad(order_M, (0, lacking)).reshape(-1, C),
+    jnp.pad(visits_M[order_M], (0, lacking)).reshape(-1, C),
+    jnp.argsort(order_M),
+  )
+
+
+def _take(x: jax.Array, at_C: jax.Array) -> jax.Array:
+  """x[at_C]; as slices, which a CPU copies faster than it gathers."""
+  return jnp.stack([x[i] for i in at_C])
+
+
+def _add(total: jax.Array, more: jax.Array, at_C: jax.Array) -> jax.Array:
+  """total, and `more` added at at_C."""
+  for i, x in zip(at_C, more, strict=True):
+    total = total.at[i].add(x)
+  return total
+
+
+def _meet(plan: _Plan, g: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """at_C, the keys that each block is at, so far back; seen_C, whether it visits them.
+
+  Who has visited all of its own stays at its newest, and sees nothing there.
+  """
+  seen_C = back < plan.visits_gC[g]
+  return _take(plan.newest_M, plan.asking_gC[g]) - jnp.where(seen_C, back, 0), seen_C
+
+
 def _score(
-  q_BKRH: jax.Array,
-  k_BKHU: jax.Array,
-  blocks: _Blocks,
-  i: jax.Array,
-  j: jax.Array,
-  before: int,
+  q_CKRH: jax.Array,
+  k_CKHU: jax.Array,
+  same_CUU: jax.Array,
+  apart: jax.Array,
   window: int,
 ) -> jax.Array:
-  """score_BKRU in float32, masked, of queries i and keys j."""
-  (B, K, R, _), U = q_BKRH.shape, k_BKHU.shape[-1]
-  place_Q = before + i * U + jnp.arange(U)[:, None]
-  place_U = j * U + jnp.arange(U)
-  seen_QU = place_U <= place_Q
+  """score_CKRU in float32, masked.
+
+  Args:
+    q_CKRH: queries.
+    k_CKHU: the keys that they meet.
+    same_CUU: whether the query's segment, which is visited, is the key's.
+    apart: places from a block's first key to its first query.
+    window: as in `attend_segments`.
+  """
+  U = k_CKHU.shape[-1]
+  back_UU = apart + jnp.arange(U)[:, None] - jnp.arange(U)
+  seen_UU = back_UU >= 0
   if window:
-    seen_QU &= place_U > place_Q - window
-  same = blocks.segment_nBU[i][:, :, None] == blocks.segment_mBU[j][:, None]
+    seen_UU &= back_UU < window
   score = jnp.einsum(
-    "BKRH,BKHU->BKRU", q_BKRH, k_BKHU, preferred_element_type=jnp.float32
+    "CKRH,CKHU->CKRU", q_CKRH, k_CKHU, preferred_element_type=jnp.float32
   )
-  by_head = score.reshape(B, K, R // U, U, U)
-  return jnp.where((same & seen_QU)[:, None, None], by_head, _MASKED).reshape(
+  by_head = score.reshape(*score.shape[:2], -1, U, U)
+  return jnp.where((same_CUU & seen_UU)[:, None, None], by_head, _MASKED).reshape(
     score.shape
   )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(q, k, v, blocks: _Blocks, before: int, window: int, name: str) -> Any:
-  return _forward(q, k, v, blocks, before, window)[0]
+def _attend(q, k, v, plan: _Plan, before: int, window: int, name: str) -> Any:
+  return _forward(q, k, v, plan, before, window)[0]
 
 
-def _forward(q, k, v, blocks: _Blocks, before: int, window: int) -> Any:
-  """out_nBKRH, and the logarithm of each row's sum of exponentials."""
+def _meeting(k, v, plan: _Plan, before: int, window: int, g: jax.Array) -> Any:
+  """Of group g: (queries, how far back) to at_C, keys and values there, scores."""
+  U = k.shape[-1]
+  segment_CU = _take(plan.segment_MU, plan.asking_gC[g])
 
-  def queries(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q_BKRH = q[i]
+  def meet(q_CKRH: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
+    at_C, seen_C = _meet(plan, g, back)
+    k_CKHU, v_CKHU = _take(k, at_C), _take(v, at_C)
+    same_CUU = segment_CU[:, :, None] == _take(plan.segment_JU, at_C)[:, None]
+    same_CUU &= seen_C[:, None, None]
+    apart = before - (_near(before, U) - back) * U
+    return at_C, k_CKHU, v_CKHU, _score(q_CKRH, k_CKHU, same_CUU, apart, window)
 
-    def visit(j, carry):
-      most_BKR, total_BKR, out_BKRH = carry
-      s_BKRU = _score(q_BKRH, k[j], blocks, i, j, before, window)
-      new_BKR = jnp.maximum(most_BKR, s_BKRU.max(-1))
-      p_BKRU = jnp.exp(s_BKRU - new_BKR[..., None])
-      kept_BKR = jnp.exp(most_BKR - new_BKR)
-      more_BKRH = jnp.einsum(
-        "BKRU,BKHU->BKRH",
-        p_BKRU.astype(v.dtype),
-        v[j],
+  return meet
+
+
+def _forward(q, k, v, plan: _Plan, before: int, window: int) -> Any:
+  """out_MKRH, and the logarithm of each row's sum of exponentials."""
+
+  def queries(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q_CKRH = _take(q, plan.asking_gC[g])
+    meet = _meeting(k, v, plan, before, window, g)
+
+    def visit(back, carry):
+      most_CKR, total_CKR, out_CKRH = carry
+      _, _, v_CKHU, s_CKRU = meet(q_CKRH, back)
+      new_CKR = jnp.maximum(most_CKR, s_CKRU.max(-1))
+      p_CKRU = jnp.exp(s_CKRU - new_CKR[..., None])
+      kept_CKR = jnp.exp(most_CKR - new_CKR)
+      more_CKRH = jnp.einsum(
+        "CKRU,CKHU->CKRH",
+        p_CKRU.astype(v.dtype),
+        v_CKHU,
         preferred_element_type=jnp.float32,
       )
-      total_BKR = total_BKR * kept_BKR + p_BKRU.sum(-1)
-      return new_BKR, total_BKR, out_BKRH * kept_BKR[..., None] + more_BKRH
+      total_CKR = total_CKR * kept_CKR + p_CKRU.sum(-1)
+      return new_CKR, total_CKR, out_CKRH * kept_CKR[..., None] + more_CKRH
 
-    rows = q_BKRH.shape[:-1]
-    start = jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros(q_BKRH.shape)
-    bounds = blocks.first_n[i], blocks.end_n[i]
-    most_BKR, total_BKR, out_BKRH = jax.lax.fori_loop(*bounds, visit, start)
-    out_BKRH = (out_BKRH / total_BKR[..., None]).astype(q.dtype)
-    return out_BKRH, most_BKR + jnp.log(total_BKR)
+    rows = q_CKRH.shape[:-1]
+    start = jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros(q_CKRH.shape)
+    end = jax.lax.fori_loop(0, plan.visits_gC[g, 0], visit, start)
+    most_CKR, total_CKR, out_CKRH = end
+    out_CKRH = (out_CKRH / total_CKR[..., None]).astype(q.dtype)
+    return out_CKRH, most_CKR + jnp.log(total_CKR)
 
-  return jax.lax.map(queries, jnp.arange(q.shape[0]))
+  return _in_place(jax.lax.map(queries, jnp.arange(len(plan.visits_gC))), plan)
 
 
-def _forward_rule(q, k, v, blocks, before, window, name):
-  out, lse = _forward(q, k, v, blocks, before, window)
+def _in_place(grouped: Any, plan: _Plan) -> Any:
+  """[groups, C, ...] to [M, ...]."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[plan.place_M], grouped)
+
+
+def _forward_rule(q, k, v, plan, before, window, name):
+  out, lse = _forward(q, k, v, plan, before, window)
   out, lse = checkpoint_name(out, name), checkpoint_name(lse, name)
-  return out, (q, k, v, blocks, out, lse)
+  return out, (q, k, v, plan, out, lse)
 
 
 def _backward_rule(before, window, name, kept, d_out):
-  q, k, v, blocks, out, lse = kept
+  q, k, v, plan, out, lse = kept
   delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
 
-  def queries(carry, i):
-    q_BKRH, do_BKRH = q[i], d_out[i]
+  def queries(carry, g):
+    asking_C = plan.asking_gC[g]
+    q_CKRH, do_CKRH = _take(q, asking_C), _take(d_out, asking_C)
+    lse_CKR, delta_CKR = _take(lse, asking_C), _take(delta, asking_C)
+    # Rows last, once for all visits: else these products would be slower ones.
+    q_CKHR, do_CKHR = q_CKRH.swapaxes(2, 3), do_CKRH.swapaxes(2, 3)
+    meet = _meeting(k, v, plan, before, window, g)
 
-    def visit(j, carry):
-      dq_BKRH, dk, dv = carry
-      s_BKRU = _score(q_BKRH, k[j], blocks, i, j, before, window)
-      p_BKRU = jnp.exp(s_BKRU - lse[i][..., None])
-      dp_BKRU = jnp.einsum(
-        "BKRH,BKHU->BKRU", do_BKRH, v[j], preferred_element_type=jnp.float32
+    def visit(back, carry):
+      dq_CKRH, dk, dv = carry
+      at_C, k_CKHU, v_CKHU, s_CKRU = meet(q_CKRH, back)
+      p_CKRU = jnp.exp(s_CKRU - lse_CKR[..., None])
+      dp_CKRU = jnp.einsum(
+        "CKRH,CKHU->CKRU", do_CKRH, v_CKHU, preferred_element_type=jnp.float32
       )
-      ds_BKRU = (p_BKRU * (dp_BKRU - delta[i][..., None])).astype(q.dtype)
-      # Positions last in both: products along contiguous memory, three times faster
-      # on a CPU than with the keys' and values' other layout.
-      dv_BKHU = jnp.einsum("BKRH,BKRU->BKHU", do_BKRH, p_BKRU.astype(q.dtype))
-      dk_BKHU = jnp.einsum("BKRH,BKRU->BKHU", q_BKRH, ds_BKRU)
-      dq_BKRH += jnp.einsum("BKRU,BKHU->BKRH", ds_BKRU, k[j])
-      return dq_BKRH, dk.at[j].add(dk_BKHU), dv.at[j].add(dv_BKHU)
+      ds_CKRU = (p_CKRU * (dp_CKRU - delta_CKR[..., None])).astype(q.dtype)
+      dv_CKHU = jnp.einsum("CKHR,CKRU->CKHU", do_CKHR, p_CKRU.astype(q.dtype))
+      dk_CKHU = jnp.einsum("CKHR,CKRU->CKHU", q_CKHR, ds_CKRU)
+      dq_CKRH += jnp.einsum("CKRU,CKHU->CKRH", ds_CKRU, k_CKHU)
+      return dq_CKRH, _add(dk, dk_CKHU, at_C), _add(dv, dv_CKHU, at_C)
 
-    start = (jnp.zeros(q_BKRH.shape, jnp.float32), *carry)
-    bounds = blocks.first_n[i], blocks.end_n[i]
-    dq_BKRH, *carry = jax.lax.fori_loop(*bounds, visit, start)
-    return tuple(carry), dq_BKRH.astype(q.dtype)
+    start = (jnp.zeros(q_CKRH.shape, jnp.float32), *carry)
+    dq_CKRH, *carry = jax.lax.fori_loop(0, plan.visits_gC[g, 0], visit, start)
+    return tuple(carry), dq_CKRH.astype(q.dtype)
 
   # Sums over blocks of queries, in float32.
   zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  (dk, dv), dq = jax.lax.scan(queries, zeros, jnp.arange(q.shape[0]))
-  return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+  (dk, dv), dq = jax.lax.scan(queries, zeros, jnp.arange(len(plan.visits_gC)))
+  return _in_place(dq, plan), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
