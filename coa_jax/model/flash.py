@@ -7,7 +7,7 @@ such kernel of their own.
 
 A CPU wants few large operations, not many small ones. So blocks of queries that see as
 many blocks of keys go together, of whatever row they are, and go back through their
-keys in step: no two of them are at the same keys, and little is done in vain.
+keys in step: little is done in vain, and what each does is what it would do alone.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
 """
@@ -31,9 +31,9 @@ class _Plan(NamedTuple):
     segment_MU: of the queries.
     segment_JU: of the keys.
     newest_M: the last block of keys that a block of queries sees.
-    asking_gC: the blocks of a group; what the last one lacks is a block that asks for
-      nothing.
-    visits_gC: blocks of keys to visit, from the newest back.
+    asking_gC: the blocks of a group; block 0 again in place of those that the last
+      group lacks.
+    visits_gC: blocks of keys to visit, from the newest back; 0 for who is there again.
     place_M: of each block among those of all groups.
   """
 
@@ -149,15 +149,6 @@ def _add(total: jax.Array, more: jax.Array, at_C: jax.Array) -> jax.Array:
   return total
 
 
-def _meet(plan: _Plan, g: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """at_C, the keys that each block is at, so far back; seen_C, whether it visits them.
-
-  Who has visited all of its own stays at its newest, and sees nothing there.
-  """
-  seen_C = back < plan.visits_gC[g]
-  return _take(plan.newest_M, plan.asking_gC[g]) - jnp.where(seen_C, back, 0), seen_C
-
-
 def _score(
   q_CKRH: jax.Array,
   k_CKHU: jax.Array,
@@ -196,10 +187,13 @@ def _attend(q, k, v, plan: _Plan, before: int, window: int, name: str) -> Any:
 def _meeting(k, v, plan: _Plan, before: int, window: int, g: jax.Array) -> Any:
   """Of group g: (queries, how far back) to at_C, keys and values there, scores."""
   U = k.shape[-1]
-  segment_CU = _take(plan.segment_MU, plan.asking_gC[g])
+  asking_C = plan.asking_gC[g]
+  segment_CU, newest_C = (_take(x, asking_C) for x in (plan.segment_MU, plan.newest_M))
 
   def meet(q_CKRH: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
-    at_C, seen_C = _meet(plan, g, back)
+    seen_C = back < plan.visits_gC[g]
+    # Who has visited all of its own stays at its newest, and sees nothing there.
+    at_C = newest_C - jnp.where(seen_C, back, 0)
     k_CKHU, v_CKHU = _take(k, at_C), _take(v, at_C)
     same_CUU = segment_CU[:, :, None] == _take(plan.segment_JU, at_C)[:, None]
     same_CUU &= seen_C[:, None, None]
