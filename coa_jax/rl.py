@@ -193,7 +193,7 @@ def _player(
   """Who plays, and grades what was played."""
   vllm = optional(config, "vllm", VllmConfig)
   _check_fit(cfg, algo, rollout, layout, vllm)
-  grader = Grader(section(config, "reward", RewardConfig))
+  grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   means = tools.told, layout, vllm, grader
   return Player(cfg, tokenizer, rollout, *means, journal=journal)

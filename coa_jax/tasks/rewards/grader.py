@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import logging
 import math as numbers
+import os
 import threading
 from collections.abc import Callable, Iterable
 
@@ -83,6 +84,16 @@ class RewardConfig:
       )
     if min(self.workers, self.max_failures) < 1:
       raise ValueError("workers and max_failures must be at least 1")
+
+  def kept_in(self, folder: str) -> RewardConfig:
+    """The same, the judge's verdicts in this folder where no file is named.
+
+    So a run that is interrupted asks for none again, and none can be another one.
+    """
+    if self.judge is None or self.judge.cache is not None:
+      return self
+    cache = os.path.join(folder, "verdicts.jsonl")
+    return dataclasses.replace(self, judge=dataclasses.replace(self.judge, cache=cache))
 
 
 _Grade = Callable[[Task, str | None, Trajectory], Graded]

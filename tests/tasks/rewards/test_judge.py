@@ -7,12 +7,15 @@ import concurrent.futures
 import contextlib
 import http.server
 import json
+import os
 import socket
 import threading
 
 import pytest
 
+from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.rewards.graded import Ungradable
+from coa_jax.tasks.rewards.grader import Grader, RewardConfig
 from coa_jax.tasks.rewards.judge import Judge, JudgeConfig, read_verdict
 from coa_jax.tasks.task import Task
 from tools_sandbox.client import ChatConfig
@@ -194,6 +197,20 @@ def test_no_more_requests_at_once_than_workers_and_equal_answers_are_asked_once(
   assert verdicts == [0.0] * 48
   assert len(server.asked) == 12 and server.most <= 3
   judge.close()
+
+
+def test_a_run_keeps_its_verdicts(server, tmp_path):
+  judge = JudgeConfig(ChatConfig(server.url, "judge-1"))
+  config = RewardConfig({"qa": "judge"}, judge=judge).kept_in(str(tmp_path))
+  played = Trajectory("t", [])
+  for _ in range(2):  # the second after an interruption
+    with Grader(config) as grader:
+      assert grader.answer(TASK, "Bacon", played).answer == 0.0
+  assert len(server.asked) == 1
+  assert os.listdir(tmp_path) == ["verdicts.jsonl"]
+  # A file that was named stays, and without a judge there is nothing to keep.
+  assert config.kept_in("elsewhere") == config
+  assert RewardConfig().kept_in("elsewhere") == RewardConfig()
 
 
 def test_verdicts_outlive_the_run_and_a_cut_line(server, tmp_path):
