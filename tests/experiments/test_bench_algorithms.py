@@ -14,19 +14,22 @@ from experiments import bench_algorithms as bench
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("quick", [False, True])
-def test_every_run_has_the_presets_fields_and_the_same_budget(name: str, quick: bool):
-  config = bench.config_of(name, "Q", 2, 5, quick)
+def test_every_run_has_the_presets_fields_and_the_same_budget(name, quick, tmp_path):
+  (tmp_path / "sft" / "model").mkdir(parents=True)
+  config = bench.config_of(name, str(tmp_path), 2, 5, quick)
   algo = section(config, "algo", AlgoConfig)
   fields = {**PRESETS[name], "rounds": 1}
   assert {k: getattr(algo, k) for k in fields} == fields
-  other = section(bench.config_of("dapo", "Q", 2, 5, quick), "algo", AlgoConfig)
+  other = section(
+    bench.config_of("dapo", str(tmp_path), 2, 5, quick), "algo", AlgoConfig
+  )
   assert (algo.steps, algo.prompts, algo.samples) == (
     other.steps,
     other.prompts,
     other.samples,
   )
   assert algo.steps == (2 if quick else 5)
-  assert config.init == "Q/sft/model" and config.rollout.seed == 2
+  assert config.init == str(tmp_path / "sft" / "model") and config.rollout.seed == 2
 
 
 def test_a_line_of_the_table_is_the_mean_over_seeds(tmp_path):

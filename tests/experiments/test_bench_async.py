@@ -14,15 +14,16 @@ from experiments import bench_async as bench
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_contestants_differ_in_what_is_compared_alone(quick: bool):
-  args = "Q", 2, 5, quick
+def test_contestants_differ_in_what_is_compared_alone(quick, tmp_path):
+  (tmp_path / "sft" / "model").mkdir(parents=True)
+  args = str(tmp_path), 2, 5, quick
   plain = section(bench.config_of(*args, {}), "algo", AlgoConfig)
   changes = {"staleness": 2, "importance_cap": 2.0}
   config = bench.config_of(*args, changes)
   ahead = section(config, "algo", AlgoConfig)
   assert plain.staleness == 0 and vars(ahead) == {**vars(plain), **changes}
   assert ahead.steps == config.dev.every == 5
-  assert config.init == "Q/sft/model" and config.rollout.seed == 2
+  assert config.init == str(tmp_path / "sft" / "model") and config.rollout.seed == 2
 
 
 def test_a_slow_call_is_the_real_one_later():
