@@ -1,4 +1,4 @@
-"""Loads a model and says what memory that took; see test_weights.py.
+"""Loads a model and says what memory that took; see test_memory.py.
 
   python tests/model/read_in_memory.py FOLDER
 

@@ -1,0 +1,36 @@
+"""What memory loading a model takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.model import qwen
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.weights import save_model
+
+READER = pathlib.Path(__file__).with_name("read_in_memory.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
+  """On a CPU the parameters are in the same memory; elsewhere an array is left."""
+  large = QwenConfig(
+    vocab_size=8_192, width=512, layers=8, heads=4, kv_heads=2, head_dim=64, ff=2_048
+  )
+  save_model(tmp_path, large, qwen.init_params(large, 0), shard_bytes=40_000_000)
+  out = subprocess.run(
+    [sys.executable, READER, tmp_path],
+    env={**os.environ, "PYTHONPATH": str(READER.parents[2])},
+    capture_output=True,
+    text=True,
+  )
+  assert out.returncode == 0, out.stderr
+  took = json.loads(out.stdout)
+  assert took["all"] > 100e6 > 5 * took["largest"]
+  assert 0.9 * took["all"] < took["grew"] < took["all"] + 1.5 * took["largest"] + 8e6
