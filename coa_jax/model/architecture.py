@@ -72,8 +72,8 @@ class QwenConfig:
       attention (all but the attention's output), dots (all but matrix products).
     attention: the kernel over packed rows: xla, cudnn (GPU), splash (TPU), or auto,
       which takes splash on TPU, cudnn on GPU in bfloat16, xla elsewhere.
-    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT on
-      one device: for a quarter of the rows' tokens).
+    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT,
+      where devices split rows alone: for a quarter of a device's tokens).
   """
 
   vocab_size: int
@@ -123,8 +123,8 @@ class LoadConfig:
     scan: True if layers are stacked and scanned.
     remat: what of a layer the backward pass recomputes.
     attention: the kernel over packed rows.
-    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT on
-      one device: for a quarter of the rows' tokens).
+    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT,
+      where devices split rows alone: for a quarter of a device's tokens).
   """
 
   dtype: str = "float32"

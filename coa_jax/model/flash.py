@@ -5,9 +5,9 @@ forward and backward, and blocks that hold none of the queries' segments are not
 visited: the work is that of the segments, not of the rows. For platforms that have no
 such kernel of their own.
 
-A CPU wants few large operations, not many small ones. So blocks of queries that see as
-many blocks of keys go together, of whatever row they are, and go back through their
-keys in step: little is done in vain, and what each does is what it would do alone.
+Blocks of queries that see as many blocks of keys go together, of whatever row they are,
+and go back through their keys in step: no row waits for another's longer segments, and
+operations are larger at little work in vain.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
 """
