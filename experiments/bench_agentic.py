@@ -24,7 +24,7 @@ from typing import Any
 from absl import app
 
 from experiments import bench
-from experiments.bench_rollout import check_tokens
+from experiments.bench_rollout import DEVICES, check_tokens
 from experiments.bench_train_work import SIZES
 from experiments.bench_workers import available, by_turns, generators
 
@@ -72,6 +72,7 @@ def measure(
     "observation": OBSERVATION,
     "trajectories": trajectories,
     "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
+    "devices": DEVICES.get(name, 0),
   }
   with generators("experiments.bench_agentic_work", job, pythons) as workers:
     rows = []

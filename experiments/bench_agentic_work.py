@@ -73,7 +73,7 @@ Play = Callable[[Plan], tuple[list[list[int]], dict[str, float]]]
 
 def ours(folder: str, job: dict[str, Any]) -> Play:
   """One slot a trajectory, whose cache is kept while its tool runs."""
-  config = dict(max_len=job["length"], window=16, inject_rows=8)
+  config = dict(max_len=job["length"], window=8, inject_rows=4)
   scheduler, params = plain.our_scheduler(
     *plain.our_model(folder, job), job["trajectories"], **config
   )
@@ -160,7 +160,7 @@ def start(name: str, folder: str) -> Turn:
   with open(os.path.join(folder, plain.JOB), encoding="utf-8") as f:
     job = json.load(f)
   if name == "ours":
-    plain.use_all_cores()
+    plain.use_cores(job)
   play = CONTESTANTS[name](folder, job)
 
   def turn(latency: bool) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
 
   model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
-  config = dict(max_len=job["length"], window=16, inject_rows=8)
+  config = dict(max_len=job["length"], window=16, inject_rows=4)
   scheduler, params = plain.our_scheduler(model, params, automaton, size, **config)
   algo = AlgoConfig(
     steps=1000,
@@ -146,7 +146,7 @@ def start(name: str, folder: str) -> Turn:
   with open(os.path.join(folder, plain.JOB), encoding="utf-8") as f:
     job = json.load(f)
   if name == "ours":
-    plain.use_all_cores()
+    plain.use_cores(job)
   make = CONTESTANTS[name](folder, job)
 
   def turn(steps: int, latency: bool) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from experiments.bench_train_work import SIZES
 from experiments.bench_workers import available, by_turns, generators
 
 PROMPT, NEW = 64, 256
+# Devices of ours, by size; of others one a core. A step reads all weights on every
+# device: two are slower than one where weights come from memory, not from a cache.
+DEVICES = {"100M": 1}
 # Name -> size, dtype, sequences at once.
 CASES = {
   f"{size} {dtype} {batch}": (size, dtype, batch)
@@ -75,6 +78,7 @@ def measure(
     ValueError: float32 continuations differ, or a worker ended.
   """
   job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
+  job["devices"] = DEVICES.get(name, 0)
   with generators("experiments.bench_rollout_work", job, pythons) as workers:
     rows, check = [], check_tokens if dtype == "float32" else None
     for batch in batches:

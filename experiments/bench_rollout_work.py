@@ -46,11 +46,11 @@ def write_work(folder: str) -> None:
   save_model(os.path.join(folder, MODEL), cfg, init_params(cfg, 0))
 
 
-def use_all_cores() -> None:
-  """A device a core, as `--cpu_devices` makes them."""
+def use_cores(job: dict[str, Any]) -> None:
+  """Shows the CPU as the job's `devices`, as `--cpu_devices` does; a core each if 0."""
   from experiments.launch import prepare
 
-  prepare("", len(os.sched_getaffinity(0)))
+  prepare("", job["devices"] or len(os.sched_getaffinity(0)))
 
 
 def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -247,7 +247,7 @@ def start(name: str, folder: str) -> Turn:
   with open(os.path.join(folder, JOB), encoding="utf-8") as f:
     job = json.load(f)
   if name == "ours":
-    use_all_cores()
+    use_cores(job)
   generate = CONTESTANTS[name](folder, job)
 
   def turn(batch: int) -> dict[str, Any]:

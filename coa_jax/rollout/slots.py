@@ -52,6 +52,7 @@ class Slots:
     self.model = model
     self.layout = layout
     self.config = config
+    self.inject_rows = min(config.inject_rows, config.slots)
     self.counters = Counters()
     self.spent = Spent()
     self._tags = automaton.tags
@@ -243,7 +244,7 @@ class _Run:
     ends = [int(self.state.length_B[slot]) + len(ids) for slot, ids in given]
     began = time.monotonic()
     self.owner._fit(max([*self.state.length_B[self.live()], *ends], default=1))
-    R = self.owner.config.inject_rows
+    R = self.owner.inject_rows
     for length, rows in batches.items():
       for i in range(0, len(rows), R):
         self._extend_batch(rows[i : i + R], length)
@@ -252,7 +253,7 @@ class _Run:
 
   def _extend_batch(self, rows: list[tuple[int, list[int]]], length: int) -> None:
     config, s = self.owner.config, self.state
-    R = config.inject_rows
+    R = self.owner.inject_rows
     row_R = np.full(R, config.slots, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
@@ -283,7 +284,7 @@ class _Run:
 
   def _copy(self, copies: list[tuple[int, int, list[int]]]) -> None:
     """Gives slots the prompts that other slots hold: (slot, the other, ids)."""
-    R = self.owner.config.inject_rows
+    R = self.owner.inject_rows
     for i in range(0, len(copies), R):
       from_R = np.zeros(R, np.int32)
       to_R = np.full(R, self.owner.config.slots, np.int32)
