@@ -92,6 +92,9 @@ class Learner:
     batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
     if self._layout:
       batch_MBT = self._layout.put(batch_MBT)
+    # A loss is ready before all else is: on a CPU a step that queues behind another
+    # holds temporaries of its own (100M: 6.6 GB at most instead of 4.3).
+    jax.block_until_ready(state)
     return self.jitted(state, frozen, batch_MBT, count, np.float32(denominator))
 
   def reserve(self, micro_batches: int) -> None:

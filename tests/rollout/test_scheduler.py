@@ -170,6 +170,19 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
     assert on.counters.copied_tokens == 0
 
 
+def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
+  rows, real = set(), slotting.sampler.extend
+
+  def spy(cfg, params, cache, row_R, *rest):
+    rows.add(len(row_R))
+    return real(cfg, params, cache, row_R, *rest)
+
+  monkeypatch.setattr(slotting.sampler, "extend", spy)
+  on = scheduler(slots=2, inject_rows=16)
+  play(toy.params(), toy.TableToolbox(), range(3), on=on)
+  assert rows == {2}
+
+
 @pytest.mark.parametrize("window", [3, 8])
 def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
