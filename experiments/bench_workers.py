@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,7 @@ class Worker:
       stdout=subprocess.PIPE,
       stderr=self._log,
       text=True,
+      start_new_session=True,  # so that processes of its own can be ended, too
     )
     self._read()
 
@@ -98,7 +100,8 @@ class Worker:
 
   def __exit__(self, *unused: object) -> None:
     self._process.stdin.close()
-    self._process.terminate()
+    with contextlib.suppress(ProcessLookupError):  # vLLM's engine outlives its parent
+      os.killpg(self._process.pid, signal.SIGKILL)
     self._process.wait()
     self._process.stdout.close()
     self._log.close()

@@ -79,12 +79,13 @@ class Block(nn.Module):
     by: Rotation,
     segment_BT: jax.Array | None,
     position_BT: jax.Array | None,
-    written_BT: jax.Array | None,
+    written: tuple[jax.Array | None, jax.Array] | None,
     cache: LayerCache | None,
   ) -> tuple[jax.Array, LayerCache | None]:
     """Args as `Qwen.__call__`; the cache is this layer's.
 
-    `kind` is the place of the layer's window in `window_kinds(cfg)`.
+    `kind` is the place of the layer's window in `window_kinds(cfg)`; `written` are the
+    rows of the cache, as there, and the places in them where this call's tokens go.
     """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
@@ -129,13 +130,18 @@ class Block(nn.Module):
       # head's index left out, XLA would keep a window's cache in another layout and
       # copy all of it at both ends.
       C, P = cache[1].shape[2:4]
-      row, head = jnp.arange(x_BTD.shape[0])[:, None, None], jnp.arange(K)
-      piece, place = written_BT[..., None] // P, written_BT[..., None] % P
+      row_B, place_BT = written
+      every = jnp.arange(x_BTD.shape[0]) if row_B is None else row_B
+      row, head = every[:, None, None], jnp.arange(K)
+      piece, place = place_BT[..., None] // P, place_BT[..., None] % P
       k_BKCHP = cache[0].at[row, head, piece, :, place].set(k_BTKH, mode="drop")
       v_BKCPH = cache[1].at[row, head, piece, place].set(v_BTKH, mode="drop")
       cache = (self._shard(k_BKCHP, "BK..."), self._shard(v_BKCPH, "BK..."))
+      read = cache
+      if row_B is not None:
+        read = [jnp.take(x, row_B, axis=0, mode="clip") for x in cache]
       mask_BTS = attention.cache_mask(position_BT, C * P, window_kinds(c)[kind])
-      out_BTNH = attention.attend(q_BTNH, *cache, mask_BTS)
+      out_BTNH = attention.attend(q_BTNH, *read, mask_BTS)
     x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
 
     h_BTD = norm(x_BTD, "ff_norm", D)
@@ -216,6 +222,7 @@ class Qwen(nn.Module):
     segment_BT: jax.Array | None = None,
     cache: tuple[LayerCache, ...] | None = None,
     valid_BT: jax.Array | None = None,
+    row_B: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
     """Runs the transformer.
 
@@ -228,6 +235,8 @@ class Qwen(nn.Module):
         their positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
+      row_B: with a cache of other rows than these: the row of each, all different;
+        what lies past the last one is computed and dropped.
 
     Returns:
       hidden_BTD after the final norm, and the new cache (None without one).
@@ -242,9 +251,9 @@ class Qwen(nn.Module):
     by = rotation(c, position_BT)
     kinds = window_kinds(c)
     kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
-    written_BT = None
+    written = None
     if cache is not None:
-      written_BT = jnp.where(valid_BT, position_BT, cache_size(cache))
+      written = row_B, jnp.where(valid_BT, position_BT, cache_size(cache))
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_views()")
@@ -254,9 +263,7 @@ class Qwen(nn.Module):
       layers = cache if cache is not None else (None,) * c.layers
       out = []
       for block, kind, layer in zip(self.blocks, kind_L, layers, strict=True):
-        x_BTD, layer = block(
-          x_BTD, kind, by, segment_BT, position_BT, written_BT, layer
-        )
+        x_BTD, layer = block(x_BTD, kind, by, segment_BT, position_BT, written, layer)
         out.append(layer)
       cache = tuple(out) if cache is not None else None
     scale = self.final_norm if self.view else used(c, self.final_norm)

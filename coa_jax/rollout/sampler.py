@@ -112,11 +112,15 @@ def extend(
   step_T = jnp.arange(token_RT.shape[1])
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
-  rows = jax.tree.map(lambda x: jnp.take(x, row_R, axis=0, mode="clip"), cache)
-  _, rows = Qwen(cfg, layout, view=True).apply(
-    {"params": params}, token_RT, position_RT, cache=rows, valid_BT=valid_RT
+  _, cache = Qwen(cfg, layout, view=True).apply(
+    {"params": params},
+    token_RT,
+    position_RT,
+    cache=cache,
+    valid_BT=valid_RT,
+    row_B=row_R,
   )
-  return jax.tree.map(lambda x, y: x.at[row_R].set(y, mode="drop"), cache, rows)
+  return cache
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="cache")
