@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,17 +63,23 @@ def configs(tmp_path_factory) -> dict[str, str]:
   return out
 
 
-def start(journey: str, config: str, workdir: pathlib.Path) -> subprocess.Popen:
+def start(
+  journey: str, config: str, workdir: pathlib.Path, *more: str
+) -> subprocess.Popen:
   command = [sys.executable, "-m", f"experiments.{journey}", f"--config={config}"]
-  command += [f"--workdir={workdir}", "--compile_cache="]
+  command += [f"--workdir={workdir}", "--compile_cache=", *more]
   return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def reached(workdir: pathlib.Path) -> int:
+  """The last step that the run has logged; 0 for none."""
+  logged = lines(workdir / "metrics.jsonl")
+  return max((json.loads(line)["step"] for line in logged), default=0)
 
 
 def wait_for_step(process: subprocess.Popen, workdir: pathlib.Path, step: int) -> None:
   """Until the run has logged this step."""
-  while not any(
-    json.loads(line)["step"] >= step for line in lines(workdir / "metrics.jsonl")
-  ):
+  while reached(workdir) < step:
     assert process.poll() is None, process.communicate()
     time.sleep(0.05)
 
@@ -103,6 +111,38 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     steps = [row["step"] for row in read_metrics(tmp_path, journey)]
     assert steps == list(range(1, at + 1))
   assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("journey", "asked"), [("sft", 1), ("rl", 0)])
+def test_a_signal_to_one_of_two_processes_ends_both(configs, journey, asked, tmp_path):
+  at = 0
+  for _ in range(2):
+    with socket.socket() as s:
+      s.bind(("127.0.0.1", 0))
+      address = f"127.0.0.1:{s.getsockname()[1]}"
+    both = [
+      start(journey, configs[journey], tmp_path, f"--distributed={address},2,{i}")
+      for i in range(2)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+      said = [threads.submit(lambda p=p: p.communicate(timeout=300)[1]) for p in both]
+      try:
+        while not any(f.done() for f in said) and reached(tmp_path) < at + 2:
+          time.sleep(0.05)
+        both[asked].send_signal(signal.SIGTERM)
+        texts = [f.result() for f in said]
+      finally:
+        for process in both:
+          process.kill()
+    assert [p.returncode for p in both] == [143, 143], texts
+    before, at = at, whole_steps(tmp_path / "checkpoints")[-1]
+    assert at >= before + 2
+    for text in texts:
+      assert f"stopped after step {at}, which is saved" in text
+      assert "Traceback" not in text
+    steps = [row["step"] for row in read_metrics(tmp_path, journey)]
+    assert steps == list(range(1, at + 1))
 
 
 BUSY = """
