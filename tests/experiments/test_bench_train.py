@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -115,6 +117,28 @@ def test_a_worker_that_dies_says_why(tmp_path):
   (tmp_path / "job.json").write_text(json.dumps({"settings": {"ours": {"rows": 1}}}))
   with pytest.raises(ValueError, match=r"worker of ours ended(.|\n)*rows\.npz"):
     bench_workers.Worker("ours", str(tmp_path))
+
+
+SPAWNS = """
+import pathlib, subprocess, sys
+child = subprocess.Popen(["sleep", "600"])
+pathlib.Path(sys.argv[2], "child").write_text(str(child.pid))
+print("{}", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_worker_has_started_ends_with_it(tmp_path):
+  (tmp_path / "spawns.py").write_text(SPAWNS)
+  env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+  with bench_workers.Worker("ours", str(tmp_path), env=env, module="spawns"):
+    child = pathlib.Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert child.exists()
+  # It may wait to be reaped by whoever has adopted it.
+  deadline = time.monotonic() + 10
+  while child.exists() and ") Z " not in child.read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
 
 
 @flagsaver.flagsaver
