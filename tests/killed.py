@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+import jax
 import ml_collections
 
 from coa_jax.learner import checkpoint
@@ -105,6 +106,19 @@ def end_at(place: str, n: int, number: int, calls: Calls) -> None:
       _before(owner, name, began.set)
   elif place == "tool":  # it has an answer, which nobody has heard
     after(Toolbox, "answer")
+  elif place == "micro-batch":  # as the n-th begins, inside a step on the device
+    # The step is another program then: the first one of this process has to be the one
+    # that does not end.
+    made = Learner.__init__
+
+    def make(self, loss, *rest):
+      def counted(trained, frozen, batch):
+        jax.debug.callback(visit)
+        return loss(trained, frozen, batch)
+
+      made(self, counted, *rest)
+
+    Learner.__init__ = make
   elif place == "update":  # between two updates from one batch
     after(Learner, "step")
   elif place == "log":

@@ -68,7 +68,7 @@ def configs(tmp_path_factory) -> dict[str, dict]:
         samples=4,
         rounds=2,
         minibatches=2,
-        rows=4,
+        rows=1,
         length=128,
         keep_every=1,
       ),
@@ -95,10 +95,17 @@ def timeless(workdir: str) -> list[dict]:
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 # Where each process of a run ends, one after the other in one workdir; see `killed.py`.
 ENDS = {
-  "sft": [("log", 3, KILL), ("save", 2, KILL), ("log", 1, INT), ("damage", 0, 0)],
+  "sft": [
+    ("micro-batch", 2, KILL),
+    ("log", 3, KILL),
+    ("save", 2, KILL),
+    ("log", 1, INT),
+    ("damage", 0, 0),
+  ],
   "rl": [
     ("decode", 1, KILL),
     ("tool", 2, KILL),
+    ("micro-batch", 2, KILL),
     ("update", 3, KILL),
     ("save", 1, KILL),
     ("seal", 1, KILL),
@@ -196,7 +203,7 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, journey, tmp_pat
     kept, left = unanswered(broken)
     assert kept == expected > 10 and not none
     # These died while tools may have been at work, the first certainly.
-    in_tool, in_background = rows[1]["pid"], rows[4]["pid"]
+    in_tool, in_background = rows[1]["pid"], rows[5]["pid"]
     assert in_tool in left and set(left) <= {in_tool, in_background}
   # Once more: nothing is left to do, and nothing changes.
   run = importlib.import_module(f"coa_jax.{journey}").run
