@@ -72,7 +72,7 @@ def measure(
     "observation": OBSERVATION,
     "trajectories": trajectories,
     "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
-    "devices": DEVICES.get(name, 0),
+    "devices": DEVICES.get(name),
   }
   with generators("experiments.bench_agentic_work", job, pythons) as workers:
     rows = []

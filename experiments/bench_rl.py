@@ -100,7 +100,6 @@ def measure(
     "prompts": prompts,
     "samples": SAMPLES,
     "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
-    "devices": 0,
   }
   trajectories = prompts * SAMPLES
   with generators("experiments.bench_rl_work", job, pythons) as workers:

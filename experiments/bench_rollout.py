@@ -78,7 +78,7 @@ def measure(
     ValueError: float32 continuations differ, or a worker ended.
   """
   job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
-  job["devices"] = DEVICES.get(name, 0)
+  job["devices"] = DEVICES.get(name)
   with generators("experiments.bench_rollout_work", job, pythons) as workers:
     rows, check = [], check_tokens if dtype == "float32" else None
     for batch in batches:

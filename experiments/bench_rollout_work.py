@@ -47,10 +47,13 @@ def write_work(folder: str) -> None:
 
 
 def use_cores(job: dict[str, Any]) -> None:
-  """Shows the CPU as the job's `devices`, as `--cpu_devices` does; a core each if 0."""
+  """Shows the CPU as several devices, as `--cpu_devices` does.
+
+  As many as the job's `devices` says; where it says nothing, one a core.
+  """
   from experiments.launch import prepare
 
-  prepare("", job["devices"] or len(os.sched_getaffinity(0)))
+  prepare("", job.get("devices") or len(os.sched_getaffinity(0)))
 
 
 def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -78,7 +78,7 @@ def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
   Raises:
     ValueError: the worker ended.
   """
-  job = {"model": model, "dtype": "float32", "devices": 0, **job}
+  job = {"model": model, "dtype": "float32", **job}
   with generators("experiments.bench_agentic_work", job, {}) as workers:
     (took,) = by_turns(workers, 1, latency=False)["ours"]
   new = job["trajectories"] * (job["calls"] + 1) * job["new"]

@@ -84,8 +84,8 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, LayerCache | None]:
     """Args as `Qwen.__call__`; the cache is this layer's.
 
-    `kind` is the place of the layer's window in `window_kinds(cfg)`; `written` are the
-    rows of the cache, as there, and the places in them where this call's tokens go.
+    `kind` is the place of the layer's window in `window_kinds(cfg)`; `written` is
+    `row_B` and the places of those rows where this call's tokens go.
     """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
@@ -235,8 +235,8 @@ class Qwen(nn.Module):
         their positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
-      row_B: with a cache of other rows than these: the row of each, all different;
-        what lies past the last one is computed and dropped.
+      row_B: the cache's row of each row of tokens, where they are not in order; no
+        two write to one. What points past the last row is computed and dropped.
 
     Returns:
       hidden_BTD after the final norm, and the new cache (None without one).
