@@ -107,7 +107,7 @@ def run(
   """
   plan = _Plan.read(config)
   teacher, tasks, tools = plan.teacher, plan.tasks, plan.tools
-  grader = Grader(plan.reward)
+  grader = Grader(plan.reward.kept_in(workdir))
   grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
   limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
   claim(config, workdir, _MAY_CHANGE)

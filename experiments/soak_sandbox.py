@@ -206,6 +206,8 @@ def soak(runs: int) -> dict[str, Any]:
         if (result.stdout, result.verdict) != (expected, Verdict.OK):
           wrong.append(f"{program!r}: {result}")
       ends.append(time.monotonic())
+      if len(ends) % told == 0:
+        print(f"{len(ends):,} of {runs:,} runs", flush=True)
 
     def drain(first: int, last: int) -> None:
       left = iter(range(first, last))
@@ -218,6 +220,7 @@ def soak(runs: int) -> dict[str, Any]:
         thread.join()
 
     warm = len(_HOSTILE) * EVERY
+    told = max(warm + 1, runs // 20)  # runs between two lines of progress
     drain(0, warm)  # every program once: what they load stays loaded
     time.sleep(1)
     before = held()

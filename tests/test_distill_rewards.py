@@ -135,6 +135,7 @@ def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
     assert rewards(tmp_path / "w")["the playwright"] == 1.0
     run(config, server, tmp_path / "w", up)
     assert up.judged == 1  # a verdict is kept with its run
+  assert (tmp_path / "w" / "verdicts.jsonl").exists()
 
 
 def test_a_judge_that_stays_down_stops_the_run(config, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import sys
 
 import ml_collections
 import pyarrow
@@ -14,6 +15,10 @@ import toy
 from coa_jax import evaluate
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.trajectory import read_trajectories
+
+sys.path.append(str(pathlib.Path(__file__).parent / "teacher"))
+
+from chat_server import serve
 
 # The same two tasks as this project's rows, and as rows of the released RL files.
 OURS = [
@@ -77,6 +82,20 @@ def write(path: pathlib.Path, rows: list[dict]) -> str:
   return str(path)
 
 
+def journey(model: str, corpus: str, uri: str) -> ml_collections.ConfigDict:
+  """An evaluation of greedy answers."""
+  config = ml_collections.ConfigDict()
+  config.init = model
+  config.model = dict()
+  config.rollout = dict(
+    variant="unified", style="brief", slots=2, window=16, max_len=toy.MAX_LEN
+  )
+  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1)
+  config.tasks = dict(uri=uri)
+  config.eval = dict(greedy=True, samples=0)
+  return config
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize(
   ("rows", "ids"),
@@ -86,15 +105,7 @@ def write(path: pathlib.Path, rows: list[dict]) -> str:
 def test_tasks_of_any_kind_are_played_and_graded(
   tmp_path, model, corpus, rows, ids, suffix
 ):
-  config = ml_collections.ConfigDict()
-  config.init = model
-  config.model = dict()
-  config.rollout = dict(
-    variant="unified", style="brief", slots=2, window=16, max_len=toy.MAX_LEN
-  )
-  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1)
-  config.tasks = dict(uri=write(tmp_path / f"tasks{suffix}", rows))
-  config.eval = dict(greedy=True, samples=0)
+  config = journey(model, corpus, write(tmp_path / f"tasks{suffix}", rows))
   results = evaluate.run(config, str(tmp_path / "out"))
   assert results["tasks"] == 2
   assert results["pass1_greedy"] == results["protocol_ok"] == 1.0
@@ -102,3 +113,21 @@ def test_tasks_of_any_kind_are_played_and_graded(
   assert [t.task_id for t in played] == ids
   assert [t.meta["question"] for t in played] == ["2 + 3", "capital of Ur"]
   assert all(t.reward == 1.0 and len(t.calls) == 1 for t in played)
+
+
+def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, corpus):
+  rows, asked = [dict(row, answers=["none such"], kind="qa") for row in OURS], []
+
+  def answer(body: dict) -> dict:
+    asked.append(body)
+    return {"choices": [{"message": {"content": '{"judgement": "correct"}'}}]}
+
+  config = journey(model, corpus, write(tmp_path / "tasks.jsonl", rows))
+  with serve(lambda agent, messages: None) as server:
+    server.answer = answer
+    chat = dict(base_url=server.url, model="m")
+    config.reward = dict(graders=dict(qa="judge"), judge=dict(chat=chat))
+    for _ in range(2):
+      assert evaluate.run(config, str(tmp_path / "w"))["pass1_greedy"] == 1.0
+      (tmp_path / "w" / "greedy.jsonl").unlink()
+  assert len(asked) == 2

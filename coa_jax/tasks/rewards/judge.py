@@ -49,8 +49,8 @@ class JudgeConfig:
     seconds: for one reply, retries and pauses included.
     replies: replies that are read for one verdict, until one holds one.
     workers: requests at once.
-    cache: a file of JSON lines that keeps verdicts; where None, RL keeps them in its
-      workdir (verdicts.jsonl), others in memory only.
+    cache: a file of JSON lines that keeps verdicts; where None, a journey keeps them
+      in its workdir (verdicts.jsonl), whatever else grades in memory only.
   """
 
   chat: ChatConfig
