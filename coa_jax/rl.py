@@ -192,7 +192,7 @@ def _player(
 ) -> Player:
   """Who plays, and grades what was played."""
   vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(cfg, algo, rollout, layout, vllm)
+  _check_fit(cfg, algo, rollout, layout)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   means = tools.told, layout, vllm, grader
@@ -217,7 +217,6 @@ def _check_fit(
   algo: AlgoConfig,
   rollout: RolloutConfig,
   layout: Layout | None,
-  vllm: VllmConfig | None,
 ) -> None:
   if algo.length < rollout.max_len:
     raise ValueError(
@@ -227,7 +226,6 @@ def _check_fit(
   if layout:
     layout.check(cfg, B=algo.rows, T=algo.length)
   hindered = {
-    "section vllm: its turns are sampled by one policy each": vllm is not None,
     "several processes": jax.process_count() > 1,
     # Its collectives and the learner's could wait for each other.
     "mesh.tensor above 1": bool(layout) and layout.mesh.shape["tensor"] > 1,

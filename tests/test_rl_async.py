@@ -95,9 +95,10 @@ def test_what_makes_no_sense_is_refused(changes, message):
     AlgoConfig(steps=1, **changes)
 
 
-def test_what_a_newer_policy_can_not_reach_is_refused(ahead, tmp_path):
-  with ahead.unlocked():
-    ahead.vllm = dict(url="http://127.0.0.1:9", folder=str(tmp_path))
-  with pytest.raises(ValueError, match="staleness=2 does not go with section vllm"):
+def test_several_processes_are_refused(ahead, tmp_path, monkeypatch):
+  monkeypatch.setattr(rl.jax, "process_count", lambda: 2)
+  with pytest.raises(
+    ValueError, match="staleness=2 does not go with several processes"
+  ):
     rl.run(ahead, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episodes import CoAEpisode
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.tasks.draw import Draw
 from coa_jax.tasks.task import Task
@@ -136,11 +135,8 @@ class Ahead:
       cursor: of the run that is continued, as in `Taken`; empty at its beginning.
 
     Raises:
-      ValueError: the engine can not take up a policy in the midst of a run; or a task
-        of the run that is continued is not there any more.
+      ValueError: a task of the run that is continued is not there any more.
     """
-    if not isinstance(player.engine, Scheduler):
-      raise ValueError("vLLM can not take up a newer policy in the midst of a turn")
     self._player, self._draw, self._toolbox = player, draw, toolbox
     self._plan, self._seed, self._keep = plan, seed, keep
     cursor = cursor or self._cursor_at(0, [])

@@ -1,7 +1,7 @@
 """The same episodes over a `vllm serve` in place of our own sampler.
 
-A turn is one request: all ids so far go in, sampled ids and their log-probs come out,
-and our own automaton says where the turn ended; ids after that are dropped. So what a
+A turn is a request: all ids so far go in, sampled ids and their log-probs come out, and
+our own automaton says where the turn ended; ids after that are dropped. So what a
 trajectory holds is what `Scheduler` would have kept of the same samples. Given the same
 weights, greedy trajectories are the same; sampled ones differ (vLLM draws with numbers
 of its own), and so may log-probs, in their last bits or, in bfloat16, by hundredths:
@@ -9,6 +9,9 @@ of its own), and so may log-probs, in their last bits or, in bfloat16, by hundre
 
 Of several processes each plays its own episodes, over one server that the first of them
 gives the weights, or over a server each (`vllm.serve`).
+
+A policy that changes on the way is loaded between requests, which are short then
+(`vllm.request_tokens`): none begins while it waits, so every token is of one policy.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.engine import Counters, Episode, RolloutConfig, Spent
+from coa_jax.rollout.engine import Counters, Episode, Newest, RolloutConfig, Spent
 from coa_jax.rollout.vllm_process import VllmProcess
 from coa_jax.rollout.vllm_server import (
   NOTHING,
@@ -127,38 +130,62 @@ class VllmEngine:
       ValueError: a prompt has no room in rollout.max_len.
       VllmError: the server is gone, refuses, or does not serve `params`.
     """
-    began = time.monotonic()
-    self.refresh(params)
-    self.spent.sync += time.monotonic() - began
+    views = self.views(params)
+    yield from self.run_newest(lambda: (views, None), episodes, seed)
+
+  def views(self, params: Any) -> list[Any]:
+    """What `run_newest` is to be given of a policy: nothing is made of it here."""
+    return [params]
+
+  def run_newest(
+    self, newest: Newest, episodes: Iterable[Episode | None], seed: int
+  ) -> Iterator[Episode]:
+    """As `run`, but the policy may change on the way; see `Scheduler.run_newest`.
+
+    Nothing is asked for while a newer one waits for the requests that run; tools go on.
+    """
     queue = iter(episodes)
     live: list[_Live] = []
+    (params,), version = newest()
+    self._refresh(params)
     try:
       while True:
         while len(live) < self.config.slots:
           episode = next(queue, None)
           if episode is None:
             break
-          live.append(self._begin(episode, seed))
+          live.append(self._begin(episode))
         if not live:
           return
-        free = len(live) < self.config.slots
+        # After they were taken: none begins under an older policy than was named then.
+        (params,), now = newest()
+        if now == version or not any(x.samples for x in live):
+          self._refresh(params)
+          version = now
+          for x in [x for x in live if x.future is None]:
+            self._ask(x, version, seed)
         began, decodes = time.monotonic(), any(x.samples for x in live)
         concurrent.futures.wait(
-          [x.future for x in live],
-          timeout=_LOOK_S if free else None,
+          [x.future for x in live if x.future],
+          timeout=_LOOK_S,
           return_when=concurrent.futures.FIRST_COMPLETED,
         )
         waited = time.monotonic() - began
         self.spent.decode += waited * decodes
         self.spent.tools += waited * (not decodes)
-        for x in [x for x in live if x.future.done()]:
-          if not (self._sampled(x) if x.samples else self._observed(x, seed)):
+        for x in [x for x in live if x.future and x.future.done()]:
+          if not (self._sampled(x) if x.samples else self._observed(x)):
             live.remove(x)
             yield x.episode
     finally:
       for x in live:
         if x.samples:
           x.future.cancel()
+
+  def _refresh(self, params: Any) -> None:
+    began = time.monotonic()
+    self.refresh(params)
+    self.spent.sync += time.monotonic() - began
 
   def refresh(self, params: Any) -> None:
     """Makes the server serve `params`, and proves that it does.
@@ -250,78 +277,90 @@ class VllmEngine:
     logp_BT = _token_logps(self.model, self.layout, view, tokens_BT, segment_BT)
     return np.asarray(logp_BT)[0, : len(self._probe) - 1]
 
-  def _begin(self, episode: Episode, seed: int) -> _Live:
+  def _begin(self, episode: Episode) -> _Live:
     ids = episode.start()
     if len(ids) >= self.config.max_len:
       raise ValueError(
         f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
         f"{self.config.max_len}; raise it or drop the task"
       )
-    x = _Live(episode, [])
-    self._give(x, ids, seed)
+    x = _Live(episode)
+    self._give(x, ids)
     return x
 
-  def _give(self, x: _Live, ids: list[int], seed: int) -> None:
-    """Appends given ids and asks for the next turn."""
+  def _give(self, x: _Live, ids: list[int]) -> None:
+    """Appends given ids; a turn is to be sampled after them."""
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
-    x.future = self._server.submit(self._turn(x.episode, list(x.ids), x.grammar, seed))
-    x.samples = True
+    x.turn, x.logps, x.state = [], [], 0
+    x.future = None
 
-  async def _turn(
-    self, episode: Episode, ids: list[int], grammar: int, seed: int
-  ) -> _Turn:
-    """Samples until our automaton stops, or the token limit."""
-    table, turn, state = self._automaton, _Turn([], [], None, 0, grammar), 0
-    limit = min(self.config.max_len, episode.limit)
-    while len(ids) + len(turn.ids) < limit:
-      so_far = ids + turn.ids
-      new, logps = await self._server.complete(
-        so_far,
-        limit - len(so_far),
-        table.tags,
-        episode.temperature,
+  def _room(self, x: _Live) -> int:
+    """Tokens that may still be sampled."""
+    return min(self.config.max_len, x.episode.limit) - len(x.ids)
+
+  def _ask(self, x: _Live, version: int | None, seed: int) -> None:
+    """Asks for the turn, or for more of it."""
+    most = self._room(x)
+    if version is not None:
+      x.episode.version = version
+      most = min(most, self._vllm.request_tokens)
+    x.samples = True
+    if most < 1:  # the episode's own limit
+      x.future = concurrent.futures.Future()
+      x.future.set_result(([], []))
+      return
+    self.counters.windows += 1
+    x.future = self._server.submit(
+      self._server.complete(
+        list(x.ids),
+        most,
+        self._automaton.tags,
+        x.episode.temperature,
         self.config.truncation,
-        _seed(seed, episode.sequence, len(so_far)),
-        (self._grammar, turn.grammar) if self._constraint else None,
+        _seed(seed, x.episode.sequence, len(x.ids)),
+        (self._grammar, x.grammar) if self._constraint else None,
       )
-      turn.requests += 1
-      for i, logp in zip(new, logps, strict=True):
-        stop = int(table.stop_SC[state, table.class_V[i]])
-        state = int(table.next_SC[state, table.class_V[i]])
-        if self._constraint:
-          (_, turn.grammar) = self._constraint.states([i], turn.grammar)
-          if turn.grammar < 0:
-            raise VllmError(
-              f"{self._vllm.url} sampled token {i}, which rollout.constrain does not "
-              "allow there: its coa_jax.rollout.vllm_grammar is not that of this tree"
-            )
-        turn.ids.append(i)
-        turn.logps.append(logp)
-        if stop:
-          turn.tag = table.tags[stop - 1]
-          return turn
-    return turn
+    )
 
   def _sampled(self, x: _Live) -> bool:
-    """Takes a turn that has ended; False when the episode is over."""
+    """Takes what a request sampled; False when the episode is over."""
+    x.samples = False
     try:
-      turn = x.future.result()
+      tag = self._take(x, *x.future.result())
     except UnansweredError:
       x.episode.lost()
       return False
-    self.counters.windows += turn.requests
-    self.counters.sampled_tokens += len(turn.ids)
-    x.ids += turn.ids
-    x.grammar = turn.grammar
-    x.samples = False
-    future = x.episode.sampled(turn.ids, turn.logps, turn.tag)
-    if future is None:
-      return False
-    x.future = future
-    return True
+    x.future = None
+    if tag is None:
+      x.episode.progress(x.turn)
+      if self._room(x) > 0:
+        return True
+    self.counters.sampled_tokens += len(x.turn)
+    x.future = x.episode.sampled(x.turn, x.logps, tag)
+    return x.future is not None
 
-  def _observed(self, x: _Live, seed: int) -> bool:
+  def _take(self, x: _Live, ids: list[int], logps: list[float]) -> str | None:
+    """Appends sampled ids up to the end of the turn, whose tag it returns."""
+    table = self._automaton
+    for i, logp in zip(ids, logps, strict=True):
+      stop = int(table.stop_SC[x.state, table.class_V[i]])
+      x.state = int(table.next_SC[x.state, table.class_V[i]])
+      if self._constraint:
+        (_, x.grammar) = self._constraint.states([i], x.grammar)
+        if x.grammar < 0:
+          raise VllmError(
+            f"{self._vllm.url} sampled token {i}, which rollout.constrain does not "
+            "allow there: its coa_jax.rollout.vllm_grammar is not that of this tree"
+          )
+      x.ids.append(i)
+      x.turn.append(i)
+      x.logps.append(logp)
+      if stop:
+        return table.tags[stop - 1]
+    return None
+
+  def _observed(self, x: _Live) -> bool:
     """Takes a tool's result; False when the episode is over."""
     ids = x.episode.observed(x.future.result())
     # As in the scheduler: at least one token can be sampled after them.
@@ -332,30 +371,32 @@ class VllmEngine:
       return False
     if self._constraint:
       x.grammar = int(self._constraint.resume_S[x.grammar])
-    self._give(x, ids, seed)
+    self._give(x, ids)
     return True
 
 
 @dataclasses.dataclass(eq=False)
 class _Live:
-  """An episode that is being played; `future` is its turn's, or its tool's."""
+  """An episode that is being played.
+
+  Attributes:
+    episode: asked and told.
+    ids: all so far.
+    turn: those sampled in this turn, with their `logps`.
+    state: of our automaton after them.
+    grammar: of the constraint, where there is one.
+    future: of a request, or of a tool; None where a request is to be made.
+    samples: whether it is a request's.
+  """
 
   episode: Episode
-  ids: list[int]
+  ids: list[int] = dataclasses.field(default_factory=list)
+  turn: list[int] = dataclasses.field(default_factory=list)
+  logps: list[float] = dataclasses.field(default_factory=list)
+  state: int = 0
+  grammar: int = 0
   future: concurrent.futures.Future | None = None
   samples: bool = False
-  grammar: int = 0  # the constraint's state, where there is one
-
-
-@dataclasses.dataclass
-class _Turn:
-  """What was sampled, the tag that stopped it, how many requests it took."""
-
-  ids: list[int]
-  logps: list[float]
-  tag: str | None
-  requests: int
-  grammar: int  # the constraint's state after it
 
 
 def _seed(seed: int, sequence: int, position: int) -> int:

@@ -50,6 +50,8 @@ class VllmConfig:
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
       and answers that are not what was asked for.
     backoff_s: seconds before the first retry; doubled for each one after it.
+    request_tokens: most tokens of a request where the policy changes on the way
+      (algo.staleness): the next policy waits for the requests that run.
     gap: most nats by which the server's log-probs of the prompt's tokens may differ
       from the model's own, on average. 0.05 leaves room for bfloat16; two float32
       programs stay under 1e-4.
@@ -63,6 +65,7 @@ class VllmConfig:
   timeout_s: float = 600.0
   retries: int = 3
   backoff_s: float = 1.0
+  request_tokens: int = 256
   gap: float = 0.05
 
   def __post_init__(self):
@@ -70,8 +73,10 @@ class VllmConfig:
       raise ValueError(f"url {self.url!r} must start with http:// or https://")
     if not self.folder:
       raise ValueError("folder: name a folder that the server can read")
-    if self.timeout_s <= 0 or self.retries < 0 or self.gap <= 0:
-      raise ValueError("timeout_s and gap must be positive, retries at least 0")
+    if min(self.timeout_s, self.gap, self.request_tokens) <= 0 or self.retries < 0:
+      raise ValueError(
+        "timeout_s, gap and request_tokens must be positive, retries at least 0"
+      )
     if self.serve and self.url != VllmConfig.url:
       raise ValueError(
         f"serve {self.serve!r} starts a server, url {self.url!r} asks one that runs: "

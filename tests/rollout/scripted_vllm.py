@@ -43,6 +43,8 @@ class ScriptedVllm:
     max_model_len: what /v1/models says.
     stale: a folder whose weights it goes on serving, whatever is loaded.
     dishonest: True to report digests of what it was told to load all the same.
+    sampling: completions that run.
+    disturbed: those that ran at each load of weights.
   """
 
   def __init__(self, tok: Tokenizer, rows: Sequence[list[int]]):
@@ -58,6 +60,8 @@ class ScriptedVllm:
     self.stale = ""
     self.dishonest = False
     self.gone = False
+    self.sampling = 0
+    self.disturbed: list[int] = []
 
   def config(self, folder: str, **changes) -> VllmConfig:
     """A config that asks this server and does not wait long."""
@@ -80,6 +84,7 @@ class ScriptedVllm:
     if path == "/collective_rpc":
       assert body["method"] == "reload_weights"
       self.folder = body["kwargs"]["weights_path"]
+      self.disturbed.append(self.sampling)
       return {"results": [None]}
     if path == "/reset_prefix_cache":
       return {"success": True}
@@ -128,10 +133,12 @@ def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
   return out
 
 
-def player(server: ScriptedVllm, folder, **changes) -> Player:
+def player(
+  server: ScriptedVllm, folder, request_tokens: int = 256, **changes
+) -> Player:
   """A player of toy.MODEL over the server; exports below the folder."""
   config = dataclasses.replace(CONFIG, **changes)
-  vllm = server.config(str(folder / "served"))
+  vllm = server.config(str(folder / "served"), request_tokens=request_tokens)
   return Player(toy.MODEL, server.tokenizer, config, toy.TOOLS, vllm=vllm)
 
 
@@ -146,7 +153,7 @@ def play(on: Player, toolbox=None, samples: int = 2, seed: int = 3, **changes):
 @contextlib.contextmanager
 def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVllm]:
   """Runs a server for the length of a `with` block."""
-  state = ScriptedVllm(tok, rows or rows_of(tok))
+  state, lock = ScriptedVllm(tok, rows or rows_of(tok)), threading.Lock()
 
   class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -162,6 +169,8 @@ def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVl
     def reply(self, body: dict):
       state.requests.append((self.path, body))
       sampling = self.path == "/v1/completions" and "prompt_logprobs" not in body
+      with lock:
+        state.sampling += sampling
       fault = state.faults(body) if sampling else None
       if fault == "hang":
         state.release.wait(600)
@@ -172,11 +181,13 @@ def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVl
       answer = fault if isinstance(fault, int) else state.answer(self.path, body)
       if callable(fault):
         answer = fault(answer)
+      with lock:  # before the answer: who has it may load other weights
+        state.sampling -= sampling
       data = json.dumps(answer).encode()
-      self.send_response(answer if isinstance(answer, int) else 200)
-      self.send_header("Content-Length", str(len(data)))
-      self.end_headers()
-      with contextlib.suppress(OSError):
+      with contextlib.suppress(OSError):  # who asked may have hung up
+        self.send_response(answer if isinstance(answer, int) else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, *unused):

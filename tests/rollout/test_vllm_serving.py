@@ -20,8 +20,8 @@ import toy
 from coa_jax import rl
 from coa_jax.model import qwen
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import save_model
-from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.model.weights import load_model, save_model
+from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
@@ -225,8 +225,8 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
     assert gap.min() < -1e-3 and gap.max() < 1e-4
 
 
-@pytest.mark.slow
-def test_two_updates_of_rl(url, tmp_path):
+def journey(url: str, tmp_path, **algo) -> ml_collections.ConfigDict:
+  """RL of a policy whose answers to one question differ."""
   right = {"sky": "blue", "sea": "blue"}
   examples = [
     toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
@@ -238,7 +238,7 @@ def test_two_updates_of_rl(url, tmp_path):
   rows = [{"id": q, "question": q, "answers": [a]} for q, a in right.items()]
   tasks = tmp_path / "tasks.jsonl"
   tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  config = ml_collections.ConfigDict(
+  return ml_collections.ConfigDict(
     dict(
       init=str(tmp_path / "model"),
       model=dict(remat="none"),
@@ -248,13 +248,17 @@ def test_two_updates_of_rl(url, tmp_path):
       tools=dict(tools=("code",)),
       tasks=dict(uri=str(tasks)),
       algo=dict(
-        steps=2, prompts=2, samples=8, rounds=2, rows=8, length=128, importance_cap=2.0
+        prompts=2, samples=8, rounds=2, rows=8, length=128, importance_cap=2.0, **algo
       ),
-      dev=dict(every=1, uri=str(tasks)),
+      dev=dict(every=2, uri=str(tasks)),
       checkpoint=dict(every=2),
     )
   )
-  results = rl.run(config, str(tmp_path / "w"))
+
+
+@pytest.mark.slow
+def test_two_updates_of_rl(url, tmp_path):
+  results = rl.run(journey(url, tmp_path, steps=2), str(tmp_path / "w"))
   log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
   assert len(log) == 2 and 0 < results["logp_gap"] < 1e-4
   for row in log:
@@ -266,3 +270,25 @@ def test_two_updates_of_rl(url, tmp_path):
     assert row["importance"] == pytest.approx(1.0, abs=1e-4)
     assert row["importance_capped"] == 0
   assert sum("importance" in row for row in log) >= 1
+
+
+@pytest.mark.slow
+def test_rl_whose_rollouts_run_ahead(url, tmp_path):
+  """Weights change in the midst of trajectories, between requests."""
+  config = journey(url, tmp_path, steps=6, staleness=1, keep_every=1)
+  with config.unlocked():
+    config.vllm.request_tokens = 8
+  rl.run(config, str(tmp_path / "w"))
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
+  assert len(log) == 6 and max(row["staleness_max"] for row in log) == 1
+  assert all(row["infrastructure"] == 0 for row in log)
+  played = read_trajectories(str(tmp_path / "w" / "trajectories" / "step_000005.jsonl"))
+  versions = [v for t in played for s in t.segments for v in s.versions]
+  assert set(versions) <= {4, 5}
+  # The first step's tokens are of the first policy.
+  first = read_trajectories(str(tmp_path / "w" / "trajectories" / "step_000000.jsonl"))
+  params = load_model(str(tmp_path / "model"))[1]
+  expected = toy.logps_of(CFG, params, first)
+  for t, logps in zip(first, expected, strict=True):
+    assert {v for s in t.segments for v in s.versions} == {0}
+    np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=1e-4)

@@ -1,0 +1,135 @@
+"""Rollouts ahead of the learner over vLLM: whose tokens they are, and how old."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import pytest
+import scripted_vllm
+import toy
+from scripted_vllm import ScriptedVllm, player
+
+from coa_jax.protocol.trajectory import Status
+from coa_jax.rollout.ahead import Ahead, Plan, ages
+from coa_jax.tasks.draw import Draw
+
+PLAN = Plan(steps=5, prompts=2, most=2, samples=2, temperature=1.0, staleness=1)
+PIECE = 6  # tokens of a request
+
+
+@pytest.fixture
+def server(tokenizer) -> Iterator[ScriptedVllm]:
+  """A scripted server whose log-probs tell how often it loaded weights.
+
+  A log-prob is that of `scripted_vllm`, and as many nats less as it had loads then.
+  """
+  with scripted_vllm.serve(tokenizer) as state:
+
+    def tell(body: dict):
+      loads = len(state.disturbed)
+
+      def change(answer: dict) -> dict:
+        logprobs = answer["choices"][0]["logprobs"]
+        logprobs["token_logprobs"] = [p - loads for p in logprobs["token_logprobs"]]
+        return answer
+
+      return change
+
+    state.faults = tell
+    yield state
+
+
+def policy(version: int) -> dict:
+  """Other weights under every version."""
+  params = toy.params()
+  return {**params, "final_norm": params["final_norm"] * (1 + version / 10)}
+
+
+def make(on, toolbox, **changes) -> Ahead:
+  plan = dataclasses.replace(PLAN, **changes)
+  return Ahead(on, Draw(toy.TASKS, 0), toolbox, plan, 3, lambda group: True)
+
+
+def check(trajectories) -> None:
+  """Every token carries the version that was served, and a whole script was written."""
+  for t in trajectories:
+    assert (t.status, t.reward) == (Status.ENDED, 1.0)
+    logps = toy.sampled_logps(t)
+    versions = [v for s in t.segments for v in s.versions]
+    assert [int(-p) - 1 for p in logps] == versions == sorted(versions)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
+  server, tmp_path, staleness
+):
+  on = player(server, tmp_path, PIECE)
+  tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
+  seen, oldest = [], 0
+  with make(on, tools, staleness=staleness) as ahead:
+    for step in range(PLAN.steps):
+      taken = ahead.next(policy(step), step)
+      seen += taken.played
+      oldest = max([oldest, *ages(taken.played, step)])
+  assert 1 <= oldest <= staleness
+  played = [t for group in seen for t in group]
+  check(played)
+  draw = Draw(toy.TASKS, 0)
+  expected = [draw.task(n, 0).id for n in range(len(seen))]
+  assert [group[0].task_id for group in seen] == expected and len(seen) == 10
+  # Weights never change under a request, and are loaded once a version.
+  assert server.disturbed == [0] * PLAN.steps
+  assert max(body["max_tokens"] for body in server.completions()) == PIECE
+  sampled = on.engine.counters.sampled_tokens
+  assert sampled == sum(t.usage.generated for t in played)
+
+
+def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
+  gate, asked, tell = threading.Event(), threading.Event(), server.faults
+
+  def wait(body: dict):
+    asked.set()
+    assert gate.wait(60)
+    return tell(body)
+
+  server.faults = wait
+  on = player(server, tmp_path, PIECE, slots=4)
+  with make(on, toy.TableToolbox(), steps=2) as ahead:
+    ahead.hand_over(policy(0), 0)
+    assert asked.wait(60)
+    ahead.hand_over(policy(1), 1)
+    gate.set()
+    taken = ahead.next(policy(1), 1)
+  played = [t for group in taken.played for t in group]
+  check(played)
+  for t in played:
+    versions = [v for s in t.segments for v in s.versions]
+    assert versions[:PIECE] == [0] * PIECE and set(versions[PIECE:]) == {1}
+
+
+def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
+  on = player(server, tmp_path, PIECE)
+  with make(on, toy.TableToolbox(latency=toy.shuffled_latency(2))) as ahead:
+    ahead.next(policy(0), 0)
+    played = ahead.evaluate(policy(1), 1, toy.TASKS, toy.TableToolbox())
+    ahead.next(policy(1), 1)
+  check(played)
+  assert {v for t in played for s in t.segments for v in s.versions} == {1}
+  assert server.disturbed == [0, 0]
+
+
+def test_it_ends_at_once_though_requests_hang(server, tmp_path):
+  asked = threading.Event()
+
+  def hang(body: dict) -> str:
+    asked.set()
+    return "hang"
+
+  server.faults = hang
+  on = player(server, tmp_path, PIECE)
+  with make(on, toy.TableToolbox()) as ahead:
+    ahead.hand_over(policy(0), 0)
+    assert asked.wait(60)
+  assert not [t for t in threading.enumerate() if t.name == "ahead"]
