@@ -97,11 +97,12 @@ def others() -> dict[str, Callable[[str], str]]:
     links = ["--symlink", "usr/lib64", "/lib64"] if os.path.islink("/lib64") else []
     links += ["--symlink", "usr/lib", "/lib"] if os.path.islink("/lib") else []
     scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
-    found["bubblewrap"] = _command(path, *walls, *binds, *links, *scratch, *python)
+    # The scratch folder first: an environment below /tmp is put into it.
+    found["bubblewrap"] = _command(path, *walls, *scratch, *binds, *links, *python)
   if path := shutil.which("nsjail"):
     binds = [a for p in _readable() for a in ("-R", p)]
     walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
-    found["nsjail"] = _command(path, *walls, *binds, "-T", "/tmp", "--", *python)
+    found["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
   for name in {"bubblewrap", "nsjail"} - set(found):
     print(f"{name}: not on PATH, left out")
   return found
@@ -160,7 +161,10 @@ def measure() -> dict[str, Any]:
         for callers in CALLERS[:2] if bench.QUICK.value else CALLERS:
           for name, contestant in contestants.items():
             runs = _RUNS.get(name, _FEW)
-            seconds, rate = timed(contestant, program, expected, callers, runs)
+            try:
+              seconds, rate = timed(contestant, program, expected, callers, runs)
+            except ValueError as e:
+              raise ValueError(f"{name}: {e}") from e
             every, rates = found.setdefault((title, callers, name), ([], []))
             every += seconds
             rates.append(rate)
