@@ -192,7 +192,7 @@ def _player(
 ) -> Player:
   """Who plays, and grades what was played."""
   vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(cfg, algo, rollout, layout)
+  _check_fit(cfg, algo, rollout, layout, vllm)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   means = tools.told, layout, vllm, grader
@@ -217,6 +217,7 @@ def _check_fit(
   algo: AlgoConfig,
   rollout: RolloutConfig,
   layout: Layout | None,
+  vllm: VllmConfig | None,
 ) -> None:
   if algo.length < rollout.max_len:
     raise ValueError(
@@ -225,8 +226,12 @@ def _check_fit(
     )
   if layout:
     layout.check(cfg, B=algo.rows, T=algo.length)
+  several = jax.process_count() > 1
   hindered = {
-    "several processes": jax.process_count() > 1,
+    "several processes and section vllm": bool(vllm) and several,
+    # What one draws next depends on what has been learnt from when it does.
+    f"several processes and algo.draw={algo.draw!r}": several
+    and algo.draw != "uniform",
     # Its collectives and the learner's could wait for each other.
     "mesh.tensor above 1": bool(layout) and layout.mesh.shape["tensor"] > 1,
   }

@@ -172,6 +172,19 @@ def _temporary_folder() -> Iterator[None]:
       tempfile.tempdir = before
 
 
+def _settled(before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
+  """What is held once the last runs' namespaces are gone, and what is more by then."""
+  after = held()
+  deadline = time.monotonic() + _SETTLE_S
+  counts = [name for name in before if not name.startswith("MiB")]
+  while time.monotonic() < deadline and any(after[n] > before[n] for n in counts):
+    time.sleep(0.2)
+    after = held()
+  leaks = [name for name in counts if after[name] > before[name]]
+  leaks += [n for n in before if n not in counts and after[n] > before[n] + _MEGABYTES]
+  return after, leaks
+
+
 def soak(runs: int) -> dict[str, Any]:
   """Makes `runs` runs, checks their answers, compares what is held before and after.
 
@@ -227,14 +240,7 @@ def soak(runs: int) -> dict[str, Any]:
     ends.clear()
     start = time.monotonic()
     drain(warm, warm + runs)
-    after = held()
-    deadline = time.monotonic() + _SETTLE_S
-    counts = [name for name in before if not name.startswith("MiB")]
-    while time.monotonic() < deadline and any(after[n] > before[n] for n in counts):
-      time.sleep(0.2)  # the last ones' namespaces are on their way out
-      after = held()
-  leaks = [name for name in counts if after[name] > before[name]]
-  leaks += [n for n in before if n not in counts and after[n] > before[n] + _MEGABYTES]
+    after, leaks = _settled(before)
   deadline = time.monotonic() + _SETTLE_S
   while (left := set(_below()) - others) and time.monotonic() < deadline:
     time.sleep(0.2)

@@ -17,6 +17,8 @@ from rollout import scripted_vllm
 
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
+from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.task import Task
 
 ROOT = pathlib.Path(__file__).parent.parent
 SUMS = {"2 + 3": "5", "4 * 4 + 1": "17"}  # questions of toy.SCRIPTS
@@ -157,3 +159,45 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
   np.testing.assert_allclose(losses[1][0], losses[0][0], atol=1e-7)
   np.testing.assert_array_equal(losses[1], losses[2])
   assert (two / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
+  """Each plays every second group; both learn all of them, in the stream's order."""
+  steps, prompts = 6, 3
+  config = {
+    **sections,
+    "optim": dict(lr=1e-3),
+    "algo": dict(
+      steps=steps,
+      prompts=prompts,
+      samples=4,
+      filter_groups=False,
+      rows=4,
+      length=toy.MAX_LEN,
+      keep_every=1,
+      staleness=1,
+      importance_cap=2.0,
+    ),
+    "dev": dict(every=2, uri=sections["tasks"]["uri"]),
+    "checkpoint": dict(every=2),
+  }
+  run("rl", config, tmp_path / "two", processes=2, devices=1)
+  both = [tmp_path / "two" / "run", tmp_path / "two" / "run" / "process_1"]
+  rows = pathlib.Path(sections["tasks"]["uri"]).read_text().splitlines()
+  ids = [json.loads(row)["id"] for row in rows]
+  draw = Draw([Task(i, i, ("x",)) for i in ids], 0)
+  for step in range(steps):
+    name = f"trajectories/step_{step:06d}.jsonl"
+    first, second = (read_trajectories(folder / name) for folder in both)
+    assert [content(t) for t in first] == [content(t) for t in second]
+    groups = range(step * prompts, (step + 1) * prompts)
+    expected = [(draw.task(n, 0).id, k) for n in groups for k in range(4)]
+    assert [(t.task_id, t.sample) for t in first] == expected
+    versions = [v for t in first for s in t.segments for v in s.versions]
+    assert step - 1 <= min(versions) and max(versions) <= step
+  logs = [read_metrics(str(folder / "metrics.jsonl"), "rl") for folder in both]
+  for name in ("loss", "dev_accuracy"):
+    first, second = ([row.get(name) for row in log] for log in logs)
+    assert first == second
+  assert max(row["staleness_max"] for row in logs[0]) == 1

@@ -95,10 +95,19 @@ def test_what_makes_no_sense_is_refused(changes, message):
     AlgoConfig(steps=1, **changes)
 
 
-def test_several_processes_are_refused(ahead, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  ("section", "changes", "message"),
+  [
+    ("algo", dict(draw="learnability"), "several processes and algo.draw='learn"),
+    ("vllm", dict(folder="x"), "several processes and section vllm"),
+  ],
+)
+def test_what_several_processes_can_not_do_is_refused(
+  ahead, tmp_path, monkeypatch, section, changes, message
+):
   monkeypatch.setattr(rl.jax, "process_count", lambda: 2)
-  with pytest.raises(
-    ValueError, match="staleness=2 does not go with several processes"
-  ):
+  with ahead.unlocked():
+    ahead[section] = {**ahead.get(section, {}), **changes}
+  with pytest.raises(ValueError, match=f"staleness=2 does not go with {message}"):
     rl.run(ahead, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()

@@ -5,6 +5,9 @@ no short trajectory overtakes a long one. A newer policy is taken up in the mids
 running trajectories, and every token keeps the version that sampled it. A group begins
 only when it will be learnt from in time, however slow it is (back-pressure): no token
 is then older than allowed, nothing is played in vain, and nothing is thrown away.
+
+Of P processes each plays every P-th group; a step takes them in the order of the
+stream, and every process gets all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episodes import CoAEpisode
-from coa_jax.rollout.player import Player
+from coa_jax.rollout.player import Player, gathered, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox
 from coa_jax.tasks.draw import Draw
 from coa_jax.tasks.task import Task
@@ -73,9 +76,9 @@ class Taken:
   Attributes:
     kept: groups.
     played: all groups taken, in their order.
-    cursor: JSON values that say where the next step goes on: the next group, the tasks
-      of those begun, which a resumed run plays again with the random numbers that they
-      had, and the state of the draw.
+    cursor: JSON values that say where the next step goes on: the next group; the tasks
+      of it and those after it (None of one that has not begun), which a resumed run
+      plays again with the random numbers that they had; and the state of the draw.
     learner_waited: seconds that this took.
     rollouts_waited: seconds since the last step in which nothing ran, for nothing
       might begin.
@@ -139,16 +142,20 @@ class Ahead:
     """
     self._player, self._draw, self._toolbox = player, draw, toolbox
     self._plan, self._seed, self._keep = plan, seed, keep
-    cursor = cursor or self._cursor_at(0, [])
+    cursor = cursor or {"group": 0, "unfinished": [], "draw": draw.state}
     by_id = {task.id: task for task in draw.tasks}
-    gone = set(cursor["unfinished"]) - by_id.keys()
+    gone = set(cursor["unfinished"]) - by_id.keys() - {None}
     if gone:
       raise ValueError(f"task {min(gone)!r} was begun and is not among the tasks now")
-    self._again = collections.deque(by_id[i] for i in cursor["unfinished"])
+    tasks = enumerate(cursor["unfinished"], cursor["group"])
+    self._again = {n: by_id[i] for n, i in tasks if i is not None}
     draw.restore(cursor["draw"])
     self._step = step  # that takes next, or takes now
     self._kept = self._examined = 0  # groups of this step
-    self._head = self._begun = cursor["group"]  # to be taken next; to begin next
+    self._head = cursor["group"]  # to be taken next
+    # Those of this process: every P-th number, from this one on.
+    self._every, self._place = jax.process_count(), jax.process_index()
+    self._begun = self._head + (self._place - self._head) % self._every  # to begin next
     self._groups: dict[int, _Group] = {}  # from the one to the other
     self._waiting: collections.deque[tuple[CoAEpisode, _Group]] = collections.deque()
     self._running: dict[CoAEpisode, _Group] = {}
@@ -173,9 +180,6 @@ class Ahead:
     if self._thread.ident is not None:
       self._thread.join()
 
-  def _cursor_at(self, group: int, unfinished: list[str]) -> dict[str, Any]:
-    return {"group": group, "unfinished": unfinished, "draw": self._draw.state}
-
   def hand_over(self, params: Any, version: int) -> None:
     """Gives the rollouts a policy, copied, for the learner may donate its own."""
     if self._policy[1] == version:
@@ -197,23 +201,28 @@ class Ahead:
     self.hand_over(params, step)
     began, plan = time.monotonic(), self._plan
     out = Taken([], [], {}, 0.0, 0.0)
-    with self._changed:
-      while self._kept < plan.prompts and self._examined < plan.most:
-        self._wait_for(lambda: self._done(self._groups.get(self._head)))
-        group = self._groups.pop(self._head).trajectories
-        self._head += 1
-        self._examined += 1
-        self._draw.learn(group)
-        out.played.append(group)
-        if self._keep(group):
-          self._kept += 1
-          out.kept.append(group)
+    while self._kept < plan.prompts and self._examined < plan.most:
+      most = min(plan.prompts - self._kept, plan.most - self._examined)
+      groups = self._take(min(most, self._every))
+      with self._changed:
+        for group in groups:
+          self._draw.learn(group)
+          out.played.append(group)
+          if self._keep(group):
+            self._kept += 1
+            out.kept.append(group)
+        self._head += len(groups)
+        self._examined += len(groups)
         self._changed.notify_all()
+    with self._changed:
       self._step, self._kept, self._examined = step + 1, 0, 0
-      begun = [self._groups[n].episodes[0].task for n in range(self._head, self._begun)]
-      again = [task.id for task in (*begun, *self._again)]
-      out.cursor = self._cursor_at(self._head, again)
+      begun = {n: group.episodes[0].task.id for n, group in self._groups.items()}
+      begun |= {n: task.id for n, task in self._again.items() if n >= self._head}
+      draw = self._draw.state
       out.rollouts_waited, self._idle = self._idle, 0.0
+    begun = dict(pair for part in gathered([*begun.items()]) for pair in part)
+    tasks = [begun.get(n) for n in range(self._head, max(begun, default=-1) + 1)]
+    out.cursor = {"group": self._head, "unfinished": tasks, "draw": draw}
     out.learner_waited = time.monotonic() - began
     oldest = max(ages(out.kept, step), default=0)
     if oldest > plan.staleness:
@@ -231,13 +240,28 @@ class Ahead:
     episodes = [
       self._player.episode(task, 0, i, 0.0, toolbox, version, ("evaluation", i))
       for i, task in enumerate(tasks)
+      if i % self._every == self._place
     ]
     group = _Group(episodes, len(episodes), evaluation=True)
     with self._changed:
       self._waiting.extendleft((e, group) for e in reversed(episodes))
       self._changed.notify_all()
       self._wait_for(lambda: self._done(group))
-    return group.trajectories
+    played = [(e.sequence, e.trajectory) for e in episodes]
+    return [t for _, t in sorted(of_all_processes(played), key=lambda pair: pair[0])]
+
+  def _take(self, many: int) -> list[list[Trajectory]]:
+    """The next groups of the stream, this process's own once they are done."""
+    own = []
+    with self._changed:
+      for n in range(self._head, self._head + many):
+        if n % self._every == self._place:
+          self._wait_for(lambda n=n: self._done(self._groups.get(n)))
+          own += [(n, t) for t in self._groups.pop(n).trajectories]
+    groups: dict[int, list[Trajectory]] = collections.defaultdict(list)
+    for n, trajectory in of_all_processes(own):
+      groups[n].append(trajectory)
+    return [groups[n] for n in sorted(groups)]
 
   def _wait_for(self, done: Callable[[], bool]) -> None:
     """Waits, with the lock. Raises what the thread or a grader did."""
@@ -296,7 +320,7 @@ class Ahead:
 
   def _begin(self) -> None:
     n, plan = self._begun, self._plan
-    task = self._again.popleft() if self._again else self._draw.task(n, self._step)
+    task = self._again.pop(n, None) or self._draw.task(n, self._step)
     toolbox, version = self._toolbox, self._policy[1]
     episodes = [
       self._player.episode(
@@ -306,7 +330,7 @@ class Ahead:
     ]
     group = self._groups[n] = _Group(episodes, len(episodes))
     self._waiting.extend((e, group) for e in episodes)
-    self._begun += 1
+    self._begun += self._every
 
   def _graded(self, group: _Group, future: concurrent.futures.Future[None]) -> None:
     if future.cancelled():  # the graders are closed

@@ -29,25 +29,33 @@ from coa_jax.tasks.rewards.grader import Grader
 from coa_jax.tasks.task import Task
 
 
+def gathered(value: Any) -> list[Any]:
+  """A JSON value of every process, in their order; all have to call this."""
+  if jax.process_count() == 1:
+    return [value]
+  own = json.dumps(value).encode()
+  gather = multihost_utils.process_allgather
+  sizes = gather(np.array([len(own)]))[:, 0]
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: len(own)] = np.frombuffer(own, np.uint8)
+  rows = zip(sizes, gather(padded), strict=True)
+  return [json.loads(row[:size].tobytes()) for size, row in rows]
+
+
 def of_all_processes(
-  played: Iterator[tuple[int, Trajectory]],
+  played: Iterable[tuple[int, Trajectory]],
 ) -> Iterator[tuple[int, Trajectory]]:
   """What all processes have played, on every one of them.
 
   Args:
     played: by this process: (the task's place, a trajectory). It is exchanged as JSON,
-      which keeps every bit of a log-prob, in arrays of bytes.
+      which keeps every bit of a log-prob.
   """
   if jax.process_count() == 1:
     yield from played
     return
-  own = json.dumps([(place, t.to_json()) for place, t in played]).encode()
-  gather = multihost_utils.process_allgather
-  sizes = gather(np.array([len(own)]))[:, 0]
-  padded = np.zeros(sizes.max(), np.uint8)
-  padded[: len(own)] = np.frombuffer(own, np.uint8)
-  for size, row in zip(sizes, gather(padded), strict=True):
-    for place, record in json.loads(row[:size].tobytes()):
+  for part in gathered([(place, t.to_json()) for place, t in played]):
+    for place, record in part:
       yield place, Trajectory.from_json(record)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import os
 import time
 import weakref
@@ -26,31 +25,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from coa_jax.model import decoding, distribution
+from coa_jax.model import decoding
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.rollout import vllm_proof as proof
 from coa_jax.rollout.engine import Counters, Episode, Newest, RolloutConfig, Spent
 from coa_jax.rollout.vllm_process import VllmProcess
 from coa_jax.rollout.vllm_server import (
-  NOTHING,
   PROCESSOR,
   UnansweredError,
   VllmConfig,
   VllmError,
   VllmServer,
-  digests_of,
 )
 
 _LOOK_S = 0.05  # seconds between two looks into a queue that had nothing
-_PROBE = 128  # tokens of the probe's row
 
 
 class VllmEngine:
@@ -95,7 +90,7 @@ class VllmEngine:
     self.counters, self.spent = Counters(), Spent()
     self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
     self._automaton = automaton
-    self._probe = list(probe)[:_PROBE]
+    self._probe = list(probe)[: proof.PROBE]
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
     self._tokenizer = tokenizer
     self._constraint = constraint
@@ -249,33 +244,13 @@ class VllmEngine:
       raise fault
 
   def _compare_digests(self, folder: str) -> None:
-    expected, found = digests_of(folder, self._server.dtype), self._server.digests()
-    hidden = [name for name, digest in found.items() if digest == NOTHING]
-    if hidden and self.model.tie_embeddings:
-      raise VllmError(
-        f"{self._vllm.url} packs its matrices out of sight, as vLLM does on a CPU. "
-        "vLLM 0.32 then keeps the old output matrix of tied embeddings at a reload: "
-        "serve from a GPU, or a model with tie_embeddings=False"
-      )
-    wrong = {n for n in expected if found.get(n) != expected[n]} - set(hidden)
-    wrong |= found.keys() - expected.keys()
-    if wrong or len(hidden) == len(found):
-      raise VllmError(
-        f"{self._vllm.url} does not serve the weights in {folder} ({len(wrong)} of "
-        f"{len(expected)} tensors differ: {', '.join(sorted(wrong)[:3])}...). It must "
-        "see that folder under the same name and have been started from a model of the "
-        "same architecture, without quantization"
-      )
+    server, tied = self._server, self.model.tie_embeddings
+    proof.compare_digests(self._vllm.url, server.digests(), folder, server.dtype, tied)
 
   def _score(self, params: Any) -> np.ndarray:
     """Our own log-probs of the probe's ids but the first."""
     view = decoding.decoding_views(self.model, params, self._whole)[0]
-    tokens_BT = np.zeros((1, _PROBE), np.int32)
-    tokens_BT[:, : len(self._probe)] = self._probe
-    segment_BT = np.zeros_like(tokens_BT)
-    segment_BT[:, : len(self._probe)] = 1
-    logp_BT = _token_logps(self.model, self.layout, view, tokens_BT, segment_BT)
-    return np.asarray(logp_BT)[0, : len(self._probe) - 1]
+    return proof.score(self.model, self.layout, view, self._probe)
 
   def _begin(self, episode: Episode) -> _Live:
     ids = episode.start()
@@ -403,21 +378,3 @@ def _seed(seed: int, sequence: int, position: int) -> int:
   """63 bits for the request that samples at a position of a trajectory."""
   mixed = np.random.SeedSequence((seed, sequence, position))
   return int(mixed.generate_state(1, np.uint64)[0] >> 1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _token_logps(
-  cfg: QwenConfig,
-  layout: Layout | None,
-  params: Any,
-  tokens_BT: jax.Array,
-  segment_BT: jax.Array,
-) -> jax.Array:
-  """Log p of the token after each place, at temperature 1."""
-  model = Qwen(cfg, layout, view=True)
-  position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-  hidden_BTD, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
-  logits_BTV = model.apply({"params": params}, hidden_BTD, method="logits")
-  logp_BTV = distribution.log_probs(logits_BTV, 1.0)
-  next_BT1 = jnp.roll(tokens_BT, -1, axis=1)[..., None]
-  return jnp.take_along_axis(logp_BTV, next_BT1, axis=-1)[..., 0]

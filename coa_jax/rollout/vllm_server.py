@@ -9,12 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
-import glob
-import hashlib
-import math
-import os
 import random
 import re
 import shutil
@@ -23,9 +18,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
-import jax.numpy as jnp
-import numpy as np
-import safetensors
 
 from coa_jax.model.distribution import Truncation
 
@@ -341,39 +333,3 @@ _START = (
   "Is vllm.url right, and does `vllm serve` run there with VLLM_SERVER_DEV_MODE=1 "
   "(experiments/README.md)?"
 )
-
-# What vLLM calls the matrices that it holds as one, and the places of their parts.
-_FUSED = {
-  "q_proj": ("qkv_proj", 0),
-  "k_proj": ("qkv_proj", 1),
-  "v_proj": ("qkv_proj", 2),
-  "gate_proj": ("gate_up_proj", 0),
-  "up_proj": ("gate_up_proj", 1),
-}
-_PADDED = ("model.embed_tokens.weight", "lm_head.weight")
-_ROWS = 64  # vLLM pads the vocabulary with zeros to a multiple of this
-NOTHING = hashlib.sha256(b"").hexdigest()
-
-
-def digests_of(folder: str, dtype: str) -> dict[str, str]:
-  """What `VllmServer.digests` says of a model folder that is served in `dtype`."""
-  parts: dict[str, list[tuple[int, str, Any]]] = {}
-  with contextlib.ExitStack() as files:
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
-      file = files.enter_context(safetensors.safe_open(path, framework="numpy"))
-      for name in file.keys():  # noqa: SIM118 (it is no mapping)
-        module, _, kind = name.rpartition(".")
-        above, _, last = module.rpartition(".")
-        fused, place = _FUSED.get(last, (last, 0))
-        whole = ".".join(filter(None, (above, fused, kind)))
-        parts.setdefault(whole, []).append((place, name, file))
-    out = {}
-    for whole, members in parts.items():
-      digest = hashlib.sha256()
-      for _, name, file in sorted(members, key=lambda m: m[0]):
-        x = np.ascontiguousarray(file.get_tensor(name).astype(jnp.dtype(dtype)))
-        digest.update(x.view(np.uint8).data)
-        if name in _PADDED:
-          digest.update(bytes(-len(x) % _ROWS * math.prod(x.shape[1:]) * x.itemsize))
-      out[whole] = digest.hexdigest()
-  return out

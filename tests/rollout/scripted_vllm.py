@@ -24,7 +24,8 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.vllm_server import VllmConfig, digests_of
+from coa_jax.rollout.vllm_proof import digests_of
+from coa_jax.rollout.vllm_server import VllmConfig
 
 CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
 PAST = 7  # what it goes on with after the end of a script's turn

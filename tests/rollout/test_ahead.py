@@ -201,6 +201,14 @@ def test_what_was_begun_is_played_again_by_a_resumed_run(player, novice):
     make(player, tools, cursor=gone)
 
 
+def test_groups_that_another_process_had_not_begun_are_drawn(player, novice):
+  other = next(t.id for t in toy.TASKS if t.id != expected(4)[3])
+  cursor = {"group": 2, "unfinished": [None, other], "draw": {}}
+  with make(player, toy.TableToolbox(), step=1, cursor=cursor) as ahead:
+    taken = ahead.next(novice, 1)
+  assert names(taken.played) == [expected(3)[2], other]
+
+
 def test_a_failure_of_the_thread_is_the_learners(player, novice, monkeypatch):
   class Broken(toy.TableToolbox):
     def submit(self, *args):
