@@ -104,12 +104,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
   vllm = optional(config, "vllm", VllmConfig)
-  own = own_folder(workdir)
-  grader = Grader(section(config, "reward", RewardConfig).kept_in(own))
+  workdir = own_folder(workdir)
+  grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   drawn = _format(config, rollout, tools)
   player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader, drawn)
   player.check(tasks)
-  workdir = own
   claim(config, workdir)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []

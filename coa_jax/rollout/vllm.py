@@ -1,11 +1,11 @@
 """The same episodes over a `vllm serve` in place of our own sampler.
 
-A turn is a request: all ids so far go in, sampled ids and their log-probs come out, and
-our own automaton says where the turn ended; ids after that are dropped. So what a
-trajectory holds is what `Scheduler` would have kept of the same samples. Given the same
-weights, greedy trajectories are the same; sampled ones differ (vLLM draws with numbers
-of its own), and so may log-probs, in their last bits or, in bfloat16, by hundredths:
-`algo.importance_cap` corrects for that.
+A turn is a request, or several: all ids so far go in, sampled ids and their log-probs
+come out, and our own automaton says where the turn ended; ids after that are dropped.
+So what a trajectory holds is what `Scheduler` would have kept of the same samples.
+Given the same weights, greedy trajectories are the same; sampled ones differ (vLLM
+draws with numbers of its own), and so may log-probs, in their last bits or, in
+bfloat16, by hundredths: `algo.importance_cap` corrects for that.
 
 Of several processes each plays its own episodes, over one server that the first of them
 gives the weights, or over a server each (`vllm.serve`).
