@@ -296,6 +296,7 @@ def main(config: ml_collections.ConfigDict) -> None:
     open_team(config, _MAX_WAITING.value) as team,
   ):
     team.warm_up()
+    sock.listen(2048)  # before anybody is told; uvicorn answers when it is up
     where = f"[{host}]" if ":" in host else host
     print(
       f"serving {config.init} as {_NAME.value!r} at "
