@@ -10,9 +10,9 @@ mean, no KL, clip 0.2, AdamW, micro-batches of 8 rows).
 
 All start from one Hugging Face folder of random weights and play the same tasks with
 the same latencies. Decoding is greedy and nothing but the length ends a turn, so all
-are to sample the same tokens: in the second step, which follows an update, the last
-turn's first 16 tokens must agree in 9 of 10 trajectories, or nothing is reported. The
-contestants are processes that take turns, a step each, after two to compile.
+are to sample the same tokens: in the very second step, which follows an update, the
+last turn's first 16 tokens must agree in 9 of 10 trajectories, or nothing is reported.
+The contestants are processes that take turns, a step each, after two to compile.
 
 * ours: the scheduler and `PolicyUpdate`, as `rl.run` calls them, a device a core. Text,
   grading and tool processes are left out on both sides.

@@ -45,7 +45,7 @@ from coa_jax.rollout.vllm_server import (
   VllmServer,
 )
 
-_LOOK_S = 0.05  # seconds between two looks into a queue that had nothing
+_LOOK_S = 0.05  # seconds between two looks for episodes and for a newer policy
 
 
 class VllmEngine:

@@ -192,7 +192,7 @@ def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVl
         self.wfile.write(data)
 
     def log_message(self, *unused):
-      pass
+      """Keeps requests out of a test's output."""
 
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
   server.daemon_threads = True

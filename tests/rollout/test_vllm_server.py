@@ -148,6 +148,7 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_run(server, tmp_path):
     ({"url": "localhost:8000"}, "must start with http://"),
     ({"folder": ""}, "name a folder"),
     ({"retries": -1}, "retries at least 0"),
+    ({"request_tokens": 0}, "request_tokens must be positive"),
   ],
 )
 def test_impossible_sections_are_refused(changes, message: str):
