@@ -279,7 +279,6 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
   out = {
     "reward": _mean([t.reward for t in played]),
     "informative": rollouts.informative / rollouts.asked,
-    "removed_mass": rollouts.removed_mass,
     "generated_tokens": sum(t.usage.generated for t in played),
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),

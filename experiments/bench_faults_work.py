@@ -167,7 +167,7 @@ def make_policy(steps: int = 200) -> Policy:
   )
 
   def loss(params: Any, frozen: Any, batch: batching.Batch) -> tuple[Any, dict]:
-    logp_BT, _ = losses.token_logps(cfg, params, batch)
+    logp_BT, *_ = losses.token_logps(cfg, params, batch)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)

@@ -148,7 +148,7 @@ def _lower_train(case: Case, cfg: QwenConfig, layout: Layout) -> Any:
   layout.check(cfg, B=case.rows, T=case.length)
 
   def loss(params: Any, frozen: Any, batch: batching.Batch) -> Any:
-    logp_BT, _ = losses.token_logps(cfg, params, batch, layout=layout)
+    logp_BT, *_ = losses.token_logps(cfg, params, batch, layout=layout)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=1e-5, warmup=10, weight_decay=0.1), 100)

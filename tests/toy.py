@@ -160,7 +160,7 @@ def sft_loss(cfg: QwenConfig):
   """Summed negative log-likelihood of policy tokens, as `Learner` wants it."""
 
   def loss(p, frozen, batch):
-    logp_BT, _ = losses.token_logps(cfg, p, batch)
+    logp_BT, *_ = losses.token_logps(cfg, p, batch)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
   return loss

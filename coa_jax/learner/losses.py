@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution, qwen
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.distribution import NO_TRUNCATION, Constraint, Truncation
+from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 
@@ -28,9 +28,9 @@ def token_logps(
   temperature: float = 1.0,
   layout: Layout | None = None,
   truncation: Truncation = NO_TRUNCATION,
-  constraint: Constraint | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Log p of every token given those before it in its segment, and the entropy there.
+  constraint: TokenMask | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Log p of every token given those before it in its segment, and what is known there.
 
   With `cfg.logit_chunk` the vocabulary's axis exists for that many tokens of a row at
   once; the backward pass computes it again.
@@ -45,7 +45,8 @@ def token_logps(
     constraint: the grammar that policy tokens were sampled under.
 
   Returns:
-    logp_BT and entropy_BT (nats, float32); a segment's first token has 0 in both.
+    logp_BT and entropy_BT (nats, float32), and removed_BT, the probability that the
+    grammar took from other tokens; a segment's first token has 0 in all.
   """
   model = Qwen(cfg, layout)
   hidden_BTD, _ = model.apply(
@@ -58,14 +59,15 @@ def token_logps(
 
   def head(
     hidden_BCD: jax.Array, target_BC: jax.Array, grammar_BC: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     logits_BCV = model.apply(
       {"params": params}, hidden_BCD, output_DV.astype(cfg.dtype), method="logits"
     )
     allowed_BCV = constraint.allowed(grammar_BC) if constraint else None
-    return distribution.taken_log_probs(
+    removed_BC = distribution.removed_mass(logits_BCV, temperature, allowed_BCV)
+    return *distribution.taken_log_probs(
       logits_BCV, target_BC, temperature, truncation, allowed_BCV
-    )
+    ), removed_BC
 
   # What follows each token; the last of a row predicts nothing that is used.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
@@ -73,7 +75,7 @@ def token_logps(
   T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
   chunks = _chunks(T // pieces, cfg.logit_chunk)
   if chunks == 1:
-    logp_BT, entropy_BT = head(hidden_BTD, target_BT, grammar_BT)
+    out = head(hidden_BTD, target_BT, grammar_BT)
   else:
 
     def split(x: jax.Array) -> jax.Array:
@@ -89,11 +91,11 @@ def token_logps(
     again = jax.checkpoint(head, prevent_cse=False)
     whole = (hidden_BTD, target_BT, grammar_BT)
     parts = jax.lax.map(lambda x: again(*x), tuple(map(split, whole)))
-    logp_BT, entropy_BT = map(join, parts)
+    out = map(join, parts)
   # What stands before a segment's first token is another segment's last.
   given_BT = batch.position_BT > 0
-  logp_BT, entropy_BT = (jnp.roll(x, 1, axis=1) for x in (logp_BT, entropy_BT))
-  return logp_BT * given_BT, entropy_BT * given_BT
+  logp_BT, entropy_BT, removed_BT = (jnp.roll(x, 1, axis=1) * given_BT for x in out)
+  return logp_BT, entropy_BT, removed_BT
 
 
 def cross_entropy(
@@ -121,7 +123,7 @@ def cross_entropy(
     The sum, in nats.
   """
   if layout and any(layout.ways(letter) > 1 for letter in "DTV"):
-    logp_BT, _ = token_logps(cfg, params, batch, layout=layout)
+    logp_BT, *_ = token_logps(cfg, params, batch, layout=layout)
     return nll(logp_BT, batch.weight_BT)
   model = Qwen(cfg, layout)
   hidden_BTD, _ = model.apply(

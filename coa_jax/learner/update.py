@@ -22,11 +22,11 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
 from coa_jax.learner.state import Learner, TrainState, init_state
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.distribution import Constraint, Truncation
+from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.qwen import used
 from coa_jax.model.sharding import Layout
-from coa_jax.protocol import automaton
+from coa_jax.protocol.automaton import Constraint
 from coa_jax.protocol.trajectory import Trajectory
 
 Group = Sequence[Trajectory]
@@ -43,8 +43,8 @@ class PolicyUpdate:
     lora: LoraConfig | None,
     layout: Layout | None,
     truncation: Truncation,
-    constraint: automaton.Constraint | None = None,
-    allowed: Constraint | None = None,
+    constraint: Constraint | None = None,
+    allowed: TokenMask | None = None,
   ):
     """Args: the model, the algorithm, the mesh, and the sampling distribution.
 
@@ -196,7 +196,7 @@ class PolicyUpdate:
   def _assembled(self, trained: Any, frozen: Any) -> Any:
     return adapting.assemble(trained, frozen["base"], self._lora)
 
-  def _logps(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+  def _logps(self, params: Any, batch: Batch) -> tuple[jax.Array, ...]:
     return losses.token_logps(self._cfg, params, batch, *self._distribution)
 
   def _values(self, critic: Any, frozen: Any, batch: Batch) -> jax.Array:
@@ -211,11 +211,12 @@ class PolicyUpdate:
     """Of policy and critic; neither's gradient reaches the other."""
     algo, weight_BT = self._algo, batch.weight_BT
     policy = self._assembled(trained["policy"], frozen)
-    logp_BT, entropy_BT = self._logps(policy, batch)
+    logp_BT, entropy_BT, removed_BT = self._logps(policy, batch)
     loss, sums = objective.policy_loss(algo, logp_BT, batch)
     gap_BT = jnp.abs(logp_BT - batch.logp_BT)
     figures = {
       "entropy": entropy_BT,
+      "removed_mass": removed_BT,
       "logp_gap": gap_BT,
       "gap_share": (gap_BT > algo.gap).astype(jnp.float32),
       # Tokens that are e times likelier to the policy than to the sampler, or less.

@@ -49,8 +49,8 @@ NO_TRUNCATION = Truncation()
 
 
 @flax.struct.dataclass
-class Constraint:
-  """A grammar's tables on the device: see `protocol.automaton.Constraint`."""
+class TokenMask:
+  """Which tokens a grammar allows: `protocol.automaton.Constraint` on a device."""
 
   class_V: jax.Array
   next_SC: jax.Array
@@ -185,10 +185,21 @@ def _kept(logp: jax.Array, truncation: Truncation) -> jax.Array:
 
 
 def removed_mass(
-  logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array
+  logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array | None
 ) -> jax.Array:
-  """The probability, [...], of the tokens that the grammar does not allow."""
-  logp = log_probs(logits, temperature)
+  """The probability of the tokens that the grammar does not allow, float32.
+
+  Args:
+    logits: [..., V].
+    temperature: as for `log_probs`.
+    allowed: bool [..., V]; all are where None.
+
+  Returns:
+    [...]; no gradient passes through it.
+  """
+  if allowed is None:
+    return jnp.zeros(logits.shape[:-1], jnp.float32)
+  logp = log_probs(jax.lax.stop_gradient(logits), temperature)
   return jnp.sum(jnp.where(allowed, 0.0, jnp.exp(logp)), axis=-1)
 
 

@@ -132,17 +132,11 @@ class Counters:
   sampled_tokens: int = 0
   windows: int = 0
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
-  removed_mass: float = 0.0  # probability the grammar took away, summed over tokens
 
   def since(self, before: Counters) -> Counters:
     """What was done since then."""
     pairs = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)
     return Counters(*(now - then for now, then in pairs))
-
-  @property
-  def removed_per_token(self) -> float:
-    """The mean probability that the grammar took from a token."""
-    return self.removed_mass / max(self.sampled_tokens, 1)
 
 
 @dataclasses.dataclass

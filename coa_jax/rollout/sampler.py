@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from coa_jax.model import distribution
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.distribution import NO_TRUNCATION, Constraint, Truncation
+from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.qwen import LayerCache, Qwen
 from coa_jax.model.sharding import Layout
 
@@ -36,7 +36,7 @@ class Tables:
   class_V: jax.Array
   next_SC: jax.Array
   stop_SC: jax.Array
-  constraint: Constraint | None = None
+  constraint: TokenMask | None = None
 
 
 @flax.struct.dataclass
@@ -73,14 +73,12 @@ class Sampled:
     logp_BW: log p of each under the distribution it was drawn from.
     count_B: tokens sampled.
     stop_B: 0, or 1 + the index of the closing tag that stopped the slot.
-    removed_B: probability that the constraint took away, summed over tokens.
   """
 
   token_BW: jax.Array
   logp_BW: jax.Array
   count_B: jax.Array
   stop_B: jax.Array
-  removed_B: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "layout"), donate_argnames="cache")
@@ -198,7 +196,6 @@ def window(
     logp_BW=jnp.zeros((B, steps), jnp.float32),
     count_B=jnp.zeros(B, jnp.int32),
     stop_B=jnp.zeros(B, jnp.int32),
-    removed_B=jnp.zeros(B, jnp.float32),
   )
 
   def body(carry):
@@ -211,7 +208,7 @@ def window(
       valid_BT=s.active_B[:, None],
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
-    logp_BV, removed_B = _distribution(logits_B1V[:, 0], s, tables, truncation)
+    logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)
     keys_B = _keys(seed, s.sequence_B, s.length_B + 1)
     drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
     token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
@@ -225,7 +222,6 @@ def window(
       logp_BW=out.logp_BW.at[:, i].set(logp_B),
       count_B=out.count_B + s.active_B,
       stop_B=jnp.maximum(out.stop_B, stop_B),
-      removed_B=out.removed_B + s.active_B * removed_B,
     )
     s = s.replace(
       length_B=length_B,
@@ -249,14 +245,11 @@ def _distribution(
   state: SamplerState,
   tables: Tables,
   truncation: Truncation,
-) -> tuple[jax.Array, jax.Array]:
-  """Log-probs of every slot's next token, and what the constraint took away."""
-  t_B, constraint = state.temperature_B, tables.constraint
-  if constraint is None:
-    return distribution.log_probs(logits_BV, t_B, truncation), jnp.zeros_like(t_B)
-  allowed_BV = constraint.allowed(state.grammar_B)
-  removed_B = distribution.removed_mass(logits_BV, t_B, allowed_BV)
-  return distribution.log_probs(logits_BV, t_B, truncation, allowed_BV), removed_B
+) -> jax.Array:
+  """Log-probs of every slot's next token."""
+  constraint = tables.constraint
+  allowed_BV = constraint.allowed(state.grammar_B) if constraint else None
+  return distribution.log_probs(logits_BV, state.temperature_B, truncation, allowed_BV)
 
 
 def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> Any:

@@ -19,9 +19,9 @@ import numpy as np
 
 from coa_jax.model import decoding, qwen
 from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.distribution import Constraint
+from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import Layout
-from coa_jax.protocol import automaton as automata
+from coa_jax.protocol.automaton import Automaton, Constraint
 from coa_jax.rollout import sampler
 from coa_jax.rollout.engine import Counters, Episode, RolloutConfig, Spent
 
@@ -35,10 +35,10 @@ class Slots:
   def __init__(
     self,
     model: QwenConfig,
-    automaton: automata.Automaton,
+    automaton: Automaton,
     config: RolloutConfig,
     layout: Layout | None = None,
-    constraint: automata.Constraint | None = None,
+    constraint: Constraint | None = None,
   ):
     """Allocates the cache.
 
@@ -324,7 +324,6 @@ class _Run:
     owner.spent.decode += self.window_seconds
     owner.counters.windows += 1
     owner.counters.sampled_tokens += int(out.count_B.sum())
-    owner.counters.removed_mass += float(out.removed_B.sum())
     owner.counters.slot_steps += int(out.count_B.max()) * len(self.episodes)
     for slot in np.flatnonzero(before):
       count = out.count_B[slot]
@@ -350,11 +349,11 @@ class _Run:
     return episode
 
 
-def on_device(constraint: automata.Constraint | None) -> Constraint | None:
+def on_device(constraint: Constraint | None) -> TokenMask | None:
   """The tables that the sampler and the learner look into."""
   if constraint is None:
     return None
-  return Constraint(*jax.device_put((constraint.class_V, constraint.next_SC)))
+  return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))
 
 
 def _bucket(length: int) -> int:

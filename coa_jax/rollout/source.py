@@ -43,7 +43,6 @@ class Rollouts:
     played: every trajectory rolled out, kept or not.
     asked: groups rolled out.
     informative: those of them whose rewards differ.
-    removed_mass: mean probability that the grammar took from a token.
     cursor: JSON values that say where the next step's rollouts go on.
     figures: more to log, by name.
     spent: seconds of the wait for them, by phase (`report/phases.py`).
@@ -53,7 +52,6 @@ class Rollouts:
   played: list[Trajectory] = dataclasses.field(default_factory=list)
   asked: int = 0
   informative: int = 0
-  removed_mass: float = 0.0
   cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
   figures: dict[str, float] = dataclasses.field(default_factory=dict)
   spent: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -112,8 +110,7 @@ class OffPolicy(contextlib.ExitStack):
     """Args: as those of `open_source`."""
     super().__init__()
     player, algo = asking.player, asking.algo
-    self._engine, self._informative = player.engine, asking.informative
-    self._before = dataclasses.replace(player.engine.counters)
+    self._informative = asking.informative
     plan = Plan(
       steps=algo.steps,
       prompts=algo.prompts,
@@ -132,8 +129,6 @@ class OffPolicy(contextlib.ExitStack):
   def next(self, params: Any, step: int) -> Rollouts:
     """What the step learns from; a token of it is `staleness` updates old at most."""
     taken = self._ahead.next(params, step)
-    now = dataclasses.replace(self._engine.counters)
-    removed, self._before = now.since(self._before).removed_per_token, now
     old = np.array(ages(taken.kept, step) or [0])
     figures = {
       "staleness": old.mean(),
@@ -147,7 +142,6 @@ class OffPolicy(contextlib.ExitStack):
       played=[t for group in taken.played for t in group],
       asked=len(taken.played),
       informative=int(self._informative(taken.played).sum()),
-      removed_mass=removed,
       cursor=taken.cursor,
       figures=figures,
       spent={"rollout": taken.learner_waited},
@@ -191,7 +185,6 @@ def collect(asking: Asking, params: Any, step: int, first: int) -> Rollouts:
   """
   player, draw, algo = asking.player, asking.draw, asking.algo
   out = Rollouts()
-  before = dataclasses.replace(player.engine.counters)
   spent = dataclasses.replace(player.engine.spent)
   size = algo.round_prompts or algo.prompts
   for nth in range(first, first + algo.rounds):
@@ -210,7 +203,6 @@ def collect(asking: Asking, params: Any, step: int, first: int) -> Rollouts:
     out.groups = (out.groups + groups)[: algo.prompts]
     if len(out.groups) == algo.prompts:
       break
-  out.removed_mass = player.engine.counters.since(before).removed_per_token
   out.spent = player.engine.spent.since(spent)
   out.cursor = {"round": nth + 1, "draw": draw.state}
   return out

@@ -81,7 +81,7 @@ def mean_loss(folder: str, rows: dict[str, np.ndarray]) -> float:
   given = [rows[k] for k in ("tokens", "segment", "position", "weight")]
   nothing = np.zeros_like(rows["weight"])
   batch = Batch(*given, nothing, nothing, np.full_like(rows["tokens"], -1))
-  logp_BT, _ = losses.token_logps(cfg, params, batch)
+  logp_BT, *_ = losses.token_logps(cfg, params, batch)
   return float(losses.nll(logp_BT, batch.weight_BT) / rows["weight"].sum())
 
 

@@ -113,7 +113,7 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
   """Losses [algorithms and SFT], and gradients stacked over them."""
 
   def outputs(p):
-    logp_BT, _ = losses.token_logps(CFG, p["trunk"], several[0], layout=layout)
+    logp_BT, *_ = losses.token_logps(CFG, p["trunk"], several[0], layout=layout)
     head_D1 = p["value_head"]
     return logp_BT, losses.token_values(CFG, p["trunk"], head_D1, several[0], layout)
 

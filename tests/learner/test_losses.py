@@ -151,8 +151,9 @@ def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
 def test_token_logps_are_the_models_at_the_temperature():
   batch = alone(4, 72)
   params = toy.params()
-  logp_BT, entropy_BT = losses.token_logps(CFG, params, batch, temperature=0.7)
+  logp_BT, entropy_BT, removed_BT = losses.token_logps(CFG, params, batch, 0.7)
   assert logp_BT.dtype == entropy_BT.dtype == jnp.float32
+  assert not removed_BT.any()  # there is no grammar
   model = Qwen(CFG)
   args = (batch.tokens_BT, batch.position_BT, batch.segment_BT)
   hidden, _ = model.apply({"params": params}, *args)

@@ -80,7 +80,7 @@ def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
   drawn = np.random.default_rng(0).normal(size=batch.weight_BT.shape)
   advantage_BT = (batch.weight_BT * drawn).astype(np.float32)
   batch = batch.replace(advantage_BT=advantage_BT)
-  logp_BT, _ = losses.token_logps(toy.MODEL, toy.params(), batch)
+  logp_BT, *_ = losses.token_logps(toy.MODEL, toy.params(), batch)
   on_policy = batch.replace(logp_BT=logp_BT)
   value, sums = policy_loss(ALGO, logp_BT, on_policy)
   tokens = float(batch.weight_BT.sum())

@@ -17,7 +17,7 @@ CFG = toy.MODEL
 
 
 def loss(params, frozen, batch):
-  logp_BT, _ = losses.token_logps(CFG, params, batch)
+  logp_BT, *_ = losses.token_logps(CFG, params, batch)
   return losses.nll(logp_BT, batch.weight_BT), {"tokens": jnp.sum(batch.weight_BT)}
 
 

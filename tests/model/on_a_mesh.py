@@ -99,7 +99,7 @@ def trained(layout: Layout | None, adapters: lora.LoraConfig | None, changes) ->
 
   def loss(trained, frozen, batch):
     p = lora.assemble(trained, frozen, adapters)
-    logp_BT, _ = losses.token_logps(cfg, p, batch, layout=layout)
+    logp_BT, *_ = losses.token_logps(cfg, p, batch, layout=layout)
     return losses.nll(logp_BT, batch.weight_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)

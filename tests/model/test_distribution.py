@@ -180,7 +180,7 @@ def test_a_truncation_that_leaves_nothing_is_refused(field: str):
 
 
 def test_a_grammar_takes_tokens_away_and_says_how_much():
-  constraint = distribution.Constraint(
+  constraint = distribution.TokenMask(
     jnp.array([0, 1, 1, 0]), jnp.array([[-1, 1], [0, -1]])
   )
   state_B = jnp.array([0, 1, -1])

@@ -199,7 +199,7 @@ def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
   batch = rows([ids], PACKED)
 
   def mean_loss(params) -> jax.Array:
-    logp_BT, _ = losses.token_logps(cfg, params, batch)
+    logp_BT, *_ = losses.token_logps(cfg, params, batch)
     return losses.nll(logp_BT, batch.weight_BT) / batch.weight_BT.sum()
 
   loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
