@@ -59,7 +59,8 @@ class FiltersConfig:
     benchmarks: contamination: evaluation sets (files or URIs of tasks) whose questions
       no text of a trajectory may hold.
     overlap_words: words of an n-gram that a trajectory may not share with one of them;
-      of a shorter question all words, and with the trajectory's question only.
+      of a shorter question all words, and with the trajectory's question only. In a
+      script without spaces two letters count as a word.
     blocked: contamination: domains (`host` or `host/path`) that no call may name.
     keep_unreflected: reflection: the share kept of trajectories without a reflection.
     reflected_copies: reflection: how often one with a reflection is written.
@@ -112,7 +113,8 @@ class Examined:
     trajectory: the trajectory, with its reward.
     fault: the stage that drops it and the reason; None if all let it pass.
     reflected: whether it has a reflection.
-    corrected: whether it noticed a mistake of its own; see `was_corrected`.
+    corrected: whether it noticed a mistake of its own (see `was_corrected`) and is
+      known to have ended right.
     graded: whether its answer could be judged.
     signature: of its text, where duplicates are looked for.
   """
@@ -156,7 +158,7 @@ def examine(
     trajectory,
     None,
     reflected=any(s.role == roles.REFLECTION for s in verdict.spans),
-    corrected=was_corrected(verdict.spans),
+    corrected=bool(_verdict(trajectory)) and was_corrected(verdict.spans),
     graded=trajectory.reward is not None,
     signature=signature(policy_text(trajectory)) if config.max_similarity < 1 else None,
   )

@@ -16,12 +16,18 @@ import numpy as np
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-_WORD, _ASCII_WORD = re.compile(r"\w+"), re.compile(rb"\w+")
+_ASCII_WORD = re.compile(rb"\w+")
+# Scripts without spaces between words: Thai to Khmer, kana, Chinese characters.
+_UNSPACED = (
+  "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+)
+_UNSPACED += "\U00020000-\U0003ffff"
+_LETTER = re.compile(f"[{_UNSPACED}]")
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+_LETTERS = 2  # of such a script that say as much as a word
 _SHINGLE = 5  # words of an n-gram that duplicates are compared by
-_HASHES, _BANDS = (
-  64,
-  16,
-)  # of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %
+# Of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %.
+_HASHES, _BANDS = 64, 16
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _RNG = np.random.default_rng(0)  # the same permutations everywhere, always
 _SCALE = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64) | np.uint64(1)
@@ -29,7 +35,10 @@ _SHIFT = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64)
 
 
 def word_hashes(text: str) -> np.ndarray:
-  """A uint64 for each word of a text, case and punctuation aside; [words]."""
+  """A uint64 for each word of a text, case and punctuation aside; [words].
+
+  Where a script has no spaces (Chinese, Japanese, Thai, ...) each letter is a word.
+  """
   text = text.lower()
   if text.isascii():  # the same words; encoded at once they take two thirds of the time
     words = _ASCII_WORD.findall(text.encode())
@@ -101,34 +110,49 @@ class Benchmarks:
   def __init__(self, questions: Iterable[str], n: int):
     """Takes the questions, and the words of an n-gram that may not be shared.
 
-    A question of fewer words counts only where a trajectory's question is just that.
+    Of a question in a script without spaces, twice as many letters. One of fewer words
+    counts only where a trajectory's question is just that.
     """
-    self.n = n
-    whole, grams = [], []
+    whole, grams = [], {n: [], n * _LETTERS: []}
     for question in questions:
       words = word_hashes(question)
-      if len(words) < n:
+      length = n * _LETTERS if _unspaced(question, len(words)) else n
+      if len(words) < length:
         whole.append(gram_hashes(words, len(words))[:1])
       else:
-        grams.append(gram_hashes(words, n))
+        grams[length].append(gram_hashes(words, length))
     empty = np.zeros(0, np.uint64)
     self._whole = np.unique(np.concatenate([empty, *whole]))
-    self._grams = np.unique(np.concatenate([empty, *grams]))
+    self._grams = {
+      length: np.unique(np.concatenate([empty, *some]))
+      for length, some in grams.items()
+      if some
+    }
 
   def hold(self, question: str, trajectory: Trajectory) -> bool:
     """Whether a question, or any text of its trajectory, is of an evaluation set."""
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
-    texts = (s.text for s in trajectory.segments if s.author != Author.PROMPT)
+    texts = (
+      s.text
+      for s in trajectory.segments
+      if s.author != Author.PROMPT or s.role == "question"
+    )
     return any(self._shares(word_hashes(t)) for t in (question, *texts))
 
   def _shares(self, words: np.ndarray) -> bool:
-    grams = gram_hashes(words, self.n)
-    if not len(grams) or not len(self._grams):
-      return False
-    at = np.searchsorted(self._grams, grams).clip(max=len(self._grams) - 1)
-    return bool((self._grams[at] == grams).any())
+    for length, known in self._grams.items():
+      grams = gram_hashes(words, length)
+      at = np.searchsorted(known, grams).clip(max=len(known) - 1)
+      if (known[at] == grams).any():
+        return True
+    return False
+
+
+def _unspaced(text: str, words: int) -> bool:
+  """Whether most of a text's words are letters of a script without spaces."""
+  return 2 * len(_LETTER.findall(text)) > words
 
 
 # A host at the beginning of a word, and what follows it; the path is only looked at, so

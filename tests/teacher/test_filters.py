@@ -129,6 +129,13 @@ def test_what_corrected_itself_is_repeated(spans):
   assert (last["corrected"], last["added"], last["kept"]) == (1, 2, 3)
 
 
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_only_what_is_known_to_have_ended_right_is_repeated(reward):
+  config = FiltersConfig(corrected_copies=3, min_reward=0.0)
+  kept, funnel = filter_trajectories([make(MENDED)], UNIFIED, lambda *_: reward, config)
+  assert len(kept) == 1 and funnel["error_correction"]["corrected"] == 0
+
+
 def test_what_was_never_wrong_did_not_correct_itself():
   assert not was_corrected(parse(make(GOOD)[1].text, UNIFIED).spans)
 

@@ -78,6 +78,24 @@ def test_a_shared_n_gram_is_what_words_in_common_say(questions, words, n):
   assert found == any(grams(" ".join(q), n) & mine for q in questions)
 
 
+def test_questions_without_spaces_are_found():
+  asked = "".join(map(chr, range(0x5728, 0x5728 + 22)))  # Chinese characters
+  benchmarks = novelty.Benchmarks([asked], 8)
+  for text in (asked, f"page: {asked[1:]}.", asked[:17] + asked[0] * 9):
+    assert benchmarks.hold("", trajectory(text)), text
+    assert benchmarks.hold(text, trajectory())
+  for part in (asked[:15], asked[5:20], asked[::-1]):  # fewer than 16 letters in a row
+    assert not benchmarks.hold(part, trajectory(part)), part
+
+
+def test_a_question_in_the_prompt_is_found():
+  """A trajectory of somebody else's may say nowhere else what it was asked."""
+  asked = "one two three four five six seven eight"
+  held = trajectory("x")
+  held.segments[0] = Segment(Author.PROMPT, "question", asked)
+  assert novelty.Benchmarks([asked], 8).hold("", held)
+
+
 def test_a_short_question_counts_only_as_the_whole_question():
   benchmarks = novelty.Benchmarks(["Who wrote Emma?"], 8)
   assert benchmarks.hold("who wrote  emma", trajectory("x"))
