@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
-from coa_jax.teacher.llm import Brain, InfrastructureError, Message, Reply
+from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
 
 CallTool = Callable[[str, str], ToolCall]
 RunKey = tuple[str, int]  # task id, sample
-_MODEL, _TOOL = "model", "tool"
+_MODEL, _TOOL, _FAILED = "model", "tool", "failed"
 
 
 @dataclasses.dataclass
@@ -37,7 +37,8 @@ class Totals:
   """What the journal's calls came to; tokens as the endpoint counts them.
 
   Attributes:
-    calls: of the model.
+    calls: of the model that were answered.
+    failed: others that were charged for, unusable replies alone; in the tokens, too.
     prompt: tokens sent, and likewise the next two; 0 where the endpoint does not count.
     cached: how many of those came from a prefix cache.
     completion: tokens of the replies.
@@ -49,6 +50,7 @@ class Totals:
   """
 
   calls: int = 0
+  failed: int = 0
   prompt: int = 0
   cached: int = 0
   completion: int = 0
@@ -64,10 +66,13 @@ class Totals:
       self.tool_calls += 1
       return
     reply = row["reply"]
-    self.calls += 1
     self.prompt += reply["prompt_tokens"]
     self.cached += reply["cached_tokens"]
     self.completion += reply["completion_tokens"]
+    if row["kind"] == _FAILED:
+      self.failed += 1
+      return
+    self.calls += 1
     self.retries += reply["retries"]
     self.seconds += reply["seconds"]
     for counts, name in ((self.by_agent, row["name"]), (self.models, reply["model"])):
@@ -187,7 +192,14 @@ class Journal:
       if found is not None:
         return Reply(**{**found, "faults": tuple(found["faults"])})
       self._check()
-      reply = brain(agent, messages)
+      try:
+        reply = brain(agent, messages)
+      except (InfrastructureError, GaveUp) as e:
+        if any(e.charged):  # paid for, though there is nothing to recall
+          names = "prompt_tokens", "cached_tokens", "completion_tokens"
+          charged = dict(zip(names, e.charged, strict=True))
+          self._append(run, _FAILED, agent, f"{_FAILED} {key}", charged)
+        raise
       self._append(run, _MODEL, agent, key, dataclasses.asdict(reply))
       return reply
 

@@ -22,6 +22,8 @@ import httpx
 class InfrastructureError(RuntimeError):
   """A service is down or refuses to serve: says nothing about the run that met it."""
 
+  charged: tuple[int, ...] = (0, 0, 0)  # as `GaveUp` has it
+
 
 @dataclasses.dataclass(frozen=True)
 class Message:
@@ -84,7 +86,10 @@ class GaveUp(Exception):
   Attributes:
     reason: a short name that counts can be kept by.
     detail: what exactly was wrong.
+    charged: (prompt, cached, completion) tokens of replies that could not be used.
   """
+
+  charged: tuple[int, ...] = (0, 0, 0)
 
   def __init__(self, reason: str, detail: str = ""):
     """Takes the reason and the detail."""
@@ -189,8 +194,16 @@ class ChatBrain:
       "temperature": c.temperature,
       "max_tokens": c.max_tokens,
     }
-    start, faults = time.monotonic(), []
-    wasted = (0, 0, 0)
+    wasted = [0, 0, 0]
+    try:
+      return self._ask(agent, body, wasted)
+    except (InfrastructureError, GaveUp) as e:
+      e.charged = tuple(wasted)
+      raise
+
+  def _ask(self, agent: str, body: dict[str, Any], wasted: list[int]) -> Reply:
+    """Asks until a reply can be used; adds to `wasted` what the others charged."""
+    c, start, faults = self.config, time.monotonic(), []
     for attempt in range(c.retries + 1):
       asked_pause = 0.0
       try:
@@ -212,7 +225,7 @@ class ChatBrain:
         fault = f"{type(e).__name__}: {e}"
       except ValueError as e:
         fault = f"not a chat completion: {e}"
-        wasted = tuple(map(sum, zip(wasted, _charged(text), strict=True)))
+        wasted[:] = map(sum, zip(wasted, _charged(text), strict=True))
       faults.append(fault)
       if asked_pause > c.max_pause_s:
         fault += f"; it asks to wait {asked_pause:.0f} s, chat.max_pause_s is less"
@@ -313,11 +326,14 @@ _TOO_LONG = re.compile(
   r"(prompt|input|request) (is|was)? ?(too long|longer than)",
   re.IGNORECASE,
 )
-_THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*|^\s*<think>.*\Z", re.DOTALL)
+# The second: cut short. The third: it began in the prompt, by the model's template.
+_THINKING = re.compile(
+  r"^\s*<think>.*?</think>\s*|^\s*<think>.*\Z|^((?!<think>).)*</think>\s*", re.DOTALL
+)
 
 
 def _visible(content: str) -> str:
-  """The content without the reasoning before it, which may have been cut short."""
+  """The content without the reasoning before it."""
   return _THINKING.sub("", content, count=1)
 
 
@@ -354,7 +370,7 @@ def _charged(text: str) -> tuple[int, int, int]:
   )
 
 
-def _with_waste(reply: Reply, wasted: tuple[int, ...], **changes: Any) -> Reply:
+def _with_waste(reply: Reply, wasted: Sequence[int], **changes: Any) -> Reply:
   prompt, cached, completion = wasted
   return dataclasses.replace(
     reply,

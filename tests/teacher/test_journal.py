@@ -16,6 +16,7 @@ from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
 from coa_jax.teacher.llm import Reply as Said
+from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 
 TOOLS = ("wiki_search", "code")
@@ -114,6 +115,22 @@ def test_failures_of_infrastructure_are_not_kept(tmp_path):
     assert not lines(path)
     counted = Counted()
     assert journal.tools(counted.tool, ("a", 0))("code", "x").result == "result 1"
+
+
+def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
+  path = tmp_path / "calls.jsonl"
+  empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
+  ask = [Message("system", PROMPTS["planner"])]
+  with serve() as server, ChatBrain(server.config(retries=1)) as chat:
+    for _ in range(2):  # the second time after a restart
+      server.faults = [empty, empty]
+      with Journal(str(path)) as journal, pytest.raises(InfrastructureError):
+        journal.brain(chat, ("a", 0))("planner", ask)
+    with Journal(str(path)) as journal:
+      journal.brain(chat, ("a", 0))("planner", ask)  # asked again
+      bill = journal.bill()
+  assert (bill["failed"], bill["calls"]) == (2, 1)
+  assert (bill["prompt"], bill["completion"]) == (4 * 40 + 100, 4 * 3 + 7)
 
 
 def test_a_journal_that_stops_answers_only_what_it_knows(tmp_path):

@@ -120,6 +120,7 @@ def test_a_reply_is_read_without_its_reasoning():
   for content, text in [
     ("<think>\nhm, NEXT: code\n</think>\n\nNEXT: search", "NEXT: search"),
     ("<think>never came to an end", ""),
+    ("it began in the prompt\n</think>\n\nNEXT: search", "NEXT: search"),
     ("plain <think> in the text</think>", "plain <think> in the text</think>"),
   ]:
     assert read_completion(completion({"content": content})).text == text
