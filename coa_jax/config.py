@@ -14,6 +14,7 @@ import os
 import subprocess
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import ml_collections
@@ -81,7 +82,10 @@ def check_sections(
 
 
 def claim(
-  config: ml_collections.ConfigDict, workdir: str, may_change: tuple[str, ...] = ()
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  may_change: tuple[str, ...] = (),
+  inputs: Mapping[str, str] | None = None,
 ) -> None:
   """Writes the resolved config and the commit to `workdir/config.json`.
 
@@ -90,21 +94,25 @@ def claim(
     workdir: where it writes.
     may_change: fields, as "section.field", or whole sections, that change nothing of
       what comes out: a run may go on with others than it began with.
+    inputs: name -> hash of what was read (`digest`, `fingerprint`): the same path may
+      hold something else by the time that a run goes on.
 
   Raises:
-    ConfigError: the workdir holds a run of another config; the section that differs is
-      named.
+    ConfigError: the workdir holds a run of another config or of other inputs; the
+      section or the input that differs is named.
   """
   path = os.path.join(workdir, "config.json")
   wanted = json.loads(json.dumps(config.to_dict()))
   if not os.path.exists(path):
     os.makedirs(workdir, exist_ok=True)
     with open(path + ".tmp", "w", encoding="utf-8") as f:
-      json.dump({"config": wanted, "git_commit": git_commit()}, f, indent=2)
+      told = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
+      json.dump(told, f, indent=2)
     os.replace(path + ".tmp", path)
     return
   with open(path, encoding="utf-8") as f:
-    found = json.load(f)["config"]
+    told = json.load(f)
+  found, before = told["config"], told.get("inputs", {})  # none in an older run's
   for both in (wanted, found):
     for field in may_change:
       name, _, key = field.partition(".")
@@ -119,6 +127,44 @@ def claim(
         f"{workdir} holds a run whose section {name!r} was {found.get(name)!r} and not "
         f"{wanted.get(name)!r}; choose another workdir or delete it"
       )
+  for name, value in (inputs or {}).items():
+    if before.get(name, value) != value:
+      raise ConfigError(
+        f"{workdir} holds a run that read other contents of {name}; choose another "
+        "workdir or delete it"
+      )
+
+
+def digest(values: Iterable[Any]) -> str:
+  """A hash of JSON values, one after the other."""
+  out = hashlib.sha256()
+  for value in values:
+    out.update(json.dumps(value, sort_keys=True).encode() + b"\n")
+  return out.hexdigest()
+
+
+def fingerprint(path: str | None, samples: int | None = None) -> str:
+  """A hash of a file, or of a folder's files; of None the hash of nothing.
+
+  Args:
+    path: of the file or folder.
+    samples: of each file only its size and 64 kB at so many places: quick for weights
+      of any size, of which training changes every part. None reads all.
+  """
+  names = [path] if path else []
+  if path and os.path.isdir(path):
+    names = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+  out = hashlib.sha256()
+  for name in filter(os.path.isfile, names):
+    size = os.path.getsize(name)
+    out.update(f"{os.path.basename(name)} {size}\n".encode())
+    with open(name, "rb") as f:
+      if samples is None:
+        out.update(hashlib.file_digest(f, "sha256").digest())
+      for i in range(samples or 0):
+        f.seek(i * size // samples)
+        out.update(f.read(1 << 16))
+  return out.hexdigest()
 
 
 def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:

@@ -35,6 +35,8 @@ from coa_jax.config import (
   ConfigError,
   check_sections,
   claim,
+  digest,
+  fingerprint,
   optional,
   section,
   write_manifest,
@@ -110,7 +112,9 @@ def run(
   grader = Grader(plan.reward.kept_in(workdir))
   grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
   limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
-  claim(config, workdir, _MAY_CHANGE)
+  inputs = {"tasks": digest(t.to_json() for t in tasks)}
+  inputs["tools.corpus"] = fingerprint(tools.corpus)
+  claim(config, workdir, _MAY_CHANGE, inputs)
 
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))

@@ -12,7 +12,15 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import ConfigError, check_sections, claim, optional, section
+from coa_jax.config import (
+  ConfigError,
+  check_sections,
+  claim,
+  digest,
+  fingerprint,
+  optional,
+  section,
+)
 from coa_jax.model.architecture import LoadConfig
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
@@ -109,7 +117,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   drawn = _format(config, rollout, tools)
   player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader, drawn)
   player.check(tasks)
-  claim(config, workdir)
+  inputs = {
+    "tasks": digest(t.to_json() for t in tasks),
+    "tools.corpus": fingerprint(tools.corpus),
+    "init": fingerprint(config.init, samples=16),
+  }
+  claim(config, workdir, inputs=inputs)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []

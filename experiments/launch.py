@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import json
 import logging as python_logging
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +47,8 @@ _DISTRIBUTED = flags.DEFINE_string(
 def launch(journey: Journey) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
 
+  A field that the config file leaves out can be given, too, as a Python literal or a
+  string; the journey says if there is none of that name.
   A config, a file or a value that can not be used ends the program with one line on
   standard error and exit status 2, before any work.
   """
@@ -52,6 +56,8 @@ def launch(journey: Journey) -> None:
   flags.mark_flag_as_required("workdir")
 
   def work(config: ml_collections.ConfigDict) -> None:
+    if not workdir.value:
+      stop("--workdir is empty; name the folder where the run writes and goes on")
     if _DISTRIBUTED.value:
       join(_DISTRIBUTED.value)
     show(journey(config, workdir.value))
@@ -65,13 +71,21 @@ def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
   config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
   flags.mark_flag_as_required("config")
+  for name in ("config", "workdir", "cpu_devices", "distributed", "compile_cache"):
+    if name in flags.FLAGS:  # --help lists them
+      flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
   def parse(argv: list[str]) -> list[str]:
-    file = _config_file(argv)
-    if file and not os.path.exists(file):
+    file, _ = _config_file(argv)
+    if file and not os.path.isfile(file):
       stop(f"{file}: there is no such config file")
     try:
-      return flags.FLAGS(argv)
+      argv, added = _split(argv)
+      sys.argv = argv  # where ml_collections looks for overrides
+      rest = flags.FLAGS(argv)
+      for path, value in added:
+        _add(config.value, path, value)
+      return rest
     except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
       stop(_override_error(e, argv))
 
@@ -79,7 +93,7 @@ def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}")
     prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
-    with_clear_errors(lambda: work(config.value), _config_file(sys.argv))
+    with_clear_errors(lambda: work(config.value), _config_file(sys.argv)[0])
 
   app.run(main, flags_parser=parse)
 
@@ -157,14 +171,27 @@ def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
     return work()
   except ConfigError as e:
     stop(f"{config_file}: {e}" if config_file else str(e))
-  except (ValueError, FileNotFoundError) as e:
+  except ValueError as e:
     stop(str(e))
+  except _PATHS as e:
+    # The system's own words stand in brackets before the path; ours need no change.
+    stop(f"{e.filename}: {e.strerror}" if e.filename else str(e))
   except Interrupted as e:
     print(e, file=sys.stderr)
     sys.exit(e.status)
   except KeyboardInterrupt:
     print("\ninterrupted; the same command goes on from here", file=sys.stderr)
     sys.exit(130)
+
+
+# What a path on the command line or in a config can be wrong about.
+_PATHS = (
+  FileNotFoundError,
+  FileExistsError,
+  NotADirectoryError,
+  IsADirectoryError,
+  PermissionError,
+)
 
 
 def stop(message: str) -> None:
@@ -178,27 +205,68 @@ def show(results: dict[str, Any]) -> None:
   print(json.dumps(results, indent=2, sort_keys=True))
 
 
-def _config_file(argv: list[str]) -> str:
-  """The value of --config, its :ARGUMENT left out; "" where there is none."""
+def _config_file(argv: list[str]) -> tuple[str, list[str]]:
+  """The file of --config, "" where there is none, and its :ARGUMENT if it has one."""
   for i, word in enumerate(argv):
     name, _, value = word.lstrip("-").partition("=")
     if name == "config":
       value = value or (argv[i + 1] if i + 1 < len(argv) else "")
-      return value.partition(":")[0]
-  return ""
+      file, *argument = value.split(":", 1)
+      return file, argument
+  return "", []
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+  """The command line without overrides of fields that the config file leaves out.
+
+  Returns:
+    The rest, and of each such override the field's path and its value.
+  """
+  file, argument = _config_file(argv)
+  rest, added, given = [], [], None
+  words = iter(argv)
+  for word in words:
+    path, equals, value = word.lstrip("-").partition("=")
+    if word.startswith("-") and path.startswith("config."):
+      if given is None:
+        given = runpy.run_path(file)["get_config"](*argument)
+      if _lacks(given, path.split(".")[1:]):
+        value = value if equals else next(words, "")
+        added.append((path.removeprefix("config."), value))
+        continue
+    rest.append(word)
+  return rest, added
+
+
+def _lacks(config: Any, names: list[str]) -> bool:
+  """Whether a path leads to no field of the config."""
+  for name in names:
+    if not isinstance(config, ml_collections.ConfigDict) or name not in config:
+      return True
+    config = config[name]
+  return False
+
+
+def _add(config: ml_collections.ConfigDict, path: str, value: str) -> None:
+  *sections, field = path.split(".")
+  with config.unlocked():
+    for name in sections:
+      if config.get(name) is None:
+        config[name] = ml_collections.ConfigDict()
+      config = config[name]
+      if not isinstance(config, ml_collections.ConfigDict):
+        raise ValueError(f"config.{path}: {name} is a value and has no fields")
+    try:
+      config[field] = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+      config[field] = value
 
 
 def _override_error(error: Exception, argv: list[str]) -> str:
-  """A misspelt or mistyped flag in words: the file, the field, the nearest field."""
-  file = _config_file(argv)
-  if isinstance(error, AttributeError | KeyError):
-    # ml_collections: 'lrr' / Did you mean "lr" instead of "lrr"?, quoted once or twice.
-    text = str(error.args[0])
-    field, close = re.search(r"\w+", text), re.search(r'mean "(\w+)"', text)
-    hint = f"; did you mean {close[1]!r}?" if close else ""
-    return f"{file}: the config has no field {field[0]!r}{hint}"
+  """A misspelt or mistyped flag, or a config file that fails, in words."""
+  file, _ = _config_file(argv)
   if isinstance(error, flags.IllegalFlagValueError) and "--config" in str(error):
     # What get_config raised stands last, below a traceback.
     reason = str(error).strip().splitlines()[-1]
     return f"{file}: {reason.removeprefix('ValueError: ')}"
-  return str(error)
+  return str(error) if isinstance(error, flags.Error) else f"{file}: {error}"

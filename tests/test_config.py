@@ -8,7 +8,15 @@ import json
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, check_sections, claim, nearest, section
+from coa_jax.config import (
+  ConfigError,
+  check_sections,
+  claim,
+  digest,
+  fingerprint,
+  nearest,
+  section,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +121,34 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
     claim(config(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
   assert again == written
+
+
+def test_a_workdir_belongs_to_what_was_read(tmp_path):
+  """The same path may hold something else by the time that a run goes on."""
+  workdir, file = str(tmp_path / "run"), tmp_path / "model" / "weights"
+  file.parent.mkdir()
+  file.write_bytes(bytes(3 << 20))
+
+  def go():
+    read = {"tasks": digest([{"id": "a"}])}
+    read["init"] = fingerprint(str(file.parent), samples=16)
+    claim(config(), workdir, inputs=read)
+
+  go()
+  go()
+  claim(config(), workdir)  # who names no inputs is not asked
+  with file.open("r+b") as f:
+    f.seek(12 * (3 << 20) // 16)
+    f.write(b"x")
+  with pytest.raises(ConfigError, match="read other contents of init; choose another"):
+    go()
+  whole = fingerprint(str(file))
+  assert fingerprint(None) == fingerprint("") != whole
+  with file.open("r+b") as f:
+    f.seek(-1, 2)
+    f.write(b"x")
+  assert fingerprint(str(file)) != whole
+  assert digest([1, 2]) != digest([2, 1])
 
 
 def test_what_may_change_may_also_appear(tmp_path):

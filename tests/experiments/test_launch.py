@@ -28,18 +28,32 @@ from coa_jax.config import check_sections, section
 from experiments.launch import launch
 
 @dataclasses.dataclass(frozen=True)
+class Optim:
+  lr: float
+  name: str
+  betas: tuple[float, ...] = (0.9, 0.999)
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+  project: str = ""
+
+@dataclasses.dataclass(frozen=True)
 class Data:
   steps: int
   trouble: str = ""
 
 def run(config, workdir):
-  check_sections(config, ("optim", "data"))
-  data = section(config, "data", Data)
+  check_sections(config, ("optim", "data", "log"))
+  data, optim = section(config, "data", Data), section(config, "optim", Optim)
+  log = section(config, "log", Log)
   if data.steps == 13:
     raise KeyboardInterrupt
   if data.steps == 14:
     raise FileNotFoundError("pages.jsonl: there is no such file")
-  return {"steps": data.steps, "lr": config.optim.lr, "workdir": workdir}
+  out = {"steps": data.steps, "lr": optim.lr, "workdir": workdir}
+  if data.trouble or log.project:
+    out |= {"trouble": data.trouble, "betas": optim.betas, "project": log.project}
+  return out
 
 launch(run)
 """
@@ -83,12 +97,27 @@ def test_results_are_printed_and_overrides_count(launcher):
   assert json.loads(done.stdout)["steps"] == 1
 
 
+def test_what_the_file_leaves_out_can_be_given(launcher):
+  done = launcher(
+    "--config.data.trouble=http://x:80/y", "--config.optim.betas=(0.5, 1)",
+    "--config.log.project", "mine", "--config.data.steps=4",
+    file=launcher.config + ":tiny",
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout) == {
+    "steps": 4, "lr": 0.1, "workdir": "w", "trouble": "http://x:80/y",
+    "betas": [0.5, 1.0], "project": "mine",
+  }  # fmt: skip
+
+
 @pytest.mark.parametrize(
   ("override", "named"),
   [
     ("--config.optim.lrr=1", ["'lrr'", "did you mean 'lr'"]),
     ("--config.optimm.lr=1", ["'optimm'", "did you mean 'optim'"]),
     ("--config.data.zzz=1", ["'zzz'"]),
+    ("--config.optim.betas=fast", ["optim.betas", "fast", "tuple"]),
+    ("--config.optim.lr.x=1", ["optim.lr.x", "lr is a value"]),
     ("--config.optim.lr=fast", ["optim.lr", "fast"]),
     ("--config.data.steps=1.5", ["data.steps", "1.5"]),
   ],
