@@ -69,7 +69,7 @@ def write_browser(
   Args:
     path: the HTML file; it appears under its name only when complete.
     files: JSON lines or parquet of trajectories. Those of one file and task are a
-      group.
+      group, or several where the task was drawn more than once.
     tokenizer: the run's, to show which characters a token is; without it, or where it
       does not decode a segment to its text, tokens are shown by their ids.
     title: of the page, plain text.
@@ -84,6 +84,7 @@ def write_browser(
     for name, file in zip(names, files, strict=True)
     for t in read_trajectories(file)
   ]
+  _number_groups(rows)
   kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
   kinds |= dict.fromkeys(roles.TOOLS, "tool")
   data = {"rows": rows, "prompts": list(prompts), "kinds": kinds}
@@ -114,6 +115,17 @@ def _short(files: Sequence[str]) -> list[str]:
     return [os.path.basename(files[0])]
   full = [os.path.abspath(f) for f in files]
   return [os.path.relpath(f, os.path.commonpath(full)) for f in full]
+
+
+def _number_groups(rows: Iterable[dict[str, Any]]) -> None:
+  """Tells every row its group: a sample that a task has twice is of two of them."""
+  seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
+  numbers: dict[tuple[str, str, int], int] = {}
+  for row in rows:
+    attempt = row["file"], row["task"], row["sample"]
+    group = row["file"], row["task"], seen[attempt]
+    seen[attempt] += 1
+    row["group"] = numbers.setdefault(group, len(numbers))
 
 
 def _row(

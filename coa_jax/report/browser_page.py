@@ -188,7 +188,7 @@ function show() {
   const r = chosen;
   if (!r) { el('p', 'prompt', 'Choose a trajectory.', detail); return; }
   el('p', 'question', r.question, detail);
-  const group = rows.filter(o => o.file === r.file && o.task === r.task);
+  const group = rows.filter(o => o.group === r.group);
   group.sort((a, b) => a.sample - b.sample);
   const where = [r.file, r.task, r.family, 'gold: ' + (r.golds.join(' | ') || '-'),
     'group of ' + group.length];

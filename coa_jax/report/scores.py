@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import math
-import re
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -18,14 +17,11 @@ import numpy as np
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory
-from coa_jax.tasks.rewards import math as math_reward
-from coa_jax.tasks.rewards import qa, written_answer
+from coa_jax.tasks.rewards import written_answer
+from coa_jax.tasks.rewards.votes import vote_key
 
 RESAMPLES = 2000
 VOTES = 3
-
-# In a formula punctuation means something: -3 is not 3, 1/2 is not 12.
-_FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
 
 
 def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -101,17 +97,6 @@ def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
   # How often each task is drawn is all that a sum depends on.
   draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), RESAMPLES)
   return draws @ columns
-
-
-def vote_key(answer: str) -> str:
-  """What answers are the same vote: equal numbers, else equal normalised text."""
-  answer = math_reward.final_answer(answer)
-  value = math_reward.number(answer)
-  if value is not None:
-    return str(value)
-  if _FORMULA.search(answer):
-    return "".join(answer.lower().split())
-  return qa.normalize(answer)
 
 
 def mean_logp(trajectory: Trajectory) -> float:

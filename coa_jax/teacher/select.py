@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.tasks.rewards import qa
+from coa_jax.tasks.rewards.votes import vote_key
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.journal import Journal
@@ -188,7 +188,7 @@ def figures(
 
 
 def _vote(run: Run) -> str:
-  return qa.normalize(run.prediction or "") or (run.prediction or "").strip()
+  return vote_key(run.prediction or "")
 
 
 def _quality(run: Run) -> tuple[int, int, int]:

@@ -119,6 +119,21 @@ def test_tokens_are_characters_of_the_text_or_else_ids(tmp_path):
   assert bad[0]["versions"] == versions
 
 
+def test_a_task_that_was_drawn_twice_has_two_groups(tmp_path):
+  drawn = ["a", "b", "a"]
+  ts = [samples.trajectory(task, k) for task in drawn for k in (1, 0)]
+  rows = data_of(write(tmp_path, ts))["rows"]
+  assert [row["group"] for row in rows] == [0, 0, 1, 1, 2, 2]
+  # Samples of one file are no group with those of another.
+  for name in ("x.jsonl", "y.jsonl"):
+    write_jsonl(tmp_path / name, ts[:1])
+  write_browser(
+    tmp_path / "p.html", [str(tmp_path / n) for n in ("x.jsonl", "y.jsonl")]
+  )
+  rows = data_of((tmp_path / "p.html").read_text())["rows"]
+  assert [row["group"] for row in rows] == [0, 1]
+
+
 def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   run = tmp_path / "run"
   for name in ("step_000001.jsonl", "step_000000.jsonl"):
@@ -165,8 +180,10 @@ document.title = JSON.stringify(out);
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_in_a_real_browser(tmp_path):
-  ts = [
-    samples.trajectory(f"t{i // 3}", i % 3, right=i % 4 != 0, observation=HOSTILE[1])
+  ts = [  # every task is drawn twice
+    samples.trajectory(
+      f"t{i // 3 % 50}", i % 3, right=i % 4 != 0, observation=HOSTILE[1]
+    )
     for i in range(300)
   ]
   ts[7].segments[-1].text += " needle"
@@ -188,7 +205,7 @@ def test_in_a_real_browser(tmp_path):
     "tokensBefore": 0,
     "alone": 1,
     "wrong": [75, "75 of 300, mean reward 0.000"],
-    "task": [33, "33 of 300, mean reward 0.758"],
+    "task": [66, "66 of 300, mean reward 0.758"],
     "text": [1, "1 of 300, mean reward 1.000"],
     "long": [0, "0 of 300"],
     "first": "0",

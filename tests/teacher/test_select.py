@@ -67,6 +67,23 @@ def test_agreement_and_want_of_answers_ask_nobody():
   assert select(TASK, [], nobody).how == "none"
 
 
+@pytest.mark.parametrize(
+  ("one", "other", "same"),
+  [
+    ("-3", "3", False),
+    ("1/2", "12", False),
+    ("1.5", "15", False),
+    ("0.5", "1/2", True),
+    ("A", "the", False),
+    ("%", "+", False),
+  ],
+)
+def test_agreement_is_of_values(one, other, same):
+  brain = choosing("BEST: 1")
+  chosen = select(TASK, [ran(0, one), ran(1, other)], brain)
+  assert (chosen.how == "agreement") == same == (not brain.seen)
+
+
 def test_of_those_that_agree_a_verified_one_is_taken():
   unverified = ran(0, "x")
   unverified.status = Status.TURN_LIMIT

@@ -32,7 +32,8 @@ from tools_sandbox.client import BACKENDS, RemoteConfig, Result, Sandbox, Verdic
 _OUTPUT_BYTES = 8 << 20  # of each stream; what is longer is cut, hence wrong
 _ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
 _INSIDE = inspect.getsource(code_inside)
-_FENCE = re.compile(r"```(?:py|python)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # its language, its content
+_PYTHON = re.compile(r"(py(thon)?[\d.]*)?", re.IGNORECASE)
 # What graders of such tasks let a program use without an import (as LiveCodeBench).
 _PRELUDE = """
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random
@@ -100,8 +101,10 @@ class CodeConfig:
 
 
 def program_of(answer: str) -> str:
-  """The last fenced block of an answer; all of it where nothing is fenced."""
-  blocks = _FENCE.findall(answer)
+  """The last fenced block of an answer that may be Python; all of it where none is."""
+  answer = answer.replace("\r\n", "\n")
+  fenced = _FENCE.findall(answer)
+  blocks = [block for lang, block in fenced if _PYTHON.fullmatch(lang.strip())]
   return blocks[-1] if blocks else answer
 
 
@@ -175,21 +178,25 @@ class _Grading:
     """Whether no further test can change the reward."""
     return not self.config.partial and any(o != Outcome.PASSED for o in self.outcomes)
 
-  def run(self, program: str, stdin: str, seconds: float) -> Result:
-    """A run within what is left of the time; a failure of the service is tried twice.
+  def run(self, program: str, stdin: str, seconds: float, timed: bool = True) -> Result:
+    """A run; where it is `timed`, within what is left of the program's time.
+
+    A failure of the service is tried twice.
 
     Raises:
       Ungradable: it failed twice.
     """
+    if timed:
+      seconds = min(seconds, max(self.left, 0.1))
     for _ in range(2):
       try:
-        result = self.sandbox.run(program, stdin, min(seconds, max(self.left, 0.1)))
+        result = self.sandbox.run(program, stdin, seconds)
       except RuntimeError as e:  # closed
         raise Ungradable(f"task {self.task_id!r}: {e}") from e
       except ValueError:  # more characters than the sandbox takes
         return Result("", "too long", -9, Verdict.MEMORY, 0.0)
       if result.verdict != Verdict.INFRASTRUCTURE:
-        self.left -= result.seconds
+        self.left -= result.seconds if timed else 0.0
         return result
     raise Ungradable(
       f"task {self.task_id!r}: the sandbox failed: {result.stderr!r:.300}"
@@ -233,7 +240,7 @@ class _Grading:
       message = json.loads(reply)
       if "raised" in message:
         return Outcome.RAISED
-      value = _listed(code_inside.decode(message["value"], {}, str))
+      value = _plain(message["value"]["root"])
       # Some sets wrap every output into a list of one.
       wrapped = isinstance(expected, list) and len(expected) == 1
       right = value == expected or (wrapped and value == expected[0])
@@ -286,9 +293,8 @@ class _Grading:
       "entry": tests.entry,
       "known": known,
     }
-    before = self.left
-    result = self.run(_INSIDE + "\nrun_tests()\n", json.dumps(request), 30.0)
-    self.left = before  # the tests' own time is not the program's
+    program = _INSIDE + "\nrun_tests()\n"
+    result = self.run(program, json.dumps(request), 30.0, timed=False)
     for line in result.stdout.split("\n"):
       if line.startswith(nonce + " "):
         reply = json.loads(line.removeprefix(nonce))
@@ -351,10 +357,20 @@ def _place(key: str) -> tuple[int, ...]:
   return tuple(map(int, key.split(".")))
 
 
-def _listed(value: Any) -> Any:
-  """A value with its tuples as lists, which is how JSON writes what is expected."""
-  if isinstance(value, tuple | list):
-    return [_listed(v) for v in value]
-  if isinstance(value, dict):
-    return {str(k): _listed(v) for k, v in value.items()}
-  return value
+def _plain(value: Any) -> Any:
+  """An encoded value as JSON writes what is expected: tuples are lists, keys text.
+
+  Nothing but text is hashed: a program can choose numbers of equal hashes, and over a
+  set of those this whole process would stand still.
+
+  Raises:
+    TypeError, ValueError: JSON can not write it, so it is not what is expected.
+  """
+  if not isinstance(value, dict):
+    return value
+  ((kind, inner),) = value.items()
+  if kind in ("list", "tuple"):
+    return [_plain(v) for v in inner]
+  if kind != "dict" or any(isinstance(k, dict) for k, _ in inner):
+    raise TypeError(f"a {kind} is no JSON")
+  return {str(k): _plain(v) for k, v in inner}

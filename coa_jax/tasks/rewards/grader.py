@@ -11,10 +11,13 @@ import concurrent.futures
 import dataclasses
 import importlib
 import logging
-import math as numbers
+import numbers
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+import numpy as np
 
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Status, Trajectory
@@ -27,11 +30,12 @@ from coa_jax.tasks.rewards.shaping import ShapingConfig
 from coa_jax.tasks.task import Kind, Task
 
 GRADERS = ("qa", "math", "code", "judge")
-# How a `|`-joined answer is read, or how near it comes; see `qa`.
-MATCHES: dict[str, Callable[[str, Iterable[str]], float]] = {
-  "every": qa.every_part,
-  "first": qa.first_part,
-  "f1": qa.token_f1,
+# How a `|`-joined answer is read, or how near it comes, in training and in evaluation.
+_Match = Callable[[str, Sequence[str]], float]
+MATCHES: dict[str, tuple[_Match, _Match]] = {
+  "every": (qa.every_part, qa.every_part),
+  "first": (qa.first_part, qa.first_part),
+  "f1": (qa.every_part_f1, qa.first_part_f1),
 }
 _log = logging.getLogger(__name__)
 
@@ -43,12 +47,12 @@ class RewardConfig:
   Attributes:
     graders: source or kind of a task -> qa, math, code, judge, or
       "package.module:function", called with (task, answer or None, trajectory), that
-      returns a number from 0 to 1, or a dict of numbers with "answer" among them, and
-      may raise `graded.Ungradable`. A source goes before a kind; each kind has the
-      grader of its name otherwise.
+      returns a number from 0 to 1, or a dict of numbers with "answer" among them (the
+      others are on record as `part_NAME`), and may raise `graded.Ungradable`. A source
+      goes before a kind; each kind has the grader of its name otherwise.
     match: of qa in training: every (each part of a `|`-joined answer must be right),
-      first (the first part), or f1 (token F1 of the whole).
-    match_eval: the same in evaluation.
+      first (the first part), or f1 (the mean of the parts' token F1).
+    match_eval: the same in evaluation, where f1 is that of the first part.
     shaping: what counts besides the answer.
     code: limits of hidden tests.
     judge: the endpoint of the judge.
@@ -136,11 +140,14 @@ class Grader:
     graders = self.config.graders
     return graders.get(task.source) or graders.get(task.kind.value) or task.kind.value
 
-  def check(self, tasks: Iterable[Task], max_len: int) -> None:
+  def check(self, tasks: Sequence[Task], max_len: int) -> None:
     """Refuses tasks that could not be graded, and graders that cannot be opened.
 
+    A key of `graders` must be a kind, or a source of these tasks: a misspelt one would
+    leave them to another grader.
+
     Args:
-      tasks: what is to be graded.
+      tasks: all that are to be graded, those of every data set.
       max_len: tokens that a trajectory may have in all.
 
     Raises:
@@ -152,6 +159,13 @@ class Grader:
         f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
         f"{max_len}: no trajectory gets that long"
       )
+    kinds, sources = list(Kind), sorted({t.source for t in tasks} - {""})
+    for key in self.config.graders:
+      if key not in (*kinds, *sources):
+        raise ValueError(
+          f"reward.graders: {key!r} is neither a kind ({', '.join(kinds)}) nor a "
+          f"source of these tasks ({', '.join(sources) or 'they have none'})"
+        )
     for task in tasks:
       name = self.grader_of(task)
       if name == "code":
@@ -204,7 +218,6 @@ class Grader:
     """
     if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
       return
-    name = self.grader_of(task)
     try:
       written = written_answer(trajectory.text)
       graded = self.answer(task, written, trajectory, evaluation)
@@ -218,11 +231,6 @@ class Grader:
     reward, parts = shaping.shape(
       self.config.shaping, graded.answer, trajectory, variant
     )
-    twice = sorted(set(parts) & set(graded.parts))
-    if twice:
-      raise ValueError(
-        f"grader {name!r}: part {twice[0]!r} is a name of reward.shaping"
-      )
     trajectory.reward, trajectory.reward_parts = reward, {**parts, **graded.parts}
     if graded.record:
       trajectory.meta["graded"] = graded.record
@@ -273,8 +281,9 @@ class Grader:
 
   def _qa(self, task: Task, answer: str | None, evaluation: bool) -> Graded:
     match = self.config.match_eval if evaluation else self.config.match
-    value = 0.0 if answer is None else float(MATCHES[match](answer, task.answers))
-    f1 = {"f1": qa.token_f1(answer or "", task.answers)} if evaluation else {}
+    answer = answer or ""
+    value = float(MATCHES[match][evaluation](answer, task.answers))
+    f1 = {"f1": qa.first_part_f1(answer, task.answers)} if evaluation else {}
     return Graded(value, parts=f1)
 
 
@@ -315,7 +324,7 @@ class _Custom:
       raise ValueError(f"{where} raised {type(e).__name__}: {e}") from e
     parts = dict(value) if isinstance(value, dict) else {"answer": value}
     for name, part in parts.items():
-      number = isinstance(part, int | float) and numbers.isfinite(part)
+      number = isinstance(part, numbers.Real | np.bool_) and isfinite(part)
       if not isinstance(name, str) or not number:
         raise ValueError(f"{where} gave {name!r}: {part!r}; it must be a finite number")
     answer_part = parts.pop("answer", None)
@@ -324,4 +333,6 @@ class _Custom:
         f"{where} gave 'answer' {answer_part!r}; it must be from 0 to 1 (shaping adds "
         "penalties)"
       )
-    return Graded(float(answer_part), parts={k: float(v) for k, v in parts.items()})
+    # The log is one table: a part called `loss` must not pass for the loss.
+    named = {f"part_{k}": float(v) for k, v in parts.items()}
+    return Graded(float(answer_part), parts=named)

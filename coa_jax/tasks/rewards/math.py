@@ -32,7 +32,42 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}|([+-]?)(\d+)/(\d+)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 # "18 dollars": a number and words. Two letters may be `pi`, so words have three.
-_WITH_UNIT = re.compile(r"(\S*\d)\s+[A-Za-z]{3,}(?:\s+[A-Za-z]+)?")
+_WITH_UNIT = re.compile(r"(\S*\d)\s+([A-Za-z]{3,}(?:\s+[A-Za-z]+)?)")
+_SCALES = {
+  "dozen": 12,
+  "hundred": 10**2,
+  "thousand": 10**3,
+  "lakh": 10**5,
+  "million": 10**6,
+  "crore": 10**7,
+  "billion": 10**9,
+  "trillion": 10**12,
+  "quadrillion": 10**15,
+}
+_SCALE = rf"(?:{'|'.join(_SCALES)})"
+_SCALED = re.compile(
+  rf"(\S*[\d}}])((?:\s+{_SCALE})+)s?\b((?:\s+[A-Za-z]+)*)", re.IGNORECASE
+)
+# Words after a number that make another one of it. Nouns have no end, so these are
+# listed and units are not; a word that is missing here gains an answer nothing that the
+# bare number would not.
+_NO_UNIT = re.compile(
+  rf"""zero | one | two | three | four | five | six | seven | eight | nine | ten
+  | eleven | twelve | (thir|four|fif|six|seven|eigh|nine)teen
+  | (twen|thir|for|fif|six|seven|eigh|nine)ty | tens | {_SCALE}s?
+  | half | halves | thirds? | (eigh|nin|twelf)ths?
+  | (four|fif|six|seven|ten|sixteen|twentie|{_SCALE})ths?
+  | and | or | not | plus | minus | over | divided | multiplied | raised | choose | mod
+  | modulo | squared | cubed | factorial | twice | thrice | sqrt | sin | cos | tan | cot
+  | csc | log | exp | lim | det | gcd | lcm | inf | infinity | pi | e | i | x | y | z
+  | alpha | beta | gamma | delta | epsilon | theta | lambda | sigma | tau | phi | chi
+  | psi | omega""",
+  re.VERBOSE | re.IGNORECASE,
+)
+# What words after a number may be wrapped in: `$5$ \text{ million}`.
+_WRAPPING = re.compile(
+  r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
+)
 _PLAIN_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
 # What tells that mathematics stands somewhere inside prose.
 _INSIDE_PROSE = re.compile(r"\$|\\\(|\\\[|answer is", re.IGNORECASE)
@@ -86,7 +121,11 @@ def _last_boxed(text: str) -> str | None:
 def _equal(prediction: str, gold: str) -> bool:
   if "".join(prediction.split()) == "".join(gold.split()):
     return True
-  unit = _WITH_UNIT.fullmatch(prediction)
+  prediction, gold = _written_out(prediction), _written_out(gold)
+  plain = _unwrapped(prediction)
+  unit = _WITH_UNIT.fullmatch(plain)
+  if unit and any(map(_NO_UNIT.fullmatch, unit[2].split())):
+    return _VERIFIER.ask(plain, gold)  # wrapped, it would pass over the words
   ours, theirs = number(unit[1] if unit else prediction), number(gold)
   if ours is not None and theirs is not None:
     if ours == theirs:
@@ -95,6 +134,21 @@ def _equal(prediction: str, gold: str) -> bool:
     if theirs.denominator == 1 and ours.denominator == 1:
       return False
   return _VERIFIER.ask(prediction, gold)
+
+
+def _written_out(text: str) -> str:
+  """`5 million dollars` as `5000000 dollars`; anything else as it is."""
+  scaled = _SCALED.fullmatch(_unwrapped(text))
+  value = number(scaled[1]) if scaled else None
+  if value is None:
+    return text
+  for word in scaled[2].lower().split():
+    value *= _SCALES[word]
+  return f"{value}{scaled[3]}"
+
+
+def _unwrapped(text: str) -> str:
+  return " ".join(_WRAPPING.sub(r" \1 ", text).split())
 
 
 def number(text: str) -> fractions.Fraction | None:

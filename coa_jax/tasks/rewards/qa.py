@@ -4,12 +4,14 @@ Normalisation, exact match and token F1 are those of the SQuAD evaluation (Rajpu
 al. 2016, arXiv 1606.05250). Several answers are joined by `|` inside one `answer` span;
 the two readings of that convention are the released Chain-of-Agents ones (arXiv
 2508.13167): training asks for every part to be right, evaluation looks at the first.
+Either accepts a gold answer that itself holds a `|` as a whole.
 """
 
 from __future__ import annotations
 
 import collections
 import re
+import statistics
 import string
 from collections.abc import Sequence
 
@@ -20,18 +22,28 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-  """Lower case, without ASCII punctuation and articles, single spaces."""
-  text = text.lower().translate(_PUNCTUATION)
-  return " ".join(_ARTICLES.sub(" ", text).split())
+  """Lower case, without ASCII punctuation and articles, single spaces; `|` is one."""
+  return " ".join(_ARTICLES.sub(" ", _plain(text)).split())
+
+
+def _plain(text: str) -> str:
+  text = text.lower().replace(ANSWER_SEPARATOR, " ").translate(_PUNCTUATION)
+  return " ".join(text.split())
+
+
+def match_key(text: str) -> str:
+  """What answers that match have in common: their normalised text.
+
+  Where that is empty it is the articles themselves ("A" may be a choice), or else the
+  characters ("%", "+"): SQuAD calls all of those equal.
+  """
+  return normalize(text) or _plain(text) or text.strip().lower()
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:
-  """True where the whole prediction is one of the answers after normalisation.
-
-  A prediction of which nothing is left (punctuation, articles) matches nothing.
-  """
-  prediction = normalize(prediction)
-  return bool(prediction) and prediction in {normalize(a) for a in answers}
+  """True where the whole prediction is one of the answers after normalisation."""
+  key = match_key(prediction)
+  return bool(key) and key in map(match_key, answers)
 
 
 def parts(prediction: str) -> list[str]:
@@ -41,26 +53,39 @@ def parts(prediction: str) -> list[str]:
 
 
 def every_part(prediction: str, answers: Sequence[str]) -> bool:
-  """The training form: there is a part, and each one is among the answers.
-
-  An answer that itself holds a `|` can be matched as a whole.
-  """
-  whole = [a for a in answers if ANSWER_SEPARATOR in a]
-  if whole and exact_match(prediction, whole):
-    return True
+  """The training form: there is a part, and each one is among the answers."""
   pieces = parts(prediction)
-  return bool(pieces) and all(exact_match(p, answers) for p in pieces)
+  each = bool(pieces) and all(exact_match(p, answers) for p in pieces)
+  return each or exact_match(prediction, _joined(answers))
 
 
 def first_part(prediction: str, answers: Sequence[str]) -> bool:
   """The evaluation form: the first part is among the answers."""
-  pieces = parts(prediction)
-  return bool(pieces) and exact_match(pieces[0], answers)
+  first = any(exact_match(p, answers) for p in parts(prediction)[:1])
+  return first or exact_match(prediction, _joined(answers))
+
+
+def every_part_f1(prediction: str, answers: Sequence[str]) -> float:
+  """The training form of token F1: the mean over the parts."""
+  each = [token_f1(p, answers) for p in parts(prediction)]
+  mean = statistics.fmean(each) if each else 0.0
+  return max(mean, token_f1(prediction, _joined(answers)))
+
+
+def first_part_f1(prediction: str, answers: Sequence[str]) -> float:
+  """The evaluation form of token F1: that of the first part."""
+  first = [token_f1(p, answers) for p in parts(prediction)[:1]]
+  return max(*first, 0.0, token_f1(prediction, _joined(answers)))
+
+
+def _joined(answers: Sequence[str]) -> list[str]:
+  """The answers that hold a separator themselves."""
+  return [a for a in answers if ANSWER_SEPARATOR in a]
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-  """The best token F1 of the prediction against any answer, 0 to 1."""
-  return max((_f1(normalize(prediction), normalize(a)) for a in answers), default=0.0)
+  """The best token F1 of the whole prediction against any answer, 0 to 1."""
+  return max((_f1(match_key(prediction), match_key(a)) for a in answers), default=0.0)
 
 
 def _f1(prediction: str, answer: str) -> float:

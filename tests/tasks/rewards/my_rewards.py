@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from coa_jax.tasks.rewards.graded import Ungradable
 
 
@@ -37,5 +39,11 @@ def unnumbered(task, answer, trajectory):
 
 
 def collides(task, answer, trajectory):
-  """A part that is not its own."""
-  return {"answer": 1.0, "format": 1.0}
+  """Parts of names that other numbers have."""
+  return {"answer": 1.0, "format": 0.0, "loss": 3.0}
+
+
+def numpys(task, answer, trajectory):
+  """What comparing and averaging arrays gives."""
+  share = np.mean(np.array([0.0, 1.0], np.float32))
+  return {"answer": np.array([1]).all(), "share": share, "n": np.int64(2)}

@@ -71,6 +71,24 @@ def outcome(grader: CodeGrader, tests, program: str) -> tuple[float, str]:
   return graded.answer, graded.record["outcome"]
 
 
+@pytest.mark.parametrize(
+  "language", ["", "py", "python", "Python", "python3", "PY3.11"]
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_program_is_found_however_it_is_fenced(language, end, grader):
+  said = f"So:\n```{language} \n{PRINTS}\n```\nIt prints\n```text\n5\n```\n".replace(
+    "\n", end
+  )
+  assert program_of(said) == PRINTS + "\n"
+  if end != "\n" and language == "Python":
+    assert outcome(grader, STDIN, said) == (1.0, "passed")
+
+
+def test_what_is_fenced_as_something_else_is_no_program():
+  for said in ("```text\n5\n```", "```pytest\nx\n```", "print(5)"):
+    assert program_of(said) == said
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_released_form_passes_what_is_right_and_only_that(form, partial):
   tests, program = FORMS[form]
@@ -202,6 +220,48 @@ def test_a_sandbox_that_fails_is_no_wrong_answer(monkeypatch):
 def test_broken_tests_are_no_wrong_answer(source, grader):
   with pytest.raises(Ungradable, match="hidden tests"):
     grader.grade(task({"functional": source}), "def f(x): return 1")
+
+
+def test_a_stop_iteration_ends_no_loop_of_the_tests(grader):
+  tests = {"functional": "assert all(map(lambda n: f(n) == n, [1, 2]))"}
+  stops = "def f(n): raise StopIteration"
+  assert outcome(grader, tests, stops)[0] == 0.0
+  assert outcome(grader, tests, "def f(n): return n")[0] == 1.0
+
+
+def test_the_tests_have_their_own_time():
+  """A program that has nearly used up its own is right all the same."""
+  tests = {"functional": "import time\nx = f(3)\ntime.sleep(1)\nassert x == 3"}
+  slow = "import time\ntime.sleep(1)\ndef f(n): return n"
+  made = CodeGrader(CodeConfig(sandbox=BACKEND, total_s=1.6))
+  assert outcome(made, tests, slow) == (1.0, "passed")
+  made.close()
+
+
+FORGED = """
+import json, os, sys
+def add(a, b):
+  frame = sys._getframe()
+  while "request" not in frame.f_locals or "out" not in frame.f_locals:
+    frame = frame.f_back
+  request, out = frame.f_locals["request"], frame.f_locals["out"]
+  value = {"value": {"root": ROOT, "objects": []}, "args": None}
+  line = request["nonce"] + " " + request["calls"][0][0] + " " + json.dumps(value)
+  os.write(out, line.encode() + b"\\n")
+  os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["set", "dict"])
+def test_what_a_program_says_it_returned_is_not_hashed_here(grader, kind, monkeypatch):
+  """Numbers of equal hashes in a set would hold the whole process up for minutes."""
+  each = "k * (2**61 - 1)" if kind == "set" else "[k * (2**61 - 1), 0]"
+  program = FORGED.replace("ROOT", f'{{"{kind}": [{each} for k in range(2_000)]}}')
+  monkeypatch.setattr(code.code_inside, "decode", None)  # that is for the jail
+  assert outcome(grader, CALLS, program) == (0.0, "wrong")
+  assert outcome(grader, CALLS, "def add(a, b): return {a + b}") == (0.0, "wrong")
+  table = {"inputs": ["1"], "outputs": [{"1": [2]}], "fn_name": "f"}
+  assert outcome(grader, table, "def f(a): return {a: (2,)}") == (1.0, "passed")
 
 
 def test_a_result_over_which_the_tests_loop_cannot_make_them_vanish(grader):

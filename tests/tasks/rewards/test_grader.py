@@ -54,6 +54,10 @@ def test_f1_can_be_trained_on():
     assert graded(grader, "Paris, France").reward == pytest.approx(2 / 3)
     t = graded(grader, "Paris, France", evaluation=True)
     assert t.reward == t.reward_parts["f1"] == pytest.approx(2 / 3)
+    # Training looks at every part, evaluation at the first.
+    assert graded(grader, "Paris|Rome").reward == 0.5
+    t = graded(grader, "Paris|Rome", evaluation=True)
+    assert t.reward == t.reward_parts["f1"] == 1.0
 
 
 def test_a_source_goes_before_a_kind_and_a_kind_before_its_own_grader():
@@ -71,9 +75,33 @@ def test_a_function_of_the_users_own(monkeypatch):
   with Grader(config(graders=graders)) as grader:
     grader.check([TASK], 100)
     t = graded(grader, "Rome")
-    assert (t.reward, t.reward_parts["calls"]) == (1.0, 0)
+    assert (t.reward, t.reward_parts["part_calls"]) == (1.0, 0)
     assert graded(grader, "R").reward == 0.5
     assert graded(grader, "7", Task("2", "q", ("7",), Kind.MATH)).reward == 1.0
+
+
+def test_numbers_of_numpy_are_numbers():
+  with Grader(config(graders={"qa": "my_rewards:numpys"})) as grader:
+    t = graded(grader, "Paris")
+  assert t.reward_parts == {"answer": 1, "format": 1, "part_share": 0.5, "part_n": 2}
+  assert {type(v) for v in (t.reward, *t.reward_parts.values())} == {float}
+
+
+def test_parts_of_the_users_own_are_named_so_that_none_passes_for_another():
+  with Grader(config(graders={"qa": "my_rewards:collides"})) as grader:
+    t = graded(grader, "Paris")
+  assert t.reward_parts == {"answer": 1, "format": 1, "part_format": 0, "part_loss": 3}
+
+
+@pytest.mark.parametrize("key", ["altas", "Math", ""])
+def test_a_misspelt_source_or_kind_is_refused(key):
+  tasks = [TASK, Task("2", "q", ("7",), Kind.MATH, source="sums")]
+  with Grader(config(graders={"qa": "math", "sums": "qa", "atlas": "qa"})) as grader:
+    grader.check(tasks, 100)  # no task is of the kind `code`, which may be named too
+  message = f"graders: '{key}' is neither .* nor a source of these tasks .atlas, sums"
+  misspelt = config(graders={key: "math"})
+  with Grader(misspelt) as grader, pytest.raises(ValueError, match=message):
+    grader.check(tasks, 100)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +110,6 @@ def test_a_function_of_the_users_own(monkeypatch):
     ("my_rewards:fails", "my_rewards:fails on task '1' raised AttributeError"),
     ("my_rewards:nonsense", "gave 'answer' 3.0; it must be from 0 to 1"),
     ("my_rewards:unnumbered", "gave 'why': 'because'; it must be a finite number"),
-    ("my_rewards:collides", "part 'format' is a name of reward.shaping"),
     ("my_rewards:nowhere", "'my_rewards:nowhere' cannot be imported"),
     ("no_module:x", "cannot be imported: No module named 'no_module'"),
     ("my_rewards:__doc__", "is no function"),

@@ -235,6 +235,27 @@ def test_verdicts_outlive_the_run_and_a_cut_line(server, tmp_path):
   third.close()
 
 
+def test_a_thought_that_was_cut_off_is_asked_again_and_not_kept(server, tmp_path):
+  cache = str(tmp_path / "v.jsonl")
+  judge = server.judge(cache=cache)
+  server.faults.append('<think>is the "judgement": "correct"? The')
+  assert verdict(judge, "Bacon") == 0.0
+  assert len(server.asked) == 2
+  judge.close()
+
+
+def test_the_folder_of_the_cache_is_made_before_a_verdict_is_paid_for(server, tmp_path):
+  cache = tmp_path / "new" / "folder" / "v.jsonl"
+  judge = server.judge(cache=str(cache))
+  assert cache.exists()
+  assert verdict(judge, "Bacon") == 0.0
+  judge.close()
+  assert len(cache.read_text().splitlines()) == 1
+  for bad in (cache / "v.jsonl", cache.parent):  # below a file, and a folder
+    with pytest.raises(ValueError, match=r"reward\.judge\.cache: "):
+      server.judge(cache=str(bad))
+
+
 def test_a_file_that_is_no_cache_is_refused(tmp_path):
   path = tmp_path / "x.jsonl"
   path.write_text('{"key": 3}\n')
@@ -259,6 +280,16 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path):
     ("It is not incorrect to say so", None),
     ("", None),
     ("{}", None),
+    ('<think>perhaps "judgement": "correct", but wait, the', None),
+    ("<think>a</think><think>judgement: correct", None),
+    ("<think>yes", None),
+    ('{"judgement": "correct or incorrect"}', None),
+    ('{"judgement": "correct" or "incorrect"}', None),
+    ("Judgement: **incorrect / correct**", None),
+    ("judgement: correct|incorrect", None),
+    ("judgement: correct or not", None),
+    ('{"judgement": "correct" or "incorrect"}: ' + WRONG, False),
+    ('{"judgement": "correct", "sure": "yes or no"}', True),
   ],
 )
 def test_tolerant_reading(reply, right):

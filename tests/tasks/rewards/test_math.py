@@ -31,6 +31,15 @@ RIGHT = [
   ("f(x)=x+1", "$x+1$"),
   ("\\text{Evelyn}", "Evelyn"),
   ("2\\sqrt{2}", "$\\sqrt{8}$"),
+  ("18 square feet", "18"),
+  ("5 seconds", "5"),
+  ("18 \\text{ dollars}", "18"),
+  ("5 million", "5000000"),
+  ("5,000,000", "5 million"),
+  ("1.5 \\text{ million} dollars", "1500000"),
+  ("$\\frac{1}{2}$ million", "500000"),
+  ("3 Hundred thousand", "300000"),
+  ("2 dozen eggs", "24"),
 ]
 WRONG = [
   ("205", "204"),
@@ -42,6 +51,21 @@ WRONG = [
   ("1/0", "1"),
   ("9" * 2000, "9"),
   ("\\boxed{", "1"),
+  ("5 million", "5"),
+  ("5", "5 million"),
+  ("5 \\text{ million}", "5"),
+  ("$5$ million", "5"),
+  ("1.5~\\text{million}", "3/2"),
+  ("3 hundred", "3"),
+  ("10 factorial", "10"),
+  ("3 squared", "3"),
+  ("2 thirds", "2"),
+  ("18 minus two", "18"),
+  ("18 \\text{ minus two}", "18"),
+  ("5 and six", "5"),
+  ("2 times pi", "2"),
+  ("2 sin x", "2"),
+  ("7 forty", "7"),
 ]
 
 

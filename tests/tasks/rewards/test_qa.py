@@ -47,9 +47,33 @@ def test_training_wants_every_part_evaluation_the_first(
   assert qa.first_part(prediction, answers) == evaluation
 
 
-def test_an_answer_that_holds_the_separator_matches_as_a_whole():
-  assert qa.every_part("P(A|B)", ["P(A|B)"])
-  assert not qa.every_part("Pa|ris", ["Paris"])
+@pytest.mark.parametrize("match", [qa.every_part, qa.first_part])
+def test_an_answer_that_holds_the_separator_matches_as_a_whole(match):
+  assert match("P(A|B)", ["x", "P(A|B)"])
+  assert match("Paris | Rome", ["Paris|Rome"])
+  assert not match("P(A|C)", ["P(A|B)"])
+  assert not match("Pa|ris", ["Paris"])
+
+
+@pytest.mark.parametrize(
+  ("prediction", "gold", "right"),
+  [
+    ("A", "A", True),
+    ("(a).", "A", True),
+    ("the", "A", False),
+    ("The The", "the the", True),
+    (" % ", "%", True),
+    ("+", "-", False),
+    ("", "A", False),
+    ("|", "|", True),
+  ],
+)
+def test_answers_that_normalise_to_nothing_are_told_apart(prediction, gold, right):
+  assert not qa.normalize(gold)
+  assert qa.exact_match(prediction, [gold]) == right
+  assert qa.every_part(prediction, [gold]) == right
+  assert qa.first_part(prediction, [gold]) == right
+  assert qa.token_f1(prediction, [gold]) == right
 
 
 def test_token_f1_by_hand():
@@ -58,6 +82,22 @@ def test_token_f1_by_hand():
   assert f1 == pytest.approx(4 / 7)
   assert qa.token_f1("cat", ["dog", "the cat"]) == 1.0
   assert qa.token_f1("", ["dog"]) == 0.0
+
+
+@pytest.mark.parametrize(
+  ("prediction", "answers", "train", "evaluation"),
+  [
+    ("Paris|Rome", ["Paris"], 0.5, 1.0),
+    ("Rome|Paris", ["Paris"], 0.5, 0.0),
+    ("Paris, France|Rome", ["Paris", "Rome"], 5 / 6, 2 / 3),
+    ("| Paris |", ["Paris"], 1.0, 1.0),
+    ("P(A|B)", ["P(A|B)"], 1.0, 1.0),
+    ("|", ["Paris"], 0.0, 0.0),
+  ],
+)
+def test_token_f1_is_of_parts(prediction, answers, train, evaluation):
+  assert qa.every_part_f1(prediction, answers) == pytest.approx(train)
+  assert qa.first_part_f1(prediction, answers) == pytest.approx(evaluation)
 
 
 def test_grade_dispatches_on_the_kind():
