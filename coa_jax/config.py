@@ -89,6 +89,9 @@ def claim(
 ) -> None:
   """Writes the resolved config and the commit to `workdir/config.json`.
 
+  What is there already binds, unless nothing else is: a run that was refused for what
+  its config says can be started again with another.
+
   Args:
     config: of the run that begins or goes on here.
     workdir: where it writes.
@@ -103,7 +106,7 @@ def claim(
   """
   path = os.path.join(workdir, "config.json")
   wanted = json.loads(json.dumps(config.to_dict()))
-  if not os.path.exists(path):
+  if not os.path.exists(path) or _alone(path):
     os.makedirs(workdir, exist_ok=True)
     with open(path + ".tmp", "w", encoding="utf-8") as f:
       told = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
@@ -133,6 +136,14 @@ def claim(
         f"{workdir} holds a run that read other contents of {name}; choose another "
         "workdir or delete it"
       )
+
+
+def _alone(path: str) -> bool:
+  """Whether a file is the only one in its folder and below."""
+  files = (
+    os.path.join(d, f) for d, _, fs in os.walk(os.path.dirname(path)) for f in fs
+  )
+  return all(file == path for file in files)
 
 
 def digest(values: Iterable[Any]) -> str:

@@ -275,7 +275,9 @@ def _run_all(
 ) -> int:
   """Runs every job that is not in the file; the number that infrastructure failed."""
   todo = [(task, sample) for task, sample in jobs if (task.id, sample) not in file]
-  step, right, failed, in_a_row = len(jobs) - len(todo), 0, 0, 0
+  before = [file.read(t.id, sample) for t, sample in jobs if (t.id, sample) in file]
+  step, right = len(before), sum(run_.reward or 0.0 for run_ in before if run_)
+  failed, in_a_row = 0, 0
   every = max(1, len(jobs) // 200)  # metrics lines; more would only be noise
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="team")
   waiting: dict[concurrent.futures.Future[Run], Task] = {}
@@ -307,7 +309,7 @@ def _run_all(
             journal.forget((run_.task_id, run_.sample))
           right += run_.reward or 0.0
           if step % every == 0 or step == len(jobs):
-            share = right / (step - (len(jobs) - len(todo)) - failed)
+            share = right / (step - failed)
             values, spent = {"right": share, "failed": failed}, ""
             if journal is not None:
               values |= journal.values()

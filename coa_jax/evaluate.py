@@ -60,6 +60,8 @@ class EvalConfig:
   temperature: float = 1.0
 
   def __post_init__(self):
+    if self.samples < 0:
+      raise ValueError(f"samples is {self.samples}; it must be 0 or more")
     if not self.greedy and self.samples < 1:
       raise ValueError("greedy is False and samples is 0: nothing to play")
     if self.samples and self.temperature <= 0:

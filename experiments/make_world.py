@@ -13,12 +13,13 @@ from absl import app, flags
 
 from coa_jax.tasks.world import Mix, WorldConfig, write_world
 from coa_jax.tasks.world_questions import HELD_OUT
+from experiments.launch import stop, with_clear_errors
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")
-_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks to distil.")
-_RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.")
-_HELD_OUT = flags.DEFINE_integer("held_out", 600, "Tasks each of dev, test and ood.")
+_TRAIN = flags.DEFINE_integer("train", 13000, "Tasks to distil.", 1)
+_RL = flags.DEFINE_integer("rl", 6000, "Tasks to practise on.", 1)
+_HELD_OUT = flags.DEFINE_integer("held_out", 600, "Of dev, test and ood each.", 1)
 
 
 def make_world(
@@ -57,10 +58,10 @@ def make_world(
 
 def main(argv: list[str]) -> None:
   """Writes everything and says where."""
-  del argv
-  make_world(
-    _DIRECTORY.value, _WORLD_SEED.value, _TRAIN.value, _RL.value, _HELD_OUT.value
-  )
+  if argv[1:]:
+    stop(f"unexpected argument {argv[1]!r}")
+  asked = _WORLD_SEED.value, _TRAIN.value, _RL.value, _HELD_OUT.value
+  with_clear_errors(lambda: make_world(_DIRECTORY.value, *asked))
   print(f"wrote pages and tasks of train, rl, dev, test and ood to {_DIRECTORY.value}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import ml_collections
 import pytest
@@ -110,12 +111,23 @@ def test_nearest_names_one_or_all():
   assert nearest("qqqq", ["b", "a"]) == "; there are a, b"
 
 
+def begin(workdir: str) -> str:
+  """A workdir in which something has come of a run."""
+  os.makedirs(workdir)
+  open(os.path.join(workdir, "metrics.jsonl"), "w").close()
+  return workdir
+
+
 def test_a_workdir_belongs_to_one_config(tmp_path):
   workdir = str(tmp_path / "run")
   claim(config(tools=("a",)), workdir)
   written = json.loads((tmp_path / "run" / "config.json").read_text())
   assert written["config"]["optim"] == {"steps": 3, "tools": ["a"]}
   assert "git_commit" in written
+  claim(config(tools=("b",)), workdir)  # nothing has come of it yet
+  claim(config(tools=("a",)), workdir)
+  (tmp_path / "run" / "checkpoints").mkdir()
+  (tmp_path / "run" / "checkpoints" / "metrics.jsonl").write_text("")
   claim(config(tools=("a",)), workdir)
   with pytest.raises(ConfigError, match=r"holds a run whose section 'optim' was"):
     claim(config(tools=("b",)), workdir)
@@ -126,6 +138,7 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
 def test_a_workdir_belongs_to_what_was_read(tmp_path):
   """The same path may hold something else by the time that a run goes on."""
   workdir, file = str(tmp_path / "run"), tmp_path / "model" / "weights"
+  begin(workdir)
   file.parent.mkdir()
   file.write_bytes(bytes(3 << 20))
 
@@ -156,10 +169,10 @@ def test_what_may_change_may_also_appear(tmp_path):
   both = config(), config()
   both[1].log = ml_collections.ConfigDict({"wandb_project": "x"})
   for i, (first, second) in enumerate((both, both[::-1])):
-    workdir = str(tmp_path / str(i))
+    workdir = begin(str(tmp_path / str(i)))
     claim(first, workdir)
     claim(second, workdir, may_change=("log.wandb_project",))
     both[1].log.wandb_project = "y"
-  claim(both[0], str(tmp_path / "strict"))
+  claim(both[0], begin(str(tmp_path / "strict")))
   with pytest.raises(ConfigError, match="whose section 'log' was None"):
     claim(both[1], str(tmp_path / "strict"))

@@ -45,8 +45,8 @@ class _Function:
     module, _, name = path.partition(":")
     try:
       self._function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as e:
-      raise ValueError(f"function {path!r}: {e}") from e
+    except Exception as e:  # whatever a user's module fails with
+      raise ValueError(f"function {path!r}: {type(e).__name__}: {e}") from e
     if not callable(self._function):
       raise ValueError(f"function {path!r} is no function")
     self._signature = inspect.signature(self._function)

@@ -47,6 +47,10 @@ class TasksConfig:
   families: tuple[str, ...] = ()
   seed: int | None = None
 
+  def __post_init__(self):
+    if self.limit < 0:
+      raise ValueError(f"limit is {self.limit}; it must be 0 (all) or more")
+
 
 def select_tasks(config: TasksConfig) -> list[Task]:
   """The tasks that a config asks for.

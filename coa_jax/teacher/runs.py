@@ -197,17 +197,25 @@ class RunFile:
   """A file of runs: appended to, read by task and sample, sorted at last."""
 
   def __init__(self, path: str):
-    """Indexes the runs that are there; a line cut short by a kill is removed."""
+    """Indexes the runs that are there; a line cut short by a kill is removed.
+
+    Raises:
+      ValueError: a line is no run; the message names file and line.
+    """
     self.path = path
     self._at: dict[tuple[str, int], tuple[int, int]] = {}
     end = 0
     if os.path.exists(path):
       with open(path, "rb") as f:
-        for line in f:
+        for number, line in enumerate(f, 1):
           if not line.endswith(b"\n"):
             break
-          row = json.loads(line)
-          self._at[row["task_id"], row["sample"]] = (end, len(line))
+          try:
+            row = json.loads(line)
+            key = row["task_id"], row["sample"]
+          except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path}:{number}: not a run of a team: {e!r}") from e
+          self._at[key] = (end, len(line))
           end += len(line)
       os.truncate(path, end)
     self._end = end
