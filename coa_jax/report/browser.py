@@ -36,7 +36,8 @@ def find_files(where: Iterable[str]) -> list[str]:
 
   Args:
     where: files, globs (`**` for any depth) or folders. A folder means what `rl` writes
-      into it, `trajectories/*.jsonl`; without such a folder, its own `*.jsonl`.
+      into it, `trajectories/*.jsonl`; without such a folder, those of its own `*.jsonl`
+      that begin with a trajectory (evaluation and distillation write others, too).
 
   Raises:
     FileNotFoundError: one of them means no file.
@@ -49,6 +50,8 @@ def find_files(where: Iterable[str]) -> list[str]:
       inside = kept if os.path.isdir(kept) else pattern
       wanted = os.path.join(glob.escape(inside), "*.jsonl")
     found = sorted(filter(os.path.isfile, glob.glob(wanted, recursive=True)))
+    if wanted != pattern:
+      found = list(filter(_begins_with_a_trajectory, found))
     if not found:
       raise FileNotFoundError(
         f"--trajectories={pattern}: no file; give a file, a glob such as "
@@ -56,6 +59,16 @@ def find_files(where: Iterable[str]) -> list[str]:
       )
     out |= dict.fromkeys(found)
   return list(out)
+
+
+def _begins_with_a_trajectory(path: str) -> bool:
+  with open(path, "rb") as f:
+    line = f.readline()
+  try:
+    row = json.loads(line)
+  except ValueError:
+    return False
+  return isinstance(row, dict) and "segments" in row
 
 
 def write_browser(

@@ -149,6 +149,15 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   assert write_browser(tmp_path / "x.html", both) == 2
   files = {row["file"] for row in data_of((tmp_path / "x.html").read_text())["rows"]}
   assert files == {"step_000000.jsonl", "step_000001.jsonl"}
+  # What evaluation leaves: trajectories beside other lines.
+  evaluated = tmp_path / "eval"
+  evaluated.mkdir()
+  (evaluated / "metrics.jsonl").write_text('{"stage": "evaluate"}\n')
+  (evaluated / "empty.jsonl").write_text("")
+  with pytest.raises(FileNotFoundError, match="eval: no file"):
+    find_files([str(evaluated)])
+  write_jsonl(evaluated / "greedy.jsonl", [samples.trajectory()])
+  assert find_files([str(evaluated)]) == [str(evaluated / "greedy.jsonl")]
 
 
 # Sets controls as a user would and tells what is then seen, as JSON in the title.
