@@ -89,6 +89,8 @@ def _run() -> None:
   if _FORMAT.value == "auto":
     print(f"{_FILE.value}: format {found}, by its first row")
   if chosen == RL:
+    if _FILTER.value:
+      raise ValueError(f"{_FILE.value}: --filter is for trajectories; these are tasks")
     _write_tasks(records)
     return
   refiner = _refiner(chosen)
@@ -138,6 +140,8 @@ def _refiner(chosen: str) -> Refiner:
     tasks={t.id: t for t in load_tasks(_TASKS.value)} if _TASKS.value else {},
   )
   if not _FILTER.value:
+    if _FILTERS.value.to_dict() != dataclasses.asdict(filters.FiltersConfig()):
+      raise ValueError("--filters.FIELD is given without --filter, which applies them")
     return Refiner(importer, tokenizer=_TOKENIZER.value)
   config = section(whole, "filters", filters.FiltersConfig)
   benchmarks = filters.load_benchmarks(config)

@@ -20,13 +20,13 @@ from coa_jax import evaluate
 from coa_jax.config import ConfigError, check_sections, section
 from coa_jax.protocol.trajectory import (
   Trajectory,
-  read_jsonl,
   read_trajectories,
   write_jsonl,
 )
 from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import correct, graded
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
+from coa_jax.tasks.rows import read_rows
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from experiments.launch import launch
 
@@ -71,15 +71,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def _used(paths: tuple[str, ...]) -> set[str]:
-  """Ids and questions of the tasks or trajectories in these files."""
+  """Questions of the tasks or trajectories in these files; ids where they say none.
+
+  An id is a name in its own file: often no more than the file's and a number.
+  """
   used: set[str] = set()
   for path in paths:
     if not os.path.exists(path):
       raise FileNotFoundError(f"select.without: there is no file {path}")
-    for _, row in read_jsonl(path):
+    for _, row in read_rows(path):
       question = row.get("question") or (row.get("meta") or {}).get("question")
-      names = (row.get("task_id") or row.get("id"), question)
-      used |= {name.strip() for name in names if isinstance(name, str)}
+      name = question or row.get("task_id") or row.get("id")
+      used |= {name.strip()} if isinstance(name, str) else set()
   return used
 
 

@@ -59,7 +59,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   chat = section(config, "chat", ChatConfig)
   if _TOOL not in tools.tools or not tools.corpus:
     raise ConfigError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
-  corpus = Corpus({d.title: d.text for d in read_corpus(tools.corpus) if d.title})
+  passages = collections.defaultdict(list)  # a long page may be in several
+  for page in read_corpus(tools.corpus):
+    passages[page.title].append(page.text)
+  corpus = Corpus({title: "\n".join(t) for title, t in passages.items() if title})
   titles = sorted(corpus.documents)
   random.Random(plan.seed).shuffle(titles)
   claim(config, workdir, (*_MAY_CHANGE, "synthesis.workers"))

@@ -99,6 +99,18 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
   assert (tmp_path / "run" / "sft" / "model" / "model.safetensors").exists()
 
 
+def test_filters_that_would_not_be_applied_are_refused(tmp_path):
+  source = tmp_path / "t.json"
+  source.write_text(json.dumps([record(0)]))
+  flags = (f"--file={source}", "--variant=web", f"--out={tmp_path / 't.jsonl'}")
+  done = program(*flags, "--filters.min_calls=9")
+  assert done.returncode == 2
+  assert done.stderr.endswith("is given without --filter, which applies them\n")
+  source.write_text(json.dumps([{"prompt": [], "reward_model": {}}]))
+  done = program(*flags, "--filter")
+  assert done.returncode == 2 and "--filter is for trajectories" in done.stderr
+
+
 def test_illegal_records_on_demand(tmp_path):
   rows = [record(0)]
   rows[0]["output"] = rows[0]["output"].replace("is:4", "is:2")

@@ -9,6 +9,7 @@ import pytest
 import toy
 
 from coa_jax.config import ConfigError
+from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
@@ -124,6 +125,17 @@ def test_attempts_made_before_are_enough(config, tmp_path):
   }
   used = tmp_path / "sft.jsonl"
   write_jsonl(used, [attempt(some, 1)])
+  config.select.without = (str(used),)
+  select_tasks.run(config, str(tmp_path / "out"))
+  assert [t.id for t in load_tasks(tmp_path / "out" / "tasks.jsonl")] == [odd]
+  # A task of that id in another file is another, unless no question is known.
+  for question, left in (("another?", [some, odd]), (None, [odd])):
+    used.write_text(json.dumps({"id": some, "question": question}) + "\n")
+    select_tasks.run(config, str(tmp_path / "out"))
+    kept = load_tasks(tmp_path / "out" / "tasks.jsonl")
+    assert [t.id for t in kept] == left
+  used = tmp_path / "sft.parquet"
+  write_lines(str(used), iter([attempt(some, 1).to_json()]))
   config.select.without = (str(used),)
   select_tasks.run(config, str(tmp_path / "out"))
   assert [t.id for t in load_tasks(tmp_path / "out" / "tasks.jsonl")] == [odd]
