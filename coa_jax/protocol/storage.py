@@ -7,6 +7,7 @@ format of grain and TensorFlow Datasets, holds one JSON object a record (extra `
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -55,28 +56,36 @@ def write_lines(
 
 
 def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yields ("FILE row N", row) as `write_lines` wrote it.
+  """Yields ("FILE row N", row) as `write_lines` wrote it; reads others' files too.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: it is no parquet file.
+    ValueError: it is no parquet file, or a broken one; the message names the row.
   """
   import pyarrow
   import pyarrow.parquet
 
   path = os.fspath(path)
-  try:
-    file = pyarrow.parquet.ParquetFile(path)
-  except pyarrow.ArrowInvalid as e:
-    raise ValueError(f"{path}: not parquet ({e})") from e
   number = 0
-  for batch in file.iter_batches(_ROWS):
-    for row in batch.to_pylist():
-      for name in _TEXT_COLUMNS:
-        if name in row:
-          row[name] = json.loads(row[name])
-      yield f"{path} row {number}", row
-      number += 1
+  try:
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(_ROWS):
+      for row in batch.to_pylist():
+        yield f"{path} row {number}", decoded(row)
+        number += 1
+  except FileNotFoundError:
+    raise
+  except (pyarrow.ArrowInvalid, OSError) as e:
+    raise ValueError(f"{path} row {number}: cannot be read as parquet: {e}") from e
+
+
+def decoded(row: dict[str, Any]) -> dict[str, Any]:
+  """A row of a table, its columns of JSON text as the objects that they were."""
+  for name in _TEXT_COLUMNS:
+    if isinstance(row.get(name), str):
+      # Another writer's column of that name may hold plain text.
+      with contextlib.suppress(ValueError, RecursionError):
+        row[name] = json.loads(row[name])
+  return row
 
 
 def read_array_record(

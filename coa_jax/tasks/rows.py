@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.protocol.storage import read_array_record
+from coa_jax.protocol.storage import decoded, read_array_record, read_parquet
 from coa_jax.protocol.trajectory import read_jsonl
 
 Row = dict[str, Any]
@@ -87,17 +87,8 @@ def _json(path: str) -> Rows:
 
 
 def _parquet(path: str) -> Rows:
-  import pyarrow.parquet
-
   _there(path)
-  number = 0
-  try:
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
-      for row in batch.to_pylist():
-        yield _checked(f"{path} row {number}", row)
-        number += 1
-  except (pyarrow.ArrowInvalid, OSError) as e:
-    raise ValueError(f"{path} row {number}: cannot be read as parquet: {e}") from e
+  yield from read_parquet(path)
 
 
 def _array_record(path: str) -> Rows:
@@ -129,7 +120,8 @@ def _hf(rest: str) -> Rows:
         cache_dir=given.get("cache") or None,
       )
     for number, row in enumerate(rows):
-      yield _checked(f"hf:{rest} row {number}", row)
+      where, row = _checked(f"hf:{rest} row {number}", row)
+      yield where, decoded(row)
   except (OSError, ValueError) as e:
     raise ValueError(f"hf:{rest}: {e}") from e
 

@@ -26,8 +26,17 @@ from coa_jax.protocol.trajectory import (
   Usage,
 )
 from coa_jax.tasks.sources import question_below
-from coa_jax.teacher.imported import Refused
+from coa_jax.teacher.imported import (
+  ASKED,
+  TASK_FIELDS,
+  Recorder,
+  Refused,
+  fields,
+  note_unread,
+  task_of,
+)
 
+_ROW = TASK_FIELDS | fields("instruction input output system history")
 _OBSERVATION_TAG = re.compile(r"<(/?)observation>")
 _OPENING = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>")
 
@@ -43,7 +52,8 @@ def read_alpaca(
   observations, which are escaped.
 
   Args:
-    row: `instruction`, `output`, and perhaps `input`, `system` and `history`.
+    row: `instruction`, `output`, and perhaps `input`, `system` and `history`; and what
+      it tells of its task, e.g. `answer`. `meta["lost"]` names the fields beyond.
     task_id: what to call the task.
     variant: the dialect whose tags the record uses.
     keep_illegal: keep a record whose spans can be told apart but break the variant's
@@ -80,9 +90,21 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
   segments += _segments(row["output"], variant)
   calls = _calls(segments, variant)
   ended = segments[-1].role == ANSWER
-  meta: dict[str, Any] = {"question": question, "source": "alpaca"}
+  asked = next((row[k] for k in ASKED if row.get(k)), question)
+  task = task_of(row, task_id, asked, "alpaca")
+  meta: dict[str, Any] = {"question": task.question, "source": task.source}
+  if task.answers:
+    meta["answers"] = list(task.answers)
+  if row.get("kind"):
+    meta["kind"] = task.kind.value
+  if task.family:
+    meta["family"] = task.family
   if row.get("system"):
     meta["system"] = row["system"]
+  recorder = Recorder(task_id)
+  note_unread(recorder, "row", row, _ROW)
+  if recorder.lost:
+    meta["lost"] = recorder.lost
   return Trajectory(
     task_id=task_id,
     segments=segments,

@@ -4,7 +4,7 @@ A row holds `messages` (or `conversation`): perhaps a system message, one user m
 then assistant messages with `tool_calls` (or the older `function_call`), a tool message
 for each call, and at last an assistant message without calls, the answer. Text beside a
 call is a thought. Calls made at once are written one after the other, each with its
-result.
+result. A think block that content begins with is the thought that it is.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _MESSAGE = fields(
 )
 
 
+_REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
+
+
 def read_chat(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
 ) -> Imported:
@@ -46,10 +49,15 @@ def read_chat(
     Refused: the messages do not have that shape, or a call cannot be translated.
   """
   messages = row.get("messages") or row.get("conversation")
+  other = row.get("conversation") or messages
   if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
     raise Refused("no_messages", "messages is not a list of objects")
   recorder = Recorder(task_id)
   note_unread(recorder, "row", row, _ROW)
+  if other != messages:
+    recorder.note("row", "field 'conversation' is not read, but 'messages'")
+  if row.get("tools"):
+    recorder.note("row", "the list of tools; ours takes its place")
   pending = iter(enumerate(messages))
   question = _question(pending, recorder)
   answer = None
@@ -62,9 +70,8 @@ def read_chat(
     if answer is not None:
       raise Refused("multi_turn", f"{where} follows the answer")
     note_unread(recorder, where, message, _MESSAGE)
-    recorder.think(message.get("reasoning_content") or message.get("reasoning"))
     calls = _calls(message, where)
-    text = _text(message.get("content"), where, recorder)
+    text = _think(message, where, recorder)
     if calls:
       recorder.think(text)
       answer = _play(calls, _results(calls, pending), recorder, where, table)
@@ -77,6 +84,7 @@ def read_chat(
 def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
   for at, message in pending:
     text = _text(message.get("content"), f"message {at}", recorder)
+    note_unread(recorder, f"message {at}", message, _MESSAGE)
     if message.get("role") == "user":
       return text
     if message.get("role") not in ("system", "developer"):
@@ -84,6 +92,28 @@ def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
     if text:
       recorder.note(f"message {at}", "the system prompt; ours takes its place")
   raise Refused("no_question", "no user message before the first reply")
+
+
+def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
+  """Records what an assistant message thinks; the text that is left.
+
+  Templates of reasoning models open the block in the prompt: a closing tag is enough.
+  """
+  thoughts = [message[k] for k in _REASONING if message.get(k)]
+  for number, thought in enumerate(thoughts):
+    if number == 0:
+      recorder.think(_text(thought, where, recorder))
+    elif thought != thoughts[0]:
+      recorder.note(where, f"reasoning {thought!r:.80} beside another")
+  text = _text(message.get("content"), where, recorder)
+  opening, closing = roles.open_tag(roles.THINK), roles.close_tag(roles.THINK)
+  head, closed, rest = text.partition(closing)
+  head = head.lstrip().removeprefix(opening)
+  if not closed or opening in head:
+    return text
+  if head.strip() not in (str(t).strip() for t in thoughts):
+    recorder.think(head)
+  return rest.strip()
 
 
 def _text(content: Any, where: str, recorder: Recorder) -> str:
@@ -111,12 +141,15 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
       raise Refused("bad_call", f"{where}: {call!r:.80}")
-    out.append((call.get("id"), function["name"], function.get("arguments")))
+    out.append((call.get("id") or None, function["name"], function.get("arguments")))
   older = message.get("function_call")
   if older:
     if not isinstance(older, dict) or not isinstance(older.get("name"), str):
       raise Refused("bad_call", f"{where}: {older!r:.80}")
     out.append((None, older["name"], older.get("arguments")))
+  ids = [key for key, _, _ in out]
+  if any(ids) and len(set(ids) - {None}) < len(ids):
+    raise Refused("mixed_ids", f"{where}: its calls have the ids {ids!r:.80}")
   return out
 
 
@@ -149,7 +182,7 @@ def _play(
       raise Refused("no_result", f"message {at} answers no call of {where}")
     note_unread(recorder, f"message {at}", message, _MESSAGE)
     text = _text(message.get("content"), f"message {at}", recorder)
-    key = message.get("tool_call_id")
+    key = message.get("tool_call_id") or None
     if key is not None and key in by_id:
       raise Refused("stray_result", f"message {at} answers {key!r} again")
     if key is not None and key not in {call[0] for call in calls}:

@@ -85,6 +85,7 @@ def convert(
   variant: Variant,
   prompt: Sequence[Segment],
   config: ConvertConfig = ConvertConfig(),
+  lost: list[str] | None = None,
 ) -> Trajectory | Dropped:
   """The run as one stream of spans, well formed under the variant.
 
@@ -94,6 +95,7 @@ def convert(
     variant: the dialect; what an agent wrote that it has no tag for is left out.
     prompt: the first segments, e.g. `protocol.prompts.prompt_segments(...)`.
     config: what may be shortened and filled in; nothing unless it says so.
+    lost: what is left out is added to it, a line each; malformed replies are not.
 
   Returns:
     A trajectory, with the run's reward if it has one, whose tool calls have their wall
@@ -115,7 +117,9 @@ def convert(
     ]
     run = dataclasses.replace(run, events=[*events, final])
     changes["scored"] = True
-  spans = _fill(_spans(run.events, variant), variant, config.missing_think, changes)
+  lost = [] if lost is None else lost
+  spans = _spans(run.events, variant, lost)
+  spans = _fill(spans, variant, config.missing_think, changes)
   # The meta below is read after the spans are placed: `_fill` counts as it goes.
   segments = [*prompt, *_place_thinks(spans, variant)]
   trajectory = Trajectory(
@@ -196,7 +200,9 @@ def _fill(
     yield tag, content
 
 
-def _spans(events: Sequence[Event], variant: Variant) -> Iterator[tuple[str, str]]:
+def _spans(
+  events: Sequence[Event], variant: Variant, lost: list[str]
+) -> Iterator[tuple[str, str]]:
   """(tag, content) of every span, thinks where they were thought."""
   for i, event in enumerate(events):
     if event.kind in (runs.DECISION, runs.FACTS):
@@ -211,12 +217,17 @@ def _spans(events: Sequence[Event], variant: Variant) -> Iterator[tuple[str, str
         if event.content:
           yield roles.THINK, event.content
         yield roles.DOUBLE_CHECK, event.detail
+      else:
+        lost.append(_gone(f"{event.kind} {event.detail}", event.content, variant))
     elif event.kind == runs.CANDIDATE:
-      verified = _verified(events, i)
-      if verified and roles.SUGGESTED_ANSWER in variant.roles:
+      if roles.SUGGESTED_ANSWER in variant.roles and _verified(events, i):
         yield roles.SUGGESTED_ANSWER, event.content
+      elif roles.SUGGESTED_ANSWER in variant.roles and not _said_again(events, i):
+        lost.append(f"{event.kind}: {event.content!r:.80} was never verified")
+      elif not _said_again(events, i):
+        lost.append(_gone(event.kind, event.content, variant))
     elif _TAGS.get(event.kind, roles.ANSWER) not in variant.roles:
-      continue  # an agent that the variant does without
+      lost.append(_gone(event.kind, event.content, variant))
     elif event.kind == runs.REFLECTION and review_style(variant) != "facts":
       analysis, _, outcome = event.content.rpartition("\n")
       if analysis:
@@ -224,6 +235,16 @@ def _spans(events: Sequence[Event], variant: Variant) -> Iterator[tuple[str, str
       yield roles.REFLECTION, outcome
     elif event.kind in _TAGS:
       yield _TAGS[event.kind], event.content
+
+
+def _gone(what: str, content: str, variant: Variant) -> str:
+  return f"{what}: {content!r:.80} has no span in {variant.name!r}"
+
+
+def _said_again(events: Sequence[Event], i: int) -> bool:
+  """Whether the candidate at i stands again below it: as another, or as the answer."""
+  later = (e for e in events[i + 1 :] if e.kind in (runs.CANDIDATE, runs.FINAL))
+  return any(e.content == events[i].content for e in later)
 
 
 def _verified(events: Sequence[Event], i: int) -> bool:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from coa_jax.protocol.parser import parse
@@ -45,10 +46,23 @@ Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
 def detect(row: Mapping[str, Any]) -> str:
   """The format of a row, by its fields; one of FORMATS, or RL.
 
+  A table gives every row all of its columns: those that hold something go first.
+
   Raises:
     ValueError: it has the fields of none.
   """
-  fields = set(row)
+  held = {name for name, value in row.items() if value not in (None, "", [], {})}
+  found = _format(held) or (is_react(row) and "react") or _format(set(row))
+  if found:
+    return found
+  names = ", ".join(sorted(map(str, row))[:12]) or "none"
+  raise ValueError(
+    f"its fields ({names}) are those of no format; accepted: {', '.join(FORMATS)}, "
+    "and released RL rows"
+  )
+
+
+def _format(fields: set[str]) -> str:
   if {"task_id", "segments"} <= fields:
     return "trajectories"
   if {"task_id", "events", "calls"} <= fields:
@@ -61,13 +75,7 @@ def detect(row: Mapping[str, Any]) -> str:
     return "oagents"
   if fields & {"messages", "conversation"}:
     return "chat"
-  if is_react(row):
-    return "react"
-  names = ", ".join(sorted(map(str, fields))[:12]) or "none"
-  raise ValueError(
-    f"its fields ({names}) are those of no format; accepted: {', '.join(FORMATS)}, "
-    "and released RL rows"
-  )
+  return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,33 +113,47 @@ class Importer:
   def read(
     self, number: int, where: str, row: dict[str, Any]
   ) -> tuple[Task, Trajectory] | Dropped:
-    """One row as a trajectory with its task, or why there is none."""
-    task_id = str(row.get("task_id") or row.get("id") or f"{self.stem}-{number}")
+    """One row as a trajectory with its task, or why there is none.
+
+    A whole number in `sample` says which of its task's attempts the row is.
+    """
+    task_id = _id(row) or f"{self.stem}-{number}"
+    sample = row.get("sample")
+    if self.format in ("trajectories", "runs") or not isinstance(sample, int):
+      sample = 0  # theirs is read with the rest
+    else:
+      row = {name: value for name, value in row.items() if name != "sample"}
     try:
       if self.format == "alpaca":
         trajectory = read_alpaca(row, task_id, self.variant, self.keep_illegal)
+        trajectory.sample = sample
         return _task(trajectory), trajectory
       if self.format == "trajectories":
         return self._own(row, task_id, where)
-      imported = self._imported(row, task_id, where)
+      imported = self._imported(row, task_id, where, sample)
     except Refused as e:
-      return Dropped(task_id, 0, e.reason, e.detail)
+      return Dropped(task_id, sample, e.reason, e.detail)
     except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
-      return Dropped(task_id, 0, "bad_record", f"not as {self.format} rows are: {e!r}")
-    task, run = imported.task, imported.run
+      detail = f"not as {self.format} rows are: {e!r}"
+      return Dropped(task_id, sample, "bad_record", detail)
+    task, run, lost = imported.task, imported.run, list(imported.lost)
     prompt = prompt_segments(self.variant, task.question, self.prompt)
-    result = convert(run, task, self.variant, prompt, self.convert)
+    result = convert(run, task, self.variant, prompt, self.convert, lost)
     if isinstance(result, Dropped):
       return result
     result.meta["source"] = task.source or self.format
-    if imported.lost:
-      result.meta["lost"] = list(imported.lost)
+    if lost:
+      result.meta["lost"] = lost
     return task, result
 
-  def _imported(self, row: dict[str, Any], task_id: str, where: str) -> Imported:
+  def _imported(
+    self, row: dict[str, Any], task_id: str, where: str, sample: int
+  ) -> Imported:
     if self.format != "runs":
       tools = {name.lower(): tag for name, tag in self.tools.items()}
-      return _READERS[self.format](row, task_id, tools)
+      imported = _READERS[self.format](row, task_id, tools)
+      imported.run.sample = sample
+      return imported
     try:
       run = Run.from_json(row, where)
     except ValueError as e:
@@ -151,6 +173,11 @@ class Importer:
     if not verdict.ok and not self.keep_illegal:
       raise Refused(verdict.verdict.value, verdict.detail)
     return _task(trajectory), trajectory
+
+
+def _id(row: Mapping[str, Any]) -> str:
+  """What a row calls its task; "" where it does not."""
+  return str(row.get("task_id") or row.get("id") or "")
 
 
 def _task(trajectory: Trajectory) -> Task:
@@ -173,6 +200,9 @@ def _task(trajectory: Trajectory) -> Task:
 def records(uri: str) -> tuple[str, Iterator[Record]]:
   """The format that a source's first row has, and all its rows, numbered from 0.
 
+  A row whose task has come before, and that has no `sample`, is given its number among
+  the task's: what is drawn by task and sample must tell attempts apart.
+
   Args:
     uri: a file or a source that `tasks.rows.read_rows` reads.
 
@@ -188,7 +218,18 @@ def records(uri: str) -> tuple[str, Iterator[Record]]:
     found = detect(first[2])
   except ValueError as e:
     raise ValueError(f"{first[1]}: {e}") from e
-  return found, itertools.chain([first], rows)
+  rows = itertools.chain([first], rows)
+  return found, rows if found == RL else _attempts(rows)
+
+
+def _attempts(rows: Iterable[Record]) -> Iterator[Record]:
+  seen: Counter[str] = Counter()
+  for number, where, row in rows:
+    task = _id(row)
+    if task and seen[task] and row.get("sample") is None:
+      row["sample"] = seen[task]
+    seen[task] += 1
+    yield number, where, row
 
 
 def stem(uri: str) -> str:

@@ -33,7 +33,6 @@ from coa_jax.teacher.imported import (
 )
 
 TEXT = ("trajectory", "react", "output", "text", "completion", "scratchpad")
-_ROW = TASK_FIELDS | frozenset(TEXT)
 _MARK = re.compile(
   r"^(Question|Thought|Action Input|Action|Observation|Final Answer)"
   r"(?: (\d+))?:[ \t]?",
@@ -67,18 +66,24 @@ def read_react(
 ) -> Imported:
   """One row (`question`, and the text in one of `TEXT`) as a run.
 
+  Of several texts the first in this layout is read.
+
   Raises:
     Refused: the text has not exactly that order, or a call cannot be translated.
   """
   recorder = Recorder(task_id)
-  note_unread(recorder, "row", row, _ROW)
-  text = next((row[k] for k in TEXT if isinstance(row.get(k), str)), None)
-  if text is None:
+  texts = [k for k in TEXT if isinstance(row.get(k), str)]
+  if not texts:
     raise Refused("no_text", f"none of {', '.join(TEXT)} is a string")
-  blocks = _blocks(text)
+  used = next((k for k in texts if _marks(row[k])), texts[0])
+  note_unread(recorder, "row", row, TASK_FIELDS | {used})
+  blocks = _blocks(row[used])
   question = next((row[k] for k in ASKED if row.get(k)), None)
   if blocks and blocks[0][0] == "Question":
-    question = question or blocks[0][1].strip()
+    asked = blocks[0][1].strip()
+    if question and asked != str(question).strip():
+      recorder.note("block 0", f"the question {asked!r:.80} beside the row's")
+    question = question or asked
     blocks = blocks[1:]
   _check(blocks)
   answer = _play(blocks, recorder, table)

@@ -125,7 +125,7 @@ def test_refusals(tmp_path):
   with pytest.raises(ValueError, match=r"'.txt'; accepted: .jsonl, .parquet, .array"):
     write_lines(tmp_path / "t.txt", [])
   (tmp_path / "t.parquet").write_text("no")
-  with pytest.raises(ValueError, match=r"t\.parquet: not parquet"):
+  with pytest.raises(ValueError, match=r"t\.parquet row 0: cannot be read as par"):
     read_trajectories(tmp_path / "t.parquet")
 
 
@@ -134,3 +134,14 @@ def test_half_a_character_is_no_reason_to_lose_a_row(tmp_path):
   write_lines(tmp_path / "t.parquet", [t.to_json()])
   (read,) = read_trajectories(tmp_path / "t.parquet")
   assert read.segments[0].text == "x ?"
+
+
+def test_a_column_of_text_by_others_is_left_as_it_is(tmp_path):
+  import pyarrow
+  import pyarrow.parquet
+
+  rows = [{"meta": "plain"}, {"meta": None}, {"meta": '{"a": 1}'}]
+  path = tmp_path / "t.parquet"
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  metas = [row["meta"] for _, row in read_parquet(path)]
+  assert metas == ["plain", None, {"a": 1}]

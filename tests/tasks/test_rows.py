@@ -189,3 +189,14 @@ def test_a_tfds_data_set(tmp_path):
   found = rows(f"tfds:toy?data_dir={tmp_path}")
   assert sorted(found, key=lambda r: r["id"]) == ROWS
   assert rows(f"tfds:toy?data_dir={tmp_path}") == found
+
+
+def test_our_own_columns_of_text_are_objects_again(tmp_path):
+  path = tmp_path / "a.parquet"
+  written = [{**row, "meta": {"n": n}} for n, row in enumerate(ROWS)]
+  write_lines(path, written)
+  assert rows(str(path)) == written
+  assert [t.meta for t in load_tasks(path)][:2] == [{"n": 0}, {"n": 1}]
+  others = [{**row, "meta": "plain"} for row in ROWS]
+  pyarrow.parquet.write_table(pyarrow.Table.from_pylist(others), path)
+  assert rows(str(path)) == others

@@ -167,3 +167,13 @@ def test_errors_name_file_and_row(tmp_path, text, message):
   path.write_text(text)
   with pytest.raises(ValueError, match=message):
     importers.records(str(path))
+
+
+def test_what_a_record_tells_of_its_task_is_read_and_the_rest_named(tmp_path):
+  told = {"answer": "Seine", "data_source": "web", "family": "one_hop", "weight": 3}
+  path = tmp_path / "sft.json"
+  path.write_text(json.dumps([record(observed("x"), **told)]))
+  importer = importers.Importer("alpaca", MHQA)
+  ((task, trajectory),) = (importer.read(*r) for r in importers.records(str(path))[1])
+  assert (task.answers, task.source, task.family) == (("Seine",), "web", "one_hop")
+  assert trajectory.meta["lost"] == ["row: field 'weight' is not read"]

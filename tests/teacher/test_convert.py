@@ -323,3 +323,23 @@ def test_trajectories_are_short_enough_for_a_small_student(converted):
     if task.family == "two_hop"
   ]
   assert 40 < statistics.mean(lengths) < 85
+
+
+def test_what_is_left_out_is_told():
+  steps = [*PLAIN[:-3], (runs.CANDIDATE, "Ann", ""), *PLAIN[-3:]]
+  left = {
+    "unified-plan-reflection": [
+      "plan: 'mayor of Tarn Hollow' has no span in 'unified-plan-reflection'",
+      "reflection: 'mayor Mira Quill' has no span in 'unified-plan-reflection'",
+      "candidate: 'Ann' was never verified",
+    ],
+    # The candidate that stands again as the answer is not lost.
+    "mhqa": [
+      "candidate: 'Ann' has no span in 'mhqa'",
+      "verdict 4: 'the page says so' has no span in 'mhqa'",
+    ],
+  }
+  for name, lines in left.items():
+    lost: list[str] = []
+    convert(make_run(steps), TASK, get_variant(name), PROMPT, lost=lost)
+    assert lost == lines

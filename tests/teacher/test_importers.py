@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
+from coa_jax.protocol.storage import write_lines
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.convert import ConvertConfig, Dropped
@@ -314,3 +315,82 @@ def test_arguments_that_are_no_object_are_the_body(arguments):
   made["tool_calls"][0]["function"]["arguments"] = arguments
   _, trajectory = read("chat", asks(made, GAVE, ENDS))
   assert calls_in(trajectory) == [("web_search", arguments, "o")]
+
+
+def lost(format_: str, row: dict, **options) -> list[str]:
+  return read(format_, row, **options)[1].meta.get("lost", [])
+
+
+@pytest.mark.parametrize(
+  "content", ["<think>\nhm\n</think>\n\nx", "hm</think>x", "\n<think>hm</think> x"]
+)
+def test_a_think_block_in_content_is_a_thought(content):
+  row = asks(calls("search"), GAVE, {"role": "assistant", "content": content})
+  _, trajectory = read("chat", row)
+  assert "<think> hm</think>" in trajectory.text
+  assert trajectory.text.endswith("<answer> x</answer>")
+  twice = asks({**calls("search"), "content": content, "reasoning": "hm"}, GAVE, ENDS)
+  assert read("chat", twice)[1].text.count("hm") == 1
+  row["messages"][-1]["content"] = f"so <think>{content}"
+  assert read("chat", row).reason == "nested"
+
+
+def test_what_a_chat_row_has_beside_is_named():
+  thinks = calls("search", reasoning_content=[{"text": "r1"}], reasoning="r2")
+  row = {**asks(thinks, GAVE, ENDS), "conversation": [1], "tools": [{}]}
+  row["messages"][0]["mood"] = "glad"
+  assert "<think> r1\ngo</think>" in read("chat", row)[1].text
+  assert lost("chat", row) == [
+    "row: field 'conversation' is not read, but 'messages'",
+    "row: the list of tools; ours takes its place",
+    "message 0: field 'mood' is not read",
+    "message 1: reasoning 'r2' beside another",
+  ]
+
+
+@pytest.mark.parametrize("second", [None, "", "search"])
+def test_calls_that_ids_do_not_tell_apart_are_dropped(second):
+  made = calls("search", "search")
+  made["tool_calls"][1]["id"] = second
+  results = [{**GAVE, "tool_call_id": second, "content": "two"}, GAVE]
+  assert read("chat", asks(made, *results, ENDS)).reason == "mixed_ids"
+
+
+def test_of_several_texts_the_react_one_is_read_and_the_others_named():
+  text = "Question: What?\n" + ROUND + "Thought: t\nFinal Answer: x"
+  row = {"question": "Who?", "trajectory": "notes", "output": text, "text": "more"}
+  assert lost("react", {**row, "answer": "x"}) == [
+    "row: field 'trajectory' is not read",
+    "row: field 'text' is not read",
+    "block 0: the question 'What?' beside the row's",
+  ]
+
+
+def test_a_table_is_what_its_columns_hold():
+  chat = asks(calls("search"), GAVE, ENDS)
+  assert detect({"steps": None, "intermediate_steps": [], **chat}) == "chat"
+  assert detect({**row_of(search()), "messages": None, "segments": None}) == "oagents"
+  assert detect({"messages": None, "text": ROUND}) == "react"
+
+
+def test_attempts_at_one_task_are_numbered(tmp_path):
+  chat = asks(calls("search"), GAVE, ENDS)
+  given = [{"id": "a"}, {}, {"id": "b"}, {"id": "a"}, {"id": "a", "sample": 9}]
+  path = tmp_path / "t.jsonl"
+  path.write_text("".join(json.dumps({**chat, **row}) + "\n" for row in given))
+  found, rows = records(str(path))
+  importer = Importer(found, UNIFIED, stem="t", convert=WHOLE)
+  read_ = [importer.read(*record)[1] for record in rows]
+  named = [(t.task_id, t.sample) for t in read_]
+  assert named == [("a", 0), ("t-1", 0), ("b", 0), ("a", 1), ("a", 9)]
+  assert not any("lost" in t.meta for t in read_)
+
+
+def test_our_own_table_can_be_imported_again(tmp_path):
+  _, trajectory = read("chat", asks(calls("search"), GAVE, ENDS))
+  trajectory.reward_parts = {"answer": 1.0}
+  path = str(tmp_path / "t.parquet")
+  write_lines(path, [trajectory.to_json()])
+  found, rows = records(path)
+  (record,) = rows
+  assert Importer(found, UNIFIED).read(*record)[1] == trajectory
