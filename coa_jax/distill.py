@@ -10,7 +10,9 @@ Writes into the workdir:
   trajectories.jsonl   the filtered training set
   teacher.jsonl        each run's reward, answer, calls and cost, for `report`
   funnel.png           what every stage kept and dropped
-  manifest.json        config, counts per stage and drop reason, git commit, sha256
+  statistics.png       lengths and roles before and after the filters
+  manifest.json        config, counts per stage and drop reason, those lengths and
+                       roles, git commit, sha256
   results.json         the figures
 
 An interrupted run goes on where it stopped when it is started again on the same
@@ -141,6 +143,7 @@ def run(
 
   style, variant = teacher.prompt, plan.variant
   meters, pairs, dropped = convert_all(jobs, runs, variant, style, plan.rules, chosen)
+  before = plots.Statistics.of([t for _, t in pairs], tokens=False)
   kept, funnel, inspected = _filtered(plan, pairs, workdir, api_key)
   restyled = restyled_copies(kept, variant, plan.formats)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
@@ -157,12 +160,17 @@ def run(
   }
   funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
   plots.write_png(os.path.join(workdir, "funnel.png"), plots.funnel_bars(funnels))
+  after = plots.Statistics.of(kept, tokens=False)
+  figure = plots.filter_statistics(before, after)
+  plots.write_png(os.path.join(workdir, "statistics.png"), figure)
   results = {**counts, **outcome_figures(meters, kept), **calls}
   if chosen is not None:
     rewards = {(m.task_id, m.sample): m.reward for m in meters}
     results["best_of_n"] = figures(tasks, chosen, rewards)
   manifest, data = (os.path.join(workdir, n) for n in (MANIFEST, TRAJECTORIES))
-  write_manifest(manifest, data, config.to_dict(), counts=counts)
+  shapes = {"before": before.summary(), "after": after.summary()}
+  asked = config.to_dict()
+  write_manifest(manifest, data, asked, counts=counts, statistics=shapes)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
 

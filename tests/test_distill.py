@@ -203,7 +203,10 @@ def test_the_funnel_is_drawn_and_observations_can_be_shortened(config, tmp_path)
   config.convert = dict(observation_chars=16)
   config.filters.update(keep_unreflected=1.0, min_activations=1)
   distill.run(config, str(tmp_path))
-  assert read(str(tmp_path), "funnel.png").startswith(b"\x89PNG")
+  for picture in ("funnel.png", "statistics.png"):
+    assert read(str(tmp_path), picture).startswith(b"\x89PNG")
+  told = json.loads(read(str(tmp_path), "manifest.json"))["statistics"]
+  assert told["before"]["trajectories"] == 8 and told["after"]["spans"]["plan"] >= 1
   cut = [t for t in read_trajectories(tmp_path / distill.TRAJECTORIES)]
   assert any("shortened" in t.meta for t in cut)
   assert all(len(c.result) <= 16 + 40 for t in cut for c in t.calls)
