@@ -112,7 +112,10 @@ def _run() -> None:
     reasons = Counter(counts["import"]["dropped"])
     for stage in filters.STAGES if refiner.filters else ():
       reasons.update(counts["filters"][stage]["dropped"])
-    stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)})")
+    hint = "; --keep_illegal keeps those that break order rules only"
+    helps = reasons["illegal_transition"] and chosen in ("alpaca", "trajectories")
+    hint = hint if helps and not _KEEP_ILLEGAL.value else ""
+    stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)}){hint}")
   counts = work.counts()
   _report(chosen, refiner, counts, before, after)
   dropped = Counter(counts["import"]["dropped"])

@@ -57,8 +57,10 @@ def detect(row: Mapping[str, Any]) -> str:
     return found
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
   raise ValueError(
-    f"its fields ({names}) are those of no format; accepted: {', '.join(FORMATS)}, "
-    "and released RL rows"
+    f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
+    "segments), runs (task_id, events, calls), rl (prompt, reward_model), alpaca "
+    "(instruction, output), oagents (steps or intermediate_steps), chat (messages or "
+    "conversation), react (a text of 'Thought:', 'Action:' lines)"
   )
 
 

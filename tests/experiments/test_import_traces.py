@@ -116,8 +116,10 @@ def test_illegal_records_on_demand(tmp_path):
   rows[0]["output"] = rows[0]["output"].replace("is:4", "is:2")
   source, out = tmp_path / "t.json", tmp_path / "t.jsonl"
   source.write_text(json.dumps(rows))
-  flags = (f"--file={source}", "--variant=web", f"--out={out}", "--keep_illegal")
+  flags = (f"--file={source}", "--variant=web", f"--out={out}")
   done = program(*flags)
+  assert done.returncode == 2 and "1 illegal_transition); --keep_ill" in done.stderr
+  done = program(*flags, "--keep_illegal")
   assert done.returncode == 0
   assert done.stdout.splitlines()[1:] == ["1 kept, 0 dropped"]
   assert "illegal_transition" in read_trajectories(out)[0].meta["fault"]
