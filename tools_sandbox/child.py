@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -77,7 +78,8 @@ class Task:
 
   Attributes:
     program: Python source.
-    seed_text: seeds the random generators together with `program`.
+    seed_text: seeds the random generators together with `program`, unless the limits
+      hold a seed.
     limits: what it may use.
     cells: of a session: the pipe that its cells come from, as frames, and the one
       that takes a byte at the end of each, its exit status.
@@ -112,7 +114,10 @@ def become_program(
     _open_streams()
     task = get()
     _limit(task.limits, template_bytes)
-    _reseed(task.program + "\0" + task.seed_text)
+    seed, clock_s = task.limits.seed, task.limits.clock_s
+    _reseed(task.program + "\0" + task.seed_text if seed is None else str(seed))
+    if clock_s is not None:
+      _stop_clock(clock_s)
     if confine is not None:
       confine(task)
   except BaseException as e:
@@ -212,6 +217,30 @@ def _reseed(text: str) -> None:
   for name in ("random", "numpy.random", "sympy.core.random"):
     if name in sys.modules:
       sys.modules[name].seed(seed)
+
+
+def _stop_clock(clock_s: float) -> None:
+  """Has what Python says of the time of day say one time; nothing in C hears of it."""
+  import datetime  # here and `time`: few runs need them
+  import time
+
+  def at(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda seconds=None: function(clock_s if seconds is None else seconds)
+
+  local, text, form = time.localtime, time.asctime, time.strftime
+  changes = {name: at(getattr(time, name)) for name in ("localtime", "gmtime", "ctime")}
+  changes["time"] = lambda: float(clock_s)
+  changes["time_ns"] = lambda: int(clock_s * 10**9)
+  changes["asctime"] = lambda t=None: text(local(clock_s) if t is None else t)
+  changes["strftime"] = lambda f, t=None: form(f, local(clock_s) if t is None else t)
+  for name, function in changes.items():
+    setattr(time, name, function)
+  # `today` asks time.time. These ask the kernel, and their type is Python's own, whose
+  # names cannot be set, and of which modules that are imported hold references.
+  (names,) = gc.get_referents(datetime.datetime.__dict__)
+  names["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(clock_s, tz))
+  names["utcnow"] = classmethod(lambda cls: cls.utcfromtimestamp(clock_s))
+  ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
 
 
 def _run(program: str) -> tuple[int, bool]:

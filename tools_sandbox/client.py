@@ -117,6 +117,8 @@ class Sandbox:
     stdin: str = "",
     timeout_s: float | None = None,
     memory_mb: int | None = None,
+    seed: int | None = None,
+    clock_s: float | None = None,
   ) -> Result:
     """Runs a Python program in a fresh process of its own.
 
@@ -125,6 +127,9 @@ class Sandbox:
       stdin: what it reads on standard input.
       timeout_s: its wall and CPU seconds; None for the sandbox's.
       memory_mb: its MiB; None for the sandbox's.
+      seed: of its random numbers; None for one made of `program` and `stdin`.
+      clock_s: Unix seconds at which its clock stands still; None for the real one (see
+        `wire.Limits`).
 
     Returns:
       How it ended; a failure of the service is a result with verdict `infrastructure`.
@@ -136,7 +141,7 @@ class Sandbox:
     """
     if self._pool is None:
       raise ValueError("this sandbox has no back-end to run programs")
-    limits = self._limits
+    limits = dataclasses.replace(self._limits, seed=seed, clock_s=clock_s)
     if timeout_s is not None:
       limits = dataclasses.replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
     if memory_mb is not None:
@@ -150,6 +155,8 @@ class Sandbox:
     cpu_s: float | None = None,
     wait_s: float | None = None,
     lease_s: float = LEASE_S,
+    seed: int | None = None,
+    clock_s: float | None = None,
   ) -> Session | RemoteSession:
     """Opens a session: programs that share one process, and so their variables.
 
@@ -160,6 +167,8 @@ class Sandbox:
       wait_s: seconds to wait for a slot, which it holds until it ends; None for as long
         as it takes; not for `remote`, whose config says it.
       lease_s: seconds without a cell after which it is closed.
+      seed: as of `run`, at its beginning.
+      clock_s: as of `run`.
 
     Raises:
       ValueError: a limit is out of range, or the back-end has no sessions: "jail" has,
@@ -175,6 +184,8 @@ class Sandbox:
       wall_s=wall_s,
       cpu_s=CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
       memory_mb=self._limits.memory_mb if memory_mb is None else memory_mb,
+      seed=seed,
+      clock_s=clock_s,
     )
     if isinstance(self._pool, RemotePool):
       return self._pool.session(limits, lease_s)

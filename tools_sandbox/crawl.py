@@ -16,10 +16,13 @@ from collections.abc import Collection
 from tools_sandbox import page
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import BadCall, ToolFault
-from tools_sandbox.fetch import FetchConfig, Fetcher
+from tools_sandbox.fetch import URL_CHARS, FetchConfig, Fetcher
 
-_MARKDOWN = re.compile(r"\[([^\]\n]{0,300})\]\((https?://[^\s()|]+)\)")
-_URL = re.compile(r"https?://[^\s|<>\"]+", re.IGNORECASE)
+_MARKDOWN = re.compile(
+  r"\[([^\]\n]{0,300})\]\((https?://(?:[^\s()|]|\([^\s()|]*\))+)\)"
+)
+_URL = re.compile(r"https?://(?:(?!,https?://)[^\s|<>\"])+", re.IGNORECASE)
+_PAIRS = {")": "(", "]": "[", "'": ""}
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]{1,20})://", re.IGNORECASE)
 _SUMMARISE = (
   "You shorten a web page for a researcher. Report only what the page says that serves "
@@ -61,7 +64,7 @@ def parse_call(content: str) -> tuple[list[str], str]:
   urls: list[str] = []
 
   def take(text: str, url: str) -> str:
-    urls.append(url.rstrip(".,;"))
+    urls.append(_trim(url))
     return f" {text} "
 
   rest = _MARKDOWN.sub(lambda m: take(m[1], m[2]), content)
@@ -70,7 +73,28 @@ def parse_call(content: str) -> tuple[list[str], str]:
     raise BadCall(f"crawl_page reads http and https, not {match[1]}")
   if not urls:
     raise BadCall("crawl_page takes URLs that start with http:// or https://")
-  return list(dict.fromkeys(urls)), " ".join(rest.replace("|", " ").split())
+  words = rest.replace("|", " ").split()
+  # What stood around a URL is no word: quotes, brackets, commas.
+  goal = " ".join(word for word in words if re.search(r"\w", word))
+  return list(dict.fromkeys(urls)), goal
+
+
+def _trim(url: str) -> str:
+  """A URL without the punctuation of the text that it stands in."""
+  end = len(url)
+  while url[end - 1] in ".,;*`" or (url[end - 1] in _PAIRS and _odd(url[:end])):
+    end -= 1
+  return url[:end]
+
+
+def _odd(url: str) -> bool:
+  """Whether the bracket or quote that ends a URL has none in it that begins."""
+  if len(url) > URL_CHARS:  # refused anyhow, and counting so often takes long
+    return False
+  last = url[-1]
+  if last == "'":
+    return url.count(last) % 2 == 1
+  return url.count(last) > url.count(_PAIRS[last])
 
 
 class Crawler:

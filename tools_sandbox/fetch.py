@@ -28,7 +28,7 @@ import httpx
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 
 _PORTS = (80, 443, 8080, 8443)  # of public addresses
-_URL_CHARS = 2048
+URL_CHARS = 2048
 _REDIRECTS = (301, 302, 303, 307, 308)
 # Public by number, but they answer a machine about itself (Azure, Oracle) or lead on to
 # any IPv4 address (6to4, Teredo); NAT64 lies outside 2000::/3.
@@ -75,7 +75,7 @@ class Body:
     content_type: as the server says, lower case, without parameters; "" for none.
     charset: as the server says; "" for none.
     data: unpacked bytes, at most `max_bytes`.
-    truncated: True if there was more.
+    truncated: True if there was more, or the packed bytes end too early.
   """
 
   url: str
@@ -202,7 +202,7 @@ class Fetcher:
       data += unpack(chunk, limit + 1 - len(data))
       if len(data) > limit or wire > limit:
         return bytes(data[:limit]), True
-    return bytes(data), False
+    return bytes(data), not unpack.whole
 
 
 class _Unpacker:
@@ -210,15 +210,43 @@ class _Unpacker:
 
   def __init__(self, encoding: str):
     encoding = encoding.strip().lower()
-    if encoding in ("", "identity"):
-      self._zlib = None
-    elif encoding in ("gzip", "x-gzip", "deflate"):
-      self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 32)  # either header
-    else:
+    if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
       raise ToolFault(f"content encoding {encoding[:40]!r} was not asked for")
+    self._packed = encoding not in ("", "identity")
+    self._deflate = encoding == "deflate"
+    self._head = b""  # too short to tell what it is
+    self._zlib: Any = None
+
+  @property
+  def whole(self) -> bool:
+    """Whether nothing is missing at the end."""
+    return not self._head and (self._zlib is None or self._zlib.eof)
 
   def __call__(self, chunk: bytes, most: int) -> bytes:
-    return chunk[:most] if self._zlib is None else self._zlib.decompress(chunk, most)
+    if not self._packed:
+      return chunk[:most]
+    out = bytearray()
+    chunk = self._head + chunk
+    self._head = b""
+    while chunk and len(out) < most:
+      if self._zlib is None:
+        if len(chunk) < 2:
+          self._head = chunk
+          break
+        self._zlib = zlib.decompressobj(self._format(chunk))
+      elif self._zlib.eof:
+        if chunk[:1] != b"\x1f":  # padding
+          break
+        self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)  # gzip's next member
+      out += self._zlib.decompress(chunk, most - len(out))
+      chunk = self._zlib.unused_data
+    return bytes(out)
+
+  def _format(self, head: bytes) -> int:
+    """What zlib is to expect: many servers say deflate and leave its header out."""
+    headed = head[0] & 15 == 8 and int.from_bytes(head[:2]) % 31 == 0
+    bare = self._deflate and not headed and head[:2] != b"\x1f\x8b"
+    return -zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32  # either header
 
 
 class _Network(httpcore.NetworkBackend):
@@ -322,7 +350,7 @@ def _parse(
 ) -> httpx.URL:
   """A URL that may be asked; with `base`, where a redirect from there leads."""
   try:
-    if len(url) > _URL_CHARS:
+    if len(url) > URL_CHARS:
       raise ValueError("too long")
     parsed = httpx.URL(url) if base is None else base.join(url)
     if parsed.scheme not in ("http", "https") or not parsed.host:

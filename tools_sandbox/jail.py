@@ -35,6 +35,7 @@ _LINKS = {
   "shm": "/tmp",  # the run's own; semaphores of multiprocessing live there
 }
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
+_INSTALLED = {"site-packages", "dist-packages"}
 _built: list[bool] = []  # a probe that succeeded
 _ENVIRONMENT = ("PYTHONHASHSEED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
@@ -110,7 +111,8 @@ def _below(path: str, folder: str) -> bool:
 def _layout() -> tuple[dict[str, str], list[str], str]:
   """Host folder -> place inside; sys.path inside; the interpreter inside.
 
-  Places are renamed, so that programs and error texts name no folder of the host.
+  Places are renamed, so that programs and error texts name no folder of the host. Of
+  sys.path only what was installed: an editable install names a whole repository.
   """
   base = os.path.realpath(sys.base_prefix)
   places = {base: base if _below(base, "/usr") else "/python", _PACKAGE: _CODE}
@@ -118,7 +120,7 @@ def _layout() -> tuple[dict[str, str], list[str], str]:
   for entry in dict.fromkeys(os.path.realpath(p) for p in sys.path[1:] if p):
     if _below(entry, base):
       path.append(places[base] + entry[len(base) :])
-    elif os.path.isdir(entry):
+    elif os.path.isdir(entry) and not _INSTALLED.isdisjoint(entry.split("/")):
       places[entry] = f"/site/{len(places)}"
       path.append(places[entry])
   python = os.path.realpath(sys.executable)

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import re
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.page import clean
+from tools_sandbox.service import read_key
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 _END_S = 5.0  # that a server may take to end
+_DEPTH = 64  # of a call's parameters; the SDK fails on some hundreds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,10 @@ class McpConfig:
     tool: its name on the server.
     command: a program and its arguments, started and spoken to over stdio. It runs as
       this user and is trusted; only the SDK's few variables are in its environment.
+    env: variables that are there too. They stand in the config: a key is better put in
+      a file that the command reads.
     url: or, the URL of a streamable HTTP server.
+    key_file: a file with the bearer token that it wants to see.
     argument: the parameter that a plain-text call fills; None for the only required
       one. A call that is a JSON object gives all parameters by name.
     start_s: seconds that the server may take to start and greet.
@@ -39,7 +46,9 @@ class McpConfig:
 
   tool: str
   command: tuple[str, ...] = ()
+  env: dict[str, str] = dataclasses.field(default_factory=dict)
   url: str | None = None
+  key_file: str | None = None
   argument: str | None = None
   start_s: float = 20.0
 
@@ -48,6 +57,10 @@ class McpConfig:
       raise ValueError("a tool of MCP has a name, and either a command or a url")
     if self.url is not None and not self.url.startswith(("http://", "https://")):
       raise ValueError(f"url {self.url!r} must start with http:// or https://")
+    if self.url is None and self.key_file is not None:
+      raise ValueError("key_file is for a url; give a command its key by env")
+    if self.url is not None and self.env:
+      raise ValueError("env is for a command, not for a url")
     if self.start_s <= 0:
       raise ValueError("start_s must be above 0")
 
@@ -59,18 +72,15 @@ class McpTool:
     """Opens a session and reads the tool's parameters.
 
     Raises:
-      ValueError: the SDK is missing, or the server has no such tool.
+      ValueError: the SDK is missing, the key file cannot be used, or the server has no
+        such tool.
       Unavailable: the server does not start or greet.
     """
     try:
       import mcp  # here, for it is an extra
     except ImportError as e:
       raise ValueError(f"MCP tools need `pip install 'coa-jax[mcp]'`: {e}") from e
-    if config.url is not None:
-      self._server = config.url
-    else:
-      program, *args = config.command
-      self._server = mcp.StdioServerParameters(command=program, args=args)
+    self._key = read_key(config.key_file)
     self._config, self._mcp = config, mcp
     self._session: _Session | None = None
     self._lock = threading.Lock()
@@ -144,7 +154,7 @@ class McpTool:
     except (ValueError, RecursionError):
       value = None
     if isinstance(value, dict):
-      return value
+      return _sendable(value)
     known = self._schema.get("properties", {})
     name = self._config.argument
     if name is None:
@@ -152,7 +162,17 @@ class McpTool:
       name = required[0] if len(required) == 1 else None
     if name is None or known.get(name, {}).get("type", "string") != "string":
       raise BadCall(f"write a JSON object with {', '.join(known) or 'no parameter'}")
-    return {name: text}
+    return _sendable({name: text})
+
+  def _server(self) -> Any:
+    """What the SDK connects to; a transport serves for one session."""
+    config = self._config
+    if config.url is None:
+      program, *args = config.command
+      return self._mcp.StdioServerParameters(
+        command=program, args=args, env=config.env or None
+      )
+    return _bearing(config.url, self._key) if self._key else config.url
 
   def _find(self) -> tuple[str, dict[str, Any]]:
     client, cursor, names = self._open().client, None, []
@@ -172,7 +192,7 @@ class McpTool:
       if self._session is not None and not self._session.ended:
         return self._session
       self._session = None
-      session = _Session(self._mcp.Client(self._server), self._loop)
+      session = _Session(self._mcp.Client(self._server()), self._loop)
       if not session.wait(self._config.start_s):
         session.end()
         why = f" ({type(session.fault).__name__})" if session.fault else ""
@@ -193,6 +213,41 @@ class McpTool:
     except (TimeoutError, concurrent.futures.TimeoutError):
       future.cancel()
       raise TimeoutError from None
+
+
+@contextlib.asynccontextmanager
+async def _bearing(url: str, key: str) -> AsyncIterator[Any]:
+  """The SDK's transport to a URL, with a bearer token in every request."""
+  from mcp.client import streamable_http  # here, for it is an extra
+
+  headers = {"authorization": f"Bearer {key}"}
+  async with (
+    streamable_http.create_mcp_http_client(headers) as client,
+    streamable_http.streamable_http_client(url, http_client=client) as streams,
+  ):
+    yield streams
+
+
+def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
+  """The arguments; what the SDK cannot send would end the session that others use.
+
+  Raises:
+    BadCall: they hold half of a surrogate pair, NaN or Infinity, or are too deep.
+  """
+  if _deeper(arguments, _DEPTH):
+    raise BadCall(f"parameters are nested at most {_DEPTH} deep")
+  try:
+    json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+  except ValueError:
+    raise BadCall("parameters must be Unicode text and finite numbers") from None
+  return arguments
+
+
+def _deeper(value: Any, most: int) -> bool:
+  inner = value.values() if isinstance(value, dict) else value
+  if not isinstance(value, (dict, list)):
+    return False
+  return most == 0 or any(_deeper(v, most - 1) for v in inner)
 
 
 class _Session:

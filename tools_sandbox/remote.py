@@ -300,29 +300,47 @@ class RemoteSession:
     """Runs a cell; see `pool.Session.run`. A service that fails ends the session.
 
     Raises:
-      TypeError, ValueError, SessionEnded: as there.
+      TypeError, SessionEnded: as there.
+      ValueError: as there, or the service refuses the cell; the session goes on.
     """
     check_texts(program, stdin)
     with self._lock:
       if not self._alive:
         raise SessionEnded("the session has ended; open another one")
-      self._alive = False  # whatever goes wrong
-      body = {"program": program, "stdin": stdin}
-      left = self._wall_s + self._pool._config.wait_s
       try:
-        reply = self._pool._reply("POST", self._url, body, left)
-        self._alive = reply.pop("alive", False) is True
-        return Result.from_json(reply)
-      except (_NoAnswer, TypeError) as e:
+        result, self._alive = self._cell({"program": program, "stdin": stdin})
+        return result
+      except _NoAnswer as e:
+        self._end()  # it may live on there, and hold its slot
         return _failure(f"the session's service fails: {e}")
+      except ValueError:  # refused: it has not run
+        raise
+      except BaseException as e:  # interrupted: nobody knows what the cell has done
+        self._alive = False
+        if not isinstance(e, SessionEnded):
+          self._end()
+        raise
+
+  def _cell(self, body: dict[str, Any]) -> tuple[Result, bool]:
+    """The result of a cell, and whether there can be another; raises as `_reply`."""
+    left = self._wall_s + self._pool._config.wait_s
+    reply = self._pool._reply("POST", self._url, body, left)
+    alive = reply.pop("alive", False) is True
+    try:
+      return Result.from_json(reply), alive
+    except (ValueError, TypeError) as e:
+      raise _NoAnswer(f"not a reply of /session: {e!r:.200}") from e
 
   def close(self) -> None:
     """Ends it; a service that does not hear it does so at the end of its lease."""
     with self._lock:
       if self._alive:
-        self._alive = False
-        with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
-          self._pool._reply("DELETE", self._url, None, _CONNECT_S)
+        self._end()
+
+  def _end(self) -> None:
+    self._alive = False
+    with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
+      self._pool._reply("DELETE", self._url, None, _CONNECT_S)
 
   def __enter__(self) -> RemoteSession:
     return self
@@ -333,7 +351,8 @@ class RemoteSession:
 
 def _limits(limits: Limits, left: float) -> dict[str, Any]:
   """As our services are told of them."""
-  row = limits.to_json()
+  # Without those that say nothing, which older services do not know.
+  row = {name: value for name, value in limits.to_json().items() if value is not None}
   wall_s = row.pop("wall_s")
   deadline_s = left - min(_WAY_S, (left - wall_s) / 2)
   return {**row, "timeout_s": wall_s, "deadline_s": deadline_s}

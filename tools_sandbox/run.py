@@ -177,15 +177,8 @@ class Run:
     deadline = self.start + self.limits.wall_s
     sample = self.start + SAMPLE_S
     while True:
-      now = time.monotonic()
-      if now >= deadline:
-        self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
-        return self._ask_to_flush()
-      if now >= sample:
-        if self._over_limits():
-          return None
-        sample = time.monotonic() + SAMPLE_S
-      ready = dict(poll.poll(max(0, math.ceil((min(deadline, sample) - now) * 1000))))
+      left = min(deadline, sample) - time.monotonic()
+      ready = dict(poll.poll(max(0, math.ceil(left * 1000))))
       if host.requests in ready:
         raise SystemExit("the host has gone")
       if host.cancel in ready:
@@ -199,6 +192,15 @@ class Run:
           poll.unregister(fd)
       if any(fd in ready for fd in self.ends):
         return None
+      # After that: one that has ended was in time, however late it is noticed.
+      now = time.monotonic()
+      if now >= deadline:
+        self._condemn(wire.Verdict.TIMEOUT, f"{self.limits.wall_s:g} s")
+        return self._ask_to_flush()
+      if now >= sample:
+        if self._over_limits():
+          return None
+        sample = time.monotonic() + SAMPLE_S
 
   def _ask_to_flush(self) -> None:
     with contextlib.suppress(ProcessLookupError):
@@ -255,7 +257,8 @@ class Run:
     code = -signal.SIGKILL if code is None else code
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
     limits = self.limits
-    if self.killed and code < 0:
+    # Its handler of the signal that asks it to flush may end it with any status.
+    if self.killed and (code < 0 or self.killed == wire.Verdict.TIMEOUT):
       verdict, stderr = self.killed, stderr + self.note
     elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * limits.cpu_s:
       verdict = wire.Verdict.TIMEOUT

@@ -82,12 +82,14 @@ def read_request(body: dict[str, Any], limits: Limits) -> tuple[str, str, Limits
       base64.b64decode(data, validate=True)
     except (ValueError, TypeError):
       raise Malformed("files", f"{path!r} must be base64") from None
-  if memory_mb > 0:
-    limits = dataclasses.replace(limits, memory_mb=memory_mb)
+  name = "memory_limit_MB"
   try:
+    if memory_mb > 0:
+      limits = dataclasses.replace(limits, memory_mb=memory_mb)
+    name = "run_timeout"
     limits = dataclasses.replace(limits, wall_s=seconds, cpu_s=seconds)
-  except ValueError:
-    raise Malformed("run_timeout", f"must be above 0, got {seconds!r}") from None
+  except ValueError as e:
+    raise Malformed(name, str(e).partition(" ")[2]) from None
   return (_WITH_FILES.format(code=code, files=files) if files else code), stdin, limits
 
 

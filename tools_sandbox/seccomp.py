@@ -16,7 +16,7 @@ _ALLOWED = {
   **{"read": 0, "write": 1, "open": 2, "close": 3, "lseek": 8, "pread64": 17},
   **{"pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295, "pwritev": 296},
   **{"preadv2": 327, "pwritev2": 328, "dup": 32, "dup2": 33, "dup3": 292},
-  **{"fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77},
+  **{"fsync": 74, "fdatasync": 75, "ftruncate": 77},
   **{"fallocate": 285, "fadvise64": 221, "sendfile": 40, "copy_file_range": 326},
   **{"openat": 257, "close_range": 436, "pipe": 22, "pipe2": 293, "eventfd": 284},
   **{"eventfd2": 290, "poll": 7, "ppoll": 271, "select": 23, "pselect6": 270},
@@ -76,6 +76,11 @@ _ALLOWED_WITH = {
   157: (0, (1, 2, 3, 15, 16)),  # prctl: parent-death signal, dumpable?, thread name
   # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
   16: (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+  # fcntl: F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW,
+  # _DUPFD_CLOEXEC, _GETPIPE_SZ. Leases, owners and F_NOTIFY (of a folder that others
+  # share) would tell what the host and other runs do; larger pipes are memory that no
+  # limit counts.
+  72: (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
 }
 _CLONE = 56
 _CLONE_NAMESPACES = 0x7E020000
@@ -87,6 +92,9 @@ _REFUSED = {
   319: errno.ENOSYS,  # memfd_create: memory that no limit counts
   434: errno.ENOSYS,  # pidfd_open
   437: errno.ENOSYS,  # openat2
+  # flock: of files that others share, who would see it and wait for it; nothing tells
+  # them from the run's own, which have record locks
+  73: errno.ENOSYS,
   # extended attributes, of which shutil expects to hear that there are none
   **{nr: errno.ENOTSUP for nr in range(188, 200)},
 }

@@ -1,7 +1,7 @@
 """The pool over HTTP: programs of many clients on the slots of this machine.
 
-  python -m tools_sandbox.server [--backend=jail] [--slots=N] [--port=8080]
-    [--host=0.0.0.0 --token_file=FILE]
+  python -m tools_sandbox.server [--backend=jail] [--allow-weaker] [--slots=N]
+    [--port=8080] [--host=0.0.0.0 --token_file=FILE]
 
 Routes and statuses are in `server_app`; what is guaranteed is in README.md. It listens
 once every slot has run a program. SIGTERM or Ctrl-C: it accepts no more, refuses what
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
-from tools_sandbox import pool
+from tools_sandbox import jail, pool
 from tools_sandbox.run_queue import RunQueue
 from tools_sandbox.server_app import LOOPBACK, ServiceConfig, make_app
 from tools_sandbox.service import read_key
@@ -30,6 +30,11 @@ from tools_sandbox.wire import Verdict
 PORT = 8080  # SandboxFusion's
 # On top of the longest run: killing it, and its answer on the way.
 DRAIN_S = 15
+_LOST = (
+  "back-end subprocess has no wall against hostile programs. Lost, compared with jail: "
+  "the network is open to them; so is every file and process of this user, other runs "
+  "and this server included; disk space is not limited. See tools_sandbox/README.md"
+)
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection they do not use
 
 
@@ -43,6 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
   )
   add = parser.add_argument
   add("--backend", choices=pool.BACKENDS, default="jail", help="see README.md")
+  add(
+    "--allow-weaker",
+    action="store_true",
+    help="takes back-end subprocess where this machine cannot build jails",
+  )
   add("--slots", type=int, default=os.cpu_count(), help="programs that run at once")
   add("--host", default="127.0.0.1", help="beyond loopback a token is needed")
   add("--port", type=int, default=PORT, help="0 for any that is free")
@@ -105,6 +115,11 @@ def serve(args: argparse.Namespace) -> None:
   """
   if args.host not in LOOPBACK and args.token_file is None:
     raise ValueError(f"--host={args.host} needs --token_file: anybody could run code")
+  if args.backend == "jail" and args.allow_weaker and (missing := jail.check()):
+    print(f"no jail: {'; '.join(missing)}", file=sys.stderr)
+    args.backend = "subprocess"
+  if args.backend == "subprocess":
+    print(_LOST, file=sys.stderr, flush=True)
   base = ServiceConfig()
   most = {"wall_s": args.max_timeout_s, "cpu_s": args.max_timeout_s}
   config = ServiceConfig(

@@ -39,7 +39,7 @@ from starlette.routing import Route
 from tools_sandbox import sandbox_fusion
 from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S
 from tools_sandbox.run_queue import Refused, RunQueue
-from tools_sandbox.wire import MAX_INPUT, MAX_OUTPUT, Limits, Result
+from tools_sandbox.wire import LARGEST, MAX_INPUT, MAX_OUTPUT, Limits, Result
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 _BODY_S = 30.0  # a body has come by then, or gives its place to another
@@ -235,7 +235,7 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
     raise ValueError(text) from None
   deadline_s = body.get("deadline_s", limits.wall_s + config.wait_s)
   number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-  if not number or not math.isfinite(deadline_s) or deadline_s <= limits.wall_s:
+  if not number or not limits.wall_s < deadline_s <= LARGEST:
     raise ValueError(
       f"deadline_s must be a number above timeout_s ({limits.wall_s:g}), for a run "
       f"starts only while its whole time fits; got {deadline_s!r:.100}"
@@ -304,7 +304,7 @@ def check_most(limits: Limits, most: Limits) -> None:
   """
   for field in dataclasses.fields(Limits):
     value, top = getattr(limits, field.name), getattr(most, field.name)
-    if isinstance(value, int | float) and value > top:
+    if None not in (value, top) and value > top:
       raise ValueError(f"limits.{field.name} must be at most {top:g}, got {value:g}")
 
 

@@ -20,6 +20,7 @@ from tools_sandbox.faults import ToolFault, Unavailable
 _REFUSES_CONTENT = (400, 413, 415, 422)
 _FIRST_PAUSE_S = 0.25
 _MAX_BYTES = 16_000_000  # of a reply
+_JSON = {"content-type": "application/json"}
 
 
 def read_key(path: str | None, field: str = "key_file") -> str:
@@ -91,13 +92,14 @@ class Service:
         or 422).
       Unavailable: no usable reply; the message names the service and the last fault.
     """
+    content = json.dumps(body).encode("ascii")  # lone surrogates too
     deadline = time.monotonic() + seconds
     attempt, fault = 0, "no time was left"
     while True:
       pause = 0.0
       try:
         self._wait_turn(deadline)
-        status, headers, data = self._exchange(body, deadline)
+        status, headers, data = self._exchange(content, deadline)
         if status == 200:
           return json.loads(data)
         fault = f"status {status}"
@@ -136,13 +138,15 @@ class Service:
     time.sleep(turn - now)
 
   def _exchange(
-    self, body: dict[str, Any], deadline: float
+    self, content: bytes, deadline: float
   ) -> tuple[int, httpx.Headers, bytes]:
     left = deadline - time.monotonic()
     if left <= 0:
       raise TimeoutError
     data = bytearray()
-    with self._client.stream("POST", self._url, json=body, timeout=left) as response:
+    with self._client.stream(
+      "POST", self._url, content=content, headers=_JSON, timeout=left
+    ) as response:
       for chunk in response.iter_bytes():
         data += chunk
         if time.monotonic() > deadline:

@@ -158,7 +158,8 @@ class Inspector:
     else:
       data, too_long = self._read(path)
     if too_long:
-      raise ToolFault(f"the image has over {self._config.fetch.max_bytes} bytes")
+      most = self._config.fetch.max_bytes
+      raise ToolFault(f"the image has over {most} bytes, or was cut short")
     image = read_header(data)
     if image is None:
       raise ToolFault("it is no PNG, JPEG, GIF or WebP image")

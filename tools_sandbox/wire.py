@@ -13,6 +13,7 @@ import math
 import os
 import select
 import struct
+import sys
 import time
 from typing import Any
 
@@ -22,7 +23,9 @@ MAX_FRAME = 256 << 20
 # Both fit a frame at JSON's worst, six bytes for one.
 MAX_INPUT = 32 << 20  # characters of program and stdin together
 MAX_OUTPUT = 16 << 20  # bytes kept of each stream
+LARGEST = sys.float_info.max  # JSON's integers may be too large for a float
 _CHUNK = 65536
+_LAST_SECOND = 253_402_214_400  # of year 9999, wherever on earth
 
 
 class Verdict(enum.StrEnum):
@@ -37,7 +40,7 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What one run may use.
+  """What one run may use, and what of its surroundings is fixed.
 
   Attributes:
     wall_s: seconds from start to end of the run.
@@ -50,6 +53,10 @@ class Limits:
       briefly more).
     disk_mb: MiB of all files together (back-end jail only).
     inodes: files and folders together (back-end jail only).
+    seed: what `random` and `numpy.random` are seeded with; None for the program and its
+      stdin.
+    clock_s: Unix seconds at which Python's clock stands still; None for the real one. A
+      convenience, no wall: see README.md.
   """
 
   wall_s: float = 10.0
@@ -60,17 +67,30 @@ class Limits:
   processes: int = 64
   disk_mb: int = 128
   inodes: int = 4096
+  seed: int | None = None
+  clock_s: float | None = None
 
   def __post_init__(self) -> None:
+    if self.seed is not None and type(self.seed) is not int:
+      raise ValueError(f"limits.seed must be an integer, got {self.seed!r:.100}")
+    clock = 0 if self.clock_s is None else self.clock_s
+    if type(clock) not in (int, float) or not 0 <= clock <= _LAST_SECOND:
+      raise ValueError(
+        f"limits.clock_s must be Unix seconds up to {_LAST_SECOND}, got {clock!r:.100}"
+      )
     for field in dataclasses.fields(self):
+      if field.name in ("seed", "clock_s"):
+        continue
       value = getattr(self, field.name)
       whole = field.type == "int"
       kind = int if whole else (int, float)
       if isinstance(value, bool) or not isinstance(value, kind):
         wanted = "an integer" if whole else "a number"
         raise ValueError(f"limits.{field.name} must be {wanted}, got {value!r}")
-      if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"limits.{field.name} must be positive, got {value!r}")
+      if not 0 < value <= LARGEST:
+        raise ValueError(
+          f"limits.{field.name} must be positive and finite, got {value!r:.100}"
+        )
     if self.output_bytes > MAX_OUTPUT:
       raise ValueError(f"limits.output_bytes must be at most {MAX_OUTPUT}")
 

@@ -264,6 +264,8 @@ def test_the_first_fault_has_its_kind_and_place(text: str, verdict, at: str | No
     ("code", "print(1)", "one ```py block"),
     ("visual_inspector", "a.png", "```json block"),
     ("visual_inspector", "```json\n{\n```", "```json block"),
+    ("visual_inspector", f"```json\n{'1' * 4301}\n```", "```json block"),
+    ("visual_inspector", f"```json\n{'[' * 100_000}\n```", "```json block"),
     ("visual_inspector", '```json\n{"file_path": 3}\n```', "string file_path"),
     ("double_check", "fine", "exactly one score"),
     *((role, content, None) for role, content in CONTENT.items()),

@@ -249,6 +249,22 @@ CROSS_RUN = _group(
     "program": "call(68, 7, 0o1666)",
     "after": "n = call(68, 7, 0)\nbreach(n >= 0)\ncall(71, n, 0, 0)",
   },
+  # The interpreter's files and folders are the same for the host and for every run.
+  watch_a_shared_folder=(
+    "import fcntl\nfd = os.open(os.path.dirname(os.__file__), os.O_RDONLY)\n"
+    "try:\n  fcntl.fcntl(fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS)\n  breach()\n"
+    "except OSError as e: print(e)"
+  ),
+  lock_a_shared_file=(
+    "import fcntl\ntry:\n"
+    "  fcntl.flock(open(os.__file__), fcntl.LOCK_EX | fcntl.LOCK_NB)\n  breach()\n"
+    "except OSError as e: print(e)"
+  ),
+  lease_of_a_shared_file=(
+    "import fcntl\nfor path in (os.__file__, sys.executable):\n  try:\n"
+    "    fcntl.fcntl(open(path), fcntl.F_SETLEASE, fcntl.F_RDLCK)\n    breach()\n"
+    "  except OSError as e: print(e)"
+  ),
 )
 
 TIME = _group(

@@ -67,6 +67,19 @@ def test_the_main_text_without_scripts_and_menus(server):
     ("http://a/x, who built it?", ["http://a/x"], "who built it?"),
     ("[the page](http://a/x) when", ["http://a/x"], "the page when"),
     ("HTTPS://A/x", ["HTTPS://A/x"], ""),
+    ("see (https://a/x) now", ["https://a/x"], "see now"),
+    ("[Foo](https://a/Foo_(bar)) when", ["https://a/Foo_(bar)"], "Foo when"),
+    (
+      "https://a/Foo_(bar) (https://a/Foo_(b))",
+      ["https://a/Foo_(bar)", "https://a/Foo_(b)"],
+      "",
+    ),
+    ("`https://a/x` **https://a/y**", ["https://a/x", "https://a/y"], ""),
+    ("'https://a/x'. https://a/?q='b'", ["https://a/x", "https://a/?q='b'"], ""),
+    ('["https://a/x", "https://b/y"]', ["https://a/x", "https://b/y"], ""),
+    ("[https://a/x,https://b/y]", ["https://a/x", "https://b/y"], ""),
+    ("http://[::1]/ http://[::1]", ["http://[::1]/", "http://[::1]"], ""),
+    ("http://a/" + ")" * 9999, ["http://a/" + ")" * 9999], ""),
   ],
 )
 def test_calls_are_urls_and_a_goal(content, urls, goal):
@@ -260,6 +273,33 @@ MARKUP = st.lists(
   )
   | st.text(max_size=5)
 ).map("".join)
+
+
+@pytest.mark.parametrize(
+  "hidden",
+  list(
+    "\u00ad\u034f\u061c\u115f\u180e\u200b\u200d\u202e\u2066\u206f\u3164\ufe0f\ufeff"
+    "\uffa0\U0001d173\U000e0001\U000e0041\U000e007f\U000e0100"
+  ),
+)
+def test_what_nobody_sees_is_not_in_the_text(hidden: str):
+  assert page.clean(f"a{hidden}b{hidden}") == "ab"
+
+
+def test_what_words_are_spelt_with_stays():
+  for text in (
+    "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # Persian, a non-joiner inside
+    "\u0915\u094d\u200d\u0937",  # Hindi, a joiner after a virama
+    "\u0600\u0661 e\u0301 \U0001f600 \u4e2d\u6587",
+  ):
+    assert page.clean(text) == text
+  assert page.clean("\U0001f469\u200d\U0001f4bb") == "\U0001f469\U0001f4bb"
+  assert page.clean("\u0645\u200c\u200c\u200c") == "\u0645"
+
+
+def test_a_page_full_of_soft_hyphens_is_text():
+  data = "Donau\u00addampf\u00adschiff ".encode() * 99
+  assert page.read_text(body(data)).startswith("Donaudampfschiff Donau")
 
 
 @hypothesis.given(MARKUP, st.text(max_size=20), st.integers(64, 200))

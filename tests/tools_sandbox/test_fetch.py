@@ -13,6 +13,7 @@ import zlib
 import pytest
 from web_server import LONG, NEVER, serve, within
 
+from tools_sandbox import fetch
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.fetch import FetchConfig, Fetcher, is_public
 
@@ -233,6 +234,42 @@ def test_a_bomb_is_not_unpacked(server, bomb: str):
   server.actions["/"] = lambda r: r.send(data, Content_Encoding=encoding)
   body = get(server)
   assert body.truncated and len(body.data) in (0, LIMITS.max_bytes)
+
+
+def _raw(data: bytes) -> bytes:
+  packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+  return packer.compress(data) + packer.flush()
+
+
+TEXT = b"".join(b"%d, " % n for n in range(5000))
+PACKED = {
+  "gzip": ("gzip", gzip.compress(TEXT)),
+  "members": ("gzip", gzip.compress(TEXT[:99]) + gzip.compress(TEXT[99:])),
+  "padding": ("x-gzip", gzip.compress(TEXT) + bytes(99)),
+  "deflate": ("deflate", zlib.compress(TEXT)),
+  "raw deflate": ("deflate", _raw(TEXT)),
+  "gzip that is called deflate": ("deflate", gzip.compress(TEXT)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_packed_bodies_are_unpacked_whole(name: str, size: int):
+  encoding, data = PACKED[name]
+  unpack = fetch._Unpacker(encoding)
+  parts = (data[i : i + size] for i in range(0, len(data), size))
+  assert b"".join(unpack(part, 1 << 20) for part in parts) == TEXT
+  assert unpack.whole
+
+
+@pytest.mark.parametrize("name", [n for n in PACKED if n != "padding"])
+@pytest.mark.parametrize("kept", [1, 200, -1])
+def test_a_packed_body_that_is_cut_short_says_so(server, name: str, kept: int):
+  encoding, data = PACKED[name]
+  cut = data[:kept]
+  server.actions["/"] = lambda r: r.send(cut, Content_Encoding=encoding)
+  body = get(server)
+  assert body.truncated and TEXT.startswith(body.data)
 
 
 def test_an_endless_body_is_left(server):

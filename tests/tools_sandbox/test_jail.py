@@ -187,6 +187,21 @@ def test_the_same_program_draws_the_same_numbers_in_every_slot(jailed):
   assert jailed.run(program).stdout != jailed.run(program + "\n").stdout
 
 
+def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
+  # As an editable install's .pth leaves it, pip's own folder for them included.
+  editable = [tmp_path / "repository", tmp_path / "venv" / "src" / "package"]
+  installed = tmp_path / "venv" / "lib" / "site-packages"
+  for folder in (*editable, installed):
+    folder.mkdir(parents=True)
+  monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+  monkeypatch.setattr(sys, "path", ["", *map(str, editable), str(installed)])
+  places, path, _ = jail._layout()
+  assert path == [places[os.path.realpath(installed)]]
+  own = {os.path.dirname(jail.__file__), os.path.realpath(sys.base_prefix)}
+  others = set(places) - own - set(jail._SYSTEM)
+  assert others == {os.path.realpath(installed)}
+
+
 def test_errors_name_no_folder_of_the_host(jailed):
   for program in ("from numpy import no_such", "import no_such", "open('/a/b')"):
     text = jailed.run(program).stderr.replace("'/a/b'", "")

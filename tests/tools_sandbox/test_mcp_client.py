@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from web_server import LONG, within
+from web_server import LONG, serve, within
 
 pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
 
@@ -114,6 +114,51 @@ def test_the_server_has_none_of_our_environment_and_ends_with_us(monkeypatch):
       time.sleep(0.05)
 
 
+def test_a_command_gets_the_variables_of_its_config():
+  where = {"command": STDIO, "env": {"CITY": "Ur"}}
+  with tool("environment", where) as environment:
+    assert environment("CITY", LONG) == "Ur"
+
+
+def test_a_key_is_borne_and_never_said(tmp_path):
+  (tmp_path / "key").write_text("sk-mcp-0123456789")
+  config = McpConfig("x", url="http://a", key_file=str(tmp_path / "none"))
+  with pytest.raises(ValueError, match="key_file"):
+    McpTool(config)
+  with serve() as server:
+    where = {"url": f"{server.url}/mcp", "key_file": str(tmp_path / "key")}
+    with pytest.raises(Unavailable) as e:
+      McpTool(McpConfig("x", **where, start_s=LONG))
+    assert server.requests[0].headers["Authorization"] == "Bearer sk-mcp-0123456789"
+  assert "0123456789" not in str(e.value)
+
+
+def test_a_key_opens_a_session(url, tmp_path):
+  (tmp_path / "key").write_text("sk-mcp-0123456789")
+  with tool("add", {"url": url, "key_file": str(tmp_path / "key")}) as add:
+    assert add('{"a": 2, "b": 40}', LONG) == "42"
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    '{"unused": "\\ud800"}',
+    "half a pair: \ud800",
+    '{"\\ud800": "x"}',
+    '{"unused": NaN}',
+    '{"unused": -1e999}',
+    f'{{"unused": {"[" * 80}{"]" * 80}}}',
+    f'{{"unused": {"[" * 400}{"]" * 400}}}',
+  ],
+)
+def test_what_cannot_be_sent_is_the_models_fault_and_the_session_stays(call: str):
+  with tool("pid", {"command": STDIO}, argument="unused") as pid:
+    before = pid("{}", LONG)
+    with pytest.raises(BadCall):
+      pid(call, LONG)
+    assert pid("{}", LONG) == before  # another server would have another number
+
+
 def test_servers_that_are_not_there(tmp_path):
   silent = f"cd {tmp_path}; echo $$ > written; mv written pid; exec sleep 600"
   for where in (
@@ -141,6 +186,8 @@ def test_a_tool_that_is_not_there_is_named(where):
     {"tool": "x", "url": "a"},
     {"tool": "x", "url": "http://a", "command": ("b",)},
     {"tool": "x", "url": "http://a", "start_s": 0.0},
+    {"tool": "x", "url": "http://a", "env": {"A": "b"}},
+    {"tool": "x", "command": ("b",), "key_file": "key"},
   ],
 )
 def test_configs_that_make_no_sense_are_refused(wrong):

@@ -361,3 +361,16 @@ def test_closing_ends_the_wait_of_others():
     remote.close()
     assert ended.wait(LONG)
     thread.join()
+
+
+@pytest.mark.parametrize("broken", ["status", "reply"])
+def test_a_session_whose_service_fails_is_given_back(broken):
+  with serve() as service:
+    service.actions["/run"] = answer(OK)
+    service.actions["/session"] = answer({"session": "name", "lease_s": 60})
+    with sandbox(service.url) as remote, remote.session() as session:
+      wrong = answer({}, 500) if broken == "status" else answer({"alive": True})
+      service.actions["/session/name"] = wrong
+      result = session.run("1")
+      assert result.verdict == Verdict.INFRASTRUCTURE and not session.alive
+      assert service.requests[-1].command == "DELETE"

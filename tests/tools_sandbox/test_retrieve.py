@@ -66,6 +66,11 @@ def test_the_client_gets_what_the_index_finds(url: str, corpus: str, path: str):
       assert client.search(query, 2, LONG) == sandbox.search(query, 2)
 
 
+def test_a_query_with_half_a_surrogate_pair_is_asked(url: str):
+  with retriever(url) as client:
+    assert [hit.document.id for hit in client.search("\ud800 nile", 1, LONG)] == ["2"]
+
+
 def test_the_server_speaks_search_r1(url: str):
   body = {"queries": ["nile", "zzz"], "topk": 1, "return_scores": True}
   first, none = httpx.post(url + "/retrieve", json=body, timeout=LONG).json()["result"]

@@ -168,6 +168,20 @@ def test_cpu_limit_is_a_timeout(pool):
   assert "CPU" in result.stderr
 
 
+@pytest.mark.parametrize("handler", ["lambda *a: os._exit(0)", "signal.SIG_IGN"])
+def test_no_handler_makes_a_timeout_ok(pool, handler):
+  start = f"import os, signal, time\nsignal.signal(signal.SIGXCPU, {handler})\n"
+  result = pool.run(f"{start}time.sleep(600)", limits=Limits(wall_s=1, cpu_s=9))
+  assert (result.verdict, result.exit_code) == (Verdict.TIMEOUT, -9), result
+  assert "used more than 1 s" in result.stderr
+
+
+def test_the_hard_limit_on_cpu_seconds_is_a_timeout_too(pool):
+  program = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile 1: 1"
+  result = pool.run(program, limits=Limits(wall_s=300, cpu_s=1))
+  assert result.verdict == Verdict.TIMEOUT and "CPU" in result.stderr, result
+
+
 @pytest.mark.parametrize(
   "program",
   [

@@ -54,10 +54,17 @@ def test_every_number_gets_what_its_table_says():
 def test_only_listed_arguments_pass(number):
   code = seccomp.build()
   index, values = seccomp._ALLOWED_WITH[number]
-  for value in {*values, *range(70), 0x5412, 0xFFFFFFFF}:
+  for value in {*values, *range(70), *range(1020, 1040), 0x5412, 0xFFFFFFFF}:
     arguments = tuple(value if i == index else 0 for i in range(6))
     wanted = ALLOW if value in values else REFUSE | errno.EPERM
     assert verdict(code, X86_64, number, arguments) == wanted, value
+
+
+@pytest.mark.parametrize("command", ["NOTIFY", "SETLEASE", "SETOWN", "SETSIG"])
+def test_no_file_tells_what_others_do_with_it(command):
+  command = {"NOTIFY": 1026, "SETLEASE": 1024, "SETOWN": 8, "SETSIG": 10}[command]
+  arguments = (3, command, 1, 0, 0, 0)
+  assert verdict(seccomp.build(), X86_64, 72, arguments) == REFUSE | errno.EPERM
 
 
 def test_clone_makes_threads_and_processes_but_no_namespace():

@@ -84,7 +84,7 @@ def test_whatever_a_program_does_is_a_result(server: Server):
       "unknown field 'timeout'; there are .*timeout_s",
     ),
     (b'{"program": "", "wall_s": 5}', "unknown field 'wall_s'"),
-    (b'{"program": "", "timeout_s": 0}', "timeout_s must be positive, got 0"),
+    (b'{"program": "", "timeout_s": 0}', "timeout_s must be positive .*, got 0"),
     (b'{"program": "", "timeout_s": NaN}', "timeout_s must be positive"),
     (b'{"program": "", "timeout_s": true}', "must be a number, got True"),
     (b'{"program": "", "timeout_s": 61}', "timeout_s must be at most 60, got 61"),
@@ -319,7 +319,7 @@ def test_its_files_lie_beside_the_program(server: Server):
     ({"language": "python"}, 422, "Field required"),
     ({"code": "", "language": 5}, 422, "must be of type str"),
     ({"language": "python", "code": "", "run_timeout": "9"}, 422, "int or float"),
-    ({"language": "python", "code": "", "run_timeout": 0}, 422, "above 0"),
+    ({"language": "python", "code": "", "run_timeout": 0}, 422, "positive"),
     ({"language": "python", "code": "", "run_timeout": 999}, 422, "must be at most 60"),
     (
       {"language": "python", "code": "", "memory_limit_MB": 1 << 20},

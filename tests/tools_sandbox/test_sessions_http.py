@@ -67,6 +67,15 @@ def test_cells_over_http_share_their_variables(server, remote):
   assert remote.run("print('x' in globals())").stdout == "False\n"
 
 
+def test_seed_and_clock_go_over_http(remote):
+  program = "import random, time\nprint(random.random(), time.time())"
+  fixed = {"seed": 7, "clock_s": 1e9}
+  one, two = (remote.run(p, **fixed).stdout for p in (program, program + "\n"))
+  assert one == two and one.endswith(" 1000000000.0\n")
+  with remote.session(**fixed) as s:
+    assert s.run(program).stdout == one
+
+
 def test_a_cell_that_ends_the_session_frees_the_slot(server, remote):
   s = remote.session()
   lost = s.run("import os\nos._exit(3)")
@@ -111,6 +120,36 @@ def _cell_status(server, name):
 def test_a_bad_lease_is_refused(server, lease_s):
   reply = server.post("/session", json={"lease_s": lease_s})
   assert reply.status_code == 400 and "lease_s" in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+  ("path", "field"),
+  [
+    *(("/run", f) for f in ("timeout_s", "memory_mb", "deadline_s", "clock_s")),
+    *(("/session", f) for f in ("timeout_s", "memory_mb", "deadline_s", "lease_s")),
+  ],
+)
+def test_an_integer_of_four_hundred_digits_is_told_its_field(server, path, field):
+  body = {field: 10**400} | ({"program": ""} if path == "/run" else {})
+  reply = server.post(path, json=body)
+  assert reply.status_code == 400, reply.text
+  assert field in reply.json()["error"] and "got 1000" in reply.json()["error"]
+
+
+@pytest.mark.parametrize("field", ["run_timeout", "memory_limit_MB"])
+def test_so_is_one_of_sandbox_fusions_api(server, field):
+  body = {"code": "", "language": "python", field: 10**400}
+  reply = server.post("/run_code", json=body)
+  assert reply.status_code == 422 and field in reply.text
+
+
+def test_a_refused_cell_costs_no_session(server, remote):
+  with remote.session() as s:
+    assert s.run("x = 1").verdict == Verdict.OK
+    with pytest.raises(ValueError, match="at most 8388608 bytes"):
+      s.run("#" * (9 << 20))
+    assert s.alive and s.run("print(x)").stdout == "1\n"
+  idle(server)
 
 
 def test_sessions_are_under_back_pressure(server, remote):

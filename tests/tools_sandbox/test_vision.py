@@ -106,6 +106,11 @@ def test_any_bytes_are_an_image_with_a_size_or_none(head: bytes, rest: bytes):
   assert image is None or min(image.width, image.height) > 0
 
 
+def test_a_question_with_half_a_surrogate_pair_is_sent(server, inspect):
+  assert inspect(ask("red.png", question="\ud800?")) == "a red box"
+  assert rb"\ud800?" in server.requests[0].body
+
+
 @pytest.mark.parametrize("where", ["file", "url"])
 def test_the_model_sees_the_image_and_the_question(server, inspect, where: str):
   server.actions["/x.txt"] = lambda r: r.send(picture(), "image/jpeg")  # it lies

@@ -28,7 +28,7 @@ class Reply(http.server.BaseHTTPRequestHandler):
       else:
         action(self)
 
-  do_POST = do_GET
+  do_POST = do_DELETE = do_GET
 
   @property
   def json(self):
