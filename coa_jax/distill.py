@@ -12,7 +12,7 @@ Writes into the workdir:
   funnel.png           what every stage kept and dropped
   statistics.png       lengths and roles before and after the filters
   manifest.json        config, counts per stage and drop reason, those lengths and
-                       roles, git commit, sha256
+                       roles (before, after), git commit, sha256
   results.json         the figures
 
 An interrupted run goes on where it stopped when it is started again on the same
@@ -114,9 +114,7 @@ def run(
   grader = Grader(plan.reward.kept_in(workdir))
   grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
   limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
-  inputs = {"tasks": digest(t.to_json() for t in tasks)}
-  inputs["tools.corpus"] = fingerprint(tools.corpus)
-  claim(config, workdir, _MAY_CHANGE, inputs)
+  claim(config, workdir, _MAY_CHANGE, plan.inputs)
 
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
@@ -158,21 +156,33 @@ def run(
     "restyled": len(restyled),
     **inspected,
   }
-  funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
-  plots.write_png(os.path.join(workdir, "funnel.png"), plots.funnel_bars(funnels))
   after = plots.Statistics.of(kept, tokens=False)
-  figure = plots.filter_statistics(before, after)
-  plots.write_png(os.path.join(workdir, "statistics.png"), figure)
+  funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
+  _draw(workdir, funnels, before, after)
   results = {**counts, **outcome_figures(meters, kept), **calls}
   if chosen is not None:
     rewards = {(m.task_id, m.sample): m.reward for m in meters}
     results["best_of_n"] = figures(tasks, chosen, rewards)
   manifest, data = (os.path.join(workdir, n) for n in (MANIFEST, TRAJECTORIES))
-  shapes = {"before": before.summary(), "after": after.summary()}
-  asked = config.to_dict()
-  write_manifest(manifest, data, asked, counts=counts, statistics=shapes)
+  told = {"counts": counts, "statistics": [before.summary(), after.summary()]}
+  write_manifest(manifest, data, config.to_dict(), **told)
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _draw(
+  workdir: str,
+  funnels: dict[str, tuple[int, dict[str, int]]],
+  before: plots.Statistics,
+  after: plots.Statistics,
+) -> None:
+  """The pictures of the filters."""
+  pictures = {
+    "funnel.png": plots.funnel_bars(funnels),
+    "statistics.png": plots.filter_statistics(before, after),
+  }
+  for name, figure in pictures.items():
+    plots.write_png(os.path.join(workdir, name), figure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +226,12 @@ class _Plan:
       variant=get_variant(teacher.variant).with_tools(tools.told),
       tasks=select_tasks(section(config, "tasks", TasksConfig)),
     )
+
+  @property
+  def inputs(self) -> dict[str, str]:
+    """What was read, for `claim`."""
+    tasks = digest(t.to_json() for t in self.tasks)
+    return {"tasks": tasks, "tools.corpus": fingerprint(self.tools.corpus)}
 
   def violations_key(self, api_key: str | None) -> str | None:
     """The key, unless it is that of another endpoint, whose brain works as the team."""

@@ -1,7 +1,9 @@
 """Task synthesis: tasks that need the tools, from the documents that a tool searches.
 
   python -m experiments.synthesize --config=configs/synthesize_chat.py --workdir=DIR
+  python -m experiments.synthesize --config=configs/synthesize_cloze.py --workdir=DIR
 
+The second needs no model: it asks for what fills gaps in the documents' sentences.
 Writes `tasks.jsonl` (a `tasks.uri`), `results.json` (tasks by family, why the others
 did not hold, the bill) and `calls.jsonl`, from which an interrupted run goes on without
 paying for a call twice. The endpoint's key, if it wants one, is read from COA_API_KEY.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -18,11 +21,12 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import ConfigError, check_sections, claim, section
+from coa_jax.config import ConfigError, check_sections, claim, fingerprint, section
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.task import Task
+from coa_jax.teacher import cloze
 from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, RefusedError
 from coa_jax.teacher.synthesis import (
@@ -43,7 +47,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Synthesises tasks over `tools.corpus` through its search tool.
 
   Args:
-    config: sections synthesis, tools and chat.
+    config: sections synthesis and tools, and chat where it writes.
     workdir: where everything goes.
 
   Returns:
@@ -53,10 +57,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before anything is asked.
     InfrastructureError, RefusedError: the endpoint or the tool fails or refuses.
   """
-  check_sections(config, ("synthesis", "tools", "chat"), needed=("tools", "chat"))
   plan = section(config, "synthesis", SynthesisConfig)
+  asked = ("chat",) if plan.brain == "chat" else ()
+  check_sections(config, ("synthesis", "tools", *asked), needed=("tools", *asked))
   tools = section(config, "tools", ToolsConfig)
-  chat = section(config, "chat", ChatConfig)
+  chat = section(config, "chat", ChatConfig) if asked else None
   if _TOOL not in tools.tools or not tools.corpus:
     raise ConfigError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
   passages = collections.defaultdict(list)  # a long page may be in several
@@ -65,13 +70,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   corpus = Corpus({title: "\n".join(t) for title, t in passages.items() if title})
   titles = sorted(corpus.documents)
   random.Random(plan.seed).shuffle(titles)
-  claim(config, workdir, (*_MAY_CHANGE, "synthesis.workers"))
+  read = {"tools.corpus": fingerprint(tools.corpus)}
+  claim(config, workdir, (*_MAY_CHANGE, "synthesis.workers"), read)
   path = os.path.join(workdir, "calls.jsonl")
-  with (
-    ChatBrain(chat, os.environ.get("COA_API_KEY")) as brain,
-    Toolbox(tools) as toolbox,
-    Journal(path, usd=chat.usd) as journal,
-  ):
+  with contextlib.ExitStack() as stack:
+    toolbox = stack.enter_context(Toolbox(tools))
+    brain, usd = cloze.answer, {}
+    if chat is not None:
+      brain = stack.enter_context(ChatBrain(chat, os.environ.get("COA_API_KEY")))
+      usd = {"usd": chat.usd}
+    journal = stack.enter_context(Journal(path, **usd))
 
     def maker(key: str) -> Synthesizer:
       run_key = (key, SAMPLE)

@@ -206,7 +206,8 @@ def test_the_funnel_is_drawn_and_observations_can_be_shortened(config, tmp_path)
   for picture in ("funnel.png", "statistics.png"):
     assert read(str(tmp_path), picture).startswith(b"\x89PNG")
   told = json.loads(read(str(tmp_path), "manifest.json"))["statistics"]
-  assert told["before"]["trajectories"] == 8 and told["after"]["spans"]["plan"] >= 1
+  before, after = told
+  assert before["trajectories"] == 8 and after["spans"]["plan"] >= 1
   cut = [t for t in read_trajectories(tmp_path / distill.TRAJECTORIES)]
   assert any("shortened" in t.meta for t in cut)
   assert all(len(c.result) <= 16 + 40 for t in cut for c in t.calls)

@@ -55,6 +55,8 @@ class SynthesisConfig:
   """Config section `synthesis`.
 
   Attributes:
+    brain: who writes and answers: "chat" (an endpoint, by section chat), or "cloze"
+      (nobody: gaps in sentences, for any text and offline).
     seeds: documents to begin with, drawn from the corpus.
     depth: how often a task may be deepened; every stage that holds is a task.
     width: the share of tasks that are asked in pairs as well.
@@ -63,6 +65,7 @@ class SynthesisConfig:
     seed: of the draws.
   """
 
+  brain: str = "chat"
   seeds: int = 100
   depth: int = 2
   width: float = 0.25
@@ -71,6 +74,8 @@ class SynthesisConfig:
   seed: int = 0
 
   def __post_init__(self):
+    if self.brain not in ("chat", "cloze"):
+      raise ValueError(f"brain is {self.brain!r}; accepted: chat, cloze")
     if min(self.seeds, self.guesses, self.workers) < 1 or self.depth < 0:
       raise ValueError("seeds, guesses, workers must be at least 1, depth at least 0")
     if not 0 <= self.width <= 1:

@@ -1,0 +1,85 @@
+"""Synthesis without a model: gaps are asked for where one thing fills them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from coa_jax.protocol.trajectory import ToolCall
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.tasks.sources import load_tasks
+from coa_jax.teacher import cloze
+from coa_jax.teacher.synthesis import Corpus, SynthesisConfig, Synthesizer
+from experiments import synthesize
+
+MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")
+PAGES = {
+  "Tarn Hollow": "Tarn Hollow is a town and its mayor is Mira Quill, a pilot.",
+  "Mira Quill": "Mira Quill was in all likelihood born in 1961 near the coast.",
+  "Fell End": "Fell End lies on a river that is called Ure, far away.",
+  "Bare": "Bare has nothing that could be asked for.",
+}
+
+
+def maker(pages: dict[str, str], **changes) -> Synthesizer:
+  def search(name: str, arguments: str) -> ToolCall:
+    return ToolCall(name, arguments, pages.get(arguments, "nothing found"))
+
+  config = SynthesisConfig(brain="cloze", guesses=1, **changes)
+  return Synthesizer(Corpus(pages), cloze.answer, search, config)
+
+
+def test_a_gap_and_the_gap_that_names_its_page():
+  made = list(maker(PAGES).grow("Mira Quill"))
+  assert [m.task.question for m in made[:2]] == [
+    'Which words fill the gap in "was in all likelihood born in ___ near the coast." '
+    "on the page Mira Quill?",
+    'Which words fill the gap in "was in all likelihood born in ___ near the coast." '
+    'on the page that fills the gap in "is a town and its mayor is ___, a pilot." '
+    "on the page Tarn Hollow?",
+  ]
+  assert all(m.task.answers == ("1961",) for m in made[:2])
+  assert made[2].reason == "no_link"
+  both = maker(PAGES).widen(made[0].task, maker(PAGES).atomic("Fell End").task)
+  assert both.task.answers == ("1961 and Ure",)
+
+
+@pytest.mark.parametrize(
+  ("page", "reason"),
+  [
+    ("Bare has nothing that could be asked for.", "malformed"),
+    ("Bare ___ was in all likelihood born in 1961 near.", "malformed"),
+    ("It was born in 1961 or, it was born in 1961 or, it was born in 1962 or.", ""),
+  ],
+)
+def test_what_can_be_filled_in_two_ways_is_no_task(page, reason):
+  reasons = {maker({"Bare": page}, seed=n).atomic("Bare").reason for n in range(9)}
+  assert reasons == {reason or "does_not_follow"}
+
+
+def test_a_title_is_asked_for_whole():
+  pages = {"A B": "There is one who is Anna Mary Astor there, and that is all of it."}
+  made = maker(pages).atomic("A B")
+  assert made.task.answers == ("Anna Mary Astor",)
+
+
+def test_the_program_over_real_passages(tmp_path):
+  if not MUSIQUE.is_file():
+    pytest.skip(f"no {MUSIQUE}")
+  from configs.synthesize_cloze import get_config
+
+  config = get_config()
+  config.synthesis.seeds, config.tools.corpus = 60, str(MUSIQUE)
+  results = synthesize.run(config, str(tmp_path))
+  assert results["tasks"] >= 50 and results["by_family"].keys() >= {"atomic", "width"}
+  tasks = load_tasks(tmp_path / "tasks.jsonl")
+  tools = ToolsConfig(tools=("wiki_search",), corpus=str(MUSIQUE), max_chars=4000)
+  with Toolbox(tools) as toolbox:
+    for task in tasks:  # what fills the gaps is on the pages that are named
+      pages = [toolbox.call("wiki_search", t).result for t in task.meta["titles"]]
+      for answer in task.answers[0].split(" and ") if task.family == "width" else ():
+        assert any(re.search(re.escape(answer), page) for page in pages)
+      if task.family != "width":
+        assert any(task.answers[0] in page for page in pages)
