@@ -214,8 +214,9 @@ class Sandbox:
 
 
 def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
+  documents = search.read_corpus(corpus)
   if cache is None:
-    return search.SearchIndex.build(search.read_corpus(corpus))
+    return search.SearchIndex.build(documents, corpus)
   with open(corpus, "rb") as f:
     key = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
   # The suffix decides how the bytes are read, so it is part of the key too.
@@ -226,7 +227,7 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
     # Written aside and renamed: another process sees a whole index or none.
     partial = tempfile.mkdtemp(prefix="building-", dir=cache)
     try:
-      search.SearchIndex.build(search.read_corpus(corpus)).save(partial)
+      search.SearchIndex.build(documents, corpus).save(partial)
       os.rename(partial, directory)
     except OSError:
       if not os.path.isdir(directory):  # else another process was faster

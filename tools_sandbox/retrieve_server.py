@@ -115,7 +115,11 @@ def main() -> None:
   parser.add_argument("--topk", type=int, default=3)
   args = parser.parse_args()
   corpus, cache = args.corpus, args.index_cache
-  with Sandbox(corpus=corpus, index_cache=cache, backend=None) as sandbox:
+  try:
+    sandbox = Sandbox(corpus=corpus, index_cache=cache, backend=None)
+  except (OSError, ValueError) as e:
+    parser.exit(2, f"{parser.prog}: {e}\n")
+  with sandbox:
     app = make_app(sandbox, args.topk)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 

@@ -74,11 +74,14 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
       a `.json` file) and the field.
   """
   path = os.fspath(path)
+  if not os.path.isfile(path):
+    raise FileNotFoundError(f"{path}: there is no such corpus file")
   if path.endswith(".jsonl"):
     with open(path, encoding="utf-8") as f:
       for number, line in enumerate(f, 1):
         if line.strip():
-          yield _from_row(_parse(line, path, number), f"{path}:{number}", None)
+          row = _parse(line.rstrip("\n"), path, number)
+          yield _from_row(row, f"{path}:{number}", None)
     return
   if not path.endswith(".json"):
     raise ValueError(f"{path}: a corpus is a .jsonl or a .json file")
@@ -157,8 +160,12 @@ class SearchIndex:
     return len(self._documents)
 
   @classmethod
-  def build(cls, documents: Iterable[Document]) -> SearchIndex:
+  def build(cls, documents: Iterable[Document], name: str = "") -> SearchIndex:
     """Indexes documents, held in memory; ranks of equal scores follow their order.
+
+    Args:
+      documents: what is searched.
+      name: what an error calls them.
 
     Raises:
       ValueError: there is no document, or none with a word in it.
@@ -172,7 +179,7 @@ class SearchIndex:
       words = title * _TITLE_WEIGHT + tokenize(d.text)
       rows.append([vocabulary.setdefault(w, len(vocabulary)) for w in words])
     if not vocabulary:
-      raise ValueError("cannot index a corpus without a single word")
+      raise ValueError(f"{name or 'documents'}: a corpus without a single word")
     bm25 = bm25s.BM25(method="lucene")
     bm25.index((rows, vocabulary), create_empty_token=False, show_progress=False)
     keys = np.array([_title_key(t) for t in titles], dtype=np.int64)

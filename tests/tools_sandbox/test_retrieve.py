@@ -177,3 +177,18 @@ def test_the_program_serves_and_stops(corpus: str):
   finally:
     program.terminate()
     assert program.wait(LONG) in (0, -15)
+
+
+def test_a_corpus_that_can_not_be_served_is_one_line(tmp_path):
+  command = [sys.executable, "-m", "tools_sandbox.retrieve_server"]
+  empty = tmp_path / "empty.jsonl"
+  empty.write_text("")
+  for path, words in (
+    (tmp_path / "none.jsonl", "none.jsonl: there is no such corpus file"),
+    (empty, "empty.jsonl: a corpus without a single word"),
+  ):
+    done = subprocess.run(
+      [*command, f"--corpus={path}"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and words in done.stderr
+    assert len(done.stderr.splitlines()) == 1

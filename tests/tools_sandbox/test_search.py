@@ -174,6 +174,7 @@ def test_corpus_formats(tmp_path):
   ("name", "text", "message"),
   [
     ("c.jsonl", '{"id": 1, "title": "t", "text": ""}\n{', r"c\.jsonl:2: not JSON"),
+    ("c.jsonl", '{"id": 1, "ti\n{}\n', r"c\.jsonl:1: not JSON"),
     ("c.jsonl", '\n{"id": 1, "title": "t"}', r"c\.jsonl:2: field 'text' is missing"),
     ("c.jsonl", '{"title": "t", "text": ""}', r"c\.jsonl:1: field 'id' is missing"),
     ("c.jsonl", '{"id": 1.5, "contents": ""}', r"c\.jsonl:1: field 'id' is neither"),
