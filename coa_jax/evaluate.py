@@ -30,7 +30,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
-from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.engine import RolloutConfig, check_positions
 from coa_jax.rollout.formatted import FormattedTools
 from coa_jax.rollout.player import Player, of_all_processes
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
@@ -113,6 +113,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   load = section(config, "model", LoadConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  check_positions(rollout, cfg, config.init)
   vllm = optional(config, "vllm", VllmConfig)
   workdir = own_folder(workdir)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))

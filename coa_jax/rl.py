@@ -19,13 +19,20 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, claim, optional, section
+from coa_jax.config import (
+  check_sections,
+  claim,
+  digest,
+  fingerprint,
+  optional,
+  section,
+)
 from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
-from coa_jax.model import flops
+from coa_jax.model import attention, flops
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
 from coa_jax.model.lora import LoraConfig
@@ -33,7 +40,7 @@ from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
+from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
@@ -43,7 +50,7 @@ from coa_jax.report.metrics import (
 from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.report.watch import Watch, WatchConfig
-from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.engine import RolloutConfig, check_positions
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.slots import on_device
 from coa_jax.rollout.source import Asking, Rollouts, Source, open_source
@@ -74,6 +81,7 @@ SECTIONS = (
   "watch",
 )
 # A tool call, think or plan that is written twice.
+_MAY_CHANGE = ("log.wandb_project", "watch")
 _TWICE = shaping.RepetitionConfig(weight=1.0)
 
 
@@ -92,6 +100,11 @@ class DevConfig:
   uri: str
   limit: int = 64
   corpus: str | None = None
+
+  def __post_init__(self):
+    for name in ("every", "limit"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
   def tools(self, tools: ToolsConfig) -> ToolsConfig:
     """Those of training, over the pages of these tasks."""
@@ -113,7 +126,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
-    CollapsedError: section `watch` asks for the end of a run with such numbers.
+    CollapsedError: a number of the learner is not finite, or section `watch` asks for
+      the end of a run with such numbers.
     Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
@@ -136,7 +150,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   player.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   watch = Watch(section(config, "watch", WatchConfig))
-  claim(config, own, may_change=("log.wandb_project", "watch"))
+  claim(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
   cfg, params = load_model(config.init, load, layout)
   learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(player))
   state, frozen = learner.init(params, rollout.seed)
@@ -144,6 +158,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   grader, for_dev = player.grader, Toolbox(dev.tools(tools))
   with Toolbox(tools) as toolbox, for_dev, grader, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
+    watch.recall(own, "rl", int(state.step))
     asking = Asking(player, draw, toolbox, algo, _informative, rollout.seed)
     source = open_source(asking, int(state.step), cursor)
     examine = functools.partial(_accuracy, source, dev_tasks, for_dev)
@@ -168,16 +183,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         # After the line above: what a checkpoint holds has always been logged.
         watch.look(step + 1, values, metrics.warn)
         checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
-        player.journal.forget(checkpoints.oldest)
+        player.journal.forget(checkpoints.oldest - algo.staleness)
         clock.lap("save")
         watch.end(step + 1)
       with checkpoints.resumable(state, cursor):
         accuracy = examine(learner.policy(state, frozen), algo.steps)
   trained = state.params["policy"], frozen["base"]
   adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
-  results = _results(own, algo.steps, accuracy)
-  write_json(os.path.join(own, "results.json"), results)
-  return results
+  return _results(own, algo.steps, accuracy)
 
 
 def _player(
@@ -193,10 +206,22 @@ def _player(
   """Who plays, and grades what was played."""
   vllm = optional(config, "vllm", VllmConfig)
   _check_fit(cfg, algo, rollout, layout, vllm)
+  check_positions(rollout, cfg, config.init)
+  attention.check(cfg, layout, algo.length)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   means = tools.told, layout, vllm, grader
   return Player(cfg, tokenizer, rollout, *means, journal=journal)
+
+
+def _inputs(config: ml_collections.ConfigDict, tasks: Sequence[Task]) -> dict[str, str]:
+  """What is read, for `claim`."""
+  return {
+    "tasks": digest(t.to_json() for t in tasks),
+    "tools.corpus": fingerprint(config.tools.get("corpus")),
+    "dev.corpus": fingerprint(config.dev.get("corpus")),
+    "init": fingerprint(config.init, samples=16),
+  }
 
 
 def _distribution(player: Player) -> tuple[Any, ...]:
@@ -290,6 +315,7 @@ def _describe(rollouts: Rollouts) -> dict[str, float]:
     "truncated_share": np.mean([t.status == Status.TRUNCATED for t in played]),
     "repeated_share": np.mean([shaping.repetition(_TWICE, t) < 0 for t in played]),
     **_entropies(played),
+    **_failures(played),
     **rollouts.figures,
   }
   for part in sorted({"answer", "format"}.union(*(t.reward_parts for t in played))):
@@ -308,6 +334,13 @@ def _entropies(played: list[Trajectory]) -> dict[str, float]:
   return {f"entropy_{role}": -np.mean(x) for role, x in logps.items() if x}
 
 
+def _failures(played: list[Trajectory]) -> dict[str, float]:
+  """`failed_calls_OWNER`: the share of all tool calls that failed by its fault."""
+  calls = collections.Counter(call.status for t in played for call in t.calls)
+  owners = [status for status in CallStatus if status != CallStatus.OK]
+  return {f"failed_calls_{o}": calls[o] / calls.total() for o in owners if calls}
+
+
 def _accuracy(
   source: Source, tasks: Sequence[Task], toolbox: Toolbox, params: Any, step: int
 ) -> float:
@@ -323,10 +356,10 @@ def _mean(values: list[float | None]) -> float:
 
 
 def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
-  """The run in a few numbers, from its log."""
+  """Writes the run in a few numbers, from its log, to `results.json`."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
   gaps = [row["logp_gap"] for row in log if row.get("logp_gap") is not None]
-  return {
+  results = {
     "steps": steps,
     "dev_accuracy_first": log[0]["dev_accuracy"],
     "dev_accuracy": accuracy,
@@ -336,3 +369,5 @@ def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
     "seconds": log[-1]["seconds"],
     **phase_seconds(log),
   }
+  write_json(os.path.join(workdir, "results.json"), results)
+  return results

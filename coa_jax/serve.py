@@ -1,4 +1,8 @@
-"""A model and its tools, open for questions: what is evaluated is what is served."""
+"""A model and its tools, open for questions, from the config of their evaluation.
+
+Model, tools, prompts, limits and distribution are those that are evaluated. An
+evaluation over vLLM, or in another tool format, is refused: neither is served.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,24 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from coa_jax.config import check_sections, section
+from coa_jax.config import ConfigError, check_sections, section
 from coa_jax.model.architecture import LoadConfig
 from coa_jax.model.sharding import MeshConfig, make_layout
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.engine import RolloutConfig, check_positions
 from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = ("init", "model", "mesh", "rollout", "tools")
 # Sections of an evaluation that say nothing about the model or its tools.
-IGNORED = ("tasks", "eval")
+IGNORED = ("tasks", "reward", "eval")
+# Those that do, and why they can not be served.
+REFUSED = {
+  "vllm": "the sampler in JAX serves, vLLM can not; leave the section out",
+  "format": "tools are served under their own names only; leave the section out",
+}
 
 
 @contextlib.contextmanager
@@ -29,8 +38,8 @@ def open_team(
   """The team of an evaluation's config, for the length of a `with` block.
 
   Args:
-    config: sections `SECTIONS`, those of `IGNORED` are not looked at; `init` is a model
-      folder.
+    config: sections `SECTIONS`; those of `IGNORED` are not looked at, those of
+      `REFUSED` must be empty. `init` is a model folder.
     max_waiting: questions that may wait for a slot.
 
   Yields:
@@ -40,12 +49,16 @@ def open_team(
     ConfigError, ValueError, FileNotFoundError: naming what is wrong with the config,
       the model or the corpus.
   """
-  check_sections(config, SECTIONS + IGNORED, needed=("init",))
+  check_sections(config, (*SECTIONS, *IGNORED, *REFUSED), needed=("init",))
+  for name, why in REFUSED.items():
+    if config.get(name):
+      raise ConfigError(f"config section {name!r}: {why}")
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
   load = section(config, "model", LoadConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  check_positions(rollout, cfg, config.init)
   player = Player(cfg, tokenizer, rollout, tools.told, layout)
   _, params = load_model(config.init, load, layout)
   with (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,23 +17,23 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, claim, optional, section
+from coa_jax.config import check_sections, claim, fingerprint, optional, section
 from coa_jax.learner import batch as batching
 from coa_jax.learner import losses
 from coa_jax.learner.batch import Batch
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, init_state
-from coa_jax.model import flops
+from coa_jax.model import attention, flops
 from coa_jax.model import lora as adapting
-from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model.architecture import LoadConfig, QwenConfig, to_hf_config
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.qwen import count_params, init_params
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.variants import variant
 from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
-from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.protocol.trajectory import Author, Trajectory, read_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
@@ -51,7 +52,7 @@ class DataConfig:
     length: T, tokens of a row; longer trajectories are left out and counted.
     micro_batches: micro-batches of one update.
     validation: trajectories kept out of training for the validation loss.
-    validate_every: updates between two validation losses.
+    validate_every: updates between two validation losses; 0 for one at the end alone.
     vocab_size: of the tokenizer trained on the trajectories, where `init` is empty.
     seed: of the order of the data and of fresh parameters.
   """
@@ -65,6 +66,14 @@ class DataConfig:
   validate_every: int = 50
   vocab_size: int = 1344
   seed: int = 0
+
+  def __post_init__(self):
+    for field in ("rows", "length", "micro_batches"):
+      if getattr(self, field) < 1:
+        raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+    for field in ("steps", "validation", "validate_every", "seed"):
+      if getattr(self, field) < 0:
+        raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -83,6 +92,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
+    ValueError: the loss is no number any more; nothing is saved after that.
     Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
   """
   check_sections(config, SECTIONS)
@@ -95,11 +105,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   trajectories = read_trajectories(data.trajectories)
   own = own_folder(workdir)
   tracked = section(config, "log", LogConfig) if own == workdir else None
-  claim(config, own, may_change=("log.wandb_project",))
+  read = {"data.trajectories": fingerprint(data.trajectories)}
+  read["init"] = fingerprint(config.get("init"), samples=16)
+  claim(config, own, ("log.wandb_project",), read)
   cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
   _encode(trajectories, tokenizer)
   fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
-  train, held = _divide(data, fit, len(trajectories))
+  usable = [t for t in fit if _has_policy(t)]
+  train, held = _divide(data, usable, len(fit), len(trajectories))
   trained, frozen = adapting.split(cfg, params, lora, data.seed, layout)
   loss = _loss(cfg, lora, layout)
   optimizer = make_optimizer(optim, data.steps)
@@ -118,9 +131,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         tokens = sum(float(b.weight_BT.sum()) for b in micro)
         state, values = learner.step(state, micro, tokens, frozen)
         values = {name: float(value) for name, value in values.items()}
+        _check_finite(step + 1, values)
         clock.lap("step")
         done = step + 1
-        if done % data.validate_every == 0 or done == data.steps:
+        due = data.validate_every and done % data.validate_every == 0
+        if due or done == data.steps:
           values["validation_loss"] = validation_loss(state.params, frozen, held, data)
           clock.lap("eval")
         values |= _speed(clock, cfg, lora, layout, micro)
@@ -136,29 +151,46 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     "parameters_trained": count_params(state.params),
     "trajectories": len(train),
     "left_out_too_long": len(trajectories) - len(fit),
+    "left_out_without_policy": len(fit) - len(usable),
     **(_logged(own) if data.steps else {}),
   }
   write_json(os.path.join(own, "results.json"), results)
   return results
 
 
+def _has_policy(t: Trajectory) -> bool:
+  """Whether there is a token to train on: without any, an update has no mean loss."""
+  return any(s.author == Author.POLICY and s.ids for s in t.segments)
+
+
+def _check_finite(step: int, values: dict[str, float]) -> None:
+  """Ends a run whose parameters are not numbers any more, before they are saved."""
+  bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values[k])]
+  if bad:
+    raise ValueError(
+      f"update {step}: {', '.join(f'{k} is {values[k]}' for k in bad)}; it is not "
+      "saved, and the checkpoint before it stands. Lower optim.lr, set optim.clip_norm "
+      "or compute in float32 (model.dtype), and begin in another workdir"
+    )
+
+
 def _divide(
-  data: DataConfig, fit: list[Trajectory], read: int
+  data: DataConfig, usable: list[Trajectory], fit: int, read: int
 ) -> tuple[list[Trajectory], list[Trajectory]]:
   """Trajectories to train on, and those kept for validation.
 
   Raises:
     ValueError: none is left to train on.
   """
-  held = fit[: data.validation]
+  held = usable[: data.validation]
   # Filters may have written a trajectory twice; its copy would give the loss away.
   asked = {t.task_id for t in held}
-  train = [t for t in fit if t.task_id not in asked]
+  train = [t for t in usable if t.task_id not in asked]
   if not train:
     raise ValueError(
       f"{data.trajectories}: no trajectory is left to train on: {read} read, "
-      f"{len(fit)} within data.length={data.length} tokens, "
-      f"{data.validation} kept for validation"
+      f"{fit} within data.length={data.length} tokens, {len(usable)} of them with "
+      f"tokens of the policy, {data.validation} kept for validation"
     )
   return train, held
 
@@ -200,6 +232,9 @@ def model_section(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
   """Section `model`; without `init` it is a whole architecture but its vocabulary.
 
   It may begin with a published one: `variant` is a name in `variants.VARIANTS`.
+
+  Raises:
+    ConfigError, ValueError: it can not be used, or could not be written in the end.
   """
   if config.get("init"):
     return section(config, "model", LoadConfig)
@@ -207,7 +242,9 @@ def model_section(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
   name = model.pop("variant", "")
   base = dataclasses.asdict(variant(name)) if name else {"vocab_size": 1}
   whole = ml_collections.ConfigDict({"model": {**base, **model}})
-  return section(whole, "model", QwenConfig)
+  cfg = section(whole, "model", QwenConfig)
+  to_hf_config(cfg)
+  return cfg
 
 
 def with_vocabulary(cfg: QwenConfig, tokenizer: Tokenizer) -> QwenConfig:
@@ -253,6 +290,7 @@ def _check(
     )
   if layout:
     layout.check(cfg, B=data.rows, T=data.length)
+  attention.check(cfg, layout, data.length)
 
 
 def _encode(trajectories: list[Trajectory], tokenizer: Tokenizer) -> None:

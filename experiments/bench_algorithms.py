@@ -67,8 +67,8 @@ def config_of(
 def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
   """One line of the table from the logs of an algorithm's runs."""
   logs = [read_metrics(os.path.join(w, METRICS_FILE), "rl") for w in workdirs]
-  before = [log[0]["reward"] for log in logs]
-  after = [float(np.mean([r["reward"] for r in log[-_LAST:]])) for log in logs]
+  before = [float(_column(log[:1], "reward")[0]) for log in logs]
+  after = [float(np.mean(_column(log[-_LAST:], "reward"))) for log in logs]
   entropy = [log[-1].get("entropy") for log in logs]
   return {
     "algorithm": name,
@@ -82,37 +82,52 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
   }
 
 
-def collapse(log: Sequence[Mapping[str, Any]], accuracy: float) -> list[str]:
+def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+  """A metric by update; NaN where the log has null, for what could not be graded."""
+  return np.array([row[name] for row in log], float)
+
+
+def collapse(log: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[str]:
   """Why a run counts as collapsed; [] if it does not.
 
-  Means are over 20 updates (`_WINDOW`). Collapsed is a run that ends with less than
-  nine tenths of its best mean reward; whose greedy accuracy on development tasks ends a
-  tenth below its best; that at the end writes less than nine tenths of its trajectories
-  well-formed, or cuts more than a tenth of them off; or whose gradient was not finite
-  at some update.
+  Means are over 20 updates (`_WINDOW`), without those of which nothing was graded.
+  Collapsed is a run of whose last 20 updates more than a tenth are such; that ends with
+  less than nine tenths of its best mean reward; whose greedy accuracy on development
+  tasks ends a tenth below its best, or unknown; that at the end writes less than nine
+  tenths of its trajectories well-formed, or cuts more than a tenth of them off; or
+  whose gradient was not finite at some update.
 
   Args:
     log: lines of stage rl.
-    accuracy: greedy, on development tasks, of the last policy.
+    accuracy: greedy, on development tasks, of the last policy; None where no answer
+      could be graded.
   """
+  size = min(_WINDOW, len(log))
 
   def means(name: str) -> np.ndarray:
-    values = np.array([row[name] for row in log], float)
-    size = min(_WINDOW, len(values))
-    return np.convolve(values, np.ones(size) / size, "valid")
+    windows = np.lib.stride_tricks.sliding_window_view(_column(log, name), size)
+    return np.array(
+      [np.mean(w[~np.isnan(w)]) for w in windows if not np.isnan(w).all()]
+    )
 
   found = []
+  dead = np.isnan(_column(log[-size:], "reward")).sum()
+  if dead > 0.1 * size:
+    found.append(f"nothing was graded at {dead} of the last {size} updates")
   reward = means("reward")
-  if reward[-1] < 0.9 * reward.max():
+  if len(reward) and reward[-1] < 0.9 * reward.max():
     found.append(
       f"reward {reward[0]:.3f} at first, {reward.max():.3f} at best, {reward[-1]:.3f} "
       "at last"
     )
-  best = max([accuracy, *(r["dev_accuracy"] for r in log if "dev_accuracy" in r)])
-  if accuracy < best - 0.1:
-    found.append(f"greedy accuracy {best:.3f} at best, {accuracy:.3f} at last")
-  if means("format")[-1] < 0.9:
-    found.append(f"well-formed {means('format')[-1]:.3f} at last")
+  known = [r["dev_accuracy"] for r in log if r.get("dev_accuracy") is not None]
+  if accuracy is None or np.isnan(accuracy):
+    found.append("no greedy answer was graded at last")
+  elif accuracy < max([accuracy, *known]) - 0.1:
+    found.append(f"greedy accuracy {max(known):.3f} at best, {accuracy:.3f} at last")
+  written = means("format")
+  if len(written) and written[-1] < 0.9:
+    found.append(f"well-formed {written[-1]:.3f} at last")
   if means("truncated_share")[-1] > 0.1:
     found.append(f"cut off {means('truncated_share')[-1]:.3f} at last")
   # An update without an informative group has no gradient, and no such value.

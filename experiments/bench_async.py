@@ -7,12 +7,14 @@ Needs a finished `experiments.quickstart`. Both train its SFT model with
 configs/rl_world.py, 8 groups of 8 a step, which the slots hold at once; every tool call
 takes 0.1 to 0.3 s longer, by a hash of it. Whole runs by turns, one seed a round. Both
 make one update a step, so that on-policy the importance weights of the other are 1. A
-step's seconds are without evaluation, saving, and the first steps, which compile.
+step's seconds are all but those of evaluation and saving, of steps after the first,
+which compile; what is not the learner's work it waited for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import statistics
 import sys
@@ -27,11 +29,13 @@ from absl import app, flags
 from coa_jax import rl
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import METRICS_FILE, read_metrics
+from coa_jax.report.phases import seconds_of
 from coa_jax.rollout.toolbox import Toolbox
 from experiments import bench
 from experiments.launch import COMPILE_CACHE, prepare
 
 _COMPILES = 3  # steps that are not timed
+_UNTIMED = ("dev", "save")  # phases that are the same for both
 _LAST = 3  # steps whose reward is the reward after training
 _LEAST_S, _MOST_S = 0.1, 0.3  # that a call takes longer
 
@@ -83,22 +87,31 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
   """What one run says."""
 
   def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
-    return statistics.fmean(row.get(name, 0.0) for row in rows)
+    return statistics.fmean(_number(row.get(name, 0.0)) for row in rows)
 
   timed = log[_COMPILES:]
-  learn, rollout = mean("seconds_learn", timed), mean("seconds_rollout", timed)
+  phases = [seconds_of(row) for row in timed]
+  seconds = statistics.fmean(
+    sum(s for name, s in row.items() if name not in _UNTIMED) for row in phases
+  )
+  learn = mean("seconds_learn", timed)
   return {
-    "seconds": learn + rollout,
+    "seconds": seconds,
     "learn": learn,
-    # On-policy, the learner waits for all of the rollouts.
-    "learner_waited": rollout,
+    # In turns that is all of the rollouts: decoding, tools, grading.
+    "learner_waited": seconds - learn,
     "rollouts_waited": mean("rollouts_waited", timed),
     "staleness": mean("staleness", timed),
     "staleness_max": max(row.get("staleness_max", 0.0) for row in timed),
     "reward": mean("reward", log[-_LAST:]),
-    "before": results["dev_accuracy_first"],
-    "after": results["dev_accuracy"],
+    "before": _number(results["dev_accuracy_first"]),
+    "after": _number(results["dev_accuracy"]),
   }
+
+
+def _number(value: float | None) -> float:
+  """Null, for what nobody could grade, is no number."""
+  return math.nan if value is None else value
 
 
 def run(

@@ -5,12 +5,12 @@
   python -m experiments.chat --config=... --question='...'
   python -m experiments.chat --config=... < questions.txt
 
-Takes the config of an evaluation; its tasks are not read. Every role has a colour, and
-its text appears as it is written. Questions come from --question, else from standard
-input, one a line; a question knows nothing of those before it. Answers go to standard
-output and everything else to standard error, so that a script reads answers alone;
---quiet leaves the team's work out. Ctrl-C calls a question off, and ends the program
-between two.
+Takes the config of an evaluation, as `experiments.serve` does. Every role has a
+colour, and its text appears as it is written. Questions come from --question, else from
+standard input, one a line; a question knows nothing of those before it. Answers go to
+standard output and everything else to standard error, so that a script reads answers
+alone; --quiet leaves the team's work out. Ctrl-C calls a question off, and ends the
+program between two.
 
 The exit status is 1 if a question got no answer.
 """

@@ -5,9 +5,11 @@ message is refused, for the model has never learnt to follow one. Earlier turns 
 read, because a trajectory begins with one question; `coa.ignored_messages` in the
 response counts them.
 
-`message.content` is the answer; `message.reasoning_content` is the rest of the
-trajectory, tags and observations included, up to the answer's opening tag. What is not
-OpenAI's: `usage.observation_tokens` (given by tools, so neither prompt nor completion),
+`message.content` is the answer, the one that would be graded: the last, where there are
+several; `message.reasoning_content` is the trajectory before it, tags and observations
+included, up to the answer's opening tag. A stream can take nothing back: what stands in
+any answer span is content there, and all the rest reasoning. What is not OpenAI's:
+`usage.observation_tokens` (given by tools, so neither prompt nor completion),
 `coa.seed` (a request with this seed and temperature gets this answer again) and, for
 each choice, `coa` with the trajectory's status, tool calls and seconds.
 """
@@ -22,9 +24,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from coa_jax.config import nearest
-from coa_jax.protocol.roles import ANSWER
+from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rollout.live import Ask, Piece
+from coa_jax.tasks.rewards import written_answer
 
 # Fields that this server acts on, and those that change no answer.
 _READ = (
@@ -262,8 +265,13 @@ class Choice:
   @property
   def whole(self) -> dict[str, Any]:
     """The choice of a response that is not a stream."""
-    message = {"role": "assistant", "content": self.content}
-    return {**self.ending, "message": {**message, "reasoning_content": self.reasoning}}
+    reasoning, content, t = self.reasoning, self.content, self.trajectory
+    if t.status == Status.ENDED:
+      content = written_answer(t.text) or ""
+      before, opening, _ = t.text.rpartition(open_tag(ANSWER))
+      reasoning = before if opening else reasoning
+    message = {"role": "assistant", "content": content}
+    return {**self.ending, "message": {**message, "reasoning_content": reasoning}}
 
 
 def usage(choices: Iterable[Choice]) -> dict[str, Any]:

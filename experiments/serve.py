@@ -6,17 +6,18 @@
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
     -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
 
-Takes the config of an evaluation, so that what is evaluated is what is served; its
-tasks are not read. Serves POST /v1/chat/completions (with "stream": true as server-sent
-events), GET /v1/models and GET /health. What requests and responses may hold is said in
-`experiments/completions.py`.
+Takes the config of an evaluation, so that what is evaluated is what is served; what it
+says of tasks, rewards and attempts is not read, and one over vLLM or in another tool
+format (sections vllm and format) is refused. Serves POST /v1/chat/completions (with
+"stream": true as server-sent events), GET /v1/models and GET /health. What requests and
+responses may hold is said in `experiments/completions.py`.
 
 All requests share the slots of `rollout.slots`; further ones wait, and beyond
 --max_waiting they get status 429. A request with a seed has the same answer whoever
-else is served. A client that goes away frees its slot after one more token, or when the
-tool that its question waits for is done. Ctrl-C or SIGTERM stop it: requests have
-GRACE_S seconds left. There is no key and no encryption: on a --host that others reach,
-they can run programs in the sandbox.
+else is served. A client that goes away frees its slot after the rest of the window that
+runs and one more token, or when the tool that its question waits for is done. Ctrl-C or
+SIGTERM stop it: requests have GRACE_S seconds left. There is no key and no encryption:
+on a --host that others reach, they can run programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ from experiments.completions import Choice, Refused
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any that is free.")
 _NAME = flags.DEFINE_string("name", "coa", "What requests call the model.")
-_MAX_WAITING = flags.DEFINE_integer("max_waiting", 64, "Questions without a slot.")
+_MAX_WAITING = flags.DEFINE_integer(
+  "max_waiting", 64, "Questions without a slot.", lower_bound=1
+)
 
 GRACE_S = 3
 MAX_BODY = 1 << 20
@@ -113,6 +116,14 @@ def _refusal(error: Exception) -> Refused:
   return Refused(str(error), "messages", "context_length_exceeded")
 
 
+class Json(JSONResponse):
+  """As its parent, in ASCII: a lone surrogate, of a client or a tool, is no UTF-8."""
+
+  def render(self, content: Any) -> bytes:
+    """The body. See `starlette.responses.Response`."""
+    return json.dumps(content, allow_nan=False).encode("ascii")
+
+
 class EventStream(StreamingResponse):
   """Server-sent events of an exchange, which is over when the response is."""
 
@@ -148,7 +159,7 @@ def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlett
       return EventStream(exchange, _events(exchange, asked, name))
     await _unless_gone(request, exchange)
     choices = exchange.choices
-    return JSONResponse(
+    return Json(
       {
         **completions.envelope("chat.completion", name),
         "choices": [c.whole for c in choices],
@@ -159,17 +170,17 @@ def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlett
 
   async def models(request: Request) -> Response:
     model = {"id": name, "object": "model", "created": 0, "owned_by": "coa-jax"}
-    return JSONResponse({"object": "list", "data": [model]})
+    return Json({"object": "list", "data": [model]})
 
   async def health(request: Request) -> Response:
     running, waiting = team.counts
     status = "ok" if team.alive else "stopped"
     counts = {"status": status, "running": running, "waiting": waiting}
-    return JSONResponse(counts, 200 if team.alive else 503)
+    return Json(counts, 200 if team.alive else 503)
 
   async def refused(request: Request, e: Refused) -> Response:
     headers = {"retry-after": "1"} if e.status == 429 else None
-    return JSONResponse(e.body, e.status, headers)
+    return Json(e.body, e.status, headers)
 
   async def http_error(request: Request, e: HTTPException) -> Response:
     return await refused(request, Refused(e.detail, status=e.status_code))
@@ -187,7 +198,8 @@ def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlett
 
 async def _body(request: Request) -> bytes:
   # A browser sends JSON to another site only after asking, and is not answered.
-  if request.headers.get("content-type", "").split(";")[0] != "application/json":
+  kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+  if kind != "application/json":
     raise Refused("content-type must be application/json", status=415)
   data = b""
   async for part in request.stream():

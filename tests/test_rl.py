@@ -158,6 +158,9 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
   assert {"think", "tool", "answer"} <= set(sampled)
   found = {k: v for k, v in described.items() if k.startswith("entropy_")}
   assert set(found) == {f"entropy_{role}" for role in sampled}
+  calls = [c for t in out.played for c in t.calls]
+  share = sum(c.status == CallStatus.INFRASTRUCTURE for c in calls) / len(calls)
+  assert described["failed_calls_infrastructure"] == pytest.approx(share) and share
   parts = [found[f"entropy_{role}"] * len(x) for role, x in sampled.items()]
   assert sum(parts) == pytest.approx(-sum(sum(x) for x in sampled.values()))
 
@@ -173,6 +176,20 @@ def test_early_warnings_count_what_was_cut_off_or_repeated(config):
   after = rl._describe(out)
   assert after["truncated_share"] - before["truncated_share"] == pytest.approx(share)
   assert after["repeated_share"] - before["repeated_share"] == pytest.approx(share)
+
+
+def test_failed_calls_are_counted_by_whose_fault_they_are(config):
+  out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
+  names = [f"failed_calls_{owner}" for owner in ("model", "tool", "infrastructure")]
+  assert [rl._describe(out)[name] for name in names] == [0, 0, 0]
+  calls = [c for t in out.played for c in t.calls]
+  for call, status in zip(calls, ("model", "model", "tool"), strict=False):
+    call.status = CallStatus(status)
+  shares = [rl._describe(out)[name] for name in names]
+  assert shares == pytest.approx([2 / len(calls), 1 / len(calls), 0])
+  for t in out.played:  # of no calls there is no share
+    t.calls.clear()
+  assert not set(names) & set(rl._describe(out))
 
 
 def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
@@ -248,8 +265,10 @@ def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
   ("section", "field", "value", "message"),
   [
     ("algo", "length", 64, r"algo\.length=64 is shorter than rollout\.max_len=128"),
-    ("algo", "samples", 1, "samples must be at least 2"),
-    ("algo", "temperature", 0.0, "temperature must be above 0"),
+    ("algo", "samples", 1, "samples is 1; it must be at least 2"),
+    ("algo", "temperature", 0.0, "temperature is 0.0; it must be above 0"),
+    ("dev", "every", 0, "'dev': every is 0; it must be at least 1"),
+    ("dev", "limit", 0, "'dev': limit is 0; it must be at least 1"),
     ("model", "scam", True, "no field 'scam'; did you mean 'scan'"),
     ("rollout", "slotz", 3, "no field 'slotz'; did you mean 'slots'"),
     ("tools", "tools", ("code", "x"), "no tool 'x'"),
@@ -311,3 +330,46 @@ def test_a_collapse_is_noticed_and_stops_the_run_after_a_checkpoint(
   # The same run goes on from there once it is told to: what watches is no part of it.
   bad.watch.stop = False
   assert rl.run(bad, str(tmp_path / "w"))["steps"] == 8
+
+
+def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
+  config, tmp_path, monkeypatch
+):
+  """Without `watch.stop` too; the checkpoint before it is where a run goes on."""
+  bad = config.copy_and_resolve_references()
+  bad.checkpoint.update(every=1)
+  with bad.unlocked():
+    bad.checkpoint.keep = 1
+  learn = rl.PolicyUpdate.__call__
+
+  def diverging(self, state, *args):
+    state, values = learn(self, state, *args)
+    return state, values | {"loss": float("nan")} if int(state.step) == 3 else values
+
+  monkeypatch.setattr(rl.PolicyUpdate, "__call__", diverging)
+  with pytest.raises(CollapsedError, match=r"step 3 \(not saved.*loss is nan"):
+    rl.run(bad, str(tmp_path))
+  assert [p.name for p in (tmp_path / "checkpoints").glob("[0-9]*")] == ["2"]
+
+
+def test_an_interrupted_run_is_stopped_where_it_would_have_been(
+  config, tmp_path, monkeypatch
+):
+  watched = config.copy_and_resolve_references()
+  watched.checkpoint.every = 1
+  # No share is 2: a warning at the third step.
+  watched.watch = dict(stop=True, patience=3, informative=2.0)
+  check = rl._check_gap
+
+  def killed(algo, step, values):
+    if step == 2:
+      raise KeyboardInterrupt
+    check(algo, step, values)
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(rl, "_check_gap", killed)
+    rl.run(watched, str(tmp_path))
+  for _ in range(2):  # and there again, before any rollout
+    with pytest.raises(CollapsedError, match=r"stopped at step 3 \(saved\)"):
+      rl.run(watched, str(tmp_path))
+    assert len(read_metrics(str(tmp_path), "rl")) == 3

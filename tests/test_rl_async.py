@@ -69,6 +69,18 @@ def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once
       n += 1
 
 
+def test_answers_to_groups_that_may_be_begun_again_are_kept(
+  ahead, tmp_path, monkeypatch
+):
+  """A group that the oldest checkpoint lacks began up to `staleness` updates before."""
+  forgotten = []
+  monkeypatch.setattr(rl.Checkpoints, "oldest", 7)
+  monkeypatch.setattr(rl.ToolJournal, "forget", lambda _, n: forgotten.append(n))
+  ahead.algo.steps = 1
+  rl.run(ahead, str(tmp_path))
+  assert forgotten == [5]
+
+
 def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
   def submit(self, *args):
     raise OSError("no tools here")
@@ -87,7 +99,7 @@ def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
     (dict(staleness=1), r"staleness=1 needs importance_cap above 0"),
     (dict(staleness=1, importance_cap=2.0, gap_limit=0.5), "leave it at 1"),
     (dict(draw="hard"), "draw 'hard'; accepted: uniform, learnability, curriculum"),
-    (dict(curriculum=2.0), "curriculum must be a share"),
+    (dict(curriculum=2.0), "curriculum is 2.0; it must be from 0 to 1"),
   ],
 )
 def test_what_makes_no_sense_is_refused(changes, message):

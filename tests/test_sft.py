@@ -21,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax import sft
+from coa_jax.learner.checkpoint import whole_steps
+from coa_jax.learner.state import Learner
 from coa_jax.model.qwen import count_params, init_params
 from coa_jax.model.weights import load_model
 from coa_jax.protocol.tokens import Tokenizer
@@ -245,6 +247,13 @@ def test_processes_share_the_rows_of_an_epoch():
     ("optim", "name", "sgd", "'optim': name 'sgd'; accepted: adamw, muon"),
     ("data", "stepz", 1, "'data' has no field 'stepz'; did you mean 'steps'"),
     ("data", "trajectories", "nowhere.jsonl", "nowhere.jsonl"),
+    ("data", "rows", 0, "'data': rows is 0; it must be at least 1"),
+    ("data", "length", -1, "'data': length is -1; it must be at least 1"),
+    ("data", "micro_batches", 0, "'data': micro_batches is 0"),
+    ("data", "steps", -5, "'data': steps is -5; it must be at least 0"),
+    ("data", "validate_every", -1, "'data': validate_every is -1"),
+    # What could not be written in the end is not trained.
+    ("model", "attention_bias", True, "attention_bias and model.qk_norm must differ"),
     ("checkpoint", "evry", 1, "did you mean 'every'"),
   ],
 )
@@ -262,6 +271,46 @@ def test_nothing_left_to_train_on_is_said(config, tmp_path):
   config.data.validation = 20
   with pytest.raises(ValueError, match=r"20 read, 20 within .* 20 kept for validation"):
     sft.run(config, str(tmp_path / "w"))
+
+
+def test_a_kernel_that_the_platform_lacks_is_refused_before_training(config, tmp_path):
+  config.model.attention = "splash"
+  with pytest.raises(ValueError, match=r"model\.attention='splash' needs a TPU"):
+    sft.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w" / "checkpoints").exists()
+
+
+def test_trajectories_without_the_policy_are_left_out_and_counted(config, tmp_path):
+  """A row of nothing else has no mean loss: 0 / 0."""
+  path = tmp_path / "trajectories.jsonl"
+  examples = read_trajectories(path)
+  for t in examples[4:8]:
+    t.segments = [s for s in t.segments if s.author != Author.POLICY]
+  write_jsonl(path, examples)
+  config.data.update(steps=3, rows=1, validation=0)
+  config.data.validate_every = 0  # at the end alone
+  results = sft.run(config, str(tmp_path / "w"))
+  assert results["left_out_without_policy"] == 4 and results["trajectories"] == 16
+  params = load_model(tmp_path / "w" / "model")[1]
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+  log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "sft")
+  assert [r["step"] for r in log if "validation_loss" in r] == [3]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_unsaved(config, tmp_path, monkeypatch):
+  real, calls = Learner.step, []
+
+  def step(self, state, *args):
+    state, values = real(self, state, *args)
+    calls.append(1)
+    return state, values | ({"grad_norm": np.float32("nan")} if len(calls) == 3 else {})
+
+  monkeypatch.setattr(Learner, "step", step)
+  config.checkpoint.update(every=1, keep=5)
+  with pytest.raises(ValueError, match=r"update 3: grad_norm is nan.*Lower optim\.lr"):
+    sft.run(config, str(tmp_path / "w"))
+  assert whole_steps(str(tmp_path / "w" / "checkpoints")) == [1, 2]
+  assert not (tmp_path / "w" / "model").exists()
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ and importance weights. Each is chosen by itself; `objective.py` computes them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from coa_jax.tasks.draw import DRAWS
@@ -30,6 +31,16 @@ _CHOICES = {
   "importance_level": ("token", "sequence"),
   "importance_rule": ("truncate", "mask"),
 }
+_LEAST = {
+  **dict.fromkeys(
+    ("steps", "prompts", "rounds", "minibatches", "epochs", "samples"), 1
+  ),
+  **dict.fromkeys(("rows", "length", "keep_every"), 1),
+  **dict.fromkeys(("round_prompts", "staleness", "horizon"), 0),
+  **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "critic_lr"), 0),
+}
+_ABOVE_0 = ("temperature", "gap", "value_clip")
+_SHARES = ("gap_limit", "curriculum", "gamma", "lam")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +88,7 @@ class AlgoConfig:
       policy is the learner itself at the step's begin (decoupled PPO).
     importance_level: of the weight: token, or sequence.
     importance_rule: truncate at the cap; or mask, which drops what is above the cap or
-      below the floor.
+      below the floor. An on-policy token weighs 1, between the two.
     importance_floor: with mask.
     gamma: discount of a token, for reinforce++ and gae.
     lam: GAE's lambda.
@@ -134,53 +145,72 @@ class AlgoConfig:
         raise ValueError(
           f"{name} {getattr(self, name)!r}; accepted: {', '.join(known)}"
         )
-    for name in ("prompts", "rounds", "minibatches", "epochs", "samples", "rows"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+    for name in (f.name for f in dataclasses.fields(self)):
+      value = getattr(self, name)
+      if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be a finite number")
+      if name in _LEAST and value < _LEAST[name]:
+        raise ValueError(f"{name} is {value}; it must be at least {_LEAST[name]}")
+      if name in _ABOVE_0 and value <= 0:
+        raise ValueError(f"{name} is {value}; it must be above 0")
+      if name in _SHARES and not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; it must be from 0 to 1")
     compares = self.filter_groups or self.advantage in GROUP_ADVANTAGES
     if compares and self.samples < 2:
       raise ValueError(
-        "samples must be at least 2: an advantage compares a group (or take advantage "
-        "reinforce++ or gae, and filter_groups=False)"
+        f"samples is {self.samples}; it must be at least 2, for an advantage compares "
+        "a group (or take advantage reinforce++ or gae, and filter_groups=False)"
       )
-    if self.temperature <= 0:
-      raise ValueError("temperature must be above 0: equal samples teach nothing")
-    if not 0 <= self.gap_limit <= 1 or self.gap <= 0:
-      raise ValueError("gap must be above 0, gap_limit a share from 0 to 1")
-    if not 0 <= self.curriculum <= 1:
-      raise ValueError("curriculum must be a share of the steps, from 0 to 1")
-    if self.staleness < 0:
-      raise ValueError(f"staleness is {self.staleness}; it must be at least 0")
+    if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "clip"):
+      raise ValueError(
+        f"dual_clip is {self.dual_clip}; it must be 0 (none), or above 1 with "
+        "surrogate 'clip'"
+      )
+    if self.kl_coef and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
+      raise ValueError(
+        "kl_estimator 'k1' has a gradient of mean 0 in the loss: take k2 or k3, or "
+        "kl_in='reward'"
+      )
+    self._check_importance()
+
+  def _check_importance(self) -> None:
+    cap, floor = self.importance_cap, self.importance_floor
+    if cap < 0:
+      raise ValueError(
+        f"importance_cap is {cap}; it must be 0 (no weights) or above, such as 2.0"
+      )
+    masks = self.importance_rule == "mask"
+    if floor and not (cap and masks):
+      raise ValueError(
+        f"importance_floor is {floor}; without importance_rule='mask' and an "
+        "importance_cap it must be 0"
+      )
+    for name in () if cap else ("importance_rule", "importance_level"):
+      value, usual = getattr(self, name), getattr(AlgoConfig, name)
+      if value != usual:
+        raise ValueError(
+          f"{name} is {value!r}, and without weights it says nothing: set an "
+          f"importance_cap above 0, such as 2.0, or leave it at {usual!r}"
+        )
+    if masks and not 0 <= floor < 1 < cap:
+      raise ValueError(
+        f"importance_floor is {floor} and importance_cap {cap}; with importance_rule "
+        "'mask' the floor must be from 0 to below 1 and the cap above 1: an on-policy "
+        "token weighs 1, and none would count"
+      )
     # Without, PPO's bounds lie around a policy that is several updates away: at 4 of
     # them AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
     # blog/AReaL_v0_3.md, table 3).
-    if self.staleness and not self.importance_cap:
+    if self.staleness and not cap:
       raise ValueError(
         f"staleness={self.staleness} needs importance_cap above 0, such as 2.0: stale "
         "tokens are then weighted by p_now / p_sampled (decoupled PPO)"
       )
     if self.staleness and self.gap_limit < 1:
       raise ValueError(
-        "gap_limit compares sampler and learner of one policy; with staleness above 0 "
-        "they are not, so leave it at 1"
+        f"gap_limit is {self.gap_limit}: it compares sampler and learner of one "
+        "policy; with staleness above 0 they are not, so leave it at 1"
       )
-    if not 0 <= self.importance_floor <= self.importance_cap:
-      raise ValueError(
-        "importance_cap must be 0 (no weights) or above, importance_floor at most that"
-      )
-    if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "clip"):
-      raise ValueError("dual_clip must be 0 (none) or above 1, with surrogate 'clip'")
-    if self.kl_coef and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
-      raise ValueError(
-        "kl_estimator 'k1' has a gradient of mean 0 in the loss: take k2 or k3, or "
-        "kl_in='reward'"
-      )
-    if min(self.clip_low, self.clip_high, self.kl_coef, self.horizon) < 0:
-      raise ValueError("clip_low, clip_high, kl_coef and horizon must not be negative")
-    if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
-      raise ValueError("gamma and lam must be from 0 to 1")
-    if self.value_clip <= 0:
-      raise ValueError("value_clip must be above 0")
 
   @property
   def has_critic(self) -> bool:

@@ -3,7 +3,7 @@
 A checkpoint counts once it is proven whole: when orbax has committed its folder, the
 SHA-256 of every file is written beside them, last and atomically, in `manifest.json`.
 Who restores compares, and takes an older one if a byte differs; older ones are deleted
-after that proof only.
+after that proof only. A state that is not finite is never saved.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -139,11 +140,21 @@ class Checkpoints:
     Args:
       state: copied to the host before this returns, so it may be donated after.
       cursor: JSON values that say where the run stands (data position, counters).
+
+    Raises:
+      ValueError: a parameter or a number of the optimizer is NaN or infinite: this
+        state would take the place of one that is good.
     """
     step = int(state.step)
     if step == self._saved:
       return
     self.wait()
+    if not _finite(state):
+      raise ValueError(
+        f"step {step}: parameters or optimizer state are NaN or infinite, and are not "
+        f"saved; the checkpoints in {self._path} stand. An update diverged: lower "
+        "optim.lr, set optim.clip_norm, or compute in float32 (model.dtype)"
+      )
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), cursor=ocp.args.JsonSave(cursor)
     )
@@ -254,6 +265,12 @@ class Checkpoints:
     aside = os.path.join(self._path, aside)
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(os.path.join(self._path, name), aside)
+
+
+@jax.jit
+def _finite(state: TrainState) -> jax.Array:
+  numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+  return jnp.array([jnp.isfinite(x).all() for x in numbers]).all()
 
 
 def whole_steps(path: str) -> list[int]:

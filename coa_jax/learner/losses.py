@@ -73,25 +73,12 @@ def token_logps(
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
   T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
-  chunks = _chunks(T // pieces, cfg.logit_chunk)
-  if chunks == 1:
-    out = head(hidden_BTD, target_BT, grammar_BT)
-  else:
-
-    def split(x: jax.Array) -> jax.Array:
-      """[B, T, ...] to [chunks, B, pieces * C, ...]: of every device's piece a part."""
-      x = x.reshape(x.shape[0], pieces, chunks, -1, *x.shape[2:])
-      x = jnp.moveaxis(x, 2, 0)
-      return x.reshape(chunks, x.shape[1], -1, *x.shape[4:])
-
-    def join(x: jax.Array) -> jax.Array:
-      x = x.reshape(chunks, x.shape[1], pieces, -1)
-      return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], T)
-
-    again = jax.checkpoint(head, prevent_cse=False)
-    whole = (hidden_BTD, target_BT, grammar_BT)
-    parts = jax.lax.map(lambda x: again(*x), tuple(map(split, whole)))
-    out = map(join, parts)
+  chunks, C = _chunks(T // pieces, cfg.logit_chunk)
+  given = (hidden_BTD, target_BT, grammar_BT)
+  # What a last chunk lacks has no grammar.
+  out = (
+    head(*given) if chunks == 1 else _map(head, given, (0, 0, -1), pieces, chunks, C)
+  )
   # What stands before a segment's first token is another segment's last.
   given_BT = batch.position_BT > 0
   logp_BT, entropy_BT, removed_BT = (jnp.roll(x, 1, axis=1) * given_BT for x in out)
@@ -233,11 +220,53 @@ def _over_weighted(add: Any, carry: Any, given: tuple[jax.Array, ...], piece: in
   return jax.lax.fori_loop(0, -(-counts_N.sum() // piece), body, carry)
 
 
-def _chunks(length: int, most: int) -> int:
-  """How many equal parts of at most `most` tokens (0: any number) make `length`."""
-  if not most:
-    return 1
-  return next(n for n in range(-(-length // most), length + 1) if length % n == 0)
+def _map(
+  head: Any,
+  given: tuple[jax.Array, ...],
+  fills: tuple[int, ...],
+  pieces: int,
+  chunks: int,
+  C: int,
+) -> Any:
+  """`head` of C tokens of every device's piece of a row at a time.
+
+  Args:
+    head: from arrays [B, T', ...] to several of [B, T'].
+    given: the arrays [B, T, ...].
+    fills: for each of them, what stands where the last chunk lacks tokens.
+    pieces: devices that split a row.
+    chunks: of each device's piece.
+    C: tokens of each chunk.
+  """
+  B, T = given[0].shape[:2]
+  own = T // pieces
+
+  def split(x: jax.Array, fill: int) -> jax.Array:
+    """[B, T, ...] to [chunks, B, pieces * C, ...]."""
+    x = x.reshape(B, pieces, own, *x.shape[2:])
+    lacks = [(0, 0)] * x.ndim
+    lacks[2] = (0, chunks * C - own)
+    x = jnp.pad(x, lacks, constant_values=fill)
+    x = jnp.moveaxis(x.reshape(B, pieces, chunks, C, *x.shape[3:]), 2, 0)
+    return x.reshape(chunks, B, pieces * C, *x.shape[4:])
+
+  def join(x: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x.reshape(chunks, B, pieces, C), 0, 2)
+    return x.reshape(B, pieces, chunks * C)[:, :, :own].reshape(B, T)
+
+  again = jax.checkpoint(head, prevent_cse=False)
+  parts = jax.lax.map(lambda x: again(*x), tuple(map(split, given, fills)))
+  return map(join, parts)
+
+
+def _chunks(length: int, most: int) -> tuple[int, int]:
+  """How many parts of at most `most` tokens (0: any number) hold `length`.
+
+  Returns:
+    The fewest there can be, and the tokens of each; the last may lack some.
+  """
+  chunks = -(-length // most) if most else 1
+  return chunks, -(-length // chunks)
 
 
 def token_values(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from coa_jax.model.sharding import inputs_of, letters_of
 
 _NAMES = ("adamw", "muon")
 _SCHEDULES = ("cosine", "linear", "constant")
+_NOT_NEGATIVE = ("lr", "adam_lr", "warmup", "final", "weight_decay", "clip_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,15 @@ class OptimConfig:
       raise ValueError(f"name {self.name!r}; accepted: {', '.join(_NAMES)}")
     if self.schedule not in _SCHEDULES:
       raise ValueError(f"schedule {self.schedule!r}; accepted: {', '.join(_SCHEDULES)}")
+    for name in _NOT_NEGATIVE:
+      value = getattr(self, name)
+      if not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be a finite number, at least 0")
+    for name in ("b1", "b2"):
+      if not 0 <= getattr(self, name) < 1:
+        raise ValueError(
+          f"{name} is {getattr(self, name)}; it must be at least 0 and below 1"
+        )
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:

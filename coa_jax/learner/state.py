@@ -84,8 +84,18 @@ class Learner:
 
     Returns:
       The new state, and `loss`, `grad_norm` and the loss's sums over the denominator.
+
+    Raises:
+      ValueError: there is no micro-batch, or nothing in them counts: a division by 0
+        would leave no number in the parameters.
     """
     count = len(micro_batches)
+    if not count:
+      raise ValueError("a step needs at least one micro-batch")
+    if not denominator > 0:
+      raise ValueError(
+        f"a step's sums are divided by {denominator}: no token in it counts"
+      )
     self.reserve(count)
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self._most - count)]

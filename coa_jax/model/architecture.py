@@ -7,8 +7,10 @@ Sources: Qwen2 (arXiv 2407.10671), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 from typing import Any
+
+from coa_jax.model.hf_config import check_fields
 
 REMAT = ("none", "full", "attention", "dots")
 ATTENTION = ("auto", "xla", "cudnn", "splash")
@@ -35,10 +37,16 @@ class Yarn:
   truncate: bool = True
 
   def __post_init__(self):
-    if self.factor < 1 or self.positions < 1:
+    if not 1 <= self.factor < math.inf or self.positions < 1:
       raise ValueError(
         f"yarn needs factor and positions of at least 1, got {self.factor} and "
         f"{self.positions}"
+      )
+    for field in ("beta_fast", "beta_slow"):
+      _check_positive(field, getattr(self, field))
+    if not 0 <= self.attention_factor < math.inf:
+      raise ValueError(
+        f"attention_factor is {self.attention_factor}; 0 or more is right"
       )
 
 
@@ -71,7 +79,8 @@ class QwenConfig:
     remat: what of a layer the backward pass recomputes: none, full (all of it),
       attention (all but the attention's output), dots (all but matrix products).
     attention: the kernel over packed rows: xla, cudnn (GPU), splash (TPU), or auto,
-      which takes splash on TPU, cudnn on GPU in bfloat16, xla elsewhere.
+      which takes splash on TPU, cudnn on GPU in bfloat16, and xla elsewhere and where
+      those do not take the model's head_dim or the rows' length.
     logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT,
       where devices split rows alone: for a quarter of a device's tokens).
   """
@@ -99,6 +108,12 @@ class QwenConfig:
   logit_chunk: int = 0
 
   def __post_init__(self):
+    sizes = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ff")
+    for field in sizes:
+      if getattr(self, field) < 1:
+        raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+    for field in ("rope_theta", "norm_eps"):
+      _check_positive(field, getattr(self, field))
     if self.heads % self.kv_heads:
       raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
     if self.head_dim % 2:
@@ -107,6 +122,8 @@ class QwenConfig:
       raise ValueError(
         f"windows has {len(self.windows)} entries for {self.layers} layers"
       )
+    if any(size < 0 for size in self.windows):
+      raise ValueError(f"windows has {min(self.windows)}; 0 is for all tokens")
     check_run_options(self)
 
 
@@ -137,6 +154,11 @@ class LoadConfig:
 
   def __post_init__(self):
     check_run_options(self)
+
+
+def _check_positive(field: str, value: float) -> None:
+  if not 0 < value < math.inf:
+    raise ValueError(f"{field} is {value}; it must be a number above 0")
 
 
 def check_run_options(config: QwenConfig | LoadConfig) -> None:
@@ -175,33 +197,6 @@ _FIELDS = {
   "rms_norm_eps": "norm_eps",
   "tie_word_embeddings": "tie_embeddings",
 }
-# Fields that change the computation, with the values that this model computes.
-_REQUIRED = {
-  "hidden_act": ("silu",),
-  "attention_dropout": (0.0, None),
-  "use_mrope": (False, None),
-  "pretraining_tp": (1, None),
-}
-_ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
-_SLIDING = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-# Fields that change nothing here: what a folder says of its origin and its tokenizer.
-# They go through training unchanged (see weights.save_model).
-CARRIED = (
-  "bos_token_id",
-  "eos_token_id",
-  "initializer_range",
-  "max_position_embeddings",
-  "pad_token_id",
-)
-_IGNORED = (
-  "_name_or_path",
-  "architectures",
-  "dtype",
-  "model_type",
-  "torch_dtype",
-  "transformers_version",
-  "use_cache",
-)
 _ROPE_KINDS = ("default", "yarn")
 
 
@@ -218,21 +213,10 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> QwenCo
     raise ValueError(
       f"{where}: field 'model_type' is {family!r}; accepted: 'qwen2', 'qwen3'"
     )
-  known = {*_FIELDS, *_REQUIRED, *_ROTARY, *_SLIDING, *CARRIED, *_IGNORED}
-  for field, value in config.items():
-    if field not in known | {"attention_bias"}:
-      raise ValueError(
-        f"{where}: field {field!r} ({value!r}) is not supported; remove it if it does "
-        "not change what the model computes"
-      )
-  for field, accepted in _REQUIRED.items():
-    if field in config and config[field] not in accepted:
-      raise ValueError(
-        f"{where}: field {field!r} is {config[field]!r}; supported: {accepted[0]!r}"
-      )
+  check_fields(config, where)
   # Qwen2 always has biases on q, k, v; with this field Qwen3 would have one on o too.
   bias = family == "qwen2"
-  if bool(config.get("attention_bias", bias)) != bias:
+  if config.get("attention_bias", bias) != bias:
     raise ValueError(
       f"{where}: field 'attention_bias' is {config['attention_bias']!r}; supported for "
       f"{family}: {bias!r}"
@@ -244,8 +228,14 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> QwenCo
   if missing:
     names = sorted(hf for hf, ours in _FIELDS.items() if ours in missing)
     raise ValueError(f"{where}: lacks field {names[0]!r}")
-  values.setdefault("kv_heads", values["heads"])
-  # What transformers takes where the field is left out.
+  # What transformers takes where a field is null, and where it is left out.
+  null = "num_key_value_heads" in config
+  values.setdefault("kv_heads", values["heads"] if null else 32)
+  if not null and values["heads"] % 32:
+    raise ValueError(
+      f"{where}: lacks field 'num_key_value_heads'; transformers then takes 32, which "
+      f"does not divide 'num_attention_heads' {values['heads']}"
+    )
   plain = 128 if family == "qwen3" else values["width"] // values["heads"]
   values.setdefault("head_dim", plain)
   values.setdefault("tie_embeddings", False)
@@ -286,7 +276,7 @@ def _rotary(config: dict[str, Any], where: str) -> tuple[float, Yarn | None]:
     "beta_fast": float(rope.pop("beta_fast", None) or 32),
     "beta_slow": float(rope.pop("beta_slow", None) or 1),
     "attention_factor": float(rope.pop("attention_factor", None) or 0),
-    "truncate": bool(rope.pop("truncate", True)),
+    "truncate": rope.pop("truncate", True),
   }
   for field, value in rope.items():
     raise ValueError(f"{where}: field '{name}.{field}' ({value!r}) is not supported")
@@ -370,19 +360,3 @@ def to_hf_config(cfg: QwenConfig) -> dict[str, Any]:
       **({"attention_factor": y.attention_factor} if y.attention_factor else {}),
     }
   return out
-
-
-def read_hf_config(file: str) -> dict[str, Any]:
-  """The content of a `config.json`.
-
-  Raises:
-    ValueError: the file is not a JSON object.
-  """
-  with open(file, encoding="utf-8") as f:
-    try:
-      config = json.load(f)
-    except json.JSONDecodeError as e:
-      raise ValueError(f"{file}: not JSON ({e})") from e
-  if not isinstance(config, dict):
-    raise ValueError(f"{file}: not a JSON object")
-  return config

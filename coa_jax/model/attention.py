@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import flash
-from coa_jax.model.sharding import Layout, platform
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.sharding import Layout
 
 # Finite, so that a row with nothing to attend to (padding) stays free of NaN.
 _MASKED = -1e30
@@ -88,9 +89,11 @@ def attend_packed(
   Returns:
     out_BTNH in q's dtype.
   """
-  kernel = choose(kernel, q_BTNH.dtype, layout)
-  attend_last = functools.partial(_KERNELS[kernel], window=window)
   pieces = layout.ways("T") if layout else 1
+  T, _, H = q_BTNH.shape[1:]
+  if kernel == "auto":
+    kernel = choose(_device(layout), q_BTNH.dtype, H, T // pieces)
+  attend_last = functools.partial(_KERNELS[kernel], window=window)
   if layout is None:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
   if layout.axes("N") != layout.axes("K"):
@@ -130,17 +133,68 @@ def attend_packed(
   )(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
 
-def choose(kernel: str, dtype: jnp.dtype, layout: Layout | None) -> str:
-  """The kernel that `auto` means on the devices at hand; others as they are.
+def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> str:
+  """The kernel that `auto` means.
 
-  cuDNN computes in half precision only; on GPU float32 takes XLA.
+  Args:
+    device: one of those that compute.
+    dtype: of queries, keys and values.
+    head_dim: H.
+    length: tokens of a row that a device has.
   """
-  if kernel != "auto":
-    return kernel
-  where = platform(layout)
-  if where == "tpu":
-    return "splash"
-  return "cudnn" if where == "gpu" and dtype == jnp.bfloat16 else "xla"
+  fits = (
+    k for k in ("splash", "cudnn") if not _fault(k, device, dtype, head_dim, length)
+  )
+  return next(fits, "xla")
+
+
+def check(cfg: QwenConfig, layout: Layout | None = None, length: int = 0) -> None:
+  """Refuses an attention kernel that the devices at hand do not have.
+
+  Args:
+    cfg: the architecture.
+    layout: the mesh; None on one device.
+    length: tokens of a row; 0 where that is not known yet.
+
+  Raises:
+    ValueError: naming `model.attention`, what the kernel needs, and what is possible.
+  """
+  if cfg.attention not in ("cudnn", "splash"):
+    return
+  device, own = _device(layout), length // (layout.ways("T") if layout else 1)
+  fault = _fault(cfg.attention, device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
+  if fault:
+    best = choose(device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
+    possible = ", ".join(sorted({"auto", "xla", best}))
+    raise ValueError(
+      f"model.attention={cfg.attention!r} needs {fault}; possible here: {possible}"
+    )
+
+
+def _device(layout: Layout | None) -> jax.Device:
+  return layout.mesh.devices.flat[0] if layout else jax.devices()[0]
+
+
+def _fault(
+  kernel: str, device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int
+) -> str:
+  """What a kernel needs and does not have; "" where it runs."""
+  if kernel == "splash":
+    if device.platform != "tpu":
+      return f"a TPU, not a {device.platform.upper()}"
+    if length % 128:
+      return f"rows of a multiple of 128 tokens on every device, not {length}"
+    return ""
+  if device.platform != "gpu":
+    return f"a GPU, not a {device.platform.upper()}"
+  if dtype != jnp.bfloat16:
+    return f"model.dtype='bfloat16', not {str(dtype)!r}"
+  # As jax's own check, which comes as late as the program's compilation.
+  major = int(str(getattr(device, "compute_capability", "0")).split(".")[0])
+  most = 256 if major >= 9 else 128
+  if head_dim % 8 or head_dim > most:
+    return f"model.head_dim a multiple of 8 and at most {most}, not {head_dim}"
+  return f"rows of an even number of tokens, not {length}" if length % 2 else ""
 
 
 def _xla(

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 
 # In place of minus infinity: a probability of 0 whose product with its log is 0.
 _NEVER = -1e30
+# A temperature below this is greedy, as 0 is, to sampler and learner alike: logits over
+# it would be so large that float32 rounds log-probs by tenths, and soon by infinity.
+GREEDY_BELOW = 1e-5
 # Tokens that are looked at together when one is drawn.
 _WIDTH = 64
 
@@ -75,8 +78,8 @@ def log_probs(
 
   Args:
     logits: [..., V].
-    temperature: scalar, or of shape logits.shape[:-1]; where 0 (greedy) the
-      distribution reported is that of temperature 1.
+    temperature: scalar, or of shape logits.shape[:-1]; where it is greedy (0, or below
+      `GREEDY_BELOW`) the distribution reported is that of temperature 1.
     truncation: leaves out unlikely tokens.
     allowed: bool [..., V], tokens that the grammar allows; all where None.
   """
@@ -153,7 +156,7 @@ def _scores(
 ) -> jax.Array:
   """What the sampling distribution is the softmax of, float32 [..., V]."""
   t = jnp.asarray(temperature, jnp.float32)[..., None]
-  logits = logits.astype(jnp.float32) / jnp.where(t > 0, t, 1.0)
+  logits = logits.astype(jnp.float32) / jnp.where(t >= GREEDY_BELOW, t, 1.0)
   if allowed is not None:
     logits = jnp.where(allowed, logits, _NEVER)
   if truncation == NO_TRUNCATION:
@@ -212,7 +215,7 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   Args:
     logp_BV: log-probabilities from `log_probs`.
     key_B: one PRNG key per row.
-    temperature_B: 0 takes the most likely token.
+    temperature_B: 0, or below `GREEDY_BELOW`, takes the most likely token.
 
   Returns:
     token_B, int32.
@@ -228,7 +231,8 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   p_BW = jnp.take_along_axis(p_BCW, c_B1[..., None], axis=1)[:, 0]
   w_B1 = _reached(before_B1 + jnp.cumsum(p_BW, axis=-1), target_B1, p_BW)
   drawn_B = (c_B1 * _WIDTH + w_B1)[:, 0]
-  return jnp.where(temperature_B > 0, drawn_B, _likeliest(logp_BV)).astype(jnp.int32)
+  draws_B = temperature_B >= GREEDY_BELOW
+  return jnp.where(draws_B, drawn_B, _likeliest(logp_BV)).astype(jnp.int32)
 
 
 def _likeliest(logp_BV: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ what is masked is not the model's need and does not count, as in PaLM's MFU
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import jax
@@ -14,14 +15,19 @@ import jax
 from coa_jax.model.architecture import QwenConfig
 
 # Dense bfloat16 operations per second of one device, by the makers' data sheets; the
-# first whose name begins a device's kind.
+# first whose words begin a device's kind. So the slower cards of a name come first.
 PEAKS = {
+  "NVIDIA H200 NVL": 835e12,
   "NVIDIA H200": 989e12,
+  "NVIDIA H100 PCIe": 756e12,
+  "NVIDIA H100 NVL": 835e12,
   "NVIDIA H100": 989e12,
   "NVIDIA A100": 312e12,
+  "TPU v4 lite": 138e12,
   "TPU v4": 275e12,
   "TPU v5 lite": 197e12,
   "TPU v5e": 197e12,
+  "TPU v5p": 459e12,
   "TPU v5": 459e12,
   "TPU v6 lite": 918e12,
   "TPU v6e": 918e12,
@@ -29,8 +35,15 @@ PEAKS = {
 
 
 def peak_flops(kind: str) -> float | None:
-  """Operations per second of a device of this kind; None where we do not know."""
-  return next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
+  """Operations per second of a device of this kind; None where we do not know.
+
+  A part of a card (MIG) has a part of its peak, which its name does not tell.
+  """
+  words = re.split(r"[ -]", kind)
+  if "MIG" in words:
+    return None
+  known = ((name.split(), peak) for name, peak in PEAKS.items())
+  return next((peak for name, peak in known if words[: len(name)] == name), None)
 
 
 def utilisation(

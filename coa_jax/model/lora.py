@@ -20,9 +20,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.hf_names import hf_name
 from coa_jax.model.qwen import param_shapes, unstack
 from coa_jax.model.sharding import PARAMETERS, Layout, inputs_of
-from coa_jax.model.weights import gather, hf_name, save_model
+from coa_jax.model.weights import gather, save_model
 from coa_jax.protocol.tokens import Tokenizer
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")

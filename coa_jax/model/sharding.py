@@ -8,6 +8,7 @@ batches follow from it, and so do the constraints inside the model.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -54,6 +55,8 @@ PARAMETERS = {
   "down": "F>D",
   "value_head": "D>.",  # of a critic
 }
+# The letters of activations that are constrained: attention's, the SwiGLU's, logits.
+_ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV")
 # Which field of a config gives an axis its size.
 _SIZES = {
   "D": "width",
@@ -98,6 +101,8 @@ class MeshConfig:
       for axis in axes:
         if axis not in AXES:
           raise ValueError(f"rules.{letter} has {axis!r}; there are {', '.join(AXES)}")
+      if len(set(axes)) < len(axes):
+        raise ValueError(f"rules.{letter} has an axis twice: {', '.join(axes)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +168,12 @@ class Layout:
   def decoding(self) -> Layout:
     """The layout of the sampler: whole matrices but for `tensor`, rows over the rest.
 
-    A step of decoding is too short to gather parameters in it.
+    A step of decoding is too short to gather parameters in it, whatever axes the rules
+    of training split them over.
     """
-    return self.replacing({"B": ("data", "fsdp", "context"), "T": (), "D": ()})
+    rules = {x: tuple(a for a in axes if a == "tensor") for x, axes in self.rules}
+    rules |= {"B": ("data", "fsdp", "context"), "T": (), "D": ()}
+    return self.replacing(rules)
 
   def replicas(self) -> list[Layout]:
     """One layout for each copy of the model that `tensor` splits, of this process's.
@@ -192,15 +200,17 @@ class Layout:
     return Layout(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
   def check(self, cfg: QwenConfig, **sizes: int) -> None:
-    """Refuses what this mesh does not divide.
+    """Refuses what this mesh does not divide, and rules that contradict each other.
 
     Args:
       cfg: an architecture.
       **sizes: more axes by letter, e.g. B=rows.
 
     Raises:
-      ValueError: listing every axis that does not divide.
+      ValueError: listing every axis that does not divide; or two rules split the same
+        array over the same mesh axis.
     """
+    self._check_rules()
     fields = {letter: f"model.{name}" for letter, name in _SIZES.items()}
     for letter, name in _SIZES.items():
       sizes.setdefault(letter, getattr(cfg, name))
@@ -214,6 +224,25 @@ class Layout:
       raise ValueError(
         f"the mesh does not divide {'; '.join(faults)}: choose other sizes in section "
         "mesh, or take the axis out of mesh.rules"
+      )
+
+  def _check_rules(self) -> None:
+    """No array may have two dimensions on one mesh axis."""
+    arrays = dict.fromkeys(_ACTIVATIONS, "activations") | {
+      letters.replace(">", ""): f"parameter {name!r}"
+      for name, letters in PARAMETERS.items()
+    }
+    faults = {}
+    for letters, name in arrays.items():
+      for a, b in itertools.combinations(letters.replace(".", ""), 2):
+        for axis in self.axes(a):
+          if axis in self.axes(b):
+            pair = frozenset((a, b)), axis
+            faults.setdefault(pair, f"{a} and {b} over {axis} ({name})")
+    if faults:
+      raise ValueError(
+        f"mesh.rules splits two dimensions of an array over one mesh axis: "
+        f"{'; '.join(faults.values())}; take the axis out of one of each two rules"
       )
 
 

@@ -1,9 +1,9 @@
 """Model folders in Hugging Face's layout: config.json, safetensors, tokenizer.
 
-One table names every array in both layouts and is used in both directions. A model is a
-folder everywhere in this project: what SFT writes is what RL, evaluation, transformers
-and vLLM read. Arrays are read slice by slice, each device's part straight from the
-file, so no process ever holds more of a model than one array and its own parts.
+A model is a folder everywhere in this project: what SFT writes is what RL, evaluation,
+transformers and vLLM read; `hf_names` has its arrays' names. Arrays are read slice by
+slice, each device's part straight from the file, so no process ever holds more of a
+model than one array and its own parts.
 """
 
 from __future__ import annotations
@@ -23,121 +23,27 @@ import safetensors
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
+from coa_jax.model import attention
 from coa_jax.model.architecture import (
-  CARRIED,
   LoadConfig,
   QwenConfig,
   from_hf_config,
-  read_hf_config,
   to_hf_config,
 )
+from coa_jax.model.hf_config import CARRIED, read_hf_config
+from coa_jax.model.hf_names import Entry, name_table
 from coa_jax.model.qwen import param_shapes
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol.tokens import Tokenizer
 
-_CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_CONFIG = "config.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DTYPES = ("F32", "BF16", "F16")
-# Ours: (Hugging Face's name, which of our axes make up each of its axes). Hugging Face
-# stores a matrix as [outputs, inputs], ours are [inputs..., outputs...].
-_VECTOR, _MATRIX = ((0,),), ((1,), (0,))
-_INTO_HEADS, _FROM_HEADS, _OF_HEADS = ((1, 2), (0,)), ((2,), (0, 1)), ((0, 1),)
-_LAYER = {
-  "attn_norm": ("input_layernorm.weight", _VECTOR),
-  "q": ("self_attn.q_proj.weight", _INTO_HEADS),
-  "k": ("self_attn.k_proj.weight", _INTO_HEADS),
-  "v": ("self_attn.v_proj.weight", _INTO_HEADS),
-  "q_bias": ("self_attn.q_proj.bias", _OF_HEADS),
-  "k_bias": ("self_attn.k_proj.bias", _OF_HEADS),
-  "v_bias": ("self_attn.v_proj.bias", _OF_HEADS),
-  "q_norm": ("self_attn.q_norm.weight", _VECTOR),
-  "k_norm": ("self_attn.k_norm.weight", _VECTOR),
-  "o": ("self_attn.o_proj.weight", _FROM_HEADS),
-  "ff_norm": ("post_attention_layernorm.weight", _VECTOR),
-  "gate": ("mlp.gate_proj.weight", _MATRIX),
-  "up": ("mlp.up_proj.weight", _MATRIX),
-  "down": ("mlp.down_proj.weight", _MATRIX),
-}
-_TOP = {
-  "embed": ("model.embed_tokens.weight", ((0,), (1,))),
-  "final_norm": ("model.norm.weight", _VECTOR),
-  "head": ("lm_head.weight", _MATRIX),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-  """One array of Hugging Face's and its place among ours.
-
-  Attributes:
-    path: keys in the parameters' tree.
-    layer: its place on the stacked layer axis; None where there is none.
-    groups: which of our axes (the layer axis left out) make up each of its axes.
-    shape: of ours, the layer axis left out.
-  """
-
-  path: tuple[str, ...]
-  layer: int | None
-  groups: tuple[tuple[int, ...], ...]
-  shape: tuple[int, ...]
-
-  @property
-  def stored(self) -> tuple[int, ...]:
-    """The shape in the file."""
-    return tuple(math.prod(self.shape[i] for i in g) for g in self.groups)
-
-  def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Our part at `index`, from something that can be sliced as the file's array."""
-    spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
-    cuts = []
-    for group in self.groups:
-      # Only the first axis of a group is ever split.
-      first, rest = group[0], math.prod(self.shape[i] for i in group[1:])
-      cuts.append(slice(spans[first].start * rest, spans[first].stop * rest))
-    axes = [i for g in self.groups for i in g]
-    part = stored[tuple(cuts)].reshape([len(spans[i]) for i in axes])
-    return part.transpose(np.argsort(axes))
-
-  def write(self, x: np.ndarray) -> np.ndarray:
-    """The file's array of ours."""
-    axes = [i for g in self.groups for i in g]
-    return np.ascontiguousarray(x.transpose(axes).reshape(self.stored))
-
-
-def hf_name(name: str) -> str:
-  """Hugging Face's name, inside a layer, of one of our arrays."""
-  return _LAYER[name][0]
-
-
-def _table(shapes: dict[str, Any], layers: int) -> dict[str, _Entry]:
-  """Hugging Face's names of a tree of parameters, stacked or not.
-
-  Raises:
-    ValueError: listing parameters that have no name there.
-  """
-  table, unmapped = {}, []
-  for keys, x in jax.tree_util.tree_leaves_with_path(shapes):
-    path = tuple(k.key for k in keys)
-    name = path[-1]
-    if len(path) == 1 and name in _TOP:
-      hf, groups = _TOP[name]
-      table[hf] = _Entry(path, None, groups, tuple(x.shape))
-    elif len(path) == 2 and name in _LAYER:
-      hf, groups = _LAYER[name]
-      if path[0] == "layers":
-        for i in range(layers):
-          entry = _Entry(path, i, groups, tuple(x.shape[1:]))
-          table[f"model.layers.{i}.{hf}"] = entry
-      else:
-        number = path[0].removeprefix("layer_")
-        entry = _Entry(path, None, groups, tuple(x.shape))
-        table[f"model.layers.{number}.{hf}"] = entry
-    else:
-      unmapped.append("/".join(path))
-  if unmapped:
-    raise ValueError(f"Hugging Face has no name for {', '.join(unmapped)}")
-  return table
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# What Git puts in place of a file that it keeps elsewhere.
+_LFS = b"version https://git-lfs"
 
 
 def save_model(
@@ -162,11 +68,13 @@ def save_model(
     shard_bytes: most bytes of one file; several files get an index.
 
   Raises:
-    ValueError: Hugging Face has no such architecture or parameter.
+    ValueError: Hugging Face has no such architecture, or the parameters are not those
+      of `cfg` (all that differs is listed); nothing is written.
   """
   path = os.fspath(path)
   config = to_hf_config(cfg) | _carried(tokenizer, like)
-  table = _table(params, cfg.layers)
+  _compare(cfg, params)
+  table = name_table(params, cfg.layers)
   files = _split(table, np.dtype(cfg.param_dtype).itemsize, shard_bytes)
   first = jax.process_index() == 0
   if first:
@@ -195,6 +103,33 @@ def save_model(
     multihost_utils.sync_global_devices(f"saved {path}")
 
 
+def _compare(cfg: QwenConfig, params: Any) -> None:
+  """Refuses parameters that are not those of an architecture."""
+
+  def leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) by path."""
+    out = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      out[name] = tuple(x.shape), str(x.dtype)
+    return out
+
+  # Layers may be stacked or not, whatever `cfg.scan`.
+  stacked = dataclasses.replace(cfg, scan="layers" in params)
+  found, wanted = leaves(params), leaves(param_shapes(stacked))
+  faults = [f"unknown {name} {found[name][0]}" for name in found if name not in wanted]
+  for name, (shape, dtype) in wanted.items():
+    if name not in found:
+      faults.append(f"missing {name}")
+      continue
+    if found[name][0] != shape:
+      faults.append(f"{name} has shape {found[name][0]}, expected {shape}")
+    if found[name][1] != dtype:
+      faults.append(f"{name} has dtype {found[name][1]}, expected {dtype}")
+  if faults:
+    raise ValueError(f"the parameters do not fit section model: {'; '.join(faults)}")
+
+
 def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
   """What a config.json says beside the architecture."""
   out = {}
@@ -217,7 +152,7 @@ def _generation(config: dict[str, Any], like: str | os.PathLike[str]):
 
 
 def _split(
-  table: dict[str, _Entry], itemsize: int, shard_bytes: int
+  table: dict[str, Entry], itemsize: int, shard_bytes: int
 ) -> dict[str, list[str]]:
   """File name -> names of its arrays, each file of at most `shard_bytes`."""
   files: list[list[str]] = [[]]
@@ -230,14 +165,14 @@ def _split(
     files[-1].append(name)
     room -= size
   if len(files) == 1:
-    return {"model.safetensors": files[0]}
+    return {_SINGLE: files[0]}
   n = len(files)
   return {
     f"model-{i:05d}-of-{n:05d}.safetensors": names for i, names in enumerate(files, 1)
   }
 
 
-def _fetch(params: Any, entry: _Entry) -> np.ndarray:
+def _fetch(params: Any, entry: Entry) -> np.ndarray:
   """One whole array on this host, whichever devices hold it."""
   for key in entry.path:
     params = params[key]
@@ -272,7 +207,7 @@ def load_config(
     ValueError: config.json is not supported; see `from_hf_config`.
   """
   file = os.path.join(path, _CONFIG)
-  if not os.path.exists(file):
+  if not os.path.isfile(file):
     raise FileNotFoundError(f"{file}: not a model folder (no config.json)")
   cfg = from_hf_config(read_hf_config(file), file)
   return dataclasses.replace(cfg, **dataclasses.asdict(load or LoadConfig()))
@@ -297,18 +232,20 @@ def load_model(
     FileNotFoundError: config.json or a shard is missing.
     ValueError: an array is missing, left over, of the wrong shape or of a dtype that is
       not supported (all are listed), a file is damaged, config.json is not supported,
-      or the mesh does not divide. All before an array is read.
+      the mesh does not divide, or the devices do not have the attention kernel. All
+      before an array is read; but one that should equal the embedding is compared.
   """
   path = os.fspath(path)
   cfg = load_config(path, load)
   if layout:
     layout.check(cfg)
+  attention.check(cfg, layout)
   shapes = param_shapes(cfg)
-  table = _table(shapes, cfg.layers)
+  table = name_table(shapes, cfg.layers)
   with contextlib.ExitStack() as files:
     slices = dict(_open(path, files))
     _check(path, table, slices)
-    entries: dict[tuple[str, ...], list[tuple[_Entry, Any]]] = {}
+    entries: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
     for name, entry in table.items():
       entries.setdefault(entry.path, []).append((entry, slices[name]))
 
@@ -323,7 +260,7 @@ def load_model(
 
 
 def _reader(
-  parts: list[tuple[_Entry, Any]], dtype: np.dtype
+  parts: list[tuple[Entry, Any]], dtype: np.dtype
 ) -> Callable[[tuple[slice, ...]], np.ndarray]:
   """Reads our part at an index; of stacked layers those that the index asks for."""
   if parts[0][0].layer is None:
@@ -344,16 +281,18 @@ def _reader(
   return read
 
 
-def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
-  """Yields (name, slice) of every array in the safetensors files of a folder.
+def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
+  """The names of a folder's files of weights, and the file of each array by the index.
+
+  Without an index that is empty.
 
   Raises:
     FileNotFoundError: naming every file that is missing.
-    ValueError: a file is damaged, or lacks an array that the index promises.
+    ValueError: the index is no index, or there are two sets of weights.
   """
   index = os.path.join(path, _INDEX)
   promised: dict[str, str] = {}
-  names = ["model.safetensors"]
+  names = [_SINGLE]
   if os.path.exists(index):
     promised = read_hf_config(index).get("weight_map")
     if not isinstance(promised, dict) or not promised:
@@ -363,13 +302,44 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
   for name in names:
     if name in ("", ".", "..") or os.path.basename(name) != name:
       raise ValueError(f"{index}: file name {name!r} leads out of the folder")
+  # transformers takes the single file, others the index; one of them is stale.
+  if names != [_SINGLE] and os.path.exists(os.path.join(path, _SINGLE)):
+    raise ValueError(
+      f"{path}: has {_SINGLE} and {_INDEX}, and readers differ in which counts; remove "
+      "the one that is out of date"
+    )
   missing = [n for n in names if not os.path.exists(os.path.join(path, n))]
   if missing:
     file = os.path.join(path, missing[0])
-    others = f" (and {', '.join(missing[1:])})" if missing[1:] else ""
-    raise FileNotFoundError(f"{file}: the weights are missing{others}")
+    more = f" (and {', '.join(missing[1:])})" if missing[1:] else ""
+    torch = sorted(n for n in os.listdir(path) if re.match(r"pytorch_model.*\.bin", n))
+    if torch and not promised:
+      more = (
+        f"; {torch[0]} there is PyTorch's own format, which is not read: write the "
+        "model anew with transformers' save_pretrained"
+      )
+    raise FileNotFoundError(f"{file}: the weights are missing{more}")
+  return names, promised
+
+
+def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
+  """Yields (name, slice) of every array in the safetensors files of a folder.
+
+  Raises:
+    FileNotFoundError, ValueError: as `_weight_files`; or a file is no safetensors file,
+      or lacks an array that the index promises.
+  """
+  names, promised = _weight_files(path)
   for name in names:
     file = os.path.join(path, name)
+    if os.path.isdir(file):
+      raise ValueError(f"{file}: is a folder, not a safetensors file")
+    with open(file, "rb") as f:
+      if f.read(len(_LFS)) == _LFS:
+        raise ValueError(
+          f"{file}: is a Git LFS pointer, not the weights; run 'git lfs pull' where "
+          "the folder was cloned"
+        )
     try:
       opened = files.enter_context(safetensors.safe_open(file, framework="numpy"))
     except safetensors.SafetensorError as e:
@@ -382,19 +352,39 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
       yield key, opened.get_slice(key)
 
 
-def _check(path: str, table: dict[str, _Entry], slices: dict[str, Any]) -> None:
+def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
   """Lists everything in which the files do not fit the architecture."""
   faults = []
   for name, stored in slices.items():
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if name not in table:
-      # Some tools write the output matrix beside tied embeddings.
-      if name != "lm_head.weight":
-        faults.append(f"unknown {name} {shape}")
-    elif shape != table[name].stored:
-      faults.append(f"{name} has shape {shape}, expected {table[name].stored}")
+    # Some tools write the output matrix beside the embedding that it is tied to.
+    entry = table.get(_EMBEDDING if name == _HEAD and name not in table else name)
+    if entry is None:
+      faults.append(f"unknown {name} {shape}")
+    elif shape != entry.stored:
+      faults.append(f"{name} has shape {shape}, expected {entry.stored}")
     elif dtype not in _DTYPES:
       faults.append(f"{name} has dtype {dtype}, supported: {', '.join(_DTYPES)}")
   faults += [f"missing {name}" for name in table if name not in slices]
   if faults:
     raise ValueError(f"{path}: the weights do not fit config.json: {'; '.join(faults)}")
+  tied = _HEAD in slices and _HEAD not in table
+  if tied and not _equal(slices[_HEAD], slices[_EMBEDDING]):
+    raise ValueError(
+      f"{path}: {_HEAD} differs from the embedding, which config.json says it is tied "
+      "to, and transformers then uses it; set tie_word_embeddings to false in "
+      "config.json"
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+  """Whether two stored matrices of one shape are the same, some rows at a time."""
+  rows, columns = a.get_shape()
+  some = max(1, 2**22 // columns)
+  return all(
+    np.array_equal(
+      *(np.asarray(x[i : min(i + some, rows)], np.float32) for x in (a, b)),
+      equal_nan=True,
+    )
+    for i in range(0, rows, some)
+  )

@@ -22,6 +22,9 @@ import transformers
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
+_CONFIG = "tokenizer_config.json"
+# What transformers 5 calls any fast tokenizer; 4 has no class of this name.
+_ONLY_5 = "TokenizersBackend"
 IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _TEMPLATE = (
   "{% for m in messages %}" + IM_START + "{{ m['content'] }}" + IM_END + "{% endfor %}"
@@ -34,13 +37,17 @@ _MARK = "\ue000"  # private use: stands for the message while a template is rend
 class Tokenizer:
   """A Hugging Face byte-level tokenizer, seen as the protocol needs it."""
 
-  def __init__(self, hf: transformers.PreTrainedTokenizerFast):
-    """Wraps `hf`.
+  def __init__(
+    self,
+    hf: transformers.PreTrainedTokenizerFast,
+    kind: str = "PreTrainedTokenizerFast",
+  ):
+    """Wraps `hf`; `kind` is the class that readers of what `save` writes take.
 
     Raises:
       ValueError: it is not byte-level, so ids have no exact bytes.
     """
-    self.hf = hf
+    self.hf, self._kind = hf, kind
     self._trusted = hf.backend_tokenizer
     # In foreign text special tokens are spelt out as bytes; and to that end every token
     # beside the merges is special, Qwen's <tool_call> too.
@@ -65,11 +72,30 @@ class Tokenizer:
     file = os.path.join(path, "tokenizer.json")
     if not os.path.exists(file):
       raise FileNotFoundError(f"{file}: no tokenizer there")
-    return cls(transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path)))
+    hf = transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path))
+    config = os.path.join(path, _CONFIG)
+    said = None
+    if os.path.exists(config):
+      with open(config, encoding="utf-8") as f:
+        said = json.load(f).get("tokenizer_class")
+    return cls(hf, *[said] if said not in (None, _ONLY_5) else ())
 
   def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the folder that `load` and Hugging Face read."""
+    """Writes the folder that `load` and Hugging Face read, transformers 4 too."""
     self.hf.save_pretrained(os.fspath(path))
+    file = os.path.join(path, _CONFIG)
+    with open(file, encoding="utf-8") as f:
+      config = json.load(f)
+    config["tokenizer_class"] = self._kind
+    # How this process read it says nothing of the tokenizer.
+    for field in ("is_local", "local_files_only"):
+      config.pop(field, None)
+    # transformers 4 knows this list by another name, which 5 reads too.
+    if isinstance(config.get("extra_special_tokens"), list):
+      config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    with open(file + ".tmp", "w", encoding="utf-8") as f:
+      json.dump(config, f, indent=2, sort_keys=True, ensure_ascii=False)
+    os.replace(file + ".tmp", file)
 
   @property
   def vocab_size(self) -> int:

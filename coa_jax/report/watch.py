@@ -10,10 +10,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
-# Of the learner. One NaN here and every later number is wrong.
-FINITE = ("loss", "grad_norm", "entropy", "logp_gap", "ratio", "kl", "value_loss")
+from coa_jax.report.metrics import read_metrics
+
+# One NaN here and every later number is wrong. All are of the learner but the entropies
+# of roles, which a step without an update has too.
+FINITE = (
+  *("loss", "grad_norm", "entropy", "entropy_", "logp_gap", "ratio", "kl"),
+  "value_loss",
+)
 _LOWER_LR = "lower optim.lr"
 
 
@@ -27,11 +35,12 @@ class WatchConfig:
 
   A number is reported when it was beyond its limit at `patience` steps in a row, and
   again only once it had been within. A limit of 0 is not watched. A number of the
-  learner that is NaN or infinite is always reported, at once.
+  learner that is NaN or infinite always ends the run, at once and unsaved, so that the
+  checkpoint before stands.
 
   Attributes:
-    stop: whether a report ends the run, after a checkpoint; what is not finite is not
-      saved, so the checkpoint before stands.
+    stop: whether a report ends the run, after a checkpoint. The same command then ends
+      there again; with other limits, or without this, it goes on.
     patience: steps.
     informative: least share of groups whose rewards differ; only those teach.
     entropy: least entropy of a sampled token, nats.
@@ -40,9 +49,12 @@ class WatchConfig:
     length_growth: most tokens of a trajectory, as a multiple likewise.
     truncated: most share of trajectories cut off at the token limit.
     repeated: most share of trajectories that make a call, think or plan twice.
+    calls_drop: least tool calls of a trajectory, as a share likewise.
     gap: most share of tokens whose log-probs differ by more than `algo.gap` between
-      sampler and learner.
-    ratio_tail: most share of tokens e times likelier to the learner, or less likely.
+      sampler and learner; not watched with `algo.staleness`, whose tokens are of
+      policies before the learner's.
+    ratio_tail: most share of tokens e times likelier to the learner, or less likely;
+      not watched likewise.
     removed_mass: most probability that the grammar takes from a token.
     infrastructure: most share of trajectories lost to tools or judges that were down.
   """
@@ -55,6 +67,7 @@ class WatchConfig:
   length_growth: float = 2.5
   truncated: float = 0.5
   repeated: float = 0.7
+  calls_drop: float = 0.2
   gap: float = 0.05
   ratio_tail: float = 0.01
   removed_mass: float = 0.2
@@ -64,7 +77,7 @@ class WatchConfig:
     if self.patience < 1:
       raise ValueError(f"patience must be at least 1, got {self.patience}")
     for name, limit in self.limits.items():
-      if limit < 0:
+      if not 0 <= limit < math.inf:
         raise ValueError(f"{name} must be at least 0 (0 for not watched), got {limit}")
 
   @property
@@ -77,6 +90,7 @@ class WatchConfig:
       "length_growth": self.length_growth,
       "truncated": self.truncated,
       "repeated": self.repeated,
+      "calls_drop": self.calls_drop,
       "gap": self.gap,
       "ratio_tail": self.ratio_tail,
       "removed_mass": self.removed_mass,
@@ -93,12 +107,14 @@ class Rule:
     above: whether too much is wrong; else too little.
     remedy: what usually helps.
     relative: whether the limit is a multiple of the metric's first values.
+    on_policy: whether it says something only where sampler and learner are one policy.
   """
 
   metric: str
   above: bool
   remedy: str
   relative: bool = False
+  on_policy: bool = False
 
 
 RULES = {
@@ -135,17 +151,26 @@ RULES = {
     True,
     f"it repeats itself: reward.shaping.repetition, rollout.same_calls, {_LOWER_LR}",
   ),
+  "calls_drop": Rule(
+    "calls_per_trajectory",
+    False,
+    "it no longer asks its tools: see whether their calls fail (`failed_calls_tool`, "
+    f"`failed_calls_infrastructure`) or cost too much (reward.shaping), {_LOWER_LR}",
+    relative=True,
+  ),
   "gap": Rule(
     "gap_share",
     True,
     "sampler and learner disagree: compute more precisely (model.dtype), or correct "
     "with algo.importance_cap",
+    on_policy=True,
   ),
   "ratio_tail": Rule(
     "ratio_tail",
     True,
     f"the policy has moved far from what sampled: fewer algo.epochs, {_LOWER_LR}, or "
     "algo.importance_cap",
+    on_policy=True,
   ),
   "removed_mass": Rule(
     "removed_mass",
@@ -161,14 +186,6 @@ RULES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Alarm:
-  """What was found, in a line, and whether the learner's numbers are still finite."""
-
-  text: str
-  finite: bool = True
-
-
 class Watch:
   """Reads a stage's metrics step by step."""
 
@@ -177,41 +194,54 @@ class Watch:
     self._config = config
     self._beyond: collections.Counter[tuple[str, str]] = collections.Counter()
     self._first: dict[str, list[float]] = collections.defaultdict(list)
-    self._alarms: list[Alarm] = []
+    # What was reported and has not been within its limit since, by field and metric.
+    self._standing: dict[tuple[str, str], str] = {}
+
+  def recall(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
+    """Knows what a Watch of the run so far would know, and says nothing.
+
+    Args:
+      workdir: of the run that is continued.
+      stage: whose metrics.
+      step: the last that counts; 0 where the run begins.
+
+    Raises:
+      CollapsedError: as from `end`: the run was to end there.
+    """
+    for row in read_metrics(workdir, stage) if step else ():
+      if row["step"] <= step:
+        self._judge_all({k: v for k, v in row.items() if v is not None})
+    self.end(step)
 
   def look(
     self, step: int, values: Mapping[str, float], say: Callable[[str], None]
-  ) -> Sequence[Alarm]:
+  ) -> list[str]:
     """What is wrong with a step's values; each is said in a line.
 
     Raises:
-      CollapsedError: what is wrong is not finite and the run is to stop: at once, so
-        that it is not saved.
+      CollapsedError: something is not finite: at once, so that it is not saved.
     """
-    found = [
-      Alarm(
-        f"{name} is {value}: the update diverged; {_LOWER_LR}, set optim.clip_norm, or "
-        "compute in float32 (model.dtype); begin again from an earlier checkpoint",
-        finite=False,
-      )
+    diverged = [
+      f"{name} is {value}: an update diverged; {_LOWER_LR}, set optim.clip_norm, or "
+      "compute in float32 (model.dtype); begin a run from an earlier checkpoint "
+      "(experiments/export.py)"
       for name, value in values.items()
-      if name in FINITE and not math.isfinite(value)
+      if any(_means(metric, name) for metric in FINITE) and not math.isfinite(value)
     ]
-    for field, limit in self._config.limits.items():
-      for name, value in values.items():
-        if limit and _means(RULES[field].metric, name) and math.isfinite(value):
-          found += self._judge(field, RULES[field], limit, name, value)
-    for alarm in found:
-      say(f"warning: step {step}: {alarm.text}")
-    self._alarms = found
-    if not all(alarm.finite for alarm in found):
-      self.end(step)
+    found = diverged + self._judge_all(values)
+    for text in found:
+      say(f"warning: step {step}: {text}")
+    if diverged:
+      raise CollapsedError(
+        f"stopped at step {step} (not saved; the checkpoint before it stands): "
+        f"{'; '.join(diverged)}"
+      )
     return found
 
   @property
   def ends(self) -> bool:
     """Whether the run is to end after the step looked at last."""
-    return bool(self._config.stop and self._alarms)
+    return bool(self._config.stop and self._standing)
 
   def end(self, step: int) -> None:
     """Ends the run if it is to end.
@@ -220,16 +250,26 @@ class Watch:
       CollapsedError: naming step, metric, value, limit, and what usually helps.
     """
     if self.ends:
-      finite = all(alarm.finite for alarm in self._alarms)
-      kept = "saved" if finite else "not saved; the checkpoint before it stands"
-      reasons = "; ".join(alarm.text for alarm in self._alarms)
+      reasons = "; ".join(self._standing.values())
       raise CollapsedError(
-        f"stopped at step {step} ({kept}) as watch.stop asks: {reasons}"
+        f"stopped at step {step} (saved) as watch.stop asks: {reasons}"
       )
+
+  def _judge_all(self, values: Mapping[str, Any]) -> list[str]:
+    """What is to be reported of a step's values."""
+    found = []
+    for field, limit in self._config.limits.items():
+      rule = RULES[field]
+      if not limit or (rule.on_policy and "staleness" in values):
+        continue
+      for name, value in values.items():
+        if _means(rule.metric, name) and math.isfinite(value):
+          found += self._judge(field, rule, limit, name, value)
+    return found
 
   def _judge(
     self, field: str, rule: Rule, limit: float, name: str, value: float
-  ) -> list[Alarm]:
+  ) -> list[str]:
     patience, said = self._config.patience, f"watch.{field}={limit:g}"
     if rule.relative:
       first = self._first[name]
@@ -240,12 +280,15 @@ class Watch:
       said += f" times its first {sum(first) / patience:.4g}"
     beyond = value > limit if rule.above else value < limit
     key = field, name
-    self._beyond[key] = self._beyond[key] + 1 if beyond else 0
-    if self._beyond[key] != patience:
+    self._beyond[key] = count = self._beyond[key] + 1 if beyond else 0
+    if count < patience:
+      self._standing.pop(key, None)
       return []
     where = "above" if rule.above else "below"
-    steps = f"{patience} steps in a row" if patience > 1 else "this step"
-    return [Alarm(f"{name} is {value:.4g}, {where} {said}, {steps}; {rule.remedy}")]
+    steps = f"{count} steps in a row" if count > 1 else "this step"
+    text = f"{name} is {value:.4g}, {where} {said}, {steps}; {rule.remedy}"
+    self._standing[key] = text
+    return [text] if count == patience else []
 
 
 def _means(metric: str, name: str) -> bool:

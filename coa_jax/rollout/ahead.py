@@ -322,10 +322,10 @@ class Ahead:
     n, plan = self._begun, self._plan
     task = self._again.pop(n, None) or self._draw.task(n, self._step)
     toolbox, version = self._toolbox, self._policy[1]
+    how, number = (plan.temperature, toolbox, version), n * plan.samples
+    # An interrupted run may have begun it under another version: within the staleness.
     episodes = [
-      self._player.episode(
-        task, k, n * plan.samples + k, plan.temperature, toolbox, version, (n, k)
-      )
+      self._player.episode(task, k, number + k, *how, (n, k), plan.staleness)
       for k in range(plan.samples)
     ]
     group = self._groups[n] = _Group(episodes, len(episodes))

@@ -2,6 +2,10 @@
 
 It may end before its trajectory does: a program uses up its time or memory, or the
 sandbox loses it. The next call then opens another one.
+
+A session keeps the time limit that it was opened with. A later program that is given
+less is not ended then: `Toolbox` answers for it, and it runs on at most until that
+limit. Only a trajectory whose tool time runs out gives less, and it ends with the call.
 """
 
 from __future__ import annotations
@@ -22,11 +26,22 @@ class Cells:
       ended: called once after `close`, when the session's slot is free.
     """
     self.lost = False  # a session, by what a program did or the sandbox
-    self.seconds = 0.0  # that a program of it may take
+    self.seconds = (
+      0.0  # that a program of it may take; of the last one, once it is lost
+    )
     self._ended = ended
     self._session: Session | RemoteSession | None = None
     self._closed = False
     self._lock = threading.Lock()
+
+  @property
+  def closed(self) -> bool:
+    """Whether the trajectory is over, so that nothing is opened any more."""
+    return self._closed
+
+  def allows_more_than(self, seconds: float) -> bool:
+    """Whether there is a session, in which a program may run for longer than that."""
+    return self._session is not None and seconds < self.seconds
 
   def open(
     self, make: Callable[[float], Session | RemoteSession], seconds: float
@@ -40,6 +55,8 @@ class Cells:
     Raises:
       TimeoutError, RuntimeError: there can be none now, or this is closed.
     """
+    if self._closed:
+      raise RuntimeError("the trajectory has ended")
     session = make(seconds)
     with self._lock:
       self._session, self.seconds, self.lost = session, seconds, False

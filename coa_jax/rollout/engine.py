@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.distribution import Truncation
+from coa_jax.model.hf_config import read_hf_config
 from coa_jax.protocol import prompts, roles, tokens
 
 
@@ -22,7 +26,7 @@ class RolloutConfig:
     slots: trajectories decoded together, on each replica of the model (a device, or
       as many as mesh.tensor takes).
     window: tokens sampled between two looks at the tools.
-    max_len: tokens a trajectory may have in all.
+    max_len: tokens a trajectory may have in all; at most the model's positions.
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
       than is left, and none being left ends the trajectory as `tool_failed`.
@@ -36,7 +40,7 @@ class RolloutConfig:
     top_k: sample from the most likely tokens; 0 for all.
     top_p: sample from the most likely tokens of this probability in all; 1 for all.
     min_p: sample from tokens at least this share as likely as the likeliest.
-    seed: of all sampling.
+    seed: of all sampling; below 2**32, where JAX's keys end.
   """
 
   variant: str = "unified"
@@ -59,8 +63,13 @@ class RolloutConfig:
     for field in ("slots", "window", "max_len", "inject_rows"):
       if getattr(self, field) < 1:
         raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-    if self.tool_seconds <= 0 or self.same_calls < 0:
-      raise ValueError("tool_seconds must be above 0, same_calls at least 0")
+    for field in ("max_calls", "same_calls"):
+      if getattr(self, field) < 0:
+        raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")
+    if math.isnan(self.tool_seconds) or self.tool_seconds <= 0:
+      raise ValueError(f"tool_seconds must be above 0, got {self.tool_seconds}")
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
     if self.observation_tokens < tokens.MIN_OBSERVATION:
       raise ValueError(f"observation_tokens must be at least {tokens.MIN_OBSERVATION}")
     prompts.instructions(roles.get_variant(self.variant), self.style)
@@ -70,6 +79,28 @@ class RolloutConfig:
   def truncation(self) -> Truncation:
     """Which tokens may be drawn."""
     return Truncation(self.top_k, self.top_p, self.min_p)
+
+
+def check_positions(config: RolloutConfig, model: QwenConfig, folder: str) -> None:
+  """Refuses trajectories that may grow longer than the model's positions.
+
+  Args:
+    config: how long they may grow.
+    model: the architecture in the folder.
+    folder: a model folder; one whose config.json names no positions sets no limit.
+
+  Raises:
+    ValueError: naming both.
+  """
+  file = os.path.join(folder, "config.json")
+  most = read_hf_config(file).get("max_position_embeddings")
+  if most and model.yarn:  # published folders name the positions before stretching
+    most = max(most, round(model.yarn.factor * model.yarn.positions))
+  if most and config.max_len > most:
+    raise ValueError(
+      f"rollout.max_len={config.max_len} is above the {most} positions that the model "
+      f"has (max_position_embeddings in {file}); lower it"
+    )
 
 
 # The policy by now: parameters as decoding views, one for each replica, and its version

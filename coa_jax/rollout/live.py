@@ -184,6 +184,13 @@ class LiveEpisode(CoAEpisode):
       self.tell(piece)
 
 
+def _too_long(what: str, limit: int) -> ValueError:
+  return ValueError(
+    f"{what} leaves no room in the {limit} tokens that prompt, observations and answer "
+    "may have together"
+  )
+
+
 class Team:
   """A policy, its tools and the thread that plays them; close it, or use `with`."""
 
@@ -210,6 +217,9 @@ class Team:
     if max_waiting < 1:
       raise ValueError(f"max_waiting must be at least 1, got {max_waiting}")
     self.player = player
+    # No question of more characters fits: no token has more bytes than the longest.
+    longest = max(map(len, player.tokenizer.bytes_of))
+    self._most_chars = player.engine.config.max_len * longest
     self.max_waiting = max_waiting
     self._toolbox = toolbox
     self._changed = threading.Condition()
@@ -262,13 +272,13 @@ class Team:
       Busy: too many wait.
       Stopped: the team is closed, or its thread has failed.
     """
+    limit, chars = self.player.engine.config.max_len, len(ask.question)
+    if chars > self._most_chars:  # to encode it would hold up whoever asks
+      raise _too_long(f"a question of {chars} characters", limit)
     episode = LiveEpisode(ask, tell, self.player, self._toolbox)
-    length, limit = len(episode.start()), self.player.engine.config.max_len
+    length = len(episode.start())
     if length >= limit:
-      raise ValueError(
-        f"a prompt of {length} tokens leaves no room in the {limit} that prompt, "
-        "observations and answer may have together"
-      )
+      raise _too_long(f"a prompt of {length} tokens", limit)
     with self._changed:
       if not self.alive:
         raise Stopped("the team has stopped")
@@ -281,8 +291,8 @@ class Team:
   def cancel(self, episode: LiveEpisode) -> None:
     """Calls a question off; once it is over this does nothing.
 
-    One that waits is forgotten. One that runs frees its slot after one more token, or
-    when the tool that it waits for is done.
+    One that waits is forgotten. One that runs frees its slot after the rest of the
+    window that runs and one more token, or when the tool that it waits for is done.
     """
     with self._changed:
       episode.cancelled = True

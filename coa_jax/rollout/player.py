@@ -145,14 +145,16 @@ class Player:
     toolbox: Toolbox,
     version: int = 0,
     who: tuple[Any, ...] = (),
+    within: int = 0,
   ) -> CoAEpisode:
     """An attempt at a task, for the engine; args as those of `CoAEpisode`.
 
-    `who` tells it from all others of its version, for the journal of tool calls.
+    `who` tells it from all others of its version, and of `within` versions before and
+    after it, for the journal of tool calls.
     """
     tools: Tools = toolbox
     if self.journal:
-      tools = self.journal.tools(toolbox, version, who)
+      tools = self.journal.tools(toolbox, version, who, within)
     return CoAEpisode(
       task=task,
       sample=sample,

@@ -6,6 +6,13 @@ that were answered before. No side effect happens twice, and a tool that would a
 differently today can not change a trajectory. A call that was on its way when the
 process died has no answer here and is made again.
 
+Rollouts that go on beside the learner (`ahead.py`) promise less. Which policy samples a
+token is a matter of time there, and a group that is not learnt from yet is sampled anew
+by whatever policy there is then, with the random numbers that it had. A call that it
+asks for again, word for word at the same place, is answered from here; another is made,
+and what the one before it did outside stays done. With the quickstart's model 90 % of
+the calls are asked again after one more update, 78 % after two and 73 % after three.
+
 Failures of infrastructure are not kept: they are what a second attempt is for, and
 tools that are being closed fail so. A line is handed to the kernel at once and survives
 the process; a power cut may cost the last ones.
@@ -20,6 +27,7 @@ import math
 import os
 import re
 import threading
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
@@ -56,15 +64,19 @@ class ToolJournal:
     # By step, what was there when it was begun: nothing is asked twice in one process.
     self._before: dict[int, dict[str, ToolCall]] = {}
 
-  def tools(self, tools: Tools, step: int, who: tuple[Any, ...]) -> Tools:
+  def tools(
+    self, tools: Tools, step: int, who: tuple[Any, ...], within: int = 0
+  ) -> Tools:
     """The tools as one trajectory calls them, answered from here where they can be.
 
     Args:
       tools: who answers new calls.
       step: in which the trajectory is made.
       who: tells it from all others of the step; JSON values.
+      within: how many steps earlier or later it may have been made before; `who` then
+        tells it from all others of these steps too.
     """
-    return _Journalled(self, tools, step, who)
+    return _Journalled(self, tools, step, who, within)
 
   def forget(self, before: int) -> None:
     """Deletes what belongs to steps before this one: they are never made again."""
@@ -75,10 +87,11 @@ class ToolJournal:
       if match and int(match[1]) < before:
         os.remove(os.path.join(self._folder, name))
 
-  def find(self, step: int, key: str) -> ToolCall | None:
-    """The result of a call that was made before, if it is there."""
+  def find(self, steps: Iterable[int], key: str) -> ToolCall | None:
+    """The result of a call that was made before in one of the steps, if it is there."""
     with self._lock:
-      return self._of(step).get(key)
+      found = (self._of(step).get(key) for step in steps)
+      return next(filter(None, found), None)
 
   def keep(self, step: int, key: str, call: ToolCall) -> None:
     """Appends a result; on disk when this returns, unless the power fails."""
@@ -127,9 +140,15 @@ class _Journalled:
   """The tools of one trajectory; its calls come one after the other."""
 
   def __init__(
-    self, journal: ToolJournal, tools: Tools, step: int, who: tuple[Any, ...]
+    self,
+    journal: ToolJournal,
+    tools: Tools,
+    step: int,
+    who: tuple[Any, ...],
+    within: int,
   ):
     self._journal, self._tools, self._step, self._who = journal, tools, step, who
+    self._steps = range(max(step - within, 0), step + within + 1)
     self._made = 0
 
   def cells(self) -> Cells | None:
@@ -155,7 +174,7 @@ class _Journalled:
     key = hashlib.blake2b(asked, digest_size=16).hexdigest()
     out: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
     out.set_running_or_notify_cancel()
-    found = self._journal.find(self._step, key)
+    found = self._journal.find(self._steps, key)
     if found is not None:
       out.set_result(found)
       return out

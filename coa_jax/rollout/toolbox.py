@@ -154,7 +154,9 @@ class Toolbox:
     Args:
       name: the tool's tag.
       arguments: the content of its span, verbatim.
-      seconds: that it may take at most, however much `timeout_s` allows.
+      seconds: that it may take at most, however much `timeout_s` allows. A failure of
+        the infrastructure that uses up what is below the tool's own limit counts as
+        the tool's, for it may have been all right and only slow.
       cells: of the trajectory that calls, as `cells` gave it.
 
     Returns:
@@ -162,9 +164,8 @@ class Toolbox:
       future never raises, cannot be cancelled, and is done by the call's deadline.
       `seconds` of the call counts from when it began to run.
     """
-    limit = self.config.timeouts.get(name, self.config.timeout_s)
     held = cells if name == _WITH_PLACES else None
-    call = _Call(name, arguments, min(seconds, limit), held)
+    call = _Call(name, arguments, min(seconds, self._limit(name)), held)
     call.future.set_running_or_notify_cancel()
     refusal = self._refusal(name, arguments)
     if refusal is not None:
@@ -174,6 +175,10 @@ class Toolbox:
       self._waiting.append(call)
       self._start_waiting()
     return call.future
+
+  def _limit(self, name: str) -> float:
+    """Seconds that a call of a tool may take, whoever makes it."""
+    return self.config.timeouts.get(name, self.config.timeout_s)
 
   def call(self, name: str, arguments: str) -> ToolCall:
     """Runs one call to its end, as `submit` does, and waits for it."""
@@ -218,8 +223,10 @@ class Toolbox:
   def _has_place(self, call: _Call) -> bool:
     if self._places() < 1:
       return False
-    if call.cells is None or call.cells in self._holders:
-      return True
+    if call.cells is None or call.cells in self._holders or call.cells.closed:
+      return (
+        True  # what is closed opens no session: its place would never be given back
+      )
     if len(self._holders) >= self.config.max_sessions:
       return False
     self._holders.add(call.cells)
@@ -230,7 +237,9 @@ class Toolbox:
 
   def _start(self, call: _Call) -> None:
     call.began = time.monotonic()
-    call.deadline = call.began + call.seconds + self.config.grace_s
+    # A session that runs needs no grace to start, and would let it have more seconds.
+    cut = call.cells is not None and call.cells.allows_more_than(call.seconds)
+    call.deadline = call.began + call.seconds + self.config.grace_s * (not cut)
     try:
       # A daemon: a hung tool must not keep the program from ending.
       threading.Thread(
@@ -256,6 +265,8 @@ class Toolbox:
       if not self._closed:
         _log.exception("tool %s failed on %.200r", call.name, call.arguments)
       status, result = CallStatus.INFRASTRUCTURE, "error: the tool failed"
+    if status == CallStatus.INFRASTRUCTURE and self._out_of_budget(call):
+      status, result = CallStatus.TOOL, _no_answer(call)
     with self._changed:
       if call in self._running:
         self._running.remove(call)
@@ -266,6 +277,14 @@ class Toolbox:
       if self._closed:
         self._changed.notify_all()
 
+  def _out_of_budget(self, call: _Call) -> bool:
+    """Whether a call had less than the tool's limit, and has used it up.
+
+    Not a program: the sandbox itself tells one that is slow from its own failures.
+    """
+    short = call.name != _WITH_PLACES and call.seconds < self._limit(call.name)
+    return short and time.monotonic() - call.began >= call.seconds
+
   def _watch(self) -> None:
     """Gives up calls at their deadlines, until the toolbox is closed."""
     with self._changed:
@@ -275,7 +294,7 @@ class Toolbox:
         for call in late:
           self._running.remove(call)
           self._hung += 1
-          call.finish(CallStatus.TOOL, f"error: no answer after {call.seconds:.3g} s")
+          call.finish(CallStatus.TOOL, _no_answer(call))
           _log.warning("tool %s hangs on %.200r", call.name, call.arguments)
         if late:
           self._start_waiting()
@@ -283,6 +302,10 @@ class Toolbox:
         self._wake = min((c.deadline for c in self._running), default=math.inf)
         wait = None if self._wake == math.inf else max(0.0, self._wake - now)
         self._changed.wait(wait)
+
+
+def _no_answer(call: _Call) -> str:
+  return f"error: no answer after {call.seconds:.3g} s"
 
 
 def _cut(text: str, limit: int) -> str:

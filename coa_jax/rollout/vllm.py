@@ -30,6 +30,7 @@ from jax.experimental import multihost_utils
 
 from coa_jax.model import decoding
 from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.distribution import GREEDY_BELOW
 from coa_jax.model.sharding import Layout
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.automaton import Automaton, Constraint
@@ -45,6 +46,7 @@ from coa_jax.rollout.vllm_server import (
   VllmServer,
 )
 
+_COLDEST = 0.01  # vLLM samples at this where it is asked for less, 0 excepted
 _LOOK_S = 0.05  # seconds between two looks for episodes and for a newer policy
 
 
@@ -122,7 +124,8 @@ class VllmEngine:
       seed: of this run's sampling.
 
     Raises:
-      ValueError: a prompt has no room in rollout.max_len.
+      ValueError: a prompt has no room in rollout.max_len, or vLLM does not sample at an
+        episode's temperature.
       VllmError: the server is gone, refuses, or does not serve `params`.
     """
     views = self.views(params)
@@ -258,6 +261,11 @@ class VllmEngine:
       raise ValueError(
         f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
         f"{self.config.max_len}; raise it or drop the task"
+      )
+    if GREEDY_BELOW <= episode.temperature < _COLDEST:
+      raise ValueError(
+        f"temperature {episode.temperature:g}: vLLM would sample at {_COLDEST} in its "
+        f"place, and the learner would not; make it 0 or at least {_COLDEST}"
       )
     x = _Live(episode)
     self._give(x, ids)

@@ -14,16 +14,18 @@ import random
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
 
-from coa_jax.model.distribution import Truncation
+from coa_jax.model.distribution import GREEDY_BELOW, Truncation
 
 T = TypeVar("T")
 # What --logits-processors is told, for `rollout.constrain`.
 PROCESSOR = "coa_jax.rollout.vllm_grammar:Grammar"
+_CLOSE_S = 5.0  # what `close` waits for connections to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,10 @@ class UnansweredError(VllmError):
 
 
 class VllmServer:
-  """A client of one server; requests run together on a thread of their own."""
+  """A client of one server; requests run together on a thread of their own.
+
+  `close` ends that thread and hangs up; it happens when nobody has the client any more.
+  """
 
   def __init__(
     self, config: VllmConfig, max_len: int, vocab_size: int, masks: bool = False
@@ -114,16 +119,29 @@ class VllmServer:
     """
     self._config = config
     self._vocab_size = vocab_size
-    self._loop = asyncio.new_event_loop()
-    threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
     self._client = httpx.AsyncClient(
       base_url=config.url,
       timeout=httpx.Timeout(config.timeout_s, connect=10.0, pool=None),
       # The scheduler bounds how many run at once.
       limits=httpx.Limits(max_connections=None),
     )
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    self._loop = runner.get_loop()
+    thread = threading.Thread(
+      target=_work, args=(runner, self._client), name="vllm", daemon=True
+    )
+    thread.start()
+    self.close = weakref.finalize(self, _end, self._loop, thread)
+    try:
+      self._name, self.dtype = self._meet(max_len, masks)
+    except BaseException:
+      self.close()
+      raise
+
+  def _meet(self, max_len: int, masks: bool) -> tuple[str, str]:
+    """The name of the model that is served, and its dtype; args as `__init__`."""
+    config = self._config
     served = self._now("GET", "/v1/models", read=lambda x: x["data"][0])
-    self._name = served["id"]
     longest = served.get("max_model_len") or 0
     if longest < max_len:
       raise VllmError(
@@ -147,7 +165,7 @@ class VllmServer:
         f"start it with --logits-processors={PROCESSOR} and PYTHONPATH naming this "
         "repository, let vllm.serve start one, or set rollout.constrain=False"
       )
-    self.dtype = str(model.get("dtype")).removeprefix("torch.")
+    return served["id"], str(model.get("dtype")).removeprefix("torch.")
 
   def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Starts a coroutine of this client; cancelling the future hangs up."""
@@ -169,7 +187,7 @@ class VllmServer:
       ids: what the sequence begins with.
       most: tokens to sample.
       stops: texts after which the server may stop, or not.
-      temperature: 0 is greedy.
+      temperature: below `GREEDY_BELOW` it is greedy.
       truncation: leaves out unlikely tokens.
       seed: of this request.
       grammar: a file of tables and the state to begin in; see `vllm_grammar`.
@@ -186,7 +204,7 @@ class VllmServer:
       "model": self._name,
       "prompt": ids,
       "max_tokens": most,
-      "temperature": temperature,
+      "temperature": temperature if temperature >= GREEDY_BELOW else 0.0,
       "top_k": truncation.top_k,
       "top_p": truncation.top_p,
       "min_p": truncation.min_p,
@@ -327,6 +345,21 @@ class VllmServer:
       f"{c.url}{path} gave no usable answer in {c.retries + 1} attempts; the last: "
       f"{fault}. {_START}"
     )
+
+
+def _work(runner: asyncio.Runner, client: httpx.AsyncClient) -> None:
+  """The thread of a client, until `_end` stops its loop."""
+  loop = runner.get_loop()
+  loop.run_forever()
+  loop.run_until_complete(client.aclose())
+  runner.close()  # calls off what still runs
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+  loop.call_soon_threadsafe(loop.stop)
+  # What nobody has any more may be found so in any thread, this one too.
+  if threading.current_thread() is not thread:
+    thread.join(_CLOSE_S)
 
 
 _START = (

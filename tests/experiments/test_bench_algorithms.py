@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 
 import pytest
@@ -79,12 +80,52 @@ def long_run(**changed) -> list[dict]:
     ({"format": lambda i: 1.0 if i < 30 else 0.5}, 0.85, ["well-formed 0.5"]),
     ({"truncated_share": lambda i: i / 100}, 0.85, ["cut off"]),
     ({"grad_norm": lambda i: None if i == 7 else 0.1}, 0.85, ["not finite"]),
+    # Null is what nobody could grade: now and then, or a run that is dead.
+    ({"reward": lambda i: None if i in (3, 50) else 0.8}, 0.85, []),
+    (
+      {"reward": lambda i: None if i > 9 else 0.8},
+      0.85,
+      ["graded at 20 of the last 20"],
+    ),
+    (
+      {"reward": lambda i: None, "format": lambda i: None},
+      0.85,
+      ["nothing was graded"],
+    ),
+    (
+      {"reward": lambda i: None if i > 50 else 0.8},
+      0.85,
+      ["graded at 9 of the last 20"],
+    ),
+    ({}, None, ["no greedy answer was graded"]),
+    ({}, math.nan, ["no greedy answer was graded"]),
   ],
 )
 def test_a_collapse_is_found_and_said(changed, accuracy, said):
   found = bench.collapse(long_run(**changed), accuracy)
   assert len(found) == len(said)
   assert all(word in line for word, line in zip(said, found, strict=True))
+
+
+def test_an_evaluation_that_nobody_could_grade_is_not_the_best_nor_the_worst():
+  log = long_run()
+  log[0]["dev_accuracy"] = None
+  assert bench.collapse(log, 0.85) == []
+  assert bench.collapse(log, 0.75) == [
+    "greedy accuracy 0.900 at best, 0.750 at last",
+  ]
+
+
+def test_a_step_without_a_grade_leaves_a_line_of_the_table(tmp_path):
+  rows = [
+    {"stage": "rl", "step": i + 1, "reward": r, "seconds": 1.0 * i}
+    for i, r in enumerate((None, 0.5, 0.5, None))
+  ]
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  (tmp_path / "metrics.jsonl").write_text(text)
+  row = bench.row_of("x", [str(tmp_path)])
+  assert math.isnan(row["before"]) and math.isnan(row["after"])
+  assert row["improved"] == 0
 
 
 def test_runs_that_ended_are_not_made_again_and_one_that_fails_costs_no_other(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 
+import ml_collections
 import pytest
+import toy
 
+from coa_jax import rl
 from coa_jax.config import section
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.toolbox import ToolsConfig
 from experiments import bench_async as bench
 
@@ -34,17 +39,61 @@ def test_a_slow_call_is_the_real_one_later():
   assert (call.status, call.result) == (CallStatus.OK, "5")
 
 
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> str:
+  """A folder with a policy that calls a tool, and a task for it."""
+  folder = tmp_path_factory.mktemp("policy")
+  toy.save_policy(str(folder / "model"), toy.actor(75).params)
+  (folder / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
+  return str(folder)
+
+
+@pytest.mark.parametrize("algo", [{}, {"staleness": 1, "importance_cap": 2.0}])
+def test_a_step_takes_what_the_clock_says_but_evaluation_and_saving(
+  policy, tmp_path, monkeypatch, algo
+):
+  """Of lines that runs really write: in turns, decoding and tools are waited for."""
+  config = ml_collections.ConfigDict(
+    dict(
+      init=f"{policy}/model",
+      rollout=dict(style="brief", slots=4, max_len=toy.MAX_LEN),
+      tools=dict(tools=("code",)),
+      tasks=dict(uri=f"{policy}/tasks.jsonl"),
+      algo=dict(steps=4, prompts=2, samples=2, rounds=1, rows=4, length=128, **algo),
+      dev=dict(every=2, uri=f"{policy}/tasks.jsonl"),
+      checkpoint=dict(every=1),
+    )
+  )
+  monkeypatch.setattr(bench, "_COMPILES", 1)
+  with monkeypatch.context() as patch:
+    patch.setattr(rl, "Toolbox", bench.SlowToolbox)
+    results = rl.run(config, str(tmp_path))
+  log = read_metrics(str(tmp_path), "rl")
+  out = bench.figures_of(log, results)
+  left_out = sum(r.get(f"seconds_{x}", 0.0) for r in log[1:] for x in ("dev", "save"))
+  took = log[-1]["seconds"] - log[0]["seconds"] - left_out
+  # `seconds` is rounded to milliseconds, and read at a line of code of its own.
+  assert out["seconds"] == pytest.approx(took / 3, rel=0.05, abs=0.05)
+  assert out["learn"] == pytest.approx(sum(r["seconds_learn"] for r in log[1:]) / 3)
+  assert out["learner_waited"] == pytest.approx(out["seconds"] - out["learn"])
+  if not algo:
+    waited = sum(r["seconds_decode"] + r["seconds_tools"] for r in log[1:]) / 3
+    assert out["learner_waited"] > waited > 0.1
+    assert out["staleness"] == out["rollouts_waited"] == 0
+
+
 def test_figures_leave_out_the_steps_that_compile():
   rows = [
     {"seconds_learn": 100.0 if i < 3 else 1.0, "seconds_rollout": 2.0, "reward": i / 8}
     for i in range(6)
   ]
   rows[4] |= {"staleness": 1.5, "staleness_max": 2, "rollouts_waited": 3.0}
-  out = bench.figures_of(rows, {"dev_accuracy_first": 0.25, "dev_accuracy": 0.5})
+  rows[5] |= {"seconds_dev": 7.0, "seconds_save": 8.0}
+  out = bench.figures_of(rows, {"dev_accuracy_first": 0.25, "dev_accuracy": None})
   assert (out["seconds"], out["learn"], out["learner_waited"]) == (3.0, 1.0, 2.0)
   assert (out["staleness"], out["staleness_max"]) == (0.5, 2)
   assert (out["rollouts_waited"], out["reward"]) == (1.0, 0.5)
-  assert (out["before"], out["after"]) == (0.25, 0.5)
+  assert out["before"] == 0.25 and math.isnan(out["after"])
 
 
 def test_without_a_quickstart_it_says_how_to_make_one(tmp_path):

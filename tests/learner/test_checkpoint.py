@@ -247,6 +247,22 @@ def test_a_step_is_saved_when_it_is_due_and_once(tmp_path):
     CheckpointConfig(every=0)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["params", "opt_state"])
+def test_a_state_that_is_not_finite_takes_the_place_of_none(where, bad, tmp_path):
+  broken = tiny(2)
+  broken = broken.replace(
+    **{where: jax.tree.map(lambda x: x.at[..., -1].set(bad), broken.params)}
+  )
+  with (
+    pytest.raises(ValueError, match=r"step 2: .* NaN or infinite, and are not saved"),
+    Checkpoints(tmp_path, CheckpointConfig(every=1, keep=1)) as checkpoints,
+  ):
+    checkpoints.reached(tiny(1), {})
+    checkpoints.reached(broken, {})
+  assert whole_steps(tmp_path) == [1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves_at_the_next_boundary(number, tmp_path, capfd):
   before = signal.getsignal(number)

@@ -136,6 +136,29 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes, kept):
   np.testing.assert_allclose(alone, 2 * value, rtol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 30, 100, 109])
+def test_chunks_of_rows_of_a_prime_length_are_the_whole(chunk: int):
+  """The last one is filled up; none becomes many of a single token."""
+  batch = alone(4, 109)
+  cfg = dataclasses.replace(CFG, logit_chunk=chunk)
+
+  def total(cfg):
+    def loss(p):
+      logp_BT, entropy_BT, _ = losses.token_logps(cfg, p, batch)
+      return losses.nll(logp_BT, batch.weight_BT) + entropy_BT.sum()
+
+    return jax.jit(jax.value_and_grad(loss))(toy.params())
+
+  assert_close(total(cfg), total(CFG))
+
+
+def test_chunks_are_as_few_and_as_even_as_can_be():
+  assert losses._chunks(1021, 512) == (2, 511)
+  assert losses._chunks(1024, 512) == (2, 512)
+  assert losses._chunks(1025, 512) == (3, 342)
+  assert losses._chunks(100, 0) == losses._chunks(100, 512) == (1, 100)
+
+
 def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
   bare = Trajectory("t", [Segment(Author.POLICY, "", "", [9, 8, 7], [-1.0] * 3)])
   params = toy.params()

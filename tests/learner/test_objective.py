@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from coa_jax.learner.batch import Batch
 from coa_jax.learner.objective import policy_loss
 
 ALGO = AlgoConfig(steps=1, clip_low=0.2, clip_high=0.28)
+FLOATS = [k for k, v in dataclasses.asdict(ALGO).items() if isinstance(v, float)]
+MASK = {"importance_rule": "mask"}
 
 
 def one_row(**fields) -> Batch:
@@ -231,19 +234,49 @@ def test_a_preset_is_an_algorithm_of_its_own(name: str):
   [
     ({"advantage": "gpro"}, "advantage 'gpro'; accepted: grpo, dr_grpo"),
     ({"aggregation": "mean"}, "accepted: token-mean, seq-mean-token-mean"),
-    ({"samples": 1}, "samples must be at least 2"),
+    ({"samples": 1}, "samples is 1; it must be at least 2"),
     ({"advantage": "gae", "samples": 1}, "filter_groups=False"),
     ({"kl_coef": 0.1, "kl_estimator": "k1"}, "gradient of mean 0"),
-    ({"dual_clip": 0.5}, "dual_clip must be 0"),
+    ({"dual_clip": 0.5}, "dual_clip is 0.5; it must be 0"),
     ({"dual_clip": 3.0, "surrogate": "cispo"}, "with surrogate 'clip'"),
-    ({"importance_floor": 0.5}, "importance_floor at most that"),
-    ({"minibatches": 0}, "minibatches is 0"),
-    ({"gamma": 1.5}, "gamma and lam"),
+    ({"importance_floor": 0.5}, "importance_floor is 0.5; without importance_rule='m"),
+    (
+      {"importance_floor": 0.5, "importance_cap": 2.0},
+      "importance_floor is 0.5; without importance_rule='mask'",
+    ),
+    ({"importance_cap": -1.0}, r"importance_cap is -1.0; it must be 0 \(no weights\)"),
+    (MASK, "importance_rule is 'mask', and without .* leave it at 'truncate'"),
+    (
+      {"importance_level": "sequence"},
+      "importance_level is 'sequence', and without .* leave it at 'token'",
+    ),
+    # Every on-policy token weighs 1.
+    (MASK | {"importance_cap": 0.5}, "importance_cap 0.5; .* the cap above 1"),
+    (MASK | {"importance_cap": 1.0}, "importance_cap 1.0; .* the cap above 1"),
+    (
+      MASK | {"importance_cap": 2.0, "importance_floor": 1.5},
+      "importance_floor is 1.5 and .* the floor must be from 0 to below 1",
+    ),
+    (MASK | {"importance_cap": 2.0, "importance_floor": -0.5}, "floor is -0.5"),
+    ({"minibatches": 0}, "minibatches is 0; it must be at least 1"),
+    ({"steps": 0}, "steps is 0; it must be at least 1"),
+    ({"steps": -3}, "steps is -3; it must be at least 1"),
+    ({"keep_every": 0}, "keep_every is 0; it must be at least 1"),
+    ({"length": 0}, "length is 0; it must be at least 1"),
+    ({"round_prompts": -1}, "round_prompts is -1; it must be at least 0"),
+    ({"critic_lr": -1.0}, "critic_lr is -1.0; it must be at least 0"),
+    ({"gamma": 1.5}, "gamma is 1.5; it must be from 0 to 1"),
+    ({"value_clip": 0.0}, "value_clip is 0.0; it must be above 0"),
+    *(
+      ({name: bad}, f"{name} is {bad}; it must be a finite number")
+      for name in FLOATS
+      for bad in (math.nan, math.inf)
+    ),
   ],
 )
 def test_what_can_not_be_is_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    AlgoConfig(steps=1, **changes)
+    AlgoConfig(**{"steps": 1, **changes})
 
 
 def test_an_unknown_preset_is_named():

@@ -61,6 +61,16 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
   assert learner.jitted._cache_size() == 1
 
 
+def test_a_step_that_has_nothing_to_learn_from_is_refused():
+  """Divided by 0, every parameter would be NaN."""
+  optimizer = optax.sgd(1.0)
+  learner, nothing = Learner(loss, optimizer), batching.empty(1, 128)
+  with pytest.raises(ValueError, match=r"divided by 0\.0: no token"):
+    learner.step(state_of(optimizer), [nothing], float(nothing.weight_BT.sum()))
+  with pytest.raises(ValueError, match="at least one micro-batch"):
+    learner.step(state_of(optimizer), [], 1.0)
+
+
 def test_a_state_holds_arrays_only():
   state = state_of(optax.adam(1e-3))
   assert int(state.step) == 0

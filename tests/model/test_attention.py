@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,3 +100,69 @@ def test_a_token_reads_the_cache_up_to_its_own_place():
       [[True, True, False, False], [True, True, True, True]],
     ],
   )
+
+
+def device(platform: str, capability: str = "9.0"):
+  return types.SimpleNamespace(platform=platform, compute_capability=capability)
+
+
+HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
+
+
+@pytest.mark.parametrize(
+  ("where", "dtype", "H", "T", "kernel"),
+  [
+    (device("cpu"), HALF, 64, 128, "xla"),
+    (device("gpu"), HALF, 64, 126, "cudnn"),
+    (device("gpu"), FULL, 64, 128, "xla"),
+    (device("gpu"), HALF, 64, 127, "xla"),
+    (device("gpu"), HALF, 20, 128, "xla"),
+    (device("gpu"), HALF, 256, 128, "cudnn"),
+    (device("gpu", "8.0"), HALF, 256, 128, "xla"),
+    (device("tpu"), FULL, 64, 256, "splash"),
+    (device("tpu"), FULL, 64, 100, "xla"),
+  ],
+)
+def test_auto_takes_a_kernel_that_runs(where, dtype, H: int, T: int, kernel: str):
+  assert attention.choose(where, dtype, H, T) == kernel
+
+
+@pytest.mark.parametrize(
+  ("where", "changes", "length", "message"),
+  [
+    (
+      "cpu",
+      {"attention": "splash"},
+      0,
+      "='splash' needs a TPU, not a CPU; .*: auto, xla",
+    ),
+    (
+      "cpu",
+      {"attention": "cudnn"},
+      0,
+      "='cudnn' needs a GPU, not a CPU; .*: auto, xla",
+    ),
+    ("gpu", {"attention": "cudnn"}, 0, "needs model.dtype='bfloat16', not 'float32'"),
+    (
+      "gpu",
+      {"attention": "cudnn", "dtype": "bfloat16", "head_dim": 20},
+      0,
+      "a multiple of 8 and at most 256, not 20",
+    ),
+    (
+      "gpu",
+      {"attention": "cudnn", "dtype": "bfloat16"},
+      63,
+      "an even number of tokens, not 63",
+    ),
+    ("tpu", {"attention": "splash"}, 100, "a multiple of 128 tokens .* not 100"),
+  ],
+)
+def test_a_kernel_that_can_not_run_is_refused(
+  monkeypatch, where: str, changes, length: int, message: str
+):
+  monkeypatch.setattr(attention, "_device", lambda layout: device(where))
+  cfg = dataclasses.replace(toy.MODEL, **changes)
+  with pytest.raises(ValueError, match=f"model.attention{message}|{message}"):
+    attention.check(cfg, None, length)
+  attention.check(dataclasses.replace(cfg, attention="auto"), None, length)

@@ -28,6 +28,22 @@ def test_each_row_has_its_own_temperature_and_greedy_reports_temperature_one():
     np.testing.assert_allclose(rows[row], one, atol=1e-7)
 
 
+@pytest.mark.parametrize("t", [1e-6, 1e-10, 1e-31, 1e-37])
+def test_next_to_no_temperature_is_greedy_to_sampler_and_learner(t: float):
+  logits = jnp.asarray(np.random.default_rng(1).normal(size=(4, 9)) * 5, jnp.float32)
+  allowed = jnp.ones((4, 9), bool).at[:, jnp.argmax(logits, -1)].set(False)
+  keys = jax.random.split(jax.random.key(3), 4)
+  for t_B in (jnp.zeros(4), jnp.full(4, t)):
+    logp = distribution.log_probs(logits, t_B, allowed=allowed)
+    token_B = distribution.sample(logp, keys, t_B)
+    taken, entropy = distribution.taken_log_probs(logits, token_B, t, allowed=allowed)
+    np.testing.assert_array_equal(token_B, jnp.where(allowed, logits, -1e9).argmax(-1))
+    at_one = distribution.log_probs(logits, 1.0, allowed=allowed)
+    np.testing.assert_array_equal(logp, at_one)
+    np.testing.assert_allclose(taken, logp.max(-1), atol=1e-6)
+    assert (entropy > 0).all()
+
+
 def test_samples_follow_the_distribution():
   n, p = 40_000, np.array([0.5, 0.0, 0.25, 0.15, 0.1])
   logp_BV = jnp.broadcast_to(jnp.log(p), (n, 5))

@@ -49,3 +49,22 @@ def test_products_are_the_matrices(tied: bool):
   scalars = sum(x.size for x in leaves if x.ndim > 1)
   layers, head = flops.products(cfg)
   assert layers + head * (1 if tied else 2) == scalars
+
+
+@pytest.mark.parametrize(
+  ("kind", "peak"),
+  [
+    ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ("NVIDIA H1000", None),
+    ("TPU v4", 275e12),
+    ("TPU v4 lite", 138e12),
+    ("TPU v5p", 459e12),
+    ("TPU v5 lite", 197e12),
+  ],
+)
+def test_cards_of_one_name_have_peaks_of_their_own(kind: str, peak: float | None):
+  assert flops.peak_flops(kind) == peak

@@ -263,6 +263,16 @@ def test_remat_modes_are_different_programs():
     ({"dtype": "float16"}, "dtype 'float16'; accepted: float32, bfloat16"),
     ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
     ({"logit_chunk": -1}, "logit_chunk -1 is negative"),
+    ({"windows": (0, -5)}, "windows has -5"),
+    ({"vocab_size": 0}, "vocab_size is 0; it must be at least 1"),
+    ({"layers": 0}, "layers is 0"),
+    ({"width": -4}, "width is -4"),
+    ({"heads": 0}, "heads is 0"),
+    ({"kv_heads": 0}, "kv_heads is 0"),
+    ({"head_dim": 0}, "head_dim is 0"),
+    ({"ff": 0}, "ff is 0"),
+    ({"norm_eps": -1.0}, "norm_eps is -1.0; it must be a number above 0"),
+    ({"rope_theta": float("nan")}, "rope_theta is nan"),
   ],
 )
 def test_impossible_architectures_are_refused(changes, message: str):

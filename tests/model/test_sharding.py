@@ -155,6 +155,33 @@ def test_every_axis_that_does_not_divide_is_named():
   layout(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b"))
 
 
+@pytest.mark.parametrize(
+  ("rules", "fault"),
+  [
+    ({"D": ("fsdp", "tensor")}, r"D and N over tensor \(parameter 'q'\)"),
+    ({"F": ("context", "tensor")}, r"T and F over context \(activations\)"),
+    ({"K": ("data",)}, r"B and K over data \(activations\)"),
+  ],
+)
+def test_rules_that_split_an_array_twice_over_one_axis_are_refused(rules, fault: str):
+  with pytest.raises(ValueError, match=fault):
+    layout(tensor=2).replacing(rules).check(toy.MODEL)
+
+
+def test_a_decoder_splits_matrices_over_tensor_alone():
+  """Whatever training's rules; so each replica holds a whole model."""
+  rules = {"T": (), "F": ("context", "tensor"), "V": ("context",)}
+  trained = layout(tensor=2, context=2, fsdp=2).replacing({**rules, "D": ("fsdp",)})
+  trained.check(toy.MODEL)
+  decoder = trained.decoding()
+  letters = set("".join(sharding.PARAMETERS.values())) & set(sharding.RULES)
+  assert {x: decoder.axes(x) for x in letters} == {
+    **{"D": (), "V": ()},
+    **{"F": ("tensor",), "N": ("tensor",), "K": ("tensor",)},
+  }
+  assert decoder.axes("B") == ("data", "fsdp", "context")
+
+
 def test_a_parameter_without_a_place_in_the_table_is_noticed():
   """Every parameter's letters fit its shape, stacked or not, for both families."""
   for scan in (False, True):
@@ -195,6 +222,7 @@ def test_counters_of_an_optimizer_are_replicated_and_moments_split():
     ({"devices": -1}, "devices is -1; it must be 0 for all"),
     ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, D"),
     ({"rules": {"D": ("model",)}}, "rules.D has 'model'; there are data, fsdp"),
+    ({"rules": {"B": ("fsdp", "fsdp")}}, "rules.B has an axis twice: fsdp, fsdp"),
   ],
 )
 def test_meshes_that_can_not_be_are_refused(fields, message: str):

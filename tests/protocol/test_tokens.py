@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 
 import pytest
@@ -103,6 +104,33 @@ def test_saved_and_loaded_is_the_same(tok: Tokenizer, tmp_path):
   tok.encode_prompt(question)
   again.encode_prompt(other)
   assert question == other
+
+
+@pytest.mark.parametrize(
+  ("said", "kept"),
+  [
+    ("Qwen2Tokenizer", "Qwen2Tokenizer"),
+    ("TokenizersBackend", "PreTrainedTokenizerFast"),
+    (None, "PreTrainedTokenizerFast"),
+  ],
+)
+def test_what_is_written_is_read_by_transformers_4_too(tmp_path, said, kept: str):
+  """It has no TokenizersBackend, and takes `extra_special_tokens` for a table."""
+  first, second = tmp_path / "first", tmp_path / "second"
+  toy.tokenizer().save(first)
+  file = first / "tokenizer_config.json"
+  config = json.loads(file.read_text())
+  assert config.pop("tokenizer_class") == "PreTrainedTokenizerFast"
+  if said:
+    config["tokenizer_class"] = said
+  config["additional_special_tokens"] = [tokens.IM_START]
+  file.write_text(json.dumps(config))
+  Tokenizer.load(first).save(second)
+  written = json.loads((second / "tokenizer_config.json").read_text())
+  assert written["tokenizer_class"] == kept
+  assert written["additional_special_tokens"] == [tokens.IM_START]
+  assert not {"is_local", "local_files_only", "extra_special_tokens"} & set(written)
+  assert Tokenizer.load(second).hf.extra_special_tokens == [tokens.IM_START]
 
 
 def test_loading_what_is_not_there_names_the_file(tmp_path):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from coa_jax.report.metrics import Metrics
 from coa_jax.report.watch import RULES, CollapsedError, Watch, WatchConfig
 
 HEALTHY = {
@@ -18,6 +19,7 @@ HEALTHY = {
   "tokens_per_trajectory": 100.0,
   "truncated_share": 0.1,
   "repeated_share": 0.1,
+  "calls_per_trajectory": 2.0,
   "gap_share": 0.0,
   "ratio_tail": 0.0,
   "removed_mass": 0.01,
@@ -31,6 +33,7 @@ WRONG = {
   "tokens_per_trajectory": (400.0, "length_growth"),
   "truncated_share": (0.9, "truncated"),
   "repeated_share": (0.8, "repeated"),
+  "calls_per_trajectory": (0.3, "calls_drop"),
   "gap_share": (0.2, "gap"),
   "ratio_tail": (0.5, "ratio_tail"),
   "removed_mass": (0.5, "removed_mass"),
@@ -77,14 +80,78 @@ def test_each_collapse_is_named_once_with_its_limit_and_a_remedy(metric):
   assert said(off, series) == []
 
 
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("name", ["grad_norm", "entropy", "entropy_plan", "value_loss"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_said_at_once_and_never_saved(bad):
-  series = [HEALTHY, HEALTHY | {"grad_norm": bad}]
-  ((step, line),) = said(WatchConfig(), series)
-  assert step == 2 and f"grad_norm is {bad}" in line
-  watch = Watch(WatchConfig(stop=True))
-  with pytest.raises(CollapsedError, match=r"step 1 \(not saved"):
-    watch.look(1, series[1], lambda line: None)  # before the run could be saved
+def test_what_is_not_finite_ends_the_run_before_it_is_saved(stop, name, bad):
+  """Whatever `stop` says: it would take the place of every good checkpoint."""
+  watch, lines = Watch(WatchConfig(stop=stop)), []
+  watch.look(1, HEALTHY, lines.append)
+  with pytest.raises(CollapsedError, match=rf"step 2 \(not saved.*{name} is {bad}"):
+    watch.look(2, HEALTHY | {name: bad}, lines.append)
+  (line,) = lines
+  assert line.startswith(f"warning: step 2: {name} is {bad}")
+
+
+def logged(workdir, series: list[dict[str, float]]) -> str:
+  """A workdir whose metrics are these."""
+  with Metrics(str(workdir), "rl", len(series)) as metrics:
+    for step, values in enumerate(series, 1):
+      metrics.log(step, values)
+  return str(workdir)
+
+
+def heard(watch: Watch, series: list[dict[str, float]], first: int) -> str:
+  """Steps from `first` on, until the watch ends them: what it says of that, or ""."""
+  try:
+    for step, values in enumerate(series[first:], first + 1):
+      watch.look(step, values, lambda line: None)
+      watch.end(step)
+  except CollapsedError as e:
+    return str(e)
+  return ""
+
+
+@pytest.mark.parametrize("metric", WRONG)
+@pytest.mark.parametrize("lives", [1, 2, 7])
+def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
+  tmp_path, metric, lives
+):
+  """Baselines and counts are those of the whole run, however short its lives are."""
+  wrong = HEALTHY | {metric: WRONG[metric][0], "reward": math.nan}
+  series = [HEALTHY] * 6 + [wrong] * 6
+  config = WatchConfig(stop=True)
+  expected = heard(Watch(config), series, 0)
+  assert "stopped at step 11 (saved)" in expected
+  workdir = logged(tmp_path, series)  # and steps that the checkpoint does not hold
+  for first in range(0, 11, lives):
+    watch = Watch(config)
+    watch.recall(workdir, "rl", first)
+    assert not watch.ends and heard(watch, series, first) == expected
+  # The checkpoint of the last step was written: it does not go on unless it is told to.
+  with pytest.raises(CollapsedError) as again:
+    Watch(config).recall(workdir, "rl", 11)
+  assert str(again.value) == expected
+  for other in ({"stop": False}, {WRONG[metric][1]: 0.0}):
+    watch = Watch(dataclasses.replace(config, **other))
+    watch.recall(workdir, "rl", 11)
+    assert heard(watch, series, 11) == ""
+
+
+def test_a_run_that_begins_has_nothing_to_recall(tmp_path):
+  Watch(WatchConfig(stop=True)).recall(str(tmp_path / "none"), "rl", 0)
+
+
+def test_what_compares_sampler_and_learner_is_not_watched_off_policy():
+  """Tokens of older policies differ from the learner's: that is no disagreement."""
+  wrong = HEALTHY | {"gap_share": 0.9, "ratio_tail": 0.9}
+  assert len(said(WatchConfig(), [wrong] * 9)) == 2
+  assert said(WatchConfig(stop=True), [wrong | {"staleness": 0.0}] * 9) == []
+
+
+def test_a_run_without_tools_is_not_blamed_for_asking_none():
+  series = [HEALTHY | {"calls_per_trajectory": 0.0}] * 20
+  assert said(WatchConfig(stop=True), series) == []
 
 
 def test_steps_that_lack_a_metric_or_have_no_mean_of_it_count_for_nothing():
@@ -98,5 +165,6 @@ def test_steps_that_lack_a_metric_or_have_no_mean_of_it_count_for_nothing():
 def test_limits_that_can_not_be_meant_are_refused():
   with pytest.raises(ValueError, match="patience must be at least 1, got 0"):
     WatchConfig(patience=0)
-  with pytest.raises(ValueError, match=r"gap must be at least 0 .*got -0.1"):
-    WatchConfig(gap=-0.1)
+  for bad in (-0.1, math.nan, math.inf):
+    with pytest.raises(ValueError, match=rf"gap must be at least 0 .*got {bad}"):
+      WatchConfig(gap=bad)

@@ -18,6 +18,7 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.ahead import Ahead, Plan, ages
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
+from coa_jax.rollout.tool_journal import ToolJournal
 from coa_jax.tasks.draw import Draw
 
 CFG = toy.MODEL
@@ -199,6 +200,31 @@ def test_what_was_begun_is_played_again_by_a_resumed_run(player, novice):
   gone = {**cursor, "unfinished": ["nobody"]}
   with pytest.raises(ValueError, match="'nobody' was begun"):
     make(player, tools, cursor=gone)
+
+
+def test_a_resumed_run_asks_no_call_again_that_was_answered(player, novice, tmp_path):
+  """Though its groups begin under a newer policy: here one that says the same."""
+
+  def playing(tools, **where) -> Ahead:
+    journal = ToolJournal(str(tmp_path / "calls"))
+    means = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, journal=journal)
+    return make(means, tools, staleness=2, **where)
+
+  whole, first, second = (toy.TableToolbox() for _ in range(3))
+  with make(player, whole) as ahead:
+    expected = [ahead.next(novice, step) for step in range(PLAN.steps)]
+  with playing(first) as ahead:
+    seen = [ahead.next(novice, 0)]
+    wait(lambda: ahead._begun == 6 and not ahead._running)
+    seen.append(ahead.next(novice, 1))
+    wait(lambda: ahead._begun == 8 and not ahead._running)
+  with playing(second, step=2, cursor=seen[1].cursor) as ahead:
+    seen += [ahead.next(novice, step) for step in range(2, PLAN.steps)]
+  for mine, theirs in zip(seen, expected, strict=True):
+    for group, other in zip(mine.played, theirs.played, strict=True):
+      assert [t.text for t in group] == [t.text for t in other]
+  assert sorted(first.calls + second.calls) == sorted(whole.calls)
+  assert len(seen[1].cursor["unfinished"]) >= 2 and second.calls
 
 
 def test_groups_that_another_process_had_not_begun_are_drawn(player, novice):

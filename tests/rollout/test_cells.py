@@ -132,6 +132,36 @@ def test_every_end_of_a_trajectory_ends_its_session(box, how):
   soon(lambda: not session.alive and not box._holders)
 
 
+def test_what_was_dropped_while_it_waited_keeps_no_place():
+  nap = roles.render_code("import time; time.sleep(1)")
+  with Toolbox(config(max_sessions=1)) as box:
+    a, b, c = (box.cells() for _ in range(3))
+    running = box.submit("code", nap, cells=a)
+    waits = box.submit("code", roles.render_code("print(2)"), cells=b)
+    b.close()
+    assert waits.result(120).status == CallStatus.INFRASTRUCTURE
+    running.result(120)
+    a.close()
+    soon(lambda: not box._holders)
+    last = box.submit("code", roles.render_code("print(3)"), cells=c)
+    assert last.result(120).result == "3"
+    c.close()
+
+
+def test_a_later_program_gets_no_more_seconds_than_it_is_given():
+  nap = roles.render_code("import time; time.sleep(4); print('done')")
+  with Toolbox(config()) as box:
+    cells = box.cells()
+    box.submit("code", roles.render_code("x = 1"), cells=cells).result(120)
+    session = cells._session
+    call = box.submit("code", nap, 0.5, cells).result(120)
+    said = (CallStatus.TOOL, "error: no answer after 0.5 s")
+    assert (call.status, call.result) == said and 0.5 <= call.seconds < 3
+    assert session.alive and box._holders  # until its program has ended
+    cells.close()
+    soon(lambda: not session.alive and not box._holders and box.hung == 0)
+
+
 def test_without_sessions_programs_share_nothing():
   with Toolbox(config(session=False)) as box:
     assert box.cells() is None

@@ -268,6 +268,16 @@ def test_a_failure_is_told_to_all_and_stops_the_team(open_team, monkeypatch):
     team.warm_up()
 
 
+def test_a_question_that_can_not_fit_is_refused_unread(open_team, player, monkeypatch):
+  def encode(self, prompt) -> None:
+    raise AssertionError("it was encoded")
+
+  team = open_team()
+  monkeypatch.setattr(type(player.tokenizer), "encode_prompt", encode)
+  with pytest.raises(ValueError, match="a question of 1000000 characters leaves no"):
+    team.ask(Ask("x" * 1_000_000), print)
+
+
 def test_what_can_not_be_played_is_refused(open_team):
   team = open_team()
   with pytest.raises(ValueError, match=r"a prompt of \d+ tokens leaves no room in"):

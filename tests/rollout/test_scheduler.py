@@ -365,7 +365,11 @@ def test_a_prompt_without_room_names_the_field():
   [
     ({"slots": 0}, "slots must be at least 1, got 0"),
     ({"tool_seconds": 0.0}, "tool_seconds must be above 0"),
-    ({"same_calls": -1}, "same_calls at least 0"),
+    ({"tool_seconds": float("nan")}, "tool_seconds must be above 0, got nan"),
+    ({"same_calls": -1}, "same_calls must be at least 0"),
+    ({"max_calls": -3}, "max_calls must be at least 0, got -3"),
+    ({"seed": -1}, "seed must be from 0 to 4294967295, got -1"),
+    ({"seed": 2**32}, "seed must be from 0 to 4294967295, got 4294967296"),
     ({"observation_tokens": 9}, "observation_tokens must be at least 80"),
     ({"variant": "webb"}, "unknown protocol variant 'webb'"),
     ({"style": "terse"}, "prompt style 'terse'"),

@@ -20,9 +20,11 @@ def answers(*replies: str) -> toy.TableToolbox:
   return toy.TableToolbox(lambda *_: next(left))
 
 
-def asked(journal: ToolJournal, tools, calls, step: int = 4, who=WHO) -> list[ToolCall]:
+def asked(
+  journal: ToolJournal, tools, calls, step: int = 4, who=WHO, within: int = 0
+) -> list[ToolCall]:
   """What a trajectory hears."""
-  mine = journal.tools(tools, step, who)
+  mine = journal.tools(tools, step, who, within)
   return [mine.submit(name, text).result() for name, text in calls]
 
 
@@ -95,6 +97,19 @@ def test_steps_that_are_never_made_again_are_forgotten(tmp_path):
   journal.forget(5)
   names = [p.name for p in (tmp_path / "later").iterdir()]
   assert names == ["step_000005.jsonl"]
+
+
+@pytest.mark.parametrize("before", [2, 3, 5, 6])
+def test_a_trajectory_is_known_again_some_steps_from_where_it_began(tmp_path, before):
+  """As one that goes on beside the learner: it began under another policy."""
+  first = asked(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS, step=before)
+  again, journal = answers("4"), ToolJournal(str(tmp_path))
+  heard = asked(journal, again, [*CALLS, ("code", "c")], within=2)
+  assert heard[:3] == first and again.calls == [("code", "c")]
+  # What is answered now is known next time too, and no further away than it is said.
+  assert asked(ToolJournal(str(tmp_path)), answers(), CALLS, within=2) == first
+  far = ToolJournal(str(tmp_path))
+  assert asked(far, answers("5"), CALLS[:1], within=1, step=before + 2)[0].result == "5"
 
 
 def test_threads_share_a_journal(tmp_path):

@@ -323,6 +323,30 @@ def test_a_call_gets_no_more_seconds_than_it_is_given(config):
     assert call.result == "error: stopped after 1 s"
 
 
+@pytest.mark.parametrize(
+  ("lasts", "seconds", "status"),
+  [
+    (0.2, 0.2, CallStatus.TOOL),  # it had less than the tool's own limit
+    (0.0, 0.2, CallStatus.INFRASTRUCTURE),  # and did not use it up
+    (0.2, 600.0, CallStatus.INFRASTRUCTURE),  # the limit was its own
+  ],
+)
+def test_a_service_that_runs_out_of_the_trajectorys_time_is_not_down(
+  config, lasts: float, seconds: float, status: CallStatus
+):
+  class Slow(Toolbox):
+    def answer(self, name: str, arguments: str, seconds: float):
+      time.sleep(lasts)
+      return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
+
+  own = 0.2 if seconds > 1 else 30.0
+  with Slow(dataclasses.replace(config, timeout_s=own)) as box:
+    call = box.submit("wiki_search", "river", seconds).result(timeout=60)
+  assert call.status == status
+  if status == CallStatus.TOOL:
+    assert call.result == "error: no answer after 0.2 s" and call.seconds >= seconds
+
+
 def test_a_future_can_not_be_cancelled(config):
   with Odd(config) as box:
     future = box.submit("wiki_search", "river")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import gc
+import threading
 from collections.abc import Iterator
 
 import httpx
@@ -15,7 +19,7 @@ from scripted_vllm import ScriptedVllm, play, player
 from coa_jax import evaluate
 from coa_jax.model.weights import save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
-from coa_jax.rollout.vllm_server import PROCESSOR, VllmConfig, VllmError
+from coa_jax.rollout.vllm_server import PROCESSOR, VllmConfig, VllmError, VllmServer
 
 
 @pytest.fixture
@@ -192,6 +196,40 @@ def test_no_server_is_one_clear_error_before_any_work(server, tmp_path):
   ):
     evaluate.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
+
+
+def left() -> list[str]:
+  return [t.name for t in threading.enumerate() if t.name == "vllm"]
+
+
+def test_a_client_that_nobody_has_leaves_nothing_behind(server, tmp_path):
+  gc.collect()
+  before, config = left(), server.config(str(tmp_path))
+  with pytest.raises(VllmError, match=r"rollout\.max_len=5000"):
+    VllmServer(config, 5000, 10)
+  assert left() == before
+  clients = [VllmServer(config, 100, 10) for _ in range(3)]
+  assert len(left()) == len(before) + 3
+  clients[0].close()
+  assert len(left()) == len(before) + 2
+  clients[0].close()  # nothing more
+  hung = clients[1].submit(asyncio.sleep(600))
+  del clients
+  gc.collect()
+  assert left() == before
+  with pytest.raises(concurrent.futures.CancelledError):
+    hung.result(60)
+
+
+@pytest.mark.parametrize("t", [1e-9, 1e-4])
+def test_a_temperature_that_vllm_would_change_is_not_asked_for(server, tmp_path, t):
+  on = player(server, tmp_path)
+  if t > 1e-5:
+    with pytest.raises(ValueError, match=r"temperature 0\.0001: vLLM would sample at"):
+      play(on, temperature=t)
+  else:  # greedy here, so greedy there
+    play(on, temperature=t)
+    assert {body["temperature"] for body in server.completions()} == {0.0}
 
 
 def test_the_scripted_server_is_a_server(server):

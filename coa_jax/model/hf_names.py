@@ -1,0 +1,113 @@
+"""Names and shapes of a model's arrays in Hugging Face's layout and in ours.
+
+One table, used in both directions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+# Ours: (Hugging Face's name, which of our axes make up each of its axes). Hugging Face
+# stores a matrix as [outputs, inputs], ours are [inputs..., outputs...].
+_VECTOR, _MATRIX = ((0,),), ((1,), (0,))
+_INTO_HEADS, _FROM_HEADS, _OF_HEADS = ((1, 2), (0,)), ((2,), (0, 1)), ((0, 1),)
+_LAYER = {
+  "attn_norm": ("input_layernorm.weight", _VECTOR),
+  "q": ("self_attn.q_proj.weight", _INTO_HEADS),
+  "k": ("self_attn.k_proj.weight", _INTO_HEADS),
+  "v": ("self_attn.v_proj.weight", _INTO_HEADS),
+  "q_bias": ("self_attn.q_proj.bias", _OF_HEADS),
+  "k_bias": ("self_attn.k_proj.bias", _OF_HEADS),
+  "v_bias": ("self_attn.v_proj.bias", _OF_HEADS),
+  "q_norm": ("self_attn.q_norm.weight", _VECTOR),
+  "k_norm": ("self_attn.k_norm.weight", _VECTOR),
+  "o": ("self_attn.o_proj.weight", _FROM_HEADS),
+  "ff_norm": ("post_attention_layernorm.weight", _VECTOR),
+  "gate": ("mlp.gate_proj.weight", _MATRIX),
+  "up": ("mlp.up_proj.weight", _MATRIX),
+  "down": ("mlp.down_proj.weight", _MATRIX),
+}
+_TOP = {
+  "embed": ("model.embed_tokens.weight", ((0,), (1,))),
+  "final_norm": ("model.norm.weight", _VECTOR),
+  "head": ("lm_head.weight", _MATRIX),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One array of Hugging Face's and its place among ours.
+
+  Attributes:
+    path: keys in the parameters' tree.
+    layer: its place on the stacked layer axis; None where there is none.
+    groups: which of our axes (the layer axis left out) make up each of its axes.
+    shape: of ours, the layer axis left out.
+  """
+
+  path: tuple[str, ...]
+  layer: int | None
+  groups: tuple[tuple[int, ...], ...]
+  shape: tuple[int, ...]
+
+  @property
+  def stored(self) -> tuple[int, ...]:
+    """The shape in the file."""
+    return tuple(math.prod(self.shape[i] for i in g) for g in self.groups)
+
+  def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """Our part at `index`, from something that can be sliced as the file's array."""
+    spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
+    cuts = []
+    for group in self.groups:
+      # Only the first axis of a group is ever split.
+      first, rest = group[0], math.prod(self.shape[i] for i in group[1:])
+      cuts.append(slice(spans[first].start * rest, spans[first].stop * rest))
+    axes = [i for g in self.groups for i in g]
+    part = stored[tuple(cuts)].reshape([len(spans[i]) for i in axes])
+    return part.transpose(np.argsort(axes))
+
+  def write(self, x: np.ndarray) -> np.ndarray:
+    """The file's array of ours."""
+    axes = [i for g in self.groups for i in g]
+    return np.ascontiguousarray(x.transpose(axes).reshape(self.stored))
+
+
+def hf_name(name: str) -> str:
+  """Hugging Face's name, inside a layer, of one of our arrays."""
+  return _LAYER[name][0]
+
+
+def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
+  """Hugging Face's names of a tree of parameters, stacked or not.
+
+  Raises:
+    ValueError: listing parameters that have no name there.
+  """
+  out, unmapped = {}, []
+  for keys, x in jax.tree_util.tree_leaves_with_path(shapes):
+    path = tuple(k.key for k in keys)
+    name = path[-1]
+    if len(path) == 1 and name in _TOP:
+      hf, groups = _TOP[name]
+      out[hf] = Entry(path, None, groups, tuple(x.shape))
+    elif len(path) == 2 and name in _LAYER:
+      hf, groups = _LAYER[name]
+      if path[0] == "layers":
+        for i in range(layers):
+          entry = Entry(path, i, groups, tuple(x.shape[1:]))
+          out[f"model.layers.{i}.{hf}"] = entry
+      else:
+        number = path[0].removeprefix("layer_")
+        entry = Entry(path, None, groups, tuple(x.shape))
+        out[f"model.layers.{number}.{hf}"] = entry
+    else:
+      unmapped.append("/".join(path))
+  if unmapped:
+    raise ValueError(f"Hugging Face has no name for {', '.join(unmapped)}")
+  return out

@@ -1,0 +1,121 @@
+"""What of a request and a response is text, and what an answer is; no model samples."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from absl import flags
+from starlette.testclient import TestClient
+
+from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
+from coa_jax.rollout.live import Spans
+from experiments import serve
+from experiments.completions import Choice
+
+TAGS = ("think", "answer", "observation")
+URL = "/v1/chat/completions"
+
+
+class Team:
+  """Answers every question with one text."""
+
+  alive, counts, max_waiting = True, (0, 0), 4
+
+  def __init__(self, text: str = "<think> x</think><answer> 5</answer>"):
+    self.text = text
+    self.player = self.engine = self.config = self
+    self.top_p = 1.0
+
+  def ask(self, ask, tell):
+    for piece in Spans(TAGS).read(self.text.encode("utf-8", "surrogatepass"), True):
+      tell(piece)
+    segments = [Segment(Author.POLICY, "", self.text)]
+    tell(Trajectory("t", segments, status=Status.ENDED))
+
+  def cancel(self, episode) -> None:
+    """Nothing runs."""
+
+
+def post(body: bytes, kind: str = "application/json", team: Team | None = None):
+  app = serve.make_app(team or Team(), "coa")
+  client = TestClient(app, raise_server_exceptions=False)
+  return client.post(URL, content=body, headers={"content-type": kind})
+
+
+def asks(**fields) -> bytes:
+  messages = [{"role": "user", "content": "2 + 3"}]
+  return json.dumps({"model": "coa", "messages": messages, **fields}).encode()
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"\ud800": 1},
+    {"stream": True, "stream_options": {"\ud800": 1}},
+    {"model": "\ud800"},
+  ],
+)
+def test_a_lone_surrogate_is_refused_as_any_other_name(fields):
+  response = post(asks(**fields))
+  assert response.status_code == (404 if "model" in fields else 400), response.text
+  assert "ud800" in response.text and response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+  ("kind", "status"),
+  [
+    ("application/json", 200),
+    ("Application/JSON", 200),
+    ("application/json ; charset=utf-8", 200),
+    ("application/jsonl", 415),
+    ("text/plain", 415),
+  ],
+)
+def test_a_media_type_has_no_case_and_may_have_spaces(kind: str, status: int):
+  assert post(asks(), kind).status_code == status
+
+
+def test_a_lone_surrogate_of_a_tool_is_told_as_it_is():
+  team = Team("<think> \ud800</think><answer> 5</answer>")
+  response = post(asks(), team=team)
+  assert response.status_code == 200
+  message = response.json()["choices"][0]["message"]
+  assert message["reasoning_content"] == "<think> \ud800</think>"
+  assert message["content"] == "5"
+
+
+@pytest.mark.parametrize(
+  ("text", "content", "reasoning"),
+  [
+    ("<think> a</think><answer> 5 </answer>", "5", "<think> a</think>"),
+    ("<answer> A <answer> B </answer>", "B", "<answer> A "),
+    (
+      "<think> x <answer> A </think> <answer> B </answer>",
+      "B",
+      "<think> x <answer> A </think> ",
+    ),
+    ("<think> x</think></answer>", "", "<think> x</think>"),
+  ],
+)
+def test_the_answer_is_the_one_that_would_be_graded(text, content, reasoning):
+  response = post(asks(), team=Team(text))
+  message = response.json()["choices"][0]["message"]
+  assert (message["content"], message["reasoning_content"]) == (content, reasoning)
+
+
+def test_an_answer_that_was_cut_off_is_what_there_is_of_it():
+  choice = Choice(0)
+  text = "<think> x</think><answer> fi"
+  for piece in Spans(TAGS).read(text.encode(), True):
+    choice.delta(piece)
+  segments = [Segment(Author.POLICY, "", text)]
+  choice.end(Trajectory("t", segments, status=Status.TRUNCATED))
+  assert choice.whole["message"]["content"] == "fi"
+  assert choice.whole["message"]["reasoning_content"] == "<think> x</think>"
+  assert choice.whole["finish_reason"] == "length"
+
+
+def test_somebody_may_wait():
+  with pytest.raises(ValueError, match="positive"):
+    flags.FLAGS["max_waiting"].parser.parse("0")

@@ -1,0 +1,85 @@
+"""Values of a config.json that no model can have are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import toy
+
+from coa_jax.model import architecture, hf_config
+
+CONFIG = architecture.to_hf_config(dataclasses.replace(toy.MODEL, layers=4))
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, content: str):
+  file = tmp_path / "config.json"
+  file.write_text(content)
+  with pytest.raises(ValueError, match=r"config\.json: not (JSON|a JSON object)"):
+    hf_config.read_hf_config(str(file))
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+  file = tmp_path / "config.json"
+  file.write_bytes(b'{"a": "\xff"}')
+  with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+    hf_config.read_hf_config(str(file))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("tie_word_embeddings", "false"),
+    ("tie_word_embeddings", None),
+    ("hidden_size", "32"),
+    ("hidden_size", -32),
+    ("hidden_size", None),
+    ("vocab_size", True),
+    ("num_hidden_layers", 2.0),
+    ("num_hidden_layers", 0),
+    ("num_key_value_heads", 0),
+    ("head_dim", 0),
+    ("rms_norm_eps", float("nan")),
+    ("rms_norm_eps", "1e-6"),
+    ("rope_theta", 0),
+    ("sliding_window", -5),
+    ("max_window_layers", None),
+    ("max_window_layers", -1),
+    ("use_sliding_window", "yes"),
+    ("layer_types", 5),
+    ("layer_types", [5] * 4),
+    ("rope_scaling", 1.5),
+    ("rope_scaling", "yarn"),
+    ("eos_token_id", "x"),
+    ("max_position_embeddings", 1.5),
+  ],
+)
+def test_values_of_a_wrong_type_or_range_are_refused_by_name(field: str, value):
+  config = {**CONFIG, "use_sliding_window": True, field: value}
+  with pytest.raises(ValueError) as e:
+    architecture.from_hf_config(config, "folder/config.json")
+  message = f"folder/config.json: field '{field}' is {value!r}; accepted: "
+  assert str(e.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("beta_fast", 0),
+    ("beta_slow", "1"),
+    ("truncate", None),
+    ("factor", "4"),
+    ("attention_factor", 0),
+    ("original_max_position_embeddings", "x"),
+    ("rope_theta", -1.0),
+  ],
+)
+def test_so_are_those_of_the_rotary_embedding(field: str, value):
+  config = {**CONFIG, "rope_scaling": {**YARN, field: value}}
+  message = rf"field 'rope_scaling\.{field}' is {value!r}; accepted: "
+  with pytest.raises(ValueError, match=message):
+    architecture.from_hf_config(config)

@@ -1,0 +1,70 @@
+"""From an evaluation's config to a team: what is read, what is not, what is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import ml_collections
+import pytest
+import toy
+
+from coa_jax.config import ConfigError
+from coa_jax.serve import open_team
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("policy")
+  toy.save_policy(str(folder / "model"), toy.params())
+  return folder
+
+
+def config(folder: pathlib.Path, **sections) -> ml_collections.ConfigDict:
+  values = dict(
+    init=str(folder / "model"),
+    rollout=dict(style="brief", slots=1, window=4, max_len=64, inject_rows=1),
+    tools=dict(tools=("code",), sandbox="subprocess"),
+    tasks=dict(uri="nothing reads this"),
+    eval=dict(samples=2),
+    reward=dict(graders=dict(qa="qa")),
+    vllm=dict(),
+    format=dict(),
+  )
+  return ml_collections.ConfigDict(values | sections)
+
+
+def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
+  with open_team(config(folder)) as team:
+    team.warm_up()
+
+
+@pytest.mark.parametrize(
+  ("section", "message"),
+  [
+    ({"vllm": {"folder": "x"}}, "config section 'vllm': the sampler in JAX serves"),
+    ({"format": {"number": 1}}, "config section 'format': tools are served under"),
+    ({"evil": {"samples": 1}}, "no section 'evil'; did you mean 'eval'"),
+  ],
+)
+def test_what_can_not_be_served_is_refused_by_name(folder, section, message: str):
+  with pytest.raises(ConfigError, match=message), open_team(config(folder, **section)):
+    pass
+
+
+def test_rows_beyond_the_models_positions_are_refused(folder):
+  file = folder / "model" / "config.json"
+  written = file.read_text()
+  file.write_text(json.dumps({**json.loads(written), "max_position_embeddings": 63}))
+  message = r"rollout\.max_len=64 is above the 63 positions .*max_position_embeddings"
+  try:
+    with pytest.raises(ValueError, match=message), open_team(config(folder)):
+      pass
+    # What a folder was stretched to counts, as published ones write it.
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    stretched = {"max_position_embeddings": 32, "rope_scaling": yarn}
+    file.write_text(json.dumps({**json.loads(written), **stretched}))
+    with open_team(config(folder)):
+      pass
+  finally:
+    file.write_text(written)
