@@ -80,8 +80,8 @@ SECTIONS = (
   "log",
   "watch",
 )
-# A tool call, think or plan that is written twice.
 _MAY_CHANGE = ("log.wandb_project", "watch")
+# A tool call, think or plan that is written twice.
 _TWICE = shaping.RepetitionConfig(weight=1.0)
 
 

@@ -31,14 +31,11 @@ _CHOICES = {
   "importance_level": ("token", "sequence"),
   "importance_rule": ("truncate", "mask"),
 }
-_LEAST = {
-  **dict.fromkeys(
-    ("steps", "prompts", "rounds", "minibatches", "epochs", "samples"), 1
-  ),
-  **dict.fromkeys(("rows", "length", "keep_every"), 1),
-  **dict.fromkeys(("round_prompts", "staleness", "horizon"), 0),
-  **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "critic_lr"), 0),
-}
+_AT_LEAST_1 = ("steps", "prompts", "rounds", "minibatches", "epochs", "samples")
+_AT_LEAST_1 += ("rows", "length", "keep_every")
+_AT_LEAST_0 = ("round_prompts", "staleness", "horizon", "clip_low", "clip_high")
+_AT_LEAST_0 += ("kl_coef", "critic_lr")
+_LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
 _ABOVE_0 = ("temperature", "gap", "value_clip")
 _SHARES = ("gap_limit", "curriculum", "gamma", "lam")
 

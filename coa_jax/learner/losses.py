@@ -75,10 +75,10 @@ def token_logps(
   T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
   chunks, C = _chunks(T // pieces, cfg.logit_chunk)
   given = (hidden_BTD, target_BT, grammar_BT)
-  # What a last chunk lacks has no grammar.
-  out = (
-    head(*given) if chunks == 1 else _map(head, given, (0, 0, -1), pieces, chunks, C)
-  )
+  if chunks == 1:
+    out = head(*given)
+  else:  # what a last chunk lacks has no grammar
+    out = _map(head, given, (0, 0, -1), pieces, chunks, C)
   # What stands before a segment's first token is another segment's last.
   given_BT = batch.position_BT > 0
   logp_BT, entropy_BT, removed_BT = (jnp.roll(x, 1, axis=1) * given_BT for x in out)

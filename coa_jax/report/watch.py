@@ -18,10 +18,8 @@ from coa_jax.report.metrics import read_metrics
 
 # One NaN here and every later number is wrong. All are of the learner but the entropies
 # of roles, which a step without an update has too.
-FINITE = (
-  *("loss", "grad_norm", "entropy", "entropy_", "logp_gap", "ratio", "kl"),
-  "value_loss",
-)
+FINITE = ("loss", "grad_norm", "entropy", "entropy_", "logp_gap", "ratio", "kl")
+FINITE += ("value_loss",)
 _LOWER_LR = "lower optim.lr"
 
 

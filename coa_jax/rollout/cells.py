@@ -26,9 +26,7 @@ class Cells:
       ended: called once after `close`, when the session's slot is free.
     """
     self.lost = False  # a session, by what a program did or the sandbox
-    self.seconds = (
-      0.0  # that a program of it may take; of the last one, once it is lost
-    )
+    self.seconds = 0.0  # that a program may take in it, or in the last one
     self._ended = ended
     self._session: Session | RemoteSession | None = None
     self._closed = False

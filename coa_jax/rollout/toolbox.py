@@ -223,10 +223,9 @@ class Toolbox:
   def _has_place(self, call: _Call) -> bool:
     if self._places() < 1:
       return False
+    # What is closed opens no session, so its place would never be given back.
     if call.cells is None or call.cells in self._holders or call.cells.closed:
-      return (
-        True  # what is closed opens no session: its place would never be given back
-      )
+      return True
     if len(self._holders) >= self.config.max_sessions:
       return False
     self._holders.add(call.cells)
