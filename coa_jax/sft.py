@@ -190,7 +190,8 @@ def _divide(
     raise ValueError(
       f"{data.trajectories}: no trajectory is left to train on: {read} read, "
       f"{fit} within data.length={data.length} tokens, {len(usable)} of them with "
-      f"tokens of the policy, {data.validation} kept for validation"
+      f"tokens of the policy, {len(held)} kept for validation (data.validation="
+      f"{data.validation})"
     )
   return train, held
 
