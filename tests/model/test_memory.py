@@ -33,4 +33,5 @@ def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
   assert out.returncode == 0, out.stderr
   took = json.loads(out.stdout)
   assert took["all"] > 100e6 > 5 * took["largest"]
-  assert 0.9 * took["all"] < took["grew"] < took["all"] + 1.5 * took["largest"] + 8e6
+  own = 16e6  # of the process itself: it varies by some megabytes
+  assert 0.9 * took["all"] < took["grew"] < took["all"] + 1.5 * took["largest"] + own
