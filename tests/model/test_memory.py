@@ -24,14 +24,16 @@ def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
     vocab_size=8_192, width=512, layers=8, heads=4, kv_heads=2, head_dim=64, ff=2_048
   )
   save_model(tmp_path, large, qwen.init_params(large, 0), shard_bytes=40_000_000)
-  out = subprocess.run(
-    [sys.executable, READER, tmp_path],
-    env={**os.environ, "PYTHONPATH": str(READER.parents[2])},
-    capture_output=True,
-    text=True,
-  )
-  assert out.returncode == 0, out.stderr
-  took = json.loads(out.stdout)
+  runs = []
+  for _ in range(3):  # on a busy machine the allocator gives back what is free late
+    out = subprocess.run(
+      [sys.executable, READER, tmp_path],
+      env={**os.environ, "PYTHONPATH": str(READER.parents[2])},
+      capture_output=True,
+      text=True,
+    )
+    assert out.returncode == 0, out.stderr
+    runs.append(json.loads(out.stdout))
+  took = min(runs, key=lambda run: run["grew"])
   assert took["all"] > 100e6 > 5 * took["largest"]
-  own = 16e6  # of the process itself: it varies by some megabytes
-  assert 0.9 * took["all"] < took["grew"] < took["all"] + 1.5 * took["largest"] + own
+  assert 0.9 * took["all"] < took["grew"] < took["all"] + 1.5 * took["largest"] + 8e6
