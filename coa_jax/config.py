@@ -89,8 +89,8 @@ def claim(
 ) -> None:
   """Writes the resolved config and the commit to `workdir/config.json`.
 
-  What is there already binds, unless nothing else is: a run that was refused for what
-  its config says can be started again with another.
+  What is there already binds, unless nothing came of it: a run that was refused for
+  what its config says can be started again with another.
 
   Args:
     config: of the run that begins or goes on here.
@@ -139,11 +139,11 @@ def claim(
 
 
 def _alone(path: str) -> bool:
-  """Whether a file is the only one in its folder and below."""
+  """Whether a file is the only one with content in its folder and below."""
   files = (
     os.path.join(d, f) for d, _, fs in os.walk(os.path.dirname(path)) for f in fs
   )
-  return all(file == path for file in files)
+  return all(file == path or not os.path.getsize(file) for file in files)
 
 
 def digest(values: Iterable[Any]) -> str:

@@ -114,7 +114,8 @@ def test_nearest_names_one_or_all():
 def begin(workdir: str) -> str:
   """A workdir in which something has come of a run."""
   os.makedirs(workdir)
-  open(os.path.join(workdir, "metrics.jsonl"), "w").close()
+  with open(os.path.join(workdir, "metrics.jsonl"), "w") as f:
+    f.write("{}\n")
   return workdir
 
 
@@ -127,7 +128,11 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
   claim(config(tools=("b",)), workdir)  # nothing has come of it yet
   claim(config(tools=("a",)), workdir)
   (tmp_path / "run" / "checkpoints").mkdir()
-  (tmp_path / "run" / "checkpoints" / "metrics.jsonl").write_text("")
+  log = tmp_path / "run" / "checkpoints" / "metrics.jsonl"
+  log.write_text("")
+  claim(config(tools=("b",)), workdir)
+  claim(config(tools=("a",)), workdir)
+  log.write_text("{}\n")
   claim(config(tools=("a",)), workdir)
   with pytest.raises(ConfigError, match=r"holds a run whose section 'optim' was"):
     claim(config(tools=("b",)), workdir)

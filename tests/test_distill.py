@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pathlib
 import runpy
 
 import ml_collections
@@ -141,6 +142,21 @@ def test_another_config_may_not_go_on_in_the_same_workdir(finished, config):
   config.scripted.seed = 9
   with pytest.raises(ConfigError, match=r"section 'scripted' was \{'seed': 0\}"):
     distill.run(config, finished[0])
+
+
+def test_other_tasks_of_the_same_file_may_not_go_on_in_the_same_workdir(
+  config, tmp_path
+):
+  """Their ids are the same, so finished runs would pass for theirs."""
+  lines = pathlib.Path(config.tasks.uri).read_text().splitlines()[:4]
+  config.tasks.uri = str(tmp_path / "tasks.jsonl")
+  (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+  distill.run(config, str(tmp_path / "w"))
+  other = json.loads(lines[0]) | {"answers": ["nobody"]}
+  lines[0] = json.dumps(other)
+  (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+  with pytest.raises(ConfigError, match="read other contents of tasks"):
+    distill.run(config, str(tmp_path / "w"))
 
 
 def test_refusals_name_the_field(config, tmp_path):

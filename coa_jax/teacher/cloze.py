@@ -39,7 +39,8 @@ def answer(agent: str, messages: Sequence[Message]) -> Reply:
       "\nQuestion: "
     )
     found = [_filled(part, documents) for part in question.split(_ASK)[1:]]
-    return Reply(f"ANSWER: {' and '.join(filter(None, found))}" if all(found) else "")
+    whole = all(f is not None for f in found)
+    return Reply(f"ANSWER: {' and '.join(map(str, found))}" if whole else "")
   if agent == synthesis.GUESSER:
     return Reply("ANSWER: unknown")
   title, _, rest = told.removeprefix("Title: ").partition("\nDocument:\n")

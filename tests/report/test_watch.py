@@ -139,7 +139,9 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
 
 
 def test_a_run_that_begins_has_nothing_to_recall(tmp_path):
-  Watch(WatchConfig(stop=True)).recall(str(tmp_path / "none"), "rl", 0)
+  watch = Watch(WatchConfig(stop=True))
+  watch.recall(str(tmp_path / "none"), "rl", 0)
+  assert not watch.ends and watch.look(1, HEALTHY, print) == []
 
 
 def test_what_compares_sampler_and_learner_is_not_watched_off_policy():
