@@ -14,6 +14,7 @@ setuptools.setup(
     "absl-py>=2.1",
     "bm25s>=0.2.10",
     "flax>=0.12",
+    "grain>=0.2.12",
     "httpcore>=1.0",
     "httpx>=0.27",
     "jax>=0.10",

@@ -1,16 +1,16 @@
 """Supervised fine-tuning on Chain-of-Agents trajectories: the loss is on the policy.
 
 Packed rows, one jitted step, exact resume: every batch is a function of (seed, step).
+Tokens lie on disk (`workdir/data`), so data may be larger than memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ import ml_collections
 import numpy as np
 
 from coa_jax.config import check_sections, claim, fingerprint, optional, section
-from coa_jax.learner import batch as batching
 from coa_jax.learner import losses
-from coa_jax.learner.batch import Batch
+from coa_jax.learner.batch import Batch, fits
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
+from coa_jax.learner.dataset import Dataset, Micro
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, init_state
 from coa_jax.model import attention, flops
@@ -32,8 +32,9 @@ from coa_jax.model.qwen import count_params, init_params
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.variants import variant
 from coa_jax.model.weights import load_config, load_model
+from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
-from coa_jax.protocol.trajectory import Author, Trajectory, read_trajectories
+from coa_jax.protocol.trajectory import Trajectory, iter_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
@@ -74,6 +75,8 @@ class DataConfig:
     for field in ("steps", "validation", "validate_every", "seed"):
       if getattr(self, field) < 0:
         raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
+    if self.seed >= 2**32:
+      raise ValueError(f"seed is {self.seed}; it must be below 2**32")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -102,41 +105,42 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   load = model_section(config)
   layout = make_layout(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
-  trajectories = read_trajectories(data.trajectories)
-  own = own_folder(workdir)
+  rows, own = count_rows(data.trajectories), own_folder(workdir)
   tracked = section(config, "log", LogConfig) if own == workdir else None
   read = {"data.trajectories": fingerprint(data.trajectories)}
   read["init"] = fingerprint(config.get("init"), samples=16)
   claim(config, own, ("log.wandb_project",), read)
-  cfg, params, tokenizer = _model(config, load, data, trajectories, own, layout)
-  _encode(trajectories, tokenizer)
-  fit = [t for t in trajectories if batching.fits(t.num_tokens, data.length)]
-  usable = [t for t in fit if _has_policy(t)]
-  train, held = _divide(data, usable, len(fit), len(trajectories))
+  cfg, tokenizer = _architecture(config, load, data, own, layout)
+  dataset = _dataset(data, tokenizer, own, rows)
+  train, held, left_out = _divide(data, dataset)
+  params = _params(config, load, cfg, data, layout)
   trained, frozen = adapting.split(cfg, params, lora, data.seed, layout)
   loss = _loss(cfg, lora, layout)
   optimizer = make_optimizer(optim, data.steps)
   learner = Learner(loss, optimizer, layout)
-  validation_loss = functools.partial(_mean_loss, jax.jit(loss), layout)
+  mean_loss = functools.partial(_mean_loss, jax.jit(loss), layout)
+  shape = data.rows, data.length, layout
   state = init_state(trained, optimizer, layout)
   with Checkpoints(os.path.join(workdir, "checkpoints"), every) as checkpoints:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     first = int(state.step)
-    rows, clock = _rows(train, data, first), Phases()
+    begin, clock = first * data.micro_batches, Phases()
+    stream = dataset.endless(train, *shape, data.seed, begin)
     with Metrics(own, "sft", data.steps, tracked=tracked) as metrics:
       for step in range(first, data.steps):
-        micro = [next(rows) for _ in range(data.micro_batches)]
+        micro = [next(stream) for _ in range(data.micro_batches)]
         clock.lap("data")
-        tokens = sum(float(b.weight_BT.sum()) for b in micro)
-        state, values = learner.step(state, micro, tokens, frozen)
+        batches, tokens = [m.batch for m in micro], sum(m.policy for m in micro)
+        state, values = learner.step(state, batches, tokens, frozen)
         values = {name: float(value) for name, value in values.items()}
         _check_finite(step + 1, values)
         clock.lap("step")
         done = step + 1
         due = data.validate_every and done % data.validate_every == 0
         if due or done == data.steps:
-          values["validation_loss"] = validation_loss(state.params, frozen, held, data)
+          held_out = dataset.once(held, *shape)
+          values["validation_loss"] = mean_loss(state.params, frozen, held_out)
           clock.lap("eval")
         values |= _speed(clock, cfg, lora, layout, micro)
         metrics.log(done, values, f"loss {values['loss']:.3f}")
@@ -150,17 +154,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     "parameters": count_params(params),
     "parameters_trained": count_params(state.params),
     "trajectories": len(train),
-    "left_out_too_long": len(trajectories) - len(fit),
-    "left_out_without_policy": len(fit) - len(usable),
+    **left_out,
     **(_logged(own) if data.steps else {}),
   }
   write_json(os.path.join(own, "results.json"), results)
   return results
-
-
-def _has_policy(t: Trajectory) -> bool:
-  """Whether there is a token to train on: without any, an update has no mean loss."""
-  return any(s.author == Author.POLICY and s.ids for s in t.segments)
 
 
 def _check_finite(step: int, values: dict[str, float]) -> None:
@@ -174,26 +172,57 @@ def _check_finite(step: int, values: dict[str, float]) -> None:
     )
 
 
+def _dataset(
+  data: DataConfig, tokenizer: Tokenizer, workdir: str, rows: int
+) -> Dataset:
+  """The trajectories, so many rows, as tokens; an interrupted run has them already."""
+  folder = os.path.join(workdir, "data")
+  if not os.path.exists(folder):
+    with Metrics(workdir, "data", rows, unit="trajectory") as metrics:
+      encoded = _encoded(iter_trajectories(data.trajectories), tokenizer)
+      Dataset.write(folder, metrics.count(encoded))
+  return Dataset(folder)
+
+
+def _encoded(
+  trajectories: Iterable[Trajectory], tokenizer: Tokenizer
+) -> Iterator[Trajectory]:
+  """With ids where they had none; a sample tells whose those of the others are."""
+  for number, t in enumerate(trajectories):
+    if number < 16:
+      tokenizer.check_ids(t)
+    tokenizer.encode_trajectory(t)
+    yield t
+
+
 def _divide(
-  data: DataConfig, usable: list[Trajectory], fit: int, read: int
-) -> tuple[list[Trajectory], list[Trajectory]]:
-  """Trajectories to train on, and those kept for validation.
+  data: DataConfig, dataset: Dataset
+) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+  """Sequences to train on, those kept for validation, and what is left out and why.
 
   Raises:
     ValueError: none is left to train on.
   """
+  fit_N = fits(dataset.lengths_N, data.length)
+  # Without any token of the policy, an update has no mean loss.
+  usable = np.flatnonzero(fit_N & (dataset.policy_N > 0))
   held = usable[: data.validation]
   # Filters may have written a trajectory twice; its copy would give the loss away.
-  asked = {t.task_id for t in held}
-  train = [t for t in usable if t.task_id not in asked]
-  if not train:
+  tasks = dataset.task_N
+  train = usable[~np.isin(tasks[usable], tasks[held])]
+  fit = int(fit_N.sum())
+  if not len(train):
     raise ValueError(
-      f"{data.trajectories}: no trajectory is left to train on: {read} read, "
+      f"{data.trajectories}: no trajectory is left to train on: {len(dataset)} read, "
       f"{fit} within data.length={data.length} tokens, {len(usable)} of them with "
       f"tokens of the policy, {len(held)} kept for validation (data.validation="
       f"{data.validation})"
     )
-  return train, held
+  left_out = {
+    "left_out_too_long": len(dataset) - fit,
+    "left_out_without_policy": fit - len(usable),
+  }
+  return train, held, left_out
 
 
 def _speed(
@@ -201,11 +230,11 @@ def _speed(
   cfg: QwenConfig,
   lora: LoraConfig | None,
   layout: Layout | None,
-  micro: list[Batch],
+  micro: list[Micro],
 ) -> dict[str, float]:
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
-  lengths = [n for b in micro for row in b.segment_BT for n in np.bincount(row)[1:]]
-  tokens = int(sum(lengths))
+  lengths = [n for m in micro for n in m.lengths]
+  tokens = sum(lengths)
   out = {"tokens": tokens, **clock.take(step=tokens)}
   took, devices = out["seconds_step"], layout.mesh.size if layout else 1
   return out | flops.utilisation(cfg, lengths, took, bool(lora), devices)
@@ -256,28 +285,40 @@ def with_vocabulary(cfg: QwenConfig, tokenizer: Tokenizer) -> QwenConfig:
   return dataclasses.replace(cfg, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
 
 
-def _model(
+def _architecture(
   config: ml_collections.ConfigDict,
   load: LoadConfig | QwenConfig,
   data: DataConfig,
-  trajectories: list[Trajectory],
   workdir: str,
   layout: Layout | None,
-) -> tuple[QwenConfig, Any, Tokenizer]:
-  """The model to start from and its tokenizer."""
+) -> tuple[QwenConfig, Tokenizer]:
+  """Of the model to start from, and its tokenizer; they fit together and the mesh."""
   if isinstance(load, LoadConfig):
     cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-    _check(cfg, tokenizer, data, layout)
-    return *load_model(config.init, load, layout), tokenizer
-  folder = os.path.join(workdir, "tokenizer")
-  if not os.path.exists(folder):
-    texts = (s.text for t in trajectories for s in t.segments)
-    train_tokenizer(texts, data.vocab_size).save(folder + ".tmp")
-    os.replace(folder + ".tmp", folder)
-  tokenizer = Tokenizer.load(folder)
-  cfg = with_vocabulary(load, tokenizer)
+  else:
+    folder = os.path.join(workdir, "tokenizer")
+    if not os.path.exists(folder):
+      read = iter_trajectories(data.trajectories)
+      texts = (s.text for t in read for s in t.segments)
+      train_tokenizer(texts, data.vocab_size).save(folder + ".tmp")
+      os.replace(folder + ".tmp", folder)
+    tokenizer = Tokenizer.load(folder)
+    cfg = with_vocabulary(load, tokenizer)
   _check(cfg, tokenizer, data, layout)
-  return cfg, init_params(cfg, data.seed, layout), tokenizer
+  return cfg, tokenizer
+
+
+def _params(
+  config: ml_collections.ConfigDict,
+  load: LoadConfig | QwenConfig,
+  cfg: QwenConfig,
+  data: DataConfig,
+  layout: Layout | None,
+) -> Any:
+  """The parameters to start from."""
+  if isinstance(load, LoadConfig):
+    return load_model(config.init, load, layout)[1]
+  return init_params(cfg, data.seed, layout)
 
 
 def _check(
@@ -294,50 +335,13 @@ def _check(
   attention.check(cfg, layout, data.length)
 
 
-def _encode(trajectories: list[Trajectory], tokenizer: Tokenizer) -> None:
-  """Gives ids to what has none; a sample tells whose the others are."""
-  for t in trajectories[:16]:
-    tokenizer.check_ids(t)
-  for t in trajectories:
-    tokenizer.encode_trajectory(t)
-
-
-def _rows(train: list[Trajectory], data: DataConfig, first: int) -> Iterator[Batch]:
-  """Micro-batches for ever, from update `first` on.
-
-  The packed rows of one epoch follow those of the one before, each epoch in an order
-  of its own, a function of (seed, epoch); a batch may hold the end of one and the
-  beginning of the next, so every epoch has every row exactly once. Every process makes
-  the same batches and `Layout.put` leaves each with its part. No file is open and no
-  worker runs: the place in the data is the step and nothing else.
-  """
-  packed = batching.pack([t.num_tokens for t in train], data.length)
-
-  @functools.lru_cache(maxsize=2)
-  def order(epoch: int) -> np.ndarray:
-    return np.random.default_rng((data.seed, epoch)).permutation(len(packed))
-
-  for number in itertools.count(first * data.micro_batches):
-    batch = batching.empty(data.rows, data.length)
-    for r in range(data.rows):
-      epoch, place = divmod(number * data.rows + r, len(packed))
-      members = packed[order(epoch)[place]]
-      batching.fill(batch, r, [train[i] for i in members])
-    yield batch
-
-
 def _mean_loss(
-  loss: Any,
-  layout: Layout | None,
-  trained: Any,
-  frozen: Any,
-  held: list[Trajectory],
-  data: DataConfig,
+  loss: Any, layout: Layout | None, trained: Any, frozen: Any, held: Iterable[Micro]
 ) -> float:
   """Mean negative log-likelihood of held-out policy tokens, in nats."""
   total = tokens = 0.0
-  for batch in batching.batches(held, data.rows, data.length):
-    placed = layout.put(batch) if layout else batch
+  for micro in held:
+    placed = layout.put(micro.batch) if layout else micro.batch
     total += float(loss(trained, frozen, placed)[0])
-    tokens += float(batch.weight_BT.sum())
+    tokens += micro.policy
   return total / tokens if tokens else float("nan")

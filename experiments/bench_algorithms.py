@@ -11,7 +11,8 @@ made again, so the table may grow in several goes. The sampled reward counts: it
 is maximised, and greedy answers are nearly all right before RL. An algorithm that
 fails, or does not raise it with every seed, is named, and the exit status is 1 (not
 with --quick, which makes 2 updates from a few rollouts). --long makes 500 updates with
-one algorithm instead and says whether it collapsed; the exit status is 1 if it did.
+one algorithm instead, of a quarter of the rollouts each, and says whether it collapsed;
+the exit status is 1 if it did.
 """
 
 from __future__ import annotations
@@ -45,13 +46,19 @@ flags.set_default(CPU_DEVICES, 2)
 # Seconds alone on two cores, of an update and of what else a run does: an estimate
 # until runs have ended.
 _UPDATE, _START = 6.0, 25.0
+_LONG_PROMPTS = 6  # tasks of an update of a long run
 _WINDOW = 20  # updates over which a long run's figures are averaged
 
 
 def config_of(
-  name: str, quickstart: str, seed: int, steps: int, quick: bool
+  name: str,
+  quickstart: str,
+  seed: int,
+  steps: int,
+  quick: bool,
+  prompts: int | None = None,
 ) -> ml_collections.ConfigDict:
-  """The config of one run."""
+  """The config of one run; `prompts` tasks an update, or as many as rl_world has."""
   config = bench.quickstart_config(quickstart, quick, seed)
   # One batch of rollouts a step for all, whatever an algorithm does with it.
   config.algo.update(preset(name) | {"rounds": 1, "critic_lr": 1e-3})
@@ -61,6 +68,9 @@ def config_of(
     config.dev.limit = 48
     config.checkpoint.every = 5
     config.algo.keep_every = 50
+  if prompts:
+    config.algo.prompts = prompts
+    config.rollout.slots = min(config.rollout.slots, prompts * config.algo.samples)
   return config
 
 
@@ -179,6 +189,7 @@ def run(
   seeds: int,
   steps: int,
   quick: bool,
+  prompts: int | None = None,
 ) -> dict[str, Any]:
   """Trains all; returns the table, and under "failed" what stopped a run.
 
@@ -190,7 +201,7 @@ def run(
     for name in names
   }
   jobs = [
-    (config_of(name, quickstart, seed, steps, quick), workdirs[name][seed])
+    (config_of(name, quickstart, seed, steps, quick, prompts), workdirs[name][seed])
     for seed in range(seeds)
     for name in names
   ]
@@ -205,7 +216,9 @@ def run(
 
 def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, Any]:
   """One long run; its row of the table, and under "collapse" what `collapse` says."""
-  figures = run([name], quickstart, workdir, 1, steps, bench.QUICK.value)
+  quick = bench.QUICK.value
+  prompts = None if quick else _LONG_PROMPTS
+  figures = run([name], quickstart, workdir, 1, steps, quick, prompts)
   if not figures["failed"]:
     own = os.path.join(workdir, f"{name}_{steps}_seed0")
     with open(os.path.join(own, "results.json")) as f:

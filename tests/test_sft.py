@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -17,10 +15,9 @@ import ml_collections
 import numpy as np
 import pytest
 import toy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from coa_jax import sft
+from coa_jax.config import ConfigError
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.state import Learner
 from coa_jax.model.qwen import count_params, init_params
@@ -28,8 +25,6 @@ from coa_jax.model.weights import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
   Author,
-  Segment,
-  Trajectory,
   read_trajectories,
   write_jsonl,
 )
@@ -119,126 +114,6 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
   assert results["trajectories"] == 26 - 4 - 4
 
 
-def test_batches_are_a_function_of_seed_and_step():
-  # Two of these fit a row, so an epoch has three batches of two rows.
-  policy = [[Segment(Author.POLICY, "", "", [n] * 5)] for n in range(1, 13)]
-  train = [Trajectory(str(n), segments) for n, segments in enumerate(policy)]
-  data = sft.DataConfig("", steps=9, rows=2, length=11, micro_batches=2)
-
-  def take(first: int, n: int) -> list[list[int]]:
-    batches = itertools.islice(sft._rows(train, data, first), n)
-    return [b.tokens_BT.ravel().tolist() for b in batches]
-
-  whole = take(0, 12)
-  for update in (1, 2, 3):
-    assert take(update, 2) == whole[2 * update : 2 * update + 2]
-  for epoch in range(4):
-    tokens = list(itertools.chain(*whole[3 * epoch : 3 * epoch + 3]))
-    assert sorted(t for t in tokens if t) == sorted(list(range(1, 13)) * 5)
-  assert whole[:3] != whole[3:6]
-  other = next(sft._rows(train, dataclasses.replace(data, seed=1), 0))
-  assert other.tokens_BT.ravel().tolist() != whole[0]
-
-
-def numbered(rows: int) -> list[Trajectory]:
-  """Trajectories that fill a row of four tokens each, with their number."""
-  return [
-    Trajectory(str(n), [Segment(Author.POLICY, "", "", [n] * 4)])
-    for n in range(1, rows + 1)
-  ]
-
-
-def stream(train, data: sft.DataConfig, first: int, updates: int) -> list[int]:
-  """What rows are trained on, in order, from update `first` on."""
-  batches = itertools.islice(
-    sft._rows(train, data, first), updates * data.micro_batches
-  )
-  return [int(row[0]) for b in batches for row in b.tokens_BT]
-
-
-@settings(max_examples=60)
-@given(
-  rows=st.integers(1, 23),
-  size=st.integers(1, 9),
-  micro=st.integers(1, 3),
-  first=st.integers(0, 7),
-  seed=st.integers(0, 3),
-)
-def test_every_epoch_has_every_row_once_wherever_it_is_resumed(
-  rows, size, micro, first, seed
-):
-  train = numbered(rows)
-  data = sft.DataConfig("", 1, rows=size, length=4, micro_batches=micro, seed=seed)
-  whole = stream(train, data, 0, updates=first + 8)
-  epochs = [whole[i : i + rows] for i in range(0, len(whole) - rows + 1, rows)]
-  assert all(sorted(epoch) == list(range(1, rows + 1)) for epoch in epochs)
-  assert stream(train, data, first, updates=8) == whole[first * micro * size :]
-  if rows > 8 and len(epochs) > 1:
-    assert epochs[0] != epochs[1]
-  # The size of a batch cuts the same stream elsewhere and does not change it.
-  other = dataclasses.replace(data, rows=size + 1)
-  shared = stream(train, other, 0, updates=8)
-  both = min(len(shared), len(whole))
-  assert shared[:both] == whole[:both]
-
-
-CHILD = """
-import itertools, json, sys
-import jax
-address, processes, process = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-jax.distributed.initialize(address, processes, process)
-sys.path.insert(0, sys.argv[4])
-import test_sft
-from coa_jax import sft
-from coa_jax.model.sharding import MeshConfig, make_layout
-layout = make_layout(MeshConfig(fsdp=-1))
-data = sft.DataConfig("", 1, rows=4, length=4, micro_batches=1, seed=5)
-seen = {}
-for first in (0, 3):
-  rows = sft._rows(test_sft.numbered(10), data, first)
-  for batch in itertools.islice(rows, 5 - first):
-    placed = layout.put(batch)
-    seen.setdefault(first, []).append(
-      [int(row[0]) for shard in placed.tokens_BT.addressable_shards
-       for row in shard.data])
-print(json.dumps([seen[0], seen[3]]))
-"""
-
-
-def test_processes_share_the_rows_of_an_epoch():
-  """Real processes of JAX: what is on the devices of each, resumed or not."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  here = pathlib.Path(__file__).parent
-  env = {**os.environ, "PYTHONPATH": str(here.parent), "JAX_PLATFORMS": "cpu"}
-  command = [sys.executable, "-c", CHILD, address, "2"]
-  started = [
-    subprocess.Popen(
-      [*command, str(i), str(here)],
-      env=env,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  seen = []
-  for process in started:
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    seen.append(json.loads(out.splitlines()[-1]))
-  data = sft.DataConfig("", 1, rows=4, length=4, micro_batches=1, seed=5)
-  for first, ours in zip((0, 3), zip(*seen, strict=True), strict=True):
-    alone = stream(numbered(10), data, first, updates=5 - first)
-    together = [sorted(a + b) for a, b in zip(*ours, strict=True)]
-    assert together == [sorted(alone[i : i + 4]) for i in range(0, len(alone), 4)]
-    assert all(len(part) == 2 for process in ours for part in process)
-  # Five batches of four are two epochs of ten.
-  rows = [row for process, _ in seen for part in process for row in part]
-  assert sorted(rows) == sorted([*range(1, 11)] * 2)
-
-
 @pytest.mark.parametrize(
   ("section", "field", "value", "message"),
   [
@@ -271,6 +146,30 @@ def test_nothing_left_to_train_on_is_said(config, tmp_path):
   config.data.validation = 20
   with pytest.raises(ValueError, match=r"20 read, 20 within .* 20 kept for validation"):
     sft.run(config, str(tmp_path / "w"))
+
+
+def test_a_broken_row_is_named_and_a_mended_file_may_use_the_workdir(config, tmp_path):
+  path, workdir = tmp_path / "trajectories.jsonl", str(tmp_path / "w")
+  whole = path.read_text()
+  path.write_text(whole + '{"task_id": 1}\n')
+  with pytest.raises(ValueError, match=r"trajectories\.jsonl:21: not a trajectory"):
+    sft.run(config, workdir)
+  path.write_text(whole)
+  config.data.steps = 1
+  assert sft.run(config, workdir)["trajectories"] == 16
+
+
+def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch):
+  """A run that is continued finds its tokens, and no other run's."""
+  config.data.steps, workdir = 2, str(tmp_path / "w")
+  config.checkpoint.every = 1
+  first = sft.run(config, workdir)
+  monkeypatch.setattr(Tokenizer, "encode_trajectory", None)
+  assert sft.run(config, workdir) == first
+  path = tmp_path / "trajectories.jsonl"
+  path.write_text("\n".join(path.read_text().splitlines()[1:]))
+  with pytest.raises(ConfigError, match=r"other contents of data\.trajectories"):
+    sft.run(config, workdir)
 
 
 def test_a_kernel_that_the_platform_lacks_is_refused_before_training(config, tmp_path):

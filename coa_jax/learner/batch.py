@@ -91,9 +91,9 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
   return [sorted(row) for row in rows]
 
 
-def fits(n: int, length: int) -> bool:
-  """True for a sequence that `pack` puts into a row."""
-  return 0 < n <= length
+def fits(n: int | np.ndarray, length: int) -> bool | np.ndarray:
+  """True for a sequence of n tokens that `pack` puts into a row."""
+  return (n > 0) & (n <= length)
 
 
 def fill(

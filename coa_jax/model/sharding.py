@@ -156,7 +156,8 @@ class Layout:
   def put(self, tree: Any) -> Any:
     """Puts host arrays of axes [..., B, T] onto the mesh.
 
-    Every process passes the same values and keeps its own devices' part.
+    Every process passes the same values, at least in its own `rows`, and keeps its own
+    devices' part.
     """
 
     def leaf(x: np.ndarray) -> jax.Array:
@@ -164,6 +165,13 @@ class Layout:
       return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(leaf, tree)
+
+  def rows(self, B: int) -> np.ndarray:
+    """Which of B rows `put` puts on devices of this process; [B] bool."""
+    mine_B = np.zeros(B, bool)
+    for (index,) in self.sharding("B").addressable_devices_indices_map((B,)).values():
+      mine_B[index] = True
+    return mine_B
 
   def decoding(self) -> Layout:
     """The layout of the sampler: whole matrices but for `tensor`, rows over the rest.

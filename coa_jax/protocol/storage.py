@@ -8,6 +8,7 @@ format of grain and TensorFlow Datasets, holds one JSON object a record (extra `
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import os
@@ -78,6 +79,31 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
     raise ValueError(f"{path} row {number}: cannot be read as parquet: {e}") from e
 
 
+def count_rows(path: str | os.PathLike[str]) -> int:
+  """About how many rows a file that `write_lines` wrote has: lines may be empty.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is broken, or the package `array_record` is missing.
+  """
+  path = os.fspath(path)
+  suffix = os.path.splitext(path)[1]
+  if suffix == ".parquet":
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+      return pyarrow.parquet.read_metadata(path).num_rows
+    except pyarrow.ArrowInvalid as e:
+      raise ValueError(f"{path}: cannot be read as parquet: {e}") from e
+  if suffix == ".array_record":
+    with contextlib.closing(_array_records(path)) as reader:
+      return reader.num_records()
+  begin = gzip.open if suffix == ".gz" else open
+  with begin(path, "rb") as f:
+    return sum(block.count(b"\n") for block in iter(lambda: f.read(1 << 20), b""))
+
+
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
   """A row of a table, its columns of JSON text as the objects that they were."""
   for name in _TEXT_COLUMNS:
@@ -99,19 +125,8 @@ def read_array_record(
       `array_record` is missing.
   """
   path = os.fspath(path)
-  if not os.path.exists(path):
-    raise FileNotFoundError(f"no file at {path}")
-  if os.path.getsize(path) == 0:
-    raise ValueError(f"{path}: not ArrayRecord (it is empty)")
-  module = _array_record(path)
-  try:
-    reader = module.ArrayRecordReader(path)
-    if not reader.ok():
-      reader.close()  # raises what is wrong
+  with contextlib.closing(_array_records(path)) as reader:
     count = reader.num_records()
-  except (RuntimeError, IndexError, OSError) as e:
-    raise ValueError(f"{path}: not ArrayRecord ({e})") from e
-  try:
     for begin in range(0, count, _ROWS):
       end = min(begin + _ROWS, count)
       for number, record in enumerate(reader.read(begin, end), begin):
@@ -123,8 +138,23 @@ def read_array_record(
           kind = type(row).__name__
           raise ValueError(f"{path} row {number}: expected a JSON object, got {kind}")
         yield f"{path} row {number}", row
-  finally:
-    reader.close()
+
+
+def _array_records(path: str) -> Any:
+  """An open reader of a file that is ArrayRecord."""
+  if not os.path.exists(path):
+    raise FileNotFoundError(f"no file at {path}")
+  if os.path.getsize(path) == 0:
+    raise ValueError(f"{path}: not ArrayRecord (it is empty)")
+  module = _array_record(path)
+  try:
+    reader = module.ArrayRecordReader(path)
+    if not reader.ok():
+      reader.close()  # raises what is wrong
+    reader.num_records()
+  except (RuntimeError, IndexError, OSError) as e:
+    raise ValueError(f"{path}: not ArrayRecord ({e})") from e
+  return reader
 
 
 def _array_record(path: str) -> Any:

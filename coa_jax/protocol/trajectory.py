@@ -230,7 +230,12 @@ def _whole(lines: Iterable[str], path: str) -> Iterator[str]:
 
 
 def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-  """All trajectories of a file as `storage.write_lines` writes it, by its suffix.
+  """All trajectories of a file. See `iter_trajectories`."""
+  return list(iter_trajectories(path))
+
+
+def iter_trajectories(path: str | os.PathLike[str]) -> Iterator[Trajectory]:
+  """Trajectories of a file as `storage.write_lines` writes it, by its suffix.
 
   Raises:
     FileNotFoundError, ValueError: it cannot be read; the message names file and row.
@@ -242,4 +247,5 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     ".array_record": storage.read_array_record,
   }
   read = readers.get(os.path.splitext(os.fspath(path))[1], read_jsonl)
-  return [Trajectory.from_json(row, where) for where, row in read(path)]
+  for where, row in read(path):
+    yield Trajectory.from_json(row, where)

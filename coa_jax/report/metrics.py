@@ -10,7 +10,8 @@ import math
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -18,6 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from coa_jax.report import phases
 from coa_jax.report.tables import rich_table
 from coa_jax.report.tracking import LogConfig, Tracking
+
+T = TypeVar("T")
 
 METRICS_FILE = "metrics.jsonl"
 # Seconds between two plain lines where the output is not a terminal.
@@ -131,6 +134,14 @@ class Metrics:
       self._tracking.log(step, {k: float(v) for k, v in values.items()})
     self._phases.add(row)
     self._show(step, seconds, figure, phases.line(phases.seconds_of(row)))
+
+  def count(self, items: Iterable[T]) -> Iterator[T]:
+    """The same items; each is a step, and some hundred of them are logged."""
+    every = max(1, self.total // 100)
+    for step, item in enumerate(items, 1):
+      yield item
+      if step % every == 0 or step == self.total:
+        self.log(step, {})
 
   def warn(self, text: str) -> None:
     """Prints a line above the progress."""

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol.storage import read_array_record, read_parquet, write_lines
+from coa_jax.protocol.storage import (
+  count_rows,
+  read_array_record,
+  read_parquet,
+  write_lines,
+)
 from coa_jax.protocol.trajectory import (
   Author,
   CallStatus,
@@ -119,6 +124,19 @@ def test_a_file_appears_when_it_is_whole(tmp_path, suffix):
     write_lines(path, [], at_least_one=True)
   assert os.listdir(tmp_path) == []
   assert write_lines(path, []) == 0 and read_trajectories(path) == []
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "array_record"])
+def test_rows_are_counted_without_reading_them(tmp_path, suffix):
+  path = tmp_path / f"t.{suffix}"
+  write_lines(path, [Trajectory(str(n)).to_json() for n in range(700)])
+  assert count_rows(path) == 700
+  with pytest.raises(FileNotFoundError):
+    count_rows(tmp_path / f"none.{suffix}")
+  if suffix != "jsonl":
+    path.write_text("no")
+    with pytest.raises(ValueError, match=f"t.{suffix}"):
+      count_rows(path)
 
 
 def test_refusals(tmp_path):

@@ -95,6 +95,14 @@ def test_plain_lines_first_last_and_every_ten_seconds(tmp_path, clock, capsys):
   assert lines[-1] == "rl  update 50/100  50s elapsed  50s left  reward 0.50"
 
 
+@pytest.mark.parametrize(("total", "logged"), [(3, 3), (100, 100), (251, 126), (0, 0)])
+def test_items_are_counted(tmp_path, clock, total, logged):
+  with Metrics(str(tmp_path), "data", total) as log:
+    assert list(log.count(range(total))) == list(range(total))
+  done = steps(log.path, "data") if total else []
+  assert len(done) == logged and done[-1:] == [total][:total]
+
+
 def test_the_pace_is_that_of_the_steps_done_here(tmp_path, clock, capsys):
   with Metrics(str(tmp_path), "sft", total=100) as log:
     log.log(90, {})

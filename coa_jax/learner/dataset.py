@@ -1,0 +1,181 @@
+"""Trajectories as tokens on disk, and the packed rows that SFT reads of them.
+
+Memory does not grow with the tokens: they lie in one file that is mapped, and a process
+touches those of its own rows. Order, resume and reading ahead are grain's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from coa_jax.learner.batch import Batch, pack
+from coa_jax.model.sharding import Layout
+from coa_jax.protocol.trajectory import Author, Trajectory
+
+_TOKENS, _ABOUT = "tokens.int32", "sequences.npy"
+_AHEAD = 2  # micro-batches that are made while a step runs
+_FOR_EVER = 2**62  # micro-batches
+
+
+class Micro(NamedTuple):
+  """A micro-batch of [B, T].
+
+  Attributes:
+    batch: rows of other processes are left empty in it.
+    lengths: tokens of each sequence of all its rows, whoever holds them.
+    policy: how many of their tokens the policy wrote.
+  """
+
+  batch: Batch
+  lengths: list[int]
+  policy: int
+
+
+class Dataset:
+  """Sequences of tokens in a folder, one for each trajectory.
+
+  Attributes:
+    lengths_N: int64, tokens of each.
+    policy_N: int64, how many of them the policy wrote.
+    task_N: int64, the same number for all of one task.
+  """
+
+  def __init__(self, folder: str):
+    """Opens what `write` made.
+
+    Raises:
+      FileNotFoundError: it has made nothing there.
+    """
+    about_3N = np.load(os.path.join(folder, _ABOUT))
+    self.lengths_N, self.policy_N, self.task_N = about_3N
+    self._begins_N = np.cumsum(self.lengths_N) - self.lengths_N
+    file = os.path.join(folder, _TOKENS)
+    empty = not os.path.getsize(file)  # which can not be mapped
+    self._stored = np.zeros(0, np.int32) if empty else np.memmap(file, np.int32, "r")
+
+  @staticmethod
+  def write(folder: str, trajectories: Iterable[Trajectory]) -> None:
+    """Writes trajectories that have ids; the folder appears when it is complete.
+
+    Raises:
+      OSError: it can not be written.
+    """
+    about: list[tuple[int, int, int]] = []
+    tasks: dict[str, int] = {}
+    shutil.rmtree(folder + ".tmp", ignore_errors=True)
+    os.makedirs(folder + ".tmp")
+    try:
+      with open(os.path.join(folder + ".tmp", _TOKENS), "wb") as f:
+        for t in trajectories:
+          parts = [_stored(s.ids, s.author == Author.POLICY) for s in t.segments]
+          ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+          ids.tofile(f)
+          task = tasks.setdefault(t.task_id, len(tasks))
+          about.append((len(ids), np.count_nonzero(ids >= 0), task))
+      about_3N = np.array(about, np.int64).reshape(-1, 3).T
+      np.save(os.path.join(folder + ".tmp", _ABOUT), about_3N)
+      os.replace(folder + ".tmp", folder)
+    finally:
+      shutil.rmtree(folder + ".tmp", ignore_errors=True)
+
+  def __len__(self) -> int:
+    return len(self.lengths_N)
+
+  def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequence i: int32 ids, and whether the policy wrote them; [T] each."""
+    begin = self._begins_N[i]
+    stored_T = self._stored[begin : begin + self.lengths_N[i]]
+    ours_T = stored_T >= 0
+    return np.where(ours_T, stored_T, ~stored_T), ours_T
+
+  def batch(
+    self, rows: Sequence[np.ndarray], size: int, length: int, layout: Layout | None
+  ) -> Micro:
+    """Rows of sequences, filled up with empty rows.
+
+    Args:
+      rows: the sequences of each row; together at most `length` tokens.
+      size: B, rows of the batch.
+      length: T, tokens of a row.
+      layout: rows that it puts on no device of this process are not read.
+    """
+    mine_B = layout.rows(size) if layout else np.ones(size, bool)
+    shape = (size, length)
+    # Pages that are never written take no memory, however large the batch of all is.
+    tokens, segment, position = (np.zeros(shape, np.int32) for _ in range(3))
+    weight = np.zeros(shape, np.float32)
+    zeros, free = (np.broadcast_to(x, shape) for x in (np.float32(0), np.int32(-1)))
+    for r in np.flatnonzero(mine_B[: len(rows)]):
+      at = 0
+      for number, i in enumerate(rows[r], 1):
+        end = at + self.lengths_N[i]
+        tokens[r, at:end], weight[r, at:end] = self.read(i)
+        segment[r, at:end] = number
+        position[r, at:end] = np.arange(end - at)
+        at = end
+    members = np.concatenate(rows)
+    return Micro(
+      Batch(tokens, segment, position, weight, zeros, zeros, free),
+      self.lengths_N[members].tolist(),
+      int(self.policy_N[members].sum()),
+    )
+
+  def once(
+    self, members: np.ndarray, size: int, length: int, layout: Layout | None
+  ) -> Iterator[Micro]:
+    """Micro-batches of some sequences, each once. Args as those of `batch`."""
+    rows = _packed(self, members, length)
+    for start in range(0, len(rows), size):
+      yield self.batch(rows[start : start + size], size, length, layout)
+
+  def endless(
+    self,
+    members: np.ndarray,
+    size: int,
+    length: int,
+    layout: Layout | None,
+    seed: int,
+    first: int,
+  ) -> Iterator[Micro]:
+    """Micro-batches for ever, made ahead in threads.
+
+    The packed rows of one epoch follow those of the one before, each epoch in an order
+    of its own; a batch may hold the end of one and the beginning of the next, so every
+    epoch has every row exactly once. The n-th micro-batch is a function of (seed, n)
+    and of nothing else, in every process, so the place in the data is a number.
+
+    Args:
+      members: indices of the sequences, each of 1 to `length` tokens.
+      size: as `batch` takes it, like `length` and `layout`.
+      seed: of the order; 0 to 2**32 - 1.
+      first: the number of the first micro-batch.
+    """
+    import grain  # takes seconds to import, and only training needs it
+
+    rows = _packed(self, members, length)
+    order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
+
+    def micro(number: int) -> Micro:
+      places = range(number * size, (number + 1) * size)
+      return self.batch([rows[order[p]] for p in places], size, length, layout)
+
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
+    numbers = grain.MapDataset.range(first, _FOR_EVER)
+    yield from numbers.map(micro).to_iter_dataset(options)
+
+
+def _packed(dataset: Dataset, members: np.ndarray, length: int) -> list[np.ndarray]:
+  """The sequences of each row."""
+  rows = pack(dataset.lengths_N[members].tolist(), length)
+  return [members[row] for row in rows]
+
+
+def _stored(ids: Sequence[int], policy: bool) -> np.ndarray:
+  """As ids lie in the file: those that the policy did not write as ~id, below 0."""
+  array = np.asarray(ids, np.int32)
+  return array if policy else ~array

@@ -1,0 +1,235 @@
+"""Tokens on disk: what is written is read, and rows come in an order that resumes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.learner import batch as batching
+from coa_jax.learner.dataset import Dataset
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+
+def numbered(folder, count: int, length: int = 4) -> Dataset:
+  """Sequences of `length` tokens each, that are its number."""
+  where = os.path.join(folder, f"{count}_{length}")
+  if not os.path.exists(where):
+    Dataset.write(
+      where,
+      [
+        Trajectory(str(n), [Segment(Author.POLICY, "", "", [n] * length)])
+        for n in range(1, count + 1)
+      ],
+    )
+  return Dataset(where)
+
+
+def endless(dataset: Dataset, size: int, length: int, seed: int, first: int, count):
+  """Some of the micro-batches that all of a dataset gives."""
+  every = np.arange(len(dataset))
+  found = dataset.endless(every, size, length, None, seed, first)
+  return list(itertools.islice(found, count))
+
+
+def stream(dataset: Dataset, size: int, seed: int, first: int, count: int) -> list[int]:
+  """What rows of four tokens are trained on, in order, from a micro-batch on."""
+  found = endless(dataset, size, 4, seed, first, count)
+  return [int(row[0]) for micro in found for row in micro.batch.tokens_BT]
+
+
+def test_a_batch_of_it_is_the_batch_of_the_trajectories(tmp_path):
+  trajectories = toy.trajectories()
+  Dataset.write(str(tmp_path / "d"), trajectories)
+  dataset, length = Dataset(str(tmp_path / "d")), toy.MAX_LEN
+  every = np.arange(len(dataset))
+  theirs = list(batching.batches(trajectories, 3, length))
+  for micro, expected in zip(dataset.once(every, 3, length, None), theirs, strict=True):
+    for name, array in vars(expected).items():
+      ours = getattr(micro.batch, name)
+      assert (ours is None) == (array is None)
+      if array is not None:
+        np.testing.assert_array_equal(ours, array, err_msg=name)
+        assert ours.dtype == array.dtype
+    assert micro.policy == expected.weight_BT.sum() > 0
+    counts = [n for row in expected.segment_BT for n in np.bincount(row)[1:]]
+    assert micro.lengths == counts
+  assert not (tmp_path / "d.tmp").exists()
+
+
+def test_what_it_says_of_each_trajectory(tmp_path):
+  written = [
+    Trajectory("a", [Segment(Author.PROMPT, "", "", [5, 0])]),
+    Trajectory("b", [Segment(Author.POLICY, "", "", [0, 7, 9])]),
+    Trajectory("a", []),
+    Trajectory(
+      "c", [Segment(Author.TOOL, "", "", [1]), Segment(Author.POLICY, "", "")]
+    ),
+  ]
+  Dataset.write(str(tmp_path / "d"), written)
+  dataset = Dataset(str(tmp_path / "d"))
+  assert len(dataset) == 4
+  assert dataset.lengths_N.tolist() == [2, 3, 0, 1]
+  assert dataset.policy_N.tolist() == [0, 3, 0, 0]
+  assert dataset.task_N.tolist() == [0, 1, 0, 2]
+  ids, ours = dataset.read(0)
+  assert ids.tolist() == [5, 0] and ours.tolist() == [False, False]
+  ids, ours = dataset.read(1)
+  assert ids.tolist() == [0, 7, 9] and ours.all() and ids.dtype == np.int32
+
+
+def test_without_a_token_it_is_empty(tmp_path):
+  Dataset.write(str(tmp_path / "d"), [])
+  assert len(Dataset(str(tmp_path / "d"))) == 0
+
+
+def test_a_fault_leaves_no_folder(tmp_path):
+  def broken():
+    yield Trajectory("a", [Segment(Author.POLICY, "", "", [1])])
+    raise ValueError("row 2")
+
+  with pytest.raises(ValueError, match="row 2"):
+    Dataset.write(str(tmp_path / "d"), broken())
+  assert not list(tmp_path.iterdir())
+
+
+def test_batches_are_a_function_of_seed_and_number(tmp_path):
+  # Two of these fit a row, so an epoch has three batches of two rows.
+  dataset = numbered(tmp_path, 12, length=5)
+
+  def take(first: int, count: int, seed: int = 0) -> list[list[int]]:
+    found = endless(dataset, 2, 11, seed, first, count)
+    return [m.batch.tokens_BT.ravel().tolist() for m in found]
+
+  whole = take(0, 12)
+  for number in (1, 2, 5):
+    assert take(number, 2) == whole[number : number + 2]
+  for epoch in range(4):
+    tokens = list(itertools.chain(*whole[3 * epoch : 3 * epoch + 3]))
+    assert sorted(t for t in tokens if t) == sorted(list(range(1, 13)) * 5)
+  assert whole[:3] != whole[3:6]
+  assert take(0, 3, seed=1) != whole[:3]
+
+
+@settings(max_examples=40)
+@given(
+  rows=st.integers(1, 23),
+  size=st.integers(1, 9),
+  first=st.integers(0, 7),
+  seed=st.sampled_from([0, 1, 2**32 - 1]),
+)
+def test_every_epoch_has_every_row_once_wherever_it_is_resumed(
+  tmp_path_factory, rows, size, first, seed
+):
+  dataset = numbered(tmp_path_factory.getbasetemp(), rows)
+  whole = stream(dataset, size, seed, 0, first + 8)
+  epochs = [whole[i : i + rows] for i in range(0, len(whole) - rows + 1, rows)]
+  assert all(sorted(epoch) == list(range(1, rows + 1)) for epoch in epochs)
+  assert stream(dataset, size, seed, first, 8) == whole[first * size :]
+  if rows > 8 and len(epochs) > 1:
+    assert epochs[0] != epochs[1]
+  # The size of a batch cuts the same stream elsewhere and does not change it.
+  shared = stream(dataset, size + 1, seed, 0, 8)
+  both = min(len(shared), len(whole))
+  assert shared[:both] == whole[:both]
+
+
+CHILD = """
+import itertools, json, sys
+import jax, numpy as np
+address, processes, process = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+jax.distributed.initialize(address, processes, process)
+from coa_jax.learner.dataset import Dataset
+from coa_jax.model.sharding import MeshConfig, make_layout
+layout, dataset = make_layout(MeshConfig(fsdp=-1)), Dataset(sys.argv[4])
+seen = {}
+for first in (0, 3):
+  rows = dataset.endless(np.arange(10), 4, 4, layout, 5, first)
+  for micro in itertools.islice(rows, 5 - first):
+    placed = layout.put(micro.batch)
+    held = micro.batch.tokens_BT[:, 0]
+    seen.setdefault(first, []).append(
+      [[int(row[0]) for shard in placed.tokens_BT.addressable_shards
+        for row in shard.data], int((held > 0).sum()), micro.policy])
+print(json.dumps([seen[0], seen[3]]))
+"""
+
+
+def test_processes_share_the_rows_of_an_epoch_and_read_their_own(tmp_path):
+  """Real processes of JAX: what is on the devices of each, resumed or not."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  dataset = numbered(tmp_path, 10)
+  root = pathlib.Path(__file__).parents[2]
+  env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+  started = [
+    subprocess.Popen(
+      [sys.executable, "-c", CHILD, address, "2", str(i), str(tmp_path / "10_4")],
+      env=env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  seen = []
+  for process in started:
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    seen.append(json.loads(out.splitlines()[-1]))
+  for first, ours in zip((0, 3), zip(*seen, strict=True), strict=True):
+    alone = stream(dataset, 4, 5, first, 5 - first)
+    together = [sorted(a[0] + b[0]) for a, b in zip(*ours, strict=True)]
+    assert together == [sorted(alone[i : i + 4]) for i in range(0, len(alone), 4)]
+    for rows, held, policy in itertools.chain(*ours):
+      assert len(rows) == held == 2  # of four rows; the others were never read
+      assert policy == 16  # of all
+  # Five batches of four are two epochs of ten.
+  rows = [row for process, _ in seen for part, _, _ in process for row in part]
+  assert sorted(rows) == sorted([*range(1, 11)] * 2)
+
+
+MEMORY = """
+import sys, numpy as np
+from coa_jax.learner.dataset import Dataset
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+def peak():
+  with open("/proc/self/status") as f:
+    return next(int(x.split()[1]) / 1024 for x in f if x.startswith("VmHWM"))
+def rows(count):
+  for n in range(count):
+    yield Trajectory(str(n), [Segment(Author.POLICY, "", "", [n % 9] * 4000)])
+Dataset.write(sys.argv[1] + "/few", rows(20))
+few = Dataset(sys.argv[1] + "/few")
+few.batch([np.array([0])], 8, 4096, None)
+before = peak()
+Dataset.write(sys.argv[1] + "/many", rows(4000))
+many = Dataset(sys.argv[1] + "/many")
+for n in range(100):
+  many.batch([np.array([n])], 8, 4096, None)
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_tokens(tmp_path):
+  """16 million tokens: 64 MB on disk, some 600 MB as lists of Python's integers."""
+  root = pathlib.Path(__file__).parents[2]
+  done = subprocess.run(
+    [sys.executable, "-c", MEMORY, str(tmp_path)],
+    env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert float(done.stdout) < 20  # MB; the signs and pages of what was touched
