@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -188,11 +189,15 @@ def _encoded(
   trajectories: Iterable[Trajectory], tokenizer: Tokenizer
 ) -> Iterator[Trajectory]:
   """With ids where they had none; a sample tells whose those of the others are."""
-  for number, t in enumerate(trajectories):
-    if number < 16:
-      tokenizer.check_ids(t)
-    tokenizer.encode_trajectory(t)
-    yield t
+  trajectories = iter(trajectories)
+  checked = False
+  while some := list(itertools.islice(trajectories, 16)):
+    if not checked:
+      for t in some:
+        tokenizer.check_ids(t)
+      checked = True
+    tokenizer.encode_trajectories(some)
+    yield from some
 
 
 def _divide(

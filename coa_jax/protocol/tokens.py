@@ -33,6 +33,8 @@ _TEMPLATE = (
 MIN_OBSERVATION = 80
 _MARK = "\ue000"  # private use: stands for the message while a template is rendered
 
+_Piece = tuple[str, bool]  # text, and whether what spells a control token is one
+
 
 class Tokenizer:
   """A Hugging Face byte-level tokenizer, seen as the protocol needs it."""
@@ -109,11 +111,11 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Ids of trusted text: tags and control tokens count as such."""
-    return _ids(self._trusted, text)
+    return _ids(self._trusted, [text])[0]
 
   def encode_untrusted(self, text: str) -> list[int]:
     """Ids of foreign text: whatever it spells, it is only text."""
-    return _ids(self._untrusted, text)
+    return _ids(self._untrusted, [text])[0]
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, control tokens included; broken UTF-8 is replaced."""
@@ -219,30 +221,39 @@ class Tokenizer:
     return best
 
   def _observation_ids(self, text: str) -> list[int]:
-    opening = roles.open_tag(roles.OBSERVATION)
-    closing = roles.close_tag(roles.OBSERVATION)
-    head, tail = text.find(opening), text.rfind(closing)
-    head += len(opening)
-    if head < len(opening) or tail < head:  # not an observation as `wrap` writes it
-      return self.encode_untrusted(text)
-    ids = self.encode(text[:head]) + self.encode_untrusted(text[head:tail])
-    return ids + self.encode(text[tail:])
+    return [i for ids in self._encode(_pieces(text)) for i in ids]
+
+  def _encode(self, pieces: Sequence[_Piece]) -> list[list[int]]:
+    """Ids of each text, those of one kind together: the tokenizer has threads."""
+    out: list[list[int]] = [[] for _ in pieces]
+    for backend, kind in ((self._trusted, True), (self._untrusted, False)):
+      where = [i for i, (_, trusted) in enumerate(pieces) if trusted == kind]
+      found = _ids(backend, [pieces[i][0] for i in where])
+      for i, ids in zip(where, found, strict=True):
+        out[i] = ids
+    return out
 
   def encode_trajectory(self, trajectory: Trajectory) -> None:
     """Fills the ids of every segment that has none, in place.
 
     Each segment is encoded on its own, so no token ever straddles two authors.
     """
-    prompt = [s for s in trajectory.segments if s.author == Author.PROMPT]
-    if prompt and not any(s.ids for s in prompt):
-      self.encode_prompt(prompt)
-    for s in trajectory.segments:
-      if s.ids or s.author == Author.PROMPT:
-        continue
-      if s.author == Author.POLICY:
-        s.ids = self.encode(s.text)
-      else:
-        s.ids = self._observation_ids(s.text)
+    self.encode_trajectories([trajectory])
+
+  def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
+    """`encode_trajectory` of each, on all cores."""
+    todo: list[tuple[Segment, list[_Piece]]] = []
+    for t in trajectories:
+      prompt = [s for s in t.segments if s.author == Author.PROMPT]
+      if prompt and not any(s.ids for s in prompt):
+        self.encode_prompt(prompt)
+      for s in t.segments:
+        if not s.ids and s.author != Author.PROMPT:
+          policy = s.author == Author.POLICY
+          todo.append((s, [(s.text, True)] if policy else _pieces(s.text)))
+    ids = iter(self._encode([piece for _, pieces in todo for piece in pieces]))
+    for s, pieces in todo:
+      s.ids = [i for _ in pieces for i in next(ids)]
 
   def check_ids(self, trajectory: Trajectory) -> None:
     """Refuses ids that are another tokenizer's.
@@ -291,10 +302,22 @@ def _wrapped(content: str) -> str:
   return roles.wrap(roles.OBSERVATION, roles.escape(content))
 
 
-def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+def _ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
   # As `encode`, without the offsets that nobody asks for: a tenth to a fifth faster.
-  texts = [_bytes(text).decode()]
-  return tokenizer.encode_batch_fast(texts, add_special_tokens=False)[0].ids
+  whole = [_bytes(text).decode() for text in texts]
+  found = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+  return [encoding.ids for encoding in found]
+
+
+def _pieces(text: str) -> list[_Piece]:
+  """Of an observation as `_wrapped` writes it, only the tags are trusted."""
+  opening = roles.open_tag(roles.OBSERVATION)
+  closing = roles.close_tag(roles.OBSERVATION)
+  head, tail = text.find(opening), text.rfind(closing)
+  head += len(opening)
+  if head < len(opening) or tail < head:
+    return [(text, False)]
+  return [(text[:head], True), (text[head:tail], False), (text[tail:], True)]
 
 
 def _bytes(text: str) -> bytes:
