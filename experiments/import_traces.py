@@ -5,13 +5,15 @@
   python -m experiments.import_traces --file=oagents.jsonl --variant=web \
     --out=runs/web/trajectories.jsonl --workers=8 --convert.score_right \
     --convert.missing_think='Go on.' --filter --filters.min_calls=2 \
-    --filters.benchmarks=gaia.jsonl,webwalker.json --filters.max_similarity=0.8
+    --filters.benchmarks=gaia.jsonl,webwalker.json --filters.max_similarity=0.8 \
+    --formats.copies=1
   python -m experiments.sft --config=configs/X.py --workdir=runs/web/sft \
     --config.data.trajectories=runs/web/trajectories.jsonl
 
 Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
 messages with tool calls, ReAct text, our own runs and trajectories, and released RL
-rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources. What a row has
+rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
+--formats.copies writes each trajectory in other tool formats too. What a row has
 that a trajectory has no place for, and every row that is dropped, is named with the
 reason on standard output; the last line has the counts. Beside OUT it writes OUT's
 manifest (what was asked, the commit, counts per stage, statistics before and after,
@@ -39,6 +41,7 @@ from coa_jax.teacher import filters, importers
 from coa_jax.teacher.convert import ConvertConfig, Dropped
 from coa_jax.teacher.importers import FORMATS, RL, Importer
 from coa_jax.teacher.refine import Found, Refinement, Refiner
+from coa_jax.teacher.restyle import FormatsConfig
 from experiments.launch import stop, with_clear_errors
 
 
@@ -74,6 +77,7 @@ _WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
 _FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
 _FILTERS = _sections("filters", filters.FiltersConfig)
 _CONVERT = _sections("convert", ConvertConfig)
+_FORMATS = _sections("formats", FormatsConfig)
 
 
 def main(argv: list[str]) -> None:
@@ -124,14 +128,18 @@ def _run() -> None:
     gone = Counter(counts["filters"][stage]["dropped"])
     if gone:
       print(f"filter {stage}: {gone.total()} dropped ({_counted(gone)})")
-  print(f"{kept} kept, {dropped.total()} dropped{told}")
+  restyled = f", {counts['restyled']} of them restyled" if counts["restyled"] else ""
+  print(f"{kept} kept{restyled}, {dropped.total()} dropped{told}")
 
 
 def _refiner(chosen: str) -> Refiner:
   table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
   whole = ml_collections.ConfigDict(
-    {"filters": _FILTERS.value, "convert": _CONVERT.value}
+    {"filters": _FILTERS.value, "convert": _CONVERT.value, "formats": _FORMATS.value}
   )
+  formats = section(whole, "formats", FormatsConfig)
+  if formats.copies and _PROMPT.value == "brief":
+    raise ValueError("--formats.copies: only --prompt=full tells formats")
   importer = Importer(
     format=chosen,
     variant=get_variant(_VARIANT.value),
@@ -145,10 +153,10 @@ def _refiner(chosen: str) -> Refiner:
   if not _FILTER.value:
     if _FILTERS.value.to_dict() != dataclasses.asdict(filters.FiltersConfig()):
       raise ValueError("--filters.FIELD is given without --filter, which applies them")
-    return Refiner(importer, tokenizer=_TOKENIZER.value)
+    return Refiner(importer, tokenizer=_TOKENIZER.value, formats=formats)
   config = section(whole, "filters", filters.FiltersConfig)
   benchmarks = filters.load_benchmarks(config)
-  return Refiner(importer, config, benchmarks, _TOKENIZER.value)
+  return Refiner(importer, config, benchmarks, _TOKENIZER.value, formats)
 
 
 def _tell(row: Dropped) -> None:
@@ -215,6 +223,7 @@ def _report(
     "tokenizer": refiner.tokenizer,
     "convert": dataclasses.asdict(refiner.importer.convert),
     "filters": dataclasses.asdict(refiner.filters) if refiner.filters else None,
+    "formats": dataclasses.asdict(refiner.formats),
   }
   write_manifest(
     f"{_OUT.value}.manifest.json",

@@ -27,6 +27,7 @@ from coa_jax.teacher.convert import Dropped
 from coa_jax.teacher.filters import Examined, FiltersConfig, Funnel, examine
 from coa_jax.teacher.importers import Importer, Record
 from coa_jax.teacher.novelty import Benchmarks
+from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
 
 CHUNK = 16  # rows that travel together
 
@@ -54,6 +55,7 @@ class Found:
       drops it.
     shape: for statistics.
     lost: what the row has that the trajectory has no place for.
+    restyled: lines of the copies in other formats.
     fault, reflected, corrected, graded, signature: as `filters.Examined` has them.
   """
 
@@ -61,6 +63,7 @@ class Found:
   line: str
   shape: Shape
   lost: tuple[str, ...]
+  restyled: tuple[str, ...]
   fault: tuple[str, str] | None
   reflected: bool
   corrected: bool
@@ -77,12 +80,14 @@ class Refiner:
     filters: thresholds and ratios; None keeps every trajectory.
     benchmarks: as from `filters.load_benchmarks`; None without filters.
     tokenizer: folder of the tokenizer that writes ids; "" writes none.
+    formats: how many copies of each trajectory in other formats.
   """
 
   importer: Importer
   filters: FiltersConfig | None = None
   benchmarks: Benchmarks | None = None
   tokenizer: str = ""
+  formats: FormatsConfig = dataclasses.field(default_factory=FormatsConfig)
 
   def work(self, records: Sequence[Record]) -> list[Dropped | Found]:
     """Rows one by one, each alone."""
@@ -103,13 +108,16 @@ class Refiner:
         self.filters,
         self.benchmarks,
       )
+    kept = [] if found.fault else [trajectory]
+    restyled = restyled_copies(kept, self.importer.variant, self.formats)
     if self.tokenizer:
-      _tokenizer(self.tokenizer).encode_trajectory(trajectory)
+      _tokenizer(self.tokenizer).encode_trajectories([trajectory, *restyled])
     return Found(
       task_id=trajectory.task_id,
       line="" if found.fault else json.dumps(trajectory.to_json()),
       shape=shape(trajectory),
       lost=tuple(trajectory.meta.get("lost", ())),
+      restyled=tuple(json.dumps(t.to_json()) for t in restyled),
       fault=found.fault,
       reflected=found.reflected,
       corrected=found.corrected,
@@ -141,7 +149,7 @@ class Refinement:
     self._workers = workers
     self._funnel = Funnel(refiner.filters) if refiner.filters else None
     self._dropped: Counter[str] = Counter()
-    self._rows = self._lossy = 0
+    self._rows = self._lossy = self._restyled = 0
 
   def lines(
     self,
@@ -167,14 +175,18 @@ class Refinement:
       on_found(result, copies)
       for number in range(copies):
         yield result.line if number == 0 else _copy(result.line, number)
+      if copies:
+        self._restyled += len(result.restyled)
+        yield from result.restyled
 
   def counts(self) -> dict[str, Any]:
-    """Rows read, what import and conversion dropped, rows with losses, the funnel."""
+    """Rows read, dropped at import and with losses; restyled copies; the funnel."""
     dropped = dict(sorted(self._dropped.items()))
     kept = self._rows - self._dropped.total()
     out: dict[str, Any] = {
       "rows": self._rows,
       "import": {"kept": kept, "dropped": dropped, "with_losses": self._lossy},
+      "restyled": self._restyled,
     }
     return {**out, "filters": self._funnel.report()} if self._funnel else out
 

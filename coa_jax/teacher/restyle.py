@@ -51,8 +51,12 @@ def restyle(
   Returns:
     The copy, without ids, its prompt the full one, with `meta["format"]` (tag -> name
     and layout) and `meta["copy"]`; and its variant, in which it is well formed if it
-    was. None where no layout can hold a call, or a call is not one span.
+    was. None where no layout can hold a call, a call is not one span, or nobody noted
+    what was asked.
   """
+  question = trajectory.meta.get("question")
+  if not question:
+    return None
   rng = random.Random(f"{seed}/{trajectory.task_id}/{trajectory.sample}/{number}")
   bodies: dict[str, list[str]] = {}
   for call in trajectory.calls:
@@ -61,7 +65,7 @@ def restyle(
   if drawn is None:
     return None
   names, layouts, other = drawn.names, drawn.layouts, drawn.variant(variant)
-  segments = prompt_segments(other, str(trajectory.meta.get("question", "")), "full")
+  segments = prompt_segments(other, str(question), "full")
   for s in trajectory.segments:
     if s.author == Author.PROMPT:
       continue

@@ -89,6 +89,21 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
     (tool,) = [s for s in t.segments if s.author == Author.TOOL]
     assert tool.text.startswith("<observation>\nPage 1: ") and "&lt;plan>" in tool.text
 
+  more = f"--out={tmp_path}/styled.jsonl"
+  done = program(f"--file={source}", "--variant=web", more, "--formats.copies=1")
+  kept = "18 kept, 9 of them restyled, 3 dropped"
+  assert done.stdout.splitlines()[-1].startswith(kept), done.stdout + done.stderr
+  styled = read_trajectories(tmp_path / "styled.jsonl")
+  assert [t for t in styled if "copy" not in t.meta] == trajectories
+  for t in styled[1::2]:
+    name, told = t.meta["format"]["web_search"]
+    asked, prompt = (
+      t.meta["question"],
+      "".join(s.text for s in t.segments if s.author == Author.PROMPT),
+    )
+    assert asked in prompt and f"<{name}>" in prompt and told in prompt
+    assert asked.startswith("Which town is number") and HEAD not in prompt
+
   config = runpy.run_path(str(ROOT / "configs" / "sft_gsm8k.py"))["get_config"]("tiny")
   config.data.trajectories = str(out)
   config.data.update(steps=4, validation=2, vocab_size=320, length=768, rows=2)
@@ -132,6 +147,8 @@ def test_refusals_are_one_line(tmp_path):
   done = program(*flags)
   assert done.returncode == 2 and not out.exists()
   assert done.stderr.endswith("no record is left to train on (1 stray_text)\n")
+  done = program(*flags, "--prompt=brief", "--formats.copies=1")
+  assert "--formats.copies: only --prompt=full tells formats" in done.stderr
   source.write_text("{}")
   done = program(*flags)
   assert done.returncode == 2 and "are those of no format" in done.stderr

@@ -13,6 +13,7 @@ from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, load_benchmarks
 from coa_jax.teacher.importers import Importer
 from coa_jax.teacher.refine import CHUNK, Refinement, Refiner
+from coa_jax.teacher.restyle import FormatsConfig
 
 CONVERT = ConvertConfig(missing_think="Go on.", score_right=True)
 
@@ -69,6 +70,27 @@ def test_processes_change_nothing(tokenizer):
     t = Trajectory.from_json(json.loads(line))
     assert all(s.ids for s in t.segments)
     assert [s.role for s in t.segments if s.author == Author.TOOL] == ["observation"]
+
+
+def test_what_is_kept_is_written_in_other_formats_too(tokenizer):
+  styled = refiner(tokenizer=tokenizer, formats=FormatsConfig(copies=2))
+  work = Refinement(styled)
+  lines = [Trajectory.from_json(json.loads(x)) for x in work.lines(records(20))]
+  plain = Refinement(refiner(tokenizer=tokenizer))
+  kept = list(plain.lines(records(20)))
+  first = [t for t in lines if "copy" not in t.meta]
+  assert [json.dumps(t.to_json()) for t in first] == kept and kept
+  assert len(lines) == 3 * len(kept)
+  assert work.counts() == plain.counts() | {"restyled": 2 * len(kept)}
+  names = set()
+  for original, *copies in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+    assert [c.meta["copy"] for c in copies] == [1, 2]
+    for copy in copies:
+      assert copy.task_id == original.task_id and all(s.ids for s in copy.segments)
+      name, _ = copy.meta["format"]["wiki_search"]
+      names.add(name)
+      assert f"<{name}>" in copy.text and f"<{name}>" in copy.segments[0].text
+  assert len(names) > 1
 
 
 def test_rows_are_read_as_they_are_needed():
