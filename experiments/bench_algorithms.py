@@ -47,7 +47,7 @@ flags.set_default(CPU_DEVICES, 2)
 # until runs have ended.
 _UPDATE, _START = 6.0, 25.0
 _LONG_PROMPTS = 6  # tasks of an update of a long run
-_WINDOW = 20  # updates over which a long run's figures are averaged
+_WINDOW = 480  # tasks over which a long run's figures are averaged
 
 
 def config_of(
@@ -79,7 +79,8 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
   logs = [read_metrics(os.path.join(w, METRICS_FILE), "rl") for w in workdirs]
   before = [float(_column(log[:1], "reward")[0]) for log in logs]
   after = [float(np.mean(_column(log[-_LAST:], "reward"))) for log in logs]
-  entropy = [log[-1].get("entropy") for log in logs]
+  # An update without an informative group measures none.
+  known = [[r["entropy"] for r in log if r.get("entropy") is not None] for log in logs]
   return {
     "algorithm": name,
     "before": float(np.mean(before)),
@@ -87,7 +88,7 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
     "least": min(after),
     "improved": sum(a > b for a, b in zip(after, before, strict=True)),
     "seeds": len(logs),
-    "entropy": float(np.mean([x for x in entropy if x is not None] or [np.nan])),
+    "entropy": float(np.mean([x[-1] for x in known if x] or [np.nan])),
     "seconds": float(np.mean([log[-1]["seconds"] for log in logs])),
   }
 
@@ -97,11 +98,14 @@ def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
   return np.array([row[name] for row in log], float)
 
 
-def collapse(log: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[str]:
+def collapse(
+  log: Sequence[Mapping[str, Any]], accuracy: float | None, prompts: int
+) -> list[str]:
   """Why a run counts as collapsed; [] if it does not.
 
-  Means are over 20 updates (`_WINDOW`), without those of which nothing was graded.
-  Collapsed is a run of whose last 20 updates more than a tenth are such; that ends with
+  Means are over the updates of 480 tasks (`_WINDOW`; of fewer the best of many means
+  would be chance), without those of which nothing was graded.
+  Collapsed is a run of whose last window more than a tenth are such; that ends with
   less than nine tenths of its best mean reward; whose greedy accuracy on development
   tasks ends a tenth below its best, or unknown; that at the end writes less than nine
   tenths of its trajectories well-formed, or cuts more than a tenth of them off; or
@@ -111,8 +115,9 @@ def collapse(log: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[s
     log: lines of stage rl.
     accuracy: greedy, on development tasks, of the last policy; None where no answer
       could be graded.
+    prompts: tasks of an update.
   """
-  size = min(_WINDOW, len(log))
+  size = min(-(-_WINDOW // prompts), len(log))
 
   def means(name: str) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(_column(log, name), size)
@@ -223,7 +228,8 @@ def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, 
     own = os.path.join(workdir, f"{name}_{steps}_seed0")
     with open(os.path.join(own, "results.json")) as f:
       accuracy = json.load(f)["dev_accuracy"]
-    figures["collapse"] = collapse(read_metrics(own, "rl"), accuracy)
+    tasks = config_of(name, quickstart, 0, steps, quick, prompts).algo.prompts
+    figures["collapse"] = collapse(read_metrics(own, "rl"), accuracy, tasks)
   return figures
 
 

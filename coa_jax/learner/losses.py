@@ -20,6 +20,9 @@ from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.qwen import Qwen
 from coa_jax.model.sharding import Layout
 
+# Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
+_LOGIT_BYTES = 2**29
+
 
 def token_logps(
   cfg: QwenConfig,
@@ -32,8 +35,8 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log p of every token given those before it in its segment, and what is known there.
 
-  With `cfg.logit_chunk` the vocabulary's axis exists for that many tokens of a row at
-  once; the backward pass computes it again.
+  The vocabulary's axis exists for `cfg.logit_chunk` tokens of a row at once; the
+  backward pass computes it again, unless those are all.
 
   Args:
     cfg: the model.
@@ -73,7 +76,10 @@ def token_logps(
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
   T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
-  chunks, C = _chunks(T // pieces, cfg.logit_chunk)
+  rows = target_BT.shape[0] // (layout.ways("B") if layout else 1)
+  own_V = cfg.vocab_size // (layout.ways("V") if layout else 1)
+  most = cfg.logit_chunk or _logits_at_once(own_V) // rows
+  chunks, C = _chunks(T // pieces, max(1, most))
   given = (hidden_BTD, target_BT, grammar_BT)
   if chunks == 1:
     out = head(*given)
@@ -100,8 +106,8 @@ def cross_entropy(
   Source: gradients in the forward pass as in Liger Kernel (arXiv 2410.10989, 3.2).
 
   Args:
-    cfg: the model; a piece is `cfg.logit_chunk` tokens of every row, or a quarter of
-      a device's tokens.
+    cfg: the model; a piece is `cfg.logit_chunk` tokens of every row. Where that is 0 it
+      is a quarter of a device's tokens, or what half a gigabyte holds if that is less.
     params: its parameters.
     batch: packed rows.
     layout: the mesh that all of this is split over.
@@ -123,7 +129,8 @@ def cross_entropy(
 
   def of_rows(hidden_BTD, output_DV, target_BT, weight_BT) -> jax.Array:
     B, T, D = hidden_BTD.shape
-    piece = min(B * T, B * cfg.logit_chunk or -(-B * T // 4))
+    few = min(-(-B * T // 4), _logits_at_once(cfg.vocab_size))
+    piece = min(B * T, B * cfg.logit_chunk or few)
     given = (
       hidden_BTD.reshape(B * T, D),
       output_DV,
@@ -259,13 +266,18 @@ def _map(
   return map(join, parts)
 
 
+def _logits_at_once(vocabulary: int) -> int:
+  """Of how many tokens a device holds the logits, where nobody says."""
+  return max(1, _LOGIT_BYTES // (4 * vocabulary))
+
+
 def _chunks(length: int, most: int) -> tuple[int, int]:
-  """How many parts of at most `most` tokens (0: any number) hold `length`.
+  """How many parts of at most `most` tokens hold `length`.
 
   Returns:
     The fewest there can be, and the tokens of each; the last may lack some.
   """
-  chunks = -(-length // most) if most else 1
+  chunks = -(-length // most)
   return chunks, -(-length // chunks)
 
 

@@ -81,8 +81,9 @@ class QwenConfig:
     attention: the kernel over packed rows: xla, cudnn (GPU), splash (TPU), or auto,
       which takes splash on TPU, cudnn on GPU in bfloat16, and xla elsewhere and where
       those do not take the model's head_dim or the rows' length.
-    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT,
-      where devices split rows alone: for a quarter of a device's tokens).
+    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for those that
+      half a gigabyte of a device holds (SFT, where devices split rows alone: at most a
+      quarter of its tokens).
   """
 
   vocab_size: int
@@ -140,8 +141,9 @@ class LoadConfig:
     scan: True if layers are stacked and scanned.
     remat: what of a layer the backward pass recomputes.
     attention: the kernel over packed rows.
-    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for all (SFT,
-      where devices split rows alone: for a quarter of a device's tokens).
+    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for those that
+      half a gigabyte of a device holds (SFT, where devices split rows alone: at most a
+      quarter of its tokens).
   """
 
   dtype: str = "float32"
@@ -182,7 +184,7 @@ def check_run_options(config: QwenConfig | LoadConfig) -> None:
         f"{field} {value!r}; accepted: {', '.join(filter(None, accepted))}"
       )
   if config.logit_chunk < 0:
-    raise ValueError(f"logit_chunk {config.logit_chunk} is negative; 0 for all tokens")
+    raise ValueError(f"logit_chunk {config.logit_chunk} is negative; 0 chooses it")
 
 
 # config.json: Hugging Face's name -> QwenConfig's.

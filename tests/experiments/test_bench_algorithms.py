@@ -102,16 +102,25 @@ def long_run(**changed) -> list[dict]:
   ],
 )
 def test_a_collapse_is_found_and_said(changed, accuracy, said):
-  found = bench.collapse(long_run(**changed), accuracy)
+  found = bench.collapse(long_run(**changed), accuracy, 24)
   assert len(found) == len(said)
   assert all(word in line for word, line in zip(said, found, strict=True))
+
+
+def test_small_batches_are_averaged_over_as_many_tasks():
+  """Of means of few tasks, the best of many is luck, and what follows it no fall."""
+  log = long_run(reward=lambda i: 1.0 if 20 <= i < 30 else 0.7)
+  assert bench.collapse(log, 0.85, 24) == [
+    "reward 0.700 at first, 0.850 at best, 0.700 at last"
+  ]
+  assert bench.collapse(log, 0.85, 12) == []
 
 
 def test_an_evaluation_that_nobody_could_grade_is_not_the_best_nor_the_worst():
   log = long_run()
   log[0]["dev_accuracy"] = None
-  assert bench.collapse(log, 0.85) == []
-  assert bench.collapse(log, 0.75) == [
+  assert bench.collapse(log, 0.85, 24) == []
+  assert bench.collapse(log, 0.75, 24) == [
     "greedy accuracy 0.900 at best, 0.750 at last",
   ]
 

@@ -16,7 +16,7 @@ from coa_jax.learner import losses, objective
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution
-from coa_jax.model.qwen import Qwen
+from coa_jax.model.qwen import Qwen, init_params
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 CFG = toy.MODEL
@@ -156,7 +156,41 @@ def test_chunks_are_as_few_and_as_even_as_can_be():
   assert losses._chunks(1021, 512) == (2, 511)
   assert losses._chunks(1024, 512) == (2, 512)
   assert losses._chunks(1025, 512) == (3, 342)
-  assert losses._chunks(100, 0) == losses._chunks(100, 512) == (1, 100)
+  assert losses._chunks(100, 512) == losses._chunks(100, 100) == (1, 100)
+
+
+def largest(jaxpr) -> int:
+  """Elements of the largest array of a program, in whatever loop."""
+  sizes = [int(np.prod(v.aval.shape)) for e in jaxpr.eqns for v in e.outvars]
+  within = [
+    x
+    for e in jaxpr.eqns
+    for x in jax.tree.leaves(
+      list(e.params.values()),
+      is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
+    )
+  ]
+  inner = [getattr(x, "jaxpr", x) for x in within]
+  return max([*sizes, *(largest(x) for x in inner if hasattr(x, "eqns"))], default=0)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_logits_of_all_tokens_never_exist_at_a_vocabulary_of_152k(kind, rows):
+  """Nor their gradients; without anything being set."""
+  cfg = dataclasses.replace(CFG, vocab_size=151_936, width=32, layers=1)
+  batch, T = batching.empty(rows, 4096), 4096
+  params = jax.eval_shape(lambda: init_params(cfg, 0))
+
+  def loss(p):
+    if kind == "sft":
+      return losses.cross_entropy(cfg, p, batch)
+    logp_BT, entropy_BT, _ = losses.token_logps(cfg, p, batch)
+    return logp_BT.sum() + entropy_BT.sum()
+
+  program = jax.make_jaxpr(jax.value_and_grad(loss))(params)
+  found = largest(program.jaxpr)
+  assert cfg.vocab_size * 32 <= found <= 2**27 < rows * T * cfg.vocab_size
 
 
 def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
