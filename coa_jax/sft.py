@@ -189,13 +189,10 @@ def _encoded(
   trajectories: Iterable[Trajectory], tokenizer: Tokenizer
 ) -> Iterator[Trajectory]:
   """With ids where they had none; a sample tells whose those of the others are."""
-  trajectories = iter(trajectories)
-  checked = False
-  while some := list(itertools.islice(trajectories, 16)):
-    if not checked:
-      for t in some:
-        tokenizer.check_ids(t)
-      checked = True
+  rest = iter(trajectories)
+  for number, some in enumerate(iter(lambda: list(itertools.islice(rest, 16)), [])):
+    for t in some if number == 0 else ():
+      tokenizer.check_ids(t)
     tokenizer.encode_trajectories(some)
     yield from some
 

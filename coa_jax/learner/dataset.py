@@ -142,7 +142,7 @@ class Dataset:
     seed: int,
     first: int,
   ) -> Iterator[Micro]:
-    """Micro-batches for ever, made ahead in threads.
+    """Micro-batches for ever, made ahead in a thread.
 
     The packed rows of one epoch follow those of the one before, each epoch in an order
     of its own; a batch may hold the end of one and the beginning of the next, so every
