@@ -136,12 +136,12 @@ class Metrics:
     self._show(step, seconds, figure, phases.line(phases.seconds_of(row)))
 
   def count(self, items: Iterable[T]) -> Iterator[T]:
-    """The same items; each is a step, and some hundred of them are logged."""
+    """The same items; how many have been taken is shown, and nothing is written."""
     every = max(1, self.total // 100)
     for step, item in enumerate(items, 1):
       yield item
       if step % every == 0 or step == self.total:
-        self.log(step, {})
+        self._show(step, time.monotonic() - self._began, "", "")
 
   def warn(self, text: str) -> None:
     """Prints a line above the progress."""

@@ -95,12 +95,17 @@ def test_plain_lines_first_last_and_every_ten_seconds(tmp_path, clock, capsys):
   assert lines[-1] == "rl  update 50/100  50s elapsed  50s left  reward 0.50"
 
 
-@pytest.mark.parametrize(("total", "logged"), [(3, 3), (100, 100), (251, 126), (0, 0)])
-def test_items_are_counted(tmp_path, clock, total, logged):
-  with Metrics(str(tmp_path), "data", total) as log:
-    assert list(log.count(range(total))) == list(range(total))
-  done = steps(log.path, "data") if total else []
-  assert len(done) == logged and done[-1:] == [total][:total]
+def test_items_are_counted_and_nothing_is_written(tmp_path, clock, capsys):
+  taken = []
+  with Metrics(str(tmp_path), "data", 300, unit="row") as log:
+    for item in log.count(range(300)):
+      taken.append(item)
+      clock[0] += 0.05
+  assert taken == list(range(300)) and not list(tmp_path.iterdir())
+  assert capsys.readouterr().err.splitlines() == [
+    "data  row 201/300  10s elapsed  5s left",
+    "data  row 300/300  15s elapsed  0s left",
+  ]
 
 
 def test_the_pace_is_that_of_the_steps_done_here(tmp_path, clock, capsys):
