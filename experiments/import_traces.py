@@ -93,8 +93,9 @@ def _run() -> None:
   if _FORMAT.value == "auto":
     print(f"{_FILE.value}: format {found}, by its first row")
   if chosen == RL:
-    if _FILTER.value:
-      raise ValueError(f"{_FILE.value}: --filter is for trajectories; these are tasks")
+    if _FILTER.value or _FORMATS.value.copies:
+      flag = "--filter" if _FILTER.value else "--formats.copies"
+      raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
     _write_tasks(records)
     return
   refiner = _refiner(chosen)

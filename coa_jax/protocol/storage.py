@@ -12,6 +12,7 @@ import gzip
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -100,8 +101,11 @@ def count_rows(path: str | os.PathLike[str]) -> int:
     with contextlib.closing(_array_records(path)) as reader:
       return reader.num_records()
   begin = gzip.open if suffix == ".gz" else open
-  with begin(path, "rb") as f:
-    return sum(block.count(b"\n") for block in iter(lambda: f.read(1 << 20), b""))
+  try:
+    with begin(path, "rb") as f:
+      return sum(block.count(b"\n") for block in iter(lambda: f.read(1 << 20), b""))
+  except (gzip.BadGzipFile, EOFError, zlib.error) as e:
+    raise ValueError(f"{path}: cannot be read: {e}") from e
 
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:

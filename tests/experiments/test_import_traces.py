@@ -237,6 +237,10 @@ def test_rl_rows_become_tasks(tmp_path):
   assert "rl-1: unreadable" in done.stdout
   (task,) = load_tasks(out)
   assert (task.question, task.answers) == ("Who?", ("x", "y"))
+  for flag in ("--filter", "--formats.copies=1"):
+    done = program(f"--file={source}", "--variant=web", f"--out={out}", flag)
+    said = f"{flag.partition('=')[0]} is for trajectories; these are tasks"
+    assert done.returncode == 2 and said in done.stderr
 
 
 def test_a_misspelt_filter_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -136,6 +137,16 @@ def test_rows_are_counted_without_reading_them(tmp_path, suffix):
   if suffix != "jsonl":
     path.write_text("no")
     with pytest.raises(ValueError, match=f"t.{suffix}"):
+      count_rows(path)
+
+
+def test_a_broken_gzip_is_named_where_rows_are_counted(tmp_path):
+  path = tmp_path / "t.jsonl.gz"
+  path.write_bytes(gzip.compress(b"{}\n{}\n"))
+  assert count_rows(path) == 2
+  for broken in (b"no", path.read_bytes()[:-9]):
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match=r"t\.jsonl\.gz: cannot be read"):
       count_rows(path)
 
 
