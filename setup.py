@@ -59,7 +59,7 @@ setuptools.setup(
       "nbclient>=0.10",
       "nbformat>=5.10",
       "pytest>=8.3",
-      "pytest-xdist>=3.6",
+      "pytest-xdist>=3.8",
       "pyyaml>=6.0",  # reads the Kubernetes manifest
       "ruff>=0.8",
     ],

@@ -1,26 +1,28 @@
-"""How a model takes other tool names, fences and descriptions: accuracy by format.
+"""How a model takes other tool names, fences, descriptions and tools: accuracy by each.
 
-  python -m experiments.evaluate_formats --config=configs/evaluate_X.py \
-    --config.rollout.style=full --workdir=DIR [--seen=2] [--unseen=4]
+  python -m experiments.evaluate_formats --config=configs/evaluate_formats_world.py \
+    --workdir=DIR
 
 Plays the tasks of an evaluation once as the protocol writes tools ("native"), then in
 formats that restyled training trajectories have (`config.formats` of `distill`: "seen")
 and in formats that no training ever draws ("unseen", `protocol.formats.HELD_OUT`). The
-prompt tells of each; the tools behind them are the same. Each format is an evaluation
-of its own in DIR/NAME, and goes on where it was interrupted. Writes DIR/formats.json.
-Differences are paired: over the tasks that both have.
+prompt tells of each; the tools behind them are the same. Then with other tools
+("tools"), as `config.formats.tools` has them. Each is an evaluation of its own in
+DIR/NAME, and goes on where it was interrupted. Writes DIR/formats.json. Differences are
+paired: over the tasks that both have.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
 import rich
-from absl import flags
 
 from coa_jax import evaluate
 from coa_jax.config import ConfigError, section
@@ -29,10 +31,10 @@ from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import by_task, correct, graded, interval
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.tools import ToolsConfig
 from experiments.launch import launch
 
-_SEEN = flags.DEFINE_integer("seen", 2, "Formats of restyled training copies.", 0)
-_UNSEEN = flags.DEFINE_integer("unseen", 4, "Formats that no training draws.", 0)
+_NAME = re.compile(r"\w+", re.ASCII)
 _COLUMNS = {
   "name": "format",
   "accuracy": "accuracy",
@@ -44,18 +46,40 @@ _COLUMNS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class FormatsConfig:
+  """Config section `formats`.
+
+  Attributes:
+    seen: how many formats of restyled training copies are played.
+    unseen: how many that no training draws.
+    tools: name -> other tools, a whole section `tools` each.
+  """
+
+  seen: int = 2
+  unseen: int = 4
+  tools: dict[str, ToolsConfig] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if min(self.seen, self.unseen) < 0:
+      raise ValueError("seen and unseen must be 0 or more")
+    for name in self.tools:
+      if not _NAME.fullmatch(name):
+        raise ValueError(f"tools: {name!r} names a folder: {_NAME.pattern}")
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Evaluates every format.
 
   Args:
-    config: of `evaluate`, `rollout.style` full, without `format`.
+    config: of `evaluate`, `rollout.style` full, without `format`; and `formats`.
     workdir: where the evaluations go.
 
   Returns:
     What formats.json holds: `formats`, a row each (accuracy over all attempts, its
     interval over tasks, the share of calls not written as told); `groups`, the mean
-    accuracy by task of native, seen and unseen formats; `differences` to native, each
-    with its paired interval.
+    accuracy by task of native, seen and unseen formats and of other tools;
+    `differences` to native, each with its paired interval.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: as `evaluate.run`.
@@ -64,13 +88,21 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     raise ConfigError("config.format: this program draws the formats itself")
   if section(config, "rollout", RolloutConfig).style != "full":
     raise ConfigError("config.rollout.style: only 'full' tells formats")
-  kinds = {"seen": (_SEEN.value, False), "unseen": (_UNSEEN.value, True)}
-  scores = {"native": [_play(config, workdir, "native", {})]}
-  for kind, (count, held_out) in kinds.items():
+  plan = section(config, "formats", FormatsConfig)
+  own = config.copy_and_resolve_references()
+  with own.unlocked():
+    if "formats" in own:
+      del own.formats  # which no single evaluation reads
+  scores = {"native": [_play(own, workdir, "native")]}
+  for kind, count in (("seen", plan.seen), ("unseen", plan.unseen)):
+    drawn = [dict(held_out=kind == "unseen", number=n) for n in range(count)]
     scores[kind] = [
-      _play(config, workdir, f"{kind}_{n}", {"held_out": held_out, "number": n})
-      for n in range(count)
+      _play(own, workdir, f"{kind}_{n}", format=d) for n, d in enumerate(drawn)
     ]
+  scores["tools"] = [
+    _play(own, workdir, f"tools_{name}", tools=config.formats.tools[name])
+    for name in plan.tools
+  ]
   rows = [row for group in scores.values() for row, _ in group]
   means = {k: _by_task([s for _, s in group]) for k, group in scores.items() if group}
   native = means["native"]
@@ -88,16 +120,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 def _play(
-  config: ml_collections.ConfigDict,
-  workdir: str,
-  name: str,
-  drawn: dict[str, Any],
+  config: ml_collections.ConfigDict, workdir: str, name: str, **sections: Any
 ) -> tuple[dict[str, Any], dict[str, float]]:
-  """A format's row, and the accuracy of each task."""
+  """A format's row, and the accuracy of each task; with other `sections`."""
   own = config.copy_and_resolve_references()
   with own.unlocked():
-    if drawn:
-      own.format = drawn
+    for key, value in sections.items():
+      own[key] = value
   folder = os.path.join(workdir, name)
   found = evaluate.run(own, folder)
   played: list[Trajectory] = []
@@ -109,7 +138,7 @@ def _play(
     for task, attempts in by_task(graded(played)).items()
   }
   told = found.get("format")
-  tools = told["tools"] if told else {}
+  drawn = told["tools"].values() if told else []
   figure = _figure(list(accuracy.values()))
   row = {
     "name": name,
@@ -118,7 +147,8 @@ def _play(
     "unread": told["unread"] if told else found["malformed_rate"],
     "tool_calls": found["tool_calls_per_task"],
     "protocol_ok": found["protocol_ok"],
-    "tools": "; ".join(f"{n}: {layout}" for n, layout in tools.values()),
+    "tools": "; ".join(f"{n}: {layout}" for n, layout in drawn)
+    or ", ".join(section(own, "tools", ToolsConfig).tools),
   }
   return row, accuracy
 

@@ -21,6 +21,7 @@ EACH = pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 
 # Programs with configs of their own, and where the sections of those are read.
 PROGRAMS = {
+  "evaluate_formats": ["coa_jax.evaluate", "experiments.evaluate_formats"],
   "select_tasks": ["coa_jax.evaluate", "experiments.select_tasks"],
   "synthesize": ["experiments.synthesize"],
 }

@@ -7,7 +7,6 @@ import json
 import ml_collections
 import pytest
 import toy
-from absl import flags
 
 from coa_jax.config import ConfigError
 from coa_jax.protocol import prompts
@@ -29,26 +28,16 @@ def config(tmp_path) -> ml_collections.ConfigDict:
       tools=dict(tools=("code",)),
       tasks=dict(uri=str(tmp_path / "tasks.jsonl")),
       eval=dict(greedy=True, samples=0),
+      formats=dict(seen=1, unseen=1),
     )
   )
 
 
-@pytest.fixture
-def counts():
-  """--seen=1 --unseen=1, as from the command line."""
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS(["test"])
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(flags.FLAGS["seen"], "value", 1)
-    patch.setattr(flags.FLAGS["unseen"], "value", 1)
-    yield
-
-
-def test_every_format_is_played_and_compared(config, tmp_path, counts):
+def test_every_format_is_played_and_compared(config, tmp_path):
   results = evaluate_formats.run(config, str(tmp_path / "w"))
   names = [row["name"] for row in results["formats"]]
   assert names == ["native", "seen_0", "unseen_0"]
-  assert set(results["groups"]) == {"native", "seen", "unseen"}
+  assert set(results["groups"]) == {"native", "seen", "unseen"}  # no other tools
   assert results["groups"]["unseen"]["tasks"] == 2
   assert set(results["differences"]) == {"seen", "unseen"}
   for row in results["formats"]:
@@ -56,7 +45,7 @@ def test_every_format_is_played_and_compared(config, tmp_path, counts):
     assert len(played) == 2
     prompt = played[0].segments[0].text
     if row["name"] == "native":
-      assert "<code>" in prompt and not row["tools"]
+      assert "<code>" in prompt and row["tools"] == "code"
       continue
     name, layout = row["tools"].split(": ", 1)
     assert f"<{name}>" in prompt and layout in prompt
@@ -66,14 +55,31 @@ def test_every_format_is_played_and_compared(config, tmp_path, counts):
   assert (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns == first
 
 
+def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
+  named = dict(quote=dict(description="quote a text", function="json:dumps"))
+  with config.unlocked():
+    config.formats.tools = dict(named=dict(tools=("tool",), named=named))
+  results = evaluate_formats.run(config, str(tmp_path / "w"))
+  assert results["formats"][-1]["name"] == "tools_named"
+  assert results["formats"][-1]["tools"] == "tool"
+  assert results["groups"]["tools"]["tasks"] == 2 and "tools" in results["differences"]
+  played = read_trajectories(tmp_path / "w" / "tools_named" / "greedy.jsonl")
+  prompt = played[0].segments[0].text
+  assert "quote a text" in prompt and "<code>" not in prompt
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [
     (dict(rollout=dict(style="brief")), "only 'full' tells formats"),
     (dict(format=dict(number=3)), "draws the formats itself"),
+    (dict(formats=dict(tools=dict(x=dict(tools=("codd",))))), r"tools.*x.*'codd'"),
+    (dict(formats=dict(tools=dict(x=dict(tols=("code",))))), r"tools.*x.*'tols'"),
+    (dict(formats=dict(tools={"a/b": dict(tools=("code",))})), "'a/b' names a folder"),
+    (dict(formats=dict(seen=-1)), "0 or more"),
   ],
 )
-def test_refusals(config, tmp_path, counts, change, message):
+def test_refusals(config, tmp_path, change, message):
   with config.unlocked():
     config.update(change)
   with pytest.raises(ConfigError, match=message):
@@ -85,5 +91,6 @@ def test_descriptions_of_ones_own_are_refused_beside_a_format(config, tmp_path):
   with config.unlocked():
     config.format = dict(number=1)
     config.tools.descriptions = dict(code="run it")
+    del config.formats
   with pytest.raises(ConfigError, match=r"leave out tools\.mcp"):
     evaluate_formats.evaluate.run(config, str(tmp_path / "w"))

@@ -1,8 +1,8 @@
 """Runs the laws of sharding on 8 virtual devices, of one process or two; see the tests.
 
-  python tests/model/on_a_mesh.py OUT.json [COORDINATOR PROCESSES PROCESS]
+  python tests/model/on_a_mesh.py OUT.json CASES [COORDINATOR PROCESSES PROCESS]
 
-Writes figures, not verdicts: the tests say what they must be.
+CASES is a name in `CASES`. Writes figures, not verdicts: tests say what they must be.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-PROCESSES = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+PROCESSES = int(sys.argv[4]) if len(sys.argv) > 4 else 1
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // PROCESSES}"
 
 import jax  # noqa: E402
@@ -51,13 +51,19 @@ MESHES = {
 }
 SCAN = {"scan": True, "remat": "attention", "logit_chunk": 16}
 ADAPTERS = lora.LoraConfig(rank=4)
+_MIXED = "context2_fsdp2_tensor2"
 # case: (changed fields, adapters, meshes); the others must equal the first mesh.
 CASES = {
-  "plain": ({}, None, tuple(MESHES)),
-  "scan": (SCAN, None, ("one", "context2_fsdp2_tensor2")),
-  "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
+  "some": {
+    "plain": ({}, None, ("one", "fsdp8", "tensor2_fsdp4", _MIXED)),
+    "scan": (SCAN, None, ("one", _MIXED)),
+  },
+  "more": {
+    "plain": ({}, None, ("one", "data8", "context4_data2", "whole_kv_heads")),
+    "lora": (SCAN, ADAPTERS, ("one", "tensor2_fsdp4")),
+  },
+  "two processes": {"plain": ({}, None, ("one", _MIXED))},
 }
-BETWEEN_PROCESSES = {"plain": ({}, None, ("one", "context2_fsdp2_tensor2"))}
 
 
 def batches() -> list[batching.Batch]:
@@ -132,13 +138,11 @@ def difference(a, b) -> float:
 def main() -> None:
   """Writes {case: figures}."""
   if PROCESSES > 1:
-    jax.distributed.initialize(sys.argv[2], PROCESSES, int(sys.argv[4]))
+    jax.distributed.initialize(sys.argv[3], PROCESSES, int(sys.argv[5]))
   assert jax.device_count() == 8
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   out = {}
-  for case, (changes, adapters, meshes) in (
-    CASES if PROCESSES == 1 else BETWEEN_PROCESSES
-  ).items():
+  for case, (changes, adapters, meshes) in CASES[sys.argv[2]].items():
     expected = None
     for mesh in meshes:
       layout = make_layout(MESHES[mesh]) if MESHES[mesh] else None

@@ -33,9 +33,9 @@ def test_on_virtual_devices():
   if jax.device_count() == DEVICES:
     pytest.skip("this is that run")
   flags = f"--xla_force_host_platform_device_count={DEVICES}"
-  command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+  command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
   done = subprocess.run(
-    [*command, __file__],
+    [*command, "-p", "no:cacheprovider", __file__],
     env={**os.environ, "XLA_FLAGS": flags},
     capture_output=True,
     text=True,
