@@ -33,11 +33,11 @@ _CHOICES = {
 }
 _AT_LEAST_1 = ("steps", "prompts", "rounds", "minibatches", "epochs", "samples")
 _AT_LEAST_1 += ("rows", "length", "keep_every")
-_AT_LEAST_0 = ("round_prompts", "staleness", "horizon", "clip_low", "clip_high")
+_AT_LEAST_0 = ("round_prompts", "staleness", "horizon", "clip_high")
 _AT_LEAST_0 += ("kl_coef", "critic_lr")
 _LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
 _ABOVE_0 = ("temperature", "gap", "value_clip")
-_SHARES = ("gap_limit", "curriculum", "gamma", "lam")
+_SHARES = ("gap_limit", "curriculum", "gamma", "lam", "clip_low")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AlgoConfig:
       gae (PPO: with a critic).
     ratio: token, or sequence (GSPO), of probabilities.
     surrogate: clip (PPO, DAPO), or cispo.
-    clip_low: the ratio's lower bound is 1 - clip_low.
+    clip_low: the ratio's lower bound is 1 - clip_low; 1 for none.
     clip_high: its upper bound is 1 + clip_high.
     dual_clip: where the advantage is negative, the ratio counts at most this (verl: 3);
       0 for no such bound.

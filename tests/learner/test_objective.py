@@ -266,6 +266,7 @@ def test_a_preset_is_an_algorithm_of_its_own(name: str):
     ({"round_prompts": -1}, "round_prompts is -1; it must be at least 0"),
     ({"critic_lr": -1.0}, "critic_lr is -1.0; it must be at least 0"),
     ({"gamma": 1.5}, "gamma is 1.5; it must be from 0 to 1"),
+    ({"clip_low": 1.2}, "clip_low is 1.2; it must be from 0 to 1"),
     ({"value_clip": 0.0}, "value_clip is 0.0; it must be above 0"),
     *(
       ({name: bad}, f"{name} is {bad}; it must be a finite number")
