@@ -14,8 +14,8 @@ Needs a model that reads its prompt, so one trained on full prompts:
     --config.data.trajectories=runs/world/distill_formats/trajectories.jsonl
 
 Expect: 0.64 native, 0.20 and 0.64 in seen formats, 0.00 in unseen ones and with another
-search tool: a model of a million parameters learns names, not to read them. 19 minutes of
-training and 4 of evaluation on two cores of a Xeon. ":tiny": a minute.
+search tool: a model of a million parameters learns names, not to read them. 19 minutes
+of training and 4 of evaluation on two cores of a Xeon. ":tiny": a minute.
 """
 
 import ml_collections
