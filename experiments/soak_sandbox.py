@@ -133,7 +133,7 @@ def held() -> dict[str, float]:
 
 def _groups() -> int:
   """Control groups below this process's own."""
-  folders = cgroup._own_folders().values()
+  folders = set(cgroup._own_folders().values())
   own = f"tools-sandbox-{os.getpid()}-"
   return sum(n.startswith(own) for f in folders for n in os.listdir(f))
 

@@ -1,15 +1,18 @@
 """A control group of a slot: bounds on memory and tasks that the kernel keeps.
 
-Version 1 only, below the groups that this process is in, where it may make one; else
-`create` gives None and the slot's other limits stand alone. Version 2 is left out: it
-forbids groups below one that has processes, so a pool would have to move its host.
+Of version 1 it is made below the groups that this process is in. Version 2 forbids
+groups below one that has processes, but for the root, and to move our host to a group
+of its own is not ours to do: there it is made in the nearest group above this process
+that hands both controllers down (`cgroup.subtree_control`), as systemd's slices do.
+Where we may make none `create` gives None, and the slot's other limits stand alone.
 
 A group is made once per slot, and the slot joins it before it imports anything: to move
 a process later takes milliseconds. So it holds the template too, and its bound is what
 that takes plus what a run may add, with room for pages that are copied. It is there for
 what comes between two samples of `run`, which keeps the exact limits.
 
-Files: Documentation/admin-guide/cgroup-v1/{memory,pids}.rst of the kernel.
+Files: Documentation/admin-guide/cgroup-v1/{memory,pids}.rst and cgroup-v2.rst of the
+kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ import time
 
 _PREFIX = "tools-sandbox-"
 _CONTROLLERS = ("memory", "pids")
+# What is in the files of version 1 and of version 2; `pids.max` is in both.
+_USED = ("memory.usage_in_bytes", "memory.current")
+_LIMIT = ("memory.limit_in_bytes", "memory.max")
+_EVENTS = ("memory.oom_control", "memory.events")
 # Of a slot besides its program: first process, template, two inits, keeper; and forks
 # that wait for a request.
 _OWN_TASKS = 16
@@ -31,7 +38,10 @@ _numbers = itertools.count()
 
 
 def _own_folders() -> dict[str, str]:
-  """Controller -> the folder of the group that this process is in; {} without any."""
+  """Controller -> the folder of the group that is to hold those of slots.
+
+  Without controllers that are not mounted or, of version 2, not handed down.
+  """
   groups, mounts = {}, {}
   try:
     with open("/proc/self/cgroup", encoding="ascii") as f:
@@ -42,19 +52,44 @@ def _own_folders() -> dict[str, str]:
       for line in f:
         left, _, right = line.partition(" - ")
         kind, _, options = right.split()[:3]
-        if kind == "cgroup":
-          root, place = left.split()[3:5]
-          mounts.update(dict.fromkeys(options.split(","), (root, place)))
+        # Version 2 has one tree, which has no name.
+        names = {"cgroup": options.split(","), "cgroup2": [""]}.get(kind, [])
+        mounts.update(dict.fromkeys(names, tuple(left.split()[3:5])))
   except (OSError, ValueError):
     return {}
-  out = {}
-  for name in _CONTROLLERS:
-    root, place = mounts.get(name, ("", ""))
-    if name in groups and place:
-      inner = os.path.relpath(groups[name], root)
-      if not inner.startswith(".."):
-        out[name] = os.path.normpath(os.path.join(place, inner))
+  inner = {}  # name -> mount, and the path of our group below it
+  for name in mounts.keys() & groups.keys():
+    root, place = mounts[name]
+    path = os.path.relpath(groups[name], root)
+    if not path.startswith(".."):
+      inner[name] = place, path
+  first = [name for name in _CONTROLLERS if name in inner]
+  out = {name: os.path.normpath(os.path.join(*inner[name])) for name in first}
+  second = [name for name in _CONTROLLERS if name not in inner]
+  if second and "" in inner:  # a process is in one group of version 2 only
+    folder = _handing_down(*inner[""], set(second))
+    out |= dict.fromkeys(second, folder) if folder else {}
   return out
+
+
+def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
+  """The nearest group at or above `path` that hands these down to groups below it.
+
+  None where there is none that this process may move others through: that takes
+  writing to `cgroup.procs` of the group above both.
+  """
+  while True:
+    folder = os.path.normpath(os.path.join(place, path))
+    try:
+      with open(f"{folder}/cgroup.subtree_control", encoding="ascii") as f:
+        handed = set(f.read().split())
+    except OSError:
+      handed = set()
+    if controllers <= handed and os.access(f"{folder}/cgroup.procs", os.W_OK):
+      return folder
+    if path in ("", "."):
+      return None
+    path = os.path.dirname(path)
 
 
 def check() -> list[str]:
@@ -62,9 +97,12 @@ def check() -> list[str]:
   folders = _own_folders()
   missing = [name for name in _CONTROLLERS if name not in folders]
   if missing:
-    return [f"no controller {' or '.join(missing)} of version 1"]
+    return [
+      f"no controller {' or '.join(missing)}: not mounted, or (version 2) in no "
+      "cgroup.subtree_control at or above this process's group that it may write to"
+    ]
   closed = [f for f in folders.values() if not os.access(f, os.W_OK | os.X_OK)]
-  return [f"{f} is not writable" for f in closed]
+  return [f"{f} is not writable" for f in dict.fromkeys(closed)]
 
 
 class Group:
@@ -73,6 +111,7 @@ class Group:
   def __init__(self, folders: dict[str, str]):
     """Args: controller -> the group's folder, made already."""
     self._folders = folders
+    self._version = int(os.path.exists(f"{folders['memory']}/{_LIMIT[1]}"))  # less 1
     self._set: tuple[int, int] | None = None
     self._base = self._killed = 0
 
@@ -86,9 +125,11 @@ class Group:
     made: dict[str, str] = {}
     try:
       for controller, folder in own.items():
-        _sweep(folder)
-        made[controller] = os.path.join(folder, name)
-        os.mkdir(made[controller])
+        path = os.path.join(folder, name)
+        if path not in made.values():  # of version 2 it is one for both
+          _sweep(folder)
+          os.mkdir(path)
+        made[controller] = path
     except OSError:
       remove(list(made.values()))
       return None
@@ -97,11 +138,12 @@ class Group:
   @property
   def folders(self) -> list[str]:
     """Where it is: a process joins by writing 0 to `cgroup.procs` of each."""
-    return list(self._folders.values())
+    return list(dict.fromkeys(self._folders.values()))
 
   def settle(self) -> None:
     """Takes what it holds now for what the slot needs itself; once it has imported."""
-    self._base = self._number("memory", "memory.usage_in_bytes")
+    with open(self._memory(_USED), encoding="ascii") as f:
+      self._base = int(f.read())
 
   def limit(self, mb: int, tasks: int) -> None:
     """Sets the bounds of the next run.
@@ -115,15 +157,17 @@ class Group:
     """
     wanted = 2 * self._base + _ROOM + (mb << 20), tasks + _OWN_TASKS
     if wanted != self._set:
-      self._write("memory", "memory.limit_in_bytes", wanted[0])
-      self._write("pids", "pids.max", wanted[1])
+      files = self._memory(_LIMIT), f"{self._folders['pids']}/pids.max"
+      for file, value in zip(files, wanted, strict=True):
+        with open(file, "w", encoding="ascii") as f:
+          f.write(str(value))
       self._set = wanted
 
   def killed(self) -> bool:
     """Whether the kernel has ended a process of it since this was last asked."""
     before = self._killed
     with contextlib.suppress(OSError):
-      with open(f"{self._folders['memory']}/memory.oom_control", encoding="ascii") as f:
+      with open(self._memory(_EVENTS), encoding="ascii") as f:
         match = re.search(r"^oom_kill (\d+)$", f.read(), re.MULTILINE)
       self._killed = int(match[1]) if match else 0
     return self._killed > before
@@ -132,13 +176,8 @@ class Group:
     """Removes it; whatever was in it must have been killed."""
     remove(self.folders)
 
-  def _number(self, controller: str, name: str) -> int:
-    with open(f"{self._folders[controller]}/{name}", encoding="ascii") as f:
-      return int(f.read())
-
-  def _write(self, controller: str, name: str, value: int) -> None:
-    with open(f"{self._folders[controller]}/{name}", "w", encoding="ascii") as f:
-      f.write(str(value))
+  def _memory(self, names: tuple[str, str]) -> str:
+    return f"{self._folders['memory']}/{names[self._version]}"
 
 
 def remove(folders: list[str]) -> None:

@@ -20,6 +20,8 @@ _missing = jail.check()
 needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
 _why = _missing or cgroup.check()
 needs_group = pytest.mark.skipif(bool(_why), reason="; ".join(_why))
+# One for each controller in version 1, one for both in version 2.
+FOLDERS = list(dict.fromkeys(cgroup._own_folders().values()))
 
 # Takes 30 x 60 MB faster than a tenth of a second lets anybody look.
 BURST = """
@@ -36,7 +38,7 @@ time.sleep(2)
 def groups(pid: int) -> list[str]:
   """Names of the groups that a host process has made."""
   mine = f"tools-sandbox-{pid}-"
-  return [n for f in cgroup._own_folders().values() for n in os.listdir(f) if mine in n]
+  return [n for folder in FOLDERS for n in os.listdir(folder) if mine in n]
 
 
 @needs_group
@@ -50,7 +52,7 @@ def test_a_slot_is_in_its_group_and_the_group_goes_with_it():
         assert len(f.read().split()) >= 3  # keeper, first process, template
       with open(f"{folder}/cgroup.procs", encoding="ascii") as f:
         assert str(os.getpid()) not in f.read().split()
-    assert len(groups(os.getpid())) == len(before) + 2
+    assert len(groups(os.getpid())) == len(before) + len(FOLDERS)
   assert set(groups(os.getpid())) <= set(before)
 
 
@@ -61,10 +63,10 @@ def test_bounds_follow_the_limits_of_the_run():
     for mb, tasks in ((100, 5), (200, 50), (100, 5)):
       limits = Limits(memory_mb=mb, disk_mb=10, processes=tasks)
       assert pool.run("1", limits=limits).verdict == Verdict.OK
-      folders = pool._idle[0]._group._folders
-      with open(f"{folders['memory']}/memory.limit_in_bytes", encoding="ascii") as f:
+      group = pool._idle[0]._group
+      with open(group._memory(cgroup._LIMIT), encoding="ascii") as f:
         memory = int(f.read())
-      with open(f"{folders['pids']}/pids.max", encoding="ascii") as f:
+      with open(f"{group._folders['pids']}/pids.max", encoding="ascii") as f:
         seen.append((memory >> 20, int(f.read())))
     (a, few), (b, many), again = seen
     assert b - a == 100 and many - few == 45 and again == (a, few)
@@ -82,8 +84,8 @@ def test_the_kernel_ends_a_burst_between_two_samples(monkeypatch):
     result = pool.run(BURST, limits=Limits(memory_mb=4000, wall_s=30))
     # Either the program itself was chosen, and its end is told as memory's; or only
     # children were, and it slept on.
-    with open(f"{group._folders['memory']}/memory.oom_control", encoding="ascii") as f:
-      kills = int(f.read().split("oom_kill ")[1])
+    with open(group._memory(cgroup._EVENTS), encoding="ascii") as f:
+      kills = int(f.read().split("oom_kill ")[1].split()[0])
     assert kills >= 1 and pool.replaced == 0
     assert result.verdict in (Verdict.MEMORY, Verdict.OK)
     assert pool.run("print(2)").stdout == "2\n"
@@ -113,7 +115,7 @@ def test_a_killed_host_leaves_no_group():
   )
   host = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
   try:
-    assert host.stdout.readline() == b"up\n" and len(groups(host.pid)) == 2
+    assert host.stdout.readline() == b"up\n" and len(groups(host.pid)) == len(FOLDERS)
   finally:
     host.kill()
     host.wait()
@@ -125,21 +127,43 @@ def test_a_killed_host_leaves_no_group():
 def test_groups_of_hosts_that_died_with_their_watchers_are_swept():
   gone = subprocess.Popen([sys.executable, "-c", ""])
   gone.wait()
-  for folder in cgroup._own_folders().values():
+  for folder in FOLDERS:
     os.mkdir(f"{folder}/tools-sandbox-{gone.pid}-0")
   before = groups(os.getpid())
   made = cgroup.Group.create()
   try:
-    assert not groups(gone.pid) and len(groups(os.getpid())) == len(before) + 2
+    assert not groups(gone.pid) and len(groups(os.getpid())) == len(before) + len(
+      FOLDERS
+    )
   finally:
     made.remove()
   assert set(groups(os.getpid())) <= set(before)
 
 
+def test_in_version_2_it_is_made_where_both_controllers_are_handed_down(tmp_path):
+  own = tmp_path / "user" / "session" / "shell"
+  own.mkdir(parents=True)
+  handed = {"": "cpu memory pids", "user": "memory pids", "user/session": "memory"}
+  for path, controllers in handed.items():
+    (tmp_path / path / "cgroup.subtree_control").write_text(controllers + "\n")
+    (tmp_path / path / "cgroup.procs").touch()
+
+  def found(*controllers: str) -> str | None:
+    return cgroup._handing_down(str(tmp_path), "user/session/shell", {*controllers})
+
+  assert found("memory", "pids") == f"{tmp_path}/user"
+  assert found("memory") == f"{tmp_path}/user/session"
+  assert found("cpu", "pids") == str(tmp_path)
+  assert found("memory", "hugetlb") is None
+  (tmp_path / "user" / "cgroup.procs").unlink()  # as good as not ours to write
+  assert found("memory", "pids") == str(tmp_path)
+
+
 @needs_jail
 def test_without_groups_a_slot_works_as_before(monkeypatch):
   monkeypatch.setattr(cgroup, "_own_folders", lambda: {"pids": "/nowhere"})
-  assert cgroup.check() == ["no controller memory of version 1"]
+  (why,) = cgroup.check()
+  assert "no controller memory: not mounted" in why
   with SandboxPool(1, preload=()) as pool:
     assert pool.run("print(1)").stdout == "1\n" and pool._idle[0]._group is None
     result = pool.run("x = b'x' * (1 << 30)", limits=Limits(memory_mb=100))
