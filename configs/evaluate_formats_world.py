@@ -15,7 +15,7 @@ Needs a model that reads its prompt, so one trained on full prompts:
 
 Expect: 0.64 native, 0.20 and 0.64 in seen formats, 0.00 in unseen ones and with another
 search tool: a model of a million parameters learns names, not to read them. 19 minutes
-of training and 4 of evaluation on two cores of a Xeon. ":tiny": a minute.
+of training and 4 of evaluation on two cores of a Xeon. ":tiny": half a minute.
 """
 
 import ml_collections
