@@ -31,7 +31,7 @@ from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import by_task, correct, graded, interval
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.tools import ToolsConfig
+from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from experiments.launch import launch
 
 _NAME = re.compile(r"\w+", re.ASCII)
@@ -89,6 +89,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   if section(config, "rollout", RolloutConfig).style != "full":
     raise ConfigError("config.rollout.style: only 'full' tells formats")
   plan = section(config, "formats", FormatsConfig)
+  for tools in plan.tools.values():  # before anything is played
+    with Toolbox(tools):
+      pass
   own = config.copy_and_resolve_references()
   with own.unlocked():
     if "formats" in own:

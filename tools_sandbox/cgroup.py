@@ -111,7 +111,7 @@ class Group:
   def __init__(self, folders: dict[str, str]):
     """Args: controller -> the group's folder, made already."""
     self._folders = folders
-    self._version = int(os.path.exists(f"{folders['memory']}/{_LIMIT[1]}"))  # less 1
+    self._second = os.path.exists(f"{folders['memory']}/{_LIMIT[1]}")  # version 2
     self._set: tuple[int, int] | None = None
     self._base = self._killed = 0
 
@@ -177,7 +177,7 @@ class Group:
     remove(self.folders)
 
   def _memory(self, names: tuple[str, str]) -> str:
-    return f"{self._folders['memory']}/{names[self._version]}"
+    return f"{self._folders['memory']}/{names[self._second]}"
 
 
 def remove(folders: list[str]) -> None:

@@ -68,6 +68,17 @@ def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
   assert "quote a text" in prompt and "<code>" not in prompt
 
 
+def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
+  config, tmp_path
+):
+  named = dict(quote=dict(description="quote a text", function="json:dumbs"))
+  with config.unlocked():
+    config.formats.tools = dict(named=dict(tools=("tool",), named=named))
+  with pytest.raises(ValueError, match=r"named\.quote.*json:dumbs"):
+    evaluate_formats.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
+
+
 @pytest.mark.parametrize(
   ("change", "message"),
   [
