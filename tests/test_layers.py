@@ -7,7 +7,10 @@ import collections
 import dataclasses
 import functools
 import importlib
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -119,6 +122,18 @@ def test_some_packages_have_one_door(path: pathlib.Path):
     assert not used or name_of(path) in doors, used
     if package == "tools_sandbox":
       assert used <= {"tools_sandbox.client"}
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+def test_no_journey_imports_torch_by_way_of_others(journey: str, tmp_path):
+  # Some packages do where it is installed: a second and 180 MB of every process.
+  (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+  path = os.pathsep.join([str(tmp_path), str(ROOT)])
+  subprocess.run(
+    [sys.executable, "-c", f"import coa_jax.{journey}"],
+    env=os.environ | {"PYTHONPATH": path},
+    check=True,
+  )
 
 
 @EACH(SANDBOX)

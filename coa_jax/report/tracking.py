@@ -3,6 +3,8 @@
 `metrics.jsonl` is the record; these are views of it, with the same names and steps.
 Event files are written by tensorboardX's record writer, synchronously: its
 `SummaryWriter` hands events to a thread over a queue, and `flush` does not wait for it.
+It is imported where it is used, for it imports torch where that is installed: a second
+and 180 MB, which workers and programs that track nothing need not spend.
 """
 
 from __future__ import annotations
@@ -13,11 +15,10 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+if TYPE_CHECKING:
+  from tensorboardX.proto.event_pb2 import Event
 
 FOLDER = "tensorboard"
 
@@ -59,6 +60,9 @@ class Tracking:
     Raises:
       ValueError: Weights & Biases refuses, or can not be reached.
     """
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
     folder = os.path.join(workdir, FOLDER, stage)
     os.makedirs(folder, exist_ok=True)
     # TensorBoard reads the files of a folder in the order of their names, which tell
@@ -72,6 +76,9 @@ class Tracking:
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
     """Writes one step; it is on disk when this returns."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
     scalars = [Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
     self._write(Event(step=step, summary=Summary(value=scalars)))
     if self._wandb:
