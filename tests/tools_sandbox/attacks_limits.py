@@ -233,7 +233,8 @@ CROSS_RUN = _group(
   ),
   process_of_another_run="breach(sum(p.isdigit() for p in os.listdir('/proc')) > 2)",
   memory_of_the_last_run={
-    "program": "x = 'remains-of-' + 'the-last-run'\nprint(x * 99)",
+    # So much that the next run's program and reply can not lie over all of it.
+    "program": "x = 'remains-of-' + 'the-last-run'\nprint(x * 2000)",
     "after": (
       "word = b'-'.join([b'remains', b'of', b'the', b'last', b'run'])\n"
       "memory = open('/proc/self/mem', 'rb')\nfor line in open('/proc/self/maps'):\n"
