@@ -10,9 +10,9 @@ that it reads. Ctrl-C at any time, or a kill; the same command goes on, and runs
 twice. An arm that fails is reported and the others go on; the exit status is then 1.
 
 About 65 minutes alone on two cores for all arms and three seeds, by processor time of
-their parts. --budget=medium has twice as many updates of SFT, which end it; what needs
-no other is taken over from a "small" run of the same workdir. --budget=tiny, some
-minutes, only walks through.
+their parts. --budget=medium has twice as many updates of SFT, which end it: two
+hours of one core's work; worlds and trajectories of a "small" run in the same workdir
+are used again. --budget=tiny, some minutes, only walks through.
 
 Writes results.json, table.md, report.html and plot.png into the workdir.
 """

@@ -133,11 +133,13 @@ def test_no_journey_imports_torch_by_way_of_others(journey: str, tmp_path):
   told = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
   (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text(told)
   path = os.pathsep.join([str(tmp_path), str(ROOT)])
-  subprocess.run(
+  done = subprocess.run(
     [sys.executable, "-c", f"import coa_jax.{journey}"],
     env=os.environ | {"PYTHONPATH": path},
-    check=True,
+    capture_output=True,
+    text=True,
   )
+  assert done.returncode == 0, done.stderr
 
 
 @EACH(SANDBOX)
