@@ -1,9 +1,9 @@
 """OpenAI's chat completions, as far as a Chain-of-Agents model can mean them.
 
-One request asks one question: the last message, which must be the user's. A system
-message is refused, for the model has never learnt to follow one. Earlier turns are not
-read, because a trajectory begins with one question; `coa.ignored_messages` in the
-response counts them.
+One request asks one question: the last message, which must be the user's. A trajectory
+begins with one question, so earlier turns are not read (`coa.ignored_messages` in the
+response counts them), and a system message is refused. With `conversation`, for models
+that can make something of them, they are written before the question, as plain text.
 
 `message.content` is the answer, the one that would be graded: the last, where there are
 several; `message.reasoning_content` is the trajectory before it, tags and observations
@@ -35,6 +35,7 @@ _READ = (
   *("seed", "stream", "stream_options"),
 )
 _INERT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_SYSTEM = ("system", "developer")
 # Other fields are accepted where they ask for nothing: with this value, or null.
 _NEUTRAL: dict[str, Any] = {
   "frequency_penalty": 0,
@@ -87,7 +88,9 @@ class Request:
     return {"seed": self.asks[0].seed, "ignored_messages": self.ignored_messages}
 
 
-def read_request(data: bytes, model: str, top_p: float, most: int) -> Request:
+def read_request(
+  data: bytes, model: str, top_p: float, most: int, conversation: bool = False
+) -> Request:
   """Reads a body.
 
   Args:
@@ -95,6 +98,7 @@ def read_request(data: bytes, model: str, top_p: float, most: int) -> Request:
     model: the name of what is served.
     top_p: what is sampled with, whoever asks.
     most: the largest n.
+    conversation: system messages and earlier turns are part of the question.
 
   Raises:
     Refused: naming the field.
@@ -111,7 +115,7 @@ def read_request(data: bytes, model: str, top_p: float, most: int) -> Request:
   if name != model:
     message = f"there is no model {name!r}; this server has {model!r}"
     raise Refused(message, "model", "model_not_found", status=404)
-  question, ignored = _question(body)
+  question, ignored = _question(body, conversation)
   temperature = _field(body, "temperature", float, 1.0)
   if not 0 <= temperature <= 2:
     raise Refused("temperature must be between 0 and 2", "temperature")
@@ -175,30 +179,50 @@ def _include_usage(body: dict[str, Any], stream: bool) -> bool:
   return _field(options, "include_usage", bool, False)
 
 
-def _question(body: dict[str, Any]) -> tuple[str, int]:
-  """The text of the last message, and how many stand before it."""
+def _question(body: dict[str, Any], conversation: bool) -> tuple[str, int]:
+  """What the model is asked, and how many messages it is not told of."""
   messages = body.get("messages")
   if not isinstance(messages, list) or not messages:
     raise Refused("messages must be a non-empty list", "messages")
   for i, message in enumerate(messages):
     role = message.get("role") if isinstance(message, dict) else None
     where = f"messages[{i}].role"
-    if role in ("system", "developer"):
-      text = f"this model follows no {role} message; put it all into the question"
+    if role in _SYSTEM and not conversation:
+      text = (
+        f"a {role} message is read by a server started with --conversation only; put "
+        "all into the question"
+      )
       raise Refused(text, where, "unsupported_value")
-    if role not in ("user", "assistant"):
+    if role not in ("user", "assistant", *_SYSTEM):
       raise Refused("each message needs the role user or assistant", where)
   if messages[-1]["role"] != "user":
     raise Refused("the last message must be the user's", where)
-  where, content = f"messages[{len(messages) - 1}].content", messages[-1].get("content")
+  last = len(messages) - 1
+  question = _text(messages, last)
+  if not question.strip():
+    where = f"messages[{last}].content"
+    raise Refused("the question must be a string that is not empty", where)
+  if not conversation:
+    return question, last
+  turns = [m["role"] not in _SYSTEM for m in messages]
+  blocks = []
+  for i, (message, is_turn) in enumerate(zip(messages, turns, strict=True)):
+    who = f"{message['role'].capitalize()}: " if is_turn and sum(turns) > 1 else ""
+    blocks.append(who + _text(messages, i))
+  return "\n\n".join(blocks), 0
+
+
+def _text(messages: list[dict[str, Any]], i: int) -> str:
+  """The content of a message, whose parts must be text."""
+  where, content = f"messages[{i}].content", messages[i].get("content")
   if isinstance(content, list):
     parts = [p if isinstance(p, dict) else {} for p in content]
     if not all(p.get("type") == "text" and type(p.get("text")) is str for p in parts):
       raise Refused("every part must be text", where, "unsupported_value")
     content = "".join(p["text"] for p in parts)
-  if not isinstance(content, str) or not content.strip():
-    raise Refused("the question must be a string that is not empty", where)
-  return content, len(messages) - 1
+  if not isinstance(content, str):
+    raise Refused("content must be a string, or a list of text parts", where)
+  return content
 
 
 class Choice:

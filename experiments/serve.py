@@ -1,7 +1,7 @@
 """A trained team behind OpenAI's API: any OpenAI client can ask it.
 
   python -m experiments.serve --config=configs/evaluate_world.py \
-    [--config.init=MODEL_FOLDER] [--host=127.0.0.1] [--port=8000]
+    [--config.init=MODEL_FOLDER] [--host=127.0.0.1] [--port=8000] [--conversation]
 
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
     -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
@@ -52,6 +52,11 @@ from experiments.completions import Choice, Refused
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any that is free.")
 _NAME = flags.DEFINE_string("name", "coa", "What requests call the model.")
+_CONVERSATION = flags.DEFINE_bool(
+  "conversation",
+  False,
+  "Write system messages and earlier turns before the question, as plain text.",
+)
 _MAX_WAITING = flags.DEFINE_integer(
   "max_waiting", 64, "Questions without a slot.", lower_bound=1
 )
@@ -141,7 +146,9 @@ class EventStream(StreamingResponse):
       self._exchange.cancel()
 
 
-def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlette:
+def make_app(
+  team: Team, name: str, hosts: tuple[str, ...] = ("*",), conversation: bool = False
+) -> Starlette:
   """The application.
 
   Args:
@@ -149,10 +156,11 @@ def make_app(team: Team, name: str, hosts: tuple[str, ...] = ("*",)) -> Starlett
     name: what requests call it.
     hosts: accepted values of the header Host, so that no page of the web can reach a
       server on loopback under a name of its own.
+    conversation: see `completions.read_request`.
   """
 
   async def chat(request: Request) -> Response:
-    limits = (name, team.player.engine.config.top_p, team.max_waiting)
+    limits = (name, team.player.engine.config.top_p, team.max_waiting, conversation)
     asked = completions.read_request(await _body(request), *limits)
     exchange = Exchange(team, asked.asks)
     if asked.stream:
@@ -315,7 +323,8 @@ def main(config: ml_collections.ConfigDict) -> None:
       f"http://{where}:{sock.getsockname()[1]}/v1 (Ctrl-C ends it)",
       flush=True,
     )
-    app = make_app(team, _NAME.value, _LOCAL if host in _LOCAL else ("*",))
+    hosts = _LOCAL if host in _LOCAL else ("*",)
+    app = make_app(team, _NAME.value, hosts, _CONVERSATION.value)
     make_server(app).run(sockets=[sock])
 
 

@@ -21,7 +21,7 @@ from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
-from experiments import serve
+from experiments import completions, serve
 
 CONFIG = RolloutConfig(
   style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
@@ -62,13 +62,13 @@ def body(question: str, **fields) -> dict:
 
 
 @contextlib.contextmanager
-def serving(player: Player, toolbox=None, **options):
+def serving(player: Player, toolbox=None, conversation=False, **options):
   """Serves the trained actor on a free port."""
   with (
     serve.bind("127.0.0.1", 0) as sock,
     Team(player, toy.actor().params, toolbox or toy.TableToolbox(), **options) as team,
   ):
-    app = serve.make_app(team, "coa", ("127.0.0.1",))
+    app = serve.make_app(team, "coa", ("127.0.0.1",), conversation)
     server = serve.make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
@@ -193,6 +193,35 @@ def test_the_question_is_the_last_message(service):
   reply = of(("user", parts))
   assert reply["choices"][0]["message"]["content"] == "17"
   assert reply["coa"]["ignored_messages"] == 0
+
+
+@pytest.mark.parametrize(
+  ("turns", "question"),
+  [
+    ([("user", "a")], "a"),
+    ([("system", "s"), ("user", "a")], "s\n\na"),
+    (
+      [("developer", "s"), ("user", "a"), ("assistant", "b"), ("user", " c")],
+      "s\n\nUser: a\n\nAssistant: b\n\nUser:  c",
+    ),
+    ([("user", "a"), ("user", [{"type": "text", "text": "b"}])], "User: a\n\nUser: b"),
+  ],
+)
+def test_a_conversation_is_written_before_the_question(turns, question):
+  messages = [{"role": r, "content": c} for r, c in turns]
+  data = json.dumps({"model": "coa", "messages": messages}).encode()
+  asked = completions.read_request(data, "coa", 1.0, 1, conversation=True)
+  assert (asked.asks[0].question, asked.ignored_messages) == (question, 0)
+
+
+def test_a_server_of_conversations_reads_them(player):
+  with serving(player, conversation=True) as service:
+    turns = [{"role": "system", "content": "2 +"}, {"role": "user", "content": "3"}]
+    whole = service.ask("", messages=turns)
+    assert whole["usage"] == service.ask("2 +\n\n3")["usage"]
+    image = [{**IMAGE[0]}, {"role": "user", "content": "2 + 3"}]
+    error = service.post(messages=image).json()["error"]
+    assert error["param"] == "messages[0].content"
 
 
 def test_fields_that_ask_for_nothing_are_accepted(service):
