@@ -75,6 +75,8 @@ class QwenConfig:
     weight_dtype: what parameters are rounded to where they are used; dtype where empty.
       bfloat16 under a dtype of float32 is a model whose sampler holds half-precision
       weights, and whose sampler and learner agree to float32's precision.
+    product_dtype: what matrix products of a decoder round both factors to, with float32
+      sums; dtype where empty. `decoding.architecture` sets it.
     scan: True if layers are stacked and scanned (training many layers).
     remat: what of a layer the backward pass recomputes: none, full (all of it),
       attention (all but the attention's output), dots (all but matrix products).
@@ -103,6 +105,7 @@ class QwenConfig:
   dtype: str = "float32"
   param_dtype: str = "float32"
   weight_dtype: str = ""
+  product_dtype: str = ""
   scan: bool = False
   remat: str = "none"
   attention: str = "auto"

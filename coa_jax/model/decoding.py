@@ -12,24 +12,41 @@ import jax.numpy as jnp
 from coa_jax.model import qwen
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.qwen import LayerCache
-from coa_jax.model.sharding import Layout, platform
+from coa_jax.model.sharding import Layout, inputs_of, name_of, platform
 
 # The most places of a piece of a cache; a cache of more has several pieces.
 PIECE = 256
+# The least width at which half-precision products pay on a CPU, for a single row too.
+WIDE = 640
 
 
 def architecture(cfg: QwenConfig, layout: Layout | None = None) -> QwenConfig:
   """The model as samplers run it: layers unrolled; on a CPU with float32 activations.
 
-  A CPU multiplies in float32 alone, and would convert half precision before and after
-  every operation. Weights are rounded all the same:
-  `weight_dtype` becomes what `dtype` was.
+  A CPU would convert half precision before and after every operation. Weights are
+  rounded all the same: `weight_dtype` becomes what `dtype` was. A CPU that multiplies
+  half precision (AMX) has the factors of its matrix products in it where the model has
+  WIDE units or more; smaller ones are no faster so, and other CPUs multiply in float32.
   """
   cfg = dataclasses.replace(cfg, scan=False, remat="none")
   if cfg.dtype == "float32" or platform(layout) != "cpu":
     return cfg
-  kind = cfg.weight_dtype or cfg.dtype
-  return dataclasses.replace(cfg, dtype="float32", weight_dtype=kind)
+  return dataclasses.replace(
+    cfg,
+    dtype="float32",
+    weight_dtype=cfg.weight_dtype or cfg.dtype,
+    product_dtype=cfg.dtype if cfg.width >= WIDE and has_amx() else "",
+  )
+
+
+@functools.cache
+def has_amx() -> bool:
+  """Whether this machine's processor multiplies matrices of bfloat16 (Intel's AMX)."""
+  try:
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
+      return " amx_bf16" in f.read()
+  except OSError:
+    return False
 
 
 def init_cache(
@@ -55,8 +72,9 @@ def decoding_views(
   """The parameters as samplers want them; made once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `layout.decoding()`. Every process calls
-  it. With a layout there is a tree for each of `layout.decoding().replicas()`.
+  would do so at every step), and resharded to `layout.decoding()`. With a
+  `product_dtype` matrices are held in it, outputs first. Every process calls it. With a
+  layout there is a tree for each of `layout.decoding().replicas()`.
   """
   kind = cfg.weight_dtype or cfg.dtype
   if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
@@ -73,22 +91,29 @@ def decoding_views(
       pieces = [held[d] for d in devices]
       return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
-    return jax.tree.map(piece, view, replica.tree(view))
+    return jax.tree.map(piece, view, replica.tree(view, bool(cfg.product_dtype)))
 
   return [part(replica) for replica in layout.decoding().replicas()]
 
 
 @functools.lru_cache(maxsize=8)
 def _decoding_view(cfg: QwenConfig, layout: Layout | None) -> Any:
-  kind = cfg.weight_dtype or cfg.dtype
+  kind, narrow = cfg.weight_dtype or cfg.dtype, cfg.product_dtype
   # A CPU would convert half-precision weights at every step.
   held = "float32" if platform(layout) == "cpu" else kind
 
+  def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    x, name = qwen.rounded(x, kind), name_of(path)
+    if narrow and (inputs_of(name) or name == "embed"):
+      n = inputs_of(name)
+      return x.transpose(*range(n, x.ndim), *range(n)).astype(narrow)
+    return x.astype(held)
+
   def view(params: dict[str, Any]) -> dict[str, Any]:
-    params = qwen.unstack(params, cfg.layers)
-    return jax.tree.map(lambda x: qwen.rounded(x, kind).astype(held), params)
+    return jax.tree_util.tree_map_with_path(leaf, qwen.unstack(params, cfg.layers))
 
   shardings = None
   if layout:
-    shardings = layout.decoding().tree(jax.eval_shape(view, qwen.param_shapes(cfg)))
+    shapes = jax.eval_shape(view, qwen.param_shapes(cfg))
+    shardings = layout.decoding().tree(shapes, bool(narrow))
   return jax.jit(view, out_shardings=shardings)

@@ -45,6 +45,35 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   return y.reshape(*batch, *outer).astype(x.dtype)
 
 
+def project_narrow(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
+  """As `project`, with both factors in w's dtype and sums in x's; w's outputs first.
+
+  On a CPU both matter: a product of half precision is several times faster than one of
+  float32 if its sums are float32, and twice as fast again with the outputs first.
+  """
+  split = w.ndim - inputs
+  outer, size = w.shape[:split], math.prod(w.shape[split:])
+  batch = x.shape[: x.ndim - inputs]
+  x_RI = x.reshape(-1, size).astype(w.dtype)
+  R = x_RI.shape[0]
+  if R == 1:  # XLA has a kernel for several rows only
+    x_RI = jnp.pad(x_RI, ((0, 1), (0, 0)))
+  y = jax.lax.dot_general(
+    x_RI, w.reshape(-1, size), (((1,), (1,)), ((), ())), preferred_element_type=x.dtype
+  )
+  return y[:R].reshape(*batch, *outer)
+
+
+def take_narrow(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+  """Rows [B, T, D] of an embedding in bfloat16, by their bits.
+
+  XLA's CPU back-end would convert the whole embedding to float32 before it takes one.
+  """
+  bits_VD = jax.lax.bitcast_convert_type(embed_VD, jnp.uint16)
+  bits_BTD = jnp.take(bits_VD, token_BT, axis=0)
+  return jax.lax.bitcast_convert_type(bits_BTD, jnp.bfloat16)
+
+
 def used(cfg: QwenConfig, w: jax.Array) -> jax.Array:
   """A parameter as training computes with it: rounded, in the compute dtype.
 
@@ -92,6 +121,8 @@ class Block(nn.Module):
 
     def product(x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
       inputs = inputs_of(name)
+      if self.view and c.product_dtype:
+        return project_narrow(x, self.get_variable("params", name), inputs)
       init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
       w = self.param(name, init, shape, c.param_dtype)
       y = project(x, w if self.view else used(c, w), inputs)
@@ -189,7 +220,10 @@ class Qwen(nn.Module):
       "final_norm", nn.initializers.ones, (c.width,), c.param_dtype
     )
     if not c.tie_embeddings:
-      self.head = self.param("head", init, (c.width, c.vocab_size), c.param_dtype)
+      shape = c.width, c.vocab_size
+      if self.view and c.product_dtype:
+        shape = shape[::-1]
+      self.head = self.param("head", init, shape, c.param_dtype)
     block = Block
     if c.remat != "none":
       policies = {
@@ -245,7 +279,10 @@ class Qwen(nn.Module):
     embed = self.embed if self.view else used(c, self.embed)
     if self.layout:
       embed = self.layout.shard(embed, "V.")
-    x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
+    if self.view and c.product_dtype:
+      x_BTD = take_narrow(embed, tokens_BT).astype(c.dtype)
+    else:
+      x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
     if self.layout:
       x_BTD = self.layout.shard(x_BTD, "BT.")
     by = rotation(c, position_BT)
@@ -277,7 +314,13 @@ class Qwen(nn.Module):
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """logits_BTV in float32 of final hidden states; `head` is `output()`."""
-    logits_BTV = project(hidden_BTD, self.output() if head is None else head)
+    if self.view and self.cfg.product_dtype:
+      head_VD = self.embed if self.cfg.tie_embeddings else self.head
+      if self.layout:
+        head_VD = self.layout.shard(head_VD, "V.")
+      logits_BTV = project_narrow(hidden_BTD, head_VD)
+    else:
+      logits_BTV = project(hidden_BTD, self.output() if head is None else head)
     if self.layout:
       logits_BTV = self.layout.shard(logits_BTV, "BTV")
     return logits_BTV.astype(jnp.float32)

@@ -137,15 +137,19 @@ class Layout:
     """Inside a jit: constrains an activation whose axes are `letters`."""
     return jax.lax.with_sharding_constraint(x, self.sharding(letters))
 
-  def tree(self, tree: Any) -> Any:
+  def tree(self, tree: Any, outputs_first: bool = False) -> Any:
     """Shardings of a tree of parameters, or of a state that mirrors one.
 
     Args:
       tree: arrays or shapes; leaves that are no parameter's (counters) are replicated.
+      outputs_first: the inputs of matrices are their last axes.
     """
 
     def leaf(path: tuple[Any, ...], x: Any) -> NamedSharding:
       letters = letters_of(path)
+      if outputs_first:
+        n = inputs_of(name_of(path))
+        letters = letters[n:] + letters[:n]
       extra = np.ndim(x) - len(letters)
       if extra not in (0, 1):
         return self.sharding("")
@@ -310,14 +314,19 @@ def own_folder(workdir: str) -> str:
   return os.path.join(workdir, f"process_{i}") if i else workdir
 
 
+def name_of(path: tuple[Any, ...]) -> str:
+  """The last key of a tree path; "" where it has none."""
+  names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+  return names[-1] if names else ""
+
+
 def letters_of(path: tuple[Any, ...]) -> str:
   """The axes of the parameter at a tree path, a stacked layer axis left out.
 
   The last key decides. An adapter's `q_a` and `q_b` split the inputs and the outputs
   of `q` as `q` does, and leave their rank whole.
   """
-  names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-  name = names[-1] if names else ""
+  name = name_of(path)
   if name in PARAMETERS:
     return PARAMETERS[name].replace(">", "")
   inputs, _, outputs = PARAMETERS.get(name[:-2], "").partition(">")

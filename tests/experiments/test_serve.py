@@ -21,7 +21,7 @@ from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
-from experiments import completions, serve
+from experiments import serve
 
 CONFIG = RolloutConfig(
   style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
@@ -193,25 +193,6 @@ def test_the_question_is_the_last_message(service):
   reply = of(("user", parts))
   assert reply["choices"][0]["message"]["content"] == "17"
   assert reply["coa"]["ignored_messages"] == 0
-
-
-@pytest.mark.parametrize(
-  ("turns", "question"),
-  [
-    ([("user", "a")], "a"),
-    ([("system", "s"), ("user", "a")], "s\n\na"),
-    (
-      [("developer", "s"), ("user", "a"), ("assistant", "b"), ("user", " c")],
-      "s\n\nUser: a\n\nAssistant: b\n\nUser:  c",
-    ),
-    ([("user", "a"), ("user", [{"type": "text", "text": "b"}])], "User: a\n\nUser: b"),
-  ],
-)
-def test_a_conversation_is_written_before_the_question(turns, question):
-  messages = [{"role": r, "content": c} for r, c in turns]
-  data = json.dumps({"model": "coa", "messages": messages}).encode()
-  asked = completions.read_request(data, "coa", 1.0, 1, conversation=True)
-  assert (asked.asks[0].question, asked.ignored_messages) == (question, 0)
 
 
 def test_a_server_of_conversations_reads_them(player):

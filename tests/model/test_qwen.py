@@ -239,7 +239,11 @@ def program(**changes) -> str:
   return f"{traced} {constants}"
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(QwenConfig)])
+FIELDS = {f.name for f in dataclasses.fields(QwenConfig)}
+
+
+# Of a decoder alone: tests/rollout/test_half_precision.py.
+@pytest.mark.parametrize("field", sorted(FIELDS - {"product_dtype"}))
 def test_every_field_changes_the_program(field: str):
   assert program(**{field: OTHERS[field]}) != program()
 

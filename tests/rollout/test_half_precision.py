@@ -9,14 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from test_scheduler import CFG, play, scheduler
+from test_scheduler import CFG, content, play, scheduler
 
-from coa_jax.model import decoding, qwen
+from coa_jax.model import decoding, qwen, sharding
 
 
 @pytest.fixture(scope="module")
 def novice() -> dict:
   return toy.actor(60).params
+
+
+@pytest.fixture
+def amx(monkeypatch) -> None:
+  """A processor that multiplies half precision, and a model that is wide enough."""
+  monkeypatch.setattr(decoding, "has_amx", lambda: True)
+  monkeypatch.setattr(decoding, "WIDE", CFG.width)
 
 
 def gaps(cfg, params) -> np.ndarray:
@@ -61,3 +68,54 @@ def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   monkeypatch.setattr(decoding, "architecture", lambda cfg, layout: cfg)
   half = gaps(cfg, novice)
   assert gap.mean() <= 1.02 * half.mean()  # 0.97 times here
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_a_half_precision_product_has_exact_factors_and_float32_sums(rows, inputs):
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(rows, 1, *(2, 24)[-inputs:])).astype(np.float32)
+  w = jnp.asarray(rng.normal(size=(5, 3, *x.shape[2:])), jnp.bfloat16)
+  found = jax.jit(qwen.project_narrow, static_argnums=2)(x, w, inputs)
+  assert found.dtype == jnp.float32
+  factors = np.asarray(jnp.asarray(x, jnp.bfloat16), float), np.asarray(w, float)
+  expected = np.tensordot(*factors, 2 * [range(-inputs, 0)])
+  np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
+  cfg = dataclasses.replace(CFG, dtype="bfloat16", tie_embeddings=tied)
+  params = qwen.init_params(cfg, 0)
+  decoder = decoding.architecture(cfg)
+  assert (decoder.dtype, decoder.product_dtype) == ("float32", "bfloat16")
+  (held,) = decoding.decoding_views(decoder, params)
+  for name in (*params["layer_0"], "embed", "final_norm", *(() if tied else ("head",))):
+    ours, given = (v.get(name, v["layer_0"].get(name)) for v in (held, params))
+    n = sharding.inputs_of(name)
+    assert ours.dtype == ("bfloat16" if n or name == "embed" else "float32")
+    turned = np.moveaxis(np.asarray(given.astype("bfloat16")), range(n), range(-n, 0))
+    np.testing.assert_array_equal(ours, turned.astype(ours.dtype))
+  # Float32 activations over half-precision weights are what they were.
+  mixed = dataclasses.replace(CFG, weight_dtype="bfloat16")
+  assert decoding.architecture(mixed).product_dtype == ""
+
+
+def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
+  cfg = dataclasses.replace(CFG, dtype="bfloat16")
+  on, order = scheduler(cfg), list(range(12))
+  expected = play(novice, toy.TableToolbox(), order, on=on)
+  slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
+  played = play(novice, slow, order[::-1], on=on)
+  assert {n: content(t) for n, t in played.items()} == {
+    n: content(t) for n, t in expected.items()
+  }
+
+
+def test_half_precision_products_agree_no_worse_with_the_learner(
+  amx, novice, monkeypatch
+):
+  cfg = dataclasses.replace(CFG, dtype="bfloat16")
+  gap = gaps(cfg, novice)
+  monkeypatch.setattr(decoding, "architecture", lambda cfg, layout: cfg)
+  assert gap.mean() <= 1.02 * gaps(cfg, novice).mean()

@@ -5,6 +5,7 @@ JAX is told of virtual devices before it starts, so the first test runs the othe
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import threading
 import jax
 import pytest
 import toy
-from test_scheduler import CFG, CONFIG, content, play
+from test_scheduler import CFG, CONFIG, content, play, scheduler
 
+from coa_jax.model import decoding, qwen
+from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import MeshConfig, make_layout
 from coa_jax.protocol.automaton import compile_stops
 from coa_jax.rollout.ahead import Ahead, Plan, ages
@@ -45,10 +48,10 @@ def test_on_virtual_devices():
   assert "s......" in done.stdout  # this test was skipped, the others were run
 
 
-def replicas(tensor: int = 1) -> Scheduler:
+def replicas(tensor: int = 1, model: QwenConfig = CFG) -> Scheduler:
   table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
   layout = make_layout(MeshConfig(data=2, tensor=tensor))
-  return Scheduler(CFG, table, CONFIG, layout)
+  return Scheduler(model, table, CONFIG, layout)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,24 @@ def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
   expected = play(novice, toy.TableToolbox(), range(8), temperature=0.0)
   for n, t in played.items():  # products are added up in another order
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
+
+
+@on_devices
+@pytest.mark.parametrize("tied", [True, False])
+def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
+  monkeypatch.setattr(decoding, "has_amx", lambda: True)
+  monkeypatch.setattr(decoding, "WIDE", CFG.width)
+  model = dataclasses.replace(CFG, dtype="bfloat16", tie_embeddings=tied)
+  on, params = replicas(2, model), qwen.init_params(model, 0)
+  view = on.views(params)[0]
+  assert view["layer_0"]["o"].sharding.spec[1] == "tensor"
+  assert view["layer_0"]["o"].dtype == jax.numpy.bfloat16
+  played = play(params, toy.TableToolbox(), range(4), on=on, temperature=0.0)
+  alone = scheduler(model)
+  expected = play(params, toy.TableToolbox(), range(4), on=alone, temperature=0.0)
+  for n, t in played.items():
+    first, other = (x.segments[-1].ids[:8] for x in (t, expected[n]))
+    assert first == other
 
 
 @on_devices
