@@ -6,11 +6,13 @@ ConfigDicts never travel further (nor into jit).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import types
 import typing
@@ -86,6 +88,7 @@ def claim(
   workdir: str,
   may_change: tuple[str, ...] = (),
   inputs: Mapping[str, str] | None = None,
+  derived: tuple[str, ...] = (),
 ) -> None:
   """Writes the resolved config and the commit to `workdir/config.json`.
 
@@ -99,6 +102,8 @@ def claim(
       what comes out: a run may go on with others than it began with.
     inputs: name -> hash of what was read (`digest`, `fingerprint`): the same path may
       hold something else by the time that a run goes on.
+    derived: folders of the workdir that are nothing come of it yet; where there is no
+      more, and the config is another, they are removed.
 
   Raises:
     ConfigError: the workdir holds a run of another config or of other inputs; the
@@ -106,16 +111,32 @@ def claim(
   """
   path = os.path.join(workdir, "config.json")
   wanted = json.loads(json.dumps(config.to_dict()))
-  if not os.path.exists(path) or _alone(path):
-    os.makedirs(workdir, exist_ok=True)
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-      told = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
-      json.dump(told, f, indent=2)
-    os.replace(path + ".tmp", path)
-    return
+  if os.path.exists(path) and not _alone(path):
+    fault = _contradiction(path, wanted, may_change, inputs or {})
+    if not fault:
+      return
+    if not _alone(path, derived):
+      raise ConfigError(f"{workdir} holds {fault}; choose another workdir or delete it")
+    for name in derived:
+      shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
+  os.makedirs(workdir, exist_ok=True)
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    told = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
+    json.dump(told, f, indent=2)
+  os.replace(path + ".tmp", path)
+
+
+def _contradiction(
+  path: str,
+  wanted: dict[str, Any],
+  may_change: tuple[str, ...],
+  inputs: Mapping[str, str],
+) -> str:
+  """How the run that a `config.json` tells of differs from `claim`'s; "" if not."""
   with open(path, encoding="utf-8") as f:
     told = json.load(f)
-  found, before = told["config"], told.get("inputs", {})  # none in an older run's
+  wanted, found = copy.deepcopy(wanted), told["config"]
+  before = told.get("inputs", {})  # none in an older run's
   for both in (wanted, found):
     for field in may_change:
       name, _, key = field.partition(".")
@@ -126,24 +147,30 @@ def claim(
   for name in sorted({*wanted, *found}):
     # A section that is empty says what one that is missing says.
     if (wanted.get(name) or None) != (found.get(name) or None):
-      raise ConfigError(
-        f"{workdir} holds a run whose section {name!r} was {found.get(name)!r} and not "
-        f"{wanted.get(name)!r}; choose another workdir or delete it"
+      return (
+        f"a run whose section {name!r} was {found.get(name)!r} and not "
+        f"{wanted.get(name)!r}"
       )
-  for name, value in (inputs or {}).items():
+  for name, value in inputs.items():
     if before.get(name, value) != value:
-      raise ConfigError(
-        f"{workdir} holds a run that read other contents of {name}; choose another "
-        "workdir or delete it"
-      )
+      return f"a run that read other contents of {name}"
+  return ""
 
 
-def _alone(path: str) -> bool:
-  """Whether a file is the only one with content in its folder and below."""
-  files = (
-    os.path.join(d, f) for d, _, fs in os.walk(os.path.dirname(path)) for f in fs
+def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
+  """Whether a file is the only one with content in its folder and below.
+
+  Args:
+    path: the file.
+    beside: folders beside it that do not count.
+  """
+  folder = os.path.dirname(path)
+  left_out = [os.path.join(folder, name, "") for name in beside]
+  files = (os.path.join(d, f) for d, _, fs in os.walk(folder) for f in fs)
+  return all(
+    file == path or not os.path.getsize(file) or file.startswith((*left_out,))
+    for file in files
   )
-  return all(file == path or not os.path.getsize(file) for file in files)
 
 
 def digest(values: Iterable[Any]) -> str:

@@ -27,7 +27,12 @@ from coa_jax.model.weights import load_config, load_model
 from coa_jax.protocol.formats import HELD_OUT, STYLES, Format, draw_format
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.trajectory import Trajectory, read_trajectories, write_jsonl
+from coa_jax.protocol.trajectory import (
+  Status,
+  Trajectory,
+  read_trajectories,
+  write_jsonl,
+)
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.engine import RolloutConfig, check_positions
@@ -166,6 +171,11 @@ def _format(
   asked = optional(config, "format", FormatConfig)
   if asked is None:
     return None
+  if rollout.constrain:
+    raise ConfigError(
+      "config.format: the grammar of rollout.constrain knows the protocol's own tools "
+      "only; leave one of them out"
+    )
   if rollout.style != "full":
     raise ConfigError("config.format: only rollout.style='full' tells formats")
   if tools.mcp or tools.descriptions:
@@ -174,7 +184,7 @@ def _format(
       "and tools.descriptions"
     )
   rng = random.Random(f"{asked.seed}/{asked.held_out}/{asked.number}")
-  variant = get_variant(rollout.variant).with_tools(tools.tools)
+  variant = get_variant(rollout.variant).with_tools(tools.told)
   return draw_format(variant, rng, HELD_OUT if asked.held_out else STYLES)
 
 
@@ -195,7 +205,8 @@ class _Part:
   """The attempts of a stage that have ended, on disk as they end.
 
   Attributes:
-    ended: those of interrupted starts: (the task's place, trajectory).
+    ended: those of interrupted starts: (the task's place, trajectory). What the
+      infrastructure ended is played again.
   """
 
   def __init__(self, path: str):
@@ -209,8 +220,10 @@ class _Part:
           if not line.endswith(b"\n"):
             break
           place, row = json.loads(line)
-          self.ended.append((place, Trajectory.from_json(row, path)))
           end += len(line)
+          trajectory = Trajectory.from_json(row, path)
+          if trajectory.status != Status.INFRASTRUCTURE:
+            self.ended.append((place, trajectory))
       os.truncate(path, end)
 
   def added(
@@ -242,14 +255,15 @@ def _ordered(
 ) -> list[Trajectory]:
   """All trajectories by task and sample, with progress while they are played."""
   played: list[tuple[int, int, Trajectory]] = []
-  right = 0.0
+  right, graded = 0.0, 0
   total = len(tasks) * samples
   with Metrics(workdir, name, total, unit="trajectory") as metrics:
     for place, t in stream:
       played.append((place, t.sample, t))
       right += t.reward_parts.get("answer", 0.0)
+      graded += t.status != Status.INFRASTRUCTURE
       done = len(played)
       if done % max(1, total // 50) == 0 or done == total:
-        accuracy = right / done
+        accuracy = right / max(1, graded)
         metrics.log(done, {"accuracy": accuracy}, f"accuracy {accuracy:.3f}")
   return [t for _, _, t in sorted(played, key=lambda p: p[:2])]

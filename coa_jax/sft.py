@@ -110,7 +110,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tracked = section(config, "log", LogConfig) if own == workdir else None
   read = {"data.trajectories": fingerprint(data.trajectories)}
   read["init"] = fingerprint(config.get("init"), samples=16)
-  claim(config, own, ("log.wandb_project",), read)
+  claim(config, own, ("log.wandb_project",), read, ("tokenizer", "data"))
   cfg, tokenizer = _architecture(config, load, data, own, layout)
   dataset = _dataset(data, tokenizer, own, rows)
   train, held, left_out = _divide(data, dataset)
@@ -148,7 +148,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         checkpoints.reached(state, {}, done == data.steps)
         clock.lap("save")
   params = adapting.export(
-    workdir, cfg, state.params, frozen, lora, tokenizer, config.init
+    workdir, cfg, state.params, frozen, lora, tokenizer, config.get("init") or ""
   )
   results = {
     "steps": data.steps,

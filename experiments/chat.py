@@ -75,11 +75,16 @@ class Screen:
     """Args: where to."""
     self._console = console
     self._fresh = True  # nothing of this span's text is shown yet
+    self._answer: list[Piece] = []  # left to the frame
 
   def show(self, piece: Piece) -> None:
     """Adds a piece; the answer's are left to the frame where there will be one."""
     if piece.role == roles.ANSWER and self._console.is_terminal:
-      return
+      self._answer.append(piece)
+    else:
+      self._write(piece)
+
+  def _write(self, piece: Piece) -> None:
     style = STYLES.get(piece.role, _TOOL_STYLE if piece.role else "red")
     if not piece.is_tag:
       text = piece.text.lstrip() if self._fresh else piece.text
@@ -95,11 +100,15 @@ class Screen:
       self._fresh = True
 
   def end(self, trajectory: Trajectory) -> None:
-    """Says how it ended; on a terminal the answer stands in a frame."""
+    """Says how it ended; on a terminal a whole answer stands in a frame."""
     answer = answer_of(trajectory)
     if self._console.is_terminal and answer is not None:
       text = Text(clean(answer), "bold green")
       self._console.print(Panel(text, title="answer", expand=False))
+    elif self._answer:
+      for piece in self._answer:
+        self._write(piece)
+      self._print("\n", "")
     usage = trajectory.usage
     self._print(
       f"{trajectory.status}: {usage.prompt} tokens asked, {usage.generated} written, "

@@ -9,6 +9,7 @@ policy is exported, a critic is not.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -65,16 +66,19 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     trained = trained["policy"]
   lora = optional(config, "lora", adapting.LoraConfig)
   load, base = sft.model_section(config), None
-  tokenizer = Tokenizer.load(config.init or os.path.join(workdir, "tokenizer"))
+  init = config.get("init") or ""
+  tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
   if isinstance(load, QwenConfig):  # a model that the run drew itself
     cfg = sft.with_vocabulary(load, tokenizer)
     if lora:
       base = init_params(cfg, section(config, "data", sft.DataConfig).seed)
   else:
-    cfg = load_config(config.init, load)
+    # Nothing is computed with it, so another machine's kernel is no matter.
+    load = dataclasses.replace(load, attention="auto")
+    cfg = load_config(init, load)
     if lora:
-      _, base = load_model(config.init, load)
-  adapting.export(out, cfg, trained, base, lora, tokenizer, config.init)
+      _, base = load_model(init, load)
+  adapting.export(out, cfg, trained, base, lora, tokenizer, init)
   return step
 
 

@@ -228,6 +228,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
   for word in words:
     path, equals, value = word.lstrip("-").partition("=")
     if word.startswith("-") and path.startswith("config."):
+      if not file:
+        stop(f"{word} needs a config to change: give --config=FILE, too")
       if given is None:
         given = runpy.run_path(file)["get_config"](*argument)
       if _lacks(given, path.split(".")[1:]):

@@ -296,9 +296,14 @@ def bind(host: str, port: int) -> socket.socket:
   """
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   sock = socket.socket(family)
-  sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
   try:
-    sock.bind((host, port))
+    try:
+      sock.bind((host, port))
+    except OSError:
+      # Connections of a server that has ended may linger there. Not asked for at once:
+      # two that both do may share a port until one of them listens.
+      sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      sock.bind((host, port))
   except (OSError, OverflowError) as e:
     sock.close()
     raise ValueError(f"--host={host} --port={port}: {e}") from e

@@ -181,3 +181,21 @@ def test_what_may_change_may_also_appear(tmp_path):
   claim(both[0], begin(str(tmp_path / "strict")))
   with pytest.raises(ConfigError, match="whose section 'log' was None"):
     claim(both[1], str(tmp_path / "strict"))
+
+
+def test_what_was_only_derived_binds_no_other_config(tmp_path):
+  workdir, derived = tmp_path / "run", ("data",)
+  claim(config(lr=0.1), str(workdir), derived=derived)
+  (workdir / "data").mkdir()
+  (workdir / "data" / "tokens").write_text("1 2 3")
+  claim(config(lr=0.1), str(workdir), derived=derived)
+  assert (workdir / "data" / "tokens").exists()
+  with pytest.raises(ConfigError, match="holds a run whose section 'optim'"):
+    claim(config(lr=0.2), str(workdir))
+  claim(config(lr=0.2), str(workdir), derived=derived)
+  assert not (workdir / "data").exists()
+  (workdir / "data").mkdir()
+  (workdir / "metrics.jsonl").write_text("{}\n")
+  with pytest.raises(ConfigError, match="holds a run whose section 'optim'"):
+    claim(config(lr=0.1), str(workdir), derived=derived)
+  assert (workdir / "data").exists()

@@ -14,7 +14,7 @@ import toy
 
 from coa_jax import evaluate
 from coa_jax.model.weights import save_model
-from coa_jax.protocol.trajectory import read_trajectories
+from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 
 sys.path.append(str(pathlib.Path(__file__).parent / "teacher"))
 
@@ -131,3 +131,16 @@ def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, 
       assert evaluate.run(config, str(tmp_path / "w"))["pass1_greedy"] == 1.0
       (tmp_path / "w" / "greedy.jsonl").unlink()
   assert len(asked) == 2
+
+
+def test_what_the_infrastructure_ended_is_played_again(tmp_path):
+  path = tmp_path / "greedy.part.jsonl"
+  lost, played = (
+    Trajectory("x", [], sample=n, status=status)
+    for n, status in enumerate((Status.INFRASTRUCTURE, Status.ENDED))
+  )
+  part = evaluate._Part(str(path))
+  list(part.added(iter([(0, lost), (1, played)])))
+  again = evaluate._Part(str(path))
+  assert [(place, t.sample) for place, t in again.ended] == [(1, 1)]
+  assert len(path.read_text().splitlines()) == 2

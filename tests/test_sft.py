@@ -142,10 +142,12 @@ def test_refusals_come_before_any_work(
   assert not (tmp_path / "w").exists()
 
 
-def test_nothing_left_to_train_on_is_said(config, tmp_path):
-  config.data.validation = 20
+def test_nothing_left_to_train_on_is_said_and_can_be_mended(config, tmp_path):
+  config.data.validation, validation = 20, config.data.validation
   with pytest.raises(ValueError, match=r"20 read, 20 within .* 20 kept for validation"):
     sft.run(config, str(tmp_path / "w"))
+  config.data.validation, config.data.steps = validation, 1
+  assert sft.run(config, str(tmp_path / "w"))["trajectories"] == 16
 
 
 def test_a_broken_row_is_named_and_a_mended_file_may_use_the_workdir(config, tmp_path):

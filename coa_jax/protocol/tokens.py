@@ -51,6 +51,9 @@ class Tokenizer:
     """
     self.hf, self._kind = hf, kind
     self._trusted = hf.backend_tokenizer
+    # A folder keeps those of the last call before it was saved.
+    self._trusted.no_truncation()
+    self._trusted.no_padding()
     # In foreign text special tokens are spelt out as bytes; and to that end every token
     # beside the merges is special, Qwen's <tool_call> too.
     state = json.loads(self._trusted.to_str())
@@ -264,11 +267,17 @@ class Tokenizer:
     for s in trajectory.segments:
       if s.author != Author.POLICY or not s.ids:
         continue
-      if self.decode(s.ids) != _bytes(s.text).decode():
+      if self.decode(s.ids) not in self._spellings(s.text):
         raise ValueError(
           f"trajectory {trajectory.task_id!r}: the ids of {s.text[:40]!r} spell "
           f"{self.decode(s.ids)[:40]!r}; they are another tokenizer's than the model's"
         )
+
+  def _spellings(self, text: str) -> set[str]:
+    """What the ids of a text may spell: itself, and as it is normalized (Qwen: NFC)."""
+    text = _bytes(text).decode()
+    normalizer = self._trusted.normalizer
+    return {text, normalizer.normalize_str(text) if normalizer else text}
 
   def policy_segments(
     self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int]

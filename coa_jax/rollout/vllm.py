@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import os
 import time
 import weakref
@@ -96,7 +97,7 @@ class VllmEngine:
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
     self._tokenizer = tokenizer
     self._constraint = constraint
-    self._grammar = f"{self._vllm.folder}.{jax.process_index()}.npz"
+    self._grammar = ""  # file of the constraint's tables
     self._process: VllmProcess | None = None
     self._server: VllmServer | None = None
     if not vllm.serve:
@@ -106,9 +107,7 @@ class VllmEngine:
     masks = self._constraint is not None
     server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
     if masks:
-      os.makedirs(os.path.dirname(self._grammar), exist_ok=True)
-      c = self._constraint
-      np.savez(self._grammar, class_V=c.class_V, next_SC=c.next_SC)
+      self._grammar = _write_tables(self._vllm.folder, self._constraint)
     return server
 
   def run(
@@ -386,3 +385,15 @@ def _seed(seed: int, sequence: int, position: int) -> int:
   """63 bits for the request that samples at a position of a trajectory."""
   mixed = np.random.SeedSequence((seed, sequence, position))
   return int(mixed.generate_state(1, np.uint64)[0] >> 1)
+
+
+def _write_tables(folder: str, c: Constraint) -> str:
+  """A file beside the folder, named by its content: servers keep what they read."""
+  name = hashlib.sha256(c.class_V.tobytes() + c.next_SC.tobytes()).hexdigest()[:16]
+  path = f"{folder}.{name}.npz"
+  os.makedirs(os.path.dirname(path), exist_ok=True)
+  unfinished = f"{path}.{jax.process_index()}"
+  with open(unfinished, "wb") as f:
+    np.savez(f, class_V=c.class_V, next_SC=c.next_SC)
+  os.replace(unfinished, path)
+  return path

@@ -69,7 +69,7 @@ class VllmProcess:
 
   def _wait(self, start_s: float) -> None:
     until = time.monotonic() + start_s
-    with httpx.Client(base_url=self.url, timeout=10) as client:
+    with httpx.Client(base_url=self.url, timeout=10, trust_env=False) as client:
       while time.monotonic() < until:
         if self._process.poll() is not None:
           raise ValueError(

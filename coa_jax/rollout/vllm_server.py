@@ -124,6 +124,7 @@ class VllmServer:
       timeout=httpx.Timeout(config.timeout_s, connect=10.0, pool=None),
       # The scheduler bounds how many run at once.
       limits=httpx.Limits(max_connections=None),
+      trust_env=False,  # loopback and a cluster's own hosts are no proxy's business
     )
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     self._loop = runner.get_loop()

@@ -143,15 +143,17 @@ def _plain_row(row: Row, where: str, default_id: str) -> Task:
   if "data_source" in row:
     row.setdefault("source", row.pop("data_source"))
     if "file_name" in row:
-      row["meta"] = {**row.get("meta", {}), "file_name": row.pop("file_name")}
+      row["meta"] = {**(row.get("meta") or {}), "file_name": row.pop("file_name")}
   row.setdefault("id", default_id)
   return Task.from_json(row, where)
 
 
 def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
-  titles = list(dict.fromkeys(title for title, _ in row["supporting_facts"]))
+  facts = row["supporting_facts"]  # pairs; of the hub and TFDS two lists
+  titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
+  titles = list(dict.fromkeys(titles))
   plain = {
-    "id": row.get("_id", default_id),
+    "id": row.get("_id") or row.get("id") or default_id,
     "question": row["question"],
     "answers": row["answer"],
     "source": "hotpotqa",

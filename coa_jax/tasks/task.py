@@ -15,6 +15,13 @@ class Kind(enum.StrEnum):
   CODE = "code"  # hidden tests
 
 
+_KINDS = (
+  ("source", str, "a string"),
+  ("family", str, "a string"),
+  ("meta", dict, "an object"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
   """One thing to ask.
@@ -47,13 +54,13 @@ class Task:
     """Builds a task from a row in this project's schema.
 
     Besides `answers` (a list) a row may hold `answer` (a string or a list); `id`
-    defaults to `where`.
+    defaults to `where`. A field that is null counts as left out.
 
     Raises:
       ValueError: a field is missing, unknown or of the wrong kind; the message starts
         with `where` and names the field and what would be accepted.
     """
-    row = dict(row)
+    row = {name: value for name, value in row.items() if value is not None}
     if "answer" in row and "answers" not in row:
       row["answers"] = row.pop("answer")
     row.setdefault("id", where)
@@ -73,7 +80,12 @@ class Task:
         f"{where}: field 'answers' must be a string or a non-empty list, "
         f"got {answers!r}"
       )
-    row["answers"] = tuple(str(a) for a in answers)
+    row["answers"] = tuple(_answer(a, where) for a in answers)
+    for field, kind, wanted in _KINDS:
+      if not isinstance(row.get(field, kind()), kind):
+        raise ValueError(
+          f"{where}: field {field!r} must be {wanted}, got {row[field]!r}"
+        )
     try:
       row["kind"] = Kind(row.get("kind", Kind.QA))
     except ValueError:
@@ -82,3 +94,13 @@ class Task:
       ) from None
     row["id"] = str(row["id"])
     return cls(**row)
+
+
+def _answer(value: Any, where: str) -> str:
+  """An accepted answer as text; a whole number that a table holds as a float as one."""
+  if not isinstance(value, str | int | float):
+    raise ValueError(
+      f"{where}: field 'answers' must hold strings or numbers, got {value!r}"
+    )
+  whole = isinstance(value, float) and value.is_integer()
+  return str(int(value) if whole else value)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.live import Piece
-from experiments import chat
+from experiments import chat, serve
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = """
@@ -190,3 +190,22 @@ def test_the_answer_stands_in_a_frame_on_a_terminal():
   assert "Uruk\\x1b[2J" in plain and "answer" in plain and "\x1b" not in plain
   assert chat.answer_of(Trajectory("x", [segment], status=Status.ENDED)) == text[9:-9]
   assert chat.answer_of(Trajectory("x", [segment], status=Status.TRUNCATED)) is None
+
+
+def test_an_answer_that_is_cut_off_is_shown_without_a_frame():
+  out = io.StringIO()
+  screen = chat.Screen(Console(file=out, force_terminal=True, width=60))
+  tag, text = Piece("answer", "<answer>", is_tag=True), " Paris is the capi"
+  for piece in (tag, Piece("answer", text)):
+    screen.show(piece)
+  assert "Paris" not in out.getvalue()
+  segment = Segment(Author.POLICY, "answer", tag.text + text)
+  screen.end(Trajectory("x", [segment], status=Status.TRUNCATED))
+  assert "Paris is the capi" in out.getvalue()
+
+
+def test_a_port_is_not_shared_with_a_server_that_still_loads():
+  with serve.bind("127.0.0.1", 0) as first:
+    port = first.getsockname()[1]
+    with pytest.raises(ValueError, match=f"--port={port}"):
+      serve.bind("127.0.0.1", port)

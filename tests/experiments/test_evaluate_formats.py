@@ -98,6 +98,25 @@ def test_refusals(config, tmp_path, change, message):
   assert not (tmp_path / "w").exists()
 
 
+def test_a_grammar_is_refused_beside_a_format(config, tmp_path):
+  with config.unlocked():
+    config.format, config.rollout.constrain = dict(number=1), True
+    del config.formats
+  with pytest.raises(ConfigError, match=r"rollout\.constrain knows .* own tools only"):
+    evaluate_formats.evaluate.run(config, str(tmp_path / "w"))
+
+
+def test_a_format_is_drawn_for_tools_called_by_name_too(config, tmp_path):
+  with config.unlocked():
+    config.format = dict(number=1)
+    tool = dict(function="experiments.calculator:calculate", description="sums")
+    config.tools.named = dict(calculate=tool)
+    config.rollout.max_len += 600
+    del config.formats
+  results = evaluate_formats.evaluate.run(config, str(tmp_path / "w"))
+  assert "tool" in results["format"]["tools"]
+
+
 def test_descriptions_of_ones_own_are_refused_beside_a_format(config, tmp_path):
   with config.unlocked():
     config.format = dict(number=1)

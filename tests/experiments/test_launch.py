@@ -67,7 +67,8 @@ def launcher(tmp_path):
   program.write_text(PROGRAM)
 
   def run(*args: str, file: str = "", workdir: str = "--workdir=w"):
-    flags = [f"--config={file or config}", workdir, "--compile_cache=", *args]
+    given = "" if file == "leave out" else f"--config={file or config}"
+    flags = [given, workdir, "--compile_cache=", *args]
     return subprocess.run(
       [sys.executable, str(program), *(f for f in flags if f)],
       capture_output=True,
@@ -95,6 +96,11 @@ def test_results_are_printed_and_overrides_count(launcher):
   assert json.loads(done.stdout) == {"steps": 4, "lr": 1.0, "workdir": "w"}
   done = launcher(file=launcher.config + ":tiny")
   assert json.loads(done.stdout)["steps"] == 1
+
+
+def test_an_override_without_a_config_file_says_so(launcher):
+  done = launcher("--config.data.steps=4", file="leave out")
+  assert "--config.data.steps=4 needs a config" in refused(done)
 
 
 def test_what_the_file_leaves_out_can_be_given(launcher):

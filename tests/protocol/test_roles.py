@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -215,3 +217,9 @@ def test_react_is_unified_without_its_team():
 def test_a_variant_can_not_do_without_what_it_lacks(name: str, message: str):
   with pytest.raises(ValueError, match=message):
     roles.get_variant(name)
+
+
+def test_a_code_span_of_many_fences_is_refused_at_once():
+  began = time.process_time()
+  assert roles.parse_code("```py\nx\n```\n" + "```sh\ny\n```\n" * 100_000) is None
+  assert time.process_time() - began < 1

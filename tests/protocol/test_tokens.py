@@ -328,3 +328,33 @@ def test_ids_of_another_tokenizer_are_refused():
   for s in one.segments:
     s.ids = []
   other.check_ids(one)
+
+
+def test_what_a_folder_truncates_and_pads_to_is_not_done(tmp_path):
+  """Hugging Face saves both with the tokenizer, and loads both."""
+  plain = toy.stock_tokenizer()
+  plain.save(tmp_path)
+  model = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+  model.enable_truncation(4)
+  model.enable_padding(length=64, pad_token=tokens.PAD)
+  model.save(str(tmp_path / "tokenizer.json"))
+  loaded, texts = Tokenizer.load(tmp_path), ["a", "a long text of many tokens"]
+  for text in texts:
+    assert loaded.encode(text) == plain.encode(text)
+    assert loaded.encode_untrusted(text) == plain.encode_untrusted(text)
+
+
+def test_ids_of_a_tokenizer_that_normalizes_are_its_own(tmp_path):
+  """Qwen's composes characters (NFC), so ids spell another text than they were of."""
+  toy.stock_tokenizer().save(tmp_path)
+  model = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+  model.normalizer = tokenizers.normalizers.NFC()
+  model.save(str(tmp_path / "tokenizer.json"))
+  loaded = Tokenizer.load(tmp_path)
+  text = wrap(roles.THINK, "cafe\u0301 \u212b")
+  segment = Segment(Author.POLICY, roles.THINK, text, ids=loaded.encode(text))
+  assert loaded.decode(segment.ids) != text
+  loaded.check_ids(Trajectory("x", [segment]))
+  segment.text += "x"
+  with pytest.raises(ValueError, match="they are another tokenizer's"):
+    loaded.check_ids(Trajectory("x", [segment]))

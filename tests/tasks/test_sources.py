@@ -240,3 +240,34 @@ def test_released_files(name, count, kind, source, last_answer):
   assert all("<think>" not in t.question for t in tasks)
   if last_answer is not None:
     assert tasks[-1].answers[0] == last_answer
+
+
+def test_hotpotqa_as_the_hub_has_it(tmp_path):
+  row = {
+    "id": "5a7a",
+    "question": "Who?",
+    "answer": "Ann",
+    "type": "bridge",
+    "level": "hard",
+    "supporting_facts": {"title": ["A", "B", "A"], "sent_id": [0, 1, 2]},
+    "context": {"title": ["A"], "sentences": [["a"]]},
+  }
+  (task,) = sources.load_tasks(write(tmp_path / "hotpot.parquet", [row]))
+  assert (task.id, task.source, task.family) == ("5a7a", "hotpotqa", "bridge")
+  assert task.meta["supporting_titles"] == ["A", "B"]
+
+
+def test_what_a_table_leaves_empty_counts_as_left_out(tmp_path):
+  row = {"question": "q", "answer": 1934.0, "source": None, "family": None}
+  (task,) = sources.load_tasks(write(tmp_path / "t.jsonl", [{**row, "meta": None}]))
+  assert task == Task("t-0", "q", ("1934",))
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [("family", 3), ("source", []), ("meta", "x"), ("answers", [None])],
+)
+def test_a_field_of_another_kind_is_named(field, value):
+  row = {"question": "q", "answers": ["a"], field: value}
+  with pytest.raises(ValueError, match=rf"here: field '{field}' must "):
+    Task.from_json(row, "here")
