@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import ml_collections
 
 from coa_jax.config import (
@@ -222,7 +223,9 @@ class _Part:
           place, row = json.loads(line)
           end += len(line)
           trajectory = Trajectory.from_json(row, path)
-          if trajectory.status != Status.INFRASTRUCTURE:
+          # Of as many processes as there are now: those before may have been fewer.
+          mine = place % jax.process_count() == jax.process_index()
+          if mine and trajectory.status != Status.INFRASTRUCTURE:
             self.ended.append((place, trajectory))
       os.truncate(path, end)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,7 @@ from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_js
 from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
+_log = logging.getLogger(__name__)
 SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint", "log")
 
 
@@ -205,7 +207,8 @@ def _divide(
   Raises:
     ValueError: none is left to train on.
   """
-  fit_N = fits(dataset.lengths_N, data.length)
+  lengths_N = dataset.lengths_N
+  fit_N = fits(lengths_N, data.length)
   # Without any token of the policy, an update has no mean loss.
   usable = np.flatnonzero(fit_N & (dataset.policy_N > 0))
   held = usable[: data.validation]
@@ -218,7 +221,14 @@ def _divide(
       f"{data.trajectories}: no trajectory is left to train on: {len(dataset)} read, "
       f"{fit} within data.length={data.length} tokens, {len(usable)} of them with "
       f"tokens of the policy, {len(held)} kept for validation (data.validation="
-      f"{data.validation})"
+      f"{data.validation}); the shortest has {lengths_N.min()} tokens, half have at "
+      f"most {int(np.median(lengths_N))}, the longest {lengths_N.max()}"
+    )
+  if fit < len(dataset):
+    _log.warning(
+      "%d of %d trajectories are longer than data.length=%d and left out; the longest "
+      "has %d tokens",
+      *(len(dataset) - fit, len(dataset), data.length, lengths_N.max()),
     )
   left_out = {
     "left_out_too_long": len(dataset) - fit,

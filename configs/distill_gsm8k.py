@@ -3,7 +3,8 @@
   python -m experiments.distill --config=configs/distill_gsm8k.py \
     --workdir=runs/gsm8k/distill
 
-Expect: 6,876 of 7,473 rows kept, 22,414 programs run, every one with the value that the
+Needs data/gsm8k/train.jsonl, as github.com/openai/grade-school-math has it. Expect:
+6,876 of 7,473 rows kept, 22,414 programs run, every one with the value that the
 solution claims. Dropped: 409 whose answer no note computes, 187 without a note that
 calculates, 1 that repeats itself. Some 250 tokens a trajectory, question included. 140
 s on two busy cores. ":tiny" (64 tasks): a few seconds; give it a workdir of its own.
@@ -18,7 +19,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"distill_gsm8k answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()
   config.tasks = dict(
-    uri="../shared/data/gsm8k/train.jsonl",
+    uri="data/gsm8k/train.jsonl",
     limit=64 if arg == "tiny" else 0,
   )
   config.tools = dict(tools=("code",), workers=2)

@@ -3,7 +3,8 @@
   python -m experiments.evaluate --config=configs/evaluate_gsm8k.py \
     --workdir=runs/gsm8k/eval
 
-Needs a model folder (`--config.init=runs/gsm8k/sft/model`). Expect of configs/sft_gsm8k
+Needs data/gsm8k/test.jsonl, as github.com/openai/grade-school-math has it, and a model
+folder (`--config.init=runs/gsm8k/sft/model`). Expect of configs/sft_gsm8k
 what nine minutes from scratch can give: the language of the protocol and of the tool,
 no arithmetic reasoning. 512 questions, greedy: 0.012 right (95 % interval 0.004 to
 0.021), 0.748 well formed (the rest repeats itself until it is cut off), no malformed
@@ -34,8 +35,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     seed=1,
   )
   config.tools = dict(tools=("code",), workers=2, enabled=True)
-  config.tasks = dict(
-    uri="../shared/data/gsm8k/test.jsonl", limit=8 if tiny else 512, seed=0
-  )
+  config.tasks = dict(uri="data/gsm8k/test.jsonl", limit=8 if tiny else 512, seed=0)
   config.eval = dict(greedy=True, samples=0)
   return config

@@ -44,6 +44,13 @@ from coa_jax.teacher.refine import Found, Refinement, Refiner
 from coa_jax.teacher.restyle import FormatsConfig
 from experiments.launch import stop, with_clear_errors
 
+# Most agents that others run: thoughts, calls and an answer.
+_ALONE = "unified-plan-reflection-suggested_answer-double_check"
+
+
+# Formats whose records are kept as they stand; others are converted.
+_HELD = ("alpaca", "trajectories")
+
 
 def _sections(name: str, cls: type) -> Any:
   default = ml_collections.ConfigDict({name: dataclasses.asdict(cls())})
@@ -54,8 +61,12 @@ _FILE = flags.DEFINE_string("file", None, "A file, or a source by URI.", require
 _OUT = flags.DEFINE_string(
   "out", None, "What to write: .jsonl, .parquet or .array_record.", required=True
 )
-_VARIANT = flags.DEFINE_enum(
-  "variant", None, list(VARIANTS), "Dialect of the trajectories.", required=True
+_VARIANT = flags.DEFINE_string(
+  "variant",
+  None,
+  f"Dialect of the trajectories: {', '.join(VARIANTS)}, or one without some agents: "
+  f"{_ALONE}.",
+  required=True,
 )
 _FORMAT = flags.DEFINE_enum(
   "format", "auto", ["auto", *FORMATS, RL], "Of the rows; auto goes by the first one."
@@ -117,9 +128,7 @@ def _run() -> None:
     reasons = Counter(counts["import"]["dropped"])
     for stage in filters.STAGES if refiner.filters else ():
       reasons.update(counts["filters"][stage]["dropped"])
-    hint = "; --keep_illegal keeps those that break order rules only"
-    helps = reasons["illegal_transition"] and chosen in ("alpaca", "trajectories")
-    hint = hint if helps and not _KEEP_ILLEGAL.value else ""
+    hint = _hint(chosen) if reasons["illegal_transition"] else ""
     stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)}){hint}")
   counts = work.counts()
   _report(chosen, refiner, counts, before, after)
@@ -133,7 +142,24 @@ def _run() -> None:
   print(f"{kept} kept{restyled}, {dropped.total()} dropped{told}")
 
 
+def _hint(chosen: str) -> str:
+  """What may help where all records break order rules."""
+  if chosen not in _HELD:
+    return (
+      f"; a single agent's runs have no plan and no check: try --variant={_ALONE} and "
+      "--convert.missing_think='Go on.'"
+    )
+  if _KEEP_ILLEGAL.value:
+    return ""
+  return "; --keep_illegal keeps those that break order rules only"
+
+
 def _refiner(chosen: str) -> Refiner:
+  if _KEEP_ILLEGAL.value and chosen not in _HELD:
+    raise ValueError(
+      f"--keep_illegal is for formats {' and '.join(_HELD)}; of {chosen} only what "
+      "obeys the order rules can be made"
+    )
   table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
   whole = ml_collections.ConfigDict(
     {"filters": _FILTERS.value, "convert": _CONVERT.value, "formats": _FORMATS.value}

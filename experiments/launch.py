@@ -9,7 +9,9 @@ import logging as python_logging
 import os
 import re
 import runpy
+import secrets
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +60,11 @@ def launch(journey: Journey) -> None:
   def work(config: ml_collections.ConfigDict) -> None:
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
+    if "://" in workdir.value:
+      stop(f"--workdir={workdir.value} is no path; mount the bucket, as by gcsfuse")
     if _DISTRIBUTED.value:
       join(_DISTRIBUTED.value)
+      check_shared(workdir.value)
     show(journey(config, workdir.value))
 
   start(work)
@@ -160,6 +165,37 @@ def join(where: str) -> None:
   if not match or int(match[3]) >= int(match[2]):
     stop(f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS")
   jax.distributed.initialize(match[1], int(match[2]), int(match[3]))
+
+
+def check_shared(workdir: str) -> None:
+  """Stops all processes where some have a workdir of their own under its name.
+
+  Else they would wait for each other at the first checkpoint.
+  """
+  import jax
+  import numpy as np
+  from jax.experimental import multihost_utils
+
+  token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
+  path = os.path.join(workdir, f".shared-{int(token)}")
+  if jax.process_index() == 0:
+    os.makedirs(workdir, exist_ok=True)
+    with open(path, "w", encoding="ascii"):
+      pass
+  multihost_utils.sync_global_devices("workdir")
+  for _ in range(50):  # a network's disk may be late
+    if os.path.exists(path):
+      break
+    time.sleep(0.1)
+  sees = multihost_utils.process_allgather(np.array(os.path.exists(path)))
+  if jax.process_index() == 0:
+    os.remove(path)
+  if not sees.all():
+    blind = ", ".join(map(str, np.flatnonzero(~sees)))
+    stop(
+      f"--workdir={workdir}: what process 0 writes there process {blind} does not see; "
+      "all need one folder of a disk that they share"
+    )
 
 
 def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:

@@ -96,6 +96,11 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
     f"{duration(results['seconds'])} in all; report: [bold]{path}[/bold]; figures: "
     f"{os.path.join(workdir, 'results.json')}"
   )
+  print(
+    "ask it: python -m experiments.chat --config=configs/evaluate_world.py "
+    f"--config.init={workdir}/rl/model "
+    f"--config.tools.corpus={workdir}/world/test_pages.jsonl"
+  )
   return results
 
 

@@ -57,6 +57,17 @@ _CONVERSATION = flags.DEFINE_bool(
   False,
   "Write system messages and earlier turns before the question, as plain text.",
 )
+_ALLOWED_HOSTS = flags.DEFINE_list(
+  "allowed_hosts",
+  [],
+  "Further names that clients may call the server by (the header Host), as that of a "
+  "proxy; '*' for any. On loopback there are else those of loopback only.",
+)
+flags.register_validator(
+  "allowed_hosts",
+  lambda names: all(n == "*" or "*" not in n.removeprefix("*.") for n in names),
+  "a name has a * as its first label or alone",
+)
 _MAX_WAITING = flags.DEFINE_integer(
   "max_waiting", 64, "Questions without a slot.", lower_bound=1
 )
@@ -329,6 +340,7 @@ def main(config: ml_collections.ConfigDict) -> None:
       flush=True,
     )
     hosts = _LOCAL if host in _LOCAL else ("*",)
+    hosts += tuple(_ALLOWED_HOSTS.value)
     app = make_app(team, _NAME.value, hosts, _CONVERSATION.value)
     make_server(app).run(sockets=[sock])
 

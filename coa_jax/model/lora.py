@@ -33,6 +33,10 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 class LoraConfig:
   """Config section `lora`; without it all parameters are trained.
 
+  With model.dtype or model.param_dtype "bfloat16" the decoder's matrix is rounded after
+  its adapter is added: of changes below half a last place a part is lost, which the
+  learner computes with. For RL at small learning rates prefer float32.
+
   Attributes:
     rank: r, of every adapter.
     alpha: adapters count alpha / r times.

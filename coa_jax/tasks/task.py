@@ -68,7 +68,8 @@ class Task:
     unknown = sorted(set(row) - fields)
     if unknown:
       raise ValueError(
-        f"{where}: unknown field {unknown[0]!r}; a task has {', '.join(sorted(fields))}"
+        f"{where}: unknown field {unknown[0]!r}; a task has "
+        f"{', '.join(sorted(fields))}, and what else a row knows goes into meta"
       )
     question, answers = row.get("question"), row.get("answers")
     if not isinstance(question, str) or not question.strip():

@@ -246,3 +246,36 @@ def test_rl_rows_become_tasks(tmp_path):
 def test_a_misspelt_filter_is_refused(tmp_path):
   done = program("--file=a", "--variant=web", "--out=b.jsonl", "--filters.min_cals=3")
   assert done.returncode != 0 and "min_cals" in done.stderr
+
+
+def chat(number: int) -> dict:
+  """A run of one agent with a tool, as OpenAI's chat messages have it."""
+  call = {"name": "web_search", "arguments": json.dumps({"query": f"town {number}"})}
+  return {
+    "messages": [
+      {"role": "user", "content": f"Which town is number {number}?"},
+      {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": call}],
+      },
+      {"role": "tool", "tool_call_id": "1", "content": f"Town {number} is Ur."},
+      {"role": "assistant", "content": "Ur"},
+    ]
+  }
+
+
+def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_path):
+  file, out = tmp_path / "chat.jsonl", tmp_path / "out.jsonl"
+  file.write_text("".join(json.dumps(chat(n)) + "\n" for n in range(3)))
+  flags = (f"--file={file}", f"--out={out}")
+  done = program(*flags, "--variant=unified")
+  assert done.returncode == 2 and "try --variant=" in done.stderr
+  hint = done.stderr.split("try ")[1].split(" and ")[0]
+  done = program(*flags, hint, "--convert.missing_think=Go on.")
+  assert done.returncode == 0 and "3 kept" in done.stdout, done
+  assert "<answer> Ur</answer>" in read_trajectories(out)[0].text
+  done = program(*flags, hint, "--keep_illegal")
+  assert done.returncode == 2 and "--keep_illegal is for formats" in done.stderr
+  done = program(*flags, "--variant=unify")
+  assert done.returncode == 2 and "unknown protocol variant 'unify'" in done.stderr

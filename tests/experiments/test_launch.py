@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -174,3 +176,23 @@ def test_a_real_journey_refuses_before_any_work(tmp_path):
   line = refused(done)
   assert "bad.py: " in line and "did you mean 'trajectories'" in line
   assert not (tmp_path / "w").exists()
+
+
+def test_a_bucket_is_no_workdir(launcher):
+  assert "mount the bucket" in refused(launcher(workdir="--workdir=gs://mine/run"))
+
+
+def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path):
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+
+  def run(i: int, workdir: str):
+    return launcher(f"--distributed={address},2,{i}", workdir=f"--workdir={workdir}")
+
+  for other, code in (("a", 0), ("b", 2)):
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+      ran = list(threads.map(run, range(2), ("a", other)))
+    assert [done.returncode for done in ran] == [code, code], ran
+    assert not list((tmp_path / "a").iterdir())
+  assert all("process 1 does not see" in done.stderr for done in ran)
