@@ -158,6 +158,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   grader, for_dev = player.grader, Toolbox(dev.tools(tools))
   with Toolbox(tools) as toolbox, for_dev, grader, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
+    if int(state.step):
+      check_processes(workdir)
     watch.recall(own, "rl", int(state.step))
     asking = Asking(player, draw, toolbox, algo, _informative, rollout.seed)
     source = open_source(asking, int(state.step), cursor)
@@ -268,6 +270,22 @@ def _check_fit(
 
 def _informative(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
   return advantages.informative(rewards_of(groups))
+
+
+def check_processes(workdir: str) -> None:
+  """Refuses to go on with more processes than before: each has a log of its own.
+
+  Raises:
+    ConfigError: saying how many there were.
+  """
+  before = 1
+  while os.path.exists(os.path.join(workdir, f"process_{before}", METRICS_FILE)):
+    before += 1
+  if before < jax.process_count():
+    raise ConfigError(
+      f"{workdir} holds a run of {before} processes, not {jax.process_count()}; go on "
+      "with as many, or choose another workdir"
+    )
 
 
 def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:

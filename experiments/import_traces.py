@@ -33,7 +33,7 @@ from ml_collections import config_flags
 
 from coa_jax.config import section, write_manifest
 from coa_jax.protocol.prompts import STYLES
-from coa_jax.protocol.roles import VARIANTS, get_variant
+from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import write_lines
 from coa_jax.report import plots
 from coa_jax.tasks.sources import load_tasks, read_task
@@ -46,8 +46,6 @@ from experiments.launch import stop, with_clear_errors
 
 # Most agents that others run: thoughts, calls and an answer.
 _ALONE = "unified-plan-reflection-suggested_answer-double_check"
-
-
 # Formats whose records are kept as they stand; others are converted.
 _HELD = ("alpaca", "trajectories")
 
@@ -67,6 +65,13 @@ _VARIANT = flags.DEFINE_string(
   f"Dialect of the trajectories: {', '.join(VARIANTS)}, or one without some agents: "
   f"{_ALONE}.",
   required=True,
+)
+_TOLD = flags.DEFINE_multi_string(
+  "told",
+  [],
+  "A tool that the prompt tells of, as TAG, TAG=WORDS or tool:NAME=WORDS; repeated. "
+  "Those of the run that will play (config.tools): its prompts are what is trained for. "
+  "Without it all of the variant.",
 )
 _FORMAT = flags.DEFINE_enum(
   "format", "auto", ["auto", *FORMATS, RL], "Of the rows; auto goes by the first one."
@@ -169,7 +174,7 @@ def _refiner(chosen: str) -> Refiner:
     raise ValueError("--formats.copies: only --prompt=full tells formats")
   importer = Importer(
     format=chosen,
-    variant=get_variant(_VARIANT.value),
+    variant=_variant(),
     prompt=_PROMPT.value,
     stem=importers.stem(_FILE.value),
     tools=table,
@@ -184,6 +189,14 @@ def _refiner(chosen: str) -> Refiner:
   config = section(whole, "filters", filters.FiltersConfig)
   benchmarks = filters.load_benchmarks(config)
   return Refiner(importer, config, benchmarks, _TOKENIZER.value, formats)
+
+
+def _variant() -> Variant:
+  variant = get_variant(_VARIANT.value)
+  if not _TOLD.value:
+    return variant
+  told = {tool: words for tool, _, words in (t.partition("=") for t in _TOLD.value)}
+  return variant.with_tools(told)
 
 
 def _tell(row: Dropped) -> None:
@@ -244,6 +257,7 @@ def _report(
     "format": chosen,
     "variant": refiner.importer.variant.name,
     "prompt": refiner.importer.prompt,
+    "told": _TOLD.value,
     "tools": dict(refiner.importer.tools),
     "tasks": _TASKS.value,
     "keep_illegal": refiner.importer.keep_illegal,

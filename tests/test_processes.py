@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import toy
 from rollout import scripted_vllm
 
+from coa_jax import rl
+from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tasks.draw import Draw
@@ -201,3 +204,15 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
     first, second = ([row.get(name) for row in log] for log in logs)
     assert first == second
   assert max(row["staleness_max"] for row in logs[0]) == 1
+
+
+def test_rl_refuses_to_go_on_with_more_processes(tmp_path, monkeypatch):
+  for folder in (tmp_path, tmp_path / "process_1"):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+  for count in (1, 2):
+    monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+    rl.check_processes(str(tmp_path))
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
+  with pytest.raises(ConfigError, match="a run of 2 processes, not 3"):
+    rl.check_processes(str(tmp_path))

@@ -275,6 +275,14 @@ def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_pat
   done = program(*flags, hint, "--convert.missing_think=Go on.")
   assert done.returncode == 0 and "3 kept" in done.stdout, done
   assert "<answer> Ur</answer>" in read_trajectories(out)[0].text
+  assert "<crawl_page>" in read_trajectories(out)[0].segments[0].text
+  told = ("--told=web_search", "--told=tool:get_weather=weather of a city")
+  done = program(*flags, hint, "--convert.missing_think=Go on.", *told)
+  prompt = read_trajectories(out)[0].segments[0].text
+  assert "<web_search>" in prompt and "<crawl_page>" not in prompt
+  assert "- get_weather: weather of a city." in prompt
+  done = program(*flags, hint, "--convert.missing_think=Go on.", "--told=code")
+  assert done.returncode == 2 and "web_search" in done.stdout
   done = program(*flags, hint, "--keep_illegal")
   assert done.returncode == 2 and "--keep_illegal is for formats" in done.stderr
   done = program(*flags, "--variant=unify")
