@@ -20,6 +20,7 @@ import ml_collections
 import numpy as np
 
 from coa_jax.config import (
+  ConfigError,
   check_sections,
   claim,
   digest,
@@ -145,7 +146,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optim = section(config, "optim", OptimConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
-  own = own_folder(workdir)
+  own = folder_of_process(workdir)
   player = _player(config, cfg, tokenizer, algo, rollout, tools, layout, own)
   player.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
@@ -158,8 +159,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   grader, for_dev = player.grader, Toolbox(dev.tools(tools))
   with Toolbox(tools) as toolbox, for_dev, grader, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
-    if int(state.step):
-      check_processes(workdir)
     watch.recall(own, "rl", int(state.step))
     asking = Asking(player, draw, toolbox, algo, _informative, rollout.seed)
     source = open_source(asking, int(state.step), cursor)
@@ -272,20 +271,22 @@ def _informative(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
   return advantages.informative(rewards_of(groups))
 
 
-def check_processes(workdir: str) -> None:
-  """Refuses to go on with more processes than before: each has a log of its own.
+def folder_of_process(workdir: str) -> str:
+  """`own_folder` of a run that goes on with no more processes than it had.
 
   Raises:
-    ConfigError: saying how many there were.
+    ConfigError: it had fewer; each has a log of its own from the beginning.
   """
-  before = 1
+  before, own = 1, own_folder(workdir)
   while os.path.exists(os.path.join(workdir, f"process_{before}", METRICS_FILE)):
     before += 1
-  if before < jax.process_count():
+  begun = os.path.exists(os.path.join(workdir, METRICS_FILE))
+  if begun and before < jax.process_count():
     raise ConfigError(
       f"{workdir} holds a run of {before} processes, not {jax.process_count()}; go on "
       "with as many, or choose another workdir"
     )
+  return own
 
 
 def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:

@@ -70,7 +70,7 @@ _TOLD = flags.DEFINE_multi_string(
   "told",
   [],
   "A tool that the prompt tells of, as TAG, TAG=WORDS or tool:NAME=WORDS; repeated. "
-  "Those of the run that will play (config.tools): its prompts are what is trained for. "
+  "Those of the run that will play (config.tools), whose prompts these should be. "
   "Without it all of the variant.",
 )
 _FORMAT = flags.DEFINE_enum(

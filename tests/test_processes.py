@@ -207,12 +207,13 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
 
 
 def test_rl_refuses_to_go_on_with_more_processes(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
+  assert rl.folder_of_process(str(tmp_path)) == str(tmp_path)
   for folder in (tmp_path, tmp_path / "process_1"):
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("{}\n")
+  with pytest.raises(ConfigError, match="a run of 2 processes, not 3"):
+    rl.folder_of_process(str(tmp_path))
   for count in (1, 2):
     monkeypatch.setattr(jax, "process_count", lambda count=count: count)
-    rl.check_processes(str(tmp_path))
-  monkeypatch.setattr(jax, "process_count", lambda: 3)
-  with pytest.raises(ConfigError, match="a run of 2 processes, not 3"):
-    rl.check_processes(str(tmp_path))
+    assert rl.folder_of_process(str(tmp_path)) == str(tmp_path)

@@ -115,13 +115,13 @@ class Metrics:
     for name in ("stage", "step", "seconds"):
       if name in values:
         raise ValueError(f"metric name {name!r} is taken by the line itself")
+    seconds = time.monotonic() - self._began
     if self._first is None:
       self._first = step
       kept = _drop_from(self.path, self.stage, step)
       self._steps_before, self._seconds_before = kept
       if self._tracked is not None:
         self._tracking = Tracking(self._workdir, self.stage, step, self._tracked)
-    seconds = time.monotonic() - self._began
     row = {"stage": self.stage, "step": step}
     row["seconds"] = round(self._seconds_before + seconds, 3)
     for name, value in values.items():
