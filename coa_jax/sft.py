@@ -208,6 +208,8 @@ def _divide(
     ValueError: none is left to train on.
   """
   lengths_N = dataset.lengths_N
+  if not len(dataset):
+    raise ValueError(f"{data.trajectories}: there is no trajectory in it")
   fit_N = fits(lengths_N, data.length)
   # Without any token of the policy, an update has no mean loss.
   usable = np.flatnonzero(fit_N & (dataset.policy_N > 0))

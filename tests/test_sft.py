@@ -150,6 +150,12 @@ def test_nothing_left_to_train_on_is_said_and_can_be_mended(config, tmp_path):
   assert sft.run(config, str(tmp_path / "w"))["trajectories"] == 16
 
 
+def test_an_empty_file_is_said(config, tmp_path):
+  (tmp_path / "trajectories.jsonl").write_text("")
+  with pytest.raises(ValueError, match="there is no trajectory in it"):
+    sft.run(config, str(tmp_path / "w"))
+
+
 def test_a_broken_row_is_named_and_a_mended_file_may_use_the_workdir(config, tmp_path):
   path, workdir = tmp_path / "trajectories.jsonl", str(tmp_path / "w")
   whole = path.read_text()
