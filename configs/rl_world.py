@@ -2,9 +2,9 @@
 
   python -m experiments.rl --config=configs/rl_world.py --workdir=runs/world/rl
 
-With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...).
-Needs runs/world/sft (configs/sft_world.py). Expect: greedy pass@1 on
-held-out worlds 0.87 -> 0.88, sampled 0.42 -> 0.78; 149 s on two cores.
+With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...), and
+in small with rl_world.py:NAME:tiny. Needs runs/world/sft (configs/sft_world.py). Expect:
+greedy pass@1 on held-out worlds 0.87 -> 0.88, sampled 0.42 -> 0.78; 149 s on two cores.
 """
 
 import ml_collections
@@ -13,11 +13,13 @@ from coa_jax.learner.algorithms import PRESETS, preset
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` "tiny" makes 2 updates from a few rollouts, or names a preset."""
-  if arg not in ("", "tiny", *PRESETS):
+  """The config; `arg` names a preset, makes 2 updates from a few rollouts, or both."""
+  if arg not in ("", "tiny", *PRESETS, *(f"{name}:tiny" for name in PRESETS)):
     names = ", ".join(PRESETS)
-    raise ValueError(f"rl_world answers '', 'tiny' and one of {names}; not {arg!r}")
-  tiny = arg == "tiny"
+    raise ValueError(
+      f"rl_world answers '', 'tiny', NAME and NAME:tiny, not {arg!r}; names are {names}"
+    )
+  tiny, name = arg.endswith("tiny"), arg.removesuffix("tiny").removesuffix(":")
   config = ml_collections.ConfigDict()
   config.init = "runs/world/sft/model"
   config.model = dict(remat="none")
@@ -59,8 +61,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     length=256,
     keep_every=1 if tiny else 10,
   )
-  if arg in PRESETS:
-    config.algo.update(preset(arg))
+  if name:
+    config.algo.update(preset(name))
   config.dev = dict(
     every=1 if tiny else 10,
     uri="runs/world/dev_tasks.jsonl",

@@ -13,11 +13,12 @@
 Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
 messages with tool calls, ReAct text, our own runs and trajectories, and released RL
 rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
---formats.copies writes each trajectory in other tool formats too. What a row has
-that a trajectory has no place for, and every row that is dropped, is named with the
-reason on standard output; the last line has the counts. Beside OUT it writes OUT's
-manifest (what was asked, the commit, counts per stage, statistics before and after,
-the file's hash) and pictures of the funnel and of the statistics.
+--formats.copies writes each trajectory in other tool formats too; --told has prompts
+tell of the tools of the run that will play. What a row has that a trajectory has no
+place for, and every row that is dropped, is named with the reason on standard output;
+the last line has the counts. Beside OUT it writes OUT's manifest (what was asked, the
+commit, counts per stage, statistics before and after, the file's hash) and pictures of
+the funnel and of the statistics.
 """
 
 from __future__ import annotations

@@ -92,3 +92,14 @@ def test_a_config_opens_with_what_to_expect(path: pathlib.Path):
 def test_there_are_configs_for_every_journey():
   journeys = {journey_of(path) for path in FILES}
   assert journeys == {"distill", "sft", "rl", "evaluate", *PROGRAMS}
+
+
+def test_an_algorithm_has_a_tiny_form_too():
+  get_config = runpy.run_path(str(ROOT / "configs" / "rl_world.py"))["get_config"]
+  whole, tiny = get_config("gspo"), get_config("gspo:tiny")
+  assert tiny.algo.steps == get_config("tiny").algo.steps < whole.algo.steps
+  small = get_config("tiny")
+  assert tiny.algo.clip_high == whole.algo.clip_high != small.algo.clip_high
+  for wrong in ("gspo:", "gspotiny", "tiny:gspo", ":tiny", "gspo:huge"):
+    with pytest.raises(ValueError, match="rl_world answers"):
+      get_config(wrong)
