@@ -2,9 +2,10 @@
 
   python -m experiments.rl --config=configs/rl_world.py --workdir=runs/world/rl
 
-With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...), and
-in small with rl_world.py:NAME:tiny. Needs runs/world/sft (configs/sft_world.py). Expect:
-greedy pass@1 on held-out worlds 0.87 -> 0.88, sampled 0.42 -> 0.78; 149 s on two cores.
+With rl_world.py:NAME an algorithm of coa_jax/learner/algorithms.py (gspo, ppo, ...),
+and in small with rl_world.py:NAME:tiny. Needs runs/world/sft (configs/sft_world.py).
+Expect: greedy pass@1 on held-out worlds 0.87 -> 0.88, sampled 0.42 -> 0.78; 149 s on
+two cores.
 """
 
 import ml_collections
