@@ -278,7 +278,8 @@ def folder_of_process(workdir: str) -> str:
     ConfigError: it had fewer; each has a log of its own from the beginning.
   """
   before, own = 1, own_folder(workdir)
-  while os.path.exists(os.path.join(workdir, f"process_{before}", METRICS_FILE)):
+  # Claimed before any work, while a kill may leave the first log without the others.
+  while os.path.exists(os.path.join(workdir, f"process_{before}", "config.json")):
     before += 1
   begun = os.path.exists(os.path.join(workdir, METRICS_FILE))
   if begun and before < jax.process_count():

@@ -4,10 +4,10 @@
   python -m experiments.rl --config=configs/rl_qwen.py --workdir=runs/qwen/rl \
     --config.tasks.uri=train.jsonl --config.dev.uri=dev.jsonl
 
-The prompt explains the protocol and the grammar keeps the model to it, so no SFT is
-needed before; after one (configs/sft_qwen.py) give --config.init=runs/qwen/sft/model
-and the variant of its trajectories. Expect: not known; its tiny form was run here on
-random weights, the whole has not been run on a GPU.
+The prompt explains the protocol and the grammar keeps the model to it, so it can begin
+without SFT; after one (configs/sft_qwen.py) give --config.init=runs/qwen/sft/model and
+the variant of its trajectories. Expect: not known; its tiny form was run here on random
+weights, the whole has not been run on a GPU.
 """
 
 import ml_collections

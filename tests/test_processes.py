@@ -209,9 +209,9 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
 def test_rl_refuses_to_go_on_with_more_processes(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 3)
   assert rl.folder_of_process(str(tmp_path)) == str(tmp_path)
-  for folder in (tmp_path, tmp_path / "process_1"):
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("{}\n")
+  (tmp_path / "metrics.jsonl").write_text("{}\n")
+  (tmp_path / "process_1").mkdir()
+  (tmp_path / "process_1" / "config.json").write_text("{}\n")  # and no log yet
   with pytest.raises(ConfigError, match="a run of 2 processes, not 3"):
     rl.folder_of_process(str(tmp_path))
   for count in (1, 2):
