@@ -15,6 +15,7 @@ setuptools.setup(
     "bm25s>=0.2.10",
     "flax>=0.12",
     "grain>=0.2.12",
+    "h11>=0.14",
     "httpcore>=1.0",
     "httpx>=0.27",
     "jax>=0.10",

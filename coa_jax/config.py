@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -21,7 +22,11 @@ from typing import Any, TypeVar
 
 import ml_collections
 
+from coa_jax import lock
+from coa_jax.json_io import read_object, shown
+
 T = TypeVar("T")
+_PATHS = ("init",)  # fields of a config that are in no section
 
 
 class ConfigError(ValueError):
@@ -36,15 +41,30 @@ def section(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T:
   config leaves out take the dataclass's defaults.
 
   Raises:
-    ConfigError: a field is unknown (the nearest known one is named), missing, or of
-      the wrong type; or `cls` itself refuses the values (ValueError).
+    ConfigError: the section has no fields; a field is unknown (the nearest known one is
+      named), missing, of the wrong type, NaN or infinite, or an integer of more than 64
+      bits; or `cls` itself refuses the values (ValueError).
   """
-  return _build(dict(config.get(name) or {}), name, cls)
+  return _build(fields_of(config, name), name, cls)
+
+
+def fields_of(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
+  """The fields of a section; none where the config lacks it or leaves it empty.
+
+  Raises:
+    ConfigError: it is a value and has no fields.
+  """
+  value = config.get(name)
+  if value is None or value == "":
+    return {}
+  if not isinstance(value, ml_collections.ConfigDict | Mapping):
+    raise ConfigError(f"config.{name} is {shown(value)}; it must be a section")
+  return dict(value)
 
 
 def optional(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T | None:
   """As `section`; None where the config lacks the section or leaves it empty."""
-  return section(config, name, cls) if config.get(name) else None
+  return section(config, name, cls) if fields_of(config, name) else None
 
 
 def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
@@ -74,10 +94,14 @@ def check_sections(
   known: tuple[str, ...],
   needed: tuple[str, ...] = (),
 ) -> None:
-  """Refuses a top-level section or field that the journey does not read, or lacks."""
+  """Refuses a section that the journey does not read or lacks, or that is a value."""
   for name in config:
     if name not in known:
       raise ConfigError(f"config has no section {name!r}{nearest(name, known)}")
+    if name not in _PATHS:
+      fields_of(config, name)
+    elif not isinstance(config[name], str | None):
+      raise ConfigError(f"config.{name} is {shown(config[name])}; it must be a path")
   for name in needed:
     if not config.get(name):
       raise ConfigError(f"config lacks field {name!r}")
@@ -121,9 +145,34 @@ def claim(
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
   os.makedirs(workdir, exist_ok=True)
   with open(path + ".tmp", "w", encoding="utf-8") as f:
-    told = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
-    json.dump(told, f, indent=2)
+    record = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
+    json.dump(record, f, indent=2)
   os.replace(path + ".tmp", path)
+
+
+def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The config and the hashes of inputs that `claim` wrote to a `config.json`.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ConfigError: it is none that `claim` wrote; the file is named.
+  """
+  try:
+    record = read_object(path)
+  except ValueError as e:
+    raise ConfigError(f"{e}; it tells what a run was, and {_ANOTHER}") from e
+  config = record.get("config")
+  inputs = record.get("inputs", {})  # an older run's record has none
+  for name, value in (("config", config), ("inputs", inputs)):
+    if not isinstance(value, dict):
+      raise ConfigError(
+        f"{path}: field {name!r} is {shown(value)}, not an object; the file tells what "
+        f"a run was, and {_ANOTHER}"
+      )
+  return config, inputs
+
+
+_ANOTHER = "without it none can go on there: choose another workdir or delete this one"
 
 
 def _contradiction(
@@ -133,15 +182,14 @@ def _contradiction(
   inputs: Mapping[str, str],
 ) -> str:
   """How the run that a `config.json` tells of differs from `claim`'s; "" if not."""
-  with open(path, encoding="utf-8") as f:
-    told = json.load(f)
-  wanted, found = copy.deepcopy(wanted), told["config"]
-  before = told.get("inputs", {})  # none in an older run's
+  found, before = read_run(path)
+  wanted = copy.deepcopy(wanted)
   for both in (wanted, found):
     for field in may_change:
       name, _, key = field.partition(".")
       if key:
-        (both.get(name) or {}).pop(key, None)
+        if isinstance(both.get(name), dict):
+          both[name].pop(key, None)
       else:
         both.pop(name, None)
   for name in sorted({*wanted, *found}):
@@ -161,14 +209,17 @@ def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
   """Whether a file is the only one with content in its folder and below.
 
   Args:
-    path: the file.
-    beside: folders beside it that do not count.
+    path: the file; the lock beside it does not count.
+    beside: folders beside it that do not count, either.
   """
   folder = os.path.dirname(path)
   left_out = [os.path.join(folder, name, "") for name in beside]
   files = (os.path.join(d, f) for d, _, fs in os.walk(folder) for f in fs)
   return all(
-    file == path or not os.path.getsize(file) or file.startswith((*left_out,))
+    file == path
+    or os.path.basename(file) == lock.FILE
+    or not os.path.getsize(file)
+    or file.startswith((*left_out,))
     for file in files
   )
 
@@ -243,15 +294,27 @@ def nearest(name: str, known: Any) -> str:
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:
+  """The value as a field of this type; `where` names it in messages."""
+  if isinstance(value, float) and not math.isfinite(value):
+    raise ConfigError(f"{where} is {value}; it must be a finite number")
+  if isinstance(value, int) and abs(value) >= 2**63:
+    raise ConfigError(f"{where} is {shown(value)}; it must fit in 64 bits")
   if isinstance(value, list):
     value = tuple(value)
   if isinstance(value, ml_collections.ConfigDict):
     value = value.to_dict()
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
   for kind in kinds:
-    _, *of = typing.get_args(kind) if typing.get_origin(kind) is dict else (None,)
-    if isinstance(value, dict) and of:
-      return {k: _typed(v, of[0], f"{where}.{k}") for k, v in value.items()}
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict and isinstance(value, dict):
+      return {k: _typed(v, of[1], f"{where}.{k}") for k, v in value.items()}
+    if origin is tuple and isinstance(value, tuple):
+      if of[-1] is Ellipsis:
+        of = of[:1] * len(value)
+      if len(of) != len(value):
+        raise ConfigError(f"{where} is {shown(value)}; it must have {len(of)} entries")
+      pairs = enumerate(zip(value, of, strict=True))
+      return tuple(_typed(v, kind, f"{where}[{i}]") for i, (v, kind) in pairs)
   kinds = tuple(typing.get_origin(k) or k for k in kinds)
   for kind in kinds:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):
@@ -261,5 +324,5 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
   wrong_bool = isinstance(value, bool) and bool not in kinds
   if Any not in kinds and (wrong_bool or not isinstance(value, kinds)):
     wanted = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-    raise ConfigError(f"{where} is {value!r}; it must be of type {wanted}")
+    raise ConfigError(f"{where} is {shown(value)}; it must be of type {wanted}")
   return value

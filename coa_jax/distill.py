@@ -33,6 +33,7 @@ from typing import Any
 
 import ml_collections
 
+from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
   check_sections,
@@ -43,6 +44,7 @@ from coa_jax.config import (
   section,
   write_manifest,
 )
+from coa_jax.lock import exclusive
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report import plots
@@ -88,6 +90,7 @@ _MAY_CHANGE += tuple(f.replace("chat", "violations") for f in _MAY_CHANGE[1:])
 _MAY_CHANGE += ("violations.workers",)
 
 
+@exclusive()
 def run(
   config: ml_collections.ConfigDict, workdir: str, api_key: str | None = None
 ) -> dict[str, Any]:
@@ -214,6 +217,11 @@ class _Plan:
       words = "config.reward.shaping: a run earns what its answer does, no more"
       raise ConfigError(words)
     tools = section(config, "tools", ToolsConfig)
+    tasks = select_tasks(section(config, "tasks", TasksConfig))
+    fields = f"teacher.samples={teacher.samples} of {len(tasks)} tasks"
+    workers = f"teacher.workers={teacher.workers}"
+    needs = {fields: teacher.samples * len(tasks) * capacity.TRAJECTORY}
+    capacity.check_host(needs | {workers: teacher.workers * capacity.THREAD})
     return cls(
       teacher=teacher,
       rules=section(config, "convert", ConvertConfig),
@@ -224,7 +232,7 @@ class _Plan:
       chat=optional(config, "chat", ChatConfig),
       reward=reward,
       variant=get_variant(teacher.variant).with_tools(tools.told),
-      tasks=select_tasks(section(config, "tasks", TasksConfig)),
+      tasks=tasks,
     )
 
   @property

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
   check_sections,
@@ -22,15 +23,18 @@ from coa_jax.config import (
   optional,
   section,
 )
+from coa_jax.json_io import parse_json
+from coa_jax.lock import exclusive
 from coa_jax.model.architecture import LoadConfig
+from coa_jax.model.folder import open_folder
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
-from coa_jax.model.weights import load_config, load_model
+from coa_jax.model.weights import load_model
 from coa_jax.protocol.formats import HELD_OUT, STYLES, Format, draw_format
 from coa_jax.protocol.roles import get_variant
-from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
+  Usage,
   read_trajectories,
   write_jsonl,
 )
@@ -90,6 +94,7 @@ class FormatConfig:
   seed: int = 0
 
 
+@exclusive(own_folder)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
@@ -102,9 +107,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       of their own.
 
   Returns:
-    What `results.json` holds: the figures of `scores.summary`, `by_family`, seconds,
-    and `format` where there is that section: what was drawn, and the share of calls
-    that were not written so.
+    What `results.json` holds: the figures of `scores.summary`, `by_family`, `usage`
+    (sums over all attempts), and `format` where there is that section: what was drawn,
+    and the share of calls that were not written so.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
@@ -114,11 +119,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   check_sections(config, SECTIONS, needed=("init",))
   plan = section(config, "eval", EvalConfig)
   tasks = select_tasks(section(config, "tasks", TasksConfig))
+  fields = f"eval.samples={plan.samples} of {len(tasks)} tasks"
+  capacity.check_host({fields: plan.samples * len(tasks) * capacity.TRAJECTORY})
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
   load = section(config, "model", LoadConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
-  cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
   vllm = optional(config, "vllm", VllmConfig)
   workdir = own_folder(workdir)
@@ -160,7 +167,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   if drawn:
     results["format"] = _as_told(drawn, [*greedy, *sampled])
   results["reward_parts"] = _parts([*greedy, *sampled])
-  results["counters"] = dataclasses.asdict(player.engine.counters)
+  results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
 
@@ -217,12 +224,19 @@ class _Part:
     end = 0
     if os.path.exists(path):
       with open(path, "rb") as f:
-        for line in f:
+        for number, line in enumerate(f, 1):
           if not line.endswith(b"\n"):
             break
-          place, row = json.loads(line)
+          where = f"{path}:{number}"
+          attempt = parse_json(line, where)
+          if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
+            raise ValueError(
+              f"{where}: not an attempt (a task's place and a trajectory); delete the "
+              "file, and its attempts are made again"
+            )
+          place, row = attempt
           end += len(line)
-          trajectory = Trajectory.from_json(row, path)
+          trajectory = Trajectory.from_json(row, where)
           # Of as many processes as there are now: those before may have been fewer.
           mine = place % jax.process_count() == jax.process_index()
           if mine and trajectory.status != Status.INFRASTRUCTURE:
@@ -242,6 +256,12 @@ class _Part:
   def remove(self) -> None:
     """Deletes the file; the stage's own holds all of it."""
     os.remove(self._path)
+
+
+def _usage(played: list[Trajectory]) -> dict[str, float]:
+  """What all attempts cost, whichever processes played them: sums of their usages."""
+  fields = [field.name for field in dataclasses.fields(Usage)]
+  return {name: sum(getattr(t.usage, name) for t in played) for name in fields}
 
 
 def _parts(played: list[Trajectory]) -> dict[str, float]:

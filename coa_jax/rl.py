@@ -4,6 +4,8 @@ By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; s
 `algo` chooses (`learner/algorithms.py`). On-policy: each batch of rollouts is of the
 policy that learns from it, and is then thrown away. With `algo.staleness` rollouts go
 on while it learns, and tokens may be that many updates old (`rollout/ahead.py`).
+
+budget: a journey is one page, from its config to its results.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
   check_sections,
@@ -33,12 +36,14 @@ from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
-from coa_jax.model import attention, flops
+from coa_jax.lock import exclusive
+from coa_jax.model import attention, flops, sizes
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model.folder import open_folder
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
-from coa_jax.model.weights import load_config, load_model
+from coa_jax.model.weights import load_model
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
@@ -112,6 +117,7 @@ class DevConfig:
     return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
 
 
+@exclusive(own_folder)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
@@ -145,7 +151,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   lora = optional(config, "lora", LoraConfig)
   optim = section(config, "optim", OptimConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
-  cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  cfg, tokenizer = open_folder(config.init, load)
   own = folder_of_process(workdir)
   player = _player(config, cfg, tokenizer, algo, rollout, tools, layout, own)
   player.check([*tasks, *dev_tasks])
@@ -206,7 +212,7 @@ def _player(
 ) -> Player:
   """Who plays, and grades what was played."""
   vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(cfg, algo, rollout, layout, vllm)
+  _check_fit(cfg, algo, rollout, optional(config, "lora", LoraConfig), layout, vllm)
   check_positions(rollout, cfg, config.init)
   attention.check(cfg, layout, algo.length)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
@@ -242,6 +248,7 @@ def _check_fit(
   cfg: QwenConfig,
   algo: AlgoConfig,
   rollout: RolloutConfig,
+  lora: LoraConfig | None,
   layout: Layout | None,
   vllm: VllmConfig | None,
 ) -> None:
@@ -252,6 +259,10 @@ def _check_fit(
     )
   if layout:
     layout.check(cfg, B=algo.rows, T=algo.length)
+  sizes.check_training(cfg, "algo", algo.rows, algo.length, bool(lora), layout)
+  fields = f"algo.prompts={algo.prompts} of algo.samples={algo.samples}"
+  capacity.check_host({fields: algo.prompts * algo.samples * capacity.TRAJECTORY})
+  adapting.check(cfg, lora)
   several = jax.process_count() > 1
   hindered = {
     "several processes and section vllm": bool(vllm) and several,

@@ -13,9 +13,9 @@ import ml_collections
 
 from coa_jax.config import ConfigError, check_sections, section
 from coa_jax.model.architecture import LoadConfig
+from coa_jax.model.folder import open_folder
 from coa_jax.model.sharding import MeshConfig, make_layout
-from coa_jax.model.weights import load_config, load_model
-from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.model.weights import load_model
 from coa_jax.rollout.engine import RolloutConfig, check_positions
 from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
@@ -57,7 +57,7 @@ def open_team(
   rollout = section(config, "rollout", RolloutConfig)
   load = section(config, "model", LoadConfig)
   layout = make_layout(section(config, "mesh", MeshConfig))
-  cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+  cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
   player = Player(cfg, tokenizer, rollout, tools.told, layout)
   _, params = load_model(config.init, load, layout)

@@ -2,6 +2,8 @@
 
 Packed rows, one jitted step, exact resume: every batch is a function of (seed, step).
 Tokens lie on disk (`workdir/data`), so data may be larger than memory.
+
+budget: a journey is one page, from its config to its results.
 """
 
 from __future__ import annotations
@@ -19,24 +21,36 @@ import jax
 import ml_collections
 import numpy as np
 
-from coa_jax.config import check_sections, claim, fingerprint, optional, section
+from coa_jax import capacity
+from coa_jax.config import (
+  check_sections,
+  claim,
+  fields_of,
+  fingerprint,
+  optional,
+  section,
+)
 from coa_jax.learner import losses
 from coa_jax.learner.batch import Batch, fits
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
-from coa_jax.learner.dataset import Dataset, Micro
+from coa_jax.learner.dataset import Dataset, Micro, check_ids
+from coa_jax.learner.manifest import derive
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, init_state
-from coa_jax.model import attention, flops
+from coa_jax.lock import exclusive
+from coa_jax.model import attention, flops, sizes
 from coa_jax.model import lora as adapting
 from coa_jax.model.architecture import LoadConfig, QwenConfig, to_hf_config
+from coa_jax.model.folder import open_folder
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.qwen import count_params, init_params
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
 from coa_jax.model.variants import variant
-from coa_jax.model.weights import load_config, load_model
+from coa_jax.model.weights import load_model
+from coa_jax.protocol import roles
 from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
-from coa_jax.protocol.trajectory import Trajectory, iter_trajectories
+from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.report.phases import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
@@ -82,6 +96,7 @@ class DataConfig:
       raise ValueError(f"seed is {self.seed}; it must be below 2**32")
 
 
+@exclusive(own_folder)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains; writes `workdir/model` (a Hugging Face folder) and `results.json`.
 
@@ -113,8 +128,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   read = {"data.trajectories": fingerprint(data.trajectories)}
   read["init"] = fingerprint(config.get("init"), samples=16)
   claim(config, own, ("log.wandb_project",), read, ("tokenizer", "data"))
-  cfg, tokenizer = _architecture(config, load, data, own, layout)
-  dataset = _dataset(data, tokenizer, own, rows)
+  cfg, tokenizer = _architecture(config, load, data, own, lora, layout)
+  dataset = _dataset(data, tokenizer, cfg.vocab_size, own, rows)
   train, held, left_out = _divide(data, dataset)
   params = _params(config, load, cfg, data, layout)
   trained, frozen = adapting.split(cfg, params, lora, data.seed, layout)
@@ -176,27 +191,49 @@ def _check_finite(step: int, values: dict[str, float]) -> None:
 
 
 def _dataset(
-  data: DataConfig, tokenizer: Tokenizer, workdir: str, rows: int
+  data: DataConfig, tokenizer: Tokenizer, vocab_size: int, workdir: str, rows: int
 ) -> Dataset:
   """The trajectories, so many rows, as tokens; an interrupted run has them already."""
   folder = os.path.join(workdir, "data")
-  if not os.path.exists(folder):
+
+  def make(unfinished: str) -> None:
     with Metrics(workdir, "data", rows, unit="trajectory") as metrics:
-      encoded = _encoded(iter_trajectories(data.trajectories), tokenizer)
-      Dataset.write(folder, metrics.count(encoded))
+      encoded = _encoded(data.trajectories, tokenizer, vocab_size)
+      Dataset.write(unfinished, metrics.count(encoded))
+
+  derive(folder, make, data.trajectories)
   return Dataset(folder)
 
 
-def _encoded(
-  trajectories: Iterable[Trajectory], tokenizer: Tokenizer
-) -> Iterator[Trajectory]:
-  """With ids where they had none; a sample tells whose those of the others are."""
-  rest = iter(trajectories)
-  for number, some in enumerate(iter(lambda: list(itertools.islice(rest, 16)), [])):
-    for t in some if number == 0 else ():
-      tokenizer.check_ids(t)
-    tokenizer.encode_trajectories(some)
-    yield from some
+def _encoded(path: str, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Trajectory]:
+  """Yields the file's, with ids and an end; ids that they had are checked."""
+  rest = enumerate(iter_trajectories(path), 1)
+  while some := list(itertools.islice(rest, 16)):
+    for number, t in some:
+      try:
+        check_ids(t, vocab_size)
+        tokenizer.check_ids(t)
+      except ValueError as e:
+        raise ValueError(f"{path}: trajectory {number}: {e}") from e
+    every = [t for _, t in some]
+    tokenizer.encode_trajectories(every)
+    for t in every:
+      _end(t, tokenizer)
+    yield from every
+
+
+def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
+  """Ends a closed answer with end-of-text, unless its tag is a token of its own.
+
+  Our sampler stops at `</answer>` however it is spelt. Other engines stop at a token,
+  which the model has to have learnt.
+  """
+  last = trajectory.segments[-1] if trajectory.segments else None
+  if last is None or last.author != Author.POLICY or tokenizer.end_id is None:
+    return
+  closed = last.text.endswith(roles.close_tag(roles.ANSWER))
+  if closed and last.ids[-1] != tokenizer.end_id:
+    last.ids = [*last.ids, tokenizer.end_id]
 
 
 def _divide(
@@ -282,7 +319,7 @@ def model_section(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
   """
   if config.get("init"):
     return section(config, "model", LoadConfig)
-  model = {**(config.get("model") or {})}
+  model = fields_of(config, "model")
   name = model.pop("variant", "")
   base = dataclasses.asdict(variant(name)) if name else {"vocab_size": 1}
   whole = ml_collections.ConfigDict({"model": {**base, **model}})
@@ -304,22 +341,40 @@ def _architecture(
   load: LoadConfig | QwenConfig,
   data: DataConfig,
   workdir: str,
+  lora: LoraConfig | None,
   layout: Layout | None,
 ) -> tuple[QwenConfig, Tokenizer]:
   """Of the model to start from, and its tokenizer; they fit together and the mesh."""
   if isinstance(load, LoadConfig):
-    cfg, tokenizer = load_config(config.init, load), Tokenizer.load(config.init)
+    cfg, tokenizer = open_folder(config.init, load)
+    _check_sizes(cfg, data, lora, layout)
   else:
+    asked = dataclasses.replace(load, vocab_size=data.vocab_size)
+    _check_sizes(asked, data, lora, layout)
     folder = os.path.join(workdir, "tokenizer")
-    if not os.path.exists(folder):
+
+    def make(unfinished: str) -> None:
       read = iter_trajectories(data.trajectories)
       texts = (s.text for t in read for s in t.segments)
-      train_tokenizer(texts, data.vocab_size).save(folder + ".tmp")
-      os.replace(folder + ".tmp", folder)
+      train_tokenizer(texts, data.vocab_size).save(unfinished)
+
+    derive(folder, make, data.trajectories)
     tokenizer = Tokenizer.load(folder)
     cfg = with_vocabulary(load, tokenizer)
   _check(cfg, tokenizer, data, layout)
   return cfg, tokenizer
+
+
+def _check_sizes(
+  cfg: QwenConfig, data: DataConfig, lora: LoraConfig | None, layout: Layout | None
+) -> None:
+  """Refuses what no memory here can hold."""
+  sizes.check_training(cfg, "data", data.rows, data.length, bool(lora), layout)
+  # The host makes all micro-batches of an update before the first is used.
+  tokens = data.micro_batches * data.rows * data.length
+  fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
+  capacity.check_host({fields: tokens * sizes.TOKEN})
+  adapting.check(cfg, lora)
 
 
 def _params(

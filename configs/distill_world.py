@@ -4,8 +4,8 @@
   python -m experiments.distill --config=configs/distill_world.py \
     --workdir=runs/world/distill
 
-Expect: the team ends right on 0.901 of 13,000 tasks, 14,041 trajectories kept (2,923 of
-them second copies), 2,203 tokens a run (1,162 with cache credit); 66 s.
+Expect: the team ends right on 0.896 of 13,000 tasks, 13,719 trajectories kept (2,841 of
+them second copies), 2,168 tokens a run (1,165 with cache credit); 66 to 100 s.
 ":tiny" (64 tasks): a few seconds.
 """
 

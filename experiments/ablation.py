@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import rich
-from absl import app, flags
+from absl import flags
 
+from coa_jax.lock import hold
 from experiments import ablation_report, launch
 from experiments.ablation_arms import ARMS, BUDGETS
 from experiments.ablation_jobs import KINDS, Plan, Runner, ordered
@@ -73,7 +74,8 @@ def run(
   runner = Runner(workdir, jobs)
 
   if not report_only:
-    runner.run(used)
+    with hold(workdir):
+      runner.run(used)
   failed: dict[str, str] = {}
   done: dict[tuple[str, int], ablation_report.Folders] = {}
   for (seed, arm), parts in goals.items():
@@ -92,20 +94,17 @@ def run(
   return ablation_report.write(workdir, told, done, failed, budget, spent)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Runs the ablation and prints its table."""
-  if argv[1:]:
-    launch.stop(f"unexpected argument {argv[1]!r}")
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
-
-  def work() -> dict[str, Any]:
-    given = flags.FLAGS
+  given = flags.FLAGS
+  try:
     arms = [name for name in ARMS if re.search(given.arms, name)]
-    if not arms:
-      raise ValueError(f"--arms={given.arms!r} finds none of: {', '.join(ARMS)}")
-    return run(given.workdir, given.budget, given.seeds, arms, given.report_only)
-
-  results = launch.with_clear_errors(work)
+  except re.error as e:
+    raise ValueError(f"--arms={given.arms!r} is no regular expression: {e}") from e
+  if not arms:
+    raise ValueError(f"--arms={given.arms!r} finds none of: {', '.join(ARMS)}")
+  results = run(given.workdir, given.budget, given.seeds, arms, given.report_only)
   for who, why in results["failed"].items():
     print(f"failed: {who}: {why}", file=sys.stderr)
   sys.exit(1 if results["failed"] else 0)
@@ -113,4 +112,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   _define_flags()
-  app.run(main)
+  launch.run_program(main)

@@ -21,6 +21,7 @@ from typing import Any
 import rich
 
 from coa_jax import distill, evaluate, rl, sft
+from coa_jax.disk import DiskError, clear_errors
 from coa_jax.report.metrics import duration, write_json
 from configs import distill_world, evaluate_world, rl_world, sft_world
 from experiments.ablation_arms import BUDGETS, DOMAINS, TEAM, Arm
@@ -244,7 +245,10 @@ class Runner:
       )
       began = time.monotonic()
       try:
-        perform(job, self._workdir)
+        with clear_errors(self._workdir):
+          perform(job, self._workdir)
+      except DiskError:  # the others would have no more room
+        raise
       except Exception as e:  # one arm's fault must not cost the others
         self.failed[job.name] = f"{job.name}: {type(e).__name__}: {e}"
         traceback.print_exc()

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import os
 
-from absl import app, flags
+from absl import flags
 
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.report.browser import find_files, write_browser
-from experiments.launch import stop, with_clear_errors
+from experiments.launch import run_program
 
 _TRAJECTORIES = flags.DEFINE_multi_string(
   "trajectories", None, "Files, globs, folders."
@@ -36,22 +36,17 @@ def run_tokenizer(file: str) -> Tokenizer | None:
   return Tokenizer.load(folder) if found else None
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Writes the page and says where."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}; quote a glob: --trajectories='...'")
 
-  def work() -> None:
-    files = find_files(_TRAJECTORIES.value)
-    given = _TOKENIZER.value
-    tokenizer = Tokenizer.load(given) if given else run_tokenizer(files[0])
-    count = write_browser(_OUT.value, files, tokenizer)
-    size = os.path.getsize(_OUT.value) / 1e6
-    print(f"{_OUT.value}: {count} trajectories of {len(files)} files, {size:.1f} MB")
-
-  with_clear_errors(work)
+  files = find_files(_TRAJECTORIES.value)
+  given = _TOKENIZER.value
+  tokenizer = Tokenizer.load(given) if given else run_tokenizer(files[0])
+  count = write_browser(_OUT.value, files, tokenizer)
+  size = os.path.getsize(_OUT.value) / 1e6
+  print(f"{_OUT.value}: {count} trajectories of {len(files)} files, {size:.1f} MB")
 
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("trajectories")
-  app.run(main)
+  run_program(main)

@@ -5,28 +5,32 @@
 `--multi` is what `distill` wrote, `--single` what `evaluate` did. Their folders hold
 the configs that they were made with: different tools are refused, for then the figures
 compare nothing, and what counted the tokens is said. `--json=FILE` keeps the
-figures. Where an endpoint counted the team's tokens itself (reasoning that no
-meter sees included), a second comparison goes by its counts.
+figures. Reductions are shown as played, and with instructions on both sides, where the
+model's prompt holds them too (`report.cost`). Where an endpoint counted the team's
+tokens itself (reasoning that no meter sees included), a second comparison goes by its
+counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from typing import Any
 
 import ml_collections
 import rich
-from absl import app, flags
+from absl import flags
 
-from coa_jax.config import section
+from coa_jax.config import read_run, section
+from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
-from coa_jax.report.cost import cost, cost_tables
+from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import rich_table
+from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.tools import ToolsConfig
-from experiments.launch import with_clear_errors
+from coa_jax.teacher.runs import encoder
+from experiments.launch import run_program
 
 _MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")
 _SINGLE = flags.DEFINE_string("single", None, "Attempts of the one model.")
@@ -46,15 +50,29 @@ def compare(multi: str, single: str) -> dict[str, Any]:
     FileNotFoundError, ValueError: a file is missing or malformed; the two have no task
       in common, or their tools differ.
   """
-  notes = _notes(_config(multi), _config(single))
+  made, played = _config(multi), _config(single)
+  notes = _notes(made, played)
+  instructions = _instructions(made, played)
   theirs, ours = read_trajectories(multi), read_trajectories(single)
   counted = [_reported(t) for t in theirs]
   whole = [t for t in counted if t is not None]
   return {
-    "metered": cost(theirs, ours),
-    "reported": cost(whole, ours) if len(whole) == len(theirs) else None,
+    "metered": cost(theirs, ours, instructions),
+    "reported": cost(whole, ours, instructions) if len(whole) == len(theirs) else None,
     "notes": notes,
   }
+
+
+def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
+  """Tokens of the instructions that the model did without; None if nobody knows."""
+  if not multi or not single:
+    return None
+  sections = ml_collections.ConfigDict(single)
+  rollout = section(sections, "rollout", RolloutConfig)
+  tools = section(sections, "tools", ToolsConfig)
+  variant = get_variant(rollout.variant).with_tools(tools.told)
+  encode = encoder(multi.get("teacher", {}).get("tokenizer"))
+  return instruction_tokens(variant, rollout.style, encode)
 
 
 def _config(path: str) -> dict[str, Any]:
@@ -62,8 +80,7 @@ def _config(path: str) -> dict[str, Any]:
   beside = os.path.join(os.path.dirname(path), "config.json")
   if not os.path.exists(beside):
     return {}
-  with open(beside, encoding="utf-8") as f:
-    return json.load(f)["config"]
+  return read_run(beside)[0]
 
 
 def _notes(multi: dict[str, Any], single: dict[str, Any]) -> list[str]:
@@ -97,9 +114,9 @@ def _reported(attempt: Trajectory) -> Trajectory | None:
   return dataclasses.replace(attempt, usage=usage)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Prints the tables."""
-  results = with_clear_errors(lambda: compare(_MULTI.value, _SINGLE.value))
+  results = compare(_MULTI.value, _SINGLE.value)
   for name in ("metered", "reported"):
     if results[name] is not None:
       for table in cost_tables(results[name]):
@@ -112,4 +129,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["multi", "single"])
-  app.run(main)
+  run_program(main)

@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.flops import products
@@ -39,7 +39,7 @@ from coa_jax.report.tables import markdown_table
 from experiments import bench
 from experiments.bench import OUT, QUICK
 from experiments.hlo_text import collectives, cycles
-from experiments.launch import stop, with_clear_errors
+from experiments.launch import run_program, stop
 from experiments.tpu_programs import CASES, SMALLEST, Case, architecture, lower
 
 _LIST = flags.DEFINE_bool("list", False, "Print the cases' names and stop.")
@@ -305,10 +305,8 @@ def verdict(name: str, figures: Mapping[str, Any]) -> str:
   return f"fits: {used:.1f} GB of {hbm:.0f}, {figures['margin']:.0%} left"
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Prints the table and what is wrong; writes the figures where --out says."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
   names = [SMALLEST] if QUICK.value else list(CASES)
   names = [name for name in names if re.search(bench.CASES.value, name)]
   if not names:
@@ -321,7 +319,7 @@ def main(argv: list[str]) -> None:
   if _CHILD.value:
     print(json.dumps(measure(CASES[_CHILD.value])))
     return
-  figures = with_clear_errors(lambda: run(names))
+  figures = run(names)
   rows = [row_of(k, v) for k, v in figures["table"].items() if "used" in v]
   print(markdown_table(rows, _COLUMNS) + _NOTE)
   if OUT.value:
@@ -333,4 +331,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

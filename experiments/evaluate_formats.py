@@ -26,9 +26,17 @@ import rich
 
 from coa_jax import evaluate
 from coa_jax.config import ConfigError, section
+from coa_jax.lock import exclusive
+from coa_jax.model.sharding import own_folder
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report.metrics import write_json
-from coa_jax.report.scores import by_task, correct, graded, interval
+from coa_jax.report.scores import (
+  by_task,
+  correct,
+  graded,
+  interval,
+  proportion_interval,
+)
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
@@ -68,6 +76,7 @@ class FormatsConfig:
         raise ValueError(f"tools: {name!r} names a folder: {_NAME.pattern}")
 
 
+@exclusive(own_folder)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Evaluates every format.
 
@@ -114,7 +123,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     groups[kind] = _figure(list(mean.values()))
     both = [task for task in native if task in mean]
     if kind != "native":
-      differences[kind] = _figure([mean[t] - native[t] for t in both])
+      change = [mean[t] - native[t] for t in both]
+      differences[kind] = _figure(change) | {"ci95": interval(change)}
   results = {"formats": rows, "groups": groups, "differences": differences}
   write_json(os.path.join(workdir, "formats.json"), results)
   note = "; ".join(f"{k} - native {_told(v)}" for k, v in differences.items())
@@ -164,7 +174,7 @@ def _by_task(scores: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _figure(values: Sequence[float]) -> dict[str, Any]:
   mean = statistics.fmean(values) if values else None
-  return {"mean": mean, "ci95": interval(values), "tasks": len(values)}
+  return {"mean": mean, "ci95": proportion_interval(values), "tasks": len(values)}
 
 
 def _told(figure: dict[str, Any]) -> str:

@@ -10,13 +10,12 @@ policy is exported, a critic is not.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 
 import ml_collections
-from absl import app, flags
+from absl import flags
 
-from experiments.launch import prepare, stop, with_clear_errors
+from experiments.launch import prepare, run_program
 
 
 def _define_flags() -> None:
@@ -39,7 +38,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     ValueError: it has no such checkpoint, or that is damaged.
   """
   from coa_jax import sft
-  from coa_jax.config import optional, section
+  from coa_jax.config import optional, read_run, section
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora as adapting
   from coa_jax.model.architecture import QwenConfig
@@ -52,8 +51,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   for path in (config_file, folder):
     if not os.path.exists(path):
       raise FileNotFoundError(f"{path}: not there; {workdir} holds no SFT or RL run")
-  with open(config_file, encoding="utf-8") as f:
-    config = ml_collections.ConfigDict(json.load(f)["config"])
+  config = ml_collections.ConfigDict(read_run(config_file)[0])
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
     there = ", ".join(map(str, steps)) or "none"
@@ -82,16 +80,14 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   return step
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Exports."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
   prepare("")
   given = flags.FLAGS
-  step = with_clear_errors(lambda: export(given.workdir, given.out, given.step))
+  step = export(given.workdir, given.out, given.step)
   print(f"step {step}: {os.path.join(given.out, 'model')}")
 
 
 if __name__ == "__main__":
   _define_flags()
-  app.run(main)
+  run_program(main)

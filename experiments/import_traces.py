@@ -24,15 +24,17 @@ the funnel and of the statistics.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from coa_jax.config import section, write_manifest
+from coa_jax.lock import hold
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import write_lines
@@ -43,7 +45,7 @@ from coa_jax.teacher.convert import ConvertConfig, Dropped
 from coa_jax.teacher.importers import FORMATS, RL, Importer
 from coa_jax.teacher.refine import Found, Refinement, Refiner
 from coa_jax.teacher.restyle import FormatsConfig
-from experiments.launch import stop, with_clear_errors
+from experiments.launch import run_program, stop
 
 # Most agents that others run: thoughts, calls and an answer.
 _ALONE = "unified-plan-reflection-suggested_answer-double_check"
@@ -97,11 +99,11 @@ _CONVERT = _sections("convert", ConvertConfig)
 _FORMATS = _sections("formats", FormatsConfig)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Writes the files and says what became of every row."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
-  with_clear_errors(_run)
+  folder, name = os.path.split(os.path.abspath(_OUT.value))
+  with hold(folder, f".{name}.lock"):
+    _run()
 
 
 def _run() -> None:
@@ -278,4 +280,4 @@ def _report(
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

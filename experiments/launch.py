@@ -7,20 +7,22 @@ import ctypes
 import json
 import logging as python_logging
 import os
-import re
 import runpy
-import secrets
 import sys
-import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
+from ml_collections.config_dict import RequiredValueError
 
+from coa_jax import disk
 from coa_jax.config import ConfigError
 from coa_jax.learner.interruption import Interrupted
+from experiments import distributed
+from experiments.refusal import stop
 
 Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
 
@@ -36,13 +38,7 @@ CPU_DEVICES = flags.DEFINE_integer(
   "Devices that a CPU is split into for section mesh: with as many as it has cores "
   "small models sample up to 1.6 times as fast, each on slots of its own.",
   lower_bound=1,
-)
-
-_DISTRIBUTED = flags.DEFINE_string(
-  "distributed",
-  "",
-  "One of several processes that train together: 'auto' on a TPU pod or under Slurm, "
-  "else HOST:PORT,PROCESSES,PROCESS with the address of process 0.",
+  upper_bound=1024,
 )
 
 
@@ -62,10 +58,12 @@ def launch(journey: Journey) -> None:
       stop("--workdir is empty; name the folder where the run writes and goes on")
     if "://" in workdir.value:
       stop(f"--workdir={workdir.value} is no path; mount the bucket, as by gcsfuse")
-    if _DISTRIBUTED.value:
-      join(_DISTRIBUTED.value)
-      check_shared(workdir.value)
-    show(journey(config, workdir.value))
+    if distributed.WHERE.value:
+      distributed.join(distributed.WHERE.value)
+      distributed.check_shared(workdir.value)
+    with disk.clear_errors(workdir.value):
+      results = journey(config, workdir.value)
+    show(results)
 
   start(work)
 
@@ -81,11 +79,10 @@ def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
   def parse(argv: list[str]) -> list[str]:
-    file, _ = _config_file(argv)
-    if file and not os.path.isfile(file):
-      stop(f"{file}: there is no such config file")
+    file, argument = _config_file(argv)
+    given = _read_config(file, argument) if file else None
     try:
-      argv, added = _split(argv)
+      argv, added = _split(argv, given)
       sys.argv = argv  # where ml_collections looks for overrides
       rest = flags.FLAGS(argv)
       for path, value in added:
@@ -103,12 +100,30 @@ def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
   app.run(main, flags_parser=parse)
 
 
+def run_program(main: Callable[[], Any]) -> None:
+  """Runs a program that has flags of its own and no config; errors as of `launch`."""
+
+  def parse(argv: list[str]) -> list[str]:
+    try:
+      return flags.FLAGS(argv)
+    except flags.Error as e:
+      stop(str(e))
+
+  def checked(argv: list[str]) -> None:
+    if argv[1:]:
+      stop(f"unexpected argument {argv[1]!r}; quote what has spaces or is a glob")
+    with_clear_errors(main)
+
+  app.run(checked, flags_parser=parse)
+
+
 def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   """Settles the process: allocator, log, compile cache, devices of a CPU.
 
   Call it before JAX is used.
   """
   _keep_freed_memory()
+  disk.report_once()
   logging.set_verbosity(logging.WARNING)
   import jax
 
@@ -154,62 +169,19 @@ def _keep_freed_memory() -> None:
   libc.free(block)
 
 
-def join(where: str) -> None:
-  """Joins the other processes of a run; `where` is the flag --distributed."""
-  import jax
-
-  if where == "auto":
-    jax.distributed.initialize()
-    return
-  match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
-  if not match or int(match[3]) >= int(match[2]):
-    stop(f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS")
-  jax.distributed.initialize(match[1], int(match[2]), int(match[3]))
-
-
-def check_shared(workdir: str) -> None:
-  """Stops all processes where some have a workdir of their own under its name.
-
-  Else they would wait for each other at the first checkpoint.
-  """
-  import jax
-  import numpy as np
-  from jax.experimental import multihost_utils
-
-  token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
-  path = os.path.join(workdir, f".shared-{int(token)}")
-  if jax.process_index() == 0:
-    os.makedirs(workdir, exist_ok=True)
-    with open(path, "w", encoding="ascii"):
-      pass
-  multihost_utils.sync_global_devices("workdir")
-  for _ in range(50):  # a network's disk may be late
-    if os.path.exists(path):
-      break
-    time.sleep(0.1)
-  sees = multihost_utils.process_allgather(np.array(os.path.exists(path)))
-  if jax.process_index() == 0:
-    os.remove(path)
-  if not sees.all():
-    blind = ", ".join(map(str, np.flatnonzero(~sees)))
-    stop(
-      f"--workdir={workdir}: what process 0 writes there process {blind} does not see; "
-      "all need one folder of a disk that they share"
-    )
-
-
 def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
   """Runs `work`; wrong input becomes one line and exit status 2.
 
   Ctrl-C is status 130, and SIGTERM in a journey that saves before it leaves 143.
   """
   try:
-    return work()
+    with disk.clear_errors():
+      return work()
   except ConfigError as e:
     stop(f"{config_file}: {e}" if config_file else str(e))
-  except ValueError as e:
+  except (ValueError, RequiredValueError) as e:
     stop(str(e))
-  except _PATHS as e:
+  except OSError as e:
     # The system's own words stand in brackets before the path; ours need no change.
     stop(f"{e.filename}: {e.strerror}" if e.filename else str(e))
   except Interrupted as e:
@@ -220,54 +192,73 @@ def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
     sys.exit(130)
 
 
-# What a path on the command line or in a config can be wrong about.
-_PATHS = (
-  FileNotFoundError,
-  FileExistsError,
-  NotADirectoryError,
-  IsADirectoryError,
-  PermissionError,
-)
-
-
-def stop(message: str) -> None:
-  """Ends the program with one line on standard error and exit status 2."""
-  print(f"error: {message}", file=sys.stderr)
-  sys.exit(2)
-
-
 def show(results: dict[str, Any]) -> None:
   """Prints a journey's results as JSON."""
   print(json.dumps(results, indent=2, sort_keys=True))
 
 
 def _config_file(argv: list[str]) -> tuple[str, list[str]]:
-  """The file of --config, "" where there is none, and its :ARGUMENT if it has one."""
+  """The file of --config, "" where there is none, and its :ARGUMENT if it has one.
+
+  Of several the last one counts, as for any flag.
+  """
+  found, argument = "", []
   for i, word in enumerate(argv):
     name, _, value = word.lstrip("-").partition("=")
     if name == "config":
       value = value or (argv[i + 1] if i + 1 < len(argv) else "")
-      file, *argument = value.split(":", 1)
-      return file, argument
-  return "", []
+      found, *argument = value.split(":", 1)
+  return found, argument
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
+  """What a config file answers; it is foreign code, and may fail in any way.
+
+  The flag --config reads it again: its own words for a file that fails are many lines.
+  """
+  if not os.path.isfile(file):
+    stop(f"{file}: there is no such config file")
+  get_config = config = None
+  try:
+    get_config = runpy.run_path(file).get("get_config")
+    if callable(get_config):
+      config = get_config(*argument)
+  except ValueError as e:  # its own words for an argument that it does not know
+    stop(f"{file}: {e}")
+  except SyntaxError as e:
+    stop(f"{file}:{e.lineno or 1}: {e.msg}")
+  except (Exception, SystemExit) as e:
+    frames = traceback.extract_tb(e.__traceback__)
+    lines = [str(frame.lineno) for frame in frames if frame.filename == file]
+    where = ":".join([file, *lines[-1:]])
+    stop(f"{where}: {type(e).__name__}: {e}")
+  if not callable(get_config):
+    stop(f"{file}: defines no function get_config")
+  if not isinstance(config, ml_collections.ConfigDict):
+    kind = type(config).__name__
+    stop(f"{file}: get_config returns a {kind}, not an ml_collections.ConfigDict")
+  return config
+
+
+def _split(
+  argv: list[str], given: ml_collections.ConfigDict | None
+) -> tuple[list[str], list[tuple[str, str]]]:
   """The command line without overrides of fields that the config file leaves out.
+
+  Args:
+    argv: the command line.
+    given: what the config file answers; None without one.
 
   Returns:
     The rest, and of each such override the field's path and its value.
   """
-  file, argument = _config_file(argv)
-  rest, added, given = [], [], None
+  rest, added = [], []
   words = iter(argv)
   for word in words:
     path, equals, value = word.lstrip("-").partition("=")
     if word.startswith("-") and path.startswith("config."):
-      if not file:
-        stop(f"{word} needs a config to change: give --config=FILE, too")
       if given is None:
-        given = runpy.run_path(file)["get_config"](*argument)
+        stop(f"{word} needs a config to change: give --config=FILE, too")
       if _lacks(given, path.split(".")[1:]):
         value = value if equals else next(words, "")
         added.append((path.removeprefix("config."), value))
@@ -296,15 +287,12 @@ def _add(config: ml_collections.ConfigDict, path: str, value: str) -> None:
         raise ValueError(f"config.{path}: {name} is a value and has no fields")
     try:
       config[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
       config[field] = value
 
 
 def _override_error(error: Exception, argv: list[str]) -> str:
   """A misspelt or mistyped flag, or a config file that fails, in words."""
   file, _ = _config_file(argv)
-  if isinstance(error, flags.IllegalFlagValueError) and "--config" in str(error):
-    # What get_config raised stands last, below a traceback.
-    reason = str(error).strip().splitlines()[-1]
-    return f"{file}: {reason.removeprefix('ValueError: ')}"
-  return str(error) if isinstance(error, flags.Error) else f"{file}: {error}"
+  ours = isinstance(error, flags.Error) and "--config." not in str(error)
+  return str(error) if ours else f"{file}: {error}"

@@ -6,14 +6,13 @@ Task files: train (distillation), rl (other questions over the same worlds), dev
 test (worlds of unseen names), ood (families never trained on, over the test worlds).
 """
 
-import dataclasses
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
 
-from coa_jax.tasks.world import Mix, WorldConfig, write_world
+from coa_jax.tasks.world import TRAIN_MIX, Mix, WorldConfig, write_world
 from coa_jax.tasks.world_questions import HELD_OUT
-from experiments.launch import stop, with_clear_errors
+from experiments.launch import run_program
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")
 _WORLD_SEED = flags.DEFINE_integer("world_seed", 0, "Decides the facts of every world.")
@@ -30,6 +29,7 @@ def make_world(
   held_out: int,
   unseen: int | None = None,
   mix: Mix = WorldConfig.mix,
+  train_mix: Mix = TRAIN_MIX,
   unseen_families: Sequence[str] = HELD_OUT,
 ) -> None:
   """Writes every file into `directory`.
@@ -41,29 +41,31 @@ def make_world(
     rl: tasks to practise on.
     held_out: tasks each of dev, test and ood.
     unseen: tasks of ood, where it is to have another number.
-    mix: families and their weights, of all but ood.
+    mix: families and their weights, of dev and test.
+    train_mix: those of train and rl.
     unseen_families: those of ood, in equal parts.
   """
-  config = WorldConfig(mix=mix)
-  ood = dataclasses.replace(config, mix=tuple((name, 1.0) for name in unseen_families))
-  for split, name, n, mixed, task_seed in (
-    ("train", "train", train, config, 0),
-    ("train", "rl", rl, config, 1),
-    ("dev", "dev", held_out, config, 0),
-    ("test", "test", held_out, config, 0),
-    ("test", "ood", held_out if unseen is None else unseen, ood, 0),
+  train_config = WorldConfig(mix=train_mix)
+  held_out_config = WorldConfig(mix=mix)
+  ood_config = WorldConfig(mix=tuple((name, 1.0) for name in unseen_families))
+  for split, name, n, config, task_seed in (
+    ("train", "train", train, train_config, 0),
+    ("train", "rl", rl, train_config, 1),
+    ("dev", "dev", held_out, held_out_config, 0),
+    ("test", "test", held_out, held_out_config, 0),
+    ("test", "ood", held_out if unseen is None else unseen, ood_config, 0),
   ):
-    write_world(directory, split, n, mixed, seed, task_seed, name)
+    write_world(directory, split, n, config, seed, task_seed, name)
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Writes everything and says where."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
   asked = _WORLD_SEED.value, _TRAIN.value, _RL.value, _HELD_OUT.value
-  with_clear_errors(lambda: make_world(_DIRECTORY.value, *asked))
+  if not _DIRECTORY.value:
+    raise ValueError("--directory is empty; name the folder to write to")
+  make_world(_DIRECTORY.value, *asked)
   print(f"wrote pages and tasks of train, rl, dev, test and ood to {_DIRECTORY.value}")
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

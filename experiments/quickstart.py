@@ -3,16 +3,14 @@
   python -m experiments.quickstart --workdir=runs/quickstart [--seed=0] [--tiny]
 
 Makes an offline world, has a multi-agent team solve tasks in it with real tools,
-distils its runs into Chain-of-Agents trajectories, trains a 1M-parameter model on them
-from scratch, improves it by RL with the same tools, and measures everything on worlds
-it has never seen. At most 12 minutes on 2 cores. Ctrl-C at any time; the same command
-goes on.
+distils its runs into Chain-of-Agents trajectories, trains a model of half a million
+parameters on them from scratch, improves it by RL with the same tools, and measures
+everything on worlds it has never seen. Ctrl-C at any time; the same command goes on.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Callable
@@ -20,10 +18,12 @@ from typing import Any
 
 import ml_collections
 import rich
-from absl import app, flags
+from absl import flags
 
 from coa_jax import distill, evaluate, rl, sft
 from coa_jax.config import ConfigError, claim
+from coa_jax.json_io import read_object, shown
+from coa_jax.lock import hold
 from coa_jax.report.metrics import duration, write_json
 from configs import distill_world, evaluate_world, rl_world, sft_world
 from experiments import launch, quickstart_report
@@ -64,8 +64,7 @@ class Quickstart:
     """Runs a stage unless it is done; its seconds, over all tries, are kept."""
     file = self.path("stages.json")
     if os.path.exists(file):
-      with open(file) as f:
-        self.seconds = json.load(f)
+      self.seconds = _read_stages(file)
     if self.seconds.get(f"{name}_done"):
       rich.print(f"[dim]\\[{number}/6] {title}: done[/dim]")
       return
@@ -173,22 +172,38 @@ class Quickstart:
       evaluate.run(config, self.path(name))
 
 
-def main(argv: list[str]) -> None:
+def _read_stages(file: str) -> dict[str, float]:
+  """Seconds of the stages so far, and `NAME_done` of each.
+
+  Raises:
+    ValueError: the file holds something else.
+  """
+  remedy = "delete the file, and each stage goes on from what it has written"
+  try:
+    seconds = read_object(file)
+  except ValueError as e:
+    raise ValueError(f"{e}; {remedy}") from e
+  for name, value in seconds.items():
+    if not isinstance(value, float | int):
+      raise ValueError(
+        f"{file}: field {name!r} is {shown(value)}, not a number; {remedy}"
+      )
+  return seconds
+
+
+def main() -> None:
   """Runs the quickstart and prints its table."""
-  if argv[1:]:
-    launch.stop(f"unexpected argument {argv[1]!r}")
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
   workdir, settings = _WORKDIR.value, dict(seed=_SEED.value, tiny=_TINY.value)
-
-  def work() -> None:
+  if not workdir:
+    raise ValueError("--workdir is empty; name the folder where the run writes")
+  with hold(workdir):
     try:
       claim(ml_collections.ConfigDict({"quickstart": settings}), workdir)
     except ConfigError as e:
       raise ConfigError(f"--workdir: {e}") from e
     Quickstart(workdir, **settings).run()
 
-  launch.with_clear_errors(work)
-
 
 if __name__ == "__main__":
-  app.run(main)
+  launch.run_program(main)

@@ -14,10 +14,18 @@ from coa_jax import distill
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report import plots, scores
-from coa_jax.report.cost import PAPER_REDUCTION, cost, cost_tables
+from coa_jax.report.cost import (
+  INSTRUCTED,
+  PAPER_REDUCTION,
+  REDUCTIONS,
+  cost,
+  cost_tables,
+  instruction_tokens,
+)
 from coa_jax.report.metrics import duration, read_metrics, write_json
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.report.viewer import write_report
+from coa_jax.teacher.runs import pieces
 
 FIGURES = {
   "pass1_greedy": "greedy",
@@ -41,7 +49,7 @@ _TITLES = {
 _INTRO = """\
 One language model that plays a whole multi-agent team in one decoding stream, made from
 scratch on a CPU. A scripted multi-agent team with real tools (search, Python) solved
-tasks in an offline world; its runs became trajectories; a model of about a million
+tasks in an offline world; its runs became trajectories; a model of half a million
 parameters was trained on them and then improved by reinforcement learning with the same
 tools. Everything below was measured on worlds whose names no training text contains.
 
@@ -65,7 +73,11 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   team = [t for t in meters if t.sample == 0]
   retries = [t for t in meters if t.sample > 0]
   greedy = _played(workdir, "eval_rl", "greedy")
-  table = cost(team, greedy)
+  with open(os.path.join(workdir, "eval_rl", "config.json")) as f:
+    played = json.load(f)["config"]
+  variant = get_variant("unified").with_tools(played["tools"]["tools"])
+  instructions = instruction_tokens(variant, played["rollout"]["style"], pieces)
+  table = cost(team, greedy, instructions)
   teacher = scores.summary(team, retries)
   teacher["protocol_ok"] = None  # a team writes messages, not the protocol
   stages = {k: v for k, v in seconds.items() if not k.endswith("_done")}
@@ -90,6 +102,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   tables = _tables(results)
   for t in tables:
     rich.print(rich_table(t))
+  print(_saved(results["cost"]))
   path = os.path.abspath(os.path.join(workdir, "report.html"))
   _write_page(path, workdir, results, tables)
   rich.print(
@@ -121,9 +134,10 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     f"Accuracy (pass@1 and more) on {results['rl']['tasks']} held-out tasks",
     rows,
     columns,
-    "With half the width of the 95 % interval. Team: the multi-agent system, whose "
-    "greedy attempt is its first run; SFT, RL: the one model. Sampled: temperature 1, "
-    "3 attempts. Best of 3: majority vote, ties by mean log-prob.",
+    "In parentheses 95 % intervals: Wilson's where a task is right or wrong, by a "
+    "bootstrap over tasks where it has several attempts. Team: the multi-agent system, "
+    "whose greedy attempt is its first run; SFT, RL: the one model. Sampled: at "
+    "temperature 1, 3 attempts. Best of 3: majority vote, ties by mean log-prob.",
   )
   per_task = Table(
     "Per task",
@@ -143,27 +157,43 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     "Fewer tokens than the multi-agent team",
     [
       {"what": title, "value": results["cost"][key], "ci": results["cost"]["ci95"][key]}
-      for key, title in (
-        ("reduction_no_cache", "per task"),
-        ("reduction_cache", "per task, with credit for a prefix cache"),
-        ("reduction_per_solved", "per solved task"),
-      )
+      for key, title in REDUCTIONS.items()
     ]
     + [
       {"what": "the paper's, per task (n = 10)", "value": PAPER_REDUCTION, "ci": None}
     ],
     {"what": "reduction", "value": "measured", "ci": "95 %"},
-    "Both sides count a word, a digit, a punctuation mark or a tag as one token.",
+    "Both sides count a word, a digit, a punctuation mark or a tag as one token. "
+    + INSTRUCTED,
   )
   return [main, per_task, deeper, reductions, cost_tables(results["cost"])[0]]
 
 
+def _saved(table: dict[str, Any]) -> str:
+  """The sentence that says how many tokens the one model saves."""
+  played, same, solved, solved_same = (
+    "-" if table[name] is None else f"{table[name]:.1%}"
+    for name in (
+      "reduction_no_cache",
+      "reduction_instructed",
+      "reduction_per_solved",
+      "reduction_per_solved_instructed",
+    )
+  )
+  return (
+    f"Against the team, the one model uses {played} fewer tokens per task as played, "
+    f"{same} fewer with instructions on both sides ({table['instructions']} tokens in "
+    f"its prompt, which is empty as played); per solved task {solved} and "
+    f"{solved_same}."
+  )
+
+
 def _row(title: str, summary: dict[str, Any]) -> dict[str, Any]:
-  """A table's row: each figure with half the width of its interval."""
+  """A table's row: each figure with its interval."""
   spread = {}
   for figure in FIGURES:
     low, high = summary["ci95"][figure] or (0.0, 0.0)
-    spread[f"{figure}_ci"] = f"{summary[figure]:.3f} +-{(high - low) / 2:.3f}"
+    spread[f"{figure}_ci"] = f"{summary[figure]:.3f} ({low:.3f}-{high:.3f})"
   return {"model": title, **summary, **spread}
 
 
@@ -197,6 +227,9 @@ def _write_page(
     "RL, sampled": f"{rl_summary['pass1_sampled']:.1%}",
     "tools off": f"{results['tools_off']['pass1_greedy']:.1%}",
     "fewer tokens than the team": f"{results['cost']['reduction_no_cache']:.1%}",
+    "with instructions on both sides": (
+      f"{results['cost']['reduction_instructed']:.1%}"
+    ),
     "whole run": duration(results["seconds"]),
   }
   write_report(

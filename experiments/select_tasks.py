@@ -18,6 +18,8 @@ import ml_collections
 
 from coa_jax import evaluate
 from coa_jax.config import ConfigError, check_sections, section
+from coa_jax.lock import hold
+from coa_jax.model.sharding import own_folder
 from coa_jax.protocol.trajectory import (
   Trajectory,
   read_trajectories,
@@ -51,7 +53,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   used = _used(chosen.without)
   if chosen.played:
     played = [t for path in chosen.played for t in read_trajectories(path)]
-    os.makedirs(workdir, exist_ok=True)
   else:
     rest = {name: config[name] for name in config if name != "select"}
     if not config.get("eval") or config.eval.get("samples", 0) < 1:
@@ -63,10 +64,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
   kept, funnel = keep_tasks(tasks, attempts, chosen, used)
   results = {"select": chosen.__dict__, **funnel, **_spent(played, len(counted))}
-  write_json(os.path.join(workdir, "selection.json"), results)
-  if not kept:
-    raise ValueError(f"no task is left of {len(tasks)}: {funnel}")
-  write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in kept])
+  with hold(own_folder(workdir)):
+    write_json(os.path.join(workdir, "selection.json"), results)
+    if not kept:
+      raise ValueError(f"no task is left of {len(tasks)}: {funnel}")
+    write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in kept])
   return results
 
 

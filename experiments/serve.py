@@ -27,18 +27,14 @@ import contextlib
 import functools
 import json
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import ml_collections
-import uvicorn
 from absl import flags
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -48,6 +44,7 @@ from coa_jax.rollout.live import Ask, Busy, LiveEpisode, Piece, Stopped, Team
 from coa_jax.serve import open_team
 from experiments import completions, launch
 from experiments.completions import Choice, Refused
+from tools_sandbox import http_server
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
 _PORT = flags.DEFINE_integer("port", 8000, "Port; 0 for any that is free.")
@@ -60,8 +57,8 @@ _CONVERSATION = flags.DEFINE_bool(
 _ALLOWED_HOSTS = flags.DEFINE_list(
   "allowed_hosts",
   [],
-  "Further names that clients may call the server by (the header Host), as that of a "
-  "proxy; '*' for any. On loopback there are else those of loopback only.",
+  "Names that clients may call the server by (the header Host), as that of a proxy; "
+  "'*' for any. Besides those of loopback; elsewhere, without this flag, any.",
 )
 flags.register_validator(
   "allowed_hosts",
@@ -74,7 +71,6 @@ _MAX_WAITING = flags.DEFINE_integer(
 
 GRACE_S = 3
 MAX_BODY = 1 << 20
-_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 class Exchange:
@@ -172,7 +168,8 @@ def make_app(
 
   async def chat(request: Request) -> Response:
     limits = (name, team.player.engine.config.top_p, team.max_waiting, conversation)
-    asked = completions.read_request(await _body(request), *limits)
+    data = await http_server.read_body(request, MAX_BODY)
+    asked = completions.read_request(data, *limits)
     exchange = Exchange(team, asked.asks)
     if asked.stream:
       return EventStream(exchange, _events(exchange, asked, name))
@@ -210,22 +207,9 @@ def make_app(
       Route("/v1/models", models),
       Route("/health", health),
     ],
-    middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))],
+    middleware=[http_server.check_host(list(hosts))],
     exception_handlers={Refused: refused, HTTPException: http_error},
   )
-
-
-async def _body(request: Request) -> bytes:
-  # A browser sends JSON to another site only after asking, and is not answered.
-  kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-  if kind != "application/json":
-    raise Refused("content-type must be application/json", status=415)
-  data = b""
-  async for part in request.stream():
-    data += part
-    if len(data) > MAX_BODY:
-      raise Refused(f"the body is longer than {MAX_BODY} bytes", status=413)
-  return data
 
 
 async def _unless_gone(request: Request, exchange: Exchange) -> None:
@@ -285,42 +269,6 @@ def _event(value: dict[str, Any]) -> str:
   return f"data: {json.dumps(value)}\n\n"
 
 
-def make_server(app: Starlette) -> uvicorn.Server:
-  """The HTTP server, silent but for its errors."""
-  config = uvicorn.Config(
-    app,
-    lifespan="off",
-    log_config=None,  # the program's own
-    log_level="warning",
-    access_log=False,
-    server_header=False,
-    timeout_graceful_shutdown=GRACE_S,
-  )
-  return uvicorn.Server(config)
-
-
-def bind(host: str, port: int) -> socket.socket:
-  """A socket that does not listen yet.
-
-  Raises:
-    ValueError: the address can not be had.
-  """
-  family = socket.AF_INET6 if ":" in host else socket.AF_INET
-  sock = socket.socket(family)
-  try:
-    try:
-      sock.bind((host, port))
-    except OSError:
-      # Connections of a server that has ended may linger there. Not asked for at once:
-      # two that both do may share a port until one of them listens.
-      sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      sock.bind((host, port))
-  except (OSError, OverflowError) as e:
-    sock.close()
-    raise ValueError(f"--host={host} --port={port}: {e}") from e
-  return sock
-
-
 def main(config: ml_collections.ConfigDict) -> None:
   """Serves until it is told to stop."""
   # Wherever it strikes, threads and processes are ended on the way out.
@@ -328,21 +276,21 @@ def main(config: ml_collections.ConfigDict) -> None:
   host = _HOST.value
   with (
     contextlib.suppress(KeyboardInterrupt),
-    bind(host, _PORT.value) as sock,
+    http_server.bind(host, _PORT.value) as sock,
     open_team(config, _MAX_WAITING.value) as team,
   ):
+    risk = "ask the team and have it run programs in its sandbox"
+    hosts = http_server.open_hosts(host, _ALLOWED_HOSTS.value, risk)
+    app = make_app(team, _NAME.value, tuple(hosts), _CONVERSATION.value)
+    places = team.player.engine.config.slots + team.max_waiting
+    server = http_server.Server(app, GRACE_S, places)
     team.warm_up()
-    sock.listen(2048)  # before anybody is told; uvicorn answers when it is up
-    where = f"[{host}]" if ":" in host else host
+    url = http_server.listen(sock, host)
     print(
-      f"serving {config.init} as {_NAME.value!r} at "
-      f"http://{where}:{sock.getsockname()[1]}/v1 (Ctrl-C ends it)",
+      f"serving {config.init} as {_NAME.value!r} at {url}/v1 (Ctrl-C ends it)",
       flush=True,
     )
-    hosts = _LOCAL if host in _LOCAL else ("*",)
-    hosts += tuple(_ALLOWED_HOSTS.value)
-    app = make_app(team, _NAME.value, hosts, _CONVERSATION.value)
-    make_server(app).run(sockets=[sock])
+    server.run(sockets=[sock])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import ml_collections
 
 from coa_jax.config import ConfigError, check_sections, claim, fingerprint, section
+from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
@@ -43,6 +44,7 @@ _TOOL = "wiki_search"
 _MAY_CHANGE = ("chat.base_url", "chat.timeout_s", "chat.retries", "chat.prices")
 
 
+@exclusive()
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Synthesises tasks over `tools.corpus` through its search tool.
 

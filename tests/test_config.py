@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import math
 import os
+import pkgutil
+import types
+import typing
 
 import ml_collections
 import pytest
 
+import coa_jax
 from coa_jax.config import (
   ConfigError,
   check_sections,
@@ -16,6 +22,7 @@ from coa_jax.config import (
   digest,
   fingerprint,
   nearest,
+  optional,
   section,
 )
 
@@ -83,6 +90,73 @@ def test_a_field_that_can_not_be_used_is_named(changes, message: str):
   with pytest.raises(ConfigError) as e:
     section(config(**changes), "optim", Optim)
   assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def sections() -> list[type]:
+  """Every dataclass of the library that a section of a config is read into."""
+  found = {}
+  for module in pkgutil.walk_packages(coa_jax.__path__, "coa_jax."):
+    if "vllm" in module.name:  # what another environment loads
+      continue
+    for value in vars(importlib.import_module(module.name)).values():
+      named = isinstance(value, type) and value.__name__.endswith("Config")
+      if named and dataclasses.is_dataclass(value):
+        found[f"{value.__module__}.{value.__name__}"] = value
+  return [found[name] for name in sorted(found)]
+
+
+# For a field of each type values that it can not have, and JSON's own for all.
+WRONG = {
+  float: (math.nan, math.inf, -math.inf, "x", True, (1.0,)),
+  int: (10**30, -(10**30), 1.5, "x", True, (1,)),
+  str: (3, True, ("x",)),
+  bool: (1, "x"),
+  tuple: (3, "x", {"a": 1}),
+  dict: (3, "x", (1,)),
+}
+
+
+@pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
+def test_no_field_of_any_section_takes_what_is_not_of_its_type(cls: type):
+  hints = typing.get_type_hints(cls)
+  for field in dataclasses.fields(cls):
+    hint = hints[field.name]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = {typing.get_origin(kind) or kind for kind in kinds}
+    wrong = set(WRONG) & kinds
+    if len(wrong) > 1 or typing.Any in kinds:
+      continue
+    for value in WRONG[wrong.pop()] if wrong else (3, "x"):
+      given = ml_collections.ConfigDict({"part": {field.name: value}})
+      with pytest.raises(ConfigError, match=rf"config\.part\.{field.name}\b") as e:
+        section(given, "part", cls)
+      assert len(str(e.value)) < 300
+
+
+@pytest.mark.parametrize("value", [3, 1.5, True, "x", ("a",)])
+def test_a_section_that_is_a_value_is_named(value):
+  given = ml_collections.ConfigDict({"optim": value})
+  for read in (section, optional):
+    with pytest.raises(ConfigError, match=r"config\.optim is .*must be a section"):
+      read(given, "optim", Optim)
+  with pytest.raises(ConfigError, match=r"config\.optim is .*must be a section"):
+    check_sections(given, ("optim",))
+
+
+def test_an_entry_of_a_list_is_named():
+  with pytest.raises(ConfigError, match=r"config\.optim\.tools\[1\] is 3"):
+    section(config(tools=("a", 3)), "optim", Optim)
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", '{"config": {"opt', "[]", "{}", '{"config": [1]}', "[" * 100_000],
+)
+def test_a_damaged_record_of_a_run_is_named(tmp_path, text: str):
+  claim(config(), begin(str(tmp_path / "run")))
+  (tmp_path / "run" / "config.json").write_text(text)
+  with pytest.raises(ConfigError, match=r"run/config\.json: .* choose another workdir"):
+    claim(config(), str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("given", [{}, {"optim": {"lr": 0.1}}, {"optim": {}}])

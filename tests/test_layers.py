@@ -18,6 +18,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 JOURNEYS = ("distill", "sft", "rl", "evaluate", "serve")
 # Room -> rooms of the library that it may import, besides itself.
 BELOW = {
+  "json_io": set(),
+  "capacity": set(),
   "protocol": set(),
   "model": {"protocol"},
   "tasks": {"protocol"},
@@ -25,8 +27,12 @@ BELOW = {
   "learner": {"model", "tasks", "protocol"},
   "teacher": {"model", "tasks", "protocol"},
   "report": {"model", "tasks", "protocol"},
-  "config": set(),
+  "config": {"lock"},
+  "disk": set(),
+  "lock": set(),
 }
+for room in set(BELOW) - {"json_io", "capacity"}:
+  BELOW[room] |= {"json_io", "capacity"}
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.
@@ -54,6 +60,7 @@ PROCESS = {
   "tools_sandbox/extract.py": {"sys.argv"},
   "tools_sandbox/inside.py": {"sys.argv"},
   "tools_sandbox/jail.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/mcp_relay.py": {"sys.argv"},
   "tools_sandbox/zygote.py": {"sys.argv"},
 }
 
@@ -184,12 +191,15 @@ def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
   assert path.stem not in ("utils", "util", "common", "helpers", "misc")
   text = path.read_text(encoding="utf-8")
   assert text.isascii()
-  assert len(text.splitlines()) <= 400
-  assert ast.get_docstring(tree(path)), "a file says what it is for"
+  about = ast.get_docstring(tree(path))
+  assert about, "a file says what it is for"
+  lines = len(text.splitlines())
+  assert lines <= 400 or "budget:" in about, f"{lines} lines, and no `budget: why`"
   for node in ast.walk(tree(path)):
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
       lines = node.end_lineno - node.lineno + 1
-      assert lines <= 80, f"{node.name} has {lines} lines"
+      why = "budget:" in (ast.get_docstring(node) or "")
+      assert lines <= 80 or why, f"{node.name}: {lines} lines, and no `budget: why`"
 
 
 @EACH([*LIBRARY, *SANDBOX])

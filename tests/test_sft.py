@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,9 +20,11 @@ import toy
 from coa_jax import sft
 from coa_jax.config import ConfigError
 from coa_jax.learner.checkpoint import whole_steps
+from coa_jax.learner.dataset import Dataset
 from coa_jax.learner.state import Learner
 from coa_jax.model.qwen import count_params, init_params
-from coa_jax.model.weights import load_model
+from coa_jax.model.weights import load_model, save_model
+from coa_jax.protocol import tokens
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
   Author,
@@ -160,7 +163,7 @@ def test_a_broken_row_is_named_and_a_mended_file_may_use_the_workdir(config, tmp
   path, workdir = tmp_path / "trajectories.jsonl", str(tmp_path / "w")
   whole = path.read_text()
   path.write_text(whole + '{"task_id": 1}\n')
-  with pytest.raises(ValueError, match=r"trajectories\.jsonl:21: not a trajectory"):
+  with pytest.raises(ValueError, match=r"trajectories\.jsonl:21: field .task_id. is 1"):
     sft.run(config, workdir)
   path.write_text(whole)
   config.data.steps = 1
@@ -178,6 +181,60 @@ def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch
   path.write_text("\n".join(path.read_text().splitlines()[1:]))
   with pytest.raises(ConfigError, match=r"other contents of data\.trajectories"):
     sft.run(config, workdir)
+
+
+@pytest.mark.parametrize("made", [toy.tokenizer, toy.stock_tokenizer])
+def test_an_answer_ends_with_what_other_engines_stop_at(made, config, tmp_path):
+  """With the token that its tag is, or, where the tag is text, with end-of-text."""
+  tokenizer, folder = made(), tmp_path / "start"
+  cfg = toy.MODEL
+  save_model(folder, cfg, init_params(cfg, 0), tokenizer)
+  config.init, config.model = str(folder), {}
+  config.data.steps, config.data.length = 0, 1024
+  sft.run(config, str(tmp_path / "w"))
+  trained = Dataset(str(tmp_path / "w" / "data"))
+  for i in range(len(trained)):
+    ids, ours = trained.read(i)
+    assert ids[-1] == tokenizer.end_id and ours[-1]
+    text = tokenizer.decode(ids).removesuffix(tokens.IM_END)
+    assert text.endswith("</answer>")
+
+
+@pytest.mark.parametrize("bad", [-7, 10**6])
+def test_a_wrong_id_anywhere_in_the_file_is_named(config, tmp_path, bad):
+  path, tok = tmp_path / "trajectories.jsonl", toy.tokenizer()
+  examples = [toy.written(*x, tok) for _ in range(6) for x in toy.SCRIPTS.items()]
+  examples[-1].segments[-1].ids[0] = bad
+  write_jsonl(path, examples)
+  toy.save_policy(str(tmp_path / "model"), toy.params())
+  config.init, config.model = str(tmp_path / "model"), {}
+  told = rf"trajectories\.jsonl: trajectory {len(examples)}: task .* token id {bad} in"
+  with pytest.raises(ValueError, match=told):
+    sft.run(config, str(tmp_path / "w"))
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
+  config, tmp_path, caplog, at_end
+):
+  config.data.steps, config.checkpoint.every, config.checkpoint.keep = 4, 2, 2
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  kept = sft.run(config, str(whole))
+  shutil.copytree(whole, broken)
+  if not at_end:  # as if it had been killed on its way
+    shutil.rmtree(broken / "checkpoints" / "4")
+  derived = ("data/tokens.int32", "data/sequences.npy", "tokenizer/tokenizer.json")
+  for name in derived:
+    damaged = bytearray((broken / name).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (broken / name).write_bytes(damaged)
+  assert sft.run(config, str(broken))["loss"] == kept["loss"]
+  assert caplog.text.count("has other bytes than were written") == 2
+  for name in derived:
+    assert (broken / name).read_bytes() == (whole / name).read_bytes()
+  for name in os.listdir(whole / "model"):
+    ours, theirs = (w / "model" / name for w in (broken, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_a_kernel_that_the_platform_lacks_is_refused_before_training(config, tmp_path):

@@ -13,7 +13,7 @@ from tools_sandbox import pool, search, wire
 from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.crawl import CrawlConfig, Crawler
-from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.faults import BadCall, NoJail, ToolFault, Unavailable
 from tools_sandbox.jail import check as check_jail
 from tools_sandbox.mcp_client import McpConfig, McpTool
 from tools_sandbox.remote import RemoteConfig, RemotePool, RemoteSession
@@ -37,6 +37,7 @@ __all__ = [
   "Limits",
   "McpConfig",
   "McpTool",
+  "NoJail",
   "RemoteConfig",
   "RemoteSession",
   "Result",
@@ -90,8 +91,8 @@ class Sandbox:
       ValueError: a limit is out of range, the corpus is malformed, there is an
         index_cache without a corpus, or a back-end without what it needs.
       FileNotFoundError: there is no such corpus.
-      RuntimeError: this machine cannot build jails, or no service answers; the message
-        says what is missing.
+      NoJail: this machine cannot build jails; the message says what is missing.
+      RuntimeError: no service answers; the message says why.
     """
     if (backend == "remote") != (remote is not None):
       raise ValueError(

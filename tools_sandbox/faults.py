@@ -1,4 +1,4 @@
-"""Whose fault a failed call is: three exceptions, all that web tools raise."""
+"""Whose fault a failure is: what tools and sandboxes raise."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ class BadCall(ValueError):
 
 class ToolFault(Exception):
   """A page or server out there failed, or is refused: the tool's fault."""
+
+
+class NoJail(RuntimeError):
+  """This machine cannot build jails: the one reason to speak of a weaker wall."""
 
 
 class Unavailable(Exception):

@@ -27,6 +27,7 @@ import json
 import os
 import resource
 import select
+import selectors
 import signal
 import socket
 import struct
@@ -46,6 +47,8 @@ _HOME = "/tmp"  # of a program: working directory, and the only place it may wri
 _UID = 1000  # of a program, as it sees itself
 _PID = 2  # of a program: the first that its init's namespace sees after the init
 _PROBE = "--probe"  # instead of modules: one run, and out
+_RLIMIT_SIGPENDING = 11  # Python has no name for it
+_SIGNALS = 256  # and timers that wait, of a run
 _ENDED = struct.Struct("id")  # exit status, CPU seconds
 _RUN_NAMESPACES = kernel.ALL_NAMESPACES & ~kernel.NEWPID
 
@@ -73,6 +76,7 @@ class _Template:
         _log("the template", e)
       os._exit(0)
     orders.close()
+    self.process = os.pidfd_open(pid)
     sizes = self.orders.recv(_SIZES.size)
     if not sizes:
       raise EOFError("the template ended")
@@ -98,6 +102,8 @@ class _Walls:
 
 def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> None:
   """In the template: forks for every init that asks, says how each fork ended."""
+  # Chosen when it was imported, of what this process may use and programs may not.
+  selectors.DefaultSelector = selectors.PollSelector
   template = zygote.warm_up(modules)
   kernel.collapse_pages()
   child.set_environment(_HOME)
@@ -151,11 +157,12 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
     os._exit(1)
 
   def get() -> child.Task:
-    # Where memory runs out, of its group or of the machine, programs die first.
-    with open("/proc/self/oom_score_adj", "wb", 0) as f:
-      f.write(b"1000")
     os.write(began, b"w")
     row = wire.read_frame(request)
+    # Where memory runs out, of its group or of the machine, programs die first: not
+    # before it is one, or it dies for the run that goes on while it waits.
+    with open("/proc/self/oom_score_adj", "wb", 0) as f:
+      f.write(b"1000")
     cells = (request, began) if row["session"] else None
     if cells is None:
       os.close(request)
@@ -171,12 +178,13 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
 class _Jailed:
   """Starts a program; only for an init. See `run.Starter`."""
 
-  def __init__(self, orders: socket.socket):
+  def __init__(self, template: _Template):
     """Has the template fork the process that will be the program.
 
     Raises:
       OSError: the template has ended, or could not fork into these namespaces.
     """
+    self._template = template.process
     inner, self._outer = run.make_pipes()
     self._ended, tell = os.pipe()
     request, self._request = os.pipe()
@@ -184,13 +192,22 @@ class _Jailed:
     self._start = b""  # what a session's process said before its first cell
     init = os.pidfd_open(os.getpid())
     fds = [init, tell, request, began, *inner]
-    socket.send_fds(orders, [b"f"], fds)
+    socket.send_fds(template.orders, [b"f"], fds)
     for fd in fds:
       os.close(fd)
     if os.read(self._began, 1) != b"w":
       raise OSError("the template did not fork")
     # While it waits: once the template has reaped it, nobody can.
     self._process = os.pidfd_open(_PID)
+
+  def check(self) -> None:
+    """Tells whether the run before has hurt this one, before it is begun.
+
+    Raises:
+      OSError: for want of memory the kernel killed more than that run.
+    """
+    if select.select([self._template, self._process], [], [], 0)[0]:
+      raise OSError("killed with an earlier run, for want of memory")
 
   def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
     _give_files(limits)
@@ -232,14 +249,28 @@ def _give_files(limits: wire.Limits) -> None:
 
 def _confine(walls: _Walls, began: int, task: child.Task) -> None:
   """The last walls around the program; says that it begins."""
-  # Counted per user namespace: those of this run, of which one is the init.
+  # Both are counted per user namespace: those of this run, of which one is the init.
   most = task.limits.processes + 1
   resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+  resource.setrlimit(_RLIMIT_SIGPENDING, (_SIGNALS, _SIGNALS))
+  _tell_memory(task.limits.memory_mb)
   landlock.restrict(walls.landlock, _HOME, "/dev")
   kernel.set_filter(walls.filter)
   os.write(began, b"b")
   if task.cells is None:
     os.close(began)
+
+
+def _tell_memory(mb: int) -> None:
+  """Has Python call the run's memory the machine's: libraries plan by it.
+
+  The C library reads the answer of a system call that programs do not have.
+  """
+  names = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+  spellings = {*names, *(os.sysconf_names[n] for n in names)}
+  pages = (mb << 20) // os.sysconf("SC_PAGESIZE")
+  ask = os.sysconf
+  os.sysconf = lambda name: pages if name in spellings else ask(name)
 
 
 class _Init:
@@ -262,7 +293,7 @@ class _Init:
   @staticmethod
   def _serve(host: run.Host, template: _Template, say: int) -> None:
     _furnish()
-    starter = _Jailed(template.orders)
+    starter = _Jailed(template)
     template.orders.close()
     # Copies the pages that serving will write to while nobody waits for it.
     wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
@@ -270,6 +301,7 @@ class _Init:
       request = wire.read_frame(host.requests)
     except EOFError:
       return  # the host has gone
+    starter.check()
     # Not before it is read: the next init reads the same pipe.
     os.write(say, b"s" if request["session"] else b"r")
     serve = session.serve if request["session"] else run.serve

@@ -38,6 +38,7 @@ _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
 _INSTALLED = {"site-packages", "dist-packages"}
 _built: list[bool] = []  # a probe that succeeded
 _ENVIRONMENT = ("PYTHONHASHSEED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+_ROOT_INODES = 4096  # of a slot's root; by default their number tells the memory
 _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 
 
@@ -136,18 +137,18 @@ def _build(root: str, places: dict[str, str]) -> None:
   # Here and below: found by path in the keeper, absent where the host imports `check`.
   import kernel
 
-  kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, "size=1m,mode=755")
+  options = f"size=1m,nr_inodes={_ROOT_INODES},mode=755"
+  kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, options)
+  for name in ("/dev", "/proc", "/tmp", "/etc"):
+    os.mkdir(root + name)
   for source, place in sorted(places.items(), key=lambda item: item[1]):
     target = root + place
-    if not os.path.isdir(target):  # else below another one, bound already
+    if not os.path.isdir(target):  # else below another one, mounted already
       os.makedirs(target)
-    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
-    kernel.restrict_mount(target, kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEVICES)
+    _mount_own(source, target, f"{root}/tmp")
   for link in _SYSTEM:
     if os.path.islink(link) and not os.path.lexists(root + link):
       os.symlink(os.readlink(link), root + link)
-  for name in ("/dev", "/proc", "/tmp", "/etc"):
-    os.mkdir(root + name)
   for name in _DEVICES:
     with open(f"{root}/dev/{name}", "wb"):
       pass
@@ -160,6 +161,29 @@ def _build(root: str, places: dict[str, str]) -> None:
     f.write(_PASSWD)
   # The kernel lets a user namespace mount a /proc only where one is in full view.
   kernel.mount("/proc", f"{root}/proc", "", kernel.MS_BIND | kernel.MS_REC)
+
+
+def _mount_own(source: str, target: str, empty: str) -> None:
+  """Mounts a folder read-only, its files' locks and leases the slot's own.
+
+  The kernel keeps those by file system, and this one is the slot's: of a bind mount,
+  two slots would see each other's. Nor do its files in /proc name a folder of the host.
+
+  Args:
+    source: shared by every slot.
+    target: where this one sees it.
+    empty: a folder without files; the kernel wants two layers.
+  """
+  import kernel
+
+  layers = [os.open(folder, os.O_PATH) for folder in (source, empty)]
+  try:
+    lower = ":".join(f"/proc/self/fd/{layer}" for layer in layers)
+    flags = kernel.MS_READ_ONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("overlay", target, "overlay", flags, f"lowerdir={lower}")
+  finally:
+    for layer in layers:
+      os.close(layer)
 
 
 def _become_inside(python: str, arguments: list[str]) -> NoReturn:

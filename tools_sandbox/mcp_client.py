@@ -3,6 +3,9 @@
 The official SDK (`pip install 'coa-jax[mcp]'`, version 2) speaks the protocol, over
 stdio or streamable HTTP. It is asynchronous, so each server has a thread with an event
 loop that holds one session; a session that broke is opened again by the next call.
+
+A server is trusted as little as a page: whatever it sends is bounded in size and time,
+and its schemas are only read for names. (A `command` is a program of the user's own.)
 """
 
 from __future__ import annotations
@@ -12,8 +15,13 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import logging
+import math
+import pathlib
 import re
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +33,14 @@ _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 _END_S = 5.0  # that a server may take to end
 _DEPTH = 64  # of a call's parameters; the SDK fails on some hundreds
+_PAGES = 100  # of the list of tools
+_MAX_BYTES = 16_000_000  # of a line over stdio, or of a response over HTTP
+_MAX_CHARS = 1_000_000  # of a result; tools show the model far less
+_NAMED = 20  # tools or parameters that a message names
+_RELAY = pathlib.Path(__file__).with_name("mcp_relay.py")
+
+# It tells of a server's faults with tracebacks; here they are told by who met them.
+logging.getLogger("mcp").setLevel(logging.CRITICAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +77,8 @@ class McpConfig:
       raise ValueError("key_file is for a url; give a command its key by env")
     if self.url is not None and self.env:
       raise ValueError("env is for a command, not for a url")
-    if self.start_s <= 0:
-      raise ValueError("start_s must be above 0")
+    if not 0 < self.start_s < math.inf:
+      raise ValueError(f"start_s must be positive and finite, got {self.start_s!r}")
 
 
 class McpTool:
@@ -74,7 +90,7 @@ class McpTool:
     Raises:
       ValueError: the SDK is missing, the key file cannot be used, or the server has no
         such tool.
-      Unavailable: the server does not start or greet.
+      Unavailable: the server does not start, greet or list its tools.
     """
     try:
       import mcp  # here, for it is an extra
@@ -90,7 +106,9 @@ class McpTool:
     )
     self._thread.start()
     try:
-      self.description, self._schema = self._find()
+      tool = self._find()
+      self.description = clean((tool.description or "")[:_MAX_CHARS])
+      self._parameters, self._plain = _parameters(tool.input_schema, config.argument)
     except BaseException:
       self.close()
       raise
@@ -141,7 +159,7 @@ class McpTool:
     except Exception as e:
       self._drop(session)
       raise Unavailable(f"the MCP server fails ({type(e).__name__})") from None
-    text = _text(result.content)
+    text = _text(result)
     if result.is_error:
       raise ToolFault(text or "the tool failed")
     return text or "no output"
@@ -155,37 +173,47 @@ class McpTool:
       value = None
     if isinstance(value, dict):
       return _sendable(value)
-    known = self._schema.get("properties", {})
-    name = self._config.argument
-    if name is None:
-      required = self._schema.get("required") or list(known)
-      name = required[0] if len(required) == 1 else None
-    if name is None or known.get(name, {}).get("type", "string") != "string":
-      raise BadCall(f"write a JSON object with {', '.join(known) or 'no parameter'}")
-    return _sendable({name: text})
+    if self._plain is None:
+      raise BadCall(f"write a JSON object with {self._parameters}")
+    return _sendable({self._plain: text})
 
   def _server(self) -> Any:
     """What the SDK connects to; a transport serves for one session."""
     config = self._config
     if config.url is None:
-      program, *args = config.command
+      args = ["-I", str(_RELAY), str(_MAX_BYTES), *config.command]
       return self._mcp.StdioServerParameters(
-        command=program, args=args, env=config.env or None
+        command=sys.executable, args=args, env=config.env or None
       )
-    return _bearing(config.url, self._key) if self._key else config.url
+    return _over_http(config.url, self._key)
 
-  def _find(self) -> tuple[str, dict[str, Any]]:
-    client, cursor, names = self._open().client, None, []
-    while True:
-      page = self._run(client.list_tools(cursor=cursor), self._config.start_s)
-      for tool in page.tools:
-        if tool.name == self._config.tool:
-          return clean(tool.description or ""), tool.input_schema
-        names.append(tool.name)
-      cursor = page.next_cursor
-      if not cursor or len(names) > 10_000:
-        there = ", ".join(names[:20])
-        raise ValueError(f"no tool {self._config.tool!r} there; it has {there}")
+  def _find(self) -> Any:
+    """The tool, as the server lists it."""
+    session, cursor, names = self._open(), None, []
+    deadline = time.monotonic() + self._config.start_s
+    why = f"more than {_PAGES} pages"
+    try:
+      for _ in range(_PAGES):
+        left = deadline - time.monotonic()
+        page = self._run(session.client.list_tools(cursor=cursor), left)
+        for tool in page.tools:
+          if tool.name == self._config.tool:
+            return tool
+        names += [clean(tool.name[:100]) for tool in page.tools[:_NAMED]]
+        cursor = page.next_cursor
+        if not cursor:
+          why = ""
+          break
+    except TimeoutError:
+      why = f"no answer within {self._config.start_s:.3g} s"
+    except self._mcp.MCPError as e:
+      why = clean(e.error.message[:300])
+    except Exception as e:
+      why = type(e).__name__
+    if why:
+      raise Unavailable(f"the MCP server does not list its tools ({why})")
+    there = ", ".join(names[:_NAMED]) or "none"
+    raise ValueError(f"no tool {self._config.tool!r} there; it has {there}")
 
   def _open(self) -> _Session:
     with self._lock:
@@ -216,16 +244,64 @@ class McpTool:
 
 
 @contextlib.asynccontextmanager
-async def _bearing(url: str, key: str) -> AsyncIterator[Any]:
-  """The SDK's transport to a URL, with a bearer token in every request."""
-  from mcp.client import streamable_http  # here, for it is an extra
+async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
+  """The SDK's transport to a URL: a key in every request, no endless response."""
+  import httpx2  # here, for they are extras
+  from mcp.client import streamable_http
 
-  headers = {"authorization": f"Bearer {key}"}
-  async with (
-    streamable_http.create_mcp_http_client(headers) as client,
-    streamable_http.streamable_http_client(url, http_client=client) as streams,
-  ):
-    yield streams
+  class Bounded(httpx2.AsyncByteStream):
+    def __init__(self, stream: Any):
+      self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+      size = 0
+      async for part in self._stream:
+        size += len(part)
+        if size > _MAX_BYTES:
+          raise httpx2.ReadError(f"a response of more than {_MAX_BYTES} bytes")
+        yield part
+
+    async def aclose(self) -> None:
+      await self._stream.aclose()
+
+  async def bound(response: Any) -> None:
+    if "content-encoding" in response.headers:  # a small body may become a huge one
+      raise httpx2.ReadError("a compressed response, which was not asked for")
+    response.stream = Bounded(response.stream)
+
+  headers = {"accept-encoding": "identity"}
+  if key:
+    headers["authorization"] = f"Bearer {key}"
+  async with streamable_http.create_mcp_http_client(headers) as client:
+    client.event_hooks = {"response": [bound]}
+    async with streamable_http.streamable_http_client(
+      url, http_client=client
+    ) as streams:
+      yield streams
+
+
+def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str | None]:
+  """A tool's parameters for a message, and the one that plain text fills, if any.
+
+  Args:
+    schema: JSON Schema as the server wrote it: any value may stand anywhere.
+    argument: the one that the config names.
+  """
+  known = schema.get("properties")
+  known = known if isinstance(known, dict) else {}
+  named = _texts(schema.get("required")) or list(known)
+  plain = argument if argument or len(named) != 1 else named[0]
+  rule = known.get(plain)
+  kinds = rule.get("type", "string") if isinstance(rule, dict) else "string"
+  if rule is False or (kinds != "string" and "string" not in _texts(kinds)):
+    plain = None
+  shown = [clean(name[:100]) for name in list(known)[:_NAMED]]
+  return ", ".join(shown) or "no parameter", plain
+
+
+def _texts(value: Any) -> list[str]:
+  items = value if isinstance(value, list) else []
+  return [item for item in items if isinstance(item, str)]
 
 
 def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +340,9 @@ class _Session:
   async def _live(self) -> None:
     try:
       async with self.client:
+        # A result is not held against the schema that the server itself gives: a
+        # pattern in it can take for ever, and holds up every thread of the process.
+        self.client.session.validate_tool_result = _accept
         self._greeted.set_result(True)
         await self._leave.wait()
     except Exception as e:  # whoever waits or calls is told there
@@ -292,10 +371,21 @@ class _Session:
       self._left.wait(_END_S)
 
 
-def _text(content: list[Any]) -> str:
-  """The text of a result's parts; other parts are named only."""
-  parts = []
-  for part in content:
+async def _accept(*unused: Any) -> None:
+  """Takes any result. See `mcp.ClientSession.validate_tool_result`."""
+
+
+def _text(result: Any) -> str:
+  """The text of a result: of its parts, others are named only, or of its structure."""
+  parts, room = [], _MAX_CHARS
+  for part in result.content:
     text = getattr(part, "text", None)
-    parts.append(text if isinstance(text, str) else f"[{part.type}]")
+    text = text if isinstance(text, str) else f"[{part.type}]"
+    parts.append(text[:room])
+    room -= len(parts[-1]) + 1
+    if room <= 0:
+      break
+  if not parts and result.structured_content is not None:
+    with contextlib.suppress(ValueError, RecursionError):
+      parts.append(json.dumps(result.structured_content)[:_MAX_CHARS])
   return clean("\n".join(parts)).strip()

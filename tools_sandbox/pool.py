@@ -17,6 +17,7 @@ from typing import Any
 
 from tools_sandbox import jail, slot, wire
 from tools_sandbox.cells import LEASE_S, Session, check_texts, died, failure
+from tools_sandbox.faults import NoJail
 
 BACKENDS = ("jail", "subprocess")
 _WEAKER = (
@@ -64,7 +65,7 @@ class SandboxPool:
 
     Raises:
       ValueError: a count is below 1, or there is no such back-end.
-      RuntimeError: this machine cannot build jails; the message says what it lacks.
+      NoJail: this machine cannot build jails; the message says what it lacks.
     """
     if backend not in BACKENDS:
       raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
@@ -73,7 +74,7 @@ class SandboxPool:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
     if backend == "jail" and (missing := jail.check()):
       # Never another back-end in its place: that is the caller's to choose.
-      raise RuntimeError(
+      raise NoJail(
         f"backend 'jail' cannot be used here: {'; '.join(missing)}. {_WEAKER}"
       )
     self.limits = limits or wire.Limits()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import random
 import threading
 import time
@@ -66,8 +67,8 @@ class RemoteConfig:
     for url in self.urls:
       if not url.startswith(("http://", "https://")):
         raise ValueError(f"urls: {url!r} must start with http:// or https://")
-    if self.wait_s <= 0:
-      raise ValueError(f"wait_s must be above 0, got {self.wait_s}")
+    if not 0 < self.wait_s < math.inf:
+      raise ValueError(f"wait_s must be positive and finite, got {self.wait_s}")
 
 
 class _NoAnswer(Exception):
@@ -228,7 +229,7 @@ class RemotePool:
       if ours:
         return Result.from_json(reply)
       return sandbox_fusion.read_reply(reply, limits)
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as e:
       raise _NoAnswer(f"not a reply of {self._config.api}: {e!r:.200}") from e
 
   def _reply(self, method: str, url: str, body: Any, left: float) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Retriever:
     try:
       (rows,) = reply["result"]
       return [_hit(row) for row in rows][:k]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
       raise self._service.broken("not a /retrieve result") from None
 
 

@@ -3,35 +3,47 @@
   python -m tools_sandbox.retrieve_server --corpus=pages.jsonl --port=8000
 
 serves a corpus on loopback; `wiki_search` of any number of processes can ask it.
+Requests must be JSON by their content type, as those of all clients are that send JSON.
+There is no key: on a --host that others reach, they can search the corpus, and
+--allowed_hosts says by which names (the header Host).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
+import signal
+import sys
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tools_sandbox import http_server
 from tools_sandbox.client import Hit, Sandbox
 
 _MAX_BODY = 1_000_000  # bytes of a request
 _MAX_QUERIES = 512
 _MAX_TOPK = 100
+_GRACE_S = 5
 
 
-def make_app(sandbox: Sandbox, topk: int = 3) -> Starlette:
+def make_app(
+  sandbox: Sandbox,
+  topk: int = 3,
+  hosts: tuple[str, ...] = http_server.LOOPBACK,
+) -> Starlette:
   """The server over a sandbox's corpus: POST /retrieve, GET /health.
 
   Args:
     sandbox: holds the corpus; it is not closed with the app.
     topk: documents where a request does not say how many.
+    hosts: accepted values of the header Host; "*" for any.
   """
 
   def find(asked: _Asked) -> list[list[Any]]:
@@ -41,15 +53,11 @@ def make_app(sandbox: Sandbox, topk: int = 3) -> Starlette:
     ]
 
   async def retrieve(request: Request) -> JSONResponse:
-    data = bytearray()
-    async for chunk in request.stream():
-      data += chunk
-      if len(data) > _MAX_BODY:
-        return _error(f"a request has at most {_MAX_BODY} bytes", 413)
+    body = await http_server.read_object(request, _MAX_BODY)
     try:
-      asked = _read(bytes(data), topk)
+      asked = _read(body, topk)
     except ValueError as e:
-      return _error(str(e), 400)
+      raise HTTPException(400, str(e)) from None
     return JSONResponse({"result": await run_in_threadpool(find, asked)})
 
   async def health(request: Request) -> JSONResponse:
@@ -60,7 +68,9 @@ def make_app(sandbox: Sandbox, topk: int = 3) -> Starlette:
     routes=[
       Route("/retrieve", retrieve, methods=["POST"]),
       Route("/health", health),
-    ]
+    ],
+    middleware=[http_server.check_host(list(hosts))],
+    exception_handlers={HTTPException: _http_error},
   )
 
 
@@ -71,14 +81,8 @@ class _Asked:
   scores: bool
 
 
-def _read(data: bytes, topk: int) -> _Asked:
+def _read(body: dict[str, Any], topk: int) -> _Asked:
   """A request; a ValueError says what is wrong with it."""
-  try:
-    body = json.loads(data)
-  except (ValueError, RecursionError):
-    raise ValueError("the request is not JSON") from None
-  if not isinstance(body, dict):
-    raise ValueError("the request is not an object")
   queries, scores = body.get("queries"), body.get("return_scores", False)
   topk = topk if body.get("topk") is None else body["topk"]
   if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
@@ -99,29 +103,51 @@ def _row(hit: Hit, scores: bool) -> dict[str, Any]:
   return {"document": document, "score": score}
 
 
-def _error(message: str, status: int) -> JSONResponse:
-  return JSONResponse({"error": message}, status)
+async def _http_error(request: Request, e: HTTPException) -> JSONResponse:
+  del request
+  return JSONResponse({"error": e.detail}, e.status_code)
+
+
+def serve(args: argparse.Namespace) -> None:
+  """Serves until a signal ends it.
+
+  Raises:
+    OSError, ValueError: an argument or the corpus can not be used.
+  """
+  if not 1 <= args.topk <= _MAX_TOPK:
+    raise ValueError(f"--topk={args.topk}: accepted are 1 to {_MAX_TOPK}")
+  with (
+    http_server.bind(args.host, args.port) as sock,
+    Sandbox(corpus=args.corpus, index_cache=args.index_cache, backend=None) as sandbox,
+  ):
+    allowed = args.allowed_hosts.split(",") if args.allowed_hosts else []
+    hosts = http_server.open_hosts(args.host, allowed, "search the corpus")
+    server = http_server.Server(make_app(sandbox, args.topk, tuple(hosts)), _GRACE_S)
+    print(f"{args.corpus} at {http_server.listen(sock, args.host)}", flush=True)
+    server.run(sockets=[sock])
 
 
 def main() -> None:
   """Serves a corpus until it is told to stop (SIGTERM or Ctrl-C)."""
-  import uvicorn  # here, for a client needs no server
-
-  parser = argparse.ArgumentParser(description="Search-R1's /retrieve over BM25.")
-  parser.add_argument("--corpus", required=True, help="see search.read_corpus")
-  parser.add_argument("--index_cache", help="a folder that keeps the index")
-  parser.add_argument("--host", default="127.0.0.1", help="loopback unless you say so")
-  parser.add_argument("--port", type=int, default=8000)
-  parser.add_argument("--topk", type=int, default=3)
+  parser = argparse.ArgumentParser(
+    prog="python -m tools_sandbox.retrieve_server",
+    description="Search-R1's /retrieve over BM25.",
+  )
+  add = parser.add_argument
+  add("--corpus", required=True, help="see search.read_corpus")
+  add("--index_cache", help="a folder that keeps the index")
+  add("--host", default="127.0.0.1", help="loopback unless you say so")
+  add("--port", type=int, default=8000, help="0 for any that is free")
+  add("--topk", type=int, default=3)
+  add("--allowed_hosts", help="names that clients may call it by, with commas between")
   args = parser.parse_args()
-  corpus, cache = args.corpus, args.index_cache
+  # uvicorn raises the signal again when it is done.
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *unused: sys.exit(0))
   try:
-    sandbox = Sandbox(corpus=corpus, index_cache=cache, backend=None)
+    serve(args)
   except (OSError, ValueError) as e:
     parser.exit(2, f"{parser.prog}: {e}\n")
-  with sandbox:
-    app = make_app(sandbox, args.topk)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
 
 
 if __name__ == "__main__":

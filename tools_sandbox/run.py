@@ -26,6 +26,7 @@ _FLUSH_S = 0.25
 # Death by these signals is the kernel's limit on CPU seconds where so much of it is
 # used. The limit counts by ticks: on a crowded core it ends programs too early.
 _CPU_SHARE = {-signal.SIGXCPU: 0.5, -signal.SIGKILL: 0.9}
+_SOCKETS = 512  # of a jailed run: the kernel's buffers of each take up to 0.2 MB
 SAMPLE_S = 0.1  # how often a run's processes are counted; shorter runs never pay
 
 
@@ -70,6 +71,12 @@ def descendants(template_pages: int) -> _Use:
       tasks += threads
       pages += max(0, resident - template_pages)
   return _Use(pids, tasks, pages)
+
+
+def _sockets() -> int:
+  """Counts those of this process's network, which is the run's own in a jail."""
+  with open("/proc/self/net/sockstat", encoding="ascii") as f:
+    return int(f.readline().split()[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +223,8 @@ class Run:
       self._condemn(wire.Verdict.ERROR, most)
     elif use.pages * _PAGE > self.limits.memory_mb << 20:
       self._condemn(wire.Verdict.MEMORY, f"{self.limits.memory_mb} MiB")
+    elif os.getpid() == 1 and _sockets() > _SOCKETS:
+      self._condemn(wire.Verdict.ERROR, f"{_SOCKETS} sockets")
     return self.killed is not None
 
   def _condemn(self, verdict: wire.Verdict, limit: str) -> None:

@@ -77,15 +77,15 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
   if not os.path.isfile(path):
     raise FileNotFoundError(f"{path}: there is no such corpus file")
   if path.endswith(".jsonl"):
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
         if line.strip():
-          row = _parse(line.rstrip("\n"), path, number)
+          row = _parse(line.rstrip(b"\n"), path, number)
           yield _from_row(row, f"{path}:{number}", None)
     return
   if not path.endswith(".json"):
     raise ValueError(f"{path}: a corpus is a .jsonl or a .json file")
-  with open(path, encoding="utf-8") as f:
+  with open(path, "rb") as f:
     corpus = _parse(f.read(), path, 1)
   if isinstance(corpus, list):
     for i, row in enumerate(corpus):
@@ -101,11 +101,18 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
     raise ValueError(f"{path}: expected a list or an object of documents")
 
 
-def _parse(text: str, path: str, line: int) -> Any:
+def _parse(data: bytes, path: str, line: int) -> Any:
   try:
-    return json.loads(text)
+    return json.loads(data)
   except json.JSONDecodeError as e:
     raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from e
+  except UnicodeDecodeError as e:
+    raise ValueError(f"{path}:{line}: not UTF-8 ({e.reason})") from e
+  except (RecursionError, ValueError):  # the second: a number of thousands of digits
+    raise ValueError(
+      f"{path}:{line}: nested too deep, or with a number too long; a page is an object "
+      "of texts"
+    ) from None
 
 
 def _string(value: Any, where: str) -> str:

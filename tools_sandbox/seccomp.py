@@ -15,17 +15,16 @@ _ALLOWED = {
   # open files
   **{"read": 0, "write": 1, "open": 2, "close": 3, "lseek": 8, "pread64": 17},
   **{"pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295, "pwritev": 296},
-  **{"preadv2": 327, "pwritev2": 328, "dup": 32, "dup2": 33, "dup3": 292},
-  **{"fsync": 74, "fdatasync": 75, "ftruncate": 77},
-  **{"fallocate": 285, "fadvise64": 221, "sendfile": 40, "copy_file_range": 326},
+  **{"dup": 32, "dup2": 33, "dup3": 292, "fsync": 74, "fdatasync": 75, "flock": 73},
+  **{"ftruncate": 77, "fallocate": 285, "sendfile": 40, "copy_file_range": 326},
   **{"openat": 257, "close_range": 436, "pipe": 22, "pipe2": 293, "eventfd": 284},
   **{"eventfd2": 290, "poll": 7, "ppoll": 271, "select": 23, "pselect6": 270},
-  **{"epoll_create": 213, "epoll_create1": 291, "epoll_ctl": 233, "epoll_wait": 232},
-  **{"epoll_pwait": 281, "timerfd_create": 283, "timerfd_settime": 286},
-  **{"timerfd_gettime": 287, "signalfd": 282, "signalfd4": 289},
-  # both ends of a socket pair; there is no way to a socket of any other kind
-  **{"sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48},
-  **{"getsockname": 51, "getpeername": 52, "setsockopt": 54, "getsockopt": 55},
+  **{"timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287},
+  **{"signalfd": 282, "signalfd4": 289},
+  # Both ends of a socket pair; there is no way to a socket of any other kind. No
+  # sendmsg: it can send descriptors, and those on their way are counted per user.
+  **{"sendto": 44, "recvfrom": 45, "recvmsg": 47, "shutdown": 48},
+  **{"getsockname": 51, "getpeername": 52, "getsockopt": 55},
   # the file system
   **{"stat": 4, "fstat": 5, "lstat": 6, "newfstatat": 262, "statx": 332},
   **{"access": 21, "faccessat": 269, "faccessat2": 439, "truncate": 76},
@@ -37,8 +36,7 @@ _ALLOWED = {
   **{"mknod": 133, "mknodat": 259, "statfs": 137, "fstatfs": 138, "utime": 132},
   **{"utimes": 235, "futimesat": 261, "utimensat": 280},
   # memory
-  **{"mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26},
-  **{"madvise": 28},
+  **{"mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26},
   # processes, threads and signals
   **{"fork": 57, "vfork": 58, "execve": 59, "exit": 60, "exit_group": 231},
   **{"wait4": 61, "waitid": 247, "kill": 62, "tkill": 200, "tgkill": 234},
@@ -63,7 +61,7 @@ _ALLOWED = {
   },
   **{"gettimeofday": 96, "time": 201, "getitimer": 36, "setitimer": 38, "alarm": 37},
   **{"timer_create": 222, "timer_settime": 223, "timer_gettime": 224},
-  **{"timer_getoverrun": 225, "timer_delete": 226, "uname": 63, "sysinfo": 99},
+  **{"timer_getoverrun": 225, "timer_delete": 226, "uname": 63},
   **{"getrandom": 318},
 }
 # Number -> (argument, values it may have): the program itself, and nothing stronger.
@@ -76,14 +74,22 @@ _ALLOWED_WITH = {
   157: (0, (1, 2, 3, 15, 16)),  # prctl: parent-death signal, dumpable?, thread name
   # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
   16: (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+  # setsockopt: SO_RCVTIMEO, SO_SNDTIMEO; no filter and no larger buffer, memory that
+  # no limit counts
+  54: (2, (20, 21)),
+  # madvise: all that concerns this process's own pages; none to be merged with those
+  # of others, of which the kernel would tell how many it found
+  28: (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 25)),
   # fcntl: F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW,
-  # _DUPFD_CLOEXEC, _GETPIPE_SZ. Leases, owners and F_NOTIFY (of a folder that others
-  # share) would tell what the host and other runs do; larger pipes are memory that no
-  # limit counts.
+  # _DUPFD_CLOEXEC, _GETPIPE_SZ. Leases, owners and F_NOTIFY have no use here; larger
+  # pipes are memory that no limit counts.
   72: (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
 }
-_CLONE = 56
-_CLONE_NAMESPACES = 0x7E020000
+# Number -> (argument, bits of which it may have none).
+_ALLOWED_WITHOUT = {
+  56: (0, 0x7E020000),  # clone: any new namespace
+  9: (3, 0x40000),  # mmap: MAP_HUGETLB, the machine's huge pages, which no limit counts
+}
 _REFUSED = {
   435: errno.ENOSYS,  # clone3: its flags are out of a filter's sight
   425: errno.ENOSYS,  # io_uring_setup, _enter, _register
@@ -92,9 +98,16 @@ _REFUSED = {
   319: errno.ENOSYS,  # memfd_create: memory that no limit counts
   434: errno.ENOSYS,  # pidfd_open
   437: errno.ENOSYS,  # openat2
-  # flock: of files that others share, who would see it and wait for it; nothing tells
-  # them from the run's own, which have record locks
-  73: errno.ENOSYS,
+  99: errno.ENOSYS,  # sysinfo: the machine's load and memory
+  # epoll_create, _create1: what they watch is counted per user, and one run could watch
+  # all that its user may. Python's selectors then take poll.
+  213: errno.ENOSYS,
+  291: errno.ENOSYS,
+  # preadv2, pwritev2: with RWF_NOWAIT they tell which pages of a file others have read
+  327: errno.ENOSYS,
+  328: errno.ENOSYS,
+  # fadvise64 says that it did; it would drop pages that others are reading
+  221: 0,
   # extended attributes, of which shutil expects to hear that there are none
   **{nr: errno.ENOTSUP for nr in range(188, 200)},
 }
@@ -131,7 +144,8 @@ def build() -> bytes:
   for number, (index, values) in _ALLOWED_WITH.items():
     tests = [_op(_EQUAL, value, 0, 1) + allow for value in values]
     rules[number] = _argument(index) + b"".join(tests) + refuse
-  rules[_CLONE] = _argument(0) + _op(_ANY_BIT, _CLONE_NAMESPACES, 0, 1) + refuse + allow
+  for number, (index, bits) in _ALLOWED_WITHOUT.items():
+    rules[number] = _argument(index) + _op(_ANY_BIT, bits, 0, 1) + refuse + allow
   return head + _op(_LOAD, 0) + _search(_intervals(rules, refuse))
 
 

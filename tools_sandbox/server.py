@@ -19,11 +19,9 @@ import socket
 import sys
 from collections.abc import Sequence
 
-import uvicorn
-
-from tools_sandbox import jail, pool
+from tools_sandbox import http_server, jail, pool
 from tools_sandbox.run_queue import RunQueue
-from tools_sandbox.server_app import LOOPBACK, ServiceConfig, make_app
+from tools_sandbox.server_app import ServiceConfig, make_app
 from tools_sandbox.service import read_key
 from tools_sandbox.wire import Verdict
 
@@ -35,7 +33,6 @@ _LOST = (
   "the network is open to them; so is every file and process of this user, other runs "
   "and this server included; disk space is not limited. See tools_sandbox/README.md"
 )
-_KEEP_ALIVE_S = 75  # longer than clients keep a connection they do not use
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,32 +63,17 @@ def make_parser() -> argparse.ArgumentParser:
   return parser
 
 
-class _Server(uvicorn.Server):
+class _Server(http_server.Server):
   """Tells the queue first when it is to stop."""
 
-  def __init__(self, config: uvicorn.Config, queue: RunQueue):
-    super().__init__(config)
+  def __init__(self, queue: RunQueue, config: ServiceConfig, places: int):
+    grace_s = int(config.most.wall_s) + DRAIN_S
+    super().__init__(make_app(queue, config), grace_s, places)
     self._queue = queue
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     self._queue.drain()
     await super().shutdown(sockets)
-
-
-def bind(host: str, port: int) -> socket.socket:
-  """A socket that does not listen yet.
-
-  Raises:
-    ValueError: the address can not be had.
-  """
-  sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-  sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-  try:
-    sock.bind((host, port))
-  except (OSError, OverflowError) as e:
-    sock.close()
-    raise ValueError(f"--host={host} --port={port}: {e}") from e
-  return sock
 
 
 def warm_up(sandbox: pool.SandboxPool, slots: int) -> None:
@@ -113,7 +95,7 @@ def serve(args: argparse.Namespace) -> None:
     ValueError, RuntimeError: an argument cannot be used, or this machine cannot build
       jails; the message says what to change.
   """
-  if args.host not in LOOPBACK and args.token_file is None:
+  if args.host not in http_server.LOOPBACK and args.token_file is None:
     raise ValueError(f"--host={args.host} needs --token_file: anybody could run code")
   if args.backend == "jail" and args.allow_weaker and (missing := jail.check()):
     print(f"no jail: {'; '.join(missing)}", file=sys.stderr)
@@ -131,29 +113,15 @@ def serve(args: argparse.Namespace) -> None:
     lease_s=args.max_lease_s,
   )
   with (
-    bind(args.host, args.port) as sock,
+    http_server.bind(args.host, args.port) as sock,
     pool.SandboxPool(args.slots, backend=args.backend) as sandbox,
   ):
     queue = RunQueue(sandbox, args.slots, args.max_waiting)
+    server = _Server(queue, config, args.slots + args.max_waiting)
     warm_up(sandbox, args.slots)
-    sock.listen(2048)  # before anybody is told; uvicorn answers when it is up
-    where = f"[{args.host}]" if ":" in args.host else args.host
-    print(
-      f"{args.slots} slots of back-end {args.backend} at "
-      f"http://{where}:{sock.getsockname()[1]}",
-      flush=True,
-    )
-    uvicorn_config = uvicorn.Config(
-      make_app(queue, config),
-      lifespan="off",
-      log_level="warning",
-      access_log=False,
-      server_header=False,
-      backlog=1024,
-      timeout_keep_alive=_KEEP_ALIVE_S,
-      timeout_graceful_shutdown=int(args.max_timeout_s) + DRAIN_S,
-    )
-    _Server(uvicorn_config, queue).run(sockets=[sock])
+    url = http_server.listen(sock, args.host)
+    print(f"{args.slots} slots of back-end {args.backend} at {url}", flush=True)
+    server.run(sockets=[sock])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

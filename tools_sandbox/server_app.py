@@ -11,18 +11,16 @@
   GET  /metrics   Prometheus's text format
 
 Whatever a program does is a 200 with a verdict. Other statuses are about the request or
-the service: 400 (a field, named), 401 (token), 408 (the body took too long), 409 (the
-session runs another cell), 410 (there is no such session, or no more), 413 (too long),
-415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping: ask
-again or elsewhere), 504 (no slot before the deadline; it has not run).
+the service: 400 (a field, named), 401 (token), 408 (the request took too long), 409
+(the session runs another cell), 410 (there is no such session, or no more), 413 (too
+long), 415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping:
+ask again or elsewhere), 504 (no slot before the deadline; it has not run).
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hmac
-import json
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -30,19 +28,15 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tools_sandbox import sandbox_fusion
+from tools_sandbox import http_server, sandbox_fusion
 from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S
 from tools_sandbox.run_queue import Refused, RunQueue
 from tools_sandbox.wire import LARGEST, MAX_INPUT, MAX_OUTPUT, Limits, Result
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
-_BODY_S = 30.0  # a body has come by then, or gives its place to another
 _FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known
 _RETRY_S = 1  # most programs take less
 _STATUS = {
@@ -86,10 +80,15 @@ class ServiceConfig:
 
   def __post_init__(self):
     check_most(self.limits, self.most)
-    if self.wait_s <= 0 or self.max_body < 1:
-      raise ValueError("wait_s and max_body must be above 0")
-    if self.lease_s < _FIRST_LEASE_S:
-      raise ValueError(f"lease_s must be at least {_FIRST_LEASE_S:g}")
+    # Written so that NaN is refused too.
+    if not 0 < self.wait_s <= LARGEST:
+      raise ValueError(f"wait_s must be positive and finite, got {self.wait_s!r}")
+    if self.max_body < 1:
+      raise ValueError(f"max_body must be above 0, got {self.max_body!r}")
+    if not _FIRST_LEASE_S <= self.lease_s <= LARGEST:
+      raise ValueError(
+        f"lease_s must be at least {_FIRST_LEASE_S:g} and finite, got {self.lease_s!r}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +100,6 @@ class Asked:
   limits: Limits
   deadline_s: float
   lease_s: float = LEASE_S
-
-
-class _BadRequest(Exception):
-  """A request that gets `status` and nothing else."""
-
-  def __init__(self, status: int, message: str):
-    super().__init__(message)
-    self.status = status
 
 
 def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
@@ -169,16 +160,9 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
       Route("/health", health),
     ],
     middleware=[
-      Middleware(
-        TrustedHostMiddleware, allowed_hosts=["*"] if config.token else list(LOOPBACK)
-      )
+      http_server.check_host(["*"] if config.token else list(http_server.LOOPBACK))
     ],
-    exception_handlers={
-      Refused: _refused,
-      _BadRequest: _bad_request,
-      ClientDisconnect: _hung_up,
-      HTTPException: _no_such_route,
-    },
+    exception_handlers={Refused: _refused, HTTPException: _http_error},
   )
 
 
@@ -194,9 +178,9 @@ def _session_handlers(
       try:
         name = await queue.open(asked.limits, start_by, asked.lease_s, _gone(request))
       except ValueError as e:  # this back-end has none
-        raise _BadRequest(400, str(e)) from None
+        raise HTTPException(400, str(e)) from None
       except RuntimeError as e:
-        raise _BadRequest(500, str(e)) from None
+        raise HTTPException(500, str(e)) from None
       return JSONResponse({"session": name, "lease_s": asked.lease_s})
 
   async def cell(request: Request) -> Response:
@@ -315,42 +299,16 @@ async def _asked(
 ) -> Asked:
   """Reads a request's body; its deadline becomes a time of `time.monotonic`."""
   arrived = time.monotonic()
-  data = await _body(request, config.max_body)
-  try:
-    body = json.loads(data)
-  except (ValueError, RecursionError):
-    raise _BadRequest(400, "the request is not JSON") from None
-  if not isinstance(body, dict):
-    raise _BadRequest(400, "the request is not an object")
+  body = await http_server.read_object(request, config.max_body)
   try:
     asked = read(body, config)
   except (sandbox_fusion.Malformed, sandbox_fusion.Unsupported):
     raise
   except ValueError as e:
-    raise _BadRequest(400, str(e)) from None
+    raise HTTPException(400, str(e)) from None
   if len(asked.program) + len(asked.stdin) > MAX_INPUT:
-    raise _BadRequest(413, f"program and stdin exceed {MAX_INPUT} characters")
+    raise HTTPException(413, f"program and stdin exceed {MAX_INPUT} characters")
   return dataclasses.replace(asked, deadline_s=arrived + asked.deadline_s)
-
-
-async def _body(request: Request, most: int) -> bytes:
-  # A browser sends JSON to another site only after asking, and is not answered.
-  if request.headers.get("content-type", "").split(";")[0] != "application/json":
-    raise _BadRequest(415, "content-type must be application/json")
-  too_long = _BadRequest(413, f"a request has at most {most} bytes")
-  length = request.headers.get("content-length", "")
-  if length.isdigit() and int(length[:20]) > most:
-    raise too_long
-  data = bytearray()
-  try:
-    async with asyncio.timeout(_BODY_S):
-      async for part in request.stream():
-        data += part
-        if len(data) > most:
-          raise too_long
-  except TimeoutError:
-    raise _BadRequest(408, f"the body took longer than {_BODY_S:g} s") from None
-  return bytes(data)
 
 
 async def _gone(request: Request) -> None:
@@ -385,14 +343,5 @@ async def _refused(request: Request, e: Refused) -> Response:
   return _error(request, str(e), status, headers)
 
 
-async def _bad_request(request: Request, e: _BadRequest) -> Response:
-  return _error(request, str(e), e.status)
-
-
-async def _hung_up(request: Request, e: ClientDisconnect) -> Response:
-  del e
-  return _error(request, "the client has hung up", 499)
-
-
-async def _no_such_route(request: Request, e: HTTPException) -> Response:
+async def _http_error(request: Request, e: HTTPException) -> Response:
   return _error(request, e.detail, e.status_code)

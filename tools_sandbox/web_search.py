@@ -66,7 +66,8 @@ class WebConfig:
       raise ValueError("cache and key_file need an endpoint")
     if self.results < 1 or self.retries < 0:
       raise ValueError("results must be at least 1, retries at least 0")
-    if self.cache_age_s <= 0 or self.per_second < 0:
+    # Written so that NaN is refused too.
+    if not self.cache_age_s > 0 or not self.per_second >= 0:
       raise ValueError("cache_age_s must be above 0, per_second at least 0")
 
 

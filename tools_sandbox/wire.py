@@ -129,6 +129,14 @@ class Result:
   seconds: float
   truncated: bool = False
 
+  def __post_init__(self) -> None:
+    for name, kinds in _RESULT.items():
+      value = getattr(self, name)
+      if type(value) not in kinds:
+        raise ValueError(f"Result.{name} is of type {type(value).__name__}")
+    if not 0 <= self.seconds <= LARGEST:
+      raise ValueError(f"Result.seconds is {self.seconds!r:.100}")
+
   def to_json(self) -> dict[str, Any]:
     """A JSON-serialisable dict; `from_json` reads it back."""
     return dataclasses.asdict(self)
@@ -138,10 +146,21 @@ class Result:
     """Builds a result from `to_json`'s dict.
 
     Raises:
-      ValueError: a field is unknown or missing, or the verdict is none of ours.
+      ValueError: a field is unknown, missing or of another type, or the verdict is
+        none of ours.
     """
     result = _build(cls, row)
     return dataclasses.replace(result, verdict=Verdict(result.verdict))
+
+
+# What a service or a zygote may say in each field.
+_RESULT = {
+  "stdout": (str,),
+  "stderr": (str,),
+  "exit_code": (int, type(None)),
+  "seconds": (int, float),
+  "truncated": (bool,),
+}
 
 
 class Clip:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import re
@@ -27,9 +25,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from coa_jax.learner.interruption import Interrupted, Interruption
+from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
 
-MANIFEST = "manifest.json"
 _log = logging.getLogger(__name__)
 
 
@@ -240,7 +238,7 @@ class Checkpoints:
         if found < 0:
           said.append(f"checkpoint {step} was not finished")
       elif found < 0:
-        if fault := _fault(folder):
+        if fault := fault_of(folder):
           said.append(f"checkpoint {step} is damaged ({fault})")
           damaged.append(step)
         else:
@@ -292,7 +290,7 @@ def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
     ValueError: it is damaged; the message says what is wrong.
   """
   folder = os.path.join(os.path.abspath(path), str(step))
-  if fault := _fault(folder):
+  if fault := fault_of(folder):
     raise ValueError(f"{folder} is damaged: {fault}")
   with ocp.PyTreeCheckpointer() as orbax:
     state = os.path.join(folder, "state")
@@ -302,45 +300,3 @@ def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
       item={"params": tree}, restore_args={"params": as_numpy}, partial_restore=True
     )
     return orbax.restore(state, args=args)["params"]
-
-
-def write_manifest(folder: str) -> None:
-  """Writes the size and SHA-256 of every file of a folder, all of them on disk."""
-  files = {}
-  for parent, _, names in os.walk(folder):
-    for name in names:
-      path = os.path.join(parent, name)
-      with open(path, "rb") as f:
-        os.fsync(f.fileno())
-      files[os.path.relpath(path, folder)] = _digest(path)
-  path = os.path.join(folder, MANIFEST)
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
-    json.dump(files, f, indent=1, sort_keys=True)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(path + ".tmp", path)
-
-
-def _digest(path: str) -> list[Any]:
-  with open(path, "rb") as f:
-    digest = hashlib.file_digest(f, "sha256").hexdigest()
-  return [os.path.getsize(path), digest]
-
-
-def _fault(folder: str) -> str:
-  """What a folder lacks of its manifest, in words; "" where it is whole."""
-  try:
-    with open(os.path.join(folder, MANIFEST), encoding="utf-8") as f:
-      files = json.load(f)
-    for name, (size, digest) in files.items():
-      path = os.path.join(folder, name)
-      if not os.path.exists(path):
-        return f"{name} is missing"
-      found = _digest(path)
-      if found[0] != size:
-        return f"{name} has {found[0]} of {size} bytes"
-      if found[1] != digest:
-        return f"{name} has other bytes than were written"
-  except (OSError, ValueError, TypeError, AttributeError) as e:
-    return f"{MANIFEST} can not be used: {e}"
-  return ""

@@ -6,8 +6,8 @@ touches those of its own rows. Order, resume and reading ahead are grain's.
 
 from __future__ import annotations
 
+import io
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -60,28 +60,26 @@ class Dataset:
 
   @staticmethod
   def write(folder: str, trajectories: Iterable[Trajectory]) -> None:
-    """Writes trajectories that have ids; the folder appears when it is complete.
+    """Makes the folder, of trajectories that have ids.
 
     Raises:
       OSError: it can not be written.
     """
     about: list[tuple[int, int, int]] = []
     tasks: dict[str, int] = {}
-    shutil.rmtree(folder + ".tmp", ignore_errors=True)
-    os.makedirs(folder + ".tmp")
-    try:
-      with open(os.path.join(folder + ".tmp", _TOKENS), "wb") as f:
-        for t in trajectories:
-          parts = [_stored(s.ids, s.author == Author.POLICY) for s in t.segments]
-          ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-          ids.tofile(f)
-          task = tasks.setdefault(t.task_id, len(tasks))
-          about.append((len(ids), np.count_nonzero(ids >= 0), task))
-      about_3N = np.array(about, np.int64).reshape(-1, 3).T
-      np.save(os.path.join(folder + ".tmp", _ABOUT), about_3N)
-      os.replace(folder + ".tmp", folder)
-    finally:
-      shutil.rmtree(folder + ".tmp", ignore_errors=True)
+    os.makedirs(folder)
+    with open(os.path.join(folder, _TOKENS), "wb") as f:
+      for t in trajectories:
+        parts = [_stored(s.ids, s.author == Author.POLICY) for s in t.segments]
+        ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        f.write(ids.data)
+        task = tasks.setdefault(t.task_id, len(tasks))
+        about.append((len(ids), np.count_nonzero(ids >= 0), task))
+    about_3N = np.array(about, np.int64).reshape(-1, 3).T
+    buffer = io.BytesIO()  # for numpy's own files do not say why a disk takes no more
+    np.save(buffer, about_3N)
+    with open(os.path.join(folder, _ABOUT), "wb") as f:
+      f.write(buffer.getbuffer())
 
   def __len__(self) -> int:
     return len(self.lengths_N)
@@ -167,6 +165,25 @@ class Dataset:
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
     numbers = grain.MapDataset.range(first, _FOR_EVER)
     yield from numbers.map(micro).to_iter_dataset(options)
+
+
+def check_ids(trajectory: Trajectory, vocab_size: int) -> None:
+  """Refuses ids that no token of the model has.
+
+  Raises:
+    ValueError: naming the task, the id and its segment.
+  """
+  ids = [i for s in trajectory.segments for i in s.ids]
+  # All at once first: nearly every trajectory is right, and these run in C.
+  if not ids or ({*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < vocab_size):
+    return
+  for s in trajectory.segments:
+    for i in s.ids:
+      if type(i) is not int or not 0 <= i < vocab_size:
+        raise ValueError(
+          f"task {trajectory.task_id!r} has token id {i!r} in {s.text[:40]!r}; ids are "
+          f"whole numbers from 0 to {vocab_size - 1}"
+        )
 
 
 def _packed(dataset: Dataset, members: np.ndarray, length: int) -> list[np.ndarray]:

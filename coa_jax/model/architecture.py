@@ -297,8 +297,10 @@ def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]
   used = config.get("use_sliding_window", False)
   size = config.get("sliding_window", 4_096) if used else None
   kinds = config.get("layer_types")
+  if kinds is None and not size:
+    return ()
   if kinds is None:
-    full = config.get("max_window_layers", 28) if size else layers
+    full = config.get("max_window_layers", 28)
     names = ("full_attention", "sliding_attention")
     kinds = [names[i >= full] for i in range(layers)]
   if len(kinds) != layers:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -101,22 +100,6 @@ _IGNORED = (
   "transformers_version",
   "use_cache",
 )
-
-
-def read_hf_config(file: str) -> dict[str, Any]:
-  """The content of a `config.json`.
-
-  Raises:
-    ValueError: the file is not a JSON object.
-  """
-  with open(file, encoding="utf-8") as f:
-    try:
-      config = json.load(f)
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-      raise ValueError(f"{file}: not JSON ({e})") from e
-  if not isinstance(config, dict):
-    raise ValueError(f"{file}: not a JSON object")
-  return config
 
 
 def check_fields(config: dict[str, Any], where: str) -> None:

@@ -57,6 +57,27 @@ class LoraConfig:
       raise ValueError(f"matrices is empty; there are {', '.join(MATRICES)}")
 
 
+def check(cfg: QwenConfig, config: LoraConfig | None) -> None:
+  """Refuses a rank that no matrix of the model can have; None has none.
+
+  Raises:
+    ValueError: naming the rank and the largest that adds anything.
+  """
+  if config is None:
+    return
+  most = 0
+  for where, leaf in _matrices(cfg, config):
+    stacked = leaf.ndim - _rank(where[-1])
+    split = stacked + inputs_of(where[-1])
+    inputs, outputs = leaf.shape[stacked:split], leaf.shape[split:]
+    most = max(most, min(math.prod(inputs), math.prod(outputs)))
+  if config.rank > most:
+    raise ValueError(
+      f"lora.rank is {config.rank}; an adapter of more than {most}, the rank of the "
+      "model's largest matrix, would add nothing"
+    )
+
+
 def init_adapters(
   cfg: QwenConfig, config: LoraConfig, seed: int, layout: Layout | None = None
 ) -> dict[str, Any]:

@@ -310,7 +310,8 @@ def own_folder(workdir: str) -> str:
 
   The first of several processes writes into the workdir itself.
   """
-  i = jax.process_index()
+  # One process alone need not wake its devices up to know that it is the first.
+  i = jax.process_index() if jax.distributed.is_initialized() else 0
   return os.path.join(workdir, f"process_{i}") if i else workdir
 
 

@@ -4,6 +4,8 @@ A model is a folder everywhere in this project: what SFT writes is what RL, eval
 transformers and vLLM read; `hf_names` has its arrays' names. Arrays are read slice by
 slice, each device's part straight from the file, so no process ever holds more of a
 model than one array and its own parts.
+
+budget: what a folder is to be is read here where it is written.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import safetensors
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
+from coa_jax.json_io import read_object
 from coa_jax.model import attention
 from coa_jax.model.architecture import (
   LoadConfig,
@@ -30,7 +33,7 @@ from coa_jax.model.architecture import (
   from_hf_config,
   to_hf_config,
 )
-from coa_jax.model.hf_config import CARRIED, read_hf_config
+from coa_jax.model.hf_config import CARRIED
 from coa_jax.model.hf_names import Entry, name_table
 from coa_jax.model.qwen import param_shapes
 from coa_jax.model.sharding import Layout
@@ -62,7 +65,8 @@ def save_model(
     path: made if missing.
     cfg: the architecture.
     params: its parameters, layers stacked or not, wherever they live.
-    tokenizer: saved beside the weights; its end and padding ids go into the config.
+    tokenizer: saved beside the weights; its end and padding ids go into the config,
+      and `end_id` before them, so that other engines stop after the answer.
     like: the folder that training started from; what its config says beside the
       architecture (`architecture.CARRIED`), and its generation config, are kept.
     shard_bytes: most bytes of one file; several files get an index.
@@ -97,7 +101,7 @@ def save_model(
       os.remove(os.path.join(path, name))
     if tokenizer:
       tokenizer.save(path)
-    _write_json(path, _GENERATION, _generation(config, like))
+    _write_json(path, _GENERATION, _generation(config, tokenizer, like))
     _write_json(path, _CONFIG, config)
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"saved {path}")
@@ -127,28 +131,40 @@ def _compare(cfg: QwenConfig, params: Any) -> None:
     if found[name][1] != dtype:
       faults.append(f"{name} has dtype {found[name][1]}, expected {dtype}")
   if faults:
-    raise ValueError(f"the parameters do not fit section model: {'; '.join(faults)}")
+    raise ValueError(f"the parameters do not fit section model: {_told(faults)}")
 
 
 def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
   """What a config.json says beside the architecture."""
   out = {}
   if like:
-    found = read_hf_config(os.path.join(like, _CONFIG))
+    found = read_object(os.path.join(like, _CONFIG))
     out = {k: found[k] for k in CARRIED if found.get(k) is not None}
   if tokenizer:
     for field in ("eos_token_id", "pad_token_id"):
       if getattr(tokenizer.hf, field) is not None:
         out.setdefault(field, getattr(tokenizer.hf, field))
-  return out
+  return _stopping(out, tokenizer)
 
 
-def _generation(config: dict[str, Any], like: str | os.PathLike[str]):
+def _generation(
+  config: dict[str, Any], tokenizer: Tokenizer | None, like: str | os.PathLike[str]
+):
   """The generation config: that of `like`, or the ids that end and pad a text."""
   if like and os.path.exists(os.path.join(like, _GENERATION)):
-    return read_hf_config(os.path.join(like, _GENERATION))
+    return _stopping(read_object(os.path.join(like, _GENERATION)), tokenizer)
   ids = ("bos_token_id", "eos_token_id", "pad_token_id")
   return {"do_sample": True, **{k: config[k] for k in ids if k in config}}
+
+
+def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """The config, with the id that ends an answer before others that end a text."""
+  if tokenizer is None or tokenizer.end_id is None:
+    return config
+  there = config.get("eos_token_id", [])
+  others = there if isinstance(there, list) else [there]
+  ends = [tokenizer.end_id, *(i for i in others if i not in (None, tokenizer.end_id))]
+  return config | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
 def _split(
@@ -209,7 +225,7 @@ def load_config(
   file = os.path.join(path, _CONFIG)
   if not os.path.isfile(file):
     raise FileNotFoundError(f"{file}: not a model folder (no config.json)")
-  cfg = from_hf_config(read_hf_config(file), file)
+  cfg = from_hf_config(read_object(file), file)
   return dataclasses.replace(cfg, **dataclasses.asdict(load or LoadConfig()))
 
 
@@ -294,7 +310,7 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
   promised: dict[str, str] = {}
   names = [_SINGLE]
   if os.path.exists(index):
-    promised = read_hf_config(index).get("weight_map")
+    promised = read_object(index).get("weight_map")
     if not isinstance(promised, dict) or not promised:
       raise ValueError(f"{index}: field 'weight_map' is no table of arrays and files")
     names = sorted(set(map(str, promised.values())))
@@ -367,7 +383,7 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
       faults.append(f"{name} has dtype {dtype}, supported: {', '.join(_DTYPES)}")
   faults += [f"missing {name}" for name in table if name not in slices]
   if faults:
-    raise ValueError(f"{path}: the weights do not fit config.json: {'; '.join(faults)}")
+    raise ValueError(f"{path}: the weights do not fit config.json: {_told(faults)}")
   tied = _HEAD in slices and _HEAD not in table
   if tied and not _equal(slices[_HEAD], slices[_EMBEDDING]):
     raise ValueError(
@@ -375,6 +391,12 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
       "to, and transformers then uses it; set tie_word_embeddings to false in "
       "config.json"
     )
+
+
+def _told(faults: list[str], most: int = 8) -> str:
+  """The first of a list of faults, and how many there are more."""
+  more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+  return "; ".join(faults[:most] + more)
 
 
 def _equal(a: Any, b: Any) -> bool:

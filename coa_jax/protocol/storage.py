@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from coa_jax.json_io import parse_object
+
 _ROWS = 256  # of a row group
 _TEXT_COLUMNS = ("meta", "reward_parts")  # objects of no fixed shape
 
@@ -76,7 +78,7 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
         number += 1
   except FileNotFoundError:
     raise
-  except (pyarrow.ArrowInvalid, OSError) as e:
+  except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
     raise ValueError(f"{path} row {number}: cannot be read as parquet: {e}") from e
 
 
@@ -95,7 +97,9 @@ def count_rows(path: str | os.PathLike[str]) -> int:
 
     try:
       return pyarrow.parquet.read_metadata(path).num_rows
-    except pyarrow.ArrowInvalid as e:
+    except (pyarrow.ArrowException, OSError) as e:
+      if isinstance(e, FileNotFoundError):
+        raise
       raise ValueError(f"{path}: cannot be read as parquet: {e}") from e
   if suffix == ".array_record":
     with contextlib.closing(_array_records(path)) as reader:
@@ -134,14 +138,8 @@ def read_array_record(
     for begin in range(0, count, _ROWS):
       end = min(begin + _ROWS, count)
       for number, record in enumerate(reader.read(begin, end), begin):
-        try:
-          row = json.loads(record)
-        except ValueError as e:
-          raise ValueError(f"{path} row {number}: not JSON ({e})") from e
-        if not isinstance(row, dict):
-          kind = type(row).__name__
-          raise ValueError(f"{path} row {number}: expected a JSON object, got {kind}")
-        yield f"{path} row {number}", row
+        where = f"{path} row {number}"
+        yield where, parse_object(record, where)
 
 
 def _array_records(path: str) -> Any:

@@ -4,6 +4,8 @@ Two kinds of tokenizer work alike: one whose vocabulary holds each protocol tag 
 added token (trained by `train_tokenizer`), and a stock byte-level one (Qwen's), to
 which tags are ordinary text. Text from outside (questions, observations) is encoded so
 that no part of it can become a control token.
+
+budget: what text and ids owe each other (round trips, authorship) is read in one place.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 import transformers
 
+from coa_jax.json_io import read_object, shown
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
@@ -73,17 +76,27 @@ class Tokenizer:
 
     Raises:
       FileNotFoundError: there is no tokenizer.json in the folder.
+      ValueError: one of the files is not what it should be, or the tokenizer is not
+        byte-level; the file is named.
     """
     file = os.path.join(path, "tokenizer.json")
     if not os.path.exists(file):
       raise FileNotFoundError(f"{file}: no tokenizer there")
-    hf = transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path))
     config = os.path.join(path, _CONFIG)
+    read_object(file)  # what the libraries raise names no file
     said = None
     if os.path.exists(config):
-      with open(config, encoding="utf-8") as f:
-        said = json.load(f).get("tokenizer_class")
-    return cls(hf, *[said] if said not in (None, _ONLY_5) else ())
+      said = read_object(config).get("tokenizer_class")
+      if not isinstance(said, str | None):
+        raise ValueError(f"{config}: field 'tokenizer_class' is {shown(said)}, no name")
+    try:
+      hf = transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path))
+      loaded = cls(hf, *[said] if said not in (None, _ONLY_5) else ())
+      _ = loaded.bytes_of  # which a token that is no run of bytes has not
+    except Exception as e:  # the libraries raise errors of no class of their own
+      reason = " ".join(f"{e!r:.200}".split())
+      raise ValueError(f"{file} and {_CONFIG}: no usable tokenizer ({reason})") from e
+    return loaded
 
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the folder that `load` and Hugging Face read, transformers 4 too."""
@@ -111,6 +124,17 @@ class Tokenizer:
   def pad_id(self) -> int:
     """An id to fill unused places with; lengths, not this id, say what is unused."""
     return self.hf.pad_token_id or 0
+
+  @functools.cached_property
+  def end_id(self) -> int | None:
+    """The id at which `generate` and `vllm serve` are to stop: the last of an answer.
+
+    That of `</answer>` where it is one token. To a stock tokenizer it is text, and the
+    id is end-of-text, which SFT trains after the answer; None if there is none.
+    """
+    closing = roles.close_tag(roles.ANSWER)
+    tags = (i for i, text in self.added.items() if text == closing)
+    return next(tags, self.hf.eos_token_id)
 
   def encode(self, text: str) -> list[int]:
     """Ids of trusted text: tags and control tokens count as such."""

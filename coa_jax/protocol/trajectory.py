@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from coa_jax.json_io import parse_object, to_dataclass
+
 
 class Author(enum.StrEnum):
   """Who wrote a segment; only `policy` tokens are ever trained on."""
@@ -158,23 +160,10 @@ class Trajectory:
     """Builds a trajectory from `to_json`'s dict.
 
     Raises:
-      ValueError: a field is missing, unknown or of the wrong kind; the message starts
-        with `where` and names the field.
+      ValueError: a field is missing, unknown or of another type; the message starts
+        with `where` and names the field and its value.
     """
-    try:
-      row = dict(row)
-      segments = [
-        Segment(**{**s, "author": Author(s["author"])}) for s in row.pop("segments")
-      ]
-      calls = [
-        ToolCall(**{**c, "status": CallStatus(c["status"])})
-        for c in row.pop("calls", [])
-      ]
-      usage = Usage(**row.pop("usage", {}))
-      status = Status(row.pop("status", Status.UNGRADED))
-      return cls(segments=segments, calls=calls, usage=usage, status=status, **row)
-    except (TypeError, ValueError, KeyError) as e:
-      raise ValueError(f"{where}: not a trajectory record: {e!r}") from e
+    return to_dataclass(row, cls, where, needed=("segments",))
 
 
 def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Any]) -> int:
@@ -205,27 +194,20 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, An
   """
   path = os.fspath(path)
   begin = gzip.open if path.endswith(".gz") else open
-  with begin(path, "rt", encoding="utf-8") as f:
+  with begin(path, "rb") as f:
     for number, line in enumerate(_whole(f, path), 1):
-      if not line.strip():
-        continue
-      where = f"{path}:{number}"
-      try:
-        row = json.loads(line)
-      except json.JSONDecodeError as e:
-        raise ValueError(f"{where}: not JSON ({e.msg})") from e
-      if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
-      yield where, row
+      if line.strip():
+        where = f"{path}:{number}"
+        yield where, parse_object(line, where)
 
 
-def _whole(lines: Iterable[str], path: str) -> Iterator[str]:
+def _whole(lines: Iterable[bytes], path: str) -> Iterator[bytes]:
   """The lines; a fault of the file names it."""
   number = 0
   try:
     for number, line in enumerate(lines, 1):  # noqa: B007
       yield line
-  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
+  except (gzip.BadGzipFile, EOFError, zlib.error) as e:
     raise ValueError(f"{path}:{number + 1}: cannot be read: {e}") from e
 
 

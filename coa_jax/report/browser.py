@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from coa_jax.json_io import parse_object
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (
@@ -65,10 +66,9 @@ def _begins_with_a_trajectory(path: str) -> bool:
   with open(path, "rb") as f:
     line = f.readline()
   try:
-    row = json.loads(line)
+    return "segments" in parse_object(line, path)
   except ValueError:
     return False
-  return isinstance(row, dict) and "segments" in row
 
 
 def write_browser(

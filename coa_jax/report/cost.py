@@ -6,6 +6,12 @@ prompt, observations and generated tokens once each. Both counts, with and witho
 credit for caching, are shown: without it the multi-agent side is made to look worse
 than deployments are.
 
+A trained model needs no instructions, so its prompt may be empty, while the team's
+agents read theirs at every call: part of what is saved is that, and has nothing to do
+with one model against many. So reductions are shown as played, and with instructions on
+both sides: the one model's prompt then holds its full instructions too, every role and
+tool (`prompts.instructions`), read once and counted by the counter of the team.
+
 Seconds are wall time from an attempt's start to its end. A team's are those of its
 model calls and tool calls, one after the other; a model's that plays many tasks at once
 are latency in a full batch, so the two compare only where both had the machine alike.
@@ -13,13 +19,22 @@ are latency in a full batch, so the two compare only where both had the machine 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from coa_jax.protocol import prompts
+from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.report.scores import by_task, correct, graded, resample_sums
+from coa_jax.report.scores import (
+  by_task,
+  correct,
+  graded,
+  proportion_interval,
+  resample_sums,
+)
 from coa_jax.report.tables import Table
 
 MULTI, SINGLE = "multi_agent", "single"
@@ -36,15 +51,36 @@ FIGURES = {
   "seconds": "seconds",
   "solved": "solved",
 }
+REDUCTIONS = {
+  "reduction_no_cache": "tokens per task, as played",
+  "reduction_instructed": "tokens per task, instructions on both sides",
+  "reduction_cache": "tokens per task, as played, with cache credit",
+  "reduction_per_solved": "tokens per solved task, as played",
+  "reduction_per_solved_instructed": (
+    "tokens per solved task, instructions on both sides"
+  ),
+  "reduction_per_solved_cache": "tokens per solved task, as played, with cache credit",
+}
+INSTRUCTED = (
+  "The team's agents read their instructions at every call. As played, the one model "
+  "reads what it was trained with, perhaps none; with instructions on both sides its "
+  "prompt tells it every role and tool, once a task."
+)
 
 
-def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str, Any]:
+def cost(
+  multi: Sequence[Trajectory],
+  single: Sequence[Trajectory],
+  instructions: int | None = None,
+) -> dict[str, Any]:
   """Compares the two systems on the tasks that both attempted.
 
   Args:
     multi: the multi-agent system's attempts; only task id, status, reward parts and
       usage are read, so a run's meter is enough.
     single: the single model's attempts.
+    instructions: tokens that its prompt would have more if it held its instructions; 0
+      where it does, None where that is not known.
 
   Returns:
     `tasks` (their number), `left_out` (tasks that only one system has an attempt at
@@ -55,8 +91,11 @@ def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str,
     multi-agent system's; the reductions 1 - single / multi_agent: `reduction_no_cache`
     and `reduction_cache` (of total tokens per task without and with cache credit),
     `reduction_per_solved` and `reduction_per_solved_cache` (of total tokens per solved
-    task, likewise); and `ci95`, gain or reduction -> [low, high] by a bootstrap that
-    draws the same tasks for both systems.
+    task, likewise); `instructions`, as given, and without cache credit, but with as
+    many tokens more in the model's prompt, `reduction_instructed` and
+    `reduction_per_solved_instructed` (None where that is); and `ci95`, gain or
+    reduction -> [low, high] by a bootstrap that draws the same tasks for both systems.
+    Accuracies have a `scores.proportion_interval`.
 
   Raises:
     ValueError: no task was attempted by both.
@@ -70,16 +109,18 @@ def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str,
     )
   columns_m = np.array([_figures(theirs[task]) for task in shared])
   columns_s = np.array([_figures(ours[task]) for task in shared])
-  point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None])
+  extra = math.nan if instructions is None else instructions * len(shared)
+  point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None], extra)
   both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
   drawn_m, drawn_s = both[:, : len(FIGURES)], both[:, len(FIGURES) :]
-  drawn = _reductions(drawn_m, drawn_s)
+  drawn = _reductions(drawn_m, drawn_s, extra)
   gained = (drawn_s[:, -1] - drawn_m[:, -1]) / len(shared)
   return {
     "tasks": len(shared),
     "left_out": len(set(theirs) | set(ours)) - len(shared),
-    MULTI: {**_table(columns_m), "ci95": _intervals(drawn_m / len(shared))},
-    SINGLE: {**_table(columns_s), "ci95": _intervals(drawn_s / len(shared))},
+    "instructions": instructions,
+    MULTI: {**_table(columns_m), "ci95": _intervals(columns_m, drawn_m)},
+    SINGLE: {**_table(columns_s), "ci95": _intervals(columns_s, drawn_s)},
     "accuracy_gain": float(columns_s[:, -1].mean() - columns_m[:, -1].mean()),
     **{name: _finite(values[0]) for name, values in point.items()},
     "ci95": {
@@ -87,6 +128,19 @@ def cost(multi: Sequence[Trajectory], single: Sequence[Trajectory]) -> dict[str,
       **{name: _interval(values) for name, values in drawn.items()},
     },
   }
+
+
+def instruction_tokens(
+  variant: Variant, style: str, encode: Callable[[str], Sequence[int]]
+) -> int:
+  """Tokens that the one model's prompt would have more if it held its instructions.
+
+  Args:
+    variant: its dialect, with the tools that it had.
+    style: of the prompt that it was played with; "full" holds them already.
+    encode: what counts the team's tokens.
+  """
+  return 0 if style == "full" else len(encode(prompts.instructions(variant)))
 
 
 def _figures(attempts: Sequence[Trajectory]) -> list[float]:
@@ -112,22 +166,34 @@ def _table(columns: np.ndarray) -> dict[str, dict[str, float | None]]:
   }
 
 
-def _intervals(drawn: np.ndarray) -> dict[str, list[float | None] | None]:
-  return {name: _interval(drawn[:, i]) for i, name in enumerate(FIGURES)}
+def _intervals(
+  columns: np.ndarray, drawn: np.ndarray
+) -> dict[str, list[float | None] | None]:
+  """Of the means over tasks, from each task's figures and sums of resampled tasks."""
+  out = {n: _interval(drawn[:, i] / len(columns)) for i, n in enumerate(FIGURES)}
+  return out | {"solved": proportion_interval(columns[:, -1])}
 
 
-def _reductions(multi: np.ndarray, single: np.ndarray) -> dict[str, np.ndarray]:
-  """Reductions from column sums [R, figures] of both systems."""
+def _reductions(
+  multi: np.ndarray, single: np.ndarray, extra: float
+) -> dict[str, np.ndarray]:
+  """Reductions from column sums [R, figures] of both systems.
+
+  `extra` are the tokens of instructions, nan for unknown.
+  """
   at = {name: i for i, name in enumerate(FIGURES)}
 
   def ratio(name: str) -> np.ndarray:
     return single[:, at[name]] / multi[:, at[name]]
 
   with np.errstate(divide="ignore", invalid="ignore"):
+    instructed = (single[:, at["total"]] + extra) / multi[:, at["total"]]
     return {
       "reduction_no_cache": 1 - ratio("total"),
       "reduction_cache": 1 - ratio("total_cached_credit"),
+      "reduction_instructed": 1 - instructed,
       "reduction_per_solved": 1 - ratio("total") / ratio("solved"),
+      "reduction_per_solved_instructed": 1 - instructed / ratio("solved"),
       "reduction_per_solved_cache": 1 - ratio("total_cached_credit") / ratio("solved"),
     }
 
@@ -165,15 +231,9 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
     "multi_agent_per_solved": "multi-agent, per solved task",
     "single_per_solved": "one model, per solved task",
   }
-  labels = {
-    "reduction_no_cache": "tokens per task, no cache credit",
-    "reduction_cache": "tokens per task, with cache credit",
-    "reduction_per_solved": "tokens per solved task, no cache credit",
-    "reduction_per_solved_cache": "tokens per solved task, with cache credit",
-  }
   saved = [
     {"of": label, "reduction": table[name], "ci95": table["ci95"][name]}
-    for name, label in labels.items()
+    for name, label in REDUCTIONS.items()
   ]
   paper = "tokens per task, as the paper has it (n = 10)"
   saved.append({"of": paper, "reduction": PAPER_REDUCTION, "ci95": None})
@@ -186,6 +246,7 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
       "Saved by one model (1 - one model / multi-agent)",
       saved,
       {"of": "of", "reduction": "reduction", "ci95": "95 % interval"},
-      "Intervals by bootstrap over tasks, the same tasks drawn for both systems.",
+      INSTRUCTED
+      + " Intervals by bootstrap over tasks, the same tasks drawn for both systems.",
     ),
   ]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from coa_jax.json_io import parse_object, shown
 from coa_jax.report import phases
 from coa_jax.report.tables import rich_table
 from coa_jax.report.tracking import LogConfig, Tracking
@@ -191,18 +192,25 @@ def duration(seconds: float) -> str:
 def _read_lines(path: str) -> list[dict[str, Any]]:
   if not os.path.exists(path):
     return []
-  with open(path, encoding="utf-8") as f:
-    lines = f.read().split("\n")
+  with open(path, "rb") as f:
+    lines = f.read().split(b"\n")
   rows = []
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
+    where = f"{path}:{number}"
     try:
-      rows.append(json.loads(line))
-    except json.JSONDecodeError as e:
+      row = parse_object(line, where)
+    except ValueError:
       # A run that was killed may leave half of its last line; nothing else may be.
       if number < len(lines):
-        raise ValueError(f"{path}:{number}: not JSON ({e.msg})") from e
+        raise
+      continue
+    for name, kind in (("stage", str), ("step", int), ("seconds", int | float)):
+      if not isinstance(row.get(name), kind):
+        value = shown(row.get(name))
+        raise ValueError(f"{where}: no line of a log: field {name!r} is {value}")
+    rows.append(row)
   return rows
 
 

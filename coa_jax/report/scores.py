@@ -75,9 +75,9 @@ def interval(
     seed: of the resampling; equal inputs give equal intervals.
 
   Returns:
-    [low, high], or None where there is no task or no resample has any weight. A
-    proportion that is 0 or 1 on every task has an interval of no width: the bootstrap
-    cannot know of outcomes it has not seen.
+    [low, high], or None where there is no task or no resample has any weight. Of no
+    width where all tasks agree: the bootstrap cannot know of outcomes it has not seen.
+    For proportions see `proportion_interval`.
   """
   over = np.asarray(over, float)
   under = np.ones_like(over) if under is None else np.asarray(under, float)
@@ -87,6 +87,47 @@ def interval(
     return None
   low, high = np.percentile(values[:, 0] / values[:, 1], [2.5, 97.5])
   return [float(low), float(high)]
+
+
+def proportion_interval(
+  over: Sequence[float], under: Sequence[float] | None = None, seed: int = 0
+) -> list[float] | None:
+  """The 95 % interval of a proportion sum(over) / sum(under), over tasks.
+
+  Wilson's score interval where every task says yes or no, and where all say the same:
+  it has a width at 0 of n and at n of n too. Else, as for means of several samples a
+  task, the bootstrap over tasks.
+
+  Args:
+    over: what holds, of each task; from 0 to its `under`.
+    under: of how many; 1 each where left out.
+    seed: of the bootstrap.
+
+  Returns:
+    [low, high], or None where `under` is 0 in all.
+  """
+  over = np.asarray(over, float)
+  under = np.ones_like(over) if under is None else np.asarray(under, float)
+  over, under = over[under > 0], under[under > 0]
+  share = over / under
+  yes_or_no = (under == 1) & np.isin(share, (0, 1))
+  if yes_or_no.all() or (share == 0).all() or (share == 1).all():
+    return wilson(int(share.sum()), len(share))
+  return interval(over, under, seed)
+
+
+def wilson(right: int, tasks: int) -> list[float] | None:
+  """Wilson's 95 % score interval of a proportion (1927); None of no tasks."""
+  if not tasks:
+    return None
+  z = statistics.NormalDist().inv_cdf(0.975)
+  share = right / tasks
+  middle = share + z**2 / (2 * tasks)
+  half = z * math.sqrt(share * (1 - share) / tasks + z**2 / (4 * tasks**2))
+  scale = 1 + z**2 / tasks
+  low = (middle - half) / scale if right else 0.0
+  high = (middle + half) / scale if right < tasks else 1.0
+  return [low, high]
 
 
 def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -153,7 +194,8 @@ def summary(
     with at least 3 graded samples), `tokens_per_task`, `generated_tokens_per_task`,
     `tool_calls_per_task` (means per attempt, greedy attempts where there are any, else
     sampled), `malformed_rate` (per call attempted) and `protocol_ok` (per attempt, over
-    all attempts); `ci95`, figure -> [low, high]; `status`, name -> count of attempts;
+    all attempts); `ci95`, figure -> [low, high], by `interval` for means per task and
+    by `proportion_interval` for all others; `status`, name -> count of attempts;
     `tasks`, their number. A figure without data is None.
   """
   status = collections.Counter(t.status.value for t in (*greedy, *sampled))
@@ -180,7 +222,8 @@ def summary(
   for name, values in over.items():
     under = [len(c) for c in calls] if name == "malformed_rate" else [1] * len(values)
     out[name] = sum(values) / sum(under) if sum(under) else None
-    out["ci95"][name] = interval(values, under)
+    between = interval if name.endswith("_per_task") else proportion_interval
+    out["ci95"][name] = between(values, under)
   out["status"] = {s.value: status.get(s.value, 0) for s in Status}
   out["tasks"] = len(every)
   return out

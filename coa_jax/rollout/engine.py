@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from coa_jax.json_io import read_object
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.distribution import Truncation
-from coa_jax.model.hf_config import read_hf_config
 from coa_jax.protocol import prompts, roles, tokens
 
 
@@ -93,7 +93,7 @@ def check_positions(config: RolloutConfig, model: QwenConfig, folder: str) -> No
     ValueError: naming both.
   """
   file = os.path.join(folder, "config.json")
-  most = read_hf_config(file).get("max_position_embeddings")
+  most = read_object(file).get("max_position_embeddings")
   if most and model.yarn:  # published folders name the positions before stretching
     most = max(most, round(model.yarn.factor * model.yarn.positions))
   if most and config.max_len > most:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from coa_jax.model import sizes
 from coa_jax.model.architecture import QwenConfig
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
@@ -100,6 +101,11 @@ class Player:
       observation_tokens=config.observation_tokens,
       same_calls=config.same_calls,
     )
+    if vllm is None:
+      ways = layout.mesh.size // layout.mesh.shape["tensor"] if layout else 1
+      given = config.slots, config.max_len, config.window
+      needs = sizes.rollout_needs(model, *given, replicas=ways)
+      sizes.check_device(sizes.parameter_needs(model) | needs, layout)
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
     self.constraint = None
     if config.constrain:

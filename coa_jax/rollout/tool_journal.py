@@ -30,6 +30,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from coa_jax.json_io import parse_object, to_dataclass
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout.cells import Cells
 
@@ -123,14 +124,14 @@ class ToolJournal:
         if not line.endswith(b"\n"):
           break
         whole += len(line)
+        where = f"{path}:{number}"
         try:
-          row = json.loads(line)
-          key, status = row.pop("key"), CallStatus(row.pop("status"))
-          calls[key] = ToolCall(**row, status=status)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+          row = parse_object(line, where)
+          key = str(row.pop("key", ""))
+          calls[key] = to_dataclass(row, ToolCall, where, needed=("result", "status"))
+        except ValueError as e:
           raise ValueError(
-            f"{path}:{number}: not a line of a journal of tool calls ({e!r}); delete "
-            "the file, and the step's calls are made again"
+            f"{e}; delete the file, and the step's calls are made again"
           ) from e
       f.truncate(whole)
     return calls

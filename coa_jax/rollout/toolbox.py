@@ -22,11 +22,12 @@ import math
 import threading
 import time
 
+from coa_jax import capacity
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout.cells import Cells
 from coa_jax.rollout.tools import Tool, ToolsConfig, open_tool, run_tool
-from tools_sandbox.client import Sandbox
+from tools_sandbox.client import NoJail, Sandbox
 
 _WITH_PLACES = "code"  # the tool that uses cores: its calls wait for places
 _CLOSE_S = 2.0  # what `close` waits for calls that the sandbox does not end
@@ -65,6 +66,10 @@ class Toolbox:
         or a tool's key, folder or server is not there.
     """
     self.config = config
+    fields = ("workers", "max_hung", "max_sessions")
+    counts = {name: getattr(config, name) for name in fields}
+    needs = {f"tools.{f}={n}": n * capacity.THREAD for f, n in counts.items()}
+    capacity.check_host(needs)
     ours = set(config.tags) - set(config.mcp)
     searches = {"wiki_search", "web_search"} & ours
     runs = config.enabled and "code" in ours
@@ -78,10 +83,13 @@ class Toolbox:
         backend=config.sandbox if runs else None,
         remote=config.remote if runs else None,
       )
-    except RuntimeError as e:  # what this machine lacks for it, or the services
-      hint = ". To take the weaker one: --config.tools.sandbox=subprocess"
-      hint = hint if config.sandbox == "jail" else ""
-      raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}{hint}") from e
+    except NoJail as e:
+      hint = "To take the weaker one: --config.tools.sandbox=subprocess"
+      raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}. {hint}") from e
+    except RuntimeError as e:
+      if config.sandbox != "remote":
+        raise
+      raise ValueError(f"tools.sandbox='remote': {e}") from e
     self._tools: dict[str, Tool] = {}
     try:
       for name in config.tags if config.enabled else ():

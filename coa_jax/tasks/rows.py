@@ -19,7 +19,6 @@ same. `datasets` and `tensorflow_datasets` are asked for only where a URI names 
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import urllib.parse
 import zlib
@@ -28,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.json_io import parse_json
 from coa_jax.protocol.storage import decoded, read_array_record, read_parquet
 from coa_jax.protocol.trajectory import read_jsonl
 
@@ -68,17 +68,17 @@ def _json(path: str) -> Rows:
   _there(path)
   begin = gzip.open if path.endswith(".gz") else open
   try:
-    with begin(path, "rt", encoding="utf-8") as f:
+    with begin(path, "rb") as f:
       text = f.read()
-  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as e:
+  except (gzip.BadGzipFile, EOFError, zlib.error) as e:
     raise ValueError(f"{path}: cannot be read: {e}") from e
   try:
-    rows = json.loads(text)
-  except json.JSONDecodeError as e:
-    if text.lstrip().startswith("{"):
-      yield from read_jsonl(path)  # one row per line; its errors name the line
-      return
-    raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg})") from e
+    rows = parse_json(text, path)
+  except ValueError:
+    if not text.lstrip().startswith(b"{"):
+      raise
+    yield from read_jsonl(path)  # one row per line; its errors name the line
+    return
   rows = [rows] if isinstance(rows, dict) else rows
   if not isinstance(rows, list):
     raise ValueError(f"{path}: expected a list of rows, or one row per line")

@@ -312,7 +312,7 @@ def _structured(truth: Any) -> Any:
     return truth
   try:
     value = json.loads(truth)
-  except json.JSONDecodeError:
+  except (ValueError, RecursionError):
     return truth
   strings = isinstance(value, list) and all(isinstance(v, str) for v in value)
   return value if isinstance(value, dict) or (strings and value) else truth

@@ -93,6 +93,10 @@ class Task:
       raise ValueError(
         f"{where}: field 'kind' is {row['kind']!r}; accepted: {', '.join(Kind)}"
       ) from None
+    if not isinstance(row["id"], str | int | float):
+      raise ValueError(
+        f"{where}: field 'id' must be a string or a number, got {row['id']!r}"
+      )
     row["id"] = str(row["id"])
     return cls(**row)
 

@@ -6,8 +6,9 @@ of words that occurs in one world only: held-out worlds hold only unseen names, 
 words that training worlds use too, so an answer has to be read, not remembered.
 
 Each task carries `meta["program"]`, the steps that lead to its answer (see `evaluate`),
-and `meta["values"]`, what each step gives; the scripted teacher follows them, and a
-test recomputes every answer from the pages alone.
+`meta["values"]`, what each step gives, and `meta["namesakes"]`, names of its own split
+that are easily mistaken for those it is about; the scripted teacher follows and errs by
+them, and a test recomputes every answer from the pages alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import dataclasses
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.tasks.task import Task
@@ -24,6 +26,16 @@ from coa_jax.tasks.world_pages import NAME_WORDS, World, make_facts, page_text
 from coa_jax.tasks.world_questions import FAMILIES, ask, evaluate
 
 Mix = tuple[tuple[str, float], ...]
+# Of tasks to learn from. What is hard to learn is shown more often than it is asked: a
+# small model copies two-digit operands wrong until it has seen thousands of them.
+TRAIN_MIX: Mix = (
+  ("one_hop", 0.10),
+  ("two_hop", 0.20),
+  ("three_hop", 0.20),
+  ("comparison", 0.14),
+  ("arithmetic", 0.18),
+  ("computation", 0.18),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +123,17 @@ def make_world(
   return World(name, facts, pages)
 
 
-def world_tasks(worlds: Sequence[World], n: int, mix: Mix, seed: int) -> list[Task]:
-  """`n` tasks with no question twice; each family gets its share of them exactly.
+def world_tasks(
+  worlds: Sequence[World], n: int, mix: Mix, seed: int, name: str = "task"
+) -> list[Task]:
+  """Makes `n` tasks with no question twice; each family has exactly its share of them.
+
+  Args:
+    worlds: of one split; what is asked about and what is mistaken for it.
+    n: how many tasks.
+    mix: (family, weight) pairs.
+    seed: decides what is asked.
+    name: of the set; ids are NAME-00000, so tasks of two sets never share one.
 
   Raises:
     ValueError: the worlds are too small for that many different questions.
@@ -125,6 +146,7 @@ def world_tasks(worlds: Sequence[World], n: int, mix: Mix, seed: int) -> list[Ta
     reached += weight
     families += [family] * (round(n * reached / total) - len(families))
   rng.shuffle(families)
+  sharing = _names_by_word(worlds)
   tasks: list[Task] = []
   seen: set[str] = set()
   for number, family in enumerate(families):
@@ -139,15 +161,61 @@ def world_tasks(worlds: Sequence[World], n: int, mix: Mix, seed: int) -> list[Ta
     values = evaluate(program, world.facts)
     tasks.append(
       Task(
-        id=f"{world.name}-s{seed}-{number:05d}",
+        id=f"{name}-{number:05d}",
         question=question,
         answers=(values[-1],),
         source="world",
         family=family,
-        meta={"program": program, "values": values, "world": world.name},
+        meta={
+          "program": program,
+          "values": values,
+          "world": world.name,
+          "namesakes": {
+            entity: _namesakes(entity, sharing, random.Random(f"{seed}/{entity}"))
+            for entity in _entities(program, values, world)
+          },
+        },
       )
     )
   return tasks
+
+
+# A kind, a place in the name (0 or 1), and the word there.
+_NamePart = tuple[str, int, str]
+
+
+def _names_by_word(worlds: Sequence[World]) -> dict[_NamePart, list[str]]:
+  """Finds the names that share a word: (kind, place, word) -> names, in page order."""
+  names: dict[_NamePart, list[str]] = {}
+  for world in worlds:
+    for name, facts in world.facts.items():
+      for place, word in enumerate(name.split(" ")):
+        names.setdefault((facts["kind"], place, word), []).append(name)
+  return names
+
+
+def _entities(
+  program: Sequence[Mapping[str, Any]], values: Sequence[str], world: World
+) -> list[str]:
+  """Lists the names that a task is about, its answer included, each once."""
+  mentioned = [step["entity"] for step in program if step["op"] == "lookup"]
+  return [name for name in dict.fromkeys((*mentioned, *values)) if name in world.facts]
+
+
+def _namesakes(
+  entity: str, names: Mapping[_NamePart, list[str]], rng: random.Random
+) -> list[str]:
+  """Draws names of the same kind: one with the same second word, one with the first."""
+  out = []
+  words = entity.split(" ")
+  kind = next(
+    kind for kind in NAME_WORDS if entity in names.get((kind, 0, words[0]), ())
+  )
+  for place in (1, 0):
+    others = [n for n in names[kind, place, words[place]] if n != entity]
+    if others:
+      out.append(rng.choice(others))
+  return out
 
 
 def write_world(
@@ -176,10 +244,11 @@ def write_world(
     "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
   """
   worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
-  tasks = world_tasks(worlds, n, config.mix, task_seed)
+  name = name or split
+  tasks = world_tasks(worlds, n, config.mix, task_seed, name)
   paths = {
     "corpus": os.path.join(os.fspath(directory), f"{split}_pages.jsonl"),
-    "tasks": os.path.join(os.fspath(directory), f"{name or split}_tasks.jsonl"),
+    "tasks": os.path.join(os.fspath(directory), f"{name}_tasks.jsonl"),
   }
   write_jsonl(paths["corpus"], (page for world in worlds for page in world.pages))
   write_jsonl(paths["tasks"], (task.to_json() for task in tasks))

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from coa_jax.json_io import parse_object
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
 
@@ -125,14 +126,14 @@ class Journal:
       for number, line in enumerate(f, 1):
         if not line.endswith(b"\n"):
           break
+        where = f"{self.path}:{number}"
+        row = parse_object(line, where)
         try:
-          row = json.loads(line)
           self.totals.add(row)
           run, key = (row["task_id"], row["sample"]), row["key"]
-        except (ValueError, KeyError, TypeError) as e:
-          raise ValueError(
-            f"{self.path}:{number}: not a line of a journal: {e!r}"
-          ) from e
+          hash((run, key))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+          raise ValueError(f"{where}: not a line of a journal: {e!r}") from e
         if not done(run):
           self._at.setdefault(run, {})[key] = (end, len(line))
         end += len(line)

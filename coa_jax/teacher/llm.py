@@ -3,6 +3,8 @@
 A reply is whatever an OpenAI-compatible endpoint makes of one: text, reasoning before
 it (left out), or tool calls (put into the words that the team's agents use). What an
 endpoint charged for and was no use is counted with the reply that was.
+
+budget: one request with all that can come back for it, read where it is asked.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import email.utils
 import json
+import math
 import random
 import re
 import time
@@ -137,7 +140,7 @@ class ChatConfig:
       )
     if not self.model:
       raise ValueError("model: name the model that the endpoint serves")
-    if self.max_tokens < 1 or self.retries < 0 or self.timeout_s <= 0:
+    if self.max_tokens < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf:
       raise ValueError("max_tokens and timeout_s must be positive, retries at least 0")
     if self.prices and (len(self.prices) != 3 or min(self.prices) < 0):
       raise ValueError(
@@ -300,7 +303,7 @@ def read_completion(text: str) -> Reply:
     choice = body["choices"][0]
     message = choice["message"]
     content, calls = message.get("content"), message.get("tool_calls")
-  except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+  except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
     raise ValueError(f"the body starts with {text[:80]!r}") from None
   if not isinstance(content, str | None):
     raise ValueError(f"message.content is a {type(content).__name__}")
@@ -320,6 +323,7 @@ def read_completion(text: str) -> Reply:
 
 
 _MAX_BYTES = 16 << 20  # of a response; far more than any reply
+_MOST_TOKENS = 1 << 40  # that a count can mean; costs are reckoned in floats
 # How endpoints (OpenAI, vLLM, SGLang, TGI) say that a conversation is too long.
 _TOO_LONG = re.compile(
   r"context.?(length|window)|maximum (model|input|prompt) length|max_model_len|"
@@ -345,7 +349,7 @@ def _called(call: Any) -> str:
   name, given = function.get("name"), function.get("arguments")
   try:
     arguments = json.loads(given) if isinstance(given, str) else given
-  except ValueError:
+  except (ValueError, RecursionError):
     return f"{name} {given}"
   values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
   if len(values) != 1 or not isinstance(values[0], str):
@@ -360,7 +364,7 @@ def _charged(text: str) -> tuple[int, int, int]:
   try:
     usage = json.loads(text)["usage"]
     details = usage.get("prompt_tokens_details")
-  except (ValueError, KeyError, TypeError, AttributeError):
+  except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
     return 0, 0, 0
   details = details if isinstance(details, dict) else {}
   return (
@@ -382,18 +386,18 @@ def _with_waste(reply: Reply, wasted: Sequence[int], **changes: Any) -> Reply:
 
 
 def _count(value: object) -> int:
-  counts = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-  return value if counts else 0
+  return value if type(value) is int and 0 <= value <= _MOST_TOKENS else 0
 
 
 def _retry_after(header: str) -> float:
   """Seconds that a Retry-After header asks for: a number or an HTTP date; 0 if none."""
   try:
-    return max(float(header), 0.0)
+    seconds = float(header)
+    return seconds if seconds > 0 else 0.0  # NaN is no pause
   except ValueError:
     pass
   try:
     when = email.utils.parsedate_to_datetime(header)
-  except ValueError:
+  except (ValueError, TypeError):
     return 0.0
   return max(when.timestamp() - time.time(), 0.0)

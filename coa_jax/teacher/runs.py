@@ -10,7 +10,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
+from coa_jax.json_io import parse_object, to_dataclass
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import Status, ToolCall, Usage
 from coa_jax.teacher.llm import Message
 
 # Agents.
@@ -103,23 +105,10 @@ class Run:
     """Builds a run from `to_json`'s dict.
 
     Raises:
-      ValueError: a field is missing, unknown or of the wrong kind; the message starts
-        with `where`.
+      ValueError: a field is missing, unknown or of another type; the message starts
+        with `where` and names the field and its value.
     """
-    try:
-      row = dict(row)
-      events = [
-        Event(**{**e, "reported": tuple(e.get("reported", ()))})
-        for e in row.pop("events")
-      ]
-      calls = [
-        ToolCall(**{**c, "status": CallStatus(c["status"])}) for c in row.pop("calls")
-      ]
-      usage = Usage(**row.pop("usage"))
-      status = Status(row.pop("status"))
-      return cls(events=events, calls=calls, usage=usage, status=status, **row)
-    except (TypeError, ValueError, KeyError) as e:
-      raise ValueError(f"{where}: not a run record: {e!r}") from e
+    return to_dataclass(row, cls, where, ("events", "calls", "usage", "status"))
 
 
 def render(event: Event) -> str:
@@ -131,11 +120,12 @@ def render(event: Event) -> str:
   return f"{head}\n" + re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
 
 
-_PIECE = re.compile(r"[^\W\d]+|\d|[^\w\s]")
+_TAGS = "|".join((*roles.ROLES, *roles.TOOLS, roles.OBSERVATION))
+_PIECE = re.compile(rf"</?(?:{_TAGS})>|[^\W\d]+|\d|[^\w\s]")
 
 
 def pieces(text: str) -> list[int]:
-  """Stands in for a tokenizer: words, single digits and punctuation marks."""
+  """Stands in for a tokenizer: words, single digits, punctuation marks and tags."""
   return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]
 
 
@@ -210,12 +200,9 @@ class RunFile:
         for number, line in enumerate(f, 1):
           if not line.endswith(b"\n"):
             break
-          try:
-            row = json.loads(line)
-            key = row["task_id"], row["sample"]
-          except (ValueError, KeyError, TypeError) as e:
-            raise ValueError(f"{path}:{number}: not a run of a team: {e!r}") from e
-          self._at[key] = (end, len(line))
+          where = f"{path}:{number}"
+          done = Run.from_json(parse_object(line, where), where)
+          self._at[done.task_id, done.sample] = (end, len(line))
           end += len(line)
       os.truncate(path, end)
     self._end = end

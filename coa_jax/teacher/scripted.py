@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.tasks.task import Task
-from coa_jax.tasks.world_pages import NAME_WORDS, read_pages
+from coa_jax.tasks.world_pages import read_pages
 from coa_jax.tasks.world_questions import evaluate, resolve
 from coa_jax.teacher import runs
 from coa_jax.teacher.llm import Message, Reply
@@ -126,6 +126,7 @@ class _Mind:
     self.config = config
     self.program = task.meta["program"]
     self.truth = task.meta["values"]
+    self.namesakes = task.meta.get("namesakes", {})
     self.key = f"{config.seed}/{task.id}/{sample}/"
     self.entries: list[_Entry] = []
     self.known: dict[int, str] = {}  # step -> its believed value
@@ -296,19 +297,10 @@ class _Mind:
   def _wrong_name(self, entity: str) -> str:
     """Half a name, or the name of something else that shares a word with it."""
     which = self.chance("which word", entity)
-    if which < 0.25:
+    namesakes = self.namesakes.get(entity, ())
+    if which < 0.25 or not namesakes:
       return entity.split(" ")[0]
-    return self._namesake(entity, 0 if which < 0.5 else 1)
-
-  def _namesake(self, entity: str, place: int) -> str:
-    """The name with the word at `place` replaced by another that may stand there."""
-    words = entity.split(" ")
-    for kind in NAME_WORDS.values():
-      if words[0] in kind[0] and words[1] in kind[1]:
-        others = [w for w in kind[place] if w != words[place]]
-        words[place] = others[int(self.chance("word", entity) * len(others))]
-        break
-    return " ".join(words)
+    return namesakes[0 if which < 0.5 else -1]
 
   def _from_memory(self, value: str, occasion: object) -> str:
     """The value, or where memory slips a number or a name close to it."""
@@ -316,7 +308,8 @@ class _Mind:
       return value
     if value.isdecimal():
       return str(int(value) + (1, 2, 10, 100)[int(self.chance("by", occasion) * 4)])
-    return self._namesake(value, 1) if " " in value else value
+    namesakes = self.namesakes.get(value)
+    return namesakes[-1] if namesakes else value
 
   def _code(self) -> str:
     verb, rest = self.assignment.split(" ", 1)

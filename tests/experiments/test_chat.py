@@ -20,7 +20,8 @@ from rich.console import Console
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.live import Piece
-from experiments import chat, serve
+from experiments import chat
+from tools_sandbox import http_server
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = """
@@ -205,7 +206,7 @@ def test_an_answer_that_is_cut_off_is_shown_without_a_frame():
 
 
 def test_a_port_is_not_shared_with_a_server_that_still_loads():
-  with serve.bind("127.0.0.1", 0) as first:
+  with http_server.bind("127.0.0.1", 0) as first:
     port = first.getsockname()[1]
     with pytest.raises(ValueError, match=f"--port={port}"):
-      serve.bind("127.0.0.1", port)
+      http_server.bind("127.0.0.1", port)

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.trajectory import Trajectory, Usage, write_jsonl
+from coa_jax.teacher.runs import pieces
 from experiments.compare_cost import compare
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -46,6 +48,26 @@ def test_by_the_meter_and_by_the_endpoints_own_counts(tmp_path):
   assert out["reported"]["multi_agent"]["per_task"]["completion"] == 100
   assert "words, digits and marks" in out["notes"][0]
   assert compare(*files(tmp_path, ()))["reported"] is None
+
+
+@pytest.mark.parametrize("style", ["brief", "full"])
+def test_the_models_prompt_is_counted_with_its_instructions_once(tmp_path, style):
+  multi, single = files(tmp_path, ())
+  path = tmp_path / "greedy" / "config.json"
+  made = json.loads(path.read_text())
+  made["config"]["rollout"] = {"style": style}
+  path.write_text(json.dumps(made))
+  out = compare(multi, single)["metered"]
+  assert out["reduction_no_cache"] == pytest.approx(0.9)
+  told = prompts.instructions(roles.get_variant("unified").with_tools(["code"]))
+  more = len(pieces(told)) if style == "brief" else 0  # a full prompt has them already
+  assert more == out["instructions"]
+  assert out["reduction_instructed"] == pytest.approx(1 - (100 + more) / 1000)
+
+
+def test_a_tag_counts_as_one_token():
+  assert len(pieces("<think> 12 cats</think>")) == 5
+  assert len(pieces("<p>")) == 3
 
 
 def test_other_tools_compare_nothing(tmp_path):

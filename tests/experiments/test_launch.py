@@ -148,6 +148,65 @@ def test_a_config_that_the_journey_refuses_names_the_file(launcher, tmp_path):
   assert "other.py: config has no section 'optm'; did you mean 'optim'?" in line
 
 
+@pytest.mark.parametrize(
+  ("text", "named"),
+  [
+    ("def get_config(:\n  pass\n", "bad.py:1: "),
+    ("x = 1\n  y = 2\n", "bad.py:2: unexpected indent"),
+    ("x = 1\x00", "null bytes"),
+    ("x = 1\n1 / 0\n", "bad.py:2: ZeroDivisionError"),
+    ("import nothing_of_that_name", "bad.py:1: ModuleNotFoundError"),
+    ("def get_config():\n  open('/nowhere/x')", "bad.py:2: FileNotFoundError"),
+    ("def get_config():\n  raise SystemExit(3)", "bad.py:2: SystemExit"),
+    ("def get_config():\n  return get_config()", "RecursionError"),
+    ("config = {}", "bad.py: defines no function get_config"),
+    ("get_config = 3", "bad.py: defines no function get_config"),
+    ("def get_config():\n  return {'data': {}}", "get_config returns a dict"),
+    ("def get_config():\n  return None", "get_config returns a NoneType"),
+    (CONFIG.replace('{"steps": 1 if arg else 9}', "3"), "config.data is 3"),
+    (CONFIG.replace('{"lr": 0.1, "name": "adamw"}', "'x'"), "config.optim is 'x'"),
+  ],
+)
+def test_a_config_file_that_fails_is_named(launcher, tmp_path, text: str, named: str):
+  (tmp_path / "bad.py").write_text(text)
+  line = refused(launcher(file=str(tmp_path / "bad.py")))
+  assert "bad.py" in line and named in line, line
+
+
+def test_a_process_0_that_never_comes_is_named(launcher):
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"  # bound, and nobody listens
+    done = launcher(f"--distributed={address},2,1", "--distributed_wait_s=1")
+  *waiting, last = done.stderr.strip().splitlines()
+  assert done.returncode == 2 and "Traceback" not in done.stderr
+  assert last.startswith("error: ") and address in last and "distributed_wait_s" in last
+  assert waiting and all(f"waiting for process 0 at {address}" in x for x in waiting)
+  line = refused(launcher("--distributed=127.0.0.1:99999,2,1"))
+  assert "a port is from 1 to 65535" in line
+
+
+def test_a_program_without_a_config_refuses_in_one_line(tmp_path):
+  program = tmp_path / "program.py"
+  program.write_text(
+    "from absl import flags\n"
+    "from experiments.launch import run_program\n"
+    "flags.DEFINE_integer('count', 1, 'How many.', 1)\n"
+    "def main():\n"
+    "  open('/nowhere/' + 'x' * 300)\n"
+    "run_program(main)\n"
+  )
+  for flag in ("--zzz=1", "--count=x", "--count=0", "extra", "--count=1"):
+    done = subprocess.run(
+      [sys.executable, str(program), flag],
+      capture_output=True,
+      text=True,
+      cwd=tmp_path,
+      env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert flag.strip("-").partition("=")[0] in refused(done) or flag == "--count=1"
+
+
 def test_files_and_flags_that_are_missing_are_named(launcher):
   assert "nowhere.py: there is no such" in refused(launcher(file="nowhere.py"))
   assert "workdir" in refused(launcher(workdir=""))

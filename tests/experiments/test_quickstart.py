@@ -54,6 +54,10 @@ def test_interrupted_and_run_again_it_tells_everything(tmp_path: pathlib.Path):
   assert results["seconds"] > 0
   # A team of agents sends its context again and again; a stream does not.
   assert results["cost"]["reduction_no_cache"] > 0
+  team = results["cost"]["multi_agent"]["per_task"]["total"]
+  told = results["cost"]["instructions"] / team
+  less = results["cost"]["reduction_no_cache"] - results["cost"]["reduction_instructed"]
+  assert told == pytest.approx(less, rel=1e-6)
   page = (workdir / "report.html").read_text()
   assert page.count('<details class="tr') >= 20
 
@@ -70,3 +74,13 @@ def test_where_there_is_no_jail_it_says_what_it_takes(tmp_path, monkeypatch, cap
   assert "no user namespaces" in said and said.count("tools.sandbox=subprocess") == 1
   monkeypatch.setattr(quickstart, "check_jail", list)
   assert quickstart.Quickstart(str(tmp_path), seed=0, tiny=True).sandbox == "jail"
+
+
+@pytest.mark.parametrize(
+  "text", ["", '{"world": 1', "[]", "3", '{"world": "x"}', '{"world": [1]}']
+)
+def test_a_damaged_record_of_stages_is_named(tmp_path, text: str):
+  (tmp_path / "stages.json").write_text(text)
+  stages = quickstart.Quickstart(str(tmp_path), 0, tiny=True)
+  with pytest.raises(ValueError, match=r"stages\.json: .*; delete the file"):
+    stages.stage(1, "world", "a world", lambda: None)

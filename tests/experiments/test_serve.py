@@ -1,4 +1,7 @@
-"""The endpoint: real HTTP on loopback, a model that knows its scripts by heart."""
+"""The endpoint: real HTTP on loopback, a model that knows its scripts by heart.
+
+budget: all of one endpoint, over one served model that its tests share.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
 from experiments import serve
+from tools_sandbox import http_server
 
 CONFIG = RolloutConfig(
   style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
@@ -62,14 +66,14 @@ def body(question: str, **fields) -> dict:
 
 
 @contextlib.contextmanager
-def serving(player: Player, toolbox=None, conversation=False, **options):
+def serving(player: Player, toolbox=None, conversation=False, grace_s=3.0, **options):
   """Serves the trained actor on a free port."""
   with (
-    serve.bind("127.0.0.1", 0) as sock,
+    http_server.bind("127.0.0.1", 0) as sock,
     Team(player, toy.actor().params, toolbox or toy.TableToolbox(), **options) as team,
   ):
     app = serve.make_app(team, "coa", ("127.0.0.1",), conversation)
-    server = serve.make_server(app)
+    server = http_server.Server(app, grace_s)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     service = Service(f"http://127.0.0.1:{sock.getsockname()[1]}", team)
@@ -346,11 +350,21 @@ def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, 
   assert not caplog.records  # it is nobody's fault
 
 
-def test_a_stop_cuts_off_what_takes_too_long(one_slot, slow_windows, monkeypatch):
-  monkeypatch.setattr(serve, "GRACE_S", 0.2)
+def test_a_client_that_hangs_up_in_its_body_is_nobodys_fault(service, caplog):
+  out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=300)
+  out.putrequest("POST", "/v1/chat/completions")
+  out.putheader("content-type", "application/json")
+  out.putheader("content-length", "99")
+  out.endheaders(b"{")
+  out.close()
+  assert service.client.get("/health").status_code == 200
+  assert not caplog.records
+
+
+def test_a_stop_cuts_off_what_takes_too_long(one_slot, slow_windows):
   engine = one_slot.engine
   before = engine.counters.sampled_tokens
-  with serving(one_slot) as service:
+  with serving(one_slot, grace_s=0.2) as service:
     cut_off = begin(service, stream=True)
   assert engine.counters.sampled_tokens <= before + 20
   text = cut_off.getresponse().fp.read()

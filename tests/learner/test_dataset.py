@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner.dataset import Dataset
+from coa_jax.learner.dataset import Dataset, check_ids
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 
@@ -93,14 +93,16 @@ def test_without_a_token_it_is_empty(tmp_path):
   assert len(Dataset(str(tmp_path / "d"))) == 0
 
 
-def test_a_fault_leaves_no_folder(tmp_path):
-  def broken():
-    yield Trajectory("a", [Segment(Author.POLICY, "", "", [1])])
-    raise ValueError("row 2")
-
-  with pytest.raises(ValueError, match="row 2"):
-    Dataset.write(str(tmp_path / "d"), broken())
-  assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("bad", [-7, 10, 10**6, 2**40, 1.0, True, None, "3"])
+def test_an_id_that_no_token_has_is_named(bad):
+  ids = [0, 9, bad, 4]
+  for author in (Author.PROMPT, Author.POLICY):
+    segments = [Segment(Author.PROMPT, "", "why", [1]), Segment(author, "", "ab", ids)]
+    told = f"task 'q' has token id {bad!r} in 'ab'; ids are whole numbers from 0 to 9"
+    with pytest.raises(ValueError, match=told):
+      check_ids(Trajectory("q", segments), 10)
+  check_ids(Trajectory("q", [Segment(Author.POLICY, "", "", [0, 9])]), 10)
+  check_ids(Trajectory("q", [Segment(Author.POLICY, "", "")]), 10)
 
 
 def test_batches_are_a_function_of_seed_and_number(tmp_path):

@@ -74,9 +74,12 @@ def test_what_a_folder_says_beside_its_architecture_is_kept(tmp_path):
   generation = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05}
   (first / "generation_config.json").write_text(json.dumps(generation))
   save_model(second, QWEN2, params, toy.tokenizer(), like=first)
+  end = {"eos_token_id": [toy.tokenizer().end_id, 151645, 151643]}
   config = json.loads((second / "config.json").read_text())
-  assert {k: config[k] for k in said} == said
-  assert json.loads((second / "generation_config.json").read_text()) == generation
+  assert {k: config[k] for k in said} == said | end
+  end = {"eos_token_id": toy.tokenizer().end_id}
+  found = json.loads((second / "generation_config.json").read_text())
+  assert found == generation | end
   assert load_model(second)[0] == QWEN2
 
 
@@ -84,7 +87,7 @@ def test_a_new_folder_says_what_ends_and_pads_a_text(tmp_path):
   tokenizer = toy.tokenizer()
   save_model(tmp_path, QWEN3, params_of(QWEN3), tokenizer)
   ids = {
-    "eos_token_id": tokenizer.hf.eos_token_id,
+    "eos_token_id": [tokenizer.end_id, tokenizer.hf.eos_token_id],
     "pad_token_id": tokenizer.hf.pad_token_id,
   }
   assert None not in ids.values()

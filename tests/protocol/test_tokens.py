@@ -358,3 +358,26 @@ def test_ids_of_a_tokenizer_that_normalizes_are_its_own(tmp_path):
   segment.text += "x"
   with pytest.raises(ValueError, match="they are another tokenizer's"):
     loaded.check_ids(Trajectory("x", [segment]))
+
+
+@pytest.mark.parametrize(
+  ("file", "text"),
+  [
+    ("tokenizer.json", ""),
+    ("tokenizer.json", '{"version": "1.0", "mod'),
+    ("tokenizer.json", "[]"),
+    ("tokenizer.json", "{}"),
+    ("tokenizer.json", "[" * 100_000),
+    ("tokenizer_config.json", "{"),
+    ("tokenizer_config.json", "[]"),
+    ("tokenizer_config.json", '{"tokenizer_class": ["x"]}'),
+    ("tokenizer_config.json", '{"pad_token": 3}'),
+  ],
+)
+def test_a_damaged_tokenizer_is_named_in_one_line(tmp_path, file: str, text: str):
+  toy.tokenizer().save(tmp_path)
+  Tokenizer.load(tmp_path)
+  (tmp_path / file).write_text(text)
+  with pytest.raises(ValueError, match=rf"{tmp_path}.*{file}") as e:
+    Tokenizer.load(tmp_path)
+  assert "\n" not in str(e.value) and len(str(e.value)) < 500

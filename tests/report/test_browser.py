@@ -144,7 +144,7 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   assert find_files([f"{run}/**/step_*.jsonl", both[1]]) == both
   with pytest.raises(FileNotFoundError, match=r"--trajectories=.*none\*: no file"):
     find_files([str(run / "none*")])
-  with pytest.raises(ValueError, match=r"metrics\.jsonl:1: not a trajectory"):
+  with pytest.raises(ValueError, match=r"metrics\.jsonl:1: unknown field .stage."):
     write_browser(tmp_path / "x.html", [str(run / "metrics.jsonl")])
   assert write_browser(tmp_path / "x.html", both) == 2
   files = {row["file"] for row in data_of((tmp_path / "x.html").read_text())["rows"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coa_jax.protocol.trajectory import Status, Trajectory, Usage
-from coa_jax.report import cost, tables
+from coa_jax.report import cost, scores, tables
 
 
 def attempt(task: str, right: bool, status: Status = Status.ENDED, **usage):
@@ -47,13 +47,29 @@ def test_by_hand():
   assert out["reduction_per_solved_cache"] == pytest.approx(1 - 300 / 750)
   assert (out["tasks"], out["left_out"]) == (2, 0)
   # Accuracy: 1 of the team, 0.5 of the model; a draws a task twice, or both.
-  assert multi["ci95"]["solved"] == [1, 1] and single["ci95"]["solved"] == [0, 1]
+  assert multi["ci95"]["solved"] == scores.wilson(2, 2)
+  assert single["ci95"]["solved"] == scores.wilson(1, 2)
   assert multi["ci95"]["total"] == [1000, 2000]
   assert (out["accuracy_gain"], out["ci95"]["accuracy_gain"]) == (-0.5, [-1, 0])
   low, high = out["ci95"]["reduction_no_cache"]
   # task a alone saves 80 %, task b alone 95 %
   assert low == pytest.approx(0.8)
   assert high == pytest.approx(0.95)
+
+
+def test_instructions_count_once_a_task_on_the_models_side():
+  out = cost.cost(MULTI, SINGLE, instructions=300)
+  assert out["reduction_no_cache"] == pytest.approx(0.9)
+  assert out["reduction_instructed"] == pytest.approx(1 - (150 + 300) / 1500)
+  # 2 tasks of 450 tokens for 1 that is solved.
+  assert out["reduction_per_solved_instructed"] == pytest.approx(1 - 900 / 1500)
+  # task a alone: 1 - 500 / 1000; task b alone: 1 - 400 / 2000
+  assert out["ci95"]["reduction_instructed"] == pytest.approx([0.5, 0.8])
+  unknown = cost.cost(MULTI, SINGLE)
+  assert unknown["reduction_instructed"] is unknown["instructions"] is None
+  assert unknown["ci95"]["reduction_instructed"] is None
+  in_it = cost.cost(MULTI, SINGLE, instructions=0)
+  assert in_it["reduction_instructed"] == in_it["reduction_no_cache"]
 
 
 def test_only_tasks_of_both_count_and_infrastructure_does_not():
@@ -88,7 +104,7 @@ def test_tables_show_every_figure():
   )
   assert row in text
   assert text.count("\n") == 2 + len(cost.FIGURES)
-  assert "| tokens per task, no cache credit | 0.900 | 0.800 to 0.950 |" in (
+  assert "| tokens per task, as played | 0.900 | 0.800 to 0.950 |" in (
     tables.markdown_table(saved.rows, saved.columns)
   )
   assert saved.rows[-2]["reduction"] == 0.846

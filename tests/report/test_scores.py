@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import samples
+import scipy.stats
 
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.report import scores
@@ -42,6 +43,25 @@ def test_the_interval_of_a_ratio_weighs_tasks_by_their_denominator():
   assert scores.interval([], []) is None
   assert scores.interval([0, 0], [0, 0]) is None
   assert scores.interval([0, 1, 1]) == scores.interval([0, 1, 1])
+
+
+@pytest.mark.parametrize(("right", "tasks"), [(0, 300), (300, 300), (17, 80), (1, 1)])
+def test_a_proportion_of_yes_and_no_has_wilsons_interval(right, tasks):
+  expected = scipy.stats.binomtest(right, tasks).proportion_ci(method="wilson")
+  found = scores.proportion_interval([1.0] * right + [0.0] * (tasks - right))
+  assert found == pytest.approx([expected.low, expected.high], abs=1e-12)
+
+
+def test_no_proportion_has_an_interval_without_width():
+  """Samples of a task are not independent: n is the number of tasks."""
+  low, high = scores.proportion_interval([0.0, 0.0, 0.0], [4, 9, 0])
+  assert (low, high) == (0, scores.wilson(0, 2)[1]) and high > 0.5
+  low, high = scores.proportion_interval([4.0, 9.0], [4, 9])
+  assert high == 1 and low < 0.5
+  thirds = [1 / 3, 0.0, 1.0, 2 / 3] * 5
+  assert scores.proportion_interval(thirds) == scores.interval(thirds)
+  assert scores.proportion_interval([], []) is None
+  assert scores.proportion_interval([0.0], [0]) is None
 
 
 @pytest.mark.parametrize(

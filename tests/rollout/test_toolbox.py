@@ -1,4 +1,7 @@
-"""Tool calls in the real sandbox, and whose fault a failure is."""
+"""Tool calls in the real sandbox, and whose fault a failure is.
+
+budget: all of one class, over one toolbox that its tests share.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +109,14 @@ def test_a_jail_that_can_not_be_is_refused_and_never_another(config, monkeypatch
     Toolbox(dataclasses.replace(config, sandbox="jail"))
   # A policy that runs no program needs none.
   Toolbox(dataclasses.replace(config, sandbox="jail", tools=("wiki_search",))).close()
+
+
+def test_a_corpus_that_can_not_be_read_is_no_failure_of_the_jail(config, tmp_path):
+  deep = tmp_path / "deep.jsonl"
+  deep.write_text("[" * 100_000)
+  with pytest.raises(ValueError, match=r"^.*deep\.jsonl:1: nested too deep") as e:
+    Toolbox(dataclasses.replace(config, sandbox="jail", corpus=str(deep)))
+  assert "sandbox" not in str(e.value)
 
 
 def test_search_lists_pages_best_first(toolbox):

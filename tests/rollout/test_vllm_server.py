@@ -180,7 +180,7 @@ def journey(server: ScriptedVllm, folder) -> ml_collections.ConfigDict:
 def test_evaluate_plays_on_the_server(server, tmp_path):
   """Greedy and sampled, with the real tool."""
   results = evaluate.run(journey(server, tmp_path), str(tmp_path / "w"))
-  assert results["counters"]["windows"] == 2 * 3
+  assert results["usage"]["generated"] > 0
   temperatures = sorted(body["temperature"] for body in server.completions())
   assert temperatures == [0.0] * 2 + [1.0] * 4
   for name, number in (("greedy", 1), ("sampled", 2)):

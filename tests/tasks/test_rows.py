@@ -85,8 +85,8 @@ def test_gzipped_files(tmp_path, name):
   ("name", "content", "message"),
   [
     ("a.jsonl", b'{"question": "q"}\n{"question', r"a\.jsonl:2: not JSON"),
-    ("a.jsonl", b'{"question": "q"}\n\xff\xfe\n', r"a\.jsonl:\d: cannot be read"),
-    ("a.json", b"\xff", r"a\.json: cannot be read"),
+    ("a.jsonl", b'{"question": "q"}\n\xff\xfe\n', r"a\.jsonl:2: not UTF-8"),
+    ("a.json", b"\xff", r"a\.json: not UTF-8"),
     ("a.parquet", b"PAR1 no", r"a\.parquet row 0: cannot be read as parquet"),
   ],
 )

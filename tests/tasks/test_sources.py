@@ -206,7 +206,7 @@ def test_errors_about_the_file(tmp_path):
   with pytest.raises(ValueError, match="holds no task"):
     sources.load_tasks(write(tmp_path / "t.jsonl", []))
   (tmp_path / "t.json").write_text("[1, 2")
-  with pytest.raises(ValueError, match=r"t\.json:1: not JSON"):
+  with pytest.raises(ValueError, match=r"t\.json: not JSON"):
     sources.load_tasks(tmp_path / "t.json")
   twice = [{"id": "x", "question": "q", "answer": "a"}] * 2
   with pytest.raises(ValueError, match=r"row 1: id 'x' is already the id of .*row 0"):

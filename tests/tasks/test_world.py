@@ -15,6 +15,7 @@ from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world import WorldConfig, make_world, world_tasks, write_world
 from coa_jax.tasks.world_pages import NAME_WORDS, PAGES, read_pages
 from coa_jax.tasks.world_questions import FAMILIES, HELD_OUT, evaluate
+from experiments.make_world import make_world as make_world_files
 from tools_sandbox.search import read_corpus
 
 SMALL = WorldConfig(
@@ -35,6 +36,13 @@ def test_the_same_seed_gives_the_same_world_and_questions():
   assert tasks == world_tasks(second, 80, SMALL.mix, seed=3)
   assert tasks != world_tasks(first, 80, SMALL.mix, seed=4)
   assert first[0].pages != make_world(1, SMALL, "train", 0).pages
+
+
+def test_no_id_is_in_two_sets_of_tasks(tmp_path):
+  make_world_files(str(tmp_path), seed=0, train=40, rl=40, held_out=40)
+  files = sorted(tmp_path.glob("*_tasks.jsonl"))
+  ids = [task.id for file in files for task in load_tasks(str(file))]
+  assert len(files) == 5 and len(set(ids)) == len(ids) == 200
 
 
 def test_no_name_is_in_two_worlds_whatever_the_seeds():
@@ -146,7 +154,9 @@ def test_reading_finds_no_page_in_other_text():
 def test_written_files_are_read_by_the_loaders_of_users_files(tmp_path):
   paths = write_world(tmp_path, "dev", 50, SMALL, seed=5, task_seed=1, name="some")
   world = make_world(5, SMALL, "dev", 0)
-  assert load_tasks(paths["tasks"]) == world_tasks([world], 50, SMALL.mix, seed=1)
+  assert load_tasks(paths["tasks"]) == world_tasks(
+    [world], 50, SMALL.mix, seed=1, name="some"
+  )
   assert paths["tasks"].endswith("some_tasks.jsonl")
   pages = [dataclasses.asdict(d) for d in read_corpus(paths["corpus"])]
   assert tuple(pages) == world.pages

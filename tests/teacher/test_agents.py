@@ -330,7 +330,7 @@ def test_runs_are_the_same_twice_and_survive_json(tasks, toolbox):
 
 
 def test_a_run_record_that_is_none_is_refused():
-  with pytest.raises(ValueError, match="here: not a run record"):
+  with pytest.raises(ValueError, match="here: field 'events' is missing"):
     Run.from_json({"task_id": "t"}, "here")
 
 
@@ -349,3 +349,13 @@ def test_a_file_of_runs_survives_a_kill_in_the_middle_of_a_line(tmp_path):
     assert [json.loads(line)["task_id"] for line in f] == ["t3", "t0", "t1", "t2"]
   assert file.read("t2", 0) == Run("t2", prediction="pp")
   assert file.read("t9", 0) is None
+
+
+@pytest.mark.parametrize("line", ["3", "null", '{"task_id": 3}', "[" * 100_000])
+def test_a_line_that_is_no_run_is_named(tmp_path, line: str):
+  path = tmp_path / "runs.jsonl"
+  RunFile(str(path)).append(Run("t0"))
+  with path.open("a") as f:
+    f.write(line + "\n")
+  with pytest.raises(ValueError, match=r"runs\.jsonl:2: "):
+    RunFile(str(path))

@@ -159,7 +159,7 @@ def test_a_field_of_another_kind_drops_the_row(tmp_path, row, detail):
     ("[]", "holds no row"),
     ("[1]", "row 0: expected a JSON object, got int"),
     ('[{"question": "a"}]', "row 0: its fields .question. are those of no format"),
-    ("[", r"sft\.json:1: not JSON"),
+    ("[", r"sft\.json: not JSON"),
   ],
 )
 def test_errors_name_file_and_row(tmp_path, text, message):

@@ -149,6 +149,40 @@ def test_function_calls_are_put_into_the_words_of_the_team(message, text):
   assert read_completion(completion(message)).text == text
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+  "body, text",
+  [
+    (completion(called("web_search", DEEP)), f"web_search {DEEP}"),
+    (
+      completion({"content": "said"})[:-1] + ', "usage": {"prompt_tokens": 1e999}}',
+      "said",
+    ),
+    (
+      completion({"content": "said"})[:-1]
+      + f', "usage": {{"prompt_tokens": 1{"0" * 400}}}}}',
+      "said",
+    ),
+  ],
+)
+def test_odd_numbers_and_depths_of_a_reply_are_no_crash(body: str, text: str):
+  reply = read_completion(body)
+  assert reply.text == text and reply.prompt_tokens == 0
+
+
+def test_a_reply_without_an_end_of_brackets_is_no_completion():
+  with pytest.raises(ValueError, match="the body starts with"):
+    read_completion(DEEP)
+
+
+def test_a_pause_that_is_no_number_is_none():
+  with serve() as server, ChatBrain(server.config()) as brain:
+    server.faults, server.headers = [429], {"Retry-After": "nan"}
+    assert brain("planner", ASK).retries == 1
+
+
 def test_prices():
   config = ChatConfig(base_url="http://x", model="m", prices=(2.0, 0.5, 8.0))
   assert config.usd(3_000_000, 1_000_000, 500_000) == 4.0 + 0.5 + 4.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 
 import pytest
 
@@ -10,10 +11,12 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tasks.rewards import grade
 from coa_jax.tasks.task import Task
+from coa_jax.tasks.world_pages import NAME_WORDS
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.llm import Message
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from tools_sandbox.search import read_corpus
 
 PERFECT = dict(
   wrong_query=0, buggy_program=0, premature=0, caught=1, recall=0, mental=0, slip=0
@@ -70,6 +73,25 @@ def test_wrong_queries_are_sent_noticed_and_mended(tasks, toolbox):
         assert query != name and set(query.split()) & set(name.split())
     noticed += has(run, runs.REFLECTION, "wrong page")
   assert noticed > 25
+
+
+def test_what_is_asked_or_said_wrongly_is_of_the_same_split(
+  tasks, toolbox, world_files
+):
+  """Else training text holds names of held-out worlds."""
+  rates = dict(wrong_query=1, caught=0, recall=0.5, slip=1)
+  said = set()
+  for run in work(tasks, toolbox, **{**PERFECT, **rates}):
+    text = "\n".join(e.content for e in run.events)
+    said.update(re.findall(r"(?=\b([A-Z][a-z]+ [A-Z][a-z]+)\b)", text))
+  names = {
+    pair
+    for pair in said
+    for first, second in NAME_WORDS.values()
+    if pair.split()[0] in first and pair.split()[1] in second
+  }
+  titles = {page.title for page in read_corpus(world_files["corpus"])}
+  assert len(names) > 100 and names <= titles
 
 
 def test_buggy_programs_are_run_noticed_and_mended(tasks, toolbox):

@@ -8,7 +8,9 @@ user with a secret in its environment, on its disk and on its sockets.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,7 +25,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 from attacks import PRELUDE, Attack  # noqa: E402
-from attacks_limits import ATTACKS  # noqa: E402
+from attacks_shared import ATTACKS  # noqa: E402
 
 from tools_sandbox import kernel  # noqa: E402
 from tools_sandbox.pool import SandboxPool  # noqa: E402
@@ -93,6 +95,7 @@ def _host():
         "ABSTRACT": _MARK,
         "SOCKET_PATH": f"{folder}/socket",
         "SHM_KEY": str(_SHM_KEY),
+        "HOST_FOLDERS": os.path.dirname(os.path.realpath(sys.prefix)),
         "PACKAGE": str(HERE.parent.parent / "tools_sandbox"),
         "LEFT": f"LEFT-{os.getpid()}",
         "PLANTED": f"/tmp/planted-{os.getpid()}",
@@ -144,6 +147,23 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
         session.run("print(1)")
         return session.run(_fill(program, names))
 
+    def execute_beside(attack: Attack, limits: Limits) -> tuple[Result, Result]:
+      beside = _fill(attack.beside, names)
+      host = [sys.executable, "-c", beside if attack.on_the_host else ""]
+      with (
+        SandboxPool(1, _LIMITS, (), backend=walls) as other,
+        concurrent.futures.ThreadPoolExecutor() as threads,
+      ):
+        other.run("")  # it is there before they begin
+        both = [
+          threads.submit(execute, attack.program, limits),
+          threads.submit(other.run, beside),
+        ]
+        done = subprocess.run(host, capture_output=True, text=True, check=False)
+        result, after = (run.result() for run in both)
+      said = after.stdout + done.stdout
+      return result, dataclasses.replace(after, stdout=said)
+
     for attack in ATTACKS:
       if not re.search(only, f"{attack.group}/{attack.name}"):
         continue
@@ -161,9 +181,12 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
         **{**_LIMITS.to_json(), "wall_s": wall_limit, "cpu_s": wall_limit}
       )
       start = time.monotonic()
-      result = execute(attack.program, limits)
+      if attack.beside:
+        result, after = execute_beside(attack, limits)
+      else:
+        result = execute(attack.program, limits)
+        after = execute(attack.after) if attack.after else None
       wall_s = time.monotonic() - start
-      after = execute(attack.after) if attack.after else None
       leaves = attack.leaves.replace("LEFT", names["LEFT"])
       faults = list(_faults(attack, result, after, wall_s, leaves))
       if jailed and pool.run("print(2)").stdout != "2\n":

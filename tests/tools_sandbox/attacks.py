@@ -45,6 +45,8 @@ class Attack:
     program: source, run after PRELUDE.
     verdicts: those that a contained run may have; () for any but `infrastructure`.
     after: a second program of another run, to look for what the first has left.
+    beside: a second program of another run, in another slot at the same time.
+    on_the_host: the same program runs as the host's user too, behind no wall.
     within_s: wall seconds that the run may take at most.
     leaves: a name that no process of the host may have in its command line afterwards.
     harmless: False where it must not run without a jail.
@@ -55,6 +57,8 @@ class Attack:
   program: str
   verdicts: tuple[str, ...] = ()
   after: str = ""
+  beside: str = ""
+  on_the_host: bool = False
   within_s: float = 45.0
   leaves: str = ""
   harmless: bool = True

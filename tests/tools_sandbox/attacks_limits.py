@@ -256,11 +256,6 @@ CROSS_RUN = _group(
     "try:\n  fcntl.fcntl(fd, fcntl.F_NOTIFY, fcntl.DN_ACCESS)\n  breach()\n"
     "except OSError as e: print(e)"
   ),
-  lock_a_shared_file=(
-    "import fcntl\ntry:\n"
-    "  fcntl.flock(open(os.__file__), fcntl.LOCK_EX | fcntl.LOCK_NB)\n  breach()\n"
-    "except OSError as e: print(e)"
-  ),
   lease_of_a_shared_file=(
     "import fcntl\nfor path in (os.__file__, sys.executable):\n  try:\n"
     "    fcntl.fcntl(open(path), fcntl.F_SETLEASE, fcntl.F_RDLCK)\n    breach()\n"

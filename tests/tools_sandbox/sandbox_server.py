@@ -51,13 +51,18 @@ class Server:
     return value
 
 
+def with_descriptors(count: int, *arguments: str) -> list[str]:
+  """A command: Python, that may have so many descriptors and no more."""
+  return ["sh", "-c", f'ulimit -n {count}; exec "$0" "$@"', sys.executable, *arguments]
+
+
 @contextlib.contextmanager
 def serving(
-  *arguments: str, token: str = "", backend: str = BACKEND
+  *arguments: str, token: str = "", backend: str = BACKEND, descriptors: int = 1024
 ) -> Iterator[Server]:
   """Starts a server at a free port; asserts that it ends well."""
-  command = [sys.executable, "-m", "tools_sandbox.server", "--port=0"]
-  command += [f"--backend={backend}", *arguments]
+  module = ("-m", "tools_sandbox.server", "--port=0", f"--backend={backend}")
+  command = with_descriptors(descriptors, *module, *arguments)
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:
     line = process.stdout.readline()  # or "" where it could not start

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from attacks_limits import ATTACKS
+from attacks_shared import ATTACKS
 
 from tools_sandbox import jail
 

@@ -34,6 +34,22 @@ for i in range(30):
 time.sleep(2)
 """
 
+# Memory of the kernel, which no process holds: killing one frees little of it.
+BUFFERS = """
+import os, socket, time
+for _ in range(20):
+  if not os.fork(): break
+pairs = []
+while len(pairs) < 24:
+  pairs += socket.socketpair()
+  for s in pairs[-2:]:
+    s.setblocking(False)
+    try:
+      while s.send(b'x' * 100000): pass
+    except OSError: pass
+time.sleep(1)
+"""
+
 
 def groups(pid: int) -> list[str]:
   """Names of the groups that a host process has made."""
@@ -104,6 +120,15 @@ def test_a_program_killed_for_memory_says_so(monkeypatch):
     # One that kills itself has not run out of anything.
     own = pool.run("import os\nos.kill(os.getpid(), 9)")
     assert (own.verdict, own.exit_code) == (Verdict.ERROR, -signal.SIGKILL)
+
+
+@needs_group
+def test_what_the_kernel_kills_for_one_run_is_no_failure_of_the_next():
+  small = Limits(memory_mb=8, disk_mb=1, wall_s=60)
+  with SandboxPool(1, preload=()) as pool:
+    for _ in range(3):
+      assert pool.run(BUFFERS, limits=small).verdict == Verdict.MEMORY
+      assert pool.run("print(2)").stdout == "2\n"
 
 
 @needs_group

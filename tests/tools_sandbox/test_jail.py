@@ -153,6 +153,30 @@ ORDINARY = {
     "",
     "sandbox 1000\n",
   ),
+  "locks_between_processes": (
+    "import fcntl, os\nf = open('f', 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\n"
+    "fcntl.lockf(f, fcntl.LOCK_EX)\nif os.fork() == 0:\n  g = open('f', 'w')\n"
+    "  for lock in (fcntl.flock, fcntl.lockf):\n    try:\n"
+    "      lock(g, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    "    except BlockingIOError: print('held', flush=True)\n  os._exit(0)\nos.wait()",
+    "",
+    "held\nheld\n",
+  ),
+  "asyncio_subprocess": (
+    "import asyncio, sys\nasync def f():\n"
+    "  p = await asyncio.create_subprocess_exec(\n"
+    "      sys.executable, '-c', 'print(input())', stdin=-1, stdout=-1)\n"
+    "  print((await p.communicate(b'6'))[0])\nasyncio.run(f())",
+    "",
+    "b'6\\n'\n",
+  ),
+  "the_machine": (
+    "import os, shutil\nprint(os.cpu_count() > 0, len(os.sched_getaffinity(0)) > 0,\n"
+    "      shutil.disk_usage('.').total >> 20,\n"
+    "      os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGESIZE') >> 20)",
+    "",
+    "True True 128 1024\n",
+  ),
   "exit_hooks": ("import atexit\natexit.register(print, 'bye')", "", "bye\n"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
 import socket
@@ -21,6 +22,12 @@ from tools_sandbox.mcp_client import McpConfig, McpTool
 
 SERVER = str(pathlib.Path(__file__).with_name("mcp_server.py"))
 STDIO = (sys.executable, SERVER)
+HOSTILE = str(pathlib.Path(__file__).with_name("mcp_hostile.py"))
+
+
+def hostile(**work) -> dict:
+  """A server with a fault; see `mcp_hostile`."""
+  return {"command": (sys.executable, HOSTILE, json.dumps(work))}
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +178,100 @@ def test_servers_that_are_not_there(tmp_path):
       McpTool(McpConfig("x", **where, start_s=2.5))
   with pytest.raises(ProcessLookupError):  # it is not left behind
     os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+  ("fault", "why"),
+  [
+    ("endless", "more than 100 pages"),
+    ("hang", "no answer within 10 s"),
+    ("flood", "no answer within 10 s"),
+    ("garbage", "no answer within 10 s"),
+    ("endless line", ""),
+    ("die", ""),
+    ("no list", ""),
+    ("no schema", ""),
+    ("no properties", ""),
+  ],
+)
+def test_a_list_of_tools_that_is_none_is_infrastructure(fault: str, why: str, capfd):
+  in_time = within()
+  with pytest.raises(Unavailable, match=rf"does not list its tools \(.*{why}"):
+    McpTool(McpConfig("x", **hostile(list=fault), start_s=10.0 if why else LONG))
+  in_time()
+  assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("schema", "plain"),
+  [
+    ({"properties": {"q": True}}, True),
+    ({"properties": {"q": False}}, False),
+    ({"properties": {"q": {"type": ["null", "string"]}}}, True),
+    ({"properties": {"q": {"$ref": "#/properties/q"}}, "required": ["q"]}, True),
+    ({"properties": {"q": {"type": {"a": 1}}}}, False),
+    ({"properties": {"x" * 9999: {}, "\x1b[2J": {}}}, False),
+  ],
+)
+def test_a_schema_may_be_anything(schema: dict, plain: bool):
+  with tool("x", hostile(schema={"type": "object", **schema})) as one:
+    assert one('{"q": "text"}', LONG) == "fine\nfine"
+    if plain:
+      assert one("text", LONG) == "fine\nfine"
+    else:
+      with pytest.raises(BadCall, match="write a JSON object") as e:
+        one("text", LONG)
+      assert len(str(e.value)) < 999 and str(e.value).isprintable()
+
+
+@pytest.mark.parametrize(
+  ("work", "fault"),
+  [
+    ({"call": "die"}, Unavailable),
+    ({"call": "endless line"}, Unavailable),
+    ({"call": "flood"}, ToolFault),
+    ({"call": "garbage"}, ToolFault),
+    ({"result": {"content": 5}}, Unavailable),
+    ({"result": {"content": [], "isError": True}}, ToolFault),
+  ],
+)
+def test_a_call_that_is_not_answered(work: dict, fault: type[Exception], capfd):
+  with tool("x", hostile(**work)) as one:
+    in_time = within()
+    with pytest.raises(fault):
+      one("text", 3.0 if fault is ToolFault else LONG)
+    in_time()
+  assert "Traceback" not in capfd.readouterr().err
+
+
+def test_results_that_are_no_text_or_too_much():
+  image = {"type": "image", "data": "eA==", "mimeType": "image/png"}
+  structure = {"content": [], "structuredContent": {"a": 1}}
+  bomb = {"type": "object", "properties": {"a": {"pattern": "(x+x+)+y"}}}
+  told = {"content": [], "structuredContent": {"a": "x" * 64}}
+  for work, said in (
+    ({"result": {"content": [image]}}, "[image]"),
+    ({"letters": 2_000_000}, "a" * 1_000_000),
+    ({"result": structure}, '{"a": 1}'),
+    ({"result": told, "output": bomb}, json.dumps(told["structuredContent"])),
+  ):
+    with tool("x", hostile(**work)) as one:
+      assert one("text", LONG) == said
+
+
+def test_a_response_over_http_has_an_end():
+  def endless(reply) -> None:
+    reply.raw(kind="application/json")
+    while True:
+      reply.wfile.write(b" " * (1 << 20))
+
+  def packed(reply) -> None:
+    reply.send(b"x", "application/json", Content_Encoding="gzip")
+
+  for action in (endless, packed):
+    with serve() as server, pytest.raises(Unavailable):
+      server.actions["/mcp"] = action
+      McpTool(McpConfig("x", url=f"{server.url}/mcp", start_s=LONG))
 
 
 def test_a_tool_that_is_not_there_is_named(where):

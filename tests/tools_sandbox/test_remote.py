@@ -193,6 +193,28 @@ def test_full_and_broken_replies_are_asked_again():
     assert left == sorted(left, reverse=True) and 5 < left[-1] < left[0] < 65
 
 
+def test_a_result_of_other_types_is_no_answer():
+  ran = {"status": "Finished", "return_code": 0, "stdout": 5, "stderr": ""}
+  fusion = {"status": "Success", "run_result": {**ran, "execution_time": 0.1}}
+  empty = {"status": "Success", "run_result": {**fusion["run_result"], "stdout": ""}}
+  for api, path, good, wrong in (
+    ("tools_sandbox", "/run", OK, {**OK, "stdout": 5}),
+    ("sandbox_fusion", "/run_code", empty, fusion),
+  ):
+    with serve() as server:
+      server.actions[path] = answer(good)
+      with sandbox(server.url, wait_s=2.0, api=api) as remote:
+        server.actions[path] = answer(wrong)
+        lost = remote.run("print(1)", timeout_s=0.3)
+    assert lost.verdict == Verdict.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize("wait_s", [0.0, float("nan"), float("inf")])
+def test_seconds_that_are_none_are_refused(wait_s: float):
+  with pytest.raises(ValueError, match="wait_s must be positive and finite"):
+    RemoteConfig(("http://a",), wait_s=wait_s)
+
+
 def test_what_the_program_did_is_not_asked_again():
   lost = Result("", "its zygote died", None, Verdict.INFRASTRUCTURE, 0.0)
   raised = Result("", "ZeroDivisionError", 1, Verdict.ERROR, 0.0)
@@ -327,7 +349,7 @@ def test_its_floods_are_cut_here():
       {"urls": ("http://a",), "api": "nsjail"},
       "accepted: tools_sandbox, sandbox_fusion",
     ),
-    ({"urls": ("http://a",), "wait_s": 0.0}, "wait_s must be above 0"),
+    ({"urls": ("http://a",), "wait_s": 0.0}, "wait_s must be positive"),
   ],
 )
 def test_impossible_configs_are_refused(fields, words: str):

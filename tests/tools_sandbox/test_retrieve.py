@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -13,14 +12,15 @@ import time
 
 import httpx
 import pytest
-import uvicorn
 from web_server import LONG, NEVER, serve, within
 
+from tools_sandbox import http_server
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import ToolFault, Unavailable
 from tools_sandbox.retrieve import Retriever
 from tools_sandbox.retrieve_server import make_app
 
+JSON = {"content-type": "application/json"}
 PAGES = [
   {"id": "1", "title": "Ur", "text": "Ur is a city.\nIts capital is Uruk."},
   {"id": "2", "title": 'The "Nile"', "text": "A river in Egypt."},
@@ -38,9 +38,8 @@ def corpus(tmp_path_factory) -> str:
 def url(corpus: str):
   """A running server of the corpus, in a thread."""
   with Sandbox(corpus=corpus, backend=None) as sandbox, contextlib.ExitStack() as stack:
-    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    config = uvicorn.Config(make_app(sandbox), log_level="warning")
-    server = uvicorn.Server(config)
+    listener = stack.enter_context(http_server.bind("127.0.0.1", 0))
+    server = http_server.Server(make_app(sandbox), grace_s=5)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:
@@ -99,12 +98,13 @@ def test_the_server_speaks_search_r1(url: str):
   ],
 )
 def test_the_server_says_what_is_wrong_with_a_request(url: str, body, words: str):
-  reply = httpx.post(url + "/retrieve", content=body, timeout=LONG)
+  reply = httpx.post(url + "/retrieve", content=body, headers=JSON, timeout=LONG)
   assert reply.status_code == 400 and words in reply.json()["error"]
 
 
 def test_the_server_refuses_floods_and_other_paths(url: str):
-  reply = httpx.post(url + "/retrieve", content=b" " * 1_000_001, timeout=LONG)
+  flood = b" " * 1_000_001
+  reply = httpx.post(url + "/retrieve", content=flood, headers=JSON, timeout=LONG)
   assert reply.status_code == 413
   assert httpx.get(url + "/retrieve", timeout=LONG).status_code == 405
   assert httpx.get(url + "/", timeout=LONG).status_code == 404
@@ -138,6 +138,7 @@ def test_servers_without_scores_and_with_other_contents_are_read():
     {"result": [[{}]]},
     {"result": [[{"contents": 5}]]},
     {"result": [[{"document": {"contents": "a"}, "score": "x"}]]},
+    {"result": [[{"document": {"contents": "a"}, "score": 10**400}]]},
   ],
 )
 def test_json_of_another_kind_is_the_servers_fault(reply):
@@ -165,30 +166,62 @@ def test_a_server_that_is_down_slow_or_refuses():
   in_time()
 
 
+def test_a_web_page_cannot_ask(url: str):
+  other = httpx.get(url + "/health", headers={"host": "rebound.example"}, timeout=LONG)
+  assert other.status_code == 400
+  # What a form or fetch sends to another site without asking: text, or no type at all.
+  for kind in ({"content-type": "text/plain"}, {}):
+    body = b'{"queries": ["nile"]}'
+    reply = httpx.post(url + "/retrieve", content=body, headers=kind, timeout=LONG)
+    assert reply.status_code == 415 and "application/json" in reply.json()["error"]
+
+
+@contextlib.contextmanager
+def program(*arguments: str):
+  """The server's program, and the line that it starts with."""
+  command = [sys.executable, "-m", "tools_sandbox.retrieve_server", "--port=0"]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+  with subprocess.Popen([*command, *arguments], text=True, **pipes) as running:
+    try:
+      yield running, running.stdout.readline()
+    finally:
+      running.terminate()
+      assert running.wait(LONG) == 0
+
+
 def test_the_program_serves_and_stops(corpus: str):
-  with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-  command = [sys.executable, "-m", "tools_sandbox.retrieve_server"]
-  command += [f"--corpus={corpus}", f"--port={port}"]
-  program = subprocess.Popen(command)
-  try:
-    with retriever(f"http://127.0.0.1:{port}", retries=30) as client:
-      assert client.search("nile", 1, 300.0)[0].document.id == "2"
-  finally:
-    program.terminate()
-    assert program.wait(LONG) in (0, -15)
+  with (
+    program(f"--corpus={corpus}") as (_, line),
+    retriever(line.split()[-1]) as client,
+  ):
+    assert client.search("nile", 1, 300.0)[0].document.id == "2"
 
 
-def test_a_corpus_that_can_not_be_served_is_one_line(tmp_path):
+def test_a_server_beyond_loopback_says_what_that_means(corpus: str):
+  arguments = (f"--corpus={corpus}", "--host=0.0.0.0", "--allowed_hosts=wiki.local")
+  with program(*arguments) as (running, line):
+    url = "http://127.0.0.1:" + line.rstrip().rpartition(":")[2]
+    for host, status in (("wiki.local", 200), ("rebound.example", 400)):
+      reply = httpx.get(url + "/health", headers={"host": host}, timeout=LONG)
+      assert reply.status_code == status
+    running.terminate()
+    said = running.stderr.read()
+  assert "--host=0.0.0.0: there is no key" in said and len(said.splitlines()) == 1
+
+
+def test_arguments_that_can_not_be_served_are_one_line(tmp_path, corpus: str):
   command = [sys.executable, "-m", "tools_sandbox.retrieve_server"]
   empty = tmp_path / "empty.jsonl"
   empty.write_text("")
-  for path, words in (
-    (tmp_path / "none.jsonl", "none.jsonl: there is no such corpus file"),
-    (empty, "empty.jsonl: a corpus without a single word"),
+  deep = tmp_path / "deep.jsonl"
+  deep.write_text("\n" + "[" * 100_000 + "\n")
+  for arguments, words in (
+    ([f"--corpus={tmp_path}/none.jsonl"], "none.jsonl: there is no such corpus file"),
+    ([f"--corpus={empty}"], "empty.jsonl: a corpus without a single word"),
+    ([f"--corpus={deep}"], "deep.jsonl:2: nested too deep"),
+    ([f"--corpus={corpus}", "--topk=0"], "--topk=0: accepted are 1 to 100"),
+    ([f"--corpus={corpus}", "--port=99999"], "--port=99999"),
   ):
-    done = subprocess.run(
-      [*command, f"--corpus={path}"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and words in done.stderr
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1

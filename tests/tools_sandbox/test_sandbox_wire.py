@@ -45,6 +45,24 @@ def test_records_survive_json():
   assert back == result and isinstance(back.verdict, Verdict)
 
 
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"stdout": 5},
+    {"stderr": None},
+    {"exit_code": 1.5},
+    {"seconds": float("nan")},
+    {"seconds": 10**400},
+    {"truncated": 1},
+  ],
+)
+def test_a_result_has_its_types(wrong):
+  (field,) = wrong
+  row = Result("", "", 0, Verdict.OK, 0.0).to_json()
+  with pytest.raises(ValueError, match=rf"Result\.{field} is"):
+    Result.from_json({**row, **wrong})
+
+
 @pytest.mark.parametrize("row", [{}, [], {"stdout": ""}, {"verdict": "ok", "x": 1}])
 def test_malformed_records(row):
   with pytest.raises(ValueError, match="Result: expected fields"):

@@ -186,10 +186,16 @@ def test_corpus_formats(tmp_path):
     ("c.json", '[\n{"a"}]', r"c\.json:2: not JSON"),
     ("c.json", "3", r"c\.json: expected a list or an object"),
     ("c.txt", "", r"c\.txt: a corpus is"),
+    ("c.jsonl", "\n" + "[" * 100_000, r"c\.jsonl:2: nested too deep"),
+    ("c.jsonl", '{"id": ' + "9" * 5000, r"c\.jsonl:1: .* number too long"),
+    ("c.json", "[" * 100_000, r"c\.json:1: nested too deep"),
+    ("c.jsonl", b"\n\xff", r"c\.jsonl:2: not UTF-8"),
+    ("c.json", b'["\xff"]', r"c\.json:1: not UTF-8"),
   ],
 )
 def test_malformed_corpora_name_the_place(tmp_path, name, text, message):
-  (tmp_path / name).write_text(text)
+  data = text if isinstance(text, bytes) else text.encode()
+  (tmp_path / name).write_bytes(data)
   with pytest.raises(ValueError, match=message):
     list(read_corpus(tmp_path / name))
 

@@ -44,7 +44,7 @@ def test_every_number_gets_what_its_table_says():
       assert said == ALLOW, number
     elif number in seccomp._REFUSED:
       assert said == REFUSE | seccomp._REFUSED[number], number
-    elif number not in seccomp._ALLOWED_WITH and number != seccomp._CLONE:
+    elif number not in {*seccomp._ALLOWED_WITH, *seccomp._ALLOWED_WITHOUT}:
       assert said == REFUSE | errno.EPERM, number
   x32 = verdict(code, X86_64, 0x40000000 | 39, (0,) * 6)
   assert x32 == REFUSE | errno.EPERM
@@ -58,6 +58,16 @@ def test_only_listed_arguments_pass(number):
     arguments = tuple(value if i == index else 0 for i in range(6))
     wanted = ALLOW if value in values else REFUSE | errno.EPERM
     assert verdict(code, X86_64, number, arguments) == wanted, value
+
+
+@pytest.mark.parametrize("number", seccomp._ALLOWED_WITHOUT)
+def test_every_forbidden_bit_is_refused(number):
+  code = seccomp.build()
+  index, bits = seccomp._ALLOWED_WITHOUT[number]
+  for bit in range(32):
+    arguments = tuple(1 << bit if i == index else 0 for i in range(6))
+    wanted = REFUSE | errno.EPERM if bits >> bit & 1 else ALLOW
+    assert verdict(code, X86_64, number, arguments) == wanted, bit
 
 
 @pytest.mark.parametrize("command", ["NOTIFY", "SETLEASE", "SETOWN", "SETSIG"])

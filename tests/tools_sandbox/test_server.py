@@ -1,8 +1,10 @@
-"""The service: real server processes, real programs."""
+"""The service: real server processes, real programs.
+
+budget: all of one service, whose servers take long to start and are shared.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import concurrent.futures
 import contextlib
@@ -14,13 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import httpx
 import pytest
 from sandbox_server import LONG, Server, children, holds, marks, serving, soon
 
-from tools_sandbox import pool, run_queue, server_app
+from tools_sandbox import http_server, pool, run_queue, server_app
 from tools_sandbox.wire import Result, Verdict
 
 TOKEN = "word-of-27-random-letters"
@@ -86,6 +89,10 @@ def test_whatever_a_program_does_is_a_result(server: Server):
     (b'{"program": "", "wall_s": 5}', "unknown field 'wall_s'"),
     (b'{"program": "", "timeout_s": 0}', "timeout_s must be positive .*, got 0"),
     (b'{"program": "", "timeout_s": NaN}', "timeout_s must be positive"),
+    (b'{"program": "", "timeout_s": Infinity}', "timeout_s must be positive"),
+    (b'{"program": "", "memory_mb": NaN}', "memory_mb must be an integer"),
+    (b'{"program": "", "clock_s": NaN}', "clock_s must be Unix seconds"),
+    (b'{"program": "", "deadline_s": NaN}', "deadline_s must be a number"),
     (b'{"program": "", "timeout_s": true}', "must be a number, got True"),
     (b'{"program": "", "timeout_s": 61}', "timeout_s must be at most 60, got 61"),
     (b'{"program": "", "memory_mb": 9999}', "memory_mb must be at most 4096, got 9999"),
@@ -262,6 +269,13 @@ def test_what_cannot_be_served_is_refused_at_once(tmp_path):
     (["--slots=0"], "slots must be at least 1"),
     (["--max_memory_mb=9"], "memory_mb must be at most 9"),
     (["--max_timeout_s=nan"], "must be positive"),
+    (["--max_timeout_s=inf"], "must be positive"),
+    (["--max_wait_s=nan"], "wait_s must be positive and finite, got nan"),
+    (["--max_wait_s=-1"], "wait_s must be positive and finite, got -1"),
+    (["--max_lease_s=nan"], "lease_s must be at least 1 and finite, got nan"),
+    (["--max_lease_s=inf"], "lease_s must be at least 1 and finite, got inf"),
+    (["--max_body_mb=-1"], "max_body must be above 0"),
+    (["--max_waiting=-1"], "max_waiting must be 0 or more"),
     (["--host=192.0.2.1", f"--token_file={__file__}"], "must hold one word"),
     (["--port=99999"], "--port=99999"),
     (["--backend=remote"], "invalid choice"),
@@ -340,28 +354,23 @@ def test_its_errors_have_its_form(server: Server, body, status: int, words: str)
     assert words in said["detail"][0]["msg"] and said["detail"][0]["loc"][0] == "body"
 
 
-def test_a_body_that_drips_gives_its_place_to_another(monkeypatch):
-  monkeypatch.setattr(server_app, "_BODY_S", 0.05)
-  queue = run_queue.RunQueue(
-    pool.SandboxPool(1, backend="subprocess"), 1, 0
-  )  # nothing of it starts
+def test_a_body_that_stalls_gives_its_place_to_another():
+  queue = run_queue.RunQueue(pool.SandboxPool(1, backend="subprocess"), 1, 0)
   app = server_app.make_app(queue, server_app.ServiceConfig())
-  sent = []
-
-  async def receive():
-    await asyncio.sleep(0.01)
-    return {"type": "http.request", "body": b" ", "more_body": True}
-
-  async def send(message):
-    sent.append(message)
-
-  headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-  scope = {"type": "http", "method": "POST", "path": "/run", "headers": headers}
-  for _ in range(2):  # the one place is free again
-    asyncio.run(app({**scope, "query_string": b""}, receive, send))
-  starts = [m for m in sent if m["type"] == "http.response.start"]
-  assert [m["status"] for m in starts] == [408, 408]
-  assert all((b"connection", b"close") in m["headers"] for m in starts)
+  head = b"POST /run HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+  with http_server.bind("127.0.0.1", 0) as sock:
+    server = http_server.Server(app, 1, waits=http_server.Waits(body=0.3))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+      soon(lambda: server.started)
+      for _ in range(2):  # the one place is free again
+        with socket.create_connection(sock.getsockname(), LONG) as client:
+          client.sendall(head + b"Content-Length: 9\r\n\r\n{")
+          assert client.recv(65536).startswith(b"HTTP/1.1 408")
+    finally:
+      server.should_exit = True
+      thread.join()
 
 
 def test_no_mix_of_clients_loses_a_place(narrow: Server, threads):

@@ -10,6 +10,7 @@ import decimal
 import json
 from typing import Any
 
+from coa_jax.json_io import parse_json
 from coa_jax.tasks.task import Task
 
 
@@ -90,7 +91,8 @@ def _lines(value: Any) -> str:
 def _arguments(value: Any) -> list[Any]:
   """A call's arguments: a list of them, or lines of JSON, one each."""
   if isinstance(value, str):
-    return [json.loads(line) for line in value.split("\n") if line.strip()]
+    lines = [line for line in value.split("\n") if line.strip()]
+    return [parse_json(line, "arguments") for line in lines]
   if not isinstance(value, list):
     raise ValueError(f"arguments {value!r:.80} are no list")
   return value
@@ -101,7 +103,7 @@ def _value(value: Any) -> Any:
     return value
   try:
     return json.loads(value)
-  except ValueError:
+  except (ValueError, RecursionError):
     return value
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import threading
 
+from coa_jax.json_io import parse_object
 from coa_jax.tasks.rewards import qa
 from coa_jax.tasks.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
@@ -169,7 +170,7 @@ class Judge:
     # What follows the last line's end was cut off when a run was killed.
     for number, line in enumerate(lines[:-1], 1):
       try:
-        row = json.loads(line)
+        row = parse_object(line, path)
         key, right = row["key"], row["correct"]
         if not isinstance(key, str) or not isinstance(right, bool):
           raise TypeError

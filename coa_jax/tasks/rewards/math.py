@@ -1,9 +1,16 @@
-"""Mathematical equivalence of an answer and the gold ones.
+r"""Mathematical equivalence of an answer and the gold ones.
 
 Plain numbers are compared exactly, in process. Everything else goes to math-verify
 (sympy) in a child process: an answer such as `9^{9^{9^9}}` makes sympy compute without
 end, math-verify's own time limit is a signal that only a main thread may use, and a
 rollout grades from many threads. A child can be killed; it also caps its own memory.
+
+math-verify's verdict stands, with few exceptions. Right answers that it refuses and we
+accept: numbers that it cannot read (`notation`), units and number words that it
+does not know (`18 dollars`, `5 million`), inequalities for intervals (`math_inside`),
+clocks and ratios (`math_text`). The wrong answers that it pays for are in `math_text`.
+Like math-verify this lets a unit or a base be left out and converts none: who is asked
+for 5 in base two must not be paid for `5`.
 """
 
 from __future__ import annotations
@@ -19,58 +26,19 @@ import sys
 import threading
 from collections.abc import Sequence
 
-# An honest final answer is short; what is longer is refused, not searched.
-MAX_CHARS = 1000
+from coa_jax.tasks.rewards import math_text, notation
+from coa_jax.tasks.rewards.notation import MAX_CHARS, number
+
 # CPU seconds for one comparison (math-verify allows 5 too). Past them the answer is
 # wrong; CPU and not wall time, so that a busy machine cannot change a verdict.
 CPU_SECONDS = 5
 # Wall seconds for a comparison, or for the child to import sympy, on a busy machine.
 _WALL_SECONDS = 120.0
-_MEMORY_BYTES = 4 << 30
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)")
-_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}|([+-]?)(\d+)/(\d+)")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
-# "18 dollars": a number and words. Two letters may be `pi`, so words have three.
-_WITH_UNIT = re.compile(r"(\S*\d)\s+([A-Za-z]{3,}(?:\s+[A-Za-z]+)?)")
-_SCALES = {
-  "dozen": 12,
-  "hundred": 10**2,
-  "thousand": 10**3,
-  "lakh": 10**5,
-  "million": 10**6,
-  "crore": 10**7,
-  "billion": 10**9,
-  "trillion": 10**12,
-  "quadrillion": 10**15,
-}
-_SCALE = rf"(?:{'|'.join(_SCALES)})"
-_SCALED = re.compile(
-  rf"(\S*[\d}}])((?:\s+{_SCALE})+)s?\b((?:\s+[A-Za-z]+)*)", re.IGNORECASE
-)
-# Words after a number that make another one of it. Nouns have no end, so these are
-# listed and units are not; a word that is missing here gains an answer nothing that the
-# bare number would not.
-_NO_UNIT = re.compile(
-  rf"""zero | one | two | three | four | five | six | seven | eight | nine | ten
-  | eleven | twelve | (thir|four|fif|six|seven|eigh|nine)teen
-  | (twen|thir|for|fif|six|seven|eigh|nine)ty | tens | {_SCALE}s?
-  | half | halves | thirds? | (eigh|nin|twelf)ths?
-  | (four|fif|six|seven|ten|sixteen|twentie|{_SCALE})ths?
-  | and | or | not | plus | minus | over | divided | multiplied | raised | choose | mod
-  | modulo | squared | cubed | factorial | twice | thrice | sqrt | sin | cos | tan | cot
-  | csc | log | exp | lim | det | gcd | lcm | inf | infinity | pi | e | i | x | y | z
-  | alpha | beta | gamma | delta | epsilon | theta | lambda | sigma | tau | phi | chi
-  | psi | omega""",
-  re.VERBOSE | re.IGNORECASE,
-)
-# What words after a number may be wrapped in: `$5$ \text{ million}`.
-_WRAPPING = re.compile(
-  r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
-)
-_PLAIN_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
-# What tells that mathematics stands somewhere inside prose.
-_INSIDE_PROSE = re.compile(r"\$|\\\(|\\\[|answer is", re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{")
+# Blanks that tell no two answers apart: all but those between two fields of digits, two
+# words, the parts of a list of numbers (`1, 234`), or after a backslash.
+_IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
 
 
 def equivalent(prediction: str, answers: Sequence[str]) -> bool:
@@ -93,11 +61,13 @@ def equivalent(prediction: str, answers: Sequence[str]) -> bool:
 def final_answer(text: str) -> str:
   r"""The content of the last balanced `\boxed{}`, or all of `text`, stripped.
 
-  Quotes around it and one pair of `$` are taken off: the released math prompt asks for
-  `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
+  A full stop, quotes around it and one pair of `$` are taken off: the released prompt
+  asks for `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
   """
   boxed = _last_boxed(text)
   text = (text if boxed is None else boxed).strip()
+  if text.endswith(".") and not text.endswith(".."):
+    text = text[:-1].rstrip()
   for quote in ("$", "'", '"'):
     inner = text[1:-1]
     if len(text) > 1 and text[0] == text[-1] == quote and quote not in inner:
@@ -106,10 +76,10 @@ def final_answer(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-  start = text.rfind("\\boxed{")
-  if start < 0:
+  boxes = list(_BOXED.finditer(text))
+  if not boxes:
     return None
-  start += len("\\boxed{")
+  start = boxes[-1].end()
   depth = 1
   for i in range(start, len(text)):
     depth += {"{": 1, "}": -1}.get(text[i], 0)
@@ -119,51 +89,33 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _equal(prediction: str, gold: str) -> bool:
-  if "".join(prediction.split()) == "".join(gold.split()):
+  if _IDLE_BLANK.sub("", prediction) == _IDLE_BLANK.sub("", gold):
     return True
-  prediction, gold = _written_out(prediction), _written_out(gold)
-  plain = _unwrapped(prediction)
-  unit = _WITH_UNIT.fullmatch(plain)
-  if unit and any(map(_NO_UNIT.fullmatch, unit[2].split())):
-    return _VERIFIER.ask(plain, gold)  # wrapped, it would pass over the words
-  ours, theirs = number(unit[1] if unit else prediction), number(gold)
-  if ours is not None and theirs is not None:
-    if ours == theirs:
-      return True
-    # A rounded decimal may still stand for a fraction: math-verify decides that.
-    if theirs.denominator == 1 and ours.denominator == 1:
+  ours, theirs = number(prediction), number(gold)
+  if ours is None or theirs is None:
+    prediction, gold = notation.spelled_out(prediction), notation.spelled_out(gold)
+    if math_text.units_differ(prediction, gold):
       return False
-  return _VERIFIER.ask(prediction, gold)
+    prediction, gold = notation.without_words(prediction), notation.without_words(gold)
+    ours, theirs = number(prediction), number(gold)
+  if ours is not None and theirs is not None:
+    return ours == theirs or ("." in prediction + gold and _rounded(ours, theirs))
+  verdict = math_text.verdict(prediction, gold)
+  if verdict is not None:
+    return verdict
+  kept = math_text.without_false_units
+  return _VERIFIER.ask(kept(prediction), kept(gold))
 
 
-def _written_out(text: str) -> str:
-  """`5 million dollars` as `5000000 dollars`; anything else as it is."""
-  scaled = _SCALED.fullmatch(_unwrapped(text))
-  value = number(scaled[1]) if scaled else None
-  if value is None:
-    return text
-  for word in scaled[2].lower().split():
-    value *= _SCALES[word]
-  return f"{value}{scaled[3]}"
+def _rounded(one: fractions.Fraction, other: fractions.Fraction) -> bool:
+  """Whether a decimal stands for a fraction: equal to six places, as in math-verify.
 
-
-def _unwrapped(text: str) -> str:
-  return " ".join(_WRAPPING.sub(r" \1 ", text).split())
-
-
-def number(text: str) -> fractions.Fraction | None:
-  """The exact value of a plain integer, decimal or fraction; None for all else."""
-  text = text.strip().removeprefix("\\$").removeprefix("$").replace(" ", "")
-  if _PLAIN_THOUSANDS.fullmatch(text):
-    text = _THOUSANDS.sub("", text)
-  if _NUMBER.fullmatch(text):
-    return fractions.Fraction(text)
-  match = _FRACTION.fullmatch(text)
-  if match is None:
-    return None
-  sign = match[1] or match[4]
-  over, under = int(match[2] or match[5]), int(match[3] or match[6])
-  return fractions.Fraction(-over if sign == "-" else over, under) if under else None
+  Also to three digits, or 0.0000004 would be 0.0000003. Integers are exact.
+  """
+  if one.denominator == 1 or other.denominator == 1:
+    return False
+  near = abs(one - other) * 1000 <= max(abs(one), abs(other))
+  return near and round(one, 6) == round(other, 6)
 
 
 class _Verifier:
@@ -214,7 +166,7 @@ class _Verifier:
     # The child must find this package wherever the parent found it.
     program = (
       f"import sys; sys.path[:] = {sys.path!r}; "
-      "from coa_jax.tasks.rewards import math; math.serve()"
+      "from coa_jax.tasks.rewards import math_inside; math_inside.serve()"
     )
     self._child = subprocess.Popen(
       [sys.executable, "-c", program],
@@ -260,28 +212,3 @@ def _read_line(child: subprocess.Popen[bytes]) -> bytes:
 
 
 _VERIFIER = _Verifier()
-
-
-def serve() -> None:
-  """The child: one line [prediction, gold, CPU seconds] in, one boolean out."""
-  import resource
-
-  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-  import math_verify
-
-  # The CPU limit below bounds the work, so math-verify's own signals are off (None).
-  def read(text: str) -> list:
-    return math_verify.parse(text, parsing_timeout=None)
-
-  print("ready", flush=True)
-  for line in sys.stdin:
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    prediction, gold, seconds = json.loads(line)
-    limit = int(spent.ru_utime + spent.ru_stime) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-    # A bare formula has no anchor that math-verify would find; a box gives it one.
-    prose = _INSIDE_PROSE.search(prediction)
-    ours = read(prediction if prose else f"\\boxed{{{prediction}}}")
-    theirs = read(f"\\boxed{{{gold}}}")
-    verdict = math_verify.verify(theirs, ours, timeout_seconds=None)
-    print(json.dumps(bool(verdict)), flush=True)

@@ -5,6 +5,10 @@ al. 2016, arXiv 1606.05250). Several answers are joined by `|` inside one `answe
 the two readings of that convention are the released Chain-of-Agents ones (arXiv
 2508.13167): training asks for every part to be right, evaluation looks at the first.
 Either accepts a gold answer that itself holds a `|` as a whole.
+
+MuSiQue counts as SQuAD does. HotpotQA has one more rule, which holds for all here, as
+the others ask no yes/no questions: token F1 is 0 where one side alone is yes, no or
+noanswer.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from collections.abc import Sequence
 
 from coa_jax.protocol.roles import ANSWER_SEPARATOR
 
+# Answers that are right or wrong as a whole: "no" earns no part of "no one".
+_WHOLE = frozenset(("yes", "no", "noanswer"))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -89,6 +95,8 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _f1(prediction: str, answer: str) -> float:
+  if prediction != answer and _WHOLE & {prediction, answer}:
+    return 0.0
   ours, theirs = prediction.split(), answer.split()
   common = sum((collections.Counter(ours) & collections.Counter(theirs)).values())
   if not common:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from coa_jax.tasks.rewards import math, qa
+from coa_jax.tasks.rewards import math, notation, qa
 
 # In a formula punctuation means something: -3 is not 3, 1/2 is not 12.
 _FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
@@ -13,7 +13,7 @@ _FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
 def vote_key(answer: str) -> str:
   """What answers are the same vote: equal numbers, else equal normalised text."""
   answer = math.final_answer(answer)
-  value = math.number(answer)
+  value = notation.number(answer)
   if value is not None:
     return str(value)
   if _FORMULA.search(answer):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fractions
+import importlib.metadata
 import os
+import pathlib
 import resource
 import signal
 import time
 
+import math_verify
 import pytest
 
 from coa_jax.tasks.rewards import math
 
 SOFT, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
+PAIRS = pathlib.Path(__file__).with_name("math_pairs.tsv")
 RIGHT = [
   ("204", "204"),
   ("\\boxed{204}", "204"),
@@ -83,20 +86,33 @@ def test_any_gold_answer_will_do():
   assert math.equivalent("3", ["2", "3"])
 
 
-@pytest.mark.parametrize(
-  ("text", "value"),
-  [
-    ("-1/2", fractions.Fraction(-1, 2)),
-    ("-\\frac{1}{2}", fractions.Fraction(-1, 2)),
-    (".5", fractions.Fraction(1, 2)),
-    ("1,234.5", fractions.Fraction(2469, 2)),
-    ("1,2", None),
-    ("1/0", None),
-    ("x", None),
-  ],
-)
-def test_number(text: str, value: fractions.Fraction | None):
-  assert math.number(text) == value
+def pairs() -> tuple[str, list[list[str]]]:
+  """The version of math-verify, and rows: prediction, gold, equal, its verdict, why."""
+  text = PAIRS.read_text(encoding="utf-8")
+  head, *rows = (line.split("\t") for line in text.splitlines())
+  return head[3].split()[1], rows
+
+
+def test_two_hundred_hard_pairs():
+  _, rows = pairs()
+  assert len({(row[0], row[1]) for row in rows}) == 200
+  verdicts = {True: "yes", False: "no"}
+  wrong = [row for row in rows if verdicts[math.equivalent(row[0], [row[1]])] != row[2]]
+  assert not wrong
+
+
+def test_what_math_verify_says_is_beside_each_pair_and_each_deviation_has_a_reason():
+  version, rows = pairs()
+  assert not [row for row in rows if row[2] != row[3] and len(row[4].split()) < 2]
+  if importlib.metadata.version("math-verify") != version:
+    pytest.skip(f"the table holds the verdicts of math-verify {version}")
+
+  def read(text: str) -> list:
+    return math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+  for prediction, gold, _, recorded, _ in rows:
+    equal = math_verify.verify(read(gold), read(prediction), timeout_seconds=None)
+    assert {True: "yes", False: "no"}[bool(equal)] == recorded, (prediction, gold)
 
 
 def test_an_endless_answer_is_wrong_and_the_next_one_is_graded(monkeypatch):

@@ -100,6 +100,46 @@ def test_token_f1_is_of_parts(prediction, answers, train, evaluation):
   assert qa.first_part_f1(prediction, answers) == pytest.approx(evaluation)
 
 
+@pytest.mark.parametrize(
+  ("prediction", "answer", "f1"),
+  [
+    ("yes", "Yes.", 1.0),
+    ("yes, it is", "yes", 0.0),
+    ("no", "no one", 0.0),
+    ("No, the former", "no", 0.0),
+    ("noanswer", "the noanswer case", 0.0),
+    ("noanswer", "noanswer", 1.0),
+    ("no one knows", "no one", 4 / 5),
+    ("yes and no", "yes or no", 2 / 3),
+  ],
+)
+def test_yes_and_no_are_whole_answers_as_in_hotpotqa(prediction, answer, f1):
+  assert qa.token_f1(prediction, [answer]) == pytest.approx(f1)
+  assert qa.token_f1(answer, [prediction]) == pytest.approx(f1)
+  assert qa.first_part_f1(prediction, [answer]) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+  ("prediction", "answers", "exact", "f1"),
+  [
+    # Articles and punctuation are no tokens; words stay joined where a hyphen was.
+    ("The well-known U.S. poet", ["wellknown us poet"], True, 1.0),
+    ("an apple", ["the Apple!"], True, 1.0),
+    # 1 of 3 words against 1 of 1, and 2 of 3 against 2 of 2: the best answer counts.
+    ("Denver Broncos team", ["Denver", "Denver Broncos"], False, 4 / 5),
+    # A word counts as often as both sides have it: 2 of 3, and 2 of 2.
+    ("new new new", ["new new"], False, 4 / 5),
+    ("1,234", ["1234"], True, 1.0),
+    ("Caf\u00e9", ["cafe"], False, 0.0),
+  ],
+)
+def test_exact_match_and_f1_by_hand_as_in_squad_and_musique(
+  prediction, answers, exact, f1
+):
+  assert qa.exact_match(prediction, answers) == exact
+  assert qa.token_f1(prediction, answers) == pytest.approx(f1)
+
+
 def test_grade_dispatches_on_the_kind():
   question = Task("1", "q", ("Paris",))
   assert grade(question, "paris.") == 1.0

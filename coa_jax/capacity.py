@@ -1,0 +1,41 @@
+"""Refuses sizes that no memory here holds, before anything is allocated.
+
+What is counted is the least that a size can come to, so a size that is refused can not
+work; one that is let through may still be too large. A bound of its own for every field
+would refuse what a larger machine can do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+# Bytes on the host, at the least: of one trajectory, and of one thread or process.
+TRAJECTORY = 1 << 10
+THREAD = 1 << 16
+
+
+def check_host(needs: Mapping[str, int]) -> None:
+  """Refuses what this machine can not hold.
+
+  Args:
+    needs: fields with their values -> bytes, at the least.
+
+  Raises:
+    ValueError: naming the fields that need most.
+  """
+  check(needs, host_bytes(), "this machine has")
+
+
+def check(needs: Mapping[str, int], room: float, who: str) -> None:
+  """As `check_host`, of so many bytes; `who` begins the words for them."""
+  if sum(needs.values()) <= room:
+    return
+  most = sorted(needs.items(), key=lambda need: -need[1])
+  largest = "; ".join(f"{name}: {size / 1e9:,.0f} GB" for name, size in most[:2])
+  raise ValueError(f"too large, at the least: {largest}; {who} {room / 1e9:,.0f} GB")
+
+
+def host_bytes() -> int:
+  """The machine's memory."""
+  return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

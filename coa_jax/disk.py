@@ -1,0 +1,108 @@
+"""What a disk refuses (it is full, read-only, a name is too long), said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_MAKE_ROOM = "make room"
+_OTHER_PLACE = "choose another place"
+# What nobody can write into, and what helps.
+REMEDIES = {
+  errno.ENOSPC: _MAKE_ROOM,
+  errno.EDQUOT: _MAKE_ROOM,
+  errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+  errno.EROFS: _OTHER_PLACE,
+  errno.ENAMETOOLONG: "choose a shorter name",
+  errno.EMFILE: "raise the limit of open files (ulimit -n)",
+  errno.ENFILE: "raise the limit of open files (sysctl fs.file-max)",
+  errno.EIO: "look after the disk",
+  errno.ESTALE: "mount the disk again",
+}
+
+_STATUS = re.compile(r"[A-Z_]+: ")  # how TensorStore's errors begin
+
+
+class DiskError(ValueError):
+  """The disk, or a limit of files, ended the work; the message says how to go on."""
+
+
+@contextlib.contextmanager
+def clear_errors(where: str = "") -> Iterator[None]:
+  """Turns what a disk refused, however deep it lies in an error, into a DiskError.
+
+  Libraries wrap it in errors of their own, or only quote the system's words. A
+  ValueError that does not is left as it is: it names a file of the user's already.
+
+  Args:
+    where: the work writes, for errors that do not say it.
+  """
+  try:
+    yield
+  except Exception as e:
+    if isinstance(e, ValueError) and not _number(e):
+      raise
+    if message := _refusal(e, where, set()):
+      raise DiskError(message) from e
+    raise
+
+
+def report_once() -> None:
+  """Keeps a program's libraries from printing the errors that they raise as well.
+
+  A checkpoint that can not be written is the error of each thread that wrote a part of
+  it: orbax and asyncio log every one, and TensorStore prints one for every part that
+  ends after the first failed, when nobody listens any more.
+  """
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).addFilter(_is_no_repetition)
+  sys.unraisablehook = _print_unless_late
+
+
+def _is_no_repetition(record: logging.LogRecord) -> bool:
+  if not record.exc_info:
+    return True
+  by_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
+  return not (by_orbax or _refusal(record.exc_info[1], "", set()))
+
+
+def _print_unless_late(unraisable: Any) -> None:
+  error = unraisable.exc_value
+  if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
+    sys.__unraisablehook__(unraisable)
+
+
+def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
+  """What the disk refused in the error, its causes or its members; "" for nothing."""
+  if error is None or id(error) in seen:
+    return ""
+  seen.add(id(error))
+  number = _number(error)
+  if number:
+    file = getattr(error, "filename", None)
+    file = os.fsdecode(file) if isinstance(file, str | bytes) else where
+    return (
+      f"{file or 'the disk'}: {os.strerror(number)}; {REMEDIES[number]}, and the same "
+      "command goes on: what was saved before stands"
+    )
+  inside = list(getattr(error, "exceptions", ()))  # of a group
+  inside.append(error.__cause__)
+  if not error.__suppress_context__:
+    inside.append(error.__context__)
+  return next(filter(None, (_refusal(e, where, seen) for e in inside)), "")
+
+
+def _number(error: BaseException) -> int:
+  """The number of what a disk refused; 0 for any other error."""
+  if isinstance(error, OSError) and error.errno:
+    return error.errno if error.errno in REMEDIES else 0
+  words = str(error)
+  if isinstance(error, ValueError) and not _STATUS.match(words):
+    return 0
+  return next((n for n in REMEDIES if os.strerror(n) in words), 0)

@@ -1,0 +1,245 @@
+"""Reads JSON that may hold anything: each fault is one ValueError that says where.
+
+Python's own reader raises four kinds of errors (not JSON, not UTF-8, nested too deeply,
+a number of too many digits), and what it returns may be of any type. Here a file or a
+line becomes a value, and an object a dataclass whose fields have the types it names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+# Reads a value found at a path such as "segments[2].text".
+_Reader = Callable[[Any, str], Any]
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+  """Reads one JSON value.
+
+  Args:
+    text: the value; bytes are UTF-8, with or without a mark of byte order.
+    where: how messages name its place, as "FILE:LINE".
+
+  Raises:
+    ValueError: it is no JSON, no UTF-8, nested too deeply, or has a number that is too
+      long.
+  """
+  try:
+    return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+  except json.JSONDecodeError as e:
+    place = f" at line {e.lineno}" if e.lineno > 1 else ""
+    raise ValueError(f"{where}: not JSON ({e.msg}{place})") from e
+  except UnicodeDecodeError as e:
+    raise ValueError(f"{where}: not UTF-8 ({e.reason} at byte {e.start})") from e
+  except RecursionError:
+    raise ValueError(f"{where}: not JSON (it is nested too deeply)") from None
+  except ValueError as e:  # more digits than Python converts
+    raise ValueError(f"{where}: not JSON ({e})") from None
+
+
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+  """`parse_json` of what must be a JSON object.
+
+  Raises:
+    ValueError: as `parse_json`; or it is another value.
+  """
+  value = parse_json(text, where)
+  if not isinstance(value, dict):
+    raise ValueError(f"{where}: expected a JSON object, got {type(value).__name__}")
+  return value
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """The JSON object that a file holds.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: as `parse_object`, naming the file.
+  """
+  with open(path, "rb") as f:
+    return parse_object(f.read(), os.fspath(path))
+
+
+def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ()) -> T:
+  """Builds a dataclass from a JSON object, checking the type of every field.
+
+  A number must be finite, but not in a list: there may be many, and log-probs of -inf
+  among them.
+
+  Args:
+    row: the object.
+    cls: of fields that are text, numbers, bool, Any, enums or dataclasses, or None, and
+      lists, tuples and dicts of those.
+    where: how messages name the row, as "FILE:LINE".
+    needed: fields that may not be left out, though the dataclass has a default.
+
+  Raises:
+    ValueError: a field is missing, unknown or of another type; named with its value.
+  """
+  try:
+    read = _reader(cls)(row, "")
+  except _BadField as e:
+    raise ValueError(f"{where}: {e}") from None
+  for name in needed:
+    if name not in row:
+      raise ValueError(f"{where}: field {name!r} is missing")
+  return read
+
+
+class _BadField(ValueError):
+  """What is wrong with a field; who knows the row's place adds it."""
+
+
+def _wrong(value: Any, path: str, wanted: str) -> _BadField:
+  """The error of a value that is not what was wanted at a path."""
+  field = f"field {path.removeprefix('.')!r}" if path else "the row"
+  return _BadField(f"{field} is {shown(value)}; it must be {wanted}")
+
+
+def shown(value: Any, most: int = 80) -> str:
+  """A value as messages show it: short, and whatever it is."""
+  try:
+    text = repr(value)
+  except (RecursionError, ValueError):  # an int of more digits than Python writes
+    text = f"a {type(value).__name__}"
+  return text if len(text) <= most else text[: most - 3] + "..."
+
+
+@functools.cache
+def _reader(hint: Any) -> _Reader:
+  """Checks and converts values of one type; made once, for rows are many."""
+  if hint is Any:
+    return lambda value, path: value
+  if isinstance(hint, types.UnionType):  # T | None
+    return _or_none(next(a for a in typing.get_args(hint) if a is not types.NoneType))
+  origin = typing.get_origin(hint)
+  if origin in (list, tuple):
+    return _sequence(typing.get_args(hint)[0], origin)
+  if origin is dict:
+    return _mapping(typing.get_args(hint)[1])
+  if dataclasses.is_dataclass(hint):
+    return _object(hint)
+  if issubclass(hint, enum.Enum):
+    return _choice(hint)
+  return _plain(hint)
+
+
+_WORDS = {
+  str: "text",
+  int: "a whole number of at most 64 bits",
+  float: "a finite number",
+  bool: "true or false",
+  dict: "an object",
+}
+
+
+def _plain(hint: type) -> _Reader:
+  """Of str, int, float, bool or dict."""
+
+  def read(value: Any, path: str) -> Any:
+    kind = type(value)  # not isinstance: true and false are no numbers
+    if hint is float and kind is int and abs(value) < 2**63:
+      return float(value)
+    right = kind is hint
+    if right and hint is int:
+      right = abs(value) < 2**63
+    elif right and hint is float:
+      right = math.isfinite(value)
+    if not right:
+      raise _wrong(value, path, _WORDS[hint])
+    return value
+
+  return read
+
+
+def _or_none(hint: Any) -> _Reader:
+  inner = _reader(hint)
+  return lambda value, path: None if value is None else inner(value, path)
+
+
+def _choice(hint: type[enum.Enum]) -> _Reader:
+  accepted = {member.value: member for member in hint}
+
+  def read(value: Any, path: str) -> Any:
+    if not isinstance(value, str) or value not in accepted:
+      raise _wrong(value, path, f"one of {', '.join(accepted)}")
+    return accepted[value]
+
+  return read
+
+
+def _sequence(of: Any, kind: type) -> _Reader:
+  if of in (int, float):  # token ids, log-probs: too many to look at one by one
+    accepted = {int} if of is int else {int, float}
+
+    def read_numbers(value: Any, path: str) -> Any:
+      if not isinstance(value, list | tuple):
+        raise _wrong(value, path, "a list of numbers")
+      if not set(map(type, value)) <= accepted:
+        place = next(i for i, x in enumerate(value) if type(x) not in accepted)
+        raise _wrong(value[place], f"{path}[{place}]", _WORDS[of])
+      if of is int and value and max(max(value), -min(value)) >= 2**63:
+        place = next(i for i, x in enumerate(value) if abs(x) >= 2**63)
+        raise _wrong(value[place], f"{path}[{place}]", _WORDS[int])
+      return kind(value)
+
+    return read_numbers
+  inner = _reader(of)
+
+  def read(value: Any, path: str) -> Any:
+    if not isinstance(value, list | tuple):
+      raise _wrong(value, path, "a list")
+    return kind([inner(x, f"{path}[{i}]") for i, x in enumerate(value)])
+
+  return read
+
+
+def _mapping(of: Any) -> _Reader:
+  if of is Any:
+    return _plain(dict)
+  inner = _reader(of)
+
+  def read(value: Any, path: str) -> Any:
+    if type(value) is not dict:
+      raise _wrong(value, path, "an object")
+    return {key: inner(x, f"{path}.{key}") for key, x in value.items()}
+
+  return read
+
+
+def _object(cls: type) -> _Reader:
+  hints = typing.get_type_hints(cls)
+  fields = dataclasses.fields(cls)
+  readers = {f.name: _reader(hints[f.name]) for f in fields}
+  missing = dataclasses.MISSING
+  needed = [
+    f.name for f in fields if f.default is missing and f.default_factory is missing
+  ]
+
+  def read(value: Any, path: str) -> Any:
+    if type(value) is not dict:
+      raise _wrong(value, path, "an object")
+    found = {}
+    for name, x in value.items():
+      reader = readers.get(name)
+      if reader is None:
+        field = f"{path}.{name}".removeprefix(".")
+        raise _BadField(f"unknown field {field!r}; there are {', '.join(readers)}")
+      found[name] = reader(x, f"{path}.{name}")
+    for name in needed:
+      if name not in found:
+        field = f"{path}.{name}".removeprefix(".")
+        raise _BadField(f"field {field!r} is missing")
+    return cls(**found)
+
+  return read

@@ -1,0 +1,87 @@
+"""What the files of a folder were when they were written, so that damage is found.
+
+The SHA-256 of every file stands beside them, written last and atomically.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from coa_jax.json_io import read_object
+
+MANIFEST = "manifest.json"
+_log = logging.getLogger(__name__)
+
+
+def derive(folder: str, make: Callable[[str], None], source: str) -> None:
+  """Makes a folder, unless it is there and whole; it appears when it is complete.
+
+  Args:
+    folder: of data that can be made again at any time.
+    make: writes it to the path that it is given.
+    source: what it is made from, for the line that tells of damage.
+
+  Raises:
+    OSError: it can not be written.
+  """
+  if os.path.exists(folder):
+    fault = fault_of(folder)
+    if not fault:
+      return
+    _log.warning("%s is damaged (%s); made anew from %s", folder, fault, source)
+    shutil.rmtree(folder)
+  unfinished = folder + ".tmp"
+  shutil.rmtree(unfinished, ignore_errors=True)
+  try:
+    make(unfinished)
+    write_manifest(unfinished)
+    os.replace(unfinished, folder)
+  finally:
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_manifest(folder: str) -> None:
+  """Writes the size and SHA-256 of every file of a folder, all of them on disk."""
+  files = {}
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      with open(path, "rb") as f:
+        os.fsync(f.fileno())
+      files[os.path.relpath(path, folder)] = _digest(path)
+  path = os.path.join(folder, MANIFEST)
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    json.dump(files, f, indent=1, sort_keys=True)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(path + ".tmp", path)
+
+
+def _digest(path: str) -> list[Any]:
+  with open(path, "rb") as f:
+    digest = hashlib.file_digest(f, "sha256").hexdigest()
+  return [os.path.getsize(path), digest]
+
+
+def fault_of(folder: str) -> str:
+  """What a folder lacks of its manifest, in words; "" where it is whole."""
+  try:
+    files = read_object(os.path.join(folder, MANIFEST))
+    for name, (size, digest) in files.items():
+      path = os.path.join(folder, name)
+      if not os.path.exists(path):
+        return f"{name} is missing"
+      found = _digest(path)
+      if found[0] != size:
+        return f"{name} has {found[0]} of {size} bytes"
+      if found[1] != digest:
+        return f"{name} has other bytes than were written"
+  except (OSError, ValueError, TypeError, AttributeError) as e:
+    return f"{MANIFEST} can not be used: {e}"
+  return ""

@@ -1,0 +1,112 @@
+"""What a model, a batch and the slots of rollouts take on the devices, at the least.
+
+Compared with what the devices have before anything is allocated; see `capacity.check`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax import capacity
+from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.decoding import PIECE
+from coa_jax.model.sharding import Layout
+
+TOKEN = 7 * 4  # bytes of a token in a `Batch`
+_KEPT = 3  # a trained parameter, its gradient, and one number of the optimizer
+
+
+def check_device(needs: Mapping[str, int], layout: Layout | None) -> None:
+  """Refuses what the devices can not hold.
+
+  Args:
+    needs: fields with their values -> bytes over all devices, at least.
+    layout: the devices; None for one.
+
+  Raises:
+    ValueError: naming the fields that need most.
+  """
+  devices = list(layout.mesh.devices.flat) if layout else jax.local_devices()[:1]
+  capacity.check(needs, _bytes_of(devices), "the devices have")
+
+
+def check_model(cfg: QwenConfig, file: str) -> None:
+  """Refuses an architecture that all devices together can not hold.
+
+  Raises:
+    ValueError: naming the file that it is of.
+  """
+  try:
+    capacity.check(parameter_needs(cfg), _bytes_of(jax.devices()), "the devices have")
+  except ValueError as e:
+    raise ValueError(f"{file}: {e}") from None
+
+
+def _bytes_of(devices: list[jax.Device]) -> float:
+  """Memory of all of them; infinite where they do not tell."""
+  if devices[0].platform == "cpu":
+    return capacity.host_bytes() * len({d.process_index for d in devices})
+  mine = next(d for d in devices if d.process_index == jax.process_index())
+  limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
+  return limit * len(devices)
+
+
+def parameter_needs(cfg: QwenConfig, trained: bool = False) -> dict[str, int]:
+  """What the parameters take, and where they are trained what is kept to that end."""
+  attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
+  layer = attention + 3 * cfg.width * cfg.ff
+  embeddings = cfg.vocab_size * cfg.width * (1 if cfg.tie_embeddings else 2)
+  count = cfg.layers * layer + embeddings
+  sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "ff", "vocab_size")
+  shape = ", ".join(f"{name}={getattr(cfg, name)}" for name in sizes)
+  each = jnp.dtype(cfg.param_dtype).itemsize * (_KEPT if trained else 1)
+  return {f"the model ({shape})": count * each}
+
+
+def batch_needs(
+  cfg: QwenConfig, section: str, rows: int, length: int
+) -> dict[str, int]:
+  """What a micro-batch takes: its columns, and what enters every layer."""
+  token = TOKEN + cfg.layers * cfg.width * jnp.dtype(cfg.dtype).itemsize
+  return {f"{section}.rows={rows} of {section}.length={length}": rows * length * token}
+
+
+def check_training(
+  cfg: QwenConfig,
+  section: str,
+  rows: int,
+  length: int,
+  frozen: bool,
+  layout: Layout | None,
+) -> None:
+  """Refuses a model and a micro-batch that the devices can not hold to train.
+
+  Args:
+    cfg: the architecture.
+    section: of the config, where `rows` and `length` stand.
+    rows: rows of a micro-batch.
+    length: tokens of a row.
+    frozen: whether the parameters stay as they are, and adapters are trained.
+    layout: the devices; None for one.
+
+  Raises:
+    ValueError: naming the fields that need most.
+  """
+  needs = parameter_needs(cfg, trained=not frozen)
+  check_device(needs | batch_needs(cfg, section, rows, length), layout)
+
+
+def rollout_needs(
+  cfg: QwenConfig, slots: int, max_len: int, window: int, replicas: int
+) -> dict[str, int]:
+  """What the slots take: a cache that begins small, logits, and a window's tokens."""
+  place = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
+  least = min(max_len, PIECE) * place + 4 * cfg.vocab_size + 8 * window
+  return {
+    f"rollout.slots={slots} with rollout.window={window}": slots * replicas * least,
+    f"one trajectory of rollout.max_len={max_len}": max_len * place,
+  }

@@ -1,0 +1,314 @@
+r"""The many ways to write one number or formula, turned into one.
+
+math-verify reads LaTeX. What it reads otherwise than people write it is spelled out
+here first: `2 1/2`, `1 234`, `1e3`, `0.\overline{3}`, characters beyond ASCII. Nothing
+here computes at length: an answer is hostile text, so every pattern is bounded, and an
+exponent has at most three digits.
+"""
+
+from __future__ import annotations
+
+import fractions
+import re
+
+# An honest final answer is short; what is longer is refused, not searched.
+MAX_CHARS = 1000
+
+# ---- characters ----------------------------------------------------------------------
+
+_CHARACTERS = str.maketrans(
+  {
+    **dict.fromkeys("\u2212\u2012\u2013\uff0d", "-"),
+    **dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000", " "),
+    **dict.fromkeys("\u200b\u2061\u2062\ufeff", None),
+    "\u00d7": "\\times ",
+    "\u00b7": "\\cdot ",
+    "\u22c5": "\\cdot ",
+    "\u00f7": "/",
+    "\u2044": "/",
+    "\u00b1": "\\pm ",
+    "\u2213": "\\mp ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+    "\u2260": "\\ne ",
+    "\u2248": "\\approx ",
+    "\u221e": "\\infty ",
+    "\u222a": "\\cup ",
+    "\u2229": "\\cap ",
+    "\u2208": "\\in ",
+    "\u2205": "\\emptyset ",
+    "\u211d": "\\mathbb{R}",
+    "\u2124": "\\mathbb{Z}",
+    "\u03c0": "\\pi ",
+    "\u00b0": "^\\circ ",
+    "\u2026": "...",
+    "\uff0c": ",",
+    "\uff08": "(",
+    "\uff09": ")",
+  }
+)
+_VULGAR = {
+  "\u00bd": "\\frac{1}{2}",
+  "\u2153": "\\frac{1}{3}",
+  "\u2154": "\\frac{2}{3}",
+  "\u00bc": "\\frac{1}{4}",
+  "\u00be": "\\frac{3}{4}",
+  "\u2155": "\\frac{1}{5}",
+  "\u2156": "\\frac{2}{5}",
+  "\u2157": "\\frac{3}{5}",
+  "\u2158": "\\frac{4}{5}",
+  "\u2159": "\\frac{1}{6}",
+  "\u215a": "\\frac{5}{6}",
+  "\u215b": "\\frac{1}{8}",
+  "\u215c": "\\frac{3}{8}",
+  "\u215d": "\\frac{5}{8}",
+  "\u215e": "\\frac{7}{8}",
+}
+_RAISED = str.maketrans(
+  "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f",
+  "0123456789+-n",
+)
+_RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
+_LOWERED = str.maketrans("".join(map(chr, range(0x2080, 0x208A))), "0123456789")
+_LOWERED_RUN = re.compile("[\u2080-\u2089]+")
+_ROOT = re.compile("\u221a\\s*(\\d+|[A-Za-z])")
+_CURRENCY = re.compile("[\u20ac\u00a3\u00a5\u20b9]")
+
+
+def _ascii(text: str) -> str:
+  if text.isascii():
+    return text
+  text = _RAISED_RUN.sub(lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
+  text = _LOWERED_RUN.sub(lambda m: f"_{{{m[0].translate(_LOWERED)}}}", text)
+  for character, fraction in _VULGAR.items():
+    text = text.replace(character, fraction)
+  text = _ROOT.sub(r"\\sqrt{\1}", text).replace("\u221a", "sqrt")
+  return _CURRENCY.sub("", text).translate(_CHARACTERS).strip()
+
+
+# ---- numbers inside a formula --------------------------------------------------------
+
+# Fields of digits are one number as groups of three alone: `7 8` is not 78.
+_GROUPS = r"[1-9]\d{0,2}(?:\s\d{3})+"
+_GROUPED = re.compile(
+  rf"(?<![\w.,^])(?<!\d\s)(?:{_GROUPS}|\d+\.\d{{3}}(?:\s\d{{3}})+)(?!\d|\s\d)"
+)
+# A blank of LaTeX between digits.
+_BLANK = re.compile(r"(?<=\d)\\[,;: ]\s*(?=\d)")
+_MIXED = re.compile(
+  rf"(?<![\w.,^/{{])(?<!\d\s)({_GROUPS}|\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.^/])"
+)
+# 0.1\overline{6}, 0.1(6), 0.1666...
+_BAR = re.compile(
+  r"(?<![\w.])(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))"
+  r"(?![\d(\\])"
+)
+_DOTS = re.compile(
+  r"(?<![\w.])(\d{0,12})\.(\d{0,12}?)(\d{1,12}?)\3{2,}\s*(?:\.\.\.|\\[lc]?dots)(?!\w)"
+)
+_E_NOTATION = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.])")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)")
+_SIGNED_POWER = re.compile(r"\^\s*([+-]\d+)")
+_BARE_FRACTION = re.compile(
+  r"\\[dtc]?frac\s*(?:(\d)\s*(\d)|(\d)\s*\{(\d+)\}|\{(\d+)\}\s*(\d))"
+)
+_TWO_FIELDS = re.compile(r"(?<![\w^_.])\d[\d.]*\s+\.?\d")
+
+# ---- words and brackets --------------------------------------------------------------
+
+_SPELLINGS = [
+  (re.compile(r"^\*\*(.*)\*\*$", re.DOTALL), r"\1"),
+  (re.compile(r"^(?:the )?(?:final )?answer\s*:\s*", re.IGNORECASE), ""),
+  (re.compile(r"^(?:option|choice)\s+(\(?[A-J]\)?)$", re.IGNORECASE), r"\1"),
+  (re.compile(r"^([A-J])[).:]$"), r"\1"),
+  (re.compile(r"\\!"), ""),
+  (re.compile(r"(?<!\\)~"), " "),
+  (re.compile(r"\{,\}"), ","),
+  (re.compile(r"\*\*"), "^"),
+  (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
+  (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+  (re.compile(r"(?<![A-Za-z\\])infinity(?![A-Za-z])", re.IGNORECASE), r"\\infty "),
+  (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+  # math-verify reads \langle 1,2\rangle as 1.2
+  (re.compile(r"(?:\\left\s*)?\\langle(?![A-Za-z])"), "("),
+  (re.compile(r"(?:\\right\s*)?\\rangle(?![A-Za-z])"), ")"),
+  (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[\\])"), r" \\cup "),
+]
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\\circ\})")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+
+
+def spelled_out(text: str) -> str:
+  """The same formula in the notation that math-verify reads as it is meant."""
+  text = _ascii(text)
+  for pattern, spelling in _SPELLINGS:
+    text = pattern.sub(spelling, text)
+  text = _BARE_FRACTION.sub(_braced_fraction, text)
+  text = _BLANK.sub(" ", text)
+  text = _MIXED.sub(_mixed, text)
+  text = _GROUPED.sub(lambda m: "".join(m[0].split()), text)
+  text = _BAR.sub(_repeating, _DOTS.sub(_repeating, text))
+  text = _E_NOTATION.sub(r"\1\\times10^{\2}", text)
+  text = _TIMES_TEN.sub(r"\\times ", text)
+  text = _SIGNED_POWER.sub(r"^{\1}", text)
+  if _TRIGONOMETRY.search(text):
+    # math-verify drops the degree sign: right for an angle, wrong for its sine.
+    text = _DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+  return text.strip()
+
+
+def _braced_fraction(match: re.Match) -> str:
+  over, under = [group for group in match.groups() if group]
+  return f"\\frac{{{over}}}{{{under}}}"
+
+
+def _mixed(match: re.Match) -> str:
+  whole = int("".join(match[1].split()))
+  over, under = int(match[2]), int(match[3])
+  if over >= under:  # `1 234/5` is 1234/5, `5 4/3` nothing
+    return match[0]
+  return f"\\frac{{{whole * under + over}}}{{{under}}}"
+
+
+def _repeating(match: re.Match) -> str:
+  before, once, *blocks = match.groups(default="")
+  block = "".join(blocks)
+  digits = before + once
+  over = int(digits + block) - int(digits or "0")
+  return f"\\frac{{{over}}}{{{(10 ** len(block) - 1) * 10 ** len(once)}}}"
+
+
+def has_loose_fields(text: str) -> bool:
+  """True where fields of digits stand side by side that are no one number."""
+  return bool(_TWO_FIELDS.search(text))
+
+
+# ---- plain numbers -------------------------------------------------------------------
+
+_INTEGER = re.compile(r"-?\d+")
+_DECIMAL = r"\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
+_NUMBER = re.compile(
+  rf"""(?P<sign>[+-]?)\s*(?:\\?\$)?\s*(?:
+    (?P<decimal>{_DECIMAL})
+  | (?:(?P<factor>{_DECIMAL})\s*(?:\\times|\\cdot|\*)\s*)?
+    10\s*\^\s*(?:\{{(?P<power>[+-]?\d{{1,3}})\}}|(?P<digit>\d{{1,3}}))
+  | (?P<over>\d+)\s*/\s*(?P<under>\d+)
+  | (?P<whole>\d+)?\s*\\frac\s*
+    \{{\s*(?P<minus>-?)(?P<numerator>\d+)\s*\}}\s*\{{\s*(?P<denominator>\d+)\s*\}}
+  )""",
+  re.VERBOSE,
+)
+
+
+def number(text: str) -> fractions.Fraction | None:
+  """The exact value of a plain number; None for all else.
+
+  That is an integer, decimal, fraction, mixed number, repeating decimal, or a number in
+  scientific notation.
+  """
+  if len(text) > MAX_CHARS:
+    return None
+  text = text.strip().removeprefix("$")
+  if _INTEGER.fullmatch(text):  # most answers
+    return fractions.Fraction(int(text))
+  match = _NUMBER.fullmatch(text) or _NUMBER.fullmatch(spelled_out(text))
+  if match is None:
+    return None
+  size = _size(match)
+  return -size if size is not None and match["sign"] == "-" else size
+
+
+def _size(match: re.Match) -> fractions.Fraction | None:
+  if match["decimal"]:
+    return fractions.Fraction(match["decimal"].replace(",", ""))
+  power = match["power"] or match["digit"]
+  if power:
+    factor = fractions.Fraction((match["factor"] or "1").replace(",", ""))
+    return factor * fractions.Fraction(10) ** int(power)
+  over = int(match["over"] or match["numerator"])
+  under = int(match["under"] or match["denominator"])
+  if not under:
+    return None
+  value = fractions.Fraction(-over if match["minus"] else over, under)
+  if match["whole"] is None:
+    return value
+  # `2\frac{3}{2}` may as well be a product
+  return int(match["whole"]) + value if 0 < value < 1 else None
+
+
+# ---- words after a number ------------------------------------------------------------
+
+# "18 dollars": a number and words. Two letters may be `pi`, so words have three.
+_WITH_UNIT = re.compile(r"(\S*[\d}])\s+([A-Za-z]{3,}(?:\s+[A-Za-z]+)?)")
+_SCALES = {
+  "dozen": 12,
+  "hundred": 10**2,
+  "thousand": 10**3,
+  "lakh": 10**5,
+  "million": 10**6,
+  "crore": 10**7,
+  "billion": 10**9,
+  "trillion": 10**12,
+  "quadrillion": 10**15,
+}
+_SCALE = rf"(?:{'|'.join(_SCALES)})"
+_SCALED = re.compile(
+  rf"(\S*[\d}}])((?:\s+{_SCALE})+)s?\b((?:\s+[A-Za-z]+)*)", re.IGNORECASE
+)
+# Words after a number that make another one of it. Nouns have no end, so these are
+# listed and units are not; a word that is missing here gains an answer nothing that the
+# bare number would not.
+_NO_UNIT = re.compile(
+  rf"""zero | one | two | three | four | five | six | seven | eight | nine | ten
+  | eleven | twelve | (thir|four|fif|six|seven|eigh|nine)teen
+  | (twen|thir|for|fif|six|seven|eigh|nine)ty | tens | {_SCALE}s?
+  | half | halves | thirds? | (eigh|nin|twelf)ths?
+  | (four|fif|six|seven|ten|sixteen|twentie|{_SCALE})ths?
+  | and | or | not | plus | minus | over | divided | multiplied | raised | choose | mod
+  | modulo | squared | cubed | factorial | twice | thrice | sqrt | sin | cos | tan | cot
+  | csc | log | exp | lim | det | gcd | lcm | inf | infinity | pi | e | i | x | y | z
+  | alpha | beta | gamma | delta | epsilon | theta | lambda | sigma | tau | phi | chi
+  | psi | omega | percent | percentage | pct | january | february | march | april | may
+  | june | july | august | september | october | november | december""",
+  re.VERBOSE | re.IGNORECASE,
+)
+# What words after a number may be wrapped in: `$5$ \text{ million}`.
+_WRAPPING = re.compile(
+  r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}|~|\\[ ,;:]|(?<!\\)\$"
+)
+
+
+def without_words(text: str) -> str:
+  """`18 dollars` as `18` and `5 million` as `5000000`; anything else as it is."""
+  text = _written_out(text)
+  plain = unwrapped(text)
+  unit = _WITH_UNIT.fullmatch(plain)
+  if unit is None:
+    return text
+  if any(map(_NO_UNIT.fullmatch, unit[2].split())):
+    return plain  # wrapped, math-verify would pass over the words
+  return text if number(unit[1]) is None else unit[1]
+
+
+def _written_out(text: str) -> str:
+  scaled = _SCALED.fullmatch(unwrapped(text))
+  value = number(scaled[1]) if scaled else None
+  if value is None:
+    return text
+  for word in scaled[2].lower().split():
+    value *= _SCALES[word]
+  return f"{value}{scaled[3]}"
+
+
+def unwrapped(text: str) -> str:
+  r"""The same without `$`, and with the content of `\text{}` in its place."""
+  return " ".join(_WRAPPING.sub(r" \1 ", text).split())
+
+
+# What tells that mathematics stands somewhere inside prose.
+_INSIDE_PROSE = re.compile(r"\$|\\\(|\\\[|answer is", re.IGNORECASE)
+
+
+def is_prose(text: str) -> bool:
+  """True where a formula has to be looked for; False where all of `text` is one."""
+  return bool(_INSIDE_PROSE.search(text))

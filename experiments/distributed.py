@@ -1,0 +1,140 @@
+"""How the processes of one run meet: who waits for whom, how long, in what folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+
+from absl import flags
+
+from experiments.refusal import stop
+
+_MOST_PROCESSES = 1 << 16
+_SAY_EVERY_S = 3.0
+
+WHERE = flags.DEFINE_string(
+  "distributed",
+  "",
+  "One of several processes that train together: 'auto' on a TPU pod or under Slurm, "
+  "else HOST:PORT,PROCESSES,PROCESS with the address of process 0.",
+)
+
+
+_WAIT_S = flags.DEFINE_integer(
+  "distributed_wait_s",
+  0,
+  "Seconds to wait for the other processes of --distributed=HOST:PORT,...; 0 for 300, "
+  "or 45 where HOST is this machine's loopback.",
+  lower_bound=0,
+)
+
+
+def join(where: str) -> None:
+  """Joins the other processes of a run; `where` is the flag --distributed."""
+  import jax
+
+  if where == "auto":
+    try:
+      jax.distributed.initialize()
+    except (ValueError, RuntimeError) as e:
+      stop(f"--distributed=auto: {e}; elsewhere give HOST:PORT,PROCESSES,PROCESS")
+    return
+  match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
+  if not match or int(match[3]) >= int(match[2]):
+    stop(f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS")
+  address, processes, process = match[1], int(match[2]), int(match[3])
+  host, _, port = address.rpartition(":")
+  if not 0 < int(port) < 2**16 or processes > _MOST_PROCESSES:
+    stop(
+      f"--distributed={where}: a port is from 1 to {2**16 - 1}, and there are at most "
+      f"{_MOST_PROCESSES} processes"
+    )
+  here = host == "localhost" or host.startswith("127.") or host == "[::1]"
+  seconds = _WAIT_S.value or (45 if here else 300)
+  began = time.monotonic()
+  if process:
+    _await_coordinator(host.strip("[]"), int(port), seconds)
+  left = max(1.0, seconds - (time.monotonic() - began))
+  if not process:
+    print(
+      f"--distributed: process 0 at {address} waits for {processes - 1} others, "
+      f"{seconds} s at most (--distributed_wait_s)",
+      file=sys.stderr,
+    )
+
+  def give_up() -> None:
+    print(
+      f"error: --distributed={where}: not all of {processes} processes came within "
+      f"{seconds} s; start them, or wait longer with --distributed_wait_s",
+      file=sys.stderr,
+    )
+    os._exit(2)  # JAX's own end of the wait aborts the process
+
+  watch = threading.Timer(left, give_up)
+  watch.daemon = True
+  watch.start()
+  jax.distributed.initialize(
+    address, processes, process, initialization_timeout=round(left) + 60
+  )
+  watch.cancel()
+
+
+def _await_coordinator(host: str, port: int, seconds: float) -> None:
+  """Waits until process 0 listens, and says so; stops the program when it does not.
+
+  JAX's own wait says nothing until it is over.
+  """
+  began = time.monotonic()
+  reason = ""
+  while (waited := time.monotonic() - began) < seconds:
+    try:
+      with socket.create_connection((host, port), timeout=_SAY_EVERY_S):
+        return
+    except OSError as e:
+      reason = e.strerror or str(e)
+    print(
+      f"--distributed: waiting for process 0 at {host}:{port}, {waited:.0f} of "
+      f"{seconds:.0f} s ({reason})",
+      file=sys.stderr,
+    )
+    time.sleep(_SAY_EVERY_S)
+  stop(
+    f"--distributed: no process 0 at {host}:{port} within {seconds:.0f} s ({reason}); "
+    "start it, or wait longer with --distributed_wait_s"
+  )
+
+
+def check_shared(workdir: str) -> None:
+  """Stops all processes where some have a workdir of their own under its name.
+
+  Else they would wait for each other at the first checkpoint.
+  """
+  import jax
+  import numpy as np
+  from jax.experimental import multihost_utils
+
+  token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
+  path = os.path.join(workdir, f".shared-{int(token)}")
+  if jax.process_index() == 0:
+    os.makedirs(workdir, exist_ok=True)
+    with open(path, "w", encoding="ascii"):
+      pass
+  multihost_utils.sync_global_devices("workdir")
+  for _ in range(50):  # a network's disk may be late
+    if os.path.exists(path):
+      break
+    time.sleep(0.1)
+  sees = multihost_utils.process_allgather(np.array(os.path.exists(path)))
+  if jax.process_index() == 0:
+    os.remove(path)
+  if not sees.all():
+    blind = ", ".join(map(str, np.flatnonzero(~sees)))
+    stop(
+      f"--workdir={workdir}: what process 0 writes there process {blind} does not see; "
+      "all need one folder of a disk that they share"
+    )

@@ -1,0 +1,144 @@
+"""Workdirs as users have them: two runs in one, and disks that are full."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import toy
+
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.tasks.world import WorldConfig, write_world
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CONFIG = """
+import json
+import ml_collections
+
+def get_config(arg=""):
+  with open({path!r}) as f:
+    return ml_collections.ConfigDict(json.load(f))
+"""
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory) -> dict[str, str]:
+  """A config file of a short run of each journey."""
+  from configs import distill_world
+
+  folder = tmp_path_factory.mktemp("inputs")
+  toy.save_policy(str(folder / "model"), toy.params())
+  write_jsonl(folder / "data.jsonl", toy.trajectories() * 6)
+  rows = [{"id": q, "question": q, "answers": ["5"]} for q in ("2 + 3", "mixed")]
+  (folder / "tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+  tasks = dict(uri=str(folder / "tasks.jsonl"))
+  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
+  world = write_world(folder, "train", 40, sizes)
+  distill = distill_world.get_config("tiny").to_dict()
+  distill["tasks"]["uri"] = world["tasks"]
+  distill["tools"]["corpus"] = world["corpus"]
+  rollout = dict(style="brief", slots=4, max_len=toy.MAX_LEN)
+  data = dict(trajectories=str(folder / "data.jsonl"), steps=4, rows=2, validation=2)
+  plays = dict(rollout=rollout, tools=dict(tools=["code"], enabled=False), tasks=tasks)
+  algo = dict(steps=2, prompts=2, samples=2, rounds=1, rows=4, length=128, keep_every=1)
+  sections = {
+    "distill": distill,
+    "sft": dict(data=data | dict(length=toy.MAX_LEN), checkpoint=dict(every=2)),
+    "rl": plays | dict(algo=algo, dev=dict(every=2, **tasks)),
+    "evaluate": plays | dict(eval=dict(samples=8)),
+  }
+  for name, config in sections.items():
+    if name != "distill":
+      config["init"] = str(folder / "model")
+    (folder / f"{name}.json").write_text(json.dumps(config))
+    text = CONFIG.format(path=str(folder / f"{name}.json"))
+    (folder / f"{name}.py").write_text(text)
+  return {name: str(folder / f"{name}.py") for name in sections}
+
+
+def start(journey: str, config: str, workdir: pathlib.Path) -> subprocess.Popen:
+  command = [sys.executable, "-m", f"experiments.{journey}", f"--config={config}"]
+  command += [f"--workdir={workdir}"]
+  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+def refused(process: subprocess.Popen) -> str:
+  """The one line of a run that could not go on."""
+  _, said = process.communicate(timeout=600)
+  assert process.returncode == 2, said
+  assert "Traceback" not in said and said.count("error: ") == 1, said
+  return said.splitlines()[-1]
+
+
+def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
+  workdir = tmp_path / "w"
+  first = start("distill", configs["distill"], workdir)
+  while not (workdir / "runs.jsonl").exists():
+    assert first.poll() is None, first.communicate()
+    time.sleep(0.01)
+  first.send_signal(signal.SIGSTOP)  # so that it is there still
+  line = refused(start("distill", configs["distill"], workdir))
+  assert line.startswith(f"error: {workdir}: process {first.pid} on "), line
+  first.kill()
+  first.communicate()
+  again = start("distill", configs["distill"], workdir)
+  out, said = again.communicate(timeout=600)
+  assert again.returncode == 0, said
+  assert json.loads(out)["runs"] == 40
+  assert len((workdir / "runs.jsonl").read_text().splitlines()) == 40
+
+
+@pytest.fixture
+def full(tmp_path) -> Iterator[pathlib.Path]:
+  """A small disk of its own."""
+  mounted = subprocess.run(
+    ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
+    capture_output=True,
+    text=True,
+  )
+  if mounted.returncode:
+    pytest.skip(f"a disk of its own needs root: {mounted.stderr.strip()}")
+  yield tmp_path
+  subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+  ("journey", "kilobytes"),
+  [
+    ("distill", 150),
+    pytest.param("sft", 300, marks=pytest.mark.slow),
+    ("rl", 300),
+    pytest.param("evaluate", 40, marks=pytest.mark.slow),
+  ],
+)
+def test_a_full_disk_is_one_line_and_loses_nothing(configs, full, journey, kilobytes):
+  def resize(size: int) -> None:
+    size = f"remount,size={size}k"
+    subprocess.run(["mount", "-o", size, str(full)], check=True)
+
+  resize(kilobytes)
+  line = refused(start(journey, configs[journey], full / "w"))
+  assert line.startswith(f"error: {full}") and "No space left on device" in line
+  resize(40_000)
+  again = start(journey, configs[journey], full / "w")
+  _, said = again.communicate(timeout=600)
+  assert again.returncode == 0, said
+  assert os.path.getsize(full / "w" / "results.json")
+
+
+@pytest.mark.parametrize(
+  ("workdir", "told"),
+  [("x" * 300, "File name too long"), ("file/w", "Not a directory")],
+)
+def test_a_place_that_can_not_be_is_one_line(configs, tmp_path, workdir, told):
+  (tmp_path / "file").write_text("")
+  line = refused(start("distill", configs["distill"], tmp_path / workdir))
+  assert told in line and str(tmp_path) in line

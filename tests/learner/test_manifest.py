@@ -1,0 +1,46 @@
+"""Folders that can be made again: whole, or made anew, or not there."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from coa_jax.learner.manifest import derive, fault_of
+
+
+def test_a_folder_is_made_once_and_anew_where_it_is_damaged(tmp_path, caplog):
+  folder, made = tmp_path / "d", []
+
+  def make(path: str) -> None:
+    os.makedirs(path)
+    pathlib.Path(path, "tokens").write_bytes(b"12345678")
+    made.append(path)
+
+  for _ in range(2):
+    derive(str(folder), make, "data.jsonl")
+    assert len(made) == 1 and not caplog.text
+  faults = {
+    "has other bytes than were written": lambda f: f.write_bytes(b"12345679"),
+    "has 3 of 8 bytes": lambda f: f.write_bytes(b"123"),
+    "is missing": lambda f: f.unlink(),
+    "manifest.json can not be used": lambda f: (folder / "manifest.json").unlink(),
+  }
+  for fault, damage in faults.items():
+    damage(folder / "tokens")
+    caplog.clear()
+    derive(str(folder), make, "data.jsonl")
+    assert fault in caplog.text and "made anew from data.jsonl" in caplog.text
+    assert not fault_of(str(folder))
+  assert len(made) == 5
+
+
+def test_a_fault_leaves_no_folder(tmp_path):
+  def broken(path: str) -> None:
+    os.makedirs(path)
+    raise ValueError("row 2")
+
+  with pytest.raises(ValueError, match="row 2"):
+    derive(str(tmp_path / "d"), broken, "data.jsonl")
+  assert not list(tmp_path.iterdir())

@@ -1,0 +1,33 @@
+"""A model folder that can not be used is refused before its weights are read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import toy
+
+from coa_jax import capacity
+from coa_jax.model.architecture import to_hf_config
+from coa_jax.model.folder import open_folder
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "told"),
+  [
+    ("num_hidden_layers", 10**9, "config.json: too large, .*layers=1000000000"),
+    ("hidden_size", 10**12, "config.json: too large, .*width=1000000000000"),
+    ("vocab_size", 8, "config.json: field 'vocab_size' is 8; the tokenizer.json there"),
+  ],
+)
+def test_a_folder_that_can_not_be_used_is_refused_unread(
+  tmp_path, monkeypatch, field, value, told
+):
+  monkeypatch.setattr(capacity, "host_bytes", lambda: 1 << 36)
+  toy.tokenizer().save(tmp_path)
+  config = to_hf_config(toy.MODEL)
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  assert open_folder(tmp_path)[0] == toy.MODEL
+  (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+  with pytest.raises(ValueError, match=told):
+    open_folder(tmp_path)

@@ -1,0 +1,70 @@
+"""Rotary frequencies against exact ones, computed with 50 digits."""
+
+from __future__ import annotations
+
+import itertools
+
+import mpmath
+import numpy as np
+import pytest
+
+from coa_jax.model.architecture import QwenConfig, Yarn, to_hf_config
+from coa_jax.model.rotary import frequencies
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoConfig  # noqa: E402
+from transformers.models.qwen3 import modeling_qwen3  # noqa: E402
+
+# Head sizes of published models, and some whose 1 / H is no power of two.
+HEAD_DIMS = (16, 64, 80, 96, 128, 256)
+THETAS = (1e3, 1e4, 12_345.6, 1e6, 5e6)
+YARNS = (
+  None,
+  Yarn(4.0, 32_768),
+  Yarn(8.5, 4096),
+  Yarn(3.0, 40_960, beta_fast=16.0, beta_slow=2.0, attention_factor=1.3),
+  Yarn(2.0, 8192, truncate=False),
+)
+
+
+def exact(cfg: QwenConfig) -> list[mpmath.mpf]:
+  """The frequencies as the papers define them."""
+  half = cfg.head_dim // 2
+  theta = mpmath.mpf(cfg.rope_theta)
+  plain = [theta ** (-mpmath.mpf(i) / half) for i in range(half)]
+  if cfg.yarn is None:
+    return plain
+  y = cfg.yarn
+  bounds = [
+    half * mpmath.log(y.positions / (turns * 2 * mpmath.pi)) / mpmath.log(theta)
+    for turns in (y.beta_fast, y.beta_slow)
+  ]
+  if y.truncate:
+    bounds = [mpmath.floor(bounds[0]), mpmath.ceil(bounds[1])]
+  low = max(bounds[0], 0)
+  high = min(bounds[1], cfg.head_dim - 1)
+  ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(half)]
+  return [f * (1 - r) + f / y.factor * r for f, r in zip(plain, ramps, strict=True)]
+
+
+def errors(found: np.ndarray, truth: list[mpmath.mpf]) -> np.ndarray:
+  """Relative errors."""
+  pairs = zip(found.tolist(), truth, strict=True)
+  return np.array([float(abs(f - t) / t) for f, t in pairs])
+
+
+@pytest.mark.parametrize("yarn", YARNS)
+def test_each_frequency_is_as_near_to_the_exact_one_as_hugging_faces(yarn, tmp_path):
+  for head_dim, theta in itertools.product(HEAD_DIMS, THETAS):
+    cfg = QwenConfig(131, head_dim=head_dim, rope_theta=theta, yarn=yarn)
+    found, scale = frequencies(cfg)
+    config = AutoConfig.for_model(**to_hf_config(cfg))
+    theirs = modeling_qwen3.Qwen3RotaryEmbedding(config)
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    with mpmath.workdps(50):
+      truth = exact(cfg)
+      ours = errors(found, truth)
+      assert found.dtype == np.float32
+      assert (ours <= errors(theirs.inv_freq.numpy(), truth)).all(), (head_dim, theta)
+      assert ours.max() <= 2**-24  # half of the last of a float32's 24 bits

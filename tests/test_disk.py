@@ -1,0 +1,58 @@
+"""What a disk refuses is one line, wherever it lies in an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from coa_jax.disk import REMEDIES, DiskError, clear_errors
+
+
+@pytest.mark.parametrize("number", REMEDIES)
+def test_each_is_named_with_its_file_and_what_helps(number):
+  with pytest.raises(DiskError) as told, clear_errors("w"):
+    raise OSError(number, os.strerror(number), "w/data")
+  assert str(told.value).startswith(
+    f"w/data: {os.strerror(number)}; {REMEDIES[number]}"
+  )
+  with pytest.raises(DiskError, match=r"^w: "), clear_errors("w"):
+    raise OSError(number, os.strerror(number))  # as `write` raises it
+
+
+def test_what_libraries_make_of_it_is_found():
+  def wrapped() -> None:
+    try:
+      raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError as e:
+      raise RuntimeError("a worker ended") from e
+
+  def quoted() -> None:
+    raise ValueError("RESOURCE_EXHAUSTED: x: No space left on device [at file.cc:1]")
+
+  def grouped() -> None:
+    raise ExceptionGroup("2 tasks", [KeyError("x"), OSError(errno.EDQUOT, "quota")])
+
+  def unnumbered() -> None:  # as safetensors raises it
+    raise Exception("I/O error: No space left on device (os error 28)")
+
+  for work in (wrapped, quoted, grouped, unnumbered):
+    with pytest.raises(DiskError) as told, clear_errors(), clear_errors("w"):
+      work()
+    assert str(told.value).startswith("w: ") and "\n" not in str(told.value)
+
+
+def test_other_errors_stay_what_they_are():
+  named = ValueError("data.tasks: x.parquet: File name too long")
+  named.__cause__ = OSError(errno.ENAMETOOLONG, "File name too long")
+  for error in (named, FileNotFoundError(errno.ENOENT, "no", "f")):
+    with pytest.raises(type(error)) as raised, clear_errors("w"):
+      raise error
+    assert raised.value is error
+
+
+def test_a_real_refusal(tmp_path):
+  told = "File name too long; choose a shorter name"
+  with pytest.raises(DiskError, match=told), clear_errors():
+    (tmp_path / ("x" * 300)).touch()

@@ -1,0 +1,102 @@
+"""A workdir's lock between real processes: refused by name, gone with its holder."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.lock import InUseError, hold
+
+ROOT = pathlib.Path(__file__).parent.parent
+HOLDER = """
+import subprocess, sys, time
+from coa_jax.lock import hold
+with hold(sys.argv[1]):
+  # As a tool's sandbox: it goes on after its parent, with all that it inherited.
+  child = subprocess.Popen(["sleep", "600"], close_fds=False)
+  print(child.pid, flush=True)
+  time.sleep(600)
+"""
+FORKED = """
+import os, sys, time
+from coa_jax.lock import hold
+with hold(sys.argv[1]):
+  child = os.fork()
+  if child:
+    print(child, flush=True)
+  time.sleep(600)
+"""
+
+
+def start(program: str, workdir: pathlib.Path) -> tuple[subprocess.Popen, int]:
+  """A process that holds the workdir, and its child."""
+  process = subprocess.Popen(
+    [sys.executable, "-c", program, str(workdir)],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  return process, int(process.stdout.readline())
+
+
+@pytest.mark.parametrize("program", [HOLDER, FORKED], ids=["started", "forked"])
+def test_who_comes_second_is_refused_until_the_first_is_killed(program, tmp_path):
+  workdir = tmp_path / "w"
+  process, child = start(program, workdir)
+  try:
+    for where in (workdir, tmp_path / "link"):
+      if where != workdir:
+        where.symlink_to(workdir)
+      with pytest.raises(InUseError) as refusal, hold(str(where)):
+        pass
+      told = str(refusal.value)
+      assert told.startswith(f"{workdir}: process {process.pid} on {platform.node()}")
+      assert "\n" not in told
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    os.kill(child, 0)  # which lives
+    with hold(str(workdir)):
+      pass
+  finally:
+    process.kill()
+    os.kill(child, signal.SIGKILL)
+    process.communicate()
+
+
+def test_one_process_holds_a_workdir_once_and_others_beside_it(tmp_path):
+  whole = tmp_path / "w"
+  with hold(str(whole)), hold(str(whole / "sft")), hold(str(tmp_path / "other")):
+    for _ in range(2):  # the first refusal has not let it go
+      told = f"process {os.getpid()} on "
+      with pytest.raises(InUseError, match=told), hold(str(whole)):
+        pass
+    (whole / "results.json").write_text("{}")
+  with hold(str(whole)):
+    pass
+  assert (whole / "results.json").exists()
+
+
+def test_where_nothing_came_of_it_nothing_is_left(tmp_path):
+  with pytest.raises(ValueError, match="wrong"), hold(str(tmp_path / "w")):
+    raise ValueError("wrong")
+  assert not list(tmp_path.iterdir())
+  (tmp_path / "there").mkdir()
+  with hold(str(tmp_path / "there")):
+    pass
+  assert (tmp_path / "there").exists()
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
+  def none(*unused):
+    raise OSError(37, "No locks available")
+
+  monkeypatch.setattr("fcntl.lockf", none)
+  with hold(str(tmp_path)):
+    pass
+  assert "has no locks (No locks available)" in caplog.text

@@ -1,0 +1,75 @@
+"""An MCP server over stdio that does what its argument says, by the standard library.
+
+python mcp_hostile.py JSON: an object with list, schema, output, call, result, letters
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+WORK = json.loads(sys.argv[1])
+GREETING = {
+  "protocolVersion": "2025-06-18",
+  "capabilities": {"tools": {}},
+  "serverInfo": {"name": "hostile", "version": "0"},
+}
+
+
+def send(**message) -> None:
+  """One line of JSON-RPC."""
+  print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+
+
+def act(what: str | None, request: int) -> dict:
+  """Some fault, or what an honest server would say."""
+  if what == "die":
+    os._exit(3)
+  while what in ("endless line", "garbage", "flood", "hang"):
+    if what == "endless line":
+      os.write(1, b"x" * 65536)
+    elif what == "garbage":
+      os.write(1, b"{garbage}\n" * 100)
+      time.sleep(0.01)
+    elif what == "flood":
+      note = {"progressToken": request, "progress": 1}
+      send(method="notifications/progress", params=note)
+    else:
+      time.sleep(1)
+  text = WORK.get("letters", 0) * "a" or "fine"
+  return WORK.get("result", {"content": [{"type": "text", "text": text}] * 2})
+
+
+def tools(cursor: str | None) -> dict:
+  """A page of tools; an endless list has another one after each."""
+  what = WORK.get("list")
+  if what == "endless":
+    page = {"name": f"other{cursor}", "inputSchema": {"type": "object"}}
+    return {"tools": [page], "nextCursor": f"{cursor}+"[-20:]}
+  if what == "no list":
+    return {"tools": 5}
+  if what == "no schema":
+    return {"tools": [{"name": "x"}]}
+  if what == "no properties":
+    return {"tools": [{"name": "x", "inputSchema": {"properties": 5}}]}
+  act(what, 0)
+  schema = WORK.get("schema", {"type": "object", "properties": {"q": {}}})
+  tool = {"name": "x", "inputSchema": schema}
+  if "output" in WORK:
+    tool["outputSchema"] = WORK["output"]
+  return {"tools": [tool]}
+
+
+for line in sys.stdin:
+  asked = json.loads(line)
+  method, request = asked["method"], asked.get("id")
+  if method == "initialize":
+    send(id=request, result=GREETING)
+  elif method == "tools/list":
+    send(id=request, result=tools(asked.get("params", {}).get("cursor")))
+  elif method == "tools/call":
+    send(id=request, result=act(WORK.get("call"), request))
+  elif request is not None:
+    send(id=request, error={"code": -32601, "message": "no such method"})
