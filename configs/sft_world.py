@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.data = dict(
     trajectories="runs/world/distill/trajectories.jsonl",
     # Many small updates: copying is learned sooner by their number than by their size.
-    steps=20 if tiny else 3000,
+    steps=20 if tiny else 2200,
     rows=4 if tiny else 8,
     length=256,
     validation=16 if tiny else 128,

@@ -49,7 +49,8 @@ def test_no_split_changes_a_loss_or_its_gradient(figures):
       if name == "micro_batches":
         continue
       assert f["loss_off"] <= 1e-6 * max(1, abs(f["loss"])), (split, name, f)
-      assert f["gradient_off"] <= 1e-6 * max(1, f["gradient"]), (split, name, f)
+      # Two orders of a float32 sum: 0.8e-6 on an Intel, 1.2e-6 on an AMD.
+      assert f["gradient_off"] <= 2e-6 * max(1, f["gradient"]), (split, name, f)
       assert f["gradient"] > 1e-3, (split, name, f)  # there is one
 
 
