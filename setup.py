@@ -8,7 +8,7 @@ setuptools.setup(
   description="Chain-of-Agents models in JAX: distil, fine-tune, reinforce, evaluate",
   python_requires=">=3.11",
   packages=setuptools.find_packages(
-    include=("coa_jax*", "tools_sandbox*", "configs", "experiments")
+    include=("coa_jax*", "tools_sandbox*", "configs", "experiments*")
   ),
   install_requires=[
     "absl-py>=2.1",
@@ -27,7 +27,7 @@ setuptools.setup(
     "numpy>=2.0",
     "optax>=0.2.6",
     "orbax-checkpoint>=0.11",
-    "prometheus-client>=0.20",  # /metrics of tools_sandbox.server
+    "prometheus-client>=0.20",  # /metrics of tools_sandbox.service.server
     "pyarrow>=17",
     "rich>=13",
     "safetensors>=0.4.5",

@@ -44,14 +44,14 @@ from coa_jax.config import (
   section,
   write_manifest,
 )
+from coa_jax.importers.pipeline import judge
 from coa_jax.lock import exclusive
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
-from coa_jax.tasks.rewards.grader import Grader, RewardConfig
-from coa_jax.tasks.rewards.shaping import ShapingConfig
+from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import solve
@@ -62,13 +62,13 @@ from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
 from coa_jax.teacher.outcomes import convert_all, graded
 from coa_jax.teacher.outcomes import figures as outcome_figures
-from coa_jax.teacher.refine import judge
 from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
 from coa_jax.teacher.runs import Run, RunFile, encoder
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
 from coa_jax.teacher.settings import TeacherConfig
 from coa_jax.teacher.violations import Inspection, Inspector, ViolationsConfig
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
 CALLS, SELECTIONS, MANIFEST = "calls.jsonl", "selections.jsonl", "manifest.json"

@@ -25,12 +25,12 @@ from coa_jax.config import (
 )
 from coa_jax.json_io import parse_json
 from coa_jax.lock import exclusive
-from coa_jax.model.architecture import LoadConfig
-from coa_jax.model.folder import open_folder
+from coa_jax.model.config import LoadConfig
+from coa_jax.model.hf.folder import open_folder
+from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
-from coa_jax.model.weights import load_model
-from coa_jax.protocol.formats import HELD_OUT, STYLES, Format, draw_format
 from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.tool_formats import HELD_OUT, STYLES, Format, draw_format
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
@@ -40,14 +40,14 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
-from coa_jax.rollout.engine import RolloutConfig, check_positions
-from coa_jax.rollout.formatted import FormattedTools
+from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.player import Player, of_all_processes
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
-from coa_jax.rollout.vllm_server import VllmConfig
-from coa_jax.tasks.rewards.grader import Grader, RewardConfig
+from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
+from coa_jax.tools.formatted import FormattedTools
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = (
   *("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "reward", "eval"),
@@ -84,7 +84,7 @@ class FormatConfig:
 
   Attributes:
     held_out: True to draw them from those that no training sees, False from those that
-      restyled training trajectories have; see `protocol.formats`.
+      restyled training trajectories have; see `protocol.tool_formats`.
     number: which draw.
     seed: of the draws.
   """

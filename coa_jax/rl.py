@@ -39,35 +39,35 @@ from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, sizes
 from coa_jax.model import lora as adapting
-from coa_jax.model.architecture import LoadConfig, QwenConfig
-from coa_jax.model.folder import open_folder
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf.folder import open_folder
+from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
-from coa_jax.model.weights import load_model
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
+from coa_jax.report.health import Watch, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
   read_metrics,
   write_json,
 )
-from coa_jax.report.phases import Phases, phase_seconds
+from coa_jax.report.timers import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
-from coa_jax.report.watch import Watch, WatchConfig
-from coa_jax.rollout.engine import RolloutConfig, check_positions
+from coa_jax.rewards import shaping
+from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.slots import on_device
+from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.source import Asking, Rollouts, Source, open_source
-from coa_jax.rollout.tool_journal import ToolJournal
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
-from coa_jax.rollout.vllm_server import VllmConfig
-from coa_jax.tasks.draw import make_draw
-from coa_jax.tasks.rewards import shaping
-from coa_jax.tasks.rewards.grader import Grader, RewardConfig
+from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.tasks.sampling import make_draw
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
+from coa_jax.tools.journal import ToolJournal
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = (
   "init",
@@ -202,7 +202,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 def _player(
   config: ml_collections.ConfigDict,
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   tokenizer: Tokenizer,
   algo: AlgoConfig,
   rollout: RolloutConfig,
@@ -245,7 +245,7 @@ def _keep(workdir: str, algo: AlgoConfig, step: int, played: list[Trajectory]) -
 
 
 def _check_fit(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   algo: AlgoConfig,
   rollout: RolloutConfig,
   lora: LoraConfig | None,
@@ -315,7 +315,7 @@ def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:
 
 def _speed(
   clock: Phases,
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   algo: AlgoConfig,
   lora: LoraConfig | None,
   layout: Layout | None,

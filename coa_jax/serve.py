@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import ml_collections
 
 from coa_jax.config import ConfigError, check_sections, section
-from coa_jax.model.architecture import LoadConfig
-from coa_jax.model.folder import open_folder
+from coa_jax.model.config import LoadConfig
+from coa_jax.model.hf.folder import open_folder
+from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_layout
-from coa_jax.model.weights import load_model
-from coa_jax.rollout.engine import RolloutConfig, check_positions
-from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.rollout.streaming import Team
+from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = ("init", "model", "mesh", "rollout", "tools")
 # Sections of an evaluation that say nothing about the model or its tools.

@@ -30,7 +30,7 @@ from coa_jax.config import (
   optional,
   section,
 )
-from coa_jax.learner import losses
+from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch, fits
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.dataset import Dataset, Micro, check_ids
@@ -40,19 +40,19 @@ from coa_jax.learner.state import Learner, SumLoss, init_state
 from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, sizes
 from coa_jax.model import lora as adapting
-from coa_jax.model.architecture import LoadConfig, QwenConfig, to_hf_config
-from coa_jax.model.folder import open_folder
+from coa_jax.model.config import LoadConfig, ModelConfig, to_hf_config
+from coa_jax.model.hf.folder import open_folder
+from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.qwen import count_params, init_params
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
+from coa_jax.model.transformer import count_params, init_params
 from coa_jax.model.variants import variant
-from coa_jax.model.weights import load_model
 from coa_jax.protocol import roles
 from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
-from coa_jax.report.phases import Phases, phase_seconds
+from coa_jax.report.timers import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
 _log = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ def _divide(
 
 def _speed(
   clock: Phases,
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   lora: LoraConfig | None,
   layout: Layout | None,
   micro: list[Micro],
@@ -299,17 +299,17 @@ def _logged(workdir: str) -> dict[str, Any]:
   return {"tokens_per_second": rate, **last, **phase_seconds(log)}
 
 
-def _loss(cfg: QwenConfig, lora: LoraConfig | None, layout: Layout | None) -> SumLoss:
+def _loss(cfg: ModelConfig, lora: LoraConfig | None, layout: Layout | None) -> SumLoss:
   def loss(
     trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     params = adapting.assemble(trained, frozen, lora)
-    return losses.cross_entropy(cfg, params, batch, layout), {}
+    return log_probs.cross_entropy(cfg, params, batch, layout), {}
 
   return loss
 
 
-def model_section(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
+def model_section(config: ml_collections.ConfigDict) -> LoadConfig | ModelConfig:
   """Section `model`; without `init` it is a whole architecture but its vocabulary.
 
   It may begin with a published one: `variant` is a name in `variants.VARIANTS`.
@@ -323,12 +323,12 @@ def model_section(config: ml_collections.ConfigDict) -> LoadConfig | QwenConfig:
   name = model.pop("variant", "")
   base = dataclasses.asdict(variant(name)) if name else {"vocab_size": 1}
   whole = ml_collections.ConfigDict({"model": {**base, **model}})
-  cfg = section(whole, "model", QwenConfig)
+  cfg = section(whole, "model", ModelConfig)
   to_hf_config(cfg)
   return cfg
 
 
-def with_vocabulary(cfg: QwenConfig, tokenizer: Tokenizer) -> QwenConfig:
+def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
   """The whole architecture of a model that is trained from scratch.
 
   Rounded up, so that the embedding splits over any usual number of devices.
@@ -338,12 +338,12 @@ def with_vocabulary(cfg: QwenConfig, tokenizer: Tokenizer) -> QwenConfig:
 
 def _architecture(
   config: ml_collections.ConfigDict,
-  load: LoadConfig | QwenConfig,
+  load: LoadConfig | ModelConfig,
   data: DataConfig,
   workdir: str,
   lora: LoraConfig | None,
   layout: Layout | None,
-) -> tuple[QwenConfig, Tokenizer]:
+) -> tuple[ModelConfig, Tokenizer]:
   """Of the model to start from, and its tokenizer; they fit together and the mesh."""
   if isinstance(load, LoadConfig):
     cfg, tokenizer = open_folder(config.init, load)
@@ -366,7 +366,7 @@ def _architecture(
 
 
 def _check_sizes(
-  cfg: QwenConfig, data: DataConfig, lora: LoraConfig | None, layout: Layout | None
+  cfg: ModelConfig, data: DataConfig, lora: LoraConfig | None, layout: Layout | None
 ) -> None:
   """Refuses what no memory here can hold."""
   sizes.check_training(cfg, "data", data.rows, data.length, bool(lora), layout)
@@ -379,8 +379,8 @@ def _check_sizes(
 
 def _params(
   config: ml_collections.ConfigDict,
-  load: LoadConfig | QwenConfig,
-  cfg: QwenConfig,
+  load: LoadConfig | ModelConfig,
+  cfg: ModelConfig,
   data: DataConfig,
   layout: Layout | None,
 ) -> Any:
@@ -391,7 +391,7 @@ def _params(
 
 
 def _check(
-  cfg: QwenConfig, tokenizer: Tokenizer, data: DataConfig, layout: Layout | None
+  cfg: ModelConfig, tokenizer: Tokenizer, data: DataConfig, layout: Layout | None
 ) -> None:
   """Refuses, before any array is made, what does not fit together."""
   if tokenizer.vocab_size > cfg.vocab_size:

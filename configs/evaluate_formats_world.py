@@ -1,7 +1,7 @@
 """Accuracy by tool format: as trained, restyled, never seen; and with other tools.
 
-  python -m experiments.evaluate_formats --config=configs/evaluate_formats_world.py \
-    --workdir=runs/world/formats
+  python -m experiments.studies.tool_formats \
+    --config=configs/evaluate_formats_world.py --workdir=runs/world/formats
 
 Needs a model that reads its prompt, so one trained on full prompts:
 

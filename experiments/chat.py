@@ -31,9 +31,9 @@ from rich.text import Text
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status, Trajectory
-from coa_jax.rollout.live import Ask, Piece, Team
+from coa_jax.rewards import written_answer
+from coa_jax.rollout.streaming import Ask, Piece, Team
 from coa_jax.serve import open_team
-from coa_jax.tasks.rewards import written_answer
 from experiments import launch
 
 _QUESTION = flags.DEFINE_string("question", None, "Ask this one and stop.")

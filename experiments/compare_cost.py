@@ -27,9 +27,9 @@ from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
 from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import rich_table
-from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.tools import ToolsConfig
+from coa_jax.rollout.types import RolloutConfig
 from coa_jax.teacher.runs import encoder
+from coa_jax.tools.tools import ToolsConfig
 from experiments.launch import run_program
 
 _MULTI = flags.DEFINE_string("multi", None, "Attempts of the multi-agent system.")

@@ -26,8 +26,8 @@ from typing import Any
 from coa_jax.config import nearest
 from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Status, Trajectory
-from coa_jax.rollout.live import Ask, Piece
-from coa_jax.tasks.rewards import written_answer
+from coa_jax.rewards import written_answer
+from coa_jax.rollout.streaming import Ask, Piece
 
 # Fields that this server acts on, and those that change no answer.
 _READ = (

@@ -41,9 +41,9 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.config import optional, read_run, section
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora as adapting
-  from coa_jax.model.architecture import QwenConfig
-  from coa_jax.model.qwen import init_params
-  from coa_jax.model.weights import load_config, load_model
+  from coa_jax.model.config import ModelConfig
+  from coa_jax.model.hf.io import load_config, load_model
+  from coa_jax.model.transformer import init_params
   from coa_jax.protocol.tokens import Tokenizer
 
   config_file = os.path.join(workdir, "config.json")
@@ -66,7 +66,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   load, base = sft.model_section(config), None
   init = config.get("init") or ""
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
-  if isinstance(load, QwenConfig):  # a model that the run drew itself
+  if isinstance(load, ModelConfig):  # a model that the run drew itself
     cfg = sft.with_vocabulary(load, tokenizer)
     if lora:
       base = init_params(cfg, section(config, "data", sft.DataConfig).seed)

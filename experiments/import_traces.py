@@ -34,16 +34,17 @@ from absl import flags
 from ml_collections import config_flags
 
 from coa_jax.config import section, write_manifest
+from coa_jax.importers import importers
+from coa_jax.importers.importers import FORMATS, RL, Importer
+from coa_jax.importers.pipeline import Found, Refinement, Refiner
 from coa_jax.lock import hold
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import write_lines
 from coa_jax.report import plots
 from coa_jax.tasks.sources import load_tasks, read_task
-from coa_jax.teacher import filters, importers
+from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig, Dropped
-from coa_jax.teacher.importers import FORMATS, RL, Importer
-from coa_jax.teacher.refine import Found, Refinement, Refiner
 from coa_jax.teacher.restyle import FormatsConfig
 from experiments.launch import run_program, stop
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from coa_jax.tasks.world import TRAIN_MIX, Mix, WorldConfig, write_world
-from coa_jax.tasks.world_questions import HELD_OUT
+from coa_jax.tasks.world.build import TRAIN_MIX, Mix, WorldConfig, write_world
+from coa_jax.tasks.world.questions import HELD_OUT
 from experiments.launch import run_program
 
 _DIRECTORY = flags.DEFINE_string("directory", "runs/world", "Where to write.")

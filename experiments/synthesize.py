@@ -25,7 +25,6 @@ from coa_jax.config import ConfigError, check_sections, claim, fingerprint, sect
 from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import Metrics, write_json
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import cloze
 from coa_jax.teacher.journal import Journal
@@ -37,8 +36,9 @@ from coa_jax.teacher.synthesis import (
   SynthesisConfig,
   Synthesizer,
 )
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments.launch import launch, stop
-from tools_sandbox.search import read_corpus
+from tools_sandbox.search.index import read_corpus
 
 _TOOL = "wiki_search"
 _MAY_CHANGE = ("chat.base_url", "chat.timeout_s", "chat.retries", "chat.prices")

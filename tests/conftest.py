@@ -18,8 +18,8 @@ import hypothesis
 import pytest
 import toy
 
-from coa_jax.rollout.tools import ToolsConfig
-from tools_sandbox import jail
+from coa_jax.tools.tools import ToolsConfig
+from tools_sandbox.jail import keeper as jail
 
 hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("coa_jax")

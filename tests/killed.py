@@ -32,8 +32,8 @@ from coa_jax.learner.interruption import Interrupted
 from coa_jax.learner.state import Learner
 from coa_jax.report.metrics import Metrics
 from coa_jax.rollout import sampler
-from coa_jax.rollout.tool_journal import ToolJournal
-from coa_jax.rollout.toolbox import Toolbox
+from coa_jax.tools.journal import ToolJournal
+from coa_jax.tools.toolbox import Toolbox
 
 
 class Calls:

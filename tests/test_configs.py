@@ -12,7 +12,7 @@ import ml_collections
 import pytest
 
 from coa_jax.config import section
-from coa_jax.model.weights import LoadConfig
+from coa_jax.model.hf.io import LoadConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("[!_]*.py"))
@@ -21,7 +21,7 @@ EACH = pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 
 # Programs with configs of their own, and where the sections of those are read.
 PROGRAMS = {
-  "evaluate_formats": ["coa_jax.evaluate", "experiments.evaluate_formats"],
+  "evaluate_formats": ["coa_jax.evaluate", "experiments.studies.tool_formats"],
   "select_tasks": ["coa_jax.evaluate", "experiments.select_tasks"],
   "synthesize": ["experiments.synthesize"],
 }
@@ -70,7 +70,7 @@ def test_every_field_of_a_config_is_read(path: pathlib.Path, arg: str):
       (cls,) = [c for c in classes if (c is not LoadConfig) == own]
     else:
       (cls,) = classes
-    given = {"vocab_size": 1} if cls.__name__ == "QwenConfig" else {}
+    given = {"vocab_size": 1} if cls.__name__ == "ModelConfig" else {}
     whole = ml_collections.ConfigDict({name: {**given, **value}})
     assert section(whole, name, cls) is not None
 

@@ -14,7 +14,7 @@ import pytest
 from coa_jax import distill
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import Status, read_trajectories
-from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher.llm import InfrastructureError
 from coa_jax.teacher.runs import Run
 

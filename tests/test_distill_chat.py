@@ -18,18 +18,17 @@ import toy
 
 from coa_jax import distill
 from coa_jax.config import ConfigError
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import save_model
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher import runs
 from coa_jax.teacher.llm import InfrastructureError, Reply
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tests" / "teacher"))
 
 from chat_server import serve  # noqa: E402
 
@@ -248,7 +247,7 @@ TEMPLATE = (
 @real_vllm.NEEDED
 def test_garbage_from_a_real_server_is_handled(files, tmp_path):
   """A random model behind `vllm serve`: every run ends and is billed."""
-  cfg = QwenConfig(
+  cfg = ModelConfig(
     vocab_size=384,
     width=64,
     layers=2,
@@ -260,7 +259,7 @@ def test_garbage_from_a_real_server_is_handled(files, tmp_path):
     attention_bias=False,
   )
   folder, template = str(tmp_path / "model"), tmp_path / "chat.jinja"
-  save_model(folder, cfg, qwen.init_params(cfg, 0), tokenizer=toy.tokenizer())
+  save_model(folder, cfg, transformer.init_params(cfg, 0), tokenizer=toy.tokenizer())
   template.write_text(TEMPLATE)
   flags = (f"--chat-template={template}", "--enable-prompt-tokens-details")
   flags += ("--max-model-len=2048", "--enable-prefix-caching", "--block-size=32")

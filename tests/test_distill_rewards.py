@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import sys
 
 import ml_collections
 import pytest
+from chat_server import serve
 
 from coa_jax import distill
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.teacher.llm import InfrastructureError, Reply
-from tools_sandbox import jail
-
-sys.path.append(str(pathlib.Path(__file__).parent / "teacher"))
-
-from chat_server import serve
+from tools_sandbox.jail import keeper as jail
 
 RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
 TESTS = {"stdin": ["2", "5"], "expected_output": ["4", "10"]}

@@ -20,16 +20,19 @@ JOURNEYS = ("distill", "sft", "rl", "evaluate", "serve")
 BELOW = {
   "json_io": set(),
   "capacity": set(),
-  "protocol": set(),
-  "model": {"protocol"},
-  "tasks": {"protocol"},
-  "rollout": {"model", "tasks", "protocol"},
-  "learner": {"model", "tasks", "protocol"},
-  "teacher": {"model", "tasks", "protocol"},
-  "report": {"model", "tasks", "protocol"},
-  "config": {"lock"},
   "disk": set(),
   "lock": set(),
+  "config": {"lock"},
+  "protocol": set(),
+  "model": {"protocol"},
+  "tools": {"protocol"},
+  "tasks": {"protocol"},
+  "rewards": {"protocol", "tasks"},
+  "rollout": {"model", "rewards", "tasks", "tools", "protocol"},
+  "learner": {"model", "tasks", "protocol"},
+  "teacher": {"model", "rewards", "tasks", "protocol"},
+  "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
+  "report": {"model", "rewards", "tasks", "protocol"},
 }
 for room in set(BELOW) - {"json_io", "capacity"}:
   BELOW[room] |= {"json_io", "capacity"}
@@ -38,30 +41,30 @@ for journey in JOURNEYS:
 # Doors: the only files that may import these packages.
 DOORS = {
   "tools_sandbox": {
-    "coa_jax/rollout/cells.py",
-    "coa_jax/rollout/named.py",
-    "coa_jax/rollout/toolbox.py",
-    "coa_jax/rollout/tools.py",
-    "coa_jax/tasks/rewards/code.py",
-    "coa_jax/tasks/rewards/judge.py",
+    "coa_jax/tools/code_session.py",
+    "coa_jax/tools/functions.py",
+    "coa_jax/tools/toolbox.py",
+    "coa_jax/tools/tools.py",
+    "coa_jax/rewards/code/grader.py",
+    "coa_jax/rewards/judge.py",
   },
   # vLLM lives in an environment of its own and is spoken to over HTTP; what it loads of
   # ours there imports nothing else of ours.
-  "vllm": {"coa_jax/rollout/vllm_grammar.py"},
-  "torch": {"coa_jax/rollout/vllm_grammar.py"},
+  "vllm": {"coa_jax/rollout/vllm/plugin.py"},
+  "torch": {"coa_jax/rollout/vllm/plugin.py"},
   "absl": set(),
   "experiments": set(),
   "configs": set(),
 }
 # A child hides its environment and arguments from the program; the others are programs.
 PROCESS = {
-  "coa_jax/rollout/vllm_child.py": {"os.environ", "sys.argv"},
-  "tools_sandbox/child.py": {"os.environ", "sys.argv"},
-  "tools_sandbox/extract.py": {"sys.argv"},
-  "tools_sandbox/inside.py": {"sys.argv"},
-  "tools_sandbox/jail.py": {"os.environ", "sys.argv"},
+  "coa_jax/rollout/vllm/child.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/jail/child.py": {"os.environ", "sys.argv"},
+  "tools_sandbox/web/extract.py": {"sys.argv"},
+  "tools_sandbox/jail/inside.py": {"sys.argv"},
+  "tools_sandbox/jail/keeper.py": {"os.environ", "sys.argv"},
   "tools_sandbox/mcp_relay.py": {"sys.argv"},
-  "tools_sandbox/zygote.py": {"sys.argv"},
+  "tools_sandbox/jail/zygote.py": {"sys.argv"},
 }
 
 
@@ -246,7 +249,7 @@ def test_every_option_is_read_by_something():
   }
   sections = config_sections()
   assert len(sections) >= 10
-  # LoadConfig goes whole into QwenConfig, whose fields are read.
+  # LoadConfig goes whole into ModelConfig, whose fields are read.
   for name, cls in sections.items():
     unread = {f.name for f in dataclasses.fields(cls)} - read
     assert not unread, f"{name}: {unread}"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 
 import ml_collections
 import pyarrow
 import pyarrow.parquet
 import pytest
 import toy
+from chat_server import serve
 
 from coa_jax import evaluate
-from coa_jax.model.weights import save_model
+from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
-
-sys.path.append(str(pathlib.Path(__file__).parent / "teacher"))
-
-from chat_server import serve
 
 # The same two tasks as this project's rows, and as rows of the released RL files.
 OURS = [

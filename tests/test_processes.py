@@ -20,7 +20,7 @@ from coa_jax import rl
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.sampling import Draw
 from coa_jax.tasks.task import Task
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -21,7 +21,7 @@ import toy
 
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.report.phases import RATE
+from coa_jax.report.timers import RATE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

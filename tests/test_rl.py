@@ -14,11 +14,11 @@ from coa_jax import rl
 from coa_jax.learner.advantages import group_relative
 from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
+from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
-from coa_jax.report.watch import CollapsedError
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.source import Asking, collect
-from coa_jax.tasks.draw import Draw
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.tasks.sampling import Draw
 from coa_jax.tasks.task import Task
 
 STEPS = 24

@@ -9,7 +9,7 @@ from test_rl import config  # noqa: F401  (a fixture)
 from coa_jax import rl
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.report.metrics import Metrics, read_metrics
-from coa_jax.report.phases import RATE
+from coa_jax.report.timers import RATE
 
 
 def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(

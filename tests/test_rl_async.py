@@ -13,7 +13,7 @@ from coa_jax import rl
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.sampling import Draw
 from coa_jax.tasks.task import Task
 
 STEPS = 24

@@ -22,8 +22,8 @@ from coa_jax.config import ConfigError
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.dataset import Dataset
 from coa_jax.learner.state import Learner
-from coa_jax.model.qwen import count_params, init_params
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model.hf.io import load_model, save_model
+from coa_jax.model.transformer import count_params, init_params
 from coa_jax.protocol import tokens
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import (

@@ -21,24 +21,24 @@ import tokenizers
 import transformers
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
+from coa_jax.learner import log_probs as losses
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, Truncation
-from coa_jax.model.weights import save_model
+from coa_jax.model.hf.io import save_model
 from coa_jax.protocol import prompts, roles, tokens
-from coa_jax.protocol.automaton import compile_stops
+from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
-from coa_jax.rollout.episodes import CoAEpisode, Setting
-from coa_jax.tasks.rewards.grader import Grader
+from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.episode import CoAEpisode, Setting
 from coa_jax.tasks.task import Task
 
 TOOLS = ("wiki_search", "code")
 VARIANT = roles.get_variant("unified").with_tools(TOOLS)
-MODEL = QwenConfig(
+MODEL = ModelConfig(
   vocab_size=384, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, ff=64
 )
 # Room for the longest script; one training row holds one or two of them.
@@ -153,10 +153,10 @@ def pieces(k_BSKH: jax.Array, v_BSKH: jax.Array, P: int | None = None):
 @functools.cache
 def params(seed: int = 0, **changes):
   """Fresh parameters of MODEL, some of its fields changed."""
-  return qwen.init_params(dataclasses.replace(MODEL, **changes), seed)
+  return transformer.init_params(dataclasses.replace(MODEL, **changes), seed)
 
 
-def sft_loss(cfg: QwenConfig):
+def sft_loss(cfg: ModelConfig):
   """Summed negative log-likelihood of policy tokens, as `Learner` wants it."""
 
   def loss(p, frozen, batch):
@@ -181,12 +181,12 @@ def actor(steps: int = 200) -> Actor:
 
 
 def train(
-  examples: Sequence[Trajectory], steps: int, model: QwenConfig = MODEL
+  examples: Sequence[Trajectory], steps: int, model: ModelConfig = MODEL
 ) -> Actor:
   """A model trained on examples, all of them in every step."""
   optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)
   learner = Learner(sft_loss(model), optimizer)
-  state = init_state(qwen.init_params(model, 0), optimizer)
+  state = init_state(transformer.init_params(model, 0), optimizer)
   (batch,) = batching.batches(examples, len(SCRIPTS), MAX_LEN)
   curve = []
   for _ in range(steps):
@@ -281,12 +281,12 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def _token_logps(cfg: QwenConfig, p, batch: batching.Batch, temperature: float, cut):
+def _token_logps(cfg: ModelConfig, p, batch: batching.Batch, temperature: float, cut):
   return losses.token_logps(cfg, p, batch, temperature, truncation=cut)[0]
 
 
 def logps_of(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   p,
   played: Sequence[Trajectory],
   temperature: float = 1.0,

@@ -9,19 +9,21 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 
-from tools_sandbox import pool, search, wire
-from tools_sandbox.cells import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
-from tools_sandbox.chat import ChatConfig, ChatModel
-from tools_sandbox.crawl import CrawlConfig, Crawler
 from tools_sandbox.faults import BadCall, NoJail, ToolFault, Unavailable
-from tools_sandbox.jail import check as check_jail
+from tools_sandbox.host import pool
+from tools_sandbox.host.session import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
+from tools_sandbox.jail import wire
+from tools_sandbox.jail.keeper import check as check_jail
+from tools_sandbox.jail.wire import Limits, Result, Verdict
 from tools_sandbox.mcp_client import McpConfig, McpTool
-from tools_sandbox.remote import RemoteConfig, RemotePool, RemoteSession
-from tools_sandbox.retrieve import Retriever
-from tools_sandbox.search import Document, Hit
-from tools_sandbox.vision import Inspector, VisionConfig
-from tools_sandbox.web_search import BLOCKED, WebConfig, WebSearch
-from tools_sandbox.wire import Limits, Result, Verdict
+from tools_sandbox.search import index as search
+from tools_sandbox.search.index import Document, Hit
+from tools_sandbox.search.retrieve import Retriever
+from tools_sandbox.service.remote import RemoteConfig, RemotePool, RemoteSession
+from tools_sandbox.web.chat import ChatConfig, ChatModel
+from tools_sandbox.web.crawl import CrawlConfig, Crawler
+from tools_sandbox.web.vision import Inspector, VisionConfig
+from tools_sandbox.web.web_search import BLOCKED, WebConfig, WebSearch
 
 __all__ = [
   "BACKENDS",

@@ -26,8 +26,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.page import clean
-from tools_sandbox.service import read_key
+from tools_sandbox.http_client import read_key
+from tools_sandbox.web.page import clean
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 

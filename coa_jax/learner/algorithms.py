@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from coa_jax.tasks.draw import DRAWS
+from coa_jax.tasks.sampling import DRAWS
 
 # Estimators that compare the samples of a group, and those that walk over tokens.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import numpy as np
 
-from coa_jax.protocol.automaton import Constraint
+from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 Array = np.ndarray | jax.Array

@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.learner import losses, objective, surrogates
+from coa_jax.learner import log_probs, policy_loss, surrogates
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
 from coa_jax.learner.state import Learner, TrainState, init_state
 from coa_jax.model import lora as adapting
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.qwen import used
 from coa_jax.model.sharding import Layout
-from coa_jax.protocol.automaton import Constraint
+from coa_jax.model.transformer import used
+from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.trajectory import Trajectory
 
 Group = Sequence[Trajectory]
@@ -37,7 +37,7 @@ class PolicyUpdate:
 
   def __init__(
     self,
-    cfg: QwenConfig,
+    cfg: ModelConfig,
     algo: AlgoConfig,
     optim: OptimConfig,
     lora: LoraConfig | None,
@@ -154,14 +154,14 @@ class PolicyUpdate:
       value = [v for p in packed for v in p.read("value_BT")]
     groups = [group for part in parts for group in part]
     counts = [n for p in packed for n in p.counts]
-    advantage, returns = objective.token_advantages(
+    advantage, returns = policy_loss.token_advantages(
       algo, rewards_of(groups), counts, kl, value
     )
     at = 0
     for p in packed:
       mine = slice(at, at + len(p.counts))
       p.write("advantage_BT", advantage[mine])
-      p.write("share_BT", objective.shares(algo, p.counts))
+      p.write("share_BT", policy_loss.shares(algo, p.counts))
       if returns:
         p.write("return_BT", returns[mine])
       at = mine.stop
@@ -197,11 +197,11 @@ class PolicyUpdate:
     return adapting.assemble(trained, frozen["base"], self._lora)
 
   def _logps(self, params: Any, batch: Batch) -> tuple[jax.Array, ...]:
-    return losses.token_logps(self._cfg, params, batch, *self._distribution)
+    return log_probs.token_logps(self._cfg, params, batch, *self._distribution)
 
   def _values(self, critic: Any, frozen: Any, batch: Batch) -> jax.Array:
     trunk = self._assembled(critic["trunk"], frozen)
-    return losses.token_values(
+    return log_probs.token_values(
       self._cfg, trunk, critic["value_head"], batch, self._layout
     )
 
@@ -212,7 +212,7 @@ class PolicyUpdate:
     algo, weight_BT = self._algo, batch.weight_BT
     policy = self._assembled(trained["policy"], frozen)
     logp_BT, entropy_BT, removed_BT = self._logps(policy, batch)
-    loss, sums = objective.policy_loss(algo, logp_BT, batch)
+    loss, sums = policy_loss.policy_loss(algo, logp_BT, batch)
     gap_BT = jnp.abs(logp_BT - batch.logp_BT)
     figures = {
       "entropy": entropy_BT,

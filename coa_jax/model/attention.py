@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from coa_jax.model import flash
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.kernels import blockwise
 from coa_jax.model.sharding import Layout
 
 # Finite, so that a row with nothing to attend to (padding) stays free of NaN.
@@ -148,7 +148,7 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
   return next(fits, "xla")
 
 
-def check(cfg: QwenConfig, layout: Layout | None = None, length: int = 0) -> None:
+def check(cfg: ModelConfig, layout: Layout | None = None, length: int = 0) -> None:
   """Refuses an attention kernel that the devices at hand do not have.
 
   Args:
@@ -207,7 +207,7 @@ def _xla(
   """Block by block; see `flash`. Small blocks stay in a CPU's cache."""
   block = 64 if jax.default_backend() == "cpu" else 512
   args = (q_BTNH, k_BSKH, v_BSKH, segment_BS)
-  return flash.attend_segments(*args, window, OUT, block)
+  return blockwise.attend_segments(*args, window, OUT, block)
 
 
 def _visible(

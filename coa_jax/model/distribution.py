@@ -53,7 +53,7 @@ NO_TRUNCATION = Truncation()
 
 @flax.struct.dataclass
 class TokenMask:
-  """Which tokens a grammar allows: `protocol.automaton.Constraint` on a device."""
+  """Which tokens a grammar allows: `automaton.Constraint` on a device."""
 
   class_V: jax.Array
   next_SC: jax.Array

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import jax
 
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 
 # Dense bfloat16 operations per second of one device, by the makers' data sheets; the
 # first whose words begin a device's kind. So the slower cards of a name come first.
@@ -47,7 +47,7 @@ def peak_flops(kind: str) -> float | None:
 
 
 def utilisation(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   segments: Iterable[int],
   seconds: float,
   frozen: bool = False,
@@ -67,13 +67,13 @@ def utilisation(
   return {"mfu": flops / seconds / (peak * devices)}
 
 
-def products(cfg: QwenConfig) -> tuple[int, int]:
+def products(cfg: ModelConfig) -> tuple[int, int]:
   """Scalars in the matrices of all layers, and in the output matrix."""
   heads = (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
   return cfg.layers * cfg.width * (heads + 3 * cfg.ff), cfg.width * cfg.vocab_size
 
 
-def train_flops(cfg: QwenConfig, segments: Iterable[int], frozen: bool = False) -> int:
+def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False) -> int:
   """Of one update: a forward pass, and twice that backward.
 
   Args:

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.hf_names import hf_name
-from coa_jax.model.qwen import param_shapes, unstack
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import gather, save_model
+from coa_jax.model.hf.names import hf_name
 from coa_jax.model.sharding import PARAMETERS, Layout, inputs_of
-from coa_jax.model.weights import gather, save_model
+from coa_jax.model.transformer import param_shapes, unstack
 from coa_jax.protocol.tokens import Tokenizer
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -57,7 +57,7 @@ class LoraConfig:
       raise ValueError(f"matrices is empty; there are {', '.join(MATRICES)}")
 
 
-def check(cfg: QwenConfig, config: LoraConfig | None) -> None:
+def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
   """Refuses a rank that no matrix of the model can have; None has none.
 
   Raises:
@@ -79,7 +79,7 @@ def check(cfg: QwenConfig, config: LoraConfig | None) -> None:
 
 
 def init_adapters(
-  cfg: QwenConfig, config: LoraConfig, seed: int, layout: Layout | None = None
+  cfg: ModelConfig, config: LoraConfig, seed: int, layout: Layout | None = None
 ) -> dict[str, Any]:
   """Fresh adapters in float32: A drawn, B zero, so that the model is unchanged.
 
@@ -107,7 +107,9 @@ def init_adapters(
   return jax.jit(init, out_shardings=shardings)(key)
 
 
-def _matrices(cfg: QwenConfig, config: LoraConfig) -> list[tuple[tuple[str, ...], Any]]:
+def _matrices(
+  cfg: ModelConfig, config: LoraConfig
+) -> list[tuple[tuple[str, ...], Any]]:
   leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
   named = [(tuple(k.key for k in path), leaf) for path, leaf in leaves]
   return [(path, leaf) for path, leaf in named if path[-1] in config.matrices]
@@ -128,7 +130,7 @@ def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -
 
 
 def split(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   params: Any,
   config: LoraConfig | None,
   seed: int,
@@ -186,7 +188,7 @@ def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def export(
   workdir: str,
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   trained: Any,
   frozen: Any,
   config: LoraConfig | None,
@@ -216,7 +218,7 @@ def export(
 
 def save_adapter(
   path: str | os.PathLike[str],
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   adapters: dict[str, Any],
   config: LoraConfig,
   base: str,

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 
 # Cosines and sines of the rotary angles, each [B, T, 1, H / 2].
 Rotation = tuple[jax.Array, jax.Array]
 
 
-def frequencies(cfg: QwenConfig) -> tuple[np.ndarray, float]:
+def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
   """Rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
 
   With YaRN (arXiv 2309.00071, section 3.2) dimensions that turn often keep their
@@ -50,7 +50,7 @@ def frequencies(cfg: QwenConfig) -> tuple[np.ndarray, float]:
   return frequency.astype(np.float32), scale
 
 
-def rotation(cfg: QwenConfig, position_BT: jax.Array) -> Rotation:
+def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
   """Rotary position embedding (arXiv 2104.09864): its cosines and sines, float32.
 
   An angle is a float32 product, as in Hugging Face and vLLM: with its frequency's

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 
 AXES = ("data", "fsdp", "context", "tensor")
 # B and T are of activations, D of parameters alone: an activation's D is never split.
@@ -211,7 +211,7 @@ class Layout:
     """The same mesh with other lines in the table."""
     return Layout(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
-  def check(self, cfg: QwenConfig, **sizes: int) -> None:
+  def check(self, cfg: ModelConfig, **sizes: int) -> None:
     """Refuses what this mesh does not divide, and rules that contradict each other.
 
     Args:

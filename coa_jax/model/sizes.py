@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax import capacity
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.decoding import PIECE
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.decode_params import PIECE
 from coa_jax.model.sharding import Layout
 
 TOKEN = 7 * 4  # bytes of a token in a `Batch`
@@ -34,7 +34,7 @@ def check_device(needs: Mapping[str, int], layout: Layout | None) -> None:
   capacity.check(needs, _bytes_of(devices), "the devices have")
 
 
-def check_model(cfg: QwenConfig, file: str) -> None:
+def check_model(cfg: ModelConfig, file: str) -> None:
   """Refuses an architecture that all devices together can not hold.
 
   Raises:
@@ -55,7 +55,7 @@ def _bytes_of(devices: list[jax.Device]) -> float:
   return limit * len(devices)
 
 
-def parameter_needs(cfg: QwenConfig, trained: bool = False) -> dict[str, int]:
+def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
   """What the parameters take, and where they are trained what is kept to that end."""
   attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
   layer = attention + 3 * cfg.width * cfg.ff
@@ -68,7 +68,7 @@ def parameter_needs(cfg: QwenConfig, trained: bool = False) -> dict[str, int]:
 
 
 def batch_needs(
-  cfg: QwenConfig, section: str, rows: int, length: int
+  cfg: ModelConfig, section: str, rows: int, length: int
 ) -> dict[str, int]:
   """What a micro-batch takes: its columns, and what enters every layer."""
   token = TOKEN + cfg.layers * cfg.width * jnp.dtype(cfg.dtype).itemsize
@@ -76,7 +76,7 @@ def batch_needs(
 
 
 def check_training(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   section: str,
   rows: int,
   length: int,
@@ -101,7 +101,7 @@ def check_training(
 
 
 def rollout_needs(
-  cfg: QwenConfig, slots: int, max_len: int, window: int, replicas: int
+  cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
   """What the slots take: a cache that begins small, logits, and a window's tokens."""
   place = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize

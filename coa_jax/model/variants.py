@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 
 
-def _qwen25(V: int, D: int, L: int, N: int, K: int, F: int, tied: bool) -> QwenConfig:
-  return QwenConfig(
+def _qwen25(V: int, D: int, L: int, N: int, K: int, F: int, tied: bool) -> ModelConfig:
+  return ModelConfig(
     vocab_size=V,
     width=D,
     layers=L,
@@ -28,8 +28,8 @@ def _qwen25(V: int, D: int, L: int, N: int, K: int, F: int, tied: bool) -> QwenC
   )
 
 
-def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> QwenConfig:
-  return QwenConfig(
+def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> ModelConfig:
+  return ModelConfig(
     vocab_size=151_936,
     width=D,
     layers=L,
@@ -63,7 +63,7 @@ VARIANTS = {
 }
 
 
-def variant(name: str, **changes: Any) -> QwenConfig:
+def variant(name: str, **changes: Any) -> ModelConfig:
   """A published architecture by name, with fields replaced.
 
   Raises:

@@ -13,7 +13,7 @@ import enum
 import json
 import re
 
-from coa_jax.protocol import named_calls, roles
+from coa_jax.protocol import function_calls, roles
 from coa_jax.protocol.roles import ANSWER, OBSERVATION, START, THINK, Variant
 
 
@@ -225,7 +225,7 @@ def content_fault(role: str, content: str, graded: bool = False) -> str | None:
     return f"<{role}> is empty"
   if role == "code" and roles.parse_code(content) is None:
     return "a code call is one ```py block, then at most one ```sh block, no more"
-  if role == roles.TOOL and named_calls.parse(content) is None:
+  if role == roles.TOOL and function_calls.parse(content) is None:
     return 'tool takes {"name": NAME, "arguments": {...}}, no more'
   if role == "visual_inspector" and _image_request(content) is None:
     return "visual_inspector takes a ```json block with a string file_path"

@@ -29,7 +29,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.report.browser_page import BODY, SCRIPT, STYLE
 from coa_jax.report.page import page
-from coa_jax.tasks.rewards import written_answer
+from coa_jax.rewards import written_answer
 
 
 def find_files(where: Iterable[str]) -> list[str]:

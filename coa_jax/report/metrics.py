@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from coa_jax.json_io import parse_object, shown
-from coa_jax.report import phases
+from coa_jax.report import timers
 from coa_jax.report.tables import rich_table
 from coa_jax.report.tracking import LogConfig, Tracking
 
@@ -72,7 +72,7 @@ class Metrics:
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
     self._steps_before = 0  # likewise
     self._first: int | None = None  # the first step logged here
-    self._phases = phases.Totals()
+    self._phases = timers.Totals()
     self._line = ""  # the last progress line, where it has not been printed yet
     self._console = console = Console(stderr=True)
     self._bar = None
@@ -134,7 +134,7 @@ class Metrics:
     if self._tracking is not None:
       self._tracking.log(step, {k: float(v) for k, v in values.items()})
     self._phases.add(row)
-    self._show(step, seconds, figure, phases.line(phases.seconds_of(row)))
+    self._show(step, seconds, figure, timers.line(timers.seconds_of(row)))
 
   def count(self, items: Iterable[T]) -> Iterator[T]:
     """The same items; how many have been taken is shown, and nothing is written."""

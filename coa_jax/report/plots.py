@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coa_jax.protocol.trajectory import Author, Trajectory
-from coa_jax.report import phases
+from coa_jax.report import timers
 from coa_jax.report.cost import MULTI, SINGLE
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -86,11 +86,11 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
   Raises:
     ValueError: no row has phases.
   """
-  seconds = phases.Totals(rows).seconds
+  seconds = timers.Totals(rows).seconds
   if not seconds:
-    raise ValueError(f"no row has a value that begins with {phases.SECONDS!r}")
-  by_row = [phases.seconds_of(row) for row in rows]
-  names = [name for name in phases.PHASES if seconds.get(name)]
+    raise ValueError(f"no row has a value that begins with {timers.SECONDS!r}")
+  by_row = [timers.seconds_of(row) for row in rows]
+  names = [name for name in timers.PHASES if seconds.get(name)]
   figure, (axis,) = _figure(1, width=8.8)
   x, bottom = np.array([row["step"] for row in rows]), np.zeros(len(rows))
   for i, name in enumerate(names):

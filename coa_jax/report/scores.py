@@ -17,8 +17,8 @@ import numpy as np
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory
-from coa_jax.tasks.rewards import written_answer
-from coa_jax.tasks.rewards.votes import vote_key
+from coa_jax.rewards import written_answer
+from coa_jax.rewards.votes import vote_key
 
 RESAMPLES = 2000
 VOTES = 3

@@ -22,7 +22,7 @@ from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 from coa_jax.report.page import page
 from coa_jax.report.plots import to_svg
 from coa_jax.report.tables import Table, cell, html_table
-from coa_jax.tasks.rewards import qa, written_answer
+from coa_jax.rewards import qa, written_answer
 
 _STRIP_BARS = 80  # bars of a log-prob strip; longer spans show their least likely token
 

@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.rollout.episodes import CoAEpisode
+from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.player import Player, gathered, of_all_processes
-from coa_jax.rollout.toolbox import Toolbox
-from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.sampling import Draw
 from coa_jax.tasks.task import Task
+from coa_jax.tools.toolbox import Toolbox
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,21 +13,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from coa_jax.model import sizes
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.automaton import compile_constraint, compile_stops
-from coa_jax.protocol.formats import Format
+from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.tool_formats import Format
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.episodes import CoAEpisode, Replay, Setting
-from coa_jax.rollout.scheduler import Scheduler
-from coa_jax.rollout.tool_journal import ToolJournal, Tools
-from coa_jax.rollout.toolbox import Toolbox
-from coa_jax.rollout.vllm import VllmConfig, VllmEngine
-from coa_jax.tasks.rewards.grader import Grader
+from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.episode import CoAEpisode, Replay, Setting
+from coa_jax.rollout.replicas import Scheduler
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.vllm.engine import VllmConfig, VllmEngine
 from coa_jax.tasks.task import Task
+from coa_jax.tools.journal import ToolJournal, Tools
+from coa_jax.tools.toolbox import Toolbox
 
 
 def gathered(value: Any) -> list[Any]:
@@ -65,7 +65,7 @@ class Player:
 
   def __init__(
     self,
-    model: QwenConfig,
+    model: ModelConfig,
     tokenizer: Tokenizer,
     config: RolloutConfig,
     tools: Iterable[str],

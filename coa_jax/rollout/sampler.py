@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model import distribution
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
-from coa_jax.model.qwen import LayerCache, Qwen
 from coa_jax.model.sharding import Layout
+from coa_jax.model.transformer import LayerCache, Transformer
 
 
 @flax.struct.dataclass
 class Tables:
-  """The automaton's tables on the device: see `protocol.automaton.Automaton`.
+  """The automaton's tables on the device: see `protocol.grammar.automaton.Automaton`.
 
   With a `constraint` only tokens that its grammar allows are sampled.
   """
@@ -83,7 +83,7 @@ class Sampled:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "layout"), donate_argnames="cache")
 def extend(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   params: Any,
   cache: tuple[LayerCache, ...],
   row_R: jax.Array,
@@ -110,7 +110,7 @@ def extend(
   step_T = jnp.arange(token_RT.shape[1])
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
-  _, cache = Qwen(cfg, layout, view=True).apply(
+  _, cache = Transformer(cfg, layout, view=True).apply(
     {"params": params},
     token_RT,
     position_RT,
@@ -162,7 +162,7 @@ def resize(layer: LayerCache, pieces: int, layout: Layout | None = None) -> Laye
   donate_argnames="cache",
 )
 def window(
-  cfg: QwenConfig,
+  cfg: ModelConfig,
   params: Any,
   cache: tuple[LayerCache, ...],
   state: SamplerState,
@@ -189,7 +189,7 @@ def window(
   Returns:
     The cache, the slots and what was sampled.
   """
-  model = Qwen(cfg, layout, view=True)
+  model = Transformer(cfg, layout, view=True)
   B, steps = forced_BW.shape
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),

@@ -12,9 +12,9 @@ import numpy as np
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.ahead import Ahead, Plan, ages
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.toolbox import Toolbox
-from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.sampling import Draw
 from coa_jax.tasks.task import Task
+from coa_jax.tools.toolbox import Toolbox
 
 Group = list[Trajectory]
 # keep_G of groups: whether the rewards of each differ.

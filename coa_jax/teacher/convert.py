@@ -22,7 +22,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.tasks.rewards import grade
+from coa_jax.rewards import grade
 from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import review_style

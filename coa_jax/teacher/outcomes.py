@@ -10,8 +10,8 @@ from typing import Any
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import ANSWER, Variant, wrap
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.tasks.rewards.graded import Ungradable
-from coa_jax.tasks.rewards.grader import Grader
+from coa_jax.rewards.graded import Ungradable
+from coa_jax.rewards.grader import Grader
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
 from coa_jax.teacher.runs import Run, RunFile

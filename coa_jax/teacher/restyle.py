@@ -2,7 +2,7 @@
 
 A restyled copy says in its prompt what its tools are called and how they are written
 to, and is consistent with it; roles, order and observations stay. Why: see
-`protocol.formats`.
+`protocol.tool_formats`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.formats import STYLES, Layout, draw_format
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tool_formats import STYLES, Layout, draw_format
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.tasks.task import Task
-from coa_jax.tasks.world_pages import read_pages
-from coa_jax.tasks.world_questions import evaluate, resolve
+from coa_jax.tasks.world.pages import read_pages
+from coa_jax.tasks.world.questions import evaluate, resolve
 from coa_jax.teacher import runs
 from coa_jax.teacher.llm import Message, Reply
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.tasks.rewards.votes import vote_key
+from coa_jax.rewards.votes import vote_key
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.journal import Journal

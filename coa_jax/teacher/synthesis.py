@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from coa_jax.protocol.trajectory import CallStatus
-from coa_jax.tasks.rewards import grade
+from coa_jax.rewards import grade
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.journal import CallTool
 from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message

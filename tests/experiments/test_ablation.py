@@ -16,13 +16,13 @@ from coa_jax.distill import TeacherConfig
 from coa_jax.evaluate import EvalConfig
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
-from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout.types import RolloutConfig
 from coa_jax.sft import DataConfig
 from coa_jax.tasks.sources import TasksConfig
 from coa_jax.teacher.filters import FiltersConfig
-from experiments import ablation, ablation_jobs, ablation_report
-from experiments.ablation_arms import ARMS, BUDGETS, DOMAINS
-from experiments.ablation_jobs import Plan, Runner, ordered
+from experiments.studies import ablation, ablation_jobs, ablation_report
+from experiments.studies.ablation_arms import ARMS, BUDGETS, DOMAINS
+from experiments.studies.ablation_jobs import Plan, Runner, ordered
 
 # What says where something is, not what is done.
 _PLACES = {"init", "trajectories"}
@@ -189,7 +189,13 @@ def test_an_arm_is_run_measured_and_told_and_then_only_told(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_killed_again_and_again_all_arms_end(tmp_path: pathlib.Path):
   workdir = tmp_path / "w"
-  command = [sys.executable, "-m", "experiments.ablation", "--budget=tiny", "--seeds=1"]
+  command = [
+    sys.executable,
+    "-m",
+    "experiments.studies.ablation",
+    "--budget=tiny",
+    "--seeds=1",
+  ]
   command.append(f"--workdir={workdir}")
   for kind in ("distill", "sft", "rl", "evaluate"):
     run = subprocess.Popen(command, stderr=subprocess.DEVNULL)

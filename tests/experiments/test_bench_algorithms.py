@@ -10,7 +10,7 @@ import pytest
 
 from coa_jax.config import ConfigError, section
 from coa_jax.learner.algorithms import PRESETS, AlgoConfig
-from experiments import bench_algorithms as bench
+from experiments.bench import algorithms as bench
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -14,8 +14,8 @@ from coa_jax.config import section
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import read_metrics
-from coa_jax.rollout.toolbox import ToolsConfig
-from experiments import bench_async as bench
+from coa_jax.tools.toolbox import ToolsConfig
+from experiments.bench import async_rl as bench
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -12,9 +12,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 from coa_jax.protocol.trajectory import CallStatus, Status
-from coa_jax.rollout.toolbox import Toolbox
-from experiments import bench_faults as bench
-from experiments import bench_faults_work as work
+from coa_jax.tools.toolbox import Toolbox
+from experiments.bench import faults as bench
+from experiments.bench import faults_work as work
 
 SMALL = dict(count=24, rounds=1, slots=24, workers=2)
 

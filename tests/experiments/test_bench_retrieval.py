@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from experiments import bench_retrieval
+from experiments.bench import retrieval
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -67,14 +67,14 @@ def folder(tmp_path):
 
 
 def test_wanted_passages_are_found_by_title_or_by_title_and_text(folder):
-  pages, (bridge, comparison) = bench_retrieval.hotpotqa(folder)
+  pages, (bridge, comparison) = retrieval.hotpotqa(folder)
   assert [p.title for p in pages] == list(PAGES)
   assert pages[0].text == "Tarn Hollow is a town. Its mayor is Mira Quill."
   assert bridge.wanted == {"hotpotqa_train-0", "hotpotqa_train-1"}
   assert comparison.wanted == {"hotpotqa_train-3", "hotpotqa_train-4"}
-  _, (river,) = bench_retrieval.musique(folder)
+  _, (river,) = retrieval.musique(folder)
   assert river.wanted == {"musique_train-1"}
-  assert [(q.text, *q.wanted) for q in bench_retrieval.hops(folder)] == [
+  assert [(q.text, *q.wanted) for q in retrieval.hops(folder)] == [
     ("A town?", "musique_train-0"),
     ("Ur (#2) >> river", "musique_train-1"),
   ]
@@ -82,12 +82,12 @@ def test_wanted_passages_are_found_by_title_or_by_title_and_text(folder):
 
 def test_recall_counts_what_is_wanted_among_the_first_k():
   found, wanted = ["c", "a", "d", "b"], frozenset("ab")
-  shares = [bench_retrieval.recall(found, wanted, k) for k in (1, 2, 3, 4, 9)]
+  shares = [retrieval.recall(found, wanted, k) for k in (1, 2, 3, 4, 9)]
   assert shares == [0, 0.5, 0.5, 1, 1]
 
 
 def test_every_corpus_is_measured_and_compared(folder):
-  figures = bench_retrieval.run(folder, rounds=1)
+  figures = retrieval.run(folder, rounds=1)
   table = figures["table"]
   assert [(r["questions"], r["corpus"], r["passages"]) for r in table] == [
     ("hotpotqa", "own", 6),
@@ -106,7 +106,7 @@ def test_every_corpus_is_measured_and_compared(folder):
 
 def program(*flags: str) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
-    [sys.executable, "-m", "experiments.bench_retrieval", *flags],
+    [sys.executable, "-m", "experiments.bench.retrieval", *flags],
     cwd=ROOT,
     capture_output=True,
     text=True,

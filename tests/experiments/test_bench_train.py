@@ -16,13 +16,13 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from coa_jax.learner import losses
+from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch
-from coa_jax.model.weights import load_model
-from experiments import bench_train, bench_train_work, bench_workers
+from coa_jax.model.hf.io import load_model
+from experiments.bench import train, train_work, workers
 
-TINY = bench_train_work.Size(
-  bench_train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32),
+TINY = train_work.Size(
+  train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32),
   rows=2,
   steps=1,
   length=64,
@@ -32,14 +32,14 @@ TINY = bench_train_work.Size(
 @pytest.fixture
 def folder(tmp_path):
   """What contestants read, for TINY."""
-  job = {"size": dataclasses.asdict(TINY), "settings": bench_train.SETTINGS}
+  job = {"size": dataclasses.asdict(TINY), "settings": train.SETTINGS}
   (tmp_path / "job.json").write_text(json.dumps(job))
-  bench_train_work.write_work(str(tmp_path))
+  train_work.write_work(str(tmp_path))
   return str(tmp_path)
 
 
 def test_rows_are_full_of_whole_segments_and_equal_in_weight():
-  rows = bench_train_work.make_rows(TINY, seed=3)
+  rows = train_work.make_rows(TINY, seed=3)
   assert all(x.shape == (2, 64) for x in rows.values())
   for segment, position, weight in zip(
     rows["segment"], rows["position"], rows["weight"], strict=True
@@ -51,15 +51,15 @@ def test_rows_are_full_of_whole_segments_and_equal_in_weight():
     # A segment's first token is predicted by another's last: it must not count.
     assert not weight[position == 0].any()
     assert weight.sum() == 64 - sum(n // 4 for n in lengths)
-  again = bench_train_work.make_rows(TINY, seed=4)
+  again = train_work.make_rows(TINY, seed=4)
   assert not np.array_equal(rows["tokens"], again["tokens"])
 
 
 def test_work_is_cut_into_micro_batches_and_goes_round(folder):
-  work = bench_train_work.Work(folder, {"rows": 1})
+  work = train_work.Work(folder, {"rows": 1})
   first = work.micro_batches()
   assert work.pieces == len(first) == 2 and first[0]["tokens"].shape == (1, 64)
-  (all_rows,) = bench_train_work.Work(folder, {"rows": 9}).micro_batches()
+  (all_rows,) = train_work.Work(folder, {"rows": 9}).micro_batches()
   for name, x in all_rows.items():
     assert np.array_equal(np.concatenate([b[name] for b in first]), x)
   others = [work.micro_batches() for _ in range(4)]
@@ -68,35 +68,35 @@ def test_work_is_cut_into_micro_batches_and_goes_round(folder):
   three = dataclasses.replace(TINY, rows=3)
   np.savez(
     os.path.join(folder, "rows.npz"),
-    **{k: x[None] for k, x in bench_train_work.make_rows(three, 0).items()},
+    **{k: x[None] for k, x in train_work.make_rows(three, 0).items()},
   )
   with pytest.raises(ValueError, match="rows=2 does not divide a step's 3 rows"):
-    bench_train_work.Work(folder, {"rows": 2})
+    train_work.Work(folder, {"rows": 2})
 
 
 def mean_loss(folder: str, rows: dict[str, np.ndarray]) -> float:
   """Of the folder's model over rows, by this process."""
   cfg, params = load_model(os.path.join(folder, "model"))
-  assert sum(x.size for x in jax.tree.leaves(params)) == bench_train.parameters(TINY)
+  assert sum(x.size for x in jax.tree.leaves(params)) == train.parameters(TINY)
   given = [rows[k] for k in ("tokens", "segment", "position", "weight")]
   nothing = np.zeros_like(rows["weight"])
   batch = Batch(*given, nothing, nothing, np.full_like(rows["tokens"], -1))
-  logp_BT, *_ = losses.token_logps(cfg, params, batch)
-  return float(losses.nll(logp_BT, batch.weight_BT) / rows["weight"].sum())
+  logp_BT, *_ = log_probs.token_logps(cfg, params, batch)
+  return float(log_probs.nll(logp_BT, batch.weight_BT) / rows["weight"].sum())
 
 
 def test_our_worker_trains_the_folders_model_and_is_measured(folder, capsys):
   settings = {"ours": {"rows": 1}}
-  (row,) = bench_train.measure("tiny", TINY, {}, settings, rounds=2)
+  (row,) = train.measure("tiny", TINY, {}, settings, rounds=2)
   assert row["contestant"] == "ours" and row["parameters"] == 3_392
   # Two micro-batches of a row, in another process: the mean over both rows.
-  expected = mean_loss(folder, bench_train_work.make_rows(TINY, 0))
+  expected = mean_loss(folder, train_work.make_rows(TINY, 0))
   assert row["first_loss"] == pytest.approx(expected, rel=1e-5)
   line = capsys.readouterr().out.split()
   printed = [float(x) for x in line[3:6]]
   assert line[:3] == ["tiny", "ours:", "losses"] and len(printed) == 3
   # Steps after the first see other rows and updated weights.
-  unchanged = mean_loss(folder, bench_train_work.make_rows(TINY, 1))
+  unchanged = mean_loss(folder, train_work.make_rows(TINY, 1))
   assert printed[1] != pytest.approx(unchanged, rel=1e-5)
   assert row["slowest"] <= row["tokens_per_second"] <= row["fastest"]
   assert row["peak_mb"] > 50 and row["cores"] > 0
@@ -105,18 +105,18 @@ def test_our_worker_trains_the_folders_model_and_is_measured(folder, capsys):
 
 def test_losses_that_differ_name_the_peer_and_the_step():
   same = {"ours": [7.0, 6.9], "torch": [7.001, 6.9], "tunix": [7.0, 6.9]}
-  bench_workers.check_losses(same)
+  workers.check_losses(same)
   for wrong in (6.91, float("nan")):
     with pytest.raises(ValueError, match=r"tunix does other work.* step 2"):
-      bench_workers.check_losses(same | {"tunix": [7.0, wrong]})
+      workers.check_losses(same | {"tunix": [7.0, wrong]})
   with pytest.raises(ValueError):  # a step is missing
-    bench_workers.check_losses(same | {"torch": [7.0]})
+    workers.check_losses(same | {"torch": [7.0]})
 
 
 def test_a_worker_that_dies_says_why(tmp_path):
   (tmp_path / "job.json").write_text(json.dumps({"settings": {"ours": {"rows": 1}}}))
   with pytest.raises(ValueError, match=r"worker of ours ended(.|\n)*rows\.npz"):
-    bench_workers.Worker("ours", str(tmp_path))
+    workers.Worker("ours", str(tmp_path))
 
 
 SPAWNS = """
@@ -131,7 +131,7 @@ sys.stdin.read()
 def test_what_a_worker_has_started_ends_with_it(tmp_path):
   (tmp_path / "spawns.py").write_text(SPAWNS)
   env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-  with bench_workers.Worker("ours", str(tmp_path), env=env, module="spawns"):
+  with workers.Worker("ours", str(tmp_path), env=env, module="spawns"):
     child = pathlib.Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert child.exists()
   # It may wait to be reaped by whoever has adopted it.
@@ -145,19 +145,19 @@ def test_what_a_worker_has_started_ends_with_it(tmp_path):
 def test_a_peer_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsys):
   flags.FLAGS.mark_as_parsed()
   absent = {"torch": (("absl", "no_such_module"), "torch transformers absl-py")}
-  monkeypatch.setattr(bench_workers, "PEERS", absent)
-  assert bench_workers.available(["torch"]) == {}
+  monkeypatch.setattr(workers, "PEERS", absent)
+  assert workers.available(["torch"]) == {}
   (line,) = capsys.readouterr().out.splitlines()
   assert "no no_such_module;" in line and "pip install torch transformers" in line
-  monkeypatch.setattr(bench_workers, "PEERS", {"torch": (("absl", "numpy"), "")})
-  assert bench_workers.available(["torch"]) == {"torch": sys.executable}
+  monkeypatch.setattr(workers, "PEERS", {"torch": (("absl", "numpy"), "")})
+  assert workers.available(["torch"]) == {"torch": sys.executable}
   assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "", "/bin/false"])
 def test_what_is_no_interpreter_is_named(python):
   with pytest.raises(ValueError, match=f"'{python}' is no Python interpreter"):
-    bench_workers.missing(python, ["numpy"])
+    workers.missing(python, ["numpy"])
 
 
 def test_ratios_are_ours_over_theirs():
@@ -170,25 +170,25 @@ def test_ratios_are_ours_over_theirs():
     }
 
   rows = [row("1M", "ours", 30, 2), row("1M", "torch", 20, 4), row("5M", "ours", 1, 1)]
-  assert bench_train.ratios(rows) == {
+  assert train.ratios(rows) == {
     "1M tokens_per_second over torch": 1.5,
     "1M peak_mb over torch": 0.5,
   }
 
 
 def test_settings_go_over_the_defaults_and_are_checked():
-  out = bench_train.merged('{"ours": {"remat": "full"}, "torch": {"compile": true}}')
-  assert out["ours"] == {**bench_train.SETTINGS["ours"], "remat": "full"}
-  assert out["torch"]["compile"] and not bench_train.SETTINGS["torch"]["compile"]
+  out = train.merged('{"ours": {"remat": "full"}, "torch": {"compile": true}}')
+  assert out["ours"] == {**train.SETTINGS["ours"], "remat": "full"}
+  assert out["torch"]["compile"] and not train.SETTINGS["torch"]["compile"]
   for wrong in ('{"tunix": {"compile": 1}}', '{"vllm": {"rows": 1}}', "{"):
     with pytest.raises(ValueError, match="--settings"):
-      bench_train.merged(wrong)
+      train.merged(wrong)
 
 
 def test_an_unknown_size_ends_with_one_line():
   done = subprocess.run(
-    [sys.executable, "-m", "experiments.bench_train", "--cases=9M"],
-    cwd=bench_workers.ROOT,
+    [sys.executable, "-m", "experiments.bench.train", "--cases=9M"],
+    cwd=workers.ROOT,
     capture_output=True,
     text=True,
     timeout=600,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.rollout.named import NamedTool, NamedTools
+from coa_jax.tools.functions import NamedTool, NamedTools
 from experiments.calculator import TOOL, calculate
 from tools_sandbox.client import BadCall
 

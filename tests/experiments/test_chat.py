@@ -19,7 +19,7 @@ import toy
 from rich.console import Console
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.rollout.live import Piece
+from coa_jax.rollout.streaming import Piece
 from experiments import chat
 from tools_sandbox import http_server
 

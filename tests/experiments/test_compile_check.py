@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from coa_jax.model import attention, flops
-from coa_jax.model.qwen import param_shapes
-from experiments import compile_check, hlo_text, tpu_programs
+from coa_jax.model.transformer import param_shapes
+from experiments.bench import compile_check, hlo_text, tpu_programs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -244,7 +244,7 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the compiler for TPUs is not installed: pip install 'jax[tpu]'")
   out = tmp_path / "out.json"
-  command = [sys.executable, "-m", "experiments.compile_check", "--quick"]
+  command = [sys.executable, "-m", "experiments.bench.compile_check", "--quick"]
   subprocess.run([*command, f"--out={out}"], cwd=ROOT, check=True)
   figures = json.loads(out.read_text())
   (name,) = figures["table"]

@@ -11,7 +11,7 @@ import toy
 from coa_jax.config import ConfigError
 from coa_jax.protocol import prompts
 from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
-from experiments import evaluate_formats
+from experiments.studies import tool_formats
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def config(tmp_path) -> ml_collections.ConfigDict:
 
 
 def test_every_format_is_played_and_compared(config, tmp_path):
-  results = evaluate_formats.run(config, str(tmp_path / "w"))
+  results = tool_formats.run(config, str(tmp_path / "w"))
   names = [row["name"] for row in results["formats"]]
   assert names == ["native", "seen_0", "unseen_0"]
   assert set(results["groups"]) == {"native", "seen", "unseen"}  # no other tools
@@ -51,7 +51,7 @@ def test_every_format_is_played_and_compared(config, tmp_path):
     assert f"<{name}>" in prompt and layout in prompt
   assert json.loads((tmp_path / "w" / "formats.json").read_text()) == results
   first = (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns
-  assert evaluate_formats.run(config, str(tmp_path / "w")) == results
+  assert tool_formats.run(config, str(tmp_path / "w")) == results
   assert (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns == first
 
 
@@ -59,7 +59,7 @@ def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
   named = dict(quote=dict(description="quote a text", function="json:dumps"))
   with config.unlocked():
     config.formats.tools = dict(named=dict(tools=("tool",), named=named))
-  results = evaluate_formats.run(config, str(tmp_path / "w"))
+  results = tool_formats.run(config, str(tmp_path / "w"))
   assert results["formats"][-1]["name"] == "tools_named"
   assert results["formats"][-1]["tools"] == "tool"
   assert results["groups"]["tools"]["tasks"] == 2 and "tools" in results["differences"]
@@ -75,7 +75,7 @@ def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
   with config.unlocked():
     config.formats.tools = dict(named=dict(tools=("tool",), named=named))
   with pytest.raises(ValueError, match=r"named\.quote.*json:dumbs"):
-    evaluate_formats.run(config, str(tmp_path / "w"))
+    tool_formats.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
 
 
@@ -94,7 +94,7 @@ def test_refusals(config, tmp_path, change, message):
   with config.unlocked():
     config.update(change)
   with pytest.raises(ConfigError, match=message):
-    evaluate_formats.run(config, str(tmp_path / "w"))
+    tool_formats.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
 
 
@@ -103,7 +103,7 @@ def test_a_grammar_is_refused_beside_a_format(config, tmp_path):
     config.format, config.rollout.constrain = dict(number=1), True
     del config.formats
   with pytest.raises(ConfigError, match=r"rollout\.constrain knows .* own tools only"):
-    evaluate_formats.evaluate.run(config, str(tmp_path / "w"))
+    tool_formats.evaluate.run(config, str(tmp_path / "w"))
 
 
 def test_a_format_is_drawn_for_tools_called_by_name_too(config, tmp_path):
@@ -113,7 +113,7 @@ def test_a_format_is_drawn_for_tools_called_by_name_too(config, tmp_path):
     config.tools.named = dict(calculate=tool)
     config.rollout.max_len += 600
     del config.formats
-  results = evaluate_formats.evaluate.run(config, str(tmp_path / "w"))
+  results = tool_formats.evaluate.run(config, str(tmp_path / "w"))
   assert "tool" in results["format"]["tools"]
 
 
@@ -123,4 +123,4 @@ def test_descriptions_of_ones_own_are_refused_beside_a_format(config, tmp_path):
     config.tools.descriptions = dict(code="run it")
     del config.formats
   with pytest.raises(ConfigError, match=r"leave out tools\.mcp"):
-    evaluate_formats.evaluate.run(config, str(tmp_path / "w"))
+    tool_formats.evaluate.run(config, str(tmp_path / "w"))

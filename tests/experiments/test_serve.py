@@ -20,9 +20,9 @@ import toy
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout import sampler
-from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.live import Team
 from coa_jax.rollout.player import Player
+from coa_jax.rollout.streaming import Team
+from coa_jax.rollout.types import RolloutConfig
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
 from experiments import serve
 from tools_sandbox import http_server

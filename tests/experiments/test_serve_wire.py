@@ -9,7 +9,7 @@ from absl import flags
 from starlette.testclient import TestClient
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.rollout.live import Spans
+from coa_jax.rollout.streaming import Spans
 from experiments import serve
 from experiments.completions import Choice
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import soak_sandbox
-from tools_sandbox import jail
+from experiments.bench import soak_sandbox
+from tools_sandbox.jail import keeper as jail
 
 _missing = jail.check()
 pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import pytest
+from chat_server import serve
+from world_brain import WorldBrain
 
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher.llm import InfrastructureError
 from configs.synthesize_chat import get_config
 from experiments import synthesize
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "teacher"))
-
-from chat_server import serve
-from world_brain import WorldBrain
 
 
 @pytest.fixture(scope="module")

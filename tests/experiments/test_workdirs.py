@@ -15,7 +15,7 @@ import pytest
 import toy
 
 from coa_jax.protocol.trajectory import write_jsonl
-from coa_jax.tasks.world import WorldConfig, write_world
+from coa_jax.tasks.world.build import WorldConfig, write_world
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIG = """

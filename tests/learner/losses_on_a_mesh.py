@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from coa_jax.learner import losses, objective, surrogates
+from coa_jax.learner import log_probs, policy_loss, surrogates
 from coa_jax.learner.algorithms import PRESETS, AlgoConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig
@@ -100,12 +100,12 @@ def batches(algo: AlgoConfig, rows: int, length: int) -> list[Batch]:
   kl = None
   if algo.kl_coef and algo.kl_in == "reward":
     kl = [x - y for x, y in zip(logps, moved, strict=True)]
-  advantage, returns = objective.token_advantages(
+  advantage, returns = policy_loss.token_advantages(
     algo, REWARD_GK, packed.counts, kl, drawn["value_BT"]
   )
   packed.write("advantage_BT", advantage)
   packed.write("return_BT", returns or [np.zeros(n) for n in packed.counts])
-  packed.write("share_BT", objective.shares(algo, packed.counts))
+  packed.write("share_BT", policy_loss.shares(algo, packed.counts))
   return packed.batches
 
 
@@ -113,16 +113,16 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
   """Losses [algorithms and SFT], and gradients stacked over them."""
 
   def outputs(p):
-    logp_BT, *_ = losses.token_logps(CFG, p["trunk"], several[0], layout=layout)
+    logp_BT, *_ = log_probs.token_logps(CFG, p["trunk"], several[0], layout=layout)
     head_D1 = p["value_head"]
-    return logp_BT, losses.token_values(CFG, p["trunk"], head_D1, several[0], layout)
+    return logp_BT, log_probs.token_values(CFG, p["trunk"], head_D1, several[0], layout)
 
   (logp_BT, value_BT), back = jax.vjp(outputs, params)
   values, ahead = [], []
   for algo, batch in zip(ALGORITHMS.values(), several, strict=True):
 
     def total(logp_BT, value_BT, algo=algo, batch=batch):
-      loss = objective.policy_loss(algo, logp_BT, batch)[0]
+      loss = policy_loss.policy_loss(algo, logp_BT, batch)[0]
       if algo.has_critic:
         args = (value_BT, batch.value_BT, batch.return_BT, algo.value_clip)
         loss += jnp.sum(batch.weight_BT * surrogates.value_loss(*args)[0])
@@ -135,7 +135,7 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
   grads = jax.lax.map(lambda x: back(x)[0], ahead)
 
   def sft(p):
-    return losses.cross_entropy(CFG, p["trunk"], several[0], layout)
+    return log_probs.cross_entropy(CFG, p["trunk"], several[0], layout)
 
   value, more = jax.value_and_grad(sft)(params)
   grads = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), grads, more)

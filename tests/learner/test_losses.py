@@ -12,11 +12,11 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses, objective
+from coa_jax.learner import log_probs, policy_loss
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution
-from coa_jax.model.qwen import Qwen, init_params
+from coa_jax.model.transformer import Transformer, init_params
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 CFG = toy.MODEL
@@ -39,22 +39,22 @@ ADVANTAGES = [0.7, -1.1, 0.4, -0.2]
 
 
 def sft(logp_BT, batch: Batch):
-  return losses.nll(logp_BT, batch.weight_BT)
+  return log_probs.nll(logp_BT, batch.weight_BT)
 
 
 def rl(logp_BT, batch: Batch):
-  return objective.policy_loss(ALGO, logp_BT, batch)[0]
+  return policy_loss.policy_loss(ALGO, logp_BT, batch)[0]
 
 
 def gspo(logp_BT, batch: Batch):
-  return objective.policy_loss(
+  return policy_loss.policy_loss(
     dataclasses.replace(ALGO, ratio="sequence"), logp_BT, batch
   )[0]
 
 
 def cispo(logp_BT, batch: Batch):
   algo = dataclasses.replace(ALGO, surrogate="cispo")
-  return objective.policy_loss(algo, logp_BT, batch)[0]
+  return policy_loss.policy_loss(algo, logp_BT, batch)[0]
 
 
 LOSSES = pytest.mark.parametrize("loss", [sft, rl, gspo, cispo])
@@ -63,7 +63,7 @@ LOSSES = pytest.mark.parametrize("loss", [sft, rl, gspo, cispo])
 @functools.partial(jax.jit, static_argnums=0)
 def value_and_grad(loss, params, batch: Batch):
   def total(p):
-    return loss(losses.token_logps(CFG, p, batch)[0], batch)
+    return loss(log_probs.token_logps(CFG, p, batch)[0], batch)
 
   return jax.value_and_grad(total)(params)
 
@@ -120,10 +120,10 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
   rng = np.random.default_rng(0)
 
   def whole(p, batch):
-    return 0.5 * losses.nll(losses.token_logps(cfg, p, batch)[0], batch.weight_BT)
+    return 0.5 * log_probs.nll(log_probs.token_logps(cfg, p, batch)[0], batch.weight_BT)
 
   def ours(p, batch):
-    return 0.5 * losses.cross_entropy(cfg, p, batch)
+    return 0.5 * log_probs.cross_entropy(cfg, p, batch)
 
   whole_grads, our_grads = (jax.jit(jax.value_and_grad(f)) for f in (whole, ours))
   without_gradient = jax.jit(ours)
@@ -145,8 +145,8 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
 
   def total(cfg):
     def loss(p):
-      logp_BT, entropy_BT, _ = losses.token_logps(cfg, p, batch)
-      return losses.nll(logp_BT, batch.weight_BT) + entropy_BT.sum()
+      logp_BT, entropy_BT, _ = log_probs.token_logps(cfg, p, batch)
+      return log_probs.nll(logp_BT, batch.weight_BT) + entropy_BT.sum()
 
     return jax.jit(jax.value_and_grad(loss))(toy.params())
 
@@ -156,10 +156,10 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
 
 
 def test_chunks_are_as_few_and_as_even_as_can_be():
-  assert losses._chunks(1021, 512) == (2, 511)
-  assert losses._chunks(1024, 512) == (2, 512)
-  assert losses._chunks(1025, 512) == (3, 342)
-  assert losses._chunks(100, 512) == losses._chunks(100, 100) == (1, 100)
+  assert log_probs._chunks(1021, 512) == (2, 511)
+  assert log_probs._chunks(1024, 512) == (2, 512)
+  assert log_probs._chunks(1025, 512) == (3, 342)
+  assert log_probs._chunks(100, 512) == log_probs._chunks(100, 100) == (1, 100)
 
 
 def largest(jaxpr) -> int:
@@ -187,8 +187,8 @@ def test_logits_of_all_tokens_never_exist_at_a_vocabulary_of_152k(kind, rows):
 
   def loss(p):
     if kind == "sft":
-      return losses.cross_entropy(cfg, p, batch)
-    logp_BT, entropy_BT, _ = losses.token_logps(cfg, p, batch)
+      return log_probs.cross_entropy(cfg, p, batch)
+    logp_BT, entropy_BT, _ = log_probs.token_logps(cfg, p, batch)
     return logp_BT.sum() + entropy_BT.sum()
 
   program = jax.make_jaxpr(jax.value_and_grad(loss))(params)
@@ -211,10 +211,10 @@ def test_a_trajectory_that_begins_with_the_policy_is_packed_like_any_other():
 def test_token_logps_are_the_models_at_the_temperature():
   batch = alone(4, 72)
   params = toy.params()
-  logp_BT, entropy_BT, removed_BT = losses.token_logps(CFG, params, batch, 0.7)
+  logp_BT, entropy_BT, removed_BT = log_probs.token_logps(CFG, params, batch, 0.7)
   assert logp_BT.dtype == entropy_BT.dtype == jnp.float32
   assert not removed_BT.any()  # there is no grammar
-  model = Qwen(CFG)
+  model = Transformer(CFG)
   args = (batch.tokens_BT, batch.position_BT, batch.segment_BT)
   hidden, _ = model.apply({"params": params}, *args)
   logits = model.apply({"params": params}, hidden, method="logits")
@@ -239,7 +239,7 @@ def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monke
       patch.setattr(
         distribution, "taken_log_probs", lambda x, *a: real(x + delta_BTV, *a)
       )
-      return loss(losses.token_logps(CFG, toy.params(), batch)[0], batch)
+      return loss(log_probs.token_logps(CFG, toy.params(), batch)[0], batch)
 
   grad_BTV = np.asarray(jax.jit(jax.grad(total))(jnp.zeros(shape)))
   touched_BT = np.abs(grad_BTV).max(-1) > 0
@@ -257,7 +257,7 @@ def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
   head_D1 = jax.random.normal(jax.random.key(0), (CFG.width, 1))
 
   def values(batch: Batch):
-    return np.asarray(losses.token_values(CFG, toy.params(), head_D1, batch))
+    return np.asarray(log_probs.token_values(CFG, toy.params(), head_D1, batch))
 
   rows = alone(4, 72)
   value_BT = values(rows)
@@ -287,4 +287,6 @@ def test_the_last_token_is_trained_and_so_is_every_one_that_calls_a_tool():
 
 
 def test_nll_is_the_weighted_sum():
-  assert float(losses.nll(jnp.array([[-1.0, -2.0, -4.0]]), jnp.array([[1, 0, 1]]))) == 5
+  assert (
+    float(log_probs.nll(jnp.array([[-1.0, -2.0, -4.0]]), jnp.array([[1, 0, 1]]))) == 5
+  )

@@ -13,11 +13,12 @@ import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learner import advantages, losses, objective
+from coa_jax.learner import advantages, log_probs
 from coa_jax.learner import batch as batching
+from coa_jax.learner import policy_loss as objective
 from coa_jax.learner.algorithms import _CHOICES, PRESETS, AlgoConfig, preset
 from coa_jax.learner.batch import Batch
-from coa_jax.learner.objective import policy_loss
+from coa_jax.learner.policy_loss import policy_loss
 
 ALGO = AlgoConfig(steps=1, clip_low=0.2, clip_high=0.28)
 FLOATS = [k for k, v in dataclasses.asdict(ALGO).items() if isinstance(v, float)]
@@ -83,7 +84,7 @@ def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
   drawn = np.random.default_rng(0).normal(size=batch.weight_BT.shape)
   advantage_BT = (batch.weight_BT * drawn).astype(np.float32)
   batch = batch.replace(advantage_BT=advantage_BT)
-  logp_BT, *_ = losses.token_logps(toy.MODEL, toy.params(), batch)
+  logp_BT, *_ = log_probs.token_logps(toy.MODEL, toy.params(), batch)
   on_policy = batch.replace(logp_BT=logp_BT)
   value, sums = policy_loss(ALGO, logp_BT, on_policy)
   tokens = float(batch.weight_BT.sum())

@@ -12,7 +12,7 @@ import pytest
 import toy
 
 from coa_jax.learner.optim import OptimConfig, make_optimizer
-from coa_jax.model import qwen
+from coa_jax.model import transformer
 
 # A leaf's matrix: what is input, what is output (of the model's shapes).
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
@@ -44,7 +44,7 @@ def random_like(params, seed: int = 0):
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
-  params = qwen.init_params(dataclasses.replace(CFG, scan=scan), 0)
+  params = transformer.init_params(dataclasses.replace(CFG, scan=scan), 0)
   config = OptimConfig(name="muon", lr=1.0, adam_lr=0.01, **FLAT)
   grads = random_like(params)
   updates = first_update(config, params, grads)
@@ -73,7 +73,7 @@ def test_muon_makes_matrices_orthogonal_and_adam_takes_the_rest(scan: bool):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_weight_decay_shrinks_matrices_only(name: str):
-  params = random_like(qwen.init_params(CFG, 0), 1)
+  params = random_like(transformer.init_params(CFG, 0), 1)
   config = OptimConfig(name=name, lr=0.5, adam_lr=0.5, weight_decay=0.1, **FLAT)
   updates = first_update(config, params, jax.tree.map(jnp.zeros_like, params))
   for (leaf, update), (_, x) in zip(leaves(updates), leaves(params), strict=True):

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import objective, surrogates
+from coa_jax.learner import policy_loss, surrogates
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.batch import Batch
 
@@ -106,13 +106,13 @@ def policy(case: str, variant: str, mode: str, whole: bool = False):
     mask_BT, bounds["clip_high"] = filled(mask_BT), 0.2
   algo = AlgoConfig(steps=1, **bounds | VARIANTS[variant], aggregation=mode)
   counts = mask_BT.sum(1).astype(int).tolist()
-  batch = batch_of(c, mask_BT, objective.shares(algo, counts))
+  batch = batch_of(c, mask_BT, policy_loss.shares(algo, counts))
   # The sampler is the old policy, unless the two are told apart.
   sampler = "sampler" if algo.importance_cap else "old"
   batch = batch.replace(logp_BT=jnp.asarray(c[sampler], jnp.float32))
 
   def loss(logp_BT):
-    return objective.policy_loss(algo, logp_BT, batch)[0] / sum(counts)
+    return policy_loss.policy_loss(algo, logp_BT, batch)[0] / sum(counts)
 
   return jax.value_and_grad(loss)(jnp.asarray(c["logp"], jnp.float32))
 
@@ -135,7 +135,7 @@ def token_advantages(case: str, name: str, whole: bool = False):
   kl = [surrogates.kl(a, b, "k1") for a, b in zip(*picked.values(), strict=True)]
   value = [v[r] for v, r in zip(c["value"], rows, strict=True)]
   counts = [int(r.sum()) for r in rows]
-  out = objective.token_advantages(
+  out = policy_loss.token_advantages(
     algo, c["reward"].reshape(2, 4), counts, kl if in_reward else None, value
   )
 
@@ -190,7 +190,7 @@ def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
     return advantage_BT
   # A number for each row, those without a policy token among them.
   algo = AlgoConfig(steps=1, advantage="grpo" if eps else name)
-  parts, _ = objective.token_advantages(algo, c["reward"].reshape(2, 4), [1] * 8)
+  parts, _ = policy_loss.token_advantages(algo, c["reward"].reshape(2, 4), [1] * 8)
   row_B = np.concatenate(parts)
   if eps:  # TRL adds more to the deviation
     std_B = np.repeat(c["reward"].reshape(2, 4).std(1, ddof=1), 4)

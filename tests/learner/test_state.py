@@ -10,15 +10,15 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
+from coa_jax.learner import log_probs
 from coa_jax.learner.state import Learner, TrainState, init_state
 
 CFG = toy.MODEL
 
 
 def loss(params, frozen, batch):
-  logp_BT, *_ = losses.token_logps(CFG, params, batch)
-  return losses.nll(logp_BT, batch.weight_BT), {"tokens": jnp.sum(batch.weight_BT)}
+  logp_BT, *_ = log_probs.token_logps(CFG, params, batch)
+  return log_probs.nll(logp_BT, batch.weight_BT), {"tokens": jnp.sum(batch.weight_BT)}
 
 
 def state_of(optimizer) -> TrainState:

@@ -20,14 +20,14 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 from coa_jax.learner import batch as batching  # noqa: E402
-from coa_jax.learner import losses  # noqa: E402
+from coa_jax.learner import log_probs  # noqa: E402
 from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
 from coa_jax.learner.state import Learner, init_state  # noqa: E402
-from coa_jax.model import lora, qwen  # noqa: E402
-from coa_jax.model.architecture import QwenConfig  # noqa: E402
+from coa_jax.model import lora, transformer  # noqa: E402
+from coa_jax.model.config import ModelConfig  # noqa: E402
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout  # noqa: E402
 
-MODEL = QwenConfig(
+MODEL = ModelConfig(
   vocab_size=384,
   width=32,
   layers=2,
@@ -100,13 +100,13 @@ def trained(layout: Layout | None, adapters: lora.LoraConfig | None, changes) ->
   """Loss, gradient norm and parameters after two updates, and one array's parts."""
   cfg = dataclasses.replace(MODEL, **changes)
   params, frozen = lora.split(
-    cfg, qwen.init_params(cfg, 0, layout), adapters, 1, layout
+    cfg, transformer.init_params(cfg, 0, layout), adapters, 1, layout
   )
 
   def loss(trained, frozen, batch):
     p = lora.assemble(trained, frozen, adapters)
-    logp_BT, *_ = losses.token_logps(cfg, p, batch, layout=layout)
-    return losses.nll(logp_BT, batch.weight_BT), {}
+    logp_BT, *_ = log_probs.token_logps(cfg, p, batch, layout=layout)
+    return log_probs.nll(logp_BT, batch.weight_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
   learner = Learner(loss, optimizer, layout)
@@ -120,7 +120,7 @@ def trained(layout: Layout | None, adapters: lora.LoraConfig | None, changes) ->
   sharded = sum(x.sharding.num_devices > 1 for x in jax.tree.leaves(state.opt_state))
   return {
     "values": values,
-    "params": qwen.unstack(whole(state.params), cfg.layers),
+    "params": transformer.unstack(whole(state.params), cfg.layers),
     "parts": {
       "/".join(k.key for k in path): list(x.addressable_shards[0].data.shape)
       for path, x in jax.tree_util.tree_leaves_with_path(state.params)

@@ -16,7 +16,7 @@ import threading
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.weights import load_model
+from coa_jax.model.hf.io import load_model
 
 
 def own_memory() -> int:

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.model import qwen, weights
-from coa_jax.model.architecture import LoadConfig
+from coa_jax.model import transformer
+from coa_jax.model.config import LoadConfig
+from coa_jax.model.hf import io as weights
 from coa_jax.model.sharding import MeshConfig, make_layout
 
 
@@ -49,7 +50,7 @@ def main(folder: str) -> None:
     cfg, params = weights.load_model(folder, load, layout)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, whole))
     if layout:
-      wanted = layout.tree(qwen.param_shapes(cfg))
+      wanted = layout.tree(transformer.param_shapes(cfg))
       assert jax.tree.map(lambda x: x.sharding, params) == wanted
     seen[f"scan={scan}"] = read
   print(json.dumps(seen))

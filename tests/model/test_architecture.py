@@ -11,8 +11,9 @@ import pytest
 import toy
 import transformers
 
-from coa_jax.model import architecture, qwen
-from coa_jax.model.architecture import QwenConfig, Yarn
+from coa_jax.model import config as architecture
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig, Yarn
 from coa_jax.model.variants import VARIANTS, variant
 
 QWEN3 = dataclasses.replace(toy.MODEL, layers=4)
@@ -116,13 +117,14 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_published_variants_have_the_published_number_of_parameters(name: str):
   assert (
-    qwen.count_params(qwen.param_shapes(variant(name, scan=True))) == PARAMETERS[name]
+    transformer.count_params(transformer.param_shapes(variant(name, scan=True)))
+    == PARAMETERS[name]
   )
 
 
 def test_unrolled_layers_have_as_many_parameters():
-  shapes = qwen.param_shapes(VARIANTS["qwen2.5-0.5b"])
-  assert qwen.count_params(shapes) == PARAMETERS["qwen2.5-0.5b"]
+  shapes = transformer.param_shapes(VARIANTS["qwen2.5-0.5b"])
+  assert transformer.count_params(shapes) == PARAMETERS["qwen2.5-0.5b"]
 
 
 def test_a_variant_that_is_not_published_is_refused():
@@ -185,7 +187,7 @@ WINDOWS = ((), (0, 0, 8, 8), (8, 8, 8, 8), (0, 8, 0, 8), (8, 0, 0, 0))
 
 
 @pytest.mark.parametrize("cfg", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
-def test_config_json_reads_back(cfg: QwenConfig):
+def test_config_json_reads_back(cfg: ModelConfig):
   sizes = {"head_dim": 10, "heads": 6, "kv_heads": 3, "norm_eps": 1e-5}
   for yarn, windows, tied in itertools.product(YARNS, WINDOWS, (False, True)):
     one = {"yarn": yarn, "windows": windows, "tie_embeddings": tied}
@@ -198,7 +200,7 @@ def test_config_json_reads_back(cfg: QwenConfig):
       assert architecture.from_hf_config(config) == changed
 
 
-def written(cfg: QwenConfig) -> dict[str, Any]:
+def written(cfg: ModelConfig) -> dict[str, Any]:
   """What a config.json of an architecture holds."""
   return json.loads(json.dumps(architecture.to_hf_config(cfg)))
 

@@ -12,7 +12,7 @@ import pytest
 import toy
 
 from coa_jax.model import attention
-from coa_jax.model.decoding import PIECE
+from coa_jax.model.decode_params import PIECE
 
 
 def heads(seed: int, B: int, T: int, N: int, K: int, H: int):

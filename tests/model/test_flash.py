@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import toy
 
-from coa_jax.model import attention, flash
+from coa_jax.model import attention
+from coa_jax.model.kernels import blockwise
 
 
 def heads(seed: int, B: int, T: int, S: int, N: int, K: int, H: int):
@@ -44,7 +45,9 @@ def test_values_and_gradients_are_those_of_plain_attention(T, S, window, block):
     (_, out), grads = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(q, k, v)
     return out, *grads
 
-  ours = value(lambda *x: flash.attend_segments(*x, segment_BS, window, "out", block))
+  ours = value(
+    lambda *x: blockwise.attend_segments(*x, segment_BS, window, "out", block)
+  )
   theirs = value(lambda *x: plain(*x, segment_BS, window))
   for a, b in zip(ours, theirs, strict=True):
     np.testing.assert_allclose(a, b, atol=3e-5)
@@ -57,7 +60,7 @@ def test_blocks_of_other_segments_are_never_read():
   spoilt = k.at[:, : 2 * U].set(jnp.nan), v.at[:, : 2 * U].set(jnp.nan)
 
   def last_half(k, v):
-    return flash.attend_segments(q, k, v, segment_BS, 0, "out")[:, 2 * U :]
+    return blockwise.attend_segments(q, k, v, segment_BS, 0, "out")[:, 2 * U :]
 
   np.testing.assert_array_equal(last_half(*spoilt), last_half(k, v))
 
@@ -65,7 +68,7 @@ def test_blocks_of_other_segments_are_never_read():
 def test_half_precision_keeps_sums_in_float32():
   q, k, v = (x.astype(jnp.bfloat16) for x in heads(3, 1, 256, 256, 2, 1, 8))
   segment_BS = jnp.ones((1, 256), jnp.int32)
-  out = flash.attend_segments(q, k, v, segment_BS, 0, "out")
+  out = blockwise.attend_segments(q, k, v, segment_BS, 0, "out")
   exact = plain(*(x.astype(jnp.float32) for x in (q, k, v)), segment_BS, 0)
   assert out.dtype == jnp.bfloat16
   np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2e-2)

@@ -8,22 +8,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coa_jax.model import flops, qwen
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model import flops, transformer
+from coa_jax.model.config import ModelConfig
 
-CFG = QwenConfig(
+CFG = ModelConfig(
   vocab_size=512, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, ff=160
 )
 
 
 def test_a_forward_pass_of_one_segment_is_what_xla_counts():
   B, T = 2, 64  # one block: a loop over blocks would be counted once
-  params = qwen.init_params(CFG, 0)
+  params = transformer.init_params(CFG, 0)
   ids = jnp.ones((B, T), jnp.int32)
 
   def forward(params):
-    hidden, _ = qwen.Qwen(CFG).apply({"params": params}, ids, ids, ids)
-    return qwen.Qwen(CFG).apply({"params": params}, hidden, method="logits")
+    hidden, _ = transformer.Transformer(CFG).apply({"params": params}, ids, ids, ids)
+    return transformer.Transformer(CFG).apply(
+      {"params": params}, hidden, method="logits"
+    )
 
   counted = jax.jit(forward).lower(params).compile().cost_analysis()["flops"]
   # XLA multiplies the masked half of the scores too.
@@ -45,7 +47,7 @@ def test_segments_do_not_read_each_other_and_frozen_matrices_have_no_gradient():
 @pytest.mark.parametrize("tied", [True, False])
 def test_products_are_the_matrices(tied: bool):
   cfg = dataclasses.replace(CFG, tie_embeddings=tied)
-  leaves = jax.tree.leaves(qwen.param_shapes(cfg))
+  leaves = jax.tree.leaves(transformer.param_shapes(cfg))
   scalars = sum(x.size for x in leaves if x.ndim > 1)
   layers, head = flops.products(cfg)
   assert layers + head * (1 if tied else 2) == scalars

@@ -8,8 +8,8 @@ import pytest
 import toy
 
 from coa_jax import capacity
-from coa_jax.model.architecture import to_hf_config
-from coa_jax.model.folder import open_folder
+from coa_jax.model.config import to_hf_config
+from coa_jax.model.hf.folder import open_folder
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 import real_vllm
 import toy
 
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import save_model
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import save_model
 
 # Heads of 32: vLLM has no kernel for smaller ones on a CPU.
-CFG = QwenConfig(
+CFG = ModelConfig(
   384, width=64, layers=1, heads=2, kv_heads=1, head_dim=32, ff=64, tie_embeddings=False
 )
 QUESTION = "2 + 3"
@@ -28,7 +28,7 @@ def answering(written: list[int]):
   After every other id it writes the first.
   """
   params = jax.tree.map(
-    lambda x: np.zeros(x.shape, x.dtype), qwen.param_shapes(CFG)
+    lambda x: np.zeros(x.shape, x.dtype), transformer.param_shapes(CFG)
   )  # so that layers add nothing to an embedding
   params["final_norm"][:] = 1
   params["embed"][:, 0] = 1

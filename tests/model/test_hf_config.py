@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import toy
 
-from coa_jax.model import architecture
+from coa_jax.model import config as architecture
 
 CONFIG = architecture.to_hf_config(dataclasses.replace(toy.MODEL, layers=4))
 

@@ -19,12 +19,12 @@ import toy
 from safetensors.numpy import load_file
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
-from coa_jax.model import decoding, qwen
-from coa_jax.model.architecture import LoadConfig, QwenConfig, to_hf_config
-from coa_jax.model.qwen import Qwen
+from coa_jax.learner import log_probs
+from coa_jax.model import decode_params, transformer
+from coa_jax.model.config import LoadConfig, ModelConfig, to_hf_config
+from coa_jax.model.hf.io import load_model, save_model
+from coa_jax.model.transformer import Transformer
 from coa_jax.model.variants import VARIANTS, variant
-from coa_jax.model.weights import load_model, save_model
 from coa_jax.rollout import sampler
 
 torch = pytest.importorskip("torch")
@@ -61,9 +61,9 @@ def folder(path: pathlib.Path, config: dict[str, Any], seed: int = 0) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logits(cfg: QwenConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
+def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT) -> jax.Array:
   """Ours."""
-  model = Qwen(cfg)
+  model = Transformer(cfg)
   hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   return model.apply({"params": params}, hidden, method="logits")
 
@@ -88,7 +88,7 @@ def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
   return out
 
 
-def ours(cfg: QwenConfig, params, batch: batching.Batch) -> list[np.ndarray]:
+def ours(cfg: ModelConfig, params, batch: batching.Batch) -> list[np.ndarray]:
   """The logits of every sequence of a batch, in order."""
   out = logits(cfg, params, batch.tokens_BT, batch.position_BT, batch.segment_BT)
   out_BTV, found = np.asarray(out), []
@@ -199,8 +199,8 @@ def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
   batch = rows([ids], PACKED)
 
   def mean_loss(params) -> jax.Array:
-    logp_BT, *_ = losses.token_logps(cfg, params, batch)
-    return losses.nll(logp_BT, batch.weight_BT) / batch.weight_BT.sum()
+    logp_BT, *_ = log_probs.token_logps(cfg, params, batch)
+    return log_probs.nll(logp_BT, batch.weight_BT) / batch.weight_BT.sum()
 
   loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
   # Theirs in float64: in float32 their own error is as large as ours, 6e-6 of a key
@@ -284,17 +284,17 @@ def test_greedy_decoding_is_the_same(tmp_path, seed: int):
 
 
 def greedy(
-  cfg: QwenConfig, params, prompts: list[np.ndarray], new: int
+  cfg: ModelConfig, params, prompts: list[np.ndarray], new: int
 ) -> list[list[int]]:
   """What the sampler draws at temperature 0, one slot for each prompt."""
   B, longest = len(prompts), max(map(len, prompts))
   batch = rows([[ids] for ids in prompts], longest)
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
-  (params,) = decoding.decoding_views(cfg, params)
+  (params,) = decode_params.decoding_views(cfg, params)
   cache = sampler.extend(
     cfg,
     params,
-    decoding.init_cache(cfg, B, longest + new),
+    decode_params.init_cache(cfg, B, longest + new),
     np.arange(B),
     batch.tokens_BT,
     np.zeros(B, np.int32),
@@ -320,7 +320,7 @@ def greedy(
 
 def test_a_folder_of_ours_is_whole_to_transformers(tmp_path):
   cfg = dataclasses.replace(toy.MODEL, tie_embeddings=False)
-  params, tokenizer = qwen.init_params(cfg, 0), toy.tokenizer()
+  params, tokenizer = transformer.init_params(cfg, 0), toy.tokenizer()
   save_model(tmp_path, cfg, params, tokenizer)
   model = AutoModelForCausalLM.from_pretrained(tmp_path)
   assert type(model).__name__ == "Qwen3ForCausalLM" and model.dtype == torch.float32
@@ -346,7 +346,9 @@ def test_published_variants_have_as_many_parameters_there(name: str):
   with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
   count = sum(p.numel() for p in model.parameters())
-  assert count == qwen.count_params(qwen.param_shapes(variant(name, scan=True)))
+  assert count == transformer.count_params(
+    transformer.param_shapes(variant(name, scan=True))
+  )
 
 
 @pytest.mark.slow
@@ -359,7 +361,7 @@ def test_at_a_published_size_logits_are_the_same(tmp_path):
     small = x.ndim == 1 or (x.ndim == 2 and x.shape[-1] == cfg.head_dim)
     return x + 0.3 * rng.normal(size=x.shape).astype(np.float32) if small else x
 
-  params = jax.tree.map(vary, qwen.init_params(cfg, 0))
+  params = jax.tree.map(vary, transformer.init_params(cfg, 0))
   save_model(tmp_path, cfg, params)
   ids = [np.random.default_rng(1).integers(0, cfg.vocab_size, 24).astype(np.int32)]
   (found,) = ours(cfg, params, rows([ids], 24))

@@ -19,11 +19,11 @@ from coa_jax.config import ConfigError
 from coa_jax.learner import batch as batching
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
-from coa_jax.model import lora, qwen
-from coa_jax.model.architecture import LoadConfig, QwenConfig
+from coa_jax.model import lora, transformer
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.lora import MATRICES, LoraConfig
-from coa_jax.model.qwen import Qwen
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model.transformer import Transformer
 from coa_jax.protocol.trajectory import write_jsonl
 
 # Heads that are no divisor of the width, so that no two shapes are alike.
@@ -40,22 +40,22 @@ POSITION = np.broadcast_to(np.arange(24, dtype=np.int32), TOKENS.shape)
 
 
 @functools.cache
-def params(cfg: QwenConfig = CFG):
+def params(cfg: ModelConfig = CFG):
   """Parameters without zeros or ones."""
   if cfg.scan:
-    return qwen.stack(params(dataclasses.replace(cfg, scan=False)), cfg.layers)
+    return transformer.stack(params(dataclasses.replace(cfg, scan=False)), cfg.layers)
   rng = np.random.default_rng(1)
   return jax.tree.map(
     lambda x: np.asarray(x) + 0.1 * rng.normal(size=x.shape).astype(np.float32),
-    qwen.init_params(cfg, 0),
+    transformer.init_params(cfg, 0),
   )
 
 
-def trained(config: LoraConfig = ALL, cfg: QwenConfig = CFG):
+def trained(config: LoraConfig = ALL, cfg: ModelConfig = CFG):
   """Adapters as after training: both halves drawn."""
   if cfg.scan:
     unrolled = trained(config, dataclasses.replace(cfg, scan=False))
-    return qwen.stack(unrolled, cfg.layers)
+    return transformer.stack(unrolled, cfg.layers)
   rng = np.random.default_rng(2)
   return jax.tree.map(
     lambda x: (0.3 * rng.normal(size=x.shape)).astype(np.float32),
@@ -64,8 +64,8 @@ def trained(config: LoraConfig = ALL, cfg: QwenConfig = CFG):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logits(cfg: QwenConfig, p) -> jax.Array:
-  model = Qwen(cfg)
+def logits(cfg: ModelConfig, p) -> jax.Array:
+  model = Transformer(cfg)
   hidden, _ = model.apply({"params": p}, TOKENS, POSITION, jnp.ones_like(TOKENS))
   return model.apply({"params": p}, hidden, method="logits")
 
@@ -76,7 +76,7 @@ def difference(a, b) -> float:
 
 
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
-def test_fresh_adapters_change_nothing(cfg: QwenConfig):
+def test_fresh_adapters_change_nothing(cfg: ModelConfig):
   adapters = lora.init_adapters(cfg, ALL, 0)
   base = logits(cfg, params(cfg))
   np.testing.assert_array_equal(
@@ -126,7 +126,7 @@ def test_joined_is_merged_and_scanned_is_unrolled(config: LoraConfig):
   found.append(difference(logits(SCANNED, scanned), expected))
   print("relative to the largest logit:", *(f"{x:.1e}" for x in found))
   assert max(found) <= 1e-5
-  again = qwen.unstack(scanned, CFG.layers)
+  again = transformer.unstack(scanned, CFG.layers)
   assert jax.tree.structure(again) == jax.tree.structure(merged)
   for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(merged), strict=True):
     np.testing.assert_allclose(x, y, atol=1e-6)
@@ -158,7 +158,7 @@ def test_merging_keeps_the_dtype_and_rounds_once():
 
 
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
-def test_training_reaches_adapters_and_nothing_else(cfg: QwenConfig):
+def test_training_reaches_adapters_and_nothing_else(cfg: ModelConfig):
   (batch,) = batching.batches(toy.trajectories(), 4, toy.MAX_LEN)
   loss_of = toy.sft_loss(cfg)
 
@@ -189,7 +189,7 @@ def test_without_adapters_everything_is_trained():
 
 
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
-def test_an_adapter_folder_has_the_names_and_shapes_of_peft(tmp_path, cfg: QwenConfig):
+def test_an_adapter_folder_has_the_names_and_shapes_of_peft(tmp_path, cfg: ModelConfig):
   lora.save_adapter(tmp_path, cfg, trained(SOME, cfg), SOME, "base")
   D, NH, F, r = CFG.width, CFG.heads * CFG.head_dim, CFG.ff, SOME.rank
   sizes = {
@@ -282,9 +282,11 @@ def journey(tmp_path) -> ml_collections.ConfigDict:
 def test_a_run_of_sft_with_adapters_changes_only_what_they_adapt(journey, tmp_path):
   results = sft.run(journey, str(tmp_path / "w"))
   cfg, base = load_model(tmp_path / "base", LoadConfig())
-  count = qwen.count_params(lora.init_adapters(cfg, LoraConfig(3, 6.0, ("q", "up")), 0))
+  count = transformer.count_params(
+    lora.init_adapters(cfg, LoraConfig(3, 6.0, ("q", "up")), 0)
+  )
   assert results["parameters_trained"] == count
-  assert results["parameters"] == qwen.count_params(base)
+  assert results["parameters"] == transformer.count_params(base)
   folders = [tmp_path / "base", tmp_path / "w" / "model"]
   before, after = (load_file(f / "model.safetensors") for f in folders)
   assert set(before) == set(after)

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import save_model
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import save_model
 
 READER = pathlib.Path(__file__).with_name("read_in_memory.py")
 
@@ -20,10 +20,10 @@ READER = pathlib.Path(__file__).with_name("read_in_memory.py")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
   """On a CPU the parameters are in the same memory; elsewhere an array is left."""
-  large = QwenConfig(
+  large = ModelConfig(
     vocab_size=8_192, width=512, layers=8, heads=4, kv_heads=2, head_dim=64, ff=2_048
   )
-  save_model(tmp_path, large, qwen.init_params(large, 0), shard_bytes=40_000_000)
+  save_model(tmp_path, large, transformer.init_params(large, 0), shard_bytes=40_000_000)
   runs = []
   for _ in range(3):  # on a busy machine the allocator gives back what is free late
     out = subprocess.run(

@@ -12,10 +12,10 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
-from coa_jax.model import decoding, qwen
-from coa_jax.model.architecture import QwenConfig, Yarn
-from coa_jax.model.qwen import Qwen
+from coa_jax.learner import log_probs
+from coa_jax.model import decode_params, transformer
+from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model.transformer import Transformer
 
 CFG = toy.MODEL
 T = 12
@@ -25,9 +25,9 @@ POSITION = np.broadcast_to(np.arange(T, dtype=np.int32), TOKENS.shape)
 FULL = {"attention_bias": True, "tie_embeddings": False}
 
 
-def params_of(cfg: QwenConfig, seed: int = 0):
+def params_of(cfg: ModelConfig, seed: int = 0):
   """Parameters without zeros or ones, so that every one of them counts."""
-  fresh = qwen.init_params(cfg, seed)
+  fresh = transformer.init_params(cfg, seed)
   leaves, tree = jax.tree.flatten(fresh)
   rng = np.random.default_rng(seed)
   noisy = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves]
@@ -35,15 +35,15 @@ def params_of(cfg: QwenConfig, seed: int = 0):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logits(cfg: QwenConfig, params, tokens_BT, position_BT, segment_BT):
-  model = Qwen(cfg)
+def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT):
+  model = Transformer(cfg)
   hidden, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   return model.apply({"params": params}, hidden, method="logits")
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def cached_logits(cfg: QwenConfig, params, cache, tokens_BT, position_BT, valid_BT):
-  model = Qwen(cfg)
+def cached_logits(cfg: ModelConfig, params, cache, tokens_BT, position_BT, valid_BT):
+  model = Transformer(cfg)
   hidden, cache = model.apply(
     {"params": params}, tokens_BT, position_BT, cache=cache, valid_BT=valid_BT
   )
@@ -112,7 +112,7 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
   params = params_of(cfg)
   whole = logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))
   everything = np.ones(TOKENS.shape, bool)
-  cache = decoding.init_cache(cfg, 3, T + 4)
+  cache = decode_params.init_cache(cfg, 3, T + 4)
   at_once, full = cached_logits(cfg, params, cache, TOKENS, POSITION, everything)
   np.testing.assert_allclose(at_once, whole, atol=1e-5)
   # Token by token.
@@ -126,7 +126,7 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
   for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(full), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
   # In pieces padded on the right, each row at a length of its own.
-  cache = decoding.init_cache(cfg, 3, T + 4)
+  cache = decode_params.init_cache(cfg, 3, T + 4)
   done = np.zeros(3, int)
   for counts in ([5, 2, 1], [0, 5, 4], [5, 5, 5], [2, 0, 2]):
     step = np.arange(5)
@@ -148,14 +148,14 @@ def test_tokens_that_are_not_valid_leave_the_cache_alone():
   params = params_of(CFG)
   ones = np.ones(TOKENS.shape, bool)
   _, cache = cached_logits(
-    CFG, params, decoding.init_cache(CFG, 3, T + 4), TOKENS, POSITION, ones
+    CFG, params, decode_params.init_cache(CFG, 3, T + 4), TOKENS, POSITION, ones
   )
   _, after = cached_logits(CFG, params, cache, TOKENS + 1, POSITION, ~ones)
   for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
     np.testing.assert_array_equal(a, b)
 
 
-def nll(cfg: QwenConfig, params):
+def nll(cfg: ModelConfig, params):
   logp = jax.nn.log_softmax(
     logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))[:, :-1]
   )
@@ -163,7 +163,7 @@ def nll(cfg: QwenConfig, params):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def loss_and_grad(cfg: QwenConfig, params):
+def loss_and_grad(cfg: ModelConfig, params):
   return jax.value_and_grad(lambda p: nll(cfg, p))(params)
 
 
@@ -174,10 +174,10 @@ def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
   params = params_of(plain)
   loss, grad = loss_and_grad(plain, params)
   cfg = dataclasses.replace(plain, scan=scan, remat=remat)
-  mine = qwen.stack(params, cfg.layers) if scan else params
+  mine = transformer.stack(params, cfg.layers) if scan else params
   other_loss, other_grad = loss_and_grad(cfg, mine)
   np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
-  other_grad = qwen.unstack(other_grad, cfg.layers)
+  other_grad = transformer.unstack(other_grad, cfg.layers)
   assert jax.tree.structure(other_grad) == jax.tree.structure(grad)
   for path, x in jax.tree_util.tree_leaves_with_path(grad):
     y = other_grad
@@ -190,13 +190,13 @@ def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
 
 def test_stack_and_unstack_are_inverse():
   scanned = params_of(dataclasses.replace(CFG, scan=True))
-  unrolled = qwen.unstack(scanned, CFG.layers)
+  unrolled = transformer.unstack(scanned, CFG.layers)
   assert set(unrolled) == {"embed", "final_norm", "layer_0", "layer_1"}
-  expected = jax.eval_shape(lambda: qwen.init_params(CFG, 0))
+  expected = jax.eval_shape(lambda: transformer.init_params(CFG, 0))
   assert jax.tree.map(jnp.shape, unrolled) == jax.tree.map(jnp.shape, expected)
-  back = qwen.stack(unrolled, CFG.layers)
+  back = transformer.stack(unrolled, CFG.layers)
   assert jax.tree.all(jax.tree.map(np.array_equal, back, scanned))
-  assert qwen.unstack(unrolled, CFG.layers) is unrolled
+  assert transformer.unstack(unrolled, CFG.layers) is unrolled
 
 
 OTHERS = {
@@ -232,14 +232,14 @@ def program(**changes) -> str:
   batch = jax.tree.map(jnp.asarray, batching.empty(1, 128))
 
   def loss(params):
-    return jnp.sum(losses.token_logps(cfg, params, batch)[0])
+    return jnp.sum(log_probs.token_logps(cfg, params, batch)[0])
 
-  traced = jax.make_jaxpr(jax.value_and_grad(loss))(qwen.param_shapes(cfg))
+  traced = jax.make_jaxpr(jax.value_and_grad(loss))(transformer.param_shapes(cfg))
   constants = [np.asarray(c).tolist() for c in traced.consts]
   return f"{traced} {constants}"
 
 
-FIELDS = {f.name for f in dataclasses.fields(QwenConfig)}
+FIELDS = {f.name for f in dataclasses.fields(ModelConfig)}
 
 
 # Of a decoder alone: tests/rollout/test_half_precision.py.
@@ -286,7 +286,7 @@ def test_impossible_architectures_are_refused(changes, message: str):
 
 def test_scanned_layers_do_not_decode():
   cfg = dataclasses.replace(CFG, scan=True)
-  cache = decoding.init_cache(cfg, 3, T)
+  cache = decode_params.init_cache(cfg, 3, T)
   with pytest.raises(ValueError, match="decoding_views"):
     cached_logits(cfg, params_of(cfg), cache, TOKENS, POSITION, TOKENS >= 0)
 
@@ -299,13 +299,13 @@ def test_logits_are_float32_whatever_the_dtype():
   exact = logits(CFG, params, TOKENS, POSITION, np.ones_like(TOKENS))
   assert 0 < np.abs(out - exact).max() < 0.1
   low = jax.eval_shape(
-    lambda: qwen.init_params(dataclasses.replace(CFG, param_dtype="bfloat16"), 0)
+    lambda: transformer.init_params(dataclasses.replace(CFG, param_dtype="bfloat16"), 0)
   )
   assert {x.dtype for x in jax.tree.leaves(low)} == {jnp.dtype("bfloat16")}
 
 
 def test_parameters_are_a_function_of_the_seed():
-  first, again, other = (qwen.init_params(CFG, seed) for seed in (3, 3, 4))
+  first, again, other = (transformer.init_params(CFG, seed) for seed in (3, 3, 4))
   assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
   assert not np.array_equal(first["embed"], other["embed"])
 
@@ -313,4 +313,4 @@ def test_parameters_are_a_function_of_the_seed():
 def test_count_params():
   D, L, N, K, H, F, V = 32, 2, 4, 2, 8, 64, CFG.vocab_size
   layer = D * H * (2 * N + 2 * K) + 3 * D * F + 2 * D + 2 * H
-  assert qwen.count_params(toy.params()) == V * D + D + L * layer
+  assert transformer.count_params(toy.params()) == V * D + D + L * layer

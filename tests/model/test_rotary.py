@@ -8,7 +8,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from coa_jax.model.architecture import QwenConfig, Yarn, to_hf_config
+from coa_jax.model.config import ModelConfig, Yarn, to_hf_config
 from coa_jax.model.rotary import frequencies
 
 torch = pytest.importorskip("torch")
@@ -28,7 +28,7 @@ YARNS = (
 )
 
 
-def exact(cfg: QwenConfig) -> list[mpmath.mpf]:
+def exact(cfg: ModelConfig) -> list[mpmath.mpf]:
   """The frequencies as the papers define them."""
   half = cfg.head_dim // 2
   theta = mpmath.mpf(cfg.rope_theta)
@@ -57,7 +57,7 @@ def errors(found: np.ndarray, truth: list[mpmath.mpf]) -> np.ndarray:
 @pytest.mark.parametrize("yarn", YARNS)
 def test_each_frequency_is_as_near_to_the_exact_one_as_hugging_faces(yarn, tmp_path):
   for head_dim, theta in itertools.product(HEAD_DIMS, THETAS):
-    cfg = QwenConfig(131, head_dim=head_dim, rope_theta=theta, yarn=yarn)
+    cfg = ModelConfig(131, head_dim=head_dim, rope_theta=theta, yarn=yarn)
     found, scale = frequencies(cfg)
     config = AutoConfig.for_model(**to_hf_config(cfg))
     theirs = modeling_qwen3.Qwen3RotaryEmbedding(config)

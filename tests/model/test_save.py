@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import toy
 
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import load_model, save_model
 
 QWEN3 = toy.MODEL
 QWEN2 = dataclasses.replace(
@@ -20,8 +20,10 @@ QWEN2 = dataclasses.replace(
 )
 
 
-def params_of(cfg: QwenConfig):
-  return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), qwen.param_shapes(cfg))
+def params_of(cfg: ModelConfig):
+  return jax.tree.map(
+    lambda x: np.ones(x.shape, x.dtype), transformer.param_shapes(cfg)
+  )
 
 
 def test_parameters_of_another_architecture_are_not_saved(tmp_path):

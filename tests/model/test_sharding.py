@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import init_state
-from coa_jax.model import qwen, sharding
+from coa_jax.model import sharding, transformer
 from coa_jax.model.sharding import AXES, Layout, MeshConfig, make_layout
 from coa_jax.model.variants import variant
 
@@ -192,7 +192,7 @@ def test_a_parameter_without_a_place_in_the_table_is_noticed():
   for scan in (False, True):
     for changes in ({}, {"attention_bias": True, "tie_embeddings": False}):
       cfg = dataclasses.replace(toy.MODEL, scan=scan, **changes)
-      leaves = jax.tree_util.tree_leaves_with_path(qwen.param_shapes(cfg))
+      leaves = jax.tree_util.tree_leaves_with_path(transformer.param_shapes(cfg))
       for path, x in leaves:
         stacked = int(path[0].key == "layers")
         assert len(sharding.letters_of(path)) == x.ndim - stacked, path
@@ -203,7 +203,7 @@ def test_counters_of_an_optimizer_are_replicated_and_moments_split():
   cfg = toy.MODEL
   optimizer = make_optimizer(OptimConfig(name="muon"), 10)
   shapes = jax.eval_shape(
-    lambda: init_state(qwen.init_params(cfg, 0), optimizer).opt_state
+    lambda: init_state(transformer.init_params(cfg, 0), optimizer).opt_state
   )
   specs = [
     (path, s.spec)

@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from coa_jax.model import lora, sizes
-from coa_jax.model.qwen import count_params, init_params
+from coa_jax.model.transformer import count_params, init_params
 
 DEEP = dataclasses.replace(toy.MODEL, layers=10**8)
 WIDE = dataclasses.replace(toy.MODEL, vocab_size=10**10)

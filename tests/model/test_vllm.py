@@ -11,10 +11,10 @@ import real_vllm
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import save_model
+from coa_jax.learner import log_probs
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import save_model
 
 NEW = 64
 # Heads of 32: vLLM has no kernel for smaller ones on a CPU.
@@ -28,7 +28,7 @@ MODELS = {
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
   tokenizer = toy.tokenizer()
-  cfg = QwenConfig(
+  cfg = ModelConfig(
     vocab_size=384,
     width=64,
     layers=2,
@@ -36,7 +36,7 @@ def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
     ff=128,
     **MODELS[kind],
   )
-  params = qwen.init_params(cfg, 0)
+  params = transformer.init_params(cfg, 0)
   folder = str(tmp_path / "model")
   save_model(folder, cfg, params, tokenizer=tokenizer)
   prompts = [[5, 9, 200], list(range(10, 40)), tokenizer.encode("<think> work")]
@@ -53,5 +53,5 @@ def test_vllm_serves_an_exported_folder(tmp_path, kind: str):
     batch.tokens_BT[0] = prompt + ids
     batch.segment_BT[:] = 1
     batch.position_BT[0] = np.arange(len(prompt) + NEW)
-    ours = np.asarray(losses.token_logps(cfg, params, batch)[0])[0, len(prompt) :]
+    ours = np.asarray(log_probs.token_logps(cfg, params, batch)[0])[0, len(prompt) :]
     np.testing.assert_allclose(theirs, ours, atol=1e-4)

@@ -17,9 +17,10 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 from coa_jax import sft
-from coa_jax.model import qwen, weights
-from coa_jax.model.architecture import LoadConfig, QwenConfig
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model import transformer
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf import io as weights
+from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.protocol.trajectory import write_jsonl
 
 QWEN3 = toy.MODEL
@@ -28,9 +29,9 @@ QWEN2 = dataclasses.replace(
 )
 
 
-def params_of(cfg: QwenConfig):
+def params_of(cfg: ModelConfig):
   """Parameters of which no two arrays are alike."""
-  shapes = jax.eval_shape(lambda: qwen.init_params(cfg, 0))
+  shapes = jax.eval_shape(lambda: transformer.init_params(cfg, 0))
   rng = np.random.default_rng(0)
   return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
 
@@ -49,7 +50,7 @@ def assert_identical(a, b):
 @pytest.mark.parametrize("cfg", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 def test_saved_and_loaded_is_identical(tmp_path, cfg, saved: bool, loaded: bool):
   unrolled = params_of(cfg)
-  scanned = qwen.stack(unrolled, cfg.layers)
+  scanned = transformer.stack(unrolled, cfg.layers)
   save_model(
     tmp_path, dataclasses.replace(cfg, scan=saved), scanned if saved else unrolled
   )

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coa_jax.protocol import roles
-from coa_jax.protocol.automaton import Automaton, compile_stops
+from coa_jax.protocol.grammar.automaton import Automaton, compile_stops
 
 UNIFIED = roles.get_variant("unified")
 TAGS = [t.encode() for t in UNIFIED.yield_tags]

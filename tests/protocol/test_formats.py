@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import named_calls, roles
-from coa_jax.protocol.formats import HELD_OUT, STYLES, draw_format
+from coa_jax.protocol import function_calls, roles
 from coa_jax.protocol.prompts import instructions
+from coa_jax.protocol.tool_formats import HELD_OUT, STYLES, draw_format
 
 UNIFIED = roles.get_variant("unified")
 TEXT = st.text(max_size=40)
@@ -34,8 +34,8 @@ BODIES = {
   "code": PROGRAM,
   "visual_inspector": IMAGE,
   "tool": st.builds(
-    named_calls.render,
-    st.from_regex(named_calls.NAME, fullmatch=True),
+    function_calls.render,
+    st.from_regex(function_calls.NAME, fullmatch=True),
     st.dictionaries(LINE, st.one_of(LINE, st.integers(), st.none(), st.lists(LINE))),
   ),
 }
@@ -54,7 +54,7 @@ def meaning(tag: str, body: str):
   if tag == "visual_inspector":
     return json.loads(body.removeprefix("```json\n").removesuffix("\n```"))
   if tag == "tool":
-    return named_calls.parse(body)
+    return function_calls.parse(body)
   return body
 
 

@@ -12,8 +12,9 @@ import toy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol import automaton, parser, roles
-from coa_jax.protocol.grammar import Grammar, compile_grammar
+from coa_jax.protocol import parser, roles
+from coa_jax.protocol.grammar import automaton
+from coa_jax.protocol.grammar.language import Grammar, compile_grammar
 
 OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import regular
-from coa_jax.protocol.regular import Table, byte, choice, many, maybe, row, text
+from coa_jax.protocol.grammar import regular
+from coa_jax.protocol.grammar.regular import Table, byte, choice, many, maybe, row, text
 
 PAIRS = {
   "ab": text("ab"),

@@ -8,8 +8,8 @@ import pytest
 import rich.console
 
 from coa_jax.model import flops
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.report import phases, plots
+from coa_jax.model.config import ModelConfig
+from coa_jax.report import plots, timers
 from coa_jax.report.metrics import Metrics, read_metrics
 from coa_jax.report.tables import rich_table
 
@@ -18,12 +18,12 @@ from coa_jax.report.tables import rich_table
 def clock(monkeypatch):
   """A clock that stands still until it is told: clock[0] += seconds."""
   now = [100.0]
-  monkeypatch.setattr(phases.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(timers.time, "monotonic", lambda: now[0])
   return now
 
 
 def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
-  measured = phases.Phases()
+  measured = timers.Phases()
   clock[0] += 1
   measured.lap("sync")
   clock[0] += 6
@@ -49,10 +49,10 @@ def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
 
 def test_a_line_tells_shares_within_80_columns():
   seconds = {"learn": 2.0, "decode": 6.0, "sync": 0.001, "other": 2.0}
-  assert phases.line(seconds) == "decode 60%  learn 20%  other 20%"
-  assert phases.line({}) == phases.line({"other": 0.0}) == ""
+  assert timers.line(seconds) == "decode 60%  learn 20%  other 20%"
+  assert timers.line({}) == timers.line({"other": 0.0}) == ""
   many = {f"a_phase_with_a_name_{i}": 1.0 for i in range(9)}
-  assert 40 < len(phases.line(many)) < 80
+  assert 40 < len(timers.line(many)) < 80
 
 
 ROWS = [
@@ -63,7 +63,7 @@ ROWS = [
 
 
 def test_a_table_weighs_rates_by_their_time():
-  table = phases.Totals(ROWS).table("where")
+  table = timers.Totals(ROWS).table("where")
   assert [r["phase"] for r in table.rows] == ["decode", "learn"]
   assert [r["share"] for r in table.rows] == ["75.0%", "25.0%"]
   assert [r["rate"] for r in table.rows] == [200.0, None]
@@ -100,7 +100,7 @@ def test_a_picture_stacks_the_phases_of_every_step():
 
 
 def test_utilisation_is_known_where_the_peak_is(monkeypatch):
-  cfg = QwenConfig(vocab_size=64, width=16, layers=1, heads=2, kv_heads=1, head_dim=8)
+  cfg = ModelConfig(vocab_size=64, width=16, layers=1, heads=2, kv_heads=1, head_dim=8)
   assert flops.peak_flops("NVIDIA H200") == flops.peak_flops("NVIDIA H100 80GB HBM3")
   assert flops.peak_flops("TPU v5 lite") < flops.peak_flops("TPU v5p")
   assert flops.peak_flops("cpu") is None

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from coa_jax.report.health import RULES, CollapsedError, Watch, WatchConfig
 from coa_jax.report.metrics import Metrics
-from coa_jax.report.watch import RULES, CollapsedError, Watch, WatchConfig
 
 HEALTHY = {
   "loss": 0.1,

@@ -18,14 +18,14 @@ import numpy as np
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
-from coa_jax.model.weights import load_model
+from coa_jax.learner import log_probs
+from coa_jax.model.hf.io import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.vllm_proof import digests_of
-from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.vllm.weights import digests_of
 
 CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
 PAST = 7  # what it goes on with after the end of a script's turn
@@ -113,7 +113,7 @@ class ScriptedVllm:
     batch = batching.empty(1, len(ids))
     batch.tokens_BT[0], batch.segment_BT[:] = ids, 1
     batch.position_BT[0] = np.arange(len(ids))
-    logps = np.asarray(losses.token_logps(cfg, params, batch)[0])[0].tolist()
+    logps = np.asarray(log_probs.token_logps(cfg, params, batch)[0])[0].tolist()
     rows = [{str(i): {"logprob": x}} for i, x in zip(ids, logps, strict=True)]
     choice = {"prompt_token_ids": ids, "prompt_logprobs": [None, *rows[1:]]}
     return {"choices": [choice]}

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.ahead import Ahead, Plan, ages
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.tool_journal import ToolJournal
-from coa_jax.tasks.draw import Draw
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.tasks.sampling import Draw
+from coa_jax.tools.journal import ToolJournal
 
 CFG = toy.MODEL
 CONFIG = RolloutConfig(style="brief", slots=6, window=8, max_len=toy.MAX_LEN)

@@ -11,15 +11,15 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import losses
-from coa_jax.model import qwen
+from coa_jax.learner import log_probs
+from coa_jax.model import transformer
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Verdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.slots import on_device
+from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.types import RolloutConfig
 
 # A random policy closes a span after some 350 tokens, and needs four of them.
 LENGTH = 3_072
@@ -30,7 +30,7 @@ VARIANT = roles.get_variant("mhqa")
 def play(tokenizer, **changes) -> tuple[Player, dict, list[Trajectory]]:
   """What an untrained model plays under the grammar."""
   cfg = dataclasses.replace(toy.MODEL, vocab_size=tokenizer.vocab_size + 5)
-  params = qwen.init_params(cfg, 1)
+  params = transformer.init_params(cfg, 1)
   config = RolloutConfig(
     variant="mhqa",
     style="brief",
@@ -77,7 +77,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
     played[:6], 6, LENGTH, [1.0] * 6, constraint=player.constraint
   )
   scores = {
-    name: losses.token_logps(cfg, params, batch, 1.0, None, cut, constraint)
+    name: log_probs.token_logps(cfg, params, batch, 1.0, None, cut, constraint)
     for name, cut, constraint in (
       ("same", Truncation(**truncation), on_device(player.constraint)),
       ("free", Truncation(), None),
@@ -112,7 +112,7 @@ def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
   def loss(cfg):
     def sums(params):
       args = (batch, 1.0, None, Truncation(top_k=20), constraint)
-      found = losses.token_logps(cfg, params, *args)
+      found = log_probs.token_logps(cfg, params, *args)
       return sum((batch.weight_BT * x_BT).sum() for x_BT in found)
 
     return jax.value_and_grad(sums)(params)

@@ -13,10 +13,10 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
+from coa_jax.rollout.types import RolloutConfig
 from coa_jax.tasks.task import Kind
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 TASK = toy.TASKS[0]
 CALL, _, END = toy.SCRIPTS["2 + 3"]

@@ -11,7 +11,7 @@ import pytest
 import toy
 from test_scheduler import CFG, content, play, scheduler
 
-from coa_jax.model import decoding, qwen, sharding
+from coa_jax.model import decode_params, sharding, transformer
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,8 @@ def novice() -> dict:
 @pytest.fixture
 def amx(monkeypatch) -> None:
   """A processor that multiplies half precision, and a model that is wide enough."""
-  monkeypatch.setattr(decoding, "has_amx", lambda: True)
-  monkeypatch.setattr(decoding, "WIDE", CFG.width)
+  monkeypatch.setattr(decode_params, "has_amx", lambda: True)
+  monkeypatch.setattr(decode_params, "WIDE", CFG.width)
 
 
 def gaps(cfg, params) -> np.ndarray:
@@ -44,7 +44,7 @@ def test_half_precision_weights_under_float32_activations_keep_the_agreement(nov
   rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
   assert np.abs(rounded[0] - exact[0]).max() > 1e-4
   grads = [
-    jax.grad(lambda w, c=c: jnp.sum(qwen.used(c, w) * 3.0))(novice["embed"])
+    jax.grad(lambda w, c=c: jnp.sum(transformer.used(c, w) * 3.0))(novice["embed"])
     for c in (cfg, CFG)
   ]
   np.testing.assert_array_equal(*grads)
@@ -63,12 +63,12 @@ def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
   decoder = scheduler(cfg).model
   assert (decoder.dtype, decoder.weight_dtype) == ("float32", "bfloat16")
-  (held,), (before,) = (decoding.decoding_views(c, novice) for c in (decoder, cfg))
+  (held,), (before,) = (decode_params.decoding_views(c, novice) for c in (decoder, cfg))
   jax.tree.map(np.testing.assert_array_equal, held, before)
   for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(novice), strict=True):
     np.testing.assert_array_equal(x, y.astype("bfloat16").astype("float32"))
   gap = gaps(cfg, novice)
-  monkeypatch.setattr(decoding, "architecture", lambda cfg, layout: cfg)
+  monkeypatch.setattr(decode_params, "architecture", lambda cfg, layout: cfg)
   half = gaps(cfg, novice)
   assert gap.mean() <= 1.02 * half.mean()  # 0.97 times here
 
@@ -79,7 +79,7 @@ def test_a_half_precision_product_has_exact_factors_and_float32_sums(rows, input
   rng = np.random.default_rng(0)
   x = rng.normal(size=(rows, 1, *(2, 24)[-inputs:])).astype(np.float32)
   w = jnp.asarray(rng.normal(size=(5, 3, *x.shape[2:])), jnp.bfloat16)
-  found = jax.jit(qwen.project_narrow, static_argnums=2)(x, w, inputs)
+  found = jax.jit(transformer.project_narrow, static_argnums=2)(x, w, inputs)
   assert found.dtype == jnp.float32
   factors = np.asarray(jnp.asarray(x, jnp.bfloat16), float), np.asarray(w, float)
   expected = np.tensordot(*factors, 2 * [range(-inputs, 0)])
@@ -89,10 +89,10 @@ def test_a_half_precision_product_has_exact_factors_and_float32_sums(rows, input
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
   cfg = dataclasses.replace(CFG, dtype="bfloat16", tie_embeddings=tied)
-  params = qwen.init_params(cfg, 0)
-  decoder = decoding.architecture(cfg)
+  params = transformer.init_params(cfg, 0)
+  decoder = decode_params.architecture(cfg)
   assert (decoder.dtype, decoder.product_dtype) == ("float32", "bfloat16")
-  (held,) = decoding.decoding_views(decoder, params)
+  (held,) = decode_params.decoding_views(decoder, params)
   for name in (*params["layer_0"], "embed", "final_norm", *(() if tied else ("head",))):
     ours, given = (v.get(name, v["layer_0"].get(name)) for v in (held, params))
     n = sharding.inputs_of(name)
@@ -101,7 +101,7 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
     np.testing.assert_array_equal(ours, turned.astype(ours.dtype))
   # Float32 activations over half-precision weights are what they were.
   mixed = dataclasses.replace(CFG, weight_dtype="bfloat16")
-  assert decoding.architecture(mixed).product_dtype == ""
+  assert decode_params.architecture(mixed).product_dtype == ""
 
 
 def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
@@ -120,5 +120,5 @@ def test_half_precision_products_agree_no_worse_with_the_learner(
 ):
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
   gap = gaps(cfg, novice)
-  monkeypatch.setattr(decoding, "architecture", lambda cfg, layout: cfg)
+  monkeypatch.setattr(decode_params, "architecture", lambda cfg, layout: cfg)
   assert gap.mean() <= 1.02 * gaps(cfg, novice).mean()

@@ -11,9 +11,9 @@ import toy
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.live import Ask, Busy, Piece, Spans, Stopped, Team
 from coa_jax.rollout.player import Player
+from coa_jax.rollout.streaming import Ask, Busy, Piece, Spans, Stopped, Team
+from coa_jax.rollout.types import RolloutConfig
 
 CONFIG = RolloutConfig(
   style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3

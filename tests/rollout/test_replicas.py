@@ -16,15 +16,15 @@ import pytest
 import toy
 from test_scheduler import CFG, CONFIG, content, play, scheduler
 
-from coa_jax.model import decoding, qwen
-from coa_jax.model.architecture import QwenConfig
+from coa_jax.model import decode_params, transformer
+from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import MeshConfig, make_layout
-from coa_jax.protocol.automaton import compile_stops
+from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.rollout.ahead import Ahead, Plan, ages
-from coa_jax.rollout.live import Ask, Team
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.scheduler import Scheduler
-from coa_jax.tasks.draw import Draw
+from coa_jax.rollout.replicas import Scheduler
+from coa_jax.rollout.streaming import Ask, Team
+from coa_jax.tasks.sampling import Draw
 
 DEVICES = 4
 on_devices = pytest.mark.skipif(
@@ -48,7 +48,7 @@ def test_on_virtual_devices():
   assert "s......" in done.stdout  # this test was skipped, the others were run
 
 
-def replicas(tensor: int = 1, model: QwenConfig = CFG) -> Scheduler:
+def replicas(tensor: int = 1, model: ModelConfig = CFG) -> Scheduler:
   table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
   layout = make_layout(MeshConfig(data=2, tensor=tensor))
   return Scheduler(model, table, CONFIG, layout)
@@ -94,10 +94,10 @@ def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
 @on_devices
 @pytest.mark.parametrize("tied", [True, False])
 def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
-  monkeypatch.setattr(decoding, "has_amx", lambda: True)
-  monkeypatch.setattr(decoding, "WIDE", CFG.width)
+  monkeypatch.setattr(decode_params, "has_amx", lambda: True)
+  monkeypatch.setattr(decode_params, "WIDE", CFG.width)
   model = dataclasses.replace(CFG, dtype="bfloat16", tie_embeddings=tied)
-  on, params = replicas(2, model), qwen.init_params(model, 0)
+  on, params = replicas(2, model), transformer.init_params(model, 0)
   view = on.views(params)[0]
   assert view["layer_0"]["o"].sharding.spec[1] == "tensor"
   assert view["layer_0"]["o"].dtype == jax.numpy.bfloat16

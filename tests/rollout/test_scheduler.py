@@ -12,15 +12,15 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.model import decoding, qwen
-from coa_jax.model.qwen import Qwen
+from coa_jax.model import decode_params, transformer
+from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
-from coa_jax.protocol.automaton import compile_stops
+from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout import slots as slotting
-from coa_jax.rollout.engine import RolloutConfig
+from coa_jax.rollout import scheduler as slotting
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.rollout.replicas import Scheduler
+from coa_jax.rollout.types import RolloutConfig
 
 CFG = toy.MODEL
 CONFIG = RolloutConfig(style="brief", slots=5, window=8, max_len=toy.MAX_LEN)
@@ -121,8 +121,8 @@ def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
   @jax.jit
   def best(batch):
     args = (batch.tokens_BT, batch.position_BT, batch.segment_BT)
-    hidden, _ = Qwen(CFG).apply({"params": novice}, *args)
-    logits = Qwen(CFG).apply({"params": novice}, hidden, method="logits")
+    hidden, _ = Transformer(CFG).apply({"params": novice}, *args)
+    logits = Transformer(CFG).apply({"params": novice}, hidden, method="logits")
     return jnp.argmax(logits, -1)
 
   for t in played.values():
@@ -186,10 +186,10 @@ def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
 @pytest.mark.parametrize("window", [3, 8])
 def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
-  monkeypatch.setattr(decoding, "PIECE", 16)
+  monkeypatch.setattr(decode_params, "PIECE", 16)
   whole = scheduler(window=window)
   (slots,) = whole._slots
-  slots._cache = decoding.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  slots._cache = decode_params.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
   with monkeypatch.context() as fixed:
     fixed.setattr(slots, "_empty", lambda: slots._cache)
     fixed.setattr(slots, "_fit", lambda places: None)
@@ -199,7 +199,7 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   real = slotting.sampler.window
 
   def spy(cfg, params, cache, *args):
-    sizes.append(qwen.cache_size(cache))
+    sizes.append(transformer.cache_size(cache))
     return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(slotting.sampler, "window", spy)
@@ -214,7 +214,7 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
 
 
 def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
-  monkeypatch.setattr(decoding, "PIECE", 16)
+  monkeypatch.setattr(decode_params, "PIECE", 16)
   (on,) = scheduler()._slots
   on._cache = tuple(
     tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache
@@ -222,7 +222,7 @@ def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
   sizes = []
   for places in (16, 17, 100, 90, 33, 32, 9, 8):
     on._fit(places)
-    sizes.append(qwen.cache_size(on._cache))
+    sizes.append(transformer.cache_size(on._cache))
   assert sizes == [16, 32, 128, 128, 128, 64, 32, 32]
   for keys, values in on._cache:
     assert keys[:, :, 0].min() == 1 and values[:, :, 0].min() == 2  # kept throughout
@@ -262,7 +262,9 @@ def test_stacked_parameters_play_like_unrolled_ones(novice):
   table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
   stacked = Scheduler(dataclasses.replace(CFG, scan=True, remat="full"), table, CONFIG)
   expected = play(novice, toy.TableToolbox(), range(4))
-  found = play(qwen.stack(novice, CFG.layers), toy.TableToolbox(), range(4), on=stacked)
+  found = play(
+    transformer.stack(novice, CFG.layers), toy.TableToolbox(), range(4), on=stacked
+  )
   assert all(content(found[n]) == content(expected[n]) for n in range(4))
 
 

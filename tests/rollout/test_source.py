@@ -11,10 +11,10 @@ import toy
 from coa_jax.learner.advantages import informative
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.update import rewards_of
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.source import Asking, Source, open_source
-from coa_jax.tasks.draw import make_draw
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.tasks.sampling import make_draw
 
 CONFIG = RolloutConfig(style="brief", slots=6, window=8, max_len=toy.MAX_LEN)
 SEED, STEPS = 3, 4

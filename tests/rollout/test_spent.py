@@ -7,9 +7,9 @@ import time
 
 import toy
 
-from coa_jax.protocol.automaton import compile_stops
-from coa_jax.rollout.engine import RolloutConfig
-from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.protocol.grammar.automaton import compile_stops
+from coa_jax.rollout.replicas import Scheduler
+from coa_jax.rollout.types import RolloutConfig
 
 
 def test_seconds_are_told_apart_waiting_for_a_tool_from_decoding():

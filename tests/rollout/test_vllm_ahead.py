@@ -13,7 +13,7 @@ from scripted_vllm import ScriptedVllm, player
 
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.ahead import Ahead, Plan, ages
-from coa_jax.tasks.draw import Draw
+from coa_jax.tasks.sampling import Draw
 
 PLAN = Plan(steps=5, prompts=2, most=2, samples=2, temperature=1.0, staleness=1)
 PIECE = 6  # tokens of a request

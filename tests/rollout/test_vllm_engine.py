@@ -16,7 +16,7 @@ from scripted_vllm import ScriptedVllm, play, player
 
 from coa_jax.learner import batch as batching
 from coa_jax.protocol.trajectory import Author, Status
-from coa_jax.rollout.vllm_server import VllmError
+from coa_jax.rollout.vllm.client import VllmError
 
 
 @pytest.fixture

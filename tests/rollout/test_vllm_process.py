@@ -17,8 +17,8 @@ import urllib.request
 
 import pytest
 
-from coa_jax.rollout.vllm_process import VllmProcess
-from coa_jax.rollout.vllm_server import VllmConfig
+from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.vllm.process import VllmProcess
 
 # Answers /health with its arguments, its environment's mode and its process.
 SERVER = """#!{python}
@@ -82,7 +82,7 @@ def test_it_answers_has_its_flags_and_ends_with_its_owner(program, tmp_path):
 
 def test_it_ends_with_a_run_that_is_killed(program, tmp_path):
   code = (
-    "import sys, time; from coa_jax.rollout.vllm_process import VllmProcess as P;"
+    "import sys, time; from coa_jax.rollout.vllm.process import VllmProcess as P;"
     "p = P(*sys.argv[1:3], 77, 'float32', (), 60.0); print(p.url, flush=True);"
     "time.sleep(600)"
   )

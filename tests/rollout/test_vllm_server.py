@@ -17,9 +17,9 @@ import toy
 from scripted_vllm import ScriptedVllm, play, player
 
 from coa_jax import evaluate
-from coa_jax.model.weights import save_model
+from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
-from coa_jax.rollout.vllm_server import PROCESSOR, VllmConfig, VllmError, VllmServer
+from coa_jax.rollout.vllm.client import PROCESSOR, VllmConfig, VllmError, VllmServer
 
 
 @pytest.fixture

@@ -18,21 +18,21 @@ import real_vllm
 import toy
 
 from coa_jax import rl
-from coa_jax.model import qwen
-from coa_jax.model.architecture import QwenConfig
-from coa_jax.model.weights import load_model, save_model
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.rollout.engine import RolloutConfig
 from coa_jax.rollout.player import Player
-from coa_jax.rollout.vllm_server import VllmConfig, VllmError
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.vllm.client import VllmConfig, VllmError
 from coa_jax.tasks.task import Task
 
 pytestmark = real_vllm.NEEDED
 
 # Heads of 32 as vLLM's CPU kernels want them; rows of the vocabulary that it pads; an
 # output matrix of its own, because on a CPU vLLM does not reload a tied one.
-CFG = QwenConfig(
+CFG = ModelConfig(
   vocab_size=400,
   width=64,
   layers=2,
@@ -58,13 +58,13 @@ def policy(steps: int) -> dict:
 def url(tmp_path_factory) -> Iterator[str]:
   """A server that was started from an untrained CFG."""
   folder = tmp_path_factory.mktemp("served")
-  save_model(folder / "model", CFG, qwen.init_params(CFG, 7), toy.tokenizer())
+  save_model(folder / "model", CFG, transformer.init_params(CFG, 7), toy.tokenizer())
   path = str(folder / "model")
   with real_vllm.served(path, str(folder / "log"), *FLAGS) as client:
     yield str(client.base_url)
 
 
-def over_vllm(url: str, folder, model: QwenConfig = CFG, **changes) -> Player:
+def over_vllm(url: str, folder, model: ModelConfig = CFG, **changes) -> Player:
   """A player over the server; float32 on both sides, so little may differ."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = VllmConfig(folder=str(folder / "export"), url=url, gap=1e-4, timeout_s=60.0)
@@ -97,7 +97,7 @@ def test_prefixes_that_other_weights_cached_are_forgotten(url, tmp_path):
   on = over_vllm(url, tmp_path)
   own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
-    args = (qwen.init_params(CFG, seed), [task], toy.TableToolbox(), 1, 0.0, 0)
+    args = (transformer.init_params(CFG, seed), [task], toy.TableToolbox(), 1, 0.0, 0)
     ((theirs,),), ((ours,),) = on.groups(*args), own.groups(*args)
     assert theirs.usage.prompt > 64
     assert [s.ids for s in theirs.segments] == [s.ids for s in ours.segments]
@@ -123,14 +123,14 @@ def test_sampled_log_probs_are_the_learners(url, tmp_path, truncated: bool):
 
 
 def leaf_names() -> list[str]:
-  paths = jax.tree_util.tree_leaves_with_path(qwen.init_params(CFG, 0))
+  paths = jax.tree_util.tree_leaves_with_path(transformer.init_params(CFG, 0))
   return sorted({path[-1].key for path, _ in paths})
 
 
 def test_every_kind_of_array_reaches_the_server(url, tmp_path):
   """Even those that vLLM packs out of sight: what it computes tells."""
   engine = over_vllm(url, tmp_path).engine
-  one, other = qwen.init_params(CFG, 0), qwen.init_params(CFG, 1)
+  one, other = transformer.init_params(CFG, 0), transformer.init_params(CFG, 1)
   engine.refresh(one)
   before = engine._score(one)
   assert len(leaf_names()) >= 12
@@ -146,13 +146,13 @@ def test_every_kind_of_array_reaches_the_server(url, tmp_path):
 
 def test_a_load_that_did_not_happen_is_found_out(url, tmp_path, monkeypatch):
   engine = over_vllm(url, tmp_path).engine
-  params = qwen.init_params(CFG, 0)
+  params = transformer.init_params(CFG, 0)
   engine.refresh(params)
   monkeypatch.setattr(engine._server, "load", lambda folder: None)
   almost = {**params, "final_norm": params["final_norm"].at[3].add(2.0**-23)}
   with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
     engine.refresh(almost)
-  matrices = {**params, "layer_0": qwen.init_params(CFG, 1)["layer_0"]}
+  matrices = {**params, "layer_0": transformer.init_params(CFG, 1)["layer_0"]}
   with pytest.raises(VllmError, match="does not compute what"):
     engine.refresh(matrices)
 
@@ -160,17 +160,17 @@ def test_a_load_that_did_not_happen_is_found_out(url, tmp_path, monkeypatch):
 def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monkeypatch):
   """vLLM 0.32 on a CPU: the reload misses it, and its digests do not show that."""
   path = str(tmp_path / "model")
-  save_model(path, TIED, qwen.init_params(TIED, 0), toy.tokenizer())
+  save_model(path, TIED, transformer.init_params(TIED, 0), toy.tokenizer())
   with real_vllm.served(
     path, str(tmp_path / "log"), *FLAGS, "--enforce-eager"
   ) as client:
     engine = over_vllm(str(client.base_url), tmp_path, TIED).engine
     with pytest.raises(VllmError, match="keeps the old output matrix"):
-      engine.refresh(qwen.init_params(TIED, 1))
+      engine.refresh(transformer.init_params(TIED, 1))
     monkeypatch.setattr(engine, "_compare_digests", lambda folder: None)
     with pytest.raises(VllmError, match="does not compute what"):
-      engine.refresh(qwen.init_params(TIED, 1))
-    engine.refresh(qwen.init_params(TIED, 0))
+      engine.refresh(transformer.init_params(TIED, 1))
+    engine.refresh(transformer.init_params(TIED, 0))
 
 
 def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
   on = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
   own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
-    params = qwen.init_params(CFG, seed)
+    params = transformer.init_params(CFG, seed)
     theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
     for (a,), (b,) in zip(theirs, ours, strict=True):
       assert [s.ids for s in a.segments] == [s.ids for s in b.segments]

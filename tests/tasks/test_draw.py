@@ -9,7 +9,7 @@ import math
 import pytest
 
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.tasks.draw import Curriculum, Draw, Learnability, make_draw
+from coa_jax.tasks.sampling import Curriculum, Draw, Learnability, make_draw
 from coa_jax.tasks.task import Task
 
 TASKS = [Task(str(n), str(n), ("x",)) for n in range(5)]

@@ -10,11 +10,11 @@ import pyarrow.parquet
 import pytest
 
 from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rewards.code.tests import read_tests
+from coa_jax.rewards.grader import Grader
 from coa_jax.tasks import sources
-from coa_jax.tasks.rewards.code_tests import read_tests
-from coa_jax.tasks.rewards.grader import Grader
 from coa_jax.tasks.task import Kind, Task
-from tools_sandbox import jail
+from tools_sandbox.jail import keeper as jail
 
 SHARED = pathlib.Path(__file__).resolve().parents[2].parent / "shared" / "data"
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world import WorldConfig, make_world, world_tasks, write_world
-from coa_jax.tasks.world_pages import NAME_WORDS, PAGES, read_pages
-from coa_jax.tasks.world_questions import FAMILIES, HELD_OUT, evaluate
+from coa_jax.tasks.world.build import WorldConfig, make_world, world_tasks, write_world
+from coa_jax.tasks.world.pages import NAME_WORDS, PAGES, read_pages
+from coa_jax.tasks.world.questions import FAMILIES, HELD_OUT, evaluate
 from experiments.make_world import make_world as make_world_files
-from tools_sandbox.search import read_corpus
+from tools_sandbox.search.index import read_corpus
 
 SMALL = WorldConfig(
   towns=40, people=60, films=20, companies=20, train_worlds=3, dev_worlds=1

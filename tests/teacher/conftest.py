@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from coa_jax.protocol.roles import get_variant
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.world import WorldConfig, write_world
-from coa_jax.tasks.world_questions import FAMILIES
+from coa_jax.tasks.world.build import WorldConfig, write_world
+from coa_jax.tasks.world.questions import FAMILIES
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 TOOLS = ("wiki_search", "code")
 

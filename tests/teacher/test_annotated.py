@@ -15,13 +15,13 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, ToolCall, Trajectory
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.annotated import AnnotatedBrain, arithmetic, read_solution
 from coa_jax.teacher.convert import Dropped, convert
 from coa_jax.teacher.llm import GaveUp
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 GSM8K = pathlib.Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"
 MATH = get_variant("math")

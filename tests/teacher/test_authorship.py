@@ -17,12 +17,12 @@ import toy
 import transformers
 from hypothesis import given, settings
 
+from coa_jax.importers.importers import Importer
 from coa_jax.learner import batch as batching
 from coa_jax.protocol import roles, tokens
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.importers import Importer
 
 UNIFIED = roles.get_variant("unified")
 IMPORT = Importer(

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from coa_jax.protocol.trajectory import ToolCall
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.teacher import cloze
 from coa_jax.teacher.synthesis import Corpus, SynthesisConfig, Synthesizer
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments import synthesize
 
 MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")

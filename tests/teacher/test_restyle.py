@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.importers.importers import Importer
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.trajectory import Author
 from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.importers import Importer
 from coa_jax.teacher.restyle import STYLES, FormatsConfig, restyle
 
 UNIFIED = roles.get_variant("unified")

@@ -9,14 +9,14 @@ import pytest
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus
-from coa_jax.tasks.rewards import grade
+from coa_jax.rewards import grade
 from coa_jax.tasks.task import Task
-from coa_jax.tasks.world_pages import NAME_WORDS
+from coa_jax.tasks.world.pages import NAME_WORDS
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.llm import Message
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
-from tools_sandbox.search import read_corpus
+from tools_sandbox.search.index import read_corpus
 
 PERFECT = dict(
   wrong_query=0, buggy_program=0, premature=0, caught=1, recall=0, mental=0, slip=0

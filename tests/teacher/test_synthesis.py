@@ -11,12 +11,12 @@ from chat_server import serve
 from world_brain import WorldBrain
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
-from coa_jax.rollout.toolbox import Toolbox, ToolsConfig
 from coa_jax.tasks.task import Task
-from coa_jax.tasks.world_pages import read_pages
+from coa_jax.tasks.world.pages import read_pages
 from coa_jax.teacher import synthesis
 from coa_jax.teacher.llm import ChatBrain, GaveUp, InfrastructureError, Reply
 from coa_jax.teacher.synthesis import Corpus, Made, SynthesisConfig, Synthesizer
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")
 PAGES = {

@@ -27,9 +27,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 from attacks import PRELUDE, Attack  # noqa: E402
 from attacks_shared import ATTACKS  # noqa: E402
 
-from tools_sandbox import kernel  # noqa: E402
-from tools_sandbox.pool import SandboxPool  # noqa: E402
-from tools_sandbox.wire import Limits, Result, Verdict  # noqa: E402
+from tools_sandbox.host.pool import SandboxPool  # noqa: E402
+from tools_sandbox.jail import kernel  # noqa: E402
+from tools_sandbox.jail.wire import Limits, Result, Verdict  # noqa: E402
 
 _NOBODY = 65534
 _SECRET = "s3cret-of-the-host"

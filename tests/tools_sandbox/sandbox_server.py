@@ -1,4 +1,4 @@
-"""A real `python -m tools_sandbox.server` on loopback, for the length of a block."""
+"""A real `tools_sandbox.service.server` on loopback, for the length of a block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tools_sandbox import jail
+from tools_sandbox.jail import keeper as jail
 
 BACKEND = "subprocess" if jail.check() else "jail"
 _START_S = 120.0
@@ -61,7 +61,7 @@ def serving(
   *arguments: str, token: str = "", backend: str = BACKEND, descriptors: int = 1024
 ) -> Iterator[Server]:
   """Starts a server at a free port; asserts that it ends well."""
-  module = ("-m", "tools_sandbox.server", "--port=0", f"--backend={backend}")
+  module = ("-m", "tools_sandbox.service.server", "--port=0", f"--backend={backend}")
   command = with_descriptors(descriptors, *module, *arguments)
   process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
   try:

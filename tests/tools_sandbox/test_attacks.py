@@ -15,7 +15,7 @@ import sys
 import pytest
 from attacks_shared import ATTACKS
 
-from tools_sandbox import jail
+from tools_sandbox.jail import keeper as jail
 
 _HOST = pathlib.Path(__file__).parent / "attack_host.py"
 # A sample of what a process without walls can do: quick, and one of a class each.

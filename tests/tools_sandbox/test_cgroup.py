@@ -11,10 +11,11 @@ import threading
 import pytest
 
 from tests.tools_sandbox.sandbox_server import soon
-from tools_sandbox import cgroup, jail
-from tools_sandbox.pool import SandboxPool
-from tools_sandbox.slot import Cancel
-from tools_sandbox.wire import Limits, Verdict
+from tools_sandbox.host import cgroup
+from tools_sandbox.host.pool import SandboxPool
+from tools_sandbox.host.slot import Cancel
+from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail.wire import Limits, Verdict
 
 _missing = jail.check()
 needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
@@ -134,7 +135,7 @@ def test_what_the_kernel_kills_for_one_run_is_no_failure_of_the_next():
 @needs_group
 def test_a_killed_host_leaves_no_group():
   code = (
-    "import sys, time\nfrom tools_sandbox.pool import SandboxPool\n"
+    "import sys, time\nfrom tools_sandbox.host.pool import SandboxPool\n"
     "p = SandboxPool(1, preload=())\np.run('1')\nprint('up', flush=True)\n"
     "time.sleep(60)"
   )

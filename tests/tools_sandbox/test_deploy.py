@@ -12,7 +12,7 @@ import sys
 import pytest
 import yaml
 
-from tools_sandbox import server
+from tools_sandbox.service import server
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DEPLOY = ROOT / "tools_sandbox" / "deploy"
@@ -91,7 +91,7 @@ def test_the_pod_may_do_what_the_jail_needs_and_no_more(image, manifest):
 
 
 def test_the_image_holds_what_the_server_imports(image):
-  found, queue = set(), ["tools_sandbox.server"]
+  found, queue = set(), ["tools_sandbox.service.server"]
   seen = set()
   while queue:
     module = queue.pop()

@@ -13,9 +13,9 @@ import zlib
 import pytest
 from web_server import LONG, NEVER, serve, within
 
-from tools_sandbox import fetch
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.fetch import FetchConfig, Fetcher, is_public
+from tools_sandbox.web import fetch
+from tools_sandbox.web.fetch import FetchConfig, Fetcher, is_public
 
 HERE = ("127.0.0.1/32",)
 LIMITS = FetchConfig(max_bytes=100_000, max_redirects=3, allow=HERE)

@@ -158,7 +158,7 @@ def test_a_service_answers_however_many_only_hold_connections_open(connect, tmp_
 def test_places_without_descriptors_are_refused(tmp_path):
   arguments = ["--port=0", "--backend=subprocess", "--slots=1", "--max_waiting=200"]
   done = subprocess.run(
-    with_descriptors(128, "-m", "tools_sandbox.server", *arguments),
+    with_descriptors(128, "-m", "tools_sandbox.service.server", *arguments),
     capture_output=True,
     text=True,
   )

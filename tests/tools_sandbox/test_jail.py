@@ -13,10 +13,11 @@ import time
 
 import pytest
 
-from tools_sandbox import jail, pool
 from tools_sandbox.client import Sandbox
-from tools_sandbox.pool import SandboxPool
-from tools_sandbox.wire import Limits, Verdict
+from tools_sandbox.host import pool
+from tools_sandbox.host.pool import SandboxPool
+from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail.wire import Limits, Verdict
 
 _missing = jail.check()
 pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
@@ -288,7 +289,7 @@ def _processes(word=MARK):
 
 def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
   program = (
-    "import os, sys, time\nfrom tools_sandbox.pool import SandboxPool\n"
+    "import os, sys, time\nfrom tools_sandbox.host.pool import SandboxPool\n"
     f"p = SandboxPool(1, preload=({MARK!r},), backend='jail')\n"
     "print(p.run('print(1)').stdout, flush=True)\n"
     "p.run('import time; time.sleep(600)') if sys.argv[1] == 'kill' else p.close()"

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from tools_sandbox import jail, landlock
 from tools_sandbox.client import Sandbox
+from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail import landlock
 
 VERSION = landlock.version()
 pytestmark = pytest.mark.skipif(not VERSION, reason="this kernel has no Landlock")

@@ -13,8 +13,8 @@ import pytest
 from sandbox_server import BACKEND, LONG, serving, soon
 from web_server import NEVER, serve, within
 
-from tools_sandbox import remote
 from tools_sandbox.client import RemoteConfig, Result, Sandbox, Verdict
+from tools_sandbox.service import remote
 
 TOKEN = "a-word"
 OK = Result("42\n", "", 0, Verdict.OK, 0.01).to_json()

@@ -17,8 +17,8 @@ from web_server import LONG, NEVER, serve, within
 from tools_sandbox import http_server
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import ToolFault, Unavailable
-from tools_sandbox.retrieve import Retriever
-from tools_sandbox.retrieve_server import make_app
+from tools_sandbox.search.retrieve import Retriever
+from tools_sandbox.search.retrieve_server import make_app
 
 JSON = {"content-type": "application/json"}
 PAGES = [
@@ -179,7 +179,7 @@ def test_a_web_page_cannot_ask(url: str):
 @contextlib.contextmanager
 def program(*arguments: str):
   """The server's program, and the line that it starts with."""
-  command = [sys.executable, "-m", "tools_sandbox.retrieve_server", "--port=0"]
+  command = [sys.executable, "-m", "tools_sandbox.search.retrieve_server", "--port=0"]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
   with subprocess.Popen([*command, *arguments], text=True, **pipes) as running:
     try:
@@ -210,7 +210,7 @@ def test_a_server_beyond_loopback_says_what_that_means(corpus: str):
 
 
 def test_arguments_that_can_not_be_served_are_one_line(tmp_path, corpus: str):
-  command = [sys.executable, "-m", "tools_sandbox.retrieve_server"]
+  command = [sys.executable, "-m", "tools_sandbox.search.retrieve_server"]
   empty = tmp_path / "empty.jsonl"
   empty.write_text("")
   deep = tmp_path / "deep.jsonl"

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from tools_sandbox import jail
 from tools_sandbox.client import Limits, Sandbox, Verdict
+from tools_sandbox.jail import keeper as jail
 
 ROWS = '{"id": 1, "title": "Paris", "text": "Capital of France."}\n'
 

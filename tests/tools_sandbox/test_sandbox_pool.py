@@ -13,8 +13,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from tools_sandbox.pool import SandboxPool
-from tools_sandbox.wire import Limits, Verdict
+from tools_sandbox.host.pool import SandboxPool
+from tools_sandbox.jail.wire import Limits, Verdict
 
 KILL_ZYGOTE = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
 
@@ -224,7 +224,7 @@ def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
 
 
 def test_a_wedged_zygote_is_replaced(monkeypatch):
-  monkeypatch.setattr("tools_sandbox.slot._GRACE_S", 0.5)
+  monkeypatch.setattr("tools_sandbox.host.slot._GRACE_S", 0.5)
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     pool.run("print(1)")
     program = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)"
@@ -297,8 +297,8 @@ def test_everything_dies_with_the_host(tmp_path):
     [
       sys.executable,
       "-c",
-      "from tools_sandbox.pool import SandboxPool\n"
-      "from tools_sandbox.wire import Limits\n"
+      "from tools_sandbox.host.pool import SandboxPool\n"
+      "from tools_sandbox.jail.wire import Limits\n"
       "p = SandboxPool(1, preload=(), backend='subprocess')\n"
       "p.run('1')\nprint('up', flush=True)\n"
       "p.run('import os, time; os.fork(); time.sleep(600)', limits=Limits(wall_s=600))",
@@ -335,6 +335,6 @@ def test_programs_are_strings_of_bounded_length(monkeypatch):
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     with pytest.raises(TypeError, match="stdin"):
       pool.run("print(1)", stdin=b"x")
-    monkeypatch.setattr("tools_sandbox.wire.MAX_INPUT", 10)
+    monkeypatch.setattr("tools_sandbox.jail.wire.MAX_INPUT", 10)
     with pytest.raises(ValueError, match="10 characters"):
       pool.run("print(1234567)")

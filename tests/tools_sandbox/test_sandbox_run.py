@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tools_sandbox.pool import SandboxPool
-from tools_sandbox.wire import Limits, Verdict
+from tools_sandbox.host.pool import SandboxPool
+from tools_sandbox.jail.wire import Limits, Verdict
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tools_sandbox import wire
-from tools_sandbox.wire import Limits, Result, Verdict
+from tools_sandbox.jail import wire
+from tools_sandbox.jail.wire import Limits, Result, Verdict
 
 
 @pytest.mark.parametrize(

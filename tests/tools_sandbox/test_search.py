@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tools_sandbox.search import Document, SearchIndex, read_corpus, tokenize
+from tools_sandbox.search.index import Document, SearchIndex, read_corpus, tokenize
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data" / "mhqa"
 

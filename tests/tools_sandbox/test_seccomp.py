@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from tools_sandbox import seccomp
+from tools_sandbox.jail import seccomp
 
 if platform.machine() != "x86_64":
   pytest.skip("tables exist for x86_64", allow_module_level=True)

@@ -23,8 +23,11 @@ import httpx
 import pytest
 from sandbox_server import LONG, Server, children, holds, marks, serving, soon
 
-from tools_sandbox import http_server, pool, run_queue, server_app
-from tools_sandbox.wire import Result, Verdict
+from tools_sandbox import http_server
+from tools_sandbox.host import pool
+from tools_sandbox.jail.wire import Result, Verdict
+from tools_sandbox.service import app as server_app
+from tools_sandbox.service import run_queue
 
 TOKEN = "word-of-27-random-letters"
 LATE = "import time\nprint('so far', flush=True)\ntime.sleep(600)"
@@ -262,7 +265,7 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
 
 
 def test_what_cannot_be_served_is_refused_at_once(tmp_path):
-  command = [sys.executable, "-m", "tools_sandbox.server"]
+  command = [sys.executable, "-m", "tools_sandbox.service.server"]
   for arguments, words in (
     (["--host=0.0.0.0"], "--host=0.0.0.0 needs --token_file"),
     (["--host=::", f"--token_file={tmp_path}/none"], "--token_file"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools_sandbox import server
+from tools_sandbox.service import server
 
 
 @pytest.mark.parametrize(

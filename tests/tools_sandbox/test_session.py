@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from tools_sandbox import jail
 from tools_sandbox.client import Sandbox, SessionEnded
-from tools_sandbox.pool import SandboxPool
-from tools_sandbox.wire import Limits, Verdict
+from tools_sandbox.host.pool import SandboxPool
+from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail.wire import Limits, Verdict
 
 _missing = jail.check()
 needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
@@ -333,7 +333,7 @@ def test_many_sessions_leave_no_process_and_no_descriptor():
 @needs_jail
 def test_an_open_session_dies_with_its_host(tmp_path):
   program = (
-    "import time\nfrom tools_sandbox.pool import SandboxPool\n"
+    "import time\nfrom tools_sandbox.host.pool import SandboxPool\n"
     f"p = SandboxPool(1, preload=({MARK!r},))\ns = p.session()\n"
     "print(s.run('print(1)').stdout, flush=True)\ntime.sleep(600)"
   )
@@ -355,7 +355,7 @@ def test_cells_are_strings_of_bounded_length(jailed, monkeypatch):
   with jailed.session() as s:
     with pytest.raises(TypeError, match="program"):
       s.run(b"1")
-    monkeypatch.setattr("tools_sandbox.wire.MAX_INPUT", 10)
+    monkeypatch.setattr("tools_sandbox.jail.wire.MAX_INPUT", 10)
     with pytest.raises(ValueError, match="10 characters"):
       s.run("print(1234567)")
     assert s.alive

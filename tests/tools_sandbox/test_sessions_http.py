@@ -10,8 +10,8 @@ import urllib.parse
 import pytest
 
 from tests.tools_sandbox.sandbox_server import LONG, serving, soon
-from tools_sandbox import jail
 from tools_sandbox.client import RemoteConfig, Sandbox, SessionEnded, Verdict
+from tools_sandbox.jail import keeper as jail
 
 _missing = jail.check()
 pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))

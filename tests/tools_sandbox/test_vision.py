@@ -12,10 +12,10 @@ import hypothesis.strategies as st
 import pytest
 from web_server import LONG, serve
 
-from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.fetch import FetchConfig
-from tools_sandbox.vision import Image, Inspector, VisionConfig, read_header
+from tools_sandbox.web.chat import ChatConfig
+from tools_sandbox.web.fetch import FetchConfig
+from tools_sandbox.web.vision import Image, Inspector, VisionConfig, read_header
 
 KEY = "sk-vision-0123456789"
 

@@ -11,8 +11,8 @@ import pytest
 from web_server import LONG, serve, within
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.search import Document, SearchIndex
-from tools_sandbox.web_search import WebConfig, WebSearch
+from tools_sandbox.search.index import Document, SearchIndex
+from tools_sandbox.web.web_search import WebConfig, WebSearch
 
 KEY = "sk-very-secret-0123456789"
 ROWS = [

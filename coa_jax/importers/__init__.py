@@ -1,0 +1,1 @@
+"""Other people's records as this project's trajectories."""

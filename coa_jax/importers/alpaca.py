@@ -1,0 +1,207 @@
+"""Released Chain-of-Agents trajectories, as this project's own.
+
+The released Chain-of-Agents SFT data (arXiv 2508.13167) are alpaca records: a JSON list
+of objects with `instruction`, `input` and `output`, where the output is a whole
+trajectory, observations included, as one string. Observations are not escaped there, so
+this is the one place that must find authorship by reading text. It does so strictly:
+what has more than one reading is dropped, with the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.importers.row import (
+  ASKED,
+  TASK_FIELDS,
+  Recorder,
+  Refused,
+  fields,
+  note_unread,
+  task_of,
+)
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import ANSWER, OBSERVATION, Variant
+from coa_jax.protocol.trajectory import (
+  Author,
+  Segment,
+  Status,
+  ToolCall,
+  Trajectory,
+  Usage,
+)
+from coa_jax.tasks.sources import question_below
+
+_ROW = TASK_FIELDS | fields("instruction input output system history")
+_OBSERVATION_TAG = re.compile(r"<(/?)observation>")
+_OPENING = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>")
+
+
+def read_alpaca(
+  row: Mapping[str, Any], task_id: str, variant: Variant, keep_illegal: bool = False
+) -> Trajectory:
+  """One alpaca record.
+
+  Observation segments are the tool's: both tags and the white space after them too. All
+  else is the policy's, one segment per span with the white space after it. White space
+  is verbatim: the segments' texts join to the record's `output`, but for tags inside
+  observations, which are escaped.
+
+  Args:
+    row: `instruction`, `output`, and perhaps `input`, `system` and `history`; and what
+      it tells of its task, e.g. `answer`. `meta["lost"]` names the fields beyond.
+    task_id: what to call the task.
+    variant: the dialect whose tags the record uses.
+    keep_illegal: keep a record whose spans can be told apart but break the variant's
+      rules (what follows what, what a span must hold), with the fault in
+      `meta["fault"]`.
+
+  Returns:
+    The trajectory: status ended, or truncated where there is no answer; ungraded.
+
+  Raises:
+    Refused: it has no single reading, or (without `keep_illegal`) breaks a rule.
+  """
+  for field in ("instruction", "input", "output"):
+    value = row.get(field, "" if field == "input" else None)
+    if not isinstance(value, str):
+      raise Refused("bad_field", f"{field!r} must be a string, got {value!r:.80}")
+  trajectory = _trajectory(row, task_id, variant)
+  fault = parse(trajectory.text, variant)
+  if not fault.ok and not keep_illegal:
+    raise Refused(fault.verdict.value, fault.detail)
+  if not fault.ok:
+    trajectory.meta["fault"] = f"{fault.verdict.value}: {fault.detail}"
+  return trajectory
+
+
+def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Trajectory:
+  if row.get("history"):
+    raise Refused("multi_turn", "the record has earlier turns in 'history'")
+  # The loader that the records were written for joins the two with a line break.
+  prompt = "\n".join(p for p in (row["instruction"], row.get("input", "")) if p)
+  question = question_below(prompt) or prompt
+  # Not even the prompt's head is trusted: it comes from a file like the rest.
+  segments = [Segment(Author.PROMPT, "question", prompt)]
+  segments += _segments(row["output"], variant)
+  calls = _calls(segments, variant)
+  ended = segments[-1].role == ANSWER
+  asked = next((row[k] for k in ASKED if row.get(k)), question)
+  task = task_of(row, task_id, asked, "alpaca")
+  meta: dict[str, Any] = {"question": task.question, "source": task.source}
+  if task.answers:
+    meta["answers"] = list(task.answers)
+  if row.get("kind"):
+    meta["kind"] = task.kind.value
+  if task.family:
+    meta["family"] = task.family
+  if row.get("system"):
+    meta["system"] = row["system"]
+  recorder = Recorder(task_id)
+  note_unread(recorder, "row", row, _ROW)
+  if recorder.lost:
+    meta["lost"] = recorder.lost
+  return Trajectory(
+    task_id=task_id,
+    segments=segments,
+    calls=calls,
+    status=Status.ENDED if ended else Status.TRUNCATED,
+    usage=Usage(tool_calls=len(calls), model_calls=1),
+    meta=meta,
+  )
+
+
+def _segments(output: str, variant: Variant) -> list[Segment]:
+  """The output cut at its observations, and what lies between cut into spans."""
+  if not output.strip():
+    raise Refused("empty", "the output is empty")
+  segments: list[Segment] = []
+  position = 0
+  for start, end in _observations(output):
+    segments += _policy_segments(output[position:start], variant, observed=True)
+    inside = start + len(roles.open_tag(OBSERVATION))
+    content = output[inside : end - len(roles.close_tag(OBSERVATION))]
+    after = output[end:]
+    space = after[: len(after) - len(after.lstrip())]
+    opening, closing = roles.open_tag(OBSERVATION), roles.close_tag(OBSERVATION)
+    text = f"{opening}{roles.escape(content)}{closing}{space}"
+    segments.append(Segment(Author.TOOL, OBSERVATION, text))
+    position = end + len(space)
+  return segments + _policy_segments(output[position:], variant, observed=False)
+
+
+def _observations(output: str) -> list[tuple[int, int]]:
+  """Where each observation starts and ends; refuses what does not alternate."""
+  spans: list[tuple[int, int]] = []
+  start: int | None = None
+  for match in _OBSERVATION_TAG.finditer(output):
+    closing = bool(match[1])
+    if closing != (start is not None):
+      detail = "closed but not open" if closing else "opened inside another"
+      raise Refused("nested", f"observation {detail} at character {match.start()}")
+    if closing:
+      spans.append((start, match.end()))
+      start = None
+    else:
+      start = match.start()
+  if start is not None:
+    raise Refused("unclosed", f"observation at character {start} is never closed")
+  return spans
+
+
+def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segment]:
+  """The policy's text as one segment per span.
+
+  Args:
+    text: what stands between two observations, or before the first or after the last.
+    variant: the dialect.
+    observed: whether an observation follows.
+  """
+  segments: list[Segment] = []
+  position = 0
+  while text[position:].strip():
+    match = _OPENING.match(text, position)
+    if match is None:
+      excerpt = text[position:].strip()[:40]
+      raise Refused("stray_text", f"text outside every span: {excerpt!r}")
+    role = match[1]
+    if role not in variant.tags:
+      raise Refused("unknown_tool", f"<{role}> is no span of {variant.name!r}")
+    close = roles.close_tag(role)
+    end = text.find(close, match.end())
+    if end < 0:
+      detail = f"<{role}> is never closed"
+      if observed:
+        detail = f"<{role}> is still open where an observation starts"
+      raise Refused("unclosed", detail)
+    inner = roles.find_tag(text[match.end() : end])
+    if inner is not None:
+      raise Refused("nested", f"{inner} inside <{role}>")
+    end += len(close)
+    while end < len(text) and text[end].isspace():
+      end += 1
+    segments.append(Segment(Author.POLICY, role, text[position:end]))
+    position = end
+  if position < len(text):  # white space alone, before an observation that comes first
+    segments.append(Segment(Author.POLICY, "", text[position:]))
+  return segments
+
+
+def _calls(segments: list[Segment], variant: Variant) -> list[ToolCall]:
+  """A call for each tool span that an observation follows at once."""
+  calls = []
+  for call, result in itertools.pairwise(segments):
+    if call.role in variant.tools and result.role == OBSERVATION:
+      calls.append(ToolCall(call.role, _content(call), _content(result)))
+  return calls
+
+
+def _content(segment: Segment) -> str:
+  text = segment.text.strip()
+  opening, closing = roles.open_tag(segment.role), roles.close_tag(segment.role)
+  content = text[len(opening) : len(text) - len(closing)]
+  return roles.unescape(content) if segment.role == OBSERVATION else content

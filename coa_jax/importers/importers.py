@@ -1,0 +1,240 @@
+"""Traces of other people's systems as this project's trajectories, row by row.
+
+Every row becomes a trajectory, or is dropped with the reason; what a kept row has that
+ours has no place for stands in its `meta["lost"]`, line by line. Formats:
+
+  trajectories  our own trajectories, checked against the variant's rules
+  runs          our own runs (`distill`'s runs.jsonl); their tasks are given beside them
+  alpaca        the released Chain-of-Agents SFT records (`alpaca`)
+  oagents       OAgents and smolagents, JSON lines (`oagents`)
+  chat          OpenAI chat messages with tool calls (`chat_records`)
+  react         ReAct text (`react`)
+
+The released RL rows hold no trajectory: they are tasks, which `tasks.sources` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from coa_jax.importers.alpaca import read_alpaca
+from coa_jax.importers.chat import read_chat
+from coa_jax.importers.oagents import read_oagents
+from coa_jax.importers.react import is_react, read_react
+from coa_jax.importers.row import Imported, Refused
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.prompts import prompt_segments
+from coa_jax.protocol.roles import TOOLS, Variant
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.tasks.rows import read_rows
+from coa_jax.tasks.task import Kind, Task
+from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
+from coa_jax.teacher.runs import Run
+
+FORMATS = ("trajectories", "runs", "alpaca", "oagents", "chat", "react")
+RL = "rl"  # what `detect` says of rows that are tasks
+_READERS = {"oagents": read_oagents, "chat": read_chat, "react": read_react}
+
+Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
+
+
+def detect(row: Mapping[str, Any]) -> str:
+  """The format of a row, by its fields; one of FORMATS, or RL.
+
+  A table gives every row all of its columns: those that hold something go first.
+
+  Raises:
+    ValueError: it has the fields of none.
+  """
+  held = {name for name, value in row.items() if value not in (None, "", [], {})}
+  found = _format(held) or (is_react(row) and "react") or _format(set(row))
+  if found:
+    return found
+  names = ", ".join(sorted(map(str, row))[:12]) or "none"
+  raise ValueError(
+    f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
+    "segments), runs (task_id, events, calls), rl (prompt, reward_model), alpaca "
+    "(instruction, output), oagents (steps or intermediate_steps), chat (messages or "
+    "conversation), react (a text of 'Thought:', 'Action:' lines)"
+  )
+
+
+def _format(fields: set[str]) -> str:
+  if {"task_id", "segments"} <= fields:
+    return "trajectories"
+  if {"task_id", "events", "calls"} <= fields:
+    return "runs"
+  if {"prompt", "reward_model"} <= fields:
+    return RL
+  if {"instruction", "output"} <= fields:
+    return "alpaca"
+  if fields & {"intermediate_steps", "steps"}:
+    return "oagents"
+  if fields & {"messages", "conversation"}:
+    return "chat"
+  return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Importer:
+  """Reads the rows of one file; a value, so that worker processes can have it.
+
+  Attributes:
+    format: one of FORMATS.
+    variant: the dialect of the trajectories.
+    prompt: their prompt's style (`protocol.prompts`); alpaca records and trajectories
+      keep their own.
+    stem: what the ids of tasks begin with, where rows have none.
+    tools: names of tools -> our tags, beyond `calls.TOOLS`.
+    convert: what may be shortened and filled in.
+    keep_illegal: keep what can be read but breaks the variant's rules; alpaca only.
+    tasks: by id, for runs.
+  """
+
+  format: str
+  variant: Variant
+  prompt: str = "brief"
+  stem: str = "row"
+  tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  convert: ConvertConfig = dataclasses.field(default_factory=ConvertConfig)
+  keep_illegal: bool = False
+  tasks: Mapping[str, Task] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.format not in FORMATS:
+      raise ValueError(f"format {self.format!r}; accepted: {', '.join(FORMATS)}")
+    for name, tag in self.tools.items():
+      if tag not in TOOLS:
+        raise ValueError(f"tools: {name!r} is {tag!r}; accepted: {', '.join(TOOLS)}")
+
+  def read(
+    self, number: int, where: str, row: dict[str, Any]
+  ) -> tuple[Task, Trajectory] | Dropped:
+    """One row as a trajectory with its task, or why there is none.
+
+    A whole number in `sample` says which of its task's attempts the row is.
+    """
+    task_id = _id(row) or f"{self.stem}-{number}"
+    sample = row.get("sample")
+    if self.format in ("trajectories", "runs") or not isinstance(sample, int):
+      sample = 0  # theirs is read with the rest
+    else:
+      row = {name: value for name, value in row.items() if name != "sample"}
+    try:
+      if self.format == "alpaca":
+        trajectory = read_alpaca(row, task_id, self.variant, self.keep_illegal)
+        trajectory.sample = sample
+        return _task(trajectory), trajectory
+      if self.format == "trajectories":
+        return self._own(row, task_id, where)
+      imported = self._imported(row, task_id, where, sample)
+    except Refused as e:
+      return Dropped(task_id, sample, e.reason, e.detail)
+    except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
+      detail = f"not as {self.format} rows are: {e!r}"
+      return Dropped(task_id, sample, "bad_record", detail)
+    task, run, lost = imported.task, imported.run, list(imported.lost)
+    prompt = prompt_segments(self.variant, task.question, self.prompt)
+    result = convert(run, task, self.variant, prompt, self.convert, lost)
+    if isinstance(result, Dropped):
+      return result
+    result.meta["source"] = task.source or self.format
+    if lost:
+      result.meta["lost"] = lost
+    return task, result
+
+  def _imported(
+    self, row: dict[str, Any], task_id: str, where: str, sample: int
+  ) -> Imported:
+    if self.format != "runs":
+      tools = {name.lower(): tag for name, tag in self.tools.items()}
+      imported = _READERS[self.format](row, task_id, tools)
+      imported.run.sample = sample
+      return imported
+    try:
+      run = Run.from_json(row, where)
+    except ValueError as e:
+      raise Refused("bad_record", str(e)) from e
+    if run.task_id not in self.tasks:
+      raise Refused("unknown_task", f"no task {run.task_id!r} among those given")
+    return Imported(self.tasks[run.task_id], run)
+
+  def _own(
+    self, row: dict[str, Any], task_id: str, where: str
+  ) -> tuple[Task, Trajectory]:
+    try:
+      trajectory = Trajectory.from_json(row, where)
+    except (ValueError, AttributeError) as e:
+      raise Refused("bad_record", str(e)) from e
+    verdict = parse(trajectory.text, self.variant)
+    if not verdict.ok and not self.keep_illegal:
+      raise Refused(verdict.verdict.value, verdict.detail)
+    return _task(trajectory), trajectory
+
+
+def _id(row: Mapping[str, Any]) -> str:
+  """What a row calls its task; "" where it does not."""
+  return str(row.get("task_id") or row.get("id") or "")
+
+
+def _task(trajectory: Trajectory) -> Task:
+  """What a trajectory says of its task."""
+  meta = trajectory.meta
+  try:
+    kind = Kind(meta.get("kind", Kind.QA))
+  except ValueError:
+    raise Refused("bad_record", f"meta['kind'] is {meta['kind']!r}") from None
+  return Task(
+    id=trajectory.task_id,
+    question=str(meta.get("question", "")),
+    answers=tuple(map(str, meta.get("answers") or ())),
+    kind=kind,
+    source=str(meta.get("source", "")),
+    family=str(meta.get("family", "")),
+  )
+
+
+def records(uri: str) -> tuple[str, Iterator[Record]]:
+  """The format that a source's first row has, and all its rows, numbered from 0.
+
+  A row whose task has come before, and that has no `sample`, is given its number among
+  the task's: what is drawn by task and sample must tell attempts apart.
+
+  Args:
+    uri: a file or a source that `tasks.rows.read_rows` reads.
+
+  Raises:
+    FileNotFoundError, ValueError: as `read_rows`; or there is no row, or the first one
+      has no known format.
+  """
+  rows = ((n, where, row) for n, (where, row) in enumerate(read_rows(uri)))
+  first = next(rows, None)
+  if first is None:
+    raise ValueError(f"{uri}: holds no row")
+  try:
+    found = detect(first[2])
+  except ValueError as e:
+    raise ValueError(f"{first[1]}: {e}") from e
+  rows = itertools.chain([first], rows)
+  return found, rows if found == RL else _attempts(rows)
+
+
+def _attempts(rows: Iterable[Record]) -> Iterator[Record]:
+  seen: Counter[str] = Counter()
+  for number, where, row in rows:
+    task = _id(row)
+    if task and seen[task] and row.get("sample") is None:
+      row["sample"] = seen[task]
+    seen[task] += 1
+    yield number, where, row
+
+
+def stem(uri: str) -> str:
+  """What to call the rows of a source that have no ids."""
+  name = uri.partition("?")[0].rstrip("/").rpartition(":")[2]
+  return os.path.splitext(os.path.basename(name).removesuffix(".gz"))[0] or "row"

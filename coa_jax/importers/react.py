@@ -1,0 +1,162 @@
+"""ReAct text (Thought, Action, Observation) as runs (arXiv 2210.03629).
+
+  Thought: I need the river.          Thought 1: I need the river.
+  Action: Search[Paris]               Action 1: Search
+  Observation: Paris is on the ...    Action Input 1: Paris
+  Thought: ...                        Observation 1: Paris is on the ...
+  Final Answer: Seine                 Action 2: Finish[Seine]
+
+Observations are not escaped there, so authorship is read from text, strictly: every
+action needs a thought before it and an observation after it, and numbers, where there
+are any, must count up. A marker at the start of a line of an observation breaks that
+order, and the row is refused. What no reader of unnumbered text can tell is an
+observation that prints a whole round of it, thought to observation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.importers.calls import translate
+from coa_jax.importers.row import (
+  ASKED,
+  TASK_FIELDS,
+  Imported,
+  Recorder,
+  Refused,
+  note_unread,
+  task_of,
+)
+from coa_jax.protocol import roles
+from coa_jax.teacher import runs
+
+TEXT = ("trajectory", "react", "output", "text", "completion", "scratchpad")
+_MARK = re.compile(
+  r"^(Question|Thought|Action Input|Action|Observation|Final Answer)"
+  r"(?: (\d+))?:[ \t]?",
+  re.MULTILINE,
+)
+_INLINE = re.compile(r"\s*([\w.-]+)\[(.*)\]\s*", re.DOTALL)
+_ORDER = {
+  "": {"Thought"},
+  "Thought": {"Action", "Final Answer"},
+  "Action": {"Action Input", "Observation", ""},
+  "Action Input": {"Observation", ""},
+  "Observation": {"Thought", ""},
+  "Final Answer": {""},
+}
+
+
+def is_react(row: Mapping[str, Any]) -> bool:
+  """Whether some field of a row holds text in this layout."""
+  return any(_marks(row.get(name)) for name in TEXT)
+
+
+def _marks(text: Any) -> bool:
+  return isinstance(text, str) and bool(
+    re.search(r"^Thought(?: \d+)?:", text, re.MULTILINE)
+    and re.search(r"^(Action(?: \d+)?|Final Answer):", text, re.MULTILINE)
+  )
+
+
+def read_react(
+  row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
+) -> Imported:
+  """One row (`question`, and the text in one of `TEXT`) as a run.
+
+  Of several texts the first in this layout is read.
+
+  Raises:
+    Refused: the text has not exactly that order, or a call cannot be translated.
+  """
+  recorder = Recorder(task_id)
+  texts = [k for k in TEXT if isinstance(row.get(k), str)]
+  if not texts:
+    raise Refused("no_text", f"none of {', '.join(TEXT)} is a string")
+  used = next((k for k in texts if _marks(row[k])), texts[0])
+  note_unread(recorder, "row", row, TASK_FIELDS | {used})
+  blocks = _blocks(row[used])
+  question = next((row[k] for k in ASKED if row.get(k)), None)
+  if blocks and blocks[0][0] == "Question":
+    asked = blocks[0][1].strip()
+    if question and asked != str(question).strip():
+      recorder.note("block 0", f"the question {asked!r:.80} beside the row's")
+    question = question or asked
+    blocks = blocks[1:]
+  _check(blocks)
+  answer = _play(blocks, recorder, table)
+  return recorder.end(task_of(row, task_id, question, "react"), answer)
+
+
+def _blocks(text: str) -> list[tuple[str, str, str]]:
+  """(marker, content, number) of the text; one line break ends a content."""
+  found = list(_MARK.finditer(text))
+  head = text[: found[0].start()] if found else text
+  if head.strip():
+    raise Refused("stray_text", f"text before every marker: {head.strip()[:40]!r}")
+  out = []
+  for at, match in enumerate(found):
+    end = found[at + 1].start() if at + 1 < len(found) else len(text)
+    content = text[match.end() : end]
+    out.append((match[1], content.removesuffix("\n"), match[2] or ""))
+  return out
+
+
+def _check(blocks: list[tuple[str, str, str]]) -> None:
+  last, count = "", 0
+  numbered = {bool(number) for name, _, number in blocks if name != "Final Answer"}
+  if len(numbered) > 1:
+    raise Refused("ambiguous", "some markers have numbers, some have none")
+  for name, content, number in blocks:
+    if name not in _ORDER[last]:
+      raise Refused("ambiguous", f"{name} after {last or 'the start'}: {content!r:.40}")
+    if number:
+      count += name == "Thought"
+      if int(number) != count:
+        raise Refused("ambiguous", f"{name} {number} in round {count}")
+    last = name
+  if not blocks or "" not in _ORDER[last]:
+    raise Refused("cut", f"the text ends after {last or 'nothing'}")
+
+
+def _play(
+  blocks: list[tuple[str, str, str]], recorder: Recorder, table: Mapping[str, str]
+) -> str | None:
+  """Records every block; the answer, where one is given."""
+  at = 0
+  while at < len(blocks):
+    name, content, _ = blocks[at]
+    where = f"block {at}"
+    at += 1
+    if name == "Thought":
+      recorder.think(content)
+    elif name == "Final Answer":
+      return content.strip()
+    elif name == "Action":
+      called, arguments = content.strip(), ""
+      if at < len(blocks) and blocks[at][0] == "Action Input":
+        arguments = blocks[at][1]
+        at += 1
+      elif match := _INLINE.fullmatch(content):
+        called, arguments = match[1], match[2]
+      made = translate(called, arguments, table)
+      for lost in made.lost:
+        recorder.note(where, f"argument {lost} of {called}")
+      observed = blocks[at][1] if at < len(blocks) else None
+      at += 1
+      if made.tag == roles.ANSWER:
+        if observed is not None and at < len(blocks):
+          raise Refused("ambiguous", f"{where}: the answer is not the end")
+        if observed:
+          recorder.note(where, f"the result {observed!r:.80} of {called}")
+        return made.body
+      if observed is None:
+        raise Refused("no_result", f"{where}: {called} has no observation")
+      if made.tag == roles.SUGGESTED_ANSWER:
+        recorder.say(runs.SOLVER, runs.CANDIDATE, made.body)
+        recorder.note(where, f"the result {observed!r:.80} of {called}")
+      else:
+        recorder.call(made.tag, made.body, observed)
+  return None

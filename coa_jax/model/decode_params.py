@@ -1,0 +1,121 @@
+"""What a decoder holds: its cache, and the parameters as it wants them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model import transformer
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Layout, inputs_of, name_of, platform
+from coa_jax.model.transformer import LayerCache
+
+# The most places of a piece of a cache; a cache of more has several pieces.
+PIECE = 256
+# The least width at which half-precision products pay on a CPU, for a single row too.
+WIDE = 640
+
+
+def architecture(cfg: ModelConfig, layout: Layout | None = None) -> ModelConfig:
+  """The model as samplers run it: layers unrolled; on a CPU with float32 activations.
+
+  A CPU would convert half precision before and after every operation. Weights are
+  rounded all the same: `weight_dtype` becomes what `dtype` was. A CPU that multiplies
+  half precision (AMX) has the factors of its matrix products in it where the model has
+  WIDE units or more; smaller ones are no faster so, and other CPUs multiply in float32.
+  """
+  cfg = dataclasses.replace(cfg, scan=False, remat="none")
+  if cfg.dtype == "float32" or platform(layout) != "cpu":
+    return cfg
+  return dataclasses.replace(
+    cfg,
+    dtype="float32",
+    weight_dtype=cfg.weight_dtype or cfg.dtype,
+    product_dtype=cfg.dtype if cfg.width >= WIDE and has_amx() else "",
+  )
+
+
+@functools.cache
+def has_amx() -> bool:
+  """Whether this machine's processor multiplies matrices of bfloat16 (Intel's AMX)."""
+  try:
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
+      return " amx_bf16" in f.read()
+  except OSError:
+    return False
+
+
+def init_cache(
+  cfg: ModelConfig, rows: int, size: int, layout: Layout | None = None
+) -> tuple[LayerCache, ...]:
+  """An empty cache for `rows` sequences, in the dtype of activations.
+
+  It has `size` places; above PIECE as many more as fill the last piece.
+  """
+  sharding = layout.sharding("BK...") if layout else None
+  C, P = -(-size // PIECE), min(size, PIECE)
+
+  def zeros(*shape: int) -> jax.Array:
+    return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
+
+  H, dtype = cfg.head_dim, cfg.dtype
+  return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
+
+
+def decoding_views(
+  cfg: ModelConfig, params: dict[str, Any], layout: Layout | None = None
+) -> list[dict[str, Any]]:
+  """The parameters as samplers want them; made once per policy update.
+
+  Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
+  would do so at every step), and resharded to `layout.decoding()`. With a
+  `product_dtype` matrices are held in it, outputs first. Every process calls it. With a
+  layout there is a tree for each of `layout.decoding().replicas()`.
+  """
+  kind = cfg.weight_dtype or cfg.dtype
+  if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
+    return [params]
+  view = _decoding_view(cfg, layout)(params)
+  if layout is None:
+    return [view]
+
+  def part(replica: Layout) -> Any:
+    devices = list(replica.mesh.devices.flat)
+
+    def piece(x: jax.Array, sharding: Any) -> jax.Array:
+      held = {s.device: s.data for s in x.addressable_shards}
+      pieces = [held[d] for d in devices]
+      return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+    return jax.tree.map(piece, view, replica.tree(view, bool(cfg.product_dtype)))
+
+  return [part(replica) for replica in layout.decoding().replicas()]
+
+
+@functools.lru_cache(maxsize=8)
+def _decoding_view(cfg: ModelConfig, layout: Layout | None) -> Any:
+  kind, narrow = cfg.weight_dtype or cfg.dtype, cfg.product_dtype
+  # A CPU would convert half-precision weights at every step.
+  held = "float32" if platform(layout) == "cpu" else kind
+
+  def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    x, name = transformer.rounded(x, kind), name_of(path)
+    if narrow and (inputs_of(name) or name == "embed"):
+      n = inputs_of(name)
+      return x.transpose(*range(n, x.ndim), *range(n)).astype(narrow)
+    return x.astype(held)
+
+  def view(params: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree_util.tree_map_with_path(
+      leaf, transformer.unstack(params, cfg.layers)
+    )
+
+  shardings = None
+  if layout:
+    shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
+    shardings = layout.decoding().tree(shapes, bool(narrow))
+  return jax.jit(view, out_shardings=shardings)

@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json, names of arrays, safetensors, both ways."""

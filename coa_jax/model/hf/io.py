@@ -1,0 +1,407 @@
+"""Model folders in Hugging Face's layout: config.json, safetensors, tokenizer.
+
+A model is a folder everywhere in this project: what SFT writes is what RL, evaluation,
+transformers and vLLM read; `hf_names` has its arrays' names. Arrays are read slice by
+slice, each device's part straight from the file, so no process ever holds more of a
+model than one array and its own parts.
+
+budget: what a folder is to be is read here where it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import safetensors
+from jax.experimental import multihost_utils
+from safetensors.numpy import save_file
+
+from coa_jax.json_io import read_object
+from coa_jax.model import attention
+from coa_jax.model.config import LoadConfig, ModelConfig, from_hf_config, to_hf_config
+from coa_jax.model.hf.fields import CARRIED
+from coa_jax.model.hf.names import Entry, name_table
+from coa_jax.model.sharding import Layout
+from coa_jax.model.transformer import param_shapes
+from coa_jax.protocol.tokens import Tokenizer
+
+_CONFIG = "config.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_DTYPES = ("F32", "BF16", "F16")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# What Git puts in place of a file that it keeps elsewhere.
+_LFS = b"version https://git-lfs"
+
+
+def save_model(
+  path: str | os.PathLike[str],
+  cfg: ModelConfig,
+  params: Any,
+  tokenizer: Tokenizer | None = None,
+  like: str | os.PathLike[str] = "",
+  shard_bytes: int = 5_000_000_000,
+) -> None:
+  """Writes a folder that transformers and vLLM load: weights, config, tokenizer.
+
+  Every process calls it; the first one writes.
+
+  Args:
+    path: made if missing.
+    cfg: the architecture.
+    params: its parameters, layers stacked or not, wherever they live.
+    tokenizer: saved beside the weights; its end and padding ids go into the config,
+      and `end_id` before them, so that other engines stop after the answer.
+    like: the folder that training started from; what its config says beside the
+      architecture (`architecture.CARRIED`), and its generation config, are kept.
+    shard_bytes: most bytes of one file; several files get an index.
+
+  Raises:
+    ValueError: Hugging Face has no such architecture, or the parameters are not those
+      of `cfg` (all that differs is listed); nothing is written.
+  """
+  path = os.fspath(path)
+  config = to_hf_config(cfg) | _carried(tokenizer, like)
+  _compare(cfg, params)
+  table = name_table(params, cfg.layers)
+  files = _split(table, np.dtype(cfg.param_dtype).itemsize, shard_bytes)
+  first = jax.process_index() == 0
+  if first:
+    os.makedirs(path, exist_ok=True)
+  for file, names in files.items():
+    tensors = {name: table[name].write(_fetch(params, table[name])) for name in names}
+    if first:
+      target = os.path.join(path, file)
+      save_file(tensors, target + ".tmp", metadata={"format": "pt"})
+      os.replace(target + ".tmp", target)
+  if first:
+    if len(files) > 1:
+      where = {name: file for file, names in files.items() for name in names}
+      size = sum(math.prod(e.stored) for e in table.values())
+      size *= np.dtype(cfg.param_dtype).itemsize
+      _write_json(path, _INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+    # Of an earlier save. transformers reads a single file before any index.
+    kept = {*files, _INDEX} if len(files) > 1 else {*files}
+    for name in filter(_WEIGHTS.fullmatch, set(os.listdir(path)) - kept):
+      os.remove(os.path.join(path, name))
+    if tokenizer:
+      tokenizer.save(path)
+    _write_json(path, _GENERATION, _generation(config, tokenizer, like))
+    _write_json(path, _CONFIG, config)
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(f"saved {path}")
+
+
+def _compare(cfg: ModelConfig, params: Any) -> None:
+  """Refuses parameters that are not those of an architecture."""
+
+  def leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) by path."""
+    out = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      out[name] = tuple(x.shape), str(x.dtype)
+    return out
+
+  # Layers may be stacked or not, whatever `cfg.scan`.
+  stacked = dataclasses.replace(cfg, scan="layers" in params)
+  found, wanted = leaves(params), leaves(param_shapes(stacked))
+  faults = [f"unknown {name} {found[name][0]}" for name in found if name not in wanted]
+  for name, (shape, dtype) in wanted.items():
+    if name not in found:
+      faults.append(f"missing {name}")
+      continue
+    if found[name][0] != shape:
+      faults.append(f"{name} has shape {found[name][0]}, expected {shape}")
+    if found[name][1] != dtype:
+      faults.append(f"{name} has dtype {found[name][1]}, expected {dtype}")
+  if faults:
+    raise ValueError(f"the parameters do not fit section model: {_told(faults)}")
+
+
+def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
+  """What a config.json says beside the architecture."""
+  out = {}
+  if like:
+    found = read_object(os.path.join(like, _CONFIG))
+    out = {k: found[k] for k in CARRIED if found.get(k) is not None}
+  if tokenizer:
+    for field in ("eos_token_id", "pad_token_id"):
+      if getattr(tokenizer.hf, field) is not None:
+        out.setdefault(field, getattr(tokenizer.hf, field))
+  return _stopping(out, tokenizer)
+
+
+def _generation(
+  config: dict[str, Any], tokenizer: Tokenizer | None, like: str | os.PathLike[str]
+):
+  """The generation config: that of `like`, or the ids that end and pad a text."""
+  if like and os.path.exists(os.path.join(like, _GENERATION)):
+    return _stopping(read_object(os.path.join(like, _GENERATION)), tokenizer)
+  ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+  return {"do_sample": True, **{k: config[k] for k in ids if k in config}}
+
+
+def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """The config, with the id that ends an answer before others that end a text."""
+  if tokenizer is None or tokenizer.end_id is None:
+    return config
+  there = config.get("eos_token_id", [])
+  others = there if isinstance(there, list) else [there]
+  ends = [tokenizer.end_id, *(i for i in others if i not in (None, tokenizer.end_id))]
+  return config | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+
+
+def _split(
+  table: dict[str, Entry], itemsize: int, shard_bytes: int
+) -> dict[str, list[str]]:
+  """File name -> names of its arrays, each file of at most `shard_bytes`."""
+  files: list[list[str]] = [[]]
+  room = shard_bytes
+  for name, entry in table.items():
+    size = math.prod(entry.stored) * itemsize
+    if size > room and files[-1]:
+      files.append([])
+      room = shard_bytes
+    files[-1].append(name)
+    room -= size
+  if len(files) == 1:
+    return {_SINGLE: files[0]}
+  n = len(files)
+  return {
+    f"model-{i:05d}-of-{n:05d}.safetensors": names for i, names in enumerate(files, 1)
+  }
+
+
+def _fetch(params: Any, entry: Entry) -> np.ndarray:
+  """One whole array on this host, whichever devices hold it."""
+  for key in entry.path:
+    params = params[key]
+  return gather(params if entry.layer is None else params[entry.layer])
+
+
+def gather(x: jax.Array | np.ndarray) -> np.ndarray:
+  """A whole array on this host; every process calls it."""
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    x = multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x)
+
+
+def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
+  file = os.path.join(path, name)
+  with open(file + ".tmp", "w", encoding="utf-8") as f:
+    json.dump(value, f, indent=2, sort_keys=True)
+  os.replace(file + ".tmp", file)
+
+
+def load_config(
+  path: str | os.PathLike[str], load: LoadConfig | None = None
+) -> ModelConfig:
+  """The architecture of a model folder.
+
+  Args:
+    path: the folder.
+    load: what the folder does not decide; None for the defaults.
+
+  Raises:
+    FileNotFoundError: there is no config.json.
+    ValueError: config.json is not supported; see `from_hf_config`.
+  """
+  file = os.path.join(path, _CONFIG)
+  if not os.path.isfile(file):
+    raise FileNotFoundError(f"{file}: not a model folder (no config.json)")
+  cfg = from_hf_config(read_object(file), file)
+  return dataclasses.replace(cfg, **dataclasses.asdict(load or LoadConfig()))
+
+
+def load_model(
+  path: str | os.PathLike[str],
+  load: LoadConfig | None = None,
+  layout: Layout | None = None,
+) -> tuple[ModelConfig, dict[str, Any]]:
+  """Reads a model folder: a single safetensors file, or several with an index.
+
+  Args:
+    path: the folder.
+    load: what the folder does not decide; None for the defaults.
+    layout: where the parameters go; None for the default device.
+
+  Returns:
+    The architecture and its parameters, stacked if `scan`.
+
+  Raises:
+    FileNotFoundError: config.json or a shard is missing.
+    ValueError: an array is missing, left over, of the wrong shape or of a dtype that is
+      not supported (all are listed), a file is damaged, config.json is not supported,
+      the mesh does not divide, or the devices do not have the attention kernel. All
+      before an array is read; but one that should equal the embedding is compared.
+  """
+  path = os.fspath(path)
+  cfg = load_config(path, load)
+  if layout:
+    layout.check(cfg)
+  attention.check(cfg, layout)
+  shapes = param_shapes(cfg)
+  table = name_table(shapes, cfg.layers)
+  with contextlib.ExitStack() as files:
+    slices = dict(_open(path, files))
+    _check(path, table, slices)
+    entries: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
+    for name, entry in table.items():
+      entries.setdefault(entry.path, []).append((entry, slices[name]))
+
+    def leaf(keys: Any, want: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+      parts = entries[tuple(k.key for k in keys)]
+      read = _reader(parts, np.dtype(want.dtype))
+      return jax.make_array_from_callback(want.shape, sharding, read)
+
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = layout.tree(shapes) if layout else jax.tree.map(lambda _: one, shapes)
+    return cfg, jax.tree_util.tree_map_with_path(leaf, shapes, where)
+
+
+def _reader(
+  parts: list[tuple[Entry, Any]], dtype: np.dtype
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+  """Reads our part at an index; of stacked layers those that the index asks for."""
+  if parts[0][0].layer is None:
+    ((entry, stored),) = parts
+    return lambda index: np.ascontiguousarray(entry.read(stored, index), dtype)
+  by_layer = sorted(parts, key=lambda p: p[0].layer)
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    picked = by_layer[index[0]]
+    out = None
+    for i, (entry, stored) in enumerate(picked):
+      part = entry.read(stored, index[1:])
+      if out is None:
+        out = np.empty((len(picked), *part.shape), dtype)
+      out[i] = part
+    return out
+
+  return read
+
+
+def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
+  """The names of a folder's files of weights, and the file of each array by the index.
+
+  Without an index that is empty.
+
+  Raises:
+    FileNotFoundError: naming every file that is missing.
+    ValueError: the index is no index, or there are two sets of weights.
+  """
+  index = os.path.join(path, _INDEX)
+  promised: dict[str, str] = {}
+  names = [_SINGLE]
+  if os.path.exists(index):
+    promised = read_object(index).get("weight_map")
+    if not isinstance(promised, dict) or not promised:
+      raise ValueError(f"{index}: field 'weight_map' is no table of arrays and files")
+    names = sorted(set(map(str, promised.values())))
+  # A folder's index is foreign text: it may not lead out of the folder.
+  for name in names:
+    if name in ("", ".", "..") or os.path.basename(name) != name:
+      raise ValueError(f"{index}: file name {name!r} leads out of the folder")
+  # transformers takes the single file, others the index; one of them is stale.
+  if names != [_SINGLE] and os.path.exists(os.path.join(path, _SINGLE)):
+    raise ValueError(
+      f"{path}: has {_SINGLE} and {_INDEX}, and readers differ in which counts; remove "
+      "the one that is out of date"
+    )
+  missing = [n for n in names if not os.path.exists(os.path.join(path, n))]
+  if missing:
+    file = os.path.join(path, missing[0])
+    more = f" (and {', '.join(missing[1:])})" if missing[1:] else ""
+    torch = sorted(n for n in os.listdir(path) if re.match(r"pytorch_model.*\.bin", n))
+    if torch and not promised:
+      more = (
+        f"; {torch[0]} there is PyTorch's own format, which is not read: write the "
+        "model anew with transformers' save_pretrained"
+      )
+    raise FileNotFoundError(f"{file}: the weights are missing{more}")
+  return names, promised
+
+
+def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
+  """Yields (name, slice) of every array in the safetensors files of a folder.
+
+  Raises:
+    FileNotFoundError, ValueError: as `_weight_files`; or a file is no safetensors file,
+      or lacks an array that the index promises.
+  """
+  names, promised = _weight_files(path)
+  for name in names:
+    file = os.path.join(path, name)
+    if os.path.isdir(file):
+      raise ValueError(f"{file}: is a folder, not a safetensors file")
+    with open(file, "rb") as f:
+      if f.read(len(_LFS)) == _LFS:
+        raise ValueError(
+          f"{file}: is a Git LFS pointer, not the weights; run 'git lfs pull' where "
+          "the folder was cloned"
+        )
+    try:
+      opened = files.enter_context(safetensors.safe_open(file, framework="numpy"))
+    except safetensors.SafetensorError as e:
+      raise ValueError(f"{file}: damaged safetensors file ({e})") from e
+    held = set(opened.keys())
+    lacks = sorted(k for k, f in promised.items() if f == name and k not in held)
+    if lacks:
+      raise ValueError(f"{file}: lacks {', '.join(lacks)}, which {_INDEX} promises")
+    for key in sorted(held):
+      yield key, opened.get_slice(key)
+
+
+def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
+  """Lists everything in which the files do not fit the architecture."""
+  faults = []
+  for name, stored in slices.items():
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    # Some tools write the output matrix beside the embedding that it is tied to.
+    entry = table.get(_EMBEDDING if name == _HEAD and name not in table else name)
+    if entry is None:
+      faults.append(f"unknown {name} {shape}")
+    elif shape != entry.stored:
+      faults.append(f"{name} has shape {shape}, expected {entry.stored}")
+    elif dtype not in _DTYPES:
+      faults.append(f"{name} has dtype {dtype}, supported: {', '.join(_DTYPES)}")
+  faults += [f"missing {name}" for name in table if name not in slices]
+  if faults:
+    raise ValueError(f"{path}: the weights do not fit config.json: {_told(faults)}")
+  tied = _HEAD in slices and _HEAD not in table
+  if tied and not _equal(slices[_HEAD], slices[_EMBEDDING]):
+    raise ValueError(
+      f"{path}: {_HEAD} differs from the embedding, which config.json says it is tied "
+      "to, and transformers then uses it; set tie_word_embeddings to false in "
+      "config.json"
+    )
+
+
+def _told(faults: list[str], most: int = 8) -> str:
+  """The first of a list of faults, and how many there are more."""
+  more = [f"and {len(faults) - most} more"] if len(faults) > most else []
+  return "; ".join(faults[:most] + more)
+
+
+def _equal(a: Any, b: Any) -> bool:
+  """Whether two stored matrices of one shape are the same, some rows at a time."""
+  rows, columns = a.get_shape()
+  some = max(1, 2**22 // columns)
+  return all(
+    np.array_equal(
+      *(np.asarray(x[i : min(i + some, rows)], np.float32) for x in (a, b)),
+      equal_nan=True,
+    )
+    for i in range(0, rows, some)
+  )

@@ -1,0 +1,389 @@
+"""The Qwen2 / Qwen3 dense transformer in Flax.
+
+One forward function for training and decoding: `Transformer.__call__` takes packed
+segments, or a key-value cache. Training may scan over stacked layers; decoding runs
+them unrolled (`decoding_views` converts the parameters once per policy update).
+
+Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model import attention
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.rotary import Rotation, rotate, rotation
+from coa_jax.model.sharding import Layout, inputs_of
+
+# One layer's keys [B, K, C, H, P] and values [B, K, C, P, H]: C pieces of P places.
+LayerCache = tuple[jax.Array, jax.Array]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """RMSNorm over the last axis in float32 (arXiv 1910.07467), in x's dtype."""
+  y = x.astype(jnp.float32)
+  y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+  return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
+  """Contracts the last `inputs` axes of x with the first of w.
+
+  As one matrix product of two-dimensional operands: XLA's CPU back-end computes the
+  weight gradient of the equivalent einsum three times slower. In x's dtype.
+  """
+  batch, inner, outer = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
+  size = math.prod(inner)
+  y = x.reshape(-1, size) @ w.reshape(size, -1)
+  return y.reshape(*batch, *outer).astype(x.dtype)
+
+
+def project_narrow(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
+  """As `project`, with both factors in w's dtype and sums in x's; w's outputs first.
+
+  On a CPU both matter: a product of half precision is several times faster than one of
+  float32 if its sums are float32, and twice as fast again with the outputs first.
+  """
+  split = w.ndim - inputs
+  outer, size = w.shape[:split], math.prod(w.shape[split:])
+  batch = x.shape[: x.ndim - inputs]
+  x_RI = x.reshape(-1, size).astype(w.dtype)
+  R = x_RI.shape[0]
+  if R == 1:  # XLA has a kernel for several rows only
+    x_RI = jnp.pad(x_RI, ((0, 1), (0, 0)))
+  y = jax.lax.dot_general(
+    x_RI, w.reshape(-1, size), (((1,), (1,)), ((), ())), preferred_element_type=x.dtype
+  )
+  return y[:R].reshape(*batch, *outer)
+
+
+def take_narrow(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+  """Rows [B, T, D] of an embedding in bfloat16, by their bits.
+
+  XLA's CPU back-end would convert the whole embedding to float32 before it takes one.
+  """
+  bits_VD = jax.lax.bitcast_convert_type(embed_VD, jnp.uint16)
+  bits_BTD = jnp.take(bits_VD, token_BT, axis=0)
+  return jax.lax.bitcast_convert_type(bits_BTD, jnp.bfloat16)
+
+
+def used(cfg: ModelConfig, w: jax.Array) -> jax.Array:
+  """A parameter as training computes with it: rounded, in the compute dtype.
+
+  The gradient passes through the rounding as if there were none.
+  """
+  if cfg.weight_dtype:
+    w = w + jax.lax.stop_gradient(rounded(w, cfg.weight_dtype) - w)
+  return w.astype(cfg.dtype)
+
+
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+  """x with the precision of `dtype`; XLA would drop a conversion there and back."""
+  bits = jnp.finfo(dtype)
+  return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
+
+
+class Block(nn.Module):
+  """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
+
+  Matrices have an adapter where the parameters hold one (see `lora.py`).
+  """
+
+  cfg: ModelConfig
+  layout: Layout | None = None
+  view: bool = False
+
+  @nn.compact
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    kind: jax.Array | int,
+    by: Rotation,
+    segment_BT: jax.Array | None,
+    position_BT: jax.Array | None,
+    written: tuple[jax.Array | None, jax.Array] | None,
+    cache: LayerCache | None,
+  ) -> tuple[jax.Array, LayerCache | None]:
+    """Args as `Transformer.__call__`; the cache is this layer's.
+
+    `kind` is the place of the layer's window in `window_kinds(cfg)`; `written` is
+    `row_B` and the places of those rows where this call's tokens go.
+    """
+    c = self.cfg
+    D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
+
+    def product(x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+      inputs = inputs_of(name)
+      if self.view and c.product_dtype:
+        return project_narrow(x, self.get_variable("params", name), inputs)
+      init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
+      w = self.param(name, init, shape, c.param_dtype)
+      y = project(x, w if self.view else used(c, w), inputs)
+      if self.has_variable("params", f"{name}_a"):
+        a = self.get_variable("params", f"{name}_a").astype(c.dtype)
+        b = self.get_variable("params", f"{name}_b").astype(c.dtype)
+        y += project(project(x, a, inputs), b)
+      return y
+
+    def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
+      w = self.param(name, init, shape, c.param_dtype)
+      return w.astype(c.dtype) if self.view else used(c, w)
+
+    def norm(x: jax.Array, name: str, size: int) -> jax.Array:
+      return rms_norm(x, vector(name, (size,), nn.initializers.ones), c.norm_eps)
+
+    h_BTD = norm(x_BTD, "attn_norm", D)
+    q_BTNH = product(h_BTD, "q", (D, N, H))
+    k_BTKH = product(h_BTD, "k", (D, K, H))
+    v_BTKH = product(h_BTD, "v", (D, K, H))
+    if c.attention_bias:
+      zeros = nn.initializers.zeros
+      q_BTNH += vector("q_bias", (N, H), zeros)
+      k_BTKH += vector("k_bias", (K, H), zeros)
+      v_BTKH += vector("v_bias", (K, H), zeros)
+    if c.qk_norm:
+      q_BTNH = norm(q_BTNH, "q_norm", H)
+      k_BTKH = norm(k_BTKH, "k_norm", H)
+    q_BTNH, k_BTKH = rotate(q_BTNH, by), rotate(k_BTKH, by)
+    q_BTNH = self._shard(q_BTNH, "BTN.")
+    k_BTKH, v_BTKH = self._shard(k_BTKH, "BTK."), self._shard(v_BTKH, "BTK.")
+    if cache is None:
+      out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, kind)
+    else:
+      # Tokens that are not to be written point past the end, and are dropped. With the
+      # head's index left out, XLA would keep a window's cache in another layout and
+      # copy all of it at both ends.
+      C, P = cache[1].shape[2:4]
+      row_B, place_BT = written
+      every = jnp.arange(x_BTD.shape[0]) if row_B is None else row_B
+      row, head = every[:, None, None], jnp.arange(K)
+      piece, place = place_BT[..., None] // P, place_BT[..., None] % P
+      k_BKCHP = cache[0].at[row, head, piece, :, place].set(k_BTKH, mode="drop")
+      v_BKCPH = cache[1].at[row, head, piece, place].set(v_BTKH, mode="drop")
+      cache = (self._shard(k_BKCHP, "BK..."), self._shard(v_BKCPH, "BK..."))
+      read = cache
+      if row_B is not None:
+        read = [jnp.take(x, row_B, axis=0, mode="clip") for x in cache]
+      mask_BTS = attention.cache_mask(position_BT, C * P, window_kinds(c)[kind])
+      out_BTNH = attention.attend(q_BTNH, *read, mask_BTS)
+    x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
+
+    h_BTD = norm(x_BTD, "ff_norm", D)
+    gate_BTF = product(h_BTD, "gate", (D, F))
+    up_BTF = product(h_BTD, "up", (D, F))
+    hidden_BTF = self._shard(nn.silu(gate_BTF) * up_BTF, "BTF")
+    x_BTD += self._shard(product(hidden_BTF, "down", (F, D)), "BT.")
+    return x_BTD, cache
+
+  def _shard(self, x: jax.Array, letters: str) -> jax.Array:
+    return self.layout.shard(x, letters) if self.layout else x
+
+  def _packed(self, q_BTNH, k_BTKH, v_BTKH, segment_BT, kind) -> jax.Array:
+    """Attention over packed rows; a scanned layer's window is known only as it runs."""
+
+    def attend(window: int):
+      return lambda q, k, v, segment: attention.attend_packed(
+        q, k, v, segment, window, self.cfg.attention, self.layout
+      )
+
+    branches = [attend(w) for w in window_kinds(self.cfg)]
+    operands = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    if isinstance(kind, int):
+      return branches[kind](*operands)
+    return jax.lax.switch(kind, branches, *operands)
+
+
+class Transformer(nn.Module):
+  """Token ids to final hidden states; `logits` maps those to the vocabulary.
+
+  With a layout, activations are constrained to its mesh. With `view` the parameters
+  are those of `decoding_views`, and matrices are used as they are.
+  """
+
+  cfg: ModelConfig
+  layout: Layout | None = None
+  view: bool = False
+
+  def setup(self) -> None:
+    """Declares the embedding, the layers and the final norm."""
+    c = self.cfg
+    init = nn.initializers.normal(0.02)
+    self.embed = self.param("embed", init, (c.vocab_size, c.width), c.param_dtype)
+    self.final_norm = self.param(
+      "final_norm", nn.initializers.ones, (c.width,), c.param_dtype
+    )
+    if not c.tie_embeddings:
+      shape = c.width, c.vocab_size
+      if self.view and c.product_dtype:
+        shape = shape[::-1]
+      self.head = self.param("head", init, shape, c.param_dtype)
+    block = Block
+    if c.remat != "none":
+      policies = {
+        "full": None,
+        "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+      }
+      fixed = () if c.scan else (2,)  # `kind` is a plain int in unrolled layers
+      block = nn.remat(
+        Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=fixed
+      )
+    if c.scan:
+      every = nn.broadcast
+      self.stack = nn.scan(
+        block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0 if c.windows else every, *[every] * 5),
+        length=c.layers,
+      )(c, self.layout, self.view, name="layers")
+    else:
+      self.blocks = [
+        block(c, self.layout, self.view, name=f"layer_{i}") for i in range(c.layers)
+      ]
+
+  def __call__(
+    self,
+    tokens_BT: jax.Array,
+    position_BT: jax.Array,
+    segment_BT: jax.Array | None = None,
+    cache: tuple[LayerCache, ...] | None = None,
+    valid_BT: jax.Array | None = None,
+    row_B: jax.Array | None = None,
+  ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+    """Runs the transformer.
+
+    Args:
+      tokens_BT: int token ids.
+      position_BT: int position of each token in its own sequence.
+      segment_BT: packed rows: the segment of each token, 0 for padding. Without a
+        cache only.
+      cache: per layer keys and values; those of this call's tokens are written at
+        their positions, and tokens read places up to their own.
+      valid_BT: with a cache: True for tokens to be written; others compute garbage
+        that nothing reads.
+      row_B: the cache's row of each row of tokens, where they are not in order; no
+        two write to one. What points past the last row is computed and dropped.
+
+    Returns:
+      hidden_BTD after the final norm, and the new cache (None without one).
+    """
+    c = self.cfg
+    embed = self.embed if self.view else used(c, self.embed)
+    if self.layout:
+      embed = self.layout.shard(embed, "V.")
+    if self.view and c.product_dtype:
+      x_BTD = take_narrow(embed, tokens_BT).astype(c.dtype)
+    else:
+      x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
+    if self.layout:
+      x_BTD = self.layout.shard(x_BTD, "BT.")
+    by = rotation(c, position_BT)
+    kinds = window_kinds(c)
+    kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
+    written = None
+    if cache is not None:
+      written = row_B, jnp.where(valid_BT, position_BT, cache_size(cache))
+    if c.scan:
+      if cache is not None:
+        raise ValueError("decoding runs unrolled layers: see decoding_views()")
+      kind = jnp.array(kind_L) if c.windows else 0
+      x_BTD, _ = self.stack(x_BTD, kind, by, segment_BT, None, None, None)
+    else:
+      layers = cache if cache is not None else (None,) * c.layers
+      out = []
+      for block, kind, layer in zip(self.blocks, kind_L, layers, strict=True):
+        x_BTD, layer = block(x_BTD, kind, by, segment_BT, position_BT, written, layer)
+        out.append(layer)
+      cache = tuple(out) if cache is not None else None
+    scale = self.final_norm if self.view else used(c, self.final_norm)
+    return rms_norm(x_BTD, scale, c.norm_eps), cache
+
+  def output(self) -> jax.Array:
+    """The output matrix [D, V] as it is used, whole in D on every device."""
+    head = self.embed.T if self.cfg.tie_embeddings else self.head
+    head = head if self.view else used(self.cfg, head)
+    return self.layout.shard(head, ".V") if self.layout else head
+
+  def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    """logits_BTV in float32 of final hidden states; `head` is `output()`."""
+    if self.view and self.cfg.product_dtype:
+      head_VD = self.embed if self.cfg.tie_embeddings else self.head
+      if self.layout:
+        head_VD = self.layout.shard(head_VD, "V.")
+      logits_BTV = project_narrow(hidden_BTD, head_VD)
+    else:
+      logits_BTV = project(hidden_BTD, self.output() if head is None else head)
+    if self.layout:
+      logits_BTV = self.layout.shard(logits_BTV, "BTV")
+    return logits_BTV.astype(jnp.float32)
+
+
+def window_kinds(cfg: ModelConfig) -> list[int]:
+  """The different windows of an architecture's layers; [0] where all see all."""
+  return sorted(set(cfg.windows)) or [0]
+
+
+def init_params(
+  cfg: ModelConfig, seed: int, layout: Layout | None = None
+) -> dict[str, Any]:
+  """Freshly drawn parameters of `cfg`, a nested dict of arrays; jitted.
+
+  With a layout every device draws its own part; values do not depend on the mesh.
+  """
+  shardings = layout.tree(param_shapes(cfg)) if layout else None
+  return jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)(
+    jax.random.key(seed)
+  )
+
+
+def param_shapes(cfg: ModelConfig) -> dict[str, Any]:
+  """The parameters' tree with shapes and dtypes in place of arrays."""
+  # One layer is traced, whatever their number.
+  stacked = dataclasses.replace(cfg, scan=True)
+  shapes = jax.eval_shape(lambda key: _init(stacked, key), jax.random.key(0))
+  if cfg.scan:
+    return shapes
+  return jax.eval_shape(lambda params: unstack(params, cfg.layers), shapes)
+
+
+def _init(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
+  tokens_BT = jnp.zeros((1, 2), jnp.int32)
+  cfg = dataclasses.replace(cfg, attention="xla")  # takes rows of any length
+  return Transformer(cfg).init(key, tokens_BT, tokens_BT, tokens_BT + 1)["params"]
+
+
+def cache_size(cache: tuple[LayerCache, ...]) -> int:
+  """S, the places of a cache for each sequence."""
+  C, P = cache[0][1].shape[2:4]
+  return C * P
+
+
+def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
+  """Stacked layers (`scan=True`) as one subtree per layer; others unchanged."""
+  if "layers" not in params:
+    return params
+  out = {k: v for k, v in params.items() if k != "layers"}
+  for i in range(layers):
+    out[f"layer_{i}"] = jax.tree.map(lambda x, i=i: x[i], params["layers"])
+  return out
+
+
+def stack(params: dict[str, Any], layers: int) -> dict[str, Any]:
+  """The inverse of `unstack`."""
+  out = {k: v for k, v in params.items() if not k.startswith("layer_")}
+  trees = [params[f"layer_{i}"] for i in range(layers)]
+  out["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *trees)
+  return out
+
+
+def count_params(params: Any) -> int:
+  """Number of scalars in a tree of arrays."""
+  return sum(x.size for x in jax.tree.leaves(params))

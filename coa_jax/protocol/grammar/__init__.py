@@ -1,0 +1,1 @@
+"""Which texts a variant allows, as automata over bytes and over tokens."""

@@ -1,0 +1,175 @@
+"""A variant's yield points and its grammar, compiled to token automata.
+
+Decoding must stop after the token that completes a tool's closing tag, however the
+tokenizer splits that tag; and a constrained policy may write no token after which a
+well-formed trajectory could not follow. Both are automata over bytes, lifted to tokens:
+one table look-up per sampled token. Tokens with the same column share a class, so a
+150k vocabulary costs one number a token and a small table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from coa_jax.protocol.grammar.language import compile_grammar
+from coa_jax.protocol.grammar.regular import find_words
+from coa_jax.protocol.roles import Variant, close_tag, open_tag
+from coa_jax.protocol.tokens import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Automaton:
+  """Tables over states S and token classes C; state 0 is the start.
+
+  Attributes:
+    class_V: the class of each token.
+    next_SC: the state after a token.
+    stop_SC: 0, or 1 + the index in `tags` of the closing tag that the token completes.
+    tags: the closing tags that stop decoding (`Variant.yield_tags`).
+  """
+
+  class_V: np.ndarray
+  next_SC: np.ndarray
+  stop_SC: np.ndarray
+  tags: tuple[str, ...]
+
+
+def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Automaton:
+  """Compiles `variant.yield_tags` for a tokenizer.
+
+  Args:
+    variant: whose tools' and answer's closing tags stop decoding.
+    tokenizer: gives each id's bytes.
+    vocab_size: V of the model; ids past the tokenizer's own have no bytes.
+
+  Raises:
+    ValueError: the tokenizer has more ids than the model.
+  """
+  _check_fit(tokenizer, vocab_size)
+  next_SX, stop_S = find_words([t.encode() for t in variant.yield_tags])
+  # What a token does: the state after it, and the first tag that ended in it.
+  S = len(stop_S)
+  start = np.stack([np.arange(S), np.zeros(S, np.int64)])
+
+  def read(before_2S: np.ndarray, byte: int) -> np.ndarray:
+    state_S = next_SX[before_2S[0], byte]
+    return np.stack([state_S, np.maximum(before_2S[1], stop_S[state_S])])
+
+  _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
+  class_V, columns = _lift(tokenizer.bytes_of, vocab_size, start, read, byte_X)
+  next_SC, stop_SC = np.stack(columns, axis=-1).astype(np.int32)
+  return Automaton(class_V, next_SC, stop_SC, variant.yield_tags)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+  """A variant's grammar over tokens; state 0 is the start of what the policy writes.
+
+  Attributes:
+    class_V: the class of each token.
+    next_SC: the state after a token, or -1 where the token is not allowed.
+    resume_S: the state after an observation, or -1 in states that await none.
+    ends_S: True after the answer.
+  """
+
+  class_V: np.ndarray
+  next_SC: np.ndarray
+  resume_S: np.ndarray
+  ends_S: np.ndarray
+
+  def states(self, ids: Sequence[int], state: int = 0) -> list[int]:
+    """The state before each token and the one after all: len(ids) + 1 numbers.
+
+    -1 from the first token on that is not allowed.
+    """
+    out = [state]
+    for c in self.class_V[np.asarray(ids, np.int64)].tolist():
+      state = int(self.next_SC[state, c]) if state >= 0 else -1
+      out.append(state)
+    return out
+
+
+def compile_constraint(
+  variant: Variant, tokenizer: Tokenizer, vocab_size: int
+) -> Constraint:
+  """Compiles the variant's grammar for a tokenizer.
+
+  Control tokens (<|im_end|> and the like) are never allowed, nor are ids that stand for
+  no bytes; a tag is, as one added token or spelt out.
+
+  Raises:
+    ValueError: the tokenizer has more ids than the model, or cannot spell the tags.
+  """
+  _check_fit(tokenizer, vocab_size)
+  grammar = compile_grammar(variant)
+  tags = {f(n) for n in variant.tags for f in (open_tag, close_tag)}
+  banned = {i for i, name in tokenizer.added.items() if name not in tags}
+  texts = [b"" if i in banned else t for i, t in enumerate(tokenizer.bytes_of)]
+  next_SX = np.append(grammar.next_SX, np.full((1, 256), -1), axis=0)
+  _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
+  start = np.arange(len(grammar.ends_S))
+  class_V, columns = _lift(
+    texts, vocab_size, start, lambda before_S, byte: next_SX[before_S, byte], byte_X
+  )
+  # Class 0 is that of ids without bytes: they lead nowhere.
+  columns[0] = np.full_like(columns[0], -1)
+  next_SC = np.stack(columns, axis=-1)
+  stuck = (next_SC < 0).all(axis=1) & (grammar.resume_S < 0) & ~grammar.ends_S
+  if stuck.any():
+    raise ValueError(
+      "the tokenizer has no tokens for some bytes, so the grammar could not go on in "
+      f"{int(stuck.sum())} of {len(stuck)} states; a byte-level one has all 256"
+    )
+  small = np.int16 if len(stuck) < 2**15 else np.int32
+  return Constraint(class_V, next_SC.astype(small), grammar.resume_S, grammar.ends_S)
+
+
+def _check_fit(tokenizer: Tokenizer, vocab_size: int) -> None:
+  if tokenizer.vocab_size > vocab_size:
+    raise ValueError(
+      f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
+      f"{vocab_size} rows; set model.vocab_size to at least the former"
+    )
+
+
+def _lift(
+  texts: Sequence[bytes],
+  vocab_size: int,
+  start: np.ndarray,
+  read: Callable[[np.ndarray, int], np.ndarray],
+  byte_X: np.ndarray,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+  """class_V, and what the tokens of each class do; class 0 is that of no bytes.
+
+  Args:
+    texts: the bytes of each token; ids past them have none.
+    vocab_size: V.
+    start: what no bytes do.
+    read: what one more byte does.
+    byte_X: bytes with the same number do the same.
+  """
+  first = {int(n): b for b, n in reversed(list(enumerate(byte_X.reshape(-1))))}
+  same = bytes(first[int(n)] for n in byte_X.reshape(-1))
+  spelt: dict[bytes, list[int]] = {}
+  for token, t in enumerate(texts):
+    spelt.setdefault(t.translate(same), []).append(token)
+  classes = {start.tobytes(): 0}
+  columns, class_V = [start], np.zeros(vocab_size, np.int32)
+  # In order, so that a word finds its beginning's effect on the stack.
+  stack: list[np.ndarray] = [start]
+  last = b""
+  for word in sorted(spelt):
+    pairs = enumerate(zip(last, word, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(last), len(word)))
+    del stack[shared + 1 :]
+    for b in word[shared:]:
+      stack.append(read(stack[-1], b))
+    last = word
+    index = classes.setdefault(stack[-1].tobytes(), len(classes))
+    if index == len(columns):
+      columns.append(stack[-1])
+    class_V[spelt[word]] = index
+  return class_V, columns

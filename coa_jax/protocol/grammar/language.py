@@ -1,0 +1,351 @@
+"""A variant's rules as a byte automaton: which texts a policy may write.
+
+What `parser` judges after the fact is here a table that says, after every byte, whether
+a well-formed trajectory can still follow. Observations are not part of it: a tool's
+closing tag ends a turn, and the policy's next byte comes after the observation.
+
+Three corners are narrower than the parser: a `visual_inspector` call is JSON of one
+form only, so is a `tool` call (flat arguments; the names that the variant has), and
+white space is ASCII's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+
+import numpy as np
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.grammar.regular import (
+  ANY,
+  DIGITS,
+  WHITE,
+  WORD,
+  Language,
+  Table,
+  byte,
+  choice,
+  compile_language,
+  find_words,
+  many,
+  maybe,
+  minimise,
+  row,
+  text,
+)
+from coa_jax.protocol.roles import ANSWER, START, THINK, Variant
+
+_WHITE, _ANY = many(byte(WHITE)), many(byte(ANY))
+_NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+  """A variant's byte automaton; state 0 is the start of a trajectory.
+
+  Attributes:
+    next_SX: the state after a byte, or -1 where the byte is not allowed.
+    resume_S: where the text goes on after the observation, in states that a tool's
+      closing tag leads to (no byte is allowed there); -1 in others.
+    ends_S: True after the answer's closing tag.
+  """
+
+  next_SX: np.ndarray
+  resume_S: np.ndarray
+  ends_S: np.ndarray
+
+
+def _filled(first: frozenset[int], rest: Language) -> Language:
+  """White space, then something that begins with other bytes."""
+  return row(_WHITE, byte(first - WHITE), rest)
+
+
+def _block(name: Language, body: Language) -> Language:
+  blanks = many(byte(b" \t"))
+  return row(
+    text("```"), name, blanks, text("\n"), body, maybe(text("\n")), text("```")
+  )
+
+
+def _code() -> Language:
+  """As `roles.parse_code`: a program with something in it, maybe standard input."""
+  tick, other = byte(b"`"), byte(ANY - {ord("`")})
+  few = row(maybe(tick), maybe(tick))
+  body = row(many(row(few, other)), few)  # never three ticks in a row
+  ticks = row(tick, maybe(tick))
+  program = choice(
+    _filled(ANY - {ord("`")}, body),
+    row(_WHITE, ticks, maybe(row(other, body))),
+  )
+  py = _block(choice(text("py"), text("python")), program)
+  stdin = row(_WHITE, _block(text("sh"), body))
+  return row(_WHITE, py, maybe(stdin), _WHITE)
+
+
+def _image() -> Language:
+  """JSON with a file_path and maybe a question; strings without escapes."""
+  letters = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
+  gap = many(byte(b" "))
+
+  def field(name: str) -> Language:
+    return row(text(f'"{name}":'), gap, text('"'), letters, text('"'))
+
+  more = maybe(row(text(","), gap, field("question")))
+  body = row(text("{"), field("file_path"), more, text("}"))
+  return row(_WHITE, _block(text("json"), body), _WHITE)
+
+
+def _named(names: tuple[str, ...]) -> Language:
+  """JSON of a name and flat arguments: strings without escapes, integers, booleans."""
+  letters = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
+  gap = many(byte(b" "))
+  word = byte(frozenset(WORD) | frozenset(b".-"))
+  # Without a list up to eight letters: a longer bound only makes more states.
+  name = choice(*map(text, names)) if names else row(word, *[maybe(word)] * 7)
+  digits = row(byte(frozenset(b"123456789")), many(byte(DIGITS)))
+  number = row(maybe(text("-")), choice(text("0"), digits))
+  string = row(text('"'), letters, text('"'))
+  value = choice(string, number, text("true"), text("false"))
+  field = row(text('"'), letters, text('":'), gap, value)
+  fields = maybe(row(field, many(row(text(","), gap, field))))
+  head = row(text('{"name":'), gap, text('"'), name, text('"'))
+  body = row(text(","), gap, text('"arguments":'), gap, text("{"), fields, text("}}"))
+  return row(_WHITE, head, body, _WHITE)
+
+
+def _score(scores: str) -> Language:
+  """As `roles.check_score`: one number in all, one of `scores`."""
+  other = many(byte(ANY - DIGITS))
+  before = maybe(row(other, byte(ANY - DIGITS - {ord("-")})))
+  return row(before, byte(scores.encode()), other)
+
+
+def _graded(criteria: tuple[str, ...], grades: tuple[str, ...]) -> Language:
+  """As `roles.reflection_grades`: some criterion has some grade."""
+  criterion = choice(*(text(c, cased=False) for c in criteria))
+  grade = choice(*(text(g, cased=False) for g in grades))
+  end = maybe(row(byte(ANY - WORD), _ANY))
+  return row(_ANY, criterion, _WHITE, text(":"), _WHITE, grade, end)
+
+
+# What must be true of a span's content, and what decides what may follow it.
+_PASS = "pass"
+_POOR = "poor"
+
+
+def _rules(
+  role: str, graded: bool, names: tuple[str, ...]
+) -> tuple[list[Language], dict[str, Language]]:
+  """Languages that a role's content must be in, and languages whose names it earns."""
+  filled = _filled(ANY, _ANY)
+  if role == "code":
+    return [_code()], {}
+  if role == "visual_inspector":
+    return [_image()], {}
+  if role == roles.TOOL:
+    return [_named(names)], {}
+  if role == roles.DOUBLE_CHECK:
+    return [_score("1234")], {_PASS: _score("34")}
+  if role == roles.REFLECTION:
+    each = [_graded((c,), roles.GRADES) for c in roles.CRITERIA] if graded else []
+    return [filled, *each], {_POOR: _graded(roles.CRITERIA, ("poor",))}
+  return [filled], {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Content:
+  """A role's content and closing tag: `next_SX`, and what the tag's end earns.
+
+  `earns_S` is None but where the closing tag is complete and the content is as it must
+  be; then the names of `_rules` that it earned.
+  """
+
+  next_SX: np.ndarray
+  earns_S: list[frozenset[str] | None]
+
+
+@functools.cache
+def _content(role: str, graded: bool, names: tuple[str, ...]) -> _Content:
+  must, earned = _rules(role, graded, names)
+  close = text(roles.close_tag(role))
+  # A language's own table follows content and closing tag, whichever it is that a byte
+  # belongs to; the table of tags says where the first tag ends.
+  tables = [compile_language(row(part, close)) for part in (*must, *earned.values())]
+  tags, own = _tags(role)
+  # Bytes that no table tells apart take the same way: one of each is looked at.
+  columns = np.concatenate([t.next_SX for t in (tags, *tables)])
+  _, firsts, kind_X = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+  start = (0,) * (len(tables) + 1)
+  number = {start: 0}
+  states, rows, earns = [start], [], []
+  for current in states:  # grows as it runs
+    if tags.accepts_S[current[0]]:
+      # A tag ends here. It is this role's, or nothing may follow.
+      done = [
+        s >= 0 and bool(t.accepts_S[s])
+        for t, s in zip(tables, current[1:], strict=True)
+      ]
+      fine = current[0] == own and all(done[: len(must)])
+      names = zip(earned, done[len(must) :], strict=True)
+      earns.append(frozenset(n for n, yes in names if yes) if fine else None)
+      rows.append(np.full(256, -1))
+      continue
+    earns.append(None)
+    ways = [tags.next_SX[current[0], firsts]]
+    for table, s in zip(tables, current[1:], strict=True):
+      ways.append(table.next_SX[s, firsts] if s >= 0 else np.full(len(firsts), -1))
+    out = np.full(len(firsts), -1)
+    for kind, after in enumerate(zip(*(w.tolist() for w in ways), strict=True)):
+      if any(s < 0 for s in after[1 : 1 + len(must)]):
+        continue
+      if after not in number:
+        number[after] = len(states)
+        states.append(after)
+      out[kind] = number[after]
+    rows.append(out[kind_X.reshape(-1)])
+  kinds = {e: i for i, e in enumerate(dict.fromkeys(earns))}
+  next_SX, new_S = minimise(np.stack(rows), np.array([kinds[e] for e in earns]))
+  small: list[frozenset[str] | None] = [None] * len(next_SX)
+  for old, new in enumerate(new_S):
+    small[new] = earns[old]
+  return _Content(next_SX, small)
+
+
+def _tags(role: str) -> tuple[Table, int]:
+  """Where the first protocol tag of a text ends, and the state of `role`'s own."""
+  patterns = [f(n).encode() for n in _NAMES for f in (roles.open_tag, roles.close_tag)]
+  next_SX, stop_S = find_words(patterns)
+  own = 1 + patterns.index(roles.close_tag(role).encode())
+  return Table(next_SX, stop_S > 0), int(np.flatnonzero(stop_S == own)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Between two spans: what the rules of `parser` remember."""
+
+  last: str = START
+  thinking: bool = False
+  required: str | None = None
+  plans: int = 0
+  calls: int = 0
+
+  def allowed(self, variant: Variant) -> list[str]:
+    """Roles whose span may begin here."""
+    follows = variant.follows[self.last]
+    out = []
+    if not self.thinking and follows & variant.think_allowed:
+      out.append(THINK)
+    for role in (r for r in (*variant.roles, *variant.tools) if r in follows):
+      asked = variant.think_allowed if self.thinking else follows
+      if role not in asked or (not self.thinking and role in variant.think_required):
+        continue
+      if role == roles.PLAN and self.plans == variant.max_plans:
+        continue
+      if self.required in (roles.PLAN, ANSWER) and role != self.required:
+        continue
+      if role == ANSWER and (self.required == "redo" or self.calls < variant.min_calls):
+        continue
+      out.append(role)
+    return out
+
+  def entered(self, role: str, variant: Variant) -> _Place:
+    """What is still remembered inside a span of `role`."""
+    if role == THINK:
+      return dataclasses.replace(self, thinking=True)
+    plans = self.plans + (role == roles.PLAN)
+    calls = self.calls + (role in variant.tools)
+    # No more than the rules ask about, or there would be no end of states.
+    plans = plans if variant.max_plans is not None else 0
+    return _Place(role, plans=plans, calls=min(calls, variant.min_calls))
+
+  def closed(self, earned: frozenset[str]) -> _Place:
+    """What is remembered after a span whose content earned these names."""
+    if self.thinking:
+      return self
+    required = None
+    if self.last == roles.REFLECTION and _POOR in earned:
+      required = roles.PLAN
+    if self.last == roles.DOUBLE_CHECK:
+      required = ANSWER if _PASS in earned else "redo"
+    return dataclasses.replace(self, required=required)
+
+
+def compile_grammar(variant: Variant) -> Grammar:
+  """The byte automaton of everything that a policy may write in a variant."""
+  # States are ("open", place, begun), ("in", place, role, content state), and
+  # ("stop", place) after a tool's or the answer's closing tag.
+  start = ("open", _Place(), "")
+  number: dict[tuple, int] = {start: 0}
+  states, rows = [start], []
+
+  def index(state: tuple) -> int:
+    if state not in number:
+      number[state] = len(states)
+      states.append(state)
+    return number[state]
+
+  for current in states:  # grows as it runs
+    rows.append(out := np.full(256, -1))
+    if current[0] == "stop":
+      if current[1].last != ANSWER:
+        index(("open", current[1], ""))
+    elif current[0] == "open":
+      _, place, begun = current
+      if not begun:
+        for b in WHITE:
+          out[b] = index(current)
+      for role in place.allowed(variant):
+        tag = roles.open_tag(role)
+        if tag.startswith(begun):
+          so_far = tag[: len(begun) + 1]
+          if so_far == tag:
+            entered = place.entered(role, variant)
+            out[ord(tag[-1])] = index(("in", entered, role, 0))
+          else:
+            out[ord(so_far[-1])] = index(("open", place, so_far))
+    else:
+      _, place, role, inner = current
+      names = tuple(variant.named) if role == roles.TOOL else ()
+      content = _content(role, variant.graded, names)
+      for b, after in enumerate(content.next_SX[inner].tolist()):
+        if after < 0:
+          continue
+        earned = content.earns_S[after]
+        if earned is None:
+          out[b] = index(("in", place, role, after))
+          continue
+        then = place.closed(earned)
+        stops = role == ANSWER or role in variant.tools
+        out[b] = index(("stop", then) if stops else ("open", then, ""))
+  resume = np.full(len(states), -1)
+  ends = np.zeros(len(states), bool)
+  for i, s in enumerate(states):
+    if s[0] == "stop":
+      ends[i] = s[1].last == ANSWER
+      resume[i] = -1 if ends[i] else number["open", s[1], ""]
+  return _trimmed(np.stack(rows), resume, ends)
+
+
+def _trimmed(next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray) -> Grammar:
+  """Without ways that lead to no end, and without states that nothing tells apart."""
+  before: list[set[int]] = [set() for _ in ends_S]
+  for state, after in enumerate(next_SX):
+    for target in {*after.tolist(), int(resume_S[state])} - {-1}:
+      before[target].add(state)
+  alive = set(np.flatnonzero(ends_S).tolist())
+  queue = collections.deque(alive)
+  while queue:
+    for state in before[queue.popleft()] - alive:
+      alive.add(state)
+      queue.append(state)
+  live = sorted(alive)
+  number_S = np.full(len(ends_S) + 1, -1)  # the last stands for no state
+  number_S[live] = np.arange(len(live))
+  # Resuming is one more way out of a state, as a 257th byte.
+  table = number_S[np.concatenate([next_SX, resume_S[:, None]], axis=1)[live]]
+  small, new_S = minimise(table, ends_S[live].astype(int))
+  ends = np.zeros(len(small), bool)
+  ends[new_S[ends_S[live]]] = True
+  return Grammar(small[:, :256], small[:, 256], ends)

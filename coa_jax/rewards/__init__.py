@@ -1,0 +1,43 @@
+"""How an answer earns reward: where it stands in a text, and what text alone can judge.
+
+`grader` is the whole reward of a trajectory, hidden tests and judges included.
+"""
+
+from __future__ import annotations
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.roles import ANSWER
+from coa_jax.rewards import math, qa
+from coa_jax.tasks.task import Kind, Task
+
+
+def written_answer(text: str) -> str | None:
+  """The content of the last closed `answer` span, stripped; None where there is none.
+
+  Observations are escaped in the text of a trajectory, so none can pass for an answer.
+  """
+  before, closing, _ = text.rpartition(roles.close_tag(ANSWER))
+  _, opening, content = before.rpartition(roles.open_tag(ANSWER))
+  return content.strip() if closing and opening else None
+
+
+def grade(task: Task, prediction: str | None) -> float:
+  """The answer reward of `prediction`: 1.0 right, 0.0 wrong or missing.
+
+  Args:
+    task: what was asked; its kind chooses the grader.
+    prediction: the content of the `answer` span; None where there is none.
+
+  Raises:
+    ValueError: the task is a code task, whose hidden tests have to be run.
+  """
+  if task.kind == Kind.CODE:
+    raise ValueError(
+      f"task {task.id!r}: code tasks need hidden tests; their reward comes from "
+      "running task.meta['tests'] in the sandbox, not from comparing text"
+    )
+  if prediction is None:
+    return 0.0
+  if task.kind == Kind.MATH:
+    return float(math.equivalent(prediction, task.answers))
+  return float(qa.every_part(prediction, task.answers))

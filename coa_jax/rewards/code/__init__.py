@@ -1,0 +1,1 @@
+"""Rewards for programs: hidden tests, run in the jail."""

@@ -1,0 +1,376 @@
+"""Rewards for programs: hidden tests, run in the jail.
+
+The released schemas (arXiv 2508.13167, data of its code agent) are `stdin` +
+`expected_output`, `functional` (asserts), `test_code` + `entry_point` (asserts, with an
+`import_prefix`) and `inputs` + `outputs` (with `fn_name`: calls, else stdin).
+
+The graded program never shares a process, nor a run, with what is expected of it. A
+program that reads stdin prints, and the host compares. Calls are made in one run and
+their plain results compared in another (asserts) or on the host (`fn_name`): see
+`code_inside`. So a hostile program can print, patch, walk and exit as it likes; it
+gains nothing but by the right answer to an input it was given. What asserts do with a
+result they do in a jail as well: tests that `eval` a string would let it speak there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import json
+import re
+import secrets
+import threading
+from typing import Any
+
+from coa_jax.rewards.code import inside as code_inside
+from coa_jax.rewards.code.tests import Tests, read_tests, same_output
+from coa_jax.rewards.graded import Graded, Ungradable
+from coa_jax.tasks.task import Task
+from tools_sandbox.client import BACKENDS, RemoteConfig, Result, Sandbox, Verdict
+
+_OUTPUT_BYTES = 8 << 20  # of each stream; what is longer is cut, hence wrong
+_ROUNDS = 400  # between tests and program; each settles a call of every unfinished test
+_INSIDE = inspect.getsource(code_inside)
+_FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # its language, its content
+_PYTHON = re.compile(r"(py(thon)?[\d.]*)?", re.IGNORECASE)
+# What graders of such tasks let a program use without an import (as LiveCodeBench).
+_PRELUDE = """
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random
+import re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from typing import *
+from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, sqrt
+"""
+
+
+class Outcome(enum.StrEnum):
+  """How a program met its tests: the first failure that was seen."""
+
+  PASSED = "passed"
+  WRONG = "wrong"  # another value or text than expected
+  RAISED = "raised"  # it, or the test of its result, raised or exited
+  TIMEOUT = "timeout"
+  MEMORY = "memory"
+  MISSING = "missing"  # there is no program
+
+
+_OUTCOMES = {Verdict.TIMEOUT: Outcome.TIMEOUT, Verdict.MEMORY: Outcome.MEMORY}
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeConfig:
+  """Config section `reward.code`: hidden tests.
+
+  Attributes:
+    partial: reward the share of tests passed; False: 1.0 for all of them, and the first
+      failure ends the grading.
+    sandbox: jail; remote, services that run programs; or subprocess where the machine
+      cannot build jails and no program is hostile (tools_sandbox/README.md).
+    remote: the services, where `sandbox` is remote.
+    workers: programs that run at once.
+    test_s: wall and CPU seconds of one test.
+    total_s: seconds of all tests of one answer; tests that get none fail as timeout.
+    memory_mb: MiB of one run.
+    tolerance: absolute or relative error of a printed number whose expected text has a
+      decimal point.
+  """
+
+  partial: bool = False
+  sandbox: str = "jail"
+  remote: RemoteConfig | None = None
+  workers: int = 2
+  test_s: float = 6.0
+  total_s: float = 60.0
+  memory_mb: int = 1024
+  tolerance: float = 1e-6
+
+  def __post_init__(self):
+    if self.sandbox not in BACKENDS:
+      raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
+    if (self.sandbox == "remote") != (self.remote is not None):
+      raise ValueError("remote: the services of sandbox='remote', and of no other")
+    if min(self.workers, self.memory_mb) < 1 or min(self.test_s, self.total_s) <= 0:
+      raise ValueError("workers, memory_mb, test_s and total_s must be above 0")
+    if self.tolerance < 0:
+      raise ValueError("tolerance must be at least 0")
+
+
+def program_of(answer: str) -> str:
+  """The last fenced block of an answer that may be Python; all of it where none is."""
+  answer = answer.replace("\r\n", "\n")
+  fenced = _FENCE.findall(answer)
+  blocks = [block for lang, block in fenced if _PYTHON.fullmatch(lang.strip())]
+  return blocks[-1] if blocks else answer
+
+
+class CodeGrader:
+  """Runs hidden tests; threads may share it. Close it after use."""
+
+  def __init__(self, config: CodeConfig):
+    """Opens the sandbox; its processes start with the first program.
+
+    Raises:
+      ValueError: this machine cannot build the jail; the message says what it lacks.
+    """
+    self.config = config
+    self._lock = threading.Lock()
+    try:
+      self._sandbox = Sandbox(
+        slots=config.workers,
+        memory_mb=config.memory_mb,
+        output_bytes=_OUTPUT_BYTES,
+        backend=config.sandbox,
+        remote=config.remote,
+      )
+    except RuntimeError as e:
+      raise ValueError(f"reward.code.sandbox={config.sandbox!r}: {e}") from e
+
+  def close(self) -> None:
+    """Ends every program."""
+    self._sandbox.close()
+
+  def grade(self, task: Task, answer: str | None) -> Graded:
+    """1.0 where the answer's program passes all tests, or the share of them it passes.
+
+    Raises:
+      Ungradable: the sandbox failed, or the tests themselves are broken.
+      ValueError: the task's tests are in no known form.
+    """
+    tests = read_tests(task)
+    if answer is None or not program_of(answer).strip():
+      return Graded(0.0, {"outcome": Outcome.MISSING.value})
+    grading = _Grading(self._sandbox, self.config, task.id, program_of(answer))
+    if tests.source:
+      grading.asserts(tests)
+    elif tests.function:
+      grading.calls(tests)
+    else:
+      grading.prints(tests)
+    return grading.graded()
+
+
+class _Grading:
+  """One program and its tests."""
+
+  def __init__(self, sandbox: Sandbox, config: CodeConfig, task_id: str, program: str):
+    self.sandbox, self.config = sandbox, config
+    self.task_id, self.program = task_id, program
+    self.left = config.total_s
+    self.outcomes: list[Outcome] = []
+    self.death = Outcome.RAISED  # how the program last ended before its answers
+
+  def graded(self) -> Graded:
+    passed = sum(o == Outcome.PASSED for o in self.outcomes)
+    failures = [o for o in self.outcomes if o != Outcome.PASSED]
+    share = passed / len(self.outcomes)
+    answer = share if self.config.partial else float(not failures)
+    outcome = failures[0] if failures else Outcome.PASSED
+    record = {"outcome": outcome.value, "passed": passed, "seen": len(self.outcomes)}
+    return Graded(answer, record)
+
+  @property
+  def decided(self) -> bool:
+    """Whether no further test can change the reward."""
+    return not self.config.partial and any(o != Outcome.PASSED for o in self.outcomes)
+
+  def run(self, program: str, stdin: str, seconds: float, timed: bool = True) -> Result:
+    """A run; where it is `timed`, within what is left of the program's time.
+
+    A failure of the service is tried twice.
+
+    Raises:
+      Ungradable: it failed twice.
+    """
+    if timed:
+      seconds = min(seconds, max(self.left, 0.1))
+    for _ in range(2):
+      try:
+        result = self.sandbox.run(program, stdin, seconds)
+      except RuntimeError as e:  # closed
+        raise Ungradable(f"task {self.task_id!r}: {e}") from e
+      except ValueError:  # more characters than the sandbox takes
+        return Result("", "too long", -9, Verdict.MEMORY, 0.0)
+      if result.verdict != Verdict.INFRASTRUCTURE:
+        self.left -= result.seconds if timed else 0.0
+        return result
+    raise Ungradable(
+      f"task {self.task_id!r}: the sandbox failed: {result.stderr!r:.300}"
+    )
+
+  def prints(self, tests: Tests) -> None:
+    """Tests by what the program prints."""
+    for given, wanted in zip(tests.inputs, tests.expected, strict=True):
+      if self.left <= 0:
+        self.outcomes.append(Outcome.TIMEOUT)
+      else:
+        result = self.run(self.program, given, self.config.test_s)
+        if result.verdict != Verdict.OK:
+          self.outcomes.append(_OUTCOMES.get(result.verdict, Outcome.RAISED))
+        elif same_output(result.stdout, wanted, self.config.tolerance):
+          self.outcomes.append(Outcome.PASSED)
+        else:
+          self.outcomes.append(Outcome.WRONG)
+      if self.decided:
+        return
+
+  def calls(self, tests: Tests) -> None:
+    """Tests by what a function returns, compared here."""
+    asked = {}
+    for n, given in enumerate(tests.inputs):
+      root = {"name": tests.function}
+      args, kwargs = (code_inside.encode(v, {}) for v in (given, {}))
+      asked[f"{n}.0"] = {"root": root, "names": [], "args": args, "kwargs": kwargs}
+    replies: dict[str, str | None] = {}
+    while len(replies) < len(asked):
+      self.answers({k: c for k, c in asked.items() if k not in replies}, "", replies)
+      for n in range(len(self.outcomes), len(replies)):
+        self.outcomes.append(self._compare(replies[f"{n}.0"], tests.expected[n]))
+      if self.decided:
+        return
+
+  def _compare(self, reply: str | None, expected: Any) -> Outcome:
+    if reply is None:
+      return self.death
+    try:
+      message = json.loads(reply)
+      if "raised" in message:
+        return Outcome.RAISED
+      value = _plain(message["value"]["root"])
+      # Some sets wrap every output into a list of one.
+      wrapped = isinstance(expected, list) and len(expected) == 1
+      right = value == expected or (wrapped and value == expected[0])
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+      return Outcome.WRONG
+    return Outcome.PASSED if right else Outcome.WRONG
+
+  def asserts(self, tests: Tests) -> None:
+    """Tests by asserts, which run where the program is not."""
+    known: dict[str, tuple[Any, str | None]] = {}
+    for _ in range(_ROUNDS):
+      needs, verdicts = self._tests_round(tests, known)
+      if not needs:
+        self.outcomes = [self._outcome(v) for v in verdicts]
+        return
+      # Objects live as long as a run does, so what made them is done again.
+      stateful = any(
+        "handle" in call["root"] or (reply and '"opaque"' in reply)
+        for call, reply in known.values()
+      )
+      asked = {k: call for k, (call, _) in known.items()} if stateful else {}
+      asked = dict(sorted({**asked, **needs}.items(), key=lambda item: _place(item[0])))
+      replies: dict[str, str | None] = {}
+      self.answers(asked, tests.prefix, replies)
+      for key, reply in replies.items():
+        if key in needs or reply is None:
+          known[key] = (asked[key], reply)
+      if None in replies.values() and not self.config.partial:
+        self.outcomes = [self.death]
+        return
+    self.outcomes = [Outcome.TIMEOUT]
+
+  def _outcome(self, verdict: str) -> Outcome:
+    named = {"passed": Outcome.PASSED, "wrong": Outcome.WRONG, "dead": self.death}
+    return named.get(verdict, Outcome.RAISED)
+
+  def _tests_round(
+    self, tests: Tests, known: dict[str, tuple[Any, str | None]]
+  ) -> tuple[dict[str, Any], list[str]]:
+    """Runs the tests with what is known: the calls they need, or their verdicts.
+
+    Raises:
+      Ungradable: they are broken.
+    """
+    nonce = secrets.token_hex(16)
+    request = {
+      "nonce": nonce,
+      "prefix": tests.prefix,
+      "source": tests.source,
+      "entry": tests.entry,
+      "known": known,
+    }
+    program = _INSIDE + "\nrun_tests()\n"
+    result = self.run(program, json.dumps(request), 30.0, timed=False)
+    for line in result.stdout.split("\n"):
+      if line.startswith(nonce + " "):
+        reply = json.loads(line.removeprefix(nonce))
+        nothing = "broken" not in reply and not (reply["needs"] or reply["verdicts"])
+        if "broken" in reply or (nothing and not known):
+          why = reply.get("broken", "nothing in them can fail")
+          raise Ungradable(f"task {self.task_id!r}: its hidden tests are broken: {why}")
+        # A loop over an empty result tests nothing; that is no pass.
+        return dict(reply["needs"]), reply["verdicts"] or ["wrong"]
+    if not known:
+      raise Ungradable(
+        f"task {self.task_id!r}: its hidden tests end by themselves with "
+        f"{result.verdict.value}: {result.stderr!r:.300}"
+      )
+    return {}, ["too much for the tests"]  # what it returned cannot be handled
+
+  def answers(
+    self, asked: dict[str, Any], prefix: str, replies: dict[str, str | None]
+  ) -> None:
+    """Puts calls to the program; fills in its replies up to where it died.
+
+    A reply is JSON text as it came; None for the call in which the program died, or
+    which it answered twice. Calls after that one have none.
+    """
+    if self.left <= 0:
+      self.death = Outcome.TIMEOUT
+      replies.update(dict.fromkeys(asked))
+      return
+    nonce = secrets.token_hex(16)
+    request = {
+      "nonce": nonce,
+      "prelude": _PRELUDE,
+      "prefix": prefix,
+      "program": self.program,
+      "seconds": self.config.test_s,
+      "calls": list(asked.items()),
+    }
+    program = _INSIDE + "\nanswer_calls()\n"
+    seconds = self.config.test_s * (len(asked) + 1)
+    result = self.run(program, json.dumps(request), seconds)
+    said: dict[str, str | None] = {}
+    for line in result.stdout.split("\n"):
+      head, _, rest = line.partition(" ")
+      key, _, reply = rest.partition(" ")
+      if head == nonce:
+        said[key] = None if key in said else reply
+    for key in asked:
+      replies[key] = said.get(key)
+      if replies[key] is None:
+        self.death = _OUTCOMES.get(result.verdict, Outcome.RAISED)
+        if result.exit_code == -_ALARM:
+          self.death = Outcome.TIMEOUT
+        return
+
+
+_ALARM = 14  # SIGALRM, by which a call ends that takes too long
+
+
+def _place(key: str) -> tuple[int, ...]:
+  return tuple(map(int, key.split(".")))
+
+
+def _plain(value: Any) -> Any:
+  """An encoded value as JSON writes what is expected: tuples are lists, keys text.
+
+  Nothing but text is hashed: a program can choose numbers of equal hashes, and over a
+  set of those this whole process would stand still.
+
+  Raises:
+    TypeError, ValueError: JSON can not write it, so it is not what is expected.
+  """
+  if not isinstance(value, dict):
+    return value
+  ((kind, inner),) = value.items()
+  if kind in ("list", "tuple"):
+    return [_plain(v) for v in inner]
+  if kind != "dict" or any(isinstance(k, dict) for k, _ in inner):
+    raise TypeError(f"a {kind} is no JSON")
+  return {str(k): _plain(v) for k, v in inner}

@@ -1,0 +1,338 @@
+"""The reward of trajectories: who judges a task's answer, and what else counts.
+
+A task's source, or else its kind, says which grader judges its answers: `qa`, `math`,
+`code` (hidden tests), `judge` (a language model), or a function of the user's own.
+All but `qa` grade in threads of their own: a slow verdict holds up no decoding.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import importlib
+import logging
+import numbers
+import os
+import threading
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+import numpy as np
+
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Status, Trajectory
+from coa_jax.rewards import math, qa, shaping, written_answer
+from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
+from coa_jax.rewards.code.tests import read_tests
+from coa_jax.rewards.graded import Graded, Ungradable
+from coa_jax.rewards.judge import Judge, JudgeConfig
+from coa_jax.rewards.shaping import ShapingConfig
+from coa_jax.tasks.task import Kind, Task
+
+GRADERS = ("qa", "math", "code", "judge")
+# How a `|`-joined answer is read, or how near it comes, in training and in evaluation.
+_Match = Callable[[str, Sequence[str]], float]
+MATCHES: dict[str, tuple[_Match, _Match]] = {
+  "every": (qa.every_part, qa.every_part),
+  "first": (qa.first_part, qa.first_part),
+  "f1": (qa.every_part_f1, qa.first_part_f1),
+}
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+  """Config section `reward`.
+
+  Attributes:
+    graders: source or kind of a task -> qa, math, code, judge, or
+      "package.module:function", called with (task, answer or None, trajectory), that
+      returns a number from 0 to 1, or a dict of numbers with "answer" among them (the
+      others are on record as `part_NAME`), and may raise `graded.Ungradable`. A source
+      goes before a kind; each kind has the grader of its name otherwise.
+    match: of qa in training: every (each part of a `|`-joined answer must be right),
+      first (the first part), or f1 (the mean of the parts' token F1).
+    match_eval: the same in evaluation, where f1 is that of the first part.
+    shaping: what counts besides the answer.
+    code: limits of hidden tests.
+    judge: the endpoint of the judge.
+    workers: trajectories graded at once.
+    max_failures: trajectories in a row that no grader can judge at which the run stops.
+  """
+
+  graders: dict[str, str] = dataclasses.field(default_factory=dict)
+  match: str = "every"
+  match_eval: str = "first"
+  shaping: ShapingConfig = dataclasses.field(default_factory=ShapingConfig)
+  code: CodeConfig = dataclasses.field(default_factory=CodeConfig)
+  judge: JudgeConfig | None = None
+  workers: int = 8
+  max_failures: int = 256
+
+  def __post_init__(self):
+    for field, match in (("match", self.match), ("match_eval", self.match_eval)):
+      if match not in MATCHES:
+        raise ValueError(f"{field} {match!r}; accepted: {', '.join(MATCHES)}")
+    for key, grader in self.graders.items():
+      if grader not in GRADERS and ":" not in grader:
+        raise ValueError(
+          f"graders[{key!r}] is {grader!r}; accepted: {', '.join(GRADERS)}, or "
+          "'package.module:function'"
+        )
+    judged = sorted(key for key, grader in self.graders.items() if grader == "judge")
+    if judged and self.judge is None:
+      raise ValueError(f"graders: {judged[0]!r} needs reward.judge, an endpoint")
+    if self.judge is not None and not judged:
+      raise ValueError(
+        "judge: no entry of graders asks it, e.g. graders={'qa': 'judge'}"
+      )
+    if min(self.workers, self.max_failures) < 1:
+      raise ValueError("workers and max_failures must be at least 1")
+
+  def kept_in(self, folder: str) -> RewardConfig:
+    """The same, the judge's verdicts in this folder where no file is named.
+
+    So a run that is interrupted asks for none again, and none can be another one.
+    """
+    if self.judge is None or self.judge.cache is not None:
+      return self
+    cache = os.path.join(folder, "verdicts.jsonl")
+    return dataclasses.replace(self, judge=dataclasses.replace(self.judge, cache=cache))
+
+
+_Grade = Callable[[Task, str | None, Trajectory], Graded]
+
+
+class Grader:
+  """Grades trajectories; threads may share it. Use `with`, or close it."""
+
+  def __init__(self, config: RewardConfig | None = None):
+    """Opens nothing yet: `check` does, or the first task of its kind.
+
+    The rewards are the default ones where there is no config.
+    """
+    self.config = config or RewardConfig()
+    self._lock = threading.Lock()
+    self._open: dict[str, _Grade] = {}
+    self._closing: list[CodeGrader | Judge] = []
+    self._failures = 0  # in a row
+    self._pool = concurrent.futures.ThreadPoolExecutor(
+      self.config.workers, thread_name_prefix="grade"
+    )
+
+  def __enter__(self) -> Grader:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends what grades; trajectories not graded by then stay so."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+    with self._lock:
+      closing, self._closing = self._closing, []
+    for service in closing:
+      service.close()
+    self._pool.shutdown()
+
+  def grader_of(self, task: Task) -> str:
+    """Which grader judges a task."""
+    graders = self.config.graders
+    return graders.get(task.source) or graders.get(task.kind.value) or task.kind.value
+
+  def check(self, tasks: Sequence[Task], max_len: int) -> None:
+    """Refuses tasks that could not be graded, and graders that cannot be opened.
+
+    A key of `graders` must be a kind, or a source of these tasks: a misspelt one would
+    leave them to another grader.
+
+    Args:
+      tasks: all that are to be graded, those of every data set.
+      max_len: tokens that a trajectory may have in all.
+
+    Raises:
+      ValueError: the message names the task or the config field.
+    """
+    overlong = self.config.shaping.overlong
+    if overlong is not None and overlong.limit > max_len:
+      raise ValueError(
+        f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
+        f"{max_len}: no trajectory gets that long"
+      )
+    kinds, sources = list(Kind), sorted({t.source for t in tasks} - {""})
+    for key in self.config.graders:
+      if key not in (*kinds, *sources):
+        raise ValueError(
+          f"reward.graders: {key!r} is neither a kind ({', '.join(kinds)}) nor a "
+          f"source of these tasks ({', '.join(sources) or 'they have none'})"
+        )
+    for task in tasks:
+      name = self.grader_of(task)
+      if name == "code":
+        read_tests(task)
+      elif task.kind == Kind.CODE and name in ("qa", "math"):
+        raise ValueError(
+          f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
+          "compare their text"
+        )
+      if name != "qa":
+        self._opened(name)
+
+  def submit(
+    self,
+    task: Task,
+    trajectory: Trajectory,
+    variant: Variant,
+    evaluation: bool = False,
+  ) -> concurrent.futures.Future[None]:
+    """As `grade`, in the background; what text alone decides is done at once."""
+    if self.grader_of(task) != "qa":
+      return self._pool.submit(self.grade, task, trajectory, variant, evaluation)
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self.grade(task, trajectory, variant, evaluation)
+    done.set_result(None)
+    return done
+
+  def grade(
+    self,
+    task: Task,
+    trajectory: Trajectory,
+    variant: Variant,
+    evaluation: bool = False,
+  ) -> None:
+    """Gives a finished trajectory its reward, the parts of it, and a record in `meta`.
+
+    One without accepted answers, or that the infrastructure failed, is left as it is.
+    One that nothing can be said of becomes `infrastructure`, without a reward.
+
+    Args:
+      task: what was asked.
+      trajectory: the attempt.
+      variant: the dialect that it should obey.
+      evaluation: whether answers to QA are read by `match_eval`, and their token F1 is
+        on record.
+
+    Raises:
+      ValueError: a grader of the user's own fails or returns nonsense; or
+        `max_failures` in a row could not be graded.
+    """
+    if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
+      return
+    try:
+      written = written_answer(trajectory.text)
+      graded = self.answer(task, written, trajectory, evaluation)
+    except Ungradable as e:
+      trajectory.status = Status.INFRASTRUCTURE
+      trajectory.meta["ungraded"] = str(e)
+      _log.warning("%s", e)
+      self._count_failure(str(e))
+      return
+    self._failures = 0
+    reward, parts = shaping.shape(
+      self.config.shaping, graded.answer, trajectory, variant
+    )
+    trajectory.reward, trajectory.reward_parts = reward, {**parts, **graded.parts}
+    if graded.record:
+      trajectory.meta["graded"] = graded.record
+
+  def answer(
+    self,
+    task: Task,
+    answer: str | None,
+    trajectory: Trajectory,
+    evaluation: bool = False,
+  ) -> Graded:
+    """The verdict on an answer alone, without shaping; None is no answer.
+
+    Raises:
+      Ungradable: nothing can be said of it.
+      ValueError: a grader of the user's own fails or returns nonsense.
+    """
+    name = self.grader_of(task)
+    if name == "qa":
+      return self._qa(task, answer, evaluation)
+    return self._opened(name)(task, answer, trajectory)
+
+  def _count_failure(self, why: str) -> None:
+    self._failures += 1
+    if self._failures >= self.config.max_failures:
+      raise ValueError(
+        f"{self._failures} trajectories in a row could not be graded; the last: {why}. "
+        "Mend it and start again on the same workdir"
+      )
+
+  def _opened(self, name: str) -> _Grade:
+    with self._lock:
+      if name not in self._open:
+        self._open[name] = self._make(name)
+      return self._open[name]
+
+  def _make(self, name: str) -> _Grade:
+    if name == "math":
+      return _math
+    if name == "code":
+      service = CodeGrader(self.config.code)
+    elif name == "judge":
+      service = Judge(self.config.judge)
+    else:
+      return _Custom(name)
+    self._closing.append(service)
+    return lambda task, answer, _: service.grade(task, answer)
+
+  def _qa(self, task: Task, answer: str | None, evaluation: bool) -> Graded:
+    match = self.config.match_eval if evaluation else self.config.match
+    answer = answer or ""
+    value = float(MATCHES[match][evaluation](answer, task.answers))
+    f1 = {"f1": qa.first_part_f1(answer, task.answers)} if evaluation else {}
+    return Graded(value, parts=f1)
+
+
+def _math(task: Task, answer: str | None, _: Trajectory) -> Graded:
+  if answer is None:
+    return Graded(0.0)
+  try:
+    return Graded(float(math.equivalent(answer, task.answers)))
+  except RuntimeError as e:  # its process does not start, or gets no CPU time
+    raise Ungradable(f"task {task.id!r}: {e}") from e
+
+
+class _Custom:
+  """A reward function of the user's own."""
+
+  def __init__(self, path: str):
+    """Imports it.
+
+    Raises:
+      ValueError: there is no such module or function.
+    """
+    self._path = path
+    module, _, name = path.partition(":")
+    try:
+      self._function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+      raise ValueError(f"reward.graders: {path!r} cannot be imported: {e}") from e
+    if not callable(self._function):
+      raise ValueError(f"reward.graders: {path!r} is no function")
+
+  def __call__(self, task: Task, answer: str | None, trajectory: Trajectory) -> Graded:
+    where = f"reward function {self._path} on task {task.id!r}"
+    try:
+      value = self._function(task, answer, trajectory)
+    except Ungradable:
+      raise
+    except Exception as e:
+      raise ValueError(f"{where} raised {type(e).__name__}: {e}") from e
+    parts = dict(value) if isinstance(value, dict) else {"answer": value}
+    for name, part in parts.items():
+      number = isinstance(part, numbers.Real | np.bool_) and isfinite(part)
+      if not isinstance(name, str) or not number:
+        raise ValueError(f"{where} gave {name!r}: {part!r}; it must be a finite number")
+    answer_part = parts.pop("answer", None)
+    if answer_part is None or not 0 <= answer_part <= 1:
+      raise ValueError(
+        f"{where} gave 'answer' {answer_part!r}; it must be from 0 to 1 (shaping adds "
+        "penalties)"
+      )
+    # The log is one table: a part called `loss` must not pass for the loss.
+    named = {f"part_{k}": float(v) for k, v in parts.items()}
+    return Graded(float(answer_part), parts=named)

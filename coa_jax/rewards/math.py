@@ -1,0 +1,214 @@
+r"""Mathematical equivalence of an answer and the gold ones.
+
+Plain numbers are compared exactly, in process. Everything else goes to math-verify
+(sympy) in a child process: an answer such as `9^{9^{9^9}}` makes sympy compute without
+end, math-verify's own time limit is a signal that only a main thread may use, and a
+rollout grades from many threads. A child can be killed; it also caps its own memory.
+
+math-verify's verdict stands, with few exceptions. Right answers that it refuses and we
+accept: numbers that it cannot read (`notation`), units and number words that it
+does not know (`18 dollars`, `5 million`), inequalities for intervals (`math_inside`),
+clocks and ratios (`math_text`). The wrong answers that it pays for are in `math_text`.
+Like math-verify this lets a unit or a base be left out and converts none: who is asked
+for 5 in base two must not be paid for `5`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fractions
+import json
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from coa_jax.rewards import math_text, notation
+from coa_jax.rewards.notation import MAX_CHARS, number
+
+# CPU seconds for one comparison (math-verify allows 5 too). Past them the answer is
+# wrong; CPU and not wall time, so that a busy machine cannot change a verdict.
+CPU_SECONDS = 5
+# Wall seconds for a comparison, or for the child to import sympy, on a busy machine.
+_WALL_SECONDS = 120.0
+
+_BOXED = re.compile(r"\\boxed\s*\{")
+# Blanks that tell no two answers apart: all but those between two fields of digits, two
+# words, the parts of a list of numbers (`1, 234`), or after a backslash.
+_IDLE_BLANK = re.compile(r"(?<![\w.,\\])\s+|(?<!\\)\s+(?![\w.,])")
+
+
+def equivalent(prediction: str, answers: Sequence[str]) -> bool:
+  r"""True where the prediction equals one of the answers mathematically.
+
+  Args:
+    prediction: the content of an `answer` span; its last `\boxed{}` counts where it has
+      one, else all of it.
+    answers: gold answers, each a plain string or LaTeX, with or without `$`.
+
+  Raises:
+    RuntimeError: the comparing process cannot be started, or gets no CPU time.
+  """
+  prediction = final_answer(prediction)
+  if not prediction or len(prediction) > MAX_CHARS:
+    return False
+  return any(_equal(prediction, final_answer(gold)) for gold in answers)
+
+
+def final_answer(text: str) -> str:
+  r"""The content of the last balanced `\boxed{}`, or all of `text`, stripped.
+
+  A full stop, quotes around it and one pair of `$` are taken off: the released prompt
+  asks for `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
+  """
+  boxed = _last_boxed(text)
+  text = (text if boxed is None else boxed).strip()
+  if text.endswith(".") and not text.endswith(".."):
+    text = text[:-1].rstrip()
+  for quote in ("$", "'", '"'):
+    inner = text[1:-1]
+    if len(text) > 1 and text[0] == text[-1] == quote and quote not in inner:
+      text = inner.strip()
+  return text
+
+
+def _last_boxed(text: str) -> str | None:
+  boxes = list(_BOXED.finditer(text))
+  if not boxes:
+    return None
+  start = boxes[-1].end()
+  depth = 1
+  for i in range(start, len(text)):
+    depth += {"{": 1, "}": -1}.get(text[i], 0)
+    if depth == 0:
+      return text[start:i]
+  return None
+
+
+def _equal(prediction: str, gold: str) -> bool:
+  if _IDLE_BLANK.sub("", prediction) == _IDLE_BLANK.sub("", gold):
+    return True
+  ours, theirs = number(prediction), number(gold)
+  if ours is None or theirs is None:
+    prediction, gold = notation.spelled_out(prediction), notation.spelled_out(gold)
+    if math_text.units_differ(prediction, gold):
+      return False
+    prediction, gold = notation.without_words(prediction), notation.without_words(gold)
+    ours, theirs = number(prediction), number(gold)
+  if ours is not None and theirs is not None:
+    return ours == theirs or ("." in prediction + gold and _rounded(ours, theirs))
+  verdict = math_text.verdict(prediction, gold)
+  if verdict is not None:
+    return verdict
+  kept = math_text.without_false_units
+  return _VERIFIER.ask(kept(prediction), kept(gold))
+
+
+def _rounded(one: fractions.Fraction, other: fractions.Fraction) -> bool:
+  """Whether a decimal stands for a fraction: equal to six places, as in math-verify.
+
+  Also to three digits, or 0.0000004 would be 0.0000003. Integers are exact.
+  """
+  if one.denominator == 1 or other.denominator == 1:
+    return False
+  near = abs(one - other) * 1000 <= max(abs(one), abs(other))
+  return near and round(one, 6) == round(other, 6)
+
+
+class _Verifier:
+  """One child that compares; started on first use, replaced where it dies."""
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._child: subprocess.Popen[bytes] | None = None
+    atexit.register(self.close)
+
+  def ask(self, prediction: str, gold: str) -> bool:
+    """math-verify's verdict; False where it takes more than CPU_SECONDS.
+
+    Raises:
+      RuntimeError: the child cannot be started, or gets no CPU time.
+    """
+    with self._lock:
+      for _ in range(2):
+        reply = self._exchange(json.dumps([prediction, gold, CPU_SECONDS]))
+        if reply:
+          return json.loads(reply)
+        # Its pipe closes a moment before its return code can be read.
+        if self._stop(grace=1.0) == -signal.SIGXCPU:
+          break
+        # Anything else may have been the machine's doing; twice is the answer's.
+      return False
+
+  def _exchange(self, request: str) -> bytes:
+    """The child's reply; b"" where it died over the request."""
+    if self._child is None or self._child.poll() is not None:
+      self._stop()
+      self._start()
+    try:
+      self._child.stdin.write(request.encode() + b"\n")
+      return _read_line(self._child)
+    except BrokenPipeError:
+      return b""
+    except TimeoutError:
+      self._stop()
+      raise RuntimeError(f"math-verify: no verdict in {_WALL_SECONDS} s") from None
+
+  def close(self) -> None:
+    """Ends the child."""
+    with self._lock:
+      self._stop()
+
+  def _start(self) -> None:
+    # The child must find this package wherever the parent found it.
+    program = (
+      f"import sys; sys.path[:] = {sys.path!r}; "
+      "from coa_jax.rewards import math_inside; math_inside.serve()"
+    )
+    self._child = subprocess.Popen(
+      [sys.executable, "-c", program],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      bufsize=0,
+    )
+    try:
+      ready = _read_line(self._child)
+    except TimeoutError:
+      ready = b""
+    if not ready:
+      self._stop()
+      raise RuntimeError(
+        "the math-verify process did not start; is math-verify installed for "
+        f"{sys.executable}?"
+      )
+
+  def _stop(self, grace: float = 0.0) -> int | None:
+    """Ends the child after `grace` seconds; its return code, None where none ran."""
+    child, self._child = self._child, None
+    if child is None:
+      return None
+    try:
+      code = child.wait(grace)
+    except subprocess.TimeoutExpired:
+      child.kill()
+      code = child.wait()
+    child.stdin.close()
+    child.stdout.close()
+    return code
+
+
+def _read_line(child: subprocess.Popen[bytes]) -> bytes:
+  """The child's next line; b"" where it is dead. Raises TimeoutError."""
+  # A reply is one short write, so once something can be read the whole line can.
+  poll = select.poll()  # not select: a host has descriptors above 1023
+  poll.register(child.stdout, select.POLLIN)
+  if not poll.poll(_WALL_SECONDS * 1000):
+    raise TimeoutError
+  return child.stdout.readline()
+
+
+_VERIFIER = _Verifier()

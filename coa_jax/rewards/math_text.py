@@ -1,0 +1,175 @@
+r"""Answers that math-verify takes for a formula, and a reader for something else.
+
+It multiplies the letters of a word, in any order; it adds up numbers that stand side by
+side; it divides the hours of a clock by the minutes; it drops the base of a number and
+what may be a unit. Each rule refuses a wrong answer that it would pay for, and a few
+accept a right one that it would refuse.
+"""
+
+from __future__ import annotations
+
+import re
+
+from coa_jax.rewards import notation
+
+_WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
+# Three letters may be a product: abc = cab.
+_LONG_WORD = re.compile(r"[A-Za-z]{4}")
+# Names of one unit, a line each. Units have no end; only two that are known can differ.
+_UNITS = {
+  name: names[0]
+  for names in map(
+    str.split,
+    r"""mm millimeter millimeters millimetre millimetres
+    cm centimeter centimeters centimetre centimetres
+    m meter meters metre metres
+    km kilometer kilometers kilometre kilometres
+    in inch inches
+    ft foot feet
+    yd yard yards
+    mi mile miles
+    mg milligram milligrams
+    g gram grams
+    kg kilogram kilograms
+    s sec secs second seconds
+    min mins minute minutes
+    h hr hrs hour hours
+    day days
+    week weeks
+    month months
+    yr yrs year years
+    cent cents
+    \$ dollar dollars
+    \circ degree degrees
+    radian radians""".splitlines(),
+  )
+  for name in names
+}
+_UNIT = re.compile(
+  r"(\\\$)?[^$]*?\d\}?(?:\s*(?:\^\s*\{?(\\circ)\}?|([A-Za-z]+)(?:\^\{?\d\}?)?))?",
+  re.DOTALL,
+)
+_IN_BASE = re.compile(r"(\d[\dA-Fa-f]*)\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
+_DIGITS = re.compile(r"\d[\dA-Fa-f]*")
+_DATE = re.compile(r"(\d{4})([/-])(\d\d?)\2(\d\d?)|(\d\d?)([/-])(\d\d?)\6(\d{4})")
+_CLOCK = re.compile(
+  r"(\d\d?)(?:\{?:\}?([0-5]\d))?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE
+)
+_LAST_LETTERS = re.compile(r"(.*[\d}\s])([A-Za-z]{1,2})", re.DOTALL)
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+# Short words that math-verify takes for units. No one measures in the former: `2ab` is
+# not 2; the latter may be variables.
+_NO_UNITS = frozenset(("ab", "bc", "st", "rd", "th", "by", "t", "c", "d", "o"))
+_MAYBE_UNITS = frozenset("ghlms")
+
+
+def units_differ(prediction: str, gold: str) -> bool:
+  """5 m is not 5 cm, for math-verify it is; where either has no unit, none is asked."""
+  ours, theirs = _unit(prediction), _unit(gold)
+  return bool(ours and theirs) and ours != theirs
+
+
+def _unit(text: str) -> str | None:
+  match = _UNIT.fullmatch(notation.unwrapped(text))
+  return _UNITS.get(match[3] or match[2] or match[1]) if match else None
+
+
+def verdict(prediction: str, gold: str) -> bool | None:
+  """Whether the two are the same text, time or ratio; None leaves it to math-verify."""
+  prediction, gold = notation.unwrapped(prediction), notation.unwrapped(gold)
+  for rule in (_words, _clock, _date, _ratio, _base):
+    found = rule(prediction, gold)
+    if found is not None:
+      return found
+  loose = notation.has_loose_fields
+  if loose(gold) or (loose(prediction) and not notation.is_prose(prediction)):
+    return False  # `1 2` is neither 12 nor, as in math-verify, 3
+  return None
+
+
+def _words(prediction: str, gold: str) -> bool | None:
+  """`listen` is not `silent`."""
+  both = (prediction, gold)
+  if not all(map(_WORDS.fullmatch, both)) or not any(map(_LONG_WORD.search, both)):
+    return None
+  ours, theirs = (re.sub(r"[ -]", "", text).lower() for text in both)
+  return ours == theirs
+
+
+def _clock(prediction: str, gold: str) -> bool | None:
+  """`3:30 p.m.` is 3:30 PM, 15:30 and, the question being known, 3:30; not 1:10."""
+  ours, theirs = _CLOCK.fullmatch(prediction), _CLOCK.fullmatch(gold)
+  if not (ours and theirs and (ours[3] or theirs[3])):
+    return None
+  one, other = _minutes(ours), _minutes(theirs)
+  if ours[3] and theirs[3]:
+    return one == other
+  return one % 720 == other % 720
+
+
+def _minutes(clock: re.Match) -> int:
+  hours = int(clock[1])
+  if clock[3]:
+    hours = hours % 12 + 12 * (clock[3] in "pP")
+  return hours * 60 + int(clock[2] or 0)
+
+
+def _ratio(prediction: str, gold: str) -> bool | None:
+  """1:2:3 is 2:4:6 but not 1:3:2, though the quotients are equal."""
+  ours, theirs = (
+    [notation.number(term) for term in text.split(":")] for text in (prediction, gold)
+  )
+  if max(len(ours), len(theirs)) < 3 or None in ours + theirs:
+    return None
+  pairs = zip(ours, theirs, strict=False)
+  same_shape = len(ours) == len(theirs)
+  return same_shape and all(a * theirs[0] == b * ours[0] for a, b in pairs)
+
+
+def _date(prediction: str, gold: str) -> bool | None:
+  """1/2/2020 is not 2/4/2020, though the quotients are equal."""
+  ours, theirs = _DATE.fullmatch(prediction), _DATE.fullmatch(gold)
+  if not (ours and theirs):
+    return None
+  return [int(f) for f in ours.group(1, 3, 4, 5, 7, 8) if f] == [
+    int(f) for f in theirs.group(1, 3, 4, 5, 7, 8) if f
+  ]
+
+
+def _base(prediction: str, gold: str) -> bool | None:
+  """`101_2` is not `101_3`; a base that one side alone has is left out.
+
+  No base is converted: 5 is no answer to the question what 5 is in base two.
+  """
+  ours, theirs = _in_base(prediction), _in_base(gold)
+  if ours is None or theirs is None or not (ours[1] or theirs[1]):
+    return None
+  same_base = ours[1] == theirs[1] or not (ours[1] and theirs[1])
+  return same_base and ours[0] == theirs[0]
+
+
+def _in_base(text: str) -> tuple[str, int | None] | None:
+  if _DIGITS.fullmatch(text):
+    return text.upper(), None
+  match = _IN_BASE.fullmatch(text)
+  if match is None:
+    return None
+  digits, base = match[1].upper(), int(match[2] or match[3])
+  # `2a_1` is a product
+  return (digits, base) if all(int(digit, 16) < base for digit in digits) else None
+
+
+def without_false_units(text: str) -> str:
+  r"""Braces the last letters of a formula where math-verify would drop a variable.
+
+  `\pi r^2 h` is not `\pi r^2` measured in hours: a letter after a formula with another
+  variable is one more, and after a number the least likely units are variables too.
+  """
+  match = _LAST_LETTERS.fullmatch(text)
+  if match is None:
+    return text
+  before, letters = match.groups()
+  variable = letters in _NO_UNITS or (
+    letters in _MAYBE_UNITS and _VARIABLE.search(before.rpartition("=")[2])
+  )
+  return f"{before}{{{letters}}}" if variable else text

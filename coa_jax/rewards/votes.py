@@ -1,0 +1,21 @@
+"""Which answers are the same answer, where no right one is known: what votes count."""
+
+from __future__ import annotations
+
+import re
+
+from coa_jax.rewards import math, notation, qa
+
+# In a formula punctuation means something: -3 is not 3, 1/2 is not 12.
+_FORMULA = re.compile(r"[\\^_=+*/<>{}|]|^\s*-")
+
+
+def vote_key(answer: str) -> str:
+  """What answers are the same vote: equal numbers, else equal normalised text."""
+  answer = math.final_answer(answer)
+  value = notation.number(answer)
+  if value is not None:
+    return str(value)
+  if _FORMULA.search(answer):
+    return "".join(answer.lower().split())
+  return qa.match_key(answer)

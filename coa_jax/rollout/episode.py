@@ -1,0 +1,248 @@
+"""One trajectory being made: prompt, sampled spans, tool calls, observations.
+
+An episode turns what the sampler yields into protocol objects and back; it is the only
+place where tokens meet tools.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+import weakref
+
+from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import (
+  Author,
+  CallStatus,
+  Status,
+  ToolCall,
+  Trajectory,
+)
+from coa_jax.rollout.types import Episode, RolloutConfig
+from coa_jax.tasks.task import Task
+from coa_jax.tools.journal import Tools
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """What all episodes of a run share.
+
+  Attributes:
+    variant: the dialect, left with this run's tools.
+    style: of the prompt (`prompts.STYLES`).
+    max_calls: tool calls a trajectory may make.
+    tool_seconds: seconds of tool time a trajectory may spend.
+    version: of the policy, recorded on every sampled token unless it changes.
+    observation_tokens: tokens one observation may have, its tags included.
+    same_calls: times one and the same call may be made; 0 for any number.
+  """
+
+  variant: Variant
+  style: str
+  max_calls: int
+  tool_seconds: float
+  version: int = 0
+  observation_tokens: int = RolloutConfig.observation_tokens
+  same_calls: int = RolloutConfig.same_calls
+
+
+class CoAEpisode(Episode):
+  """One attempt at one task, as the scheduler drives it; `Player` has it graded."""
+
+  def __init__(
+    self,
+    task: Task,
+    sample: int,
+    sequence: int,
+    temperature: float,
+    tokenizer: Tokenizer,
+    toolbox: Tools,
+    setting: Setting,
+  ):
+    """Args: the task, which of its samples this is, the id that keys its randomness."""
+    self.task = task
+    self.sequence = sequence
+    self.temperature = temperature
+    self.tokenizer = tokenizer
+    self.toolbox = toolbox
+    self.setting = setting
+    self.version = setting.version
+    self._versions: list[int] = []  # of what was sampled in this turn
+    self._turn = ""  # policy text since the last observation
+    self._began = time.monotonic()
+    self._tool_seconds = 0.0
+    self._cells = toolbox.cells()
+    if self._cells is not None:  # of an episode that is dropped in the middle
+      weakref.finalize(self, self._cells.close).atexit = False
+    meta = {
+      "question": task.question,
+      "answers": list(task.answers),
+      "family": task.family,
+      "source": task.source,
+    }
+    prompt = prompts.prompt_segments(setting.variant, task.question, setting.style)
+    self.trajectory = Trajectory(task.id, prompt, sample=sample, meta=meta)
+
+  def start(self) -> list[int]:
+    """The prompt's ids, chat template included."""
+    self.tokenizer.encode_prompt(self.trajectory.segments)
+    ids = [i for s in self.trajectory.segments for i in s.ids]
+    self.trajectory.usage.prompt = len(ids)
+    self.trajectory.usage.model_calls = 1
+    return ids
+
+  def progress(self, ids: list[int]) -> None:
+    """Notes which policy sampled a window. See `Episode`."""
+    self._date(ids)
+
+  def _date(self, ids: list[int]) -> None:
+    self._versions += [self.version] * (len(ids) - len(self._versions))
+
+  def sampled(
+    self, ids: list[int], logps: list[float], tag: str | None
+  ) -> concurrent.futures.Future[ToolCall] | None:
+    """Appends sampled ids; starts the call that `tag` closes. See `Episode`."""
+    t = self.trajectory
+    self._date(ids)
+    segments = self.tokenizer.policy_segments(ids, logps, self._versions)
+    self._versions = []
+    t.segments += segments
+    t.usage.generated += len(ids)
+    self._turn += "".join(s.text for s in segments)
+    if tag is None:
+      return self._finish(Status.TRUNCATED)
+    if tag == roles.close_tag(roles.ANSWER):
+      return self._finish(Status.ENDED)
+    if len(t.calls) >= self.setting.max_calls:
+      return self._finish(Status.TURN_LIMIT)
+    name = tag[2:-1]
+    before, opening, content = self._turn.rpartition(roles.open_tag(name))
+    if not opening:
+      return _refused(name, before, f"{tag} closes nothing")
+    content = content[: content.index(tag)].removeprefix(" ")
+    if self._made_before(name, content):
+      said = "the same call was made before; see its observation, or ask another way"
+      return _refused(name, content, said)
+    left = self.setting.tool_seconds - self._tool_seconds
+    return self.toolbox.submit(name, content, left, self._cells)
+
+  def _made_before(self, name: str, content: str) -> bool:
+    """Whether the call was made as often as it may be; a tool's own failure is none."""
+    most, call = self.setting.same_calls, (name, content.strip())
+    made = sum(
+      (c.name, c.arguments.strip()) == call and c.status != CallStatus.TOOL
+      for c in self.trajectory.calls
+    )
+    return 0 < most <= made
+
+  def observed(self, result: ToolCall) -> list[int] | None:
+    """Appends the observation of a finished call. See `Episode`."""
+    t = self.trajectory
+    said = self.tokenizer.cut_observation(
+      result.result, self.setting.observation_tokens
+    )
+    result = dataclasses.replace(result, result=said)  # on record is what was read
+    t.calls.append(result)
+    t.usage.tool_calls += 1
+    self._tool_seconds += result.seconds
+    if result.status == CallStatus.INFRASTRUCTURE:
+      return self._finish(Status.INFRASTRUCTURE)
+    if self._tool_seconds >= self.setting.tool_seconds:
+      return self._finish(Status.TOOL_FAILED)
+    segment = self.tokenizer.encode_observation(said)
+    t.segments.append(segment)
+    t.usage.observation += len(segment.ids)
+    self._turn = ""
+    return segment.ids
+
+  def out_of_room(self) -> None:
+    """Ends the episode whose last observation does not fit any more."""
+    segment = self.trajectory.segments.pop()
+    self.trajectory.usage.observation -= len(segment.ids)
+    self._finish(Status.TRUNCATED)
+
+  def lost(self) -> None:
+    """Ends the episode that the engine failed; it leaves its group."""
+    self._finish(Status.INFRASTRUCTURE)
+
+  def _finish(self, status: Status) -> None:
+    t = self.trajectory
+    t.status = status
+    t.usage.seconds = time.monotonic() - self._began
+    if self._cells is not None:
+      self._cells.close()
+    return None
+
+
+def _refused(
+  name: str, arguments: str, why: str
+) -> concurrent.futures.Future[ToolCall]:
+  """A call that is answered without any tool."""
+  call = ToolCall(name, arguments, f"error: {why}", CallStatus.MODEL)
+  future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
+  future.set_result(call)
+  return future
+
+
+class Replay(Episode):
+  """A trajectory run again over its own tokens, for their log-probs; see `Episode`."""
+
+  def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
+    """Args: the trajectory, its place among those replayed, the sampling's."""
+    self.task_id = trajectory.task_id
+    self.sequence = sequence
+    self.temperature = temperature
+    self.logps: list[float] = []
+    # What was given and what was sampled, by turns.
+    self._turns: list[tuple[list[int], list[int]]] = []
+    for s in trajectory.segments:
+      sampled = s.author == Author.POLICY
+      if not self._turns or (not sampled and self._turns[-1][1]):
+        self._turns.append(([], []))
+      self._turns[-1][sampled].extend(s.ids)
+
+  def start(self) -> list[int]:
+    """The prompt's ids."""
+    return self._turns[0][0]
+
+  def forced(self) -> list[int]:
+    """What was sampled in this turn."""
+    return self._turns[0][1]
+
+  def sampled(
+    self, ids: list[int], logps: list[float], tag: str | None
+  ) -> concurrent.futures.Future[list[int]] | None:
+    """Keeps the log-probs.
+
+    Raises:
+      ValueError: other tokens than the trajectory's came out: it stops elsewhere.
+    """
+    if ids != self._turns.pop(0)[1]:
+      raise self._elsewhere()
+    self.logps += logps
+    if not self._turns or not self._turns[0][1]:
+      return None
+    future: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
+    future.set_result(self._turns[0][0])
+    return future
+
+  def observed(self, result: list[int]) -> list[int]:
+    """The ids that were given then."""
+    return result
+
+  def out_of_room(self) -> None:
+    """Under a shorter `max_len` than then."""
+    raise self._elsewhere()
+
+  def lost(self) -> None:
+    """Only the scheduler replays, and it loses nothing."""
+    raise self._elsewhere()
+
+  def _elsewhere(self) -> ValueError:
+    return ValueError(
+      f"trajectory of task {self.task_id!r}: decoding under this variant and max_len "
+      "stops elsewhere than it did; replay it as it was sampled"
+    )

@@ -1,0 +1,187 @@
+"""What an engine of rollouts is asked to do: its config, its episodes, its counters."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from coa_jax.json_io import read_object
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.distribution import Truncation
+from coa_jax.protocol import prompts, roles, tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  """Config section `rollout`.
+
+  Attributes:
+    variant: the protocol's dialect; its tools are those of section `tools`.
+    style: of the prompt: full, or brief for models trained from scratch.
+    slots: trajectories decoded together, on each replica of the model (a device, or
+      as many as mesh.tensor takes).
+    window: tokens sampled between two looks at the tools.
+    max_len: tokens a trajectory may have in all; at most the model's positions.
+    max_calls: tool calls a trajectory may make.
+    tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
+      than is left, and none being left ends the trajectory as `tool_failed`.
+    observation_tokens: tokens one observation may have, its tags included; of longer
+      ones head and tail are kept.
+    same_calls: times a trajectory may make one and the same call (its tag and its
+      content); more are answered by an error and not run. 0 for any number.
+    inject_rows: slots that receive given tokens in one call of the device; where
+      fewer do, the rest is computed in vain, so about 4 on a CPU.
+    constrain: sample only what the variant's grammar allows.
+    top_k: sample from the most likely tokens; 0 for all.
+    top_p: sample from the most likely tokens of this probability in all; 1 for all.
+    min_p: sample from tokens at least this share as likely as the likeliest.
+    seed: of all sampling; below 2**32, where JAX's keys end.
+  """
+
+  variant: str = "unified"
+  style: str = "full"
+  slots: int = 64
+  window: int = 8
+  max_len: int = 320
+  max_calls: int = 8
+  tool_seconds: float = 60.0
+  observation_tokens: int = 512
+  same_calls: int = 0
+  inject_rows: int = 16
+  constrain: bool = False
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+
+  def __post_init__(self):
+    for field in ("slots", "window", "max_len", "inject_rows"):
+      if getattr(self, field) < 1:
+        raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+    for field in ("max_calls", "same_calls"):
+      if getattr(self, field) < 0:
+        raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")
+    if math.isnan(self.tool_seconds) or self.tool_seconds <= 0:
+      raise ValueError(f"tool_seconds must be above 0, got {self.tool_seconds}")
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
+    if self.observation_tokens < tokens.MIN_OBSERVATION:
+      raise ValueError(f"observation_tokens must be at least {tokens.MIN_OBSERVATION}")
+    prompts.instructions(roles.get_variant(self.variant), self.style)
+    _ = self.truncation  # refuses what it can not mean
+
+  @property
+  def truncation(self) -> Truncation:
+    """Which tokens may be drawn."""
+    return Truncation(self.top_k, self.top_p, self.min_p)
+
+
+def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> None:
+  """Refuses trajectories that may grow longer than the model's positions.
+
+  Args:
+    config: how long they may grow.
+    model: the architecture in the folder.
+    folder: a model folder; one whose config.json names no positions sets no limit.
+
+  Raises:
+    ValueError: naming both.
+  """
+  file = os.path.join(folder, "config.json")
+  most = read_object(file).get("max_position_embeddings")
+  if most and model.yarn:  # published folders name the positions before stretching
+    most = max(most, round(model.yarn.factor * model.yarn.positions))
+  if most and config.max_len > most:
+    raise ValueError(
+      f"rollout.max_len={config.max_len} is above the {most} positions that the model "
+      f"has (max_position_embeddings in {file}); lower it"
+    )
+
+
+# The policy by now: parameters as decoding views, one for each replica, and its version
+# (None: it never changes). Asked before every round; what it raises ends the run.
+Newest = Callable[[], tuple[list[Any], int | None]]
+
+
+class Episode(Protocol):
+  """What an engine asks of one trajectory; tokens in, tokens out.
+
+  Who derives from it inherits `limit`, `version`, `forced` and `progress` as here.
+
+  Attributes:
+    sequence: keys its randomness; unique in a run.
+    temperature: of its sampling; 0 is greedy.
+    limit: tokens it may have in all, if below max_len; may change as it goes on.
+    version: of the policy that samples next; set where policies change on the way.
+  """
+
+  sequence: int
+  temperature: float
+  limit: int = sys.maxsize
+  version: int = 0
+
+  def start(self) -> list[int]:
+    """The prompt's ids."""
+
+  def forced(self) -> list[int]:
+    """Ids to take next instead of sampling them; asked once what was given is in."""
+    return []
+
+  def progress(self, ids: list[int]) -> None:
+    """Told after a window that did not stop it what was sampled since `sampled`."""
+
+  def sampled(
+    self, ids: list[int], logps: list[float], tag: str | None
+  ) -> concurrent.futures.Future | None:
+    """Takes what was sampled since the last call.
+
+    `tag` is the closing tag that stopped decoding, or None at the token limit. Returns
+    a future to wait for, or None when the episode is over.
+    """
+
+  def observed(self, result: Any) -> list[int] | None:
+    """Takes the future's result; returns ids to append, or None when it is over."""
+
+  def out_of_room(self) -> None:
+    """Told that the ids to append would exceed the token limit; it is over."""
+
+  def lost(self) -> None:
+    """Told that the engine can not sample for it any more; it is over."""
+
+
+@dataclasses.dataclass
+class Counters:
+  """What the device was asked to do since the scheduler was made."""
+
+  prefilled_tokens: int = 0
+  copied_tokens: int = 0  # of prompts that another slot held
+  sampled_tokens: int = 0
+  windows: int = 0
+  slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
+
+  def since(self, before: Counters) -> Counters:
+    """What was done since then."""
+    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)
+    return Counters(*(now - then for now, then in pairs))
+
+
+@dataclasses.dataclass
+class Spent:
+  """Wall seconds of an engine by what they went into; of several replicas their mean.
+
+  What is missing to the time of a run is the host's: episodes, parsing, grading.
+  """
+
+  sync: float = 0.0  # giving the decoder the parameters
+  decode: float = 0.0  # waiting for tokens
+  tools: float = 0.0  # waiting for tools
+
+  def since(self, before: Spent) -> dict[str, float]:
+    """What was spent since then, by name."""
+    now, then = dataclasses.asdict(self), dataclasses.asdict(before)
+    return {name: now[name] - then[name] for name in now}

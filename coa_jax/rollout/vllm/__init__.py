@@ -1,0 +1,1 @@
+"""Rollouts by a vLLM server in place of our own sampler."""

@@ -1,0 +1,48 @@
+"""Runs `vllm serve` for as long as its own standard input stays open.
+
+  python vllm_child.py VLLM ARGUMENT ...  (`vllm_process` starts it)
+
+The pipe closes when whoever holds its other end is gone, so the server ends with its
+run however that ends, SIGKILL included. It imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+GRACE_S = 20.0
+
+
+def main(command: list[str]) -> int:
+  """Runs the command; returns its exit status."""
+  # The endpoints that load weights and digest them; and nothing is told to anybody.
+  os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1")
+  # For `vllm_grammar`.
+  paths = [str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+  os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+  # A session of its own: its workers are killed with it.
+  server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+  def end() -> None:
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(server.pid, signal.SIGKILL)
+
+  def end_with_the_run() -> None:
+    sys.stdin.buffer.read()
+    server.terminate()
+    threading.Timer(GRACE_S, end).start()
+
+  threading.Thread(target=end_with_the_run, daemon=True).start()
+  status = server.wait()
+  end()
+  os._exit(status % 256)  # a timer that still runs would keep a normal exit waiting
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

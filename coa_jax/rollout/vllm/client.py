@@ -1,0 +1,369 @@
+"""One running `vllm serve`, over HTTP: token ids in and out, weights in, their proof.
+
+vLLM lives in an environment of its own and is never imported: what this needs of it
+(completions over ids, a reload of weights, SHA-256 digests of the tensors it holds) it
+offers over HTTP when it runs with VLLM_SERVER_DEV_MODE=1. Written against vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import random
+import re
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import httpx
+
+from coa_jax.model.distribution import GREEDY_BELOW, Truncation
+
+T = TypeVar("T")
+# What --logits-processors is told, for `rollout.constrain`.
+PROCESSOR = "coa_jax.rollout.vllm.plugin:Grammar"
+_CLOSE_S = 5.0  # what `close` waits for connections to end
+
+
+@dataclasses.dataclass(frozen=True)
+class VllmConfig:
+  """Config section `vllm`: trajectories are played on a `vllm serve`.
+
+  Attributes:
+    folder: where the policy is exported for the server, which must see it under the
+      same absolute name; overwritten at every refresh.
+    url: of a server that runs, without a path; several processes share it.
+    serve: the `vllm` program of an environment of its own: instead of asking `url`,
+      every process starts a server on loopback and ends it with the run.
+    flags: of that server, beside those that it needs.
+    start_s: seconds that it may take to start.
+    timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
+    retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
+      and answers that are not what was asked for.
+    backoff_s: seconds before the first retry; doubled for each one after it.
+    request_tokens: most tokens of a request where the policy changes on the way
+      (algo.staleness): the next policy waits for the requests that run.
+    gap: most nats by which the server's log-probs of the prompt's tokens may differ
+      from the model's own, on average. 0.05 leaves room for bfloat16; two float32
+      programs stay under 1e-4.
+  """
+
+  folder: str
+  url: str = "http://127.0.0.1:8000"
+  serve: str = ""
+  flags: tuple[str, ...] = ()
+  start_s: float = 600.0
+  timeout_s: float = 600.0
+  retries: int = 3
+  backoff_s: float = 1.0
+  request_tokens: int = 256
+  gap: float = 0.05
+
+  def __post_init__(self):
+    if not self.url.startswith(("http://", "https://")):
+      raise ValueError(f"url {self.url!r} must start with http:// or https://")
+    if not self.folder:
+      raise ValueError("folder: name a folder that the server can read")
+    if min(self.timeout_s, self.gap, self.request_tokens) <= 0 or self.retries < 0:
+      raise ValueError(
+        "timeout_s, gap and request_tokens must be positive, retries at least 0"
+      )
+    if self.serve and self.url != VllmConfig.url:
+      raise ValueError(
+        f"serve {self.serve!r} starts a server, url {self.url!r} asks one that runs: "
+        "leave one of them out"
+      )
+    if self.serve and not shutil.which(self.serve):
+      raise ValueError(
+        f"serve {self.serve!r} is no program; name the bin/vllm of vLLM's environment"
+      )
+    if self.flags and not self.serve:
+      raise ValueError(
+        "flags are those of the server that vllm.serve starts; it is not set"
+      )
+
+
+class VllmError(ValueError):
+  """The server cannot be used as it is; the message says what to do.
+
+  A ValueError, so that the launchers tell it in one line as other wrong input.
+  """
+
+
+class UnansweredError(VllmError):
+  """One request got no usable answer in all its attempts; others may."""
+
+
+class VllmServer:
+  """A client of one server; requests run together on a thread of their own.
+
+  `close` ends that thread and hangs up; it happens when nobody has the client any more.
+  """
+
+  def __init__(
+    self, config: VllmConfig, max_len: int, vocab_size: int, masks: bool = False
+  ):
+    """Asks the server what it is.
+
+    Args:
+      config: where it is.
+      max_len: tokens that a trajectory may have.
+      vocab_size: V; ids from it on are refused.
+      masks: whether it has to have our logits processor.
+
+    Raises:
+      VllmError: there is no such server, or it lacks a flag (the message names it).
+    """
+    self._config = config
+    self._vocab_size = vocab_size
+    self._client = httpx.AsyncClient(
+      base_url=config.url,
+      timeout=httpx.Timeout(config.timeout_s, connect=10.0, pool=None),
+      # The scheduler bounds how many run at once.
+      limits=httpx.Limits(max_connections=None),
+      trust_env=False,  # loopback and a cluster's own hosts are no proxy's business
+    )
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    self._loop = runner.get_loop()
+    thread = threading.Thread(
+      target=_work, args=(runner, self._client), name="vllm", daemon=True
+    )
+    thread.start()
+    self.close = weakref.finalize(self, _end, self._loop, thread)
+    try:
+      self._name, self.dtype = self._meet(max_len, masks)
+    except BaseException:
+      self.close()
+      raise
+
+  def _meet(self, max_len: int, masks: bool) -> tuple[str, str]:
+    """The name of the model that is served, and its dtype; args as `__init__`."""
+    config = self._config
+    served = self._now("GET", "/v1/models", read=lambda x: x["data"][0])
+    longest = served.get("max_model_len") or 0
+    if longest < max_len:
+      raise VllmError(
+        f"{config.url} serves rows of {longest} tokens, rollout.max_len={max_len}: "
+        "start it with a larger --max-model-len"
+      )
+    model = self._now(
+      "GET",
+      "/server_info?config_format=json",
+      read=lambda x: x["vllm_config"]["model_config"],
+    )
+    if model.get("logprobs_mode") != "processed_logprobs":
+      raise VllmError(
+        f"{config.url} reports log-probs in mode {model.get('logprobs_mode')!r}, which "
+        "are not those of the distribution it samples from: start it with "
+        "--logprobs-mode=processed_logprobs"
+      )
+    if masks and PROCESSOR not in (model.get("logits_processors") or ()):
+      raise VllmError(
+        f"rollout.constrain=True: {config.url} does not mask tokens by our grammar; "
+        f"start it with --logits-processors={PROCESSOR} and PYTHONPATH naming this "
+        "repository, let vllm.serve start one, or set rollout.constrain=False"
+      )
+    return served["id"], str(model.get("dtype")).removeprefix("torch.")
+
+  def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Starts a coroutine of this client; cancelling the future hangs up."""
+    return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+  async def complete(
+    self,
+    ids: list[int],
+    most: int,
+    stops: Sequence[str],
+    temperature: float,
+    truncation: Truncation,
+    seed: int,
+    grammar: tuple[str, int] | None = None,
+  ) -> tuple[list[int], list[float]]:
+    """Samples after `ids`; at least one token, at most `most`.
+
+    Args:
+      ids: what the sequence begins with.
+      most: tokens to sample.
+      stops: texts after which the server may stop, or not.
+      temperature: below `GREEDY_BELOW` it is greedy.
+      truncation: leaves out unlikely tokens.
+      seed: of this request.
+      grammar: a file of tables and the state to begin in; see `vllm_grammar`.
+
+    Returns:
+      ids, and log p of each (nats) under the distribution it was drawn from; greedy
+      ones under the untruncated distribution of temperature 1.
+
+    Raises:
+      UnansweredError: no usable answer in all attempts.
+      VllmError: the server refuses the request, or is gone.
+    """
+    body = {
+      "model": self._name,
+      "prompt": ids,
+      "max_tokens": most,
+      "temperature": temperature if temperature >= GREEDY_BELOW else 0.0,
+      "top_k": truncation.top_k,
+      "top_p": truncation.top_p,
+      "min_p": truncation.min_p,
+      # A model folder's generation config would change these.
+      "repetition_penalty": 1.0,
+      "presence_penalty": 0.0,
+      "frequency_penalty": 0.0,
+      "seed": seed,
+      "stop": list(stops),
+      "include_stop_str_in_output": True,
+      # Tags may be special tokens, and nothing but a tag stops a trajectory.
+      "skip_special_tokens": False,
+      "spaces_between_special_tokens": False,
+      "ignore_eos": True,
+      "add_special_tokens": False,
+      "logprobs": 0,
+      "return_token_ids": True,
+    }
+    if grammar:
+      body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
+
+    def read(answer: Any) -> tuple[list[int], list[float]]:
+      choice = answer["choices"][0]
+      new, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+      if choice["prompt_token_ids"] != ids:
+        raise ValueError("the prompt it read has other ids")
+      if not 1 <= len(new) <= most or len(new) != len(logps):
+        raise ValueError(f"{len(new)} ids and {len(logps)} log-probs of {most}")
+      if not all(type(i) is int and 0 <= i < self._vocab_size for i in new):
+        raise ValueError(f"ids that are not below {self._vocab_size}")
+      # vLLM reports -9999 in place of minus infinity: no token that was drawn.
+      if not all(-9999 < p < 1e-4 for p in logps):
+        raise ValueError("numbers that are no log-probs of drawn tokens")
+      return new, logps
+
+    try:
+      return await self._ask("POST", "/v1/completions", body, read)
+    except UnansweredError as e:
+      # One bad request says nothing about the others; a server that is gone does.
+      try:
+        await self._ask("GET", "/v1/models", None, lambda x: x["data"][0])
+      except UnansweredError:
+        raise VllmError(f"the server is gone: {e}") from e
+      raise
+
+  def score(self, ids: list[int]) -> list[float]:
+    """Log p (nats, temperature 1) of every id but the first, given those before it."""
+    body = {
+      "model": self._name,
+      "prompt": ids,
+      "max_tokens": 1,
+      "temperature": 0.0,
+      "prompt_logprobs": 0,
+      "return_token_ids": True,
+      "add_special_tokens": False,
+    }
+
+    def read(answer: Any) -> list[float]:
+      choice = answer["choices"][0]
+      if choice["prompt_token_ids"] != ids:
+        raise ValueError("the prompt it read has other ids")
+      rows = choice["prompt_logprobs"][1:]
+      pairs = zip(rows, ids[1:], strict=True)
+      return [float(row[str(i)]["logprob"]) for row, i in pairs]
+
+    return self._now("POST", "/v1/completions", body, read)
+
+  def load(self, folder: str) -> None:
+    """Loads a model folder of the same architecture and forgets cached prefixes.
+
+    Raises:
+      VllmError: the server does not do so.
+    """
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    self._now("POST", "/collective_rpc", reload, lambda x: x["results"])
+
+    def read(answer: Any) -> None:
+      if answer["success"] is not True:  # requests that still run hold their blocks
+        raise ValueError("cached prefixes are still in use")
+
+    self._now("POST", "/reset_prefix_cache", read=read)
+
+  def digests(self) -> dict[str, str]:
+    """Name -> SHA-256 of every tensor that the server holds.
+
+    Raises:
+      VllmError: it splits its matrices over devices: parts have digests of their own.
+    """
+    body = {"action": "checksum"}
+    found = self._now("POST", "/weight_checker", body, lambda x: x["checksums"])
+    # A name is dp0:pp0:pcp0:tp0:model.norm.weight, the ranks of who holds it first.
+    if any(re.search(r"\btp[1-9]", name) for name in found):
+      raise VllmError(
+        f"{self._config.url} splits matrices over devices, so their digests prove "
+        "nothing: start it with --tensor-parallel-size=1"
+      )
+    return {name.rpartition(":")[2]: digest for name, digest in found.items()}
+
+  def _now(
+    self,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    read: Callable[[Any], T] = lambda x: x,
+  ) -> T:
+    return self.submit(self._ask(method, path, body, read)).result()
+
+  async def _ask(
+    self,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    read: Callable[[Any], T],
+  ) -> T:
+    """What `read` makes of an answer; it raises where that is not what was asked."""
+    c = self._config
+    fault = ""
+    for attempt in range(c.retries + 1):
+      if attempt:
+        # Full pauses at once would bring all requests back at the same moment.
+        await asyncio.sleep(c.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+      try:
+        response = await self._client.request(method, path, json=body)
+        code = response.status_code
+        if code == 200:
+          return read(response.json())
+        fault = f"status {code}: {response.text[:300]!r}"
+      except httpx.TimeoutException:
+        fault = f"no reply within {c.timeout_s:g} s"
+      except httpx.RequestError as e:
+        fault = f"{type(e).__name__}: {e}"
+      except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+        fault = f"not what was asked for: {type(e).__name__}: {e}"
+      else:
+        if code < 500 and code not in (408, 409, 429):
+          raise VllmError(f"{c.url}{path} refuses the request, {fault}. {_START}")
+    raise UnansweredError(
+      f"{c.url}{path} gave no usable answer in {c.retries + 1} attempts; the last: "
+      f"{fault}. {_START}"
+    )
+
+
+def _work(runner: asyncio.Runner, client: httpx.AsyncClient) -> None:
+  """The thread of a client, until `_end` stops its loop."""
+  loop = runner.get_loop()
+  loop.run_forever()
+  loop.run_until_complete(client.aclose())
+  runner.close()  # calls off what still runs
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+  loop.call_soon_threadsafe(loop.stop)
+  # What nobody has any more may be found so in any thread, this one too.
+  if threading.current_thread() is not thread:
+    thread.join(_CLOSE_S)
+
+
+_START = (
+  "Is vllm.url right, and does `vllm serve` run there with VLLM_SERVER_DEV_MODE=1 "
+  "(experiments/README.md)?"
+)

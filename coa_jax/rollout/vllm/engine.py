@@ -1,0 +1,399 @@
+"""The same episodes over a `vllm serve` in place of our own sampler.
+
+A turn is a request, or several: all ids so far go in, sampled ids and their log-probs
+come out, and our own automaton says where the turn ended; ids after that are dropped.
+So what a trajectory holds is what `Scheduler` would have kept of the same samples.
+Given the same weights, greedy trajectories are the same; sampled ones differ (vLLM
+draws with numbers of its own), and so may log-probs, in their last bits or, in
+bfloat16, by hundredths: `algo.importance_cap` corrects for that.
+
+Of several processes each plays its own episodes, over one server that the first of them
+gives the weights, or over a server each (`vllm.serve`).
+
+A policy that changes on the way is loaded between requests, which are short then
+(`vllm.request_tokens`): none begins while it waits, so every token is of one policy.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from coa_jax.model import decode_params
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.distribution import GREEDY_BELOW
+from coa_jax.model.hf.io import save_model
+from coa_jax.model.sharding import Layout
+from coa_jax.protocol.grammar.automaton import Automaton, Constraint
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.rollout.types import Counters, Episode, Newest, RolloutConfig, Spent
+from coa_jax.rollout.vllm import weights as proof
+from coa_jax.rollout.vllm.client import (
+  PROCESSOR,
+  UnansweredError,
+  VllmConfig,
+  VllmError,
+  VllmServer,
+)
+from coa_jax.rollout.vllm.process import VllmProcess
+
+_COLDEST = 0.01  # vLLM samples at this where it is asked for less, 0 excepted
+_LOOK_S = 0.05  # seconds between two looks for episodes and for a newer policy
+
+
+class VllmEngine:
+  """Runs episodes as `Scheduler` does, `rollout.scheduler` at a time."""
+
+  def __init__(
+    self,
+    vllm: VllmConfig,
+    model: ModelConfig,
+    automaton: Automaton,
+    config: RolloutConfig,
+    probe: Sequence[int],
+    tokenizer: Tokenizer,
+    layout: Layout | None = None,
+    constraint: Constraint | None = None,
+  ):
+    """Meets the server that runs; one of its own starts at the first refresh.
+
+    Args:
+      vllm: where it is.
+      model: the architecture that it serves.
+      automaton: where decoding stops.
+      config: slots, limits and the sampling distribution.
+      probe: ids whose log-probs are compared at every refresh; two or more.
+      tokenizer: exported with the policy.
+      layout: of the policy, on several devices.
+      constraint: what may be sampled; everything where None.
+
+    Raises:
+      ValueError: `config` asks for what vLLM cannot do.
+      VllmError: there is no server, or not one that can be used.
+    """
+    if config.min_p > 0 and config.top_p < 1:
+      raise ValueError(
+        "rollout.min_p and rollout.top_p do not go together with section vllm: it "
+        "applies them in another order than the learner"
+      )
+    self.model = dataclasses.replace(model, scan=False, remat="none")
+    self._whole = layout
+    self.layout = layout.decoding().replicas()[0] if layout else None
+    self.config = config
+    self.counters, self.spent = Counters(), Spent()
+    self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
+    self._automaton = automaton
+    self._probe = list(probe)[: proof.PROBE]
+    self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
+    self._tokenizer = tokenizer
+    self._constraint = constraint
+    self._grammar = ""  # file of the constraint's tables
+    self._process: VllmProcess | None = None
+    self._server: VllmServer | None = None
+    if not vllm.serve:
+      self._server = self._meet()
+
+  def _meet(self) -> VllmServer:
+    masks = self._constraint is not None
+    server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
+    if masks:
+      self._grammar = _write_tables(self._vllm.folder, self._constraint)
+    return server
+
+  def run(
+    self, params: Any, episodes: Iterable[Episode | None], seed: int
+  ) -> Iterator[Episode]:
+    """Plays every episode to its end, yielding each as it ends. See `Scheduler.run`.
+
+    An episode whose request fails for good is told `lost`; the others go on.
+
+    Args:
+      params: the policy, stacked or not; exported and loaded unless served already.
+      episodes: taken in order; None says that there is none now.
+      seed: of this run's sampling.
+
+    Raises:
+      ValueError: a prompt has no room in rollout.max_len, or vLLM does not sample at an
+        episode's temperature.
+      VllmError: the server is gone, refuses, or does not serve `params`.
+    """
+    views = self.views(params)
+    yield from self.run_newest(lambda: (views, None), episodes, seed)
+
+  def views(self, params: Any) -> list[Any]:
+    """What `run_newest` is to be given of a policy: nothing is made of it here."""
+    return [params]
+
+  def run_newest(
+    self, newest: Newest, episodes: Iterable[Episode | None], seed: int
+  ) -> Iterator[Episode]:
+    """As `run`, but the policy may change on the way; see `Scheduler.run_newest`.
+
+    Nothing is asked for while a newer one waits for the requests that run; tools go on.
+    """
+    queue = iter(episodes)
+    live: list[_Live] = []
+    (params,), version = newest()
+    self._refresh(params)
+    try:
+      while True:
+        while len(live) < self.config.slots:
+          episode = next(queue, None)
+          if episode is None:
+            break
+          live.append(self._begin(episode))
+        if not live:
+          return
+        # After they were taken: none begins under an older policy than was named then.
+        (params,), now = newest()
+        if now == version or not any(x.samples for x in live):
+          self._refresh(params)
+          version = now
+          for x in [x for x in live if x.future is None]:
+            self._ask(x, version, seed)
+        began, decodes = time.monotonic(), any(x.samples for x in live)
+        concurrent.futures.wait(
+          [x.future for x in live if x.future],
+          timeout=_LOOK_S,
+          return_when=concurrent.futures.FIRST_COMPLETED,
+        )
+        waited = time.monotonic() - began
+        self.spent.decode += waited * decodes
+        self.spent.tools += waited * (not decodes)
+        for x in [x for x in live if x.future and x.future.done()]:
+          if not (self._sampled(x) if x.samples else self._observed(x)):
+            live.remove(x)
+            yield x.episode
+    finally:
+      for x in live:
+        if x.samples:
+          x.future.cancel()
+
+  def _refresh(self, params: Any) -> None:
+    began = time.monotonic()
+    self.refresh(params)
+    self.spent.sync += time.monotonic() - began
+
+  def refresh(self, params: Any) -> None:
+    """Makes the server serve `params`, and proves that it does.
+
+    The policy is exported and loaded, and cached prefixes are forgotten. Proof: the
+    SHA-256 of every tensor that the server holds is that of what was exported, and its
+    log-probs of a fixed row are those of our own forward pass. The second is needed on
+    a CPU, where vLLM packs matrices out of sight of the first.
+
+    Raises:
+      VllmError: it does not serve them, or that can not be shown.
+    """
+    leaves = jax.tree.leaves(params)
+    known = [ref() for ref in self._served]
+    if len(known) == len(leaves) and all(map(lambda a, b: a is b, known, leaves)):
+      return
+    self._served = []
+    folder = self._vllm.folder
+    save_model(folder, self.model, params, self._tokenizer)
+    if self._server is None:
+      self._start(folder)
+    self._load(folder)
+    self._compare_digests(folder)
+    theirs = np.array(self._server.score(self._probe))
+    gap = float(np.mean(np.abs(theirs - self._score(params))))
+    # Not `gap > most`: a NaN is no proof.
+    if not gap <= self._vllm.gap:
+      raise VllmError(
+        f"{self._vllm.url} does not compute what {folder} holds: its log-probs are off "
+        f"by {gap:.3g} nats on average, vllm.gap={self._vllm.gap:g}. Start it anew "
+        "from that folder, or raise vllm.gap if its dtype explains this much"
+      )
+    # Weak: a policy that training has left behind must not stay in memory.
+    self._served = [weakref.ref(x) for x in leaves]
+
+  def _start(self, folder: str) -> None:
+    """Starts a server of our own on the folder, and meets it."""
+    c, dtype = self._vllm, self.model.weight_dtype or self.model.dtype
+    masks = (f"--logits-processors={PROCESSOR}",) if self._constraint else ()
+    flags = (*masks, *c.flags)
+    self._process = VllmProcess(
+      c.serve, folder, self.config.max_len, dtype, flags, c.start_s
+    )
+    self._vllm = dataclasses.replace(c, url=self._process.url, serve="", flags=())
+    self._server = self._meet()
+
+  def _load(self, folder: str) -> None:
+    """Has the server load the folder: one that processes share is told once."""
+    fault: VllmError | None = None
+    if self._process or jax.process_index() == 0:
+      try:
+        self._server.load(folder)
+      except VllmError as e:
+        fault = e
+    # All wait for it, and none for one that has failed.
+    if jax.process_count() > 1:
+      failed = multihost_utils.process_allgather(np.array(fault is not None))
+      if fault is None and failed.any():
+        fault = VllmError(f"another process's server did not load {folder}")
+    if fault:
+      raise fault
+
+  def _compare_digests(self, folder: str) -> None:
+    server, tied = self._server, self.model.tie_embeddings
+    proof.compare_digests(self._vllm.url, server.digests(), folder, server.dtype, tied)
+
+  def _score(self, params: Any) -> np.ndarray:
+    """Our own log-probs of the probe's ids but the first."""
+    view = decode_params.decoding_views(self.model, params, self._whole)[0]
+    return proof.score(self.model, self.layout, view, self._probe)
+
+  def _begin(self, episode: Episode) -> _Live:
+    ids = episode.start()
+    if len(ids) >= self.config.max_len:
+      raise ValueError(
+        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
+        f"{self.config.max_len}; raise it or drop the task"
+      )
+    if GREEDY_BELOW <= episode.temperature < _COLDEST:
+      raise ValueError(
+        f"temperature {episode.temperature:g}: vLLM would sample at {_COLDEST} in its "
+        f"place, and the learner would not; make it 0 or at least {_COLDEST}"
+      )
+    x = _Live(episode)
+    self._give(x, ids)
+    return x
+
+  def _give(self, x: _Live, ids: list[int]) -> None:
+    """Appends given ids; a turn is to be sampled after them."""
+    x.ids += ids
+    self.counters.prefilled_tokens += len(ids)
+    x.turn, x.logps, x.state = [], [], 0
+    x.future = None
+
+  def _room(self, x: _Live) -> int:
+    """Tokens that may still be sampled."""
+    return min(self.config.max_len, x.episode.limit) - len(x.ids)
+
+  def _ask(self, x: _Live, version: int | None, seed: int) -> None:
+    """Asks for the turn, or for more of it."""
+    most = self._room(x)
+    if version is not None:
+      x.episode.version = version
+      most = min(most, self._vllm.request_tokens)
+    x.samples = True
+    if most < 1:  # the episode's own limit
+      x.future = concurrent.futures.Future()
+      x.future.set_result(([], []))
+      return
+    self.counters.windows += 1
+    x.future = self._server.submit(
+      self._server.complete(
+        list(x.ids),
+        most,
+        self._automaton.tags,
+        x.episode.temperature,
+        self.config.truncation,
+        _seed(seed, x.episode.sequence, len(x.ids)),
+        (self._grammar, x.grammar) if self._constraint else None,
+      )
+    )
+
+  def _sampled(self, x: _Live) -> bool:
+    """Takes what a request sampled; False when the episode is over."""
+    x.samples = False
+    try:
+      tag = self._take(x, *x.future.result())
+    except UnansweredError:
+      x.episode.lost()
+      return False
+    x.future = None
+    if tag is None:
+      x.episode.progress(x.turn)
+      if self._room(x) > 0:
+        return True
+    self.counters.sampled_tokens += len(x.turn)
+    x.future = x.episode.sampled(x.turn, x.logps, tag)
+    return x.future is not None
+
+  def _take(self, x: _Live, ids: list[int], logps: list[float]) -> str | None:
+    """Appends sampled ids up to the end of the turn, whose tag it returns."""
+    table = self._automaton
+    for i, logp in zip(ids, logps, strict=True):
+      stop = int(table.stop_SC[x.state, table.class_V[i]])
+      x.state = int(table.next_SC[x.state, table.class_V[i]])
+      if self._constraint:
+        (_, x.grammar) = self._constraint.states([i], x.grammar)
+        if x.grammar < 0:
+          raise VllmError(
+            f"{self._vllm.url} sampled token {i}, which rollout.constrain does not "
+            "allow there: its coa_jax.rollout.vllm.plugin is not that of this tree"
+          )
+      x.ids.append(i)
+      x.turn.append(i)
+      x.logps.append(logp)
+      if stop:
+        return table.tags[stop - 1]
+    return None
+
+  def _observed(self, x: _Live) -> bool:
+    """Takes a tool's result; False when the episode is over."""
+    ids = x.episode.observed(x.future.result())
+    # As in the scheduler: at least one token can be sampled after them.
+    if ids is not None and len(ids) > self.config.max_len - len(x.ids) - 1:
+      x.episode.out_of_room()
+      ids = None
+    if ids is None:
+      return False
+    if self._constraint:
+      x.grammar = int(self._constraint.resume_S[x.grammar])
+    self._give(x, ids)
+    return True
+
+
+@dataclasses.dataclass(eq=False)
+class _Live:
+  """An episode that is being played.
+
+  Attributes:
+    episode: asked and told.
+    ids: all so far.
+    turn: those sampled in this turn, with their `logps`.
+    state: of our automaton after them.
+    grammar: of the constraint, where there is one.
+    future: of a request, or of a tool; None where a request is to be made.
+    samples: whether it is a request's.
+  """
+
+  episode: Episode
+  ids: list[int] = dataclasses.field(default_factory=list)
+  turn: list[int] = dataclasses.field(default_factory=list)
+  logps: list[float] = dataclasses.field(default_factory=list)
+  state: int = 0
+  grammar: int = 0
+  future: concurrent.futures.Future | None = None
+  samples: bool = False
+
+
+def _seed(seed: int, sequence: int, position: int) -> int:
+  """63 bits for the request that samples at a position of a trajectory."""
+  mixed = np.random.SeedSequence((seed, sequence, position))
+  return int(mixed.generate_state(1, np.uint64)[0] >> 1)
+
+
+def _write_tables(folder: str, c: Constraint) -> str:
+  """A file beside the folder, named by its content: servers keep what they read."""
+  name = hashlib.sha256(c.class_V.tobytes() + c.next_SC.tobytes()).hexdigest()[:16]
+  path = f"{folder}.{name}.npz"
+  os.makedirs(os.path.dirname(path), exist_ok=True)
+  unfinished = f"{path}.{jax.process_index()}"
+  with open(unfinished, "wb") as f:
+    np.savez(f, class_V=c.class_V, next_SC=c.next_SC)
+  os.replace(unfinished, path)
+  return path

@@ -1,0 +1,95 @@
+"""Our grammar in vLLM's sampler: a logits processor, loaded by the server.
+
+  vllm serve ... --logits-processors=coa_jax.rollout.vllm.plugin:Grammar
+
+It runs in vLLM's environment, where PYTHONPATH names this repository, and imports
+nothing else of it. A request names a file of tables and the state that it begins in;
+tokens that these do not allow get no probability, as in `sampler.window`. vLLM's own
+guided decoding would mask by rules of its own, and the learner computes log-probs under
+ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+FILE, STATE = "coa_grammar", "coa_state"  # fields of `vllm_xargs`
+
+
+class Tables:
+  """class_V and next_SC of a `Constraint`, and the masks that states have needed."""
+
+  def __init__(self, path: str, device: torch.device):
+    """Reads the file; it is no pickle."""
+    with np.load(path, allow_pickle=False) as file:
+      self.class_V, self.next_SC = file["class_V"], file["next_SC"]
+    self._device = device
+    self._refused: dict[int, torch.Tensor | None] = {}
+
+  def after(self, state: int, token: int) -> int:
+    """The state after a token; -1 once one was not allowed."""
+    return int(self.next_SC[state, self.class_V[token]]) if state >= 0 else -1
+
+  def refused(self, state: int) -> torch.Tensor | None:
+    """refused_V, bool; None where the grammar says nothing: what follows is dropped."""
+    if state not in self._refused:
+      row_C = self.next_SC[state] < 0
+      open_ = state < 0 or row_C.all()
+      mask = None if open_ else torch.from_numpy(row_C[self.class_V]).to(self._device)
+      self._refused[state] = mask
+    return self._refused[state]
+
+
+@dataclasses.dataclass
+class _Request:
+  """Where a request is: the state after its first `read` tokens."""
+
+  tables: Tables
+  state: int
+  ids: list[int]  # vLLM's own, which grows
+  read: int = 0
+
+  def refused(self) -> torch.Tensor | None:
+    for token in self.ids[self.read :]:
+      self.state = self.tables.after(self.state, token)
+    self.read = len(self.ids)
+    return self.tables.refused(self.state)
+
+
+class Grammar(LogitsProcessor):
+  """Masks the rows of requests that name a grammar."""
+
+  def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+    """As vLLM calls it."""
+    self._requests: dict[int, _Request] = {}
+    self._tables = functools.lru_cache(maxsize=4)(lambda path: Tables(path, device))
+
+  def is_argmax_invariant(self) -> bool:
+    """It may take the most likely token away."""
+    return False
+
+  def update_state(self, batch_update: Any) -> None:
+    """Requests come, go and change places."""
+    process_dict_updates(self._requests, batch_update, self._begin)
+
+  def _begin(self, params: Any, prompt: list[int] | None, ids: list[int]) -> Any:
+    asked = params.extra_args or {}
+    if FILE not in asked:
+      return None
+    return _Request(self._tables(asked[FILE]), int(asked[STATE]), ids)
+
+  def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    """Takes the refused tokens away, in place."""
+    for row, request in self._requests.items():
+      refused_V = request.refused()
+      if refused_V is not None:
+        # Rows of logits may be padded past the vocabulary.
+        logits[row, : len(refused_V)].masked_fill_(refused_V, float("-inf"))
+    return logits

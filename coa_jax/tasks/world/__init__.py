@@ -1,0 +1,1 @@
+"""An offline seeded world: its pages and the questions over them."""

@@ -1,0 +1,255 @@
+"""An offline seeded world of one-line encyclopaedia pages, and questions over it.
+
+Towns, people, films and companies refer to one another, so a question is a chain of
+look-ups, an operation over looked-up numbers, or pure arithmetic. Every name is a pair
+of words that occurs in one world only: held-out worlds hold only unseen names, made of
+words that training worlds use too, so an answer has to be read, not remembered.
+
+Each task carries `meta["program"]`, the steps that lead to its answer (see `evaluate`),
+`meta["values"]`, what each step gives, and `meta["namesakes"]`, names of its own split
+that are easily mistaken for those it is about; the scripted teacher follows and errs by
+them, and a test recomputes every answer from the pages alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.tasks.task import Task
+from coa_jax.tasks.world.pages import NAME_WORDS, World, make_facts, page_text
+from coa_jax.tasks.world.questions import FAMILIES, ask, evaluate
+
+Mix = tuple[tuple[str, float], ...]
+# Of tasks to learn from. What is hard to learn is shown more often than it is asked: a
+# small model copies two-digit operands wrong until it has seen thousands of them.
+TRAIN_MIX: Mix = (
+  ("one_hop", 0.10),
+  ("two_hop", 0.20),
+  ("three_hop", 0.20),
+  ("comparison", 0.14),
+  ("arithmetic", 0.18),
+  ("computation", 0.18),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorldConfig:
+  """Sizes of one world, how many worlds a split may draw on, and what is asked.
+
+  Attributes:
+    towns: pages of that kind in a world; likewise people, films and companies.
+    train_worlds: worlds numbered 0.. of split "train"; likewise dev and test.
+    mix: (family, weight) pairs. A comparison by name can be guessed, so it weighs
+      little.
+  """
+
+  towns: int = 300
+  people: int = 500
+  films: int = 100
+  companies: int = 100
+  train_worlds: int = 28
+  dev_worlds: int = 4
+  test_worlds: int = 4
+  mix: Mix = (
+    ("one_hop", 0.18),
+    ("two_hop", 0.30),
+    ("three_hop", 0.20),
+    ("comparison", 0.06),
+    ("arithmetic", 0.20),
+    ("computation", 0.06),
+  )
+
+  def __post_init__(self):
+    for kind, size in self.sizes.items():
+      room = math.prod(map(len, NAME_WORDS[kind]))
+      needed = size * sum(self.splits.values())
+      if size < 2 or needed > room:
+        raise ValueError(
+          f"{size} names of kind {kind!r} in each world make {needed}; a world needs "
+          f"at least 2, and there are {room} for all worlds together"
+        )
+    for family, weight in self.mix:
+      if family not in FAMILIES or weight < 0:
+        raise ValueError(
+          f"mix holds {family!r}: {weight}; families are {', '.join(FAMILIES)}"
+        )
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """Kind -> pages of that kind in a world."""
+    counts = (self.towns, self.people, self.films, self.companies)
+    return dict(zip(NAME_WORDS, counts, strict=True))
+
+  @property
+  def splits(self) -> dict[str, int]:
+    """Split -> its number of worlds."""
+    return dict(train=self.train_worlds, dev=self.dev_worlds, test=self.test_worlds)
+
+
+def make_world(
+  seed: int, config: WorldConfig, split: str = "train", number: int = 0
+) -> World:
+  """World `number` of a split.
+
+  The seed decides the facts; names depend on split and number alone, so no name of one
+  split can turn up in another whatever the seeds are.
+
+  Raises:
+    ValueError: the split is unknown or has no such world.
+  """
+  splits = config.splits
+  if split not in splits or not 0 <= number < splits[split]:
+    raise ValueError(f"no world {number} in split {split!r}; worlds: {splits}")
+  before = list(splits).index(split)
+  slot = sum(list(splits.values())[:before]) + number
+  deck = {}
+  for kind, size in config.sizes.items():
+    firsts, seconds = NAME_WORDS[kind]
+    every = [f"{a} {b}" for a in firsts for b in seconds]
+    random.Random(f"coa-jax names of {kind}").shuffle(every)
+    deck[kind] = every[slot * size : (slot + 1) * size]
+  name = f"{split}-{number:02d}"
+  facts = make_facts(deck, random.Random(f"{seed}/{name}"))
+  pages = tuple(
+    {"id": f"{name}-{i:04d}", "title": title, "text": page_text(title, row)}
+    for i, (title, row) in enumerate(facts.items())
+  )
+  return World(name, facts, pages)
+
+
+def world_tasks(
+  worlds: Sequence[World], n: int, mix: Mix, seed: int, name: str = "task"
+) -> list[Task]:
+  """Makes `n` tasks with no question twice; each family has exactly its share of them.
+
+  Args:
+    worlds: of one split; what is asked about and what is mistaken for it.
+    n: how many tasks.
+    mix: (family, weight) pairs.
+    seed: decides what is asked.
+    name: of the set; ids are NAME-00000, so tasks of two sets never share one.
+
+  Raises:
+    ValueError: the worlds are too small for that many different questions.
+  """
+  rng = random.Random(f"{seed}/tasks of {','.join(w.name for w in worlds)}")
+  total = sum(weight for _, weight in mix)
+  families: list[str] = []
+  reached = 0.0
+  for family, weight in mix:
+    reached += weight
+    families += [family] * (round(n * reached / total) - len(families))
+  rng.shuffle(families)
+  sharing = _names_by_word(worlds)
+  tasks: list[Task] = []
+  seen: set[str] = set()
+  for number, family in enumerate(families):
+    for _ in range(200):
+      world = rng.choice(worlds)
+      question, program = ask(world, family, rng)
+      if question not in seen:
+        break
+    else:
+      raise ValueError(f"no {family} question left after {number}; ask for fewer")
+    seen.add(question)
+    values = evaluate(program, world.facts)
+    tasks.append(
+      Task(
+        id=f"{name}-{number:05d}",
+        question=question,
+        answers=(values[-1],),
+        source="world",
+        family=family,
+        meta={
+          "program": program,
+          "values": values,
+          "world": world.name,
+          "namesakes": {
+            entity: _namesakes(entity, sharing, random.Random(f"{seed}/{entity}"))
+            for entity in _entities(program, values, world)
+          },
+        },
+      )
+    )
+  return tasks
+
+
+# A kind, a place in the name (0 or 1), and the word there.
+_NamePart = tuple[str, int, str]
+
+
+def _names_by_word(worlds: Sequence[World]) -> dict[_NamePart, list[str]]:
+  """Finds the names that share a word: (kind, place, word) -> names, in page order."""
+  names: dict[_NamePart, list[str]] = {}
+  for world in worlds:
+    for name, facts in world.facts.items():
+      for place, word in enumerate(name.split(" ")):
+        names.setdefault((facts["kind"], place, word), []).append(name)
+  return names
+
+
+def _entities(
+  program: Sequence[Mapping[str, Any]], values: Sequence[str], world: World
+) -> list[str]:
+  """Lists the names that a task is about, its answer included, each once."""
+  mentioned = [step["entity"] for step in program if step["op"] == "lookup"]
+  return [name for name in dict.fromkeys((*mentioned, *values)) if name in world.facts]
+
+
+def _namesakes(
+  entity: str, names: Mapping[_NamePart, list[str]], rng: random.Random
+) -> list[str]:
+  """Draws names of the same kind: one with the same second word, one with the first."""
+  out = []
+  words = entity.split(" ")
+  kind = next(
+    kind for kind in NAME_WORDS if entity in names.get((kind, 0, words[0]), ())
+  )
+  for place in (1, 0):
+    others = [n for n in names[kind, place, words[place]] if n != entity]
+    if others:
+      out.append(rng.choice(others))
+  return out
+
+
+def write_world(
+  directory: str | os.PathLike[str],
+  split: str,
+  n: int,
+  config: WorldConfig,
+  seed: int = 0,
+  task_seed: int = 0,
+  name: str = "",
+) -> dict[str, str]:
+  """Writes a split's pages and `n` tasks as JSON lines; returns their paths.
+
+  Any search index and any journey can read them.
+
+  Args:
+    directory: where to.
+    split: "train", "dev" or "test".
+    n: how many tasks.
+    config: sizes and mix.
+    seed: decides the facts, so the pages.
+    task_seed: decides what is asked.
+    name: of the task file, so that several can share the pages; the split's if empty.
+
+  Returns:
+    "corpus" (DIR/SPLIT_pages.jsonl) and "tasks" (DIR/NAME_tasks.jsonl).
+  """
+  worlds = [make_world(seed, config, split, i) for i in range(config.splits[split])]
+  name = name or split
+  tasks = world_tasks(worlds, n, config.mix, task_seed, name)
+  paths = {
+    "corpus": os.path.join(os.fspath(directory), f"{split}_pages.jsonl"),
+    "tasks": os.path.join(os.fspath(directory), f"{name}_tasks.jsonl"),
+  }
+  write_jsonl(paths["corpus"], (page for world in worlds for page in world.pages))
+  write_jsonl(paths["tasks"], (task.to_json() for task in tasks))
+  return paths

@@ -1,0 +1,306 @@
+"""Questions over a seeded world, each with the program that answers it.
+
+A program is a list of steps (see `evaluate`): look-ups in pages, operations on whole
+numbers, a comparison. Families differ in how many steps of which kind they need.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from coa_jax.tasks.world.pages import LINKS, World
+
+# How a link is spoken of inside a longer question; {} is the entity or another link.
+_PHRASES = {
+  "mayor": ("the mayor of {}",),
+  "birthplace": ("the birthplace of {}", "the town where {} was born"),
+  "director": ("the director of {}", "the person who directed {}"),
+  "headquarters": ("the headquarters of {}", "the town where {} is based"),
+  "founder": ("the founder of {}", "the person who founded {}"),
+}
+_QUESTIONS = {
+  "region": ("In which region is {}?", "Which region is {} in?"),
+  "founded": ("When was {} founded?", "In which year was {} founded?"),
+  "population": ("What is the population of {}?", "How many people live in {}?"),
+  "mayor": ("Who is the mayor of {}?", "Name the mayor of {}."),
+  "occupation": ("What is the occupation of {}?", "What does {} work as?"),
+  "born": ("When was {} born?", "In which year was {} born?"),
+  "birthplace": ("Where was {} born?", "What is the birthplace of {}?"),
+  "released": ("When was {} released?", "In which year did {} come out?"),
+  "director": ("Who directed {}?", "Name the director of {}."),
+  "headquarters": ("Where is {} based?", "In which town is {} based?"),
+  "founder": ("Who founded {}?", "Name the founder of {}."),
+}
+# (kind, relation, "min" or "max", question)
+_COMPARISONS = tuple(
+  (kind, relation, pick, question)
+  for kind, relation, rows in (
+    (
+      "town company",
+      "founded",
+      (
+        ("min", "Which was founded earlier, {a} or {b}?"),
+        ("max", "Which was founded later, {a} or {b}?"),
+      ),
+    ),
+    (
+      "town",
+      "population",
+      (
+        ("max", "Which has more people, {a} or {b}?"),
+        ("min", "Which has fewer people, {a} or {b}?"),
+      ),
+    ),
+    (
+      "person",
+      "born",
+      (
+        ("min", "Who was born earlier, {a} or {b}?"),
+        ("max", "Who is younger, {a} or {b}?"),
+      ),
+    ),
+    (
+      "film",
+      "released",
+      (
+        ("min", "Which came out earlier, {a} or {b}?"),
+        ("max", "Which came out later, {a} or {b}?"),
+      ),
+    ),
+  )
+  for kind in kind.split()
+  for pick, question in rows
+)
+# (kind, relation, "min" or "max", question whose answer is the number itself)
+_EXTREMES = tuple(
+  (kind, relation, pick, question)
+  for kind, relation, rows in (
+    (
+      "town company",
+      "founded",
+      (
+        ("min", "When was the older of {a} and {b} founded?"),
+        ("max", "When was the newer of {a} and {b} founded?"),
+      ),
+    ),
+    (
+      "town",
+      "population",
+      (
+        ("max", "How many people live in the larger of {a} and {b}?"),
+        ("min", "How many people live in the smaller of {a} and {b}?"),
+      ),
+    ),
+    (
+      "person",
+      "born",
+      (
+        ("min", "When was the older of {a} and {b} born?"),
+        ("max", "When was the younger of {a} and {b} born?"),
+      ),
+    ),
+    (
+      "film",
+      "released",
+      (
+        ("min", "When did the older of {a} and {b} come out?"),
+        ("max", "When did the newer of {a} and {b} come out?"),
+      ),
+    ),
+  )
+  for kind in kind.split()
+  for pick, question in rows
+)
+# (kind, relation, operation, question); differences are asked so that they are
+# positive: {a} holds the smaller number and {b} the larger.
+_ARITHMETIC = (
+  ("town", "founded", "-", "How many years after {a} was founded was {b} founded?"),
+  ("town", "founded", "-", "How many years older is the town {a} than {b}?"),
+  ("company", "founded", "-", "How many years after {a} was {b} founded?"),
+  ("town", "population", "+", "What is the total population of {a} and {b}?"),
+  ("town", "population", "+", "How many people live in {a} and {b} together?"),
+  ("town", "population", "-", "How many more people live in {b} than in {a}?"),
+  ("person", "born", "-", "How many years older is {a} than {b}?"),
+  ("film", "released", "-", "How many years after {a} did {b} come out?"),
+)
+# Reverse Polish programs over a, b, c, d.
+_COMPUTATION = (
+  ("a b * c -", "A shop has {a} {box} of {b} {thing} and sells {c} {thing}."),
+  ("a b * c +", "A farm packs {a} {box} of {b} {thing} and {c} loose {thing}."),
+  ("b c + a *", "Each of {a} {box} holds {b} old {thing} and {c} new {thing}."),
+  ("a b * c d * +", "{a} {box} hold {b} {thing} each and {c} hold {d} {thing} each."),
+  ("a b * c d * -", "A shop buys {a} {box} of {b} {thing} and sells {c} of {d}."),
+)
+_ASK = ("How many {thing} is that?", "How many {thing} are there now?")
+_BOXES = ["boxes", "bags", "crates", "trays", "sacks", "carts", "rooms", "shelves"]
+_THINGS = [
+  "apples",
+  "eggs",
+  "nuts",
+  "pens",
+  "books",
+  "cups",
+  "lamps",
+  "coins",
+  "seeds",
+  "plates",
+  "keys",
+  "bricks",
+]
+
+_OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
+  "+": operator.add,
+  "-": operator.sub,
+  "*": operator.mul,
+  "min": min,
+  "max": max,
+}
+_HOPS = {"one_hop": 1, "two_hop": 2, "three_hop": 3, "four_hop": 4}
+FAMILIES = (*_HOPS, "comparison", "arithmetic", "computation", "age")
+HELD_OUT = ("four_hop", "age")  # never in training
+
+
+def evaluate(
+  program: Sequence[Mapping[str, Any]],
+  facts: Mapping[str, Mapping[str, str]],
+  known: Mapping[int, str] | None = None,
+) -> list[str]:
+  """What each step of a program gives; the last value is the answer.
+
+  A step is one of
+    {"op": "lookup", "entity": NAME or "$k", "relation": R}
+    {"op": "compute", "name": one of _OPERATIONS, "args": [number or "$k", ...]}
+    {"op": "compare", "name": "min" or "max", "args": ["$i", "$j"], "of": [A, B]}
+  where "$k" is the value of step k; a comparison gives the entity of the picked number.
+  Steps in `known` have the value given there.
+
+  Raises:
+    KeyError: the facts lack an entity or relation.
+  """
+  values: list[str] = []
+  for i, step in enumerate(program):
+    if known and i in known:
+      values.append(known[i])
+      continue
+    if step["op"] == "lookup":
+      values.append(facts[resolve(step["entity"], values)][step["relation"]])
+      continue
+    left, right = (int(resolve(a, values)) for a in step["args"])
+    if step["op"] == "compute":
+      values.append(str(_OPERATIONS[step["name"]](left, right)))
+    else:
+      first = left < right if step["name"] == "min" else left > right
+      values.append(step["of"][0 if first else 1])
+  return values
+
+
+def resolve(argument: str, values: Sequence[str]) -> str:
+  """A step's argument: itself, or for "$k" the value of step k."""
+  return values[int(argument[1:])] if argument.startswith("$") else argument
+
+
+def _lookup(entity: str, relation: str) -> dict[str, Any]:
+  return {"op": "lookup", "entity": entity, "relation": relation}
+
+
+def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]]:
+  """A question over `hops` relations whose entities are all different."""
+  while True:
+    entity = start = rng.choice(world.names(rng.choice(tuple(LINKS))))
+    phrase, program, seen = start, [], {start}
+    for hop in range(hops):
+      facts = world.facts[entity]
+      last = hop == hops - 1
+      links = LINKS[facts["kind"]]
+      relation = rng.choice([r for r in (facts if last else links) if r != "kind"])
+      program.append(_lookup(start if hop == 0 else f"${hop - 1}", relation))
+      forms = (_QUESTIONS if last else _PHRASES)[relation]
+      phrase = rng.choice(forms).format(phrase)
+      entity = facts[relation]
+      if entity in seen:
+        break
+      seen.add(entity)
+    else:
+      return phrase, program
+
+
+def _pair(
+  world: World, kind: str, relation: str, rng: random.Random
+) -> tuple[str, str, list[dict]]:
+  """Two entities whose numbers differ, the smaller first, and their look-ups."""
+  while True:
+    a, b = rng.sample(world.names(kind), 2)
+    numbers = [int(world.facts[x][relation]) for x in (a, b)]
+    if numbers[0] != numbers[1]:
+      break
+  if numbers[0] > numbers[1]:
+    a, b = b, a
+  return a, b, [_lookup(a, relation), _lookup(b, relation)]
+
+
+def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
+  """Half of them ask which of two it is, half what its number is."""
+  by_name = rng.random() < 0.5
+  kind, relation, pick, question = rng.choice(_COMPARISONS if by_name else _EXTREMES)
+  a, b, program = _pair(world, kind, relation, rng)
+  if rng.random() < 0.5:  # the answer must not show in the order
+    a, b, program = b, a, program[::-1]
+  step = {"op": "compute", "name": pick, "args": ["$0", "$1"]}
+  program.append({**step, "op": "compare", "of": [a, b]} if by_name else step)
+  return question.format(a=a, b=b), program
+
+
+def _arithmetic(world: World, rng: random.Random) -> tuple[str, list[dict]]:
+  kind, relation, name, question = rng.choice(_ARITHMETIC)
+  a, b, program = _pair(world, kind, relation, rng)
+  args = ["$0", "$1"] if name == "+" else ["$1", "$0"]
+  if question.find("{b}") < question.find("{a}"):
+    program.reverse()  # look up in the order of mention
+    args = [{"$0": "$1", "$1": "$0"}[x] for x in args]
+  program.append({"op": "compute", "name": name, "args": args})
+  return question.format(a=a, b=b), program
+
+
+def _computation(rng: random.Random) -> tuple[str, list[dict]]:
+  polish, story = rng.choice(_COMPUTATION)
+  numbers = dict(zip("abcd", (str(rng.randint(12, 99)) for _ in range(4)), strict=True))
+  if polish.endswith("-"):  # more must be bought than is sold
+    numbers.update(a=str(rng.randint(50, 99)), b=str(rng.randint(50, 99)))
+    numbers.update(c=str(rng.randint(12, 49)), d=str(rng.randint(12, 49)))
+  program: list[dict] = []
+  stack: list[str] = []
+  for token in polish.split():
+    if token in numbers:
+      stack.append(numbers[token])
+      continue
+    right, left = stack.pop(), stack.pop()
+    stack.append(f"${len(program)}")
+    program.append({"op": "compute", "name": token, "args": [left, right]})
+  words = dict(box=rng.choice(_BOXES), thing=rng.choice(_THINGS))
+  return f"{story} {rng.choice(_ASK)}".format(**numbers, **words), program
+
+
+def _age(world: World, rng: random.Random) -> tuple[str, list[dict]]:
+  kind, role, year, question = rng.choice(
+    (
+      ("film", "director", "released", "the director of {0} when {0} was released"),
+      ("company", "founder", "founded", "the founder of {0} when {0} was founded"),
+    )
+  )
+  name = rng.choice(world.names(kind))
+  program = [_lookup(name, year), _lookup(name, role), _lookup("$1", "born")]
+  program.append({"op": "compute", "name": "-", "args": ["$0", "$2"]})
+  return f"How old was {question.format(name)}?", program
+
+
+def ask(world: World, family: str, rng: random.Random) -> tuple[str, list[dict]]:
+  """One question of a family over a world, and its program."""
+  if family in _HOPS:
+    return _chain(world, _HOPS[family], rng)
+  if family == "computation":
+    return _computation(rng)
+  makers = {"comparison": _comparison, "arithmetic": _arithmetic, "age": _age}
+  return makers[family](world, rng)

@@ -1,0 +1,99 @@
+"""Tools that a config adds: called by name in the tag `tool`, without their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Mapping
+
+from coa_jax.protocol import function_calls
+from tools_sandbox.client import BadCall, McpConfig, McpTool, Unavailable
+
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTool:
+  """A tool that is called by its name.
+
+  Attributes:
+    description: one line for the prompt: what it does, and its arguments.
+    mcp: the tool of an MCP server that answers.
+    function: or, `module:name` of a Python function; it is called from several threads
+      with the arguments by name and returns text. It may raise the exceptions of
+      `tools_sandbox.faults`; any other counts as the infrastructure's fault.
+  """
+
+  description: str
+  mcp: McpConfig | None = None
+  function: str | None = None
+
+  def __post_init__(self):
+    if (self.mcp is None) == (self.function is None):
+      raise ValueError("a named tool has either mcp or function")
+    if self.function is not None and not _PATH.fullmatch(self.function):
+      raise ValueError(f"function {self.function!r} must be module:name")
+
+
+class _Function:
+  """A Python function as a tool; its content is a JSON object of its arguments."""
+
+  def __init__(self, path: str):
+    module, _, name = path.partition(":")
+    try:
+      self._function = getattr(importlib.import_module(module), name)
+    except Exception as e:  # whatever a user's module fails with
+      raise ValueError(f"function {path!r}: {type(e).__name__}: {e}") from e
+    if not callable(self._function):
+      raise ValueError(f"function {path!r} is no function")
+    self._signature = inspect.signature(self._function)
+
+  def __call__(self, content: str, seconds: float) -> str:
+    del seconds  # whoever calls gives it up in time
+    arguments = json.loads(content)
+    try:
+      self._signature.bind(**arguments)
+    except TypeError as e:
+      raise BadCall(f"{e}; it takes {self._signature}") from None
+    return str(self._function(**arguments))
+
+  def close(self) -> None:
+    """Nothing."""
+
+
+class NamedTools:
+  """All tools that are called by name."""
+
+  def __init__(self, named: Mapping[str, NamedTool]):
+    """Opens each.
+
+    Raises:
+      ValueError: a function, package, server or tool is not there.
+    """
+    self._tools: dict[str, McpTool | _Function] = {}
+    for name, tool in named.items():
+      try:
+        made = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
+      except BaseException as e:
+        self.close()
+        if isinstance(e, (ValueError, Unavailable)):
+          raise ValueError(f"named.{name}: {e}") from e
+        raise
+      self._tools[name] = made
+
+  def __call__(self, content: str, seconds: float) -> str:
+    """The result of a call; see `tools.Tool`."""
+    call = function_calls.parse(content)
+    assert call is not None  # content_fault has refused every other body
+    tool = self._tools.get(call.name)
+    if tool is None:
+      raise BadCall(f"no tool {call.name}; there are {', '.join(self._tools)}")
+    return tool(json.dumps(dict(call.arguments)), seconds)
+
+  def close(self) -> None:
+    """Ends the servers that were started."""
+    for tool in self._tools.values():
+      tool.close()

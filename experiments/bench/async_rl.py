@@ -1,0 +1,169 @@
+"""Asynchronous against synchronous RL under slow tools: steps per second, accuracy.
+
+  python -m experiments.bench.async_rl [--quick] [--rounds=5] [--out=FILE.json]
+    [--quickstart=runs/quickstart] [--runs=runs/async] [--steps=24] [--staleness=2]
+
+Needs a finished `experiments.quickstart`. Both train its SFT model with
+configs/rl_world.py, 8 groups of 8 a step, which the slots hold at once; every tool call
+takes 0.1 to 0.3 s longer, by a hash of it. Whole runs by turns, one seed a round. Both
+make one update a step, so that on-policy the importance weights of the other are 1. A
+step's seconds are all but those of evaluation and saving, of steps after the first,
+which compile; what is not the learner's work it waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import ml_collections
+from absl import app, flags
+
+from coa_jax import rl
+from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.report.metrics import METRICS_FILE, read_metrics
+from coa_jax.report.timers import seconds_of
+from coa_jax.tools.toolbox import Toolbox
+from experiments.bench import program as bench
+from experiments.launch import COMPILE_CACHE, prepare
+
+_COMPILES = 3  # steps that are not timed
+_UNTIMED = ("dev", "save")  # phases that are the same for both
+_LAST = 3  # steps whose reward is the reward after training
+_LEAST_S, _MOST_S = 0.1, 0.3  # that a call takes longer
+
+
+def _define_flags() -> None:
+  # Not on import: other programs have flags of these names, and tests import both.
+  flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
+  flags.DEFINE_string("runs", "runs/async", "Where the runs go.")
+  flags.DEFINE_integer("steps", 24, "Updates of each run.", _COMPILES + 1)
+  flags.DEFINE_integer("staleness", 2, "Of the asynchronous runs.", 1)
+
+
+_COLUMNS = {
+  "name": "rollouts",
+  "steps_per_s": "steps/s",
+  "learn": "learns",
+  "learner_waited": "waits",
+  "staleness": "stale",
+  "before": "before",
+  "after": "after",
+}
+
+
+class SlowToolbox(Toolbox):
+  """Real tools over a slow line."""
+
+  def answer(self, name: str, arguments: str, seconds: float) -> tuple[CallStatus, str]:
+    """As `Toolbox.answer`, after a while that depends on the call."""
+    digest = hashlib.blake2b(f"{name} {arguments}".encode(), digest_size=8).digest()
+    share = int.from_bytes(digest) / 2**64
+    time.sleep(_LEAST_S + share * (_MOST_S - _LEAST_S))
+    return super().answer(name, arguments, seconds)
+
+
+def config_of(
+  quickstart: str, seed: int, steps: int, quick: bool, algo: Mapping[str, Any]
+) -> ml_collections.ConfigDict:
+  """The config of one run; `algo` is what makes it this contestant."""
+  config = bench.quickstart_config(quickstart, quick, seed)
+  config.dev.every = config.checkpoint.every = config.algo.steps = steps
+  if not quick:
+    config.algo.prompts = config.algo.samples = 8
+  with config.algo.unlocked():
+    config.algo.update(algo)
+  return config
+
+
+def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict:
+  """What one run says."""
+
+  def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.fmean(_number(row.get(name, 0.0)) for row in rows)
+
+  timed = log[_COMPILES:]
+  phases = [seconds_of(row) for row in timed]
+  seconds = statistics.fmean(
+    sum(s for name, s in row.items() if name not in _UNTIMED) for row in phases
+  )
+  learn = mean("seconds_learn", timed)
+  return {
+    "seconds": seconds,
+    "learn": learn,
+    # In turns that is all of the rollouts: decoding, tools, grading.
+    "learner_waited": seconds - learn,
+    "rollouts_waited": mean("rollouts_waited", timed),
+    "staleness": mean("staleness", timed),
+    "staleness_max": max(row.get("staleness_max", 0.0) for row in timed),
+    "reward": mean("reward", log[-_LAST:]),
+    "before": _number(results["dev_accuracy_first"]),
+    "after": _number(results["dev_accuracy"]),
+  }
+
+
+def _number(value: float | None) -> float:
+  """Null, for what nobody could grade, is no number."""
+  return math.nan if value is None else value
+
+
+def run(
+  quickstart: str, workdir: str, rounds: int, steps: int, staleness: int, quick: bool
+) -> dict[str, Any]:
+  """All runs, by turns; returns the table and the speed-ups.
+
+  Raises:
+    FileNotFoundError: there is no finished quickstart.
+  """
+  ahead = {"importance_cap": 2.0, "staleness": staleness}
+  contestants = {"in turns": {}, "ahead": ahead}
+  runs: dict[str, list[dict]] = {name: [] for name in contestants}
+  for seed in range(rounds):
+    for i, (name, algo) in enumerate(contestants.items()):
+      print(f"{name}, seed {seed}", file=sys.stderr)
+      own = os.path.join(workdir, f"{i}_seed{seed}")
+      with mock.patch.object(rl, "Toolbox", SlowToolbox):
+        results = rl.run(config_of(quickstart, seed, steps, quick, algo), own)
+      log = read_metrics(os.path.join(own, METRICS_FILE), "rl")
+      runs[name].append(figures_of(log, results))
+  first = runs["in turns"]
+  table, ratios = [], {}
+  for name, mine in runs.items():
+    row = {k: statistics.fmean(r[k] for r in mine) for k in mine[0]}
+    pairs = zip(first, mine, strict=True)
+    speedup = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
+    ratios[f"steps/s, rollouts {name} over in turns"] = speedup
+    row |= {"name": name, "steps_per_s": 1 / row["seconds"]}
+    table.append(row)
+  return {"table": table, "ratios": ratios, "runs": runs}
+
+
+def main(argv: list[str]) -> None:
+  """Trains and prints."""
+  prepare(COMPILE_CACHE.value)
+  quick = bench.QUICK.value
+
+  def work() -> dict[str, Any]:
+    rounds = 1 if quick else bench.ROUNDS.value
+    given = flags.FLAGS
+    steps = _COMPILES + 1 if quick else given.steps
+    args = rounds, steps, given.staleness, quick
+    return run(given.quickstart, given.runs, *args)
+
+  note = (
+    "Seconds a step that the learner learns and waits; below, the median ratio of the "
+    "rounds. Stale: mean updates that a token is old. Greedy accuracy on dev_tasks."
+  )
+  bench.program(work, "RL under slow tools", _COLUMNS, note)(argv)
+
+
+if __name__ == "__main__":
+  _define_flags()
+  app.run(main)

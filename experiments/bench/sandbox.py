@@ -1,0 +1,238 @@
+"""Programs a second: the jail, our subprocess back-end, others' jails, a plain process.
+
+  python -m experiments.bench.sandbox [--quick] [--cases=REGEX] [--out=FILE.json]
+  python -m experiments.bench.sandbox --soak=50000 [--out=FILE.json]
+
+Three programs (print, numpy, sympy), 1, 2, 8 and 64 callers, the contestants by turns
+in every round; our two back-ends have two slots each. The plain one starts an
+interpreter for each program, as a harness without any of ours would; bubblewrap and
+nsjail start one behind the same kinds of walls, where they are on PATH. Every answer is
+checked. Ratios are the jail's runs per second with one caller over the plain process's:
+above 1 the jail is faster. Last the cells of one session, one after the other.
+
+--soak makes so many runs with 8 callers, every tenth of them hostile, and tells what is
+left of them: processes, descriptors, mounts, files, resident memory, throughput of the
+first and the last tenth. It stops with an error where something leaks.
+
+Expect (two cores, alone): 2.7 for print, 10 for numpy, 25 for sympy; with --rounds=1
+two minutes, 64 callers of a plain sympy most of it. A soak of 50,000 takes 18.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import app, flags
+
+from experiments.bench import program as bench
+from experiments.bench import soak_sandbox
+from tools_sandbox.client import Sandbox
+
+_SOAK = flags.DEFINE_integer("soak", 0, "Runs of a soak, in place of timing.", 0)
+
+# Name -> program, what it prints.
+PROGRAMS = {
+  "print": ("print(1 + 1)", "2"),
+  "numpy": (
+    "import numpy as np\nprint(round(np.linalg.det(np.eye(50) * 1.0), 3))",
+    "1.0",
+  ),
+  "sympy": (
+    "import sympy as sp\nx = sp.symbols('x')\nprint(sp.factor(x**3 - 1))",
+    "(x - 1)*(x**2 + x + 1)",
+  ),
+}
+CALLERS = (1, 2, 8, 64)
+_CELLS = 3000
+SLOTS = 2
+RATIOS = {"print": "executions", "numpy": "numpy", "sympy": "sympy"}
+_RUNS = {"jail": 128, "subprocess": 128}  # of all callers in a round; else:
+_FEW = 16
+_COLUMNS = {
+  "program": "program",
+  "callers": "callers",
+  "name": "contestant",
+  "p50_ms": "p50 ms",
+  "p99_ms": "p99 ms",
+  "per_s": "runs/s",
+}
+_PYTHON = os.path.realpath(sys.executable)
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+
+
+def _command(*command: str) -> Callable[[str], str]:
+  """Runs a program by a command that takes it as its last argument."""
+
+  def run(program: str) -> str:
+    return subprocess.run(
+      [*command, program], capture_output=True, text=True, env=_ENVIRONMENT, check=False
+    ).stdout
+
+  return run
+
+
+def _readable() -> list[str]:
+  """What an interpreter with our packages needs of the host."""
+  packages = [p for p in sys.path if p.endswith("site-packages")]
+  places = [sys.base_prefix, sys.prefix, *packages]
+  places += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
+  return [p for p in dict.fromkeys(map(os.path.realpath, places)) if os.path.exists(p)]
+
+
+def others() -> dict[str, Callable[[str], str]]:
+  """A plain process, and jails of others that are installed; prints what is not."""
+  found = {"plain": _command(sys.executable, "-I", "-c")}
+  # A link to an interpreter elsewhere still finds its packages by its own folder.
+  python = [sys.executable, "-I", "-c"]
+  if path := shutil.which("bwrap"):
+    binds = [a for p in _readable() for a in ("--ro-bind", p, p)]
+    walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    links = ["--symlink", "usr/lib64", "/lib64"] if os.path.islink("/lib64") else []
+    links += ["--symlink", "usr/lib", "/lib"] if os.path.islink("/lib") else []
+    scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    # The scratch folder first: an environment below /tmp is put into it.
+    found["bubblewrap"] = _command(path, *walls, *scratch, *binds, *links, *python)
+  if path := shutil.which("nsjail"):
+    binds = [a for p in _readable() for a in ("-R", p)]
+    walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
+    found["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
+  for name in {"bubblewrap", "nsjail"} - set(found):
+    print(f"{name}: not on PATH, left out")
+  return found
+
+
+def timed(
+  run: Callable[[str], str], program: str, expected: str, callers: int, runs: int
+) -> tuple[list[float], float]:
+  """Runs a program `runs` times, shared by `callers` threads.
+
+  Returns:
+    Seconds of each run, and runs per second of all callers together.
+
+  Raises:
+    ValueError: a run printed something else.
+  """
+  seconds: list[float] = []
+  wrong: list[str] = []
+  left = iter(range(max(runs, callers)))
+
+  def work() -> None:
+    for _ in left:
+      start = time.perf_counter()
+      said = run(program).strip()
+      seconds.append(time.perf_counter() - start)
+      if said != expected:
+        wrong.append(said)
+
+  threads = [threading.Thread(target=work) for _ in range(callers)]
+  start = time.perf_counter()
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  total = time.perf_counter() - start
+  if wrong:
+    raise ValueError(f"{len(wrong)} runs of {program!r} printed {wrong[0]!r}")
+  return seconds, len(seconds) / total
+
+
+def measure() -> dict[str, Any]:
+  """Times every contestant by turns; see the file's docstring."""
+  programs = bench.chosen(PROGRAMS)
+  rounds = 1 if bench.QUICK.value else bench.ROUNDS.value
+  found: dict[tuple[str, int, str], tuple[list[float], list[float]]] = {}
+  with Sandbox(SLOTS) as jail, Sandbox(SLOTS, backend="subprocess") as sandbox:
+    contestants = {
+      "jail": lambda p: jail.run(p, timeout_s=60).stdout,
+      "subprocess": lambda p: sandbox.run(p, timeout_s=60).stdout,
+      **others(),
+    }
+    for name in _RUNS:  # both slots of each
+      timed(contestants[name], *PROGRAMS["print"], SLOTS, 20)
+    for _ in range(rounds):
+      for title, (program, expected) in programs.items():
+        for callers in CALLERS[:2] if bench.QUICK.value else CALLERS:
+          for name, contestant in contestants.items():
+            runs = _RUNS.get(name, _FEW)
+            try:
+              seconds, rate = timed(contestant, program, expected, callers, runs)
+            except ValueError as e:
+              raise ValueError(f"{name}: {e}") from e
+            every, rates = found.setdefault((title, callers, name), ([], []))
+            every += seconds
+            rates.append(rate)
+  table, rate_of = [], {}
+  for (title, callers, name), (seconds, rates) in found.items():
+    cuts = statistics.quantiles(seconds, n=100)
+    rate_of[title, callers, name] = statistics.median(rates)
+    table.append(
+      {
+        "program": title,
+        "callers": callers,
+        "name": name,
+        "p50_ms": round(cuts[49] * 1e3, 2),
+        "p99_ms": round(cuts[98] * 1e3, 2),
+        "per_s": round(rate_of[title, callers, name], 1),
+      }
+    )
+  cells = _cells()
+  table.append({"program": "session", "callers": 1, "name": "jail", **cells})
+  ratios = {
+    f"{RATIOS[t]}_vs_subprocess": rate_of[t, 1, "jail"] / rate_of[t, 1, "plain"]
+    for t in programs
+  }
+  return {
+    "table": table,
+    "ratios": ratios,
+    "rounds": rounds,
+    "cells_per_s": cells["per_s"],
+  }
+
+
+def _cells() -> dict[str, float]:
+  """Cells of one session, one after the other; asked are 1,000 a second."""
+  seconds = []
+  with Sandbox(1) as jail, jail.session(timeout_s=600) as session:
+    for i in range(_CELLS):
+      start = time.perf_counter()
+      said = session.run(f"x = {i}\nprint(x)").stdout
+      seconds.append(time.perf_counter() - start)
+      if said != f"{i}\n":
+        raise ValueError(f"cell {i} printed {said!r}")
+  cuts = statistics.quantiles(seconds, n=100)
+  return {
+    "p50_ms": round(cuts[49] * 1e3, 2),
+    "p99_ms": round(cuts[98] * 1e3, 2),
+    "per_s": round(_CELLS / sum(seconds), 1),
+  }
+
+
+_measure = bench.program(
+  measure,
+  "Programs in a sandbox",
+  _COLUMNS,
+  "p50 and p99 over all runs, runs/s the median of the rounds",
+)
+_soak = bench.program(
+  lambda: soak_sandbox.soak(_SOAK.value),
+  "What is left of the runs",
+  soak_sandbox.COLUMNS,
+  f"every {soak_sandbox.EVERY}th run is hostile",
+)
+
+
+def main(argv: list[str]) -> None:
+  """Times, or soaks."""
+  (_soak if _SOAK.value else _measure)(argv)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,142 @@
+"""What a rollout costs as slots, lengths and turns grow: our engine alone.
+
+  python -m experiments.bench.scaling [--quick] [--out=FILE.json] [--plot=FILE.png]
+
+The 5M model in float32, random weights, tools that take no time. Three sweeps:
+
+  slots   1 to 256, trajectories of 464 tokens in four turns
+  length  256 to 8,192 tokens of a trajectory, one turn, 4 slots
+  turns   2,048 tokens in 1 to 64 turns, 8 slots: prefilling nothing twice, a token
+          costs the same whatever their number
+
+Every point has a process of its own, so that its peak memory is its own; the third of
+three runs is timed. Of generated tokens per second; "ms a step" is of decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import app, flags
+from matplotlib.figure import Figure
+
+from coa_jax.report import plots
+from experiments.bench import program as bench
+from experiments.bench.train_work import SIZES
+from experiments.bench.workers import by_turns, generators
+
+_PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the three sweeps to.")
+
+OBSERVATION, PROMPT = 48, 64
+
+
+def _job(slots: int, length: int, turns: int) -> dict[str, int]:
+  """Trajectories of about so many tokens; generated ones share what is not given."""
+  given = PROMPT + (turns - 1) * OBSERVATION
+  new = (length - given) // turns
+  return {
+    "trajectories": slots,
+    "prompt": PROMPT,
+    "calls": turns - 1,
+    "observation": OBSERVATION,
+    "new": new,
+    "length": given + turns * new,
+  }
+
+
+def _turns(turns: int) -> dict[str, int]:
+  """As many generated tokens whatever the turns; their observations are extra."""
+  job = _job(8, 2_048, 1)
+  job["new"] = job["new"] // turns
+  job["calls"], job["observation"] = turns - 1, 4
+  job["length"] = PROMPT + turns * job["new"] + (turns - 1) * job["observation"]
+  return job
+
+
+# Sweep -> what varies -> the job.
+SWEEPS: dict[str, dict[int, dict[str, int]]] = {
+  "slots": {n: _job(n, 464, 4) for n in (1, 4, 16, 64, 256)},
+  "length": {n: _job(4, n, 1) for n in (256, 512, 1_024, 2_048, 4_096, 8_192)},
+  "turns": {n: _turns(n) for n in (1, 4, 16, 64)},
+}
+
+_LABELS = {
+  "slots": "slots, trajectories of 464 tokens",
+  "length": "tokens of a trajectory, 4 slots",
+  "turns": "turns, 1,984 generated tokens, 8 slots",
+}
+
+
+def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
+  """One point of a sweep.
+
+  Args:
+    model: fields of ModelConfig.
+    job: what every trajectory does; see `bench_agentic_work.make_plan`.
+
+  Raises:
+    ValueError: the worker ended.
+  """
+  job = {"model": model, "dtype": "float32", **job}
+  with generators("experiments.bench.agentic_work", job, {}) as workers:
+    (took,) = by_turns(workers, 1, latency=False)["ours"]
+  new = job["trajectories"] * (job["calls"] + 1) * job["new"]
+  return {
+    "tokens_per_second": new / took["seconds"],
+    "ms_a_step": took["seconds"] / ((job["calls"] + 1) * job["new"]) * 1e3,
+    "prefilled": took["counted"]["prefilled"],
+    "utilisation": took["counted"]["utilisation"],
+    "peak_mb": took["peak_mb"],
+  }
+
+
+def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
+  """Three panels: tokens per second, and memory, over what each sweep varies."""
+  figure = Figure(figsize=(12, 3.4), layout="constrained")
+  sweeps = list(dict.fromkeys(r["sweep"] for r in rows))
+  for axis, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps):  # noqa: B905
+    points = [r for r in rows if r["sweep"] == sweep]
+    x = [r["at"] for r in points]
+    speed, peak = ([r[k] for r in points] for k in ("tokens_per_second", "peak_mb"))
+    axis.plot(x, speed, "o-", color=plots.COLORS[0])
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(x, [f"{v:,}" for v in x])
+    axis.set_ylim(0, 1.1 * max(speed))
+    axis.set_xlabel(_LABELS[sweep])
+    axis.set_ylabel("generated tokens/s", color=plots.COLORS[0])
+    memory = axis.twinx()
+    memory.plot(x, peak, "s--", color=plots.COLORS[1])
+    memory.set_ylim(0, 1.1 * max(peak))
+    memory.set_ylabel("peak MB", color=plots.COLORS[1])
+  return figure
+
+
+_COLUMNS = {
+  "sweep": "sweep",
+  "at": "at",
+  "tokens_per_second": "tokens/s",
+  "ms_a_step": "ms a step",
+  "prefilled": "prefilled",
+  "utilisation": "utilisation",
+  "peak_mb": "peak MB",
+}
+
+
+def run() -> dict[str, Any]:
+  """Everything the flags ask for: the table, and the picture where --plot says."""
+  model, rows = SIZES["1M" if bench.QUICK.value else "5M"].model, []
+  for sweep, jobs in bench.chosen(SWEEPS).items():
+    for at, job in list(jobs.items())[: 2 if bench.QUICK.value else None]:
+      row = {"sweep": sweep, "at": at, **measure(model, job)}
+      rows.append(row)
+      print(f"{sweep} {at}: {row['tokens_per_second']:.0f} tokens/s", flush=True)
+  if _PLOT.value:
+    plots.write_png(_PLOT.value, draw(rows))
+  return {"table": rows, "ratios": {}}
+
+
+NOTE = "tokens/s are of generated ones, of all slots; --quick takes the 1M model."
+
+if __name__ == "__main__":
+  app.run(bench.program(run, "Scaling", _COLUMNS, NOTE))

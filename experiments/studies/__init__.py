@@ -1,0 +1,1 @@
+"""Finished studies with their results."""

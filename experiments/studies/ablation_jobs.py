@@ -1,0 +1,258 @@
+"""The jobs of the ablation: what arms need, made once, in folders named by content.
+
+A job is a journey with its config. Its folder's name is a hash of the config, in which
+the folders that it reads are named: so equal work has equal names, whatever arm it is
+for, and a run of another budget or of changed arms goes on beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import rich
+
+from coa_jax import distill, evaluate, rl, sft
+from coa_jax.disk import DiskError, clear_errors
+from coa_jax.report.metrics import duration, write_json
+from configs import distill_world, evaluate_world, rl_world, sft_world
+from experiments.make_world import make_world
+from experiments.studies.ablation_arms import BUDGETS, DOMAINS, TEAM, Arm
+
+# Seconds alone on two cores with budget "small": an estimate, which the pace of what
+# has been done corrects.
+_SECONDS = {"world": 3.0, "team run": 0.004, "distilled": 0.0015}
+_SECONDS |= {"sft token": 5e-5, "rollout": 0.016, "attempt": 0.016, "start": 6.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One journey with one config, in a folder of its own.
+
+  Attributes:
+    kind: world, distill, sft, rl or evaluate.
+    config: of the journey; of a world the arguments of `make_world`.
+    needs: jobs that have to be done before.
+    name: of the folder below the workdir.
+    expected: seconds that it may take.
+  """
+
+  kind: str
+  config: Any = dataclasses.field(compare=False)
+  needs: tuple[Job, ...] = dataclasses.field(compare=False)
+  name: str
+  expected: float = dataclasses.field(compare=False)
+
+
+_CONFIGS = {
+  "distill": distill_world,
+  "sft": sft_world,
+  "rl": rl_world,
+  "evaluate": evaluate_world,
+}
+_JOURNEYS = {
+  "distill": distill.run,
+  "sft": sft.run,
+  "rl": rl.run,
+  "evaluate": evaluate.run,
+}
+KINDS = ("world", *_JOURNEYS)
+
+
+class Plan:
+  """The jobs of one seed; none is run here."""
+
+  def __init__(self, workdir: str, budget: str, seed: int, sandbox: str):
+    """Args: the folder of all, a name in BUDGETS, the seed, `tools.sandbox`."""
+    self._workdir, self._seed, self._sandbox = workdir, seed, sandbox
+    self._budget = BUDGETS[budget]
+    self._world = self._job(
+      "world", {**self._budget.world, "seed": seed}, (), _SECONDS["world"]
+    )
+
+  def evaluations(self, arm: Arm) -> dict[str, list[Job]]:
+    """The jobs that play the tasks of "test" and "unseen"; one for each model."""
+    names: list[str] = list(DOMAINS) if arm.per_domain else [""]
+    models = {name: self._model(arm, name) for name in names}
+    out: dict[str, list[Job]] = {"test": [], "unseen": []}
+    for part, tasks in (("test", "test"), ("unseen", "ood")):
+      n = self._budget.world["held_out" if part == "test" else "unseen"]
+      for name, model in models.items():
+        share = self._share(name) if part == "test" else 1 / len(models)
+        config = self._config("evaluate", arm, name, tasks, "test")
+        config.init = os.path.join(self._workdir, model.name, "model")
+        tries = n * share * (1 + config.eval.samples)
+        spent = _SECONDS["start"] + tries * _SECONDS["attempt"]
+        out[part].append(self._job("evaluate", config, (self._world, model), spent))
+    return out
+
+  def _model(self, arm: Arm, domain: str) -> Job:
+    """The job that makes a model of an arm."""
+    share = self._share(domain) if arm.per_domain == "total" else 1.0
+    config = self._config("sft", arm, domain)
+    config.data.steps = round(config.data.steps * share)
+    config.data.seed = self._seed
+    data = self._distilled(arm, domain)
+    config.data.trajectories = os.path.join(
+      self._workdir, data.name, distill.TRAJECTORIES
+    )
+    tokens = config.data.steps * config.data.rows * config.data.length
+    spent = _SECONDS["start"] + tokens * _SECONDS["sft token"]
+    model = self._job("sft", config, (data,), spent)
+    if not arm.rl:
+      return model
+    config = self._config("rl", arm, domain, "rl", "train")
+    config.init = os.path.join(self._workdir, model.name, "model")
+    config.dev.uri = self._world_file("dev_tasks")
+    config.dev.corpus = self._world_file("dev_pages")
+    config.rollout.seed = self._seed
+    config.algo.steps = max(1, round(config.algo.steps * share))
+    rollouts = config.algo.steps * config.algo.prompts * config.algo.samples
+    spent = _SECONDS["start"] + rollouts * _SECONDS["rollout"]
+    return self._job("rl", config, (self._world, model), spent)
+
+  def _distilled(self, arm: Arm, domain: str) -> Job:
+    """The training set of an arm; all are made of the runs of one team."""
+    config = self._config("distill", arm, domain, "train", "train")
+    config.scripted.seed = self._seed
+    n = self._budget.world["train"]
+    if (arm, domain) == (TEAM, ""):
+      return self._job("distill", config, (self._world,), n * _SECONDS["team run"])
+    team = self._distilled(TEAM, "")
+    spent = n * self._share(domain) * _SECONDS["distilled"]
+    job = self._job("distill", config, (self._world, team), spent)
+    return team if job.name == team.name else job
+
+  def _config(
+    self, kind: str, arm: Arm, domain: str, tasks: str = "", pages: str = ""
+  ) -> Any:
+    """The journey's config with the fields of budget and arm, its files and tasks."""
+    config = _CONFIGS[kind].get_config(self._budget.argument)
+    for path, value in {**self._budget.fields, **arm.fields}.items():
+      journey, name, field = path.split(".")
+      if journey == kind:
+        config[name] = config.get(name) or {}
+        config[name][field] = value
+    if tasks:
+      config.tasks.uri = self._world_file(f"{tasks}_tasks")
+      config.tools.corpus = self._world_file(f"{pages}_pages")
+      config.tools.sandbox = self._sandbox
+    if tasks and domain:
+      config.tasks.families = DOMAINS[domain]
+    return config
+
+  def _share(self, domain: str) -> float:
+    """The part of the tasks that is of the domain."""
+    mix = dict(self._budget.world["mix"])
+    of = sum(mix.get(family, 0) for family in DOMAINS.get(domain, mix))
+    return of / sum(mix.values())
+
+  def _world_file(self, name: str) -> str:
+    return os.path.join(self._workdir, self._world.name, f"{name}.jsonl")
+
+  def _job(
+    self, kind: str, config: Any, needs: tuple[Job, ...], expected: float
+  ) -> Job:
+    """A job, named by what decides what comes out of it."""
+    values = config if isinstance(config, dict) else config.to_dict()
+    text = json.dumps([kind, values], sort_keys=True)
+    text = text.replace(os.path.join(self._workdir, ""), "")
+    name = f"{kind}/{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    return Job(kind, config, needs, name, expected)
+
+
+def ordered(goals: Iterable[Job]) -> list[Job]:
+  """The goals and all that they need, each once, after what it needs."""
+  out: dict[str, Job] = {}
+
+  def visit(job: Job) -> None:
+    if job.name not in out:
+      for need in job.needs:
+        visit(need)
+      out[job.name] = job
+
+  for goal in goals:
+    visit(goal)
+  return list(out.values())
+
+
+def perform(job: Job, workdir: str) -> None:
+  """Runs a job in its folder, going on with what is there."""
+  folder = os.path.join(workdir, job.name)
+  if job.kind == "world":
+    make_world(folder, **job.config)
+    return
+  if job.kind == "distill" and len(job.needs) > 1:
+    # To `distill` this is an interrupted run whose team has done its part: neither the
+    # protocol that runs are told in nor the filters change what a team does.
+    runs = os.path.join(folder, distill.RUNS)
+    if not os.path.exists(runs):
+      os.makedirs(folder, exist_ok=True)
+      source = os.path.join(workdir, job.needs[1].name, distill.RUNS)
+      shutil.copyfile(source, runs + ".tmp")
+      os.replace(runs + ".tmp", runs)
+  _JOURNEYS[job.kind](job.config, folder)
+
+
+class Runner:
+  """Does jobs that are not done, says how far it is, and keeps what failed."""
+
+  def __init__(self, workdir: str, jobs: Sequence[Job]):
+    """Args: the folder of all; the jobs, each after what it needs."""
+    self._workdir, self._jobs = workdir, jobs
+    self.failed: dict[str, str] = {}  # job -> why
+    self.seconds = {job.name: self._done(job) for job in jobs}
+
+  def _file(self, job: Job) -> str:
+    return os.path.join(self._workdir, job.name, "done.json")
+
+  def _done(self, job: Job) -> float | None:
+    """Seconds that the job took; None where it is not done."""
+    if not os.path.exists(self._file(job)):
+      return None
+    with open(self._file(job)) as f:
+      return float(json.load(f)["seconds"])
+
+  def left(self) -> float:
+    """Seconds that are left, by the estimates and the pace so far."""
+    done = [j for j in self._jobs if self.seconds[j.name] is not None]
+    took = sum(self.seconds[j.name] or 0.0 for j in done)
+    expected = sum(j.expected for j in done)
+    pace = took / expected if expected else 1.0
+    open_ = (j for j in self._jobs if self.seconds[j.name] is None)
+    return pace * sum(j.expected for j in open_ if j.name not in self.failed)
+
+  def run(self, used: Mapping[str, str]) -> None:
+    """Does all; `used` says of each job, by name, for whom it is."""
+    for number, job in enumerate(self._jobs, 1):
+      if self.seconds[job.name] is not None:
+        continue
+      lacks = [n.name for n in job.needs if n.name in self.failed]
+      if lacks:
+        self.failed[job.name] = self.failed[lacks[0]]
+        continue
+      rich.print(
+        f"[bold]\\[{number}/{len(self._jobs)}][/bold] {job.kind} of {used[job.name]}, "
+        f"{job.name}: {duration(self.left())} left"
+      )
+      began = time.monotonic()
+      try:
+        with clear_errors(self._workdir):
+          perform(job, self._workdir)
+      except DiskError:  # the others would have no more room
+        raise
+      except Exception as e:  # one arm's fault must not cost the others
+        self.failed[job.name] = f"{job.name}: {type(e).__name__}: {e}"
+        traceback.print_exc()
+        print(f"failed: {self.failed[job.name]}", file=sys.stderr, flush=True)
+        continue
+      self.seconds[job.name] = round(time.monotonic() - began, 1)
+      write_json(self._file(job), {"seconds": self.seconds[job.name]})

@@ -1,0 +1,179 @@
+"""Alpaca records as trajectories: authorship by strict reading, nothing lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coa_jax.importers import importers
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.teacher.convert import Dropped
+
+MHQA = roles.get_variant("mhqa")
+HEAD = (
+  "<think>\nfacts?\n</think>\n<plan>1. look</plan>  \n<think>go</think>\n"
+  "<wiki_search>Paris</wiki_search>\n"
+)
+TAIL = "<think>so</think>\n\n<answer>Seine</answer>\n"
+
+
+def record(output: str, **fields) -> dict:
+  """An alpaca record."""
+  instruction = "Use functions.\n\nQuestion: Which river?"
+  return {"instruction": instruction, "input": "", "output": output, **fields}
+
+
+def read(tmp_path, *records, **options):
+  """The records by way of a file."""
+  path = tmp_path / "sft.json"
+  path.write_text(json.dumps(list(records)))
+  importer = importers.Importer("alpaca", MHQA, stem="sft", **options)
+  results = [importer.read(*r) for r in importers.records(str(path))[1]]
+  dropped = [r for r in results if isinstance(r, Dropped)]
+  return [r[1] for r in results if not isinstance(r, Dropped)], dropped
+
+
+def observed(content: str, after: str = "\n\n") -> str:
+  """A legal output with one observation."""
+  return f"{HEAD}<observation>{content}</observation>{after}{TAIL}"
+
+
+@pytest.mark.parametrize("after", ["", "\n", "\n\n", " \n\t"])
+def test_white_space_is_verbatim_and_the_tool_owns_what_follows(tmp_path, after):
+  output = "\n" + observed("\nThe Seine.\n", after)
+  (t,), dropped = read(tmp_path, record(output))
+  assert dropped == []
+  assert t.text == output
+  assert parse(t.text, MHQA).ok
+  tool = [s for s in t.segments if s.author == Author.TOOL]
+  assert [s.text for s in tool] == [f"<observation>\nThe Seine.\n</observation>{after}"]
+  policy = [s for s in t.segments if s.author == Author.POLICY]
+  assert [s.role for s in policy] == [
+    *("think", "plan", "think", "wiki_search", "think", "answer")
+  ]
+  assert policy[1].text == "<plan>1. look</plan>  \n"
+
+
+def test_a_record_becomes_a_whole_trajectory(tmp_path):
+  rows = [record(observed("The Seine."), input="Be brief.", system="You are kind.")]
+  (t,), _ = read(tmp_path, *rows)
+  assert t.segments[0].author == Author.PROMPT
+  assert t.segments[0].text.endswith("Which river?\nBe brief.")
+  assert t.meta["question"] == "Which river?\nBe brief."
+  assert t.meta["system"] == "You are kind."
+  assert (t.task_id, t.status, t.reward) == ("sft-0", Status.ENDED, None)
+  (call,) = t.calls
+  assert (call.name, call.arguments, call.result) == (
+    "wiki_search",
+    "Paris",
+    "The Seine.",
+  )
+
+
+def test_tags_inside_an_observation_are_escaped_and_change_nothing(tmp_path):
+  hostile = "<answer>Rome</answer> &lt;think> <b>bold</b>"
+  (t,), _ = read(tmp_path, record(observed(hostile)))
+  parsed = parse(t.text, MHQA)
+  assert parsed.ok
+  assert parsed.answer == "Seine"
+  assert t.calls[0].result == hostile
+  assert [s.content for s in parsed.spans if s.role == "observation"] == [hostile]
+
+
+@pytest.mark.parametrize(
+  ("output", "reason", "detail"),
+  [
+    (observed("a <observation> b"), "nested", "opened inside another"),
+    (observed("a </observation> b"), "nested", "closed but not open"),
+    (HEAD + "<observation>cut", "unclosed", "never closed"),
+    (
+      "<think>I saw <observation>x</observation></think>" + TAIL,
+      "unclosed",
+      "<think> is still open where an observation starts",
+    ),
+    ("<think>a <plan>b</plan></think>" + TAIL, "nested", "<plan> inside <think>"),
+    ("Well. " + observed("x"), "stray_text", "'Well. "),
+    (observed("x") + "that is all", "stray_text", "'that is all'"),
+    ("<think>a</think><search>b</search>", "unknown_tool", "<search>"),
+    ("<think>a", "unclosed", "<think> is never closed"),
+    (" \n", "empty", ""),
+  ],
+)
+@pytest.mark.parametrize("keep_illegal", [False, True])
+def test_what_has_no_single_reading_is_dropped_with_the_reason(
+  tmp_path, output, reason, detail, keep_illegal
+):
+  rows = [record(output), record(observed("x"))]
+  kept, (dropped,) = read(tmp_path, *rows, keep_illegal=keep_illegal)
+  assert [t.task_id for t in kept] == ["sft-1"]
+  assert (dropped.task_id, dropped.reason) == ("sft-0", reason)
+  assert detail in dropped.detail
+
+
+@pytest.mark.parametrize(
+  ("output", "reason", "status"),
+  [
+    (observed("x").replace("<think>so</think>", ""), "illegal_transition", "ended"),
+    (HEAD + "<observation>x</observation>", "unclosed", "truncated"),
+    (observed("x").replace("Seine", " "), "malformed", "ended"),
+    ("\n<observation>x</observation>" + TAIL, "illegal_transition", "ended"),
+  ],
+)
+def test_illegal_records_are_kept_on_demand_and_always_marked(
+  tmp_path, output, reason, status
+):
+  kept, (dropped,) = read(tmp_path, record(output))
+  assert (kept, dropped.reason) == ([], reason)
+  (t,), dropped = read(tmp_path, record(output), keep_illegal=True)
+  assert dropped == []
+  assert t.text == output
+  assert t.meta["fault"].startswith(reason + ": ")
+  assert t.status == status
+
+
+def test_earlier_turns_are_dropped(tmp_path):
+  kept, (dropped,) = read(tmp_path, record(observed("x"), history=[["a", "b"]]))
+  assert (kept, dropped.reason) == ([], "multi_turn")
+
+
+@pytest.mark.parametrize(
+  ("row", "detail"),
+  [
+    ({"instruction": "a", "output": 3}, "'output' must be a string"),
+    ({"instruction": None, "output": "b"}, "'instruction' must be a string"),
+  ],
+)
+def test_a_field_of_another_kind_drops_the_row(tmp_path, row, detail):
+  (kept,), (dropped,) = read(tmp_path, row, record(observed("x")))
+  assert kept.task_id == "sft-1"
+  assert (dropped.task_id, dropped.reason) == ("sft-0", "bad_field")
+  assert detail in dropped.detail
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("[]", "holds no row"),
+    ("[1]", "row 0: expected a JSON object, got int"),
+    ('[{"question": "a"}]', "row 0: its fields .question. are those of no format"),
+    ("[", r"sft\.json: not JSON"),
+  ],
+)
+def test_errors_name_file_and_row(tmp_path, text, message):
+  path = tmp_path / "sft.json"
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    importers.records(str(path))
+
+
+def test_what_a_record_tells_of_its_task_is_read_and_the_rest_named(tmp_path):
+  told = {"answer": "Seine", "data_source": "web", "family": "one_hop", "weight": 3}
+  path = tmp_path / "sft.json"
+  path.write_text(json.dumps([record(observed("x"), **told)]))
+  importer = importers.Importer("alpaca", MHQA)
+  ((task, trajectory),) = (importer.read(*r) for r in importers.records(str(path))[1])
+  assert (task.answers, task.source, task.family) == (("Seine",), "web", "one_hop")
+  assert trajectory.meta["lost"] == ["row: field 'weight' is not read"]

@@ -1,0 +1,151 @@
+"""SQuAD normalisation and the two readings of `|` (afm.md 4.4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from coa_jax.rewards import grade, qa
+from coa_jax.tasks.task import Kind, Task
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("The  Eiffel Tower!", "eiffel tower"),
+    ("a an the", ""),
+    ("U.S.A.", "usa"),
+    ("Theatre of an age", "theatre of age"),
+    ("R\u00f6ntgen", "r\u00f6ntgen"),
+  ],
+)
+def test_normalize(text: str, expected: str):
+  assert qa.normalize(text) == expected
+
+
+def test_a_prediction_of_nothing_matches_nothing():
+  assert not qa.exact_match("the", ["a"])
+  assert not qa.every_part("", ["x"])
+  assert not qa.every_part(" | |", ["x"])
+  assert not qa.first_part("|", ["x"])
+
+
+@pytest.mark.parametrize(
+  ("prediction", "train", "evaluation"),
+  [
+    ("Paris", True, True),
+    ("Paris|Rome", False, True),
+    ("Rome|Paris", False, False),
+    ("the paris | Lutetia ", True, True),
+    ("|Paris|", True, True),
+  ],
+)
+def test_training_wants_every_part_evaluation_the_first(
+  prediction: str, train: bool, evaluation: bool
+):
+  answers = ("Paris", "Lutetia")
+  assert qa.every_part(prediction, answers) == train
+  assert qa.first_part(prediction, answers) == evaluation
+
+
+@pytest.mark.parametrize("match", [qa.every_part, qa.first_part])
+def test_an_answer_that_holds_the_separator_matches_as_a_whole(match):
+  assert match("P(A|B)", ["x", "P(A|B)"])
+  assert match("Paris | Rome", ["Paris|Rome"])
+  assert not match("P(A|C)", ["P(A|B)"])
+  assert not match("Pa|ris", ["Paris"])
+
+
+@pytest.mark.parametrize(
+  ("prediction", "gold", "right"),
+  [
+    ("A", "A", True),
+    ("(a).", "A", True),
+    ("the", "A", False),
+    ("The The", "the the", True),
+    (" % ", "%", True),
+    ("+", "-", False),
+    ("", "A", False),
+    ("|", "|", True),
+  ],
+)
+def test_answers_that_normalise_to_nothing_are_told_apart(prediction, gold, right):
+  assert not qa.normalize(gold)
+  assert qa.exact_match(prediction, [gold]) == right
+  assert qa.every_part(prediction, [gold]) == right
+  assert qa.first_part(prediction, [gold]) == right
+  assert qa.token_f1(prediction, [gold]) == right
+
+
+def test_token_f1_by_hand():
+  # 2 of 3 predicted words are right, 2 of 4 gold words are found: 2*(2/3)(1/2)/(7/6)
+  f1 = qa.token_f1("red green blue", ["red green white black"])
+  assert f1 == pytest.approx(4 / 7)
+  assert qa.token_f1("cat", ["dog", "the cat"]) == 1.0
+  assert qa.token_f1("", ["dog"]) == 0.0
+
+
+@pytest.mark.parametrize(
+  ("prediction", "answers", "train", "evaluation"),
+  [
+    ("Paris|Rome", ["Paris"], 0.5, 1.0),
+    ("Rome|Paris", ["Paris"], 0.5, 0.0),
+    ("Paris, France|Rome", ["Paris", "Rome"], 5 / 6, 2 / 3),
+    ("| Paris |", ["Paris"], 1.0, 1.0),
+    ("P(A|B)", ["P(A|B)"], 1.0, 1.0),
+    ("|", ["Paris"], 0.0, 0.0),
+  ],
+)
+def test_token_f1_is_of_parts(prediction, answers, train, evaluation):
+  assert qa.every_part_f1(prediction, answers) == pytest.approx(train)
+  assert qa.first_part_f1(prediction, answers) == pytest.approx(evaluation)
+
+
+@pytest.mark.parametrize(
+  ("prediction", "answer", "f1"),
+  [
+    ("yes", "Yes.", 1.0),
+    ("yes, it is", "yes", 0.0),
+    ("no", "no one", 0.0),
+    ("No, the former", "no", 0.0),
+    ("noanswer", "the noanswer case", 0.0),
+    ("noanswer", "noanswer", 1.0),
+    ("no one knows", "no one", 4 / 5),
+    ("yes and no", "yes or no", 2 / 3),
+  ],
+)
+def test_yes_and_no_are_whole_answers_as_in_hotpotqa(prediction, answer, f1):
+  assert qa.token_f1(prediction, [answer]) == pytest.approx(f1)
+  assert qa.token_f1(answer, [prediction]) == pytest.approx(f1)
+  assert qa.first_part_f1(prediction, [answer]) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+  ("prediction", "answers", "exact", "f1"),
+  [
+    # Articles and punctuation are no tokens; words stay joined where a hyphen was.
+    ("The well-known U.S. poet", ["wellknown us poet"], True, 1.0),
+    ("an apple", ["the Apple!"], True, 1.0),
+    # 1 of 3 words against 1 of 1, and 2 of 3 against 2 of 2: the best answer counts.
+    ("Denver Broncos team", ["Denver", "Denver Broncos"], False, 4 / 5),
+    # A word counts as often as both sides have it: 2 of 3, and 2 of 2.
+    ("new new new", ["new new"], False, 4 / 5),
+    ("1,234", ["1234"], True, 1.0),
+    ("Caf\u00e9", ["cafe"], False, 0.0),
+  ],
+)
+def test_exact_match_and_f1_by_hand_as_in_squad_and_musique(
+  prediction, answers, exact, f1
+):
+  assert qa.exact_match(prediction, answers) == exact
+  assert qa.token_f1(prediction, answers) == pytest.approx(f1)
+
+
+def test_grade_dispatches_on_the_kind():
+  question = Task("1", "q", ("Paris",))
+  assert grade(question, "paris.") == 1.0
+  assert grade(question, None) == 0.0
+  number = Task("2", "q", ("0.5",), Kind.MATH)
+  assert grade(number, "1/2") == 1.0
+  assert grade(Task("3", "q", ("0.5",)), "1/2") == 0.0
+  with pytest.raises(ValueError, match=r"'4': code tasks need hidden tests"):
+    grade(Task("4", "q", ("-",), Kind.CODE), "print(1)")

@@ -1,0 +1,175 @@
+"""A trajectory's programs share a session, and it ends when the trajectory does."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
+from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.tasks.task import Task
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tests import toy
+from tests.tools_sandbox.sandbox_server import serving, soon
+from tools_sandbox.client import RemoteConfig
+from tools_sandbox.jail import keeper as jail
+
+_missing = jail.check()
+pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+CODE = roles.get_variant("code")
+
+
+def config(**changes) -> ToolsConfig:
+  values = dict(tools=("code",), session=True, workers=1, max_hung=1, max_sessions=2)
+  return ToolsConfig(**{**values, "timeout_s": 20.0, **changes})
+
+
+@pytest.fixture(scope="module", params=["jail", "remote"])
+def box(request):
+  if request.param == "jail":
+    with Toolbox(config()) as box:
+      yield box
+    return
+  with serving("--slots=2") as server:
+    remote = RemoteConfig((server.url,), wait_s=9.0)
+    with Toolbox(config(sandbox="remote", remote=remote)) as box:
+      yield box
+    soon(lambda: server.health()["busy"] == 0)
+
+
+def episode(box) -> CoAEpisode:
+  setting = Setting(CODE, "brief", max_calls=9, tool_seconds=300.0)
+  playing = CoAEpisode(Task("t", "q", ("1",)), 0, 0, 1.0, toy.tokenizer(), box, setting)
+  playing.start()
+  return playing
+
+
+def call(playing: CoAEpisode, program: str, stdin: str = "") -> ToolCall:
+  """A call as the sampler yields it, and its observation."""
+  text = roles.wrap("code", roles.render_code(program, stdin))
+  ids = playing.tokenizer.encode(text)
+  future = playing.sampled(ids, [0.0] * len(ids), "</code>")
+  result = future.result(120)
+  playing.observed(result)
+  return result
+
+
+def end(playing: CoAEpisode) -> None:
+  ids = playing.tokenizer.encode("<answer> 1</answer>")
+  assert playing.sampled(ids, [0.0] * len(ids), "</answer>") is None
+
+
+def test_variables_live_from_call_to_call_and_only_in_their_trajectory(box):
+  a, b = episode(box), episode(box)
+  call(a, "x = 41")
+  call(b, "x = 1")
+  assert call(a, "print(x + int(input()))", "1").result == "42"
+  assert call(b, "print(x)").result == "1"
+  failed = call(a, "y = x / 0")
+  assert failed.status == CallStatus.MODEL and "ZeroDivision" in failed.result
+  assert call(a, "print(x)").result == "41"
+  end(a)
+  end(b)
+  soon(lambda: not box._holders)
+  c = episode(box)
+  assert "NameError" in call(c, "print(x)").result
+  end(c)
+
+
+def test_a_lost_session_is_told_in_one_line_and_the_next_program_runs(box):
+  a = episode(box)
+  call(a, "x = 1")
+  lost = call(a, "import os\nprint('here', flush=True)\nos._exit(3)")
+  assert lost.status == CallStatus.MODEL
+  assert lost.result.startswith("here\n")
+  assert lost.result.splitlines()[-1] == (
+    "[variables are lost; the next program starts afresh]"
+  )
+  first, *rest = call(
+    a, "try:\n  print(x)\nexcept NameError:\n  print('gone')"
+  ).result.split("\n")
+  assert "lost" in first and rest == ["gone"]
+  assert call(a, "print(2)").result == "2"
+  end(a)
+
+
+def test_more_trajectories_than_sessions_wait_for_each_other(box):
+  holders = [episode(box) for _ in range(2)]
+  for playing in holders:
+    call(playing, "x = 1")
+  waiting = episode(box)
+  ids = waiting.tokenizer.encode(roles.wrap("code", roles.render_code("print(5)")))
+  future = waiting.sampled(ids, [0.0] * len(ids), "</code>")
+  # Those that have one are served past it.
+  assert call(holders[0], "print(x)").result == "1" and not future.done()
+  end(holders[0])
+  assert future.result(120).result == "5"
+  end(holders[1])
+  end(waiting)
+  soon(lambda: not box._holders)
+
+
+@pytest.mark.parametrize("how", ["lost", "dropped", "cut", "out_of_room", "down"])
+def test_every_end_of_a_trajectory_ends_its_session(box, how):
+  a = episode(box)
+  call(a, "x = 1")
+  session = a._cells._session
+  assert session.alive
+  if how == "lost":
+    a.lost()
+  elif how == "cut":
+    a.sampled([], [], None)
+  elif how == "out_of_room":
+    a.out_of_room()
+  elif how == "down":
+    down = ToolCall("code", "", "error", CallStatus.INFRASTRUCTURE)
+    assert a.observed(down) is None and a.trajectory.status == Status.INFRASTRUCTURE
+  else:
+    del a
+    gc.collect()
+  soon(lambda: not session.alive and not box._holders)
+
+
+def test_what_was_dropped_while_it_waited_keeps_no_place():
+  nap = roles.render_code("import time; time.sleep(1)")
+  with Toolbox(config(max_sessions=1)) as box:
+    a, b, c = (box.cells() for _ in range(3))
+    running = box.submit("code", nap, cells=a)
+    waits = box.submit("code", roles.render_code("print(2)"), cells=b)
+    b.close()
+    assert waits.result(120).status == CallStatus.INFRASTRUCTURE
+    running.result(120)
+    a.close()
+    soon(lambda: not box._holders)
+    last = box.submit("code", roles.render_code("print(3)"), cells=c)
+    assert last.result(120).result == "3"
+    c.close()
+
+
+def test_a_later_program_gets_no_more_seconds_than_it_is_given():
+  nap = roles.render_code("import time; time.sleep(4); print('done')")
+  with Toolbox(config()) as box:
+    cells = box.cells()
+    box.submit("code", roles.render_code("x = 1"), cells=cells).result(120)
+    session = cells._session
+    call = box.submit("code", nap, 0.5, cells).result(120)
+    said = (CallStatus.TOOL, "error: no answer after 0.5 s")
+    assert (call.status, call.result) == said and 0.5 <= call.seconds < 3
+    assert session.alive and box._holders  # until its program has ended
+    cells.close()
+    soon(lambda: not session.alive and not box._holders and box.hung == 0)
+
+
+def test_without_sessions_programs_share_nothing():
+  with Toolbox(config(session=False)) as box:
+    assert box.cells() is None
+    a = episode(box)
+    call(a, "x = 1")
+    assert "NameError" in call(a, "print(x)").result
+
+
+def test_subprocess_has_none():
+  with pytest.raises(ValueError, match="session: sandbox='jail'"):
+    config(sandbox="subprocess")

@@ -1,0 +1,62 @@
+"""Tools under other names: real calls behind them, errors that a model can act on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import toy
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.tool_formats import HELD_OUT, Format, draw_format
+from coa_jax.protocol.trajectory import CallStatus, Status
+from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.tools.formatted import FormattedTools
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+
+TASK = toy.TASKS[0]
+PROGRAM = roles.render_code("print(2+3)")
+
+
+@pytest.fixture(scope="module")
+def tools():
+  with Toolbox(ToolsConfig(tools=("code",))) as toolbox:
+    yield toolbox
+
+
+def formats(count: int = 12) -> list[Format]:
+  variant = toy.VARIANT.with_tools(("code",))
+  drawn = [draw_format(variant, random.Random(n), HELD_OUT) for n in range(count)]
+  layouts = {f.layouts["code"].told: f for f in drawn}
+  assert len(layouts) == len(HELD_OUT["code"][2])
+  return list(layouts.values())
+
+
+@pytest.mark.parametrize("drawn", formats(), ids=lambda f: f.layouts["code"].told)
+def test_a_trajectory_in_another_format(tools, drawn):
+  """Written turns, played against the real tool behind another name."""
+  variant = drawn.variant(toy.VARIANT.with_tools(("code",)))
+  setting = Setting(variant, "full", max_calls=4, tool_seconds=60.0)
+  name, layout = drawn.names["code"], drawn.layouts["code"]
+  calls = [roles.wrap(name, body) for body in (layout.write(PROGRAM), PROGRAM)]
+  turns = [roles.wrap(roles.THINK, "t") + call for call in calls]
+  episode = CoAEpisode(
+    TASK, 0, 0, 1.0, toy.tokenizer(), FormattedTools(tools, drawn), setting
+  )
+  t = toy.drive(episode, [*turns, toy.end("5")])
+  right, wrong = t.calls
+  assert (right.name, right.result, right.status) == (name, "5", CallStatus.OK)
+  assert right.arguments == layout.write(PROGRAM)
+  assert wrong.status == CallStatus.MODEL and layout.told in wrong.result
+  assert wrong.arguments == PROGRAM
+  assert t.status == Status.ENDED and t.reward_parts == {"answer": 1.0, "format": 1.0}
+  assert parse(t.text, variant).ok
+  head = t.segments[0].text
+  assert roles.open_tag(name) in head and "<code>" not in head
+
+
+def test_the_old_name_is_no_tool_any_more(tools):
+  drawn = formats()[0]
+  call = FormattedTools(tools, drawn).submit("code", PROGRAM).result()
+  assert (call.result, call.status) == ("error: no tool code", CallStatus.MODEL)

@@ -1,0 +1,150 @@
+"""Tools added by config alone: a real MCP server and a function, called by name."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import ml_collections
+import pytest
+
+from coa_jax.config import ConfigError, section
+from coa_jax.protocol import function_calls, parser, prompts, roles
+from coa_jax.protocol.grammar.language import compile_grammar
+from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.tasks.task import Task
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tests import toy
+
+SERVER = dict(command=[sys.executable, "tests/tools_sandbox/mcp_server.py"])
+ADD = dict(description="the sum of integers a and b", mcp=dict(tool="add", **SERVER))
+ROUND = dict(description="cuts x to an integer", function="math:floor")
+SHOUT = dict(description="text in capitals", function="tests.rollout.test_named:shout")
+
+
+def shout(text: str) -> str:
+  return text.upper()
+
+
+def tools(**named) -> ToolsConfig:
+  values = dict(tools=[], named=named)
+  return section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
+
+
+def variant(config: ToolsConfig) -> roles.Variant:
+  return roles.get_variant("unified").with_tools(config.told)
+
+
+def accepts(grammar, text: str) -> bool:
+  state = 0
+  for b in text.encode():
+    state = grammar.next_SX[state, b]
+    if state < 0:
+      return False
+    if grammar.resume_S[state] >= 0:
+      state = grammar.resume_S[state]
+  return bool(grammar.ends_S[state])
+
+
+def test_a_trajectory_calls_a_real_mcp_server_by_name():
+  pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
+  config = tools(add=ADD, shout=SHOUT)
+  dialect = variant(config)
+  with Toolbox(config) as box:
+    setting = Setting(dialect, "full", max_calls=8, tool_seconds=120.0)
+    task = Task("t", "What is 2 + 40?", ("42",))
+    playing = CoAEpisode(task, 0, 0, 1.0, toy.tokenizer(), box, setting)
+    think = roles.wrap("think", "t")
+    calls = [
+      roles.wrap("tool", function_calls.render("add", {"a": 2, "b": 40})),
+      roles.wrap("tool", function_calls.render("shout", {"text": "done"})),
+    ]
+    end = roles.wrap("suggested_answer", "42") + roles.wrap("double_check", "4")
+    answer = end + roles.wrap("answer", "42")
+    out = toy.drive(playing, [*(think + c for c in calls), answer])
+  assert [(c.status, c.result) for c in out.calls] == [
+    (CallStatus.OK, "42"),
+    (CallStatus.OK, "DONE"),
+  ]
+  text = "".join(s.text for s in out.segments if s.author != "prompt")
+  assert parser.parse(text, dialect).ok
+  assert "<observation> 42</observation>" in text
+  prompt = prompts.instructions(dialect)
+  assert "- add: the sum of integers a and b." in prompt and "shout" in prompt
+  # What the policy wrote is what a constrained one may write.
+  own = re.sub("<observation>.*?</observation>", "", text)
+  assert accepts(compile_grammar(dialect), own)
+
+
+def test_calls_that_do_not_fit_are_the_models():
+  with Toolbox(tools(shout=SHOUT, cut=ROUND)) as box:
+    for body in (
+      "shout",
+      '{"name": "shout"}',
+      '{"name": "shout", "arguments": [1]}',
+      '{"name": "whisper", "arguments": {}}',
+      '{"name": "shout", "arguments": {"words": "a"}}',
+      '{"name": "shout", "arguments": {"text": "a"}, "more": 1}',
+    ):
+      call = box.call("tool", body)
+      assert call.status == CallStatus.MODEL, (body, call)
+    assert box.call("code", "x").status == CallStatus.MODEL
+    broken = box.call("tool", '{"name": "shout", "arguments": {"text": 1}}')
+    assert broken.status == CallStatus.INFRASTRUCTURE  # the function's own fault
+
+
+@pytest.mark.parametrize(
+  ("body", "fits"),
+  [
+    ('{"name": "add", "arguments": {"a": 1, "b": -20}}', True),
+    ('{"name": "add", "arguments": {}}', True),
+    ('{"name":"add","arguments":{"text":"x y","yes":true}}', True),
+    ('{"name": "sub", "arguments": {}}', False),
+    ('{"name": "add", "arguments": {"a": 01}}', False),
+    ('{"name": "add", "arguments": {"a": 1,}}', False),
+    ('{"name": "add"}', False),
+    ("add", False),
+  ],
+)
+def test_the_grammar_allows_only_what_the_parser_takes(body, fits):
+  dialect = variant(tools(add=ADD))
+  text = roles.wrap("think", "t") + roles.wrap("tool", body)
+  tail = roles.wrap("suggested_answer", "1") + roles.wrap("double_check", "4")
+  tail += roles.wrap("answer", "1")
+  assert accepts(compile_grammar(dialect), text + tail) == fits
+  if fits:
+    whole = text + roles.wrap("observation", "o") + tail
+    assert parser.parse(whole, dialect).ok
+
+
+@pytest.mark.parametrize(
+  ("named", "words"),
+  [
+    ({"a b": ROUND}, "must match"),
+    ({"x": dict(description="d")}, "either mcp or function"),
+    ({"x": dict(description="d", function="os.system")}, "module:name"),
+    ({"x": dict(description="two\nlines", function="a:b")}, "one line"),
+    ({"x": dict(descripton="d")}, "did you mean 'description'"),
+  ],
+)
+def test_bad_entries_are_refused(named, words):
+  with pytest.raises(ConfigError, match=words):
+    tools(**named)
+
+
+def test_what_is_not_there_is_said_at_the_start():
+  for path in ("no_such_module:f", "math:no_such_function", "math:pi"):
+    config = tools(x=dict(description="d", function=path))
+    with pytest.raises(ValueError, match=r"named\.x: function"):
+      Toolbox(config)
+  with pytest.raises(ValueError, match="'tool' needs an entry"):
+    ToolsConfig(tools=("tool",))
+  with pytest.raises(ValueError, match="no tool 'tool'"):
+    roles.get_variant("mhqa").with_tools({"tool:add": "d"})
+
+
+def test_names_do_not_change_other_dialects():
+  plain = roles.get_variant("unified").with_tools(("code",))
+  assert "tool" not in plain.tags and not plain.named
+  assert "called by name" not in prompts.instructions(plain)

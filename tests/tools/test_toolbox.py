@@ -1,0 +1,404 @@
+"""Tool calls in the real sandbox, and whose fault a failure is.
+
+budget: all of one class, over one toolbox that its tests share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+
+import pytest
+
+from coa_jax.protocol.roles import render_code
+from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail.wire import Result, Verdict
+
+PAGES = [
+  {"id": "1", "title": "Ur", "text": "Ur is a city. Its capital is Uruk."},
+  {"id": "2", "title": "Uruk", "text": "A city of kings."},
+  {"id": "3", "title": "Nile", "text": "Nile: a river in Egypt."},
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ToolsConfig:
+  corpus = tmp_path_factory.mktemp("corpus") / "pages.jsonl"
+  corpus.write_text("".join(json.dumps(page) + "\n" for page in PAGES))
+  return ToolsConfig(corpus=str(corpus), timeout_s=30.0, memory_mb=256, max_chars=200)
+
+
+@pytest.fixture(scope="module")
+def toolbox(config: ToolsConfig):
+  with Toolbox(config) as box:
+    yield box
+
+
+@pytest.mark.parametrize(
+  ("program", "stdin", "status", "result"),
+  [
+    ("print(6 * 7)", "", CallStatus.OK, "42"),
+    ("print(sum(map(int, input().split())))", "1 2 3", CallStatus.OK, "6"),
+    ("x = 1", "", CallStatus.OK, "no output; print what you want to see"),
+  ],
+)
+def test_programs_that_end_well(toolbox, program, stdin, status, result):
+  arguments = render_code(program, stdin)
+  call = toolbox.call("code", arguments)
+  assert (call.name, call.arguments) == ("code", arguments)
+  assert (call.status, call.result) == (status, result)
+  assert 0 < call.seconds < 60
+
+
+@pytest.mark.parametrize(
+  ("program", "status", "words"),
+  [
+    ("print('so far')\n1 / 0", CallStatus.MODEL, ["so far", "error: ", "ZeroDivision"]),
+    ("if", CallStatus.MODEL, ["error: ", "SyntaxError"]),
+    (
+      "print('on', flush=True)\nwhile True: pass",
+      CallStatus.TOOL,
+      ["on", "after 2 s"],
+    ),
+    ("x = bytearray(10**9)", CallStatus.TOOL, ["error: more than 256 MB"]),
+  ],
+)
+def test_programs_that_fail_say_whose_fault_it_is(toolbox, program, status, words):
+  seconds = 2.0 if "while" in program else 30.0
+  call = toolbox.submit("code", render_code(program), seconds).result()
+  assert call.status == status, call
+  assert all(word in call.result for word in words), call.result
+
+
+@pytest.mark.parametrize(
+  ("name", "arguments", "result"),
+  [
+    ("code", "print(1)", "error: a code call is one ```py block"),
+    ("code", "```py\nprint(1)\n```\n```py\nprint(2)\n```", "error: a code call is"),
+    ("code", "", "error: <code> is empty"),
+    ("wiki_search", " \n", "error: <wiki_search> is empty"),
+    ("crawl_page", "http://x", "error: no tool crawl_page"),
+    ("telescope", "x", "error: no tool telescope"),
+  ],
+)
+def test_malformed_and_unknown_calls_are_the_models_fault(
+  toolbox, name, arguments, result
+):
+  call = toolbox.call(name, arguments)
+  assert call.status == CallStatus.MODEL and call.result.startswith(result)
+
+
+def test_programs_run_in_the_jail_where_it_is_asked_for(config):
+  if missing := jail.check():
+    pytest.skip("; ".join(missing))
+  program = "import os\nprint(os.getpid() < 5, os.path.exists('/root'))"
+  jailed = dataclasses.replace(config, sandbox="jail", tools=("code",), timeout_s=30.0)
+  with Toolbox(jailed) as box:
+    call = box.call("code", render_code(program))
+  assert (call.status, call.result) == (CallStatus.OK, "True False")
+
+
+def test_a_jail_that_can_not_be_is_refused_and_never_another(config, monkeypatch):
+  monkeypatch.setattr(jail, "check", lambda: ["no user namespaces"])
+  refused = r"tools.sandbox='jail': .*no user namespaces.*tools.sandbox=subprocess"
+  with pytest.raises(ValueError, match=refused):
+    Toolbox(dataclasses.replace(config, sandbox="jail"))
+  # A policy that runs no program needs none.
+  Toolbox(dataclasses.replace(config, sandbox="jail", tools=("wiki_search",))).close()
+
+
+def test_a_corpus_that_can_not_be_read_is_no_failure_of_the_jail(config, tmp_path):
+  deep = tmp_path / "deep.jsonl"
+  deep.write_text("[" * 100_000)
+  with pytest.raises(ValueError, match=r"^.*deep\.jsonl:1: nested too deep") as e:
+    Toolbox(dataclasses.replace(config, sandbox="jail", corpus=str(deep)))
+  assert "sandbox" not in str(e.value)
+
+
+def test_search_lists_pages_best_first(toolbox):
+  call = toolbox.call("wiki_search", " capital of Ur ")
+  assert call.status == CallStatus.OK
+  first, *_ = call.result.split("\n")
+  # A title is not said twice.
+  assert first == "1. Ur is a city. Its capital is Uruk."
+  assert toolbox.call("wiki_search", "kings").result == "1. Uruk: A city of kings."
+  assert toolbox.call("wiki_search", "zzz").result == "no result"
+
+
+def test_one_page_at_a_time_has_no_number(config):
+  with Toolbox(dataclasses.replace(config, top_k=1, tools=("wiki_search",))) as box:
+    assert box.call("wiki_search", "river").result == "Nile: a river in Egypt."
+    assert box.call("code", "```py\nprint(1)\n```").result == "error: no tool code"
+
+
+def test_tools_that_are_off_say_so(config):
+  with Toolbox(dataclasses.replace(config, enabled=False)) as box:
+    for name in ("code", "wiki_search"):
+      call = box.call(name, "x")
+      assert (call.status, call.result) == (CallStatus.TOOL, "tools are off")
+
+
+def test_a_failure_of_the_service_is_nobodys_wrong_answer(toolbox, monkeypatch):
+  down = Result("", "", None, Verdict.INFRASTRUCTURE, 0.0)
+  monkeypatch.setattr(toolbox._sandbox, "run", lambda *_, **__: down)
+  call = toolbox.call("code", "```py\nprint(1)\n```")
+  assert call.status == CallStatus.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize("size", [200, 201, 5000])
+def test_long_results_keep_head_and_tail(toolbox, size: int):
+  program = f"print('a' * 9 + 'b' * {size - 18} + 'c' * 9)"
+  result = toolbox.call("code", render_code(program)).result
+  assert result.startswith("a" * 9) and result.endswith("c" * 9)
+  assert len(result) == 200
+  assert ("characters cut" in result) == (size > 200)
+
+
+def test_calls_at_once_get_their_own_results(toolbox):
+  futures = [
+    toolbox.submit("code", render_code(f"print({n} ** 2)"))
+    if n % 3
+    else toolbox.submit("wiki_search", "river")
+    for n in range(12)
+  ]
+  for n, future in enumerate(futures):
+    expected = f"{n * n}" if n % 3 else "1. Nile: a river in Egypt."
+    assert future.result().result == expected
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"tools": ("code", "telescope")}, "no tool 'telescope'; there are wiki_search"),
+    ({"corpus": None}, "wiki_search needs the path"),
+    ({"top_k": 0}, "top_k, workers and max_hung must be at least 1"),
+    ({"max_hung": 0}, "top_k, workers and max_hung must be at least 1"),
+    ({"grace_s": 0.0}, "timeout_s and grace_s must be above 0"),
+    ({"max_chars": 10}, "max_chars at least 64"),
+  ],
+)
+def test_impossible_configs_are_refused(config, changes, message: str):
+  with pytest.raises(ValueError, match=message):
+    dataclasses.replace(config, **changes)
+
+
+def test_a_corpus_that_is_not_there_is_named(config):
+  with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+    Toolbox(dataclasses.replace(config, corpus="nowhere.jsonl"))
+
+
+class Odd(Toolbox):
+  """Does what a query or a program's comment says, in the thread of the call."""
+
+  def __init__(self, config: ToolsConfig, **changes):
+    super().__init__(dataclasses.replace(config, **changes))
+    self.released = threading.Event()
+
+  def close(self) -> None:
+    self.released.set()
+    super().close()
+
+  def answer(self, name: str, arguments: str, seconds: float):
+    if "hang" in arguments:
+      self.released.wait()
+      return CallStatus.OK, "too late"
+    if "crash" in arguments:
+      raise {"exit": SystemExit, "memory": MemoryError}.get(arguments[6:], ValueError)
+    if "nothing" in arguments:
+      return None
+    return super().answer(name, arguments, seconds)
+
+
+SOON = dict(timeout_s=0.3, grace_s=0.3)
+
+
+def threads(since: set[threading.Thread]) -> set[str]:
+  return {t.name for t in set(threading.enumerate()) - since}
+
+
+def until(condition, seconds: float = 60.0) -> None:
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, "it did not come to pass"
+    time.sleep(0.01)
+
+
+def test_a_hung_tool_is_answered_for_at_its_deadline(config):
+  with Odd(config, **SOON) as box:
+    began = time.monotonic()
+    call = box.submit("wiki_search", "hang").result(timeout=60)
+    assert 0.6 <= call.seconds <= time.monotonic() - began
+    assert (call.status, call.result) == (
+      CallStatus.TOOL,
+      "error: no answer after 0.3 s",
+    )
+    assert box.hung == 1
+    box.released.set()
+    until(lambda: box.hung == 0)
+  assert call.result == "error: no answer after 0.3 s"  # what came late changes nothing
+
+
+def test_a_hung_tool_stalls_nobody(config):
+  with Odd(config, timeout_s=600.0, workers=1) as box:
+    hung = [box.submit("wiki_search", f"hang {n}") for n in range(40)]
+    river = "1. Nile: a river in Egypt."
+    assert box.submit("wiki_search", "river").result(timeout=60).result == river
+    program = box.submit("code", render_code("print(1)"))
+    assert program.result(timeout=60).result == "1"
+    assert not any(f.done() for f in hung)
+
+
+def test_a_hung_program_keeps_its_place_until_its_deadline_only(config):
+  with Odd(config, timeouts={"code": 2.0}, grace_s=1.0, workers=1) as box:
+    until(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    began = time.monotonic()
+    hung = box.submit("code", render_code("# hang"))
+    after = [box.submit("code", render_code(f"print({n})")) for n in range(3)]
+    calls = [f.result(timeout=60) for f in after]
+    lasted = time.monotonic() - began
+    assert hung.done() and box.hung == 1
+    assert [(c.status, c.result) for c in calls] == [
+      (CallStatus.OK, str(n)) for n in range(3)
+    ]
+    # They waited as long as a call may take; that is on nobody's clock.
+    assert sum(c.seconds for c in calls) <= lasted - 3.0
+
+
+def test_waiting_for_a_place_is_not_on_the_clock(config):
+  with Odd(config, timeouts={"code": 2.5}, grace_s=1.0, workers=1) as box:
+    until(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    program = render_code("import time; time.sleep(0.8); print('done')")
+    began = time.monotonic()
+    futures = [box.submit("code", program) for _ in range(5)]
+    calls = [f.result(timeout=60) for f in futures]
+    assert [c.result for c in calls] == ["done"] * 5
+    # The last waited about as long as a call may take; they ran one after the other.
+    assert 5 * 0.8 <= sum(c.seconds for c in calls) <= time.monotonic() - began
+
+
+def test_programs_run_on_so_many_places_at_once(config):
+  nap = render_code("import time; time.sleep(0.4)")
+  with Odd(config, workers=2) as box:
+    for future in [box.submit("code", nap) for _ in range(2)]:
+      future.result(timeout=60)  # now two processes are there
+    began = time.monotonic()
+    for future in [box.submit("code", nap) for _ in range(4)]:
+      assert future.result(timeout=60).status == CallStatus.OK
+    assert time.monotonic() - began >= 0.8
+
+
+def test_too_many_hung_calls_mean_that_the_tools_are_down(config):
+  down = (CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
+  with Odd(config, **SOON, max_hung=2, workers=1) as box:
+    hung = [
+      box.submit("wiki_search", "hang 1"),
+      box.submit("code", render_code("#hang")),
+    ]
+    waits = box.submit("code", render_code("print(1)"))
+    assert [f.result(timeout=60).status for f in hung] == [CallStatus.TOOL] * 2
+    call = waits.result(timeout=60)
+    assert (call.status, call.result) == down
+    call = box.submit("wiki_search", "river").result(timeout=60)
+    assert (call.status, call.result, call.seconds) == (*down, 0.0)
+    # Malformed calls are still the model's fault.
+    assert box.call("code", "print(1)").status == CallStatus.MODEL
+    box.released.set()
+    until(lambda: box.hung == 0)
+    assert box.call("wiki_search", "river").status == CallStatus.OK
+
+
+@pytest.mark.parametrize("what", ["crash", "crash exit", "crash memory", "nothing"])
+def test_what_a_tool_raises_is_the_infrastructures_fault(config, what: str, caplog):
+  with Odd(config) as box:
+    call = box.submit("wiki_search", what).result(timeout=60)
+    assert (call.status, call.result) == (
+      CallStatus.INFRASTRUCTURE,
+      "error: the tool failed",
+    )
+    assert box.call("wiki_search", "river").status == CallStatus.OK
+  assert what in caplog.text and "Traceback" in caplog.text
+
+
+def test_a_call_gets_no_more_seconds_than_it_is_given(config):
+  with Toolbox(dataclasses.replace(config, timeout_s=1.0)) as box:
+    box.call("code", render_code("print(0)"))
+    nap = render_code("import time; time.sleep(600)")
+    call = box.submit("code", nap, seconds=0.25).result(timeout=60)
+    assert call.status == CallStatus.TOOL
+    assert call.result == "error: stopped after 0.25 s"
+    call = box.submit("code", nap, seconds=100.0).result(timeout=60)
+    assert call.result == "error: stopped after 1 s"
+
+
+@pytest.mark.parametrize(
+  ("lasts", "seconds", "status"),
+  [
+    (0.2, 0.2, CallStatus.TOOL),  # it had less than the tool's own limit
+    (0.0, 0.2, CallStatus.INFRASTRUCTURE),  # and did not use it up
+    (0.2, 600.0, CallStatus.INFRASTRUCTURE),  # the limit was its own
+  ],
+)
+def test_a_service_that_runs_out_of_the_trajectorys_time_is_not_down(
+  config, lasts: float, seconds: float, status: CallStatus
+):
+  class Slow(Toolbox):
+    def answer(self, name: str, arguments: str, seconds: float):
+      time.sleep(lasts)
+      return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
+
+  own = 0.2 if seconds > 1 else 30.0
+  with Slow(dataclasses.replace(config, timeout_s=own)) as box:
+    call = box.submit("wiki_search", "river", seconds).result(timeout=60)
+  assert call.status == status
+  if status == CallStatus.TOOL:
+    assert call.result == "error: no answer after 0.2 s" and call.seconds >= seconds
+
+
+def test_a_future_can_not_be_cancelled(config):
+  with Odd(config) as box:
+    future = box.submit("wiki_search", "river")
+    assert not future.cancel() and future.result(timeout=60).status == CallStatus.OK
+
+
+def test_a_closed_toolbox_leaves_nothing_behind(config):
+  before = set(threading.enumerate())
+  with Odd(config, workers=1, timeout_s=600.0) as box:
+    box.call("code", render_code("print(0)"))
+    assert "tools" in threads(before)
+    nap = render_code("import time; time.sleep(600)")
+    futures = [box.submit("code", nap) for _ in range(2)]
+    futures.append(box.submit("wiki_search", "hang"))
+    time.sleep(0.1)
+    began = time.monotonic()
+  assert time.monotonic() - began < 300
+  running, waiting, _ = (f.result(timeout=60) for f in futures)
+  assert running.status == waiting.status == CallStatus.INFRASTRUCTURE
+  until(lambda: not threads(before))
+  late = box.submit("wiki_search", "river").result(timeout=60)
+  assert late.status == CallStatus.INFRASTRUCTURE
+
+
+def test_a_tool_that_never_returns_does_not_keep_close_waiting(config):
+  class Deaf(Odd):
+    close = Toolbox.close
+
+  box = Deaf(config, timeout_s=600.0)
+  box.submit("wiki_search", "hang")
+  began = time.monotonic()
+  box.close()
+  assert time.monotonic() - began < 300
+  box.released.set()
+
+
+def test_megabytes_are_cut_before_they_reach_anybody(config):
+  class Loud(Toolbox):
+    def answer(self, name: str, arguments: str, seconds: float):
+      return CallStatus.OK, "ab" * 4_000_000
+
+  with Loud(config) as box:
+    call = box.call("wiki_search", "x")
+  assert len(call.result) == 200 and "[7999800 characters cut]" in call.result

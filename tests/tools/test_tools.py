@@ -1,0 +1,228 @@
+"""Every tool by config, behind one toolbox, against servers on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import sys
+import threading
+
+import ml_collections
+import pytest
+
+from coa_jax.config import ConfigError, section
+from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+
+KEY = "sk-0123456789-secret"
+OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
+DOWN = CallStatus.INFRASTRUCTURE
+PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + b"\x00\x00\x00\x02" * 2 + bytes(9)
+HIT = {"title": "Ur", "link": "http://a.test/", "snippet": "A city."}
+REPLIES = {
+  "/search": {"organic": [HIT]},
+  "/retrieve": {"result": [[{"document": {"id": "1", "contents": '"Ur"\nA city.'}}]]},
+  "/v1/chat/completions": {"choices": [{"message": {"content": "a red box"}}]},
+  "/run": {
+    "stdout": "42\n",
+    "stderr": "",
+    "exit_code": 0,
+    "verdict": "ok",
+    "seconds": 0.01,
+    "truncated": False,
+  },
+}
+IMAGE = '```json\n{"file_path": "a.png"}\n```'
+CALLS = {
+  "wiki_search": ("Ur", "1. Ur: A city."),
+  "web_search": ("Ur", "1. [Ur](http://a.test/)\nA city."),
+  "visual_inspector": (IMAGE, "a red box"),
+  "code": ("```py\nprint(6 * 7)\n```", "42"),
+}
+
+
+@pytest.fixture
+def server():
+  """Answers as every service; `down` makes it fail."""
+
+  class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+      self.rfile.read(int(self.headers["Content-Length"]))
+      self.reply(json.dumps(REPLIES[self.path]).encode(), "application/json")
+
+    def do_GET(self):
+      self.reply(b"<html><p>Ur was a city of Sumer.</p></html>", "text/html")
+
+    def reply(self, data: bytes, kind: str):
+      self.send_response(503 if self.server.down else 200)
+      self.send_header("Content-Type", kind)
+      self.end_headers()
+      self.wfile.write(data)
+
+    def log_message(self, *unused):
+      pass
+
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+    running.daemon_threads, running.down = True, False
+    running.url = f"http://127.0.0.1:{running.server_address[1]}"
+    thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+    thread.start()
+    yield running
+    running.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def config(server, tmp_path) -> ml_collections.ConfigDict:
+  (tmp_path / "key").write_text(KEY)
+  (tmp_path / "a.png").write_bytes(PNG)
+  fetch = dict(allow=["127.0.0.1/32"])
+  chat = dict(base_url=server.url + "/v1", model="eyes", key_file=str(tmp_path / "key"))
+  tools = dict(
+    tools=tuple(CALLS),
+    retriever=server.url,
+    timeout_s=60.0,
+    web=dict(
+      endpoint=server.url + "/search",
+      key_file=str(tmp_path / "key"),
+      cache=str(tmp_path / "cache.sqlite"),
+      retries=0,
+    ),
+    crawl=dict(fetch=fetch, page_chars=1000),
+    vision=dict(chat=chat, folder=str(tmp_path), fetch=fetch),
+  )
+  return ml_collections.ConfigDict(dict(tools=tools))
+
+
+def toolbox(config, **changes) -> Toolbox:
+  config.tools.update(changes)
+  return Toolbox(section(config, "tools", ToolsConfig))
+
+
+def test_every_tool_answers(config, caplog):
+  with toolbox(config) as box:
+    for name, (content, result) in CALLS.items():
+      call = box.call(name, content)
+      assert (call.status, call.result) == (OK, result), name
+  assert KEY not in caplog.text and KEY not in config.to_json()
+
+
+def test_a_service_that_is_down_is_nobodys_wrong_answer(server, config):
+  server.down = True
+  with toolbox(config, timeout_s=0.6) as box:
+    for name, (content, _) in CALLS.items():
+      if name != "code":
+        call = box.call(name, content)
+        assert (call.status, call.result) == (DOWN, "error: the tool is unavailable")
+
+
+def test_programs_run_on_a_service_and_its_failure_is_not_theirs(server, config):
+  remote = dict(urls=[server.url], wait_s=2.5)
+  config.tools.remote = ml_collections.ConfigDict(remote)
+  with toolbox(config, tools=("code",), sandbox="remote", timeout_s=3.0) as box:
+    call = box.call("code", CALLS["code"][0])
+    assert (call.status, call.result) == (OK, "42")
+    server.down = True
+    call = box.call("code", CALLS["code"][0])
+    assert (call.status, call.result) == (DOWN, "error: the sandbox is unavailable")
+  with pytest.raises(ValueError, match=r"tools.sandbox='remote'.*status 503"):
+    toolbox(config)
+
+
+def test_pages_are_read_and_their_failures_are_the_tools(server, config):
+  pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
+  with toolbox(config, tools=("crawl_page",)) as box:
+    call = box.call("crawl_page", server.url + "/")
+    assert (call.status, call.result) == (OK, "Ur was a city of Sumer.")
+    server.down = True
+    call = box.call("crawl_page", server.url + "/")
+    assert (call.status, call.result[:6]) == (TOOL, "error:")
+    call = box.call("crawl_page", "http://127.0.0.2/")
+    assert call.status == TOOL and "may not be connected" in call.result
+    assert box.call("crawl_page", "what I mean").status == MODEL
+    assert box.call("crawl_page", "http://huggingface.co/x").status == TOOL
+
+
+def test_malformed_calls_are_the_models(config):
+  with toolbox(config) as box:
+    assert box.call("visual_inspector", "a.png").status == MODEL
+    assert box.call("visual_inspector", IMAGE.replace("a.p", "b.p")).status == MODEL
+    assert box.call("web_search", "x" * 3000).status == MODEL
+
+
+def test_tools_may_have_a_time_of_their_own(config):
+  nap = "```py\nimport time; time.sleep(600)\n```"
+  with toolbox(config, timeouts=dict(code=2.5)) as box:
+    assert box.call("code", nap).result == "error: stopped after 2.5 s"
+
+
+def test_offline_the_corpus_answers_both_searches(config, tmp_path):
+  (tmp_path / "c.jsonl").write_text('{"id": "7", "title": "Ur", "text": "A city."}\n')
+  config.tools.web = ml_collections.ConfigDict()
+  config.tools.retriever = None
+  searches = ("wiki_search", "web_search")
+  with toolbox(config, tools=searches, corpus=str(tmp_path / "c.jsonl")) as box:
+    assert box.call("wiki_search", "ur").result == "1. Ur: A city."
+    assert box.call("web_search", "ur").result == "1. [Ur](7)\nA city."
+
+
+def test_an_mcp_server_answers_a_tag(config):
+  pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
+  server = "tests/tools_sandbox/mcp_server.py"
+  entry = dict(command=[sys.executable, server], tool="weather")
+  with toolbox(config, tools=("web_search",), mcp=dict(web_search=entry)) as box:
+    assert box.call("web_search", "Ur").result == "rain in Ur[0m"
+    assert box.call("web_search", '{"town": "Ur"}').status in (MODEL, TOOL)
+  with pytest.raises(ConfigError, match=r"no field 'comand'.*'command'"):
+    toolbox(config, mcp=dict(web_search=dict(tool="x", comand=["y"])))
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"corpus": "c"}, "either a corpus or a retriever"),
+    ({"retriever": None}, "wiki_search needs"),
+    ({"web": {}}, "web_search needs web.endpoint"),
+    ({"vision": None}, "visual_inspector needs"),
+    ({"timeouts": {"code": 0.0}}, "above 0"),
+    ({"timeouts": {"telescope": 1.0}}, "timeouts: no tool 'telescope'"),
+    ({"mcp": {"telescope": {"tool": "x", "url": "http://a"}}}, "mcp: no tool"),
+    ({"mcp": {"code": {"tool": "x"}}}, "either a command or a url"),
+    ({"sandbox": "remote"}, "remote: the services of sandbox='remote'"),
+    ({"remote": {"urls": ["http://a"]}}, "and of no other"),
+    (
+      {"sandbox": "remote", "remote": {"urls": ["http://a"], "wait_s": 11.0}},
+      "wait_s=11 must be below grace_s=10",
+    ),
+    ({"sandbox": "remote", "remote": {"url": "x"}}, "did you mean 'urls'"),
+    ({"descriptions": {"code": "ends </code>"}}, "one line without a tag"),
+    ({"descriptions": {"cod": "x"}}, "descriptions: no tool"),
+    ({"web": {"endpoint": "x"}}, "must start with http"),
+    ({"web": {"endpont": "x"}}, "did you mean 'endpoint'"),
+    ({"crawl": {"fetch": {"allow": ["loopback"]}}}, "loopback"),
+  ],
+)
+def test_impossible_configs_are_refused(config, changes, words: str):
+  with pytest.raises(ConfigError, match=words):
+    values = {**config.tools.to_dict(), **changes}
+    section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
+
+
+def test_a_description_reaches_the_prompt(config):
+  config.tools.descriptions = dict(web_search="ask for the weather; write a city")
+  tools = section(config, "tools", ToolsConfig)
+  variant = roles.get_variant("unified").with_tools(tools.told)
+  text = prompts.instructions(variant)
+  assert "ask for the weather; write a city." in text
+  assert "search the web" not in text and "run a Python program" in text
+
+
+def test_what_a_tool_needs_is_looked_for_first(config, tmp_path):
+  tools = section(config, "tools", ToolsConfig)
+  (tmp_path / "key").unlink()
+  with pytest.raises(ValueError, match="tool web_search: key_file"):
+    Toolbox(tools)
+  with Toolbox(dataclasses.replace(tools, enabled=False)) as box:
+    assert box.call("web_search", "x").result == "tools are off"

@@ -1,0 +1,344 @@
+"""SandboxPool: runs programs on zygotes, one per slot, from any number of threads.
+
+Two back-ends. "jail": namespaces, a root of its own and a seccomp filter for every run.
+"subprocess": separate processes with resource limits, no namespaces and no seccomp; it
+contains accidents and much abuse, not a determined attacker. README.md says what each
+leaves open.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from tools_sandbox.faults import NoJail
+from tools_sandbox.host import slot
+from tools_sandbox.host.session import LEASE_S, Session, check_texts, died, failure
+from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail import wire
+
+BACKENDS = ("jail", "subprocess")
+_WEAKER = (
+  "Nothing weaker is taken unasked. backend='subprocess' is there for programs you "
+  "trust: they can read and change what this user's files are, and use the network. "
+  "tools_sandbox/README.md says what a container needs for the jail"
+)
+# What programs of the code and math variants import, and what sympy imports only when
+# it is first asked to solve, simplify or lambdify: 25 to 150 ms that a run then saves.
+DEFAULT_PRELOAD = (
+  *("heapq", "queue", "statistics", "csv", "calendar", "logging", "unittest"),
+  *("concurrent.futures", "multiprocessing", "numpy", "numpy.random", "sympy"),
+  *("sympy.combinatorics", "sympy.assumptions.wrapper", "sympy.integrals.heurisch"),
+  *("sympy.integrals.risch", "sympy.physics.units", "sympy.tensor.tensor"),
+  *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
+)
+
+_CLOSED = "the sandbox pool is closed"
+
+
+class SandboxPool:
+  """Slots that each run one program at a time. Thread-safe; first come, first served.
+
+  A slot's zygote starts when it is first needed, in the calling thread, so several
+  start in parallel. It is replaced when it dies and after `runs_per_zygote` runs.
+  """
+
+  def __init__(
+    self,
+    slots: int = 4,
+    limits: wire.Limits | None = None,
+    preload: Sequence[str] = DEFAULT_PRELOAD,
+    runs_per_zygote: int = 2000,
+    backend: str = "jail",
+  ):
+    """Starts nothing yet.
+
+    Args:
+      slots: programs that may run at once.
+      limits: what a run may use unless it says otherwise; None for `Limits()`.
+      preload: modules imported ahead of every program; those that are not installed
+        are skipped.
+      runs_per_zygote: runs after which a zygote is replaced by a fresh one.
+      backend: one of `BACKENDS`.
+
+    Raises:
+      ValueError: a count is below 1, or there is no such back-end.
+      NoJail: this machine cannot build jails; the message says what it lacks.
+    """
+    if backend not in BACKENDS:
+      raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    for name, value in (("slots", slots), ("runs_per_zygote", runs_per_zygote)):
+      if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+    if backend == "jail" and (missing := jail.check()):
+      # Never another back-end in its place: that is the caller's to choose.
+      raise NoJail(
+        f"backend 'jail' cannot be used here: {'; '.join(missing)}. {_WEAKER}"
+      )
+    self.limits = limits or wire.Limits()
+    self._backend = backend
+    self._preload = tuple(preload)
+    self._runs_per_zygote = runs_per_zygote
+    self._changed = threading.Condition()
+    self._idle: list[slot.Zygote] = []
+    self._unstarted = slots
+    # Callers without a slot, in the order of their arrival; a slot that comes free is
+    # handed to the first. None waits while one is free.
+    self._waiting: deque[Future[slot.Zygote | None]] = deque()
+    self._live: set[slot.Zygote] = set()
+    self._sessions: set[Session] = set()
+    self._closed = False
+    self._replaced = 0
+    self._landlord: threading.Thread | None = None  # once there is a session
+
+  def run(
+    self,
+    program: str,
+    stdin: str = "",
+    limits: wire.Limits | None = None,
+    cancel: slot.Cancel | None = None,
+  ) -> wire.Result:
+    """Runs a program in a fresh process; waits for a free slot and for its end.
+
+    Args:
+      program: Python source, run as `__main__`.
+      stdin: what it reads on standard input.
+      limits: what it may use; None for the pool's.
+      cancel: calls it off; the answer is then `infrastructure`.
+
+    Returns:
+      The result. A failure of the service is a result too (`infrastructure`, with the
+      reason in stderr); a run whose zygote died before the program started is tried
+      once more on a fresh one.
+
+    Raises:
+      TypeError: program or stdin is not a string.
+      ValueError: together they are longer than wire.MAX_INPUT.
+      RuntimeError: the pool is closed.
+    """
+    check_texts(program, stdin)
+    limits = limits or self.limits
+    request = _request(program, stdin, limits, session=False)
+    zygote = self._acquire()
+    try:
+      for last in (False, True):
+        if cancel is not None and cancel.asked:
+          return failure("called off")
+        try:
+          zygote = zygote or self._start()
+          result = zygote.run(request, limits.wall_s, cancel)
+          break
+        except slot.ZygoteDied as e:
+          zygote = self.retire(zygote)
+          if e.started or last:
+            zygote = self._spare()
+            return died(e)
+      zygote = self._unless_worn(zygote)
+      return result
+    except OSError as e:  # no process, no descriptor, no disk for a zygote
+      zygote = self.retire(zygote)
+      return failure(f"{type(e).__name__}: {e}")
+    except BaseException:
+      # A caller that is interrupted leaves a zygote with an answer nobody wants.
+      zygote = self.retire(zygote)
+      raise
+    finally:
+      self._release(zygote)
+
+  def session(
+    self,
+    limits: wire.Limits | None = None,
+    wait_s: float | None = None,
+    lease_s: float = LEASE_S,
+    ended: Callable[[], None] | None = None,
+  ) -> Session:
+    """Opens a session; waits for a free slot, which it holds until it ends.
+
+    Args:
+      limits: what it may use; None for the pool's. Wall seconds and output are those
+        of each cell, all else of the session.
+      wait_s: seconds to wait for a slot at most; None for as long as it takes.
+      lease_s: seconds without a cell after which it is closed: nobody may ever do it.
+      ended: called once when its slot is free, in any thread; it must not raise.
+
+    Raises:
+      ValueError: this back-end has no sessions, or lease_s is not above 0.
+      TimeoutError: no slot came free in time.
+      RuntimeError: the pool is closed, or the service failed.
+    """
+    if self._backend != "jail":
+      raise ValueError(f"back-end {self._backend!r} has no sessions; 'jail' has")
+    if not lease_s > 0:
+      raise ValueError(f"lease_s must be above 0, got {lease_s!r}")
+    limits = limits or self.limits
+    request = _request("", "", limits, session=True)
+    zygote = self._acquire(wait_s)
+    try:
+      for last in (False, True):
+        try:
+          zygote = zygote or self._start()
+          zygote.open(request)
+          break
+        except slot.ZygoteDied:
+          zygote = self.retire(zygote)
+          if last:
+            raise
+      session = Session(self, zygote, limits.wall_s, lease_s, ended)
+      with self._changed:
+        self._check_open()
+        self._sessions.add(session)
+        if self._landlord is None:
+          self._landlord = threading.Thread(
+            target=self._watch_leases, name="leases", daemon=True
+          )
+          self._landlord.start()
+        self._changed.notify_all()
+      return session
+    except BaseException as e:
+      self._release(self.retire(zygote))
+      if isinstance(e, (OSError, slot.ZygoteDied)):
+        raise RuntimeError(f"no session: {type(e).__name__}: {e}") from e
+      raise
+
+  def end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
+    """Takes the slot of a session back; only the session itself calls this."""
+    with self._changed:
+      self._sessions.discard(session)
+    self._release(self._unless_worn(zygote))
+    if session.ended is not None:
+      session.ended()
+
+  def _watch_leases(self) -> None:
+    """The thread that closes sessions which nobody uses any more."""
+    while True:
+      with self._changed:
+        if self._closed:
+          return
+        now = time.monotonic()
+        late = [s for s in self._sessions if s.expires <= now]
+        if not late:
+          # A cell that ends in the meantime sets an end which is a lease away.
+          waits = [min(s.expires - now, s.lease_s) for s in self._sessions]
+          self._changed.wait(min(waits, default=None))
+          continue
+      for session in late:
+        session.expire()
+
+  def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
+    if zygote is None or zygote.runs < self._runs_per_zygote:
+      return zygote
+    self.retire(zygote)
+    return self._spare()
+
+  @property
+  def replaced(self) -> int:
+    """Zygotes that were put away so far: worn out, broken, or killed."""
+    return self._replaced
+
+  def close(self) -> None:
+    """Kills every zygote, busy ones too; runs in flight end as `infrastructure`."""
+    with self._changed:
+      self._closed = True
+      self._changed.notify_all()
+      idle, self._idle = self._idle, []
+      while self._waiting:
+        self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
+      # A busy one is put away by its caller, who still reads from its pipes.
+      for zygote in self._live:
+        zygote.process.kill()
+      sessions = list(self._sessions)
+    for zygote in idle:
+      self.retire(zygote)
+    for session in sessions:
+      session.close()
+    with self._changed:
+      self._changed.wait_for(lambda: not self._live)
+
+  def __enter__(self) -> SandboxPool:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  def _acquire(self, wait_s: float | None = None) -> slot.Zygote | None:
+    """Takes a slot: its zygote, or None where it has to be started."""
+    with self._changed:
+      self._check_open()
+      if self._idle or self._unstarted:
+        return self._take()
+      place: Future[slot.Zygote | None] = Future()
+      self._waiting.append(place)
+    try:
+      return place.result(wait_s)
+    except BaseException as e:  # closed, too late, or a caller that is interrupted
+      with self._changed:
+        waits = place in self._waiting
+        if waits:
+          self._waiting.remove(place)
+      if not waits and place.exception() is None:
+        self._release(place.result())  # it was handed over in the same moment
+      if isinstance(e, TimeoutError):
+        raise TimeoutError(f"no slot came free in {wait_s:g} s") from None
+      raise
+
+  def _take(self) -> slot.Zygote | None:
+    """A free slot; with the lock held, where there is one."""
+    if self._idle:
+      return self._idle.pop()
+    self._unstarted -= 1
+    return None
+
+  def _start(self) -> slot.Zygote:
+    zygote = slot.Zygote(self._preload, self._backend)
+    with self._changed:
+      self._live.add(zygote)
+      closed = self._closed
+    if closed:
+      self.retire(zygote)
+    self._check_open()
+    return zygote
+
+  def _spare(self) -> slot.Zygote | None:
+    """A new zygote that imports before anybody waits for it; None if there can't be."""
+    try:
+      return None if self._closed else self._start()
+    except (OSError, RuntimeError):  # RuntimeError: closed by now
+      return None
+
+  def retire(self, zygote: slot.Zygote | None) -> None:
+    """Puts a zygote away for good."""
+    if zygote is not None:
+      zygote.kill()
+      with self._changed:
+        self._live.discard(zygote)
+        self._replaced += 1
+        self._changed.notify_all()
+
+  def _release(self, zygote: slot.Zygote | None) -> None:
+    with self._changed:
+      closed = self._closed
+      if zygote is None or closed:
+        self._unstarted += 1
+      elif zygote.ready:
+        self._idle.append(zygote)
+      else:
+        self._idle.insert(0, zygote)  # taken last: it is still importing
+      while self._waiting and (self._idle or self._unstarted):
+        self._waiting.popleft().set_result(self._take())
+    if closed:
+      self.retire(zygote)
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise RuntimeError(_CLOSED)
+
+
+def _request(
+  program: str, stdin: str, limits: wire.Limits, session: bool
+) -> dict[str, Any]:
+  row = {"program": program, "stdin": stdin, "limits": limits.to_json()}
+  return {**row, "session": session}

@@ -1,0 +1,258 @@
+"""The host's handle on the process of a slot: starts it, asks it, ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tools_sandbox.host import cgroup
+from tools_sandbox.jail import wire
+
+_JAIL = str(pathlib.Path(__file__).resolve().parents[1] / "jail")
+# Back-end -> the program of a slot.
+_PROGRAMS = {
+  "subprocess": os.path.join(_JAIL, "zygote.py"),
+  "jail": os.path.join(_JAIL, "keeper.py"),
+}
+_START_S = 60.0  # imports on a starved machine
+_SWEEPS = 100  # a daemon may fork while it is looked for
+_GRACE_S = 15.0  # on top of a run's wall limit: killing, reaping, removing its files
+# All that a zygote inherits. -I would be tidier than -s, but it makes the interpreter
+# ignore PYTHONHASHSEED, and set order would then differ between slots.
+_ENVIRONMENT = {
+  "PYTHONHASHSEED": "0",
+  "OPENBLAS_NUM_THREADS": "1",  # threads do not survive the fork
+  "OMP_NUM_THREADS": "1",
+  "MKL_NUM_THREADS": "1",
+  "MALLOC_ARENA_MAX": "2",  # an arena reserves 64 MiB of a limited address space
+}
+
+
+class ZygoteDied(Exception):
+  """The zygote is of no more use.
+
+  `started` says whether the program may have run, `memory` that the kernel ended the
+  slot because the program took too much.
+  """
+
+  def __init__(self, message: str, started: bool, memory: bool = False):
+    super().__init__(message)
+    self.started, self.memory = started, memory
+
+
+class Cancel:
+  """Calls off one run or cell, from any thread, before it starts too; call it."""
+
+  def __init__(self) -> None:
+    """Of a run that is yet to be asked for."""
+    self.asked = False
+    self._lock = threading.Lock()
+    self._fd = -1  # of the zygote that runs it
+
+  def __call__(self) -> None:
+    """Ends what runs; its answer is `infrastructure`. Nothing once it has ended."""
+    with self._lock:
+      if not self.asked:
+        self.asked = True
+        if self._fd >= 0:
+          os.write(self._fd, b"c")
+
+  @contextlib.contextmanager
+  def _bound(self, write_fd: int, read_fd: int) -> Iterator[None]:
+    with self._lock:
+      self._fd = write_fd
+      if self.asked:
+        os.write(write_fd, b"c")
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._fd = -1
+        if self.asked:
+          os.read(read_fd, 1)  # it was for this run, not for the next one
+
+
+class Zygote:
+  """The host's handle on one zygote process. Not thread-safe: one caller at a time."""
+
+  def __init__(self, preload: Sequence[str], backend: str):
+    """Starts the process; it imports `preload` while the caller goes on.
+
+    Raises:
+      OSError: no process, no descriptor, or no disk for it.
+    """
+    self.runs = 0
+    self.ready = False
+    self.directory = tempfile.mkdtemp(prefix="tools-sandbox-")
+    self._group = cgroup.Group.create() if backend == "jail" else None
+    self._cancel = os.pipe()
+    self._log = os.path.join(self.directory, "zygote.log")
+    flags = ["-s", "-X", "utf8", _PROGRAMS[backend]]
+    arguments = [self.directory, str(os.getpid()), str(self._cancel[0])]
+    if backend == "jail":
+      arguments.append("\n".join(self._group.folders if self._group else []))
+    try:
+      with open(self._log, "wb") as log:
+        self.process = subprocess.Popen(
+          [sys.executable, *flags, *arguments, *preload],
+          pass_fds=self._cancel[:1],
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          stderr=log,
+          cwd=self.directory,
+          env=_ENVIRONMENT,
+          start_new_session=True,
+          bufsize=0,
+        )
+    except OSError:
+      self._remove_files()
+      raise
+    self._requests = self.process.stdin.fileno()
+    self._results = self.process.stdout.fileno()
+    for fd in (self._requests, self._results):
+      os.set_blocking(fd, False)
+
+  def run(
+    self, request: dict[str, Any], wall_s: float, cancel: Cancel | None = None
+  ) -> wire.Result:
+    """Sends one request and waits for its result.
+
+    Raises:
+      ZygoteDied: no result will come; the caller must `kill`.
+    """
+    with self._bound(cancel):
+      self.open(request)
+      with self._talk(started=True):
+        return self._result(wall_s)[0]
+
+  def open(self, request: dict[str, Any]) -> None:
+    """Sends one request and waits until it is begun: a session's cells may follow.
+
+    Raises:
+      ZygoteDied: it will not be; the caller must `kill`.
+    """
+    with self._talk(started=False):
+      if not self.ready:
+        self._expect("ready", _START_S)
+        self.ready = True
+        if self._group is not None:
+          self._group.settle()
+      if self._group is not None:
+        limits = request["limits"]
+        mb = limits["memory_mb"] + limits["disk_mb"]
+        self._group.limit(mb, limits["processes"])
+        self._group.killed()  # a process of an earlier run is not this one's
+      wire.write_frame(self._requests, request, time.monotonic() + _GRACE_S)
+      self._expect("started", _GRACE_S)
+    self.runs += 1
+
+  def cell(
+    self, program: str, stdin: str, wall_s: float, cancel: Cancel | None = None
+  ) -> tuple[wire.Result, bool]:
+    """Runs a cell of the open session; says whether another one may follow.
+
+    Raises:
+      ZygoteDied: no result will come; the caller must `kill`.
+    """
+    with self._bound(cancel), self._talk(started=True):
+      cell = {"program": program, "stdin": stdin}
+      wire.write_frame(self._requests, cell, time.monotonic() + _GRACE_S)
+      return self._result(wall_s)
+
+  def end_session(self) -> None:
+    """Waits until nothing of the open session lives.
+
+    Raises:
+      ZygoteDied: that will not be heard; the caller must `kill`.
+    """
+    with self._talk(started=True):
+      end = {"program": None, "stdin": ""}
+      wire.write_frame(self._requests, end, time.monotonic() + _GRACE_S)
+      self._expect("closed", _GRACE_S)
+
+  def _bound(self, cancel: Cancel | None) -> contextlib.AbstractContextManager[None]:
+    if cancel is None:
+      return contextlib.nullcontext()
+    return cancel._bound(self._cancel[1], self._cancel[0])
+
+  @contextlib.contextmanager
+  def _talk(self, started: bool) -> Iterator[None]:
+    try:
+      yield
+    except (EOFError, TimeoutError, ValueError, KeyError) as e:
+      memory = started and self._group is not None and self._group.killed()
+      why = f"the zygote failed: {e}\n{self._last_words()}"
+      raise ZygoteDied(why, started, memory) from e
+
+  def _result(self, wall_s: float) -> tuple[wire.Result, bool]:
+    message = self._expect("result", wall_s + _GRACE_S)
+    result = wire.Result.from_json(message["result"])
+    # By whom a program was killed only the group knows.
+    how = result.exit_code, result.verdict
+    killed = how == (-signal.SIGKILL, wire.Verdict.ERROR)
+    if killed and self._group is not None and self._group.killed():
+      stderr = result.stderr + "[killed: used more memory than it may]\n"
+      verdict = wire.Verdict.MEMORY
+      result = dataclasses.replace(result, stderr=stderr, verdict=verdict)
+    return result, message.get("alive", False)
+
+  def _expect(self, event: str, seconds: float) -> dict[str, Any]:
+    message = wire.read_frame(self._results, time.monotonic() + seconds)
+    if message.get("event") != event:
+      raise ValueError(f"expected {event!r} of the zygote, got {message!r:.200}")
+    return message
+
+  def _last_words(self) -> str:
+    try:
+      with open(self._log, encoding="utf-8", errors="replace") as f:
+        return f.read()[-2000:]
+    except OSError:
+      return ""
+
+  def kill(self) -> None:
+    """Ends the zygote and what runs below it, and removes its files."""
+    self.process.kill()
+    self.process.wait()
+    self.process.stdin.close()
+    self.process.stdout.close()
+    _kill_by_argument(self.directory)
+    self._remove_files()
+
+  def _remove_files(self) -> None:
+    shutil.rmtree(self.directory, ignore_errors=True)
+    if self._group is not None:
+      self._group.remove()
+    for fd in self._cancel:
+      os.close(fd)
+
+
+def _kill_by_argument(argument: str) -> None:
+  """Kills processes that carry `argument` on their command line.
+
+  The zygote kills its own stragglers. Where it was itself killed, daemons have gone to
+  init, but a fork keeps its parent's command line, and there the slot's directory is.
+  """
+  wanted = argument.encode() + b"\0"
+  for _ in range(_SWEEPS):
+    found = False
+    for name in os.listdir("/proc"):
+      try:
+        with open(f"/proc/{name}/cmdline", "rb") as f:
+          if name.isdigit() and wanted in f.read():
+            os.kill(int(name), signal.SIGKILL)
+            found = True
+      except OSError:
+        continue  # not a process, or one that has just ended
+    if not found:
+      return

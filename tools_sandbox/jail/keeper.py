@@ -1,0 +1,292 @@
+"""The keeper of a jailed slot: builds its root, enters namespaces, starts `inside`.
+
+Started by `pool` as its own program:
+keeper.py DIRECTORY HOST_PID CANCEL_FD CGROUPS MODULE...
+Three processes: a watcher that stays on the host, the keeper, and the slot itself,
+the first of its process namespace; each dies with the one before it. All that a run
+could reach is built here once per slot: a root on tmpfs with the interpreter, the
+system's libraries and five devices, all read-only. Where the host is root, the slot
+belongs to an ordinary user: what root owns in /proc/sys is out of its reach.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any, NoReturn
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_CODE = "/jail"  # where the slot sees this folder
+_NOBODY = 65534
+_FIRST_KERNEL = (5, 14)  # limits on processes count per user namespace from then on
+_PROBE_S = 60.0
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {
+  "fd": "/proc/self/fd",
+  "stdin": "/proc/self/fd/0",
+  "stdout": "/proc/self/fd/1",
+  "stderr": "/proc/self/fd/2",
+  "shm": "/tmp",  # the run's own; semaphores of multiprocessing live there
+}
+_SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo")
+_INSTALLED = {"site-packages", "dist-packages"}
+_built: list[bool] = []  # a probe that succeeded
+_ENVIRONMENT = ("PYTHONHASHSEED", "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+_ROOT_INODES = 4096  # of a slot's root; by default their number tells the memory
+_PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
+
+
+def check() -> list[str]:
+  """What this machine lacks for the jail, in words; [] where it can be used.
+
+  It builds one, as a slot would, and runs a program in it: some tenths of a second,
+  once in a process if all is well.
+  """
+  if _built:
+    return []
+  missing = []
+  if sys.platform != "linux":
+    return [f"Linux is needed, this is {sys.platform}"]
+  if platform.machine() != "x86_64":
+    missing.append(f"system call tables exist for x86_64, not {platform.machine()}")
+  release = tuple(int(n) for n in re.findall(r"\d+", platform.release())[:2])
+  if release < _FIRST_KERNEL:
+    missing.append(f"kernel 5.14 or later is needed, this is {platform.release()}")
+  for name in ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup"):
+    if not os.path.exists(f"/proc/self/ns/{name}"):
+      missing.append(f"the kernel has no {name} namespaces")
+  if not os.path.exists("/proc/sys/kernel/seccomp/actions_avail"):
+    missing.append("the kernel has no seccomp filters")
+  for name in ("max_user_namespaces", "max_pid_namespaces", "max_net_namespaces"):
+    if _number(f"/proc/sys/user/{name}") == 0:
+      missing.append(f"/proc/sys/user/{name} is 0")
+  if _number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
+    missing.append("/proc/sys/kernel/unprivileged_userns_clone is 0")
+  if not missing:
+    missing += _probe()
+  if not missing:
+    _built.append(True)
+  return missing
+
+
+def _number(path: str) -> int | None:
+  try:
+    with open(path, encoding="ascii") as f:
+      return int(f.read())
+  except (OSError, ValueError):
+    return None
+
+
+def _probe() -> list[str]:
+  """Starts a slot without modules, with one run in it."""
+  with tempfile.TemporaryDirectory(prefix="tools-sandbox-") as directory:
+    command = [sys.executable, "-s", "-X", "utf8", os.path.abspath(__file__)]
+    try:
+      done = subprocess.run(
+        [*command, directory, str(os.getpid()), "-1", "", "--probe"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=_PROBE_S,
+        env={"PYTHONHASHSEED": "0"},
+        start_new_session=True,
+        check=False,
+      )
+    except (OSError, subprocess.TimeoutExpired) as e:
+      return [f"the probe did not run: {e}"]
+  if done.returncode == 0:
+    return []
+  text = done.stderr.decode("utf-8", "replace").strip()
+  return [text.splitlines()[-1] if text else f"the probe ended {done.returncode}"]
+
+
+def _below(path: str, folder: str) -> bool:
+  return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _layout() -> tuple[dict[str, str], list[str], str]:
+  """Host folder -> place inside; sys.path inside; the interpreter inside.
+
+  Places are renamed, so that programs and error texts name no folder of the host. Of
+  sys.path only what was installed: an editable install names a whole repository.
+  """
+  base = os.path.realpath(sys.base_prefix)
+  places = {base: base if _below(base, "/usr") else "/python", _FOLDER: _CODE}
+  path = []
+  for entry in dict.fromkeys(os.path.realpath(p) for p in sys.path[1:] if p):
+    if _below(entry, base):
+      path.append(places[base] + entry[len(base) :])
+    elif os.path.isdir(entry) and not _INSTALLED.isdisjoint(entry.split("/")):
+      places[entry] = f"/site/{len(places)}"
+      path.append(places[entry])
+  python = os.path.realpath(sys.executable)
+  if not _below(python, base):
+    raise OSError(f"{python} is not below {base}: cannot start it inside")
+  for folder in _SYSTEM:
+    if os.path.isdir(folder) and not os.path.islink(folder):
+      places.setdefault(folder, folder)
+  return places, path, places[base] + python[len(base) :]
+
+
+def _build(root: str, places: dict[str, str]) -> None:
+  # Here and below: found by path in the keeper, absent where the host imports `check`.
+  import kernel
+
+  options = f"size=1m,nr_inodes={_ROOT_INODES},mode=755"
+  kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, options)
+  for name in ("/dev", "/proc", "/tmp", "/etc"):
+    os.mkdir(root + name)
+  for source, place in sorted(places.items(), key=lambda item: item[1]):
+    target = root + place
+    if not os.path.isdir(target):  # else below another one, mounted already
+      os.makedirs(target)
+    _mount_own(source, target, f"{root}/tmp")
+  for link in _SYSTEM:
+    if os.path.islink(link) and not os.path.lexists(root + link):
+      os.symlink(os.readlink(link), root + link)
+  for name in _DEVICES:
+    with open(f"{root}/dev/{name}", "wb"):
+      pass
+    kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", "", kernel.MS_BIND)
+    restrictions = kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_EXEC
+    kernel.restrict_mount(f"{root}/dev/{name}", restrictions)
+  for name, target in _LINKS.items():
+    os.symlink(target, f"{root}/dev/{name}")
+  with open(f"{root}/etc/passwd", "w", encoding="ascii") as f:
+    f.write(_PASSWD)
+  # The kernel lets a user namespace mount a /proc only where one is in full view.
+  kernel.mount("/proc", f"{root}/proc", "", kernel.MS_BIND | kernel.MS_REC)
+
+
+def _mount_own(source: str, target: str, empty: str) -> None:
+  """Mounts a folder read-only, its files' locks and leases the slot's own.
+
+  The kernel keeps those by file system, and this one is the slot's: of a bind mount,
+  two slots would see each other's. Nor do its files in /proc name a folder of the host.
+
+  Args:
+    source: shared by every slot.
+    target: where this one sees it.
+    empty: a folder without files; the kernel wants two layers.
+  """
+  import kernel
+
+  layers = [os.open(folder, os.O_PATH) for folder in (source, empty)]
+  try:
+    lower = ":".join(f"/proc/self/fd/{layer}" for layer in layers)
+    flags = kernel.MS_READ_ONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("overlay", target, "overlay", flags, f"lowerdir={lower}")
+  finally:
+    for layer in layers:
+      os.close(layer)
+
+
+def _become_inside(python: str, arguments: list[str]) -> NoReturn:
+  """In the first process of the slot's namespaces: the template."""
+  import child
+  import kernel
+
+  child.prctl(1, signal.SIGKILL)  # with the keeper; see child.die_with_parent
+  flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+  kernel.mount("proc", "/proc", "proc", flags)
+  kernel.restrict_mount("/", kernel.READ_ONLY, recursive=False)
+  kernel.set_host_name("sandbox")
+  library = os.path.dirname(os.path.dirname(python)) + "/lib"
+  environment = {n: os.environ[n] for n in _ENVIRONMENT if n in os.environ}
+  environment.update(MALLOC_ARENA_MAX="2", LD_LIBRARY_PATH=library)
+  os.execve(
+    python,
+    [python, "-s", "-X", "utf8", f"{_CODE}/inside.py", *arguments],
+    environment,
+  )
+
+
+def _keep(
+  directory: str, cancel: str, groups: list[str], modules: list[str]
+) -> NoReturn:
+  """Builds the slot and waits for its end.
+
+  Raises:
+    OSError: the kernel refused a step; the message names it.
+  """
+  import child
+  import kernel
+
+  watcher = os.getppid()
+  child.die_with_parent(watcher, signal.SIGKILL)
+  for group in groups:
+    with open(f"{group}/cgroup.procs", "wb") as f:
+      f.write(b"0")  # this process, and all that it will start
+  places, path, python = _layout()
+  uid, gid = os.geteuid(), os.getegid()
+  kernel.unshare(kernel.NEWNS if uid == 0 else kernel.NEWNS | kernel.NEWUSER)
+  if uid:
+    kernel.map_ids(0, uid, gid)
+  kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+  # Mounted over the slot's own folder: the host, which removes it, sees none of this.
+  _build(directory, places)
+  kernel.change_root(directory)
+  inner = _NOBODY if uid == 0 else 0
+  if uid == 0:
+    os.setgroups([])
+    os.setresgid(inner, inner, inner)
+    os.setresuid(inner, inner, inner)
+    child.set_dumpable(True)  # to write its own maps
+  kernel.unshare(kernel.ALL_NAMESPACES)
+  kernel.map_ids(0, inner, inner)
+  child.die_with_parent(watcher, signal.SIGKILL)  # a change of user forgets it
+  pid = os.fork()
+  if not pid:
+    try:
+      _become_inside(python, [":".join(path), cancel, *modules])
+    except BaseException as e:
+      os.write(2, f"{type(e).__name__}: {e}\n".encode("ascii", "replace"))
+      os._exit(1)
+  _release_pipes()
+  os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+
+
+def _release_pipes() -> None:
+  # Only the slot may hold its pipes: the host must hear when it closes them.
+  for fd in (0, 1):
+    os.close(fd)
+
+
+def main() -> None:
+  """Watches over the keeper from outside, so that its files can be removed."""
+  import cgroup
+  import child
+
+  directory, host, cancel, groups, *modules = sys.argv[1:]
+  cgroups = groups.splitlines()
+  keeper = os.fork()
+  if not keeper:
+    try:
+      _keep(directory, cancel, cgroups, modules)
+    except BaseException as e:
+      os.write(2, f"{type(e).__name__}: {e}\n".encode("ascii", "replace"))
+      os._exit(1)
+  _release_pipes()
+
+  def leave(number: int, frame: Any) -> None:
+    # As in `zygote`: also sent when only the thread that started us has ended.
+    if os.getppid() != int(host):
+      os.kill(keeper, signal.SIGKILL)  # and the slot dies with it
+
+  signal.signal(signal.SIGTERM, leave)
+  child.prctl(1, signal.SIGTERM)
+  leave(0, None)  # the host may have gone before
+  code = os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
+  if os.getppid() != int(host):
+    shutil.rmtree(directory, ignore_errors=True)  # else the host does
+    cgroup.remove(cgroups)
+  os._exit(abs(code))
+
+
+if __name__ == "__main__":
+  main()

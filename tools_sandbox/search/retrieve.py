@@ -1,0 +1,59 @@
+"""wiki_search over the Search-R1 `/retrieve` API: the client.
+
+A request is {"queries": [...], "topk": k, "return_scores": true}; the reply is
+{"result": [[{"document": {"id", "contents"}, "score"}, ...] for each query]}, where
+contents is the title in quotes, a line end and the text. Without scores the documents
+stand there bare. `retrieve_server` is a server of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools_sandbox.http_client import Service
+from tools_sandbox.search.index import Document, Hit
+from tools_sandbox.web.page import clean
+
+
+class Retriever:
+  """Asks a server of the API. Thread-safe; close it after use."""
+
+  def __init__(self, url: str, retries: int = 3):
+    """Sends nothing yet.
+
+    Args:
+      url: with or without "/retrieve" at its end.
+      retries: attempts beyond the first.
+
+    Raises:
+      ValueError: the URL is not http or https.
+    """
+    url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
+    self._service = Service("the retrieval server", url, retries=retries)
+
+  def close(self) -> None:
+    """Closes the connections."""
+    self._service.close()
+
+  def search(self, query: str, k: int, seconds: float) -> list[Hit]:
+    """The at most k documents that the server finds, in its order.
+
+    Raises:
+      ToolFault: the server refuses the query.
+      Unavailable: it is down, or its reply is not of this API.
+    """
+    body = {"queries": [query], "topk": k, "return_scores": True}
+    reply = self._service.ask(body, seconds)
+    try:
+      (rows,) = reply["result"]
+      return [_hit(row) for row in rows][:k]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+      raise self._service.broken("not a /retrieve result") from None
+
+
+def _hit(row: dict[str, Any]) -> Hit:
+  document = row.get("document", row)
+  title, _, text = document["contents"].partition("\n")
+  title = title.removeprefix('"').removesuffix('"')
+  score = float(row.get("score", 0.0))
+  return Hit(Document(str(document.get("id", "")), clean(title), clean(text)), score)

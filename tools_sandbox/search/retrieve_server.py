@@ -1,0 +1,154 @@
+"""A server of the Search-R1 `/retrieve` API over BM25 (see `retrieve`).
+
+  python -m tools_sandbox.search.retrieve_server --corpus=pages.jsonl --port=8000
+
+serves a corpus on loopback; `wiki_search` of any number of processes can ask it.
+Requests must be JSON by their content type, as those of all clients are that send JSON.
+There is no key: on a --host that others reach, they can search the corpus, and
+--allowed_hosts says by which names (the header Host).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import signal
+import sys
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tools_sandbox import http_server
+from tools_sandbox.client import Hit, Sandbox
+
+_MAX_BODY = 1_000_000  # bytes of a request
+_MAX_QUERIES = 512
+_MAX_TOPK = 100
+_GRACE_S = 5
+
+
+def make_app(
+  sandbox: Sandbox,
+  topk: int = 3,
+  hosts: tuple[str, ...] = http_server.LOOPBACK,
+) -> Starlette:
+  """The server over a sandbox's corpus: POST /retrieve, GET /health.
+
+  Args:
+    sandbox: holds the corpus; it is not closed with the app.
+    topk: documents where a request does not say how many.
+    hosts: accepted values of the header Host; "*" for any.
+  """
+
+  def find(asked: _Asked) -> list[list[Any]]:
+    return [
+      [_row(hit, asked.scores) for hit in sandbox.search(query, asked.topk)]
+      for query in asked.queries
+    ]
+
+  async def retrieve(request: Request) -> JSONResponse:
+    body = await http_server.read_object(request, _MAX_BODY)
+    try:
+      asked = _read(body, topk)
+    except ValueError as e:
+      raise HTTPException(400, str(e)) from None
+    return JSONResponse({"result": await run_in_threadpool(find, asked)})
+
+  async def health(request: Request) -> JSONResponse:
+    del request
+    return JSONResponse({"status": "ok"})
+
+  return Starlette(
+    routes=[
+      Route("/retrieve", retrieve, methods=["POST"]),
+      Route("/health", health),
+    ],
+    middleware=[http_server.check_host(list(hosts))],
+    exception_handlers={HTTPException: _http_error},
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+  queries: list[str]
+  topk: int
+  scores: bool
+
+
+def _read(body: dict[str, Any], topk: int) -> _Asked:
+  """A request; a ValueError says what is wrong with it."""
+  queries, scores = body.get("queries"), body.get("return_scores", False)
+  topk = topk if body.get("topk") is None else body["topk"]
+  if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
+    raise ValueError("queries must be a list of strings")
+  if len(queries) > _MAX_QUERIES:
+    raise ValueError(f"at most {_MAX_QUERIES} queries at once")
+  if type(topk) is not int or not 1 <= topk <= _MAX_TOPK:
+    raise ValueError(f"topk must be an integer from 1 to {_MAX_TOPK}")
+  return _Asked(queries, topk, bool(scores))
+
+
+def _row(hit: Hit, scores: bool) -> dict[str, Any]:
+  d = hit.document
+  document = {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}
+  if not scores:
+    return document
+  score = hit.score if math.isfinite(hit.score) else 0.0
+  return {"document": document, "score": score}
+
+
+async def _http_error(request: Request, e: HTTPException) -> JSONResponse:
+  del request
+  return JSONResponse({"error": e.detail}, e.status_code)
+
+
+def serve(args: argparse.Namespace) -> None:
+  """Serves until a signal ends it.
+
+  Raises:
+    OSError, ValueError: an argument or the corpus can not be used.
+  """
+  if not 1 <= args.topk <= _MAX_TOPK:
+    raise ValueError(f"--topk={args.topk}: accepted are 1 to {_MAX_TOPK}")
+  with (
+    http_server.bind(args.host, args.port) as sock,
+    Sandbox(corpus=args.corpus, index_cache=args.index_cache, backend=None) as sandbox,
+  ):
+    allowed = args.allowed_hosts.split(",") if args.allowed_hosts else []
+    hosts = http_server.open_hosts(args.host, allowed, "search the corpus")
+    server = http_server.Server(make_app(sandbox, args.topk, tuple(hosts)), _GRACE_S)
+    print(f"{args.corpus} at {http_server.listen(sock, args.host)}", flush=True)
+    server.run(sockets=[sock])
+
+
+def main() -> None:
+  """Serves a corpus until it is told to stop (SIGTERM or Ctrl-C)."""
+  parser = argparse.ArgumentParser(
+    prog="python -m tools_sandbox.search.retrieve_server",
+    description="Search-R1's /retrieve over BM25.",
+  )
+  add = parser.add_argument
+  add("--corpus", required=True, help="see search.read_corpus")
+  add("--index_cache", help="a folder that keeps the index")
+  add("--host", default="127.0.0.1", help="loopback unless you say so")
+  add("--port", type=int, default=8000, help="0 for any that is free")
+  add("--topk", type=int, default=3)
+  add("--allowed_hosts", help="names that clients may call it by, with commas between")
+  args = parser.parse_args()
+  # uvicorn raises the signal again when it is done.
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *unused: sys.exit(0))
+  try:
+    serve(args)
+  except (OSError, ValueError) as e:
+    parser.exit(2, f"{parser.prog}: {e}\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,1 @@
+"""The pool over HTTP: the service, its queue and its clients."""

@@ -1,0 +1,348 @@
+"""The routes of the sandbox service.
+
+  POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"}
+                  -> the fields of `wire.Result`
+  POST /run_code  SandboxFusion's API, see `sandbox_fusion`
+  POST /session   as /run without program and stdin, with "lease_s" -> {"session": NAME}
+  POST /session/NAME  {"program", "stdin"} -> the fields of `wire.Result`, and "alive":
+                  whether there can be another cell
+  DELETE /session/NAME  ends it -> {}
+  GET  /health    {"status": "ok" or "stopping", "slots", "busy", "waiting"}; no token
+  GET  /metrics   Prometheus's text format
+
+Whatever a program does is a 200 with a verdict. Other statuses are about the request or
+the service: 400 (a field, named), 401 (token), 408 (the request took too long), 409
+(the session runs another cell), 410 (there is no such session, or no more), 413 (too
+long), 415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping:
+ask again or elsewhere), 504 (no slot before the deadline; it has not run).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tools_sandbox import http_server
+from tools_sandbox.host.session import CELLS_OF_CPU, LEASE_S
+from tools_sandbox.jail.wire import LARGEST, MAX_INPUT, MAX_OUTPUT, Limits, Result
+from tools_sandbox.service import sandbox_fusion
+from tools_sandbox.service.run_queue import Refused, RunQueue
+
+_FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known
+_RETRY_S = 1  # most programs take less
+_STATUS = {
+  **{"full": 503, "stopping": 503, "late": 504, "gone": 499},
+  **{"ended": 410, "busy": 409},
+}
+
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceConfig:
+  """What requests may ask for.
+
+  Attributes:
+    token: that requests must bear; "" for none.
+    limits: of a run that does not say otherwise.
+    most: what a run may say, field by field.
+    wait_s: seconds that a run waits for a slot where its request gives no deadline.
+    max_body: bytes of a request.
+    lease_s: seconds without a cell after which a session is closed, at most.
+  """
+
+  token: str = ""
+  limits: Limits = dataclasses.field(default_factory=Limits)
+  most: Limits = dataclasses.field(
+    default_factory=lambda: Limits(
+      wall_s=60.0,
+      cpu_s=60.0,
+      memory_mb=4096,
+      output_bytes=MAX_OUTPUT,
+      file_mb=1024,
+      processes=1024,
+      disk_mb=1024,
+      inodes=65536,
+    )
+  )
+  wait_s: float = 60.0
+  max_body: int = 8 << 20
+  lease_s: float = LEASE_S
+
+  def __post_init__(self):
+    check_most(self.limits, self.most)
+    # Written so that NaN is refused too.
+    if not 0 < self.wait_s <= LARGEST:
+      raise ValueError(f"wait_s must be positive and finite, got {self.wait_s!r}")
+    if self.max_body < 1:
+      raise ValueError(f"max_body must be above 0, got {self.max_body!r}")
+    if not _FIRST_LEASE_S <= self.lease_s <= LARGEST:
+      raise ValueError(
+        f"lease_s must be at least {_FIRST_LEASE_S:g} and finite, got {self.lease_s!r}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A request to run a program, or for a session; `deadline_s` is from its arrival."""
+
+  program: str
+  stdin: str
+  limits: Limits
+  deadline_s: float
+  lease_s: float = LEASE_S
+
+
+def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
+  """The application.
+
+  Args:
+    queue: runs what is asked for; it is not closed with the app.
+    config: what may be asked for. Without a token only names of loopback are accepted
+      in the header Host, so that no page of the web can reach the service under a name
+      of its own.
+  """
+
+  open_session, cell, close_session = _session_handlers(queue, config)
+
+  async def run(request: Request) -> Response:
+    with queue.place():
+      asked = await _asked(request, config, read_run)
+      return JSONResponse((await _run(request, queue, asked)).to_json())
+
+  async def run_code(request: Request) -> Response:
+    with queue.place():
+      try:
+        asked = await _asked(request, config, _read_run_code)
+      except sandbox_fusion.Malformed as e:
+        return JSONResponse({"detail": e.detail}, 422)
+      except sandbox_fusion.Unsupported as e:
+        return JSONResponse(sandbox_fusion.write_error(str(e)))
+      result = await _run(request, queue, asked)
+      return JSONResponse(sandbox_fusion.write_reply(result))
+
+  async def health(request: Request) -> Response:
+    del request
+    status = "stopping" if queue.draining else "ok"
+    counts = {"slots": queue.slots, "busy": queue.busy, "waiting": queue.waiting}
+    return JSONResponse({"status": status, **counts}, 503 if queue.draining else 200)
+
+  async def metrics(request: Request) -> Response:
+    del request
+    return Response(queue.metrics(), media_type="text/plain; version=0.0.4")
+
+  def guarded(handler: _Handler) -> _Handler:
+    async def handle(request: Request) -> Response:
+      if config.token and not _bears(request, config.token):
+        headers = {"www-authenticate": "Bearer"}
+        return _error(request, "this service needs its bearer token", 401, headers)
+      return await handler(request)
+
+    return handle
+
+  return Starlette(
+    routes=[
+      Route("/run", guarded(run), methods=["POST"]),
+      Route("/run_code", guarded(run_code), methods=["POST"]),
+      Route("/session", guarded(open_session), methods=["POST"]),
+      Route("/session/{name}", guarded(cell), methods=["POST"]),
+      Route("/session/{name}", guarded(close_session), methods=["DELETE"]),
+      Route("/metrics", guarded(metrics)),
+      Route("/health", health),
+    ],
+    middleware=[
+      http_server.check_host(["*"] if config.token else list(http_server.LOOPBACK))
+    ],
+    exception_handlers={Refused: _refused, HTTPException: _http_error},
+  )
+
+
+def _session_handlers(
+  queue: RunQueue, config: ServiceConfig
+) -> tuple[_Handler, _Handler, _Handler]:
+  """What opens a session, runs a cell of it, closes it."""
+
+  async def open_session(request: Request) -> Response:
+    with queue.place():
+      asked = await _asked(request, config, read_session)
+      start_by = asked.deadline_s - asked.limits.wall_s
+      try:
+        name = await queue.open(asked.limits, start_by, asked.lease_s, _gone(request))
+      except ValueError as e:  # this back-end has none
+        raise HTTPException(400, str(e)) from None
+      except RuntimeError as e:
+        raise HTTPException(500, str(e)) from None
+      return JSONResponse({"session": name, "lease_s": asked.lease_s})
+
+  async def cell(request: Request) -> Response:
+    with queue.cells(request.path_params["name"]) as session:
+      asked = await _asked(request, config, read_cell)
+      result = await queue.cell(session, asked.program, asked.stdin, _gone(request))
+      return JSONResponse({**result.to_json(), "alive": session.alive})
+
+  async def close_session(request: Request) -> Response:
+    await queue.close(request.path_params["name"])
+    return JSONResponse({})
+
+  return open_session, cell, close_session
+
+
+def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  """A request of /run, decoded.
+
+  Raises:
+    ValueError: naming the field, its value and what would be accepted.
+  """
+  names = {f.name for f in dataclasses.fields(Limits)} - {"wall_s"}
+  known = {"program", "stdin", "timeout_s", "deadline_s", *names}
+  for field in body:
+    if field not in known:
+      raise ValueError(f"unknown field {field!r:.100}; there are {sorted(known)}")
+  program, stdin = _texts(body)
+  changes = {name: body[name] for name in names if name in body}
+  if "timeout_s" in body:
+    changes = {"cpu_s": body["timeout_s"], **changes, "wall_s": body["timeout_s"]}
+  try:
+    limits = dataclasses.replace(config.limits, **changes)
+    check_most(limits, config.most)
+  except ValueError as e:
+    text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
+    raise ValueError(text) from None
+  deadline_s = body.get("deadline_s", limits.wall_s + config.wait_s)
+  number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+  if not number or not limits.wall_s < deadline_s <= LARGEST:
+    raise ValueError(
+      f"deadline_s must be a number above timeout_s ({limits.wall_s:g}), for a run "
+      f"starts only while its whole time fits; got {deadline_s!r:.100}"
+    )
+  return Asked(program, stdin, limits, deadline_s)
+
+
+def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  """A request of /session, decoded; its `cpu_s` and more are those of all its cells.
+
+  Raises:
+    ValueError: as `read_run`.
+  """
+  body = dict(body)
+  lease_s = body.pop("lease_s", config.lease_s)
+  number = isinstance(lease_s, int | float) and not isinstance(lease_s, bool)
+  if not number or not _FIRST_LEASE_S <= lease_s <= config.lease_s:
+    raise ValueError(
+      f"lease_s must be a number from {_FIRST_LEASE_S:g} to {config.lease_s:g}, got "
+      f"{lease_s!r:.100}"
+    )
+  if "program" in body:
+    raise ValueError("program is a cell's: POST it to /session/NAME")
+  most = dataclasses.replace(config.most, cpu_s=config.most.cpu_s * CELLS_OF_CPU)
+  wider = dataclasses.replace(config, most=most)
+  asked = read_run({**body, "program": ""}, wider)
+  return dataclasses.replace(asked, lease_s=float(lease_s))
+
+
+def read_cell(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  """A request of /session/NAME, decoded; only program and stdin are its own.
+
+  Raises:
+    ValueError: as `read_run`.
+  """
+  for field in body:
+    if field not in ("program", "stdin"):
+      raise ValueError(f"unknown field {field!r:.100}; there are program and stdin")
+  return Asked(*_texts(body), config.limits, math.inf)
+
+
+def _texts(body: dict[str, Any]) -> tuple[str, str]:
+  for field in ("program", "stdin"):
+    value = body.get(field, None if field == "program" else "")
+    if not isinstance(value, str):
+      raise ValueError(f"{field} must be a string, got {type(value).__name__}")
+  return body["program"], body.get("stdin", "")
+
+
+def _read_run_code(body: dict[str, Any], config: ServiceConfig) -> Asked:
+  program, stdin, limits = sandbox_fusion.read_request(body, config.limits)
+  try:
+    check_most(limits, config.most)
+  except ValueError as e:
+    text = str(e).removeprefix("limits.")
+    field = "run_timeout" if text.startswith("wall_s") else "memory_limit_MB"
+    raise sandbox_fusion.Malformed(field, text.partition(" ")[2]) from None
+  return Asked(program, stdin, limits, limits.wall_s + config.wait_s)
+
+
+def check_most(limits: Limits, most: Limits) -> None:
+  """Refuses limits beyond those of `most`.
+
+  Raises:
+    ValueError: naming the field.
+  """
+  for field in dataclasses.fields(Limits):
+    value, top = getattr(limits, field.name), getattr(most, field.name)
+    if None not in (value, top) and value > top:
+      raise ValueError(f"limits.{field.name} must be at most {top:g}, got {value:g}")
+
+
+async def _asked(
+  request: Request,
+  config: ServiceConfig,
+  read: Callable[[dict[str, Any], ServiceConfig], Asked],
+) -> Asked:
+  """Reads a request's body; its deadline becomes a time of `time.monotonic`."""
+  arrived = time.monotonic()
+  body = await http_server.read_object(request, config.max_body)
+  try:
+    asked = read(body, config)
+  except (sandbox_fusion.Malformed, sandbox_fusion.Unsupported):
+    raise
+  except ValueError as e:
+    raise HTTPException(400, str(e)) from None
+  if len(asked.program) + len(asked.stdin) > MAX_INPUT:
+    raise HTTPException(413, f"program and stdin exceed {MAX_INPUT} characters")
+  return dataclasses.replace(asked, deadline_s=arrived + asked.deadline_s)
+
+
+async def _gone(request: Request) -> None:
+  while (await request.receive())["type"] != "http.disconnect":
+    pass
+
+
+async def _run(request: Request, queue: RunQueue, asked: Asked) -> Result:
+  start_by = asked.deadline_s - asked.limits.wall_s
+  gone = _gone(request)
+  return await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone)
+
+
+def _bears(request: Request, token: str) -> bool:
+  said = request.headers.get("authorization", "").encode()
+  return hmac.compare_digest(said, f"Bearer {token}".encode())
+
+
+def _error(
+  request: Request, message: str, status: int, headers: dict[str, str] | None = None
+) -> JSONResponse:
+  # SandboxFusion is a FastAPI program, whose errors are called "detail".
+  name = "detail" if request.url.path == "/run_code" else "error"
+  # Closed, for most of these leave a body unread, and it may be endless.
+  headers = {"connection": "close", **(headers or {})}
+  return JSONResponse({name: message}, status, headers)
+
+
+async def _refused(request: Request, e: Refused) -> Response:
+  status = _STATUS[e.reason]
+  headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
+  return _error(request, str(e), status, headers)
+
+
+async def _http_error(request: Request, e: HTTPException) -> Response:
+  return _error(request, e.detail, e.status_code)

@@ -1,0 +1,367 @@
+"""Back-end `remote`: runs programs on services over HTTP, ours or SandboxFusion's.
+
+Whose failure it is: whatever the program did comes back as a Result of its own; that no
+service answered in time is a Result with verdict `infrastructure`; that a service
+refuses what was asked (a limit above its own, a program too long) is a ValueError.
+
+A run that got no answer is asked again, on the next replica, until its deadline: it
+leaves nothing behind, so twice is as good as once. A session stays with the replica
+that opened it, and a cell is asked once only: without an answer it may have run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import httpx
+
+from tools_sandbox.faults import Unavailable
+from tools_sandbox.host.session import LEASE_S, SessionEnded, check_texts
+from tools_sandbox.http_client import read_key, retry_after
+from tools_sandbox.jail.wire import MAX_FRAME, Limits, Result, Verdict
+from tools_sandbox.service import sandbox_fusion
+
+APIS = ("tools_sandbox", "sandbox_fusion")
+_PATHS = {"tools_sandbox": "/run", "sandbox_fusion": "/run_code"}
+_T = TypeVar("_T")
+_REFUSES_REQUEST = (400, 413, 415, 422)
+_SESSION_ENDED = 410
+_REFUSES_US = (401, 403, 404, 405)  # a wrong token or URL: asking again won't help
+_CONNECT_S = 3.0  # a replica that does not pick up in this time is passed over
+_ASIDE_S = 5.0  # and is asked last for so long
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_WAY_S = 1.0  # kept of a run's waiting time for the answer's way back
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteConfig:
+  """Services that run programs.
+
+  Attributes:
+    urls: of the replicas; asked in turn, the next one where one fails.
+    token_file: a file with the word that they want to see.
+    api: `tools_sandbox`, or `sandbox_fusion`, which knows of a run's limits only time
+      and memory, and does not say that a program ran out of memory.
+    wait_s: seconds beyond its own time that a run may take before it is given up: for
+      a free slot, for replicas that come back, and for its way.
+  """
+
+  urls: tuple[str, ...]
+  token_file: str | None = None
+  api: str = "tools_sandbox"
+  wait_s: float = 8.0
+
+  def __post_init__(self):
+    if self.api not in APIS:
+      raise ValueError(f"api {self.api!r}; accepted: {', '.join(APIS)}")
+    if isinstance(self.urls, str) or not self.urls:
+      raise ValueError(f"urls must be a list of one or more, got {self.urls!r}")
+    for url in self.urls:
+      if not url.startswith(("http://", "https://")):
+        raise ValueError(f"urls: {url!r} must start with http:// or https://")
+    if not 0 < self.wait_s < math.inf:
+      raise ValueError(f"wait_s must be positive and finite, got {self.wait_s}")
+
+
+class _NoAnswer(Exception):
+  """A replica gave no result; `pause` are the seconds it wants to be left alone.
+
+  `final` says that it never will.
+  """
+
+  def __init__(self, fault: str, pause: float = 0.0, final: bool = False):
+    super().__init__(fault)
+    self.pause, self.final = pause, final
+
+
+class RemotePool:
+  """As `pool.SandboxPool`, but on services. Thread-safe; close it after use."""
+
+  def __init__(self, config: RemoteConfig, limits: Limits | None = None):
+    """Runs an empty program, so that a wrong URL or token is known at once.
+
+    Args:
+      config: where.
+      limits: what a run may use unless it says otherwise; None for `Limits()`.
+
+    Raises:
+      ValueError: the token's file cannot be read.
+      RuntimeError: no service runs it within `wait_s`; the message says why.
+    """
+    self.limits = limits or Limits()
+    self._config = config
+    self._path = _PATHS[config.api]
+    self._urls = [url.rstrip("/").removesuffix(self._path) for url in config.urls]
+    token = read_key(config.token_file, "token_file")
+    # As many connections as there are callers: how many run is the services' to say.
+    self._client = httpx.Client(
+      headers={"authorization": f"Bearer {token}"} if token else None,
+      limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+      trust_env=False,
+    )
+    self._lock = threading.Lock()
+    self._next = 0
+    self._aside: dict[str, float] = {}  # URL -> until when
+    self._closed = False
+    try:
+      result = self.run("")
+    except BaseException:
+      self._client.close()
+      raise
+    if result.verdict == Verdict.INFRASTRUCTURE:
+      self._client.close()
+      raise RuntimeError(result.stderr)
+
+  def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Result:
+    """Runs a program on one of the services; see `SandboxPool.run`.
+
+    Raises:
+      TypeError: program or stdin is not a string.
+      ValueError: together they are too long, or a service refuses what is asked for.
+      RuntimeError: this is closed.
+    """
+    check_texts(program, stdin)
+    limits = limits or self.limits
+    try:
+      return self._of_any(
+        limits.wall_s, lambda url, left: self._run(url, program, stdin, limits, left)
+      )
+    except Unavailable as e:
+      return _failure(str(e))
+
+  def session(
+    self, limits: Limits | None = None, lease_s: float = LEASE_S
+  ) -> RemoteSession:
+    """Opens a session on one of the services; waits for a slot up to `wait_s`.
+
+    Raises:
+      ValueError: these services have no sessions, or refuse what is asked for.
+      TimeoutError: none opened one in time; the message says why.
+      RuntimeError: this is closed.
+    """
+    if self._config.api != "tools_sandbox":
+      raise ValueError(f"services of api {self._config.api!r} have no sessions")
+    limits = limits or self.limits
+
+    def ask(url: str, left: float) -> RemoteSession:
+      body = {**_limits(limits, left), "lease_s": lease_s}
+      reply = self._reply("POST", f"{url}/session", body, left)
+      if not isinstance(reply.get("session"), str):
+        raise _NoAnswer(f"not a reply of /session: {reply!r:.200}")
+      return RemoteSession(self, f"{url}/session/{reply['session']}", limits.wall_s)
+
+    try:
+      return self._of_any(limits.wall_s, ask)
+    except Unavailable as e:
+      raise TimeoutError(str(e)) from None
+
+  def _of_any(self, wall_s: float, ask: Callable[[str, float], _T]) -> _T:
+    """What the first replica says that answers.
+
+    Args:
+      wall_s: seconds that what is asked for may take; it must fit before the deadline.
+      ask: asks one, given its URL and the seconds that are left.
+
+    Raises:
+      Unavailable: none did in time.
+      RuntimeError: this is closed.
+    """
+    deadline = time.monotonic() + wall_s + self._config.wait_s
+    replicas, fault = self._in_turn(), "no time was left"
+    attempt = 0
+    while replicas:
+      pause = 0.0
+      for url in list(replicas):
+        left = deadline - time.monotonic()
+        if left <= wall_s:  # it could not run to its end
+          raise _unavailable(fault)
+        if self._closed:
+          raise RuntimeError("the sandbox pool is closed")
+        try:
+          return ask(url, left)
+        except _NoAnswer as e:
+          fault = f"{url}: {e}"
+          pause = max(pause, e.pause)
+          if e.final:
+            replicas.remove(url)
+      # Full pauses at once would bring all callers back at the same moment.
+      own = min(_FIRST_PAUSE_S * 2**attempt, _LAST_PAUSE_S)
+      pause = max(pause, own) * random.uniform(0.5, 1.0)
+      attempt += 1
+      if replicas:
+        left = deadline - wall_s - time.monotonic()
+        time.sleep(min(pause, max(left, 0.0)))
+    raise _unavailable(fault)
+
+  def close(self) -> None:
+    """Closes the connections; runs in flight end as `infrastructure`, or raise."""
+    self._closed = True
+    self._client.close()
+
+  def _in_turn(self) -> list[str]:
+    """All replicas: the next in turn first, those that failed just now last."""
+    with self._lock:
+      first = self._next
+      self._next = (first + 1) % len(self._urls)
+    order = self._urls[first:] + self._urls[:first]
+    now = time.monotonic()
+    return sorted(order, key=lambda url: self._aside.get(url, 0.0) > now)
+
+  def _run(
+    self, url: str, program: str, stdin: str, limits: Limits, left: float
+  ) -> Result:
+    """Has one replica run a program; raises as `_reply`."""
+    ours = self._config.api == "tools_sandbox"
+    if ours:
+      body = {"program": program, "stdin": stdin, **_limits(limits, left)}
+    else:
+      body = sandbox_fusion.write_request(program, stdin, limits)
+    reply = self._reply("POST", url + self._path, body, left)
+    try:
+      if ours:
+        return Result.from_json(reply)
+      return sandbox_fusion.read_reply(reply, limits)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as e:
+      raise _NoAnswer(f"not a reply of {self._config.api}: {e!r:.200}") from e
+
+  def _reply(self, method: str, url: str, body: Any, left: float) -> dict[str, Any]:
+    """Asks one replica once; the JSON that it answers with.
+
+    Raises:
+      _NoAnswer: it gave none.
+      SessionEnded: it has no such session, or no more.
+      ValueError: it refuses the request.
+    """
+    try:
+      status, headers, data = self._exchange(method, url, body, left)
+    except (httpx.TransportError, httpx.DecodingError, TimeoutError) as e:
+      base = url.removesuffix(self._path).partition("/session")[0]
+      self._aside[base] = time.monotonic() + _ASIDE_S
+      raise _NoAnswer(type(e).__name__) from e
+    if status in _REFUSES_REQUEST:
+      raise ValueError(
+        f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
+      )
+    if status == _SESSION_ENDED:
+      raise SessionEnded("the session has ended; open another one")
+    if status != 200:
+      pause = retry_after(headers.get("retry-after", ""))
+      raise _NoAnswer(f"status {status}", pause, status in _REFUSES_US)
+    try:
+      reply = json.loads(data)
+    except (ValueError, RecursionError) as e:
+      raise _NoAnswer(f"not a reply of {self._config.api}: {e!r:.200}") from e
+    if not isinstance(reply, dict):
+      raise _NoAnswer(f"not a reply of {self._config.api}: {reply!r:.200}")
+    return reply
+
+  def _exchange(
+    self, method: str, url: str, body: dict[str, Any] | None, left: float
+  ) -> tuple[int, httpx.Headers, bytes]:
+    deadline = time.monotonic() + left
+    timeout = httpx.Timeout(left, connect=min(_CONNECT_S, left))
+    content = json.dumps(body).encode("ascii")  # lone surrogates too
+    headers = {"content-type": "application/json"}
+    data = bytearray()
+    with self._client.stream(
+      method, url, content=content, headers=headers, timeout=timeout
+    ) as response:
+      for chunk in response.iter_bytes():
+        data += chunk
+        if time.monotonic() > deadline:
+          raise TimeoutError
+        if len(data) > MAX_FRAME:
+          raise _NoAnswer(f"a reply of more than {MAX_FRAME} bytes")
+      return response.status_code, response.headers, bytes(data)
+
+
+class RemoteSession:
+  """As `pool.Session`, but on a service. Thread-safe, one cell at a time."""
+
+  def __init__(self, pool: RemotePool, url: str, wall_s: float):
+    """Only `RemotePool.session` makes one."""
+    self._pool, self._url, self._wall_s = pool, url, wall_s
+    self._lock = threading.Lock()
+    self._alive = True
+
+  @property
+  def alive(self) -> bool:
+    """Whether there can be another cell, as far as is known here."""
+    return self._alive
+
+  def run(self, program: str, stdin: str = "") -> Result:
+    """Runs a cell; see `pool.Session.run`. A service that fails ends the session.
+
+    Raises:
+      TypeError, SessionEnded: as there.
+      ValueError: as there, or the service refuses the cell; the session goes on.
+    """
+    check_texts(program, stdin)
+    with self._lock:
+      if not self._alive:
+        raise SessionEnded("the session has ended; open another one")
+      try:
+        result, self._alive = self._cell({"program": program, "stdin": stdin})
+        return result
+      except _NoAnswer as e:
+        self._end()  # it may live on there, and hold its slot
+        return _failure(f"the session's service fails: {e}")
+      except ValueError:  # refused: it has not run
+        raise
+      except BaseException as e:  # interrupted: nobody knows what the cell has done
+        self._alive = False
+        if not isinstance(e, SessionEnded):
+          self._end()
+        raise
+
+  def _cell(self, body: dict[str, Any]) -> tuple[Result, bool]:
+    """The result of a cell, and whether there can be another; raises as `_reply`."""
+    left = self._wall_s + self._pool._config.wait_s
+    reply = self._pool._reply("POST", self._url, body, left)
+    alive = reply.pop("alive", False) is True
+    try:
+      return Result.from_json(reply), alive
+    except (ValueError, TypeError) as e:
+      raise _NoAnswer(f"not a reply of /session: {e!r:.200}") from e
+
+  def close(self) -> None:
+    """Ends it; a service that does not hear it does so at the end of its lease."""
+    with self._lock:
+      if self._alive:
+        self._end()
+
+  def _end(self) -> None:
+    self._alive = False
+    with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
+      self._pool._reply("DELETE", self._url, None, _CONNECT_S)
+
+  def __enter__(self) -> RemoteSession:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+
+def _limits(limits: Limits, left: float) -> dict[str, Any]:
+  """As our services are told of them."""
+  # Without those that say nothing, which older services do not know.
+  row = {name: value for name, value in limits.to_json().items() if value is not None}
+  wall_s = row.pop("wall_s")
+  deadline_s = left - min(_WAY_S, (left - wall_s) / 2)
+  return {**row, "timeout_s": wall_s, "deadline_s": deadline_s}
+
+
+def _unavailable(fault: str) -> Unavailable:
+  return Unavailable(f"no sandbox service answers; the last fault was {fault}")
+
+
+def _failure(reason: str) -> Result:
+  return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)

@@ -1,0 +1,347 @@
+"""RunQueue: who may run next on a pool, and who waits no longer.
+
+Between the routes of the HTTP service and the pool. A request takes a place before its
+body is read, so places bound the memory too; it then waits for a slot, first come first
+served, until it is late, its client hangs up, or the service stops. What gave up while
+it waited never runs, and what runs when its client hangs up is called off. A session
+waits as a run does and keeps its slot until it ends; its cells wait for nothing.
+
+Lives in one event loop; the pool's calls have threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import Awaitable, Iterable, Iterator
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tools_sandbox.host.pool import SandboxPool
+from tools_sandbox.host.session import Session, SessionEnded
+from tools_sandbox.host.slot import Cancel
+from tools_sandbox.jail.wire import Limits, Result, Verdict
+
+# Seconds: from a print to the longest run that a server allows.
+_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_REASONS = ("full", "late", "gone", "stopping", "ended", "busy")
+_T = TypeVar("_T")
+
+
+class Refused(Exception):
+  """A request that gets no result; `reason` is one of `_REASONS`."""
+
+  def __init__(self, reason: str, message: str):
+    super().__init__(message)
+    self.reason = reason
+
+
+@dataclasses.dataclass
+class _Open:
+  """A session that has a slot."""
+
+  session: Session
+  busy: bool = False  # a cell or its end is on its way
+
+
+class RunQueue:
+  """The queue of one pool. Not thread-safe: one event loop's."""
+
+  def __init__(self, pool: SandboxPool, slots: int, max_waiting: int):
+    """Starts nothing yet.
+
+    Args:
+      pool: runs the programs; it is not closed with the queue.
+      slots: of the pool.
+      max_waiting: requests beyond those that run.
+
+    Raises:
+      ValueError: max_waiting is negative.
+    """
+    if max_waiting < 0:
+      raise ValueError(f"max_waiting must be 0 or more, got {max_waiting}")
+    self._pool, self.slots, self._places = pool, slots, slots + max_waiting
+    self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
+    self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+    self._taken = self._busy = 0
+    self._sessions: dict[str, _Open] = {}
+    self.draining = False
+    self._registry = CollectorRegistry()
+    self._runs = Counter(
+      "sandbox_runs", "Runs that ended.", ["verdict"], registry=self._registry
+    )
+    self._refused = Counter(
+      "sandbox_refused",
+      "Requests that got no result.",
+      ["reason"],
+      registry=self._registry,
+    )
+    for verdict in Verdict:
+      self._runs.labels(verdict.value)  # a series that starts at 0 has a rate
+    for reason in _REASONS:
+      self._refused.labels(reason)
+    self._seconds, self._waits = (
+      Histogram(name, text, buckets=_BUCKETS, registry=self._registry)
+      for name, text in (
+        ("sandbox_run_seconds", "Wall seconds of the programs."),
+        ("sandbox_wait_seconds", "Seconds that runs waited for a slot."),
+      )
+    )
+    self._registry.register(self)
+
+  @property
+  def busy(self) -> int:
+    """Slots that run a program or hold a session."""
+    return self._busy
+
+  @property
+  def waiting(self) -> int:
+    """Requests that wait for a slot."""
+    return len(self._waiting)
+
+  @contextlib.contextmanager
+  def place(self) -> Iterator[None]:
+    """Room for one request, from before its body is read until it is answered.
+
+    Raises:
+      Refused: full or stopping.
+    """
+    if self.draining:
+      raise self._refuse("stopping", "the service is stopping")
+    if self._taken + len(self._sessions) >= self._places:
+      raise self._refuse("full", f"all {self._places} places are taken; ask again")
+    self._taken += 1
+    try:
+      yield
+    finally:
+      self._taken -= 1
+
+  async def run(
+    self,
+    program: str,
+    stdin: str,
+    limits: Limits,
+    start_by: float,
+    gone: Awaitable[None],
+  ) -> Result:
+    """Waits for a slot, then for the program's end.
+
+    Args:
+      program, stdin, limits: see `SandboxPool.run`.
+      start_by: `time.monotonic()` seconds after which it no longer starts.
+      gone: done when the client has hung up; cancelled here.
+
+    Raises:
+      Refused: late or stopping, and it has not run; or gone, and it has been called off
+        if it had begun.
+    """
+    left = asyncio.ensure_future(gone)
+    try:
+      await self._turn(start_by, left)
+      cancel = Cancel()
+      call = functools.partial(self._pool.run, program, stdin, limits, cancel)
+      running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+      running.add_done_callback(self._ended)
+      return await self._unless_gone(running, left, cancel)
+    finally:
+      left.cancel()
+
+  async def open(
+    self, limits: Limits, start_by: float, lease_s: float, gone: Awaitable[None]
+  ) -> str:
+    """Waits for a slot and opens a session on it; the name to use it by.
+
+    Args:
+      limits: see `SandboxPool.session`.
+      start_by, gone: see `run`.
+      lease_s: seconds without a cell after which it is closed.
+
+    Raises:
+      Refused: late, gone or stopping.
+      RuntimeError: the service failed.
+    """
+    loop, name = asyncio.get_running_loop(), secrets.token_urlsafe(16)
+    left = asyncio.ensure_future(gone)
+    try:
+      await self._turn(start_by, left)
+      call = functools.partial(
+        self._pool.session,
+        limits,
+        lease_s=lease_s,
+        ended=functools.partial(self._tell_ended, loop, name),
+      )
+      opening = loop.run_in_executor(self._threads, call)
+      opening.add_done_callback(functools.partial(self._opened, name))
+      await asyncio.shield(opening)
+      if left.done():  # nobody has its name
+        await self.close(name)
+        raise self._refuse("gone", "the client has hung up")
+      return name
+    finally:
+      left.cancel()
+
+  @contextlib.contextmanager
+  def cells(self, name: str) -> Iterator[Session]:
+    """A session for one cell, from before its body is read until it is answered.
+
+    Raises:
+      Refused: ended (or there never was one), busy with another cell, or stopping.
+    """
+    if self.draining:
+      raise self._refuse("stopping", "the service is stopping")
+    entry = self._sessions.get(name)
+    if entry is None:
+      raise self._refuse("ended", "there is no such session; open another one")
+    if entry.busy:
+      raise self._refuse("busy", "the session runs another cell")
+    entry.busy = True
+    try:
+      yield entry.session
+    finally:
+      entry.busy = False
+
+  async def cell(
+    self, session: Session, program: str, stdin: str, gone: Awaitable[None]
+  ) -> Result:
+    """Runs a cell of a session that `cells` gave.
+
+    Raises:
+      Refused: ended; or gone, and the session has ended too.
+    """
+    left, cancel = asyncio.ensure_future(gone), Cancel()
+    call = functools.partial(session.run, program, stdin, cancel)
+    running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+    try:
+      result = await self._unless_gone(running, left, cancel)
+    except SessionEnded as e:
+      raise self._refuse("ended", str(e)) from None
+    finally:
+      left.cancel()
+    self._count(result)
+    return result
+
+  async def close(self, name: str) -> None:
+    """Ends a session, if there is one; its slot is free when this returns."""
+    entry = self._sessions.get(name)
+    if entry is not None:
+      loop = asyncio.get_running_loop()
+      await loop.run_in_executor(None, entry.session.close)
+
+  async def _turn(self, start_by: float, left: asyncio.Future[None]) -> None:
+    """Waits for a slot, which is the caller's from then on.
+
+    Raises:
+      Refused: late, gone or stopping.
+    """
+    asked = time.monotonic()
+    turn = asyncio.get_running_loop().create_future()
+    self._waiting.append(turn)
+    self._grant()
+    try:
+      await asyncio.wait(
+        (turn, left), timeout=start_by - asked, return_when="FIRST_COMPLETED"
+      )
+      if left.done():
+        raise self._refuse("gone", "the client has hung up")
+      # The loop may wake a little early: then it is late all the same.
+      if not turn.done() or time.monotonic() >= start_by:
+        raise self._refuse("late", "no slot was free before the deadline")
+      turn.result()
+      self._waits.observe(time.monotonic() - asked)
+    except BaseException:
+      self._leave(turn)
+      raise
+
+  async def _unless_gone(
+    self, running: asyncio.Future[_T], left: asyncio.Future[None], cancel: Cancel
+  ) -> _T:
+    """What `running` gives; called off where the client hangs up before.
+
+    Raises:
+      Refused: gone.
+    """
+    try:
+      await asyncio.wait((running, left), return_when="FIRST_COMPLETED")
+    finally:
+      if not running.done():
+        cancel()
+    if not running.done():
+      await asyncio.wait((running,))
+      raise self._refuse("gone", "the client has hung up")
+    return running.result()
+
+  def drain(self) -> None:
+    """From now on nothing starts; what waits is refused, what runs goes on."""
+    self.draining = True
+    for turn in self._waiting:
+      turn.set_exception(self._refuse("stopping", "the service is stopping"))
+    self._waiting.clear()
+
+  def metrics(self) -> bytes:
+    """All counts in Prometheus's text format."""
+    return generate_latest(self._registry)
+
+  def collect(self) -> Iterable[Metric]:
+    """What is read when it is asked for. See `prometheus_client.registry`."""
+    for name, text, value in (
+      ("sandbox_slots", "Programs that may run at once.", self.slots),
+      ("sandbox_busy_slots", "Programs that run now.", self.busy),
+      ("sandbox_queue_length", "Requests that wait for a slot.", self.waiting),
+    ):
+      yield GaugeMetricFamily(name, text, value)
+    yield CounterMetricFamily(
+      "sandbox_zygotes_replaced",
+      "Worn out, broken or killed zygotes.",
+      self._pool.replaced,
+    )
+
+  def _refuse(self, reason: str, message: str) -> Refused:
+    self._refused.labels(reason).inc()
+    return Refused(reason, message)
+
+  def _grant(self) -> None:
+    while self._waiting and self._busy < self.slots:
+      self._busy += 1
+      self._waiting.popleft().set_result(None)
+
+  def _leave(self, turn: asyncio.Future[None]) -> None:
+    """Takes a request out that will not run, its slot back if it has one."""
+    if not turn.done():
+      self._waiting.remove(turn)
+    elif turn.exception() is None:
+      self._busy -= 1
+      self._grant()
+
+  def _ended(self, running: asyncio.Future[Result]) -> None:
+    self._busy -= 1
+    if not running.cancelled() and running.exception() is None:
+      self._count(running.result())
+    self._grant()
+
+  def _count(self, result: Result) -> None:
+    self._runs.labels(result.verdict.value).inc()
+    self._seconds.observe(result.seconds)
+
+  def _opened(self, name: str, opening: asyncio.Future[Session]) -> None:
+    if opening.cancelled() or opening.exception() is not None:
+      self._busy -= 1
+      self._grant()
+    else:
+      self._sessions[name] = _Open(opening.result())
+
+  def _tell_ended(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+    with contextlib.suppress(RuntimeError):  # the service has stopped
+      loop.call_soon_threadsafe(self._session_ended, name)
+
+  def _session_ended(self, name: str) -> None:
+    self._sessions.pop(name, None)
+    self._busy -= 1
+    self._grant()

@@ -1,0 +1,195 @@
+"""The text of a page that may be hostile, and the part of it that serves a goal.
+
+Nothing of a page runs: scripts are dropped with the markup. Text is cleaned of control
+characters, and lines are cut into pieces, so that no page is one line of a megabyte.
+"""
+
+from __future__ import annotations
+
+import codecs
+import html
+import re
+from collections.abc import Iterator
+
+from tools_sandbox.faults import ToolFault
+from tools_sandbox.search.index import Document, SearchIndex
+from tools_sandbox.web.extract import main_text
+from tools_sandbox.web.fetch import Body
+
+TYPES = (
+  "text/",
+  "application/xhtml+xml",
+  "application/xml",
+  "application/json",
+  "application/ld+json",
+)
+_HTML = ("text/html", "application/xhtml+xml")
+_NAME = re.compile(r"/?[A-Za-z0-9]{0,20}")
+_UNSEEN = ("script", "style", "noscript", "template", "svg", "head")
+_INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
+_TEXT = 500_000  # characters of a page that are searched
+_PIECE = 600  # characters of a paragraph, at most
+_GAP = "..."
+# Nothing printable is control.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff9-\uffff]")
+# What is not seen can hide text or turn it around: Unicode's default-ignorable
+# characters and other controls of layout. The visible ones of category Cf stay (Arabic
+# number signs), and a joiner between letters of the scripts that are spelt with it
+# (Persian, those of India), but not in emoji, which are read without.
+_INVISIBLE = re.compile(
+  "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f"
+  "\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8"
+  "\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+  "\U000e0000-\U000e0fff]"
+  "|(?<![\u0600-\u1cff])[\u200c\u200d]|[\u200c\u200d](?![\u0600-\u1cff])"
+)
+# Python's other codecs unpack, run in square time, or are no text encodings.
+_CODEC = re.compile(
+  r"(utf-(8|16|32)|ascii|latin|iso8859|cp\d|mac-|koi8|gb|big5|shift|euc|johab|tis|hz)"
+)
+_META = re.compile(rb"""<meta[^>]{0,200}?charset=["']?\s*([\w.:-]{1,40})""", re.I)
+_BOMS = (
+  (codecs.BOM_UTF8, "utf-8-sig"),
+  (codecs.BOM_UTF32_LE, "utf-32"),
+  (codecs.BOM_UTF32_BE, "utf-32"),
+  (codecs.BOM_UTF16_LE, "utf-16"),
+  (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def read_text(body: Body, links: bool = False, seconds: float = 5.0) -> str:
+  """What a person would read on a page, as lines.
+
+  Args:
+    body: what was fetched.
+    links: True to keep the targets of links, as markdown.
+    seconds: that the search for the main part may take; then all text is given.
+
+  Raises:
+    ToolFault: it is no text, or there is none on it.
+  """
+  text = decode(body)
+  head = text[:1024].lower()
+  if body.content_type in _HTML or (not body.content_type and "<html" in head):
+    text = main_text(text, links, seconds) or strip_tags(text)
+  lines = (" ".join(line.split()) for line in clean(text).splitlines())
+  text = "\n".join(line for line in lines if line)
+  if not text:
+    raise ToolFault("the page holds no text")
+  return text
+
+
+def decode(body: Body) -> str:
+  """The characters of a body: by its BOM, as UTF-8, by its header, by its `meta`.
+
+  Raises:
+    ToolFault: the bytes are no text, whatever the server calls them.
+  """
+  data = body.data
+  # Text in another encoding is hardly ever valid UTF-8 by accident; headers often lie.
+  names = [*(name for bom, name in _BOMS if data.startswith(bom)), "utf-8"]
+  names.append(body.charset)
+  if match := _META.search(data[:4096]):
+    names.append(match[1].decode("ascii"))
+  for name in names:
+    codec = _codec(name)
+    if codec is None:
+      continue
+    # The last character may be cut in two; an odd byte in a thousand is an accident.
+    text = data.decode(codec, "replace")
+    if text.count("\ufffd") <= 1 + len(text) // 1000:
+      break
+  else:
+    text = data.decode("cp1252", "replace")
+  odd = len(_CONTROL.findall(text)) + text.count("\ufffd")
+  if odd > 8 + len(text) // 20:
+    raise ToolFault("the body is no text")
+  return text
+
+
+def clean(text: str) -> str:
+  """The text without control, invisible and direction-changing characters."""
+  return _INVISIBLE.sub("", _CONTROL.sub("", text))
+
+
+def excerpt(text: str, goal: str, max_chars: int) -> str:
+  """The parts of a text that match a goal best, in the text's own order.
+
+  The first paragraph is always kept, for it says what the page is; without a goal, or
+  where nothing matches, the text's beginning is given.
+
+  Args:
+    text: lines, as `read_text` gives them.
+    goal: words to look for (BM25 over the paragraphs).
+    max_chars: length of the result, markers of gaps included.
+  """
+  if len(text) <= max_chars:
+    return text
+  pieces = list(_pieces(text[:_TEXT]))
+  order = [0]
+  try:
+    index = SearchIndex.build(Document(str(i), "", p) for i, p in enumerate(pieces))
+    hits = index.search(goal, len(pieces))
+    order += [int(hit.document.id) for hit in hits if hit.document.id != "0"]
+  except ValueError:  # not a single word
+    pass
+  if len(order) == 1:
+    order = list(range(len(pieces)))
+  chosen: list[int] = []
+  left = max_chars
+  for i in order:
+    cost = len(pieces[i]) + len(_GAP) + 2
+    if cost > left:
+      break
+    chosen.append(i)
+    left -= cost
+  lines, last = [], -1
+  for i in sorted(chosen):
+    if i != last + 1:
+      lines.append(_GAP)
+    lines.append(pieces[i])
+    last = i
+  if last != len(pieces) - 1:
+    lines.append(_GAP)
+  return "\n".join(lines) if chosen else text[:max_chars]
+
+
+def _pieces(text: str) -> Iterator[str]:
+  """Paragraphs; long ones are cut at white space where there is some."""
+  for line in text.splitlines():
+    while len(line) > _PIECE:
+      cut = line.rfind(" ", _PIECE // 2, _PIECE)
+      cut = _PIECE if cut < 0 else cut
+      yield line[:cut].strip()
+      line = line[cut:].strip()
+    if line:
+      yield line
+
+
+def _codec(name: str) -> str | None:
+  """Python's name of a text encoding that is safe to decode hostile bytes with."""
+  try:
+    codec = codecs.lookup(name).name
+  except (LookupError, ValueError):
+    return None
+  return codec if _CODEC.match(codec) else None
+
+
+def strip_tags(page: str) -> str:
+  """All text of an HTML page but scripts and styles; in linear time, whatever it is."""
+  first, *pieces = page.split("<")
+  out, skipping = [first], ""
+  for piece in pieces:
+    name = _NAME.match(piece)[0].lower()
+    if skipping:
+      if name != f"/{skipping}":
+        continue
+      skipping = ""
+    elif name in _UNSEEN:
+      skipping = name
+      continue
+    _, end, text = piece.partition(">")
+    if not end and not name:  # a lonely "<"
+      text = "<" + piece
+    out.append(text if name.strip("/") in _INLINE else "\n" + text)
+  return html.unescape("".join(out))

@@ -1,0 +1,254 @@
+"""web_search: a Serper-compatible service behind a cache that outlives the run.
+
+Offline the same tool searches a local corpus: the caller passes its search function,
+and hits have the same shape and the same rendering.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import sqlite3
+import time
+import urllib.parse
+from collections.abc import Callable, Collection
+from typing import Any
+
+from tools_sandbox.faults import BadCall
+from tools_sandbox.http_client import Service, read_key
+from tools_sandbox.search.index import Hit
+from tools_sandbox.web.fetch import in_domains
+from tools_sandbox.web.page import clean
+
+# Hosts of benchmark questions with their answers; the papers' own rule is the same.
+BLOCKED = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn", "kaggle.com")
+_QUERY_CHARS = 2000
+_FIELD_CHARS = 1000  # of a title, link or snippet
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class WebConfig:
+  """Section `web` of the tools: where `web_search` searches.
+
+  Attributes:
+    endpoint: a URL that speaks Serper's JSON, e.g. "https://google.serper.dev/search";
+      None to search the local corpus.
+    key_file: a file that holds the API key, sent as X-API-KEY; None for none.
+    results: hits of a search, at most.
+    cache: a file that keeps answers over runs (sqlite); None for no cache.
+    cache_age_s: seconds after which an answer is asked for again.
+    per_second: requests sent per second at most; 0 for no limit.
+    retries: attempts beyond the first.
+  """
+
+  endpoint: str | None = None
+  key_file: str | None = None
+  results: int = 10
+  cache: str | None = None
+  cache_age_s: float = math.inf
+  per_second: float = 0.0
+  retries: int = 3
+
+  def __post_init__(self):
+    if self.endpoint is not None and not self.endpoint.startswith(
+      ("http://", "https://")
+    ):
+      raise ValueError(
+        f"endpoint {self.endpoint!r} must start with http:// or https://"
+      )
+    if self.endpoint is None and (self.cache or self.key_file):
+      raise ValueError("cache and key_file need an endpoint")
+    if self.results < 1 or self.retries < 0:
+      raise ValueError("results must be at least 1, retries at least 0")
+    # Written so that NaN is refused too.
+    if not self.cache_age_s > 0 or not self.per_second >= 0:
+      raise ValueError("cache_age_s must be above 0, per_second at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class WebHit:
+  """One result, as the service tells it; all of it is untrusted text."""
+
+  title: str
+  link: str
+  snippet: str
+  date: str = ""
+
+
+class WebSearch:
+  """The tool. Thread-safe; close it after use."""
+
+  def __init__(
+    self,
+    config: WebConfig,
+    blocked: Collection[str] = BLOCKED,
+    local: Callable[[str, int], list[Hit]] | None = None,
+  ):
+    """Opens the cache; sends nothing yet.
+
+    Args:
+      config: the service and its limits.
+      blocked: domains whose pages are never shown, their subdomains included.
+      local: searches a corpus (query, number of hits) where there is no endpoint.
+
+    Raises:
+      ValueError: there is neither endpoint nor corpus, the key file cannot be used, or
+        the cache is no cache.
+    """
+    self._config, self._blocked, self._local = config, tuple(blocked), local
+    self._service = self._cache = None
+    if config.endpoint is None:
+      if local is None:
+        raise ValueError("web_search needs web.endpoint, or a corpus to search offline")
+      return
+    key = read_key(config.key_file)
+    self._service = Service(
+      "the search service",
+      config.endpoint,
+      {"X-API-KEY": key} if key else {},
+      config.retries,
+      config.per_second,
+    )
+    if config.cache is not None:
+      self._cache = Cache(config.cache, config.cache_age_s)
+
+  def close(self) -> None:
+    """Closes the connections."""
+    if self._service is not None:
+      self._service.close()
+
+  def __call__(self, content: str, seconds: float) -> str:
+    """The results, numbered, each with title, link, date and snippet.
+
+    Raises:
+      BadCall: the query is too long.
+      ToolFault: the service refuses this query.
+      Unavailable: the service is down, or speaks something else.
+    """
+    hits = self.hits(content, seconds)
+    if not hits:
+      return "no result"
+    lines = []
+    for number, hit in enumerate(hits, 1):
+      date = f" ({hit.date})" if hit.date else ""
+      lines.append(f"{number}. [{hit.title}]({hit.link}){date}\n{hit.snippet}".strip())
+    return "\n".join(lines)
+
+  def hits(self, query: str, seconds: float) -> list[WebHit]:
+    """The results as records; see `__call__` for what it raises."""
+    query = " ".join(clean(query).split())
+    if len(query) > _QUERY_CHARS:
+      raise BadCall(f"a query has at most {_QUERY_CHARS} characters")
+    found = self._found(query, seconds)
+    # Blocked here and not in the cache: the list may change between runs.
+    shown = [hit for hit in found if not self._is_blocked(hit.link)]
+    return shown[: self._config.results]
+
+  def _found(self, query: str, seconds: float) -> list[WebHit]:
+    wanted = self._config.results
+    if self._service is None:
+      return [
+        WebHit(h.document.title, h.document.id, h.document.text)
+        for h in self._local(query, wanted)
+      ]
+    body = {"q": query, "num": wanted}
+    key = json.dumps([self._config.endpoint, body], sort_keys=True)
+    rows = None if self._cache is None else self._cache.get(key)
+    if rows is None:
+      rows = self._read(self._service.ask(body, seconds))
+      if self._cache is not None:
+        self._cache.put(key, rows)
+    return [WebHit(*row) for row in rows]
+
+  def _read(self, reply: Any) -> list[list[str]]:
+    """The rows of a reply: [title, link, snippet, date] each."""
+    organic = reply.get("organic", []) if isinstance(reply, dict) else None
+    if not isinstance(organic, list) or (not organic and "organic" not in reply):
+      raise self._service.broken("no list of results")
+    rows = []
+    for row in organic:
+      if isinstance(row, dict) and isinstance(row.get("link"), str):
+        values = (row.get(name) for name in ("title", "link", "snippet", "date"))
+        rows.append([_line(v) if isinstance(v, str) else "" for v in values])
+    return rows
+
+  def _is_blocked(self, link: str) -> bool:
+    try:
+      host = urllib.parse.urlsplit(link).hostname or ""
+    except ValueError:
+      return True  # no link that anybody could follow
+    return in_domains(host, self._blocked)
+
+
+def _line(text: str) -> str:
+  """One line of clean text."""
+  return " ".join(clean(text[:_FIELD_CHARS]).split())
+
+
+class Cache:
+  """Rows of strings under keys, in a sqlite file that processes may share.
+
+  Entries are JSON, read back as data only. A cache that fails on the way costs
+  requests, never an answer.
+  """
+
+  def __init__(self, path: str, age_s: float):
+    """Opens or makes the file.
+
+    Raises:
+      ValueError: the path cannot be written, or holds something else.
+    """
+    self._path, self._age = path, age_s
+    try:
+      os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+      with self._open() as base:
+        base.execute("PRAGMA journal_mode=WAL")
+        base.execute(
+          "CREATE TABLE IF NOT EXISTS answers"
+          " (key TEXT PRIMARY KEY, rows TEXT NOT NULL, at REAL NOT NULL)"
+        )
+    except (OSError, sqlite3.Error) as e:
+      raise ValueError(f"cache {path}: {e}") from e
+
+  @contextlib.contextmanager
+  def _open(self):
+    # A connection of its own for each use: threads share none, and none is left open.
+    with contextlib.closing(sqlite3.connect(self._path, timeout=2.0)) as base, base:
+      yield base
+
+  def get(self, key: str) -> list[list[str]] | None:
+    """The rows under a key; None where there are none, or they are too old."""
+    try:
+      with self._open() as base:
+        row = base.execute(
+          "SELECT rows, at FROM answers WHERE key = ?", (_digest(key),)
+        ).fetchone()
+      if row is None or not time.time() - row[1] < self._age:
+        return None
+      rows = json.loads(row[0])
+      if all(len(r) == 4 and all(isinstance(x, str) for x in r) for r in rows):
+        return rows
+    except (sqlite3.Error, ValueError, TypeError) as e:
+      _log.warning("search cache: %s", e)
+    return None
+
+  def put(self, key: str, rows: list[list[str]]) -> None:
+    """Keeps rows under a key, in place of older ones."""
+    try:
+      with self._open() as base:
+        base.execute(
+          "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)",
+          (_digest(key), json.dumps(rows), time.time()),
+        )
+    except sqlite3.Error as e:
+      _log.warning("search cache: %s", e)
+
+
+def _digest(key: str) -> str:
+  return hashlib.blake2b(key.encode(), digest_size=20).hexdigest()
