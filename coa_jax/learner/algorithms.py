@@ -1,7 +1,7 @@
 """The algorithm of RL as a config: section `algo`, and the choices that have names.
 
 An algorithm is an advantage estimator, a ratio, a surrogate, an aggregation, a KL term
-and importance weights. Each is chosen by itself; `objective.py` computes them.
+and importance weights. Each is chosen by itself; `policy_loss.py` computes them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Losses are sums over tokens; the caller divides by a denominator counted over the
 *global* batch, so micro-batching, packing and padding can not change a loss. RL's is in
-`objective.py`.
+`policy_loss.py`.
 """
 
 from __future__ import annotations

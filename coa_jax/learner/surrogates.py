@@ -1,4 +1,4 @@
-"""The parts of a policy loss, per token; `objective.policy_loss` puts them together.
+"""The parts of a policy loss, per token; `policy_loss.policy_loss` puts them together.
 
 Pure functions of arrays [B, T] over packed rows. Log-ratios are clamped to +-20, as in
 verl 0.9.1 and tunix 0.1.7, so that one token can not overflow.

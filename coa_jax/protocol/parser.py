@@ -245,7 +245,7 @@ def _image_request(content: str) -> dict[str, str] | None:
   match = _JSON_FENCE.fullmatch(content)
   try:
     value = json.loads(match[1]) if match else None
-  except (ValueError, RecursionError):  # as in `named_calls.parse`
+  except (ValueError, RecursionError):  # as in `function_calls.parse`
     return None
   if not isinstance(value, dict) or not isinstance(value.get("file_path"), str):
     return None

@@ -33,7 +33,7 @@ class Metrics:
 
   Use as a context manager. On a terminal progress is one live bar; elsewhere it is a
   plain line every PLAIN_EVERY seconds, the first and the last step's always among them.
-  Values named `seconds_PHASE` (see `phases.py`) are shown below it as shares of the
+  Values named `seconds_PHASE` (see `timers.py`) are shown below it as shares of the
   step, and at the end in a table. All of it goes to standard error.
 
   Several stages share a file. Constructed again on the same workdir it appends; at

@@ -45,7 +45,7 @@ class Rollouts:
     informative: those of them whose rewards differ.
     cursor: JSON values that say where the next step's rollouts go on.
     figures: more to log, by name.
-    spent: seconds of the wait for them, by phase (`report/phases.py`).
+    spent: seconds of the wait for them, by phase (`report/timers.py`).
   """
 
   groups: list[Group] = dataclasses.field(default_factory=list)

@@ -1,6 +1,6 @@
-"""What the contestants of `bench_agentic` do: turns of a model with tools in between.
+"""What the contestants of `bench.agentic` do: turns of a model with tools in between.
 
-  PYTHON -m experiments.bench.agentic_work CONTESTANT FOLDER   (bench_agentic starts it)
+  PYTHON -m experiments.bench.agentic_work CONTESTANT FOLDER   (bench.agentic starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """

@@ -1,6 +1,6 @@
-"""What the contestants of `bench_decode` do: decode a random model on its device.
+"""What the contestants of `bench.decode` do: decode a random model on its device.
 
-  PYTHON -m experiments.bench.decode_work CONTESTANT FOLDER  (bench_decode starts it)
+  PYTHON -m experiments.bench.decode_work CONTESTANT FOLDER  (bench.decode starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """

@@ -7,7 +7,7 @@ Qwen2.5 0.5B, 1.5B (full fine-tuning: float32 parameters, bfloat16 computation) 
 (bfloat16 weights, LoRA of rank 64), rows of 4,096 and 16,384 tokens with five segments
 each, 32,768 tokens a step, AdamW. Random weights from one Hugging Face folder; first
 losses must agree to 1 %. Contestants are processes of their own that take turns, both
-on the first GPU; see `bench_train`, whose workers these are.
+on the first GPU; see `bench.train`, whose workers these are.
 
 MFU: the model's arithmetic (`coa_jax.model.flops`; nothing computed again, nothing
 masked) over seconds and over the rate of a bfloat16 matrix product measured first, of
@@ -147,7 +147,7 @@ def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
   # In a process of its own: this one must not hold memory of the GPU.
   code = (
-    "import jax; from experiments import bench_mfu as b; gpu = "
+    "import jax; from experiments.bench import mfu as b; gpu = "
     "jax.default_backend() == 'gpu'; print(gpu, b.matmul_rate(8192 if gpu else 512))"
   )
   done = subprocess.run(

@@ -1,4 +1,4 @@
-"""tunix as a contestant of `bench_rl`: its agentic GRPO learner, as it is and in step.
+"""tunix as a contestant of `bench.rl`: its agentic GRPO learner, as it is and in step.
 
 tunix is imported inside functions: only the peer's interpreter has it.
 """
@@ -52,7 +52,7 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
 
   Args:
     folder: holds the model's.
-    job: what is played; see `bench_rl.measure`.
+    job: what is played; see `bench.rl.measure`.
     in_step: whether we put the turns of all trajectories together, into one call of
       the sampler; the learner calls it for every trajectory by itself.
   """

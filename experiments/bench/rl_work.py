@@ -1,6 +1,6 @@
-"""What the contestants of `bench_rl` do: steps of agentic GRPO on the same work.
+"""What the contestants of `bench.rl` do: steps of agentic GRPO on the same work.
 
-  PYTHON -m experiments.bench.rl_work CONTESTANT FOLDER   (bench_rl starts it)
+  PYTHON -m experiments.bench.rl_work CONTESTANT FOLDER   (bench.rl starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """

@@ -1,6 +1,6 @@
-"""What the contestants of `bench_rollout` do: generate from the same prompts, greedily.
+"""What the contestants of `bench.rollout` do: generate from the same prompts, greedily.
 
-  PYTHON -m experiments.bench.rollout_work CONTESTANT FOLDER  (bench_rollout starts it)
+  PYTHON -m experiments.bench.rollout_work CONTESTANT FOLDER  (bench.rollout starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """

@@ -4,7 +4,7 @@ Of ten runs one is hostile (some at Landlock's and the control group's walls), o
 called off in the middle, as a client that hangs up does, and one is a session: every
 second of these is left open, for its lease to end.
 
-Of `bench_sandbox --soak=N`; a small one is a slow test.
+Of `bench.sandbox --soak=N`; a small one is a slow test.
 """
 
 from __future__ import annotations

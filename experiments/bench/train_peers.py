@@ -1,4 +1,4 @@
-"""What the contestants of `bench_train` and `bench_mfu` do, and a server of it.
+"""What the contestants of `bench.train` and `bench.mfu` do, and a server of it.
 
   PYTHON -m experiments.bench.train_peers NAME FOLDER   (the benchmark starts it)
 

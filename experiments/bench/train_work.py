@@ -1,4 +1,4 @@
-"""The work of `bench_train` and `bench_mfu`: a model folder and rows of tokens.
+"""The work of `bench.train` and `bench.mfu`: a model folder and rows of tokens.
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
 """

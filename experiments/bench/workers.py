@@ -1,7 +1,7 @@
 """Contestants of a benchmark as processes that take turns.
 
 A worker stays alive, reads one JSON line for every turn, and answers with another; see
-`bench_server`.
+`bench.worker`.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def race(
     tolerance: see `check_losses`.
 
   Returns:
-    The losses of those first steps, and what every turn took (see `bench_server`), by
+    The losses of those first steps, and what every turn took (see `bench.worker`), by
     contestant, ours first.
 
   Raises:

@@ -139,7 +139,7 @@ def test_a_broken_law_is_the_exit_status(monkeypatch, tmp_path, capsys, broken, 
   out = tmp_path / "figures.json"
   measured = {**figures(), "broken": broken}
   monkeypatch.setattr(bench, "run", lambda *_: measured)
-  flags.FLAGS(["bench_faults", "--quick", f"--out={out}"])
+  flags.FLAGS(["bench.faults", "--quick", f"--out={out}"])
   if status is None:
     bench.main(["bench_faults"])
   else:

@@ -3,7 +3,7 @@
   python -m tools_sandbox.service.server [--backend=jail] [--allow-weaker] [--slots=N]
     [--port=8080] [--host=0.0.0.0 --token_file=FILE]
 
-Routes and statuses are in `server_app`; what is guaranteed is in README.md. It listens
+Routes and statuses are in `app`; what is guaranteed is in README.md. It listens
 once every slot has run a program. SIGTERM or Ctrl-C: it accepts no more, refuses what
 waits (503: ask another replica), lets what runs end, and exits with 0.
 """

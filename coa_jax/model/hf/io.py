@@ -1,7 +1,7 @@
 """Model folders in Hugging Face's layout: config.json, safetensors, tokenizer.
 
 A model is a folder everywhere in this project: what SFT writes is what RL, evaluation,
-transformers and vLLM read; `hf_names` has its arrays' names. Arrays are read slice by
+transformers and vLLM read; `hf.names` has its arrays' names. Arrays are read slice by
 slice, each device's part straight from the file, so no process ever holds more of a
 model than one array and its own parts.
 

@@ -1,6 +1,6 @@
 """Runs `vllm serve` for as long as its own standard input stays open.
 
-  python vllm_child.py VLLM ARGUMENT ...  (`vllm_process` starts it)
+  python child.py VLLM ARGUMENT ...  (`process` starts it)
 
 The pipe closes when whoever holds its other end is gone, so the server ends with its
 run however that ends, SIGKILL included. It imports nothing of ours.
