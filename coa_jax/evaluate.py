@@ -41,9 +41,10 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout.player import Player, of_all_processes
+from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.tools.formatted import FormattedTools
@@ -131,8 +132,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   workdir = own_folder(workdir)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   drawn = _format(config, rollout, tools)
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader, drawn)
-  player.check(tasks)
+  worker = RolloutWorker(
+    cfg, tokenizer, rollout, tools.told, layout, vllm, grader, drawn
+  )
+  worker.check(tasks)
   inputs = {
     "tasks": digest(t.to_json() for t in tasks),
     "tools.corpus": fingerprint(tools.corpus),
@@ -142,7 +145,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
-  with grader, Toolbox(tools) as opened:
+  with grader, Toolbox(tools) as opened, worker:
     toolbox = FormattedTools(opened, drawn) if drawn else opened
 
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
@@ -150,9 +153,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       if not os.path.exists(path):
         part = _Part(os.path.join(workdir, f"{name}.part.jsonl"))
         skip = {(place, t.sample) for place, t in part.ended}
-        args = (params, tasks, toolbox, samples, temperature, rollout.seed)
-        playing = player.play(*args, skip=skip, evaluation=True)
-        stream = of_all_processes(part.added(playing))
+        playing = worker.generate(
+          params,
+          tasks,
+          toolbox,
+          samples,
+          temperature,
+          rollout.seed,
+          skip=skip,
+          evaluation=True,
+        )
+        stream = gather_trajectories(part.added(playing))
         write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
         part.remove()
       return read_trajectories(path)

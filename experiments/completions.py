@@ -27,7 +27,7 @@ from coa_jax.config import nearest
 from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
-from coa_jax.rollout.streaming import Ask, Piece
+from coa_jax.rollout.streaming import InferenceRequest, TextDelta
 
 # Fields that this server acts on, and those that change no answer.
 _READ = (
@@ -77,7 +77,7 @@ class Refused(Exception):
 class Request:
   """What a body asks for: attempts at one question, and how to send them."""
 
-  asks: tuple[Ask, ...]
+  asks: tuple[InferenceRequest, ...]
   stream: bool
   include_usage: bool
   ignored_messages: int
@@ -125,7 +125,9 @@ def read_request(
   seed = _field(body, "seed", int, secrets.randbits(31))
   limit = _max_tokens(body)
   stream = _field(body, "stream", bool, False)
-  asks = (Ask(question, temperature, seed, sample, limit) for sample in range(n))
+  asks = (
+    InferenceRequest(question, temperature, seed, sample, limit) for sample in range(n)
+  )
   return Request(tuple(asks), stream, _include_usage(body, stream), ignored)
 
 
@@ -241,7 +243,7 @@ class Choice:
     self.reasoning = self.content = self._white = ""
     self.trajectory: Trajectory | None = None
 
-  def delta(self, piece: Piece) -> dict[str, str]:
+  def delta(self, piece: TextDelta) -> dict[str, str]:
     """The piece as the delta of a stream; {} where there is nothing to send.
 
     White space around the answer is left out, so what is held back here either turns

@@ -20,9 +20,9 @@ import toy
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout import sampler
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.streaming import Team
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
 from experiments import serve
 from tools_sandbox import http_server
@@ -66,7 +66,9 @@ def body(question: str, **fields) -> dict:
 
 
 @contextlib.contextmanager
-def serving(player: Player, toolbox=None, conversation=False, grace_s=3.0, **options):
+def serving(
+  player: RolloutWorker, toolbox=None, conversation=False, grace_s=3.0, **options
+):
   """Serves the trained actor on a free port."""
   with (
     http_server.bind("127.0.0.1", 0) as sock,
@@ -94,13 +96,13 @@ def eventually(true, seconds: float = 120.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def player() -> Player:
-  return Player(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+def player() -> RolloutWorker:
+  return RolloutWorker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 @pytest.fixture(scope="module")
-def one_slot() -> Player:
-  return Player(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
+def one_slot() -> RolloutWorker:
+  return RolloutWorker(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
 
 
 @pytest.fixture(scope="module")

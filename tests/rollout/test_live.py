@@ -11,9 +11,9 @@ import toy
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.streaming import Ask, Busy, Piece, Spans, Stopped, Team
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(
   style="brief", slots=3, window=4, max_len=toy.MAX_LEN, inject_rows=3
@@ -21,8 +21,8 @@ CONFIG = RolloutConfig(
 
 
 @pytest.fixture(scope="module")
-def player() -> Player:
-  return Player(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+def player() -> RolloutWorker:
+  return RolloutWorker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import MeshConfig, make_layout
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.rollout.ahead import Ahead, Plan, ages
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.replicas import Scheduler
 from coa_jax.rollout.streaming import Ask, Team
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import Draw
 
 DEVICES = 4
@@ -158,7 +158,7 @@ def test_threads_end_with_the_run_whatever_ends_it(novice):
 @on_devices
 def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   layout = make_layout(MeshConfig())
-  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
+  player = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
   params = jax.device_put(novice, layout.tree(novice))
   plan = Plan(steps=4, prompts=12, most=12, samples=2, temperature=1.0, staleness=1)
   args = toy.TableToolbox(latency=toy.shuffled_latency(1)), plan, 3, lambda group: True
@@ -170,7 +170,7 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   assert len(each) == DEVICES and all(c.sampled_tokens > 0 for c in each)
   # The same as on one device, whoever decoded them.
   with Ahead(
-    Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), Draw(toy.TASKS, 0), *args
+    RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), Draw(toy.TASKS, 0), *args
   ) as alone:
     expected = [alone.next(novice, step) for step in range(plan.steps)]
 
@@ -186,7 +186,7 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
 @on_devices
 def test_a_team_answers_on_all_devices(actor):
   layout = make_layout(MeshConfig())
-  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
+  player = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
   params = jax.device_put(actor.params, layout.tree(actor.params))
   with Team(player, params, toy.TableToolbox()) as team:
     team.warm_up()

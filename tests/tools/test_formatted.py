@@ -11,7 +11,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.tool_formats import HELD_OUT, Format, draw_format
 from coa_jax.protocol.trajectory import CallStatus, Status
-from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.tools.formatted import FormattedTools
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
@@ -37,12 +37,12 @@ def formats(count: int = 12) -> list[Format]:
 def test_a_trajectory_in_another_format(tools, drawn):
   """Written turns, played against the real tool behind another name."""
   variant = drawn.variant(toy.VARIANT.with_tools(("code",)))
-  setting = Setting(variant, "full", max_calls=4, tool_seconds=60.0)
+  setting = EpisodeConfig(variant, "full", max_calls=4, tool_seconds=60.0)
   name, layout = drawn.names["code"], drawn.layouts["code"]
   calls = [roles.wrap(name, body) for body in (layout.write(PROGRAM), PROGRAM)]
   turns = [roles.wrap(roles.THINK, "t") + call for call in calls]
   episode = CoAEpisode(
-    TASK, 0, 0, 1.0, toy.tokenizer(), FormattedTools(tools, drawn), setting
+    TASK, 0, 0, 0, 1.0, toy.tokenizer(), FormattedTools(tools, drawn), setting
   )
   t = toy.drive(episode, [*turns, toy.end("5")])
   right, wrong = t.calls
