@@ -43,7 +43,8 @@ class TextDelta:
 
 
 # Called in the engine's thread, so it must be quick and not raise: with text as it is
-# made, then the finished trajectory, or None where there will be none.
+# made, then the finished trajectory, or None where there will be none. Text that was on
+# its way when the episode was cancelled may come after None.
 OnEvent = Callable[[TextDelta | Trajectory | None], None]
 
 
@@ -190,6 +191,8 @@ class StreamingEpisode(CoAEpisode):
     super().out_of_room()
 
   def _stream(self, ids: list[int], final: bool) -> None:
+    if self.cancelled:
+      return
     if self._observation:
       role = roles.OBSERVATION
       text = self._observation

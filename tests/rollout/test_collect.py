@@ -82,7 +82,7 @@ def names(groups: list[list[Trajectory]]) -> list[str]:
 
 
 def expected(n: int) -> list[str]:
-  draw = Draw(toy.TASKS, 0)
+  draw = Draw(toy.TASKS, SEED)
   return [draw.task(i, 0).id for i in range(n)]
 
 
@@ -335,7 +335,7 @@ def test_dynamic_sampling_ahead_keeps_groups_that_differ(worker, novice):
   with make(worker, toy.TableToolbox(), rewards_differ) as collector:
     for step in range(4):
       batch = collector.next(novice, step)
-      assert rewards_differ(batch.groups).all()
+      assert not batch.groups or rewards_differ(batch.groups).all()
       assert len(batch.groups) == min(2, batch.informative)
       assert len(batch.groups) == 2 or batch.asked == 4
       assert len(batch.played) == 2 * batch.asked

@@ -85,7 +85,7 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
     on = player(server, tmp_path)
     task = [t for t in toy.TASKS if t.id == question]
     toolbox = toy.TableToolbox()
-    ((t,),) = on.groups(toy.params(), task, toolbox, 1, 1.0, 0)
+    ((t,),) = on.generate_groups(toy.params(), task, toolbox, 1, 1.0, 0)
   assert policy_turns(t) == [turn[: stop + 1]]
   assert t.text.endswith("</code></<observation> 5</observation>")
   assert toolbox.calls == [("code", "```py\nprint(2+3)\n```")]
@@ -143,7 +143,7 @@ def test_the_budget_is_the_schedulers(server, tmp_path, spare: int):
   # With one to spare a single token can be sampled after the observation.
   on = player(server, tmp_path, max_len=called + observation + spare)
   task = [t for t in toy.TASKS if t.id == question]
-  ((t,),) = on.groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
+  ((t,),) = on.generate_groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
   assert t.status == Status.TRUNCATED and t.reward == 0.0
   assert t.usage.observation == (observation if spare == 1 else 0)
   assert t.num_tokens == (called + observation + 1 if spare == 1 else called)

@@ -57,7 +57,7 @@ class VllmEngine(EpisodePool):
 
   def __init__(self, server: VllmReplica):
     """Wraps what speaks to the server."""
-    super().__init__(server.config, [server], name="vllm")
+    super().__init__(server.config, [server], name="vllm engine")
     self.server = server
 
   def set_policy(self, params: Any, version: int) -> None:
