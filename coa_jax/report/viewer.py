@@ -6,6 +6,8 @@ between a trajectory and the browser. All data are one script element of type
 application/json, which no browser runs, with every character escaped that could end
 it. The page's script makes text nodes of the data, never markup. And the content
 security policy forbids every request, and every script but the page's own.
+
+budget: one file decides what a page knows of a trajectory and how it is kept inert.
 """
 
 from __future__ import annotations
@@ -85,31 +87,17 @@ def write_page(
   ]
   _number_groups(rows)
 
-  # What stands above the viewer.
-  e = html.escape
-  parts = [f"<header><h1>{e(title)}</h1>"]
-  parts += [f"<p>{e(p.strip())}</p>" for p in intro.split("\n\n") if p.strip()]
-  if headline:
-    cards = (f"<div><dt>{e(k)}</dt><dd>{e(v)}</dd></div>" for k, v in headline.items())
-    parts.append(f'<dl class="headline">{"".join(cards)}</dl>')
-  if tables:
-    parts += ["<h2>Numbers</h2>", *map(html_table, tables)]
-  if figures:
-    parts.append("<h2>Figures</h2>")
-    for caption, figure in figures.items():
-      head = f"<figcaption>{e(caption)}</figcaption>"
-      parts.append(f'<figure>{head}<div class="scroll">{to_svg(figure)}</div></figure>')
-  report = len(parts) > 1
-  if report and rows:
-    parts.append("<h2>Trajectories</h2>")
-  parts.append("</header>\n")
-
+  report = _report(intro, headline or {}, tables, figures or {})
+  heading = "<h2>Trajectories</h2>" if report and rows else ""
+  body = f"<header><h1>{html.escape(title)}</h1>{report}{heading}</header>\n"
+  script = ""
   if rows:
     kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
     kinds |= dict.fromkeys(roles.TOOLS, "tool")
     data = {"rows": rows, "prompts": list(prompts), "kinds": kinds}
-    parts.append(_VIEWER.format(data=inert_json(data)))
-  text = _html(title, "".join(parts), _static("viewer.js") if rows else "", report)
+    body += _VIEWER.format(data=inert_json(data))
+    script = _static("viewer.js")
+  text = _html(title, body, script, "report" if report else "browser")
   path = os.fspath(path)
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   with open(path + ".tmp", "w", encoding="utf-8") as f:
@@ -118,12 +106,34 @@ def write_page(
   return len(rows)
 
 
+def _report(
+  intro: str,
+  headline: Mapping[str, str],
+  tables: Sequence[Table],
+  figures: Mapping[str, Figure],
+) -> str:
+  """What stands above the viewer; "" where there is nothing."""
+  e = html.escape
+  parts = [f"<p>{e(p.strip())}</p>" for p in intro.split("\n\n") if p.strip()]
+  if headline:
+    cards = (f"<div><dt>{e(k)}</dt><dd>{e(v)}</dd></div>" for k, v in headline.items())
+    parts.append(f'<dl class="headline">{"".join(cards)}</dl>')
+  if tables:
+    parts += ["<h2>Numbers</h2>", *map(html_table, tables)]
+  if figures:
+    parts.append("<h2>Figures</h2>")
+  for caption, figure in figures.items():
+    head = f"<figcaption>{e(caption)}</figcaption>"
+    parts.append(f'<figure>{head}<div class="scroll">{to_svg(figure)}</div></figure>')
+  return "".join(parts)
+
+
 def _static(name: str) -> str:
   folder = importlib.resources.files("coa_jax.report") / "static"
   return (folder / name).read_text(encoding="utf-8")
 
 
-def _html(title: str, body: str, script: str, report: bool) -> str:
+def _html(title: str, body: str, script: str, layout: str) -> str:
   """A complete page around `body`, which is trusted markup; see the file's top."""
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   policy = (
@@ -135,7 +145,7 @@ def _html(title: str, body: str, script: str, report: bool) -> str:
     f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     f"<title>{html.escape(title)}</title><style>{_static('style.css')}</style></head>"
-    f'<body class="{"report" if report else "browser"}">{body}'
+    f'<body class="{layout}">{body}'
     f"<script>{script}</script></body></html>\n"
   )
 

@@ -165,7 +165,8 @@ def test_tokens_are_coloured_by_log_prob_and_by_version(visit):
   spans = page.locator("#detail .t")
   assert spans.count() == 0
   strip = page.locator(".logp").first
-  assert strip.locator("i").count() == len(t.segments[1].logps)
+  bars = strip.locator("path").get_attribute("d")
+  assert bars.count("z") == len(t.segments[1].logps)
   mean = statistics.fmean(t.segments[1].logps)
   expected = f"log-prob per token: mean {mean:.2f}, lowest -1.50 nats"
   assert strip.get_attribute("title") == expected
@@ -199,7 +200,9 @@ def test_hostile_text_stays_text(visit, text):
     assert pres and all("<" not in re.sub(r"</?span[^<>]*>", "", p) for p in pres)
   made = "es => [...new Set(es.map(e => e.tagName))].sort().join(' ')"
   inside = page.locator("#list *, #detail *, #bar *, #legend *").evaluate_all(made)
-  plain = "B BUTTON DD DETAILS DIV DL DT I INPUT OPTION P PRE SELECT SPAN SUMMARY"
+  plain = (
+    "B BUTTON DD DETAILS DIV DL DT INPUT OPTION P PRE SELECT SPAN SUMMARY path svg"
+  )
   assert set(inside.split()) <= set(plain.split())
   attributes = "es => es.flatMap(e => [...e.attributes].map(a => a.name))"
   names = page.locator("#list *, #detail *").evaluate_all(attributes)

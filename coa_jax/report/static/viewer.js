@@ -9,6 +9,7 @@ const data = JSON.parse(document.getElementById('data').textContent);
 const rows = data.rows;
 const PAGE = 200; // rows of the list that are drawn at once
 const BARS = 80; // of a log-prob strip; longer spans show their least likely token
+const SVG = 'http://www.w3.org/2000/svg';
 const UNKNOWN = -5; // nats, for a log-prob that is not finite
 const VERSIONS = ['plan', 'tool', 'answer', 'reflection', 'suggested_answer',
   'observation'];
@@ -279,10 +280,19 @@ function strip(numbers, parent) {
   out.title = `log-prob per token: mean ${mean.toFixed(2)}, `
     + `lowest ${lowest.toFixed(2)} nats`;
   const size = Math.ceil(logps.length / BARS);
+  const heights = [];
   for (let i = 0; i < logps.length; i += size) {
     const low = Math.min(...logps.slice(i, i + size));
-    element('i', '', undefined, out).style.height = `${12 * surprise(low)}px`;
+    heights.push(Math.max(12 * surprise(low), 1));
   }
+  // One path for all bars: a page has tens of thousands of them.
+  const svg = document.createElementNS(SVG, 'svg');
+  const path = document.createElementNS(SVG, 'path');
+  svg.setAttribute('width', 3 * heights.length);
+  svg.setAttribute('height', 12);
+  path.setAttribute('d', heights.map((h, i) => `M${3 * i} 12v-${h}h2v${h}z`).join(''));
+  svg.append(path);
+  out.append(svg);
 }
 
 // 0 for a certain token, 1 for one of probability 1/e^5 or less.
