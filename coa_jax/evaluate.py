@@ -99,6 +99,8 @@ class FormatConfig:
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
+  budget: a journey is one page.
+
   Args:
     config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
       samples; with `format` its tools are called and written to otherwise.

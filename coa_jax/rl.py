@@ -121,6 +121,8 @@ class DevConfig:
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
+  budget: a journey is one page.
+
   Args:
     config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`; with
       `vllm` a running server samples; `log` as `tracking.LogConfig` says.

@@ -28,7 +28,9 @@ def authors(t) -> list[Author]:
 
 
 def test_an_answer_ends_an_episode():
-  t = toy.drive(toy.episode(TASK, toy.TableToolbox(), version=4), [CALL, END])
+  episode = toy.episode(TASK, toy.TableToolbox())
+  episode.version = 4  # as an engine says it
+  t = toy.drive(episode, [CALL, END])
   assert t.status == Status.ENDED
   assert (t.reward, t.reward_parts) == (1.0, {"answer": 1.0, "format": 1.0})
   assert t.meta["question"] == TASK.question and t.meta["answers"] == ["5"]

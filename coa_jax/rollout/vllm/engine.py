@@ -12,6 +12,8 @@ gives the weights, or over a server each (`vllm.serve`).
 
 A policy that changes on the way is loaded between requests, which are short then
 (`vllm.request_tokens`): none begins while it waits, so every token is of one policy.
+
+budget: one state machine, from an episode to requests and back.
 """
 
 from __future__ import annotations
