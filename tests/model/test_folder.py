@@ -15,7 +15,7 @@ from coa_jax.model.hf.folder import open_folder
 @pytest.mark.parametrize(
   ("field", "value", "told"),
   [
-    ("num_hidden_layers", 10**9, "config.json: too large, .*layers=1000000000"),
+    ("num_hidden_layers", 10**9, "'num_hidden_layers' is 1000000000; .* from 1 to 1,0"),
     ("hidden_size", 10**12, "config.json: too large, .*width=1000000000000"),
     ("vocab_size", 8, "config.json: field 'vocab_size' is 8; the tokenizer.json there"),
   ],
