@@ -12,9 +12,9 @@ from coa_jax.disk import REMEDIES, DiskError, clear_errors
 
 @pytest.mark.parametrize("number", REMEDIES)
 def test_each_is_named_with_its_file_and_what_helps(number):
-  with pytest.raises(DiskError) as told, clear_errors("w"):
+  with pytest.raises(DiskError) as refusal, clear_errors("w"):
     raise OSError(number, os.strerror(number), "w/data")
-  assert str(told.value).startswith(
+  assert str(refusal.value).startswith(
     f"w/data: {os.strerror(number)}; {REMEDIES[number]}"
   )
   with pytest.raises(DiskError, match=r"^w: "), clear_errors("w"):
@@ -38,9 +38,9 @@ def test_what_libraries_make_of_it_is_found():
     raise Exception("I/O error: No space left on device (os error 28)")
 
   for work in (wrapped, quoted, grouped, unnumbered):
-    with pytest.raises(DiskError) as told, clear_errors(), clear_errors("w"):
+    with pytest.raises(DiskError) as refusal, clear_errors(), clear_errors("w"):
       work()
-    assert str(told.value).startswith("w: ") and "\n" not in str(told.value)
+    assert str(refusal.value).startswith("w: ") and "\n" not in str(refusal.value)
 
 
 def test_other_errors_stay_what_they_are():
@@ -53,6 +53,6 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_a_real_refusal(tmp_path):
-  told = "File name too long; choose a shorter name"
-  with pytest.raises(DiskError, match=told), clear_errors():
+  reason = "File name too long; choose a shorter name"
+  with pytest.raises(DiskError, match=reason), clear_errors():
     (tmp_path / ("x" * 300)).touch()

@@ -248,15 +248,15 @@ def test_results_that_are_no_text_or_too_much():
   image = {"type": "image", "data": "eA==", "mimeType": "image/png"}
   structure = {"content": [], "structuredContent": {"a": 1}}
   bomb = {"type": "object", "properties": {"a": {"pattern": "(x+x+)+y"}}}
-  told = {"content": [], "structuredContent": {"a": "x" * 64}}
-  for work, said in (
+  result = {"content": [], "structuredContent": {"a": "x" * 64}}
+  for work, expected in (
     ({"result": {"content": [image]}}, "[image]"),
     ({"letters": 2_000_000}, "a" * 1_000_000),
     ({"result": structure}, '{"a": 1}'),
-    ({"result": told, "output": bomb}, json.dumps(told["structuredContent"])),
+    ({"result": result, "output": bomb}, json.dumps(result["structuredContent"])),
   ):
     with tool("x", hostile(**work)) as one:
-      assert one("text", LONG) == said
+      assert one("text", LONG) == expected
 
 
 def test_a_response_over_http_has_an_end():

@@ -205,8 +205,8 @@ def test_a_server_beyond_loopback_says_what_that_means(corpus: str):
       reply = httpx.get(url + "/health", headers={"host": host}, timeout=LONG)
       assert reply.status_code == status
     running.terminate()
-    said = running.stderr.read()
-  assert "--host=0.0.0.0: there is no key" in said and len(said.splitlines()) == 1
+    errors = running.stderr.read()
+  assert "--host=0.0.0.0: there is no key" in errors and len(errors.splitlines()) == 1
 
 
 def test_arguments_that_can_not_be_served_are_one_line(tmp_path, corpus: str):
