@@ -34,8 +34,8 @@ BELOW = {
   "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
   "report": {"model", "rewards", "tasks", "protocol"},
 }
-for room in set(BELOW) - {"json_io", "capacity"}:
-  BELOW[room] |= {"json_io", "capacity"}
+for room in set(BELOW) - {"json_io", "capacity", "disk"}:
+  BELOW[room] |= {"json_io", "capacity", "disk"}
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.
