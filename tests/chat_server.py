@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 from coa_jax.teacher import synthesis, violations
-from coa_jax.teacher.llm import Brain, ChatConfig, Message
+from coa_jax.teacher.llm import Brain, Message, TeacherChatConfig
 from coa_jax.teacher.prompts import PROMPTS
 
 
@@ -33,10 +33,10 @@ class ChatServer:
     self.url = ""
     self.clients = 0
 
-  def config(self, **changes) -> ChatConfig:
+  def config(self, **changes) -> TeacherChatConfig:
     """A config that asks this server and does not wait long."""
     fields = dict(base_url=self.url, model="scripted", backoff_s=0.001, timeout_s=120.0)
-    return ChatConfig(**{**fields, **changes})
+    return TeacherChatConfig(**{**fields, **changes})
 
   def answer(self, body: dict) -> dict:
     """A completion by the brain."""

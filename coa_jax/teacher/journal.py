@@ -95,7 +95,7 @@ class Journal:
       path: a file of JSON lines, created where it is missing.
       done: whether a run is finished, so that its calls are never asked for again and
         need no place in memory.
-      usd: what (prompt, cached, completion) tokens cost; see `llm.ChatConfig.usd`.
+      usd: what (prompt, cached, completion) tokens cost; see `ChatConfig.usd`.
 
     Raises:
       ValueError: a line is no line of a journal; the message names file and line. Or

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
+from coa_jax.teacher.llm import (
+  ChatBrain,
+  InfrastructureError,
+  Message,
+  TeacherChatConfig,
+)
 from coa_jax.teacher.llm import Reply as Said
 from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
@@ -73,7 +78,9 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
 
 
 def test_the_bill_in_money(tmp_path):
-  prices = ChatConfig(base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)).usd
+  prices = TeacherChatConfig(
+    base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)
+  ).usd
   with Journal(str(tmp_path / "c"), usd=prices) as journal:
     journal.brain(Counted().brain, ("a", 0))("planner", ASK)
     assert journal.values()["usd"] == pytest.approx((40 * 10 + 60 + 500) / 1e6)

@@ -15,11 +15,11 @@ from coa_jax.protocol.trajectory import Status
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.llm import (
   ChatBrain,
-  ChatConfig,
   GaveUp,
   InfrastructureError,
   Message,
   RefusedError,
+  TeacherChatConfig,
   read_completion,
 )
 from coa_jax.teacher.prompts import PROMPTS
@@ -45,6 +45,22 @@ def test_what_is_sent_and_what_is_read():
   }
   assert (reply.text, reply.retries, reply.reported) == ("hello", 0, (100, 64, 7))
   assert reply.seconds > 0
+
+
+def test_the_key_may_lie_in_a_file(tmp_path):
+  (tmp_path / "key").write_text("sesame\n")
+  with serve() as server:
+    config = server.config(key_file=str(tmp_path / "key"))
+    with ChatBrain(config, "of another endpoint") as brain:
+      brain("planner", ASK)
+  assert server.requests[0][0]["Authorization"] == "Bearer sesame"
+
+
+def test_loopback_is_no_proxys_business(monkeypatch):
+  for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+  with serve() as server, ChatBrain(server.config(retries=0)) as brain:
+    assert brain("planner", ASK).text == "hello"
 
 
 def test_no_key_sends_no_authorization():
@@ -184,11 +200,11 @@ def test_a_pause_that_is_no_number_is_none():
 
 
 def test_prices():
-  config = ChatConfig(base_url="http://x", model="m", prices=(2.0, 0.5, 8.0))
+  config = TeacherChatConfig(base_url="http://x", model="m", prices=(2.0, 0.5, 8.0))
   assert config.usd(3_000_000, 1_000_000, 500_000) == 4.0 + 0.5 + 4.0
-  assert ChatConfig(base_url="http://x", model="m").usd(1, 0, 1) is None
+  assert TeacherChatConfig(base_url="http://x", model="m").usd(1, 0, 1) is None
   with pytest.raises(ValueError, match="prices"):
-    ChatConfig(base_url="http://x", model="m", prices=(1.0,))
+    TeacherChatConfig(base_url="http://x", model="m", prices=(1.0,))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +258,7 @@ def test_an_unreachable_endpoint_is_infrastructure():
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
-  config = ChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
+  config = TeacherChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
   with ChatBrain(config) as brain, pytest.raises(InfrastructureError, match="Connect"):
     brain("planner", ASK)
 
@@ -266,9 +282,9 @@ def test_odd_usage_counts_as_none():
 
 def test_config_refusals():
   with pytest.raises(ValueError, match="http://"):
-    ChatConfig(base_url="localhost:8000", model="m")
+    TeacherChatConfig(base_url="localhost:8000", model="m")
   with pytest.raises(ValueError, match="name the model"):
-    ChatConfig(base_url="http://localhost", model="")
+    TeacherChatConfig(base_url="http://localhost", model="")
 
 
 def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):

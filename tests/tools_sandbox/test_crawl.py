@@ -12,9 +12,9 @@ from web_server import LONG, serve, within
 
 pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
 
+from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.web import page
-from tools_sandbox.web.chat import ChatConfig
 from tools_sandbox.web.crawl import CrawlConfig, Crawler, parse_call
 from tools_sandbox.web.fetch import Body, FetchConfig, Fetcher
 

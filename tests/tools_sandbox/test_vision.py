@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from web_server import LONG, serve
 
+from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.web.chat import ChatConfig
 from tools_sandbox.web.fetch import FetchConfig
 from tools_sandbox.web.vision import Image, Inspector, VisionConfig, read_header
 
