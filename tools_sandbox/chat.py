@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tools_sandbox.http_client import Answer, BadReply, Service, read_json, read_key
+from tools_sandbox.http_client import BadReply, Fault, Service, read_json, read_key
 from tools_sandbox.web.page import clean
 
 
@@ -129,7 +129,7 @@ class ChatModel:
 
   def send(
     self, messages: list[dict[str, Any]], read: Callable[[bytes], Any]
-  ) -> Answer:
+  ) -> tuple[Any, tuple[Fault, ...]]:
     """The first reply to a conversation that `read` can use; see `Service.send`."""
     return self._service.send(self._body(messages), read=read)
 

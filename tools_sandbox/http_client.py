@@ -36,20 +36,6 @@ class Fault(NamedTuple):
     return f"{self.what}: {self.detail}" if self.detail else self.what
 
 
-class Answer(NamedTuple):
-  """A usable reply.
-
-  Attributes:
-    value: what `read` made of its body.
-    seconds: since it was asked for, retries and pauses included.
-    faults: of the attempts before it.
-  """
-
-  value: Any
-  seconds: float
-  faults: tuple[Fault, ...]
-
-
 class BadReply(ValueError):
   """A reply that cannot be used; takes the fields of its `Fault`."""
 
@@ -162,7 +148,7 @@ class Service:
         and repeats nothing that the service wrote.
     """
     try:
-      return self.send(body, seconds, read).value
+      return self.send(body, seconds, read)[0]
     except NoReply as e:
       what = e.faults[-1].what
       if e.refusal in _REFUSES_CONTENT:
@@ -174,8 +160,8 @@ class Service:
     body: Any,
     seconds: float = math.inf,
     read: Callable[[bytes], Any] = read_json,
-  ) -> Answer:
-    """The first usable reply to a request.
+  ) -> tuple[Any, tuple[Fault, ...]]:
+    """The first usable reply to a request, and the faults of the attempts before it.
 
     Args:
       body: sent as JSON.
@@ -186,8 +172,7 @@ class Service:
       NoReply: all attempts failed, the time is over, or the service refuses.
     """
     content = json.dumps(body).encode("ascii")  # lone surrogates too
-    start = time.monotonic()
-    deadline = start + seconds
+    deadline = time.monotonic() + seconds
     faults: list[Fault] = []
     while True:
       requested = 0.0
@@ -195,7 +180,7 @@ class Service:
         self._wait_turn(deadline)
         status, headers, data = self._exchange(content, deadline)
         if status == 200:
-          return Answer(read(data), time.monotonic() - start, tuple(faults))
+          return read(data), tuple(faults)
         text = data.decode("utf-8", "replace")
         faults.append(Fault(f"status {status}", repr(text[:200])))
         if status not in _PASSING and status < 500:

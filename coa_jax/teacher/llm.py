@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -164,13 +165,13 @@ class ChatBrain:
         wasted = _sum(wasted, _charged(text))
         raise BadReply("not a chat completion", str(e)) from None
 
+    start = time.monotonic()
     try:
-      answer = self._chat.send([dataclasses.asdict(m) for m in messages], read)
+      reply, faults = self._chat.send([dataclasses.asdict(m) for m in messages], read)
     except NoReply as e:
       error = self._error(agent, e)
       error.charged = wasted
       raise error from None
-    reply = answer.value
     counts = (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
     prompt, cached, completion = _sum(counts, wasted)
     return dataclasses.replace(
@@ -178,9 +179,9 @@ class ChatBrain:
       prompt_tokens=prompt,
       cached_tokens=cached,
       completion_tokens=completion,
-      seconds=answer.seconds,
-      retries=len(answer.faults),
-      faults=tuple(map(str, answer.faults)),
+      seconds=time.monotonic() - start,
+      retries=len(faults),
+      faults=tuple(map(str, faults)),
     )
 
   def _error(
