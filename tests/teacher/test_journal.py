@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +128,7 @@ def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
   path = tmp_path / "calls.jsonl"
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
   ask = [Message("system", PROMPTS["planner"])]
-  with serve() as server, ChatBrain(server.config(retries=1)) as chat:
+  with ChatServer() as server, ChatBrain(server.config(retries=1)) as chat:
     for _ in range(2):  # the second time after a restart
       server.faults = [empty, empty]
       with Journal(str(path)) as journal, pytest.raises(InfrastructureError):
@@ -217,7 +217,7 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
     return solve(task, brain, call, TOOLS, TeamConfig(), str.split)
 
   expected = timeless(work(scripted, toolbox.call))
-  with serve(scripted) as server, ChatBrain(server.config(retries=0)) as remote:
+  with ChatServer(scripted) as server, ChatBrain(server.config(retries=0)) as remote:
     stops = 0
     while True:
       with Journal(str(tmp_path / "c")) as journal:
@@ -234,7 +234,7 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
       if run.status != Status.INFRASTRUCTURE:
         break
       stops += 1
-    bodies = [json.dumps(body) for _, body in server.requests]
+    bodies = [json.dumps(r.json) for r in server.requests]
   assert stops >= 5 and len(bodies) == len(set(bodies)) == run.usage.model_calls
   for event in run.events:
     event.reported = ()

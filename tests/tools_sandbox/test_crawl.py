@@ -8,7 +8,7 @@ import socket
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from web_server import LONG, serve, within
+from http_server import LONG, Server, within
 
 pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
 
@@ -33,7 +33,7 @@ ARTICLE = """<!doctype html><html><head><title>Ur</title>
 
 @pytest.fixture
 def server():
-  with serve() as running:
+  with Server() as running:
     yield running
 
 
