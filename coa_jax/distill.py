@@ -59,7 +59,7 @@ from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
+from coa_jax.teacher.llm import Brain, ChatBrain, InfrastructureError, TeacherChatConfig
 from coa_jax.teacher.outcomes import convert_all, graded
 from coa_jax.teacher.outcomes import figures as outcome_figures
 from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
@@ -85,7 +85,7 @@ SECTIONS = (
 )
 # A server may move, a limit of requests may show, while a run is under way.
 _MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
-_MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices")
+_MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices", "chat.key_file")
 _MAY_CHANGE += tuple(f.replace("chat", "violations") for f in _MAY_CHANGE[1:])
 _MAY_CHANGE += ("violations.workers",)
 
@@ -198,7 +198,7 @@ class _Plan:
   tools: ToolsConfig
   filters: FiltersConfig
   violations: ViolationsConfig | None
-  chat: ChatConfig | None
+  chat: TeacherChatConfig | None
   reward: RewardConfig
   variant: Variant
   tasks: list[Task]
@@ -229,7 +229,7 @@ class _Plan:
       tools=tools,
       filters=section(config, "filters", FiltersConfig),
       violations=optional(config, "violations", ViolationsConfig),
-      chat=optional(config, "chat", ChatConfig),
+      chat=optional(config, "chat", TeacherChatConfig),
       reward=reward,
       variant=get_variant(teacher.variant).with_tools(tools.told),
       tasks=tasks,
@@ -285,7 +285,7 @@ def _brains(
 ) -> list[Brain]:
   """One brain for each sample of a task."""
   if teacher.brain == "chat":
-    chat = section(config, "chat", ChatConfig)
+    chat = section(config, "chat", TeacherChatConfig)
     brain = stack.enter_context(ChatBrain(chat, api_key))
     return [brain] * teacher.samples
   try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import random
 import statistics
@@ -23,12 +22,12 @@ from coa_jax.config import (
   optional,
   section,
 )
-from coa_jax.json_io import parse_json
 from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
+from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.tool_formats import HELD_OUT, STYLES, Format, draw_format
 from coa_jax.protocol.trajectory import (
@@ -219,43 +218,35 @@ class _Part:
 
   def __init__(self, path: str):
     """Reads what is there; a line cut short by a kill is removed."""
-    self._path = path
     self.ended: list[tuple[int, Trajectory]] = []
-    end = 0
-    if os.path.exists(path):
-      with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-          if not line.endswith(b"\n"):
-            break
-          where = f"{path}:{number}"
-          attempt = parse_json(line, where)
-          if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
-            raise ValueError(
-              f"{where}: not an attempt (a task's place and a trajectory); delete the "
-              "file, and its attempts are made again"
-            )
-          place, row = attempt
-          end += len(line)
-          trajectory = Trajectory.from_json(row, where)
-          # Of as many processes as there are now: those before may have been fewer.
-          mine = place % jax.process_count() == jax.process_index()
-          if mine and trajectory.status != Status.INFRASTRUCTURE:
-            self.ended.append((place, trajectory))
-      os.truncate(path, end)
+    self._log = JsonLog(path, self._recall)
+
+  def _recall(self, attempt: Any, where: str, _: Place) -> None:
+    if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
+      raise ValueError(
+        f"{where}: not an attempt (a task's place and a trajectory); delete the "
+        "file, and its attempts are made again"
+      )
+    place, row = attempt
+    trajectory = Trajectory.from_json(row, where)
+    # Of as many processes as there are now: those before may have been fewer.
+    mine = place % jax.process_count() == jax.process_index()
+    if mine and trajectory.status != Status.INFRASTRUCTURE:
+      self.ended.append((place, trajectory))
 
   def added(
     self, played: Iterator[tuple[int, Trajectory]]
   ) -> Iterator[tuple[int, Trajectory]]:
     """What had ended before, then what is played, each written as it ends."""
     yield from self.ended
-    with open(self._path, "ab", buffering=0) as f:
-      for place, trajectory in played:
-        f.write(json.dumps([place, trajectory.to_json()]).encode() + b"\n")
-        yield place, trajectory
+    for place, trajectory in played:
+      self._log.append([place, trajectory.to_json()])
+      yield place, trajectory
 
   def remove(self) -> None:
     """Deletes the file; the stage's own holds all of it."""
-    os.remove(self._path)
+    if os.path.exists(self._log.path):
+      os.remove(self._log.path)
 
 
 def _usage(played: list[Trajectory]) -> dict[str, float]:

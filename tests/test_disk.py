@@ -1,4 +1,4 @@
-"""What a disk refuses is one line, wherever it lies in an error."""
+"""Files are whole or absent; what a disk refuses is one line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from coa_jax.disk import REMEDIES, DiskError, clear_errors
+from coa_jax.disk import REMEDIES, DiskError, atomic_path, atomic_write, clear_errors
 
 
 @pytest.mark.parametrize("number", REMEDIES)
@@ -56,3 +56,29 @@ def test_a_real_refusal(tmp_path):
   reason = "File name too long; choose a shorter name"
   with pytest.raises(DiskError, match=reason), clear_errors():
     (tmp_path / ("x" * 300)).touch()
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_file_appears_when_it_is_complete(fsync, tmp_path):
+  path = tmp_path / "new" / "folder" / "f"
+  with atomic_write(path, fsync) as f:
+    f.write("first")
+    f.flush()
+    assert not path.exists()
+  assert path.read_text() == "first"
+  with pytest.raises(KeyboardInterrupt), atomic_write(path, fsync) as f:
+    f.write("half of the sec")
+    raise KeyboardInterrupt
+  assert path.read_text() == "first"
+  assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path):
+  path = tmp_path / "folder"
+  with pytest.raises(KeyError), atomic_path(path) as unfinished:
+    os.makedirs(os.path.join(unfinished, "inner"))
+    raise KeyError
+  assert not list(tmp_path.iterdir())
+  with atomic_path(path) as unfinished:
+    os.makedirs(os.path.join(unfinished, "inner"))
+  assert list(tmp_path.iterdir()) == [path] and list(path.iterdir())

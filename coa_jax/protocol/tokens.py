@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 import transformers
 
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
@@ -111,9 +112,8 @@ class Tokenizer:
     # transformers 4 knows this list by another name, which 5 reads too.
     if isinstance(config.get("extra_special_tokens"), list):
       config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    with open(file + ".tmp", "w", encoding="utf-8") as f:
+    with atomic_write(file) as f:
       json.dump(config, f, indent=2, sort_keys=True, ensure_ascii=False)
-    os.replace(file + ".tmp", file)
 
   @property
   def vocab_size(self) -> int:

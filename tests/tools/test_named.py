@@ -20,7 +20,7 @@ from tests import toy
 SERVER = dict(command=[sys.executable, "tests/tools_sandbox/mcp_server.py"])
 ADD = dict(description="the sum of integers a and b", mcp=dict(tool="add", **SERVER))
 ROUND = dict(description="cuts x to an integer", function="math:floor")
-SHOUT = dict(description="text in capitals", function="tests.rollout.test_named:shout")
+SHOUT = dict(description="text in capitals", function="tests.tools.test_named:shout")
 
 
 def shout(text: str) -> str:

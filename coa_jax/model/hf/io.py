@@ -25,6 +25,7 @@ import safetensors
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
+from coa_jax.disk import atomic_path, atomic_write
 from coa_jax.json_io import read_object
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig, from_hf_config, to_hf_config
@@ -82,9 +83,8 @@ def save_model(
   for file, names in files.items():
     tensors = {name: table[name].write(_fetch(params, table[name])) for name in names}
     if first:
-      target = os.path.join(path, file)
-      save_file(tensors, target + ".tmp", metadata={"format": "pt"})
-      os.replace(target + ".tmp", target)
+      with atomic_path(os.path.join(path, file)) as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
   if first:
     if len(files) > 1:
       where = {name: file for file, names in files.items() for name in names}
@@ -199,10 +199,8 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
-  file = os.path.join(path, name)
-  with open(file + ".tmp", "w", encoding="utf-8") as f:
+  with atomic_write(os.path.join(path, name)) as f:
     json.dump(value, f, indent=2, sort_keys=True)
-  os.replace(file + ".tmp", file)
 
 
 def load_config(
