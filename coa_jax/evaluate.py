@@ -30,7 +30,7 @@ from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
 from coa_jax.protocol.roles import get_variant
-from coa_jax.protocol.tool_formats import HELD_OUT, STYLES, Format, draw_format
+from coa_jax.protocol.tool_naming import ToolNaming, draw_naming
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
@@ -84,7 +84,7 @@ class FormatConfig:
 
   Attributes:
     held_out: True to draw them from those that no training sees, False from those that
-      restyled training trajectories have; see `protocol.tool_formats`.
+      restyled training trajectories have; see `protocol.tool_naming`.
     number: which draw.
     seed: of the draws.
   """
@@ -174,7 +174,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 def _format(
   config: ml_collections.ConfigDict, rollout: RolloutConfig, tools: ToolsConfig
-) -> Format | None:
+) -> ToolNaming | None:
   """The format that section `format` draws; None without one."""
   asked = optional(config, "format", FormatConfig)
   if asked is None:
@@ -193,10 +193,10 @@ def _format(
     )
   rng = random.Random(f"{asked.seed}/{asked.held_out}/{asked.number}")
   variant = get_variant(rollout.variant).with_tools(tools.told)
-  return draw_format(variant, rng, HELD_OUT if asked.held_out else STYLES)
+  return draw_naming(variant, rng, asked.held_out)
 
 
-def _as_told(drawn: Format, played: list[Trajectory]) -> dict[str, Any]:
+def _as_told(drawn: ToolNaming, played: list[Trajectory]) -> dict[str, Any]:
   """The tools as they were told, and the share of calls that were not written so."""
   names = set(drawn.names.values())
   bodies = [
@@ -206,7 +206,7 @@ def _as_told(drawn: Format, played: list[Trajectory]) -> dict[str, Any]:
     if c.name in names
   ]
   unread = bodies.count(None) / len(bodies) if bodies else None
-  return {"tools": drawn.told, "calls": len(bodies), "unread": unread}
+  return {"tools": drawn.record, "calls": len(bodies), "unread": unread}
 
 
 class _Part:

@@ -18,7 +18,7 @@ from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.tool_formats import Format
+from coa_jax.protocol.tool_naming import ToolNaming
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, Replay, Setting
@@ -72,7 +72,7 @@ class Player:
     layout: Layout | None = None,
     vllm: VllmConfig | None = None,
     grader: Grader | None = None,
-    tool_format: Format | None = None,
+    tool_format: ToolNaming | None = None,
     journal: ToolJournal | None = None,
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
@@ -89,7 +89,7 @@ class Player:
     """
     variant = roles.get_variant(config.variant).with_tools(tools)
     if tool_format is not None:
-      variant = tool_format.variant(variant)
+      variant = tool_format.apply(variant)
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
     self.journal = journal

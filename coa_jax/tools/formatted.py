@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import math
 
-from coa_jax.protocol.tool_formats import Format
+from coa_jax.protocol.tool_naming import ToolNaming
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.code_session import Cells
 from coa_jax.tools.toolbox import Toolbox
@@ -15,7 +15,7 @@ from coa_jax.tools.toolbox import Toolbox
 class FormattedTools:
   """A toolbox whose tools are called and written to as a format says."""
 
-  def __init__(self, toolbox: Toolbox, tool_format: Format):
+  def __init__(self, toolbox: Toolbox, tool_format: ToolNaming):
     """Args: the tools, which the caller closes; the format."""
     self._toolbox, self._format = toolbox, tool_format
 
@@ -37,7 +37,7 @@ class FormattedTools:
     out: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
     try:
       tag, body = self._format.read(name, arguments)
-      error = f"{name} cannot read this; write {self._format.layouts[tag].told}"
+      error = f"{name} cannot read this; write {self._format.formats[tag].description}"
     except KeyError:
       tag, body, error = name, None, f"no tool {name}"
     if body is None:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from coa_jax.protocol import function_calls
+from coa_jax.protocol import tool_bodies
 from tools_sandbox.client import BadCall, McpConfig, McpTool, Unavailable
 
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -86,7 +86,7 @@ class NamedTools:
 
   def __call__(self, content: str, seconds: float) -> str:
     """The result of a call; see `tools.Tool`."""
-    call = function_calls.parse(content)
+    call = tool_bodies.parse_function_call(content)
     assert call is not None  # content_fault has refused every other body
     tool = self._tools.get(call.name)
     if tool is None:

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from coa_jax.protocol import function_calls, roles
+from coa_jax.protocol import roles, tool_bodies
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.code_session import Cells
 from coa_jax.tools.functions import NamedTool, NamedTools
@@ -115,9 +116,11 @@ class ToolsConfig:
         if tool not in OPEN:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
     for name in self.named:
-      if not function_calls.NAME.fullmatch(name):
-        raise ValueError(f"named: {name!r} must match {function_calls.NAME.pattern}")
-    if roles.TOOL in self.tools and not self.named:
+      if not tool_bodies.FUNCTION_NAME.fullmatch(name):
+        raise ValueError(
+          f"named: {name!r} must match {tool_bodies.FUNCTION_NAME.pattern}"
+        )
+    if FUNCTION_TAG in self.tools and not self.named:
       raise ValueError("tools: 'tool' needs an entry in `named`")
     told = [*self.descriptions.values(), *(n.description for n in self.named.values())]
     for text in told:
@@ -159,14 +162,14 @@ class ToolsConfig:
     """Tag -> what the prompt says of it, "" for the protocol's words; in order."""
     told = {tool: self.descriptions.get(tool, "") for tool in self.tags}
     return told | {
-      f"{roles.TOOL}:{name}": tool.description for name, tool in self.named.items()
+      f"{FUNCTION_TAG}:{name}": tool.description for name, tool in self.named.items()
     }
 
   @property
   def tags(self) -> tuple[str, ...]:
     """Tags of the tools that a policy may call: `tool` too, where some are named."""
-    added = bool(self.named) and roles.TOOL not in self.tools
-    return (*self.tools, *((roles.TOOL,) if added else ()))
+    added = bool(self.named) and FUNCTION_TAG not in self.tools
+    return (*self.tools, *((FUNCTION_TAG,) if added else ()))
 
 
 class Tool(Protocol):
@@ -218,7 +221,7 @@ class _Code:
     self._local = config.remote is None
 
   def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:
-    call = roles.parse_code(content)
+    call = tool_bodies.parse_code(content)
     assert call is not None  # content_fault has refused every other body
     result = self._sandbox.run(
       call.program,
@@ -235,7 +238,7 @@ class _Code:
 
     Where it was lost the observation says so, in one line.
     """
-    call = roles.parse_code(content)
+    call = tool_bodies.parse_code(content)
     assert call is not None
     note = ""
     try:
@@ -302,7 +305,7 @@ OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
   "web_search": _web_search,
   "crawl_page": _crawl_page,
   "visual_inspector": _visual_inspector,
-  roles.TOOL: _named,
+  FUNCTION_TAG: _named,
 }
 
 

@@ -9,7 +9,7 @@ import ml_collections
 import pytest
 
 from coa_jax.config import ConfigError, section
-from coa_jax.protocol import function_calls, parser, prompts, roles
+from coa_jax.protocol import parser, prompts, roles, tool_bodies
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.episode import CoAEpisode, Setting
@@ -20,7 +20,7 @@ from tests import toy
 SERVER = dict(command=[sys.executable, "tests/tools_sandbox/mcp_server.py"])
 ADD = dict(description="the sum of integers a and b", mcp=dict(tool="add", **SERVER))
 ROUND = dict(description="cuts x to an integer", function="math:floor")
-SHOUT = dict(description="text in capitals", function="tests.rollout.test_named:shout")
+SHOUT = dict(description="text in capitals", function="tests.tools.test_named:shout")
 
 
 def shout(text: str) -> str:
@@ -57,8 +57,8 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name():
     playing = CoAEpisode(task, 0, 0, 1.0, toy.tokenizer(), box, setting)
     think = roles.wrap("think", "t")
     calls = [
-      roles.wrap("tool", function_calls.render("add", {"a": 2, "b": 40})),
-      roles.wrap("tool", function_calls.render("shout", {"text": "done"})),
+      roles.wrap("tool", tool_bodies.render_function_call("add", {"a": 2, "b": 40})),
+      roles.wrap("tool", tool_bodies.render_function_call("shout", {"text": "done"})),
     ]
     end = roles.wrap("suggested_answer", "42") + roles.wrap("double_check", "4")
     answer = end + roles.wrap("answer", "42")
@@ -146,5 +146,5 @@ def test_what_is_not_there_is_said_at_the_start():
 
 def test_names_do_not_change_other_dialects():
   plain = roles.get_variant("unified").with_tools(("code",))
-  assert "tool" not in plain.tags and not plain.named
+  assert "tool" not in plain.tags and not plain.functions
   assert "called by name" not in prompts.instructions(plain)
