@@ -62,7 +62,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       calculator={
         **tools,
         "tools": ("wiki_search", "tool"),
-        "named": dict(calculate=calculator.TOOL),
+        "functions": dict(calculate=calculator.TOOL),
       },
     ),
   )

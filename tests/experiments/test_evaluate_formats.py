@@ -56,14 +56,14 @@ def test_every_format_is_played_and_compared(config, tmp_path):
 
 
 def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
-  named = dict(quote=dict(description="quote a text", function="json:dumps"))
+  functions = dict(quote=dict(description="quote a text", function="json:dumps"))
   with config.unlocked():
-    config.formats.tools = dict(named=dict(tools=("tool",), named=named))
+    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
   results = tool_formats.run(config, str(tmp_path / "w"))
-  assert results["formats"][-1]["name"] == "tools_named"
+  assert results["formats"][-1]["name"] == "tools_quoting"
   assert results["formats"][-1]["tools"] == "tool"
   assert results["groups"]["tools"]["tasks"] == 2 and "tools" in results["differences"]
-  played = read_trajectories(tmp_path / "w" / "tools_named" / "greedy.jsonl")
+  played = read_trajectories(tmp_path / "w" / "tools_quoting" / "greedy.jsonl")
   prompt = played[0].segments[0].text
   assert "quote a text" in prompt and "<code>" not in prompt
 
@@ -71,10 +71,10 @@ def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
 def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
   config, tmp_path
 ):
-  named = dict(quote=dict(description="quote a text", function="json:dumbs"))
+  functions = dict(quote=dict(description="quote a text", function="json:dumbs"))
   with config.unlocked():
-    config.formats.tools = dict(named=dict(tools=("tool",), named=named))
-  with pytest.raises(ValueError, match=r"named\.quote.*json:dumbs"):
+    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
+  with pytest.raises(ValueError, match=r"functions\.quote.*json:dumbs"):
     tool_formats.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
 
@@ -110,7 +110,7 @@ def test_a_format_is_drawn_for_tools_called_by_name_too(config, tmp_path):
   with config.unlocked():
     config.format = dict(number=1)
     tool = dict(function="experiments.calculator:calculate", description="sums")
-    config.tools.named = dict(calculate=tool)
+    config.tools.functions = dict(calculate=tool)
     config.rollout.max_len += 600
     del config.formats
   results = tool_formats.evaluate.run(config, str(tmp_path / "w"))

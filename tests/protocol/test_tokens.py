@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pathlib
 import re
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.tools import FUNCTION_TAG, SPECS, ToolSpec
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 BOTH = pytest.mark.parametrize(
@@ -28,13 +27,6 @@ NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 # `tool` is spelt as text, whatever the tokenizer.
 TAGS = tuple(f(n) for n in NAMES for f in (roles.open_tag, roles.close_tag))
 OWN_TAGS = tuple(t for t in TAGS if t.strip("</>") != FUNCTION_TAG)
-# Tags before the bytes, in the order of their ids.
-FIRST = (
-  *("think", "plan", "reflection", "suggested_answer", "double_check", "answer"),
-  *("wiki_search", "web_search", "crawl_page", "code", "visual_inspector"),
-  "observation",
-)
-README = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
 HOSTILE = st.lists(
   st.sampled_from((*CONTROL, *TAGS, "<tool_call>", "<", ">", "</", "|>"))
   | st.text(max_size=6),
@@ -158,37 +150,6 @@ def test_a_tokenizer_without_exact_bytes_is_refused():
 def test_a_vocabulary_without_room_for_the_tags_is_refused():
   with pytest.raises(ValueError, match=f"at least {256 + 3 + len(OWN_TAGS)}"):
     tokens.train_tokenizer(["x"], 258)
-
-
-def test_the_ids_of_tags_are_what_they_always_were():
-  """Models that exist were trained with them."""
-  tok = toy.tokenizer()
-  tags = [f(n) for n in FIRST for f in (roles.open_tag, roles.close_tag)]
-  assert [tok.bytes_of[i].decode() for i in range(3, 3 + len(tags))] == tags
-  assert len(tok.encode("<tool>")) > 1
-  assert tok.bytes_of[:3] == [c.encode() for c in CONTROL]
-  first_bytes = b"".join(tok.bytes_of[3 + len(tags) : 3 + len(tags) + 256])
-  assert sorted(first_bytes) == list(range(256)) and first_bytes[:3] == b'!"#'
-
-
-@pytest.mark.parametrize("texts", [["a few words"], [README] * 2])
-def test_a_tool_that_is_added_moves_no_other_id(monkeypatch, texts):
-  """Texts with too few merges for the vocabulary, and with more than enough."""
-  size, before = 700, tokens.train_tokenizer(texts, 700)
-  one_more = None
-  for number, tag in enumerate(("weigh", "measure"), 1):
-    monkeypatch.setitem(SPECS, tag, ToolSpec(tag, "tell a weight", "a thing"))
-    tok = tokens.train_tokenizer(texts, size)
-    assert tok.vocab_size == size
-    kept = min(before.vocab_size, size - 2 * number)
-    assert tok.bytes_of[:kept] == before.bytes_of[:kept]
-    assert tok.encode(f"<{tag}></{tag}>") == [size - 2 * number, size - 2 * number + 1]
-    if one_more is not None:
-      assert tok.encode("<weigh></weigh>") == one_more.encode("<weigh></weigh>")
-    one_more = tok
-  text = "<think> what is it</think><weigh> a crate</weigh>"
-  assert one_more.decode(one_more.encode(text)) == text
-  assert not set(one_more.encode_untrusted(text)) & control_ids(one_more)
 
 
 def test_digits_stay_single():
