@@ -232,7 +232,7 @@ class _Plan:
       violations=optional(config, "violations", ViolationsConfig),
       chat=optional(config, "chat", ChatConfig),
       reward=reward,
-      variant=get_variant(teacher.variant).with_tools(tools.told),
+      variant=get_variant(teacher.variant).with_tools(tools.tool_descriptions),
       tasks=tasks,
     )
 

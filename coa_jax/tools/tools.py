@@ -151,7 +151,7 @@ class ToolsConfig:
       raise ValueError("timeout_s and grace_s must be above 0")
 
   @property
-  def told(self) -> dict[str, str]:
+  def tool_descriptions(self) -> dict[str, str]:
     """Tag -> what the prompt says of it, "" for the protocol's words; in order.
 
     With `tool:NAME` for each function, as `Variant.with_tools` takes them.

@@ -35,7 +35,7 @@ def tools(**functions) -> ToolsConfig:
 
 
 def variant(config: ToolsConfig) -> roles.Variant:
-  return roles.get_variant("unified").with_tools(config.told)
+  return roles.get_variant("unified").with_tools(config.tool_descriptions)
 
 
 def accepts(grammar, text: str) -> bool:

@@ -213,7 +213,7 @@ def test_impossible_configs_are_refused(config, changes, words: str):
 def test_a_description_reaches_the_prompt(config):
   config.tools.descriptions = dict(web_search="ask for the weather; write a city")
   tools = section(config, "tools", ToolsConfig)
-  variant = roles.get_variant("unified").with_tools(tools.told)
+  variant = roles.get_variant("unified").with_tools(tools.tool_descriptions)
   text = prompts.instructions(variant)
   assert "ask for the weather; write a city." in text
   assert "search the web" not in text and "run a Python program" in text

@@ -13,8 +13,8 @@ from coa_jax.protocol.tool_naming import ToolNaming, draw_naming
 from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus, Status
 from coa_jax.rollout.episode import CoAEpisode, Setting
-from coa_jax.tools.formatted import FormattedTools
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from experiments.studies.tool_formats import RenamedTools
 
 TASK = toy.TASKS[0]
 PROGRAM = tool_bodies.render_code("print(2+3)")
@@ -45,7 +45,7 @@ def test_a_trajectory_in_another_format(tools, drawn):
   calls = [roles.wrap(name, body) for body in (form.write(PROGRAM), PROGRAM)]
   turns = [roles.wrap(roles.THINK, "t") + call for call in calls]
   episode = CoAEpisode(
-    TASK, 0, 0, 1.0, toy.tokenizer(), FormattedTools(tools, drawn), setting
+    TASK, 0, 0, 1.0, toy.tokenizer(), RenamedTools(tools, drawn), setting
   )
   t = toy.drive(episode, [*turns, toy.end("5")])
   right, wrong = t.calls
@@ -61,5 +61,5 @@ def test_a_trajectory_in_another_format(tools, drawn):
 
 def test_the_old_name_is_no_tool_any_more(tools):
   drawn = formats()[0]
-  call = FormattedTools(tools, drawn).submit("code", PROGRAM).result()
+  call = RenamedTools(tools, drawn).submit("code", PROGRAM).result()
   assert (call.result, call.status) == ("error: no tool code", CallStatus.MODEL)
