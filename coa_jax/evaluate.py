@@ -110,6 +110,8 @@ def run(
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
       wrong with the config, the tasks or the model.
     VllmError: the server can not be used; before any decoding, or when it is gone.
+
+  budget: a journey reads as one page.
   """
   check_sections(config, SECTIONS, needed=("init",))
   plan = section(config, "eval", EvalConfig)

@@ -1,4 +1,4 @@
-"""Accuracy by tool format: as trained, restyled, never seen; and with other tools.
+"""Accuracy by tool format: as trained, augmented, never seen; and with other tools.
 
   python -m experiments.studies.tool_formats \
     --config=configs/evaluate_formats_world.py --workdir=runs/world/formats

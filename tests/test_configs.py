@@ -31,7 +31,7 @@ def journey_of(path: pathlib.Path) -> str:
   """The journey that the config's docstring runs it with, by its first command."""
   doc = ast.get_docstring(ast.parse(path.read_text())) or ""
   commands = re.findall(
-    rf"python -m experiments\.([\w.]+) (?:\\\n\s*)?--config=configs/{path.stem}\.py",
+    rf"python -m experiments\.([\w.]+)\s+(?:\\\n\s*)?--config=configs/{path.stem}\.py",
     doc,
   )
   assert commands, f"{path.name} does not open with its command"

@@ -1,6 +1,6 @@
 """The prompt, rendered from a variant and its tools.
 
-The text is this project's own; what it tells (the functions, their layout, the order
+The text is this project's own; what it explains (the functions, their layout, the order
 rules, the scores) is the protocol of arXiv 2508.13167, appendix D.
 """
 

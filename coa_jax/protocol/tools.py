@@ -1,6 +1,6 @@
 """The tools that have a tag of their own: one row of `SPECS` each.
 
-A row says what the prompt tells of the tool, what its span may hold, how other systems
+A row says what the prompt says of the tool, what its span may hold, how other systems
 call it, and what it may be called in augmented training data. Roles, prompts, parser,
 grammar, tokenizer, importers and tool naming read it here; what answers the calls is a
 class of the same tag in `coa_jax/tools/tools.py`. A new tool is the last row, so that

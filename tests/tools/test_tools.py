@@ -13,8 +13,10 @@ import pytest
 
 from coa_jax.config import ConfigError, section
 from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.tools import TOOLS
 
 KEY = "sk-0123456789-secret"
 OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
@@ -99,6 +101,10 @@ def config(server, tmp_path) -> ml_collections.ConfigDict:
 def toolbox(config, **changes) -> Toolbox:
   config.tools.update(changes)
   return Toolbox(section(config, "tools", ToolsConfig))
+
+
+def test_every_row_of_the_protocol_has_a_class():
+  assert set(TOOLS) == set(SPECS)
 
 
 def test_every_tool_answers(config, caplog):
