@@ -10,6 +10,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=("coa_jax*", "tools_sandbox*", "configs", "experiments*")
   ),
+  package_data={"coa_jax.report": ["static/*"]},
   install_requires=[
     "absl-py>=2.1",
     "bm25s>=0.2.10",
