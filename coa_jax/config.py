@@ -73,9 +73,9 @@ def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
   known = {f.name: f for f in dataclasses.fields(cls)}
   for field in values:
     if field not in known:
-      raise ConfigError(
-        f"config section {name!r} has no field {field!r}{nearest(field, known)}"
-      )
+      now = [f.name for f in known.values() if f.metadata.get("was") == field]
+      hint = f"; it is called {now[0]!r} now" if now else nearest(field, known)
+      raise ConfigError(f"config section {name!r} has no field {field!r}{hint}")
   hints = typing.get_type_hints(cls)
   for field, value in values.items():
     values[field] = _typed(value, hints[field], f"config.{name}.{field}")

@@ -45,7 +45,7 @@ from typing import Any
 
 import rich
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall, Trajectory
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
@@ -156,7 +156,7 @@ def _settle(condition: Any) -> None:
 
 
 def _nap(n: int) -> str:
-  return roles.render_code(f"import time\ntime.sleep(0.2)\nprint({n})")
+  return tool_bodies.render_code(f"import time\ntime.sleep(0.2)\nprint({n})")
 
 
 def faults_of(t: Trajectory, seed: int) -> list[str | None]:

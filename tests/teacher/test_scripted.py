@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import tool_bodies
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards import grade
 from coa_jax.tasks.task import Task
@@ -187,7 +187,7 @@ def test_programs_are_well_formed_code_calls(tasks, toolbox):
   for run in work(tasks, toolbox, **{**PERFECT, "buggy_program": 1}):
     for call in run.calls:
       if call.name == "code":
-        assert roles.parse_code(call.arguments) is not None
+        assert tool_bodies.parse_code(call.arguments) is not None
 
 
 def test_refusals():

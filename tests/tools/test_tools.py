@@ -11,8 +11,10 @@ from http_server import Request, Server
 
 from coa_jax.config import ConfigError, section
 from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.tools import TOOLS
 
 KEY = "sk-0123456789-secret"
 OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
@@ -85,6 +87,10 @@ def config(server, tmp_path) -> ml_collections.ConfigDict:
 def toolbox(config, **changes) -> Toolbox:
   config.tools.update(changes)
   return Toolbox(section(config, "tools", ToolsConfig))
+
+
+def test_every_row_of_the_protocol_has_a_class():
+  assert set(TOOLS) == set(SPECS)
 
 
 def test_every_tool_answers(config, caplog):
@@ -199,7 +205,7 @@ def test_impossible_configs_are_refused(config, changes, words: str):
 def test_a_description_reaches_the_prompt(config):
   config.tools.descriptions = dict(web_search="ask for the weather; write a city")
   tools = section(config, "tools", ToolsConfig)
-  variant = roles.get_variant("unified").with_tools(tools.told)
+  variant = roles.get_variant("unified").with_tools(tools.tool_descriptions)
   text = prompts.instructions(variant)
   assert "ask for the weather; write a city." in text
   assert "search the web" not in text and "run a Python program" in text
