@@ -231,7 +231,7 @@ def _worker(
     cfg,
     tokenizer,
     rollout,
-    tools.told,
+    tools.tool_descriptions,
     layout=layout,
     vllm=vllm,
     grader=grader,

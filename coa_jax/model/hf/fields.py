@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from coa_jax.json_io import shown
 
 # What a value may be: in words, and the test.
 _Kind = tuple[str, Callable[[Any], bool]]
 
 
 def _whole(x: Any) -> bool:
-  return type(x) is int  # True is none, and 2.0 neither
+  return type(x) is int and abs(x) < 2**63  # True is none, and 2.0 neither
 
 
 def _number(x: Any) -> bool:
-  return type(x) in (int, float) and abs(x) < math.inf  # false for NaN too
+  return type(x) in (int, float) and abs(x) <= sys.float_info.max  # false for NaN
 
 
 def _or_null(kind: _Kind) -> _Kind:
@@ -27,7 +29,16 @@ def _or_null(kind: _Kind) -> _Kind:
 
 
 _BOOL: _Kind = ("true or false", lambda x: type(x) is bool)
-_COUNT: _Kind = ("a whole number of at least 1", lambda x: _whole(x) and x >= 1)
+_COUNT: _Kind = (
+  "a whole number of at least 1, of 64 bits",
+  lambda x: _whole(x) and x >= 1,
+)
+# The deepest that are published have 1,000 (DeepNet, arXiv 2203.00555). Without a bound
+# minutes and all memory would go before the weights turn out to have fewer.
+_LAYERS: _Kind = (
+  "a whole number from 1 to 1,000",
+  lambda x: _whole(x) and 1 <= x <= 1_000,
+)
 _FROM_0: _Kind = ("a whole number of at least 0", lambda x: _whole(x) and x >= 0)
 _POSITIVE: _Kind = ("a number above 0", lambda x: _number(x) and x > 0)
 _FROM_1: _Kind = ("a number of at least 1", lambda x: _number(x) and x >= 1)
@@ -36,6 +47,7 @@ _NAMES: _Kind = (
   "a list of names",
   lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x),
 )
+_TEXT: _Kind = ("text", lambda x: isinstance(x, str))
 _OBJECT: _Kind = ("an object", lambda x: isinstance(x, dict))
 _ID: _Kind = ("a token's id", _whole)
 _IDS: _Kind = (
@@ -53,7 +65,7 @@ def _only(*accepted: Any) -> _Kind:
 _COMPUTED: dict[str, _Kind] = {
   "vocab_size": _COUNT,
   "hidden_size": _COUNT,
-  "num_hidden_layers": _COUNT,
+  "num_hidden_layers": _LAYERS,
   "num_attention_heads": _COUNT,
   "num_key_value_heads": _or_null(_COUNT),
   "head_dim": _or_null(_COUNT),
@@ -91,15 +103,15 @@ CARRIED: dict[str, _Kind] = {
   "max_position_embeddings": _COUNT,
   "pad_token_id": _or_null(_ID),
 }
-_IGNORED = (
-  "_name_or_path",
-  "architectures",
-  "dtype",
-  "model_type",
-  "torch_dtype",
-  "transformers_version",
-  "use_cache",
-)
+_IGNORED: dict[str, _Kind] = {
+  "_name_or_path": _or_null(_TEXT),
+  "architectures": _or_null(_NAMES),
+  "dtype": _or_null(_TEXT),
+  "model_type": _TEXT,
+  "torch_dtype": _or_null(_TEXT),
+  "transformers_version": _or_null(_TEXT),
+  "use_cache": _or_null(_BOOL),
+}
 
 
 def check_fields(config: dict[str, Any], where: str) -> None:
@@ -108,12 +120,12 @@ def check_fields(config: dict[str, Any], where: str) -> None:
   Raises:
     ValueError: naming `where`, the field, its value and what is accepted.
   """
-  kinds = _COMPUTED | CARRIED
+  kinds = _COMPUTED | CARRIED | _IGNORED
   for field, value in config.items():
-    if field not in kinds and field not in _IGNORED:
+    if field not in kinds:
       raise ValueError(
-        f"{where}: field {field!r} ({value!r}) is not supported; remove it if it does "
-        "not change what the model computes"
+        f"{where}: field {field!r} ({shown(value)}) is not supported; remove it if it "
+        "does not change what the model computes"
       )
   _check_kinds(config, kinds, where)
   for name in ("rope_scaling", "rope_parameters"):
@@ -126,5 +138,6 @@ def _check_kinds(
   for field, (accepted, test) in kinds.items():
     if field in values and not test(values[field]):
       raise ValueError(
-        f"{where}: field '{before}{field}' is {values[field]!r}; accepted: {accepted}"
+        f"{where}: field '{before}{field}' is {shown(values[field])}; accepted: "
+        f"{accepted}"
       )
