@@ -143,7 +143,7 @@ def read_request(
   question, ignored = _question(body.messages, conversation)
   if body.n > most:
     raise Refused(f"n must be between 1 and {most}", "n")
-  if body.stream_options.include_usage and not body.stream:
+  if body.stream_options.model_fields_set and not body.stream:
     raise Refused("stream_options needs stream", "stream_options")
   limits = {body.max_tokens, body.max_completion_tokens} - {None}
   if len(limits) > 1:

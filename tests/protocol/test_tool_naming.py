@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -105,7 +106,8 @@ def test_no_name_or_format_is_in_two_places():
   both = [(spec.augmentation, spec.held_out) for spec in SPECS.values()]
   names = [name for pair in both for choices in pair for name in choices.names]
   assert len(names) == len(set(names))
-  assert not set(names) & {*roles.ROLES, roles.OBSERVATION, roles.START}
+  assert not {*names, *SPECS} & {*roles.ROLES, roles.OBSERVATION, roles.START}
+  assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in (*names, *SPECS))
   for trained, held_out in both:
     formats = {form.description for form in trained.formats}
     assert not formats & {form.description for form in held_out.formats}
