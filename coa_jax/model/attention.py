@@ -80,7 +80,7 @@ def attend_packed(
     segment_BT: int segment number of each token; 0 is padding, which reads padding. A
       segment's tokens stand together.
     window: tokens that a query sees, itself included; 0 for all.
-    kernel: one of `architecture.ATTENTION`.
+    kernel: one of `config.ATTENTION`.
     layout: the mesh that the arrays are split over. Where it splits rows, every device
       computes its own queries against the keys and values of all devices before it,
       gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a
@@ -204,7 +204,7 @@ def _xla(
   segment_BS: jax.Array,
   window: int,
 ) -> jax.Array:
-  """Block by block; see `flash`. Small blocks stay in a CPU's cache."""
+  """Block by block; see `kernels.blockwise`. Small blocks stay in a CPU's cache."""
   block = 64 if jax.default_backend() == "cpu" else 512
   args = (q_BTNH, k_BSKH, v_BSKH, segment_BS)
   return blockwise.attend_segments(*args, window, OUT, block)

@@ -11,9 +11,9 @@ import pytest
 import toy
 import transformers
 
-from coa_jax.model import config as architecture
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model.hf.config import from_hf_config, to_hf_config
 from coa_jax.model.variants import VARIANTS, variant
 
 QWEN3 = dataclasses.replace(toy.MODEL, layers=4)
@@ -136,7 +136,7 @@ def test_a_variant_that_is_not_published_is_refused():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config_files_are_read_as_their_variants(name: str):
-  assert architecture.from_hf_config(PUBLISHED[name]) == VARIANTS[name]
+  assert from_hf_config(PUBLISHED[name]) == VARIANTS[name]
 
 
 def test_base_models_say_more_and_are_read_too():
@@ -147,34 +147,34 @@ def test_base_models_say_more_and_are_read_too():
     "transformers_version": "4.40.1",
     "use_mrope": False,
   }
-  assert architecture.from_hf_config(base) == VARIANTS["qwen2.5-7b"]
+  assert from_hf_config(base) == VARIANTS["qwen2.5-7b"]
   with pytest.raises(ValueError, match="'use_mrope' is True; accepted: False"):
-    architecture.from_hf_config({**base, "use_mrope": True})
+    from_hf_config({**base, "use_mrope": True})
 
 
 def test_yarn_is_read_as_the_readmes_of_qwen_write_it():
   yarn = Yarn(4.0, 32_768)
   scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
   old = {**PUBLISHED["qwen2.5-7b"], "rope_scaling": {"type": "yarn", **scaling}}
-  cfg = architecture.from_hf_config(old)
+  cfg = from_hf_config(old)
   assert cfg == dataclasses.replace(VARIANTS["qwen2.5-7b"], yarn=yarn)
   now = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn", **scaling}}
-  cfg = architecture.from_hf_config(now)
+  cfg = from_hf_config(now)
   assert cfg == dataclasses.replace(VARIANTS["qwen3-8b"], yarn=yarn)
   # transformers 5 writes one field for all of it.
   new = {**PUBLISHED["qwen3-8b"]}
   del new["rope_theta"], new["rope_scaling"]
   new["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e6, **scaling}
-  assert architecture.from_hf_config(new) == cfg
+  assert from_hf_config(new) == cfg
 
 
 def test_what_yarn_leaves_out_comes_from_the_positions():
   config = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn"}}
   config["rope_scaling"]["factor"] = None
   config["rope_scaling"]["original_max_position_embeddings"] = 10240
-  assert architecture.from_hf_config(config).yarn == Yarn(4.0, 10_240)
+  assert from_hf_config(config).yarn == Yarn(4.0, 10_240)
   config["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
-  assert architecture.from_hf_config(config).yarn == Yarn(2.0, 40_960)
+  assert from_hf_config(config).yarn == Yarn(2.0, 40_960)
 
 
 YARNS = (
@@ -193,16 +193,16 @@ def test_config_json_reads_back(cfg: ModelConfig):
     one = {"yarn": yarn, "windows": windows, "tie_embeddings": tied}
     changed = dataclasses.replace(cfg, **sizes, **one, rope_theta=5e5)
     config = written(changed)
-    assert architecture.from_hf_config(config) == changed
+    assert from_hf_config(config) == changed
     if windows == tuple(sorted(windows)):
       # Readers of before there were layer types see the same layers.
       config.pop("layer_types", None)
-      assert architecture.from_hf_config(config) == changed
+      assert from_hf_config(config) == changed
 
 
 def written(cfg: ModelConfig) -> dict[str, Any]:
   """What a config.json of an architecture holds."""
-  return json.loads(json.dumps(architecture.to_hf_config(cfg)))
+  return json.loads(json.dumps(to_hf_config(cfg)))
 
 
 def test_the_positions_that_a_config_states_are_those_of_yarn():
@@ -214,42 +214,42 @@ def test_the_positions_that_a_config_states_are_those_of_yarn():
 
 def test_windows_are_used_only_if_the_config_says_so():
   config = {**written(QWEN3), "sliding_window": 8, "max_window_layers": 1}
-  assert architecture.from_hf_config(config).windows == ()
+  assert from_hf_config(config).windows == ()
   config["use_sliding_window"] = True
-  assert architecture.from_hf_config(config).windows == (0, 8, 8, 8)
+  assert from_hf_config(config).windows == (0, 8, 8, 8)
   config["max_window_layers"] = 4
-  assert architecture.from_hf_config(config).windows == ()
+  assert from_hf_config(config).windows == ()
   # What transformers takes where they are left out: 28 layers and 4096 tokens.
   del config["max_window_layers"]
-  assert architecture.from_hf_config(config).windows == ()
+  assert from_hf_config(config).windows == ()
   del config["sliding_window"]
   config["max_window_layers"] = 3
-  assert architecture.from_hf_config(config).windows == (0, 0, 0, 4096)
+  assert from_hf_config(config).windows == (0, 0, 0, 4096)
 
 
 def test_defaults_of_old_config_files():
   config = written(QWEN3)
   del config["head_dim"], config["rope_theta"], config["tie_word_embeddings"]
   config["num_key_value_heads"] = None
-  cfg = architecture.from_hf_config(config)
+  cfg = from_hf_config(config)
   # transformers' defaults: 128 for Qwen3, D / N for Qwen2.
   assert (cfg.head_dim, cfg.kv_heads) == (128, QWEN3.heads)
   old = {**config, "model_type": "qwen2", "attention_bias": True}
-  assert architecture.from_hf_config(old).head_dim == QWEN3.width // QWEN3.heads
+  assert from_hf_config(old).head_dim == QWEN3.width // QWEN3.heads
   assert (cfg.rope_theta, cfg.tie_embeddings) == (10_000.0, False)
   new = {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-  assert architecture.from_hf_config(new).rope_theta == 5e5
+  assert from_hf_config(new).rope_theta == 5e5
 
 
 def test_key_value_heads_that_are_left_out_are_as_many_as_transformers_takes():
   config = {**written(QWEN3), "num_attention_heads": 64}
   del config["num_key_value_heads"]
-  assert architecture.from_hf_config(config).kv_heads == 32
+  assert from_hf_config(config).kv_heads == 32
   assert transformers.Qwen3Config(num_attention_heads=64).num_key_value_heads == 32
   assert transformers.Qwen2Config(num_attention_heads=64).num_key_value_heads == 32
   config["num_attention_heads"] = 4
   with pytest.raises(ValueError, match="lacks field 'num_key_value_heads'"):
-    architecture.from_hf_config(config)
+    from_hf_config(config)
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 4}
@@ -260,10 +260,13 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
   [
     ({"model_type": "qwen3_moe"}, "'model_type' is 'qwen3_moe'; accepted: 'qwen2'"),
     ({"model_type": None}, "'model_type' is None"),
-    ({"dual_chunk_attention_config": {"a": 1}}, "'dual_chunk_attention_config' ({'a'"),
-    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' (0.5) is not supported"),
-    ({"quantization_config": {}}, "'quantization_config' ({}) is not supported"),
-    ({"num_experts": 64}, "'num_experts' (64) is not supported"),
+    ({"model_type": ["qwen3"]}, "'model_type' is ['qwen3']"),
+    ({"dual_chunk_attention_config": {"a": 1}}, "'dual_chunk_attention_config' is {'a"),
+    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; accepted: 1.0"),
+    ({"quantization_config": {"bits": 4}}, "'quantization_config' is {'bits': 4}; acc"),
+    ({"num_experts": 64}, "'num_experts' is 64; accepted: null, false or 0"),
+    ({"mlp_bias": True}, "'mlp_bias' is True; accepted: null, false or 0"),
+    ({"residual_multiplier": 0.2}, "'residual_multiplier' is 0.2; accepted: 1.0"),
     ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; accepted: 'silu'"),
     ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1; accepted: 0.0"),
     ({"attention_bias": True}, "'attention_bias' is True; supported for qwen3: False"),
@@ -305,8 +308,22 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
 )
 def test_what_this_model_does_not_compute_is_refused_by_name(changes, message: str):
   with pytest.raises(ValueError) as e:
-    architecture.from_hf_config({**written(QWEN3), **changes}, "folder/config.json")
+    from_hf_config({**written(QWEN3), **changes}, "folder/config.json")
   assert str(e.value).startswith("folder/config.json: ") and message in str(e.value)
+
+
+def test_fields_that_no_table_knows_are_ignored_with_one_warning(caplog):
+  known = {**written(QWEN3), "quantization_config": None, "output_attentions": False}
+  assert from_hf_config(known, "known/config.json") == QWEN3
+  assert not caplog.records
+  more = {**known, "future_field": 7, "another": {"a": [1]}}
+  for _ in range(2):  # a run reads the file more than once
+    assert from_hf_config(more, "new/config.json") == QWEN3
+  (record,) = caplog.records
+  assert record.levelname == "WARNING"
+  message = record.getMessage()
+  assert message.startswith("new/config.json: ignored fields")
+  assert message.endswith(": 'another', 'future_field'")
 
 
 @pytest.mark.parametrize(
@@ -323,20 +340,20 @@ def test_a_size_that_is_missing_is_named(field: str):
   config = written(QWEN2)
   del config[field]
   with pytest.raises(ValueError, match=rf"config\.json: lacks field '{field}'"):
-    architecture.from_hf_config(config)
+    from_hf_config(config)
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"attention_bias": True}, "must differ"),
-    ({"qk_norm": False}, "must differ"),
+    ({"attention_bias": True}, "attention_bias is True and model.qk_norm True; Hugg"),
+    ({"qk_norm": False}, "attention_bias is False and model.qk_norm False; Hugging F"),
     ({"windows": (4, 8, 0, 0)}, r"several sizes \[4, 8\]"),
   ],
 )
 def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
   with pytest.raises(ValueError, match=message):
-    architecture.to_hf_config(dataclasses.replace(QWEN3, **changes))
+    to_hf_config(dataclasses.replace(QWEN3, **changes))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from safetensors.numpy import load_file
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import decode_params, transformer
-from coa_jax.model.config import LoadConfig, ModelConfig, to_hf_config
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.transformer import Transformer
 from coa_jax.model.variants import VARIANTS, variant

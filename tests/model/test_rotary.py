@@ -8,7 +8,8 @@ import mpmath
 import numpy as np
 import pytest
 
-from coa_jax.model.config import ModelConfig, Yarn, to_hf_config
+from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.rotary import frequencies
 
 torch = pytest.importorskip("torch")
