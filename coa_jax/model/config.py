@@ -1,7 +1,8 @@
 """What a dense decoder is, in numbers: its sizes and its options.
 
 `hf.config` reads and writes them as Hugging Face's `config.json`. Sources: Qwen2 (arXiv
-2407.10671), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388).
+2407.10671), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv
+2407.21783).
 """
 
 from __future__ import annotations
@@ -48,6 +49,40 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+  """Llama 3.1's stretching of rotary frequencies to more positions.
+
+  A dimension is judged by how often it turns over the positions of before.
+
+  Attributes:
+    factor: dimensions that turn seldom are divided by it.
+    positions: the positions that the model was trained on before it was stretched.
+    low_freq_factor: dimensions that turn less often than this are divided by `factor`.
+    high_freq_factor: those that turn more often than this are left alone; between the
+      two the frequency is interpolated.
+  """
+
+  factor: float
+  positions: int
+  low_freq_factor: float
+  high_freq_factor: float
+
+  def __post_init__(self):
+    if not 1 <= self.factor < math.inf or self.positions < 1:
+      raise ValueError(
+        f"llama3 needs factor and positions of at least 1, got {self.factor} and "
+        f"{self.positions}"
+      )
+    for field in ("low_freq_factor", "high_freq_factor"):
+      _check_positive(field, getattr(self, field))
+    if self.low_freq_factor >= self.high_freq_factor:
+      raise ValueError(
+        f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
+        f"{self.high_freq_factor}"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Config section `model`; the defaults are the quickstart's.
 
@@ -60,13 +95,14 @@ class ModelConfig:
     head_dim: H; independent of D / N, even.
     ff: F, the SwiGLU's hidden width.
     rope_theta: base of the rotary frequencies.
-    yarn: how they are stretched, if they are.
+    yarn: how they are stretched to more positions, if they are.
+    llama3: the same, as Llama 3.1 does it; one of the two.
     windows: for each layer how many tokens a query sees, itself included, 0 for all;
       () where every layer sees all.
     norm_eps: added to the mean square in RMSNorm.
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
-    qk_norm: True for RMSNorm on each query and key head (Qwen3).
+    qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither.
     dtype: of activations; norms, softmax and log-probs are float32 whatever it is.
     param_dtype: of the parameters.
     weight_dtype: what parameters are rounded to where they are used; dtype where empty.
@@ -94,6 +130,7 @@ class ModelConfig:
   ff: int = 384
   rope_theta: float = 10_000.0
   yarn: Yarn | None = None
+  llama3: Llama3Rope | None = None
   windows: tuple[int, ...] = ()
   norm_eps: float = 1e-6
   tie_embeddings: bool = True
@@ -119,6 +156,10 @@ class ModelConfig:
       raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
     if self.head_dim % 2:
       raise ValueError(f"head_dim {self.head_dim} is odd; rotary halves need it even")
+    if self.yarn and self.llama3:
+      raise ValueError(
+        "yarn and llama3 both stretch the frequencies; leave one of them"
+      )
     if self.windows and len(self.windows) != self.layers:
       raise ValueError(
         f"windows has {len(self.windows)} entries for {self.layers} layers"

@@ -10,108 +10,16 @@ from typing import Any
 import pytest
 import toy
 import transformers
+from published import PARAMETERS, PUBLISHED
 
 from coa_jax.model import transformer
-from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 from coa_jax.model.hf.config import from_hf_config, to_hf_config
 from coa_jax.model.variants import VARIANTS, variant
 
 QWEN3 = dataclasses.replace(toy.MODEL, layers=4)
 QWEN2 = dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True)
-
-# As the model cards and the weights on the Hugging Face Hub have them; of Qwen3's tied
-# models without the second copy of the embedding that is stored there.
-PARAMETERS = {
-  "qwen2.5-0.5b": 494_032_768,
-  "qwen2.5-1.5b": 1_543_714_304,
-  "qwen2.5-3b": 3_085_938_688,
-  "qwen2.5-7b": 7_615_616_512,
-  "qwen2.5-14b": 14_770_033_664,
-  "qwen2.5-32b": 32_763_876_352,
-  "qwen2.5-72b": 72_706_203_648,
-  "qwen3-0.6b": 596_049_920,
-  "qwen3-1.7b": 1_720_574_976,
-  "qwen3-4b": 4_022_468_096,
-  "qwen3-8b": 8_190_735_360,
-  "qwen3-14b": 14_768_307_200,
-  "qwen3-32b": 32_762_123_264,
-}
-
-# The fields that the published folders have, all of them.
-_QWEN25 = {
-  "architectures": ["Qwen2ForCausalLM"],
-  "attention_dropout": 0.0,
-  "bos_token_id": 151643,
-  "eos_token_id": 151645,
-  "hidden_act": "silu",
-  "initializer_range": 0.02,
-  "max_position_embeddings": 32768,
-  "model_type": "qwen2",
-  "rms_norm_eps": 1e-06,
-  "rope_theta": 1000000.0,
-  "torch_dtype": "bfloat16",
-  "transformers_version": "4.43.1",
-  "use_cache": True,
-  "use_sliding_window": False,
-}
-_QWEN3 = {
-  **_QWEN25,
-  "architectures": ["Qwen3ForCausalLM"],
-  "attention_bias": False,
-  "head_dim": 128,
-  "max_position_embeddings": 40960,
-  "model_type": "qwen3",
-  "num_key_value_heads": 8,
-  "rope_scaling": None,
-  "rope_theta": 1000000,
-  "sliding_window": None,
-  "transformers_version": "4.51.0",
-  "vocab_size": 151936,
-}
-PUBLISHED = {
-  "qwen2.5-0.5b": {
-    **_QWEN25,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_window_layers": 21,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-  },
-  "qwen2.5-7b": {
-    **_QWEN25,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_window_layers": 28,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-  },
-  "qwen3-0.6b": {
-    **_QWEN3,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_window_layers": 28,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "tie_word_embeddings": True,
-  },
-  "qwen3-8b": {
-    **_QWEN3,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "tie_word_embeddings": False,
-  },
-}
+LLAMA = dataclasses.replace(QWEN3, qk_norm=False)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -177,6 +85,28 @@ def test_what_yarn_leaves_out_comes_from_the_positions():
   assert from_hf_config(config).yarn == Yarn(2.0, 40_960)
 
 
+def test_llama_3s_rope_is_read_as_transformers_5_writes_it():
+  new = {**PUBLISHED["llama3.2-1b"]}
+  del new["rope_theta"]
+  rope = {**new.pop("rope_scaling"), "rope_theta": 5e5}
+  assert from_hf_config({**new, "rope_parameters": rope}) == VARIANTS["llama3.2-1b"]
+  # Positions that are left out are those that the file states.
+  del rope["original_max_position_embeddings"]
+  cfg = from_hf_config({**new, "rope_parameters": rope})
+  assert cfg.llama3 == Llama3Rope(32.0, 131_072, 1.0, 4.0)
+
+
+@pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_what_llama_3s_rope_lacks_is_named(field: str):
+  config = {**PUBLISHED["llama3.1-8b"]}
+  config["rope_scaling"] = {**config["rope_scaling"]}
+  del config["rope_scaling"][field]
+  with pytest.raises(
+    ValueError, match=f"'rope_scaling': lacks '{field}', which 'llama"
+  ):
+    from_hf_config(config)
+
+
 YARNS = (
   None,
   Yarn(4.0, 32_768),
@@ -198,6 +128,21 @@ def test_config_json_reads_back(cfg: ModelConfig):
       # Readers of before there were layer types see the same layers.
       config.pop("layer_types", None)
       assert from_hf_config(config) == changed
+
+
+def test_config_json_of_a_llama_reads_back():
+  for rope, tied in itertools.product(
+    ({}, {"llama3": Llama3Rope(8.0, 64, 1.0, 4.0)}, {"yarn": Yarn(4.0, 64)}),
+    (False, True),
+  ):
+    changed = dataclasses.replace(LLAMA, tie_embeddings=tied, head_dim=10, **rope)
+    config = written(changed)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert from_hf_config(config) == changed
+  # What a llama's config.json leaves out.
+  del config["num_key_value_heads"], config["head_dim"]
+  cfg = from_hf_config(config)
+  assert (cfg.kv_heads, cfg.head_dim) == (LLAMA.heads, LLAMA.width // LLAMA.heads)
 
 
 def written(cfg: ModelConfig) -> dict[str, Any]:
@@ -277,7 +222,7 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
     ),
     (
       {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-      "'rope_scaling.rope_type' is 'dynamic'; supported: 'default', 'yarn'",
+      "'rope_scaling.rope_type' is 'dynamic'; supported: 'default', 'yarn', 'llama3'",
     ),
     (
       {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
@@ -347,7 +292,14 @@ def test_a_size_that_is_missing_is_named(field: str):
   ("changes", "message"),
   [
     ({"attention_bias": True}, "attention_bias is True and model.qk_norm True; Hugg"),
-    ({"qk_norm": False}, "attention_bias is False and model.qk_norm False; Hugging F"),
+    (
+      {"qk_norm": False, "windows": (8, 8, 0, 0)},
+      "windows of 8 tokens; Llama has none",
+    ),
+    (
+      {"qk_norm": False, "width": 30},
+      "heads 4 do not divide width 30, as those of Llam",
+    ),
     ({"windows": (4, 8, 0, 0)}, r"several sizes \[4, 8\]"),
   ],
 )
@@ -362,3 +314,14 @@ def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
 def test_impossible_stretchings_are_refused(changes):
   with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
     Yarn(**{"factor": 2.0, "positions": 64, **changes})
+
+
+@pytest.mark.parametrize(
+  "changes", [{"factor": 0.5}, {"low_freq_factor": 0.0}, {"low_freq_factor": 4.0}]
+)
+def test_so_are_those_of_llama_3(changes):
+  values = {"factor": 8.0, "positions": 64, "low_freq_factor": 1.0}
+  with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
+    Llama3Rope(**{**values, "high_freq_factor": 4.0, **changes})
+  with pytest.raises(ValueError, match="yarn and llama3 both"):
+    dataclasses.replace(LLAMA, yarn=Yarn(2.0, 64), llama3=Llama3Rope(2.0, 64, 1.0, 4.0))

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +32,10 @@ class Family:
     qk_norm: True for RMSNorm on each query and key head.
     head_dim: what transformers takes where config.json has none; 0 for the width over
       the heads.
-    kv_heads: what it takes where config.json has none.
+    kv_heads: what it takes where config.json has none; 0 for as many as heads.
     positions: what it takes for `max_position_embeddings` where config.json has none.
+    windows: whether layers can have sliding windows.
+    divided: whether the width must be a multiple of the heads.
   """
 
   name: str
@@ -42,12 +44,15 @@ class Family:
   head_dim: int
   kv_heads: int
   positions: int
+  windows: bool = True
+  divided: bool = False
 
 
 # model_type -> what it is.
 FAMILIES = {
-  "qwen2": Family("Qwen2", True, False, head_dim=0, kv_heads=32, positions=32_768),
-  "qwen3": Family("Qwen3", False, True, head_dim=128, kv_heads=32, positions=32_768),
+  "qwen2": Family("Qwen2", True, False, 0, 32, 32_768),
+  "qwen3": Family("Qwen3", False, True, 128, 32, 32_768),
+  "llama": Family("Llama", False, False, 0, 0, 2_048, windows=False, divided=True),
 }
 
 # What a value may be: in words, and the test.
@@ -132,6 +137,32 @@ _ROPE: dict[str, _Kind] = {
   "beta_slow": _or_null(_POSITIVE),
   "attention_factor": _or_null(_POSITIVE),
   "truncate": _BOOL,
+  "low_freq_factor": _POSITIVE,
+  "high_freq_factor": _POSITIVE,
+}
+# rope_type, which is ModelConfig's field, too -> the field's class, and the fields of
+# that by their names in config.json.
+_SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
+  "yarn": (
+    Yarn,
+    {
+      "factor": "factor",
+      "original_max_position_embeddings": "positions",
+      "beta_fast": "beta_fast",
+      "beta_slow": "beta_slow",
+      "truncate": "truncate",
+      "attention_factor": "attention_factor",
+    },
+  ),
+  "llama3": (
+    Llama3Rope,
+    {
+      "factor": "factor",
+      "original_max_position_embeddings": "positions",
+      "low_freq_factor": "low_freq_factor",
+      "high_freq_factor": "high_freq_factor",
+    },
+  ),
 }
 # Fields of dense and other decoders that change the computation, and the values with
 # which they do not: a model that needs another one is refused.
@@ -253,7 +284,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
     names = sorted(hf for hf, ours in _SAME.items() if ours in missing)
     raise ValueError(f"{where}: lacks field {names[0]!r}")
   # What transformers takes where a field is null, and where it is left out.
-  null = "num_key_value_heads" in config
+  null = "num_key_value_heads" in config or not family.kv_heads
   values.setdefault("kv_heads", values["heads"] if null else family.kv_heads)
   if not null and values["heads"] % values["kv_heads"]:
     raise ValueError(
@@ -266,9 +297,11 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   values |= _rope(config, family, where)
   values["windows"] = _windows(config, values["layers"], where)
   try:
-    return ModelConfig(**values, attention_bias=bias, qk_norm=family.qk_norm)
+    cfg = ModelConfig(**values, attention_bias=bias, qk_norm=family.qk_norm)
+    _check_family(cfg, family)
   except ValueError as e:
     raise ValueError(f"{where}: {e}") from e
+  return cfg
 
 
 def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -279,9 +312,7 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
       biases and norms, or windows of several sizes.
   """
   model_type, family = _family_of(cfg)
-  sizes = sorted({w for w in cfg.windows if w})
-  if len(sizes) > 1:
-    raise ValueError(f"model.windows has several sizes {sizes}; Hugging Face has one")
+  _check_family(cfg, family)
   out = {
     "architectures": [f"{family.name}ForCausalLM"],
     "model_type": model_type,
@@ -289,28 +320,19 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     "rope_theta": cfg.rope_theta,
     "hidden_act": "silu",
     "attention_bias": cfg.attention_bias,
-    "use_sliding_window": bool(sizes),
     "max_position_embeddings": 32_768,
     "torch_dtype": cfg.param_dtype,
   }
-  if sizes:
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    out["sliding_window"] = sizes[0]
-    out["layer_types"] = [kinds[w > 0] for w in cfg.windows]
-    # For readers that know no layer_types; right where sliding layers come last.
-    out["max_window_layers"] = sum(w == 0 for w in cfg.windows)
-  if cfg.yarn:
-    y = cfg.yarn
-    out["max_position_embeddings"] = round(y.factor * y.positions)
-    out["rope_scaling"] = {
-      "rope_type": "yarn",
-      "factor": y.factor,
-      "original_max_position_embeddings": y.positions,
-      "beta_fast": y.beta_fast,
-      "beta_slow": y.beta_slow,
-      "truncate": y.truncate,
-      **({"attention_factor": y.attention_factor} if y.attention_factor else {}),
-    }
+  if family.windows:
+    out |= _write_windows(cfg)
+  for kind, (_, names) in _SCALINGS.items():
+    scaling = getattr(cfg, kind)
+    if scaling:
+      values = {hf: getattr(scaling, ours) for hf, ours in names.items()}
+      # A number that is 0 is one that readers work out by themselves.
+      stated = {hf: x for hf, x in values.items() if x or x is False}
+      out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
+      out["rope_scaling"] = {"rope_type": kind, **stated}
   return out
 
 
@@ -326,6 +348,20 @@ def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
     f"model.attention_bias is {cfg.attention_bias} and model.qk_norm {cfg.qk_norm}; "
     f"Hugging Face has {known}"
   )
+
+
+def _check_family(cfg: ModelConfig, family: Family) -> None:
+  """Refuses what a family's config.json can not say, or its reader refuses."""
+  sizes = sorted({w for w in cfg.windows if w})
+  if len(sizes) > 1:
+    raise ValueError(f"model.windows has several sizes {sizes}; Hugging Face has one")
+  if sizes and not family.windows:
+    raise ValueError(f"windows of {sizes[0]} tokens; {family.name} has none")
+  if family.divided and cfg.width % cfg.heads:
+    raise ValueError(
+      f"heads {cfg.heads} do not divide width {cfg.width}, as those of {family.name} "
+      "must in transformers"
+    )
 
 
 def _check_fields(config: dict[str, Any], where: str) -> None:
@@ -376,39 +412,40 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
   kind = rope.pop("rope_type", rope.pop("type", "default"))
   rope.pop("type", None)
   rope.pop("partial_rotary_factor", None)
-  if kind not in _SCALINGS:
+  if kind not in ("default", *_SCALINGS):
+    accepted = ", ".join(map(repr, ("default", *_SCALINGS)))
     raise ValueError(
-      f"{where}: field '{name}.rope_type' is {kind!r}; supported: "
-      f"{', '.join(map(repr, _SCALINGS))}"
+      f"{where}: field '{name}.rope_type' is {kind!r}; supported: {accepted}"
     )
-  longest = config.get("max_position_embeddings", family.positions)
-  try:
-    scaling = _SCALINGS[kind](rope, longest)
-  except ValueError as e:
-    raise ValueError(f"{where}: field '{name}': {e}") from e
+  out: dict[str, Any] = {"rope_theta": theta}
+  if kind in _SCALINGS:
+    longest = config.get("max_position_embeddings", family.positions)
+    try:
+      out[kind] = _read_scaling(kind, rope, longest)
+    except ValueError as e:
+      raise ValueError(f"{where}: field '{name}': {e}") from e
   for field, value in rope.items():
     raise ValueError(f"{where}: field '{name}.{field}' ({value!r}) is not supported")
-  return {"rope_theta": theta, **scaling}
+  return out
 
 
-def _read_yarn(rope: dict[str, Any], longest: int) -> dict[str, Any]:
-  positions = rope.pop("original_max_position_embeddings", None) or longest
-  yarn = Yarn(
-    factor=float(rope.pop("factor", None) or longest / positions),
-    positions=positions,
-    beta_fast=float(rope.pop("beta_fast", None) or 32),
-    beta_slow=float(rope.pop("beta_slow", None) or 1),
-    attention_factor=float(rope.pop("attention_factor", None) or 0),
-    truncate=rope.pop("truncate", True),
-  )
-  return {"yarn": yarn}
-
-
-# rope_type -> what takes its fields out of the object, and gives ModelConfig's.
-_SCALINGS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
-  "default": lambda rope, longest: {},
-  "yarn": _read_yarn,
-}
+def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama3Rope:
+  """Takes out of the object what a kind of scaling needs."""
+  cls, names = _SCALINGS[kind]
+  values = {}
+  for hf, ours in names.items():
+    value = rope.pop(hf, None)
+    if value is not None:
+      values[ours] = float(value) if _whole(value) and ours != "positions" else value
+  # What transformers takes for these where they are left out.
+  values.setdefault("positions", longest)
+  if kind == "yarn":
+    values.setdefault("factor", longest / values["positions"])
+  for hf, ours in names.items():
+    needed = getattr(cls, ours, None) is None  # a field with a default has it there
+    if needed and ours not in values:
+      raise ValueError(f"lacks {hf!r}, which {kind!r} needs")
+  return cls(**values)
 
 
 def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
@@ -439,3 +476,17 @@ def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]
       "'sliding_window' give it no size"
     )
   return tuple(size if k == "sliding_attention" else 0 for k in kinds)
+
+
+def _write_windows(cfg: ModelConfig) -> dict[str, Any]:
+  sizes = {w for w in cfg.windows if w}
+  if not sizes:
+    return {"use_sliding_window": False}
+  kinds = {True: "sliding_attention", False: "full_attention"}
+  return {
+    "use_sliding_window": True,
+    "sliding_window": sizes.pop(),
+    "layer_types": [kinds[w > 0] for w in cfg.windows],
+    # For readers that know no layer_types; right where sliding layers come last.
+    "max_window_layers": sum(w == 0 for w in cfg.windows),
+  }
