@@ -82,9 +82,9 @@ def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
   return jnp.cos(angle_BT1F) * scale, jnp.sin(angle_BT1F) * scale
 
 
-def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x_BTNH: jax.Array, rope: Rotation) -> jax.Array:
   """Rotates heads by their positions' angles, in float32; x's dtype."""
-  cos, sin = by
+  cos, sin = rope
   a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
   out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return out.astype(x_BTNH.dtype)

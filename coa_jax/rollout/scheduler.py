@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.model import decode_params, transformer
+from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import Layout
@@ -62,7 +62,7 @@ class Slots:
       sampler.Tables(*tables, constraint=on_device(constraint)),
       layout.sharding("") if layout else None,
     )
-    self._cache = self._empty()
+    self._cache = KVCache.one_block(model, config.slots, config.max_len, layout)
 
   def run(
     self,
@@ -78,31 +78,14 @@ class Slots:
       episodes: taken in order as slots fall free; None says that there is none now.
       seed: of the sampling.
     """
-    if transformer.cache_size(self._cache) > decode_params.PIECE:
-      self._cache = self._empty()
+    self._cache = self._cache.free(self.layout)
     run = _Run(self, newest, episodes, seed)
     while run.fill():
       yield run.step()
 
-  def _empty(self) -> tuple[transformer.LayerCache, ...]:
-    """A cache of one piece."""
-    size = min(self.config.max_len, decode_params.PIECE)
-    return decode_params.init_cache(self.model, self.config.slots, size, self.layout)
-
   def _fit(self, places: int) -> None:
-    """Gives the cache room for so many places: doubled, or cut once 1/4 would do."""
-    size, pieces = transformer.cache_size(self._cache), 1
-    while pieces * decode_params.PIECE < places:
-      pieces *= 2
-    if size >= 4 * pieces * decode_params.PIECE:
-      pieces *= 2
-    elif size >= places:
-      return
-    pieces = min(pieces, -(-self.config.max_len // decode_params.PIECE))
-    layers, self._cache = list(self._cache), ()
-    for i, layer in enumerate(layers):  # so that one layer at a time is there twice
-      layers[i] = layer = sampler.resize(layer, pieces, self.layout)
-    self._cache = tuple(layers)
+    """Gives the cache room for so many places."""
+    self._cache = self._cache.resize(places, self.config.max_len, self.layout)
 
 
 class _Run:
@@ -292,8 +275,8 @@ class _Run:
         from_R[r], to_R[r] = other, slot
         self._given(slot, ids)
         self.owner.counters.copied_tokens += len(ids)
-      cache, layout = self.owner._cache, self.owner.layout
-      self.owner._cache = sampler.copy(cache, from_R, to_R, layout)
+      cache = self.owner._cache
+      self.owner._cache = cache.share(from_R, to_R, self.owner.layout)
 
   def _sample(self) -> list[Episode]:
     owner, before, ended = self.owner, self.state.active_B, []

@@ -294,11 +294,11 @@ def test_a_size_that_is_missing_is_named(field: str):
     ({"attention_bias": True}, "attention_bias is True and model.qk_norm True; Hugg"),
     (
       {"qk_norm": False, "windows": (8, 8, 0, 0)},
-      "windows of 8 tokens; Llama has none",
+      "windows of 8 tokens, but Llama .at",
     ),
     (
       {"qk_norm": False, "width": 30},
-      "heads 4 do not divide width 30, as those of Llam",
+      "heads 4 do not divide width 30, but of Llama",
     ),
     ({"windows": (4, 8, 0, 0)}, r"several sizes \[4, 8\]"),
   ],

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import decode_params, transformer
+from coa_jax.model.cache import KVCache
 from coa_jax.model.config import Llama3Rope, LoadConfig, ModelConfig
 from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.io import load_model, save_model
@@ -303,7 +304,7 @@ def greedy(
   cache = sampler.extend(
     cfg,
     params,
-    decode_params.init_cache(cfg, B, longest + new),
+    KVCache.empty(cfg, B, longest + new),
     np.arange(B),
     batch.tokens_BT,
     np.zeros(B, np.int32),

@@ -12,7 +12,9 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.model import decode_params, transformer
+from coa_jax.model import cache as caching
+from coa_jax.model import transformer
+from coa_jax.model.cache import KVCache
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.grammar.automaton import compile_stops
@@ -186,20 +188,19 @@ def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
 @pytest.mark.parametrize("window", [3, 8])
 def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
-  monkeypatch.setattr(decode_params, "PIECE", 16)
-  whole = scheduler(window=window)
-  (slots,) = whole._slots
-  slots._cache = decode_params.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
   with monkeypatch.context() as fixed:
-    fixed.setattr(slots, "_empty", lambda: slots._cache)
-    fixed.setattr(slots, "_fit", lambda places: None)
+    fixed.setattr(KVCache, "one_block", KVCache.empty)
+    fixed.setattr(KVCache, "resize", lambda self, *_: self)
+    fixed.setattr(KVCache, "free", lambda self, *_: self)
+    whole = scheduler(window=window)
     expected = play(novice, toy.TableToolbox(), range(16), on=whole)
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
   real = slotting.sampler.window
 
   def spy(cfg, params, cache, *args):
-    sizes.append(transformer.cache_size(cache))
+    sizes.append(cache.size)
     return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(slotting.sampler, "window", spy)
@@ -211,22 +212,6 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN
   again = play(novice, toy.TableToolbox(), [3], on=on)
   assert content(again[3]) == content(expected[3])
-
-
-def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
-  monkeypatch.setattr(decode_params, "PIECE", 16)
-  (on,) = scheduler()._slots
-  on._cache = tuple(
-    tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache
-  )
-  sizes = []
-  for places in (16, 17, 100, 90, 33, 32, 9, 8):
-    on._fit(places)
-    sizes.append(transformer.cache_size(on._cache))
-  assert sizes == [16, 32, 128, 128, 128, 64, 32, 32]
-  for keys, values in on._cache:
-    assert keys[:, :, 0].min() == 1 and values[:, :, 0].min() == 2  # kept throughout
-    assert float(jnp.abs(keys[:, :, 1]).max()) == 0  # cut, and empty when added
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):

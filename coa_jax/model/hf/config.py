@@ -355,12 +355,13 @@ def _check_family(cfg: ModelConfig, family: Family) -> None:
   sizes = sorted({w for w in cfg.windows if w})
   if len(sizes) > 1:
     raise ValueError(f"model.windows has several sizes {sizes}; Hugging Face has one")
+  who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
   if sizes and not family.windows:
-    raise ValueError(f"windows of {sizes[0]} tokens; {family.name} has none")
+    raise ValueError(f"windows of {sizes[0]} tokens, but {who} has none")
   if family.divided and cfg.width % cfg.heads:
     raise ValueError(
-      f"heads {cfg.heads} do not divide width {cfg.width}, as those of {family.name} "
-      "must in transformers"
+      f"heads {cfg.heads} do not divide width {cfg.width}, but of {who} transformers "
+      "takes no others"
     )
 
 
