@@ -10,6 +10,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=("coa_jax*", "tools_sandbox*", "configs", "experiments*")
   ),
+  package_data={"coa_jax.report": ["static/*"]},
   install_requires=[
     "absl-py>=2.1",
     "bm25s>=0.2.10",
@@ -29,6 +30,7 @@ setuptools.setup(
     "orbax-checkpoint>=0.11",
     "prometheus-client>=0.20",  # /metrics of tools_sandbox.service.server
     "pyarrow>=17",
+    "pydantic>=2.7",  # bodies of HTTP requests
     "rich>=13",
     "safetensors>=0.4.5",
     "starlette>=0.40",

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import ml_collections
 
 from coa_jax import lock
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
 
 T = TypeVar("T")
@@ -72,9 +73,9 @@ def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
   known = {f.name: f for f in dataclasses.fields(cls)}
   for field in values:
     if field not in known:
-      raise ConfigError(
-        f"config section {name!r} has no field {field!r}{nearest(field, known)}"
-      )
+      now = [f.name for f in known.values() if f.metadata.get("was") == field]
+      hint = f"; it is called {now[0]!r} now" if now else nearest(field, known)
+      raise ConfigError(f"config section {name!r} has no field {field!r}{hint}")
   hints = typing.get_type_hints(cls)
   for field, value in values.items():
     values[field] = _typed(value, hints[field], f"config.{name}.{field}")
@@ -143,11 +144,9 @@ def claim(
       raise ConfigError(f"{workdir} holds {fault}; choose another workdir or delete it")
     for name in derived:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
-  os.makedirs(workdir, exist_ok=True)
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
-    record = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
+  record = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
+  with atomic_write(path) as f:
     json.dump(record, f, indent=2)
-  os.replace(path + ".tmp", path)
 
 
 def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -269,7 +268,7 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
     digest = hashlib.file_digest(f, "sha256").hexdigest()
   value = {"config": config, "git_commit": git_commit(), **figures}
   value["sha256"] = {os.path.basename(data): digest}
-  with open(path, "w", encoding="utf-8") as f:
+  with atomic_write(path) as f:
     json.dump(value, f, indent=2, sort_keys=True)
     f.write("\n")
 

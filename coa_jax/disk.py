@@ -1,4 +1,7 @@
-"""What a disk refuses (it is full, read-only, a name is too long), said in one line."""
+"""Files that are whole or absent, and what a disk refuses, in one line.
+
+A disk that is full or read-only or refuses a name ends the work with a `DiskError`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import errno
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 _MAKE_ROOM = "make room"
 _OTHER_PLACE = "choose another place"
@@ -31,6 +35,51 @@ _STATUS = re.compile(r"[A-Z_]+: ")  # how TensorStore's errors begin
 
 class DiskError(ValueError):
   """The disk, or a limit of files, ended the work; the message says how to go on."""
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
+  """Yields a path to write a file or a folder to, which then takes the name `path`.
+
+  So a reader sees all of it or nothing, even where the writer is killed. Folders above
+  are made where they are missing. Where the block raises, what it wrote is removed and
+  what was there before stays.
+  """
+  path = os.fspath(path)
+  unfinished = path + ".tmp"
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  try:
+    yield unfinished
+    os.replace(unfinished, path)
+  except BaseException:
+    if os.path.isdir(unfinished):
+      shutil.rmtree(unfinished, ignore_errors=True)
+    with contextlib.suppress(OSError):
+      os.remove(unfinished)
+    raise
+
+
+@contextlib.contextmanager
+def atomic_write(
+  path: str | os.PathLike[str], fsync: bool = False
+) -> Iterator[IO[str]]:
+  """Yields an open text file (UTF-8) that takes the name `path` when it is complete.
+
+  Args:
+    path: as for `atomic_path`.
+    fsync: wait until its bytes are on the disk, so that a power cut does not cost them.
+  """
+  with atomic_path(path) as unfinished:
+    with open(unfinished, "w", encoding="utf-8") as f:
+      yield f
+    if fsync:
+      fsync_file(unfinished)
+
+
+def fsync_file(path: str) -> None:
+  """Waits until all bytes of a file are on the disk."""
+  with open(path, "rb") as f:
+    os.fsync(f.fileno())
 
 
 @contextlib.contextmanager

@@ -59,14 +59,14 @@ from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, InfrastructureError
+from coa_jax.teacher.llm import Brain, ChatBrain, InfrastructureError, TeacherChatConfig
 from coa_jax.teacher.outcomes import convert_all, graded
 from coa_jax.teacher.outcomes import figures as outcome_figures
-from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
 from coa_jax.teacher.runs import Run, RunFile, encoder
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
 from coa_jax.teacher.settings import TeacherConfig
+from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
 from coa_jax.teacher.violations import Inspection, Inspector, ViolationsConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
@@ -85,7 +85,7 @@ SECTIONS = (
 )
 # A server may move, a limit of requests may show, while a run is under way.
 _MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
-_MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices")
+_MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices", "chat.key_file")
 _MAY_CHANGE += tuple(f.replace("chat", "violations") for f in _MAY_CHANGE[1:])
 _MAY_CHANGE += ("violations.workers",)
 
@@ -146,9 +146,9 @@ def run(
   meters, pairs, dropped = convert_all(jobs, runs, variant, style, plan.rules, chosen)
   before = plots.Statistics.of([t for _, t in pairs], tokens=False)
   kept, funnel, inspected = _filtered(plan, pairs, workdir, api_key)
-  restyled = restyled_copies(kept, variant, plan.formats)
+  augmented = augmented_copies(kept, variant, plan.formats)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
-  write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *restyled])
+  write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *augmented])
 
   counts = {
     "tasks": len(tasks),
@@ -156,7 +156,7 @@ def run(
     "infrastructure": failed,
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
-    "restyled": len(restyled),
+    "restyled": len(augmented),
     **inspected,
   }
   after = plots.Statistics.of(kept, tokens=False)
@@ -194,11 +194,11 @@ class _Plan:
 
   teacher: TeacherConfig
   rules: ConvertConfig
-  formats: FormatsConfig
+  formats: ToolAugmentation
   tools: ToolsConfig
   filters: FiltersConfig
   violations: ViolationsConfig | None
-  chat: ChatConfig | None
+  chat: TeacherChatConfig | None
   reward: RewardConfig
   variant: Variant
   tasks: list[Task]
@@ -208,10 +208,11 @@ class _Plan:
     """Raises: ConfigError, ValueError, FileNotFoundError."""
     teacher = section(config, "teacher", TeacherConfig)
     check_sections(config, (*SECTIONS, teacher.brain))
-    formats = section(config, "formats", FormatsConfig)
+    formats = section(config, "formats", ToolAugmentation)
     if formats.copies and teacher.prompt == "brief":
-      words = "config.formats.copies: only teacher.prompt='full' tells formats"
-      raise ConfigError(words)
+      raise ConfigError(
+        "config.formats.copies: only teacher.prompt='full' describes formats"
+      )
     reward = section(config, "reward", RewardConfig)
     if reward.shaping != ShapingConfig():
       words = "config.reward.shaping: a run earns what its answer does, no more"
@@ -229,9 +230,9 @@ class _Plan:
       tools=tools,
       filters=section(config, "filters", FiltersConfig),
       violations=optional(config, "violations", ViolationsConfig),
-      chat=optional(config, "chat", ChatConfig),
+      chat=optional(config, "chat", TeacherChatConfig),
       reward=reward,
-      variant=get_variant(teacher.variant).with_tools(tools.told),
+      variant=get_variant(teacher.variant).with_tools(tools.tool_descriptions),
       tasks=tasks,
     )
 
@@ -285,7 +286,7 @@ def _brains(
 ) -> list[Brain]:
   """One brain for each sample of a task."""
   if teacher.brain == "chat":
-    chat = section(config, "chat", ChatConfig)
+    chat = section(config, "chat", TeacherChatConfig)
     brain = stack.enter_context(ChatBrain(chat, api_key))
     return [brain] * teacher.samples
   try:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ import ml_collections
 
 from coa_jax import capacity
 from coa_jax.config import (
-  ConfigError,
   check_sections,
   claim,
   digest,
@@ -23,14 +20,14 @@ from coa_jax.config import (
   optional,
   section,
 )
-from coa_jax.json_io import parse_json
 from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
-from coa_jax.protocol.roles import get_variant
-from coa_jax.protocol.tool_formats import HELD_OUT, STYLES, Format, draw_format
+from coa_jax.protocol.jsonlog import JsonLog, Place
+from coa_jax.protocol.prompts import instructions
+from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
@@ -46,12 +43,19 @@ from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
-from coa_jax.tools.formatted import FormattedTools
+from coa_jax.tools.journal import Tools
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = (
-  *("init", "model", "mesh", "rollout", "vllm", "tools", "tasks", "reward", "eval"),
-  "format",
+  "init",
+  "model",
+  "mesh",
+  "rollout",
+  "vllm",
+  "tools",
+  "tasks",
+  "reward",
+  "eval",
 )
 
 
@@ -78,43 +82,35 @@ class EvalConfig:
       raise ValueError("temperature must be above 0; `greedy` plays at 0")
 
 
-@dataclasses.dataclass(frozen=True)
-class FormatConfig:
-  """Config section `format`: other tool names, layouts and descriptions than usual.
-
-  Attributes:
-    held_out: True to draw them from those that no training sees, False from those that
-      restyled training trajectories have; see `protocol.tool_formats`.
-    number: which draw.
-    seed: of the draws.
-  """
-
-  held_out: bool = True
-  number: int = 0
-  seed: int = 0
-
-
 @exclusive(own_folder)
-def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+def run(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  variant: Variant | None = None,
+  wrap_tools: Callable[[Toolbox], Tools] | None = None,
+) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
   Args:
     config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
-      samples; with `format` its tools are called and written to otherwise.
+      samples.
     workdir: where everything goes. No attempt that has ended there is played again:
       each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
       share it, each playing its part of the tasks; all but the first write into folders
       of their own.
+    variant: the dialect, where a study plays in another one than the config's.
+    wrap_tools: makes what answers the calls from the config's tools, likewise.
 
   Returns:
-    What `results.json` holds: the figures of `scores.summary`, `by_family`, `usage`
-    (sums over all attempts), and `format` where there is that section: what was drawn,
-    and the share of calls that were not written so.
+    What `results.json` holds: the figures of `scores.summary`, `by_family`, and `usage`
+    (sums over all attempts).
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
       wrong with the config, the tasks or the model.
     VllmError: the server can not be used; before any decoding, or when it is gone.
+
+  budget: a journey reads as one page.
   """
   check_sections(config, SECTIONS, needed=("init",))
   plan = section(config, "eval", EvalConfig)
@@ -130,20 +126,22 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   vllm = optional(config, "vllm", VllmConfig)
   workdir = own_folder(workdir)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
-  drawn = _format(config, rollout, tools)
-  player = Player(cfg, tokenizer, rollout, tools.told, layout, vllm, grader, drawn)
+  descriptions = tools.tool_descriptions
+  player = Player(cfg, tokenizer, rollout, descriptions, layout, vllm, grader, variant)
   player.check(tasks)
   inputs = {
     "tasks": digest(t.to_json() for t in tasks),
     "tools.corpus": fingerprint(tools.corpus),
     "init": fingerprint(config.init, samples=16),
   }
+  if variant is not None:
+    inputs["variant"] = digest([instructions(variant)])
   claim(config, workdir, inputs=inputs)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
   with grader, Toolbox(tools) as opened:
-    toolbox = FormattedTools(opened, drawn) if drawn else opened
+    toolbox = wrap_tools(opened) if wrap_tools else opened
 
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
       path = os.path.join(workdir, f"{name}.jsonl")
@@ -161,52 +159,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       greedy = play("greedy", 1, 0.0)
     if plan.samples:
       sampled = play("sampled", plan.samples, plan.temperature)
-  names = tuple(drawn.names.values()) if drawn else tools.tags
+  names = variant.tools if variant is not None else tools.tags
   results = scores.summary(greedy, sampled, names)
   results["by_family"] = scores.by_family(greedy, sampled, names)
-  if drawn:
-    results["format"] = _as_told(drawn, [*greedy, *sampled])
   results["reward_parts"] = _parts([*greedy, *sampled])
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
-
-
-def _format(
-  config: ml_collections.ConfigDict, rollout: RolloutConfig, tools: ToolsConfig
-) -> Format | None:
-  """The format that section `format` draws; None without one."""
-  asked = optional(config, "format", FormatConfig)
-  if asked is None:
-    return None
-  if rollout.constrain:
-    raise ConfigError(
-      "config.format: the grammar of rollout.constrain knows the protocol's own tools "
-      "only; leave one of them out"
-    )
-  if rollout.style != "full":
-    raise ConfigError("config.format: only rollout.style='full' tells formats")
-  if tools.mcp or tools.descriptions:
-    raise ConfigError(
-      "config.format: it tells of the tools itself; leave out tools.mcp "
-      "and tools.descriptions"
-    )
-  rng = random.Random(f"{asked.seed}/{asked.held_out}/{asked.number}")
-  variant = get_variant(rollout.variant).with_tools(tools.told)
-  return draw_format(variant, rng, HELD_OUT if asked.held_out else STYLES)
-
-
-def _as_told(drawn: Format, played: list[Trajectory]) -> dict[str, Any]:
-  """The tools as they were told, and the share of calls that were not written so."""
-  names = set(drawn.names.values())
-  bodies = [
-    drawn.read(c.name, c.arguments)[1]
-    for t in played
-    for c in t.calls
-    if c.name in names
-  ]
-  unread = bodies.count(None) / len(bodies) if bodies else None
-  return {"tools": drawn.told, "calls": len(bodies), "unread": unread}
 
 
 class _Part:
@@ -219,43 +178,35 @@ class _Part:
 
   def __init__(self, path: str):
     """Reads what is there; a line cut short by a kill is removed."""
-    self._path = path
     self.ended: list[tuple[int, Trajectory]] = []
-    end = 0
-    if os.path.exists(path):
-      with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-          if not line.endswith(b"\n"):
-            break
-          where = f"{path}:{number}"
-          attempt = parse_json(line, where)
-          if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
-            raise ValueError(
-              f"{where}: not an attempt (a task's place and a trajectory); delete the "
-              "file, and its attempts are made again"
-            )
-          place, row = attempt
-          end += len(line)
-          trajectory = Trajectory.from_json(row, where)
-          # Of as many processes as there are now: those before may have been fewer.
-          mine = place % jax.process_count() == jax.process_index()
-          if mine and trajectory.status != Status.INFRASTRUCTURE:
-            self.ended.append((place, trajectory))
-      os.truncate(path, end)
+    self._log = JsonLog(path, self._recall)
+
+  def _recall(self, attempt: Any, where: str, _: Place) -> None:
+    if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
+      raise ValueError(
+        f"{where}: not an attempt (a task's place and a trajectory); delete the "
+        "file, and its attempts are made again"
+      )
+    place, row = attempt
+    trajectory = Trajectory.from_json(row, where)
+    # Of as many processes as there are now: those before may have been fewer.
+    mine = place % jax.process_count() == jax.process_index()
+    if mine and trajectory.status != Status.INFRASTRUCTURE:
+      self.ended.append((place, trajectory))
 
   def added(
     self, played: Iterator[tuple[int, Trajectory]]
   ) -> Iterator[tuple[int, Trajectory]]:
     """What had ended before, then what is played, each written as it ends."""
     yield from self.ended
-    with open(self._path, "ab", buffering=0) as f:
-      for place, trajectory in played:
-        f.write(json.dumps([place, trajectory.to_json()]).encode() + b"\n")
-        yield place, trajectory
+    for place, trajectory in played:
+      self._log.append([place, trajectory.to_json()])
+      yield place, trajectory
 
   def remove(self) -> None:
     """Deletes the file; the stage's own holds all of it."""
-    os.remove(self._path)
+    if os.path.exists(self._log.path):
+      os.remove(self._log.path)
 
 
 def _usage(played: list[Trajectory]) -> dict[str, float]:

@@ -217,7 +217,7 @@ def _player(
   attention.check(cfg, layout, algo.length)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
-  means = tools.told, layout, vllm, grader
+  means = tools.tool_descriptions, layout, vllm, grader
   return Player(cfg, tokenizer, rollout, *means, journal=journal)
 
 

@@ -1,7 +1,7 @@
 """A model and its tools, open for questions, from the config of their evaluation.
 
 Model, tools, prompts, limits and distribution are those that are evaluated. An
-evaluation over vLLM, or in another tool format, is refused: neither is served.
+evaluation over vLLM is refused: the sampler in JAX serves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ IGNORED = ("tasks", "reward", "eval")
 # Those that do, and why they can not be served.
 REFUSED = {
   "vllm": "the sampler in JAX serves, vLLM can not; leave the section out",
-  "format": "tools are served under their own names only; leave the section out",
 }
 
 
@@ -59,7 +58,7 @@ def open_team(
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
-  player = Player(cfg, tokenizer, rollout, tools.told, layout)
+  player = Player(cfg, tokenizer, rollout, tools.tool_descriptions, layout)
   _, params = load_model(config.init, load, layout)
   with (
     Toolbox(tools) as toolbox,

@@ -1,4 +1,4 @@
-"""Accuracy by tool format: as trained, restyled, never seen; and with other tools.
+"""Accuracy by tool format: as trained, augmented, never seen; and with other tools.
 
   python -m experiments.studies.tool_formats \
     --config=configs/evaluate_formats_world.py --workdir=runs/world/formats
@@ -62,7 +62,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       calculator={
         **tools,
         "tools": ("wiki_search", "tool"),
-        "named": dict(calculate=calculator.TOOL),
+        "functions": dict(calculate=calculator.TOOL),
       },
     ),
   )

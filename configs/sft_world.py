@@ -2,8 +2,8 @@
 
   python -m experiments.sft --config=configs/sft_world.py --workdir=runs/world/sft
 
-Needs runs/world/distill (configs/distill_world.py). Expect: validation loss 0.127,
-greedy pass@1 0.86 on held-out worlds, 850 s on two cores with tests beside it.
+Needs runs/world/distill (configs/distill_world.py). Expect: validation loss 0.125,
+greedy pass@1 0.92 on held-out worlds, 284 s on two cores.
 """
 
 import ml_collections

@@ -6,7 +6,8 @@
 --trajectories takes files, globs and folders, and may be given several times. The page
 is one file that opens without a server or a network. With the run's tokenizer, which is
 found where the run lies beside its `model` folder, tokens can be coloured within the
-text by log-prob or policy version.
+text by log-prob or policy version; with --variant the page says where a trajectory
+breaks the protocol.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import os
 
 from absl import flags
 
+from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.report.browser import find_files, write_browser
+from coa_jax.report.viewer import find_files, open_files, write_page
 from experiments.launch import run_program
 
 _TRAJECTORIES = flags.DEFINE_multi_string(
@@ -25,6 +27,9 @@ _TRAJECTORIES = flags.DEFINE_multi_string(
 _OUT = flags.DEFINE_string("out", "browse.html", "The page.")
 _TOKENIZER = flags.DEFINE_string(
   "tokenizer", None, "A model folder; by default the `model` folder of the run."
+)
+_VARIANT = flags.DEFINE_string(
+  "variant", None, "The run's rollout.variant, to show where the protocol is broken."
 )
 
 
@@ -42,7 +47,8 @@ def main() -> None:
   files = find_files(_TRAJECTORIES.value)
   given = _TOKENIZER.value
   tokenizer = Tokenizer.load(given) if given else run_tokenizer(files[0])
-  count = write_browser(_OUT.value, files, tokenizer)
+  variant = get_variant(_VARIANT.value) if _VARIANT.value else None
+  count = write_page(_OUT.value, "Trajectories", open_files(files), variant, tokenizer)
   size = os.path.getsize(_OUT.value) / 1e6
   print(f"{_OUT.value}: {count} trajectories of {len(files)} files, {size:.1f} MB")
 

@@ -1,7 +1,7 @@
 """A tool of one function, arithmetic: an example, and one no training here has seen.
 
   config.tools.tools = ("wiki_search", "tool")
-  config.tools.named = dict(calculate=calculator.TOOL)
+  config.tools.functions = dict(calculate=calculator.TOOL)
 
 The policy calls it as {"name": "calculate", "arguments": {"expression": "2 * (3 + 4)"}}
 and may write anything: it is parsed, never evaluated by Python, and numbers stay below

@@ -70,7 +70,7 @@ def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
   sections = ml_collections.ConfigDict(single)
   rollout = section(sections, "rollout", RolloutConfig)
   tools = section(sections, "tools", ToolsConfig)
-  variant = get_variant(rollout.variant).with_tools(tools.told)
+  variant = get_variant(rollout.variant).with_tools(tools.tool_descriptions)
   encode = encoder(multi.get("teacher", {}).get("tokenizer"))
   return instruction_tokens(variant, rollout.style, encode)
 

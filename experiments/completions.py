@@ -21,20 +21,17 @@ import json
 import secrets
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
+
+import pydantic
 
 from coa_jax.config import nearest
 from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
 from coa_jax.rollout.streaming import Ask, Piece
+from tools_sandbox import http_server
 
-# Fields that this server acts on, and those that change no answer.
-_READ = (
-  *("model", "messages", "temperature", "max_tokens", "max_completion_tokens", "n"),
-  *("seed", "stream", "stream_options"),
-)
-_INERT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 _SYSTEM = ("system", "developer")
 # Other fields are accepted where they ask for nothing: with this value, or null.
 _NEUTRAL: dict[str, Any] = {
@@ -53,6 +50,36 @@ _NEUTRAL: dict[str, Any] = {
   "tools": [],
   "top_logprobs": 0,
 }
+
+
+class _Message(pydantic.BaseModel):
+  """Other fields, as those of an answer that is sent back, are not read."""
+
+  role: Literal["user", "assistant", "system", "developer"]
+  content: Any = None
+
+
+class _StreamOptions(http_server.Body):
+  include_usage: bool = False
+
+
+class _Body(http_server.Body):
+  """The fields that this server acts on, and those that change no answer."""
+
+  model: str
+  messages: list[_Message] = pydantic.Field(min_length=1)
+  temperature: float = pydantic.Field(1.0, ge=0, le=2)
+  max_tokens: int | None = pydantic.Field(None, ge=1)
+  max_completion_tokens: int | None = pydantic.Field(None, ge=1)
+  n: int = pydantic.Field(1, ge=1)
+  seed: int = pydantic.Field(default_factory=lambda: secrets.randbits(31))
+  stream: bool = False
+  stream_options: _StreamOptions = _StreamOptions()
+  user: Any = None
+  metadata: Any = None
+  service_tier: Any = None
+  safety_identifier: Any = None
+  prompt_cache_key: Any = None
 
 
 class Refused(Exception):
@@ -109,112 +136,83 @@ def read_request(
     raise Refused(f"the body is not JSON: {e}") from None
   if not isinstance(body, dict):
     raise Refused("the body must be a JSON object")
-  body = {name: value for name, value in body.items() if value is not None}
-  _check_fields(body, {**_NEUTRAL, "top_p": top_p})
-  name = _field(body, "model", str)
-  if name != model:
-    message = f"there is no model {name!r}; this server has {model!r}"
+  body = _read_body(body, {**_NEUTRAL, "top_p": top_p})
+  if body.model != model:
+    message = f"there is no model {body.model!r}; this server has {model!r}"
     raise Refused(message, "model", "model_not_found", status=404)
-  question, ignored = _question(body, conversation)
-  temperature = _field(body, "temperature", float, 1.0)
-  if not 0 <= temperature <= 2:
-    raise Refused("temperature must be between 0 and 2", "temperature")
-  n = _field(body, "n", int, 1)
-  if not 1 <= n <= most:
+  question, ignored = _question(body.messages, conversation)
+  if body.n > most:
     raise Refused(f"n must be between 1 and {most}", "n")
-  seed = _field(body, "seed", int, secrets.randbits(31))
-  limit = _max_tokens(body)
-  stream = _field(body, "stream", bool, False)
-  asks = (Ask(question, temperature, seed, sample, limit) for sample in range(n))
-  return Request(tuple(asks), stream, _include_usage(body, stream), ignored)
-
-
-def _check_fields(body: dict[str, Any], neutral: dict[str, Any]) -> None:
-  for name, value in body.items():
-    if name in neutral:
-      # True equals 1 in Python; a client that says one for the other means neither.
-      same = value == neutral[name] and isinstance(value, bool) == isinstance(
-        neutral[name], bool
-      )
-      if not same:
-        only = json.dumps(neutral[name])
-        message = f"{name} is not supported; leave it out, or send {only}"
-        raise Refused(message, name, "unsupported_parameter")
-    elif name not in (*_READ, *_INERT):
-      known = (*_READ, *_INERT, *neutral)
-      message = f"unknown field {name!r}{nearest(name, known)}"
-      raise Refused(message, name, "unknown_parameter")
-
-
-def _field(body: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-  """A field of the given type; an int is accepted where a float is asked for."""
-  value = body.get(name, default)
-  kinds = (int, float) if kind is float else (kind,)
-  if type(value) not in kinds:
-    wanted = {str: "a string", int: "an integer", float: "a number", bool: "a boolean"}
-    raise Refused(f"{name} must be {wanted[kind]}", name)
-  return value
-
-
-def _max_tokens(body: dict[str, Any]) -> int | None:
-  names = [n for n in ("max_tokens", "max_completion_tokens") if n in body]
-  limits = [_field(body, name, int) for name in names]
-  if len(set(limits)) > 1:
-    raise Refused("max_tokens and max_completion_tokens differ", names[0])
-  if limits and limits[0] < 1:
-    raise Refused(f"{names[0]} must be at least 1", names[0])
-  return limits[0] if limits else None
-
-
-def _include_usage(body: dict[str, Any], stream: bool) -> bool:
-  options = body.get("stream_options", {})
-  if not isinstance(options, dict):
-    raise Refused("stream_options must be an object", "stream_options")
-  if options and not stream:
+  if body.stream_options.include_usage and not body.stream:
     raise Refused("stream_options needs stream", "stream_options")
-  for name in options:
-    if name != "include_usage":
-      where = f"stream_options.{name}"
-      raise Refused(f"{where} is not supported", where, "unsupported_parameter")
-  return _field(options, "include_usage", bool, False)
+  limits = {body.max_tokens, body.max_completion_tokens} - {None}
+  if len(limits) > 1:
+    raise Refused("max_tokens and max_completion_tokens differ", "max_tokens")
+  limit = limits.pop() if limits else None
+  asks = tuple(
+    Ask(question, body.temperature, body.seed, sample, limit)
+    for sample in range(body.n)
+  )
+  return Request(asks, body.stream, body.stream_options.include_usage, ignored)
 
 
-def _question(body: dict[str, Any], conversation: bool) -> tuple[str, int]:
+def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
+  """The fields that are read; null is as if left out.
+
+  Raises:
+    Refused: naming a field that is wrong, or asks for what is not served.
+  """
+  fields = {}
+  for name, value in body.items():
+    if value is None:
+      continue
+    if name not in neutral:
+      fields[name] = value
+      continue
+    only = neutral[name]
+    # True equals 1 in Python; a client that says one for the other means neither.
+    if value != only or isinstance(value, bool) != isinstance(only, bool):
+      message = f"{name} is not supported; leave it out, or send {json.dumps(only)}"
+      raise Refused(message, name, "unsupported_parameter")
+  try:
+    return http_server.read_fields(_Body, fields)
+  except http_server.BadField as e:
+    if not e.is_unknown:
+      raise Refused(str(e), e.field) from None
+    hint = nearest(e.field, (*_Body.model_fields, *neutral))
+    message = f"unknown field {e.field!r:.80}{hint}"
+    raise Refused(message, e.field, "unknown_parameter") from None
+
+
+def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
   """What the model is asked, and how many messages it is not told of."""
-  messages = body.get("messages")
-  if not isinstance(messages, list) or not messages:
-    raise Refused("messages must be a non-empty list", "messages")
   for i, message in enumerate(messages):
-    role = message.get("role") if isinstance(message, dict) else None
-    where = f"messages[{i}].role"
-    if role in _SYSTEM and not conversation:
+    if message.role in _SYSTEM and not conversation:
       text = (
-        f"a {role} message is read by a server started with --conversation only; put "
-        "all into the question"
+        f"a {message.role} message is read by a server started with --conversation "
+        "only; put all into the question"
       )
-      raise Refused(text, where, "unsupported_value")
-    if role not in ("user", "assistant", *_SYSTEM):
-      raise Refused("each message needs the role user or assistant", where)
-  if messages[-1]["role"] != "user":
-    raise Refused("the last message must be the user's", where)
+      raise Refused(text, f"messages[{i}].role", "unsupported_value")
   last = len(messages) - 1
+  if messages[-1].role != "user":
+    raise Refused("the last message must be the user's", f"messages[{last}].role")
   question = _text(messages, last)
   if not question.strip():
     where = f"messages[{last}].content"
     raise Refused("the question must be a string that is not empty", where)
   if not conversation:
     return question, last
-  turns = [m["role"] not in _SYSTEM for m in messages]
+  turns = [m.role not in _SYSTEM for m in messages]
   blocks = []
   for i, (message, is_turn) in enumerate(zip(messages, turns, strict=True)):
-    who = f"{message['role'].capitalize()}: " if is_turn and sum(turns) > 1 else ""
+    who = f"{message.role.capitalize()}: " if is_turn and sum(turns) > 1 else ""
     blocks.append(who + _text(messages, i))
   return "\n\n".join(blocks), 0
 
 
-def _text(messages: list[dict[str, Any]], i: int) -> str:
+def _text(messages: list[_Message], i: int) -> str:
   """The content of a message, whose parts must be text."""
-  where, content = f"messages[{i}].content", messages[i].get("content")
+  where, content = f"messages[{i}].content", messages[i].content
   if isinstance(content, list):
     parts = [p if isinstance(p, dict) else {} for p in content]
     if not all(p.get("type") == "text" and type(p.get("text")) is str for p in parts):

@@ -15,6 +15,7 @@ import os
 import ml_collections
 from absl import flags
 
+from coa_jax.lock import hold
 from experiments.launch import prepare, run_program
 
 
@@ -85,7 +86,8 @@ def main() -> None:
   """Exports."""
   prepare("")
   given = flags.FLAGS
-  step = export(given.workdir, given.out, given.step)
+  with hold(given.out):
+    step = export(given.workdir, given.out, given.step)
   print(f"step {step}: {os.path.join(given.out, 'model')}")
 
 

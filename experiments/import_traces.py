@@ -45,7 +45,7 @@ from coa_jax.report import plots
 from coa_jax.tasks.sources import load_tasks, read_task
 from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig, Dropped
-from coa_jax.teacher.restyle import FormatsConfig
+from coa_jax.teacher.tool_augmentation import ToolAugmentation
 from experiments.launch import run_program, stop
 
 # Most agents that others run: thoughts, calls and an answer.
@@ -97,7 +97,7 @@ _WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
 _FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
 _FILTERS = _sections("filters", filters.FiltersConfig)
 _CONVERT = _sections("convert", ConvertConfig)
-_FORMATS = _sections("formats", FormatsConfig)
+_FORMATS = _sections("formats", ToolAugmentation)
 
 
 def main() -> None:
@@ -173,9 +173,9 @@ def _refiner(chosen: str) -> Refiner:
   whole = ml_collections.ConfigDict(
     {"filters": _FILTERS.value, "convert": _CONVERT.value, "formats": _FORMATS.value}
   )
-  formats = section(whole, "formats", FormatsConfig)
+  formats = section(whole, "formats", ToolAugmentation)
   if formats.copies and _PROMPT.value == "brief":
-    raise ValueError("--formats.copies: only --prompt=full tells formats")
+    raise ValueError("--formats.copies: only --prompt=full describes formats")
   importer = Importer(
     format=chosen,
     variant=_variant(),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from coa_jax.lock import hold
 from coa_jax.tasks.world.build import TRAIN_MIX, Mix, WorldConfig, write_world
 from coa_jax.tasks.world.questions import HELD_OUT
 from experiments.launch import run_program
@@ -48,14 +49,16 @@ def make_world(
   train_config = WorldConfig(mix=train_mix)
   held_out_config = WorldConfig(mix=mix)
   ood_config = WorldConfig(mix=tuple((name, 1.0) for name in unseen_families))
-  for split, name, n, config, task_seed in (
+  files = (
     ("train", "train", train, train_config, 0),
     ("train", "rl", rl, train_config, 1),
     ("dev", "dev", held_out, held_out_config, 0),
     ("test", "test", held_out, held_out_config, 0),
     ("test", "ood", held_out if unseen is None else unseen, ood_config, 0),
-  ):
-    write_world(directory, split, n, config, seed, task_seed, name)
+  )
+  with hold(directory):
+    for split, name, n, config, task_seed in files:
+      write_world(directory, split, n, config, seed, task_seed, name)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from coa_jax.report.cost import (
 )
 from coa_jax.report.metrics import duration, read_metrics, write_json
 from coa_jax.report.tables import Table, rich_table
-from coa_jax.report.viewer import write_report
+from coa_jax.report.viewer import write_page
 from coa_jax.teacher.runs import pieces
 
 FIGURES = {
@@ -232,15 +232,15 @@ def _write_page(
     ),
     "whole run": duration(results["seconds"]),
   }
-  write_report(
+  write_page(
     path,
     "Chain-of-Agents quickstart",
-    _INTRO,
-    tables,
-    figures,
-    _examples(workdir),
-    get_variant("unified"),
-    headline,
+    {"": _examples(workdir)},
+    variant=get_variant("unified"),
+    intro=_INTRO,
+    headline=headline,
+    tables=tables,
+    figures=figures,
   )
 
 

@@ -28,7 +28,12 @@ from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import cloze
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, RefusedError
+from coa_jax.teacher.llm import (
+  ChatBrain,
+  InfrastructureError,
+  RefusedError,
+  TeacherChatConfig,
+)
 from coa_jax.teacher.synthesis import (
   SAMPLE,
   Corpus,
@@ -42,6 +47,7 @@ from tools_sandbox.search.index import read_corpus
 
 _TOOL = "wiki_search"
 _MAY_CHANGE = ("chat.base_url", "chat.timeout_s", "chat.retries", "chat.prices")
+_MAY_CHANGE += ("chat.key_file",)
 
 
 @exclusive()
@@ -63,7 +69,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   asked = ("chat",) if plan.brain == "chat" else ()
   check_sections(config, ("synthesis", "tools", *asked), needed=("tools", *asked))
   tools = section(config, "tools", ToolsConfig)
-  chat = section(config, "chat", ChatConfig) if asked else None
+  chat = section(config, "chat", TeacherChatConfig) if asked else None
   if _TOOL not in tools.tools or not tools.corpus:
     raise ConfigError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
   passages = collections.defaultdict(list)  # a long page may be in several

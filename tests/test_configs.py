@@ -21,7 +21,7 @@ EACH = pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 
 # Programs with configs of their own, and where the sections of those are read.
 PROGRAMS = {
-  "evaluate_formats": ["coa_jax.evaluate", "experiments.studies.tool_formats"],
+  "studies.tool_formats": ["coa_jax.evaluate", "experiments.studies.tool_formats"],
   "select_tasks": ["coa_jax.evaluate", "experiments.select_tasks"],
   "synthesize": ["experiments.synthesize"],
 }
@@ -31,7 +31,8 @@ def journey_of(path: pathlib.Path) -> str:
   """The journey that the config's docstring runs it with, by its first command."""
   doc = ast.get_docstring(ast.parse(path.read_text())) or ""
   commands = re.findall(
-    rf"python -m experiments\.(\w+) (?:\\\n\s*)?--config=configs/{path.stem}\.py", doc
+    rf"python -m experiments\.([\w.]+)\s+(?:\\\n\s*)?--config=configs/{path.stem}\.py",
+    doc,
   )
   assert commands, f"{path.name} does not open with its command"
   return commands[0]

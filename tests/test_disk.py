@@ -1,4 +1,4 @@
-"""What a disk refuses is one line, wherever it lies in an error."""
+"""Files are whole or absent; what a disk refuses is one line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 
 import pytest
 
-from coa_jax.disk import REMEDIES, DiskError, clear_errors
+from coa_jax.disk import REMEDIES, DiskError, atomic_path, atomic_write, clear_errors
 
 
 @pytest.mark.parametrize("number", REMEDIES)
 def test_each_is_named_with_its_file_and_what_helps(number):
-  with pytest.raises(DiskError) as told, clear_errors("w"):
+  with pytest.raises(DiskError) as refusal, clear_errors("w"):
     raise OSError(number, os.strerror(number), "w/data")
-  assert str(told.value).startswith(
+  assert str(refusal.value).startswith(
     f"w/data: {os.strerror(number)}; {REMEDIES[number]}"
   )
   with pytest.raises(DiskError, match=r"^w: "), clear_errors("w"):
@@ -38,9 +38,9 @@ def test_what_libraries_make_of_it_is_found():
     raise Exception("I/O error: No space left on device (os error 28)")
 
   for work in (wrapped, quoted, grouped, unnumbered):
-    with pytest.raises(DiskError) as told, clear_errors(), clear_errors("w"):
+    with pytest.raises(DiskError) as refusal, clear_errors(), clear_errors("w"):
       work()
-    assert str(told.value).startswith("w: ") and "\n" not in str(told.value)
+    assert str(refusal.value).startswith("w: ") and "\n" not in str(refusal.value)
 
 
 def test_other_errors_stay_what_they_are():
@@ -53,6 +53,32 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_a_real_refusal(tmp_path):
-  told = "File name too long; choose a shorter name"
-  with pytest.raises(DiskError, match=told), clear_errors():
+  reason = "File name too long; choose a shorter name"
+  with pytest.raises(DiskError, match=reason), clear_errors():
     (tmp_path / ("x" * 300)).touch()
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_file_appears_when_it_is_complete(fsync, tmp_path):
+  path = tmp_path / "new" / "folder" / "f"
+  with atomic_write(path, fsync) as f:
+    f.write("first")
+    f.flush()
+    assert not path.exists()
+  assert path.read_text() == "first"
+  with pytest.raises(KeyboardInterrupt), atomic_write(path, fsync) as f:
+    f.write("half of the sec")
+    raise KeyboardInterrupt
+  assert path.read_text() == "first"
+  assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path):
+  path = tmp_path / "folder"
+  with pytest.raises(KeyError), atomic_path(path) as unfinished:
+    os.makedirs(os.path.join(unfinished, "inner"))
+    raise KeyError
+  assert not list(tmp_path.iterdir())
+  with atomic_path(path) as unfinished:
+    os.makedirs(os.path.join(unfinished, "inner"))
+  assert list(tmp_path.iterdir()) == [path] and list(path.iterdir())

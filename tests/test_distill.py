@@ -235,7 +235,7 @@ def test_the_funnel_is_drawn_and_observations_can_be_shortened(config, tmp_path)
 def test_restyled_copies_stand_beside_the_others(config, tmp_path):
   config.tasks.limit = 8
   config.formats = dict(copies=2)
-  with pytest.raises(ConfigError, match="='full' tells formats"):
+  with pytest.raises(ConfigError, match="='full' describes formats"):
     distill.run(config, str(tmp_path / "brief"))
   config.teacher.prompt = "full"
   results = distill.run(config, str(tmp_path))

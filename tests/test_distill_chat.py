@@ -30,7 +30,7 @@ from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-from chat_server import serve  # noqa: E402
+from chat_server import ChatServer  # noqa: E402
 
 CONFIG = runpy.run_path(str(ROOT / "configs" / "distill_chat.py"))["get_config"]
 TASKS = 16
@@ -80,7 +80,7 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
   tasks = load_tasks(files["tasks"])
   scripted = ScriptedBrain(tasks, ScriptedConfig())
   workers, killed, lost = 3, 0, 0
-  with serve(Slow(scripted, 0.02)) as server:
+  with ChatServer(Slow(scripted, 0.02)) as server:
     config = config_for(files, server.url)
     distill.run(config, str(tmp_path / "whole"))
     whole = len(server.requests)
@@ -136,7 +136,7 @@ def rows_of_whole_lines(path) -> list[dict]:
 def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
   scripted = ScriptedBrain(load_tasks(files["tasks"]), ScriptedConfig())
   empty = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 1}}
-  with serve(scripted) as server:
+  with ChatServer(scripted) as server:
     config = config_for(files, server.url)
     plain = distill.run(config, str(tmp_path / "plain"))
     server.faults = ["ok", 500, "ok", "cut", 429, "garbage", empty, "ok", empty]
@@ -164,7 +164,7 @@ def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
 
 def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
   scripted = ScriptedBrain(load_tasks(files["tasks"]), ScriptedConfig())
-  with serve(scripted) as server:
+  with ChatServer(scripted) as server:
     server.faults = ["ok"] * 30 + [500] * 10_000
     config = config_for(files, server.url)
     config.chat.retries = 0
@@ -172,7 +172,7 @@ def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
       distill.run(config, str(tmp_path))
     paid = sum(r["kind"] == "model" for r in rows(tmp_path / "calls.jsonl"))
   assert paid == 30
-  with serve(scripted) as moved:
+  with ChatServer(scripted) as moved:
     config.chat.base_url, config.chat.retries, config.teacher.workers = moved.url, 3, 8
     bill = distill.run(config, str(tmp_path))["calls"]
     assert bill["calls"] == paid + len(moved.requests)
@@ -208,7 +208,7 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
     brain.sample = sample
     return real(task, asked, call, tools, limits, encode, sample)
 
-  with pytest.MonkeyPatch.context() as patch, serve(brain) as server:
+  with pytest.MonkeyPatch.context() as patch, ChatServer(brain) as server:
     patch.setattr(distill, "solve", solve)
     config = config_for(files, server.url, samples=3, select=True)
     config.teacher.workers = 1  # so that the server knows whose call it is

@@ -6,7 +6,7 @@ import json
 
 import ml_collections
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 
 from coa_jax import distill
 from coa_jax.config import ConfigError
@@ -61,8 +61,7 @@ class Both:
     if "expert evaluator" not in body["messages"][0]["content"]:
       return team_answers(body)
     self.judged += 1
-    said = "I would rather not say" if self.down else '{"judgement": "correct"}'
-    return {"choices": [{"message": {"role": "assistant", "content": said}}]}
+    return "I would rather not say" if self.down else '{"judgement": "correct"}'
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def rewards(workdir) -> dict[str, float]:
 @NEEDS_JAIL
 def test_each_kind_has_its_grader(config, tmp_path):
   workdir = tmp_path / "w"
-  with serve(team) as server:
+  with ChatServer(team) as server:
     results = run(config, server, workdir, Both())
   assert list(rewards(workdir).values()) == [1.0, 0.0, 1.0, 0.0]
   kept = read_trajectories(workdir / distill.TRAJECTORIES)
@@ -115,7 +114,7 @@ def test_each_kind_has_its_grader(config, tmp_path):
 
 @NEEDS_JAIL
 def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
-  with serve(team) as server:
+  with ChatServer(team) as server:
     judge = dict(chat=dict(base_url=server.url, model="j"), replies=1)
     with config.unlocked():
       config.reward = dict(graders=dict(qa="judge"), judge=judge)
@@ -134,7 +133,7 @@ def test_a_judge_by_config_and_its_failure_is_no_wrong_answer(config, tmp_path):
 
 
 def test_a_judge_that_stays_down_stops_the_run(config, tmp_path):
-  with serve(team) as server:
+  with ChatServer(team) as server:
     judge = dict(chat=dict(base_url=server.url, model="j"), replies=1)
     graders = dict(qa="judge", code="judge", math="judge")
     with config.unlocked():
@@ -169,7 +168,7 @@ def test_violations_are_inspected_by_config(config, tmp_path):
     broken = '{"rule": 4, "quote": "x"}' if "twice" in messages[1].content else ""
     return Reply(f'{{"violations": [{broken}]}}')
 
-  with serve(brain) as server:
+  with ChatServer(brain) as server:
     graders = dict(code="test_distill_rewards:any_answer")
     with config.unlocked():
       config.violations = dict(base_url=server.url, model="m")

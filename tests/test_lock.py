@@ -55,9 +55,9 @@ def test_who_comes_second_is_refused_until_the_first_is_killed(program, tmp_path
         where.symlink_to(workdir)
       with pytest.raises(InUseError) as refusal, hold(str(where)):
         pass
-      told = str(refusal.value)
-      assert told.startswith(f"{workdir}: process {process.pid} on {platform.node()}")
-      assert "\n" not in told
+      line = str(refusal.value)
+      assert line.startswith(f"{workdir}: process {process.pid} on {platform.node()}")
+      assert "\n" not in line
     process.send_signal(signal.SIGKILL)
     process.wait()
     os.kill(child, 0)  # which lives
@@ -73,8 +73,8 @@ def test_one_process_holds_a_workdir_once_and_others_beside_it(tmp_path):
   whole = tmp_path / "w"
   with hold(str(whole)), hold(str(whole / "sft")), hold(str(tmp_path / "other")):
     for _ in range(2):  # the first refusal has not let it go
-      told = f"process {os.getpid()} on "
-      with pytest.raises(InUseError, match=told), hold(str(whole)):
+      holder = f"process {os.getpid()} on "
+      with pytest.raises(InUseError, match=holder), hold(str(whole)):
         pass
     (whole / "results.json").write_text("{}")
   with hold(str(whole)):

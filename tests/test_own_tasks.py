@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import toy
-from chat_server import serve
+from chat_server import ChatServer
 
 from coa_jax import evaluate
 from coa_jax.model.hf.io import save_model
@@ -114,12 +114,12 @@ def test_tasks_of_any_kind_are_played_and_graded(
 def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, corpus):
   rows, asked = [dict(row, answers=["none such"], kind="qa") for row in OURS], []
 
-  def answer(body: dict) -> dict:
+  def answer(body: dict) -> str:
     asked.append(body)
-    return {"choices": [{"message": {"content": '{"judgement": "correct"}'}}]}
+    return '{"judgement": "correct"}'
 
   config = journey(model, corpus, write(tmp_path / "tasks.jsonl", rows))
-  with serve(lambda agent, messages: None) as server:
+  with ChatServer(lambda agent, messages: None) as server:
     server.answer = answer
     chat = dict(base_url=server.url, model="m")
     config.reward = dict(graders=dict(qa="judge"), judge=dict(chat=chat))

@@ -113,7 +113,7 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
   tasks = tmp_path / "tasks.jsonl"
   rows = [{"id": q, "question": q, "answers": [a]} for q, a in SUMS.items()]
   tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  with scripted_vllm.serve(toy.tokenizer()) as server:
+  with scripted_vllm.ScriptedVllm(toy.tokenizer()) as server:
     config = dict(
       init=str(tmp_path / "model"),
       rollout=dict(style="brief", slots=2, max_len=toy.MAX_LEN),
@@ -125,7 +125,7 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
     for name, processes in {"one": 1, "two": 2}.items():
       server.requests.clear()
       run("evaluate", config, tmp_path / name, processes, devices=1)
-      paths = [path for path, _ in server.requests]
+      paths = [r.path for r in server.requests]
       assert paths.count("/collective_rpc") == 1
       assert paths.count("/weight_checker") == processes
       assert len(server.completions()) == 3 * (2 + 3)  # turns of the scripts

@@ -29,7 +29,6 @@ def config(folder: pathlib.Path, **sections) -> ml_collections.ConfigDict:
     eval=dict(samples=2),
     reward=dict(graders=dict(qa="qa")),
     vllm=dict(),
-    format=dict(),
   )
   return ml_collections.ConfigDict(values | sections)
 
@@ -43,7 +42,7 @@ def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
   ("section", "message"),
   [
     ({"vllm": {"folder": "x"}}, "config section 'vllm': the sampler in JAX serves"),
-    ({"format": {"number": 1}}, "config section 'format': tools are served under"),
+    ({"format": {"number": 1}}, "no section 'format'"),
     ({"evil": {"samples": 1}}, "no section 'evil'; did you mean 'eval'"),
   ],
 )

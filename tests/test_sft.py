@@ -208,8 +208,10 @@ def test_a_wrong_id_anywhere_in_the_file_is_named(config, tmp_path, bad):
   write_jsonl(path, examples)
   toy.save_policy(str(tmp_path / "model"), toy.params())
   config.init, config.model = str(tmp_path / "model"), {}
-  told = rf"trajectories\.jsonl: trajectory {len(examples)}: task .* token id {bad} in"
-  with pytest.raises(ValueError, match=told):
+  message = (
+    rf"trajectories\.jsonl: trajectory {len(examples)}: task .* token id {bad} in"
+  )
+  with pytest.raises(ValueError, match=message):
     sft.run(config, str(tmp_path / "w"))
 
 
@@ -306,8 +308,8 @@ def test_two_processes_train_one_model(config, tmp_path):
   ]
   # Both are read at once: one whose pipe is full would hold up the other.
   with concurrent.futures.ThreadPoolExecutor(2) as threads:
-    said = list(threads.map(lambda p: p.communicate(timeout=1500)[1], both))
-  assert [p.returncode for p in both] == [0, 0], [e[-3000:] for e in said]
+    errors = list(threads.map(lambda p: p.communicate(timeout=1500)[1], both))
+  assert [p.returncode for p in both] == [0, 0], [e[-3000:] for e in errors]
   alone = [w.replace(str(tmp_path / "two"), str(tmp_path / "one")) for w in command]
   subprocess.run(alone, cwd=root, env={**env, "XLA_FLAGS": ""}, check=True)
   results = [

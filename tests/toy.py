@@ -28,7 +28,7 @@ from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, Truncation
 from coa_jax.model.hf.io import save_model
-from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol import prompts, roles, tokens, tool_bodies
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
@@ -51,7 +51,7 @@ _THINK = roles.wrap(roles.THINK, "work it out")
 
 def code(program: str) -> str:
   """A turn that runs a program."""
-  return _THINK + roles.wrap("code", roles.render_code(program))
+  return _THINK + roles.wrap("code", tool_bodies.render_code(program))
 
 
 def search(query: str) -> str:
@@ -78,10 +78,10 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 TASKS = [Task(q, q, (s[-2].split()[-1].strip("."),)) for q, s in SCRIPTS.items()]
 # What tools say to the calls of SCRIPTS.
 _REPLIES = {
-  roles.render_code("print(2+3)"): "5",
-  roles.render_code("print(4*4)"): "16",
-  roles.render_code("print(16+1)"): "17",
-  roles.render_code("print(7)"): "7",
+  tool_bodies.render_code("print(2+3)"): "5",
+  tool_bodies.render_code("print(4*4)"): "16",
+  tool_bodies.render_code("print(16+1)"): "17",
+  tool_bodies.render_code("print(7)"): "7",
   "Ur": "Ur: its capital is Uruk.",
 }
 

@@ -9,9 +9,11 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 
+from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import BadCall, NoJail, ToolFault, Unavailable
 from tools_sandbox.host import pool
 from tools_sandbox.host.session import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
+from tools_sandbox.http_client import BadReply, NoReply
 from tools_sandbox.jail import wire
 from tools_sandbox.jail.keeper import check as check_jail
 from tools_sandbox.jail.wire import Limits, Result, Verdict
@@ -20,7 +22,6 @@ from tools_sandbox.search import index as search
 from tools_sandbox.search.index import Document, Hit
 from tools_sandbox.search.retrieve import Retriever
 from tools_sandbox.service.remote import RemoteConfig, RemotePool, RemoteSession
-from tools_sandbox.web.chat import ChatConfig, ChatModel
 from tools_sandbox.web.crawl import CrawlConfig, Crawler
 from tools_sandbox.web.vision import Inspector, VisionConfig
 from tools_sandbox.web.web_search import BLOCKED, WebConfig, WebSearch
@@ -29,6 +30,7 @@ __all__ = [
   "BACKENDS",
   "BLOCKED",
   "BadCall",
+  "BadReply",
   "ChatConfig",
   "ChatModel",
   "CrawlConfig",
@@ -40,6 +42,7 @@ __all__ = [
   "McpConfig",
   "McpTool",
   "NoJail",
+  "NoReply",
   "RemoteConfig",
   "RemoteSession",
   "Result",

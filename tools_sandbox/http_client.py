@@ -7,20 +7,52 @@ or broken, and that is never the model's fault.
 from __future__ import annotations
 
 import email.utils
+import ipaddress
 import json
+import math
 import random
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 
 from tools_sandbox.faults import ToolFault, Unavailable
 
 _REFUSES_CONTENT = (400, 413, 415, 422)
-_FIRST_PAUSE_S = 0.25
+_PASSING = (408, 409, 429)  # as are 500 and more
 _MAX_BYTES = 16_000_000  # of a reply
 _JSON = {"content-type": "application/json"}
+
+
+class Fault(NamedTuple):
+  """What was wrong with one attempt: in our words, and in those of the service."""
+
+  what: str
+  detail: str = ""
+
+  def __str__(self) -> str:
+    return f"{self.what}: {self.detail}" if self.detail else self.what
+
+
+class BadReply(ValueError):
+  """A reply that cannot be used; takes the fields of its `Fault`."""
+
+
+class NoReply(Exception):
+  """No usable reply came.
+
+  Attributes:
+    faults: of all attempts, in order; at least one.
+    refusal: the last one's status, where trying again cannot change it, or 0.
+    text: the body that came with it.
+  """
+
+  def __init__(self, faults: Sequence[Fault], refusal: int = 0, text: str = ""):
+    """Takes the attributes."""
+    super().__init__(str(faults[-1]))
+    self.faults, self.refusal, self.text = tuple(faults), refusal, text
 
 
 def read_key(path: str | None, field: str = "key_file") -> str:
@@ -45,6 +77,18 @@ def read_key(path: str | None, field: str = "key_file") -> str:
   return words[0]
 
 
+def read_json(data: bytes) -> Any:
+  """The value that a reply's body holds.
+
+  Raises:
+    BadReply: it is no JSON.
+  """
+  try:
+    return json.loads(data)
+  except (ValueError, RecursionError):
+    raise BadReply("a reply that is not JSON") from None
+
+
 class Service:
   """POSTs JSON to one URL. Thread-safe; close it after use."""
 
@@ -55,6 +99,10 @@ class Service:
     headers: dict[str, str] | None = None,
     retries: int = 3,
     per_second: float = 0.0,
+    backoff_s: float = 0.25,
+    max_pause_s: float = math.inf,
+    timeout_s: float = math.inf,
+    use_proxies: bool = False,
   ):
     """Opens a connection pool; sends nothing yet.
 
@@ -62,9 +110,14 @@ class Service:
       name: what messages call it.
       url: where requests go.
       headers: of every request, keys among them; never logged or repeated in errors.
-      retries: attempts beyond the first on 408, 409, 429, 5xx, cut connections and
-        replies that are not JSON.
+      retries: attempts beyond the first on 408, 409, 429, 5xx, timeouts, cut
+        connections and replies that cannot be used.
       per_second: requests sent per second at most; 0 for no limit.
+      backoff_s: seconds before the first retry; doubled for each one after it.
+      max_pause_s: the longest pause; a service that asks for more is given up.
+      timeout_s: for one attempt.
+      use_proxies: whether to go through the proxies that the environment names; to
+        loopback never.
 
     Raises:
       ValueError: the URL is not http or https.
@@ -72,61 +125,93 @@ class Service:
     if not url.startswith(("http://", "https://")):
       raise ValueError(f"{name}: {url!r} must start with http:// or https://")
     self._name, self._url, self._retries = name, url, retries
+    self._backoff_s, self._max_pause_s = backoff_s, max_pause_s
+    self._timeout_s = timeout_s
     self._gap = 1.0 / per_second if per_second > 0 else 0.0
     self._next, self._lock = 0.0, threading.Lock()
-    self._client = httpx.Client(headers=headers, trust_env=False)
+    trust_env = use_proxies and not _is_loopback(url)
+    self._client = httpx.Client(headers=headers, trust_env=trust_env)
 
   def close(self) -> None:
     """Closes the connections."""
     self._client.close()
 
-  def ask(self, body: dict[str, Any], seconds: float) -> Any:
-    """The reply to a request, decoded.
-
-    Args:
-      body: sent as JSON.
-      seconds: for all attempts and the pauses between them.
+  def ask(
+    self, body: Any, seconds: float, read: Callable[[bytes], Any] = read_json
+  ) -> Any:
+    """The reply to a request, for tools: `send`'s, or an error that names the culprit.
 
     Raises:
       ToolFault: the service refuses what this request asks for (status 400, 413, 415
         or 422).
-      Unavailable: no usable reply; the message names the service and the last fault.
+      Unavailable: no usable reply; the message names the service and the last fault,
+        and repeats nothing that the service wrote.
+    """
+    try:
+      return self.send(body, seconds, read)[0]
+    except NoReply as e:
+      what = e.faults[-1].what
+      if e.refusal in _REFUSES_CONTENT:
+        raise ToolFault(f"{self._name} refuses the request ({what})") from None
+      raise self.broken(what) from None
+
+  def send(
+    self,
+    body: Any,
+    seconds: float = math.inf,
+    read: Callable[[bytes], Any] = read_json,
+  ) -> tuple[Any, tuple[Fault, ...]]:
+    """The first usable reply to a request, and the faults of the attempts before it.
+
+    Args:
+      body: sent as JSON.
+      seconds: for all attempts and the pauses between them.
+      read: makes a value of a reply's body, or raises BadReply to have another attempt.
+
+    Raises:
+      NoReply: all attempts failed, the time is over, or the service refuses.
     """
     content = json.dumps(body).encode("ascii")  # lone surrogates too
     deadline = time.monotonic() + seconds
-    attempt, fault = 0, "no time was left"
+    faults: list[Fault] = []
     while True:
-      pause = 0.0
+      requested = 0.0
       try:
         self._wait_turn(deadline)
         status, headers, data = self._exchange(content, deadline)
         if status == 200:
-          return json.loads(data)
-        fault = f"status {status}"
-        if status in _REFUSES_CONTENT:
-          raise ToolFault(f"{self._name} refuses the request ({fault})")
-        if status not in (408, 409, 429) and status < 500:
-          break
-        pause = retry_after(headers.get("retry-after", ""))
+          return read(data), tuple(faults)
+        text = data.decode("utf-8", "replace")
+        faults.append(Fault(f"status {status}", repr(text[:200])))
+        if status not in _PASSING and status < 500:
+          raise NoReply(faults, status, text)
+        requested = retry_after(headers.get("retry-after", ""))
       except (httpx.TimeoutException, TimeoutError):
-        fault = f"no reply within {seconds:.3g} s"
-        break
+        limit = min(seconds, self._timeout_s)
+        faults.append(Fault(f"no reply within {limit:.3g} s"))
       except httpx.RequestError as e:
-        fault = type(e).__name__
-      except (ValueError, RecursionError):
-        fault = "a reply that is not JSON"
-      attempt += 1
-      # Full pauses at once would bring all callers back at the same moment.
-      own = _FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0)
-      pause = max(pause, own)
-      if attempt > self._retries or time.monotonic() + pause >= deadline:
-        break
+        faults.append(Fault(type(e).__name__, str(e)))
+      except BadReply as e:
+        faults.append(Fault(*e.args))
+      if requested > self._max_pause_s:
+        what, detail = faults[-1]
+        detail += f"; it asks to wait {requested:.0f} s, max_pause_s is less"
+        faults[-1] = Fault(what, detail)
+        raise NoReply(faults)
+      pause = max(requested, self._pause(len(faults)))
+      if len(faults) > self._retries or time.monotonic() + pause >= deadline:
+        raise NoReply(faults)
       time.sleep(pause)
-    raise Unavailable(f"{self._name} gives no usable reply: {fault}")
 
   def broken(self, what: str) -> Unavailable:
     """The error for a reply that is JSON but not the service's own."""
     return Unavailable(f"{self._name} gives no usable reply: {what}")
+
+  def _pause(self, failed: int) -> float:
+    """Seconds to wait after so many failed attempts."""
+    pause = min(self._backoff_s * 2.0 ** (failed - 1), self._max_pause_s)
+    # Full pauses at once would bring all callers back at the same moment.
+    return pause * random.uniform(0.5, 1.0)
 
   def _wait_turn(self, deadline: float) -> None:
     with self._lock:
@@ -140,19 +225,21 @@ class Service:
   def _exchange(
     self, content: bytes, deadline: float
   ) -> tuple[int, httpx.Headers, bytes]:
-    left = deadline - time.monotonic()
-    if left <= 0:
+    now = time.monotonic()
+    deadline = min(deadline, now + self._timeout_s)
+    if deadline <= now:
       raise TimeoutError
+    timeout = None if deadline == math.inf else deadline - now
     data = bytearray()
     with self._client.stream(
-      "POST", self._url, content=content, headers=_JSON, timeout=left
+      "POST", self._url, content=content, headers=_JSON, timeout=timeout
     ) as response:
       for chunk in response.iter_bytes():
         data += chunk
         if time.monotonic() > deadline:
           raise TimeoutError
         if len(data) > _MAX_BYTES:
-          raise ValueError("too long")
+          raise BadReply(f"a reply of over {_MAX_BYTES} bytes")
       return response.status_code, response.headers, bytes(data)
 
 
@@ -160,7 +247,7 @@ def retry_after(header: str) -> float:
   """Seconds that a Retry-After header asks for: a number or an HTTP date; 0 if none."""
   try:
     seconds = float(header)
-    return seconds if seconds > 0 else 0.0
+    return seconds if seconds > 0 else 0.0  # NaN is no pause
   except ValueError:
     pass
   try:
@@ -168,3 +255,11 @@ def retry_after(header: str) -> float:
   except (ValueError, TypeError):
     return 0.0
   return max(when.timestamp() - time.time(), 0.0)
+
+
+def _is_loopback(url: str) -> bool:
+  host = httpx.URL(url).host
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost" or host.endswith(".localhost")

@@ -21,9 +21,10 @@ import math
 import resource
 import socket
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
+import pydantic
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -265,6 +266,53 @@ def open_hosts(host: str, allowed: list[str], risk: str) -> list[str]:
 def check_host(names: list[str]) -> Middleware:
   """Refuses requests to other names (status 400)."""
   return Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
+
+
+class Body(pydantic.BaseModel):
+  """A request's JSON object: fields of these types and no others; none is converted."""
+
+  model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+
+class BadField(ValueError):
+  """A request that its `Body` does not take.
+
+  Attributes:
+    field: where, as "messages[0].role"; "" for all of it.
+    is_unknown: whether there is no such field.
+  """
+
+  def __init__(self, message: str, field: str, is_unknown: bool = False):
+    """Takes the attributes, and the line that says what is wrong."""
+    super().__init__(message)
+    self.field, self.is_unknown = field, is_unknown
+
+
+_Model = TypeVar("_Model", bound=pydantic.BaseModel)
+
+
+def read_fields(cls: type[_Model], value: Any) -> _Model:
+  """Builds the model from a decoded request.
+
+  Raises:
+    BadField: one line on the first field that is wrong, with its value.
+  """
+  try:
+    return cls.model_validate(value)
+  except pydantic.ValidationError as e:
+    fault = e.errors(include_url=False)[0]
+  steps = (f"[{x}]" if isinstance(x, int) else f".{x}" for x in fault["loc"])
+  field = "".join(steps).removeprefix(".")
+  if fault["type"] == "extra_forbidden":
+    accepted = ", ".join(sorted(cls.model_fields))
+    message = f"unknown field {field!r:.100}; there are {accepted}"
+    raise BadField(message, field, is_unknown=True)
+  if fault["type"] == "missing":
+    raise BadField(f"{field} is missing", field)
+  what = fault["msg"].replace("Input should be", "must be")
+  what = what.replace("a valid integer", "an integer").replace("a valid ", "a ")
+  value = repr(fault["input"])[:100]
+  raise BadField(f"{field} {what}, got {value}", field)
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -27,7 +27,7 @@ from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher.convert import Dropped
 from coa_jax.teacher.filters import Examined, FiltersConfig, Funnel, examine
 from coa_jax.teacher.novelty import Benchmarks
-from coa_jax.teacher.restyle import FormatsConfig, restyled_copies
+from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
 
 CHUNK = 16  # rows that travel together
 
@@ -87,7 +87,7 @@ class Refiner:
   filters: FiltersConfig | None = None
   benchmarks: Benchmarks | None = None
   tokenizer: str = ""
-  formats: FormatsConfig = dataclasses.field(default_factory=FormatsConfig)
+  formats: ToolAugmentation = dataclasses.field(default_factory=ToolAugmentation)
 
   def work(self, records: Sequence[Record]) -> list[Dropped | Found]:
     """Rows one by one, each alone."""
@@ -109,7 +109,7 @@ class Refiner:
         self.benchmarks,
       )
     kept = [] if found.fault else [trajectory]
-    restyled = restyled_copies(kept, self.importer.variant, self.formats)
+    restyled = augmented_copies(kept, self.importer.variant, self.formats)
     if self.tokenizer:
       _tokenizer(self.tokenizer).encode_trajectories([trajectory, *restyled])
     return Found(

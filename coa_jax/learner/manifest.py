@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.disk import atomic_path, atomic_write, fsync_file
 from coa_jax.json_io import read_object
 
 MANIFEST = "manifest.json"
@@ -36,14 +37,10 @@ def derive(folder: str, make: Callable[[str], None], source: str) -> None:
       return
     _log.warning("%s is damaged (%s); made anew from %s", folder, fault, source)
     shutil.rmtree(folder)
-  unfinished = folder + ".tmp"
-  shutil.rmtree(unfinished, ignore_errors=True)
-  try:
+  with atomic_path(folder) as unfinished:
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
     make(unfinished)
     write_manifest(unfinished)
-    os.replace(unfinished, folder)
-  finally:
-    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_manifest(folder: str) -> None:
@@ -52,15 +49,10 @@ def write_manifest(folder: str) -> None:
   for parent, _, names in os.walk(folder):
     for name in names:
       path = os.path.join(parent, name)
-      with open(path, "rb") as f:
-        os.fsync(f.fileno())
+      fsync_file(path)
       files[os.path.relpath(path, folder)] = _digest(path)
-  path = os.path.join(folder, MANIFEST)
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
+  with atomic_write(os.path.join(folder, MANIFEST), fsync=True) as f:
     json.dump(files, f, indent=1, sort_keys=True)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(path + ".tmp", path)
 
 
 def _digest(path: str) -> list[Any]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import re
 
-from coa_jax.protocol import function_calls, roles
+from coa_jax.protocol import roles
 from coa_jax.protocol.roles import ANSWER, OBSERVATION, START, THINK, Variant
+from coa_jax.protocol.tool_bodies import WHITE
+from coa_jax.protocol.tools import SPECS
 
 
 class Verdict(enum.StrEnum):
@@ -95,7 +96,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
   try:
     rules = _Rules(variant)
     position = 0
-    while position < len(text) and text[position:].strip(roles.WHITE):
+    while position < len(text) and text[position:].strip(WHITE):
       span = _read_span(text, position, variant)
       rules.accept(span)
       spans.append(span)
@@ -111,7 +112,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
   """The span that starts at or after `position`'s white space."""
   match = _TOP.match(text, position)
   if match is None:
-    stripped = text[position:].lstrip(roles.WHITE)
+    stripped = text[position:].lstrip(WHITE)
     offset = len(text) - len(stripped)
     if stripped.startswith("</"):
       raise _Fault(Verdict.NESTED, "a closing tag that closes nothing", offset)
@@ -131,7 +132,7 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
   if role == OBSERVATION:
     content = roles.unescape(content)
   end += len(close)
-  while end < len(text) and text[end] in roles.WHITE:
+  while end < len(text) and text[end] in WHITE:
     end += 1
   return Span(role, content, offset, end, text[position:end])
 
@@ -221,14 +222,10 @@ def content_fault(role: str, content: str, graded: bool = False) -> str | None:
     content: what stands between its tags.
     graded: True where a reflection must grade every criterion.
   """
-  if not content.strip(roles.WHITE):
+  if not content.strip(WHITE):
     return f"<{role}> is empty"
-  if role == "code" and roles.parse_code(content) is None:
-    return "a code call is one ```py block, then at most one ```sh block, no more"
-  if role == roles.TOOL and function_calls.parse(content) is None:
-    return 'tool takes {"name": NAME, "arguments": {...}}, no more'
-  if role == "visual_inspector" and _image_request(content) is None:
-    return "visual_inspector takes a ```json block with a string file_path"
+  if role in SPECS:
+    return SPECS[role].find_fault(content)
   if role == roles.DOUBLE_CHECK and roles.check_score(content) is None:
     return "double_check holds exactly one score, 1 to 4"
   if role == roles.REFLECTION and graded:
@@ -236,17 +233,3 @@ def content_fault(role: str, content: str, graded: bool = False) -> str | None:
     if missing:
       return "reflection without a grade for " + ", ".join(sorted(missing))
   return None
-
-
-_JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL | re.ASCII)
-
-
-def _image_request(content: str) -> dict[str, str] | None:
-  match = _JSON_FENCE.fullmatch(content)
-  try:
-    value = json.loads(match[1]) if match else None
-  except (ValueError, RecursionError):  # as in `function_calls.parse`
-    return None
-  if not isinstance(value, dict) or not isinstance(value.get("file_path"), str):
-    return None
-  return value

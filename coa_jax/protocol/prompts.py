@@ -1,6 +1,6 @@
 """The prompt, rendered from a variant and its tools.
 
-The text is this project's own; what it tells (the functions, their layout, the order
+The text is this project's own; what it explains (the functions, their layout, the order
 rules, the scores) is the protocol of arXiv 2508.13167, appendix D.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import Author, Segment
 
 STYLES = ("full", "brief")
@@ -20,17 +21,6 @@ _ROLE_TEXT = {
   roles.DOUBLE_CHECK: "score the proposed answer: 1 wrong, 2 mostly wrong, 3 minor "
   "defects, 4 fully correct; write the number only",
   roles.ANSWER: "the final answer and nothing else; it ends the work",
-}
-
-_TOOL_TEXT = {
-  "wiki_search": "search an encyclopaedia; write the query",
-  "web_search": "search the web; write the query",
-  "crawl_page": "read web pages; write URLs, separated by |, and what you look for",
-  "code": "run a Python program and read what it prints; write one ```py block, then, "
-  "if the program reads standard input, one ```sh block that holds it",
-  "visual_inspector": "ask about an image; write a ```json block with file_path and "
-  "question",
-  roles.TOOL: 'call a tool by its name; write {"name": NAME, "arguments": {...}}',
 }
 
 
@@ -50,12 +40,14 @@ def instructions(variant: Variant, style: str = "full") -> str:
   if style == "brief":
     return ""
   lines = ["Solve the task by writing spans, one function at a time.", "", "Functions:"]
-  for name in (*variant.roles, *variant.tools):
-    text = _ROLE_TEXT.get(name) or variant.told.get(name) or _TOOL_TEXT[name]
-    lines.append(f"- {roles.wrap(name, '...')}: {text}.")
-  if variant.named:
+  for role in variant.roles:
+    lines.append(f"- {roles.wrap(role, '...')}: {_ROLE_TEXT[role]}.")
+  for tool in variant.tools:
+    text = variant.tool_descriptions.get(tool) or SPECS[tool].description
+    lines.append(f"- {roles.wrap(tool, '...')}: {text}.")
+  if variant.functions:
     lines += ["", "Tools that are called by name:"]
-    lines += [f"- {name}: {text}." for name, text in variant.named.items()]
+    lines += [f"- {name}: {text}." for name, text in variant.functions.items()]
     lines.append("")
   lines.append(
     f"After each tool call its result appears in {roles.wrap(roles.OBSERVATION, '...')}"

@@ -15,6 +15,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
+from coa_jax.protocol.tools import FUNCTION_TAG, SPECS
+
 THINK = "think"
 PLAN = "plan"
 REFLECTION = "reflection"
@@ -25,10 +27,7 @@ OBSERVATION = "observation"
 START = "start"  # the state before the first span; never a tag
 
 ROLES = (THINK, PLAN, REFLECTION, SUGGESTED_ANSWER, DOUBLE_CHECK, ANSWER)
-# The tag of every tool that has none of its own: its body names the tool, so a config
-# can add tools and the vocabulary of tags stays as it is.
-TOOL = "tool"
-TOOLS = ("wiki_search", "web_search", "crawl_page", "code", "visual_inspector", TOOL)
+TOOLS = tuple(SPECS)
 
 # The reflection agent grades three criteria; any "poor" asks for a new plan.
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
@@ -76,9 +75,10 @@ class Variant:
       grades are optional, and count when they are written.
     max_plans: the most `plan` spans a trajectory may hold, or None for no limit.
     min_calls: the fewest tool calls of a well-formed trajectory.
-    told: tool -> what the prompt says of it, where it is not what `prompts` says.
-    named: of the tools that `tool` calls: name -> what the prompt says of it. With
-      none every name may be written.
+    tool_descriptions: tool -> what the prompt says of it, where that is not what its
+      row of `tools.SPECS` says.
+    functions: of those that the tag `tool` calls: name -> what the prompt says of it.
+      With none every name may be written.
   """
 
   name: str
@@ -90,8 +90,8 @@ class Variant:
   graded: bool = False
   max_plans: int | None = None
   min_calls: int = 0
-  told: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  named: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  tool_descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  functions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   @property
   def tags(self) -> tuple[str, ...]:
@@ -107,30 +107,36 @@ class Variant:
     """The variant left with only these of its tools.
 
     Args:
-      tools: their tags; a mapping also says what the prompt tells of each, "" for what
-        it tells of that tag anyway. `tool:NAME` stands for one of the tools that
-        `tool` calls by name.
+      tools: their tags; a mapping also gives what the prompt says of each, "" for what
+        it says of that tag anyway. `tool:NAME` stands for one of the functions that
+        the tag `tool` calls by name.
 
     Raises:
       ValueError: the variant has no such tool.
     """
-    told = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools, "")
-    prefix = f"{TOOL}:"
-    called = [t for t in told if t.startswith(prefix)]
-    named = {t.removeprefix(prefix): told.pop(t) for t in called}
-    tools = (*told, TOOL) if named and TOOL not in told else tuple(told)
-    for tool in tools:
+    descriptions = dict.fromkeys(tools, "")
+    if isinstance(tools, Mapping):
+      descriptions.update(tools)
+    prefix = f"{FUNCTION_TAG}:"
+    functions = {
+      key.removeprefix(prefix): descriptions.pop(key)
+      for key in list(descriptions)
+      if key.startswith(prefix)
+    }
+    if functions:
+      descriptions.setdefault(FUNCTION_TAG, "")
+    for tool in descriptions:
       if tool not in self.tools:
         raise ValueError(
           f"variant {self.name!r} has no tool {tool!r}; it has {', '.join(self.tools)}"
         )
-    gone = frozenset(self.tools) - frozenset(tools)
+    gone = frozenset(self.tools).difference(descriptions)
     follows = {k: v - gone for k, v in self.follows.items() if k not in gone}
     return dataclasses.replace(
       self,
-      tools=tools,
-      told={tool: text for tool, text in told.items() if text},
-      named=named,
+      tools=tuple(descriptions),
+      tool_descriptions={tool: text for tool, text in descriptions.items() if text},
+      functions=functions,
       follows=follows,
       think_required=self.think_required - gone,
       think_allowed=self.think_allowed - gone,
@@ -277,9 +283,7 @@ def get_variant(name: str) -> Variant:
   return VARIANTS[base].without(gone) if gone else VARIANTS[base]
 
 
-# White space, digits and letters are ASCII's, here and in `parser`: so that a table
-# over bytes (`grammar`) can say the same.
-WHITE = " \t\n\r\f\v"
+# Digits and letters are ASCII's, as white space in `tool_bodies`.
 _GRADE = re.compile(
   rf"({'|'.join(CRITERIA)})\s*:\s*({'|'.join(GRADES)})\b", re.IGNORECASE | re.ASCII
 )
@@ -306,43 +310,6 @@ def check_score(content: str) -> int | None:
   if len(numbers) != 1 or numbers[0] not in {str(s) for s in SCORES}:
     return None
   return int(numbers[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class CodeCall:
-  """What a `code` span asks for: a program, and what it reads on standard input."""
-
-  program: str
-  stdin: str = ""
-
-
-_CODE = re.compile(
-  r"\s*```(?:py|python)[ \t]*\n(?P<program>.*?)\n?```"
-  r"(?:\s*```sh[ \t]*\n(?P<stdin>.*?)\n?```)?\s*",
-  re.DOTALL | re.ASCII,
-)
-
-
-def parse_code(content: str) -> CodeCall | None:
-  """Reads a `code` span: one `py` fence, then at most one `sh` fence, nothing else.
-
-  Returns None where the content is anything else, so a caller never guesses. The
-  released code agent trains on `py` and the released general agent on `python`; both
-  are accepted, `py` is what this project writes.
-  """
-  # The expression takes time as the square of the number of fences.
-  match = _CODE.fullmatch(content) if content.count("```") <= 4 else None
-  if match is None or not match["program"].strip(WHITE):
-    return None
-  if "```" in match["program"] or "```" in (match["stdin"] or ""):
-    return None
-  return CodeCall(match["program"], match["stdin"] or "")
-
-
-def render_code(program: str, stdin: str = "") -> str:
-  """The content of a `code` span; `parse_code` reads it back."""
-  text = f"```py\n{program}\n```"
-  return text + (f"\n```sh\n{stdin}\n```" if stdin else "")
 
 
 _ANY_TAG = "|".join((*ROLES, *TOOLS, OBSERVATION))

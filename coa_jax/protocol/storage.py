@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from coa_jax.disk import atomic_path
 from coa_jax.json_io import parse_object
 
 _ROWS = 256  # of a row group
@@ -47,15 +48,10 @@ def write_lines(
     raise ValueError(
       f"{path}: unknown suffix {suffix!r}; accepted: {', '.join(_WRITERS)}"
     )
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  try:
-    count = _WRITERS[suffix](path + ".tmp", rows)
+  with atomic_path(path) as unfinished:
+    count = _WRITERS[suffix](unfinished, rows)
     if at_least_one and not count:
       raise EOFError(path)
-    os.replace(path + ".tmp", path)
-  finally:
-    if os.path.exists(path + ".tmp"):
-      os.remove(path + ".tmp")
   return count
 
 

@@ -21,8 +21,10 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 import transformers
 
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
 from coa_jax.protocol import roles
+from coa_jax.protocol.tools import SPECS, TagIds
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 _CONFIG = "tokenizer_config.json"
@@ -111,9 +113,8 @@ class Tokenizer:
     # transformers 4 knows this list by another name, which 5 reads too.
     if isinstance(config.get("extra_special_tokens"), list):
       config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    with open(file + ".tmp", "w", encoding="utf-8") as f:
+    with atomic_write(file) as f:
       json.dump(config, f, indent=2, sort_keys=True, ensure_ascii=False)
-    os.replace(file + ".tmp", file)
 
   @property
   def vocab_size(self) -> int:
@@ -374,8 +375,15 @@ def _byte_alphabet() -> dict[int, str]:
   return out
 
 
+def _tags(*names: str) -> list[str]:
+  """Opening and closing tag of each."""
+  return [tag for n in names for tag in (roles.open_tag(n), roles.close_tag(n))]
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Trains a byte-level BPE with every protocol tag as one token, digits one by one.
+  """Trains a byte-level BPE with protocol tags as one token each, digits one by one.
+
+  The tag `tool` alone is spelt as text (`tools.TagIds`).
 
   Args:
     texts: training text; tags in it are not counted.
@@ -384,13 +392,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   Raises:
     ValueError: vocab_size leaves no room for bytes and tags.
   """
-  # Not `tool`, whose tag is spelt as text: two ids more would shift all that follow.
-  tools = tuple(t for t in roles.TOOLS if t != roles.TOOL)
-  names = (*roles.ROLES, *tools, roles.OBSERVATION)
-  tags = [t for r in names for t in (roles.open_tag(r), roles.close_tag(r))]
-  special = [PAD, IM_START, IM_END, *tags]
-  if vocab_size < 256 + len(special):
-    raise ValueError(f"vocab_size must be at least {256 + len(special)}")
+  ids = {tag: spec.tag_ids for tag, spec in SPECS.items()}
+  first = [tag for tag in ids if ids[tag] == TagIds.FIRST]
+  # A row of `SPECS` takes the ids below those of the rows before it, so one more costs
+  # the last two merges and moves nothing else.
+  last = [tag for tag in reversed(ids) if ids[tag] == TagIds.LAST]
+  special = [PAD, IM_START, IM_END]
+  special += _tags(*roles.ROLES, *first, roles.OBSERVATION)
+  at_the_end = _tags(*last)
+  if vocab_size < 256 + len(special) + len(at_the_end):
+    raise ValueError(
+      f"vocab_size must be at least {256 + len(special) + len(at_the_end)}"
+    )
   model = tokenizers.Tokenizer(tokenizers.models.BPE())
   split = tokenizers.pre_tokenizers
   model.pre_tokenizer = split.Sequence(
@@ -401,12 +414,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   )
   model.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size,
+    vocab_size=vocab_size - len(at_the_end),
     special_tokens=special,
     initial_alphabet=split.ByteLevel.alphabet(),
     show_progress=False,
   )
   model.train_from_iterator(texts, trainer)
+  if at_the_end:
+    # Texts with too few merges leave ids over; those keep their places.
+    unused = vocab_size - len(at_the_end) - model.get_vocab_size()
+    model.add_special_tokens([f"<|reserved_{i}|>" for i in range(unused)])
+    model.add_special_tokens(at_the_end)
   hf = transformers.PreTrainedTokenizerFast(
     tokenizer_object=model, pad_token=PAD, eos_token=IM_END, chat_template=_TEMPLATE
   )

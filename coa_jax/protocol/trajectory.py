@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import parse_object, to_dataclass
 
 
@@ -172,15 +173,12 @@ def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Any]) -> int:
   The file appears under its name only when complete, so a reader never sees half of
   one. Returns the number of rows.
   """
-  path = os.fspath(path)
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   count = 0
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
+  with atomic_write(path) as f:
     for row in rows:
       value = row.to_json() if isinstance(row, Trajectory) else row
       f.write(json.dumps(value, ensure_ascii=True) + "\n")
       count += 1
-  os.replace(path + ".tmp", path)
   return count
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import parse_object, shown
 from coa_jax.report import timers
 from coa_jax.report.tables import rich_table
@@ -219,9 +220,8 @@ def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
   rows = _read_lines(path)
   kept = [r for r in rows if r["stage"] != stage or r["step"] < step]
   if os.path.exists(path):
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with atomic_write(path) as f:
       f.writelines(json.dumps(row) + "\n" for row in kept)
-    os.replace(path + ".tmp", path)
   ours = [(r["step"], r["seconds"]) for r in kept if r["stage"] == stage]
   return ours[-1] if ours else (0, 0.0)
 
@@ -253,12 +253,9 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
   The file appears under its name only when complete. Numbers that are not finite
   become null; numpy scalars and arrays become numbers and lists.
   """
-  path = os.fspath(path)
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
+  with atomic_write(path) as f:
     json.dump(_plain(value), f, indent=2, sort_keys=True, allow_nan=False)
     f.write("\n")
-  os.replace(path + ".tmp", path)
 
 
 def _plain(value: Any) -> Any:

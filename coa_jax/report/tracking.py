@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from coa_jax.disk import atomic_write
+
 if TYPE_CHECKING:
   from tensorboardX.proto.event_pb2 import Event
 
@@ -109,9 +111,8 @@ def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
 
   path = os.path.join(folder, "wandb_id")
   if not os.path.exists(path):
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with atomic_write(path) as f:
       f.write(secrets.token_hex(8))
-    os.replace(path + ".tmp", path)
   with open(path, encoding="utf-8") as f:
     run_id = f.read()
   name = f"{os.path.basename(os.path.abspath(workdir))}/{stage}"

@@ -1,59 +1,120 @@
-"""One self-contained HTML report: figures, tables, and a browser of trajectories.
+"""One self-contained HTML page: figures, tables, and a viewer of trajectories.
 
-Everything that comes from a trajectory is escaped: tool output is hostile. The page
-works from a file, with no network (see `page.page`).
+The page opens from a file, without a server and without a network: `static/style.css`
+and `static/viewer.js` are put into it. Tool output is hostile, so three walls stand
+between a trajectory and the browser. All data are one script element of type
+application/json, which no browser runs, with every character escaped that could end
+it. The page's script makes text nodes of the data, never markup. And the content
+security policy forbids every request, and every script but the page's own.
+
+budget: one file decides what a page knows of a trajectory and how it is kept inert.
 """
 
 from __future__ import annotations
 
+import base64
+import codecs
+import collections
 import dataclasses
+import glob
+import hashlib
 import html
+import importlib.resources
 import itertools
+import json
+import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from coa_jax.json_io import parse_object
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Parse, parse
 from coa_jax.protocol.roles import Variant
-from coa_jax.protocol.trajectory import Author, Segment, Trajectory
-from coa_jax.report.page import page
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory, iter_trajectories
 from coa_jax.report.plots import to_svg
-from coa_jax.report.tables import Table, cell, html_table
+from coa_jax.report.tables import Table, html_table
 from coa_jax.rewards import qa, written_answer
 
-_STRIP_BARS = 80  # bars of a log-prob strip; longer spans show their least likely token
+_VIEWER = """<section id="viewer"><div class="bar" id="bar"></div>
+<div class="legend" id="legend"></div>
+<div class="panes"><div id="list" role="listbox" aria-label="trajectories" tabindex="0">
+</div><div id="detail"></div></div></section>
+<script type="application/json" id="data">{data}</script>
+"""
 
 
-def write_report(
+def write_page(
   path: str | os.PathLike[str],
   title: str,
-  intro: str,
-  tables: Sequence[Table],
-  figures: Mapping[str, Figure],
-  trajectories: Sequence[Trajectory],
-  variant: Variant,
+  sources: Mapping[str, Iterable[Trajectory]],
+  variant: Variant | None = None,
+  tokenizer: Tokenizer | None = None,
+  intro: str = "",
   headline: Mapping[str, str] | None = None,
-) -> None:
-  """Writes the report.
+  tables: Sequence[Table] = (),
+  figures: Mapping[str, Figure] | None = None,
+) -> int:
+  """Writes the page; returns how many trajectories it holds.
 
   Args:
     path: the HTML file; it appears under its name only when complete.
-    title: of the page.
+    title: of the page, plain text.
+    sources: name (a file, or "") -> its trajectories. Those of one source and task are
+      a group, or several where the task was drawn more than once. Of `meta`,
+      `question`, `answers`, `family` and `model` are shown.
+    variant: the dialect that the trajectories are read in, to show where one breaks the
+      protocol; without it they are shown segment by segment.
+    tokenizer: the run's, to colour tokens within the text; without it, or where it does
+      not decode a segment to its text, tokens are shown by their ids.
     intro: plain text, paragraphs separated by empty lines.
+    headline: label -> figure, shown large at the top.
     tables: shown in order.
     figures: caption -> figure, shown in order.
-    trajectories: to browse. Of `meta`, `question`, `answers`, `family` and `model` are
-      shown, and the last two can be filtered by.
-    variant: the dialect the trajectories are read in.
-    headline: label -> figure, shown large at the top.
+
+  Raises:
+    FileNotFoundError, ValueError: a source can not be read; file and line are named.
   """
+  prompts: dict[str, int] = {}
+  rows = [
+    _row(t, name, variant, tokenizer, prompts)
+    for name, trajectories in sources.items()
+    for t in trajectories
+  ]
+  _number_groups(rows)
+
+  report = _report(intro, headline or {}, tables, figures or {})
+  heading = "<h2>Trajectories</h2>" if report and rows else ""
+  body = f"<header><h1>{html.escape(title)}</h1>{report}{heading}</header>\n"
+  script = ""
+  if rows:
+    kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
+    kinds |= dict.fromkeys(roles.TOOLS, "tool")
+    data = {"rows": rows, "prompts": list(prompts), "kinds": kinds}
+    body += _VIEWER.format(data=inert_json(data))
+    script = _static("viewer.js")
+  text = _html(title, body, script, "report" if report else "browser")
+  path = os.fspath(path)
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  with open(path + ".tmp", "w", encoding="utf-8") as f:
+    f.write(text)
+  os.replace(path + ".tmp", path)
+  return len(rows)
+
+
+def _report(
+  intro: str,
+  headline: Mapping[str, str],
+  tables: Sequence[Table],
+  figures: Mapping[str, Figure],
+) -> str:
+  """What stands above the viewer; "" where there is nothing."""
   e = html.escape
-  parts = [f"<h1>{e(title)}</h1>", '<div class="intro">']
-  parts += [f"<p>{e(p.strip())}</p>" for p in intro.split("\n\n") if p.strip()]
-  parts.append("</div>")
+  parts = [f"<p>{e(p.strip())}</p>" for p in intro.split("\n\n") if p.strip()]
   if headline:
     cards = (f"<div><dt>{e(k)}</dt><dd>{e(v)}</dd></div>" for k, v in headline.items())
     parts.append(f'<dl class="headline">{"".join(cards)}</dl>')
@@ -64,64 +125,149 @@ def write_report(
   for caption, figure in figures.items():
     head = f"<figcaption>{e(caption)}</figcaption>"
     parts.append(f'<figure>{head}<div class="scroll">{to_svg(figure)}</div></figure>')
-  if trajectories:
-    parts += ["<h2>Trajectories</h2>", _bar(trajectories), _legend(variant)]
-    parts += [_trajectory(t, variant) for t in trajectories]
-  text = page(title, "\n".join(parts))
-  path = os.fspath(path)
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
-    f.write(text)
-  os.replace(path + ".tmp", path)
+  return "".join(parts)
 
 
-def _facets(t: Trajectory) -> dict[str, str]:
-  """What a trajectory can be filtered by."""
-  reward = "ungraded" if t.reward is None else f"{t.reward:g}"
-  facets = {"reward": reward, "status": t.status.value}
-  return facets | {k: str(t.meta.get(k, "")) for k in ("family", "model")}
+def _static(name: str) -> str:
+  folder = importlib.resources.files("coa_jax.report") / "static"
+  return (folder / name).read_text(encoding="utf-8")
 
 
-def _bar(trajectories: Sequence[Trajectory]) -> str:
-  facets = [_facets(t) for t in trajectories]
-  out = []
-  for field in ("reward", "status", "family", "model"):
-    values = sorted({f[field] for f in facets})
-    if len(values) < 2:
-      continue
-    options = [f'<option value="">any {field}</option>']
-    for v in values:
-      # An empty value would mean "any", so what has none cannot be chosen.
-      if v:
-        options.append(f'<option value="{_attr(v)}">{html.escape(v)}</option>')
-    out.append(f'<select data-field="{field}">{"".join(options)}</select>')
-  out.append('<input id="find" type="search" placeholder="find text">')
-  out.append('<button id="toggle" type="button">open / close all</button>')
-  out.append('<span id="shown"></span>')
-  return f'<div class="bar">{"".join(out)}</div>'
-
-
-def _legend(variant: Variant) -> str:
-  chips = [_chip(r) for r in (*variant.roles, *variant.tools, roles.OBSERVATION)]
-  marks = "".join(
-    f'<b class="span by-{a.value} r-other" style="margin-bottom:0">{a.value}</b>'
-    for a in (Author.POLICY, Author.TOOL, Author.ENVIRONMENT)
+def _html(title: str, body: str, script: str, layout: str) -> str:
+  """A complete page around `body`, which is trusted markup; see the file's top."""
+  digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+  policy = (
+    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+    "base-uri 'none'; form-action 'none'"
   )
-  return f'<div class="legend">{"".join(chips)}<span>written by</span>{marks}</div>'
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    f"<title>{html.escape(title)}</title><style>{_static('style.css')}</style></head>"
+    f'<body class="{layout}">{body}'
+    f"<script>{script}</script></body></html>\n"
+  )
 
 
-def _kind(role: str) -> str:
-  if role in roles.TOOLS:
-    return "tool"
-  return role if role in (*roles.ROLES, roles.OBSERVATION) else "other"
+def inert_json(value: Any) -> str:
+  """JSON that can stand in a script element: no text in it ends or opens anything.
+
+  HTML looks for `</script` and `<!--` in a script before anybody parses JSON, so `<`,
+  `>` and `&` are written as escapes; they occur in JSON's strings only.
+  """
+  text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+  for character in "<>&":
+    text = text.replace(character, f"\\u{ord(character):04x}")
+  return text
 
 
-def _chip(role: str) -> str:
-  return f'<span class="chip r-{_kind(role)}">{html.escape(role or "text")}</span>'
+def find_files(where: Iterable[str]) -> list[str]:
+  """The trajectory files that patterns mean, each once, in order.
+
+  Args:
+    where: files, globs (`**` for any depth) or folders. A folder means what `rl` writes
+      into it, `trajectories/*.jsonl`; without such a folder, those of its own `*.jsonl`
+      that begin with a trajectory (evaluation and distillation write others, too).
+
+  Raises:
+    FileNotFoundError: one of them means no file.
+  """
+  out: dict[str, None] = {}
+  for pattern in where:
+    wanted = pattern
+    if os.path.isdir(pattern):
+      of_rl = os.path.join(pattern, "trajectories")
+      folder = of_rl if os.path.isdir(of_rl) else pattern
+      wanted = os.path.join(glob.escape(folder), "*.jsonl")
+    found = sorted(filter(os.path.isfile, glob.glob(wanted, recursive=True)))
+    if wanted != pattern:
+      found = list(filter(_begins_with_a_trajectory, found))
+    if not found:
+      raise FileNotFoundError(
+        f"--trajectories={pattern}: no file; give a file, a glob such as "
+        "'runs/X/trajectories/step_*.jsonl', or a folder that holds *.jsonl"
+      )
+    out |= dict.fromkeys(found)
+  return list(out)
 
 
-def _attr(text: str) -> str:
-  return html.escape(text, quote=True)
+def _begins_with_a_trajectory(path: str) -> bool:
+  with open(path, "rb") as f:
+    line = f.readline()
+  try:
+    return "segments" in parse_object(line, path)
+  except ValueError:
+    return False
+
+
+def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
+  """The files as sources of a page, named without the folders that all of them share.
+
+  Args:
+    files: JSON lines or parquet of trajectories, read when the page is written.
+  """
+  folder = os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files])
+  return {os.path.relpath(f, folder): iter_trajectories(f) for f in files}
+
+
+def _number_groups(rows: Iterable[dict[str, Any]]) -> None:
+  """Gives every row its group: a sample that a task has twice is of two of them."""
+  seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
+  numbers: dict[tuple[str, str, int], int] = {}
+  for row in rows:
+    attempt = row["file"], row["task"], row["sample"]
+    group = row["file"], row["task"], seen[attempt]
+    seen[attempt] += 1
+    row["group"] = numbers.setdefault(group, len(numbers))
+
+
+def _row(
+  t: Trajectory,
+  file: str,
+  variant: Variant | None,
+  tokenizer: Tokenizer | None,
+  prompts: dict[str, int],
+) -> dict[str, Any]:
+  """What the page knows of a trajectory; its prompt is an index into `prompts`."""
+  prompt = "".join(s.text for s in t.segments if s.author == Author.PROMPT)
+  logps = [x for s in t.segments for x in s.logps if math.isfinite(x)]
+  golds = t.meta.get("answers", [])
+  golds = [str(g) for g in golds] if isinstance(golds, list) else [str(golds)]
+  answer = written_answer(t.text)
+  parsed = parse(t.text, variant) if variant else None
+  spans = blocks(t, parsed)
+  evidence = _evidence(spans, golds)
+  fault = ""
+  if parsed and not parsed.ok:
+    fault = f"{parsed.verdict.value} at character {parsed.offset}: {parsed.detail}"
+  u = t.usage
+  return {
+    "file": file,
+    "task": str(t.task_id),
+    "sample": t.sample,
+    "status": t.status.value,
+    "reward": _number(t.reward),
+    "parts": {str(k): _number(v) for k, v in t.reward_parts.items()},
+    "matched": [g for g in golds if answer is not None and qa.every_part(answer, [g])],
+    "tokens": u.total or t.num_tokens,
+    "cost": (
+      f"{u.prompt:,} prompt ({u.cached:,} cached), {u.generated:,} generated, "
+      f"{u.observation:,} observed; {u.model_calls} model calls, {u.seconds:.1f} s"
+    ),
+    "calls": [f"{c.name} {c.status.value} {c.seconds:.3f} s" for c in t.calls],
+    "mean": _number(statistics.fmean(logps)) if logps else None,
+    "low": _number(min(logps, default=None)),
+    "question": str(t.meta.get("question") or prompt[-400:].strip() or t.task_id),
+    "golds": golds,
+    "answer": answer,
+    "evidence": evidence,
+    "fault": fault,
+    "family": str(t.meta.get("family", "")),
+    "model": str(t.meta.get("model", "")),
+    "prompt": prompts.setdefault(prompt, len(prompts)),
+    "spans": [_span(block, tokenizer) for block in spans],
+  }
 
 
 @dataclasses.dataclass
@@ -142,11 +288,11 @@ class Block:
     return Author.POLICY
 
 
-def blocks(trajectory: Trajectory, parsed: Parse) -> list[Block]:
+def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[Block]:
   """The trajectory's spans: the parser's where it reads the text, else its segments."""
   segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
-  if not parsed.ok:
-    return [Block(s.role, _inside(s), [s]) for s in segments if s.text.strip()]
+  if parsed is None or not parsed.ok:
+    return [Block(s.role, _inside(s), [s]) for s in segments if s.text.strip() or s.ids]
   # Each segment goes to the span that holds the first of its text that is not space.
   ends = list(itertools.accumulate(len(s.text) for s in segments))
   out = [Block(span.role, span.content.strip("\n"), []) for span in parsed.spans]
@@ -164,98 +310,17 @@ def _inside(segment: Segment) -> str:
   """What stands between a segment's own tags; all of it where it has none."""
   text = segment.text.strip()
   opening, closing = roles.open_tag(segment.role), roles.close_tag(segment.role)
-  if text.startswith(opening) and text.endswith(closing):
-    text = text[len(opening) : len(text) - len(closing)]
-    if segment.role == roles.OBSERVATION:
-      text = roles.unescape(text)
-  return text.strip("\n")
+  tagged = text.startswith(opening) and text.endswith(closing)
+  if not tagged or len(text) < len(opening) + len(closing):
+    return segment.text.strip("\n")
+  text = text[len(opening) : -len(closing)].removeprefix(" ").strip("\n")
+  return roles.unescape(text) if segment.role == roles.OBSERVATION else text
 
 
-def _trajectory(t: Trajectory, variant: Variant) -> str:
-  e = html.escape
-  parsed = parse(t.text, variant)
-  shown = blocks(t, parsed)
-  golds = [str(a) for a in t.meta.get("answers", [])]
-  evidence = _evidence(shown, golds)
-  right = t.reward_parts.get("answer", 0.0) >= 1
-  tone = "" if t.reward is None else ("right" if right else "wrong")
-  mark = {"right": "&#10003;", "wrong": "&#10007;"}.get(tone, "&middot;")
-  facets = _facets(t)
-  data = " ".join(f'data-{k}="{_attr(v)}"' for k, v in facets.items())
-  answer = written_answer(t.text)
-  question = str(t.meta.get("question") or _prompt_end(t))
-  sub = [t.task_id, f"sample {t.sample}", facets["model"], facets["family"]]
-  sub += [facets["status"], f"answer: {answer}" if answer else "no answer"]
-  numbers = f"reward {facets['reward']}<br>{cell(t.usage.total)} tokens"
-  facts = _facts(t, question, golds, answer, tone, evidence, shown)
-  fault = ""
-  if not parsed.ok:
-    where = f"{parsed.verdict.value} at character {parsed.offset}: {parsed.detail}"
-    fault = f'<p class="fault">Breaks the protocol: {e(where)}</p>'
-  spans = "".join(_span(b, i == evidence) for i, b in enumerate(shown))
-  return (
-    f'<details class="tr {tone}" {data}><summary><span class="mark">{mark}</span>'
-    f'<span class="q">{e(question)}</span><span class="num">{numbers}</span>'
-    f'<span class="sub">{"".join(f"<span>{e(s)}</span>" for s in sub if s)}</span>'
-    f'</summary><div class="body">{facts}{fault}{spans}</div></details>'
-  )
-
-
-def _prompt_end(t: Trajectory) -> str:
-  prompt = [s.text for s in t.segments if s.author == Author.PROMPT]
-  return prompt[-1].strip() if prompt else t.task_id
-
-
-def _facts(
-  t: Trajectory,
-  question: str,
-  golds: Sequence[str],
-  answer: str | None,
-  tone: str,
-  evidence: int | None,
-  shown: Sequence[Block],
-) -> str:
-  u = t.usage
-  tokens = (
-    f"{cell(u.total)}: {cell(u.prompt)} prompt ({cell(u.cached)} cached), "
-    f"{cell(u.generated)} generated, {cell(u.observation)} observed"
-  )
-  work = f"{u.tool_calls} tool calls, {u.model_calls} model calls, {u.seconds:.1f} s"
-  rows = {
-    "Question": question,
-    "Gold": " | ".join(golds) or "-",
-    "Answer": answer or "-",
-    "Reward": _earned(t, golds, answer),
-    "Evidence": _where(evidence, shown, golds),
-    "Status": t.status.value,
-    "Tokens": tokens,
-    "Work": work,
-  }
-  out = []
-  for name, value in rows.items():
-    style = f' class="{tone}"' if name == "Answer" and tone else ""
-    out.append(f"<dt>{name}</dt><dd{style}>{html.escape(value)}</dd>")
-  return f'<dl class="facts">{"".join(out)}</dl>'
-
-
-def _earned(t: Trajectory, golds: Sequence[str], answer: str | None) -> str:
-  """What earned the reward, or lost it."""
-  if t.reward is None:
-    return f"none: {t.status.value}"
-  parts = ", ".join(f"{name} {value:g}" for name, value in t.reward_parts.items())
-  text = f"{t.reward:g} ({parts})" if parts else f"{t.reward:g}"
-  if answer is None:
-    return f"{text}; it wrote no answer"
-  matched = [g for g in golds if qa.every_part(answer, [g])]
-  if matched:
-    return f"{text}; the answer matches gold {matched[0]!r} after normalisation"
-  return text
-
-
-def _evidence(shown: Sequence[Block], golds: Sequence[str]) -> int | None:
-  """The first observation that a gold answer stands in, as an index into `shown`."""
+def _evidence(spans: Sequence[Block], golds: Sequence[str]) -> int | None:
+  """The first observation that a gold answer stands in, as an index into `spans`."""
   wanted = [w for w in map(qa.normalize, golds) if w]
-  for i, block in enumerate(shown):
+  for i, block in enumerate(spans):
     if block.role == roles.OBSERVATION:
       text = f" {qa.normalize(block.content)} "
       if any(f" {w} " in text for w in wanted):
@@ -263,46 +328,48 @@ def _evidence(shown: Sequence[Block], golds: Sequence[str]) -> int | None:
   return None
 
 
-def _where(evidence: int | None, shown: Sequence[Block], golds: Sequence[str]) -> str:
-  if not golds:
-    return "-"
-  if evidence is None:
-    return "a gold answer stands in no observation"
-  count = sum(b.role == roles.OBSERVATION for b in shown[: evidence + 1])
-  tool = shown[evidence - 1].role if evidence else ""
-  after = f", after {tool}" if tool in roles.TOOLS else ""
-  return f"a gold answer first stands in observation {count}{after}"
+def _span(block: Block, tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """A block; where any of it was sampled, with every token of it."""
+  out: dict[str, Any] = {
+    "role": str(block.role),
+    "author": block.author.value,
+    "content": block.content,
+    "tokens": sum(len(s.ids) for s in block.segments),
+  }
+  authors = list(dict.fromkeys(s.author.value for s in block.segments))
+  if len(authors) > 1:
+    out["authors"] = authors
+  if any(s.logps for s in block.segments):
+    out["segments"] = [_segment(s, tokenizer) for s in block.segments]
+  return out
 
 
-def _span(block: Block, evidence: bool) -> str:
-  tokens = sum(len(s.ids) for s in block.segments)
-  authors = dict.fromkeys(s.author.value for s in block.segments)
-  who = " + ".join(authors) + (f" &middot; {tokens} tokens" if tokens else "")
-  gold = '<span class="gold">a gold answer stands here</span>' if evidence else ""
-  return (
-    f'<div class="span r-{_kind(block.role)} by-{block.author.value}">'
-    f'<div class="head">{_chip(block.role)}{gold}{_strip(block)}'
-    f'<span class="who">{who}</span></div>'
-    f"<pre>{html.escape(block.content)}</pre></div>"
-  )
+def _segment(s: Segment, tokenizer: Tokenizer | None) -> dict[str, Any]:
+  """A segment's text; or, where it was sampled, its tokens with all that is known."""
+  if not s.logps:
+    return {"text": s.text}
+  # Nearly always one policy wrote all of a segment; then its version stands once.
+  versions = s.versions[:1] if len(set(s.versions)) == 1 else s.versions
+  out = {"ids": s.ids, "logps": [_number(x) for x in s.logps], "versions": versions}
+  pieces = _pieces(s, tokenizer) if tokenizer else None
+  if pieces:
+    out["pieces"] = pieces
+  return out
 
 
-def _strip(block: Block) -> str:
-  """A strip of bars, one per sampled token: the higher, the less likely it was."""
-  logps = [x for s in block.segments for x in s.logps]
-  if not logps:
-    return ""
-  size = -(-len(logps) // _STRIP_BARS)
-  lows = [min(logps[i : i + size]) for i in range(0, len(logps), size)]
-  bars = "".join(
-    f'<rect x="{i}" y="{12 - h:.1f}" width=".8" height="{h:.1f}"/>'
-    for i, x in enumerate(lows)
-    # A token of probability 1/e^5 or less fills the strip.
-    for h in (max(min(-x / 5, 1.0) * 12, 0.4),)
-  )
-  mean, low = statistics.fmean(logps), min(logps)
-  note = f"log-prob per token: mean {mean:.2f}, lowest {low:.2f} nats"
-  return (
-    f'<svg class="logp" viewBox="0 0 {_STRIP_BARS} 12" preserveAspectRatio="none">'
-    f"<title>{note}</title>{bars}</svg>"
-  )
+def _pieces(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
+  """The text of each token; None where the ids are not those of the text.
+
+  A character whose bytes are spread over tokens belongs to the one that completes it.
+  """
+  decoder = codecs.getincrementaldecoder("utf-8")("replace")
+  if not all(0 <= i < tokenizer.vocab_size for i in s.ids):
+    return None
+  pieces = [decoder.decode(tokenizer.raw([i])) for i in s.ids]
+  pieces[-1:] = [pieces[-1] + decoder.decode(b"", final=True)] if pieces else []
+  return pieces if "".join(pieces) == s.text else None
+
+
+def _number(value: float | None) -> float | None:
+  """Rounded for a reader; None where there is nothing finite."""
+  return None if value is None or not math.isfinite(value) else round(value, 4)

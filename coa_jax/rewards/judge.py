@@ -16,8 +16,9 @@ import json
 import os
 import re
 import threading
+from typing import Any
 
-from coa_jax.json_io import parse_object
+from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.rewards import qa
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
@@ -100,9 +101,10 @@ class Judge:
     self._turn = threading.Semaphore(config.workers)
     self._lock = threading.Lock()
     self._verdicts: dict[str, concurrent.futures.Future[bool]] = {}
+    self._cache: JsonLog | None = None
     if config.cache is not None:
       _make_file(config.cache)
-      self._read_cache(config.cache)
+      self._cache = JsonLog(config.cache, self._recall)
 
   def close(self) -> None:
     """Closes the connections."""
@@ -146,10 +148,8 @@ class Judge:
       verdict.set_exception(e)
       return
     verdict.set_result(right)
-    if self._config.cache is not None:
-      line = json.dumps({"key": key, "correct": right}) + "\n"
-      with self._lock, open(self._config.cache, "a", encoding="ascii") as f:
-        f.write(line)
+    if self._cache is not None:
+      self._cache.append({"key": key, "correct": right})
 
   def _ask(self, ask: str) -> bool:
     reply = ""
@@ -164,26 +164,19 @@ class Judge:
         return right
     raise Ungradable(f"reward.judge: no verdict in a reply that ends {reply[-80:]!r}")
 
-  def _read_cache(self, path: str) -> None:
-    with open(path, encoding="ascii", errors="replace") as f:
-      lines = f.read().split("\n")
-    # What follows the last line's end was cut off when a run was killed.
-    for number, line in enumerate(lines[:-1], 1):
-      try:
-        row = parse_object(line, path)
-        key, right = row["key"], row["correct"]
-        if not isinstance(key, str) or not isinstance(right, bool):
-          raise TypeError
-      except (ValueError, TypeError, KeyError):
-        raise ValueError(
-          f"{path}:{number}: not a verdict; accepted: key (text) and correct (boolean)"
-        ) from None
-      verdict: concurrent.futures.Future[bool] = concurrent.futures.Future()
-      verdict.set_result(right)
-      self._verdicts[key] = verdict
-    if lines[-1]:
-      with open(path, "a", encoding="ascii") as f:
-        f.truncate(os.path.getsize(path) - len(lines[-1]))
+  def _recall(self, row: Any, where: str, place: Place) -> None:
+    """Takes over a verdict of the cache."""
+    try:
+      key, right = row["key"], row["correct"]
+      if not isinstance(key, str) or not isinstance(right, bool):
+        raise TypeError
+    except (TypeError, KeyError):
+      raise ValueError(
+        f"{where}: not a verdict; accepted: key (text) and correct (boolean)"
+      ) from None
+    verdict: concurrent.futures.Future[bool] = concurrent.futures.Future()
+    verdict.set_result(right)
+    self._verdicts[key] = verdict
 
 
 def _make_file(path: str) -> None:

@@ -18,7 +18,6 @@ from coa_jax.model.sharding import Layout
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.protocol.tool_formats import Format
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, Replay, Setting
@@ -72,24 +71,22 @@ class Player:
     layout: Layout | None = None,
     vllm: VllmConfig | None = None,
     grader: Grader | None = None,
-    tool_format: Format | None = None,
+    variant: roles.Variant | None = None,
     journal: ToolJournal | None = None,
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
 
-    The caller closes the grader; None for one with the default rewards. With a
-    `tool_format` the policy is told so and plays with a toolbox that reads it:
-    `formatted.FormattedTools`. With a journal no tool call is made twice, though a run
-    is interrupted.
+    The caller closes the grader; None for one with the default rewards. `variant` is
+    the dialect where it is not the config's with these tools. With a journal no tool
+    call is made twice, though a run is interrupted.
 
     Raises:
       ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
         vLLM can not do what `config` asks for.
       VllmError: there is no server at `vllm.url`, or not one that can be used.
     """
-    variant = roles.get_variant(config.variant).with_tools(tools)
-    if tool_format is not None:
-      variant = tool_format.variant(variant)
+    if variant is None:
+      variant = roles.get_variant(config.variant).with_tools(tools)
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
     self.journal = journal

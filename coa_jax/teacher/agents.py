@@ -16,7 +16,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Sequence
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
 from coa_jax.tasks.task import Task
@@ -180,10 +180,10 @@ class _Team:
       return CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool
     if agent == CODE:
       fences = _FENCES.search(text)
-      call = roles.parse_code(fences[0]) if fences else None
+      call = tool_bodies.parse_code(fences[0]) if fences else None
       if call is None:
         raise _Malformed("expected one ```py block, then at most one ```sh block")
-      return CALL, roles.render_code(call.program, call.stdin), CODE
+      return CALL, tool_bodies.render_code(call.program, call.stdin), CODE
     if agent == SOLVER:
       return CANDIDATE, _field(_ANSWER, text, "a line 'ANSWER: <answer>'"), ""
     if agent == VERIFIER:

@@ -19,7 +19,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import tool_bodies
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.llm import GaveUp, Message, Reply
@@ -134,7 +134,7 @@ def _reply(agent: str, solution: Solution, done: int, told: str) -> str:
   if agent == runs.PLANNER:
     return " ; ".join(step.goal for step in steps)
   if agent == runs.CODE:
-    return roles.render_code(f"print({steps[done].program})")
+    return tool_bodies.render_code(f"print({steps[done].program})")
   if agent == runs.REFLECTOR:
     _check(steps[done], told.rpartition(_OBSERVED)[2].strip())
     return steps[done].finding

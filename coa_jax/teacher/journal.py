@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coa_jax.json_io import parse_object
+from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
 
@@ -95,7 +95,7 @@ class Journal:
       path: a file of JSON lines, created where it is missing.
       done: whether a run is finished, so that its calls are never asked for again and
         need no place in memory.
-      usd: what (prompt, cached, completion) tokens cost; see `llm.ChatConfig.usd`.
+      usd: what (prompt, cached, completion) tokens cost; see `ChatConfig.usd`.
 
     Raises:
       ValueError: a line is no line of a journal; the message names file and line. Or
@@ -106,38 +106,27 @@ class Journal:
     self._usd = usd
     self._lock = threading.Lock()
     self._stopped = False
-    # Run -> key -> where its line is.
-    self._at: dict[RunKey, dict[str, tuple[int, int]]] = {}
-    self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    self._done = done
+    self._at: dict[RunKey, dict[str, Place]] = {}  # run -> key -> its line
+    self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
       # Held until the file is closed or the process dies.
       fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      self._end = self._read(done)
-      os.ftruncate(self._fd, self._end)
+      self._log = JsonLog(path, self._replay)
     except BaseException as e:
       os.close(self._fd)
       if isinstance(e, BlockingIOError):
         raise ValueError(f"{path}: another process is at work there") from None
       raise
 
-  def _read(self, done: Callable[[RunKey], bool]) -> int:
-    end = 0
-    with open(self.path, "rb") as f:
-      for number, line in enumerate(f, 1):
-        if not line.endswith(b"\n"):
-          break
-        where = f"{self.path}:{number}"
-        row = parse_object(line, where)
-        try:
-          self.totals.add(row)
-          run, key = (row["task_id"], row["sample"]), row["key"]
-          hash((run, key))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-          raise ValueError(f"{where}: not a line of a journal: {e!r}") from e
-        if not done(run):
-          self._at.setdefault(run, {})[key] = (end, len(line))
-        end += len(line)
-    return end
+  def _replay(self, row: Any, where: str, place: Place) -> None:
+    try:
+      self.totals.add(row)
+      run = (row["task_id"], row["sample"])
+      if not self._done(run):
+        self._at.setdefault(run, {})[row["key"]] = place
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise ValueError(f"{where}: not a line of a journal: {e!r}") from e
 
   def __enter__(self) -> Journal:
     return self
@@ -230,10 +219,7 @@ class Journal:
   def _recall(self, run: RunKey, key: str) -> dict[str, Any] | None:
     with self._lock:
       place = self._at.get(run, {}).get(key)
-    if place is None:
-      return None
-    start, size = place
-    return json.loads(os.pread(self._fd, size, start))["reply"]
+    return None if place is None else self._log.read(place)["reply"]
 
   def _append(
     self, run: RunKey, kind: str, name: str, key: str, reply: dict[str, Any]
@@ -241,13 +227,9 @@ class Journal:
     task_id, sample = run
     row = {"task_id": task_id, "sample": sample, "kind": kind, "name": name}
     row |= {"key": key, "reply": reply}
-    line = json.dumps(row).encode() + b"\n"
+    place = self._log.append(row)
     with self._lock:
-      left = memoryview(line)
-      while left:  # a full disk raises; a short write goes on
-        left = left[os.write(self._fd, left) :]
-      self._at.setdefault(run, {})[key] = (self._end, len(line))
-      self._end += len(line)
+      self._at.setdefault(run, {})[key] = place
       self.totals.add(row)
 
 

@@ -1,25 +1,20 @@
-"""Messages to a language model and its replies: the one place that talks to LLMs.
+"""What a team's agents send to a language model, and what its replies mean to them.
 
 A reply is whatever an OpenAI-compatible endpoint makes of one: text, reasoning before
 it (left out), or tool calls (put into the words that the team's agents use). What an
 endpoint charged for and was no use is counted with the reply that was.
-
-budget: one request with all that can come back for it, read where it is asked.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import email.utils
 import json
-import math
-import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-import httpx
+from tools_sandbox.client import BadReply, ChatConfig, ChatModel, NoReply
 
 
 class InfrastructureError(RuntimeError):
@@ -103,57 +98,24 @@ class GaveUp(Exception):
 class RefusedError(RuntimeError):
   """The endpoint refuses every request of this kind; trying again cannot help."""
 
+  charged: tuple[int, ...] = (0, 0, 0)  # as `GaveUp` has it
+
 
 @dataclasses.dataclass(frozen=True)
-class ChatConfig:
-  """Config section `chat`: an OpenAI-compatible endpoint.
+class TeacherChatConfig(ChatConfig):
+  """Config section `chat` of a teacher: a `ChatConfig` that varies and is patient.
 
   Attributes:
-    base_url: up to and without /chat/completions, e.g. "http://localhost:8000/v1".
-    model: the name that the endpoint knows it by.
-    temperature: of sampling; several samples of a task differ only if it is above 0.
-    max_tokens: the longest reply.
-    timeout_s: seconds to wait for one reply, and between two parts of one that comes
-      in parts.
-    retries: attempts beyond the first, on 408, 429, 5xx, timeouts, cut connections and
-      replies that are not chat completions.
-    backoff_s: seconds before the first retry; doubled for each one after it.
-    max_pause_s: the longest pause; an endpoint that asks for more is given up.
-    prices: US dollars for a million tokens: prompt, cached prompt, completion; () where
-      nobody is billed.
+    max_tokens: as in `ChatConfig`, and so are all that are not named here.
+    temperature: several samples of a task differ only if it is above 0.
+    retries: an outage is waited for: at worst it ends the run of a task.
+    backoff_s: likewise.
   """
 
-  base_url: str
-  model: str
-  temperature: float = 0.7
   max_tokens: int = 1024
-  timeout_s: float = 120.0
+  temperature: float = 0.7
   retries: int = 5
   backoff_s: float = 1.0
-  max_pause_s: float = 120.0
-  prices: tuple[float, ...] = ()
-
-  def __post_init__(self):
-    if not self.base_url.startswith(("http://", "https://")):
-      raise ValueError(
-        f"base_url {self.base_url!r} must start with http:// or https://"
-      )
-    if not self.model:
-      raise ValueError("model: name the model that the endpoint serves")
-    if self.max_tokens < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf:
-      raise ValueError("max_tokens and timeout_s must be positive, retries at least 0")
-    if self.prices and (len(self.prices) != 3 or min(self.prices) < 0):
-      raise ValueError(
-        f"prices is {self.prices!r}; give three, in US dollars: of a million prompt, "
-        "cached prompt and completion tokens"
-      )
-
-  def usd(self, prompt: int, cached: int, completion: int) -> float | None:
-    """What so many tokens cost; `cached` of `prompt`. None without `prices`."""
-    if not self.prices:
-      return None
-    counts = (prompt - cached, cached, completion)
-    return sum(n * p for n, p in zip(counts, self.prices, strict=True)) / 1e6
 
 
 class ChatBrain:
@@ -164,12 +126,14 @@ class ChatBrain:
 
     Args:
       config: where and how to ask.
-      api_key: sent as a bearer token, if there is one; never logged.
+      api_key: sent as a bearer token where the config names no file of one; never
+        logged.
+
+    Raises:
+      ValueError: the key file cannot be used.
     """
     self.config = config
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    self._client = httpx.Client(headers=headers, timeout=config.timeout_s)
-    self._url = config.base_url.rstrip("/") + "/chat/completions"
+    self._chat = ChatModel(config, api_key, use_proxies=True)
 
   def __enter__(self) -> ChatBrain:
     return self
@@ -179,7 +143,7 @@ class ChatBrain:
 
   def close(self) -> None:
     """Closes the connections."""
-    self._client.close()
+    self._chat.close()
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
     """The model's reply to a conversation; every agent is asked alike.
@@ -190,102 +154,60 @@ class ChatBrain:
       GaveUp: the conversation is longer than the model's context.
       RefusedError: the key, the URL or the model's name is wrong.
     """
-    c = self.config
-    body = {
-      "model": c.model,
-      "messages": [dataclasses.asdict(m) for m in messages],
-      "temperature": c.temperature,
-      "max_tokens": c.max_tokens,
-    }
-    wasted = [0, 0, 0]
-    try:
-      return self._ask(agent, body, wasted)
-    except (InfrastructureError, GaveUp) as e:
-      e.charged = tuple(wasted)
-      raise
+    wasted = (0, 0, 0)  # tokens of unusable replies
 
-  def _ask(self, agent: str, body: dict[str, Any], wasted: list[int]) -> Reply:
-    """Asks until a reply can be used; adds to `wasted` what the others charged."""
-    c, start, faults = self.config, time.monotonic(), []
-    for attempt in range(c.retries + 1):
-      asked_pause = 0.0
+    def read(data: bytes) -> Reply:
+      nonlocal wasted
+      text = data.decode("utf-8", "replace")
       try:
-        status, headers, text = self._post(body)
-        if status == 200:
-          return _with_waste(
-            read_completion(text),
-            wasted,
-            seconds=time.monotonic() - start,
-            retries=attempt,
-            faults=tuple(faults),
-          )
-        self._check_refusal(status, text)
-        fault = f"status {status}: {text[:200]!r}"
-        asked_pause = _retry_after(headers.get("retry-after", ""))
-      except httpx.TimeoutException:
-        fault = f"no reply within {c.timeout_s:g} s"
-      except httpx.RequestError as e:
-        fault = f"{type(e).__name__}: {e}"
+        return read_completion(text)
       except ValueError as e:
-        fault = f"not a chat completion: {e}"
-        wasted[:] = map(sum, zip(wasted, _charged(text), strict=True))
-      faults.append(fault)
-      if asked_pause > c.max_pause_s:
-        fault += f"; it asks to wait {asked_pause:.0f} s, chat.max_pause_s is less"
-        break
-      if attempt < c.retries:
-        pause = min(c.backoff_s * 2**attempt, c.max_pause_s)
-        # Full pauses at once would bring all workers back at the same moment.
-        time.sleep(max(asked_pause, pause * random.uniform(0.5, 1.0)))
-    raise InfrastructureError(
-      f"{self._url} gave no usable reply in {attempt + 1} attempts (agent {agent!r}); "
-      f"the last: {fault}. Check that the server runs and that chat.base_url is right"
+        wasted = _sum(wasted, _charged(text))
+        raise BadReply("not a chat completion", str(e)) from None
+
+    start = time.monotonic()
+    try:
+      reply, faults = self._chat.send([dataclasses.asdict(m) for m in messages], read)
+    except NoReply as e:
+      error = self._error(agent, e)
+      error.charged = wasted
+      raise error from None
+    counts = (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
+    prompt, cached, completion = _sum(counts, wasted)
+    return dataclasses.replace(
+      reply,
+      prompt_tokens=prompt,
+      cached_tokens=cached,
+      completion_tokens=completion,
+      seconds=time.monotonic() - start,
+      retries=len(faults),
+      faults=tuple(map(str, faults)),
     )
 
-  def _post(self, body: dict[str, Any]) -> tuple[int, Mapping[str, str], str]:
-    """Status, headers and text of the endpoint's response.
-
-    Raises:
-      httpx.RequestError: no whole response; a timeout, too, where it drips on and on.
-    """
-    deadline = time.monotonic() + self.config.timeout_s
-    parts: list[bytes] = []
-    size = 0
-    with self._client.stream("POST", self._url, json=body) as response:
-      for part in response.iter_bytes():
-        parts.append(part)
-        size += len(part)
-        if time.monotonic() > deadline:
-          raise httpx.ReadTimeout("the response drips", request=response.request)
-        if size > _MAX_BYTES:
-          raise httpx.ReadError(
-            f"the response is longer than {_MAX_BYTES} bytes", request=response.request
-          )
-    return (
-      response.status_code,
-      response.headers,
-      b"".join(parts).decode("utf-8", "replace"),
-    )
-
-  def _check_refusal(self, code: int, text: str) -> None:
-    whole, text = text, text[:300]
-    if code in (401, 403):
-      raise RefusedError(f"{self._url} refuses the API key (status {code}): {text!r}")
-    if code == 404:
-      raise RefusedError(
-        f"{self._url} is not there or has no model {self.config.model!r}; base_url "
-        f"usually ends with /v1: {text!r}"
+  def _error(
+    self, agent: str, e: NoReply
+  ) -> InfrastructureError | GaveUp | RefusedError:
+    """What it means for a run, and for the others, that no reply came."""
+    url, status, start = self.config.url, e.refusal, repr(e.text[:300])
+    if not status:
+      return InfrastructureError(
+        f"{url} gave no usable reply in {len(e.faults)} attempts (agent {agent!r}); "
+        f"the last: {e}. Check that the server runs and that chat.base_url is right"
       )
-    if code in (400, 413, 422) and _TOO_LONG.search(whole):
-      raise GaveUp("context_too_long", text)
-    if 400 <= code < 500 and code not in (408, 409, 429):
-      raise InfrastructureError(
-        f"{self._url} refuses the request (status {code}): {text!r}"
+    if status in (401, 403):
+      return RefusedError(f"{url} refuses the API key (status {status}): {start}")
+    if status == 404:
+      return RefusedError(
+        f"{url} is not there or has no model {self.config.model!r}; base_url "
+        f"usually ends with /v1: {start}"
       )
-    if code < 400:
-      raise RefusedError(
-        f"{self._url} answers with status {code}; set chat.base_url to where it leads"
+    if status < 400:
+      return RefusedError(
+        f"{url} answers with status {status}; set chat.base_url to where it leads"
       )
+    if status in (400, 413, 422) and _TOO_LONG.search(e.text):
+      return GaveUp("context_too_long", e.text[:300])
+    return InfrastructureError(f"{url} refuses the request (status {status}): {start}")
 
 
 def read_completion(text: str) -> Reply:
@@ -322,7 +244,6 @@ def read_completion(text: str) -> Reply:
   )
 
 
-_MAX_BYTES = 16 << 20  # of a response; far more than any reply
 _MOST_TOKENS = 1 << 40  # that a count can mean; costs are reckoned in floats
 # How endpoints (OpenAI, vLLM, SGLang, TGI) say that a conversation is too long.
 _TOO_LONG = re.compile(
@@ -374,30 +295,9 @@ def _charged(text: str) -> tuple[int, int, int]:
   )
 
 
-def _with_waste(reply: Reply, wasted: Sequence[int], **changes: Any) -> Reply:
-  prompt, cached, completion = wasted
-  return dataclasses.replace(
-    reply,
-    prompt_tokens=reply.prompt_tokens + prompt,
-    cached_tokens=reply.cached_tokens + cached,
-    completion_tokens=reply.completion_tokens + completion,
-    **changes,
-  )
+def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+  return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _count(value: object) -> int:
   return value if type(value) is int and 0 <= value <= _MOST_TOKENS else 0
-
-
-def _retry_after(header: str) -> float:
-  """Seconds that a Retry-After header asks for: a number or an HTTP date; 0 if none."""
-  try:
-    seconds = float(header)
-    return seconds if seconds > 0 else 0.0  # NaN is no pause
-  except ValueError:
-    pass
-  try:
-    when = email.utils.parsedate_to_datetime(header)
-  except (ValueError, TypeError):
-    return 0.0
-  return max(when.timestamp() - time.time(), 0.0)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coa_jax.json_io import parse_object, to_dataclass
+from coa_jax.json_io import to_dataclass
 from coa_jax.protocol import roles
-from coa_jax.protocol.trajectory import Status, ToolCall, Usage
+from coa_jax.protocol.jsonlog import JsonLog, Place
+from coa_jax.protocol.trajectory import Status, ToolCall, Usage, write_jsonl
 from coa_jax.teacher.llm import Message
 
 # Agents.
@@ -193,47 +192,33 @@ class RunFile:
       ValueError: a line is no run; the message names file and line.
     """
     self.path = path
-    self._at: dict[tuple[str, int], tuple[int, int]] = {}
-    end = 0
-    if os.path.exists(path):
-      with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-          if not line.endswith(b"\n"):
-            break
-          where = f"{path}:{number}"
-          done = Run.from_json(parse_object(line, where), where)
-          self._at[done.task_id, done.sample] = (end, len(line))
-          end += len(line)
-      os.truncate(path, end)
-    self._end = end
+    self._open()
+
+  def _open(self) -> None:
+    self._at: dict[tuple[str, int], Place] = {}
+
+    def replay(row: Any, where: str, place: Place) -> None:
+      done = Run.from_json(row, where)
+      self._at[done.task_id, done.sample] = place
+
+    self._log = JsonLog(self.path, replay)
 
   def __contains__(self, key: tuple[str, int]) -> bool:
     return key in self._at
 
   def append(self, done: Run) -> None:
     """Adds a run; it is on disk when this returns."""
-    line = json.dumps(done.to_json()).encode() + b"\n"
-    with open(self.path, "ab") as f:
-      f.write(line)
-    self._at[done.task_id, done.sample] = (self._end, len(line))
-    self._end += len(line)
+    self._at[done.task_id, done.sample] = self._log.append(done.to_json())
 
   def read(self, task_id: str, sample: int) -> Run | None:
     """The run of that task and sample, if it is there."""
-    if (task_id, sample) not in self._at:
+    place = self._at.get((task_id, sample))
+    if place is None:
       return None
-    return Run.from_json(json.loads(self._line((task_id, sample))), self.path)
+    return Run.from_json(self._log.read(place), self.path)
 
   def sort(self, order: Sequence[tuple[str, int]]) -> None:
     """Rewrites the file in this order."""
-    present = [key for key in order if key in self._at]
-    with open(self.path + ".tmp", "wb") as f:
-      f.writelines(map(self._line, present))
-    os.replace(self.path + ".tmp", self.path)
-    self.__init__(self.path)
-
-  def _line(self, key: tuple[str, int]) -> bytes:
-    start, size = self._at[key]
-    with open(self.path, "rb") as f:
-      f.seek(start)
-      return f.read(size)
+    places = [self._at[key] for key in order if key in self._at]
+    write_jsonl(self.path, map(self._log.read, places))
+    self._open()

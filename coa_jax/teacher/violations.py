@@ -22,7 +22,7 @@ from typing import Any
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.teacher.convert import shorten
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import Brain, ChatBrain, ChatConfig, GaveUp, Message
+from coa_jax.teacher.llm import Brain, ChatBrain, GaveUp, Message, TeacherChatConfig
 
 INSPECTOR = "inspector"
 RULES = (
@@ -53,11 +53,11 @@ _AGAIN = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ViolationsConfig(ChatConfig):
+class ViolationsConfig(TeacherChatConfig):
   """Config section `violations`: an OpenAI-compatible endpoint that inspects.
 
   Attributes:
-    temperature: of the judge. What is not said here is as in `ChatConfig`.
+    temperature: of the judge. What is not said here is as in `TeacherChatConfig`.
     replies: replies that are read for one verdict, until one can be.
     workers: trajectories inspected at once.
     max_chars: of a trajectory that is shown; a longer one loses its middle.

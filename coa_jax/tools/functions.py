@@ -1,4 +1,4 @@
-"""Tools that a config adds: called by name in the tag `tool`, without their own."""
+"""Functions that a config adds: called by name in the tag `tool`, without their own."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import json
 import re
 from collections.abc import Mapping
 
-from coa_jax.protocol import function_calls
+from coa_jax.protocol.tool_bodies import parse_function_call
 from tools_sandbox.client import BadCall, McpConfig, McpTool, Unavailable
 
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedTool:
+class FunctionTool:
   """A tool that is called by its name.
 
   Attributes:
@@ -33,7 +33,7 @@ class NamedTool:
 
   def __post_init__(self):
     if (self.mcp is None) == (self.function is None):
-      raise ValueError("a named tool has either mcp or function")
+      raise ValueError("a function tool has either mcp or function")
     if self.function is not None and not _PATH.fullmatch(self.function):
       raise ValueError(f"function {self.function!r} must be module:name")
 
@@ -64,30 +64,30 @@ class _Function:
     """Nothing."""
 
 
-class NamedTools:
-  """All tools that are called by name."""
+class Functions:
+  """All functions of a config, opened."""
 
-  def __init__(self, named: Mapping[str, NamedTool]):
+  def __init__(self, functions: Mapping[str, FunctionTool]):
     """Opens each.
 
     Raises:
       ValueError: a function, package, server or tool is not there.
     """
     self._tools: dict[str, McpTool | _Function] = {}
-    for name, tool in named.items():
+    for name, tool in functions.items():
       try:
-        made = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
+        opened = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
       except BaseException as e:
         self.close()
         if isinstance(e, (ValueError, Unavailable)):
-          raise ValueError(f"named.{name}: {e}") from e
+          raise ValueError(f"functions.{name}: {e}") from e
         raise
-      self._tools[name] = made
+      self._tools[name] = opened
 
   def __call__(self, content: str, seconds: float) -> str:
     """The result of a call; see `tools.Tool`."""
-    call = function_calls.parse(content)
-    assert call is not None  # content_fault has refused every other body
+    call = parse_function_call(content)
+    assert call is not None  # ToolSpec.find_fault has refused every other body
     tool = self._tools.get(call.name)
     if tool is None:
       raise BadCall(f"no tool {call.name}; there are {', '.join(self._tools)}")

@@ -30,7 +30,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from coa_jax.json_io import parse_object, to_dataclass
+from coa_jax.json_io import to_dataclass
+from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.code_session import Cells
 
@@ -62,8 +63,9 @@ class ToolJournal:
     """Touches nothing yet; the folder is made with the first result."""
     self._folder = folder
     self._lock = threading.Lock()
-    # By step, what was there when it was begun: nothing is asked twice in one process.
-    self._before: dict[int, dict[str, ToolCall]] = {}
+    # By step, the results that were there when its file was opened: no call is made
+    # twice in one process.
+    self._before: dict[int, tuple[JsonLog, dict[str, ToolCall]]] = {}
 
   def tools(
     self, tools: Tools, step: int, who: tuple[Any, ...], within: int = 0
@@ -82,7 +84,8 @@ class ToolJournal:
   def forget(self, before: int) -> None:
     """Deletes what belongs to steps before this one: they are never made again."""
     with self._lock:
-      self._before = {n: calls for n, calls in self._before.items() if n >= before}
+      for step in [n for n in self._before if n < before]:
+        del self._before[step]
     for name in os.listdir(self._folder) if os.path.isdir(self._folder) else ():
       match = _FILE.fullmatch(name)
       if match and int(match[1]) < before:
@@ -91,50 +94,34 @@ class ToolJournal:
   def find(self, steps: Iterable[int], key: str) -> ToolCall | None:
     """The result of a call that was made before in one of the steps, if it is there."""
     with self._lock:
-      found = (self._of(step).get(key) for step in steps)
+      found = (self._open(step)[1].get(key) for step in steps)
       return next(filter(None, found), None)
 
   def keep(self, step: int, key: str, call: ToolCall) -> None:
     """Appends a result; on disk when this returns, unless the power fails."""
-    line = json.dumps({"key": key, **vars(call)}).encode() + b"\n"
     with self._lock:
-      self._of(step)  # which cuts off half a line
+      log, _ = self._open(step)
       os.makedirs(self._folder, exist_ok=True)
-      with open(self._path(step), "ab", buffering=0) as f:
-        left = memoryview(line)
-        while left:  # a full disk raises; a short write goes on
-          left = left[f.write(left) :]
+      log.append({"key": key, **vars(call)})
 
-  def _path(self, step: int) -> str:
-    return os.path.join(self._folder, f"step_{step:06d}.jsonl")
-
-  def _of(self, step: int) -> dict[str, ToolCall]:
-    """What there was of a step, read once; half a last line is cut off."""
-    if step not in self._before:
-      self._before[step] = self._read(self._path(step))
-    return self._before[step]
-
-  def _read(self, path: str) -> dict[str, ToolCall]:
+  def _open(self, step: int) -> tuple[JsonLog, dict[str, ToolCall]]:
+    """Opens a step's file once; returns it with the results that were there then."""
+    if step in self._before:
+      return self._before[step]
     calls: dict[str, ToolCall] = {}
-    if not os.path.exists(path):
-      return calls
-    whole = 0
-    with open(path, "r+b") as f:
-      for number, line in enumerate(f, 1):
-        if not line.endswith(b"\n"):
-          break
-        whole += len(line)
-        where = f"{path}:{number}"
-        try:
-          row = parse_object(line, where)
-          key = str(row.pop("key", ""))
-          calls[key] = to_dataclass(row, ToolCall, where, needed=("result", "status"))
-        except ValueError as e:
-          raise ValueError(
-            f"{e}; delete the file, and the step's calls are made again"
-          ) from e
-      f.truncate(whole)
-    return calls
+
+    def replay(row: Any, where: str, place: Place) -> None:
+      key = str(row.pop("key", "")) if isinstance(row, dict) else ""
+      calls[key] = to_dataclass(row, ToolCall, where, needed=("result", "status"))
+
+    path = os.path.join(self._folder, f"step_{step:06d}.jsonl")
+    try:
+      log = JsonLog(path, replay)
+    except ValueError as e:
+      message = f"{e}; delete the file, and the step's calls are made again"
+      raise ValueError(message) from e
+    self._before[step] = (log, calls)
+    return log, calls
 
 
 class _Journalled:

@@ -26,8 +26,8 @@ from coa_jax import capacity
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.code_session import Cells
-from coa_jax.tools.tools import Tool, ToolsConfig, open_tool, run_tool
-from tools_sandbox.client import NoJail, Sandbox
+from coa_jax.tools.tools import TOOLS, Tool, ToolsConfig, open_tool, run_tool
+from tools_sandbox.client import McpTool, NoJail, Sandbox
 
 _WITH_PLACES = "code"  # the tool that uses cores: its calls wait for places
 _CLOSE_S = 2.0  # what `close` waits for calls that the sandbox does not end
@@ -71,7 +71,7 @@ class Toolbox:
     needs = {f"tools.{f}={n}": n * capacity.THREAD for f, n in counts.items()}
     capacity.check_host(needs)
     ours = set(config.tags) - set(config.mcp)
-    searches = {"wiki_search", "web_search"} & ours
+    searches = any(TOOLS[tag].reads_corpus for tag in ours)
     runs = config.enabled and "code" in ours
     # A slot starts no process before it is used; those of hung calls are not missed.
     try:
@@ -90,7 +90,7 @@ class Toolbox:
       if config.sandbox != "remote":
         raise
       raise ValueError(f"tools.sandbox='remote': {e}") from e
-    self._tools: dict[str, Tool] = {}
+    self._tools: dict[str, Tool | McpTool] = {}
     try:
       for name in config.tags if config.enabled else ():
         self._tools[name] = open_tool(name, config, self._sandbox)

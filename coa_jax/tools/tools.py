@@ -1,20 +1,23 @@
-"""The tools a policy may call, by tag: their config, and what opens each.
+"""The tools a policy may call: their config, and one class each.
 
-To add a tool: an entry of `tools.named`, no code (the policy calls it by name, in the
-tag `tool`); or a function under a tag of its own in `OPEN`.
+To add a tool: an entry of `tools.functions`, no code (the policy calls it by name, in
+the tag `tool`); or a tag of its own, which is a row of `protocol.tools.SPECS`, a class
+here, and its line in `TOOLS`. See docs/extending_tool.md.
+
+budget: config and classes refer to each other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from coa_jax.protocol import function_calls, roles
+from coa_jax.protocol import roles
+from coa_jax.protocol.tool_bodies import FUNCTION_NAME, parse_code
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.code_session import Cells
-from coa_jax.tools.functions import NamedTool, NamedTools
+from coa_jax.tools.functions import Functions, FunctionTool
 from tools_sandbox.client import (
   BACKENDS,
   BLOCKED,
@@ -82,7 +85,7 @@ class ToolsConfig:
     crawl: how `crawl_page` reads.
     vision: how `visual_inspector` looks; it needs an endpoint.
     mcp: tag -> the tool of an MCP server that answers it, in place of ours.
-    named: name -> a tool without a tag of its own, called in the tag `tool`.
+    functions: name -> a tool without a tag of its own, called in the tag `tool`.
   """
 
   tools: tuple[str, ...] = ("wiki_search", "code")
@@ -107,31 +110,24 @@ class ToolsConfig:
   crawl: CrawlConfig = dataclasses.field(default_factory=CrawlConfig)
   vision: VisionConfig | None = None
   mcp: dict[str, McpConfig] = dataclasses.field(default_factory=dict)
-  named: dict[str, NamedTool] = dataclasses.field(default_factory=dict)
+  functions: dict[str, FunctionTool] = dataclasses.field(
+    default_factory=dict, metadata={"was": "named"}
+  )
 
   def __post_init__(self):
     for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
-        if tool not in OPEN:
-          raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(OPEN)}")
-    for name in self.named:
-      if not function_calls.NAME.fullmatch(name):
-        raise ValueError(f"named: {name!r} must match {function_calls.NAME.pattern}")
-    if roles.TOOL in self.tools and not self.named:
-      raise ValueError("tools: 'tool' needs an entry in `named`")
-    told = [*self.descriptions.values(), *(n.description for n in self.named.values())]
-    for text in told:
+        if tool not in TOOLS:
+          raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(TOOLS)}")
+    for text in (
+      *self.descriptions.values(),
+      *(f.description for f in self.functions.values()),
+    ):
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
-    ours = set(self.tools) - set(self.mcp)
-    if self.corpus is not None and self.retriever is not None:
-      raise ValueError("wiki_search asks either a corpus or a retriever, not both")
-    if "wiki_search" in ours and self.corpus is None and self.retriever is None:
-      raise ValueError("corpus: wiki_search needs the path of a JSON-lines corpus")
-    if "web_search" in ours and self.corpus is None and self.web.endpoint is None:
-      raise ValueError("web: web_search needs web.endpoint, or a corpus to be offline")
-    if "visual_inspector" in ours and self.vision is None:
-      raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
+    for tag in self.tags:
+      if tag not in self.mcp:
+        TOOLS[tag].check(self)
     if self.sandbox not in BACKENDS:
       raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
     if self.session and self.sandbox == "subprocess":
@@ -155,34 +151,76 @@ class ToolsConfig:
       raise ValueError("timeout_s and grace_s must be above 0")
 
   @property
-  def told(self) -> dict[str, str]:
-    """Tag -> what the prompt says of it, "" for the protocol's words; in order."""
-    told = {tool: self.descriptions.get(tool, "") for tool in self.tags}
-    return told | {
-      f"{roles.TOOL}:{name}": tool.description for name, tool in self.named.items()
-    }
+  def tool_descriptions(self) -> dict[str, str]:
+    """Tag -> what the prompt says of it, "" for the protocol's words; in order.
+
+    With `tool:NAME` for each function, as `Variant.with_tools` takes them.
+    """
+    out = {tag: self.descriptions.get(tag, "") for tag in self.tags}
+    for name, function in self.functions.items():
+      out[f"{FUNCTION_TAG}:{name}"] = function.description
+    return out
 
   @property
   def tags(self) -> tuple[str, ...]:
-    """Tags of the tools that a policy may call: `tool` too, where some are named."""
-    added = bool(self.named) and roles.TOOL not in self.tools
-    return (*self.tools, *((roles.TOOL,) if added else ()))
+    """Tags of the tools that a policy may call, with `tool` for functions."""
+    if self.functions and FUNCTION_TAG not in self.tools:
+      return (*self.tools, FUNCTION_TAG)
+    return self.tools
 
 
-class Tool(Protocol):
-  """A tool that is ready for calls, from several threads at once."""
+class Tool:
+  """What answers the calls of one tag, from several threads at once.
+
+  Attributes:
+    reads_corpus: True if it searches the corpus: the sandbox then opens its index.
+  """
+
+  reads_corpus = False
+
+  @classmethod
+  def check(cls, config: ToolsConfig) -> None:
+    """Refuses a config that lacks what the tool needs.
+
+    Raises:
+      ValueError: names the field.
+    """
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    """Opens what it needs.
+
+    Raises:
+      ValueError, Unavailable: a key, a folder, a package or a server is not there.
+    """
 
   def __call__(self, content: str, seconds: float) -> str | tuple[CallStatus, str]:
-    """The result of a call; BadCall, ToolFault or Unavailable says what went wrong."""
-    ...
+    """Answers a call.
+
+    Args:
+      content: of its span, in which `ToolSpec.find_fault` finds no fault.
+      seconds: that it may take.
+
+    Raises:
+      BadCall, ToolFault, Unavailable: what went wrong, and whose fault it is.
+    """
+    raise NotImplementedError
 
   def close(self) -> None:
     """Frees what it holds."""
-    ...
 
 
-class _WikiSearch:
+class WikiSearchTool(Tool):
   """Searches the corpus, or asks the retriever."""
+
+  reads_corpus = True
+
+  @classmethod
+  def check(cls, config: ToolsConfig) -> None:
+    """Wants a corpus or a retriever, not both."""
+    if config.corpus is not None and config.retriever is not None:
+      raise ValueError("wiki_search asks either a corpus or a retriever, not both")
+    if config.corpus is None and config.retriever is None:
+      raise ValueError("corpus: wiki_search needs the path of a JSON-lines corpus")
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
     self._k, self._sandbox = config.top_k, sandbox
@@ -206,11 +244,12 @@ class _WikiSearch:
     return "\n".join(f"{i}. {p}" for i, p in enumerate(pages, 1))
 
   def close(self) -> None:
+    """Ends the connection to the retriever."""
     if self._remote is not None:
       self._remote.close()
 
 
-class _Code:
+class CodeTool(Tool):
   """Runs programs."""
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
@@ -218,15 +257,15 @@ class _Code:
     self._local = config.remote is None
 
   def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:
-    call = roles.parse_code(content)
-    assert call is not None  # content_fault has refused every other body
+    call = parse_code(content)
+    assert call is not None  # ToolSpec.find_fault has refused every other body
     result = self._sandbox.run(
       call.program,
       call.stdin,
       timeout_s=seconds,
       memory_mb=self._memory_mb,
     )
-    return self._told(result, seconds)
+    return self._read(result, seconds)
 
   def in_session(
     self, holder: Cells, content: str, seconds: float
@@ -235,7 +274,7 @@ class _Code:
 
     Where it was lost the observation says so, in one line.
     """
-    call = roles.parse_code(content)
+    call = parse_code(content)
     assert call is not None
     note = ""
     try:
@@ -249,10 +288,10 @@ class _Code:
       return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
     if result is None:
       return CallStatus.INFRASTRUCTURE, "error: the session has gone"
-    status, said = self._told(result, holder.seconds)
+    status, text = self._read(result, holder.seconds)
     if holder.lost and status != CallStatus.INFRASTRUCTURE:
-      said += _LOST
-    return status, note + said
+      text += _LOST
+    return status, note + text
 
   def _open(self, seconds: float) -> Session | RemoteSession:
     options = {"timeout_s": seconds, "memory_mb": self._memory_mb}
@@ -260,7 +299,7 @@ class _Code:
       options["wait_s"] = seconds
     return self._sandbox.session(**options)
 
-  def _told(self, result: Result, seconds: float) -> tuple[CallStatus, str]:
+  def _read(self, result: Result, seconds: float) -> tuple[CallStatus, str]:
     out = result.stdout.strip()
     if result.verdict == Verdict.OK:
       return CallStatus.OK, out or "no output; print what you want to see"
@@ -272,41 +311,86 @@ class _Code:
       return CallStatus.TOOL, f"{out}\nerror: more than {self._memory_mb} MB".strip()
     return CallStatus.MODEL, f"{out}\nerror: {result.stderr.strip()}".strip()
 
+
+class _Delegating(Tool):
+  """A tool that something else answers: `_inner`, which `__init__` opens."""
+
+  _inner: WebSearch | Crawler | Inspector | Functions
+
+  def __call__(self, content: str, seconds: float) -> str:
+    return self._inner(content, seconds)
+
   def close(self) -> None:
-    """Nothing: the sandbox is closed with the toolbox."""
+    self._inner.close()
 
 
-def _web_search(config: ToolsConfig, sandbox: Sandbox) -> Tool:
-  return WebSearch(config.web, config.blocked, sandbox.search)
+class WebSearchTool(_Delegating):
+  """Searches the web, or the corpus where `web` names no endpoint."""
+
+  reads_corpus = True
+
+  @classmethod
+  def check(cls, config: ToolsConfig) -> None:
+    """Wants an endpoint or a corpus."""
+    if config.corpus is None and config.web.endpoint is None:
+      raise ValueError("web: web_search needs web.endpoint, or a corpus to be offline")
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    self._inner = WebSearch(config.web, config.blocked, sandbox.search)
 
 
-def _crawl_page(config: ToolsConfig, sandbox: Sandbox) -> Tool:
-  del sandbox
-  return Crawler(config.crawl, config.blocked)
+class CrawlPageTool(_Delegating):
+  """Reads web pages."""
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    del sandbox
+    self._inner = Crawler(config.crawl, config.blocked)
 
 
-def _visual_inspector(config: ToolsConfig, sandbox: Sandbox) -> Tool:
-  del sandbox
-  assert config.vision is not None  # ToolsConfig has refused it
-  return Inspector(config.vision, config.blocked)
+class VisualInspectorTool(_Delegating):
+  """Asks a model about an image."""
+
+  @classmethod
+  def check(cls, config: ToolsConfig) -> None:
+    """Wants a model's endpoint."""
+    if config.vision is None:
+      raise ValueError("vision: visual_inspector needs vision.chat, an endpoint")
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    del sandbox
+    assert config.vision is not None  # `check` has refused it
+    self._inner = Inspector(config.vision, config.blocked)
 
 
-def _named(config: ToolsConfig, sandbox: Sandbox) -> Tool:
-  del sandbox
-  return NamedTools(config.named)
+class FunctionsTool(_Delegating):
+  """Calls the functions of a config by their names."""
+
+  @classmethod
+  def check(cls, config: ToolsConfig) -> None:
+    """Wants functions, with names that a call can hold."""
+    if not config.functions:
+      raise ValueError("tools: 'tool' needs an entry in `functions`")
+    for name in config.functions:
+      if not FUNCTION_NAME.fullmatch(name):
+        raise ValueError(f"functions: {name!r} must match {FUNCTION_NAME.pattern}")
+
+  def __init__(self, config: ToolsConfig, sandbox: Sandbox):
+    del sandbox
+    self._inner = Functions(config.functions)
 
 
-OPEN: Mapping[str, Callable[[ToolsConfig, Sandbox], Tool]] = {
-  "wiki_search": _WikiSearch,
-  "code": _Code,
-  "web_search": _web_search,
-  "crawl_page": _crawl_page,
-  "visual_inspector": _visual_inspector,
-  roles.TOOL: _named,
+# Tag of a row of `protocol.tools.SPECS` -> what answers its calls.
+TOOLS: dict[str, type[Tool]] = {
+  "wiki_search": WikiSearchTool,
+  "web_search": WebSearchTool,
+  "crawl_page": CrawlPageTool,
+  "code": CodeTool,
+  "visual_inspector": VisualInspectorTool,
+  FUNCTION_TAG: FunctionsTool,
 }
 
 
-def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool:
+def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpTool:
   """The tool behind a tag; close it after use.
 
   Raises:
@@ -315,12 +399,14 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool:
   try:
     if name in config.mcp:
       return McpTool(config.mcp[name])
-    return OPEN[name](config, sandbox)
+    return TOOLS[name](config, sandbox)
   except (ValueError, Unavailable) as e:
     raise ValueError(f"tool {name}: {e}") from e
 
 
-def run_tool(tool: Tool, content: str, seconds: float) -> tuple[CallStatus, str]:
+def run_tool(
+  tool: Tool | McpTool, content: str, seconds: float
+) -> tuple[CallStatus, str]:
   """Makes a call, and says whose fault a failure is.
 
   Args:

@@ -21,12 +21,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app
-
 from experiments.bench import program as bench
 from experiments.bench.rollout import DEVICES, check_tokens
 from experiments.bench.train_work import SIZES
 from experiments.bench.workers import available, by_turns, generators
+from experiments.launch import run_program
 
 PROMPT, NEW, CALLS, OBSERVATION = 64, 64, 3, 48
 LENGTH = PROMPT + (CALLS + 1) * NEW + CALLS * OBSERVATION
@@ -132,4 +131,4 @@ def run() -> dict[str, Any]:
 NOTE = f"Trajectories of {LENGTH} tokens; medians of turns."
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "Trajectories with tools", _COLUMNS, NOTE))
+  run_program(bench.program(run, "Trajectories with tools", _COLUMNS, NOTE))

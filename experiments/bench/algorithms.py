@@ -27,14 +27,16 @@ from typing import Any
 
 import ml_collections
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from coa_jax import rl
 from coa_jax.config import claim
+from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
+from coa_jax.lock import InUseError
 from coa_jax.report.metrics import METRICS_FILE, duration, read_metrics
 from experiments.bench import program as bench
-from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare
+from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare, run_program
 
 _LAST = 3  # steps whose reward is the reward after training
 _QUICKSTART = flags.DEFINE_string("quickstart", "runs/quickstart", "A finished one.")
@@ -162,6 +164,9 @@ def train(
 
   Returns:
     Workdir -> what stopped the run, of those that failed.
+
+  Raises:
+    DiskError, InUseError: nothing can be written there, or another command works there.
   """
   failed: dict[str, str] = {}
   spent: list[float] = []
@@ -178,7 +183,10 @@ def train(
     place = f"[{len(jobs) - len(todo) + number + 1}/{len(jobs)}]"
     print(f"{place} {own}: {left} left", file=sys.stderr, flush=True)
     try:
-      rl.run(config, own)
+      with clear_errors(own):
+        rl.run(config, own)
+    except (DiskError, InUseError):  # the others would fare no better
+      raise
     except Exception as e:  # one algorithm's fault must not cost the others
       traceback.print_exc()
       failed[own] = f"{type(e).__name__}: {e}"
@@ -233,7 +241,7 @@ def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, 
   return figures
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Trains, prints, judges."""
   prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
   quick, figures = bench.QUICK.value, {}
@@ -262,7 +270,7 @@ def main(argv: list[str]) -> None:
     "seconds": "s a run",
   }
   note = f"Mean sampled reward of the first step, and of the last {_LAST}."
-  bench.program(work, "From the SFT model", columns, note)(argv)
+  bench.program(work, "From the SFT model", columns, note)()
   bad = [f"{own} failed: {why}" for own, why in figures["failed"].items()]
   if _LONG.value and not bad:
     found = figures["collapse"]
@@ -279,4 +287,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

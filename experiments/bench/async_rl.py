@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import ml_collections
-from absl import app, flags
+from absl import flags
 
 from coa_jax import rl
 from coa_jax.protocol.trajectory import CallStatus
@@ -32,7 +32,7 @@ from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.report.timers import seconds_of
 from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import program as bench
-from experiments.launch import COMPILE_CACHE, prepare
+from experiments.launch import COMPILE_CACHE, prepare, run_program
 
 _COMPILES = 3  # steps that are not timed
 _UNTIMED = ("dev", "save")  # phases that are the same for both
@@ -145,7 +145,7 @@ def run(
   return {"table": table, "ratios": ratios, "runs": runs}
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Trains and prints."""
   prepare(COMPILE_CACHE.value)
   quick = bench.QUICK.value
@@ -161,9 +161,9 @@ def main(argv: list[str]) -> None:
     "Seconds a step that the learner learns and waits; below, the median ratio of the "
     "rounds. Stale: mean updates that a token is old. Greedy accuracy on dev_tasks."
   )
-  bench.program(work, "RL under slow tools", _COLUMNS, note)(argv)
+  bench.program(work, "RL under slow tools", _COLUMNS, note)()
 
 
 if __name__ == "__main__":
   _define_flags()
-  app.run(main)
+  run_program(main)

@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.config import to_hf_config
@@ -36,6 +36,7 @@ from coa_jax.model.variants import variant
 from experiments.bench import program as bench
 from experiments.bench.train_work import JOB
 from experiments.bench.workers import ROOT, Worker, available
+from experiments.launch import run_program
 
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 4.8e12, "Bytes/s of the GPU's memory.", 1)
 
@@ -158,4 +159,4 @@ def run() -> dict[str, Any]:
 NOTE = "floor: the time that reading weights and cache takes at --bandwidth, over ours."
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "Decoding", _COLUMNS, NOTE))
+  run_program(bench.program(run, "Decoding", _COLUMNS, NOTE))

@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from coa_jax.importers import importers
 from coa_jax.importers.importers import Importer, Record
@@ -45,6 +45,7 @@ from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig
 from experiments.bench import program as bench
+from experiments.launch import run_program
 
 _ROWS = flags.DEFINE_integer("rows", 100_000, "Trajectories.", 200)
 _QUICK_ROWS = 400
@@ -241,7 +242,7 @@ def run() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  app.run(
+  run_program(
     bench.program(
       run,
       "Conversion, filtering and tokenisation",

@@ -44,9 +44,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich
-from absl import app
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall, Trajectory
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
@@ -55,7 +54,7 @@ from coa_jax.rollout.types import RolloutConfig
 from coa_jax.tools.toolbox import ToolsConfig
 from experiments.bench import faults_work as work
 from experiments.bench import program as bench
-from experiments.launch import stop, with_clear_errors
+from experiments.launch import run_program
 
 LEAST_RATE = 0.9  # of the trajectories without a fault, over that without any faults
 _HUNG = 256
@@ -157,7 +156,7 @@ def _settle(condition: Any) -> None:
 
 
 def _nap(n: int) -> str:
-  return roles.render_code(f"import time\ntime.sleep(0.2)\nprint({n})")
+  return tool_bodies.render_code(f"import time\ntime.sleep(0.2)\nprint({n})")
 
 
 def faults_of(t: Trajectory, seed: int) -> list[str | None]:
@@ -326,13 +325,11 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
   }
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Prints the table; ends with exit status 1 if a law is broken."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
   quick = bench.QUICK.value
   args = (60, 1, 64, 4) if quick else (1000, bench.ROUNDS.value, 256, 16)
-  figures = with_clear_errors(lambda: run(*args))
+  figures = run(*args)
   note = "Calls, and how the trajectories that made them ended; the last round."
   rich.print(rich_table(Table("Faults", figures["table"], _COLUMNS, note)))
   print(f"{figures['trajectories']} trajectories: {dict(figures['status'])}")
@@ -352,4 +349,4 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
   # Hundreds of injected tracebacks would hide what matters.
   logging.getLogger("coa_jax.tools.toolbox").setLevel(logging.CRITICAL)
-  app.run(main)
+  run_program(main)

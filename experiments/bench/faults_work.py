@@ -25,7 +25,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.protocol import prompts, roles
+from coa_jax.protocol import prompts, roles, tool_bodies
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Author, CallStatus, Segment, Trajectory
@@ -105,7 +105,7 @@ class FaultyToolbox(Toolbox):
 
   def warm(self) -> None:
     """Starts the sandbox's processes, however long the machine takes for it."""
-    nap = roles.render_code("import time\ntime.sleep(0.3)")
+    nap = tool_bodies.render_code("import time\ntime.sleep(0.3)")
     with concurrent.futures.ThreadPoolExecutor(self.config.workers) as pool:
       list(
         pool.map(
@@ -121,7 +121,7 @@ class FaultyToolbox(Toolbox):
       return super().answer(name, arguments, seconds)
     self.met[kind] += 1
     if kind in _PROGRAMS:
-      return super().answer(name, roles.render_code(_PROGRAMS[kind]), seconds)
+      return super().answer(name, tool_bodies.render_code(_PROGRAMS[kind]), seconds)
     if kind == "hang":
       self.released.wait(HANG_S)
       return CallStatus.OK, "too late"
@@ -192,7 +192,7 @@ def _script(rng: random.Random) -> list[str]:
     + roles.wrap("wiki_search", f"page {_number(rng)}"),
     _said(rng),
     roles.wrap(roles.THINK, f"compute {_THOUGHT}")
-    + roles.wrap("code", roles.render_code(program)),
+    + roles.wrap("code", tool_bodies.render_code(program)),
     _said(rng),
     roles.wrap(roles.SUGGESTED_ANSWER, "done")
     + roles.wrap(roles.DOUBLE_CHECK, "4")

@@ -22,14 +22,13 @@ import sys
 import time
 from typing import Any
 
-from absl import app
-
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.flops import train_flops
 from coa_jax.model.variants import variant
 from experiments.bench import program as bench
 from experiments.bench.train_work import Size, segments
 from experiments.bench.workers import ROOT, available, race
+from experiments.launch import run_program
 
 TOLERANCE = 1e-2  # relative, between losses in bfloat16
 _MODEL = (
@@ -177,4 +176,4 @@ def run() -> dict[str, Any]:
 NOTE = "MFU: the model's own arithmetic over that of a matrix product, measured."
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "SFT step", _COLUMNS, NOTE))
+  run_program(bench.program(run, "SFT step", _COLUMNS, NOTE))

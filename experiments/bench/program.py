@@ -15,7 +15,6 @@ from absl import flags
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
 from configs import rl_world
-from experiments.launch import stop, with_clear_errors
 
 QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
 OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
@@ -27,6 +26,15 @@ PYTHONS = {
 }
 
 T = TypeVar("T")
+
+
+@flags.validator("cases")
+def _is_regex(pattern: str) -> bool:
+  try:
+    re.compile(pattern)
+  except re.error as e:
+    raise flags.ValidationError(f"no regular expression: {e}") from None
+  return True
 
 
 def chosen(cases: Mapping[str, T]) -> dict[str, T]:
@@ -70,7 +78,7 @@ def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.Con
 
 def program(
   run: Callable[[], dict[str, Any]], title: str, columns: Mapping[str, str], note: str
-) -> Callable[[list[str]], None]:
+) -> Callable[[], None]:
   """A main that prints `run()`'s table and ratios; writes all of it where --out says.
 
   Args:
@@ -80,10 +88,8 @@ def program(
     note: below the table.
   """
 
-  def main(argv: list[str]) -> None:
-    if argv[1:]:
-      stop(f"unexpected argument {argv[1]!r}")
-    figures = with_clear_errors(run)
+  def main() -> None:
+    figures = run()
     rich.print(rich_table(Table(title, figures["table"], dict(columns), note)))
     for name, ratio in figures["ratios"].items():
       print(f"{name}: {ratio:.2f}")

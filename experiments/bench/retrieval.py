@@ -36,12 +36,12 @@ from typing import Any
 
 import bm25s
 import rich
-from absl import app, flags
+from absl import flags
 
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
 from experiments.bench.program import OUT, QUICK
-from experiments.launch import stop, with_clear_errors
+from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
 
 _DATA = flags.DEFINE_string("data", "../shared/data", "Folder that holds mhqa/.")
@@ -288,16 +288,14 @@ def run(folder: str, rounds: int) -> dict[str, Any]:
   return {"table": table, "ratios": ratios}
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Prints the table and the ratios; writes them where --out says."""
-  if argv[1:]:
-    stop(f"unexpected argument {argv[1]!r}")
   logging.getLogger("bm25s").setLevel(logging.WARNING)
   folder = os.path.join(_DATA.value, "mhqa")
   if not os.path.isdir(folder):
     print(f"skipped: no {folder}; --data=DIR names the folder that holds mhqa/")
     return
-  figures = with_clear_errors(lambda: run(folder, 2 if QUICK.value else 7))
+  figures = run(folder, 2 if QUICK.value else 7)
   note = "One query per question; CPU times, medians of interleaved rounds."
   rich.print(rich_table(Table("Retrieval", figures["table"], _COLUMNS, note)))
   for name, ratio in figures["ratios"].items():
@@ -307,4 +305,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

@@ -33,11 +33,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app
-
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES
 from experiments.bench.workers import available, by_turns, generators
+from experiments.launch import run_program
 
 PROMPT, NEW, CALLS, OBSERVATION = 64, 64, 3, 48
 PROMPTS, SAMPLES = 8, 4
@@ -181,4 +180,4 @@ NOTE = (
 )
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "Steps of RL with tools", _COLUMNS, NOTE))
+  run_program(bench.program(run, "Steps of RL with tools", _COLUMNS, NOTE))

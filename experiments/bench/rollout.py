@@ -20,11 +20,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app
-
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES
 from experiments.bench.workers import available, by_turns, generators
+from experiments.launch import run_program
 
 PROMPT, NEW = 64, 256
 # Devices of ours, by size; of others one a core. A step reads all weights on every
@@ -142,4 +141,4 @@ def run() -> dict[str, Any]:
 NOTE = f"Prompts of {PROMPT} tokens; greedy; medians of turns."
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "Generation", _COLUMNS, NOTE))
+  run_program(bench.program(run, "Generation", _COLUMNS, NOTE))

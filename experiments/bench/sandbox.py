@@ -30,10 +30,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from experiments.bench import program as bench
 from experiments.bench import soak_sandbox
+from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
 
 _SOAK = flags.DEFINE_integer("soak", 0, "Runs of a soak, in place of timing.", 0)
@@ -229,10 +230,10 @@ _soak = bench.program(
 )
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Times, or soaks."""
-  (_soak if _SOAK.value else _measure)(argv)
+  (_soak if _SOAK.value else _measure)()
 
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 
 from coa_jax.report import plots
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES
 from experiments.bench.workers import by_turns, generators
+from experiments.launch import run_program
 
 _PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the three sweeps to.")
 
@@ -139,4 +140,4 @@ def run() -> dict[str, Any]:
 NOTE = "tokens/s are of generated ones, of all slots; --quick takes the 1M model."
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "Scaling", _COLUMNS, NOTE))
+  run_program(bench.program(run, "Scaling", _COLUMNS, NOTE))

@@ -23,10 +23,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from absl import app
-
 from experiments.bench import program as bench
 from experiments.bench.sandbox import timed
+from experiments.launch import run_program
 from tools_sandbox.client import RemoteConfig, Sandbox
 
 PROGRAM, EXPECTED = "print(1 + 1)", "2"
@@ -120,4 +119,4 @@ main = bench.program(
 )
 
 if __name__ == "__main__":
-  app.run(main)
+  run_program(main)

@@ -19,11 +19,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tools_sandbox.client import Sandbox, Verdict
-from tools_sandbox.host import cgroup
 from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.host.session import SessionEnded
 from tools_sandbox.host.slot import Cancel
-from tools_sandbox.jail import landlock
+from tools_sandbox.jail import cgroup, landlock
 from tools_sandbox.jail.wire import Limits
 
 EVERY = 10  # one run of so many is hostile

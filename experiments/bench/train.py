@@ -29,12 +29,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from coa_jax.model.config import LoadConfig
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES, Size
 from experiments.bench.workers import CHECKED, available, race
+from experiments.launch import run_program
 
 _SETTINGS = flags.DEFINE_string(
   "settings", "{}", 'Other settings, as JSON: {"torch": {"rows": 2, "compile": true}}.'
@@ -159,4 +160,4 @@ def run() -> dict[str, Any]:
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
 
 if __name__ == "__main__":
-  app.run(bench.program(run, "SFT step", _COLUMNS, NOTE))
+  run_program(bench.program(run, "SFT step", _COLUMNS, NOTE))

@@ -184,7 +184,7 @@ def generators(
     with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
       json.dump(job, f)
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    code = "from experiments import bench_rollout_work as w; w.write_work({!r})"
+    code = "from experiments.bench import rollout_work as w; w.write_work({!r})"
     subprocess.run(
       [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=env, check=True
     )
@@ -250,7 +250,7 @@ def race(
     with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
       json.dump({"size": dataclasses.asdict(size), "settings": settings}, f)
     # In a process of its own: a child's ru_maxrss begins with its parent's size.
-    code = "from experiments import bench_train_work as w; w.write_work({!r})"
+    code = "from experiments.bench import train_work as w; w.write_work({!r})"
     subprocess.run(
       [sys.executable, "-c", code.format(folder)], cwd=ROOT, env=_env(size), check=True
     )

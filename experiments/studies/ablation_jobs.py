@@ -21,7 +21,7 @@ from typing import Any
 import rich
 
 from coa_jax import distill, evaluate, rl, sft
-from coa_jax.disk import DiskError, clear_errors
+from coa_jax.disk import DiskError, atomic_path, clear_errors
 from coa_jax.report.metrics import duration, write_json
 from configs import distill_world, evaluate_world, rl_world, sft_world
 from experiments.make_world import make_world
@@ -195,10 +195,9 @@ def perform(job: Job, workdir: str) -> None:
     # protocol that runs are told in nor the filters change what a team does.
     runs = os.path.join(folder, distill.RUNS)
     if not os.path.exists(runs):
-      os.makedirs(folder, exist_ok=True)
-      source = os.path.join(workdir, job.needs[1].name, distill.RUNS)
-      shutil.copyfile(source, runs + ".tmp")
-      os.replace(runs + ".tmp", runs)
+      with atomic_path(runs) as unfinished:
+        source = os.path.join(workdir, job.needs[1].name, distill.RUNS)
+        shutil.copyfile(source, unfinished)
   _JOURNEYS[job.kind](job.config, folder)
 
 

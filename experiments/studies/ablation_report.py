@@ -15,7 +15,7 @@ from coa_jax.protocol.trajectory import Trajectory, read_trajectories
 from coa_jax.report import plots, scores
 from coa_jax.report.metrics import duration, write_json
 from coa_jax.report.tables import Table, markdown_table, rich_table
-from coa_jax.report.viewer import write_report
+from coa_jax.report.viewer import write_page
 
 Folders = Mapping[str, Sequence[str]]  # "test", "unseen" -> evaluations of the models
 FULL = "full"
@@ -239,13 +239,15 @@ def _write_page(
     for t in parts["test"][0][: _SHOWN if seed == 0 else 0]:
       t.meta["model"] = results["arms"][arm]["title"]
       examples.append(t)
-  write_report(
+  write_page(
     os.path.join(workdir, "report.html"),
     "Chain-of-Agents ablation",
-    _INTRO,
-    tables,
-    {"Mean over seeds, its interval over tasks, and each seed.": figure},
-    examples,
-    get_variant("unified"),
-    {a["title"]: f"{a['sampled']['mean']:.1%}" for a in results["arms"].values()},
+    {"": examples},
+    variant=get_variant("unified"),
+    intro=_INTRO,
+    headline={
+      a["title"]: f"{a['sampled']['mean']:.1%}" for a in results["arms"].values()
+    },
+    tables=tables,
+    figures={"Mean over seeds, its interval over tasks, and each seed.": figure},
   )

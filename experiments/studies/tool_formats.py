@@ -4,18 +4,24 @@
     --config=configs/evaluate_formats_world.py --workdir=DIR
 
 Plays the tasks of an evaluation once as the protocol writes tools ("native"), then in
-formats that restyled training trajectories have (`config.formats` of `distill`: "seen")
-and in formats that no training ever draws ("unseen", `tool_formats.HELD_OUT`). The
-prompt tells of each; the tools behind them are the same. Then with other tools
+formats that augmented training trajectories have (`config.formats` of `distill`:
+"seen") and in formats that no training ever draws ("unseen", `ToolSpec.held_out`). The
+prompt describes each; the tools behind them are the same. Then with other tools
 ("tools"), as `config.formats.tools` has them. Each is an evaluation of its own in
 DIR/NAME, and goes on where it was interrupted. Writes DIR/formats.json. Differences are
 paired: over the tasks that both have.
+
+A format is no matter of the evaluation's: it is given a variant with other names, and
+tools that read them.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import math
 import os
+import random
 import re
 import statistics
 from collections.abc import Sequence
@@ -28,7 +34,14 @@ from coa_jax import evaluate
 from coa_jax.config import ConfigError, section
 from coa_jax.lock import exclusive
 from coa_jax.model.sharding import own_folder
-from coa_jax.protocol.trajectory import Trajectory, read_trajectories
+from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.tool_naming import ToolNaming, draw_naming
+from coa_jax.protocol.trajectory import (
+  CallStatus,
+  ToolCall,
+  Trajectory,
+  read_trajectories,
+)
 from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import (
   by_task,
@@ -39,6 +52,7 @@ from coa_jax.report.scores import (
 )
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.tools.code_session import Cells
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments.launch import launch
 
@@ -59,7 +73,7 @@ class FormatsConfig:
   """Config section `formats`.
 
   Attributes:
-    seen: how many formats of restyled training copies are played.
+    seen: how many formats of augmented training copies are played.
     unseen: how many that no training draws.
     tools: name -> other tools, a whole section `tools` each.
   """
@@ -76,28 +90,66 @@ class FormatsConfig:
         raise ValueError(f"tools: {name!r} names a folder: {_NAME.pattern}")
 
 
+class RenamedTools:
+  """A toolbox whose tools are called and written to as a naming says."""
+
+  def __init__(self, toolbox: Toolbox, naming: ToolNaming):
+    """Wraps the tools, which the caller closes."""
+    self._toolbox, self._naming = toolbox, naming
+
+  def cells(self) -> Cells | None:
+    """As `Toolbox.cells`."""
+    return self._toolbox.cells()
+
+  def submit(
+    self,
+    name: str,
+    arguments: str,
+    seconds: float = math.inf,
+    cells: Cells | None = None,
+  ) -> concurrent.futures.Future[ToolCall]:
+    """As `Toolbox.submit`; the call on record is as it was written.
+
+    What is not in the tool's format is answered with how to write it, and runs nothing.
+    """
+    out: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
+    try:
+      tag, body = self._naming.read(name, arguments)
+      error = f"{name} cannot read this; write {self._naming.formats[tag].description}"
+    except KeyError:
+      tag, body, error = name, None, f"no tool {name}"
+    if body is None:
+      refused = ToolCall(name, arguments, f"error: {error}", CallStatus.MODEL)
+      out.set_result(refused)
+      return out
+
+    def done(answered: concurrent.futures.Future[ToolCall]) -> None:
+      call = dataclasses.replace(answered.result(), name=name, arguments=arguments)
+      out.set_result(call)
+
+    self._toolbox.submit(tag, body, seconds, cells).add_done_callback(done)
+    return out
+
+
 @exclusive(own_folder)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Evaluates every format.
 
   Args:
-    config: of `evaluate`, `rollout.style` full, without `format`; and `formats`.
+    config: of `evaluate`, `rollout.style` full; and `formats`.
     workdir: where the evaluations go.
 
   Returns:
     What formats.json holds: `formats`, a row each (accuracy over all attempts, its
-    interval over tasks, the share of calls not written as told); `groups`, the mean
+    interval over tasks, the share of calls not written so); `groups`, the mean
     accuracy by task of native, seen and unseen formats and of other tools;
     `differences` to native, each with its paired interval.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: as `evaluate.run`.
   """
-  if config.get("format"):
-    raise ConfigError("config.format: this program draws the formats itself")
-  if section(config, "rollout", RolloutConfig).style != "full":
-    raise ConfigError("config.rollout.style: only 'full' tells formats")
   plan = section(config, "formats", FormatsConfig)
+  _check(config)
   for tools in plan.tools.values():  # before anything is played
     with Toolbox(tools):
       pass
@@ -107,14 +159,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       del own.formats  # which no single evaluation reads
   scores = {"native": [_play(own, workdir, "native")]}
   for kind, count in (("seen", plan.seen), ("unseen", plan.unseen)):
-    drawn = [dict(held_out=kind == "unseen", number=n) for n in range(count)]
     scores[kind] = [
-      _play(own, workdir, f"{kind}_{n}", format=d) for n, d in enumerate(drawn)
+      _play(own, workdir, f"{kind}_{number}", _draw(own, kind == "unseen", number))
+      for number in range(count)
     ]
-  scores["tools"] = [
-    _play(own, workdir, f"tools_{name}", tools=config.formats.tools[name])
-    for name in plan.tools
-  ]
+  scores["tools"] = []
+  for name in plan.tools:
+    other = own.copy_and_resolve_references()
+    with other.unlocked():
+      other.tools = config.formats.tools[name]
+    scores["tools"].append(_play(other, workdir, f"tools_{name}"))
   rows = [row for group in scores.values() for row, _ in group]
   means = {k: _by_task([s for _, s in group]) for k, group in scores.items() if group}
   native = means["native"]
@@ -127,21 +181,59 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       differences[kind] = _figure(change) | {"ci95": interval(change)}
   results = {"formats": rows, "groups": groups, "differences": differences}
   write_json(os.path.join(workdir, "formats.json"), results)
-  note = "; ".join(f"{k} - native {_told(v)}" for k, v in differences.items())
+  note = "; ".join(f"{k} - native {_in_words(v)}" for k, v in differences.items())
   rich.print(rich_table(Table("Accuracy by tool format", rows, _COLUMNS, note)))
   return results
 
 
+def _check(config: ml_collections.ConfigDict) -> None:
+  """Refuses an evaluation whose tools can not be renamed (ConfigError)."""
+  rollout = section(config, "rollout", RolloutConfig)
+  if rollout.style != "full":
+    raise ConfigError("config.rollout.style: only 'full' describes formats")
+  if rollout.constrain:
+    raise ConfigError(
+      "config.rollout.constrain: the grammar knows the protocol's own tools only; set "
+      "it to False"
+    )
+  tools = section(config, "tools", ToolsConfig)
+  if tools.mcp or tools.descriptions:
+    raise ConfigError(
+      "config.tools: a format describes the tools itself; leave out tools.mcp and "
+      "tools.descriptions"
+    )
+
+
+def _draw(config: ml_collections.ConfigDict, held_out: bool, number: int) -> ToolNaming:
+  """Draws the format of this number for the tools of an evaluation."""
+  rollout = section(config, "rollout", RolloutConfig)
+  tools = section(config, "tools", ToolsConfig)
+  variant = get_variant(rollout.variant).with_tools(tools.tool_descriptions)
+  naming = draw_naming(variant, random.Random(f"0/{held_out}/{number}"), held_out)
+  assert naming is not None  # without bodies to hold, every format will do
+  return naming
+
+
 def _play(
-  config: ml_collections.ConfigDict, workdir: str, name: str, **sections: Any
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  name: str,
+  naming: ToolNaming | None = None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-  """A format's row, and the accuracy of each task; with other `sections`."""
-  own = config.copy_and_resolve_references()
-  with own.unlocked():
-    for key, value in sections.items():
-      own[key] = value
+  """Evaluates one format; returns its row, and the accuracy of each task."""
   folder = os.path.join(workdir, name)
-  found = evaluate.run(own, folder)
+  rollout = section(config, "rollout", RolloutConfig)
+  tools = section(config, "tools", ToolsConfig)
+  if naming is None:
+    found = evaluate.run(config, folder)
+  else:
+    variant = get_variant(rollout.variant).with_tools(tools.tool_descriptions)
+    found = evaluate.run(
+      config,
+      folder,
+      variant=naming.apply(variant),
+      wrap_tools=lambda toolbox: RenamedTools(toolbox, naming),
+    )
   played: list[Trajectory] = []
   for stage in ("greedy", "sampled"):
     path = os.path.join(folder, f"{stage}.jsonl")
@@ -150,20 +242,34 @@ def _play(
     task: statistics.fmean(map(correct, attempts))
     for task, attempts in by_task(graded(played)).items()
   }
-  told = found.get("format")
-  drawn = told["tools"].values() if told else []
+  unread = found["malformed_rate"]
+  described = ", ".join(tools.tools)
+  if naming is not None:
+    unread = _unread(naming, played)
+    described = "; ".join(f"{n}: {form}" for n, form in naming.record.values())
   figure = _figure(list(accuracy.values()))
   row = {
     "name": name,
     "accuracy": figure["mean"],
     "ci95": figure["ci95"],
-    "unread": told["unread"] if told else found["malformed_rate"],
+    "unread": unread,
     "tool_calls": found["tool_calls_per_task"],
     "protocol_ok": found["protocol_ok"],
-    "tools": "; ".join(f"{n}: {layout}" for n, layout in drawn)
-    or ", ".join(section(own, "tools", ToolsConfig).tools),
+    "tools": described,
   }
   return row, accuracy
+
+
+def _unread(naming: ToolNaming, played: Sequence[Trajectory]) -> float | None:
+  """The share of calls that were not written as the prompt says; None without calls."""
+  names = set(naming.names.values())
+  bodies = [
+    naming.read(call.name, call.arguments)[1]
+    for t in played
+    for call in t.calls
+    if call.name in names
+  ]
+  return bodies.count(None) / len(bodies) if bodies else None
 
 
 def _by_task(scores: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -177,7 +283,7 @@ def _figure(values: Sequence[float]) -> dict[str, Any]:
   return {"mean": mean, "ci95": proportion_interval(values), "tasks": len(values)}
 
 
-def _told(figure: dict[str, Any]) -> str:
+def _in_words(figure: dict[str, Any]) -> str:
   if figure["mean"] is None:
     return "unknown"
   low, high = figure["ci95"]

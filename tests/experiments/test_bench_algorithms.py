@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from coa_jax.config import ConfigError, section
+from coa_jax.disk import DiskError
 from coa_jax.learner.algorithms import PRESETS, AlgoConfig
+from coa_jax.lock import InUseError
 from experiments.bench import algorithms as bench
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -166,3 +173,45 @@ def test_runs_that_ended_are_not_made_again_and_one_that_fails_costs_no_other(
   (tmp_path / "other" / "sft" / "model").mkdir(parents=True)
   with pytest.raises(ConfigError, match="holds a run whose section"):
     bench.run(["ppo"], str(tmp_path / "other"), work, 2, 5, False)
+
+
+@pytest.mark.parametrize(
+  ("error", "raised", "words"),
+  [
+    (OSError(errno.EROFS, "Read-only file system"), DiskError, "choose another place"),
+    (InUseError("w: process 7 works there"), InUseError, "process 7 works there"),
+  ],
+)
+def test_where_nothing_can_be_written_no_run_follows(
+  tmp_path, monkeypatch, capsys, error, raised, words
+):
+  (tmp_path / "q" / "sft" / "model").mkdir(parents=True)
+  workdirs = []
+
+  def run(config, workdir):
+    workdirs.append(workdir)
+    raise error
+
+  monkeypatch.setattr(bench.rl, "run", run)
+  with pytest.raises(raised, match=words):
+    bench.run(["ppo", "grpo"], str(tmp_path / "q"), str(tmp_path / "w"), 2, 5, False)
+  assert len(workdirs) == 1 and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("flag", "words"),
+  [
+    ("--cases=(", "flag --cases=(: no regular expression: missing )"),
+    ("--quickstart=/dev/null/x", "/dev/null/x/sft/model: there is no such model"),
+    ("--rounds=none", "flag --rounds=none: invalid literal"),
+    ("more", "unexpected argument 'more'"),
+  ],
+)
+def test_a_wrong_flag_is_one_line(tmp_path, flag: str, words: str):
+  command = [sys.executable, "-m", "experiments.bench.algorithms", "--quick", flag]
+  ended = subprocess.run(
+    [*command, f"--runs={tmp_path}"], capture_output=True, text=True, cwd=ROOT
+  )
+  assert ended.returncode == 2, ended.stderr
+  assert words in ended.stderr and "Traceback" not in ended.stderr
+  assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1

@@ -141,10 +141,10 @@ def test_a_broken_law_is_the_exit_status(monkeypatch, tmp_path, capsys, broken, 
   monkeypatch.setattr(bench, "run", lambda *_: measured)
   flags.FLAGS(["bench.faults", "--quick", f"--out={out}"])
   if status is None:
-    bench.main(["bench_faults"])
+    bench.main()
   else:
     with pytest.raises(SystemExit) as end:
-      bench.main(["bench_faults"])
+      bench.main()
     assert end.value.code == status
   printed = capsys.readouterr().out
   assert f"laws broken: {len(broken)}" in printed and "hang" in printed

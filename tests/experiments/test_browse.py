@@ -33,8 +33,15 @@ def test_a_runs_folder_becomes_a_page_with_its_tokens(tmp_path):
   assert "1 trajectories of 1 files" in done.stdout
   data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text())[1])
   (row,) = data["rows"]
-  assert sum(row["segments"][0]["lengths"]) == len(text)
-  assert row["answer"] == "Uruk"
+  (segment,) = row["spans"][0]["segments"]
+  assert "".join(segment["pieces"]) == text
+  assert row["answer"] == "Uruk" and row["fault"] == ""
+  done = browse(f"--trajectories={tmp_path}/rl", f"--out={out}", "--variant=math")
+  assert done.returncode == 0, done.stderr
+  assert "illegal_transition at character 0" in out.read_text()
+  done = browse(f"--trajectories={tmp_path}/rl", f"--out={out}", "--variant=maths")
+  assert done.returncode == 2
+  assert done.stderr.count("\n") == 1 and "unified" in done.stderr
 
 
 def test_nothing_to_show_is_one_line(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.tools.functions import NamedTool, NamedTools
+from coa_jax.tools.functions import Functions, FunctionTool
 from experiments.calculator import TOOL, calculate
 from tools_sandbox.client import BadCall
 
@@ -50,7 +50,7 @@ def test_what_is_no_arithmetic_is_the_callers_fault(expression: object, message:
     calculate(expression)
 
 
-def test_it_is_a_named_tool():
-  tools = NamedTools({"calculate": NamedTool(**TOOL)})
+def test_it_is_a_function_tool():
+  tools = Functions({"calculate": FunctionTool(**TOOL)})
   call = '{"name": "calculate", "arguments": {"expression": "2 * 21"}}'
   assert tools(call, 1.0) == "42"

@@ -30,10 +30,10 @@ def files(folder, reported, **tools) -> tuple[str, str]:
     attempt("b", 1.0, reported, prompt=900, cached=500, generated=100),
   ]
   ours = [attempt(t, 1.0, prompt=50, generated=40, observation=10) for t in "ab"]
-  told = {"tools": ["code"], "top_k": 3}
+  settings = {"tools": ["code"], "top_k": 3}
   for name, rows, config in (
-    ("teacher", theirs, {"tools": told, "teacher": {"brain": "chat"}}),
-    ("greedy", ours, {"tools": {**told, **tools}}),
+    ("teacher", theirs, {"tools": settings, "teacher": {"brain": "chat"}}),
+    ("greedy", ours, {"tools": {**settings, **tools}}),
   ):
     write_jsonl(folder / name / f"{name}.jsonl", rows)
     (folder / name / "config.json").write_text(json.dumps({"config": config}))
@@ -59,8 +59,9 @@ def test_the_models_prompt_is_counted_with_its_instructions_once(tmp_path, style
   path.write_text(json.dumps(made))
   out = compare(multi, single)["metered"]
   assert out["reduction_no_cache"] == pytest.approx(0.9)
-  told = prompts.instructions(roles.get_variant("unified").with_tools(["code"]))
-  more = len(pieces(told)) if style == "brief" else 0  # a full prompt has them already
+  instructions = prompts.instructions(roles.get_variant("unified").with_tools(["code"]))
+  # A full prompt has them already.
+  more = len(pieces(instructions)) if style == "brief" else 0
   assert more == out["instructions"]
   assert out["reduction_instructed"] == pytest.approx(1 - (100 + more) / 1000)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 
 import ml_collections
 import pytest
 import toy
 
+from coa_jax import evaluate
 from coa_jax.config import ConfigError
 from coa_jax.protocol import prompts
+from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
 from experiments.studies import tool_formats
 
@@ -56,14 +59,14 @@ def test_every_format_is_played_and_compared(config, tmp_path):
 
 
 def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
-  named = dict(quote=dict(description="quote a text", function="json:dumps"))
+  functions = dict(quote=dict(description="quote a text", function="json:dumps"))
   with config.unlocked():
-    config.formats.tools = dict(named=dict(tools=("tool",), named=named))
+    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
   results = tool_formats.run(config, str(tmp_path / "w"))
-  assert results["formats"][-1]["name"] == "tools_named"
+  assert results["formats"][-1]["name"] == "tools_quoting"
   assert results["formats"][-1]["tools"] == "tool"
   assert results["groups"]["tools"]["tasks"] == 2 and "tools" in results["differences"]
-  played = read_trajectories(tmp_path / "w" / "tools_named" / "greedy.jsonl")
+  played = read_trajectories(tmp_path / "w" / "tools_quoting" / "greedy.jsonl")
   prompt = played[0].segments[0].text
   assert "quote a text" in prompt and "<code>" not in prompt
 
@@ -71,10 +74,10 @@ def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
 def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
   config, tmp_path
 ):
-  named = dict(quote=dict(description="quote a text", function="json:dumbs"))
+  functions = dict(quote=dict(description="quote a text", function="json:dumbs"))
   with config.unlocked():
-    config.formats.tools = dict(named=dict(tools=("tool",), named=named))
-  with pytest.raises(ValueError, match=r"named\.quote.*json:dumbs"):
+    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
+  with pytest.raises(ValueError, match=r"functions\.quote.*json:dumbs"):
     tool_formats.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
 
@@ -82,8 +85,9 @@ def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (dict(rollout=dict(style="brief")), "only 'full' tells formats"),
-    (dict(format=dict(number=3)), "draws the formats itself"),
+    (dict(rollout=dict(style="brief")), "only 'full' describes formats"),
+    (dict(rollout=dict(constrain=True)), "the grammar knows the protocol's own tools"),
+    (dict(tools=dict(descriptions=dict(code="run it"))), r"leave out tools\.mcp"),
     (dict(formats=dict(tools=dict(x=dict(tools=("codd",))))), r"tools.*x.*'codd'"),
     (dict(formats=dict(tools=dict(x=dict(tols=("code",))))), r"tools.*x.*'tols'"),
     (dict(formats=dict(tools={"a/b": dict(tools=("code",))})), "'a/b' names a folder"),
@@ -98,29 +102,34 @@ def test_refusals(config, tmp_path, change, message):
   assert not (tmp_path / "w").exists()
 
 
-def test_a_grammar_is_refused_beside_a_format(config, tmp_path):
+def test_a_format_is_drawn_for_functions_too(config, tmp_path):
   with config.unlocked():
-    config.format, config.rollout.constrain = dict(number=1), True
-    del config.formats
-  with pytest.raises(ConfigError, match=r"rollout\.constrain knows .* own tools only"):
-    tool_formats.evaluate.run(config, str(tmp_path / "w"))
-
-
-def test_a_format_is_drawn_for_tools_called_by_name_too(config, tmp_path):
-  with config.unlocked():
-    config.format = dict(number=1)
     tool = dict(function="experiments.calculator:calculate", description="sums")
-    config.tools.named = dict(calculate=tool)
+    config.tools.functions = dict(calculate=tool)
     config.rollout.max_len += 600
+    config.formats = dict(seen=0, unseen=1)
+  results = tool_formats.run(config, str(tmp_path / "w"))
+  _, unseen = results["formats"]
+  assert "a JSON object with function" in unseen["tools"]
+  played = read_trajectories(tmp_path / "w" / "unseen_0" / "greedy.jsonl")
+  assert "- calculate: sums." in played[0].segments[0].text
+
+
+def test_a_workdir_of_one_variant_is_not_gone_on_with_in_another(config, tmp_path):
+  with config.unlocked():
     del config.formats
-  results = tool_formats.evaluate.run(config, str(tmp_path / "w"))
-  assert "tool" in results["format"]["tools"]
+  variant = toy.VARIANT.with_tools(("code",))
+  first, other = (
+    draw_naming(variant, random.Random(n), held_out=True).apply(variant) for n in (0, 1)
+  )
+  evaluate.run(config, str(tmp_path / "w"), variant=first)
+  with pytest.raises(ConfigError, match="variant"):
+    evaluate.run(config, str(tmp_path / "w"), variant=other)
 
 
-def test_descriptions_of_ones_own_are_refused_beside_a_format(config, tmp_path):
+def test_an_evaluation_knows_no_formats(config, tmp_path):
   with config.unlocked():
     config.format = dict(number=1)
-    config.tools.descriptions = dict(code="run it")
     del config.formats
-  with pytest.raises(ConfigError, match=r"leave out tools\.mcp"):
-    tool_formats.evaluate.run(config, str(tmp_path / "w"))
+  with pytest.raises(ConfigError, match="no section 'format'"):
+    evaluate.run(config, str(tmp_path / "w"))

@@ -14,6 +14,7 @@ import toy
 from safetensors.numpy import load_file
 
 from coa_jax import rl, sft
+from coa_jax.lock import hold
 from coa_jax.protocol.trajectory import write_jsonl
 from experiments.export import export
 
@@ -100,6 +101,9 @@ def test_the_program_exports_or_says_what_there_is(configs, tmp_path):
   assert done.stdout.strip() == f"step 1: {tmp_path / 'out' / 'model'}"
   shape = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
   assert shape["hidden_size"] == 32
+  with hold(tmp_path / "out"):
+    done = program(run, out)
+  assert done.returncode == 2 and f"{tmp_path / 'out'}: process" in done.stderr
   done = program(run, out, "--step=7")
   assert done.returncode == 2
   assert "there is no checkpoint 7; kept are 1, 2" in done.stderr

@@ -148,7 +148,7 @@ def test_refusals_are_one_line(tmp_path):
   assert done.returncode == 2 and not out.exists()
   assert done.stderr.endswith("no record is left to train on (1 stray_text)\n")
   done = program(*flags, "--prompt=brief", "--formats.copies=1")
-  assert "--formats.copies: only --prompt=full tells formats" in done.stderr
+  assert "--formats.copies: only --prompt=full describes formats" in done.stderr
   source.write_text("{}")
   done = program(*flags)
   assert done.returncode == 2 and "are those of no format" in done.stderr

@@ -23,7 +23,12 @@ from coa_jax.rollout import sampler
 from coa_jax.rollout.player import Player
 from coa_jax.rollout.streaming import Team
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
+from coa_jax.teacher.llm import (
+  ChatBrain,
+  InfrastructureError,
+  Message,
+  TeacherChatConfig,
+)
 from experiments import serve
 from tools_sandbox import http_server
 
@@ -295,7 +300,7 @@ def test_what_is_no_request_is_refused(service):
 
 
 def test_our_own_client_can_ask(service):
-  config = ChatConfig(service.url + "/v1", "coa", temperature=0.0, retries=0)
+  config = TeacherChatConfig(service.url + "/v1", "coa", temperature=0.0, retries=0)
   with ChatBrain(config) as brain:
     reply = brain("solver", [Message("user", "capital of Ur")])
   assert reply.text == "Uruk" and reply.retries == 0
@@ -312,7 +317,7 @@ def test_a_sandbox_that_is_down_is_no_answer(player):
     assert response.json()["error"]["code"] == "infrastructure"
     last = service.post("2 + 3", stream=True).text.split("\n\n")[-2]
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
-    config = ChatConfig(service.url + "/v1", "coa", retries=1, backoff_s=0.001)
+    config = TeacherChatConfig(service.url + "/v1", "coa", retries=1, backoff_s=0.001)
     with ChatBrain(config) as brain, pytest.raises(InfrastructureError):
       brain("solver", [Message("user", "2 + 3")])
 

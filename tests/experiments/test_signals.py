@@ -14,22 +14,14 @@ import time
 
 import pytest
 import toy
+from programs import ROOT, config_file, start
 
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import read_metrics
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
+NO_CACHE = "--compile_cache="
 MANY = 10_000_000  # steps: none of these runs comes to its end
-
-CONFIG = """
-import json
-import ml_collections
-
-def get_config(arg=""):
-  with open({path!r}) as f:
-    return ml_collections.ConfigDict(json.load(f))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +47,10 @@ def configs(tmp_path_factory) -> dict[str, str]:
       algo=algo | dict(keep_every=MANY),
     ),
   }
-  out = {}
-  for name, config in sections.items():
-    (folder / f"{name}.json").write_text(json.dumps(config))
-    out[name] = str(folder / f"{name}.py")
-    pathlib.Path(out[name]).write_text(CONFIG.format(path=str(folder / f"{name}.json")))
-  return out
-
-
-def start(
-  journey: str, config: str, workdir: pathlib.Path, *more: str
-) -> subprocess.Popen:
-  command = [sys.executable, "-m", f"experiments.{journey}", f"--config={config}"]
-  command += [f"--workdir={workdir}", "--compile_cache=", *more]
-  return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+  return {
+    name: config_file(folder / f"{name}.py", config)
+    for name, config in sections.items()
+  }
 
 
 def reached(workdir: pathlib.Path) -> int:
@@ -97,15 +79,15 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 ):
   checkpoints, at = tmp_path / "checkpoints", 0
   for _ in range(2):
-    process = start(journey, configs[journey], tmp_path)
+    process = start(journey, configs[journey], tmp_path, NO_CACHE)
     wait_for_step(process, tmp_path, at + 2)
     process.send_signal(number)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == status, said
-    assert "Traceback" not in said
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == status, errors
+    assert "Traceback" not in errors
     before, at = at, whole_steps(checkpoints)[-1]
-    assert f"stopped after step {at}, which is saved in {checkpoints};" in said
-    assert f"{signal.Signals(number).name}: saving at the next boundary" in said
+    assert f"stopped after step {at}, which is saved in {checkpoints};" in errors
+    assert f"{signal.Signals(number).name}: saving at the next boundary" in errors
     assert at >= before + 2
     # The log goes as far as the checkpoint, or just beyond it.
     steps = [row["step"] for row in read_metrics(tmp_path, journey)]
@@ -114,24 +96,28 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("journey", "asked"), [("sft", 1), ("rl", 0)])
-def test_a_signal_to_one_of_two_processes_ends_both(configs, journey, asked, tmp_path):
+@pytest.mark.parametrize(("journey", "signalled"), [("sft", 1), ("rl", 0)])
+def test_a_signal_to_one_of_two_processes_ends_both(
+  configs, journey, signalled, tmp_path
+):
   at = 0
   for _ in range(2):
     with socket.socket() as s:
       s.bind(("127.0.0.1", 0))
       address = f"127.0.0.1:{s.getsockname()[1]}"
     both = [
-      start(journey, configs[journey], tmp_path, f"--distributed={address},2,{i}")
+      start(
+        journey, configs[journey], tmp_path, NO_CACHE, f"--distributed={address},2,{i}"
+      )
       for i in range(2)
     ]
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-      said = [threads.submit(lambda p=p: p.communicate(timeout=300)[1]) for p in both]
+      ends = [threads.submit(lambda p=p: p.communicate(timeout=300)[1]) for p in both]
       try:
-        while not any(f.done() for f in said) and reached(tmp_path) < at + 2:
+        while not any(f.done() for f in ends) and reached(tmp_path) < at + 2:
           time.sleep(0.05)
-        both[asked].send_signal(signal.SIGTERM)
-        texts = [f.result() for f in said]
+        both[signalled].send_signal(signal.SIGTERM)
+        texts = [f.result() for f in ends]
       finally:
         for process in both:
           process.kill()
@@ -173,6 +159,6 @@ def test_a_second_signal_ends_a_run_that_reaches_no_boundary(number, status, tmp
   while "saving at the next boundary" not in (line := process.stderr.readline()):
     assert line, "it ended"
   process.send_signal(number)
-  _, said = process.communicate(timeout=60)
+  _, errors = process.communicate(timeout=60)
   assert process.returncode == status
-  assert "again: ended at once" in said
+  assert "again: ended at once" in errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 from world_brain import WorldBrain
 
 from coa_jax.config import ConfigError
@@ -36,7 +36,7 @@ def config_for(corpus: str, url: str):
 def test_tasks_come_out_the_same_after_a_stop_and_nothing_is_paid_twice(
   corpus, tmp_path
 ):
-  with serve(WorldBrain()) as server:
+  with ChatServer(WorldBrain()) as server:
     config = config_for(corpus, server.url)
     whole = synthesize.run(config, str(tmp_path / "whole"))
     asked = len(server.requests)

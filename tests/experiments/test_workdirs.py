@@ -7,25 +7,15 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 import toy
+from programs import config_file, start
 
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.tasks.world.build import WorldConfig, write_world
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
-CONFIG = """
-import json
-import ml_collections
-
-def get_config(arg=""):
-  with open({path!r}) as f:
-    return ml_collections.ConfigDict(json.load(f))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,25 +47,18 @@ def configs(tmp_path_factory) -> dict[str, str]:
   for name, config in sections.items():
     if name != "distill":
       config["init"] = str(folder / "model")
-    (folder / f"{name}.json").write_text(json.dumps(config))
-    text = CONFIG.format(path=str(folder / f"{name}.json"))
-    (folder / f"{name}.py").write_text(text)
-  return {name: str(folder / f"{name}.py") for name in sections}
-
-
-def start(journey: str, config: str, workdir: pathlib.Path) -> subprocess.Popen:
-  command = [sys.executable, "-m", f"experiments.{journey}", f"--config={config}"]
-  command += [f"--workdir={workdir}"]
-  pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-  return subprocess.Popen(command, cwd=ROOT, **pipes)
+  return {
+    name: config_file(folder / f"{name}.py", config)
+    for name, config in sections.items()
+  }
 
 
 def refused(process: subprocess.Popen) -> str:
   """The one line of a run that could not go on."""
-  _, said = process.communicate(timeout=600)
-  assert process.returncode == 2, said
-  assert "Traceback" not in said and said.count("error: ") == 1, said
-  return said.splitlines()[-1]
+  _, errors = process.communicate(timeout=600)
+  assert process.returncode == 2, errors
+  assert "Traceback" not in errors and errors.count("error: ") == 1, errors
+  return errors.splitlines()[-1]
 
 
 def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
@@ -90,8 +73,8 @@ def test_two_runs_do_not_share_a_workdir(configs, tmp_path):
   first.kill()
   first.communicate()
   again = start("distill", configs["distill"], workdir)
-  out, said = again.communicate(timeout=600)
-  assert again.returncode == 0, said
+  out, errors = again.communicate(timeout=600)
+  assert again.returncode == 0, errors
   assert json.loads(out)["runs"] == 40
   assert len((workdir / "runs.jsonl").read_text().splitlines()) == 40
 
@@ -129,16 +112,16 @@ def test_a_full_disk_is_one_line_and_loses_nothing(configs, full, journey, kilob
   assert line.startswith(f"error: {full}") and "No space left on device" in line
   resize(40_000)
   again = start(journey, configs[journey], full / "w")
-  _, said = again.communicate(timeout=600)
-  assert again.returncode == 0, said
+  _, errors = again.communicate(timeout=600)
+  assert again.returncode == 0, errors
   assert os.path.getsize(full / "w" / "results.json")
 
 
 @pytest.mark.parametrize(
-  ("workdir", "told"),
+  ("workdir", "reason"),
   [("x" * 300, "File name too long"), ("file/w", "Not a directory")],
 )
-def test_a_place_that_can_not_be_is_one_line(configs, tmp_path, workdir, told):
+def test_a_place_that_can_not_be_is_one_line(configs, tmp_path, workdir, reason):
   (tmp_path / "file").write_text("")
   line = refused(start("distill", configs["distill"], tmp_path / workdir))
-  assert told in line and str(tmp_path) in line
+  assert reason in line and str(tmp_path) in line

@@ -13,7 +13,7 @@ from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, load_benchmarks
-from coa_jax.teacher.restyle import FormatsConfig
+from coa_jax.teacher.tool_augmentation import ToolAugmentation
 
 CONVERT = ConvertConfig(missing_think="Go on.", score_right=True)
 
@@ -73,7 +73,7 @@ def test_processes_change_nothing(tokenizer):
 
 
 def test_what_is_kept_is_written_in_other_formats_too(tokenizer):
-  styled = refiner(tokenizer=tokenizer, formats=FormatsConfig(copies=2))
+  styled = refiner(tokenizer=tokenizer, formats=ToolAugmentation(copies=2))
   work = Refinement(styled)
   lines = [Trajectory.from_json(json.loads(x)) for x in work.lines(records(20))]
   plain = Refinement(refiner(tokenizer=tokenizer))

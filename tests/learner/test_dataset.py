@@ -98,8 +98,10 @@ def test_an_id_that_no_token_has_is_named(bad):
   ids = [0, 9, bad, 4]
   for author in (Author.PROMPT, Author.POLICY):
     segments = [Segment(Author.PROMPT, "", "why", [1]), Segment(author, "", "ab", ids)]
-    told = f"task 'q' has token id {bad!r} in 'ab'; ids are whole numbers from 0 to 9"
-    with pytest.raises(ValueError, match=told):
+    message = (
+      f"task 'q' has token id {bad!r} in 'ab'; ids are whole numbers from 0 to 9"
+    )
+    with pytest.raises(ValueError, match=message):
       check_ids(Trajectory("q", segments), 10)
   check_ids(Trajectory("q", [Segment(Author.POLICY, "", "", [0, 9])]), 10)
   check_ids(Trajectory("q", [Segment(Author.POLICY, "", "")]), 10)

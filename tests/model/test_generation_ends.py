@@ -70,9 +70,9 @@ def test_training_goes_on_from_a_folder_that_stops_elsewhere(tmp_path):
   end = toy.tokenizer().end_id
   for name in ("config.json", "generation_config.json"):
     file = first / name
-    said = json.loads(file.read_text())
-    assert said["eos_token_id"] == [end, toy.tokenizer().hf.eos_token_id]
-    file.write_text(json.dumps(said | {"eos_token_id": [300, 301]}))
+    written = json.loads(file.read_text())
+    assert written["eos_token_id"] == [end, toy.tokenizer().hf.eos_token_id]
+    file.write_text(json.dumps(written | {"eos_token_id": [300, 301]}))
   ids = exported(second, toy.tokenizer(), first)
   assert generated(second, toy.tokenizer().encode(QUESTION)) == ids
   exported(third, toy.tokenizer(), second)

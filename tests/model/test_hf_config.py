@@ -41,6 +41,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ("rope_scaling", "yarn"),
     ("eos_token_id", "x"),
     ("max_position_embeddings", 1.5),
+    ("num_hidden_layers", 1_000_000),
+    ("hidden_size", 2**63),
+    ("torch_dtype", 3),
+    ("dtype", ["bfloat16"]),
+    ("architectures", "Qwen3ForCausalLM"),
+    ("transformers_version", 5.0),
+    ("use_cache", "no"),
+    ("_name_or_path", {}),
   ],
 )
 def test_values_of_a_wrong_type_or_range_are_refused_by_name(field: str, value):
@@ -49,6 +57,13 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_name(field: str, value):
     from_hf_config(config, "folder/config.json")
   message = f"folder/config.json: field '{field}' is {value!r}; accepted: "
   assert str(e.value).startswith(message)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "rope_theta", "rms_norm_eps"])
+def test_a_number_of_a_thousand_digits_is_refused_in_a_short_line(field: str):
+  with pytest.raises(ValueError, match=f"field '{field}' is 1000.*; accepted: ") as e:
+    from_hf_config(CONFIG | {field: 10**1000}, "folder/config.json")
+  assert len(str(e.value)) < 200
 
 
 @pytest.mark.parametrize(

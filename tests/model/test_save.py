@@ -64,7 +64,7 @@ def test_what_a_folder_says_beside_its_architecture_is_kept(tmp_path):
   first, second = tmp_path / "first", tmp_path / "second"
   params = params_of(QWEN2)
   save_model(first, QWEN2, params)
-  said = {
+  carried = {
     "bos_token_id": 151643,
     "eos_token_id": [151645, 151643],
     "initializer_range": 0.01,
@@ -72,13 +72,13 @@ def test_what_a_folder_says_beside_its_architecture_is_kept(tmp_path):
     "pad_token_id": 151643,
   }
   file = first / "config.json"
-  file.write_text(json.dumps(json.loads(file.read_text()) | said))
+  file.write_text(json.dumps(json.loads(file.read_text()) | carried))
   generation = {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.05}
   (first / "generation_config.json").write_text(json.dumps(generation))
   save_model(second, QWEN2, params, toy.tokenizer(), like=first)
   end = {"eos_token_id": [toy.tokenizer().end_id, 151645, 151643]}
   config = json.loads((second / "config.json").read_text())
-  assert {k: config[k] for k in said} == said | end
+  assert {k: config[k] for k in carried} == carried | end
   end = {"eos_token_id": toy.tokenizer().end_id}
   found = json.loads((second / "generation_config.json").read_text())
   assert found == generation | end

@@ -12,9 +12,10 @@ import toy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol import parser, roles
+from coa_jax.protocol import parser, roles, tool_bodies
 from coa_jax.protocol.grammar import automaton
 from coa_jax.protocol.grammar.language import Grammar, compile_grammar
+from coa_jax.protocol.tools import FUNCTION_TAG
 
 OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
 
@@ -23,7 +24,7 @@ OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
 def grammar(name: str) -> Grammar:
   """Of a variant, without the tool whose calls it allows in one form only."""
   variant = roles.get_variant(name)
-  tools = [t for t in variant.tools if t not in ("visual_inspector", roles.TOOL)]
+  tools = [t for t in variant.tools if t not in ("visual_inspector", FUNCTION_TAG)]
   return compile_grammar(variant.with_tools(tools))
 
 
@@ -112,8 +113,8 @@ _SPANS = [
   *(
     roles.wrap("code", s)
     for s in (
-      roles.render_code("print(1)"),
-      roles.render_code("print(1)", "in"),
+      tool_bodies.render_code("print(1)"),
+      tool_bodies.render_code("print(1)", "in"),
       "```python  \n x``\n```\n\n```sh\n```",
       "```py\n\n```",
       "```py\n``````",
@@ -136,7 +137,7 @@ def test_the_grammar_and_the_parser_agree(name: str, pieces: list[str]):
   """On texts that are often nearly well-formed; observations follow calls."""
   g, variant = grammar(name), roles.get_variant(name)
   variant = variant.with_tools(
-    [t for t in variant.tools if t not in ("visual_inspector", roles.TOOL)]
+    [t for t in variant.tools if t not in ("visual_inspector", FUNCTION_TAG)]
   )
   turns = [""]
   for piece in pieces:

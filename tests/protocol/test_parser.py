@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import Verdict, content_fault, parse
 from coa_jax.protocol.roles import TOOLS, escape, wrap
 
@@ -290,7 +290,7 @@ def test_a_page_that_prints_tags_is_only_text():
 _FREE = (
   st.text(max_size=12)
   .map(lambda s: s.replace("<", "("))
-  .filter(lambda s: s.strip(roles.WHITE))
+  .filter(lambda s: s.strip(tool_bodies.WHITE))
 )
 _SPACE = st.sampled_from(["", "", " ", "\n", "\n\n", "\t \x0b\r"])
 

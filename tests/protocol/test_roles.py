@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 
 TAGS = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 # Text made of what escaping is about, and of anything.
@@ -57,8 +57,8 @@ _BODY = st.text().filter(lambda s: "```" not in s)
 
 @given(_BODY.filter(lambda s: s.strip()), _BODY)
 def test_a_rendered_code_call_reads_back(program: str, stdin: str):
-  call = roles.parse_code(roles.render_code(program, stdin))
-  assert call == roles.CodeCall(program, stdin)
+  call = tool_bodies.parse_code(tool_bodies.render_code(program, stdin))
+  assert call == tool_bodies.CodeCall(program, stdin)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_rendered_code_call_reads_back(program: str, stdin: str):
   ],
 )
 def test_code_calls_that_are_read(content: str, program: str, stdin: str):
-  assert roles.parse_code(content) == roles.CodeCall(program, stdin)
+  assert tool_bodies.parse_code(content) == tool_bodies.CodeCall(program, stdin)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_code_calls_that_are_read(content: str, program: str, stdin: str):
   ],
 )
 def test_code_calls_that_are_refused(content: str):
-  assert roles.parse_code(content) is None
+  assert tool_bodies.parse_code(content) is None
 
 
 @pytest.mark.parametrize(
@@ -221,5 +221,5 @@ def test_a_variant_can_not_do_without_what_it_lacks(name: str, message: str):
 
 def test_a_code_span_of_many_fences_is_refused_at_once():
   began = time.process_time()
-  assert roles.parse_code("```py\nx\n```\n" + "```sh\ny\n```\n" * 100_000) is None
+  assert tool_bodies.parse_code("```py\nx\n```\n" + "```sh\ny\n```\n" * 100_000) is None
   assert time.process_time() - began < 1

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from coa_jax.protocol import prompts, roles, tokens
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 BOTH = pytest.mark.parametrize(
@@ -25,7 +26,7 @@ CONTROL = (tokens.PAD, tokens.IM_START, tokens.IM_END)
 NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 # `tool` is spelt as text, whatever the tokenizer.
 TAGS = tuple(f(n) for n in NAMES for f in (roles.open_tag, roles.close_tag))
-OWN_TAGS = tuple(t for t in TAGS if t.strip("</>") != roles.TOOL)
+OWN_TAGS = tuple(t for t in TAGS if t.strip("</>") != FUNCTION_TAG)
 HOSTILE = st.lists(
   st.sampled_from((*CONTROL, *TAGS, "<tool_call>", "<", ">", "</", "|>"))
   | st.text(max_size=6),

@@ -71,3 +71,14 @@ def trajectory(
     sample=sample,
     meta={"question": "Capital of France?", "answers": ["Paris", "Lutetia"], **meta},
   )
+
+
+def hostile_everywhere(text: str) -> Trajectory:
+  """A trajectory in which every field that can hold text holds `text`."""
+  t = trajectory(text, observation=text, answer=text, family=text, model=text)
+  t.meta["question"] = text
+  t.meta["answers"] = [text]
+  t.reward_parts[text] = 1.0
+  t.segments.append(Segment(Author.ENVIRONMENT, text, text))
+  t.segments.append(Segment(Author.POLICY, "", text))
+  return t

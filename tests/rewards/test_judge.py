@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import contextlib
-import http.server
 import json
 import os
 import socket
-import threading
 
 import pytest
+from chat_server import ChatServer
 
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.graded import Ungradable
@@ -25,96 +22,48 @@ RIGHT = '{"rationale": "the same man", "judgement": "correct"}'
 WRONG = '{"rationale": "another man", "judgement": "incorrect"}'
 
 
-class Server:
-  """What came in, and what goes out: faults first, then a verdict.
+def data_of(body: dict) -> dict:
+  """The JSON object that a request quotes."""
+  text = body["messages"][1]["content"]
+  return json.loads(text[text.index("\n\n{") : text.index("}\n\n") + 1])
+
+
+class JudgeServer(ChatServer):
+  """Gives a verdict where there is no fault.
 
   Attributes:
-    faults: for each request a status, "slow", "cut", "garbage", "not a completion", or
-      the text of a reply.
-    asked: the data of every request.
-    most: requests that were answered at the same time, at most.
+    pause: seconds that a verdict takes.
+    most: verdicts that were made at the same time, at most.
   """
 
   def __init__(self):
-    self.faults: collections.deque[int | str] = collections.deque()
-    self.asked: list[dict] = []
-    self.url, self.most, self._now = "", 0, 0
-    self.lock, self.stop = threading.Lock(), threading.Event()
-    self.pause = 0.0
+    super().__init__()
+    self.pause, self.most, self._now = 0.0, 0, 0
+
+  @property
+  def asked(self) -> list[dict]:
+    """The data of every request."""
+    return [data_of(request.json) for request in self.requests]
 
   def judge(self, **changes) -> Judge:
     """A judge that asks this server."""
-    chat = ChatConfig(self.url, "judge-1")
+    chat = ChatConfig(self.url, "judge-1", backoff_s=0.001)
     return Judge(JudgeConfig(**{"chat": chat, "seconds": 60.0, **changes}))
 
-  @contextlib.contextmanager
-  def busy(self):
-    """Counts requests at the same time."""
+  def answer(self, body: dict) -> str:
     with self.lock:
       self._now += 1
       self.most = max(self.most, self._now)
-    yield
+    self.stopped.wait(self.pause)
     with self.lock:
       self._now -= 1
+    return RIGHT if "Shakespeare" in data_of(body)["predicted_answer"] else WRONG
 
 
 @pytest.fixture
 def server():
-  state = Server()
-
-  class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def do_POST(self):
-      body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-      text = body["messages"][1]["content"]
-      data = json.loads(text[text.index("\n\n{") : text.index("}\n\n") + 1])
-      with state.busy():
-        with state.lock:
-          state.asked.append(data)
-          fault = state.faults.popleft() if state.faults else "ok"
-        state.stop.wait(state.pause)
-      # Not while it is busy: who has the answer may ask again before this goes on.
-      with contextlib.suppress(OSError):
-        self.answer(fault, data)
-
-    def answer(self, fault, data):
-      if fault == "cut":
-        self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
-        self.close_connection = True
-      elif isinstance(fault, int):
-        self.send(fault, "{}")
-      elif fault == "garbage":
-        self.send(200, "<html>")
-      elif fault == "not a completion":
-        self.send(200, '{"choices": []}')
-      else:
-        if fault == "slow":
-          state.stop.wait(600)
-        right = "Shakespeare" in data["predicted_answer"]
-        said = (RIGHT if right else WRONG) if fault in ("ok", "slow") else fault
-        self.send(200, json.dumps({"choices": [{"message": {"content": said}}]}))
-
-    def send(self, status, text):
-      self.send_response(status)
-      self.send_header("Content-Length", str(len(text)))
-      self.end_headers()
-      self.wfile.write(text.encode())
-
-    def log_message(self, *unused):
-      pass
-
-  http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-  http_server.daemon_threads = True
-  state.url = f"http://127.0.0.1:{http_server.server_address[1]}/v1"
-  thread = threading.Thread(target=http_server.serve_forever, args=(0.02,))
-  thread.start()
-  yield state
-  state.stop.set()
-  http_server.shutdown()
-  http_server.server_close()
-  thread.join()
+  with JudgeServer() as running:
+    yield running
 
 
 def verdict(judge: Judge, answer: str | None) -> float:

@@ -7,15 +7,13 @@ and scored, so that a refresh can be proven or not. It misbehaves when told to.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import http.server
-import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import toy
+from http_server import NEVER, Request, Server
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
@@ -31,12 +29,10 @@ CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
 PAST = 7  # what it goes on with after the end of a script's turn
 
 
-class ScriptedVllm:
-  """What came in, and what to do next.
+class ScriptedVllm(Server):
+  """See `Server`.
 
   Attributes:
-    url: where it listens.
-    requests: (path, body) of every request.
     faults: of completions: called with a body, gives a status to fail with, "hang"
       (until `release` is set), "gone" (hang up), a function that changes the answer, or
       None to answer.
@@ -48,11 +44,12 @@ class ScriptedVllm:
     disturbed: those that ran at each load of weights.
   """
 
-  def __init__(self, tok: Tokenizer, rows: Sequence[list[int]]):
+  keep_alive = True
+
+  def __init__(self, tok: Tokenizer, rows: Sequence[list[int]] = ()):
+    super().__init__()
     self.tokenizer = tok
-    self.rows = rows
-    self.url = ""
-    self.requests: list[tuple[str, dict]] = []
+    self.rows = rows or rows_of(tok)
     self.faults = lambda body: None
     self.release = threading.Event()
     self.model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"}
@@ -71,8 +68,31 @@ class ScriptedVllm:
 
   def completions(self) -> list[dict]:
     """Bodies of the requests that sample."""
-    out = [body for path, body in self.requests if path == "/v1/completions"]
+    out = [r.json for r in self.requests if r.path == "/v1/completions"]
     return [body for body in out if "prompt_logprobs" not in body]
+
+  def __exit__(self, *error):
+    self.release.set()
+    super().__exit__(*error)
+
+  def respond(self, request: Request) -> None:
+    body = request.json
+    sampling = request.path == "/v1/completions" and "prompt_logprobs" not in body
+    with self.lock:
+      self.sampling += sampling
+    fault = self.faults(body) if sampling else None
+    if fault == "hang":
+      self.release.wait(NEVER)
+    if fault == "gone" or self.gone:
+      self.gone = True
+      request.close_connection = True
+      return
+    answer = fault if isinstance(fault, int) else self.answer(request.path, body)
+    if callable(fault):
+      answer = fault(answer)
+    with self.lock:  # before the answer: who has it may load other weights
+      self.sampling -= sampling
+    request.send_json(answer, answer if isinstance(answer, int) else 200)
 
   def answer(self, path: str, body: dict) -> dict | int:
     """What the server says: JSON, or a status."""
@@ -149,60 +169,3 @@ def play(on: Player, toolbox=None, samples: int = 2, seed: int = 3, **changes):
   params, toolbox = args.pop("params"), toolbox or toy.TableToolbox()
   groups = on.groups(params, toy.TASKS, toolbox, samples, seed=seed, **args)
   return {(t.task_id, t.sample): t for group in groups for t in group}
-
-
-@contextlib.contextmanager
-def serve(tok: Tokenizer, rows: Sequence[list[int]] = ()) -> Iterator[ScriptedVllm]:
-  """Runs a server for the length of a `with` block."""
-  state, lock = ScriptedVllm(tok, rows or rows_of(tok)), threading.Lock()
-
-  class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else every reply waits for a delayed ACK
-
-    def do_GET(self):
-      self.reply({})
-
-    def do_POST(self):
-      length = int(self.headers["Content-Length"])
-      self.reply(json.loads(self.rfile.read(length) or "{}"))
-
-    def reply(self, body: dict):
-      state.requests.append((self.path, body))
-      sampling = self.path == "/v1/completions" and "prompt_logprobs" not in body
-      with lock:
-        state.sampling += sampling
-      fault = state.faults(body) if sampling else None
-      if fault == "hang":
-        state.release.wait(600)
-      if fault == "gone" or state.gone:
-        state.gone = True
-        self.close_connection = True
-        return
-      answer = fault if isinstance(fault, int) else state.answer(self.path, body)
-      if callable(fault):
-        answer = fault(answer)
-      with lock:  # before the answer: who has it may load other weights
-        state.sampling -= sampling
-      data = json.dumps(answer).encode()
-      with contextlib.suppress(OSError):  # who asked may have hung up
-        self.send_response(answer if isinstance(answer, int) else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *unused):
-      """Keeps requests out of a test's output."""
-
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-  server.daemon_threads = True
-  state.url = f"http://127.0.0.1:{server.server_address[1]}"
-  thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-  thread.start()
-  try:
-    yield state
-  finally:
-    state.release.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()

@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
@@ -70,7 +70,7 @@ def test_too_many_seconds_of_tools_end_it():
 def test_a_program_gets_what_is_left_of_its_trajectorys_budget():
   nap = toy.code("import time; time.sleep(600)")
   with Toolbox(ToolsConfig(("code",), timeout_s=60.0)) as toolbox:
-    toolbox.call("code", roles.render_code("print(1)"))
+    toolbox.call("code", tool_bodies.render_code("print(1)"))
     t = toy.drive(toy.episode(TASK, toolbox, tool_seconds=0.5), [nap])
   assert t.status == Status.TOOL_FAILED and t.reward == 0.0
   assert t.calls[0].status == CallStatus.TOOL and 0.5 <= t.calls[0].seconds < 60
@@ -99,7 +99,7 @@ def test_a_call_made_before_is_not_made_again():
   turns = [CALL, spaced, other, CALL, END]
   t = toy.drive(toy.episode(TASK, toolbox, same_calls=1), turns)
   assert [b for _, b in toolbox.calls] == [
-    roles.render_code(p) for p in ("print(2+3)", "print(7)")
+    tool_bodies.render_code(p) for p in ("print(2+3)", "print(7)")
   ]
   assert [c.status for c in t.calls] == [
     *(CallStatus.OK, CallStatus.MODEL, CallStatus.OK, CallStatus.MODEL)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import scripted_vllm
 import toy
 from scripted_vllm import ScriptedVllm, player
 
@@ -25,7 +24,7 @@ def server(tokenizer) -> Iterator[ScriptedVllm]:
 
   A log-prob is that of `scripted_vllm`, and as many nats less as it had loads then.
   """
-  with scripted_vllm.serve(tokenizer) as state:
+  with ScriptedVllm(tokenizer) as state:
 
     def tell(body: dict):
       loads = len(state.disturbed)

@@ -22,7 +22,7 @@ from coa_jax.rollout.vllm.client import VllmError
 @pytest.fixture
 def server(tokenizer) -> Iterator[ScriptedVllm]:
   """A scripted server over the toy tokenizer."""
-  with scripted_vllm.serve(tokenizer) as state:
+  with ScriptedVllm(tokenizer) as state:
     yield state
 
 
@@ -34,7 +34,7 @@ def policy_turns(t) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["tags are tokens", "tags are text"])
 def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind: str):
   tok = toy.tokenizer() if kind == "tags are tokens" else toy.stock_tokenizer()
-  with scripted_vllm.serve(tok) as server:
+  with scripted_vllm.ScriptedVllm(tok) as server:
     on = player(server, tmp_path)
     played = play(on)
     bodies = server.completions()
@@ -80,7 +80,7 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
   (stop, *_) = [n for n, so_far in enumerate(ends) if "</code>" in so_far]
   assert ends[stop].endswith("></") and stop < len(turn) - 1
   ids = [i for s in prompt.segments for i in s.ids]
-  with scripted_vllm.serve(stock, [ids + turn]) as server:
+  with scripted_vllm.ScriptedVllm(stock, [ids + turn]) as server:
     server.faults = lambda body: 500 if len(body["prompt"]) > len(ids) else None
     on = player(server, tmp_path)
     task = [t for t in toy.TASKS if t.id == question]

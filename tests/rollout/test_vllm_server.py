@@ -25,13 +25,13 @@ from coa_jax.rollout.vllm.client import PROCESSOR, VllmConfig, VllmError, VllmSe
 @pytest.fixture
 def server(tokenizer) -> Iterator[ScriptedVllm]:
   """A scripted server over the toy tokenizer."""
-  with scripted_vllm.serve(tokenizer) as state:
+  with ScriptedVllm(tokenizer) as state:
     yield state
 
 
 def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
   def loads() -> list[str]:
-    paths = [path for path, _ in server.requests]
+    paths = [r.path for r in server.requests]
     names = ("/collective_rpc", "/reset_prefix_cache", "/weight_checker")
     return [p for p in paths if p in names]
 

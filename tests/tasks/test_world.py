@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coa_jax.lock import InUseError, hold
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world.build import WorldConfig, make_world, world_tasks, write_world
 from coa_jax.tasks.world.pages import NAME_WORDS, PAGES, read_pages
@@ -43,6 +44,12 @@ def test_no_id_is_in_two_sets_of_tasks(tmp_path):
   files = sorted(tmp_path.glob("*_tasks.jsonl"))
   ids = [task.id for file in files for task in load_tasks(str(file))]
   assert len(files) == 5 and len(set(ids)) == len(ids) == 200
+
+
+def test_two_do_not_write_into_one_folder(tmp_path):
+  with hold(str(tmp_path)), pytest.raises(InUseError, match="works there"):
+    make_world_files(str(tmp_path), seed=0, train=1, rl=1, held_out=1)
+  assert not list(tmp_path.glob("*.jsonl"))
 
 
 def test_no_name_is_in_two_worlds_whatever_the_seeds():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import get_variant
@@ -145,7 +145,9 @@ WORDS = st.text(alphabet="abc <>/&;=\n", max_size=12)
 CALLS = st.one_of(
   st.tuples(st.just(runs.CALL), WORDS.filter(str.strip), st.text(max_size=20)),
   st.tuples(
-    st.just(runs.CALL), st.just(roles.render_code("print(1)\n")), st.text(max_size=20)
+    st.just(runs.CALL),
+    st.just(tool_bodies.render_code("print(1)\n")),
+    st.text(max_size=20),
   ),
 )
 TAGS = st.sampled_from(["<think>", "</observation>", "<answer>", "&lt;plan>"])
@@ -253,7 +255,7 @@ def test_runs_that_did_not_end_are_dropped(status):
 
 
 def test_a_variant_without_checks_leaves_them_out_and_keeps_the_thoughts():
-  program = roles.render_code("print(2)")
+  program = tool_bodies.render_code("print(2)")
   steps = [
     *PLAIN[:2],
     (runs.DECISION, "compute", "code"),

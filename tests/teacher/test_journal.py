@@ -7,14 +7,19 @@ import dataclasses
 import json
 
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import ChatBrain, ChatConfig, InfrastructureError, Message
+from coa_jax.teacher.llm import (
+  ChatBrain,
+  InfrastructureError,
+  Message,
+  TeacherChatConfig,
+)
 from coa_jax.teacher.llm import Reply as Said
 from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
@@ -73,7 +78,9 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
 
 
 def test_the_bill_in_money(tmp_path):
-  prices = ChatConfig(base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)).usd
+  prices = TeacherChatConfig(
+    base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)
+  ).usd
   with Journal(str(tmp_path / "c"), usd=prices) as journal:
     journal.brain(Counted().brain, ("a", 0))("planner", ASK)
     assert journal.values()["usd"] == pytest.approx((40 * 10 + 60 + 500) / 1e6)
@@ -121,7 +128,7 @@ def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
   path = tmp_path / "calls.jsonl"
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
   ask = [Message("system", PROMPTS["planner"])]
-  with serve() as server, ChatBrain(server.config(retries=1)) as chat:
+  with ChatServer() as server, ChatBrain(server.config(retries=1)) as chat:
     for _ in range(2):  # the second time after a restart
       server.faults = [empty, empty]
       with Journal(str(path)) as journal, pytest.raises(InfrastructureError):
@@ -210,7 +217,7 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
     return solve(task, brain, call, TOOLS, TeamConfig(), str.split)
 
   expected = timeless(work(scripted, toolbox.call))
-  with serve(scripted) as server, ChatBrain(server.config(retries=0)) as remote:
+  with ChatServer(scripted) as server, ChatBrain(server.config(retries=0)) as remote:
     stops = 0
     while True:
       with Journal(str(tmp_path / "c")) as journal:
@@ -227,7 +234,7 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
       if run.status != Status.INFRASTRUCTURE:
         break
       stops += 1
-    bodies = [json.dumps(body) for _, body in server.requests]
+    bodies = [json.dumps(r.json) for r in server.requests]
   assert stops >= 5 and len(bodies) == len(set(bodies)) == run.usage.model_calls
   for event in run.events:
     event.reported = ()

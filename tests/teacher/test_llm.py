@@ -9,17 +9,17 @@ import socket
 import time
 
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 
 from coa_jax.protocol.trajectory import Status
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.llm import (
   ChatBrain,
-  ChatConfig,
   GaveUp,
   InfrastructureError,
   Message,
   RefusedError,
+  TeacherChatConfig,
   read_completion,
 )
 from coa_jax.teacher.prompts import PROMPTS
@@ -33,11 +33,14 @@ def encode(text: str) -> list[int]:
 
 
 def test_what_is_sent_and_what_is_read():
-  with serve() as server, ChatBrain(server.config(max_tokens=9), "secret") as brain:
+  with (
+    ChatServer() as server,
+    ChatBrain(server.config(max_tokens=9), "secret") as brain,
+  ):
     reply = brain("planner", ASK)
-  ((headers, body),) = server.requests
-  assert headers["Authorization"] == "Bearer secret"
-  assert body == {
+  (request,) = server.requests
+  assert request.headers["Authorization"] == "Bearer secret"
+  assert request.json == {
     "model": "scripted",
     "messages": [{"role": m.role, "content": m.content} for m in ASK],
     "temperature": 0.7,
@@ -47,30 +50,46 @@ def test_what_is_sent_and_what_is_read():
   assert reply.seconds > 0
 
 
+def test_the_key_may_lie_in_a_file(tmp_path):
+  (tmp_path / "key").write_text("sesame\n")
+  with ChatServer() as server:
+    config = server.config(key_file=str(tmp_path / "key"))
+    with ChatBrain(config, "of another endpoint") as brain:
+      brain("planner", ASK)
+  assert server.requests[0].headers["Authorization"] == "Bearer sesame"
+
+
+def test_loopback_is_no_proxys_business(monkeypatch):
+  for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+    monkeypatch.setenv(name, "http://127.0.0.1:1")
+  with ChatServer() as server, ChatBrain(server.config(retries=0)) as brain:
+    assert brain("planner", ASK).text == "hello"
+
+
 def test_no_key_sends_no_authorization():
-  with serve() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
     brain("planner", ASK)
-  assert "Authorization" not in server.requests[0][0]
+  assert "Authorization" not in server.requests[0].headers
 
 
 @pytest.mark.parametrize(
   "fault", [408, 429, 500, 503, "garbage", "not a completion", "cut"]
 )
 def test_passing_faults_are_retried(fault):
-  with serve() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
     server.faults = [fault, fault]
     reply = brain("planner", ASK)
   assert (reply.text, reply.retries) == ("hello", 2)
 
 
 def test_a_slow_reply_is_retried():
-  with serve() as server, ChatBrain(server.config(timeout_s=1.0)) as brain:
+  with ChatServer() as server, ChatBrain(server.config(timeout_s=1.0)) as brain:
     server.faults = ["slow"]
     assert brain("planner", ASK).retries >= 1
 
 
 def test_a_reply_that_drips_is_retried():
-  with serve() as server, ChatBrain(server.config(timeout_s=1.0)) as brain:
+  with ChatServer() as server, ChatBrain(server.config(timeout_s=1.0)) as brain:
     server.faults = ["drip"]
     reply = brain("planner", ASK)
   assert reply.text == "hello" and reply.retries >= 1
@@ -79,7 +98,7 @@ def test_a_reply_that_drips_is_retried():
 
 def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
-  with serve() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
     server.faults = [empty, {"error": "overloaded"}, empty]
     reply = brain("planner", ASK)
   assert (reply.text, reply.retries, len(reply.faults)) == ("hello", 3, 3)
@@ -96,8 +115,8 @@ def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
   ],
 )
 def test_a_conversation_that_is_too_long_ends_its_run_and_is_no_outage(status, text):
-  with serve() as server, ChatBrain(server.config()) as brain:
-    server.faults, server.told = [status], text
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
+    server.faults, server.error = [status], text
     with pytest.raises(GaveUp, match="context_too_long"):
       brain("planner", ASK)
   assert len(server.requests) == 1
@@ -178,17 +197,17 @@ def test_a_reply_without_an_end_of_brackets_is_no_completion():
 
 
 def test_a_pause_that_is_no_number_is_none():
-  with serve() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
     server.faults, server.headers = [429], {"Retry-After": "nan"}
     assert brain("planner", ASK).retries == 1
 
 
 def test_prices():
-  config = ChatConfig(base_url="http://x", model="m", prices=(2.0, 0.5, 8.0))
+  config = TeacherChatConfig(base_url="http://x", model="m", prices=(2.0, 0.5, 8.0))
   assert config.usd(3_000_000, 1_000_000, 500_000) == 4.0 + 0.5 + 4.0
-  assert ChatConfig(base_url="http://x", model="m").usd(1, 0, 1) is None
+  assert TeacherChatConfig(base_url="http://x", model="m").usd(1, 0, 1) is None
   with pytest.raises(ValueError, match="prices"):
-    ChatConfig(base_url="http://x", model="m", prices=(1.0,))
+    TeacherChatConfig(base_url="http://x", model="m", prices=(1.0,))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +219,7 @@ def test_prices():
   ],
 )
 def test_lasting_faults_are_infrastructure_and_say_what_came(fault, words):
-  with serve() as server, ChatBrain(server.config(retries=2)) as brain:
+  with ChatServer() as server, ChatBrain(server.config(retries=2)) as brain:
     server.faults = [fault] * 3
     with pytest.raises(InfrastructureError) as error:
       brain("planner", ASK)
@@ -210,7 +229,7 @@ def test_lasting_faults_are_infrastructure_and_say_what_came(fault, words):
 
 
 def test_retry_after_is_honoured_up_to_the_longest_pause():
-  with serve() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
     server.faults, server.headers = [429], {"Retry-After": "0.3"}
     start = time.monotonic()
     brain("planner", ASK)
@@ -223,7 +242,7 @@ def test_retry_after_is_honoured_up_to_the_longest_pause():
 
 @pytest.mark.parametrize("status, words", [(401, "API key"), (404, "no model")])
 def test_refusals_are_not_retried(status, words):
-  with serve() as server, ChatBrain(server.config(), "sesame") as brain:
+  with ChatServer() as server, ChatBrain(server.config(), "sesame") as brain:
     server.faults = [status]
     with pytest.raises(RefusedError, match=words) as error:
       brain("planner", ASK)
@@ -231,7 +250,7 @@ def test_refusals_are_not_retried(status, words):
 
 
 def test_a_request_refused_for_its_content_costs_one_run_only():
-  with serve() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBrain(server.config()) as brain:
     server.faults = [400]
     with pytest.raises(InfrastructureError, match="refuses the request"):
       brain("planner", ASK)
@@ -242,7 +261,7 @@ def test_an_unreachable_endpoint_is_infrastructure():
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
-  config = ChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
+  config = TeacherChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
   with ChatBrain(config) as brain, pytest.raises(InfrastructureError, match="Connect"):
     brain("planner", ASK)
 
@@ -266,9 +285,9 @@ def test_odd_usage_counts_as_none():
 
 def test_config_refusals():
   with pytest.raises(ValueError, match="http://"):
-    ChatConfig(base_url="localhost:8000", model="m")
+    TeacherChatConfig(base_url="localhost:8000", model="m")
   with pytest.raises(ValueError, match="name the model"):
-    ChatConfig(base_url="http://localhost", model="")
+    TeacherChatConfig(base_url="http://localhost", model="")
 
 
 def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
@@ -278,7 +297,7 @@ def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
   def work(brain, task):
     return solve(task, brain, toolbox.call, tools, TeamConfig(), encode)
 
-  with serve(scripted) as server, ChatBrain(server.config()) as remote:
+  with ChatServer(scripted) as server, ChatBrain(server.config()) as remote:
     server.faults = ["ok", 500, "ok", "cut", 429, "garbage"]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
       served = list(pool.map(lambda t: work(remote, t), tasks[:24]))
@@ -295,7 +314,7 @@ def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
 
 def test_a_team_whose_endpoint_goes_down_ends_as_infrastructure(tasks, toolbox):
   brain = ScriptedBrain(tasks, ScriptedConfig())
-  with serve(brain) as server, ChatBrain(server.config(retries=0)) as remote:
+  with ChatServer(brain) as server, ChatBrain(server.config(retries=0)) as remote:
     server.faults = ["ok", "ok", 500]
     run = solve(
       tasks[0], remote, toolbox.call, ("wiki_search", "code"), TeamConfig(), encode

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import tool_bodies
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards import grade
 from coa_jax.tasks.task import Task
@@ -80,13 +80,13 @@ def test_what_is_asked_or_said_wrongly_is_of_the_same_split(
 ):
   """Else training text holds names of held-out worlds."""
   rates = dict(wrong_query=1, caught=0, recall=0.5, slip=1)
-  said = set()
+  pairs = set()
   for run in work(tasks, toolbox, **{**PERFECT, **rates}):
     text = "\n".join(e.content for e in run.events)
-    said.update(re.findall(r"(?=\b([A-Z][a-z]+ [A-Z][a-z]+)\b)", text))
+    pairs.update(re.findall(r"(?=\b([A-Z][a-z]+ [A-Z][a-z]+)\b)", text))
   names = {
     pair
-    for pair in said
+    for pair in pairs
     for first, second in NAME_WORDS.values()
     if pair.split()[0] in first and pair.split()[1] in second
   }
@@ -187,7 +187,7 @@ def test_programs_are_well_formed_code_calls(tasks, toolbox):
   for run in work(tasks, toolbox, **{**PERFECT, "buggy_program": 1}):
     for call in run.calls:
       if call.name == "code":
-        assert roles.parse_code(call.arguments) is not None
+        assert tool_bodies.parse_code(call.arguments) is not None
 
 
 def test_refusals():

@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 from world_brain import WorldBrain
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
@@ -148,7 +148,7 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
   corpus = Corpus({row["title"]: row["text"] for row in rows})
   facts = {row["title"]: read_pages(row["text"])[row["title"]] for row in rows}
   config = SynthesisConfig(depth=2, guesses=1)
-  with serve(WorldBrain()) as server, ChatBrain(server.config()) as brain:
+  with ChatServer(WorldBrain()) as server, ChatBrain(server.config()) as brain:
     synth = Synthesizer(corpus, brain, toolbox.call, config)
     made = [m for row in rows[:60] for m in synth.grow(row["title"])]
   tasks = [m.task for m in made if m.task is not None]

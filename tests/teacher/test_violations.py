@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from chat_server import serve
+from chat_server import ChatServer
 from test_filters import GOOD, PLAIN, UNIFIED, judge, make
 
 from coa_jax.protocol.trajectory import Author, Segment
@@ -75,7 +75,7 @@ def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
   pairs.append(make(PLAIN, 10))
   path = str(tmp_path / "violations.jsonl")
   outcomes = []
-  with serve(by_thought) as server:
+  with ChatServer(by_thought) as server:
     for _ in range(2):  # the second time all is in the journal
       with Inspector(config(server, workers=2), path) as inspector:
         filters = FiltersConfig()
@@ -83,7 +83,7 @@ def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
         outcomes.append((kept, funnel, inspector.counts()))
       asked = len(server.requests)
     assert asked == 1 + 1 + 2 + 2 + 2
-    body = server.requests[0][1]
+    body = server.requests[0].json
   assert body["temperature"] == 0.0
   assert all(rule in body["messages"][0]["content"] for rule in RULES)
   assert outcomes[0] == outcomes[1]
@@ -104,7 +104,7 @@ def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
 def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error):
   pairs = [trajectory(n) for n in range(3)]
   path = str(tmp_path / "violations.jsonl")
-  with serve(by_thought) as server:
+  with ChatServer(by_thought) as server:
     server.faults = ["ok", *faults]
     with Inspector(config(server, workers=1), path) as inspector, pytest.raises(error):
       filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
@@ -117,19 +117,19 @@ def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error
 
 
 def test_too_long_for_the_judge_is_no_verdict(tmp_path):
-  with serve(by_thought) as server:
-    server.faults, server.told = [400], "maximum context length is 8"
+  with ChatServer(by_thought) as server:
+    server.faults, server.error = [400], "maximum context length is 8"
     with Inspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
       (verdict,) = inspector([trajectory(0)[1]])
   assert not verdict.read and not verdict.violations
 
 
 def test_a_long_record_is_shown_without_its_middle(tmp_path):
-  with serve(by_thought) as server:
+  with ChatServer(by_thought) as server:
     long = trajectory(0, "x" * 5000)[1]
     inspecting = config(server, max_chars=1000)
     with Inspector(inspecting, str(tmp_path / "v.jsonl")) as inspector:
       list(inspector([long]))
-    shown = json.loads(server.requests[0][1]["messages"][1]["content"])
+    shown = json.loads(server.requests[0].json["messages"][1]["content"])
   assert 1000 < len(shown["record"]) < 1100 and shown["task"] == "q0?"
   assert shown["record"].endswith(long.text[-100:])

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout.episode import CoAEpisode, Setting
 from coa_jax.tasks.task import Task
@@ -48,7 +48,7 @@ def episode(box) -> CoAEpisode:
 
 def call(playing: CoAEpisode, program: str, stdin: str = "") -> ToolCall:
   """A call as the sampler yields it, and its observation."""
-  text = roles.wrap("code", roles.render_code(program, stdin))
+  text = roles.wrap("code", tool_bodies.render_code(program, stdin))
   ids = playing.tokenizer.encode(text)
   future = playing.sampled(ids, [0.0] * len(ids), "</code>")
   result = future.result(120)
@@ -100,7 +100,9 @@ def test_more_trajectories_than_sessions_wait_for_each_other(box):
   for playing in holders:
     call(playing, "x = 1")
   waiting = episode(box)
-  ids = waiting.tokenizer.encode(roles.wrap("code", roles.render_code("print(5)")))
+  ids = waiting.tokenizer.encode(
+    roles.wrap("code", tool_bodies.render_code("print(5)"))
+  )
   future = waiting.sampled(ids, [0.0] * len(ids), "</code>")
   # Those that have one are served past it.
   assert call(holders[0], "print(x)").result == "1" and not future.done()
@@ -133,26 +135,26 @@ def test_every_end_of_a_trajectory_ends_its_session(box, how):
 
 
 def test_what_was_dropped_while_it_waited_keeps_no_place():
-  nap = roles.render_code("import time; time.sleep(1)")
+  nap = tool_bodies.render_code("import time; time.sleep(1)")
   with Toolbox(config(max_sessions=1)) as box:
     a, b, c = (box.cells() for _ in range(3))
     running = box.submit("code", nap, cells=a)
-    waits = box.submit("code", roles.render_code("print(2)"), cells=b)
+    waits = box.submit("code", tool_bodies.render_code("print(2)"), cells=b)
     b.close()
     assert waits.result(120).status == CallStatus.INFRASTRUCTURE
     running.result(120)
     a.close()
     soon(lambda: not box._holders)
-    last = box.submit("code", roles.render_code("print(3)"), cells=c)
+    last = box.submit("code", tool_bodies.render_code("print(3)"), cells=c)
     assert last.result(120).result == "3"
     c.close()
 
 
 def test_a_later_program_gets_no_more_seconds_than_it_is_given():
-  nap = roles.render_code("import time; time.sleep(4); print('done')")
+  nap = tool_bodies.render_code("import time; time.sleep(4); print('done')")
   with Toolbox(config()) as box:
     cells = box.cells()
-    box.submit("code", roles.render_code("x = 1"), cells=cells).result(120)
+    box.submit("code", tool_bodies.render_code("x = 1"), cells=cells).result(120)
     session = cells._session
     call = box.submit("code", nap, 0.5, cells).result(120)
     said = (CallStatus.TOOL, "error: no answer after 0.5 s")

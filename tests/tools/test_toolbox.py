@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from coa_jax.protocol.roles import render_code
+from coa_jax.protocol.tool_bodies import render_code
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tools_sandbox.jail import keeper as jail

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import http.server
-import json
 import sys
-import threading
 
 import ml_collections
 import pytest
+from http_server import Request, Server
 
 from coa_jax.config import ConfigError, section
 from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.tools import TOOLS
 
 KEY = "sk-0123456789-secret"
 OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
@@ -43,35 +43,23 @@ CALLS = {
 }
 
 
-@pytest.fixture
-def server():
+class Services(Server):
   """Answers as every service; `down` makes it fail."""
 
-  class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-      self.rfile.read(int(self.headers["Content-Length"]))
-      self.reply(json.dumps(REPLIES[self.path]).encode(), "application/json")
+  down = False
 
-    def do_GET(self):
-      self.reply(b"<html><p>Ur was a city of Sumer.</p></html>", "text/html")
+  def respond(self, request: Request) -> None:
+    status = 503 if self.down else 200
+    if request.command == "POST":
+      request.send_json(REPLIES[request.path], status)
+    else:
+      request.send(b"<html><p>Ur was a city of Sumer.</p></html>", status=status)
 
-    def reply(self, data: bytes, kind: str):
-      self.send_response(503 if self.server.down else 200)
-      self.send_header("Content-Type", kind)
-      self.end_headers()
-      self.wfile.write(data)
 
-    def log_message(self, *unused):
-      pass
-
-  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-    running.daemon_threads, running.down = True, False
-    running.url = f"http://127.0.0.1:{running.server_address[1]}"
-    thread = threading.Thread(target=running.serve_forever, args=(0.02,))
-    thread.start()
+@pytest.fixture
+def server():
+  with Services() as running:
     yield running
-    running.shutdown()
-    thread.join()
 
 
 @pytest.fixture
@@ -99,6 +87,10 @@ def config(server, tmp_path) -> ml_collections.ConfigDict:
 def toolbox(config, **changes) -> Toolbox:
   config.tools.update(changes)
   return Toolbox(section(config, "tools", ToolsConfig))
+
+
+def test_every_row_of_the_protocol_has_a_class():
+  assert set(TOOLS) == set(SPECS)
 
 
 def test_every_tool_answers(config, caplog):
@@ -213,7 +205,7 @@ def test_impossible_configs_are_refused(config, changes, words: str):
 def test_a_description_reaches_the_prompt(config):
   config.tools.descriptions = dict(web_search="ask for the weather; write a city")
   tools = section(config, "tools", ToolsConfig)
-  variant = roles.get_variant("unified").with_tools(tools.told)
+  variant = roles.get_variant("unified").with_tools(tools.tool_descriptions)
   text = prompts.instructions(variant)
   assert "ask for the weather; write a city." in text
   assert "search the web" not in text and "run a Python program" in text

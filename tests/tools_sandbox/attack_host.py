@@ -161,8 +161,8 @@ def run(backend: str, only: str = "") -> dict[str, list[str] | None]:
         ]
         done = subprocess.run(host, capture_output=True, text=True, check=False)
         result, after = (run.result() for run in both)
-      said = after.stdout + done.stdout
-      return result, dataclasses.replace(after, stdout=said)
+      printed = after.stdout + done.stdout
+      return result, dataclasses.replace(after, stdout=printed)
 
     for attack in ATTACKS:
       if not re.search(only, f"{attack.group}/{attack.name}"):

@@ -63,12 +63,12 @@ def tools(cursor: str | None) -> dict:
 
 
 for line in sys.stdin:
-  asked = json.loads(line)
-  method, request = asked["method"], asked.get("id")
+  message = json.loads(line)
+  method, request = message["method"], message.get("id")
   if method == "initialize":
     send(id=request, result=GREETING)
   elif method == "tools/list":
-    send(id=request, result=tools(asked.get("params", {}).get("cursor")))
+    send(id=request, result=tools(message.get("params", {}).get("cursor")))
   elif method == "tools/call":
     send(id=request, result=act(WORK.get("call"), request))
   elif request is not None:

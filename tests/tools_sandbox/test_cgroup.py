@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from tests.tools_sandbox.sandbox_server import soon
-from tools_sandbox.host import cgroup
 from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.host.slot import Cancel
+from tools_sandbox.jail import cgroup
 from tools_sandbox.jail import keeper as jail
 from tools_sandbox.jail.wire import Limits, Verdict
 

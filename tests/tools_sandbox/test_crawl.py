@@ -8,13 +8,13 @@ import socket
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from web_server import LONG, serve, within
+from http_server import LONG, Server, within
 
 pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
 
+from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.web import page
-from tools_sandbox.web.chat import ChatConfig
 from tools_sandbox.web.crawl import CrawlConfig, Crawler, parse_call
 from tools_sandbox.web.fetch import Body, FetchConfig, Fetcher
 
@@ -33,7 +33,7 @@ ARTICLE = """<!doctype html><html><head><title>Ur</title>
 
 @pytest.fixture
 def server():
-  with serve() as running:
+  with Server() as running:
     yield running
 
 

@@ -108,7 +108,7 @@ def test_the_image_holds_what_the_server_imports(image):
         continue
       queue += [n for n in names if n.startswith("tools_sandbox")]
       found |= {n.partition(".")[0] for n in names}
-  beside = {p.stem for p in (ROOT / "tools_sandbox").glob("*.py")} | {"tools_sandbox"}
+  beside = {p.stem for p in (ROOT / "tools_sandbox").rglob("*.py")} | {"tools_sandbox"}
   needed = found - set(sys.stdlib_module_names) - beside
   assert {"uvicorn", "starlette"} <= needed
   packages = set(re.findall(r'"([\w-]+)>=', image["RUN"]))

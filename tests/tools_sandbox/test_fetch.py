@@ -11,7 +11,7 @@ import threading
 import zlib
 
 import pytest
-from web_server import LONG, NEVER, serve, within
+from http_server import LONG, NEVER, Server, within
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.web import fetch
@@ -24,7 +24,7 @@ TYPES = ("text/",)
 
 @pytest.fixture
 def server():
-  with serve() as running:
+  with Server() as running:
     yield running
 
 
@@ -74,7 +74,7 @@ def test_loopback_is_not_reached_by_any_of_its_names(server, host: str):
   server.actions["/secret"] = lambda r: r.send(b"secret")
   url = f"http://{host}:{server.port}/secret"
   fetcher = Fetcher(FetchConfig(allow=("127.0.0.2/32",)))
-  with serve("127.0.0.2") as outside:
+  with Server("127.0.0.2") as outside:
     outside.actions["/"] = lambda r: r.raw(302, Location=url, Content_Length="0")
     for asked in (url, outside.url + "/"):
       with pytest.raises(ToolFault, match="may not be connected"):

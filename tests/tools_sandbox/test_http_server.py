@@ -98,8 +98,8 @@ def test_a_head_that_drips_is_given_up(connect):
 def test_a_body_that_does_not_end_is_given_up_and_told_so(connect, caplog):
   with running(Waits(body=SHORT)) as (address, _):
     for half in (b"Content-Length: 9\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n"):
-      status, _, said = rest(connect(address, POST + half)).partition(b"\r\n")
-      assert status == b"HTTP/1.1 408 Request Timeout" and b"took longer than" in said
+      status, _, body = rest(connect(address, POST + half)).partition(b"\r\n")
+      assert status == b"HTTP/1.1 408 Request Timeout" and b"took longer than" in body
     # After an answer that did not wait for the body nobody reads it.
     early = connect(address, PAGE[:-2] + b"Content-Length: 9\r\n\r\n")
     assert rest(early).startswith(b"HTTP/1.1 200")
@@ -177,5 +177,5 @@ def test_places_without_descriptors_are_refused(tmp_path):
 )
 def test_who_may_call_a_server_by_which_name(capsys, host, allowed, names, warned):
   assert tuple(http_server.open_hosts(host, allowed, "read it")) == names
-  said = capsys.readouterr().err
-  assert said == "" if not warned else f"--host={host}: there is no key" in said
+  errors = capsys.readouterr().err
+  assert errors == "" if not warned else f"--host={host}: there is no key" in errors

@@ -363,11 +363,11 @@ def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
 
 def test_check_names_the_step_that_the_kernel_refuses():
   code = (
-    "import ctypes, sys\nfrom tools_sandbox import jail, kernel, seccomp\n"
+    "import ctypes, sys\nfrom tools_sandbox.jail import keeper, kernel, seccomp\n"
     "if sys.argv[1]: seccomp._ALLOWED.update(clone=56, prctl=157, ioctl=16)\n"
-    "kernel.set_filter(seccomp.build())\nprint(jail.check())"
+    "kernel.set_filter(seccomp.build())\nprint(keeper.check())"
   )
-  folder = os.path.dirname(os.path.dirname(pool.__file__))
+  folder = os.path.dirname(os.path.dirname(os.path.dirname(pool.__file__)))
   done = subprocess.run(
     ["setpriv", "--no-new-privs", sys.executable, "-c", code, "x"],
     capture_output=True,

@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from web_server import LONG, serve, within
+from http_server import LONG, Server, within
 
 pytest.importorskip("mcp", reason="the MCP SDK is an extra: pip install '.[mcp]'")
 
@@ -132,7 +132,7 @@ def test_a_key_is_borne_and_never_said(tmp_path):
   config = McpConfig("x", url="http://a", key_file=str(tmp_path / "none"))
   with pytest.raises(ValueError, match="key_file"):
     McpTool(config)
-  with serve() as server:
+  with Server() as server:
     where = {"url": f"{server.url}/mcp", "key_file": str(tmp_path / "key")}
     with pytest.raises(Unavailable) as e:
       McpTool(McpConfig("x", **where, start_s=LONG))
@@ -248,15 +248,15 @@ def test_results_that_are_no_text_or_too_much():
   image = {"type": "image", "data": "eA==", "mimeType": "image/png"}
   structure = {"content": [], "structuredContent": {"a": 1}}
   bomb = {"type": "object", "properties": {"a": {"pattern": "(x+x+)+y"}}}
-  told = {"content": [], "structuredContent": {"a": "x" * 64}}
-  for work, said in (
+  result = {"content": [], "structuredContent": {"a": "x" * 64}}
+  for work, expected in (
     ({"result": {"content": [image]}}, "[image]"),
     ({"letters": 2_000_000}, "a" * 1_000_000),
     ({"result": structure}, '{"a": 1}'),
-    ({"result": told, "output": bomb}, json.dumps(told["structuredContent"])),
+    ({"result": result, "output": bomb}, json.dumps(result["structuredContent"])),
   ):
     with tool("x", hostile(**work)) as one:
-      assert one("text", LONG) == said
+      assert one("text", LONG) == expected
 
 
 def test_a_response_over_http_has_an_end():
@@ -269,7 +269,7 @@ def test_a_response_over_http_has_an_end():
     reply.send(b"x", "application/json", Content_Encoding="gzip")
 
   for action in (endless, packed):
-    with serve() as server, pytest.raises(Unavailable):
+    with Server() as server, pytest.raises(Unavailable):
       server.actions["/mcp"] = action
       McpTool(McpConfig("x", url=f"{server.url}/mcp", start_s=LONG))
 

@@ -10,8 +10,8 @@ import socket
 import threading
 
 import pytest
+from http_server import NEVER, Server, within
 from sandbox_server import BACKEND, LONG, serving, soon
-from web_server import NEVER, serve, within
 
 from tools_sandbox.client import RemoteConfig, Result, Sandbox, Verdict
 from tools_sandbox.service import remote
@@ -182,7 +182,7 @@ def test_full_and_broken_replies_are_asked_again():
     ],
     itertools.repeat(answer(OK)),
   )
-  with serve() as server:
+  with Server() as server:
     server.actions["/run"] = lambda r: next(replies)(r)
     with sandbox(server.url, wait_s=LONG) as remote:
       assert remote.run("print(6 * 7)").to_json() == OK
@@ -201,7 +201,7 @@ def test_a_result_of_other_types_is_no_answer():
     ("tools_sandbox", "/run", OK, {**OK, "stdout": 5}),
     ("sandbox_fusion", "/run_code", empty, fusion),
   ):
-    with serve() as server:
+    with Server() as server:
       server.actions[path] = answer(good)
       with sandbox(server.url, wait_s=2.0, api=api) as remote:
         server.actions[path] = answer(wrong)
@@ -218,7 +218,7 @@ def test_seconds_that_are_none_are_refused(wait_s: float):
 def test_what_the_program_did_is_not_asked_again():
   lost = Result("", "its zygote died", None, Verdict.INFRASTRUCTURE, 0.0)
   raised = Result("", "ZeroDivisionError", 1, Verdict.ERROR, 0.0)
-  with serve() as server:
+  with Server() as server:
     server.actions["/run"] = answer(OK)
     with sandbox(server.url) as remote:
       for result in (lost, raised):
@@ -230,7 +230,7 @@ def test_what_the_program_did_is_not_asked_again():
 
 def test_a_service_that_is_silent_or_down_is_infrastructure_in_time():
   in_time = within()
-  with serve() as server:
+  with Server() as server:
     server.actions["/run"] = answer(OK)
     with sandbox(server.url, wait_s=2.0) as remote:
       server.actions["/run"] = lambda r: server.stopped.wait(NEVER)
@@ -245,7 +245,7 @@ def test_a_service_that_is_silent_or_down_is_infrastructure_in_time():
 def test_replicas_take_turns_and_stand_in_for_each_other(monkeypatch):
   monkeypatch.setattr(remote, "_ASIDE_S", 3600.0)
   with contextlib.ExitStack() as stack:
-    servers = [stack.enter_context(serve()) for _ in range(3)]
+    servers = [stack.enter_context(Server()) for _ in range(3)]
     for server in servers:
       server.actions["/run"] = answer(OK)
     with sandbox(*(s.url for s in servers), wait_s=LONG) as all_three:
@@ -293,7 +293,7 @@ def fusion(run=None, **changes):
   ],
 )
 def test_sandbox_fusions_answers_are_understood(reply, expected: Result):
-  with serve() as server:
+  with Server() as server:
     server.actions["/run_code"] = answer(fusion())
     with sandbox(server.url + "/run_code", api="sandbox_fusion") as remote:
       server.actions["/run_code"] = answer(reply)
@@ -321,7 +321,7 @@ def test_sandbox_fusions_answers_are_understood(reply, expected: Result):
   ],
 )
 def test_what_is_no_answer_of_sandbox_fusion_is_infrastructure(reply):
-  with serve() as server:
+  with Server() as server:
     server.actions["/run_code"] = answer(fusion())
     with sandbox(server.url, api="sandbox_fusion", wait_s=0.8) as remote:
       server.actions["/run_code"] = answer(reply)
@@ -332,7 +332,7 @@ def test_what_is_no_answer_of_sandbox_fusion_is_infrastructure(reply):
 
 def test_its_floods_are_cut_here():
   flood = fusion({"stdout": "x" * 300_000, "stderr": "\ud800"})
-  with serve() as server:
+  with Server() as server:
     server.actions["/run_code"] = answer(flood)
     with sandbox(server.url, api="sandbox_fusion") as remote:
       result = remote.run("")
@@ -365,7 +365,7 @@ def test_the_back_end_and_its_services_belong_together():
 
 
 def test_closing_ends_the_wait_of_others():
-  with serve() as server:
+  with Server() as server:
     server.actions["/run"] = answer(OK)
     remote = sandbox(server.url, wait_s=LONG)
     server.actions["/run"] = answer({}, 503)
@@ -387,7 +387,7 @@ def test_closing_ends_the_wait_of_others():
 
 @pytest.mark.parametrize("broken", ["status", "reply"])
 def test_a_session_whose_service_fails_is_given_back(broken):
-  with serve() as service:
+  with Server() as service:
     service.actions["/run"] = answer(OK)
     service.actions["/session"] = answer({"session": "name", "lease_s": 60})
     with sandbox(service.url) as remote, remote.session() as session:

@@ -12,7 +12,7 @@ import time
 
 import httpx
 import pytest
-from web_server import LONG, NEVER, serve, within
+from http_server import LONG, NEVER, Server, within
 
 from tools_sandbox import http_server
 from tools_sandbox.client import Sandbox
@@ -88,9 +88,9 @@ def test_the_server_speaks_search_r1(url: str):
     (b"{", "not JSON"),
     (b"[" * 100_000, "not JSON"),
     (b"[]", "not an object"),
-    (b"{}", "queries must be"),
+    (b"{}", "queries is missing"),
     (b'{"queries": "x"}', "queries must be"),
-    (b'{"queries": [1]}', "queries must be"),
+    (b'{"queries": [1]}', "queries[0] must be a string, got 1"),
     (b'{"queries": ["x"], "topk": 0}', "topk must be"),
     (b'{"queries": ["x"], "topk": true}', "topk must be"),
     (b'{"queries": ["x"], "topk": 1e9}', "topk must be"),
@@ -118,7 +118,7 @@ def test_many_ask_at_once(url: str):
 
 def test_servers_without_scores_and_with_other_contents_are_read():
   bare = [{"contents": '"T"\nbody'}, {"id": 7, "contents": "no line end"}]
-  with serve() as server, retriever(server.url) as client:
+  with Server() as server, retriever(server.url) as client:
     server.actions["/retrieve"] = lambda r: r.send_json({"result": [bare]})
     first, second = client.search("x", 5, LONG)
     assert (first.document.title, first.document.text, first.score) == ("T", "body", 0)
@@ -142,7 +142,7 @@ def test_servers_without_scores_and_with_other_contents_are_read():
   ],
 )
 def test_json_of_another_kind_is_the_servers_fault(reply):
-  with serve() as server, retriever(server.url) as client:
+  with Server() as server, retriever(server.url) as client:
     server.actions["/retrieve"] = lambda r: r.send_json(reply)
     with pytest.raises(Unavailable, match="not a /retrieve result"):
       client.search("x", 1, LONG)
@@ -153,7 +153,7 @@ def test_a_server_that_is_down_slow_or_refuses():
   down = pytest.raises(Unavailable, match="ConnectError")
   with retriever("http://127.0.0.1:1", retries=1) as client, down:
     client.search("x", 1, LONG)
-  with serve() as server, retriever(server.url, retries=1) as client:
+  with Server() as server, retriever(server.url, retries=1) as client:
     for action, fault, seconds in (
       (lambda r: server.stopped.wait(NEVER), Unavailable, 0.6),
       (lambda r: (r.raw(Content_Length="999"), r.drip(b" ")), Unavailable, 0.6),
@@ -205,8 +205,8 @@ def test_a_server_beyond_loopback_says_what_that_means(corpus: str):
       reply = httpx.get(url + "/health", headers={"host": host}, timeout=LONG)
       assert reply.status_code == status
     running.terminate()
-    said = running.stderr.read()
-  assert "--host=0.0.0.0: there is no key" in said and len(said.splitlines()) == 1
+    errors = running.stderr.read()
+  assert "--host=0.0.0.0: there is no key" in errors and len(errors.splitlines()) == 1
 
 
 def test_arguments_that_can_not_be_served_are_one_line(tmp_path, corpus: str):

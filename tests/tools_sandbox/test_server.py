@@ -82,8 +82,8 @@ def test_whatever_a_program_does_is_a_result(server: Server):
     (b"\xff\xfe", "not JSON"),
     (b"[" * 100_000, "not JSON"),
     (b"[]", "not an object"),
-    (b"{}", "program must be a string, got NoneType"),
-    (b'{"program": 5}', "program must be a string, got int"),
+    (b"{}", "program is missing"),
+    (b'{"program": 5}', "program must be a string, got 5"),
     (b'{"program": "", "stdin": null}', "stdin must be a string"),
     (
       b'{"program": "", "timeout": 5}',

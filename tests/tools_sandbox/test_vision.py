@@ -10,10 +10,10 @@ import os
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from web_server import LONG, serve
+from http_server import LONG, Server
 
+from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
-from tools_sandbox.web.chat import ChatConfig
 from tools_sandbox.web.fetch import FetchConfig
 from tools_sandbox.web.vision import Image, Inspector, VisionConfig, read_header
 
@@ -33,7 +33,7 @@ def ask(path, **more) -> str:
 
 @pytest.fixture
 def server():
-  with serve() as running:
+  with Server() as running:
     running.actions["/v1/chat/completions"] = lambda r: r.send_json(
       {"choices": [{"message": {"content": "a red box"}}]}
     )

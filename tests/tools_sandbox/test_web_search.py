@@ -8,7 +8,7 @@ import sqlite3
 import time
 
 import pytest
-from web_server import LONG, serve, within
+from http_server import LONG, Server, within
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.search.index import Document, SearchIndex
@@ -24,7 +24,7 @@ ROWS = [
 
 @pytest.fixture
 def server():
-  with serve() as running:
+  with Server() as running:
     running.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
     yield running
 

@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tools_sandbox.host import cgroup
-from tools_sandbox.jail import wire
+from tools_sandbox.jail import cgroup, wire
 
 _JAIL = str(pathlib.Path(__file__).resolve().parents[1] / "jail")
 # Back-end -> the program of a slot.

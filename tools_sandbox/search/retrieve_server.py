@@ -11,12 +11,12 @@ There is no key: on a --host that others reach, they can search the corpus, and
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import signal
 import sys
 from typing import Any
 
+import pydantic
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -46,16 +46,17 @@ def make_app(
     hosts: accepted values of the header Host; "*" for any.
   """
 
-  def find(asked: _Asked) -> list[list[Any]]:
+  def find(asked: _Query) -> list[list[Any]]:
+    most = topk if asked.topk is None else asked.topk
     return [
-      [_row(hit, asked.scores) for hit in sandbox.search(query, asked.topk)]
+      [_row(hit, asked.return_scores) for hit in sandbox.search(query, most)]
       for query in asked.queries
     ]
 
   async def retrieve(request: Request) -> JSONResponse:
     body = await http_server.read_object(request, _MAX_BODY)
     try:
-      asked = _read(body, topk)
+      asked = http_server.read_fields(_Query, body)
     except ValueError as e:
       raise HTTPException(400, str(e)) from None
     return JSONResponse({"result": await run_in_threadpool(find, asked)})
@@ -74,24 +75,13 @@ def make_app(
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-  queries: list[str]
-  topk: int
-  scores: bool
+class _Query(pydantic.BaseModel):
+  """A request; clients of Search-R1 may send other fields."""
 
-
-def _read(body: dict[str, Any], topk: int) -> _Asked:
-  """A request; a ValueError says what is wrong with it."""
-  queries, scores = body.get("queries"), body.get("return_scores", False)
-  topk = topk if body.get("topk") is None else body["topk"]
-  if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
-    raise ValueError("queries must be a list of strings")
-  if len(queries) > _MAX_QUERIES:
-    raise ValueError(f"at most {_MAX_QUERIES} queries at once")
-  if type(topk) is not int or not 1 <= topk <= _MAX_TOPK:
-    raise ValueError(f"topk must be an integer from 1 to {_MAX_TOPK}")
-  return _Asked(queries, topk, bool(scores))
+  model_config = pydantic.ConfigDict(strict=True)
+  queries: list[str] = pydantic.Field(max_length=_MAX_QUERIES)
+  topk: int | None = pydantic.Field(None, ge=1, le=_MAX_TOPK)
+  return_scores: bool = False
 
 
 def _row(hit: Hit, scores: bool) -> dict[str, Any]:

@@ -23,9 +23,11 @@ import dataclasses
 import hmac
 import math
 import time
+import typing
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pydantic
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -197,35 +199,38 @@ def _session_handlers(
   return open_session, cell, close_session
 
 
+class _CellBody(http_server.Body):
+  program: str
+  stdin: str = ""
+
+
+class _TimesBody(http_server.Body):
+  timeout_s: float | None = None
+  deadline_s: float | None = None
+
+
+# The limits by their names, of which `wall_s` is called timeout_s.
+_HINTS = typing.get_type_hints(Limits)
+_LIMITS = {name: (_HINTS[name] | None, None) for name in _HINTS if name != "wall_s"}
+_LimitsBody = pydantic.create_model("_LimitsBody", __base__=_TimesBody, **_LIMITS)
+
+
+class _RunBody(_CellBody, _LimitsBody):
+  pass
+
+
+class _SessionBody(_LimitsBody):
+  lease_s: float | None = None
+
+
 def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
   """A request of /run, decoded.
 
   Raises:
     ValueError: naming the field, its value and what would be accepted.
   """
-  names = {f.name for f in dataclasses.fields(Limits)} - {"wall_s"}
-  known = {"program", "stdin", "timeout_s", "deadline_s", *names}
-  for field in body:
-    if field not in known:
-      raise ValueError(f"unknown field {field!r:.100}; there are {sorted(known)}")
-  program, stdin = _texts(body)
-  changes = {name: body[name] for name in names if name in body}
-  if "timeout_s" in body:
-    changes = {"cpu_s": body["timeout_s"], **changes, "wall_s": body["timeout_s"]}
-  try:
-    limits = dataclasses.replace(config.limits, **changes)
-    check_most(limits, config.most)
-  except ValueError as e:
-    text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
-    raise ValueError(text) from None
-  deadline_s = body.get("deadline_s", limits.wall_s + config.wait_s)
-  number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-  if not number or not limits.wall_s < deadline_s <= LARGEST:
-    raise ValueError(
-      f"deadline_s must be a number above timeout_s ({limits.wall_s:g}), for a run "
-      f"starts only while its whole time fits; got {deadline_s!r:.100}"
-    )
-  return Asked(program, stdin, limits, deadline_s)
+  fields = http_server.read_fields(_RunBody, body)
+  return Asked(fields.program, fields.stdin, *_read_times(fields, config, config.most))
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
@@ -234,20 +239,17 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
   Raises:
     ValueError: as `read_run`.
   """
-  body = dict(body)
-  lease_s = body.pop("lease_s", config.lease_s)
-  number = isinstance(lease_s, int | float) and not isinstance(lease_s, bool)
-  if not number or not _FIRST_LEASE_S <= lease_s <= config.lease_s:
-    raise ValueError(
-      f"lease_s must be a number from {_FIRST_LEASE_S:g} to {config.lease_s:g}, got "
-      f"{lease_s!r:.100}"
-    )
   if "program" in body:
     raise ValueError("program is a cell's: POST it to /session/NAME")
+  fields = http_server.read_fields(_SessionBody, body)
+  lease_s = config.lease_s if fields.lease_s is None else fields.lease_s
+  if not _FIRST_LEASE_S <= lease_s <= config.lease_s:
+    raise ValueError(
+      f"lease_s must be a number from {_FIRST_LEASE_S:g} to {config.lease_s:g}, got "
+      f"{lease_s!r}"
+    )
   most = dataclasses.replace(config.most, cpu_s=config.most.cpu_s * CELLS_OF_CPU)
-  wider = dataclasses.replace(config, most=most)
-  asked = read_run({**body, "program": ""}, wider)
-  return dataclasses.replace(asked, lease_s=float(lease_s))
+  return Asked("", "", *_read_times(fields, config, most), lease_s)
 
 
 def read_cell(body: dict[str, Any], config: ServiceConfig) -> Asked:
@@ -256,18 +258,32 @@ def read_cell(body: dict[str, Any], config: ServiceConfig) -> Asked:
   Raises:
     ValueError: as `read_run`.
   """
-  for field in body:
-    if field not in ("program", "stdin"):
-      raise ValueError(f"unknown field {field!r:.100}; there are program and stdin")
-  return Asked(*_texts(body), config.limits, math.inf)
+  fields = http_server.read_fields(_CellBody, body)
+  return Asked(fields.program, fields.stdin, config.limits, math.inf)
 
 
-def _texts(body: dict[str, Any]) -> tuple[str, str]:
-  for field in ("program", "stdin"):
-    value = body.get(field, None if field == "program" else "")
-    if not isinstance(value, str):
-      raise ValueError(f"{field} must be a string, got {type(value).__name__}")
-  return body["program"], body.get("stdin", "")
+def _read_times(
+  fields: Any, config: ServiceConfig, most: Limits
+) -> tuple[Limits, float]:
+  """A request's limits, and the seconds that it may take from its arrival."""
+  changes = fields.model_dump(include=set(_LIMITS), exclude_none=True)
+  if fields.timeout_s is not None:
+    changes = {"cpu_s": fields.timeout_s, **changes, "wall_s": fields.timeout_s}
+  try:
+    limits = dataclasses.replace(config.limits, **changes)
+    check_most(limits, most)
+  except ValueError as e:
+    text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
+    raise ValueError(text) from None
+  deadline_s = fields.deadline_s
+  if deadline_s is None:
+    deadline_s = limits.wall_s + config.wait_s
+  if not limits.wall_s < deadline_s <= LARGEST:
+    raise ValueError(
+      f"deadline_s must be a number above timeout_s ({limits.wall_s:g}), for a run "
+      f"starts only while its whole time fits; got {deadline_s!r}"
+    )
+  return limits, deadline_s
 
 
 def _read_run_code(body: dict[str, Any], config: ServiceConfig) -> Asked:

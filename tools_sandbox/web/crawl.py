@@ -13,9 +13,9 @@ import re
 import time
 from collections.abc import Collection
 
+from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import BadCall, ToolFault
 from tools_sandbox.web import page
-from tools_sandbox.web.chat import ChatConfig, ChatModel
 from tools_sandbox.web.fetch import URL_CHARS, FetchConfig, Fetcher
 
 _MARKDOWN = re.compile(

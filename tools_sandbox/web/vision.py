@@ -17,8 +17,8 @@ import struct
 import time
 from collections.abc import Collection
 
+from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.faults import BadCall, ToolFault
-from tools_sandbox.web.chat import ChatConfig, ChatModel
 from tools_sandbox.web.fetch import FetchConfig, Fetcher
 
 _FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.json_io import shown
 from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 
 _log = logging.getLogger(__name__)
@@ -60,11 +61,11 @@ _Kind = tuple[str, Callable[[Any], bool]]
 
 
 def _whole(x: Any) -> bool:
-  return type(x) is int  # True is none, and 2.0 neither
+  return type(x) is int and abs(x) < 2**63  # True is none, and 2.0 neither
 
 
 def _number(x: Any) -> bool:
-  return type(x) in (int, float) and abs(x) < math.inf  # false for NaN too
+  return type(x) in (int, float) and abs(x) <= sys.float_info.max  # false for NaN
 
 
 def _or_null(kind: _Kind) -> _Kind:
@@ -77,7 +78,16 @@ def _only(*accepted: Any) -> _Kind:
 
 
 _BOOL: _Kind = ("true or false", lambda x: type(x) is bool)
-_COUNT: _Kind = ("a whole number of at least 1", lambda x: _whole(x) and x >= 1)
+_COUNT: _Kind = (
+  "a whole number of at least 1, of 64 bits",
+  lambda x: _whole(x) and x >= 1,
+)
+# The deepest that are published have 1,000 (DeepNet, arXiv 2203.00555). Without a bound
+# minutes and all memory would go before the weights turn out to have fewer.
+_LAYERS: _Kind = (
+  "a whole number from 1 to 1,000",
+  lambda x: _whole(x) and 1 <= x <= 1_000,
+)
 _FROM_0: _Kind = ("a whole number of at least 0", lambda x: _whole(x) and x >= 0)
 _POSITIVE: _Kind = ("a number above 0", lambda x: _number(x) and x > 0)
 _FROM_1: _Kind = ("a number of at least 1", lambda x: _number(x) and x >= 1)
@@ -86,12 +96,14 @@ _NAMES: _Kind = (
   "a list of names",
   lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x),
 )
+_TEXT: _Kind = ("text", lambda x: isinstance(x, str))
 _OBJECT: _Kind = ("an object", lambda x: isinstance(x, dict))
 _ID: _Kind = ("a token's id", _whole)
 _IDS: _Kind = (
   "a token's id or a list of such",
   lambda x: _whole(x) or (isinstance(x, list) and all(map(_whole, x))),
 )
+_ANYTHING: _Kind = ("anything", lambda x: True)
 _OFF: _Kind = ("null, false or 0", lambda x: not x)
 _SCALE_1: _Kind = _only(1.0, None)
 
@@ -111,7 +123,7 @@ _SAME = {
 _READ: dict[str, _Kind] = {
   "vocab_size": _COUNT,
   "hidden_size": _COUNT,
-  "num_hidden_layers": _COUNT,
+  "num_hidden_layers": _LAYERS,
   "num_attention_heads": _COUNT,
   "num_key_value_heads": _or_null(_COUNT),
   "head_dim": _or_null(_COUNT),
@@ -233,22 +245,22 @@ CARRIED: dict[str, _Kind] = {
   "pad_token_id": _or_null(_ID),
 }
 # Others that change nothing; what is neither here nor above is warned of.
-_IGNORED = (
-  "_name_or_path",
-  "architectures",
-  "chunk_size_feed_forward",
-  "dtype",
-  "id2label",
-  "label2id",
-  "model_type",
-  "output_attentions",
-  "output_hidden_states",
-  "problem_type",
-  "return_dict",
-  "torch_dtype",
-  "transformers_version",
-  "use_cache",
-)
+_IGNORED: dict[str, _Kind] = {
+  "_name_or_path": _or_null(_TEXT),
+  "architectures": _or_null(_NAMES),
+  "chunk_size_feed_forward": _ANYTHING,
+  "dtype": _or_null(_TEXT),
+  "id2label": _ANYTHING,
+  "label2id": _ANYTHING,
+  "model_type": _TEXT,
+  "output_attentions": _ANYTHING,
+  "output_hidden_states": _ANYTHING,
+  "problem_type": _ANYTHING,
+  "return_dict": _ANYTHING,
+  "torch_dtype": _or_null(_TEXT),
+  "transformers_version": _or_null(_TEXT),
+  "use_cache": _or_null(_BOOL),
+}
 
 
 def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -264,7 +276,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
   model_type = config.get("model_type")
   if not isinstance(model_type, str) or model_type not in FAMILIES:
     raise ValueError(
-      f"{where}: field 'model_type' is {model_type!r}; accepted: "
+      f"{where}: field 'model_type' is {shown(model_type)}; accepted: "
       f"{', '.join(map(repr, FAMILIES))}"
     )
   family = FAMILIES[model_type]
@@ -371,13 +383,13 @@ def _check_fields(config: dict[str, Any], where: str) -> None:
   Raises:
     ValueError: naming `where`, the field, its value and what is accepted.
   """
-  kinds = _READ | _UNSUPPORTED | CARRIED
+  kinds = _READ | _UNSUPPORTED | CARRIED | _IGNORED
   _check_kinds(config, kinds, where)
   for name in ("rope_scaling", "rope_parameters"):
     _check_kinds(config.get(name) or {}, _ROPE, where, f"{name}.")
-  unknown = sorted(config.keys() - kinds.keys() - set(_IGNORED))
+  unknown = sorted(config.keys() - kinds.keys())
   if unknown:
-    _warn(where, ", ".join(map(repr, unknown)))
+    _warn(where, ", ".join(map(shown, unknown)))
 
 
 def _check_kinds(
@@ -386,7 +398,8 @@ def _check_kinds(
   for field, (accepted, test) in kinds.items():
     if field in values and not test(values[field]):
       raise ValueError(
-        f"{where}: field '{before}{field}' is {values[field]!r}; accepted: {accepted}"
+        f"{where}: field '{before}{field}' is {shown(values[field])}; accepted: "
+        f"{accepted}"
       )
 
 
@@ -416,7 +429,7 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
   if kind not in ("default", *_SCALINGS):
     accepted = ", ".join(map(repr, ("default", *_SCALINGS)))
     raise ValueError(
-      f"{where}: field '{name}.rope_type' is {kind!r}; supported: {accepted}"
+      f"{where}: field '{name}.rope_type' is {shown(kind)}; supported: {accepted}"
     )
   out: dict[str, Any] = {"rope_theta": theta}
   if kind in _SCALINGS:
@@ -426,7 +439,9 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     except ValueError as e:
       raise ValueError(f"{where}: field '{name}': {e}") from e
   for field, value in rope.items():
-    raise ValueError(f"{where}: field '{name}.{field}' ({value!r}) is not supported")
+    raise ValueError(
+      f"{where}: field '{name}.{field}' ({shown(value)}) is not supported"
+    )
   return out
 
 
@@ -466,7 +481,7 @@ def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]
   for kind in kinds:
     if kind not in ("sliding_attention", "full_attention"):
       raise ValueError(
-        f"{where}: field 'layer_types' has {kind!r}; supported: 'full_attention', "
+        f"{where}: field 'layer_types' has {shown(kind)}; supported: 'full_attention', "
         "'sliding_attention'"
       )
   if "sliding_attention" not in kinds:

@@ -25,11 +25,13 @@ import safetensors
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
+from coa_jax.disk import atomic_path, atomic_write
 from coa_jax.json_io import read_object
 from coa_jax.model import attention
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
 from coa_jax.model.hf.names import Entry, name_table
+from coa_jax.model.hf.stored import StoredArray
 from coa_jax.model.sharding import Layout
 from coa_jax.model.transformer import param_shapes
 from coa_jax.protocol.tokens import Tokenizer
@@ -81,9 +83,8 @@ def save_model(
   for file, names in files.items():
     tensors = {name: table[name].write(_fetch(params, table[name])) for name in names}
     if first:
-      target = os.path.join(path, file)
-      save_file(tensors, target + ".tmp", metadata={"format": "pt"})
-      os.replace(target + ".tmp", target)
+      with atomic_path(os.path.join(path, file)) as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
   if first:
     if len(files) > 1:
       where = {name: file for file, names in files.items() for name in names}
@@ -198,10 +199,8 @@ def gather(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
-  file = os.path.join(path, name)
-  with open(file + ".tmp", "w", encoding="utf-8") as f:
+  with atomic_write(os.path.join(path, name)) as f:
     json.dump(value, f, indent=2, sort_keys=True)
-  os.replace(file + ".tmp", file)
 
 
 def load_config(
@@ -244,7 +243,8 @@ def load_model(
     ValueError: an array is missing, left over, of the wrong shape or of a dtype that is
       not supported (all are listed), a file is damaged, config.json is not supported,
       the mesh does not divide, or the devices do not have the attention kernel. All
-      before an array is read; but one that should equal the embedding is compared.
+      before an array is read; but one that should equal the embedding is compared. Or
+      an array holds NaN or infinity.
   """
   path = os.fspath(path)
   cfg = load_config(path, load)
@@ -333,8 +333,8 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
   return names, promised
 
 
-def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
-  """Yields (name, slice) of every array in the safetensors files of a folder.
+def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredArray]]:
+  """Yields (name, array) of every array in the safetensors files of a folder.
 
   Raises:
     FileNotFoundError, ValueError: as `_weight_files`; or a file is no safetensors file,
@@ -360,7 +360,7 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, Any]]:
     if lacks:
       raise ValueError(f"{file}: lacks {', '.join(lacks)}, which {_INDEX} promises")
     for key in sorted(held):
-      yield key, opened.get_slice(key)
+      yield key, StoredArray(file, key, opened.get_slice(key))
 
 
 def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:

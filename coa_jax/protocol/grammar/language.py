@@ -4,9 +4,9 @@ What `parser` judges after the fact is here a table that says, after every byte,
 a well-formed trajectory can still follow. Observations are not part of it: a tool's
 closing tag ends a turn, and the policy's next byte comes after the observation.
 
-Three corners are narrower than the parser: a `visual_inspector` call is JSON of one
-form only, so is a `tool` call (flat arguments; the names that the variant has), and
-white space is ASCII's.
+What a tool's span may hold is in its row of `tools.SPECS`. Three corners are narrower
+than the parser: a `visual_inspector` call is JSON of one form only, so is a `tool` call
+(flat arguments; the functions that the variant has), and white space is ASCII's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 
 import numpy as np
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tools
 from coa_jax.protocol.grammar.regular import (
   ANY,
   DIGITS,
@@ -28,6 +28,7 @@ from coa_jax.protocol.grammar.regular import (
   byte,
   choice,
   compile_language,
+  filled,
   find_words,
   many,
   maybe,
@@ -57,64 +58,6 @@ class Grammar:
   ends_S: np.ndarray
 
 
-def _filled(first: frozenset[int], rest: Language) -> Language:
-  """White space, then something that begins with other bytes."""
-  return row(_WHITE, byte(first - WHITE), rest)
-
-
-def _block(name: Language, body: Language) -> Language:
-  blanks = many(byte(b" \t"))
-  return row(
-    text("```"), name, blanks, text("\n"), body, maybe(text("\n")), text("```")
-  )
-
-
-def _code() -> Language:
-  """As `roles.parse_code`: a program with something in it, maybe standard input."""
-  tick, other = byte(b"`"), byte(ANY - {ord("`")})
-  few = row(maybe(tick), maybe(tick))
-  body = row(many(row(few, other)), few)  # never three ticks in a row
-  ticks = row(tick, maybe(tick))
-  program = choice(
-    _filled(ANY - {ord("`")}, body),
-    row(_WHITE, ticks, maybe(row(other, body))),
-  )
-  py = _block(choice(text("py"), text("python")), program)
-  stdin = row(_WHITE, _block(text("sh"), body))
-  return row(_WHITE, py, maybe(stdin), _WHITE)
-
-
-def _image() -> Language:
-  """JSON with a file_path and maybe a question; strings without escapes."""
-  letters = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
-  gap = many(byte(b" "))
-
-  def field(name: str) -> Language:
-    return row(text(f'"{name}":'), gap, text('"'), letters, text('"'))
-
-  more = maybe(row(text(","), gap, field("question")))
-  body = row(text("{"), field("file_path"), more, text("}"))
-  return row(_WHITE, _block(text("json"), body), _WHITE)
-
-
-def _named(names: tuple[str, ...]) -> Language:
-  """JSON of a name and flat arguments: strings without escapes, integers, booleans."""
-  letters = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
-  gap = many(byte(b" "))
-  word = byte(frozenset(WORD) | frozenset(b".-"))
-  # Without a list up to eight letters: a longer bound only makes more states.
-  name = choice(*map(text, names)) if names else row(word, *[maybe(word)] * 7)
-  digits = row(byte(frozenset(b"123456789")), many(byte(DIGITS)))
-  number = row(maybe(text("-")), choice(text("0"), digits))
-  string = row(text('"'), letters, text('"'))
-  value = choice(string, number, text("true"), text("false"))
-  field = row(text('"'), letters, text('":'), gap, value)
-  fields = maybe(row(field, many(row(text(","), gap, field))))
-  head = row(text('{"name":'), gap, text('"'), name, text('"'))
-  body = row(text(","), gap, text('"arguments":'), gap, text("{"), fields, text("}}"))
-  return row(_WHITE, head, body, _WHITE)
-
-
 def _score(scores: str) -> Language:
   """As `roles.check_score`: one number in all, one of `scores`."""
   other = many(byte(ANY - DIGITS))
@@ -136,22 +79,19 @@ _POOR = "poor"
 
 
 def _rules(
-  role: str, graded: bool, names: tuple[str, ...]
+  role: str, graded: bool, functions: tuple[str, ...]
 ) -> tuple[list[Language], dict[str, Language]]:
   """Languages that a role's content must be in, and languages whose names it earns."""
-  filled = _filled(ANY, _ANY)
-  if role == "code":
-    return [_code()], {}
-  if role == "visual_inspector":
-    return [_image()], {}
-  if role == roles.TOOL:
-    return [_named(names)], {}
+  any_text = filled(ANY, _ANY)
+  spec = tools.SPECS.get(role)
+  if spec is not None:
+    return [spec.grammar(functions) if spec.grammar else any_text], {}
   if role == roles.DOUBLE_CHECK:
     return [_score("1234")], {_PASS: _score("34")}
   if role == roles.REFLECTION:
     each = [_graded((c,), roles.GRADES) for c in roles.CRITERIA] if graded else []
-    return [filled, *each], {_POOR: _graded(roles.CRITERIA, ("poor",))}
-  return [filled], {}
+    return [any_text, *each], {_POOR: _graded(roles.CRITERIA, ("poor",))}
+  return [any_text], {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +107,8 @@ class _Content:
 
 
 @functools.cache
-def _content(role: str, graded: bool, names: tuple[str, ...]) -> _Content:
-  must, earned = _rules(role, graded, names)
+def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
+  must, earned = _rules(role, graded, functions)
   close = text(roles.close_tag(role))
   # A language's own table follows content and closing tag, whichever it is that a byte
   # belongs to; the table of tags says where the first tag ends.
@@ -307,8 +247,8 @@ def compile_grammar(variant: Variant) -> Grammar:
             out[ord(so_far[-1])] = index(("open", place, so_far))
     else:
       _, place, role, inner = current
-      names = tuple(variant.named) if role == roles.TOOL else ()
-      content = _content(role, variant.graded, names)
+      functions = tuple(variant.functions) if role == tools.FUNCTION_TAG else ()
+      content = _content(role, variant.graded, functions)
       for b, after in enumerate(content.next_SX[inner].tolist()):
         if after < 0:
           continue

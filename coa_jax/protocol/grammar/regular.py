@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import numpy as np
 
 ANY = frozenset(range(256))
-WHITE = frozenset(b" \t\n\r\f\v")  # `roles.WHITE`
+WHITE = frozenset(b" \t\n\r\f\v")  # `tool_bodies.WHITE`
 DIGITS = frozenset(b"0123456789")
 WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_")
 
@@ -63,6 +63,11 @@ def text(literal: str, cased: bool = True) -> Language:
   if cased:
     return row(*(byte([b]) for b in literal.encode()))
   return row(*(byte({ord(c.lower()), ord(c.upper())}) for c in literal))
+
+
+def filled(first: frozenset[int], rest: Language) -> Language:
+  """White space, then something that begins with one of the other bytes of `first`."""
+  return row(many(byte(WHITE)), byte(first - WHITE), rest)
 
 
 @dataclasses.dataclass(frozen=True)

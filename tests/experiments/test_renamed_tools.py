@@ -7,16 +7,17 @@ import random
 import pytest
 import toy
 
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.tool_formats import HELD_OUT, Format, draw_format
+from coa_jax.protocol.tool_naming import ToolNaming, draw_naming
+from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus, Status
 from coa_jax.rollout.episode import CoAEpisode, Setting
-from coa_jax.tools.formatted import FormattedTools
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from experiments.studies.tool_formats import RenamedTools
 
 TASK = toy.TASKS[0]
-PROGRAM = roles.render_code("print(2+3)")
+PROGRAM = tool_bodies.render_code("print(2+3)")
 
 
 @pytest.fixture(scope="module")
@@ -25,30 +26,32 @@ def tools():
     yield toolbox
 
 
-def formats(count: int = 12) -> list[Format]:
+def formats(count: int = 12) -> list[ToolNaming]:
   variant = toy.VARIANT.with_tools(("code",))
-  drawn = [draw_format(variant, random.Random(n), HELD_OUT) for n in range(count)]
-  layouts = {f.layouts["code"].told: f for f in drawn}
-  assert len(layouts) == len(HELD_OUT["code"][2])
-  return list(layouts.values())
+  drawn = [draw_naming(variant, random.Random(n), held_out=True) for n in range(count)]
+  by_format = {f.formats["code"].description: f for f in drawn}
+  assert len(by_format) == len(SPECS["code"].held_out.formats)
+  return list(by_format.values())
 
 
-@pytest.mark.parametrize("drawn", formats(), ids=lambda f: f.layouts["code"].told)
+@pytest.mark.parametrize(
+  "drawn", formats(), ids=lambda f: f.formats["code"].description
+)
 def test_a_trajectory_in_another_format(tools, drawn):
   """Written turns, played against the real tool behind another name."""
-  variant = drawn.variant(toy.VARIANT.with_tools(("code",)))
+  variant = drawn.apply(toy.VARIANT.with_tools(("code",)))
   setting = Setting(variant, "full", max_calls=4, tool_seconds=60.0)
-  name, layout = drawn.names["code"], drawn.layouts["code"]
-  calls = [roles.wrap(name, body) for body in (layout.write(PROGRAM), PROGRAM)]
+  name, form = drawn.names["code"], drawn.formats["code"]
+  calls = [roles.wrap(name, body) for body in (form.write(PROGRAM), PROGRAM)]
   turns = [roles.wrap(roles.THINK, "t") + call for call in calls]
   episode = CoAEpisode(
-    TASK, 0, 0, 1.0, toy.tokenizer(), FormattedTools(tools, drawn), setting
+    TASK, 0, 0, 1.0, toy.tokenizer(), RenamedTools(tools, drawn), setting
   )
   t = toy.drive(episode, [*turns, toy.end("5")])
   right, wrong = t.calls
   assert (right.name, right.result, right.status) == (name, "5", CallStatus.OK)
-  assert right.arguments == layout.write(PROGRAM)
-  assert wrong.status == CallStatus.MODEL and layout.told in wrong.result
+  assert right.arguments == form.write(PROGRAM)
+  assert wrong.status == CallStatus.MODEL and form.description in wrong.result
   assert wrong.arguments == PROGRAM
   assert t.status == Status.ENDED and t.reward_parts == {"answer": 1.0, "format": 1.0}
   assert parse(t.text, variant).ok
@@ -58,5 +61,5 @@ def test_a_trajectory_in_another_format(tools, drawn):
 
 def test_the_old_name_is_no_tool_any_more(tools):
   drawn = formats()[0]
-  call = FormattedTools(tools, drawn).submit("code", PROGRAM).result()
+  call = RenamedTools(tools, drawn).submit("code", PROGRAM).result()
   assert (call.result, call.status) == ("error: no tool code", CallStatus.MODEL)

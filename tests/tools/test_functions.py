@@ -9,7 +9,7 @@ import ml_collections
 import pytest
 
 from coa_jax.config import ConfigError, section
-from coa_jax.protocol import function_calls, parser, prompts, roles
+from coa_jax.protocol import parser, prompts, roles, tool_bodies
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rollout.episode import CoAEpisode, Setting
@@ -20,20 +20,22 @@ from tests import toy
 SERVER = dict(command=[sys.executable, "tests/tools_sandbox/mcp_server.py"])
 ADD = dict(description="the sum of integers a and b", mcp=dict(tool="add", **SERVER))
 ROUND = dict(description="cuts x to an integer", function="math:floor")
-SHOUT = dict(description="text in capitals", function="tests.rollout.test_named:shout")
+SHOUT = dict(
+  description="text in capitals", function="tests.tools.test_functions:shout"
+)
 
 
 def shout(text: str) -> str:
   return text.upper()
 
 
-def tools(**named) -> ToolsConfig:
-  values = dict(tools=[], named=named)
+def tools(**functions) -> ToolsConfig:
+  values = dict(tools=[], functions=functions)
   return section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
 
 
 def variant(config: ToolsConfig) -> roles.Variant:
-  return roles.get_variant("unified").with_tools(config.told)
+  return roles.get_variant("unified").with_tools(config.tool_descriptions)
 
 
 def accepts(grammar, text: str) -> bool:
@@ -57,8 +59,8 @@ def test_a_trajectory_calls_a_real_mcp_server_by_name():
     playing = CoAEpisode(task, 0, 0, 1.0, toy.tokenizer(), box, setting)
     think = roles.wrap("think", "t")
     calls = [
-      roles.wrap("tool", function_calls.render("add", {"a": 2, "b": 40})),
-      roles.wrap("tool", function_calls.render("shout", {"text": "done"})),
+      roles.wrap("tool", tool_bodies.render_function_call("add", {"a": 2, "b": 40})),
+      roles.wrap("tool", tool_bodies.render_function_call("shout", {"text": "done"})),
     ]
     end = roles.wrap("suggested_answer", "42") + roles.wrap("double_check", "4")
     answer = end + roles.wrap("answer", "42")
@@ -119,7 +121,7 @@ def test_the_grammar_allows_only_what_the_parser_takes(body, fits):
 
 
 @pytest.mark.parametrize(
-  ("named", "words"),
+  ("functions", "words"),
   [
     ({"a b": ROUND}, "must match"),
     ({"x": dict(description="d")}, "either mcp or function"),
@@ -128,15 +130,23 @@ def test_the_grammar_allows_only_what_the_parser_takes(body, fits):
     ({"x": dict(descripton="d")}, "did you mean 'description'"),
   ],
 )
-def test_bad_entries_are_refused(named, words):
+def test_bad_entries_are_refused(functions, words):
   with pytest.raises(ConfigError, match=words):
-    tools(**named)
+    tools(**functions)
+
+
+def test_the_old_name_of_the_section_is_refused_with_the_new_one():
+  values = dict(tools=[], named=dict(cut=ROUND))
+  with pytest.raises(
+    ConfigError, match="no field 'named'; it is called 'functions' now"
+  ):
+    section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
 
 
 def test_what_is_not_there_is_said_at_the_start():
   for path in ("no_such_module:f", "math:no_such_function", "math:pi"):
     config = tools(x=dict(description="d", function=path))
-    with pytest.raises(ValueError, match=r"named\.x: function"):
+    with pytest.raises(ValueError, match=r"functions\.x: function"):
       Toolbox(config)
   with pytest.raises(ValueError, match="'tool' needs an entry"):
     ToolsConfig(tools=("tool",))
@@ -146,5 +156,5 @@ def test_what_is_not_there_is_said_at_the_start():
 
 def test_names_do_not_change_other_dialects():
   plain = roles.get_variant("unified").with_tools(("code",))
-  assert "tool" not in plain.tags and not plain.named
+  assert "tool" not in plain.tags and not plain.functions
   assert "called by name" not in prompts.instructions(plain)

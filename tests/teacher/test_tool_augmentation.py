@@ -1,4 +1,4 @@
-"""Restyled copies: the same work under other names, told in the prompt."""
+"""Augmented copies: the same work under other names, described in the prompt."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.importers.importers import Importer
-from coa_jax.protocol import roles
+from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
+from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import Author
 from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.restyle import STYLES, FormatsConfig, restyle
+from coa_jax.teacher.tool_augmentation import ToolAugmentation, augment
 
 UNIFIED = roles.get_variant("unified")
 WHOLE = ConvertConfig(missing_think="Go on.", score_right=True)
@@ -28,10 +29,10 @@ def undone(tag: str, told: str, text: str) -> str:
   if "a JSON object with" in told and tag != "visual_inspector":
     row = json.loads(text)
     if tag == "code":
-      return roles.render_code(row["program"], row["stdin"])
+      return tool_bodies.render_code(row["program"], row["stdin"])
     return next(iter(row.values()))
   if tag == "code" and told.startswith("the program"):
-    return roles.render_code(text)
+    return tool_bodies.render_code(text)
   if tag == "code":
     return re.sub(r"^```(py|python)\n", "```py\n", text)
   return text
@@ -43,7 +44,7 @@ def test_a_copy_says_the_same_under_the_names_its_prompt_tells(drawn, number):
   importer = Importer("oagents", UNIFIED, convert=WHOLE)
   _, t = importer.read(0, "row", drawn.row)
   before = json.dumps(t.to_json())
-  copy, variant = restyle(t, UNIFIED, number, seed=0)
+  copy, variant = augment(t, UNIFIED, number, seed=0)
   assert json.dumps(t.to_json()) == before
   assert parse(copy.text, variant).ok
 
@@ -66,7 +67,7 @@ def test_a_copy_says_the_same_under_the_names_its_prompt_tells(drawn, number):
   # No name of the old format is left in the prompt, unless it was drawn again.
   for tag in set(UNIFIED.tools) - set(names):
     assert roles.open_tag(tag) not in prompt
-  again, _ = restyle(t, UNIFIED, number, seed=0)
+  again, _ = augment(t, UNIFIED, number, seed=0)
   assert again == copy
 
 
@@ -82,19 +83,18 @@ def test_a_layout_that_cannot_hold_a_call_is_not_drawn():
     ],
   }
   _, t = Importer("oagents", UNIFIED, convert=WHOLE).read(0, "row", row)
-  drawn = {restyle(t, UNIFIED, n, 0)[0].meta["format"]["code"][1] for n in range(40)}
+  drawn = {augment(t, UNIFIED, n, 0)[0].meta["format"]["code"][1] for n in range(40)}
   assert len(drawn) == 3 and "the program and nothing else" not in drawn
   t.calls[0].arguments = "no program"
-  assert restyle(t, UNIFIED, 1, 0) is None
+  assert augment(t, UNIFIED, 1, 0) is None
 
 
 def test_no_two_tools_can_be_called_the_same():
-  called = [name for names, _, _ in STYLES.values() for name in names]
+  called = [name for spec in SPECS.values() for name in spec.choices(False).names]
   assert len(called) == len(set(called))
   assert not set(called) & {*roles.ROLES, roles.OBSERVATION}
-  assert set(STYLES) == set(roles.TOOLS)
 
 
 def test_config_refusals():
   with pytest.raises(ValueError, match="copies must be at least 0"):
-    FormatsConfig(copies=-1)
+    ToolAugmentation(copies=-1)

@@ -1,8 +1,8 @@
-"""The same trajectory under other tool names, layouts of arguments and descriptions.
+"""The same trajectory under other tool names, argument formats and descriptions.
 
-A restyled copy says in its prompt what its tools are called and how they are written
+An augmented copy says in its prompt what its tools are called and how they are written
 to, and is consistent with it; roles, order and observations stay. Why: see
-`protocol.tool_formats`.
+`protocol.tool_naming`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any
 from coa_jax.protocol import roles
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import Variant
-from coa_jax.protocol.tool_formats import STYLES, Layout, draw_format
+from coa_jax.protocol.tool_bodies import ArgumentFormat
+from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class FormatsConfig:
+class ToolAugmentation:
   """Config section `formats`.
 
   Attributes:
-    copies: restyled copies of every trajectory, beside itself.
+    copies: augmented copies of every trajectory, beside itself.
     seed: of what is drawn.
   """
 
@@ -37,10 +38,10 @@ class FormatsConfig:
       raise ValueError("copies must be at least 0")
 
 
-def restyle(
+def augment(
   trajectory: Trajectory, variant: Variant, number: int, seed: int
 ) -> tuple[Trajectory, Variant] | None:
-  """One restyled copy.
+  """Makes one augmented copy.
 
   Args:
     trajectory: with `meta["question"]`; left as it is.
@@ -50,9 +51,9 @@ def restyle(
 
   Returns:
     The copy, without ids, its prompt the full one, with `meta["format"]` (tag -> name
-    and layout) and `meta["copy"]`; and its variant, in which it is well formed if it
-    was. None where no layout can hold a call, a call is not one span, or nobody noted
-    what was asked.
+    and format in words) and `meta["copy"]`; and its variant, in which it is well formed
+    if it was. None where no format can hold a call, a call is not one span, or the
+    question is not on record.
   """
   question = trajectory.meta.get("question")
   if not question:
@@ -61,49 +62,52 @@ def restyle(
   bodies: dict[str, list[str]] = {}
   for call in trajectory.calls:
     bodies.setdefault(call.name, []).append(call.arguments)
-  drawn = draw_format(variant, rng, STYLES, bodies)
-  if drawn is None:
+  naming = draw_naming(variant, rng, bodies=bodies)
+  if naming is None:
     return None
-  names, layouts, other = drawn.names, drawn.layouts, drawn.variant(variant)
-  segments = prompt_segments(other, str(question), "full")
+  names, formats = naming.names, naming.formats
+  renamed = naming.apply(variant)
+  segments = prompt_segments(renamed, str(question), "full")
   for s in trajectory.segments:
     if s.author == Author.PROMPT:
       continue
     text, role = s.text, s.role
     if s.author == Author.POLICY and role in names:
-      rewritten = _span(text, role, names[role], layouts[role])
+      rewritten = _rewrite_span(text, role, names[role], formats[role])
       if rewritten is None:
         return None
       text, role = rewritten, names[role]
     segments.append(Segment(s.author, role, text))
   calls = [
     dataclasses.replace(
-      c, name=names[c.name], arguments=layouts[c.name].write(c.arguments) or ""
+      c, name=names[c.name], arguments=formats[c.name].write(c.arguments) or ""
     )
     if c.name in names
     else c
     for c in trajectory.calls
   ]
-  meta: dict[str, Any] = {**trajectory.meta, "format": drawn.told, "copy": number}
+  meta: dict[str, Any] = {**trajectory.meta, "format": naming.record, "copy": number}
   copy = dataclasses.replace(trajectory, segments=segments, calls=calls, meta=meta)
-  return copy, other
+  return copy, renamed
 
 
-def restyled_copies(
-  kept: Iterable[Trajectory], variant: Variant, config: FormatsConfig
+def augmented_copies(
+  kept: Iterable[Trajectory], variant: Variant, config: ToolAugmentation
 ) -> list[Trajectory]:
-  """`config.copies` restyled copies of each that is not a second copy itself."""
+  """Makes `config.copies` copies of each trajectory that is no such copy itself."""
   out = []
   for t, number in itertools.product(kept, range(1, config.copies + 1)):
-    copy = None if "copy" in t.meta else restyle(t, variant, number, config.seed)
+    copy = None if "copy" in t.meta else augment(t, variant, number, config.seed)
     out += [copy[0]] if copy else []
   return out
 
 
-def _span(text: str, tag: str, name: str, layout: Layout) -> str | None:
+def _rewrite_span(
+  text: str, tag: str, name: str, argument_format: ArgumentFormat
+) -> str | None:
   head, opening, rest = text.partition(roles.open_tag(tag))
   content, closing, tail = rest.rpartition(roles.close_tag(tag))
   if not opening or not closing or head.strip() or tail.strip():
     return None
-  body = layout.write(content.removeprefix(" "))
+  body = argument_format.write(content.removeprefix(" "))
   return None if body is None else f"{head}{roles.wrap(name, body)}{tail}"

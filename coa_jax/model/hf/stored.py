@@ -1,0 +1,55 @@
+"""An array in a file of weights: read part by part, refused where it is no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class StoredArray:
+  """One array of a safetensors file; every part that is read is finite.
+
+  Attributes:
+    get_shape: returns the array's shape.
+    get_dtype: returns its dtype, in safetensors' words ("BF16").
+  """
+
+  def __init__(self, file: str, name: str, array: Any):
+    """Args: the file, the array's name there, and its slice (`safe_open`)."""
+    self._file, self._name, self._array = file, name, array
+    self.get_shape, self.get_dtype = array.get_shape, array.get_dtype
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    """Reads a part.
+
+    Raises:
+      ValueError: it holds NaN or infinity; the message names the file and the array.
+    """
+    part = self._array[index]
+    if not is_finite(part):
+      raise ValueError(
+        f"{self._file}: array {self._name} holds NaN or infinity; weights are finite "
+        "numbers: take the model from where they were"
+      )
+    return part
+
+
+def is_finite(x: np.ndarray) -> bool:
+  """Returns whether no entry of a floating-point array is NaN or infinite.
+
+  Takes a fraction of the time of `np.isfinite(x).all()`, and next to no memory: it is
+  computed of every weight that is loaded.
+  """
+  if x.dtype == np.float32:
+    flat = x.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+      squares = np.dot(flat, flat)
+    # Those of large numbers overflow, too.
+    return bool(np.isfinite(squares) or np.isfinite(x).all())
+  if x.size == 0 or x.itemsize != 2:
+    return bool(np.isfinite(x).all())
+  # NumPy is slow in half precision. By its bits, what is not finite is above all others
+  # of its sign, and a sign is the highest bit.
+  positive, negative = np.array([np.inf, -np.inf], x.dtype).view(np.uint16)
+  return bool(x.view(np.int16).max() < positive and x.view(np.uint16).max() < negative)

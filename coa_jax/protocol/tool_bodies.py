@@ -1,0 +1,303 @@
+"""What stands in a tool's span: structured bodies, and other ways to write the same.
+
+Most tools take plain text. `code` takes a program, `visual_inspector` a JSON block and
+`tool` a JSON object of a function's name and arguments; each has a reader and a writer
+here. An `ArgumentFormat` writes a body in another way, for `tool_naming`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# White space, digits and letters are ASCII's, here and in `parser`: so that a table
+# over bytes (`grammar`) can say the same.
+WHITE = " \t\n\r\f\v"
+
+
+def _read_json(text: str) -> Any:
+  """The JSON value of `text`; None where it is none, or nested too deep to read."""
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+
+
+# Programs.
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeCall:
+  """What a `code` span asks for: a program, and what it reads on standard input."""
+
+  program: str
+  stdin: str = ""
+
+
+_CODE = re.compile(
+  r"\s*```(?:py|python)[ \t]*\n(?P<program>.*?)\n?```"
+  r"(?:\s*```sh[ \t]*\n(?P<stdin>.*?)\n?```)?\s*",
+  re.DOTALL | re.ASCII,
+)
+
+
+def parse_code(content: str) -> CodeCall | None:
+  """Reads a `code` span: one `py` fence, then at most one `sh` fence, nothing else.
+
+  Returns None where the content is anything else, so a caller never guesses. The
+  released code agent trains on `py` and the released general agent on `python`; both
+  are accepted, `py` is what this project writes.
+  """
+  # The expression takes time as the square of the number of fences.
+  match = _CODE.fullmatch(content) if content.count("```") <= 4 else None
+  if match is None or not match["program"].strip(WHITE):
+    return None
+  if "```" in match["program"] or "```" in (match["stdin"] or ""):
+    return None
+  return CodeCall(match["program"], match["stdin"] or "")
+
+
+def render_code(program: str, stdin: str = "") -> str:
+  """Writes the content of a `code` span; `parse_code` reads it back."""
+  text = f"```py\n{program}\n```"
+  return text + (f"\n```sh\n{stdin}\n```" if stdin else "")
+
+
+# Functions that are called by name in the tag `tool`.
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCall:
+  """What a `tool` span asks for: a function by its name, and its arguments."""
+
+  name: str
+  arguments: Mapping[str, Any]
+
+
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)  # MCP's names too
+
+
+def parse_function_call(content: str) -> FunctionCall | None:
+  """Reads a `tool` span: one JSON object of a `name` and an object `arguments`.
+
+  Returns None where the content is anything else.
+  """
+  value = _read_json(content.strip(WHITE))  # ours is wider than JSON's
+  if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
+    return None
+  name, arguments = value["name"], value["arguments"]
+  if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
+    return None
+  return FunctionCall(name, arguments) if isinstance(arguments, dict) else None
+
+
+def render_function_call(name: str, arguments: Mapping[str, Any]) -> str:
+  """Writes the content of a `tool` span; `parse_function_call` reads it back."""
+  return json.dumps({"name": name, "arguments": dict(arguments)})
+
+
+# Questions about an image.
+
+_JSON_FENCE = re.compile(r"\s*```json[ \t]*\n(.*?)\n?```\s*", re.DOTALL | re.ASCII)
+
+
+def parse_image_request(content: str) -> dict[str, Any] | None:
+  """Reads a `visual_inspector` span: one `json` fence of an object with a file_path.
+
+  Returns None where the content is anything else.
+  """
+  value = _read_json(_unfence_json(content) or "")
+  if not isinstance(value, dict) or not isinstance(value.get("file_path"), str):
+    return None
+  return value
+
+
+def render_image_request(request: Mapping[str, Any]) -> str:
+  """Writes the content of a `visual_inspector` span."""
+  return f"```json\n{json.dumps(dict(request))}\n```"
+
+
+def _unfence_json(body: str) -> str | None:
+  match = _JSON_FENCE.fullmatch(body)
+  return match[1] if match else None
+
+
+def _fence_json(text: str) -> str | None:
+  body = f"```json\n{text.strip()}\n```"
+  return body if _unfence_json(body) == text.strip() and text.strip() else None
+
+
+# Other ways to write a body.
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgumentFormat:
+  """One way to write a tool's arguments.
+
+  Attributes:
+    description: what the prompt says of it, after "write".
+    write: the protocol's body -> the same in this format; None where it cannot hold it.
+    read: text in this format -> the protocol's body; None where it is in another one.
+  """
+
+  description: str
+  write: Callable[[str], str | None]
+  read: Callable[[str], str | None]
+
+
+def unchanged(description: str) -> ArgumentFormat:
+  """The protocol's own body."""
+  return ArgumentFormat(description, lambda body: body, lambda text: text)
+
+
+def after_prefix(prefix: str, description: str) -> ArgumentFormat:
+  """The body after a word that stands before it."""
+
+  def read(text: str) -> str | None:
+    head, found, body = text.partition(prefix)
+    return body.removeprefix(" ") if found and not head.strip() else None
+
+  return ArgumentFormat(description, lambda body: f"{prefix} {body}", read)
+
+
+def between_marks(opening: str, closing: str, description: str) -> ArgumentFormat:
+  """The body between two marks."""
+
+  def read(text: str) -> str | None:
+    text = text.strip()
+    is_marked = text.startswith(opening) and text.endswith(closing)
+    if not is_marked or len(text) < len(opening) + len(closing):
+      return None
+    return text[len(opening) : len(text) - len(closing)]
+
+  return ArgumentFormat(description, lambda body: f"{opening}{body}{closing}", read)
+
+
+def json_field(key: str) -> ArgumentFormat:
+  """The body under the only key of a JSON object."""
+
+  def read(text: str) -> str | None:
+    row = _read_texts(text, key)
+    return row[key] if row else None
+
+  return ArgumentFormat(
+    f"a JSON object with {key}", lambda body: json.dumps({key: body}), read
+  )
+
+
+def _read_texts(text: str, *keys: str) -> dict[str, str] | None:
+  """A JSON object of texts under just these keys."""
+  row = _read_json(text)
+  if not isinstance(row, dict) or set(row) != set(keys):
+    return None
+  return row if all(isinstance(v, str) for v in row.values()) else None
+
+
+def code_fences(fence: str) -> ArgumentFormat:
+  """A program in a block of another language name."""
+
+  def write(body: str) -> str | None:
+    call = parse_code(body)
+    if call is None:
+      return None
+    return f"```{fence}" + render_code(call.program, call.stdin).removeprefix("```py")
+
+  def read(text: str) -> str | None:
+    head, found, rest = text.partition(f"```{fence}\n")
+    body = f"```py\n{rest}"
+    return body if found and not head.strip() and parse_code(body) else None
+
+  description = (
+    f"one ```{fence} block, then, if it reads standard input, one ```sh block"
+  )
+  return ArgumentFormat(description, write, read)
+
+
+def bare_program() -> ArgumentFormat:
+  """A program without fences, and so without standard input."""
+
+  def write(body: str) -> str | None:
+    call = parse_code(body)
+    return None if call is None or call.stdin else call.program
+
+  return ArgumentFormat("the program and nothing else", write, _code_body)
+
+
+def code_object(program: str, stdin: str) -> ArgumentFormat:
+  """A JSON object of a program and its standard input under these keys."""
+
+  def write(body: str) -> str | None:
+    call = parse_code(body)
+    return json.dumps({program: call.program, stdin: call.stdin}) if call else None
+
+  def read(text: str) -> str | None:
+    row = _read_texts(text, program, stdin)
+    return _code_body(row[program], row[stdin]) if row else None
+
+  return ArgumentFormat(f"a JSON object with {program} and {stdin}", write, read)
+
+
+def _code_body(program: str, stdin: str = "") -> str | None:
+  """The protocol's body of a program; None where it could not be read back."""
+  body = render_code(program, stdin)
+  return body if parse_code(body) == CodeCall(program, stdin) else None
+
+
+def image_block() -> ArgumentFormat:
+  """The protocol's own block, read only where it is one."""
+  return ArgumentFormat(
+    "a ```json block with file_path and question",
+    lambda body: body,
+    lambda text: text if parse_image_request(text) else None,
+  )
+
+
+def image_object() -> ArgumentFormat:
+  """The JSON object of the protocol's block without its fence."""
+  description = "a JSON object with file_path and question"
+  return ArgumentFormat(description, _unfence_json, _fence_json)
+
+
+def image_lines() -> ArgumentFormat:
+  """The path on one line and the question on the next."""
+
+  def write(body: str) -> str | None:
+    row = parse_image_request(body)
+    if row is None or not set(row) <= {"file_path", "question"}:
+      return None
+    if not all(isinstance(v, str) and "\n" not in v for v in row.values()):
+      return None
+    return f"{row['file_path']}\n{row.get('question', '')}"
+
+  def read(text: str) -> str | None:
+    path, _, question = text.strip("\n").partition("\n")
+    if not path.strip() or "\n" in question:
+      return None
+    row = {"file_path": path}
+    if question:
+      row["question"] = question
+    return _fence_json(json.dumps(row))
+
+  description = "the path on one line and the question on the next"
+  return ArgumentFormat(description, write, read)
+
+
+def function_object(name: str, arguments: str) -> ArgumentFormat:
+  """A function call as a JSON object with other keys."""
+
+  def write(body: str) -> str | None:
+    call = parse_function_call(body)
+    return json.dumps({name: call.name, arguments: call.arguments}) if call else None
+
+  def read(text: str) -> str | None:
+    row = _read_json(text)
+    if not isinstance(row, dict) or set(row) != {name, arguments}:
+      return None
+    body = json.dumps({"name": row[name], "arguments": row[arguments]})
+    return body if parse_function_call(body) else None
+
+  description = f"a JSON object with {name}, what the tool is called, and {arguments}"
+  return ArgumentFormat(description, write, read)

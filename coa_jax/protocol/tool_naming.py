@@ -1,0 +1,109 @@
+"""Tool naming: what tools are called, and how a prompt says they are written to.
+
+A model trained on one tool format breaks on another; the paper names it as its own
+limitation (arXiv 2508.13167: models trained on web tools fail on the exact fences of
+code). `ToolSpec.augmentation` has the names and formats that trajectories may be copied
+to for training, `ToolSpec.held_out` those that no training ever sees: what is measured
+on them is how a model reads its prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tool_bodies import ArgumentFormat
+from coa_jax.protocol.tools import SPECS
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolNaming:
+  """What the tools of one run are called and how they are written to.
+
+  Attributes:
+    names: tag -> what it is called.
+    formats: tag -> how it is written to.
+    purposes: tag -> what the prompt says that it does.
+  """
+
+  names: Mapping[str, str]
+  formats: Mapping[str, ArgumentFormat]
+  purposes: Mapping[str, str]
+
+  @property
+  def record(self) -> dict[str, list[str]]:
+    """Tag -> its name and its format in words."""
+    return {
+      tag: [name, self.formats[tag].description] for tag, name in self.names.items()
+    }
+
+  def apply(self, variant: Variant) -> Variant:
+    """Returns the variant with its tools called and described so."""
+    names = self.names
+    descriptions = {
+      names[tag]: f"{self.purposes[tag]}; write {self.formats[tag].description}"
+      for tag in names
+    }
+
+    def rename(tags: frozenset[str]) -> frozenset[str]:
+      return frozenset(names.get(t, t) for t in tags)
+
+    return dataclasses.replace(
+      variant,
+      tools=tuple(names[t] for t in variant.tools),
+      follows={names.get(k, k): rename(v) for k, v in variant.follows.items()},
+      think_required=rename(variant.think_required),
+      think_allowed=rename(variant.think_allowed),
+      tool_descriptions=descriptions,
+    )
+
+  def read(self, name: str, text: str) -> tuple[str, str | None]:
+    """Returns a tool's tag by its name, and the protocol's body of what was written.
+
+    The body is None where the text is not in the tool's format.
+
+    Raises:
+      KeyError: no tool is called so.
+    """
+    for tag, other in self.names.items():
+      if other == name:
+        return tag, self.formats[tag].read(text)
+    raise KeyError(name)
+
+
+def draw_naming(
+  variant: Variant,
+  rng: random.Random,
+  held_out: bool = False,
+  bodies: Mapping[str, list[str]] | None = None,
+) -> ToolNaming | None:
+  """Draws a name, a purpose and a format for each of the variant's tools.
+
+  Args:
+    variant: with the tools of the run.
+    rng: what is drawn from.
+    held_out: True to draw what no training data has.
+    bodies: tag -> what its format must be able to hold.
+
+  Returns:
+    The naming; None where no format can hold what it must.
+  """
+  names: dict[str, str] = {}
+  formats: dict[str, ArgumentFormat] = {}
+  purposes: dict[str, str] = {}
+  for tag in variant.tools:
+    choices = SPECS[tag].choices(held_out)
+    needed = (bodies or {}).get(tag, [])
+    able = [
+      each
+      for each in choices.formats
+      if all(each.write(body) is not None for body in needed)
+    ]
+    if not able:
+      return None
+    names[tag] = rng.choice(choices.names)
+    formats[tag] = rng.choice(able)
+    purposes[tag] = rng.choice(choices.purposes)
+  return ToolNaming(names, formats, purposes)

@@ -1,0 +1,434 @@
+"""The tools that have a tag of their own: one row of `SPECS` each.
+
+A row says what the prompt says of the tool, what its span may hold, how other systems
+call it, and what it may be called in augmented training data. Roles, prompts, parser,
+grammar, tokenizer, importers and tool naming read it here; what answers the calls is a
+class of the same tag in `coa_jax/tools/tools.py`. A new tool is the last row, so that
+no token id of another one moves. See docs/extending_tool.md.
+
+budget: a row and the functions that it names are read together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from coa_jax.protocol import tool_bodies as bodies
+from coa_jax.protocol.grammar.regular import (
+  ANY,
+  DIGITS,
+  WHITE,
+  WORD,
+  Language,
+  byte,
+  choice,
+  filled,
+  many,
+  maybe,
+  row,
+  text,
+)
+
+# The tag of every tool that has none of its own: its body names a function, so a config
+# can add functions and the vocabulary of tags stays as it is.
+FUNCTION_TAG = "tool"
+
+
+class TagIds(enum.Enum):
+  """Where the ids of a tool's two tags stand in a vocabulary trained by `tokens`."""
+
+  FIRST = "first"  # with the roles' tags, before all bytes and merges: a closed list
+  LAST = "last"  # at the end, below those of the rows before it
+  NONE = "none"  # tags are spelt as text
+
+
+@dataclasses.dataclass(frozen=True)
+class NamingChoices:
+  """What `tool_naming` draws from; where something is empty, it is the protocol's own.
+
+  Attributes:
+    names: what the tool may be called.
+    purposes: what the prompt may say that it does.
+    formats: how its arguments may be written.
+  """
+
+  names: tuple[str, ...] = ()
+  purposes: tuple[str, ...] = ()
+  formats: tuple[bodies.ArgumentFormat, ...] = ()
+
+
+def accept_any(content: str) -> str | None:
+  """Finds no fault: any text that is not empty will do."""
+  del content
+  return None
+
+
+# The body of a call, None where there can be none; and which other arguments it holds.
+Body = tuple[str | None, tuple[str, ...]]
+
+
+def text_body(value: Any, others: Mapping[str, Any]) -> Body:
+  """Takes the main argument as the body, if it is text."""
+  del others
+  return (value if isinstance(value, str) else None), ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolSpec:
+  """A tool with a tag of its own, as the protocol knows it.
+
+  Attributes:
+    tag: of its spans; lower-case letters and underscores.
+    purpose: what the prompt says that it does.
+    body: what the prompt says that its span holds, after "write".
+    find_fault: a span's content (not empty) -> what is wrong with it, in words that a
+      model can act on; None if nothing.
+    grammar: the contents that a constrained policy may write, each without a fault;
+      its argument are the names of the variant's functions, for the tag `tool` alone.
+      None for any text that is not empty.
+    tag_ids: where the ids of its tags stand.
+    aliases: what other systems' records call such a tool, in lower case.
+    argument_names: what they call the argument that the body is made of, the likeliest
+      first.
+    body_of_call: that argument's value, and the call's other arguments -> the body.
+    augmentation: what training data may call it.
+    held_out: what no training data calls it, for measurements; nothing in common.
+  """
+
+  tag: str
+  purpose: str
+  body: str
+  find_fault: Callable[[str], str | None] = accept_any
+  grammar: Callable[[tuple[str, ...]], Language] | None = None
+  tag_ids: TagIds = TagIds.LAST
+  aliases: tuple[str, ...] = ()
+  argument_names: tuple[str, ...] = ("input", "text")
+  body_of_call: Callable[[Any, Mapping[str, Any]], Body] = text_body
+  augmentation: NamingChoices = NamingChoices()
+  held_out: NamingChoices = NamingChoices()
+
+  @property
+  def description(self) -> str:
+    """What the prompt says of it."""
+    return f"{self.purpose}; write {self.body}"
+
+  def choices(self, held_out: bool) -> NamingChoices:
+    """Gives the names, purposes and formats to draw from, none of them empty."""
+    choices = self.held_out if held_out else self.augmentation
+    return NamingChoices(
+      choices.names or (self.tag,),
+      choices.purposes or (self.purpose,),
+      choices.formats or (bodies.unchanged(self.body),),
+    )
+
+
+# Searches take a query.
+
+_QUERY_NAMES = ("query", "q", "search_query", "question", "keyword", "input", "text")
+_QUERIES = (
+  bodies.unchanged("the query"),
+  bodies.after_prefix("query:", "query: and what you look for"),
+  bodies.json_field("query"),
+)
+_HELD_OUT_QUERIES = (
+  bodies.between_marks("[[", "]]", "what you look for between [[ and ]]"),
+  bodies.after_prefix("look for =", "look for = and what you want to know"),
+  bodies.json_field("search_terms"),
+)
+
+
+# `crawl_page` takes URLs and what is looked for.
+
+
+def _pages_body(value: Any, others: Mapping[str, Any]) -> Body:
+  if not isinstance(value, list):
+    return text_body(value, others)
+  if not value or not all(isinstance(url, str) for url in value):
+    return None, ()
+  return " | ".join(value), ()
+
+
+# `code` takes a program in a fence.
+
+
+def _code_fault(content: str) -> str | None:
+  if bodies.parse_code(content) is None:
+    return "a code call is one ```py block, then at most one ```sh block, no more"
+  return None
+
+
+def _fenced(name: Language, body: Language) -> Language:
+  blanks = many(byte(b" \t"))
+  return row(
+    text("```"), name, blanks, text("\n"), body, maybe(text("\n")), text("```")
+  )
+
+
+def _code_language(functions: tuple[str, ...]) -> Language:
+  """As `parse_code`: a program with something in it, maybe standard input."""
+  del functions
+  white = many(byte(WHITE))
+  tick, other = byte(b"`"), byte(ANY - {ord("`")})
+  few = row(maybe(tick), maybe(tick))
+  body = row(many(row(few, other)), few)  # never three ticks in a row
+  ticks = row(tick, maybe(tick))
+  program = choice(
+    filled(ANY - {ord("`")}, body),
+    row(white, ticks, maybe(row(other, body))),
+  )
+  py = _fenced(choice(text("py"), text("python")), program)
+  stdin = row(white, _fenced(text("sh"), body))
+  return row(white, py, maybe(stdin), white)
+
+
+def _code_body(value: Any, others: Mapping[str, Any]) -> Body:
+  stdin = others.get("stdin")
+  if not isinstance(value, str):
+    return None, ()
+  if stdin is None and bodies.parse_code(value) is not None:
+    return value, ()
+  if stdin is not None and not isinstance(stdin, str):
+    return None, ()
+  return bodies.render_code(value, stdin or ""), ("stdin",)
+
+
+# `visual_inspector` takes a path and a question in a JSON block.
+
+
+def _image_fault(content: str) -> str | None:
+  if bodies.parse_image_request(content) is None:
+    return "visual_inspector takes a ```json block with a string file_path"
+  return None
+
+
+# JSON of a narrower form than the parser's: strings have no escapes.
+_LETTERS = many(byte(frozenset(range(0x20, 0x7F)) - frozenset(b'"\\')))
+_GAP = many(byte(b" "))
+
+
+def _image_language(functions: tuple[str, ...]) -> Language:
+  """A JSON block with a file_path and maybe a question."""
+  del functions
+
+  def field(name: str) -> Language:
+    return row(text(f'"{name}":'), _GAP, text('"'), _LETTERS, text('"'))
+
+  white = many(byte(WHITE))
+  more = maybe(row(text(","), _GAP, field("question")))
+  body = row(text("{"), field("file_path"), more, text("}"))
+  return row(white, _fenced(text("json"), body), white)
+
+
+def _image_body(value: Any, others: Mapping[str, Any]) -> Body:
+  if not isinstance(value, str):
+    return None, ()
+  for name in ("question", "query", "prompt"):
+    if others.get(name) is not None:
+      request = {"file_path": value, "question": others[name]}
+      return bodies.render_image_request(request), (name,)
+  return bodies.render_image_request({"file_path": value}), ()
+
+
+# `tool` takes a function's name and its arguments.
+
+
+def _function_fault(content: str) -> str | None:
+  if bodies.parse_function_call(content) is None:
+    return 'tool takes {"name": NAME, "arguments": {...}}, no more'
+  return None
+
+
+def _function_language(functions: tuple[str, ...]) -> Language:
+  """JSON of a name and flat arguments: strings, integers, booleans."""
+  white = many(byte(WHITE))
+  word = byte(frozenset(WORD) | frozenset(b".-"))
+  # Without a list up to eight letters: a longer bound only makes more states.
+  name = row(word, *[maybe(word)] * 7)
+  if functions:
+    name = choice(*map(text, functions))
+  digits = row(byte(frozenset(b"123456789")), many(byte(DIGITS)))
+  number = row(maybe(text("-")), choice(text("0"), digits))
+  string = row(text('"'), _LETTERS, text('"'))
+  value = choice(string, number, text("true"), text("false"))
+  field = row(text('"'), _LETTERS, text('":'), _GAP, value)
+  fields = maybe(row(field, many(row(text(","), _GAP, field))))
+  head = row(text('{"name":'), _GAP, text('"'), name, text('"'))
+  body = row(text(","), _GAP, text('"arguments":'), _GAP, text("{"), fields, text("}}"))
+  return row(white, head, body, white)
+
+
+# Tag -> its row, in the order in which the prompt lists them. Add the next at the end.
+SPECS: dict[str, ToolSpec] = {
+  spec.tag: spec
+  for spec in (
+    ToolSpec(
+      tag="wiki_search",
+      purpose="search an encyclopaedia",
+      body="the query",
+      tag_ids=TagIds.FIRST,
+      aliases=("wikipedia_search", "wikipedia"),
+      argument_names=_QUERY_NAMES,
+      augmentation=NamingChoices(
+        names=("wiki_search", "encyclopedia", "lookup", "find_article"),
+        purposes=("search an encyclopaedia", "find what an encyclopaedia says"),
+        formats=_QUERIES,
+      ),
+      held_out=NamingChoices(
+        names=("consult", "reference_work", "ask_library"),
+        purposes=("consult a reference work", "ask a library"),
+        formats=_HELD_OUT_QUERIES,
+      ),
+    ),
+    ToolSpec(
+      tag="web_search",
+      purpose="search the web",
+      body="the query",
+      tag_ids=TagIds.FIRST,
+      aliases=(
+        "google_search",
+        "bing_search",
+        "baidu_search",
+        "duckduckgo_search",
+        "search",
+        "google",
+        "websearch",
+        "internet_search",
+      ),
+      argument_names=_QUERY_NAMES,
+      augmentation=NamingChoices(
+        names=("web_search", "google", "search_engine", "internet"),
+        purposes=("search the web", "ask a search engine"),
+        formats=_QUERIES,
+      ),
+      held_out=NamingChoices(
+        names=("net_lookup", "query_web", "seek_online"),
+        purposes=("look something up online", "query the web"),
+        formats=_HELD_OUT_QUERIES,
+      ),
+    ),
+    ToolSpec(
+      tag="crawl_page",
+      purpose="read web pages",
+      body="URLs, separated by |, and what you look for",
+      tag_ids=TagIds.FIRST,
+      aliases=(
+        "crawl_pages",
+        "visit_webpage",
+        "visit_page",
+        "visit",
+        "open_url",
+        "fetch_url",
+        "browse",
+      ),
+      argument_names=("urls", "url", "links", "link", "page"),
+      body_of_call=_pages_body,
+      augmentation=NamingChoices(
+        names=("crawl_page", "browse", "read_url", "open_page"),
+        purposes=("read web pages", "open pages and read them"),
+        formats=(
+          bodies.unchanged("URLs, separated by |, and what you look for"),
+          bodies.json_field("pages"),
+        ),
+      ),
+      held_out=NamingChoices(
+        names=("fetch_document", "view_site", "load_address"),
+        purposes=("fetch documents of the web", "load sites"),
+        formats=(
+          bodies.between_marks(
+            "[[", "]]", "addresses, separated by |, between [[ and ]]"
+          ),
+          bodies.json_field("addresses"),
+        ),
+      ),
+    ),
+    ToolSpec(
+      tag="code",
+      purpose="run a Python program and read what it prints",
+      body="one ```py block, then, if the program reads standard input, one ```sh "
+      "block that holds it",
+      find_fault=_code_fault,
+      grammar=_code_language,
+      tag_ids=TagIds.FIRST,
+      aliases=(
+        "python_interpreter",
+        "python",
+        "code_interpreter",
+        "execute_code",
+        "run_python",
+        "ipython",
+      ),
+      argument_names=("code", "program", "source", "script", "input"),
+      body_of_call=_code_body,
+      augmentation=NamingChoices(
+        names=("code", "python", "run_program", "interpreter"),
+        purposes=("run a Python program and read what it prints", "execute Python"),
+        formats=(
+          bodies.code_fences("py"),
+          bodies.code_fences("python"),
+          bodies.bare_program(),
+          bodies.code_object("program", "stdin"),
+        ),
+      ),
+      held_out=NamingChoices(
+        names=("compute", "execute_script", "calculator"),
+        purposes=(
+          "have a script executed and see its output",
+          "compute something in Python 3",
+        ),
+        formats=(
+          bodies.code_fences("python3"),
+          bodies.code_fences("script"),
+          bodies.code_object("source", "input"),
+        ),
+      ),
+    ),
+    ToolSpec(
+      tag="visual_inspector",
+      purpose="ask about an image",
+      body="a ```json block with file_path and question",
+      find_fault=_image_fault,
+      grammar=_image_language,
+      tag_ids=TagIds.FIRST,
+      aliases=("inspect_file_as_image", "visualizer", "image_inspector"),
+      argument_names=("file_path", "image_path", "path", "image", "url"),
+      body_of_call=_image_body,
+      augmentation=NamingChoices(
+        names=("visual_inspector", "look", "image_reader"),
+        purposes=("ask about an image", "look at an image"),
+        formats=(bodies.image_block(), bodies.image_object()),
+      ),
+      held_out=NamingChoices(
+        names=("examine_picture", "see_file"),
+        purposes=("have a picture examined", "see what a file shows"),
+        formats=(bodies.image_lines(),),
+      ),
+    ),
+    ToolSpec(
+      tag=FUNCTION_TAG,
+      purpose="call a tool by its name",
+      body='{"name": NAME, "arguments": {...}}',
+      find_fault=_function_fault,
+      grammar=_function_language,
+      tag_ids=TagIds.NONE,
+      augmentation=NamingChoices(
+        names=("tool", "call_tool", "use_tool"),
+        purposes=(
+          "call another tool by its name",
+          "use one of the tools listed below",
+        ),
+        formats=(
+          bodies.function_object("name", "arguments"),
+          bodies.function_object("tool", "input"),
+        ),
+      ),
+      held_out=NamingChoices(
+        names=("invoke", "apply_function"),
+        purposes=("have a function called", "invoke what is named"),
+        formats=(bodies.function_object("function", "parameters"),),
+      ),
+    ),
+  )
+}

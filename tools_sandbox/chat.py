@@ -1,0 +1,153 @@
+"""An OpenAI-compatible chat endpoint: the one place that talks to language models.
+
+It answers a teacher's agents, grades answers, shortens pages and looks at images.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tools_sandbox.http_client import BadReply, Fault, Service, read_json, read_key
+from tools_sandbox.web.page import clean
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+  """Where and how a language model is asked.
+
+  Attributes:
+    base_url: up to and without /chat/completions, e.g. "http://localhost:8000/v1".
+    model: the name that the endpoint knows it by.
+    key_file: a file that holds the API key, sent as a bearer token; None for none.
+    max_tokens: the longest reply.
+    temperature: of sampling.
+    timeout_s: seconds to wait for one reply.
+    retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut
+      connections and replies that are not chat completions.
+    backoff_s: seconds before the first retry; doubled for each one after it.
+    max_pause_s: the longest pause; an endpoint that asks for more is given up.
+    prices: US dollars for a million tokens: prompt, cached prompt, completion; () where
+      nobody is billed.
+  """
+
+  base_url: str
+  model: str
+  key_file: str | None = None
+  max_tokens: int = 512
+  temperature: float = 0.0
+  timeout_s: float = 120.0
+  retries: int = 3
+  backoff_s: float = 0.25
+  max_pause_s: float = 120.0
+  prices: tuple[float, ...] = ()
+
+  def __post_init__(self):
+    if not self.base_url.startswith(("http://", "https://")):
+      raise ValueError(
+        f"base_url {self.base_url!r} must start with http:// or https://"
+      )
+    if not self.model:
+      raise ValueError("model: name the model that the endpoint serves")
+    if self.max_tokens < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf:
+      raise ValueError("max_tokens and timeout_s must be positive, retries at least 0")
+    if not min(self.temperature, self.backoff_s, self.max_pause_s) >= 0:
+      raise ValueError("temperature, backoff_s and max_pause_s must be at least 0")
+    if self.prices and (len(self.prices) != 3 or min(self.prices) < 0):
+      raise ValueError(
+        f"prices is {self.prices!r}; give three, in US dollars: of a million prompt, "
+        "cached prompt and completion tokens"
+      )
+
+  @property
+  def url(self) -> str:
+    """Where requests go."""
+    return self.base_url.rstrip("/") + "/chat/completions"
+
+  def usd(self, prompt: int, cached: int, completion: int) -> float | None:
+    """What so many tokens cost; `cached` of `prompt`. None without `prices`."""
+    if not self.prices:
+      return None
+    counts = (prompt - cached, cached, completion)
+    return sum(n * p for n, p in zip(counts, self.prices, strict=True)) / 1e6
+
+
+class ChatModel:
+  """Asks the endpoint. Thread-safe; close it after use."""
+
+  def __init__(
+    self, config: ChatConfig, api_key: str | None = None, use_proxies: bool = False
+  ):
+    """Sends nothing yet.
+
+    Args:
+      config: the endpoint.
+      api_key: its key, where the config names no file of one; never logged.
+      use_proxies: see `Service`.
+
+    Raises:
+      ValueError: the key file cannot be used.
+    """
+    key = read_key(config.key_file) or api_key
+    self.config = config
+    self._service = Service(
+      "the chat endpoint",
+      config.url,
+      {"Authorization": f"Bearer {key}"} if key else {},
+      retries=config.retries,
+      backoff_s=config.backoff_s,
+      max_pause_s=config.max_pause_s,
+      timeout_s=config.timeout_s,
+      use_proxies=use_proxies,
+    )
+
+  def close(self) -> None:
+    """Closes the connections."""
+    self._service.close()
+
+  def ask(
+    self, system: str, content: str | list[dict[str, Any]], seconds: float
+  ) -> str:
+    """The model's answer to one message, without control characters.
+
+    Args:
+      system: what it is to do.
+      content: the user's message: text, or parts of text and images.
+      seconds: for the answer, retries included.
+
+    Raises:
+      ToolFault: the endpoint refuses this request.
+      Unavailable: no usable reply.
+    """
+    messages = [
+      {"role": "system", "content": system},
+      {"role": "user", "content": content},
+    ]
+    return self._service.ask(self._body(messages), seconds, _read_text)
+
+  def send(
+    self, messages: list[dict[str, Any]], read: Callable[[bytes], Any]
+  ) -> tuple[Any, tuple[Fault, ...]]:
+    """The first reply to a conversation that `read` can use; see `Service.send`."""
+    return self._service.send(self._body(messages), read=read)
+
+  def _body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+      "model": self.config.model,
+      "messages": messages,
+      "temperature": self.config.temperature,
+      "max_tokens": self.config.max_tokens,
+    }
+
+
+def _read_text(data: bytes) -> str:
+  reply = read_json(data)
+  try:
+    text = reply["choices"][0]["message"]["content"]
+  except (KeyError, IndexError, TypeError):
+    text = None
+  if not isinstance(text, str) or not text.strip():
+    raise BadReply("not a chat completion")
+  return clean(text).strip()
