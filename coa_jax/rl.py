@@ -40,7 +40,7 @@ from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, sizes
 from coa_jax.model import lora as adapting
 from coa_jax.model.config import LoadConfig, ModelConfig
-from coa_jax.model.hf.folder import open_folder
+from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
@@ -206,7 +206,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       with checkpoints.resumable(state, cursor):
         accuracy = examine(learner.policy(state, frozen), algo.steps)
   trained = state.params["policy"], frozen["base"]
-  adapting.export(workdir, cfg, *trained, lora, tokenizer, config.init)
+  save_run(workdir, cfg, *trained, lora, tokenizer, config.init)
   return _results(own, algo.steps, accuracy)
 
 

@@ -40,8 +40,9 @@ from coa_jax.learner.state import Learner, SumLoss, init_state
 from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, sizes
 from coa_jax.model import lora as adapting
-from coa_jax.model.config import LoadConfig, ModelConfig, to_hf_config
-from coa_jax.model.hf.folder import open_folder
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf.config import to_hf_config
+from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
@@ -164,7 +165,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         metrics.log(done, values, f"loss {values['loss']:.3f}")
         checkpoints.reached(state, {}, done == data.steps)
         clock.lap("save")
-  params = adapting.export(
+  params = save_run(
     workdir, cfg, state.params, frozen, lora, tokenizer, config.get("init") or ""
   )
   results = {

@@ -43,6 +43,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora as adapting
   from coa_jax.model.config import ModelConfig
+  from coa_jax.model.hf.folder import save_run
   from coa_jax.model.hf.io import load_config, load_model
   from coa_jax.model.transformer import init_params
   from coa_jax.protocol.tokens import Tokenizer
@@ -77,7 +78,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     cfg = load_config(init, load)
     if lora:
       _, base = load_model(init, load)
-  adapting.export(out, cfg, trained, base, lora, tokenizer, init)
+  save_run(out, cfg, trained, base, lora, tokenizer, init)
   return step
 
 

@@ -131,7 +131,7 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
     ("data", "steps", -5, "'data': steps is -5; it must be at least 0"),
     ("data", "validate_every", -1, "'data': validate_every is -1"),
     # What could not be written in the end is not trained.
-    ("model", "attention_bias", True, "attention_bias and model.qk_norm must differ"),
+    ("model", "attention_bias", True, "attention_bias is True and model.qk_norm True"),
     ("checkpoint", "evry", 1, "did you mean 'every'"),
   ],
 )

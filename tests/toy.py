@@ -143,14 +143,6 @@ def trajectories() -> list[Trajectory]:
   return [written(q, script, tokenizer()) for q, script in SCRIPTS.items()]
 
 
-def pieces(k_BSKH: jax.Array, v_BSKH: jax.Array, P: int | None = None):
-  """Keys and values as a cache holds them, in pieces of P places; one where None."""
-  B, S, K, H = k_BSKH.shape
-  P = P or S
-  k_BCPKH, v_BCPKH = (x.reshape(B, S // P, P, K, H) for x in (k_BSKH, v_BSKH))
-  return k_BCPKH.transpose(0, 3, 1, 4, 2), v_BCPKH.transpose(0, 3, 1, 2, 4)
-
-
 @functools.cache
 def params(seed: int = 0, **changes):
   """Fresh parameters of MODEL, some of its fields changed."""

@@ -1,1 +1,1 @@
-"""The Qwen-style transformer and where its arrays live."""
+"""A dense transformer and where its arrays live."""

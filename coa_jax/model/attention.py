@@ -1,8 +1,8 @@
-"""Attention over grouped key-value heads; softmax in float32.
+"""Attention over packed rows, as training has them; softmax in float32.
 
-Two uses: over a cache (decoding), and over packed rows (training), where the kernel is
-XLA's own products, cuDNN's flash attention or the TPU's splash attention, and where a
-row may be split over devices (context parallelism).
+The kernel is XLA's own products, cuDNN's flash attention or the TPU's splash attention;
+a row may be split over devices (context parallelism). Attention over a cache, as
+decoding has it, is in `cache.py`.
 """
 
 from __future__ import annotations
@@ -17,49 +17,8 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise
 from coa_jax.model.sharding import Layout
 
-# Finite, so that a row with nothing to attend to (padding) stays free of NaN.
-_MASKED = -1e30
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
-
-
-def attend(
-  q_BTNH: jax.Array, k_BKCHP: jax.Array, v_BKCPH: jax.Array, mask_BTS: jax.Array
-) -> jax.Array:
-  """Scaled dot-product attention; query head n reads kv head n // (N // K).
-
-  Keys and values come in C pieces of P places: S = C P. Each piece has products and
-  sums of its own, of a size that C does not change; so places that nothing reads add
-  exact zeros at the end, and a larger cache changes no bit (float32, CPU).
-
-  Args:
-    q_BTNH: queries.
-    k_BKCHP: keys, positions last: so few queries' scores run along contiguous memory
-      (decoding on a CPU takes half the time).
-    v_BKCPH: values.
-    mask_BTS: True where query t may read position s.
-
-  Returns:
-    out_BTNH in q's dtype. Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
-  """
-  B, T, N, H = q_BTNH.shape
-  _, K, C, _, P = k_BKCHP.shape
-  G = N // K
-  # One matrix product per kv head, with the rows of its G query heads together. The
-  # queries are repeated: a product over all pieces at once would move the keys.
-  q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
-  q_BKCRH = jnp.broadcast_to(q_BKGTH.reshape(B, K, 1, G * T, H), (B, K, C, G * T, H))
-  score_BKCRP = jnp.matmul(q_BKCRH, k_BKCHP, preferred_element_type=jnp.float32)
-  score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
-  mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
-  score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
-  e_BKCGTP = jnp.exp(score_BKCGTP - score_BKCGTP.max((2, 5), keepdims=True))
-  # XLA would join the sum over places with that over pieces.
-  sum_BKCGT = jax.lax.optimization_barrier(e_BKCGTP.sum(-1))
-  e_BKCRP = e_BKCGTP.astype(v_BKCPH.dtype).reshape(B, K, C, G * T, P)
-  out_BKRH = jnp.matmul(e_BKCRP, v_BKCPH, preferred_element_type=jnp.float32).sum(2)
-  out_BKGTH = out_BKRH.reshape(B, K, G, T, H) / sum_BKCGT.sum(2)[..., None]
-  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
 def attend_packed(
@@ -80,7 +39,7 @@ def attend_packed(
     segment_BT: int segment number of each token; 0 is padding, which reads padding. A
       segment's tokens stand together.
     window: tokens that a query sees, itself included; 0 for all.
-    kernel: one of `architecture.ATTENTION`.
+    kernel: one of `config.ATTENTION`.
     layout: the mesh that the arrays are split over. Where it splits rows, every device
       computes its own queries against the keys and values of all devices before it,
       gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a
@@ -204,7 +163,7 @@ def _xla(
   segment_BS: jax.Array,
   window: int,
 ) -> jax.Array:
-  """Block by block; see `flash`. Small blocks stay in a CPU's cache."""
+  """Block by block; see `kernels.blockwise`. Small blocks stay in a CPU's cache."""
   block = 64 if jax.default_backend() == "cpu" else 512
   args = (q_BTNH, k_BSKH, v_BSKH, segment_BS)
   return blockwise.attend_segments(*args, window, OUT, block)
@@ -302,18 +261,3 @@ _KERNELS = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 def _divisor(n: int, most: int) -> int:
   """The largest power of two of at most `most` that divides n."""
   return min(most, n & -n)
-
-
-def cache_mask(position_BT: jax.Array, size: int, window: int = 0) -> jax.Array:
-  """mask_BTS over a cache of `size` places: a token reads places up to its own.
-
-  Args:
-    position_BT: places of the queries.
-    size: S.
-    window: places that a token reads, its own included; 0 for all.
-  """
-  place_S = jnp.arange(size)
-  mask_BTS = place_S <= position_BT[:, :, None]
-  if window:
-    mask_BTS &= place_S > position_BT[:, :, None] - window
-  return mask_BTS

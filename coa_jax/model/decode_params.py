@@ -1,4 +1,4 @@
-"""What a decoder holds: its cache, and the parameters as it wants them."""
+"""The parameters as a decoder wants them, and the model as it runs there."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Layout, inputs_of, name_of, platform
-from coa_jax.model.transformer import LayerCache
 
-# The most places of a piece of a cache; a cache of more has several pieces.
-PIECE = 256
 # The least width at which half-precision products pay on a CPU, for a single row too.
 WIDE = 640
 
@@ -47,23 +43,6 @@ def has_amx() -> bool:
       return " amx_bf16" in f.read()
   except OSError:
     return False
-
-
-def init_cache(
-  cfg: ModelConfig, rows: int, size: int, layout: Layout | None = None
-) -> tuple[LayerCache, ...]:
-  """An empty cache for `rows` sequences, in the dtype of activations.
-
-  It has `size` places; above PIECE as many more as fill the last piece.
-  """
-  sharding = layout.sharding("BK...") if layout else None
-  C, P = -(-size // PIECE), min(size, PIECE)
-
-  def zeros(*shape: int) -> jax.Array:
-    return jnp.zeros((rows, cfg.kv_heads, C, *shape), dtype, device=sharding)
-
-  H, dtype = cfg.head_dim, cfg.dtype
-  return tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers))
 
 
 def decoding_views(

@@ -2,29 +2,22 @@
 
 Adapters are arrays of their own: `q_a` [inputs, r] and `q_b` [r, outputs] beside `q`.
 The model adds x A B wherever its parameters hold them (`join`); `merge` folds them into
-the matrices for decoding and export; `save_adapter` writes them as peft does.
+the matrices for decoding and export; `hf.folder.save_adapter` writes them as peft does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from safetensors.numpy import save_file
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.hf.io import gather, save_model
-from coa_jax.model.hf.names import hf_name
 from coa_jax.model.sharding import PARAMETERS, Layout, inputs_of
-from coa_jax.model.transformer import param_shapes, unstack
-from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.model.transformer import param_shapes
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -184,82 +177,3 @@ def _merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig)
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.tensordot(a, b, axes=1)
-
-
-def export(
-  workdir: str,
-  cfg: ModelConfig,
-  trained: Any,
-  frozen: Any,
-  config: LoraConfig | None,
-  tokenizer: Tokenizer,
-  like: str,
-) -> Any:
-  """Writes `workdir/model` and, where adapters were trained, `workdir/adapter`.
-
-  Args:
-    workdir: of the run.
-    cfg: the architecture.
-    trained: half of what `split` gave, after training.
-    frozen: the other half.
-    config: None where everything was trained.
-    tokenizer: goes into the model's folder.
-    like: the folder that training started from; "" for none.
-
-  Returns:
-    The merged parameters.
-  """
-  params = merged(trained, frozen, config)
-  save_model(os.path.join(workdir, "model"), cfg, params, tokenizer, like)
-  if config:
-    save_adapter(os.path.join(workdir, "adapter"), cfg, trained, config, like)
-  return params
-
-
-def save_adapter(
-  path: str | os.PathLike[str],
-  cfg: ModelConfig,
-  adapters: dict[str, Any],
-  config: LoraConfig,
-  base: str,
-) -> None:
-  """Writes adapter_config.json and adapter_model.safetensors, as peft reads them.
-
-  Every process calls it; the first one writes.
-
-  Args:
-    path: made if missing.
-    cfg: the architecture.
-    adapters: as from `init_adapters`.
-    config: what they were made with.
-    base: name or folder of the model that they belong to.
-  """
-  tensors = {}
-  whole = jax.tree.map(gather, adapters)
-  if jax.process_index() > 0:
-    return
-  for layer, arrays in unstack(whole, cfg.layers).items():
-    number = layer.removeprefix("layer_")
-    for key, x in arrays.items():
-      name, half = key[:-2], key[-1].upper()
-      target = hf_name(name).removesuffix(".weight")
-      full = f"base_model.model.model.layers.{number}.{target}.lora_{half}.weight"
-      flat = x.reshape(-1, config.rank) if half == "A" else x.reshape(config.rank, -1)
-      tensors[full] = np.ascontiguousarray(flat.T)
-  os.makedirs(path, exist_ok=True)
-  save_file(
-    tensors, os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"}
-  )
-  modules = sorted(hf_name(n).split(".")[-2] for n in config.matrices)
-  description = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base,
-    "r": config.rank,
-    "lora_alpha": config.alpha,
-    "lora_dropout": 0.0,
-    "bias": "none",
-    "target_modules": modules,
-  }
-  with open(os.path.join(path, "adapter_config.json"), "w", encoding="utf-8") as f:
-    json.dump(description, f, indent=2, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, plain or stretched by YaRN.
+"""Rotary position embedding, plain or stretched as YaRN or Llama 3.1 do.
 
 In the half-rotation layout of Hugging Face's implementation, so weights carry over
 unchanged.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 
 # Cosines and sines of the rotary angles, each [B, T, 1, H / 2].
 Rotation = tuple[jax.Array, jax.Array]
@@ -21,33 +21,53 @@ Rotation = tuple[jax.Array, jax.Array]
 def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
   """Rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
 
-  With YaRN (arXiv 2309.00071, section 3.2) dimensions that turn often keep their
-  frequency, those that turn seldom are slowed down by the factor, with a linear ramp
-  between; the scale is its section 3.4. Computed in float64 and rounded once, so that
-  each frequency is the float32 nearest to the exact one.
+  Computed in float64 and rounded once, so that each frequency is the float32 nearest to
+  the exact one.
   """
   half = cfg.head_dim // 2
   frequency = np.float64(cfg.rope_theta) ** (-np.arange(half) / half)
-  y = cfg.yarn
-  if y is None:
-    return frequency.astype(np.float32), 1.0
+  scale = 1.0
+  if cfg.yarn:
+    frequency *= _yarn_slowing(cfg, cfg.yarn)
+    scale = cfg.yarn.attention_factor or 0.1 * math.log(cfg.yarn.factor) + 1.0
+  if cfg.llama3:
+    frequency *= _llama3_slowing(frequency, cfg.llama3)
+  return frequency.astype(np.float32), scale
+
+
+def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
+  """What YaRN multiplies each frequency by (arXiv 2309.00071, section 3.2).
+
+  Dimensions that turn often keep their frequency, those that turn seldom are slowed
+  down by the factor, with a ramp between that is linear in the dimension.
+  """
+  half = cfg.head_dim // 2
 
   def dimension(turns: float) -> float:
     """The dimension that turns so many times over the trained positions."""
-    return (
-      half * math.log(y.positions / (turns * 2 * math.pi)) / math.log(cfg.rope_theta)
-    )
+    wavelength = yarn.positions / (turns * 2 * math.pi)
+    return half * math.log(wavelength) / math.log(cfg.rope_theta)
 
-  low, high = dimension(y.beta_fast), dimension(y.beta_slow)
-  if y.truncate:
+  low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+  if yarn.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, cfg.head_dim - 1)
   if low == high:
     high += 1e-3
   ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
-  frequency *= 1 - ramp + ramp / y.factor
-  scale = y.attention_factor or 0.1 * math.log(y.factor) + 1.0
-  return frequency.astype(np.float32), scale
+  return 1 - ramp + ramp / yarn.factor
+
+
+def _llama3_slowing(frequency: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
+  """What Llama 3.1 multiplies each frequency by.
+
+  As YaRN, but with a ramp that is linear in how often a dimension turns. Source:
+  `apply_scaling` in github.com/meta-llama/llama-models.
+  """
+  low, high = llama3.low_freq_factor, llama3.high_freq_factor
+  turns = llama3.positions * frequency / (2 * math.pi)
+  keep = np.clip((turns - low) / (high - low), 0, 1)
+  return keep + (1 - keep) / llama3.factor
 
 
 def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
@@ -62,9 +82,9 @@ def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
   return jnp.cos(angle_BT1F) * scale, jnp.sin(angle_BT1F) * scale
 
 
-def rotate(x_BTNH: jax.Array, by: Rotation) -> jax.Array:
+def rotate(x_BTNH: jax.Array, rope: Rotation) -> jax.Array:
   """Rotates heads by their positions' angles, in float32; x's dtype."""
-  cos, sin = by
+  cos, sin = rope
   a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
   out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return out.astype(x_BTNH.dtype)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax import capacity
+from coa_jax.model import cache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.decode_params import PIECE
 from coa_jax.model.sharding import Layout
 
 TOKEN = 7 * 4  # bytes of a token in a `Batch`
@@ -104,9 +104,9 @@ def rollout_needs(
   cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
   """What the slots take: a cache that begins small, logits, and a window's tokens."""
-  place = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * jnp.dtype(cfg.dtype).itemsize
-  least = min(max_len, PIECE) * place + 4 * cfg.vocab_size + 8 * window
+  row = cache.row_bytes(cfg, min(max_len, cache.BLOCK_SIZE))
+  least = row + 4 * cfg.vocab_size + 8 * window
   return {
     f"rollout.slots={slots} with rollout.window={window}": slots * replicas * least,
-    f"one trajectory of rollout.max_len={max_len}": max_len * place,
+    f"one trajectory of rollout.max_len={max_len}": cache.row_bytes(cfg, max_len),
   }

@@ -1,10 +1,10 @@
-"""The Qwen2 / Qwen3 dense transformer in Flax.
+"""The dense transformer of Qwen and Llama in Flax.
 
 One forward function for training and decoding: `Transformer.__call__` takes packed
-segments, or a key-value cache. Training may scan over stacked layers; decoding runs
-them unrolled (`decoding_views` converts the parameters once per policy update).
+segments, or a cache of keys and values. Training may scan over stacked layers; decoding
+runs them unrolled (`decoding_views` converts the parameters once per policy update).
 
-Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388).
+Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv 2407.21783).
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model import attention
+from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Layout, inputs_of
-
-# One layer's keys [B, K, C, H, P] and values [B, K, C, P, H]: C pieces of P places.
-LayerCache = tuple[jax.Array, jax.Array]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -45,7 +43,7 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   return y.reshape(*batch, *outer).astype(x.dtype)
 
 
-def project_narrow(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
+def linear_bf16(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   """As `project`, with both factors in w's dtype and sums in x's; w's outputs first.
 
   On a CPU both matter: a product of half precision is several times faster than one of
@@ -64,7 +62,7 @@ def project_narrow(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   return y[:R].reshape(*batch, *outer)
 
 
-def take_narrow(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+def embed_bf16(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
   """Rows [B, T, D] of an embedding in bfloat16, by their bits.
 
   XLA's CPU back-end would convert the whole embedding to float32 before it takes one.
@@ -98,34 +96,42 @@ class Block(nn.Module):
 
   cfg: ModelConfig
   layout: Layout | None = None
-  view: bool = False
+  decode: bool = False
+  layer: int = 0
 
   @nn.compact
   def __call__(
     self,
     x_BTD: jax.Array,
-    kind: jax.Array | int,
-    by: Rotation,
+    window_index: jax.Array | int,
+    rope: Rotation,
     segment_BT: jax.Array | None,
-    position_BT: jax.Array | None,
-    written: tuple[jax.Array | None, jax.Array] | None,
-    cache: LayerCache | None,
-  ) -> tuple[jax.Array, LayerCache | None]:
-    """Args as `Transformer.__call__`; the cache is this layer's.
+    cache_write: CacheWrite | None,
+    cache: KVCache | None,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """Runs the layer.
 
-    `kind` is the place of the layer's window in `window_kinds(cfg)`; `written` is
-    `row_B` and the places of those rows where this call's tokens go.
+    Args:
+      x_BTD: what enters it.
+      window_index: of its window in `window_sizes(cfg)`.
+      rope: rotary cosines and sines of the tokens' positions.
+      segment_BT: packed rows: the segment of each token.
+      cache_write: with a cache: where the call's tokens stand in it.
+      cache: of all layers; this one's keys and values are appended.
+
+    Returns:
+      What leaves the layer, and the cache.
     """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
 
-    def product(x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+    def dense(x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
       inputs = inputs_of(name)
-      if self.view and c.product_dtype:
-        return project_narrow(x, self.get_variable("params", name), inputs)
+      if self.decode and c.product_dtype:
+        return linear_bf16(x, self.get_variable("params", name), inputs)
       init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
       w = self.param(name, init, shape, c.param_dtype)
-      y = project(x, w if self.view else used(c, w), inputs)
+      y = project(x, w if self.decode else used(c, w), inputs)
       if self.has_variable("params", f"{name}_a"):
         a = self.get_variable("params", f"{name}_a").astype(c.dtype)
         b = self.get_variable("params", f"{name}_b").astype(c.dtype)
@@ -134,15 +140,15 @@ class Block(nn.Module):
 
     def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
       w = self.param(name, init, shape, c.param_dtype)
-      return w.astype(c.dtype) if self.view else used(c, w)
+      return w.astype(c.dtype) if self.decode else used(c, w)
 
     def norm(x: jax.Array, name: str, size: int) -> jax.Array:
       return rms_norm(x, vector(name, (size,), nn.initializers.ones), c.norm_eps)
 
     h_BTD = norm(x_BTD, "attn_norm", D)
-    q_BTNH = product(h_BTD, "q", (D, N, H))
-    k_BTKH = product(h_BTD, "k", (D, K, H))
-    v_BTKH = product(h_BTD, "v", (D, K, H))
+    q_BTNH = dense(h_BTD, "q", (D, N, H))
+    k_BTKH = dense(h_BTD, "k", (D, K, H))
+    v_BTKH = dense(h_BTD, "v", (D, K, H))
     if c.attention_bias:
       zeros = nn.initializers.zeros
       q_BTNH += vector("q_bias", (N, H), zeros)
@@ -151,41 +157,28 @@ class Block(nn.Module):
     if c.qk_norm:
       q_BTNH = norm(q_BTNH, "q_norm", H)
       k_BTKH = norm(k_BTKH, "k_norm", H)
-    q_BTNH, k_BTKH = rotate(q_BTNH, by), rotate(k_BTKH, by)
+    q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
     q_BTNH = self._shard(q_BTNH, "BTN.")
     k_BTKH, v_BTKH = self._shard(k_BTKH, "BTK."), self._shard(v_BTKH, "BTK.")
     if cache is None:
-      out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, kind)
+      out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index)
     else:
-      # Tokens that are not to be written point past the end, and are dropped. With the
-      # head's index left out, XLA would keep a window's cache in another layout and
-      # copy all of it at both ends.
-      C, P = cache[1].shape[2:4]
-      row_B, place_BT = written
-      every = jnp.arange(x_BTD.shape[0]) if row_B is None else row_B
-      row, head = every[:, None, None], jnp.arange(K)
-      piece, place = place_BT[..., None] // P, place_BT[..., None] % P
-      k_BKCHP = cache[0].at[row, head, piece, :, place].set(k_BTKH, mode="drop")
-      v_BKCPH = cache[1].at[row, head, piece, place].set(v_BTKH, mode="drop")
-      cache = (self._shard(k_BKCHP, "BK..."), self._shard(v_BKCPH, "BK..."))
-      read = cache
-      if row_B is not None:
-        read = [jnp.take(x, row_B, axis=0, mode="clip") for x in cache]
-      mask_BTS = attention.cache_mask(position_BT, C * P, window_kinds(c)[kind])
-      out_BTNH = attention.attend(q_BTNH, *read, mask_BTS)
-    x_BTD += self._shard(product(out_BTNH, "o", (N, H, D)), "BT.")
+      cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.layout)
+      window = window_sizes(c)[window_index]
+      out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window)
+    x_BTD += self._shard(dense(out_BTNH, "o", (N, H, D)), "BT.")
 
     h_BTD = norm(x_BTD, "ff_norm", D)
-    gate_BTF = product(h_BTD, "gate", (D, F))
-    up_BTF = product(h_BTD, "up", (D, F))
+    gate_BTF = dense(h_BTD, "gate", (D, F))
+    up_BTF = dense(h_BTD, "up", (D, F))
     hidden_BTF = self._shard(nn.silu(gate_BTF) * up_BTF, "BTF")
-    x_BTD += self._shard(product(hidden_BTF, "down", (F, D)), "BT.")
+    x_BTD += self._shard(dense(hidden_BTF, "down", (F, D)), "BT.")
     return x_BTD, cache
 
   def _shard(self, x: jax.Array, letters: str) -> jax.Array:
     return self.layout.shard(x, letters) if self.layout else x
 
-  def _packed(self, q_BTNH, k_BTKH, v_BTKH, segment_BT, kind) -> jax.Array:
+  def _packed(self, q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index) -> jax.Array:
     """Attention over packed rows; a scanned layer's window is known only as it runs."""
 
     def attend(window: int):
@@ -193,23 +186,23 @@ class Block(nn.Module):
         q, k, v, segment, window, self.cfg.attention, self.layout
       )
 
-    branches = [attend(w) for w in window_kinds(self.cfg)]
+    branches = [attend(w) for w in window_sizes(self.cfg)]
     operands = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
-    if isinstance(kind, int):
-      return branches[kind](*operands)
-    return jax.lax.switch(kind, branches, *operands)
+    if isinstance(window_index, int):
+      return branches[window_index](*operands)
+    return jax.lax.switch(window_index, branches, *operands)
 
 
 class Transformer(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
-  With a layout, activations are constrained to its mesh. With `view` the parameters
+  With a layout, activations are constrained to its mesh. With `decode` the parameters
   are those of `decoding_views`, and matrices are used as they are.
   """
 
   cfg: ModelConfig
   layout: Layout | None = None
-  view: bool = False
+  decode: bool = False
 
   def setup(self) -> None:
     """Declares the embedding, the layers and the final norm."""
@@ -221,7 +214,7 @@ class Transformer(nn.Module):
     )
     if not c.tie_embeddings:
       shape = c.width, c.vocab_size
-      if self.view and c.product_dtype:
+      if self.decode and c.product_dtype:
         shape = shape[::-1]
       self.head = self.param("head", init, shape, c.param_dtype)
     block = Block
@@ -231,7 +224,7 @@ class Transformer(nn.Module):
         "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
       }
-      fixed = () if c.scan else (2,)  # `kind` is a plain int in unrolled layers
+      fixed = () if c.scan else (2,)  # `window_index`, a plain int in unrolled layers
       block = nn.remat(
         Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=fixed
       )
@@ -241,12 +234,13 @@ class Transformer(nn.Module):
         block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(0 if c.windows else every, *[every] * 5),
+        in_axes=(0 if c.windows else every, *[every] * 4),
         length=c.layers,
-      )(c, self.layout, self.view, name="layers")
+      )(c, self.layout, self.decode, name="layers")
     else:
       self.blocks = [
-        block(c, self.layout, self.view, name=f"layer_{i}") for i in range(c.layers)
+        block(c, self.layout, self.decode, i, name=f"layer_{i}")
+        for i in range(c.layers)
       ]
 
   def __call__(
@@ -254,10 +248,10 @@ class Transformer(nn.Module):
     tokens_BT: jax.Array,
     position_BT: jax.Array,
     segment_BT: jax.Array | None = None,
-    cache: tuple[LayerCache, ...] | None = None,
+    cache: KVCache | None = None,
     valid_BT: jax.Array | None = None,
     row_B: jax.Array | None = None,
-  ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+  ) -> tuple[jax.Array, KVCache | None]:
     """Runs the transformer.
 
     Args:
@@ -265,8 +259,8 @@ class Transformer(nn.Module):
       position_BT: int position of each token in its own sequence.
       segment_BT: packed rows: the segment of each token, 0 for padding. Without a
         cache only.
-      cache: per layer keys and values; those of this call's tokens are written at
-        their positions, and tokens read places up to their own.
+      cache: keys and values; those of this call's tokens are appended at their
+        positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
       row_B: the cache's row of each row of tokens, where they are not in order; no
@@ -276,49 +270,43 @@ class Transformer(nn.Module):
       hidden_BTD after the final norm, and the new cache (None without one).
     """
     c = self.cfg
-    embed = self.embed if self.view else used(c, self.embed)
+    embed = self.embed if self.decode else used(c, self.embed)
     if self.layout:
       embed = self.layout.shard(embed, "V.")
-    if self.view and c.product_dtype:
-      x_BTD = take_narrow(embed, tokens_BT).astype(c.dtype)
+    if self.decode and c.product_dtype:
+      x_BTD = embed_bf16(embed, tokens_BT).astype(c.dtype)
     else:
       x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
     if self.layout:
       x_BTD = self.layout.shard(x_BTD, "BT.")
-    by = rotation(c, position_BT)
-    kinds = window_kinds(c)
-    kind_L = [kinds.index(w) for w in c.windows] or [0] * c.layers
-    written = None
-    if cache is not None:
-      written = row_B, jnp.where(valid_BT, position_BT, cache_size(cache))
+    rope = rotation(c, position_BT)
+    sizes = window_sizes(c)
+    index_L = [sizes.index(w) for w in c.windows] or [0] * c.layers
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_views()")
-      kind = jnp.array(kind_L) if c.windows else 0
-      x_BTD, _ = self.stack(x_BTD, kind, by, segment_BT, None, None, None)
+      index = jnp.array(index_L) if c.windows else 0
+      x_BTD, _ = self.stack(x_BTD, index, rope, segment_BT, None, None)
     else:
-      layers = cache if cache is not None else (None,) * c.layers
-      out = []
-      for block, kind, layer in zip(self.blocks, kind_L, layers, strict=True):
-        x_BTD, layer = block(x_BTD, kind, by, segment_BT, position_BT, written, layer)
-        out.append(layer)
-      cache = tuple(out) if cache is not None else None
-    scale = self.final_norm if self.view else used(c, self.final_norm)
+      write = cache.write(position_BT, valid_BT, row_B) if cache is not None else None
+      for block, index in zip(self.blocks, index_L, strict=True):
+        x_BTD, cache = block(x_BTD, index, rope, segment_BT, write, cache)
+    scale = self.final_norm if self.decode else used(c, self.final_norm)
     return rms_norm(x_BTD, scale, c.norm_eps), cache
 
   def output(self) -> jax.Array:
     """The output matrix [D, V] as it is used, whole in D on every device."""
     head = self.embed.T if self.cfg.tie_embeddings else self.head
-    head = head if self.view else used(self.cfg, head)
+    head = head if self.decode else used(self.cfg, head)
     return self.layout.shard(head, ".V") if self.layout else head
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """logits_BTV in float32 of final hidden states; `head` is `output()`."""
-    if self.view and self.cfg.product_dtype:
+    if self.decode and self.cfg.product_dtype:
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
       if self.layout:
         head_VD = self.layout.shard(head_VD, "V.")
-      logits_BTV = project_narrow(hidden_BTD, head_VD)
+      logits_BTV = linear_bf16(hidden_BTD, head_VD)
     else:
       logits_BTV = project(hidden_BTD, self.output() if head is None else head)
     if self.layout:
@@ -326,7 +314,7 @@ class Transformer(nn.Module):
     return logits_BTV.astype(jnp.float32)
 
 
-def window_kinds(cfg: ModelConfig) -> list[int]:
+def window_sizes(cfg: ModelConfig) -> list[int]:
   """The different windows of an architecture's layers; [0] where all see all."""
   return sorted(set(cfg.windows)) or [0]
 
@@ -358,12 +346,6 @@ def _init(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
   tokens_BT = jnp.zeros((1, 2), jnp.int32)
   cfg = dataclasses.replace(cfg, attention="xla")  # takes rows of any length
   return Transformer(cfg).init(key, tokens_BT, tokens_BT, tokens_BT + 1)["params"]
-
-
-def cache_size(cache: tuple[LayerCache, ...]) -> int:
-  """S, the places of a cache for each sequence."""
-  C, P = cache[0][1].shape[2:4]
-  return C * P
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The published dense models by name.
 
 Source: the `config.json` files published with their weights (Qwen2.5: arXiv 2412.15115,
-Qwen3: arXiv 2505.09388).
+Qwen3: arXiv 2505.09388, Llama 3: arXiv 2407.21783).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import Llama3Rope, ModelConfig
 
 
 def _qwen25(V: int, D: int, L: int, N: int, K: int, F: int, tied: bool) -> ModelConfig:
@@ -44,6 +44,26 @@ def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> ModelConfig:
   )
 
 
+def _llama3(
+  D: int, L: int, N: int, F: int, tied: bool, stretched: float = 0.0
+) -> ModelConfig:
+  return ModelConfig(
+    vocab_size=128_256,
+    width=D,
+    layers=L,
+    heads=N,
+    kv_heads=8,
+    head_dim=D // N,
+    ff=F,
+    rope_theta=5e5,
+    llama3=Llama3Rope(stretched, 8_192, 1.0, 4.0) if stretched else None,
+    norm_eps=1e-5,
+    tie_embeddings=tied,
+    attention_bias=False,
+    qk_norm=False,
+  )
+
+
 # The published dense models. Qwen2's sizes are those of Qwen2.5. Base models of 14B and
 # more have norm_eps 1e-5, instructed ones 1e-6: a folder's config.json decides.
 VARIANTS = {
@@ -60,6 +80,11 @@ VARIANTS = {
   "qwen3-8b": _qwen3(4_096, 36, 32, 12_288, False),
   "qwen3-14b": _qwen3(5_120, 40, 40, 17_408, False),
   "qwen3-32b": _qwen3(5_120, 64, 64, 25_600, False),
+  "llama3-8b": _llama3(4_096, 32, 32, 14_336, False),
+  "llama3.1-8b": _llama3(4_096, 32, 32, 14_336, False, 8.0),
+  "llama3.1-70b": _llama3(8_192, 80, 64, 28_672, False, 8.0),
+  "llama3.2-1b": _llama3(2_048, 16, 32, 8_192, True, 32.0),
+  "llama3.2-3b": _llama3(3_072, 28, 24, 8_192, True, 32.0),
 }
 
 

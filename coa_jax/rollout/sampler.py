@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model import distribution
+from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
 from coa_jax.model.sharding import Layout
-from coa_jax.model.transformer import LayerCache, Transformer
+from coa_jax.model.transformer import Transformer
 
 
 @flax.struct.dataclass
@@ -87,13 +88,13 @@ class Sampled:
 def extend(
   cfg: ModelConfig,
   params: Any,
-  cache: tuple[LayerCache, ...],
+  cache: KVCache,
   row_R: jax.Array,
   token_RT: jax.Array,
   start_R: jax.Array,
   count_R: jax.Array,
   layout: Layout | None = None,
-) -> tuple[LayerCache, ...]:
+) -> KVCache:
   """Runs given tokens through the model and writes their keys and values.
 
   Args:
@@ -112,7 +113,7 @@ def extend(
   step_T = jnp.arange(token_RT.shape[1])
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
-  _, cache = Transformer(cfg, layout, view=True).apply(
+  _, cache = Transformer(cfg, layout, decode=True).apply(
     {"params": params},
     token_RT,
     position_RT,
@@ -123,41 +124,6 @@ def extend(
   return cache
 
 
-@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cache")
-def copy(
-  cache: tuple[LayerCache, ...],
-  from_R: jax.Array,
-  to_R: jax.Array,
-  layout: Layout | None = None,
-) -> tuple[LayerCache, ...]:
-  """Copies slots' keys and values to other slots.
-
-  Args:
-    cache: of all B slots; donated.
-    from_R: slots to read, all before any is written.
-    to_R: slots to write; B or more for rows that are not used.
-    layout: of the sampler, on several devices.
-  """
-
-  def copied(x: jax.Array) -> jax.Array:
-    x = x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop")
-    return layout.shard(x, "BK...") if layout else x
-
-  return jax.tree.map(copied, cache)
-
-
-@functools.partial(jax.jit, static_argnames=("pieces", "layout"))
-def resize(layer: LayerCache, pieces: int, layout: Layout | None = None) -> LayerCache:
-  """One layer's cache with so many pieces: empty ones added, or the last left out."""
-
-  def sized(x: jax.Array) -> jax.Array:
-    more = max(0, pieces - x.shape[2])
-    x = jnp.pad(x[:, :, :pieces], ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
-    return layout.shard(x, "BK...") if layout else x
-
-  return jax.tree.map(sized, layer)
-
-
 @functools.partial(
   jax.jit,
   static_argnames=("cfg", "layout", "truncation"),
@@ -166,13 +132,13 @@ def resize(layer: LayerCache, pieces: int, layout: Layout | None = None) -> Laye
 def window(
   cfg: ModelConfig,
   params: Any,
-  cache: tuple[LayerCache, ...],
+  cache: KVCache,
   state: SamplerState,
   tables: Tables,
   forced_BW: jax.Array,
   layout: Layout | None = None,
   truncation: Truncation = NO_TRUNCATION,
-) -> tuple[tuple[LayerCache, ...], SamplerState, Sampled]:
+) -> tuple[KVCache, SamplerState, Sampled]:
   """Samples up to W tokens in every active slot.
 
   Args:
@@ -189,7 +155,7 @@ def window(
   Returns:
     The cache, the slots and what was sampled.
   """
-  model = Transformer(cfg, layout, view=True)
+  model = Transformer(cfg, layout, decode=True)
   B, steps = forced_BW.shape
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from coa_jax.model import decode_params, transformer
+from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import Layout
@@ -69,7 +69,7 @@ class Scheduler:
   def clear(self) -> None:
     """Forgets all episodes, the policy and the cache."""
     B = self.slots
-    self._cache: tuple[transformer.LayerCache, ...] | None = None
+    self._cache: KVCache | None = None
     self._params: Any = None
     self._version = 0
     self._episodes: list[Episode | None] = [None] * B
@@ -130,8 +130,8 @@ class Scheduler:
       self._prompts = [b""] * self.slots
     self._version = version
     if self._cache is None:
-      size = min(self.config.max_len, decode_params.PIECE)
-      self._cache = decode_params.init_cache(self.model, self.slots, size, self.layout)
+      most = self.config.max_len
+      self._cache = KVCache.one_block(self.model, self.slots, most, self.layout)
     self._start(new)
     self._wait_for_tools()
     ended = self._inject()
@@ -269,7 +269,7 @@ class Scheduler:
         to_R[r] = slot
         self._append(slot, ids)
         self.counters.copied_tokens += len(ids)
-      self._cache = sampler.copy(self._cache, from_R, to_R, self.layout)
+      self._cache = self._cache.share(from_R, to_R, self.layout)
 
   def _sample(self) -> list[Episode]:
     """Samples one window for all active slots; returns the episodes that ended."""
@@ -330,21 +330,8 @@ class Scheduler:
     return episode
 
   def _fit(self, places: int) -> None:
-    """Gives the cache room for so many places: doubled, or cut once 1/4 would do."""
-    size = transformer.cache_size(self._cache)
-    pieces = 1
-    while pieces * decode_params.PIECE < places:
-      pieces *= 2
-    if size >= 4 * pieces * decode_params.PIECE:
-      pieces *= 2
-    elif size >= places:
-      return
-    pieces = min(pieces, -(-self.config.max_len // decode_params.PIECE))
-    layers = list(self._cache)
-    self._cache = ()
-    for i in range(len(layers)):  # in place, so that one layer at a time is there twice
-      layers[i] = sampler.resize(layers[i], pieces, self.layout)
-    self._cache = tuple(layers)
+    """Gives the cache room for so many places."""
+    self._cache = self._cache.resize(places, self.config.max_len, self.layout)
 
 
 def on_device(constraint: Constraint | None) -> TokenMask | None:

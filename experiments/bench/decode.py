@@ -29,7 +29,8 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.model.config import ModelConfig, to_hf_config
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from experiments.bench import program as bench

@@ -19,8 +19,8 @@ from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState
+from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.decode_params import init_cache
 from coa_jax.model.sharding import Layout, MeshConfig, make_layout
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
@@ -176,7 +176,7 @@ def _served(
   """Weights and cache as the sampler holds them."""
   layout.check(cfg, B=math.gcd(slots, case.rows))
   params = param_shapes(cfg)
-  empty = jax.eval_shape(lambda: init_cache(cfg, slots, case.length, layout))
+  empty = jax.eval_shape(lambda: KVCache.empty(cfg, slots, case.length, layout))
   cache = jax.tree.map(lambda x: _arrays(layout, "BK...", x.shape, x.dtype), empty)
   return _placed(params, layout.tree(params)), cache
 

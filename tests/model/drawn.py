@@ -9,12 +9,13 @@ import random
 from typing import Any
 
 VOCABULARY = 131
+_FIRST_LLAMA = 14  # the seeds before are of Qwen2 and Qwen3
 
 
 def draw(seed: int) -> dict[str, Any]:
   """A config.json: a function of the seed."""
   rng = random.Random(seed)
-  family = rng.choice(["qwen2", "qwen3"])
+  family = "llama" if seed >= _FIRST_LLAMA else rng.choice(["qwen2", "qwen3"])
   heads, kv_heads = rng.choice([(3, 1), (5, 1), (6, 3), (7, 7), (4, 2), (3, 3)])
   head_dim = rng.choice([8, 10, 16])
   layers = rng.choice([2, 3])
@@ -33,15 +34,27 @@ def draw(seed: int) -> dict[str, Any]:
     "max_position_embeddings": 64,
     "torch_dtype": "float32",
   }
-  if family == "qwen2" and config["hidden_size"] == heads * head_dim:
+  if family == "llama":
+    config["hidden_size"] = heads * rng.choice([8, head_dim])  # a multiple of the heads
+    config |= {"mlp_bias": False, "pretraining_tp": 1}
+  if family != "qwen3" and config["hidden_size"] == heads * head_dim:
     del config["head_dim"]  # as Qwen2 folders do
-  return config | _draw_rotary(rng) | _draw_windows(rng, layers)
+  rotary = _draw_rotary(rng, llama3=family == "llama" and rng.random() < 0.7)
+  windows = {} if family == "llama" else _draw_windows(rng, layers)
+  return config | rotary | windows
 
 
-def _draw_rotary(rng: random.Random) -> dict[str, Any]:
+def _draw_rotary(rng: random.Random, llama3: bool) -> dict[str, Any]:
   theta = rng.choice([1e4, 5e4, 1e6])
   rope: dict[str, Any] = {}
-  if rng.random() < 0.6:
+  if llama3:
+    rope = {
+      "factor": rng.choice([2.0, 8.0, 32.0]),
+      "low_freq_factor": rng.choice([0.5, 1.0]),
+      "high_freq_factor": rng.choice([2.0, 4.0]),
+      "original_max_position_embeddings": rng.choice([16, 64]),
+    }
+  elif rng.random() < 0.6:
     rope = {
       "factor": rng.choice([1.0, 2.0, 4.0, 8.5]),
       "original_max_position_embeddings": rng.choice([4, 16, 32]),
@@ -52,7 +65,7 @@ def _draw_rotary(rng: random.Random) -> dict[str, Any]:
       rope["attention_factor"] = rng.choice([0.7, 1.3])
     if rng.random() < 0.7:  # the ramp then lies inside so few dimensions
       rope |= {"beta_fast": 0.5, "beta_slow": 0.05}
-  kind = "yarn" if rope else "default"
+  kind = "llama3" if llama3 else "yarn" if rope else "default"
   match rng.choice(["type", "rope_type", "rope_parameters"]):
     case "rope_parameters":
       rope = {"rope_type": kind, "rope_theta": theta, **rope}
@@ -78,7 +91,7 @@ def _draw_windows(rng: random.Random, layers: int) -> dict[str, Any]:
       return {"use_sliding_window": True, "sliding_window": size, **types}
 
 
-CONFIGS = {seed: draw(seed) for seed in range(2, 14)}
+CONFIGS = {seed: draw(seed) for seed in range(2, _FIRST_LLAMA + 6)}
 
 
 def with_everything() -> int:

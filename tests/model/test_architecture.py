@@ -10,108 +10,16 @@ from typing import Any
 import pytest
 import toy
 import transformers
+from published import PARAMETERS, PUBLISHED
 
-from coa_jax.model import config as architecture
 from coa_jax.model import transformer
-from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
+from coa_jax.model.hf.config import from_hf_config, to_hf_config
 from coa_jax.model.variants import VARIANTS, variant
 
 QWEN3 = dataclasses.replace(toy.MODEL, layers=4)
 QWEN2 = dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True)
-
-# As the model cards and the weights on the Hugging Face Hub have them; of Qwen3's tied
-# models without the second copy of the embedding that is stored there.
-PARAMETERS = {
-  "qwen2.5-0.5b": 494_032_768,
-  "qwen2.5-1.5b": 1_543_714_304,
-  "qwen2.5-3b": 3_085_938_688,
-  "qwen2.5-7b": 7_615_616_512,
-  "qwen2.5-14b": 14_770_033_664,
-  "qwen2.5-32b": 32_763_876_352,
-  "qwen2.5-72b": 72_706_203_648,
-  "qwen3-0.6b": 596_049_920,
-  "qwen3-1.7b": 1_720_574_976,
-  "qwen3-4b": 4_022_468_096,
-  "qwen3-8b": 8_190_735_360,
-  "qwen3-14b": 14_768_307_200,
-  "qwen3-32b": 32_762_123_264,
-}
-
-# The fields that the published folders have, all of them.
-_QWEN25 = {
-  "architectures": ["Qwen2ForCausalLM"],
-  "attention_dropout": 0.0,
-  "bos_token_id": 151643,
-  "eos_token_id": 151645,
-  "hidden_act": "silu",
-  "initializer_range": 0.02,
-  "max_position_embeddings": 32768,
-  "model_type": "qwen2",
-  "rms_norm_eps": 1e-06,
-  "rope_theta": 1000000.0,
-  "torch_dtype": "bfloat16",
-  "transformers_version": "4.43.1",
-  "use_cache": True,
-  "use_sliding_window": False,
-}
-_QWEN3 = {
-  **_QWEN25,
-  "architectures": ["Qwen3ForCausalLM"],
-  "attention_bias": False,
-  "head_dim": 128,
-  "max_position_embeddings": 40960,
-  "model_type": "qwen3",
-  "num_key_value_heads": 8,
-  "rope_scaling": None,
-  "rope_theta": 1000000,
-  "sliding_window": None,
-  "transformers_version": "4.51.0",
-  "vocab_size": 151936,
-}
-PUBLISHED = {
-  "qwen2.5-0.5b": {
-    **_QWEN25,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_window_layers": 21,
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-  },
-  "qwen2.5-7b": {
-    **_QWEN25,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_window_layers": 28,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "sliding_window": 131072,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-  },
-  "qwen3-0.6b": {
-    **_QWEN3,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_window_layers": 28,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "tie_word_embeddings": True,
-  },
-  "qwen3-8b": {
-    **_QWEN3,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "tie_word_embeddings": False,
-  },
-}
+LLAMA = dataclasses.replace(QWEN3, qk_norm=False)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -136,7 +44,7 @@ def test_a_variant_that_is_not_published_is_refused():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config_files_are_read_as_their_variants(name: str):
-  assert architecture.from_hf_config(PUBLISHED[name]) == VARIANTS[name]
+  assert from_hf_config(PUBLISHED[name]) == VARIANTS[name]
 
 
 def test_base_models_say_more_and_are_read_too():
@@ -147,34 +55,56 @@ def test_base_models_say_more_and_are_read_too():
     "transformers_version": "4.40.1",
     "use_mrope": False,
   }
-  assert architecture.from_hf_config(base) == VARIANTS["qwen2.5-7b"]
+  assert from_hf_config(base) == VARIANTS["qwen2.5-7b"]
   with pytest.raises(ValueError, match="'use_mrope' is True; accepted: False"):
-    architecture.from_hf_config({**base, "use_mrope": True})
+    from_hf_config({**base, "use_mrope": True})
 
 
 def test_yarn_is_read_as_the_readmes_of_qwen_write_it():
   yarn = Yarn(4.0, 32_768)
   scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
   old = {**PUBLISHED["qwen2.5-7b"], "rope_scaling": {"type": "yarn", **scaling}}
-  cfg = architecture.from_hf_config(old)
+  cfg = from_hf_config(old)
   assert cfg == dataclasses.replace(VARIANTS["qwen2.5-7b"], yarn=yarn)
   now = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn", **scaling}}
-  cfg = architecture.from_hf_config(now)
+  cfg = from_hf_config(now)
   assert cfg == dataclasses.replace(VARIANTS["qwen3-8b"], yarn=yarn)
   # transformers 5 writes one field for all of it.
   new = {**PUBLISHED["qwen3-8b"]}
   del new["rope_theta"], new["rope_scaling"]
   new["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e6, **scaling}
-  assert architecture.from_hf_config(new) == cfg
+  assert from_hf_config(new) == cfg
 
 
 def test_what_yarn_leaves_out_comes_from_the_positions():
   config = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn"}}
   config["rope_scaling"]["factor"] = None
   config["rope_scaling"]["original_max_position_embeddings"] = 10240
-  assert architecture.from_hf_config(config).yarn == Yarn(4.0, 10_240)
+  assert from_hf_config(config).yarn == Yarn(4.0, 10_240)
   config["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
-  assert architecture.from_hf_config(config).yarn == Yarn(2.0, 40_960)
+  assert from_hf_config(config).yarn == Yarn(2.0, 40_960)
+
+
+def test_llama_3s_rope_is_read_as_transformers_5_writes_it():
+  new = {**PUBLISHED["llama3.2-1b"]}
+  del new["rope_theta"]
+  rope = {**new.pop("rope_scaling"), "rope_theta": 5e5}
+  assert from_hf_config({**new, "rope_parameters": rope}) == VARIANTS["llama3.2-1b"]
+  # Positions that are left out are those that the file states.
+  del rope["original_max_position_embeddings"]
+  cfg = from_hf_config({**new, "rope_parameters": rope})
+  assert cfg.llama3 == Llama3Rope(32.0, 131_072, 1.0, 4.0)
+
+
+@pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_what_llama_3s_rope_lacks_is_named(field: str):
+  config = {**PUBLISHED["llama3.1-8b"]}
+  config["rope_scaling"] = {**config["rope_scaling"]}
+  del config["rope_scaling"][field]
+  with pytest.raises(
+    ValueError, match=f"'rope_scaling': lacks '{field}', which 'llama"
+  ):
+    from_hf_config(config)
 
 
 YARNS = (
@@ -193,16 +123,31 @@ def test_config_json_reads_back(cfg: ModelConfig):
     one = {"yarn": yarn, "windows": windows, "tie_embeddings": tied}
     changed = dataclasses.replace(cfg, **sizes, **one, rope_theta=5e5)
     config = written(changed)
-    assert architecture.from_hf_config(config) == changed
+    assert from_hf_config(config) == changed
     if windows == tuple(sorted(windows)):
       # Readers of before there were layer types see the same layers.
       config.pop("layer_types", None)
-      assert architecture.from_hf_config(config) == changed
+      assert from_hf_config(config) == changed
+
+
+def test_config_json_of_a_llama_reads_back():
+  for rope, tied in itertools.product(
+    ({}, {"llama3": Llama3Rope(8.0, 64, 1.0, 4.0)}, {"yarn": Yarn(4.0, 64)}),
+    (False, True),
+  ):
+    changed = dataclasses.replace(LLAMA, tie_embeddings=tied, head_dim=10, **rope)
+    config = written(changed)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert from_hf_config(config) == changed
+  # What a llama's config.json leaves out.
+  del config["num_key_value_heads"], config["head_dim"]
+  cfg = from_hf_config(config)
+  assert (cfg.kv_heads, cfg.head_dim) == (LLAMA.heads, LLAMA.width // LLAMA.heads)
 
 
 def written(cfg: ModelConfig) -> dict[str, Any]:
   """What a config.json of an architecture holds."""
-  return json.loads(json.dumps(architecture.to_hf_config(cfg)))
+  return json.loads(json.dumps(to_hf_config(cfg)))
 
 
 def test_the_positions_that_a_config_states_are_those_of_yarn():
@@ -214,42 +159,42 @@ def test_the_positions_that_a_config_states_are_those_of_yarn():
 
 def test_windows_are_used_only_if_the_config_says_so():
   config = {**written(QWEN3), "sliding_window": 8, "max_window_layers": 1}
-  assert architecture.from_hf_config(config).windows == ()
+  assert from_hf_config(config).windows == ()
   config["use_sliding_window"] = True
-  assert architecture.from_hf_config(config).windows == (0, 8, 8, 8)
+  assert from_hf_config(config).windows == (0, 8, 8, 8)
   config["max_window_layers"] = 4
-  assert architecture.from_hf_config(config).windows == ()
+  assert from_hf_config(config).windows == ()
   # What transformers takes where they are left out: 28 layers and 4096 tokens.
   del config["max_window_layers"]
-  assert architecture.from_hf_config(config).windows == ()
+  assert from_hf_config(config).windows == ()
   del config["sliding_window"]
   config["max_window_layers"] = 3
-  assert architecture.from_hf_config(config).windows == (0, 0, 0, 4096)
+  assert from_hf_config(config).windows == (0, 0, 0, 4096)
 
 
 def test_defaults_of_old_config_files():
   config = written(QWEN3)
   del config["head_dim"], config["rope_theta"], config["tie_word_embeddings"]
   config["num_key_value_heads"] = None
-  cfg = architecture.from_hf_config(config)
+  cfg = from_hf_config(config)
   # transformers' defaults: 128 for Qwen3, D / N for Qwen2.
   assert (cfg.head_dim, cfg.kv_heads) == (128, QWEN3.heads)
   old = {**config, "model_type": "qwen2", "attention_bias": True}
-  assert architecture.from_hf_config(old).head_dim == QWEN3.width // QWEN3.heads
+  assert from_hf_config(old).head_dim == QWEN3.width // QWEN3.heads
   assert (cfg.rope_theta, cfg.tie_embeddings) == (10_000.0, False)
   new = {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-  assert architecture.from_hf_config(new).rope_theta == 5e5
+  assert from_hf_config(new).rope_theta == 5e5
 
 
 def test_key_value_heads_that_are_left_out_are_as_many_as_transformers_takes():
   config = {**written(QWEN3), "num_attention_heads": 64}
   del config["num_key_value_heads"]
-  assert architecture.from_hf_config(config).kv_heads == 32
+  assert from_hf_config(config).kv_heads == 32
   assert transformers.Qwen3Config(num_attention_heads=64).num_key_value_heads == 32
   assert transformers.Qwen2Config(num_attention_heads=64).num_key_value_heads == 32
   config["num_attention_heads"] = 4
   with pytest.raises(ValueError, match="lacks field 'num_key_value_heads'"):
-    architecture.from_hf_config(config)
+    from_hf_config(config)
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 4}
@@ -260,10 +205,13 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
   [
     ({"model_type": "qwen3_moe"}, "'model_type' is 'qwen3_moe'; accepted: 'qwen2'"),
     ({"model_type": None}, "'model_type' is None"),
-    ({"dual_chunk_attention_config": {"a": 1}}, "'dual_chunk_attention_config' ({'a'"),
-    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' (0.5) is not supported"),
-    ({"quantization_config": {}}, "'quantization_config' ({}) is not supported"),
-    ({"num_experts": 64}, "'num_experts' (64) is not supported"),
+    ({"model_type": ["qwen3"]}, "'model_type' is ['qwen3']"),
+    ({"dual_chunk_attention_config": {"a": 1}}, "'dual_chunk_attention_config' is {'a"),
+    ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; accepted: 1.0"),
+    ({"quantization_config": {"bits": 4}}, "'quantization_config' is {'bits': 4}; acc"),
+    ({"num_experts": 64}, "'num_experts' is 64; accepted: null, false or 0"),
+    ({"mlp_bias": True}, "'mlp_bias' is True; accepted: null, false or 0"),
+    ({"residual_multiplier": 0.2}, "'residual_multiplier' is 0.2; accepted: 1.0"),
     ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; accepted: 'silu'"),
     ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1; accepted: 0.0"),
     ({"attention_bias": True}, "'attention_bias' is True; supported for qwen3: False"),
@@ -274,7 +222,7 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
     ),
     (
       {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-      "'rope_scaling.rope_type' is 'dynamic'; supported: 'default', 'yarn'",
+      "'rope_scaling.rope_type' is 'dynamic'; supported: 'default', 'yarn', 'llama3'",
     ),
     (
       {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
@@ -305,8 +253,22 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
 )
 def test_what_this_model_does_not_compute_is_refused_by_name(changes, message: str):
   with pytest.raises(ValueError) as e:
-    architecture.from_hf_config({**written(QWEN3), **changes}, "folder/config.json")
+    from_hf_config({**written(QWEN3), **changes}, "folder/config.json")
   assert str(e.value).startswith("folder/config.json: ") and message in str(e.value)
+
+
+def test_fields_that_no_table_knows_are_ignored_with_one_warning(caplog):
+  known = {**written(QWEN3), "quantization_config": None, "output_attentions": False}
+  assert from_hf_config(known, "known/config.json") == QWEN3
+  assert not caplog.records
+  more = {**known, "future_field": 7, "another": {"a": [1]}}
+  for _ in range(2):  # a run reads the file more than once
+    assert from_hf_config(more, "new/config.json") == QWEN3
+  (record,) = caplog.records
+  assert record.levelname == "WARNING"
+  message = record.getMessage()
+  assert message.startswith("new/config.json: ignored fields")
+  assert message.endswith(": 'another', 'future_field'")
 
 
 @pytest.mark.parametrize(
@@ -323,20 +285,27 @@ def test_a_size_that_is_missing_is_named(field: str):
   config = written(QWEN2)
   del config[field]
   with pytest.raises(ValueError, match=rf"config\.json: lacks field '{field}'"):
-    architecture.from_hf_config(config)
+    from_hf_config(config)
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"attention_bias": True}, "must differ"),
-    ({"qk_norm": False}, "must differ"),
+    ({"attention_bias": True}, "attention_bias is True and model.qk_norm True; Hugg"),
+    (
+      {"qk_norm": False, "windows": (8, 8, 0, 0)},
+      "windows of 8 tokens, but Llama .at",
+    ),
+    (
+      {"qk_norm": False, "width": 30},
+      "heads 4 do not divide width 30, but of Llama",
+    ),
     ({"windows": (4, 8, 0, 0)}, r"several sizes \[4, 8\]"),
   ],
 )
 def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
   with pytest.raises(ValueError, match=message):
-    architecture.to_hf_config(dataclasses.replace(QWEN3, **changes))
+    to_hf_config(dataclasses.replace(QWEN3, **changes))
 
 
 @pytest.mark.parametrize(
@@ -345,3 +314,14 @@ def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
 def test_impossible_stretchings_are_refused(changes):
   with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
     Yarn(**{"factor": 2.0, "positions": 64, **changes})
+
+
+@pytest.mark.parametrize(
+  "changes", [{"factor": 0.5}, {"low_freq_factor": 0.0}, {"low_freq_factor": 4.0}]
+)
+def test_so_are_those_of_llama_3(changes):
+  values = {"factor": 8.0, "positions": 64, "low_freq_factor": 1.0}
+  with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
+    Llama3Rope(**{**values, "high_freq_factor": 4.0, **changes})
+  with pytest.raises(ValueError, match="yarn and llama3 both"):
+    dataclasses.replace(LLAMA, yarn=Yarn(2.0, 64), llama3=Llama3Rope(2.0, 64, 1.0, 4.0))

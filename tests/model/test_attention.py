@@ -1,4 +1,4 @@
-"""Grouped-query attention against its definition."""
+"""Attention over packed rows against its definition, and which kernel it takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import toy
 
 from coa_jax.model import attention
-from coa_jax.model.decode_params import PIECE
 
 
 def heads(seed: int, B: int, T: int, N: int, K: int, H: int):
@@ -38,14 +37,6 @@ def by_definition(q_BTNH, k_BTKH, v_BTKH, mask_BTS) -> np.ndarray:
   return out
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
-def test_each_query_head_reads_its_kv_head(K: int):
-  q, k, v = heads(0, 2, 5, 4, K, 6)
-  mask = np.tril(np.ones((2, 5, 5), bool))
-  out = attention.attend(q, *toy.pieces(k, v), mask)
-  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
-
-
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 600])
 def test_blocks_of_a_packed_row_are_one_attention(T: int):
   q, k, v = heads(1, 2, T, 2, 1, 4)
@@ -55,51 +46,6 @@ def test_blocks_of_a_packed_row_are_one_attention(T: int):
   out = attention.attend_packed(q, k, v, jnp.asarray(segment_BT))
   mask = np.tril(segment_BT[:, :, None] == segment_BT[:, None, :])
   np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
-
-
-def test_places_that_nothing_reads_change_no_bit():
-  """So a cache may grow, whatever the neighbours of a row make it."""
-  q, k, v = heads(3, 8, 4096, 4, 2, 16)
-  position_BT = jnp.asarray(np.random.default_rng(0).integers(100, 500, (8, 1)))
-
-  @jax.jit
-  def attend(q, k, v):
-    S = k.shape[2] * k.shape[4]
-    return attention.attend(q, k, v, attention.cache_mask(position_BT, S))
-
-  small = attend(q[:, :1], *toy.pieces(k[:, :512], v[:, :512], PIECE))
-  for S in (1024, 2048, 4096):
-    large = attend(q[:, :1], *toy.pieces(k[:, :S], v[:, :S], PIECE))
-    np.testing.assert_array_equal(small, large)
-  mask_BTS = np.arange(512) <= np.asarray(position_BT)[..., None]
-  expected = by_definition(q[:, :1], k[:, :512], v[:, :512], mask_BTS)
-  np.testing.assert_allclose(small, expected, atol=2e-6)
-
-
-@pytest.mark.parametrize("P", [2, 3, 6])
-def test_pieces_of_a_cache_are_one_attention(P: int):
-  q, k, v = heads(4, 2, 6, 4, 2, 8)
-  mask = np.tril(np.ones((2, 6, 6), bool))
-  out = attention.attend(q, *toy.pieces(k, v, P), mask)
-  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
-
-
-def test_a_row_that_may_read_nothing_is_finite():
-  q, k, v = heads(2, 1, 3, 2, 1, 4)
-  mask = jnp.zeros((1, 3, 3), bool)
-  out = attention.attend(q, *toy.pieces(k, v), mask)
-  assert jnp.isfinite(out).all()
-
-
-def test_a_token_reads_the_cache_up_to_its_own_place():
-  mask = attention.cache_mask(jnp.array([[0, 2], [1, 4]]), 4)
-  np.testing.assert_array_equal(
-    mask,
-    [
-      [[True, False, False, False], [True, True, True, False]],
-      [[True, True, False, False], [True, True, True, True]],
-    ],
-  )
 
 
 def device(platform: str, capability: str = "9.0"):

@@ -8,7 +8,7 @@ import pytest
 import toy
 
 from coa_jax import capacity
-from coa_jax.model.config import to_hf_config
+from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.folder import open_folder
 
 

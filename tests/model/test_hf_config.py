@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import toy
 
-from coa_jax.model import config as architecture
+from coa_jax.model.hf.config import from_hf_config, to_hf_config
 
-CONFIG = architecture.to_hf_config(dataclasses.replace(toy.MODEL, layers=4))
+CONFIG = to_hf_config(dataclasses.replace(toy.MODEL, layers=4))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -54,7 +54,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_values_of_a_wrong_type_or_range_are_refused_by_name(field: str, value):
   config = {**CONFIG, "use_sliding_window": True, field: value}
   with pytest.raises(ValueError) as e:
-    architecture.from_hf_config(config, "folder/config.json")
+    from_hf_config(config, "folder/config.json")
   message = f"folder/config.json: field '{field}' is {value!r}; accepted: "
   assert str(e.value).startswith(message)
 
@@ -62,7 +62,7 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_name(field: str, value):
 @pytest.mark.parametrize("field", ["hidden_size", "rope_theta", "rms_norm_eps"])
 def test_a_number_of_a_thousand_digits_is_refused_in_a_short_line(field: str):
   with pytest.raises(ValueError, match=f"field '{field}' is 1000.*; accepted: ") as e:
-    architecture.from_hf_config(CONFIG | {field: 10**1000}, "folder/config.json")
+    from_hf_config(CONFIG | {field: 10**1000}, "folder/config.json")
   assert len(str(e.value)) < 200
 
 
@@ -82,4 +82,4 @@ def test_so_are_those_of_the_rotary_embedding(field: str, value):
   config = {**CONFIG, "rope_scaling": {**YARN, field: value}}
   message = rf"field 'rope_scaling\.{field}' is {value!r}; accepted: "
   with pytest.raises(ValueError, match=message):
-    architecture.from_hf_config(config)
+    from_hf_config(config)

@@ -1,4 +1,4 @@
-"""Hugging Face's Qwen2 and Qwen3 compute what ours computes, in both directions.
+"""Hugging Face's Qwen2, Qwen3 and Llama compute what ours computes, both ways.
 
 Both sides read the same folder, whose config.json is drawn (drawn.py).
 """
@@ -21,7 +21,9 @@ from safetensors.numpy import load_file
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import decode_params, transformer
-from coa_jax.model.config import LoadConfig, ModelConfig, to_hf_config
+from coa_jax.model.cache import KVCache
+from coa_jax.model.config import Llama3Rope, LoadConfig, ModelConfig
+from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.transformer import Transformer
 from coa_jax.model.variants import VARIANTS, variant
@@ -128,6 +130,12 @@ def test_the_draw_has_everything():
       *rope,
       *(k for k in ("layer_types", "max_window_layers") if k in config),
     }
+    if "low_freq_factor" in rope:
+      found |= {
+        f"llama3 in {'rope_parameters' if 'rope_parameters' in config else 'scaling'}",
+        f"llama3 tied {config['tie_word_embeddings']}",
+        f"llama3 {'head_dim' in config}",
+      }
     if config.get("head_dim", 0) * heads not in (0, width):
       found.add("heads of another size")
     if "head_dim" not in config:
@@ -139,6 +147,8 @@ def test_the_draw_has_everything():
   assert found >= {f"factor {x}" for x in (1.0, 2.0, 4.0, 8.5)}
   assert found >= {"truncate True", "truncate False", "attention_factor", "beta_fast"}
   assert found >= {"type", "rope_type", "rope_theta"}
+  assert found >= {"llama", "llama3 in rope_parameters", "llama3 in scaling"}
+  assert found >= {f"llama3 {x}" for x in ("tied True", "tied False", True, False)}
   assert found >= {"heads of another size", "heads of the plain size"}
 
 
@@ -189,7 +199,7 @@ def test_there_and_back_is_identical_to_the_bit(tmp_path, seed: int, dtype: str)
 
 
 @pytest.mark.parametrize(
-  ("seed", "scan"), [(2, False), (2, True), (5, False), (12, False)]
+  ("seed", "scan"), [(2, False), (2, True), (5, False), (12, False), (16, True)]
 )
 def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
   model = folder(tmp_path, drawn.CONFIGS[seed])
@@ -240,7 +250,7 @@ def test_logits_of_a_long_sequence_are_the_same(tmp_path):
   assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("seed", [2, 5, 7])
+@pytest.mark.parametrize("seed", [2, 5, 7, 18])
 def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
   model.bfloat16().save_pretrained(tmp_path)
@@ -264,7 +274,7 @@ def rms(x: np.ndarray) -> float:
   return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
-@pytest.mark.parametrize("seed", [drawn.with_everything(), 5])
+@pytest.mark.parametrize("seed", [drawn.with_everything(), 5, 14])
 def test_greedy_decoding_is_the_same(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
   cfg, params = load_model(tmp_path)
@@ -294,7 +304,7 @@ def greedy(
   cache = sampler.extend(
     cfg,
     params,
-    decode_params.init_cache(cfg, B, longest + new),
+    KVCache.empty(cfg, B, longest + new),
     np.arange(B),
     batch.tokens_BT,
     np.zeros(B, np.int32),
@@ -318,12 +328,24 @@ def greedy(
   return np.asarray(out.token_BW).tolist()
 
 
-def test_a_folder_of_ours_is_whole_to_transformers(tmp_path):
-  cfg = dataclasses.replace(toy.MODEL, tie_embeddings=False)
+_LLAMA = {"qk_norm": False, "llama3": Llama3Rope(8.0, 32, 1.0, 4.0)}
+
+
+@pytest.mark.parametrize(
+  ("changes", "name"),
+  [
+    ({"tie_embeddings": False}, "Qwen3ForCausalLM"),
+    ({"tie_embeddings": False, **_LLAMA}, "LlamaForCausalLM"),
+    ({"tie_embeddings": True, **_LLAMA}, "LlamaForCausalLM"),
+    ({"tie_embeddings": True, "qk_norm": False}, "LlamaForCausalLM"),
+  ],
+)
+def test_a_folder_of_ours_is_whole_to_transformers(tmp_path, changes, name: str):
+  cfg = dataclasses.replace(toy.MODEL, **changes)
   params, tokenizer = transformer.init_params(cfg, 0), toy.tokenizer()
   save_model(tmp_path, cfg, params, tokenizer)
   model = AutoModelForCausalLM.from_pretrained(tmp_path)
-  assert type(model).__name__ == "Qwen3ForCausalLM" and model.dtype == torch.float32
+  assert type(model).__name__ == name and model.dtype == torch.float32
   ids = sequences()
   expected = ours(cfg, params, rows([ids], PACKED))
   assert max(map(difference, theirs(model, ids), expected)) <= TOLERANCE
@@ -337,7 +359,8 @@ def test_a_folder_of_ours_is_whole_to_transformers(tmp_path):
     save_model(tmp_path, cfg, saved, tokenizer, shard_bytes=shard_bytes)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     np.testing.assert_array_equal(loaded["model.norm.weight"], saved["final_norm"])
-    np.testing.assert_array_equal(loaded["lm_head.weight"].T, saved["head"])
+    head = saved["embed"].T if cfg.tie_embeddings else saved["head"]
+    np.testing.assert_array_equal(loaded["lm_head.weight"].T, head)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -21,6 +21,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model import lora, transformer
 from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf.folder import save_adapter
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.lora import MATRICES, LoraConfig
 from coa_jax.model.transformer import Transformer
@@ -190,7 +191,7 @@ def test_without_adapters_everything_is_trained():
 
 @pytest.mark.parametrize("cfg", [CFG, SCANNED], ids=["unrolled", "scanned"])
 def test_an_adapter_folder_has_the_names_and_shapes_of_peft(tmp_path, cfg: ModelConfig):
-  lora.save_adapter(tmp_path, cfg, trained(SOME, cfg), SOME, "base")
+  save_adapter(tmp_path, cfg, trained(SOME, cfg), SOME, "base")
   D, NH, F, r = CFG.width, CFG.heads * CFG.head_dim, CFG.ff, SOME.rank
   sizes = {
     "self_attn.q_proj": (D, NH),
@@ -226,7 +227,7 @@ def test_peft_computes_the_same_from_the_adapter_folder(tmp_path, config: LoraCo
 
   base, folder = tmp_path / "base", tmp_path / "adapter"
   save_model(base, CFG, params())
-  lora.save_adapter(folder, CFG, trained(config), config, str(base))
+  save_adapter(folder, CFG, trained(config), config, str(base))
   model = transformers.AutoModelForCausalLM.from_pretrained(base)
   model = peft.PeftModel.from_pretrained(model, folder).eval()
   with torch.no_grad():

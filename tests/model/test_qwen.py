@@ -13,8 +13,9 @@ import toy
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
-from coa_jax.model import decode_params, transformer
-from coa_jax.model.config import ModelConfig, Yarn
+from coa_jax.model import transformer
+from coa_jax.model.cache import KVCache
+from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 from coa_jax.model.transformer import Transformer
 
 CFG = toy.MODEL
@@ -112,7 +113,7 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
   params = params_of(cfg)
   whole = logits(cfg, params, TOKENS, POSITION, np.ones_like(TOKENS))
   everything = np.ones(TOKENS.shape, bool)
-  cache = decode_params.init_cache(cfg, 3, T + 4)
+  cache = KVCache.empty(cfg, 3, T + 4)
   at_once, full = cached_logits(cfg, params, cache, TOKENS, POSITION, everything)
   np.testing.assert_allclose(at_once, whole, atol=1e-5)
   # Token by token.
@@ -126,7 +127,7 @@ def test_cached_is_uncached_and_pieces_are_the_whole():
   for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(full), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
   # In pieces padded on the right, each row at a length of its own.
-  cache = decode_params.init_cache(cfg, 3, T + 4)
+  cache = KVCache.empty(cfg, 3, T + 4)
   done = np.zeros(3, int)
   for counts in ([5, 2, 1], [0, 5, 4], [5, 5, 5], [2, 0, 2]):
     step = np.arange(5)
@@ -148,7 +149,7 @@ def test_tokens_that_are_not_valid_leave_the_cache_alone():
   params = params_of(CFG)
   ones = np.ones(TOKENS.shape, bool)
   _, cache = cached_logits(
-    CFG, params, decode_params.init_cache(CFG, 3, T + 4), TOKENS, POSITION, ones
+    CFG, params, KVCache.empty(CFG, 3, T + 4), TOKENS, POSITION, ones
   )
   _, after = cached_logits(CFG, params, cache, TOKENS + 1, POSITION, ~ones)
   for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(after), strict=True):
@@ -218,6 +219,7 @@ OTHERS = {
   "scan": True,
   "remat": "full",
   "yarn": Yarn(factor=2.0, positions=8),
+  "llama3": Llama3Rope(8.0, 8, 0.5, 1.0),
   "windows": (0, 3),
   "attention": "splash",
   "logit_chunk": 4,
@@ -286,7 +288,7 @@ def test_impossible_architectures_are_refused(changes, message: str):
 
 def test_scanned_layers_do_not_decode():
   cfg = dataclasses.replace(CFG, scan=True)
-  cache = decode_params.init_cache(cfg, 3, T)
+  cache = KVCache.empty(cfg, 3, T)
   with pytest.raises(ValueError, match="decoding_views"):
     cached_logits(cfg, params_of(cfg), cache, TOKENS, POSITION, TOKENS >= 0)
 

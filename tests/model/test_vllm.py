@@ -13,7 +13,7 @@ import toy
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
 from coa_jax.model import transformer
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import Llama3Rope, ModelConfig
 from coa_jax.model.hf.io import save_model
 
 NEW = 64
@@ -21,6 +21,9 @@ NEW = 64
 MODELS = {
   "qwen3": dict(heads=4, kv_heads=2, qk_norm=True, attention_bias=False),
   "qwen2": dict(heads=2, kv_heads=1, qk_norm=False, attention_bias=True),
+  "llama": dict(
+    heads=2, kv_heads=1, qk_norm=False, llama3=Llama3Rope(8.0, 64, 1.0, 4.0)
+  ),
 }
 
 

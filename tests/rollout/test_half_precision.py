@@ -90,7 +90,7 @@ def test_a_half_precision_product_has_exact_factors_and_float32_sums(rows, input
   rng = np.random.default_rng(0)
   x = rng.normal(size=(rows, 1, *(2, 24)[-inputs:])).astype(np.float32)
   w = jnp.asarray(rng.normal(size=(5, 3, *x.shape[2:])), jnp.bfloat16)
-  found = jax.jit(transformer.project_narrow, static_argnums=2)(x, w, inputs)
+  found = jax.jit(transformer.linear_bf16, static_argnums=2)(x, w, inputs)
   assert found.dtype == jnp.float32
   factors = np.asarray(jnp.asarray(x, jnp.bfloat16), float), np.asarray(w, float)
   expected = np.tensordot(*factors, 2 * [range(-inputs, 0)])

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import toy
 
-from coa_jax.model import decode_params
+from coa_jax.model.cache import KVCache
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.rollout import sampler
 
@@ -36,7 +36,7 @@ def slots(**fields) -> sampler.SamplerState:
 
 def prefill(params, rows: dict[int, list[int]], width: int = 16):
   """A cache with these ids in these slots, the last of each left pending."""
-  cache = decode_params.init_cache(CFG, SLOTS, SIZE)
+  cache = KVCache.empty(CFG, SLOTS, SIZE)
   row_R = np.full(3, SLOTS, np.int32)
   token_RT, count_R = np.zeros((3, width), np.int32), np.zeros(3, np.int32)
   state = slots()
@@ -61,7 +61,7 @@ def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():
   rng = np.random.default_rng(0)
   noise = jax.tree.map(
     lambda x: rng.normal(size=x.shape).astype(np.float32),
-    decode_params.init_cache(CFG, SLOTS, SIZE),
+    KVCache.empty(CFG, SLOTS, SIZE),
   )
   ids = np.array([PROMPT * 3])[:, :16].repeat(3, 0)
   extend = functools.partial(sampler.extend, CFG, params)

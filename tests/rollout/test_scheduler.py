@@ -12,7 +12,9 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.model import decode_params, transformer
+from coa_jax.model import cache as caching
+from coa_jax.model import transformer
+from coa_jax.model.cache import KVCache
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.grammar.automaton import compile_stops
@@ -189,22 +191,17 @@ def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
 @pytest.mark.parametrize("window", [3, 8])
 def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
-  monkeypatch.setattr(decode_params, "PIECE", 16)
-  init_cache = decode_params.init_cache
-
-  def whole(cfg, slots, size, layout):
-    return init_cache(cfg, slots, toy.MAX_LEN, layout)
-
+  monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
   with monkeypatch.context() as fixed:
-    fixed.setattr(decode_params, "init_cache", whole)
-    fixed.setattr(slotting.sampler, "resize", lambda layer, pieces, layout: layer)
+    fixed.setattr(KVCache, "one_block", KVCache.empty)
+    fixed.setattr(KVCache, "resize", lambda self, *_: self)
     expected = play(novice, toy.TableToolbox(), range(16), on=engine(window=window))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
   real = slotting.sampler.window
 
   def spy(cfg, params, cache, *args):
-    sizes.append(transformer.cache_size(cache))
+    sizes.append(cache.size)
     return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(slotting.sampler, "window", spy)

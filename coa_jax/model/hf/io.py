@@ -1,9 +1,9 @@
 """Model folders in Hugging Face's layout: config.json, safetensors, tokenizer.
 
 A model is a folder everywhere in this project: what SFT writes is what RL, evaluation,
-transformers and vLLM read; `hf.names` has its arrays' names. Arrays are read slice by
-slice, each device's part straight from the file, so no process ever holds more of a
-model than one array and its own parts.
+transformers and vLLM read; `hf.config` knows its config.json, `hf.names` its arrays'
+names. Arrays are read slice by slice, each device's part straight from the file, so no
+process ever holds more of a model than one array and its own parts.
 
 budget: what a folder is to be is read here where it is written.
 """
@@ -28,8 +28,8 @@ from safetensors.numpy import save_file
 from coa_jax.disk import atomic_path, atomic_write
 from coa_jax.json_io import read_object
 from coa_jax.model import attention
-from coa_jax.model.config import LoadConfig, ModelConfig, from_hf_config, to_hf_config
-from coa_jax.model.hf.fields import CARRIED
+from coa_jax.model.config import LoadConfig, ModelConfig
+from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
 from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray
 from coa_jax.model.sharding import Layout
@@ -65,7 +65,7 @@ def save_model(
     tokenizer: saved beside the weights; its end and padding ids go into the config,
       and `end_id` before them, so that other engines stop after the answer.
     like: the folder that training started from; what its config says beside the
-      architecture (`architecture.CARRIED`), and its generation config, are kept.
+      architecture (`hf.config.CARRIED`), and its generation config, are kept.
     shard_bytes: most bytes of one file; several files get an index.
 
   Raises:

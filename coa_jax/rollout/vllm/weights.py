@@ -125,7 +125,7 @@ def _token_logps(
   segment_BT: jax.Array,
 ) -> jax.Array:
   """Log p of the token after each place, at temperature 1."""
-  model = Transformer(cfg, layout, view=True)
+  model = Transformer(cfg, layout, decode=True)
   position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   hidden_BTD, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   logits_BTV = model.apply({"params": params}, hidden_BTD, method="logits")

@@ -1,0 +1,279 @@
+"""The cache of keys and values: the one type that knows how they are laid out.
+
+A decoder appends a call's keys and values, attends over what is there, shares a row's
+with other rows, resizes the cache as trajectories grow, and frees it. In which axes and
+blocks they lie is known in this file alone.
+
+Two letters of its own: C blocks of P places each; S = C P.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Layout
+
+# The most places of a block; a cache of more has several blocks.
+BLOCK_SIZE = 256
+# Finite, so that a token that may read nothing stays free of NaN.
+_MASKED = -1e30
+
+
+@flax.struct.dataclass
+class CacheWrite:
+  """Where the tokens of a call stand; the same for every layer.
+
+  Attributes:
+    position_BT: the position of each in its own sequence.
+    place_BT: the place that its key and value are written to; past the last one for a
+      token that is not to be written.
+    row_B: the cache's row of each row of tokens; None where they are in order.
+  """
+
+  position_BT: jax.Array
+  place_BT: jax.Array
+  row_B: jax.Array | None
+
+
+@flax.struct.dataclass
+class KVCache:
+  """Keys and values of every layer, for rows of S places.
+
+  The place of a token is its position in its own sequence. What stands in places that
+  nothing reads changes no bit of what is computed (float32, CPU), and neither does S.
+
+  Attributes:
+    layers: of each its keys [B, K, C, H, P] and values [B, K, C, P, H]. Positions come
+      last in the keys: few queries' scores then run along contiguous memory (decoding
+      on a CPU takes half the time).
+  """
+
+  layers: tuple[tuple[jax.Array, jax.Array], ...]
+
+  @classmethod
+  def empty(
+    cls, cfg: ModelConfig, rows: int, size: int, layout: Layout | None = None
+  ) -> KVCache:
+    """A cache for `rows` sequences, in the dtype of activations.
+
+    It has `size` places; above BLOCK_SIZE as many more as fill the last block.
+    """
+    sharding = layout.sharding("BK...") if layout else None
+    C = -(-size // BLOCK_SIZE)
+    P = min(size, BLOCK_SIZE)
+
+    def zeros(*shape: int) -> jax.Array:
+      whole = (rows, cfg.kv_heads, C, *shape)
+      return jnp.zeros(whole, cfg.dtype, device=sharding)
+
+    H = cfg.head_dim
+    return cls(tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers)))
+
+  @classmethod
+  def one_block(
+    cls, cfg: ModelConfig, rows: int, most: int, layout: Layout | None = None
+  ) -> KVCache:
+    """A cache to begin with: one block, or `most` places where those are fewer."""
+    return cls.empty(cfg, rows, min(most, BLOCK_SIZE), layout)
+
+  @property
+  def size(self) -> int:
+    """S, the places of a row."""
+    C, P = self.layers[0][1].shape[2:4]
+    return C * P
+
+  def write(
+    self,
+    position_BT: jax.Array,
+    valid_BT: jax.Array,
+    row_B: jax.Array | None = None,
+  ) -> CacheWrite:
+    """Where a call's tokens go: what `append` and `attend` of every layer take.
+
+    Args:
+      position_BT: int position of each token in its own sequence.
+      valid_BT: True for tokens to be written.
+      row_B: the cache's row of each row of tokens, where they are not in order; no two
+        write to one. What points past the last row is dropped.
+    """
+    return CacheWrite(position_BT, jnp.where(valid_BT, position_BT, self.size), row_B)
+
+  def append(
+    self,
+    layer: int,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    write: CacheWrite,
+    layout: Layout | None = None,
+  ) -> KVCache:
+    """The cache with a call's keys and values in one layer."""
+    k_BKCHP, v_BKCPH = self.layers[layer]
+    B, _, K, _ = k_BTKH.shape
+    P = v_BKCPH.shape[3]
+    row_B = jnp.arange(B) if write.row_B is None else write.row_B
+    # Tokens that are not to be written point past the end, and are dropped. With the
+    # head's index left out, XLA would keep a window's cache in another layout and copy
+    # all of it at both ends.
+    row = row_B[:, None, None]
+    head = jnp.arange(K)
+    block = write.place_BT[..., None] // P
+    place = write.place_BT[..., None] % P
+    k_BKCHP = k_BKCHP.at[row, head, block, :, place].set(k_BTKH, mode="drop")
+    v_BKCPH = v_BKCPH.at[row, head, block, place].set(v_BTKH, mode="drop")
+    if layout:
+      k_BKCHP = layout.shard(k_BKCHP, "BK...")
+      v_BKCPH = layout.shard(v_BKCPH, "BK...")
+    layers = list(self.layers)
+    layers[layer] = (k_BKCHP, v_BKCPH)
+    return KVCache(tuple(layers))
+
+  def attend(
+    self, layer: int, q_BTNH: jax.Array, write: CacheWrite, window: int = 0
+  ) -> jax.Array:
+    """Attention of a call's tokens over one layer, after `append`.
+
+    Args:
+      layer: its number.
+      q_BTNH: queries; a token reads places up to its own.
+      write: of the call.
+      window: places that a token reads, its own included; 0 for all.
+
+    Returns:
+      out_BTNH in q's dtype.
+    """
+    k_BKCHP, v_BKCPH = self.layers[layer]
+    if write.row_B is not None:
+      k_BKCHP = jnp.take(k_BKCHP, write.row_B, axis=0, mode="clip")
+      v_BKCPH = jnp.take(v_BKCPH, write.row_B, axis=0, mode="clip")
+    mask_BTS = _mask(write.position_BT, self.size, window)
+    return _attend(q_BTNH, k_BKCHP, v_BKCPH, mask_BTS)
+
+  def share(
+    self, from_R: jax.Array, to_R: jax.Array, layout: Layout | None = None
+  ) -> KVCache:
+    """The cache with rows copied to other rows; the arrays of this one are gone.
+
+    Args:
+      from_R: rows to read, all before any is written.
+      to_R: rows to write; what points past the last row is dropped.
+      layout: of the sampler, on several devices.
+    """
+    return _share(self, from_R, to_R, layout)
+
+  def resize(self, places: int, most: int, layout: Layout | None = None) -> KVCache:
+    """The cache with room for `places`: doubled, or cut once a quarter would do.
+
+    Where the size changes, the arrays of this one are gone.
+
+    Args:
+      places: that rows need.
+      most: places that they may ever need; the cache grows no further.
+      layout: of the sampler, on several devices.
+    """
+    blocks = 1
+    while blocks * BLOCK_SIZE < places:
+      blocks *= 2
+    if self.size >= 4 * blocks * BLOCK_SIZE:
+      blocks *= 2
+    elif self.size >= places:
+      return self
+    blocks = min(blocks, -(-most // BLOCK_SIZE))
+    layers = []
+    for layer in self.layers:
+      layers.append(_resize(layer, blocks, layout))
+      for x in layer:  # so that one layer at a time is there twice
+        x.delete()
+    return KVCache(tuple(layers))
+
+  def free(self, layout: Layout | None = None) -> KVCache:
+    """A cache of one block whose rows nothing has been written to.
+
+    Gives back the memory of a larger one, whose arrays are gone then. One of a single
+    block stays as it is: what is left in it, nothing reads.
+    """
+    if self.size <= BLOCK_SIZE:
+      return self
+    sharding = layout.sharding("BK...") if layout else None
+    layers = []
+    for layer in self.layers:
+      shapes = [(*x.shape[:2], 1, *x.shape[3:]) for x in layer]
+      dtype = layer[0].dtype
+      for x in layer:
+        x.delete()
+      keys, values = (jnp.zeros(shape, dtype, device=sharding) for shape in shapes)
+      layers.append((keys, values))
+    return KVCache(tuple(layers))
+
+
+def row_bytes(cfg: ModelConfig, places: int) -> int:
+  """Bytes of so many places of one row, in all layers."""
+  scalars = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
+  return places * scalars * jnp.dtype(cfg.dtype).itemsize
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cache")
+def _share(
+  cache: KVCache, from_R: jax.Array, to_R: jax.Array, layout: Layout | None = None
+) -> KVCache:
+  def copied(x: jax.Array) -> jax.Array:
+    x = x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop")
+    return layout.shard(x, "BK...") if layout else x
+
+  return jax.tree.map(copied, cache)
+
+
+@functools.partial(jax.jit, static_argnames=("blocks", "layout"))
+def _resize(
+  layer: tuple[jax.Array, jax.Array], blocks: int, layout: Layout | None
+) -> tuple[jax.Array, jax.Array]:
+  """One layer with so many blocks: empty ones added, or the last left out."""
+
+  def sized(x: jax.Array) -> jax.Array:
+    more = max(0, blocks - x.shape[2])
+    x = jnp.pad(x[:, :, :blocks], ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
+    return layout.shard(x, "BK...") if layout else x
+
+  return jax.tree.map(sized, layer)
+
+
+def _mask(position_BT: jax.Array, size: int, window: int) -> jax.Array:
+  """mask_BTS, True where a token reads a place: those up to its own."""
+  place_S = jnp.arange(size)
+  mask_BTS = place_S <= position_BT[:, :, None]
+  if window:
+    mask_BTS &= place_S > position_BT[:, :, None] - window
+  return mask_BTS
+
+
+def _attend(
+  q_BTNH: jax.Array, k_BKCHP: jax.Array, v_BKCPH: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+  """Scaled dot-product attention; query head n reads kv head n // (N // K).
+
+  Each block has products and sums of its own, of a size that C does not change; so
+  places that nothing reads add exact zeros at the end, and a larger cache changes no
+  bit (float32, CPU). Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
+  """
+  B, T, N, H = q_BTNH.shape
+  _, K, C, _, P = k_BKCHP.shape
+  G = N // K
+  # One matrix product per kv head, with the rows of its G query heads together. The
+  # queries are repeated: a product over all blocks at once would move the keys.
+  q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
+  q_BKCRH = jnp.broadcast_to(q_BKGTH.reshape(B, K, 1, G * T, H), (B, K, C, G * T, H))
+  score_BKCRP = jnp.matmul(q_BKCRH, k_BKCHP, preferred_element_type=jnp.float32)
+  score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
+  mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
+  score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
+  e_BKCGTP = jnp.exp(score_BKCGTP - score_BKCGTP.max((2, 5), keepdims=True))
+  # XLA would join the sum over places with that over blocks.
+  sum_BKCGT = jax.lax.optimization_barrier(e_BKCGTP.sum(-1))
+  e_BKCRP = e_BKCGTP.astype(v_BKCPH.dtype).reshape(B, K, C, G * T, P)
+  out_BKRH = jnp.matmul(e_BKCRP, v_BKCPH, preferred_element_type=jnp.float32).sum(2)
+  out_BKGTH = out_BKRH.reshape(B, K, G, T, H) / sum_BKCGT.sum(2)[..., None]
+  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -1,0 +1,508 @@
+"""`config.json` of Hugging Face as a ModelConfig, and back.
+
+All that is known of its fields is data at the top of this file: the families, the
+fields that we read, those that would change the computation and the values with which
+they do not, and those that change nothing. A field that stands in no table is ignored
+with a warning, for transformers adds some with every version.
+
+budget: half of it is those tables, and what reads them stands below them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from coa_jax.json_io import shown
+from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """A model type of transformers that our transformer computes.
+
+  Attributes:
+    name: of its class NameForCausalLM.
+    attention_bias: True for biases on q, k, v.
+    qk_norm: True for RMSNorm on each query and key head.
+    head_dim: what transformers takes where config.json has none; 0 for the width over
+      the heads.
+    kv_heads: what it takes where config.json has none; 0 for as many as heads.
+    positions: what it takes for `max_position_embeddings` where config.json has none.
+    windows: whether layers can have sliding windows.
+    divided: whether the width must be a multiple of the heads.
+  """
+
+  name: str
+  attention_bias: bool
+  qk_norm: bool
+  head_dim: int
+  kv_heads: int
+  positions: int
+  windows: bool = True
+  divided: bool = False
+
+
+# model_type -> what it is.
+FAMILIES = {
+  "qwen2": Family("Qwen2", True, False, 0, 32, 32_768),
+  "qwen3": Family("Qwen3", False, True, 128, 32, 32_768),
+  "llama": Family("Llama", False, False, 0, 0, 2_048, windows=False, divided=True),
+}
+
+# What a value may be: in words, and the test.
+_Kind = tuple[str, Callable[[Any], bool]]
+
+
+def _whole(x: Any) -> bool:
+  return type(x) is int and abs(x) < 2**63  # True is none, and 2.0 neither
+
+
+def _number(x: Any) -> bool:
+  return type(x) in (int, float) and abs(x) <= sys.float_info.max  # false for NaN
+
+
+def _or_null(kind: _Kind) -> _Kind:
+  words, test = kind
+  return f"{words}, or null", lambda x: x is None or test(x)
+
+
+def _only(*accepted: Any) -> _Kind:
+  return repr(accepted[0]), lambda x: x in accepted
+
+
+_BOOL: _Kind = ("true or false", lambda x: type(x) is bool)
+_COUNT: _Kind = (
+  "a whole number of at least 1, of 64 bits",
+  lambda x: _whole(x) and x >= 1,
+)
+# The deepest that are published have 1,000 (DeepNet, arXiv 2203.00555). Without a bound
+# minutes and all memory would go before the weights turn out to have fewer.
+_LAYERS: _Kind = (
+  "a whole number from 1 to 1,000",
+  lambda x: _whole(x) and 1 <= x <= 1_000,
+)
+_FROM_0: _Kind = ("a whole number of at least 0", lambda x: _whole(x) and x >= 0)
+_POSITIVE: _Kind = ("a number above 0", lambda x: _number(x) and x > 0)
+_FROM_1: _Kind = ("a number of at least 1", lambda x: _number(x) and x >= 1)
+_NOT_NEGATIVE: _Kind = ("a number of at least 0", lambda x: _number(x) and x >= 0)
+_NAMES: _Kind = (
+  "a list of names",
+  lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x),
+)
+_TEXT: _Kind = ("text", lambda x: isinstance(x, str))
+_OBJECT: _Kind = ("an object", lambda x: isinstance(x, dict))
+_ID: _Kind = ("a token's id", _whole)
+_IDS: _Kind = (
+  "a token's id or a list of such",
+  lambda x: _whole(x) or (isinstance(x, list) and all(map(_whole, x))),
+)
+_ANYTHING: _Kind = ("anything", lambda x: True)
+_OFF: _Kind = ("null, false or 0", lambda x: not x)
+_SCALE_1: _Kind = _only(1.0, None)
+
+# config.json's name -> ModelConfig's, where the value is the same.
+_SAME = {
+  "vocab_size": "vocab_size",
+  "hidden_size": "width",
+  "num_hidden_layers": "layers",
+  "num_attention_heads": "heads",
+  "num_key_value_heads": "kv_heads",
+  "head_dim": "head_dim",
+  "intermediate_size": "ff",
+  "rms_norm_eps": "norm_eps",
+  "tie_word_embeddings": "tie_embeddings",
+}
+# Fields that we read, and what they may be.
+_READ: dict[str, _Kind] = {
+  "vocab_size": _COUNT,
+  "hidden_size": _COUNT,
+  "num_hidden_layers": _LAYERS,
+  "num_attention_heads": _COUNT,
+  "num_key_value_heads": _or_null(_COUNT),
+  "head_dim": _or_null(_COUNT),
+  "intermediate_size": _COUNT,
+  "rms_norm_eps": _POSITIVE,
+  "tie_word_embeddings": _BOOL,
+  "attention_bias": _BOOL,
+  "rope_theta": _POSITIVE,
+  "rope_scaling": _or_null(_OBJECT),
+  "rope_parameters": _or_null(_OBJECT),
+  "use_sliding_window": _BOOL,
+  "sliding_window": _or_null(_COUNT),
+  "max_window_layers": _FROM_0,
+  "layer_types": _or_null(_NAMES),
+}
+# Those of `rope_scaling` and `rope_parameters`; others there are refused.
+_ROPE: dict[str, _Kind] = {
+  "rope_theta": _POSITIVE,
+  "partial_rotary_factor": _SCALE_1,
+  "factor": _or_null(_FROM_1),
+  "original_max_position_embeddings": _or_null(_COUNT),
+  "beta_fast": _or_null(_POSITIVE),
+  "beta_slow": _or_null(_POSITIVE),
+  "attention_factor": _or_null(_POSITIVE),
+  "truncate": _BOOL,
+  "low_freq_factor": _POSITIVE,
+  "high_freq_factor": _POSITIVE,
+}
+# rope_type, which is ModelConfig's field, too -> the field's class, and the fields of
+# that by their names in config.json.
+_SCALINGS: dict[str, tuple[type, dict[str, str]]] = {
+  "yarn": (
+    Yarn,
+    {
+      "factor": "factor",
+      "original_max_position_embeddings": "positions",
+      "beta_fast": "beta_fast",
+      "beta_slow": "beta_slow",
+      "truncate": "truncate",
+      "attention_factor": "attention_factor",
+    },
+  ),
+  "llama3": (
+    Llama3Rope,
+    {
+      "factor": "factor",
+      "original_max_position_embeddings": "positions",
+      "low_freq_factor": "low_freq_factor",
+      "high_freq_factor": "high_freq_factor",
+    },
+  ),
+}
+# Fields of dense and other decoders that change the computation, and the values with
+# which they do not: a model that needs another one is refused.
+_UNSUPPORTED: dict[str, _Kind] = {
+  "hidden_act": _only("silu"),
+  "hidden_activation": _only("silu", None),
+  "is_causal": _only(True, None),
+  "attention_dropout": _only(0.0, None),
+  "pretraining_tp": _only(1, None),
+  "use_mrope": _only(False, None),
+  # Factors.
+  "partial_rotary_factor": _SCALE_1,
+  "embedding_multiplier": _SCALE_1,
+  "residual_multiplier": _SCALE_1,
+  "residual_weight": _SCALE_1,
+  "logits_scaling": _SCALE_1,
+  "logit_scale": _SCALE_1,
+  "attention_multiplier": _OFF,
+  "query_pre_attn_scalar": _OFF,
+  "attn_logit_softcapping": _OFF,
+  "final_logit_softcapping": _OFF,
+  "attn_temperature_tuning": _OFF,
+  # Dropout.
+  "embd_pdrop": _OFF,
+  "embedding_dropout": _OFF,
+  "hidden_dropout": _OFF,
+  "resid_pdrop": _OFF,
+  "residual_dropout": _OFF,
+  # Other layers, or parameters that ours do not have.
+  "mlp_bias": _OFF,
+  "use_bias": _OFF,
+  "qkv_bias": _OFF,
+  "use_qkv_bias": _OFF,
+  "attention_out_bias": _OFF,
+  "use_qk_norm": _OFF,
+  "qk_layernorm": _OFF,
+  "clip_qkv": _OFF,
+  "use_parallel_residual": _OFF,
+  "per_layer_config": _OFF,
+  "num_kv_shared_layers": _OFF,
+  "num_experts": _OFF,
+  "num_local_experts": _OFF,
+  "n_routed_experts": _OFF,
+  "n_shared_experts": _OFF,
+  "kv_lora_rank": _OFF,
+  "q_lora_rank": _OFF,
+  "quantization_config": _OFF,
+  # Other positions, or another mask.
+  "original_max_position_embeddings": _OFF,
+  "rope_interleave": _OFF,
+  "rope_interleaved": _OFF,
+  "no_rope_layers": _OFF,
+  "no_rope_layer_interval": _OFF,
+  "attention_chunk_size": _OFF,
+  "dual_chunk_attention_config": _OFF,
+  "sliding_window_pattern": _OFF,
+  "use_bidirectional_attention": _OFF,
+  "is_encoder_decoder": _OFF,
+  "add_cross_attention": _OFF,
+}
+# Fields that change nothing here: what a folder says of its origin and its tokenizer.
+# They go through training unchanged (see `io.save_model`).
+CARRIED: dict[str, _Kind] = {
+  "bos_token_id": _or_null(_ID),
+  "eos_token_id": _or_null(_IDS),
+  "initializer_range": _NOT_NEGATIVE,
+  "max_position_embeddings": _COUNT,
+  "pad_token_id": _or_null(_ID),
+}
+# Others that change nothing; what is neither here nor above is warned of.
+_IGNORED: dict[str, _Kind] = {
+  "_name_or_path": _or_null(_TEXT),
+  "architectures": _or_null(_NAMES),
+  "chunk_size_feed_forward": _ANYTHING,
+  "dtype": _or_null(_TEXT),
+  "id2label": _ANYTHING,
+  "label2id": _ANYTHING,
+  "model_type": _TEXT,
+  "output_attentions": _ANYTHING,
+  "output_hidden_states": _ANYTHING,
+  "problem_type": _ANYTHING,
+  "return_dict": _ANYTHING,
+  "torch_dtype": _or_null(_TEXT),
+  "transformers_version": _or_null(_TEXT),
+  "use_cache": _or_null(_BOOL),
+}
+
+
+def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
+  """The architecture that a Hugging Face `config.json` describes.
+
+  Fields that no table above holds are ignored, with one warning that names them.
+
+  Raises:
+    ValueError: the family is none of FAMILIES, a needed field is missing, or a field
+      has a value that it can not have or that this model does not compute; the message
+      names `where`, field and value.
+  """
+  model_type = config.get("model_type")
+  if not isinstance(model_type, str) or model_type not in FAMILIES:
+    raise ValueError(
+      f"{where}: field 'model_type' is {shown(model_type)}; accepted: "
+      f"{', '.join(map(repr, FAMILIES))}"
+    )
+  family = FAMILIES[model_type]
+  _check_fields(config, where)
+  # Qwen2 always has biases on q, k, v; with this field others would have one on o too.
+  bias = family.attention_bias
+  if config.get("attention_bias", bias) != bias:
+    raise ValueError(
+      f"{where}: field 'attention_bias' is {config['attention_bias']!r}; supported for "
+      f"{model_type}: {bias!r}"
+    )
+  values = {
+    ours: config[hf] for hf, ours in _SAME.items() if config.get(hf) is not None
+  }
+  missing = {"vocab_size", "width", "layers", "heads", "ff"} - set(values)
+  if missing:
+    names = sorted(hf for hf, ours in _SAME.items() if ours in missing)
+    raise ValueError(f"{where}: lacks field {names[0]!r}")
+  # What transformers takes where a field is null, and where it is left out.
+  null = "num_key_value_heads" in config or not family.kv_heads
+  values.setdefault("kv_heads", values["heads"] if null else family.kv_heads)
+  if not null and values["heads"] % values["kv_heads"]:
+    raise ValueError(
+      f"{where}: lacks field 'num_key_value_heads'; transformers then takes "
+      f"{values['kv_heads']}, which does not divide 'num_attention_heads' "
+      f"{values['heads']}"
+    )
+  values.setdefault("head_dim", family.head_dim or values["width"] // values["heads"])
+  values.setdefault("tie_embeddings", False)
+  values |= _rope(config, family, where)
+  values["windows"] = _windows(config, values["layers"], where)
+  try:
+    cfg = ModelConfig(**values, attention_bias=bias, qk_norm=family.qk_norm)
+    _check_family(cfg, family)
+  except ValueError as e:
+    raise ValueError(f"{where}: {e}") from e
+  return cfg
+
+
+def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
+  """The `config.json` of an architecture; `from_hf_config` reads it back.
+
+  Raises:
+    ValueError: Hugging Face has no such architecture: none of FAMILIES with these
+      biases and norms, or windows of several sizes.
+  """
+  model_type, family = _family_of(cfg)
+  _check_family(cfg, family)
+  out = {
+    "architectures": [f"{family.name}ForCausalLM"],
+    "model_type": model_type,
+    **{hf: getattr(cfg, ours) for hf, ours in _SAME.items()},
+    "rope_theta": cfg.rope_theta,
+    "hidden_act": "silu",
+    "attention_bias": cfg.attention_bias,
+    "max_position_embeddings": 32_768,
+    "torch_dtype": cfg.param_dtype,
+  }
+  if family.windows:
+    out |= _write_windows(cfg)
+  for kind, (_, names) in _SCALINGS.items():
+    scaling = getattr(cfg, kind)
+    if scaling:
+      values = {hf: getattr(scaling, ours) for hf, ours in names.items()}
+      # A number that is 0 is one that readers work out by themselves.
+      stated = {hf: x for hf, x in values.items() if x or x is False}
+      out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
+      out["rope_scaling"] = {"rope_type": kind, **stated}
+  return out
+
+
+def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
+  """The model type of an architecture, and its row of FAMILIES."""
+  for model_type, family in FAMILIES.items():
+    if (family.attention_bias, family.qk_norm) == (cfg.attention_bias, cfg.qk_norm):
+      return model_type, family
+  known = "; ".join(
+    f"{f.name}: {f.attention_bias} and {f.qk_norm}" for f in FAMILIES.values()
+  )
+  raise ValueError(
+    f"model.attention_bias is {cfg.attention_bias} and model.qk_norm {cfg.qk_norm}; "
+    f"Hugging Face has {known}"
+  )
+
+
+def _check_family(cfg: ModelConfig, family: Family) -> None:
+  """Refuses what a family's config.json can not say, or its reader refuses."""
+  sizes = sorted({w for w in cfg.windows if w})
+  if len(sizes) > 1:
+    raise ValueError(f"model.windows has several sizes {sizes}; Hugging Face has one")
+  who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
+  if sizes and not family.windows:
+    raise ValueError(f"windows of {sizes[0]} tokens, but {who} has none")
+  if family.divided and cfg.width % cfg.heads:
+    raise ValueError(
+      f"heads {cfg.heads} do not divide width {cfg.width}, but of {who} transformers "
+      "takes no others"
+    )
+
+
+def _check_fields(config: dict[str, Any], where: str) -> None:
+  """Refuses values that fields can not have, and warns of fields that are not known.
+
+  Raises:
+    ValueError: naming `where`, the field, its value and what is accepted.
+  """
+  kinds = _READ | _UNSUPPORTED | CARRIED | _IGNORED
+  _check_kinds(config, kinds, where)
+  for name in ("rope_scaling", "rope_parameters"):
+    _check_kinds(config.get(name) or {}, _ROPE, where, f"{name}.")
+  unknown = sorted(config.keys() - kinds.keys())
+  if unknown:
+    _warn(where, ", ".join(map(shown, unknown)))
+
+
+def _check_kinds(
+  values: dict[str, Any], kinds: dict[str, _Kind], where: str, before: str = ""
+) -> None:
+  for field, (accepted, test) in kinds.items():
+    if field in values and not test(values[field]):
+      raise ValueError(
+        f"{where}: field '{before}{field}' is {shown(values[field])}; accepted: "
+        f"{accepted}"
+      )
+
+
+@functools.lru_cache(maxsize=64)
+def _warn(where: str, fields: str) -> None:
+  """Warns once of what a file says, however often a run reads it."""
+  _log.warning(
+    "%s: ignored fields that are not known to change what the model computes: %s",
+    where,
+    fields,
+  )
+
+
+def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+  """Rotary base and scaling, in the layout of transformers 5 or of those before."""
+  name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+  if config.get("rope_parameters") and config.get("rope_scaling"):
+    raise ValueError(
+      f"{where}: has 'rope_parameters' and 'rope_scaling', and readers differ in which "
+      "counts; leave one of them"
+    )
+  rope = dict(config.get(name) or {})
+  theta = float(rope.pop("rope_theta", config.get("rope_theta") or 10_000.0))
+  kind = rope.pop("rope_type", rope.pop("type", "default"))
+  rope.pop("type", None)
+  rope.pop("partial_rotary_factor", None)
+  if kind not in ("default", *_SCALINGS):
+    accepted = ", ".join(map(repr, ("default", *_SCALINGS)))
+    raise ValueError(
+      f"{where}: field '{name}.rope_type' is {shown(kind)}; supported: {accepted}"
+    )
+  out: dict[str, Any] = {"rope_theta": theta}
+  if kind in _SCALINGS:
+    longest = config.get("max_position_embeddings", family.positions)
+    try:
+      out[kind] = _read_scaling(kind, rope, longest)
+    except ValueError as e:
+      raise ValueError(f"{where}: field '{name}': {e}") from e
+  for field, value in rope.items():
+    raise ValueError(
+      f"{where}: field '{name}.{field}' ({shown(value)}) is not supported"
+    )
+  return out
+
+
+def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama3Rope:
+  """Takes out of the object what a kind of scaling needs."""
+  cls, names = _SCALINGS[kind]
+  values = {}
+  for hf, ours in names.items():
+    value = rope.pop(hf, None)
+    if value is not None:
+      values[ours] = float(value) if _whole(value) and ours != "positions" else value
+  # What transformers takes for these where they are left out.
+  values.setdefault("positions", longest)
+  if kind == "yarn":
+    values.setdefault("factor", longest / values["positions"])
+  for hf, ours in names.items():
+    needed = getattr(cls, ours, None) is None  # a field with a default has it there
+    if needed and ours not in values:
+      raise ValueError(f"lacks {hf!r}, which {kind!r} needs")
+  return cls(**values)
+
+
+def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
+  """Tokens that each layer's queries see; () where all see all."""
+  # Where the size is left out, transformers takes 4096.
+  used = config.get("use_sliding_window", False)
+  size = config.get("sliding_window", 4_096) if used else None
+  kinds = config.get("layer_types")
+  if kinds is None and not size:
+    return ()
+  if kinds is None:
+    full = config.get("max_window_layers", 28)
+    names = ("full_attention", "sliding_attention")
+    kinds = [names[i >= full] for i in range(layers)]
+  if len(kinds) != layers:
+    raise ValueError(f"{where}: 'layer_types' has {len(kinds)} entries, not {layers}")
+  for kind in kinds:
+    if kind not in ("sliding_attention", "full_attention"):
+      raise ValueError(
+        f"{where}: field 'layer_types' has {shown(kind)}; supported: 'full_attention', "
+        "'sliding_attention'"
+      )
+  if "sliding_attention" not in kinds:
+    return ()
+  if not size:
+    raise ValueError(
+      f"{where}: 'layer_types' has 'sliding_attention', but 'use_sliding_window' and "
+      "'sliding_window' give it no size"
+    )
+  return tuple(size if k == "sliding_attention" else 0 for k in kinds)
+
+
+def _write_windows(cfg: ModelConfig) -> dict[str, Any]:
+  sizes = {w for w in cfg.windows if w}
+  if not sizes:
+    return {"use_sliding_window": False}
+  kinds = {True: "sliding_attention", False: "full_attention"}
+  return {
+    "use_sliding_window": True,
+    "sliding_window": sizes.pop(),
+    "layer_types": [kinds[w > 0] for w in cfg.windows],
+    # For readers that know no layer_types; right where sliding layers come last.
+    "max_window_layers": sum(w == 0 for w in cfg.windows),
+  }
