@@ -192,7 +192,12 @@ def _lower_prefill(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
 
 def _lower_decode(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
   params, cache = _served(case, cfg, layout, case.rows)
-  dtypes = {"sequence_B": "uint32", "temperature_B": "float32", "active_B": "bool"}
+  dtypes = {
+    "seed_B": "uint32",
+    "sequence_B": "uint32",
+    "temperature_B": "float32",
+    "active_B": "bool",
+  }
   slots = {
     field.name: _arrays(layout, ".", (case.rows,), dtypes.get(field.name, "int32"))
     for field in dataclasses.fields(sampler.SamplerState)
@@ -202,14 +207,12 @@ def _lower_decode(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
   tables = sampler.Tables(
     _arrays(layout, ".", (cfg.vocab_size,), "int32"), states, states
   )
-  seed = jax.eval_shape(lambda: jax.random.key(0))
   return sampler.window.lower(
     cfg,
     params,
     cache,
     sampler.SamplerState(**slots),
     tables,
-    _arrays(layout, "", (), seed.dtype),
     _arrays(layout, "..", (case.rows, case.count), "int32"),
     layout=layout,
   )

@@ -314,6 +314,7 @@ def greedy(
     length_B=last_B,
     pending_B=np.array([ids[-1] for ids in prompts], np.int32),
     limit_B=np.full(B, longest + new, np.int32),
+    seed_B=np.zeros(B, np.uint32),
     sequence_B=np.arange(B).astype(np.uint32),
     temperature_B=np.zeros(B, np.float32),
     automaton_B=np.zeros(B, np.int32),
@@ -323,8 +324,7 @@ def greedy(
   nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
   tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)
   free_BW = np.full((B, new), -1, np.int32)
-  key = jax.random.key(0)
-  out = sampler.window(cfg, params, cache, state, tables, key, free_BW)[2]
+  out = sampler.window(cfg, params, cache, state, tables, free_BW)[2]
   return np.asarray(out.token_BW).tolist()
 
 

@@ -25,6 +25,7 @@ def slots(**fields) -> sampler.SamplerState:
     length_B=np.zeros(SLOTS, np.int32),
     pending_B=np.zeros(SLOTS, np.int32),
     limit_B=np.full(SLOTS, SIZE, np.int32),
+    seed_B=np.zeros(SLOTS, np.uint32),
     sequence_B=np.arange(SLOTS).astype(np.uint32),
     temperature_B=np.ones(SLOTS, np.float32),
     automaton_B=np.zeros(SLOTS, np.int32),
@@ -51,9 +52,9 @@ def prefill(params, rows: dict[int, list[int]], width: int = 16):
 
 
 def decode(params, cache, state, steps: int = 8, seed: int = 0):
-  key = jax.random.key(seed)
+  state = state.replace(seed_B=np.full(SLOTS, seed, np.uint32))
   free_BW = np.full((SLOTS, steps), -1, np.int32)
-  return sampler.window(CFG, params, cache, state, TABLES, key, free_BW)
+  return sampler.window(CFG, params, cache, state, TABLES, free_BW)
 
 
 def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():
