@@ -38,9 +38,10 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout.player import Player, of_all_processes
+from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import Tools
@@ -91,6 +92,8 @@ def run(
 ) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
+  budget: a journey is one page.
+
   Args:
     config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
       samples.
@@ -126,9 +129,17 @@ def run(
   vllm = optional(config, "vllm", VllmConfig)
   workdir = own_folder(workdir)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
-  descriptions = tools.tool_descriptions
-  player = Player(cfg, tokenizer, rollout, descriptions, layout, vllm, grader, variant)
-  player.check(tasks)
+  worker = RolloutWorker(
+    cfg,
+    tokenizer,
+    rollout,
+    tools.tool_descriptions,
+    layout=layout,
+    vllm=vllm,
+    grader=grader,
+    variant=variant,
+  )
+  worker.check(tasks)
   inputs = {
     "tasks": digest(t.to_json() for t in tasks),
     "tools.corpus": fingerprint(tools.corpus),
@@ -140,7 +151,7 @@ def run(
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
-  with grader, Toolbox(tools) as opened:
+  with grader, Toolbox(tools) as opened, worker:
     toolbox = wrap_tools(opened) if wrap_tools else opened
 
     def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
@@ -148,9 +159,17 @@ def run(
       if not os.path.exists(path):
         part = _Part(os.path.join(workdir, f"{name}.part.jsonl"))
         skip = {(place, t.sample) for place, t in part.ended}
-        args = (params, tasks, toolbox, samples, temperature, rollout.seed)
-        playing = player.play(*args, skip=skip, evaluation=True)
-        stream = of_all_processes(part.added(playing))
+        playing = worker.generate(
+          params,
+          tasks,
+          toolbox,
+          samples,
+          temperature,
+          rollout.seed,
+          skip=skip,
+          evaluation=True,
+        )
+        stream = gather_trajectories(part.added(playing))
         write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
         part.remove()
       return read_trajectories(path)

@@ -3,7 +3,7 @@
 By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; section
 `algo` chooses (`learner/algorithms.py`). On-policy: each batch of rollouts is of the
 policy that learns from it, and is then thrown away. With `algo.staleness` rollouts go
-on while it learns, and tokens may be that many updates old (`rollout/ahead.py`).
+on while it learns, and tokens may be that many updates old (`rollout/collect.py`).
 
 budget: a journey is one page, from its config to its results.
 """
@@ -58,11 +58,11 @@ from coa_jax.report.timers import Phases, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards import shaping
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout.player import Player
+from coa_jax.rollout.collect import RolloutBatch, RolloutCollector
 from coa_jax.rollout.scheduler import on_device
-from coa_jax.rollout.source import Asking, Rollouts, Source, open_source
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import make_draw
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
@@ -121,6 +121,8 @@ class DevConfig:
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
+  budget: a journey is one page.
+
   Args:
     config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`; with
       `vllm` a running server samples; `log` as `tracking.LogConfig` says.
@@ -153,31 +155,39 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   own = folder_of_process(workdir)
-  player = _player(config, cfg, tokenizer, algo, rollout, tools, layout, own)
-  player.check([*tasks, *dev_tasks])
+  worker = _worker(config, cfg, tokenizer, algo, rollout, tools, layout, own)
+  worker.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   watch = Watch(section(config, "watch", WatchConfig))
   claim(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
   cfg, params = load_model(config.init, load, layout)
-  learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(player))
+  learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(worker))
   state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
-  grader, for_dev = player.grader, Toolbox(dev.tools(tools))
-  with Toolbox(tools) as toolbox, for_dev, grader, checkpoints:
+  for_dev = Toolbox(dev.tools(tools))
+  with Toolbox(tools) as toolbox, for_dev, worker.grader, worker, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
     watch.recall(own, "rl", int(state.step))
-    asking = Asking(player, draw, toolbox, algo, _informative, rollout.seed)
-    source = open_source(asking, int(state.step), cursor)
-    examine = functools.partial(_accuracy, source, dev_tasks, for_dev)
+    collector = RolloutCollector(
+      worker,
+      draw,
+      toolbox,
+      algo,
+      has_reward_variance=_has_reward_variance,
+      seed=rollout.seed,
+      step=int(state.step),
+      cursor=cursor,
+    )
+    examine = functools.partial(_accuracy, collector, dev_tasks, for_dev)
     clock = Phases()
-    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, source:
+    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, collector:
       for step in range(int(state.step), algo.steps):
         params = learner.policy(state, frozen)
         clock.lap("sync")
         with checkpoints.resumable(state, cursor):
           values = {} if step % dev.every else {"dev_accuracy": examine(params, step)}
           clock.lap("dev")
-          rollouts = source.next(params, step)
+          rollouts = collector.next(params, step)
           clock.lap("other", **rollouts.spent)
         cursor = rollouts.cursor
         state, learned = learner(state, frozen, rollouts.groups)
@@ -190,7 +200,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         # After the line above: what a checkpoint holds has always been logged.
         watch.look(step + 1, values, metrics.warn)
         checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
-        player.journal.forget(checkpoints.oldest - algo.staleness)
+        worker.journal.forget(checkpoints.oldest - algo.staleness)
         clock.lap("save")
         watch.end(step + 1)
       with checkpoints.resumable(state, cursor):
@@ -200,7 +210,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   return _results(own, algo.steps, accuracy)
 
 
-def _player(
+def _worker(
   config: ml_collections.ConfigDict,
   cfg: ModelConfig,
   tokenizer: Tokenizer,
@@ -209,16 +219,25 @@ def _player(
   tools: ToolsConfig,
   layout: Layout | None,
   workdir: str,
-) -> Player:
-  """Who plays, and grades what was played."""
+) -> RolloutWorker:
+  """Returns what plays the tasks and has them graded."""
   vllm = optional(config, "vllm", VllmConfig)
   _check_fit(cfg, algo, rollout, optional(config, "lora", LoraConfig), layout, vllm)
   check_positions(rollout, cfg, config.init)
   attention.check(cfg, layout, algo.length)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
-  means = tools.tool_descriptions, layout, vllm, grader
-  return Player(cfg, tokenizer, rollout, *means, journal=journal)
+  return RolloutWorker(
+    cfg,
+    tokenizer,
+    rollout,
+    tools.tool_descriptions,
+    layout=layout,
+    vllm=vllm,
+    grader=grader,
+    journal=journal,
+    policy_changes=algo.staleness > 0,
+  )
 
 
 def _inputs(config: ml_collections.ConfigDict, tasks: Sequence[Task]) -> dict[str, str]:
@@ -231,10 +250,10 @@ def _inputs(config: ml_collections.ConfigDict, tasks: Sequence[Task]) -> dict[st
   }
 
 
-def _distribution(player: Player) -> tuple[Any, ...]:
+def _distribution(worker: RolloutWorker) -> tuple[Any, ...]:
   """What rollouts are sampled under: truncation, grammar, the same on the device."""
-  grammar = player.constraint
-  return player.engine.config.truncation, grammar, on_device(grammar)
+  grammar = worker.constraint
+  return worker.engine.config.truncation, grammar, on_device(grammar)
 
 
 def _keep(workdir: str, algo: AlgoConfig, step: int, played: list[Trajectory]) -> None:
@@ -278,7 +297,7 @@ def _check_fit(
     )
 
 
-def _informative(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
+def _has_reward_variance(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
   return advantages.informative(rewards_of(groups))
 
 
@@ -319,7 +338,7 @@ def _speed(
   algo: AlgoConfig,
   lora: LoraConfig | None,
   layout: Layout | None,
-  rollouts: Rollouts,
+  rollouts: RolloutBatch,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
@@ -329,7 +348,7 @@ def _speed(
   return out | flops.utilisation(cfg, learnt * algo.epochs, took, bool(lora), devices)
 
 
-def _describe(rollouts: Rollouts) -> dict[str, float]:
+def _describe(rollouts: RolloutBatch) -> dict[str, float]:
   """What was rolled out, in numbers."""
   played = rollouts.played
   out = {
@@ -373,10 +392,14 @@ def _failures(played: list[Trajectory]) -> dict[str, float]:
 
 
 def _accuracy(
-  source: Source, tasks: Sequence[Task], toolbox: Toolbox, params: Any, step: int
+  collector: RolloutCollector,
+  tasks: Sequence[Task],
+  toolbox: Toolbox,
+  params: Any,
+  step: int,
 ) -> float:
   """Of greedy answers to tasks, by the policy after `step` updates."""
-  played = source.evaluate(params, step, tasks, toolbox)
+  played = collector.evaluate(params, step, tasks, toolbox)
   return _mean([t.reward_parts.get("answer") for t in played])
 
 

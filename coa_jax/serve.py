@@ -16,9 +16,9 @@ from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_layout
-from coa_jax.rollout.player import Player
-from coa_jax.rollout.streaming import Team
+from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 SECTIONS = ("init", "model", "mesh", "rollout", "tools")
@@ -31,10 +31,10 @@ REFUSED = {
 
 
 @contextlib.contextmanager
-def open_team(
+def open_server(
   config: ml_collections.ConfigDict, max_waiting: int = 64
-) -> Iterator[Team]:
-  """The team of an evaluation's config, for the length of a `with` block.
+) -> Iterator[InferenceServer]:
+  """Opens an evaluation's model and tools for questions, for a `with` block.
 
   Args:
     config: sections `SECTIONS`; those of `IGNORED` are not looked at, those of
@@ -42,7 +42,7 @@ def open_team(
     max_waiting: questions that may wait for a slot.
 
   Yields:
-    The team; its thread, its tools' threads and their processes end with the block.
+    The server; its threads, its tools' threads and their processes end with the block.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: naming what is wrong with the config,
@@ -58,10 +58,11 @@ def open_team(
   layout = make_layout(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
-  player = Player(cfg, tokenizer, rollout, tools.tool_descriptions, layout)
+  worker = RolloutWorker(cfg, tokenizer, rollout, tools.tool_descriptions, layout)
   _, params = load_model(config.init, load, layout)
   with (
     Toolbox(tools) as toolbox,
-    Team(player, params, toolbox, rollout.seed, max_waiting) as team,
+    worker,
+    InferenceServer(worker, params, toolbox, max_waiting) as server,
   ):
-    yield team
+    yield server

@@ -32,8 +32,8 @@ from rich.text import Text
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
-from coa_jax.rollout.streaming import Ask, Piece, Team
-from coa_jax.serve import open_team
+from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
+from coa_jax.serve import open_server
 from experiments import launch
 
 _QUESTION = flags.DEFINE_string("question", None, "Ask this one and stop.")
@@ -75,16 +75,16 @@ class Screen:
     """Args: where to."""
     self._console = console
     self._fresh = True  # nothing of this span's text is shown yet
-    self._answer: list[Piece] = []  # left to the frame
+    self._answer: list[TextDelta] = []  # left to the frame
 
-  def show(self, piece: Piece) -> None:
+  def show(self, piece: TextDelta) -> None:
     """Adds a piece; the answer's are left to the frame where there will be one."""
     if piece.role == roles.ANSWER and self._console.is_terminal:
       self._answer.append(piece)
     else:
       self._write(piece)
 
-  def _write(self, piece: Piece) -> None:
+  def _write(self, piece: TextDelta) -> None:
     style = STYLES.get(piece.role, _TOOL_STYLE if piece.role else "red")
     if not piece.is_tag:
       text = piece.text.lstrip() if self._fresh else piece.text
@@ -127,26 +127,30 @@ def answer_of(trajectory: Trajectory) -> str | None:
   return written_answer(trajectory.text) or None if ended else None
 
 
-def play(team: Team, ask: Ask, screen: Screen | None) -> Trajectory | None:
-  """One question from its beginning to its end; None where Ctrl-C called it off.
+def play(
+  server: InferenceServer, request: InferenceRequest, screen: Screen | None
+) -> Trajectory | None:
+  """Plays one question to its end; None where Ctrl-C called it off.
 
   Raises:
-    RuntimeError: the team has failed.
+    RuntimeError: the engine has failed.
   """
-  told: queue.SimpleQueue[Piece | Trajectory | None] = queue.SimpleQueue()
-  asked = team.ask(ask, told.put)
+  events: queue.SimpleQueue[TextDelta | Trajectory | None] = queue.SimpleQueue()
+  episode = server.submit(request, events.put)
   try:
-    while isinstance(what := told.get(), Piece):
+    event = events.get()
+    while isinstance(event, TextDelta):
       if screen:
-        screen.show(what)
+        screen.show(event)
+      event = events.get()
   except KeyboardInterrupt:
-    team.cancel(asked)
+    server.cancel(episode)
     return None
-  if what is None:
-    raise RuntimeError("the team has failed; the reason stands above")
+  if event is None:
+    raise RuntimeError("the engine has failed; the reason stands above")
   if screen:
-    screen.end(what)
-  return what
+    screen.end(event)
+  return event
 
 
 def questions(console: Console) -> Iterator[str]:
@@ -166,13 +170,13 @@ def main(config: ml_collections.ConfigDict) -> None:
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(143))
   console = Console(stderr=True, highlight=False)
   failed = False
-  with open_team(config) as team:
+  with open_server(config) as server:
     asked = questions(console) if _QUESTION.value is None else [_QUESTION.value]
     try:
       for question in asked:
-        ask = Ask(question, _TEMPERATURE.value, _SEED.value)
+        request = InferenceRequest(question, _TEMPERATURE.value, _SEED.value)
         try:
-          t = play(team, ask, None if _QUIET.value else Screen(console))
+          t = play(server, request, None if _QUIET.value else Screen(console))
         except ValueError as e:  # too long; the next one may be shorter
           console.print(Text(f"error: {e}", "red"))
           t = None

@@ -29,7 +29,7 @@ from coa_jax.config import nearest
 from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
-from coa_jax.rollout.streaming import Ask, Piece
+from coa_jax.rollout.streaming import InferenceRequest, TextDelta
 from tools_sandbox import http_server
 
 _SYSTEM = ("system", "developer")
@@ -104,7 +104,7 @@ class Refused(Exception):
 class Request:
   """What a body asks for: attempts at one question, and how to send them."""
 
-  asks: tuple[Ask, ...]
+  asks: tuple[InferenceRequest, ...]
   stream: bool
   include_usage: bool
   ignored_messages: int
@@ -143,14 +143,14 @@ def read_request(
   question, ignored = _question(body.messages, conversation)
   if body.n > most:
     raise Refused(f"n must be between 1 and {most}", "n")
-  if body.stream_options.include_usage and not body.stream:
+  if body.stream_options.model_fields_set and not body.stream:
     raise Refused("stream_options needs stream", "stream_options")
   limits = {body.max_tokens, body.max_completion_tokens} - {None}
   if len(limits) > 1:
     raise Refused("max_tokens and max_completion_tokens differ", "max_tokens")
   limit = limits.pop() if limits else None
   asks = tuple(
-    Ask(question, body.temperature, body.seed, sample, limit)
+    InferenceRequest(question, body.temperature, body.seed, sample, limit)
     for sample in range(body.n)
   )
   return Request(asks, body.stream, body.stream_options.include_usage, ignored)
@@ -239,7 +239,7 @@ class Choice:
     self.reasoning = self.content = self._white = ""
     self.trajectory: Trajectory | None = None
 
-  def delta(self, piece: Piece) -> dict[str, str]:
+  def delta(self, piece: TextDelta) -> dict[str, str]:
     """The piece as the delta of a stream; {} where there is nothing to send.
 
     White space around the answer is left out, so what is held back here either turns

@@ -40,8 +40,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.rollout.streaming import Ask, Busy, LiveEpisode, Piece, Stopped, Team
-from coa_jax.serve import open_team
+from coa_jax.rollout.streaming import (
+  Busy,
+  InferenceRequest,
+  InferenceServer,
+  Stopped,
+  StreamingEpisode,
+  TextDelta,
+)
+from coa_jax.serve import open_server
 from experiments import completions, launch
 from experiments.completions import Choice, Refused
 from tools_sandbox import http_server
@@ -74,49 +81,50 @@ MAX_BODY = 1 << 20
 
 
 class Exchange:
-  """The attempts of one request, told of in the event loop."""
+  """The attempts of one HTTP request; their events arrive in the event loop."""
 
-  def __init__(self, team: Team, asks: tuple[Ask, ...]):
-    """Asks all; where one is refused, none stays.
+  def __init__(self, server: InferenceServer, requests: tuple[InferenceRequest, ...]):
+    """Submits all; where one is refused, none stays.
 
     Raises:
       Refused: too long, too many, or too late.
     """
-    self._team = team
+    self._server = server
     self._loop = asyncio.get_running_loop()
-    self._told: asyncio.Queue[tuple[int, Piece | Trajectory | None]] = asyncio.Queue()
-    self._asked: list[LiveEpisode] = []
+    self._events: asyncio.Queue[tuple[int, TextDelta | Trajectory | None]]
+    self._events = asyncio.Queue()
+    self._episodes: list[StreamingEpisode] = []
     try:
-      for index, ask in enumerate(asks):
-        tell = functools.partial(self._tell, index)
-        self._asked.append(team.ask(ask, tell))
+      for index, request in enumerate(requests):
+        on_event = functools.partial(self._on_event, index)
+        self._episodes.append(server.submit(request, on_event))
     except (ValueError, Busy, Stopped) as e:
       self.cancel()
       raise _refusal(e) from e
-    self.choices = [Choice(index) for index in range(len(asks))]
+    self.choices = [Choice(index) for index in range(len(requests))]
 
-  def _tell(self, index: int, what: Piece | Trajectory | None) -> None:
+  def _on_event(self, index: int, event: TextDelta | Trajectory | None) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended, and the client gone
-      self._loop.call_soon_threadsafe(self._told.put_nowait, (index, what))
+      self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
   def cancel(self) -> None:
     """Frees the slots, as soon as can be; nothing happens where all is over."""
-    for episode in self._asked:
-      self._team.cancel(episode)
+    for episode in self._episodes:
+      self._server.cancel(episode)
 
-  async def pieces(self) -> AsyncIterator[tuple[Choice, Piece | None]]:
-    """What is told, until all is over; None for the end of one choice.
+  async def pieces(self) -> AsyncIterator[tuple[Choice, TextDelta | None]]:
+    """Yields text as it comes, until all is over; None for the end of one choice.
 
     Raises:
       Refused: an attempt ended without being the model's fault.
     """
     while any(c.trajectory is None for c in self.choices):
-      index, what = await self._told.get()
+      index, event = await self._events.get()
       choice = self.choices[index]
-      if isinstance(what, Piece):
-        yield choice, what
+      if isinstance(event, TextDelta):
+        yield choice, event
       else:
-        choice.end(what)
+        choice.end(event)
         yield choice, None
 
 
@@ -154,12 +162,15 @@ class EventStream(StreamingResponse):
 
 
 def make_app(
-  team: Team, name: str, hosts: tuple[str, ...] = ("*",), conversation: bool = False
+  server: InferenceServer,
+  name: str,
+  hosts: tuple[str, ...] = ("*",),
+  conversation: bool = False,
 ) -> Starlette:
   """The application.
 
   Args:
-    team: who answers.
+    server: what answers.
     name: what requests call it.
     hosts: accepted values of the header Host, so that no page of the web can reach a
       server on loopback under a name of its own.
@@ -167,10 +178,10 @@ def make_app(
   """
 
   async def chat(request: Request) -> Response:
-    limits = (name, team.player.engine.config.top_p, team.max_waiting, conversation)
+    limits = (name, server.worker.engine.config.top_p, server.max_waiting, conversation)
     data = await http_server.read_body(request, MAX_BODY)
     asked = completions.read_request(data, *limits)
-    exchange = Exchange(team, asked.asks)
+    exchange = Exchange(server, asked.asks)
     if asked.stream:
       return EventStream(exchange, _events(exchange, asked, name))
     await _unless_gone(request, exchange)
@@ -189,10 +200,10 @@ def make_app(
     return Json({"object": "list", "data": [model]})
 
   async def health(request: Request) -> Response:
-    running, waiting = team.counts
-    status = "ok" if team.alive else "stopped"
+    running, waiting = server.counts
+    status = "ok" if server.alive else "stopped"
     counts = {"status": status, "running": running, "waiting": waiting}
-    return Json(counts, 200 if team.alive else 503)
+    return Json(counts, 200 if server.alive else 503)
 
   async def refused(request: Request, e: Refused) -> Response:
     headers = {"retry-after": "1"} if e.status == 429 else None
@@ -277,20 +288,20 @@ def main(config: ml_collections.ConfigDict) -> None:
   with (
     contextlib.suppress(KeyboardInterrupt),
     http_server.bind(host, _PORT.value) as sock,
-    open_team(config, _MAX_WAITING.value) as team,
+    open_server(config, _MAX_WAITING.value) as server,
   ):
     risk = "ask the team and have it run programs in its sandbox"
     hosts = http_server.open_hosts(host, _ALLOWED_HOSTS.value, risk)
-    app = make_app(team, _NAME.value, tuple(hosts), _CONVERSATION.value)
-    places = team.player.engine.config.slots + team.max_waiting
-    server = http_server.Server(app, GRACE_S, places)
-    team.warm_up()
+    app = make_app(server, _NAME.value, tuple(hosts), _CONVERSATION.value)
+    places = server.worker.engine.config.slots + server.max_waiting
+    http = http_server.Server(app, GRACE_S, places)
+    server.warm_up()
     url = http_server.listen(sock, host)
     print(
       f"serving {config.init} as {_NAME.value!r} at {url}/v1 (Ctrl-C ends it)",
       flush=True,
     )
-    server.run(sockets=[sock])
+    http.run(sockets=[sock])
 
 
 if __name__ == "__main__":

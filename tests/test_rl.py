@@ -16,7 +16,7 @@ from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
 from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
-from coa_jax.rollout.source import Asking, collect
+from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.tasks.sampling import Draw
 from coa_jax.tasks.task import Task
@@ -125,10 +125,14 @@ def collected(
   cfg, params = rl.load_model(config.init)
   algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
-  player = rl.Player(cfg, toy.tokenizer(), rollout, ("code",))
+  worker = rl.RolloutWorker(cfg, toy.tokenizer(), rollout, ("code",))
   draw = Draw([Task(q, q, (a,)) for q, a in right.items()], 0)
-  asking = Asking(player, draw, toolbox, algo, rl._informative, 0)
-  return collect(asking, params, 0, first)
+  cursor = {"group": first, "unfinished": [], "draw": draw.state}
+  collector = RolloutCollector(
+    worker, draw, toolbox, algo, rl._has_reward_variance, seed=0, cursor=cursor
+  )
+  with worker, collector:
+    return collector.next(params, 0)
 
 
 def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
@@ -226,8 +230,8 @@ def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
     changes = dict(filter_groups=filter_groups, round_prompts=1)
     out = collected(config, toolbox, right, 4, first, **changes)
     drawn += [t.task_id for t in out.played if t.sample == 0]
-    assert out.cursor["round"] - first == out.asked <= 3
-    first = out.cursor["round"]
+    assert out.cursor["group"] - first == out.asked <= 3
+    first = out.cursor["group"]
   assert drawn == [Draw(tasks, 0).task(n, 0).id for n in range(first)]
   assert first == 6 if not filter_groups else first >= 6
 

@@ -1,4 +1,4 @@
-"""From an evaluation's config to a team: what is read, what is not, what is refused."""
+"""From an evaluation's config to a server: what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from coa_jax.config import ConfigError
-from coa_jax.serve import open_team
+from coa_jax.serve import open_server
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def config(folder: pathlib.Path, **sections) -> ml_collections.ConfigDict:
 
 
 def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
-  with open_team(config(folder)) as team:
-    team.warm_up()
+  with open_server(config(folder)) as server:
+    server.warm_up()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,10 @@ def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
   ],
 )
 def test_what_can_not_be_served_is_refused_by_name(folder, section, message: str):
-  with pytest.raises(ConfigError, match=message), open_team(config(folder, **section)):
+  with (
+    pytest.raises(ConfigError, match=message),
+    open_server(config(folder, **section)),
+  ):
     pass
 
 
@@ -57,13 +60,13 @@ def test_rows_beyond_the_models_positions_are_refused(folder):
   file.write_text(json.dumps({**json.loads(written), "max_position_embeddings": 63}))
   message = r"rollout\.max_len=64 is above the 63 positions .*max_position_embeddings"
   try:
-    with pytest.raises(ValueError, match=message), open_team(config(folder)):
+    with pytest.raises(ValueError, match=message), open_server(config(folder)):
       pass
     # What a folder was stretched to counts, as published ones write it.
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     stretched = {"max_position_embeddings": 32, "rope_scaling": yarn}
     file.write_text(json.dumps({**json.loads(written), **stretched}))
-    with open_team(config(folder)):
+    with open_server(config(folder)):
       pass
   finally:
     file.write_text(written)

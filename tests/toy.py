@@ -13,7 +13,7 @@ import functools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -33,7 +33,8 @@ from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 from coa_jax.rewards.grader import Grader
-from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
+from coa_jax.rollout.types import Engine, Episode
 from coa_jax.tasks.task import Task
 
 TOOLS = ("wiki_search", "code")
@@ -44,7 +45,7 @@ MODEL = ModelConfig(
 # Room for the longest script; one training row holds one or two of them.
 MAX_LEN = 128
 
-GRADER = Grader()  # as `Player`'s own
+GRADER = Grader()  # as `RolloutWorker`'s own
 
 _THINK = roles.wrap(roles.THINK, "work it out")
 
@@ -242,17 +243,32 @@ def shuffled_latency(seed: int) -> Callable[[], float]:
 
 
 def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
-  """An episode as `Player` makes it; `changes` go to its setting or temperature."""
+  """An episode as `RolloutWorker` makes it; `changes` are of its config, or its own."""
   temperature = changes.pop("temperature", 1.0)
-  setting = {"style": "brief", "max_calls": 8, "tool_seconds": 60.0, **changes}
+  seed = changes.pop("seed", 3)
+  fields = {"style": "brief", "max_calls": 8, "tool_seconds": 60.0, **changes}
   return CoAEpisode(
-    task, 0, sequence, temperature, tokenizer(), toolbox, Setting(VARIANT, **setting)
+    task=task,
+    sample=0,
+    seed=seed,
+    sequence=sequence,
+    temperature=temperature,
+    tokenizer=tokenizer(),
+    toolbox=toolbox,
+    config=EpisodeConfig(VARIANT, **fields),
   )
 
 
+def play(engine: Engine, params: dict, episodes: Iterable[Episode]) -> list[Episode]:
+  """Plays episodes to their ends, all at once."""
+  engine.set_policy(params, 0)
+  futures = [engine.submit(episode) for episode in episodes]
+  return [future.result() for future in futures]
+
+
 def graded(over: CoAEpisode) -> Trajectory:
-  """The trajectory of an episode that is over, graded as `Player` would."""
-  GRADER.grade(over.task, over.trajectory, over.setting.variant)
+  """The trajectory of an episode that is over, graded as `RolloutWorker` would."""
+  GRADER.grade(over.task, over.trajectory, over.config.variant)
   return over.trajectory
 
 
@@ -263,7 +279,7 @@ def drive(playing: CoAEpisode, turns: Sequence[str]) -> Trajectory:
   after the stop may not be there: a sampler would not have drawn it.
   """
   tok = playing.tokenizer
-  table = compile_stops(playing.setting.variant, tok, tok.vocab_size)
+  table = compile_stops(playing.config.variant, tok, tok.vocab_size)
   playing.start()
   for text in turns:
     ids, tag, state = tok.encode(text), None, 0

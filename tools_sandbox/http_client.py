@@ -171,14 +171,14 @@ class Service:
     Raises:
       NoReply: all attempts failed, the time is over, or the service refuses.
     """
-    content = json.dumps(body).encode("ascii")  # lone surrogates too
     deadline = time.monotonic() + seconds
     faults: list[Fault] = []
     while True:
       requested = 0.0
       try:
         self._wait_turn(deadline)
-        status, headers, data = self._exchange(content, deadline)
+        left = min(deadline - time.monotonic(), self._timeout_s)
+        status, headers, data = exchange(self._client, "POST", self._url, body, left)
         if status == 200:
           return read(data), tuple(faults)
         text = data.decode("utf-8", "replace")
@@ -222,25 +222,48 @@ class Service:
       self._next = turn + self._gap
     time.sleep(turn - now)
 
-  def _exchange(
-    self, content: bytes, deadline: float
-  ) -> tuple[int, httpx.Headers, bytes]:
-    now = time.monotonic()
-    deadline = min(deadline, now + self._timeout_s)
-    if deadline <= now:
-      raise TimeoutError
-    timeout = None if deadline == math.inf else deadline - now
-    data = bytearray()
-    with self._client.stream(
-      "POST", self._url, content=content, headers=_JSON, timeout=timeout
-    ) as response:
-      for chunk in response.iter_bytes():
-        data += chunk
-        if time.monotonic() > deadline:
-          raise TimeoutError
-        if len(data) > _MAX_BYTES:
-          raise BadReply(f"a reply of over {_MAX_BYTES} bytes")
-      return response.status_code, response.headers, bytes(data)
+
+def exchange(
+  client: httpx.Client,
+  method: str,
+  url: str,
+  body: Any,
+  seconds: float,
+  connect_s: float = math.inf,
+  most: int = _MAX_BYTES,
+) -> tuple[int, httpx.Headers, bytes]:
+  """Status, headers and body of one response to a request.
+
+  Args:
+    client: sends it.
+    method: of HTTP.
+    url: where to.
+    body: sent as JSON.
+    seconds: for all of it, however slowly it drips.
+    connect_s: for the connection.
+    most: bytes of the response.
+
+  Raises:
+    httpx.RequestError, TimeoutError: no whole response came.
+    BadReply: it is too long.
+  """
+  if seconds <= 0:
+    raise TimeoutError
+  deadline = time.monotonic() + seconds
+  content = json.dumps(body).encode("ascii")  # lone surrogates too
+  waits = [None if s == math.inf else s for s in (seconds, min(connect_s, seconds))]
+  timeout = httpx.Timeout(waits[0], connect=waits[1])
+  data = bytearray()
+  with client.stream(
+    method, url, content=content, headers=_JSON, timeout=timeout
+  ) as response:
+    for chunk in response.iter_bytes():
+      data += chunk
+      if time.monotonic() > deadline:
+        raise TimeoutError
+      if len(data) > most:
+        raise BadReply(f"a reply of over {most} bytes")
+    return response.status_code, response.headers, bytes(data)
 
 
 def retry_after(header: str) -> float:

@@ -27,7 +27,7 @@ from coa_jax.tools.journal import Tools
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class EpisodeConfig:
   """What all episodes of a run share.
 
   Attributes:
@@ -35,7 +35,6 @@ class Setting:
     style: of the prompt (`prompts.STYLES`).
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend.
-    version: of the policy, recorded on every sampled token unless it changes.
     observation_tokens: tokens one observation may have, its tags included.
     same_calls: times one and the same call may be made; 0 for any number.
   """
@@ -44,32 +43,32 @@ class Setting:
   style: str
   max_calls: int
   tool_seconds: float
-  version: int = 0
   observation_tokens: int = RolloutConfig.observation_tokens
   same_calls: int = RolloutConfig.same_calls
 
 
 class CoAEpisode(Episode):
-  """One attempt at one task, as the scheduler drives it; `Player` has it graded."""
+  """One attempt at one task, as an engine drives it."""
 
   def __init__(
     self,
     task: Task,
     sample: int,
+    seed: int,
     sequence: int,
     temperature: float,
     tokenizer: Tokenizer,
     toolbox: Tools,
-    setting: Setting,
+    config: EpisodeConfig,
   ):
-    """Args: the task, which of its samples this is, the id that keys its randomness."""
+    """Renders the prompt; see `RolloutWorker.episode` for the arguments."""
     self.task = task
+    self.seed = seed
     self.sequence = sequence
     self.temperature = temperature
     self.tokenizer = tokenizer
     self.toolbox = toolbox
-    self.setting = setting
-    self.version = setting.version
+    self.config = config
     self._versions: list[int] = []  # of what was sampled in this turn
     self._turn = ""  # policy text since the last observation
     self._began = time.monotonic()
@@ -83,11 +82,12 @@ class CoAEpisode(Episode):
       "family": task.family,
       "source": task.source,
     }
-    prompt = prompts.prompt_segments(setting.variant, task.question, setting.style)
+    prompt = prompts.prompt_segments(config.variant, task.question, config.style)
     self.trajectory = Trajectory(task.id, prompt, sample=sample, meta=meta)
 
   def start(self) -> list[int]:
-    """The prompt's ids, chat template included."""
+    """Returns the prompt's ids, chat template included; its seconds count from now."""
+    self._began = time.monotonic()
     self.tokenizer.encode_prompt(self.trajectory.segments)
     ids = [i for s in self.trajectory.segments for i in s.ids]
     self.trajectory.usage.prompt = len(ids)
@@ -116,7 +116,7 @@ class CoAEpisode(Episode):
       return self._finish(Status.TRUNCATED)
     if tag == roles.close_tag(roles.ANSWER):
       return self._finish(Status.ENDED)
-    if len(t.calls) >= self.setting.max_calls:
+    if len(t.calls) >= self.config.max_calls:
       return self._finish(Status.TURN_LIMIT)
     name = tag[2:-1]
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
@@ -126,12 +126,12 @@ class CoAEpisode(Episode):
     if self._made_before(name, content):
       said = "the same call was made before; see its observation, or ask another way"
       return _refused(name, content, said)
-    left = self.setting.tool_seconds - self._tool_seconds
+    left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.submit(name, content, left, self._cells)
 
   def _made_before(self, name: str, content: str) -> bool:
     """Whether the call was made as often as it may be; a tool's own failure is none."""
-    most, call = self.setting.same_calls, (name, content.strip())
+    most, call = self.config.same_calls, (name, content.strip())
     made = sum(
       (c.name, c.arguments.strip()) == call and c.status != CallStatus.TOOL
       for c in self.trajectory.calls
@@ -141,16 +141,14 @@ class CoAEpisode(Episode):
   def observed(self, result: ToolCall) -> list[int] | None:
     """Appends the observation of a finished call. See `Episode`."""
     t = self.trajectory
-    said = self.tokenizer.cut_observation(
-      result.result, self.setting.observation_tokens
-    )
+    said = self.tokenizer.cut_observation(result.result, self.config.observation_tokens)
     result = dataclasses.replace(result, result=said)  # on record is what was read
     t.calls.append(result)
     t.usage.tool_calls += 1
     self._tool_seconds += result.seconds
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
-    if self._tool_seconds >= self.setting.tool_seconds:
+    if self._tool_seconds >= self.config.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
     segment = self.tokenizer.encode_observation(said)
     t.segments.append(segment)
@@ -193,6 +191,7 @@ class Replay(Episode):
   def __init__(self, trajectory: Trajectory, sequence: int, temperature: float):
     """Args: the trajectory, its place among those replayed, the sampling's."""
     self.task_id = trajectory.task_id
+    self.seed = 0  # every token is forced
     self.sequence = sequence
     self.temperature = temperature
     self.logps: list[float] = []
@@ -238,7 +237,7 @@ class Replay(Episode):
     raise self._elsewhere()
 
   def lost(self) -> None:
-    """Only the scheduler replays, and it loses nothing."""
+    """Our own sampler loses nothing, and only it replays."""
     raise self._elsewhere()
 
   def _elsewhere(self) -> ValueError:

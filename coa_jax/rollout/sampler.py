@@ -47,7 +47,8 @@ class SamplerState:
     length_B: tokens whose keys and values are in the cache.
     pending_B: the token after those.
     limit_B: tokens a sequence may have in all, `pending` included.
-    sequence_B: uint32 id that keys the slot's randomness.
+    seed_B: uint32; with `sequence` it keys the slot's randomness.
+    sequence_B: uint32.
     temperature_B: 0 is greedy.
     automaton_B: the automaton's state.
     active_B: True while the slot samples; False when free, waiting or done.
@@ -57,6 +58,7 @@ class SamplerState:
   length_B: jax.Array
   pending_B: jax.Array
   limit_B: jax.Array
+  seed_B: jax.Array
   sequence_B: jax.Array
   temperature_B: jax.Array
   automaton_B: jax.Array
@@ -167,7 +169,6 @@ def window(
   cache: tuple[LayerCache, ...],
   state: SamplerState,
   tables: Tables,
-  seed: jax.Array,
   forced_BW: jax.Array,
   layout: Layout | None = None,
   truncation: Truncation = NO_TRUNCATION,
@@ -180,7 +181,6 @@ def window(
     cache: of all slots; donated.
     state: the slots.
     tables: where to stop.
-    seed: PRNG key of the run.
     forced_BW: ids to take instead of drawing them; -1 draws. The window ends sooner
       once no slot is active.
     layout: of the sampler, on several devices.
@@ -209,7 +209,7 @@ def window(
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)
-    keys_B = _keys(seed, s.sequence_B, s.length_B + 1)
+    keys_B = _keys(s.seed_B, s.sequence_B, s.length_B + 1)
     drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
     token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
     logp_B = jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
@@ -260,8 +260,11 @@ def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> A
   return jnp.where(state.active_B, after_B, state.grammar_B)
 
 
-def _keys(seed: jax.Array, sequence_B: jax.Array, position_B: jax.Array) -> jax.Array:
-  def key(sequence, position):
-    return jax.random.fold_in(jax.random.fold_in(seed, sequence), position)
+def _keys(seed_B: jax.Array, sequence_B: jax.Array, position_B: jax.Array) -> jax.Array:
+  """PRNG keys of every slot's next token: functions of (seed, sequence, position)."""
 
-  return jax.vmap(key)(sequence_B, position_B)
+  def key(seed, sequence, position):
+    sequence_key = jax.random.fold_in(jax.random.key(seed), sequence)
+    return jax.random.fold_in(sequence_key, position)
+
+  return jax.vmap(key)(seed_B, sequence_B, position_B)

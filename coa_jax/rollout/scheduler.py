@@ -1,4 +1,4 @@
-"""Which trajectory sits in which slot of a replica, and when it goes on.
+"""Continuous batching: which episode sits in which slot, and what runs next.
 
 Host code only: it moves token ids between episodes and the sampler, and never touches
 a tensor of the model. A slot whose episode waits for a tool keeps its cache and stays
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,14 +23,13 @@ from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.rollout import sampler
-from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Spent
+from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
-_END = object()  # of the queue
-_IDLE = 0.05  # seconds between two looks where nothing can be decoded
+_POLL_S = 0.05  # between two looks for new episodes while all others wait for tools
 
 
-class Slots:
-  """A fixed number of slots on one replica of the model, one live trajectory each."""
+class Scheduler:
+  """A fixed number of slots on one replica of the model, one running episode each."""
 
   def __init__(
     self,
@@ -40,7 +39,7 @@ class Slots:
     layout: Layout | None = None,
     constraint: Constraint | None = None,
   ):
-    """Allocates the cache.
+    """Prepares the slots; the cache is allocated when the first episode starts.
 
     Args:
       model: the architecture as it decodes, its layers unrolled.
@@ -52,88 +51,43 @@ class Slots:
     self.model = model
     self.layout = layout
     self.config = config
+    self.slots = config.slots
     self.inject_rows = min(config.inject_rows, config.slots)
     self.counters = Counters()
-    self.spent = Spent()
+    self.timings = Timings()
     self._tags = automaton.tags
     self._resume_S = constraint.resume_S if constraint else None
-    tables = automaton.class_V, automaton.next_SC, automaton.stop_SC
-    self._tables = jax.device_put(
-      sampler.Tables(*tables, constraint=on_device(constraint)),
-      layout.sharding("") if layout else None,
+    tables = sampler.Tables(
+      automaton.class_V,
+      automaton.next_SC,
+      automaton.stop_SC,
+      constraint=on_device(constraint),
     )
-    self._cache = self._empty()
+    self._tables = jax.device_put(tables, layout.sharding("") if layout else None)
+    self.clear()
 
-  def run(
-    self,
-    newest: Callable[[], tuple[Any, int | None]],
-    episodes: Iterator[Episode | None],
-    seed: int,
-  ) -> Iterator[list[Episode]]:
-    """Decodes episodes; yields after every round those that ended in it.
-
-    Args:
-      newest: the policy by now, as `decoding_views` makes it for this replica, and its
-        version; see `engine.Newest`.
-      episodes: taken in order as slots fall free; None says that there is none now.
-      seed: of the sampling.
-    """
-    if transformer.cache_size(self._cache) > decode_params.PIECE:
-      self._cache = self._empty()
-    run = _Run(self, newest, episodes, seed)
-    while run.fill():
-      yield run.step()
-
-  def _empty(self) -> tuple[transformer.LayerCache, ...]:
-    """A cache of one piece."""
-    size = min(self.config.max_len, decode_params.PIECE)
-    return decode_params.init_cache(self.model, self.config.slots, size, self.layout)
-
-  def _fit(self, places: int) -> None:
-    """Gives the cache room for so many places: doubled, or cut once 1/4 would do."""
-    size, pieces = transformer.cache_size(self._cache), 1
-    while pieces * decode_params.PIECE < places:
-      pieces *= 2
-    if size >= 4 * pieces * decode_params.PIECE:
-      pieces *= 2
-    elif size >= places:
-      return
-    pieces = min(pieces, -(-self.config.max_len // decode_params.PIECE))
-    layers, self._cache = list(self._cache), ()
-    for i, layer in enumerate(layers):  # so that one layer at a time is there twice
-      layers[i] = layer = sampler.resize(layer, pieces, self.layout)
-    self._cache = tuple(layers)
-
-
-class _Run:
-  """The state of one `Slots.run`."""
-
-  def __init__(
-    self,
-    owner: Slots,
-    newest: Callable[[], tuple[Any, int | None]],
-    queue: Iterator[Episode | None],
-    seed: int,
-  ):
-    B = owner.config.slots
-    self.owner = owner
-    self.newest = newest
-    self.params, self.version = newest()
-    self.queue = queue
-    self.ended = False  # the queue
-    self.key = jax.random.key(seed)
-    self.window_seconds = 0.0  # of the last one
-    self.episodes: list[Episode | None] = [None] * B
-    self.prompts = [b""] * B  # of the episodes, as bytes
-    self.waiting: dict[int, concurrent.futures.Future] = {}
-    self.asked: list[concurrent.futures.Future] = []  # in the last window
-    self.ids: list[list[int]] = [[] for _ in range(B)]
-    self.logps: list[list[float]] = [[] for _ in range(B)]
-    self.forced: list[list[int]] = [[] for _ in range(B)]
-    self.state = sampler.SamplerState(
+  def clear(self) -> None:
+    """Forgets all episodes, the policy and the cache."""
+    B = self.slots
+    self._cache: tuple[transformer.LayerCache, ...] | None = None
+    self._params: Any = None
+    self._version = 0
+    self._episodes: list[Episode | None] = [None] * B
+    # Of each slot: the prompt as bytes, what was sampled since the last stop, and the
+    # ids that are to be taken instead of sampling.
+    self._prompts = [b""] * B
+    self._ids: list[list[int]] = [[] for _ in range(B)]
+    self._logps: list[list[float]] = [[] for _ in range(B)]
+    self._forced: list[list[int]] = [[] for _ in range(B)]
+    # Tool calls that run, by slot; those that the last window made; its seconds.
+    self._calls: dict[int, concurrent.futures.Future] = {}
+    self._new_calls: list[concurrent.futures.Future] = []
+    self._window_seconds = 0.0
+    self._state = sampler.SamplerState(
       length_B=np.zeros(B, np.int32),
       pending_B=np.zeros(B, np.int32),
-      limit_B=np.full(B, owner.config.max_len, np.int32),
+      limit_B=np.full(B, self.config.max_len, np.int32),
+      seed_B=np.zeros(B, np.uint32),
       sequence_B=np.zeros(B, np.uint32),
       temperature_B=np.ones(B, np.float32),
       automaton_B=np.zeros(B, np.int32),
@@ -141,94 +95,115 @@ class _Run:
       grammar_B=np.zeros(B, np.int32),
     )
 
-  def fill(self) -> bool:
-    """Puts new episodes into free slots; False when all work is done."""
-    given, copies = [], []
-    self._renew()
-    held = {self.prompts[slot]: slot for slot in self.live()}
-    for slot in [i for i, episode in enumerate(self.episodes) if episode is None]:
-      episode = None if self.ended else next(self.queue, _END)
-      self.ended |= episode is _END
-      if self.ended or episode is None:
-        break
-      if self._renew():
-        held = {}
+  def drop(self, episode: Episode) -> None:
+    """Frees the slot of an episode, if it has one; its tool call goes on for nobody."""
+    if episode not in self._episodes:
+      return
+    slot = self._episodes.index(episode)
+    self._calls.pop(slot, None)
+    self._ids[slot] = []
+    self._logps[slot] = []
+    self._free(slot)
+
+  def round(
+    self, policy: Any, version: int, new: Sequence[Episode]
+  ) -> Sequence[Episode]:
+    """Starts new episodes, takes finished calls, samples a window, handles stops.
+
+    Args:
+      policy: one of `decoding_views`. Running episodes go on with a newer one from
+        this window; what is in the cache stays there, as in PipelineRL's in-flight
+        updates (arXiv 2509.19128).
+      version: of the policy.
+      new: episodes for free slots.
+
+    Returns:
+      The episodes that ended.
+
+    Raises:
+      ValueError: a prompt leaves no room in `rollout.max_len`.
+    """
+    if policy is not self._params:
+      self._params = policy
+      # The older policy has read these prompts: who runs goes on from them, but no new
+      # episode starts from a copy.
+      self._prompts = [b""] * self.slots
+    self._version = version
+    if self._cache is None:
+      size = min(self.config.max_len, decode_params.PIECE)
+      self._cache = decode_params.init_cache(self.model, self.slots, size, self.layout)
+    self._start(new)
+    self._wait_for_tools()
+    ended = self._inject()
+    if self._state.active_B.any():
+      ended += self._sample()
+    return ended
+
+  def _live(self) -> list[int]:
+    """Slots that hold an episode."""
+    return [slot for slot, e in enumerate(self._episodes) if e is not None]
+
+  def _start(self, new: Sequence[Episode]) -> None:
+    """Puts episodes into free slots: prefills prompts, or copies a neighbour's."""
+    held = {self._prompts[slot]: slot for slot in self._live()}
+    free = [slot for slot, e in enumerate(self._episodes) if e is None]
+    prefills: list[tuple[int, list[int]]] = []
+    copies: list[tuple[int, int, list[int]]] = []
+    for slot, episode in zip(free, new, strict=False):
       ids = episode.start()
-      if len(ids) >= self.owner.config.max_len:
+      if len(ids) >= self.config.max_len:
         raise ValueError(
           f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
-          f"{self.owner.config.max_len}; raise it or drop the task"
+          f"{self.config.max_len}; raise it or drop the task"
         )
-      self.episodes[slot] = episode
-      self.prompts[slot] = prompt = np.asarray(ids, np.int32).tobytes()
-      self.state.sequence_B[slot] = episode.sequence
-      self.state.temperature_B[slot] = episode.temperature
-      self.state.length_B[slot] = 0
-      self.state.grammar_B[slot] = 0
+      prompt = np.asarray(ids, np.int32).tobytes()
+      self._episodes[slot] = episode
+      self._prompts[slot] = prompt
+      self._state.seed_B[slot] = episode.seed
+      self._state.sequence_B[slot] = episode.sequence
+      self._state.temperature_B[slot] = episode.temperature
+      self._state.length_B[slot] = 0
+      self._state.grammar_B[slot] = 0
       if prompt in held:
         copies.append((slot, held[prompt], ids))
       else:
         held[prompt] = slot
-        given.append((slot, ids))
-    self._extend(given, fresh=True)
+        prefills.append((slot, ids))
+    self._extend(prefills, fresh=True)
     self._copy(copies)
-    return bool(self.live()) or not self.ended
 
-  def _renew(self) -> bool:
-    """Takes the policy by now; True where it is a newer one."""
-    params, version = self.newest()
-    if version == self.version:
-      return False
-    self.params, self.version = params, version
-    # Another policy has read these: they go on, but no new episode begins from them.
-    self.prompts = [b""] * len(self.prompts)
-    return True
-
-  def live(self) -> list[int]:
-    """Slots that hold an episode."""
-    return [slot for slot, e in enumerate(self.episodes) if e is not None]
-
-  def step(self) -> list[Episode]:
-    """One round: finished tools go in, one window is sampled, stops are handled.
-
-    Returns:
-      The episodes that ended.
-    """
+  def _wait_for_tools(self) -> None:
     began = time.monotonic()
-    if self.state.active_B.any():
+    if self._state.active_B.any():
       # Most tools answer in far less time than a window takes, and a slot that just
       # misses one idles for all of it: a short wait for them is well spent. But once
       # only, or one tool that hangs would delay every window of the others.
-      concurrent.futures.wait(self.asked, timeout=self.window_seconds / 8)
-    elif self.waiting:
+      concurrent.futures.wait(self._new_calls, timeout=self._window_seconds / 8)
+    elif self._calls:
       # Not for as long as a tool takes: there may be new episodes for free slots.
       concurrent.futures.wait(
-        self.waiting.values(), _IDLE, return_when=concurrent.futures.FIRST_COMPLETED
+        self._calls.values(), _POLL_S, return_when=concurrent.futures.FIRST_COMPLETED
       )
-    else:
-      time.sleep(_IDLE)  # until there is another episode
-    self.owner.spent.tools += time.monotonic() - began
-    ended = self._inject()
-    if self.state.active_B.any():
-      ended += self._sample()
-    return ended
+    self.timings.tools += time.monotonic() - began
 
   def _inject(self) -> list[Episode]:
-    given, ended = [], []
-    for slot in [s for s, f in self.waiting.items() if f.done()]:
-      episode = self.episodes[slot]
-      ids = episode.observed(self.waiting.pop(slot).result())
+    """Appends the observations of calls that are done; returns who ended by one."""
+    given: list[tuple[int, list[int]]] = []
+    ended: list[Episode] = []
+    for slot in [slot for slot, call in self._calls.items() if call.done()]:
+      episode = self._episodes[slot]
+      ids = episode.observed(self._calls.pop(slot).result())
       # One more place, so that at least one token can be sampled after them.
-      room = self.owner.config.max_len - int(self.state.length_B[slot]) - 2
+      room = self.config.max_len - int(self._state.length_B[slot]) - 2
       if ids is not None and len(ids) > room:
         episode.out_of_room()
         ids = None
       if ids is None:
         ended.append(self._free(slot))
       else:
-        if self.owner._resume_S is not None:
-          state = self.state.grammar_B[slot]
-          self.state.grammar_B[slot] = self.owner._resume_S[state]
+        if self._resume_S is not None:
+          state = self._state.grammar_B[slot]
+          self._state.grammar_B[slot] = self._resume_S[state]
         given.append((slot, ids))
     self._extend(given, fresh=False)
     return ended
@@ -238,115 +213,138 @@ class _Run:
     batches: dict[int, list[tuple[int, list[int]]]] = {}
     for slot, ids in given:
       if not fresh:
-        ids = [int(self.state.pending_B[slot]), *ids]
+        ids = [int(self._state.pending_B[slot]), *ids]
       # The last token stays pending: running it is what the next sample starts from.
       batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
-    ends = [int(self.state.length_B[slot]) + len(ids) for slot, ids in given]
+    ends = [int(self._state.length_B[slot]) + len(ids) for slot, ids in given]
     began = time.monotonic()
-    self.owner._fit(max([*self.state.length_B[self.live()], *ends], default=1))
-    R = self.owner.inject_rows
+    self._fit(max([*self._state.length_B[self._live()], *ends], default=1))
+    R = self.inject_rows
     for length, rows in batches.items():
       for i in range(0, len(rows), R):
         self._extend_batch(rows[i : i + R], length)
-    self.owner.counters.prefilled_tokens += sum(len(ids) for _, ids in given)
-    self.owner.spent.decode += time.monotonic() - began
+    self.counters.prefilled_tokens += sum(len(ids) for _, ids in given)
+    self.timings.decode += time.monotonic() - began
 
   def _extend_batch(self, rows: list[tuple[int, list[int]]], length: int) -> None:
-    config, s = self.owner.config, self.state
-    R = self.owner.inject_rows
-    row_R = np.full(R, config.slots, np.int32)
+    R = self.inject_rows
+    row_R = np.full(R, self.slots, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
     count_R = np.zeros(R, np.int32)
     for r, (slot, ids) in enumerate(rows):
       count = len(ids) - 1
-      row_R[r], start_R[r], count_R[r] = slot, s.length_B[slot], count
+      row_R[r] = slot
+      start_R[r] = self._state.length_B[slot]
+      count_R[r] = count
       token_RT[r, :count] = ids[:-1]
-      self._given(slot, ids)
-    self.owner._cache = sampler.extend(
-      self.owner.model,
-      self.params,
-      self.owner._cache,
+      self._append(slot, ids)
+    self._cache = sampler.extend(
+      self.model,
+      self._params,
+      self._cache,
       row_R,
       token_RT,
       start_R,
       count_R,
-      self.owner.layout,
+      self.layout,
     )
 
-  def _given(self, slot: int, ids: list[int]) -> None:
+  def _append(self, slot: int, ids: list[int]) -> None:
     """Notes that ids have been appended, the last of them pending."""
-    self.state.length_B[slot] += len(ids) - 1
-    self.state.pending_B[slot] = ids[-1]
-    self.state.automaton_B[slot] = 0
-    self.state.active_B[slot] = True
-    self.forced[slot] = self.episodes[slot].forced()
+    self._state.length_B[slot] += len(ids) - 1
+    self._state.pending_B[slot] = ids[-1]
+    self._state.automaton_B[slot] = 0
+    self._state.active_B[slot] = True
+    self._forced[slot] = self._episodes[slot].forced()
 
   def _copy(self, copies: list[tuple[int, int, list[int]]]) -> None:
     """Gives slots the prompts that other slots hold: (slot, the other, ids)."""
-    R = self.owner.inject_rows
+    R = self.inject_rows
     for i in range(0, len(copies), R):
       from_R = np.zeros(R, np.int32)
-      to_R = np.full(R, self.owner.config.slots, np.int32)
+      to_R = np.full(R, self.slots, np.int32)
       for r, (slot, other, ids) in enumerate(copies[i : i + R]):
-        from_R[r], to_R[r] = other, slot
-        self._given(slot, ids)
-        self.owner.counters.copied_tokens += len(ids)
-      cache, layout = self.owner._cache, self.owner.layout
-      self.owner._cache = sampler.copy(cache, from_R, to_R, layout)
+        from_R[r] = other
+        to_R[r] = slot
+        self._append(slot, ids)
+        self.counters.copied_tokens += len(ids)
+      self._cache = sampler.copy(self._cache, from_R, to_R, self.layout)
 
   def _sample(self) -> list[Episode]:
-    owner, before, ended = self.owner, self.state.active_B, []
-    ends = self.state.length_B + owner.config.window * before
-    owner._fit(min(int(ends[self.live()].max()), owner.config.max_len))
-    forced_BW = np.full((len(before), owner.config.window), -1, np.int32)
+    """Samples one window for all active slots; returns the episodes that ended."""
+    # --- What each slot may do in this window.
+    before = self._state.active_B
+    ended: list[Episode] = []
+    ends = self._state.length_B + self.config.window * before
+    self._fit(min(int(ends[self._live()].max()), self.config.max_len))
+    forced_BW = np.full((len(before), self.config.window), -1, np.int32)
     for slot in np.flatnonzero(before):
-      self.state.limit_B[slot] = min(self.episodes[slot].limit, owner.config.max_len)
-      if self.version is not None:
-        self.episodes[slot].version = self.version
-      rest = self.forced[slot][len(self.ids[slot]) :][: owner.config.window]
+      self._state.limit_B[slot] = min(self._episodes[slot].limit, self.config.max_len)
+      self._episodes[slot].version = self._version
+      rest = self._forced[slot][len(self._ids[slot]) :][: self.config.window]
       forced_BW[slot, : len(rest)] = rest
-    self.asked = []
+    self._new_calls = []
+    # --- The device.
     began = time.monotonic()
-    owner._cache, state, out = sampler.window(
-      owner.model,
-      self.params,
-      owner._cache,
-      self.state,
-      owner._tables,
-      self.key,
+    self._cache, state, out = sampler.window(
+      self.model,
+      self._params,
+      self._cache,
+      self._state,
+      self._tables,
       forced_BW,
-      owner.layout,
-      owner.config.truncation,
+      self.layout,
+      self.config.truncation,
     )
-    self.state, out = jax.tree.map(np.array, (state, out))
-    self.window_seconds = time.monotonic() - began
-    owner.spent.decode += self.window_seconds
-    owner.counters.windows += 1
-    owner.counters.sampled_tokens += int(out.count_B.sum())
-    owner.counters.slot_steps += int(out.count_B.max()) * len(self.episodes)
+    self._state, out = jax.tree.map(np.array, (state, out))
+    self._window_seconds = time.monotonic() - began
+    self.timings.decode += self._window_seconds
+    self.counters.windows += 1
+    self.counters.sampled_tokens += int(out.count_B.sum())
+    self.counters.slot_steps += int(out.count_B.max()) * len(self._episodes)
+    # --- Tokens to their episodes, which say what happens at a stop.
     for slot in np.flatnonzero(before):
       count = out.count_B[slot]
-      self.ids[slot] += out.token_BW[slot, :count].tolist()
-      self.logps[slot] += out.logp_BW[slot, :count].tolist()
-      if self.state.active_B[slot]:
-        self.episodes[slot].progress(self.ids[slot])
+      self._ids[slot] += out.token_BW[slot, :count].tolist()
+      self._logps[slot] += out.logp_BW[slot, :count].tolist()
+      if self._state.active_B[slot]:
+        self._episodes[slot].progress(self._ids[slot])
         continue
       stop = int(out.stop_B[slot])
-      tag = owner._tags[stop - 1] if stop else None
-      future = self.episodes[slot].sampled(self.ids[slot], self.logps[slot], tag)
-      self.ids[slot], self.logps[slot] = [], []
+      tag = self._tags[stop - 1] if stop else None
+      future = self._episodes[slot].sampled(self._ids[slot], self._logps[slot], tag)
+      self._ids[slot] = []
+      self._logps[slot] = []
       if future is None:
         ended.append(self._free(slot))
       else:
-        self.waiting[slot] = future
-        self.asked.append(future)
+        self._calls[slot] = future
+        self._new_calls.append(future)
     return ended
 
   def _free(self, slot: int) -> Episode:
-    episode, self.episodes[slot] = self.episodes[slot], None
-    self.state.active_B[slot] = False
+    episode = self._episodes[slot]
+    self._episodes[slot] = None
+    self._state.active_B[slot] = False
     return episode
+
+  def _fit(self, places: int) -> None:
+    """Gives the cache room for so many places: doubled, or cut once 1/4 would do."""
+    size = transformer.cache_size(self._cache)
+    pieces = 1
+    while pieces * decode_params.PIECE < places:
+      pieces *= 2
+    if size >= 4 * pieces * decode_params.PIECE:
+      pieces *= 2
+    elif size >= places:
+      return
+    pieces = min(pieces, -(-self.config.max_len // decode_params.PIECE))
+    layers = list(self._cache)
+    self._cache = ()
+    for i in range(len(layers)):  # in place, so that one layer at a time is there twice
+      layers[i] = sampler.resize(layers[i], pieces, self.layout)
+    self._cache = tuple(layers)
 
 
 def on_device(constraint: Constraint | None) -> TokenMask | None:

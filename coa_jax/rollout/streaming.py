@@ -1,33 +1,34 @@
-"""A team that is asked while it works: questions come in, text goes out as it is made.
+"""Serves questions while others are played: text streams out as it is made.
 
-One thread owns the device. It decodes all questions that have a slot, takes the next
-ones from a queue as slots fall free, and sleeps when there is nothing to do. Whoever
-asked is told of every window's text, of every observation, and of the end.
+Every question is an episode of the engine, which plays as many at once as it has slots.
+Whoever sent it gets every window's text, every observation, and the end.
 """
 
 from __future__ import annotations
 
 import codecs
-import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import queue
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import ToolCall, Trajectory
 from coa_jax.rollout.episode import CoAEpisode
-from coa_jax.rollout.player import Player
+from coa_jax.rollout.types import Episode
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TextDelta:
   """New text of a trajectory; all its pieces, joined, are the trajectory's text.
 
   Attributes:
@@ -41,13 +42,14 @@ class Piece:
   is_tag: bool = False
 
 
-# Told to whoever asked, in the thread that owns the device, so it must be quick and not
-# raise: pieces, then the finished trajectory, or None where it was called off before.
-Tell = Callable[[Piece | Trajectory | None], None]
+# Called in the engine's thread, so it must be quick and not raise: with text as it is
+# made, then the finished trajectory, or None where there will be none. Text that was on
+# its way when the episode was cancelled may come after None.
+OnEvent = Callable[[TextDelta | Trajectory | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class InferenceRequest:
   """One attempt at one question.
 
   Attributes:
@@ -80,7 +82,7 @@ class Busy(Exception):
 
 
 class Stopped(RuntimeError):
-  """The team is closed, or its thread has failed."""
+  """The server is closed, or its engine has failed."""
 
 
 class Spans:
@@ -93,7 +95,7 @@ class Spans:
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
     self._role = self._held = ""
 
-  def read(self, data: bytes, final: bool = False) -> Iterator[Piece]:
+  def read(self, data: bytes, final: bool = False) -> Iterator[TextDelta]:
     """The pieces that are certain after these bytes; all of them if they are the last.
 
     What may turn out to be the beginning of a tag or of a character is held back.
@@ -102,9 +104,9 @@ class Spans:
     at = 0
     for match in self._tag.finditer(text):
       if match.start() > at:
-        yield Piece(self._role, text[at : match.start()])
+        yield TextDelta(self._role, text[at : match.start()])
       closing, role = match.groups()
-      yield Piece(role, match[0], is_tag=True)
+      yield TextDelta(role, match[0], is_tag=True)
       self._role = "" if closing else role
       at = match.end()
     end = len(text)
@@ -113,30 +115,46 @@ class Spans:
       end = tail
     self._held = text[end:]
     if end > at:
-      yield Piece(self._role, text[at:end])
+      yield TextDelta(self._role, text[at:end])
 
 
-class LiveEpisode(CoAEpisode):
-  """An attempt that tells of itself as it goes on, and that can be called off."""
+class StreamingEpisode(CoAEpisode):
+  """An attempt that streams its text as it goes on, and that can be called off."""
 
-  def __init__(self, ask: Ask, tell: Tell, player: Player, toolbox: Toolbox):
-    """Args: what is asked, who wants to know, and what plays it."""
+  def __init__(
+    self,
+    request: InferenceRequest,
+    on_event: OnEvent,
+    worker: RolloutWorker,
+    toolbox: Toolbox,
+  ):
+    """Prepares an attempt.
+
+    Args:
+      request: the question, and how to sample.
+      on_event: gets the text.
+      worker: plays it.
+      toolbox: answers its calls.
+    """
     super().__init__(
-      task=Task("live", ask.question, ()),
-      sample=ask.sample,
-      sequence=ask.sequence,
-      temperature=ask.temperature,
-      tokenizer=player.tokenizer,
+      task=Task("live", request.question, ()),
+      sample=request.sample,
+      seed=worker.engine.config.seed,
+      sequence=request.sequence,
+      temperature=request.temperature,
+      tokenizer=worker.tokenizer,
       toolbox=toolbox,
-      setting=player.setting,
+      config=worker.episode_config,
     )
-    self.tell = tell
+    self.on_event = on_event
     self.cancelled = False  # set by other threads
-    most = player.engine.config.max_len
-    self._max_tokens = most if ask.max_tokens is None else min(ask.max_tokens, most)
-    self._spans = Spans(player.setting.variant.tags)
-    self._told = 0  # ids of this turn
-    self._observation = ""  # appended, and not told of yet
+    most = worker.engine.config.max_len
+    self._max_tokens = most
+    if request.max_tokens is not None:
+      self._max_tokens = min(request.max_tokens, most)
+    self._spans = Spans(worker.episode_config.variant.tags)
+    self._streamed = 0  # ids of this turn
+    self._observation = ""  # appended, and not streamed yet
 
   @property
   def limit(self) -> int:
@@ -145,22 +163,23 @@ class LiveEpisode(CoAEpisode):
     return 0 if self.cancelled else usage.prompt + usage.observation + self._max_tokens
 
   def progress(self, ids: list[int]) -> None:
-    """Tells of the text of a window. See `Episode`."""
-    self._tell_new(ids, final=False)
+    """Streams the text of a window. See `Episode`."""
+    super().progress(ids)
+    self._stream(ids, final=False)
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
-    """Tells of the rest of a turn. See `Episode`."""
-    self._tell_new(ids, final=True)
-    self._told = 0
+    """Streams the rest of a turn. See `Episode`."""
+    self._stream(ids, final=True)
+    self._streamed = 0
     spent = self.trajectory.usage.generated + len(ids) >= self._max_tokens
     if tag != roles.close_tag(roles.ANSWER) and (spent or self.cancelled):
       tag = None  # a call whose result could not be used is not made
     return super().sampled(ids, logps, tag)
 
   def observed(self, result: ToolCall) -> list[int] | None:
-    """Takes a result; it is told of before what is written next. See `Episode`."""
+    """Appends a result; its text is streamed before the next sampled text."""
     ids = super().observed(result)
     if ids is not None:
       self._observation = self.trajectory.segments[-1].text
@@ -171,17 +190,22 @@ class LiveEpisode(CoAEpisode):
     self._observation = ""
     super().out_of_room()
 
-  def _tell_new(self, ids: list[int], final: bool) -> None:
+  def _stream(self, ids: list[int], final: bool) -> None:
+    if self.cancelled:
+      return
     if self._observation:
-      role, text, self._observation = roles.OBSERVATION, self._observation, ""
-      opening, closing = roles.open_tag(role), roles.close_tag(role)
-      self.tell(Piece(role, opening, is_tag=True))
-      self.tell(Piece(role, text[len(opening) : -len(closing)]))
-      self.tell(Piece(role, closing, is_tag=True))
-    new = self.tokenizer.raw(ids[self._told :])
-    self._told = len(ids)
-    for piece in self._spans.read(new, final):
-      self.tell(piece)
+      role = roles.OBSERVATION
+      text = self._observation
+      self._observation = ""
+      opening = roles.open_tag(role)
+      closing = roles.close_tag(role)
+      self.on_event(TextDelta(role, opening, is_tag=True))
+      self.on_event(TextDelta(role, text[len(opening) : -len(closing)]))
+      self.on_event(TextDelta(role, closing, is_tag=True))
+    new = self.tokenizer.raw(ids[self._streamed :])
+    self._streamed = len(ids)
+    for delta in self._spans.read(new, final):
+      self.on_event(delta)
 
 
 def _too_long(what: str, limit: int) -> ValueError:
@@ -191,24 +215,22 @@ def _too_long(what: str, limit: int) -> ValueError:
   )
 
 
-class Team:
-  """A policy, its tools and the thread that plays them; close it, or use `with`."""
+class InferenceServer:
+  """A policy and its tools, open for questions; close it, or use `with`."""
 
   def __init__(
     self,
-    player: Player,
+    worker: RolloutWorker,
     params: Any,
     toolbox: Toolbox,
-    seed: int = 0,
     max_waiting: int = 64,
   ):
-    """Starts the thread.
+    """Gives the engine the policy.
 
     Args:
-      player: the model, with its slots.
+      worker: the model with its slots; it is not closed with the server.
       params: the policy.
-      toolbox: answers the calls; it is not closed with the team.
-      seed: of all sampling, together with each question's own.
+      toolbox: answers the calls; it is not closed either.
       max_waiting: questions that may wait for a slot.
 
     Raises:
@@ -216,53 +238,49 @@ class Team:
     """
     if max_waiting < 1:
       raise ValueError(f"max_waiting must be at least 1, got {max_waiting}")
-    self.player = player
-    # No question of more characters fits: no token has more bytes than the longest.
-    longest = max(map(len, player.tokenizer.bytes_of))
-    self._most_chars = player.engine.config.max_len * longest
+    self.worker = worker
     self.max_waiting = max_waiting
+    # No question of more characters fits: no token has more bytes than the longest.
+    longest = max(map(len, worker.tokenizer.bytes_of))
+    self._most_chars = worker.engine.config.max_len * longest
     self._toolbox = toolbox
-    self._changed = threading.Condition()
-    self._waiting: collections.deque[LiveEpisode] = collections.deque()
-    self._running: set[LiveEpisode] = set()
+    self._lock = threading.Lock()
+    self._open: set[StreamingEpisode] = set()  # waiting or running
     self._closed = False
-    self._thread = threading.Thread(
-      target=self._work, args=(params, seed), name="team", daemon=True
-    )
-    self._thread.start()
+    worker.engine.set_policy(params, 0)
 
-  def __enter__(self) -> Team:
+  def __enter__(self) -> InferenceServer:
     return self
 
   def __exit__(self, *unused: object) -> None:
     self.close()
 
   def close(self) -> None:
-    """Calls off all questions and ends the thread; waits for a tool that runs."""
-    with self._changed:
+    """Calls off all questions."""
+    with self._lock:
       self._closed = True
-      self._changed.notify()
-      for episode in self._running:
-        episode.cancelled = True
-    self._thread.join()
+      left = list(self._open)
+    for episode in left:
+      self.cancel(episode)
 
   @property
   def alive(self) -> bool:
-    """True while questions can be asked."""
-    return not self._closed and self._thread.is_alive()
+    """True while questions can be sent."""
+    return not self._closed
 
   @property
   def counts(self) -> tuple[int, int]:
     """(questions that have a slot, questions that wait for one)."""
-    with self._changed:
-      return len(self._running), len(self._waiting)
+    with self._lock:
+      running = min(len(self._open), self.worker.engine.capacity)
+      return running, len(self._open) - running
 
-  def ask(self, ask: Ask, tell: Tell) -> LiveEpisode:
-    """Puts a question; returns at once.
+  def submit(self, request: InferenceRequest, on_event: OnEvent) -> StreamingEpisode:
+    """Sends a question; returns at once.
 
     Args:
-      ask: the question and how to sample.
-      tell: told of all that happens from now on; see `Tell`.
+      request: the question and how to sample.
+      on_event: gets all that happens from now on; see `OnEvent`.
 
     Returns:
       What `cancel` takes.
@@ -270,74 +288,64 @@ class Team:
     Raises:
       ValueError: the question leaves no room to answer.
       Busy: too many wait.
-      Stopped: the team is closed, or its thread has failed.
+      Stopped: the server is closed, or its engine has failed.
     """
-    limit, chars = self.player.engine.config.max_len, len(ask.question)
-    if chars > self._most_chars:  # to encode it would hold up whoever asks
+    limit = self.worker.engine.config.max_len
+    chars = len(request.question)
+    if chars > self._most_chars:  # to encode it would hold up whoever sent it
       raise _too_long(f"a question of {chars} characters", limit)
-    episode = LiveEpisode(ask, tell, self.player, self._toolbox)
+    episode = StreamingEpisode(request, on_event, self.worker, self._toolbox)
     length = len(episode.start())
     if length >= limit:
       raise _too_long(f"a prompt of {length} tokens", limit)
-    with self._changed:
-      if not self.alive:
-        raise Stopped("the team has stopped")
-      if len(self._waiting) >= self.max_waiting:
+    with self._lock:
+      if self._closed:
+        raise Stopped("the server has stopped")
+      if len(self._open) >= self.worker.engine.capacity + self.max_waiting:
         raise Busy(f"{self.max_waiting} questions wait already")
-      self._waiting.append(episode)
-      self._changed.notify()
+      self._open.add(episode)
+    try:
+      future = self.worker.engine.submit(episode)
+    except RuntimeError as error:  # closed in between
+      with self._lock:
+        self._open.discard(episode)
+      raise Stopped("the server has stopped") from error
+    future.add_done_callback(functools.partial(self._ended, episode))
     return episode
 
-  def cancel(self, episode: LiveEpisode) -> None:
+  def cancel(self, episode: StreamingEpisode) -> None:
     """Calls a question off; once it is over this does nothing.
 
-    One that waits is forgotten. One that runs frees its slot after the rest of the
-    window that runs and one more token, or when the tool that it waits for is done.
+    One that waits is forgotten. One that runs frees its slot after the window that
+    runs; a tool that it waits for goes on for nobody.
     """
-    with self._changed:
-      episode.cancelled = True
-      if episode in self._waiting:
-        self._waiting.remove(episode)
+    episode.cancelled = True
+    self.worker.engine.cancel(episode)
 
   def warm_up(self) -> None:
-    """Has the sampler compiled before the first question is asked.
+    """Has the sampler compiled before the first question is sent.
 
     Raises:
       ValueError, Stopped: not even a short question can be answered.
     """
-    told: queue.SimpleQueue[Piece | Trajectory | None] = queue.SimpleQueue()
-    self.ask(Ask("hello", max_tokens=1), told.put)
-    while isinstance(what := told.get(), Piece):
-      pass
-    if what is None:
-      raise Stopped("the team failed at its first question")
+    events: queue.SimpleQueue[TextDelta | Trajectory | None] = queue.SimpleQueue()
+    self.submit(InferenceRequest("hello", max_tokens=1), events.put)
+    event = events.get()
+    while isinstance(event, TextDelta):
+      event = events.get()
+    if event is None:
+      raise Stopped("the engine failed at its first question")
 
-  def _work(self, params: Any, seed: int) -> None:
-    """The thread: plays until the team is closed."""
-    try:
-      for episode in self.player.engine.run(params, self._next(), seed):
-        with self._changed:
-          self._running.discard(episode)
-        episode.tell(None if episode.cancelled else episode.trajectory)
-    finally:  # a failure goes on to threading.excepthook, which prints it
-      with self._changed:
-        self._closed = True
-        left = [*self._running, *self._waiting]
-        self._running.clear()
-        self._waiting.clear()
-      for episode in left:
-        episode.tell(None)
-
-  def _next(self) -> Iterator[LiveEpisode | None]:
-    """Questions as they come; None where others run meanwhile."""
-    while True:
-      with self._changed:
-        self._changed.wait_for(lambda: self._closed or self._waiting or self._running)
-        episode = None
-        if self._closed:
-          if not self._running:
-            return
-        elif self._waiting:
-          episode = self._waiting.popleft()
-          self._running.add(episode)
-      yield episode
+  def _ended(
+    self, episode: StreamingEpisode, future: concurrent.futures.Future[Episode]
+  ) -> None:
+    """Hands on the end of an episode; a failure of the engine ends the server."""
+    error = future.exception()
+    with self._lock:
+      self._open.discard(episode)
+      failed = error and not isinstance(error, concurrent.futures.CancelledError)
+      first = failed and not self._closed
+      self._closed = self._closed or bool(failed)
+    if first:
+      traceback.print_exception(error)
+    episode.on_event(episode.trajectory if error is None else None)

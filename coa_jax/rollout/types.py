@@ -1,4 +1,4 @@
-"""What an engine of rollouts is asked to do: its config, its episodes, its counters."""
+"""What rollouts are made of: config, the engine's contract, episodes, counters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from coa_jax.json_io import read_object
@@ -103,23 +103,80 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
     )
 
 
-# The policy by now: parameters as decoding views, one for each replica, and its version
-# (None: it never changes). Asked before every round; what it raises ends the run.
-Newest = Callable[[], tuple[list[Any], int | None]]
+class Engine(Protocol):
+  """Plays episodes under the newest policy it was given; thread-safe.
+
+  `replicas.ReplicaPool` (our own sampler) and `vllm.engine.VllmEngine` implement it.
+
+  Attributes:
+    config: slots, limits and the sampling distribution.
+    capacity: episodes that can run at once.
+    counters: what was done so far.
+    timings: what its seconds went into.
+  """
+
+  config: RolloutConfig
+
+  @property
+  def capacity(self) -> int:
+    """Episodes that can run at once."""
+
+  @property
+  def counters(self) -> Counters:
+    """What was done so far."""
+
+  @property
+  def timings(self) -> Timings:
+    """What the seconds so far went into."""
+
+  def set_policy(self, params: Any, version: int) -> None:
+    """Samples with these parameters from now on, running episodes too.
+
+    Args:
+      params: the policy, stacked or not; None forgets it, so that its memory is free.
+      version: recorded on every token that it samples.
+    """
+
+  def submit(
+    self, episode: Episode, group: int | None = None, first: bool = False
+  ) -> concurrent.futures.Future[Episode]:
+    """Queues an episode; returns at once.
+
+    Args:
+      episode: not running yet.
+      group: episodes of one group that are submitted one after the other share their
+        prompt's cache.
+      first: whether it goes before all that wait and are not `first`.
+
+    Returns:
+      A future of the episode once it is over. It holds the engine's failure, if that
+      ends it, and is cancelled by `cancel` and `close`.
+
+    Raises:
+      RuntimeError: the engine is closed or has no policy.
+    """
+
+  def cancel(self, episode: Episode) -> None:
+    """Drops an episode: at once where it waits, after a window where it runs."""
+
+  def close(self) -> None:
+    """Drops all episodes and waits for the threads, for a window at most."""
 
 
 class Episode(Protocol):
   """What an engine asks of one trajectory; tokens in, tokens out.
 
-  Who derives from it inherits `limit`, `version`, `forced` and `progress` as here.
+  A class that derives from it inherits `limit`, `version`, `forced` and `progress`.
 
   Attributes:
-    sequence: keys its randomness; unique in a run.
+    seed: with `sequence` keys its randomness; from 0 to 2**32 - 1.
+    sequence: unique under a seed.
     temperature: of its sampling; 0 is greedy.
     limit: tokens it may have in all, if below max_len; may change as it goes on.
-    version: of the policy that samples next; set where policies change on the way.
+    version: of the policy that samples next; the engine sets it.
   """
 
+  seed: int
   sequence: int
   temperature: float
   limit: int = sys.maxsize
@@ -156,7 +213,7 @@ class Episode(Protocol):
 
 @dataclasses.dataclass
 class Counters:
-  """What the device was asked to do since the scheduler was made."""
+  """What the device was asked to do since the engine was made."""
 
   prefilled_tokens: int = 0
   copied_tokens: int = 0  # of prompts that another slot held
@@ -165,13 +222,20 @@ class Counters:
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
 
   def since(self, before: Counters) -> Counters:
-    """What was done since then."""
-    pairs = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)
-    return Counters(*(now - then for now, then in pairs))
+    """Returns what was done since `before`."""
+    names = [field.name for field in dataclasses.fields(self)]
+    return Counters(**{n: getattr(self, n) - getattr(before, n) for n in names})
+
+  @classmethod
+  def total(cls, each: Iterable[Counters]) -> Counters:
+    """Sums the counters of several replicas."""
+    each = list(each)
+    names = [field.name for field in dataclasses.fields(cls)]
+    return cls(**{n: sum(getattr(c, n) for c in each) for n in names})
 
 
 @dataclasses.dataclass
-class Spent:
+class Timings:
   """Wall seconds of an engine by what they went into; of several replicas their mean.
 
   What is missing to the time of a run is the host's: episodes, parsing, grading.
@@ -180,8 +244,9 @@ class Spent:
   sync: float = 0.0  # giving the decoder the parameters
   decode: float = 0.0  # waiting for tokens
   tools: float = 0.0  # waiting for tools
+  idle: float = 0.0  # with no episode to play, between the first and the last
 
-  def since(self, before: Spent) -> dict[str, float]:
-    """What was spent since then, by name."""
-    now, then = dataclasses.asdict(self), dataclasses.asdict(before)
-    return {name: now[name] - then[name] for name in now}
+  def since(self, before: Timings) -> dict[str, float]:
+    """Returns what was spent since `before`, by name."""
+    names = [field.name for field in dataclasses.fields(self)]
+    return {n: getattr(self, n) - getattr(before, n) for n in names}

@@ -106,10 +106,10 @@ class TeacherChatConfig(ChatConfig):
   """Config section `chat` of a teacher: a `ChatConfig` that varies and is patient.
 
   Attributes:
-    max_tokens: as in `ChatConfig`, and so are all that are not named here.
-    temperature: several samples of a task differ only if it is above 0.
-    retries: an outage is waited for: at worst it ends the run of a task.
-    backoff_s: likewise.
+    max_tokens: the longest reply. What is not named here is as in `ChatConfig`.
+    temperature: of sampling; several samples of a task differ only if it is above 0.
+    retries: attempts beyond the first: an outage of half a minute ends no run.
+    backoff_s: seconds before the first retry; doubled for each one after it.
   """
 
   max_tokens: int = 1024

@@ -74,19 +74,19 @@ Play = Callable[[Plan], tuple[list[list[int]], dict[str, float]]]
 def ours(folder: str, job: dict[str, Any]) -> Play:
   """One slot a trajectory, whose cache is kept while its tool runs."""
   config = dict(max_len=job["length"], window=8, inject_rows=4)
-  scheduler, params = plain.our_scheduler(
+  engine, params = plain.our_engine(
     *plain.our_model(folder, job), job["trajectories"], **config
   )
 
   def play(plan: Plan) -> tuple[list[list[int]], dict[str, float]]:
-    tools, before = Tools(plan), scheduler.counters
+    tools = Tools(plan)
+    before = engine.counters
     episodes = []
     for i, prompt in enumerate(plan.prompts):
       calls = [lambda i=i, n=n: tools.start(i, n) for n in range(len(plan.seconds[i]))]
       episodes.append(plain.Turns(i, prompt, plan.new, calls))
-    for _ in scheduler.run(params, episodes, 0):
-      pass
-    done = scheduler.counters.since(before)
+    plain.play(engine, params, episodes)
+    done = engine.counters.since(before)
     utilisation = done.sampled_tokens / done.slot_steps
     counted = {"prefilled": done.prefilled_tokens, "utilisation": utilisation}
     return [e.new[-1] for e in episodes], counted

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from experiments.bench.rollout_work import JOB, Turns, prompts
+from experiments.bench.rollout_work import JOB, Turns, play, prompts
 from experiments.bench.worker import Turn, own_peak_mb, serve
 
 
@@ -23,7 +23,7 @@ def ours(job: dict[str, Any]) -> Turn:
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.transformer import init_params
   from coa_jax.protocol.grammar.automaton import Automaton
-  from coa_jax.rollout.replicas import Scheduler
+  from coa_jax.rollout.replicas import ReplicaPool
   from coa_jax.rollout.types import RolloutConfig
 
   half = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
@@ -32,16 +32,16 @@ def ours(job: dict[str, Any]) -> Turn:
   nothing = np.zeros((1, 1), np.int32)
   stops = Automaton(np.zeros(cfg.vocab_size, int), nothing, nothing, ())
   new, length = job["new"], job["prompt"] + job["new"]
-  made: dict[int, Scheduler] = {}
+  made: dict[int, ReplicaPool] = {}
 
   def turn(batch: int) -> dict[str, Any]:
     if batch not in made:
       config = RolloutConfig(slots=batch, max_len=length, window=64)
-      made[batch] = Scheduler(cfg, stops, config)
+      made[batch] = ReplicaPool(cfg, stops, config)
     given = prompts(batch, job["prompt"], cfg.vocab_size)
     episodes = [Turns(i, ids, new) for i, ids in enumerate(given)]
-    done = list(made[batch].run(params, iter(episodes), 0))
-    return {"tokens": sum(len(e.new[0]) for e in done)}
+    play(made[batch], params, episodes)
+    return {"tokens": sum(len(e.new[0]) for e in episodes)}
 
   return turn
 

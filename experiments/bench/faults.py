@@ -49,8 +49,8 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall, Trajectory
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.toolbox import ToolsConfig
 from experiments.bench import faults_work as work
 from experiments.bench import program as bench
@@ -78,7 +78,7 @@ class Played:
 
 
 def play(
-  player: Player,
+  worker: RolloutWorker,
   policy: work.Policy,
   tools: ToolsConfig,
   count: int,
@@ -95,7 +95,7 @@ def play(
   with work.FaultyToolbox(tools, seed) as toolbox:
     toolbox.warm()
     began = shown = time.monotonic()
-    for n, t in player.play(policy.params, work.tasks(count), toolbox, 1, 1.0, 0):
+    for n, t in worker.generate(policy.params, work.tasks(count), toolbox, 1, 1.0, 0):
       if n in out.trajectories:
         broken.append(f"{name}: trajectory {n} ended twice")
       out.trajectories[n], out.ended[n] = t, time.monotonic() - began
@@ -280,7 +280,7 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
     observation_tokens=work.OBSERVATION_TOKENS,
     inject_rows=4,
   )
-  player = Player(policy.cfg, policy.tokenizer, rollout, work.TOOLS)
+  worker = RolloutWorker(policy.cfg, policy.tokenizer, rollout, work.TOOLS)
   with tempfile.TemporaryDirectory() as folder, _temporary_files_in(folder):
     corpus = os.path.join(folder, "pages.jsonl")
     work.write_pages(corpus)
@@ -294,10 +294,10 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
       max_hung=_HUNG,
     )
     # Compiles, and starts what threads JAX wants to keep.
-    play(player, policy, tools, min(count, slots), None, "warm-up")
+    play(worker, policy, tools, min(count, slots), None, "warm-up")
     for r in range(1, rounds + 1):
-      clean, left = play(player, policy, tools, count, None, f"round {r}, no faults")
-      faulty, more = play(player, policy, tools, count, seed, f"round {r}, faults")
+      clean, left = play(worker, policy, tools, count, None, f"round {r}, no faults")
+      faulty, more = play(worker, policy, tools, count, seed, f"round {r}, faults")
       broken += [*left, *more, *check(clean, faulty, seed)]
       others = [
         n for n, t in faulty.trajectories.items() if not any(faults_of(t, seed))

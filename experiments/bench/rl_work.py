@@ -61,7 +61,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
   config = dict(max_len=job["length"], window=16, inject_rows=4)
-  scheduler, params = plain.our_scheduler(model, params, automaton, size, **config)
+  engine, params = plain.our_engine(model, params, automaton, size, **config)
   algo = AlgoConfig(
     steps=1000,
     prompts=job["prompts"],
@@ -100,13 +100,12 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
     nonlocal state
     plan, phases = make_plan(job, latency), dict.fromkeys(("rollout", "learn"), 0.0)
-    before = scheduler.spent
+    before = engine.timings
     for _ in range(count):
       began = time.perf_counter()
       tools = agentic.Tools(plan)
       played = [Recorded(i, plan, tools) for i in range(size)]
-      for _ in scheduler.run(learner.policy(state, frozen), played, 0):
-        pass
+      plain.play(engine, learner.policy(state, frozen), played)
       groups = [[] for _ in range(job["prompts"])]
       for e in played:
         g, i = divmod(e.sequence, job["samples"])
@@ -117,7 +116,8 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
       state, _ = learner(state, frozen, groups)
       jax.block_until_ready(state)
       phases["learn"] += time.perf_counter() - began
-    inside = scheduler.spent.since(before)
+    inside = engine.timings.since(before)
+    del inside["idle"]  # while it learns
     other = phases["rollout"] - sum(inside.values())
     phases = {**inside, "learn": phases["learn"], "other": other}
     return [e.new[-1] for e in played], phases

@@ -68,10 +68,10 @@ def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
   return cfg, params, Automaton(np.zeros(cfg.vocab_size, int), nothing, nothing, ())
 
 
-def our_scheduler(
+def our_engine(
   model: Any, params: Any, automaton: Any, rows: int, **config: int
 ) -> tuple[Any, Any]:
-  """A scheduler of so many rows and its parameters, on as many devices as divide them.
+  """Returns an engine of so many rows and its parameters, on devices that divide them.
 
   Args:
     model, params, automaton: of `our_model`.
@@ -81,7 +81,7 @@ def our_scheduler(
   import jax
 
   from coa_jax.model.sharding import MeshConfig, make_layout
-  from coa_jax.rollout.replicas import Scheduler
+  from coa_jax.rollout.replicas import ReplicaPool
   from coa_jax.rollout.types import RolloutConfig
 
   replicas = math.gcd(rows, jax.device_count())
@@ -89,34 +89,41 @@ def our_scheduler(
   if layout:
     params = jax.device_put(params, layout.tree(params))
   config = RolloutConfig(slots=rows // replicas, **config)
-  return Scheduler(model, automaton, config, layout), params
+  return ReplicaPool(model, automaton, config, layout), params
 
 
 def ours(folder: str, job: dict[str, Any]) -> Generate:
-  """This project's scheduler and sampler, as rollouts use them."""
+  """This project's engine, as rollouts use it."""
   loaded = our_model(folder, job)
-  schedulers: dict[tuple[int, int], tuple[Any, Any]] = {}
+  engines: dict[tuple[int, int], tuple[Any, Any]] = {}
 
   def generate(given: list[list[int]], new: int) -> list[list[int]]:
     size = len(given), len(given[0]) + new
-    if size not in schedulers:
-      schedulers.clear()  # one cache at a time
-      schedulers[size] = our_scheduler(
+    if size not in engines:
+      engines.clear()  # one cache at a time
+      engines[size] = our_engine(
         *loaded, size[0], max_len=size[1], window=64, inject_rows=min(size[0], 16)
       )
-    scheduler, params = schedulers[size]
+    engine, params = engines[size]
     episodes = [Turns(i, ids, new) for i, ids in enumerate(given)]
-    for _ in scheduler.run(params, episodes, 0):
-      pass
+    play(engine, params, episodes)
     return [e.new[0] for e in episodes]
 
   return generate
 
 
+def play(engine: Any, params: Any, episodes: Sequence[Any]) -> None:
+  """Plays episodes to their ends."""
+  engine.set_policy(params, 0)
+  for future in [engine.submit(episode) for episode in episodes]:
+    future.result()
+
+
 class Turns:
-  """A sequence for our scheduler: greedy turns of a fixed length, tools in between."""
+  """A sequence for our engine: greedy turns of a fixed length, tools in between."""
 
   temperature = 0.0
+  seed = 0
 
   def __init__(
     self,

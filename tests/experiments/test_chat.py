@@ -19,7 +19,7 @@ import toy
 from rich.console import Console
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.rollout.streaming import Piece
+from coa_jax.rollout.streaming import TextDelta
 from experiments import chat
 from tools_sandbox import http_server
 
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
 HOSTILE = "\x1b[2J\x9b31m\x07\u202eevil\u200b\r\x00 [red]ok[/red]\ncaf\u00e9 \u4e2d"
 
 
-def shown(pieces: list[Piece], **console) -> str:
+def shown(pieces: list[TextDelta], **console) -> str:
   out = io.StringIO()
   screen = chat.Screen(Console(file=out, highlight=False, **console))
   for piece in pieces:
@@ -170,12 +170,12 @@ def test_nothing_that_steers_a_terminal_comes_through():
   assert chat.clean("a\tb") == "a\tb"
   assert chat.clean("\ud800") == r"\ud800"
   for role in ("observation", "think", "", "code"):
-    assert shown([Piece(role, HOSTILE)]) == "  " + chat.clean(HOSTILE).replace(
+    assert shown([TextDelta(role, HOSTILE)]) == "  " + chat.clean(HOSTILE).replace(
       "\n", "\n  "
     )
   # What rich writes itself, and nothing else, where there are colours.
-  opening = Piece("observation", "<observation>", is_tag=True)
-  coloured = shown([opening, Piece("observation", HOSTILE)], force_terminal=True)
+  opening = TextDelta("observation", "<observation>", is_tag=True)
+  coloured = shown([opening, TextDelta("observation", HOSTILE)], force_terminal=True)
   codes = set(re.findall(r"\x1b.*?m", coloured))
   assert codes and all(re.fullmatch(r"\x1b\[[\d;]*m", c) for c in codes)
   assert "\x1b[2J" not in coloured and "\x9b" not in coloured
@@ -196,8 +196,8 @@ def test_the_answer_stands_in_a_frame_on_a_terminal():
 def test_an_answer_that_is_cut_off_is_shown_without_a_frame():
   out = io.StringIO()
   screen = chat.Screen(Console(file=out, force_terminal=True, width=60))
-  tag, text = Piece("answer", "<answer>", is_tag=True), " Paris is the capi"
-  for piece in (tag, Piece("answer", text)):
+  tag, text = TextDelta("answer", "<answer>", is_tag=True), " Paris is the capi"
+  for piece in (tag, TextDelta("answer", text)):
     screen.show(piece)
   assert "Paris" not in out.getvalue()
   segment = Segment(Author.POLICY, "answer", tag.text + text)

@@ -12,7 +12,7 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.tool_naming import ToolNaming, draw_naming
 from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus, Status
-from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments.studies.tool_formats import RenamedTools
 
@@ -40,12 +40,12 @@ def formats(count: int = 12) -> list[ToolNaming]:
 def test_a_trajectory_in_another_format(tools, drawn):
   """Written turns, played against the real tool behind another name."""
   variant = drawn.apply(toy.VARIANT.with_tools(("code",)))
-  setting = Setting(variant, "full", max_calls=4, tool_seconds=60.0)
+  setting = EpisodeConfig(variant, "full", max_calls=4, tool_seconds=60.0)
   name, form = drawn.names["code"], drawn.formats["code"]
   calls = [roles.wrap(name, body) for body in (form.write(PROGRAM), PROGRAM)]
   turns = [roles.wrap(roles.THINK, "t") + call for call in calls]
   episode = CoAEpisode(
-    TASK, 0, 0, 1.0, toy.tokenizer(), RenamedTools(tools, drawn), setting
+    TASK, 0, 0, 0, 1.0, toy.tokenizer(), RenamedTools(tools, drawn), setting
   )
   t = toy.drive(episode, [*turns, toy.end("5")])
   right, wrong = t.calls

@@ -16,7 +16,7 @@ from coa_jax.protocol.trajectory import (
   read_trajectories,
   write_jsonl,
 )
-from coa_jax.rollout.player import Player
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sources import load_tasks
 from experiments import select_tasks
 
@@ -52,7 +52,7 @@ def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path
   config = config.copy_and_resolve_references()
   config.lock()  # as it comes from the command line
   whole = select_tasks.run(config, str(tmp_path / "whole"))
-  play = Player.play
+  play = RolloutWorker.generate
 
   def stops(self, *args, **kwargs):
     for number, item in enumerate(play(self, *args, **kwargs)):
@@ -64,7 +64,7 @@ def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path
   stops.played = []
   cut = tmp_path / "cut"
   with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(Player, "play", stops)
+    patch.setattr(RolloutWorker, "generate", stops)
     select_tasks.run(config, str(cut))
   with open(cut / "sampled.part.jsonl", "ab") as f:
     f.write(b'[0, {"task_')  # what a kill leaves of a line
@@ -77,7 +77,7 @@ def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path
       yield item
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(Player, "play", counts)
+    patch.setattr(RolloutWorker, "generate", counts)
     select_tasks.run(config, str(cut))
   assert len(before) == 5
   assert read(cut / "selection.json") == read(tmp_path / "whole" / "selection.json")

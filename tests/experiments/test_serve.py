@@ -20,9 +20,9 @@ import toy
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout import sampler
-from coa_jax.rollout.player import Player
-from coa_jax.rollout.streaming import Team
+from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.teacher.llm import (
   ChatBrain,
   InfrastructureError,
@@ -41,10 +41,10 @@ ONE_SLOT = RolloutConfig(
 
 
 class Service:
-  """A served team, and a client's way to it."""
+  """A served model, and a client's way to it."""
 
-  def __init__(self, url: str, team: Team):
-    self.url, self.team = url, team
+  def __init__(self, url: str, server: InferenceServer):
+    self.url, self.server = url, server
     self.client = httpx.Client(base_url=url, timeout=300)
 
   def post(self, question: str = "2 + 3", **fields) -> httpx.Response:
@@ -71,23 +71,27 @@ def body(question: str, **fields) -> dict:
 
 
 @contextlib.contextmanager
-def serving(player: Player, toolbox=None, conversation=False, grace_s=3.0, **options):
+def serving(
+  player: RolloutWorker, toolbox=None, conversation=False, grace_s=3.0, **options
+):
   """Serves the trained actor on a free port."""
   with (
     http_server.bind("127.0.0.1", 0) as sock,
-    Team(player, toy.actor().params, toolbox or toy.TableToolbox(), **options) as team,
+    InferenceServer(
+      player, toy.actor().params, toolbox or toy.TableToolbox(), **options
+    ) as server,
   ):
-    app = serve.make_app(team, "coa", ("127.0.0.1",), conversation)
-    server = http_server.Server(app, grace_s)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    app = serve.make_app(server, "coa", ("127.0.0.1",), conversation)
+    http_side = http_server.Server(app, grace_s)
+    thread = threading.Thread(target=http_side.run, kwargs={"sockets": [sock]})
     thread.start()
-    service = Service(f"http://127.0.0.1:{sock.getsockname()[1]}", team)
+    service = Service(f"http://127.0.0.1:{sock.getsockname()[1]}", server)
     try:
-      eventually(lambda: server.started)
+      eventually(lambda: http_side.started)
       yield service
     finally:
       service.client.close()
-      server.should_exit = True
+      http_side.should_exit = True
       thread.join()
 
 
@@ -99,13 +103,13 @@ def eventually(true, seconds: float = 120.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def player() -> Player:
-  return Player(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+def player() -> RolloutWorker:
+  return RolloutWorker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 @pytest.fixture(scope="module")
-def one_slot() -> Player:
-  return Player(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
+def one_slot() -> RolloutWorker:
+  return RolloutWorker(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +335,7 @@ def slow_windows(monkeypatch) -> None:
 
 def begin(service: Service, stream: bool) -> http.client.HTTPConnection:
   """A connection on which a question of 51 tokens is being answered."""
-  engine = service.team.player.engine
+  engine = service.server.worker.engine
   before = engine.counters.sampled_tokens
   out = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=300)
   headers = {"content-type": "application/json"}
@@ -350,7 +354,7 @@ def test_a_client_that_goes_away_frees_its_slot(one_slot, slow_windows, caplog, 
     if stream:
       assert b"data: " in leaving.getresponse().readline()
     leaving.close()
-    eventually(lambda: service.team.counts == (0, 0))
+    eventually(lambda: service.server.counts == (0, 0))
     assert engine.counters.sampled_tokens <= before + 20
   assert not caplog.records  # it is nobody's fault
 
@@ -388,7 +392,7 @@ def test_too_many_requests_are_told_to_come_back(one_slot):
       first = pool.submit(service.ask, "2 + 3")
       eventually(lambda: toolbox.calls)
       second = pool.submit(service.ask, "2 + 3")
-      eventually(lambda: service.team.counts == (1, 1))
+      eventually(lambda: service.server.counts == (1, 1))
       response = service.post("2 + 3")
       assert response.status_code == 429 and response.headers["retry-after"] == "1"
       assert response.json()["error"]["code"] == "queue_full"
@@ -398,19 +402,16 @@ def test_too_many_requests_are_told_to_come_back(one_slot):
       assert reply["choices"][0]["message"]["content"] == "5"
 
 
-def test_a_team_that_stops_says_so(player):
+def test_a_server_that_stops_says_so(player):
   gate = threading.Event()
   toolbox = toy.TableToolbox(lambda *unused: gate.wait(600) and "5")
   with serving(player, toolbox) as service:
     with concurrent.futures.ThreadPoolExecutor() as pool:
       asked = pool.submit(service.post, "2 + 3")
       eventually(lambda: toolbox.calls)
-      closing = threading.Thread(target=service.team.close)
-      closing.start()
-      # All are called off, and the lock is free again, while the tool still runs.
-      eventually(lambda: not service.team.alive and service.team.counts)
+      service.server.close()  # while the tool still runs
+      assert not service.server.alive and service.server.counts == (0, 0)
       gate.set()
-      closing.join()
       assert asked.result().status_code == 503
     assert service.post("2 + 3").status_code == 503
     assert service.client.get("/health").status_code == 503

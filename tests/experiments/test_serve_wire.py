@@ -17,28 +17,28 @@ TAGS = ("think", "answer", "observation")
 URL = "/v1/chat/completions"
 
 
-class Team:
+class OneAnswer:
   """Answers every question with one text."""
 
   alive, counts, max_waiting = True, (0, 0), 4
 
   def __init__(self, text: str = "<think> x</think><answer> 5</answer>"):
     self.text = text
-    self.player = self.engine = self.config = self
+    self.worker = self.engine = self.config = self
     self.top_p = 1.0
 
-  def ask(self, ask, tell):
+  def submit(self, request, on_event):
     for piece in Spans(TAGS).read(self.text.encode("utf-8", "surrogatepass"), True):
-      tell(piece)
+      on_event(piece)
     segments = [Segment(Author.POLICY, "", self.text)]
-    tell(Trajectory("t", segments, status=Status.ENDED))
+    on_event(Trajectory("t", segments, status=Status.ENDED))
 
   def cancel(self, episode) -> None:
     """Nothing runs."""
 
 
-def post(body: bytes, kind: str = "application/json", team: Team | None = None):
-  app = serve.make_app(team or Team(), "coa")
+def post(body: bytes, kind: str = "application/json", server: OneAnswer | None = None):
+  app = serve.make_app(server or OneAnswer(), "coa")
   client = TestClient(app, raise_server_exceptions=False)
   return client.post(URL, content=body, headers={"content-type": kind})
 
@@ -77,8 +77,8 @@ def test_a_media_type_has_no_case_and_may_have_spaces(kind: str, status: int):
 
 
 def test_a_lone_surrogate_of_a_tool_is_told_as_it_is():
-  team = Team("<think> \ud800</think><answer> 5</answer>")
-  response = post(asks(), team=team)
+  server = OneAnswer("<think> \ud800</think><answer> 5</answer>")
+  response = post(asks(), server=server)
   assert response.status_code == 200
   message = response.json()["choices"][0]["message"]
   assert message["reasoning_content"] == "<think> \ud800</think>"
@@ -99,7 +99,7 @@ def test_a_lone_surrogate_of_a_tool_is_told_as_it_is():
   ],
 )
 def test_the_answer_is_the_one_that_would_be_graded(text, content, reasoning):
-  response = post(asks(), team=Team(text))
+  response = post(asks(), server=OneAnswer(text))
   message = response.json()["choices"][0]["message"]
   assert (message["content"], message["reasoning_content"]) == (content, reasoning)
 

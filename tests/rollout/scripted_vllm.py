@@ -20,10 +20,10 @@ from coa_jax.learner import log_probs
 from coa_jax.model.hf.io import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.vllm.weights import digests_of
+from coa_jax.rollout.worker import RolloutWorker
 
 CONFIG = RolloutConfig(style="brief", slots=3, max_len=256)
 PAST = 7  # what it goes on with after the end of a script's turn
@@ -156,16 +156,23 @@ def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
 
 def player(
   server: ScriptedVllm, folder, request_tokens: int = 256, **changes
-) -> Player:
+) -> RolloutWorker:
   """A player of toy.MODEL over the server; exports below the folder."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = server.config(str(folder / "served"), request_tokens=request_tokens)
-  return Player(toy.MODEL, server.tokenizer, config, toy.TOOLS, vllm=vllm)
+  return RolloutWorker(
+    toy.MODEL,
+    server.tokenizer,
+    config,
+    toy.TOOLS,
+    vllm=vllm,
+    policy_changes=request_tokens < 256,
+  )
 
 
-def play(on: Player, toolbox=None, samples: int = 2, seed: int = 3, **changes):
+def play(on: RolloutWorker, toolbox=None, samples: int = 2, seed: int = 3, **changes):
   """Every trajectory by (task, sample)."""
   args = dict(temperature=1.0, version=5, params=toy.params()) | changes
   params, toolbox = args.pop("params"), toolbox or toy.TableToolbox()
-  groups = on.groups(params, toy.TASKS, toolbox, samples, seed=seed, **args)
+  groups = on.generate_groups(params, toy.TASKS, toolbox, samples, seed=seed, **args)
   return {(t.task_id, t.sample): t for group in groups for t in group}

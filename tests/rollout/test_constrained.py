@@ -17,9 +17,9 @@ from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Verdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 
 # A random policy closes a span after some 350 tokens, and needs four of them.
 LENGTH = 3_072
@@ -27,7 +27,7 @@ VARIANT = roles.get_variant("mhqa")
 
 
 @functools.cache
-def play(tokenizer, **changes) -> tuple[Player, dict, list[Trajectory]]:
+def play(tokenizer, **changes) -> tuple[RolloutWorker, dict, list[Trajectory]]:
   """What an untrained model plays under the grammar."""
   cfg = dataclasses.replace(toy.MODEL, vocab_size=tokenizer.vocab_size + 5)
   params = transformer.init_params(cfg, 1)
@@ -41,8 +41,8 @@ def play(tokenizer, **changes) -> tuple[Player, dict, list[Trajectory]]:
     constrain=True,
     **changes,
   )
-  player = Player(cfg, tokenizer, config, VARIANT.tools)
-  groups = player.groups(params, toy.TASKS, toy.TableToolbox(), 2, 1.0, seed=3)
+  player = RolloutWorker(cfg, tokenizer, config, VARIANT.tools)
+  groups = player.generate_groups(params, toy.TASKS, toy.TableToolbox(), 2, 1.0, seed=3)
   return player, params, [t for group in groups for t in group]
 
 

@@ -13,8 +13,8 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Kind
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
@@ -28,7 +28,9 @@ def authors(t) -> list[Author]:
 
 
 def test_an_answer_ends_an_episode():
-  t = toy.drive(toy.episode(TASK, toy.TableToolbox(), version=4), [CALL, END])
+  episode = toy.episode(TASK, toy.TableToolbox())
+  episode.version = 4  # as an engine says it
+  t = toy.drive(episode, [CALL, END])
   assert t.status == Status.ENDED
   assert (t.reward, t.reward_parts) == (1.0, {"answer": 1.0, "format": 1.0})
   assert t.meta["question"] == TASK.question and t.meta["answers"] == ["5"]
@@ -240,7 +242,7 @@ def test_a_call_is_what_stands_in_its_own_span_of_its_own_turn():
 )
 def test_tasks_that_cannot_be_played_are_refused_by_name(tokenizer, change, message):
   config = RolloutConfig(style="brief", slots=1, max_len=32)
-  player = Player(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
+  player = RolloutWorker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
   player.check([TASK])
   with pytest.raises(ValueError, match=rf"task 'odd'.*{message}"):
     player.check([TASK, dataclasses.replace(TASK, id="odd", **change)])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from test_scheduler import CFG, content, play, scheduler
+from test_scheduler import CFG, content, engine, play
 
 from coa_jax.model import decode_params, sharding, transformer
 
@@ -29,7 +29,7 @@ def amx(monkeypatch) -> None:
 def gaps(cfg, params) -> np.ndarray:
   """|log-prob of the sampler - of the learner|, token by token."""
   # So many that means of two samples of trajectories can be compared.
-  played = play(params, toy.TableToolbox(), range(48), on=scheduler(cfg))
+  played = play(params, toy.TableToolbox(), range(48), on=engine(cfg))
   played = [played[n] for n in sorted(played)]
   theirs = np.concatenate(toy.logps_of(cfg, params, played, 1.0))
   return np.abs(np.concatenate([toy.sampled_logps(t) for t in played]) - theirs)
@@ -59,7 +59,7 @@ def test_half_precision_activations_cost_agreement(novice, decoded, monkeypatch)
   if decoded == "bfloat16":
     monkeypatch.setattr(decode_params, "architecture", lambda cfg, layout: cfg)
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  assert scheduler(cfg).model.dtype == decoded
+  assert engine(cfg).model.dtype == decoded
   gap = gaps(cfg, novice)
   print(
     f"decoded in {decoded}: gap of {gap.size:,} tokens in nats: "
@@ -72,7 +72,7 @@ def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   novice, monkeypatch
 ):
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  decoder = scheduler(cfg).model
+  decoder = engine(cfg).model
   assert (decoder.dtype, decoder.weight_dtype) == ("float32", "bfloat16")
   (held,), (before,) = (decode_params.decoding_views(c, novice) for c in (decoder, cfg))
   jax.tree.map(np.testing.assert_array_equal, held, before)
@@ -117,7 +117,7 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
 
 def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  on, order = scheduler(cfg), list(range(12))
+  on, order = engine(cfg), list(range(12))
   expected = play(novice, toy.TableToolbox(), order, on=on)
   slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
   played = play(novice, slow, order[::-1], on=on)

@@ -10,20 +10,25 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent import futures
 
 import jax
+import numpy as np
 import pytest
 import toy
-from test_scheduler import CFG, CONFIG, content, play, scheduler
+from test_scheduler import CFG, CONFIG, content, engine, play
 
+from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.model import decode_params, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import MeshConfig, make_layout
 from coa_jax.protocol.grammar.automaton import compile_stops
-from coa_jax.rollout.ahead import Ahead, Plan, ages
-from coa_jax.rollout.player import Player
-from coa_jax.rollout.replicas import Scheduler
-from coa_jax.rollout.streaming import Ask, Team
+from coa_jax.rollout.collect import RolloutCollector, ages
+from coa_jax.rollout.replicas import ReplicaPool
+from coa_jax.rollout.scheduler import Scheduler
+from coa_jax.rollout.streaming import InferenceRequest, InferenceServer
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import Draw
 
 DEVICES = 4
@@ -48,10 +53,10 @@ def test_on_virtual_devices():
   assert "s......" in done.stdout  # this test was skipped, the others were run
 
 
-def replicas(tensor: int = 1, model: ModelConfig = CFG) -> Scheduler:
+def replicas(tensor: int = 1, model: ModelConfig = CFG) -> ReplicaPool:
   table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
   layout = make_layout(MeshConfig(data=2, tensor=tensor))
-  return Scheduler(model, table, CONFIG, layout)
+  return ReplicaPool(model, table, CONFIG, layout)
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +75,39 @@ def test_the_number_of_devices_changes_nothing(novice):
   assert {n: content(t) for n, t in played.items()} == {
     n: content(t) for n, t in expected.items()
   }
-  each = [slots.counters for slots in on._slots]
-  assert len(each) == DEVICES and all(c.sampled_tokens > 0 for c in each)
   given = sum(t.usage.prompt + t.usage.observation for t in played.values())
   assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
-  assert on.counters.sampled_tokens == sum(c.sampled_tokens for c in each)
-  # A few are dealt out evenly, not to whoever asks first.
+  assert on.capacity == DEVICES * CONFIG.slots
+
+
+@on_devices
+def test_a_few_episodes_are_dealt_out_evenly(novice, monkeypatch):
+  """Each replica gets some, and a group stays together while there is room."""
+  rounds: dict[int, list[str]] = {}
+  real = Scheduler.round
+
+  def spy(self, policy, version, new):
+    rounds.setdefault(id(self), []).extend(e.task.id for e in new)
+    return real(self, policy, version, new)
+
+  monkeypatch.setattr(Scheduler, "round", spy)
   on = replicas()
-  play(novice, toy.TableToolbox(), order[:8], on=on)
-  assert {s.counters.prefilled_tokens > 0 for s in on._slots} == {True}
+  on.set_policy(novice, 0)
+  futures = []
+  for group, task in enumerate(toy.TASKS[:DEVICES]):
+    for k in range(3):
+      episode = toy.episode(task, toy.TableToolbox(), 3 * group + k)
+      futures.append(on.submit(episode, group=group))
+  for future in futures:
+    future.result()
+  assert len(rounds) == DEVICES
+  assert all(len(ids) == 3 and len(set(ids)) == 1 for ids in rounds.values())
 
 
 @on_devices
 def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
   on = replicas(tensor=2)
-  assert [s.layout.mesh.size for s in on._slots] == [2, 2]
+  assert on.capacity == 2 * CONFIG.slots
   played = play(novice, toy.TableToolbox(), range(8), on=on, temperature=0.0)
   expected = play(novice, toy.TableToolbox(), range(8), temperature=0.0)
   for n, t in played.items():  # products are added up in another order
@@ -97,12 +120,14 @@ def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
   monkeypatch.setattr(decode_params, "has_amx", lambda: True)
   monkeypatch.setattr(decode_params, "WIDE", CFG.width)
   model = dataclasses.replace(CFG, dtype="bfloat16", tie_embeddings=tied)
-  on, params = replicas(2, model), transformer.init_params(model, 0)
-  view = on.views(params)[0]
+  on = replicas(2, model)
+  params = transformer.init_params(model, 0)
+  layout = make_layout(MeshConfig(data=2, tensor=2))
+  view = decode_params.decoding_views(on.model, params, layout)[0]
   assert view["layer_0"]["o"].sharding.spec[1] == "tensor"
   assert view["layer_0"]["o"].dtype == jax.numpy.bfloat16
   played = play(params, toy.TableToolbox(), range(4), on=on, temperature=0.0)
-  alone = scheduler(model)
+  alone = engine(model)
   expected = play(params, toy.TableToolbox(), range(4), on=alone, temperature=0.0)
   for n, t in played.items():
     first, other = (x.segments[-1].ids[:8] for x in (t, expected[n]))
@@ -124,82 +149,89 @@ def test_a_slow_tool_holds_up_no_replica(novice):
   episodes = [
     toy.episode(toy.TASKS[n % 4], toy.TableToolbox(reply), n) for n in range(24)
   ]
-  ended = []
-  for episode in replicas().run(novice, iter(episodes), 3):
-    ended.append(episode.sequence)
-    if len(ended) == 23:
-      release.set()
-  assert sorted(ended) == list(range(24)) and len(hung) == 1
+  on = replicas()
+  on.set_policy(novice, 0)
+  waiting = {on.submit(episode) for episode in episodes}
+  while len(waiting) > 1:
+    _, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
+  release.set()
+  (last,) = waiting
+  assert last.result() and len(hung) == 1
 
 
 @on_devices
-def test_threads_end_with_the_run_whatever_ends_it(novice):
+def test_threads_end_with_the_work_whatever_ends_it(novice):
   def threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "replica"]
 
   on = replicas()
+  on.set_policy(novice, 0)
   episodes = [toy.episode(toy.TASKS[n % 4], toy.TableToolbox(), n) for n in range(40)]
-  stream = on.run(novice, iter(episodes), 3)
-  next(stream)
+  submitted = [on.submit(episode) for episode in episodes]
   assert threads()
-  stream.close()
-  assert not threads()
-
-  def broken():
-    yield from [toy.episode(toy.TASKS[0], toy.TableToolbox(), n) for n in range(25)]
-    raise OSError("the queue broke")
-
-  with pytest.raises(OSError, match="the queue broke"):
-    list(on.run(novice, broken(), 3))
+  for episode in episodes:
+    on.cancel(episode)
+  assert all(future.done() for future in submitted)
+  deadline = time.monotonic() + 60
+  while threads() and time.monotonic() < deadline:
+    time.sleep(0.01)
   assert not threads()
   assert len(play(novice, toy.TableToolbox(), range(12), on=on)) == 12
+  on.close()
+  with pytest.raises(RuntimeError, match="the engine is closed"):
+    on.submit(episodes[0])
 
 
 @on_devices
 def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   layout = make_layout(MeshConfig())
-  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
   params = jax.device_put(novice, layout.tree(novice))
-  plan = Plan(steps=4, prompts=12, most=12, samples=2, temperature=1.0, staleness=1)
-  args = toy.TableToolbox(latency=toy.shuffled_latency(1)), plan, 3, lambda group: True
-  with Ahead(player, Draw(toy.TASKS, 0), *args) as ahead:
-    taken = [ahead.next(params, step) for step in range(plan.steps)]
-  for step, one in enumerate(taken):
-    assert len(one.kept) == 12 and set(ages(one.kept, step)) <= {0, 1}
-  each = [slots.counters for slots in player.engine._slots]
-  assert len(each) == DEVICES and all(c.sampled_tokens > 0 for c in each)
-  # The same as on one device, whoever decoded them.
-  with Ahead(
-    Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), Draw(toy.TASKS, 0), *args
-  ) as alone:
-    expected = [alone.next(novice, step) for step in range(plan.steps)]
+  algo = AlgoConfig(
+    steps=4, prompts=12, samples=2, rounds=1, staleness=1, importance_cap=2.0
+  )
 
-  def tokens(steps: list) -> list:
-    played = [t for one in steps for group in one.played for t in group]
+  def collect(worker: RolloutWorker, params: dict) -> list:
+    tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
+    draw = Draw(toy.TASKS, 0)
+    with RolloutCollector(worker, draw, tools, algo, keep_all, seed=3) as collector:
+      return [collector.next(params, step) for step in range(algo.steps)]
+
+  on_all = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
+  batches = collect(on_all, params)
+  for step, batch in enumerate(batches):
+    assert len(batch.groups) == 12 and set(ages(batch.groups, step)) <= {0, 1}
+  # The same as on one device, whoever decoded them.
+  on_one = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  expected = collect(on_one, novice)
+
+  def tokens(batches: list) -> list:
+    played = [t for batch in batches for t in batch.played]
     return [(t.task_id, t.sample, toy.sampled_ids(t)) for t in played]
 
-  assert tokens(taken) == tokens(expected)
-  names = [t.name for t in threading.enumerate()]
-  assert "ahead" not in names and "replica" not in names
+  assert tokens(batches) == tokens(expected)
+
+
+def keep_all(groups: list) -> np.ndarray:
+  return np.ones(len(groups), bool)
 
 
 @on_devices
-def test_a_team_answers_on_all_devices(actor):
+def test_a_server_answers_on_all_devices(actor):
   layout = make_layout(MeshConfig())
-  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
+  worker = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
   params = jax.device_put(actor.params, layout.tree(actor.params))
-  with Team(player, params, toy.TableToolbox()) as team:
-    team.warm_up()
+  with worker, InferenceServer(worker, params, toy.TableToolbox()) as server:
+    server.warm_up()
     for _ in range(3):
-      told, over = [], threading.Semaphore(0)
+      ends = []
+      over = threading.Semaphore(0)
 
-      def tell(what, told=told, over=over) -> None:
-        told.append(what)
-        if not hasattr(what, "is_tag"):
+      def on_event(event, ends=ends, over=over) -> None:
+        if not hasattr(event, "is_tag"):
+          ends.append(event)
           over.release()
 
       for i in range(12):
-        team.ask(Ask("4 * 4 + 1", 0.0, seed=i), tell)
+        server.submit(InferenceRequest("4 * 4 + 1", 0.0, seed=i), on_event)
       assert all(over.acquire(timeout=300) for _ in range(12))
-      ends = [t for t in told if not hasattr(t, "is_tag")]
       assert all(t.text.endswith(toy.end("17")) for t in ends) and len(ends) == 12

@@ -18,26 +18,27 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout import scheduler as slotting
-from coa_jax.rollout.player import Player
-from coa_jax.rollout.replicas import Scheduler
+from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
 
 CFG = toy.MODEL
 CONFIG = RolloutConfig(style="brief", slots=5, window=8, max_len=toy.MAX_LEN)
 CONFIG = dataclasses.replace(CONFIG, inject_rows=4)
 
 
-def scheduler(cfg=CFG, **changes) -> Scheduler:
+def engine(cfg=CFG, **changes) -> ReplicaPool:
   table = compile_stops(toy.VARIANT, toy.tokenizer(), cfg.vocab_size)
-  return Scheduler(cfg, table, dataclasses.replace(CONFIG, **changes))
+  return ReplicaPool(cfg, table, dataclasses.replace(CONFIG, **changes))
 
 
-def play(params, toolbox, order, seed: int = 3, on=None, **setting) -> dict:
+def play(params, toolbox, order, seed: int = 3, on=None, **fields) -> dict:
   """Plays sequences in this order; sequence n asks task n modulo the tasks."""
   episodes = [
-    toy.episode(toy.TASKS[n % len(toy.TASKS)], toolbox, n, **setting) for n in order
+    toy.episode(toy.TASKS[n % len(toy.TASKS)], toolbox, n, seed=seed, **fields)
+    for n in order
   ]
-  done = list((on or scheduler()).run(params, iter(episodes), seed))
+  done = toy.play(on or engine(), params, episodes)
   assert sorted(e.sequence for e in done) == sorted(order)
   return {e.sequence: toy.graded(e) for e in done}
 
@@ -74,9 +75,9 @@ def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
 def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):
   """Decode-shaped: the same program over the same tokens, in half precision too."""
   cfg = dataclasses.replace(CFG, dtype=dtype)
-  player = Player(cfg, toy.tokenizer(), CONFIG, toy.TOOLS)
+  player = RolloutWorker(cfg, toy.tokenizer(), CONFIG, toy.TOOLS)
   tools = toy.TableToolbox()
-  groups = player.groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
+  groups = player.generate_groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
   played = [t for group in groups for t in group]
   assert sum(bool(t.calls) for t in played) >= 4
   again = player.rescore(novice, played, temperature)
@@ -88,8 +89,10 @@ def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, tempe
 
 
 def test_rescoring_refuses_what_would_not_have_stopped_there(novice):
-  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
-  (group,) = player.groups(novice, toy.TASKS[:1], toy.TableToolbox(), 2, 1.0, seed=3)
+  player = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  (group,) = player.generate_groups(
+    novice, toy.TASKS[:1], toy.TableToolbox(), 2, 1.0, seed=3
+  )
   last = [s for s in group[1].segments if s.author == Author.POLICY][-1]
   del last.ids[-1], last.logps[-1]
   with pytest.raises(ValueError, match=r"'2 \+ 3'.* stops elsewhere"):
@@ -137,7 +140,7 @@ def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
 
 
 def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
-  on = scheduler()
+  on = engine()
   played = play(novice, toy.TableToolbox(), range(12), on=on)
   given = generated = 0
   for t in played.values():
@@ -158,13 +161,13 @@ def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
 def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
   """The samples of a group share their prompt's prefill, and nothing else changes."""
   order = [0, 4, 8, 12, 16, 1, 5, 20, 9]  # TASKS[0] five times at first, and TASKS[1]
-  on = scheduler()
+  on = engine()
   shared = play(novice, toy.TableToolbox(), order, on=on)
   given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
   assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
   assert on.counters.copied_tokens >= 4 * shared[0].usage.prompt
   for n in order:
-    on = scheduler()
+    on = engine()
     (alone,) = play(novice, toy.TableToolbox(), [n], on=on).values()
     assert content(alone) == content(shared[n])
     assert on.counters.copied_tokens == 0
@@ -178,7 +181,7 @@ def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
     return real(cfg, params, cache, row_R, *rest)
 
   monkeypatch.setattr(slotting.sampler, "extend", spy)
-  on = scheduler(slots=2, inject_rows=16)
+  on = engine(slots=2, inject_rows=16)
   play(toy.params(), toy.TableToolbox(), range(3), on=on)
   assert rows == {2}
 
@@ -187,13 +190,15 @@ def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
 def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
   monkeypatch.setattr(decode_params, "PIECE", 16)
-  whole = scheduler(window=window)
-  (slots,) = whole._slots
-  slots._cache = decode_params.init_cache(CFG, CONFIG.slots, toy.MAX_LEN)
+  init_cache = decode_params.init_cache
+
+  def whole(cfg, slots, size, layout):
+    return init_cache(cfg, slots, toy.MAX_LEN, layout)
+
   with monkeypatch.context() as fixed:
-    fixed.setattr(slots, "_empty", lambda: slots._cache)
-    fixed.setattr(slots, "_fit", lambda places: None)
-    expected = play(novice, toy.TableToolbox(), range(16), on=whole)
+    fixed.setattr(decode_params, "init_cache", whole)
+    fixed.setattr(slotting.sampler, "resize", lambda layer, pieces, layout: layer)
+    expected = play(novice, toy.TableToolbox(), range(16), on=engine(window=window))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
   real = slotting.sampler.window
@@ -203,7 +208,7 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
     return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(slotting.sampler, "window", spy)
-  on = scheduler(window=window)
+  on = engine(window=window)
   grown = play(novice, toy.TableToolbox(), range(16), on=on)
   assert {n: content(t) for n, t in grown.items()} == {
     n: content(t) for n, t in expected.items()
@@ -211,22 +216,6 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
   assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN
   again = play(novice, toy.TableToolbox(), [3], on=on)
   assert content(again[3]) == content(expected[3])
-
-
-def test_a_cache_shrinks_once_a_quarter_would_do(monkeypatch):
-  monkeypatch.setattr(decode_params, "PIECE", 16)
-  (on,) = scheduler()._slots
-  on._cache = tuple(
-    tuple(x.at[:].set(i + 1.0) for i, x in enumerate(layer)) for layer in on._cache
-  )
-  sizes = []
-  for places in (16, 17, 100, 90, 33, 32, 9, 8):
-    on._fit(places)
-    sizes.append(transformer.cache_size(on._cache))
-  assert sizes == [16, 32, 128, 128, 128, 64, 32, 32]
-  for keys, values in on._cache:
-    assert keys[:, :, 0].min() == 1 and values[:, :, 0].min() == 2  # kept throughout
-    assert float(jnp.abs(keys[:, :, 1]).max()) == 0  # cut, and empty when added
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):
@@ -244,12 +233,12 @@ def test_latency_order_and_neighbours_change_nothing(novice):
     }
   # Fewer neighbours, and another window.
   slow = toy.TableToolbox(latency=toy.shuffled_latency(9))
-  few = play(novice, slow, [11, 2, 7], on=scheduler(window=3))
+  few = play(novice, slow, [11, 2, 7], on=engine(window=3))
   assert all(content(t) == content(expected[n]) for n, t in few.items())
 
 
-def test_a_scheduler_used_again_remembers_nothing(novice):
-  on = scheduler()
+def test_an_engine_used_again_remembers_nothing(novice):
+  on = engine()
   first = play(novice, toy.TableToolbox(), range(6), on=on)
   play(novice, toy.TableToolbox(), range(6, 13), on=on, seed=8)
   again = play(novice, toy.TableToolbox(), range(6), on=on)
@@ -260,7 +249,9 @@ def test_a_scheduler_used_again_remembers_nothing(novice):
 
 def test_stacked_parameters_play_like_unrolled_ones(novice):
   table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
-  stacked = Scheduler(dataclasses.replace(CFG, scan=True, remat="full"), table, CONFIG)
+  stacked = ReplicaPool(
+    dataclasses.replace(CFG, scan=True, remat="full"), table, CONFIG
+  )
   expected = play(novice, toy.TableToolbox(), range(4))
   found = play(
     transformer.stack(novice, CFG.layers), toy.TableToolbox(), range(4), on=stacked
@@ -287,24 +278,12 @@ def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
   assert len(waited) >= 4 and len(set(waited)) == len(waited)
 
 
-def test_what_a_slot_was_in_the_middle_of_is_forgotten():
-  (on,) = scheduler()._slots
-  episodes = [toy.episode(toy.TASKS[0], toy.TableToolbox(), n) for n in range(3)]
-  run = slotting._Run(on, lambda: (toy.params(), None), iter(episodes), 0)
-  # As a trajectory leaves it that ran out of tokens within a tag.
-  run.state.automaton_B[:] = 2
-  run.state.length_B[:] = 99
-  assert run.fill()
-  assert run.state.automaton_B.tolist() == [0, 0, 0, 2, 2]
-  assert run.state.active_B.tolist() == [True] * 3 + [False] * 2
-  prompt = len(episodes[0].start())
-  assert run.state.length_B.tolist()[:3] == [prompt - 1] * 3
-
-
 def test_the_trained_policy_plays_its_scripts(actor):
-  player = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  player = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   toolbox = toy.TableToolbox()
-  groups = player.groups(actor.params, toy.TASKS, toolbox, 2, 0.0, 0, version=3)
+  groups = player.generate_groups(
+    actor.params, toy.TASKS, toolbox, 2, 0.0, 0, version=3
+  )
   for (question, script), group in zip(toy.SCRIPTS.items(), groups, strict=True):
     assert [t.sample for t in group] == [0, 1]
     for t in group:
@@ -320,7 +299,7 @@ def test_the_trained_policy_plays_its_scripts(actor):
 
 
 def test_out_of_tokens_is_truncated_and_graded():
-  short = scheduler(max_len=40)
+  short = engine(max_len=40)
   played = play(toy.params(), toy.TableToolbox(), range(8), on=short).values()
   # Random tokens close a tool's tag now and then; leave those out.
   truncated = [t for t in played if t.status == Status.TRUNCATED and not t.calls]
@@ -332,7 +311,7 @@ def test_out_of_tokens_is_truncated_and_graded():
 def test_an_observation_without_room_is_left_out(actor):
   # The policy's call fits, what it prints does not; the call is on record.
   prompt_and_call = toy.trajectories()[0].num_tokens
-  on = scheduler(max_len=prompt_and_call)
+  on = engine(max_len=prompt_and_call)
   toolbox = toy.TableToolbox(lambda name, body: "z" * 60)
   (t,) = play(actor.params, toolbox, [0], on=on, temperature=0.0).values()
   assert t.status == Status.TRUNCATED and t.reward == 0.0
@@ -349,7 +328,7 @@ def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
   before = sum(len(s.ids) for s in t.segments[:2])
   observation = len(tok.encode_observation("z" * 30).ids)
   # One token can be sampled after an observation that just fits.
-  on = scheduler(max_len=before + observation + spare)
+  on = engine(max_len=before + observation + spare)
   toolbox = toy.TableToolbox(lambda name, body: "z" * 30)
   (t,) = play(actor.params, toolbox, [0], on=on, temperature=0.0).values()
   assert t.status == Status.TRUNCATED
@@ -359,7 +338,7 @@ def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
 
 def test_a_prompt_without_room_names_the_field():
   with pytest.raises(ValueError, match=r"leaves no room in rollout\.max_len=8; raise"):
-    play(toy.params(), toy.TableToolbox(), [1], on=scheduler(max_len=8))
+    play(toy.params(), toy.TableToolbox(), [1], on=engine(max_len=8))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +363,7 @@ def test_impossible_configs_are_refused(changes, message: str):
 
 def test_a_player_wants_tools_of_its_variant_and_a_tokenizer_that_fits():
   with pytest.raises(ValueError, match="has no tool 'telescope'"):
-    Player(CFG, toy.tokenizer(), CONFIG, ["telescope"])
+    RolloutWorker(CFG, toy.tokenizer(), CONFIG, ["telescope"])
   small = dataclasses.replace(CFG, vocab_size=64)
   with pytest.raises(ValueError, match=r"set model\.vocab_size"):
-    Player(small, toy.tokenizer(), CONFIG, toy.TOOLS)
+    RolloutWorker(small, toy.tokenizer(), CONFIG, toy.TOOLS)

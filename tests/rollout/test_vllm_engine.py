@@ -85,7 +85,7 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
     on = player(server, tmp_path)
     task = [t for t in toy.TASKS if t.id == question]
     toolbox = toy.TableToolbox()
-    ((t,),) = on.groups(toy.params(), task, toolbox, 1, 1.0, 0)
+    ((t,),) = on.generate_groups(toy.params(), task, toolbox, 1, 1.0, 0)
   assert policy_turns(t) == [turn[: stop + 1]]
   assert t.text.endswith("</code></<observation> 5</observation>")
   assert toolbox.calls == [("code", "```py\nprint(2+3)\n```")]
@@ -143,7 +143,7 @@ def test_the_budget_is_the_schedulers(server, tmp_path, spare: int):
   # With one to spare a single token can be sampled after the observation.
   on = player(server, tmp_path, max_len=called + observation + spare)
   task = [t for t in toy.TASKS if t.id == question]
-  ((t,),) = on.groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
+  ((t,),) = on.generate_groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
   assert t.status == Status.TRUNCATED and t.reward == 0.0
   assert t.usage.observation == (observation if spare == 1 else 0)
   assert t.num_tokens == (called + observation + 1 if spare == 1 else called)
@@ -167,7 +167,7 @@ def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
   server.faults = lambda b: "hang" if hung[: len(b["prompt"])] == b["prompt"] else None
   on = player(server, tmp_path, slots=3)
   order = []
-  stream = on.play(toy.params(), toy.TASKS, toy.TableToolbox(reply), 1, 1.0, 0)
+  stream = on.generate(toy.params(), toy.TASKS, toy.TableToolbox(reply), 1, 1.0, 0)
   for _, t in stream:
     order.append(t.task_id)
     assert t.status == Status.ENDED
@@ -182,10 +182,10 @@ def test_an_abandoned_run_hangs_up(server, tmp_path):
   hung = row_of(server.tokenizer, "4 * 4 + 1")
   server.faults = lambda b: "hang" if hung[: len(b["prompt"])] == b["prompt"] else None
   on = player(server, tmp_path, slots=2)
-  stream = on.play(toy.params(), toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)
+  stream = on.generate(toy.params(), toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)
   _, first = next(stream)
   assert first.task_id == "2 + 3"
-  loop = on.engine._server._loop
+  loop = on.engine.server._server._loop
   assert asyncio.all_tasks(loop)
   stream.close()
   deadline = time.monotonic() + 120
@@ -196,23 +196,23 @@ def test_an_abandoned_run_hangs_up(server, tmp_path):
   assert len(play(on)) == 8
 
 
-def test_a_queue_that_had_nothing_is_asked_again_meanwhile(server, tmp_path):
-  """The second episode is there only later, and the first waits for it to end."""
+def test_an_episode_is_taken_while_another_waits_for_its_tool(server, tmp_path):
   over = threading.Event()
 
   def reply(name: str, body: str) -> str:
     assert over.wait(600)
     return toy.TableToolbox().reply(name, body)
 
-  first = toy.episode(toy.TASKS[0], toy.TableToolbox(reply), 0)
-  second = toy.episode(toy.TASKS[1], toy.TableToolbox(), 1)
-  order = []
-  queue = iter([first, None, None, None, second])
-  for episode in player(server, tmp_path).engine.run(toy.params(), queue, 0):
-    order.append(episode)
-    over.set()
-    assert episode.trajectory.status == Status.ENDED
-  assert order == [second, first]
+  slow = toy.TableToolbox(reply)
+  engine = player(server, tmp_path).engine
+  engine.set_policy(toy.params(), 0)
+  first = engine.submit(toy.episode(toy.TASKS[0], slow, 0))
+  while not slow.calls:
+    time.sleep(0.01)
+  second = engine.submit(toy.episode(toy.TASKS[1], toy.TableToolbox(), 1))
+  assert second.result().trajectory.status == Status.ENDED and not first.done()
+  over.set()
+  assert first.result().trajectory.status == Status.ENDED
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "ids", "prompt", "logps", "garbage"])

@@ -23,9 +23,9 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.rollout.player import Player
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm.client import VllmConfig, VllmError
+from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
 
 pytestmark = real_vllm.NEEDED
@@ -64,16 +64,18 @@ def url(tmp_path_factory) -> Iterator[str]:
     yield str(client.base_url)
 
 
-def over_vllm(url: str, folder, model: ModelConfig = CFG, **changes) -> Player:
+def over_vllm(url: str, folder, model: ModelConfig = CFG, **changes) -> RolloutWorker:
   """A player over the server; float32 on both sides, so little may differ."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = VllmConfig(folder=str(folder / "export"), url=url, gap=1e-4, timeout_s=60.0)
-  return Player(model, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+  return RolloutWorker(model, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
 
 
-def groups(player: Player, params, samples: int, temperature: float, seed: int = 0):
+def groups(
+  player: RolloutWorker, params, samples: int, temperature: float, seed: int = 0
+):
   toolbox = toy.TableToolbox()
-  return player.groups(params, toy.TASKS, toolbox, samples, temperature, seed)
+  return player.generate_groups(params, toy.TASKS, toolbox, samples, temperature, seed)
 
 
 @pytest.mark.parametrize("steps", [200, 20])
@@ -81,7 +83,7 @@ def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: 
   params = policy(steps)
   on = over_vllm(url, tmp_path)
   theirs = groups(on, params, 1, 0.0)
-  ours = groups(Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), params, 1, 0.0)
+  ours = groups(RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), params, 1, 0.0)
   for (a,), (b,) in zip(theirs, ours, strict=True):
     assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
     assert (a.status, a.reward, a.text) == (b.status, b.reward, b.text)
@@ -95,10 +97,10 @@ def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: 
 def test_prefixes_that_other_weights_cached_are_forgotten(url, tmp_path):
   task = Task("long", "how far is it from here to there " * 4, ("x",))
   on = over_vllm(url, tmp_path)
-  own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  own = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
     args = (transformer.init_params(CFG, seed), [task], toy.TableToolbox(), 1, 0.0, 0)
-    ((theirs,),), ((ours,),) = on.groups(*args), own.groups(*args)
+    ((theirs,),), ((ours,),) = on.generate_groups(*args), own.generate_groups(*args)
     assert theirs.usage.prompt > 64
     assert [s.ids for s in theirs.segments] == [s.ids for s in ours.segments]
     logps = toy.sampled_logps(theirs)
@@ -129,7 +131,7 @@ def leaf_names() -> list[str]:
 
 def test_every_kind_of_array_reaches_the_server(url, tmp_path):
   """Even those that vLLM packs out of sight: what it computes tells."""
-  engine = over_vllm(url, tmp_path).engine
+  engine = over_vllm(url, tmp_path).engine.server
   one, other = transformer.init_params(CFG, 0), transformer.init_params(CFG, 1)
   engine.refresh(one)
   before = engine._score(one)
@@ -145,7 +147,7 @@ def test_every_kind_of_array_reaches_the_server(url, tmp_path):
 
 
 def test_a_load_that_did_not_happen_is_found_out(url, tmp_path, monkeypatch):
-  engine = over_vllm(url, tmp_path).engine
+  engine = over_vllm(url, tmp_path).engine.server
   params = transformer.init_params(CFG, 0)
   engine.refresh(params)
   monkeypatch.setattr(engine._server, "load", lambda folder: None)
@@ -164,7 +166,7 @@ def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monke
   with real_vllm.served(
     path, str(tmp_path / "log"), *FLAGS, "--enforce-eager"
   ) as client:
-    engine = over_vllm(str(client.base_url), tmp_path, TIED).engine
+    engine = over_vllm(str(client.base_url), tmp_path, TIED).engine.server
     with pytest.raises(VllmError, match="keeps the old output matrix"):
       engine.refresh(transformer.init_params(TIED, 1))
     monkeypatch.setattr(engine, "_compare_digests", lambda folder: None)
@@ -183,14 +185,14 @@ def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
     gap=1e-4,
     timeout_s=60.0,
   )
-  on = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
-  own = Player(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  on = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
+  own = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
     params = transformer.init_params(CFG, seed)
     theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
     for (a,), (b,) in zip(theirs, ours, strict=True):
       assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
-  process = on.engine._process._process
+  process = on.engine.server._process._process
   del on
   assert process.poll() is not None
 
@@ -206,8 +208,8 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
     timeout_s=60.0,
   )
   config = dataclasses.replace(CONFIG, constrain=True)
-  on = Player(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
-  own = Player(CFG, toy.tokenizer(), config, toy.TOOLS)
+  on = RolloutWorker(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+  own = RolloutWorker(CFG, toy.tokenizer(), config, toy.TOOLS)
   for params in (policy(60), policy(0)):
     theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
     for (a,), (b,) in zip(theirs, ours, strict=True):
@@ -218,7 +220,7 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
       np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=1e-4)
     # And the grammar had something to take away.
     free = dataclasses.replace(CONFIG, constrain=False)
-    free = Player(CFG, toy.tokenizer(), free, toy.TOOLS)
+    free = RolloutWorker(CFG, toy.tokenizer(), free, toy.TOOLS)
     gap = np.concatenate(free.rescore(params, sampled, 1.0)) - np.concatenate(
       [toy.sampled_logps(t) for t in sampled]
     )

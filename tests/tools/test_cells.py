@@ -8,7 +8,7 @@ import pytest
 
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
-from coa_jax.rollout.episode import CoAEpisode, Setting
+from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests import toy
@@ -40,8 +40,10 @@ def box(request):
 
 
 def episode(box) -> CoAEpisode:
-  setting = Setting(CODE, "brief", max_calls=9, tool_seconds=300.0)
-  playing = CoAEpisode(Task("t", "q", ("1",)), 0, 0, 1.0, toy.tokenizer(), box, setting)
+  setting = EpisodeConfig(CODE, "brief", max_calls=9, tool_seconds=300.0)
+  playing = CoAEpisode(
+    Task("t", "q", ("1",)), 0, 0, 0, 1.0, toy.tokenizer(), box, setting
+  )
   playing.start()
   return playing
 

@@ -113,24 +113,6 @@ def test_what_the_service_refuses_is_an_error_that_says_so(service):
       remote.run("#" * (9 << 20))
 
 
-def test_our_service_is_a_sandbox_fusion_too(service):
-  server, token_file = service
-  more = {"token_file": token_file, "api": "sandbox_fusion"}
-  with (
-    Sandbox(slots=1, backend=BACKEND) as local,
-    sandbox(server.url, **more) as remote,
-  ):
-    for program, stdin in PROGRAMS:
-      if "\ud800" in program or "\xff" in program or "bytearray" in program:
-        continue  # what SandboxFusion cannot say
-      here, there = in_both(local, remote, program, stdin, timeout_s=seconds(program))
-      if here.truncated:  # cut there and again here
-        here, there = (r.stdout[:9999] + r.stderr[:9999] for r in (here, there))
-      elif here.verdict == Verdict.TIMEOUT:  # by which signal, it does not say
-        here, there = ((r.stdout, r.verdict) for r in (here, there))
-      assert there == here, program
-
-
 def test_many_callers_share_the_service(service):
   server, token_file = service
   with (

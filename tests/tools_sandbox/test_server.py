@@ -5,7 +5,6 @@ budget: all of one service, whose servers take long to start and are shared.
 
 from __future__ import annotations
 
-import base64
 import concurrent.futures
 import contextlib
 import json
@@ -147,7 +146,7 @@ def test_giant_bodies_and_other_content_are_refused(server: Server):
 def test_nothing_is_done_without_the_token(server: Server, said: str | None):
   headers = {} if said is None else {"authorization": said.encode("latin-1")}
   runs = server.metric("sandbox_runs_total", verdict="ok")
-  for path in ("/run", "/run_code"):
+  for path in ("/run", "/session"):
     reply = httpx.post(
       server.url + path, json={"program": ""}, headers=headers, timeout=LONG
     )
@@ -285,76 +284,6 @@ def test_what_cannot_be_served_is_refused_at_once(tmp_path):
   ):
     done = subprocess.run([*command, *arguments], capture_output=True, text=True)
     assert done.returncode == 2 and words in done.stderr, (arguments, done.stderr)
-
-
-def code(server: Server, code: str, **fields) -> dict:
-  body = {"code": code, "language": "python", **fields}
-  reply = server.post("/run_code", json=body)
-  assert reply.status_code == 200, reply.text
-  return reply.json()
-
-
-def test_sandbox_fusions_clients_are_served(server: Server):
-  # What verl sends (verl/utils/reward_score/sandbox_fusion).
-  verl = {"compile_timeout": 10, "run_timeout": 10, "files": {}, "fetch_files": []}
-  reply = code(server, "print(input())", stdin="hi", **verl)
-  run = reply["run_result"]
-  assert (reply["status"], reply["message"], reply["files"]) == ("Success", "", {})
-  assert (run["status"], run["return_code"]) == ("Finished", 0)
-  assert (run["stdout"], run["stderr"]) == ("hi\n", "") and run["execution_time"] > 0
-  reply = code(server, "import sys; sys.exit(3)", stdin=None, unknown="ignored")
-  assert (reply["status"], reply["run_result"]["return_code"]) == ("Failed", 3)
-  reply = code(server, LATE, run_timeout=3)
-  run = reply["run_result"]
-  assert (reply["status"], run["status"]) == ("Failed", "TimeLimitExceeded")
-  assert (run["return_code"], run["stdout"]) == (None, "so far\n")
-  reply = code(server, "bytearray(1 << 28)", memory_limit_MB=50)
-  assert (reply["status"], reply["run_result"]["status"]) == ("Failed", "Finished")
-  assert reply["run_result"]["return_code"] != 0
-
-
-def test_its_files_lie_beside_the_program(server: Server):
-  files = {"m.py": "x = 5", "data/{a}.txt": "\x00\xe9'\"", "none": None}
-  packed = {k: v and base64.b64encode(v.encode()).decode() for k, v in files.items()}
-  program = "import m, sys\nprint(ascii(open('data/{a}.txt').read()), m.x)\n"
-  plain = "print(__name__, sorted(k for k in globals() if k[0] != '_'))\n"
-  reply = code(server, program + plain, files=packed)
-  said = "'\\x00\\xe9\\'\"' 5\n__main__ ['m', 'sys']\n"
-  assert reply["run_result"]["stdout"] == said, reply
-  for text in ("def f():\n  1/0\nf()", "x = (", "raise SystemExit(4)", "exit('no')"):
-    bare, filed = (code(server, text, files=f)["run_result"] for f in ({}, packed))
-    del bare["execution_time"], filed["execution_time"]
-    assert bare == filed and bare["return_code"] != 0
-
-
-@pytest.mark.parametrize(
-  ("body", "status", "words"),
-  [
-    ({"language": "cpp", "code": ""}, 200, "language 'cpp' is not served"),
-    ({"language": "python", "code": "", "fetch_files": ["a"]}, 200, "fetch_files"),
-    ({"language": "python", "code": "", "args": ["-x"]}, 200, "args"),
-    ({"language": "python"}, 422, "Field required"),
-    ({"code": "", "language": 5}, 422, "must be of type str"),
-    ({"language": "python", "code": "", "run_timeout": "9"}, 422, "int or float"),
-    ({"language": "python", "code": "", "run_timeout": 0}, 422, "positive"),
-    ({"language": "python", "code": "", "run_timeout": 999}, 422, "must be at most 60"),
-    (
-      {"language": "python", "code": "", "memory_limit_MB": 1 << 20},
-      422,
-      "at most 4096",
-    ),
-    ({"language": "python", "code": "", "files": {"a": "?"}}, 422, "base64"),
-    ({"language": "python", "code": "", "files": {"a": 5}}, 422, "base64"),
-  ],
-)
-def test_its_errors_have_its_form(server: Server, body, status: int, words: str):
-  reply = server.post("/run_code", json=body)
-  assert reply.status_code == status
-  said = reply.json()
-  if status == 200:
-    assert said["status"] == "SandboxError" and words in said["message"]
-  else:
-    assert words in said["detail"][0]["msg"] and said["detail"][0]["loc"][0] == "body"
 
 
 def test_a_body_that_stalls_gives_its_place_to_another():

@@ -136,13 +136,6 @@ def test_an_integer_of_four_hundred_digits_is_told_its_field(server, path, field
   assert field in reply.json()["error"] and "got 1000" in reply.json()["error"]
 
 
-@pytest.mark.parametrize("field", ["run_timeout", "memory_limit_MB"])
-def test_so_is_one_of_sandbox_fusions_api(server, field):
-  body = {"code": "", "language": "python", field: 10**400}
-  reply = server.post("/run_code", json=body)
-  assert reply.status_code == 422 and field in reply.text
-
-
 def test_a_refused_cell_costs_no_session(server, remote):
   with remote.session() as s:
     assert s.run("x = 1").verdict == Verdict.OK
@@ -165,17 +158,14 @@ def test_sessions_are_under_back_pressure(server, remote):
     sock.close()
 
 
-@pytest.mark.parametrize("how", ["run", "run_code", "cell"])
+@pytest.mark.parametrize("how", ["run", "cell"])
 def test_a_client_that_hangs_up_in_the_middle_frees_the_slot(server, how):
   idle(server)
   if how == "cell":
     name = server.post("/session", json={}).json()["session"]
     sock = send(server, f"/session/{name}", {"program": _SLEEP})
-  elif how == "run":
-    sock = send(server, "/run", {"program": _SLEEP, "timeout_s": 60})
   else:
-    body = {"code": _SLEEP, "language": "python", "run_timeout": 60}
-    sock = send(server, "/run_code", body)
+    sock = send(server, "/run", {"program": _SLEEP, "timeout_s": 60})
   soon(lambda: server.health()["busy"] == 1)
   time.sleep(0.3)  # most likely in the middle of it; earlier must do as well
   began = time.monotonic()

@@ -2,7 +2,6 @@
 
   POST /run       {"program", "stdin", "timeout_s", "memory_mb", ..., "deadline_s"}
                   -> the fields of `wire.Result`
-  POST /run_code  SandboxFusion's API, see `sandbox_fusion`
   POST /session   as /run without program and stdin, with "lease_s" -> {"session": NAME}
   POST /session/NAME  {"program", "stdin"} -> the fields of `wire.Result`, and "alive":
                   whether there can be another cell
@@ -13,8 +12,8 @@
 Whatever a program does is a 200 with a verdict. Other statuses are about the request or
 the service: 400 (a field, named), 401 (token), 408 (the request took too long), 409
 (the session runs another cell), 410 (there is no such session, or no more), 413 (too
-long), 415 (not JSON), 422 (/run_code's 400), 503 with Retry-After (full, or stopping:
-ask again or elsewhere), 504 (no slot before the deadline; it has not run).
+long), 415 (not JSON), 503 with Retry-After (full, or stopping: ask again or
+elsewhere), 504 (no slot before the deadline; it has not run).
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from starlette.routing import Route
 
 from tools_sandbox import http_server
 from tools_sandbox.host.session import CELLS_OF_CPU, LEASE_S
-from tools_sandbox.jail.wire import LARGEST, MAX_INPUT, MAX_OUTPUT, Limits, Result
-from tools_sandbox.service import sandbox_fusion
+from tools_sandbox.jail.wire import LARGEST, MAX_INPUT, MAX_OUTPUT, Limits
 from tools_sandbox.service.run_queue import Refused, RunQueue
 
 _FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known
@@ -120,18 +118,10 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
   async def run(request: Request) -> Response:
     with queue.place():
       asked = await _asked(request, config, read_run)
-      return JSONResponse((await _run(request, queue, asked)).to_json())
-
-  async def run_code(request: Request) -> Response:
-    with queue.place():
-      try:
-        asked = await _asked(request, config, _read_run_code)
-      except sandbox_fusion.Malformed as e:
-        return JSONResponse({"detail": e.detail}, 422)
-      except sandbox_fusion.Unsupported as e:
-        return JSONResponse(sandbox_fusion.write_error(str(e)))
-      result = await _run(request, queue, asked)
-      return JSONResponse(sandbox_fusion.write_reply(result))
+      start_by = asked.deadline_s - asked.limits.wall_s
+      gone = _gone(request)
+      result = await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone)
+      return JSONResponse(result.to_json())
 
   async def health(request: Request) -> Response:
     del request
@@ -147,7 +137,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
     async def handle(request: Request) -> Response:
       if config.token and not _bears(request, config.token):
         headers = {"www-authenticate": "Bearer"}
-        return _error(request, "this service needs its bearer token", 401, headers)
+        return _error("this service needs its bearer token", 401, headers)
       return await handler(request)
 
     return handle
@@ -155,7 +145,6 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
   return Starlette(
     routes=[
       Route("/run", guarded(run), methods=["POST"]),
-      Route("/run_code", guarded(run_code), methods=["POST"]),
       Route("/session", guarded(open_session), methods=["POST"]),
       Route("/session/{name}", guarded(cell), methods=["POST"]),
       Route("/session/{name}", guarded(close_session), methods=["DELETE"]),
@@ -286,17 +275,6 @@ def _read_times(
   return limits, deadline_s
 
 
-def _read_run_code(body: dict[str, Any], config: ServiceConfig) -> Asked:
-  program, stdin, limits = sandbox_fusion.read_request(body, config.limits)
-  try:
-    check_most(limits, config.most)
-  except ValueError as e:
-    text = str(e).removeprefix("limits.")
-    field = "run_timeout" if text.startswith("wall_s") else "memory_limit_MB"
-    raise sandbox_fusion.Malformed(field, text.partition(" ")[2]) from None
-  return Asked(program, stdin, limits, limits.wall_s + config.wait_s)
-
-
 def check_most(limits: Limits, most: Limits) -> None:
   """Refuses limits beyond those of `most`.
 
@@ -319,8 +297,6 @@ async def _asked(
   body = await http_server.read_object(request, config.max_body)
   try:
     asked = read(body, config)
-  except (sandbox_fusion.Malformed, sandbox_fusion.Unsupported):
-    raise
   except ValueError as e:
     raise HTTPException(400, str(e)) from None
   if len(asked.program) + len(asked.stdin) > MAX_INPUT:
@@ -333,32 +309,24 @@ async def _gone(request: Request) -> None:
     pass
 
 
-async def _run(request: Request, queue: RunQueue, asked: Asked) -> Result:
-  start_by = asked.deadline_s - asked.limits.wall_s
-  gone = _gone(request)
-  return await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone)
-
-
 def _bears(request: Request, token: str) -> bool:
   said = request.headers.get("authorization", "").encode()
   return hmac.compare_digest(said, f"Bearer {token}".encode())
 
 
 def _error(
-  request: Request, message: str, status: int, headers: dict[str, str] | None = None
+  message: str, status: int, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-  # SandboxFusion is a FastAPI program, whose errors are called "detail".
-  name = "detail" if request.url.path == "/run_code" else "error"
   # Closed, for most of these leave a body unread, and it may be endless.
   headers = {"connection": "close", **(headers or {})}
-  return JSONResponse({name: message}, status, headers)
+  return JSONResponse({"error": message}, status, headers)
 
 
 async def _refused(request: Request, e: Refused) -> Response:
   status = _STATUS[e.reason]
   headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
-  return _error(request, str(e), status, headers)
+  return _error(str(e), status, headers)
 
 
 async def _http_error(request: Request, e: HTTPException) -> Response:
-  return _error(request, e.detail, e.status_code)
+  return _error(e.detail, e.status_code)

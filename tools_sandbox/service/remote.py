@@ -25,7 +25,7 @@ import httpx
 
 from tools_sandbox.faults import Unavailable
 from tools_sandbox.host.session import LEASE_S, SessionEnded, check_texts
-from tools_sandbox.http_client import read_key, retry_after
+from tools_sandbox.http_client import BadReply, exchange, read_key, retry_after
 from tools_sandbox.jail.wire import MAX_FRAME, Limits, Result, Verdict
 from tools_sandbox.service import sandbox_fusion
 
@@ -241,11 +241,15 @@ class RemotePool:
       ValueError: it refuses the request.
     """
     try:
-      status, headers, data = self._exchange(method, url, body, left)
+      status, headers, data = exchange(
+        self._client, method, url, body, left, _CONNECT_S, MAX_FRAME
+      )
     except (httpx.TransportError, httpx.DecodingError, TimeoutError) as e:
       base = url.removesuffix(self._path).partition("/session")[0]
       self._aside[base] = time.monotonic() + _ASIDE_S
       raise _NoAnswer(type(e).__name__) from e
+    except BadReply as e:
+      raise _NoAnswer(str(e)) from e
     if status in _REFUSES_REQUEST:
       raise ValueError(
         f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
@@ -262,25 +266,6 @@ class RemotePool:
     if not isinstance(reply, dict):
       raise _NoAnswer(f"not a reply of {self._config.api}: {reply!r:.200}")
     return reply
-
-  def _exchange(
-    self, method: str, url: str, body: dict[str, Any] | None, left: float
-  ) -> tuple[int, httpx.Headers, bytes]:
-    deadline = time.monotonic() + left
-    timeout = httpx.Timeout(left, connect=min(_CONNECT_S, left))
-    content = json.dumps(body).encode("ascii")  # lone surrogates too
-    headers = {"content-type": "application/json"}
-    data = bytearray()
-    with self._client.stream(
-      method, url, content=content, headers=headers, timeout=timeout
-    ) as response:
-      for chunk in response.iter_bytes():
-        data += chunk
-        if time.monotonic() > deadline:
-          raise TimeoutError
-        if len(data) > MAX_FRAME:
-          raise _NoAnswer(f"a reply of more than {MAX_FRAME} bytes")
-      return response.status_code, response.headers, bytes(data)
 
 
 class RemoteSession:

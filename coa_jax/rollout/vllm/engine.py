@@ -2,7 +2,7 @@
 
 A turn is a request, or several: all ids so far go in, sampled ids and their log-probs
 come out, and our own automaton says where the turn ended; ids after that are dropped.
-So what a trajectory holds is what `Scheduler` would have kept of the same samples.
+So what a trajectory holds is what our own sampler would have kept of the same samples.
 Given the same weights, greedy trajectories are the same; sampled ones differ (vLLM
 draws with numbers of its own), and so may log-probs, in their last bits or, in
 bfloat16, by hundredths: `algo.importance_cap` corrects for that.
@@ -12,6 +12,8 @@ gives the weights, or over a server each (`vllm.serve`).
 
 A policy that changes on the way is loaded between requests, which are short then
 (`vllm.request_tokens`): none begins while it waits, so every token is of one policy.
+
+budget: one state machine, from an episode to requests and back.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import hashlib
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,7 +38,8 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.model.sharding import Layout
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
-from coa_jax.rollout.types import Counters, Episode, Newest, RolloutConfig, Spent
+from coa_jax.rollout.engine import EpisodePool
+from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 from coa_jax.rollout.vllm import weights as proof
 from coa_jax.rollout.vllm.client import (
   PROCESSOR,
@@ -48,11 +51,29 @@ from coa_jax.rollout.vllm.client import (
 from coa_jax.rollout.vllm.process import VllmProcess
 
 _COLDEST = 0.01  # vLLM samples at this where it is asked for less, 0 excepted
-_LOOK_S = 0.05  # seconds between two looks for episodes and for a newer policy
+_POLL_S = 0.05  # between two looks for episodes and for a newer policy
 
 
-class VllmEngine:
-  """Runs episodes as `Scheduler` does, `rollout.scheduler` at a time."""
+class VllmEngine(EpisodePool):
+  """A vLLM server as an engine; see `types.Engine`."""
+
+  def __init__(self, server: VllmReplica):
+    """Wraps what speaks to the server."""
+    super().__init__(server.config, [server], name="vllm engine")
+    self.server = server
+
+  def set_policy(self, params: Any, version: int) -> None:
+    """Has the server load these parameters before it samples again.
+
+    Of several processes all have to call this; each waits until its server has them.
+    """
+    if params is not None and jax.process_count() > 1:
+      self.server.refresh(params)
+    self.publish(None if params is None else [params], version)
+
+
+class VllmReplica:
+  """Plays episodes over one server, `rollout.slots` at a time; see `engine.Replica`."""
 
   def __init__(
     self,
@@ -64,6 +85,7 @@ class VllmEngine:
     tokenizer: Tokenizer,
     layout: Layout | None = None,
     constraint: Constraint | None = None,
+    policy_changes: bool = False,
   ):
     """Meets the server that runs; one of its own starts at the first refresh.
 
@@ -76,6 +98,8 @@ class VllmEngine:
       tokenizer: exported with the policy.
       layout: of the policy, on several devices.
       constraint: what may be sampled; everything where None.
+      policy_changes: whether newer policies come while episodes run; requests are
+        short then (`vllm.request_tokens`).
 
     Raises:
       ValueError: `config` asks for what vLLM cannot do.
@@ -90,7 +114,9 @@ class VllmEngine:
     self._whole = layout
     self.layout = layout.decoding().replicas()[0] if layout else None
     self.config = config
-    self.counters, self.spent = Counters(), Spent()
+    self.slots = config.slots
+    self.counters = Counters()
+    self.timings = Timings()
     self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
     self._automaton = automaton
     self._probe = list(probe)[: proof.PROBE]
@@ -100,6 +126,9 @@ class VllmEngine:
     self._grammar = ""  # file of the constraint's tables
     self._process: VllmProcess | None = None
     self._server: VllmServer | None = None
+    self._live: list[_Live] = []
+    self._policy_changes = policy_changes
+    self.clear()
     if not vllm.serve:
       self._server = self._meet()
 
@@ -110,79 +139,64 @@ class VllmEngine:
       self._grammar = _write_tables(self._vllm.folder, self._constraint)
     return server
 
-  def run(
-    self, params: Any, episodes: Iterable[Episode | None], seed: int
-  ) -> Iterator[Episode]:
-    """Plays every episode to its end, yielding each as it ends. See `Scheduler.run`.
+  def clear(self) -> None:
+    """Forgets all episodes; the server keeps its weights."""
+    for x in self._live:
+      x.cancel()
+    self._live = []
+    self._version: int | None = None
 
-    An episode whose request fails for good is told `lost`; the others go on.
+  def drop(self, episode: Episode) -> None:
+    """Frees the slot of an episode, if it has one; its request is cancelled."""
+    for x in self._live:
+      if x.episode is episode:
+        x.cancel()
+        self._live.remove(x)
+        return
 
-    Args:
-      params: the policy, stacked or not; exported and loaded unless served already.
-      episodes: taken in order; None says that there is none now.
-      seed: of this run's sampling.
+  def round(
+    self, policy: Any, version: int, new: Sequence[Episode]
+  ) -> Sequence[Episode]:
+    """Starts new episodes, asks for what is to be sampled, takes what is done.
+
+    Nothing is asked for while a newer policy waits for the requests that run; tools go
+    on. An episode whose request fails for good gets `lost`; the others go on.
 
     Raises:
       ValueError: a prompt has no room in rollout.max_len, or vLLM does not sample at an
         episode's temperature.
-      VllmError: the server is gone, refuses, or does not serve `params`.
+      VllmError: the server is gone, refuses, or does not serve the policy.
     """
-    views = self.views(params)
-    yield from self.run_newest(lambda: (views, None), episodes, seed)
-
-  def views(self, params: Any) -> list[Any]:
-    """What `run_newest` is to be given of a policy: nothing is made of it here."""
-    return [params]
-
-  def run_newest(
-    self, newest: Newest, episodes: Iterable[Episode | None], seed: int
-  ) -> Iterator[Episode]:
-    """As `run`, but the policy may change on the way; see `Scheduler.run_newest`.
-
-    Nothing is asked for while a newer one waits for the requests that run; tools go on.
-    """
-    queue = iter(episodes)
-    live: list[_Live] = []
-    (params,), version = newest()
-    self._refresh(params)
-    try:
-      while True:
-        while len(live) < self.config.slots:
-          episode = next(queue, None)
-          if episode is None:
-            break
-          live.append(self._begin(episode))
-        if not live:
-          return
-        # After they were taken: none begins under an older policy than was named then.
-        (params,), now = newest()
-        if now == version or not any(x.samples for x in live):
-          self._refresh(params)
-          version = now
-          for x in [x for x in live if x.future is None]:
-            self._ask(x, version, seed)
-        began, decodes = time.monotonic(), any(x.samples for x in live)
-        concurrent.futures.wait(
-          [x.future for x in live if x.future],
-          timeout=_LOOK_S,
-          return_when=concurrent.futures.FIRST_COMPLETED,
-        )
-        waited = time.monotonic() - began
-        self.spent.decode += waited * decodes
-        self.spent.tools += waited * (not decodes)
-        for x in [x for x in live if x.future and x.future.done()]:
-          if not (self._sampled(x) if x.samples else self._observed(x)):
-            live.remove(x)
-            yield x.episode
-    finally:
-      for x in live:
-        if x.samples:
-          x.future.cancel()
-
-  def _refresh(self, params: Any) -> None:
+    for episode in new:
+      self._live.append(self._begin(episode))
+    if version == self._version or not any(x.samples for x in self._live):
+      began = time.monotonic()
+      self.refresh(policy)
+      self.timings.sync += time.monotonic() - began
+      self._version = version
+      for x in [x for x in self._live if x.future is None]:
+        self._ask(x)
+    # --- Wait for a request or a tool.
     began = time.monotonic()
-    self.refresh(params)
-    self.spent.sync += time.monotonic() - began
+    decodes = any(x.samples for x in self._live)
+    concurrent.futures.wait(
+      [x.future for x in self._live if x.future],
+      timeout=_POLL_S,
+      return_when=concurrent.futures.FIRST_COMPLETED,
+    )
+    waited = time.monotonic() - began
+    if decodes:
+      self.timings.decode += waited
+    else:
+      self.timings.tools += waited
+    # --- Take what is done.
+    ended: list[Episode] = []
+    for x in [x for x in self._live if x.future and x.future.done()]:
+      goes_on = self._sampled(x) if x.samples else self._observed(x)
+      if not goes_on:
+        self._live.remove(x)
+        ended.append(x.episode)
+    return ended
 
   def refresh(self, params: Any) -> None:
     """Makes the server serve `params`, and proves that it does.
@@ -281,11 +295,11 @@ class VllmEngine:
     """Tokens that may still be sampled."""
     return min(self.config.max_len, x.episode.limit) - len(x.ids)
 
-  def _ask(self, x: _Live, version: int | None, seed: int) -> None:
+  def _ask(self, x: _Live) -> None:
     """Asks for the turn, or for more of it."""
+    x.episode.version = self._version
     most = self._room(x)
-    if version is not None:
-      x.episode.version = version
+    if self._policy_changes:
       most = min(most, self._vllm.request_tokens)
     x.samples = True
     if most < 1:  # the episode's own limit
@@ -300,7 +314,7 @@ class VllmEngine:
         self._automaton.tags,
         x.episode.temperature,
         self.config.truncation,
-        _seed(seed, x.episode.sequence, len(x.ids)),
+        _seed(x.episode.seed, x.episode.sequence, len(x.ids)),
         (self._grammar, x.grammar) if self._constraint else None,
       )
     )
@@ -379,6 +393,11 @@ class _Live:
   grammar: int = 0
   future: concurrent.futures.Future | None = None
   samples: bool = False
+
+  def cancel(self) -> None:
+    """Calls off the request that runs, if one does."""
+    if self.samples:
+      self.future.cancel()
 
 
 def _seed(seed: int, sequence: int, position: int) -> int:

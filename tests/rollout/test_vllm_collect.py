@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import toy
 from scripted_vllm import ScriptedVllm, player
 
+from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import Status
-from coa_jax.rollout.ahead import Ahead, Plan, ages
+from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.tasks.sampling import Draw
 
-PLAN = Plan(steps=5, prompts=2, most=2, samples=2, temperature=1.0, staleness=1)
+ALGO = AlgoConfig(
+  steps=5, prompts=2, samples=2, rounds=1, staleness=1, importance_cap=2.0
+)
 PIECE = 6  # tokens of a request
 
 
@@ -46,9 +51,13 @@ def policy(version: int) -> dict:
   return {**params, "final_norm": params["final_norm"] * (1 + version / 10)}
 
 
-def make(on, toolbox, **changes) -> Ahead:
-  plan = dataclasses.replace(PLAN, **changes)
-  return Ahead(on, Draw(toy.TASKS, 0), toolbox, plan, 3, lambda group: True)
+def make(on, toolbox, **changes) -> RolloutCollector:
+  algo = dataclasses.replace(ALGO, **changes)
+  return RolloutCollector(on, Draw(toy.TASKS, 0), toolbox, algo, keep_all, seed=3)
+
+
+def keep_all(groups: list) -> np.ndarray:
+  return np.ones(len(groups), bool)
 
 
 def check(trajectories) -> None:
@@ -67,11 +76,11 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   on = player(server, tmp_path, PIECE)
   tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
   seen, oldest = [], 0
-  with make(on, tools, staleness=staleness) as ahead:
-    for step in range(PLAN.steps):
-      taken = ahead.next(policy(step), step)
-      seen += taken.played
-      oldest = max([oldest, *ages(taken.played, step)])
+  with make(on, tools, staleness=staleness) as collector:
+    for step in range(ALGO.steps):
+      batch = collector.next(policy(step), step)
+      seen += [batch.played[:2], batch.played[2:]]
+      oldest = max([oldest, *ages(batch.groups, step)])
   assert 1 <= oldest <= staleness
   played = [t for group in seen for t in group]
   check(played)
@@ -79,7 +88,7 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   expected = [draw.task(n, 0).id for n in range(len(seen))]
   assert [group[0].task_id for group in seen] == expected and len(seen) == 10
   # Weights never change under a request, and are loaded once a version.
-  assert server.disturbed == [0] * PLAN.steps
+  assert server.disturbed == [0] * ALGO.steps
   assert max(body["max_tokens"] for body in server.completions()) == PIECE
   sampled = on.engine.counters.sampled_tokens
   assert sampled == sum(t.usage.generated for t in played)
@@ -95,13 +104,12 @@ def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
 
   server.faults = wait
   on = player(server, tmp_path, PIECE, slots=4)
-  with make(on, toy.TableToolbox(), steps=2) as ahead:
-    ahead.hand_over(policy(0), 0)
+  with make(on, toy.TableToolbox(), steps=2) as collector:
+    collector.set_policy(policy(0), 0)
     assert asked.wait(60)
-    ahead.hand_over(policy(1), 1)
+    collector.set_policy(policy(1), 1)
     gate.set()
-    taken = ahead.next(policy(1), 1)
-  played = [t for group in taken.played for t in group]
+    played = collector.next(policy(1), 1).played
   check(played)
   for t in played:
     versions = [v for s in t.segments for v in s.versions]
@@ -110,10 +118,10 @@ def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
 
 def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
   on = player(server, tmp_path, PIECE)
-  with make(on, toy.TableToolbox(latency=toy.shuffled_latency(2))) as ahead:
-    ahead.next(policy(0), 0)
-    played = ahead.evaluate(policy(1), 1, toy.TASKS, toy.TableToolbox())
-    ahead.next(policy(1), 1)
+  with make(on, toy.TableToolbox(latency=toy.shuffled_latency(2))) as collector:
+    collector.next(policy(0), 0)
+    played = collector.evaluate(policy(1), 1, toy.TASKS, toy.TableToolbox())
+    collector.next(policy(1), 1)
   check(played)
   assert {v for t in played for s in t.segments for v in s.versions} == {1}
   assert server.disturbed == [0, 0]
@@ -128,7 +136,10 @@ def test_it_ends_at_once_though_requests_hang(server, tmp_path):
 
   server.faults = hang
   on = player(server, tmp_path, PIECE)
-  with make(on, toy.TableToolbox()) as ahead:
-    ahead.hand_over(policy(0), 0)
+  with make(on, toy.TableToolbox()) as collector:
+    collector.set_policy(policy(0), 0)
     assert asked.wait(60)
-  assert not [t for t in threading.enumerate() if t.name == "ahead"]
+  deadline = time.monotonic() + 60
+  while [t for t in threading.enumerate() if t.name == "vllm engine"]:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)

@@ -1,0 +1,382 @@
+"""Collects what each step of RL learns from: on-policy, or ahead of the learner.
+
+Groups (attempts at one task) are numbered; a step takes them in the order of their
+numbers, so no short trajectory overtakes a long one.
+
+* `staleness=0`, on-policy: a step submits a round of groups under the policy that
+  learns from them, and waits for all of it; with dynamic sampling (DAPO, arXiv
+  2503.14476) it may take several rounds.
+* `staleness=n`, asynchronous: groups go on being played while the learner learns. A
+  newer policy is taken up in the middle of running trajectories, and every token keeps
+  the version that sampled it (PipelineRL, arXiv 2509.19128). A group is submitted only
+  when it will be learnt from in time, however slow it is: no token is then older than n
+  updates, nothing is played in vain, and nothing is thrown away.
+
+Of P processes each plays every P-th group, and every process gets all of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.episode import CoAEpisode
+from coa_jax.rollout.exchange import gather_json, gather_trajectories
+from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.task import Task
+from coa_jax.tools.toolbox import Toolbox
+
+Group = list[Trajectory]
+
+
+class SamplingConfig(Protocol):
+  """Fields of `learner.algorithms.AlgoConfig`, which says what they mean."""
+
+  steps: int
+  prompts: int
+  samples: int
+  rounds: int
+  round_prompts: int
+  filter_groups: bool
+  temperature: float
+  staleness: int
+
+
+@dataclasses.dataclass
+class RolloutBatch:
+  """What one step learns from.
+
+  Attributes:
+    groups: those that were kept; a trajectory without a reward has left its group.
+    played: every trajectory rolled out, kept or not.
+    asked: groups rolled out.
+    informative: those of them whose rewards differ.
+    cursor: JSON values that say where the next step's rollouts go on: the next group;
+      the tasks of it and those after it that were submitted already (None of one that
+      was not), which a resumed run plays again with the random numbers that they had;
+      and the state of the task sampler.
+    figures: more to log, by name.
+    spent: seconds of the wait for them, by phase (`report/timers.py`).
+  """
+
+  groups: list[Group] = dataclasses.field(default_factory=list)
+  played: list[Trajectory] = dataclasses.field(default_factory=list)
+  asked: int = 0
+  informative: int = 0
+  cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
+  figures: dict[str, float] = dataclasses.field(default_factory=dict)
+  spent: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Submitted:
+  """A group that is being played."""
+
+  episodes: list[CoAEpisode]
+  futures: list[concurrent.futures.Future[Trajectory]]
+
+
+class RolloutCollector:
+  """Submits groups as far ahead as the config allows, and takes them in their order."""
+
+  def __init__(
+    self,
+    worker: RolloutWorker,
+    task_sampler: Draw,
+    toolbox: Toolbox,
+    config: SamplingConfig,
+    has_reward_variance: Callable[[Sequence[Group]], np.ndarray],
+    seed: int,
+    step: int = 0,
+    cursor: dict[str, Any] | None = None,
+  ):
+    """Nothing is played before there is a policy.
+
+    Args:
+      worker: plays; nobody else may use it until this is closed.
+      task_sampler: says what each group's task is.
+      toolbox: answers the calls.
+      config: what a step takes.
+      has_reward_variance: keep_G of groups: whether the rewards of each differ.
+      seed: of all sampling.
+      step: updates made so far.
+      cursor: of the last step's batch; empty at a run's beginning.
+
+    Raises:
+      ValueError: a task of the run that is continued is not there any more.
+    """
+    self._worker = worker
+    self._task_sampler = task_sampler
+    self._toolbox = toolbox
+    self._config = config
+    self._has_reward_variance = has_reward_variance
+    self._seed = seed
+    # On-policy, groups are taken a round at a time.
+    self._round = config.round_prompts or config.prompts
+    self._most = config.rounds * self._round
+
+    cursor = cursor or {"group": 0, "unfinished": [], "draw": task_sampler.state}
+    by_id = {task.id: task for task in task_sampler.tasks}
+    gone = set(cursor["unfinished"]) - by_id.keys() - {None}
+    if gone:
+      raise ValueError(f"task {min(gone)!r} was begun and is not among the tasks now")
+    numbered = enumerate(cursor["unfinished"], cursor["group"])
+    self._resumed = {n: by_id[id_] for n, id_ in numbered if id_ is not None}
+    task_sampler.restore(cursor["draw"])
+
+    self._step = step  # which takes next, or takes now
+    self._kept = 0  # groups that this step has kept so far
+    self._taken = 0  # groups that it has taken
+    self._head = cursor["group"]  # the number of the group to be taken next
+    self._processes = jax.process_count()
+    self._process = jax.process_index()
+    # The number to be submitted next: of this process's own, every P-th.
+    self._next = self._head + (self._process - self._head) % self._processes
+    self._groups: dict[int, _Submitted] = {}  # submitted, and not taken yet
+    self._version = -1  # of the policy that the engine has
+
+  def __enter__(self) -> RolloutCollector:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Drops what is being played."""
+    for group in self._groups.values():
+      for episode in group.episodes:
+        self._worker.engine.cancel(episode)
+    self._groups.clear()
+
+  @property
+  def asynchronous(self) -> bool:
+    """Whether groups are played while the learner learns."""
+    return self._config.staleness > 0
+
+  def set_policy(self, params: Any, version: int) -> None:
+    """Gives the engine the policy after `version` updates, and submits what it allows.
+
+    Asynchronous rollouts get a copy, for the learner may donate its own.
+    """
+    if version != self._version:
+      if self.asynchronous:
+        params = jax.tree.map(jnp.copy, params)
+      self._worker.engine.set_policy(params, version)
+      self._version = version
+    if self.asynchronous:
+      self._submit_allowed()
+
+  def next(self, params: Any, step: int) -> RolloutBatch:
+    """Returns what a step learns from; waits for it.
+
+    On-policy, which tasks are played and every sampled token depend on (seed, number of
+    the round, params) alone, and on the state of the task sampler.
+
+    Args:
+      params: the policy.
+      step: updates made so far; the version of the policy.
+
+    Raises:
+      RuntimeError: a token is older than allowed, which can not be.
+      BaseException: a failure of the engine, a tool or a grader.
+    """
+    began = time.monotonic()
+    before = self._worker.engine.timings
+    self.set_policy(params, step)
+    config = self._config
+    batch = RolloutBatch()
+
+    # --- Take groups until enough of them have rewards that differ.
+    while self._kept < config.prompts and self._taken < self._most:
+      self._submit_allowed()
+      groups = self._take()
+      for group in groups:
+        self._task_sampler.learn(group)
+        batch.played += group
+      keep_G = self._has_reward_variance(groups)
+      batch.asked += len(groups)
+      batch.informative += int(keep_G.sum())
+      if config.filter_groups:
+        groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]
+      batch.groups += groups
+      self._kept += len(groups)
+      self._taken = batch.asked
+    batch.groups = batch.groups[: config.prompts]
+
+    # --- The next step's groups may start, and the policy's memory may be freed.
+    self._step = step + 1
+    self._kept = 0
+    self._taken = 0
+    batch.cursor = self._cursor()
+    if self.asynchronous:
+      self._submit_allowed()
+    else:
+      self._worker.engine.set_policy(None, step)
+      self._version = -1
+
+    # --- What to log.
+    waited = time.monotonic() - began
+    batch.spent = self._worker.engine.timings.since(before)
+    idle = batch.spent.pop("idle")
+    if self.asynchronous:
+      batch.spent = {"rollout": waited}
+      batch.figures = self._off_policy_figures(batch.groups, step)
+      batch.figures |= {"learner_waited": waited, "rollouts_waited": idle}
+    return batch
+
+  def evaluate(
+    self, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
+  ) -> list[Trajectory]:
+    """Returns a greedy attempt at each task, by the policy after `step` updates.
+
+    Asynchronous rollouts go on beside it; what it plays goes before what waits.
+    """
+    self.set_policy(params, step)
+    futures = {}
+    for i in range(self._process, len(tasks), self._processes):
+      episode = self._worker.episode(
+        task=tasks[i],
+        sample=0,
+        seed=self._seed,
+        sequence=i,
+        temperature=0.0,
+        toolbox=toolbox,
+        version=step,
+        attempt=("evaluation", i),
+      )
+      futures[i] = self._worker.submit(episode, first=True, evaluation=True)
+    played = [(i, future.result()) for i, future in futures.items()]
+    everywhere = sorted(gather_trajectories(played), key=lambda pair: pair[0])
+    return [trajectory for _, trajectory in everywhere]
+
+  def _submit_allowed(self) -> None:
+    """Submits this process's groups that may start now."""
+    while self._may_start(self._next - self._head):
+      self._submit(self._next)
+      self._next += self._processes
+
+  def _may_start(self, ahead: int) -> bool:
+    """Whether a group may start that is taken after `ahead` others."""
+    if not self.asynchronous:
+      return self._version == self._step and ahead < self._round
+    step = self._step + steps_until(
+      ahead, self._config.prompts - self._kept, self._most - self._taken, self._config
+    )
+    newest = min(self._version + self._config.staleness, self._config.steps - 1)
+    return step <= newest
+
+  def _submit(self, number: int) -> None:
+    config = self._config
+    task = self._resumed.pop(number, None)
+    if task is None:
+      task = self._task_sampler.task(number, self._step)
+    # --- The keys of its randomness: on-policy a seed a round, else one for all.
+    seed = self._seed
+    first = number * config.samples
+    if not self.asynchronous:
+      number_of_round, place = divmod(number, self._round)
+      mixed = np.random.SeedSequence((self._seed, number_of_round))
+      seed = int(mixed.generate_state(1)[0])
+      first = place * config.samples
+    episodes = [
+      self._worker.episode(
+        task=task,
+        sample=k,
+        seed=seed,
+        sequence=first + k,
+        temperature=config.temperature,
+        toolbox=self._toolbox,
+        version=self._version,
+        attempt=(number, k),
+        # An interrupted run may have submitted it under another version.
+        within=config.staleness,
+      )
+      for k in range(config.samples)
+    ]
+    futures = [self._worker.submit(episode, group=number) for episode in episodes]
+    self._groups[number] = _Submitted(episodes, futures)
+
+  def _take(self) -> list[Group]:
+    """Waits for the next groups, a round or one of each process, and returns them."""
+    if self.asynchronous:
+      left = min(self._config.prompts - self._kept, self._most - self._taken)
+      count = min(left, self._processes)
+    else:
+      count = self._round
+    own: list[tuple[int, Trajectory]] = []
+    for n in range(self._head, self._head + count):
+      if n % self._processes == self._process:
+        # Results first: a group that fails stays, for `close` to drop.
+        own += [(n, future.result()) for future in self._groups[n].futures]
+        del self._groups[n]
+    self._head += count
+    groups: dict[int, Group] = collections.defaultdict(list)
+    for n, trajectory in gather_trajectories(own):
+      groups[n].append(trajectory)
+    return [groups[n] for n in sorted(groups)]
+
+  def _cursor(self) -> dict[str, Any]:
+    """Where the next step goes on; see `RolloutBatch`."""
+    started = {n: group.episodes[0].task.id for n, group in self._groups.items()}
+    started |= {n: task.id for n, task in self._resumed.items() if n >= self._head}
+    everywhere = {n: id_ for part in gather_json([*started.items()]) for n, id_ in part}
+    numbers = range(self._head, max(everywhere, default=-1) + 1)
+    return {
+      "group": self._head,
+      "unfinished": [everywhere.get(n) for n in numbers],
+      "draw": self._task_sampler.state,
+    }
+
+  def _off_policy_figures(self, groups: list[Group], step: int) -> dict[str, float]:
+    """How old the tokens are that a step learns from, in updates."""
+    old = np.array(ages(groups, step) or [0])
+    if old.max() > self._config.staleness:
+      raise RuntimeError(f"step {step}: a token is {old.max()} updates old")
+    return {
+      "staleness": old.mean(),
+      "staleness_max": old.max(),
+      "off_policy_share": np.mean(old > 0),
+    }
+
+
+def steps_until(
+  ahead: int, kept_left: int, taken_left: int, config: SamplingConfig
+) -> int:
+  """Returns how many steps from now a group is taken, at the latest.
+
+  Nothing that happens later makes it more: a step that takes groups which it does not
+  keep only brings the others forward.
+
+  Args:
+    ahead: groups to be taken before it.
+    kept_left: groups that this step still wants to keep.
+    taken_left: groups that it may still take.
+    config: what a step takes.
+  """
+  left = min(kept_left, taken_left)
+  if ahead < left:
+    return 0
+  most = config.rounds * (config.round_prompts or config.prompts)
+  return 1 + (ahead - left) // min(config.prompts, most)
+
+
+def ages(groups: Sequence[Sequence[Trajectory]], step: int) -> list[int]:
+  """Of every sampled token of graded trajectories: updates since, at this step."""
+  return [
+    step - version
+    for group in groups
+    for t in group
+    if t.reward is not None
+    for s in t.segments
+    for version in s.versions
+  ]

@@ -1,0 +1,343 @@
+"""A policy that plays tasks: model, tokenizer, engine and grader behind one call."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from coa_jax.model import sizes
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Layout
+from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
+from coa_jax.rollout.exchange import gather_trajectories
+from coa_jax.rollout.replicas import ReplicaPool
+from coa_jax.rollout.types import Engine, Episode, RolloutConfig
+from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.vllm.engine import VllmEngine, VllmReplica
+from coa_jax.tasks.task import Task
+from coa_jax.tools.journal import ToolJournal, Tools
+from coa_jax.tools.toolbox import Toolbox
+
+
+class RolloutWorker:
+  """Plays tasks under the newest policy, and has every trajectory graded."""
+
+  def __init__(
+    self,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    config: RolloutConfig,
+    tools: Iterable[str],
+    layout: Layout | None = None,
+    vllm: VllmConfig | None = None,
+    grader: Grader | None = None,
+    variant: roles.Variant | None = None,
+    journal: ToolJournal | None = None,
+    policy_changes: bool = False,
+  ):
+    """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
+
+    The caller closes the grader; None for one with the default rewards. `variant` is
+    the dialect where it is not the config's with these tools. With a journal no tool
+    call is made twice, though a run is interrupted. `policy_changes` says whether newer
+    policies come while episodes run, which vLLM has to know.
+
+    Raises:
+      ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
+        vLLM can not do what `config` asks for.
+      VllmError: there is no server at `vllm.url`, or not one that can be used.
+    """
+    if variant is None:
+      variant = roles.get_variant(config.variant).with_tools(tools)
+    self.tokenizer = tokenizer
+    self.grader = grader or Grader()
+    self.journal = journal
+    self.episode_config = EpisodeConfig(
+      variant=variant,
+      style=config.style,
+      max_calls=config.max_calls,
+      tool_seconds=config.tool_seconds,
+      observation_tokens=config.observation_tokens,
+      same_calls=config.same_calls,
+    )
+    if vllm is None:
+      replicas = layout.mesh.size // layout.mesh.shape["tensor"] if layout else 1
+      needs = sizes.rollout_needs(
+        model, config.slots, config.max_len, config.window, replicas=replicas
+      )
+      sizes.check_device(sizes.parameter_needs(model) | needs, layout)
+    automaton = compile_stops(variant, tokenizer, model.vocab_size)
+    self.constraint = None
+    if config.constrain:
+      self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
+    self.engine: Engine
+    if vllm is None:
+      self.engine = ReplicaPool(model, automaton, config, layout, self.constraint)
+    else:
+      probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
+      tokenizer.encode_prompt(probe)
+      ids = [i for s in probe for i in s.ids]
+      server = VllmReplica(
+        vllm,
+        model,
+        automaton,
+        config,
+        probe=ids,
+        tokenizer=tokenizer,
+        layout=layout,
+        constraint=self.constraint,
+        policy_changes=policy_changes,
+      )
+      self.engine = VllmEngine(server)
+
+  def check(self, tasks: Sequence[Task]) -> None:
+    """Refuses, before any decoding, tasks that could not be played to a reward.
+
+    Raises:
+      ValueError: a prompt leaves no room to answer, or a task's answers can not be
+        graded; the message names the task.
+    """
+    limit = self.engine.config.max_len
+    self.grader.check(tasks, limit)
+    for task in tasks:
+      prompt = prompts.prompt_segments(
+        self.episode_config.variant, task.question, self.episode_config.style
+      )
+      self.tokenizer.encode_prompt(prompt)
+      length = sum(len(s.ids) for s in prompt)
+      if length >= limit:
+        raise ValueError(
+          f"task {task.id!r}: a prompt of {length} tokens leaves no room in "
+          f"rollout.max_len={limit}; raise it or drop the task"
+        )
+
+  def __enter__(self) -> RolloutWorker:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Ends the engine's threads; what runs is left unfinished."""
+    self.engine.close()
+
+  def episode(
+    self,
+    task: Task,
+    sample: int,
+    seed: int,
+    sequence: int,
+    temperature: float,
+    toolbox: Toolbox,
+    version: int = 0,
+    attempt: tuple[Any, ...] = (),
+    within: int = 0,
+  ) -> CoAEpisode:
+    """Returns an attempt at a task, for `submit`.
+
+    Args:
+      task: what the policy is to answer.
+      sample: which of the task's attempts this is.
+      seed: with `sequence` it keys the sampling.
+      sequence: unique under the seed.
+      temperature: 0 is greedy.
+      toolbox: answers the calls.
+      version: of the policy now, for the journal of tool calls.
+      attempt: tells this attempt from all others of its version, and of `within`
+        versions before and after it, for the same journal.
+      within: see `attempt`.
+    """
+    tools: Tools = toolbox
+    if self.journal:
+      tools = self.journal.tools(toolbox, version, attempt, within)
+    return CoAEpisode(
+      task=task,
+      sample=sample,
+      seed=seed,
+      sequence=sequence,
+      temperature=temperature,
+      tokenizer=self.tokenizer,
+      toolbox=tools,
+      config=self.episode_config,
+    )
+
+  def submit(
+    self,
+    episode: CoAEpisode,
+    group: int | None = None,
+    first: bool = False,
+    evaluation: bool = False,
+  ) -> concurrent.futures.Future[Trajectory]:
+    """Has an episode played and graded; see `types.Engine.submit`.
+
+    Args:
+      episode: made by `episode`.
+      group: of episodes whose prompts are the same.
+      first: whether it goes before others that wait.
+      evaluation: whether its answer is graded as in evaluation.
+
+    Returns:
+      A future of the graded trajectory; it holds the failure of the engine or of the
+      grader, if there is one.
+    """
+    out: concurrent.futures.Future[Trajectory] = concurrent.futures.Future()
+
+    def graded(future: concurrent.futures.Future[None]) -> None:
+      _forward(future, out, episode.trajectory)
+
+    def played(future: concurrent.futures.Future[Episode]) -> None:
+      if future.exception() is not None:
+        out.set_exception(future.exception())
+        return
+      try:
+        grading = self.grader.submit(
+          episode.task, episode.trajectory, self.episode_config.variant, evaluation
+        )
+      except BaseException as error:  # the grader is closed
+        out.set_exception(error)
+        return
+      grading.add_done_callback(graded)
+
+    self.engine.submit(episode, group, first).add_done_callback(played)
+    return out
+
+  def generate(
+    self,
+    params: Any,
+    tasks: Sequence[Task],
+    toolbox: Toolbox,
+    samples: int,
+    temperature: float,
+    seed: int,
+    version: int = 0,
+    skip: Container[tuple[int, int]] = (),
+    evaluation: bool = False,
+  ) -> Iterator[tuple[int, Trajectory]]:
+    """Plays every task `samples` times; of n processes each plays every n-th task.
+
+    Args:
+      params: the policy.
+      tasks: what to play; a task's place and the sample number key the randomness.
+      toolbox: answers the calls.
+      samples: attempts per task.
+      temperature: 0 is greedy.
+      seed: of the sampling.
+      version: of the policy, recorded on every token.
+      skip: (task's place, sample) of attempts that are not played; the others come out
+        as they would with them.
+      evaluation: whether answers are graded as in evaluation.
+
+    Yields:
+      (the task's place, a graded trajectory), in the order in which they are done.
+    """
+    self.engine.set_policy(params, version)
+    attempts = (
+      (place, sample)
+      for place in range(jax.process_index(), len(tasks), jax.process_count())
+      for sample in range(samples)
+      if (place, sample) not in skip
+    )
+    running: dict[concurrent.futures.Future[Trajectory], CoAEpisode] = {}
+    try:
+      while True:
+        # As many wait as run, so that no slot falls idle, and memory does not grow with
+        # the number of tasks.
+        free = 2 * self.engine.capacity - len(running)
+        for place, sample in itertools.islice(attempts, free):
+          episode = self.episode(
+            task=tasks[place],
+            sample=sample,
+            seed=seed,
+            sequence=place * samples + sample,
+            temperature=temperature,
+            toolbox=toolbox,
+            version=version,
+            attempt=(evaluation, seed, place, sample),
+          )
+          future = self.submit(episode, group=place, evaluation=evaluation)
+          running[future] = episode
+        if not running:
+          return
+        done, _ = concurrent.futures.wait(
+          running, return_when=concurrent.futures.FIRST_COMPLETED
+        )
+        for future in done:
+          episode = running.pop(future)
+          yield episode.sequence // samples, future.result()
+    finally:
+      for episode in running.values():
+        self.engine.cancel(episode)
+
+  def generate_groups(
+    self,
+    params: Any,
+    tasks: Sequence[Task],
+    toolbox: Toolbox,
+    samples: int,
+    temperature: float,
+    seed: int,
+    version: int = 0,
+    evaluation: bool = False,
+  ) -> list[list[Trajectory]]:
+    """Returns for each task its trajectories by sample number; args as of `generate`.
+
+    Every process gets the trajectories of all.
+    """
+    out: list[list[Trajectory]] = [[] for _ in tasks]
+    played = self.generate(
+      params,
+      tasks,
+      toolbox,
+      samples,
+      temperature,
+      seed,
+      version=version,
+      evaluation=evaluation,
+    )
+    for place, trajectory in gather_trajectories(played):
+      out[place].append(trajectory)
+    return [sorted(group, key=lambda t: t.sample) for group in out]
+
+  def rescore(
+    self, params: Any, trajectories: Sequence[Trajectory], temperature: float
+  ) -> list[list[float]]:
+    """Log-probs of what each trajectory's policy wrote, by the sampler's own program.
+
+    With the parameters, slots and windows that a trajectory was sampled with they are
+    those it recorded, bit for bit, in half precision too; with others they are what
+    that policy's sampler would have recorded.
+
+    Raises:
+      ValueError: a trajectory was sampled under another variant or `max_len`, or the
+        engine is vLLM.
+    """
+    if not isinstance(self.engine, ReplicaPool):
+      raise ValueError("vLLM can not be given tokens to take; rescore without it")
+    self.engine.set_policy(params, 0)
+    episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]
+    for future in [self.engine.submit(episode) for episode in episodes]:
+      future.result()
+    return [e.logps for e in episodes]
+
+
+def _forward(
+  future: concurrent.futures.Future[None],
+  out: concurrent.futures.Future[Trajectory],
+  trajectory: Trajectory,
+) -> None:
+  """Hands a grading's end on: the graded trajectory, or why there is none."""
+  if future.cancelled():
+    out.set_exception(concurrent.futures.CancelledError())
+  elif future.exception() is not None:
+    out.set_exception(future.exception())
+  else:
+    out.set_result(trajectory)

@@ -1,0 +1,342 @@
+"""What each step learns from: how old a token may be, and nothing lost or twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coa_jax.learner.advantages import informative
+from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.update import rewards_of
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.collect import RolloutCollector, ages, steps_until
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.tasks.sampling import Draw, make_draw
+from coa_jax.tools.journal import ToolJournal
+
+CFG = toy.MODEL
+SEED = 3
+CONFIG = RolloutConfig(style="brief", slots=6, window=8, max_len=toy.MAX_LEN)
+ALGO = AlgoConfig(
+  steps=5,
+  prompts=2,
+  samples=2,
+  rounds=2,
+  filter_groups=True,
+  staleness=1,
+  importance_cap=2.0,
+)
+
+
+@pytest.fixture(scope="module")
+def worker() -> RolloutWorker:
+  return RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+
+
+@pytest.fixture(scope="module")
+def novice() -> dict:
+  return toy.actor(60).params
+
+
+def louder(params: dict, by: float) -> dict:
+  """A policy of other logits whose keys and values are the same, bit for bit."""
+  return {**params, "final_norm": jax.tree.map(lambda x: x * by, params["final_norm"])}
+
+
+def keep_all(groups: list) -> np.ndarray:
+  return np.ones(len(groups), bool)
+
+
+def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCollector:
+  """A collector over the toy tasks; changes go to ALGO, or are its cursor and step."""
+  where = {k: changes.pop(k) for k in ("step", "cursor") if k in changes}
+  tasks = make_draw(changes.get("draw", "uniform"), toy.TASKS, SEED, 1)
+  algo = dataclasses.replace(ALGO, **changes)
+  return RolloutCollector(worker, tasks, toolbox, algo, keep, SEED, **where)
+
+
+def threads() -> list[threading.Thread]:
+  return [t for t in threading.enumerate() if t.name == "replica"]
+
+
+def rewards_differ(groups: list) -> np.ndarray:
+  return informative(rewards_of(groups))
+
+
+def names(groups: list[list[Trajectory]]) -> list[str]:
+  for group in groups:
+    assert [t.sample for t in group] == list(range(len(group)))
+    assert len({t.task_id for t in group}) == 1
+  return [group[0].task_id for group in groups]
+
+
+def expected(n: int) -> list[str]:
+  draw = Draw(toy.TASKS, SEED)
+  return [draw.task(i, 0).id for i in range(n)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+  prompts=st.integers(1, 4),
+  size=st.integers(1, 9),
+  rounds=st.integers(1, 3),
+  seed=st.integers(0, 10**6),
+)
+def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
+  """Whatever is kept: what is said of a group never grows, and comes true."""
+  algo = dataclasses.replace(ALGO, prompts=prompts, round_prompts=size, rounds=rounds)
+  most = rounds * size
+  rng = random.Random(seed)
+  latest = [10**9] * 30
+  step = kept = taken = 0
+  for n in range(30):
+    for m in range(n, 30):
+      at = step + steps_until(m - n, prompts - kept, most - taken, algo)
+      assert step <= at <= latest[m]
+      latest[m] = at
+    assert latest[n] == step
+    taken += 1
+    kept += rng.random() < 0.5
+    if kept == prompts or taken == most:
+      step, kept, taken = step + 1, 0, 0
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("slow", ["learner", "tools"])
+def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
+  worker, novice, staleness, slow
+):
+  rng = random.Random(5)
+  latency = (lambda: rng.random() * 0.1) if slow == "tools" else (lambda: 0.0)
+  tools = toy.TableToolbox(latency=latency)
+  before = worker.engine.counters
+  seen, oldest = [], 0
+
+  def keep(groups: list) -> np.ndarray:  # every second one: a step takes two to four
+    return np.array([len(group[0].text) % 2 == 0 for group in groups], bool)
+
+  with make(worker, tools, keep, staleness=staleness) as collector:
+    for step in range(ALGO.steps):
+      batch = collector.next(novice, step)
+      played = grouped(batch.played)
+      kept = [g for g, good in zip(played, keep(played), strict=True) if good]
+      assert batch.groups == kept and batch.asked == len(played)
+      assert len(batch.groups) == 2 or batch.asked == 4
+      seen += played
+      oldest = max([oldest, *ages(played, step)])
+      assert batch.figures["learner_waited"] >= batch.spent["rollout"] >= 0
+      assert batch.figures["rollouts_waited"] >= 0
+      if slow == "learner":  # until the rollouts may not go on
+        wait(lambda: not threads())
+  assert 1 <= oldest <= staleness
+  assert names(seen) == expected(len(seen))
+  # Nothing was played in vain: every token was of a trajectory that was taken.
+  sampled = worker.engine.counters.since(before).sampled_tokens
+  assert sampled == sum(t.usage.generated for g in seen for t in g)
+  wait(lambda: not threads())
+
+
+def grouped(played: list[Trajectory]) -> list[list[Trajectory]]:
+  """Trajectories of groups of two, in their order."""
+  return [played[i : i + 2] for i in range(0, len(played), 2)]
+
+
+def wait(done) -> None:
+  deadline = time.monotonic() + 60
+  while not done():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def test_a_running_trajectory_goes_on_with_the_newer_policy(worker, novice):
+  """Its tokens carry the version that sampled them, and that one's log-probs."""
+  gate = threading.Event()
+  called = threading.Event()
+
+  def reply(name: str, body: str) -> str:
+    called.set()
+    gate.wait(60)
+    return "5"
+
+  policies = [novice, louder(novice, 1.7)]
+  with make(worker, toy.TableToolbox(reply), steps=2) as collector:
+    collector.set_policy(policies[0], 0)
+    assert called.wait(60)
+    collector.set_policy(policies[1], 1)
+    gate.set()
+    played = collector.next(policies[1], 1).played
+  versions = [[v for s in t.segments for v in s.versions] for t in played]
+  assert all(v == sorted(v) and set(v) <= {0, 1} for v in versions)
+  assert any(set(v) == {0, 1} for v in versions)
+  logps = [toy.logps_of(CFG, params, played) for params in policies]
+  for i, t in enumerate(played):
+    sampled = toy.sampled_logps(t)
+    assert len(sampled) == len(versions[i])
+    for n, version in enumerate(versions[i]):
+      assert sampled[n] == pytest.approx(logps[version][i][n], abs=2e-5)
+  gap = max(abs(a - b).max() for a, b in zip(*logps, strict=True))
+  assert gap > 0.1  # so the policies can be told apart
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_tokens_are_those_of_the_numbered_groups_whatever_the_tools_take(
+  worker, novice, staleness
+):
+  """With one policy under many versions: the seed and the number say everything."""
+
+  def run(latency) -> list:
+    tools = toy.TableToolbox(latency=latency)
+    with make(worker, tools, staleness=staleness) as collector:
+      batches = [collector.next(novice, step) for step in range(3)]
+    return [tokens(batch) for batch in batches]
+
+  first = run(lambda: 0.0)
+  assert first == run(toy.shuffled_latency(1))
+  assert sum(map(len, first)) == 12
+
+
+def tokens(batch) -> list:
+  return [(t.task_id, t.sample, toy.sampled_ids(t)) for t in batch.played]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
+  """Though rollouts run beside it."""
+  tools = toy.TableToolbox()
+  alone = worker.generate_groups(novice, toy.TASKS, tools, 1, 0.0, 0, evaluation=True)
+  slow = toy.TableToolbox(latency=toy.shuffled_latency(2))
+  with make(worker, slow, staleness=staleness) as collector:
+    collector.next(toy.params(), 0)
+    played = collector.evaluate(novice, 1, toy.TASKS, tools)
+    batch = collector.next(novice, 1)
+  assert [t.task_id for t in played] == [t.id for t in toy.TASKS]
+  for mine, (theirs,) in zip(played, alone, strict=True):
+    assert toy.sampled_ids(mine) == toy.sampled_ids(theirs)
+    assert toy.sampled_logps(mine) == toy.sampled_logps(theirs)
+    assert mine.reward == theirs.reward
+  assert names(grouped(batch.played)) == expected(4)[2:]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("draw", ["uniform", "learnability"])
+def test_a_run_goes_on_from_a_cursor(worker, novice, draw, staleness):
+  """One policy under all versions, so what is played must be the same."""
+  how = dict(draw=draw, staleness=staleness, filter_groups=False)
+  with make(worker, toy.TableToolbox(), **how) as whole:
+    batches = [whole.next(novice, step) for step in range(4)]
+  assert all(len(b.groups) == 2 and b.asked == 2 for b in batches)
+  cursor = json.loads(json.dumps(batches[1].cursor))
+  assert cursor["group"] == 4 and bool(cursor["unfinished"]) == bool(staleness)
+  with make(worker, toy.TableToolbox(), step=2, cursor=cursor, **how) as resumed:
+    rest = [resumed.next(novice, step) for step in (2, 3)]
+  assert [tokens(b) for b in rest] == [tokens(b) for b in batches[2:]]
+
+
+def test_a_task_that_is_gone_is_named(worker):
+  cursor = {"group": 4, "unfinished": ["nobody"], "draw": {}}
+  with pytest.raises(ValueError, match="'nobody' was begun"):
+    make(worker, toy.TableToolbox(), cursor=cursor)
+
+
+def test_a_resumed_run_asks_no_call_again_that_was_answered(worker, novice, tmp_path):
+  """Though its groups start under a newer policy: here one that says the same."""
+
+  def playing(tools, **where) -> RolloutCollector:
+    journal = ToolJournal(str(tmp_path / "calls"))
+    own = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, journal=journal)
+    return make(own, tools, staleness=2, **where)
+
+  whole, first, second = (toy.TableToolbox() for _ in range(3))
+  with make(worker, whole) as collector:
+    expected = [collector.next(novice, step) for step in range(ALGO.steps)]
+  with playing(first) as collector:
+    seen = [collector.next(novice, 0)]
+    wait(lambda: not threads())
+    seen.append(collector.next(novice, 1))
+    wait(lambda: not threads())
+  with playing(second, step=2, cursor=seen[1].cursor) as collector:
+    seen += [collector.next(novice, step) for step in range(2, ALGO.steps)]
+  for mine, theirs in zip(seen, expected, strict=True):
+    assert [t.text for t in mine.played] == [t.text for t in theirs.played]
+  assert sorted(first.calls + second.calls) == sorted(whole.calls)
+  assert len(seen[1].cursor["unfinished"]) >= 2 and second.calls
+
+
+def test_groups_that_another_process_had_not_begun_are_drawn(worker, novice):
+  other = next(t.id for t in toy.TASKS if t.id != expected(4)[3])
+  cursor = {"group": 2, "unfinished": [None, other], "draw": {}}
+  with make(worker, toy.TableToolbox(), step=1, cursor=cursor) as collector:
+    batch = collector.next(novice, 1)
+  assert names(grouped(batch.played)) == [expected(3)[2], other]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_failure_of_tools_or_graders_is_raised(
+  worker, novice, monkeypatch, staleness
+):
+  class Broken(toy.TableToolbox):
+    def submit(self, *args):
+      raise OSError("no tools here")
+
+  with (
+    pytest.raises(OSError, match="no tools here"),
+    make(worker, Broken(), staleness=staleness) as collector,
+  ):
+    collector.next(novice, 0)
+  wait(lambda: not threads())
+
+  def grade(*args):
+    raise ValueError("no grade for that")
+
+  monkeypatch.setattr(worker.grader, "grade", grade)
+  with (
+    pytest.raises(ValueError, match="no grade for that"),
+    make(worker, toy.TableToolbox(), staleness=staleness) as collector,
+  ):
+    collector.next(novice, 0)
+  wait(lambda: not threads())
+
+
+def test_it_ends_though_tools_hang(worker, novice):
+  gate, called = threading.Event(), threading.Event()
+
+  def reply(name: str, body: str) -> str:
+    called.set()
+    gate.wait(60)
+    return "5"
+
+  try:
+    with make(worker, toy.TableToolbox(reply)) as collector:
+      collector.set_policy(novice, 0)
+      assert called.wait(60)
+    wait(lambda: not threads())
+  finally:
+    gate.set()
+  # The engine is free again, and one that never began ends too.
+  with make(worker, toy.TableToolbox()):
+    pass
+  assert (
+    len(worker.generate_groups(novice, toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)) == 4
+  )
+
+
+def test_dynamic_sampling_ahead_keeps_groups_that_differ(worker, novice):
+  with make(worker, toy.TableToolbox(), rewards_differ) as collector:
+    for step in range(4):
+      batch = collector.next(novice, step)
+      assert not batch.groups or rewards_differ(batch.groups).all()
+      assert len(batch.groups) == min(2, batch.informative)
+      assert len(batch.groups) == 2 or batch.asked == 4
+      assert len(batch.played) == 2 * batch.asked
+      assert batch.figures["staleness_max"] <= 1
