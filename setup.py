@@ -46,7 +46,7 @@ setuptools.setup(
   extras_require={
     "tpu": ["jax[tpu]>=0.10"],
     "gpu": ["jax[cuda13]>=0.10"],
-    # Into an environment of its own (experiments/README.md); spoken to over HTTP.
+    # Into an environment of its own (docs/vllm.md); spoken to over HTTP.
     "vllm": ["vllm>=0.32"],
     # Tools of MCP servers (config.tools.mcp); its clients speak to older servers too.
     "mcp": ["mcp>=2.0"],

@@ -12,7 +12,7 @@ format (sections vllm and format) is refused. Serves POST /v1/chat/completions (
 "stream": true as server-sent events), GET /v1/models and GET /health. What requests and
 responses may hold is said in `experiments/completions.py`.
 
-All requests share the slots of `rollout.scheduler`; further ones wait, and beyond
+All requests share the `rollout.slots`; further ones wait, and beyond
 --max_waiting they get status 429. A request with a seed has the same answer whoever
 else is served. A client that goes away frees its slot after the rest of the window that
 runs and one more token, or when the tool that its question waits for is done. Ctrl-C or

@@ -1,6 +1,6 @@
 """A running `vllm serve`, for tests that want the real thing.
 
-Needs vLLM in an environment of its own (experiments/README.md): COA_VLLM=/its/bin/vllm.
+Needs vLLM in an environment of its own (docs/vllm.md): COA_VLLM=/its/bin/vllm.
 """
 
 from __future__ import annotations

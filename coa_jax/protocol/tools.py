@@ -4,7 +4,7 @@ A row says what the prompt says of the tool, what its span may hold, how other s
 call it, and what it may be called in augmented training data. Roles, prompts, parser,
 grammar, tokenizer, importers and tool naming read it here; what answers the calls is a
 class of the same tag in `coa_jax/tools/tools.py`. A new tool is the last row, so that
-no token id of another one moves. See docs/extending_tool.md.
+no token id of another one moves. See docs/extending.md.
 
 budget: a row and the functions that it names are read together.
 """

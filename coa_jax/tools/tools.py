@@ -2,7 +2,7 @@
 
 To add a tool: an entry of `tools.functions`, no code (the policy calls it by name, in
 the tag `tool`); or a tag of its own, which is a row of `protocol.tools.SPECS`, a class
-here, and its line in `TOOLS`. See docs/extending_tool.md.
+here, and its line in `TOOLS`. See docs/extending.md.
 
 budget: config and classes refer to each other.
 """

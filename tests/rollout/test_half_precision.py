@@ -52,7 +52,7 @@ def test_half_precision_weights_under_float32_activations_keep_the_agreement(nov
 
 @pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
 def test_half_precision_activations_cost_agreement(novice, decoded, monkeypatch):
-  """What this prints with `-s` is what README says of half precision.
+  """What this prints with `-s` is what docs/rl.md says of half precision.
 
   A CPU decodes in float32; other devices in the dtype of the model.
   """

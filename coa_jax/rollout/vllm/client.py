@@ -365,5 +365,5 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 _START = (
   "Is vllm.url right, and does `vllm serve` run there with VLLM_SERVER_DEV_MODE=1 "
-  "(experiments/README.md)?"
+  "(docs/vllm.md)?"
 )

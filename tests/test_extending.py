@@ -1,4 +1,4 @@
-"""docs/extending_tool.md: its example, added to a copy of the library, is a tool."""
+"""docs/extending.md: its examples, added to a copy of the library, work there."""
 
 from __future__ import annotations
 
@@ -73,9 +73,83 @@ assert tokenizer.encode("<convert></convert>") == [398, 399]
 """
 
 
+# Likewise for all other sections.
+USE = r"""
+import json, math, pathlib
+import jax, jax.numpy as jnp, numpy as np
+import myrewards
+from coa_jax.importers.importers import Importer, detect
+from coa_jax.learner import batch as batching
+from coa_jax.learner.algorithms import AlgoConfig, preset
+from coa_jax.learner.policy_loss import policy_loss
+from coa_jax.protocol.roles import get_variant
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.tasks.sources import load_tasks
+from coa_jax.tasks.task import Task
+from coa_jax.teacher.convert import ConvertConfig
+
+with Grader(RewardConfig(graders={"ours": "myrewards:near"})) as grader:
+  task, empty = Task("t", "How many?", ("10",), source="ours"), Trajectory("t", 0)
+  for answer, value in (("10", 1.0), ("9", 0.9), ("ten", 0.0), (None, 0.0)):
+    got = grader.answer(task, answer, empty)
+    assert got.answer == value, (answer, got)
+  assert grader.answer(task, "9", empty).parts == {"part_calls": 0.0}
+
+path = pathlib.Path("flashrag.jsonl")
+path.write_text(json.dumps({"question": "Who?", "golden_answers": ["A", "B"]}))
+(read,) = load_tasks(path)
+assert (read.answers, read.source) == (("A", "B"), "flashrag"), read
+
+turns = [
+  ("human", "Where is Paris?"),
+  ("function_call", json.dumps({"name": "search", "arguments": {"query": "Paris"}})),
+  ("observation", "Paris is in France."),
+  ("gpt", "France"),
+]
+row = {"conversations": [{"from": w, "value": v} for w, v in turns]}
+assert detect(row) == "sharegpt"
+alone = get_variant("unified-plan-reflection-suggested_answer-double_check")
+importer = Importer("sharegpt", alone, convert=ConvertConfig(missing_think="Go on."))
+asked, trajectory = importer.read(0, "f:1", row)
+assert asked.question == "Where is Paris?"
+assert "Paris is in France." in trajectory.text
+assert "<answer> France</answer>" in trajectory.text
+
+algo = AlgoConfig(steps=1, **preset("spo"))
+batch = batching.empty(1, 2).replace(
+  segment_BT=np.array([[1, 1]]),
+  weight_BT=np.ones((1, 2), np.float32),
+  advantage_BT=np.array([[1.0, -2.0]], np.float32),
+)
+logp = jnp.log(jnp.array([[1.1, 1.5]]))
+value, sums = policy_loss(algo, logp, batch)
+by_hand = -(1.1 - 0.01 / 0.4) - (-3.0 - 2 * 0.25 / 0.4)
+assert math.isclose(float(value), by_hand, rel_tol=1e-5), (value, by_hand)
+assert float(sums["clipped"]) == 1
+"""
+
+
+def section(heading: str) -> str:
+  """The page from one heading of second order to the next."""
+  text = (ROOT / "docs" / "extending.md").read_text()
+  return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
 def blocks() -> list[str]:
-  text = (ROOT / "docs" / "extending_tool.md").read_text()
-  return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+  """The code of the section on tools."""
+  code = r"^```python\n(.*?)^```$"
+  return re.findall(code, section("A tool"), re.MULTILINE | re.DOTALL)
+
+
+def apply(patch: str, path: pathlib.Path) -> None:
+  """Changes a file as a diff without line numbers says; old lines stand there once."""
+  lines = patch.splitlines(keepends=True)
+  old = "".join(line[1:] for line in lines if line[0] in " -")
+  new = "".join(line[1:] for line in lines if line[0] in " +")
+  text = path.read_text()
+  assert text.count(old) == 1, f"{path} has {text.count(old)} times\n{old}"
+  path.write_text(text.replace(old, new))
 
 
 def edit(path: pathlib.Path, anchor: str, new: str, after: bool = False) -> None:
@@ -126,3 +200,36 @@ def test_a_tag_with_a_row_and_no_class_is_refused_by_name(library):
     text=True,
   )
   assert "tools: no tool 'convert'; there are wiki_search" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory) -> pathlib.Path:
+  """A folder with a copy of the library, changed as all other sections say."""
+  folder = tmp_path_factory.mktemp("changed")
+  shutil.copytree(ROOT / "coa_jax", folder / "coa_jax")
+  for heading in ("A reward", "A task source", "An importer", "A loss"):
+    path = None
+    for name, kind, code in re.findall(
+      r"^In `([\w./]+)`:$|^```(diff|python)\n(.*?)^```$",
+      section(heading),
+      re.MULTILINE | re.DOTALL,
+    ):
+      if name:
+        path = folder / name
+      elif kind == "diff":
+        apply(code, path)
+      else:
+        path.write_text(code)
+  return folder
+
+
+def test_reward_source_importer_and_loss_work_as_the_page_says(changed):
+  path = os.pathsep.join([str(changed), str(ROOT)])
+  done = subprocess.run(
+    [sys.executable, "-c", USE],
+    env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+    cwd=changed,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
