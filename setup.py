@@ -50,13 +50,13 @@ setuptools.setup(
     "vllm": ["vllm>=0.32"],
     # Tools of MCP servers (config.tools.mcp); its clients speak to older servers too.
     "mcp": ["mcp>=2.0"],
-    # Tasks and traces by URI (hf:NAME, tfds:NAME), and ArrayRecord in and out:
+    # Tasks and traces by URI (hf:NAME, tfds:NAME), and ArrayRecord:
     # coa_jax/tasks/rows.py, coa_jax/protocol/storage.py.
     "data": ["array_record>=0.8", "datasets>=4.0", "tensorflow-datasets>=4.9.9"],
     # Where config.log.wandb_project asks for it.
     "wandb": ["wandb>=0.19"],
     "dev": [
-      "array_record>=0.8",  # a kind of file that tests write and read
+      "array_record>=0.8",  # a kind of file that tests read
       "hypothesis>=6.100",
       "ipykernel>=6.29",
       "nbclient>=0.10",

@@ -61,7 +61,7 @@ def _sections(name: str, cls: type) -> Any:
 
 _FILE = flags.DEFINE_string("file", None, "A file, or a source by URI.", required=True)
 _OUT = flags.DEFINE_string(
-  "out", None, "What to write: .jsonl, .parquet or .array_record.", required=True
+  "out", None, "What to write: .jsonl or .parquet.", required=True
 )
 _VARIANT = flags.DEFINE_string(
   "variant",

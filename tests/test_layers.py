@@ -109,14 +109,32 @@ LIBRARY = files("coa_jax")
 SANDBOX = files("tools_sandbox")
 PROGRAMS = files("experiments", "configs")
 TESTS = files("tests")
-EACH = functools.partial(pytest.mark.parametrize, "path", ids=name_of)
+
+
+def each(paths: list[pathlib.Path]):
+  """Makes one test of a check of many files, which names all that fail."""
+
+  def one_test(check):
+    def test():
+      faults = []
+      for path in paths:
+        try:
+          check(path)
+        except AssertionError as e:
+          faults.append(f"{name_of(path)}: {e}")
+      assert not faults, "\n".join(faults)
+
+    test.__name__ = check.__name__
+    return test
+
+  return one_test
 
 
 def room_of(path: pathlib.Path) -> str:
   return path.relative_to(ROOT / "coa_jax").parts[0].removesuffix(".py")
 
 
-@EACH(LIBRARY)
+@each(LIBRARY)
 def test_imports_go_down(path: pathlib.Path):
   room = room_of(path)
   if room == "__init__":
@@ -126,7 +144,7 @@ def test_imports_go_down(path: pathlib.Path):
   assert used <= BELOW[room] | {room}
 
 
-@EACH(LIBRARY)
+@each(LIBRARY)
 def test_some_packages_have_one_door(path: pathlib.Path):
   for package, doors in DOORS.items():
     used = {m for m in imports(path) if m.split(".")[0] == package}
@@ -153,7 +171,7 @@ def test_no_journey_imports_torch_by_way_of_others(journey: str, tmp_path):
   assert done.returncode == 0, done.stderr
 
 
-@EACH(SANDBOX)
+@each(SANDBOX)
 def test_the_sandbox_stands_alone(path: pathlib.Path):
   roots = {m.split(".")[0] for m in imports(path)}
   assert not roots & {"coa_jax", "jax", "flax", "configs", "experiments", "torch"}
@@ -178,7 +196,7 @@ def test_no_module_imports_itself_by_way_of_others():
   assert len(done) == len(graph)
 
 
-@EACH([*LIBRARY, *SANDBOX])
+@each([*LIBRARY, *SANDBOX])
 def test_libraries_read_no_flags_and_no_environment(path: pathlib.Path):
   reads = {
     ast.unparse(node)
@@ -190,7 +208,7 @@ def test_libraries_read_no_flags_and_no_environment(path: pathlib.Path):
   assert "absl" not in {m.split(".")[0] for m in imports(path)}
 
 
-@EACH([*LIBRARY, *SANDBOX, *PROGRAMS, *TESTS])
+@each([*LIBRARY, *SANDBOX, *PROGRAMS, *TESTS])
 def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
   assert path.stem not in ("utils", "util", "common", "helpers", "misc")
   text = path.read_text(encoding="utf-8")
@@ -206,7 +224,7 @@ def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
       assert lines <= 80 or why, f"{node.name}: {lines} lines, and no `budget: why`"
 
 
-@EACH([*LIBRARY, *SANDBOX])
+@each([*LIBRARY, *SANDBOX])
 def test_what_is_public_is_documented_and_typed(path: pathlib.Path):
   def check(node: ast.AST, inside: str) -> None:
     for child in getattr(node, "body", ()):

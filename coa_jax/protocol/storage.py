@@ -1,8 +1,9 @@
-"""Trajectories and tasks in JSON lines, parquet or ArrayRecord, written as a stream.
+"""Trajectories and tasks in JSON lines or parquet, written as a stream.
 
 Parquet holds a row's plain fields as columns of their own types, nested ones too;
 `meta`, which is any JSON, is a column of JSON text. ArrayRecord, the random-access
-format of grain and TensorFlow Datasets, holds one JSON object a record (extra `data`).
+format of grain and TensorFlow Datasets, is read where it holds one JSON object a record
+(extra `data`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def write_lines(
   """Writes rows to a file, which appears when it is complete.
 
   Args:
-    path: where to; its suffix says how: .jsonl, .parquet or .array_record.
+    path: where to; its suffix says how: .jsonl or .parquet.
     rows: JSON objects, or lines of JSON.
     at_least_one: leave no file where there is no row.
 
@@ -39,7 +40,7 @@ def write_lines(
     The number of rows.
 
   Raises:
-    ValueError: another suffix, or the package `array_record` is missing.
+    ValueError: another suffix.
     EOFError: there was no row, with `at_least_one`.
   """
   path = os.fspath(path)
@@ -79,7 +80,7 @@ def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
 
 
 def count_rows(path: str | os.PathLike[str]) -> int:
-  """About how many rows a file that `write_lines` wrote has: lines may be empty.
+  """About how many rows a file has that is read here: lines may be empty.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -144,36 +145,18 @@ def _array_records(path: str) -> Any:
     raise FileNotFoundError(f"no file at {path}")
   if os.path.getsize(path) == 0:
     raise ValueError(f"{path}: not ArrayRecord (it is empty)")
-  module = _array_record(path)
   try:
-    reader = module.ArrayRecordReader(path)
+    from array_record.python import array_record_module
+  except ImportError as e:
+    raise ValueError(f"{path}: needs `pip install array_record`") from e
+  try:
+    reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
       reader.close()  # raises what is wrong
     reader.num_records()
   except (RuntimeError, IndexError, OSError) as e:
     raise ValueError(f"{path}: not ArrayRecord ({e})") from e
   return reader
-
-
-def _array_record(path: str) -> Any:
-  try:
-    from array_record.python import array_record_module
-  except ImportError as e:
-    raise ValueError(f"{path}: needs `pip install array_record`") from e
-  return array_record_module
-
-
-def _write_array_record(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
-  # A record a chunk: any of them is read without its neighbours.
-  writer = _array_record(path).ArrayRecordWriter(path, "group_size:1")
-  count = 0
-  try:
-    for row in rows:
-      writer.write((row if isinstance(row, str) else json.dumps(row)).encode())
-      count += 1
-  finally:
-    writer.close()
-  return count
 
 
 def _write_jsonl(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
@@ -270,5 +253,4 @@ def _schema(row: dict[str, Any]) -> Any:
 _WRITERS: Mapping[str, Callable[[str, Iterable[str | dict[str, Any]]], int]] = {
   ".jsonl": _write_jsonl,
   ".parquet": _write_parquet,
-  ".array_record": _write_array_record,
 }

@@ -2,7 +2,7 @@
 
 What goes wrong in agentic RL shows first in the entropy of one role, in groups whose
 samples all earn the same, in lengths, in repetition, or in log-probs that sampler and
-learner do not share (reference/rl_field.md, complaints 1 and 14).
+learner do not share.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import pathlib
 import runpy
@@ -190,10 +189,7 @@ def test_foreign_runs_are_filtered_and_counted(tmp_path):
     "--filters.keep_unreflected=1.0",
   )
   written = {}
-  kinds = [("jsonl", 0), ("parquet", 1)]
-  if importlib.util.find_spec("array_record"):
-    kinds.append(("array_record", 0))
-  for suffix, workers in kinds:
+  for suffix, workers in (("jsonl", 0), ("parquet", 1)):
     out = tmp_path / f"t.{suffix}"
     done = program(*asked, f"--out={out}", f"--workers={workers}")
     assert done.returncode == 0, done.stderr

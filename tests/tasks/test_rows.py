@@ -98,8 +98,13 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
 
 def test_array_record(tmp_path):
   pytest.importorskip("array_record")
+  from array_record.python.array_record_module import ArrayRecordWriter
+
   path = tmp_path / "a.array_record"
-  write_lines(path, ROWS)
+  writer = ArrayRecordWriter(str(path), "group_size:1")
+  for row in ROWS:
+    writer.write(json.dumps(row).encode())
+  writer.close()
   other = tmp_path / "other"
   other.write_bytes(path.read_bytes())
   assert rows(str(path)) == rows(f"array_record:{other}") == ROWS
