@@ -108,7 +108,7 @@ def check_sections(
       raise ConfigError(f"config lacks field {name!r}")
 
 
-def claim(
+def prepare_workdir(
   config: ml_collections.ConfigDict,
   workdir: str,
   may_change: tuple[str, ...] = (),
@@ -125,7 +125,7 @@ def claim(
     workdir: where it writes.
     may_change: fields, as "section.field", or whole sections, that change nothing of
       what comes out: a run may go on with others than it began with.
-    inputs: name -> hash of what was read (`digest`, `fingerprint`): the same path may
+    inputs: name -> hash of what was read (`hash_json`, `hash_files`): the same path may
       hold something else by the time that a run goes on.
     derived: folders of the workdir that are nothing come of it yet; where there is no
       more, and the config is another, they are removed.
@@ -150,11 +150,11 @@ def claim(
 
 
 def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The config and the hashes of inputs that `claim` wrote to a `config.json`.
+  """The config and the hashes of inputs in a `config.json` of `prepare_workdir`.
 
   Raises:
     FileNotFoundError: there is no such file.
-    ConfigError: it is none that `claim` wrote; the file is named.
+    ConfigError: it is none that `prepare_workdir` wrote; the file is named.
   """
   try:
     record = read_object(path)
@@ -180,7 +180,7 @@ def _contradiction(
   may_change: tuple[str, ...],
   inputs: Mapping[str, str],
 ) -> str:
-  """How the run that a `config.json` tells of differs from `claim`'s; "" if not."""
+  """How the run of a `config.json` differs from the one that is wanted; "" if not."""
   found, before = read_run(path)
   wanted = copy.deepcopy(wanted)
   for both in (wanted, found):
@@ -223,7 +223,7 @@ def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
   )
 
 
-def digest(values: Iterable[Any]) -> str:
+def hash_json(values: Iterable[Any]) -> str:
   """A hash of JSON values, one after the other."""
   out = hashlib.sha256()
   for value in values:
@@ -231,7 +231,7 @@ def digest(values: Iterable[Any]) -> str:
   return out.hexdigest()
 
 
-def fingerprint(path: str | None, samples: int | None = None) -> str:
+def hash_files(path: str | None, samples: int | None = None) -> str:
   """A hash of a file, or of a folder's files; of None the hash of nothing.
 
   Args:

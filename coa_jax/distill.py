@@ -37,10 +37,10 @@ from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
   check_sections,
-  claim,
-  digest,
-  fingerprint,
+  hash_files,
+  hash_json,
   optional,
+  prepare_workdir,
   section,
   write_manifest,
 )
@@ -117,7 +117,7 @@ def run(
   grader = Grader(plan.reward.kept_in(workdir))
   grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
   limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
-  claim(config, workdir, _MAY_CHANGE, plan.inputs)
+  prepare_workdir(config, workdir, _MAY_CHANGE, plan.inputs)
 
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
@@ -238,9 +238,9 @@ class _Plan:
 
   @property
   def inputs(self) -> dict[str, str]:
-    """What was read, for `claim`."""
-    tasks = digest(t.to_json() for t in self.tasks)
-    return {"tasks": tasks, "tools.corpus": fingerprint(self.tools.corpus)}
+    """What was read, for `prepare_workdir`."""
+    tasks = hash_json(t.to_json() for t in self.tasks)
+    return {"tasks": tasks, "tools.corpus": hash_files(self.tools.corpus)}
 
   def violations_key(self, api_key: str | None) -> str | None:
     """The key, unless it is that of another endpoint, whose brain works as the team."""

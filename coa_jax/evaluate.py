@@ -14,17 +14,17 @@ import ml_collections
 from coa_jax import capacity
 from coa_jax.config import (
   check_sections,
-  claim,
-  digest,
-  fingerprint,
+  hash_files,
+  hash_json,
   optional,
+  prepare_workdir,
   section,
 )
 from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
-from coa_jax.model.sharding import MeshConfig, make_layout, own_folder
+from coa_jax.model.sharding import MeshConfig, make_layout, process_dir
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.prompts import instructions
 from coa_jax.protocol.roles import Variant
@@ -83,7 +83,7 @@ class EvalConfig:
       raise ValueError("temperature must be above 0; `greedy` plays at 0")
 
 
-@exclusive(own_folder)
+@exclusive(process_dir)
 def run(
   config: ml_collections.ConfigDict,
   workdir: str,
@@ -127,7 +127,7 @@ def run(
   cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
   vllm = optional(config, "vllm", VllmConfig)
-  workdir = own_folder(workdir)
+  workdir = process_dir(workdir)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   worker = RolloutWorker(
     cfg,
@@ -141,13 +141,13 @@ def run(
   )
   worker.check(tasks)
   inputs = {
-    "tasks": digest(t.to_json() for t in tasks),
-    "tools.corpus": fingerprint(tools.corpus),
-    "init": fingerprint(config.init, samples=16),
+    "tasks": hash_json(t.to_json() for t in tasks),
+    "tools.corpus": hash_files(tools.corpus),
+    "init": hash_files(config.init, samples=16),
   }
   if variant is not None:
-    inputs["variant"] = digest([instructions(variant)])
-  claim(config, workdir, inputs=inputs)
+    inputs["variant"] = hash_json([instructions(variant)])
+  prepare_workdir(config, workdir, inputs=inputs)
   _, params = load_model(config.init, load, layout)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []

@@ -25,10 +25,10 @@ from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
   check_sections,
-  claim,
-  digest,
-  fingerprint,
+  hash_files,
+  hash_json,
   optional,
+  prepare_workdir,
   section,
 )
 from coa_jax.learner import advantages
@@ -43,18 +43,18 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout, process_dir
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
-from coa_jax.report.health import Watch, WatchConfig
+from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
   read_metrics,
   write_json,
 )
-from coa_jax.report.timers import Phases, phase_seconds
+from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards import shaping
 from coa_jax.rewards.grader import Grader, RewardConfig
@@ -63,7 +63,7 @@ from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import make_draw
+from coa_jax.tasks.sampling import make_task_sampler
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
@@ -117,7 +117,7 @@ class DevConfig:
     return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
 
 
-@exclusive(own_folder)
+@exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
 
@@ -140,11 +140,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
     VllmError: the server can not be used; before any training, or when it is gone.
   """
+  # --- Read the config, and refuse what can not work, before any device work.
   check_sections(config, SECTIONS, needed=("init",))
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
   tasks = select_tasks(section(config, "tasks", TasksConfig))
-  draw = make_draw(algo.draw, tasks, rollout.seed, algo.curriculum * algo.steps)
+  draw = make_task_sampler(algo.draw, tasks, rollout.seed, algo.curriculum * algo.steps)
   dev = section(config, "dev", DevConfig)
   dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
   tools = section(config, "tools", ToolsConfig)
@@ -158,8 +159,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   worker = _worker(config, cfg, tokenizer, algo, rollout, tools, layout, own)
   worker.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
-  watch = Watch(section(config, "watch", WatchConfig))
-  claim(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
+  watch = HealthMonitor(section(config, "watch", WatchConfig))
+  prepare_workdir(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
+
+  # --- Model, learner and where an interrupted run stood.
   cfg, params = load_model(config.init, load, layout)
   learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(worker))
   state, frozen = learner.init(params, rollout.seed)
@@ -167,7 +170,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   for_dev = Toolbox(dev.tools(tools))
   with Toolbox(tools) as toolbox, for_dev, worker.grader, worker, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
-    watch.recall(own, "rl", int(state.step))
+    watch.replay(own, "rl", int(state.step))
     collector = RolloutCollector(
       worker,
       draw,
@@ -179,9 +182,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       cursor=cursor,
     )
     examine = functools.partial(_accuracy, collector, dev_tasks, for_dev)
-    clock = Phases()
+    clock = StepTimer()
     with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, collector:
       for step in range(int(state.step), algo.steps):
+        # --- Roll out. A signal here saves the state before the step.
         params = learner.policy(state, frozen)
         clock.lap("sync")
         with checkpoints.resumable(state, cursor):
@@ -189,22 +193,26 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           clock.lap("dev")
           rollouts = collector.next(params, step)
           clock.lap("other", **rollouts.spent)
+        # --- Learn.
         cursor = rollouts.cursor
         state, learned = learner(state, frozen, rollouts.groups)
         _check_gap(algo, step, learned)
         clock.lap("learn")
+        # --- Log, watch, save.
         values |= learned | _describe(rollouts)
         values |= _speed(clock, cfg, algo, lora, layout, rollouts)
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         _keep(own, algo, step, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
-        watch.look(step + 1, values, metrics.warn)
+        watch.update(step + 1, values, metrics.warn)
         checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
         worker.journal.forget(checkpoints.oldest - algo.staleness)
         clock.lap("save")
-        watch.end(step + 1)
+        watch.raise_if_stopped(step + 1)
       with checkpoints.resumable(state, cursor):
         accuracy = examine(learner.policy(state, frozen), algo.steps)
+
+  # --- The model as a folder, and the run in a few numbers.
   trained = state.params["policy"], frozen["base"]
   save_run(workdir, cfg, *trained, lora, tokenizer, config.init)
   return _results(own, algo.steps, accuracy)
@@ -241,12 +249,12 @@ def _worker(
 
 
 def _inputs(config: ml_collections.ConfigDict, tasks: Sequence[Task]) -> dict[str, str]:
-  """What is read, for `claim`."""
+  """What is read, for `prepare_workdir`."""
   return {
-    "tasks": digest(t.to_json() for t in tasks),
-    "tools.corpus": fingerprint(config.tools.get("corpus")),
-    "dev.corpus": fingerprint(config.dev.get("corpus")),
-    "init": fingerprint(config.init, samples=16),
+    "tasks": hash_json(t.to_json() for t in tasks),
+    "tools.corpus": hash_files(config.tools.get("corpus")),
+    "dev.corpus": hash_files(config.dev.get("corpus")),
+    "init": hash_files(config.init, samples=16),
   }
 
 
@@ -298,16 +306,16 @@ def _check_fit(
 
 
 def _has_reward_variance(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
-  return advantages.informative(rewards_of(groups))
+  return advantages.has_reward_variance(rewards_of(groups))
 
 
 def folder_of_process(workdir: str) -> str:
-  """`own_folder` of a run that goes on with no more processes than it had.
+  """`process_dir` of a run that goes on with no more processes than it had.
 
   Raises:
     ConfigError: it had fewer; each has a log of its own from the beginning.
   """
-  before, own = 1, own_folder(workdir)
+  before, own = 1, process_dir(workdir)
   # Claimed before any work, while a kill may leave the first log without the others.
   while os.path.exists(os.path.join(workdir, f"process_{before}", "config.json")):
     before += 1
@@ -333,7 +341,7 @@ def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:
 
 
 def _speed(
-  clock: Phases,
+  clock: StepTimer,
   cfg: ModelConfig,
   algo: AlgoConfig,
   lora: LoraConfig | None,
@@ -343,7 +351,7 @@ def _speed(
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
   generated = sum(t.usage.generated for t in rollouts.played)
-  out = clock.take(decode=generated, learn=sum(learnt) * algo.epochs)
+  out = clock.flush(decode=generated, learn=sum(learnt) * algo.epochs)
   took, devices = out["seconds_learn"], layout.mesh.size if layout else 1
   return out | flops.utilisation(cfg, learnt * algo.epochs, took, bool(lora), devices)
 

@@ -24,10 +24,10 @@ import numpy as np
 from coa_jax import capacity
 from coa_jax.config import (
   check_sections,
-  claim,
   fields_of,
-  fingerprint,
+  hash_files,
   optional,
+  prepare_workdir,
   section,
 )
 from coa_jax.learner import log_probs
@@ -45,7 +45,7 @@ from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout, own_folder
+from coa_jax.model.sharding import Layout, MeshConfig, make_layout, process_dir
 from coa_jax.model.transformer import count_params, init_params
 from coa_jax.model.variants import variant
 from coa_jax.protocol import roles
@@ -53,7 +53,7 @@ from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
-from coa_jax.report.timers import Phases, phase_seconds
+from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class DataConfig:
       raise ValueError(f"seed is {self.seed}; it must be below 2**32")
 
 
-@exclusive(own_folder)
+@exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains; writes `workdir/model` (a Hugging Face folder) and `results.json`.
 
@@ -124,11 +124,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   load = model_section(config)
   layout = make_layout(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
-  rows, own = count_rows(data.trajectories), own_folder(workdir)
+  rows, own = count_rows(data.trajectories), process_dir(workdir)
   tracked = section(config, "log", LogConfig) if own == workdir else None
-  read = {"data.trajectories": fingerprint(data.trajectories)}
-  read["init"] = fingerprint(config.get("init"), samples=16)
-  claim(config, own, ("log.wandb_project",), read, ("tokenizer", "data"))
+  read = {"data.trajectories": hash_files(data.trajectories)}
+  read["init"] = hash_files(config.get("init"), samples=16)
+  prepare_workdir(config, own, ("log.wandb_project",), read, ("tokenizer", "data"))
   cfg, tokenizer = _architecture(config, load, data, own, lora, layout)
   dataset = _dataset(data, tokenizer, cfg.vocab_size, own, rows)
   train, held, left_out = _divide(data, dataset)
@@ -144,7 +144,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
     first = int(state.step)
-    begin, clock = first * data.micro_batches, Phases()
+    begin, clock = first * data.micro_batches, StepTimer()
     stream = dataset.endless(train, *shape, data.seed, begin)
     with Metrics(own, "sft", data.steps, tracked=tracked) as metrics:
       for step in range(first, data.steps):
@@ -278,7 +278,7 @@ def _divide(
 
 
 def _speed(
-  clock: Phases,
+  clock: StepTimer,
   cfg: ModelConfig,
   lora: LoraConfig | None,
   layout: Layout | None,
@@ -287,7 +287,7 @@ def _speed(
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
   lengths = [n for m in micro for n in m.lengths]
   tokens = sum(lengths)
-  out = {"tokens": tokens, **clock.take(step=tokens)}
+  out = {"tokens": tokens, **clock.flush(step=tokens)}
   took, devices = out["seconds_step"], layout.mesh.size if layout else 1
   return out | flops.utilisation(cfg, lengths, took, bool(lora), devices)
 

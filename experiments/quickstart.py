@@ -21,7 +21,7 @@ import rich
 from absl import flags
 
 from coa_jax import distill, evaluate, rl, sft
-from coa_jax.config import ConfigError, claim
+from coa_jax.config import ConfigError, prepare_workdir
 from coa_jax.json_io import read_object, shown
 from coa_jax.lock import hold
 from coa_jax.report.metrics import duration, write_json
@@ -199,7 +199,7 @@ def main() -> None:
     raise ValueError("--workdir is empty; name the folder where the run writes")
   with hold(workdir):
     try:
-      claim(ml_collections.ConfigDict({"quickstart": settings}), workdir)
+      prepare_workdir(ml_collections.ConfigDict({"quickstart": settings}), workdir)
     except ConfigError as e:
       raise ConfigError(f"--workdir: {e}") from e
     Quickstart(workdir, **settings).run()

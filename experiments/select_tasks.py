@@ -19,7 +19,7 @@ import ml_collections
 from coa_jax import evaluate
 from coa_jax.config import ConfigError, check_sections, section
 from coa_jax.lock import hold
-from coa_jax.model.sharding import own_folder
+from coa_jax.model.sharding import process_dir
 from coa_jax.protocol.trajectory import (
   Trajectory,
   read_trajectories,
@@ -64,7 +64,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
   kept, funnel = keep_tasks(tasks, attempts, chosen, used)
   results = {"select": chosen.__dict__, **funnel, **_spent(played, len(counted))}
-  with hold(own_folder(workdir)):
+  with hold(process_dir(workdir)):
     write_json(os.path.join(workdir, "selection.json"), results)
     if not kept:
       raise ValueError(f"no task is left of {len(tasks)}: {funnel}")

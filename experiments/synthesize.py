@@ -21,7 +21,13 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import ConfigError, check_sections, claim, fingerprint, section
+from coa_jax.config import (
+  ConfigError,
+  check_sections,
+  hash_files,
+  prepare_workdir,
+  section,
+)
 from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import Metrics, write_json
@@ -78,8 +84,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   corpus = Corpus({title: "\n".join(t) for title, t in passages.items() if title})
   titles = sorted(corpus.documents)
   random.Random(plan.seed).shuffle(titles)
-  read = {"tools.corpus": fingerprint(tools.corpus)}
-  claim(config, workdir, (*_MAY_CHANGE, "synthesis.workers"), read)
+  read = {"tools.corpus": hash_files(tools.corpus)}
+  prepare_workdir(config, workdir, (*_MAY_CHANGE, "synthesis.workers"), read)
   path = os.path.join(workdir, "calls.jsonl")
   with contextlib.ExitStack() as stack:
     toolbox = stack.enter_context(Toolbox(tools))

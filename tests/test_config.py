@@ -18,11 +18,11 @@ import coa_jax
 from coa_jax.config import (
   ConfigError,
   check_sections,
-  claim,
-  digest,
-  fingerprint,
+  hash_files,
+  hash_json,
   nearest,
   optional,
+  prepare_workdir,
   section,
 )
 
@@ -153,10 +153,10 @@ def test_an_entry_of_a_list_is_named():
   ["", '{"config": {"opt', "[]", "{}", '{"config": [1]}', "[" * 100_000],
 )
 def test_a_damaged_record_of_a_run_is_named(tmp_path, text: str):
-  claim(config(), begin(str(tmp_path / "run")))
+  prepare_workdir(config(), begin(str(tmp_path / "run")))
   (tmp_path / "run" / "config.json").write_text(text)
   with pytest.raises(ConfigError, match=r"run/config\.json: .* choose another workdir"):
-    claim(config(), str(tmp_path / "run"))
+    prepare_workdir(config(), str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("given", [{}, {"optim": {"lr": 0.1}}, {"optim": {}}])
@@ -195,21 +195,21 @@ def begin(workdir: str) -> str:
 
 def test_a_workdir_belongs_to_one_config(tmp_path):
   workdir = str(tmp_path / "run")
-  claim(config(tools=("a",)), workdir)
+  prepare_workdir(config(tools=("a",)), workdir)
   written = json.loads((tmp_path / "run" / "config.json").read_text())
   assert written["config"]["optim"] == {"steps": 3, "tools": ["a"]}
   assert "git_commit" in written
-  claim(config(tools=("b",)), workdir)  # nothing has come of it yet
-  claim(config(tools=("a",)), workdir)
+  prepare_workdir(config(tools=("b",)), workdir)  # nothing has come of it yet
+  prepare_workdir(config(tools=("a",)), workdir)
   (tmp_path / "run" / "checkpoints").mkdir()
   log = tmp_path / "run" / "checkpoints" / "metrics.jsonl"
   log.write_text("")
-  claim(config(tools=("b",)), workdir)
-  claim(config(tools=("a",)), workdir)
+  prepare_workdir(config(tools=("b",)), workdir)
+  prepare_workdir(config(tools=("a",)), workdir)
   log.write_text("{}\n")
-  claim(config(tools=("a",)), workdir)
+  prepare_workdir(config(tools=("a",)), workdir)
   with pytest.raises(ConfigError, match=r"holds a run whose section 'optim' was"):
-    claim(config(tools=("b",)), workdir)
+    prepare_workdir(config(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
   assert again == written
 
@@ -222,25 +222,25 @@ def test_a_workdir_belongs_to_what_was_read(tmp_path):
   file.write_bytes(bytes(3 << 20))
 
   def go():
-    read = {"tasks": digest([{"id": "a"}])}
-    read["init"] = fingerprint(str(file.parent), samples=16)
-    claim(config(), workdir, inputs=read)
+    read = {"tasks": hash_json([{"id": "a"}])}
+    read["init"] = hash_files(str(file.parent), samples=16)
+    prepare_workdir(config(), workdir, inputs=read)
 
   go()
   go()
-  claim(config(), workdir)  # who names no inputs is not asked
+  prepare_workdir(config(), workdir)  # who names no inputs is not asked
   with file.open("r+b") as f:
     f.seek(12 * (3 << 20) // 16)
     f.write(b"x")
   with pytest.raises(ConfigError, match="read other contents of init; choose another"):
     go()
-  whole = fingerprint(str(file))
-  assert fingerprint(None) == fingerprint("") != whole
+  whole = hash_files(str(file))
+  assert hash_files(None) == hash_files("") != whole
   with file.open("r+b") as f:
     f.seek(-1, 2)
     f.write(b"x")
-  assert fingerprint(str(file)) != whole
-  assert digest([1, 2]) != digest([2, 1])
+  assert hash_files(str(file)) != whole
+  assert hash_json([1, 2]) != hash_json([2, 1])
 
 
 def test_what_may_change_may_also_appear(tmp_path):
@@ -249,27 +249,27 @@ def test_what_may_change_may_also_appear(tmp_path):
   both[1].log = ml_collections.ConfigDict({"wandb_project": "x"})
   for i, (first, second) in enumerate((both, both[::-1])):
     workdir = begin(str(tmp_path / str(i)))
-    claim(first, workdir)
-    claim(second, workdir, may_change=("log.wandb_project",))
+    prepare_workdir(first, workdir)
+    prepare_workdir(second, workdir, may_change=("log.wandb_project",))
     both[1].log.wandb_project = "y"
-  claim(both[0], begin(str(tmp_path / "strict")))
+  prepare_workdir(both[0], begin(str(tmp_path / "strict")))
   with pytest.raises(ConfigError, match="whose section 'log' was None"):
-    claim(both[1], str(tmp_path / "strict"))
+    prepare_workdir(both[1], str(tmp_path / "strict"))
 
 
 def test_what_was_only_derived_binds_no_other_config(tmp_path):
   workdir, derived = tmp_path / "run", ("data",)
-  claim(config(lr=0.1), str(workdir), derived=derived)
+  prepare_workdir(config(lr=0.1), str(workdir), derived=derived)
   (workdir / "data").mkdir()
   (workdir / "data" / "tokens").write_text("1 2 3")
-  claim(config(lr=0.1), str(workdir), derived=derived)
+  prepare_workdir(config(lr=0.1), str(workdir), derived=derived)
   assert (workdir / "data" / "tokens").exists()
   with pytest.raises(ConfigError, match="holds a run whose section 'optim'"):
-    claim(config(lr=0.2), str(workdir))
-  claim(config(lr=0.2), str(workdir), derived=derived)
+    prepare_workdir(config(lr=0.2), str(workdir))
+  prepare_workdir(config(lr=0.2), str(workdir), derived=derived)
   assert not (workdir / "data").exists()
   (workdir / "data").mkdir()
   (workdir / "metrics.jsonl").write_text("{}\n")
   with pytest.raises(ConfigError, match="holds a run whose section 'optim'"):
-    claim(config(lr=0.1), str(workdir), derived=derived)
+    prepare_workdir(config(lr=0.1), str(workdir), derived=derived)
   assert (workdir / "data").exists()

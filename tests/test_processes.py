@@ -20,7 +20,7 @@ from coa_jax import rl
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -189,7 +189,7 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
   both = [tmp_path / "two" / "run", tmp_path / "two" / "run" / "process_1"]
   rows = pathlib.Path(sections["tasks"]["uri"]).read_text().splitlines()
   ids = [json.loads(row)["id"] for row in rows]
-  draw = Draw([Task(i, i, ("x",)) for i in ids], 0)
+  draw = TaskSampler([Task(i, i, ("x",)) for i in ids], 0)
   for step in range(steps):
     name = f"trajectories/step_{step:06d}.jsonl"
     first, second = (read_trajectories(folder / name) for folder in both)

@@ -18,7 +18,7 @@ from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 
 STEPS = 24
@@ -126,7 +126,7 @@ def collected(
   algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   worker = rl.RolloutWorker(cfg, toy.tokenizer(), rollout, ("code",))
-  draw = Draw([Task(q, q, (a,)) for q, a in right.items()], 0)
+  draw = TaskSampler([Task(q, q, (a,)) for q, a in right.items()], 0)
   cursor = {"group": first, "unfinished": [], "draw": draw.state}
   collector = RolloutCollector(
     worker, draw, toolbox, algo, rl._has_reward_variance, seed=0, cursor=cursor
@@ -232,7 +232,7 @@ def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
     drawn += [t.task_id for t in out.played if t.sample == 0]
     assert out.cursor["group"] - first == out.asked <= 3
     first = out.cursor["group"]
-  assert drawn == [Draw(tasks, 0).task(n, 0).id for n in range(first)]
+  assert drawn == [TaskSampler(tasks, 0).task(n, 0).id for n in range(first)]
   assert first == 6 if not filter_groups else first >= 6
 
 

@@ -13,7 +13,7 @@ from coa_jax import rl
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
-from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 
 STEPS = 24
@@ -55,7 +55,7 @@ def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once
     assert 0 <= row["staleness"] <= row["staleness_max"]
     assert 0 <= row["off_policy_share"] <= 1 and row["importance"] > 0
     assert row["learner_waited"] >= 0 and row["rollouts_waited"] >= 0
-  draw = Draw([Task(q, q, (a,)) for q, a in RIGHT.items()], 0)
+  draw = TaskSampler([Task(q, q, (a,)) for q, a in RIGHT.items()], 0)
   n = 0
   for step in range(STEPS):
     file = f"{tmp_path}/trajectories/step_{step:06d}.jsonl"

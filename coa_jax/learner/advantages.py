@@ -63,7 +63,7 @@ def _centred(reward_GK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return np.where(present_GK, value_GK - mean_G1, 0.0), count_G1
 
 
-def informative(reward_GK: np.ndarray) -> np.ndarray:
+def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
   """keep_G: True for groups whose rewards differ (DAPO's dynamic sampling).
 
   A group in which all samples earn the same has advantage 0 and teaches nothing

@@ -305,7 +305,7 @@ def platform(layout: Layout | None) -> str:
   return layout.mesh.devices.flat[0].platform if layout else jax.default_backend()
 
 
-def own_folder(workdir: str) -> str:
+def process_dir(workdir: str) -> str:
   """Where this process writes what several must not write into one file.
 
   The first of several processes writes into the workdir itself.

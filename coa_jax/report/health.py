@@ -184,7 +184,7 @@ RULES = {
 }
 
 
-class Watch:
+class HealthMonitor:
   """Reads a stage's metrics step by step."""
 
   def __init__(self, config: WatchConfig):
@@ -195,7 +195,7 @@ class Watch:
     # What was reported and has not been within its limit since, by field and metric.
     self._standing: dict[tuple[str, str], str] = {}
 
-  def recall(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
+  def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
     """Knows what a Watch of the run so far would know, and says nothing.
 
     Args:
@@ -204,14 +204,14 @@ class Watch:
       step: the last that counts; 0 where the run begins.
 
     Raises:
-      CollapsedError: as from `end`: the run was to end there.
+      CollapsedError: as from `raise_if_stopped`: the run was to end there.
     """
     for row in read_metrics(workdir, stage) if step else ():
       if row["step"] <= step:
         self._judge_all({k: v for k, v in row.items() if v is not None})
     self.end(step)
 
-  def look(
+  def update(
     self, step: int, values: Mapping[str, float], say: Callable[[str], None]
   ) -> list[str]:
     """What is wrong with a step's values; each is said in a line.
@@ -241,7 +241,7 @@ class Watch:
     """Whether the run is to end after the step looked at last."""
     return bool(self._config.stop and self._standing)
 
-  def end(self, step: int) -> None:
+  def raise_if_stopped(self, step: int) -> None:
     """Ends the run if it is to end.
 
     Raises:

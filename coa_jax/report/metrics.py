@@ -73,7 +73,7 @@ class Metrics:
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
     self._steps_before = 0  # likewise
     self._first: int | None = None  # the first step logged here
-    self._phases = timers.Totals()
+    self._phases = timers.PhaseTotals()
     self._line = ""  # the last progress line, where it has not been printed yet
     self._console = console = Console(stderr=True)
     self._bar = None

@@ -80,13 +80,13 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
   """Seconds of every step, its phases on top of each other.
 
   Args:
-    rows: `read_metrics`' rows, with `seconds_PHASE` as `phases.Phases` gives them.
+    rows: `read_metrics`' rows, with `seconds_PHASE` as `phases.StepTimer` gives them.
     xlabel: of the panel.
 
   Raises:
     ValueError: no row has phases.
   """
-  seconds = timers.Totals(rows).seconds
+  seconds = timers.PhaseTotals(rows).seconds
   if not seconds:
     raise ValueError(f"no row has a value that begins with {timers.SECONDS!r}")
   by_row = [timers.seconds_of(row) for row in rows]

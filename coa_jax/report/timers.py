@@ -31,7 +31,7 @@ PHASES = {
 _WIDTH = 78  # characters of a line
 
 
-class Phases:
+class StepTimer:
   """Measures the phases of one step after another."""
 
   def __init__(self):
@@ -53,7 +53,7 @@ class Phases:
       self._seconds[key] = self._seconds.get(key, 0.0) + seconds
     self._last = now
 
-  def take(self, **tokens: float) -> dict[str, float]:
+  def flush(self, **tokens: float) -> dict[str, float]:
     """Ends the step: `seconds_PHASE` of each phase, and tokens per second of some.
 
     Time since the last lap is `other`'s. A step's checkpoint is written after its
@@ -84,7 +84,7 @@ def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """`seconds_PHASE` of many lines, added up."""
-  return {SECONDS + name: value for name, value in Totals(rows).seconds.items()}
+  return {SECONDS + name: value for name, value in PhaseTotals(rows).seconds.items()}
 
 
 def line(seconds: Mapping[str, float]) -> str:
@@ -98,7 +98,7 @@ def line(seconds: Mapping[str, float]) -> str:
   return out
 
 
-class Totals:
+class PhaseTotals:
   """Phases of many lines of metrics, added up."""
 
   def __init__(self, rows: Sequence[Mapping[str, Any]] = ()):

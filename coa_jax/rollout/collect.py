@@ -32,7 +32,7 @@ from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.exchange import gather_json, gather_trajectories
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox
 
@@ -92,7 +92,7 @@ class RolloutCollector:
   def __init__(
     self,
     worker: RolloutWorker,
-    task_sampler: Draw,
+    task_sampler: TaskSampler,
     toolbox: Toolbox,
     config: SamplingConfig,
     has_reward_variance: Callable[[Sequence[Group]], np.ndarray],

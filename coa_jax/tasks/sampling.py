@@ -24,7 +24,7 @@ _FADE = 0.5  # of earlier attempts, by policies that are no more, at every new g
 _FIRST = 0.1  # share of the tasks that a curriculum begins with
 
 
-class Draw:
+class TaskSampler:
   """All tasks alike, each once in an epoch."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
@@ -61,7 +61,7 @@ class Draw:
     return self.tasks[self._order[1][nth]]
 
 
-class _Thinned(Draw, abc.ABC):
+class _WeightedTaskSampler(TaskSampler, abc.ABC):
   """The same stream, of which a task is taken with a chance that is its own by now."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
@@ -69,7 +69,7 @@ class _Thinned(Draw, abc.ABC):
     self._place = 0
 
   def task(self, n: int, step: int) -> Task:
-    """The next task of the stream that is taken. See `Draw`."""
+    """The next task of the stream that is taken. See `TaskSampler`."""
     while True:
       place, self._place = self._place, self._place + 1
       task = self._in_stream(place)
@@ -80,11 +80,11 @@ class _Thinned(Draw, abc.ABC):
 
   @property
   def state(self) -> dict[str, Any]:
-    """See `Draw`."""
+    """See `TaskSampler`."""
     return {"place": self._place}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """See `Draw`."""
+    """See `TaskSampler`."""
     self._place = state["place"]
 
   @abc.abstractmethod
@@ -92,7 +92,7 @@ class _Thinned(Draw, abc.ABC):
     """From 0 to 1; 1 for at least one task, or never 0."""
 
 
-class Learnability(_Thinned):
+class Learnability(_WeightedTaskSampler):
   """Tasks that are solved sometimes: by 4 p (1 - p), p being the pass rate by now.
 
   p (1 - p) is the variance of a reward of 0 or 1, and what a group's advantages are
@@ -104,7 +104,7 @@ class Learnability(_Thinned):
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int):
-    """Args: as those of `Draw`."""
+    """Args: as those of `TaskSampler`."""
     super().__init__(tasks, seed)
     self._counts: dict[str, tuple[float, float]] = {}  # right, graded
     for task in tasks:
@@ -113,7 +113,7 @@ class Learnability(_Thinned):
         self._counts[task.id] = task.meta["pass_rate"] * graded, graded
 
   def learn(self, group: Sequence[Trajectory]) -> None:
-    """Counts the attempts; one without a reward says nothing. See `Draw`."""
+    """Counts the attempts; one without a reward says nothing. See `TaskSampler`."""
     graded = [t for t in group if t.reward is not None]
     if graded:
       parts = [t.reward_parts.get("answer", t.reward) for t in graded]
@@ -129,18 +129,18 @@ class Learnability(_Thinned):
 
   @property
   def state(self) -> dict[str, Any]:
-    """See `Draw`."""
+    """See `TaskSampler`."""
     return {**super().state, "counts": {k: list(v) for k, v in self._counts.items()}}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """See `Draw`."""
+    """See `TaskSampler`."""
     super().restore(state)
     self._counts = {
       k: (right, graded) for k, (right, graded) in state["counts"].items()
     }
 
 
-class Curriculum(_Thinned):
+class Curriculum(_WeightedTaskSampler):
   """The easiest tasks first, by the pass rates on record; later all.
 
   At step t of T the easiest share c(t) = min(1, sqrt(t (1 - c0^2) / T + c0^2)) is drawn
@@ -149,7 +149,7 @@ class Curriculum(_Thinned):
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int, steps: float):
-    """Args: as those of `Draw`, and T, after which all tasks are drawn from.
+    """Args: as those of `TaskSampler`, and T, after which all tasks are drawn from.
 
     Raises:
       ValueError: a task has no pass rate on record.
@@ -172,7 +172,9 @@ class Curriculum(_Thinned):
     return float(self._rank[task.id] < share * len(self.tasks))
 
 
-def make_draw(how: str, tasks: Sequence[Task], seed: int, steps: float) -> Draw:
+def make_task_sampler(
+  how: str, tasks: Sequence[Task], seed: int, steps: float
+) -> TaskSampler:
   """One of DRAWS.
 
   Args:
@@ -188,4 +190,6 @@ def make_draw(how: str, tasks: Sequence[Task], seed: int, steps: float) -> Draw:
     return Curriculum(tasks, seed, steps)
   if how not in DRAWS:
     raise ValueError(f"draw {how!r}; accepted: {', '.join(DRAWS)}")
-  return Learnability(tasks, seed) if how == "learnability" else Draw(tasks, seed)
+  return (
+    Learnability(tasks, seed) if how == "learnability" else TaskSampler(tasks, seed)
+  )

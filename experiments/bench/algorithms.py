@@ -30,7 +30,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import rl
-from coa_jax.config import claim
+from coa_jax.config import prepare_workdir
 from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.lock import InUseError
@@ -173,7 +173,9 @@ def train(
   todo = []
   for config, own in jobs:
     if os.path.exists(os.path.join(own, "results.json")):
-      claim(config, own, may_change=("log.wandb_project",))  # of the same settings
+      prepare_workdir(
+        config, own, may_change=("log.wandb_project",)
+      )  # of the same settings
       spent.append(read_metrics(own, "rl")[-1]["seconds"])
     else:
       todo.append((config, own))

@@ -33,7 +33,7 @@ import rich
 from coa_jax import evaluate
 from coa_jax.config import ConfigError, section
 from coa_jax.lock import exclusive
-from coa_jax.model.sharding import own_folder
+from coa_jax.model.sharding import process_dir
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.tool_naming import ToolNaming, draw_naming
 from coa_jax.protocol.trajectory import (
@@ -131,7 +131,7 @@ class RenamedTools:
     return out
 
 
-@exclusive(own_folder)
+@exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Evaluates every format.
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learner.advantages import group_relative, informative
+from coa_jax.learner.advantages import group_relative, has_reward_variance
 
 NAN = float("nan")
 
@@ -75,5 +75,5 @@ def test_informative_groups_are_those_whose_rewards_differ():
     ]
   )
   with np.errstate(all="raise"):
-    keep = informative(rewards)
+    keep = has_reward_variance(rewards)
   assert keep.tolist() == [True, False, False, False, True, False, False]

@@ -23,7 +23,7 @@ def clock(monkeypatch):
 
 
 def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
-  measured = timers.Phases()
+  measured = timers.StepTimer()
   clock[0] += 1
   measured.lap("sync")
   clock[0] += 6
@@ -31,7 +31,7 @@ def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
   clock[0] += 2
   measured.lap("learn")
   clock[0] += 0.25
-  row = measured.take(decode=400, learn=100, tools=0, eval=7)
+  row = measured.flush(decode=400, learn=100, tools=0, eval=7)
   assert row == {
     "seconds_sync": 1.5,
     "seconds_decode": 4.0,
@@ -43,8 +43,8 @@ def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
   }
   clock[0] += 3
   measured.lap("save")  # after a step's line: the next step's
-  assert measured.take() == {"seconds_save": 3.0, "seconds_other": 0.0}
-  assert measured.take() == {"seconds_other": 0.0}
+  assert measured.flush() == {"seconds_save": 3.0, "seconds_other": 0.0}
+  assert measured.flush() == {"seconds_other": 0.0}
 
 
 def test_a_line_tells_shares_within_80_columns():
@@ -63,7 +63,7 @@ ROWS = [
 
 
 def test_a_table_weighs_rates_by_their_time():
-  table = timers.Totals(ROWS).table("where")
+  table = timers.PhaseTotals(ROWS).table("where")
   assert [r["phase"] for r in table.rows] == ["decode", "learn"]
   assert [r["share"] for r in table.rows] == ["75.0%", "25.0%"]
   assert [r["rate"] for r in table.rows] == [200.0, None]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from coa_jax.report.health import RULES, CollapsedError, Watch, WatchConfig
+from coa_jax.report.health import RULES, CollapsedError, HealthMonitor, WatchConfig
 from coa_jax.report.metrics import Metrics
 
 HEALTHY = {
@@ -43,10 +43,10 @@ WRONG = {
 
 def said(config: WatchConfig, series: list[dict[str, float]]) -> list[tuple[int, str]]:
   """(step, line) of everything that is said of a series."""
-  out, watch = [], Watch(config)
+  out, watch = [], HealthMonitor(config)
   for step, values in enumerate(series, 1):
-    watch.look(step, values, lambda line, step=step: out.append((step, line)))
-    watch.end(step)
+    watch.update(step, values, lambda line, step=step: out.append((step, line)))
+    watch.raise_if_stopped(step)
   return out
 
 
@@ -85,10 +85,10 @@ def test_each_collapse_is_named_once_with_its_limit_and_a_remedy(metric):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_ends_the_run_before_it_is_saved(stop, name, bad):
   """Whatever `stop` says: it would take the place of every good checkpoint."""
-  watch, lines = Watch(WatchConfig(stop=stop)), []
-  watch.look(1, HEALTHY, lines.append)
+  watch, lines = HealthMonitor(WatchConfig(stop=stop)), []
+  watch.update(1, HEALTHY, lines.append)
   with pytest.raises(CollapsedError, match=rf"step 2 \(not saved.*{name} is {bad}"):
-    watch.look(2, HEALTHY | {name: bad}, lines.append)
+    watch.update(2, HEALTHY | {name: bad}, lines.append)
   (line,) = lines
   assert line.startswith(f"warning: step 2: {name} is {bad}")
 
@@ -101,12 +101,12 @@ def logged(workdir, series: list[dict[str, float]]) -> str:
   return str(workdir)
 
 
-def heard(watch: Watch, series: list[dict[str, float]], first: int) -> str:
+def heard(watch: HealthMonitor, series: list[dict[str, float]], first: int) -> str:
   """Steps from `first` on, until the watch ends them: what it says of that, or ""."""
   try:
     for step, values in enumerate(series[first:], first + 1):
-      watch.look(step, values, lambda line: None)
-      watch.end(step)
+      watch.update(step, values, lambda line: None)
+      watch.raise_if_stopped(step)
   except CollapsedError as e:
     return str(e)
   return ""
@@ -121,27 +121,27 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
   wrong = HEALTHY | {metric: WRONG[metric][0], "reward": math.nan}
   series = [HEALTHY] * 6 + [wrong] * 6
   config = WatchConfig(stop=True)
-  expected = heard(Watch(config), series, 0)
+  expected = heard(HealthMonitor(config), series, 0)
   assert "stopped at step 11 (saved)" in expected
   workdir = logged(tmp_path, series)  # and steps that the checkpoint does not hold
   for first in range(0, 11, lives):
-    watch = Watch(config)
-    watch.recall(workdir, "rl", first)
+    watch = HealthMonitor(config)
+    watch.replay(workdir, "rl", first)
     assert not watch.ends and heard(watch, series, first) == expected
   # The checkpoint of the last step was written: it does not go on unless it is told to.
   with pytest.raises(CollapsedError) as again:
-    Watch(config).recall(workdir, "rl", 11)
+    HealthMonitor(config).replay(workdir, "rl", 11)
   assert str(again.value) == expected
   for other in ({"stop": False}, {WRONG[metric][1]: 0.0}):
-    watch = Watch(dataclasses.replace(config, **other))
-    watch.recall(workdir, "rl", 11)
+    watch = HealthMonitor(dataclasses.replace(config, **other))
+    watch.replay(workdir, "rl", 11)
     assert heard(watch, series, 11) == ""
 
 
 def test_a_run_that_begins_has_nothing_to_recall(tmp_path):
-  watch = Watch(WatchConfig(stop=True))
-  watch.recall(str(tmp_path / "none"), "rl", 0)
-  assert not watch.ends and watch.look(1, HEALTHY, print) == []
+  watch = HealthMonitor(WatchConfig(stop=True))
+  watch.replay(str(tmp_path / "none"), "rl", 0)
+  assert not watch.ends and watch.update(1, HEALTHY, print) == []
 
 
 def test_what_compares_sampler_and_learner_is_not_watched_off_policy():

@@ -15,14 +15,14 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.learner.advantages import informative
+from coa_jax.learner.advantages import has_reward_variance
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.collect import RolloutCollector, ages, steps_until
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import Draw, make_draw
+from coa_jax.tasks.sampling import TaskSampler, make_task_sampler
 from coa_jax.tools.journal import ToolJournal
 
 CFG = toy.MODEL
@@ -61,7 +61,7 @@ def keep_all(groups: list) -> np.ndarray:
 def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCollector:
   """A collector over the toy tasks; changes go to ALGO, or are its cursor and step."""
   where = {k: changes.pop(k) for k in ("step", "cursor") if k in changes}
-  tasks = make_draw(changes.get("draw", "uniform"), toy.TASKS, SEED, 1)
+  tasks = make_task_sampler(changes.get("draw", "uniform"), toy.TASKS, SEED, 1)
   algo = dataclasses.replace(ALGO, **changes)
   return RolloutCollector(worker, tasks, toolbox, algo, keep, SEED, **where)
 
@@ -71,7 +71,7 @@ def threads() -> list[threading.Thread]:
 
 
 def rewards_differ(groups: list) -> np.ndarray:
-  return informative(rewards_of(groups))
+  return has_reward_variance(rewards_of(groups))
 
 
 def names(groups: list[list[Trajectory]]) -> list[str]:
@@ -82,7 +82,7 @@ def names(groups: list[list[Trajectory]]) -> list[str]:
 
 
 def expected(n: int) -> list[str]:
-  draw = Draw(toy.TASKS, SEED)
+  draw = TaskSampler(toy.TASKS, SEED)
   return [draw.task(i, 0).id for i in range(n)]
 
 

@@ -29,7 +29,7 @@ from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.sampling import TaskSampler
 
 DEVICES = 4
 on_devices = pytest.mark.skipif(
@@ -192,7 +192,7 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
 
   def collect(worker: RolloutWorker, params: dict) -> list:
     tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
-    draw = Draw(toy.TASKS, 0)
+    draw = TaskSampler(toy.TASKS, 0)
     with RolloutCollector(worker, draw, tools, algo, keep_all, seed=3) as collector:
       return [collector.next(params, step) for step in range(algo.steps)]
 

@@ -15,7 +15,7 @@ from scripted_vllm import ScriptedVllm, player
 from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.collect import RolloutCollector, ages
-from coa_jax.tasks.sampling import Draw
+from coa_jax.tasks.sampling import TaskSampler
 
 ALGO = AlgoConfig(
   steps=5, prompts=2, samples=2, rounds=1, staleness=1, importance_cap=2.0
@@ -53,7 +53,9 @@ def policy(version: int) -> dict:
 
 def make(on, toolbox, **changes) -> RolloutCollector:
   algo = dataclasses.replace(ALGO, **changes)
-  return RolloutCollector(on, Draw(toy.TASKS, 0), toolbox, algo, keep_all, seed=3)
+  return RolloutCollector(
+    on, TaskSampler(toy.TASKS, 0), toolbox, algo, keep_all, seed=3
+  )
 
 
 def keep_all(groups: list) -> np.ndarray:
@@ -84,7 +86,7 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   assert 1 <= oldest <= staleness
   played = [t for group in seen for t in group]
   check(played)
-  draw = Draw(toy.TASKS, 0)
+  draw = TaskSampler(toy.TASKS, 0)
   expected = [draw.task(n, 0).id for n in range(len(seen))]
   assert [group[0].task_id for group in seen] == expected and len(seen) == 10
   # Weights never change under a request, and are loaded once a version.

@@ -9,7 +9,12 @@ import math
 import pytest
 
 from coa_jax.protocol.trajectory import Trajectory
-from coa_jax.tasks.sampling import Curriculum, Draw, Learnability, make_draw
+from coa_jax.tasks.sampling import (
+  Curriculum,
+  Learnability,
+  TaskSampler,
+  make_task_sampler,
+)
 from coa_jax.tasks.task import Task
 
 TASKS = [Task(str(n), str(n), ("x",)) for n in range(5)]
@@ -26,23 +31,23 @@ def group(task_id: str, *rewards: float | None) -> list[Trajectory]:
   return [Trajectory(task_id, reward=r) for r in rewards]
 
 
-def drawn(draw: Draw, n: int, step: int = 0) -> list[str]:
+def drawn(draw: TaskSampler, n: int, step: int = 0) -> list[str]:
   return [draw.task(i, step).id for i in range(n)]
 
 
 def test_tasks_are_drawn_in_epochs():
-  ids = drawn(Draw(TASKS, 7), 15)
+  ids = drawn(TaskSampler(TASKS, 7), 15)
   for epoch in range(3):
     assert sorted(ids[5 * epoch : 5 * epoch + 5]) == list("01234")
   assert ids[:5] != ids[5:10]
-  assert drawn(make_draw("uniform", TASKS, 7, 0), 15) == ids
-  assert drawn(Draw(TASKS, 8), 15) != ids
-  again = Draw(TASKS, 7)  # in any order
+  assert drawn(make_task_sampler("uniform", TASKS, 7, 0), 15) == ids
+  assert drawn(TaskSampler(TASKS, 8), 15) != ids
+  again = TaskSampler(TASKS, 7)  # in any order
   assert [again.task(i, 0).id for i in reversed(range(15))] == ids[::-1]
 
 
 def test_tasks_of_which_nothing_is_known_are_drawn_as_in_epochs():
-  assert drawn(Learnability(TASKS, 7), 15) == drawn(Draw(TASKS, 7), 15)
+  assert drawn(Learnability(TASKS, 7), 15) == drawn(TaskSampler(TASKS, 7), 15)
 
 
 def test_a_task_is_drawn_by_the_variance_of_its_reward():
@@ -89,15 +94,15 @@ def test_attempts_on_record_count_and_failures_of_infrastructure_do_not():
 @pytest.mark.parametrize("how", ["learnability", "curriculum"])
 def test_a_draw_goes_on_from_its_state(how):
   tasks = rated(0.1, 0.4, 0.5, 0.9, 1.0)
-  draw = make_draw(how, tasks, 3, 20)
+  draw = make_task_sampler(how, tasks, 3, 20)
   drawn(draw, 7, step=10)
   draw.learn(group("2", 1.0, 0.0))
   state = json.loads(json.dumps(draw.state))
   rest = drawn(draw, 20, step=10)
-  other = make_draw(how, tasks, 3, 20)
+  other = make_task_sampler(how, tasks, 3, 20)
   other.restore(state)
   assert drawn(other, 20, step=10) == rest
-  assert drawn(make_draw(how, tasks, 4, 20), 20, step=10) != rest
+  assert drawn(make_task_sampler(how, tasks, 4, 20), 20, step=10) != rest
 
 
 def test_a_curriculum_goes_from_easy_to_all_by_square_root_competence():
@@ -116,6 +121,6 @@ def test_a_curriculum_goes_from_easy_to_all_by_square_root_competence():
 
 def test_what_can_not_be_drawn_is_refused():
   with pytest.raises(ValueError, match=r"task '0' has no meta.pass_rate"):
-    make_draw("curriculum", TASKS, 0, 10)
+    make_task_sampler("curriculum", TASKS, 0, 10)
   with pytest.raises(ValueError, match="draw 'x'; accepted: uniform"):
-    make_draw("x", TASKS, 0, 10)
+    make_task_sampler("x", TASKS, 0, 10)
