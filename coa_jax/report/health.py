@@ -209,7 +209,7 @@ class HealthMonitor:
     for row in read_metrics(workdir, stage) if step else ():
       if row["step"] <= step:
         self._judge_all({k: v for k, v in row.items() if v is not None})
-    self.end(step)
+    self.raise_if_stopped(step)
 
   def update(
     self, step: int, values: Mapping[str, float], say: Callable[[str], None]
