@@ -51,7 +51,9 @@ def _said(tmp_path, version: int) -> list[str]:
     port = server.getsockname()[1]
     command = [sys.executable, "-c", _PROGRAM, inside, outside, port, version]
     # Its files import each other by their bare names, as inside a jail.
-    command[2] = f"import sys; sys.path.append({jail._PACKAGE!r})\n" + _PROGRAM
+    command[2] = (
+      f"import sys; sys.path.append({os.path.dirname(jail.__file__)!r})\n" + _PROGRAM
+    )
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
   return done.stdout.split()

@@ -134,7 +134,8 @@ def test_a_corpus_without_words():
 def test_quiet_and_without_jax(tmp_path):
   # bm25s imports jax where it can, and starts its backend.
   program = (
-    "import sys\nfrom tools_sandbox import client, search\n"
+    "import sys\nfrom tools_sandbox import client\n"
+    "from tools_sandbox.search import index as search\n"
     "index = search.SearchIndex.build([search.Document('0', 'a', 'b')])\n"
     f"index.save({str(tmp_path / 'i')!r})\n"
     f"search.SearchIndex.load({str(tmp_path / 'i')!r}).search('a', 1)\n"
