@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import socket
 import subprocess
 import sys
@@ -52,7 +53,8 @@ def _said(tmp_path, version: int) -> list[str]:
     command = [sys.executable, "-c", _PROGRAM, inside, outside, port, version]
     # Its files import each other by their bare names, as inside a jail.
     command[2] = (
-      f"import sys; sys.path.append({os.path.dirname(jail.__file__)!r})\n" + _PROGRAM
+      f"import sys; sys.path.append({str(pathlib.Path(jail.__file__).parent)!r})\n"
+      + _PROGRAM
     )
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
   assert done.returncode == 0, done.stderr
