@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not VERSION, reason="this kernel has no Landlock
 
 _PROGRAM = """
 import os, signal, socket, sys
-from tools_sandbox import child, landlock
+from tools_sandbox.jail import child, landlock
 child.prctl(38, 1)
 inside, outside, port, version = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 landlock.restrict(version, inside, "/dev")
