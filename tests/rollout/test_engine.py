@@ -1,0 +1,169 @@
+"""Queues, futures and threads in front of replicas, without a model behind them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import threading
+import time
+
+import pytest
+
+from coa_jax.rollout.engine import EpisodePool
+from coa_jax.rollout.types import Counters, RolloutConfig, Timings
+
+
+class Attempt:
+  """An episode that ends after so many rounds."""
+
+  def __init__(self, name: str, rounds: int = 1):
+    self.name, self.rounds = name, rounds
+
+  def __repr__(self) -> str:
+    return self.name
+
+
+class Counting:
+  """A replica that counts rounds; `gate` holds up each of them."""
+
+  def __init__(self, slots: int = 2, fails: str = ""):
+    self.slots, self.fails = slots, fails
+    self.counters, self.timings = Counters(), Timings()
+    self.gate = threading.Event()
+    self.gate.set()
+    self.started: list[str] = []
+    self.policies: list = []
+    self.playing: list[Attempt] = []
+    self.most = 0
+
+  def round(self, policy, version, new):
+    self.gate.wait(60)
+    time.sleep(0.0005)
+    self.playing += new
+    self.started += [e.name for e in new]
+    self.policies.append((policy, version))
+    self.most = max(self.most, len(self.playing))
+    if self.fails in self.started:
+      raise OSError("the device is gone")
+    for episode in self.playing:
+      episode.rounds -= 1
+    ended = [e for e in self.playing if e.rounds <= 0]
+    self.playing = [e for e in self.playing if e.rounds > 0]
+    return ended
+
+  def drop(self, episode):
+    if episode in self.playing:
+      self.playing.remove(episode)
+
+  def clear(self):
+    self.playing = []
+
+
+def pool(*replicas: Counting, policy="p") -> EpisodePool:
+  out = EpisodePool(RolloutConfig(), replicas, name="counting")
+  out.publish([policy] * len(replicas), 0)
+  return out
+
+
+def idle() -> bool:
+  deadline = time.monotonic() + 60
+  while any(t.name == "counting" for t in threading.enumerate()):
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
+  return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_episode_ends_once_in_the_slots_there_are(seed):
+  rng = random.Random(seed)
+  replicas = [Counting(slots=rng.randint(1, 4)) for _ in range(3)]
+  on = pool(*replicas)
+  episodes = [Attempt(f"e{n}", rng.randint(1, 5)) for n in range(100)]
+  futures = [on.submit(e, group=n // 8) for n, e in enumerate(episodes)]
+  assert [f.result(60) for f in futures] == episodes
+  started = [name for r in replicas for name in r.started]
+  assert sorted(started) == sorted(e.name for e in episodes)
+  assert all(0 < r.most <= r.slots for r in replicas)
+  assert idle() and on.capacity == sum(r.slots for r in replicas)
+
+
+def test_what_is_first_goes_before_what_waits_and_order_is_kept():
+  replica = Counting(slots=1)
+  on = pool(replica)
+  replica.gate.clear()
+  futures = [on.submit(Attempt("running"))]
+  futures += [on.submit(Attempt(f"waits {n}")) for n in range(2)]
+  futures += [on.submit(Attempt(f"first {n}"), first=True) for n in range(2)]
+  replica.gate.set()
+  concurrent.futures.wait(futures, 60)
+  order = [name for name in replica.started if name != "running"]
+  assert order == ["first 0", "first 1", "waits 0", "waits 1"]
+
+
+def test_a_newer_policy_is_taken_up_in_the_next_round():
+  replica = Counting(slots=1)
+  on = pool(replica, policy="old")
+  endless = Attempt("e", rounds=10**9)
+  on.submit(endless)
+  for policy, version in (("old", 0), ("new", 1)):
+    on.publish([policy], version)
+    deadline = time.monotonic() + 60
+    while not replica.policies or replica.policies[-1] != (policy, version):
+      assert time.monotonic() < deadline
+      time.sleep(0.001)
+  on.cancel(endless)
+  assert idle()
+
+
+def test_a_failure_reaches_all_of_its_replica_and_the_next_episode_plays():
+  replica = Counting(slots=2, fails="bad")
+  on = pool(replica)
+  replica.gate.clear()
+  futures = [on.submit(Attempt(name)) for name in ("bad", "beside", "waits")]
+  replica.gate.set()
+  for future in futures:
+    with pytest.raises(OSError, match="the device is gone"):
+      future.result(60)
+  assert idle()
+  replica.fails = ""
+  assert on.submit(Attempt("next")).result(60).name == "next"
+
+
+def test_what_is_cancelled_never_ends_and_frees_its_slot():
+  replica = Counting(slots=1)
+  on = pool(replica)
+  replica.gate.clear()
+  running, waiting, last = (
+    Attempt("running", 10**9),
+    Attempt("waiting"),
+    Attempt("last"),
+  )
+  futures = [on.submit(e) for e in (running, waiting, last)]
+  for episode in (running, waiting):
+    on.cancel(episode)
+    on.cancel(episode)  # once more changes nothing
+  replica.gate.set()
+  assert futures[2].result(60) is last
+  for future in futures[:2]:
+    with pytest.raises(concurrent.futures.CancelledError):
+      future.result(60)
+  assert "waiting" not in replica.started and idle()
+
+
+def test_a_pool_needs_a_policy_keeps_it_while_it_plays_and_closes_once():
+  replica = Counting(slots=1)
+  on = EpisodePool(RolloutConfig(), [replica], name="counting")
+  with pytest.raises(RuntimeError, match="no policy"):
+    on.submit(Attempt("e"))
+  on.publish(["p"], 0)
+  replica.gate.clear()
+  future = on.submit(Attempt("e", 10**9))
+  with pytest.raises(RuntimeError, match="it needs its policy"):
+    on.publish(None, 0)
+  replica.gate.set()
+  on.close()
+  with pytest.raises(concurrent.futures.CancelledError):
+    future.result(60)
+  assert idle()
+  with pytest.raises(RuntimeError, match="closed"):
+    on.submit(Attempt("late"))
