@@ -155,7 +155,7 @@ def test_runs_that_ended_are_not_made_again_and_one_that_fails_costs_no_other(
     did.append(workdir)
     if "ppo" in workdir and len(did) == 1:
       raise ValueError("no good")
-    bench.claim(config, workdir)
+    bench.prepare_workdir(config, workdir)
     row = {"stage": "rl", "step": 1, "reward": 0.5, "seconds": 2.0}
     (pathlib.Path(workdir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (pathlib.Path(workdir) / "results.json").write_text("{}")
