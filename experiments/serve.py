@@ -7,8 +7,8 @@
     -d '{"model": "coa", "messages": [{"role": "user", "content": "..."}]}'
 
 Takes the config of an evaluation, so that what is evaluated is what is served; what it
-says of tasks, rewards and attempts is not read, and one over vLLM or in another tool
-format (sections vllm and format) is refused. Serves POST /v1/chat/completions (with
+says of tasks, rewards and attempts is not read, and one over vLLM (section vllm) is
+refused. Serves POST /v1/chat/completions (with
 "stream": true as server-sent events), GET /v1/models and GET /health. What requests and
 responses may hold is said in `experiments/completions.py`.
 
@@ -281,7 +281,7 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def main(config: ml_collections.ConfigDict) -> None:
-  """Serves until it is told to stop."""
+  """Serves until it is stopped."""
   # Wherever it strikes, threads and processes are ended on the way out.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
   host = _HOST.value

@@ -13,6 +13,8 @@ numbers, so no short trajectory overtakes a long one.
   updates, nothing is played in vain, and nothing is thrown away.
 
 Of P processes each plays every P-th group, and every process gets all of them.
+
+budget: what may start, what is taken and where a resumed run goes on are one invariant.
 """
 
 from __future__ import annotations
@@ -270,7 +272,10 @@ class RolloutCollector:
     if not self.asynchronous:
       return self._version == self._step and ahead < self._round
     step = self._step + steps_until(
-      ahead, self._config.prompts - self._kept, self._most - self._taken, self._config
+      ahead,
+      kept_left=self._config.prompts - self._kept,
+      taken_left=self._most - self._taken,
+      config=self._config,
     )
     newest = min(self._version + self._config.staleness, self._config.steps - 1)
     return step <= newest

@@ -5,6 +5,8 @@ a tensor of the model. A slot whose episode waits for a tool keeps its cache and
 idle; the others go on decoding. Every given token is prefilled exactly once; a prompt
 that another slot holds is copied from there. The cache grows by doubling as the longest
 trajectory needs, which changes no other trajectory in any bit.
+
+budget: the state of the slots and all that changes it, in one place.
 """
 
 from __future__ import annotations
