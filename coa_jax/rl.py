@@ -361,7 +361,7 @@ def _describe(rollouts: RolloutBatch) -> dict[str, float]:
   played = rollouts.played
   out = {
     "reward": _mean([t.reward for t in played]),
-    "informative": rollouts.informative / rollouts.asked,
+    "informative": rollouts.num_varied / rollouts.num_groups,
     "generated_tokens": sum(t.usage.generated for t in played),
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),

@@ -199,24 +199,24 @@ def test_failed_calls_are_counted_by_whose_fault_they_are(config):
 def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
   toolbox = toy.TableToolbox(lambda *_: "5")
   out = collected(config, toolbox, RIGHT, 4)
-  assert len(out.groups) == 2 and out.informative >= 2
-  assert out.asked in (2, 4, 6) and len(out.played) == out.asked * 4
+  assert len(out.groups) == 2 and out.num_varied >= 2
+  assert out.num_groups in (2, 4, 6) and len(out.played) == out.num_groups * 4
   for group in out.groups:
     assert len(group) == 4 and len({t.task_id for t in group}) == 1
     assert len({t.reward for t in group}) > 1
   # Nobody is ever right: nothing to learn from, after every round was tried.
   none = collected(config, toolbox, dict.fromkeys(RIGHT, "green"), 4)
-  assert (none.groups, none.informative, none.asked) == ([], 0, 6)
+  assert (none.groups, none.num_varied, none.num_groups) == ([], 0, 6)
   # Unless all groups count.
   every = collected(
     config, toolbox, dict.fromkeys(RIGHT, "green"), 4, filter_groups=False
   )
-  assert (len(every.groups), every.informative, every.asked) == (2, 0, 2)
+  assert (len(every.groups), every.num_varied, every.num_groups) == (2, 0, 2)
   # A round may ask for more groups than a batch takes, or for fewer.
   more = collected(config, toolbox, RIGHT, 4, round_prompts=5)
-  assert more.asked % 5 == 0 and len(more.groups) == 2 <= more.informative
+  assert more.num_groups % 5 == 0 and len(more.groups) == 2 <= more.num_varied
   fewer = collected(config, toolbox, RIGHT, 4, round_prompts=1)
-  assert fewer.asked <= 3 and fewer.informative == len(fewer.groups)
+  assert fewer.num_groups <= 3 and fewer.num_varied == len(fewer.groups)
 
 
 @pytest.mark.parametrize("filter_groups", [False, True])
@@ -230,7 +230,7 @@ def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
     changes = dict(filter_groups=filter_groups, round_prompts=1)
     out = collected(config, toolbox, right, 4, first, **changes)
     drawn += [t.task_id for t in out.played if t.sample == 0]
-    assert out.cursor["group"] - first == out.asked <= 3
+    assert out.cursor["group"] - first == out.num_groups <= 3
     first = out.cursor["group"]
   assert drawn == [TaskSampler(tasks, 0).task(n, 0).id for n in range(first)]
   assert first == 6 if not filter_groups else first >= 6

@@ -82,6 +82,11 @@ class Llama3Rope:
       )
 
 
+# The deepest published model has as many (DeepNet, arXiv 2203.00555). More would be
+# laid out and compiled for minutes before the machine's memory refuses them.
+MOST_LAYERS = 1_000
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Config section `model`; the defaults are the quickstart's.
@@ -150,6 +155,8 @@ class ModelConfig:
     for field in sizes:
       if getattr(self, field) < 1:
         raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
+    if self.layers > MOST_LAYERS:
+      raise ValueError(f"layers is {self.layers}; it may be {MOST_LAYERS} at most")
     for field in ("rope_theta", "norm_eps"):
       _check_positive(field, getattr(self, field))
     if self.heads % self.kv_heads:

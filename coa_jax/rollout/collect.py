@@ -61,8 +61,8 @@ class RolloutBatch:
   Attributes:
     groups: those that were kept; a trajectory without a reward has left its group.
     played: every trajectory rolled out, kept or not.
-    asked: groups rolled out.
-    informative: those of them whose rewards differ.
+    num_groups: groups rolled out.
+    num_varied: those of them whose rewards differ.
     cursor: JSON values that say where the next step's rollouts go on: the next group;
       the tasks of it and those after it that were submitted already (None of one that
       was not), which a resumed run plays again with the random numbers that they had;
@@ -73,8 +73,8 @@ class RolloutBatch:
 
   groups: list[Group] = dataclasses.field(default_factory=list)
   played: list[Trajectory] = dataclasses.field(default_factory=list)
-  asked: int = 0
-  informative: int = 0
+  num_groups: int = 0
+  num_varied: int = 0
   cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
   figures: dict[str, float] = dataclasses.field(default_factory=dict)
   spent: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -206,13 +206,13 @@ class RolloutCollector:
         self._task_sampler.learn(group)
         batch.played += group
       keep_G = self._has_reward_variance(groups)
-      batch.asked += len(groups)
-      batch.informative += int(keep_G.sum())
+      batch.num_groups += len(groups)
+      batch.num_varied += int(keep_G.sum())
       if config.filter_groups:
         groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]
       batch.groups += groups
       self._kept += len(groups)
-      self._taken = batch.asked
+      self._taken = batch.num_groups
     batch.groups = batch.groups[: config.prompts]
 
     # --- The next step's groups may start, and the policy's memory may be freed.

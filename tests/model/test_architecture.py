@@ -325,3 +325,8 @@ def test_so_are_those_of_llama_3(changes):
     Llama3Rope(**{**values, "high_freq_factor": 4.0, **changes})
   with pytest.raises(ValueError, match="yarn and llama3 both"):
     dataclasses.replace(LLAMA, yarn=Yarn(2.0, 64), llama3=Llama3Rope(2.0, 64, 1.0, 4.0))
+
+
+def test_a_model_from_scratch_has_no_more_layers_than_any_published_one():
+  with pytest.raises(ValueError, match="layers is 100000; it may be 1000 at most"):
+    dataclasses.replace(toy.MODEL, layers=100_000)

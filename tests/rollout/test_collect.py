@@ -131,8 +131,8 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
       batch = collector.next(novice, step)
       played = grouped(batch.played)
       kept = [g for g, good in zip(played, keep(played), strict=True) if good]
-      assert batch.groups == kept and batch.asked == len(played)
-      assert len(batch.groups) == 2 or batch.asked == 4
+      assert batch.groups == kept and batch.num_groups == len(played)
+      assert len(batch.groups) == 2 or batch.num_groups == 4
       seen += played
       oldest = max([oldest, *ages(played, step)])
       assert batch.figures["learner_waited"] >= batch.spent["rollout"] >= 0
@@ -235,7 +235,7 @@ def test_a_run_goes_on_from_a_cursor(worker, novice, draw, staleness):
   how = dict(draw=draw, staleness=staleness, filter_groups=False)
   with make(worker, toy.TableToolbox(), **how) as whole:
     batches = [whole.next(novice, step) for step in range(4)]
-  assert all(len(b.groups) == 2 and b.asked == 2 for b in batches)
+  assert all(len(b.groups) == 2 and b.num_groups == 2 for b in batches)
   cursor = json.loads(json.dumps(batches[1].cursor))
   assert cursor["group"] == 4 and bool(cursor["unfinished"]) == bool(staleness)
   with make(worker, toy.TableToolbox(), step=2, cursor=cursor, **how) as resumed:
@@ -336,7 +336,7 @@ def test_dynamic_sampling_ahead_keeps_groups_that_differ(worker, novice):
     for step in range(4):
       batch = collector.next(novice, step)
       assert not batch.groups or rewards_differ(batch.groups).all()
-      assert len(batch.groups) == min(2, batch.informative)
-      assert len(batch.groups) == 2 or batch.asked == 4
-      assert len(batch.played) == 2 * batch.asked
+      assert len(batch.groups) == min(2, batch.num_varied)
+      assert len(batch.groups) == 2 or batch.num_groups == 4
+      assert len(batch.played) == 2 * batch.num_groups
       assert batch.figures["staleness_max"] <= 1

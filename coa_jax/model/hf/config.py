@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coa_jax.json_io import shown
-from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
+from coa_jax.model.config import MOST_LAYERS, Llama3Rope, ModelConfig, Yarn
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +82,9 @@ _COUNT: _Kind = (
   "a whole number of at least 1, of 64 bits",
   lambda x: _whole(x) and x >= 1,
 )
-# The deepest that are published have 1,000 (DeepNet, arXiv 2203.00555). Without a bound
-# minutes and all memory would go before the weights turn out to have fewer.
 _LAYERS: _Kind = (
-  "a whole number from 1 to 1,000",
-  lambda x: _whole(x) and 1 <= x <= 1_000,
+  f"a whole number from 1 to {MOST_LAYERS:,}",
+  lambda x: _whole(x) and 1 <= x <= MOST_LAYERS,
 )
 _FROM_0: _Kind = ("a whole number of at least 0", lambda x: _whole(x) and x >= 0)
 _POSITIVE: _Kind = ("a number above 0", lambda x: _number(x) and x > 0)
