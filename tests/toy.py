@@ -254,7 +254,8 @@ def episode(task: Task, toolbox, sequence: int = 0, **changes) -> CoAEpisode:
 def play(engine: Engine, params: dict, episodes: Iterable[Episode]) -> list[Episode]:
   """Plays episodes to their ends, all at once."""
   engine.set_policy(params, 0)
-  futures = [engine.submit(episode) for episode in episodes]
+  with engine.batch():
+    futures = [engine.submit(episode) for episode in episodes]
   return [future.result() for future in futures]
 
 

@@ -245,27 +245,29 @@ class RolloutCollector:
     """
     self.set_policy(params, step)
     futures = {}
-    for i in range(self._process, len(tasks), self._processes):
-      episode = self._worker.episode(
-        task=tasks[i],
-        sample=0,
-        seed=self._seed,
-        sequence=i,
-        temperature=0.0,
-        toolbox=toolbox,
-        version=step,
-        attempt=("evaluation", i),
-      )
-      futures[i] = self._worker.submit(episode, first=True, evaluation=True)
+    with self._worker.engine.batch():
+      for i in range(self._process, len(tasks), self._processes):
+        episode = self._worker.episode(
+          task=tasks[i],
+          sample=0,
+          seed=self._seed,
+          sequence=i,
+          temperature=0.0,
+          toolbox=toolbox,
+          version=step,
+          attempt=("evaluation", i),
+        )
+        futures[i] = self._worker.submit(episode, first=True, evaluation=True)
     played = [(i, future.result()) for i, future in futures.items()]
     everywhere = sorted(gather_trajectories(played), key=lambda pair: pair[0])
     return [trajectory for _, trajectory in everywhere]
 
   def _submit_allowed(self) -> None:
     """Submits this process's groups that may start now."""
-    while self._may_start(self._next - self._head):
-      self._submit(self._next)
-      self._next += self._processes
+    with self._worker.engine.batch():
+      while self._may_start(self._next - self._head):
+        self._submit(self._next)
+        self._next += self._processes
 
   def _may_start(self, ahead: int) -> bool:
     """Whether a group may start that is taken after `ahead` others."""

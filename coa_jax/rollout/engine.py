@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
@@ -88,6 +89,7 @@ class EpisodePool:
     self._version = 0
     self._sync_seconds = 0.0
     self._submitted = 0
+    self._batches = 0  # blocks of `batch` that are being filled
     self._last_group: tuple[int | None, int] = (None, 0)  # and its replica
     self._closed = False
 
@@ -139,9 +141,20 @@ class EpisodePool:
       job = _Job(episode, future, (not first, self._submitted))
       i = self._replica_for(group)
       bisect.insort(self._queues[i], job, key=lambda job: job.rank)
-      if self._threads[i] is None:
-        self._start(i)
+      self._start_threads()
     return future
+
+  @contextlib.contextmanager
+  def batch(self) -> Iterator[None]:
+    """Has idle replicas wait for all that the block submits; see `types.Engine`."""
+    with self._lock:
+      self._batches += 1
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._batches -= 1
+        self._start_threads()
 
   def cancel(self, episode: Episode) -> None:
     """Drops an episode; one that is over, or was never submitted, changes nothing."""
@@ -189,14 +202,20 @@ class EpisodePool:
     self._last_group = (group, i)
     return i
 
-  def _start(self, i: int) -> None:
-    if self._rested[i] is not None:
-      self._replicas[i].timings.idle += time.monotonic() - self._rested[i]
-    thread = threading.Thread(
-      target=self._work, args=(i,), name=self._name, daemon=True
-    )
-    self._threads[i] = thread
-    thread.start()
+  def _start_threads(self) -> None:
+    """Starts the idle replicas that have jobs, with the lock; not within a batch."""
+    if self._batches or self._closed:
+      return
+    for i, replica in enumerate(self._replicas):
+      if self._threads[i] is not None or not self._queues[i]:
+        continue
+      if self._rested[i] is not None:
+        replica.timings.idle += time.monotonic() - self._rested[i]
+      thread = threading.Thread(
+        target=self._work, args=(i,), name=self._name, daemon=True
+      )
+      self._threads[i] = thread
+      thread.start()
 
   def _work(self, i: int) -> None:
     """The thread of a replica: plays until it has no episode, or the pool is closed."""

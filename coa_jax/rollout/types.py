@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import os
@@ -154,6 +155,13 @@ class Engine(Protocol):
 
     Raises:
       RuntimeError: the engine is closed or has no policy.
+    """
+
+  def batch(self) -> contextlib.AbstractContextManager[None]:
+    """Has idle replicas wait for the block's end before they start what it submits.
+
+    Without it the first episode submitted would be sampled alone, and all others would
+    wait for its window.
     """
 
   def cancel(self, episode: Episode) -> None:

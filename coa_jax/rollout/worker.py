@@ -252,19 +252,20 @@ class RolloutWorker:
         # As many wait as run, so that no slot falls idle, and memory does not grow with
         # the number of tasks.
         free = 2 * self.engine.capacity - len(running)
-        for place, sample in itertools.islice(attempts, free):
-          episode = self.episode(
-            task=tasks[place],
-            sample=sample,
-            seed=seed,
-            sequence=place * samples + sample,
-            temperature=temperature,
-            toolbox=toolbox,
-            version=version,
-            attempt=(evaluation, seed, place, sample),
-          )
-          future = self.submit(episode, group=place, evaluation=evaluation)
-          running[future] = episode
+        with self.engine.batch():
+          for place, sample in itertools.islice(attempts, free):
+            episode = self.episode(
+              task=tasks[place],
+              sample=sample,
+              seed=seed,
+              sequence=place * samples + sample,
+              temperature=temperature,
+              toolbox=toolbox,
+              version=version,
+              attempt=(evaluation, seed, place, sample),
+            )
+            future = self.submit(episode, group=place, evaluation=evaluation)
+            running[future] = episode
         if not running:
           return
         done, _ = concurrent.futures.wait(
@@ -324,7 +325,9 @@ class RolloutWorker:
       raise ValueError("vLLM can not be given tokens to take; rescore without it")
     self.engine.set_policy(params, 0)
     episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]
-    for future in [self.engine.submit(episode) for episode in episodes]:
+    with self.engine.batch():
+      futures = [self.engine.submit(episode) for episode in episodes]
+    for future in futures:
       future.result()
     return [e.logps for e in episodes]
 

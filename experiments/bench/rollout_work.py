@@ -115,7 +115,9 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
 def play(engine: Any, params: Any, episodes: Sequence[Any]) -> None:
   """Plays episodes to their ends."""
   engine.set_policy(params, 0)
-  for future in [engine.submit(episode) for episode in episodes]:
+  with engine.batch():
+    futures = [engine.submit(episode) for episode in episodes]
+  for future in futures:
     future.result()
 
 

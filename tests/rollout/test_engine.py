@@ -100,6 +100,27 @@ def test_what_is_first_goes_before_what_waits_and_order_is_kept():
   assert order == ["first 0", "first 1", "waits 0", "waits 1"]
 
 
+def test_what_a_batch_submits_starts_together_and_running_replicas_go_on():
+  """A round that began with the first episode alone would cost every other a window."""
+  replica = Counting(slots=4)
+  on = pool(replica)
+  with pytest.raises(KeyError), on.batch():
+    futures = [on.submit(Attempt(f"e{n}")) for n in range(4)]
+    time.sleep(0.05)
+    assert replica.started == []
+    raise KeyError  # what was submitted before it is played all the same
+  concurrent.futures.wait(futures, 60)
+  assert replica.most == 4 and len(replica.policies) == 1
+  # An episode that runs is not held up by others that are being submitted.
+  replica.gate.clear()
+  running = on.submit(Attempt("running"))
+  with on.batch():
+    beside = on.submit(Attempt("beside"))
+    replica.gate.set()
+    assert running.result(60)
+  assert beside.result(60) and idle()
+
+
 def test_a_newer_policy_is_taken_up_in_the_next_round():
   replica = Counting(slots=1)
   on = pool(replica, policy="old")
