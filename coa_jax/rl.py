@@ -43,7 +43,12 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout, process_dir
+from coa_jax.model.sharding import (
+  MeshConfig,
+  Partitioner,
+  make_partitioner,
+  process_dir,
+)
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
@@ -153,18 +158,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   load = section(config, "model", LoadConfig)
   lora = optional(config, "lora", LoraConfig)
   optim = section(config, "optim", OptimConfig)
-  layout = make_layout(section(config, "mesh", MeshConfig))
+  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   own = folder_of_process(workdir)
-  worker = _worker(config, cfg, tokenizer, algo, rollout, tools, layout, own)
+  worker = _worker(config, cfg, tokenizer, algo, rollout, tools, partitioner, own)
   worker.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   watch = HealthMonitor(section(config, "watch", WatchConfig))
   prepare_workdir(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
 
   # --- Model, learner and where an interrupted run stood.
-  cfg, params = load_model(config.init, load, layout)
-  learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(worker))
+  cfg, params = load_model(config.init, load, partitioner)
+  learner = PolicyUpdate(cfg, algo, optim, lora, partitioner, *_distribution(worker))
   state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
   for_dev = Toolbox(dev.tools(tools))
@@ -200,7 +205,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         clock.lap("learn")
         # --- Log, watch, save.
         values |= learned | _describe(rollouts)
-        values |= _speed(clock, cfg, algo, lora, layout, rollouts)
+        values |= _speed(clock, cfg, algo, lora, partitioner, rollouts)
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         _keep(own, algo, step, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
@@ -225,14 +230,16 @@ def _worker(
   algo: AlgoConfig,
   rollout: RolloutConfig,
   tools: ToolsConfig,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   workdir: str,
 ) -> RolloutWorker:
   """Returns what plays the tasks and has them graded."""
   vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(cfg, algo, rollout, optional(config, "lora", LoraConfig), layout, vllm)
+  _check_fit(
+    cfg, algo, rollout, optional(config, "lora", LoraConfig), partitioner, vllm
+  )
   check_positions(rollout, cfg, config.init)
-  attention.check(cfg, layout, algo.length)
+  attention.check(cfg, partitioner, algo.length)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   return RolloutWorker(
@@ -240,7 +247,7 @@ def _worker(
     tokenizer,
     rollout,
     tools.tool_descriptions,
-    layout=layout,
+    partitioner=partitioner,
     vllm=vllm,
     grader=grader,
     journal=journal,
@@ -276,7 +283,7 @@ def _check_fit(
   algo: AlgoConfig,
   rollout: RolloutConfig,
   lora: LoraConfig | None,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   vllm: VllmConfig | None,
 ) -> None:
   if algo.length < rollout.max_len:
@@ -284,9 +291,9 @@ def _check_fit(
       f"algo.length={algo.length} is shorter than rollout.max_len={rollout.max_len}: "
       "a trajectory must fit a row"
     )
-  if layout:
-    layout.check(cfg, B=algo.rows, T=algo.length)
-  sizes.check_training(cfg, "algo", algo.rows, algo.length, bool(lora), layout)
+  if partitioner:
+    partitioner.check(cfg, B=algo.rows, T=algo.length)
+  sizes.check_training(cfg, "algo", algo.rows, algo.length, bool(lora), partitioner)
   fields = f"algo.prompts={algo.prompts} of algo.samples={algo.samples}"
   capacity.check_host({fields: algo.prompts * algo.samples * capacity.TRAJECTORY})
   adapting.check(cfg, lora)
@@ -297,7 +304,7 @@ def _check_fit(
     f"several processes and algo.draw={algo.draw!r}": several
     and algo.draw != "uniform",
     # Its collectives and the learner's could wait for each other.
-    "mesh.tensor above 1": bool(layout) and layout.mesh.shape["tensor"] > 1,
+    "mesh.tensor above 1": bool(partitioner) and partitioner.mesh.shape["tensor"] > 1,
   }
   for what in (what for what, there in hindered.items() if there and algo.staleness):
     raise ValueError(
@@ -345,14 +352,14 @@ def _speed(
   cfg: ModelConfig,
   algo: AlgoConfig,
   lora: LoraConfig | None,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   rollouts: RolloutBatch,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
   generated = sum(t.usage.generated for t in rollouts.played)
   out = clock.flush(decode=generated, learn=sum(learnt) * algo.epochs)
-  took, devices = out["seconds_learn"], layout.mesh.size if layout else 1
+  took, devices = out["seconds_learn"], partitioner.mesh.size if partitioner else 1
   return out | flops.utilisation(cfg, learnt * algo.epochs, took, bool(lora), devices)
 
 

@@ -24,7 +24,7 @@ from coa_jax.model import lora as adapting
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import used
 from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.trajectory import Trajectory
@@ -41,7 +41,7 @@ class PolicyUpdate:
     algo: AlgoConfig,
     optim: OptimConfig,
     lora: LoraConfig | None,
-    layout: Layout | None,
+    partitioner: Partitioner | None,
     truncation: Truncation,
     constraint: Constraint | None = None,
     allowed: TokenMask | None = None,
@@ -50,8 +50,8 @@ class PolicyUpdate:
 
     `constraint` is the grammar of the rollouts, `allowed` the same on the device.
     """
-    self._cfg, self._algo, self._lora, self._layout = cfg, algo, lora, layout
-    self._distribution = (algo.temperature, layout, truncation, allowed)
+    self._cfg, self._algo, self._lora, self._partitioner = cfg, algo, lora, partitioner
+    self._distribution = (algo.temperature, partitioner, truncation, allowed)
     self._constraint = constraint
     steps = algo.steps * algo.updates
     optimizers = {"policy": make_optimizer(optim, steps)}
@@ -59,11 +59,11 @@ class PolicyUpdate:
       critic = dataclasses.replace(optim, name="adamw", lr=algo.critic_lr)
       optimizers["critic"] = make_optimizer(critic, steps)
     self._optimizer = side_by_side(optimizers)
-    self._learner = Learner(self._loss, self._optimizer, layout)
+    self._learner = Learner(self._loss, self._optimizer, partitioner)
     groups = -(-algo.prompts // algo.minibatches)
     # A row each, at worst.
     self._learner.reserve(-(-groups * algo.samples // algo.rows))
-    whole = layout.sharding("") if layout else None
+    whole = partitioner.sharding("") if partitioner else None
     self._score = jax.jit(self._scores, out_shardings=whole)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
@@ -73,7 +73,7 @@ class PolicyUpdate:
       The state; and {"base": parameters below adapters, or None; "reference": those of
       the reference policy, or None where there is none or the base is it}.
     """
-    split = (self._lora, seed, self._layout)
+    split = (self._lora, seed, self._partitioner)
     policy, base = adapting.split(self._cfg, params, *split)
     trained, reference = {"policy": policy}, None
     if self._algo.kl_coef and base is None:
@@ -83,13 +83,15 @@ class PolicyUpdate:
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
     if self._algo.has_critic:
-      trunk, _ = adapting.split(self._cfg, params, self._lora, seed + 1, self._layout)
+      trunk, _ = adapting.split(
+        self._cfg, params, self._lora, seed + 1, self._partitioner
+      )
       head_D1 = jnp.zeros((self._cfg.width, 1))
       trained["critic"] = {
         "trunk": jax.tree.map(jnp.copy, trunk),
         "value_head": head_D1,
       }
-    state = init_state(trained, self._optimizer, self._layout)
+    state = init_state(trained, self._optimizer, self._partitioner)
     return state, {"base": base, "reference": reference}
 
   def policy(self, state: TrainState, frozen: Any) -> Any:
@@ -171,7 +173,9 @@ class PolicyUpdate:
     if not (self._algo.kl_coef or self._algo.has_critic or self._keeps_old):
       return
     scored = [
-      self._score(state.params, frozen, self._layout.put(b) if self._layout else b)
+      self._score(
+        state.params, frozen, self._partitioner.put(b) if self._partitioner else b
+      )
       for b in packed.batches
     ]
     for name in scored[0]:
@@ -202,7 +206,7 @@ class PolicyUpdate:
   def _values(self, critic: Any, frozen: Any, batch: Batch) -> jax.Array:
     trunk = self._assembled(critic["trunk"], frozen)
     return log_probs.token_values(
-      self._cfg, trunk, critic["value_head"], batch, self._layout
+      self._cfg, trunk, critic["value_head"], batch, self._partitioner
     )
 
   def _loss(

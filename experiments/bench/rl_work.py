@@ -55,7 +55,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   from coa_jax.learner.optim import OptimConfig
   from coa_jax.learner.update import PolicyUpdate
   from coa_jax.model.distribution import NO_TRUNCATION
-  from coa_jax.model.sharding import MeshConfig, make_layout
+  from coa_jax.model.sharding import MeshConfig, make_partitioner
   from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
   model, params, automaton = plain.our_model(folder, job)
@@ -75,8 +75,8 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
     lr=LR, schedule="constant", weight_decay=DECAY, clip_norm=CLIP, b2=0.95
   )
   devices = jax.devices()[: jax.device_count() if size % jax.device_count() == 0 else 1]
-  layout = make_layout(MeshConfig(), devices)
-  learner = PolicyUpdate(model, algo, optim, None, layout, NO_TRUNCATION)
+  partitioner = make_partitioner(MeshConfig(), devices)
+  learner = PolicyUpdate(model, algo, optim, None, partitioner, NO_TRUNCATION)
   state, frozen = learner.init(params, 0)
   del params
 

@@ -29,7 +29,7 @@ from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model.distribution import NO_TRUNCATION
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 CFG = toy.MODEL
@@ -109,13 +109,17 @@ def batches(algo: AlgoConfig, rows: int, length: int) -> list[Batch]:
   return packed.batches
 
 
-def pulled_back(layout: Layout | None, params, several: list[Batch]):
+def pulled_back(partitioner: Partitioner | None, params, several: list[Batch]):
   """Losses [algorithms and SFT], and gradients stacked over them."""
 
   def outputs(p):
-    logp_BT, *_ = log_probs.token_logps(CFG, p["trunk"], several[0], layout=layout)
+    logp_BT, *_ = log_probs.token_logps(
+      CFG, p["trunk"], several[0], partitioner=partitioner
+    )
     head_D1 = p["value_head"]
-    return logp_BT, log_probs.token_values(CFG, p["trunk"], head_D1, several[0], layout)
+    return logp_BT, log_probs.token_values(
+      CFG, p["trunk"], head_D1, several[0], partitioner
+    )
 
   (logp_BT, value_BT), back = jax.vjp(outputs, params)
   values, ahead = [], []
@@ -135,7 +139,7 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
   grads = jax.lax.map(lambda x: back(x)[0], ahead)
 
   def sft(p):
-    return log_probs.cross_entropy(CFG, p["trunk"], several[0], layout)
+    return log_probs.cross_entropy(CFG, p["trunk"], several[0], partitioner)
 
   value, more = jax.value_and_grad(sft)(params)
   grads = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), grads, more)
@@ -144,19 +148,22 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
 
 def split(rows: int, length: int, mesh: MeshConfig | None):
   """Mean losses and gradients over all micro-batches of this split."""
-  layout = None
+  partitioner = None
   if mesh:
-    layout = make_layout(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.context])
+    devices = mesh.data * mesh.fsdp * mesh.context
+    partitioner = make_partitioner(mesh, jax.devices()[:devices])
   head_D1 = 0.3 * jax.random.normal(jax.random.key(1), (CFG.width, 1))
   params = {"trunk": toy.params(), "value_head": head_D1}
-  if layout:
-    params = jax.device_put(params, layout.tree(params))
-  run = jax.jit(functools.partial(pulled_back, layout))
+  if partitioner:
+    params = jax.device_put(params, partitioner.tree(params))
+  run = jax.jit(functools.partial(pulled_back, partitioner))
   micro = [batches(algo, rows, length) for algo in ALGORITHMS.values()]
   total = None
   for several in zip(*micro, strict=True):
     several = list(several)
-    out = jax.device_get(run(params, layout.put(several) if layout else several))
+    if partitioner:
+      several = partitioner.put(several)
+    out = jax.device_get(run(params, several))
     total = out if total is None else jax.tree.map(np.add, total, out)
   tokens = sum(float(b.weight_BT.sum()) for b in micro[0])
   return jax.tree.map(lambda x: x / tokens, total), len(micro[0])
@@ -168,12 +175,12 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   algo = AlgoConfig(
     steps=2, prompts=2, samples=4, rows=4, length=128, critic_lr=1e-3, **fields
   )
-  layout = make_layout(mesh) if mesh else None
+  partitioner = make_partitioner(mesh) if mesh else None
   params = jax.tree.map(jnp.array, toy.params())
-  if layout:
-    params = jax.device_put(params, layout.tree(params))
+  if partitioner:
+    params = jax.device_put(params, partitioner.tree(params))
   optim = OptimConfig(lr=1e-3, schedule="constant")
-  update = PolicyUpdate(CFG, algo, optim, None, layout, NO_TRUNCATION)
+  update = PolicyUpdate(CFG, algo, optim, None, partitioner, NO_TRUNCATION)
   state, frozen = update.init(params, 0)
   groups = [copy.deepcopy(played()[:4]), copy.deepcopy(played()[4:])]
   for group, rewards in zip(groups, REWARD_GK.tolist(), strict=True):
@@ -183,7 +190,7 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   for _ in range(2):
     state, values = update(state, frozen, groups)
     out.append(values)
-  if layout:
+  if partitioner:
     head = state.params["critic"]["value_head"]
     assert head.addressable_shards[0].data.shape[0] == CFG.width // mesh.fsdp
   return out
