@@ -19,7 +19,6 @@ import pytest
 import toy
 from test_scheduler import CFG, CONFIG, content, engine, play
 
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.model import decode_params, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import MeshConfig, make_partitioner
@@ -28,6 +27,7 @@ from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer
+from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
 
@@ -186,15 +186,16 @@ def test_threads_end_with_the_work_whatever_ends_it(novice):
 def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   partitioner = make_partitioner(MeshConfig())
   params = jax.device_put(novice, partitioner.tree(novice))
-  algo = AlgoConfig(
-    steps=4, prompts=12, samples=2, rounds=1, staleness=1, importance_cap=2.0
-  )
+  sampling = SamplingConfig(prompts=12, samples=2, rounds=1, staleness=1)
+  steps = 4
 
   def collect(worker: RolloutWorker, params: dict) -> list:
     tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
     draw = TaskSampler(toy.TASKS, 0)
-    with RolloutCollector(worker, draw, tools, algo, keep_all, seed=3) as collector:
-      return [collector.next(params, step) for step in range(algo.steps)]
+    with RolloutCollector(
+      worker, draw, tools, sampling, keep_all, steps=steps, seed=3
+    ) as collector:
+      return [collector.next(params, step) for step in range(steps)]
 
   on_all = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, partitioner)
   batches = collect(on_all, params)

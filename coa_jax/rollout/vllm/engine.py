@@ -5,7 +5,7 @@ come out, and our own automaton says where the turn ended; ids after that are dr
 So what a trajectory holds is what our own sampler would have kept of the same samples.
 Given the same weights, greedy trajectories are the same; sampled ones differ (vLLM
 draws with numbers of its own), and so may log-probs, in their last bits or, in
-bfloat16, by hundredths: `algo.importance_cap` corrects for that.
+bfloat16, by hundredths: `algo.loss.is_clip` corrects for that.
 
 Of several processes each plays its own episodes, over one server that the first of them
 gives the weights, or over a server each (`vllm.serve`).
