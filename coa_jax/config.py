@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import ml_collections
@@ -73,8 +73,7 @@ def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
   known = {f.name: f for f in dataclasses.fields(cls)}
   for field in values:
     if field not in known:
-      now = [f.name for f in known.values() if f.metadata.get("was") == field]
-      hint = f"; it is called {now[0]!r} now" if now else nearest(field, known)
+      hint = _suggestion(field, cls)
       raise ConfigError(f"config section {name!r} has no field {field!r}{hint}")
   hints = typing.get_type_hints(cls)
   for field, value in values.items():
@@ -88,6 +87,36 @@ def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
     return cls(**values)
   except ValueError as e:
     raise ConfigError(f"config section {name!r}: {e}") from e
+
+
+def _suggestion(name: str, cls: type) -> str:
+  """Says what an unknown field is called now, in which section it is, or what is near.
+
+  Args:
+    name: the field that `cls` does not have.
+    cls: the dataclass of the section; its sections are looked into.
+  """
+  for path, field in _fields_within(cls):
+    if field.metadata.get("was") == name:
+      return f"; it is called {path!r} now"
+  for path, field in _fields_within(cls):
+    if field.name == name:
+      return f"; did you mean {path!r}?"
+  return nearest(name, [field.name for field in dataclasses.fields(cls)])
+
+
+def _fields_within(
+  cls: type, above: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+  """Yields the fields of a dataclass with their paths, then those of its sections."""
+  hints = typing.get_type_hints(cls)
+  fields = dataclasses.fields(cls)
+  for field in fields:
+    yield above + field.name, field
+  for field in fields:
+    for kind in (hints[field.name], *typing.get_args(hints[field.name])):
+      if dataclasses.is_dataclass(kind):
+        yield from _fields_within(kind, f"{above}{field.name}.")
 
 
 def check_sections(

@@ -24,7 +24,7 @@ from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
-from coa_jax.model.sharding import MeshConfig, make_layout, process_dir
+from coa_jax.model.sharding import MeshConfig, make_partitioner, process_dir
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.prompts import instructions
 from coa_jax.protocol.roles import Variant
@@ -123,7 +123,7 @@ def run(
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
   load = section(config, "model", LoadConfig)
-  layout = make_layout(section(config, "mesh", MeshConfig))
+  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
   vllm = optional(config, "vllm", VllmConfig)
@@ -134,7 +134,7 @@ def run(
     tokenizer,
     rollout,
     tools.tool_descriptions,
-    layout=layout,
+    partitioner=partitioner,
     vllm=vllm,
     grader=grader,
     variant=variant,
@@ -148,7 +148,7 @@ def run(
   if variant is not None:
     inputs["variant"] = hash_json([instructions(variant)])
   prepare_workdir(config, workdir, inputs=inputs)
-  _, params = load_model(config.init, load, layout)
+  _, params = load_model(config.init, load, partitioner)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
   with grader, Toolbox(tools) as opened, worker:

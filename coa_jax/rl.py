@@ -2,8 +2,9 @@
 
 By default GRPO with DAPO's clip-higher, token-mean loss and dynamic sampling; section
 `algo` chooses (`learner/algorithms.py`). On-policy: each batch of rollouts is of the
-policy that learns from it, and is then thrown away. With `algo.staleness` rollouts go
-on while it learns, and tokens may be that many updates old (`rollout/collect.py`).
+policy that learns from it, and is then thrown away. With
+`algo.sampling.staleness` rollouts go on while it learns, and tokens may be that many
+updates old (`rollout/collect.py`).
 
 budget: a journey is one page, from its config to its results.
 """
@@ -31,8 +32,14 @@ from coa_jax.config import (
   prepare_workdir,
   section,
 )
+from coa_jax.fields import bounded, check_fields
 from coa_jax.learner import advantages
-from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.algorithms import (
+  GROUP_ADVANTAGES,
+  BatchConfig,
+  GuardConfig,
+  LossConfig,
+)
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
@@ -43,7 +50,12 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout, process_dir
+from coa_jax.model.sharding import (
+  MeshConfig,
+  Partitioner,
+  make_partitioner,
+  process_dir,
+)
 from coa_jax.protocol import roles
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
@@ -60,7 +72,7 @@ from coa_jax.rewards import shaping
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.collect import RolloutBatch, RolloutCollector
 from coa_jax.rollout.scheduler import on_device
-from coa_jax.rollout.types import RolloutConfig, check_positions
+from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import make_task_sampler
@@ -92,6 +104,53 @@ _TWICE = shaping.RepetitionConfig(weight=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
+class AlgoConfig:
+  """Config section `algo`.
+
+  Attributes:
+    steps: batches of rollouts to learn from.
+    keep_every: steps between two dumps of all trajectories of a step.
+    sampling: what a step rolls out.
+    loss: what it minimises.
+    batch: how many updates it makes, and of what shape.
+    guards: what stops the run.
+  """
+
+  steps: int = bounded(least=1)
+  keep_every: int = bounded(20, least=1)
+  sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+  loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+  batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+  guards: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+
+  def __post_init__(self):
+    check_fields(self)
+    samples = self.sampling.samples
+    by_group = self.loss.advantage in GROUP_ADVANTAGES
+    if samples < 2 and (by_group or self.sampling.filter_groups):
+      raise ValueError(
+        f"sampling.samples is {samples}; it must be at least 2, for an advantage "
+        "compares a group (or take loss.advantage reinforce++ or gae, and "
+        "sampling.filter_groups=False)"
+      )
+    # Without, PPO's bounds lie around a policy that is several updates away: at 4 of
+    # them AReaL fell from 42.0 to 23.3 on AIME24, and with it stayed at 42.2 (its
+    # blog/AReaL_v0_3.md, table 3).
+    staleness = self.sampling.staleness
+    if staleness and not self.loss.is_clip:
+      raise ValueError(
+        f"sampling.staleness={staleness} needs loss.is_clip above 0, such as 2.0: "
+        "stale tokens are then weighted by p_now / p_sampled (decoupled PPO)"
+      )
+    if staleness and self.guards.max_logp_diff_share < 1:
+      raise ValueError(
+        f"guards.max_logp_diff_share is {self.guards.max_logp_diff_share}: it compares "
+        "sampler and learner of one policy; with sampling.staleness above 0 they are "
+        "not, so leave it at 1"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class DevConfig:
   """Config section `dev`: greedy evaluation during training, on tasks of its own.
 
@@ -102,15 +161,13 @@ class DevConfig:
     corpus: pages that its tasks need; the training corpus where None.
   """
 
-  every: int
+  every: int = bounded(least=1)
   uri: str
-  limit: int = 64
+  limit: int = bounded(64, least=1)
   corpus: str | None = None
 
   def __post_init__(self):
-    for name in ("every", "limit"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+    check_fields(self)
 
   def tools(self, tools: ToolsConfig) -> ToolsConfig:
     """Those of training, over the pages of these tasks."""
@@ -145,7 +202,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   algo = section(config, "algo", AlgoConfig)
   rollout = section(config, "rollout", RolloutConfig)
   tasks = select_tasks(section(config, "tasks", TasksConfig))
-  draw = make_task_sampler(algo.draw, tasks, rollout.seed, algo.curriculum * algo.steps)
+  sampling = algo.sampling
+  task_sampler = make_task_sampler(
+    sampling.task_sampler,
+    tasks,
+    rollout.seed,
+    sampling.curriculum * algo.steps,
+  )
   dev = section(config, "dev", DevConfig)
   dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
   tools = section(config, "tools", ToolsConfig)
@@ -153,18 +216,33 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   load = section(config, "model", LoadConfig)
   lora = optional(config, "lora", LoraConfig)
   optim = section(config, "optim", OptimConfig)
-  layout = make_layout(section(config, "mesh", MeshConfig))
+  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   own = folder_of_process(workdir)
-  worker = _worker(config, cfg, tokenizer, algo, rollout, tools, layout, own)
+  worker = _worker(config, cfg, tokenizer, algo, rollout, tools, partitioner, own)
   worker.check([*tasks, *dev_tasks])
   tracked = section(config, "log", LogConfig) if own == workdir else None
   watch = HealthMonitor(section(config, "watch", WatchConfig))
   prepare_workdir(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
 
   # --- Model, learner and where an interrupted run stood.
-  cfg, params = load_model(config.init, load, layout)
-  learner = PolicyUpdate(cfg, algo, optim, lora, layout, *_distribution(worker))
+  cfg, params = load_model(config.init, load, partitioner)
+  learner = PolicyUpdate(
+    cfg,
+    loss=algo.loss,
+    batch=algo.batch,
+    optim=optim,
+    lora=lora,
+    partitioner=partitioner,
+    truncation=rollout.truncation,
+    steps=algo.steps,
+    prompts=sampling.prompts,
+    samples=sampling.samples,
+    temperature=sampling.temperature,
+    max_logp_diff=algo.guards.max_logp_diff,
+    constraint=worker.constraint,
+    allowed=on_device(worker.constraint),
+  )
   state, frozen = learner.init(params, rollout.seed)
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
   for_dev = Toolbox(dev.tools(tools))
@@ -173,10 +251,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     watch.replay(own, "rl", int(state.step))
     collector = RolloutCollector(
       worker,
-      draw,
+      task_sampler,
       toolbox,
-      algo,
+      sampling,
       has_reward_variance=_has_reward_variance,
+      steps=algo.steps,
       seed=rollout.seed,
       step=int(state.step),
       cursor=cursor,
@@ -196,17 +275,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         # --- Learn.
         cursor = rollouts.cursor
         state, learned = learner(state, frozen, rollouts.groups)
-        _check_gap(algo, step, learned)
+        _check_logp_diff(algo.guards, step, learned)
         clock.lap("learn")
         # --- Log, watch, save.
         values |= learned | _describe(rollouts)
-        values |= _speed(clock, cfg, algo, lora, layout, rollouts)
+        values |= _speed(clock, cfg, algo, lora, partitioner, rollouts)
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         _keep(own, algo, step, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
         watch.update(step + 1, values, metrics.warn)
         checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
-        worker.journal.forget(checkpoints.oldest - algo.staleness)
+        worker.journal.forget(checkpoints.oldest - sampling.staleness)
         clock.lap("save")
         watch.raise_if_stopped(step + 1)
       with checkpoints.resumable(state, cursor):
@@ -225,14 +304,16 @@ def _worker(
   algo: AlgoConfig,
   rollout: RolloutConfig,
   tools: ToolsConfig,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   workdir: str,
 ) -> RolloutWorker:
   """Returns what plays the tasks and has them graded."""
   vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(cfg, algo, rollout, optional(config, "lora", LoraConfig), layout, vllm)
+  _check_fit(
+    cfg, algo, rollout, optional(config, "lora", LoraConfig), partitioner, vllm
+  )
   check_positions(rollout, cfg, config.init)
-  attention.check(cfg, layout, algo.length)
+  attention.check(cfg, partitioner, algo.batch.length)
   grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   journal = ToolJournal(os.path.join(workdir, "tool_calls"))
   return RolloutWorker(
@@ -240,11 +321,11 @@ def _worker(
     tokenizer,
     rollout,
     tools.tool_descriptions,
-    layout=layout,
+    partitioner=partitioner,
     vllm=vllm,
     grader=grader,
     journal=journal,
-    policy_changes=algo.staleness > 0,
+    policy_changes=algo.sampling.staleness > 0,
   )
 
 
@@ -256,12 +337,6 @@ def _inputs(config: ml_collections.ConfigDict, tasks: Sequence[Task]) -> dict[st
     "dev.corpus": hash_files(config.dev.get("corpus")),
     "init": hash_files(config.init, samples=16),
   }
-
-
-def _distribution(worker: RolloutWorker) -> tuple[Any, ...]:
-  """What rollouts are sampled under: truncation, grammar, the same on the device."""
-  grammar = worker.constraint
-  return worker.engine.config.truncation, grammar, on_device(grammar)
 
 
 def _keep(workdir: str, algo: AlgoConfig, step: int, played: list[Trajectory]) -> None:
@@ -276,32 +351,51 @@ def _check_fit(
   algo: AlgoConfig,
   rollout: RolloutConfig,
   lora: LoraConfig | None,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   vllm: VllmConfig | None,
 ) -> None:
-  if algo.length < rollout.max_len:
+  batch = algo.batch
+  sampling = algo.sampling
+  if batch.length < rollout.max_len:
     raise ValueError(
-      f"algo.length={algo.length} is shorter than rollout.max_len={rollout.max_len}: "
-      "a trajectory must fit a row"
+      f"algo.batch.length={batch.length} is shorter than rollout.max_len="
+      f"{rollout.max_len}: a trajectory must fit a row"
     )
-  if layout:
-    layout.check(cfg, B=algo.rows, T=algo.length)
-  sizes.check_training(cfg, "algo", algo.rows, algo.length, bool(lora), layout)
-  fields = f"algo.prompts={algo.prompts} of algo.samples={algo.samples}"
-  capacity.check_host({fields: algo.prompts * algo.samples * capacity.TRAJECTORY})
+  if partitioner:
+    partitioner.check(cfg, B=batch.rows, T=batch.length)
+  sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, bool(lora), partitioner)
+  groups = (
+    f"algo.sampling.prompts={sampling.prompts} of "
+    f"algo.sampling.samples={sampling.samples}"
+  )
+  trajectories = sampling.prompts * sampling.samples
+  capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
   adapting.check(cfg, lora)
+  if sampling.staleness:
+    _check_asynchronous(sampling, partitioner, vllm)
+
+
+def _check_asynchronous(
+  sampling: SamplingConfig, partitioner: Partitioner | None, vllm: VllmConfig | None
+) -> None:
+  """Refuses what rollouts that run ahead of the learner can not do."""
   several = jax.process_count() > 1
-  hindered = {
-    "several processes and section vllm": bool(vllm) and several,
+  # Its collectives and the learner's could wait for each other.
+  tensor = partitioner is not None and partitioner.mesh.shape["tensor"] > 1
+  hindrance = ""
+  if several and vllm:
+    hindrance = "several processes and section vllm"
+  elif several and sampling.task_sampler != "uniform":
     # What one draws next depends on what has been learnt from when it does.
-    f"several processes and algo.draw={algo.draw!r}": several
-    and algo.draw != "uniform",
-    # Its collectives and the learner's could wait for each other.
-    "mesh.tensor above 1": bool(layout) and layout.mesh.shape["tensor"] > 1,
-  }
-  for what in (what for what, there in hindered.items() if there and algo.staleness):
+    hindrance = (
+      f"several processes and algo.sampling.task_sampler={sampling.task_sampler!r}"
+    )
+  elif tensor:
+    hindrance = "mesh.tensor above 1"
+  if hindrance:
     raise ValueError(
-      f"algo.staleness={algo.staleness} does not go with {what}; take 0 (on-policy)"
+      f"algo.sampling.staleness={sampling.staleness} does not go with {hindrance}; "
+      "take 0 (on-policy)"
     )
 
 
@@ -328,15 +422,16 @@ def folder_of_process(workdir: str) -> str:
   return own
 
 
-def _check_gap(algo: AlgoConfig, step: int, values: dict[str, float]) -> None:
+def _check_logp_diff(guards: GuardConfig, step: int, values: dict[str, float]) -> None:
   """Stops a run whose sampler and learner differ by more than the config allows."""
-  share = values.get("gap_share", 0.0)
-  if share > algo.gap_limit:
+  share = values.get("logp_diff_share", 0.0)
+  if share > guards.max_logp_diff_share:
     raise ValueError(
       f"step {step + 1}: log-probs of {share:.1%} of the tokens differ "
-      f"by more than algo.gap={algo.gap:g} nats between sampler and learner, and "
-      f"algo.gap_limit is {algo.gap_limit:.1%}. This update is not saved; compute more "
-      "precisely (model.dtype, model.weight_dtype), or correct with algo.importance_cap"
+      f"by more than algo.guards.max_logp_diff={guards.max_logp_diff:g} nats between "
+      "sampler and learner, and algo.guards.max_logp_diff_share is "
+      f"{guards.max_logp_diff_share:.1%}. This update is not saved; compute more "
+      "precisely (model.dtype, model.weight_dtype), or correct with algo.loss.is_clip"
     )
 
 
@@ -345,15 +440,17 @@ def _speed(
   cfg: ModelConfig,
   algo: AlgoConfig,
   lora: LoraConfig | None,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   rollouts: RolloutBatch,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
   learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
   generated = sum(t.usage.generated for t in rollouts.played)
-  out = clock.flush(decode=generated, learn=sum(learnt) * algo.epochs)
-  took, devices = out["seconds_learn"], layout.mesh.size if layout else 1
-  return out | flops.utilisation(cfg, learnt * algo.epochs, took, bool(lora), devices)
+  learnt = learnt * algo.batch.epochs
+  out = clock.flush(decode=generated, learn=sum(learnt))
+  took = out["seconds_learn"]
+  devices = partitioner.mesh.size if partitioner else 1
+  return out | flops.utilisation(cfg, learnt, took, bool(lora), devices)
 
 
 def _describe(rollouts: RolloutBatch) -> dict[str, float]:
@@ -361,7 +458,7 @@ def _describe(rollouts: RolloutBatch) -> dict[str, float]:
   played = rollouts.played
   out = {
     "reward": _mean([t.reward for t in played]),
-    "informative": rollouts.num_varied / rollouts.num_groups,
+    "reward_variance_share": rollouts.num_varied / rollouts.num_groups,
     "generated_tokens": sum(t.usage.generated for t in played),
     "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
     "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
@@ -420,14 +517,14 @@ def _mean(values: list[float | None]) -> float:
 def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
   """Writes the run in a few numbers, from its log, to `results.json`."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "rl")
-  gaps = [row["logp_gap"] for row in log if row.get("logp_gap") is not None]
+  diffs = [row["logp_diff"] for row in log if row.get("logp_diff") is not None]
   results = {
     "steps": steps,
     "dev_accuracy_first": log[0]["dev_accuracy"],
     "dev_accuracy": accuracy,
     "reward_first": log[0]["reward"],
     "reward": log[-1]["reward"],
-    "logp_gap": max(gaps, default=None),
+    "logp_diff": max(diffs, default=None),
     "seconds": log[-1]["seconds"],
     **phase_seconds(log),
   }

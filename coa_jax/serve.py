@@ -15,7 +15,7 @@ from coa_jax.config import ConfigError, check_sections, section
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
-from coa_jax.model.sharding import MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.worker import RolloutWorker
@@ -55,11 +55,11 @@ def open_server(
   tools = section(config, "tools", ToolsConfig)
   rollout = section(config, "rollout", RolloutConfig)
   load = section(config, "model", LoadConfig)
-  layout = make_layout(section(config, "mesh", MeshConfig))
+  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
   cfg, tokenizer = open_folder(config.init, load)
   check_positions(rollout, cfg, config.init)
-  worker = RolloutWorker(cfg, tokenizer, rollout, tools.tool_descriptions, layout)
-  _, params = load_model(config.init, load, layout)
+  worker = RolloutWorker(cfg, tokenizer, rollout, tools.tool_descriptions, partitioner)
+  _, params = load_model(config.init, load, partitioner)
   with (
     Toolbox(tools) as toolbox,
     worker,

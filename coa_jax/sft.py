@@ -45,7 +45,12 @@ from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout, process_dir
+from coa_jax.model.sharding import (
+  MeshConfig,
+  Partitioner,
+  make_partitioner,
+  process_dir,
+)
 from coa_jax.model.transformer import count_params, init_params
 from coa_jax.model.variants import variant
 from coa_jax.protocol import roles
@@ -122,24 +127,24 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   optim = section(config, "optim", OptimConfig)
   every = section(config, "checkpoint", CheckpointConfig)
   load = model_section(config)
-  layout = make_layout(section(config, "mesh", MeshConfig))
+  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
   lora = optional(config, "lora", LoraConfig)
   rows, own = count_rows(data.trajectories), process_dir(workdir)
   tracked = section(config, "log", LogConfig) if own == workdir else None
   read = {"data.trajectories": hash_files(data.trajectories)}
   read["init"] = hash_files(config.get("init"), samples=16)
   prepare_workdir(config, own, ("log.wandb_project",), read, ("tokenizer", "data"))
-  cfg, tokenizer = _architecture(config, load, data, own, lora, layout)
+  cfg, tokenizer = _architecture(config, load, data, own, lora, partitioner)
   dataset = _dataset(data, tokenizer, cfg.vocab_size, own, rows)
   train, held, left_out = _divide(data, dataset)
-  params = _params(config, load, cfg, data, layout)
-  trained, frozen = adapting.split(cfg, params, lora, data.seed, layout)
-  loss = _loss(cfg, lora, layout)
+  params = _params(config, load, cfg, data, partitioner)
+  trained, frozen = adapting.split(cfg, params, lora, data.seed, partitioner)
+  loss = _loss(cfg, lora, partitioner)
   optimizer = make_optimizer(optim, data.steps)
-  learner = Learner(loss, optimizer, layout)
-  mean_loss = functools.partial(_mean_loss, jax.jit(loss), layout)
-  shape = data.rows, data.length, layout
-  state = init_state(trained, optimizer, layout)
+  learner = Learner(loss, optimizer, partitioner)
+  mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
+  shape = data.rows, data.length, partitioner
+  state = init_state(trained, optimizer, partitioner)
   with Checkpoints(os.path.join(workdir, "checkpoints"), every) as checkpoints:
     restored = checkpoints.restore(state)
     state = restored[0] if restored else state
@@ -161,7 +166,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           held_out = dataset.once(held, *shape)
           values["validation_loss"] = mean_loss(state.params, frozen, held_out)
           clock.lap("eval")
-        values |= _speed(clock, cfg, lora, layout, micro)
+        values |= _speed(clock, cfg, lora, partitioner, micro)
         metrics.log(done, values, f"loss {values['loss']:.3f}")
         checkpoints.reached(state, {}, done == data.steps)
         clock.lap("save")
@@ -281,14 +286,14 @@ def _speed(
   clock: StepTimer,
   cfg: ModelConfig,
   lora: LoraConfig | None,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   micro: list[Micro],
 ) -> dict[str, float]:
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
   lengths = [n for m in micro for n in m.lengths]
   tokens = sum(lengths)
   out = {"tokens": tokens, **clock.flush(step=tokens)}
-  took, devices = out["seconds_step"], layout.mesh.size if layout else 1
+  took, devices = out["seconds_step"], partitioner.mesh.size if partitioner else 1
   return out | flops.utilisation(cfg, lengths, took, bool(lora), devices)
 
 
@@ -300,12 +305,14 @@ def _logged(workdir: str) -> dict[str, Any]:
   return {"tokens_per_second": rate, **last, **phase_seconds(log)}
 
 
-def _loss(cfg: ModelConfig, lora: LoraConfig | None, layout: Layout | None) -> SumLoss:
+def _loss(
+  cfg: ModelConfig, lora: LoraConfig | None, partitioner: Partitioner | None
+) -> SumLoss:
   def loss(
     trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     params = adapting.assemble(trained, frozen, lora)
-    return log_probs.cross_entropy(cfg, params, batch, layout), {}
+    return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
 
   return loss
 
@@ -343,15 +350,15 @@ def _architecture(
   data: DataConfig,
   workdir: str,
   lora: LoraConfig | None,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
 ) -> tuple[ModelConfig, Tokenizer]:
   """Of the model to start from, and its tokenizer; they fit together and the mesh."""
   if isinstance(load, LoadConfig):
     cfg, tokenizer = open_folder(config.init, load)
-    _check_sizes(cfg, data, lora, layout)
+    _check_sizes(cfg, data, lora, partitioner)
   else:
     asked = dataclasses.replace(load, vocab_size=data.vocab_size)
-    _check_sizes(asked, data, lora, layout)
+    _check_sizes(asked, data, lora, partitioner)
     folder = os.path.join(workdir, "tokenizer")
 
     def make(unfinished: str) -> None:
@@ -362,15 +369,18 @@ def _architecture(
     derive(folder, make, data.trajectories)
     tokenizer = Tokenizer.load(folder)
     cfg = with_vocabulary(load, tokenizer)
-  _check(cfg, tokenizer, data, layout)
+  _check(cfg, tokenizer, data, partitioner)
   return cfg, tokenizer
 
 
 def _check_sizes(
-  cfg: ModelConfig, data: DataConfig, lora: LoraConfig | None, layout: Layout | None
+  cfg: ModelConfig,
+  data: DataConfig,
+  lora: LoraConfig | None,
+  partitioner: Partitioner | None,
 ) -> None:
   """Refuses what no memory here can hold."""
-  sizes.check_training(cfg, "data", data.rows, data.length, bool(lora), layout)
+  sizes.check_training(cfg, "data", data.rows, data.length, bool(lora), partitioner)
   # The host makes all micro-batches of an update before the first is used.
   tokens = data.micro_batches * data.rows * data.length
   fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
@@ -383,16 +393,19 @@ def _params(
   load: LoadConfig | ModelConfig,
   cfg: ModelConfig,
   data: DataConfig,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
 ) -> Any:
   """The parameters to start from."""
   if isinstance(load, LoadConfig):
-    return load_model(config.init, load, layout)[1]
-  return init_params(cfg, data.seed, layout)
+    return load_model(config.init, load, partitioner)[1]
+  return init_params(cfg, data.seed, partitioner)
 
 
 def _check(
-  cfg: ModelConfig, tokenizer: Tokenizer, data: DataConfig, layout: Layout | None
+  cfg: ModelConfig,
+  tokenizer: Tokenizer,
+  data: DataConfig,
+  partitioner: Partitioner | None,
 ) -> None:
   """Refuses, before any array is made, what does not fit together."""
   if tokenizer.vocab_size > cfg.vocab_size:
@@ -400,18 +413,22 @@ def _check(
       f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
       f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
     )
-  if layout:
-    layout.check(cfg, B=data.rows, T=data.length)
-  attention.check(cfg, layout, data.length)
+  if partitioner:
+    partitioner.check(cfg, B=data.rows, T=data.length)
+  attention.check(cfg, partitioner, data.length)
 
 
 def _mean_loss(
-  loss: Any, layout: Layout | None, trained: Any, frozen: Any, held: Iterable[Micro]
+  loss: Any,
+  partitioner: Partitioner | None,
+  trained: Any,
+  frozen: Any,
+  held: Iterable[Micro],
 ) -> float:
   """Mean negative log-likelihood of held-out policy tokens, in nats."""
   total = tokens = 0.0
   for micro in held:
-    placed = layout.put(micro.batch) if layout else micro.batch
+    placed = partitioner.put(micro.batch) if partitioner else micro.batch
     total += float(loss(trained, frozen, placed)[0])
     tokens += micro.policy
   return total / tokens if tokens else float("nan")

@@ -40,12 +40,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.tasks = dict(uri="train.jsonl")
   config.algo = dict(
     steps=2 if tiny else 200,
-    prompts=2 if tiny else 32,
-    samples=2 if tiny else 8,
-    clip_low=0.2,
-    clip_high=0.28,
-    rows=8,
-    length=1024 if tiny else 4096,
+    sampling=dict(prompts=2 if tiny else 32, samples=2 if tiny else 8),
+    loss=dict(clip_low=0.2, clip_high=0.28),
+    batch=dict(rows=8, length=1024 if tiny else 4096),
   )
   config.dev = dict(every=1 if tiny else 20, uri="dev.jsonl", limit=4 if tiny else 128)
   config.checkpoint = dict(every=1 if tiny else 20, keep=2)

@@ -53,14 +53,14 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.tasks = dict(uri="runs/world/rl_tasks.jsonl")
   config.algo = dict(
     steps=2 if tiny else 25,
-    prompts=4 if tiny else 24,
-    samples=4 if tiny else 8,
-    rounds=1,
-    clip_low=0.2,
-    clip_high=0.28,
-    rows=16,
-    length=256,
     keep_every=1 if tiny else 10,
+    sampling=dict(
+      prompts=4 if tiny else 24,
+      samples=4 if tiny else 8,
+      rounds=1,
+    ),
+    loss=dict(clip_low=0.2, clip_high=0.28),
+    batch=dict(rows=16, length=256),
   )
   if name:
     config.algo.update(preset(name))

@@ -100,7 +100,7 @@ def test_an_algorithm_has_a_tiny_form_too():
   whole, tiny = get_config("gspo"), get_config("gspo:tiny")
   assert tiny.algo.steps == get_config("tiny").algo.steps < whole.algo.steps
   small = get_config("tiny")
-  assert tiny.algo.clip_high == whole.algo.clip_high != small.algo.clip_high
+  assert tiny.algo.loss == whole.algo.loss != small.algo.loss
   for wrong in ("gspo:", "gspotiny", "tiny:gspo", ":tiny", "gspo:huge"):
     with pytest.raises(ValueError, match="rl_world answers"):
       get_config(wrong)

@@ -80,7 +80,7 @@ import jax, jax.numpy as jnp, numpy as np
 import myrewards
 from coa_jax.importers.importers import Importer, detect
 from coa_jax.learner import batch as batching
-from coa_jax.learner.algorithms import AlgoConfig, preset
+from coa_jax.learner.algorithms import LossConfig, preset
 from coa_jax.learner.policy_loss import policy_loss
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory
@@ -116,14 +116,14 @@ assert asked.question == "Where is Paris?"
 assert "Paris is in France." in trajectory.text
 assert "<answer> France</answer>" in trajectory.text
 
-algo = AlgoConfig(steps=1, **preset("spo"))
+config = LossConfig(**preset("spo")["loss"])
 batch = batching.empty(1, 2).replace(
   segment_BT=np.array([[1, 1]]),
   weight_BT=np.ones((1, 2), np.float32),
   advantage_BT=np.array([[1.0, -2.0]], np.float32),
 )
 logp = jnp.log(jnp.array([[1.1, 1.5]]))
-value, sums = policy_loss(algo, logp, batch)
+value, sums = policy_loss(config, logp, batch)
 by_hand = -(1.1 - 0.01 / 0.4) - (-3.0 - 2 * 0.25 / 0.4)
 assert math.isclose(float(value), by_hand, rel_tol=1e-5), (value, by_hand)
 assert float(sums["clipped"]) == 1

@@ -21,6 +21,7 @@ BELOW = {
   "json_io": set(),
   "capacity": set(),
   "disk": set(),
+  "fields": set(),
   "lock": set(),
   "config": {"lock"},
   "protocol": set(),
@@ -34,8 +35,8 @@ BELOW = {
   "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
   "report": {"model", "rewards", "tasks", "protocol"},
 }
-for room in set(BELOW) - {"json_io", "capacity", "disk"}:
-  BELOW[room] |= {"json_io", "capacity", "disk"}
+for room in set(BELOW) - {"json_io", "capacity", "disk", "fields"}:
+  BELOW[room] |= {"json_io", "capacity", "disk", "fields"}
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.

@@ -143,7 +143,10 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
     **sections,
     "optim": dict(lr=1e-3),
     "algo": dict(
-      steps=2, prompts=4, samples=4, rounds=1, rows=4, length=toy.MAX_LEN, keep_every=1
+      steps=2,
+      keep_every=1,
+      sampling=dict(prompts=4, samples=4, rounds=1),
+      batch=dict(rows=4, length=toy.MAX_LEN),
     ),
     "dev": dict(every=1, uri=sections["tasks"]["uri"]),
     "checkpoint": dict(every=1),
@@ -173,14 +176,12 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
     "optim": dict(lr=1e-3),
     "algo": dict(
       steps=steps,
-      prompts=prompts,
-      samples=4,
-      filter_groups=False,
-      rows=4,
-      length=toy.MAX_LEN,
       keep_every=1,
-      staleness=1,
-      importance_cap=2.0,
+      sampling=dict(
+        prompts=prompts, samples=4, filter_groups=False, staleness=1
+      ),
+      loss=dict(is_clip=2.0),
+      batch=dict(rows=4, length=toy.MAX_LEN),
     ),
     "dev": dict(every=2, uri=sections["tasks"]["uri"]),
     "checkpoint": dict(every=2),

@@ -17,7 +17,7 @@ from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_traject
 from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.collect import RolloutCollector
-from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 
@@ -46,7 +46,12 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
       rollout=dict(style="brief", slots=16, max_len=toy.MAX_LEN),
       tools=dict(tools=("code",)),
       tasks=dict(uri=str(tasks)),
-      algo=dict(steps=STEPS, prompts=2, samples=8, rounds=1, rows=8, length=128),
+      algo=dict(
+        steps=STEPS,
+        sampling=dict(prompts=2, samples=8, rounds=1),
+        batch=dict(rows=8, length=128),
+        guards=dict(max_logp_diff=0.1, max_logp_diff_share=1.0),
+      ),
       dev=dict(every=STEPS - 1, uri=str(tasks)),
       checkpoint=dict(every=STEPS),
     )
@@ -91,13 +96,13 @@ def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
   """Half-precision activations: the gate counts the tokens, and closes if asked to."""
   low = config.copy_and_resolve_references()
   low.model.dtype = "bfloat16"
-  low.algo.update(steps=1, gap=1e-4)
+  low.algo.update(steps=1, guards=dict(max_logp_diff=1e-4))
   rl.run(low, str(tmp_path / "open"))
   (row,) = read_metrics(str(tmp_path / "open" / "metrics.jsonl"), "rl")
   assert 0.015 < row["gap_share"] < 1
-  low.algo.gap_limit = 0.01
+  low.algo.guards.max_logp_diff_share = 0.01
   with pytest.raises(
-    ValueError, match=r"step 1: .* differ by more than algo.gap=0.0001"
+    ValueError, match=r"step 1: .* differ by more than algo.guards.max_logp_diff=0.0001"
   ):
     rl.run(low, str(tmp_path / "closed"))
   assert not list((tmp_path / "closed").glob("checkpoints/*"))
@@ -123,13 +128,20 @@ def collected(
 ):
   """One batch of the guessing policy's rollouts, with tools from a table."""
   cfg, params = rl.load_model(config.init)
-  algo = rl.AlgoConfig(steps=1, prompts=2, samples=samples, rounds=3, **changes)
+  sampling = SamplingConfig(prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
   worker = rl.RolloutWorker(cfg, toy.tokenizer(), rollout, ("code",))
   draw = TaskSampler([Task(q, q, (a,)) for q, a in right.items()], 0)
   cursor = {"group": first, "unfinished": [], "draw": draw.state}
   collector = RolloutCollector(
-    worker, draw, toolbox, algo, rl._has_reward_variance, seed=0, cursor=cursor
+    worker,
+    draw,
+    toolbox,
+    sampling,
+    rl._has_reward_variance,
+    steps=1,
+    seed=0,
+    cursor=cursor,
   )
   with worker, collector:
     return collector.next(params, 0)
@@ -255,7 +267,7 @@ def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
   tasks = tmp_path / "tasks.jsonl"
   tasks.write_text('{"question": "sky", "answers": ["green"]}\n')
   stuck.tasks.uri = stuck.dev.uri = str(tasks)
-  stuck.algo.update(steps=3, samples=2, prompts=1)
+  stuck.algo.update(steps=3, sampling=dict(samples=2, prompts=1))
   stuck.dev.every = 2
   results = rl.run(stuck, str(tmp_path / "w"))
   assert results["logp_gap"] is None and results["reward"] == 0.0
@@ -268,9 +280,8 @@ def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
 @pytest.mark.parametrize(
   ("section", "field", "value", "message"),
   [
-    ("algo", "length", 64, r"algo\.length=64 is shorter than rollout\.max_len=128"),
-    ("algo", "samples", 1, "samples is 1; it must be at least 2"),
-    ("algo", "temperature", 0.0, "temperature is 0.0; it must be above 0"),
+    ("algo", "batch", {"length": 64}, r"batch\.length=64 is shorter than rollout\.max"),
+    ("algo", "sampling", {"samples": 1}, "samples is 1; it must be at least 2"),
     ("dev", "every", 0, "'dev': every is 0; it must be at least 1"),
     ("dev", "limit", 0, "'dev': limit is 0; it must be at least 1"),
     ("model", "scam", True, "no field 'scam'; did you mean 'scan'"),
@@ -363,15 +374,15 @@ def test_an_interrupted_run_is_stopped_where_it_would_have_been(
   watched.checkpoint.every = 1
   # No share is 2: a warning at the third step.
   watched.watch = dict(stop=True, patience=3, informative=2.0)
-  check = rl._check_gap
+  check = rl._check_logp_diff
 
-  def killed(algo, step, values):
+  def killed(guards, step, values):
     if step == 2:
       raise KeyboardInterrupt
-    check(algo, step, values)
+    check(guards, step, values)
 
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(rl, "_check_gap", killed)
+    patch.setattr(rl, "_check_logp_diff", killed)
     rl.run(watched, str(tmp_path))
   for _ in range(2):  # and there again, before any rollout
     with pytest.raises(CollapsedError, match=r"stopped at step 3 \(saved\)"):

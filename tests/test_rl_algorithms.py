@@ -19,9 +19,14 @@ def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(
 ):
   ppo = config.copy_and_resolve_references()
   # By the learner's own log-probs as old policy, with everything that this needs.
-  more = {"steps": 3, "minibatches": 2, "importance_cap": 2.0, "critic_lr": 1e-3}
+  more = dict(
+    steps=3,
+    batch=dict(minibatches=2),
+    loss=dict(is_clip=2.0, critic_lr=1e-3),
+  )
   with ppo.unlocked():
-    ppo.algo.update(preset("ppo") | more)
+    ppo.algo.update(preset("ppo"))
+    ppo.algo.update(more)
   ppo.dev.every, ppo.checkpoint.every = 8, 1
   rl.run(ppo, str(tmp_path / "whole"))
 
@@ -58,7 +63,8 @@ def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(
 def test_every_preset_learns(config, tmp_path, name: str):  # noqa: F811
   learning = config.copy_and_resolve_references()
   with learning.unlocked():
-    learning.algo.update(preset(name) | {"critic_lr": 1e-3})
+    learning.algo.update(preset(name))
+    learning.algo.loss.critic_lr = 1e-3
   rl.run(learning, str(tmp_path))
   log = read_metrics(str(tmp_path / "metrics.jsonl"), "rl")
   reward = [row["reward"] for row in log]

@@ -10,7 +10,6 @@ import pytest
 from test_rl import RIGHT, config  # noqa: F401 (a fixture)
 
 from coa_jax import rl
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tasks.sampling import TaskSampler
@@ -24,7 +23,9 @@ def ahead(config) -> ml_collections.ConfigDict:  # noqa: F811
   """The config of the synchronous tests, with tokens up to 2 updates old."""
   out = config.copy_and_resolve_references()
   with out.unlocked():
-    out.algo.update(staleness=2, importance_cap=2.0, keep_every=1)
+    out.algo.update(
+      keep_every=1, sampling=dict(staleness=2), loss=dict(is_clip=2.0)
+    )
   return out
 
 
@@ -32,15 +33,15 @@ def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once
   ahead, tmp_path, monkeypatch
 ):
   ahead.checkpoint.every = 8
-  check = rl._check_gap
+  check = rl._check_logp_diff
 
-  def killed(algo, step, values):
+  def killed(guards, step, values):
     if step == 10:
       raise KeyboardInterrupt
-    check(algo, step, values)
+    check(guards, step, values)
 
   with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-    patched.setattr(rl, "_check_gap", killed)
+    patched.setattr(rl, "_check_logp_diff", killed)
     rl.run(ahead, str(tmp_path))
   assert not [t for t in threading.enumerate() if t.name == "ahead"]
   results = rl.run(ahead, str(tmp_path))
@@ -93,24 +94,13 @@ def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(staleness=-1), "staleness is -1"),
-    (dict(staleness=1), r"staleness=1 needs importance_cap above 0"),
-    (dict(staleness=1, importance_cap=2.0, gap_limit=0.5), "leave it at 1"),
-    (dict(draw="hard"), "draw 'hard'; accepted: uniform, learnability, curriculum"),
-    (dict(curriculum=2.0), "curriculum is 2.0; it must be from 0 to 1"),
-  ],
-)
-def test_what_makes_no_sense_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    AlgoConfig(steps=1, **changes)
-
-
-@pytest.mark.parametrize(
   ("section", "changes", "message"),
   [
-    ("algo", dict(draw="learnability"), "several processes and algo.draw='learn"),
+    (
+      "algo",
+      dict(sampling=dict(task_sampler="learnability")),
+      r"several processes and algo\.sampling\.task_sampler='learn",
+    ),
     ("vllm", dict(folder="x"), "several processes and section vllm"),
   ],
 )
@@ -119,7 +109,9 @@ def test_what_several_processes_can_not_do_is_refused(
 ):
   monkeypatch.setattr(rl.jax, "process_count", lambda: 2)
   with ahead.unlocked():
-    ahead[section] = {**ahead.get(section, {}), **changes}
+    if section not in ahead:
+      ahead[section] = {}
+    ahead[section].update(changes)
   with pytest.raises(ValueError, match=f"staleness=2 does not go with {message}"):
     rl.run(ahead, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coa_jax.learner.batch import Batch, pack
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 _TOKENS, _ABOUT = "tokens.int32", "sequences.npy"
@@ -92,7 +92,11 @@ class Dataset:
     return np.where(ours_T, stored_T, ~stored_T), ours_T
 
   def batch(
-    self, rows: Sequence[np.ndarray], size: int, length: int, layout: Layout | None
+    self,
+    rows: Sequence[np.ndarray],
+    size: int,
+    length: int,
+    partitioner: Partitioner | None,
   ) -> Micro:
     """Rows of sequences, filled up with empty rows.
 
@@ -100,9 +104,9 @@ class Dataset:
       rows: the sequences of each row; together at most `length` tokens.
       size: B, rows of the batch.
       length: T, tokens of a row.
-      layout: rows that it puts on no device of this process are not read.
+      partitioner: rows that it puts on no device of this process are not read.
     """
-    mine_B = layout.rows(size) if layout else np.ones(size, bool)
+    mine_B = partitioner.rows(size) if partitioner else np.ones(size, bool)
     shape = (size, length)
     # Pages that are never written take no memory, however large the batch of all is.
     tokens, segment, position = (np.zeros(shape, np.int32) for _ in range(3))
@@ -124,19 +128,19 @@ class Dataset:
     )
 
   def once(
-    self, members: np.ndarray, size: int, length: int, layout: Layout | None
+    self, members: np.ndarray, size: int, length: int, partitioner: Partitioner | None
   ) -> Iterator[Micro]:
     """Micro-batches of some sequences, each once. Args as those of `batch`."""
     rows = _packed(self, members, length)
     for start in range(0, len(rows), size):
-      yield self.batch(rows[start : start + size], size, length, layout)
+      yield self.batch(rows[start : start + size], size, length, partitioner)
 
   def endless(
     self,
     members: np.ndarray,
     size: int,
     length: int,
-    layout: Layout | None,
+    partitioner: Partitioner | None,
     seed: int,
     first: int,
   ) -> Iterator[Micro]:
@@ -149,7 +153,7 @@ class Dataset:
 
     Args:
       members: indices of the sequences, each of 1 to `length` tokens.
-      size: as `batch` takes it, like `length` and `layout`.
+      size: as `batch` takes it, like `length` and `partitioner`.
       seed: of the order; 0 to 2**32 - 1.
       first: the number of the first micro-batch.
     """
@@ -160,7 +164,7 @@ class Dataset:
 
     def micro(number: int) -> Micro:
       places = range(number * size, (number + 1) * size)
-      return self.batch([rows[order[p]] for p in places], size, length, layout)
+      return self.batch([rows[order[p]] for p in places], size, length, partitioner)
 
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
     numbers = grain.MapDataset.range(first, _FOR_EVER)

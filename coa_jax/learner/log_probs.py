@@ -17,7 +17,7 @@ from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import Transformer
 
 # Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
@@ -29,7 +29,7 @@ def token_logps(
   params: Any,
   batch: Batch,
   temperature: float = 1.0,
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
   truncation: Truncation = NO_TRUNCATION,
   constraint: TokenMask | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -43,7 +43,7 @@ def token_logps(
     params: its parameters.
     batch: packed rows.
     temperature: of the sampling distribution.
-    layout: the mesh that all of this is split over.
+    partitioner: the mesh that all of this is split over.
     truncation: of the sampling distribution.
     constraint: the grammar that policy tokens were sampled under.
 
@@ -51,7 +51,7 @@ def token_logps(
     logp_BT and entropy_BT (nats, float32), and removed_BT, the probability that the
     grammar took from other tokens; a segment's first token has 0 in all.
   """
-  model = Transformer(cfg, layout)
+  model = Transformer(cfg, partitioner)
   hidden_BTD, _ = model.apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
@@ -75,9 +75,9 @@ def token_logps(
   # What follows each token; the last of a row predicts nothing that is used.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
-  T, pieces = target_BT.shape[1], layout.ways("T") if layout else 1
-  rows = target_BT.shape[0] // (layout.ways("B") if layout else 1)
-  own_V = cfg.vocab_size // (layout.ways("V") if layout else 1)
+  T, pieces = target_BT.shape[1], partitioner.ways("T") if partitioner else 1
+  rows = target_BT.shape[0] // (partitioner.ways("B") if partitioner else 1)
+  own_V = cfg.vocab_size // (partitioner.ways("V") if partitioner else 1)
   most = cfg.logit_chunk or _logits_at_once(own_V) // rows
   chunks, C = _chunks(T // pieces, max(1, most))
   given = (hidden_BTD, target_BT, grammar_BT)
@@ -92,7 +92,7 @@ def token_logps(
 
 
 def cross_entropy(
-  cfg: ModelConfig, params: Any, batch: Batch, layout: Layout | None = None
+  cfg: ModelConfig, params: Any, batch: Batch, partitioner: Partitioner | None = None
 ) -> jax.Array:
   """Sum of negative log-likelihoods of the tokens that count, each by its weight.
 
@@ -110,15 +110,15 @@ def cross_entropy(
       is a quarter of a device's tokens, or what half a gigabyte holds if that is less.
     params: its parameters.
     batch: packed rows.
-    layout: the mesh that all of this is split over.
+    partitioner: the mesh that all of this is split over.
 
   Returns:
     The sum, in nats.
   """
-  if layout and any(layout.ways(letter) > 1 for letter in "DTV"):
-    logp_BT, *_ = token_logps(cfg, params, batch, layout=layout)
+  if partitioner and any(partitioner.ways(letter) > 1 for letter in "DTV"):
+    logp_BT, *_ = token_logps(cfg, params, batch, partitioner=partitioner)
     return nll(logp_BT, batch.weight_BT)
-  model = Transformer(cfg, layout)
+  model = Transformer(cfg, partitioner)
   hidden_BTD, _ = model.apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
@@ -139,12 +139,12 @@ def cross_entropy(
     )
     return _cross_entropy(*given, cfg.dtype, piece)[None]
 
-  if layout:
+  if partitioner:
     of_rows = jax.shard_map(
       of_rows,
-      mesh=layout.mesh,
-      in_specs=(*map(layout.spec, ("BT.", "..", "BT", "BT")),),
-      out_specs=layout.spec("B"),
+      mesh=partitioner.mesh,
+      in_specs=(*map(partitioner.spec, ("BT.", "..", "BT", "BT")),),
+      out_specs=partitioner.spec("B"),
       check_vma=False,
     )
   return of_rows(hidden_BTD, output_DV, target_BT, weight_BT).sum()
@@ -288,7 +288,7 @@ def token_values(
   params: Any,
   head_D1: jax.Array,
   batch: Batch,
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
 ) -> jax.Array:
   """A critic's value of what stands before each token of its segment.
 
@@ -297,12 +297,12 @@ def token_values(
     params: the trunk's parameters.
     head_D1: from the final hidden state to a value.
     batch: packed rows.
-    layout: the mesh that all of this is split over.
+    partitioner: the mesh that all of this is split over.
 
   Returns:
     value_BT, float32; a segment's first token has 0.
   """
-  hidden_BTD, _ = Transformer(cfg, layout).apply(
+  hidden_BTD, _ = Transformer(cfg, partitioner).apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]

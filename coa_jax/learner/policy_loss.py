@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.learner import advantages, surrogates
-from coa_jax.learner.algorithms import TOKEN_ADVANTAGES, AlgoConfig
+from coa_jax.learner.algorithms import TOKEN_ADVANTAGES, LossConfig
 from coa_jax.learner.batch import Batch
 
 
 def token_advantages(
-  algo: AlgoConfig,
+  config: LossConfig,
   reward_GK: np.ndarray,
   counts: Sequence[int],
   kl: Sequence[np.ndarray] | None = None,
   value: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Advantages of all policy tokens of a batch, by `algo.advantage`.
+  """Advantages of all policy tokens of a batch, by `config.advantage`.
 
   Args:
-    algo: which estimator.
+    config: which estimator.
     reward_GK: rewards of G groups of K samples; NaN where a sample is missing. The n
       others, row by row, are the trajectories of the lists below.
     counts: policy tokens of each trajectory.
@@ -34,33 +34,33 @@ def token_advantages(
     For each trajectory an array over its policy tokens; and for gae the returns.
   """
   present_GK = ~np.isnan(reward_GK)
-  penalty = [-algo.kl_coef * x for x in kl] if kl else [np.zeros(n) for n in counts]
-  if algo.advantage in TOKEN_ADVANTAGES:
+  penalty = [-config.kl_coef * x for x in kl] if kl else [np.zeros(n) for n in counts]
+  if config.advantage in TOKEN_ADVANTAGES:
     reward = [p.astype(np.float64) for p in penalty]
     for r, earned in zip(reward, reward_GK[present_GK], strict=True):
       r[-1:] += earned
-    if algo.advantage == "reinforce++":
+    if config.advantage == "reinforce++":
       return advantages.whiten(
-        [advantages.reward_to_go(r, algo.gamma) for r in reward]
+        [advantages.reward_to_go(r, config.gamma) for r in reward]
       ), None
     pairs = [
-      advantages.gae(r, v.astype(np.float64), algo.gamma, algo.lam)
+      advantages.gae(r, v.astype(np.float64), config.gamma, config.lam)
       for r, v in zip(reward, value, strict=True)
     ]
     return advantages.whiten([a for a, _ in pairs]), [r for _, r in pairs]
   reward_GK = reward_GK.copy()
   reward_GK[present_GK] += [p.sum() for p in penalty]
-  if algo.advantage == "rloo":
+  if config.advantage == "rloo":
     advantage_GK = advantages.leave_one_out(reward_GK)
   else:
-    advantage_GK = advantages.group_relative(reward_GK, algo.advantage == "grpo")
+    advantage_GK = advantages.group_relative(reward_GK, config.advantage == "grpo")
   out = [np.full(n, a) for n, a in zip(counts, advantage_GK[present_GK], strict=True)]
   return (
-    advantages.whiten(out) if algo.advantage == "reinforce++_baseline" else out
+    advantages.whiten(out) if config.advantage == "reinforce++_baseline" else out
   ), None
 
 
-def shares(algo: AlgoConfig, counts: Sequence[int]) -> list[float]:
+def shares(config: LossConfig, counts: Sequence[int], length: int) -> list[float]:
   """What a token of each trajectory counts in the loss of one update.
 
   The loss is the sum over all tokens of share times term, divided by the number n of
@@ -68,33 +68,34 @@ def shares(algo: AlgoConfig, counts: Sequence[int]) -> list[float]:
   change it. Trajectories without a token are no trajectories here, as in verl.
 
   Args:
-    algo: which aggregation.
+    config: which aggregation.
     counts: policy tokens of each trajectory of the update.
+    length: tokens of a row, by which a sum is divided where `config.horizon` is 0.
   """
   n, present = sum(counts), max(1, sum(c > 0 for c in counts))
-  if algo.aggregation == "token-mean":
+  if config.aggregation == "token-mean":
     return [1.0] * len(counts)
-  if algo.aggregation == "seq-mean-token-mean":
+  if config.aggregation == "seq-mean-token-mean":
     return [n / (present * c) if c else 0.0 for c in counts]
   norm = 1.0
-  if algo.aggregation == "seq-mean-token-sum-norm":
-    norm = algo.horizon or algo.length
+  if config.aggregation == "seq-mean-token-sum-norm":
+    norm = config.horizon or length
   return [n / (present * norm)] * len(counts)
 
 
 def policy_loss(
-  algo: AlgoConfig, logp_BT: jax.Array, batch: Batch
+  config: LossConfig, logp_BT: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of the policy, summed over the tokens that it wrote, each by its share.
 
   The old policy of the ratio is the sampler, whose log-probs came with the tokens. With
-  an `importance_cap` it is the learner itself before the step's first update
+  an `is_clip` it is the learner itself before the step's first update
   (`batch.old_BT`; None: now, so the ratio is 1 in value), and each token's term is
   multiplied by its importance p_old / p_sampler. That is decoupled PPO (arXiv
   2505.24298, eq. 5), and for a step of one update truncated importance sampling.
 
   Args:
-    algo: ratio, surrogate, KL and importance.
+    config: ratio, surrogate, KL and importance.
     logp_BT: log-probs under the policy being trained.
     batch: with advantages, the sampler's log-probs, and those of the reference where
       the KL is in the loss.
@@ -107,7 +108,7 @@ def policy_loss(
   weight_BT, segment_BT = batch.weight_BT, batch.segment_BT
   share_BT = weight_BT if batch.share_BT is None else batch.share_BT
   old_BT, importance_BT, sums = batch.logp_BT, 1.0, {}
-  if algo.importance_cap:
+  if config.is_clip:
     old_BT = batch.old_BT
     if old_BT is None:
       old_BT = jax.lax.stop_gradient(logp_BT)
@@ -115,26 +116,26 @@ def policy_loss(
       old_BT - batch.logp_BT,
       weight_BT,
       segment_BT,
-      algo.importance_level,
-      algo.importance_rule,
-      algo.importance_cap,
-      algo.importance_floor,
+      config.is_level,
+      config.is_mode,
+      config.is_clip,
+      config.is_min,
     )
     sums["importance"] = jnp.sum(weight_BT * importance_BT)
     sums["importance_capped"] = jnp.sum(weight_BT * changed_BT)
-  if algo.ratio == "sequence":
+  if config.ratio == "sequence":
     ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, weight_BT, segment_BT)
   else:
     ratio_BT = surrogates.token_ratio(logp_BT, old_BT)
-  bounds = (ratio_BT, batch.advantage_BT, algo.clip_low, algo.clip_high)
-  if algo.surrogate == "cispo":
+  bounds = (ratio_BT, batch.advantage_BT, config.clip_low, config.clip_high)
+  if config.surrogate == "cispo":
     term_BT, active_BT = surrogates.cispo(logp_BT, *bounds)
   else:
-    term_BT, active_BT = surrogates.clip(*bounds, algo.dual_clip)
+    term_BT, active_BT = surrogates.clip(*bounds, config.dual_clip)
   loss_BT = -importance_BT * term_BT
-  if algo.kl_coef and algo.kl_in == "loss":
-    kl_BT = surrogates.kl(logp_BT, batch.reference_BT, algo.kl_estimator)
-    loss_BT += algo.kl_coef * kl_BT
+  if config.kl_coef and config.kl_in == "loss":
+    kl_BT = surrogates.kl(logp_BT, batch.reference_BT, config.kl_estimator)
+    loss_BT += config.kl_coef * kl_BT
     sums["reference_kl"] = jnp.sum(weight_BT * kl_BT)
   # Of the policy from the sampler: how far off-policy this batch is.
   log_BT = surrogates.bounded(logp_BT - batch.logp_BT)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from coa_jax.learner.batch import Batch
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 
 # (trained, frozen, micro-batch) -> (loss summed over tokens, {name: sum over tokens})
 SumLoss = Callable[[Any, Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
@@ -40,14 +40,16 @@ class TrainState:
 
 
 def init_state(
-  params: Any, optimizer: optax.GradientTransformation, layout: Layout | None = None
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  partitioner: Partitioner | None = None,
 ) -> TrainState:
   """A state at step 0; the optimizer's arrays are split as the parameters are."""
 
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-  shardings = layout.tree(jax.eval_shape(fresh, params)) if layout else None
+  shardings = partitioner.tree(jax.eval_shape(fresh, params)) if partitioner else None
   return jax.jit(fresh, out_shardings=shardings)(params)
 
 
@@ -58,12 +60,12 @@ class Learner:
     self,
     loss: SumLoss,
     optimizer: optax.GradientTransformation,
-    layout: Layout | None = None,
+    partitioner: Partitioner | None = None,
   ):
     """Args: a loss that sums over tokens, what applies its gradient, the mesh."""
-    self._layout = layout
+    self._partitioner = partitioner
     self._most = 1  # micro-batches that the compiled step takes
-    step = functools.partial(_step, loss, optimizer, layout)
+    step = functools.partial(_step, loss, optimizer, partitioner)
     self.jitted = jax.jit(step, donate_argnums=0)
 
   def step(
@@ -100,8 +102,8 @@ class Learner:
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self._most - count)]
     batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
-    if self._layout:
-      batch_MBT = self._layout.put(batch_MBT)
+    if self._partitioner:
+      batch_MBT = self._partitioner.put(batch_MBT)
     # A loss is ready before all else is: on a CPU a step that queues behind another
     # holds temporaries of its own (100M: 6.6 GB at most instead of 4.3).
     jax.block_until_ready(state)
@@ -115,7 +117,7 @@ class Learner:
 def _step(
   loss: SumLoss,
   optimizer: optax.GradientTransformation,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   state: TrainState,
   frozen: Any,
   batch_MBT: Batch,
@@ -125,9 +127,9 @@ def _step(
   """The step that `Learner` jits; the first `count` of M micro-batches count."""
 
   def place(tree: Any) -> Any:
-    if not layout:
+    if not partitioner:
       return tree
-    return jax.lax.with_sharding_constraint(tree, layout.tree(tree))
+    return jax.lax.with_sharding_constraint(tree, partitioner.tree(tree))
 
   def sums(m: jax.Array | int) -> Any:
     batch = jax.tree.map(lambda x: x[m], batch_MBT)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.learner import log_probs, policy_loss, surrogates
-from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.algorithms import BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
 from coa_jax.learner.state import Learner, TrainState, init_state
@@ -24,7 +24,7 @@ from coa_jax.model import lora as adapting
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.lora import LoraConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import used
 from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.trajectory import Trajectory
@@ -38,32 +38,58 @@ class PolicyUpdate:
   def __init__(
     self,
     cfg: ModelConfig,
-    algo: AlgoConfig,
+    loss: LossConfig,
+    batch: BatchConfig,
     optim: OptimConfig,
     lora: LoraConfig | None,
-    layout: Layout | None,
+    partitioner: Partitioner | None,
     truncation: Truncation,
+    *,
+    steps: int,
+    prompts: int,
+    samples: int,
+    temperature: float = 1.0,
+    max_logp_diff: float = 0.1,
     constraint: Constraint | None = None,
     allowed: TokenMask | None = None,
   ):
-    """Args: the model, the algorithm, the mesh, and the sampling distribution.
+    """Builds the optimizer, and compiles nothing yet.
 
-    `constraint` is the grammar of the rollouts, `allowed` the same on the device.
+    Args:
+      cfg: the architecture.
+      loss: what is minimised.
+      batch: rows and tokens of a micro-batch, and updates from one batch of rollouts.
+      optim: of the policy; the critic has its own learning rate.
+      lora: None trains the whole model.
+      partitioner: None for one device.
+      truncation: which tokens the rollouts were sampled from.
+      steps: batches of rollouts that the run learns from.
+      prompts: groups of a batch, at most.
+      samples: trajectories of a group.
+      temperature: of the rollouts.
+      max_logp_diff: nats; see `GuardConfig`.
+      constraint: the grammar of the rollouts.
+      allowed: the same on the device.
     """
-    self._cfg, self._algo, self._lora, self._layout = cfg, algo, lora, layout
-    self._distribution = (algo.temperature, layout, truncation, allowed)
+    self._cfg = cfg
+    self._loss = loss
+    self._batch = batch
+    self._lora = lora
+    self._partitioner = partitioner
+    self._max_logp_diff = max_logp_diff
+    self._distribution = (temperature, partitioner, truncation, allowed)
     self._constraint = constraint
-    steps = algo.steps * algo.updates
-    optimizers = {"policy": make_optimizer(optim, steps)}
-    if algo.has_critic:
-      critic = dataclasses.replace(optim, name="adamw", lr=algo.critic_lr)
-      optimizers["critic"] = make_optimizer(critic, steps)
+    updates = steps * batch.updates
+    optimizers = {"policy": make_optimizer(optim, updates)}
+    if loss.has_critic:
+      critic = dataclasses.replace(optim, name="adamw", lr=loss.critic_lr)
+      optimizers["critic"] = make_optimizer(critic, updates)
     self._optimizer = side_by_side(optimizers)
-    self._learner = Learner(self._loss, self._optimizer, layout)
-    groups = -(-algo.prompts // algo.minibatches)
+    self._learner = Learner(self._total_loss, self._optimizer, partitioner)
+    groups = -(-prompts // batch.minibatches)
     # A row each, at worst.
-    self._learner.reserve(-(-groups * algo.samples // algo.rows))
-    whole = layout.sharding("") if layout else None
+    self._learner.reserve(-(-groups * samples // batch.rows))
+    whole = partitioner.sharding("") if partitioner else None
     self._score = jax.jit(self._scores, out_shardings=whole)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
@@ -73,23 +99,23 @@ class PolicyUpdate:
       The state; and {"base": parameters below adapters, or None; "reference": those of
       the reference policy, or None where there is none or the base is it}.
     """
-    split = (self._lora, seed, self._layout)
+    split = (self._lora, seed, self._partitioner)
     policy, base = adapting.split(self._cfg, params, *split)
     trained, reference = {"policy": policy}, None
-    if self._algo.kl_coef and base is None:
+    if self._loss.kl_coef and base is None:
       # In the dtype that it computes with; a copy, since the state's are donated.
       dtype = self._cfg.dtype
       reference = jax.tree.map(
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
-    if self._algo.has_critic:
-      trunk, _ = adapting.split(self._cfg, params, self._lora, seed + 1, self._layout)
+    if self._loss.has_critic:
+      trunk, _ = adapting.split(self._cfg, params, self._lora, seed + 1, self._partitioner)
       head_D1 = jnp.zeros((self._cfg.width, 1))
       trained["critic"] = {
         "trunk": jax.tree.map(jnp.copy, trunk),
         "value_head": head_D1,
       }
-    state = init_state(trained, self._optimizer, self._layout)
+    state = init_state(trained, self._optimizer, self._partitioner)
     return state, {"base": base, "reference": reference}
 
   def policy(self, state: TrainState, frozen: Any) -> Any:
@@ -110,15 +136,16 @@ class PolicyUpdate:
       The new state; and means over policy tokens and updates, but `logp_gap` and
       `gap_share`, which are those of the first update. Empty without a trajectory.
     """
-    step, algo = state.step + 1, self._algo
-    parts = [groups[i :: algo.minibatches] for i in range(algo.minibatches)]
+    step = state.step + 1
+    minibatches = self._batch.minibatches
+    parts = [groups[i::minibatches] for i in range(minibatches)]
     parts = [part for part in parts if any(_graded(group) for group in part)]
     if not parts:
       return state.replace(step=step), {}
     packed = [self._pack(part) for part in parts]
     self._prepare(state, frozen, parts, packed)
     log = []
-    for _ in range(algo.epochs):
+    for _ in range(self._batch.epochs):
       for p in packed:
         tokens = float(max(1, sum(p.counts)))
         state, values = self._learner.step(state, p.batches, tokens, frozen)
@@ -129,7 +156,7 @@ class PolicyUpdate:
 
   def _pack(self, part: Sequence[Group]) -> Packed:
     played = [t for group in part for t in _graded(group)]
-    return Packed(played, self._algo.rows, self._algo.length, self._constraint)
+    return Packed(played, self._batch.rows, self._batch.length, self._constraint)
 
   def _prepare(
     self,
@@ -139,39 +166,41 @@ class PolicyUpdate:
     packed: Sequence[Packed],
   ) -> None:
     """Writes what the batches lack: scores of the old networks, advantages, shares."""
-    algo = self._algo
+    config = self._loss
     for p in packed:
       self._read_networks(state, frozen, p)
     kl = value = None
-    if algo.kl_coef and algo.kl_in == "reward":
+    if config.kl_coef and config.kl_in == "reward":
       old = "old_BT" if self._keeps_old else "logp_BT"
       kl = [
-        np.asarray(surrogates.kl(x, y, algo.kl_estimator))
+        np.asarray(surrogates.kl(x, y, config.kl_estimator))
         for p in packed
         for x, y in zip(p.read(old), p.read("reference_BT"), strict=True)
       ]
-    if algo.has_critic:
+    if config.has_critic:
       value = [v for p in packed for v in p.read("value_BT")]
     groups = [group for part in parts for group in part]
     counts = [n for p in packed for n in p.counts]
     advantage, returns = policy_loss.token_advantages(
-      algo, rewards_of(groups), counts, kl, value
+      config, rewards_of(groups), counts, kl, value
     )
     at = 0
     for p in packed:
       mine = slice(at, at + len(p.counts))
       p.write("advantage_BT", advantage[mine])
-      p.write("share_BT", policy_loss.shares(algo, p.counts))
+      p.write("share_BT", policy_loss.shares(config, p.counts, self._batch.length))
       if returns:
         p.write("return_BT", returns[mine])
       at = mine.stop
 
   def _read_networks(self, state: TrainState, frozen: Any, packed: Packed) -> None:
     """Writes what the networks say before the step's first update, if that is used."""
-    if not (self._algo.kl_coef or self._algo.has_critic or self._keeps_old):
+    if not (self._loss.kl_coef or self._loss.has_critic or self._keeps_old):
       return
     scored = [
-      self._score(state.params, frozen, self._layout.put(b) if self._layout else b)
+      self._score(
+        state.params, frozen, self._partitioner.put(b) if self._partitioner else b
+      )
       for b in packed.batches
     ]
     for name in scored[0]:
@@ -180,16 +209,16 @@ class PolicyUpdate:
   @property
   def _keeps_old(self) -> bool:
     """Whether the old policy is the learner, and more than one update away."""
-    return bool(self._algo.importance_cap) and self._algo.updates > 1
+    return bool(self._loss.is_clip) and self._batch.updates > 1
 
   def _scores(self, trained: Any, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
     out = {}
     if self._keeps_old:
       out["old_BT"] = self._logps(self._assembled(trained["policy"], frozen), batch)[0]
-    if self._algo.kl_coef:
+    if self._loss.kl_coef:
       reference = frozen["reference"] or frozen["base"]
       out["reference_BT"] = self._logps(reference, batch)[0]
-    if self._algo.has_critic:
+    if self._loss.has_critic:
       out["value_BT"] = self._values(trained["critic"], frozen, batch)
     return out
 
@@ -202,30 +231,31 @@ class PolicyUpdate:
   def _values(self, critic: Any, frozen: Any, batch: Batch) -> jax.Array:
     trunk = self._assembled(critic["trunk"], frozen)
     return log_probs.token_values(
-      self._cfg, trunk, critic["value_head"], batch, self._layout
+      self._cfg, trunk, critic["value_head"], batch, self._partitioner
     )
 
-  def _loss(
+  def _total_loss(
     self, trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Of policy and critic; neither's gradient reaches the other."""
-    algo, weight_BT = self._algo, batch.weight_BT
+    config = self._loss
+    weight_BT = batch.weight_BT
     policy = self._assembled(trained["policy"], frozen)
     logp_BT, entropy_BT, removed_BT = self._logps(policy, batch)
-    loss, sums = policy_loss.policy_loss(algo, logp_BT, batch)
+    loss, sums = policy_loss.policy_loss(config, logp_BT, batch)
     gap_BT = jnp.abs(logp_BT - batch.logp_BT)
     figures = {
       "entropy": entropy_BT,
       "removed_mass": removed_BT,
       "logp_gap": gap_BT,
-      "gap_share": (gap_BT > algo.gap).astype(jnp.float32),
+      "gap_share": (gap_BT > self._max_logp_diff).astype(jnp.float32),
       # Tokens that are e times likelier to the policy than to the sampler, or less.
       "ratio_tail": (gap_BT > 1.0).astype(jnp.float32),
     }
-    if algo.has_critic:
+    if config.has_critic:
       value_BT = self._values(trained["critic"], frozen, batch)
       value_loss_BT, held_BT = surrogates.value_loss(
-        value_BT, batch.value_BT, batch.return_BT, algo.value_clip
+        value_BT, batch.value_BT, batch.return_BT, config.value_clip
       )
       loss += jnp.sum(weight_BT * value_loss_BT)
       figures |= {"value": value_BT, "value_loss": value_loss_BT, "value_held": held_BT}

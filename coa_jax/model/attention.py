@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
@@ -28,7 +28,7 @@ def attend_packed(
   segment_BT: jax.Array,
   window: int = 0,
   kernel: str = "auto",
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
 ) -> jax.Array:
   """Causal attention inside each token's own segment of a packed row.
 
@@ -40,29 +40,29 @@ def attend_packed(
       segment's tokens stand together.
     window: tokens that a query sees, itself included; 0 for all.
     kernel: one of `config.ATTENTION`.
-    layout: the mesh that the arrays are split over. Where it splits rows, every device
-      computes its own queries against the keys and values of all devices before it,
-      gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a
+    partitioner: the mesh that the arrays are split over. Where it splits rows, every
+      device computes its own queries against the keys and values of all devices before
+      it, gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a
       row then has twice the mean work.
 
   Returns:
     out_BTNH in q's dtype.
   """
-  pieces = layout.ways("T") if layout else 1
+  pieces = partitioner.ways("T") if partitioner else 1
   T, _, H = q_BTNH.shape[1:]
   if kernel == "auto":
-    kernel = choose(_device(layout), q_BTNH.dtype, H, T // pieces)
+    kernel = choose(_device(partitioner), q_BTNH.dtype, H, T // pieces)
   attend_last = functools.partial(_KERNELS[kernel], window=window)
-  if layout is None:
+  if partitioner is None:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
-  if layout.axes("N") != layout.axes("K"):
+  if partitioner.axes("N") != partitioner.axes("K"):
     # Every query head gets a kv head of its own: groups may lie across devices.
     groups = q_BTNH.shape[2] // k_BTKH.shape[2]
     k_BTKH, v_BTKH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
-    kv_spec = layout.spec("BTN.")
+    kv_spec = partitioner.spec("BTN.")
   else:
-    kv_spec = layout.spec("BTK.")
-  context = layout.axes("T")
+    kv_spec = partitioner.spec("BTK.")
+  context = partitioner.axes("T")
 
   def local(q_BTNH, k_BTKH, v_BTKH, segment_BT):
     if pieces == 1:
@@ -85,9 +85,9 @@ def attend_packed(
 
   return jax.shard_map(
     local,
-    mesh=layout.mesh,
-    in_specs=(layout.spec("BTN."), kv_spec, kv_spec, layout.spec("BT")),
-    out_specs=layout.spec("BTN."),
+    mesh=partitioner.mesh,
+    in_specs=(partitioner.spec("BTN."), kv_spec, kv_spec, partitioner.spec("BT")),
+    out_specs=partitioner.spec("BTN."),
     check_vma=False,
   )(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
@@ -107,12 +107,14 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
   return next(fits, "xla")
 
 
-def check(cfg: ModelConfig, layout: Layout | None = None, length: int = 0) -> None:
+def check(
+  cfg: ModelConfig, partitioner: Partitioner | None = None, length: int = 0
+) -> None:
   """Refuses an attention kernel that the devices at hand do not have.
 
   Args:
     cfg: the architecture.
-    layout: the mesh; None on one device.
+    partitioner: the mesh; None on one device.
     length: tokens of a row; 0 where that is not known yet.
 
   Raises:
@@ -120,7 +122,8 @@ def check(cfg: ModelConfig, layout: Layout | None = None, length: int = 0) -> No
   """
   if cfg.attention not in ("cudnn", "splash"):
     return
-  device, own = _device(layout), length // (layout.ways("T") if layout else 1)
+  device = _device(partitioner)
+  own = length // (partitioner.ways("T") if partitioner else 1)
   fault = _fault(cfg.attention, device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
   if fault:
     best = choose(device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
@@ -130,8 +133,8 @@ def check(cfg: ModelConfig, layout: Layout | None = None, length: int = 0) -> No
     )
 
 
-def _device(layout: Layout | None) -> jax.Device:
-  return layout.mesh.devices.flat[0] if layout else jax.devices()[0]
+def _device(partitioner: Partitioner | None) -> jax.Device:
+  return partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
 
 
 def _fault(

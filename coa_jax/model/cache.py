@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 
 # The most places of a block; a cache of more has several blocks.
 BLOCK_SIZE = 256
@@ -57,13 +57,13 @@ class KVCache:
 
   @classmethod
   def empty(
-    cls, cfg: ModelConfig, rows: int, size: int, layout: Layout | None = None
+    cls, cfg: ModelConfig, rows: int, size: int, partitioner: Partitioner | None = None
   ) -> KVCache:
     """A cache for `rows` sequences, in the dtype of activations.
 
     It has `size` places; above BLOCK_SIZE as many more as fill the last block.
     """
-    sharding = layout.sharding("BK...") if layout else None
+    sharding = partitioner.sharding("BK...") if partitioner else None
     C = -(-size // BLOCK_SIZE)
     P = min(size, BLOCK_SIZE)
 
@@ -76,10 +76,10 @@ class KVCache:
 
   @classmethod
   def one_block(
-    cls, cfg: ModelConfig, rows: int, most: int, layout: Layout | None = None
+    cls, cfg: ModelConfig, rows: int, most: int, partitioner: Partitioner | None = None
   ) -> KVCache:
     """A cache to begin with: one block, or `most` places where those are fewer."""
-    return cls.empty(cfg, rows, min(most, BLOCK_SIZE), layout)
+    return cls.empty(cfg, rows, min(most, BLOCK_SIZE), partitioner)
 
   @property
   def size(self) -> int:
@@ -109,7 +109,7 @@ class KVCache:
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     write: CacheWrite,
-    layout: Layout | None = None,
+    partitioner: Partitioner | None = None,
   ) -> KVCache:
     """The cache with a call's keys and values in one layer."""
     k_BKCHP, v_BKCPH = self.layers[layer]
@@ -125,9 +125,9 @@ class KVCache:
     place = write.place_BT[..., None] % P
     k_BKCHP = k_BKCHP.at[row, head, block, :, place].set(k_BTKH, mode="drop")
     v_BKCPH = v_BKCPH.at[row, head, block, place].set(v_BTKH, mode="drop")
-    if layout:
-      k_BKCHP = layout.shard(k_BKCHP, "BK...")
-      v_BKCPH = layout.shard(v_BKCPH, "BK...")
+    if partitioner:
+      k_BKCHP = partitioner.shard(k_BKCHP, "BK...")
+      v_BKCPH = partitioner.shard(v_BKCPH, "BK...")
     layers = list(self.layers)
     layers[layer] = (k_BKCHP, v_BKCPH)
     return KVCache(tuple(layers))
@@ -154,18 +154,20 @@ class KVCache:
     return _attend(q_BTNH, k_BKCHP, v_BKCPH, mask_BTS)
 
   def share(
-    self, from_R: jax.Array, to_R: jax.Array, layout: Layout | None = None
+    self, from_R: jax.Array, to_R: jax.Array, partitioner: Partitioner | None = None
   ) -> KVCache:
     """The cache with rows copied to other rows; the arrays of this one are gone.
 
     Args:
       from_R: rows to read, all before any is written.
       to_R: rows to write; what points past the last row is dropped.
-      layout: of the sampler, on several devices.
+      partitioner: of the sampler, on several devices.
     """
-    return _share(self, from_R, to_R, layout)
+    return _share(self, from_R, to_R, partitioner)
 
-  def resize(self, places: int, most: int, layout: Layout | None = None) -> KVCache:
+  def resize(
+    self, places: int, most: int, partitioner: Partitioner | None = None
+  ) -> KVCache:
     """The cache with room for `places`: doubled, or cut once a quarter would do.
 
     Where the size changes, the arrays of this one are gone.
@@ -173,7 +175,7 @@ class KVCache:
     Args:
       places: that rows need.
       most: places that they may ever need; the cache grows no further.
-      layout: of the sampler, on several devices.
+      partitioner: of the sampler, on several devices.
     """
     blocks = 1
     while blocks * BLOCK_SIZE < places:
@@ -185,12 +187,12 @@ class KVCache:
     blocks = min(blocks, -(-most // BLOCK_SIZE))
     layers = []
     for layer in self.layers:
-      layers.append(_resize(layer, blocks, layout))
+      layers.append(_resize(layer, blocks, partitioner))
       for x in layer:  # so that one layer at a time is there twice
         x.delete()
     return KVCache(tuple(layers))
 
-  def free(self, layout: Layout | None = None) -> KVCache:
+  def free(self, partitioner: Partitioner | None = None) -> KVCache:
     """A cache of one block whose rows nothing has been written to.
 
     Gives back the memory of a larger one, whose arrays are gone then. One of a single
@@ -198,7 +200,7 @@ class KVCache:
     """
     if self.size <= BLOCK_SIZE:
       return self
-    sharding = layout.sharding("BK...") if layout else None
+    sharding = partitioner.sharding("BK...") if partitioner else None
     layers = []
     for layer in self.layers:
       shapes = [(*x.shape[:2], 1, *x.shape[3:]) for x in layer]
@@ -216,27 +218,30 @@ def row_bytes(cfg: ModelConfig, places: int) -> int:
   return places * scalars * jnp.dtype(cfg.dtype).itemsize
 
 
-@functools.partial(jax.jit, static_argnames="layout", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="partitioner", donate_argnames="cache")
 def _share(
-  cache: KVCache, from_R: jax.Array, to_R: jax.Array, layout: Layout | None = None
+  cache: KVCache,
+  from_R: jax.Array,
+  to_R: jax.Array,
+  partitioner: Partitioner | None = None,
 ) -> KVCache:
   def copied(x: jax.Array) -> jax.Array:
     x = x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop")
-    return layout.shard(x, "BK...") if layout else x
+    return partitioner.shard(x, "BK...") if partitioner else x
 
   return jax.tree.map(copied, cache)
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "layout"))
+@functools.partial(jax.jit, static_argnames=("blocks", "partitioner"))
 def _resize(
-  layer: tuple[jax.Array, jax.Array], blocks: int, layout: Layout | None
+  layer: tuple[jax.Array, jax.Array], blocks: int, partitioner: Partitioner | None
 ) -> tuple[jax.Array, jax.Array]:
   """One layer with so many blocks: empty ones added, or the last left out."""
 
   def sized(x: jax.Array) -> jax.Array:
     more = max(0, blocks - x.shape[2])
     x = jnp.pad(x[:, :, :blocks], ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
-    return layout.shard(x, "BK...") if layout else x
+    return partitioner.shard(x, "BK...") if partitioner else x
 
   return jax.tree.map(sized, layer)
 

@@ -10,13 +10,15 @@ import jax
 
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout, inputs_of, name_of, platform
+from coa_jax.model.sharding import Partitioner, inputs_of, name_of, platform
 
 # The least width at which half-precision products pay on a CPU, for a single row too.
 WIDE = 640
 
 
-def architecture(cfg: ModelConfig, layout: Layout | None = None) -> ModelConfig:
+def architecture(
+  cfg: ModelConfig, partitioner: Partitioner | None = None
+) -> ModelConfig:
   """The model as samplers run it: layers unrolled; on a CPU with float32 activations.
 
   A CPU would convert half precision before and after every operation. Weights are
@@ -25,7 +27,7 @@ def architecture(cfg: ModelConfig, layout: Layout | None = None) -> ModelConfig:
   WIDE units or more; smaller ones are no faster so, and other CPUs multiply in float32.
   """
   cfg = dataclasses.replace(cfg, scan=False, remat="none")
-  if cfg.dtype == "float32" or platform(layout) != "cpu":
+  if cfg.dtype == "float32" or platform(partitioner) != "cpu":
     return cfg
   return dataclasses.replace(
     cfg,
@@ -46,23 +48,24 @@ def has_amx() -> bool:
 
 
 def decoding_views(
-  cfg: ModelConfig, params: dict[str, Any], layout: Layout | None = None
+  cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner | None = None
 ) -> list[dict[str, Any]]:
   """The parameters as samplers want them; made once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `layout.decoding()`. With a
+  would do so at every step), and resharded to `partitioner.decoding()`. With a
   `product_dtype` matrices are held in it, outputs first. Every process calls it. With a
-  layout there is a tree for each of `layout.decoding().replicas()`.
+  partitioner there is a tree for each of `partitioner.decoding().replicas()`.
   """
   kind = cfg.weight_dtype or cfg.dtype
-  if layout is None and "layers" not in params and cfg.param_dtype == kind == "float32":
+  as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
+  if partitioner is None and as_is:
     return [params]
-  view = _decoding_view(cfg, layout)(params)
-  if layout is None:
+  view = _decoding_view(cfg, partitioner)(params)
+  if partitioner is None:
     return [view]
 
-  def part(replica: Layout) -> Any:
+  def part(replica: Partitioner) -> Any:
     devices = list(replica.mesh.devices.flat)
 
     def piece(x: jax.Array, sharding: Any) -> jax.Array:
@@ -72,14 +75,14 @@ def decoding_views(
 
     return jax.tree.map(piece, view, replica.tree(view, bool(cfg.product_dtype)))
 
-  return [part(replica) for replica in layout.decoding().replicas()]
+  return [part(replica) for replica in partitioner.decoding().replicas()]
 
 
 @functools.lru_cache(maxsize=8)
-def _decoding_view(cfg: ModelConfig, layout: Layout | None) -> Any:
+def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
   kind, narrow = cfg.weight_dtype or cfg.dtype, cfg.product_dtype
   # A CPU would convert half-precision weights at every step.
-  held = "float32" if platform(layout) == "cpu" else kind
+  held = "float32" if platform(partitioner) == "cpu" else kind
 
   def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
     x, name = transformer.rounded(x, kind), name_of(path)
@@ -94,7 +97,7 @@ def _decoding_view(cfg: ModelConfig, layout: Layout | None) -> Any:
     )
 
   shardings = None
-  if layout:
+  if partitioner:
     shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
-    shardings = layout.decoding().tree(shapes, bool(narrow))
+    shardings = partitioner.decoding().tree(shapes, bool(narrow))
   return jax.jit(view, out_shardings=shardings)

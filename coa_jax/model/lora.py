@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import PARAMETERS, Layout, inputs_of
+from coa_jax.model.sharding import PARAMETERS, Partitioner, inputs_of
 from coa_jax.model.transformer import param_shapes
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -72,7 +72,10 @@ def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
 
 
 def init_adapters(
-  cfg: ModelConfig, config: LoraConfig, seed: int, layout: Layout | None = None
+  cfg: ModelConfig,
+  config: LoraConfig,
+  seed: int,
+  partitioner: Partitioner | None = None,
 ) -> dict[str, Any]:
   """Fresh adapters in float32: A drawn, B zero, so that the model is unchanged.
 
@@ -96,7 +99,7 @@ def init_adapters(
     return out
 
   key = jax.random.key(seed)
-  shardings = layout.tree(jax.eval_shape(init, key)) if layout else None
+  shardings = partitioner.tree(jax.eval_shape(init, key)) if partitioner else None
   return jax.jit(init, out_shardings=shardings)(key)
 
 
@@ -127,7 +130,7 @@ def split(
   params: Any,
   config: LoraConfig | None,
   seed: int,
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
 ) -> tuple[Any, Any]:
   """What is trained, and what is frozen: (adapters, params), or (params, None).
 
@@ -142,7 +145,7 @@ def split(
       f"section lora does not go with model.weight_dtype={cfg.weight_dtype!r}; set it "
       "to '' (matrices are then as precise as model.dtype)"
     )
-  return init_adapters(cfg, config, seed, layout), params
+  return init_adapters(cfg, config, seed, partitioner), params
 
 
 def assemble(trained: Any, frozen: Any, config: LoraConfig | None) -> Any:

@@ -106,7 +106,7 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Partitioner:
   """A mesh and the table of axes; hashable, so it may be a static argument of a jit.
 
   Attributes:
@@ -177,8 +177,8 @@ class Layout:
       mine_B[index] = True
     return mine_B
 
-  def decoding(self) -> Layout:
-    """The layout of the sampler: whole matrices but for `tensor`, rows over the rest.
+  def decoding(self) -> Partitioner:
+    """The sampler's: whole matrices but for `tensor`, rows over the rest.
 
     A step of decoding is too short to gather parameters in it, whatever axes the rules
     of training split them over.
@@ -187,8 +187,8 @@ class Layout:
     rules |= {"B": ("data", "fsdp", "context"), "T": (), "D": ()}
     return self.replacing(rules)
 
-  def replicas(self) -> list[Layout]:
-    """One layout for each copy of the model that `tensor` splits, of this process's.
+  def replicas(self) -> list[Partitioner]:
+    """One for each copy of the model that `tensor` splits, of this process's.
 
     Copies decode side by side and none waits for another, in this process or others.
 
@@ -205,11 +205,11 @@ class Layout:
       )
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     grids = [team.reshape(1, 1, 1, ways) for team in mine]
-    return [Layout(Mesh(g, AXES, axis_types=kinds), self.rules) for g in grids]
+    return [Partitioner(Mesh(g, AXES, axis_types=kinds), self.rules) for g in grids]
 
-  def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Layout:
+  def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Partitioner:
     """The same mesh with other lines in the table."""
-    return Layout(self.mesh, tuple({**dict(self.rules), **rules}.items()))
+    return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
   def check(self, cfg: ModelConfig, **sizes: int) -> None:
     """Refuses what this mesh does not divide, and rules that contradict each other.
@@ -258,10 +258,10 @@ class Layout:
       )
 
 
-def make_layout(
+def make_partitioner(
   config: MeshConfig, devices: list[jax.Device] | None = None
-) -> Layout | None:
-  """The layout that a config asks for; None on one device, where nothing is split.
+) -> Partitioner | None:
+  """Builds what a config asks for; None on one device, where nothing is split.
 
   Args:
     config: sizes of the mesh axes and lines of the table.
@@ -297,12 +297,14 @@ def make_layout(
   grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
   mesh = Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
   rules = {letter: tuple(axes) for letter, axes in config.rules.items()}
-  return Layout(mesh).replacing(rules)
+  return Partitioner(mesh).replacing(rules)
 
 
-def platform(layout: Layout | None) -> str:
+def platform(partitioner: Partitioner | None) -> str:
   """Of the devices that arrays live on: cpu, gpu or tpu."""
-  return layout.mesh.devices.flat[0].platform if layout else jax.default_backend()
+  if partitioner:
+    return partitioner.mesh.devices.flat[0].platform
+  return jax.default_backend()
 
 
 def process_dir(workdir: str) -> str:

@@ -14,23 +14,25 @@ import jax.numpy as jnp
 from coa_jax import capacity
 from coa_jax.model import cache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 
 TOKEN = 7 * 4  # bytes of a token in a `Batch`
 _KEPT = 3  # a trained parameter, its gradient, and one number of the optimizer
 
 
-def check_device(needs: Mapping[str, int], layout: Layout | None) -> None:
+def check_device(needs: Mapping[str, int], partitioner: Partitioner | None) -> None:
   """Refuses what the devices can not hold.
 
   Args:
     needs: fields with their values -> bytes over all devices, at least.
-    layout: the devices; None for one.
+    partitioner: the devices; None for one.
 
   Raises:
     ValueError: naming the fields that need most.
   """
-  devices = list(layout.mesh.devices.flat) if layout else jax.local_devices()[:1]
+  devices = jax.local_devices()[:1]
+  if partitioner:
+    devices = list(partitioner.mesh.devices.flat)
   capacity.check(needs, _bytes_of(devices), "the devices have")
 
 
@@ -81,7 +83,7 @@ def check_training(
   rows: int,
   length: int,
   frozen: bool,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
 ) -> None:
   """Refuses a model and a micro-batch that the devices can not hold to train.
 
@@ -91,13 +93,13 @@ def check_training(
     rows: rows of a micro-batch.
     length: tokens of a row.
     frozen: whether the parameters stay as they are, and adapters are trained.
-    layout: the devices; None for one.
+    partitioner: the devices; None for one.
 
   Raises:
     ValueError: naming the fields that need most.
   """
   needs = parameter_needs(cfg, trained=not frozen)
-  check_device(needs | batch_needs(cfg, section, rows, length), layout)
+  check_device(needs | batch_needs(cfg, section, rows, length), partitioner)
 
 
 def rollout_needs(

@@ -21,7 +21,7 @@ from coa_jax.model import attention
 from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
-from coa_jax.model.sharding import Layout, inputs_of
+from coa_jax.model.sharding import Partitioner, inputs_of
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -95,7 +95,7 @@ class Block(nn.Module):
   """
 
   cfg: ModelConfig
-  layout: Layout | None = None
+  partitioner: Partitioner | None = None
   decode: bool = False
   layer: int = 0
 
@@ -163,7 +163,7 @@ class Block(nn.Module):
     if cache is None:
       out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index)
     else:
-      cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.layout)
+      cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
       window = window_sizes(c)[window_index]
       out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window)
     x_BTD += self._shard(dense(out_BTNH, "o", (N, H, D)), "BT.")
@@ -176,14 +176,14 @@ class Block(nn.Module):
     return x_BTD, cache
 
   def _shard(self, x: jax.Array, letters: str) -> jax.Array:
-    return self.layout.shard(x, letters) if self.layout else x
+    return self.partitioner.shard(x, letters) if self.partitioner else x
 
   def _packed(self, q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index) -> jax.Array:
     """Attention over packed rows; a scanned layer's window is known only as it runs."""
 
     def attend(window: int):
       return lambda q, k, v, segment: attention.attend_packed(
-        q, k, v, segment, window, self.cfg.attention, self.layout
+        q, k, v, segment, window, self.cfg.attention, self.partitioner
       )
 
     branches = [attend(w) for w in window_sizes(self.cfg)]
@@ -196,12 +196,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
   """Token ids to final hidden states; `logits` maps those to the vocabulary.
 
-  With a layout, activations are constrained to its mesh. With `decode` the parameters
-  are those of `decoding_views`, and matrices are used as they are.
+  With a partitioner, activations are constrained to its mesh. With `decode` the
+  parameters are those of `decoding_views`, and matrices are used as they are.
   """
 
   cfg: ModelConfig
-  layout: Layout | None = None
+  partitioner: Partitioner | None = None
   decode: bool = False
 
   def setup(self) -> None:
@@ -236,10 +236,10 @@ class Transformer(nn.Module):
         split_rngs={"params": True},
         in_axes=(0 if c.windows else every, *[every] * 4),
         length=c.layers,
-      )(c, self.layout, self.decode, name="layers")
+      )(c, self.partitioner, self.decode, name="layers")
     else:
       self.blocks = [
-        block(c, self.layout, self.decode, i, name=f"layer_{i}")
+        block(c, self.partitioner, self.decode, i, name=f"layer_{i}")
         for i in range(c.layers)
       ]
 
@@ -271,14 +271,14 @@ class Transformer(nn.Module):
     """
     c = self.cfg
     embed = self.embed if self.decode else used(c, self.embed)
-    if self.layout:
-      embed = self.layout.shard(embed, "V.")
+    if self.partitioner:
+      embed = self.partitioner.shard(embed, "V.")
     if self.decode and c.product_dtype:
       x_BTD = embed_bf16(embed, tokens_BT).astype(c.dtype)
     else:
       x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
-    if self.layout:
-      x_BTD = self.layout.shard(x_BTD, "BT.")
+    if self.partitioner:
+      x_BTD = self.partitioner.shard(x_BTD, "BT.")
     rope = rotation(c, position_BT)
     sizes = window_sizes(c)
     index_L = [sizes.index(w) for w in c.windows] or [0] * c.layers
@@ -298,19 +298,19 @@ class Transformer(nn.Module):
     """The output matrix [D, V] as it is used, whole in D on every device."""
     head = self.embed.T if self.cfg.tie_embeddings else self.head
     head = head if self.decode else used(self.cfg, head)
-    return self.layout.shard(head, ".V") if self.layout else head
+    return self.partitioner.shard(head, ".V") if self.partitioner else head
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """logits_BTV in float32 of final hidden states; `head` is `output()`."""
     if self.decode and self.cfg.product_dtype:
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
-      if self.layout:
-        head_VD = self.layout.shard(head_VD, "V.")
+      if self.partitioner:
+        head_VD = self.partitioner.shard(head_VD, "V.")
       logits_BTV = linear_bf16(hidden_BTD, head_VD)
     else:
       logits_BTV = project(hidden_BTD, self.output() if head is None else head)
-    if self.layout:
-      logits_BTV = self.layout.shard(logits_BTV, "BTV")
+    if self.partitioner:
+      logits_BTV = self.partitioner.shard(logits_BTV, "BTV")
     return logits_BTV.astype(jnp.float32)
 
 
@@ -320,13 +320,13 @@ def window_sizes(cfg: ModelConfig) -> list[int]:
 
 
 def init_params(
-  cfg: ModelConfig, seed: int, layout: Layout | None = None
+  cfg: ModelConfig, seed: int, partitioner: Partitioner | None = None
 ) -> dict[str, Any]:
   """Freshly drawn parameters of `cfg`, a nested dict of arrays; jitted.
 
-  With a layout every device draws its own part; values do not depend on the mesh.
+  With a partitioner every device draws its own part; values do not depend on the mesh.
   """
-  shardings = layout.tree(param_shapes(cfg)) if layout else None
+  shardings = partitioner.tree(param_shapes(cfg)) if partitioner else None
   return jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)(
     jax.random.key(seed)
   )

@@ -21,6 +21,7 @@ from coa_jax.report.metrics import read_metrics
 FINITE = ("loss", "grad_norm", "entropy", "entropy_", "logp_gap", "ratio", "kl")
 FINITE += ("value_loss",)
 _LOWER_LR = "lower optim.lr"
+_EXPLORE = f"raise algo.loss.clip_high, {_LOWER_LR}, add algo.loss.kl_coef"
 
 
 class CollapsedError(ValueError):
@@ -120,23 +121,23 @@ RULES = {
     "informative",
     False,
     "tasks are all too easy or all too hard for it (see `reward`): choose others "
-    "(experiments/select_tasks.py), raise algo.samples or algo.temperature",
+    "(experiments/select_tasks.py), raise algo.sampling.samples or .temperature",
   ),
   "entropy": Rule(
     "entropy",
     False,
-    f"it hardly explores any more: raise algo.clip_high, {_LOWER_LR}, add algo.kl_coef",
+    f"it hardly explores any more: {_EXPLORE}",
   ),
   "entropy_drop": Rule(
     "entropy_",
     False,
-    f"this role has collapsed: raise algo.clip_high, {_LOWER_LR}, add algo.kl_coef",
+    f"this role has collapsed: {_EXPLORE}",
     relative=True,
   ),
   "length_growth": Rule(
     "tokens_per_trajectory",
     True,
-    "lengths explode: reward.shaping.overlong, or algo.advantage=dr_grpo",
+    "lengths explode: reward.shaping.overlong, or algo.loss.advantage=dr_grpo",
     relative=True,
   ),
   "truncated": Rule(
@@ -160,14 +161,14 @@ RULES = {
     "gap_share",
     True,
     "sampler and learner disagree: compute more precisely (model.dtype), or correct "
-    "with algo.importance_cap",
+    "with algo.loss.is_clip",
     on_policy=True,
   ),
   "ratio_tail": Rule(
     "ratio_tail",
     True,
-    f"the policy has moved far from what sampled: fewer algo.epochs, {_LOWER_LR}, or "
-    "algo.importance_cap",
+    f"the policy has moved far from what sampled: fewer algo.batch.epochs, "
+    f"{_LOWER_LR}, or algo.loss.is_clip",
     on_policy=True,
   ),
   "removed_mass": Rule(

@@ -24,7 +24,7 @@ import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,25 +33,13 @@ import numpy as np
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.exchange import gather_json, gather_trajectories
+from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox
 
 Group = list[Trajectory]
-
-
-class SamplingConfig(Protocol):
-  """Fields of `learner.algorithms.AlgoConfig`, which says what they mean."""
-
-  steps: int
-  prompts: int
-  samples: int
-  rounds: int
-  round_prompts: int
-  filter_groups: bool
-  temperature: float
-  staleness: int
 
 
 @dataclasses.dataclass
@@ -98,6 +86,7 @@ class RolloutCollector:
     toolbox: Toolbox,
     config: SamplingConfig,
     has_reward_variance: Callable[[Sequence[Group]], np.ndarray],
+    steps: int,
     seed: int,
     step: int = 0,
     cursor: dict[str, Any] | None = None,
@@ -110,6 +99,7 @@ class RolloutCollector:
       toolbox: answers the calls.
       config: what a step takes.
       has_reward_variance: keep_G of groups: whether the rewards of each differ.
+      steps: of the whole run; no group is started that none of them takes.
       seed: of all sampling.
       step: updates made so far.
       cursor: of the last step's batch; empty at a run's beginning.
@@ -121,6 +111,7 @@ class RolloutCollector:
     self._task_sampler = task_sampler
     self._toolbox = toolbox
     self._config = config
+    self._steps = steps
     self._has_reward_variance = has_reward_variance
     self._seed = seed
     # On-policy, groups are taken a round at a time.
@@ -279,7 +270,7 @@ class RolloutCollector:
       taken_left=self._most - self._taken,
       config=self._config,
     )
-    newest = min(self._version + self._config.staleness, self._config.steps - 1)
+    newest = min(self._version + self._config.staleness, self._steps - 1)
     return step <= newest
 
   def _submit(self, number: int) -> None:

@@ -14,7 +14,7 @@ import jax
 
 from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.rollout.engine import EpisodePool
 from coa_jax.rollout.scheduler import Scheduler
@@ -33,7 +33,7 @@ class ReplicaPool(EpisodePool):
     model: ModelConfig,
     automaton: Automaton,
     config: RolloutConfig,
-    layout: Layout | None = None,
+    partitioner: Partitioner | None = None,
     constraint: Constraint | None = None,
   ):
     """Prepares the slots of every replica.
@@ -42,22 +42,22 @@ class ReplicaPool(EpisodePool):
       model: the architecture; it decodes as `decode_params.architecture` says.
       automaton: where decoding stops.
       config: slots of a replica, window and limits.
-      layout: of the policy, on several devices; of several processes each decodes
+      partitioner: of the policy, on several devices; of several processes each decodes
         on its own devices.
       constraint: what may be sampled; everything where None.
 
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.
     """
-    self.model = decode_params.architecture(model, layout)
-    self._layout = layout
-    layouts = layout.decoding().replicas() if layout else [None]
-    for replica in layouts:
+    self.model = decode_params.architecture(model, partitioner)
+    self._partitioner = partitioner
+    partitioners = partitioner.decoding().replicas() if partitioner else [None]
+    for replica in partitioners:
       if replica:
         replica.check(model)
     schedulers = [
       Scheduler(self.model, automaton, config, replica, constraint)
-      for replica in layouts
+      for replica in partitioners
     ]
     super().__init__(config, schedulers, name="replica")
 
@@ -70,7 +70,7 @@ class ReplicaPool(EpisodePool):
     views = None
     if params is not None:
       began = time.monotonic()
-      views = decode_params.decoding_views(self.model, params, self._layout)
+      views = decode_params.decoding_views(self.model, params, self._partitioner)
       jax.block_until_ready(views)
       self._sync_seconds += time.monotonic() - began
     self.publish(views, version)

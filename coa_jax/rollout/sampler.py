@@ -23,7 +23,7 @@ from coa_jax.model import distribution
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import Transformer
 
 
@@ -84,7 +84,9 @@ class Sampled:
   stop_B: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "layout"), donate_argnames="cache")
+@functools.partial(
+  jax.jit, static_argnames=("cfg", "partitioner"), donate_argnames="cache"
+)
 def extend(
   cfg: ModelConfig,
   params: Any,
@@ -93,7 +95,7 @@ def extend(
   token_RT: jax.Array,
   start_R: jax.Array,
   count_R: jax.Array,
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
 ) -> KVCache:
   """Runs given tokens through the model and writes their keys and values.
 
@@ -105,7 +107,7 @@ def extend(
     token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
     count_R: tokens of each row that count.
-    layout: of the sampler, on several devices.
+    partitioner: of the sampler, on several devices.
 
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
@@ -113,7 +115,7 @@ def extend(
   step_T = jnp.arange(token_RT.shape[1])
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
-  _, cache = Transformer(cfg, layout, decode=True).apply(
+  _, cache = Transformer(cfg, partitioner, decode=True).apply(
     {"params": params},
     token_RT,
     position_RT,
@@ -126,7 +128,7 @@ def extend(
 
 @functools.partial(
   jax.jit,
-  static_argnames=("cfg", "layout", "truncation"),
+  static_argnames=("cfg", "partitioner", "truncation"),
   donate_argnames="cache",
 )
 def window(
@@ -136,7 +138,7 @@ def window(
   state: SamplerState,
   tables: Tables,
   forced_BW: jax.Array,
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
   truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[KVCache, SamplerState, Sampled]:
   """Samples up to W tokens in every active slot.
@@ -149,13 +151,13 @@ def window(
     tables: where to stop.
     forced_BW: ids to take instead of drawing them; -1 draws. The window ends sooner
       once no slot is active.
-    layout: of the sampler, on several devices.
+    partitioner: of the sampler, on several devices.
     truncation: leaves out unlikely tokens.
 
   Returns:
     The cache, the slots and what was sampled.
   """
-  model = Transformer(cfg, layout, decode=True)
+  model = Transformer(cfg, partitioner, decode=True)
   B, steps = forced_BW.shape
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),

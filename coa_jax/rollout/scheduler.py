@@ -22,7 +22,7 @@ import numpy as np
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.rollout import sampler
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
@@ -38,7 +38,7 @@ class Scheduler:
     model: ModelConfig,
     automaton: Automaton,
     config: RolloutConfig,
-    layout: Layout | None = None,
+    partitioner: Partitioner | None = None,
     constraint: Constraint | None = None,
   ):
     """Prepares the slots; the cache is allocated when the first episode starts.
@@ -47,11 +47,11 @@ class Scheduler:
       model: the architecture as it decodes, its layers unrolled.
       automaton: where decoding stops.
       config: slots, window and limits.
-      layout: of the replica, one of `Layout.replicas`; None on the only device.
+      partitioner: the replica's, one of `Partitioner.replicas`; None on one device.
       constraint: what may be sampled; everything where None.
     """
     self.model = model
-    self.layout = layout
+    self.partitioner = partitioner
     self.config = config
     self.slots = config.slots
     self.inject_rows = min(config.inject_rows, config.slots)
@@ -65,7 +65,8 @@ class Scheduler:
       automaton.stop_SC,
       constraint=on_device(constraint),
     )
-    self._tables = jax.device_put(tables, layout.sharding("") if layout else None)
+    whole = partitioner.sharding("") if partitioner else None
+    self._tables = jax.device_put(tables, whole)
     self.clear()
 
   def clear(self) -> None:
@@ -133,7 +134,7 @@ class Scheduler:
     self._version = version
     if self._cache is None:
       most = self.config.max_len
-      self._cache = KVCache.one_block(self.model, self.slots, most, self.layout)
+      self._cache = KVCache.one_block(self.model, self.slots, most, self.partitioner)
     self._start(new)
     self._wait_for_tools()
     ended = self._inject()
@@ -249,7 +250,7 @@ class Scheduler:
       token_RT,
       start_R,
       count_R,
-      self.layout,
+      self.partitioner,
     )
 
   def _append(self, slot: int, ids: list[int]) -> None:
@@ -271,7 +272,7 @@ class Scheduler:
         to_R[r] = slot
         self._append(slot, ids)
         self.counters.copied_tokens += len(ids)
-      self._cache = self._cache.share(from_R, to_R, self.layout)
+      self._cache = self._cache.share(from_R, to_R, self.partitioner)
 
   def _sample(self) -> list[Episode]:
     """Samples one window for all active slots; returns the episodes that ended."""
@@ -296,7 +297,7 @@ class Scheduler:
       self._state,
       self._tables,
       forced_BW,
-      self.layout,
+      self.partitioner,
       self.config.truncation,
     )
     self._state, out = jax.tree.map(np.array, (state, out))
@@ -333,7 +334,7 @@ class Scheduler:
 
   def _fit(self, places: int) -> None:
     """Gives the cache room for so many places."""
-    self._cache = self._cache.resize(places, self.config.max_len, self.layout)
+    self._cache = self._cache.resize(places, self.config.max_len, self.partitioner)
 
 
 def on_device(constraint: Constraint | None) -> TokenMask | None:

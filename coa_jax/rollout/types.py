@@ -11,10 +11,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.json_io import read_object
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.tasks.sampling import DRAWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,41 @@ class RolloutConfig:
   def truncation(self) -> Truncation:
     """Which tokens may be drawn."""
     return Truncation(self.top_k, self.top_p, self.min_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+  """Config section `algo.sampling` of RL: what each step rolls out.
+
+  Attributes:
+    prompts: groups in one step's batch, at most.
+    samples: trajectories of a group.
+    rounds: rollouts of one step, at most, to fill its batch; with `filter_groups` and
+      more than 1, DAPO's dynamic sampling. What is found by then is learnt from.
+    round_prompts: groups rolled out in a round (verl: gen_batch_size); 0 for `prompts`.
+    filter_groups: only groups whose rewards differ are learnt from.
+    temperature: of the rollouts.
+    staleness: updates that a sampled token may be old when it is learnt from. 0 is
+      on-policy: rollouts and learning take turns. Above, rollouts go on meanwhile and
+      take up a new policy where they are; this needs a `loss.is_clip`.
+    task_sampler: uniform; learnability (tasks solved sometimes are drawn most); or
+      curriculum (easy ones first, by the pass rates that select_tasks writes). See
+      `tasks/sampling.py`.
+    curriculum: share of the steps after which a curriculum draws from all tasks.
+  """
+
+  prompts: int = bounded(16, least=1)
+  samples: int = bounded(8, least=1)
+  rounds: int = bounded(2, least=1)
+  round_prompts: int = bounded(0, least=0)
+  filter_groups: bool = True
+  temperature: float = bounded(1.0, above=0)
+  staleness: int = bounded(0, least=0)
+  task_sampler: str = choice("uniform", of=DRAWS, was="draw")
+  curriculum: float = bounded(0.5, least=0, most=1)
+
+  def __post_init__(self):
+    check_fields(self)
 
 
 def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> None:

@@ -11,7 +11,7 @@ import jax
 
 from coa_jax.model import sizes
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
 from coa_jax.protocol.tokens import Tokenizer
@@ -37,7 +37,7 @@ class RolloutWorker:
     tokenizer: Tokenizer,
     config: RolloutConfig,
     tools: Iterable[str],
-    layout: Layout | None = None,
+    partitioner: Partitioner | None = None,
     vllm: VllmConfig | None = None,
     grader: Grader | None = None,
     variant: roles.Variant | None = None,
@@ -70,18 +70,20 @@ class RolloutWorker:
       same_calls=config.same_calls,
     )
     if vllm is None:
-      replicas = layout.mesh.size // layout.mesh.shape["tensor"] if layout else 1
+      replicas = 1
+      if partitioner:
+        replicas = partitioner.mesh.size // partitioner.mesh.shape["tensor"]
       needs = sizes.rollout_needs(
         model, config.slots, config.max_len, config.window, replicas=replicas
       )
-      sizes.check_device(sizes.parameter_needs(model) | needs, layout)
+      sizes.check_device(sizes.parameter_needs(model) | needs, partitioner)
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
     self.constraint = None
     if config.constrain:
       self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
     self.engine: Engine
     if vllm is None:
-      self.engine = ReplicaPool(model, automaton, config, layout, self.constraint)
+      self.engine = ReplicaPool(model, automaton, config, partitioner, self.constraint)
     else:
       probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
       tokenizer.encode_prompt(probe)
@@ -93,7 +95,7 @@ class RolloutWorker:
         config,
         probe=ids,
         tokenizer=tokenizer,
-        layout=layout,
+        partitioner=partitioner,
         constraint=self.constraint,
         policy_changes=policy_changes,
       )

@@ -158,8 +158,9 @@ class Curriculum(_WeightedTaskSampler):
     for task in tasks:
       if "pass_rate" not in task.meta:
         raise ValueError(
-          f"task {task.id!r} has no meta.pass_rate, by which algo.draw='curriculum' "
-          "orders; experiments.select_tasks writes task files that have it"
+          f"task {task.id!r} has no meta.pass_rate, by which "
+          "algo.sampling.task_sampler='curriculum' orders; "
+          "experiments.select_tasks writes task files that have it"
         )
     easy = sorted(tasks, key=lambda t: -t.meta["pass_rate"])
     self._rank = {task.id: i for i, task in enumerate(easy)}

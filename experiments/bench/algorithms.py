@@ -63,7 +63,8 @@ def config_of(
   """The config of one run; `prompts` tasks an update, or as many as rl_world has."""
   config = bench.quickstart_config(quickstart, quick, seed)
   # One batch of rollouts a step for all, whatever an algorithm does with it.
-  config.algo.update(preset(name) | {"rounds": 1, "critic_lr": 1e-3})
+  config.algo.update(preset(name))
+  config.algo.update(sampling={"rounds": 1}, loss={"critic_lr": 1e-3})
   if not quick:
     config.algo.steps = steps
     config.dev.every = min(steps, 25)
@@ -71,8 +72,9 @@ def config_of(
     config.checkpoint.every = 5
     config.algo.keep_every = 50
   if prompts:
-    config.algo.prompts = prompts
-    config.rollout.slots = min(config.rollout.slots, prompts * config.algo.samples)
+    config.algo.sampling.prompts = prompts
+    trajectories = prompts * config.algo.sampling.samples
+    config.rollout.slots = min(config.rollout.slots, trajectories)
   return config
 
 
@@ -238,7 +240,8 @@ def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, 
     own = os.path.join(workdir, f"{name}_{steps}_seed0")
     with open(os.path.join(own, "results.json")) as f:
       accuracy = json.load(f)["dev_accuracy"]
-    tasks = config_of(name, quickstart, 0, steps, quick, prompts).algo.prompts
+    config = config_of(name, quickstart, 0, steps, quick, prompts)
+    tasks = config.algo.sampling.prompts
     figures["collapse"] = collapse(read_metrics(own, "rl"), accuracy, tasks)
   return figures
 

@@ -77,7 +77,8 @@ def config_of(
   config = bench.quickstart_config(quickstart, quick, seed)
   config.dev.every = config.checkpoint.every = config.algo.steps = steps
   if not quick:
-    config.algo.prompts = config.algo.samples = 8
+    config.algo.sampling.prompts = 8
+    config.algo.sampling.samples = 8
   with config.algo.unlocked():
     config.algo.update(algo)
   return config
@@ -122,7 +123,7 @@ def run(
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
-  ahead = {"importance_cap": 2.0, "staleness": staleness}
+  ahead = {"loss": {"is_clip": 2.0}, "sampling": {"staleness": staleness}}
   contestants = {"in turns": {}, "ahead": ahead}
   runs: dict[str, list[dict]] = {name: [] for name in contestants}
   for seed in range(rounds):

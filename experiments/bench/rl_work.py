@@ -51,32 +51,36 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   """This project's scheduler and learner, as `rl.run` uses them."""
   import jax
 
-  from coa_jax.learner.algorithms import AlgoConfig
+  from coa_jax.learner.algorithms import BatchConfig, LossConfig
   from coa_jax.learner.optim import OptimConfig
   from coa_jax.learner.update import PolicyUpdate
   from coa_jax.model.distribution import NO_TRUNCATION
-  from coa_jax.model.sharding import MeshConfig, make_layout
+  from coa_jax.model.sharding import MeshConfig, make_partitioner
   from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
   model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
   config = dict(max_len=job["length"], window=16, inject_rows=4)
   engine, params = plain.our_engine(model, params, automaton, size, **config)
-  algo = AlgoConfig(
-    steps=1000,
-    prompts=job["prompts"],
-    samples=job["samples"],
-    filter_groups=False,
-    clip_high=0.2,
-    rows=min(ROWS, size),
-    length=job["length"],
-  )
+  loss = LossConfig(clip_high=0.2)
+  batch = BatchConfig(rows=min(ROWS, size), length=job["length"])
   optim = OptimConfig(
     lr=LR, schedule="constant", weight_decay=DECAY, clip_norm=CLIP, b2=0.95
   )
   devices = jax.devices()[: jax.device_count() if size % jax.device_count() == 0 else 1]
-  layout = make_layout(MeshConfig(), devices)
-  learner = PolicyUpdate(model, algo, optim, None, layout, NO_TRUNCATION)
+  partitioner = make_partitioner(MeshConfig(), devices)
+  learner = PolicyUpdate(
+    model,
+    loss,
+    batch,
+    optim,
+    None,
+    partitioner,
+    NO_TRUNCATION,
+    steps=1000,
+    prompts=job["prompts"],
+    samples=job["samples"],
+  )
   state, frozen = learner.init(params, 0)
   del params
 

@@ -80,16 +80,16 @@ def our_engine(
   """
   import jax
 
-  from coa_jax.model.sharding import MeshConfig, make_layout
+  from coa_jax.model.sharding import MeshConfig, make_partitioner
   from coa_jax.rollout.replicas import ReplicaPool
   from coa_jax.rollout.types import RolloutConfig
 
   replicas = math.gcd(rows, jax.device_count())
-  layout = make_layout(MeshConfig(), jax.devices()[:replicas])
-  if layout:
-    params = jax.device_put(params, layout.tree(params))
+  partitioner = make_partitioner(MeshConfig(), jax.devices()[:replicas])
+  if partitioner:
+    params = jax.device_put(params, partitioner.tree(params))
   config = RolloutConfig(slots=rows // replicas, **config)
-  return ReplicaPool(model, automaton, config, layout), params
+  return ReplicaPool(model, automaton, config, partitioner), params
 
 
 def ours(folder: str, job: dict[str, Any]) -> Generate:

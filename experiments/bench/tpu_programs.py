@@ -21,7 +21,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from coa_jax.rollout import sampler
@@ -120,11 +120,11 @@ def architecture(case: Case) -> ModelConfig:
   return variant(case.model, param_dtype="bfloat16", **shared)
 
 
-def layout_of(case: Case) -> Layout:
+def partitioner_of(case: Case) -> Partitioner:
   """The mesh of a case over devices that are not there."""
   devices = topologies.get_topology_desc(case.topology, platform="tpu").devices
-  layout = make_layout(MeshConfig(**case.mesh), devices)
-  return layout if case.program == "train" else layout.decoding()
+  partitioner = make_partitioner(MeshConfig(**case.mesh), devices)
+  return partitioner if case.program == "train" else partitioner.decoding()
 
 
 def _placed(tree: Any, shardings: Any) -> Any:
@@ -133,22 +133,24 @@ def _placed(tree: Any, shardings: Any) -> Any:
   )
 
 
-def _arrays(layout: Layout, letters: str, shape: tuple[int, ...], dtype: Any) -> Any:
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(letters))
+def _arrays(
+  partitioner: Partitioner, letters: str, shape: tuple[int, ...], dtype: Any
+) -> Any:
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.sharding(letters))
 
 
 def lower(case: Case) -> Any:
   """The case's program, lowered for its slice with every argument's sharding."""
-  layout, cfg = layout_of(case), architecture(case)
+  partitioner, cfg = partitioner_of(case), architecture(case)
   lowering = {"train": _lower_train, "prefill": _lower_prefill}
-  return lowering.get(case.program, _lower_decode)(case, cfg, layout)
+  return lowering.get(case.program, _lower_decode)(case, cfg, partitioner)
 
 
-def _lower_train(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
-  layout.check(cfg, B=case.rows, T=case.length)
+def _lower_train(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
+  partitioner.check(cfg, B=case.rows, T=case.length)
 
   def loss(params: Any, frozen: Any, batch: batching.Batch) -> Any:
-    logp_BT, *_ = log_probs.token_logps(cfg, params, batch, layout=layout)
+    logp_BT, *_ = log_probs.token_logps(cfg, params, batch, partitioner=partitioner)
     return log_probs.nll(logp_BT, batch.weight_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=1e-5, warmup=10, weight_decay=0.1), 100)
@@ -158,40 +160,42 @@ def _lower_train(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
 
   state = jax.eval_shape(fresh, param_shapes(cfg))
   batch_MBT = jax.tree.map(
-    lambda x: _arrays(layout, ".BT", (case.count, case.rows, case.length), x.dtype),
+    lambda x: _arrays(
+      partitioner, ".BT", (case.count, case.rows, case.length), x.dtype
+    ),
     batching.empty(1, 1),
   )
-  return Learner(loss, optimizer, layout).jitted.lower(
-    _placed(state, layout.tree(state)),
+  return Learner(loss, optimizer, partitioner).jitted.lower(
+    _placed(state, partitioner.tree(state)),
     None,
     batch_MBT,
-    _arrays(layout, "", (), jnp.int32),
-    _arrays(layout, "", (), jnp.float32),
+    _arrays(partitioner, "", (), jnp.int32),
+    _arrays(partitioner, "", (), jnp.float32),
   )
 
 
 def _served(
-  case: Case, cfg: ModelConfig, layout: Layout, slots: int
+  case: Case, cfg: ModelConfig, partitioner: Partitioner, slots: int
 ) -> tuple[Any, Any]:
   """Weights and cache as the sampler holds them."""
-  layout.check(cfg, B=math.gcd(slots, case.rows))
+  partitioner.check(cfg, B=math.gcd(slots, case.rows))
   params = param_shapes(cfg)
-  empty = jax.eval_shape(lambda: KVCache.empty(cfg, slots, case.length, layout))
-  cache = jax.tree.map(lambda x: _arrays(layout, "BK...", x.shape, x.dtype), empty)
-  return _placed(params, layout.tree(params)), cache
+  empty = jax.eval_shape(lambda: KVCache.empty(cfg, slots, case.length, partitioner))
+  cache = jax.tree.map(lambda x: _arrays(partitioner, "BK...", x.shape, x.dtype), empty)
+  return _placed(params, partitioner.tree(params)), cache
 
 
-def _lower_prefill(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
-  params, cache = _served(case, cfg, layout, case.slots)
-  row_R = _arrays(layout, ".", (case.rows,), "int32")
-  token_RT = _arrays(layout, "..", (case.rows, case.count), "int32")
+def _lower_prefill(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
+  params, cache = _served(case, cfg, partitioner, case.slots)
+  row_R = _arrays(partitioner, ".", (case.rows,), "int32")
+  token_RT = _arrays(partitioner, "..", (case.rows, case.count), "int32")
   return sampler.extend.lower(
-    cfg, params, cache, row_R, token_RT, row_R, row_R, layout=layout
+    cfg, params, cache, row_R, token_RT, row_R, row_R, partitioner=partitioner
   )
 
 
-def _lower_decode(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
-  params, cache = _served(case, cfg, layout, case.rows)
+def _lower_decode(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
+  params, cache = _served(case, cfg, partitioner, case.rows)
   dtypes = {
     "seed_B": "uint32",
     "sequence_B": "uint32",
@@ -199,13 +203,13 @@ def _lower_decode(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
     "active_B": "bool",
   }
   slots = {
-    field.name: _arrays(layout, ".", (case.rows,), dtypes.get(field.name, "int32"))
+    field.name: _arrays(partitioner, ".", (case.rows,), dtypes.get(field.name, "int32"))
     for field in dataclasses.fields(sampler.SamplerState)
   }
   # An automaton of 32 states and 16 classes of tokens, as the protocol's is about.
-  states = _arrays(layout, "..", (32, 16), "int32")
+  states = _arrays(partitioner, "..", (32, 16), "int32")
   tables = sampler.Tables(
-    _arrays(layout, ".", (cfg.vocab_size,), "int32"), states, states
+    _arrays(partitioner, ".", (cfg.vocab_size,), "int32"), states, states
   )
   return sampler.window.lower(
     cfg,
@@ -213,6 +217,6 @@ def _lower_decode(case: Case, cfg: ModelConfig, layout: Layout) -> Any:
     cache,
     sampler.SamplerState(**slots),
     tables,
-    _arrays(layout, "..", (case.rows, case.count), "int32"),
-    layout=layout,
+    _arrays(partitioner, "..", (case.rows, case.count), "int32"),
+    partitioner=partitioner,
   )

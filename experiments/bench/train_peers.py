@@ -41,25 +41,25 @@ def ours(work: Work) -> Train:
   from coa_jax.model import lora as adapting
   from coa_jax.model.config import LoadConfig
   from coa_jax.model.hf.io import load_model
-  from coa_jax.model.sharding import MeshConfig, make_layout
+  from coa_jax.model.sharding import MeshConfig, make_partitioner
 
   size = work.size
   load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
-  layout = make_layout(MeshConfig(data=devices))
-  cfg, params = load_model(work.model, load, layout)
+  partitioner = make_partitioner(MeshConfig(data=devices))
+  cfg, params = load_model(work.model, load, partitioner)
   lora = adapting.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
-  trained, frozen = adapting.split(cfg, params, lora, 0, layout)
+  trained, frozen = adapting.split(cfg, params, lora, 0, partitioner)
 
   def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
     params = adapting.assemble(trained, frozen, lora)
-    return log_probs.cross_entropy(cfg, params, batch, layout), {}
+    return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
 
   config = OptimConfig(
     lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2
   )
   optimizer = make_optimizer(config, 1_000)
-  learner = Learner(loss, optimizer, layout)
-  state = init_state(trained, optimizer, layout)
+  learner = Learner(loss, optimizer, partitioner)
+  state = init_state(trained, optimizer, partitioner)
   del params, trained
 
   def train(steps: int) -> list[float]:

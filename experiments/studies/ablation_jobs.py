@@ -115,7 +115,8 @@ class Plan:
     config.dev.corpus = self._world_file("dev_pages")
     config.rollout.seed = self._seed
     config.algo.steps = max(1, round(config.algo.steps * share))
-    rollouts = config.algo.steps * config.algo.prompts * config.algo.samples
+    sampling = config.algo.sampling
+    rollouts = config.algo.steps * sampling.prompts * sampling.samples
     spent = _SECONDS["start"] + rollouts * _SECONDS["rollout"]
     return self._job("rl", config, (self._world, model), spent)
 
@@ -137,10 +138,14 @@ class Plan:
     """The journey's config with the fields of budget and arm, its files and tasks."""
     config = _CONFIGS[kind].get_config(self._budget.argument)
     for path, value in {**self._budget.fields, **arm.fields}.items():
-      journey, name, field = path.split(".")
+      journey, *names, field = path.split(".")
       if journey == kind:
-        config[name] = config.get(name) or {}
-        config[name][field] = value
+        section = config
+        for name in names:
+          if not section.get(name):
+            section[name] = {}
+          section = section[name]
+        section[field] = value
     if tasks:
       config.tasks.uri = self._world_file(f"{tasks}_tasks")
       config.tools.corpus = self._world_file(f"{pages}_pages")

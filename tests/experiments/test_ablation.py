@@ -14,8 +14,8 @@ import pytest
 from coa_jax.config import section
 from coa_jax.distill import TeacherConfig
 from coa_jax.evaluate import EvalConfig
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+from coa_jax.rl import AlgoConfig
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.sft import DataConfig
 from coa_jax.tasks.sources import TasksConfig
@@ -39,15 +39,24 @@ def jobs_of(arm: str, budget: str = "small", seed: int = 0, workdir: str = "W"):
   return ordered(j for part in parts.values() for j in part)
 
 
+def leaves(values: dict, above: str):
+  """Values by their paths, over sections inside sections."""
+  for name, value in values.items():
+    path = f"{above}.{name}"
+    if isinstance(value, dict) and value:
+      yield from leaves(value, path)
+    else:
+      yield path, value
+
+
 def fields(jobs) -> dict[str, list]:
   """Values by "journey.section.field", over the jobs of that journey."""
   out: dict[str, list] = {}
   for job in jobs:
     if job.kind != "world":
-      for name, values in job.config.to_dict().items():
-        for field, value in (values if isinstance(values, dict) else {}).items():
-          if field not in _PLACES:
-            out.setdefault(f"{job.kind}.{name}.{field}", []).append(value)
+      for path, value in leaves(job.config.to_dict(), job.kind):
+        if path.count(".") > 1 and path.rpartition(".")[2] not in _PLACES:
+          out.setdefault(path, []).append(value)
   return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 
@@ -11,7 +12,6 @@ import toy
 
 from coa_jax import rl
 from coa_jax.config import section
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tools.toolbox import ToolsConfig
@@ -22,11 +22,16 @@ from experiments.bench import async_rl as bench
 def test_contestants_differ_in_what_is_compared_alone(quick, tmp_path):
   (tmp_path / "sft" / "model").mkdir(parents=True)
   args = str(tmp_path), 2, 5, quick
-  plain = section(bench.config_of(*args, {}), "algo", AlgoConfig)
-  changes = {"staleness": 2, "importance_cap": 2.0}
+  plain = section(bench.config_of(*args, {}), "algo", rl.AlgoConfig)
+  changes = {"sampling": {"staleness": 2}, "loss": {"is_clip": 2.0}}
   config = bench.config_of(*args, changes)
-  ahead = section(config, "algo", AlgoConfig)
-  assert plain.staleness == 0 and vars(ahead) == {**vars(plain), **changes}
+  ahead = section(config, "algo", rl.AlgoConfig)
+  assert plain.sampling.staleness == 0
+  assert ahead == dataclasses.replace(
+    plain,
+    sampling=dataclasses.replace(plain.sampling, staleness=2),
+    loss=dataclasses.replace(plain.loss, is_clip=2.0),
+  )
   assert ahead.steps == config.dev.every == 5
   assert config.init == str(tmp_path / "sft" / "model") and config.rollout.seed == 2
 
@@ -48,9 +53,9 @@ def policy(tmp_path_factory) -> str:
   return str(folder)
 
 
-@pytest.mark.parametrize("algo", [{}, {"staleness": 1, "importance_cap": 2.0}])
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_takes_what_the_clock_says_but_evaluation_and_saving(
-  policy, tmp_path, monkeypatch, algo
+  policy, tmp_path, monkeypatch, staleness
 ):
   """Of lines that runs really write: in turns, decoding and tools are waited for."""
   config = ml_collections.ConfigDict(
@@ -59,7 +64,12 @@ def test_a_step_takes_what_the_clock_says_but_evaluation_and_saving(
       rollout=dict(style="brief", slots=4, max_len=toy.MAX_LEN),
       tools=dict(tools=("code",)),
       tasks=dict(uri=f"{policy}/tasks.jsonl"),
-      algo=dict(steps=4, prompts=2, samples=2, rounds=1, rows=4, length=128, **algo),
+      algo=dict(
+        steps=4,
+        sampling=dict(prompts=2, samples=2, rounds=1, staleness=staleness),
+        loss=dict(is_clip=2.0 if staleness else 0.0),
+        batch=dict(rows=4, length=128),
+      ),
       dev=dict(every=2, uri=f"{policy}/tasks.jsonl"),
       checkpoint=dict(every=1),
     )
@@ -76,7 +86,7 @@ def test_a_step_takes_what_the_clock_says_but_evaluation_and_saving(
   assert out["seconds"] == pytest.approx(took / 3, rel=0.05, abs=0.05)
   assert out["learn"] == pytest.approx(sum(r["seconds_learn"] for r in log[1:]) / 3)
   assert out["learner_waited"] == pytest.approx(out["seconds"] - out["learn"])
-  if not algo:
+  if not staleness:
     waited = sum(r["seconds_decode"] + r["seconds_tools"] for r in log[1:]) / 3
     assert out["learner_waited"] > waited > 0.1
     assert out["staleness"] == out["rollouts_waited"] == 0

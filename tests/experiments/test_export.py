@@ -54,12 +54,9 @@ def configs(tmp_path_factory) -> dict[str, dict]:
       dev=dict(every=9, **tasks),
       algo=dict(
         steps=2,
-        prompts=1,
-        samples=4,
-        rows=2,
-        length=64,
-        filter_groups=False,
-        advantage="gae",
+        sampling=dict(prompts=1, samples=4, filter_groups=False),
+        loss=dict(advantage="gae"),
+        batch=dict(rows=2, length=64),
       ),
     ),
   }

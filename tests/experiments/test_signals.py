@@ -34,7 +34,12 @@ def configs(tmp_path_factory) -> dict[str, str]:
   (folder / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
   data = dict(trajectories=str(folder / "data.jsonl"), steps=MANY, validation=1)
   data |= dict(rows=2, length=toy.MAX_LEN, validate_every=MANY)
-  algo = dict(steps=MANY, prompts=1, samples=2, rows=2, length=64, rounds=1)
+  algo = dict(
+    steps=MANY,
+    keep_every=MANY,
+    sampling=dict(prompts=1, samples=2, rounds=1),
+    batch=dict(rows=2, length=64),
+  )
   common = dict(init=str(folder / "model"), checkpoint=dict(every=MANY))
   sections = {
     "sft": common | dict(data=data),
@@ -44,7 +49,7 @@ def configs(tmp_path_factory) -> dict[str, str]:
       tools=dict(tools=["code"], enabled=False),
       tasks=tasks,
       dev=dict(every=MANY, **tasks),
-      algo=algo | dict(keep_every=MANY),
+      algo=algo,
     ),
   }
   return {

@@ -37,7 +37,12 @@ def configs(tmp_path_factory) -> dict[str, str]:
   rollout = dict(style="brief", slots=4, max_len=toy.MAX_LEN)
   data = dict(trajectories=str(folder / "data.jsonl"), steps=4, rows=2, validation=2)
   plays = dict(rollout=rollout, tools=dict(tools=["code"], enabled=False), tasks=tasks)
-  algo = dict(steps=2, prompts=2, samples=2, rounds=1, rows=4, length=128, keep_every=1)
+  algo = dict(
+    steps=2,
+    keep_every=1,
+    sampling=dict(prompts=2, samples=2, rounds=1),
+    batch=dict(rows=4, length=128),
+  )
   sections = {
     "distill": distill,
     "sft": dict(data=data | dict(length=toy.MAX_LEN), checkpoint=dict(every=2)),

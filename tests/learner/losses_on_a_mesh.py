@@ -24,34 +24,38 @@ import numpy as np
 import toy
 
 from coa_jax.learner import log_probs, policy_loss, surrogates
-from coa_jax.learner.algorithms import PRESETS, AlgoConfig
+from coa_jax.learner.algorithms import PRESETS, BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model.distribution import NO_TRUNCATION
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 CFG = toy.MODEL
 MORE = {
   "dual clip": {"dual_clip": 1.2},
-  "token weights": {"importance_cap": 1.1},
-  "sequence weights": {"importance_cap": 1.1, "importance_level": "sequence"},
+  "token weights": {"is_clip": 1.1},
+  "sequence weights": {"is_clip": 1.1, "is_level": "sequence"},
   "masked weights": {
-    "importance_cap": 1.5,
-    "importance_rule": "mask",
-    "importance_floor": 0.8,
+    "is_clip": 1.5,
+    "is_mode": "mask",
+    "is_min": 0.8,
   },
   "masked sequences": {
-    "importance_cap": 3.0,
-    "importance_rule": "mask",
-    "importance_level": "sequence",
+    "is_clip": 3.0,
+    "is_mode": "mask",
+    "is_level": "sequence",
   },
   "gspo of token-mean": {"ratio": "sequence", "aggregation": "token-mean"},
 }
+LOSSES = {
+  **{name: sections["loss"] for name, sections in PRESETS.items()},
+  **MORE,
+}
 ALGORITHMS = {
-  name: AlgoConfig(steps=1, **{"clip_low": 0.05, "clip_high": 0.05, **fields})
-  for name, fields in {**PRESETS, **MORE}.items()
+  name: LossConfig(**{"clip_low": 0.05, "clip_high": 0.05, **fields})
+  for name, fields in LOSSES.items()
 }
 # split: (rows of a micro-batch, tokens of a row, mesh).
 SOME = {
@@ -83,7 +87,7 @@ def played() -> list[Trajectory]:
   return out
 
 
-def batches(algo: AlgoConfig, rows: int, length: int) -> list[Batch]:
+def batches(config: LossConfig, rows: int, length: int) -> list[Batch]:
   """The trajectories as an update sees them: scores, advantages, shares."""
   packed = Packed(played(), rows, length)
   rng = np.random.default_rng(1)
@@ -98,33 +102,37 @@ def batches(algo: AlgoConfig, rows: int, length: int) -> list[Batch]:
   )
   packed.write("value_BT", drawn["value_BT"])
   kl = None
-  if algo.kl_coef and algo.kl_in == "reward":
+  if config.kl_coef and config.kl_in == "reward":
     kl = [x - y for x, y in zip(logps, moved, strict=True)]
   advantage, returns = policy_loss.token_advantages(
-    algo, REWARD_GK, packed.counts, kl, drawn["value_BT"]
+    config, REWARD_GK, packed.counts, kl, drawn["value_BT"]
   )
   packed.write("advantage_BT", advantage)
   packed.write("return_BT", returns or [np.zeros(n) for n in packed.counts])
-  packed.write("share_BT", policy_loss.shares(algo, packed.counts))
+  packed.write("share_BT", policy_loss.shares(config, packed.counts, length))
   return packed.batches
 
 
-def pulled_back(layout: Layout | None, params, several: list[Batch]):
+def pulled_back(partitioner: Partitioner | None, params, several: list[Batch]):
   """Losses [algorithms and SFT], and gradients stacked over them."""
 
   def outputs(p):
-    logp_BT, *_ = log_probs.token_logps(CFG, p["trunk"], several[0], layout=layout)
+    logp_BT, *_ = log_probs.token_logps(
+      CFG, p["trunk"], several[0], partitioner=partitioner
+    )
     head_D1 = p["value_head"]
-    return logp_BT, log_probs.token_values(CFG, p["trunk"], head_D1, several[0], layout)
+    return logp_BT, log_probs.token_values(
+      CFG, p["trunk"], head_D1, several[0], partitioner
+    )
 
   (logp_BT, value_BT), back = jax.vjp(outputs, params)
   values, ahead = [], []
-  for algo, batch in zip(ALGORITHMS.values(), several, strict=True):
+  for config, batch in zip(ALGORITHMS.values(), several, strict=True):
 
-    def total(logp_BT, value_BT, algo=algo, batch=batch):
-      loss = policy_loss.policy_loss(algo, logp_BT, batch)[0]
-      if algo.has_critic:
-        args = (value_BT, batch.value_BT, batch.return_BT, algo.value_clip)
+    def total(logp_BT, value_BT, config=config, batch=batch):
+      loss = policy_loss.policy_loss(config, logp_BT, batch)[0]
+      if config.has_critic:
+        args = (value_BT, batch.value_BT, batch.return_BT, config.value_clip)
         loss += jnp.sum(batch.weight_BT * surrogates.value_loss(*args)[0])
       return loss
 
@@ -135,7 +143,7 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
   grads = jax.lax.map(lambda x: back(x)[0], ahead)
 
   def sft(p):
-    return log_probs.cross_entropy(CFG, p["trunk"], several[0], layout)
+    return log_probs.cross_entropy(CFG, p["trunk"], several[0], partitioner)
 
   value, more = jax.value_and_grad(sft)(params)
   grads = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), grads, more)
@@ -144,19 +152,22 @@ def pulled_back(layout: Layout | None, params, several: list[Batch]):
 
 def split(rows: int, length: int, mesh: MeshConfig | None):
   """Mean losses and gradients over all micro-batches of this split."""
-  layout = None
+  partitioner = None
   if mesh:
-    layout = make_layout(mesh, jax.devices()[: mesh.data * mesh.fsdp * mesh.context])
+    devices = mesh.data * mesh.fsdp * mesh.context
+    partitioner = make_partitioner(mesh, jax.devices()[:devices])
   head_D1 = 0.3 * jax.random.normal(jax.random.key(1), (CFG.width, 1))
   params = {"trunk": toy.params(), "value_head": head_D1}
-  if layout:
-    params = jax.device_put(params, layout.tree(params))
-  run = jax.jit(functools.partial(pulled_back, layout))
-  micro = [batches(algo, rows, length) for algo in ALGORITHMS.values()]
+  if partitioner:
+    params = jax.device_put(params, partitioner.tree(params))
+  run = jax.jit(functools.partial(pulled_back, partitioner))
+  micro = [batches(config, rows, length) for config in ALGORITHMS.values()]
   total = None
   for several in zip(*micro, strict=True):
     several = list(several)
-    out = jax.device_get(run(params, layout.put(several) if layout else several))
+    if partitioner:
+      several = partitioner.put(several)
+    out = jax.device_get(run(params, several))
     total = out if total is None else jax.tree.map(np.add, total, out)
   tokens = sum(float(b.weight_BT.sum()) for b in micro[0])
   return jax.tree.map(lambda x: x / tokens, total), len(micro[0])
@@ -164,16 +175,26 @@ def split(rows: int, length: int, mesh: MeshConfig | None):
 
 def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   """What two steps of PPO with all that it can have report."""
-  fields = PRESETS["ppo"] | {"minibatches": 2, "importance_cap": 2.0, "kl_coef": 0.1}
-  algo = AlgoConfig(
-    steps=2, prompts=2, samples=4, rows=4, length=128, critic_lr=1e-3, **fields
-  )
-  layout = make_layout(mesh) if mesh else None
+  fields = {"is_clip": 2.0, "kl_coef": 0.1, "critic_lr": 1e-3}
+  loss = LossConfig(**PRESETS["ppo"]["loss"] | fields)
+  batch = BatchConfig(rows=4, length=128, minibatches=2)
+  partitioner = make_partitioner(mesh) if mesh else None
   params = jax.tree.map(jnp.array, toy.params())
-  if layout:
-    params = jax.device_put(params, layout.tree(params))
+  if partitioner:
+    params = jax.device_put(params, partitioner.tree(params))
   optim = OptimConfig(lr=1e-3, schedule="constant")
-  update = PolicyUpdate(CFG, algo, optim, None, layout, NO_TRUNCATION)
+  update = PolicyUpdate(
+    CFG,
+    loss,
+    batch,
+    optim,
+    None,
+    partitioner,
+    NO_TRUNCATION,
+    steps=2,
+    prompts=2,
+    samples=4,
+  )
   state, frozen = update.init(params, 0)
   groups = [copy.deepcopy(played()[:4]), copy.deepcopy(played()[4:])]
   for group, rewards in zip(groups, REWARD_GK.tolist(), strict=True):
@@ -183,7 +204,7 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   for _ in range(2):
     state, values = update(state, frozen, groups)
     out.append(values)
-  if layout:
+  if partitioner:
     head = state.params["critic"]["value_head"]
     assert head.addressable_shards[0].data.shape[0] == CFG.width // mesh.fsdp
   return out

@@ -154,13 +154,13 @@ import jax, numpy as np
 address, processes, process = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 jax.distributed.initialize(address, processes, process)
 from coa_jax.learner.dataset import Dataset
-from coa_jax.model.sharding import MeshConfig, make_layout
-layout, dataset = make_layout(MeshConfig(fsdp=-1)), Dataset(sys.argv[4])
+from coa_jax.model.sharding import MeshConfig, make_partitioner
+partitioner, dataset = make_partitioner(MeshConfig(fsdp=-1)), Dataset(sys.argv[4])
 seen = {}
 for first in (0, 3):
-  rows = dataset.endless(np.arange(10), 4, 4, layout, 5, first)
+  rows = dataset.endless(np.arange(10), 4, 4, partitioner, 5, first)
   for micro in itertools.islice(rows, 5 - first):
-    placed = layout.put(micro.batch)
+    placed = partitioner.put(micro.batch)
     held = micro.batch.tokens_BT[:, 0]
     seen.setdefault(first, []).append(
       [[int(row[0]) for shard in placed.tokens_BT.addressable_shards

@@ -13,7 +13,7 @@ import toy
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs, policy_loss
-from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.algorithms import LossConfig
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution
 from coa_jax.model.transformer import Transformer, init_params
@@ -34,7 +34,7 @@ def played() -> list[Trajectory]:
   return out
 
 
-ALGO = AlgoConfig(steps=1, clip_low=0.2, clip_high=0.28)
+CONFIG = LossConfig(clip_low=0.2, clip_high=0.28)
 ADVANTAGES = [0.7, -1.1, 0.4, -0.2]
 
 
@@ -43,17 +43,17 @@ def sft(logp_BT, batch: Batch):
 
 
 def rl(logp_BT, batch: Batch):
-  return policy_loss.policy_loss(ALGO, logp_BT, batch)[0]
+  return policy_loss.policy_loss(CONFIG, logp_BT, batch)[0]
 
 
 def gspo(logp_BT, batch: Batch):
   return policy_loss.policy_loss(
-    dataclasses.replace(ALGO, ratio="sequence"), logp_BT, batch
+    dataclasses.replace(CONFIG, ratio="sequence"), logp_BT, batch
   )[0]
 
 
 def cispo(logp_BT, batch: Batch):
-  algo = dataclasses.replace(ALGO, surrogate="cispo")
+  algo = dataclasses.replace(CONFIG, surrogate="cispo")
   return policy_loss.policy_loss(algo, logp_BT, batch)[0]
 
 

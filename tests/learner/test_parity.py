@@ -25,7 +25,7 @@ import pytest
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import policy_loss, surrogates
-from coa_jax.learner.algorithms import AlgoConfig
+from coa_jax.learner.algorithms import LossConfig
 from coa_jax.learner.batch import Batch
 
 ORACLES = pathlib.Path(__file__).parent / "oracles"
@@ -49,12 +49,12 @@ IMPORTANCE = {
   "token-mask": ("token", "mask", 2.0, 0.5),
   "sequence-mask": ("sequence", "mask", 3.0, 0.5),
 }
-for _name, (_level, _rule, _cap, _floor) in IMPORTANCE.items():
+for _name, (_level, _mode, _clip, _min) in IMPORTANCE.items():
   VARIANTS[f"clip+{_name}"] = dict(
-    importance_level=_level,
-    importance_rule=_rule,
-    importance_cap=_cap,
-    importance_floor=_floor,
+    is_level=_level,
+    is_mode=_mode,
+    is_clip=_clip,
+    is_min=_min,
   )
 # (peer, case, start of the quantity): where the peer means something else, and why.
 DIFFERENT = {
@@ -104,15 +104,15 @@ def policy(case: str, variant: str, mode: str, whole: bool = False):
   bounds = dict(COMMON)
   if whole:  # TRL's PPO: no observations, one bound
     mask_BT, bounds["clip_high"] = filled(mask_BT), 0.2
-  algo = AlgoConfig(steps=1, **bounds | VARIANTS[variant], aggregation=mode)
+  config = LossConfig(**bounds | VARIANTS[variant], aggregation=mode)
   counts = mask_BT.sum(1).astype(int).tolist()
-  batch = batch_of(c, mask_BT, policy_loss.shares(algo, counts))
+  batch = batch_of(c, mask_BT, policy_loss.shares(config, counts, mask_BT.shape[1]))
   # The sampler is the old policy, unless the two are told apart.
-  sampler = "sampler" if algo.importance_cap else "old"
+  sampler = "sampler" if config.is_clip else "old"
   batch = batch.replace(logp_BT=jnp.asarray(c[sampler], jnp.float32))
 
   def loss(logp_BT):
-    return policy_loss.policy_loss(algo, logp_BT, batch)[0] / sum(counts)
+    return policy_loss.policy_loss(config, logp_BT, batch)[0] / sum(counts)
 
   return jax.value_and_grad(loss)(jnp.asarray(c["logp"], jnp.float32))
 
@@ -127,8 +127,8 @@ def token_advantages(case: str, name: str, whole: bool = False):
   c = arrays(case)
   mask_BT = filled(c["mask"]) if whole else c["mask"]
   in_reward = name in ("gae", "reinforce++")
-  algo = AlgoConfig(
-    steps=1, advantage=name, **COMMON, kl_coef=KL if in_reward else 0.0, kl_in="reward"
+  config = LossConfig(
+    advantage=name, **COMMON, kl_coef=KL if in_reward else 0.0, kl_in="reward"
   )
   rows = [m > 0 for m in mask_BT]
   picked = {k: [c[k][i][r] for i, r in enumerate(rows)] for k in ("old", "reference")}
@@ -136,7 +136,7 @@ def token_advantages(case: str, name: str, whole: bool = False):
   value = [v[r] for v, r in zip(c["value"], rows, strict=True)]
   counts = [int(r.sum()) for r in rows]
   out = policy_loss.token_advantages(
-    algo, c["reward"].reshape(2, 4), counts, kl if in_reward else None, value
+    config, c["reward"].reshape(2, 4), counts, kl if in_reward else None, value
   )
 
   def spread(parts):
@@ -189,8 +189,8 @@ def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
   if len(shape) == 2:
     return advantage_BT
   # A number for each row, those without a policy token among them.
-  algo = AlgoConfig(steps=1, advantage="grpo" if eps else name)
-  parts, _ = policy_loss.token_advantages(algo, c["reward"].reshape(2, 4), [1] * 8)
+  config = LossConfig(advantage="grpo" if eps else name)
+  parts, _ = policy_loss.token_advantages(config, c["reward"].reshape(2, 4), [1] * 8)
   row_B = np.concatenate(parts)
   if eps:  # TRL adds more to the deviation
     std_B = np.repeat(c["reward"].reshape(2, 4).std(1, ddof=1), 4)

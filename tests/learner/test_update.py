@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toy
 
-from coa_jax.learner.algorithms import AlgoConfig, preset
+from coa_jax.learner.algorithms import BatchConfig, LossConfig, preset
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.model.distribution import NO_TRUNCATION
@@ -19,9 +19,8 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 CFG = toy.MODEL
-ALGO = AlgoConfig(
-  steps=8, prompts=2, samples=2, rows=2, length=128, filter_groups=False, critic_lr=0.01
-)
+LOSS = LossConfig(critic_lr=0.01)
+BATCH = BatchConfig(rows=2, length=128)
 
 
 def groups() -> list[list[Trajectory]]:
@@ -39,9 +38,20 @@ def groups() -> list[list[Trajectory]]:
 
 def made(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
   """An update of the toy model, its first state, what is frozen."""
-  algo = dataclasses.replace(ALGO, **changes)
+  shape = {k: changes.pop(k) for k in ("epochs", "minibatches") if k in changes}
   optim = OptimConfig(lr=lr, schedule="constant")
-  update = PolicyUpdate(CFG, algo, optim, lora, None, NO_TRUNCATION)
+  update = PolicyUpdate(
+    CFG,
+    dataclasses.replace(LOSS, **changes),
+    dataclasses.replace(BATCH, **shape),
+    optim,
+    lora,
+    None,
+    NO_TRUNCATION,
+    steps=8,
+    prompts=2,
+    samples=2,
+  )
   params = jax.tree.map(jnp.array, toy.params())
   return update, *update.init(params, seed=0)
 
@@ -79,7 +89,7 @@ def test_without_a_kl_nothing_is_copied():
 
 def test_a_kl_in_the_reward_pulls_back_to_the_reference():
   """Rewards are equal: only the KL tells trajectories apart."""
-  update, state, frozen = made(**preset("rloo") | {"kl_coef": 5.0})
+  update, state, frozen = made(**preset("rloo")["loss"] | {"kl_coef": 5.0})
   even = groups()
   for t in (t for group in even for t in group):
     t.reward = 0.5
@@ -96,7 +106,7 @@ def test_a_kl_in_the_reward_pulls_back_to_the_reference():
   "lora", [None, pytest.param(LoraConfig(rank=2), marks=pytest.mark.slow)]
 )
 def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
-  fields = preset("ppo") | {"value_clip": 10.0, "kl_coef": 0.0}
+  fields = preset("ppo")["loss"] | {"value_clip": 10.0, "kl_coef": 0.0}
   update, state, frozen = made(lora, lr=0.0, **fields)
   assert not state.params["critic"]["value_head"].any()
   before = host(state.params)
@@ -133,11 +143,11 @@ def test_decoupled_the_old_policy_is_the_learner_before_the_steps_first_update()
     for t in group:
       for s in t.segments:
         s.logps = [x - 0.3 for x in s.logps]  # sampled by another program
-  update, state, frozen = made(importance_cap=2.0)
+  update, state, frozen = made(is_clip=2.0)
   _, values = update(state, frozen, off)
   assert values["ratio"] == 1.0  # exactly
   assert values["importance"] == pytest.approx(np.exp(0.3), rel=1e-5)
-  update, state, frozen = made(importance_cap=2.0, epochs=2, lr=1e-6)
+  update, state, frozen = made(is_clip=2.0, epochs=2, lr=1e-6)
   _, values = update(state, frozen, off)
   assert values["ratio"] == pytest.approx(1, abs=1e-4)
   assert values["importance"] == pytest.approx(np.exp(0.3), rel=1e-4)

@@ -25,7 +25,7 @@ from coa_jax.learner.optim import OptimConfig, make_optimizer  # noqa: E402
 from coa_jax.learner.state import Learner, init_state  # noqa: E402
 from coa_jax.model import lora, transformer  # noqa: E402
 from coa_jax.model.config import ModelConfig  # noqa: E402
-from coa_jax.model.sharding import Layout, MeshConfig, make_layout  # noqa: E402
+from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner  # noqa: E402
 
 MODEL = ModelConfig(
   vocab_size=384,
@@ -96,21 +96,23 @@ def whole(tree):
   return jax.tree.map(fetch, tree)
 
 
-def trained(layout: Layout | None, adapters: lora.LoraConfig | None, changes) -> dict:
+def trained(
+  partitioner: Partitioner | None, adapters: lora.LoraConfig | None, changes
+) -> dict:
   """Loss, gradient norm and parameters after two updates, and one array's parts."""
   cfg = dataclasses.replace(MODEL, **changes)
   params, frozen = lora.split(
-    cfg, transformer.init_params(cfg, 0, layout), adapters, 1, layout
+    cfg, transformer.init_params(cfg, 0, partitioner), adapters, 1, partitioner
   )
 
   def loss(trained, frozen, batch):
     p = lora.assemble(trained, frozen, adapters)
-    logp_BT, *_ = log_probs.token_logps(cfg, p, batch, layout=layout)
+    logp_BT, *_ = log_probs.token_logps(cfg, p, batch, partitioner=partitioner)
     return log_probs.nll(logp_BT, batch.weight_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
-  learner = Learner(loss, optimizer, layout)
-  state = init_state(params, optimizer, layout)
+  learner = Learner(loss, optimizer, partitioner)
+  state = init_state(params, optimizer, partitioner)
   micro = batches()
   tokens = sum(float(b.weight_BT.sum()) for b in micro)
   values = []
@@ -145,8 +147,8 @@ def main() -> None:
   for case, (changes, adapters, meshes) in CASES[sys.argv[2]].items():
     expected = None
     for mesh in meshes:
-      layout = make_layout(MESHES[mesh]) if MESHES[mesh] else None
-      result = trained(layout, adapters, changes)
+      partitioner = make_partitioner(MESHES[mesh]) if MESHES[mesh] else None
+      result = trained(partitioner, adapters, changes)
       expected = expected or result
       out[f"{case}/{mesh}"] = {
         "values": result["values"],

@@ -18,7 +18,7 @@ import numpy as np
 from coa_jax.model import transformer
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf import io as weights
-from coa_jax.model.sharding import MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, make_partitioner
 
 
 class Counted:
@@ -38,7 +38,7 @@ class Counted:
 def main(folder: str) -> None:
   """Loads unrolled and scanned, on as many devices as there are."""
   several = len(jax.devices()) > 1
-  layout = make_layout(MeshConfig(tensor=2, fsdp=4)) if several else None
+  partitioner = make_partitioner(MeshConfig(tensor=2, fsdp=4)) if several else None
   opened, seen = weights._open, {}
   for scan in (False, True):
     load, read = LoadConfig(scan=scan), {}
@@ -47,10 +47,10 @@ def main(folder: str) -> None:
     weights._open = lambda *args, read=read: (
       (name, Counted(x, read.setdefault(name, []))) for name, x in opened(*args)
     )
-    cfg, params = weights.load_model(folder, load, layout)
+    cfg, params = weights.load_model(folder, load, partitioner)
     assert jax.tree.all(jax.tree.map(np.array_equal, params, whole))
-    if layout:
-      wanted = layout.tree(transformer.param_shapes(cfg))
+    if partitioner:
+      wanted = partitioner.tree(transformer.param_shapes(cfg))
       assert jax.tree.map(lambda x: x.sharding, params) == wanted
     seen[f"scan={scan}"] = read
   print(json.dumps(seen))

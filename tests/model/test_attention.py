@@ -107,7 +107,7 @@ def test_auto_takes_a_kernel_that_runs(where, dtype, H: int, T: int, kernel: str
 def test_a_kernel_that_can_not_run_is_refused(
   monkeypatch, where: str, changes, length: int, message: str
 ):
-  monkeypatch.setattr(attention, "_device", lambda layout: device(where))
+  monkeypatch.setattr(attention, "_device", lambda partitioner: device(where))
   cfg = dataclasses.replace(toy.MODEL, **changes)
   with pytest.raises(ValueError, match=f"model.attention{message}|{message}"):
     attention.check(cfg, None, length)

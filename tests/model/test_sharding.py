@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import init_state
 from coa_jax.model import sharding, transformer
-from coa_jax.model.sharding import AXES, Layout, MeshConfig, make_layout
+from coa_jax.model.sharding import AXES, MeshConfig, Partitioner, make_partitioner
 from coa_jax.model.variants import variant
 
 HERE = pathlib.Path(__file__).parent
@@ -136,17 +136,17 @@ def test_two_processes_are_one(both):
   assert case["parts"] == expected["parts"]
 
 
-def layout(**sizes: int) -> Layout:
-  """A layout over devices that are not there; `check` needs none."""
+def abstract(**sizes: int) -> Partitioner:
+  """A partitioner over devices that are not there: `check` needs none."""
   shape = tuple(sizes.get(axis, 1) for axis in AXES)
-  return Layout(AbstractMesh(shape, AXES))
+  return Partitioner(AbstractMesh(shape, AXES))
 
 
 def test_every_axis_that_does_not_divide_is_named():
   small = variant("qwen2.5-0.5b")  # 14 heads, 2 kv heads
-  layout(tensor=2, fsdp=4).check(small, B=8)
+  abstract(tensor=2, fsdp=4).check(small, B=8)
   with pytest.raises(ValueError) as e:
-    layout(tensor=4, fsdp=3).check(small, B=8, T=100)
+    abstract(tensor=4, fsdp=3).check(small, B=8, T=100)
   message = str(e.value)
   for fault in (
     "model.width=896 over fsdp=3 x context=1",
@@ -157,7 +157,7 @@ def test_every_axis_that_does_not_divide_is_named():
     assert fault in message
   assert "T=100" not in message and "model.ff" not in message
   # Key-value heads that are few stay whole where the table says so.
-  layout(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b"))
+  abstract(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b"))
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_every_axis_that_does_not_divide_is_named():
 )
 def test_rules_that_split_an_array_twice_over_one_axis_are_refused(rules, fault: str):
   with pytest.raises(ValueError, match=fault):
-    layout(tensor=2).replacing(rules).check(toy.MODEL)
+    abstract(tensor=2).replacing(rules).check(toy.MODEL)
 
 
 def test_a_decoder_splits_matrices_over_tensor_alone():
   """Whatever training's rules; so each replica holds a whole model."""
   rules = {"T": (), "F": ("context", "tensor"), "V": ("context",)}
-  trained = layout(tensor=2, context=2, fsdp=2).replacing({**rules, "D": ("fsdp",)})
+  trained = abstract(tensor=2, context=2, fsdp=2).replacing({**rules, "D": ("fsdp",)})
   trained.check(toy.MODEL)
   decoder = trained.decoding()
   letters = set("".join(sharding.PARAMETERS.values())) & set(sharding.RULES)
@@ -199,7 +199,7 @@ def test_a_parameter_without_a_place_in_the_table_is_noticed():
 
 
 def test_counters_of_an_optimizer_are_replicated_and_moments_split():
-  mesh = layout(fsdp=4, tensor=2)
+  mesh = abstract(fsdp=4, tensor=2)
   cfg = toy.MODEL
   optimizer = make_optimizer(OptimConfig(name="muon"), 10)
   shapes = jax.eval_shape(
@@ -237,9 +237,9 @@ def test_meshes_that_can_not_be_are_refused(fields, message: str):
 
 def test_a_mesh_of_more_devices_than_there_are_says_so():
   with pytest.raises(ValueError, match="tensor=2 needs 2 devices; there are 1"):
-    make_layout(MeshConfig(tensor=2, fsdp=1), jax.devices()[:1])
+    make_partitioner(MeshConfig(tensor=2, fsdp=1), jax.devices()[:1])
   with pytest.raises(ValueError, match=r"mesh.devices=9; there are 8"):
-    make_layout(MeshConfig(devices=9), jax.devices() * 8)
-  assert make_layout(MeshConfig(), jax.devices()[:1]) is None
+    make_partitioner(MeshConfig(devices=9), jax.devices() * 8)
+  assert make_partitioner(MeshConfig(), jax.devices()[:1]) is None
   # On one of eight: as if there were no others.
-  assert make_layout(MeshConfig(devices=1), jax.devices() * 8) is None
+  assert make_partitioner(MeshConfig(devices=1), jax.devices() * 8) is None

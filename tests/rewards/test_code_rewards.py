@@ -63,7 +63,10 @@ def test_rl_learns_from_hidden_tests_what_no_answer_says(config, tmp_path):
   with learning.unlocked():
     learning.optim = dict(lr=2e-3, schedule="linear", b2=0.99)
     learning.algo = dict(
-      steps=STEPS, prompts=1, samples=16, rounds=1, rows=16, length=128, keep_every=1
+      steps=STEPS,
+      keep_every=1,
+      sampling=dict(prompts=1, samples=16, rounds=1),
+      batch=dict(rows=16, length=128),
     )
     learning.dev = dict(every=STEPS, uri=learning.tasks.uri)
     learning.checkpoint = dict(every=STEPS)

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.learner.advantages import has_reward_variance
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.collect import RolloutCollector, ages, steps_until
-from coa_jax.rollout.types import RolloutConfig
+from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler, make_task_sampler
 from coa_jax.tools.journal import ToolJournal
@@ -28,14 +27,13 @@ from coa_jax.tools.journal import ToolJournal
 CFG = toy.MODEL
 SEED = 3
 CONFIG = RolloutConfig(style="brief", slots=6, window=8, max_len=toy.MAX_LEN)
-ALGO = AlgoConfig(
-  steps=5,
+STEPS = 5
+SAMPLING = SamplingConfig(
   prompts=2,
   samples=2,
   rounds=2,
   filter_groups=True,
   staleness=1,
-  importance_cap=2.0,
 )
 
 
@@ -59,11 +57,13 @@ def keep_all(groups: list) -> np.ndarray:
 
 
 def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCollector:
-  """A collector over the toy tasks; changes go to ALGO, or are its cursor and step."""
+  """A collector over the toy tasks; changes are its cursor and step, or of SAMPLING."""
   where = {k: changes.pop(k) for k in ("step", "cursor") if k in changes}
-  tasks = make_task_sampler(changes.get("draw", "uniform"), toy.TASKS, SEED, 1)
-  algo = dataclasses.replace(ALGO, **changes)
-  return RolloutCollector(worker, tasks, toolbox, algo, keep, SEED, **where)
+  tasks = make_task_sampler(changes.get("task_sampler", "uniform"), toy.TASKS, SEED, 1)
+  config = dataclasses.replace(SAMPLING, **changes)
+  return RolloutCollector(
+    worker, tasks, toolbox, config, keep, steps=STEPS, seed=SEED, **where
+  )
 
 
 def threads() -> list[threading.Thread]:
@@ -95,14 +95,14 @@ def expected(n: int) -> list[str]:
 )
 def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
   """Whatever is kept: what is said of a group never grows, and comes true."""
-  algo = dataclasses.replace(ALGO, prompts=prompts, round_prompts=size, rounds=rounds)
+  config = SamplingConfig(prompts=prompts, round_prompts=size, rounds=rounds)
   most = rounds * size
   rng = random.Random(seed)
   latest = [10**9] * 30
   step = kept = taken = 0
   for n in range(30):
     for m in range(n, 30):
-      at = step + steps_until(m - n, prompts - kept, most - taken, algo)
+      at = step + steps_until(m - n, prompts - kept, most - taken, config)
       assert step <= at <= latest[m]
       latest[m] = at
     assert latest[n] == step
@@ -127,7 +127,7 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
     return np.array([len(group[0].text) % 2 == 0 for group in groups], bool)
 
   with make(worker, tools, keep, staleness=staleness) as collector:
-    for step in range(ALGO.steps):
+    for step in range(STEPS):
       batch = collector.next(novice, step)
       played = grouped(batch.played)
       kept = [g for g, good in zip(played, keep(played), strict=True) if good]
@@ -232,7 +232,7 @@ def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
 @pytest.mark.parametrize("draw", ["uniform", "learnability"])
 def test_a_run_goes_on_from_a_cursor(worker, novice, draw, staleness):
   """One policy under all versions, so what is played must be the same."""
-  how = dict(draw=draw, staleness=staleness, filter_groups=False)
+  how = dict(task_sampler=draw, staleness=staleness, filter_groups=False)
   with make(worker, toy.TableToolbox(), **how) as whole:
     batches = [whole.next(novice, step) for step in range(4)]
   assert all(len(b.groups) == 2 and b.num_groups == 2 for b in batches)
@@ -259,14 +259,14 @@ def test_a_resumed_run_asks_no_call_again_that_was_answered(worker, novice, tmp_
 
   whole, first, second = (toy.TableToolbox() for _ in range(3))
   with make(worker, whole) as collector:
-    expected = [collector.next(novice, step) for step in range(ALGO.steps)]
+    expected = [collector.next(novice, step) for step in range(STEPS)]
   with playing(first) as collector:
     seen = [collector.next(novice, 0)]
     wait(lambda: not threads())
     seen.append(collector.next(novice, 1))
     wait(lambda: not threads())
   with playing(second, step=2, cursor=seen[1].cursor) as collector:
-    seen += [collector.next(novice, step) for step in range(2, ALGO.steps)]
+    seen += [collector.next(novice, step) for step in range(2, STEPS)]
   for mine, theirs in zip(seen, expected, strict=True):
     assert [t.text for t in mine.played] == [t.text for t in theirs.played]
   assert sorted(first.calls + second.calls) == sorted(whole.calls)

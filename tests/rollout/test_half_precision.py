@@ -57,7 +57,7 @@ def test_half_precision_activations_cost_agreement(novice, decoded, monkeypatch)
   A CPU decodes in float32; other devices in the dtype of the model.
   """
   if decoded == "bfloat16":
-    monkeypatch.setattr(decode_params, "architecture", lambda cfg, layout: cfg)
+    monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
   assert engine(cfg).model.dtype == decoded
   gap = gaps(cfg, novice)
@@ -79,7 +79,7 @@ def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(novice), strict=True):
     np.testing.assert_array_equal(x, y.astype("bfloat16").astype("float32"))
   gap = gaps(cfg, novice)
-  monkeypatch.setattr(decode_params, "architecture", lambda cfg, layout: cfg)
+  monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
   half = gaps(cfg, novice)
   assert gap.mean() <= 1.02 * half.mean()  # 0.97 times here
 
@@ -131,5 +131,5 @@ def test_half_precision_products_agree_no_worse_with_the_learner(
 ):
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
   gap = gaps(cfg, novice)
-  monkeypatch.setattr(decode_params, "architecture", lambda cfg, layout: cfg)
+  monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
   assert gap.mean() <= 1.02 * gaps(cfg, novice).mean()

@@ -19,15 +19,15 @@ import pytest
 import toy
 from test_scheduler import CFG, CONFIG, content, engine, play
 
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.model import decode_params, transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import MeshConfig, make_layout
+from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer
+from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
 
@@ -55,8 +55,8 @@ def test_on_virtual_devices():
 
 def replicas(tensor: int = 1, model: ModelConfig = CFG) -> ReplicaPool:
   table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
-  layout = make_layout(MeshConfig(data=2, tensor=tensor))
-  return ReplicaPool(model, table, CONFIG, layout)
+  partitioner = make_partitioner(MeshConfig(data=2, tensor=tensor))
+  return ReplicaPool(model, table, CONFIG, partitioner)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
   model = dataclasses.replace(CFG, dtype="bfloat16", tie_embeddings=tied)
   on = replicas(2, model)
   params = transformer.init_params(model, 0)
-  layout = make_layout(MeshConfig(data=2, tensor=2))
-  view = decode_params.decoding_views(on.model, params, layout)[0]
+  partitioner = make_partitioner(MeshConfig(data=2, tensor=2))
+  view = decode_params.decoding_views(on.model, params, partitioner)[0]
   assert view["layer_0"]["o"].sharding.spec[1] == "tensor"
   assert view["layer_0"]["o"].dtype == jax.numpy.bfloat16
   played = play(params, toy.TableToolbox(), range(4), on=on, temperature=0.0)
@@ -184,19 +184,20 @@ def test_threads_end_with_the_work_whatever_ends_it(novice):
 
 @on_devices
 def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
-  layout = make_layout(MeshConfig())
-  params = jax.device_put(novice, layout.tree(novice))
-  algo = AlgoConfig(
-    steps=4, prompts=12, samples=2, rounds=1, staleness=1, importance_cap=2.0
-  )
+  partitioner = make_partitioner(MeshConfig())
+  params = jax.device_put(novice, partitioner.tree(novice))
+  sampling = SamplingConfig(prompts=12, samples=2, rounds=1, staleness=1)
+  steps = 4
 
   def collect(worker: RolloutWorker, params: dict) -> list:
     tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
     draw = TaskSampler(toy.TASKS, 0)
-    with RolloutCollector(worker, draw, tools, algo, keep_all, seed=3) as collector:
-      return [collector.next(params, step) for step in range(algo.steps)]
+    with RolloutCollector(
+      worker, draw, tools, sampling, keep_all, steps=steps, seed=3
+    ) as collector:
+      return [collector.next(params, step) for step in range(steps)]
 
-  on_all = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
+  on_all = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, partitioner)
   batches = collect(on_all, params)
   for step, batch in enumerate(batches):
     assert len(batch.groups) == 12 and set(ages(batch.groups, step)) <= {0, 1}
@@ -217,9 +218,9 @@ def keep_all(groups: list) -> np.ndarray:
 
 @on_devices
 def test_a_server_answers_on_all_devices(actor):
-  layout = make_layout(MeshConfig())
-  worker = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, layout)
-  params = jax.device_put(actor.params, layout.tree(actor.params))
+  partitioner = make_partitioner(MeshConfig())
+  worker = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, partitioner)
+  params = jax.device_put(actor.params, partitioner.tree(actor.params))
   with worker, InferenceServer(worker, params, toy.TableToolbox()) as server:
     server.warm_up()
     for _ in range(3):

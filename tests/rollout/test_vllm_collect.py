@@ -12,14 +12,13 @@ import pytest
 import toy
 from scripted_vllm import ScriptedVllm, player
 
-from coa_jax.learner.algorithms import AlgoConfig
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.collect import RolloutCollector, ages
+from coa_jax.rollout.types import SamplingConfig
 from coa_jax.tasks.sampling import TaskSampler
 
-ALGO = AlgoConfig(
-  steps=5, prompts=2, samples=2, rounds=1, staleness=1, importance_cap=2.0
-)
+SAMPLING = SamplingConfig(prompts=2, samples=2, rounds=1, staleness=1)
+STEPS = 5
 PIECE = 6  # tokens of a request
 
 
@@ -52,10 +51,9 @@ def policy(version: int) -> dict:
 
 
 def make(on, toolbox, **changes) -> RolloutCollector:
-  algo = dataclasses.replace(ALGO, **changes)
-  return RolloutCollector(
-    on, TaskSampler(toy.TASKS, 0), toolbox, algo, keep_all, seed=3
-  )
+  config = dataclasses.replace(SAMPLING, **changes)
+  tasks = TaskSampler(toy.TASKS, 0)
+  return RolloutCollector(on, tasks, toolbox, config, keep_all, steps=STEPS, seed=3)
 
 
 def keep_all(groups: list) -> np.ndarray:
@@ -79,7 +77,7 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
   seen, oldest = [], 0
   with make(on, tools, staleness=staleness) as collector:
-    for step in range(ALGO.steps):
+    for step in range(STEPS):
       batch = collector.next(policy(step), step)
       seen += [batch.played[:2], batch.played[2:]]
       oldest = max([oldest, *ages(batch.groups, step)])
@@ -90,7 +88,7 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   expected = [draw.task(n, 0).id for n in range(len(seen))]
   assert [group[0].task_id for group in seen] == expected and len(seen) == 10
   # Weights never change under a request, and are loaded once a version.
-  assert server.disturbed == [0] * ALGO.steps
+  assert server.disturbed == [0] * STEPS
   assert max(body["max_tokens"] for body in server.completions()) == PIECE
   sampled = on.engine.counters.sampled_tokens
   assert sampled == sum(t.usage.generated for t in played)

@@ -227,7 +227,9 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
     assert gap.min() < -1e-3 and gap.max() < 1e-4
 
 
-def journey(url: str, tmp_path, **algo) -> ml_collections.ConfigDict:
+def journey(
+  url: str, tmp_path, staleness: int = 0, **algo
+) -> ml_collections.ConfigDict:
   """RL of a policy whose answers to one question differ."""
   right = {"sky": "blue", "sea": "blue"}
   examples = [
@@ -250,7 +252,10 @@ def journey(url: str, tmp_path, **algo) -> ml_collections.ConfigDict:
       tools=dict(tools=("code",)),
       tasks=dict(uri=str(tasks)),
       algo=dict(
-        prompts=2, samples=8, rounds=2, rows=8, length=128, importance_cap=2.0, **algo
+        sampling=dict(prompts=2, samples=8, rounds=2, staleness=staleness),
+        loss=dict(is_clip=2.0),
+        batch=dict(rows=8, length=128),
+        **algo,
       ),
       dev=dict(every=2, uri=str(tasks)),
       checkpoint=dict(every=2),

@@ -32,7 +32,7 @@ from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import CARRIED, from_hf_config, to_hf_config
 from coa_jax.model.hf.names import Entry, name_table
 from coa_jax.model.hf.stored import StoredArray
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import param_shapes
 from coa_jax.protocol.tokens import Tokenizer
 
@@ -226,14 +226,14 @@ def load_config(
 def load_model(
   path: str | os.PathLike[str],
   load: LoadConfig | None = None,
-  layout: Layout | None = None,
+  partitioner: Partitioner | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
   """Reads a model folder: a single safetensors file, or several with an index.
 
   Args:
     path: the folder.
     load: what the folder does not decide; None for the defaults.
-    layout: where the parameters go; None for the default device.
+    partitioner: where the parameters go; None for the default device.
 
   Returns:
     The architecture and its parameters, stacked if `scan`.
@@ -248,9 +248,9 @@ def load_model(
   """
   path = os.fspath(path)
   cfg = load_config(path, load)
-  if layout:
-    layout.check(cfg)
-  attention.check(cfg, layout)
+  if partitioner:
+    partitioner.check(cfg)
+  attention.check(cfg, partitioner)
   shapes = param_shapes(cfg)
   table = name_table(shapes, cfg.layers)
   with contextlib.ExitStack() as files:
@@ -266,7 +266,10 @@ def load_model(
       return jax.make_array_from_callback(want.shape, sharding, read)
 
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    where = layout.tree(shapes) if layout else jax.tree.map(lambda _: one, shapes)
+    if partitioner:
+      where = partitioner.tree(shapes)
+    else:
+      where = jax.tree.map(lambda _: one, shapes)
     return cfg, jax.tree_util.tree_map_with_path(leaf, shapes, where)
 
 

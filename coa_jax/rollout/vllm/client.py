@@ -45,7 +45,7 @@ class VllmConfig:
       and answers that are not what was asked for.
     backoff_s: seconds before the first retry; doubled for each one after it.
     request_tokens: most tokens of a request where the policy changes on the way
-      (algo.staleness): the next policy waits for the requests that run.
+      (algo.sampling.staleness): the next policy waits for the requests that run.
     gap: most nats by which the server's log-probs of the prompt's tokens may differ
       from the model's own, on average. 0.05 leaves room for bfloat16; two float32
       programs stay under 1e-4.

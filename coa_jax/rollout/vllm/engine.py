@@ -5,7 +5,7 @@ come out, and our own automaton says where the turn ended; ids after that are dr
 So what a trajectory holds is what our own sampler would have kept of the same samples.
 Given the same weights, greedy trajectories are the same; sampled ones differ (vLLM
 draws with numbers of its own), and so may log-probs, in their last bits or, in
-bfloat16, by hundredths: `algo.importance_cap` corrects for that.
+bfloat16, by hundredths: `algo.loss.is_clip` corrects for that.
 
 Of several processes each plays its own episodes, over one server that the first of them
 gives the weights, or over a server each (`vllm.serve`).
@@ -35,7 +35,7 @@ from coa_jax.model import decode_params
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import GREEDY_BELOW
 from coa_jax.model.hf.io import save_model
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.rollout.engine import EpisodePool
@@ -83,7 +83,7 @@ class VllmReplica:
     config: RolloutConfig,
     probe: Sequence[int],
     tokenizer: Tokenizer,
-    layout: Layout | None = None,
+    partitioner: Partitioner | None = None,
     constraint: Constraint | None = None,
     policy_changes: bool = False,
   ):
@@ -96,7 +96,7 @@ class VllmReplica:
       config: slots, limits and the sampling distribution.
       probe: ids whose log-probs are compared at every refresh; two or more.
       tokenizer: exported with the policy.
-      layout: of the policy, on several devices.
+      partitioner: of the policy, on several devices.
       constraint: what may be sampled; everything where None.
       policy_changes: whether newer policies come while episodes run; requests are
         short then (`vllm.request_tokens`).
@@ -111,8 +111,8 @@ class VllmReplica:
         "applies them in another order than the learner"
       )
     self.model = dataclasses.replace(model, scan=False, remat="none")
-    self._whole = layout
-    self.layout = layout.decoding().replicas()[0] if layout else None
+    self._whole = partitioner
+    self.partitioner = partitioner.decoding().replicas()[0] if partitioner else None
     self.config = config
     self.slots = config.slots
     self.counters = Counters()
@@ -266,7 +266,7 @@ class VllmReplica:
   def _score(self, params: Any) -> np.ndarray:
     """Our own log-probs of the probe's ids but the first."""
     view = decode_params.decoding_views(self.model, params, self._whole)[0]
-    return proof.score(self.model, self.layout, view, self._probe)
+    return proof.score(self.model, self.partitioner, view, self._probe)
 
   def _begin(self, episode: Episode) -> _Live:
     ids = episode.start()

@@ -21,7 +21,7 @@ import safetensors
 
 from coa_jax.model import distribution
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Layout
+from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import Transformer
 from coa_jax.rollout.vllm.client import VllmError
 
@@ -98,13 +98,13 @@ def compare_digests(
 
 
 def score(
-  model: ModelConfig, layout: Layout | None, view: Any, ids: Sequence[int]
+  model: ModelConfig, partitioner: Partitioner | None, view: Any, ids: Sequence[int]
 ) -> np.ndarray:
   """Log-probs (nats, temperature 1) of at most `PROBE` ids but the first.
 
   Args:
     model: the architecture.
-    layout: of the view.
+    partitioner: of the view.
     view: the weights as decoding wants them.
     ids: the row.
   """
@@ -112,20 +112,20 @@ def score(
   tokens_BT[:, : len(ids)] = ids
   segment_BT = np.zeros_like(tokens_BT)
   segment_BT[:, : len(ids)] = 1
-  logp_BT = _token_logps(model, layout, view, tokens_BT, segment_BT)
+  logp_BT = _token_logps(model, partitioner, view, tokens_BT, segment_BT)
   return np.asarray(logp_BT)[0, : len(ids) - 1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _token_logps(
   cfg: ModelConfig,
-  layout: Layout | None,
+  partitioner: Partitioner | None,
   params: Any,
   tokens_BT: jax.Array,
   segment_BT: jax.Array,
 ) -> jax.Array:
   """Log p of the token after each place, at temperature 1."""
-  model = Transformer(cfg, layout, decode=True)
+  model = Transformer(cfg, partitioner, decode=True)
   position_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
   hidden_BTD, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   logits_BTV = model.apply({"params": params}, hidden_BTD, method="logits")

@@ -1,0 +1,90 @@
+"""Bounds of a config's fields, as metadata of the fields, and the one check of them.
+
+  rows: int = bounded(16, least=1)
+  ratio: str = choice("token", of=("token", "sequence"))
+
+The dataclass calls `check_fields(self)` in its `__post_init__`, before checks of its
+own that need several fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def bounded(
+  default: Any = dataclasses.MISSING,
+  *,
+  least: float | None = None,
+  above: float | None = None,
+  most: float | None = None,
+  below: float | None = None,
+  was: str = "",
+) -> Any:
+  """Returns a dataclass field whose number must lie within bounds.
+
+  Args:
+    default: of the field; left out, the field has to be given.
+    least: the least value, itself accepted.
+    above: as `least`, itself not accepted.
+    most: the largest value, itself accepted.
+    below: as `most`, itself not accepted.
+    was: an earlier name of the field, which is then refused with the name of today.
+  """
+  limits = {"least": least, "above": above, "most": most, "below": below}
+  metadata = {name: limit for name, limit in limits.items() if limit is not None}
+  return dataclasses.field(default=default, metadata={**metadata, "was": was})
+
+
+def choice(
+  default: Any = dataclasses.MISSING, *, of: Sequence[str], was: str = ""
+) -> Any:
+  """Returns a dataclass field that must be one of the names in `of`.
+
+  Args:
+    default: of the field; left out, the field has to be given.
+    of: the names.
+    was: as of `bounded`.
+  """
+  return dataclasses.field(default=default, metadata={"of": tuple(of), "was": was})
+
+
+def check_fields(config: Any) -> None:
+  """Refuses a dataclass with a field out of its bounds, or a number that is none.
+
+  Raises:
+    ValueError: naming the field, its value and what is accepted.
+  """
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    names = field.metadata.get("of")
+    if names and value not in names:
+      raise ValueError(f"{field.name} {value!r}; accepted: {', '.join(names)}")
+    if isinstance(value, float) and not math.isfinite(value):
+      raise ValueError(f"{field.name} is {value}; it must be a finite number")
+    if isinstance(value, int | float) and not _within(value, field.metadata):
+      words = _accepted(field.metadata)
+      raise ValueError(f"{field.name} is {value}; it must be {words}")
+
+
+def _within(value: float, bounds: Any) -> bool:
+  if "least" in bounds and value < bounds["least"]:
+    return False
+  if "above" in bounds and value <= bounds["above"]:
+    return False
+  if "most" in bounds and value > bounds["most"]:
+    return False
+  return not ("below" in bounds and value >= bounds["below"])
+
+
+def _accepted(bounds: Any) -> str:
+  """Bounds in words: "at least 1", "from 0 to 1", "above 0 and below 2"."""
+  if "least" in bounds and "most" in bounds:
+    return f"from {bounds['least']} to {bounds['most']}"
+  words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+  return " and ".join(
+    f"{text} {bounds[name]}" for name, text in words.items() if name in bounds
+  )
