@@ -363,7 +363,9 @@ def _check_fit(
     )
   if partitioner:
     partitioner.check(cfg, B=batch.rows, T=batch.length)
-  sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, bool(lora), partitioner)
+  sizes.check_training(
+    cfg, "algo.batch", batch.rows, batch.length, bool(lora), partitioner
+  )
   groups = (
     f"algo.sampling.prompts={sampling.prompts} of "
     f"algo.sampling.samples={sampling.samples}"

@@ -177,9 +177,7 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
     "algo": dict(
       steps=steps,
       keep_every=1,
-      sampling=dict(
-        prompts=prompts, samples=4, filter_groups=False, staleness=1
-      ),
+      sampling=dict(prompts=prompts, samples=4, filter_groups=False, staleness=1),
       loss=dict(is_clip=2.0),
       batch=dict(rows=4, length=toy.MAX_LEN),
     ),

@@ -23,9 +23,7 @@ def ahead(config) -> ml_collections.ConfigDict:  # noqa: F811
   """The config of the synchronous tests, with tokens up to 2 updates old."""
   out = config.copy_and_resolve_references()
   with out.unlocked():
-    out.algo.update(
-      keep_every=1, sampling=dict(staleness=2), loss=dict(is_clip=2.0)
-    )
+    out.algo.update(keep_every=1, sampling=dict(staleness=2), loss=dict(is_clip=2.0))
   return out
 
 

@@ -109,7 +109,9 @@ class PolicyUpdate:
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
     if self._loss.has_critic:
-      trunk, _ = adapting.split(self._cfg, params, self._lora, seed + 1, self._partitioner)
+      trunk, _ = adapting.split(
+        self._cfg, params, self._lora, seed + 1, self._partitioner
+      )
       head_D1 = jnp.zeros((self._cfg.width, 1))
       trained["critic"] = {
         "trunk": jax.tree.map(jnp.copy, trunk),
