@@ -8,6 +8,7 @@ decoding has it, is in `cache.py`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def attend_packed(
   kernel: str = "auto",
   partitioner: Partitioner | None = None,
 ) -> jax.Array:
-  """Causal attention inside each token's own segment of a packed row.
+  """Attends causally inside each token's own segment of a packed row.
 
   Args:
     q_BTNH: queries.
@@ -48,43 +49,31 @@ def attend_packed(
   Returns:
     out_BTNH in q's dtype.
   """
-  pieces = partitioner.ways("T") if partitioner else 1
-  T, _, H = q_BTNH.shape[1:]
+  # --- The kernel.
+  row_devices = partitioner.ways("T") if partitioner else 1
+  _, T, N, H = q_BTNH.shape
   if kernel == "auto":
-    kernel = choose(_device(partitioner), q_BTNH.dtype, H, T // pieces)
+    kernel = choose(_device(partitioner), q_BTNH.dtype, H, T // row_devices)
   attend_last = functools.partial(_KERNELS[kernel], window=window)
   if partitioner is None:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
+
+  # --- On a mesh every device runs it on its own rows and heads.
+  kv_spec = partitioner.spec("BTK.")
   if partitioner.axes("N") != partitioner.axes("K"):
     # Every query head gets a kv head of its own: groups may lie across devices.
-    groups = q_BTNH.shape[2] // k_BTKH.shape[2]
-    k_BTKH, v_BTKH = (jnp.repeat(x, groups, axis=2) for x in (k_BTKH, v_BTKH))
+    groups = N // k_BTKH.shape[2]
+    k_BTKH = jnp.repeat(k_BTKH, groups, axis=2)
+    v_BTKH = jnp.repeat(v_BTKH, groups, axis=2)
     kv_spec = partitioner.spec("BTN.")
+  if row_devices == 1:
+    on_device = attend_last
   else:
-    kv_spec = partitioner.spec("BTK.")
-  context = partitioner.axes("T")
-
-  def local(q_BTNH, k_BTKH, v_BTKH, segment_BT):
-    if pieces == 1:
-      return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
-    k_BSKH, v_BSKH, segment_BS = (
-      jax.lax.all_gather(x, context, axis=1, tiled=True)
-      for x in (k_BTKH, v_BTKH, segment_BT)
+    on_device = functools.partial(
+      _attend_part, attend_last, partitioner.axes("T"), row_devices
     )
-    T = q_BTNH.shape[1]
-
-    def place(i: int):
-      end = (i + 1) * T
-      return lambda q, k, v, s: attend_last(q, k[:, :end], v[:, :end], s[:, :end])
-
-    return jax.lax.switch(
-      jax.lax.axis_index(context),
-      [place(i) for i in range(pieces)],
-      *(q_BTNH, k_BSKH, v_BSKH, segment_BS),
-    )
-
   return jax.shard_map(
-    local,
+    on_device,
     mesh=partitioner.mesh,
     in_specs=(partitioner.spec("BTN."), kv_spec, kv_spec, partitioner.spec("BT")),
     out_specs=partitioner.spec("BTN."),
@@ -92,8 +81,42 @@ def attend_packed(
   )(q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
 
+def _attend_part(
+  attend_last: Callable[..., jax.Array],
+  context: tuple[str, ...],
+  row_devices: int,
+  q_BTNH: jax.Array,
+  k_BTKH: jax.Array,
+  v_BTKH: jax.Array,
+  segment_BT: jax.Array,
+) -> jax.Array:
+  """One device's part of a row: its queries over all keys up to its own last one.
+
+  Args:
+    attend_last: the kernel, whose queries are the last T of S places.
+    context: the mesh axes that split a row.
+    row_devices: how many devices they have.
+    q_BTNH: this device's queries.
+    k_BTKH: its keys.
+    v_BTKH: its values.
+    segment_BT: the segments of its tokens.
+  """
+  k_BSKH = jax.lax.all_gather(k_BTKH, context, axis=1, tiled=True)
+  v_BSKH = jax.lax.all_gather(v_BTKH, context, axis=1, tiled=True)
+  segment_BS = jax.lax.all_gather(segment_BT, context, axis=1, tiled=True)
+  T = q_BTNH.shape[1]
+
+  # One program for all devices, each with a branch of its own size.
+  def branch(end: int) -> Callable[..., jax.Array]:
+    return lambda q, k, v, s: attend_last(q, k[:, :end], v[:, :end], s[:, :end])
+
+  branches = [branch((i + 1) * T) for i in range(row_devices)]
+  device = jax.lax.axis_index(context)
+  return jax.lax.switch(device, branches, q_BTNH, k_BSKH, v_BSKH, segment_BS)
+
+
 def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> str:
-  """The kernel that `auto` means.
+  """Chooses the kernel that `auto` means.
 
   Args:
     device: one of those that compute.
@@ -101,10 +124,10 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
     head_dim: H.
     length: tokens of a row that a device has.
   """
-  fits = (
-    k for k in ("splash", "cudnn") if not _fault(k, device, dtype, head_dim, length)
-  )
-  return next(fits, "xla")
+  for kernel in ("splash", "cudnn"):
+    if not _fault(kernel, device, dtype, head_dim, length):
+      return kernel
+  return "xla"
 
 
 def check(
@@ -168,23 +191,21 @@ def _xla(
 ) -> jax.Array:
   """Block by block; see `kernels.blockwise`. Small blocks stay in a CPU's cache."""
   block = 64 if jax.default_backend() == "cpu" else 512
-  args = (q_BTNH, k_BSKH, v_BSKH, segment_BS)
-  return blockwise.attend_segments(*args, window, OUT, block)
+  return blockwise.attend_segments(
+    q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT, block
+  )
 
 
-def _visible(
-  segment_BS: jax.Array,
-  segment_BU: jax.Array,
-  place_U: jax.Array,
-  seen: slice,
-  window: int,
-) -> jax.Array:
-  """mask_BUS of queries at `place_U`, of `segment_BU`, over the keys of `seen`."""
-  place_S = jnp.arange(seen.start, seen.stop)
-  mask_US = place_S <= place_U[:, None]
+def _visible(segment_BS: jax.Array, T: int, window: int) -> jax.Array:
+  """mask_BTS of queries at the last T of S places: True where one sees a place."""
+  S = segment_BS.shape[1]
+  segment_BT = segment_BS[:, S - T :]
+  place_T = jnp.arange(S - T, S)
+  place_S = jnp.arange(S)
+  mask_TS = place_S <= place_T[:, None]
   if window:
-    mask_US &= place_S > place_U[:, None] - window
-  return mask_US & (segment_BU[:, :, None] == segment_BS[:, None, seen])
+    mask_TS &= place_S > place_T[:, None] - window
+  return mask_TS & (segment_BT[:, :, None] == segment_BS[:, None, :])
 
 
 def _cudnn(
@@ -195,9 +216,7 @@ def _cudnn(
   window: int,
 ) -> jax.Array:
   """cuDNN's flash attention; segments go in as a mask of B x T x S bits' bytes."""
-  T, S = q_BTNH.shape[1], k_BSKH.shape[1]
-  queries = (segment_BS[:, S - T :], jnp.arange(S - T, S))
-  mask_BTS = _visible(segment_BS, *queries, slice(0, S), window)
+  mask_BTS = _visible(segment_BS, q_BTNH.shape[1], window)
   out_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
   )
@@ -230,7 +249,8 @@ def _splash(
     mask = splash.LocalMask((T, S), (window - 1, 0), offset=S - T)
   else:
     mask = splash.CausalMask((T, S), offset=S - T)
-  q, kv = _divisor(T, 512), _divisor(S, 512)
+  q = _divisor(T, 512)
+  kv = _divisor(S, 512)
   kernel = splash.make_splash_mqa_single_device(
     splash.MultiHeadMask([mask] * (N // K)),
     block_sizes=splash.BlockSizes(
@@ -248,7 +268,8 @@ def _splash(
   )
   B = q_BTNH.shape[0]
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+  k_BKSH = k_BSKH.swapaxes(1, 2)
+  v_BKSH = v_BSKH.swapaxes(1, 2)
 
   def row(q_KGTH, k_KSH, v_KSH, segment_S):
     ids = splash.SegmentIds(q=segment_S[S - T :], kv=segment_S)

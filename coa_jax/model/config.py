@@ -87,8 +87,64 @@ class Llama3Rope:
 MOST_LAYERS = 1_000
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+  """How a model is computed, whatever its sizes.
+
+  Attributes:
+    dtype: of activations; norms, softmax and log-probs are float32 whatever it is.
+    param_dtype: of the parameters, whatever dtype a file has.
+    weight_dtype: what parameters are rounded to where they are used; dtype where empty.
+      bfloat16 under a dtype of float32 is a model whose sampler holds half-precision
+      weights, and whose sampler and learner agree to float32's precision.
+    scan: True if layers are stacked and scanned (training many layers).
+    remat: what of a layer the backward pass recomputes: none, full (all of it),
+      attention (all but the attention's output), dots (all but matrix products).
+    attention: the kernel over packed rows: xla, cudnn (GPU), splash (TPU), or auto,
+      which takes splash on TPU, cudnn on GPU in bfloat16, and xla elsewhere and where
+      those do not take the model's head_dim or the rows' length.
+    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for those that
+      half a gigabyte of a device holds (SFT, where devices split rows alone: at most a
+      quarter of its tokens).
+  """
+
+  dtype: str = "float32"
+  param_dtype: str = "float32"
+  weight_dtype: str = ""
+  scan: bool = False
+  remat: str = "none"
+  attention: str = "auto"
+  logit_chunk: int = 0
+
+  def __post_init__(self):
+    floats = ("float32", "bfloat16")
+    choices = {
+      "dtype": floats,
+      "param_dtype": floats,
+      "weight_dtype": ("", *floats),
+      "remat": REMAT,
+      "attention": ATTENTION,
+    }
+    for field, accepted in choices.items():
+      value = getattr(self, field)
+      if value not in accepted:
+        raise ValueError(
+          f"{field} {value!r}; accepted: {', '.join(filter(None, accepted))}"
+        )
+    if self.logit_chunk < 0:
+      raise ValueError(f"logit_chunk {self.logit_chunk} is negative; 0 chooses it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadConfig(RunOptions):
+  """Config section `model` of a run that starts from a model folder.
+
+  The folder decides all else; see RunOptions.
+  """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(RunOptions):
   """Config section `model`; the defaults are the quickstart's.
 
   Attributes:
@@ -108,22 +164,8 @@ class ModelConfig:
     tie_embeddings: True if the output matrix is the embedding.
     attention_bias: True for biases on q, k, v (Qwen2).
     qk_norm: True for RMSNorm on each query and key head (Qwen3). Llama has neither.
-    dtype: of activations; norms, softmax and log-probs are float32 whatever it is.
-    param_dtype: of the parameters.
-    weight_dtype: what parameters are rounded to where they are used; dtype where empty.
-      bfloat16 under a dtype of float32 is a model whose sampler holds half-precision
-      weights, and whose sampler and learner agree to float32's precision.
     product_dtype: what matrix products of a decoder round both factors to, with float32
       sums; dtype where empty. `decode_params.architecture` sets it.
-    scan: True if layers are stacked and scanned (training many layers).
-    remat: what of a layer the backward pass recomputes: none, full (all of it),
-      attention (all but the attention's output), dots (all but matrix products).
-    attention: the kernel over packed rows: xla, cudnn (GPU), splash (TPU), or auto,
-      which takes splash on TPU, cudnn on GPU in bfloat16, and xla elsewhere and where
-      those do not take the model's head_dim or the rows' length.
-    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for those that
-      half a gigabyte of a device holds (SFT, where devices split rows alone: at most a
-      quarter of its tokens).
   """
 
   vocab_size: int
@@ -141,14 +183,7 @@ class ModelConfig:
   tie_embeddings: bool = True
   attention_bias: bool = False
   qk_norm: bool = True
-  dtype: str = "float32"
-  param_dtype: str = "float32"
-  weight_dtype: str = ""
   product_dtype: str = ""
-  scan: bool = False
-  remat: str = "none"
-  attention: str = "auto"
-  logit_chunk: int = 0
 
   def __post_init__(self):
     sizes = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ff")
@@ -173,63 +208,9 @@ class ModelConfig:
       )
     if any(size < 0 for size in self.windows):
       raise ValueError(f"windows has {min(self.windows)}; 0 is for all tokens")
-    check_run_options(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadConfig:
-  """Config section `model` of a run that starts from a model folder.
-
-  What the folder does not decide; see ModelConfig.
-
-  Attributes:
-    dtype: of activations.
-    param_dtype: of the parameters, whatever dtype the file has.
-    weight_dtype: what parameters are rounded to where they are used; dtype where empty.
-    scan: True if layers are stacked and scanned.
-    remat: what of a layer the backward pass recomputes.
-    attention: the kernel over packed rows.
-    logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for those that
-      half a gigabyte of a device holds (SFT, where devices split rows alone: at most a
-      quarter of its tokens).
-  """
-
-  dtype: str = "float32"
-  param_dtype: str = "float32"
-  weight_dtype: str = ""
-  scan: bool = False
-  remat: str = "none"
-  attention: str = "auto"
-  logit_chunk: int = 0
-
-  def __post_init__(self):
-    check_run_options(self)
+    super().__post_init__()
 
 
 def _check_positive(field: str, value: float) -> None:
   if not 0 < value < math.inf:
     raise ValueError(f"{field} is {value}; it must be a number above 0")
-
-
-def check_run_options(config: ModelConfig | LoadConfig) -> None:
-  """Refuses values of the fields that both kinds of config have.
-
-  Raises:
-    ValueError: naming the field, the value and what is accepted.
-  """
-  floats = ("float32", "bfloat16")
-  choices = {
-    "dtype": floats,
-    "param_dtype": floats,
-    "weight_dtype": ("", *floats),
-    "remat": REMAT,
-    "attention": ATTENTION,
-  }
-  for field, accepted in choices.items():
-    value = getattr(config, field)
-    if value not in accepted:
-      raise ValueError(
-        f"{field} {value!r}; accepted: {', '.join(filter(None, accepted))}"
-      )
-  if config.logit_chunk < 0:
-    raise ValueError(f"logit_chunk {config.logit_chunk} is negative; 0 chooses it")

@@ -5,11 +5,14 @@ segments, or a cache of keys and values. Training may scan over stacked layers; 
 runs them unrolled (`decoding_views` converts the parameters once per policy update).
 
 Sources: Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv 2407.21783).
+
+budget: a whole decoder, read top to bottom.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -25,7 +28,7 @@ from coa_jax.model.sharding import Partitioner, inputs_of
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """RMSNorm over the last axis in float32 (arXiv 1910.07467), in x's dtype."""
+  """Normalises the last axis by RMS in float32 (arXiv 1910.07467); in x's dtype."""
   y = x.astype(jnp.float32)
   y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
   return y.astype(x.dtype) * scale.astype(x.dtype)
@@ -37,20 +40,22 @@ def project(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
   As one matrix product of two-dimensional operands: XLA's CPU back-end computes the
   weight gradient of the equivalent einsum three times slower. In x's dtype.
   """
-  batch, inner, outer = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
-  size = math.prod(inner)
+  batch = x.shape[: x.ndim - inputs]
+  outer = w.shape[inputs:]
+  size = math.prod(w.shape[:inputs])
   y = x.reshape(-1, size) @ w.reshape(size, -1)
   return y.reshape(*batch, *outer).astype(x.dtype)
 
 
 def linear_bf16(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
-  """As `project`, with both factors in w's dtype and sums in x's; w's outputs first.
+  """Projects with both factors in w's dtype and sums in x's; w's outputs are first.
 
   On a CPU both matter: a product of half precision is several times faster than one of
   float32 if its sums are float32, and twice as fast again with the outputs first.
   """
   split = w.ndim - inputs
-  outer, size = w.shape[:split], math.prod(w.shape[split:])
+  outer = w.shape[:split]
+  size = math.prod(w.shape[split:])
   batch = x.shape[: x.ndim - inputs]
   x_RI = x.reshape(-1, size).astype(w.dtype)
   R = x_RI.shape[0]
@@ -63,7 +68,7 @@ def linear_bf16(x: jax.Array, w: jax.Array, inputs: int = 1) -> jax.Array:
 
 
 def embed_bf16(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-  """Rows [B, T, D] of an embedding in bfloat16, by their bits.
+  """Takes rows [B, T, D] of an embedding in bfloat16, by their bits.
 
   XLA's CPU back-end would convert the whole embedding to float32 before it takes one.
   """
@@ -73,7 +78,7 @@ def embed_bf16(embed_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
 
 
 def used(cfg: ModelConfig, w: jax.Array) -> jax.Array:
-  """A parameter as training computes with it: rounded, in the compute dtype.
+  """Makes of a parameter what training computes with: rounded, in the compute dtype.
 
   The gradient passes through the rounding as if there were none.
   """
@@ -83,7 +88,7 @@ def used(cfg: ModelConfig, w: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: str) -> jax.Array:
-  """x with the precision of `dtype`; XLA would drop a conversion there and back."""
+  """Rounds x to the precision of `dtype`; XLA would drop a conversion and back."""
   bits = jnp.finfo(dtype)
   return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
@@ -125,72 +130,91 @@ class Block(nn.Module):
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
 
-    def dense(x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
-      inputs = inputs_of(name)
-      if self.decode and c.product_dtype:
-        return linear_bf16(x, self.get_variable("params", name), inputs)
-      init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
-      w = self.param(name, init, shape, c.param_dtype)
-      y = project(x, w if self.decode else used(c, w), inputs)
-      if self.has_variable("params", f"{name}_a"):
-        a = self.get_variable("params", f"{name}_a").astype(c.dtype)
-        b = self.get_variable("params", f"{name}_b").astype(c.dtype)
-        y += project(project(x, a, inputs), b)
-      return y
-
-    def vector(name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
-      w = self.param(name, init, shape, c.param_dtype)
-      return w.astype(c.dtype) if self.decode else used(c, w)
-
-    def norm(x: jax.Array, name: str, size: int) -> jax.Array:
-      return rms_norm(x, vector(name, (size,), nn.initializers.ones), c.norm_eps)
-
-    h_BTD = norm(x_BTD, "attn_norm", D)
-    q_BTNH = dense(h_BTD, "q", (D, N, H))
-    k_BTKH = dense(h_BTD, "k", (D, K, H))
-    v_BTKH = dense(h_BTD, "v", (D, K, H))
+    # --- Queries, keys and values of every head.
+    h_BTD = self._norm(x_BTD, "attn_norm", D)
+    q_BTNH = self._dense(h_BTD, "q", (D, N, H))
+    k_BTKH = self._dense(h_BTD, "k", (D, K, H))
+    v_BTKH = self._dense(h_BTD, "v", (D, K, H))
     if c.attention_bias:
       zeros = nn.initializers.zeros
-      q_BTNH += vector("q_bias", (N, H), zeros)
-      k_BTKH += vector("k_bias", (K, H), zeros)
-      v_BTKH += vector("v_bias", (K, H), zeros)
+      q_BTNH += self._vector("q_bias", (N, H), zeros)
+      k_BTKH += self._vector("k_bias", (K, H), zeros)
+      v_BTKH += self._vector("v_bias", (K, H), zeros)
     if c.qk_norm:
-      q_BTNH = norm(q_BTNH, "q_norm", H)
-      k_BTKH = norm(k_BTKH, "k_norm", H)
-    q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
+      q_BTNH = self._norm(q_BTNH, "q_norm", H)
+      k_BTKH = self._norm(k_BTKH, "k_norm", H)
+    q_BTNH = rotate(q_BTNH, rope)
+    k_BTKH = rotate(k_BTKH, rope)
     q_BTNH = self._shard(q_BTNH, "BTN.")
-    k_BTKH, v_BTKH = self._shard(k_BTKH, "BTK."), self._shard(v_BTKH, "BTK.")
+    k_BTKH = self._shard(k_BTKH, "BTK.")
+    v_BTKH = self._shard(v_BTKH, "BTK.")
+
+    # --- Attention: over the row's segments in training, over the cache in decoding.
     if cache is None:
-      out_BTNH = self._packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index)
+      out_BTNH = self._attend_packed(q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index)
     else:
       cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
       window = window_sizes(c)[window_index]
       out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window)
-    x_BTD += self._shard(dense(out_BTNH, "o", (N, H, D)), "BT.")
+    x_BTD += self._shard(self._dense(out_BTNH, "o", (N, H, D)), "BT.")
 
-    h_BTD = norm(x_BTD, "ff_norm", D)
-    gate_BTF = dense(h_BTD, "gate", (D, F))
-    up_BTF = dense(h_BTD, "up", (D, F))
+    # --- SwiGLU.
+    h_BTD = self._norm(x_BTD, "ff_norm", D)
+    gate_BTF = self._dense(h_BTD, "gate", (D, F))
+    up_BTF = self._dense(h_BTD, "up", (D, F))
     hidden_BTF = self._shard(nn.silu(gate_BTF) * up_BTF, "BTF")
-    x_BTD += self._shard(dense(hidden_BTF, "down", (F, D)), "BT.")
+    x_BTD += self._shard(self._dense(hidden_BTF, "down", (F, D)), "BT.")
     return x_BTD, cache
+
+  def _dense(self, x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
+    """Multiplies by the matrix `name` of `shape` (inputs, outputs), and its adapter."""
+    c = self.cfg
+    inputs = inputs_of(name)
+    if self.decode and c.product_dtype:
+      # Decoding parameters in half precision have their outputs first.
+      return linear_bf16(x, self.get_variable("params", name), inputs)
+    init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
+    w = self.param(name, init, shape, c.param_dtype)
+    y = project(x, w if self.decode else used(c, w), inputs)
+    if self.has_variable("params", f"{name}_a"):
+      a = self.get_variable("params", f"{name}_a").astype(c.dtype)
+      b = self.get_variable("params", f"{name}_b").astype(c.dtype)
+      y += project(project(x, a, inputs), b)
+    return y
+
+  def _vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
+    """A bias or a norm's scale, as it is used."""
+    w = self.param(name, init, shape, self.cfg.param_dtype)
+    return w.astype(self.cfg.dtype) if self.decode else used(self.cfg, w)
+
+  def _norm(self, x: jax.Array, name: str, size: int) -> jax.Array:
+    scale = self._vector(name, (size,), nn.initializers.ones)
+    return rms_norm(x, scale, self.cfg.norm_eps)
 
   def _shard(self, x: jax.Array, letters: str) -> jax.Array:
     return self.partitioner.shard(x, letters) if self.partitioner else x
 
-  def _packed(self, q_BTNH, k_BTKH, v_BTKH, segment_BT, window_index) -> jax.Array:
-    """Attention over packed rows; a scanned layer's window is known only as it runs."""
-
-    def attend(window: int):
-      return lambda q, k, v, segment: attention.attend_packed(
-        q, k, v, segment, window, self.cfg.attention, self.partitioner
+  def _attend_packed(
+    self,
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_BT: jax.Array,
+    window_index: jax.Array | int,
+  ) -> jax.Array:
+    """Attends over packed rows; a scanned layer's window is known only as it runs."""
+    branches = [
+      functools.partial(
+        attention.attend_packed,
+        window=window,
+        kernel=self.cfg.attention,
+        partitioner=self.partitioner,
       )
-
-    branches = [attend(w) for w in window_sizes(self.cfg)]
-    operands = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+      for window in window_sizes(self.cfg)
+    ]
     if isinstance(window_index, int):
-      return branches[window_index](*operands)
-    return jax.lax.switch(window_index, branches, *operands)
+      return branches[window_index](q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    return jax.lax.switch(window_index, branches, q_BTNH, k_BTKH, v_BTKH, segment_BT)
 
 
 class Transformer(nn.Module):
@@ -207,16 +231,20 @@ class Transformer(nn.Module):
   def setup(self) -> None:
     """Declares the embedding, the layers and the final norm."""
     c = self.cfg
+
+    # --- What stands before and after the layers.
     init = nn.initializers.normal(0.02)
     self.embed = self.param("embed", init, (c.vocab_size, c.width), c.param_dtype)
     self.final_norm = self.param(
       "final_norm", nn.initializers.ones, (c.width,), c.param_dtype
     )
     if not c.tie_embeddings:
-      shape = c.width, c.vocab_size
+      shape = (c.width, c.vocab_size)
       if self.decode and c.product_dtype:
-        shape = shape[::-1]
+        shape = (c.vocab_size, c.width)
       self.head = self.param("head", init, shape, c.param_dtype)
+
+    # --- A layer, and what of it the backward pass recomputes.
     block = Block
     if c.remat != "none":
       policies = {
@@ -224,17 +252,19 @@ class Transformer(nn.Module):
         "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
       }
-      fixed = () if c.scan else (2,)  # `window_index`, a plain int in unrolled layers
+      static = () if c.scan else (2,)  # `window_index`, a plain int in unrolled layers
       block = nn.remat(
-        Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=fixed
+        Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=static
       )
+
+    # --- All layers: one scanned program over stacked parameters, or each its own.
     if c.scan:
-      every = nn.broadcast
+      window_axis = 0 if c.windows else nn.broadcast
       self.stack = nn.scan(
         block,
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(0 if c.windows else every, *[every] * 4),
+        in_axes=(window_axis, *[nn.broadcast] * 4),
         length=c.layers,
       )(c, self.partitioner, self.decode, name="layers")
     else:
@@ -270,15 +300,19 @@ class Transformer(nn.Module):
       hidden_BTD after the final norm, and the new cache (None without one).
     """
     c = self.cfg
-    embed = self.embed if self.decode else used(c, self.embed)
+
+    # --- Token ids to vectors.
+    embed_VD = self.embed if self.decode else used(c, self.embed)
     if self.partitioner:
-      embed = self.partitioner.shard(embed, "V.")
+      embed_VD = self.partitioner.shard(embed_VD, "V.")
     if self.decode and c.product_dtype:
-      x_BTD = embed_bf16(embed, tokens_BT).astype(c.dtype)
+      x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
-      x_BTD = jnp.take(embed, tokens_BT, axis=0).astype(c.dtype)
+      x_BTD = jnp.take(embed_VD, tokens_BT, axis=0).astype(c.dtype)
     if self.partitioner:
       x_BTD = self.partitioner.shard(x_BTD, "BT.")
+
+    # --- The layers; what all of them share is computed once.
     rope = rotation(c, position_BT)
     sizes = window_sizes(c)
     index_L = [sizes.index(w) for w in c.windows] or [0] * c.layers
@@ -291,17 +325,18 @@ class Transformer(nn.Module):
       write = cache.write(position_BT, valid_BT, row_B) if cache is not None else None
       for block, index in zip(self.blocks, index_L, strict=True):
         x_BTD, cache = block(x_BTD, index, rope, segment_BT, write, cache)
-    scale = self.final_norm if self.decode else used(c, self.final_norm)
-    return rms_norm(x_BTD, scale, c.norm_eps), cache
+
+    scale_D = self.final_norm if self.decode else used(c, self.final_norm)
+    return rms_norm(x_BTD, scale_D, c.norm_eps), cache
 
   def output(self) -> jax.Array:
-    """The output matrix [D, V] as it is used, whole in D on every device."""
+    """Returns the output matrix [D, V] as it is used, whole in D on every device."""
     head = self.embed.T if self.cfg.tie_embeddings else self.head
     head = head if self.decode else used(self.cfg, head)
     return self.partitioner.shard(head, ".V") if self.partitioner else head
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
-    """logits_BTV in float32 of final hidden states; `head` is `output()`."""
+    """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
     if self.decode and self.cfg.product_dtype:
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
       if self.partitioner:
@@ -315,14 +350,14 @@ class Transformer(nn.Module):
 
 
 def window_sizes(cfg: ModelConfig) -> list[int]:
-  """The different windows of an architecture's layers; [0] where all see all."""
+  """Lists the different windows of a model's layers; [0] where all see all."""
   return sorted(set(cfg.windows)) or [0]
 
 
 def init_params(
   cfg: ModelConfig, seed: int, partitioner: Partitioner | None = None
 ) -> dict[str, Any]:
-  """Freshly drawn parameters of `cfg`, a nested dict of arrays; jitted.
+  """Draws fresh parameters of `cfg`, a nested dict of arrays; jitted.
 
   With a partitioner every device draws its own part; values do not depend on the mesh.
   """
@@ -333,7 +368,7 @@ def init_params(
 
 
 def param_shapes(cfg: ModelConfig) -> dict[str, Any]:
-  """The parameters' tree with shapes and dtypes in place of arrays."""
+  """Builds the parameters' tree with shapes and dtypes in place of arrays."""
   # One layer is traced, whatever their number.
   stacked = dataclasses.replace(cfg, scan=True)
   shapes = jax.eval_shape(lambda key: _init(stacked, key), jax.random.key(0))
@@ -349,7 +384,7 @@ def _init(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 
 
 def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
-  """Stacked layers (`scan=True`) as one subtree per layer; others unchanged."""
+  """Makes one subtree per layer of stacked ones (`scan=True`); others are unchanged."""
   if "layers" not in params:
     return params
   out = {k: v for k, v in params.items() if k != "layers"}
@@ -359,7 +394,7 @@ def unstack(params: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def stack(params: dict[str, Any], layers: int) -> dict[str, Any]:
-  """The inverse of `unstack`."""
+  """Stacks layers: the inverse of `unstack`."""
   out = {k: v for k, v in params.items() if not k.startswith("layer_")}
   trees = [params[f"layer_{i}"] for i in range(layers)]
   out["layers"] = jax.tree.map(lambda *x: jnp.stack(x), *trees)
@@ -367,5 +402,5 @@ def stack(params: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def count_params(params: Any) -> int:
-  """Number of scalars in a tree of arrays."""
+  """Counts the scalars in a tree of arrays."""
   return sum(x.size for x in jax.tree.leaves(params))

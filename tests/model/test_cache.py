@@ -16,7 +16,7 @@ from coa_jax.model.config import ModelConfig
 
 
 def model(K: int, H: int, layers: int = 1) -> ModelConfig:
-  return ModelConfig(9, layers=layers, heads=4, kv_heads=K, head_dim=H)
+  return ModelConfig(vocab_size=9, layers=layers, heads=4, kv_heads=K, head_dim=H)
 
 
 def filled(k_BSKH: jax.Array, v_BSKH: jax.Array, size: int = 0) -> KVCache:

@@ -74,7 +74,7 @@ def errors(found: np.ndarray, truth: list[mpmath.mpf]) -> np.ndarray:
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_each_frequency_is_as_near_to_the_exact_one_as_hugging_faces(scaling):
   for head_dim, theta in itertools.product(HEAD_DIMS, THETAS):
-    cfg = ModelConfig(131, head_dim=head_dim, rope_theta=theta, **scaling)
+    cfg = ModelConfig(vocab_size=131, head_dim=head_dim, rope_theta=theta, **scaling)
     found, scale = frequencies(cfg)
     config = AutoConfig.for_model(**to_hf_config(cfg))
     theirs = modeling_qwen3.Qwen3RotaryEmbedding(config)

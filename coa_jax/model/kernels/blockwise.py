@@ -10,37 +10,44 @@ and go back through their keys in step: no row waits for another's longer segmen
 operations are larger at little work in vain.
 
 Source: FlashAttention-2 (Dao 2023, arXiv 2307.08691), algorithms 1 and 2.
+
+budget: one kernel, forward and backward.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+# Finite, so that a row of scores that are all masked stays free of NaN.
 _MASKED = -1e30
 
 
 class _Plan(NamedTuple):
   """Which blocks go together: g groups of C blocks of queries, the busiest first.
 
+  M counts the blocks of queries of all rows, J their blocks of keys; U places each.
+
   Attributes:
     segment_MU: of the queries.
     segment_JU: of the keys.
     newest_M: the last block of keys that a block of queries sees.
-    asking_gC: the blocks of a group; block 0 again in place of those that the last
-      group lacks.
-    visits_gC: blocks of keys to visit, from the newest back; 0 for who is there again.
+    block_gC: the blocks of a group; block 0 again in place of those that the last group
+      lacks.
+    visits_gC: blocks of keys to visit, from the newest back; 0 for a block that is
+      there again.
     place_M: of each block among those of all groups.
   """
 
   segment_MU: jax.Array
   segment_JU: jax.Array
   newest_M: jax.Array
-  asking_gC: jax.Array
+  block_gC: jax.Array
   visits_gC: jax.Array
   place_M: jax.Array
 
@@ -55,7 +62,7 @@ def attend_segments(
   block: int = 64,
   together: int = 4,
 ) -> jax.Array:
-  """Causal attention inside segments; the queries are the last T of S places.
+  """Attends causally inside segments; the queries are the last T of S places.
 
   Args:
     q_BTNH: queries.
@@ -70,36 +77,46 @@ def attend_segments(
   Returns:
     out_BTNH in q's dtype.
   """
+  # --- Sizes: n blocks of queries and m blocks of keys in a row.
   B, T, N, H = q_BTNH.shape
-  S, K = k_BSKH.shape[1:3]
-  U, before = block, S - T
+  _, S, K, _ = k_BSKH.shape
+  U = block
+  before = S - T
   n = -(-T // U)
   near = _near(before, U)
   m = near + n
+
+  # --- Rows filled up to whole blocks.
   q_BTNH = jnp.pad(q_BTNH * H**-0.5, ((0, 0), (0, n * U - T), (0, 0), (0, 0)))
   # Places after the end are segments of their own, which nothing else reads.
   segment_BS = jnp.pad(
     segment_BS, ((0, 0), (0, m * U - S)), constant_values=jnp.iinfo("int32").max
   )
-  # M: all rows' blocks of queries; J: of keys.
+
+  # --- From which block of keys to which each block of queries looks, and with whom.
   of_queries = slice(before, before + n * U)
   first_Bn = _starts(segment_BS, window)[:, of_queries].reshape(B, n, U).min(2) // U
   newest_Bn = near + jnp.arange(n) + jnp.zeros_like(first_Bn)
   plan = _group(
-    segment_BS[:, of_queries].reshape(B * n, U),
-    segment_BS.reshape(B * m, U),
-    (newest_Bn + m * jnp.arange(B)[:, None]).ravel(),
-    (newest_Bn - first_Bn + 1).ravel(),
-    min(together, B * n),
+    segment_MU=segment_BS[:, of_queries].reshape(B * n, U),
+    segment_JU=segment_BS.reshape(B * m, U),
+    newest_M=(newest_Bn + m * jnp.arange(B)[:, None]).ravel(),
+    visits_M=(newest_Bn - first_Bn + 1).ravel(),
+    C=min(together, B * n),
   )
 
-  def keys(x_BSKH: jax.Array) -> jax.Array:
+  # --- Blocks of all rows in one axis; R: the rows of a kv head's query heads.
+  def key_blocks(x_BSKH: jax.Array) -> jax.Array:
     x = jnp.pad(x_BSKH, ((0, 0), (0, m * U - S), (0, 0), (0, 0)))
     return x.reshape(B * m, U, K, H).transpose(0, 2, 3, 1)  # JKHU
 
   q = q_BTNH.reshape(B * n, U, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  q_MKRH = q.reshape(B * n, K, -1, H)  # R: the rows of a kv head's query heads
-  out = _attend(q_MKRH, keys(k_BSKH), keys(v_BSKH), plan, before, window, name)
+  q_MKRH = q.reshape(B * n, K, -1, H)
+  k_JKHU = key_blocks(k_BSKH)
+  v_JKHU = key_blocks(v_BSKH)
+  out = _attend(q_MKRH, k_JKHU, v_JKHU, plan, before, window, name)
+
+  # --- Back to rows.
   out = out.reshape(B * n, K, N // K, U, H).transpose(0, 3, 1, 2, 4)
   return out.reshape(B, n * U, N, H)[:, :T]
 
@@ -124,16 +141,16 @@ def _group(
   visits_M: jax.Array,
   C: int,
 ) -> _Plan:
-  """Those together that have about as many visits to make."""
+  """Puts together blocks that have about as many visits to make."""
   order_M = jnp.argsort(-visits_M, stable=True)
   lacking = -len(order_M) % C
   return _Plan(
-    segment_MU,
-    segment_JU,
-    newest_M,
-    jnp.pad(order_M, (0, lacking)).reshape(-1, C),
-    jnp.pad(visits_M[order_M], (0, lacking)).reshape(-1, C),
-    jnp.argsort(order_M),
+    segment_MU=segment_MU,
+    segment_JU=segment_JU,
+    newest_M=newest_M,
+    block_gC=jnp.pad(order_M, (0, lacking)).reshape(-1, C),
+    visits_gC=jnp.pad(visits_M[order_M], (0, lacking)).reshape(-1, C),
+    place_M=jnp.argsort(order_M),
   )
 
 
@@ -180,21 +197,39 @@ def _score(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(q, k, v, plan: _Plan, before: int, window: int, name: str) -> Any:
-  return _forward(q, k, v, plan, before, window)[0]
+def _attend(
+  q_MKRH: jax.Array,
+  k_JKHU: jax.Array,
+  v_JKHU: jax.Array,
+  plan: _Plan,
+  before: int,
+  window: int,
+  name: str,
+) -> jax.Array:
+  """out_MKRH: every block of queries over the blocks of keys that it sees."""
+  return _forward(q_MKRH, k_JKHU, v_JKHU, plan, before, window)[0]
 
 
-def _meeting(k, v, plan: _Plan, before: int, window: int, g: jax.Array) -> Any:
+def _meeting(
+  k_JKHU: jax.Array,
+  v_JKHU: jax.Array,
+  plan: _Plan,
+  before: int,
+  window: int,
+  g: jax.Array,
+) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]:
   """Of group g: (queries, how far back) to at_C, keys and values there, scores."""
-  U = k.shape[-1]
-  asking_C = plan.asking_gC[g]
-  segment_CU, newest_C = (_take(x, asking_C) for x in (plan.segment_MU, plan.newest_M))
+  U = k_JKHU.shape[-1]
+  block_C = plan.block_gC[g]
+  segment_CU = _take(plan.segment_MU, block_C)
+  newest_C = _take(plan.newest_M, block_C)
 
   def meet(q_CKRH: jax.Array, back: jax.Array) -> tuple[jax.Array, ...]:
     seen_C = back < plan.visits_gC[g]
     # Who has visited all of its own stays at its newest, and sees nothing there.
     at_C = newest_C - jnp.where(seen_C, back, 0)
-    k_CKHU, v_CKHU = _take(k, at_C), _take(v, at_C)
+    k_CKHU = _take(k_JKHU, at_C)
+    v_CKHU = _take(v_JKHU, at_C)
     same_CUU = segment_CU[:, :, None] == _take(plan.segment_JU, at_C)[:, None]
     same_CUU &= seen_C[:, None, None]
     apart = before - (_near(before, U) - back) * U
@@ -203,34 +238,42 @@ def _meeting(k, v, plan: _Plan, before: int, window: int, g: jax.Array) -> Any:
   return meet
 
 
-def _forward(q, k, v, plan: _Plan, before: int, window: int) -> Any:
-  """out_MKRH, and the logarithm of each row's sum of exponentials."""
+def _forward(
+  q_MKRH: jax.Array,
+  k_JKHU: jax.Array,
+  v_JKHU: jax.Array,
+  plan: _Plan,
+  before: int,
+  window: int,
+) -> tuple[jax.Array, jax.Array]:
+  """out_MKRH, and lse_MKR: the logarithm of each row's sum of exponentials."""
 
   def queries(g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q_CKRH = _take(q, plan.asking_gC[g])
-    meet = _meeting(k, v, plan, before, window, g)
+    q_CKRH = _take(q_MKRH, plan.block_gC[g])
+    meet = _meeting(k_JKHU, v_JKHU, plan, before, window, g)
 
+    # The softmax so far: its maximum, its sum, and the values under both.
     def visit(back, carry):
-      most_CKR, total_CKR, out_CKRH = carry
+      max_CKR, sum_CKR, out_CKRH = carry
       _, _, v_CKHU, s_CKRU = meet(q_CKRH, back)
-      new_CKR = jnp.maximum(most_CKR, s_CKRU.max(-1))
-      p_CKRU = jnp.exp(s_CKRU - new_CKR[..., None])
-      kept_CKR = jnp.exp(most_CKR - new_CKR)
+      new_max_CKR = jnp.maximum(max_CKR, s_CKRU.max(-1))
+      p_CKRU = jnp.exp(s_CKRU - new_max_CKR[..., None])
+      rescale_CKR = jnp.exp(max_CKR - new_max_CKR)
       more_CKRH = jnp.einsum(
         "CKRU,CKHU->CKRH",
-        p_CKRU.astype(v.dtype),
+        p_CKRU.astype(v_JKHU.dtype),
         v_CKHU,
         preferred_element_type=jnp.float32,
       )
-      total_CKR = total_CKR * kept_CKR + p_CKRU.sum(-1)
-      return new_CKR, total_CKR, out_CKRH * kept_CKR[..., None] + more_CKRH
+      sum_CKR = sum_CKR * rescale_CKR + p_CKRU.sum(-1)
+      return new_max_CKR, sum_CKR, out_CKRH * rescale_CKR[..., None] + more_CKRH
 
-    rows = q_CKRH.shape[:-1]
-    start = jnp.full(rows, _MASKED), jnp.zeros(rows), jnp.zeros(q_CKRH.shape)
+    CKR = q_CKRH.shape[:-1]
+    start = (jnp.full(CKR, _MASKED), jnp.zeros(CKR), jnp.zeros(q_CKRH.shape))
     end = jax.lax.fori_loop(0, plan.visits_gC[g, 0], visit, start)
-    most_CKR, total_CKR, out_CKRH = end
-    out_CKRH = (out_CKRH / total_CKR[..., None]).astype(q.dtype)
-    return out_CKRH, most_CKR + jnp.log(total_CKR)
+    max_CKR, sum_CKR, out_CKRH = end
+    out_CKRH = (out_CKRH / sum_CKR[..., None]).astype(q_MKRH.dtype)
+    return out_CKRH, max_CKR + jnp.log(sum_CKR)
 
   return _in_place(jax.lax.map(queries, jnp.arange(len(plan.visits_gC))), plan)
 
@@ -240,45 +283,61 @@ def _in_place(grouped: Any, plan: _Plan) -> Any:
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[plan.place_M], grouped)
 
 
-def _forward_rule(q, k, v, plan, before, window, name):
-  out, lse = _forward(q, k, v, plan, before, window)
-  out, lse = checkpoint_name(out, name), checkpoint_name(lse, name)
-  return out, (q, k, v, plan, out, lse)
+def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, window, name):
+  out_MKRH, lse_MKR = _forward(q_MKRH, k_JKHU, v_JKHU, plan, before, window)
+  # Under this name a checkpoint policy keeps them, and the forward pass runs once.
+  out_MKRH = checkpoint_name(out_MKRH, name)
+  lse_MKR = checkpoint_name(lse_MKR, name)
+  return out_MKRH, (q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR)
 
 
-def _backward_rule(before, window, name, kept, d_out):
-  q, k, v, plan, out, lse = kept
-  delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+def _backward_rule(before, window, name, residuals, d_out_MKRH):
+  q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR = residuals
+  delta_MKR = jnp.sum(
+    out_MKRH.astype(jnp.float32) * d_out_MKRH.astype(jnp.float32), axis=-1
+  )
 
   def queries(carry, g):
-    asking_C = plan.asking_gC[g]
-    q_CKRH, do_CKRH = _take(q, asking_C), _take(d_out, asking_C)
-    lse_CKR, delta_CKR = _take(lse, asking_C), _take(delta, asking_C)
+    # --- The queries of a group, and what the forward pass left of them.
+    block_C = plan.block_gC[g]
+    q_CKRH = _take(q_MKRH, block_C)
+    do_CKRH = _take(d_out_MKRH, block_C)
+    lse_CKR = _take(lse_MKR, block_C)
+    delta_CKR = _take(delta_MKR, block_C)
     # Rows last, once for all visits: else these products would be slower ones.
-    q_CKHR, do_CKHR = q_CKRH.swapaxes(2, 3), do_CKRH.swapaxes(2, 3)
-    meet = _meeting(k, v, plan, before, window, g)
+    q_CKHR = q_CKRH.swapaxes(2, 3)
+    do_CKHR = do_CKRH.swapaxes(2, 3)
+    meet = _meeting(k_JKHU, v_JKHU, plan, before, window, g)
 
+    # --- Their gradient, and their share of that of the keys and values they meet.
     def visit(back, carry):
-      dq_CKRH, dk, dv = carry
+      dq_CKRH, dk_JKHU, dv_JKHU = carry
       at_C, k_CKHU, v_CKHU, s_CKRU = meet(q_CKRH, back)
       p_CKRU = jnp.exp(s_CKRU - lse_CKR[..., None])
       dp_CKRU = jnp.einsum(
         "CKRH,CKHU->CKRU", do_CKRH, v_CKHU, preferred_element_type=jnp.float32
       )
-      ds_CKRU = (p_CKRU * (dp_CKRU - delta_CKR[..., None])).astype(q.dtype)
-      dv_CKHU = jnp.einsum("CKHR,CKRU->CKHU", do_CKHR, p_CKRU.astype(q.dtype))
+      ds_CKRU = (p_CKRU * (dp_CKRU - delta_CKR[..., None])).astype(q_MKRH.dtype)
+      dv_CKHU = jnp.einsum("CKHR,CKRU->CKHU", do_CKHR, p_CKRU.astype(q_MKRH.dtype))
       dk_CKHU = jnp.einsum("CKHR,CKRU->CKHU", q_CKHR, ds_CKRU)
       dq_CKRH += jnp.einsum("CKRU,CKHU->CKRH", ds_CKRU, k_CKHU)
-      return dq_CKRH, _add(dk, dk_CKHU, at_C), _add(dv, dv_CKHU, at_C)
+      dk_JKHU = _add(dk_JKHU, dk_CKHU, at_C)
+      dv_JKHU = _add(dv_JKHU, dv_CKHU, at_C)
+      return dq_CKRH, dk_JKHU, dv_JKHU
 
-    start = (jnp.zeros(q_CKRH.shape, jnp.float32), *carry)
-    dq_CKRH, *carry = jax.lax.fori_loop(0, plan.visits_gC[g, 0], visit, start)
-    return tuple(carry), dq_CKRH.astype(q.dtype)
+    dk_JKHU, dv_JKHU = carry
+    start = (jnp.zeros(q_CKRH.shape, jnp.float32), dk_JKHU, dv_JKHU)
+    dq_CKRH, dk_JKHU, dv_JKHU = jax.lax.fori_loop(0, plan.visits_gC[g, 0], visit, start)
+    return (dk_JKHU, dv_JKHU), dq_CKRH.astype(q_MKRH.dtype)
 
   # Sums over blocks of queries, in float32.
-  zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  (dk, dv), dq = jax.lax.scan(queries, zeros, jnp.arange(len(plan.visits_gC)))
-  return _in_place(dq, plan), dk.astype(k.dtype), dv.astype(v.dtype), None
+  start = (jnp.zeros(k_JKHU.shape, jnp.float32), jnp.zeros(v_JKHU.shape, jnp.float32))
+  groups = jnp.arange(len(plan.visits_gC))
+  (dk_JKHU, dv_JKHU), dq = jax.lax.scan(queries, start, groups)
+  dq_MKRH = _in_place(dq, plan)
+  dk_JKHU = dk_JKHU.astype(k_JKHU.dtype)
+  dv_JKHU = dv_JKHU.astype(v_JKHU.dtype)
+  return dq_MKRH, dk_JKHU, dv_JKHU, None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
