@@ -119,7 +119,7 @@ assert "<answer> France</answer>" in trajectory.text
 config = LossConfig(**preset("spo")["loss"])
 batch = batching.empty(1, 2).replace(
   segment_BT=np.array([[1, 1]]),
-  weight_BT=np.ones((1, 2), np.float32),
+  loss_mask_BT=np.ones((1, 2), np.float32),
   advantage_BT=np.array([[1.0, -2.0]], np.float32),
 )
 logp = jnp.log(jnp.array([[1.1, 1.5]]))

@@ -85,8 +85,10 @@ def test_every_update_was_on_policy(trained):
   for row in learned:
     assert row["ratio"] == pytest.approx(1.0, abs=1e-5)
     assert row["clipped"] == 0 and abs(row["kl"]) < 1e-6
-  assert 0 < results["logp_gap"] < 2e-5
-  assert all(row["gap_share"] == row["ratio_tail"] == 0 for row in learned)
+  assert 0 < results["logp_diff"] < 2e-5
+  assert all(
+    row["logp_diff_share"] == row["ratio_outlier_share"] == 0 for row in learned
+  )
   assert (pathlib.Path(workdir) / "tensorboard" / "rl").is_dir()
 
 
@@ -99,7 +101,7 @@ def test_a_run_whose_sampler_and_learner_differ_stops_and_saves_nothing(
   low.algo.update(steps=1, guards=dict(max_logp_diff=1e-4))
   rl.run(low, str(tmp_path / "open"))
   (row,) = read_metrics(str(tmp_path / "open" / "metrics.jsonl"), "rl")
-  assert 0.015 < row["gap_share"] < 1
+  assert 0.015 < row["logp_diff_share"] < 1
   low.algo.guards.max_logp_diff_share = 0.01
   with pytest.raises(
     ValueError, match=r"step 1: .* differ by more than algo.guards.max_logp_diff=0.0001"
@@ -255,7 +257,7 @@ def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):
     held.rollout.constrain = True
     held.rollout.top_k = 50
   results = rl.run(held, str(tmp_path))
-  assert 0 < results["logp_gap"] < 2e-5
+  assert 0 < results["logp_diff"] < 2e-5
   log = read_metrics(f"{tmp_path}/metrics.jsonl", "rl")
   for row in log:
     assert 0 < row["removed_mass"] < 1
@@ -270,7 +272,7 @@ def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
   stuck.algo.update(steps=3, sampling=dict(samples=2, prompts=1))
   stuck.dev.every = 2
   results = rl.run(stuck, str(tmp_path / "w"))
-  assert results["logp_gap"] is None and results["reward"] == 0.0
+  assert results["logp_diff"] is None and results["reward"] == 0.0
   log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
   assert [("dev_accuracy" in row) for row in log] == [True, False, True]
   phase = sum(row.get("seconds_dev", 0.0) for row in log)
@@ -373,7 +375,7 @@ def test_an_interrupted_run_is_stopped_where_it_would_have_been(
   watched = config.copy_and_resolve_references()
   watched.checkpoint.every = 1
   # No share is 2: a warning at the third step.
-  watched.watch = dict(stop=True, patience=3, informative=2.0)
+  watched.watch = dict(stop=True, patience=3, reward_variance_share=2.0)
   check = rl._check_logp_diff
 
   def killed(guards, step, values):

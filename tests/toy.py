@@ -154,7 +154,7 @@ def sft_loss(cfg: ModelConfig):
 
   def loss(p, frozen, batch):
     logp_BT, *_ = losses.token_logps(cfg, p, batch)
-    return losses.nll(logp_BT, batch.weight_BT), {}
+    return losses.nll(logp_BT, batch.loss_mask_BT), {}
 
   return loss
 
@@ -183,7 +183,7 @@ def train(
   (batch,) = batching.batches(examples, len(SCRIPTS), MAX_LEN)
   curve = []
   for _ in range(steps):
-    state, values = learner.step(state, [batch], float(batch.weight_BT.sum()))
+    state, values = learner.step(state, [batch], float(batch.loss_mask_BT.sum()))
     curve.append(float(values["loss"]))
   return Actor(state.params, tuple(curve))
 
@@ -308,7 +308,7 @@ def logps_of(
   out: list[np.ndarray] = [np.zeros(0)] * len(played)
   for row, members in enumerate(packed):
     for number, i in enumerate(members, 1):
-      mine_T = (batch.segment_BT[row] == number) & (batch.weight_BT[row] > 0)
+      mine_T = (batch.segment_BT[row] == number) & (batch.loss_mask_BT[row] > 0)
       out[i] = logp_BT[row][mine_T]
   return out
 

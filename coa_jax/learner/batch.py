@@ -1,7 +1,7 @@
 """Trajectories to packed rows of arrays.
 
 Several trajectories share a row; segments keep them apart. Which tokens are trained on
-was decided when they were written: weight is 1 where the policy is the author, else 0.
+was decided when they were written: the loss mask is 1 where the policy is the author.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Batch:
     tokens_BT: int32 ids.
     segment_BT: int32, 1 and up for the trajectories of a row, 0 for padding.
     position_BT: int32 position of a token in its own trajectory.
-    weight_BT: float32, 0 unless the policy wrote the token.
+    loss_mask_BT: float32, 0 unless the policy wrote the token.
     advantage_BT: float32 advantage of the token's trajectory; zeros outside RL.
     logp_BT: float32 log p of the token when it was sampled; zeros outside RL.
     grammar_BT: int32 state of the grammar in which the token was sampled; -1 where any
       token was allowed.
-    share_BT: float32, what the token counts in the loss, 0 where weight is; None where
-      that is its weight. Those below are float32, and None where nothing reads them.
+    loss_weight_BT: float32, what the token counts in the loss, 0 where the mask is;
+      None where that is its mask. Those below are float32, and None where nothing
+      reads them.
     old_BT: log p under the learner before the step's first update.
     reference_BT: log p under the reference policy.
     value_BT: the critic's value of what stands before the token.
@@ -42,11 +43,11 @@ class Batch:
   tokens_BT: Array
   segment_BT: Array
   position_BT: Array
-  weight_BT: Array
+  loss_mask_BT: Array
   advantage_BT: Array
   logp_BT: Array
   grammar_BT: Array
-  share_BT: Array | None = None
+  loss_weight_BT: Array | None = None
   old_BT: Array | None = None
   reference_BT: Array | None = None
   value_BT: Array | None = None
@@ -119,7 +120,7 @@ def fill(
       end = at + len(s.ids)
       batch.tokens_BT[row, at:end] = s.ids
       if s.author == Author.POLICY:
-        batch.weight_BT[row, at:end] = 1.0
+        batch.loss_mask_BT[row, at:end] = 1.0
         if advantages is not None:
           batch.advantage_BT[row, at:end] = advantages[number - 1]
           batch.logp_BT[row, at:end] = s.logps
@@ -184,7 +185,7 @@ class Packed:
       m, row = divmod(r, rows)
       batch = self.batches[m]
       for number, i in enumerate(members, 1):
-        mine_T = (batch.segment_BT[row] == number) & (batch.weight_BT[row] > 0)
+        mine_T = (batch.segment_BT[row] == number) & (batch.loss_mask_BT[row] > 0)
         self._where[i] = (m, row * length + np.flatnonzero(mine_T))
     self.counts = [len(places) for _, places in self._where]
 

@@ -1,4 +1,4 @@
-"""What RL minimises: advantages of the policy's tokens, their shares, and the loss."""
+"""What RL minimises: advantages of the policy's tokens, their weights, and the loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def token_advantages(
   ), None
 
 
-def shares(config: LossConfig, counts: Sequence[int], length: int) -> list[float]:
+def aggregation_weights(
+  config: LossConfig, counts: Sequence[int], length: int
+) -> list[float]:
   """What a token of each trajectory counts in the loss of one update.
 
   The loss is the sum over all tokens of share times term, divided by the number n of
@@ -105,8 +107,10 @@ def policy_loss(
     (the k3 estimate of KL(sampled || policy)); with a KL in the loss reference_kl; with
     weights importance (the weight) and importance_capped (where the rule changed it).
   """
-  weight_BT, segment_BT = batch.weight_BT, batch.segment_BT
-  share_BT = weight_BT if batch.share_BT is None else batch.share_BT
+  loss_mask_BT, segment_BT = batch.loss_mask_BT, batch.segment_BT
+  loss_weight_BT = (
+    loss_mask_BT if batch.loss_weight_BT is None else batch.loss_weight_BT
+  )
   old_BT, importance_BT, sums = batch.logp_BT, 1.0, {}
   if config.is_clip:
     old_BT = batch.old_BT
@@ -114,17 +118,17 @@ def policy_loss(
       old_BT = jax.lax.stop_gradient(logp_BT)
     importance_BT, changed_BT = surrogates.importance(
       old_BT - batch.logp_BT,
-      weight_BT,
+      loss_mask_BT,
       segment_BT,
       config.is_level,
       config.is_mode,
       config.is_clip,
       config.is_min,
     )
-    sums["importance"] = jnp.sum(weight_BT * importance_BT)
-    sums["importance_capped"] = jnp.sum(weight_BT * changed_BT)
+    sums["importance"] = jnp.sum(loss_mask_BT * importance_BT)
+    sums["importance_capped"] = jnp.sum(loss_mask_BT * changed_BT)
   if config.ratio == "sequence":
-    ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, weight_BT, segment_BT)
+    ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, loss_mask_BT, segment_BT)
   else:
     ratio_BT = surrogates.token_ratio(logp_BT, old_BT)
   bounds = (ratio_BT, batch.advantage_BT, config.clip_low, config.clip_high)
@@ -136,12 +140,12 @@ def policy_loss(
   if config.kl_coef and config.kl_in == "loss":
     kl_BT = surrogates.kl(logp_BT, batch.reference_BT, config.kl_estimator)
     loss_BT += config.kl_coef * kl_BT
-    sums["reference_kl"] = jnp.sum(weight_BT * kl_BT)
+    sums["reference_kl"] = jnp.sum(loss_mask_BT * kl_BT)
   # Of the policy from the sampler: how far off-policy this batch is.
   log_BT = surrogates.bounded(logp_BT - batch.logp_BT)
   sums |= {
-    "ratio": jnp.sum(weight_BT * ratio_BT),
-    "clipped": jnp.sum(weight_BT * active_BT),
-    "kl": jnp.sum(weight_BT * (jnp.exp(log_BT) - 1 - log_BT)),
+    "ratio": jnp.sum(loss_mask_BT * ratio_BT),
+    "clipped": jnp.sum(loss_mask_BT * active_BT),
+    "kl": jnp.sum(loss_mask_BT * (jnp.exp(log_BT) - 1 - log_BT)),
   }
-  return jnp.sum(share_BT * loss_BT), sums
+  return jnp.sum(loss_weight_BT * loss_BT), sums

@@ -21,7 +21,7 @@ def bounded(log_ratio: jax.Array) -> jax.Array:
 
 
 def sum_of_trajectory(
-  x_BT: jax.Array, weight_BT: jax.Array, segment_BT: jax.Array
+  x_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
   """At each token the weighted sum of x over its trajectory; [B, T]."""
 
@@ -29,15 +29,15 @@ def sum_of_trajectory(
     total = jax.ops.segment_sum(x_T, segment_T, num_segments=x_T.shape[0] + 1)
     return total[segment_T]
 
-  return jax.vmap(row)(x_BT * weight_BT, segment_BT)
+  return jax.vmap(row)(x_BT * loss_mask_BT, segment_BT)
 
 
 def mean_of_trajectory(
-  x_BT: jax.Array, weight_BT: jax.Array, segment_BT: jax.Array
+  x_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
   """At each token the weighted mean of x over its trajectory; 0 without weight."""
-  count_BT = sum_of_trajectory(jnp.ones_like(x_BT), weight_BT, segment_BT)
-  return sum_of_trajectory(x_BT, weight_BT, segment_BT) / jnp.maximum(count_BT, 1)
+  count_BT = sum_of_trajectory(jnp.ones_like(x_BT), loss_mask_BT, segment_BT)
+  return sum_of_trajectory(x_BT, loss_mask_BT, segment_BT) / jnp.maximum(count_BT, 1)
 
 
 def token_ratio(logp_BT: jax.Array, old_BT: jax.Array) -> jax.Array:
@@ -46,14 +46,14 @@ def token_ratio(logp_BT: jax.Array, old_BT: jax.Array) -> jax.Array:
 
 
 def sequence_ratio(
-  logp_BT: jax.Array, old_BT: jax.Array, weight_BT: jax.Array, segment_BT: jax.Array
+  logp_BT: jax.Array, old_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
   """GSPO's: (p / p_old of the whole trajectory) ^ (1 / its policy tokens).
 
   Equal at all tokens in value; its gradient is each token's own (GSPO-token, arXiv
   2507.18071, eq. 13), as in verl and tunix.
   """
-  mean_BT = mean_of_trajectory(logp_BT - old_BT, weight_BT, segment_BT)
+  mean_BT = mean_of_trajectory(logp_BT - old_BT, loss_mask_BT, segment_BT)
   stop = jax.lax.stop_gradient
   log_BT = logp_BT - stop(logp_BT) + stop(mean_BT)
   return jnp.exp(jnp.minimum(log_BT, _LOG_SEQUENCE_RATIO_BOUND))
@@ -117,7 +117,7 @@ def cispo(
 
 def importance(
   log_ratio_BT: jax.Array,
-  weight_BT: jax.Array,
+  loss_mask_BT: jax.Array,
   segment_BT: jax.Array,
   level: str,
   rule: str,
@@ -131,7 +131,7 @@ def importance(
 
   Args:
     log_ratio_BT: log p_old - log p_sampler.
-    weight_BT: 0 unless the policy wrote the token.
+    loss_mask_BT: 0 unless the policy wrote the token.
     segment_BT: which trajectory of the row a token is of.
     level: "token"; or "sequence", the product over a trajectory's policy tokens.
     rule: "truncate" or "mask".
@@ -142,7 +142,7 @@ def importance(
     w_BT after the rule, and True where the rule changed it.
   """
   if level == "sequence":
-    log_ratio_BT = sum_of_trajectory(log_ratio_BT, weight_BT, segment_BT)
+    log_ratio_BT = sum_of_trajectory(log_ratio_BT, loss_mask_BT, segment_BT)
   whole_BT = jnp.exp(bounded(jax.lax.stop_gradient(log_ratio_BT)))
   if rule == "truncate":
     return jnp.minimum(whole_BT, cap), whole_BT > cap

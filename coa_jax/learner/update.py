@@ -135,8 +135,8 @@ class PolicyUpdate:
       groups: trajectories of one task each; one without a reward has left its group.
 
     Returns:
-      The new state; and means over policy tokens and updates, but `logp_gap` and
-      `gap_share`, which are those of the first update. Empty without a trajectory.
+      The new state; and means over policy tokens and updates, but `logp_diff` and
+      `logp_diff_share`, which are those of the first update. Empty without a trajectory.
     """
     step = state.step + 1
     minibatches = self._batch.minibatches
@@ -153,7 +153,7 @@ class PolicyUpdate:
         state, values = self._learner.step(state, p.batches, tokens, frozen)
         log.append({k: float(v) for k, v in values.items()})
     values = {k: float(np.mean([row[k] for row in log])) for k in log[0]}
-    first = {k: log[0][k] for k in ("logp_gap", "gap_share")}
+    first = {k: log[0][k] for k in ("logp_diff", "logp_diff_share")}
     return state.replace(step=step), values | first
 
   def _pack(self, part: Sequence[Group]) -> Packed:
@@ -190,7 +190,10 @@ class PolicyUpdate:
     for p in packed:
       mine = slice(at, at + len(p.counts))
       p.write("advantage_BT", advantage[mine])
-      p.write("share_BT", policy_loss.shares(config, p.counts, self._batch.length))
+      p.write(
+        "loss_weight_BT",
+        policy_loss.aggregation_weights(config, p.counts, self._batch.length),
+      )
       if returns:
         p.write("return_BT", returns[mine])
       at = mine.stop
@@ -241,28 +244,28 @@ class PolicyUpdate:
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Of policy and critic; neither's gradient reaches the other."""
     config = self._loss
-    weight_BT = batch.weight_BT
+    loss_mask_BT = batch.loss_mask_BT
     policy = self._assembled(trained["policy"], frozen)
     logp_BT, entropy_BT, removed_BT = self._logps(policy, batch)
     loss, sums = policy_loss.policy_loss(config, logp_BT, batch)
-    gap_BT = jnp.abs(logp_BT - batch.logp_BT)
+    logp_diff_BT = jnp.abs(logp_BT - batch.logp_BT)
     figures = {
       "entropy": entropy_BT,
       "removed_mass": removed_BT,
-      "logp_gap": gap_BT,
-      "gap_share": (gap_BT > self._max_logp_diff).astype(jnp.float32),
+      "logp_diff": logp_diff_BT,
+      "logp_diff_share": (logp_diff_BT > self._max_logp_diff).astype(jnp.float32),
       # Tokens that are e times likelier to the policy than to the sampler, or less.
-      "ratio_tail": (gap_BT > 1.0).astype(jnp.float32),
+      "ratio_outlier_share": (logp_diff_BT > 1.0).astype(jnp.float32),
     }
     if config.has_critic:
       value_BT = self._values(trained["critic"], frozen, batch)
       value_loss_BT, held_BT = surrogates.value_loss(
         value_BT, batch.value_BT, batch.return_BT, config.value_clip
       )
-      loss += jnp.sum(weight_BT * value_loss_BT)
+      loss += jnp.sum(loss_mask_BT * value_loss_BT)
       figures |= {"value": value_BT, "value_loss": value_loss_BT, "value_held": held_BT}
     for name, figure_BT in figures.items():
-      sums[name] = jax.lax.stop_gradient(jnp.sum(weight_BT * figure_BT))
+      sums[name] = jax.lax.stop_gradient(jnp.sum(loss_mask_BT * figure_BT))
     return loss, sums
 
 

@@ -18,8 +18,16 @@ from coa_jax.report.metrics import read_metrics
 
 # One NaN here and every later number is wrong. All are of the learner but the entropies
 # of roles, which a step without an update has too.
-FINITE = ("loss", "grad_norm", "entropy", "entropy_", "logp_gap", "ratio", "kl")
-FINITE += ("value_loss",)
+FINITE = (
+  "loss",
+  "grad_norm",
+  "entropy",
+  "entropy_",
+  "logp_diff",
+  "ratio",
+  "kl",
+  "value_loss",
+)
 _LOWER_LR = "lower optim.lr"
 _EXPLORE = f"raise algo.loss.clip_high, {_LOWER_LR}, add algo.loss.kl_coef"
 
@@ -41,7 +49,8 @@ class WatchConfig:
     stop: whether a report ends the run, after a checkpoint. The same command then ends
       there again; with other limits, or without this, it goes on.
     patience: steps.
-    informative: least share of groups whose rewards differ; only those teach.
+    reward_variance_share: least share of groups whose rewards differ; only those
+      teach.
     entropy: least entropy of a sampled token, nats.
     entropy_drop: least entropy of any role, as a share of what it was at the first
       `patience` steps watched.
@@ -49,26 +58,30 @@ class WatchConfig:
     truncated: most share of trajectories cut off at the token limit.
     repeated: most share of trajectories that make a call, think or plan twice.
     calls_drop: least tool calls of a trajectory, as a share likewise.
-    gap: most share of tokens whose log-probs differ by more than `algo.gap` between
-      sampler and learner; not watched with `algo.staleness`, whose tokens are of
-      policies before the learner's.
-    ratio_tail: most share of tokens e times likelier to the learner, or less likely;
-      not watched likewise.
+    logp_diff_share: most share of tokens whose log-probs differ between sampler and
+      learner by more than the metric of that name counts; not watched with
+      `algo.staleness`, whose tokens are of policies before the learner's.
+    ratio_outlier_share: most share of tokens e times likelier to the learner, or less
+      likely; not watched likewise.
     removed_mass: most probability that the grammar takes from a token.
     infrastructure: most share of trajectories lost to tools or judges that were down.
   """
 
   stop: bool = False
   patience: int = 5
-  informative: float = 0.02
+  reward_variance_share: float = dataclasses.field(
+    default=0.02, metadata={"was": "informative"}
+  )
   entropy: float = 0.001
   entropy_drop: float = 0.02
   length_growth: float = 2.5
   truncated: float = 0.5
   repeated: float = 0.7
   calls_drop: float = 0.2
-  gap: float = 0.05
-  ratio_tail: float = 0.01
+  logp_diff_share: float = dataclasses.field(default=0.05, metadata={"was": "gap"})
+  ratio_outlier_share: float = dataclasses.field(
+    default=0.01, metadata={"was": "ratio_tail"}
+  )
   removed_mass: float = 0.2
   infrastructure: float = 0.25
 
@@ -83,15 +96,15 @@ class WatchConfig:
   def limits(self) -> dict[str, float]:
     """The limits by field."""
     return {
-      "informative": self.informative,
+      "reward_variance_share": self.reward_variance_share,
       "entropy": self.entropy,
       "entropy_drop": self.entropy_drop,
       "length_growth": self.length_growth,
       "truncated": self.truncated,
       "repeated": self.repeated,
       "calls_drop": self.calls_drop,
-      "gap": self.gap,
-      "ratio_tail": self.ratio_tail,
+      "logp_diff_share": self.logp_diff_share,
+      "ratio_outlier_share": self.ratio_outlier_share,
       "removed_mass": self.removed_mass,
       "infrastructure": self.infrastructure,
     }
@@ -117,8 +130,8 @@ class Rule:
 
 
 RULES = {
-  "informative": Rule(
-    "informative",
+  "reward_variance_share": Rule(
+    "reward_variance_share",
     False,
     "tasks are all too easy or all too hard for it (see `reward`): choose others "
     "(experiments/select_tasks.py), raise algo.sampling.samples or .temperature",
@@ -157,15 +170,15 @@ RULES = {
     f"`failed_calls_infrastructure`) or cost too much (reward.shaping), {_LOWER_LR}",
     relative=True,
   ),
-  "gap": Rule(
-    "gap_share",
+  "logp_diff_share": Rule(
+    "logp_diff_share",
     True,
     "sampler and learner disagree: compute more precisely (model.dtype), or correct "
     "with algo.loss.is_clip",
     on_policy=True,
   ),
-  "ratio_tail": Rule(
-    "ratio_tail",
+  "ratio_outlier_share": Rule(
+    "ratio_outlier_share",
     True,
     f"the policy has moved far from what sampled: fewer algo.batch.epochs, "
     f"{_LOWER_LR}, or algo.loss.is_clip",
@@ -197,7 +210,7 @@ class HealthMonitor:
     self._standing: dict[tuple[str, str], str] = {}
 
   def replay(self, workdir: str | os.PathLike[str], stage: str, step: int) -> None:
-    """Knows what a Watch of the run so far would know, and says nothing.
+    """Reads the metrics of the run so far as if it had watched, and warns of none.
 
     Args:
       workdir: of the run that is continued.
@@ -215,7 +228,7 @@ class HealthMonitor:
   def update(
     self, step: int, values: Mapping[str, float], say: Callable[[str], None]
   ) -> list[str]:
-    """What is wrong with a step's values; each is said in a line.
+    """Judges a step's values; returns what is wrong and warns of it, a line each.
 
     Raises:
       CollapsedError: something is not finite: at once, so that it is not saved.
@@ -225,17 +238,17 @@ class HealthMonitor:
       "compute in float32 (model.dtype); begin a run from an earlier checkpoint "
       "(experiments/export.py)"
       for name, value in values.items()
-      if any(_means(metric, name) for metric in FINITE) and not math.isfinite(value)
+      if any(_matches(metric, name) for metric in FINITE) and not math.isfinite(value)
     ]
-    found = diverged + self._judge_all(values)
-    for text in found:
+    faults = diverged + self._judge_all(values)
+    for text in faults:
       say(f"warning: step {step}: {text}")
     if diverged:
       raise CollapsedError(
         f"stopped at step {step} (not saved; the checkpoint before it stands): "
         f"{'; '.join(diverged)}"
       )
-    return found
+    return faults
 
   @property
   def ends(self) -> bool:
@@ -255,40 +268,43 @@ class HealthMonitor:
       )
 
   def _judge_all(self, values: Mapping[str, Any]) -> list[str]:
-    """What is to be reported of a step's values."""
-    found = []
+    """Returns what is to be reported of a step's values."""
+    reports = []
     for field, limit in self._config.limits.items():
       rule = RULES[field]
       if not limit or (rule.on_policy and "staleness" in values):
         continue
       for name, value in values.items():
-        if _means(rule.metric, name) and math.isfinite(value):
-          found += self._judge(field, rule, limit, name, value)
-    return found
+        if _matches(rule.metric, name) and math.isfinite(value):
+          reports += self._judge(field, rule, limit, name, value)
+    return reports
 
   def _judge(
     self, field: str, rule: Rule, limit: float, name: str, value: float
   ) -> list[str]:
-    patience, said = self._config.patience, f"watch.{field}={limit:g}"
+    """Counts one value of one metric; returns its report where it is due."""
+    patience = self._config.patience
+    limit_text = f"watch.{field}={limit:g}"
     if rule.relative:
       first = self._first[name]
       if len(first) < patience:
         first.append(value)
         return []
       limit *= sum(first) / patience
-      said += f" times its first {sum(first) / patience:.4g}"
+      limit_text += f" times its first {sum(first) / patience:.4g}"
     beyond = value > limit if rule.above else value < limit
-    key = field, name
-    self._beyond[key] = count = self._beyond[key] + 1 if beyond else 0
+    key = (field, name)
+    count = self._beyond[key] + 1 if beyond else 0
+    self._beyond[key] = count
     if count < patience:
       self._standing.pop(key, None)
       return []
     where = "above" if rule.above else "below"
     steps = f"{count} steps in a row" if count > 1 else "this step"
-    text = f"{name} is {value:.4g}, {where} {said}, {steps}; {rule.remedy}"
+    text = f"{name} is {value:.4g}, {where} {limit_text}, {steps}; {rule.remedy}"
     self._standing[key] = text
     return [text] if count == patience else []
 
 
-def _means(metric: str, name: str) -> bool:
+def _matches(metric: str, name: str) -> bool:
   return name.startswith(metric) if metric.endswith("_") else name == metric

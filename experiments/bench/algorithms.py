@@ -83,7 +83,7 @@ def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
   logs = [read_metrics(os.path.join(w, METRICS_FILE), "rl") for w in workdirs]
   before = [float(_column(log[:1], "reward")[0]) for log in logs]
   after = [float(np.mean(_column(log[-_LAST:], "reward"))) for log in logs]
-  # An update without an informative group measures none.
+  # An update in which no group has different rewards measures none.
   known = [[r["entropy"] for r in log if r.get("entropy") is not None] for log in logs]
   return {
     "algorithm": name,
@@ -149,7 +149,7 @@ def collapse(
     found.append(f"well-formed {written[-1]:.3f} at last")
   if means("truncated_share")[-1] > 0.1:
     found.append(f"cut off {means('truncated_share')[-1]:.3f} at last")
-  # An update without an informative group has no gradient, and no such value.
+  # An update whose groups all lack variance has no gradient, and no such value.
   if any("grad_norm" in row and row["grad_norm"] is None for row in log):
     found.append("a gradient was not finite")
   return found

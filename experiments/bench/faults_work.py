@@ -168,7 +168,7 @@ def make_policy(steps: int = 200) -> Policy:
 
   def loss(params: Any, frozen: Any, batch: batching.Batch) -> tuple[Any, dict]:
     logp_BT, *_ = log_probs.token_logps(cfg, params, batch)
-    return log_probs.nll(logp_BT, batch.weight_BT), {}
+    return log_probs.nll(logp_BT, batch.loss_mask_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=1e-2, warmup=10, final=0.05), steps)
   learner = Learner(loss, optimizer)
@@ -176,7 +176,7 @@ def make_policy(steps: int = 200) -> Policy:
   micro = list(batching.batches(examples, 4, MAX_LEN))[:-1]
   for step in range(steps):
     batch = micro[step % len(micro)]
-    state, _ = learner.step(state, [batch], float(batch.weight_BT.sum()))
+    state, _ = learner.step(state, [batch], float(batch.loss_mask_BT.sum()))
   return Policy(cfg, tokenizer, state.params)
 
 

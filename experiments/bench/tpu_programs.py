@@ -151,7 +151,7 @@ def _lower_train(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
 
   def loss(params: Any, frozen: Any, batch: batching.Batch) -> Any:
     logp_BT, *_ = log_probs.token_logps(cfg, params, batch, partitioner=partitioner)
-    return log_probs.nll(logp_BT, batch.weight_BT), {}
+    return log_probs.nll(logp_BT, batch.loss_mask_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=1e-5, warmup=10, weight_decay=0.1), 100)
 

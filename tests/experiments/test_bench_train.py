@@ -82,7 +82,7 @@ def mean_loss(folder: str, rows: dict[str, np.ndarray]) -> float:
   nothing = np.zeros_like(rows["weight"])
   batch = Batch(*given, nothing, nothing, np.full_like(rows["tokens"], -1))
   logp_BT, *_ = log_probs.token_logps(cfg, params, batch)
-  return float(log_probs.nll(logp_BT, batch.weight_BT) / rows["weight"].sum())
+  return float(log_probs.nll(logp_BT, batch.loss_mask_BT) / rows["weight"].sum())
 
 
 def test_our_worker_trains_the_folders_model_and_is_measured(folder, capsys):

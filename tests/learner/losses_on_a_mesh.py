@@ -109,7 +109,9 @@ def batches(config: LossConfig, rows: int, length: int) -> list[Batch]:
   )
   packed.write("advantage_BT", advantage)
   packed.write("return_BT", returns or [np.zeros(n) for n in packed.counts])
-  packed.write("share_BT", policy_loss.shares(config, packed.counts, length))
+  packed.write(
+    "loss_weight_BT", policy_loss.aggregation_weights(config, packed.counts, length)
+  )
   return packed.batches
 
 
@@ -133,7 +135,7 @@ def pulled_back(partitioner: Partitioner | None, params, several: list[Batch]):
       loss = policy_loss.policy_loss(config, logp_BT, batch)[0]
       if config.has_critic:
         args = (value_BT, batch.value_BT, batch.return_BT, config.value_clip)
-        loss += jnp.sum(batch.weight_BT * surrogates.value_loss(*args)[0])
+        loss += jnp.sum(batch.loss_mask_BT * surrogates.value_loss(*args)[0])
       return loss
 
     value, cotangent = jax.value_and_grad(total, argnums=(0, 1))(logp_BT, value_BT)
@@ -169,7 +171,7 @@ def split(rows: int, length: int, mesh: MeshConfig | None):
       several = partitioner.put(several)
     out = jax.device_get(run(params, several))
     total = out if total is None else jax.tree.map(np.add, total, out)
-  tokens = sum(float(b.weight_BT.sum()) for b in micro[0])
+  tokens = sum(float(b.loss_mask_BT.sum()) for b in micro[0])
   return jax.tree.map(lambda x: x / tokens, total), len(micro[0])
 
 

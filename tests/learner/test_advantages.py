@@ -62,7 +62,7 @@ def test_an_infrastructure_failure_leaves_its_group():
   np.testing.assert_array_equal(with_failure[0, [0, 1, 3]], without[0])
 
 
-def test_informative_groups_are_those_whose_rewards_differ():
+def test_groups_that_teach_are_those_whose_rewards_differ():
   rewards = np.array(
     [
       [0.0, 1.0, 0.0],

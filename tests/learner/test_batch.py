@@ -51,7 +51,7 @@ def test_a_row_holds_what_its_trajectories_hold():
   assert row["tokens_BT"] == [1, 2, 3, 4, 5, 6, 1, 2, 3, 0, 0, 0]
   assert row["segment_BT"] == [1, 1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0]
   assert row["position_BT"] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]
-  assert row["weight_BT"] == [0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]
+  assert row["loss_mask_BT"] == [0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0]
   assert row["advantage_BT"] == [0, 0, 0.5, 0.5, 0, 0.5, 0, 0, -2, 0, 0, 0]
   assert row["logp_BT"] == [0, 0, -3 / 8, -0.5, 0, -0.75, 0, 0, -3 / 8, 0, 0, 0]
   assert row.pop("grammar_BT") == [-1] * 12
@@ -62,7 +62,7 @@ def test_only_the_policy_is_trained_on_whatever_the_others_say():
   for author in (Author.PROMPT, Author.TOOL, Author.ENVIRONMENT):
     batch = batching.empty(1, 4)
     batching.fill(batch, 0, [Trajectory("t", [Segment(author, "answer", "", [1, 2])])])
-    assert not batch.weight_BT.any() and batch.segment_BT.any()
+    assert not batch.loss_mask_BT.any() and batch.segment_BT.any()
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
@@ -86,7 +86,7 @@ def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
 def test_sft_batches_need_no_log_probs():
   (batch,) = batching.batches(toy.trajectories(), 4, toy.MAX_LEN)
   assert not batch.logp_BT.any() and not batch.advantage_BT.any()
-  assert batch.weight_BT.dtype == np.float32 and batch.tokens_BT.dtype == np.int32
+  assert batch.loss_mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == np.int32
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
@@ -102,9 +102,9 @@ def test_what_is_written_for_a_trajectory_is_read_again_and_nowhere_else(counts,
   for mine, expected in zip(packed.read("old_BT"), values, strict=True):
     np.testing.assert_array_equal(mine, expected)
   for b in packed.batches:
-    np.testing.assert_array_equal(b.old_BT > 0, b.weight_BT > 0)
-  packed.write("share_BT", [float(i) for i in range(len(played))])
-  assert [x.tolist() for x in packed.read("share_BT")] == [
+    np.testing.assert_array_equal(b.old_BT > 0, b.loss_mask_BT > 0)
+  packed.write("loss_weight_BT", [float(i) for i in range(len(played))])
+  assert [x.tolist() for x in packed.read("loss_weight_BT")] == [
     [float(i)] * n for i, n in enumerate(packed.counts)
   ]
 

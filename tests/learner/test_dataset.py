@@ -61,7 +61,7 @@ def test_a_batch_of_it_is_the_batch_of_the_trajectories(tmp_path):
       if array is not None:
         np.testing.assert_array_equal(ours, array, err_msg=name)
         assert ours.dtype == array.dtype
-    assert micro.policy == expected.weight_BT.sum() > 0
+    assert micro.policy == expected.loss_mask_BT.sum() > 0
     counts = [n for row in expected.segment_BT for n in np.bincount(row)[1:]]
     assert micro.lengths == counts
   assert not (tmp_path / "d.tmp").exists()

@@ -39,7 +39,7 @@ ADVANTAGES = [0.7, -1.1, 0.4, -0.2]
 
 
 def sft(logp_BT, batch: Batch):
-  return log_probs.nll(logp_BT, batch.weight_BT)
+  return log_probs.nll(logp_BT, batch.loss_mask_BT)
 
 
 def rl(logp_BT, batch: Batch):
@@ -120,7 +120,9 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
   rng = np.random.default_rng(0)
 
   def whole(p, batch):
-    return 0.5 * log_probs.nll(log_probs.token_logps(cfg, p, batch)[0], batch.weight_BT)
+    return 0.5 * log_probs.nll(
+      log_probs.token_logps(cfg, p, batch)[0], batch.loss_mask_BT
+    )
 
   def ours(p, batch):
     return 0.5 * log_probs.cross_entropy(cfg, p, batch)
@@ -129,9 +131,9 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
   without_gradient = jax.jit(ours)
   for kept in (1.0, 0.3, 0.0):
     # As if another's: first tokens of segments too, which no loss may count.
-    weight_BT = rng.uniform(0.5, 2.0, batch.weight_BT.shape)
-    weight_BT *= rng.random(weight_BT.shape) < kept
-    weighted = dataclasses.replace(batch, weight_BT=weight_BT.astype(np.float32))
+    loss_mask_BT = rng.uniform(0.5, 2.0, batch.loss_mask_BT.shape)
+    loss_mask_BT *= rng.random(loss_mask_BT.shape) < kept
+    weighted = dataclasses.replace(batch, loss_mask_BT=loss_mask_BT.astype(np.float32))
     value, grads = our_grads(params, weighted)
     assert_close((value, grads), whole_grads(params, weighted))
     assert (float(value) == 0) == (kept == 0)
@@ -146,7 +148,7 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
   def total(cfg):
     def loss(p):
       logp_BT, entropy_BT, _ = log_probs.token_logps(cfg, p, batch)
-      return log_probs.nll(logp_BT, batch.weight_BT) + entropy_BT.sum()
+      return log_probs.nll(logp_BT, batch.loss_mask_BT) + entropy_BT.sum()
 
     return jax.jit(jax.value_and_grad(loss))(toy.params())
 
@@ -245,7 +247,7 @@ def test_the_gradient_is_exactly_zero_but_at_logits_of_policy_tokens(loss, monke
   touched_BT = np.abs(grad_BTV).max(-1) > 0
   assert not touched_BT[:, -1].any()  # nothing stands after a row's last token
   touched_BU = touched_BT[:, :-1]
-  policy_BU = batch.weight_BT[:, 1:] > 0
+  policy_BU = batch.loss_mask_BT[:, 1:] > 0
   assert not touched_BU[~policy_BU].any()
   if loss in (sft, cispo):
     assert touched_BU[policy_BU].all()
@@ -270,7 +272,7 @@ def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
   packed = batching.Packed(played(), 2, 112)
   packed.replace("value_BT", [values(b) for b in packed.batches])
   for row, mine in enumerate(packed.read("value_BT")):
-    expected = value_BT[row][rows.weight_BT[row] > 0]
+    expected = value_BT[row][rows.loss_mask_BT[row] > 0]
     np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -281,9 +283,9 @@ def test_the_last_token_is_trained_and_so_is_every_one_that_calls_a_tool():
   batch = alone(4, 72)
   for row, t in enumerate(toy.trajectories()):
     last = t.num_tokens - 1
-    assert batch.tokens_BT[row, last] == stop and batch.weight_BT[row, last] == 1
+    assert batch.tokens_BT[row, last] == stop and batch.loss_mask_BT[row, last] == 1
   calls = batch.tokens_BT == call
-  assert calls.sum() == 4 and batch.weight_BT[calls].all()
+  assert calls.sum() == 4 and batch.loss_mask_BT[calls].all()
 
 
 def test_nll_is_the_weighted_sum():

@@ -25,7 +25,7 @@ CONFIG = LossConfig(clip_low=0.2, clip_high=0.28)
 def one_row(**fields) -> Batch:
   """A batch of one row with these values."""
   values = {k: np.array([v], np.float32) for k, v in fields.items()}
-  return batching.empty(1, len(fields["weight_BT"])).replace(**values)
+  return batching.empty(1, len(fields["loss_mask_BT"])).replace(**values)
 
 
 # ratio, advantage -> surrogate, whether the bound is active; clip_low 0.2, high 0.28.
@@ -48,7 +48,7 @@ BRANCHES = [
 
 @pytest.mark.parametrize(("ratio", "advantage", "surrogate", "bounded"), BRANCHES)
 def test_the_surrogate_by_hand(ratio, advantage, surrogate, bounded):
-  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
+  batch = one_row(loss_mask_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
   logp = jnp.array([[-1.5 + np.log(ratio)]], jnp.float32)
 
   def loss(x):
@@ -68,7 +68,7 @@ def test_the_surrogate_by_hand(ratio, advantage, surrogate, bounded):
 def test_sums_are_over_weighted_tokens():
   weight = [1.0, 0.0, 1.0, 1.0]
   ratio, advantage = np.array([1.5, 9.0, 0.5, 1.0]), [2.0, 5.0, -2.0, 3.0]
-  batch = one_row(weight_BT=weight, advantage_BT=advantage, logp_BT=[-1.0] * 4)
+  batch = one_row(loss_mask_BT=weight, advantage_BT=advantage, logp_BT=[-1.0] * 4)
   logp = jnp.asarray([np.log(ratio) - 1.0], jnp.float32)
   value, sums = policy_loss(CONFIG, logp, batch)
   assert float(value) == pytest.approx(-(2.56 - 1.6 + 3.0), abs=1e-6)
@@ -78,13 +78,13 @@ def test_sums_are_over_weighted_tokens():
 
 def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
   batch = next(batching.batches(toy.trajectories(), 4, 112))
-  drawn = np.random.default_rng(0).normal(size=batch.weight_BT.shape)
-  advantage_BT = (batch.weight_BT * drawn).astype(np.float32)
+  drawn = np.random.default_rng(0).normal(size=batch.loss_mask_BT.shape)
+  advantage_BT = (batch.loss_mask_BT * drawn).astype(np.float32)
   batch = batch.replace(advantage_BT=advantage_BT)
   logp_BT, *_ = log_probs.token_logps(toy.MODEL, toy.params(), batch)
   on_policy = batch.replace(logp_BT=logp_BT)
   value, sums = policy_loss(CONFIG, logp_BT, on_policy)
-  tokens = float(batch.weight_BT.sum())
+  tokens = float(batch.loss_mask_BT.sum())
   assert float(sums["ratio"]) == tokens
   assert float(sums["kl"]) == float(sums["clipped"]) == 0
   total = float(np.sum(batch.advantage_BT, dtype=np.float64))
@@ -92,7 +92,9 @@ def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
 
 
 def test_one_impossible_token_can_not_overflow():
-  batch = one_row(weight_BT=[1.0, 1.0], advantage_BT=[-1.0, 1.0], logp_BT=[-90.0, 0.0])
+  batch = one_row(
+    loss_mask_BT=[1.0, 1.0], advantage_BT=[-1.0, 1.0], logp_BT=[-90.0, 0.0]
+  )
   logp = jnp.array([[0.0, -90.0]])
   value, sums = policy_loss(CONFIG, logp, batch)
   assert float(value) == pytest.approx(np.exp(20), rel=1e-6)
@@ -105,7 +107,7 @@ def test_one_impossible_token_can_not_overflow():
   [(1.0, 2.0, 1.0), (1.7, -3.0, 1.7), (0.4, 2.0, 0.4), (5.0, 2.0, 2.0), (5.0, -1, 2.0)],
 )
 def test_a_token_weighs_as_its_capped_importance(mismatch, advantage, weight):
-  batch = one_row(weight_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
+  batch = one_row(loss_mask_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
   logp = jnp.array([[-1.5 + np.log(mismatch)]], jnp.float32)
 
   def loss(x):
@@ -127,7 +129,7 @@ def test_a_cap_that_is_never_active_changes_no_gradient():
   rng = np.random.default_rng(0)
   sampled = rng.normal(scale=0.5, size=12) - 2
   batch = one_row(
-    weight_BT=[1.0] * 12, advantage_BT=rng.normal(size=12), logp_BT=sampled
+    loss_mask_BT=[1.0] * 12, advantage_BT=rng.normal(size=12), logp_BT=sampled
   )
   logp = jnp.asarray([sampled + rng.normal(scale=0.3, size=12)], jnp.float32)
 
@@ -143,7 +145,7 @@ def test_a_cap_that_is_never_active_changes_no_gradient():
 def test_decoupled_the_ratio_is_to_the_learner_and_the_weight_to_the_sampler():
   """Off-policy: r = p / p_old is clipped, p_old / p_sampler is a factor."""
   batch = one_row(
-    weight_BT=[1.0] * 2,
+    loss_mask_BT=[1.0] * 2,
     advantage_BT=[2.0, 2.0],
     logp_BT=[-3.0, -1.0],
     old_BT=np.array([-2.5, -3.0]),
@@ -159,7 +161,7 @@ def test_decoupled_the_ratio_is_to_the_learner_and_the_weight_to_the_sampler():
 def test_a_sequence_has_one_ratio_and_each_token_its_gradient():
   batch = batching.empty(1, 6).replace(
     segment_BT=np.array([[1, 1, 1, 2, 2, 0]]),
-    weight_BT=np.array([[1.0, 0, 1, 1, 1, 0]], np.float32),
+    loss_mask_BT=np.array([[1.0, 0, 1, 1, 1, 0]], np.float32),
     advantage_BT=np.array([[1.0, 0, 1, -1, -1, 0]], np.float32),
   )
   logp = jnp.array([[0.1, 5.0, 0.2, -0.1, -0.4, 3.0]])
@@ -184,7 +186,9 @@ def test_shares_are_the_formula(mode: str):
   counts = [len(p) for p in parts]
   total = sum(
     share * part.sum()
-    for share, part in zip(objective.shares(config, counts, 256), parts, strict=True)
+    for share, part in zip(
+      objective.aggregation_weights(config, counts, 256), parts, strict=True
+    )
   )
   expected = {
     "token-mean": 15 / 4,

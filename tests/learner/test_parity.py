@@ -83,8 +83,8 @@ def batch_of(c: dict[str, np.ndarray], mask_BT: np.ndarray, share_B) -> Batch:
   advantage_BT = c["advantage"][:, None] * mask_BT
   fields = {
     "segment_BT": np.ones(mask_BT.shape, np.int32),
-    "weight_BT": mask_BT,
-    "share_BT": mask_BT * np.array(share_B)[:, None],
+    "loss_mask_BT": mask_BT,
+    "loss_weight_BT": mask_BT * np.array(share_B)[:, None],
     "advantage_BT": advantage_BT,
     "old_BT": c["old"],
     "reference_BT": c["reference"],
@@ -106,7 +106,9 @@ def policy(case: str, variant: str, mode: str, whole: bool = False):
     mask_BT, bounds["clip_high"] = filled(mask_BT), 0.2
   config = LossConfig(**bounds | VARIANTS[variant], aggregation=mode)
   counts = mask_BT.sum(1).astype(int).tolist()
-  batch = batch_of(c, mask_BT, policy_loss.shares(config, counts, mask_BT.shape[1]))
+  batch = batch_of(
+    c, mask_BT, policy_loss.aggregation_weights(config, counts, mask_BT.shape[1])
+  )
   # The sampler is the old policy, unless the two are told apart.
   sampler = "sampler" if config.is_clip else "old"
   batch = batch.replace(logp_BT=jnp.asarray(c[sampler], jnp.float32))
@@ -158,10 +160,10 @@ def ours(case: str, quantity: str, shape: tuple[int, ...]) -> np.ndarray:
     value, grad = policy(case, name, mode[0] if mode else "token-mean", whole)
     return np.asarray(value if kind == "loss" else grad)
   if kind == "importance":
-    weight_BT = jnp.asarray(c["mask"], jnp.float32)
+    loss_mask_BT = jnp.asarray(c["mask"], jnp.float32)
     log_BT = jnp.asarray(c["old"] - c["sampler"], jnp.float32)
-    segment_BT = jnp.ones(weight_BT.shape, jnp.int32)
-    out, _ = surrogates.importance(log_BT, weight_BT, segment_BT, *IMPORTANCE[name])
+    segment_BT = jnp.ones(loss_mask_BT.shape, jnp.int32)
+    out, _ = surrogates.importance(log_BT, loss_mask_BT, segment_BT, *IMPORTANCE[name])
     return np.asarray(out) * c["mask"]
   if kind in ("kl", "kl-grad"):
 

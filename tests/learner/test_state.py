@@ -18,7 +18,9 @@ CFG = toy.MODEL
 
 def loss(params, frozen, batch):
   logp_BT, *_ = log_probs.token_logps(CFG, params, batch)
-  return log_probs.nll(logp_BT, batch.weight_BT), {"tokens": jnp.sum(batch.weight_BT)}
+  return log_probs.nll(logp_BT, batch.loss_mask_BT), {
+    "tokens": jnp.sum(batch.loss_mask_BT)
+  }
 
 
 def state_of(optimizer) -> TrainState:
@@ -32,7 +34,7 @@ def test_one_step_is_one_update_whatever_the_micro_batches():
   learner.reserve(3)
   whole = list(batching.batches(toy.trajectories(), 1, 128))
   assert len(whole) == 2
-  tokens = sum(float(b.weight_BT.sum()) for b in whole)
+  tokens = sum(float(b.loss_mask_BT.sum()) for b in whole)
   outcomes = []
   # The same rows, with empty ones between, and in another order.
   for micro in (whole, [batching.empty(1, 128), *whole], whole[::-1]):
@@ -66,7 +68,7 @@ def test_a_step_that_has_nothing_to_learn_from_is_refused():
   optimizer = optax.sgd(1.0)
   learner, nothing = Learner(loss, optimizer), batching.empty(1, 128)
   with pytest.raises(ValueError, match=r"divided by 0\.0: no token"):
-    learner.step(state_of(optimizer), [nothing], float(nothing.weight_BT.sum()))
+    learner.step(state_of(optimizer), [nothing], float(nothing.loss_mask_BT.sum()))
   with pytest.raises(ValueError, match="at least one micro-batch"):
     learner.step(state_of(optimizer), [], 1.0)
 

@@ -134,7 +134,7 @@ def test_on_policy_the_first_update_has_ratio_one_and_later_ones_have_not():
   state, values = update(state, frozen, groups())
   assert int(state.step) == 1
   assert abs(values["ratio"] - 1) > 1e-3 and values["clipped"] > 0
-  assert values["logp_gap"] < 1e-5  # the first update's: sampler against learner
+  assert values["logp_diff"] < 1e-5  # the first update's: sampler against learner
 
 
 def test_decoupled_the_old_policy_is_the_learner_before_the_steps_first_update():

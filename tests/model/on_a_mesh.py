@@ -80,7 +80,7 @@ def batches() -> list[batching.Batch]:
         batch.segment_BT[row, at:end] = number
         batch.position_BT[row, at:end] = np.arange(end - at)
         at = end
-    batch.weight_BT[:] = (batch.segment_BT > 0) & (rng.random((ROWS, LENGTH)) < 0.7)
+    batch.loss_mask_BT[:] = (batch.segment_BT > 0) & (rng.random((ROWS, LENGTH)) < 0.7)
     out.append(batch)
   return out
 
@@ -108,13 +108,13 @@ def trained(
   def loss(trained, frozen, batch):
     p = lora.assemble(trained, frozen, adapters)
     logp_BT, *_ = log_probs.token_logps(cfg, p, batch, partitioner=partitioner)
-    return log_probs.nll(logp_BT, batch.weight_BT), {}
+    return log_probs.nll(logp_BT, batch.loss_mask_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
   learner = Learner(loss, optimizer, partitioner)
   state = init_state(params, optimizer, partitioner)
   micro = batches()
-  tokens = sum(float(b.weight_BT.sum()) for b in micro)
+  tokens = sum(float(b.loss_mask_BT.sum()) for b in micro)
   values = []
   for _ in range(2):
     state, metrics = learner.step(state, micro, tokens, frozen)

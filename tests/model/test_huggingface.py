@@ -85,7 +85,7 @@ def rows(packed: list[list[np.ndarray]], length: int) -> batching.Batch:
       end = at + len(ids)
       out.tokens_BT[r, at:end], out.segment_BT[r, at:end] = ids, number
       out.position_BT[r, at:end] = np.arange(len(ids))
-      out.weight_BT[r, at + 1 : end] = 1.0  # a first token is given
+      out.loss_mask_BT[r, at + 1 : end] = 1.0  # a first token is given
       at = end
   return out
 
@@ -210,7 +210,7 @@ def test_gradients_are_the_same(tmp_path, seed: int, scan: bool):
 
   def mean_loss(params) -> jax.Array:
     logp_BT, *_ = log_probs.token_logps(cfg, params, batch)
-    return log_probs.nll(logp_BT, batch.weight_BT) / batch.weight_BT.sum()
+    return log_probs.nll(logp_BT, batch.loss_mask_BT) / batch.loss_mask_BT.sum()
 
   loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(params)
   # Theirs in float64: in float32 their own error is as large as ours, 6e-6 of a key
@@ -233,7 +233,7 @@ def their_gradient(model, ids: list[np.ndarray]) -> tuple[float, dict[str, np.nd
   tokens, segment = torch.tensor(batch.tokens_BT), torch.tensor(batch.segment_BT)
   logp = model(tokens, attention_mask=segment).logits[:, :-1].log_softmax(-1)
   logp = logp.gather(-1, tokens[:, 1:, None].long())[..., 0]
-  weight = torch.tensor(batch.weight_BT)[:, 1:]
+  weight = torch.tensor(batch.loss_mask_BT)[:, 1:]
   loss = -(logp * weight).sum() / weight.sum()
   loss.backward()
   return loss.item(), {k: p.grad.numpy() for k, p in model.named_parameters()}
@@ -255,7 +255,9 @@ def test_bfloat16_is_as_near_to_float32_as_theirs(tmp_path, seed: int):
   model = folder(tmp_path, drawn.CONFIGS[seed])
   model.bfloat16().save_pretrained(tmp_path)
   (tmp_path / "config.json").write_text(json.dumps(drawn.CONFIGS[seed]))
-  cfg, params = load_model(tmp_path, LoadConfig("bfloat16", "bfloat16"))
+  cfg, params = load_model(
+    tmp_path, LoadConfig(dtype="bfloat16", param_dtype="bfloat16")
+  )
   ids = sequences()
   mine = np.concatenate(ours(cfg, params, rows([ids], PACKED)))
   other = np.concatenate(theirs(model, ids))

@@ -173,7 +173,9 @@ def test_training_reaches_adapters_and_nothing_else(cfg: ModelConfig):
   learner, state = Learner(loss, optimizer), init_state(adapters, optimizer)
   values = []
   for _ in range(3):
-    state, logged = learner.step(state, [batch], float(batch.weight_BT.sum()), frozen)
+    state, logged = learner.step(
+      state, [batch], float(batch.loss_mask_BT.sum()), frozen
+    )
     values.append(float(logged["loss"]))
   assert values[-1] < values[0]
   assert jax.tree.structure(state.params) == jax.tree.structure(before[0])

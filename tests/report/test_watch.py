@@ -15,13 +15,13 @@ HEALTHY = {
   "grad_norm": 0.5,
   "entropy": 0.4,
   "entropy_plan": 0.3,
-  "informative": 0.6,
+  "reward_variance_share": 0.6,
   "tokens_per_trajectory": 100.0,
   "truncated_share": 0.1,
   "repeated_share": 0.1,
   "calls_per_trajectory": 2.0,
-  "gap_share": 0.0,
-  "ratio_tail": 0.0,
+  "logp_diff_share": 0.0,
+  "ratio_outlier_share": 0.0,
   "removed_mass": 0.01,
   "infrastructure_share": 0.0,
 }
@@ -29,13 +29,13 @@ HEALTHY = {
 WRONG = {
   "entropy": (1e-5, "entropy"),
   "entropy_plan": (1e-4, "entropy_drop"),
-  "informative": (0.0, "informative"),
+  "reward_variance_share": (0.0, "reward_variance_share"),
   "tokens_per_trajectory": (400.0, "length_growth"),
   "truncated_share": (0.9, "truncated"),
   "repeated_share": (0.8, "repeated"),
   "calls_per_trajectory": (0.3, "calls_drop"),
-  "gap_share": (0.2, "gap"),
-  "ratio_tail": (0.5, "ratio_tail"),
+  "logp_diff_share": (0.2, "logp_diff_share"),
+  "ratio_outlier_share": (0.5, "ratio_outlier_share"),
   "removed_mass": (0.5, "removed_mass"),
   "infrastructure_share": (0.6, "infrastructure"),
 }
@@ -146,7 +146,7 @@ def test_a_run_that_begins_has_nothing_to_recall(tmp_path):
 
 def test_what_compares_sampler_and_learner_is_not_watched_off_policy():
   """Tokens of older policies differ from the learner's: that is no disagreement."""
-  wrong = HEALTHY | {"gap_share": 0.9, "ratio_tail": 0.9}
+  wrong = HEALTHY | {"logp_diff_share": 0.9, "ratio_outlier_share": 0.9}
   assert len(said(WatchConfig(), [wrong] * 9)) == 2
   assert said(WatchConfig(stop=True), [wrong | {"staleness": 0.0}] * 9) == []
 
@@ -168,5 +168,7 @@ def test_limits_that_can_not_be_meant_are_refused():
   with pytest.raises(ValueError, match="patience must be at least 1, got 0"):
     WatchConfig(patience=0)
   for bad in (-0.1, math.nan, math.inf):
-    with pytest.raises(ValueError, match=rf"gap must be at least 0 .*got {bad}"):
-      WatchConfig(gap=bad)
+    with pytest.raises(
+      ValueError, match=rf"removed_mass must be at least 0 .*got {bad}"
+    ):
+      WatchConfig(removed_mass=bad)

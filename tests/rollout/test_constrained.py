@@ -84,7 +84,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
     )
   }
   logps = {name: np.asarray(s[0]) for name, s in scores.items()}
-  wrote = batch.weight_BT > 0
+  wrote = batch.loss_mask_BT > 0
   assert wrote.sum() > 1_000
   gap = np.abs(logps["same"][wrote] - batch.logp_BT[wrote])
   # At the border of a truncation rounding decides whether one token more is left.
@@ -113,7 +113,7 @@ def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
     def sums(params):
       args = (batch, 1.0, None, Truncation(top_k=20), constraint)
       found = log_probs.token_logps(cfg, params, *args)
-      return sum((batch.weight_BT * x_BT).sum() for x_BT in found)
+      return sum((batch.loss_mask_BT * x_BT).sum() for x_BT in found)
 
     return jax.value_and_grad(sums)(params)
 

@@ -175,7 +175,7 @@ def test_a_tool_that_prints_tags_changes_neither_mask_nor_control_flow():
   batch = batching.empty(2, 256)
   batching.fill(batch, 0, [plain], [1.0])
   batching.fill(batch, 1, [lying], [1.0])
-  trained = batch.tokens_BT[batch.weight_BT > 0].reshape(2, -1)
+  trained = batch.tokens_BT[batch.loss_mask_BT > 0].reshape(2, -1)
   assert trained[0].tolist() == trained[1].tolist() == toy.sampled_ids(plain)
   assert parse(lying.text, toy.VARIANT).ok
   # The same lie, and a wrong answer: nothing is earned by it.

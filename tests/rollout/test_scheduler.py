@@ -115,7 +115,7 @@ def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
   for n, t in played.items():
     batch = batching.empty(1, toy.MAX_LEN)
     batching.fill(batch, 0, [t], [1.0])
-    assert batch.tokens_BT[batch.weight_BT > 0].tolist() == drawn[n]
+    assert batch.tokens_BT[batch.loss_mask_BT > 0].tolist() == drawn[n]
     rest = [s for s in t.segments if s.author != Author.POLICY]
     assert t.num_tokens == len(drawn[n]) + sum(len(s.ids) for s in rest)
 
@@ -134,7 +134,7 @@ def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
     batch = batching.empty(1, toy.MAX_LEN)
     batching.fill(batch, 0, [t])
     predicted_U = np.asarray(best(batch))[0, :-1]
-    written_U = batch.weight_BT[0, 1:] > 0
+    written_U = batch.loss_mask_BT[0, 1:] > 0
     assert written_U.sum() == t.usage.generated
     np.testing.assert_array_equal(
       predicted_U[written_U], batch.tokens_BT[0, 1:][written_U]

@@ -49,9 +49,9 @@ def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind
     batch = batching.empty(1, 256)
     batching.fill(batch, 0, [t], [1.0])
     drawn = list(itertools.chain(*expected[question]))
-    assert batch.tokens_BT[batch.weight_BT > 0].tolist() == drawn
+    assert batch.tokens_BT[batch.loss_mask_BT > 0].tolist() == drawn
     # A log-prob tells the place of its id.
-    places = np.flatnonzero(batch.weight_BT[0])
+    places = np.flatnonzero(batch.loss_mask_BT[0])
     np.testing.assert_allclose(toy.sampled_logps(t), -0.001 * places, atol=1e-9)
     policy = [s for s in t.segments if s.author == Author.POLICY]
     assert all(s.versions == [5] * len(s.ids) for s in policy)
@@ -128,7 +128,7 @@ def test_a_server_that_stops_early_is_asked_for_the_rest(server, tmp_path):
   for t in played.values():
     batch = batching.empty(1, 256)
     batching.fill(batch, 0, [t], [1.0])
-    places = np.flatnonzero(batch.weight_BT[0])
+    places = np.flatnonzero(batch.loss_mask_BT[0])
     np.testing.assert_allclose(toy.sampled_logps(t), -0.001 * places, atol=1e-9)
 
 

@@ -267,7 +267,7 @@ def journey(
 def test_two_updates_of_rl(url, tmp_path):
   results = rl.run(journey(url, tmp_path, steps=2), str(tmp_path / "w"))
   log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "rl")
-  assert len(log) == 2 and 0 < results["logp_gap"] < 1e-4
+  assert len(log) == 2 and 0 < results["logp_diff"] < 1e-4
   for row in log:
     assert row["infrastructure"] == 0
   for row in log:

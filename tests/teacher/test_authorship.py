@@ -69,7 +69,7 @@ def check(trajectory: Trajectory, tok: Tokenizer) -> None:
   batching.fill(batch, 0, [t, t])  # packing must not turn the mask off
   for number in (1, 2):
     mine_T = batch.segment_BT[0] == number
-    ids, weight = batch.tokens_BT[0][mine_T], batch.weight_BT[0][mine_T]
+    ids, weight = batch.tokens_BT[0][mine_T], batch.loss_mask_BT[0][mine_T]
     assert tok.raw(ids[weight == 1]) == policy
     assert b"".join(foreign_) in tok.raw(ids[weight == 0])
     assert tok.raw(ids).endswith(whole)
