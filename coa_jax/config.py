@@ -1,12 +1,12 @@
-"""Turns a section of an ml_collections ConfigDict into a frozen dataclass.
+"""Reads an ml_collections ConfigDict into a frozen dataclass, and records it.
 
-Every consumer does this first, so a misspelt field is an error on line one, and
-ConfigDicts never travel further (nor into jit).
+Every program does this first, so a misspelt field is an error on line one, and
+ConfigDicts never travel further (nor into jit). A journey's dataclass has a field for
+each section, which is a dataclass of its own.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import hashlib
@@ -21,72 +21,179 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import ml_collections
+from ml_collections import config_dict
 
 from coa_jax import lock
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
 
 T = TypeVar("T")
-_PATHS = ("init",)  # fields of a config that are in no section
+Values = ml_collections.ConfigDict | Mapping
 
 
 class ConfigError(ValueError):
   """A config that cannot be used; the message names section, field and remedy."""
 
 
-def section(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T:
-  """Reads `config[name]` into the dataclass `cls`.
+def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
+  """Reads a config, or one section of it, into the dataclass `cls`.
 
   Lists become tuples; an int is accepted where a float is asked for; a field that is
-  itself a dataclass, or a dict of them, is read from sections inside. Fields that the
-  config leaves out take the dataclass's defaults.
+  itself a dataclass, or a dict of them, is read from a section inside. Fields that the
+  config leaves out take the dataclass's defaults. In a whole config a section that is
+  empty (None, "" or {}) says what one that is missing says: the defaults, or None where
+  the dataclass allows that.
+
+  A field with metadata "read" is made by that function, of what the config holds there
+  and of the whole config: where the type of a section depends on others.
+
+  Args:
+    config: the values; None for none.
+    cls: what to read them into.
+    section: its name for messages, as "algo.loss"; "" for a whole config.
 
   Raises:
-    ConfigError: the section has no fields; a field is unknown (the nearest known one is
-      named), missing, of the wrong type, NaN or infinite, or an integer of more than 64
-      bits; or `cls` itself refuses the values (ValueError).
+    ConfigError: a field is unknown (its name today or the nearest is suggested),
+      missing, of the wrong type, NaN or infinite, or an integer of more than 64 bits; a
+      section is a value; or `cls` itself refuses the values (ValueError).
   """
-  return _build(fields_of(config, name), name, cls)
-
-
-def fields_of(config: ml_collections.ConfigDict, name: str) -> dict[str, Any]:
-  """The fields of a section; none where the config lacks it or leaves it empty.
-
-  Raises:
-    ConfigError: it is a value and has no fields.
-  """
-  value = config.get(name)
-  if value is None or value == "":
-    return {}
-  if not isinstance(value, ml_collections.ConfigDict | Mapping):
-    raise ConfigError(f"config.{name} is {shown(value)}; it must be a section")
-  return dict(value)
-
-
-def optional(config: ml_collections.ConfigDict, name: str, cls: type[T]) -> T | None:
-  """As `section`; None where the config lacks the section or leaves it empty."""
-  return section(config, name, cls) if fields_of(config, name) else None
-
-
-def _build(values: dict[str, Any], name: str, cls: type[T]) -> T:
-  """The dataclass `cls` from the values of section `name`."""
-  known = {f.name: f for f in dataclasses.fields(cls)}
-  for field in values:
-    if field not in known:
-      hint = _suggestion(field, cls)
-      raise ConfigError(f"config section {name!r} has no field {field!r}{hint}")
+  values = _values(config, section)
+  fields = {field.name: field for field in dataclasses.fields(cls)}
   hints = typing.get_type_hints(cls)
-  for field, value in values.items():
-    values[field] = _typed(value, hints[field], f"config.{name}.{field}")
-  for field, spec in known.items():
-    missing = dataclasses.MISSING
-    needed = spec.default is missing and spec.default_factory is missing
-    if needed and field not in values:
-      raise ConfigError(f"config section {name!r} lacks field {field!r}")
+  where = f"config section {section!r}" if section else "config"
+
+  # --- Every value belongs to a field.
+  for name in values:
+    if name not in fields:
+      kind = "field" if section else "section"
+      raise ConfigError(f"{where} has no {kind} {name!r}{_suggestion(name, cls)}")
+
+  # --- Every field has a value of its type, or a default; what is given comes first.
+  arguments = {}
+  for name in sorted(fields, key=lambda name: name not in values):
+    field = fields[name]
+    path = f"{section}.{name}" if section else name
+    value = values.get(name, dataclasses.MISSING)
+    if "read" in field.metadata:
+      value = _values(value, path)
+      arguments[name] = field.metadata["read"](value, values)
+      continue
+    if not section and _is_section(hints[name]):
+      value = _section_or_nothing(value, hints[name], path)
+    allows_none = type(None) in _kinds(hints[name])
+    if value is None and _is_required(field) and not allows_none:
+      value = dataclasses.MISSING  # a placeholder that no flag has filled
+    if value is not dataclasses.MISSING:
+      arguments[name] = _typed(value, hints[name], f"config.{path}")
+    elif _is_required(field):
+      raise ConfigError(f"{where} lacks field {name!r}")
+
+  # --- The dataclass has checks of its own.
   try:
-    return cls(**values)
+    return cls(**arguments)
+  except ConfigError:
+    raise
   except ValueError as e:
-    raise ConfigError(f"config section {name!r}: {e}") from e
+    raise ConfigError(f"{where}: {e}" if section else str(e)) from e
+
+
+def fill_defaults(config: ml_collections.ConfigDict, cls: type) -> None:
+  """Writes the defaults of `cls` into a config where it leaves a field out.
+
+  So a flag can override every field, by its type. A field that has no default, or the
+  default None, becomes a typed placeholder. A section that the config may do without
+  stays away, and what `cls` does not know stays as it is.
+
+  Args:
+    config: of a whole journey, or a section of it.
+    cls: the dataclass that it is read into.
+  """
+  hints = typing.get_type_hints(cls)
+  for field in dataclasses.fields(cls):
+    name = field.name
+    hint = hints[name]
+    try:
+      value = config.get(name)
+    except config_dict.RequiredValueError:
+      continue  # a placeholder of the file's own
+    if "read" in field.metadata or hint is Any:
+      continue
+    if _is_section(hint):
+      is_dict = isinstance(value, ml_collections.ConfigDict)
+      if _is_empty(value) or (is_dict and not value):
+        if type(None) in _kinds(hint):
+          continue
+        _put(config, name, ml_collections.ConfigDict())
+        value = config[name]
+      if isinstance(value, ml_collections.ConfigDict):
+        fill_defaults(value, _section_class(hint))
+      continue
+    if value is None:
+      value = _default_or_placeholder(field, hint)
+      if value == math.inf:
+        continue  # no value that a config can hold
+    elif hint is float and type(value) is int:
+      value = float(value)
+    else:
+      continue
+    _put(config, name, value)
+
+
+def _put(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
+  """Sets a field, of whatever type the value was that it had."""
+  if name in config:
+    del config[name]
+  config[name] = value
+
+
+def _default_or_placeholder(field: dataclasses.Field[Any], hint: Any) -> Any:
+  """A field's default; where that is None or there is none, a typed placeholder."""
+  default = None
+  if field.default is not dataclasses.MISSING:
+    default = field.default
+  elif field.default_factory is not dataclasses.MISSING:
+    default = field.default_factory()
+  if default is not None:
+    return default
+  kinds = [kind for kind in _kinds(hint) if kind is not type(None)]
+  kind = typing.get_origin(kinds[0]) or kinds[0]
+  return config_dict.placeholder(kind if isinstance(kind, type) else object)
+
+
+def _values(config: Any, section: str) -> dict[str, Any]:
+  """The fields of a section; none where it is empty or missing."""
+  if config is dataclasses.MISSING or config is None or config == "":
+    return {}
+  if not isinstance(config, Values):
+    raise ConfigError(f"config.{section} is {shown(config)}; it must be a section")
+  return dict(config)
+
+
+def _section_or_nothing(value: Any, hint: Any, path: str) -> Any:
+  """A section's values; None for an empty one that the journey can do without."""
+  values = _values(value, path)
+  if not values and type(None) in _kinds(hint):
+    return None
+  return values
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+  """The types of a union, or the one type."""
+  return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _section_class(hint: Any) -> type:
+  """The dataclass among the types of a hint."""
+  return next(kind for kind in _kinds(hint) if dataclasses.is_dataclass(kind))
+
+
+def _is_section(hint: Any) -> bool:
+  return any(dataclasses.is_dataclass(kind) for kind in _kinds(hint))
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+  missing = dataclasses.MISSING
+  return field.default is missing and field.default_factory is missing
 
 
 def _suggestion(name: str, cls: type) -> str:
@@ -119,38 +226,21 @@ def _fields_within(
         yield from _fields_within(kind, f"{above}{field.name}.")
 
 
-def check_sections(
-  config: ml_collections.ConfigDict,
-  known: tuple[str, ...],
-  needed: tuple[str, ...] = (),
-) -> None:
-  """Refuses a section that the journey does not read or lacks, or that is a value."""
-  for name in config:
-    if name not in known:
-      raise ConfigError(f"config has no section {name!r}{nearest(name, known)}")
-    if name not in _PATHS:
-      fields_of(config, name)
-    elif not isinstance(config[name], str | None):
-      raise ConfigError(f"config.{name} is {shown(config[name])}; it must be a path")
-  for name in needed:
-    if not config.get(name):
-      raise ConfigError(f"config lacks field {name!r}")
-
-
 def prepare_workdir(
-  config: ml_collections.ConfigDict,
+  config: Any,
   workdir: str,
   may_change: tuple[str, ...] = (),
   inputs: Mapping[str, str] | None = None,
   derived: tuple[str, ...] = (),
 ) -> None:
-  """Writes the resolved config and the commit to `workdir/config.json`.
+  """Writes the whole config and the commit to `workdir/config.json`.
 
   What is there already binds, unless nothing came of it: a run that was refused for
-  what its config says can be started again with another.
+  what its config says can be started again with another. A field that the record lacks,
+  since an earlier version wrote it, counts as its default.
 
   Args:
-    config: of the run that begins or goes on here.
+    config: of the run that begins or goes on here: a dataclass, or a ConfigDict.
     workdir: where it writes.
     may_change: fields, as "section.field", or whole sections, that change nothing of
       what comes out: a run may go on with others than it began with.
@@ -161,21 +251,48 @@ def prepare_workdir(
 
   Raises:
     ConfigError: the workdir holds a run of another config or of other inputs; the
-      section or the input that differs is named.
+      field or the input that differs is named.
   """
   path = os.path.join(workdir, "config.json")
-  wanted = json.loads(json.dumps(config.to_dict()))
   if os.path.exists(path) and not _alone(path):
-    fault = _contradiction(path, wanted, may_change, inputs or {})
-    if not fault:
+    difference = _difference_from_record(path, config, may_change, inputs or {})
+    if not difference:
       return
     if not _alone(path, derived):
-      raise ConfigError(f"{workdir} holds {fault}; choose another workdir or delete it")
+      raise ConfigError(
+        f"{workdir} holds {difference}; choose another workdir or delete it"
+      )
     for name in derived:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
-  record = {"config": wanted, "git_commit": git_commit(), "inputs": inputs or {}}
+  record = {
+    "config": as_json(config),
+    "git_commit": git_commit(),
+    "inputs": inputs or {},
+  }
   with atomic_write(path) as f:
     json.dump(record, f, indent=2)
+
+
+def as_json(config: Any) -> dict[str, Any]:
+  """A config, a dataclass or a ConfigDict, as JSON values.
+
+  Defaults that are infinite, which JSON does not know, are left out.
+  """
+  if dataclasses.is_dataclass(config):
+    values = dataclasses.asdict(config)
+  else:
+    values = config.to_dict()
+  return json.loads(json.dumps(_without_infinities(values)))
+
+
+def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
+  out = {}
+  for name, value in values.items():
+    if isinstance(value, dict):
+      out[name] = _without_infinities(value)
+    elif value != math.inf:
+      out[name] = value
+  return out
 
 
 def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -203,34 +320,62 @@ def read_run(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 _ANOTHER = "without it none can go on there: choose another workdir or delete this one"
 
 
-def _contradiction(
+def _difference_from_record(
   path: str,
-  wanted: dict[str, Any],
+  config: Any,
   may_change: tuple[str, ...],
   inputs: Mapping[str, str],
 ) -> str:
-  """How the run of a `config.json` differs from the one that is wanted; "" if not."""
-  found, before = read_run(path)
-  wanted = copy.deepcopy(wanted)
-  for both in (wanted, found):
-    for field in may_change:
-      name, _, key = field.partition(".")
-      if key:
-        if isinstance(both.get(name), dict):
-          both[name].pop(key, None)
-      else:
-        both.pop(name, None)
-  for name in sorted({*wanted, *found}):
-    # A section that is empty says what one that is missing says.
-    if (wanted.get(name) or None) != (found.get(name) or None):
-      return (
-        f"a run whose section {name!r} was {found.get(name)!r} and not "
-        f"{wanted.get(name)!r}"
-      )
+  """How the run of a `config.json` differs from one of this config; "" if not."""
+  before, inputs_before = read_run(path)
+  now = as_json(config)
+  for field in may_change:
+    _overwrite(before, now, field)
+  if dataclasses.is_dataclass(config):
+    try:
+      before = as_json(read_config(before, type(config)))
+    except ConfigError as e:
+      return f"a run of another config ({e})"
+  difference = _difference(before, now, "")
+  if difference:
+    return difference
   for name, value in inputs.items():
-    if before.get(name, value) != value:
+    if inputs_before.get(name, value) != value:
       return f"a run that read other contents of {name}"
   return ""
+
+
+def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
+  """Gives a field of a record, or a whole section, the value that it has now."""
+  section, _, name = field.partition(".")
+  if not name:
+    before[section] = now.get(section)
+    return
+  values = dict(before.get(section) or {})
+  values.pop(name, None)
+  values_now = now.get(section) or {}
+  if name in values_now:
+    values[name] = values_now[name]
+  before[section] = values
+
+
+def _is_empty(section: Any) -> bool:
+  """Whether a value says what a section that is missing says."""
+  return section is None or section == "" or section == {}
+
+
+def _difference(before: Any, now: Any, path: str) -> str:
+  """The first field in which two configs differ, with both values; "" if none."""
+  if isinstance(before, dict) and isinstance(now, dict):
+    for name in sorted({*before, *now}):
+      below = f"{path}.{name}" if path else name
+      difference = _difference(before.get(name), now.get(name), below)
+      if difference:
+        return difference
+    return ""
+  if before == now or (_is_empty(before) and _is_empty(now)):
+    return ""
+  return f"a run whose {path} was {shown(before)} and not {shown(now)}"
 
 
 def _alone(path: str, beside: tuple[str, ...] = ()) -> bool:
@@ -346,7 +491,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
   kinds = tuple(typing.get_origin(k) or k for k in kinds)
   for kind in kinds:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):
-      return _build(value, where.removeprefix("config."), kind)
+      return read_config(value, kind, where.removeprefix("config."))
   if float in kinds and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   wrong_bool = isinstance(value, bool) and bool not in kinds

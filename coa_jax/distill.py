@@ -36,14 +36,14 @@ import ml_collections
 from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
-  check_sections,
+  as_json,
   hash_files,
   hash_json,
-  optional,
   prepare_workdir,
-  section,
+  read_config,
   write_manifest,
 )
+from coa_jax.fields import section
 from coa_jax.importers.pipeline import judge
 from coa_jax.lock import exclusive
 from coa_jax.protocol.roles import Variant, get_variant
@@ -54,7 +54,7 @@ from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.agents import solve
+from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.annotated import AnnotatedBrain
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
@@ -62,7 +62,7 @@ from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import Brain, ChatBrain, InfrastructureError, TeacherChatConfig
 from coa_jax.teacher.outcomes import convert_all, graded
 from coa_jax.teacher.outcomes import figures as outcome_figures
-from coa_jax.teacher.runs import Run, RunFile, encoder
+from coa_jax.teacher.runs import Encode, Run, RunFile, encoder
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
 from coa_jax.teacher.settings import TeacherConfig
@@ -70,24 +70,84 @@ from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
 from coa_jax.teacher.violations import Inspection, Inspector, ViolationsConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
-RUNS, TRAJECTORIES, TEACHER = "runs.jsonl", "trajectories.jsonl", "teacher.jsonl"
-CALLS, SELECTIONS, MANIFEST = "calls.jsonl", "selections.jsonl", "manifest.json"
+RUNS = "runs.jsonl"
+TRAJECTORIES = "trajectories.jsonl"
+TEACHER = "teacher.jsonl"
+CALLS = "calls.jsonl"
+SELECTIONS = "selections.jsonl"
 VIOLATIONS = "violations.jsonl"
-SECTIONS = (
-  "tasks",
-  "tools",
-  "teacher",
-  "convert",
-  "filters",
-  "formats",
-  "reward",
-  "violations",
-)
+MANIFEST = "manifest.json"
 # A server may move, a limit of requests may show, while a run is under way.
-_MAY_CHANGE = ("teacher.workers", "chat.base_url", "chat.timeout_s", "chat.retries")
-_MAY_CHANGE += ("chat.backoff_s", "chat.max_pause_s", "chat.prices", "chat.key_file")
-_MAY_CHANGE += tuple(f.replace("chat", "violations") for f in _MAY_CHANGE[1:])
-_MAY_CHANGE += ("violations.workers",)
+_ENDPOINT = (
+  "base_url",
+  "timeout_s",
+  "retries",
+  "backoff_s",
+  "max_pause_s",
+  "prices",
+  "key_file",
+)
+_MAY_CHANGE = (
+  "teacher.workers",
+  "violations.workers",
+  *(f"chat.{field}" for field in _ENDPOINT),
+  *(f"violations.{field}" for field in _ENDPOINT),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+  """Config of distillation: its sections.
+
+  Attributes:
+    tasks: what the team works on.
+    teacher: whose brain, how many runs, in which dialect.
+    scripted: the brain of `teacher.brain="scripted"`; None for its defaults.
+    chat: the endpoint of `teacher.brain="chat"`.
+    tools: what answers the team's calls.
+    convert: how a run becomes a trajectory.
+    filters: which trajectories are kept.
+    formats: copies in other tool formats.
+    reward: what a run earns: that of RL, without `shaping`.
+    violations: inspects what the filters keep; None for no inspection.
+  """
+
+  tasks: TasksConfig
+  teacher: TeacherConfig = section(TeacherConfig)
+  scripted: ScriptedConfig | None = None
+  chat: TeacherChatConfig | None = None
+  tools: ToolsConfig = section(ToolsConfig)
+  convert: ConvertConfig = section(ConvertConfig)
+  filters: FiltersConfig = section(FiltersConfig)
+  formats: ToolAugmentation = section(ToolAugmentation)
+  reward: RewardConfig = section(RewardConfig)
+  violations: ViolationsConfig | None = None
+
+  def __post_init__(self):
+    brain = self.teacher.brain
+    for name in ("scripted", "chat"):
+      if getattr(self, name) is not None and name != brain:
+        raise ValueError(
+          f"config has no section {name!r} with teacher.brain={brain!r}: it is read "
+          f"with teacher.brain={name!r} alone"
+        )
+    if brain == "chat" and self.chat is None:
+      raise ValueError("config lacks section 'chat', for teacher.brain='chat'")
+    if self.formats.copies and self.teacher.prompt == "brief":
+      raise ValueError(
+        "config.formats.copies: only teacher.prompt='full' describes formats"
+      )
+    if self.reward.shaping != ShapingConfig():
+      raise ValueError(
+        "config.reward.shaping: a run earns what its answer does, no more"
+      )
+
+  def violations_key(self, api_key: str | None) -> str | None:
+    """The key, unless it is that of another endpoint, whose brain works as the team."""
+    if self.chat is None or self.violations is None:
+      return api_key
+    same_endpoint = self.violations.base_url == self.chat.base_url
+    return api_key if same_endpoint else None
 
 
 @exclusive()
@@ -96,9 +156,10 @@ def run(
 ) -> dict[str, Any]:
   """Distils a team's work on the configured tasks into a training set.
 
+  budget: a journey is one page.
+
   Args:
-    config: sections `SECTIONS` and the brain's. `reward` is that of RL, without
-      `shaping`; `violations`, where it is given, inspects what the filters keep.
+    config: as `DistillConfig` says.
     workdir: where everything is written; holding an interrupted run of the same config
       it is continued.
     api_key: for the endpoint of a chat brain, and of `violations` where it is the same
@@ -112,44 +173,63 @@ def run(
     InfrastructureError: the endpoint or a tool keeps failing.
     RefusedError: the endpoint refuses the key, the URL or the model.
   """
-  plan = _Plan.read(config)
-  teacher, tasks, tools = plan.teacher, plan.tasks, plan.tools
-  grader = Grader(plan.reward.kept_in(workdir))
-  grader.check(tasks, 0)  # what cannot be judged fails here, before anything is spent
-  limits, encode = teacher.limits(plan.variant), encoder(teacher.tokenizer)
-  prepare_workdir(config, workdir, _MAY_CHANGE, plan.inputs)
+  # --- Read the config, and refuse what can not work, before anything is spent.
+  settings = read_config(config, DistillConfig)
+  teacher = settings.teacher
+  tasks = select_tasks(settings.tasks)
+  _check_host(teacher, tasks)
+  variant = get_variant(teacher.variant).with_tools(settings.tools.tool_descriptions)
+  grader = Grader(settings.reward.kept_in(workdir))
+  grader.check(tasks, 0)
+  inputs = {
+    "tasks": hash_json(t.to_json() for t in tasks),
+    "tools.corpus": hash_files(settings.tools.corpus),
+  }
+  encode = encoder(teacher.tokenizer)
+  prepare_workdir(settings, workdir, may_change=_MAY_CHANGE, inputs=inputs)
 
+  # --- Have the team work on every task; the best of several runs may be chosen.
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
+  bill = {}
   with contextlib.ExitStack() as stack:
     stack.enter_context(grader)
-    brains = _brains(config, teacher, tasks, api_key, stack)
-    toolbox = stack.enter_context(Toolbox(tools))
+    brains = _brains(settings, tasks, api_key, stack)
+    toolbox = stack.enter_context(Toolbox(settings.tools))
     journal = None
     if isinstance(brains[0], ChatBrain):
-      path, usd = os.path.join(workdir, CALLS), brains[0].config.usd
-      journal = stack.enter_context(Journal(path, runs.__contains__, usd))
-
-    def work(task: Task, sample: int) -> Run:
-      brain, call, key = brains[sample], toolbox.call, (task.id, sample)
-      if journal is not None:
-        brain, call = journal.brain(brain, key), journal.tools(call, key)
-      done = solve(task, brain, call, tools.tools, limits, encode, sample)
-      return graded(done, task, grader)
-
+      journal = Journal(
+        os.path.join(workdir, CALLS), done=runs.__contains__, usd=brains[0].config.usd
+      )
+      stack.enter_context(journal)
+    work = functools.partial(
+      _run_one,
+      brains=brains,
+      toolbox=toolbox,
+      journal=journal,
+      tools=settings.tools.tools,
+      limits=teacher.limits(variant),
+      encode=encode,
+      grader=grader,
+    )
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
     runs.sort([(task.id, sample) for task, sample in jobs])
-    chosen = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
-    calls = {"calls": journal.bill()} if journal is not None else {}
+    selections = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
+    if journal is not None:
+      bill["calls"] = journal.bill()
 
-  style, variant = teacher.prompt, plan.variant
-  meters, pairs, dropped = convert_all(jobs, runs, variant, style, plan.rules, chosen)
+  # --- Convert the runs to trajectories, and filter those.
+  meters, pairs, dropped = convert_all(
+    jobs, runs, variant, teacher.prompt, settings.convert, selections
+  )
   before = plots.Statistics.of([t for _, t in pairs], tokens=False)
-  kept, funnel, inspected = _filtered(plan, pairs, workdir, api_key)
-  augmented = augmented_copies(kept, variant, plan.formats)
+  kept, funnel, inspected = _filtered(settings, variant, pairs, workdir, api_key)
+  augmented = augmented_copies(kept, variant, settings.formats)
+  after = plots.Statistics.of(kept, tokens=False)
   write_jsonl(os.path.join(workdir, TEACHER), meters)
   write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *augmented])
 
+  # --- Write pictures, results and manifest.
   counts = {
     "tasks": len(tasks),
     "runs": len(jobs),
@@ -159,18 +239,56 @@ def run(
     "restyled": len(augmented),
     **inspected,
   }
-  after = plots.Statistics.of(kept, tokens=False)
   funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
   _draw(workdir, funnels, before, after)
-  results = {**counts, **outcome_figures(meters, kept), **calls}
-  if chosen is not None:
+  results = {**counts, **outcome_figures(meters, kept), **bill}
+  if selections is not None:
     rewards = {(m.task_id, m.sample): m.reward for m in meters}
-    results["best_of_n"] = figures(tasks, chosen, rewards)
-  manifest, data = (os.path.join(workdir, n) for n in (MANIFEST, TRAJECTORIES))
-  told = {"counts": counts, "statistics": [before.summary(), after.summary()]}
-  write_manifest(manifest, data, config.to_dict(), **told)
+    results["best_of_n"] = figures(tasks, selections, rewards)
+  write_manifest(
+    os.path.join(workdir, MANIFEST),
+    os.path.join(workdir, TRAJECTORIES),
+    as_json(settings),
+    counts=counts,
+    statistics=[before.summary(), after.summary()],
+  )
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def _check_host(teacher: TeacherConfig, tasks: Sequence[Task]) -> None:
+  """Refuses more runs or threads than this machine's memory holds."""
+  runs = teacher.samples * len(tasks)
+  capacity.check_host(
+    {
+      f"teacher.samples={teacher.samples} of {len(tasks)} tasks": runs
+      * capacity.TRAJECTORY,
+      f"teacher.workers={teacher.workers}": teacher.workers * capacity.THREAD,
+    }
+  )
+
+
+def _run_one(
+  task: Task,
+  sample: int,
+  *,
+  brains: Sequence[Brain],
+  toolbox: Toolbox,
+  journal: Journal | None,
+  tools: tuple[str, ...],
+  limits: TeamConfig,
+  encode: Encode,
+  grader: Grader,
+) -> Run:
+  """One run of the team, graded; calls of an interrupted run come from the journal."""
+  brain = brains[sample]
+  call = toolbox.call
+  if journal is not None:
+    key = (task.id, sample)
+    brain = journal.brain(brain, key)
+    call = journal.tools(call, key)
+  done = solve(task, brain, call, tools, limits, encode, sample)
+  return graded(done, task, grader)
 
 
 def _draw(
@@ -188,81 +306,25 @@ def _draw(
     plots.write_png(os.path.join(workdir, name), figure)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-  """A config, read and found usable."""
-
-  teacher: TeacherConfig
-  rules: ConvertConfig
-  formats: ToolAugmentation
-  tools: ToolsConfig
-  filters: FiltersConfig
-  violations: ViolationsConfig | None
-  chat: TeacherChatConfig | None
-  reward: RewardConfig
-  variant: Variant
-  tasks: list[Task]
-
-  @classmethod
-  def read(cls, config: ml_collections.ConfigDict) -> _Plan:
-    """Raises: ConfigError, ValueError, FileNotFoundError."""
-    teacher = section(config, "teacher", TeacherConfig)
-    check_sections(config, (*SECTIONS, teacher.brain))
-    formats = section(config, "formats", ToolAugmentation)
-    if formats.copies and teacher.prompt == "brief":
-      raise ConfigError(
-        "config.formats.copies: only teacher.prompt='full' describes formats"
-      )
-    reward = section(config, "reward", RewardConfig)
-    if reward.shaping != ShapingConfig():
-      words = "config.reward.shaping: a run earns what its answer does, no more"
-      raise ConfigError(words)
-    tools = section(config, "tools", ToolsConfig)
-    tasks = select_tasks(section(config, "tasks", TasksConfig))
-    fields = f"teacher.samples={teacher.samples} of {len(tasks)} tasks"
-    workers = f"teacher.workers={teacher.workers}"
-    needs = {fields: teacher.samples * len(tasks) * capacity.TRAJECTORY}
-    capacity.check_host(needs | {workers: teacher.workers * capacity.THREAD})
-    return cls(
-      teacher=teacher,
-      rules=section(config, "convert", ConvertConfig),
-      formats=formats,
-      tools=tools,
-      filters=section(config, "filters", FiltersConfig),
-      violations=optional(config, "violations", ViolationsConfig),
-      chat=optional(config, "chat", TeacherChatConfig),
-      reward=reward,
-      variant=get_variant(teacher.variant).with_tools(tools.tool_descriptions),
-      tasks=tasks,
-    )
-
-  @property
-  def inputs(self) -> dict[str, str]:
-    """What was read, for `prepare_workdir`."""
-    tasks = hash_json(t.to_json() for t in self.tasks)
-    return {"tasks": tasks, "tools.corpus": hash_files(self.tools.corpus)}
-
-  def violations_key(self, api_key: str | None) -> str | None:
-    """The key, unless it is that of another endpoint, whose brain works as the team."""
-    chat, inspects = self.chat, self.violations
-    same = chat is None or (inspects and inspects.base_url == chat.base_url)
-    return api_key if same else None
-
-
 def _filtered(
-  plan: _Plan,
+  settings: DistillConfig,
+  variant: Variant,
   pairs: Sequence[tuple[Task, Trajectory]],
   workdir: str,
   api_key: str | None,
 ) -> tuple[list[Trajectory], dict[str, Any], dict[str, Any]]:
   """The trajectories kept; the funnel; what an inspection of violations came to."""
-  chain = functools.partial(filter_trajectories, pairs, plan.variant, judge)
-  if plan.violations is None:
-    return *chain(plan.filters), {}
-  path, key = os.path.join(workdir, VIOLATIONS), plan.violations_key(api_key)
-  with Inspector(plan.violations, path, key) as inspector:
-    found = chain(plan.filters, functools.partial(_shown, inspector, workdir))
-    return *found, {"violations": inspector.counts()}
+  apply = functools.partial(
+    filter_trajectories, pairs, variant, judge, settings.filters
+  )
+  if settings.violations is None:
+    kept, funnel = apply()
+    return kept, funnel, {}
+  path = os.path.join(workdir, VIOLATIONS)
+  key = settings.violations_key(api_key)
+  with Inspector(settings.violations, path, key) as inspector:
+    kept, funnel = apply(functools.partial(_shown, inspector, workdir))
+    return kept, funnel, {"violations": inspector.counts()}
 
 
 def _shown(
@@ -278,22 +340,21 @@ def _shown(
 
 
 def _brains(
-  config: ml_collections.ConfigDict,
-  teacher: TeacherConfig,
+  settings: DistillConfig,
   tasks: Sequence[Task],
   api_key: str | None,
   stack: contextlib.ExitStack,
 ) -> list[Brain]:
   """One brain for each sample of a task."""
-  if teacher.brain == "chat":
-    chat = section(config, "chat", TeacherChatConfig)
-    brain = stack.enter_context(ChatBrain(chat, api_key))
-    return [brain] * teacher.samples
+  samples = settings.teacher.samples
+  if settings.chat is not None:
+    brain = stack.enter_context(ChatBrain(settings.chat, api_key))
+    return [brain] * samples
   try:
-    if teacher.brain == "annotated":
-      return [AnnotatedBrain(tasks)] * teacher.samples
-    scripted = section(config, "scripted", ScriptedConfig)
-    return [ScriptedBrain(tasks, scripted, s) for s in range(teacher.samples)]
+    if settings.teacher.brain == "annotated":
+      return [AnnotatedBrain(tasks)] * samples
+    scripted = settings.scripted or ScriptedConfig()
+    return [ScriptedBrain(tasks, scripted, s) for s in range(samples)]
   except ValueError as e:
     raise ConfigError(f"config.teacher.brain: {e}") from e
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -12,14 +13,8 @@ import jax
 import ml_collections
 
 from coa_jax import capacity
-from coa_jax.config import (
-  check_sections,
-  hash_files,
-  hash_json,
-  optional,
-  prepare_workdir,
-  section,
-)
+from coa_jax.config import hash_files, hash_json, prepare_workdir, read_config
+from coa_jax.fields import bounded, check_fields, section
 from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
@@ -47,18 +42,6 @@ from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import Tools
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
-SECTIONS = (
-  "init",
-  "model",
-  "mesh",
-  "rollout",
-  "vllm",
-  "tools",
-  "tasks",
-  "reward",
-  "eval",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
@@ -71,16 +54,48 @@ class EvalConfig:
   """
 
   greedy: bool = True
-  samples: int = 3
+  samples: int = bounded(3, least=0)
   temperature: float = 1.0
 
   def __post_init__(self):
-    if self.samples < 0:
-      raise ValueError(f"samples is {self.samples}; it must be 0 or more")
+    check_fields(self)
     if not self.greedy and self.samples < 1:
       raise ValueError("greedy is False and samples is 0: nothing to play")
     if self.samples and self.temperature <= 0:
-      raise ValueError("temperature must be above 0; `greedy` plays at 0")
+      raise ValueError(
+        f"temperature is {self.temperature}; it must be above 0, `greedy` plays at 0"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+  """Config of an evaluation: its sections.
+
+  Attributes:
+    init: a model folder.
+    tasks: to play.
+    model: how the folder is loaded.
+    mesh: how the devices are used.
+    rollout: how a trajectory is played.
+    vllm: the server that samples; None for our own sampler.
+    tools: what answers the calls.
+    reward: what an answer earns.
+    eval: how often a task is played.
+  """
+
+  init: str
+  tasks: TasksConfig
+  model: LoadConfig = section(LoadConfig)
+  mesh: MeshConfig = section(MeshConfig)
+  rollout: RolloutConfig = section(RolloutConfig)
+  vllm: VllmConfig | None = None
+  tools: ToolsConfig = section(ToolsConfig)
+  reward: RewardConfig = section(RewardConfig)
+  eval: EvalConfig = section(EvalConfig)
+
+  def __post_init__(self):
+    if not self.init:
+      raise ValueError("config lacks field 'init'")
 
 
 @exclusive(process_dir)
@@ -95,8 +110,7 @@ def run(
   budget: a journey is one page.
 
   Args:
-    config: sections `SECTIONS`; `init` is a model folder; with `vllm` a running server
-      samples.
+    config: as `EvaluateConfig` says.
     workdir: where everything goes. No attempt that has ended there is played again:
       each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
       share it, each playing its part of the tasks; all but the first write into folders
@@ -112,82 +126,101 @@ def run(
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
       wrong with the config, the tasks or the model.
     VllmError: the server can not be used; before any decoding, or when it is gone.
-
-  budget: a journey reads as one page.
   """
-  check_sections(config, SECTIONS, needed=("init",))
-  plan = section(config, "eval", EvalConfig)
-  tasks = select_tasks(section(config, "tasks", TasksConfig))
-  fields = f"eval.samples={plan.samples} of {len(tasks)} tasks"
-  capacity.check_host({fields: plan.samples * len(tasks) * capacity.TRAJECTORY})
-  tools = section(config, "tools", ToolsConfig)
-  rollout = section(config, "rollout", RolloutConfig)
-  load = section(config, "model", LoadConfig)
-  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
-  cfg, tokenizer = open_folder(config.init, load)
-  check_positions(rollout, cfg, config.init)
-  vllm = optional(config, "vllm", VllmConfig)
+  # --- Read the config, and refuse what can not work.
+  settings = read_config(config, EvaluateConfig)
+  samples = settings.eval.samples
+  tasks = select_tasks(settings.tasks)
+  fields = f"eval.samples={samples} of {len(tasks)} tasks"
+  capacity.check_host({fields: samples * len(tasks) * capacity.TRAJECTORY})
+  partitioner = make_partitioner(settings.mesh)
+  cfg, tokenizer = open_folder(settings.init, settings.model)
+  check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)
-  grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
   worker = RolloutWorker(
     cfg,
     tokenizer,
-    rollout,
-    tools.tool_descriptions,
+    settings.rollout,
+    settings.tools.tool_descriptions,
     partitioner=partitioner,
-    vllm=vllm,
-    grader=grader,
+    vllm=settings.vllm,
+    grader=Grader(settings.reward.kept_in(workdir)),
     variant=variant,
   )
   worker.check(tasks)
   inputs = {
     "tasks": hash_json(t.to_json() for t in tasks),
-    "tools.corpus": hash_files(tools.corpus),
-    "init": hash_files(config.init, samples=16),
+    "tools.corpus": hash_files(settings.tools.corpus),
+    "init": hash_files(settings.init, samples=16),
   }
   if variant is not None:
     inputs["variant"] = hash_json([instructions(variant)])
-  prepare_workdir(config, workdir, inputs=inputs)
-  _, params = load_model(config.init, load, partitioner)
+  prepare_workdir(settings, workdir, inputs=inputs)
+
+  # --- Play.
+  _, params = load_model(settings.init, settings.model, partitioner)
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
-  with grader, Toolbox(tools) as opened, worker:
-    toolbox = wrap_tools(opened) if wrap_tools else opened
+  with worker.grader, Toolbox(settings.tools) as toolbox, worker:
+    tools = wrap_tools(toolbox) if wrap_tools else toolbox
+    play = functools.partial(
+      _play,
+      worker=worker,
+      params=params,
+      tasks=tasks,
+      tools=tools,
+      seed=settings.rollout.seed,
+      workdir=workdir,
+    )
+    if settings.eval.greedy:
+      greedy = play("greedy", samples=1, temperature=0.0)
+    if samples:
+      temperature = settings.eval.temperature
+      sampled = play("sampled", samples=samples, temperature=temperature)
 
-    def play(name: str, samples: int, temperature: float) -> list[Trajectory]:
-      path = os.path.join(workdir, f"{name}.jsonl")
-      if not os.path.exists(path):
-        part = _Part(os.path.join(workdir, f"{name}.part.jsonl"))
-        skip = {(place, t.sample) for place, t in part.ended}
-        playing = worker.generate(
-          params,
-          tasks,
-          toolbox,
-          samples,
-          temperature,
-          rollout.seed,
-          skip=skip,
-          evaluation=True,
-        )
-        stream = gather_trajectories(part.added(playing))
-        write_jsonl(path, _ordered(stream, tasks, samples, workdir, name))
-        part.remove()
-      return read_trajectories(path)
-
-    if plan.greedy:
-      greedy = play("greedy", 1, 0.0)
-    if plan.samples:
-      sampled = play("sampled", plan.samples, plan.temperature)
-  names = variant.tools if variant is not None else tools.tags
-  results = scores.summary(greedy, sampled, names)
-  results["by_family"] = scores.by_family(greedy, sampled, names)
+  # --- Score.
+  tags = variant.tools if variant is not None else settings.tools.tags
+  results = scores.summary(greedy, sampled, tags)
+  results["by_family"] = scores.by_family(greedy, sampled, tags)
   results["reward_parts"] = _parts([*greedy, *sampled])
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
 
 
-class _Part:
+def _play(
+  stage: str,
+  *,
+  samples: int,
+  temperature: float,
+  worker: RolloutWorker,
+  params: Any,
+  tasks: list[Task],
+  tools: Tools,
+  seed: int,
+  workdir: str,
+) -> list[Trajectory]:
+  """The attempts of a stage, in `STAGE.jsonl`: played, unless they are there."""
+  path = os.path.join(workdir, f"{stage}.jsonl")
+  if not os.path.exists(path):
+    part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"))
+    played = worker.generate(
+      params,
+      tasks,
+      tools,
+      samples,
+      temperature,
+      seed,
+      skip={(place, t.sample) for place, t in part.ended},
+      evaluation=True,
+    )
+    everywhere = gather_trajectories(part.added(played))
+    write_jsonl(path, _ordered(everywhere, tasks, samples, workdir, stage))
+    part.remove()
+  return read_trajectories(path)
+
+
+class AttemptLog:
   """The attempts of a stage that have ended, on disk as they end.
 
   Attributes:

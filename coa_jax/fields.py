@@ -52,6 +52,11 @@ def choice(
   return dataclasses.field(default=default, metadata={"of": tuple(of), "was": was})
 
 
+def section(cls: type) -> Any:
+  """Returns a dataclass field that is a section inside, by default all of defaults."""
+  return dataclasses.field(default_factory=cls)
+
+
 def check_fields(config: Any) -> None:
   """Refuses a dataclass with a field out of its bounds, or a number that is none.
 

@@ -25,14 +25,12 @@ import numpy as np
 from coa_jax import capacity
 from coa_jax.config import (
   ConfigError,
-  check_sections,
   hash_files,
   hash_json,
-  optional,
   prepare_workdir,
-  section,
+  read_config,
 )
-from coa_jax.fields import bounded, check_fields
+from coa_jax.fields import bounded, check_fields, section
 from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import (
   GROUP_ADVANTAGES,
@@ -44,8 +42,7 @@ from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate, rewards_of
 from coa_jax.lock import exclusive
-from coa_jax.model import attention, flops, sizes
-from coa_jax.model import lora as adapting
+from coa_jax.model import attention, flops, lora, sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import open_folder, save_run
 from coa_jax.model.hf.io import load_model
@@ -57,7 +54,6 @@ from coa_jax.model.sharding import (
   process_dir,
 )
 from coa_jax.protocol import roles
-from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
@@ -81,23 +77,6 @@ from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
-SECTIONS = (
-  "init",
-  "model",
-  "lora",
-  "mesh",
-  "optim",
-  "rollout",
-  "vllm",
-  "tools",
-  "tasks",
-  "reward",
-  "algo",
-  "dev",
-  "checkpoint",
-  "log",
-  "watch",
-)
 _MAY_CHANGE = ("log.wandb_project", "watch")
 # A tool call, think or plan that is written twice.
 _TWICE = shaping.RepetitionConfig(weight=1.0)
@@ -118,10 +97,10 @@ class AlgoConfig:
 
   steps: int = bounded(least=1)
   keep_every: int = bounded(20, least=1)
-  sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
-  loss: LossConfig = dataclasses.field(default_factory=LossConfig)
-  batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
-  guards: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+  sampling: SamplingConfig = section(SamplingConfig)
+  loss: LossConfig = section(LossConfig)
+  batch: BatchConfig = section(BatchConfig)
+  guards: GuardConfig = section(GuardConfig)
 
   def __post_init__(self):
     check_fields(self)
@@ -174,6 +153,58 @@ class DevConfig:
     return dataclasses.replace(tools, corpus=self.corpus or tools.corpus)
 
 
+@dataclasses.dataclass(frozen=True)
+class RLConfig:
+  """Config of RL: its sections.
+
+  Attributes:
+    init: the model folder to start from.
+    algo: what is rolled out, and learnt from it.
+    tasks: to learn from.
+    dev: tasks to evaluate on meanwhile.
+    model: how the folder is loaded.
+    lora: adapters, as in SFT; None trains the whole model.
+    mesh: how the devices are used.
+    optim: the optimizer.
+    rollout: how a trajectory is played.
+    vllm: the server that samples; None for our own sampler.
+    tools: what answers the calls.
+    reward: what an answer earns.
+    checkpoint: how often the state is saved.
+    log: who else is told of the numbers.
+    watch: which numbers are worth a warning, or the run's end.
+  """
+
+  init: str
+  algo: AlgoConfig
+  tasks: TasksConfig
+  dev: DevConfig
+  model: LoadConfig = section(LoadConfig)
+  lora: LoraConfig | None = None
+  mesh: MeshConfig = section(MeshConfig)
+  optim: OptimConfig = section(OptimConfig)
+  rollout: RolloutConfig = section(RolloutConfig)
+  vllm: VllmConfig | None = None
+  tools: ToolsConfig = section(ToolsConfig)
+  reward: RewardConfig = section(RewardConfig)
+  checkpoint: CheckpointConfig = section(CheckpointConfig)
+  log: LogConfig = section(LogConfig)
+  watch: WatchConfig = section(WatchConfig)
+
+  def __post_init__(self):
+    if not self.init:
+      raise ValueError("config lacks field 'init'")
+    length = self.algo.batch.length
+    if length < self.rollout.max_len:
+      raise ValueError(
+        f"algo.batch.length={length} is shorter than rollout.max_len="
+        f"{self.rollout.max_len}: a trajectory must fit a row"
+      )
+    # Its collectives and the learner's could wait for each other.
+    if self.algo.sampling.staleness and self.mesh.tensor > 1:
+      raise ValueError(_hindrance(self.algo, "mesh.tensor above 1"))
+
+
 @exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains from `config.init`; writes `workdir/model` and `results.json`.
@@ -181,8 +212,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   budget: a journey is one page.
 
   Args:
-    config: sections `SECTIONS`; `init` is a model folder; `lora` as in `sft.run`; with
-      `vllm` a running server samples; `log` as `tracking.LogConfig` says.
+    config: as `RLConfig` says.
     workdir: where everything goes; an interrupted run in it is continued, and ends
       with the parameters of an uninterrupted one. Several processes share it and the
       tasks; all but the first log into folders of their own.
@@ -198,41 +228,50 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     VllmError: the server can not be used; before any training, or when it is gone.
   """
   # --- Read the config, and refuse what can not work, before any device work.
-  check_sections(config, SECTIONS, needed=("init",))
-  algo = section(config, "algo", AlgoConfig)
-  rollout = section(config, "rollout", RolloutConfig)
-  tasks = select_tasks(section(config, "tasks", TasksConfig))
+  settings = read_config(config, RLConfig)
+  algo = settings.algo
   sampling = algo.sampling
+  rollout = settings.rollout
+  tasks = select_tasks(settings.tasks)
+  dev_tasks = select_tasks(TasksConfig(settings.dev.uri, settings.dev.limit))
   task_sampler = make_task_sampler(
     sampling.task_sampler,
     tasks,
-    rollout.seed,
-    sampling.curriculum * algo.steps,
+    seed=rollout.seed,
+    steps=sampling.curriculum * algo.steps,
   )
-  dev = section(config, "dev", DevConfig)
-  dev_tasks = select_tasks(TasksConfig(dev.uri, dev.limit))
-  tools = section(config, "tools", ToolsConfig)
-  every = section(config, "checkpoint", CheckpointConfig)
-  load = section(config, "model", LoadConfig)
-  lora = optional(config, "lora", LoraConfig)
-  optim = section(config, "optim", OptimConfig)
-  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
-  cfg, tokenizer = open_folder(config.init, load)
-  own = folder_of_process(workdir)
-  worker = _worker(config, cfg, tokenizer, algo, rollout, tools, partitioner, own)
+  partitioner = make_partitioner(settings.mesh)
+  cfg, tokenizer = open_folder(settings.init, settings.model)
+  _check_fit(settings, cfg, partitioner)
+  own_dir = folder_of_process(workdir)
+  worker = RolloutWorker(
+    cfg,
+    tokenizer,
+    rollout,
+    settings.tools.tool_descriptions,
+    partitioner=partitioner,
+    vllm=settings.vllm,
+    grader=Grader(settings.reward.kept_in(own_dir)),
+    journal=ToolJournal(os.path.join(own_dir, "tool_calls")),
+    policy_changes=sampling.staleness > 0,
+  )
   worker.check([*tasks, *dev_tasks])
-  tracked = section(config, "log", LogConfig) if own == workdir else None
-  watch = HealthMonitor(section(config, "watch", WatchConfig))
-  prepare_workdir(config, own, _MAY_CHANGE, _inputs(config, [*tasks, *dev_tasks]))
+  monitor = HealthMonitor(settings.watch)
+  prepare_workdir(
+    settings,
+    own_dir,
+    may_change=_MAY_CHANGE,
+    inputs=_inputs(settings, [*tasks, *dev_tasks]),
+  )
 
-  # --- Model, learner and where an interrupted run stood.
-  cfg, params = load_model(config.init, load, partitioner)
+  # --- Load the model, and where an interrupted run stood.
+  cfg, params = load_model(settings.init, settings.model, partitioner)
   learner = PolicyUpdate(
     cfg,
     loss=algo.loss,
     batch=algo.batch,
-    optim=optim,
-    lora=lora,
+    optim=settings.optim,
+    lora=settings.lora,
     partitioner=partitioner,
     truncation=rollout.truncation,
     steps=algo.steps,
@@ -244,11 +283,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     allowed=on_device(worker.constraint),
   )
   state, frozen = learner.init(params, rollout.seed)
-  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), every)
-  for_dev = Toolbox(dev.tools(tools))
-  with Toolbox(tools) as toolbox, for_dev, worker.grader, worker, checkpoints:
+  checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)
+  toolbox = Toolbox(settings.tools)
+  dev_toolbox = Toolbox(settings.dev.tools(settings.tools))
+  with toolbox, dev_toolbox, worker.grader, worker, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
-    watch.replay(own, "rl", int(state.step))
+    monitor.replay(own_dir, "rl", int(state.step))
     collector = RolloutCollector(
       worker,
       task_sampler,
@@ -260,145 +300,111 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       step=int(state.step),
       cursor=cursor,
     )
-    examine = functools.partial(_accuracy, collector, dev_tasks, for_dev)
-    clock = StepTimer()
-    with Metrics(own, "rl", algo.steps, tracked=tracked) as metrics, collector:
+    evaluate = functools.partial(_accuracy, collector, dev_tasks, dev_toolbox)
+    timer = StepTimer()
+    # All but the first process log into folders of their own, and to nobody else.
+    tracked = settings.log if own_dir == workdir else None
+    with Metrics(own_dir, "rl", algo.steps, tracked=tracked) as metrics, collector:
       for step in range(int(state.step), algo.steps):
         # --- Roll out. A signal here saves the state before the step.
         params = learner.policy(state, frozen)
-        clock.lap("sync")
+        timer.lap("sync")
+        values = {}
         with checkpoints.resumable(state, cursor):
-          values = {} if step % dev.every else {"dev_accuracy": examine(params, step)}
-          clock.lap("dev")
+          if step % settings.dev.every == 0:
+            values["dev_accuracy"] = evaluate(params, step)
+          timer.lap("dev")
           rollouts = collector.next(params, step)
-          clock.lap("other", **rollouts.spent)
+          timer.lap("other", **rollouts.spent)
+
         # --- Learn.
         cursor = rollouts.cursor
         state, learned = learner(state, frozen, rollouts.groups)
         _check_logp_diff(algo.guards, step, learned)
-        clock.lap("learn")
+        timer.lap("learn")
+
         # --- Log, watch, save.
-        values |= learned | _describe(rollouts)
-        values |= _speed(clock, cfg, algo, lora, partitioner, rollouts)
+        values |= learned
+        values |= _describe(rollouts)
+        values |= _speed(timer, rollouts, settings, cfg, partitioner)
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
-        _keep(own, algo, step, rollouts.played)
+        if step % algo.keep_every == 0:
+          name = f"step_{step:06d}.jsonl"
+          path = os.path.join(own_dir, "trajectories", name)
+          write_jsonl(path, rollouts.played)
         # After the line above: what a checkpoint holds has always been logged.
-        watch.update(step + 1, values, metrics.warn)
-        checkpoints.reached(state, cursor, step + 1 == algo.steps or watch.ends)
+        monitor.update(step + 1, values, metrics.warn)
+        is_last = step + 1 == algo.steps or monitor.ends
+        checkpoints.reached(state, cursor, is_last)
+        # A group that the oldest checkpoint lacks began up to `staleness` before.
         worker.journal.forget(checkpoints.oldest - sampling.staleness)
-        clock.lap("save")
-        watch.raise_if_stopped(step + 1)
+        timer.lap("save")
+        monitor.raise_if_stopped(step + 1)
       with checkpoints.resumable(state, cursor):
-        accuracy = examine(learner.policy(state, frozen), algo.steps)
+        accuracy = evaluate(learner.policy(state, frozen), algo.steps)
 
-  # --- The model as a folder, and the run in a few numbers.
-  trained = state.params["policy"], frozen["base"]
-  save_run(workdir, cfg, *trained, lora, tokenizer, config.init)
-  return _results(own, algo.steps, accuracy)
-
-
-def _worker(
-  config: ml_collections.ConfigDict,
-  cfg: ModelConfig,
-  tokenizer: Tokenizer,
-  algo: AlgoConfig,
-  rollout: RolloutConfig,
-  tools: ToolsConfig,
-  partitioner: Partitioner | None,
-  workdir: str,
-) -> RolloutWorker:
-  """Returns what plays the tasks and has them graded."""
-  vllm = optional(config, "vllm", VllmConfig)
-  _check_fit(
-    cfg, algo, rollout, optional(config, "lora", LoraConfig), partitioner, vllm
-  )
-  check_positions(rollout, cfg, config.init)
-  attention.check(cfg, partitioner, algo.batch.length)
-  grader = Grader(section(config, "reward", RewardConfig).kept_in(workdir))
-  journal = ToolJournal(os.path.join(workdir, "tool_calls"))
-  return RolloutWorker(
+  # --- Write the model as a folder, and the run in a few numbers.
+  save_run(
+    workdir,
     cfg,
+    state.params["policy"],
+    frozen["base"],
+    settings.lora,
     tokenizer,
-    rollout,
-    tools.tool_descriptions,
-    partitioner=partitioner,
-    vllm=vllm,
-    grader=grader,
-    journal=journal,
-    policy_changes=algo.sampling.staleness > 0,
+    settings.init,
   )
+  return _results(own_dir, algo.steps, accuracy)
 
 
-def _inputs(config: ml_collections.ConfigDict, tasks: Sequence[Task]) -> dict[str, str]:
+def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
   """What is read, for `prepare_workdir`."""
   return {
     "tasks": hash_json(t.to_json() for t in tasks),
-    "tools.corpus": hash_files(config.tools.get("corpus")),
-    "dev.corpus": hash_files(config.dev.get("corpus")),
-    "init": hash_files(config.init, samples=16),
+    "tools.corpus": hash_files(settings.tools.corpus),
+    "dev.corpus": hash_files(settings.dev.corpus),
+    "init": hash_files(settings.init, samples=16),
   }
 
 
-def _keep(workdir: str, algo: AlgoConfig, step: int, played: list[Trajectory]) -> None:
-  """Writes a step's trajectories, if they are to be kept."""
-  if step % algo.keep_every == 0:
-    name = f"step_{step:06d}.jsonl"
-    write_jsonl(os.path.join(workdir, "trajectories", name), played)
-
-
 def _check_fit(
-  cfg: ModelConfig,
-  algo: AlgoConfig,
-  rollout: RolloutConfig,
-  lora: LoraConfig | None,
-  partitioner: Partitioner | None,
-  vllm: VllmConfig | None,
+  settings: RLConfig, cfg: ModelConfig, partitioner: Partitioner | None
 ) -> None:
-  batch = algo.batch
-  sampling = algo.sampling
-  if batch.length < rollout.max_len:
-    raise ValueError(
-      f"algo.batch.length={batch.length} is shorter than rollout.max_len="
-      f"{rollout.max_len}: a trajectory must fit a row"
-    )
+  """Refuses what does not fit the model, the devices, the host or the processes."""
+  batch = settings.algo.batch
+  sampling = settings.algo.sampling
   if partitioner:
     partitioner.check(cfg, B=batch.rows, T=batch.length)
-  sizes.check_training(
-    cfg, "algo.batch", batch.rows, batch.length, bool(lora), partitioner
-  )
+  adapts = settings.lora is not None
+  sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
   groups = (
     f"algo.sampling.prompts={sampling.prompts} of "
     f"algo.sampling.samples={sampling.samples}"
   )
   trajectories = sampling.prompts * sampling.samples
   capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
-  adapting.check(cfg, lora)
-  if sampling.staleness:
-    _check_asynchronous(sampling, partitioner, vllm)
+  lora.check(cfg, settings.lora)
+  check_positions(settings.rollout, cfg, settings.init)
+  attention.check(cfg, partitioner, batch.length)
+
+  if sampling.staleness and jax.process_count() > 1:
+    if settings.vllm:
+      what = "several processes and section vllm"
+      raise ValueError(_hindrance(settings.algo, what))
+    if sampling.task_sampler != "uniform":
+      # What one draws next depends on what has been learnt from when it does.
+      raise ValueError(
+        _hindrance(
+          settings.algo,
+          f"several processes and algo.sampling.task_sampler={sampling.task_sampler!r}",
+        )
+      )
 
 
-def _check_asynchronous(
-  sampling: SamplingConfig, partitioner: Partitioner | None, vllm: VllmConfig | None
-) -> None:
-  """Refuses what rollouts that run ahead of the learner can not do."""
-  several = jax.process_count() > 1
-  # Its collectives and the learner's could wait for each other.
-  tensor = partitioner is not None and partitioner.mesh.shape["tensor"] > 1
-  hindrance = ""
-  if several and vllm:
-    hindrance = "several processes and section vllm"
-  elif several and sampling.task_sampler != "uniform":
-    # What one draws next depends on what has been learnt from when it does.
-    hindrance = (
-      f"several processes and algo.sampling.task_sampler={sampling.task_sampler!r}"
-    )
-  elif tensor:
-    hindrance = "mesh.tensor above 1"
-  if hindrance:
-    raise ValueError(
-      f"algo.sampling.staleness={sampling.staleness} does not go with {hindrance}; "
-      "take 0 (on-policy)"
-    )
+def _hindrance(algo: AlgoConfig, what: str) -> str:
+  return (
+    f"algo.sampling.staleness={algo.sampling.staleness} does not go with {what}; "
+    "take 0 (on-policy)"
+  )
 
 
 def _has_reward_variance(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
@@ -411,7 +417,8 @@ def folder_of_process(workdir: str) -> str:
   Raises:
     ConfigError: it had fewer; each has a log of its own from the beginning.
   """
-  before, own = 1, process_dir(workdir)
+  own_dir = process_dir(workdir)
+  before = 1
   # Claimed before any work, while a kill may leave the first log without the others.
   while os.path.exists(os.path.join(workdir, f"process_{before}", "config.json")):
     before += 1
@@ -421,7 +428,7 @@ def folder_of_process(workdir: str) -> str:
       f"{workdir} holds a run of {before} processes, not {jax.process_count()}; go on "
       "with as many, or choose another workdir"
     )
-  return own
+  return own_dir
 
 
 def _check_logp_diff(guards: GuardConfig, step: int, values: dict[str, float]) -> None:
@@ -438,21 +445,24 @@ def _check_logp_diff(guards: GuardConfig, step: int, values: dict[str, float]) -
 
 
 def _speed(
-  clock: StepTimer,
-  cfg: ModelConfig,
-  algo: AlgoConfig,
-  lora: LoraConfig | None,
-  partitioner: Partitioner | None,
+  timer: StepTimer,
   rollouts: RolloutBatch,
+  settings: RLConfig,
+  cfg: ModelConfig,
+  partitioner: Partitioner | None,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
-  learnt = [t.num_tokens for g in rollouts.groups for t in g if t.reward is not None]
+  graded = [t for group in rollouts.groups for t in group if t.reward is not None]
+  lengths = [t.num_tokens for t in graded] * settings.algo.batch.epochs
   generated = sum(t.usage.generated for t in rollouts.played)
-  learnt = learnt * algo.batch.epochs
-  out = clock.flush(decode=generated, learn=sum(learnt))
-  took = out["seconds_learn"]
-  devices = partitioner.mesh.size if partitioner else 1
-  return out | flops.utilisation(cfg, learnt, took, bool(lora), devices)
+  out = timer.flush(decode=generated, learn=sum(lengths))
+  return out | flops.utilisation(
+    cfg,
+    lengths,
+    out["seconds_learn"],
+    settings.lora is not None,
+    partitioner.mesh.size if partitioner else 1,
+  )
 
 
 def _describe(rollouts: RolloutBatch) -> dict[str, float]:

@@ -7,11 +7,14 @@ evaluation over vLLM is refused: the sampler in JAX serves.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import ml_collections
 
-from coa_jax.config import ConfigError, check_sections, section
+from coa_jax.config import read_config
+from coa_jax.fields import section
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
@@ -21,13 +24,39 @@ from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
-SECTIONS = ("init", "model", "mesh", "rollout", "tools")
-# Sections of an evaluation that say nothing about the model or its tools.
-IGNORED = ("tasks", "reward", "eval")
-# Those that do, and why they can not be served.
-REFUSED = {
-  "vllm": "the sampler in JAX serves, vLLM can not; leave the section out",
-}
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+  """Config of a server: an evaluation's sections about the model and its tools.
+
+  Attributes:
+    init: a model folder.
+    model: how it is loaded.
+    mesh: how the devices are used.
+    rollout: how a question is played.
+    tools: what answers the calls.
+    vllm: must be empty: the sampler in JAX serves.
+    tasks, reward, eval: of the evaluation; nobody looks at them.
+  """
+
+  init: str
+  model: LoadConfig = section(LoadConfig)
+  mesh: MeshConfig = section(MeshConfig)
+  rollout: RolloutConfig = section(RolloutConfig)
+  tools: ToolsConfig = section(ToolsConfig)
+  vllm: Any = None
+  tasks: Any = None
+  reward: Any = None
+  eval: Any = None
+
+  def __post_init__(self):
+    if not self.init:
+      raise ValueError("config lacks field 'init'")
+    if self.vllm:
+      raise ValueError(
+        "config section 'vllm': the sampler in JAX serves, vLLM can not; leave the "
+        "section out"
+      )
 
 
 @contextlib.contextmanager
@@ -37,8 +66,7 @@ def open_server(
   """Opens an evaluation's model and tools for questions, for a `with` block.
 
   Args:
-    config: sections `SECTIONS`; those of `IGNORED` are not looked at, those of
-      `REFUSED` must be empty. `init` is a model folder.
+    config: as `ServeConfig` says.
     max_waiting: questions that may wait for a slot.
 
   Yields:
@@ -48,20 +76,20 @@ def open_server(
     ConfigError, ValueError, FileNotFoundError: naming what is wrong with the config,
       the model or the corpus.
   """
-  check_sections(config, (*SECTIONS, *IGNORED, *REFUSED), needed=("init",))
-  for name, why in REFUSED.items():
-    if config.get(name):
-      raise ConfigError(f"config section {name!r}: {why}")
-  tools = section(config, "tools", ToolsConfig)
-  rollout = section(config, "rollout", RolloutConfig)
-  load = section(config, "model", LoadConfig)
-  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
-  cfg, tokenizer = open_folder(config.init, load)
-  check_positions(rollout, cfg, config.init)
-  worker = RolloutWorker(cfg, tokenizer, rollout, tools.tool_descriptions, partitioner)
-  _, params = load_model(config.init, load, partitioner)
+  settings = read_config(config, ServeConfig)
+  partitioner = make_partitioner(settings.mesh)
+  cfg, tokenizer = open_folder(settings.init, settings.model)
+  check_positions(settings.rollout, cfg, settings.init)
+  worker = RolloutWorker(
+    cfg,
+    tokenizer,
+    settings.rollout,
+    settings.tools.tool_descriptions,
+    partitioner=partitioner,
+  )
+  _, params = load_model(settings.init, settings.model, partitioner)
   with (
-    Toolbox(tools) as toolbox,
+    Toolbox(settings.tools) as toolbox,
     worker,
     InferenceServer(worker, params, toolbox, max_waiting) as server,
   ):

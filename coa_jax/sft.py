@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,14 +22,8 @@ import ml_collections
 import numpy as np
 
 from coa_jax import capacity
-from coa_jax.config import (
-  check_sections,
-  fields_of,
-  hash_files,
-  optional,
-  prepare_workdir,
-  section,
-)
+from coa_jax.config import hash_files, prepare_workdir, read_config
+from coa_jax.fields import bounded, check_fields, section
 from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch, fits
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
@@ -62,7 +56,6 @@ from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
 _log = logging.getLogger(__name__)
-SECTIONS = ("init", "model", "lora", "mesh", "optim", "data", "checkpoint", "log")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,35 +75,83 @@ class DataConfig:
   """
 
   trajectories: str
-  steps: int
-  rows: int = 16
-  length: int = 256
-  micro_batches: int = 1
-  validation: int = 128
-  validate_every: int = 50
+  steps: int = bounded(least=0)
+  rows: int = bounded(16, least=1)
+  length: int = bounded(256, least=1)
+  micro_batches: int = bounded(1, least=1)
+  validation: int = bounded(128, least=0)
+  validate_every: int = bounded(50, least=0)
   vocab_size: int = 1344
-  seed: int = 0
+  seed: int = bounded(0, least=0, below=2**32)
 
   def __post_init__(self):
-    for field in ("rows", "length", "micro_batches"):
-      if getattr(self, field) < 1:
-        raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-    for field in ("steps", "validation", "validate_every", "seed"):
-      if getattr(self, field) < 0:
-        raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 0")
-    if self.seed >= 2**32:
-      raise ValueError(f"seed is {self.seed}; it must be below 2**32")
+    check_fields(self)
+
+
+def read_model(
+  model: Mapping[str, Any], config: Mapping[str, Any]
+) -> LoadConfig | ModelConfig:
+  """Reads section `model`: how `init` is loaded, or a whole architecture without one.
+
+  An architecture may begin with a published one: `variant` is a name in
+  `variants.VARIANTS`. Its vocabulary is that of the tokenizer, which comes later.
+
+  Args:
+    model: the section.
+    config: the whole config, for its `init`.
+
+  Raises:
+    ConfigError, ValueError: it can not be used, or could not be written in the end.
+  """
+  if config.get("init"):
+    return read_config(model, LoadConfig, "model")
+  fields = {"vocab_size": 1}
+  overrides = dict(model)
+  name = overrides.pop("variant", "")
+  if name:
+    fields = dataclasses.asdict(variant(name))
+  cfg = read_config(fields | overrides, ModelConfig, "model")
+  to_hf_config(cfg)
+  return cfg
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTConfig:
+  """Config of SFT: its sections.
+
+  Attributes:
+    data: what is learnt.
+    init: a model folder to start from, or empty for fresh parameters and a tokenizer
+      trained on the data.
+    model: see `read_model`.
+    lora: adapters: `workdir/adapter` holds them as peft reads them, and
+      `workdir/model` the model with them merged. None trains the whole model.
+    mesh: how the devices are used.
+    optim: the optimizer.
+    checkpoint: how often the state is saved.
+    log: who else is told of the numbers.
+  """
+
+  data: DataConfig
+  init: str | None = ""
+  model: LoadConfig | ModelConfig = dataclasses.field(
+    default_factory=LoadConfig, metadata={"read": read_model}
+  )
+  lora: LoraConfig | None = None
+  mesh: MeshConfig = section(MeshConfig)
+  optim: OptimConfig = section(OptimConfig)
+  checkpoint: CheckpointConfig = section(CheckpointConfig)
+  log: LogConfig = section(LogConfig)
 
 
 @exclusive(process_dir)
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Trains; writes `workdir/model` (a Hugging Face folder) and `results.json`.
 
+  budget: a journey is one page.
+
   Args:
-    config: sections `SECTIONS`; `init` is a model folder to start from, or "" for
-      fresh parameters and a tokenizer trained on the data. With section `lora`
-      adapters are trained: `workdir/adapter` holds them as peft reads them, and
-      `workdir/model` the model with them merged. Section `log`: `tracking.LogConfig`.
+    config: as `SFTConfig` says.
     workdir: where everything goes; an interrupted run in it is continued. Several
       processes share it; all but the first log into folders of their own.
 
@@ -122,66 +163,100 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ValueError: the loss is no number any more; nothing is saved after that.
     Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
   """
-  check_sections(config, SECTIONS)
-  data = section(config, "data", DataConfig)
-  optim = section(config, "optim", OptimConfig)
-  every = section(config, "checkpoint", CheckpointConfig)
-  load = model_section(config)
-  partitioner = make_partitioner(section(config, "mesh", MeshConfig))
-  lora = optional(config, "lora", LoraConfig)
-  rows, own = count_rows(data.trajectories), process_dir(workdir)
-  tracked = section(config, "log", LogConfig) if own == workdir else None
-  read = {"data.trajectories": hash_files(data.trajectories)}
-  read["init"] = hash_files(config.get("init"), samples=16)
-  prepare_workdir(config, own, ("log.wandb_project",), read, ("tokenizer", "data"))
-  cfg, tokenizer = _architecture(config, load, data, own, lora, partitioner)
-  dataset = _dataset(data, tokenizer, cfg.vocab_size, own, rows)
-  train, held, left_out = _divide(data, dataset)
-  params = _params(config, load, cfg, data, partitioner)
+  # --- Read the config.
+  settings = read_config(config, SFTConfig)
+  data = settings.data
+  init = settings.init or ""
+  lora = settings.lora
+  partitioner = make_partitioner(settings.mesh)
+  num_rows = count_rows(data.trajectories)
+  own_dir = process_dir(workdir)
+  inputs = {
+    "data.trajectories": hash_files(data.trajectories),
+    "init": hash_files(init, samples=16),
+  }
+  prepare_workdir(
+    settings,
+    own_dir,
+    may_change=("log.wandb_project",),
+    inputs=inputs,
+    derived=("tokenizer", "data"),
+  )
+
+  # --- Tokenize the data; it stays on disk.
+  cfg, tokenizer = _architecture(settings, own_dir, partitioner)
+  dataset = _dataset(data, tokenizer, cfg.vocab_size, own_dir, num_rows)
+  train, validation, left_out = _divide(data, dataset)
+
+  # --- Load the model, and where an interrupted run stood.
+  if isinstance(settings.model, LoadConfig):
+    _, params = load_model(init, settings.model, partitioner)
+  else:
+    params = init_params(cfg, data.seed, partitioner)
   trained, frozen = adapting.split(cfg, params, lora, data.seed, partitioner)
   loss = _loss(cfg, lora, partitioner)
-  optimizer = make_optimizer(optim, data.steps)
+  optimizer = make_optimizer(settings.optim, data.steps)
   learner = Learner(loss, optimizer, partitioner)
   mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
-  shape = data.rows, data.length, partitioner
   state = init_state(trained, optimizer, partitioner)
-  with Checkpoints(os.path.join(workdir, "checkpoints"), every) as checkpoints:
+  folder = os.path.join(workdir, "checkpoints")
+  with Checkpoints(folder, settings.checkpoint) as checkpoints:
     restored = checkpoints.restore(state)
-    state = restored[0] if restored else state
+    if restored:
+      state, _ = restored
     first = int(state.step)
-    begin, clock = first * data.micro_batches, StepTimer()
-    stream = dataset.endless(train, *shape, data.seed, begin)
-    with Metrics(own, "sft", data.steps, tracked=tracked) as metrics:
-      for step in range(first, data.steps):
+    timer = StepTimer()
+    stream = dataset.endless(
+      train,
+      size=data.rows,
+      length=data.length,
+      partitioner=partitioner,
+      seed=data.seed,
+      first=first * data.micro_batches,
+    )
+    # All but the first process log into folders of their own, and to nobody else.
+    tracked = settings.log if own_dir == workdir else None
+    with Metrics(own_dir, "sft", data.steps, tracked=tracked) as metrics:
+      for step in range(first + 1, data.steps + 1):
         micro = [next(stream) for _ in range(data.micro_batches)]
-        clock.lap("data")
-        batches, tokens = [m.batch for m in micro], sum(m.policy for m in micro)
+        timer.lap("data")
+
+        # --- Learn.
+        batches = [m.batch for m in micro]
+        tokens = sum(m.policy for m in micro)
         state, values = learner.step(state, batches, tokens, frozen)
         values = {name: float(value) for name, value in values.items()}
-        _check_finite(step + 1, values)
-        clock.lap("step")
-        done = step + 1
-        due = data.validate_every and done % data.validate_every == 0
-        if due or done == data.steps:
-          held_out = dataset.once(held, *shape)
-          values["validation_loss"] = mean_loss(state.params, frozen, held_out)
-          clock.lap("eval")
-        values |= _speed(clock, cfg, lora, partitioner, micro)
-        metrics.log(done, values, f"loss {values['loss']:.3f}")
-        checkpoints.reached(state, {}, done == data.steps)
-        clock.lap("save")
-  params = save_run(
-    workdir, cfg, state.params, frozen, lora, tokenizer, config.get("init") or ""
-  )
+        _check_finite(step, values)
+        timer.lap("step")
+
+        # --- Validate.
+        is_last = step == data.steps
+        is_due = data.validate_every and step % data.validate_every == 0
+        if is_due or is_last:
+          batches = dataset.once(
+            validation, size=data.rows, length=data.length, partitioner=partitioner
+          )
+          values["validation_loss"] = mean_loss(state.params, frozen, batches)
+          timer.lap("eval")
+
+        # --- Log and save.
+        values |= _speed(timer, cfg, lora, partitioner, micro)
+        metrics.log(step, values, f"loss {values['loss']:.3f}")
+        checkpoints.reached(state, {}, is_last)
+        timer.lap("save")
+
+  # --- Write the model as a folder, and the run in a few numbers.
+  params = save_run(workdir, cfg, state.params, frozen, lora, tokenizer, init)
   results = {
     "steps": data.steps,
     "parameters": count_params(params),
     "parameters_trained": count_params(state.params),
     "trajectories": len(train),
     **left_out,
-    **(_logged(own) if data.steps else {}),
   }
-  write_json(os.path.join(own, "results.json"), results)
+  if data.steps:
+    results |= _logged(own_dir)
+  write_json(os.path.join(own_dir, "results.json"), results)
   return results
 
 
@@ -317,25 +392,6 @@ def _loss(
   return loss
 
 
-def model_section(config: ml_collections.ConfigDict) -> LoadConfig | ModelConfig:
-  """Section `model`; without `init` it is a whole architecture but its vocabulary.
-
-  It may begin with a published one: `variant` is a name in `variants.VARIANTS`.
-
-  Raises:
-    ConfigError, ValueError: it can not be used, or could not be written in the end.
-  """
-  if config.get("init"):
-    return section(config, "model", LoadConfig)
-  model = fields_of(config, "model")
-  name = model.pop("variant", "")
-  base = dataclasses.asdict(variant(name)) if name else {"vocab_size": 1}
-  whole = ml_collections.ConfigDict({"model": {**base, **model}})
-  cfg = section(whole, "model", ModelConfig)
-  to_hf_config(cfg)
-  return cfg
-
-
 def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
   """The whole architecture of a model that is trained from scratch.
 
@@ -345,69 +401,26 @@ def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _architecture(
-  config: ml_collections.ConfigDict,
-  load: LoadConfig | ModelConfig,
-  data: DataConfig,
-  workdir: str,
-  lora: LoraConfig | None,
-  partitioner: Partitioner | None,
+  settings: SFTConfig, workdir: str, partitioner: Partitioner | None
 ) -> tuple[ModelConfig, Tokenizer]:
   """Of the model to start from, and its tokenizer; they fit together and the mesh."""
-  if isinstance(load, LoadConfig):
-    cfg, tokenizer = open_folder(config.init, load)
-    _check_sizes(cfg, data, lora, partitioner)
+  data = settings.data
+  if isinstance(settings.model, LoadConfig):
+    cfg, tokenizer = open_folder(settings.init, settings.model)
+    _check_sizes(cfg, settings, partitioner)
   else:
-    asked = dataclasses.replace(load, vocab_size=data.vocab_size)
-    _check_sizes(asked, data, lora, partitioner)
+    largest = dataclasses.replace(settings.model, vocab_size=data.vocab_size)
+    _check_sizes(largest, settings, partitioner)
     folder = os.path.join(workdir, "tokenizer")
 
-    def make(unfinished: str) -> None:
-      read = iter_trajectories(data.trajectories)
-      texts = (s.text for t in read for s in t.segments)
+    def train(unfinished: str) -> None:
+      trajectories = iter_trajectories(data.trajectories)
+      texts = (s.text for t in trajectories for s in t.segments)
       train_tokenizer(texts, data.vocab_size).save(unfinished)
 
-    derive(folder, make, data.trajectories)
+    derive(folder, train, data.trajectories)
     tokenizer = Tokenizer.load(folder)
-    cfg = with_vocabulary(load, tokenizer)
-  _check(cfg, tokenizer, data, partitioner)
-  return cfg, tokenizer
-
-
-def _check_sizes(
-  cfg: ModelConfig,
-  data: DataConfig,
-  lora: LoraConfig | None,
-  partitioner: Partitioner | None,
-) -> None:
-  """Refuses what no memory here can hold."""
-  sizes.check_training(cfg, "data", data.rows, data.length, bool(lora), partitioner)
-  # The host makes all micro-batches of an update before the first is used.
-  tokens = data.micro_batches * data.rows * data.length
-  fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
-  capacity.check_host({fields: tokens * sizes.TOKEN})
-  adapting.check(cfg, lora)
-
-
-def _params(
-  config: ml_collections.ConfigDict,
-  load: LoadConfig | ModelConfig,
-  cfg: ModelConfig,
-  data: DataConfig,
-  partitioner: Partitioner | None,
-) -> Any:
-  """The parameters to start from."""
-  if isinstance(load, LoadConfig):
-    return load_model(config.init, load, partitioner)[1]
-  return init_params(cfg, data.seed, partitioner)
-
-
-def _check(
-  cfg: ModelConfig,
-  tokenizer: Tokenizer,
-  data: DataConfig,
-  partitioner: Partitioner | None,
-) -> None:
-  """Refuses, before any array is made, what does not fit together."""
+    cfg = with_vocabulary(settings.model, tokenizer)
   if tokenizer.vocab_size > cfg.vocab_size:
     raise ValueError(
       f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
@@ -416,6 +429,21 @@ def _check(
   if partitioner:
     partitioner.check(cfg, B=data.rows, T=data.length)
   attention.check(cfg, partitioner, data.length)
+  return cfg, tokenizer
+
+
+def _check_sizes(
+  cfg: ModelConfig, settings: SFTConfig, partitioner: Partitioner | None
+) -> None:
+  """Refuses what no memory here can hold."""
+  data = settings.data
+  adapts = settings.lora is not None
+  sizes.check_training(cfg, "data", data.rows, data.length, adapts, partitioner)
+  # The host makes all micro-batches of an update before the first is used.
+  tokens = data.micro_batches * data.rows * data.length
+  fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
+  capacity.check_host({fields: tokens * sizes.TOKEN})
+  adapting.check(cfg, settings.lora)
 
 
 def _mean_loss(

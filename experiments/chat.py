@@ -33,7 +33,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
 from coa_jax.rollout.streaming import InferenceRequest, InferenceServer, TextDelta
-from coa_jax.serve import open_server
+from coa_jax.serve import ServeConfig, open_server
 from experiments import launch
 
 _QUESTION = flags.DEFINE_string("question", None, "Ask this one and stop.")
@@ -192,4 +192,4 @@ def main(config: ml_collections.ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-  launch.start(main)
+  launch.start(main, ServeConfig)

@@ -17,11 +17,10 @@ import dataclasses
 import os
 from typing import Any
 
-import ml_collections
 import rich
 from absl import flags
 
-from coa_jax.config import read_run, section
+from coa_jax.config import read_config, read_run
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
 from coa_jax.report.cost import cost, cost_tables, instruction_tokens
@@ -67,9 +66,8 @@ def _instructions(multi: dict[str, Any], single: dict[str, Any]) -> int | None:
   """Tokens of the instructions that the model did without; None if nobody knows."""
   if not multi or not single:
     return None
-  sections = ml_collections.ConfigDict(single)
-  rollout = section(sections, "rollout", RolloutConfig)
-  tools = section(sections, "tools", ToolsConfig)
+  rollout = read_config(single.get("rollout"), RolloutConfig, "rollout")
+  tools = read_config(single.get("tools"), ToolsConfig, "tools")
   variant = get_variant(rollout.variant).with_tools(tools.tool_descriptions)
   encode = encoder(multi.get("teacher", {}).get("tokenizer"))
   return instruction_tokens(variant, rollout.style, encode)
@@ -87,8 +85,7 @@ def _notes(multi: dict[str, Any], single: dict[str, Any]) -> list[str]:
   if not multi or not single:
     return ["no config.json beside one of the files: the tools were not compared"]
   both = [
-    section(ml_collections.ConfigDict({"tools": c.get("tools")}), "tools", ToolsConfig)
-    for c in (multi, single)
+    read_config(config.get("tools"), ToolsConfig, "tools") for config in (multi, single)
   ]
   for field in _TOOLS:
     one, other = (getattr(tools, field) for tools in both)

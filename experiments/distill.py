@@ -24,4 +24,4 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  launch(run)
+  launch(run, distill.DistillConfig)

@@ -9,4 +9,4 @@ from coa_jax import evaluate
 from experiments.launch import launch
 
 if __name__ == "__main__":
-  launch(evaluate.run)
+  launch(evaluate.run, evaluate.EvaluateConfig)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 
-import ml_collections
 from absl import flags
 
 from coa_jax.lock import hold
@@ -39,7 +38,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     ValueError: it has no such checkpoint, or that is damaged.
   """
   from coa_jax import sft
-  from coa_jax.config import optional, read_run, section
+  from coa_jax.config import read_config, read_run
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora as adapting
   from coa_jax.model.config import ModelConfig
@@ -53,25 +52,28 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   for path in (config_file, folder):
     if not os.path.exists(path):
       raise FileNotFoundError(f"{path}: not there; {workdir} holds no SFT or RL run")
-  config = ml_collections.ConfigDict(read_run(config_file)[0])
+  config, _ = read_run(config_file)
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
     there = ", ".join(map(str, steps)) or "none"
     wanted = "a checkpoint" if step is None else f"checkpoint {step}"
     raise ValueError(f"{folder}: there is no {wanted}; kept are {there}")
   step = steps[-1] if step is None else step
-  lora = optional(config, "lora", adapting.LoraConfig)
   trained = read_params(folder, step)
   if "algo" in config:
     trained = trained["policy"]
-  lora = optional(config, "lora", adapting.LoraConfig)
-  load, base = sft.model_section(config), None
+  lora = None
+  if config.get("lora"):
+    lora = read_config(config["lora"], adapting.LoraConfig, "lora")
+  load = sft.read_model(config.get("model") or {}, config)
+  base = None
   init = config.get("init") or ""
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
   if isinstance(load, ModelConfig):  # a model that the run drew itself
     cfg = sft.with_vocabulary(load, tokenizer)
     if lora:
-      base = init_params(cfg, section(config, "data", sft.DataConfig).seed)
+      data = read_config(config.get("data"), sft.DataConfig, "data")
+      base = init_params(cfg, data.seed)
   else:
     # Nothing is computed with it, so another machine's kernel is no matter.
     load = dataclasses.replace(load, attention="auto")

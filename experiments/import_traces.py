@@ -33,7 +33,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coa_jax.config import section, write_manifest
+from coa_jax.config import fill_defaults, read_config, write_manifest
 from coa_jax.importers import importers
 from coa_jax.importers.importers import FORMATS, RL, Importer
 from coa_jax.importers.pipeline import Found, Refinement, Refiner
@@ -54,9 +54,11 @@ _ALONE = "unified-plan-reflection-suggested_answer-double_check"
 _HELD = ("alpaca", "trajectories")
 
 
-def _sections(name: str, cls: type) -> Any:
-  default = ml_collections.ConfigDict({name: dataclasses.asdict(cls())})
-  return config_flags.DEFINE_config_dict(name, default[name])
+def _define_section(name: str, cls: type) -> Any:
+  """Flags --NAME.FIELD for the fields of a dataclass."""
+  config = ml_collections.ConfigDict()
+  fill_defaults(config, cls)
+  return config_flags.DEFINE_config_dict(name, config)
 
 
 _FILE = flags.DEFINE_string("file", None, "A file, or a source by URI.", required=True)
@@ -95,9 +97,9 @@ _TOKENIZER = flags.DEFINE_string(
 )
 _WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
 _FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
-_FILTERS = _sections("filters", filters.FiltersConfig)
-_CONVERT = _sections("convert", ConvertConfig)
-_FORMATS = _sections("formats", ToolAugmentation)
+_FILTERS = _define_section("filters", filters.FiltersConfig)
+_CONVERT = _define_section("convert", ConvertConfig)
+_FORMATS = _define_section("formats", ToolAugmentation)
 
 
 def main() -> None:
@@ -170,10 +172,7 @@ def _refiner(chosen: str) -> Refiner:
       "obeys the order rules can be made"
     )
   table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
-  whole = ml_collections.ConfigDict(
-    {"filters": _FILTERS.value, "convert": _CONVERT.value, "formats": _FORMATS.value}
-  )
-  formats = section(whole, "formats", ToolAugmentation)
+  formats = read_config(_FORMATS.value, ToolAugmentation, "formats")
   if formats.copies and _PROMPT.value == "brief":
     raise ValueError("--formats.copies: only --prompt=full describes formats")
   importer = Importer(
@@ -182,15 +181,15 @@ def _refiner(chosen: str) -> Refiner:
     prompt=_PROMPT.value,
     stem=importers.stem(_FILE.value),
     tools=table,
-    convert=section(whole, "convert", ConvertConfig),
+    convert=read_config(_CONVERT.value, ConvertConfig, "convert"),
     keep_illegal=_KEEP_ILLEGAL.value,
     tasks={t.id: t for t in load_tasks(_TASKS.value)} if _TASKS.value else {},
   )
+  config = read_config(_FILTERS.value, filters.FiltersConfig, "filters")
   if not _FILTER.value:
-    if _FILTERS.value.to_dict() != dataclasses.asdict(filters.FiltersConfig()):
+    if config != filters.FiltersConfig():
       raise ValueError("--filters.FIELD is given without --filter, which applies them")
     return Refiner(importer, tokenizer=_TOKENIZER.value, formats=formats)
-  config = section(whole, "filters", filters.FiltersConfig)
   benchmarks = filters.load_benchmarks(config)
   return Refiner(importer, config, benchmarks, _TOKENIZER.value, formats)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import json
 import logging as python_logging
@@ -19,7 +18,7 @@ from ml_collections import config_flags
 from ml_collections.config_dict import RequiredValueError
 
 from coa_jax import disk
-from coa_jax.config import ConfigError
+from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
 from experiments import distributed
 from experiments.refusal import stop
@@ -42,13 +41,17 @@ CPU_DEVICES = flags.DEFINE_integer(
 )
 
 
-def launch(journey: Journey) -> None:
+def launch(journey: Journey, config_class: type) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
 
-  A field that the config file leaves out can be given, too, as a Python literal or a
-  string; the journey says if there is none of that name.
-  A config, a file or a value that can not be used ends the program with one line on
-  standard error and exit status 2, before any work.
+  Any field can be given, whether the config file has it or not. A config, a file or a
+  value that can not be used ends the program with one line on standard error and exit
+  status 2, before any work.
+
+  Args:
+    journey: what runs.
+    config_class: the dataclass that it reads its config into; its defaults fill what
+      the file leaves out.
   """
   workdir = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
   flags.mark_flag_as_required("workdir")
@@ -65,40 +68,90 @@ def launch(journey: Journey) -> None:
       results = journey(config, workdir.value)
     show(results)
 
-  start(work)
+  start(work, config_class)
 
 
-def start(work: Callable[[ml_collections.ConfigDict], None]) -> None:
+def start(
+  work: Callable[[ml_collections.ConfigDict], None], config_class: type
+) -> None:
   """As `launch`, for a program that needs a config and no workdir."""
   # It tells of every request, so of every tool call, at a level that we show.
   python_logging.getLogger("httpx").setLevel(python_logging.WARNING)
-  config = config_flags.DEFINE_config_file("config", None, "configs/X.py[:ARGUMENT]")
-  flags.mark_flag_as_required("config")
-  for name in ("config", "workdir", "cpu_devices", "distributed", "compile_cache"):
-    if name in flags.FLAGS:  # --help lists them
-      flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+  file = ""
 
   def parse(argv: list[str]) -> list[str]:
-    file, argument = _config_file(argv)
-    given = _read_config(file, argument) if file else None
+    nonlocal file
     try:
-      argv, added = _split(argv, given)
-      sys.argv = argv  # where ml_collections looks for overrides
-      rest = flags.FLAGS(argv)
-      for path, value in added:
-        _add(config.value, path, value)
-      return rest
+      argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
+      file, argument, rest = _take_config(argv)
+      _define_config(file, argument, rest, config_class)
+      return flags.FLAGS(rest)
     except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
-      stop(_override_error(e, argv))
+      stop(_override_error(e, file))
 
   def main(argv: list[str]) -> None:
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}")
     prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
-    with_clear_errors(lambda: work(config.value), _config_file(sys.argv)[0])
+    with_clear_errors(lambda: work(flags.FLAGS.config), file)
 
   app.run(main, flags_parser=parse)
 
+
+def _define_config(
+  file: str, argument: list[str], argv: list[str], config_class: type
+) -> None:
+  """Defines the flag --config: the file's values, the defaults, a flag for each field.
+
+  Args:
+    file: the config file; "" for none, which the flag's parser then complains of.
+    argument: of its `get_config`, if it has one.
+    argv: the command line without --config.
+    config_class: the dataclass that the journey reads its config into.
+  """
+  paths = []
+  for word in argv:
+    name = word.lstrip("-").partition("=")[0].removeprefix("no")
+    if word.startswith("-") and name.startswith("config."):
+      paths.append(name.removeprefix("config."))
+      if not file:
+        stop(f"{word} needs a config to change: give --config=FILE, too")
+  if file:
+    config = _read_config(file, argument)
+    with config.unlocked():
+      fill_defaults(config, config_class)
+      for path in paths:
+        _make_sections(config, path)
+    config_flags.DEFINE_config_dict(
+      "config",
+      config,
+      "configs/X.py[:ARGUMENT]",
+      # Entries of a free dict, and misspelt fields, of which the journey says more.
+      accept_new_attributes=True,
+      lock_config=False,
+      sys_argv=argv,
+    )
+  else:
+    flags.DEFINE_string("config", None, "configs/X.py[:ARGUMENT]")
+    flags.mark_flag_as_required("config")
+  for name in ("config", "workdir", "cpu_devices", "distributed", "compile_cache"):
+    if name in flags.FLAGS:  # --help lists them
+      flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+
+
+def _make_sections(config: ml_collections.ConfigDict, path: str) -> None:
+  """Makes the sections on the way to a field that a flag sets, where there are none.
+
+  Raises:
+    ValueError: one of them is a value.
+  """
+  *sections, _ = path.split(".")
+  for name in sections:
+    if config.get(name) is None:
+      config[name] = ml_collections.ConfigDict()
+    config = config[name]
+    if not isinstance(config, ml_collections.ConfigDict):
+      raise ValueError(f"config.{path}: {name} is a value and has no fields")
 
 def run_program(main: Callable[[], Any]) -> None:
   """Runs a program that has flags of its own and no config; errors as of `launch`."""
@@ -197,25 +250,28 @@ def show(results: dict[str, Any]) -> None:
   print(json.dumps(results, indent=2, sort_keys=True))
 
 
-def _config_file(argv: list[str]) -> tuple[str, list[str]]:
-  """The file of --config, "" where there is none, and its :ARGUMENT if it has one.
+def _take_config(argv: list[str]) -> tuple[str, list[str], list[str]]:
+  """Takes --config from a command line.
 
-  Of several the last one counts, as for any flag.
+  Returns:
+    The file, "" where there is none; its :ARGUMENT if it has one; and the rest of the
+    command line. Of several files the last one counts, as for any flag.
   """
-  found, argument = "", []
-  for i, word in enumerate(argv):
-    name, _, value = word.lstrip("-").partition("=")
-    if name == "config":
-      value = value or (argv[i + 1] if i + 1 < len(argv) else "")
-      found, *argument = value.split(":", 1)
-  return found, argument
+  value = ""
+  rest = []
+  words = iter(argv)
+  for word in words:
+    name, equals, text = word.partition("=")
+    if name in ("-config", "--config"):
+      value = text if equals else next(words, "")
+    else:
+      rest.append(word)
+  file, *argument = value.split(":", 1)
+  return file, argument, rest
 
 
 def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
-  """What a config file answers; it is foreign code, and may fail in any way.
-
-  The flag --config reads it again: its own words for a file that fails are many lines.
-  """
+  """What a config file answers; it is foreign code, and may fail in any way."""
   if not os.path.isfile(file):
     stop(f"{file}: there is no such config file")
   get_config = config = None
@@ -240,59 +296,7 @@ def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
   return config
 
 
-def _split(
-  argv: list[str], given: ml_collections.ConfigDict | None
-) -> tuple[list[str], list[tuple[str, str]]]:
-  """The command line without overrides of fields that the config file leaves out.
-
-  Args:
-    argv: the command line.
-    given: what the config file answers; None without one.
-
-  Returns:
-    The rest, and of each such override the field's path and its value.
-  """
-  rest, added = [], []
-  words = iter(argv)
-  for word in words:
-    path, equals, value = word.lstrip("-").partition("=")
-    if word.startswith("-") and path.startswith("config."):
-      if given is None:
-        stop(f"{word} needs a config to change: give --config=FILE, too")
-      if _lacks(given, path.split(".")[1:]):
-        value = value if equals else next(words, "")
-        added.append((path.removeprefix("config."), value))
-        continue
-    rest.append(word)
-  return rest, added
-
-
-def _lacks(config: Any, names: list[str]) -> bool:
-  """Whether a path leads to no field of the config."""
-  for name in names:
-    if not isinstance(config, ml_collections.ConfigDict) or name not in config:
-      return True
-    config = config[name]
-  return False
-
-
-def _add(config: ml_collections.ConfigDict, path: str, value: str) -> None:
-  *sections, field = path.split(".")
-  with config.unlocked():
-    for name in sections:
-      if config.get(name) is None:
-        config[name] = ml_collections.ConfigDict()
-      config = config[name]
-      if not isinstance(config, ml_collections.ConfigDict):
-        raise ValueError(f"config.{path}: {name} is a value and has no fields")
-    try:
-      config[field] = ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-      config[field] = value
-
-
-def _override_error(error: Exception, argv: list[str]) -> str:
-  """A misspelt or mistyped flag, or a config file that fails, in words."""
-  file, _ = _config_file(argv)
+def _override_error(error: Exception, file: str) -> str:
+  """A misspelt or mistyped flag in words."""
   ours = isinstance(error, flags.Error) and "--config." not in str(error)
   return str(error) if ours else f"{file}: {error}"

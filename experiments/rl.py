@@ -9,4 +9,4 @@ from coa_jax import rl
 from experiments.launch import launch
 
 if __name__ == "__main__":
-  launch(rl.run)
+  launch(rl.run, rl.RLConfig)

@@ -11,13 +11,15 @@ The samples are kept: another band, on the same workdir, plays nothing again.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
 import ml_collections
 
 from coa_jax import evaluate
-from coa_jax.config import ConfigError, check_sections, section
+from coa_jax.config import ConfigError, read_config
+from coa_jax.fields import section
 from coa_jax.lock import hold
 from coa_jax.model.sharding import process_dir
 from coa_jax.protocol.trajectory import (
@@ -29,16 +31,33 @@ from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import correct, graded
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.tasks.rows import read_rows
-from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.sources import select_tasks
 from experiments.launch import launch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectTasksConfig(evaluate.EvaluateConfig):
+  """Config of a selection: an evaluation's sections, and `select`.
+
+  Where `select` names files of attempts, `tasks` is all that is needed besides.
+  """
+
+  init: str = ""
+  select: SelectConfig = section(SelectConfig)
+
+  def __post_init__(self):
+    if self.select.played:
+      return
+    super().__post_init__()
+    if self.eval.samples < 1:
+      raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Estimates pass rates and keeps the tasks that `select` asks for.
 
   Args:
-    config: sections as of `evaluate`, and `select`; where that names files of attempts,
-      `tasks` is all that is needed besides.
+    config: as `SelectTasksConfig` says.
     workdir: where everything goes.
 
   Returns:
@@ -48,22 +67,20 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before anything is played; see
       `evaluate.run`. Or no task is left.
   """
-  check_sections(config, (*evaluate.SECTIONS, "select"))
-  chosen = section(config, "select", SelectConfig)
-  used = _used(chosen.without)
-  if chosen.played:
-    played = [t for path in chosen.played for t in read_trajectories(path)]
+  settings = read_config(config, SelectTasksConfig)
+  select = settings.select
+  used = _used(select.without)
+  if select.played:
+    played = [t for path in select.played for t in read_trajectories(path)]
   else:
     rest = {name: config[name] for name in config if name != "select"}
-    if not config.get("eval") or config.eval.get("samples", 0) < 1:
-      raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
     evaluate.run(ml_collections.ConfigDict(rest), workdir)
     played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
-  tasks = select_tasks(section(config, "tasks", TasksConfig))
+  tasks = select_tasks(settings.tasks)
   counted = graded(played)
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
-  kept, funnel = keep_tasks(tasks, attempts, chosen, used)
-  results = {"select": chosen.__dict__, **funnel, **_spent(played, len(counted))}
+  kept, funnel = keep_tasks(tasks, attempts, select, used)
+  results = {"select": vars(select), **funnel, **_spent(played, len(counted))}
   with hold(process_dir(workdir)):
     write_json(os.path.join(workdir, "selection.json"), results)
     if not kept:
@@ -98,4 +115,4 @@ def _spent(played: list[Trajectory], counted: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  launch(run)
+  launch(run, SelectTasksConfig)

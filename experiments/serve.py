@@ -48,7 +48,7 @@ from coa_jax.rollout.streaming import (
   StreamingEpisode,
   TextDelta,
 )
-from coa_jax.serve import open_server
+from coa_jax.serve import ServeConfig, open_server
 from experiments import completions, launch
 from experiments.completions import Choice, Refused
 from tools_sandbox import http_server
@@ -305,4 +305,4 @@ def main(config: ml_collections.ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-  launch.start(main)
+  launch.start(main, ServeConfig)

@@ -9,4 +9,4 @@ from coa_jax import sft
 from experiments.launch import launch
 
 if __name__ == "__main__":
-  launch(sft.run)
+  launch(sft.run, sft.SFTConfig)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -21,13 +22,8 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import (
-  ConfigError,
-  check_sections,
-  hash_files,
-  prepare_workdir,
-  section,
-)
+from coa_jax.config import hash_files, prepare_workdir, read_config
+from coa_jax.fields import section
 from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.metrics import Metrics, write_json
@@ -52,8 +48,41 @@ from experiments.launch import launch, stop
 from tools_sandbox.search.index import read_corpus
 
 _TOOL = "wiki_search"
-_MAY_CHANGE = ("chat.base_url", "chat.timeout_s", "chat.retries", "chat.prices")
-_MAY_CHANGE += ("chat.key_file",)
+_MAY_CHANGE = (
+  "synthesis.workers",
+  "chat.base_url",
+  "chat.timeout_s",
+  "chat.retries",
+  "chat.prices",
+  "chat.key_file",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SynthesizeConfig:
+  """Config of synthesis: its sections.
+
+  Attributes:
+    synthesis: how many tasks, and of which kind.
+    tools: the search tool, and the corpus that it searches.
+    chat: the endpoint of `synthesis.brain="chat"`.
+  """
+
+  synthesis: SynthesisConfig = section(SynthesisConfig)
+  tools: ToolsConfig = section(ToolsConfig)
+  chat: TeacherChatConfig | None = None
+
+  def __post_init__(self):
+    brain = self.synthesis.brain
+    if brain == "chat" and self.chat is None:
+      raise ValueError("config lacks section 'chat', for synthesis.brain='chat'")
+    if brain != "chat" and self.chat is not None:
+      raise ValueError(
+        f"config has no section 'chat' with synthesis.brain={brain!r}: it is read with "
+        "synthesis.brain='chat' alone"
+      )
+    if _TOOL not in self.tools.tools or not self.tools.corpus:
+      raise ValueError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
 
 
 @exclusive()
@@ -61,7 +90,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Synthesises tasks over `tools.corpus` through its search tool.
 
   Args:
-    config: sections synthesis and tools, and chat where it writes.
+    config: as `SynthesizeConfig` says.
     workdir: where everything goes.
 
   Returns:
@@ -71,28 +100,30 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before anything is asked.
     InfrastructureError, RefusedError: the endpoint or the tool fails or refuses.
   """
-  plan = section(config, "synthesis", SynthesisConfig)
-  asked = ("chat",) if plan.brain == "chat" else ()
-  check_sections(config, ("synthesis", "tools", *asked), needed=("tools", *asked))
-  tools = section(config, "tools", ToolsConfig)
-  chat = section(config, "chat", TeacherChatConfig) if asked else None
-  if _TOOL not in tools.tools or not tools.corpus:
-    raise ConfigError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
+  # --- Read the config, and the corpus.
+  settings = read_config(config, SynthesizeConfig)
+  plan = settings.synthesis
+  tools = settings.tools
   passages = collections.defaultdict(list)  # a long page may be in several
   for page in read_corpus(tools.corpus):
     passages[page.title].append(page.text)
   corpus = Corpus({title: "\n".join(t) for title, t in passages.items() if title})
   titles = sorted(corpus.documents)
   random.Random(plan.seed).shuffle(titles)
-  read = {"tools.corpus": hash_files(tools.corpus)}
-  prepare_workdir(config, workdir, (*_MAY_CHANGE, "synthesis.workers"), read)
+  prepare_workdir(
+    settings,
+    workdir,
+    may_change=_MAY_CHANGE,
+    inputs={"tools.corpus": hash_files(tools.corpus)},
+  )
   path = os.path.join(workdir, "calls.jsonl")
   with contextlib.ExitStack() as stack:
     toolbox = stack.enter_context(Toolbox(tools))
     brain, usd = cloze.answer, {}
-    if chat is not None:
-      brain = stack.enter_context(ChatBrain(chat, os.environ.get("COA_API_KEY")))
-      usd = {"usd": chat.usd}
+    if settings.chat is not None:
+      brain = ChatBrain(settings.chat, os.environ.get("COA_API_KEY"))
+      stack.enter_context(brain)
+      usd = {"usd": settings.chat.usd}
     journal = stack.enter_context(Journal(path, **usd))
 
     def maker(key: str) -> Synthesizer:
@@ -177,4 +208,4 @@ def with_service_errors(
 
 
 if __name__ == "__main__":
-  launch(with_service_errors)
+  launch(with_service_errors, SynthesizeConfig)

@@ -7,7 +7,7 @@ import re
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.rl import AlgoConfig
 
@@ -15,7 +15,7 @@ from coa_jax.rl import AlgoConfig
 def read(**fields) -> AlgoConfig:
   """The section with these fields; a dict is a section inside."""
   config = ml_collections.ConfigDict({"algo": {"steps": 1, **fields}})
-  return section(config, "algo", AlgoConfig)
+  return read_config(config.algo, AlgoConfig, "algo")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -17,14 +17,23 @@ import pytest
 import coa_jax
 from coa_jax.config import (
   ConfigError,
-  check_sections,
   hash_files,
   hash_json,
   nearest,
-  optional,
   prepare_workdir,
-  section,
+  read_config,
 )
+from coa_jax.fields import bounded, check_fields, choice, section
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+  """A section inside a section."""
+
+  clip: float = bounded(0.2, least=0, most=1, was="clip_range")
+
+  def __post_init__(self):
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,64 +45,121 @@ class Optim:
   name: str = "adamw"
   tools: tuple[str, ...] = ()
   corpus: str | None = None
-  clip: float | None = None
+  norm: float | None = None
   nesterov: bool = False
   meta: dict = dataclasses.field(default_factory=dict)
+  loss: Loss = section(Loss)
 
   def __post_init__(self):
     if self.steps < 0:
       raise ValueError("steps must not be negative")
 
 
+@dataclasses.dataclass(frozen=True)
+class Log:
+  """A section that may be missing."""
+
+  project: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  """A journey's config."""
+
+  optim: Optim
+  init: str = ""
+  log: Log | None = None
+
+  def __post_init__(self):
+    if self.init == "nowhere":
+      raise ValueError("init is nowhere")
+
+
 def config(**optim) -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({"optim": {"steps": 3, **optim}})
 
 
+def read(**optim) -> Optim:
+  return read_config(config(**optim), Whole).optim
+
+
 def test_a_section_becomes_its_dataclass():
-  read = section(config(lr=0.5, tools=["a", "b"], corpus="x"), "optim", Optim)
-  assert read == Optim(3, 0.5, tools=("a", "b"), corpus="x")
-  assert isinstance(hash(read.tools), int)
-  nested = section(config(meta=ml_collections.ConfigDict({"a": 1})), "optim", Optim)
-  assert nested.meta == {"a": 1} and type(nested.meta) is dict
+  whole = read_config(config(lr=0.5, tools=["a", "b"], corpus="x"), Whole)
+  assert whole == Whole(Optim(3, 0.5, tools=("a", "b"), corpus="x"))
+  assert isinstance(hash(whole.optim.tools), int)
+  meta = read(meta=ml_collections.ConfigDict({"a": 1})).meta
+  assert meta == {"a": 1} and type(meta) is dict
+  assert read(loss={"clip": 1}).loss.clip == 1.0
 
 
-@pytest.mark.parametrize("field", ["lr", "clip"])
+@pytest.mark.parametrize("field", ["lr", "norm"])
 def test_an_int_will_do_for_a_float(field: str):
-  value = getattr(section(config(**{field: 1}), "optim", Optim), field)
+  value = getattr(read(**{field: 1}), field)
   assert value == 1.0 and type(value) is float
 
 
 def test_none_will_do_where_it_is_allowed():
-  read = section(config(corpus=None, clip=None), "optim", Optim)
-  assert read.corpus is None and read.clip is None
+  assert read(corpus=None, norm=None) == Optim(3)
+
+
+@pytest.mark.parametrize("empty", [None, "", {}])
+def test_an_empty_section_is_none_or_its_defaults(empty):
+  given = ml_collections.ConfigDict({"optim": {"steps": 3}, "log": empty})
+  assert read_config(given, Whole).log is None
+  assert read_config(ml_collections.ConfigDict({"a": empty}), Defaults).a == Log()
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+  """A config that may be empty."""
+
+  a: Log = section(Log)
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
     ({"lrr": 1.0}, "config section 'optim' has no field 'lrr'; did you mean 'lr'?"),
-    ({"nestrov": True}, "no field 'nestrov'; did you mean 'nesterov'?"),
-    ({"zzz": 1}, "no field 'zzz'; there are clip, corpus, lr, meta, name, nesterov"),
+    ({"zzz": 1}, "no field 'zzz'; there are corpus, loss, lr, meta, name, nesterov"),
+    ({"clip": 1.0}, "has no field 'clip'; did you mean 'loss.clip'?"),
+    ({"clip_range": 1.0}, "no field 'clip_range'; it is called 'loss.clip' now"),
     ({"lr": "0.1"}, "config.optim.lr is '0.1'; it must be of type float"),
-    ({"lr": True}, "config.optim.lr is True; it must be of type float"),
-    ({"steps": 1.5}, "config.optim.steps is 1.5; it must be of type int"),
-    ({"steps": True}, "config.optim.steps is True; it must be of type int"),
-    ({"name": 3}, "config.optim.name is 3; it must be of type str"),
-    ({"name": None}, "config.optim.name is None; it must be of type str"),
     ({"corpus": 3}, "config.optim.corpus is 3; it must be of type str or NoneType"),
-    ({"nesterov": 1}, "config.optim.nesterov is 1; it must be of type bool"),
-    ({"tools": "code"}, "config.optim.tools is 'code'; it must be of type tuple"),
+    ({"tools": ("a", 3)}, "config.optim.tools[1] is 3; it must be of type str"),
     ({"steps": -1}, "config section 'optim': steps must not be negative"),
+    ({"steps": None}, "config section 'optim' lacks field 'steps'"),
+    ({"loss": {"clp": 1}}, "section 'optim.loss' has no field 'clp'; did you mean"),
+    ({"loss": {"clip": 1.5}}, "'optim.loss': clip is 1.5; it must be from 0 to 1"),
   ],
 )
 def test_a_field_that_can_not_be_used_is_named(changes, message: str):
   with pytest.raises(ConfigError) as e:
-    section(config(**changes), "optim", Optim)
+    read(**changes)
   assert message in str(e.value) and "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    ({}, "config section 'optim' lacks field 'steps'"),
+    ({"optimm": {}}, "config has no section 'optimm'; did you mean 'optim'?"),
+    ({"qqqq": {}}, "config has no section 'qqqq'; there are init, log, optim"),
+    ({"init": 3}, "config.init is 3; it must be of type str"),
+    ({"init": "nowhere", "optim": {"steps": 1}}, "init is nowhere"),
+    *(
+      ({"optim": value}, "must be a section") for value in (3, 1.5, True, "x", ("a",))
+    ),
+    ({"log": 3, "optim": {"steps": 1}}, "config.log is 3; it must be a section"),
+  ],
+)
+def test_a_config_that_can_not_be_used_is_refused(given, message: str):
+  with pytest.raises(ConfigError) as e:
+    read_config(ml_collections.ConfigDict(given), Whole)
+  assert message in str(e.value)
+
+
 def sections() -> list[type]:
-  """Every dataclass of the library that a section of a config is read into."""
+  """Every dataclass of the library that a config or a section is read into."""
   found = {}
   for module in pkgutil.walk_packages(coa_jax.__path__, "coa_jax."):
     if "vllm" in module.name:  # what another environment loads
@@ -105,6 +171,7 @@ def sections() -> list[type]:
   return [found[name] for name in sorted(found)]
 
 
+EACH = pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
 # For a field of each type values that it can not have, and JSON's own for all.
 WRONG = {
   float: (math.nan, math.inf, -math.inf, "x", True, (1.0,)),
@@ -116,7 +183,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
+@EACH
 def test_no_field_of_any_section_takes_what_is_not_of_its_type(cls: type):
   hints = typing.get_type_hints(cls)
   for field in dataclasses.fields(cls):
@@ -127,57 +194,65 @@ def test_no_field_of_any_section_takes_what_is_not_of_its_type(cls: type):
     if len(wrong) > 1 or typing.Any in kinds:
       continue
     for value in WRONG[wrong.pop()] if wrong else (3, "x"):
-      given = ml_collections.ConfigDict({"part": {field.name: value}})
+      given = ml_collections.ConfigDict({field.name: value})
       with pytest.raises(ConfigError, match=rf"config\.part\.{field.name}\b") as e:
-        section(given, "part", cls)
+        read_config(given, cls, "part")
       assert len(str(e.value)) < 300
 
 
-@pytest.mark.parametrize("value", [3, 1.5, True, "x", ("a",)])
-def test_a_section_that_is_a_value_is_named(value):
-  given = ml_collections.ConfigDict({"optim": value})
-  for read in (section, optional):
-    with pytest.raises(ConfigError, match=r"config\.optim is .*must be a section"):
-      read(given, "optim", Optim)
-  with pytest.raises(ConfigError, match=r"config\.optim is .*must be a section"):
-    check_sections(given, ("optim",))
+def beyond(field: dataclasses.Field) -> list:
+  """Values just beyond a field's bounds, and names that are not among its choices."""
+  bounds = field.metadata
+  step = 1 if field.type == "int" else 0.5
+  out = [bounds[name] for name in ("above", "below") if name in bounds]
+  if "least" in bounds:
+    out.append(bounds["least"] - step)
+  if "most" in bounds:
+    out.append(bounds["most"] + step)
+  return ["nothing of that name"] if "of" in bounds else out
 
 
-def test_an_entry_of_a_list_is_named():
-  with pytest.raises(ConfigError, match=r"config\.optim\.tools\[1\] is 3"):
-    section(config(tools=("a", 3)), "optim", Optim)
+@EACH
+def test_a_value_beyond_its_bounds_is_refused_and_the_field_named(cls: type):
+  hints = typing.get_type_hints(cls)
+  for field in dataclasses.fields(cls):
+    for value in beyond(field):
+      value = float(value) if hints[field.name] is float else value
+      required = {
+        f.name: _some(hints[f.name])
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+      }
+      given = ml_collections.ConfigDict({**required, field.name: value})
+      message = rf"^config section 'part': {field.name} .*{value}.*(must be|accepted: )"
+      with pytest.raises(ConfigError, match=message):
+        read_config(given, cls, "part")
+
+
+def _some(hint: type):
+  """A value of a required field."""
+  return {int: 1, str: "x", float: 1.0}[hint]
 
 
 @pytest.mark.parametrize(
-  "text",
-  ["", '{"config": {"opt', "[]", "{}", '{"config": [1]}', "[" * 100_000],
+  ("field", "value", "words"),
+  [
+    (bounded(least=1), 0, "at least 1"),
+    (bounded(above=0), 0.0, "above 0"),
+    (bounded(most=2), 3, "at most 2"),
+    (bounded(least=0, most=1), 1.5, "from 0 to 1"),
+    (bounded(least=0, below=1), 1.0, "at least 0 and below 1"),
+    (bounded(above=0), math.nan, "a finite number"),
+  ],
 )
-def test_a_damaged_record_of_a_run_is_named(tmp_path, text: str):
-  prepare_workdir(config(), begin(str(tmp_path / "run")))
-  (tmp_path / "run" / "config.json").write_text(text)
-  with pytest.raises(ConfigError, match=r"run/config\.json: .* choose another workdir"):
-    prepare_workdir(config(), str(tmp_path / "run"))
-
-
-@pytest.mark.parametrize("given", [{}, {"optim": {"lr": 0.1}}, {"optim": {}}])
-def test_a_missing_field_is_named(given):
-  with pytest.raises(ConfigError, match="section 'optim' lacks field 'steps'"):
-    section(ml_collections.ConfigDict(given), "optim", Optim)
-
-
-def test_a_section_that_nothing_reads_is_refused():
-  check_sections(config(), ("optim", "data"))
-  with pytest.raises(ConfigError, match=r"no section 'optim'; did you mean 'optimum'"):
-    check_sections(config(), ("optimum", "data"))
-  with pytest.raises(ConfigError, match="no section 'optim'; there are data, zoo"):
-    check_sections(config(), ("zoo", "data"))
-
-
-@pytest.mark.parametrize("given", [{}, {"init": ""}, {"init": None}])
-def test_what_a_journey_can_not_do_without_is_named(given):
-  check_sections(ml_collections.ConfigDict({"init": "x"}), ("init",), ("init",))
-  with pytest.raises(ConfigError, match="config lacks field 'init'"):
-    check_sections(ml_collections.ConfigDict(given), ("init",), ("init",))
+def test_bounds_are_told_in_words(field, value, words: str):
+  cls = dataclasses.make_dataclass("Part", [("size", float, field)])
+  with pytest.raises(ValueError, match=f"^size is {value}; it must be {words}$"):
+    check_fields(cls(value))
+  cls = dataclasses.make_dataclass("Part", [("name", str, choice("a", of=("a", "b")))])
+  check_fields(cls("b"))
+  with pytest.raises(ValueError, match="^name 'c'; accepted: a, b$"):
+    check_fields(cls("c"))
 
 
 def test_nearest_names_one_or_all():
@@ -193,25 +268,55 @@ def begin(workdir: str) -> str:
   return workdir
 
 
+def whole(**optim) -> Whole:
+  return read_config(config(**optim), Whole)
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["", '{"config": {"opt', "[]", "{}", '{"config": [1]}', "[" * 100_000],
+)
+def test_a_damaged_record_of_a_run_is_named(tmp_path, text: str):
+  prepare_workdir(whole(), begin(str(tmp_path / "run")))
+  (tmp_path / "run" / "config.json").write_text(text)
+  with pytest.raises(ConfigError, match=r"run/config\.json: .* choose another workdir"):
+    prepare_workdir(whole(), str(tmp_path / "run"))
+
+
 def test_a_workdir_belongs_to_one_config(tmp_path):
   workdir = str(tmp_path / "run")
-  prepare_workdir(config(tools=("a",)), workdir)
+  prepare_workdir(whole(tools=("a",)), workdir)
   written = json.loads((tmp_path / "run" / "config.json").read_text())
-  assert written["config"]["optim"] == {"steps": 3, "tools": ["a"]}
+  assert written["config"]["optim"]["tools"] == ["a"]
+  assert written["config"]["optim"]["lr"] == 1e-3  # the whole config
   assert "git_commit" in written
-  prepare_workdir(config(tools=("b",)), workdir)  # nothing has come of it yet
-  prepare_workdir(config(tools=("a",)), workdir)
+  prepare_workdir(whole(tools=("b",)), workdir)  # nothing has come of it yet
+  prepare_workdir(whole(tools=("a",)), workdir)
   (tmp_path / "run" / "checkpoints").mkdir()
   log = tmp_path / "run" / "checkpoints" / "metrics.jsonl"
   log.write_text("")
-  prepare_workdir(config(tools=("b",)), workdir)
-  prepare_workdir(config(tools=("a",)), workdir)
+  prepare_workdir(whole(tools=("b",)), workdir)
+  prepare_workdir(whole(tools=("a",)), workdir)
   log.write_text("{}\n")
-  prepare_workdir(config(tools=("a",)), workdir)
-  with pytest.raises(ConfigError, match=r"holds a run whose section 'optim' was"):
-    prepare_workdir(config(tools=("b",)), workdir)
+  prepare_workdir(whole(tools=("a",)), workdir)
+  with pytest.raises(ConfigError, match=r"a run whose optim\.tools was .*'a'.* not .*"):
+    prepare_workdir(whole(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
   assert again == written
+
+
+def test_a_field_that_a_record_lacks_counts_as_its_default(tmp_path):
+  """An earlier version had fewer fields, or wrote only those that were given."""
+  workdir = begin(str(tmp_path / "run"))
+  record = {"config": {"optim": {"steps": 3}, "log": ""}, "git_commit": None}
+  (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+  prepare_workdir(whole(), workdir)
+  with pytest.raises(ConfigError, match=r"whose optim\.loss\.clip was 0\.2 and not 0"):
+    prepare_workdir(whole(loss={"clip": 0.0}), workdir)
+  record["config"]["optim"]["clip_range"] = 0.2
+  (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+  with pytest.raises(ConfigError, match=r"another config .*called 'loss\.clip' now"):
+    prepare_workdir(whole(), workdir)
 
 
 def test_a_workdir_belongs_to_what_was_read(tmp_path):
@@ -222,54 +327,55 @@ def test_a_workdir_belongs_to_what_was_read(tmp_path):
   file.write_bytes(bytes(3 << 20))
 
   def go():
-    read = {"tasks": hash_json([{"id": "a"}])}
-    read["init"] = hash_files(str(file.parent), samples=16)
-    prepare_workdir(config(), workdir, inputs=read)
+    inputs = {"tasks": hash_json([{"id": "a"}])}
+    inputs["init"] = hash_files(str(file.parent), samples=16)
+    prepare_workdir(whole(), workdir, inputs=inputs)
 
   go()
   go()
-  prepare_workdir(config(), workdir)  # who names no inputs is not asked
+  prepare_workdir(whole(), workdir)  # who names no inputs is not asked
   with file.open("r+b") as f:
     f.seek(12 * (3 << 20) // 16)
     f.write(b"x")
   with pytest.raises(ConfigError, match="read other contents of init; choose another"):
     go()
-  whole = hash_files(str(file))
-  assert hash_files(None) == hash_files("") != whole
+  digest = hash_files(str(file))
+  assert hash_files(None) == hash_files("") != digest
   with file.open("r+b") as f:
     f.seek(-1, 2)
     f.write(b"x")
-  assert hash_files(str(file)) != whole
+  assert hash_files(str(file)) != digest
   assert hash_json([1, 2]) != hash_json([2, 1])
 
 
 def test_what_may_change_may_also_appear(tmp_path):
   """A run that began before section `log` goes on with it, and the other way round."""
-  both = config(), config()
-  both[1].log = ml_collections.ConfigDict({"wandb_project": "x"})
-  for i, (first, second) in enumerate((both, both[::-1])):
-    workdir = begin(str(tmp_path / str(i)))
-    prepare_workdir(first, workdir)
-    prepare_workdir(second, workdir, may_change=("log.wandb_project",))
-    both[1].log.wandb_project = "y"
-  prepare_workdir(both[0], begin(str(tmp_path / "strict")))
-  with pytest.raises(ConfigError, match="whose section 'log' was None"):
-    prepare_workdir(both[1], str(tmp_path / "strict"))
+  plain = whole()
+  logged = dataclasses.replace(plain, log=Log("x"))
+  renamed = dataclasses.replace(plain, log=Log("y"))
+  for may_change in ("log", "log.project"):
+    for i, runs in enumerate(((plain, logged, renamed), (renamed, logged))):
+      workdir = begin(str(tmp_path / f"{may_change}{i}"))
+      for settings in runs:
+        prepare_workdir(settings, workdir, may_change=(may_change,))
+  prepare_workdir(plain, begin(str(tmp_path / "strict")))
+  with pytest.raises(ConfigError, match="whose log was None"):
+    prepare_workdir(logged, str(tmp_path / "strict"))
 
 
 def test_what_was_only_derived_binds_no_other_config(tmp_path):
   workdir, derived = tmp_path / "run", ("data",)
-  prepare_workdir(config(lr=0.1), str(workdir), derived=derived)
+  prepare_workdir(whole(lr=0.1), str(workdir), derived=derived)
   (workdir / "data").mkdir()
   (workdir / "data" / "tokens").write_text("1 2 3")
-  prepare_workdir(config(lr=0.1), str(workdir), derived=derived)
+  prepare_workdir(whole(lr=0.1), str(workdir), derived=derived)
   assert (workdir / "data" / "tokens").exists()
-  with pytest.raises(ConfigError, match="holds a run whose section 'optim'"):
-    prepare_workdir(config(lr=0.2), str(workdir))
-  prepare_workdir(config(lr=0.2), str(workdir), derived=derived)
+  with pytest.raises(ConfigError, match=r"holds a run whose optim\.lr was 0\.1"):
+    prepare_workdir(whole(lr=0.2), str(workdir))
+  prepare_workdir(whole(lr=0.2), str(workdir), derived=derived)
   assert not (workdir / "data").exists()
   (workdir / "data").mkdir()
   (workdir / "metrics.jsonl").write_text("{}\n")
-  with pytest.raises(ConfigError, match="holds a run whose section 'optim'"):
-    prepare_workdir(config(lr=0.1), str(workdir), derived=derived)
+  with pytest.raises(ConfigError, match=r"holds a run whose optim\.lr was 0\.2"):
+    prepare_workdir(whole(lr=0.1), str(workdir), derived=derived)
   assert (workdir / "data").exists()

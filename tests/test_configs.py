@@ -1,29 +1,38 @@
-"""Every config builds, and every field of it is read."""
+"""Every config builds, and its program reads every field of it."""
 
 from __future__ import annotations
 
 import ast
-import importlib
+import json
 import pathlib
 import re
 import runpy
 
-import ml_collections
 import pytest
 
-from coa_jax.config import section
-from coa_jax.model.hf.io import LoadConfig
+from coa_jax.config import as_json, fill_defaults, read_config
+from coa_jax.distill import DistillConfig
+from coa_jax.evaluate import EvaluateConfig
+from coa_jax.rl import RLConfig
+from coa_jax.sft import SFTConfig
+from experiments.select_tasks import SelectTasksConfig
+from experiments.studies.tool_formats import FormatStudyConfig
+from experiments.synthesize import SynthesizeConfig
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("[!_]*.py"))
 EACH = pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 
 
-# Programs with configs of their own, and where the sections of those are read.
-PROGRAMS = {
-  "studies.tool_formats": ["coa_jax.evaluate", "experiments.studies.tool_formats"],
-  "select_tasks": ["coa_jax.evaluate", "experiments.select_tasks"],
-  "synthesize": ["experiments.synthesize"],
+# What each program reads its config into.
+CLASSES = {
+  "distill": DistillConfig,
+  "sft": SFTConfig,
+  "rl": RLConfig,
+  "evaluate": EvaluateConfig,
+  "studies.tool_formats": FormatStudyConfig,
+  "select_tasks": SelectTasksConfig,
+  "synthesize": SynthesizeConfig,
 }
 
 
@@ -38,42 +47,16 @@ def journey_of(path: pathlib.Path) -> str:
   return commands[0]
 
 
-def readers(journey: str) -> dict[str, list[type]]:
-  """Section -> the dataclasses that the journey's source reads it into."""
-  names = [f"coa_jax.{journey}"]
-  if journey in PROGRAMS:
-    names = PROGRAMS[journey]
-  out: dict[str, list[type]] = {}
-  for module in map(importlib.import_module, names):
-    for node in ast.walk(ast.parse(pathlib.Path(module.__file__).read_text())):
-      if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
-        name, cls = ast.literal_eval(node.args[1]), ast.unparse(node.args[2])
-        found = out.setdefault(name, [])
-        if getattr(module, cls) not in found:
-          found.append(getattr(module, cls))
-  return out
-
-
 @EACH
 @pytest.mark.parametrize("arg", ["", "tiny"])
-def test_every_field_of_a_config_is_read(path: pathlib.Path, arg: str):
+def test_a_config_is_read_and_its_defaults_can_be_written_out(path, arg: str):
   config = runpy.run_path(str(path))["get_config"](arg)
-  assert isinstance(config, ml_collections.ConfigDict)
-  journey = journey_of(path)
-  read = readers(journey)
-  for name, value in config.items():
-    if name not in read:  # a model folder, or "" for none
-      assert name == "init" and isinstance(value, str)
-      continue
-    classes = read[name]
-    if len(classes) > 1:  # a folder's model, or an architecture of its own
-      own = not config.get("init")
-      (cls,) = [c for c in classes if (c is not LoadConfig) == own]
-    else:
-      (cls,) = classes
-    given = {"vocab_size": 1} if cls.__name__ == "ModelConfig" else {}
-    whole = ml_collections.ConfigDict({name: {**given, **value}})
-    assert section(whole, name, cls) is not None
+  cls = CLASSES[journey_of(path)]
+  settings = read_config(config, cls)
+  fill_defaults(config, cls)
+  assert read_config(config, cls) == settings
+  again = json.loads(json.dumps(as_json(settings)))
+  assert read_config(again, cls) == settings
 
 
 @EACH
@@ -92,7 +75,7 @@ def test_a_config_opens_with_what_to_expect(path: pathlib.Path):
 
 def test_there_are_configs_for_every_journey():
   journeys = {journey_of(path) for path in FILES}
-  assert journeys == {"distill", "sft", "rl", "evaluate", *PROGRAMS}
+  assert journeys == set(CLASSES)
 
 
 def test_an_algorithm_has_a_tiny_form_too():

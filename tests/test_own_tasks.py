@@ -135,8 +135,8 @@ def test_what_the_infrastructure_ended_is_played_again(tmp_path):
     Trajectory("x", [], sample=n, status=status)
     for n, status in enumerate((Status.INFRASTRUCTURE, Status.ENDED))
   )
-  part = evaluate._Part(str(path))
+  part = evaluate.AttemptLog(str(path))
   list(part.added(iter([(0, lost), (1, played)])))
-  again = evaluate._Part(str(path))
+  again = evaluate.AttemptLog(str(path))
   assert [(place, t.sample) for place, t in again.ended] == [(1, 1)]
   assert len(path.read_text().splitlines()) == 2

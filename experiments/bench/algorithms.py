@@ -30,7 +30,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax import rl
-from coa_jax.config import prepare_workdir
+from coa_jax.config import prepare_workdir, read_config
 from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.lock import InUseError
@@ -175,9 +175,9 @@ def train(
   todo = []
   for config, own in jobs:
     if os.path.exists(os.path.join(own, "results.json")):
-      prepare_workdir(
-        config, own, may_change=("log.wandb_project",)
-      )  # of the same settings
+      # Of the same settings.
+      settings = read_config(config, rl.RLConfig)
+      prepare_workdir(settings, own, may_change=("log.wandb_project",))
       spent.append(read_metrics(own, "rl")[-1]["seconds"])
     else:
       todo.append((config, own))

@@ -31,7 +31,8 @@ import ml_collections
 import rich
 
 from coa_jax import evaluate
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
+from coa_jax.fields import section
 from coa_jax.lock import exclusive
 from coa_jax.model.sharding import process_dir
 from coa_jax.protocol.roles import get_variant
@@ -51,7 +52,6 @@ from coa_jax.report.scores import (
   proportion_interval,
 )
 from coa_jax.report.tables import Table, rich_table
-from coa_jax.rollout.types import RolloutConfig
 from coa_jax.tools.code_session import Cells
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments.launch import launch
@@ -88,6 +88,28 @@ class FormatsConfig:
     for name in self.tools:
       if not _NAME.fullmatch(name):
         raise ValueError(f"tools: {name!r} names a folder: {_NAME.pattern}")
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatStudyConfig(evaluate.EvaluateConfig):
+  """Config of the study: an evaluation's sections, and `formats`."""
+
+  formats: FormatsConfig = section(FormatsConfig)
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.rollout.style != "full":
+      raise ConfigError("config.rollout.style: only 'full' describes formats")
+    if self.rollout.constrain:
+      raise ConfigError(
+        "config.rollout.constrain: the grammar knows the protocol's own tools only; "
+        "set it to False"
+      )
+    if self.tools.mcp or self.tools.descriptions:
+      raise ConfigError(
+        "config.tools: a format describes the tools itself; leave out tools.mcp and "
+        "tools.descriptions"
+      )
 
 
 class RenamedTools:
@@ -148,8 +170,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Raises:
     ConfigError, ValueError, FileNotFoundError: as `evaluate.run`.
   """
-  plan = section(config, "formats", FormatsConfig)
-  _check(config)
+  plan = read_config(config, FormatStudyConfig).formats
   for tools in plan.tools.values():  # before anything is played
     with Toolbox(tools):
       pass
@@ -186,29 +207,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   return results
 
 
-def _check(config: ml_collections.ConfigDict) -> None:
-  """Refuses an evaluation whose tools can not be renamed (ConfigError)."""
-  rollout = section(config, "rollout", RolloutConfig)
-  if rollout.style != "full":
-    raise ConfigError("config.rollout.style: only 'full' describes formats")
-  if rollout.constrain:
-    raise ConfigError(
-      "config.rollout.constrain: the grammar knows the protocol's own tools only; set "
-      "it to False"
-    )
-  tools = section(config, "tools", ToolsConfig)
-  if tools.mcp or tools.descriptions:
-    raise ConfigError(
-      "config.tools: a format describes the tools itself; leave out tools.mcp and "
-      "tools.descriptions"
-    )
-
-
 def _draw(config: ml_collections.ConfigDict, held_out: bool, number: int) -> ToolNaming:
   """Draws the format of this number for the tools of an evaluation."""
-  rollout = section(config, "rollout", RolloutConfig)
-  tools = section(config, "tools", ToolsConfig)
-  variant = get_variant(rollout.variant).with_tools(tools.tool_descriptions)
+  settings = read_config(config, evaluate.EvaluateConfig)
+  variant = get_variant(settings.rollout.variant)
+  variant = variant.with_tools(settings.tools.tool_descriptions)
   naming = draw_naming(variant, random.Random(f"0/{held_out}/{number}"), held_out)
   assert naming is not None  # without bodies to hold, every format will do
   return naming
@@ -222,12 +225,13 @@ def _play(
 ) -> tuple[dict[str, Any], dict[str, float]]:
   """Evaluates one format; returns its row, and the accuracy of each task."""
   folder = os.path.join(workdir, name)
-  rollout = section(config, "rollout", RolloutConfig)
-  tools = section(config, "tools", ToolsConfig)
+  settings = read_config(config, evaluate.EvaluateConfig)
+  tools = settings.tools
   if naming is None:
     found = evaluate.run(config, folder)
   else:
-    variant = get_variant(rollout.variant).with_tools(tools.tool_descriptions)
+    variant = get_variant(settings.rollout.variant)
+    variant = variant.with_tools(tools.tool_descriptions)
     found = evaluate.run(
       config,
       folder,
@@ -291,4 +295,4 @@ def _in_words(figure: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-  launch(run)
+  launch(run, FormatStudyConfig)

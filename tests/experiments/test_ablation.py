@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from coa_jax.config import section
+from coa_jax.config import read_config
 from coa_jax.distill import TeacherConfig
 from coa_jax.evaluate import EvalConfig
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
@@ -82,7 +82,7 @@ def test_every_config_is_one_that_its_journey_reads(budget):
   for arm in ARMS:
     for job in jobs_of(arm, budget):
       for name, cls in _READ.get(job.kind, {}).items():
-        section(job.config, name, cls)
+        read_config(job.config[name], cls, name)
 
 
 def test_equal_work_is_one_job_and_other_work_another():

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
 from coa_jax.disk import DiskError
 from coa_jax.learner.algorithms import PRESETS
 from coa_jax.lock import InUseError
-from coa_jax.rl import AlgoConfig
+from coa_jax.rl import AlgoConfig, RLConfig
 from experiments.bench import algorithms as bench
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -26,16 +26,15 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def test_every_run_has_the_presets_fields_and_the_same_budget(name, quick, tmp_path):
   (tmp_path / "sft" / "model").mkdir(parents=True)
   config = bench.config_of(name, str(tmp_path), 2, 5, quick)
-  algo = section(config, "algo", AlgoConfig)
+  algo = read_config(config.algo, AlgoConfig, "algo")
   for part, fields in PRESETS[name].items():
     values = vars(getattr(algo, part))
     assert {k: v for k, v in values.items() if k in fields and k != "rounds"} == {
       k: v for k, v in fields.items() if k != "rounds"
     }
   assert algo.sampling.rounds == 1
-  other = section(
-    bench.config_of("dapo", str(tmp_path), 2, 5, quick), "algo", AlgoConfig
-  )
+  config = bench.config_of("dapo", str(tmp_path), 2, 5, quick)
+  other = read_config(config.algo, AlgoConfig, "algo")
   assert algo.steps == other.steps
   assert algo.sampling.prompts == other.sampling.prompts
   assert algo.sampling.samples == other.sampling.samples
@@ -158,7 +157,7 @@ def test_runs_that_ended_are_not_made_again_and_one_that_fails_costs_no_other(
     did.append(workdir)
     if "ppo" in workdir and len(did) == 1:
       raise ValueError("no good")
-    bench.prepare_workdir(config, workdir)
+    bench.prepare_workdir(read_config(config, RLConfig), workdir)
     row = {"stage": "rl", "step": 1, "reward": 0.5, "seconds": 2.0}
     (pathlib.Path(workdir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (pathlib.Path(workdir) / "results.json").write_text("{}")

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from coa_jax import rl
-from coa_jax.config import section
+from coa_jax.config import read_config
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tools.toolbox import ToolsConfig
@@ -22,10 +22,10 @@ from experiments.bench import async_rl as bench
 def test_contestants_differ_in_what_is_compared_alone(quick, tmp_path):
   (tmp_path / "sft" / "model").mkdir(parents=True)
   args = str(tmp_path), 2, 5, quick
-  plain = section(bench.config_of(*args, {}), "algo", rl.AlgoConfig)
+  plain = read_config(bench.config_of(*args, {}).algo, rl.AlgoConfig, "algo")
   changes = {"sampling": {"staleness": 2}, "loss": {"is_clip": 2.0}}
   config = bench.config_of(*args, changes)
-  ahead = section(config, "algo", rl.AlgoConfig)
+  ahead = read_config(config.algo, rl.AlgoConfig, "algo")
   assert plain.sampling.staleness == 0
   assert ahead == dataclasses.replace(
     plain,

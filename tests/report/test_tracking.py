@@ -15,7 +15,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
 from coa_jax.report import tracking
 from coa_jax.report.metrics import Metrics, read_metrics
 from coa_jax.report.tracking import LogConfig
@@ -129,8 +129,8 @@ def test_wandb_that_is_missing_is_a_config_error(monkeypatch):
   monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
   config = ml_collections.ConfigDict({"log": {"wandb_project": "coa"}})
   with pytest.raises(ConfigError, match="'log': wandb_project='coa' needs the package"):
-    section(config, "log", LogConfig)
-  assert section(ml_collections.ConfigDict(), "log", LogConfig) == LogConfig()
+    read_config(config.log, LogConfig, "log")
+  assert read_config({}, LogConfig, "log") == LogConfig()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs wandb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rewards import math
@@ -25,7 +25,7 @@ def graded(grader: Grader, answer: str, task: Task = TASK, **how) -> Trajectory:
 
 
 def config(**fields) -> RewardConfig:
-  return section(ml_collections.ConfigDict({"reward": fields}), "reward", RewardConfig)
+  return read_config(ml_collections.ConfigDict(fields), RewardConfig, "reward")
 
 
 @pytest.mark.parametrize(

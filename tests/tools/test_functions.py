@@ -8,7 +8,7 @@ import sys
 import ml_collections
 import pytest
 
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
 from coa_jax.protocol import parser, prompts, roles, tool_bodies
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.trajectory import CallStatus
@@ -31,7 +31,7 @@ def shout(text: str) -> str:
 
 def tools(**functions) -> ToolsConfig:
   values = dict(tools=[], functions=functions)
-  return section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
+  return read_config(ml_collections.ConfigDict(values), ToolsConfig, "tools")
 
 
 def variant(config: ToolsConfig) -> roles.Variant:
@@ -140,7 +140,7 @@ def test_the_old_name_of_the_section_is_refused_with_the_new_one():
   with pytest.raises(
     ConfigError, match="no field 'named'; it is called 'functions' now"
   ):
-    section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
+    read_config(ml_collections.ConfigDict(values), ToolsConfig, "tools")
 
 
 def test_what_is_not_there_is_said_at_the_start():

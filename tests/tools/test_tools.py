@@ -9,7 +9,7 @@ import ml_collections
 import pytest
 from http_server import Request, Server
 
-from coa_jax.config import ConfigError, section
+from coa_jax.config import ConfigError, read_config
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus
@@ -86,7 +86,7 @@ def config(server, tmp_path) -> ml_collections.ConfigDict:
 
 def toolbox(config, **changes) -> Toolbox:
   config.tools.update(changes)
-  return Toolbox(section(config, "tools", ToolsConfig))
+  return Toolbox(read_config(config.tools, ToolsConfig, "tools"))
 
 
 def test_every_row_of_the_protocol_has_a_class():
@@ -199,12 +199,12 @@ def test_an_mcp_server_answers_a_tag(config):
 def test_impossible_configs_are_refused(config, changes, words: str):
   with pytest.raises(ConfigError, match=words):
     values = {**config.tools.to_dict(), **changes}
-    section(ml_collections.ConfigDict({"tools": values}), "tools", ToolsConfig)
+    read_config(ml_collections.ConfigDict(values), ToolsConfig, "tools")
 
 
 def test_a_description_reaches_the_prompt(config):
   config.tools.descriptions = dict(web_search="ask for the weather; write a city")
-  tools = section(config, "tools", ToolsConfig)
+  tools = read_config(config.tools, ToolsConfig, "tools")
   variant = roles.get_variant("unified").with_tools(tools.tool_descriptions)
   text = prompts.instructions(variant)
   assert "ask for the weather; write a city." in text
@@ -212,7 +212,7 @@ def test_a_description_reaches_the_prompt(config):
 
 
 def test_what_a_tool_needs_is_looked_for_first(config, tmp_path):
-  tools = section(config, "tools", ToolsConfig)
+  tools = read_config(config.tools, ToolsConfig, "tools")
   (tmp_path / "key").unlink()
   with pytest.raises(ValueError, match="tool web_search: key_file"):
     Toolbox(tools)
