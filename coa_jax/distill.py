@@ -18,6 +18,8 @@ Writes into the workdir:
 An interrupted run goes on where it stopped when it is started again on the same
 workdir: no finished run and no call that was paid for is repeated, and everything but
 wall times comes out the same.
+
+budget: a journey is one page, from its config to its results.
 """
 
 from __future__ import annotations
@@ -34,20 +36,13 @@ from typing import Any
 import ml_collections
 
 from coa_jax import capacity
-from coa_jax.config import (
-  ConfigError,
-  as_json,
-  hash_files,
-  hash_json,
-  prepare_workdir,
-  read_config,
-  write_manifest,
-)
+from coa_jax.config import ConfigError, as_json, read_config
 from coa_jax.fields import section
 from coa_jax.importers.pipeline import judge
 from coa_jax.lock import exclusive
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
+from coa_jax.record import hash_files, hash_json, prepare_workdir, write_manifest
 from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig

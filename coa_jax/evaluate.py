@@ -13,7 +13,7 @@ import jax
 import ml_collections
 
 from coa_jax import capacity
-from coa_jax.config import hash_files, hash_json, prepare_workdir, read_config
+from coa_jax.config import read_config
 from coa_jax.fields import bounded, check_fields, section
 from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
@@ -30,6 +30,7 @@ from coa_jax.protocol.trajectory import (
   read_trajectories,
   write_jsonl,
 )
+from coa_jax.record import hash_files, hash_json, prepare_workdir
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig

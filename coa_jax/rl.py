@@ -23,13 +23,7 @@ import ml_collections
 import numpy as np
 
 from coa_jax import capacity
-from coa_jax.config import (
-  ConfigError,
-  hash_files,
-  hash_json,
-  prepare_workdir,
-  read_config,
-)
+from coa_jax.config import ConfigError, read_config
 from coa_jax.fields import bounded, check_fields, section
 from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import (
@@ -55,6 +49,7 @@ from coa_jax.model.sharding import (
 )
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
+from coa_jax.record import hash_files, hash_json, prepare_workdir
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,

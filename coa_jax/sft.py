@@ -22,7 +22,7 @@ import ml_collections
 import numpy as np
 
 from coa_jax import capacity
-from coa_jax.config import hash_files, prepare_workdir, read_config
+from coa_jax.config import read_config
 from coa_jax.fields import bounded, check_fields, section
 from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch, fits
@@ -51,6 +51,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.storage import count_rows
 from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
+from coa_jax.record import hash_files, prepare_workdir
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig

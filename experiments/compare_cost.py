@@ -20,9 +20,10 @@ from typing import Any
 import rich
 from absl import flags
 
-from coa_jax.config import read_config, read_run
+from coa_jax.config import read_config
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Trajectory, Usage, read_trajectories
+from coa_jax.record import read_run
 from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import rich_table

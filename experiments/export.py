@@ -38,7 +38,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     ValueError: it has no such checkpoint, or that is damaged.
   """
   from coa_jax import sft
-  from coa_jax.config import read_config, read_run
+  from coa_jax.config import read_config
   from coa_jax.learner.checkpoint import read_params, whole_steps
   from coa_jax.model import lora as adapting
   from coa_jax.model.config import ModelConfig
@@ -46,6 +46,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.model.hf.io import load_config, load_model
   from coa_jax.model.transformer import init_params
   from coa_jax.protocol.tokens import Tokenizer
+  from coa_jax.record import read_run
 
   config_file = os.path.join(workdir, "config.json")
   folder = os.path.join(workdir, "checkpoints")

@@ -33,7 +33,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from coa_jax.config import fill_defaults, read_config, write_manifest
+from coa_jax.config import fill_defaults, read_config
 from coa_jax.importers import importers
 from coa_jax.importers.importers import FORMATS, RL, Importer
 from coa_jax.importers.pipeline import Found, Refinement, Refiner
@@ -41,6 +41,7 @@ from coa_jax.lock import hold
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import write_lines
+from coa_jax.record import write_manifest
 from coa_jax.report import plots
 from coa_jax.tasks.sources import load_tasks, read_task
 from coa_jax.teacher import filters

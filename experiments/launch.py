@@ -153,6 +153,7 @@ def _make_sections(config: ml_collections.ConfigDict, path: str) -> None:
     if not isinstance(config, ml_collections.ConfigDict):
       raise ValueError(f"config.{path}: {name} is a value and has no fields")
 
+
 def run_program(main: Callable[[], Any]) -> None:
   """Runs a program that has flags of its own and no config; errors as of `launch`."""
 

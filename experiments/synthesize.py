@@ -22,10 +22,11 @@ from typing import Any
 
 import ml_collections
 
-from coa_jax.config import hash_files, prepare_workdir, read_config
+from coa_jax.config import read_config
 from coa_jax.fields import section
 from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.record import hash_files, prepare_workdir
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import cloze

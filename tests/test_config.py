@@ -15,15 +15,9 @@ import ml_collections
 import pytest
 
 import coa_jax
-from coa_jax.config import (
-  ConfigError,
-  hash_files,
-  hash_json,
-  nearest,
-  prepare_workdir,
-  read_config,
-)
+from coa_jax.config import ConfigError, nearest, read_config
 from coa_jax.fields import bounded, check_fields, choice, section
+from coa_jax.record import hash_files, hash_json, prepare_workdir
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +140,7 @@ def test_a_field_that_can_not_be_used_is_named(changes, message: str):
     ({"qqqq": {}}, "config has no section 'qqqq'; there are init, log, optim"),
     ({"init": 3}, "config.init is 3; it must be of type str"),
     ({"init": "nowhere", "optim": {"steps": 1}}, "init is nowhere"),
-    *(
-      ({"optim": value}, "must be a section") for value in (3, 1.5, True, "x", ("a",))
-    ),
+    *(({"optim": value}, "must be a section") for value in (3, 1.5, True, "x", ("a",))),
     ({"log": 3, "optim": {"steps": 1}}, "config.log is 3; it must be a section"),
   ],
 )
@@ -251,7 +243,7 @@ def test_bounds_are_told_in_words(field, value, words: str):
     check_fields(cls(value))
   cls = dataclasses.make_dataclass("Part", [("name", str, choice("a", of=("a", "b")))])
   check_fields(cls("b"))
-  with pytest.raises(ValueError, match="^name 'c'; accepted: a, b$"):
+  with pytest.raises(ValueError, match=r"^name 'c'; accepted: a, b$"):
     check_fields(cls("c"))
 
 

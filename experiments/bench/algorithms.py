@@ -30,10 +30,11 @@ import numpy as np
 from absl import flags
 
 from coa_jax import rl
-from coa_jax.config import prepare_workdir, read_config
+from coa_jax.config import read_config
 from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.lock import InUseError
+from coa_jax.record import prepare_workdir
 from coa_jax.report.metrics import METRICS_FILE, duration, read_metrics
 from experiments.bench import program as bench
 from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare, run_program

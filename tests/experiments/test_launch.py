@@ -26,7 +26,8 @@ def get_config(arg=""):
 # A journey that needs no JAX, so that a case takes a fraction of a second.
 PROGRAM = """
 import dataclasses
-from coa_jax.config import check_sections, section
+from coa_jax.config import read_config
+from coa_jax.fields import section
 from experiments.launch import launch
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,22 @@ class Data:
   steps: int
   trouble: str = ""
 
+@dataclasses.dataclass(frozen=True)
+class Server:
+  url: str
+  retries: int = 3
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  data: Data
+  optim: Optim
+  log: Log = section(Log)
+  server: Server | None = None
+  limits: dict[str, float] = dataclasses.field(default_factory=dict)
+
 def run(config, workdir):
-  check_sections(config, ("optim", "data", "log"))
-  data, optim = section(config, "data", Data), section(config, "optim", Optim)
-  log = section(config, "log", Log)
+  settings = read_config(config, Config)
+  data, optim, log = settings.data, settings.optim, settings.log
   if data.steps == 13:
     raise KeyboardInterrupt
   if data.steps == 14:
@@ -55,9 +68,11 @@ def run(config, workdir):
   out = {"steps": data.steps, "lr": optim.lr, "workdir": workdir}
   if data.trouble or log.project:
     out |= {"trouble": data.trouble, "betas": optim.betas, "project": log.project}
+  if settings.server or settings.limits:
+    out |= {"server": dataclasses.asdict(settings.server), "limits": settings.limits}
   return out
 
-launch(run)
+launch(run, Config)
 """
 
 
@@ -118,13 +133,33 @@ def test_what_the_file_leaves_out_can_be_given(launcher):
   }  # fmt: skip
 
 
+def test_a_flag_makes_a_section_that_may_be_missing_and_an_entry_of_a_dict(launcher):
+  done = launcher("--config.server.url=http://x", "--config.limits.code=2")
+  assert done.returncode == 0, done.stderr
+  out = json.loads(done.stdout)
+  assert out["server"] == {"url": "http://x", "retries": 3}
+  assert out["limits"] == {"code": 2.0}
+  assert "config section 'server' lacks field 'url'" in refused(
+    launcher("--config.server.retries=2")
+  )
+
+
+def test_a_field_without_a_default_can_be_given_by_a_flag_alone(launcher, tmp_path):
+  text = CONFIG.replace('{"steps": 1 if arg else 9}', "{}")
+  (tmp_path / "other.py").write_text(text)
+  done = launcher("--config.data.steps=4", file=str(tmp_path / "other.py"))
+  assert json.loads(done.stdout)["steps"] == 4
+  line = refused(launcher(file=str(tmp_path / "other.py")))
+  assert "config section 'data' lacks field 'steps'" in line
+
+
 @pytest.mark.parametrize(
   ("override", "named"),
   [
     ("--config.optim.lrr=1", ["'lrr'", "did you mean 'lr'"]),
     ("--config.optimm.lr=1", ["'optimm'", "did you mean 'optim'"]),
     ("--config.data.zzz=1", ["'zzz'"]),
-    ("--config.optim.betas=fast", ["optim.betas", "fast", "tuple"]),
+    ("--config.optim.betas=fast", ["optim.betas[0]", "fast", "float"]),
     ("--config.optim.lr.x=1", ["optim.lr.x", "lr is a value"]),
     ("--config.optim.lr=fast", ["optim.lr", "fast"]),
     ("--config.data.steps=1.5", ["data.steps", "1.5"]),
