@@ -140,7 +140,7 @@ def test_more_workers_and_more_samples(finished, config, tmp_path):
 
 def test_another_config_may_not_go_on_in_the_same_workdir(finished, config):
   config.scripted.seed = 9
-  with pytest.raises(ConfigError, match=r"section 'scripted' was \{'seed': 0\}"):
+  with pytest.raises(ConfigError, match=r"scripted\.seed was 0 and not 9"):
     distill.run(config, finished[0])
 
 
