@@ -40,8 +40,8 @@ from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
-from coa_jax.tools.journal import Tools
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.types import Tools
 
 
 @dataclasses.dataclass(frozen=True)

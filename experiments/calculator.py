@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import operator
 
-from tools_sandbox.client import BadCall
+from tools_sandbox.faults import BadCall
 
 TOOL = {
   "description": "compute an arithmetic expression; its argument is expression",

@@ -29,7 +29,7 @@ from coa_jax.report.metrics import duration, write_json
 from configs import distill_world, evaluate_world, rl_world, sft_world
 from experiments import launch, quickstart_report
 from experiments.make_world import make_world
-from tools_sandbox.client import check_jail
+from tools_sandbox.jail.keeper import check as check_jail
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Where the run writes.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the world, the teacher, SFT and RL.")

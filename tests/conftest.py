@@ -18,12 +18,10 @@ import hypothesis
 import pytest
 import toy
 
-from coa_jax.tools.tools import ToolsConfig
-from tools_sandbox.jail import keeper as jail
+from tests.backend import BACKEND, WHY
 
 hypothesis.settings.register_profile("coa_jax", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("coa_jax")
-_NO_JAIL = jail.check()
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +42,7 @@ def actor():
   return toy.actor()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-  """Lets tests of journeys run programs on machines without a jail, and says so."""
-  del config
-  if _NO_JAIL:
-    make = ToolsConfig.__init__
-    defaults = ("subprocess" if d == "jail" else d for d in make.__defaults__)
-    make.__defaults__ = tuple(defaults)
-
-
 def pytest_report_header() -> str:
-  """Which back-end `tools.sandbox` is; tests of the jail itself skip without one."""
-  if not _NO_JAIL:
-    return "tools.sandbox: jail"
-  return f"tools.sandbox: subprocess, this machine has no jail: {'; '.join(_NO_JAIL)}"
+  """Names the back-end of programs; tests of the jail itself skip without one."""
+  why = f", this machine has no jail: {WHY}" if WHY else ""
+  return f"tools.sandbox of tests: {BACKEND}{why}"

@@ -17,6 +17,7 @@ from coa_jax.protocol.trajectory import Status, read_trajectories
 from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher.llm import InfrastructureError
 from coa_jax.teacher.runs import Run
+from tests.backend import BACKEND
 
 CONFIG = runpy.run_path(
   os.path.join(os.path.dirname(__file__), "..", "configs", "distill_world.py")
@@ -35,7 +36,9 @@ def files(tmp_path_factory):
 def config(files) -> ml_collections.ConfigDict:
   """The tiny config over the small world."""
   config = CONFIG("tiny")
-  config.tasks.uri, config.tools.corpus = files["tasks"], files["corpus"]
+  config.tasks.uri = files["tasks"]
+  config.tools.corpus = files["corpus"]
+  config.tools.sandbox = BACKEND
   return config
 
 
@@ -44,7 +47,9 @@ def finished(files, tmp_path_factory):
   """A workdir of an uninterrupted run, and its results."""
   workdir = str(tmp_path_factory.mktemp("finished"))
   config = CONFIG("tiny")
-  config.tasks.uri, config.tools.corpus = files["tasks"], files["corpus"]
+  config.tasks.uri = files["tasks"]
+  config.tools.corpus = files["corpus"]
+  config.tools.sandbox = BACKEND
   return workdir, distill.run(config, workdir)
 
 

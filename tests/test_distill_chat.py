@@ -27,6 +27,7 @@ from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher import runs
 from coa_jax.teacher.llm import InfrastructureError, Reply
 from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -47,6 +48,7 @@ def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
   config = CONFIG("")
   config.tasks = dict(uri=files["tasks"])
   config.tools.corpus = files["corpus"]
+  config.tools.sandbox = BACKEND
   config.teacher = dict(brain="chat", workers=3, **teacher)
   config.chat = dict(base_url=url, model="scripted", backoff_s=0.001, timeout_s=300.0)
   return config
@@ -70,6 +72,7 @@ class Slow:
 CHILD = """
 import json, sys, ml_collections
 from coa_jax import distill
+from tests.backend import BACKEND
 config = ml_collections.ConfigDict(json.load(open(sys.argv[1])))
 distill.run(config, sys.argv[2])
 """

@@ -12,6 +12,7 @@ from coa_jax import distill
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.teacher.llm import InfrastructureError, Reply
+from tests.backend import BACKEND
 from tools_sandbox.jail import keeper as jail
 
 RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
@@ -75,7 +76,7 @@ def config(tmp_path) -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(
     dict(
       tasks=dict(uri=str(path)),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       teacher=dict(brain="chat", workers=2),
       filters=dict(min_activations=1),
       reward=dict(code=dict(test_s=20.0)),

@@ -10,6 +10,7 @@ import pytest
 
 from coa_jax import distill, evaluate, sft
 from coa_jax.protocol.trajectory import Author, read_trajectories
+from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -33,6 +34,7 @@ def test_the_tiny_configs_in_a_row(tmp_path):
     pytest.skip(f"no {DATA}")
   config = get_config("distill", "tiny")
   config.tasks.uri = str(DATA / "train.jsonl")
+  config.tools.sandbox = BACKEND
   distilled = distill.run(config, str(tmp_path / "distill"))
   assert distilled["tasks"] == 64
   assert distilled["convert"] == {
@@ -54,4 +56,5 @@ def test_the_tiny_configs_in_a_row(tmp_path):
   config = get_config("evaluate", "tiny")
   config.init = str(tmp_path / "sft" / "model")
   config.tasks.uri = str(DATA / "test.jsonl")
+  config.tools.sandbox = BACKEND
   assert evaluate.run(config, str(tmp_path / "eval"))["tasks"] == 8

@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -58,6 +59,22 @@ DOORS = {
   "absl": set(),
   "experiments": set(),
   "configs": set(),
+}
+# Modules of tools_sandbox that the library may import, as its `__init__` names them.
+# Of the jail only the records of a run.
+PUBLIC = {
+  "client",
+  "jail.wire",
+  "faults",
+  "service.remote",
+  "search.index",
+  "search.retrieve",
+  "web.web_search",
+  "web.crawl",
+  "web.vision",
+  "mcp_client",
+  "chat",
+  "http_client",
 }
 # A child hides its environment and arguments from the program; the others are programs.
 PROCESS = {
@@ -152,7 +169,13 @@ def test_some_packages_have_one_door(path: pathlib.Path):
     used = {m for m in imports(path) if m.split(".")[0] == package}
     assert not used or name_of(path) in doors, used
     if package == "tools_sandbox":
-      assert used <= {"tools_sandbox.client"}
+      assert used <= {f"tools_sandbox.{module}" for module in PUBLIC}
+
+
+def test_the_public_modules_are_told():
+  text = ast.get_docstring(tree(ROOT / "tools_sandbox" / "__init__.py"))
+  assert PUBLIC <= set(re.findall(r"[\w.]+\w", text))
+  assert all(module_file(f"tools_sandbox.{module}") for module in PUBLIC)
 
 
 @pytest.mark.parametrize("journey", JOURNEYS)

@@ -15,6 +15,7 @@ from chat_server import ChatServer
 from coa_jax import evaluate
 from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
+from tests.backend import BACKEND
 
 # The same two tasks as this project's rows, and as rows of the released RL files.
 OURS = [
@@ -86,7 +87,7 @@ def journey(model: str, corpus: str, uri: str) -> ml_collections.ConfigDict:
   config.rollout = dict(
     variant="unified", style="brief", slots=2, window=16, max_len=toy.MAX_LEN
   )
-  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1)
+  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND)
   config.tasks = dict(uri=uri)
   config.eval = dict(greedy=True, samples=0)
   return config

@@ -22,6 +22,7 @@ from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
+from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent
 SUMS = {"2 + 3": "5", "4 * 4 + 1": "17"}  # questions of toy.SCRIPTS
@@ -44,7 +45,7 @@ def sections(tmp_path_factory) -> dict:
   return dict(
     init=str(folder / "model"),
     rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN, inject_rows=4),
-    tools=dict(tools=["code"]),
+    tools=dict(tools=["code"], sandbox=BACKEND),
     tasks=dict(uri=str(tasks)),
   )
 
@@ -117,7 +118,7 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
     config = dict(
       init=str(tmp_path / "model"),
       rollout=dict(style="brief", slots=2, max_len=toy.MAX_LEN),
-      tools=dict(tools=["code"]),
+      tools=dict(tools=["code"], sandbox=BACKEND),
       tasks=dict(uri=str(tasks)),
       eval=dict(greedy=True, samples=2),
       vllm=dict(url=server.url, folder=str(tmp_path / "served"), retries=0),

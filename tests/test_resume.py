@@ -22,6 +22,7 @@ import toy
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.report.timers import RATE
+from tests.backend import BACKEND
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -60,7 +61,7 @@ def configs(tmp_path_factory) -> dict[str, dict]:
       model={},
       optim=dict(lr=1e-3),
       rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN),
-      tools=dict(tools=["code"]),
+      tools=dict(tools=["code"], sandbox=BACKEND),
       tasks=dict(uri=tasks),
       algo=dict(
         steps=6,

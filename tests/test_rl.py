@@ -20,6 +20,7 @@ from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
+from tests.backend import BACKEND
 
 STEPS = 24
 RIGHT = {"sky": "blue", "sea": "blue"}
@@ -44,7 +45,7 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
       model=dict(remat="none"),
       optim=dict(lr=1.5e-3, schedule="linear", b2=0.99),
       rollout=dict(style="brief", slots=16, max_len=toy.MAX_LEN),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       tasks=dict(uri=str(tasks)),
       algo=dict(
         steps=STEPS,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +35,7 @@ from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.rollout.types import Engine, Episode
 from coa_jax.tasks.task import Task
+from coa_jax.tools.types import CallFuture, CallRequest, Tools
 
 TOOLS = ("wiki_search", "code")
 VARIANT = roles.get_variant("unified").with_tools(TOOLS)
@@ -194,7 +194,7 @@ def save_policy(path: str, p) -> None:
   tokenizer().save(path)
 
 
-class TableToolbox:
+class TableToolbox(Tools):
   """Answers from a table after a random while; counts its calls."""
 
   def __init__(
@@ -209,16 +209,16 @@ class TableToolbox:
     self.seconds: list[float] = []  # that each call was given
     self._pool = concurrent.futures.ThreadPoolExecutor(8)
 
-  def cells(self) -> None:
-    """As `Toolbox.cells`: calls share nothing."""
+  def code_session(self) -> None:
+    """Calls share nothing."""
 
-  def submit(
-    self, name: str, arguments: str, seconds: float = math.inf, cells: None = None
-  ) -> concurrent.futures.Future[ToolCall]:
-    """As `Toolbox.submit`."""
-    self.calls.append((name, arguments))
-    self.seconds.append(seconds)
-    return self._pool.submit(self._call, name, arguments, self.latency())
+  def start(self, request: CallRequest) -> CallFuture:
+    """Answers after a while."""
+    self.calls.append((request.name, request.arguments))
+    self.seconds.append(request.seconds)
+    return self._pool.submit(
+      self._call, request.name, request.arguments, self.latency()
+    )
 
   def _call(self, name: str, arguments: str, seconds: float) -> ToolCall:
     time.sleep(seconds)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools_sandbox.http_client import BadReply, Fault, Service, read_json, read_key
-from tools_sandbox.web.page import clean
+from tools_sandbox.text import clean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,55 +9,13 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 
-from tools_sandbox.chat import ChatConfig, ChatModel
-from tools_sandbox.faults import BadCall, NoJail, ToolFault, Unavailable
 from tools_sandbox.host import pool
-from tools_sandbox.host.session import CELLS_OF_CPU, LEASE_S, Session, SessionEnded
-from tools_sandbox.http_client import BadReply, NoReply
+from tools_sandbox.host.session import CELLS_OF_CPU, Session
 from tools_sandbox.jail import wire
-from tools_sandbox.jail.keeper import check as check_jail
-from tools_sandbox.jail.wire import Limits, Result, Verdict
-from tools_sandbox.mcp_client import McpConfig, McpTool
+from tools_sandbox.jail.wire import Result
 from tools_sandbox.search import index as search
-from tools_sandbox.search.index import Document, Hit
-from tools_sandbox.search.retrieve import Retriever
+from tools_sandbox.search.index import Hit
 from tools_sandbox.service.remote import RemoteConfig, RemotePool, RemoteSession
-from tools_sandbox.web.crawl import CrawlConfig, Crawler
-from tools_sandbox.web.vision import Inspector, VisionConfig
-from tools_sandbox.web.web_search import BLOCKED, WebConfig, WebSearch
-
-__all__ = [
-  "BACKENDS",
-  "BLOCKED",
-  "BadCall",
-  "BadReply",
-  "ChatConfig",
-  "ChatModel",
-  "CrawlConfig",
-  "Crawler",
-  "Document",
-  "Hit",
-  "Inspector",
-  "Limits",
-  "McpConfig",
-  "McpTool",
-  "NoJail",
-  "NoReply",
-  "RemoteConfig",
-  "RemoteSession",
-  "Result",
-  "Retriever",
-  "Sandbox",
-  "Session",
-  "SessionEnded",
-  "ToolFault",
-  "Unavailable",
-  "Verdict",
-  "VisionConfig",
-  "WebConfig",
-  "WebSearch",
-  "check_jail",
-]
 
 BACKENDS = (*pool.BACKENDS, "remote")
 
@@ -160,7 +118,7 @@ class Sandbox:
     memory_mb: int | None = None,
     cpu_s: float | None = None,
     wait_s: float | None = None,
-    lease_s: float = LEASE_S,
+    lease_s: float = wire.LEASE_S,
     seed: int | None = None,
     clock_s: float | None = None,
   ) -> Session | RemoteSession:

@@ -17,3 +17,7 @@ class NoJail(RuntimeError):
 
 class Unavailable(Exception):
   """Our own network or service is down: says nothing about the call."""
+
+
+class SessionEnded(RuntimeError):
+  """A program was given to a session that has ended; a new one can be opened."""

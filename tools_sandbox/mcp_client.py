@@ -27,7 +27,7 @@ from typing import Any
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.http_client import read_key
-from tools_sandbox.web.page import clean
+from tools_sandbox.text import clean
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 

@@ -22,7 +22,8 @@ from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.rewards import qa
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
-from tools_sandbox.client import ChatConfig, ChatModel, ToolFault, Unavailable
+from tools_sandbox.chat import ChatConfig, ChatModel
+from tools_sandbox.faults import ToolFault, Unavailable
 
 _SYSTEM = "You are an expert evaluator who compares answers to questions."
 # As the released judge: labelled against predicted, the rationale before the verdict.

@@ -37,7 +37,7 @@ from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
-from coa_jax.tools.toolbox import Toolbox
+from coa_jax.tools.types import Tools
 
 Group = list[Trajectory]
 
@@ -83,7 +83,7 @@ class RolloutCollector:
     self,
     worker: RolloutWorker,
     task_sampler: TaskSampler,
-    toolbox: Toolbox,
+    toolbox: Tools,
     config: SamplingConfig,
     has_reward_variance: Callable[[Sequence[Group]], np.ndarray],
     steps: int,
@@ -228,7 +228,7 @@ class RolloutCollector:
     return batch
 
   def evaluate(
-    self, params: Any, step: int, tasks: Sequence[Task], toolbox: Toolbox
+    self, params: Any, step: int, tasks: Sequence[Task], toolbox: Tools
   ) -> list[Trajectory]:
     """Returns a greedy attempt at each task, by the policy after `step` updates.
 

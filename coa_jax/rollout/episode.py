@@ -23,7 +23,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.rollout.types import Episode, RolloutConfig
 from coa_jax.tasks.task import Task
-from coa_jax.tools.journal import Tools
+from coa_jax.tools.types import Tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ class CoAEpisode(Episode):
     self._turn = ""  # policy text since the last observation
     self._began = time.monotonic()
     self._tool_seconds = 0.0
-    self._cells = toolbox.cells()
-    if self._cells is not None:  # of an episode that is dropped in the middle
-      weakref.finalize(self, self._cells.close).atexit = False
+    self._code_session = toolbox.code_session()
+    if self._code_session is not None:  # of an episode that is dropped in the middle
+      weakref.finalize(self, self._code_session.close).atexit = False
     meta = {
       "question": task.question,
       "answers": list(task.answers),
@@ -127,7 +127,7 @@ class CoAEpisode(Episode):
       said = "the same call was made before; see its observation, or ask another way"
       return _refused(name, content, said)
     left = self.config.tool_seconds - self._tool_seconds
-    return self.toolbox.submit(name, content, left, self._cells)
+    return self.toolbox.submit(name, content, left, self._code_session)
 
   def _made_before(self, name: str, content: str) -> bool:
     """Whether the call was made as often as it may be; a tool's own failure is none."""
@@ -170,8 +170,8 @@ class CoAEpisode(Episode):
     t = self.trajectory
     t.status = status
     t.usage.seconds = time.monotonic() - self._began
-    if self._cells is not None:
-      self._cells.close()
+    if self._code_session is not None:
+      self._code_session.close()
     return None
 
 

@@ -24,7 +24,7 @@ from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.types import Episode
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
-from coa_jax.tools.toolbox import Toolbox
+from coa_jax.tools.types import Tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class StreamingEpisode(CoAEpisode):
     request: InferenceRequest,
     on_event: OnEvent,
     worker: RolloutWorker,
-    toolbox: Toolbox,
+    toolbox: Tools,
   ):
     """Prepares an attempt.
 
@@ -222,7 +222,7 @@ class InferenceServer:
     self,
     worker: RolloutWorker,
     params: Any,
-    toolbox: Toolbox,
+    toolbox: Tools,
     max_waiting: int = 64,
   ):
     """Gives the engine the policy.

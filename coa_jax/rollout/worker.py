@@ -24,8 +24,8 @@ from coa_jax.rollout.types import Engine, Episode, RolloutConfig
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.vllm.engine import VllmEngine, VllmReplica
 from coa_jax.tasks.task import Task
-from coa_jax.tools.journal import ToolJournal, Tools
-from coa_jax.tools.toolbox import Toolbox
+from coa_jax.tools.journal import ToolJournal
+from coa_jax.tools.types import Tools
 
 
 class RolloutWorker:
@@ -139,7 +139,7 @@ class RolloutWorker:
     seed: int,
     sequence: int,
     temperature: float,
-    toolbox: Toolbox,
+    toolbox: Tools,
     version: int = 0,
     attempt: tuple[Any, ...] = (),
     within: int = 0,
@@ -158,9 +158,8 @@ class RolloutWorker:
         versions before and after it, for the same journal.
       within: see `attempt`.
     """
-    tools: Tools = toolbox
     if self.journal:
-      tools = self.journal.tools(toolbox, version, attempt, within)
+      toolbox = self.journal.tools(toolbox, version, attempt, within)
     return CoAEpisode(
       task=task,
       sample=sample,
@@ -168,7 +167,7 @@ class RolloutWorker:
       sequence=sequence,
       temperature=temperature,
       tokenizer=self.tokenizer,
-      toolbox=tools,
+      toolbox=toolbox,
       config=self.episode_config,
     )
 
@@ -216,7 +215,7 @@ class RolloutWorker:
     self,
     params: Any,
     tasks: Sequence[Task],
-    toolbox: Toolbox,
+    toolbox: Tools,
     samples: int,
     temperature: float,
     seed: int,
@@ -284,7 +283,7 @@ class RolloutWorker:
     self,
     params: Any,
     tasks: Sequence[Task],
-    toolbox: Toolbox,
+    toolbox: Tools,
     samples: int,
     temperature: float,
     seed: int,

@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tools_sandbox.client import BadReply, ChatConfig, ChatModel, NoReply
+from tools_sandbox.chat import ChatConfig, ChatModel
+from tools_sandbox.http_client import BadReply, NoReply
 
 
 class InfrastructureError(RuntimeError):

@@ -1,34 +1,60 @@
-"""Cells: the session of one trajectory's programs, from its first call to its end.
+"""The code session of one trajectory: its programs share variables, call by call.
 
-It may end before its trajectory does: a program uses up its time or memory, or the
-sandbox loses it. The next call then opens another one.
+The sandbox's session opens with the trajectory's first program. It may end before the
+trajectory does: a program uses up its time or memory, or the sandbox loses it. The next
+call then opens another one.
 
-A session keeps the time limit that it was opened with. A later program that is given
-less is not ended then: `Toolbox` answers for it, and it runs on at most until that
-limit. Only a trajectory whose tool time runs out gives less, and it ends with the call.
+A session keeps the time limit that it was opened with. A later program with a shorter
+limit does not end it: `Toolbox` answers for the program, which runs on at most until
+the session's limit. Only a trajectory whose tool time runs out has a shorter limit, and
+it ends with that call.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-from tools_sandbox.client import RemoteSession, Result, Session, SessionEnded
+from tools_sandbox.faults import SessionEnded
+from tools_sandbox.jail.wire import Result
 
 
-class Cells:
-  """Where a trajectory's session is, once it has one. Thread-safe; close it."""
+class SandboxSession(Protocol):
+  """What a sandbox opens: see `tools_sandbox.client.Sandbox.session`."""
 
-  def __init__(self, ended: Callable[[Cells], None]):
+  @property
+  def alive(self) -> bool:
+    """Whether another program can run."""
+    ...
+
+  def run(self, program: str, stdin: str = "") -> Result:
+    """Runs a program with the variables that earlier ones left."""
+    ...
+
+  def close(self) -> None:
+    """Ends it."""
+    ...
+
+
+class CodeSession:
+  """A trajectory's session, from its first program to its end. Thread-safe.
+
+  Attributes:
+    lost: True once a session ended early, by what a program did or the sandbox.
+    seconds: that a program may take in the session, or in the last one.
+  """
+
+  def __init__(self, ended: Callable[[CodeSession], None]):
     """Opens nothing yet.
 
     Args:
       ended: called once after `close`, when the session's slot is free.
     """
-    self.lost = False  # a session, by what a program did or the sandbox
-    self.seconds = 0.0  # that a program may take in it, or in the last one
+    self.lost = False
+    self.seconds = 0.0
     self._ended = ended
-    self._session: Session | RemoteSession | None = None
+    self._session: SandboxSession | None = None
     self._closed = False
     self._lock = threading.Lock()
 
@@ -38,33 +64,35 @@ class Cells:
     return self._closed
 
   def allows_more_than(self, seconds: float) -> bool:
-    """Whether there is a session, in which a program may run for longer than that."""
+    """Whether a session is open in which a program may run for longer than that."""
     return self._session is not None and seconds < self.seconds
 
   def open(
-    self, make: Callable[[float], Session | RemoteSession], seconds: float
+    self, open_session: Callable[[float], SandboxSession], seconds: float
   ) -> None:
     """Opens a session.
 
     Args:
-      make: gives one, in which each program has so many seconds.
+      open_session: opens one in which each program has so many seconds.
       seconds: the same.
 
     Raises:
-      TimeoutError, RuntimeError: there can be none now, or this is closed.
+      TimeoutError, RuntimeError: no session can be had now, or this is closed.
     """
     if self._closed:
       raise RuntimeError("the trajectory has ended")
-    session = make(seconds)
+    session = open_session(seconds)
     with self._lock:
-      self._session, self.seconds, self.lost = session, seconds, False
+      self._session = session
+      self.seconds = seconds
+      self.lost = False
       closed = self._closed
-    if closed:  # while it was opened
+    if closed:  # by another thread, while it was opened
       session.close()
       raise RuntimeError("the trajectory has ended")
 
   def run(self, program: str, stdin: str) -> Result | None:
-    """Runs a program in the session; None where there is none, or none any more."""
+    """Runs a program in the session; None where none is open, or it ended before."""
     session = self._session
     if session is None:
       return None
@@ -84,7 +112,8 @@ class Cells:
       if self._closed:
         return
       self._closed = True
-      session, self._session = self._session, None
+      session = self._session
+      self._session = None
     if session is None:
       self._ended(self)
       return
@@ -93,6 +122,6 @@ class Cells:
       target=self._end, args=(session,), name="end of session", daemon=True
     ).start()
 
-  def _end(self, session: Session | RemoteSession) -> None:
+  def _end(self, session: SandboxSession) -> None:
     session.close()
     self._ended(self)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 
 from coa_jax.protocol.tool_bodies import parse_function_call
-from tools_sandbox.client import BadCall, McpConfig, McpTool, Unavailable
+from tools_sandbox.faults import BadCall, Unavailable
+from tools_sandbox.mcp_client import McpConfig, McpTool
 
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 

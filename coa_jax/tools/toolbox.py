@@ -1,21 +1,20 @@
-"""The tools of one run behind one call: who calls them, and until when.
+"""All tools of one run behind one `submit`, with permits and deadlines.
 
 A `Toolbox` turns the content of a tool span into a `ToolCall`: it refuses malformed
 calls in words that a model can act on, runs the others, and says whose fault a failure
 is. Calls run concurrently; results do not depend on the order.
 
-Every call that runs has a thread of its own and a deadline. A call that has not
-answered by then is answered for (the tool's fault) and given up: its thread, which
-nothing can end, takes no place from others. Only programs wait for places, for they
-use the machine's cores, and that wait is on no call's clock. What a tool raises is the
-infrastructure's fault: whatever a model can bring about is a result, so an exception
-says that the tool is broken, and that must not be scored as a wrong answer. Which tools
-there are, and what they need, is in `tools`.
+Every call that runs has a thread of its own and a deadline. A call without an answer at
+its deadline is answered for (the tool's fault) and given up: its thread, which nothing
+can end, takes no permit from others. Only programs need permits, for they use the
+machine's cores, and waiting for one is on no call's clock. An exception of a tool is
+the infrastructure's fault: whatever a model can bring about is a result, so an
+exception says that the tool is broken, and that must not be scored as a wrong answer.
+Which tools there are, and what they need, is in `tools`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import math
@@ -25,11 +24,14 @@ import time
 from coa_jax import capacity
 from coa_jax.protocol.parser import content_fault
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
-from coa_jax.tools.code_session import Cells
+from coa_jax.tools.code_session import CodeSession
 from coa_jax.tools.tools import TOOLS, Tool, ToolsConfig, open_tool, run_tool
-from tools_sandbox.client import McpTool, NoJail, Sandbox
+from coa_jax.tools.types import CallFuture, CallRequest, Tools
+from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import NoJail
+from tools_sandbox.mcp_client import McpTool
 
-_WITH_PLACES = "code"  # the tool that uses cores: its calls wait for places
+_CODE = "code"  # the tool that uses cores: its calls need permits
 _CLOSE_S = 2.0  # what `close` waits for calls that the sandbox does not end
 _log = logging.getLogger(__name__)
 
@@ -41,12 +43,10 @@ class _Call:
   name: str
   arguments: str
   seconds: float  # it may take
-  cells: Cells | None = None  # where it is a program of a session
+  session: CodeSession | None = None  # where it is a program of one
   began: float = 0.0
   deadline: float = math.inf
-  future: concurrent.futures.Future[ToolCall] = dataclasses.field(
-    default_factory=concurrent.futures.Future
-  )
+  future: CallFuture = dataclasses.field(default_factory=CallFuture)
 
   def finish(self, status: CallStatus, result: str) -> None:
     seconds = time.monotonic() - self.began if self.began else 0.0
@@ -54,7 +54,7 @@ class _Call:
     self.future.set_result(call)
 
 
-class Toolbox:
+class Toolbox(Tools):
   """Runs tool calls; use as a context manager, or call `close`. Thread-safe."""
 
   def __init__(self, config: ToolsConfig):
@@ -62,46 +62,33 @@ class Toolbox:
 
     Raises:
       FileNotFoundError, ValueError: the corpus is missing or malformed; the message
-        names file, line and field. Or this machine can not run the sandbox asked for,
-        or a tool's key, folder or server is not there.
+        names file, line and field. Or this machine cannot run the configured sandbox,
+        or a tool's key, folder or server is missing.
     """
     self.config = config
     fields = ("workers", "max_hung", "max_sessions")
     counts = {name: getattr(config, name) for name in fields}
     needs = {f"tools.{f}={n}": n * capacity.THREAD for f, n in counts.items()}
     capacity.check_host(needs)
-    ours = set(config.tags) - set(config.mcp)
-    searches = any(TOOLS[tag].reads_corpus for tag in ours)
-    runs = config.enabled and "code" in ours
-    # A slot starts no process before it is used; those of hung calls are not missed.
-    try:
-      self._sandbox = Sandbox(
-        slots=config.workers
-        + config.max_hung
-        + (config.max_sessions if config.session else 0),
-        corpus=config.corpus if searches else None,
-        backend=config.sandbox if runs else None,
-        remote=config.remote if runs else None,
-      )
-    except NoJail as e:
-      hint = "To take the weaker one: --config.tools.sandbox=subprocess"
-      raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}. {hint}") from e
-    except RuntimeError as e:
-      if config.sandbox != "remote":
-        raise
-      raise ValueError(f"tools.sandbox='remote': {e}") from e
+
+    # --- Open the sandbox and the tools.
+    self._sandbox = _open_sandbox(config)
     self._tools: dict[str, Tool | McpTool] = {}
     try:
-      for name in config.tags if config.enabled else ():
-        self._tools[name] = open_tool(name, config, self._sandbox)
+      if config.enabled:
+        for name in config.tags:
+          self._tools[name] = open_tool(name, config, self._sandbox)
     except BaseException:
       self._close_tools()
       raise
+
+    # --- Start the thread that watches deadlines.
     self._changed = threading.Condition()
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
     self._hung = 0
-    self._holders: set[Cells] = set()  # that have a session, or are given one
+    # Trajectories that have a session, or whose first program runs.
+    self._session_owners: set[CodeSession] = set()
     self._closed = False
     self._wake = math.inf  # when the watch looks at deadlines next
     self._watcher = threading.Thread(target=self._watch, name="tools", daemon=True)
@@ -135,47 +122,33 @@ class Toolbox:
     """Calls that were given up and are still running."""
     return self._hung
 
-  def cells(self) -> Cells | None:
-    """The place of one trajectory's session; None where programs share nothing.
+  @property
+  def session_owners(self) -> int:
+    """Trajectories that have a session, or whose first program is about to open it."""
+    return len(self._session_owners)
 
-    Whoever has it closes it, at whatever end of the trajectory.
-    """
-    runs = "code" in self._tools and "code" not in self.config.mcp
-    if not (self.config.session and runs):
+  def code_session(self) -> CodeSession | None:
+    """Gives one where `tools.session` is on and `code` is the sandbox's."""
+    runs_code = _CODE in self._tools and _CODE not in self.config.mcp
+    if not (self.config.session and runs_code):
       return None
-    return Cells(self._session_ended)
+    return CodeSession(self._session_ended)
 
-  def _session_ended(self, cells: Cells) -> None:
+  def _session_ended(self, session: CodeSession) -> None:
     with self._changed:
-      self._holders.discard(cells)
+      self._session_owners.discard(session)
       self._start_waiting()
 
-  def submit(
-    self,
-    name: str,
-    arguments: str,
-    seconds: float = math.inf,
-    cells: Cells | None = None,
-  ) -> concurrent.futures.Future[ToolCall]:
-    """Starts a call in the background.
-
-    Args:
-      name: the tool's tag.
-      arguments: the content of its span, verbatim.
-      seconds: that it may take at most, however much `timeout_s` allows. A failure of
-        the infrastructure that uses up what is below the tool's own limit counts as
-        the tool's, for it may have been all right and only slow.
-      cells: of the trajectory that calls, as `cells` gave it.
-
-    Returns:
-      A future of the call with its result. Failures are results with a status: the
-      future never raises, cannot be cancelled, and is done by the call's deadline.
-      `seconds` of the call counts from when it began to run.
-    """
-    held = cells if name == _WITH_PLACES else None
-    call = _Call(name, arguments, min(seconds, self._limit(name)), held)
+  def start(self, request: CallRequest) -> CallFuture:
+    """Starts a call, or has it wait for a permit."""
+    call = _Call(
+      request.name,
+      request.arguments,
+      min(request.seconds, self._limit(request.name)),
+      request.session if request.name == _CODE else None,
+    )
     call.future.set_running_or_notify_cancel()
-    refusal = self._refusal(name, arguments)
+    refusal = self._refusal(request.name, request.arguments)
     if refusal is not None:
       call.finish(*refusal)
       return call.future
@@ -193,9 +166,9 @@ class Toolbox:
     return self.submit(name, arguments).result()
 
   def answer(self, name: str, arguments: str, seconds: float) -> tuple[CallStatus, str]:
-    """What a well-formed call gives; a subclass may answer in another way.
+    """Answers a well-formed call; a subclass may answer in another way.
 
-    It runs in a thread of the call's own. What it raises ends the call as
+    It runs in a thread of the call's own. An exception ends the call as
     `infrastructure`.
 
     Args:
@@ -216,37 +189,42 @@ class Toolbox:
     return None if fault is None else (CallStatus.MODEL, f"error: {fault}")
 
   def _start_waiting(self) -> None:
-    """Starts the calls that have a place. The caller holds the lock."""
-    waiting, self._waiting = self._waiting, []
+    """Starts the calls that get a permit. The caller holds the lock."""
+    waiting = self._waiting
+    self._waiting = []
     for call in waiting:
       if self._closed:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools are closed")
       elif self._hung >= self.config.max_hung:
         call.finish(CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
-      elif call.name == _WITH_PLACES and not self._has_place(call):
+      elif call.name == _CODE and not self._get_permit(call):
         self._waiting.append(call)
       else:
-        self._start(call)
+        self._run(call)
 
-  def _has_place(self, call: _Call) -> bool:
-    if self._places() < 1:
+  def _get_permit(self, call: _Call) -> bool:
+    """Whether a program may run now; its trajectory then owns a session."""
+    programs = sum(c.name == _CODE for c in self._running)
+    if programs >= self.config.workers:
       return False
-    # What is closed opens no session, so its place would never be given back.
-    if call.cells is None or call.cells in self._holders or call.cells.closed:
+    session = call.session
+    if session is None or session in self._session_owners:
       return True
-    if len(self._holders) >= self.config.max_sessions:
+    if session.closed:  # it opens no session, so it would never give one back
+      return True
+    if len(self._session_owners) >= self.config.max_sessions:
       return False
-    self._holders.add(call.cells)
+    self._session_owners.add(session)
     return True
 
-  def _places(self) -> int:
-    return self.config.workers - sum(c.name == _WITH_PLACES for c in self._running)
-
-  def _start(self, call: _Call) -> None:
+  def _run(self, call: _Call) -> None:
+    """Starts the thread of a call. The caller holds the lock."""
     call.began = time.monotonic()
-    # A session that runs needs no grace to start, and would let it have more seconds.
-    cut = call.cells is not None and call.cells.allows_more_than(call.seconds)
-    call.deadline = call.began + call.seconds + self.config.grace_s * (not cut)
+    call.deadline = call.began + call.seconds
+    if call.session is None or not call.session.allows_more_than(call.seconds):
+      # A session that is open needs no grace to start; in one that allows more, the
+      # grace would let the program have more seconds.
+      call.deadline += self.config.grace_s
     try:
       # A daemon: a hung tool must not keep the program from ending.
       threading.Thread(
@@ -262,11 +240,11 @@ class Toolbox:
   def _work(self, call: _Call) -> None:
     """The thread of one call."""
     try:
-      if call.cells is None:
+      if call.session is None:
         status, result = self.answer(call.name, call.arguments, call.seconds)
       else:
         code = self._tools[call.name]
-        status, result = code.in_session(call.cells, call.arguments, call.seconds)
+        status, result = code.in_session(call.session, call.arguments, call.seconds)
       result = _cut(result, self.config.max_chars)
     except BaseException:
       if not self._closed:
@@ -289,7 +267,7 @@ class Toolbox:
 
     Not a program: the sandbox itself tells one that is slow from its own failures.
     """
-    short = call.name != _WITH_PLACES and call.seconds < self._limit(call.name)
+    short = call.name != _CODE and call.seconds < self._limit(call.name)
     return short and time.monotonic() - call.began >= call.seconds
 
   def _watch(self) -> None:
@@ -311,6 +289,31 @@ class Toolbox:
         self._changed.wait(wait)
 
 
+def _open_sandbox(config: ToolsConfig) -> Sandbox:
+  """Opens the sandbox of a toolbox; see its `__init__` for what it raises."""
+  own_tags = set(config.tags) - set(config.mcp)
+  searches = any(TOOLS[tag].reads_corpus for tag in own_tags)
+  runs_code = config.enabled and _CODE in own_tags
+  # A slot starts no process before it is used; those of hung calls cost nothing.
+  slots = config.workers + config.max_hung
+  if config.session:
+    slots += config.max_sessions
+  try:
+    return Sandbox(
+      slots=slots,
+      corpus=config.corpus if searches else None,
+      backend=config.sandbox if runs_code else None,
+      remote=config.remote if runs_code else None,
+    )
+  except NoJail as e:
+    hint = "To take the weaker one: --config.tools.sandbox=subprocess"
+    raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}. {hint}") from e
+  except RuntimeError as e:
+    if config.sandbox != "remote":
+      raise
+    raise ValueError(f"tools.sandbox='remote': {e}") from e
+
+
 def _no_answer(call: _Call) -> str:
   return f"error: no answer after {call.seconds:.3g} s"
 
@@ -321,4 +324,5 @@ def _cut(text: str, limit: int) -> str:
     return text
   marker = f"\n...[{len(text) - limit} characters cut]...\n"
   head = (limit - len(marker)) // 2
-  return text[:head] + marker + text[len(text) - (limit - len(marker) - head) :]
+  tail = limit - len(marker) - head
+  return text[:head] + marker + text[len(text) - tail :]

@@ -16,31 +16,18 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, parse_code
 from coa_jax.protocol.tools import FUNCTION_TAG
 from coa_jax.protocol.trajectory import CallStatus
-from coa_jax.tools.code_session import Cells
+from coa_jax.tools.code_session import CodeSession, SandboxSession
 from coa_jax.tools.functions import Functions, FunctionTool
-from tools_sandbox.client import (
-  BACKENDS,
-  BLOCKED,
-  BadCall,
-  CrawlConfig,
-  Crawler,
-  Hit,
-  Inspector,
-  McpConfig,
-  McpTool,
-  RemoteConfig,
-  RemoteSession,
-  Result,
-  Retriever,
-  Sandbox,
-  Session,
-  ToolFault,
-  Unavailable,
-  Verdict,
-  VisionConfig,
-  WebConfig,
-  WebSearch,
-)
+from tools_sandbox.client import BACKENDS, Sandbox
+from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.jail.wire import Result, Verdict
+from tools_sandbox.mcp_client import McpConfig, McpTool
+from tools_sandbox.search.index import Hit
+from tools_sandbox.search.retrieve import Retriever
+from tools_sandbox.service.remote import RemoteConfig
+from tools_sandbox.web.crawl import CrawlConfig, Crawler
+from tools_sandbox.web.vision import Inspector, VisionConfig
+from tools_sandbox.web.web_search import BLOCKED, WebConfig, WebSearch
 
 _LOST = "\n[variables are lost; the next program starts afresh]"
 _LOST_BEFORE = "[variables of earlier programs were lost]\n"
@@ -268,32 +255,33 @@ class CodeTool(Tool):
     return self._read(result, seconds)
 
   def in_session(
-    self, holder: Cells, content: str, seconds: float
+    self, session: CodeSession, content: str, seconds: float
   ) -> tuple[CallStatus, str]:
-    """As a call, in the session of a trajectory, which is opened where it has none.
+    """Answers a call in the session of its trajectory, opened where it has none.
 
-    Where it was lost the observation says so, in one line.
+    Where an earlier session was lost, the observation says so in one line.
     """
     call = parse_code(content)
     assert call is not None
     note = ""
     try:
-      result = holder.run(call.program, call.stdin)
-      if result is None:  # the first, or the last one has gone
-        note = _LOST_BEFORE if holder.lost else ""
-        holder.open(self._open, seconds)
-        result = holder.run(call.program, call.stdin)
+      result = session.run(call.program, call.stdin)
+      if result is None:  # the first call, or the last session has ended
+        if session.lost:
+          note = _LOST_BEFORE
+        session.open(self._open, seconds)
+        result = session.run(call.program, call.stdin)
     except (TimeoutError, RuntimeError) as e:
       _log.warning("no session: %s", e)
       return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
     if result is None:
       return CallStatus.INFRASTRUCTURE, "error: the session has gone"
-    status, text = self._read(result, holder.seconds)
-    if holder.lost and status != CallStatus.INFRASTRUCTURE:
+    status, text = self._read(result, session.seconds)
+    if session.lost and status != CallStatus.INFRASTRUCTURE:
       text += _LOST
     return status, note + text
 
-  def _open(self, seconds: float) -> Session | RemoteSession:
+  def _open(self, seconds: float) -> SandboxSession:
     options = {"timeout_s": seconds, "memory_mb": self._memory_mb}
     if self._local:  # services have a time of their own for it
       options["wait_s"] = seconds

@@ -26,7 +26,8 @@ from typing import Any
 from experiments.bench import program as bench
 from experiments.bench.sandbox import timed
 from experiments.launch import run_program
-from tools_sandbox.client import RemoteConfig, Sandbox
+from tools_sandbox.client import Sandbox
+from tools_sandbox.service.remote import RemoteConfig
 
 PROGRAM, EXPECTED = "print(1 + 1)", "2"
 CALLERS = {"1 caller": 1, "8 callers": 8, "64 callers": 64}

@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from tools_sandbox.client import Sandbox, Verdict
+from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import SessionEnded
+from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.pool import SandboxPool
-from tools_sandbox.host.session import SessionEnded
-from tools_sandbox.host.slot import Cancel
 from tools_sandbox.jail import cgroup, landlock
-from tools_sandbox.jail.wire import Limits
+from tools_sandbox.jail.wire import Limits, Verdict
 
 EVERY = 10  # one run of so many is hostile
 CALLERS = 8

@@ -33,7 +33,7 @@ from experiments import launch
 from experiments.studies import ablation_report
 from experiments.studies.ablation_arms import ARMS, BUDGETS
 from experiments.studies.ablation_jobs import KINDS, Plan, Runner, ordered
-from tools_sandbox.client import check_jail
+from tools_sandbox.jail.keeper import check as check_jail
 
 
 def _define_flags() -> None:

@@ -17,9 +17,7 @@ tools that read them.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import math
 import os
 import random
 import re
@@ -52,8 +50,9 @@ from coa_jax.report.scores import (
   proportion_interval,
 )
 from coa_jax.report.tables import Table, rich_table
-from coa_jax.tools.code_session import Cells
+from coa_jax.tools.code_session import CodeSession
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.types import CallFuture, CallRequest, Tools, done_call, then
 from experiments.launch import launch
 
 _NAME = re.compile(r"\w+", re.ASCII)
@@ -112,45 +111,42 @@ class FormatStudyConfig(evaluate.EvaluateConfig):
       )
 
 
-class RenamedTools:
+class RenamedTools(Tools):
   """A toolbox whose tools are called and written to as a naming says."""
 
-  def __init__(self, toolbox: Toolbox, naming: ToolNaming):
+  def __init__(self, toolbox: Tools, naming: ToolNaming):
     """Wraps the tools, which the caller closes."""
-    self._toolbox, self._naming = toolbox, naming
+    self._toolbox = toolbox
+    self._naming = naming
 
-  def cells(self) -> Cells | None:
-    """As `Toolbox.cells`."""
-    return self._toolbox.cells()
+  def code_session(self) -> CodeSession | None:
+    """Gives the toolbox's own."""
+    return self._toolbox.code_session()
 
-  def submit(
-    self,
-    name: str,
-    arguments: str,
-    seconds: float = math.inf,
-    cells: Cells | None = None,
-  ) -> concurrent.futures.Future[ToolCall]:
-    """As `Toolbox.submit`; the call on record is as it was written.
+  def start(self, request: CallRequest) -> CallFuture:
+    """Starts a call; the call on record is as it was written.
 
     What is not in the tool's format is answered with how to write it, and runs nothing.
     """
-    out: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
+    name = request.name
     try:
-      tag, body = self._naming.read(name, arguments)
-      error = f"{name} cannot read this; write {self._naming.formats[tag].description}"
+      tag, body = self._naming.read(name, request.arguments)
     except KeyError:
-      tag, body, error = name, None, f"no tool {name}"
+      return _refused(request, f"no tool {name}")
     if body is None:
-      refused = ToolCall(name, arguments, f"error: {error}", CallStatus.MODEL)
-      out.set_result(refused)
-      return out
+      form = self._naming.formats[tag].description
+      return _refused(request, f"{name} cannot read this; write {form}")
 
-    def done(answered: concurrent.futures.Future[ToolCall]) -> None:
-      call = dataclasses.replace(answered.result(), name=name, arguments=arguments)
-      out.set_result(call)
+    def as_written(call: ToolCall) -> ToolCall:
+      return dataclasses.replace(call, name=name, arguments=request.arguments)
 
-    self._toolbox.submit(tag, body, seconds, cells).add_done_callback(done)
-    return out
+    translated = dataclasses.replace(request, name=tag, arguments=body)
+    return then(self._toolbox.start(translated), as_written)
+
+
+def _refused(request: CallRequest, error: str) -> CallFuture:
+  call = ToolCall(request.name, request.arguments, f"error: {error}", CallStatus.MODEL)
+  return done_call(call)
 
 
 @exclusive(process_dir)

@@ -16,6 +16,7 @@ from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tools.toolbox import ToolsConfig
 from experiments.bench import async_rl as bench
+from tests.backend import BACKEND
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -37,7 +38,7 @@ def test_contestants_differ_in_what_is_compared_alone(quick, tmp_path):
 
 
 def test_a_slow_call_is_the_real_one_later():
-  with bench.SlowToolbox(ToolsConfig(tools=("code",), workers=1)) as toolbox:
+  with bench.SlowToolbox(ToolsConfig(("code",), workers=1, sandbox=BACKEND)) as toolbox:
     began = time.monotonic()
     call = toolbox.call("code", "```py\nprint(2+3)\n```")
     assert time.monotonic() - began >= 0.1
@@ -62,7 +63,7 @@ def test_a_step_takes_what_the_clock_says_but_evaluation_and_saving(
     dict(
       init=f"{policy}/model",
       rollout=dict(style="brief", slots=4, max_len=toy.MAX_LEN),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       tasks=dict(uri=f"{policy}/tasks.jsonl"),
       algo=dict(
         steps=4,

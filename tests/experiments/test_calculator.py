@@ -6,7 +6,7 @@ import pytest
 
 from coa_jax.tools.functions import Functions, FunctionTool
 from experiments.calculator import TOOL, calculate
-from tools_sandbox.client import BadCall
+from tools_sandbox.faults import BadCall
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rich.console import Console
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import TextDelta
 from experiments import chat
+from tests.backend import BACKEND
 from tools_sandbox import http_server
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -35,7 +36,10 @@ def get_config(arg=""):
     variant="unified", style="brief", slots=3, window=4, max_len=128, inject_rows=3
   )
   config.tools = dict(
-    tools=("wiki_search", "code"), corpus={folder!r} + "/pages.jsonl", top_k=1
+    tools=("wiki_search", "code"),
+    corpus={folder!r} + "/pages.jsonl",
+    top_k=1,
+    sandbox={sandbox!r},
   )
   config.tasks = dict(uri="nothing reads this")
   return config
@@ -48,7 +52,9 @@ def program(tmp_path: pathlib.Path, name: str, *flags: str, **options):
     toy.save_policy(str(tmp_path / "model"), toy.actor().params)
     page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
     (tmp_path / "pages.jsonl").write_text(json.dumps(page))
-    (tmp_path / "config.py").write_text(CONFIG.format(folder=str(tmp_path)))
+    (tmp_path / "config.py").write_text(
+      CONFIG.format(folder=str(tmp_path), sandbox=BACKEND)
+    )
   return subprocess.Popen(
     [
       *(sys.executable, "-m", f"experiments.{name}"),

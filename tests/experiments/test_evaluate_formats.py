@@ -15,6 +15,7 @@ from coa_jax.protocol import prompts
 from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
 from experiments.studies import tool_formats
+from tests.backend import BACKEND
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def config(tmp_path) -> ml_collections.ConfigDict:
     dict(
       init=str(tmp_path / "model"),
       rollout=dict(style="full", slots=2, window=16, max_len=length + 200),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       tasks=dict(uri=str(tmp_path / "tasks.jsonl")),
       eval=dict(greedy=True, samples=0),
       formats=dict(seen=1, unseen=1),

@@ -17,6 +17,7 @@ from coa_jax import rl, sft
 from coa_jax.lock import hold
 from coa_jax.protocol.trajectory import write_jsonl
 from experiments.export import export
+from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -49,7 +50,7 @@ def configs(tmp_path_factory) -> dict[str, dict]:
     | tuned
     | dict(
       rollout=dict(style="brief", slots=4, max_len=64),
-      tools=dict(tools=["code"]),
+      tools=dict(tools=["code"], sandbox=BACKEND),
       tasks=tasks,
       dev=dict(every=9, **tasks),
       algo=dict(

@@ -15,6 +15,7 @@ from coa_jax.protocol.trajectory import CallStatus, Status
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments.studies.tool_formats import RenamedTools
+from tests.backend import BACKEND
 
 TASK = toy.TASKS[0]
 PROGRAM = tool_bodies.render_code("print(2+3)")
@@ -22,7 +23,7 @@ PROGRAM = tool_bodies.render_code("print(2+3)")
 
 @pytest.fixture(scope="module")
 def tools():
-  with Toolbox(ToolsConfig(tools=("code",))) as toolbox:
+  with Toolbox(ToolsConfig(tools=("code",), sandbox=BACKEND)) as toolbox:
     yield toolbox
 
 

@@ -19,6 +19,7 @@ from coa_jax.protocol.trajectory import (
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sources import load_tasks
 from experiments import select_tasks
+from tests.backend import BACKEND
 
 SAMPLES = 6
 
@@ -37,7 +38,8 @@ def config(tmp_path_factory) -> ml_collections.ConfigDict:
   config.rollout = dict(
     variant="unified", style="brief", slots=4, window=16, max_len=toy.MAX_LEN
   )
-  config.tools = dict(tools=toy.TOOLS, corpus=str(folder / "pages.jsonl"), top_k=1)
+  corpus = str(folder / "pages.jsonl")
+  config.tools = dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND)
   config.tasks = dict(uri=str(folder / "tasks.jsonl"))
   config.eval = dict(greedy=False, samples=SAMPLES, temperature=1.0)
   config.select = dict(all_wrong=True, all_right=True)

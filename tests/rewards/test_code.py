@@ -13,8 +13,8 @@ from coa_jax.rewards.code.grader import CodeConfig, CodeGrader, program_of
 from coa_jax.rewards.code.tests import read_tests, same_output
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.tasks.task import Kind, Task
-from tools_sandbox.client import Result, Verdict
 from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail.wire import Result, Verdict
 
 DATA = "/work/shared/data/code"
 BACKEND = "subprocess" if jail.check() else "jail"

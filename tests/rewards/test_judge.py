@@ -15,7 +15,7 @@ from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.judge import Judge, JudgeConfig, read_verdict
 from coa_jax.tasks.task import Task
-from tools_sandbox.client import ChatConfig
+from tools_sandbox.chat import ChatConfig
 
 TASK = Task("1", "Who wrote Hamlet?", ("William Shakespeare",))
 RIGHT = '{"rationale": "the same man", "judgement": "correct"}'

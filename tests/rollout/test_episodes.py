@@ -17,6 +17,7 @@ from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Kind
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tests.backend import BACKEND
 
 TASK = toy.TASKS[0]
 CALL, _, END = toy.SCRIPTS["2 + 3"]
@@ -71,7 +72,7 @@ def test_too_many_seconds_of_tools_end_it():
 
 def test_a_program_gets_what_is_left_of_its_trajectorys_budget():
   nap = toy.code("import time; time.sleep(600)")
-  with Toolbox(ToolsConfig(("code",), timeout_s=60.0)) as toolbox:
+  with Toolbox(ToolsConfig(("code",), timeout_s=60.0, sandbox=BACKEND)) as toolbox:
     toolbox.call("code", tool_bodies.render_code("print(1)"))
     t = toy.drive(toy.episode(TASK, toolbox, tool_seconds=0.5), [nap])
   assert t.status == Status.TOOL_FAILED and t.reward == 0.0
@@ -86,7 +87,9 @@ def test_a_tool_that_hangs_is_answered_for_and_the_episode_goes_on():
       released.wait()
       return CallStatus.OK, "5"
 
-  with Hangs(ToolsConfig(("code",), timeout_s=0.2, grace_s=0.2)) as toolbox:
+  with Hangs(
+    ToolsConfig(("code",), timeout_s=0.2, grace_s=0.2, sandbox=BACKEND)
+  ) as toolbox:
     t = toy.drive(toy.episode(TASK, toolbox), [CALL, END])
     released.set()
   assert t.status == Status.ENDED and t.reward == 1.0
@@ -208,7 +211,7 @@ def test_a_question_that_prints_tags_is_only_a_question():
 def test_a_malformed_call_is_answered_with_what_is_wrong(tmp_path, call, error):
   corpus = tmp_path / "pages.jsonl"
   corpus.write_text('{"id": "1", "title": "Ur", "text": "Ur is a city."}\n')
-  with Toolbox(ToolsConfig(toy.TOOLS, str(corpus))) as toolbox:
+  with Toolbox(ToolsConfig(toy.TOOLS, str(corpus), sandbox=BACKEND)) as toolbox:
     t = toy.drive(toy.episode(TASK, toolbox), ["<think>t</think>" + call, END])
   (made,) = t.calls
   assert made.status == CallStatus.MODEL and made.result.startswith(error)

@@ -20,6 +20,7 @@ from coa_jax import evaluate
 from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.rollout.vllm.client import PROCESSOR, VllmConfig, VllmError, VllmServer
+from tests.backend import BACKEND
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def journey(server: ScriptedVllm, folder) -> ml_collections.ConfigDict:
     dict(
       init=str(folder / "model"),
       rollout=dict(style="brief", slots=2, max_len=128),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       tasks=dict(uri=str(tasks)),
       eval=dict(samples=2),
       vllm=vllm,

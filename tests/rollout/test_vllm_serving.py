@@ -27,6 +27,7 @@ from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm.client import VllmConfig, VllmError
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
+from tests.backend import BACKEND
 
 pytestmark = real_vllm.NEEDED
 
@@ -249,7 +250,7 @@ def journey(
       optim=dict(lr=1.5e-3),
       rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN),
       vllm=dict(folder=str(tmp_path / "export"), url=url, gap=1e-4),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       tasks=dict(uri=str(tasks)),
       algo=dict(
         sampling=dict(prompts=2, samples=8, rounds=2, staleness=staleness),

@@ -9,6 +9,7 @@ from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.tasks.world.questions import FAMILIES
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tests.backend import BACKEND
 
 TOOLS = ("wiki_search", "code")
 
@@ -36,7 +37,8 @@ def tasks(world_files):
 @pytest.fixture(scope="session")
 def toolbox(world_files):
   """Search over the pages, and the sandbox."""
-  config = ToolsConfig(tools=TOOLS, corpus=world_files["corpus"], top_k=1)
+  corpus = world_files["corpus"]
+  config = ToolsConfig(tools=TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND)
   with Toolbox(config) as box:
     yield box
 

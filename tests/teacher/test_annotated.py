@@ -22,6 +22,7 @@ from coa_jax.teacher.annotated import AnnotatedBrain, arithmetic, read_solution
 from coa_jax.teacher.convert import Dropped, convert
 from coa_jax.teacher.llm import GaveUp
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from tests.backend import BACKEND
 
 GSM8K = pathlib.Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"
 MATH = get_variant("math")
@@ -35,7 +36,7 @@ CLIPS = (
 @pytest.fixture(scope="module")
 def sandbox():
   """The real code tool."""
-  with Toolbox(ToolsConfig(tools=("code",))) as box:
+  with Toolbox(ToolsConfig(tools=("code",), sandbox=BACKEND)) as box:
     yield box.call
 
 

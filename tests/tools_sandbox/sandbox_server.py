@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tools_sandbox.jail import keeper as jail
+from tests.backend import BACKEND
 
-BACKEND = "subprocess" if jail.check() else "jail"
 _START_S = 120.0
 LONG = 60.0  # seconds that no healthy server needs
 

@@ -15,7 +15,7 @@ import sys
 import pytest
 from attacks_shared import ATTACKS
 
-from tools_sandbox.jail import keeper as jail
+from tests.backend import MISSING, needs_jail
 
 _HOST = pathlib.Path(__file__).parent / "attack_host.py"
 # A sample of what a process without walls can do: quick, and one of a class each.
@@ -30,8 +30,6 @@ _OPEN = {
   "claim_infrastructure": "verdict forging",
   "memory_of_the_last_run": "other runs",
 }
-_missing = jail.check()
-needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
 
 
 # Of every class, and the forgers. README.md tells of all of them in sessions.
@@ -51,7 +49,7 @@ def hosts():
   All of them are started at once: they wait for programs' time more than they work.
   """
   runs = [("jail", "root"), ("jail", "nobody"), ("session", "root")]
-  runs = [("subprocess", "root"), *([] if _missing else runs)]
+  runs = [("subprocess", "root"), *([] if MISSING else runs)]
   runs = runs if os.geteuid() == 0 else []
   with concurrent.futures.ThreadPoolExecutor(4) as threads:
     yield {run: threads.submit(_faults, *run) for run in runs}

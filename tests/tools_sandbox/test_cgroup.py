@@ -10,16 +10,14 @@ import threading
 
 import pytest
 
+from tests.backend import BACKENDS, MISSING, needs_jail
 from tests.tools_sandbox.sandbox_server import soon
+from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.pool import SandboxPool
-from tools_sandbox.host.slot import Cancel
 from tools_sandbox.jail import cgroup
-from tools_sandbox.jail import keeper as jail
 from tools_sandbox.jail.wire import Limits, Verdict
 
-_missing = jail.check()
-needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
-_why = _missing or cgroup.check()
+_why = MISSING or cgroup.check()
 needs_group = pytest.mark.skipif(bool(_why), reason="; ".join(_why))
 # One for each controller in version 1, one for both in version 2.
 FOLDERS = list(dict.fromkeys(cgroup._own_folders().values()))
@@ -196,10 +194,8 @@ def test_without_groups_a_slot_works_as_before(monkeypatch):
     assert result.verdict == Verdict.MEMORY
 
 
-@pytest.mark.parametrize("backend", ["subprocess", "jail"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_run_is_called_off_and_the_slot_is_good(backend):
-  if backend == "jail" and _missing:
-    pytest.skip("; ".join(_missing))
   with SandboxPool(1, preload=(), backend=backend) as pool:
     before = Cancel()
     before()

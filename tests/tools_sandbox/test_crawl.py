@@ -14,6 +14,7 @@ pytest.importorskip("trafilatura", reason="crawl_page's extraction is not instal
 
 from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
+from tools_sandbox.text import clean
 from tools_sandbox.web import page
 from tools_sandbox.web.crawl import CrawlConfig, Crawler, parse_call
 from tools_sandbox.web.fetch import Body, FetchConfig, Fetcher
@@ -283,7 +284,7 @@ MARKUP = st.lists(
   ),
 )
 def test_what_nobody_sees_is_not_in_the_text(hidden: str):
-  assert page.clean(f"a{hidden}b{hidden}") == "ab"
+  assert clean(f"a{hidden}b{hidden}") == "ab"
 
 
 def test_what_words_are_spelt_with_stays():
@@ -292,9 +293,9 @@ def test_what_words_are_spelt_with_stays():
     "\u0915\u094d\u200d\u0937",  # Hindi, a joiner after a virama
     "\u0600\u0661 e\u0301 \U0001f600 \u4e2d\u6587",
   ):
-    assert page.clean(text) == text
-  assert page.clean("\U0001f469\u200d\U0001f4bb") == "\U0001f469\U0001f4bb"
-  assert page.clean("\u0645\u200c\u200c\u200c") == "\u0645"
+    assert clean(text) == text
+  assert clean("\U0001f469\u200d\U0001f4bb") == "\U0001f469\U0001f4bb"
+  assert clean("\u0645\u200c\u200c\u200c") == "\u0645"
 
 
 def test_a_page_full_of_soft_hyphens_is_text():
@@ -304,7 +305,7 @@ def test_a_page_full_of_soft_hyphens_is_text():
 
 @hypothesis.given(MARKUP, st.text(max_size=20), st.integers(64, 200))
 def test_any_text_is_cleaned_and_fits(text: str, goal: str, most: int):
-  plain = page.clean(page.strip_tags(text))
+  plain = clean(page.strip_tags(text))
   assert len(page.excerpt(plain, goal, most)) <= most or len(plain) <= most
   assert not set(plain) & {"\x00", "\u202e", "\x1b"}
 

@@ -13,14 +13,14 @@ import time
 
 import pytest
 
+from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
 from tools_sandbox.host import pool
 from tools_sandbox.host.pool import SandboxPool
-from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail import keeper
 from tools_sandbox.jail.wire import Limits, Verdict
 
-_missing = jail.check()
-pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+pytestmark = needs_jail
 
 # Name -> program, stdin, what it prints.
 ORDINARY = {
@@ -220,10 +220,10 @@ def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
   monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
   monkeypatch.setattr(sys, "path", ["", *map(str, editable), str(installed)])
-  places, path, _ = jail._layout()
+  places, path, _ = keeper._layout()
   assert path == [places[os.path.realpath(installed)]]
-  own = {os.path.dirname(jail.__file__), os.path.realpath(sys.base_prefix)}
-  others = set(places) - own - set(jail._SYSTEM)
+  own = {os.path.dirname(keeper.__file__), os.path.realpath(sys.base_prefix)}
+  others = set(places) - own - set(keeper._SYSTEM)
   assert others == {os.path.realpath(installed)}
 
 
@@ -354,7 +354,7 @@ def test_many_runs_leave_no_process_mount_or_descriptor():
 
 
 def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):
-  monkeypatch.setattr(jail, "check", lambda: ["the kernel has no seccomp filters"])
+  monkeypatch.setattr(keeper, "check", lambda: ["the kernel has no seccomp filters"])
   with pytest.raises(RuntimeError, match="no seccomp filters"):
     Sandbox()  # the default
   with pytest.raises(ValueError, match="backend"):

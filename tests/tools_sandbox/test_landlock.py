@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
-from tools_sandbox.jail import keeper as jail
-from tools_sandbox.jail import landlock
+from tools_sandbox.jail import keeper, landlock
 
 VERSION = landlock.version()
 pytestmark = pytest.mark.skipif(not VERSION, reason="this kernel has no Landlock")
@@ -53,7 +53,7 @@ def _said(tmp_path, version: int) -> list[str]:
     command = [sys.executable, "-c", _PROGRAM, inside, outside, port, version]
     # Its files import each other by their bare names, as inside a jail.
     command[2] = (
-      f"import sys; sys.path.append({str(pathlib.Path(jail.__file__).parent)!r})\n"
+      f"import sys; sys.path.append({str(pathlib.Path(keeper.__file__).parent)!r})\n"
       + _PROGRAM
     )
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
@@ -71,7 +71,7 @@ def test_an_old_kernel_s_part_of_it_still_stands(tmp_path):
   assert said == ["done"] * 4 + ["PermissionError"] * 4 + ["done"]
 
 
-@pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
+@needs_jail
 def test_jailed_programs_are_behind_it():
   # Their own files of /proc, which the first wall leaves writable.
   program = "open('/proc/self/comm', 'w').write('x')"

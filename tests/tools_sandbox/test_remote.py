@@ -13,8 +13,10 @@ import pytest
 from http_server import NEVER, Server, within
 from sandbox_server import BACKEND, LONG, serving, soon
 
-from tools_sandbox.client import RemoteConfig, Result, Sandbox, Verdict
+from tools_sandbox.client import Sandbox
+from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service import remote
+from tools_sandbox.service.remote import RemoteConfig
 
 TOKEN = "a-word"
 OK = Result("42\n", "", 0, Verdict.OK, 0.01).to_json()

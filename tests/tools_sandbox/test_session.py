@@ -11,13 +11,12 @@ import time
 
 import pytest
 
-from tools_sandbox.client import Sandbox, SessionEnded
+from tests.backend import needs_jail
+from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import SessionEnded
 from tools_sandbox.host.pool import SandboxPool
-from tools_sandbox.jail import keeper as jail
+from tools_sandbox.jail import keeper
 from tools_sandbox.jail.wire import Limits, Verdict
-
-_missing = jail.check()
-needs_jail = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +339,7 @@ def test_an_open_session_dies_with_its_host(tmp_path):
   host = subprocess.Popen(
     [sys.executable, "-c", program],
     stdout=subprocess.PIPE,
-    cwd=os.path.dirname(os.path.dirname(jail.__file__)),
+    cwd=os.path.dirname(os.path.dirname(keeper.__file__)),
     env={**os.environ, "TMPDIR": str(tmp_path)},
   )
   assert host.stdout.readline() == b"1\n" and _processes()

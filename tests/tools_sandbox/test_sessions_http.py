@@ -9,12 +9,14 @@ import urllib.parse
 
 import pytest
 
+from tests.backend import needs_jail
 from tests.tools_sandbox.sandbox_server import LONG, serving, soon
-from tools_sandbox.client import RemoteConfig, Sandbox, SessionEnded, Verdict
-from tools_sandbox.jail import keeper as jail
+from tools_sandbox.client import Sandbox
+from tools_sandbox.faults import SessionEnded
+from tools_sandbox.jail.wire import Verdict
+from tools_sandbox.service.remote import RemoteConfig
 
-_missing = jail.check()
-pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+pytestmark = needs_jail
 _SLEEP = "import time\nprint('begun', flush=True)\ntime.sleep(50)"
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from tools_sandbox.faults import NoJail
 from tools_sandbox.host import slot
-from tools_sandbox.host.session import LEASE_S, Session, check_texts, died, failure
+from tools_sandbox.host.cancel import Cancel
+from tools_sandbox.host.session import Session
 from tools_sandbox.jail import keeper as jail
 from tools_sandbox.jail import wire
 
@@ -90,7 +91,7 @@ class SandboxPool:
     # handed to the first. None waits while one is free.
     self._waiting: deque[Future[slot.Zygote | None]] = deque()
     self._live: set[slot.Zygote] = set()
-    self._sessions: set[Session] = set()
+    self._sessions: dict[_LentSlot, Session] = {}
     self._closed = False
     self._replaced = 0
     self._landlord: threading.Thread | None = None  # once there is a session
@@ -100,7 +101,7 @@ class SandboxPool:
     program: str,
     stdin: str = "",
     limits: wire.Limits | None = None,
-    cancel: slot.Cancel | None = None,
+    cancel: Cancel | None = None,
   ) -> wire.Result:
     """Runs a program in a fresh process; waits for a free slot and for its end.
 
@@ -120,31 +121,31 @@ class SandboxPool:
       ValueError: together they are longer than wire.MAX_INPUT.
       RuntimeError: the pool is closed.
     """
-    check_texts(program, stdin)
+    wire.check_texts(program, stdin)
     limits = limits or self.limits
     request = _request(program, stdin, limits, session=False)
     zygote = self._acquire()
     try:
       for last in (False, True):
         if cancel is not None and cancel.asked:
-          return failure("called off")
+          return wire.failure("called off")
         try:
           zygote = zygote or self._start()
           result = zygote.run(request, limits.wall_s, cancel)
           break
         except slot.ZygoteDied as e:
-          zygote = self.retire(zygote)
+          zygote = self._retire(zygote)
           if e.started or last:
             zygote = self._spare()
-            return died(e)
+            return e.result()
       zygote = self._unless_worn(zygote)
       return result
     except OSError as e:  # no process, no descriptor, no disk for a zygote
-      zygote = self.retire(zygote)
-      return failure(f"{type(e).__name__}: {e}")
+      zygote = self._retire(zygote)
+      return wire.failure(f"{type(e).__name__}: {e}")
     except BaseException:
       # A caller that is interrupted leaves a zygote with an answer nobody wants.
-      zygote = self.retire(zygote)
+      zygote = self._retire(zygote)
       raise
     finally:
       self._release(zygote)
@@ -153,7 +154,7 @@ class SandboxPool:
     self,
     limits: wire.Limits | None = None,
     wait_s: float | None = None,
-    lease_s: float = LEASE_S,
+    lease_s: float = wire.LEASE_S,
     ended: Callable[[], None] | None = None,
   ) -> Session:
     """Opens a session; waits for a free slot, which it holds until it ends.
@@ -184,13 +185,14 @@ class SandboxPool:
           zygote.open(request)
           break
         except slot.ZygoteDied:
-          zygote = self.retire(zygote)
+          zygote = self._retire(zygote)
           if last:
             raise
-      session = Session(self, zygote, limits.wall_s, lease_s, ended)
+      lent = _LentSlot(self._retire, self._end_session, zygote, limits.wall_s, ended)
+      session = Session(lent, lease_s)
       with self._changed:
         self._check_open()
-        self._sessions.add(session)
+        self._sessions[lent] = session
         if self._landlord is None:
           self._landlord = threading.Thread(
             target=self._watch_leases, name="leases", daemon=True
@@ -199,18 +201,18 @@ class SandboxPool:
         self._changed.notify_all()
       return session
     except BaseException as e:
-      self._release(self.retire(zygote))
+      self._release(self._retire(zygote))
       if isinstance(e, (OSError, slot.ZygoteDied)):
         raise RuntimeError(f"no session: {type(e).__name__}: {e}") from e
       raise
 
-  def end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
-    """Takes the slot of a session back; only the session itself calls this."""
+  def _end_session(self, lent: _LentSlot, zygote: slot.Zygote | None) -> None:
+    """Takes the slot of a session back."""
     with self._changed:
-      self._sessions.discard(session)
+      self._sessions.pop(lent, None)
     self._release(self._unless_worn(zygote))
-    if session.ended is not None:
-      session.ended()
+    if lent.ended is not None:
+      lent.ended()
 
   def _watch_leases(self) -> None:
     """The thread that closes sessions which nobody uses any more."""
@@ -219,10 +221,11 @@ class SandboxPool:
         if self._closed:
           return
         now = time.monotonic()
-        late = [s for s in self._sessions if s.expires <= now]
+        late = [s for s in self._sessions.values() if s.expires <= now]
         if not late:
           # A cell that ends in the meantime sets an end which is a lease away.
-          waits = [min(s.expires - now, s.lease_s) for s in self._sessions]
+          sessions = self._sessions.values()
+          waits = [min(s.expires - now, s.lease_s) for s in sessions]
           self._changed.wait(min(waits, default=None))
           continue
       for session in late:
@@ -231,7 +234,7 @@ class SandboxPool:
   def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
     if zygote is None or zygote.runs < self._runs_per_zygote:
       return zygote
-    self.retire(zygote)
+    self._retire(zygote)
     return self._spare()
 
   @property
@@ -244,15 +247,16 @@ class SandboxPool:
     with self._changed:
       self._closed = True
       self._changed.notify_all()
-      idle, self._idle = self._idle, []
+      idle = self._idle
+      self._idle = []
       while self._waiting:
         self._waiting.popleft().set_exception(RuntimeError(_CLOSED))
       # A busy one is put away by its caller, who still reads from its pipes.
       for zygote in self._live:
         zygote.process.kill()
-      sessions = list(self._sessions)
+      sessions = list(self._sessions.values())
     for zygote in idle:
-      self.retire(zygote)
+      self._retire(zygote)
     for session in sessions:
       session.close()
     with self._changed:
@@ -298,7 +302,7 @@ class SandboxPool:
       self._live.add(zygote)
       closed = self._closed
     if closed:
-      self.retire(zygote)
+      self._retire(zygote)
     self._check_open()
     return zygote
 
@@ -309,7 +313,7 @@ class SandboxPool:
     except (OSError, RuntimeError):  # RuntimeError: closed by now
       return None
 
-  def retire(self, zygote: slot.Zygote | None) -> None:
+  def _retire(self, zygote: slot.Zygote | None) -> None:
     """Puts a zygote away for good."""
     if zygote is not None:
       zygote.kill()
@@ -330,11 +334,57 @@ class SandboxPool:
       while self._waiting and (self._idle or self._unstarted):
         self._waiting.popleft().set_result(self._take())
     if closed:
-      self.retire(zygote)
+      self._retire(zygote)
 
   def _check_open(self) -> None:
     if self._closed:
       raise RuntimeError(_CLOSED)
+
+
+class _LentSlot:
+  """A slot while a session holds it. See `session.SessionSlot`."""
+
+  def __init__(
+    self,
+    retire: Callable[[slot.Zygote], None],
+    give_back: Callable[[_LentSlot, slot.Zygote | None], None],
+    zygote: slot.Zygote,
+    wall_s: float,
+    ended: Callable[[], None] | None,
+  ):
+    self.ended = ended
+    self._retire = retire
+    self._give_back = give_back
+    self._zygote = zygote
+    self._wall_s = wall_s
+
+  def run(
+    self, program: str, stdin: str, cancel: Cancel | None
+  ) -> tuple[wire.Result, bool]:
+    zygote: slot.Zygote | None = self._zygote
+    try:
+      result, alive = self._zygote.cell(program, stdin, self._wall_s, cancel)
+    except (slot.ZygoteDied, OSError) as e:
+      alive = False
+      zygote = self._retire(self._zygote)
+      result = e.result() if isinstance(e, slot.ZygoteDied) else wire.failure(str(e))
+    except BaseException:  # interrupted: its answer would be taken for the next one's
+      self._give_back(self, self._retire(self._zygote))
+      raise
+    if not alive:
+      self._give_back(self, zygote)
+    return result, alive
+
+  def close(self) -> None:
+    zygote: slot.Zygote | None = self._zygote
+    try:
+      self._zygote.end_session()
+    except BaseException as e:
+      zygote = self._retire(self._zygote)
+      if not isinstance(e, (slot.ZygoteDied, OSError)):
+        raise
+    finally:
+      self._give_back(self, zygote)
 
 
 def _request(

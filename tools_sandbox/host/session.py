@@ -1,6 +1,6 @@
 """A session as the host sees it: cells that share one process of a pool's slot.
 
-What its jail does is in `session`; which slot it gets, and until when, in `pool`.
+What its jail does is in `jail.session`; which slot it gets, and until when, in `pool`.
 """
 
 from __future__ import annotations
@@ -8,28 +8,25 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 from typing import Protocol
 
-from tools_sandbox.host import slot
+from tools_sandbox.faults import SessionEnded
+from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.jail import wire
 
 CELLS_OF_CPU = 10  # whose whole time a session may use, unless it says otherwise
-LEASE_S = 600.0  # longer than a policy takes from one call to its next
 
 
-class Owner(Protocol):
-  """The pool whose slot a session has."""
+class SessionSlot(Protocol):
+  """The slot that a session holds, as the pool lends it."""
 
-  def retire(self, zygote: slot.Zygote | None) -> None:
-    """Puts a zygote away for good."""
+  def run(
+    self, program: str, stdin: str, cancel: Cancel | None
+  ) -> tuple[wire.Result, bool]:
+    """Runs a cell; says whether there can be another. Else the slot is free again."""
 
-  def end_session(self, session: Session, zygote: slot.Zygote | None) -> None:
-    """Takes the slot back."""
-
-
-class SessionEnded(RuntimeError):
-  """A cell was given to a session that has ended."""
+  def close(self) -> None:
+    """Ends the session's process and frees the slot."""
 
 
 class Session:
@@ -42,20 +39,12 @@ class Session:
   Attributes:
     lease_s: seconds without a cell that end it.
     expires: `time.monotonic()` seconds of its lease's end; inf while a cell runs.
-    ended: as given to `SandboxPool.session`.
   """
 
-  def __init__(
-    self,
-    pool: Owner,
-    zygote: slot.Zygote,
-    wall_s: float,
-    lease_s: float,
-    ended: Callable[[], None] | None,
-  ):
+  def __init__(self, slot: SessionSlot, lease_s: float):
     """Only `SandboxPool.session` makes one."""
-    self._pool, self._zygote, self._wall_s = pool, zygote, wall_s
-    self.lease_s, self.ended = lease_s, ended
+    self._slot = slot
+    self.lease_s = lease_s
     self.expires = time.monotonic() + lease_s
     self._lock = threading.Lock()
     self._alive = True
@@ -67,7 +56,7 @@ class Session:
     return self._alive
 
   def run(
-    self, program: str, stdin: str = "", cancel: slot.Cancel | None = None
+    self, program: str, stdin: str = "", cancel: Cancel | None = None
   ) -> wire.Result:
     """Runs a cell with the variables that earlier cells have left.
 
@@ -86,23 +75,16 @@ class Session:
       ValueError: it is longer than wire.MAX_INPUT.
       SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
     """
-    check_texts(program, stdin)
+    wire.check_texts(program, stdin)
     with self._lock:
       if not self._alive:
         raise SessionEnded(f"{self._why}; open another one")
-      zygote, self.expires = self._zygote, math.inf
+      self.expires = math.inf
       try:
-        result, self._alive = zygote.cell(program, stdin, self._wall_s, cancel)
-      except (slot.ZygoteDied, OSError) as e:
+        result, self._alive = self._slot.run(program, stdin, cancel)
+      except BaseException:  # interrupted
         self._alive = False
-        zygote = self._pool.retire(zygote)
-        result = died(e) if isinstance(e, slot.ZygoteDied) else failure(str(e))
-      except BaseException:  # interrupted: its answer would be taken for the next one's
-        self._alive = False
-        self._pool.end_session(self, self._pool.retire(zygote))
         raise
-      if not self._alive:
-        self._pool.end_session(self, zygote)
       self.expires = time.monotonic() + self.lease_s
       return result
 
@@ -113,7 +95,8 @@ class Session:
     try:
       if self._alive and self.expires <= time.monotonic():
         self._why = f"the session was not used for {self.lease_s:g} s and has ended"
-        self._close()
+        self._alive = False
+        self._slot.close()
     finally:
       self._lock.release()
 
@@ -121,49 +104,11 @@ class Session:
     """Ends its process and gives the slot back; waits for a cell that runs."""
     with self._lock:
       if self._alive:
-        self._close()
-
-  def _close(self) -> None:
-    self._alive = False
-    zygote: slot.Zygote | None = self._zygote
-    try:
-      zygote.end_session()
-    except BaseException as e:
-      zygote = self._pool.retire(zygote)
-      if not isinstance(e, (slot.ZygoteDied, OSError)):
-        raise
-    finally:
-      self._pool.end_session(self, zygote)
+        self._alive = False
+        self._slot.close()
 
   def __enter__(self) -> Session:
     return self
 
   def __exit__(self, *error: object) -> None:
     self.close()
-
-
-def check_texts(program: str, stdin: str) -> None:
-  """Refuses what cannot be run.
-
-  Raises:
-    TypeError: one is not a string.
-    ValueError: together they are longer than wire.MAX_INPUT.
-  """
-  for name, value in (("program", program), ("stdin", stdin)):
-    if not isinstance(value, str):
-      raise TypeError(f"{name} must be a string, got {type(value).__name__}")
-  if len(program) + len(stdin) > wire.MAX_INPUT:
-    raise ValueError(f"program and stdin exceed {wire.MAX_INPUT} characters")
-
-
-def died(e: slot.ZygoteDied) -> wire.Result:
-  """Of a run whose slot ended: for the memory it took, or for no fault of its own."""
-  if not e.memory:
-    return failure(str(e))
-  note = "[killed: used more memory than it may]\n"
-  return wire.Result("", note, -9, wire.Verdict.MEMORY, 0.0)
-
-
-def failure(reason: str) -> wire.Result:
-  """Of a run that the service failed."""
-  return wire.Result("", reason, None, wire.Verdict.INFRASTRUCTURE, 0.0)

@@ -11,11 +11,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.jail import cgroup, wire
 
 _JAIL = str(pathlib.Path(__file__).resolve().parents[1] / "jail")
@@ -47,39 +47,15 @@ class ZygoteDied(Exception):
 
   def __init__(self, message: str, started: bool, memory: bool = False):
     super().__init__(message)
-    self.started, self.memory = started, memory
+    self.started = started
+    self.memory = memory
 
-
-class Cancel:
-  """Calls off one run or cell, from any thread, before it starts too; call it."""
-
-  def __init__(self) -> None:
-    """Of a run that is yet to be asked for."""
-    self.asked = False
-    self._lock = threading.Lock()
-    self._fd = -1  # of the zygote that runs it
-
-  def __call__(self) -> None:
-    """Ends what runs; its answer is `infrastructure`. Nothing once it has ended."""
-    with self._lock:
-      if not self.asked:
-        self.asked = True
-        if self._fd >= 0:
-          os.write(self._fd, b"c")
-
-  @contextlib.contextmanager
-  def _bound(self, write_fd: int, read_fd: int) -> Iterator[None]:
-    with self._lock:
-      self._fd = write_fd
-      if self.asked:
-        os.write(write_fd, b"c")
-    try:
-      yield
-    finally:
-      with self._lock:
-        self._fd = -1
-        if self.asked:
-          os.read(read_fd, 1)  # it was for this run, not for the next one
+  def result(self) -> wire.Result:
+    """The result of its run: for the memory it took, or for no fault of its own."""
+    if not self.memory:
+      return wire.failure(str(self))
+    note = "[killed: used more memory than it may]\n"
+    return wire.Result("", note, -9, wire.Verdict.MEMORY, 0.0)
 
 
 class Zygote:
@@ -183,7 +159,7 @@ class Zygote:
   def _bound(self, cancel: Cancel | None) -> contextlib.AbstractContextManager[None]:
     if cancel is None:
       return contextlib.nullcontext()
-    return cancel._bound(self._cancel[1], self._cancel[0])
+    return cancel.bound(self._cancel[1], self._cancel[0])
 
   @contextlib.contextmanager
   def _talk(self, started: bool) -> Iterator[None]:

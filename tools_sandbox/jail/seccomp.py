@@ -10,106 +10,115 @@ import errno
 import platform
 import struct
 
-# Linux x86_64. By what they touch, so that a reader can see what is missing.
+# Linux x86_64: name -> number. By what they touch, so that a reader can see what is
+# missing.
+# fmt: off
 _ALLOWED = {
   # open files
-  **{"read": 0, "write": 1, "open": 2, "close": 3, "lseek": 8, "pread64": 17},
-  **{"pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295, "pwritev": 296},
-  **{"dup": 32, "dup2": 33, "dup3": 292, "fsync": 74, "fdatasync": 75, "flock": 73},
-  **{"ftruncate": 77, "fallocate": 285, "sendfile": 40, "copy_file_range": 326},
-  **{"openat": 257, "close_range": 436, "pipe": 22, "pipe2": 293, "eventfd": 284},
-  **{"eventfd2": 290, "poll": 7, "ppoll": 271, "select": 23, "pselect6": 270},
-  **{"timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287},
-  **{"signalfd": 282, "signalfd4": 289},
+  "read": 0, "write": 1, "open": 2, "close": 3, "lseek": 8, "pread64": 17,
+  "pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295, "pwritev": 296, "dup": 32,
+  "dup2": 33, "dup3": 292, "fsync": 74, "fdatasync": 75, "flock": 73, "ftruncate": 77,
+  "fallocate": 285, "sendfile": 40, "copy_file_range": 326, "openat": 257,
+  "close_range": 436, "pipe": 22, "pipe2": 293, "eventfd": 284, "eventfd2": 290,
+  "poll": 7, "ppoll": 271, "select": 23, "pselect6": 270, "timerfd_create": 283,
+  "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd": 282, "signalfd4": 289,
   # Both ends of a socket pair; there is no way to a socket of any other kind. No
   # sendmsg: it can send descriptors, and those on their way are counted per user.
-  **{"sendto": 44, "recvfrom": 45, "recvmsg": 47, "shutdown": 48},
-  **{"getsockname": 51, "getpeername": 52, "getsockopt": 55},
+  "sendto": 44, "recvfrom": 45, "recvmsg": 47, "shutdown": 48, "getsockname": 51,
+  "getpeername": 52, "getsockopt": 55,
   # the file system
-  **{"stat": 4, "fstat": 5, "lstat": 6, "newfstatat": 262, "statx": 332},
-  **{"access": 21, "faccessat": 269, "faccessat2": 439, "truncate": 76},
-  **{"getdents": 78, "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81},
-  **{"rename": 82, "renameat": 264, "renameat2": 316, "mkdir": 83, "mkdirat": 258},
-  **{"rmdir": 84, "creat": 85, "link": 86, "linkat": 265, "unlink": 87},
-  **{"unlinkat": 263, "symlink": 88, "symlinkat": 266, "readlink": 89},
-  **{"readlinkat": 267, "chmod": 90, "fchmod": 91, "fchmodat": 268, "umask": 95},
-  **{"mknod": 133, "mknodat": 259, "statfs": 137, "fstatfs": 138, "utime": 132},
-  **{"utimes": 235, "futimesat": 261, "utimensat": 280},
+  "stat": 4, "fstat": 5, "lstat": 6, "newfstatat": 262, "statx": 332, "access": 21,
+  "faccessat": 269, "faccessat2": 439, "truncate": 76, "getdents": 78,
+  "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82,
+  "renameat": 264, "renameat2": 316, "mkdir": 83, "mkdirat": 258, "rmdir": 84,
+  "creat": 85, "link": 86, "linkat": 265, "unlink": 87, "unlinkat": 263, "symlink": 88,
+  "symlinkat": 266, "readlink": 89, "readlinkat": 267, "chmod": 90, "fchmod": 91,
+  "fchmodat": 268, "umask": 95, "mknod": 133, "mknodat": 259, "statfs": 137,
+  "fstatfs": 138, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
   # memory
-  **{"mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26},
+  "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26,
   # processes, threads and signals
-  **{"fork": 57, "vfork": 58, "execve": 59, "exit": 60, "exit_group": 231},
-  **{"wait4": 61, "waitid": 247, "kill": 62, "tkill": 200, "tgkill": 234},
-  **{"getpid": 39, "getppid": 110, "gettid": 186, "getpgrp": 111, "getpgid": 121},
-  **{"setpgid": 109, "setsid": 112, "getsid": 124, "getuid": 102, "getgid": 104},
-  **{"geteuid": 107, "getegid": 108, "getresuid": 118, "getresgid": 120},
-  **{"getgroups": 115, "capget": 125, "set_tid_address": 218, "set_robust_list": 273},
-  **{"get_robust_list": 274, "rseq": 334, "futex": 202, "membarrier": 324},
-  **{"arch_prctl": 158, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15},
-  **{"rt_sigpending": 127, "rt_sigtimedwait": 128, "rt_sigqueueinfo": 129},
-  **{"rt_sigsuspend": 130, "sigaltstack": 131, "pause": 34, "restart_syscall": 219},
-  **{"getrlimit": 97, "setrlimit": 160, "getrusage": 98, "times": 100},
-  **{"getpriority": 140, "setpriority": 141, "sched_yield": 24, "getcpu": 309},
-  **{"sched_getparam": 143, "sched_getscheduler": 145},
-  **{"sched_get_priority_max": 146, "sched_get_priority_min": 147},
+  "fork": 57, "vfork": 58, "execve": 59, "exit": 60, "exit_group": 231, "wait4": 61,
+  "waitid": 247, "kill": 62, "tkill": 200, "tgkill": 234, "getpid": 39, "getppid": 110,
+  "gettid": 186, "getpgrp": 111, "getpgid": 121, "setpgid": 109, "setsid": 112,
+  "getsid": 124, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108,
+  "getresuid": 118, "getresgid": 120, "getgroups": 115, "capget": 125,
+  "set_tid_address": 218, "set_robust_list": 273, "get_robust_list": 274, "rseq": 334,
+  "futex": 202, "membarrier": 324, "arch_prctl": 158, "rt_sigaction": 13,
+  "rt_sigprocmask": 14, "rt_sigreturn": 15, "rt_sigpending": 127,
+  "rt_sigtimedwait": 128, "rt_sigqueueinfo": 129, "rt_sigsuspend": 130,
+  "sigaltstack": 131, "pause": 34, "restart_syscall": 219, "getrlimit": 97,
+  "setrlimit": 160, "getrusage": 98, "times": 100, "getpriority": 140,
+  "setpriority": 141, "sched_yield": 24, "getcpu": 309, "sched_getparam": 143,
+  "sched_getscheduler": 145, "sched_get_priority_max": 146,
+  "sched_get_priority_min": 147,
   # time and the machine
-  **{
-    "nanosleep": 35,
-    "clock_nanosleep": 230,
-    "clock_gettime": 228,
-    "clock_getres": 229,
-  },
-  **{"gettimeofday": 96, "time": 201, "getitimer": 36, "setitimer": 38, "alarm": 37},
-  **{"timer_create": 222, "timer_settime": 223, "timer_gettime": 224},
-  **{"timer_getoverrun": 225, "timer_delete": 226, "uname": 63},
-  **{"getrandom": 318},
+  "nanosleep": 35, "clock_nanosleep": 230, "clock_gettime": 228, "clock_getres": 229,
+  "gettimeofday": 96, "time": 201, "getitimer": 36, "setitimer": 38, "alarm": 37,
+  "timer_create": 222, "timer_settime": 223, "timer_gettime": 224,
+  "timer_getoverrun": 225, "timer_delete": 226, "uname": 63, "getrandom": 318,
 }
-# Number -> (argument, values it may have): the program itself, and nothing stronger.
+# Numbers of those that the tables below name.
+_LIMITED = {
+  "mmap": 9, "ioctl": 16, "madvise": 28, "socketpair": 53, "setsockopt": 54,
+  "clone": 56, "fcntl": 72, "personality": 135, "prctl": 157,
+  "sched_setaffinity": 203, "sched_getaffinity": 204, "prlimit64": 302, "sysinfo": 99,
+  "epoll_create": 213, "fadvise64": 221, "epoll_create1": 291, "memfd_create": 319,
+  "preadv2": 327, "pwritev2": 328, "io_uring_setup": 425, "io_uring_enter": 426,
+  "io_uring_register": 427, "pidfd_open": 434, "clone3": 435, "openat2": 437,
+  "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "getxattr": 191,
+  "lgetxattr": 192, "fgetxattr": 193, "listxattr": 194, "llistxattr": 195,
+  "flistxattr": 196, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199,
+}
+# fmt: on
+NUMBERS = {**_ALLOWED, **_LIMITED}
+# Name -> (argument, values it may have): the program itself, and nothing stronger.
 _ALLOWED_WITH = {
-  53: (0, (1,)),  # socketpair: AF_UNIX
-  302: (0, (0,)),  # prlimit64: on oneself
-  203: (0, (0,)),  # sched_setaffinity
-  204: (0, (0,)),  # sched_getaffinity
-  135: (0, (0xFFFFFFFF,)),  # personality: ask
-  157: (0, (1, 2, 3, 15, 16)),  # prctl: parent-death signal, dumpable?, thread name
-  # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
-  16: (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-  # setsockopt: SO_RCVTIMEO, SO_SNDTIMEO; no filter and no larger buffer, memory that
-  # no limit counts
-  54: (2, (20, 21)),
-  # madvise: all that concerns this process's own pages; none to be merged with those
-  # of others, of which the kernel would tell how many it found
-  28: (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 25)),
-  # fcntl: F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW,
-  # _DUPFD_CLOEXEC, _GETPIPE_SZ. Leases, owners and F_NOTIFY have no use here; larger
-  # pipes are memory that no limit counts.
-  72: (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
+  "socketpair": (0, (1,)),  # AF_UNIX
+  "prlimit64": (0, (0,)),  # on oneself
+  "sched_setaffinity": (0, (0,)),
+  "sched_getaffinity": (0, (0,)),
+  "personality": (0, (0xFFFFFFFF,)),  # ask
+  "prctl": (0, (1, 2, 3, 15, 16)),  # parent-death signal, dumpable?, thread name
+  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+  "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+  # SO_RCVTIMEO, SO_SNDTIMEO; no filter and no larger buffer, memory that no limit
+  # counts
+  "setsockopt": (2, (20, 21)),
+  # All that concerns this process's own pages; none to be merged with those of others,
+  # of which the kernel would tell how many it found.
+  "madvise": (2, (0, 1, 2, 3, 4, 8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23, 25)),
+  # F_DUPFD, _GETFD, _SETFD, _GETFL, _SETFL, _GETLK, _SETLK, _SETLKW, _DUPFD_CLOEXEC,
+  # _GETPIPE_SZ. Leases, owners and F_NOTIFY have no use here; larger pipes are memory
+  # that no limit counts.
+  "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
 }
-# Number -> (argument, bits of which it may have none).
+# Name -> (argument, bits of which it may have none).
 _ALLOWED_WITHOUT = {
-  56: (0, 0x7E020000),  # clone: any new namespace
-  9: (3, 0x40000),  # mmap: MAP_HUGETLB, the machine's huge pages, which no limit counts
+  "clone": (0, 0x7E020000),  # any new namespace
+  # MAP_HUGETLB, the machine's huge pages, which no limit counts
+  "mmap": (3, 0x40000),
 }
 _REFUSED = {
-  435: errno.ENOSYS,  # clone3: its flags are out of a filter's sight
-  425: errno.ENOSYS,  # io_uring_setup, _enter, _register
-  426: errno.ENOSYS,
-  427: errno.ENOSYS,
-  319: errno.ENOSYS,  # memfd_create: memory that no limit counts
-  434: errno.ENOSYS,  # pidfd_open
-  437: errno.ENOSYS,  # openat2
-  99: errno.ENOSYS,  # sysinfo: the machine's load and memory
-  # epoll_create, _create1: what they watch is counted per user, and one run could watch
-  # all that its user may. Python's selectors then take poll.
-  213: errno.ENOSYS,
-  291: errno.ENOSYS,
-  # preadv2, pwritev2: with RWF_NOWAIT they tell which pages of a file others have read
-  327: errno.ENOSYS,
-  328: errno.ENOSYS,
-  # fadvise64 says that it did; it would drop pages that others are reading
-  221: 0,
-  # extended attributes, of which shutil expects to hear that there are none
-  **{nr: errno.ENOTSUP for nr in range(188, 200)},
+  "clone3": errno.ENOSYS,  # its flags are out of a filter's sight
+  "io_uring_setup": errno.ENOSYS,
+  "io_uring_enter": errno.ENOSYS,
+  "io_uring_register": errno.ENOSYS,
+  "memfd_create": errno.ENOSYS,  # memory that no limit counts
+  "pidfd_open": errno.ENOSYS,
+  "openat2": errno.ENOSYS,
+  "sysinfo": errno.ENOSYS,  # the machine's load and memory
+  # What these watch is counted per user, and one run could watch all that its user
+  # may. Python's selectors then take poll.
+  "epoll_create": errno.ENOSYS,
+  "epoll_create1": errno.ENOSYS,
+  # With RWF_NOWAIT they tell which pages of a file others have read.
+  "preadv2": errno.ENOSYS,
+  "pwritev2": errno.ENOSYS,
+  # Says that it did; it would drop pages that others are reading.
+  "fadvise64": 0,
+  # Extended attributes, of which shutil expects to hear that there are none.
+  **{name: errno.ENOTSUP for name in _LIMITED if name.endswith("xattr")},
 }
 
 _AUDIT_X86_64 = 0xC000003E
@@ -135,17 +144,18 @@ def build() -> bytes:
   """
   if platform.machine() != "x86_64":
     raise OSError(f"no seccomp table for {platform.machine()}, only for x86_64")
-  allow, refuse = _op(_RETURN, _ALLOW), _op(_RETURN, _ERRNO | errno.EPERM)
+  allow = _op(_RETURN, _ALLOW)
+  refuse = _op(_RETURN, _ERRNO | errno.EPERM)
   # 32-bit calls have other numbers; a process that makes one is up to no good.
   head = _op(_LOAD, 4) + _op(_EQUAL, _AUDIT_X86_64, 1, 0) + _op(_RETURN, _KILL)
   rules = dict.fromkeys(_ALLOWED.values(), allow)
-  for number, error in _REFUSED.items():
-    rules[number] = _op(_RETURN, _ERRNO | error)
-  for number, (index, values) in _ALLOWED_WITH.items():
+  for name, error in _REFUSED.items():
+    rules[NUMBERS[name]] = _op(_RETURN, _ERRNO | error)
+  for name, (index, values) in _ALLOWED_WITH.items():
     tests = [_op(_EQUAL, value, 0, 1) + allow for value in values]
-    rules[number] = _argument(index) + b"".join(tests) + refuse
-  for number, (index, bits) in _ALLOWED_WITHOUT.items():
-    rules[number] = _argument(index) + _op(_ANY_BIT, bits, 0, 1) + refuse + allow
+    rules[NUMBERS[name]] = _argument(index) + b"".join(tests) + refuse
+  for name, (index, bits) in _ALLOWED_WITHOUT.items():
+    rules[NUMBERS[name]] = _argument(index) + _op(_ANY_BIT, bits, 0, 1) + refuse + allow
   return head + _op(_LOAD, 0) + _search(_intervals(rules, refuse))
 
 
@@ -168,7 +178,8 @@ def _search(intervals: list[tuple[int, bytes]]) -> bytes:
   if len(intervals) == 1:
     return intervals[0][1]
   half = len(intervals) // 2
-  low, high = _search(intervals[:half]), _search(intervals[half:])
+  low = _search(intervals[:half])
+  high = _search(intervals[half:])
   # Only the unconditional jump reaches further than 255 instructions.
   return (
     _op(_AT_LEAST, intervals[half][0], 0, 1) + _op(_JUMP, len(low) // 8) + low + high

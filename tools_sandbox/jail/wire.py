@@ -25,6 +25,7 @@ MAX_INPUT = 32 << 20  # characters of program and stdin together
 MAX_OUTPUT = 16 << 20  # bytes kept of each stream
 LARGEST = sys.float_info.max  # JSON's integers may be too large for a float
 _CHUNK = 65536
+LEASE_S = 600.0  # longer than a policy takes from one call to its next
 _LAST_SECOND = 253_402_214_400  # of year 9999, wherever on earth
 
 
@@ -153,6 +154,11 @@ class Result:
     return dataclasses.replace(result, verdict=Verdict(result.verdict))
 
 
+def failure(reason: str) -> Result:
+  """The result of a run that the service failed."""
+  return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
+
+
 # What a service or a zygote may say in each field.
 _RESULT = {
   "stdout": (str,),
@@ -196,6 +202,20 @@ def _build(cls: type, row: dict[str, Any]) -> Any:
     found = sorted(row) if isinstance(row, dict) else type(row).__name__
     raise ValueError(f"{cls.__name__}: expected fields {sorted(names)}, got {found}")
   return cls(**row)
+
+
+def check_texts(program: str, stdin: str) -> None:
+  """Refuses what cannot be run.
+
+  Raises:
+    TypeError: one is not a string.
+    ValueError: together they are longer than MAX_INPUT.
+  """
+  for name, value in (("program", program), ("stdin", stdin)):
+    if not isinstance(value, str):
+      raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+  if len(program) + len(stdin) > MAX_INPUT:
+    raise ValueError(f"program and stdin exceed {MAX_INPUT} characters")
 
 
 def frame(message: dict[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tools_sandbox.http_client import Service
 from tools_sandbox.search.index import Document, Hit
-from tools_sandbox.web.page import clean
+from tools_sandbox.text import clean
 
 
 class Retriever:

@@ -25,7 +25,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tools_sandbox import http_server
-from tools_sandbox.client import Hit, Sandbox
+from tools_sandbox.client import Sandbox
+from tools_sandbox.search.index import Hit
 
 _MAX_BODY = 1_000_000  # bytes of a request
 _MAX_QUERIES = 512

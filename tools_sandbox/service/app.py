@@ -34,8 +34,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tools_sandbox import http_server
-from tools_sandbox.host.session import CELLS_OF_CPU, LEASE_S
-from tools_sandbox.jail.wire import LARGEST, MAX_INPUT, MAX_OUTPUT, Limits
+from tools_sandbox.host.session import CELLS_OF_CPU
+from tools_sandbox.jail.wire import LARGEST, LEASE_S, MAX_INPUT, MAX_OUTPUT, Limits
 from tools_sandbox.service.run_queue import Refused, RunQueue
 
 _FIRST_LEASE_S = 1.0  # a shorter one could end before its name is known

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tools_sandbox.faults import Unavailable
-from tools_sandbox.host.session import LEASE_S, SessionEnded, check_texts
+from tools_sandbox.faults import SessionEnded, Unavailable
 from tools_sandbox.http_client import BadReply, exchange, read_key, retry_after
+from tools_sandbox.jail import wire
 from tools_sandbox.jail.wire import MAX_FRAME, Limits, Result, Verdict
 from tools_sandbox.service import sandbox_fusion
 
@@ -128,17 +128,17 @@ class RemotePool:
       ValueError: together they are too long, or a service refuses what is asked for.
       RuntimeError: this is closed.
     """
-    check_texts(program, stdin)
+    wire.check_texts(program, stdin)
     limits = limits or self.limits
     try:
       return self._of_any(
         limits.wall_s, lambda url, left: self._run(url, program, stdin, limits, left)
       )
     except Unavailable as e:
-      return _failure(str(e))
+      return wire.failure(str(e))
 
   def session(
-    self, limits: Limits | None = None, lease_s: float = LEASE_S
+    self, limits: Limits | None = None, lease_s: float = wire.LEASE_S
   ) -> RemoteSession:
     """Opens a session on one of the services; waits for a slot up to `wait_s`.
 
@@ -289,7 +289,7 @@ class RemoteSession:
       TypeError, SessionEnded: as there.
       ValueError: as there, or the service refuses the cell; the session goes on.
     """
-    check_texts(program, stdin)
+    wire.check_texts(program, stdin)
     with self._lock:
       if not self._alive:
         raise SessionEnded("the session has ended; open another one")
@@ -298,7 +298,7 @@ class RemoteSession:
         return result
       except _NoAnswer as e:
         self._end()  # it may live on there, and hold its slot
-        return _failure(f"the session's service fails: {e}")
+        return wire.failure(f"the session's service fails: {e}")
       except ValueError:  # refused: it has not run
         raise
       except BaseException as e:  # interrupted: nobody knows what the cell has done
@@ -346,7 +346,3 @@ def _limits(limits: Limits, left: float) -> dict[str, Any]:
 
 def _unavailable(fault: str) -> Unavailable:
   return Unavailable(f"no sandbox service answers; the last fault was {fault}")
-
-
-def _failure(reason: str) -> Result:
-  return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)

@@ -25,9 +25,10 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from tools_sandbox.faults import SessionEnded
+from tools_sandbox.host.cancel import Cancel
 from tools_sandbox.host.pool import SandboxPool
-from tools_sandbox.host.session import Session, SessionEnded
-from tools_sandbox.host.slot import Cancel
+from tools_sandbox.host.session import Session
 from tools_sandbox.jail.wire import Limits, Result, Verdict
 
 # Seconds: from a print to the longest run that a server allows.

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from tools_sandbox.faults import ToolFault
 from tools_sandbox.search.index import Document, SearchIndex
+from tools_sandbox.text import CONTROL, clean
 from tools_sandbox.web.extract import main_text
 from tools_sandbox.web.fetch import Body
 
@@ -30,19 +31,6 @@ _INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
 _TEXT = 500_000  # characters of a page that are searched
 _PIECE = 600  # characters of a paragraph, at most
 _GAP = "..."
-# Nothing printable is control.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufff9-\uffff]")
-# What is not seen can hide text or turn it around: Unicode's default-ignorable
-# characters and other controls of layout. The visible ones of category Cf stay (Arabic
-# number signs), and a joiner between letters of the scripts that are spelt with it
-# (Persian, those of India), but not in emoji, which are read without.
-_INVISIBLE = re.compile(
-  "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f"
-  "\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8"
-  "\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-  "\U000e0000-\U000e0fff]"
-  "|(?<![\u0600-\u1cff])[\u200c\u200d]|[\u200c\u200d](?![\u0600-\u1cff])"
-)
 # Python's other codecs unpack, run in square time, or are no text encodings.
 _CODEC = re.compile(
   r"(utf-(8|16|32)|ascii|latin|iso8859|cp\d|mac-|koi8|gb|big5|shift|euc|johab|tis|hz)"
@@ -101,15 +89,10 @@ def decode(body: Body) -> str:
       break
   else:
     text = data.decode("cp1252", "replace")
-  odd = len(_CONTROL.findall(text)) + text.count("\ufffd")
+  odd = len(CONTROL.findall(text)) + text.count("\ufffd")
   if odd > 8 + len(text) // 20:
     raise ToolFault("the body is no text")
   return text
-
-
-def clean(text: str) -> str:
-  """The text without control, invisible and direction-changing characters."""
-  return _INVISIBLE.sub("", _CONTROL.sub("", text))
 
 
 def excerpt(text: str, goal: str, max_chars: int) -> str:

@@ -22,8 +22,8 @@ from typing import Any
 from tools_sandbox.faults import BadCall
 from tools_sandbox.http_client import Service, read_key
 from tools_sandbox.search.index import Hit
+from tools_sandbox.text import clean
 from tools_sandbox.web.fetch import in_domains
-from tools_sandbox.web.page import clean
 
 # Hosts of benchmark questions with their answers; the papers' own rule is the same.
 BLOCKED = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn", "kaggle.com")

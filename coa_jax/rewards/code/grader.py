@@ -27,7 +27,9 @@ from coa_jax.rewards.code import inside as code_inside
 from coa_jax.rewards.code.tests import Tests, read_tests, same_output
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
-from tools_sandbox.client import BACKENDS, RemoteConfig, Result, Sandbox, Verdict
+from tools_sandbox.client import BACKENDS, Sandbox
+from tools_sandbox.jail.wire import Result, Verdict
+from tools_sandbox.service.remote import RemoteConfig
 
 _OUTPUT_BYTES = 8 << 20  # of each stream; what is longer is cut, hence wrong
 _ROUNDS = 400  # between tests and program; each settles a call of every unfinished test

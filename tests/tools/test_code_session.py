@@ -12,12 +12,11 @@ from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests import toy
+from tests.backend import needs_jail
 from tests.tools_sandbox.sandbox_server import serving, soon
-from tools_sandbox.client import RemoteConfig
-from tools_sandbox.jail import keeper as jail
+from tools_sandbox.service.remote import RemoteConfig
 
-_missing = jail.check()
-pytestmark = pytest.mark.skipif(bool(_missing), reason="; ".join(_missing))
+pytestmark = needs_jail
 CODE = roles.get_variant("code")
 
 
@@ -74,7 +73,7 @@ def test_variables_live_from_call_to_call_and_only_in_their_trajectory(box):
   assert call(a, "print(x)").result == "41"
   end(a)
   end(b)
-  soon(lambda: not box._holders)
+  soon(lambda: not box.session_owners)
   c = episode(box)
   assert "NameError" in call(c, "print(x)").result
   end(c)
@@ -112,14 +111,14 @@ def test_more_trajectories_than_sessions_wait_for_each_other(box):
   assert future.result(120).result == "5"
   end(holders[1])
   end(waiting)
-  soon(lambda: not box._holders)
+  soon(lambda: not box.session_owners)
 
 
 @pytest.mark.parametrize("how", ["lost", "dropped", "cut", "out_of_room", "down"])
 def test_every_end_of_a_trajectory_ends_its_session(box, how):
   a = episode(box)
   call(a, "x = 1")
-  session = a._cells._session
+  session = a._code_session._session
   assert session.alive
   if how == "lost":
     a.lost()
@@ -133,21 +132,21 @@ def test_every_end_of_a_trajectory_ends_its_session(box, how):
   else:
     del a
     gc.collect()
-  soon(lambda: not session.alive and not box._holders)
+  soon(lambda: not session.alive and not box.session_owners)
 
 
 def test_what_was_dropped_while_it_waited_keeps_no_place():
   nap = tool_bodies.render_code("import time; time.sleep(1)")
   with Toolbox(config(max_sessions=1)) as box:
-    a, b, c = (box.cells() for _ in range(3))
-    running = box.submit("code", nap, cells=a)
-    waits = box.submit("code", tool_bodies.render_code("print(2)"), cells=b)
+    a, b, c = (box.code_session() for _ in range(3))
+    running = box.submit("code", nap, session=a)
+    waits = box.submit("code", tool_bodies.render_code("print(2)"), session=b)
     b.close()
     assert waits.result(120).status == CallStatus.INFRASTRUCTURE
     running.result(120)
     a.close()
-    soon(lambda: not box._holders)
-    last = box.submit("code", tool_bodies.render_code("print(3)"), cells=c)
+    soon(lambda: not box.session_owners)
+    last = box.submit("code", tool_bodies.render_code("print(3)"), session=c)
     assert last.result(120).result == "3"
     c.close()
 
@@ -155,20 +154,20 @@ def test_what_was_dropped_while_it_waited_keeps_no_place():
 def test_a_later_program_gets_no_more_seconds_than_it_is_given():
   nap = tool_bodies.render_code("import time; time.sleep(4); print('done')")
   with Toolbox(config()) as box:
-    cells = box.cells()
-    box.submit("code", tool_bodies.render_code("x = 1"), cells=cells).result(120)
+    cells = box.code_session()
+    box.submit("code", tool_bodies.render_code("x = 1"), session=cells).result(120)
     session = cells._session
     call = box.submit("code", nap, 0.5, cells).result(120)
     said = (CallStatus.TOOL, "error: no answer after 0.5 s")
     assert (call.status, call.result) == said and 0.5 <= call.seconds < 3
-    assert session.alive and box._holders  # until its program has ended
+    assert session.alive and box.session_owners  # until its program has ended
     cells.close()
-    soon(lambda: not session.alive and not box._holders and box.hung == 0)
+    soon(lambda: not session.alive and not box.session_owners and box.hung == 0)
 
 
 def test_without_sessions_programs_share_nothing():
   with Toolbox(config(session=False)) as box:
-    assert box.cells() is None
+    assert box.code_session() is None
     a = episode(box)
     call(a, "x = 1")
     assert "NameError" in call(a, "print(x)").result

@@ -1,0 +1,86 @@
+"""What every holder of tools can do: take a call now, give its result later."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable
+
+from coa_jax.protocol.trajectory import ToolCall
+from coa_jax.tools.code_session import CodeSession
+
+CallFuture = concurrent.futures.Future[ToolCall]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallRequest:
+  """A tool call to be made.
+
+  Attributes:
+    name: the tool's tag.
+    arguments: the content of its span, verbatim.
+    seconds: that it may take at most, however much `timeout_s` allows. A failure of
+      the infrastructure that uses up what is below the tool's own limit counts as the
+      tool's, for it may have been all right and only slow.
+    session: of the trajectory that calls, as `Tools.code_session` gave it.
+  """
+
+  name: str
+  arguments: str
+  seconds: float = math.inf
+  session: CodeSession | None = None
+
+
+class Tools(abc.ABC):
+  """Answers the calls of trajectories: a `Toolbox`, or something before one."""
+
+  def submit(
+    self,
+    name: str,
+    arguments: str,
+    seconds: float = math.inf,
+    session: CodeSession | None = None,
+  ) -> CallFuture:
+    """Starts a call in the background; see `CallRequest` for its fields.
+
+    Returns:
+      A future of the call with its result. Failures are results with a status: the
+      future never raises, cannot be cancelled, and is done by the call's deadline.
+      `seconds` of the call counts from when it began to run.
+    """
+    return self.start(CallRequest(name, arguments, seconds, session))
+
+  @abc.abstractmethod
+  def start(self, request: CallRequest) -> CallFuture:
+    """Starts a call; see `submit`."""
+
+  @abc.abstractmethod
+  def code_session(self) -> CodeSession | None:
+    """A session for one trajectory's programs; None where programs share nothing.
+
+    Whoever has it closes it, at whatever end of the trajectory.
+    """
+
+
+def done_call(call: ToolCall) -> CallFuture:
+  """A future that is done: of a call whose result is known."""
+  future = CallFuture()
+  future.set_result(call)
+  return future
+
+
+def then(future: CallFuture, change: Callable[[ToolCall], ToolCall]) -> CallFuture:
+  """A future of what `change` makes of another's call; what it raises is raised."""
+  changed = CallFuture()
+  changed.set_running_or_notify_cancel()  # nobody can cancel it
+
+  def finish(answered: CallFuture) -> None:
+    try:
+      changed.set_result(change(answered.result()))
+    except BaseException as e:
+      changed.set_exception(e)
+
+  future.add_done_callback(finish)
+  return changed

@@ -1,0 +1,46 @@
+"""Calls off one run or one cell of a session."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+
+class Cancel:
+  """Calls off one run or cell, from any thread, before it starts too; call it."""
+
+  def __init__(self) -> None:
+    """Makes one for a run that is yet to be asked for."""
+    self.asked = False
+    self._lock = threading.Lock()
+    self._fd = -1  # of the zygote that runs it
+
+  def __call__(self) -> None:
+    """Ends what runs; its answer is `infrastructure`. Nothing once it has ended."""
+    with self._lock:
+      if not self.asked:
+        self.asked = True
+        if self._fd >= 0:
+          os.write(self._fd, b"c")
+
+  @contextlib.contextmanager
+  def bound(self, write_fd: int, read_fd: int) -> Iterator[None]:
+    """Is for the run that goes on meanwhile.
+
+    Args:
+      write_fd: of the pipe by which its zygote hears of a cancellation.
+      read_fd: the pipe's other end.
+    """
+    with self._lock:
+      self._fd = write_fd
+      if self.asked:
+        os.write(write_fd, b"c")
+    try:
+      yield
+    finally:
+      with self._lock:
+        self._fd = -1
+        if self.asked:
+          os.read(read_fd, 1)  # it was for this run, not for the next one
