@@ -136,7 +136,8 @@ class PolicyUpdate:
 
     Returns:
       The new state; and means over policy tokens and updates, but `logp_diff` and
-      `logp_diff_share`, which are those of the first update. Empty without a trajectory.
+      `logp_diff_share`, which are those of the first update. Empty without a
+      trajectory.
     """
     step = state.step + 1
     minibatches = self._batch.minibatches
