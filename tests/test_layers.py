@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
-import dataclasses
 import functools
-import importlib
 import os
 import pathlib
 import re
@@ -270,33 +268,6 @@ def test_what_is_public_is_documented_and_typed(path: pathlib.Path):
 def test_test_files_have_names_of_their_own():
   names = collections.Counter(p.name for p in TESTS if p.name != "conftest.py")
   assert [name for name, n in names.items() if n > 1] == []
-
-
-def config_sections() -> dict[str, type]:
-  """Every dataclass that a journey reads a section into."""
-  out = {}
-  for journey in JOURNEYS:
-    module = importlib.import_module(f"coa_jax.{journey}")
-    for node in ast.walk(tree(ROOT / "coa_jax" / f"{journey}.py")):
-      if isinstance(node, ast.Call) and ast.unparse(node.func) == "section":
-        cls = getattr(module, ast.unparse(node.args[2]))
-        out[cls.__name__] = cls
-  return out
-
-
-def test_every_option_is_read_by_something():
-  read = {
-    node.attr
-    for path in (*LIBRARY, *SANDBOX, *PROGRAMS)
-    for node in ast.walk(tree(path))
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-  }
-  sections = config_sections()
-  assert len(sections) >= 10
-  # LoadConfig goes whole into ModelConfig, whose fields are read.
-  for name, cls in sections.items():
-    unread = {f.name for f in dataclasses.fields(cls)} - read
-    assert not unread, f"{name}: {unread}"
 
 
 def test_no_test_hides_behind_an_init_file():
