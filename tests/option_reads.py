@@ -1,9 +1,10 @@
 """Which fields of config dataclasses are read, by the syntax trees and annotations.
 
-An expression's class is known where annotations say it: of parameters, of what functions
-return, of dataclass fields, and of what is assigned from these. A field counts as read
-where such an expression of its class is asked for it, outside `__post_init__`, which
-only checks. Containers are looked through: an entry of `dict[str, FooConfig]` is one.
+An expression's class is known where annotations say it: of parameters, of what a
+function returns, of dataclass fields, and of what is assigned from these. A field
+counts as read where such an expression of its class is asked for it, outside
+`__post_init__`, which only checks. Containers are looked through: an entry of
+`dict[str, FooConfig]` is a FooConfig.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ PROGRAM = """
 @pytest.mark.parametrize(
   ("read", "unread"),
   [
-    ("pass", ["PartConfig.name", "PartConfig.size", "WholeConfig.part", "WholeConfig.parts"]),
+    (
+      "pass",
+      ["PartConfig.name", "PartConfig.size", "WholeConfig.part", "WholeConfig.parts"],
+    ),
     ("self._config.part.size", ["PartConfig.name", "WholeConfig.parts"]),
     (
       "[p.name for p in self._config.parts.values() if p.size]",
