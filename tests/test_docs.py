@@ -213,25 +213,26 @@ def unknown_flags(text: str) -> list[str]:
 
 
 def known_field(path: str) -> bool:
-  """Whether SECTION or SECTION.FIELD of a config is known; deeper ones are not read."""
-  section, _, rest = path.partition(".")
-  if section == "init":
-    return not rest
-  field = rest.partition(".")[0]
-  # `model.variant` begins from a published architecture: sft.model_section.
-  extra = {"variant"} if section == "model" else set()
-  known = sections().get(section)
-  return known is not None and (not field or field in known | extra)
+  """Whether SECTION or SECTION.FIELD of a config is known, at any depth."""
+  names = path.split(".")
+  # `model.variant` begins from a published architecture: sft.read_model.
+  if path in ("init", "model.variant"):
+    return True
+  for depth in range(len(names), 0, -1):
+    fields = sections().get(".".join(names[:depth]))
+    if fields is not None:
+      return depth == len(names) or names[depth] in fields
+  return False
 
 
 def fields_told(text: str) -> list[str]:
   """`section.field` and `config.section.field` where a page names a section's field."""
-  out = re.findall(r"`config\.([a-z_]+(?:\.[a-z_]+)?)", text)
-  out += re.findall(r"^config\.([a-z_]+(?:\.[a-z_]+)?)", text, re.MULTILINE)
-  out += re.findall(r"--config\.([a-z_]+(?:\.[a-z_]+)?)", text)
-  for section, field in re.findall(r"`([a-z_]+)\.([a-z_]+)(?:=[^`]*)?`", text):
-    if section in sections():
-      out.append(f"{section}.{field}")
+  out = re.findall(r"`config\.([a-z_]+(?:\.[a-z_]+)*)", text)
+  out += re.findall(r"^config\.([a-z_]+(?:\.[a-z_]+)*)", text, re.MULTILINE)
+  out += re.findall(r"--config\.([a-z_]+(?:\.[a-z_]+)*)", text)
+  for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", text):
+    if name.partition(".")[0] in sections():
+      out.append(name)
   return [name for name in out if name.rpartition(".")[2] not in _ENDINGS]
 
 

@@ -60,7 +60,7 @@ class WatchConfig:
     calls_drop: least tool calls of a trajectory, as a share likewise.
     logp_diff_share: most share of tokens whose log-probs differ between sampler and
       learner by more than the metric of that name counts; not watched with
-      `algo.staleness`, whose tokens are of policies before the learner's.
+      `algo.sampling.staleness`, whose tokens are of policies before the learner's.
     ratio_outlier_share: most share of tokens e times likelier to the learner, or less
       likely; not watched likewise.
     removed_mass: most probability that the grammar takes from a token.

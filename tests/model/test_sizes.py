@@ -38,7 +38,10 @@ def test_what_fits_is_let_through():
     ("layers=1000", sizes.parameter_needs(DEEP)),
     ("vocab_size=10000000000", sizes.parameter_needs(WIDE)),
     ("data.rows=100000000", sizes.batch_needs(toy.MODEL, "data", 10**8, 256)),
-    ("algo.length=2000000000", sizes.batch_needs(toy.MODEL, "algo", 16, 2 * 10**9)),
+    (
+      "algo.batch.length=2000000000",
+      sizes.batch_needs(toy.MODEL, "algo.batch", 16, 2 * 10**9),
+    ),
     ("rollout.slots=100000000", sizes.rollout_needs(toy.MODEL, 10**8, 256, 8, 1)),
     ("rollout.window=1000000000", sizes.rollout_needs(toy.MODEL, 64, 256, 10**9, 1)),
     ("rollout.max_len=2000000000", sizes.rollout_needs(toy.MODEL, 1, 2 * 10**9, 8, 1)),
