@@ -266,7 +266,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     loss=algo.loss,
     batch=algo.batch,
     optim=settings.optim,
-    lora=settings.lora,
+    lora_config=settings.lora,
     partitioner=partitioner,
     truncation=rollout.truncation,
     steps=algo.steps,

@@ -32,8 +32,7 @@ from coa_jax.learner.manifest import derive
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, SumLoss, init_state
 from coa_jax.lock import exclusive
-from coa_jax.model import attention, flops, sizes
-from coa_jax.model import lora as adapting
+from coa_jax.model import attention, flops, lora, sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.hf.folder import open_folder, save_run
@@ -168,7 +167,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   settings = read_config(config, SFTConfig)
   data = settings.data
   init = settings.init or ""
-  lora = settings.lora
+  lora_config = settings.lora
   partitioner = make_partitioner(settings.mesh)
   num_rows = count_rows(data.trajectories)
   own_dir = process_dir(workdir)
@@ -194,8 +193,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     _, params = load_model(init, settings.model, partitioner)
   else:
     params = init_params(cfg, data.seed, partitioner)
-  trained, frozen = adapting.split(cfg, params, lora, data.seed, partitioner)
-  loss = _loss(cfg, lora, partitioner)
+  trained, frozen = lora.split(cfg, params, lora_config, data.seed, partitioner)
+  loss = _loss(cfg, lora_config, partitioner)
   optimizer = make_optimizer(settings.optim, data.steps)
   learner = Learner(loss, optimizer, partitioner)
   mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
@@ -241,13 +240,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           timer.lap("eval")
 
         # --- Log and save.
-        values |= _speed(timer, cfg, lora, partitioner, micro)
+        values |= _speed(timer, cfg, lora_config, partitioner, micro)
         metrics.log(step, values, f"loss {values['loss']:.3f}")
         checkpoints.reached(state, {}, is_last)
         timer.lap("save")
 
   # --- Write the model as a folder, and the run in a few numbers.
-  params = save_run(workdir, cfg, state.params, frozen, lora, tokenizer, init)
+  params = save_run(workdir, cfg, state.params, frozen, lora_config, tokenizer, init)
   results = {
     "steps": data.steps,
     "parameters": count_params(params),
@@ -361,7 +360,7 @@ def _divide(
 def _speed(
   clock: StepTimer,
   cfg: ModelConfig,
-  lora: LoraConfig | None,
+  lora_config: LoraConfig | None,
   partitioner: Partitioner | None,
   micro: list[Micro],
 ) -> dict[str, float]:
@@ -370,7 +369,7 @@ def _speed(
   tokens = sum(lengths)
   out = {"tokens": tokens, **clock.flush(step=tokens)}
   took, devices = out["seconds_step"], partitioner.mesh.size if partitioner else 1
-  return out | flops.utilisation(cfg, lengths, took, bool(lora), devices)
+  return out | flops.utilisation(cfg, lengths, took, bool(lora_config), devices)
 
 
 def _logged(workdir: str) -> dict[str, Any]:
@@ -382,12 +381,12 @@ def _logged(workdir: str) -> dict[str, Any]:
 
 
 def _loss(
-  cfg: ModelConfig, lora: LoraConfig | None, partitioner: Partitioner | None
+  cfg: ModelConfig, lora_config: LoraConfig | None, partitioner: Partitioner | None
 ) -> SumLoss:
   def loss(
     trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    params = adapting.assemble(trained, frozen, lora)
+    params = lora.assemble(trained, frozen, lora_config)
     return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
 
   return loss
@@ -444,7 +443,7 @@ def _check_sizes(
   tokens = data.micro_batches * data.rows * data.length
   fields = f"data.micro_batches={data.micro_batches} of data.rows={data.rows}"
   capacity.check_host({fields: tokens * sizes.TOKEN})
-  adapting.check(cfg, settings.lora)
+  lora.check(cfg, settings.lora)
 
 
 def _mean_loss(

@@ -40,7 +40,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax import sft
   from coa_jax.config import read_config
   from coa_jax.learner.checkpoint import read_params, whole_steps
-  from coa_jax.model import lora as adapting
+  from coa_jax.model import lora
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.folder import save_run
   from coa_jax.model.hf.io import load_config, load_model
@@ -63,25 +63,25 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   trained = read_params(folder, step)
   if "algo" in config:
     trained = trained["policy"]
-  lora = None
+  lora_config = None
   if config.get("lora"):
-    lora = read_config(config["lora"], adapting.LoraConfig, "lora")
+    lora_config = read_config(config["lora"], lora.LoraConfig, "lora")
   load = sft.read_model(config.get("model") or {}, config)
   base = None
   init = config.get("init") or ""
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
   if isinstance(load, ModelConfig):  # a model that the run drew itself
     cfg = sft.with_vocabulary(load, tokenizer)
-    if lora:
+    if lora_config:
       data = read_config(config.get("data"), sft.DataConfig, "data")
       base = init_params(cfg, data.seed)
   else:
     # Nothing is computed with it, so another machine's kernel is no matter.
     load = dataclasses.replace(load, attention="auto")
     cfg = load_config(init, load)
-    if lora:
+    if lora_config:
       _, base = load_model(init, load)
-  save_run(out, cfg, trained, base, lora, tokenizer, init)
+  save_run(out, cfg, trained, base, lora_config, tokenizer, init)
   return step
 
 

@@ -4,6 +4,8 @@ A checkpoint counts once it is proven whole: when orbax has committed its folder
 SHA-256 of every file is written beside them, last and atomically, in `manifest.json`.
 Who restores compares, and takes an older one if a byte differs; older ones are deleted
 after that proof only. A state that is not finite is never saved.
+
+budget: what is saved, proven, restored and read is one promise.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Checkpoints:
       self._interruption.__exit__()
 
   def close(self) -> None:
-    """Waits for saves under way."""
+    """Waits for saves under way, and lets go of the folder."""
     try:
       self.wait()
     finally:
@@ -89,7 +91,8 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Waits until what was saved is proven whole; raises what went wrong."""
-    sealing, self._sealing = self._sealing, None
+    sealing = self._sealing
+    self._sealing = None
     if sealing:
       sealing.result()
 
@@ -106,11 +109,11 @@ class Checkpoints:
     Raises:
       Interrupted: a signal came and the run is not over; everything is saved.
     """
-    number = self._asked()
+    number = self._signal()
     if last or number or int(state.step) % self._config.every == 0:
       self.save(state, cursor)
     if number and not last:
-      raise self._leave(number, state)
+      raise self._interrupted(number, state)
 
   @contextlib.contextmanager
   def resumable(self, state: TrainState, cursor: dict[str, Any]) -> Iterator[None]:
@@ -130,7 +133,7 @@ class Checkpoints:
         yield
     except Interrupted:
       self.save(state, cursor)
-      raise self._leave(self._interruption.number, state) from None
+      raise self._interrupted(self._interruption.number, state) from None
 
   def save(self, state: TrainState, cursor: dict[str, Any]) -> None:
     """Saves in the background; a step that is saved already is left as it is.
@@ -161,7 +164,7 @@ class Checkpoints:
     self._sealing = self._sealer.submit(self._seal, step)
 
   def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest whole checkpoint, or None where there is none.
+    """Restores the newest whole checkpoint; None where there is none.
 
     Newer ones that are damaged are set aside as `damaged_STEP`. Unfinished ones are
     deleted where there is a whole one, otherwise what orbax has committed is set aside
@@ -173,8 +176,10 @@ class Checkpoints:
     Raises:
       ValueError: there are checkpoints, and all of them are damaged.
     """
-    first = jax.process_index() == 0
-    step = self._choose() if first else -1
+    # --- The first process chooses; the others take its word.
+    step = -1
+    if jax.process_index() == 0:
+      step = self._choose()
     if jax.process_count() > 1:
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == -2:
@@ -184,6 +189,8 @@ class Checkpoints:
       )
     if step < 0:
       return None
+
+    # --- Every process reads its own devices' part.
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     args = ocp.args.Composite(
       state=ocp.args.StandardRestore(abstract), cursor=ocp.args.JsonRestore()
@@ -194,20 +201,24 @@ class Checkpoints:
 
   @property
   def oldest(self) -> int:
-    """The step of the oldest checkpoint that the run may go on from; 0 for none."""
+    """Returns the step of the oldest checkpoint that counts; 0 for none."""
     return min(whole_steps(self._path), default=0)
 
-  def _asked(self) -> int:
+  def _signal(self) -> int:
     """The signal that came to any process; 0 for none."""
     number = self._interruption.number
     if jax.process_count() == 1:
       return number
     return int(multihost_utils.process_allgather(np.array([number])).max())
 
-  def _leave(self, number: int, state: TrainState) -> Interrupted:
+  def _interrupted(self, number: int, state: TrainState) -> Interrupted:
+    """What ends the run, once all that was saved is proven whole."""
     self.wait()
-    done = f"stopped after step {int(state.step)}, which is saved in {self._path}"
-    return Interrupted(number, f"{done}; the same command goes on from there")
+    return Interrupted(
+      number,
+      f"stopped after step {int(state.step)}, which is saved in {self._path}; the same "
+      "command goes on from there",
+    )
 
   def _folder(self, step: int) -> str:
     return os.path.join(self._path, str(step))
@@ -226,38 +237,47 @@ class Checkpoints:
 
   def _choose(self) -> int:
     """The newest whole step; -1 where there is none yet, -2 where all are damaged."""
-    begun: dict[int, list[str]] = {}
+    # --- The folders of each step that was begun: orbax renames one when it commits it.
+    folders: dict[int, list[str]] = {}
     for name in os.listdir(self._path):
       if match := re.match(r"(\d+)($|\.orbax-checkpoint-tmp)", name):
-        begun.setdefault(int(match[1]), []).append(name)
-    said, damaged, unfinished, found = [], [], [], -1
-    for step in sorted(begun, reverse=True):
+        folders.setdefault(int(match[1]), []).append(name)
+
+    # --- The newest whole one, and what is wrong with those that are newer.
+    newest = -1
+    notes = []
+    damaged = []
+    unfinished = []
+    for step in sorted(folders, reverse=True):
       folder = self._folder(step)
       if not os.path.exists(os.path.join(folder, MANIFEST)):
-        unfinished += begun[step]
-        if found < 0:
-          said.append(f"checkpoint {step} was not finished")
-      elif found < 0:
-        if fault := fault_of(folder):
-          said.append(f"checkpoint {step} is damaged ({fault})")
-          damaged.append(step)
-        else:
-          found = step
-    if found < 0 and damaged:
-      _log.error("%s: %s", self._path, "; ".join(said))
+        unfinished += folders[step]
+        if newest < 0:
+          notes.append(f"checkpoint {step} was not finished")
+      elif newest < 0:
+        fault = fault_of(folder)
+        if not fault:
+          newest = step
+          continue
+        notes.append(f"checkpoint {step} is damaged ({fault})")
+        damaged.append(step)
+    if newest < 0 and damaged:
+      _log.error("%s: %s", self._path, "; ".join(notes))
       return -2
+
+    # --- Room for the steps that the run will make again.
     for step in damaged:
       self._set_aside(str(step), f"damaged_{step}")
     for name in unfinished:
-      if found < 0 and name.isdigit():
+      if newest < 0 and name.isdigit():
         # Maybe of a version that wrote no manifest, and then all that there is.
         self._set_aside(name, f"unfinished_{name}")
       else:
         shutil.rmtree(os.path.join(self._path, name))
-    if said:
-      goes_on = f"going on from {found}" if found >= 0 else "beginning anew"
-      _log.warning("%s: %s; %s", self._path, "; ".join(said), goes_on)
-    return found
+    if notes:
+      goes_on = f"going on from {newest}" if newest >= 0 else "beginning anew"
+      _log.warning("%s: %s; %s", self._path, "; ".join(notes), goes_on)
+    return newest
 
   def _set_aside(self, name: str, aside: str) -> None:
     aside = os.path.join(self._path, aside)
@@ -272,15 +292,16 @@ def _finite(state: TrainState) -> jax.Array:
 
 
 def whole_steps(path: str) -> list[int]:
-  """Steps of the folder's checkpoints that were proven whole when written, in order."""
-  names = (n for n in os.listdir(path) if n.isdigit())
-  return sorted(
-    int(n) for n in names if os.path.exists(os.path.join(path, n, MANIFEST))
-  )
+  """Lists the steps of checkpoints that were proven whole when written, in order."""
+  steps = []
+  for name in os.listdir(path):
+    if name.isdigit() and os.path.exists(os.path.join(path, name, MANIFEST)):
+      steps.append(int(name))
+  return sorted(steps)
 
 
 def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
-  """`TrainState.params` of one checkpoint, as numpy arrays; nothing else is read.
+  """Reads `TrainState.params` of one checkpoint, as numpy arrays, and nothing else.
 
   Args:
     path: the folder of a run's checkpoints.

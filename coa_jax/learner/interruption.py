@@ -95,6 +95,6 @@ class Interruption:
       if count > 1:
         os.write(2, f"\n{name} again: ended at once\n".encode())
         os._exit(128 + byte[0])
-      said = f"\n{name}: saving at the next boundary, then leaving; again to end now\n"
-      os.write(2, said.encode())
+      text = f"\n{name}: saving at the next boundary, then leaving; again to end now\n"
+      os.write(2, text.encode())
     os.close(self._pipe[0])

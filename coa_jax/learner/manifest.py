@@ -62,17 +62,17 @@ def _digest(path: str) -> list[Any]:
 
 
 def fault_of(folder: str) -> str:
-  """What a folder lacks of its manifest, in words; "" where it is whole."""
+  """Says in words what a folder lacks of its manifest; "" where it is whole."""
   try:
     files = read_object(os.path.join(folder, MANIFEST))
     for name, (size, digest) in files.items():
       path = os.path.join(folder, name)
       if not os.path.exists(path):
         return f"{name} is missing"
-      found = _digest(path)
-      if found[0] != size:
-        return f"{name} has {found[0]} of {size} bytes"
-      if found[1] != digest:
+      actual_size, actual_digest = _digest(path)
+      if actual_size != size:
+        return f"{name} has {actual_size} of {size} bytes"
+      if actual_digest != digest:
         return f"{name} has other bytes than were written"
   except (OSError, ValueError, TypeError, AttributeError) as e:
     return f"{MANIFEST} can not be used: {e}"

@@ -20,7 +20,7 @@ def token_advantages(
   kl: Sequence[np.ndarray] | None = None,
   value: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Advantages of all policy tokens of a batch, by `config.advantage`.
+  """Computes advantages of all policy tokens of a batch, by `config.advantage`.
 
   Args:
     config: which estimator.
@@ -34,38 +34,48 @@ def token_advantages(
     For each trajectory an array over its policy tokens; and for gae the returns.
   """
   present_GK = ~np.isnan(reward_GK)
-  penalty = [-config.kl_coef * x for x in kl] if kl else [np.zeros(n) for n in counts]
+  if kl:
+    penalty = [-config.kl_coef * x for x in kl]
+  else:
+    penalty = [np.zeros(n) for n in counts]
+
+  # --- Estimators that walk over tokens: the reward is earned with the last one.
   if config.advantage in TOKEN_ADVANTAGES:
     reward = [p.astype(np.float64) for p in penalty]
-    for r, earned in zip(reward, reward_GK[present_GK], strict=True):
-      r[-1:] += earned
+    for reward_T, earned in zip(reward, reward_GK[present_GK], strict=True):
+      reward_T[-1:] += earned
     if config.advantage == "reinforce++":
-      return advantages.whiten(
-        [advantages.reward_to_go(r, config.gamma) for r in reward]
-      ), None
-    pairs = [
-      advantages.gae(r, v.astype(np.float64), config.gamma, config.lam)
-      for r, v in zip(reward, value, strict=True)
-    ]
-    return advantages.whiten([a for a, _ in pairs]), [r for _, r in pairs]
+      to_go = [advantages.reward_to_go(r, config.gamma) for r in reward]
+      return advantages.whiten(to_go), None
+    advantage, returns = [], []
+    for reward_T, value_T in zip(reward, value, strict=True):
+      advantage_T, return_T = advantages.gae(
+        reward_T, value_T.astype(np.float64), config.gamma, config.lam
+      )
+      advantage.append(advantage_T)
+      returns.append(return_T)
+    return advantages.whiten(advantage), returns
+
+  # --- Estimators that compare the trajectories of a group: one number for all tokens.
   reward_GK = reward_GK.copy()
   reward_GK[present_GK] += [p.sum() for p in penalty]
   if config.advantage == "rloo":
     advantage_GK = advantages.leave_one_out(reward_GK)
   else:
     advantage_GK = advantages.group_relative(reward_GK, config.advantage == "grpo")
-  out = [np.full(n, a) for n, a in zip(counts, advantage_GK[present_GK], strict=True)]
-  return (
-    advantages.whiten(out) if config.advantage == "reinforce++_baseline" else out
-  ), None
+  pairs = zip(counts, advantage_GK[present_GK], strict=True)
+  advantage = [np.full(n, a) for n, a in pairs]
+  if config.advantage == "reinforce++_baseline":
+    advantage = advantages.whiten(advantage)
+  return advantage, None
 
 
 def aggregation_weights(
   config: LossConfig, counts: Sequence[int], length: int
 ) -> list[float]:
-  """What a token of each trajectory counts in the loss of one update.
+  """Computes what a token of each trajectory counts in the loss of one update.
 
-  The loss is the sum over all tokens of share times term, divided by the number n of
+  The loss is the sum over all tokens of weight times term, divided by the number n of
   tokens, for each aggregation: so no split into micro-batches, rows or devices can
   change it. Trajectories without a token are no trajectories here, as in verl.
 
@@ -74,7 +84,8 @@ def aggregation_weights(
     counts: policy tokens of each trajectory of the update.
     length: tokens of a row, by which a sum is divided where `config.horizon` is 0.
   """
-  n, present = sum(counts), max(1, sum(c > 0 for c in counts))
+  n = sum(counts)
+  present = max(1, sum(c > 0 for c in counts))
   if config.aggregation == "token-mean":
     return [1.0] * len(counts)
   if config.aggregation == "seq-mean-token-mean":
@@ -88,7 +99,7 @@ def aggregation_weights(
 def policy_loss(
   config: LossConfig, logp_BT: jax.Array, batch: Batch
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The loss of the policy, summed over the tokens that it wrote, each by its share.
+  """Sums the loss of the policy over the tokens that it wrote, each by its weight.
 
   The old policy of the ratio is the sampler, whose log-probs came with the tokens. With
   an `is_clip` it is the learner itself before the step's first update
@@ -107,45 +118,55 @@ def policy_loss(
     (the k3 estimate of KL(sampled || policy)); with a KL in the loss reference_kl; with
     weights importance (the weight) and importance_capped (where the rule changed it).
   """
-  loss_mask_BT, segment_BT = batch.loss_mask_BT, batch.segment_BT
-  loss_weight_BT = (
-    loss_mask_BT if batch.loss_weight_BT is None else batch.loss_weight_BT
-  )
-  old_BT, importance_BT, sums = batch.logp_BT, 1.0, {}
+  mask_BT = batch.loss_mask_BT
+  sums = {}
+
+  # --- The old policy, and what a token counts that another program sampled.
+  old_BT = batch.logp_BT
+  importance_BT = 1.0
   if config.is_clip:
     old_BT = batch.old_BT
     if old_BT is None:
       old_BT = jax.lax.stop_gradient(logp_BT)
     importance_BT, changed_BT = surrogates.importance(
       old_BT - batch.logp_BT,
-      loss_mask_BT,
-      segment_BT,
-      config.is_level,
-      config.is_mode,
-      config.is_clip,
-      config.is_min,
+      mask_BT,
+      batch.segment_BT,
+      is_level=config.is_level,
+      is_mode=config.is_mode,
+      is_clip=config.is_clip,
+      is_min=config.is_min,
     )
-    sums["importance"] = jnp.sum(loss_mask_BT * importance_BT)
-    sums["importance_capped"] = jnp.sum(loss_mask_BT * changed_BT)
+    sums["importance"] = jnp.sum(mask_BT * importance_BT)
+    sums["importance_capped"] = jnp.sum(mask_BT * changed_BT)
+
+  # --- The term of each token, to be raised.
   if config.ratio == "sequence":
-    ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, loss_mask_BT, segment_BT)
+    ratio_BT = surrogates.sequence_ratio(logp_BT, old_BT, mask_BT, batch.segment_BT)
   else:
     ratio_BT = surrogates.token_ratio(logp_BT, old_BT)
-  bounds = (ratio_BT, batch.advantage_BT, config.clip_low, config.clip_high)
   if config.surrogate == "cispo":
-    term_BT, active_BT = surrogates.cispo(logp_BT, *bounds)
+    term_BT, active_BT = surrogates.cispo(
+      logp_BT, ratio_BT, batch.advantage_BT, config.clip_low, config.clip_high
+    )
   else:
-    term_BT, active_BT = surrogates.clip(*bounds, config.dual_clip)
+    term_BT, active_BT = surrogates.clip(
+      ratio_BT, batch.advantage_BT, config.clip_low, config.clip_high, config.dual_clip
+    )
   loss_BT = -importance_BT * term_BT
+
+  # --- The KL to the reference, unless the reward holds it.
   if config.kl_coef and config.kl_in == "loss":
     kl_BT = surrogates.kl(logp_BT, batch.reference_BT, config.kl_estimator)
     loss_BT += config.kl_coef * kl_BT
-    sums["reference_kl"] = jnp.sum(loss_mask_BT * kl_BT)
-  # Of the policy from the sampler: how far off-policy this batch is.
-  log_BT = surrogates.bounded(logp_BT - batch.logp_BT)
-  sums |= {
-    "ratio": jnp.sum(loss_mask_BT * ratio_BT),
-    "clipped": jnp.sum(loss_mask_BT * active_BT),
-    "kl": jnp.sum(loss_mask_BT * (jnp.exp(log_BT) - 1 - log_BT)),
-  }
-  return jnp.sum(loss_weight_BT * loss_BT), sums
+    sums["reference_kl"] = jnp.sum(mask_BT * kl_BT)
+
+  # --- Figures. The KL is that of the policy from the sampler: how far off-policy this
+  # batch is.
+  log_ratio_BT = surrogates.bounded(logp_BT - batch.logp_BT)
+  sums["ratio"] = jnp.sum(mask_BT * ratio_BT)
+  sums["clipped"] = jnp.sum(mask_BT * active_BT)
+  sums["kl"] = jnp.sum(mask_BT * (jnp.exp(log_ratio_BT) - 1 - log_ratio_BT))
+
+  weight_BT = mask_BT if batch.loss_weight_BT is None else batch.loss_weight_BT
+  return jnp.sum(weight_BT * loss_BT), sums

@@ -16,14 +16,14 @@ _K3_BOUND = 10.0
 
 
 def bounded(log_ratio: jax.Array) -> jax.Array:
-  """A log-ratio clamped to +-20."""
+  """Clamps a log-ratio to +-20."""
   return jnp.clip(log_ratio, -_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
 
 
 def sum_of_trajectory(
   x_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
-  """At each token the weighted sum of x over its trajectory; [B, T]."""
+  """Sums x over each token's trajectory where the mask is 1; [B, T]."""
 
   def row(x_T: jax.Array, segment_T: jax.Array) -> jax.Array:
     total = jax.ops.segment_sum(x_T, segment_T, num_segments=x_T.shape[0] + 1)
@@ -35,20 +35,20 @@ def sum_of_trajectory(
 def mean_of_trajectory(
   x_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
-  """At each token the weighted mean of x over its trajectory; 0 without weight."""
+  """Averages x over each token's trajectory where the mask is 1; 0 where none is."""
   count_BT = sum_of_trajectory(jnp.ones_like(x_BT), loss_mask_BT, segment_BT)
   return sum_of_trajectory(x_BT, loss_mask_BT, segment_BT) / jnp.maximum(count_BT, 1)
 
 
 def token_ratio(logp_BT: jax.Array, old_BT: jax.Array) -> jax.Array:
-  """p / p_old of each token."""
+  """Computes p / p_old of each token."""
   return jnp.exp(bounded(logp_BT - old_BT))
 
 
 def sequence_ratio(
   logp_BT: jax.Array, old_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
-  """GSPO's: (p / p_old of the whole trajectory) ^ (1 / its policy tokens).
+  """Computes GSPO's (p / p_old of the whole trajectory) ^ (1 / its policy tokens).
 
   Equal at all tokens in value; its gradient is each token's own (GSPO-token, arXiv
   2507.18071, eq. 13), as in verl and tunix.
@@ -66,7 +66,7 @@ def clip(
   clip_high: float,
   dual_clip: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
-  """PPO's term min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), to be raised.
+  """Computes PPO's term min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), to be raised.
 
   arXiv 1707.06347, eq. 7, with DAPO's separate upper bound (arXiv 2503.14476, eq. 10).
 
@@ -100,58 +100,56 @@ def cispo(
   clip_low: float,
   clip_high: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """CISPO's term stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p (arXiv 2506.13585).
+  """Computes CISPO's term stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p.
 
-  Eq. 4 and 5. Every token keeps its gradient. verl's; TRL's has no lower bound
-  (clip_low 1), and its epsilon_high is 1 + clip_high.
+  arXiv 2506.13585, eq. 4 and 5. Every token keeps its gradient. As in verl; TRL has no
+  lower bound (clip_low 1), and its epsilon_high is 1 + clip_high.
 
   Returns:
     term_BT, to be raised, and True where a bound is active.
   """
-  held_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-  return (
-    jax.lax.stop_gradient(held_BT) * advantage_BT * logp_BT,
-    held_BT != ratio_BT,
-  )
+  clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+  term_BT = jax.lax.stop_gradient(clipped_BT) * advantage_BT * logp_BT
+  return term_BT, clipped_BT != ratio_BT
 
 
 def importance(
   log_ratio_BT: jax.Array,
   loss_mask_BT: jax.Array,
   segment_BT: jax.Array,
-  level: str,
-  rule: str,
-  cap: float,
-  floor: float,
+  is_level: str,
+  is_mode: str,
+  is_clip: float,
+  is_min: float,
 ) -> tuple[jax.Array, jax.Array]:
-  """What a token counts whose sampler was not the old policy: no gradient through it.
+  """Weighs tokens whose sampler was not the old policy: no gradient passes through.
 
-  Truncated (Ionides 2008; https://fengyao.notion.site/off-policy-rl): min(w, cap).
-  Masked (IcePop, TRL's sequence_mask): w where floor <= w <= cap, else 0.
+  Truncated (Ionides 2008; https://fengyao.notion.site/off-policy-rl): min(w, is_clip).
+  Masked (IcePop, TRL's sequence_mask): w where is_min <= w <= is_clip, else 0.
 
   Args:
     log_ratio_BT: log p_old - log p_sampler.
     loss_mask_BT: 0 unless the policy wrote the token.
     segment_BT: which trajectory of the row a token is of.
-    level: "token"; or "sequence", the product over a trajectory's policy tokens.
-    rule: "truncate" or "mask".
-    cap: the most that a token counts.
-    floor: with "mask", the least w that counts at all.
+    is_level: "token"; or "sequence", the product over a trajectory's policy tokens.
+    is_mode: "truncate" or "mask".
+    is_clip: the most that a token counts.
+    is_min: with "mask", the least w that counts at all.
 
   Returns:
-    w_BT after the rule, and True where the rule changed it.
+    w_BT by that mode, and True where the mode changed it.
   """
-  if level == "sequence":
+  if is_level == "sequence":
     log_ratio_BT = sum_of_trajectory(log_ratio_BT, loss_mask_BT, segment_BT)
   whole_BT = jnp.exp(bounded(jax.lax.stop_gradient(log_ratio_BT)))
-  if rule == "truncate":
-    return jnp.minimum(whole_BT, cap), whole_BT > cap
-  outside_BT = (whole_BT > cap) | (whole_BT < floor)
+  if is_mode == "truncate":
+    return jnp.minimum(whole_BT, is_clip), whole_BT > is_clip
+  outside_BT = (whole_BT > is_clip) | (whole_BT < is_min)
   return jnp.where(outside_BT, 0.0, whole_BT), outside_BT
 
 
 def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
-  """An estimate of KL(policy || reference) from each token that the policy sampled.
+  """Estimates KL(policy || reference) from each token that the policy sampled.
 
   With d = log p - log p_reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d
   (Schulman 2020, http://joschu.net/blog/kl-approx.html). k3 is clamped as in verl: its
@@ -174,7 +172,7 @@ def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
 def value_loss(
   value_BT: jax.Array, old_BT: jax.Array, return_BT: jax.Array, value_clip: float
 ) -> tuple[jax.Array, jax.Array]:
-  """PPO's: max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2.
+  """Computes PPO's max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2) / 2.
 
   As in verl, TRL and tunix.
 
@@ -182,5 +180,6 @@ def value_loss(
     The loss of each token, and True where the clipped one is the larger.
   """
   near_BT = jnp.clip(value_BT, old_BT - value_clip, old_BT + value_clip)
-  free_BT, held_BT = (value_BT - return_BT) ** 2, (near_BT - return_BT) ** 2
-  return jnp.maximum(free_BT, held_BT) / 2, held_BT > free_BT
+  free_BT = (value_BT - return_BT) ** 2
+  clipped_BT = (near_BT - return_BT) ** 2
+  return jnp.maximum(free_BT, clipped_BT) / 2, clipped_BT > free_BT

@@ -20,7 +20,7 @@ from coa_jax.learner.algorithms import BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
 from coa_jax.learner.state import Learner, TrainState, init_state
-from coa_jax.model import lora as adapting
+from coa_jax.model import lora
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask, Truncation
 from coa_jax.model.lora import LoraConfig
@@ -33,7 +33,7 @@ Group = Sequence[Trajectory]
 
 
 class PolicyUpdate:
-  """What learns from rollouts; jitted once."""
+  """Learns from rollouts; jitted once."""
 
   def __init__(
     self,
@@ -41,7 +41,7 @@ class PolicyUpdate:
     loss: LossConfig,
     batch: BatchConfig,
     optim: OptimConfig,
-    lora: LoraConfig | None,
+    lora_config: LoraConfig | None,
     partitioner: Partitioner | None,
     truncation: Truncation,
     *,
@@ -60,7 +60,7 @@ class PolicyUpdate:
       loss: what is minimised.
       batch: rows and tokens of a micro-batch, and updates from one batch of rollouts.
       optim: of the policy; the critic has its own learning rate.
-      lora: None trains the whole model.
+      lora_config: None trains the whole model.
       partitioner: None for one device.
       truncation: which tokens the rollouts were sampled from.
       steps: batches of rollouts that the run learns from.
@@ -74,34 +74,41 @@ class PolicyUpdate:
     self._cfg = cfg
     self._loss = loss
     self._batch = batch
-    self._lora = lora
+    self._lora_config = lora_config
     self._partitioner = partitioner
     self._max_logp_diff = max_logp_diff
-    self._distribution = (temperature, partitioner, truncation, allowed)
+    self._temperature = temperature
+    self._truncation = truncation
     self._constraint = constraint
+    self._allowed = allowed
+
+    # --- One optimizer for each network, side by side.
     updates = steps * batch.updates
     optimizers = {"policy": make_optimizer(optim, updates)}
     if loss.has_critic:
       critic = dataclasses.replace(optim, name="adamw", lr=loss.critic_lr)
       optimizers["critic"] = make_optimizer(critic, updates)
     self._optimizer = side_by_side(optimizers)
+
+    # --- The step, with room for an update in which every trajectory fills a row.
     self._learner = Learner(self._total_loss, self._optimizer, partitioner)
     groups = -(-prompts // batch.minibatches)
-    # A row each, at worst.
     self._learner.reserve(-(-groups * samples // batch.rows))
     whole = partitioner.sharding("") if partitioner else None
     self._score = jax.jit(self._scores, out_shardings=whole)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
-    """The state at step 0 and what training leaves alone, from the first policy.
+    """Makes the state at step 0, and what training leaves alone, of the first policy.
 
     Returns:
       The state; and {"base": parameters below adapters, or None; "reference": those of
       the reference policy, or None where there is none or the base is it}.
     """
-    split = (self._lora, seed, self._partitioner)
-    policy, base = adapting.split(self._cfg, params, *split)
-    trained, reference = {"policy": policy}, None
+    policy, base = lora.split(
+      self._cfg, params, self._lora_config, seed, self._partitioner
+    )
+    trained = {"policy": policy}
+    reference = None
     if self._loss.kl_coef and base is None:
       # In the dtype that it computes with; a copy, since the state's are donated.
       dtype = self._cfg.dtype
@@ -109,20 +116,19 @@ class PolicyUpdate:
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
     if self._loss.has_critic:
-      trunk, _ = adapting.split(
-        self._cfg, params, self._lora, seed + 1, self._partitioner
+      trunk, _ = lora.split(
+        self._cfg, params, self._lora_config, seed + 1, self._partitioner
       )
-      head_D1 = jnp.zeros((self._cfg.width, 1))
       trained["critic"] = {
         "trunk": jax.tree.map(jnp.copy, trunk),
-        "value_head": head_D1,
+        "value_head": jnp.zeros((self._cfg.width, 1)),
       }
     state = init_state(trained, self._optimizer, self._partitioner)
     return state, {"base": base, "reference": reference}
 
   def policy(self, state: TrainState, frozen: Any) -> Any:
-    """The policy's parameters for decoding."""
-    return adapting.merged(state.params["policy"], frozen["base"], self._lora)
+    """Returns the policy's parameters for decoding."""
+    return lora.merged(state.params["policy"], frozen["base"], self._lora_config)
 
   def __call__(
     self, state: TrainState, frozen: Any, groups: Sequence[Group]
@@ -139,6 +145,7 @@ class PolicyUpdate:
       `logp_diff_share`, which are those of the first update. Empty without a
       trajectory.
     """
+    # --- The groups of each update, packed, with all that is known before the first.
     step = state.step + 1
     minibatches = self._batch.minibatches
     parts = [groups[i::minibatches] for i in range(minibatches)]
@@ -147,6 +154,8 @@ class PolicyUpdate:
       return state.replace(step=step), {}
     packed = [self._pack(part) for part in parts]
     self._prepare(state, frozen, parts, packed)
+
+    # --- The updates.
     log = []
     for _ in range(self._batch.epochs):
       for p in packed:
@@ -154,12 +163,14 @@ class PolicyUpdate:
         state, values = self._learner.step(state, p.batches, tokens, frozen)
         log.append({k: float(v) for k, v in values.items()})
     values = {k: float(np.mean([row[k] for row in log])) for k in log[0]}
-    first = {k: log[0][k] for k in ("logp_diff", "logp_diff_share")}
-    return state.replace(step=step), values | first
+    # After the first update the learner is no longer what sampled.
+    for name in ("logp_diff", "logp_diff_share"):
+      values[name] = log[0][name]
+    return state.replace(step=step), values
 
   def _pack(self, part: Sequence[Group]) -> Packed:
-    played = [t for group in part for t in _graded(group)]
-    return Packed(played, self._batch.rows, self._batch.length, self._constraint)
+    trajectories = [t for group in part for t in _graded(group)]
+    return Packed(trajectories, self._batch.rows, self._batch.length, self._constraint)
 
   def _prepare(
     self,
@@ -168,8 +179,10 @@ class PolicyUpdate:
     parts: Sequence[Sequence[Group]],
     packed: Sequence[Packed],
   ) -> None:
-    """Writes what the batches lack: scores of the old networks, advantages, shares."""
+    """Writes what the batches lack: old networks' scores, advantages, loss weights."""
     config = self._loss
+
+    # --- What the networks say before the step's first update.
     for p in packed:
       self._read_networks(state, frozen, p)
     kl = value = None
@@ -182,35 +195,36 @@ class PolicyUpdate:
       ]
     if config.has_critic:
       value = [v for p in packed for v in p.read("value_BT")]
+
+    # --- Advantages of all trajectories together: some are whitened over the batch.
     groups = [group for part in parts for group in part]
     counts = [n for p in packed for n in p.counts]
     advantage, returns = policy_loss.token_advantages(
       config, rewards_of(groups), counts, kl, value
     )
-    at = 0
+
+    # --- Each update's part of them.
+    begin = 0
     for p in packed:
-      mine = slice(at, at + len(p.counts))
-      p.write("advantage_BT", advantage[mine])
-      p.write(
-        "loss_weight_BT",
-        policy_loss.aggregation_weights(config, p.counts, self._batch.length),
-      )
+      end = begin + len(p.counts)
+      weights = policy_loss.aggregation_weights(config, p.counts, self._batch.length)
+      p.write("advantage_BT", advantage[begin:end])
+      p.write("loss_weight_BT", weights)
       if returns:
-        p.write("return_BT", returns[mine])
-      at = mine.stop
+        p.write("return_BT", returns[begin:end])
+      begin = end
 
   def _read_networks(self, state: TrainState, frozen: Any, packed: Packed) -> None:
     """Writes what the networks say before the step's first update, if that is used."""
     if not (self._loss.kl_coef or self._loss.has_critic or self._keeps_old):
       return
-    scored = [
-      self._score(
-        state.params, frozen, self._partitioner.put(b) if self._partitioner else b
-      )
-      for b in packed.batches
-    ]
-    for name in scored[0]:
-      packed.replace(name, [np.asarray(s[name]) for s in scored])
+    scores = []
+    for batch in packed.batches:
+      if self._partitioner:
+        batch = self._partitioner.put(batch)
+      scores.append(self._score(state.params, frozen, batch))
+    for name in scores[0]:
+      packed.replace(name, [np.asarray(s[name]) for s in scores])
 
   @property
   def _keeps_old(self) -> bool:
@@ -218,21 +232,31 @@ class PolicyUpdate:
     return bool(self._loss.is_clip) and self._batch.updates > 1
 
   def _scores(self, trained: Any, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
+    """The fields of a batch that networks write; jitted as `_score`."""
     out = {}
     if self._keeps_old:
-      out["old_BT"] = self._logps(self._assembled(trained["policy"], frozen), batch)[0]
+      policy = self._assembled(trained["policy"], frozen)
+      out["old_BT"], *_ = self._logps(policy, batch)
     if self._loss.kl_coef:
       reference = frozen["reference"] or frozen["base"]
-      out["reference_BT"] = self._logps(reference, batch)[0]
+      out["reference_BT"], *_ = self._logps(reference, batch)
     if self._loss.has_critic:
       out["value_BT"] = self._values(trained["critic"], frozen, batch)
     return out
 
   def _assembled(self, trained: Any, frozen: Any) -> Any:
-    return adapting.assemble(trained, frozen["base"], self._lora)
+    return lora.assemble(trained, frozen["base"], self._lora_config)
 
   def _logps(self, params: Any, batch: Batch) -> tuple[jax.Array, ...]:
-    return log_probs.token_logps(self._cfg, params, batch, *self._distribution)
+    return log_probs.token_logps(
+      self._cfg,
+      params,
+      batch,
+      temperature=self._temperature,
+      partitioner=self._partitioner,
+      truncation=self._truncation,
+      constraint=self._allowed,
+    )
 
   def _values(self, critic: Any, frozen: Any, batch: Batch) -> jax.Array:
     trunk = self._assembled(critic["trunk"], frozen)
@@ -243,9 +267,10 @@ class PolicyUpdate:
   def _total_loss(
     self, trained: Any, frozen: Any, batch: Batch
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Of policy and critic; neither's gradient reaches the other."""
+    """Sums the losses of policy and critic; neither's gradient reaches the other."""
     config = self._loss
-    loss_mask_BT = batch.loss_mask_BT
+
+    # --- The policy.
     policy = self._assembled(trained["policy"], frozen)
     logp_BT, entropy_BT, removed_BT = self._logps(policy, batch)
     loss, sums = policy_loss.policy_loss(config, logp_BT, batch)
@@ -258,20 +283,26 @@ class PolicyUpdate:
       # Tokens that are e times likelier to the policy than to the sampler, or less.
       "ratio_outlier_share": (logp_diff_BT > 1.0).astype(jnp.float32),
     }
+
+    # --- The critic.
     if config.has_critic:
       value_BT = self._values(trained["critic"], frozen, batch)
-      value_loss_BT, held_BT = surrogates.value_loss(
+      value_loss_BT, clipped_BT = surrogates.value_loss(
         value_BT, batch.value_BT, batch.return_BT, config.value_clip
       )
-      loss += jnp.sum(loss_mask_BT * value_loss_BT)
-      figures |= {"value": value_BT, "value_loss": value_loss_BT, "value_held": held_BT}
+      loss += jnp.sum(batch.loss_mask_BT * value_loss_BT)
+      figures["value"] = value_BT
+      figures["value_loss"] = value_loss_BT
+      figures["value_clipped"] = clipped_BT
+
+    # --- Figures, summed over the policy's tokens.
     for name, figure_BT in figures.items():
-      sums[name] = jax.lax.stop_gradient(jnp.sum(loss_mask_BT * figure_BT))
+      sums[name] = jax.lax.stop_gradient(jnp.sum(batch.loss_mask_BT * figure_BT))
     return loss, sums
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
-  """reward_GK of groups; NaN where a sample has none, or a group has fewer."""
+  """Puts rewards of groups into reward_GK; NaN where a sample has none or is none."""
   most = max(map(len, groups), default=0)
   reward_GK = np.full((len(groups), most), np.nan)
   for g, group in enumerate(groups):

@@ -19,7 +19,7 @@ WIDE = 640
 def architecture(
   cfg: ModelConfig, partitioner: Partitioner | None = None
 ) -> ModelConfig:
-  """The model as samplers run it: layers unrolled; on a CPU with float32 activations.
+  """Makes what samplers run: layers unrolled; on a CPU with float32 activations.
 
   A CPU would convert half precision before and after every operation. Weights are
   rounded all the same: `weight_dtype` becomes what `dtype` was. A CPU that multiplies
@@ -39,7 +39,7 @@ def architecture(
 
 @functools.cache
 def has_amx() -> bool:
-  """Whether this machine's processor multiplies matrices of bfloat16 (Intel's AMX)."""
+  """Tells whether this processor multiplies matrices of bfloat16 (Intel's AMX)."""
   try:
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
       return " amx_bf16" in f.read()
@@ -50,7 +50,7 @@ def has_amx() -> bool:
 def decoding_views(
   cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner | None = None
 ) -> list[dict[str, Any]]:
-  """The parameters as samplers want them; made once per policy update.
+  """Makes the parameters that samplers want; called once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
   would do so at every step), and resharded to `partitioner.decoding()`. With a
@@ -69,8 +69,8 @@ def decoding_views(
     devices = list(replica.mesh.devices.flat)
 
     def piece(x: jax.Array, sharding: Any) -> jax.Array:
-      held = {s.device: s.data for s in x.addressable_shards}
-      pieces = [held[d] for d in devices]
+      by_device = {s.device: s.data for s in x.addressable_shards}
+      pieces = [by_device[d] for d in devices]
       return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
     return jax.tree.map(piece, view, replica.tree(view, bool(cfg.product_dtype)))
@@ -80,16 +80,19 @@ def decoding_views(
 
 @functools.lru_cache(maxsize=8)
 def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
-  kind, narrow = cfg.weight_dtype or cfg.dtype, cfg.product_dtype
+  kind = cfg.weight_dtype or cfg.dtype
+  narrow = cfg.product_dtype
   # A CPU would convert half-precision weights at every step.
-  held = "float32" if platform(partitioner) == "cpu" else kind
+  storage_dtype = "float32" if platform(partitioner) == "cpu" else kind
 
   def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    x, name = transformer.rounded(x, kind), name_of(path)
-    if narrow and (inputs_of(name) or name == "embed"):
-      n = inputs_of(name)
-      return x.transpose(*range(n, x.ndim), *range(n)).astype(narrow)
-    return x.astype(held)
+    x = transformer.rounded(x, kind)
+    name = name_of(path)
+    inputs = inputs_of(name)
+    if narrow and (inputs or name == "embed"):
+      # Outputs first; an embedding is so already.
+      return x.transpose(*range(inputs, x.ndim), *range(inputs)).astype(narrow)
+    return x.astype(storage_dtype)
 
   def view(params: dict[str, Any]) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(

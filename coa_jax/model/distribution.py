@@ -59,12 +59,12 @@ class TokenMask:
   next_SC: jax.Array
 
   def allowed(self, state: jax.Array) -> jax.Array:
-    """[..., V]: True for tokens that a state [...] allows; a state of -1 allows all."""
+    """Masks [..., V] the tokens that a state [...] allows; a state of -1 allows all."""
     row = self.next_SC[jnp.maximum(state, 0)] >= 0
     return jnp.take(row, self.class_V, axis=-1) | (state < 0)[..., None]
 
   def after(self, state: jax.Array, token: jax.Array) -> jax.Array:
-    """The state after a token, int32."""
+    """Returns the state after a token, int32."""
     return self.next_SC[state, self.class_V[token]].astype(jnp.int32)
 
 
@@ -74,7 +74,7 @@ def log_probs(
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
 ) -> jax.Array:
-  """Log-probabilities over the last axis, in float32; -1e30 where the probability is 0.
+  """Computes log-probabilities over the last axis, in float32; -1e30 for log 0.
 
   Args:
     logits: [..., V].
@@ -93,7 +93,7 @@ def taken_log_probs(
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Of tokens that were drawn: what `log_probs` has for them, without the rest.
+  """Computes what `log_probs` has for tokens that were drawn, without the rest.
 
   Args:
     logits: [..., V].
@@ -134,8 +134,8 @@ def _log_prob_forward(scores: jax.Array, taken: jax.Array) -> tuple[jax.Array, t
   return at_taken - jnp.log(total), (scores, taken, top, total)
 
 
-def _log_prob_backward(kept: tuple, g: jax.Array) -> tuple[jax.Array, None]:
-  scores, taken, top, total = kept
+def _log_prob_backward(residuals: tuple, g: jax.Array) -> tuple[jax.Array, None]:
+  scores, taken, top, total = residuals
   p = jnp.exp(scores - top) / total[..., None]
   return g[..., None] * (_one_hot(scores, taken) - p), None
 
@@ -162,35 +162,36 @@ def _scores(
   if truncation == NO_TRUNCATION:
     return logits
   logp = jax.nn.log_softmax(logits)
-  kept = _kept(jax.lax.stop_gradient(logp), truncation)
+  mask = _truncation_mask(jax.lax.stop_gradient(logp), truncation)
   if taken is not None:
-    kept |= _one_hot(logp, taken)
-  return jnp.where(kept, logp, _NEVER)
+    mask |= _one_hot(logp, taken)
+  return jnp.where(mask, logp, _NEVER)
 
 
-def _kept(logp: jax.Array, truncation: Truncation) -> jax.Array:
+def _truncation_mask(logp: jax.Array, truncation: Truncation) -> jax.Array:
   """True for tokens that truncation leaves; equally likely ones stay or go together."""
-  V, tr = logp.shape[-1], truncation
-  kept = jnp.ones(logp.shape, bool)
-  if 0 < tr.top_k < V:
-    kept = logp >= jax.lax.top_k(logp, tr.top_k)[0][..., -1:]
+  tr = truncation
+  mask = jnp.ones(logp.shape, bool)
+  if 0 < tr.top_k < logp.shape[-1]:
+    top, _ = jax.lax.top_k(logp, tr.top_k)
+    mask = logp >= top[..., -1:]
   if tr.top_p < 1:
-    left = jax.nn.log_softmax(jnp.where(kept, logp, _NEVER))
-    ordered = -jnp.sort(-left, axis=-1)
+    rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
+    ordered = -jnp.sort(-rest, axis=-1)
     p = jnp.exp(ordered)
     # A token stays while those before it do not reach top_p; the first always does.
     before = jnp.cumsum(p, axis=-1) - p
     least = jnp.min(jnp.where(before < tr.top_p, ordered, jnp.inf), -1, keepdims=True)
-    kept &= left >= least
+    mask &= rest >= least
   if tr.min_p > 0:
-    kept &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
-  return kept
+    mask &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
+  return mask
 
 
 def removed_mass(
   logits: jax.Array, temperature: jax.Array | float, allowed: jax.Array | None
 ) -> jax.Array:
-  """The probability of the tokens that the grammar does not allow, float32.
+  """Sums the probability of the tokens that the grammar does not allow, float32.
 
   Args:
     logits: [..., V].

@@ -62,8 +62,9 @@ def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
   for where, leaf in _matrices(cfg, config):
     stacked = leaf.ndim - _rank(where[-1])
     split = stacked + inputs_of(where[-1])
-    inputs, outputs = leaf.shape[stacked:split], leaf.shape[split:]
-    most = max(most, min(math.prod(inputs), math.prod(outputs)))
+    inputs = math.prod(leaf.shape[stacked:split])
+    outputs = math.prod(leaf.shape[split:])
+    most = max(most, min(inputs, outputs))
   if config.rank > most:
     raise ValueError(
       f"lora.rank is {config.rank}; an adapter of more than {most}, the rank of the "
@@ -77,7 +78,7 @@ def init_adapters(
   seed: int,
   partitioner: Partitioner | None = None,
 ) -> dict[str, Any]:
-  """Fresh adapters in float32: A drawn, B zero, so that the model is unchanged.
+  """Draws fresh adapters in float32: A random, B zero, so that the model is unchanged.
 
   Returns:
     A tree like the parameters', with `q_a` and `q_b` in place of `q`, ...
@@ -88,13 +89,14 @@ def init_adapters(
     for i, (where, leaf) in enumerate(_matrices(cfg, config)):
       stacked = leaf.shape[: leaf.ndim - _rank(where[-1])]
       cut = len(stacked) + inputs_of(where[-1])
-      inputs, outputs = leaf.shape[len(stacked) : cut], leaf.shape[cut:]
+      inputs = leaf.shape[len(stacked) : cut]
+      outputs = leaf.shape[cut:]
       std = math.prod(inputs) ** -0.5
-      drawn = jax.random.normal(
+      normal = jax.random.normal(
         jax.random.fold_in(key, i), (*stacked, *inputs, config.rank)
       )
       parent = out.setdefault(where[0], {})
-      parent[f"{where[-1]}_a"] = std * drawn
+      parent[f"{where[-1]}_a"] = std * normal
       parent[f"{where[-1]}_b"] = jnp.zeros((*stacked, config.rank, *outputs))
     return out
 
@@ -116,7 +118,7 @@ def _rank(name: str) -> int:
 
 
 def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
-  """The parameters with adapters beside their matrices, scaled; inside a jit."""
+  """Puts adapters beside their matrices, scaled; inside a jit."""
   scale = config.alpha / config.rank
   out = dict(params)
   for layer, arrays in adapters.items():
@@ -132,7 +134,7 @@ def split(
   seed: int,
   partitioner: Partitioner | None = None,
 ) -> tuple[Any, Any]:
-  """What is trained, and what is frozen: (adapters, params), or (params, None).
+  """Splits into trained and frozen: (adapters, params), or (params, None).
 
   Raises:
     ValueError: adapters of a model with `weight_dtype`: a decoder rounds a matrix with
@@ -149,29 +151,26 @@ def split(
 
 
 def assemble(trained: Any, frozen: Any, config: LoraConfig | None) -> Any:
-  """The parameters for training, out of `split`'s halves; inside a jit."""
+  """Joins `split`'s halves to parameters for training; inside a jit."""
   return join(frozen, trained, config) if config else trained
 
 
 def merged(trained: Any, frozen: Any, config: LoraConfig | None) -> Any:
-  """The parameters for decoding and export, out of `split`'s halves."""
+  """Joins `split`'s halves to parameters for decoding and export."""
   return merge(frozen, trained, config) if config else trained
 
 
-def merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
-  """The parameters with adapters folded into their matrices."""
-  return _merge(params, adapters, config)
-
-
 @functools.partial(jax.jit, static_argnames="config")
-def _merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
+def merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
+  """Folds adapters into their matrices."""
   joined = join(params, adapters, config)
   out = dict(params)
   for layer, arrays in adapters.items():
     out[layer] = dict(params[layer])
     # In one order, so that every process compiles the same program.
     for name in sorted({k[:-2] for k in arrays}):
-      a, b = joined[layer][f"{name}_a"], joined[layer][f"{name}_b"]
+      a = joined[layer][f"{name}_a"]
+      b = joined[layer][f"{name}_b"]
       w = params[layer][name]
       outer = jax.vmap(_outer) if w.ndim > _rank(name) else _outer  # stacked layers
       out[layer][name] = (w.astype(jnp.float32) + outer(a, b)).astype(w.dtype)

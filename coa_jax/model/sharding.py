@@ -3,6 +3,8 @@
 Every axis of a parameter or an activation has a letter (the alphabet of the README);
 the table says over which mesh axes a letter is split. Parameters, optimizer state and
 batches follow from it, and so do the constraints inside the model.
+
+budget: the table, and all that follows from it.
 """
 
 from __future__ import annotations
@@ -118,27 +120,27 @@ class Partitioner:
   rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(RULES.items())
 
   def axes(self, letter: str) -> tuple[str, ...]:
-    """The mesh axes over which `letter` is split; () for "." and unknown letters."""
+    """Returns the mesh axes that split `letter`; () for "." and unknown letters."""
     return dict(self.rules).get(letter, ())
 
   def ways(self, letter: str) -> int:
-    """The number of pieces that `letter` is cut into."""
+    """Counts the pieces that `letter` is cut into."""
     return math.prod(self.mesh.shape[a] for a in self.axes(letter))
 
   def spec(self, letters: str) -> PartitionSpec:
-    """The partition of an array whose axes are `letters`."""
+    """Returns the partition of an array whose axes are `letters`."""
     return PartitionSpec(*[self.axes(x) or None for x in letters])
 
   def sharding(self, letters: str) -> NamedSharding:
-    """`spec` on this mesh."""
+    """Puts `spec` on this mesh."""
     return NamedSharding(self.mesh, self.spec(letters))
 
   def shard(self, x: jax.Array, letters: str) -> jax.Array:
-    """Inside a jit: constrains an activation whose axes are `letters`."""
+    """Constrains an activation whose axes are `letters`; inside a jit."""
     return jax.lax.with_sharding_constraint(x, self.sharding(letters))
 
   def tree(self, tree: Any, outputs_first: bool = False) -> Any:
-    """Shardings of a tree of parameters, or of a state that mirrors one.
+    """Returns shardings of a tree of parameters, or of a state that mirrors one.
 
     Args:
       tree: arrays or shapes; leaves that are no parameter's (counters) are replicated.
@@ -171,14 +173,14 @@ class Partitioner:
     return jax.tree.map(leaf, tree)
 
   def rows(self, B: int) -> np.ndarray:
-    """Which of B rows `put` puts on devices of this process; [B] bool."""
+    """Marks which of B rows `put` puts on devices of this process; [B] bool."""
     mine_B = np.zeros(B, bool)
     for (index,) in self.sharding("B").addressable_devices_indices_map((B,)).values():
       mine_B[index] = True
     return mine_B
 
   def decoding(self) -> Partitioner:
-    """The sampler's: whole matrices but for `tensor`, rows over the rest.
+    """Returns the sampler's: whole matrices but for `tensor`, rows over the rest.
 
     A step of decoding is too short to gather parameters in it, whatever axes the rules
     of training split them over.
@@ -188,7 +190,7 @@ class Partitioner:
     return self.replacing(rules)
 
   def replicas(self) -> list[Partitioner]:
-    """One for each copy of the model that `tensor` splits, of this process's.
+    """Returns one for each copy of the model that `tensor` splits, of this process.
 
     Copies decode side by side and none waits for another, in this process or others.
 
@@ -208,7 +210,7 @@ class Partitioner:
     return [Partitioner(Mesh(g, AXES, axis_types=kinds), self.rules) for g in grids]
 
   def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Partitioner:
-    """The same mesh with other lines in the table."""
+    """Returns the same mesh with other lines in the table."""
     return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
   def check(self, cfg: ModelConfig, **sizes: int) -> None:
@@ -249,7 +251,7 @@ class Partitioner:
       for a, b in itertools.combinations(letters.replace(".", ""), 2):
         for axis in self.axes(a):
           if axis in self.axes(b):
-            pair = frozenset((a, b)), axis
+            pair = (frozenset((a, b)), axis)
             faults.setdefault(pair, f"{a} and {b} over {axis} ({name})")
     if faults:
       raise ValueError(
@@ -285,9 +287,9 @@ def make_partitioner(
     rest = config.data * config.context * config.tensor
     sizes[AXES.index("fsdp")] = max(1, len(devices) // rest)
   if math.prod(sizes) != len(devices):
-    asked = " x ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
+    shape = " x ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
     raise ValueError(
-      f"mesh {asked} needs {math.prod(sizes)} devices; there are {len(devices)}"
+      f"mesh {shape} needs {math.prod(sizes)} devices; there are {len(devices)}"
     )
   if len(devices) == 1:
     return None
@@ -301,14 +303,14 @@ def make_partitioner(
 
 
 def platform(partitioner: Partitioner | None) -> str:
-  """Of the devices that arrays live on: cpu, gpu or tpu."""
+  """Names the devices that arrays live on: cpu, gpu or tpu."""
   if partitioner:
     return partitioner.mesh.devices.flat[0].platform
   return jax.default_backend()
 
 
 def process_dir(workdir: str) -> str:
-  """Where this process writes what several must not write into one file.
+  """Returns where this process writes what several must not write into one file.
 
   The first of several processes writes into the workdir itself.
   """
@@ -318,13 +320,13 @@ def process_dir(workdir: str) -> str:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-  """The last key of a tree path; "" where it has none."""
+  """Returns the last key of a tree path; "" where it has none."""
   names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
   return names[-1] if names else ""
 
 
 def letters_of(path: tuple[Any, ...]) -> str:
-  """The axes of the parameter at a tree path, a stacked layer axis left out.
+  """Returns the axes of the parameter at a tree path, a stacked layer axis left out.
 
   The last key decides. An adapter's `q_a` and `q_b` split the inputs and the outputs
   of `q` as `q` does, and leave their rank whole.
@@ -341,7 +343,7 @@ def letters_of(path: tuple[Any, ...]) -> str:
 
 
 def inputs_of(name: str) -> int:
-  """How many leading axes of a parameter are inputs; 0 where it is no matrix.
+  """Counts the leading axes of a parameter that are inputs; 0 where it is no matrix.
 
   An adapter's halves have one axis of their rank: the last of `q_a`, the first of
   `q_b`.

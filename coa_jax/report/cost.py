@@ -77,7 +77,7 @@ def cost(
 
   Args:
     multi: the multi-agent system's attempts; only task id, status, reward parts and
-      usage are read, so a run's meter is enough.
+      usage are read, so a run's usage is enough.
     single: the single model's attempts.
     instructions: tokens that its prompt would have more if it held its instructions; 0
       where it does, None where that is not known.
@@ -100,7 +100,9 @@ def cost(
   Raises:
     ValueError: no task was attempted by both.
   """
-  theirs, ours = by_task(graded(multi)), by_task(graded(single))
+  # --- The tasks that both attempted: figures [tasks, FIGURES] of each system.
+  theirs = by_task(graded(multi))
+  ours = by_task(graded(single))
   shared = [task for task in theirs if task in ours]
   if not shared:
     raise ValueError(
@@ -109,23 +111,27 @@ def cost(
     )
   columns_m = np.array([_figures(theirs[task]) for task in shared])
   columns_s = np.array([_figures(ours[task]) for task in shared])
+
+  # --- The reductions, and those of resampled tasks: the same tasks for both systems.
   extra = math.nan if instructions is None else instructions * len(shared)
   point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None], extra)
   both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
-  drawn_m, drawn_s = both[:, : len(FIGURES)], both[:, len(FIGURES) :]
-  drawn = _reductions(drawn_m, drawn_s, extra)
-  gained = (drawn_s[:, -1] - drawn_m[:, -1]) / len(shared)
+  resampled_m = both[:, : len(FIGURES)]
+  resampled_s = both[:, len(FIGURES) :]
+  resampled = _reductions(resampled_m, resampled_s, extra)
+  gains = (resampled_s[:, -1] - resampled_m[:, -1]) / len(shared)
+
   return {
     "tasks": len(shared),
     "left_out": len(set(theirs) | set(ours)) - len(shared),
     "instructions": instructions,
-    MULTI: {**_table(columns_m), "ci95": _intervals(columns_m, drawn_m)},
-    SINGLE: {**_table(columns_s), "ci95": _intervals(columns_s, drawn_s)},
+    MULTI: {**_table(columns_m), "ci95": _intervals(columns_m, resampled_m)},
+    SINGLE: {**_table(columns_s), "ci95": _intervals(columns_s, resampled_s)},
     "accuracy_gain": float(columns_s[:, -1].mean() - columns_m[:, -1].mean()),
     **{name: _finite(values[0]) for name, values in point.items()},
     "ci95": {
-      "accuracy_gain": _interval(gained),
-      **{name: _interval(values) for name, values in drawn.items()},
+      "accuracy_gain": _interval(gains),
+      **{name: _interval(values) for name, values in resampled.items()},
     },
   }
 
@@ -133,7 +139,7 @@ def cost(
 def instruction_tokens(
   variant: Variant, style: str, encode: Callable[[str], Sequence[int]]
 ) -> int:
-  """Tokens that the one model's prompt would have more if it held its instructions.
+  """Counts the tokens that instructions would add to the one model's prompt.
 
   Args:
     variant: its dialect, with the tools that it had.
@@ -149,8 +155,18 @@ def _figures(attempts: Sequence[Trajectory]) -> list[float]:
   for t in attempts:
     u = t.usage
     prompt = u.prompt + u.observation
-    row = (prompt, prompt - u.cached, u.generated, u.total, u.total - u.cached)
-    rows.append((*row, u.tool_calls, u.model_calls, u.seconds, correct(t)))
+    figures = {
+      "prompt": prompt,
+      "prompt_cached_credit": prompt - u.cached,
+      "completion": u.generated,
+      "total": u.total,
+      "total_cached_credit": u.total - u.cached,
+      "tool_calls": u.tool_calls,
+      "model_calls": u.model_calls,
+      "seconds": u.seconds,
+      "solved": correct(t),
+    }
+    rows.append([figures[name] for name in FIGURES])
   return list(np.mean(np.array(rows, float), axis=0))
 
 
@@ -167,10 +183,11 @@ def _table(columns: np.ndarray) -> dict[str, dict[str, float | None]]:
 
 
 def _intervals(
-  columns: np.ndarray, drawn: np.ndarray
+  columns: np.ndarray, resampled: np.ndarray
 ) -> dict[str, list[float | None] | None]:
   """Of the means over tasks, from each task's figures and sums of resampled tasks."""
-  out = {n: _interval(drawn[:, i] / len(columns)) for i, n in enumerate(FIGURES)}
+  tasks = len(columns)
+  out = {n: _interval(resampled[:, i] / tasks) for i, n in enumerate(FIGURES)}
   return out | {"solved": proportion_interval(columns[:, -1])}
 
 
@@ -213,7 +230,8 @@ def _interval(values: np.ndarray) -> list[float | None] | None:
 
 
 def cost_tables(table: dict[str, Any]) -> list[Table]:
-  """`cost`'s result as two tables: the figures of both systems, and what is saved."""
+  """Shows `cost`'s result in two tables: figures of both systems, and what is saved."""
+  # --- The figures of both systems.
   rows = []
   for name, label in FIGURES.items():
     row = {"figure": label}
@@ -231,14 +249,27 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
     "multi_agent_per_solved": "multi-agent, per solved task",
     "single_per_solved": "one model, per solved task",
   }
+
+  # --- What is saved, beside what the paper says.
   saved = [
     {"of": label, "reduction": table[name], "ci95": table["ci95"][name]}
     for name, label in REDUCTIONS.items()
   ]
-  paper = "tokens per task, as the paper has it (n = 10)"
-  saved.append({"of": paper, "reduction": PAPER_REDUCTION, "ci95": None})
-  gain = {"of": "accuracy gained", "reduction": table["accuracy_gain"]}
-  saved.append({**gain, "ci95": table["ci95"]["accuracy_gain"]})
+  saved.append(
+    {
+      "of": "tokens per task, as the paper has it (n = 10)",
+      "reduction": PAPER_REDUCTION,
+      "ci95": None,
+    }
+  )
+  saved.append(
+    {
+      "of": "accuracy gained",
+      "reduction": table["accuracy_gain"],
+      "ci95": table["ci95"]["accuracy_gain"],
+    }
+  )
+
   note = f"{table['tasks']} tasks that both attempted; {table['left_out']} left out."
   return [
     Table("Cost of an answer", rows, columns, note),

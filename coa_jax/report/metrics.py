@@ -65,23 +65,28 @@ class Metrics:
     """
     os.makedirs(workdir, exist_ok=True)
     self.path = os.path.join(workdir, METRICS_FILE)
-    self.stage, self.total, self.unit = stage, total, unit
-    self._workdir, self._tracked = workdir, tracked
+    self.stage = stage
+    self.total = total
+    self.unit = unit
+    self._workdir = workdir
+    self._tracked = tracked
     self._tracking: Tracking | None = None
     self.non_finite = 0
-    self._began = self._shown = time.monotonic()
+    self._began = time.monotonic()
+    self._shown = self._began
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
     self._steps_before = 0  # likewise
     self._first: int | None = None  # the first step logged here
     self._phases = timers.PhaseTotals()
     self._line = ""  # the last progress line, where it has not been printed yet
-    self._console = console = Console(stderr=True)
+    self._console = Console(stderr=True)
     self._bar = None
-    if console.is_terminal:
-      columns = ("[bold]{task.description}", None, "{task.fields[status]}")
+    if self._console.is_terminal:
       self._bar = Progress(
-        *(TextColumn(c) if c else BarColumn(bar_width=24) for c in columns),
-        console=console,
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}"),
+        console=self._console,
       )
       self._task = self._bar.add_task(stage, total=total, status="starting")
 
@@ -117,28 +122,36 @@ class Metrics:
     for name in ("stage", "step", "seconds"):
       if name in values:
         raise ValueError(f"metric name {name!r} is taken by the line itself")
+
+    # --- The first line of a resumed stage replaces those that came after it.
     seconds = time.monotonic() - self._began
     if self._first is None:
       self._first = step
-      kept = _drop_from(self.path, self.stage, step)
-      self._steps_before, self._seconds_before = kept
+      self._steps_before, self._seconds_before = _drop_from(self.path, self.stage, step)
       if self._tracked is not None:
         self._tracking = Tracking(self._workdir, self.stage, step, self._tracked)
+
+    # --- The line.
     row = {"stage": self.stage, "step": step}
     row["seconds"] = round(self._seconds_before + seconds, 3)
     for name, value in values.items():
       value = float(value)
-      self.non_finite += not math.isfinite(value)
-      row[name] = value if math.isfinite(value) else None
+      if math.isfinite(value):
+        row[name] = value
+      else:
+        row[name] = None
+        self.non_finite += 1
     with open(self.path, "a", encoding="utf-8") as f:
       f.write(json.dumps(row) + "\n")
+
+    # --- Views of it.
     if self._tracking is not None:
       self._tracking.log(step, {k: float(v) for k, v in values.items()})
     self._phases.add(row)
     self._show(step, seconds, figure, timers.line(timers.seconds_of(row)))
 
   def count(self, items: Iterable[T]) -> Iterator[T]:
-    """The same items; how many have been taken is shown, and nothing is written."""
+    """Yields the same items and shows how many have been; writes nothing."""
     every = max(1, self.total // 100)
     for step, item in enumerate(items, 1):
       yield item
@@ -152,23 +165,27 @@ class Metrics:
   def _show(self, step: int, seconds: float, figure: str, shares: str) -> None:
     # Steps of an interrupted run cost this one nothing, so they are not in its pace.
     pace = seconds / max(step - self._steps_before, 1)
-    left = max(self.total - step, 0) * pace
+    remaining = max(self.total - step, 0) * pace
     parts = [
       f"{self.unit} {step}/{self.total}",
       f"{duration(self._seconds_before + seconds)} elapsed",
-      f"{duration(left)} left",
-      *([figure] if figure else []),
+      f"{duration(remaining)} left",
     ]
+    if figure:
+      parts.append(figure)
     status = "  ".join(parts)
     if self._bar is not None:
       below = f"\n[dim]{_literal(shares)}[/dim]" if shares else ""
       self._bar.update(self._task, completed=step, status=_literal(status) + below)
       return
-    self._line = f"{self.stage}  {status}" + (f"\n  {shares}" if shares else "")
+    self._line = f"{self.stage}  {status}"
+    if shares:
+      self._line += f"\n  {shares}"
     now = time.monotonic()
     if step == self._first or step >= self.total or now - self._shown >= PLAIN_EVERY:
       _say(self._line)
-      self._line, self._shown = "", now
+      self._line = ""
+      self._shown = now
 
 
 def _say(line: str) -> None:
@@ -181,7 +198,7 @@ def _literal(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-  """Seconds as `42s`, `3m05s` or `2h07m`."""
+  """Writes seconds as `42s`, `3m05s` or `2h07m`."""
   seconds = round(seconds)
   if seconds < 60:
     return f"{seconds}s"
@@ -216,18 +233,20 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
 
 
 def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
-  """Drops the stage's lines from `step` on; step and seconds of the last line kept."""
+  """Drops the stage's lines from `step` on; returns the last one's step and seconds."""
   rows = _read_lines(path)
-  kept = [r for r in rows if r["stage"] != stage or r["step"] < step]
+  rows = [r for r in rows if r["stage"] != stage or r["step"] < step]
   if os.path.exists(path):
     with atomic_write(path) as f:
-      f.writelines(json.dumps(row) + "\n" for row in kept)
-  ours = [(r["step"], r["seconds"]) for r in kept if r["stage"] == stage]
-  return ours[-1] if ours else (0, 0.0)
+      f.writelines(json.dumps(row) + "\n" for row in rows)
+  ours = [r for r in rows if r["stage"] == stage]
+  if not ours:
+    return 0, 0.0
+  return ours[-1]["step"], ours[-1]["seconds"]
 
 
 def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any]]:
-  """The lines of one stage, in order; a value that was not finite is None.
+  """Reads the lines of one stage, in order; a value that was not finite is None.
 
   A line that a killed run left half written, which can only be the last, is left out.
 

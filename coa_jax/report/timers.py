@@ -47,8 +47,8 @@ class StepTimer:
       **parts: seconds of this time that belong to other phases.
     """
     now = time.monotonic()
-    took = {**parts, phase: now - self._last - sum(parts.values())}
-    for name, seconds in took.items():
+    own = now - self._last - sum(parts.values())
+    for name, seconds in {**parts, phase: own}.items():
       key = SECONDS + name
       self._seconds[key] = self._seconds.get(key, 0.0) + seconds
     self._last = now
@@ -63,7 +63,8 @@ class StepTimer:
       **tokens: phase -> tokens that went through it.
     """
     self.lap(OTHER)
-    out, self._seconds = self._seconds, {}
+    out = self._seconds
+    self._seconds = {}
     for phase, count in tokens.items():
       seconds = out.get(SECONDS + phase, 0.0)
       if seconds > 0 and count:
@@ -72,27 +73,31 @@ class StepTimer:
 
 
 def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """Seconds by phase of a line of metrics, in the order of PHASES."""
-  found = {
-    name.removeprefix(SECONDS): float(value)
-    for name, value in row.items()
-    if name.startswith(SECONDS) and value is not None
-  }
-  known = {name: found.pop(name) for name in PHASES if name in found}
-  return {**known, **found}
+  """Reads seconds by phase of a line of metrics, in the order of PHASES."""
+  by_phase = {}
+  for name, value in row.items():
+    if name.startswith(SECONDS) and value is not None:
+      by_phase[name.removeprefix(SECONDS)] = float(value)
+  # Phases of other versions come last.
+  known = {name: by_phase.pop(name) for name in PHASES if name in by_phase}
+  return {**known, **by_phase}
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """`seconds_PHASE` of many lines, added up."""
+  """Adds up `seconds_PHASE` of many lines."""
   return {SECONDS + name: value for name, value in PhaseTotals(rows).seconds.items()}
 
 
 def line(seconds: Mapping[str, float]) -> str:
-  """The shares of a step's phases in a line of a terminal, the largest first."""
+  """Writes the shares of a step's phases in a line, the largest first."""
   total = sum(seconds.values())
+  if total <= 0:
+    return ""
   out = ""
   for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
-    share = f"{'  ' * bool(out)}{name} {value / total:.0%}" if total > 0 else ""
+    share = f"{name} {value / total:.0%}"
+    if out:
+      share = "  " + share
     if value >= 0.005 * total and len(out + share) <= _WIDTH:
       out += share
   return out
@@ -116,7 +121,7 @@ class PhaseTotals:
       self._tokens[name] = self._tokens.get(name, 0.0) + tokens
 
   def table(self, title: str) -> Table:
-    """A row for each phase that took time."""
+    """Makes a table with a row for each phase that took time."""
     total = sum(self.seconds.values())
     rows = [
       {

@@ -27,7 +27,7 @@ FOLDER = "tensorboard"
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-  """Config section `log`: who else is told of a run's numbers.
+  """Config section `log`: where else a run's numbers go.
 
   TensorBoard's event files are always written, to `workdir/tensorboard/STAGE`.
 
@@ -102,7 +102,7 @@ class Tracking:
 def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
   """The stage's run, which goes on where the stage has one already.
 
-  Scalars are all it is told: no console output, code, commit or machine.
+  It gets scalars alone: no console output, code, commit or machine.
 
   Raises:
     ValueError: Weights & Biases refuses, or can not be reached.

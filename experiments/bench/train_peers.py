@@ -38,7 +38,7 @@ def ours(work: Work) -> Train:
   from coa_jax.learner import log_probs
   from coa_jax.learner.optim import OptimConfig, make_optimizer
   from coa_jax.learner.state import Learner, init_state
-  from coa_jax.model import lora as adapting
+  from coa_jax.model import lora
   from coa_jax.model.config import LoadConfig
   from coa_jax.model.hf.io import load_model
   from coa_jax.model.sharding import MeshConfig, make_partitioner
@@ -47,11 +47,11 @@ def ours(work: Work) -> Train:
   load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
   partitioner = make_partitioner(MeshConfig(data=devices))
   cfg, params = load_model(work.model, load, partitioner)
-  lora = adapting.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
-  trained, frozen = adapting.split(cfg, params, lora, 0, partitioner)
+  lora_config = lora.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
+  trained, frozen = lora.split(cfg, params, lora_config, 0, partitioner)
 
   def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
-    params = adapting.assemble(trained, frozen, lora)
+    params = lora.assemble(trained, frozen, lora_config)
     return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
 
   config = OptimConfig(

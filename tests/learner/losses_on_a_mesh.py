@@ -1,16 +1,20 @@
 """Every loss under every split of the same trajectories, on 4 virtual devices.
 
-  python tests/learner/losses_on_a_mesh.py OUT.json some|all
+  python tests/learner/losses_on_a_mesh.py OUT.json some|all float32|float64
 
 Writes {split: {algorithm: [loss, its difference, the gradient's]}} against each
 trajectory in a row of its own on one device; test_invariance.py says what they must be.
 All losses of a split are one program: the gradients of the losses in the log-probs and
 values, each pulled back through the model. SFT's, which is made otherwise, is one more.
+
+In float64 all is computed so that the library computes in float32: a sum in another
+order then differs by some 1e-16, and what is larger is a mistake.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -28,11 +32,20 @@ from coa_jax.learner.algorithms import PRESETS, BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
+from coa_jax.model import config as model_config
 from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-CFG = toy.MODEL
+DTYPE = sys.argv[3]
+if DTYPE == "float64":
+  jax.config.update("jax_enable_x64", True)
+  jnp.float32 = jnp.float64
+  # The options of a run name no such dtype.
+  model_config.RunOptions.__post_init__ = lambda self: None
+DTYPES = {"dtype": DTYPE, "param_dtype": DTYPE}
+CFG = dataclasses.replace(toy.MODEL, **DTYPES)
+LENGTH = 256  # by which dr_grpo divides; a split has rows of other lengths
 MORE = {
   "dual clip": {"dual_clip": 1.2},
   "token weights": {"is_clip": 1.1},
@@ -78,7 +91,7 @@ def played() -> list[Trajectory]:
   """The toy scripts twice, with log-probs as a slightly different policy left them."""
   rng = np.random.default_rng(0)
   out = toy.trajectories() + toy.trajectories()
-  logps = toy.logps_of(CFG, toy.params(), out[:4]) * 2
+  logps = toy.logps_of(CFG, toy.params(**DTYPES), out[:4]) * 2
   for t, own in zip(out, logps, strict=True):
     noisy = iter((own + rng.normal(scale=0.2, size=own.shape)).tolist())
     for s in t.segments:
@@ -110,7 +123,7 @@ def batches(config: LossConfig, rows: int, length: int) -> list[Batch]:
   packed.write("advantage_BT", advantage)
   packed.write("return_BT", returns or [np.zeros(n) for n in packed.counts])
   packed.write(
-    "loss_weight_BT", policy_loss.aggregation_weights(config, packed.counts, length)
+    "loss_weight_BT", policy_loss.aggregation_weights(config, packed.counts, LENGTH)
   )
   return packed.batches
 
@@ -159,7 +172,7 @@ def split(rows: int, length: int, mesh: MeshConfig | None):
     devices = mesh.data * mesh.fsdp * mesh.context
     partitioner = make_partitioner(mesh, jax.devices()[:devices])
   head_D1 = 0.3 * jax.random.normal(jax.random.key(1), (CFG.width, 1))
-  params = {"trunk": toy.params(), "value_head": head_D1}
+  params = {"trunk": toy.params(**DTYPES), "value_head": head_D1}
   if partitioner:
     params = jax.device_put(params, partitioner.tree(params))
   run = jax.jit(functools.partial(pulled_back, partitioner))
@@ -181,7 +194,7 @@ def updated(mesh: MeshConfig | None) -> list[dict[str, float]]:
   loss = LossConfig(**PRESETS["ppo"]["loss"] | fields)
   batch = BatchConfig(rows=4, length=128, minibatches=2)
   partitioner = make_partitioner(mesh) if mesh else None
-  params = jax.tree.map(jnp.array, toy.params())
+  params = jax.tree.map(jnp.array, toy.params(**DTYPES))
   if partitioner:
     params = jax.device_put(params, partitioner.tree(params))
   optim = OptimConfig(lr=1e-3, schedule="constant")

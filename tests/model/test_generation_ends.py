@@ -17,7 +17,14 @@ from coa_jax.model.hf.io import save_model
 
 # Heads of 32: vLLM has no kernel for smaller ones on a CPU.
 CFG = ModelConfig(
-  384, width=64, layers=1, heads=2, kv_heads=1, head_dim=32, ff=64, tie_embeddings=False
+  vocab_size=384,
+  width=64,
+  layers=1,
+  heads=2,
+  kv_heads=1,
+  head_dim=32,
+  ff=64,
+  tie_embeddings=False,
 )
 QUESTION = "2 + 3"
 

@@ -9,7 +9,7 @@ from coa_jax.report import cost, scores, tables
 
 
 def attempt(task: str, right: bool, status: Status = Status.ENDED, **usage):
-  """A run's meter, which is all that cost reads."""
+  """A run's usage, which is all that cost reads."""
   parts = {"answer": float(right)}
   return Trajectory(task, status=status, reward_parts=parts, usage=Usage(**usage))
 

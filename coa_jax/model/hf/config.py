@@ -262,7 +262,7 @@ _IGNORED: dict[str, _Kind] = {
 
 
 def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelConfig:
-  """The architecture that a Hugging Face `config.json` describes.
+  """Reads the architecture that a Hugging Face `config.json` describes.
 
   Fields that no table above holds are ignored, with one warning that names them.
 
@@ -315,7 +315,7 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
 
 
 def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
-  """The `config.json` of an architecture; `from_hf_config` reads it back.
+  """Writes the `config.json` of an architecture; `from_hf_config` reads it back.
 
   Raises:
     ValueError: Hugging Face has no such architecture: none of FAMILIES with these
@@ -436,7 +436,8 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
       out[kind] = _read_scaling(kind, rope, longest)
     except ValueError as e:
       raise ValueError(f"{where}: field '{name}': {e}") from e
-  for field, value in rope.items():
+  if rope:
+    field, value = next(iter(rope.items()))
     raise ValueError(
       f"{where}: field '{name}.{field}' ({shown(value)}) is not supported"
     )
@@ -465,15 +466,17 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
 def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
   """Tokens that each layer's queries see; () where all see all."""
   # Where the size is left out, transformers takes 4096.
-  used = config.get("use_sliding_window", False)
-  size = config.get("sliding_window", 4_096) if used else None
+  size = None
+  if config.get("use_sliding_window", False):
+    size = config.get("sliding_window", 4_096)
   kinds = config.get("layer_types")
   if kinds is None and not size:
     return ()
   if kinds is None:
     full = config.get("max_window_layers", 28)
-    names = ("full_attention", "sliding_attention")
-    kinds = [names[i >= full] for i in range(layers)]
+    kinds = [
+      "full_attention" if i < full else "sliding_attention" for i in range(layers)
+    ]
   if len(kinds) != layers:
     raise ValueError(f"{where}: 'layer_types' has {len(kinds)} entries, not {layers}")
   for kind in kinds:
@@ -496,11 +499,12 @@ def _write_windows(cfg: ModelConfig) -> dict[str, Any]:
   sizes = {w for w in cfg.windows if w}
   if not sizes:
     return {"use_sliding_window": False}
-  kinds = {True: "sliding_attention", False: "full_attention"}
   return {
     "use_sliding_window": True,
     "sliding_window": sizes.pop(),
-    "layer_types": [kinds[w > 0] for w in cfg.windows],
+    "layer_types": [
+      "sliding_attention" if w else "full_attention" for w in cfg.windows
+    ],
     # For readers that know no layer_types; right where sliding layers come last.
     "max_window_layers": sum(w == 0 for w in cfg.windows),
   }

@@ -72,11 +72,14 @@ def save_model(
     ValueError: Hugging Face has no such architecture, or the parameters are not those
       of `cfg` (all that differs is listed); nothing is written.
   """
+  # --- What is to be written; nothing is where it does not fit.
   path = os.fspath(path)
   config = to_hf_config(cfg) | _carried(tokenizer, like)
   _compare(cfg, params)
   table = name_table(params, cfg.layers)
   files = _split(table, np.dtype(cfg.param_dtype).itemsize, shard_bytes)
+
+  # --- The arrays, a file at a time; every process takes part in fetching them.
   first = jax.process_index() == 0
   if first:
     os.makedirs(path, exist_ok=True)
@@ -85,6 +88,7 @@ def save_model(
     if first:
       with atomic_path(os.path.join(path, file)) as unfinished:
         save_file(tensors, unfinished, metadata={"format": "pt"})
+  # --- The index, config and tokenizer, once all arrays are there.
   if first:
     if len(files) > 1:
       where = {name: file for file, names in files.items() for name in names}
@@ -92,13 +96,15 @@ def save_model(
       size *= np.dtype(cfg.param_dtype).itemsize
       _write_json(path, _INDEX, {"metadata": {"total_size": size}, "weight_map": where})
     # Of an earlier save. transformers reads a single file before any index.
-    kept = {*files, _INDEX} if len(files) > 1 else {*files}
-    for name in filter(_WEIGHTS.fullmatch, set(os.listdir(path)) - kept):
-      os.remove(os.path.join(path, name))
+    current = {*files, _INDEX} if len(files) > 1 else {*files}
+    for name in os.listdir(path):
+      if _WEIGHTS.fullmatch(name) and name not in current:
+        os.remove(os.path.join(path, name))
     if tokenizer:
       tokenizer.save(path)
     _write_json(path, _GENERATION, _generation(config, tokenizer, like))
     _write_json(path, _CONFIG, config)
+
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"saved {path}")
 
@@ -116,26 +122,32 @@ def _compare(cfg: ModelConfig, params: Any) -> None:
 
   # Layers may be stacked or not, whatever `cfg.scan`.
   stacked = dataclasses.replace(cfg, scan="layers" in params)
-  found, wanted = leaves(params), leaves(param_shapes(stacked))
-  faults = [f"unknown {name} {found[name][0]}" for name in found if name not in wanted]
-  for name, (shape, dtype) in wanted.items():
-    if name not in found:
+  actual = leaves(params)
+  expected = leaves(param_shapes(stacked))
+  faults = [
+    f"unknown {name} {shape}"
+    for name, (shape, _) in actual.items()
+    if name not in expected
+  ]
+  for name, (shape, dtype) in expected.items():
+    if name not in actual:
       faults.append(f"missing {name}")
       continue
-    if found[name][0] != shape:
-      faults.append(f"{name} has shape {found[name][0]}, expected {shape}")
-    if found[name][1] != dtype:
-      faults.append(f"{name} has dtype {found[name][1]}, expected {dtype}")
+    actual_shape, actual_dtype = actual[name]
+    if actual_shape != shape:
+      faults.append(f"{name} has shape {actual_shape}, expected {shape}")
+    if actual_dtype != dtype:
+      faults.append(f"{name} has dtype {actual_dtype}, expected {dtype}")
   if faults:
-    raise ValueError(f"the parameters do not fit section model: {_told(faults)}")
+    raise ValueError(f"the parameters do not fit section model: {_listed(faults)}")
 
 
 def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
   """What a config.json says beside the architecture."""
   out = {}
   if like:
-    found = read_object(os.path.join(like, _CONFIG))
-    out = {k: found[k] for k in CARRIED if found.get(k) is not None}
+    origin = read_object(os.path.join(like, _CONFIG))
+    out = {k: origin[k] for k in CARRIED if origin.get(k) is not None}
   if tokenizer:
     for field in ("eos_token_id", "pad_token_id"):
       if getattr(tokenizer.hf, field) is not None:
@@ -157,9 +169,10 @@ def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, 
   """The config, with the id that ends an answer before others that end a text."""
   if tokenizer is None or tokenizer.end_id is None:
     return config
-  there = config.get("eos_token_id", [])
-  others = there if isinstance(there, list) else [there]
-  ends = [tokenizer.end_id, *(i for i in others if i not in (None, tokenizer.end_id))]
+  eos = config.get("eos_token_id", [])
+  others = eos if isinstance(eos, list) else [eos]
+  ends = [tokenizer.end_id]
+  ends += [i for i in others if i not in (None, tokenizer.end_id)]
   return config | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
 
 
@@ -192,7 +205,7 @@ def _fetch(params: Any, entry: Entry) -> np.ndarray:
 
 
 def gather(x: jax.Array | np.ndarray) -> np.ndarray:
-  """A whole array on this host; every process calls it."""
+  """Gathers a whole array on this host; every process calls it."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     x = multihost_utils.process_allgather(x, tiled=True)
   return np.asarray(x)
@@ -206,7 +219,7 @@ def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
 def load_config(
   path: str | os.PathLike[str], load: LoadConfig | None = None
 ) -> ModelConfig:
-  """The architecture of a model folder.
+  """Reads the architecture of a model folder.
 
   Args:
     path: the folder.
@@ -358,11 +371,13 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
       opened = files.enter_context(safetensors.safe_open(file, framework="numpy"))
     except safetensors.SafetensorError as e:
       raise ValueError(f"{file}: damaged safetensors file ({e})") from e
-    held = set(opened.keys())
-    lacks = sorted(k for k, f in promised.items() if f == name and k not in held)
+    stored_names = set(opened.keys())
+    lacks = sorted(
+      k for k, f in promised.items() if f == name and k not in stored_names
+    )
     if lacks:
       raise ValueError(f"{file}: lacks {', '.join(lacks)}, which {_INDEX} promises")
-    for key in sorted(held):
+    for key in sorted(stored_names):
       yield key, StoredArray(file, key, opened.get_slice(key))
 
 
@@ -381,7 +396,7 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
       faults.append(f"{name} has dtype {dtype}, supported: {', '.join(_DTYPES)}")
   faults += [f"missing {name}" for name in table if name not in slices]
   if faults:
-    raise ValueError(f"{path}: the weights do not fit config.json: {_told(faults)}")
+    raise ValueError(f"{path}: the weights do not fit config.json: {_listed(faults)}")
   tied = _HEAD in slices and _HEAD not in table
   if tied and not _equal(slices[_HEAD], slices[_EMBEDDING]):
     raise ValueError(
@@ -391,7 +406,7 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
     )
 
 
-def _told(faults: list[str], most: int = 8) -> str:
+def _listed(faults: list[str], most: int = 8) -> str:
   """The first of a list of faults, and how many there are more."""
   more = [f"and {len(faults) - most} more"] if len(faults) > most else []
   return "; ".join(faults[:most] + more)
@@ -401,10 +416,10 @@ def _equal(a: Any, b: Any) -> bool:
   """Whether two stored matrices of one shape are the same, some rows at a time."""
   rows, columns = a.get_shape()
   some = max(1, 2**22 // columns)
-  return all(
-    np.array_equal(
-      *(np.asarray(x[i : min(i + some, rows)], np.float32) for x in (a, b)),
-      equal_nan=True,
-    )
-    for i in range(0, rows, some)
-  )
+  for begin in range(0, rows, some):
+    end = min(begin + some, rows)
+    part_a = np.asarray(a[begin:end], np.float32)
+    part_b = np.asarray(b[begin:end], np.float32)
+    if not np.array_equal(part_a, part_b, equal_nan=True):
+      return False
+  return True
