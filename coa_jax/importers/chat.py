@@ -15,7 +15,7 @@ from typing import Any
 from coa_jax.importers.calls import translate
 from coa_jax.importers.row import (
   TASK_FIELDS,
-  Imported,
+  ImportedRun,
   Recorder,
   Refused,
   fields,
@@ -37,7 +37,7 @@ _REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
 
 def read_chat(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> Imported:
+) -> ImportedRun:
   """One row as a run.
 
   Args:

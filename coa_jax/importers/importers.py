@@ -26,7 +26,7 @@ from coa_jax.importers.alpaca import read_alpaca
 from coa_jax.importers.chat import read_chat
 from coa_jax.importers.oagents import read_oagents
 from coa_jax.importers.react import is_react, read_react
-from coa_jax.importers.row import Imported, Refused
+from coa_jax.importers.row import ImportedRun, Refused
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
@@ -150,7 +150,7 @@ class Importer:
 
   def _imported(
     self, row: dict[str, Any], task_id: str, where: str, sample: int
-  ) -> Imported:
+  ) -> ImportedRun:
     if self.format != "runs":
       tools = {name.lower(): tag for name, tag in self.tools.items()}
       imported = _READERS[self.format](row, task_id, tools)
@@ -162,7 +162,7 @@ class Importer:
       raise Refused("bad_record", str(e)) from e
     if run.task_id not in self.tasks:
       raise Refused("unknown_task", f"no task {run.task_id!r} among those given")
-    return Imported(self.tasks[run.task_id], run)
+    return ImportedRun(self.tasks[run.task_id], run)
 
   def _own(
     self, row: dict[str, Any], task_id: str, where: str

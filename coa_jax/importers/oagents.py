@@ -25,7 +25,7 @@ from coa_jax.importers.calls import TOOLS, translate
 from coa_jax.importers.row import (
   ASKED,
   TASK_FIELDS,
-  Imported,
+  ImportedRun,
   Recorder,
   Refused,
   fields,
@@ -68,7 +68,7 @@ _PLAIN += (ast.expr_context, ast.JoinedStr, ast.FormattedValue)
 
 def read_oagents(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> Imported:
+) -> ImportedRun:
   """One row as a run.
 
   Args:

@@ -23,7 +23,7 @@ from coa_jax.importers.calls import translate
 from coa_jax.importers.row import (
   ASKED,
   TASK_FIELDS,
-  Imported,
+  ImportedRun,
   Recorder,
   Refused,
   note_unread,
@@ -63,7 +63,7 @@ def _marks(text: Any) -> bool:
 
 def read_react(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> Imported:
+) -> ImportedRun:
   """One row (`question`, and the text in one of `TEXT`) as a run.
 
   Of several texts the first in this layout is read.

@@ -21,7 +21,7 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Imported:
+class ImportedRun:
   """One row.
 
   Attributes:
@@ -64,7 +64,7 @@ class Recorder:
     """Notes something that the run has no place for."""
     self.lost.append(f"{where}: {text}")
 
-  def end(self, task: Task, prediction: str | None) -> Imported:
+  def end(self, task: Task, prediction: str | None) -> ImportedRun:
     """The row, ended with its answer; without one it ran out of turns."""
     run = self.run
     run.usage.tool_calls = len(run.calls)
@@ -74,7 +74,7 @@ class Recorder:
       self.say(runs.ORCHESTRATOR, runs.FINAL, prediction)
     elif run.status == Status.UNGRADED:
       run.status = Status.TURN_LIMIT
-    return Imported(task, run, tuple(self.lost))
+    return ImportedRun(task, run, tuple(self.lost))
 
 
 def fields(names: str) -> frozenset[str]:

@@ -202,7 +202,7 @@ class _Rules:
     elif span.role == roles.PLAN:
       self.plans += 1
     elif span.role == roles.REFLECTION:
-      if "poor" in roles.reflection_grades(span.content).values():
+      if roles.has_poor_grade(span.content):
         self.required = "plan"
     elif span.role == roles.DOUBLE_CHECK:
       passed = roles.check_score(span.content) >= roles.PASS_SCORE

@@ -304,6 +304,11 @@ def reflection_grades(content: str) -> dict[str, str]:
   return grades
 
 
+def has_poor_grade(content: str) -> bool:
+  """Whether a reflection grades some criterion poor, which asks for a new plan."""
+  return "poor" in reflection_grades(content).values()
+
+
 def check_score(content: str) -> int | None:
   """The score 1-4 in a `double_check`, or None unless it holds exactly one number."""
   numbers = _INTEGER.findall(content)

@@ -1,4 +1,4 @@
-"""The offline brain: a scripted policy that plays every agent over the seeded world.
+"""The offline backend: a scripted policy that plays every agent over the seeded world.
 
 It is called with the same messages as a language model and reads from them all it goes
 by: the question finds the task and its program, decisions and reviews tell what is
@@ -22,7 +22,7 @@ from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import read_pages
 from coa_jax.tasks.world.questions import evaluate, resolve
 from coa_jax.teacher import runs
-from coa_jax.teacher.llm import Message, Reply
+from coa_jax.teacher.backend import Message, Reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Entry:
   content: str
 
 
-class ScriptedBrain:
+class ScriptedBackend:
   """Answers as any agent, for the tasks it was made with."""
 
   def __init__(self, tasks: Iterable[Task], config: ScriptedConfig, sample: int = 0):
@@ -76,17 +76,17 @@ class ScriptedBrain:
     for task in self._tasks.values():
       if "program" not in task.meta:
         raise ValueError(
-          f"task {task.id!r} has no meta['program']: the scripted brain can only "
+          f"task {task.id!r} has no meta['program']: the scripted backend can only "
           "answer tasks of the generated world; use an LLM endpoint"
         )
     self._config, self._sample = config, sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The scripted reply; see `llm.Brain`."""
+    """The scripted reply; see `llm.ModelBackend`."""
     question = _QUESTION.search(messages[1].content)
     task = self._tasks.get(question[1]) if question else None
     if task is None:
-      raise ValueError("the scripted brain was asked about a task it does not have")
+      raise ValueError("the scripted backend was asked about a task it does not have")
     mind = _Mind(task, self._config, self._sample)
     return Reply(mind.reply(agent, messages))
 

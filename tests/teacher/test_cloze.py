@@ -27,7 +27,7 @@ def maker(pages: dict[str, str], **changes) -> Synthesizer:
   def search(name: str, arguments: str) -> ToolCall:
     return ToolCall(name, arguments, pages.get(arguments, "nothing found"))
 
-  config = SynthesisConfig(brain="cloze", guesses=1, **changes)
+  config = SynthesisConfig(backend="cloze", guesses=1, **changes)
   return Synthesizer(Corpus(pages), cloze.answer, search, config)
 
 

@@ -1,4 +1,4 @@
-"""The annotated brain: notes become programs, claims are checked, the rest is named."""
+"""GSM8K replayed: notes become programs, claims are checked, the rest is named."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from coa_jax.protocol.trajectory import Author, ToolCall, Trajectory
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.annotated import AnnotatedBrain, arithmetic, read_solution
+from coa_jax.teacher.backend import Unsolvable
 from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.llm import GaveUp
+from coa_jax.teacher.gsm8k_replay import Gsm8kReplay, arithmetic, read_solution
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 
@@ -47,7 +47,7 @@ def task(solution: str, question: str = "How many?\nAnswer: a number.") -> Task:
 def play(solution: str, call) -> Trajectory | Dropped:
   """What the distillation journey makes of one row."""
   asked = task(solution)
-  run = solve(asked, AnnotatedBrain([asked]), call, ("code",), TeamConfig(), str.split)
+  run = solve(asked, Gsm8kReplay([asked]), call, ("code",), TeamConfig(), str.split)
   return convert(run, asked, MATH, prompt_segments(MATH, asked.question, "brief"))
 
 
@@ -197,7 +197,7 @@ def test_only_notations_with_one_reading_become_programs(written, program):
 def test_any_text_is_read_or_refused_and_what_is_read_is_a_legal_trajectory(text):
   try:
     steps = read_solution(text).steps
-  except GaveUp as e:
+  except Unsolvable as e:
     assert e.reason
     return
   assert all(s.thought and s.goal and s.finding for s in steps)
@@ -225,7 +225,7 @@ def test_every_solution_that_is_played_is_a_legal_trajectory(pairs, words):
 
 def test_tasks_without_solutions_are_refused():
   with pytest.raises(ValueError, match=r"'t' has no meta\['solution'\]"):
-    AnnotatedBrain([Task("t", "q", ("a",))])
+    Gsm8kReplay([Task("t", "q", ("a",))])
 
 
 def test_gsm8k_rows(sandbox):
@@ -239,7 +239,7 @@ def test_gsm8k_rows(sandbox):
     assert "<<" not in asked.question and "####" not in asked.question
     try:
       steps = read_solution(asked.meta["solution"]).steps
-    except GaveUp as e:
+    except Unsolvable as e:
       reasons[e.reason] += 1
       continue
     for step in steps:
