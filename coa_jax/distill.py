@@ -44,6 +44,7 @@ from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.record import hash_files, hash_json, prepare_workdir, write_manifest
 from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.rewards import grade_known
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks

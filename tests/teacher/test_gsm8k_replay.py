@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import fractions
 import pathlib
 
 import pytest
@@ -24,7 +23,7 @@ from coa_jax.teacher.gsm8k_replay import Gsm8kReplay, arithmetic, read_solution
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 
-GSM8K = pathlib.Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"
+ROWS = pathlib.Path(__file__).parents[1] / "fixtures/gsm8k.jsonl"
 MATH = get_variant("math")
 CLIPS = (
   "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
@@ -228,26 +227,11 @@ def test_tasks_without_solutions_are_refused():
     Gsm8kReplay([Task("t", "q", ("a",))])
 
 
-def test_gsm8k_rows(sandbox):
-  path = GSM8K / "train.jsonl"
-  if not path.exists():
-    pytest.skip(f"no {path}")
-  tasks = load_tasks(path)
-  reasons = collections.Counter()
-  wrong = []
-  for asked in tasks:
+def test_rows_in_the_data_sets_layout(sandbox):
+  results = []
+  for asked in load_tasks(ROWS):
     assert "<<" not in asked.question and "####" not in asked.question
-    try:
-      steps = read_solution(asked.meta["solution"]).steps
-    except Unsolvable as e:
-      reasons[e.reason] += 1
-      continue
-    for step in steps:
-      value = eval(step.program, {"__builtins__": {}})
-      off = abs(fractions.Fraction(value) - fractions.Fraction(step.value))
-      if off > max(step.rounding, abs(value) * 1e-9):
-        wrong.append(step)
-  assert reasons == {"answer_not_computed": 409, "no_program": 187}
-  assert wrong == []
-  made = [play(asked.meta["solution"], sandbox) for asked in tasks[:20]]
-  assert sum(isinstance(m, Trajectory) for m in made) >= 16
+    results.append(play(asked.meta["solution"], sandbox))
+  reasons = collections.Counter(r.reason for r in results if isinstance(r, Dropped))
+  assert reasons == {"answer_not_computed": 2, "no_program": 1}
+  assert sum(isinstance(r, Trajectory) for r in results) == 17

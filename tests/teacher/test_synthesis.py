@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
 import re
 
 import pytest
@@ -13,7 +11,6 @@ from world_backend import WorldBackend
 from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
 from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import read_pages
-from coa_jax.teacher import synthesis
 from coa_jax.teacher.backend import InfrastructureError, Reply, Unsolvable
 from coa_jax.teacher.llm import ChatBackend
 from coa_jax.teacher.synthesis import (
@@ -22,9 +19,7 @@ from coa_jax.teacher.synthesis import (
   SynthesisResult,
   Synthesizer,
 )
-from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
-MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")
 PAGES = {
   "Tarn Hollow": "Tarn Hollow is a town. Its mayor is Mira Quill, a former pilot.",
   "Mira Quill": "Mira Quill was born in 1961 in Fell End.",
@@ -167,42 +162,6 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
     assert len(re.findall(r" of ", task.question)) == task.meta["hops"]
     assert task.meta["titles"][0] in task.question
   assert len({t.id for t in tasks}) == len(tasks)
-
-
-@pytest.mark.skipif(not MUSIQUE.exists(), reason="no passages here")
-def test_over_real_passages(tmp_path):
-  """MuSiQue's: mentions link them; a model that only quotes makes tasks that hold."""
-  rows = json.loads(MUSIQUE.read_text())
-  corpus = Corpus({row["title"]: row["text"] for row in rows})
-  linked = [t for t in sorted(corpus.documents) if corpus.mentioning(t)][:25]
-
-  def quoted(title: str) -> str:
-    return re.findall(r"\b[12]\d{3}\b|\b[A-Z]\w{3,}", corpus.documents[title])[-1]
-
-  def backend(agent, messages):
-    title = re.search(r"^Title: (.*)$", messages[1].content, re.MULTILINE)
-    if agent == synthesis.ASKER:
-      question = f"What ends the article {title[1]}?"
-      return Reply(f"QUESTION: {question}\nANSWER: {quoted(title[1])}")
-    if agent == synthesis.DESCRIBER:
-      return Reply(f"PHRASE: what the article {title[1]} mentions")
-    if agent == synthesis.READER:
-      return Reply(f"ANSWER: {quoted(backend.title)}")
-    return Reply("ANSWER: unknown")
-
-  tools = ToolsConfig(tools=("wiki_search",), corpus=str(MUSIQUE), top_k=1)
-  made: list[SynthesisResult] = []
-  with Toolbox(tools) as toolbox:
-    synth = Synthesizer(corpus, backend, toolbox.call, SynthesisConfig(guesses=1))
-    for title in linked:
-      backend.title = title
-      made += synth.grow(title)
-  tasks = [m.task for m in made if m.task is not None]
-  deep = [t for t in tasks if t.family == "depth"]
-  assert len(tasks) - len(deep) >= 15 and len(deep) >= 8
-  for task in deep:
-    first, second = task.meta["titles"][:2]
-    assert second in corpus.documents[first] and second not in task.question
 
 
 def test_refusals():
