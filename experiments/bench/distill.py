@@ -39,7 +39,7 @@ from coa_jax.importers.importers import Importer, Record
 from coa_jax.importers.pipeline import ImportedRow, ImportJob, RowPipeline
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.storage import write_lines
-from coa_jax.protocol.tokens import train_tokenizer
+from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.report.metrics import Metrics
 from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig
