@@ -138,7 +138,9 @@ class Importer:
     except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
       detail = f"not as {self.format} rows are: {e!r}"
       return Dropped(task_id, sample, "bad_record", detail)
-    task, run, lost = imported.task, imported.run, list(imported.lost)
+    task = imported.task
+    run = imported.run
+    lost = list(imported.lost)
     prompt = prompt_segments(self.variant, task.question, self.prompt)
     result = convert(run, task, self.variant, prompt, self.convert, lost)
     if isinstance(result, Dropped):

@@ -88,7 +88,8 @@ def parse_function_call(content: str) -> FunctionCall | None:
   value = _read_json(content.strip(WHITE))  # ours is wider than JSON's
   if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
     return None
-  name, arguments = value["name"], value["arguments"]
+  name = value["name"]
+  arguments = value["arguments"]
   if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
     return None
   return FunctionCall(name, arguments) if isinstance(arguments, dict) else None

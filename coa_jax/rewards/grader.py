@@ -130,7 +130,8 @@ class Grader:
     """Ends what grades; trajectories not graded by then stay so."""
     self._pool.shutdown(wait=False, cancel_futures=True)
     with self._lock:
-      closing, self._closing = self._closing, []
+      closing = self._closing
+      self._closing = []
     for service in closing:
       service.close()
     self._pool.shutdown()
@@ -159,7 +160,8 @@ class Grader:
         f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
         f"{max_len}: no trajectory gets that long"
       )
-    kinds, sources = list(Kind), sorted({t.source for t in tasks} - {""})
+    kinds = list(Kind)
+    sources = sorted({t.source for t in tasks} - {""})
     for key in self.config.graders:
       if key not in (*kinds, *sources):
         raise ValueError(
@@ -231,7 +233,8 @@ class Grader:
     reward, parts = shaping.shape(
       self.config.shaping, graded.answer, trajectory, variant
     )
-    trajectory.reward, trajectory.reward_parts = reward, {**parts, **graded.parts}
+    trajectory.reward = reward
+    trajectory.reward_parts = {**parts, **graded.parts}
     if graded.record:
       trajectory.meta["graded"] = graded.record
 

@@ -130,9 +130,11 @@ class Judge:
     text = f"{self._config.chat.model}\0{_SYSTEM}\0{ask}"
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     with self._lock:
-      verdict, mine = self._verdicts.get(key), False
+      verdict = self._verdicts.get(key)
+      mine = False
       if verdict is None:
-        verdict, mine = concurrent.futures.Future(), True
+        verdict = concurrent.futures.Future()
+        mine = True
         self._verdicts[key] = verdict
     if mine:
       self._settle(key, verdict, ask)
@@ -168,7 +170,8 @@ class Judge:
   def _recall(self, row: Any, where: str, place: Place) -> None:
     """Takes over a verdict of the cache."""
     try:
-      key, right = row["key"], row["correct"]
+      key = row["key"]
+      right = row["correct"]
       if not isinstance(key, str) or not isinstance(right, bool):
         raise TypeError
     except (TypeError, KeyError):

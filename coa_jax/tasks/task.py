@@ -71,7 +71,8 @@ class Task:
         f"{where}: unknown field {unknown[0]!r}; a task has "
         f"{', '.join(sorted(fields))}, and what else a row knows goes into meta"
       )
-    question, answers = row.get("question"), row.get("answers")
+    question = row.get("question")
+    answers = row.get("answers")
     if not isinstance(question, str) or not question.strip():
       raise ValueError(f"{where}: field 'question' must be a non-empty string")
     if isinstance(answers, str | int | float):

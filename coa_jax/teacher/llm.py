@@ -112,7 +112,9 @@ class ChatBackend:
     self, agent: str, e: NoReply
   ) -> InfrastructureError | Unsolvable | RefusedError:
     """What it means for a run, and for the others, that no reply came."""
-    url, status, start = self.config.url, e.refusal, repr(e.text[:300])
+    url = self.config.url
+    status = e.refusal
+    start = repr(e.text[:300])
     if not status:
       return InfrastructureError(
         f"{url} gave no usable reply in {len(e.faults)} attempts (agent {agent!r}); "
@@ -148,7 +150,8 @@ def read_completion(text: str) -> Reply:
     body = json.loads(text)
     choice = body["choices"][0]
     message = choice["message"]
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
+    calls = message.get("tool_calls")
   except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
     raise ValueError(f"the body starts with {text[:80]!r}") from None
   if not isinstance(content, str | None):
@@ -191,7 +194,8 @@ def _called(call: Any) -> str:
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict):
     return str(call)
-  name, given = function.get("name"), function.get("arguments")
+  name = function.get("name")
+  given = function.get("arguments")
   try:
     arguments = json.loads(given) if isinstance(given, str) else given
   except (ValueError, RecursionError):

@@ -12,14 +12,26 @@ from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import Status, ToolCall, Usage, write_jsonl
 
 # Agents.
-ORCHESTRATOR, PLANNER, SEARCH, CODE = "orchestrator", "planner", "search", "code"
-REFLECTOR, SOLVER, VERIFIER = "reflector", "solver", "verifier"
+ORCHESTRATOR = "orchestrator"
+PLANNER = "planner"
+SEARCH = "search"
+CODE = "code"
+REFLECTOR = "reflector"
+SOLVER = "solver"
+VERIFIER = "verifier"
 SELECTOR = "selector"  # no member of a team: it compares what several runs came to
 
 # Kinds of events.
-DECISION, PLAN, CALL, OBSERVATION = "decision", "plan", "call", "observation"
-REFLECTION, CANDIDATE, VERDICT = "reflection", "candidate", "verdict"
-FINAL, MALFORMED, GAVE_UP = "final", "malformed", "gave_up"
+DECISION = "decision"
+PLAN = "plan"
+CALL = "call"
+OBSERVATION = "observation"
+REFLECTION = "reflection"
+CANDIDATE = "candidate"
+VERDICT = "verdict"
+FINAL = "final"
+MALFORMED = "malformed"
+GAVE_UP = "gave_up"
 FACTS = "facts"
 
 

@@ -79,7 +79,8 @@ class ScriptedBackend:
           f"task {task.id!r} has no meta['program']: the scripted backend can only "
           "answer tasks of the generated world; use an LLM endpoint"
         )
-    self._config, self._sample = config, sample
+    self._config = config
+    self._sample = sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
     """The scripted reply; see `llm.ModelBackend`."""
@@ -352,7 +353,8 @@ class _Mind:
   def _review_program(self, output: str) -> str:
     if self.assignment.startswith("compare "):
       step = self.program[-1]
-      said, truth = output, str(self._result() == step["of"][0])
+      said = output
+      truth = str(self._result() == step["of"][0])
       result = step["of"][0 if output == "True" else 1]
     else:
       said = result = output

@@ -28,7 +28,10 @@ from coa_jax.teacher.backend import (
   Unsolvable,
 )
 
-ASKER, DESCRIBER, READER, GUESSER = "asker", "describer", "reader", "guesser"
+ASKER = "asker"
+DESCRIBER = "describer"
+READER = "reader"
+GUESSER = "guesser"
 PROMPTS = {
   ASKER: (
     "You write questions for a search exam. From the document, ask for one fact in one "

@@ -160,8 +160,10 @@ class _Grading:
   """One program and its tests."""
 
   def __init__(self, sandbox: Sandbox, config: CodeConfig, task_id: str, program: str):
-    self.sandbox, self.config = sandbox, config
-    self.task_id, self.program = task_id, program
+    self.sandbox = sandbox
+    self.config = config
+    self.task_id = task_id
+    self.program = program
     self.left = config.total_s
     self.outcomes: list[Outcome] = []
     self.death = Outcome.RAISED  # how the program last ended before its answers

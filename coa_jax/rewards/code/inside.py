@@ -96,7 +96,8 @@ def encode(
     raise TypeError(f"a {kind.__name__} cannot pass")
 
   try:
-    root, states = one(value), []
+    root = one(value)
+    states = []
     for item in objects:  # grows while it is walked
       state = {k: one(v) for k, v in vars(item).items()}
       states.append([type(item).__name__, state])
@@ -237,14 +238,17 @@ class Tests:
     self.classes = classes(self.space, request["prefix"])
     self.needs: list[Any] = []
     self.verdicts: list[str] = []
-    self._unit, self._made = 0, 0
-    tree, entry = ast.parse(request["source"]), request["entry"]
+    self._unit = 0
+    self._made = 0
+    tree = ast.parse(request["source"])
+    entry = request["entry"]
     body = tree.body
     # What the tests use and do not define is the program's; so is the entry's name,
     # whatever a prefix or Python calls by it too.
     own = {entry.partition("(")[0].partition(".")[0]} - {""}
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    self._local, self._unsure = (set(self.space) | set(dir(builtins))) - own, False
+    self._local = (set(self.space) | set(dir(builtins))) - own
+    self._unsure = False
     for name in (used - self._local | own) - _bound(tree):
       self.space[name] = Remote(self, {"name": name})
     functions = [n for n in body if isinstance(n, ast.FunctionDef)]
@@ -351,7 +355,8 @@ def _change(args: Any, after: Any) -> None:
 
 def _bound(tree: ast.Module) -> set[str]:
   """Every name that the tests define, locals of functions but `check` left out."""
-  out, nodes = set(), list(tree.body)
+  out = set()
+  nodes = list(tree.body)
   for node in nodes:  # grows while it is walked
     if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
       nodes += ast.iter_child_nodes(node)

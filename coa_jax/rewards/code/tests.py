@@ -54,12 +54,16 @@ def read_tests(task: Task) -> Tests:
   if "functional" in row:
     return Tests(source=_text(row, "functional", where))
   if "test_code" in row:
-    source, entry = _text(row, "test_code", where), _text(row, "entry_point", where)
+    source = _text(row, "test_code", where)
+    entry = _text(row, "entry_point", where)
     return Tests(source=source, entry=entry, prefix=str(row.get("import_prefix", "")))
-  first, second = "inputs", "outputs"
+  first = "inputs"
+  second = "outputs"
   if "stdin" in row:
-    first, second = "stdin", "expected_output"
-  given, wanted = row.get(first), row.get(second)
+    first = "stdin"
+    second = "expected_output"
+  given = row.get(first)
+  wanted = row.get(second)
   for name, value in ((first, given), (second, wanted)):
     if not isinstance(value, list | tuple) or not value:
       raise ValueError(f"{where}.{name} must be a list of at least one value")
@@ -71,7 +75,8 @@ def read_tests(task: Task) -> Tests:
     texts = [tuple(map(_lines, values)) for values in (given, wanted)]
     return Tests(*texts)
   try:
-    given, wanted = [_arguments(v) for v in given], [_value(v) for v in wanted]
+    given = [_arguments(v) for v in given]
+    wanted = [_value(v) for v in wanted]
   except (ValueError, TypeError) as e:
     raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
   return Tests(tuple(given), tuple(wanted), _text(row, "fn_name", where))
@@ -114,7 +119,8 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
   text or as exact decimals; where the expected word has a decimal point, within the
   tolerance.
   """
-  ours, theirs = printed.strip().split("\n"), expected.strip().split("\n")
+  ours = printed.strip().split("\n")
+  theirs = expected.strip().split("\n")
   return len(ours) == len(theirs) and all(
     a.strip() == b.strip() or _same_words(a.split(), b.split(), tolerance)
     for a, b in zip(ours, theirs, strict=True)
@@ -131,7 +137,8 @@ def _same_number(ours: str, theirs: str, tolerance: float) -> bool:
   try:
     if max(len(ours), len(theirs)) > 100:
       return False  # an exponent or a length that would take long
-    a, b = decimal.Decimal(ours), decimal.Decimal(theirs)
+    a = decimal.Decimal(ours)
+    b = decimal.Decimal(theirs)
     if not (a.is_finite() and b.is_finite()):
       return False
     if "." not in theirs:
