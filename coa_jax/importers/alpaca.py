@@ -90,8 +90,8 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
   segments += _segments(row["output"], variant)
   calls = _calls(segments, variant)
   ended = segments[-1].role == ANSWER
-  asked = next((row[k] for k in QUESTION_FIELDS if row.get(k)), question)
-  task = task_of(row, task_id, asked, "alpaca")
+  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), question)
+  task = task_of(row, task_id, question, "alpaca")
   meta: dict[str, Any] = {"question": task.question, "source": task.source}
   if task.answers:
     meta["answers"] = list(task.answers)

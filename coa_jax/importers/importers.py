@@ -51,10 +51,10 @@ def detect(row: Mapping[str, Any]) -> str:
   Raises:
     ValueError: it has the fields of none.
   """
-  held = {name for name, value in row.items() if value not in (None, "", [], {})}
-  found = _format(held) or (is_react(row) and "react") or _format(set(row))
-  if found:
-    return found
+  filled = {name for name, value in row.items() if value not in (None, "", [], {})}
+  name = _format(filled) or (is_react(row) and "react") or _format(set(row))
+  if name:
+    return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
   raise ValueError(
     f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
@@ -219,11 +219,11 @@ def records(uri: str) -> tuple[str, Iterator[Record]]:
   if first is None:
     raise ValueError(f"{uri}: holds no row")
   try:
-    found = detect(first[2])
+    name = detect(first[2])
   except ValueError as e:
     raise ValueError(f"{first[1]}: {e}") from e
   rows = itertools.chain([first], rows)
-  return found, rows if found == RL else _attempts(rows)
+  return name, rows if name == RL else _attempts(rows)
 
 
 def _attempts(rows: Iterable[Record]) -> Iterator[Record]:

@@ -90,7 +90,7 @@ class RewardConfig:
       raise ValueError("workers and max_failures must be at least 1")
 
   def kept_in(self, folder: str) -> RewardConfig:
-    """The same, the judge's verdicts in this folder where no file is named.
+    """The same, the judge's verdicts in this folder where no file is logged.
 
     So a run that is interrupted asks for none again, and none can be another one.
     """
@@ -337,5 +337,5 @@ class _Custom:
         "penalties)"
       )
     # The log is one table: a part called `loss` must not pass for the loss.
-    named = {f"part_{k}": float(v) for k, v in parts.items()}
-    return Graded(float(answer_part), parts=named)
+    logged = {f"part_{k}": float(v) for k, v in parts.items()}
+    return Graded(float(answer_part), parts=logged)

@@ -72,7 +72,7 @@ class JudgeConfig:
 
 
 def read_verdict(reply: str) -> bool | None:
-  """What a reply says: a `judgement` wherever it stands, or one word; None for neither.
+  """Reads a `judgement` anywhere in a reply, or one word; None for neither.
 
   Fences, prose around the JSON, other quotes and thoughts before it do not matter; of
   several judgements the last counts. A thought that was cut off decides nothing.
@@ -80,11 +80,11 @@ def read_verdict(reply: str) -> bool | None:
   reply = reply.rpartition("</think>")[2]
   if "<think>" in reply:
     return None
-  found = _JUDGEMENT.findall(reply)
-  if not found:
+  judgements = _JUDGEMENT.findall(reply)
+  if not judgements:
     alone = _ALONE.fullmatch(reply)
-    found = [alone[1]] if alone else []
-  return found[-1].lower() in _RIGHT if found else None
+    judgements = [alone[1]] if alone else []
+  return judgements[-1].lower() in _RIGHT if judgements else None
 
 
 class Judge:
@@ -131,12 +131,11 @@ class Judge:
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     with self._lock:
       verdict = self._verdicts.get(key)
-      mine = False
-      if verdict is None:
+      is_first = verdict is None
+      if is_first:
         verdict = concurrent.futures.Future()
-        mine = True
         self._verdicts[key] = verdict
-    if mine:
+    if is_first:
       self._settle(key, verdict, ask)
     return Graded(float(verdict.result()))
 

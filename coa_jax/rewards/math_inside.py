@@ -81,11 +81,11 @@ def _solutions(text: str) -> tuple[set, sympy.Set] | None:
     intersection = sympy.S.Reals
     for part in _AND.split(alternative):
       parsed = _parsed(f"\\boxed{{{part.strip()}}}")
-      found = _bounds(parsed[0]) if parsed else None
-      if found is None:
+      bounds = _bounds(parsed[0]) if parsed else None
+      if bounds is None:
         return None
-      variables |= found[0]
-      intersection = sympy.Intersection(intersection, found[1])
+      variables |= bounds[0]
+      intersection = sympy.Intersection(intersection, bounds[1])
     union = sympy.Union(union, intersection)
   return variables, union
 

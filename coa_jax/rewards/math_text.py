@@ -80,9 +80,9 @@ def verdict(prediction: str, gold: str) -> bool | None:
   prediction = notation.unwrapped(prediction)
   gold = notation.unwrapped(gold)
   for rule in (_words, _clock, _date, _ratio, _base):
-    found = rule(prediction, gold)
-    if found is not None:
-      return found
+    same = rule(prediction, gold)
+    if same is not None:
+      return same
   loose = notation.has_loose_fields
   if loose(gold) or (loose(prediction) and not notation.is_prose(prediction)):
     return False  # `1 2` is neither 12 nor, as in math-verify, 3

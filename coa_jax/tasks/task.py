@@ -83,10 +83,10 @@ class Task:
         f"got {answers!r}"
       )
     row["answers"] = tuple(_answer(a, where) for a in answers)
-    for field, kind, wanted in _KINDS:
+    for field, kind, label in _KINDS:
       if not isinstance(row.get(field, kind()), kind):
         raise ValueError(
-          f"{where}: field {field!r} must be {wanted}, got {row[field]!r}"
+          f"{where}: field {field!r} must be {label}, got {row[field]!r}"
         )
     try:
       row["kind"] = Kind(row.get("kind", Kind.QA))

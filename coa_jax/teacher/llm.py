@@ -195,14 +195,16 @@ def _called(call: Any) -> str:
   if not isinstance(function, dict):
     return str(call)
   name = function.get("name")
-  given = function.get("arguments")
+  raw_arguments = function.get("arguments")
   try:
-    arguments = json.loads(given) if isinstance(given, str) else given
+    arguments = (
+      json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
+    )
   except (ValueError, RecursionError):
-    return f"{name} {given}"
+    return f"{name} {raw_arguments}"
   values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
   if len(values) != 1 or not isinstance(values[0], str):
-    return f"{name} {given}"
+    return f"{name} {raw_arguments}"
   if name in ("code", "python"):
     return f"```py\n{values[0].strip()}\n```"
   return f"TOOL: {name}\nQUERY: {values[0]}"

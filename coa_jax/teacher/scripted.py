@@ -168,8 +168,8 @@ class _Mind:
 
   def _set(self, relation: str, value: str, entity: str | None = None) -> None:
     for i, step in enumerate(self.program):
-      wanted = i not in self.known and step.get("relation") == relation
-      if wanted and entity in (None, self._entity(i)):
+      is_open = i not in self.known and step.get("relation") == relation
+      if is_open and entity in (None, self._entity(i)):
         self.known[i] = value
         return
 
@@ -337,7 +337,7 @@ class _Mind:
       return self._review_program(text.strip())
     entity = self.assignment.removeprefix("look up ")
     pages = read_pages(text)
-    wanted = [
+    relations = [
       self.program[i]["relation"]
       for i in self._open()
       if self.program[i]["op"] == "lookup" and self._entity(i) == entity
@@ -346,22 +346,22 @@ class _Mind:
     missed = self.chance("caught", entity) >= self.config.caught
     if page is None and missed and not self._tried(entity) and self._slips(entity):
       page = next(iter(pages.values()), None)  # taken for the right one
-    if page is None or not all(relation in page for relation in wanted):
+    if page is None or not all(relation in page for relation in relations):
       return "wrong page tool_effectiveness : Poor"
-    return " ; ".join(f"{relation} {page[relation]}" for relation in wanted)
+    return " ; ".join(f"{relation} {page[relation]}" for relation in relations)
 
   def _review_program(self, output: str) -> str:
     if self.assignment.startswith("compare "):
       step = self.program[-1]
-      said = output
+      claim = output
       truth = str(self._result() == step["of"][0])
       result = step["of"][0 if output == "True" else 1]
     else:
-      said = result = output
+      claim = result = output
       truth = self._result()
-    if said not in ("True", "False") and not _NUMBER.fullmatch(said):
+    if claim not in ("True", "False") and not _NUMBER.fullmatch(claim):
       return "no result tool_effectiveness : Poor"
-    if said != truth and self.chance("caught program") < self.config.caught:
+    if claim != truth and self.chance("caught program") < self.config.caught:
       return "wrong result tool_effectiveness : Poor"
     return f"result {result}"
 

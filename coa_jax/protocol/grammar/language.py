@@ -181,8 +181,10 @@ class _Place:
     if not self.thinking and follows & variant.think_allowed:
       out.append(THINK)
     for role in (r for r in (*variant.roles, *variant.tools) if r in follows):
-      asked = variant.think_allowed if self.thinking else follows
-      if role not in asked or (not self.thinking and role in variant.think_required):
+      next_spans = variant.think_allowed if self.thinking else follows
+      if role not in next_spans or (
+        not self.thinking and role in variant.think_required
+      ):
         continue
       if role == roles.PLAN and self.plans == variant.max_plans:
         continue

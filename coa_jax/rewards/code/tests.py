@@ -15,7 +15,7 @@ from coa_jax.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Tests:
+class HiddenTests:
   """Hidden tests of one task, of one of three forms.
 
   Attributes:
@@ -35,8 +35,8 @@ class Tests:
   entry: str = ""
 
 
-def read_tests(task: Task) -> Tests:
-  """The hidden tests in `task.meta["tests"]`.
+def read_tests(task: Task) -> HiddenTests:
+  """Reads the hidden tests in `task.meta["tests"]`.
 
   Raises:
     ValueError: there are none, or not in a known form; the message names the task, the
@@ -52,34 +52,36 @@ def read_tests(task: Task) -> Tests:
     )
   row = {k: v for k, v in row.items() if v is not None}
   if "functional" in row:
-    return Tests(source=_text(row, "functional", where))
+    return HiddenTests(source=_text(row, "functional", where))
   if "test_code" in row:
     source = _text(row, "test_code", where)
     entry = _text(row, "entry_point", where)
-    return Tests(source=source, entry=entry, prefix=str(row.get("import_prefix", "")))
+    return HiddenTests(
+      source=source, entry=entry, prefix=str(row.get("import_prefix", ""))
+    )
   first = "inputs"
   second = "outputs"
   if "stdin" in row:
     first = "stdin"
     second = "expected_output"
-  given = row.get(first)
-  wanted = row.get(second)
-  for name, value in ((first, given), (second, wanted)):
+  inputs = row.get(first)
+  outputs = row.get(second)
+  for name, value in ((first, inputs), (second, outputs)):
     if not isinstance(value, list | tuple) or not value:
       raise ValueError(f"{where}.{name} must be a list of at least one value")
-  if len(given) != len(wanted):
-    raise ValueError(f"{where}: {len(given)} {first} for {len(wanted)} {second}")
+  if len(inputs) != len(outputs):
+    raise ValueError(f"{where}: {len(inputs)} {first} for {len(outputs)} {second}")
   function = row.get("fn_name", "")
   if not function:
     # One line a value is how lists are written for a program that reads stdin.
-    texts = [tuple(map(_lines, values)) for values in (given, wanted)]
-    return Tests(*texts)
+    texts = [tuple(map(_lines, values)) for values in (inputs, outputs)]
+    return HiddenTests(*texts)
   try:
-    given = [_arguments(v) for v in given]
-    wanted = [_value(v) for v in wanted]
+    inputs = [_arguments(v) for v in inputs]
+    outputs = [_value(v) for v in outputs]
   except (ValueError, TypeError) as e:
     raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
-  return Tests(tuple(given), tuple(wanted), _text(row, "fn_name", where))
+  return HiddenTests(tuple(inputs), tuple(outputs), _text(row, "fn_name", where))
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
