@@ -2,7 +2,7 @@
 
 Writes into the workdir:
   config.json          what was asked for, and the commit; written first
-  calls.jsonl          with a chat brain: every call of the model and of a tool, as it
+  calls.jsonl          with backend "chat": every call of the model and of a tool, as it
                        came back: the log, and what an interrupted run goes on from
   runs.jsonl           every finished run, appended as it ends; in task order at the end
   selections.jsonl     with teacher.select: which run of each task was taken, and why
@@ -38,31 +38,38 @@ import ml_collections
 from coa_jax import capacity
 from coa_jax.config import ConfigError, as_json, read_config
 from coa_jax.fields import section
-from coa_jax.importers.pipeline import judge
 from coa_jax.lock import exclusive
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.record import hash_files, hash_json, prepare_workdir, write_manifest
 from coa_jax.report import plots
 from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.rewards import grade_known
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import ShapingConfig
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.annotated import AnnotatedBrain
+from coa_jax.teacher.backend import InfrastructureError, ModelBackend
 from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.filters import FiltersConfig, filter_trajectories, stages
+from coa_jax.teacher.filters import (
+  FiltersConfig,
+  Inspection,
+  filter_trajectories,
+  stages,
+)
+from coa_jax.teacher.gsm8k_replay import Gsm8kReplay
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import Brain, ChatBrain, InfrastructureError, TeacherChatConfig
-from coa_jax.teacher.outcomes import convert_all, graded
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
+from coa_jax.teacher.outcomes import convert_all, grade_run
 from coa_jax.teacher.outcomes import figures as outcome_figures
-from coa_jax.teacher.runs import Encode, Run, RunFile, encoder
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.runs import Run, RunFile
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 from coa_jax.teacher.select import Selection, figures, select_all
 from coa_jax.teacher.settings import TeacherConfig
+from coa_jax.teacher.token_meter import Encode, encoder
 from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
-from coa_jax.teacher.violations import Inspection, Inspector, ViolationsConfig
+from coa_jax.teacher.violations import Inspector, ViolationsConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 RUNS = "runs.jsonl"
@@ -96,9 +103,9 @@ class DistillConfig:
 
   Attributes:
     tasks: what the team works on.
-    teacher: whose brain, how many runs, in which dialect.
-    scripted: the brain of `teacher.brain="scripted"`; None for its defaults.
-    chat: the endpoint of `teacher.brain="chat"`.
+    teacher: what plays the team, how many runs, in which dialect.
+    scripted: the script of `teacher.backend="scripted"`; None for its defaults.
+    chat: the endpoint of `teacher.backend="chat"`.
     tools: what answers the team's calls.
     convert: how a run becomes a trajectory.
     filters: which trajectories are kept.
@@ -119,15 +126,15 @@ class DistillConfig:
   violations: ViolationsConfig | None = None
 
   def __post_init__(self):
-    brain = self.teacher.brain
+    backend = self.teacher.backend
     for name in ("scripted", "chat"):
-      if getattr(self, name) is not None and name != brain:
+      if getattr(self, name) is not None and name != backend:
         raise ValueError(
-          f"config has no section {name!r} with teacher.brain={brain!r}: it is read "
-          f"with teacher.brain={name!r} alone"
+          f"config has no section {name!r} with teacher.backend={backend!r}: it is "
+          f"read with teacher.backend={name!r} alone"
         )
-    if brain == "chat" and self.chat is None:
-      raise ValueError("config lacks section 'chat', for teacher.brain='chat'")
+    if backend == "chat" and self.chat is None:
+      raise ValueError("config lacks section 'chat', for teacher.backend='chat'")
     if self.formats.copies and self.teacher.prompt == "brief":
       raise ValueError(
         "config.formats.copies: only teacher.prompt='full' describes formats"
@@ -138,7 +145,7 @@ class DistillConfig:
       )
 
   def violations_key(self, api_key: str | None) -> str | None:
-    """The key, unless it is that of another endpoint, whose brain works as the team."""
+    """The key, unless it is that of another endpoint, which plays the team."""
     if self.chat is None or self.violations is None:
       return api_key
     same_endpoint = self.violations.base_url == self.chat.base_url
@@ -157,8 +164,8 @@ def run(
     config: as `DistillConfig` says.
     workdir: where everything is written; holding an interrupted run of the same config
       it is continued.
-    api_key: for the endpoint of a chat brain, and of `violations` where it is the same
-      or there is no such brain.
+    api_key: for the endpoint of backend "chat", and of `violations` where that is the
+      same or there is no such backend.
 
   Returns:
     What results.json holds.
@@ -189,17 +196,17 @@ def run(
   bill = {}
   with contextlib.ExitStack() as stack:
     stack.enter_context(grader)
-    brains = _brains(settings, tasks, api_key, stack)
+    backends = _backends(settings, tasks, api_key, stack)
     toolbox = stack.enter_context(Toolbox(settings.tools))
     journal = None
-    if isinstance(brains[0], ChatBrain):
+    if isinstance(backends[0], ChatBackend):
       journal = Journal(
-        os.path.join(workdir, CALLS), done=runs.__contains__, usd=brains[0].config.usd
+        os.path.join(workdir, CALLS), done=runs.__contains__, usd=backends[0].config.usd
       )
       stack.enter_context(journal)
     work = functools.partial(
       _run_one,
-      brains=brains,
+      backends=backends,
       toolbox=toolbox,
       journal=journal,
       tools=settings.tools.tools,
@@ -209,19 +216,19 @@ def run(
     )
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
     runs.sort([(task.id, sample) for task, sample in jobs])
-    selections = _select_all(tasks, runs, brains[0], journal, workdir, teacher)
+    selections = _select_all(tasks, runs, backends[0], journal, workdir, teacher)
     if journal is not None:
       bill["calls"] = journal.bill()
 
   # --- Convert the runs to trajectories, and filter those.
-  meters, pairs, dropped = convert_all(
+  costs, pairs, dropped = convert_all(
     jobs, runs, variant, teacher.prompt, settings.convert, selections
   )
   before = plots.Statistics.of([t for _, t in pairs], tokens=False)
   kept, funnel, inspected = _filtered(settings, variant, pairs, workdir, api_key)
   augmented = augmented_copies(kept, variant, settings.formats)
   after = plots.Statistics.of(kept, tokens=False)
-  write_jsonl(os.path.join(workdir, TEACHER), meters)
+  write_jsonl(os.path.join(workdir, TEACHER), costs)
   write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *augmented])
 
   # --- Write pictures, results and manifest.
@@ -231,14 +238,14 @@ def run(
     "infrastructure": failed,
     "convert": {"kept": len(pairs), "dropped": dict(sorted(dropped.items()))},
     "filters": funnel,
-    "restyled": len(augmented),
+    "augmented": len(augmented),
     **inspected,
   }
   funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
   _draw(workdir, funnels, before, after)
-  results = {**counts, **outcome_figures(meters, kept), **bill}
+  results = {**counts, **outcome_figures(costs, kept), **bill}
   if selections is not None:
-    rewards = {(m.task_id, m.sample): m.reward for m in meters}
+    rewards = {(m.task_id, m.sample): m.reward for m in costs}
     results["best_of_n"] = figures(tasks, selections, rewards)
   write_manifest(
     os.path.join(workdir, MANIFEST),
@@ -267,7 +274,7 @@ def _run_one(
   task: Task,
   sample: int,
   *,
-  brains: Sequence[Brain],
+  backends: Sequence[ModelBackend],
   toolbox: Toolbox,
   journal: Journal | None,
   tools: tuple[str, ...],
@@ -276,14 +283,14 @@ def _run_one(
   grader: Grader,
 ) -> Run:
   """One run of the team, graded; calls of an interrupted run come from the journal."""
-  brain = brains[sample]
+  backend = backends[sample]
   call = toolbox.call
   if journal is not None:
     key = (task.id, sample)
-    brain = journal.brain(brain, key)
+    backend = journal.backend(backend, key)
     call = journal.tools(call, key)
-  done = solve(task, brain, call, tools, limits, encode, sample)
-  return graded(done, task, grader)
+  done = solve(task, backend, call, tools, limits, encode, sample)
+  return grade_run(done, task, grader)
 
 
 def _draw(
@@ -310,7 +317,7 @@ def _filtered(
 ) -> tuple[list[Trajectory], dict[str, Any], dict[str, Any]]:
   """The trajectories kept; the funnel; what an inspection of violations came to."""
   apply = functools.partial(
-    filter_trajectories, pairs, variant, judge, settings.filters
+    filter_trajectories, pairs, variant, grade_known, settings.filters
   )
   if settings.violations is None:
     kept, funnel = apply()
@@ -334,24 +341,24 @@ def _shown(
       yield verdict
 
 
-def _brains(
+def _backends(
   settings: DistillConfig,
   tasks: Sequence[Task],
   api_key: str | None,
   stack: contextlib.ExitStack,
-) -> list[Brain]:
-  """One brain for each sample of a task."""
+) -> list[ModelBackend]:
+  """One backend for each sample of a task."""
   samples = settings.teacher.samples
   if settings.chat is not None:
-    brain = stack.enter_context(ChatBrain(settings.chat, api_key))
-    return [brain] * samples
+    backend = stack.enter_context(ChatBackend(settings.chat, api_key))
+    return [backend] * samples
   try:
-    if settings.teacher.brain == "annotated":
-      return [AnnotatedBrain(tasks)] * samples
+    if settings.teacher.backend == "gsm8k_replay":
+      return [Gsm8kReplay(tasks)] * samples
     scripted = settings.scripted or ScriptedConfig()
-    return [ScriptedBrain(tasks, scripted, s) for s in range(samples)]
+    return [ScriptedBackend(tasks, scripted, s) for s in range(samples)]
   except ValueError as e:
-    raise ConfigError(f"config.teacher.brain: {e}") from e
+    raise ConfigError(f"config.teacher.backend: {e}") from e
 
 
 def _run_all(
@@ -415,7 +422,7 @@ def _run_all(
 def _select_all(
   tasks: Sequence[Task],
   file: RunFile,
-  brain: Brain,
+  backend: ModelBackend,
   journal: Journal | None,
   workdir: str,
   teacher: TeacherConfig,
@@ -429,7 +436,7 @@ def _select_all(
     for task in tasks
   )
   with Metrics(workdir, stage="select", total=len(tasks), unit="task") as metrics:
-    for chosen in select_all(done, brain, journal, teacher.workers):
+    for chosen in select_all(done, backend, journal, teacher.workers):
       out[chosen.task_id] = chosen
       if len(out) % max(1, len(tasks) // 50) == 0 or len(out) == len(tasks):
         metrics.log(len(out), journal.values(), journal.spent())

@@ -48,7 +48,8 @@ from coa_jax.model.transformer import count_params, init_params
 from coa_jax.model.variants import variant
 from coa_jax.protocol import roles
 from coa_jax.protocol.storage import count_rows
-from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
+from coa_jax.protocol.tokenizer_training import train_tokenizer
+from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
 from coa_jax.record import hash_files, prepare_workdir
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json

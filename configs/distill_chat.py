@@ -1,4 +1,4 @@
-"""Distils a team whose brain is a real model behind an OpenAI-compatible endpoint.
+"""Distils a team that a real model plays, over an OpenAI-compatible endpoint.
 
   vllm serve Qwen/Qwen2.5-7B-Instruct    # in its own environment
   python -m experiments.distill --config=configs/distill_chat.py \
@@ -30,7 +30,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     max_chars=1536,  # what one answer of a tool may add to a chat
   )
   config.teacher = dict(
-    brain="chat",
+    backend="chat",
     workers=16,
     variant="unified",
     prompt="full",

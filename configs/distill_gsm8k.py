@@ -23,7 +23,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     limit=64 if arg == "tiny" else 0,
   )
   config.tools = dict(tools=("code",), workers=2)
-  config.teacher = dict(brain="annotated", workers=4, variant="math", prompt="brief")
+  config.teacher = dict(
+    backend="gsm8k_replay", workers=4, variant="math", prompt="brief"
+  )
   config.filters = dict(
     min_activations=5,  # a plan, one round of think, code and reflection, a last think
     max_repeats=1,  # two things of the same size are two honest programs

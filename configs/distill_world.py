@@ -27,7 +27,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     top_k=1,  # a small student reads one page at a time
     workers=2,
   )
-  config.teacher = dict(brain="scripted", workers=4, variant="unified", prompt="brief")
+  config.teacher = dict(
+    backend="scripted", workers=4, variant="unified", prompt="brief"
+  )
   config.scripted = dict(seed=0)
   config.filters = dict(
     min_activations=5,

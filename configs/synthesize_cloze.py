@@ -15,7 +15,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     raise ValueError(f"synthesize_cloze answers '' and 'tiny', not {arg!r}")
   config = ml_collections.ConfigDict()
   config.synthesis = dict(
-    brain="cloze",
+    backend="cloze",
     seeds=20 if arg == "tiny" else 1000,
     depth=2,
     width=0.25,

@@ -28,7 +28,7 @@ from coa_jax.report.cost import cost, cost_tables, instruction_tokens
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import rich_table
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.teacher.runs import encoder
+from coa_jax.teacher.token_meter import encoder
 from coa_jax.tools.tools import ToolsConfig
 from experiments.launch import run_program
 

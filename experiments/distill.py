@@ -2,7 +2,7 @@
 
 python -m experiments.distill --config=configs/X.py --workdir=DIR [--config.FIELD=VALUE]
 
-The API key of a chat brain's endpoint, if it wants one, is read from COA_API_KEY.
+The API key of a chat backend's endpoint, if it wants one, is read from COA_API_KEY.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import ml_collections
 
 from coa_jax import distill
-from coa_jax.teacher.llm import InfrastructureError, RefusedError
+from coa_jax.teacher.backend import InfrastructureError, RefusedError
 from experiments.launch import launch, stop
 
 

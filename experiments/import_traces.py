@@ -13,12 +13,12 @@
 Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
 messages with tool calls, ReAct text, our own runs and trajectories, and released RL
 rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
---formats.copies writes each trajectory in other tool formats too; --told has prompts
-tell of the tools of the run that will play. What a row has that a trajectory has no
-place for, and every row that is dropped, is named with the reason on standard output;
-the last line has the counts. Beside OUT it writes OUT's manifest (what was asked, the
-commit, counts per stage, statistics before and after, the file's hash) and pictures of
-the funnel and of the statistics.
+--formats.copies writes each trajectory in other tool formats too; --described_tools
+has prompts describe only the tools of the run that will play. What a row has that a
+trajectory has no place for, and every row that is dropped, is named with the reason on
+standard output; the last line has the counts. Beside OUT it writes OUT's manifest
+(what was asked, the commit, counts per stage, statistics before and after, the file's
+hash) and pictures of the funnel and of the statistics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ml_collections import config_flags
 from coa_jax.config import fill_defaults, read_config
 from coa_jax.importers import importers
 from coa_jax.importers.importers import FORMATS, RL, Importer
-from coa_jax.importers.pipeline import Found, Refinement, Refiner
+from coa_jax.importers.pipeline import ImportedRow, ImportJob, RowPipeline
 from coa_jax.lock import hold
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
@@ -73,12 +73,17 @@ _VARIANT = flags.DEFINE_string(
   f"{_ALONE}.",
   required=True,
 )
-_TOLD = flags.DEFINE_multi_string(
-  "told",
+_DESCRIBED_TOOLS = flags.DEFINE_multi_string(
+  "described_tools",
   [],
-  "A tool that the prompt tells of, as TAG, TAG=WORDS or tool:NAME=WORDS; repeated. "
+  "A tool that the prompt describes, as TAG, TAG=WORDS or tool:NAME=WORDS; repeated. "
   "Those of the run that will play (config.tools), whose prompts these should be. "
   "Without it all of the variant.",
+)
+# Its earlier name, so that a command with it says what to write.
+flags.DEFINE_multi_string("told", None, "It is called --described_tools now.")
+flags.register_validator(
+  "told", lambda value: value is None, "it is called --described_tools now"
 )
 _FORMAT = flags.DEFINE_enum(
   "format", "auto", ["auto", *FORMATS, RL], "Of the rows; auto goes by the first one."
@@ -121,37 +126,39 @@ def _run() -> None:
       raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
     _write_tasks(records)
     return
-  refiner = _refiner(chosen)
-  work = Refinement(refiner, _WORKERS.value)
+  pipeline = _pipeline(chosen)
+  work = ImportJob(pipeline, _WORKERS.value)
   unit = "tokens" if _TOKENIZER.value else "characters"
   before, after = plots.Statistics(unit), plots.Statistics(unit)
 
-  def on_found(row: Found, copies: int) -> None:
+  def on_imported(row: ImportedRow, copies: int) -> None:
     for text in row.lost:
       _print(f"{row.task_id}: lost: {text}")
-    before.add(row.shape.length, row.shape.roles)
-    after.add(row.shape.length, row.shape.roles, copies)
+    before.add(row.stats.length, row.stats.roles)
+    after.add(row.stats.length, row.stats.roles, copies)
 
   try:
-    lines = work.lines(records, _tell, on_found)
+    lines = work.lines(records, _tell, on_imported)
     kept = write_lines(_OUT.value, lines, at_least_one=True)
   except EOFError:
     counts = work.counts()
     reasons = Counter(counts["import"]["dropped"])
-    for stage in filters.STAGES if refiner.filters else ():
+    for stage in filters.STAGES if pipeline.filters else ():
       reasons.update(counts["filters"][stage]["dropped"])
     hint = _hint(chosen) if reasons["illegal_transition"] else ""
     stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)}){hint}")
   counts = work.counts()
-  _report(chosen, refiner, counts, before, after)
+  _report(chosen, pipeline, counts, before, after)
   dropped = Counter(counts["import"]["dropped"])
-  told = f" ({_counted(dropped)})" if dropped else ""
-  for stage in filters.STAGES if refiner.filters else ():
+  reasons = f" ({_counted(dropped)})" if dropped else ""
+  for stage in filters.STAGES if pipeline.filters else ():
     gone = Counter(counts["filters"][stage]["dropped"])
     if gone:
       print(f"filter {stage}: {gone.total()} dropped ({_counted(gone)})")
-  restyled = f", {counts['restyled']} of them restyled" if counts["restyled"] else ""
-  print(f"{kept} kept{restyled}, {dropped.total()} dropped{told}")
+  augmented = (
+    f", {counts['augmented']} of them augmented" if counts["augmented"] else ""
+  )
+  print(f"{kept} kept{augmented}, {dropped.total()} dropped{reasons}")
 
 
 def _hint(chosen: str) -> str:
@@ -166,7 +173,7 @@ def _hint(chosen: str) -> str:
   return "; --keep_illegal keeps those that break order rules only"
 
 
-def _refiner(chosen: str) -> Refiner:
+def _pipeline(chosen: str) -> RowPipeline:
   if _KEEP_ILLEGAL.value and chosen not in _HELD:
     raise ValueError(
       f"--keep_illegal is for formats {' and '.join(_HELD)}; of {chosen} only what "
@@ -190,17 +197,20 @@ def _refiner(chosen: str) -> Refiner:
   if not _FILTER.value:
     if config != filters.FiltersConfig():
       raise ValueError("--filters.FIELD is given without --filter, which applies them")
-    return Refiner(importer, tokenizer=_TOKENIZER.value, formats=formats)
+    return RowPipeline(importer, tokenizer=_TOKENIZER.value, formats=formats)
   benchmarks = filters.load_benchmarks(config)
-  return Refiner(importer, config, benchmarks, _TOKENIZER.value, formats)
+  return RowPipeline(importer, config, benchmarks, _TOKENIZER.value, formats)
 
 
 def _variant() -> Variant:
   variant = get_variant(_VARIANT.value)
-  if not _TOLD.value:
+  if not _DESCRIBED_TOOLS.value:
     return variant
-  told = {tool: words for tool, _, words in (t.partition("=") for t in _TOLD.value)}
-  return variant.with_tools(told)
+  descriptions = {}
+  for described in _DESCRIBED_TOOLS.value:
+    tool, _, words = described.partition("=")
+    descriptions[tool] = words
+  return variant.with_tools(descriptions)
 
 
 def _tell(row: Dropped) -> None:
@@ -240,7 +250,7 @@ def _write_tasks(records: Iterator[importers.Record]) -> None:
 
 def _report(
   chosen: str,
-  refiner: Refiner,
+  pipeline: RowPipeline,
   counts: dict[str, Any],
   before: plots.Statistics,
   after: plots.Statistics,
@@ -248,7 +258,7 @@ def _report(
   """The manifest and the pictures, beside the output."""
   imported = counts["import"]
   bars = {"import": (imported["kept"], imported["dropped"])}
-  if refiner.filters:
+  if pipeline.filters:
     bars |= filters.stages(counts["filters"])
   pictures = {
     "funnel": plots.funnel_bars(bars),
@@ -259,16 +269,16 @@ def _report(
   asked = {
     "file": _FILE.value,
     "format": chosen,
-    "variant": refiner.importer.variant.name,
-    "prompt": refiner.importer.prompt,
-    "told": _TOLD.value,
-    "tools": dict(refiner.importer.tools),
+    "variant": pipeline.importer.variant.name,
+    "prompt": pipeline.importer.prompt,
+    "described_tools": _DESCRIBED_TOOLS.value,
+    "tools": dict(pipeline.importer.tools),
     "tasks": _TASKS.value,
-    "keep_illegal": refiner.importer.keep_illegal,
-    "tokenizer": refiner.tokenizer,
-    "convert": dataclasses.asdict(refiner.importer.convert),
-    "filters": dataclasses.asdict(refiner.filters) if refiner.filters else None,
-    "formats": dataclasses.asdict(refiner.formats),
+    "keep_illegal": pipeline.importer.keep_illegal,
+    "tokenizer": pipeline.tokenizer,
+    "convert": dataclasses.asdict(pipeline.importer.convert),
+    "filters": dataclasses.asdict(pipeline.filters) if pipeline.filters else None,
+    "formats": dataclasses.asdict(pipeline.formats),
   }
   write_manifest(
     f"{_OUT.value}.manifest.json",

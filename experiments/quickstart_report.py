@@ -25,7 +25,7 @@ from coa_jax.report.cost import (
 from coa_jax.report.metrics import duration, read_metrics, write_json
 from coa_jax.report.tables import Table, rich_table
 from coa_jax.report.viewer import write_page
-from coa_jax.teacher.runs import pieces
+from coa_jax.teacher.token_meter import word_ids
 
 FIGURES = {
   "pass1_greedy": "greedy",
@@ -76,7 +76,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   with open(os.path.join(workdir, "eval_rl", "config.json")) as f:
     played = json.load(f)["config"]
   variant = get_variant("unified").with_tools(played["tools"]["tools"])
-  instructions = instruction_tokens(variant, played["rollout"]["style"], pieces)
+  instructions = instruction_tokens(variant, played["rollout"]["style"], word_ids)
   table = cost(team, greedy, instructions)
   teacher = scores.summary(team, retries)
   teacher["protocol_ok"] = None  # a team writes messages, not the protocol

@@ -30,18 +30,14 @@ from coa_jax.record import hash_files, prepare_workdir
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import cloze
+from coa_jax.teacher.backend import InfrastructureError, RefusedError
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import (
-  ChatBrain,
-  InfrastructureError,
-  RefusedError,
-  TeacherChatConfig,
-)
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.teacher.synthesis import (
   SAMPLE,
   Corpus,
-  Made,
   SynthesisConfig,
+  SynthesisResult,
   Synthesizer,
 )
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
@@ -66,7 +62,7 @@ class SynthesizeConfig:
   Attributes:
     synthesis: how many tasks, and of which kind.
     tools: the search tool, and the corpus that it searches.
-    chat: the endpoint of `synthesis.brain="chat"`.
+    chat: the endpoint of `synthesis.backend="chat"`.
   """
 
   synthesis: SynthesisConfig = section(SynthesisConfig)
@@ -74,13 +70,13 @@ class SynthesizeConfig:
   chat: TeacherChatConfig | None = None
 
   def __post_init__(self):
-    brain = self.synthesis.brain
-    if brain == "chat" and self.chat is None:
-      raise ValueError("config lacks section 'chat', for synthesis.brain='chat'")
-    if brain != "chat" and self.chat is not None:
+    backend = self.synthesis.backend
+    if backend == "chat" and self.chat is None:
+      raise ValueError("config lacks section 'chat', for synthesis.backend='chat'")
+    if backend != "chat" and self.chat is not None:
       raise ValueError(
-        f"config has no section 'chat' with synthesis.brain={brain!r}: it is read with "
-        "synthesis.brain='chat' alone"
+        f"config has no section 'chat' with synthesis.backend={backend!r}: it is read "
+        "with synthesis.backend='chat' alone"
       )
     if _TOOL not in self.tools.tools or not self.tools.corpus:
       raise ValueError(f"tools: synthesis needs {_TOOL} in tools.tools, and a corpus")
@@ -120,22 +116,22 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   path = os.path.join(workdir, "calls.jsonl")
   with contextlib.ExitStack() as stack:
     toolbox = stack.enter_context(Toolbox(tools))
-    brain, usd = cloze.answer, {}
+    backend, usd = cloze.answer, {}
     if settings.chat is not None:
-      brain = ChatBrain(settings.chat, os.environ.get("COA_API_KEY"))
-      stack.enter_context(brain)
+      backend = ChatBackend(settings.chat, os.environ.get("COA_API_KEY"))
+      stack.enter_context(backend)
       usd = {"usd": settings.chat.usd}
     journal = stack.enter_context(Journal(path, **usd))
 
     def maker(key: str) -> Synthesizer:
       run_key = (key, SAMPLE)
-      asked = journal.brain(brain, run_key), journal.tools(toolbox.call, run_key)
+      asked = journal.backend(backend, run_key), journal.tools(toolbox.call, run_key)
       return Synthesizer(corpus, *asked, plan, _TOOL)
 
-    def grow(title: str) -> list[Made]:
+    def grow(title: str) -> list[SynthesisResult]:
       return list(maker(title).grow(title))
 
-    def widen(pair: tuple[Task, Task]) -> list[Made]:
+    def widen(pair: tuple[Task, Task]) -> list[SynthesisResult]:
       return [maker(f"{pair[0].id}+{pair[1].id}").widen(*pair)]
 
     seeds = titles[: plan.seeds]
@@ -172,13 +168,13 @@ def _pairs(tasks: list[Task], plan: SynthesisConfig) -> list[tuple[Task, Task]]:
 
 
 def _in_parallel(
-  work: Callable[[Any], list[Made]],
+  work: Callable[[Any], list[SynthesisResult]],
   items: Iterable[Any],
   workers: int,
   journal: Journal,
   workdir: str,
   stage: str,
-) -> list[Made]:
+) -> list[SynthesisResult]:
   """What `work` makes of every item, in their order."""
   items, made = list(items), []
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)

@@ -1,11 +1,12 @@
-"""An OpenAI-compatible server on loopback, backed by a brain, that can misbehave."""
+"""An OpenAI-compatible server on loopback, backed by a backend, that can misbehave."""
 
 from __future__ import annotations
 
 from http_server import NEVER, Request, Server
 
 from coa_jax.teacher import synthesis, violations
-from coa_jax.teacher.llm import Brain, Message, TeacherChatConfig
+from coa_jax.teacher.backend import Message, ModelBackend
+from coa_jax.teacher.llm import TeacherChatConfig
 from coa_jax.teacher.prompts import PROMPTS
 
 
@@ -22,9 +23,9 @@ class ChatServer(Server):
 
   keep_alive = True
 
-  def __init__(self, brain: Brain | None = None):
+  def __init__(self, backend: ModelBackend | None = None):
     super().__init__()
-    self.brain = brain
+    self.backend = backend
     self.faults: list[int | str | dict] = []
     self.headers: dict[str, str] = {}
     self.error = "told to fail"
@@ -36,11 +37,11 @@ class ChatServer(Server):
     return TeacherChatConfig(**{**fields, **changes})
 
   def answer(self, body: dict) -> str:
-    """The brain's reply."""
+    """The backend's reply."""
     messages = [Message(**m) for m in body["messages"]]
     prompts = PROMPTS | synthesis.PROMPTS | violations.PROMPTS
     agent = next(a for a, p in prompts.items() if messages[0].content.startswith(p))
-    return self.brain(agent, messages).text if self.brain else "hello"
+    return self.backend(agent, messages).text if self.backend else "hello"
 
   def respond(self, request: Request) -> None:
     with self.lock:

@@ -15,7 +15,7 @@ from coa_jax import distill
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import Status, read_trajectories
 from coa_jax.tasks.world.build import WorldConfig, write_world
-from coa_jax.teacher.llm import InfrastructureError
+from coa_jax.teacher.backend import InfrastructureError
 from coa_jax.teacher.runs import Run
 from tests.backend import BACKEND
 
@@ -78,7 +78,7 @@ def test_counts_add_up_and_files_hold_what_they_say(finished):
   assert sum(m.reward for m in meters) == pytest.approx(results["right"] * TASKS)
   assert all(m.usage.prompt > m.usage.cached > 0 for m in meters)
   manifest = json.loads(read(workdir, "manifest.json"))
-  assert manifest["config"]["teacher"]["brain"] == "scripted"
+  assert manifest["config"]["teacher"]["backend"] == "scripted"
   digest = hashlib.sha256(read(workdir, "trajectories.jsonl")).hexdigest()
   assert manifest["sha256"]["trajectories.jsonl"] == digest
 
@@ -173,8 +173,8 @@ def test_refusals_name_the_field(config, tmp_path):
   with pytest.raises(ConfigError, match="no section 'chat'"):
     distill.run(config, str(tmp_path))
   del config.chat
-  config.teacher.brain = "oracle"
-  with pytest.raises(ConfigError, match="accepted: scripted, annotated, chat"):
+  config.teacher.backend = "oracle"
+  with pytest.raises(ConfigError, match="accepted: scripted, gsm8k_replay, chat"):
     distill.run(config, str(tmp_path))
 
 
@@ -211,7 +211,7 @@ def test_failing_infrastructure_stops_and_keeps_what_is_done(
 
 @pytest.mark.parametrize("arg", ["", "tiny"])
 def test_the_config_builds(arg):
-  assert CONFIG(arg).teacher.brain == "scripted"
+  assert CONFIG(arg).teacher.backend == "scripted"
 
 
 def test_the_config_knows_its_names():
@@ -246,5 +246,5 @@ def test_restyled_copies_stand_beside_the_others(config, tmp_path):
   results = distill.run(config, str(tmp_path))
   found = read_trajectories(tmp_path / distill.TRAJECTORIES)
   copies = [t for t in found if "format" in t.meta]
-  assert len(copies) == results["restyled"] > 0
-  assert len(found) == results["kept"] + results["restyled"]
+  assert len(copies) == results["augmented"] > 0
+  assert len(found) == results["kept"] + results["augmented"]

@@ -25,8 +25,8 @@ from coa_jax.protocol.trajectory import read_trajectories
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world.build import WorldConfig, write_world
 from coa_jax.teacher import runs
-from coa_jax.teacher.llm import InfrastructureError, Reply
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.backend import InfrastructureError, Reply
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
   config.tasks = dict(uri=files["tasks"])
   config.tools.corpus = files["corpus"]
   config.tools.sandbox = BACKEND
-  config.teacher = dict(brain="chat", workers=3, **teacher)
+  config.teacher = dict(backend="chat", workers=3, **teacher)
   config.chat = dict(base_url=url, model="scripted", backoff_s=0.001, timeout_s=300.0)
   return config
 
@@ -59,14 +59,14 @@ def rows(path) -> list[dict]:
 
 
 class Slow:
-  """A brain that takes its time, so that a kill comes in the middle of replies."""
+  """A backend that takes its time, so that a kill comes in the middle of replies."""
 
-  def __init__(self, brain, seconds: float):
-    self.brain, self.seconds = brain, seconds
+  def __init__(self, backend, seconds: float):
+    self.backend, self.seconds = backend, seconds
 
   def __call__(self, agent, messages):
     time.sleep(self.seconds)
-    return self.brain(agent, messages)
+    return self.backend(agent, messages)
 
 
 CHILD = """
@@ -81,7 +81,7 @@ distill.run(config, sys.argv[2])
 def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
   """SIGKILL in the middle of replies; what comes out is what would have come out."""
   tasks = load_tasks(files["tasks"])
-  scripted = ScriptedBrain(tasks, ScriptedConfig())
+  scripted = ScriptedBackend(tasks, ScriptedConfig())
   workers, killed, lost = 3, 0, 0
   with ChatServer(Slow(scripted, 0.02)) as server:
     config = config_for(files, server.url)
@@ -137,7 +137,7 @@ def rows_of_whole_lines(path) -> list[dict]:
 
 
 def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
-  scripted = ScriptedBrain(load_tasks(files["tasks"]), ScriptedConfig())
+  scripted = ScriptedBackend(load_tasks(files["tasks"]), ScriptedConfig())
   empty = {"choices": [], "usage": {"prompt_tokens": 50, "completion_tokens": 1}}
   with ChatServer(scripted) as server:
     config = config_for(files, server.url)
@@ -166,7 +166,7 @@ def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
 
 
 def test_a_server_that_moved_is_found_again_with_other_limits(files, tmp_path):
-  scripted = ScriptedBrain(load_tasks(files["tasks"]), ScriptedConfig())
+  scripted = ScriptedBackend(load_tasks(files["tasks"]), ScriptedConfig())
   with ChatServer(scripted) as server:
     server.faults = ["ok"] * 30 + [500] * 10_000
     config = config_for(files, server.url)
@@ -188,15 +188,15 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   tasks = load_tasks(files["tasks"])
   truth = {t.question: t.answers[0] for t in tasks}
   samples = [
-    ScriptedBrain(tasks, ScriptedConfig(slip=0.6, premature=0.5, caught=0.1), s)
+    ScriptedBackend(tasks, ScriptedConfig(slip=0.6, premature=0.5, caught=0.1), s)
     for s in range(3)
   ]
   shown: list[str] = []
 
-  def brain(agent, messages):
+  def backend(agent, messages):
     """Each sample errs in its own way; the selector of this test knows the truth."""
     if agent != runs.SELECTOR:
-      return samples[brain.sample](agent, messages)
+      return samples[backend.sample](agent, messages)
     text = messages[1].content
     shown.append(text)
     question = text.splitlines()[0].removeprefix("Question: ")
@@ -208,10 +208,10 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   real = distill.solve
 
   def solve(task, asked, call, tools, limits, encode, sample):
-    brain.sample = sample
+    backend.sample = sample
     return real(task, asked, call, tools, limits, encode, sample)
 
-  with pytest.MonkeyPatch.context() as patch, ChatServer(brain) as server:
+  with pytest.MonkeyPatch.context() as patch, ChatServer(backend) as server:
     patch.setattr(distill, "solve", solve)
     config = config_for(files, server.url, samples=3, select=True)
     config.teacher.workers = 1  # so that the server knows whose call it is
@@ -232,7 +232,7 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
   "change, words",
   [
     (dict(select=True), "samples to 2"),
-    (dict(brain="scripted", facts=True), "ask for brain 'chat'"),
+    (dict(backend="scripted", facts=True), "ask for backend 'chat'"),
   ],
 )
 def test_refusals(files, tmp_path, change, words):

@@ -11,7 +11,7 @@ from chat_server import ChatServer
 from coa_jax import distill
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import read_trajectories
-from coa_jax.teacher.llm import InfrastructureError, Reply
+from coa_jax.teacher.backend import InfrastructureError, Reply
 from tests.backend import BACKEND
 from tools_sandbox.jail import keeper as jail
 
@@ -77,7 +77,7 @@ def config(tmp_path) -> ml_collections.ConfigDict:
     dict(
       tasks=dict(uri=str(path)),
       tools=dict(tools=("code",), sandbox=BACKEND),
-      teacher=dict(brain="chat", workers=2),
+      teacher=dict(backend="chat", workers=2),
       filters=dict(min_activations=1),
       reward=dict(code=dict(test_s=20.0)),
     )
@@ -163,13 +163,13 @@ def test_what_cannot_be_judged_is_refused_first(config, tmp_path, reward, messag
 
 
 def test_violations_are_inspected_by_config(config, tmp_path):
-  def brain(agent, messages):
+  def backend(agent, messages):
     if agent != "inspector":
       return team(agent, messages)
     broken = '{"rule": 4, "quote": "x"}' if "twice" in messages[1].content else ""
     return Reply(f'{{"violations": [{broken}]}}')
 
-  with ChatServer(brain) as server:
+  with ChatServer(backend) as server:
     graders = dict(code="test_distill_rewards:any_answer")
     with config.unlocked():
       config.violations = dict(base_url=server.url, model="m")

@@ -19,7 +19,7 @@ LAST_LINE = "  FUNCTION_TAG: FunctionsTool,\n"
 PLAY = r"""
 import random
 from coa_jax.importers.calls import translate
-from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol import prompts, roles, tokenizer_training, tokens
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.parser import Verdict, parse
 from coa_jax.protocol.tool_naming import draw_naming
@@ -68,7 +68,7 @@ for held_out, names in ((False, {"convert", "units"}), (True, {"convert"})):
     body = d.formats["convert"].write("3 km in m")
     assert d.read(d.names["convert"], body) == ("convert", "3 km in m")
 
-tokenizer = tokens.train_tokenizer(["some text"] * 3, 400)
+tokenizer = tokenizer_training.train_tokenizer(["some text"] * 3, 400)
 assert tokenizer.encode("<convert></convert>") == [398, 399]
 """
 

@@ -13,7 +13,7 @@ from coa_jax.protocol.trajectory import Author, read_trajectories
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-DATA = ROOT.parent / "shared" / "data" / "gsm8k"
+ROWS = ROOT / "tests" / "fixtures" / "gsm8k.jsonl"
 
 
 def get_config(journey: str, arg: str):
@@ -30,18 +30,16 @@ def test_configs_know_their_names(journey):
 
 
 def test_the_tiny_configs_in_a_row(tmp_path):
-  if not DATA.is_dir():
-    pytest.skip(f"no {DATA}")
   config = get_config("distill", "tiny")
-  config.tasks.uri = str(DATA / "train.jsonl")
+  config.tasks.uri = str(ROWS)
   config.tools.sandbox = BACKEND
   distilled = distill.run(config, str(tmp_path / "distill"))
-  assert distilled["tasks"] == 64
+  assert distilled["tasks"] == 20
   assert distilled["convert"] == {
-    "kept": 58,
-    "dropped": {"answer_not_computed": 5, "no_program": 1},
+    "kept": 17,
+    "dropped": {"answer_not_computed": 2, "no_program": 1},
   }
-  assert distilled["kept"] == 58
+  assert distilled["kept"] == 17
   file = tmp_path / "distill" / "trajectories.jsonl"
   for t in read_trajectories(file):
     (prompt,) = [s.text for s in t.segments if s.author == Author.PROMPT]
@@ -51,10 +49,10 @@ def test_the_tiny_configs_in_a_row(tmp_path):
   config = get_config("sft", "tiny")
   config.data.trajectories = str(file)
   trained = sft.run(config, str(tmp_path / "sft"))
-  assert trained["trajectories"] == 50 and trained["left_out_too_long"] == 0
+  assert trained["trajectories"] == 9 and trained["left_out_too_long"] == 0
 
   config = get_config("evaluate", "tiny")
   config.init = str(tmp_path / "sft" / "model")
-  config.tasks.uri = str(DATA / "test.jsonl")
+  config.tasks.uri = str(ROWS)
   config.tools.sandbox = BACKEND
   assert evaluate.run(config, str(tmp_path / "eval"))["tasks"] == 8

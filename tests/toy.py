@@ -27,7 +27,7 @@ from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, Truncation
 from coa_jax.model.hf.io import save_model
-from coa_jax.protocol import prompts, roles, tokens, tool_bodies
+from coa_jax.protocol import prompts, roles, tokenizer_training, tokens, tool_bodies
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
@@ -91,7 +91,7 @@ _REPLIES = {
 def tokenizer() -> Tokenizer:
   """Every tag is one token; a few merges from the scripts."""
   texts = [q for q in SCRIPTS] + [t for s in SCRIPTS.values() for t in s]
-  return tokens.train_tokenizer(texts * 4, MODEL.vocab_size)
+  return tokenizer_training.train_tokenizer(texts * 4, MODEL.vocab_size)
 
 
 # Merges of the stock-like tokenizer: `></` and `><` straddle the borders of tags.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.importers.row import (
-  ASKED,
+  QUESTION_FIELDS,
   TASK_FIELDS,
   Recorder,
   Refused,
@@ -90,8 +90,8 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
   segments += _segments(row["output"], variant)
   calls = _calls(segments, variant)
   ended = segments[-1].role == ANSWER
-  asked = next((row[k] for k in ASKED if row.get(k)), question)
-  task = task_of(row, task_id, asked, "alpaca")
+  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), question)
+  task = task_of(row, task_id, question, "alpaca")
   meta: dict[str, Any] = {"question": task.question, "source": task.source}
   if task.answers:
     meta["answers"] = list(task.answers)
@@ -127,7 +127,8 @@ def _segments(output: str, variant: Variant) -> list[Segment]:
     content = output[inside : end - len(roles.close_tag(OBSERVATION))]
     after = output[end:]
     space = after[: len(after) - len(after.lstrip())]
-    opening, closing = roles.open_tag(OBSERVATION), roles.close_tag(OBSERVATION)
+    opening = roles.open_tag(OBSERVATION)
+    closing = roles.close_tag(OBSERVATION)
     text = f"{opening}{roles.escape(content)}{closing}{space}"
     segments.append(Segment(Author.TOOL, OBSERVATION, text))
     position = end + len(space)
@@ -202,6 +203,7 @@ def _calls(segments: list[Segment], variant: Variant) -> list[ToolCall]:
 
 def _content(segment: Segment) -> str:
   text = segment.text.strip()
-  opening, closing = roles.open_tag(segment.role), roles.close_tag(segment.role)
+  opening = roles.open_tag(segment.role)
+  closing = roles.close_tag(segment.role)
   content = text[len(opening) : len(text) - len(closing)]
   return roles.unescape(content) if segment.role == OBSERVATION else content

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.importers.row import Refused
+from coa_jax.importers.row import Recorder, Refused
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, render_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG, SPECS, Body
@@ -46,8 +46,18 @@ class Call:
   lost: tuple[str, ...] = ()
 
 
+def translate_and_note(
+  recorder: Recorder, where: str, name: str, arguments: Any, table: Mapping[str, str]
+) -> Call:
+  """Translates a call, and notes each argument that is lost; see `translate`."""
+  call = translate(name, arguments, table)
+  for argument in call.lost:
+    recorder.note(where, f"argument {argument} of {name}")
+  return call
+
+
 def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
-  """One call in this protocol's terms.
+  """Puts one call into this protocol's terms.
 
   Args:
     name: what they call the tool; case does not count.

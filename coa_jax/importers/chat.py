@@ -9,13 +9,14 @@ result. A think block that content begins with is the thought that it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from coa_jax.importers.calls import translate
+from coa_jax.importers.calls import translate_and_note
 from coa_jax.importers.row import (
   TASK_FIELDS,
-  Imported,
+  ImportedRun,
   Recorder,
   Refused,
   fields,
@@ -37,8 +38,8 @@ _REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
 
 def read_chat(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> Imported:
-  """One row as a run.
+) -> ImportedRun:
+  """Reads one row as a run.
 
   Args:
     row: as above; `answer` or `answers` where they are known.
@@ -49,12 +50,12 @@ def read_chat(
     Refused: the messages do not have that shape, or a call cannot be translated.
   """
   messages = row.get("messages") or row.get("conversation")
-  other = row.get("conversation") or messages
+  conversation = row.get("conversation") or messages
   if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
     raise Refused("no_messages", "messages is not a list of objects")
   recorder = Recorder(task_id)
   note_unread(recorder, "row", row, _ROW)
-  if other != messages:
+  if conversation != messages:
     recorder.note("row", "field 'conversation' is not read, but 'messages'")
   if row.get("tools"):
     recorder.note("row", "the list of tools; ours takes its place")
@@ -74,7 +75,9 @@ def read_chat(
     text = _think(message, where, recorder)
     if calls:
       recorder.think(text)
-      answer = _play(calls, _results(calls, pending), recorder, where, table)
+      # A call that ends the work needs no result, and mostly has none.
+      results = itertools.islice(pending, len(calls))
+      answer = _play(calls, results, recorder, where, table)
     else:
       answer = text
   task = task_of(row, task_id, row.get("question") or question, "chat")
@@ -106,7 +109,8 @@ def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
     elif thought != thoughts[0]:
       recorder.note(where, f"reasoning {thought!r:.80} beside another")
   text = _text(message.get("content"), where, recorder)
-  opening, closing = roles.open_tag(roles.THINK), roles.close_tag(roles.THINK)
+  opening = roles.open_tag(roles.THINK)
+  closing = roles.close_tag(roles.THINK)
   head, closed, rest = text.partition(closing)
   head = head.lstrip().removeprefix(opening)
   if not closed or opening in head:
@@ -153,20 +157,6 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]
   return out
 
 
-def _results(
-  calls: list[tuple[Any, str, Any]], pending: Iterator[tuple[int, dict]]
-) -> Iterator[tuple[int, dict]]:
-  """The next messages, one for each call; fewer where the messages end.
-
-  A call that ends the work needs no result, and mostly has none.
-  """
-  for _ in calls:
-    following = next(pending, None)
-    if following is None:
-      return
-    yield following
-
-
 def _play(
   calls: list[tuple[Any, str, Any]],
   results: Iterator[tuple[int, dict]],
@@ -191,14 +181,12 @@ def _play(
     by_id[key] = text
   answer = None
   for number, (key, name, arguments) in enumerate(calls):
-    made = translate(name, arguments, table)
-    for lost in made.lost:
-      recorder.note(where, f"argument {lost} of {name}")
+    call = translate_and_note(recorder, where, name, arguments, table)
     result = by_id.get(key) if key is not None else None
     if result is None and key is None and number < len(in_order):
       result = in_order[number]
-    if made.tag == roles.ANSWER:
-      answer = made.body
+    if call.tag == roles.ANSWER:
+      answer = call.body
       if result:
         recorder.note(where, f"the result {result!r:.80} of {name}")
       continue
@@ -206,9 +194,9 @@ def _play(
       raise Refused("multi_turn", f"{where}: a call after the answer")
     if result is None:
       raise Refused("no_result", f"{where}: the call of {name} has no result")
-    if made.tag == roles.SUGGESTED_ANSWER:
-      recorder.say(runs.SOLVER, runs.CANDIDATE, made.body)
+    if call.tag == roles.SUGGESTED_ANSWER:
+      recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
       recorder.note(where, f"the result {result!r:.80} of {name}")
       continue
-    recorder.call(made.tag, made.body, result)
+    recorder.call(call.tag, call.body, result)
   return answer

@@ -26,7 +26,7 @@ from coa_jax.importers.alpaca import read_alpaca
 from coa_jax.importers.chat import read_chat
 from coa_jax.importers.oagents import read_oagents
 from coa_jax.importers.react import is_react, read_react
-from coa_jax.importers.row import Imported, Refused
+from coa_jax.importers.row import ImportedRun, Refused
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
@@ -51,10 +51,10 @@ def detect(row: Mapping[str, Any]) -> str:
   Raises:
     ValueError: it has the fields of none.
   """
-  held = {name for name, value in row.items() if value not in (None, "", [], {})}
-  found = _format(held) or (is_react(row) and "react") or _format(set(row))
-  if found:
-    return found
+  filled = {name for name, value in row.items() if value not in (None, "", [], {})}
+  name = _format(filled) or (is_react(row) and "react") or _format(set(row))
+  if name:
+    return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
   raise ValueError(
     f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
@@ -138,7 +138,9 @@ class Importer:
     except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
       detail = f"not as {self.format} rows are: {e!r}"
       return Dropped(task_id, sample, "bad_record", detail)
-    task, run, lost = imported.task, imported.run, list(imported.lost)
+    task = imported.task
+    run = imported.run
+    lost = list(imported.lost)
     prompt = prompt_segments(self.variant, task.question, self.prompt)
     result = convert(run, task, self.variant, prompt, self.convert, lost)
     if isinstance(result, Dropped):
@@ -150,7 +152,7 @@ class Importer:
 
   def _imported(
     self, row: dict[str, Any], task_id: str, where: str, sample: int
-  ) -> Imported:
+  ) -> ImportedRun:
     if self.format != "runs":
       tools = {name.lower(): tag for name, tag in self.tools.items()}
       imported = _READERS[self.format](row, task_id, tools)
@@ -162,7 +164,7 @@ class Importer:
       raise Refused("bad_record", str(e)) from e
     if run.task_id not in self.tasks:
       raise Refused("unknown_task", f"no task {run.task_id!r} among those given")
-    return Imported(self.tasks[run.task_id], run)
+    return ImportedRun(self.tasks[run.task_id], run)
 
   def _own(
     self, row: dict[str, Any], task_id: str, where: str
@@ -217,11 +219,11 @@ def records(uri: str) -> tuple[str, Iterator[Record]]:
   if first is None:
     raise ValueError(f"{uri}: holds no row")
   try:
-    found = detect(first[2])
+    name = detect(first[2])
   except ValueError as e:
     raise ValueError(f"{first[1]}: {e}") from e
   rows = itertools.chain([first], rows)
-  return found, rows if found == RL else _attempts(rows)
+  return name, rows if name == RL else _attempts(rows)
 
 
 def _attempts(rows: Iterable[Record]) -> Iterator[Record]:

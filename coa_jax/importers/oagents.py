@@ -21,11 +21,23 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coa_jax.importers.calls import TOOLS, translate
+from coa_jax.importers.calls import TOOLS, translate_and_note
+from coa_jax.importers.programs import (
+  AGENT,
+  Program,
+  callee,
+  delegated_texts,
+  final_argument,
+  literal,
+  nodes_in_order,
+  only_answers,
+  other_statements,
+  parse_program,
+)
 from coa_jax.importers.row import (
-  ASKED,
+  QUESTION_FIELDS,
   TASK_FIELDS,
-  Imported,
+  ImportedRun,
   Recorder,
   Refused,
   fields,
@@ -51,25 +63,20 @@ _STEP = fields(
 )
 _SUBTASK = fields("task answer tool_calls")
 _SUBCALL = fields("name args arguments observation observations id type")
-_Program = Sequence[ast.stmt]
 _Subtask = tuple[str, Mapping[str, Any]]  # what was asked, and what was done about it
 _CALLED = re.compile(r"```|<code>|<end_code>|^[ \t]*(?:Code|Action):", re.MULTILINE)
 _THOUGHT = re.compile(r"^\s*Thoughts?:\s*")
 _BLOCK = re.compile(
   r"(?ms)```.*?(?:```|\Z)|<code>.*?(?:</code>|\Z)|<end_code>|^[ \t]*Code:"
 )
-_AGENT = "search_agent"
 _PLANNED = fields("facts plan")
 _DONE = fields("tool_calls model_output observations error action_output")
-# Nodes of a statement that hands a task on, keeps what came back or prints it.
-_PLAIN = (ast.Expr, ast.Assign, ast.Call, ast.Name, ast.Constant, ast.keyword)
-_PLAIN += (ast.expr_context, ast.JoinedStr, ast.FormattedValue)
 
 
 def read_oagents(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> Imported:
-  """One row as a run.
+) -> ImportedRun:
+  """Reads one row as a run.
 
   Args:
     row: as above.
@@ -87,26 +94,30 @@ def read_oagents(
   note_unread(reading.recorder, "row", row, _ROW)
   if (row.get("steps") or steps) != steps:
     reading.recorder.note("row", "field 'steps' is not read, but 'intermediate_steps'")
-  asked = None
+
+  # --- The steps, one after the other.
+  step_question = None
   for at, step in enumerate(steps):
     where = f"step {at}"
     note_unread(reading.recorder, where, step, _STEP)
     # A table gives every step the fields of all kinds: a null one says nothing.
-    held = {name for name, value in step.items() if value is not None}
-    if held & _PLANNED:
+    filled = {name for name, value in step.items() if value is not None}
+    if filled & _PLANNED:
       reading.planning(step)
-    if held & _DONE:
+    if filled & _DONE:
       reading.action(step, where)
     elif isinstance(step.get("task"), str):
-      asked = step["task"]
-    elif "system_prompt" in held:
+      step_question = step["task"]
+    elif "system_prompt" in filled:
       reading.recorder.note(where, "the system prompt; ours takes its place")
     elif not set(step) & (_PLANNED | _DONE):
       raise Refused("unknown_step", f"{where} has {', '.join(sorted(step))}")
   if reading.subtasks:
-    left, _ = reading.subtasks[0]
-    raise Refused("unplaced_subtask", f"no step delegates {left!r:.80}")
-  question = next((row[k] for k in ASKED if row.get(k)), asked)
+    name, _ = reading.subtasks[0]
+    raise Refused("unplaced_subtask", f"no step delegates {name!r:.80}")
+
+  # --- How it ended.
+  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), step_question)
   task = task_of(row, task_id, question, "oagents")
   recorder = reading.recorder
   if row.get("agent_error"):
@@ -139,13 +150,13 @@ class _Reading:
     self.answer: str | None = None
 
   def planning(self, step: Mapping[str, Any]) -> None:
-    """Facts are a thought, the plan a plan."""
+    """Records the facts as a thought and the plan as a plan."""
     self.recorder.think(_text(step.get("facts") or ""))
     if plan := _text(step.get("plan") or "").strip():
       self.recorder.say(runs.PLANNER, runs.PLAN, plan)
 
   def action(self, step: Mapping[str, Any], where: str) -> None:
-    """A rationale, a call with its result or a delegation, a critique."""
+    """Records a rationale, a call with its result or a delegation, a critique."""
     recorder = self.recorder
     calls = [_name_and_arguments(c, where) for c in step.get("tool_calls") or []]
     result = _result(step)
@@ -160,13 +171,13 @@ class _Reading:
     code = step.get("code_action")
     if code and _text(code).strip() not in (t.strip() for t in texts):
       recorder.note(where, f"code_action {code!r:.80} beside the call")
-    program = _parsed(texts[0]) if texts and self._tag(name) == "code" else []
+    program = parse_program(texts[0]) if texts and self._tag(name) == "code" else []
     if calls:
       self._call(calls[0], program, step, where)
-    elif result.strip():  # the reply could not be read, and the agent was told so
+    elif result.strip():  # an error message: the reply could not be read
       recorder.say(runs.ORCHESTRATOR, runs.MALFORMED, result, "no call")
       recorder.note(where, f"a reply without a call: {result!r:.80}")
-    self._ended(step, program, where)
+    self._ending(step, program, where)
     self._critique(step, where)
 
   def _tag(self, name: str) -> str | None:
@@ -175,86 +186,108 @@ class _Reading:
   def _call(
     self,
     call: tuple[str, Any],
-    program: _Program,
+    program: Program,
     step: Mapping[str, Any],
     where: str,
   ) -> None:
-    (name, arguments), recorder, result = call, self.recorder, _result(step)
-    asked = (_texts(arguments) or [None])[:1] if name == _AGENT else _asked(program)
-    if self._delegate(asked, program, where) or name == _AGENT:
-      if rest := _beside(program):
+    name, arguments = call
+    recorder = self.recorder
+    result = _result(step)
+
+    # --- A delegation: the sub-task's own calls stand in its place.
+    if name == AGENT:
+      subtasks = (_texts(arguments) or [None])[:1]
+    else:
+      subtasks = delegated_texts(program)
+    if self._delegate(subtasks, program, where) or name == AGENT:
+      rest = other_statements(program)
+      if rest:
         first = ast.get_source_segment(_texts(arguments)[0], rest[0])
-        told = f"{len(rest)} statements beside the delegation: {first!r:.80}"
-        recorder.note(where, told)
-      if isinstance(arguments, dict) and name == _AGENT and len(arguments) > 1:
+        recorder.note(
+          where, f"{len(rest)} statements beside the delegation: {first!r:.80}"
+        )
+      if isinstance(arguments, dict) and name == AGENT and len(arguments) > 1:
         recorder.note(where, f"arguments beside the sub-task: {arguments!r:.80}")
-      self._unseen(f"report of the {_AGENT}", result, where)
+      self._unseen(f"report of the {AGENT}", result, where)
       return
-    if _only_answers(program):
+
+    # --- A call of a tool, or the end.
+    if only_answers(program):
       self._unseen("result of the final answer", result, where)
       return
-    called = {_callee(n) for n in _in_order(program, ast.Call)} - {None}
-    if theirs := sorted(n for n in called if n == _AGENT or self._tag(n)):
+    functions = {callee(n) for n in nodes_in_order(program, ast.Call)} - {None}
+    theirs = sorted(n for n in functions if n == AGENT or self._tag(n))
+    if theirs:
       recorder.note(where, f"the program calls their {', '.join(theirs)}")
-    made = translate(name, arguments, self.table)
-    for lost in made.lost:
-      recorder.note(where, f"argument {lost} of {name}")
-    if made.tag == roles.ANSWER:
-      self.answer = made.body
+    ours = translate_and_note(recorder, where, name, arguments, self.table)
+    if ours.tag == roles.ANSWER:
+      self.answer = ours.body
       self._unseen("result of the final answer", result, where)
-    elif made.tag == roles.SUGGESTED_ANSWER:
-      recorder.say(runs.SOLVER, runs.CANDIDATE, made.body)
+    elif ours.tag == roles.SUGGESTED_ANSWER:
+      recorder.say(runs.SOLVER, runs.CANDIDATE, ours.body)
       self._unseen("result of a suggested answer", result, where)
     else:
-      recorder.call(made.tag, made.body, result, failed=bool(step.get("error")))
+      recorder.call(ours.tag, ours.body, result, failed=bool(step.get("error")))
 
-  def _unseen(self, what: str, result: str, where: str) -> None:
+  def _unseen(self, label: str, result: str, where: str) -> None:
     if result:
-      self.recorder.note(where, f"the {what}: {result!r:.80}")
+      self.recorder.note(where, f"the {label}: {result!r:.80}")
 
-  def _ended(self, step: Mapping[str, Any], program: _Program, where: str) -> None:
-    """Reads the answer of a step that ends the run, notes what another came to."""
-    output, final = step.get("action_output"), step.get("is_final_answer")
-    ending = _final(program)
-    if (ending is not None if final is None else final) and not step.get("error"):
-      given = _literal(ending) if output is None else output
-      if given is not None:
-        self.answer = _text(given)
+  def _ending(self, step: Mapping[str, Any], program: Program, where: str) -> None:
+    """Reads the answer of a step that ends the run, notes another step's output."""
+    output = step.get("action_output")
+    argument = final_argument(program)
+    is_final = step.get("is_final_answer")
+    if is_final is None:  # an older version does not say
+      is_final = argument is not None
+    if is_final and not step.get("error"):
+      answer = literal(argument) if output is None else output
+      if answer is not None:
+        self.answer = _text(answer)
         return
     shown = f"{self.answer}\n{_result(step)}"
     if output is not None and _text(output) not in shown and str(output) not in shown:
       self.recorder.note(where, f"action_output {output!r:.80} beside the observation")
 
   def _delegate(
-    self, asked: Sequence[str | None], program: _Program, where: str
+    self, texts: Sequence[str | None], program: Program, where: str
   ) -> bool:
-    """Plays the records of what each call asked, in order; whether there is one.
+    """Records the sub-tasks of a program's delegations, in order; False for none.
 
-    A sub-task that its call does not write out may stand elsewhere in the program;
-    where it is put together as that runs, it is the next record, as runs write them.
+    A sub-task that its call does not write out (None) may stand elsewhere in the
+    program; where it is put together as that runs, it is the next record, as runs write
+    them.
     """
-    names = [name for name, _ in self.subtasks if asked and name not in asked]
-    texts = dict.fromkeys(node.value for node in _in_order(program, ast.Constant))
-    named = [text for text in texts if text in names]
-    spare = [name for name in names if name not in named]
-    wanted, placed = [], False
-    for text in asked:
-      if text is None and not named and spare:
-        told = f"a sub-task that is not written out; taken is {spare[0]!r:.80}"
-        self.recorder.note(where, told)
-      wanted.append(text if text is not None else (named or spare or [None]).pop(0))
-    for text in [*wanted, *named]:
-      at = next((i for i, (name, _) in enumerate(self.subtasks) if name == text), None)
+    # --- Which records the calls without a text mean.
+    others = [name for name, _ in self.subtasks if texts and name not in texts]
+    constants = [node.value for node in nodes_in_order(program, ast.Constant)]
+    elsewhere = [text for text in dict.fromkeys(constants) if text in others]
+    spare = [name for name in others if name not in elsewhere]
+    names = []
+    for text in texts:
+      if text is None and not elsewhere and spare:
+        self.recorder.note(
+          where, f"a sub-task that is not written out; taken is {spare[0]!r:.80}"
+        )
+      if text is None:
+        text = (elsewhere or spare or [None]).pop(0)
+      names.append(text)
+
+    # --- Their records, in the place of the calls.
+    any_record = False
+    for name in [*names, *elsewhere]:
+      at = next((i for i, (n, _) in enumerate(self.subtasks) if n == name), None)
       if at is not None:
         self._play(*self.subtasks.pop(at), where)
-        placed = True
-      elif text is not None:
-        self.recorder.note(where, f"no record of the sub-task {text!r:.80}")
-    return placed
+        any_record = True
+      elif name is not None:
+        self.recorder.note(where, f"no record of the sub-task {name!r:.80}")
+    return any_record
 
   def _play(self, name: str, record: Mapping[str, Any], where: str) -> None:
-    """A sub-task, the calls made for it, and its answer."""
-    recorder, calls = self.recorder, record.get("tool_calls")
+    """Records a sub-task, the calls made for it, and its answer."""
+    recorder = self.recorder
+    calls = record.get("tool_calls")
     if not isinstance(calls, list):
       raise Refused("bad_subtasks", f"sub-task {name!r:.60} has no list of calls")
     note_unread(recorder, where, record, _SUBTASK)
@@ -263,16 +296,14 @@ class _Reading:
       if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise Refused("bad_call", f"sub-task {name!r:.60}: {call!r:.80}")
       note_unread(recorder, where, call, _SUBCALL)
-      given = call.get("args", call.get("arguments"))
-      made = translate(call["name"], given, self.table)
-      for lost in made.lost:
-        recorder.note(where, f"argument {lost} of {call['name']}")
-      if made.tag in roles.ROLES:
+      arguments = call.get("args", call.get("arguments"))
+      ours = translate_and_note(recorder, where, call["name"], arguments, self.table)
+      if ours.tag in roles.ROLES:
         continue  # its answer, which follows
-      observed = call.get("observation", call.get("observations"))
-      if not isinstance(observed, str):
+      observation = call.get("observation", call.get("observations"))
+      if not isinstance(observation, str):
         raise Refused("no_result", f"{where}: {call['name']} has no observation")
-      recorder.call(made.tag, made.body, observed)
+      recorder.call(ours.tag, ours.body, observation)
     if record.get("answer") is not None:
       recorder.think(_text(record["answer"]))
 
@@ -315,9 +346,11 @@ def _name_and_arguments(call: Any, where: str) -> tuple[str, Any]:
 
 def _result(step: Mapping[str, Any]) -> str:
   """The observations as they are, and the error that was shown below them."""
-  observations, error = step.get("observations"), step.get("error")
-  held = isinstance(observations, str) or bool(observations)
-  texts = [_text(observations)] if held else []
+  observations = step.get("observations")
+  error = step.get("error")
+  texts = []
+  if isinstance(observations, str) or observations:
+    texts.append(_text(observations))
   if error:
     message = error.get("message") if isinstance(error, dict) else error
     texts.append(str(message or error))
@@ -333,67 +366,3 @@ def _texts(arguments: Any) -> list[str]:
   """The strings among a call's arguments; of a program, the program."""
   values = arguments.values() if isinstance(arguments, dict) else (arguments,)
   return [v for v in values if isinstance(v, str)]
-
-
-def _parsed(program: str) -> list[ast.stmt]:
-  """A program's statements; none where it is not Python."""
-  try:
-    return ast.parse(program).body
-  except (SyntaxError, ValueError, RecursionError, MemoryError):
-    return []
-
-
-def _callee(node: ast.AST) -> str | None:
-  """The plain name that a node calls."""
-  plain = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-  return node.func.id if plain else None
-
-
-def _in_order(program: _Program, kind: type) -> list[Any]:
-  """Nodes of a kind by where they end: what is given to a call before the call."""
-  nodes = [n for s in program for n in ast.walk(s) if isinstance(n, kind)]
-  return sorted(nodes, key=lambda n: (n.end_lineno, n.end_col_offset))
-
-
-def _asked(program: _Program) -> list[str | None]:
-  """The text that each call of the search agent is given; None where none is."""
-  out = []
-  for call in _in_order(program, ast.Call):
-    if _callee(call) == _AGENT:
-      given = [_literal(n) for n in (*call.args, *(k.value for k in call.keywords))]
-      out.append(next((text for text in given if isinstance(text, str)), None))
-  return out
-
-
-def _beside(program: _Program) -> list[ast.stmt]:
-  """The statements that do more than hand tasks on and keep or print what came back."""
-  out = []
-  for statement in program:
-    calls = {_callee(n) for n in _in_order([statement], ast.Call)}
-    plain = all(isinstance(n, _PLAIN) for n in ast.walk(statement))
-    if not (calls and plain and calls <= {_AGENT, "print"}):
-      out.append(statement)
-  return out
-
-
-def _final(program: _Program) -> ast.expr | None:
-  """What a program gives to `final_answer` at its end."""
-  last = program[-1] if program else None
-  if not isinstance(last, ast.Expr) or _callee(last.value) != "final_answer":
-    return None
-  given = [*last.value.args, *(k.value for k in last.value.keywords)]
-  return given[0] if given else None
-
-
-def _literal(node: ast.expr | None) -> Any:
-  """The value that is written out; None where there is none, or it is computed."""
-  try:
-    return None if node is None else ast.literal_eval(node)
-  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-    return None
-
-
-def _only_answers(program: _Program) -> bool:
-  """Whether a program does nothing but give `final_answer` something plain."""
-  calls = _in_order(program, ast.Call)
-  return len(program) == len(calls) == 1 and _final(program) is not None

@@ -19,11 +19,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.importers.calls import translate
+from coa_jax.importers.calls import translate_and_note
 from coa_jax.importers.row import (
-  ASKED,
+  QUESTION_FIELDS,
   TASK_FIELDS,
-  Imported,
+  ImportedRun,
   Recorder,
   Refused,
   note_unread,
@@ -63,8 +63,8 @@ def _marks(text: Any) -> bool:
 
 def read_react(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
-) -> Imported:
-  """One row (`question`, and the text in one of `TEXT`) as a run.
+) -> ImportedRun:
+  """Reads one row (`question`, and the text in one of `TEXT`) as a run.
 
   Of several texts the first in this layout is read.
 
@@ -78,12 +78,12 @@ def read_react(
   used = next((k for k in texts if _marks(row[k])), texts[0])
   note_unread(recorder, "row", row, TASK_FIELDS | {used})
   blocks = _blocks(row[used])
-  question = next((row[k] for k in ASKED if row.get(k)), None)
+  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), None)
   if blocks and blocks[0][0] == "Question":
-    asked = blocks[0][1].strip()
-    if question and asked != str(question).strip():
-      recorder.note("block 0", f"the question {asked!r:.80} beside the row's")
-    question = question or asked
+    text = blocks[0][1].strip()
+    if question and text != str(question).strip():
+      recorder.note("block 0", f"the question {text!r:.80} beside the row's")
+    question = question or text
     blocks = blocks[1:]
   _check(blocks)
   answer = _play(blocks, recorder, table)
@@ -92,20 +92,21 @@ def read_react(
 
 def _blocks(text: str) -> list[tuple[str, str, str]]:
   """(marker, content, number) of the text; one line break ends a content."""
-  found = list(_MARK.finditer(text))
-  head = text[: found[0].start()] if found else text
+  marks = list(_MARK.finditer(text))
+  head = text[: marks[0].start()] if marks else text
   if head.strip():
     raise Refused("stray_text", f"text before every marker: {head.strip()[:40]!r}")
   out = []
-  for at, match in enumerate(found):
-    end = found[at + 1].start() if at + 1 < len(found) else len(text)
-    content = text[match.end() : end]
-    out.append((match[1], content.removesuffix("\n"), match[2] or ""))
+  ends = [mark.start() for mark in marks[1:]] + [len(text)]
+  for mark, end in zip(marks, ends, strict=False):
+    content = text[mark.end() : end].removesuffix("\n")
+    out.append((mark[1], content, mark[2] or ""))
   return out
 
 
 def _check(blocks: list[tuple[str, str, str]]) -> None:
-  last, count = "", 0
+  last = ""
+  count = 0
   numbered = {bool(number) for name, _, number in blocks if name != "Final Answer"}
   if len(numbered) > 1:
     raise Refused("ambiguous", "some markers have numbers, some have none")
@@ -113,7 +114,8 @@ def _check(blocks: list[tuple[str, str, str]]) -> None:
     if name not in _ORDER[last]:
       raise Refused("ambiguous", f"{name} after {last or 'the start'}: {content!r:.40}")
     if number:
-      count += name == "Thought"
+      if name == "Thought":  # begins a round
+        count += 1
       if int(number) != count:
         raise Refused("ambiguous", f"{name} {number} in round {count}")
     last = name
@@ -135,28 +137,28 @@ def _play(
     elif name == "Final Answer":
       return content.strip()
     elif name == "Action":
-      called, arguments = content.strip(), ""
+      tool = content.strip()
+      arguments = ""
       if at < len(blocks) and blocks[at][0] == "Action Input":
         arguments = blocks[at][1]
         at += 1
       elif match := _INLINE.fullmatch(content):
-        called, arguments = match[1], match[2]
-      made = translate(called, arguments, table)
-      for lost in made.lost:
-        recorder.note(where, f"argument {lost} of {called}")
-      observed = blocks[at][1] if at < len(blocks) else None
+        tool = match[1]
+        arguments = match[2]
+      call = translate_and_note(recorder, where, tool, arguments, table)
+      observation = blocks[at][1] if at < len(blocks) else None
       at += 1
-      if made.tag == roles.ANSWER:
-        if observed is not None and at < len(blocks):
+      if call.tag == roles.ANSWER:
+        if observation is not None and at < len(blocks):
           raise Refused("ambiguous", f"{where}: the answer is not the end")
-        if observed:
-          recorder.note(where, f"the result {observed!r:.80} of {called}")
-        return made.body
-      if observed is None:
-        raise Refused("no_result", f"{where}: {called} has no observation")
-      if made.tag == roles.SUGGESTED_ANSWER:
-        recorder.say(runs.SOLVER, runs.CANDIDATE, made.body)
-        recorder.note(where, f"the result {observed!r:.80} of {called}")
+        if observation:
+          recorder.note(where, f"the result {observation!r:.80} of {tool}")
+        return call.body
+      if observation is None:
+        raise Refused("no_result", f"{where}: {tool} has no observation")
+      if call.tag == roles.SUGGESTED_ANSWER:
+        recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
+        recorder.note(where, f"the result {observation!r:.80} of {tool}")
       else:
-        recorder.call(made.tag, made.body, observed)
+        recorder.call(call.tag, call.body, observation)
   return None

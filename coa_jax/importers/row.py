@@ -1,4 +1,4 @@
-"""What an importer makes of one row: a task, the run that answers it, what it lost."""
+"""What importers share: a row's task and run, and a record of what was lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ class Refused(Exception):
 
   def __init__(self, reason: str, detail: str):
     super().__init__(reason, detail)
-    self.reason, self.detail = reason, detail
+    self.reason = reason
+    self.detail = detail
 
 
 @dataclasses.dataclass(frozen=True)
-class Imported:
-  """One row.
+class ImportedRun:
+  """One row, read.
 
   Attributes:
     task: what was asked; without answers where the row tells none.
@@ -39,7 +40,6 @@ class Recorder:
   """Writes a run event by event, and notes what is lost on the way."""
 
   def __init__(self, task_id: str):
-    """Args: the id of the run's task."""
     self.run = Run(task_id)
     self.lost: list[str] = []
 
@@ -64,8 +64,8 @@ class Recorder:
     """Notes something that the run has no place for."""
     self.lost.append(f"{where}: {text}")
 
-  def end(self, task: Task, prediction: str | None) -> Imported:
-    """The row, ended with its answer; without one it ran out of turns."""
+  def end(self, task: Task, prediction: str | None) -> ImportedRun:
+    """Ends the row with its answer; without one the run is out of turns."""
     run = self.run
     run.usage.tool_calls = len(run.calls)
     if prediction is not None:
@@ -74,11 +74,11 @@ class Recorder:
       self.say(runs.ORCHESTRATOR, runs.FINAL, prediction)
     elif run.status == Status.UNGRADED:
       run.status = Status.TURN_LIMIT
-    return Imported(task, run, tuple(self.lost))
+    return ImportedRun(task, run, tuple(self.lost))
 
 
 def fields(names: str) -> frozenset[str]:
-  """The names of fields, given as words."""
+  """Splits a string of words into names of fields."""
   return frozenset(names.split())
 
 
@@ -95,21 +95,22 @@ _ANSWERS = (
   "golden_answer",
   "target",
 )
-ASKED = ("question", "task_question", "problem")  # fields that may hold the question
+QUESTION_FIELDS = ("question", "task_question", "problem")
 
 
 def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) -> Task:
-  """The task of a foreign row; its answers come from the field that has them.
+  """Makes the task of a foreign row; its answers come from the field that has them.
 
   Raises:
     Refused: there is no question, or the row's `kind` is none.
   """
   if not isinstance(question, str) or not question.strip():
     raise Refused("no_question", f"the question is {question!r:.80}")
-  found = next((row[k] for k in _ANSWERS if row.get(k) not in (None, "", [])), ())
-  if isinstance(found, dict):
-    found = found.get("target", ())
-  answers = found if isinstance(found, list | tuple) else (found,)
+  answers = next((row[k] for k in _ANSWERS if row.get(k) not in (None, "", [])), ())
+  if isinstance(answers, dict):
+    answers = answers.get("target", ())
+  if not isinstance(answers, list | tuple):
+    answers = (answers,)
   try:
     kind = Kind(row.get("kind") or Kind.QA)
   except ValueError:

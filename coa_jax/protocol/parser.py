@@ -117,7 +117,8 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
     if stripped.startswith("</"):
       raise _Fault(Verdict.NESTED, "a closing tag that closes nothing", offset)
     raise _Fault(Verdict.MALFORMED, "text outside every span", offset)
-  role, offset = match[1], match.start(1) - 1
+  role = match[1]
+  offset = match.start(1) - 1
   if role not in variant.tags:
     detail = f"<{role}> is no span of variant {variant.name!r}"
     raise _Fault(Verdict.UNKNOWN_TOOL, detail, offset)
@@ -173,7 +174,8 @@ class _Rules:
     self.thinking = True
 
   def _place(self, span: Span) -> None:
-    role, variant = span.role, self.variant
+    role = span.role
+    variant = self.variant
     detail = None
     if role not in variant.follows[self.last]:
       detail = f"<{role}> after {self.last}"
@@ -195,14 +197,16 @@ class _Rules:
       raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
 
   def _advance(self, span: Span) -> None:
-    self.last, self.thinking, self.required = span.role, False, None
+    self.last = span.role
+    self.thinking = False
+    self.required = None
     if span.role in self.variant.tools:
       self.waiting = True
       self.calls += 1
     elif span.role == roles.PLAN:
       self.plans += 1
     elif span.role == roles.REFLECTION:
-      if "poor" in roles.reflection_grades(span.content).values():
+      if roles.has_poor_grade(span.content):
         self.required = "plan"
     elif span.role == roles.DOUBLE_CHECK:
       passed = roles.check_score(span.content) >= roles.PASS_SCORE

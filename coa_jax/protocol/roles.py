@@ -298,10 +298,16 @@ def reflection_grades(content: str) -> dict[str, str]:
   """
   grades: dict[str, str] = {}
   for criterion, grade in _GRADE.findall(content):
-    criterion, grade = criterion.lower(), grade.lower()
+    criterion = criterion.lower()
+    grade = grade.lower()
     worst = max(GRADES.index(grade), GRADES.index(grades.get(criterion, GRADES[0])))
     grades[criterion] = GRADES[worst]
   return grades
+
+
+def has_poor_grade(content: str) -> bool:
+  """Whether a reflection grades some criterion poor, which asks for a new plan."""
+  return "poor" in reflection_grades(content).values()
 
 
 def check_score(content: str) -> int | None:
@@ -338,7 +344,8 @@ def unescape(text: str) -> str:
   """The inverse of `escape`."""
 
   def lower(match: re.Match[str]) -> str:
-    levels, tag = match[1], match[2]
+    levels = match[1]
+    tag = match[2]
     if not levels:
       return f"<{tag}>"
     return "&" + levels[len("amp;") :] + f"lt;{tag}>"

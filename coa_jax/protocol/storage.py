@@ -172,7 +172,9 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
   import pyarrow
   import pyarrow.parquet
 
-  count, writer, schema = 0, None, None
+  count = 0
+  writer = None
+  schema = None
   pending = iter(rows)
   try:
     while group := [_columns(row) for row in itertools.islice(pending, _ROWS)]:
@@ -213,7 +215,9 @@ def _schema(row: dict[str, Any]) -> Any:
     return None
   import pyarrow as pa
 
-  text, real, whole = pa.string(), pa.float64(), pa.int64()
+  text = pa.string()
+  real = pa.float64()
+  whole = pa.int64()
   segment = pa.struct(
     {
       "author": text,

@@ -1,8 +1,8 @@
 """Tokenizer, chat template, and trajectories as token ids with authorship.
 
 Two kinds of tokenizer work alike: one whose vocabulary holds each protocol tag as one
-added token (trained by `train_tokenizer`), and a stock byte-level one (Qwen's), to
-which tags are ordinary text. Text from outside (questions, observations) is encoded so
+added token (`tokenizer_training`), and a stock byte-level one (Qwen's), to which tags
+are ordinary text. Text from outside (questions, observations) is encoded so
 that no part of it can become a control token.
 
 budget: what text and ids owe each other (round trips, authorship) is read in one place.
@@ -24,16 +24,15 @@ import transformers
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
 from coa_jax.protocol import roles
-from coa_jax.protocol.tools import SPECS, TagIds
+from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
 _CONFIG = "tokenizer_config.json"
 # What transformers 5 calls any fast tokenizer; 4 has no class of this name.
 _ONLY_5 = "TokenizersBackend"
-IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-_TEMPLATE = (
-  "{% for m in messages %}" + IM_START + "{{ m['content'] }}" + IM_END + "{% endfor %}"
-)
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+PAD = "<|endoftext|>"
 # The bytes of an observation's tags and of the marker in the longest text there is.
 MIN_OBSERVATION = 80
 _MARK = "\ue000"  # private use: stands for the message while a template is rendered
@@ -54,7 +53,8 @@ class Tokenizer:
     Raises:
       ValueError: it is not byte-level, so ids have no exact bytes.
     """
-    self.hf, self._kind = hf, kind
+    self.hf = hf
+    self._kind = kind
     self._trusted = hf.backend_tokenizer
     # A folder keeps those of the last call before it was saved.
     self._trusted.no_truncation()
@@ -86,15 +86,15 @@ class Tokenizer:
       raise FileNotFoundError(f"{file}: no tokenizer there")
     config = os.path.join(path, _CONFIG)
     read_object(file)  # what the libraries raise names no file
-    said = None
+    kind = None
     if os.path.exists(config):
-      said = read_object(config).get("tokenizer_class")
-      if not isinstance(said, str | None):
-        raise ValueError(f"{config}: field 'tokenizer_class' is {shown(said)}, no name")
+      kind = read_object(config).get("tokenizer_class")
+      if not isinstance(kind, str | None):
+        raise ValueError(f"{config}: field 'tokenizer_class' is {shown(kind)}, no name")
     try:
       hf = transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path))
-      loaded = cls(hf, *[said] if said not in (None, _ONLY_5) else ())
-      _ = loaded.bytes_of  # which a token that is no run of bytes has not
+      loaded = cls(hf) if kind in (None, _ONLY_5) else cls(hf, kind)
+      _ = loaded.bytes_of  # fails here where a token is no run of bytes
     except Exception as e:  # the libraries raise errors of no class of their own
       reason = " ".join(f"{e!r:.200}".split())
       raise ValueError(f"{file} and {_CONFIG}: no usable tokenizer ({reason})") from e
@@ -200,14 +200,14 @@ class Tokenizer:
     prompt[-1].ids = prompt[-1].ids + after
 
   def encode_observation(self, content: str) -> Segment:
-    """The observation segment for a tool's output: escaped, tagged, with ids."""
+    """Makes the observation segment of a tool's output: escaped, tagged, with ids."""
     text = _wrapped(content)
     segment = Segment(Author.TOOL, roles.OBSERVATION, text)
     segment.ids = self._observation_ids(text)
     return segment
 
   def cut_observation(self, content: str, limit: int) -> str:
-    """A tool's output, its middle cut out where the observation would be too long.
+    """Cuts the middle out of a tool's output where its observation would be too long.
 
     Args:
       content: what the tool said, of any length.
@@ -223,28 +223,35 @@ class Tokenizer:
 
     def cut(keep: int) -> str | None:
       """With so many characters kept; None where that is too long."""
-      text, gone = content, len(content) - keep
-      if gone > 0:
-        tail = keep // 2
-        marker = f"\n...[{gone} characters cut]...\n"
-        text = content[: keep - tail] + marker + content[len(content) - tail :]
+      text = cut_middle(content, keep)
       return text if len(self._observation_ids(_wrapped(text))) <= limit else None
 
     # Beyond this length it cannot fit, and need not be encoded to know.
     if len(content) <= limit * self._longest and cut(len(content)) is not None:
       return content
-    # Doubled first, so that no more is encoded than about twice what is kept. The count
-    # is not quite monotone in `keep`; what is returned has always been counted.
-    best, low, high = cut(0), 0, limit
-    while high < len(content) and (text := cut(high)) is not None:
-      best, low, high = text, high, 2 * high
+    # --- Double what is kept until it is too long, so that no more is encoded than
+    # about twice what is kept. The count is not quite monotone in `keep`; what is
+    # returned has always been counted.
+    best = cut(0)
+    low = 0
+    high = limit
+    while high < len(content):
+      text = cut(high)
+      if text is None:
+        break
+      best = text
+      low = high
+      high *= 2
     high = min(high, len(content))
+    # --- Then halve the distance between what fits and what does not.
     while high - low > 1:
       middle = (low + high) // 2
-      if (text := cut(middle)) is not None:
-        best, low = text, middle
-      else:
+      text = cut(middle)
+      if text is None:
         high = middle
+      else:
+        best = text
+        low = middle
     assert best is not None, "a marker has fewer bytes than MIN_OBSERVATION"
     return best
 
@@ -254,10 +261,10 @@ class Tokenizer:
   def _encode(self, pieces: Sequence[_Piece]) -> list[list[int]]:
     """Ids of each text, those of one kind together: the tokenizer has threads."""
     out: list[list[int]] = [[] for _ in pieces]
-    for backend, kind in ((self._trusted, True), (self._untrusted, False)):
-      where = [i for i, (_, trusted) in enumerate(pieces) if trusted == kind]
-      found = _ids(backend, [pieces[i][0] for i in where])
-      for i, ids in zip(where, found, strict=True):
+    for tokenizer, is_trusted in ((self._trusted, True), (self._untrusted, False)):
+      where = [i for i, (_, trusted) in enumerate(pieces) if trusted == is_trusted]
+      encoded = _ids(tokenizer, [pieces[i][0] for i in where])
+      for i, ids in zip(where, encoded, strict=True):
         out[i] = ids
     return out
 
@@ -269,16 +276,19 @@ class Tokenizer:
     self.encode_trajectories([trajectory])
 
   def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
-    """`encode_trajectory` of each, on all cores."""
+    """Fills the ids of every segment that has none, on all cores."""
     todo: list[tuple[Segment, list[_Piece]]] = []
     for t in trajectories:
       prompt = [s for s in t.segments if s.author == Author.PROMPT]
       if prompt and not any(s.ids for s in prompt):
         self.encode_prompt(prompt)
       for s in t.segments:
-        if not s.ids and s.author != Author.PROMPT:
-          policy = s.author == Author.POLICY
-          todo.append((s, [(s.text, True)] if policy else _pieces(s.text)))
+        if s.ids or s.author == Author.PROMPT:
+          continue
+        if s.author == Author.POLICY:
+          todo.append((s, [(s.text, True)]))
+        else:
+          todo.append((s, _pieces(s.text)))
     ids = iter(self._encode([piece for _, pieces in todo for piece in pieces]))
     for s, pieces in todo:
       s.ids = [i for _ in pieces for i in next(ids)]
@@ -307,7 +317,7 @@ class Tokenizer:
   def policy_segments(
     self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int]
   ) -> list[Segment]:
-    """Sampled ids as segments, cut after each closing tag.
+    """Cuts sampled ids into segments, after each closing tag.
 
     The ids are never decoded and encoded again: a token that ends one span and begins
     the next stays whole, with the span that it ends.
@@ -339,19 +349,20 @@ def _wrapped(content: str) -> str:
 def _ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
   # As `encode`, without the offsets that nobody asks for: a tenth to a fifth faster.
   whole = [_bytes(text).decode() for text in texts]
-  found = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
-  return [encoding.ids for encoding in found]
+  encodings = tokenizer.encode_batch_fast(whole, add_special_tokens=False)
+  return [encoding.ids for encoding in encodings]
 
 
 def _pieces(text: str) -> list[_Piece]:
   """Of an observation as `_wrapped` writes it, only the tags are trusted."""
   opening = roles.open_tag(roles.OBSERVATION)
   closing = roles.close_tag(roles.OBSERVATION)
-  head, tail = text.find(opening), text.rfind(closing)
-  head += len(opening)
-  if head < len(opening) or tail < head:
+  start = text.find(opening)
+  content = start + len(opening)
+  end = text.rfind(closing)
+  if start < 0 or end < content:
     return [(text, False)]
-  return [(text[:head], True), (text[head:tail], False), (text[tail:], True)]
+  return [(text[:content], True), (text[content:end], False), (text[end:], True)]
 
 
 def _bytes(text: str) -> bytes:
@@ -367,65 +378,9 @@ _OPENING = re.compile(rf"(?:<|^)({_NAMES})>")
 
 def _byte_alphabet() -> dict[int, str]:
   """GPT-2's map of bytes to printable characters, which byte-level BPE writes in."""
-  keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  out = {b: chr(b) for b in keep}
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  out = {b: chr(b) for b in printable}
   for b in range(256):
     if b not in out:
-      out[b] = chr(256 + len(out) - len(keep))
+      out[b] = chr(256 + len(out) - len(printable))
   return out
-
-
-def _tags(*names: str) -> list[str]:
-  """Opening and closing tag of each."""
-  return [tag for n in names for tag in (roles.open_tag(n), roles.close_tag(n))]
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """Trains a byte-level BPE with protocol tags as one token each, digits one by one.
-
-  The tag `tool` alone is spelt as text (`tools.TagIds`).
-
-  Args:
-    texts: training text; tags in it are not counted.
-    vocab_size: ids in all, the 256 bytes, tags and control tokens included.
-
-  Raises:
-    ValueError: vocab_size leaves no room for bytes and tags.
-  """
-  ids = {tag: spec.tag_ids for tag, spec in SPECS.items()}
-  first = [tag for tag in ids if ids[tag] == TagIds.FIRST]
-  # A row of `SPECS` takes the ids below those of the rows before it, so one more costs
-  # the last two merges and moves nothing else.
-  last = [tag for tag in reversed(ids) if ids[tag] == TagIds.LAST]
-  special = [PAD, IM_START, IM_END]
-  special += _tags(*roles.ROLES, *first, roles.OBSERVATION)
-  at_the_end = _tags(*last)
-  if vocab_size < 256 + len(special) + len(at_the_end):
-    raise ValueError(
-      f"vocab_size must be at least {256 + len(special) + len(at_the_end)}"
-    )
-  model = tokenizers.Tokenizer(tokenizers.models.BPE())
-  split = tokenizers.pre_tokenizers
-  model.pre_tokenizer = split.Sequence(
-    [
-      split.Digits(individual_digits=True),
-      split.ByteLevel(add_prefix_space=False, use_regex=True),
-    ]
-  )
-  model.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size - len(at_the_end),
-    special_tokens=special,
-    initial_alphabet=split.ByteLevel.alphabet(),
-    show_progress=False,
-  )
-  model.train_from_iterator(texts, trainer)
-  if at_the_end:
-    # Texts with too few merges leave ids over; those keep their places.
-    unused = vocab_size - len(at_the_end) - model.get_vocab_size()
-    model.add_special_tokens([f"<|reserved_{i}|>" for i in range(unused)])
-    model.add_special_tokens(at_the_end)
-  hf = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=model, pad_token=PAD, eos_token=IM_END, chat_template=_TEMPLATE
-  )
-  return Tokenizer(hf)

@@ -88,7 +88,8 @@ def parse_function_call(content: str) -> FunctionCall | None:
   value = _read_json(content.strip(WHITE))  # ours is wider than JSON's
   if not isinstance(value, dict) or set(value) != {"name", "arguments"}:
     return None
-  name, arguments = value["name"], value["arguments"]
+  name = value["name"]
+  arguments = value["arguments"]
   if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
     return None
   return FunctionCall(name, arguments) if isinstance(arguments, dict) else None
@@ -157,8 +158,8 @@ def after_prefix(prefix: str, description: str) -> ArgumentFormat:
   """The body after a word that stands before it."""
 
   def read(text: str) -> str | None:
-    head, found, body = text.partition(prefix)
-    return body.removeprefix(" ") if found and not head.strip() else None
+    head, separator, body = text.partition(prefix)
+    return body.removeprefix(" ") if separator and not head.strip() else None
 
   return ArgumentFormat(description, lambda body: f"{prefix} {body}", read)
 
@@ -206,9 +207,9 @@ def code_fences(fence: str) -> ArgumentFormat:
     return f"```{fence}" + render_code(call.program, call.stdin).removeprefix("```py")
 
   def read(text: str) -> str | None:
-    head, found, rest = text.partition(f"```{fence}\n")
+    head, opening, rest = text.partition(f"```{fence}\n")
     body = f"```py\n{rest}"
-    return body if found and not head.strip() and parse_code(body) else None
+    return body if opening and not head.strip() and parse_code(body) else None
 
   description = (
     f"one ```{fence} block, then, if it reads standard input, one ```sh block"

@@ -171,7 +171,8 @@ def _code_language(functions: tuple[str, ...]) -> Language:
   """As `parse_code`: a program with something in it, maybe standard input."""
   del functions
   white = many(byte(WHITE))
-  tick, other = byte(b"`"), byte(ANY - {ord("`")})
+  tick = byte(b"`")
+  other = byte(ANY - {ord("`")})
   few = row(maybe(tick), maybe(tick))
   body = row(many(row(few, other)), few)  # never three ticks in a row
   ticks = row(tick, maybe(tick))

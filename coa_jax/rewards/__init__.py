@@ -21,6 +21,13 @@ def written_answer(text: str) -> str | None:
   return content.strip() if closing and opening else None
 
 
+def grade_known(task: Task, prediction: str | None) -> float | None:
+  """As `grade`; None where no answer is known, or only hidden tests could tell."""
+  if not task.answers or task.kind == Kind.CODE:
+    return None
+  return grade(task, prediction)
+
+
 def grade(task: Task, prediction: str | None) -> float:
   """The answer reward of `prediction`: 1.0 right, 0.0 wrong or missing.
 

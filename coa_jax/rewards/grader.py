@@ -90,7 +90,7 @@ class RewardConfig:
       raise ValueError("workers and max_failures must be at least 1")
 
   def kept_in(self, folder: str) -> RewardConfig:
-    """The same, the judge's verdicts in this folder where no file is named.
+    """The same, the judge's verdicts in this folder where no file is logged.
 
     So a run that is interrupted asks for none again, and none can be another one.
     """
@@ -130,7 +130,8 @@ class Grader:
     """Ends what grades; trajectories not graded by then stay so."""
     self._pool.shutdown(wait=False, cancel_futures=True)
     with self._lock:
-      closing, self._closing = self._closing, []
+      closing = self._closing
+      self._closing = []
     for service in closing:
       service.close()
     self._pool.shutdown()
@@ -159,7 +160,8 @@ class Grader:
         f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
         f"{max_len}: no trajectory gets that long"
       )
-    kinds, sources = list(Kind), sorted({t.source for t in tasks} - {""})
+    kinds = list(Kind)
+    sources = sorted({t.source for t in tasks} - {""})
     for key in self.config.graders:
       if key not in (*kinds, *sources):
         raise ValueError(
@@ -231,7 +233,8 @@ class Grader:
     reward, parts = shaping.shape(
       self.config.shaping, graded.answer, trajectory, variant
     )
-    trajectory.reward, trajectory.reward_parts = reward, {**parts, **graded.parts}
+    trajectory.reward = reward
+    trajectory.reward_parts = {**parts, **graded.parts}
     if graded.record:
       trajectory.meta["graded"] = graded.record
 
@@ -334,5 +337,5 @@ class _Custom:
         "penalties)"
       )
     # The log is one table: a part called `loss` must not pass for the loss.
-    named = {f"part_{k}": float(v) for k, v in parts.items()}
-    return Graded(float(answer_part), parts=named)
+    logged = {f"part_{k}": float(v) for k, v in parts.items()}
+    return Graded(float(answer_part), parts=logged)

@@ -72,7 +72,7 @@ class JudgeConfig:
 
 
 def read_verdict(reply: str) -> bool | None:
-  """What a reply says: a `judgement` wherever it stands, or one word; None for neither.
+  """Reads a `judgement` anywhere in a reply, or one word; None for neither.
 
   Fences, prose around the JSON, other quotes and thoughts before it do not matter; of
   several judgements the last counts. A thought that was cut off decides nothing.
@@ -80,11 +80,11 @@ def read_verdict(reply: str) -> bool | None:
   reply = reply.rpartition("</think>")[2]
   if "<think>" in reply:
     return None
-  found = _JUDGEMENT.findall(reply)
-  if not found:
+  judgements = _JUDGEMENT.findall(reply)
+  if not judgements:
     alone = _ALONE.fullmatch(reply)
-    found = [alone[1]] if alone else []
-  return found[-1].lower() in _RIGHT if found else None
+    judgements = [alone[1]] if alone else []
+  return judgements[-1].lower() in _RIGHT if judgements else None
 
 
 class Judge:
@@ -130,11 +130,12 @@ class Judge:
     text = f"{self._config.chat.model}\0{_SYSTEM}\0{ask}"
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     with self._lock:
-      verdict, mine = self._verdicts.get(key), False
-      if verdict is None:
-        verdict, mine = concurrent.futures.Future(), True
+      verdict = self._verdicts.get(key)
+      is_first = verdict is None
+      if is_first:
+        verdict = concurrent.futures.Future()
         self._verdicts[key] = verdict
-    if mine:
+    if is_first:
       self._settle(key, verdict, ask)
     return Graded(float(verdict.result()))
 
@@ -168,7 +169,8 @@ class Judge:
   def _recall(self, row: Any, where: str, place: Place) -> None:
     """Takes over a verdict of the cache."""
     try:
-      key, right = row["key"], row["correct"]
+      key = row["key"]
+      right = row["correct"]
       if not isinstance(key, str) or not isinstance(right, bool):
         raise TypeError
     except (TypeError, KeyError):

@@ -91,13 +91,17 @@ def _last_boxed(text: str) -> str | None:
 def _equal(prediction: str, gold: str) -> bool:
   if _IDLE_BLANK.sub("", prediction) == _IDLE_BLANK.sub("", gold):
     return True
-  ours, theirs = number(prediction), number(gold)
+  ours = number(prediction)
+  theirs = number(gold)
   if ours is None or theirs is None:
-    prediction, gold = notation.spelled_out(prediction), notation.spelled_out(gold)
+    prediction = notation.spelled_out(prediction)
+    gold = notation.spelled_out(gold)
     if math_text.units_differ(prediction, gold):
       return False
-    prediction, gold = notation.without_words(prediction), notation.without_words(gold)
-    ours, theirs = number(prediction), number(gold)
+    prediction = notation.without_words(prediction)
+    gold = notation.without_words(gold)
+    ours = number(prediction)
+    theirs = number(gold)
   if ours is not None and theirs is not None:
     return ours == theirs or ("." in prediction + gold and _rounded(ours, theirs))
   verdict = math_text.verdict(prediction, gold)
@@ -188,7 +192,8 @@ class _Verifier:
 
   def _stop(self, grace: float = 0.0) -> int | None:
     """Ends the child after `grace` seconds; its return code, None where none ran."""
-    child, self._child = self._child, None
+    child = self._child
+    self._child = None
     if child is None:
       return None
     try:

@@ -63,7 +63,8 @@ def _same_solutions(prediction: str, gold: str) -> bool:
   if not any(map(_INEQUALITY.search, (prediction, gold))):
     return False
   try:
-    ours, theirs = _solutions(prediction), _solutions(gold)
+    ours = _solutions(prediction)
+    theirs = _solutions(gold)
     if ours is None or theirs is None:
       return False
     variables = ours[0] | theirs[0]
@@ -74,16 +75,17 @@ def _same_solutions(prediction: str, gold: str) -> bool:
 
 def _solutions(text: str) -> tuple[set, sympy.Set] | None:
   """The variables and the values of a statement such as `x<1 or 2<x\\le 3`."""
-  variables, union = set(), sympy.EmptySet
+  variables = set()
+  union = sympy.EmptySet
   for alternative in _OR.split(text):
     intersection = sympy.S.Reals
     for part in _AND.split(alternative):
       parsed = _parsed(f"\\boxed{{{part.strip()}}}")
-      found = _bounds(parsed[0]) if parsed else None
-      if found is None:
+      bounds = _bounds(parsed[0]) if parsed else None
+      if bounds is None:
         return None
-      variables |= found[0]
-      intersection = sympy.Intersection(intersection, found[1])
+      variables |= bounds[0]
+      intersection = sympy.Intersection(intersection, bounds[1])
     union = sympy.Union(union, intersection)
   return variables, union
 
@@ -94,7 +96,8 @@ def _bounds(parsed: object) -> tuple[set, sympy.Set] | None:
   if isinstance(parsed, sympy.Set) and not parsed.has(Relational):
     return set(), parsed
   relations = parsed.args if isinstance(parsed, sympy.And) else (parsed,)
-  variables, values = set(), sympy.S.Reals
+  variables = set()
+  values = sympy.S.Reals
   for relation in relations:
     # The bare variable has to stand alone on its side: `x^2>4` only repeats a question
     # whose answer is `x<-2 or x>2`.

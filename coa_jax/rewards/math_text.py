@@ -65,7 +65,8 @@ _MAYBE_UNITS = frozenset("ghlms")
 
 def units_differ(prediction: str, gold: str) -> bool:
   """5 m is not 5 cm, for math-verify it is; where either has no unit, none is asked."""
-  ours, theirs = _unit(prediction), _unit(gold)
+  ours = _unit(prediction)
+  theirs = _unit(gold)
   return bool(ours and theirs) and ours != theirs
 
 
@@ -76,11 +77,12 @@ def _unit(text: str) -> str | None:
 
 def verdict(prediction: str, gold: str) -> bool | None:
   """Whether the two are the same text, time or ratio; None leaves it to math-verify."""
-  prediction, gold = notation.unwrapped(prediction), notation.unwrapped(gold)
+  prediction = notation.unwrapped(prediction)
+  gold = notation.unwrapped(gold)
   for rule in (_words, _clock, _date, _ratio, _base):
-    found = rule(prediction, gold)
-    if found is not None:
-      return found
+    same = rule(prediction, gold)
+    if same is not None:
+      return same
   loose = notation.has_loose_fields
   if loose(gold) or (loose(prediction) and not notation.is_prose(prediction)):
     return False  # `1 2` is neither 12 nor, as in math-verify, 3
@@ -98,10 +100,12 @@ def _words(prediction: str, gold: str) -> bool | None:
 
 def _clock(prediction: str, gold: str) -> bool | None:
   """`3:30 p.m.` is 3:30 PM, 15:30 and, the question being known, 3:30; not 1:10."""
-  ours, theirs = _CLOCK.fullmatch(prediction), _CLOCK.fullmatch(gold)
+  ours = _CLOCK.fullmatch(prediction)
+  theirs = _CLOCK.fullmatch(gold)
   if not (ours and theirs and (ours[3] or theirs[3])):
     return None
-  one, other = _minutes(ours), _minutes(theirs)
+  one = _minutes(ours)
+  other = _minutes(theirs)
   if ours[3] and theirs[3]:
     return one == other
   return one % 720 == other % 720
@@ -128,7 +132,8 @@ def _ratio(prediction: str, gold: str) -> bool | None:
 
 def _date(prediction: str, gold: str) -> bool | None:
   """1/2/2020 is not 2/4/2020, though the quotients are equal."""
-  ours, theirs = _DATE.fullmatch(prediction), _DATE.fullmatch(gold)
+  ours = _DATE.fullmatch(prediction)
+  theirs = _DATE.fullmatch(gold)
   if not (ours and theirs):
     return None
   return [int(f) for f in ours.group(1, 3, 4, 5, 7, 8) if f] == [
@@ -141,7 +146,8 @@ def _base(prediction: str, gold: str) -> bool | None:
 
   No base is converted: 5 is no answer to the question what 5 is in base two.
   """
-  ours, theirs = _in_base(prediction), _in_base(gold)
+  ours = _in_base(prediction)
+  theirs = _in_base(gold)
   if ours is None or theirs is None or not (ours[1] or theirs[1]):
     return None
   same_base = ours[1] == theirs[1] or not (ours[1] and theirs[1])
@@ -154,7 +160,8 @@ def _in_base(text: str) -> tuple[str, int | None] | None:
   match = _IN_BASE.fullmatch(text)
   if match is None:
     return None
-  digits, base = match[1].upper(), int(match[2] or match[3])
+  digits = match[1].upper()
+  base = int(match[2] or match[3])
   # `2a_1` is a product
   return (digits, base) if all(int(digit, 16) < base for digit in digits) else None
 

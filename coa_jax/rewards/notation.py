@@ -164,7 +164,8 @@ def _braced_fraction(match: re.Match) -> str:
 
 def _mixed(match: re.Match) -> str:
   whole = int("".join(match[1].split()))
-  over, under = int(match[2]), int(match[3])
+  over = int(match[2])
+  under = int(match[3])
   if over >= under:  # `1 234/5` is 1234/5, `5 4/3` nothing
     return match[0]
   return f"\\frac{{{whole * under + over}}}{{{under}}}"

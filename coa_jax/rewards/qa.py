@@ -97,9 +97,11 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 def _f1(prediction: str, answer: str) -> float:
   if prediction != answer and _WHOLE & {prediction, answer}:
     return 0.0
-  ours, theirs = prediction.split(), answer.split()
+  ours = prediction.split()
+  theirs = answer.split()
   common = sum((collections.Counter(ours) & collections.Counter(theirs)).values())
   if not common:
     return 0.0
-  precision, recall = common / len(ours), common / len(theirs)
+  precision = common / len(ours)
+  recall = common / len(theirs)
   return 2 * precision * recall / (precision + recall)

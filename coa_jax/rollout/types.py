@@ -16,7 +16,7 @@ from coa_jax.json_io import read_object
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import prompts, roles, tokens
-from coa_jax.tasks.sampling import DRAWS
+from coa_jax.tasks.sampling import TASK_SAMPLERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SamplingConfig:
   filter_groups: bool = True
   temperature: float = bounded(1.0, above=0)
   staleness: int = bounded(0, least=0)
-  task_sampler: str = choice("uniform", of=DRAWS, was="draw")
+  task_sampler: str = choice("uniform", of=TASK_SAMPLERS, was="draw")
   curriculum: float = bounded(0.5, least=0, most=1)
 
   def __post_init__(self):

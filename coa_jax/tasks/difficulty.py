@@ -110,14 +110,14 @@ def keep_tasks(
   rates: collections.Counter[str] = collections.Counter()
   fitting: list[Task] = []
   for task in tasks:
-    found = attempts.get(task.id)
-    if found is not None:
-      rates[_name(found)] += 1
-    reason = _reason(task, found, config, used)
-    if reason or found is None:
+    outcome = attempts.get(task.id)
+    if outcome is not None:
+      rates[_name(outcome)] += 1
+    reason = _reason(task, outcome, config, used)
+    if reason or outcome is None:
       left[reason] += 1
       continue
-    meta = {**task.meta, "pass_rate": found.rate, "attempts": found.graded}
+    meta = {**task.meta, "pass_rate": outcome.rate, "attempts": outcome.graded}
     fitting.append(dataclasses.replace(task, meta=meta))
   strata = {t.id: _stratum(t, attempts[t.id], config.strata) for t in fitting}
   kept = fitting
@@ -136,29 +136,29 @@ def keep_tasks(
 
 
 def _reason(
-  task: Task, found: Attempts | None, config: SelectConfig, used: Collection[str]
+  task: Task, outcome: Attempts | None, config: SelectConfig, used: Collection[str]
 ) -> str:
   """Why a task is left out; "" where it fits."""
   if task.id in used or task.question.strip() in used:
     return "used"
-  if found is None or found.graded < config.min_attempts:
+  if outcome is None or outcome.graded < config.min_attempts:
     return "attempts"
-  if found.right == 0 and not config.all_wrong:
+  if outcome.right == 0 and not config.all_wrong:
     return "all_wrong"
-  if found.right == found.graded and not config.all_right:
+  if outcome.right == outcome.graded and not config.all_right:
     return "all_right"
-  if found.rate < config.at_least:
+  if outcome.rate < config.at_least:
     return "too_hard"
-  return "too_easy" if found.rate > config.at_most else ""
+  return "too_easy" if outcome.rate > config.at_most else ""
 
 
-def _stratum(task: Task, found: Attempts, strata: Sequence[str]) -> tuple[str, ...]:
-  values = {"source": task.source, "family": task.family, "rate": _name(found)}
+def _stratum(task: Task, outcome: Attempts, strata: Sequence[str]) -> tuple[str, ...]:
+  values = {"source": task.source, "family": task.family, "rate": _name(outcome)}
   return tuple(values[name] for name in strata)
 
 
-def _name(found: Attempts) -> str:
-  return f"{found.right}/{found.graded}"
+def _name(outcome: Attempts) -> str:
+  return f"{outcome.right}/{outcome.graded}"
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:

@@ -60,12 +60,12 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
 
 
 def _jsonl(path: str) -> Rows:
-  _there(path)
+  _check_exists(path)
   yield from read_jsonl(path)
 
 
 def _json(path: str) -> Rows:
-  _there(path)
+  _check_exists(path)
   begin = gzip.open if path.endswith(".gz") else open
   try:
     with begin(path, "rb") as f:
@@ -87,22 +87,22 @@ def _json(path: str) -> Rows:
 
 
 def _parquet(path: str) -> Rows:
-  _there(path)
+  _check_exists(path)
   yield from read_parquet(path)
 
 
 def _array_record(path: str) -> Rows:
-  _there(path)
+  _check_exists(path)
   yield from read_array_record(path)
 
 
 def _hf(rest: str) -> Rows:
-  name, given = _query("hf", rest, ("split", "config", "revision", "cache"))
+  name, options = _query("hf", rest, ("split", "config", "revision", "cache"))
   try:
     import datasets
   except ImportError as e:
     raise ValueError(f"hf:{rest}: needs `pip install datasets`") from e
-  split = given.get("split", "train")
+  split = options.get("split", "train")
   try:
     if _saved(name):
       rows = datasets.load_from_disk(name)
@@ -113,11 +113,11 @@ def _hf(rest: str) -> Rows:
     else:
       rows = datasets.load_dataset(
         name,
-        given.get("config"),
+        options.get("config"),
         split=split,
-        revision=given.get("revision"),
-        streaming="cache" not in given,
-        cache_dir=given.get("cache") or None,
+        revision=options.get("revision"),
+        streaming="cache" not in options,
+        cache_dir=options.get("cache") or None,
       )
     for number, row in enumerate(rows):
       where, row = _checked(f"hf:{rest} row {number}", row)
@@ -133,18 +133,18 @@ def _saved(folder: str) -> bool:
 
 
 def _tfds(rest: str) -> Rows:
-  name, given = _query("tfds", rest, ("split", "data_dir"))
+  name, options = _query("tfds", rest, ("split", "data_dir"))
   try:
     import tensorflow_datasets as tfds
   except ImportError as e:
-    wanted = "tensorflow-datasets array_record"
-    raise ValueError(f"tfds:{rest}: needs `pip install {wanted}`") from e
+    packages = "tensorflow-datasets array_record"
+    raise ValueError(f"tfds:{rest}: needs `pip install {packages}`") from e
   # Never code to fetch: only what is prepared, by folder or by registered name.
   try:
     source = tfds.data_source(
       name,
-      split=given.get("split", "train"),
-      data_dir=given.get("data_dir"),
+      split=options.get("split", "train"),
+      data_dir=options.get("data_dir"),
       download=False,
       try_gcs=False,
     )
@@ -174,18 +174,18 @@ def _query(
 ) -> tuple[str, dict[str, str]]:
   """The name and the options of what stands after a scheme."""
   name, _, query = rest.partition("?")
-  given = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-  for option in given:
+  options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+  for option in options:
     if option not in known:
       raise ValueError(
         f"{scheme}:{rest}: unknown option {option!r}; accepted: {', '.join(known)}"
       )
   if not name:
     raise ValueError(f"{scheme}:{rest}: names no data set")
-  return name, given
+  return name, options
 
 
-def _there(path: str) -> None:
+def _check_exists(path: str) -> None:
   if not os.path.exists(path):
     raise FileNotFoundError(f"no task file at {path}")
 

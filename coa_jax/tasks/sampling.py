@@ -1,9 +1,9 @@
 """Which task is played next: all alike, those that teach most, or easy ones first.
 
-All walk through one endless stream in which every epoch is a new permutation of the
-tasks. What draws strategically leaves tasks of it out by chance, so what is kept is
-drawn in proportion to its chance and seldom twice in a batch. A draw depends on the
-seed, on the state, and on nothing else.
+All samplers walk through one endless stream in which every epoch is a new permutation
+of the tasks. A weighted one skips tasks of it by chance, so a task is taken in
+proportion to its weight and seldom twice in a batch. What comes next depends on the
+seed and on the sampler's state alone.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.task import Task
 
-DRAWS = ("uniform", "learnability", "curriculum")
-_LEAST = 0.1  # chance of a task that teaches nothing by now
-_FADE = 0.5  # of earlier attempts, by policies that are no more, at every new group
-_FIRST = 0.1  # share of the tasks that a curriculum begins with
+TASK_SAMPLERS = ("uniform", "learnability", "curriculum")
+_MIN_CHANCE = 0.1  # of a task that is always or never solved
+_DECAY = 0.5  # of earlier attempts, by older policies, at every new group
+_FIRST_SHARE = 0.1  # of the tasks, that a curriculum begins with
 
 
 class TaskSampler:
-  """All tasks alike, each once in an epoch."""
+  """Takes all tasks alike, each once in an epoch."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
-    """Args: what to draw from; the seed of the order."""
+    """Takes the tasks to choose from, and the seed of the order."""
     self.tasks = tasks
     self.seed = seed
     self._order = (-1, np.zeros(0, int))  # an epoch, and its permutation
 
   def task(self, n: int, step: int) -> Task:
-    """The task of the n-th group of a run.
+    """Returns the task of the n-th group of a run.
 
     Args:
       n: asked for once and in order; some may be left out.
@@ -51,7 +51,7 @@ class TaskSampler:
     return {}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Goes on where another draw from the same tasks was."""
+    """Goes on where another sampler of the same tasks was."""
 
   def _in_stream(self, place: int) -> Task:
     epoch, nth = divmod(place, len(self.tasks))
@@ -62,38 +62,35 @@ class TaskSampler:
 
 
 class _WeightedTaskSampler(TaskSampler, abc.ABC):
-  """The same stream, of which a task is taken with a chance that is its own by now."""
+  """Takes each task of the stream with its current chance (rejection sampling)."""
 
   def __init__(self, tasks: Sequence[Task], seed: int):
     super().__init__(tasks, seed)
     self._place = 0
 
   def task(self, n: int, step: int) -> Task:
-    """The next task of the stream that is taken. See `TaskSampler`."""
     while True:
-      place, self._place = self._place, self._place + 1
+      place = self._place
+      self._place += 1
       task = self._in_stream(place)
-      if np.random.default_rng((self.seed, place, 1)).random() < self.chance(
-        task, step
-      ):
+      threshold = np.random.default_rng((self.seed, place, 1)).random()
+      if threshold < self.chance(task, step):
         return task
 
   @property
   def state(self) -> dict[str, Any]:
-    """See `TaskSampler`."""
     return {"place": self._place}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """See `TaskSampler`."""
     self._place = state["place"]
 
   @abc.abstractmethod
   def chance(self, task: Task, step: int) -> float:
-    """From 0 to 1; 1 for at least one task, or never 0."""
+    """Returns a chance from 0 to 1; 1 for at least one task, or never 0."""
 
 
 class Learnability(_WeightedTaskSampler):
-  """Tasks that are solved sometimes: by 4 p (1 - p), p being the pass rate by now.
+  """Prefers tasks that are solved sometimes: by 4 p (1 - p), p their pass rate so far.
 
   p (1 - p) is the variance of a reward of 0 or 1, and what a group's advantages are
   made of; as a measure of what a task can teach it is "learnability" (arXiv 2408.15099;
@@ -104,7 +101,6 @@ class Learnability(_WeightedTaskSampler):
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int):
-    """Args: as those of `TaskSampler`."""
     super().__init__(tasks, seed)
     self._counts: dict[str, tuple[float, float]] = {}  # right, graded
     for task in tasks:
@@ -113,27 +109,24 @@ class Learnability(_WeightedTaskSampler):
         self._counts[task.id] = task.meta["pass_rate"] * graded, graded
 
   def learn(self, group: Sequence[Trajectory]) -> None:
-    """Counts the attempts; one without a reward says nothing. See `TaskSampler`."""
+    """Counts the attempts; one without a reward says nothing."""
     graded = [t for t in group if t.reward is not None]
     if graded:
       parts = [t.reward_parts.get("answer", t.reward) for t in graded]
       right, before = self._counts.get(graded[0].task_id, (0.0, 0.0))
-      right = _FADE * right + float(np.clip(parts, 0, 1).sum())
-      self._counts[graded[0].task_id] = right, _FADE * before + len(graded)
+      right = _DECAY * right + float(np.clip(parts, 0, 1).sum())
+      self._counts[graded[0].task_id] = right, _DECAY * before + len(graded)
 
   def chance(self, task: Task, step: int) -> float:
-    """See the class."""
     right, graded = self._counts.get(task.id, (0.0, 0.0))
     p = (right + 1) / (graded + 2)
-    return max(_LEAST, 4 * p * (1 - p))
+    return max(_MIN_CHANCE, 4 * p * (1 - p))
 
   @property
   def state(self) -> dict[str, Any]:
-    """See `TaskSampler`."""
     return {**super().state, "counts": {k: list(v) for k, v in self._counts.items()}}
 
   def restore(self, state: dict[str, Any]) -> None:
-    """See `TaskSampler`."""
     super().restore(state)
     self._counts = {
       k: (right, graded) for k, (right, graded) in state["counts"].items()
@@ -141,7 +134,7 @@ class Learnability(_WeightedTaskSampler):
 
 
 class Curriculum(_WeightedTaskSampler):
-  """The easiest tasks first, by the pass rates on record; later all.
+  """Takes the easiest tasks first, by the pass rates on record; later all.
 
   At step t of T the easiest share c(t) = min(1, sqrt(t (1 - c0^2) / T + c0^2)) is drawn
   from, all of it alike: the square-root competence of arXiv 1903.09848. (Its
@@ -149,7 +142,7 @@ class Curriculum(_WeightedTaskSampler):
   """
 
   def __init__(self, tasks: Sequence[Task], seed: int, steps: float):
-    """Args: as those of `TaskSampler`, and T, after which all tasks are drawn from.
+    """Takes what `TaskSampler` does, and T, from which on all tasks are taken.
 
     Raises:
       ValueError: a task has no pass rate on record.
@@ -158,8 +151,8 @@ class Curriculum(_WeightedTaskSampler):
     for task in tasks:
       if "pass_rate" not in task.meta:
         raise ValueError(
-          f"task {task.id!r} has no meta.pass_rate, by which "
-          "algo.sampling.task_sampler='curriculum' orders; "
+          f"task {task.id!r} has no meta.pass_rate, which "
+          "algo.sampling.task_sampler='curriculum' orders by; "
           "experiments.select_tasks writes task files that have it"
         )
     easy = sorted(tasks, key=lambda t: -t.meta["pass_rate"])
@@ -167,30 +160,29 @@ class Curriculum(_WeightedTaskSampler):
     self._steps = steps
 
   def chance(self, task: Task, step: int) -> float:
-    """See the class."""
     begun = step / self._steps if self._steps else 1.0
-    share = min(1.0, math.sqrt(begun * (1 - _FIRST**2) + _FIRST**2))
+    share = min(1.0, math.sqrt(begun * (1 - _FIRST_SHARE**2) + _FIRST_SHARE**2))
     return float(self._rank[task.id] < share * len(self.tasks))
 
 
 def make_task_sampler(
-  how: str, tasks: Sequence[Task], seed: int, steps: float
+  name: str, tasks: Sequence[Task], seed: int, steps: float
 ) -> TaskSampler:
-  """One of DRAWS.
+  """Makes one of TASK_SAMPLERS.
 
   Args:
-    how: its name.
-    tasks: what to draw from.
+    name: which.
+    tasks: what to choose from.
     seed: of all chance.
-    steps: after which a curriculum draws from all tasks.
+    steps: after which a curriculum takes all tasks.
 
   Raises:
-    ValueError: no such draw, or the tasks lack what it needs.
+    ValueError: no such sampler, or the tasks lack what it needs.
   """
-  if how == "curriculum":
+  if name == "curriculum":
     return Curriculum(tasks, seed, steps)
-  if how not in DRAWS:
-    raise ValueError(f"draw {how!r}; accepted: {', '.join(DRAWS)}")
-  return (
-    Learnability(tasks, seed) if how == "learnability" else TaskSampler(tasks, seed)
-  )
+  if name == "learnability":
+    return Learnability(tasks, seed)
+  if name == "uniform":
+    return TaskSampler(tasks, seed)
+  raise ValueError(f"task sampler {name!r}; accepted: {', '.join(TASK_SAMPLERS)}")

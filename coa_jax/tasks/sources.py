@@ -197,8 +197,8 @@ def _humaneval(row: Row, where: str, default_id: str) -> Task:
   """
   prompt, entry = _texts(row, where, "prompt", "entry_point")
   (test,) = _texts(row, where, "test")
-  before, found, _ = prompt.partition(f"def {entry}(")
-  if not found:
+  before, definition, _ = prompt.partition(f"def {entry}(")
+  if not definition:
     raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
   tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
   plain = {

@@ -71,7 +71,8 @@ class Task:
         f"{where}: unknown field {unknown[0]!r}; a task has "
         f"{', '.join(sorted(fields))}, and what else a row knows goes into meta"
       )
-    question, answers = row.get("question"), row.get("answers")
+    question = row.get("question")
+    answers = row.get("answers")
     if not isinstance(question, str) or not question.strip():
       raise ValueError(f"{where}: field 'question' must be a non-empty string")
     if isinstance(answers, str | int | float):
@@ -82,10 +83,10 @@ class Task:
         f"got {answers!r}"
       )
     row["answers"] = tuple(_answer(a, where) for a in answers)
-    for field, kind, wanted in _KINDS:
+    for field, kind, label in _KINDS:
       if not isinstance(row.get(field, kind()), kind):
         raise ValueError(
-          f"{where}: field {field!r} must be {wanted}, got {row[field]!r}"
+          f"{where}: field {field!r} must be {label}, got {row[field]!r}"
         )
     try:
       row["kind"] = Kind(row.get("kind", Kind.QA))

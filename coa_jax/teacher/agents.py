@@ -3,8 +3,8 @@
 An orchestrator reads the shared history and names the next agent. A planner lists the
 facts and plans, a search agent and a code agent call tools, a reflector reviews what
 came back, a solver proposes an answer and a verifier scores it 1 to 4. Every agent
-keeps a conversation of its own, to which it is told only the kinds of events it needs
-(`SEES`), so a team pays for its context again at every call: that cost is metered here.
+keeps a conversation of its own, which shows it only the kinds of events that it needs
+(`SEES`), so a team pays for its context again at every call: that cost is counted here.
 
 A malformed reply is asked for once more, then recorded and worked around; a run ends
 with a status, never with a crash.
@@ -13,17 +13,22 @@ with a status, never with a crash.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
-from coa_jax.protocol import roles, tool_bodies
-from coa_jax.protocol.roles import Variant
-from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall, Usage
+from coa_jax.protocol import roles
+from coa_jax.protocol.trajectory import CallStatus, Status, Usage
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
+from coa_jax.teacher.backend import (
+  CallTool,
+  InfrastructureError,
+  Message,
+  ModelBackend,
+  Reply,
+  Unsolvable,
+)
 from coa_jax.teacher.prompts import PLANNING, PROMPTS, REVIEWS, SEES
+from coa_jax.teacher.replies import MalformedReply, read_reply
 from coa_jax.teacher.runs import (
-  CALL,
   CANDIDATE,
   CODE,
   DECISION,
@@ -41,14 +46,13 @@ from coa_jax.teacher.runs import (
   SOLVER,
   VERDICT,
   VERIFIER,
-  Encode,
   Event,
-  Meter,
   Run,
   render,
 )
+from coa_jax.teacher.token_meter import Encode, TokenMeter
 
-CallTool = Callable[[str, str], ToolCall]
+_STATES = frozenset({PLAN, OBSERVATION, REFLECTION, CANDIDATE, VERDICT})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,8 @@ class TeamConfig:
     max_checks: verified candidates.
     review: what a reflection is: "facts" alone, "analysis" with the outcome on the last
       line, or analysis with "grades" of all three criteria on the last line. The first
-      suits variant unified, the second mhqa, the third web; see `review_style`.
+      suits variant unified, the second mhqa, the third web; see
+      `prompts.review_style`.
     facts: whether the planner, before its plan, lists the facts that are given, to be
       looked up and to be derived.
   """
@@ -79,56 +84,50 @@ class TeamConfig:
       raise ValueError("max_turns, max_calls and max_checks must be at least 1")
 
 
-def review_style(variant: Variant) -> str:
-  """The `TeamConfig.review` whose reflections the variant can hold."""
-  if variant.graded:
-    return "grades"
-  return "analysis" if roles.REFLECTION in variant.think_required else "facts"
-
-
-class _Malformed(Exception):
-  """A reply that cannot be used; the message tells the agent what was expected."""
-
-
 class _Team:
-  """The agents of one run: their contexts, the shared history, the meter."""
+  """The agents of one run: their contexts, the shared history, the token meter."""
 
   def __init__(
     self,
     task: Task,
-    brain: Brain,
+    backend: ModelBackend,
     tools: Sequence[str],
     config: TeamConfig,
     encode: Encode,
     sample: int,
   ):
-    self.task, self.brain, self.tools = task, brain, tuple(tools)
-    self.review, self.facts = config.review, config.facts
+    self.task = task
+    self.backend = backend
+    self.tools = tuple(tools)
+    self.config = config
     self.run = Run(task.id, sample=sample)
-    self._meter = Meter(encode)
+    self._meter = TokenMeter(encode)
     self._contexts: dict[str, list[Message]] = {}
-    self._told: dict[str, int] = {}
+    self._shown: dict[str, int] = {}  # agent -> events that it has been shown
 
   def ask(self, agent: str, legal: Collection[str] = ()) -> Event | None:
     """Has an agent reply; None if its reply was malformed twice."""
     context = self._open(agent, legal)
     for _ in range(2):
-      reply = self.brain(agent, context)
+      reply = self.backend(agent, context)
       context.append(Message("assistant", reply.text))
       try:
         if reply.cut:
-          raise _Malformed("it was cut at the limit of its length; be brief")
-        kind, content, detail = self._read(agent, reply.text, legal)
-      except _Malformed as e:
+          raise MalformedReply("it was cut at the limit of its length; be brief")
+        parsed = read_reply(
+          agent, reply.text, legal, self.tools, self.config.review, self.config.facts
+        )
+      except MalformedReply as e:
         self._record(agent, MALFORMED, reply.text, str(e), context, reply)
         context.append(
           Message("user", f"Your reply could not be used: {e}. Reply again.")
         )
         continue
-      if agent == PLANNER and self.facts:
-        content, facts = _PLANNING.search(reply.text).group("plan", "facts")
-        self.note(agent, FACTS, facts.strip())
-      return self._record(agent, kind, content.strip(), detail, context, reply)
+      if parsed.facts:
+        self.note(agent, FACTS, parsed.facts)
+      return self._record(
+        agent, parsed.kind, parsed.content, parsed.detail, context, reply
+      )
     return None
 
   def note(self, agent: str, kind: str, content: str, detail: str = "") -> Event:
@@ -139,71 +138,28 @@ class _Team:
 
   def _open(self, agent: str, legal: Collection[str]) -> list[Message]:
     """The agent's conversation, brought up to date with what it may see."""
-    first = agent not in self._contexts
+    is_first = agent not in self._contexts
     context = self._contexts.setdefault(agent, [])
     parts = []
-    if first:
-      extra = REVIEWS[self.review] if agent == REFLECTOR else ""
-      extra = PLANNING if agent == PLANNER and self.facts else extra
-      context.append(Message("system", PROMPTS[agent] + extra))
+    if is_first:
+      context.append(Message("system", self._prompt(agent)))
       parts.append(f"Question: {self.task.question}\nTools: {', '.join(self.tools)}")
-    for event in self.run.events[self._told.get(agent, 0) :]:
+    for event in self.run.events[self._shown.get(agent, 0) :]:
       if event.agent != agent and event.kind in SEES[agent]:
         parts.append(render(event))
-    self._told[agent] = len(self.run.events)
+    self._shown[agent] = len(self.run.events)
     if legal:
       parts.append(f"[choose]\n{', '.join(legal)}")
     context.append(Message("user", "\n".join(parts) or "Go on."))
     return context
 
-  def _read(
-    self, agent: str, text: str, legal: Collection[str]
-  ) -> tuple[str, str, str]:
-    """(kind, content, detail) of an agent's reply.
-
-    Raises:
-      _Malformed: it does not have the form that the agent's prompt asks for.
-    """
-    if agent == ORCHESTRATOR:
-      following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
-      if following not in legal:
-        raise _Malformed(f"NEXT must be one of {', '.join(legal)}")
-      reason = _REASON.search(text)
-      return DECISION, reason[1].strip() if reason else "", following
-    if agent == SEARCH:
-      named = _TOOL.search(text)
-      tool = named[1] if named else next(t for t in self.tools if t != CODE)
-      if tool not in self.tools or tool == CODE:
-        raise _Malformed(
-          f"TOOL must be one of {', '.join(t for t in self.tools if t != CODE)}"
-        )
-      return CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool
-    if agent == CODE:
-      fences = _FENCES.search(text)
-      call = tool_bodies.parse_code(fences[0]) if fences else None
-      if call is None:
-        raise _Malformed("expected one ```py block, then at most one ```sh block")
-      return CALL, tool_bodies.render_code(call.program, call.stdin), CODE
-    if agent == SOLVER:
-      return CANDIDATE, _field(_ANSWER, text, "a line 'ANSWER: <answer>'"), ""
-    if agent == VERIFIER:
-      score = _field(_SCORE, text, "a line 'SCORE: <1-4>'")
-      why = _WHY.search(text)
-      return VERDICT, why[1].strip() if why else "", score
-    if not text.strip():
-      raise _Malformed("the reply was empty")
-    if agent == PLANNER and self.facts and not _PLANNING.search(text):
-      raise _Malformed("expected a line 'FACTS: <facts>', then a line 'PLAN: <plan>'")
-    if agent == REFLECTOR and self.review != "facts":
-      *analysis, outcome = text.strip().splitlines()
-      if not analysis:
-        raise _Malformed("expected an analysis, then the outcome on a line of its own")
-      missing = set(roles.CRITERIA) - set(roles.reflection_grades(outcome))
-      if self.review == "grades" and missing:
-        raise _Malformed(
-          f"the last line lacks a grade for {', '.join(sorted(missing))}"
-        )
-    return (PLAN if agent == PLANNER else REFLECTION), text.strip(), ""
+  def _prompt(self, agent: str) -> str:
+    prompt = PROMPTS[agent]
+    if agent == REFLECTOR:
+      prompt += REVIEWS[self.config.review]
+    if agent == PLANNER and self.config.facts:
+      prompt += PLANNING
+    return prompt
 
   def _record(
     self,
@@ -231,29 +187,9 @@ class _Team:
     return event
 
 
-_NEXT = re.compile(r"^\s*NEXT:\s*(\w+)", re.MULTILINE)
-_REASON = re.compile(r"^\s*REASON:\s*(.*)", re.MULTILINE | re.DOTALL)
-_TOOL = re.compile(r"^\s*TOOL:\s*(\w+)", re.MULTILINE)
-_QUERY = re.compile(r"^\s*QUERY:\s*(.*)", re.MULTILINE | re.DOTALL)
-_ANSWER = re.compile(r"^\s*ANSWER:\s*(.*)", re.MULTILINE | re.DOTALL)
-_SCORE = re.compile(r"^\s*SCORE:\s*([1-4])(?!\d|\.\d)", re.MULTILINE)
-_WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
-_PLANNING = re.compile(
-  r"^\s*FACTS:\s*(?P<facts>\S.*?)^\s*PLAN:\s*(?P<plan>\S.*)", re.MULTILINE | re.DOTALL
-)
-_FENCES = re.compile(r"```.*```", re.DOTALL)
-
-
-def _field(pattern: re.Pattern[str], text: str, wanted: str) -> str:
-  match = pattern.search(text)
-  if match is None or not match[1].strip():
-    raise _Malformed(f"expected {wanted}")
-  return match[1].strip()
-
-
 def solve(
   task: Task,
-  brain: Brain,
+  backend: ModelBackend,
   call: CallTool,
   tools: Sequence[str],
   config: TeamConfig,
@@ -264,54 +200,61 @@ def solve(
 
   Args:
     task: what is asked.
-    brain: answers every agent's messages.
-    call: runs a tool: (tag, content of its span) -> ToolCall.
+    backend: answers every agent's messages.
+    call: runs a tool.
     tools: tags that may be called; `code` is the code agent's, all others search's.
     config: limits.
-    encode: text -> token ids, for the meter alone.
+    encode: text -> token ids, for the token meter alone.
     sample: which of the task's runs this is.
   """
-  team = _Team(task, brain, tools, config, encode, sample)
+  team = _Team(task, backend, tools, config, encode, sample)
   run = team.run
   try:
-    _work(team, call, config)
+    _work(team, call)
   except InfrastructureError as e:
-    run.status, run.error = Status.INFRASTRUCTURE, str(e)
-  except GaveUp as e:
+    run.status = Status.INFRASTRUCTURE
+    run.error = str(e)
+  except Unsolvable as e:
     run.status = Status.TURN_LIMIT
     team.note(ORCHESTRATOR, GAVE_UP, e.detail, e.reason)
-  spent = [e for e in run.events if e.prompt]
+  replies = [e for e in run.events if e.prompt]
   run.usage = Usage(
-    prompt=sum(e.prompt for e in spent),
-    cached=sum(e.cached for e in spent),
-    generated=sum(e.generated for e in spent),
+    prompt=sum(e.prompt for e in replies),
+    cached=sum(e.cached for e in replies),
+    generated=sum(e.generated for e in replies),
     tool_calls=len(run.calls),
-    model_calls=len(spent),
-    seconds=sum(e.seconds for e in spent) + sum(c.seconds for c in run.calls),
+    model_calls=len(replies),
+    seconds=sum(e.seconds for e in replies) + sum(c.seconds for c in run.calls),
   )
   return run
 
 
-def _work(team: _Team, call: CallTool, config: TeamConfig) -> None:
+def _work(team: _Team, call: CallTool) -> None:
   run = team.run
   checks = 0
-  for _ in range(config.max_turns):
-    open_calls = len(run.calls) < config.max_calls
-    legal = _legal(run, team.tools if open_calls else ())
+  for _ in range(team.config.max_turns):
+    # --- Who works next.
+    may_call = len(run.calls) < team.config.max_calls
+    legal = _legal_agents(run, team.tools if may_call else ())
     decision = team.ask(ORCHESTRATOR, legal)
     if decision is None:  # twice malformed: take the safest legal step
       decision = team.note(ORCHESTRATOR, DECISION, "", legal[-1])
     agent = decision.detail
+
+    # --- An answer is proposed and checked.
     if agent == SOLVER:
       verdict = _propose(team)
-      checks += verdict is not None
-      if verdict is not None and int(verdict.detail) >= roles.PASS_SCORE:
-        run.status = Status.ENDED
-        team.note(ORCHESTRATOR, FINAL, run.prediction)
-        return
-      if checks == config.max_checks:
+      if verdict is not None:
+        checks += 1
+        if int(verdict.detail) >= roles.PASS_SCORE:
+          run.status = Status.ENDED
+          team.note(ORCHESTRATOR, FINAL, run.prediction)
+          return
+      if checks == team.config.max_checks:
         break
       continue
+
+    # --- A plan, or a tool call and its review.
     work = team.ask(agent)
     if work is None or agent == PLANNER:
       continue
@@ -333,26 +276,24 @@ def _propose(team: _Team) -> Event | None:
   return team.ask(VERIFIER)
 
 
-def _legal(run: Run, tools: Sequence[str]) -> list[str]:
+def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
   """Agents that may work next, by the protocol's order rules; the last is the safest.
 
   A poor grade asks for a new plan, and after a failed check something has to be done
   before a new candidate.
   """
   last = next((e for e in reversed(run.events) if e.kind in _STATES), None)
-  workers = [SEARCH] if any(t != CODE for t in tools) else []
-  workers += [CODE] if CODE in tools else []
+  workers = []
+  if any(t != CODE for t in tools):
+    workers.append(SEARCH)
+  if CODE in tools:
+    workers.append(CODE)
   if last is None:
     return [*workers, PLANNER]
-  if (
-    last.kind == REFLECTION and "poor" in roles.reflection_grades(last.content).values()
-  ):
+  if last.kind == REFLECTION and roles.has_poor_grade(last.content):
     return [PLANNER]
   if last.kind in (VERDICT, CANDIDATE):
     return [*workers, PLANNER]
   if last.kind in (PLAN, OBSERVATION):
     return [*workers, SOLVER]
   return [PLANNER, *workers, SOLVER]
-
-
-_STATES = frozenset({PLAN, OBSERVATION, REFLECTION, CANDIDATE, VERDICT})

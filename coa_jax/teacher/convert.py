@@ -19,13 +19,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from coa_jax.protocol import roles
+from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
-from coa_jax.rewards import grade
-from coa_jax.tasks.task import Kind, Task
+from coa_jax.rewards import grade_known
+from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
-from coa_jax.teacher.agents import review_style
+from coa_jax.teacher.prompts import review_style
 from coa_jax.teacher.runs import Event, Run
 
 
@@ -102,26 +103,36 @@ def convert(
     seconds set to 0, so that equal runs give equal bytes (times stay in the run); or
     why there is none.
   """
+  # --- Runs without a trajectory.
   if run.events and run.events[-1].kind == runs.GAVE_UP:
     last = run.events[-1]
     return Dropped(run.task_id, run.sample, last.detail, last.content)
   if run.status != Status.ENDED:
     return Dropped(run.task_id, run.sample, run.status.value, run.error)
+
+  # --- What the config lets change: long observations, a missing verdict.
   run, changes = _shortened(run, config.observation_chars)
-  if config.score_right and _unscored(run, variant) and _right(task, run):
-    score = str(max(roles.SCORES))
-    *events, final = run.events
-    events += [
-      Event(runs.SOLVER, runs.CANDIDATE, final.content),
-      Event(runs.VERIFIER, runs.VERDICT, "", score),
-    ]
-    run = dataclasses.replace(run, events=[*events, final])
+  if config.score_right and _lacks_verdict(run, variant) and _is_right(task, run):
+    run = _with_best_score(run)
     changes["scored"] = True
+
+  # --- Events as spans.
   lost = [] if lost is None else lost
   spans = _spans(run.events, variant, lost)
   spans = _fill(spans, variant, config.missing_think, changes)
   # The meta below is read after the spans are placed: `_fill` counts as it goes.
   segments = [*prompt, *_place_thinks(spans, variant)]
+
+  # --- The trajectory, checked against the variant.
+  meta = {
+    "question": task.question,
+    "answers": list(task.answers),
+    "family": task.family,
+    "source": task.source,
+    "kind": task.kind.value,
+  }
+  if run.graded:
+    meta["graded"] = run.graded
   trajectory = Trajectory(
     task_id=run.task_id,
     segments=segments,
@@ -131,30 +142,12 @@ def convert(
     reward_parts={} if run.reward is None else {"answer": run.reward},
     usage=dataclasses.replace(run.usage, seconds=0.0),
     sample=run.sample,
-    meta={
-      "question": task.question,
-      "answers": list(task.answers),
-      "family": task.family,
-      "source": task.source,
-      "kind": task.kind.value,
-      **({"graded": run.graded} if run.graded else {}),
-      **changes,
-    },
+    meta={**meta, **changes},
   )
   verdict = parse(trajectory.text, variant)
   if not verdict.ok:
     return Dropped(run.task_id, run.sample, verdict.verdict.value, verdict.detail)
   return trajectory
-
-
-def shorten(text: str, limit: int) -> str:
-  """`text`, or `limit` characters of its head and tail around a marker of the gap."""
-  gone = len(text) - limit
-  if not limit or gone <= 0:
-    return text
-  tail = limit // 2
-  marker = f"\n...[{gone} characters cut]...\n"
-  return text[: limit - tail] + marker + text[len(text) - tail :]
 
 
 def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
@@ -163,40 +156,55 @@ def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
   if not limit or not cut:
     return run, {}
   events = [
-    dataclasses.replace(e, content=shorten(e.content, limit))
+    dataclasses.replace(e, content=cut_middle(e.content, limit))
     if e.kind == runs.OBSERVATION
     else e
     for e in run.events
   ]
-  calls = [dataclasses.replace(c, result=shorten(c.result, limit)) for c in run.calls]
+  calls = [
+    dataclasses.replace(c, result=cut_middle(c.result, limit)) for c in run.calls
+  ]
   record = {"shortened": {"head_and_tail": limit, "calls": cut}}
   return dataclasses.replace(run, events=events, calls=calls), record
 
 
-def _unscored(run: Run, variant: Variant) -> bool:
-  """Whether a run in want of a verdict has none."""
-  wanted = roles.DOUBLE_CHECK in variant.roles and bool(run.events)
-  return wanted and not any(e.kind == runs.VERDICT for e in run.events)
+def _lacks_verdict(run: Run, variant: Variant) -> bool:
+  """Whether the variant asks for a verdict and the run has none."""
+  if roles.DOUBLE_CHECK not in variant.roles or not run.events:
+    return False
+  return not any(e.kind == runs.VERDICT for e in run.events)
 
 
-def _right(task: Task, run: Run) -> bool:
-  if run.reward is not None:
-    return run.reward == 1.0
-  known = bool(task.answers) and task.kind != Kind.CODE  # tests are not run here
-  return known and grade(task, run.prediction) == 1.0
+def _is_right(task: Task, run: Run) -> bool:
+  reward = run.reward
+  if reward is None:
+    reward = grade_known(task, run.prediction)
+  return reward == 1.0
+
+
+def _with_best_score(run: Run) -> Run:
+  """The run with its answer as a candidate, and the best score as its verdict."""
+  *events, final = run.events
+  score = str(max(roles.SCORES))
+  candidate = Event(runs.SOLVER, runs.CANDIDATE, final.content)
+  verdict = Event(runs.VERIFIER, runs.VERDICT, "", score)
+  return dataclasses.replace(run, events=[*events, candidate, verdict, final])
 
 
 def _fill(
   spans: Iterator[tuple[str, str]], variant: Variant, text: str, changes: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
   """The spans, with a think of `text` before each that asks for one and has none."""
-  thought = False
+  has_thought = False
   for tag, content in spans:
-    if text and tag in variant.think_required and not thought:
+    if text and tag in variant.think_required and not has_thought:
       changes["filled"] = changes.get("filled", 0) + 1
       yield roles.THINK, text
-    # A thought that may not stand here waits for the next span: `_place_thinks`.
-    thought = tag == roles.THINK or (thought and tag not in variant.think_allowed)
+    if tag == roles.THINK:
+      has_thought = True
+    elif tag in variant.think_allowed:
+      has_thought = False
+    # Else a thought that may not stand here waits for the next span: `_place_thinks`.
     yield tag, content
 
 
@@ -205,49 +213,56 @@ def _spans(
 ) -> Iterator[tuple[str, str]]:
   """(tag, content) of every span, thinks where they were thought."""
   for i, event in enumerate(events):
-    if event.kind in (runs.DECISION, runs.FACTS):
+    kind = event.kind
+    if kind in (runs.DECISION, runs.FACTS):
       if event.content:
         yield roles.THINK, event.content
-    elif event.kind == runs.CALL:
+    elif kind == runs.CALL:
       yield event.detail, event.content
-    elif event.kind == runs.OBSERVATION:
+    elif kind == runs.OBSERVATION:
       yield roles.OBSERVATION, event.content
-    elif event.kind == runs.VERDICT:
+
+    # --- Candidates and verdicts, which not every variant has.
+    elif kind == runs.VERDICT:
       if roles.DOUBLE_CHECK in variant.roles:
         if event.content:
           yield roles.THINK, event.content
         yield roles.DOUBLE_CHECK, event.detail
       else:
-        lost.append(_gone(f"{event.kind} {event.detail}", event.content, variant))
-    elif event.kind == runs.CANDIDATE:
-      if roles.SUGGESTED_ANSWER in variant.roles and _verified(events, i):
+        lost.append(_no_span(f"{kind} {event.detail}", event.content, variant))
+    elif kind == runs.CANDIDATE:
+      has_tag = roles.SUGGESTED_ANSWER in variant.roles
+      if has_tag and _is_verified(events, i):
         yield roles.SUGGESTED_ANSWER, event.content
-      elif roles.SUGGESTED_ANSWER in variant.roles and not _said_again(events, i):
-        lost.append(f"{event.kind}: {event.content!r:.80} was never verified")
-      elif not _said_again(events, i):
-        lost.append(_gone(event.kind, event.content, variant))
-    elif _TAGS.get(event.kind, roles.ANSWER) not in variant.roles:
-      lost.append(_gone(event.kind, event.content, variant))
-    elif event.kind == runs.REFLECTION and review_style(variant) != "facts":
+      elif not _is_repeated(events, i):
+        if has_tag:
+          lost.append(f"{kind}: {event.content!r:.80} was never verified")
+        else:
+          lost.append(_no_span(kind, event.content, variant))
+
+    # --- Plans, reflections and the answer.
+    elif _TAGS.get(kind, roles.ANSWER) not in variant.roles:
+      lost.append(_no_span(kind, event.content, variant))
+    elif kind == runs.REFLECTION and review_style(variant) != "facts":
       analysis, _, outcome = event.content.rpartition("\n")
       if analysis:
         yield roles.THINK, analysis
       yield roles.REFLECTION, outcome
-    elif event.kind in _TAGS:
-      yield _TAGS[event.kind], event.content
+    elif kind in _TAGS:
+      yield _TAGS[kind], event.content
 
 
-def _gone(what: str, content: str, variant: Variant) -> str:
-  return f"{what}: {content!r:.80} has no span in {variant.name!r}"
+def _no_span(name: str, content: str, variant: Variant) -> str:
+  return f"{name}: {content!r:.80} has no span in {variant.name!r}"
 
 
-def _said_again(events: Sequence[Event], i: int) -> bool:
+def _is_repeated(events: Sequence[Event], i: int) -> bool:
   """Whether the candidate at i stands again below it: as another, or as the answer."""
   later = (e for e in events[i + 1 :] if e.kind in (runs.CANDIDATE, runs.FINAL))
   return any(e.content == events[i].content for e in later)
 
 
-def _verified(events: Sequence[Event], i: int) -> bool:
+def _is_verified(events: Sequence[Event], i: int) -> bool:
   """Whether the candidate at i was scored before anything else was done."""
   for event in events[i + 1 :]:
     if event.kind != runs.MALFORMED:

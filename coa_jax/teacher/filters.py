@@ -33,14 +33,11 @@ from coa_jax.teacher.novelty import (
   signature,
   visits,
 )
-from coa_jax.teacher.violations import Inspection
 
-# The reward of an answer; None where it cannot be judged, and then nothing is dropped.
-# Asked for those that bring no verdict with them.
-Judge = Callable[[Task, str | None], float | None]
-# Verdicts on instruction violations, one for each; see `violations.inspect_all`.
-Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]
-# Those that drop; then error correction, which writes some trajectories more than once.
+# An answer's reward; None where it cannot be judged, and then nothing is dropped. Asked
+# for trajectories that have no verdict yet.
+GradeAnswer = Callable[[Task, str | None], float | None]
+# The stages that drop; then error correction, which writes some trajectories again.
 STAGES = ("complexity", "quality", "contamination", "reflection", "duplicates")
 
 
@@ -94,8 +91,25 @@ class FiltersConfig:
         raise ValueError(f"{count} must be at least 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+  """A verdict on a trajectory's instruction violations; see `violations`.
+
+  Attributes:
+    violations: (rule, quote) of each; () for none.
+    read: False where no reply could be read, or the trajectory was too long for the
+      judge: nothing is known of it.
+  """
+
+  violations: tuple[tuple[int, str], ...] = ()
+  read: bool = True
+
+
+Inspect = Callable[[Sequence[Trajectory]], Iterable[Inspection]]  # one verdict each
+
+
 def load_benchmarks(config: FiltersConfig) -> Benchmarks:
-  """The questions that `config.benchmarks` name.
+  """Reads the questions that `config.benchmarks` name.
 
   Raises:
     FileNotFoundError, ValueError: as `tasks.sources.load_tasks`.
@@ -106,8 +120,8 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
 
 
 @dataclasses.dataclass
-class Examined:
-  """What one trajectory alone tells.
+class FilterResult:
+  """What the filters that look at one trajectory alone say of it.
 
   Attributes:
     trajectory: the trajectory, with its reward.
@@ -131,76 +145,77 @@ def examine(
   task: Task,
   trajectory: Trajectory,
   variant: Variant,
-  judge: Judge,
+  grade: GradeAnswer,
   config: FiltersConfig,
   benchmarks: Benchmarks,
-) -> Examined:
+) -> FilterResult:
   """Looks at one trajectory; what is after its first fault is not looked at.
 
   Args:
     task: what it was asked.
     trajectory: its reward is written here.
     variant: the dialect that it must obey.
-    judge: (task, prediction) -> reward.
+    grade: (task, prediction) -> reward.
     config: thresholds and ratios.
     benchmarks: as from `load_benchmarks`.
   """
   verdict = parse(trajectory.text, variant)
   fault = (
     _complexity(trajectory, config)
-    or _quality(task, trajectory, verdict, judge, config)
+    or _quality(task, trajectory, verdict, grade, config)
     or _contamination(task, trajectory, config, benchmarks)
     or _reflection(trajectory, verdict, config)
   )
   if fault is not None:
-    return Examined(trajectory, fault)
-  return Examined(
+    return FilterResult(trajectory, fault)
+  return FilterResult(
     trajectory,
     None,
     reflected=any(s.role == roles.REFLECTION for s in verdict.spans),
-    corrected=bool(_verdict(trajectory)) and was_corrected(verdict.spans),
+    corrected=bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans),
     graded=trajectory.reward is not None,
     signature=signature(policy_text(trajectory)) if config.max_similarity < 1 else None,
   )
 
 
 class Funnel:
-  """Takes trajectories in order, says how often each is written, and counts."""
+  """Decides, trajectory by trajectory, how often each is written, and counts."""
 
   def __init__(self, config: FiltersConfig):
-    """Args: thresholds and ratios."""
     self._config = config
     self._duplicates = Duplicates(config.max_similarity)
     self._dropped: dict[str, Counter[str]] = {stage: Counter() for stage in STAGES}
     self._count: Counter[str] = Counter()
 
-  def admit(self, examined: Examined) -> int:
-    """How often the trajectory is to be written; 0 drops it.
+  def admit(self, result: FilterResult) -> int:
+    """Decides how often the trajectory is to be written; 0 drops it.
 
     Args:
-      examined: an `Examined`, or what has all its fields but the trajectory.
+      result: a `FilterResult`, or what has all its fields but the trajectory.
     """
     c = self._config
     self._count["in"] += 1
-    fault = examined.fault
-    mine = examined.signature
-    if fault is None and mine is not None and not self._duplicates.is_new(mine):
-      fault = "duplicates", "near_duplicate"
+    fault = result.fault
+    signature = result.signature
+    if (
+      fault is None and signature is not None and not self._duplicates.is_new(signature)
+    ):
+      fault = ("duplicates", "near_duplicate")
     if fault is not None:
       stage, reason = fault
       self._dropped[stage][reason] += 1
       return 0
-    copies = c.corrected_copies if examined.corrected else 1
-    if examined.reflected:
+    copies = c.corrected_copies if result.corrected else 1
+    if result.reflected:
       copies = max(copies, c.reflected_copies)
-    self._count["ungraded"] += not examined.graded
-    self._count["reflected"] += examined.reflected
-    self._count["corrected"] += examined.corrected
+    self._count["ungraded"] += not result.graded
+    self._count["reflected"] += result.reflected
+    self._count["corrected"] += result.corrected
     self._count["added"] += copies - 1
     return copies
 
   def report(self) -> dict[str, Any]:
-    """What every stage kept, and dropped by reason.
+    """Reports what every stage kept, and dropped by reason.
 
     Each stage's kept and dropped add up to what the one before it kept. Of what the
     last one kept, "ungraded" had no judgement; "reflected" and "corrected" earned
@@ -217,7 +232,7 @@ class Funnel:
 
 
 def stages(report: Mapping[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
-  """A funnel's report as `plots.funnel_bars` draws it: (kept, dropped) by stage."""
+  """Gives a funnel's report as `plots.funnel_bars` draws it, by stage."""
   out = {name: (report[name]["kept"], report[name]["dropped"]) for name in STAGES}
   return {**out, "with copies": (report["error_correction"]["kept"], {})}
 
@@ -225,7 +240,7 @@ def stages(report: Mapping[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
 def filter_trajectories(
   pairs: Iterable[tuple[Task, Trajectory]],
   variant: Variant,
-  judge: Judge,
+  grade: GradeAnswer,
   config: FiltersConfig,
   inspect: Inspect | None = None,
 ) -> tuple[list[Trajectory], dict[str, Any]]:
@@ -234,7 +249,7 @@ def filter_trajectories(
   Args:
     pairs: each trajectory with its task.
     variant: the dialect that trajectories must obey.
-    judge: (task, prediction) -> reward; its verdict is written to the trajectory.
+    grade: (task, prediction) -> reward; it is written to the trajectory.
     config: thresholds and ratios.
     inspect: looks for instruction violations, a part of quality; None does not. Because
       it costs, only those are put to it that no filter drops which looks at one alone.
@@ -243,24 +258,29 @@ def filter_trajectories(
     The trajectories kept, in input order, copies side by side (`meta["copy"]` numbers
     them); and the funnel: see `Funnel.report`.
   """
-  benchmarks, funnel = load_benchmarks(config), Funnel(config)
+  benchmarks = load_benchmarks(config)
+  funnel = Funnel(config)
   kept: list[Trajectory] = []
-  examined = [examine(*pair, variant, judge, config, benchmarks) for pair in pairs]
+  results = [
+    examine(task, trajectory, variant, grade, config, benchmarks)
+    for task, trajectory in pairs
+  ]
   if inspect is not None:
-    passed = [found for found in examined if found.fault is None]
-    verdicts = inspect([found.trajectory for found in passed])
-    for found, verdict in zip(passed, verdicts, strict=True):
+    passed = [result for result in results if result.fault is None]
+    verdicts = inspect([result.trajectory for result in passed])
+    for result, verdict in zip(passed, verdicts, strict=True):
       if verdict.violations:
-        found.fault = "quality", "instruction_violation"
+        result.fault = ("quality", "instruction_violation")
       elif not verdict.read:
-        found.trajectory.meta["uninspected"] = True
-  for found in examined:
-    kept += [numbered(found.trajectory, i) for i in range(funnel.admit(found))]
+        result.trajectory.meta["uninspected"] = True
+  for result in results:
+    copies = funnel.admit(result)
+    kept += [numbered(result.trajectory, number) for number in range(copies)]
   return kept, funnel.report()
 
 
 def numbered(trajectory: Trajectory, number: int) -> Trajectory:
-  """The number-th copy of a trajectory; the first, 0, is itself."""
+  """Makes the number-th copy of a trajectory; the first, 0, is itself."""
   if number == 0:
     return trajectory
   return dataclasses.replace(trajectory, meta={**trajectory.meta, "copy": number})
@@ -276,27 +296,32 @@ def _complexity(trajectory: Trajectory, c: FiltersConfig) -> tuple[str, str] | N
 
 
 def _quality(
-  task: Task, trajectory: Trajectory, verdict: Parse, judge: Judge, c: FiltersConfig
+  task: Task,
+  trajectory: Trajectory,
+  verdict: Parse,
+  grade: GradeAnswer,
+  c: FiltersConfig,
 ) -> tuple[str, str] | None:
   if not verdict.ok:
     return "quality", f"protocol_{verdict.verdict.value}"
   inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
   if len(trajectory.calls) - len(inputs) > c.max_repeats:
     return "quality", "redundant_calls"
-  reward = _verdict(trajectory)
+  reward = _recorded_reward(trajectory)
   if reward is None:
-    reward = judge(task, verdict.answer)
+    reward = grade(task, verdict.answer)
     if reward is None:
       return None
-    trajectory.reward, trajectory.reward_parts = reward, {"answer": reward}
+    trajectory.reward = reward
+    trajectory.reward_parts = {"answer": reward}
   return ("quality", "wrong_answer") if reward < c.min_reward else None
 
 
-def _verdict(trajectory: Trajectory) -> float | None:
-  """What a trajectory says of its answer; None where that is no number."""
-  parts = trajectory.reward_parts  # of a row of others, anything
-  said = parts.get("answer") if isinstance(parts, dict) else None
-  return float(said) if isinstance(said, int | float) else None
+def _recorded_reward(trajectory: Trajectory) -> float | None:
+  """The reward of its answer that a trajectory has on record; None for no number."""
+  parts = trajectory.reward_parts  # of a foreign row, anything
+  reward = parts.get("answer") if isinstance(parts, dict) else None
+  return float(reward) if isinstance(reward, int | float) else None
 
 
 def _contamination(
@@ -330,4 +355,4 @@ def was_corrected(spans: Iterable[Span]) -> bool:
   if scores and scores[0] is not None and scores[0] < roles.PASS_SCORE:
     return True
   reviews = (s.content for s in spans if s.role == roles.REFLECTION)
-  return any("poor" in roles.reflection_grades(r).values() for r in reviews)
+  return any(roles.has_poor_grade(review) for review in reviews)

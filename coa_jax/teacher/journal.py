@@ -21,21 +21,31 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
-from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message, Reply
+from coa_jax.teacher.backend import (
+  CallTool,
+  InfrastructureError,
+  Message,
+  ModelBackend,
+  Reply,
+  Unsolvable,
+)
 
-CallTool = Callable[[str, str], ToolCall]
 RunKey = tuple[str, int]  # task id, sample
-_MODEL, _TOOL, _FAILED = "model", "tool", "failed"
+
+# Kinds of lines.
+_MODEL = "model"
+_TOOL = "tool"
+_FAILED = "failed"  # a call that was charged for and gave no usable reply
 
 
 @dataclasses.dataclass
-class Totals:
-  """What the journal's calls came to; tokens as the endpoint counts them.
+class CallUsage:
+  """Sums over the journal's calls; tokens as the endpoint counts them.
 
   Attributes:
     calls: of the model that were answered.
@@ -76,8 +86,10 @@ class Totals:
     self.calls += 1
     self.retries += reply["retries"]
     self.seconds += reply["seconds"]
-    for counts, name in ((self.by_agent, row["name"]), (self.models, reply["model"])):
-      counts[name] = counts.get(name, 0) + 1
+    agent = row["name"]
+    self.by_agent[agent] = self.by_agent.get(agent, 0) + 1
+    model = reply["model"]
+    self.models[model] = self.models.get(model, 0) + 1
 
 
 class Journal:
@@ -102,7 +114,7 @@ class Journal:
         another process writes to it.
     """
     self.path = path
-    self.totals = Totals()
+    self.usage = CallUsage()
     self._usd = usd
     self._lock = threading.Lock()
     self._stopped = False
@@ -121,7 +133,7 @@ class Journal:
 
   def _replay(self, row: Any, where: str, place: Place) -> None:
     try:
-      self.totals.add(row)
+      self.usage.add(row)
       run = (row["task_id"], row["sample"])
       if not self._done(run):
         self._at.setdefault(run, {})[row["key"]] = place
@@ -139,7 +151,7 @@ class Journal:
     os.close(self._fd)
 
   def stop(self) -> None:
-    """Lets no further call begin: whoever asks is told that infrastructure is down.
+    """Lets no further call begin: each raises InfrastructureError.
 
     Runs on their way end at their next call instead of going on to be thrown away.
     """
@@ -151,44 +163,45 @@ class Journal:
       self._at.pop(run, None)
 
   def bill(self) -> dict[str, Any]:
-    """The totals and, where there are prices, `usd`: of this start and all before."""
+    """Returns the usage and, with prices, `usd`: of this start and all before."""
     with self._lock:
-      t = dataclasses.asdict(self.totals)
-    return {**t, "usd": self._usd(t["prompt"], t["cached"], t["completion"])}
+      bill = dataclasses.asdict(self.usage)
+    bill["usd"] = self._usd(bill["prompt"], bill["cached"], bill["completion"])
+    return bill
 
   def values(self) -> dict[str, float]:
-    """The numbers of the bill, for a line of metrics."""
+    """Returns the numbers of the bill, for a line of metrics."""
     out = {}
     for name, value in self.bill().items():
       if isinstance(value, int | float):
-        out[name if name in ("calls", "tool_calls", "usd") else f"call_{name}"] = value
+        if name not in ("calls", "tool_calls", "usd"):
+          name = f"call_{name}"
+        out[name] = value
     return out
 
   def spent(self) -> str:
-    """The bill so far in a few words, for a person who watches."""
+    """Says the bill so far in a few words, for a person who watches."""
     bill = self.bill()
     cost = "" if bill["usd"] is None else f"  ${bill['usd']:,.2f}"
     return (
       f"{bill['calls']:,} calls  {bill['prompt'] + bill['completion']:,} tokens{cost}"
     )
 
-  def brain(self, brain: Brain, run: RunKey) -> Brain:
-    """The brain, answered from the journal where it has answered this run before."""
-    asked: collections.Counter[str] = collections.Counter()
+  def backend(self, backend: ModelBackend, run: RunKey) -> ModelBackend:
+    """Wraps a backend: the journal answers what it has answered this run before."""
+    seen: collections.Counter[str] = collections.Counter()
 
     def ask(agent: str, messages: Sequence[Message]) -> Reply:
-      key = _key(asked, _MODEL, agent, [[m.role, m.content] for m in messages])
-      found = self._recall(run, key)
-      if found is not None:
-        return Reply(**{**found, "faults": tuple(found["faults"])})
+      key = _key(seen, _MODEL, agent, [[m.role, m.content] for m in messages])
+      row = self._recall(run, key)
+      if row is not None:
+        return Reply(**{**row, "faults": tuple(row["faults"])})
       self._check()
       try:
-        reply = brain(agent, messages)
-      except (InfrastructureError, GaveUp) as e:
+        reply = backend(agent, messages)
+      except (InfrastructureError, Unsolvable) as e:
         if any(e.charged):  # paid for, though there is nothing to recall
-          names = "prompt_tokens", "cached_tokens", "completion_tokens"
-          charged = dict(zip(names, e.charged, strict=True))
-          self._append(run, _FAILED, agent, f"{_FAILED} {key}", charged)
+          self._append(run, _FAILED, agent, f"{_FAILED} {key}", _charge(e.charged))
         raise
       self._append(run, _MODEL, agent, key, dataclasses.asdict(reply))
       return reply
@@ -196,14 +209,14 @@ class Journal:
     return ask
 
   def tools(self, call: CallTool, run: RunKey) -> CallTool:
-    """The tools, likewise; calls that infrastructure failed are made again."""
-    asked: collections.Counter[str] = collections.Counter()
+    """Wraps the tools in the same way; what infrastructure failed is called again."""
+    seen: collections.Counter[str] = collections.Counter()
 
     def ask(name: str, arguments: str) -> ToolCall:
-      key = _key(asked, _TOOL, name, arguments)
-      found = self._recall(run, key)
-      if found is not None:
-        return ToolCall(**{**found, "status": CallStatus(found["status"])})
+      key = _key(seen, _TOOL, name, arguments)
+      row = self._recall(run, key)
+      if row is not None:
+        return ToolCall(**{**row, "status": CallStatus(row["status"])})
       self._check()
       result = call(name, arguments)
       if result.status != CallStatus.INFRASTRUCTURE:
@@ -222,20 +235,35 @@ class Journal:
     return None if place is None else self._log.read(place)["reply"]
 
   def _append(
-    self, run: RunKey, kind: str, name: str, key: str, reply: dict[str, Any]
+    self, run: RunKey, kind: str, name: str, key: str, reply: Mapping[str, Any]
   ) -> None:
     task_id, sample = run
-    row = {"task_id": task_id, "sample": sample, "kind": kind, "name": name}
-    row |= {"key": key, "reply": reply}
+    row = {
+      "task_id": task_id,
+      "sample": sample,
+      "kind": kind,
+      "name": name,
+      "key": key,
+      "reply": reply,
+    }
     place = self._log.append(row)
     with self._lock:
       self._at.setdefault(run, {})[key] = place
-      self.totals.add(row)
+      self.usage.add(row)
 
 
-def _key(asked: collections.Counter[str], kind: str, name: str, content: object) -> str:
-  """Names one question of a run; `asked` counts how often it has been put."""
+def _key(seen: collections.Counter[str], kind: str, name: str, content: object) -> str:
+  """Names one call of a run; `seen` counts how often that very call has been made."""
   text = json.dumps([kind, name, content]).encode()
   digest = hashlib.blake2b(text, digest_size=12).hexdigest()
-  asked[digest] += 1
-  return f"{digest}/{asked[digest]}"
+  seen[digest] += 1
+  return f"{digest}/{seen[digest]}"
+
+
+def _charge(tokens: tuple[int, ...]) -> dict[str, int]:
+  prompt, cached, completion = tokens
+  return {
+    "prompt_tokens": prompt,
+    "cached_tokens": cached,
+    "completion_tokens": completion,
+  }

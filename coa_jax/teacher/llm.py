@@ -1,8 +1,8 @@
-"""What a team's agents send to a language model, and what its replies mean to them.
+"""The backend behind an OpenAI-compatible endpoint: requests, replies, failures.
 
-A reply is whatever an OpenAI-compatible endpoint makes of one: text, reasoning before
-it (left out), or tool calls (put into the words that the team's agents use). What an
-endpoint charged for and was no use is counted with the reply that was.
+A reply is whatever such an endpoint makes of one: text, reasoning before it (left
+out), or tool calls (put into the words that the team's agents use). Replies that the
+endpoint charged for and that could not be used are counted with the one that could.
 """
 
 from __future__ import annotations
@@ -12,94 +12,17 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from coa_jax.teacher.backend import (
+  InfrastructureError,
+  Message,
+  RefusedError,
+  Reply,
+  Unsolvable,
+)
 from tools_sandbox.chat import ChatConfig, ChatModel
 from tools_sandbox.http_client import BadReply, NoReply
-
-
-class InfrastructureError(RuntimeError):
-  """A service is down or refuses to serve: says nothing about the run that met it."""
-
-  charged: tuple[int, ...] = (0, 0, 0)  # as `GaveUp` has it
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-  """One turn of a conversation; `role` is system, user or assistant."""
-
-  role: str
-  content: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
-  """A model's answer and what it cost.
-
-  Attributes:
-    text: the answer, without the reasoning that a model may put before it.
-    prompt_tokens: tokens sent, as the endpoint counts them; 0 if it does not say. With
-      those of unusable replies that were counted, and likewise the next two.
-    cached_tokens: how many of those came from its prefix cache.
-    completion_tokens: tokens of the answer.
-    seconds: wall time, retries included.
-    retries: attempts beyond the first.
-    faults: what was wrong with each of those attempts but the last.
-    model: the model that the endpoint says it is; "" if it does not say.
-    cut: whether it hit the limit of tokens, so that its end is missing.
-  """
-
-  text: str
-  prompt_tokens: int = 0
-  cached_tokens: int = 0
-  completion_tokens: int = 0
-  seconds: float = 0.0
-  retries: int = 0
-  faults: tuple[str, ...] = ()
-  model: str = ""
-  cut: bool = False
-
-  @property
-  def reported(self) -> tuple[int, ...]:
-    """(prompt, cached, completion) tokens; () where the endpoint does not count."""
-    counts = (self.prompt_tokens, self.cached_tokens, self.completion_tokens)
-    return counts if any(counts) else ()
-
-
-class Brain(Protocol):
-  """What answers the agents: an endpoint, or a script."""
-
-  def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The reply to a conversation of `agent`.
-
-    Raises:
-      InfrastructureError: nothing could answer.
-      GaveUp: this task cannot be gone on with; others can.
-    """
-    ...
-
-
-class GaveUp(Exception):
-  """A brain cannot go on with a task; the run ends and its record says why.
-
-  Attributes:
-    reason: a short name that counts can be kept by.
-    detail: what exactly was wrong.
-    charged: (prompt, cached, completion) tokens of replies that could not be used.
-  """
-
-  charged: tuple[int, ...] = (0, 0, 0)
-
-  def __init__(self, reason: str, detail: str = ""):
-    """Takes the reason and the detail."""
-    super().__init__(f"{reason}: {detail}" if detail else reason)
-    self.reason, self.detail = reason, detail
-
-
-class RefusedError(RuntimeError):
-  """The endpoint refuses every request of this kind; trying again cannot help."""
-
-  charged: tuple[int, ...] = (0, 0, 0)  # as `GaveUp` has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +42,7 @@ class TeacherChatConfig(ChatConfig):
   backoff_s: float = 1.0
 
 
-class ChatBrain:
+class ChatBackend:
   """Answers agents through an endpoint. Threads may share it; close it after use."""
 
   def __init__(self, config: ChatConfig, api_key: str | None = None):
@@ -136,7 +59,7 @@ class ChatBrain:
     self.config = config
     self._chat = ChatModel(config, api_key, use_proxies=True)
 
-  def __enter__(self) -> ChatBrain:
+  def __enter__(self) -> ChatBackend:
     return self
 
   def __exit__(self, *unused: object) -> None:
@@ -152,7 +75,7 @@ class ChatBrain:
     Raises:
       InfrastructureError: no usable reply after all retries, or a request that the
         endpoint refuses for its content.
-      GaveUp: the conversation is longer than the model's context.
+      Unsolvable: the conversation is longer than the model's context.
       RefusedError: the key, the URL or the model's name is wrong.
     """
     wasted = (0, 0, 0)  # tokens of unusable replies
@@ -187,9 +110,11 @@ class ChatBrain:
 
   def _error(
     self, agent: str, e: NoReply
-  ) -> InfrastructureError | GaveUp | RefusedError:
+  ) -> InfrastructureError | Unsolvable | RefusedError:
     """What it means for a run, and for the others, that no reply came."""
-    url, status, start = self.config.url, e.refusal, repr(e.text[:300])
+    url = self.config.url
+    status = e.refusal
+    start = repr(e.text[:300])
     if not status:
       return InfrastructureError(
         f"{url} gave no usable reply in {len(e.faults)} attempts (agent {agent!r}); "
@@ -207,7 +132,7 @@ class ChatBrain:
         f"{url} answers with status {status}; set chat.base_url to where it leads"
       )
     if status in (400, 413, 422) and _TOO_LONG.search(e.text):
-      return GaveUp("context_too_long", e.text[:300])
+      return Unsolvable("context_too_long", e.text[:300])
     return InfrastructureError(f"{url} refuses the request (status {status}): {start}")
 
 
@@ -225,7 +150,8 @@ def read_completion(text: str) -> Reply:
     body = json.loads(text)
     choice = body["choices"][0]
     message = choice["message"]
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
+    calls = message.get("tool_calls")
   except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
     raise ValueError(f"the body starts with {text[:80]!r}") from None
   if not isinstance(content, str | None):
@@ -268,14 +194,17 @@ def _called(call: Any) -> str:
   function = call.get("function") if isinstance(call, dict) else None
   if not isinstance(function, dict):
     return str(call)
-  name, given = function.get("name"), function.get("arguments")
+  name = function.get("name")
+  raw_arguments = function.get("arguments")
   try:
-    arguments = json.loads(given) if isinstance(given, str) else given
+    arguments = (
+      json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
+    )
   except (ValueError, RecursionError):
-    return f"{name} {given}"
+    return f"{name} {raw_arguments}"
   values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
   if len(values) != 1 or not isinstance(values[0], str):
-    return f"{name} {given}"
+    return f"{name} {raw_arguments}"
   if name in ("code", "python"):
     return f"```py\n{values[0].strip()}\n```"
   return f"TOOL: {name}\nQUERY: {values[0]}"

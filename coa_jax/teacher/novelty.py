@@ -27,7 +27,8 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _LETTERS = 2  # of such a script that say as much as a word
 _SHINGLE = 5  # words of an n-gram that duplicates are compared by
 # Of a signature; bands of 4 catch a Jaccard of 0.7 with 98.7 %.
-_HASHES, _BANDS = 64, 16
+_HASHES = 64
+_BANDS = 16
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _RNG = np.random.default_rng(0)  # the same permutations everywhere, always
 _SCALE = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64) | np.uint64(1)
@@ -113,7 +114,8 @@ class Benchmarks:
     Of a question in a script without spaces, twice as many letters. One of fewer words
     counts only where a trajectory's question is just that.
     """
-    whole, grams = [], {n: [], n * _LETTERS: []}
+    whole = []
+    grams = {n: [], n * _LETTERS: []}
     for question in questions:
       words = word_hashes(question)
       length = n * _LETTERS if _unspaced(question, len(words)) else n

@@ -1,4 +1,4 @@
-"""What the runs of a distillation came to: verdicts, trajectories, meters, figures."""
+"""What a distillation's runs came to: verdicts, costs, trajectories, figures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
 from coa_jax.teacher.runs import Run, RunFile
 from coa_jax.teacher.select import Selection
 
-Job = tuple[Task, int]  # and which of its samples
+Job = tuple[Task, int]  # a task, and which of its samples
 
 
-def graded(run: Run, task: Task, grader: Grader) -> Run:
-  """The run with the verdict on its answer, by the grader of the task's kind.
+def grade_run(run: Run, task: Task, grader: Grader) -> Run:
+  """Returns the run with its answer judged by the grader of the task's kind.
 
-  One that nothing can be said of has become `infrastructure`: it is no wrong answer.
+  A run that cannot be judged becomes `infrastructure`: it is no wrong answer.
 
   Raises:
     ValueError: a grader of the user's own fails or returns nonsense.
@@ -32,14 +32,14 @@ def graded(run: Run, task: Task, grader: Grader) -> Run:
     return run
   answer = None if run.prediction is None else run.prediction.strip()
   try:
-    verdict = grader.answer(task, answer, meter(run, task))
+    verdict = grader.answer(task, answer, usage_record(run, task))
   except Ungradable as e:
     return dataclasses.replace(run, status=Status.INFRASTRUCTURE, error=str(e))
   return dataclasses.replace(run, reward=verdict.answer, graded=verdict.record)
 
 
-def meter(run: Run, task: Task) -> Trajectory:
-  """The run's cost, calls, answer and reward, without its text."""
+def usage_record(run: Run, task: Task) -> Trajectory:
+  """Returns a run's cost, calls, answer and reward as a trajectory without its text."""
   answer = Segment(Author.POLICY, ANSWER, wrap(ANSWER, run.prediction or ""))
   return Trajectory(
     run.task_id,
@@ -73,16 +73,16 @@ def convert_all(
     selections: by task id, the run that is taken; None takes all.
 
   Returns:
-    Every run's meter; tasks with their trajectories; why there is none, counted.
+    Every run's usage record; tasks with their trajectories; why there is none, counted.
   """
-  meters: list[Trajectory] = []
+  usage_records: list[Trajectory] = []
   pairs: list[tuple[Task, Trajectory]] = []
   dropped: Counter[str] = Counter()
   for task, sample in jobs:
     run = file.read(task.id, sample)
     if run is None:
       continue  # infrastructure failed it
-    meters.append(meter(run, task))
+    usage_records.append(usage_record(run, task))
     if selections is not None and selections[task.id].sample != sample:
       dropped["not_selected"] += 1
       continue
@@ -92,22 +92,26 @@ def convert_all(
       dropped[result.reason] += 1
     else:
       pairs.append((task, result))
-  return meters, pairs, dropped
+  return usage_records, pairs, dropped
 
 
-def figures(meters: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, Any]:
-  """Shares of right answers, mean cost of a run, make-up of the training set."""
+def figures(
+  usage_records: Sequence[Trajectory], kept: Sequence[Trajectory]
+) -> dict[str, Any]:
+  """Computes shares of right answers, a run's mean cost, the kept set's make-up."""
   rewards: dict[str, list[float]] = {}
-  for each in meters:
-    if each.reward is not None:
-      rewards.setdefault(each.meta["family"] or "all", []).append(each.reward)
-  usage = [dataclasses.asdict(each.usage) for each in meters]
+  for record in usage_records:
+    if record.reward is not None:
+      family = record.meta["family"] or "all"
+      rewards.setdefault(family, []).append(record.reward)
+  usage = [dataclasses.asdict(record.usage) for record in usage_records]
+  mean_usage = {}
+  if usage:
+    mean_usage = {name: _mean([u[name] for u in usage]) for name in usage[0]}
   return {
     "right": _mean([reward for group in rewards.values() for reward in group]),
     "right_by_family": {name: _mean(r) for name, r in sorted(rewards.items())},
-    "mean_usage": {
-      name: _mean([u[name] for u in usage]) for name in (usage or [{}])[0]
-    },
+    "mean_usage": mean_usage,
     "kept": len(kept),
     "kept_by_family": dict(sorted(Counter(t.meta["family"] for t in kept).items())),
   }

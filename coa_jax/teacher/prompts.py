@@ -1,7 +1,9 @@
-"""What every agent is told to be, and what it is told of the others' work."""
+"""What every agent is asked to be, and which work of the others it is shown."""
 
 from __future__ import annotations
 
+from coa_jax.protocol import roles
+from coa_jax.protocol.roles import Variant
 from coa_jax.teacher.runs import (
   CALL,
   CANDIDATE,
@@ -86,14 +88,14 @@ PROMPTS = {
   ),
 }
 
-# What the planner is asked for besides, by TeamConfig.facts.
+# Added to the planner's prompt by TeamConfig.facts.
 PLANNING = (
   " Only the facts go before it: what the question gives, what has been found, what "
   "must be looked up, what must be derived.\n"
   "Reply:\nFACTS: <facts>\nPLAN: <plan>"
 )
 
-# What the reflector is asked for besides, by TeamConfig.review.
+# Added to the reflector's prompt by TeamConfig.review.
 REVIEWS = {
   "facts": "",
   "analysis": " Analyse first; write the outcome on the last line, alone.",
@@ -102,7 +104,7 @@ REVIEWS = {
   "trajectory_monitoring : Good'.",
 }
 
-# What each agent is told of the others' work; its own replies it has anyway.
+# Kinds of events of others that each agent is shown; its own replies it has anyway.
 SEES = {
   ORCHESTRATOR: {
     FACTS,
@@ -121,3 +123,10 @@ SEES = {
   SOLVER: {DECISION, FACTS, PLAN, REFLECTION, VERDICT},
   VERIFIER: {DECISION, REFLECTION, OBSERVATION, CANDIDATE},
 }
+
+
+def review_style(variant: Variant) -> str:
+  """Chooses the key of `REVIEWS` whose reflections the variant can hold."""
+  if variant.graded:
+    return "grades"
+  return "analysis" if roles.REFLECTION in variant.think_required else "facts"

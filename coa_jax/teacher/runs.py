@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.json_io import to_dataclass
-from coa_jax.protocol import roles
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.trajectory import Status, ToolCall, Usage, write_jsonl
-from coa_jax.teacher.llm import Message
 
 # Agents.
-ORCHESTRATOR, PLANNER, SEARCH, CODE = "orchestrator", "planner", "search", "code"
-REFLECTOR, SOLVER, VERIFIER = "reflector", "solver", "verifier"
+ORCHESTRATOR = "orchestrator"
+PLANNER = "planner"
+SEARCH = "search"
+CODE = "code"
+REFLECTOR = "reflector"
+SOLVER = "solver"
+VERIFIER = "verifier"
 SELECTOR = "selector"  # no member of a team: it compares what several runs came to
 
 # Kinds of events.
-DECISION, PLAN, CALL, OBSERVATION = "decision", "plan", "call", "observation"
-REFLECTION, CANDIDATE, VERDICT = "reflection", "candidate", "verdict"
-FINAL, MALFORMED, GAVE_UP = "final", "malformed", "gave_up"
+DECISION = "decision"
+PLAN = "plan"
+CALL = "call"
+OBSERVATION = "observation"
+REFLECTION = "reflection"
+CANDIDATE = "candidate"
+VERDICT = "verdict"
+FINAL = "final"
+MALFORMED = "malformed"
+GAVE_UP = "gave_up"
 FACTS = "facts"
-
-
-Encode = Callable[[str], Sequence[int]]
 
 
 @dataclasses.dataclass
@@ -117,69 +123,6 @@ def render(event: Event) -> str:
   """
   head = f"[{event.kind} {event.detail}]" if event.detail else f"[{event.kind}]"
   return f"{head}\n" + re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
-
-
-_TAGS = "|".join((*roles.ROLES, *roles.TOOLS, roles.OBSERVATION))
-_PIECE = re.compile(rf"</?(?:{_TAGS})>|[^\W\d]+|\d|[^\w\s]")
-
-
-def pieces(text: str) -> list[int]:
-  """Stands in for a tokenizer: words, single digits, punctuation marks and tags."""
-  return [zlib.crc32(piece.encode()) for piece in _PIECE.findall(text)]
-
-
-def encoder(folder: str | None) -> Encode:
-  """The tokenizer that costs are counted by: of a folder, or `pieces` for None."""
-  if folder is None:
-    return pieces
-  from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
-
-  return Tokenizer.load(folder).encode
-
-
-class Meter:
-  """Counts tokens, and those of each prompt that a prefix cache would have held."""
-
-  def __init__(self, encode: Encode):
-    """Takes the tokenizer that everything is counted by."""
-    self._encode = encode
-    self._ids: dict[Message, tuple[int, ...]] = {}
-    self._sent: list[list[tuple[int, ...]]] = []
-
-  def charge(self, messages: Sequence[Message], reply: str) -> tuple[int, int, int]:
-    """(prompt, cached, generated) tokens of a call.
-
-    Cached is the longest common token prefix with any earlier call and its reply: what
-    a prefix cache that never evicts would serve.
-    """
-    chunks = [self._chunk(m) for m in messages]
-    cached = max((_common(chunks, sent) for sent in self._sent), default=0)
-    prompt = sum(map(len, chunks))
-    answer = self._chunk(Message("assistant", reply))
-    self._sent.append([*chunks, answer])  # a cache holds what it generated, too
-    return prompt, cached, len(answer)
-
-  def _chunk(self, message: Message) -> tuple[int, ...]:
-    ids = self._ids.get(message)
-    if ids is None:
-      ids = tuple(self._encode(f"{message.role}\n{message.content}\n"))
-      self._ids[message] = ids
-    return ids
-
-
-def _common(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> int:
-  """Length of the longest common prefix of two chunked token sequences."""
-  count = 0
-  for a, b in zip(ours, theirs, strict=False):
-    if a is b or a == b:
-      count += len(a)
-      continue
-    for x, y in zip(a, b, strict=False):
-      if x != y:
-        break
-      count += 1
-    break
-  return count
 
 
 class RunFile:

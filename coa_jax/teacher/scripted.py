@@ -1,4 +1,4 @@
-"""The offline brain: a scripted policy that plays every agent over the seeded world.
+"""The offline backend: a scripted policy that plays every agent over the seeded world.
 
 It is called with the same messages as a language model and reads from them all it goes
 by: the question finds the task and its program, decisions and reviews tell what is
@@ -22,7 +22,7 @@ from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import read_pages
 from coa_jax.tasks.world.questions import evaluate, resolve
 from coa_jax.teacher import runs
-from coa_jax.teacher.llm import Message, Reply
+from coa_jax.teacher.backend import Message, Reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Entry:
   content: str
 
 
-class ScriptedBrain:
+class ScriptedBackend:
   """Answers as any agent, for the tasks it was made with."""
 
   def __init__(self, tasks: Iterable[Task], config: ScriptedConfig, sample: int = 0):
@@ -76,17 +76,18 @@ class ScriptedBrain:
     for task in self._tasks.values():
       if "program" not in task.meta:
         raise ValueError(
-          f"task {task.id!r} has no meta['program']: the scripted brain can only "
+          f"task {task.id!r} has no meta['program']: the scripted backend can only "
           "answer tasks of the generated world; use an LLM endpoint"
         )
-    self._config, self._sample = config, sample
+    self._config = config
+    self._sample = sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The scripted reply; see `llm.Brain`."""
+    """The scripted reply; see `llm.ModelBackend`."""
     question = _QUESTION.search(messages[1].content)
     task = self._tasks.get(question[1]) if question else None
     if task is None:
-      raise ValueError("the scripted brain was asked about a task it does not have")
+      raise ValueError("the scripted backend was asked about a task it does not have")
     mind = _Mind(task, self._config, self._sample)
     return Reply(mind.reply(agent, messages))
 
@@ -167,8 +168,8 @@ class _Mind:
 
   def _set(self, relation: str, value: str, entity: str | None = None) -> None:
     for i, step in enumerate(self.program):
-      wanted = i not in self.known and step.get("relation") == relation
-      if wanted and entity in (None, self._entity(i)):
+      is_open = i not in self.known and step.get("relation") == relation
+      if is_open and entity in (None, self._entity(i)):
         self.known[i] = value
         return
 
@@ -336,7 +337,7 @@ class _Mind:
       return self._review_program(text.strip())
     entity = self.assignment.removeprefix("look up ")
     pages = read_pages(text)
-    wanted = [
+    relations = [
       self.program[i]["relation"]
       for i in self._open()
       if self.program[i]["op"] == "lookup" and self._entity(i) == entity
@@ -345,21 +346,22 @@ class _Mind:
     missed = self.chance("caught", entity) >= self.config.caught
     if page is None and missed and not self._tried(entity) and self._slips(entity):
       page = next(iter(pages.values()), None)  # taken for the right one
-    if page is None or not all(relation in page for relation in wanted):
+    if page is None or not all(relation in page for relation in relations):
       return "wrong page tool_effectiveness : Poor"
-    return " ; ".join(f"{relation} {page[relation]}" for relation in wanted)
+    return " ; ".join(f"{relation} {page[relation]}" for relation in relations)
 
   def _review_program(self, output: str) -> str:
     if self.assignment.startswith("compare "):
       step = self.program[-1]
-      said, truth = output, str(self._result() == step["of"][0])
+      claim = output
+      truth = str(self._result() == step["of"][0])
       result = step["of"][0 if output == "True" else 1]
     else:
-      said = result = output
+      claim = result = output
       truth = self._result()
-    if said not in ("True", "False") and not _NUMBER.fullmatch(said):
+    if claim not in ("True", "False") and not _NUMBER.fullmatch(claim):
       return "no result tool_effectiveness : Poor"
-    if said != truth and self.chance("caught program") < self.config.caught:
+    if claim != truth and self.chance("caught program") < self.config.caught:
       return "wrong result tool_effectiveness : Poor"
     return f"result {result}"
 

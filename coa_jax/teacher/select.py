@@ -18,8 +18,8 @@ from typing import Any
 from coa_jax.rewards.votes import vote_key
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
+from coa_jax.teacher.backend import Message, ModelBackend, Reply, Unsolvable
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import Brain, GaveUp, Message, Reply
 from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.runs import Event, Run, render
 
@@ -63,15 +63,15 @@ class Selection:
 
 def select_all(
   done: Iterable[tuple[Task, Sequence[Run]]],
-  brain: Brain,
+  backend: ModelBackend,
   journal: Journal,
   workers: int,
 ) -> Iterator[Selection]:
-  """`select` for many tasks at once, in their order; calls go through the journal."""
+  """Chooses for many tasks at once, in their order; calls go through the journal."""
 
   def work(item: tuple[Task, Sequence[Run]]) -> Selection:
-    task, finished = item
-    return select(task, finished, journal.brain(brain, (task.id, SAMPLE)))
+    task, runs_of_task = item
+    return select(task, runs_of_task, journal.backend(backend, (task.id, SAMPLE)))
 
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="select")
   try:
@@ -84,56 +84,35 @@ def select_all(
 
 
 def select(
-  task: Task, done: Sequence[Run], brain: Brain, max_chars: int = 600
+  task: Task, done: Sequence[Run], backend: ModelBackend, max_chars: int = 600
 ) -> Selection:
   """Chooses among a task's runs.
 
   Args:
     task: what was asked; its answers are not looked at.
     done: its finished runs.
-    brain: answers as the agent `selector`.
-    max_chars: of one event that the selector is shown; longer ones lose their middle.
+    backend: answers as the agent `selector`.
+    max_chars: of one event that the selector is shown; a longer one loses its middle.
 
   Raises:
-    InfrastructureError: the brain can not answer.
+    InfrastructureError: the backend can not answer.
   """
   answered = [r for r in done if r.prediction is not None and r.prediction.strip()]
   # A model prefers what stands first: the order is drawn anew for every task.
   random.Random(f"selector/{task.id}").shuffle(answered)
-  groups = collections.Counter(_vote(r) for r in answered)
+  votes = collections.Counter(_vote(r) for r in answered)
   if not answered:
     return Selection(task.id, None, "none")
-  if len(groups) == 1:
+  if len(votes) == 1:
     first = min(answered, key=_quality)
     how = "agreement" if len(answered) > 1 else "only"
     return Selection(task.id, first.sample, how, candidates=len(answered))
-  messages = [
-    Message("system", PROMPTS[runs.SELECTOR]),
-    Message("user", _shown(task, answered, max_chars)),
-  ]
-  replies: list[Reply] = []
-  chosen, why = None, ""
-  try:
-    for _ in range(2):
-      reply = brain(runs.SELECTOR, messages)
-      replies.append(reply)
-      best = _BEST.search(reply.text)
-      if best and not reply.cut and 1 <= int(best[1]) <= len(answered):
-        chosen = answered[int(best[1]) - 1]
-        reason = _WHY.search(reply.text)
-        why = reason[1].strip() if reason else ""
-        break
-      wanted = f"a line 'BEST: <number>' with a number from 1 to {len(answered)}"
-      messages += [
-        Message("assistant", reply.text),
-        Message("user", f"Your reply could not be used: expected {wanted}."),
-      ]
-  except GaveUp:  # the candidates are longer than its context
-    pass
+  chosen, why, replies = _ask(task, answered, backend, max_chars)
   how = "selector"
   if chosen is None:
-    (most, _), *_ = groups.most_common(1)
-    chosen, how = min((r for r in answered if _vote(r) == most), key=_quality), "vote"
+    how = "vote"
+    commonest = votes.most_common(1)[0][0]
+    chosen = min((r for r in answered if _vote(r) == commonest), key=_quality)
   return Selection(
     task.id,
     chosen.sample,
@@ -147,12 +126,40 @@ def select(
   )
 
 
+def _ask(
+  task: Task, answered: Sequence[Run], backend: ModelBackend, max_chars: int
+) -> tuple[Run | None, str, list[Reply]]:
+  """The selector's choice and reason, and its replies; None after two unusable ones."""
+  messages = [
+    Message("system", PROMPTS[runs.SELECTOR]),
+    Message("user", _shown(task, answered, max_chars)),
+  ]
+  replies: list[Reply] = []
+  for _ in range(2):
+    try:
+      reply = backend(runs.SELECTOR, messages)
+    except Unsolvable:  # the candidates are longer than its context
+      break
+    replies.append(reply)
+    best = _BEST.search(reply.text)
+    if best and not reply.cut and 1 <= int(best[1]) <= len(answered):
+      reason = _WHY.search(reply.text)
+      why = reason[1].strip() if reason else ""
+      return answered[int(best[1]) - 1], why, replies
+    expected = f"a line 'BEST: <number>' with a number from 1 to {len(answered)}"
+    messages += [
+      Message("assistant", reply.text),
+      Message("user", f"Your reply could not be used: expected {expected}."),
+    ]
+  return None, "", replies
+
+
 def figures(
   tasks: Sequence[Task],
   selections: Mapping[str, Selection],
   rewards: Mapping[tuple[str, int], float],
 ) -> dict[str, Any]:
-  """What selecting came to.
+  """Sums up what selecting came to.
 
   Args:
     tasks: that were asked.
@@ -165,21 +172,24 @@ def figures(
     is), `any` (1 where some run is right), `tasks`, `how` (counts) and the selector's
     tokens. A mean over no task is None.
   """
-  of: dict[str, dict[int, float]] = {}
+  by_task: dict[str, dict[int, float]] = {}
   for (task_id, sample), reward in rewards.items():
-    of.setdefault(task_id, {})[sample] = reward
-  ids = [t.id for t in tasks if t.id in of]
+    by_task.setdefault(task_id, {})[sample] = reward
+  ids = [t.id for t in tasks if t.id in by_task]
   chosen = [selections[i] for i in ids]
-  pairs = [(i, selections[i].sample) for i in ids]
+  right = []
+  for selection in chosen:
+    sample = selection.sample
+    right.append(0.0 if sample is None else by_task[selection.task_id][sample])
 
   def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
   return {
     "tasks": len(ids),
-    "right": mean([0.0 if s is None else of[i][s] for i, s in pairs]),
-    "first": mean([of[i][min(of[i])] for i in ids]),
-    "any": mean([max(of[i].values()) for i in ids]),
+    "right": mean(right),
+    "first": mean([by_task[i][min(by_task[i])] for i in ids]),
+    "any": mean([max(by_task[i].values()) for i in ids]),
     "how": dict(sorted(collections.Counter(s.how for s in chosen).items())),
     "prompt": sum(s.prompt for s in chosen),
     "cached": sum(s.cached for s in chosen),

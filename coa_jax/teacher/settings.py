@@ -1,4 +1,4 @@
-"""What a distillation is asked for: whose brain, how many runs, in which dialect."""
+"""What a distillation is asked for: which backend, how many runs, in which dialect."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import Variant
-from coa_jax.teacher.agents import TeamConfig, review_style
+from coa_jax.teacher.agents import TeamConfig
+from coa_jax.teacher.prompts import review_style
 
-BRAINS = ("scripted", "annotated", "chat")
+BACKENDS = ("scripted", "gsm8k_replay", "chat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,13 +17,13 @@ class TeacherConfig:
   """Config section `teacher`.
 
   Attributes:
-    brain: "scripted" (section `scripted`; tasks of the generated world only),
-      "annotated" (tasks with worked solutions, such as GSM8K's training rows) or "chat"
-      (section `chat`; any OpenAI-compatible endpoint).
+    backend: what plays the team's agents: "scripted" (section `scripted`; tasks of the
+      generated world only), "gsm8k_replay" (tasks with worked solutions, such as
+      GSM8K's training rows) or "chat" (section `chat`; any OpenAI-compatible endpoint).
     samples: runs per task.
-    select: True to keep one of them, chosen by a list-wise selector (best of N); chat
-      brains only.
-    facts: whether plans begin with the facts that are known and needed; for models.
+    select: True to keep one of them, chosen by a list-wise selector (best of N); for
+      backend "chat" only.
+    facts: whether plans begin with the facts that are known and needed; for "chat".
     workers: runs at once.
     variant: the dialect of the trajectories.
     prompt: the style of their prompt; see `protocol.prompts`.
@@ -31,7 +32,7 @@ class TeacherConfig:
     max_turns: limits of a run, and likewise the next two; see `agents.TeamConfig`.
   """
 
-  brain: str = "scripted"
+  backend: str = dataclasses.field(default="scripted", metadata={"was": "brain"})
   samples: int = 1
   select: bool = False
   facts: bool = False
@@ -44,19 +45,21 @@ class TeacherConfig:
   max_checks: int = 3
 
   def __post_init__(self):
-    if self.brain not in BRAINS:
-      raise ValueError(f"brain is {self.brain!r}; accepted: {', '.join(BRAINS)}")
+    if self.backend == "annotated":
+      raise ValueError("backend 'annotated' is called 'gsm8k_replay' now")
+    if self.backend not in BACKENDS:
+      raise ValueError(f"backend is {self.backend!r}; accepted: {', '.join(BACKENDS)}")
     if self.prompt not in STYLES:
       raise ValueError(f"prompt is {self.prompt!r}; accepted: {', '.join(STYLES)}")
     if self.samples < 1 or self.workers < 1:
       raise ValueError("samples and workers must be at least 1")
-    if self.brain != "chat" and (self.select or self.facts):
-      raise ValueError(f"select and facts ask for brain 'chat', not {self.brain!r}")
+    if self.backend != "chat" and (self.select or self.facts):
+      raise ValueError(f"select and facts ask for backend 'chat', not {self.backend!r}")
     if self.select and self.samples < 2:
       raise ValueError("select chooses among samples: set samples to 2 or more")
 
   def limits(self, variant: Variant) -> TeamConfig:
-    """The limits of a run whose trajectory is of this variant."""
+    """Returns the limits of a run whose trajectory is of this variant."""
     return TeamConfig(
       max_turns=self.max_turns,
       max_calls=self.max_calls,

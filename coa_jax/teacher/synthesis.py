@@ -20,10 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards import grade
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.journal import CallTool
-from coa_jax.teacher.llm import Brain, GaveUp, InfrastructureError, Message
+from coa_jax.teacher.backend import (
+  CallTool,
+  InfrastructureError,
+  Message,
+  ModelBackend,
+  Unsolvable,
+)
 
-ASKER, DESCRIBER, READER, GUESSER = "asker", "describer", "reader", "guesser"
+ASKER = "asker"
+DESCRIBER = "describer"
+READER = "reader"
+GUESSER = "guesser"
 PROMPTS = {
   ASKER: (
     "You write questions for a search exam. From the document, ask for one fact in one "
@@ -55,7 +63,7 @@ class SynthesisConfig:
   """Config section `synthesis`.
 
   Attributes:
-    brain: who writes and answers: "chat" (an endpoint, by section chat), or "cloze"
+    backend: who writes and answers: "chat" (an endpoint, by section chat), or "cloze"
       (nobody: gaps in sentences, for any text and offline).
     seeds: documents to begin with, drawn from the corpus.
     depth: how often a task may be deepened; every stage that holds is a task.
@@ -65,7 +73,7 @@ class SynthesisConfig:
     seed: of the draws.
   """
 
-  brain: str = "chat"
+  backend: str = dataclasses.field(default="chat", metadata={"was": "brain"})
   seeds: int = 100
   depth: int = 2
   width: float = 0.25
@@ -74,8 +82,8 @@ class SynthesisConfig:
   seed: int = 0
 
   def __post_init__(self):
-    if self.brain not in ("chat", "cloze"):
-      raise ValueError(f"brain is {self.brain!r}; accepted: chat, cloze")
+    if self.backend not in ("chat", "cloze"):
+      raise ValueError(f"backend is {self.backend!r}; accepted: chat, cloze")
     if min(self.seeds, self.guesses, self.workers) < 1 or self.depth < 0:
       raise ValueError("seeds, guesses, workers must be at least 1, depth at least 0")
     if not 0 <= self.width <= 1:
@@ -83,7 +91,7 @@ class SynthesisConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class SynthesisResult:
   """A task that holds, or why one does not.
 
   Attributes:
@@ -105,117 +113,126 @@ class Corpus:
     self._mentions: dict[str, list[str]] = collections.defaultdict(list)
     for title, text in self.documents.items():
       words = re.findall(r"[\w'-]+", text)
-      found = {
+      phrases = {
         " ".join(words[i : i + n])
         for i, word in enumerate(words)
         if word[:1].isupper() or word[:1].isdigit()
         for n in range(1, longest + 1)
       }
-      for other in sorted(found & self.documents.keys() - {title}):
+      for other in sorted(phrases & self.documents.keys() - {title}):
         self._mentions[other].append(title)
 
   def mentioning(self, title: str) -> Sequence[str]:
-    """Titles of the other documents whose text names this one."""
+    """Lists the titles of the other documents whose text names this one."""
     return self._mentions.get(title, ())
 
 
 class Synthesizer:
-  """Makes and checks tasks over one corpus, with one brain and one search tool."""
+  """Makes and checks tasks over one corpus, with one backend and one search tool."""
 
   def __init__(
     self,
     corpus: Corpus,
-    brain: Brain,
+    backend: ModelBackend,
     call: CallTool,
     config: SynthesisConfig,
     tool: str = "wiki_search",
   ):
-    """Args: documents, who writes and answers, who runs the tool of that tag."""
-    self._corpus, self._brain, self._call = corpus, brain, call
-    self._config, self._tool = config, tool
+    """Takes documents, who writes and answers, and who runs the tool of that tag."""
+    self._corpus = corpus
+    self._backend = backend
+    self._call = call
+    self._config = config
+    self._tool = tool
 
-  def grow(self, title: str) -> Iterator[Made]:
-    """The atomic task of a document, then each deeper one, until one does not hold.
+  def grow(self, title: str) -> Iterator[SynthesisResult]:
+    """Yields a document's atomic task, then each deeper one, until one does not hold.
 
     Raises:
-      InfrastructureError: the brain or the tool does not answer.
+      InfrastructureError: the backend or the tool does not answer.
     """
-    made = self.atomic(title)
-    yield made
+    result = self.atomic(title)
+    yield result
     for _ in range(self._config.depth):
-      if made.task is None:
+      if result.task is None:
         return
-      made = self.deepen(made.task)
-      yield made
+      result = self.deepen(result.task)
+      yield result
 
-  def atomic(self, title: str) -> Made:
-    """A task about one fact of the document, as the tool returns it."""
-    seen = self._look_up(title)
-    if seen is None:
-      return Made(None, "not_found")
-    fields = self._ask(ASKER, f"Title: {title}\nDocument:\n{seen}")
-    question, answer = fields.get("QUESTION", ""), fields.get("ANSWER", "")
+  def atomic(self, title: str) -> SynthesisResult:
+    """Makes a task about one fact of the document, as the tool returns it."""
+    page = self._look_up(title)
+    if page is None:
+      return SynthesisResult(None, "not_found")
+    fields = self._ask(ASKER, f"Title: {title}\nDocument:\n{page}")
+    question = fields.get("QUESTION", "")
+    answer = fields.get("ANSWER", "")
     if not question or not answer:
-      return Made(None, "malformed")
+      return SynthesisResult(None, "malformed")
     if title not in question:
-      return Made(None, "no_title")
-    if not _stands_in(answer, seen):
-      return Made(None, "answer_not_in_document")
+      return SynthesisResult(None, "no_title")
+    if not _stands_in(answer, page):
+      return SynthesisResult(None, "answer_not_in_document")
     if _stands_in(answer, question):
-      return Made(None, "answer_in_question")
+      return SynthesisResult(None, "answer_in_question")
     return self._checked(question, answer, [title], "atomic")
 
-  def deepen(self, task: Task) -> Made:
-    """The task with what it names first described by another document instead."""
-    known, named = list(task.meta["titles"]), task.meta["titles"][0]
-    others = [t for t in self._corpus.mentioning(named) if t not in known]
-    others = [t for t in others if not _stands_in(task.answers[0], t)]
-    if not others or named not in task.question:
-      return Made(None, "no_link")
+  def deepen(self, task: Task) -> SynthesisResult:
+    """Replaces what a task names first by another document's description of it."""
+    titles = list(task.meta["titles"])
+    subject = titles[0]
+    answer = task.answers[0]
+    others = [
+      title
+      for title in self._corpus.mentioning(subject)
+      if title not in titles and not _stands_in(answer, title)
+    ]
+    if not others or subject not in task.question:
+      return SynthesisResult(None, "no_link")
     title = random.Random(f"{self._config.seed}/{task.id}").choice(others)
-    seen = self._look_up(title)
-    if seen is None or not _stands_in(named, seen):
-      return Made(None, "not_found")
-    told = f"Title: {title}\nDocument:\n{seen}\nDescribe: {named}"
-    phrase = self._ask(DESCRIBER, told).get("PHRASE", "").rstrip(".")
+    page = self._look_up(title)
+    if page is None or not _stands_in(subject, page):
+      return SynthesisResult(None, "not_found")
+    request = f"Title: {title}\nDocument:\n{page}\nDescribe: {subject}"
+    phrase = self._ask(DESCRIBER, request).get("PHRASE", "").rstrip(".")
     if not phrase:
-      return Made(None, "malformed")
-    if title not in phrase or _stands_in(named, phrase):
-      return Made(None, "phrase")
-    question = task.question.replace(named, phrase)
-    if _stands_in(task.answers[0], question):
-      return Made(None, "answer_in_question")
-    return self._checked(question, task.answers[0], [title, *known], "depth")
+      return SynthesisResult(None, "malformed")
+    if title not in phrase or _stands_in(subject, phrase):
+      return SynthesisResult(None, "phrase")
+    question = task.question.replace(subject, phrase)
+    if _stands_in(answer, question):
+      return SynthesisResult(None, "answer_in_question")
+    return self._checked(question, answer, [title, *titles], "depth")
 
-  def widen(self, first: Task, second: Task) -> Made:
-    """Both tasks at once; right only if both answers are, in order."""
+  def widen(self, first: Task, second: Task) -> SynthesisResult:
+    """Asks both tasks at once; right only if both answers are, in order."""
     question = (
       "Answer both questions, in this order, joined by ' and '. "
       f"{first.question} {second.question}"
     )
     answer = f"{first.answers[0]} and {second.answers[0]}"
     if any(_stands_in(t.answers[0], question) for t in (first, second)):
-      return Made(None, "answer_in_question")
+      return SynthesisResult(None, "answer_in_question")
     titles = [*first.meta["titles"], *second.meta["titles"]]
     return self._checked(question, answer, titles, "width")
 
   def _checked(
     self, question: str, answer: str, titles: Sequence[str], family: str
-  ) -> Made:
+  ) -> SynthesisResult:
     """The task, if a reader of its documents solves it and no guesser does."""
     meta = {"titles": list(titles), "hops": len(titles)}
     name = f"synth-{family}-{len(titles)}-{'-'.join(titles)}"
     task = Task(name, question, (answer,), source="synth", family=family, meta=meta)
-    seen = [self._look_up(title) or "" for title in titles]
-    told = "Documents:\n" + "\n".join(seen) + f"\nQuestion: {question}"
-    if not grade(task, self._ask(READER, told).get("ANSWER")):
-      return Made(None, "does_not_follow")
+    pages = [self._look_up(title) or "" for title in titles]
+    request = "Documents:\n" + "\n".join(pages) + f"\nQuestion: {question}"
+    if not grade(task, self._ask(READER, request).get("ANSWER")):
+      return SynthesisResult(None, "does_not_follow")
     for number in range(self._config.guesses):
       # Each guess is a question of its own, so that a journal keeps them apart.
-      told = f"Question: {question}\n(attempt {number + 1})"
-      if grade(task, self._ask(GUESSER, told).get("ANSWER")):
-        return Made(None, "needs_no_tools")
-    return Made(task)
+      request = f"Question: {question}\n(attempt {number + 1})"
+      if grade(task, self._ask(GUESSER, request).get("ANSWER")):
+        return SynthesisResult(None, "needs_no_tools")
+    return SynthesisResult(task)
 
   def _look_up(self, title: str) -> str | None:
     """What the tool returns for a title; None where the document is not in it."""
@@ -225,25 +242,26 @@ class Synthesizer:
     start = self._corpus.documents[title][:40]
     return result.result if start in result.result else None
 
-  def _ask(self, agent: str, told: str) -> dict[str, str]:
+  def _ask(self, agent: str, request: str) -> dict[str, str]:
     """NAME -> text of the reply's lines `NAME: text`."""
-    messages = [Message("system", PROMPTS[agent]), Message("user", told)]
+    messages = [Message("system", PROMPTS[agent]), Message("user", request)]
     try:
-      reply = self._brain(agent, messages)
-    except GaveUp:  # the documents are longer than its context
+      reply = self._backend(agent, messages)
+    except Unsolvable:  # the documents are longer than its context
       return {}
     if reply.cut:
       return {}
-    found = re.findall(r"^\s*([A-Z]+):[ \t]*(.*\S)", reply.text, re.MULTILINE)
-    return dict(found)
+    return dict(re.findall(r"^\s*([A-Z]+):[ \t]*(.*\S)", reply.text, re.MULTILINE))
 
 
 _ARTICLES = frozenset({"a", "an", "the"})
 
 
 def _stands_in(answer: str, text: str) -> bool:
-  """Whether the words of the answer stand in the text, in order; case and articles
-  apart. A possessive ("Quill's") names the same thing, so punctuation parts words.
+  """Whether the words of the answer stand in the text, in order.
+
+  Case and articles do not count. A possessive ("Quill's") names the same thing, so
+  punctuation parts words.
   """
   words = _words(answer)
   return bool(words) and f" {' '.join(words)} " in f" {' '.join(_words(text))} "

@@ -65,18 +65,21 @@ def augment(
   naming = draw_naming(variant, rng, bodies=bodies)
   if naming is None:
     return None
-  names, formats = naming.names, naming.formats
+  names = naming.names
+  formats = naming.formats
   renamed = naming.apply(variant)
   segments = prompt_segments(renamed, str(question), "full")
   for s in trajectory.segments:
     if s.author == Author.PROMPT:
       continue
-    text, role = s.text, s.role
+    text = s.text
+    role = s.role
     if s.author == Author.POLICY and role in names:
       rewritten = _rewrite_span(text, role, names[role], formats[role])
       if rewritten is None:
         return None
-      text, role = rewritten, names[role]
+      text = rewritten
+      role = names[role]
     segments.append(Segment(s.author, role, text))
   calls = [
     dataclasses.replace(

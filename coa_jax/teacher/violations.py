@@ -19,10 +19,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Trajectory
-from coa_jax.teacher.convert import shorten
+from coa_jax.teacher.backend import Message, ModelBackend, Unsolvable
+from coa_jax.teacher.filters import Inspection
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import Brain, ChatBrain, GaveUp, Message, TeacherChatConfig
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
 
 INSPECTOR = "inspector"
 RULES = (
@@ -57,7 +59,7 @@ class ViolationsConfig(TeacherChatConfig):
   """Config section `violations`: an OpenAI-compatible endpoint that inspects.
 
   Attributes:
-    temperature: of the judge. What is not said here is as in `TeacherChatConfig`.
+    temperature: of the judge. What is not named here is as in `TeacherChatConfig`.
     replies: replies that are read for one verdict, until one can be.
     workers: trajectories inspected at once.
     max_chars: of a trajectory that is shown; a longer one loses its middle.
@@ -76,22 +78,8 @@ class ViolationsConfig(TeacherChatConfig):
       )
 
 
-@dataclasses.dataclass(frozen=True)
-class Inspection:
-  """A verdict.
-
-  Attributes:
-    violations: (rule, quote) of each; () for none.
-    read: False where no reply could be read, or the trajectory was too long for the
-      judge: nothing is known of it.
-  """
-
-  violations: tuple[tuple[int, str], ...] = ()
-  read: bool = True
-
-
 class Inspector:
-  """Inspects trajectories, and counts what came of it. Use `with`, or close it."""
+  """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
     """Opens the journal; sends nothing yet.
@@ -106,10 +94,11 @@ class Inspector:
     """
     self._config = config
     self._journal = Journal(path, usd=config.usd)
-    self._brain = ChatBrain(config, api_key)
+    self._backend = ChatBackend(config, api_key)
     self._counts = {"inspected": 0, "violating": 0, "unread": 0}
     self._rules: collections.Counter[int] = collections.Counter()
-    self.values, self.spent = self._journal.values, self._journal.spent
+    self.values = self._journal.values  # of the calls so far, for metrics
+    self.spent = self._journal.spent
 
   def __enter__(self) -> Inspector:
     return self
@@ -120,12 +109,12 @@ class Inspector:
   def close(self) -> None:
     """Closes the journal and the connections."""
     self._journal.close()
-    self._brain.close()
+    self._backend.close()
 
   def __call__(self, trajectories: Iterable[Trajectory]) -> Iterator[Inspection]:
-    """As `inspect_all`."""
-    found = inspect_all(trajectories, self._brain, self._journal, self._config)
-    for verdict in found:
+    """Inspects each trajectory, in order; see `inspect_all`."""
+    verdicts = inspect_all(trajectories, self._backend, self._journal, self._config)
+    for verdict in verdicts:
       self._counts["inspected"] += 1
       self._counts["violating"] += bool(verdict.violations)
       self._counts["unread"] += not verdict.read
@@ -133,22 +122,22 @@ class Inspector:
       yield verdict
 
   def counts(self) -> dict[str, Any]:
-    """Trajectories inspected, violating and unread, by rule, and the bill."""
+    """Counts trajectories inspected, violating and unread, by rule; and the bill."""
     rules = {str(rule): n for rule, n in sorted(self._rules.items())}
     return {**self._counts, "rules": rules, **self._journal.bill()}
 
 
 def inspect_all(
   trajectories: Iterable[Trajectory],
-  brain: Brain,
+  backend: ModelBackend,
   journal: Journal,
   config: ViolationsConfig,
 ) -> Iterator[Inspection]:
-  """A verdict on each, in order; calls go through the journal.
+  """Gives a verdict on each, in order; calls go through the journal.
 
   Args:
-    trajectories: of runs that are told apart by task id and sample.
-    brain: answers as the agent `inspector`.
+    trajectories: task id and sample name one each.
+    backend: answers as the agent `inspector`.
     journal: of these calls.
     config: how they are made.
 
@@ -158,7 +147,7 @@ def inspect_all(
   """
 
   def work(t: Trajectory) -> Inspection:
-    return inspect(t, journal.brain(brain, (t.task_id, t.sample)), config)
+    return inspect(t, journal.backend(backend, (t.task_id, t.sample)), config)
 
   # A few more than are at work: a generator of trajectories is not read ahead of need.
   waiting: collections.deque[concurrent.futures.Future[Inspection]]
@@ -179,15 +168,14 @@ def inspect_all(
 
 
 def inspect(
-  trajectory: Trajectory, brain: Brain, config: ViolationsConfig
+  trajectory: Trajectory, backend: ModelBackend, config: ViolationsConfig
 ) -> Inspection:
-  """The verdict on one; see `inspect_all`."""
+  """Gives the verdict on one trajectory; see `inspect_all`."""
   prompt = [s for s in trajectory.segments if s.author == Author.PROMPT]
-  told = "".join(s.text for s in prompt if s.role == "instructions")
   data = {
-    "instructions": told,
+    "instructions": "".join(s.text for s in prompt if s.role == "instructions"),
     "task": "".join(s.text for s in prompt if s.role != "instructions"),
-    "record": shorten(trajectory.text, config.max_chars),
+    "record": cut_middle(trajectory.text, config.max_chars),
   }
   messages = [
     Message("system", PROMPTS[INSPECTOR]),
@@ -195,31 +183,30 @@ def inspect(
   ]
   for _ in range(config.replies):
     try:
-      reply = brain(INSPECTOR, messages)
-    except GaveUp:  # longer than its context
+      reply = backend(INSPECTOR, messages)
+    except Unsolvable:  # longer than its context
       break
-    found = None if reply.cut else read_violations(reply.text)
-    if found is not None:
-      return Inspection(found)
+    violations = None if reply.cut else read_violations(reply.text)
+    if violations is not None:
+      return Inspection(violations)
     messages += [Message("assistant", reply.text), Message("user", _AGAIN)]
   return Inspection(read=False)
 
 
 def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
-  """(rule, quote) of each violation that a reply names; None where it says nothing.
+  """Reads (rule, quote) of each violation that a reply names; None if it is unreadable.
 
   Fences, prose and thoughts around the object, single quotes, trailing commas, and
   rules as bare numbers do not matter; of several objects the last counts. A rule that
-  there is none of makes the reply unreadable.
+  does not exist makes the reply unreadable.
   """
   reply = reply.rpartition("</think>")[2]
-  for start in reversed([m.start() for m in re.finditer(r"\{", reply)]):
+  starts = [m.start() for m in re.finditer(r"\{", reply)]
+  for start in reversed(starts):
     value = _object(reply[start:])
     if isinstance(value, dict) and isinstance(value.get("violations"), list):
-      found = [_violation(item) for item in value["violations"]]
-      if None in found:
-        return None
-      return tuple(item for item in found if item is not None)
+      violations = [_violation(item) for item in value["violations"]]
+      return None if None in violations else tuple(violations)
   return None
 
 
@@ -236,10 +223,14 @@ def _object(text: str) -> Any:
 
 
 def _violation(item: Any) -> tuple[int, str] | None:
+  """One violation as (rule, quote); a rule may be 2, "2" or "2. It ..."."""
+  rule = item
   quote = ""
   if isinstance(item, dict):
-    item, quote = item.get("rule"), str(item.get("quote") or "")
-  number = re.match(r"\s*(\d{1,3})\b", item) if isinstance(item, str) else None
-  item = int(number[1]) if number else item
-  known = isinstance(item, int) and not isinstance(item, bool)
-  return (item, quote) if known and 1 <= item <= len(RULES) else None
+    rule = item.get("rule")
+    quote = str(item.get("quote") or "")
+  if isinstance(rule, str):
+    number = re.match(r"\s*(\d{1,3})\b", rule)
+    rule = int(number[1]) if number else None
+  is_number = isinstance(rule, int) and not isinstance(rule, bool)
+  return (rule, quote) if is_number and 1 <= rule <= len(RULES) else None

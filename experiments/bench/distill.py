@@ -36,10 +36,10 @@ from absl import flags
 
 from coa_jax.importers import importers
 from coa_jax.importers.importers import Importer, Record
-from coa_jax.importers.pipeline import Found, Refinement, Refiner
+from coa_jax.importers.pipeline import ImportedRow, ImportJob, RowPipeline
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.storage import write_lines
-from coa_jax.protocol.tokens import train_tokenizer
+from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.report.metrics import Metrics
 from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig
@@ -143,12 +143,12 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
   )
   tokenizer = os.path.join(folder, "tokenizer")
   benchmarks = filters.load_benchmarks(config)
-  work = Refinement(Refiner(importer, config, benchmarks, tokenizer), workers)
+  work = ImportJob(RowPipeline(importer, config, benchmarks, tokenizer), workers)
   tokens = 0
 
-  def on_found(found: Found, copies: int) -> None:
+  def on_imported(found: ImportedRow, copies: int) -> None:
     nonlocal tokens
-    tokens += found.shape.length
+    tokens += found.stats.length
 
   def counted(all_of: Iterator[Record]) -> Iterator[Record]:
     stage, every = f"{workers} beside the reader", max(1, rows // 1000)
@@ -162,7 +162,7 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
   _, records = importers.records(os.path.join(folder, f"{rows}.jsonl"))
   out = os.path.join(folder, "out.jsonl")
   start = time.perf_counter()
-  kept = write_lines(out, work.lines(counted(records), on_found=on_found))
+  kept = write_lines(out, work.lines(counted(records), on_imported=on_imported))
   seconds = time.perf_counter() - start
   counts = work.counts()
   funnel = counts["filters"]

@@ -27,7 +27,8 @@ from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.protocol import prompts, roles, tool_bodies
 from coa_jax.protocol.parser import content_fault
-from coa_jax.protocol.tokens import Tokenizer, train_tokenizer
+from coa_jax.protocol.tokenizer_training import train_tokenizer
+from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, CallStatus, Segment, Trajectory
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-from coa_jax.protocol.tokens import train_tokenizer
+from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -11,7 +11,7 @@ import pytest
 
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.trajectory import Trajectory, Usage, write_jsonl
-from coa_jax.teacher.runs import pieces
+from coa_jax.teacher.token_meter import word_ids
 from experiments.compare_cost import compare
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def files(folder, reported, **tools) -> tuple[str, str]:
   ours = [attempt(t, 1.0, prompt=50, generated=40, observation=10) for t in "ab"]
   settings = {"tools": ["code"], "top_k": 3}
   for name, rows, config in (
-    ("teacher", theirs, {"tools": settings, "teacher": {"brain": "chat"}}),
+    ("teacher", theirs, {"tools": settings, "teacher": {"backend": "chat"}}),
     ("greedy", ours, {"tools": {**settings, **tools}}),
   ):
     write_jsonl(folder / name / f"{name}.jsonl", rows)
@@ -61,14 +61,14 @@ def test_the_models_prompt_is_counted_with_its_instructions_once(tmp_path, style
   assert out["reduction_no_cache"] == pytest.approx(0.9)
   instructions = prompts.instructions(roles.get_variant("unified").with_tools(["code"]))
   # A full prompt has them already.
-  more = len(pieces(instructions)) if style == "brief" else 0
+  more = len(word_ids(instructions)) if style == "brief" else 0
   assert more == out["instructions"]
   assert out["reduction_instructed"] == pytest.approx(1 - (100 + more) / 1000)
 
 
 def test_a_tag_counts_as_one_token():
-  assert len(pieces("<think> 12 cats</think>")) == 5
-  assert len(pieces("<p>")) == 3
+  assert len(word_ids("<think> 12 cats</think>")) == 5
+  assert len(word_ids("<p>")) == 3
 
 
 def test_other_tools_compare_nothing(tmp_path):

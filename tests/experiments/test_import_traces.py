@@ -90,7 +90,7 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
 
   more = f"--out={tmp_path}/styled.jsonl"
   done = program(f"--file={source}", "--variant=web", more, "--formats.copies=1")
-  kept = "18 kept, 9 of them restyled, 3 dropped"
+  kept = "18 kept, 9 of them augmented, 3 dropped"
   assert done.stdout.splitlines()[-1].startswith(kept), done.stdout + done.stderr
   styled = read_trajectories(tmp_path / "styled.jsonl")
   assert [t for t in styled if "copy" not in t.meta] == trajectories
@@ -272,14 +272,21 @@ def test_a_single_agents_runs_come_with_the_variant_that_the_error_names(tmp_pat
   assert done.returncode == 0 and "3 kept" in done.stdout, done
   assert "<answer> Ur</answer>" in read_trajectories(out)[0].text
   assert "<crawl_page>" in read_trajectories(out)[0].segments[0].text
-  told = ("--told=web_search", "--told=tool:get_weather=weather of a city")
-  done = program(*flags, hint, "--convert.missing_think=Go on.", *told)
+  tools = (
+    "--described_tools=web_search",
+    "--described_tools=tool:get_weather=weather of a city",
+  )
+  done = program(*flags, hint, "--convert.missing_think=Go on.", *tools)
   prompt = read_trajectories(out)[0].segments[0].text
   assert "<web_search>" in prompt and "<crawl_page>" not in prompt
   assert "- get_weather: weather of a city." in prompt
-  done = program(*flags, hint, "--convert.missing_think=Go on.", "--told=code")
+  done = program(
+    *flags, hint, "--convert.missing_think=Go on.", "--described_tools=code"
+  )
   assert done.returncode == 2 and "web_search" in done.stdout
   done = program(*flags, hint, "--keep_illegal")
   assert done.returncode == 2 and "--keep_illegal is for formats" in done.stderr
+  done = program(*flags, hint, "--told=web_search")
+  assert done.returncode == 2 and "it is called --described_tools now" in done.stderr
   done = program(*flags, "--variant=unify")
   assert done.returncode == 2 and "unknown protocol variant 'unify'" in done.stderr

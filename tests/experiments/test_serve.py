@@ -23,12 +23,8 @@ from coa_jax.rollout import sampler
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.teacher.llm import (
-  ChatBrain,
-  InfrastructureError,
-  Message,
-  TeacherChatConfig,
-)
+from coa_jax.teacher.backend import InfrastructureError, Message
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
 from experiments import serve
 from tools_sandbox import http_server
 
@@ -305,8 +301,8 @@ def test_what_is_no_request_is_refused(service):
 
 def test_our_own_client_can_ask(service):
   config = TeacherChatConfig(service.url + "/v1", "coa", temperature=0.0, retries=0)
-  with ChatBrain(config) as brain:
-    reply = brain("solver", [Message("user", "capital of Ur")])
+  with ChatBackend(config) as backend:
+    reply = backend("solver", [Message("user", "capital of Ur")])
   assert reply.text == "Uruk" and reply.retries == 0
   assert reply.prompt_tokens > 0 and reply.completion_tokens > 10
 
@@ -322,8 +318,8 @@ def test_a_sandbox_that_is_down_is_no_answer(player):
     last = service.post("2 + 3", stream=True).text.split("\n\n")[-2]
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
     config = TeacherChatConfig(service.url + "/v1", "coa", retries=1, backoff_s=0.001)
-    with ChatBrain(config) as brain, pytest.raises(InfrastructureError):
-      brain("solver", [Message("user", "2 + 3")])
+    with ChatBackend(config) as backend, pytest.raises(InfrastructureError):
+      backend("solver", [Message("user", "2 + 3")])
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from chat_server import ChatServer
-from world_brain import WorldBrain
+from world_backend import WorldBackend
 
 from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world.build import WorldConfig, write_world
-from coa_jax.teacher.llm import InfrastructureError
+from coa_jax.teacher.backend import InfrastructureError
 from configs.synthesize_chat import get_config
 from experiments import synthesize
 
@@ -36,7 +36,7 @@ def config_for(corpus: str, url: str):
 def test_tasks_come_out_the_same_after_a_stop_and_nothing_is_paid_twice(
   corpus, tmp_path
 ):
-  with ChatServer(WorldBrain()) as server:
+  with ChatServer(WorldBackend()) as server:
     config = config_for(corpus, server.url)
     whole = synthesize.run(config, str(tmp_path / "whole"))
     asked = len(server.requests)

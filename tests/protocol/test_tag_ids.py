@@ -7,7 +7,7 @@ import pathlib
 import pytest
 import toy
 
-from coa_jax.protocol import roles, tokens
+from coa_jax.protocol import roles, tokenizer_training, tokens
 from coa_jax.protocol.tools import SPECS, ToolSpec
 
 # Tags before the bytes, in the order of their ids.
@@ -35,11 +35,11 @@ def test_the_ids_of_tags_are_what_they_always_were():
 @pytest.mark.parametrize("texts", [["a few words"], [README] * 2])
 def test_a_tool_that_is_added_moves_no_other_id(monkeypatch, texts):
   """Texts with too few merges for the vocabulary, and with more than enough."""
-  size, before = 700, tokens.train_tokenizer(texts, 700)
+  size, before = 700, tokenizer_training.train_tokenizer(texts, 700)
   one_more = None
   for number, tag in enumerate(("weigh", "measure"), 1):
     monkeypatch.setitem(SPECS, tag, ToolSpec(tag, "tell a weight", "a thing"))
-    tok = tokens.train_tokenizer(texts, size)
+    tok = tokenizer_training.train_tokenizer(texts, size)
     assert tok.vocab_size == size
     kept = min(before.vocab_size, size - 2 * number)
     assert tok.bytes_of[:kept] == before.bytes_of[:kept]

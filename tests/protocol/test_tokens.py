@@ -13,7 +13,7 @@ import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol import prompts, roles, tokenizer_training, tokens
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.tools import FUNCTION_TAG
@@ -149,11 +149,11 @@ def test_a_tokenizer_without_exact_bytes_is_refused():
 
 def test_a_vocabulary_without_room_for_the_tags_is_refused():
   with pytest.raises(ValueError, match=f"at least {256 + 3 + len(OWN_TAGS)}"):
-    tokens.train_tokenizer(["x"], 258)
+    tokenizer_training.train_tokenizer(["x"], 258)
 
 
 def test_digits_stay_single():
-  tok = tokens.train_tokenizer(["2024 2024 2024 year year"] * 50, 320)
+  tok = tokenizer_training.train_tokenizer(["2024 2024 2024 year year"] * 50, 320)
   assert len(tok.encode("2024")) == 4
   assert len(tok.encode(" year")) < 5
 

@@ -15,7 +15,7 @@ import samples
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
-from coa_jax.protocol.tokens import train_tokenizer
+from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Status, write_jsonl
 from coa_jax.report import plots
 from coa_jax.report.tables import Table

@@ -13,10 +13,11 @@ from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.llm import GaveUp, InfrastructureError, Message, Reply
+from coa_jax.teacher.backend import InfrastructureError, Message, Reply, Unsolvable
 from coa_jax.teacher.prompts import PROMPTS, SEES
-from coa_jax.teacher.runs import Event, Meter, Run, RunFile, render
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.runs import Event, Run, RunFile, render
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
+from coa_jax.teacher.token_meter import TokenMeter
 
 TOOLS = ("wiki_search", "code")
 TASK = Task("t", "Who is the mayor of Tarn Hollow?", ("Mira Quill",))
@@ -40,7 +41,7 @@ def echo(name: str, arguments: str) -> ToolCall:
 
 
 class Lines:
-  """A brain that says given lines, per agent and in order; the last one for ever."""
+  """A backend that says given lines, per agent and in order; the last one for ever."""
 
   def __init__(self, **lines: list[str]):
     self.lines = {agent: [text] for agent, text in GOOD.items()} | lines
@@ -55,8 +56,8 @@ class Lines:
 STEPS = ["NEXT: planner", "NEXT: search\nREASON: find it", "NEXT: solver"]
 
 
-def work(brain, call=echo, tools=TOOLS, **limits) -> Run:
-  return solve(TASK, brain, call, tools, TeamConfig(**limits), encode)
+def work(backend, call=echo, tools=TOOLS, **limits) -> Run:
+  return solve(TASK, backend, call, tools, TeamConfig(**limits), encode)
 
 
 def kinds(run: Run) -> list[str]:
@@ -79,11 +80,11 @@ def test_every_prompt_tells_an_agent_enough_and_no_more():
 
 
 def test_agents_see_only_what_is_meant_for_them_and_their_own_replies():
-  brain = Lines(
+  backend = Lines(
     orchestrator=[*STEPS, "NEXT: code\nREASON: secret"], verifier=["SCORE: 1"]
   )
-  work(brain, max_turns=5)
-  for agent, messages in brain.seen:
+  work(backend, max_turns=5)
+  for agent, messages in backend.seen:
     text = "\n".join(m.content for m in messages if m.role == "user")
     for kind in SEES["orchestrator"] | {"decision"}:
       if kind not in SEES[agent]:
@@ -94,10 +95,10 @@ def test_agents_see_only_what_is_meant_for_them_and_their_own_replies():
 
 
 def test_contexts_only_ever_grow():
-  brain = Lines(orchestrator=[*STEPS, "NEXT: search"], verifier=["SCORE: 2"])
-  work(brain)
+  backend = Lines(orchestrator=[*STEPS, "NEXT: search"], verifier=["SCORE: 2"])
+  work(backend)
   last: dict[str, list[Message]] = {}
-  for agent, messages in brain.seen:
+  for agent, messages in backend.seen:
     assert messages[: len(last.get(agent, []))] == last.get(agent, [])
     last[agent] = messages
 
@@ -110,12 +111,12 @@ def test_one_malformed_reply_is_asked_for_again(agent):
   if agent == "code":
     lines["orchestrator"][1] = "NEXT: code\nREASON: compute it"
   lines[agent] = [" ", *lines[agent]]
-  brain = Lines(**lines)
-  run = work(brain)
+  backend = Lines(**lines)
+  run = work(backend)
   assert run.status == Status.ENDED and run.prediction == "Mira Quill"
   (bad,) = (e for e in run.events if e.kind == runs.MALFORMED)
   assert bad.agent == agent and bad.detail and bad.prompt > 0
-  again = next(m for a, m in brain.seen if a == agent and len(m) > 3)
+  again = next(m for a, m in backend.seen if a == agent and len(m) > 3)
   assert "could not be used" in again[-1].content
 
 
@@ -136,10 +137,10 @@ def test_no_reply_can_crash_the_team(data):
     st.text(max_size=30),
   )
 
-  def brain(agent, messages):
+  def backend(agent, messages):
     return Reply(data.draw(st.one_of(st.just(GOOD[agent]), texts)))
 
-  run = work(brain, max_turns=6, max_calls=3)
+  run = work(backend, max_turns=6, max_calls=3)
   assert run.status in (Status.ENDED, Status.TURN_LIMIT)
   assert len(run.calls) <= 3
   assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
@@ -168,11 +169,11 @@ def test_limits_of_turns_calls_and_checks():
 
 
 def test_a_poor_grade_lets_only_the_planner_follow():
-  brain = Lines(
+  backend = Lines(
     orchestrator=[*STEPS[:2], "NEXT: solver", "NEXT: planner", "NEXT: solver"],
     reflector=["wrong page tool_effectiveness : Poor"],
   )
-  run = work(brain)
+  run = work(backend)
   bad = next(e for e in run.events if e.kind == runs.MALFORMED)
   assert bad.detail == "NEXT must be one of planner"
 
@@ -187,8 +188,8 @@ def test_a_score_is_1_to_4(score):
 def test_reviews_with_analysis_and_grades():
   grades = "information_conflict : Good tool_effectiveness : Good"
   full = f"The page names the mayor.\n{grades} trajectory_monitoring : Good"
-  brain = Lines(orchestrator=list(STEPS), reflector=[grades, full])
-  run = work(brain, review="grades")
+  backend = Lines(orchestrator=list(STEPS), reflector=[grades, full])
+  run = work(backend, review="grades")
   assert kinds(run)[5:7] == [runs.MALFORMED, runs.REFLECTION]
   run = work(Lines(orchestrator=list(STEPS), reflector=["x", full]), review="grades")
   assert run.events[6].content == full
@@ -198,15 +199,15 @@ def test_a_planner_that_lists_facts_first():
   bad = ["FACTS: a", "PLAN: b", "FACTS:\nPLAN: b", "FACTS: a\nPLAN: ", "go"]
   good = "FACTS: given Tarn Hollow\nto look up: its mayor\nPLAN: mayor of it\nanswer"
   for text in bad:
-    brain = Lines(orchestrator=list(STEPS), planner=[text, good])
-    run = work(brain, facts=True)
+    backend = Lines(orchestrator=list(STEPS), planner=[text, good])
+    run = work(backend, facts=True)
     assert kinds(run)[1:4] == [runs.MALFORMED, runs.FACTS, runs.PLAN]
     facts, plan = run.events[2:4]
     assert facts.content == "given Tarn Hollow\nto look up: its mayor"
     assert (facts.prompt, plan.content) == (0, "mayor of it\nanswer")
     assert plan.prompt > 0  # one call, one charge
     assert run.usage.model_calls == 9
-  told = {a: "\n".join(m.content for m in messages) for a, messages in brain.seen}
+  told = {a: "\n".join(m.content for m in messages) for a, messages in backend.seen}
   assert {a for a in told if "[facts]" in told[a]} == {"orchestrator", "solver"}
   assert "FACTS: <facts>" in told["planner"]
   # Without the option a plan is what it was.
@@ -218,13 +219,13 @@ def test_a_reply_that_was_cut_is_asked_for_again(agent):
   lines = Lines(orchestrator=list(STEPS))
   cut: list[str] = []
 
-  def brain(name, messages):
+  def backend(name, messages):
     if name == agent and not cut:
       cut.append(name)
       return Reply(GOOD[agent], cut=True)
     return lines(name, messages)
 
-  run = work(brain)
+  run = work(backend)
   (bad,) = (e for e in run.events if e.kind == runs.MALFORMED)
   assert bad.agent == agent and "cut at the limit" in bad.detail
   assert run.status == Status.ENDED
@@ -249,7 +250,7 @@ def test_a_brain_that_cannot_answer_ends_the_run_as_infrastructure():
 def test_a_brain_that_gives_up_ends_the_run_and_says_why():
   def quits(agent, messages):
     if agent == "planner":
-      raise GaveUp("no_plan", "too hard")
+      raise Unsolvable("no_plan", "too hard")
     return Reply("NEXT: planner")
 
   run = work(quits)
@@ -262,8 +263,10 @@ def test_tools_belong_to_agents():
   run = work(Lines(orchestrator=[STEPS[0], "NEXT: code"]), tools=("wiki_search",))
   assert {c.name for c in run.calls} <= {"wiki_search"}
   lines = ["TOOL: web_search\nQUERY: a", "TOOL: code\nQUERY: b", "QUERY: c"]
-  brain = Lines(orchestrator=[*STEPS[:2], "NEXT: search", "NEXT: solver"], search=lines)
-  run = work(brain, tools=("crawl_page", "web_search", "code"))
+  backend = Lines(
+    orchestrator=[*STEPS[:2], "NEXT: search", "NEXT: solver"], search=lines
+  )
+  run = work(backend, tools=("crawl_page", "web_search", "code"))
   assert [(c.name, c.arguments) for c in run.calls] == [
     ("web_search", "a"),
     ("crawl_page", "c"),
@@ -278,14 +281,14 @@ def test_an_observation_cannot_forge_what_other_agents_said():
 
 
 def test_cached_tokens_are_the_longest_prefix_of_any_earlier_call(tasks, toolbox):
-  scripted = ScriptedBrain(tasks, ScriptedConfig())
+  scripted = ScriptedBackend(tasks, ScriptedConfig())
   sent: list[list[int]] = []
   expected: list[int] = []
 
   def flat(messages):
     return [i for m in messages for i in encode(f"{m.role}\n{m.content}\n")]
 
-  def brain(agent, messages):
+  def backend(agent, messages):
     reply = scripted(agent, messages)
     ids = flat(messages)
     shared = [
@@ -303,13 +306,13 @@ def test_cached_tokens_are_the_longest_prefix_of_any_earlier_call(tasks, toolbox
   for task in tasks[:5]:
     sent.clear()
     expected.clear()
-    run = solve(task, brain, toolbox.call, TOOLS, TeamConfig(), encode)
+    run = solve(task, backend, toolbox.call, TOOLS, TeamConfig(), encode)
     assert [e.cached for e in run.events if e.prompt] == expected
     assert sum(expected) == run.usage.cached > 0
 
 
 def test_the_meter_by_hand():
-  meter = Meter(lambda text: list(range(len(text.split()))))
+  meter = TokenMeter(lambda text: list(range(len(text.split()))))
   first = [Message("system", "a b"), Message("user", "c")]
   assert meter.charge(first, "d e") == (5, 0, 3)
   more = [*first, Message("assistant", "d e"), Message("user", "f")]
@@ -317,10 +320,10 @@ def test_the_meter_by_hand():
 
 
 def test_runs_are_the_same_twice_and_survive_json(tasks, toolbox):
-  brain = ScriptedBrain(tasks, ScriptedConfig())
+  backend = ScriptedBackend(tasks, ScriptedConfig())
   for task in tasks[:20]:
     first, second = (
-      solve(task, brain, toolbox.call, TOOLS, TeamConfig(), encode) for _ in range(2)
+      solve(task, backend, toolbox.call, TOOLS, TeamConfig(), encode) for _ in range(2)
     )
     assert Run.from_json(json.loads(json.dumps(first.to_json()))) == first
     for run in (first, second):

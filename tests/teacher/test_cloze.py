@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import re
 
 import pytest
 
@@ -12,9 +11,10 @@ from coa_jax.tasks.sources import load_tasks
 from coa_jax.teacher import cloze
 from coa_jax.teacher.synthesis import Corpus, SynthesisConfig, Synthesizer
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from configs.synthesize_cloze import get_config
 from experiments import synthesize
 
-MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")
+PASSAGES = pathlib.Path(__file__).parents[1] / "fixtures/passages.json"
 PAGES = {
   "Tarn Hollow": "Tarn Hollow is a town and its mayor is Mira Quill, a pilot.",
   "Mira Quill": "Mira Quill was in all likelihood born in 1961 near the coast.",
@@ -27,7 +27,7 @@ def maker(pages: dict[str, str], **changes) -> Synthesizer:
   def search(name: str, arguments: str) -> ToolCall:
     return ToolCall(name, arguments, pages.get(arguments, "nothing found"))
 
-  config = SynthesisConfig(brain="cloze", guesses=1, **changes)
+  config = SynthesisConfig(backend="cloze", guesses=1, **changes)
   return Synthesizer(Corpus(pages), cloze.answer, search, config)
 
 
@@ -65,21 +65,17 @@ def test_a_title_is_asked_for_whole():
   assert made.task.answers == ("Anna Mary Astor",)
 
 
-def test_the_program_over_real_passages(tmp_path):
-  if not MUSIQUE.is_file():
-    pytest.skip(f"no {MUSIQUE}")
-  from configs.synthesize_cloze import get_config
-
+def test_the_program_over_passages(tmp_path):
   config = get_config()
-  config.synthesis.seeds, config.tools.corpus = 60, str(MUSIQUE)
+  config.tools.corpus = str(PASSAGES)
+  config.synthesis.width = 1.0
   results = synthesize.run(config, str(tmp_path))
-  assert results["tasks"] >= 50 and results["by_family"].keys() >= {"atomic", "width"}
-  tasks = load_tasks(tmp_path / "tasks.jsonl")
-  tools = ToolsConfig(tools=("wiki_search",), corpus=str(MUSIQUE), max_chars=4000)
+  assert results["by_family"].keys() == {"atomic", "depth", "width"}, results
+  tools = ToolsConfig(tools=("wiki_search",), corpus=str(PASSAGES), max_chars=4000)
   with Toolbox(tools) as toolbox:
-    for task in tasks:  # what fills the gaps is on the pages that are named
+    for task in load_tasks(tmp_path / "tasks.jsonl"):
+      # What fills the gaps is on the pages that are named.
       pages = [toolbox.call("wiki_search", t).result for t in task.meta["titles"]]
-      for answer in task.answers[0].split(" and ") if task.family == "width" else ():
-        assert any(re.search(re.escape(answer), page) for page in pages)
-      if task.family != "width":
-        assert any(task.answers[0] in page for page in pages)
+      answers = task.answers[0].split(" and ")
+      for answer in answers if task.family == "width" else task.answers:
+        assert any(answer in page for page in pages)

@@ -20,7 +20,7 @@ from coa_jax.teacher import runs
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.convert import Dropped, convert
 from coa_jax.teacher.runs import Event, Run
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
 TASK = Task("t", "Who?", ("Mira Quill",), family="one_hop")
 PROMPT = [Segment(Author.PROMPT, "question", "Who?")]
@@ -293,11 +293,11 @@ def test_a_variant_that_thinks_before_reflecting_splits_the_review():
 @pytest.fixture(scope="module")
 def converted(tasks, toolbox, unified):
   """(task, trajectory or Dropped) of the scripted team over all tasks."""
-  brain = ScriptedBrain(tasks, ScriptedConfig())
+  backend = ScriptedBackend(tasks, ScriptedConfig())
   out = []
   for task in tasks:
     run = solve(
-      task, brain, toolbox.call, ("wiki_search", "code"), TeamConfig(), str.split
+      task, backend, toolbox.call, ("wiki_search", "code"), TeamConfig(), str.split
     )
     prompt = prompt_segments(unified, task.question, "brief")
     out.append((task, run, convert(run, task, unified, prompt)))

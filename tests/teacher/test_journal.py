@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.teacher.agents import TeamConfig, solve
+from coa_jax.teacher.backend import InfrastructureError, Message
+from coa_jax.teacher.backend import Reply as Said
 from coa_jax.teacher.journal import Journal
-from coa_jax.teacher.llm import (
-  ChatBrain,
-  InfrastructureError,
-  Message,
-  TeacherChatConfig,
-)
-from coa_jax.teacher.llm import Reply as Said
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.teacher.prompts import PROMPTS
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
 TOOLS = ("wiki_search", "code")
 ASK = [Message("system", "s"), Message("user", "u")]
@@ -33,12 +29,12 @@ def lines(path) -> list[dict]:
 
 
 class Counted:
-  """A brain and a tool that count, and say something new each time."""
+  """A backend and a tool that count, and say something new each time."""
 
   def __init__(self):
     self.calls = 0
 
-  def brain(self, agent, messages):
+  def backend(self, agent, messages):
     self.calls += 1
     return Said(f"reply {self.calls}", 100, 60, 5, 0.5, 1, ("status 500: ''",), "m")
 
@@ -52,13 +48,16 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
   counted = Counted()
 
   def ask(journal, run):
-    brain, tool = journal.brain(counted.brain, run), journal.tools(counted.tool, run)
+    backend, tool = (
+      journal.backend(counted.backend, run),
+      journal.tools(counted.tool, run),
+    )
     return [
-      brain("planner", ASK),
-      brain("search", ASK),
+      backend("planner", ASK),
+      backend("search", ASK),
       tool("code", "x"),
       tool("code", "x"),  # the same again is a second call
-      brain("planner", ASK[:1]),
+      backend("planner", ASK[:1]),
     ]
 
   with Journal(str(path)) as journal:
@@ -82,7 +81,7 @@ def test_the_bill_in_money(tmp_path):
     base_url="http://x", model="m", prices=(10.0, 1.0, 100.0)
   ).usd
   with Journal(str(tmp_path / "c"), usd=prices) as journal:
-    journal.brain(Counted().brain, ("a", 0))("planner", ASK)
+    journal.backend(Counted().backend, ("a", 0))("planner", ASK)
     assert journal.values()["usd"] == pytest.approx((40 * 10 + 60 + 500) / 1e6)
     assert journal.spent() == "1 calls  105 tokens  $0.00"
 
@@ -93,15 +92,15 @@ def test_a_file_cut_anywhere_keeps_every_whole_line(tmp_path_factory, cut):
   path = tmp_path_factory.mktemp("cut") / "calls.jsonl"
   counted = Counted()
   with Journal(str(path)) as journal:
-    brain = journal.brain(counted.brain, ("a", 0))
-    said = [brain("planner", [Message("user", str(i))]) for i in range(8)]
+    backend = journal.backend(counted.backend, ("a", 0))
+    said = [backend("planner", [Message("user", str(i))]) for i in range(8)]
   data = path.read_bytes()
   path.write_bytes(data[: cut % (len(data) + 1)])
   whole = path.read_bytes().count(b"\n")
   counted.calls = 100
   with Journal(str(path)) as journal:
-    brain = journal.brain(counted.brain, ("a", 0))
-    again = [brain("planner", [Message("user", str(i))]) for i in range(8)]
+    backend = journal.backend(counted.backend, ("a", 0))
+    again = [backend("planner", [Message("user", str(i))]) for i in range(8)]
   assert again[:whole] == said[:whole] and counted.calls == 100 + 8 - whole
   assert len(lines(path)) == 8
 
@@ -117,7 +116,7 @@ def test_failures_of_infrastructure_are_not_kept(tmp_path):
 
   with Journal(str(path)) as journal:
     with pytest.raises(InfrastructureError, match="gone"):
-      journal.brain(gone, ("a", 0))("planner", ASK)
+      journal.backend(gone, ("a", 0))("planner", ASK)
     journal.tools(down, ("a", 0))("code", "x")
     assert not lines(path)
     counted = Counted()
@@ -128,13 +127,13 @@ def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
   path = tmp_path / "calls.jsonl"
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
   ask = [Message("system", PROMPTS["planner"])]
-  with ChatServer() as server, ChatBrain(server.config(retries=1)) as chat:
+  with ChatServer() as server, ChatBackend(server.config(retries=1)) as chat:
     for _ in range(2):  # the second time after a restart
       server.faults = [empty, empty]
       with Journal(str(path)) as journal, pytest.raises(InfrastructureError):
-        journal.brain(chat, ("a", 0))("planner", ask)
+        journal.backend(chat, ("a", 0))("planner", ask)
     with Journal(str(path)) as journal:
-      journal.brain(chat, ("a", 0))("planner", ask)  # asked again
+      journal.backend(chat, ("a", 0))("planner", ask)  # asked again
       bill = journal.bill()
   assert (bill["failed"], bill["calls"]) == (2, 1)
   assert (bill["prompt"], bill["completion"]) == (4 * 40 + 100, 4 * 3 + 7)
@@ -143,18 +142,18 @@ def test_a_call_that_was_charged_for_and_failed_is_on_the_bill(tmp_path):
 def test_a_journal_that_stops_answers_only_what_it_knows(tmp_path):
   counted = Counted()
   with Journal(str(tmp_path / "c")) as journal:
-    known = journal.brain(counted.brain, ("a", 0))("planner", ASK)
+    known = journal.backend(counted.backend, ("a", 0))("planner", ASK)
     journal.stop()
-    assert journal.brain(counted.brain, ("a", 0))("planner", ASK) == known
+    assert journal.backend(counted.backend, ("a", 0))("planner", ASK) == known
     with pytest.raises(InfrastructureError, match="being stopped"):
-      journal.brain(counted.brain, ("b", 0))("planner", ASK)
+      journal.backend(counted.backend, ("b", 0))("planner", ASK)
   assert counted.calls == 1
 
 
 def test_finished_runs_take_no_memory(tmp_path):
   path, counted = str(tmp_path / "c"), Counted()
   with Journal(path) as journal:
-    journal.brain(counted.brain, ("a", 0))("planner", ASK)
+    journal.backend(counted.backend, ("a", 0))("planner", ASK)
   with Journal(path, done=lambda run: run == ("a", 0)) as journal:
     assert journal.bill()["calls"] == 1 and not journal._at
   with Journal(path) as journal:
@@ -179,7 +178,7 @@ def test_two_can_not_write_to_it_at_once(tmp_path):
 def test_many_threads_share_it(tmp_path):
   path = tmp_path / "c"
 
-  def brain(agent, messages):
+  def backend(agent, messages):
     return Said(messages[0].content * 50)
 
   with (
@@ -188,13 +187,13 @@ def test_many_threads_share_it(tmp_path):
   ):
 
     def work(i):
-      ask = journal.brain(brain, (str(i), 0))
+      ask = journal.backend(backend, (str(i), 0))
       return [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
 
     first = list(pool.map(work, range(16)))
   with Journal(str(path)) as journal:
     for i in range(16):
-      ask = journal.brain(Counted().brain, (str(i), 0))
+      ask = journal.backend(Counted().backend, (str(i), 0))
       found = [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
       assert found == first[i] and found[3] == f"{i} 3" * 50
 
@@ -211,26 +210,26 @@ def test_a_run_stopped_after_any_call_goes_on_and_comes_out_the_same(
 ):
   """The law, through HTTP: a stop at every place, and each request is made once."""
   task = next(t for t in tasks if t.family == "two_hop")
-  scripted = ScriptedBrain([task], ScriptedConfig(wrong_query=1.0, recall=0))
+  scripted = ScriptedBackend([task], ScriptedConfig(wrong_query=1.0, recall=0))
 
-  def work(brain, call):
-    return solve(task, brain, call, TOOLS, TeamConfig(), str.split)
+  def work(backend, call):
+    return solve(task, backend, call, TOOLS, TeamConfig(), str.split)
 
   expected = timeless(work(scripted, toolbox.call))
-  with ChatServer(scripted) as server, ChatBrain(server.config(retries=0)) as remote:
+  with ChatServer(scripted) as server, ChatBackend(server.config(retries=0)) as remote:
     stops = 0
     while True:
       with Journal(str(tmp_path / "c")) as journal:
         left = [2]  # answers until the next failure
 
-        def brain(agent, messages, left=left):
+        def backend(agent, messages, left=left):
           if not left[0]:
             raise InfrastructureError("stopped")
           left[0] -= 1
           return remote(agent, messages)
 
         key = (task.id, 0)
-        run = work(journal.brain(brain, key), journal.tools(toolbox.call, key))
+        run = work(journal.backend(backend, key), journal.tools(toolbox.call, key))
       if run.status != Status.INFRASTRUCTURE:
         break
       stops += 1

@@ -13,17 +13,15 @@ from chat_server import ChatServer
 
 from coa_jax.protocol.trajectory import Status
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.llm import (
-  ChatBrain,
-  GaveUp,
+from coa_jax.teacher.backend import (
   InfrastructureError,
   Message,
   RefusedError,
-  TeacherChatConfig,
-  read_completion,
+  Unsolvable,
 )
+from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig, read_completion
 from coa_jax.teacher.prompts import PROMPTS
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
 ASK = [Message("system", PROMPTS["planner"]), Message("user", "Question: who?")]
 
@@ -35,9 +33,9 @@ def encode(text: str) -> list[int]:
 def test_what_is_sent_and_what_is_read():
   with (
     ChatServer() as server,
-    ChatBrain(server.config(max_tokens=9), "secret") as brain,
+    ChatBackend(server.config(max_tokens=9), "secret") as backend,
   ):
-    reply = brain("planner", ASK)
+    reply = backend("planner", ASK)
   (request,) = server.requests
   assert request.headers["Authorization"] == "Bearer secret"
   assert request.json == {
@@ -54,21 +52,21 @@ def test_the_key_may_lie_in_a_file(tmp_path):
   (tmp_path / "key").write_text("sesame\n")
   with ChatServer() as server:
     config = server.config(key_file=str(tmp_path / "key"))
-    with ChatBrain(config, "of another endpoint") as brain:
-      brain("planner", ASK)
+    with ChatBackend(config, "of another endpoint") as backend:
+      backend("planner", ASK)
   assert server.requests[0].headers["Authorization"] == "Bearer sesame"
 
 
 def test_loopback_is_no_proxys_business(monkeypatch):
   for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
     monkeypatch.setenv(name, "http://127.0.0.1:1")
-  with ChatServer() as server, ChatBrain(server.config(retries=0)) as brain:
-    assert brain("planner", ASK).text == "hello"
+  with ChatServer() as server, ChatBackend(server.config(retries=0)) as backend:
+    assert backend("planner", ASK).text == "hello"
 
 
 def test_no_key_sends_no_authorization():
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
-    brain("planner", ASK)
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
+    backend("planner", ASK)
   assert "Authorization" not in server.requests[0].headers
 
 
@@ -76,31 +74,31 @@ def test_no_key_sends_no_authorization():
   "fault", [408, 429, 500, 503, "garbage", "not a completion", "cut"]
 )
 def test_passing_faults_are_retried(fault):
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults = [fault, fault]
-    reply = brain("planner", ASK)
+    reply = backend("planner", ASK)
   assert (reply.text, reply.retries) == ("hello", 2)
 
 
 def test_a_slow_reply_is_retried():
-  with ChatServer() as server, ChatBrain(server.config(timeout_s=1.0)) as brain:
+  with ChatServer() as server, ChatBackend(server.config(timeout_s=1.0)) as backend:
     server.faults = ["slow"]
-    assert brain("planner", ASK).retries >= 1
+    assert backend("planner", ASK).retries >= 1
 
 
 def test_a_reply_that_drips_is_retried():
-  with ChatServer() as server, ChatBrain(server.config(timeout_s=1.0)) as brain:
+  with ChatServer() as server, ChatBackend(server.config(timeout_s=1.0)) as backend:
     server.faults = ["drip"]
-    reply = brain("planner", ASK)
+    reply = backend("planner", ASK)
   assert reply.text == "hello" and reply.retries >= 1
   assert set(reply.faults) == {"no reply within 1 s"}
 
 
 def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
   empty = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 3}}
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults = [empty, {"error": "overloaded"}, empty]
-    reply = brain("planner", ASK)
+    reply = backend("planner", ASK)
   assert (reply.text, reply.retries, len(reply.faults)) == ("hello", 3, 3)
   assert reply.reported == (180, 64, 13)
 
@@ -115,10 +113,10 @@ def test_what_an_unusable_reply_took_is_counted_with_the_one_that_is_used():
   ],
 )
 def test_a_conversation_that_is_too_long_ends_its_run_and_is_no_outage(status, text):
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults, server.error = [status], text
-    with pytest.raises(GaveUp, match="context_too_long"):
-      brain("planner", ASK)
+    with pytest.raises(Unsolvable, match="context_too_long"):
+      backend("planner", ASK)
   assert len(server.requests) == 1
 
 
@@ -197,9 +195,9 @@ def test_a_reply_without_an_end_of_brackets_is_no_completion():
 
 
 def test_a_pause_that_is_no_number_is_none():
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults, server.headers = [429], {"Retry-After": "nan"}
-    assert brain("planner", ASK).retries == 1
+    assert backend("planner", ASK).retries == 1
 
 
 def test_prices():
@@ -219,41 +217,41 @@ def test_prices():
   ],
 )
 def test_lasting_faults_are_infrastructure_and_say_what_came(fault, words):
-  with ChatServer() as server, ChatBrain(server.config(retries=2)) as brain:
+  with ChatServer() as server, ChatBackend(server.config(retries=2)) as backend:
     server.faults = [fault] * 3
     with pytest.raises(InfrastructureError) as error:
-      brain("planner", ASK)
+      backend("planner", ASK)
   assert words in str(error.value) and "in 3 attempts" in str(error.value)
   assert "chat.base_url" in str(error.value)
   assert len(server.requests) == 3
 
 
 def test_retry_after_is_honoured_up_to_the_longest_pause():
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults, server.headers = [429], {"Retry-After": "0.3"}
     start = time.monotonic()
-    brain("planner", ASK)
+    backend("planner", ASK)
     assert time.monotonic() - start >= 0.3
     later = email.utils.formatdate(time.time() + 3600, usegmt=True)
     server.faults, server.headers = [503], {"Retry-After": later}
     with pytest.raises(InfrastructureError, match=r"wait 3\d\d\d s.*max_pause_s"):
-      brain("planner", ASK)
+      backend("planner", ASK)
 
 
 @pytest.mark.parametrize("status, words", [(401, "API key"), (404, "no model")])
 def test_refusals_are_not_retried(status, words):
-  with ChatServer() as server, ChatBrain(server.config(), "sesame") as brain:
+  with ChatServer() as server, ChatBackend(server.config(), "sesame") as backend:
     server.faults = [status]
     with pytest.raises(RefusedError, match=words) as error:
-      brain("planner", ASK)
+      backend("planner", ASK)
   assert len(server.requests) == 1 and "sesame" not in str(error.value)
 
 
 def test_a_request_refused_for_its_content_costs_one_run_only():
-  with ChatServer() as server, ChatBrain(server.config()) as brain:
+  with ChatServer() as server, ChatBackend(server.config()) as backend:
     server.faults = [400]
     with pytest.raises(InfrastructureError, match="refuses the request"):
-      brain("planner", ASK)
+      backend("planner", ASK)
   assert len(server.requests) == 1
 
 
@@ -262,8 +260,11 @@ def test_an_unreachable_endpoint_is_infrastructure():
     s.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
   config = TeacherChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
-  with ChatBrain(config) as brain, pytest.raises(InfrastructureError, match="Connect"):
-    brain("planner", ASK)
+  with (
+    ChatBackend(config) as backend,
+    pytest.raises(InfrastructureError, match="Connect"),
+  ):
+    backend("planner", ASK)
 
 
 @pytest.mark.parametrize(
@@ -291,13 +292,13 @@ def test_config_refusals():
 
 
 def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
-  scripted = ScriptedBrain(tasks, ScriptedConfig())
+  scripted = ScriptedBackend(tasks, ScriptedConfig())
   tools = ("wiki_search", "code")
 
-  def work(brain, task):
-    return solve(task, brain, toolbox.call, tools, TeamConfig(), encode)
+  def work(backend, task):
+    return solve(task, backend, toolbox.call, tools, TeamConfig(), encode)
 
-  with ChatServer(scripted) as server, ChatBrain(server.config()) as remote:
+  with ChatServer(scripted) as server, ChatBackend(server.config()) as remote:
     server.faults = ["ok", 500, "ok", "cut", 429, "garbage"]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
       served = list(pool.map(lambda t: work(remote, t), tasks[:24]))
@@ -313,8 +314,8 @@ def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
 
 
 def test_a_team_whose_endpoint_goes_down_ends_as_infrastructure(tasks, toolbox):
-  brain = ScriptedBrain(tasks, ScriptedConfig())
-  with ChatServer(brain) as server, ChatBrain(server.config(retries=0)) as remote:
+  backend = ScriptedBackend(tasks, ScriptedConfig())
+  with ChatServer(backend) as server, ChatBackend(server.config(retries=0)) as remote:
     server.faults = ["ok", "ok", 500]
     run = solve(
       tasks[0], remote, toolbox.call, ("wiki_search", "code"), TeamConfig(), encode

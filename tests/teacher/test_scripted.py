@@ -1,4 +1,4 @@
-"""The scripted brain over the real tools: each fault and privilege, and the whole."""
+"""The scripted backend over the real tools: each fault and privilege, and the whole."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import NAME_WORDS
 from coa_jax.teacher import runs
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.llm import Message
-from coa_jax.teacher.scripted import ScriptedBrain, ScriptedConfig
+from coa_jax.teacher.backend import Message
+from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 from tools_sandbox.search.index import read_corpus
 
 PERFECT = dict(
@@ -24,10 +24,11 @@ PERFECT = dict(
 
 
 def work(tasks, toolbox, sample=0, **rates):
-  brain = ScriptedBrain(tasks, ScriptedConfig(**rates), sample)
+  backend = ScriptedBackend(tasks, ScriptedConfig(**rates), sample)
   tools = ("wiki_search", "code")
   return [
-    solve(t, brain, toolbox.call, tools, TeamConfig(), str.split, sample) for t in tasks
+    solve(t, backend, toolbox.call, tools, TeamConfig(), str.split, sample)
+    for t in tasks
   ]
 
 
@@ -192,10 +193,10 @@ def test_programs_are_well_formed_code_calls(tasks, toolbox):
 
 def test_refusals():
   with pytest.raises(ValueError, match=r"task 't' has no meta\['program'\]"):
-    ScriptedBrain([Task("t", "q", ("a",))], ScriptedConfig())
-  brain = ScriptedBrain([], ScriptedConfig())
+    ScriptedBackend([Task("t", "q", ("a",))], ScriptedConfig())
+  backend = ScriptedBackend([], ScriptedConfig())
   messages = [Message("system", ""), Message("user", "Question: who?")]
   with pytest.raises(ValueError, match="does not have"):
-    brain("planner", messages)
+    backend("planner", messages)
   with pytest.raises(ValueError, match="recall is a probability"):
     ScriptedConfig(recall=2.0)

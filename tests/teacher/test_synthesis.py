@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
 import re
 
 import pytest
 from chat_server import ChatServer
-from world_brain import WorldBrain
+from world_backend import WorldBackend
 
 from coa_jax.protocol.trajectory import CallStatus, ToolCall, read_jsonl
 from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import read_pages
-from coa_jax.teacher import synthesis
-from coa_jax.teacher.llm import ChatBrain, GaveUp, InfrastructureError, Reply
-from coa_jax.teacher.synthesis import Corpus, Made, SynthesisConfig, Synthesizer
-from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.teacher.backend import InfrastructureError, Reply, Unsolvable
+from coa_jax.teacher.llm import ChatBackend
+from coa_jax.teacher.synthesis import (
+  Corpus,
+  SynthesisConfig,
+  SynthesisResult,
+  Synthesizer,
+)
 
-MUSIQUE = pathlib.Path("/work/shared/data/mhqa/musique_train_corpus.json")
 PAGES = {
   "Tarn Hollow": "Tarn Hollow is a town. Its mayor is Mira Quill, a former pilot.",
   "Mira Quill": "Mira Quill was born in 1961 in Fell End.",
@@ -37,34 +38,34 @@ def search(name: str, arguments: str) -> ToolCall:
 
 
 def saying(**lines: str):
-  def brain(agent, messages):
-    brain.seen.append((agent, messages[1].content))
+  def backend(agent, messages):
+    backend.seen.append((agent, messages[1].content))
     return Reply((GOOD | lines)[agent])
 
-  brain.seen = []
-  return brain
+  backend.seen = []
+  return backend
 
 
-def maker(brain, call=search, **changes) -> Synthesizer:
-  return Synthesizer(Corpus(PAGES), brain, call, SynthesisConfig(**changes))
+def maker(backend, call=search, **changes) -> Synthesizer:
+  return Synthesizer(Corpus(PAGES), backend, call, SynthesisConfig(**changes))
 
 
 def test_a_task_by_hand_and_the_deeper_one():
-  brain = saying()
-  atomic, deep, end = maker(brain).grow("Tarn Hollow")
+  backend = saying()
+  atomic, deep, end = maker(backend).grow("Tarn Hollow")
   assert atomic.task.question == "Who is the mayor of Tarn Hollow?"
   assert atomic.task.meta == {"titles": ["Tarn Hollow"], "hops": 1}
   assert deep.task.question == "Who is the mayor of the town where Grey Gate was shot?"
   assert deep.task.answers == ("Mira Quill",)
   assert deep.task.meta == {"titles": ["Grey Gate", "Tarn Hollow"], "hops": 2}
-  assert end == Made(None, "no_link")
+  assert end == SynthesisResult(None, "no_link")
   # A guesser reads no document; a reader reads all of the task's.
-  for agent, told in brain.seen:
+  for agent, told in backend.seen:
     if agent == "guesser":
       assert not any(text in told for text in PAGES.values())
-  reader = [told for agent, told in brain.seen if agent == "reader"][-1]
+  reader = [told for agent, told in backend.seen if agent == "reader"][-1]
   assert PAGES["Grey Gate"] in reader and PAGES["Tarn Hollow"] in reader
-  assert sum(agent == "guesser" for agent, _ in brain.seen) == 6
+  assert sum(agent == "guesser" for agent, _ in backend.seen) == 6
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_task_by_hand_and_the_deeper_one():
   ],
 )
 def test_what_does_not_hold_is_left_out_for_its_reason(lines, reason):
-  assert maker(saying(**lines)).atomic("Tarn Hollow") == Made(None, reason)
+  assert maker(saying(**lines)).atomic("Tarn Hollow") == SynthesisResult(None, reason)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_what_does_not_hold_is_left_out_for_its_reason(lines, reason):
 )
 def test_a_description_describes_and_does_not_name(lines, reason):
   atomic = maker(saying()).atomic("Tarn Hollow").task
-  assert maker(saying(**lines)).deepen(atomic) == Made(None, reason)
+  assert maker(saying(**lines)).deepen(atomic) == SynthesisResult(None, reason)
 
 
 def test_two_at_once_need_both_answers():
@@ -120,7 +121,9 @@ def test_what_the_tool_does_not_return_is_no_task_and_its_failure_is_no_verdict(
   def nothing(name, arguments):
     return ToolCall(name, arguments, "nothing found")
 
-  assert maker(saying(), nothing).atomic("Tarn Hollow") == Made(None, "not_found")
+  assert maker(saying(), nothing).atomic("Tarn Hollow") == SynthesisResult(
+    None, "not_found"
+  )
 
   def down(name, arguments):
     return ToolCall(name, arguments, "down", CallStatus.INFRASTRUCTURE)
@@ -129,9 +132,9 @@ def test_what_the_tool_does_not_return_is_no_task_and_its_failure_is_no_verdict(
     maker(saying(), down).atomic("Tarn Hollow")
 
   def full(agent, messages):
-    raise GaveUp("context_too_long")
+    raise Unsolvable("context_too_long")
 
-  assert maker(full).atomic("Tarn Hollow") == Made(None, "malformed")
+  assert maker(full).atomic("Tarn Hollow") == SynthesisResult(None, "malformed")
 
 
 def test_mentions_are_whole_titles():
@@ -148,53 +151,17 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
   corpus = Corpus({row["title"]: row["text"] for row in rows})
   facts = {row["title"]: read_pages(row["text"])[row["title"]] for row in rows}
   config = SynthesisConfig(depth=2, guesses=1)
-  with ChatServer(WorldBrain()) as server, ChatBrain(server.config()) as brain:
-    synth = Synthesizer(corpus, brain, toolbox.call, config)
+  with ChatServer(WorldBackend()) as server, ChatBackend(server.config()) as backend:
+    synth = Synthesizer(corpus, backend, toolbox.call, config)
     made = [m for row in rows[:60] for m in synth.grow(row["title"])]
   tasks = [m.task for m in made if m.task is not None]
   hops = [t.meta["hops"] for t in tasks]
   assert hops.count(1) > 50 and hops.count(2) > 10 and hops.count(3) > 3
   for task in tasks:  # the truth, by the facts and not by the pages
-    assert WorldBrain().resolve(task.question, facts) == task.answers[0]
+    assert WorldBackend().resolve(task.question, facts) == task.answers[0]
     assert len(re.findall(r" of ", task.question)) == task.meta["hops"]
     assert task.meta["titles"][0] in task.question
   assert len({t.id for t in tasks}) == len(tasks)
-
-
-@pytest.mark.skipif(not MUSIQUE.exists(), reason="no passages here")
-def test_over_real_passages(tmp_path):
-  """MuSiQue's: mentions link them; a model that only quotes makes tasks that hold."""
-  rows = json.loads(MUSIQUE.read_text())
-  corpus = Corpus({row["title"]: row["text"] for row in rows})
-  linked = [t for t in sorted(corpus.documents) if corpus.mentioning(t)][:25]
-
-  def quoted(title: str) -> str:
-    return re.findall(r"\b[12]\d{3}\b|\b[A-Z]\w{3,}", corpus.documents[title])[-1]
-
-  def brain(agent, messages):
-    title = re.search(r"^Title: (.*)$", messages[1].content, re.MULTILINE)
-    if agent == synthesis.ASKER:
-      question = f"What ends the article {title[1]}?"
-      return Reply(f"QUESTION: {question}\nANSWER: {quoted(title[1])}")
-    if agent == synthesis.DESCRIBER:
-      return Reply(f"PHRASE: what the article {title[1]} mentions")
-    if agent == synthesis.READER:
-      return Reply(f"ANSWER: {quoted(brain.title)}")
-    return Reply("ANSWER: unknown")
-
-  tools = ToolsConfig(tools=("wiki_search",), corpus=str(MUSIQUE), top_k=1)
-  made: list[Made] = []
-  with Toolbox(tools) as toolbox:
-    synth = Synthesizer(corpus, brain, toolbox.call, SynthesisConfig(guesses=1))
-    for title in linked:
-      brain.title = title
-      made += synth.grow(title)
-  tasks = [m.task for m in made if m.task is not None]
-  deep = [t for t in tasks if t.family == "depth"]
-  assert len(tasks) - len(deep) >= 15 and len(deep) >= 8
-  for task in deep:
-    first, second = task.meta["titles"][:2]
-    assert second in corpus.documents[first] and second not in task.question
 
 
 def test_refusals():

@@ -9,8 +9,8 @@ from chat_server import ChatServer
 from test_filters import GOOD, PLAIN, UNIFIED, judge, make
 
 from coa_jax.protocol.trajectory import Author, Segment
+from coa_jax.teacher.backend import InfrastructureError, RefusedError, Reply
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
-from coa_jax.teacher.llm import InfrastructureError, RefusedError, Reply
 from coa_jax.teacher.violations import (
   RULES,
   Inspector,

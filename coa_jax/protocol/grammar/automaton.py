@@ -157,7 +157,8 @@ def _lift(
   for token, t in enumerate(texts):
     spelt.setdefault(t.translate(same), []).append(token)
   classes = {start.tobytes(): 0}
-  columns, class_V = [start], np.zeros(vocab_size, np.int32)
+  columns = [start]
+  class_V = np.zeros(vocab_size, np.int32)
   # In order, so that a word finds its beginning's effect on the stack.
   stack: list[np.ndarray] = [start]
   last = b""

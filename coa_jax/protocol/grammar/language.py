@@ -38,7 +38,8 @@ from coa_jax.protocol.grammar.regular import (
 )
 from coa_jax.protocol.roles import ANSWER, START, THINK, Variant
 
-_WHITE, _ANY = many(byte(WHITE)), many(byte(ANY))
+_WHITE = many(byte(WHITE))
+_ANY = many(byte(ANY))
 _NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 
 
@@ -119,7 +120,9 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
   _, firsts, kind_X = np.unique(columns, axis=1, return_index=True, return_inverse=True)
   start = (0,) * (len(tables) + 1)
   number = {start: 0}
-  states, rows, earns = [start], [], []
+  states = [start]
+  rows = []
+  earns = []
   for current in states:  # grows as it runs
     if tags.accepts_S[current[0]]:
       # A tag ends here. It is this role's, or nothing may follow.
@@ -178,8 +181,10 @@ class _Place:
     if not self.thinking and follows & variant.think_allowed:
       out.append(THINK)
     for role in (r for r in (*variant.roles, *variant.tools) if r in follows):
-      asked = variant.think_allowed if self.thinking else follows
-      if role not in asked or (not self.thinking and role in variant.think_required):
+      next_spans = variant.think_allowed if self.thinking else follows
+      if role not in next_spans or (
+        not self.thinking and role in variant.think_required
+      ):
         continue
       if role == roles.PLAN and self.plans == variant.max_plans:
         continue
@@ -218,7 +223,8 @@ def compile_grammar(variant: Variant) -> Grammar:
   # ("stop", place) after a tool's or the answer's closing tag.
   start = ("open", _Place(), "")
   number: dict[tuple, int] = {start: 0}
-  states, rows = [start], []
+  states = [start]
+  rows = []
 
   def index(state: tuple) -> int:
     if state not in number:

@@ -120,7 +120,8 @@ def compile_language(language: Language) -> Table:
   final = build(language, state())
 
   def closure(states: Iterable[int]) -> frozenset[int]:
-    seen, stack = set(states), list(states)
+    seen = set(states)
+    stack = list(states)
     while stack:
       for target in free[stack.pop()]:
         if target not in seen:

@@ -10,6 +10,8 @@ their plain results compared in another (asserts) or on the host (`fn_name`): se
 `code_inside`. So a hostile program can print, patch, walk and exit as it likes; it
 gains nothing but by the right answer to an input it was given. What asserts do with a
 result they do in a jail as well: tests that `eval` a string would let it speak there.
+
+budget: the three forms of tests share one protocol with `inside`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import threading
 from typing import Any
 
 from coa_jax.rewards.code import inside as code_inside
-from coa_jax.rewards.code.tests import Tests, read_tests, same_output
+from coa_jax.rewards.code.tests import HiddenTests, read_tests, same_output
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
 from tools_sandbox.client import BACKENDS, Sandbox
@@ -103,7 +105,7 @@ class CodeConfig:
 
 
 def program_of(answer: str) -> str:
-  """The last fenced block of an answer that may be Python; all of it where none is."""
+  """Returns the last fenced block that may be Python; the whole answer for none."""
   answer = answer.replace("\r\n", "\n")
   fenced = _FENCE.findall(answer)
   blocks = [block for lang, block in fenced if _PYTHON.fullmatch(lang.strip())]
@@ -137,7 +139,7 @@ class CodeGrader:
     self._sandbox.close()
 
   def grade(self, task: Task, answer: str | None) -> Graded:
-    """1.0 where the answer's program passes all tests, or the share of them it passes.
+    """Gives 1.0 where the program passes all tests, or the share that it passes.
 
     Raises:
       Ungradable: the sandbox failed, or the tests themselves are broken.
@@ -160,8 +162,10 @@ class _Grading:
   """One program and its tests."""
 
   def __init__(self, sandbox: Sandbox, config: CodeConfig, task_id: str, program: str):
-    self.sandbox, self.config = sandbox, config
-    self.task_id, self.program = task_id, program
+    self.sandbox = sandbox
+    self.config = config
+    self.task_id = task_id
+    self.program = program
     self.left = config.total_s
     self.outcomes: list[Outcome] = []
     self.death = Outcome.RAISED  # how the program last ended before its answers
@@ -204,32 +208,36 @@ class _Grading:
       f"task {self.task_id!r}: the sandbox failed: {result.stderr!r:.300}"
     )
 
-  def prints(self, tests: Tests) -> None:
+  def prints(self, tests: HiddenTests) -> None:
     """Tests by what the program prints."""
-    for given, wanted in zip(tests.inputs, tests.expected, strict=True):
+    for stdin, expected in zip(tests.inputs, tests.expected, strict=True):
       if self.left <= 0:
         self.outcomes.append(Outcome.TIMEOUT)
       else:
-        result = self.run(self.program, given, self.config.test_s)
+        result = self.run(self.program, stdin, self.config.test_s)
         if result.verdict != Verdict.OK:
           self.outcomes.append(_OUTCOMES.get(result.verdict, Outcome.RAISED))
-        elif same_output(result.stdout, wanted, self.config.tolerance):
+        elif same_output(result.stdout, expected, self.config.tolerance):
           self.outcomes.append(Outcome.PASSED)
         else:
           self.outcomes.append(Outcome.WRONG)
       if self.decided:
         return
 
-  def calls(self, tests: Tests) -> None:
+  def calls(self, tests: HiddenTests) -> None:
     """Tests by what a function returns, compared here."""
-    asked = {}
-    for n, given in enumerate(tests.inputs):
-      root = {"name": tests.function}
-      args, kwargs = (code_inside.encode(v, {}) for v in (given, {}))
-      asked[f"{n}.0"] = {"root": root, "names": [], "args": args, "kwargs": kwargs}
+    calls = {}
+    for n, arguments in enumerate(tests.inputs):
+      calls[f"{n}.0"] = {
+        "root": {"name": tests.function},
+        "names": [],
+        "args": code_inside.encode(arguments, {}),
+        "kwargs": code_inside.encode({}, {}),
+      }
     replies: dict[str, str | None] = {}
-    while len(replies) < len(asked):
-      self.answers({k: c for k, c in asked.items() if k not in replies}, "", replies)
+    while len(replies) < len(calls):
+      open_calls = {key: call for key, call in calls.items() if key not in replies}
+      self.answers(open_calls, "", replies)
       for n in range(len(self.outcomes), len(replies)):
         self.outcomes.append(self._compare(replies[f"{n}.0"], tests.expected[n]))
       if self.decided:
@@ -250,7 +258,7 @@ class _Grading:
       return Outcome.WRONG
     return Outcome.PASSED if right else Outcome.WRONG
 
-  def asserts(self, tests: Tests) -> None:
+  def asserts(self, tests: HiddenTests) -> None:
     """Tests by asserts, which run where the program is not."""
     known: dict[str, tuple[Any, str | None]] = {}
     for _ in range(_ROUNDS):
@@ -263,24 +271,24 @@ class _Grading:
         "handle" in call["root"] or (reply and '"opaque"' in reply)
         for call, reply in known.values()
       )
-      asked = {k: call for k, (call, _) in known.items()} if stateful else {}
-      asked = dict(sorted({**asked, **needs}.items(), key=lambda item: _place(item[0])))
+      calls = {k: call for k, (call, _) in known.items()} if stateful else {}
+      calls = dict(sorted({**calls, **needs}.items(), key=lambda item: _place(item[0])))
       replies: dict[str, str | None] = {}
-      self.answers(asked, tests.prefix, replies)
+      self.answers(calls, tests.prefix, replies)
       for key, reply in replies.items():
         if key in needs or reply is None:
-          known[key] = (asked[key], reply)
+          known[key] = (calls[key], reply)
       if None in replies.values() and not self.config.partial:
         self.outcomes = [self.death]
         return
     self.outcomes = [Outcome.TIMEOUT]
 
   def _outcome(self, verdict: str) -> Outcome:
-    named = {"passed": Outcome.PASSED, "wrong": Outcome.WRONG, "dead": self.death}
-    return named.get(verdict, Outcome.RAISED)
+    outcomes = {"passed": Outcome.PASSED, "wrong": Outcome.WRONG, "dead": self.death}
+    return outcomes.get(verdict, Outcome.RAISED)
 
   def _tests_round(
-    self, tests: Tests, known: dict[str, tuple[Any, str | None]]
+    self, tests: HiddenTests, known: dict[str, tuple[Any, str | None]]
   ) -> tuple[dict[str, Any], list[str]]:
     """Runs the tests with what is known: the calls they need, or their verdicts.
 
@@ -314,7 +322,7 @@ class _Grading:
     return {}, ["too much for the tests"]  # what it returned cannot be handled
 
   def answers(
-    self, asked: dict[str, Any], prefix: str, replies: dict[str, str | None]
+    self, calls: dict[str, Any], prefix: str, replies: dict[str, str | None]
   ) -> None:
     """Puts calls to the program; fills in its replies up to where it died.
 
@@ -323,7 +331,7 @@ class _Grading:
     """
     if self.left <= 0:
       self.death = Outcome.TIMEOUT
-      replies.update(dict.fromkeys(asked))
+      replies.update(dict.fromkeys(calls))
       return
     nonce = secrets.token_hex(16)
     request = {
@@ -332,19 +340,19 @@ class _Grading:
       "prefix": prefix,
       "program": self.program,
       "seconds": self.config.test_s,
-      "calls": list(asked.items()),
+      "calls": list(calls.items()),
     }
     program = _INSIDE + "\nanswer_calls()\n"
-    seconds = self.config.test_s * (len(asked) + 1)
+    seconds = self.config.test_s * (len(calls) + 1)
     result = self.run(program, json.dumps(request), seconds)
-    said: dict[str, str | None] = {}
+    answers: dict[str, str | None] = {}
     for line in result.stdout.split("\n"):
       head, _, rest = line.partition(" ")
       key, _, reply = rest.partition(" ")
       if head == nonce:
-        said[key] = None if key in said else reply
-    for key in asked:
-      replies[key] = said.get(key)
+        answers[key] = None if key in answers else reply
+    for key in calls:
+      replies[key] = answers.get(key)
       if replies[key] is None:
         self.death = _OUTCOMES.get(result.verdict, Outcome.RAISED)
         if result.exit_code == -_ALARM:

@@ -6,6 +6,8 @@ calls of it; `run_tests` runs the tests, in a jail where that program never is, 
 for the calls whose results it lacks. Between the two pass only plain values, so an
 object with an `__eq__` of its own, a patched builtin or a walk through frames meets
 neither the tests nor what they expect.
+
+budget: it is sent as one text, so it is one file.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Broken(BaseException):
 class Remote:
   """A function of the graded program, or what it made and no plain value can say."""
 
-  def __init__(self, tests: Tests, root: dict[str, str], names: tuple[str, ...] = ()):
+  def __init__(
+    self, tests: ReplayedTests, root: dict[str, str], names: tuple[str, ...] = ()
+  ):
     self.__dict__.update(_tests=tests, _root=root, _names=names)
 
   def __getattr__(self, name: str) -> Remote:
@@ -96,7 +100,8 @@ def encode(
     raise TypeError(f"a {kind.__name__} cannot pass")
 
   try:
-    root, states = one(value), []
+    root = one(value)
+    states = []
     for item in objects:  # grows while it is walked
       state = {k: one(v) for k, v in vars(item).items()}
       states.append([type(item).__name__, state])
@@ -141,11 +146,11 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
 
 def module(name: str, *sources: str) -> dict[str, Any]:
   """The namespace of a module made of these sources."""
-  made = types.ModuleType(name)
-  sys.modules[name] = made
+  new = types.ModuleType(name)
+  sys.modules[name] = new
   for source in sources:
-    exec(compile(source, f"<{name}>", "exec", dont_inherit=True), made.__dict__)
-  return made.__dict__
+    exec(compile(source, f"<{name}>", "exec", dont_inherit=True), new.__dict__)
+  return new.__dict__
 
 
 def classes(namespace: dict[str, Any], source: str) -> dict[str, Any]:
@@ -205,8 +210,8 @@ def _answer(
 ) -> dict[str, Any]:
   """The reply to a call: its value, what it did to its arguments, or its fault."""
   try:
-    given = (decode(call[k], known, kept.__getitem__) for k in ("args", "kwargs"))
-    args, kwargs = given
+    args = decode(call["args"], known, kept.__getitem__)
+    kwargs = decode(call["kwargs"], known, kept.__getitem__)
     root = call["root"]
     if "handle" in root:
       function = kept[root["handle"]]
@@ -227,7 +232,7 @@ def _answer(
     return {"raised": type(e).__name__}
 
 
-class Tests:
+class ReplayedTests:
   """Hidden tests, run as far as the known results of calls reach."""
 
   def __init__(self, request: dict[str, Any]):
@@ -237,14 +242,17 @@ class Tests:
     self.classes = classes(self.space, request["prefix"])
     self.needs: list[Any] = []
     self.verdicts: list[str] = []
-    self._unit, self._made = 0, 0
-    tree, entry = ast.parse(request["source"]), request["entry"]
+    self._unit = 0
+    self._made = 0
+    tree = ast.parse(request["source"])
+    entry = request["entry"]
     body = tree.body
     # What the tests use and do not define is the program's; so is the entry's name,
     # whatever a prefix or Python calls by it too.
     own = {entry.partition("(")[0].partition(".")[0]} - {""}
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-    self._local, self._unsure = (set(self.space) | set(dir(builtins))) - own, False
+    self._local = (set(self.space) | set(dir(builtins))) - own
+    self._unsure = False
     for name in (used - self._local | own) - _bound(tree):
       self.space[name] = Remote(self, {"name": name})
     functions = [n for n in body if isinstance(n, ast.FunctionDef)]
@@ -309,8 +317,8 @@ class Tests:
     except TypeError as e:
       raise Broken(f"an argument of a call: {e}") from e
     message = json.loads(json.dumps(message))
-    asked, reply = self.known.get(key, (None, None))
-    if asked != message:
+    earlier, reply = self.known.get(key, (None, None))
+    if earlier != message:
       # An object must have met all earlier calls before it is asked anything.
       if not (self._unsure and "handle" in root):
         self.needs.append([key, message])
@@ -351,7 +359,8 @@ def _change(args: Any, after: Any) -> None:
 
 def _bound(tree: ast.Module) -> set[str]:
   """Every name that the tests define, locals of functions but `check` left out."""
-  out, nodes = set(), list(tree.body)
+  out = set()
+  nodes = list(tree.body)
   for node in nodes:  # grows while it is walked
     if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
       nodes += ast.iter_child_nodes(node)
@@ -391,7 +400,7 @@ def run_tests() -> None:
   if "numpy" in sys.modules:
     sys.modules["numpy"].random.seed(0)
   try:
-    tests = Tests(request)
+    tests = ReplayedTests(request)
     tests.run()
     reply = {"needs": tests.needs, "verdicts": tests.verdicts}
   except (Exception, Broken) as e:

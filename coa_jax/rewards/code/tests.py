@@ -15,7 +15,7 @@ from coa_jax.tasks.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Tests:
+class HiddenTests:
   """Hidden tests of one task, of one of three forms.
 
   Attributes:
@@ -35,8 +35,8 @@ class Tests:
   entry: str = ""
 
 
-def read_tests(task: Task) -> Tests:
-  """The hidden tests in `task.meta["tests"]`.
+def read_tests(task: Task) -> HiddenTests:
+  """Reads the hidden tests in `task.meta["tests"]`.
 
   Raises:
     ValueError: there are none, or not in a known form; the message names the task, the
@@ -52,29 +52,36 @@ def read_tests(task: Task) -> Tests:
     )
   row = {k: v for k, v in row.items() if v is not None}
   if "functional" in row:
-    return Tests(source=_text(row, "functional", where))
+    return HiddenTests(source=_text(row, "functional", where))
   if "test_code" in row:
-    source, entry = _text(row, "test_code", where), _text(row, "entry_point", where)
-    return Tests(source=source, entry=entry, prefix=str(row.get("import_prefix", "")))
-  first, second = "inputs", "outputs"
+    source = _text(row, "test_code", where)
+    entry = _text(row, "entry_point", where)
+    return HiddenTests(
+      source=source, entry=entry, prefix=str(row.get("import_prefix", ""))
+    )
+  first = "inputs"
+  second = "outputs"
   if "stdin" in row:
-    first, second = "stdin", "expected_output"
-  given, wanted = row.get(first), row.get(second)
-  for name, value in ((first, given), (second, wanted)):
+    first = "stdin"
+    second = "expected_output"
+  inputs = row.get(first)
+  outputs = row.get(second)
+  for name, value in ((first, inputs), (second, outputs)):
     if not isinstance(value, list | tuple) or not value:
       raise ValueError(f"{where}.{name} must be a list of at least one value")
-  if len(given) != len(wanted):
-    raise ValueError(f"{where}: {len(given)} {first} for {len(wanted)} {second}")
+  if len(inputs) != len(outputs):
+    raise ValueError(f"{where}: {len(inputs)} {first} for {len(outputs)} {second}")
   function = row.get("fn_name", "")
   if not function:
     # One line a value is how lists are written for a program that reads stdin.
-    texts = [tuple(map(_lines, values)) for values in (given, wanted)]
-    return Tests(*texts)
+    texts = [tuple(map(_lines, values)) for values in (inputs, outputs)]
+    return HiddenTests(*texts)
   try:
-    given, wanted = [_arguments(v) for v in given], [_value(v) for v in wanted]
+    inputs = [_arguments(v) for v in inputs]
+    outputs = [_value(v) for v in outputs]
   except (ValueError, TypeError) as e:
     raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
-  return Tests(tuple(given), tuple(wanted), _text(row, "fn_name", where))
+  return HiddenTests(tuple(inputs), tuple(outputs), _text(row, "fn_name", where))
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
@@ -114,7 +121,8 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
   text or as exact decimals; where the expected word has a decimal point, within the
   tolerance.
   """
-  ours, theirs = printed.strip().split("\n"), expected.strip().split("\n")
+  ours = printed.strip().split("\n")
+  theirs = expected.strip().split("\n")
   return len(ours) == len(theirs) and all(
     a.strip() == b.strip() or _same_words(a.split(), b.split(), tolerance)
     for a, b in zip(ours, theirs, strict=True)
@@ -131,7 +139,8 @@ def _same_number(ours: str, theirs: str, tolerance: float) -> bool:
   try:
     if max(len(ours), len(theirs)) > 100:
       return False  # an exponent or a length that would take long
-    a, b = decimal.Decimal(ours), decimal.Decimal(theirs)
+    a = decimal.Decimal(ours)
+    b = decimal.Decimal(theirs)
     if not (a.is_finite() and b.is_finite()):
       return False
     if "." not in theirs:

@@ -146,10 +146,10 @@ def read_pages(text: str) -> dict[str, dict[str, str]]:
 
   Facts are as in `World.facts`. Text that is no page of this world is skipped.
   """
-  found = {}
+  pages = {}
   for kind, pattern in _READ.items():
     for match in pattern.finditer(text):
       facts = match.groupdict()
       name = facts.pop("name")
-      found[name] = {"kind": kind, **facts}
-  return found
+      pages[name] = {"kind": kind, **facts}
+  return pages

@@ -210,7 +210,9 @@ def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]
   """A question over `hops` relations whose entities are all different."""
   while True:
     entity = start = rng.choice(world.names(rng.choice(tuple(LINKS))))
-    phrase, program, seen = start, [], {start}
+    phrase = start
+    program = []
+    seen = {start}
     for hop in range(hops):
       facts = world.facts[entity]
       last = hop == hops - 1

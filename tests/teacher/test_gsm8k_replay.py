@@ -1,9 +1,8 @@
-"""The annotated brain: notes become programs, claims are checked, the rest is named."""
+"""GSM8K replayed: notes become programs, claims are checked, the rest is named."""
 
 from __future__ import annotations
 
 import collections
-import fractions
 import pathlib
 
 import pytest
@@ -18,13 +17,13 @@ from coa_jax.protocol.trajectory import Author, ToolCall, Trajectory
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.annotated import AnnotatedBrain, arithmetic, read_solution
+from coa_jax.teacher.backend import Unsolvable
 from coa_jax.teacher.convert import Dropped, convert
-from coa_jax.teacher.llm import GaveUp
+from coa_jax.teacher.gsm8k_replay import Gsm8kReplay, arithmetic, read_solution
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
 
-GSM8K = pathlib.Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"
+ROWS = pathlib.Path(__file__).parents[1] / "fixtures/gsm8k.jsonl"
 MATH = get_variant("math")
 CLIPS = (
   "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
@@ -47,7 +46,7 @@ def task(solution: str, question: str = "How many?\nAnswer: a number.") -> Task:
 def play(solution: str, call) -> Trajectory | Dropped:
   """What the distillation journey makes of one row."""
   asked = task(solution)
-  run = solve(asked, AnnotatedBrain([asked]), call, ("code",), TeamConfig(), str.split)
+  run = solve(asked, Gsm8kReplay([asked]), call, ("code",), TeamConfig(), str.split)
   return convert(run, asked, MATH, prompt_segments(MATH, asked.question, "brief"))
 
 
@@ -197,7 +196,7 @@ def test_only_notations_with_one_reading_become_programs(written, program):
 def test_any_text_is_read_or_refused_and_what_is_read_is_a_legal_trajectory(text):
   try:
     steps = read_solution(text).steps
-  except GaveUp as e:
+  except Unsolvable as e:
     assert e.reason
     return
   assert all(s.thought and s.goal and s.finding for s in steps)
@@ -225,29 +224,14 @@ def test_every_solution_that_is_played_is_a_legal_trajectory(pairs, words):
 
 def test_tasks_without_solutions_are_refused():
   with pytest.raises(ValueError, match=r"'t' has no meta\['solution'\]"):
-    AnnotatedBrain([Task("t", "q", ("a",))])
+    Gsm8kReplay([Task("t", "q", ("a",))])
 
 
-def test_gsm8k_rows(sandbox):
-  path = GSM8K / "train.jsonl"
-  if not path.exists():
-    pytest.skip(f"no {path}")
-  tasks = load_tasks(path)
-  reasons = collections.Counter()
-  wrong = []
-  for asked in tasks:
+def test_rows_in_the_data_sets_layout(sandbox):
+  results = []
+  for asked in load_tasks(ROWS):
     assert "<<" not in asked.question and "####" not in asked.question
-    try:
-      steps = read_solution(asked.meta["solution"]).steps
-    except GaveUp as e:
-      reasons[e.reason] += 1
-      continue
-    for step in steps:
-      value = eval(step.program, {"__builtins__": {}})
-      off = abs(fractions.Fraction(value) - fractions.Fraction(step.value))
-      if off > max(step.rounding, abs(value) * 1e-9):
-        wrong.append(step)
-  assert reasons == {"answer_not_computed": 409, "no_program": 187}
-  assert wrong == []
-  made = [play(asked.meta["solution"], sandbox) for asked in tasks[:20]]
-  assert sum(isinstance(m, Trajectory) for m in made) >= 16
+    results.append(play(asked.meta["solution"], sandbox))
+  reasons = collections.Counter(r.reason for r in results if isinstance(r, Dropped))
+  assert reasons == {"answer_not_computed": 2, "no_program": 1}
+  assert sum(isinstance(r, Trajectory) for r in results) == 17

@@ -1,12 +1,14 @@
-"""The annotated brain: a team that works a data set's own solutions through real tools.
+"""Replays GSM8K's worked solutions as a team that calls real tools.
 
-GSM8K's solutions (arXiv 2110.14168) hold calculator notes, `48/2 = <<48/2=24>>24 clips
+The solutions (arXiv 2110.14168) hold calculator notes, `48/2 = <<48/2=24>>24 clips
 in May.` Each note becomes one round of the team: the text before it is the
 orchestrator's reason, its expression the code agent's program, the text after it, with
 the value, the reflector's review. The planner says what each note is for, the solver
 gives the last value. A program's output must be the value that the note claims.
 
-It keeps no state: how often an agent has replied tells which step it is at.
+The replay keeps no state: how often an agent has replied says which step it is at.
+
+budget: reading a solution's notes and playing them share every convention.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from coa_jax.protocol import tool_bodies
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import runs
-from coa_jax.teacher.llm import GaveUp, Message, Reply
+from coa_jax.teacher.backend import Message, Reply, Unsolvable
 
 _OBSERVED = f"[{runs.OBSERVATION} {runs.CODE}]\n"
 _QUESTION = re.compile(r"^Question: (.*)\nTools: ", re.DOTALL)
@@ -56,7 +58,8 @@ _MAX_CHARS = 200  # of an expression; what is longer is no calculator note
 _MAX_GOAL_WORDS = 8
 # What a float's repr may be off by, relative to the value.
 _FLOAT_ERROR = fractions.Fraction(1, 10**9)
-_UNKNOWN, _DONE = "?", "all steps done"
+_UNKNOWN = "?"
+_DONE = "all steps done"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,76 +91,76 @@ class Solution:
   rest: str
 
 
-class AnnotatedBrain:
+class Gsm8kReplay:
   """Answers as any agent, for the tasks it was made with."""
 
   def __init__(self, tasks: Iterable[Task]):
-    """Takes the tasks it may be asked about; `meta["solution"]` is what it follows.
+    """Takes the tasks it may be asked about and reads their `meta["solution"]`.
 
     Raises:
       ValueError: a task has no solution.
     """
-    self._solutions: dict[str, Solution | GaveUp] = {}
+    self._solutions: dict[str, Solution | Unsolvable] = {}
     for task in tasks:
       text = task.meta.get("solution")
       if not isinstance(text, str):
         raise ValueError(
-          f"task {task.id!r} has no meta['solution']: the annotated brain plays worked "
-          "solutions with calculator notes, such as GSM8K's training rows"
+          f"task {task.id!r} has no meta['solution']: backend 'gsm8k_replay' plays "
+          "worked solutions with calculator notes, such as GSM8K's training rows"
         )
       try:
         self._solutions[task.question] = read_solution(text)
-      except GaveUp as e:
+      except Unsolvable as e:
         self._solutions[task.question] = e
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The agent's part of the solution; see `llm.Brain`.
+    """Replies with the agent's part of the solution; see `backend.ModelBackend`.
 
     Raises:
-      GaveUp: the solution cannot be played (`read_solution` says why), or, as reason
-        "program_failed" or "other_value", the tool's output is no number or not the
-        value of the note.
+      Unsolvable: the solution cannot be played (`read_solution` says why); or, with
+        the reason "program_failed" or "other_value", the tool's output is no number or
+        not the value of the note.
     """
     question = _QUESTION.match(messages[1].content)
     solution = self._solutions.get(question[1]) if question else None
     if solution is None:
-      raise ValueError("the annotated brain was asked about a task it does not have")
-    if isinstance(solution, GaveUp):
-      raise GaveUp(solution.reason, solution.detail)
-    done = sum(m.role == "assistant" for m in messages)
-    return Reply(_reply(agent, solution, done, messages[-1].content))
+      raise ValueError("the GSM8K replay was asked about a task that it does not have")
+    if isinstance(solution, Unsolvable):
+      raise Unsolvable(solution.reason, solution.detail)
+    replies = sum(m.role == "assistant" for m in messages)
+    return Reply(_reply(agent, solution, replies, messages[-1].content))
 
 
-def _reply(agent: str, solution: Solution, done: int, told: str) -> str:
-  """What an agent says that has replied `done` times and was `told` this last."""
+def _reply(agent: str, solution: Solution, replies: int, message: str) -> str:
+  """An agent's next reply after so many, to the last message that it was sent."""
   steps = solution.steps
   if agent == runs.PLANNER:
     return " ; ".join(step.goal for step in steps)
   if agent == runs.CODE:
-    return tool_bodies.render_code(f"print({steps[done].program})")
+    return tool_bodies.render_code(f"print({steps[replies].program})")
   if agent == runs.REFLECTOR:
-    _check(steps[done], told.rpartition(_OBSERVED)[2].strip())
-    return steps[done].finding
+    _check(steps[replies], message.rpartition(_OBSERVED)[2].strip())
+    return steps[replies].finding
   if agent == runs.SOLVER:
     return f"ANSWER: {steps[-1].value}"
   if agent == runs.VERIFIER:
     return "SCORE: 4"  # `read_solution` has seen to it
-  if done == 0:
+  if replies == 0:
     return f"NEXT: {runs.PLANNER}"
-  if done <= len(steps):
-    return f"NEXT: {runs.CODE}\nREASON: {steps[done - 1].thought}"
+  if replies <= len(steps):
+    return f"NEXT: {runs.CODE}\nREASON: {steps[replies - 1].thought}"
   return f"NEXT: {runs.SOLVER}\nREASON: {solution.rest or _DONE}"
 
 
 def _check(step: Step, output: str) -> None:
-  """Raises GaveUp unless a program's output is what the step's note claims."""
-  found = _value(output)
-  if found is None:
-    raise GaveUp("program_failed", f"print({step.program}): {output[-200:]}")
+  """Raises Unsolvable unless a program's output is what the step's note claims."""
+  value = _value(output)
+  if value is None:
+    raise Unsolvable("program_failed", f"print({step.program}): {output[-200:]}")
   claimed = fractions.Fraction(step.value)
-  if abs(found - claimed) > max(step.rounding, _FLOAT_ERROR * abs(claimed)):
+  if abs(value - claimed) > max(step.rounding, _FLOAT_ERROR * abs(claimed)):
     detail = f"{step.program} is {output}, the solution says {step.value}"
-    raise GaveUp("other_value", detail)
+    raise Unsolvable("other_value", detail)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +179,10 @@ def read_solution(text: str) -> Solution:
   Notes without an operator (`<<16=16>>16`) calculate nothing and are read as text.
 
   Raises:
-    GaveUp: with a reason: "no_program" (no note calculates), "broken_note" (a note that
-      is not `<<expression=value>>`), "not_arithmetic" (an expression that `arithmetic`
-      refuses) or "answer_not_computed" (the final answer is not the last note's value).
+    Unsolvable: with a reason: "no_program" (no note calculates), "broken_note" (a note
+      that is not `<<expression=value>>`), "not_arithmetic" (an expression that
+      `arithmetic` refuses) or "answer_not_computed" (the final answer is not the last
+      note's value).
   """
   final = _FINAL.search(text)
   body = text[: final.start()] if final else text
@@ -186,21 +190,21 @@ def read_solution(text: str) -> Solution:
   for match in _NOTE.finditer(body):
     expression, equals, value = match[1].rpartition("=")
     if not equals or _value(value) is None:
-      raise GaveUp("broken_note", match[0])
+      raise Unsolvable("broken_note", match[0])
     if "/" not in expression and _value(expression) is not None:
       continue
     program = arithmetic(expression)
     if program is None:
-      raise GaveUp("not_arithmetic", match[0])
+      raise Unsolvable("not_arithmetic", match[0])
     notes.append(_Note(*match.span(), program, value))
   if re.search("<<|>>", _NOTE.sub("", body)):
-    raise GaveUp("broken_note", "a note that is not closed")
+    raise Unsolvable("broken_note", "a note that is not closed")
   if not notes:
-    raise GaveUp("no_program", "no note holds a calculation")
+    raise Unsolvable("no_program", "no note holds a calculation")
   answer = final[1] if final else ""
   if _value(answer) != _value(notes[-1].value):
     detail = f"the answer is {answer!r}, the last value {notes[-1].value}"
-    raise GaveUp("answer_not_computed", detail)
+    raise Unsolvable("answer_not_computed", detail)
   return _solution(body, notes)
 
 
@@ -210,12 +214,13 @@ def _solution(body: str, notes: Sequence[_Note]) -> Solution:
   before = body[: notes[0].start]
   for note, following in itertools.zip_longest(notes, notes[1:]):
     between = body[note.end : following.start if following else len(body)]
-    written = _WRITTEN.match(between)
-    if written and _value(written[0]) == _value(note.value):
-      between = between[written.end() :]
+    repeated = _WRITTEN.match(between)  # `<<2*3=6>>6 eggs`
+    if repeated and _value(repeated[0]) == _value(note.value):
+      between = between[repeated.end() :]
     after, newline, rest = between.partition("\n")
     if following and not newline:  # both notes are on one line
-      after, rest = "", between
+      after = ""
+      rest = between
     steps.append(_step(_tidy(before), note, _tidy(after)))
     before = rest
   return Solution(tuple(steps), _tidy(before))
@@ -228,7 +233,7 @@ def _tidy(text: str) -> str:
 
 
 def _step(before: str, note: _Note, after: str) -> Step:
-  """The step of a note between two texts."""
+  """The step of a note that stands between two texts."""
   after = after.rstrip(" .")
   *earlier, line = _without_calculation(before).split("\n")
   line = _without_result(line, note.value)
@@ -251,7 +256,7 @@ def _without_calculation(text: str) -> str:
   """A text before a note without the calculation that the note repeats."""
   text = text.rstrip("=$: \n")
   bare = _CALCULATION.sub("", text).rstrip("=$: \n")
-  # A number of the calculation may have a unit; then it is told in words.
+  # A number of the calculation may have a unit; then it stays, in words.
   return text if _OPEN_END.search(bare) else bare
 
 
@@ -265,21 +270,21 @@ def _without_result(line: str, value: str) -> str:
   def hide(number: re.Match[str]) -> str:
     return _UNKNOWN if _value(number[0]) == claimed else number[0]
 
-  told = _NUMBER.sub(hide, line[: match.start()])
-  return told + match[0] if match[1] else told
+  claim = _NUMBER.sub(hide, line[: match.start()])
+  return claim + match[0] if match[1] else claim
 
 
 def _goal(line: str, after: str) -> str:
   """A few words of the clause after a note or, where that says little, before it."""
 
-  def words(clause: str) -> int:
+  def num_words(clause: str) -> int:
     return len(_WORD.findall(clause))
 
   following = _CLAUSE_END.split(after)[0]
-  if words(following) > 1:
+  if num_words(following) > 1:
     return " ".join(following.split()[:_MAX_GOAL_WORDS])
-  clauses = [c for c in _CLAUSE_END.split(line) if words(c)]
-  telling = [c for c in clauses if words(c) > 1] or clauses or [""]
+  clauses = [c for c in _CLAUSE_END.split(line) if num_words(c)]
+  telling = [c for c in clauses if num_words(c) > 1] or clauses or [""]
   return " ".join(f"{telling[-1]} {following}".split()[-_MAX_GOAL_WORDS:])
 
 

@@ -6,14 +6,14 @@ import re
 
 from coa_jax.tasks.world.pages import LINKS, read_pages
 from coa_jax.teacher import synthesis
-from coa_jax.teacher.llm import Reply
+from coa_jax.teacher.backend import Reply
 
 
-class WorldBrain:
+class WorldBackend:
   """Writes and answers questions of the generated world, from what it is told."""
 
   def __call__(self, agent, messages):
-    """The reply; see `llm.Brain`."""
+    """The reply; see `llm.ModelBackend`."""
     told = messages[1].content
     title = re.search(r"^Title: (.*)$", told, re.MULTILINE)
     pages = read_pages(told)

@@ -31,8 +31,8 @@ def group(task_id: str, *rewards: float | None) -> list[Trajectory]:
   return [Trajectory(task_id, reward=r) for r in rewards]
 
 
-def drawn(draw: TaskSampler, n: int, step: int = 0) -> list[str]:
-  return [draw.task(i, step).id for i in range(n)]
+def drawn(sampler: TaskSampler, n: int, step: int = 0) -> list[str]:
+  return [sampler.task(i, step).id for i in range(n)]
 
 
 def test_tasks_are_drawn_in_epochs():
@@ -52,21 +52,21 @@ def test_tasks_of_which_nothing_is_known_are_drawn_as_in_epochs():
 
 def test_a_task_is_drawn_by_the_variance_of_its_reward():
   """Chances as by hand, and counts as by chances; none is ever left out for good."""
-  draw = Learnability(TASKS, 0)
+  sampler = Learnability(TASKS, 0)
   for _ in range(9):
-    draw.learn(group("0", *[0.0] * 8))
-    draw.learn(group("1", *[1.0] * 8))
-    draw.learn(group("2", *[1.0] * 2, *[0.0] * 6))
-    draw.learn(group("3", *[1.0] * 4, *[0.0] * 4))
+    sampler.learn(group("0", *[0.0] * 8))
+    sampler.learn(group("1", *[1.0] * 8))
+    sampler.learn(group("2", *[1.0] * 2, *[0.0] * 6))
+    sampler.learn(group("3", *[1.0] * 4, *[0.0] * 4))
   # Attempts fade by half: 8 (1 + 1/2 + ...) of them count.
   graded = 8 * (2 - 0.5**8)
   p = (graded / 4 + 1) / (graded + 2)
-  chances = [draw.chance(task, 0) for task in TASKS]
+  chances = [sampler.chance(task, 0) for task in TASKS]
   one = (graded + 1) / (graded + 2)
   assert chances == pytest.approx(
     [4 * one * (1 - one), 4 * one * (1 - one), 4 * p * (1 - p), 1.0, 1.0]
   )
-  counts = collections.Counter(drawn(draw, 4000))
+  counts = collections.Counter(drawn(sampler, 4000))
   for task, chance in zip(TASKS, chances, strict=True):
     share = chance / sum(chances)
     assert counts[task.id] / 4000 == pytest.approx(share, abs=0.03)
@@ -77,28 +77,28 @@ def test_a_task_is_drawn_by_the_variance_of_its_reward():
 
 
 def test_attempts_on_record_count_and_failures_of_infrastructure_do_not():
-  draw = Learnability(rated(1.0, 0.5), 0)
+  sampler = Learnability(rated(1.0, 0.5), 0)
   easy = 9 / 10
-  assert draw.chance(draw.tasks[0], 0) == pytest.approx(4 * easy * (1 - easy))
-  before = draw.state
-  draw.learn(group("0", None, None))
-  assert draw.state == before
+  assert sampler.chance(sampler.tasks[0], 0) == pytest.approx(4 * easy * (1 - easy))
+  before = sampler.state
+  sampler.learn(group("0", None, None))
+  assert sampler.state == before
   # The answer's part is what counts, whatever else the reward holds.
   shaped = group("1", 0.3, 0.3)
   for t in shaped:
     t.reward_parts["answer"] = 1.0
-  draw.learn(shaped)
-  assert draw.state["counts"]["1"] == [4 / 2 + 2, 8 / 2 + 2]
+  sampler.learn(shaped)
+  assert sampler.state["counts"]["1"] == [4 / 2 + 2, 8 / 2 + 2]
 
 
 @pytest.mark.parametrize("how", ["learnability", "curriculum"])
 def test_a_draw_goes_on_from_its_state(how):
   tasks = rated(0.1, 0.4, 0.5, 0.9, 1.0)
-  draw = make_task_sampler(how, tasks, 3, 20)
-  drawn(draw, 7, step=10)
-  draw.learn(group("2", 1.0, 0.0))
-  state = json.loads(json.dumps(draw.state))
-  rest = drawn(draw, 20, step=10)
+  sampler = make_task_sampler(how, tasks, 3, 20)
+  drawn(sampler, 7, step=10)
+  sampler.learn(group("2", 1.0, 0.0))
+  state = json.loads(json.dumps(sampler.state))
+  rest = drawn(sampler, 20, step=10)
   other = make_task_sampler(how, tasks, 3, 20)
   other.restore(state)
   assert drawn(other, 20, step=10) == rest
@@ -107,20 +107,20 @@ def test_a_draw_goes_on_from_its_state(how):
 
 def test_a_curriculum_goes_from_easy_to_all_by_square_root_competence():
   rates = [n / 100 for n in range(100)]
-  draw = Curriculum(rated(*rates), 0, 50)
+  sampler = Curriculum(rated(*rates), 0, 50)
   for step in (0, 5, 20, 49):
     share = math.sqrt(step * (1 - 0.1**2) / 50 + 0.1**2)
-    ids = set(map(int, drawn(draw, 2000, step)))
+    ids = set(map(int, drawn(sampler, 2000, step)))
     # The easiest have the highest rates, and so the highest numbers.
     assert min(ids) == 100 - math.ceil(share * 100 - 1e-9)
     assert max(ids) == 99
-  assert set(map(int, drawn(draw, 2000, 50))) == set(range(100))
-  assert draw.chance(draw.tasks[0], 1000) == 1
+  assert set(map(int, drawn(sampler, 2000, 50))) == set(range(100))
+  assert sampler.chance(sampler.tasks[0], 1000) == 1
   assert Curriculum(rated(0.2, 0.1), 0, 0).chance(rated(0.2, 0.1)[1], 0) == 1
 
 
 def test_what_can_not_be_drawn_is_refused():
   with pytest.raises(ValueError, match=r"task '0' has no meta.pass_rate"):
     make_task_sampler("curriculum", TASKS, 0, 10)
-  with pytest.raises(ValueError, match="draw 'x'; accepted: uniform"):
+  with pytest.raises(ValueError, match="task sampler 'x'; accepted: uniform"):
     make_task_sampler("x", TASKS, 0, 10)

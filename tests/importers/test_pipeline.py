@@ -8,7 +8,7 @@ import pytest
 import toy
 
 from coa_jax.importers.importers import Importer
-from coa_jax.importers.pipeline import CHUNK, Refinement, Refiner
+from coa_jax.importers.pipeline import CHUNK, ImportJob, RowPipeline
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.teacher.convert import ConvertConfig
@@ -35,10 +35,10 @@ def row(n: int) -> dict:
   }
 
 
-def refiner(**options) -> Refiner:
+def pipeline(**options) -> RowPipeline:
   config = FiltersConfig(min_activations=2, keep_unreflected=1.0, max_similarity=0.8)
   importer = Importer("oagents", get_variant("unified"), convert=CONVERT)
-  return Refiner(importer, config, load_benchmarks(config), **options)
+  return RowPipeline(importer, config, load_benchmarks(config), **options)
 
 
 def records(count: int):
@@ -55,7 +55,7 @@ def tokenizer(tmp_path_factory) -> str:
 def test_processes_change_nothing(tokenizer):
   out = {}
   for workers in (0, 2):
-    work = Refinement(refiner(tokenizer=tokenizer), workers)
+    work = ImportJob(pipeline(tokenizer=tokenizer), workers)
     out[workers] = [list(work.lines(records(70))), work.counts()]
   assert out[0] == out[2]
   lines, counts = out[0]
@@ -73,15 +73,15 @@ def test_processes_change_nothing(tokenizer):
 
 
 def test_what_is_kept_is_written_in_other_formats_too(tokenizer):
-  styled = refiner(tokenizer=tokenizer, formats=ToolAugmentation(copies=2))
-  work = Refinement(styled)
+  styled = pipeline(tokenizer=tokenizer, formats=ToolAugmentation(copies=2))
+  work = ImportJob(styled)
   lines = [Trajectory.from_json(json.loads(x)) for x in work.lines(records(20))]
-  plain = Refinement(refiner(tokenizer=tokenizer))
+  plain = ImportJob(pipeline(tokenizer=tokenizer))
   kept = list(plain.lines(records(20)))
   first = [t for t in lines if "copy" not in t.meta]
   assert [json.dumps(t.to_json()) for t in first] == kept and kept
   assert len(lines) == 3 * len(kept)
-  assert work.counts() == plain.counts() | {"restyled": 2 * len(kept)}
+  assert work.counts() == plain.counts() | {"augmented": 2 * len(kept)}
   names = set()
   for original, *copies in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
     assert [c.meta["copy"] for c in copies] == [1, 2]
@@ -102,15 +102,15 @@ def test_rows_are_read_as_they_are_needed():
       read += 1
       yield record
 
-  lines = Refinement(refiner()).lines(counted())
+  lines = ImportJob(pipeline()).lines(counted())
   next(lines)
   assert read == CHUNK
 
 
 def test_a_fault_in_a_worker_is_raised_here():
-  broken = Refiner(refiner().importer, tokenizer="/nowhere")
+  broken = RowPipeline(pipeline().importer, tokenizer="/nowhere")
   with pytest.raises(FileNotFoundError, match="no tokenizer there"):
-    list(Refinement(broken, 1).lines(records(3)))
+    list(ImportJob(broken, 1).lines(records(3)))
 
 
 def test_copies_are_numbered_and_every_row_is_told():
@@ -125,12 +125,12 @@ def test_copies_are_numbered_and_every_row_is_told():
   one["intermediate_steps"][1]["evaluate_thought"] = (
     critique + " trajectory_monitoring : Good"
   )
-  work = Refinement(Refiner(importer, config, load_benchmarks(config)))
+  work = ImportJob(RowPipeline(importer, config, load_benchmarks(config)))
   told, found = [], []
   lines = work.lines(
     [(0, "a", one), (1, "b", row(7)), (2, "c", row(2))],
     on_dropped=told.append,
-    on_found=lambda f, copies: found.append((f.task_id, copies)),
+    on_imported=lambda f, copies: found.append((f.task_id, copies)),
   )
   metas = [json.loads(line)["meta"].get("copy") for line in lines]
   assert metas == [None, 1, 2, None]

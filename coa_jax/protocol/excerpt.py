@@ -1,0 +1,16 @@
+"""Long texts as their head and tail."""
+
+from __future__ import annotations
+
+
+def cut_middle(text: str, keep: int) -> str:
+  """Returns `text`, or `keep` characters of its head and tail around a marker.
+
+  The marker says how many characters are gone; it is not among those that are kept.
+  """
+  gone = len(text) - keep
+  if gone <= 0:
+    return text
+  tail = keep // 2
+  marker = f"\n...[{gone} characters cut]...\n"
+  return text[: keep - tail] + marker + text[len(text) - tail :]

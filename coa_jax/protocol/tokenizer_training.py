@@ -1,0 +1,74 @@
+"""Trains a byte-level BPE tokenizer that knows the protocol's tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import tokenizers
+import transformers
+
+from coa_jax.protocol import roles
+from coa_jax.protocol.tokens import IM_END, IM_START, PAD, Tokenizer
+from coa_jax.protocol.tools import SPECS, TagIds
+
+_TEMPLATE = (
+  "{% for m in messages %}" + IM_START + "{{ m['content'] }}" + IM_END + "{% endfor %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+  """Trains a byte-level BPE with protocol tags as one token each, digits one by one.
+
+  The tag `tool` alone is spelt as text (`tools.TagIds`).
+
+  Args:
+    texts: training text; tags in it are not counted.
+    vocab_size: ids in all, the 256 bytes, tags and control tokens included.
+
+  Raises:
+    ValueError: vocab_size leaves no room for bytes and tags.
+  """
+  ids = {tag: spec.tag_ids for tag, spec in SPECS.items()}
+  first = [tag for tag in ids if ids[tag] == TagIds.FIRST]
+  # A row of `SPECS` takes the ids below those of the rows before it, so one more costs
+  # the last two merges and moves nothing else.
+  last = [tag for tag in reversed(ids) if ids[tag] == TagIds.LAST]
+  special = [PAD, IM_START, IM_END, *_tags(*roles.ROLES, *first, roles.OBSERVATION)]
+  at_the_end = _tags(*last)
+  least = 256 + len(special) + len(at_the_end)
+  if vocab_size < least:
+    raise ValueError(f"vocab_size must be at least {least}")
+
+  # --- Train: digits one by one, all else in words.
+  model = tokenizers.Tokenizer(tokenizers.models.BPE())
+  split = tokenizers.pre_tokenizers
+  model.pre_tokenizer = split.Sequence(
+    [
+      split.Digits(individual_digits=True),
+      split.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+  )
+  model.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size - len(at_the_end),
+    special_tokens=special,
+    initial_alphabet=split.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  model.train_from_iterator(texts, trainer)
+
+  # --- Add the tags whose ids are the last.
+  if at_the_end:
+    # Texts with too few merges leave ids over; those keep their places.
+    unused = vocab_size - len(at_the_end) - model.get_vocab_size()
+    model.add_special_tokens([f"<|reserved_{i}|>" for i in range(unused)])
+    model.add_special_tokens(at_the_end)
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=model, pad_token=PAD, eos_token=IM_END, chat_template=_TEMPLATE
+  )
+  return Tokenizer(hf)
+
+
+def _tags(*names: str) -> list[str]:
+  """Opening and closing tag of each."""
+  return [tag for n in names for tag in (roles.open_tag(n), roles.close_tag(n))]

@@ -1,0 +1,150 @@
+"""What each agent's reply must look like, and what is read from it.
+
+`prompts` asks for these forms. A reply that does not have its form is malformed, never
+guessed at: the agent is told what was expected and is asked once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Sequence
+
+from coa_jax.protocol import roles, tool_bodies
+from coa_jax.teacher.runs import (
+  CALL,
+  CANDIDATE,
+  CODE,
+  DECISION,
+  ORCHESTRATOR,
+  PLAN,
+  PLANNER,
+  REFLECTION,
+  REFLECTOR,
+  SEARCH,
+  SOLVER,
+  VERDICT,
+  VERIFIER,
+)
+
+_NEXT = re.compile(r"^\s*NEXT:\s*(\w+)", re.MULTILINE)
+_REASON = re.compile(r"^\s*REASON:\s*(.*)", re.MULTILINE | re.DOTALL)
+_TOOL = re.compile(r"^\s*TOOL:\s*(\w+)", re.MULTILINE)
+_QUERY = re.compile(r"^\s*QUERY:\s*(.*)", re.MULTILINE | re.DOTALL)
+_ANSWER = re.compile(r"^\s*ANSWER:\s*(.*)", re.MULTILINE | re.DOTALL)
+_SCORE = re.compile(r"^\s*SCORE:\s*([1-4])(?!\d|\.\d)", re.MULTILINE)
+_WHY = re.compile(r"^\s*WHY:\s*(.*)", re.MULTILINE | re.DOTALL)
+_FACTS_AND_PLAN = re.compile(
+  r"^\s*FACTS:\s*(?P<facts>\S.*?)^\s*PLAN:\s*(?P<plan>\S.*)", re.MULTILINE | re.DOTALL
+)
+_FENCES = re.compile(r"```.*```", re.DOTALL)
+
+
+class MalformedReply(Exception):
+  """A reply that cannot be used; the message tells the agent what was expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+  """What a reply says.
+
+  Attributes:
+    kind: of the event that it becomes (`runs`).
+    content: see `runs.Event`.
+    detail: see `runs.Event`.
+    facts: what a planner lists before its plan; "" where it is not asked to.
+  """
+
+  kind: str
+  content: str
+  detail: str = ""
+  facts: str = ""
+
+
+def read_reply(
+  agent: str,
+  text: str,
+  legal: Collection[str],
+  tools: Sequence[str],
+  review: str,
+  facts: bool,
+) -> Parsed:
+  """Reads an agent's reply.
+
+  Args:
+    agent: who replied; one of `runs`.
+    text: the reply.
+    legal: agents that the orchestrator may choose.
+    tools: tags that may be called.
+    review: see `agents.TeamConfig`, and likewise the next.
+    facts: whether a plan begins with facts.
+
+  Raises:
+    MalformedReply: it does not have the form that the agent's prompt asks for.
+  """
+  if agent == ORCHESTRATOR:
+    following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
+    if following not in legal:
+      raise MalformedReply(f"NEXT must be one of {', '.join(legal)}")
+    return Parsed(DECISION, _optional(_REASON, text), following)
+  if agent == SEARCH:
+    return _search_call(text, [tool for tool in tools if tool != CODE])
+  if agent == CODE:
+    fences = _FENCES.search(text)
+    call = tool_bodies.parse_code(fences[0]) if fences else None
+    if call is None:
+      raise MalformedReply("expected one ```py block, then at most one ```sh block")
+    return Parsed(CALL, tool_bodies.render_code(call.program, call.stdin), CODE)
+  if agent == SOLVER:
+    return Parsed(CANDIDATE, _field(_ANSWER, text, "a line 'ANSWER: <answer>'"))
+  if agent == VERIFIER:
+    score = _field(_SCORE, text, "a line 'SCORE: <1-4>'")
+    return Parsed(VERDICT, _optional(_WHY, text), score)
+  if not text.strip():
+    raise MalformedReply("the reply was empty")
+  if agent == PLANNER:
+    return _plan(text, facts)
+  if agent == REFLECTOR and review != "facts":
+    _check_review(text, review)
+  return Parsed(REFLECTION, text.strip())
+
+
+def _search_call(text: str, tools: Sequence[str]) -> Parsed:
+  name = _TOOL.search(text)
+  tool = name[1] if name else tools[0]  # one tool needs no name
+  if tool not in tools:
+    raise MalformedReply(f"TOOL must be one of {', '.join(tools)}")
+  return Parsed(CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool)
+
+
+def _plan(text: str, facts: bool) -> Parsed:
+  if not facts:
+    return Parsed(PLAN, text.strip())
+  match = _FACTS_AND_PLAN.search(text)
+  if match is None:
+    raise MalformedReply("expected a line 'FACTS: <facts>', then a line 'PLAN: <plan>'")
+  return Parsed(PLAN, match["plan"].strip(), facts=match["facts"].strip())
+
+
+def _check_review(text: str, review: str) -> None:
+  """Refuses a review without analysis or, where they are asked for, grades."""
+  *analysis, outcome = text.strip().splitlines()
+  if not analysis:
+    raise MalformedReply("expected an analysis, then the outcome on a line of its own")
+  missing = set(roles.CRITERIA) - set(roles.reflection_grades(outcome))
+  if review == "grades" and missing:
+    raise MalformedReply(
+      f"the last line lacks a grade for {', '.join(sorted(missing))}"
+    )
+
+
+def _field(pattern: re.Pattern[str], text: str, expected: str) -> str:
+  match = pattern.search(text)
+  if match is None or not match[1].strip():
+    raise MalformedReply(f"expected {expected}")
+  return match[1].strip()
+
+
+def _optional(pattern: re.Pattern[str], text: str) -> str:
+  match = pattern.search(text)
+  return match[1].strip() if match else ""

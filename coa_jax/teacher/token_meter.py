@@ -1,0 +1,75 @@
+"""Counts the tokens of a team's calls, and which of them a prefix cache would serve."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+
+from coa_jax.protocol import roles
+from coa_jax.teacher.backend import Message
+
+Encode = Callable[[str], Sequence[int]]
+
+_TAGS = "|".join((*roles.ROLES, *roles.TOOLS, roles.OBSERVATION))
+_WORD = re.compile(rf"</?(?:{_TAGS})>|[^\W\d]+|\d|[^\w\s]")
+
+
+def word_ids(text: str) -> list[int]:
+  """Stands in for a tokenizer: words, single digits, punctuation marks and tags."""
+  return [zlib.crc32(word.encode()) for word in _WORD.findall(text)]
+
+
+def encoder(folder: str | None) -> Encode:
+  """The tokenizer that costs are counted by: of a folder, or `word_ids` for None."""
+  if folder is None:
+    return word_ids
+  from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
+
+  return Tokenizer.load(folder).encode
+
+
+class TokenMeter:
+  """Counts tokens, and those of each prompt that a prefix cache would have held."""
+
+  def __init__(self, encode: Encode):
+    """Takes the tokenizer that everything is counted by."""
+    self._encode = encode
+    self._ids: dict[Message, tuple[int, ...]] = {}
+    self._sent: list[list[tuple[int, ...]]] = []
+
+  def charge(self, messages: Sequence[Message], reply: str) -> tuple[int, int, int]:
+    """Counts the (prompt, cached, generated) tokens of a call.
+
+    Cached is the longest common token prefix with any earlier call and its reply: what
+    a prefix cache that never evicts would serve.
+    """
+    chunks = [self._chunk(m) for m in messages]
+    cached = max((_common_prefix(chunks, sent) for sent in self._sent), default=0)
+    prompt = sum(map(len, chunks))
+    answer = self._chunk(Message("assistant", reply))
+    self._sent.append([*chunks, answer])  # a cache holds what it generated, too
+    return prompt, cached, len(answer)
+
+  def _chunk(self, message: Message) -> tuple[int, ...]:
+    ids = self._ids.get(message)
+    if ids is None:
+      ids = tuple(self._encode(f"{message.role}\n{message.content}\n"))
+      self._ids[message] = ids
+    return ids
+
+
+def _common_prefix(ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> int:
+  """Length in tokens of the longest common prefix of two lists of messages' ids."""
+  count = 0
+  for a, b in zip(ours, theirs, strict=False):
+    if a is b or a == b:
+      count += len(a)
+      continue
+    # The first message that differs: only its own beginning can still be shared.
+    for x, y in zip(a, b, strict=False):
+      if x != y:
+        break
+      count += 1
+    break
+  return count
