@@ -105,7 +105,7 @@ class McpTool:
     self._key = read_key(config.key_file)
     self._config = config
     self._mcp = mcp
-    self._session: _Session | None = None
+    self._session: _ClientSession | None = None
     self._lock = threading.Lock()
     self._thread = contextlib.ExitStack()
     self._portal = self._thread.enter_context(start_blocking_portal(name="mcp"))
@@ -223,12 +223,12 @@ class McpTool:
     others = ", ".join(names[:_NAMED]) or "none"
     raise ValueError(f"no tool {self._config.tool!r} there; it has {others}")
 
-  def _open(self) -> _Session:
+  def _open(self) -> _ClientSession:
     with self._lock:
       if self._session is not None and not self._session.ended:
         return self._session
       self._session = None
-      session = _Session(self._mcp.Client(self._server()), self._portal)
+      session = _ClientSession(self._mcp.Client(self._server()), self._portal)
       if not session.is_greeted(self._config.start_s):
         fault = session.fault
         session.end()
@@ -237,7 +237,7 @@ class McpTool:
       self._session = session
       return session
 
-  def _drop(self, session: _Session) -> None:
+  def _drop(self, session: _ClientSession) -> None:
     with self._lock:
       if self._session is session:
         self._session = None
@@ -340,7 +340,7 @@ def _deeper(value: Any, most: int) -> bool:
   return most == 0 or any(_deeper(v, most - 1) for v in inner)
 
 
-class _Session:
+class _ClientSession:
   """One open client. A single task enters and leaves it, as its scopes demand."""
 
   def __init__(self, client: Any, portal: BlockingPortal):
@@ -391,7 +391,8 @@ async def _accept(*unused: Any) -> None:
 
 def _text(result: Any) -> str:
   """The text of a result: of its parts, others are named only, or of its structure."""
-  parts, room = [], _MAX_CHARS
+  parts = []
+  room = _MAX_CHARS
   for part in result.content:
     text = getattr(part, "text", None)
     text = text if isinstance(text, str) else f"[{part.type}]"
