@@ -52,7 +52,9 @@ class NoReply(Exception):
   def __init__(self, faults: Sequence[Fault], refusal: int = 0, text: str = ""):
     """Takes the attributes."""
     super().__init__(str(faults[-1]))
-    self.faults, self.refusal, self.text = tuple(faults), refusal, text
+    self.faults = tuple(faults)
+    self.refusal = refusal
+    self.text = text
 
 
 def read_key(path: str | None, field: str = "key_file") -> str:
@@ -124,11 +126,15 @@ class Service:
     """
     if not url.startswith(("http://", "https://")):
       raise ValueError(f"{name}: {url!r} must start with http:// or https://")
-    self._name, self._url, self._retries = name, url, retries
-    self._backoff_s, self._max_pause_s = backoff_s, max_pause_s
+    self._name = name
+    self._url = url
+    self._retries = retries
+    self._backoff_s = backoff_s
+    self._max_pause_s = max_pause_s
     self._timeout_s = timeout_s
     self._gap = 1.0 / per_second if per_second > 0 else 0.0
-    self._next, self._lock = 0.0, threading.Lock()
+    self._next = 0.0
+    self._lock = threading.Lock()
     trust_env = use_proxies and not _is_loopback(url)
     self._client = httpx.Client(headers=headers, trust_env=trust_env)
 

@@ -111,7 +111,8 @@ class _Connection(H11Protocol):
 
   def __init__(self, waits: Waits, most: int, **uvicorn_arguments: Any):
     super().__init__(**uvicorn_arguments)
-    self._waits, self._most = waits, most
+    self._waits = waits
+    self._most = most
     self._phase = ""
     self._timer: asyncio.TimerHandle | None = None
     self.since = math.inf
@@ -199,11 +200,12 @@ def _room_for_connections(places: int) -> int:
   Half of the descriptors: the others are for files, pipes and processes.
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = 2 * max(_CONNECTIONS, 2 * places)
-  if soft != resource.RLIM_INFINITY and soft < wanted:
-    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+  descriptors = 2 * max(_CONNECTIONS, 2 * places)
+  unlimited = resource.RLIM_INFINITY
+  if soft != unlimited and soft < descriptors:
+    soft = descriptors if hard == unlimited else min(descriptors, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-  most = wanted // 2 if soft == resource.RLIM_INFINITY else min(wanted, soft) // 2
+  most = (descriptors if soft == unlimited else min(descriptors, soft)) // 2
   if most <= places:
     raise ValueError(
       f"{places} requests at once need more than {2 * places} descriptors, and this "
@@ -285,7 +287,8 @@ class BadField(ValueError):
   def __init__(self, message: str, field: str, is_unknown: bool = False):
     """Takes the attributes, and the line that says what is wrong."""
     super().__init__(message)
-    self.field, self.is_unknown = field, is_unknown
+    self.field = field
+    self.is_unknown = is_unknown
 
 
 _Model = TypeVar("_Model", bound=pydantic.BaseModel)

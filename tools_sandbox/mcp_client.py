@@ -2,18 +2,21 @@
 
 The official SDK (`pip install 'coa-jax[mcp]'`, version 2) speaks the protocol, over
 stdio or streamable HTTP. It is asynchronous, so each server has a thread with an event
-loop that holds one session; a session that broke is opened again by the next call.
+loop (anyio's portal) that holds one session; a session that broke is opened again by
+the next call.
 
 A server is trusted as little as a page: whatever it sends is bounded in size and time,
 and its schemas are only read for names. (A `command` is a program of the user's own.)
+
+budget: one protocol, whose faults are met in one place.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -22,8 +25,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.http_client import read_key
@@ -97,14 +103,12 @@ class McpTool:
     except ImportError as e:
       raise ValueError(f"MCP tools need `pip install 'coa-jax[mcp]'`: {e}") from e
     self._key = read_key(config.key_file)
-    self._config, self._mcp = config, mcp
-    self._session: _Session | None = None
+    self._config = config
+    self._mcp = mcp
+    self._session: _ClientSession | None = None
     self._lock = threading.Lock()
-    self._loop = asyncio.new_event_loop()
-    self._thread = threading.Thread(
-      target=self._loop.run_forever, name="mcp", daemon=True
-    )
-    self._thread.start()
+    self._thread = contextlib.ExitStack()
+    self._portal = self._thread.enter_context(start_blocking_portal(name="mcp"))
     try:
       tool = self._find()
       self.description = clean((tool.description or "")[:_MAX_CHARS])
@@ -119,11 +123,9 @@ class McpTool:
       if self._session is not None:
         self._session.end()
         self._session = None
-    if self._thread.is_alive():
-      self._loop.call_soon_threadsafe(self._loop.stop)
-      self._thread.join(5.0)
-    if not self._loop.is_running():
-      self._loop.close()
+    with contextlib.suppress(RuntimeError):  # it was closed before
+      self._portal.call(self._portal.stop, True)  # calls that hang are cancelled
+    self._thread.close()
 
   def __call__(self, content: str, seconds: float) -> str:
     """The text that the tool gives.
@@ -139,15 +141,19 @@ class McpTool:
     """
     arguments = self._arguments(content)
     session = self._open()
-    call = session.client.call_tool(
-      self._config.tool, arguments, read_timeout_seconds=seconds
-    )
     try:
-      result = self._run(call, seconds)
+      result = self._run(
+        seconds,
+        session.client.call_tool,
+        name=self._config.tool,
+        arguments=arguments,
+        read_timeout_seconds=seconds,
+      )
     except TimeoutError:
       raise ToolFault(f"no answer within {seconds:.3g} s") from None
     except self._mcp.MCPError as e:
-      code, message = e.error.code, clean(e.error.message)[:300]
+      code = e.error.code
+      message = clean(e.error.message)[:300]
       if code == -32602:  # invalid parameters
         raise BadCall(message) from None
       if code in (408, -32001):  # its own time limit
@@ -188,14 +194,16 @@ class McpTool:
     return _over_http(config.url, self._key)
 
   def _find(self) -> Any:
-    """The tool, as the server lists it."""
-    session, cursor, names = self._open(), None, []
+    """Finds the tool in the server's list."""
+    session = self._open()
+    cursor: str | None = None
+    names: list[str] = []
     deadline = time.monotonic() + self._config.start_s
     why = f"more than {_PAGES} pages"
     try:
       for _ in range(_PAGES):
         left = deadline - time.monotonic()
-        page = self._run(session.client.list_tools(cursor=cursor), left)
+        page = self._run(left, session.client.list_tools, cursor=cursor)
         for tool in page.tools:
           if tool.name == self._config.tool:
             return tool
@@ -212,35 +220,41 @@ class McpTool:
       why = type(e).__name__
     if why:
       raise Unavailable(f"the MCP server does not list its tools ({why})")
-    there = ", ".join(names[:_NAMED]) or "none"
-    raise ValueError(f"no tool {self._config.tool!r} there; it has {there}")
+    others = ", ".join(names[:_NAMED]) or "none"
+    raise ValueError(f"no tool {self._config.tool!r} there; it has {others}")
 
-  def _open(self) -> _Session:
+  def _open(self) -> _ClientSession:
     with self._lock:
       if self._session is not None and not self._session.ended:
         return self._session
       self._session = None
-      session = _Session(self._mcp.Client(self._server()), self._loop)
-      if not session.wait(self._config.start_s):
+      session = _ClientSession(self._mcp.Client(self._server()), self._portal)
+      if not session.is_greeted(self._config.start_s):
+        fault = session.fault
         session.end()
-        why = f" ({type(session.fault).__name__})" if session.fault else ""
+        why = f" ({type(fault).__name__})" if fault else ""
         raise Unavailable(f"the MCP server does not start or greet{why}")
       self._session = session
       return session
 
-  def _drop(self, session: _Session) -> None:
+  def _drop(self, session: _ClientSession) -> None:
     with self._lock:
       if self._session is session:
         self._session = None
     session.end()
 
-  def _run(self, coroutine: Any, seconds: float) -> Any:
-    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+  def _run(self, seconds: float, function: Callable[..., Any], **arguments: Any) -> Any:
+    """Awaits a coroutine function in the event loop, and cancels it when late.
+
+    Raises:
+      TimeoutError: it did not end in time.
+    """
+    future = self._portal.start_task_soon(functools.partial(function, **arguments))
     try:
-      return future.result(seconds + 0.5)
-    except (TimeoutError, concurrent.futures.TimeoutError):
+      return future.result(seconds + 0.5)  # the SDK's own limit comes first
+    except TimeoutError:
       future.cancel()
-      raise TimeoutError from None
+      raise
 
 
 @contextlib.asynccontextmanager
@@ -326,49 +340,49 @@ def _deeper(value: Any, most: int) -> bool:
   return most == 0 or any(_deeper(v, most - 1) for v in inner)
 
 
-class _Session:
+class _ClientSession:
   """One open client. A single task enters and leaves it, as its scopes demand."""
 
-  def __init__(self, client: Any, loop: asyncio.AbstractEventLoop):
-    self.client, self.ended = client, False
-    self.fault: Exception | None = None  # that ended it
-    self._loop = loop
-    self._greeted: concurrent.futures.Future[bool] = concurrent.futures.Future()
-    self._leave, self._left = asyncio.Event(), threading.Event()
-    self._task = asyncio.run_coroutine_threadsafe(self._live(), loop)
+  def __init__(self, client: Any, portal: BlockingPortal):
+    self.client = client
+    self._portal = portal
+    self._greeted: concurrent.futures.Future[None] = concurrent.futures.Future()
+    self._leave = portal.call(anyio.Event)
+    self._scope = portal.call(anyio.CancelScope)
+    self._task = portal.start_task_soon(self._live)
 
   async def _live(self) -> None:
-    try:
+    with self._scope:
       async with self.client:
         # A result is not held against the schema that the server itself gives: a
         # pattern in it can take for ever, and holds up every thread of the process.
         self.client.session.validate_tool_result = _accept
-        self._greeted.set_result(True)
+        self._greeted.set_result(None)
         await self._leave.wait()
-    except Exception as e:  # whoever waits or calls is told there
-      self.fault = e
-    finally:
-      self.ended = True
-      self._left.set()
-      if not self._greeted.done():
-        self._greeted.set_result(False)
 
-  def wait(self, seconds: float) -> bool:
-    """Whether the server greets in time."""
-    try:
-      return self._greeted.result(seconds)
-    except (TimeoutError, concurrent.futures.TimeoutError):
-      return False
+  @property
+  def ended(self) -> bool:
+    """Whether it is over, on whichever side."""
+    return self._task.done()
+
+  @property
+  def fault(self) -> BaseException | None:
+    """What ended it, if it ended by itself."""
+    return self._task.exception() if self._task.done() else None
+
+  def is_greeted(self, seconds: float) -> bool:
+    """Waits for the server's greeting; whether it came in time."""
+    concurrent.futures.wait((self._greeted, self._task), seconds, "FIRST_COMPLETED")
+    return self._greeted.done()
 
   def end(self) -> None:
     """Leaves the session, and waits until a server on stdio has ended with it."""
     if self._greeted.done():
-      self._loop.call_soon_threadsafe(self._leave.set)
-    else:
-      self._task.cancel()
-    if not self._left.wait(_END_S):
-      self._task.cancel()
-      self._left.wait(_END_S)
+      self._portal.start_task_soon(self._leave.set)
+      concurrent.futures.wait((self._task,), _END_S)
+    if not self._task.done():
+      self._portal.start_task_soon(self._scope.cancel)
+      concurrent.futures.wait((self._task,), _END_S)
 
 
 async def _accept(*unused: Any) -> None:
@@ -377,7 +391,8 @@ async def _accept(*unused: Any) -> None:
 
 def _text(result: Any) -> str:
   """The text of a result: of its parts, others are named only, or of its structure."""
-  parts, room = [], _MAX_CHARS
+  parts = []
+  room = _MAX_CHARS
   for part in result.content:
     text = getattr(part, "text", None)
     text = text if isinstance(text, str) else f"[{part.type}]"

@@ -17,7 +17,8 @@ _CHUNK = 65536
 
 def main() -> int:
   """Passes on what the server writes; its exit status, or 1 where it is ended here."""
-  most, command = int(sys.argv[1]), sys.argv[2:]
+  most = int(sys.argv[1])
+  command = sys.argv[2:]
   try:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
   except OSError as e:

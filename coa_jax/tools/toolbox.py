@@ -249,9 +249,11 @@ class Toolbox(Tools):
     except BaseException:
       if not self._closed:
         _log.exception("tool %s failed on %.200r", call.name, call.arguments)
-      status, result = CallStatus.INFRASTRUCTURE, "error: the tool failed"
+      status = CallStatus.INFRASTRUCTURE
+      result = "error: the tool failed"
     if status == CallStatus.INFRASTRUCTURE and self._out_of_budget(call):
-      status, result = CallStatus.TOOL, _no_answer(call)
+      status = CallStatus.TOOL
+      result = _no_answer(call)
     with self._changed:
       if call in self._running:
         self._running.remove(call)

@@ -210,7 +210,8 @@ class WikiSearchTool(Tool):
       raise ValueError("corpus: wiki_search needs the path of a JSON-lines corpus")
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
-    self._k, self._sandbox = config.top_k, sandbox
+    self._k = config.top_k
+    self._sandbox = sandbox
     self._remote = None if config.retriever is None else Retriever(config.retriever)
 
   def __call__(self, content: str, seconds: float) -> str:
@@ -224,7 +225,8 @@ class WikiSearchTool(Tool):
       return "no result"
     pages = []
     for hit in hits:
-      title, text = hit.document.title, hit.document.text
+      title = hit.document.title
+      text = hit.document.text
       pages.append(text if text.startswith(title) else f"{title}: {text}")
     if self._k == 1:
       return pages[0]
@@ -240,7 +242,8 @@ class CodeTool(Tool):
   """Runs programs."""
 
   def __init__(self, config: ToolsConfig, sandbox: Sandbox):
-    self._memory_mb, self._sandbox = config.memory_mb, sandbox
+    self._memory_mb = config.memory_mb
+    self._sandbox = sandbox
     self._local = config.remote is None
 
   def __call__(self, content: str, seconds: float) -> tuple[CallStatus, str]:

@@ -15,7 +15,8 @@ import pytest
 from coa_jax.protocol.tool_bodies import render_code
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
-from tools_sandbox.jail import keeper as jail
+from tests.backend import BACKEND, needs_jail
+from tools_sandbox.jail import keeper
 from tools_sandbox.jail.wire import Result, Verdict
 
 PAGES = [
@@ -29,7 +30,13 @@ PAGES = [
 def config(tmp_path_factory) -> ToolsConfig:
   corpus = tmp_path_factory.mktemp("corpus") / "pages.jsonl"
   corpus.write_text("".join(json.dumps(page) + "\n" for page in PAGES))
-  return ToolsConfig(corpus=str(corpus), timeout_s=30.0, memory_mb=256, max_chars=200)
+  return ToolsConfig(
+    corpus=str(corpus),
+    sandbox=BACKEND,
+    timeout_s=30.0,
+    memory_mb=256,
+    max_chars=200,
+  )
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +99,8 @@ def test_malformed_and_unknown_calls_are_the_models_fault(
   assert call.status == CallStatus.MODEL and call.result.startswith(result)
 
 
+@needs_jail
 def test_programs_run_in_the_jail_where_it_is_asked_for(config):
-  if missing := jail.check():
-    pytest.skip("; ".join(missing))
   program = "import os\nprint(os.getpid() < 5, os.path.exists('/root'))"
   jailed = dataclasses.replace(config, sandbox="jail", tools=("code",), timeout_s=30.0)
   with Toolbox(jailed) as box:
@@ -103,7 +109,7 @@ def test_programs_run_in_the_jail_where_it_is_asked_for(config):
 
 
 def test_a_jail_that_can_not_be_is_refused_and_never_another(config, monkeypatch):
-  monkeypatch.setattr(jail, "check", lambda: ["no user namespaces"])
+  monkeypatch.setattr(keeper, "check", lambda: ["no user namespaces"])
   refused = r"tools.sandbox='jail': .*no user namespaces.*tools.sandbox=subprocess"
   with pytest.raises(ValueError, match=refused):
     Toolbox(dataclasses.replace(config, sandbox="jail"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 
 import ml_collections
@@ -13,8 +14,12 @@ from coa_jax.config import ConfigError, read_config
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.rewards.code.grader import CodeConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.tools import TOOLS
+from tests.backend import BACKEND
+from tools_sandbox.client import Sandbox
+from tools_sandbox.host.pool import SandboxPool
 
 KEY = "sk-0123456789-secret"
 OK, MODEL, TOOL = CallStatus.OK, CallStatus.MODEL, CallStatus.TOOL
@@ -70,6 +75,7 @@ def config(server, tmp_path) -> ml_collections.ConfigDict:
   chat = dict(base_url=server.url + "/v1", model="eyes", key_file=str(tmp_path / "key"))
   tools = dict(
     tools=tuple(CALLS),
+    sandbox=BACKEND,
     retriever=server.url,
     timeout_s=60.0,
     web=dict(
@@ -218,3 +224,9 @@ def test_what_a_tool_needs_is_looked_for_first(config, tmp_path):
     Toolbox(tools)
   with Toolbox(dataclasses.replace(tools, enabled=False)) as box:
     assert box.call("web_search", "x").result == "tools are off"
+
+
+def test_the_default_is_the_jail_and_nothing_weaker_is_taken_unasked():
+  assert ToolsConfig(tools=("code",)).sandbox == CodeConfig().sandbox == "jail"
+  for opener in (Sandbox, SandboxPool):
+    assert inspect.signature(opener).parameters["backend"].default == "jail"

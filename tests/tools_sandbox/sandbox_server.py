@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.backend import BACKEND
+from tests.tools_sandbox import proc
 
 _START_S = 120.0
 LONG = 60.0  # seconds that no healthy server needs
@@ -77,14 +77,8 @@ def serving(
 
 def children(pid: int) -> dict[int, str]:
   """Processes that this one started, with their command lines."""
-  found = {}
-  for name in filter(str.isdigit, os.listdir("/proc")):
-    with contextlib.suppress(OSError):
-      stat = pathlib.Path("/proc", name, "stat").read_text()
-      if int(stat.rpartition(")")[2].split()[1]) == pid:
-        line = pathlib.Path("/proc", name, "cmdline").read_bytes()
-        found[int(name)] = line.replace(b"\0", b" ").decode()
-  return found
+  below = [child for child, parent in proc.parents().items() if parent == pid]
+  return {child: " ".join(proc.command(child)) for child in below}
 
 
 def soon(condition: Callable[[], object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -19,8 +20,18 @@ from tools_sandbox.jail.wire import Limits, Verdict
 
 _why = MISSING or cgroup.check()
 needs_group = pytest.mark.skipif(bool(_why), reason="; ".join(_why))
-# One for each controller in version 1, one for both in version 2.
-FOLDERS = list(dict.fromkeys(cgroup._own_folders().values()))
+
+
+def own_folders() -> list[str]:
+  """Where groups of slots are made: a folder for each controller, or one for both."""
+  probe = cgroup.Group.create()
+  if probe is None:
+    return []
+  probe.remove()
+  return [os.path.dirname(folder) for folder in probe.folders]
+
+
+FOLDERS = own_folders()
 
 # Takes 30 x 60 MB faster than a tenth of a second lets anybody look.
 BURST = """
@@ -56,78 +67,84 @@ def groups(pid: int) -> list[str]:
   return [n for folder in FOLDERS for n in os.listdir(folder) if mine in n]
 
 
-@needs_group
-def test_a_slot_is_in_its_group_and_the_group_goes_with_it():
+def read(name: str, before: list[str] = ()) -> list[str]:
+  """A file's content of each new group that has it; in version 1 or 2 of groups."""
+  new = [n for n in groups(os.getpid()) if n not in before]
+  paths = {pathlib.Path(folder, n, name) for folder in FOLDERS for n in new}
+  return [path.read_text() for path in paths if path.exists()]
+
+
+@pytest.fixture
+def pool():
+  """One slot with a group, the only one of this process that was not there before."""
   before = groups(os.getpid())  # of pools that other tests have not closed
-  with SandboxPool(2, preload=()) as pool:
+  with SandboxPool(1, preload=()) as pool:
     assert pool.run("print(1)").stdout == "1\n"
-    (zygote,) = pool._idle
-    for folder in zygote._group.folders:
-      with open(f"{folder}/cgroup.procs", encoding="ascii") as f:
-        assert len(f.read().split()) >= 3  # keeper, first process, template
-      with open(f"{folder}/cgroup.procs", encoding="ascii") as f:
-        assert str(os.getpid()) not in f.read().split()
     assert len(groups(os.getpid())) == len(before) + len(FOLDERS)
+    pool.read = lambda name: read(name, before)
+    yield pool
   assert set(groups(os.getpid())) <= set(before)
 
 
 @needs_group
-def test_bounds_follow_the_limits_of_the_run():
-  with SandboxPool(1, preload=()) as pool:
-    seen = []
-    for mb, tasks in ((100, 5), (200, 50), (100, 5)):
-      limits = Limits(memory_mb=mb, disk_mb=10, processes=tasks)
-      assert pool.run("1", limits=limits).verdict == Verdict.OK
-      group = pool._idle[0]._group
-      with open(group._memory(cgroup._LIMIT), encoding="ascii") as f:
-        memory = int(f.read())
-      with open(f"{group._folders['pids']}/pids.max", encoding="ascii") as f:
-        seen.append((memory >> 20, int(f.read())))
-    (a, few), (b, many), again = seen
-    assert b - a == 100 and many - few == 45 and again == (a, few)
-    assert a > 110 and few > 5
+def test_a_slot_is_in_its_group_and_the_group_goes_with_it(pool):
+  for text in pool.read("cgroup.procs"):
+    processes = text.split()
+    assert len(processes) >= 3  # keeper, first process, template
+    assert str(os.getpid()) not in processes
 
 
 @needs_group
-def test_the_kernel_ends_a_burst_between_two_samples(monkeypatch):
-  # The sampler, which bounds the sum, must not be first: it gets a limit of its own.
-  with SandboxPool(1, preload=()) as pool:
-    assert pool.run("1").verdict == Verdict.OK
-    group = pool._idle[0]._group
-    monkeypatch.setattr(group, "limit", lambda mb, tasks: None)
-    cgroup.Group.limit(group, 100, 64)
-    result = pool.run(BURST, limits=Limits(memory_mb=4000, wall_s=30))
-    # Either the program itself was chosen, and its end is told as memory's; or only
-    # children were, and it slept on.
-    with open(group._memory(cgroup._EVENTS), encoding="ascii") as f:
-      kills = int(f.read().split("oom_kill ")[1].split()[0])
-    assert kills >= 1 and pool.replaced == 0
-    assert result.verdict in (Verdict.MEMORY, Verdict.OK)
-    assert pool.run("print(2)").stdout == "2\n"
+def test_bounds_follow_the_limits_of_the_run(pool):
+  bounds = []
+  for mb, tasks in ((100, 5), (200, 50), (100, 5)):
+    limits = Limits(memory_mb=mb, disk_mb=10, processes=tasks)
+    assert pool.run("1", limits=limits).verdict == Verdict.OK
+    (memory,) = pool.read("memory.limit_in_bytes") + pool.read("memory.max")
+    (pids,) = pool.read("pids.max")
+    bounds.append((int(memory) >> 20, int(pids)))
+  (a, few), (b, many), again = bounds
+  assert b - a == 100 and many - few == 45 and again == (a, few)
+  assert a > 110 and few > 5
+
+
+@pytest.fixture
+def tight(monkeypatch):
+  """Groups of 100 MiB, whatever a run's limits say.
+
+  The sampler, which bounds the sum, must not be first: it gets a limit of its own.
+  """
+  limit = cgroup.Group.limit
+  monkeypatch.setattr(cgroup.Group, "limit", lambda group, *_: limit(group, 100, 64))
 
 
 @needs_group
-def test_a_program_killed_for_memory_says_so(monkeypatch):
-  with SandboxPool(1, preload=()) as pool:
-    assert pool.run("1").verdict == Verdict.OK
-    group = pool._idle[0]._group
-    monkeypatch.setattr(group, "limit", lambda mb, tasks: None)
-    cgroup.Group.limit(group, 100, 64)
-    result = pool.run("x = b'x' * (900 << 20)", limits=Limits(memory_mb=2000))
-    assert (result.verdict, result.exit_code) == (Verdict.MEMORY, -signal.SIGKILL)
-    assert "memory" in result.stderr and pool.replaced == 0
-    # One that kills itself has not run out of anything.
-    own = pool.run("import os\nos.kill(os.getpid(), 9)")
-    assert (own.verdict, own.exit_code) == (Verdict.ERROR, -signal.SIGKILL)
+def test_the_kernel_ends_a_burst_between_two_samples(tight, pool):
+  result = pool.run(BURST, limits=Limits(memory_mb=4000, wall_s=30))
+  # Either the program itself was chosen, and its end is told as memory's; or only
+  # children were, and it slept on.
+  (events,) = pool.read("memory.oom_control") + pool.read("memory.events")
+  assert int(events.split("oom_kill ")[1].split()[0]) >= 1 and pool.replaced == 0
+  assert result.verdict in (Verdict.MEMORY, Verdict.OK)
+  assert pool.run("print(2)").stdout == "2\n"
 
 
 @needs_group
-def test_what_the_kernel_kills_for_one_run_is_no_failure_of_the_next():
+def test_a_program_killed_for_memory_says_so(tight, pool):
+  result = pool.run("x = b'x' * (900 << 20)", limits=Limits(memory_mb=2000))
+  assert (result.verdict, result.exit_code) == (Verdict.MEMORY, -signal.SIGKILL)
+  assert "memory" in result.stderr and pool.replaced == 0
+  # One that kills itself has not run out of anything.
+  own = pool.run("import os\nos.kill(os.getpid(), 9)")
+  assert (own.verdict, own.exit_code) == (Verdict.ERROR, -signal.SIGKILL)
+
+
+@needs_group
+def test_what_the_kernel_kills_for_one_run_is_no_failure_of_the_next(pool):
   small = Limits(memory_mb=8, disk_mb=1, wall_s=60)
-  with SandboxPool(1, preload=()) as pool:
-    for _ in range(3):
-      assert pool.run(BUFFERS, limits=small).verdict == Verdict.MEMORY
-      assert pool.run("print(2)").stdout == "2\n"
+  for _ in range(3):
+    assert pool.run(BUFFERS, limits=small).verdict == Verdict.MEMORY
+    assert pool.run("print(2)").stdout == "2\n"
 
 
 @needs_group
@@ -154,13 +171,12 @@ def test_groups_of_hosts_that_died_with_their_watchers_are_swept():
   for folder in FOLDERS:
     os.mkdir(f"{folder}/tools-sandbox-{gone.pid}-0")
   before = groups(os.getpid())
-  made = cgroup.Group.create()
+  group = cgroup.Group.create()
   try:
-    assert not groups(gone.pid) and len(groups(os.getpid())) == len(before) + len(
-      FOLDERS
-    )
+    assert not groups(gone.pid)
+    assert len(groups(os.getpid())) == len(before) + len(FOLDERS)
   finally:
-    made.remove()
+    group.remove()
   assert set(groups(os.getpid())) <= set(before)
 
 
@@ -172,15 +188,15 @@ def test_in_version_2_it_is_made_where_both_controllers_are_handed_down(tmp_path
     (tmp_path / path / "cgroup.subtree_control").write_text(controllers + "\n")
     (tmp_path / path / "cgroup.procs").touch()
 
-  def found(*controllers: str) -> str | None:
+  def place(*controllers: str) -> str | None:
     return cgroup._handing_down(str(tmp_path), "user/session/shell", {*controllers})
 
-  assert found("memory", "pids") == f"{tmp_path}/user"
-  assert found("memory") == f"{tmp_path}/user/session"
-  assert found("cpu", "pids") == str(tmp_path)
-  assert found("memory", "hugetlb") is None
+  assert place("memory", "pids") == f"{tmp_path}/user"
+  assert place("memory") == f"{tmp_path}/user/session"
+  assert place("cpu", "pids") == str(tmp_path)
+  assert place("memory", "hugetlb") is None
   (tmp_path / "user" / "cgroup.procs").unlink()  # as good as not ours to write
-  assert found("memory", "pids") == str(tmp_path)
+  assert place("memory", "pids") == str(tmp_path)
 
 
 @needs_jail
@@ -189,7 +205,9 @@ def test_without_groups_a_slot_works_as_before(monkeypatch):
   (why,) = cgroup.check()
   assert "no controller memory: not mounted" in why
   with SandboxPool(1, preload=()) as pool:
-    assert pool.run("print(1)").stdout == "1\n" and pool._idle[0]._group is None
+    before = groups(os.getpid())
+    assert pool.run("print(1)").stdout == "1\n"
+    assert groups(os.getpid()) == before
     result = pool.run("x = b'x' * (1 << 30)", limits=Limits(memory_mb=100))
     assert result.verdict == Verdict.MEMORY
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import gc
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 
+import proc
 import pytest
+from sandbox_server import soon
 
 from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
@@ -24,11 +24,6 @@ pytestmark = needs_jail
 
 # Name -> program, stdin, what it prints.
 ORDINARY = {
-  "print": ("print(1 + 1)", "", "2\n"),
-  "input": ("print(int(input()) + int(input()))", "1\n2\n", "3\n"),
-  "stdin_by_lines": ("import sys\nprint(sum(map(int, sys.stdin)))", "1\n2\n", "3\n"),
-  "dev_stdin": ("print(open('/dev/stdin').read())", "\u00e9", "\u00e9\n"),
-  "open_0": ("print(open(0).read())", "x", "x\n"),
   "dev_stdout": ("open('/dev/stdout', 'w').write('x')", "", "x"),
   "unicode": ("print('\u00e9\U0001f600 \u4e2d')", "", "\u00e9\U0001f600 \u4e2d\n"),
   "numpy": (
@@ -68,11 +63,6 @@ ORDINARY = {
     "",
     "t\n",
   ),
-  "own_module": (
-    "open('helper.py', 'w').write('x = 5')\nimport helper\nprint(helper.x)",
-    "",
-    "5\n",
-  ),
   "modules_named_like_ours": (
     "for n in ('wire', 'kernel', 'zygote', 'child', 'run', 'landlock'):\n"
     "  open(n + '.py', 'w').write('x = 5')\n"
@@ -92,12 +82,6 @@ ORDINARY = {
     "with ThreadPoolExecutor(4) as e: print(list(e.map(abs, [-1, -2])))",
     "",
     "[1, 2]\n",
-  ),
-  "multiprocessing": (
-    "from multiprocessing import Pool, Queue\ndef f(x): return x * x\n"
-    "with Pool(2) as p: print(p.map(f, range(4)))",
-    "",
-    "[0, 1, 4, 9]\n",
   ),
   "asyncio": (
     "import asyncio\nasync def f():\n  await asyncio.sleep(0.01)\n  return 3\n"
@@ -195,23 +179,6 @@ def test_ordinary(jailed, name):
   assert (result.stdout, result.verdict) == (expected, Verdict.OK), result
 
 
-def test_long_output_is_cut_and_odd_bytes_replaced(jailed):
-  result = jailed.run("print('x' * 3_000_000)")
-  assert result.truncated and result.verdict == Verdict.OK
-  result = jailed.run("import os\nos.write(1, b'a\\xff\\x00b')")
-  assert result.stdout == "a\ufffd\x00b"
-
-
-def test_the_same_program_draws_the_same_numbers_in_every_slot(jailed):
-  program = (
-    "import random, numpy\nprint(random.random(), numpy.random.rand(), hash('a'))"
-  )
-  with Sandbox(slots=1, backend="jail") as other:
-    assert jailed.run(program).stdout == other.run(program).stdout
-  assert jailed.run(program).stdout == jailed.run(program).stdout
-  assert jailed.run(program).stdout != jailed.run(program + "\n").stdout
-
-
 def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
   # As an editable install's .pth leaves it, pip's own folder for them included.
   editable = [tmp_path / "repository", tmp_path / "venv" / "src" / "package"]
@@ -227,64 +194,23 @@ def test_of_the_path_only_installed_packages_are_mounted(monkeypatch, tmp_path):
   assert others == {os.path.realpath(installed)}
 
 
-def test_errors_name_no_folder_of_the_host(jailed):
-  for program in ("from numpy import no_such", "import no_such", "open('/a/b')"):
-    text = jailed.run(program).stderr.replace("'/a/b'", "")
-    assert text and "/" not in text, text
-
-
 @pytest.mark.parametrize(
-  ("program", "changed", "verdict", "word"),
+  ("program", "changed"),
   [
-    ("while True: pass", {"wall_s": 0.5}, Verdict.TIMEOUT, "0.5 s"),
-    ("while True: pass", {"cpu_s": 1, "wall_s": 300}, Verdict.TIMEOUT, "CPU"),
-    ("bytearray(1 << 29)", {"memory_mb": 100}, Verdict.MEMORY, "MemoryError"),
-    ("while True: open('f', 'ab').write(b'x' * (1 << 20))", {"disk_mb": 4},
-     Verdict.ERROR, "No space left"),
-    ("for i in range(99): open(str(i), 'w')", {"inodes": 20}, Verdict.ERROR,
-     "No space left"),
-    ("open('f', 'wb').write(b'x' * (3 << 20))", {"file_mb": 2}, Verdict.ERROR,
-     "File too large"),
-    ("import os\nwhile True: os.fork()", {"processes": 9}, Verdict.ERROR,
-     "BlockingIOError"),
-    ("import os; os.kill(os.getpid(), 9)", {}, Verdict.ERROR, ""),
-    ("import os; os._exit(7)", {}, Verdict.ERROR, ""),
+    ("while True: open('f', 'ab').write(b'x' * (1 << 20))", {"disk_mb": 4}),
+    ("for i in range(99): open(str(i), 'w')", {"inodes": 20}),
   ],
-)  # fmt: skip
-def test_limits(program, changed, verdict, word):
+)
+def test_limits_of_all_files_together(program, changed):
   limits = Limits(**{**Limits(wall_s=60).to_json(), **changed})
   with SandboxPool(1, limits, (), backend="jail") as jails:
     result = jails.run(program)
-    assert result.verdict == verdict and word in result.stderr, result
+    assert result.verdict == Verdict.ERROR and "No space left" in result.stderr
     assert jails.run("print(2)").stdout == "2\n"
-
-
-def test_what_was_printed_before_a_timeout_comes_back(jailed):
-  result = jailed.run("print('before')\nwhile True: pass", timeout_s=2)
-  assert (result.stdout, result.verdict) == ("before\n", Verdict.TIMEOUT)
-
-
-def _soon(condition, seconds=60.0):
-  deadline = time.monotonic() + seconds
-  while not condition() and time.monotonic() < deadline:
-    time.sleep(0.02)
-  return condition()
 
 
 # A module that is not there is skipped, but tells our slots' processes from others.
 MARK = f"no_module_{os.getpid()}"
-
-
-def _processes(word=MARK):
-  found = []
-  for name in filter(str.isdigit, os.listdir("/proc")):
-    try:
-      with open(f"/proc/{name}/cmdline", "rb") as f:
-        if word.encode() in f.read().split(b"\0"):
-          found.append(int(name))
-    except OSError:
-      continue
-  return found
 
 
 def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
@@ -304,11 +230,11 @@ def test_nothing_of_a_closed_or_killed_host_remains(tmp_path):
     )
     assert host.stdout.readline() == b"1\n"
     if how == "kill":
-      assert _processes()
+      assert proc.naming(MARK)
       host.kill()
     host.wait(60)
     host.stdout.close()
-    assert _soon(lambda: not _processes() and not os.listdir(tmp_path))
+    soon(lambda: not proc.naming(MARK) and not os.listdir(tmp_path))
 
 
 def test_close_ends_runs_in_flight(tmp_path, monkeypatch):
@@ -317,21 +243,10 @@ def test_close_ends_runs_in_flight(tmp_path, monkeypatch):
   program = "import time\ntime.sleep(60)"
   thread = threading.Thread(target=lambda: results.append(jails.run(program)))
   thread.start()
-  assert _soon(lambda: any(slot.runs for slot in list(jails._live)))
+  soon(lambda: any(slot.runs for slot in list(jails._live)))
   jails.close()
   thread.join(60)
   assert results[0].verdict == Verdict.INFRASTRUCTURE and not os.listdir(tmp_path)
-
-
-def test_eight_callers_share_two_slots():
-  with SandboxPool(2, preload=(), backend="jail") as jails:
-
-    def call(i):
-      return [jails.run(f"print({i} * {j})").stdout for j in range(5)]
-
-    with concurrent.futures.ThreadPoolExecutor(8) as callers:
-      said = list(callers.map(call, range(8)))
-  assert said == [[f"{i * j}\n" for j in range(5)] for i in range(8)]
 
 
 def test_many_runs_leave_no_process_mount_or_descriptor():
@@ -339,7 +254,7 @@ def test_many_runs_leave_no_process_mount_or_descriptor():
     slot = next(iter(jails._live)).process.pid
     with open(f"/proc/{slot}/mountinfo", encoding="ascii") as f:
       mounts = len(f.readlines())
-    return mounts, len(os.listdir("/proc/self/fd")), len(_processes())
+    return mounts, len(os.listdir("/proc/self/fd")), len(proc.naming(MARK))
 
   gc.collect()  # else what other tests left open may be closed meanwhile
   with SandboxPool(1, preload=(MARK,), backend="jail") as jails:
@@ -350,7 +265,7 @@ def test_many_runs_leave_no_process_mount_or_descriptor():
     for _ in range(50):
       jails.run("import os\nos.fork()\nopen('f', 'w').write('x')")
     # One init may still be on its way out, or have been when it was counted before.
-    assert _soon(lambda: all(a <= b for a, b in zip(held(), before, strict=True)))
+    soon(lambda: all(a <= b for a, b in zip(held(), before, strict=True)))
 
 
 def test_what_is_missing_is_said_and_nothing_weaker_is_used(monkeypatch):

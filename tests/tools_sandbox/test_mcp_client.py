@@ -184,9 +184,9 @@ def test_servers_that_are_not_there(tmp_path):
   ("fault", "why"),
   [
     ("endless", "more than 100 pages"),
-    ("hang", "no answer within 10 s"),
-    ("flood", "no answer within 10 s"),
-    ("garbage", "no answer within 10 s"),
+    ("hang", "no answer within 6 s"),
+    ("flood", "no answer within 6 s"),
+    ("garbage", "no answer within 6 s"),
     ("endless line", ""),
     ("die", ""),
     ("no list", ""),
@@ -197,7 +197,7 @@ def test_servers_that_are_not_there(tmp_path):
 def test_a_list_of_tools_that_is_none_is_infrastructure(fault: str, why: str, capfd):
   in_time = within()
   with pytest.raises(Unavailable, match=rf"does not list its tools \(.*{why}"):
-    McpTool(McpConfig("x", **hostile(list=fault), start_s=10.0 if why else LONG))
+    McpTool(McpConfig("x", **hostile(list=fault), start_s=6.0 if why else LONG))
   in_time()
   assert "Traceback" not in capfd.readouterr().err
 

@@ -11,39 +11,22 @@ import threading
 import time
 from concurrent.futures import Future
 
+import proc
 import pytest
+from sandbox_server import soon
 
+from tests.backend import BACKENDS
 from tools_sandbox.host.pool import SandboxPool
 from tools_sandbox.jail.wire import Limits, Verdict
 
 KILL_ZYGOTE = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
 
 
-_others: set[int] = set()
-
-
 @pytest.fixture(autouse=True)
-def _processes_of_other_tests():
-  """Children that other test files' tools keep for the whole session."""
-  _others.clear()
-  _others.update(_descendants())
-
-
-def _descendants():
-  parents = {}
-  for name in filter(str.isdigit, os.listdir("/proc")):
-    try:
-      with open(f"/proc/{name}/stat") as f:
-        parents[int(name)] = int(f.read().rpartition(")")[2].split()[1])
-    except OSError:
-      continue
-  found, queue = set(), [os.getpid()]
-  while queue:
-    parent = queue.pop()
-    children = [p for p, q in parents.items() if q == parent]
-    found.update(children)
-    queue += children
-  return found - _others
+def own():
+  """The processes of this test: others' tools may keep some for the whole session."""
+  before = proc.descendants()
+  return lambda: proc.descendants() - before
 
 
 @pytest.fixture(autouse=True)
@@ -54,29 +37,16 @@ def _own_temporary_files(tmp_path, monkeypatch):
   assert not list(tmp_path.glob("tools-sandbox-*"))
 
 
-def _soon(condition, seconds=60.0):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    if time.monotonic() > deadline:
-      return False
-    time.sleep(0.02)
-  return True
-
-
-def test_eight_threads_share_two_slots():
-  with SandboxPool(2, preload=(), backend="subprocess") as pool:
-    results = {}
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_eight_threads_share_two_slots(backend):
+  with SandboxPool(2, preload=(), backend=backend) as pool:
 
     def work(i):
-      for j in range(5):
-        results[i, j] = pool.run(f"print(int(input()) * {j})", stdin=str(i)).stdout
+      return [pool.run(f"print(int(input()) * {j})", str(i)).stdout for j in range(5)]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for t in threads:
-      t.start()
-    for t in threads:
-      t.join(60)
-  assert results == {(i, j): f"{i * j}\n" for i in range(8) for j in range(5)}
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+      results = list(threads.map(work, range(8)))
+  assert results == [[f"{i * j}\n" for j in range(5)] for i in range(8)]
 
 
 def test_callers_are_served_in_the_order_of_their_arrival():
@@ -96,14 +66,14 @@ def test_callers_are_served_in_the_order_of_their_arrival():
     for i in range(8):
       threads.append(threading.Thread(target=work, args=(i,)))
       threads[-1].start()
-      assert _soon(lambda i=i: len(pool._waiting) == i + 1)
+      soon(lambda i=i: len(pool._waiting) == i + 1)
     pool._release(held.pop())
     for i in range(8):
       assert served.acquire(timeout=60) and order == list(range(i + 1))
       # Whoever has had a slot and asks again comes behind all that wait.
       late = threading.Thread(target=lambda: pool._release(pool._acquire()))
       late.start()
-      assert _soon(lambda i=i: len(pool._waiting) == 8)
+      soon(lambda i=i: len(pool._waiting) == 8)
       threads.append(late)
       again.release()
     pool._release(held.pop())
@@ -147,30 +117,30 @@ def test_slots_run_at_the_same_time(tmp_path):
     _meet(pool, tmp_path / "here", 3)
 
 
-def test_nothing_leaks_over_200_runs(tmp_path):
+def test_nothing_leaks_over_200_runs(tmp_path, own):
   gc.collect()  # else what other tests left open may be closed meanwhile
   before_fds = len(os.listdir("/proc/self/fd"))
   with SandboxPool(1, preload=(), runs_per_zygote=70, backend="subprocess") as pool:
     pool.run("print(0)")
     during_fds = len(os.listdir("/proc/self/fd"))
-    (zygote,) = _descendants()
+    (zygote,) = own()
     zygote_fds = len(os.listdir(f"/proc/{zygote}/fd"))
     for i in range(65):
       assert pool.run(f"open('f', 'w')\nprint({i})").stdout == f"{i}\n"
-    assert _descendants() == {zygote}
+    assert own() == {zygote}
     assert len(os.listdir(f"/proc/{zygote}/fd")) == zygote_fds
     for i in range(135):
       assert pool.run(f"print({i})").stdout == f"{i}\n"
-    assert len(_descendants()) == 1 and _descendants() != {zygote}  # recycled
+    assert len(own()) == 1 and own() != {zygote}  # recycled
     assert len(os.listdir("/proc/self/fd")) == during_fds
     assert len(list(tmp_path.glob("tools-sandbox-*"))) == 1
-  assert len(os.listdir("/proc/self/fd")) == before_fds and not _descendants()
+  assert len(os.listdir("/proc/self/fd")) == before_fds and not own()
 
 
-def test_a_zygote_killed_between_runs_is_replaced():
+def test_a_zygote_killed_between_runs_is_replaced(own):
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     assert pool.run("print(1)").stdout == "1\n"
-    (zygote,) = _descendants()
+    (zygote,) = own()
     os.kill(zygote, signal.SIGKILL)
     result = pool.run("print(2)")  # never started on the dead one, so tried again
     assert (result.stdout, result.verdict) == ("2\n", Verdict.OK)
@@ -211,16 +181,9 @@ def test_daemons_of_a_killed_zygote_are_swept(tmp_path):
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     result = pool.run(program, limits=Limits(wall_s=60))
     assert result.verdict == Verdict.INFRASTRUCTURE
-    stat = f"/proc/{pid_file.read_text()}/stat"
+    daemon = int(pid_file.read_text())
 
-    def ended():
-      try:
-        with open(stat) as f:
-          return f.read().rpartition(")")[2].split()[0] == "Z"
-      except OSError:
-        return True
-
-    assert _soon(ended)
+    soon(lambda: proc.ended(daemon))
 
 
 def test_a_wedged_zygote_is_replaced(monkeypatch):
@@ -253,14 +216,14 @@ def test_missing_preload_is_skipped_and_present_is_there():
   assert result.stdout == "True\n"
 
 
-def test_close_ends_runs_in_flight():
+def test_close_ends_runs_in_flight(own):
   pool = SandboxPool(1, preload=(), backend="subprocess")
   results = []
   thread = threading.Thread(
     target=lambda: results.append(pool.run("import time\ntime.sleep(60)"))
   )
   thread.start()
-  assert _soon(lambda: len(_descendants()) == 2)
+  soon(lambda: len(own()) == 2)
   waiting_error = []
 
   def wait():
@@ -276,23 +239,23 @@ def test_close_ends_runs_in_flight():
   waiter.join(60)
   assert results[0].verdict == Verdict.INFRASTRUCTURE
   assert waiting_error == ["the sandbox pool is closed"]
-  assert _soon(lambda: not _descendants())
+  soon(lambda: not own())
   with pytest.raises(RuntimeError, match="closed"):
     pool.run("print(1)")
   pool.close()
 
 
-def test_a_zygote_outlives_the_thread_that_started_it():
+def test_a_zygote_outlives_the_thread_that_started_it(own):
   with SandboxPool(1, preload=(), backend="subprocess") as pool:
     thread = threading.Thread(target=pool.run, args=("print(1)",))
     thread.start()
     thread.join()
-    (zygote,) = _descendants()
+    (zygote,) = own()
     time.sleep(0.1)
     assert pool.run("import os\nprint(os.getppid())").stdout == f"{zygote}\n"
 
 
-def test_everything_dies_with_the_host(tmp_path):
+def test_everything_dies_with_the_host(tmp_path, own):
   host = subprocess.Popen(
     [
       sys.executable,
@@ -308,21 +271,14 @@ def test_everything_dies_with_the_host(tmp_path):
     cwd=os.path.join(os.path.dirname(__file__), "..", ".."),
   )
   assert host.stdout.readline() == b"up\n"
-  assert _soon(lambda: len(_descendants()) == 4)  # host, zygote, program, its fork
-  pids = _descendants()
+  soon(lambda: len(own()) == 4)  # host, zygote, program, its fork
+  pids = own()
   host.kill()
   host.wait()
   host.stdout.close()
 
-  def gone(pid):
-    try:
-      with open(f"/proc/{pid}/stat") as f:
-        return f.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-      return True
-
-  assert _soon(lambda: all(map(gone, pids)))
-  assert _soon(lambda: not list(tmp_path.glob("tools-sandbox-*")))
+  soon(lambda: all(map(proc.ended, pids)))
+  soon(lambda: not list(tmp_path.glob("tools-sandbox-*")))
 
 
 @pytest.mark.parametrize("kwargs", [{"slots": 0}, {"runs_per_zygote": 0}])

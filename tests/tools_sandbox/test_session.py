@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 
+import proc
 import pytest
+from sandbox_server import soon
 
 from tests.backend import needs_jail
 from tools_sandbox.client import Sandbox
@@ -284,31 +286,21 @@ def test_a_zygote_that_dies_ends_its_session_not_the_pool():
 MARK = f"no_module_{os.getpid()}"
 
 
-def _processes():
-  found = []
-  for name in filter(str.isdigit, os.listdir("/proc")):
-    try:
-      with open(f"/proc/{name}/cmdline", "rb") as f:
-        if MARK.encode() in f.read().split(b"\0"):
-          found.append(int(name))
-    except OSError:
-      continue
-  return found
+def steady(condition):
+  """Whether it comes to be, and stays so for ten looks."""
+  looks = []
 
+  def look():
+    looks.append(condition())
+    return all(looks[-10:]) and len(looks) >= 10
 
-def _soon(condition, seconds=60.0, looks=1):
-  """Whether it comes to be in time, and stays so for that many looks."""
-  deadline, seen = time.monotonic() + seconds, 0
-  while seen < looks and time.monotonic() < deadline:
-    seen = seen + 1 if condition() else 0
-    time.sleep(0.02)
-  return seen == looks
+  soon(look)
 
 
 @needs_jail
 def test_many_sessions_leave_no_process_and_no_descriptor():
   def held():
-    return len(os.listdir("/proc/self/fd")), len(_processes())
+    return len(os.listdir("/proc/self/fd")), len(proc.naming(MARK))
 
   def many(count):
     for _ in range(count):
@@ -321,12 +313,13 @@ def test_many_sessions_leave_no_process_and_no_descriptor():
     # An idle slot: watcher, keeper, first process, template; and, made after a session
     # has ended, the next init with the fork that waits in it.
     # On the way there are more, and fewer, so 6 for a moment says nothing.
-    assert _soon(lambda: held()[1] == 6, looks=10)
+    steady(lambda: held()[1] == 6)
     files, _ = held()
     many(20)
-    assert _soon(lambda: held()[1] == 6, looks=10) and held()[0] <= files
+    steady(lambda: held()[1] == 6)
+    assert held()[0] <= files
     assert pool.replaced == 0
-  assert _soon(lambda: not _processes())
+  soon(lambda: not proc.naming(MARK))
 
 
 @needs_jail
@@ -342,11 +335,11 @@ def test_an_open_session_dies_with_its_host(tmp_path):
     cwd=os.path.dirname(os.path.dirname(keeper.__file__)),
     env={**os.environ, "TMPDIR": str(tmp_path)},
   )
-  assert host.stdout.readline() == b"1\n" and _processes()
+  assert host.stdout.readline() == b"1\n" and proc.naming(MARK)
   host.kill()
   host.wait()
   host.stdout.close()
-  assert _soon(lambda: not _processes() and not os.listdir(tmp_path))
+  soon(lambda: not proc.naming(MARK) and not os.listdir(tmp_path))
 
 
 @needs_jail

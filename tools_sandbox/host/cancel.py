@@ -13,15 +13,15 @@ class Cancel:
 
   def __init__(self) -> None:
     """Makes one for a run that is yet to be asked for."""
-    self.asked = False
+    self.requested = False
     self._lock = threading.Lock()
     self._fd = -1  # of the zygote that runs it
 
   def __call__(self) -> None:
     """Ends what runs; its answer is `infrastructure`. Nothing once it has ended."""
     with self._lock:
-      if not self.asked:
-        self.asked = True
+      if not self.requested:
+        self.requested = True
         if self._fd >= 0:
           os.write(self._fd, b"c")
 
@@ -35,12 +35,12 @@ class Cancel:
     """
     with self._lock:
       self._fd = write_fd
-      if self.asked:
+      if self.requested:
         os.write(write_fd, b"c")
     try:
       yield
     finally:
       with self._lock:
         self._fd = -1
-        if self.asked:
+        if self.requested:
           os.read(read_fd, 1)  # it was for this run, not for the next one

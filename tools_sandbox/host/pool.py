@@ -127,7 +127,7 @@ class SandboxPool:
     zygote = self._acquire()
     try:
       for last in (False, True):
-        if cancel is not None and cancel.asked:
+        if cancel is not None and cancel.requested:
           return wire.failure("called off")
         try:
           zygote = zygote or self._start()

@@ -218,16 +218,16 @@ def _kill_by_argument(argument: str) -> None:
   The zygote kills its own stragglers. Where it was itself killed, daemons have gone to
   init, but a fork keeps its parent's command line, and there the slot's directory is.
   """
-  wanted = argument.encode() + b"\0"
+  marker = argument.encode() + b"\0"
   for _ in range(_SWEEPS):
-    found = False
+    found_one = False
     for name in os.listdir("/proc"):
       try:
         with open(f"/proc/{name}/cmdline", "rb") as f:
-          if name.isdigit() and wanted in f.read():
+          if name.isdigit() and marker in f.read():
             os.kill(int(name), signal.SIGKILL)
-            found = True
+            found_one = True
       except OSError:
         continue  # not a process, or one that has just ended
-    if not found:
+    if not found_one:
       return

@@ -42,7 +42,8 @@ def _own_folders() -> dict[str, str]:
 
   Without controllers that are not mounted or, of version 2, not handed down.
   """
-  groups, mounts = {}, {}
+  groups = {}
+  mounts = {}
   try:
     with open("/proc/self/cgroup", encoding="ascii") as f:
       for line in f:
@@ -82,10 +83,10 @@ def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
     folder = os.path.normpath(os.path.join(place, path))
     try:
       with open(f"{folder}/cgroup.subtree_control", encoding="ascii") as f:
-        handed = set(f.read().split())
+        handed_down = set(f.read().split())
     except OSError:
-      handed = set()
-    if controllers <= handed and os.access(f"{folder}/cgroup.procs", os.W_OK):
+      handed_down = set()
+    if controllers <= handed_down and os.access(f"{folder}/cgroup.procs", os.W_OK):
       return folder
     if path in ("", "."):
       return None
@@ -122,18 +123,18 @@ class Group:
     if len(own) < len(_CONTROLLERS):
       return None
     name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
-    made: dict[str, str] = {}
+    folders: dict[str, str] = {}
     try:
       for controller, folder in own.items():
         path = os.path.join(folder, name)
-        if path not in made.values():  # of version 2 it is one for both
+        if path not in folders.values():  # of version 2 it is one for both
           _sweep(folder)
           os.mkdir(path)
-        made[controller] = path
+        folders[controller] = path
     except OSError:
-      remove(list(made.values()))
+      remove(list(folders.values()))
       return None
-    return cls(made)
+    return cls(folders)
 
   @property
   def folders(self) -> list[str]:
@@ -155,13 +156,13 @@ class Group:
     Raises:
       OSError: the kernel refused.
     """
-    wanted = 2 * self._base + _ROOM + (mb << 20), tasks + _OWN_TASKS
-    if wanted != self._set:
+    bounds = 2 * self._base + _ROOM + (mb << 20), tasks + _OWN_TASKS
+    if bounds != self._set:
       files = self._memory(_LIMIT), f"{self._folders['pids']}/pids.max"
-      for file, value in zip(files, wanted, strict=True):
+      for file, value in zip(files, bounds, strict=True):
         with open(file, "w", encoding="ascii") as f:
           f.write(str(value))
-      self._set = wanted
+      self._set = bounds
 
   def killed(self) -> bool:
     """Whether the kernel has ended a process of it since this was last asked."""

@@ -43,7 +43,9 @@ _FRAMES = 5  # the last frames of a traceback are what a model can use
 _STACK_BYTES = 64 << 20  # deep C recursion of ordinary programs; grows on demand
 # Address space left over so that a MemoryError can still be reported.
 _RESERVE_BYTES = 32 << 20
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPSET_HEADER = struct.pack("Ii", 0x20080522, 0)  # version 3, this process
 _NO_CAPABILITIES = bytes(24)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -96,7 +98,7 @@ def become_program(
   pipes: tuple[int, int, int],
   template_bytes: int,
   confine: Callable[[Task], None] | None = None,
-  kept: Collection[int] = (),
+  keep_fds: Collection[int] = (),
 ) -> NoReturn:
   """Runs a program as `__main__` in this process and ends the process.
 
@@ -106,15 +108,16 @@ def become_program(
     pipes: descriptors that become its stdin, stdout and stderr.
     template_bytes: address space of the template, which does not count.
     confine: the last step before the program.
-    kept: descriptors that `get` and `confine` need, and close; but for a session's.
+    keep_fds: descriptors that `get` and `confine` need, and close; but for a session's.
   """
   try:
-    _enter(pipes, kept)
+    _enter(pipes, keep_fds)
     _drop_privileges()
     _open_streams()
     task = get()
     _limit(task.limits, template_bytes)
-    seed, clock_s = task.limits.seed, task.limits.clock_s
+    seed = task.limits.seed
+    clock_s = task.limits.clock_s
     _reseed(task.program + "\0" + task.seed_text if seed is None else str(seed))
     if clock_s is not None:
       _stop_clock(clock_s)
@@ -141,19 +144,19 @@ def _end_by(number: int) -> NoReturn:
   os._exit(1)
 
 
-def _enter(pipes: tuple[int, int, int], kept: Collection[int]) -> None:
+def _enter(pipes: tuple[int, int, int], keep_fds: Collection[int]) -> None:
   os.setsid()
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
   for target, fd in enumerate(pipes):
     os.dup2(fd, target)
-  close_all_but({0, 1, 2, *kept})
+  close_all_but({0, 1, 2, *keep_fds})
   os.umask(0o077)
 
 
-def close_all_but(kept: Collection[int]) -> None:
+def close_all_but(keep_fds: Collection[int]) -> None:
   """Closes every other descriptor of this process."""
   for name in os.listdir("/proc/self/fd"):
-    if int(name) not in kept:
+    if int(name) not in keep_fds:
       with contextlib.suppress(OSError):  # the listing's own, closed already
         os.close(int(name))
 
@@ -174,7 +177,7 @@ def _limit(limits: wire.Limits, template_bytes: int) -> None:
   memory = template_bytes + (limits.memory_mb << 20)
   cpu = math.ceil(limits.cpu_s)
   file_bytes = limits.file_mb << 20
-  wanted = {
+  bounds = {
     resource.RLIMIT_CPU: (cpu, cpu + 1),  # SIGXCPU may be caught; SIGKILL follows
     resource.RLIMIT_AS: (memory, memory + _RESERVE_BYTES),
     resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
@@ -184,11 +187,12 @@ def _limit(limits: wire.Limits, template_bytes: int) -> None:
   }
   # No RLIMIT_NPROC: the kernel counts it over every process of the user, the host and
   # other slots included, and never applies it to root. The zygote counts instead.
-  for which, (soft, hard) in wanted.items():
-    ceiling = resource.getrlimit(which)[1]
+  for resource_type, (soft, hard) in bounds.items():
+    ceiling = resource.getrlimit(resource_type)[1]
     if ceiling != resource.RLIM_INFINITY:
-      soft, hard = min(soft, ceiling), min(hard, ceiling)
-    resource.setrlimit(which, (soft, hard))
+      soft = min(soft, ceiling)
+      hard = min(hard, ceiling)
+    resource.setrlimit(resource_type, (soft, hard))
 
 
 def _drop_privileges() -> None:
@@ -227,7 +231,9 @@ def _stop_clock(clock_s: float) -> None:
   def at(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda seconds=None: function(clock_s if seconds is None else seconds)
 
-  local, text, form = time.localtime, time.asctime, time.strftime
+  local = time.localtime
+  text = time.asctime
+  form = time.strftime
   changes = {name: at(getattr(time, name)) for name in ("localtime", "gmtime", "ctime")}
   changes["time"] = lambda: float(clock_s)
   changes["time_ns"] = lambda: int(clock_s * 10**9)
@@ -246,7 +252,8 @@ def _stop_clock(clock_s: float) -> None:
 def _run(program: str) -> tuple[int, bool]:
   """Executes the program; returns its exit status and whether memory ran out."""
   names = _become_main()
-  stdout, stderr = sys.stdout, sys.stderr
+  stdout = sys.stdout
+  stderr = sys.stderr
   code, out_of_memory = _execute(program, NAME, names)
   # What the interpreter does at its end, less taking itself apart, which costs more
   # than most programs do.
@@ -264,7 +271,8 @@ def _run_cells(cells: int, tell: int) -> None:
   end told too early, or another exit status: of its own cells.
   """
   names = _become_main()
-  stdout, stderr = sys.stdout, sys.stderr
+  stdout = sys.stdout
+  stderr = sys.stderr
   own = os.getpid()
   for number in itertools.count(1):
     cell = wire.read_frame(cells)
@@ -298,13 +306,15 @@ def _execute(program: str, name: str, names: dict[str, Any]) -> tuple[int, bool]
   """Executes source called `name`; its exit status and whether memory ran out."""
   _sources.add(name)
   linecache.cache[name] = (len(program), None, program.splitlines(True), name)
-  code, out_of_memory = 0, False
+  code = 0
+  out_of_memory = False
   try:
     exec(compile(program, name, "exec", dont_inherit=True), names)
   except SystemExit as e:
     code = _exit_status(e.code)
   except BaseException as e:
-    code, out_of_memory = 1, isinstance(e, MemoryError)
+    code = 1
+    out_of_memory = isinstance(e, MemoryError)
     if out_of_memory:
       hard = resource.getrlimit(resource.RLIMIT_AS)[1]
       resource.setrlimit(resource.RLIMIT_AS, (hard, hard))

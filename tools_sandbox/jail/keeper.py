@@ -223,7 +223,8 @@ def _keep(
     with open(f"{group}/cgroup.procs", "wb") as f:
       f.write(b"0")  # this process, and all that it will start
   places, path, python = _layout()
-  uid, gid = os.geteuid(), os.getegid()
+  uid = os.geteuid()
+  gid = os.getegid()
   kernel.unshare(kernel.NEWNS if uid == 0 else kernel.NEWNS | kernel.NEWUSER)
   if uid:
     kernel.map_ids(0, uid, gid)

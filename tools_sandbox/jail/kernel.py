@@ -10,20 +10,37 @@ import os
 import platform
 import struct
 
-NEWNS, NEWCGROUP, NEWUTS = 0x00020000, 0x02000000, 0x04000000
-NEWIPC, NEWUSER, NEWPID, NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS = 0x00020000
+NEWCGROUP = 0x02000000
+NEWUTS = 0x04000000
+NEWIPC = 0x08000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
 ALL_NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
-MS_READ_ONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-READ_ONLY, NO_SUID, NO_EXEC = 1, 2, 8  # of `restrict_mount`
+MS_READ_ONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+# Of `restrict_mount`.
+READ_ONLY = 1
+NO_SUID = 2
+NO_EXEC = 8
 
 _MNT_DETACH = 2
-_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_AT_RECURSIVE = 0x8000
+_AT_FDCWD = -100
 _SIGCHLD = 17
-_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_CAPBSET_READ = 22, 24, 23
+_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
+_PR_CAPBSET_READ = 23
 _MODE_FILTER = 2
-_MADV_COLLAPSE, _HUGE = 25, 2 << 20
+_MADV_COLLAPSE = 25
+_HUGE = 2 << 20
 _NR_MOUNT_SETATTR = 442  # the same number on every architecture
 _NR = {
   "x86_64": {"clone": 56, "pivot_root": 155},
@@ -34,10 +51,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> int:
+def _check(result: int, action: str) -> int:
   if result < 0:
     number = ctypes.get_errno()
-    raise OSError(number, f"{what}: {os.strerror(number)}")
+    raise OSError(number, f"{action}: {os.strerror(number)}")
   return result
 
 
@@ -86,7 +103,8 @@ def collapse_pages() -> None:
     rows = [line.split() for line in f]
   for row in rows:
     first, last = (int(n, 16) for n in row[0].split("-"))
-    first, last = -(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE
+    first = -(-first // _HUGE) * _HUGE
+    last = last // _HUGE * _HUGE
     if row[1] == "rw-p" and row[4] == "0" and first < last:
       _libc.madvise(
         ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE

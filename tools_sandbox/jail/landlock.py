@@ -14,12 +14,21 @@ import ctypes
 import os
 import struct
 
-_NR_CREATE, _NR_ADD, _NR_RESTRICT = 444, 445, 446  # the same on every architecture
-_ASK_VERSION, _PATH_BENEATH = 1, 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _IOCTL_DEV = 1, 2, 4, 8, 1 << 15
+# Of system calls, the same on every architecture
+_NR_CREATE = 444
+_NR_ADD = 445
+_NR_RESTRICT = 446
+_ASK_VERSION = 1
+_PATH_BENEATH = 1
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_DIR = 8
+_IOCTL_DEV = 1 << 15
 # Version -> all that it knows of files.
 _FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-_TCP, _SCOPES = 3, 3  # bind and connect; abstract sockets and signals
+_TCP = 3  # bind and connect
+_SCOPES = 3  # abstract sockets and signals
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -63,7 +63,10 @@ def descendants(template_pages: int) -> _Use:
       children.setdefault(int(fields[1]), []).append(row)
     elif name != "1":
       children.setdefault(1, []).append(row)
-  pids, tasks, pages, queue = [], 0, 0, [own]
+  pids = []
+  tasks = 0
+  pages = 0
+  queue = [own]
   while queue:
     for pid, threads, resident in children.pop(queue.pop(), ()):
       pids.append(pid)
@@ -104,7 +107,7 @@ class Started:
   stdout: int
   stderr: int
   # Of a session, whose cells go to `stdin`: a byte comes from here at the end of each.
-  told: int = -1
+  cell_end: int = -1
 
 
 class Starter(Protocol):
@@ -140,13 +143,16 @@ class Run:
     self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
     self.start = time.monotonic()
     started = starter.start(request, self.limits)
-    self.process, self.input_fd = started.process, started.stdin
+    self.process = started.process
+    self.input_fd = started.stdin
     outputs = started.stdout, started.stderr
     self.clips = {fd: wire.Clip(self.limits.output_bytes) for fd in outputs}
     for fd in (self.input_fd, *outputs):
       os.set_blocking(fd, False)
     # Descriptors of which any says that it is over.
-    self.ends = (self.process,) if started.told < 0 else (self.process, started.told)
+    self.ends = [self.process]
+    if started.cell_end >= 0:
+      self.ends.append(started.cell_end)
 
   def finish(self, host: Host) -> wire.Result:
     """Serves the program until it ends, then leaves nothing of it alive.
@@ -189,7 +195,8 @@ class Run:
       if host.requests in ready:
         raise SystemExit("the host has gone")
       if host.cancel in ready:
-        self.killed, self.note = wire.Verdict.INFRASTRUCTURE, "[called off]\n"
+        self.killed = wire.Verdict.INFRASTRUCTURE
+        self.note = "[called off]\n"
         return None
       if self.input_fd in ready and not self._write():
         poll.unregister(self.input_fd)
@@ -268,7 +275,8 @@ class Run:
     limits = self.limits
     # Its handler of the signal that asks it to flush may end it with any status.
     if self.killed and (code < 0 or self.killed == wire.Verdict.TIMEOUT):
-      verdict, stderr = self.killed, stderr + self.note
+      verdict = self.killed
+      stderr = stderr + self.note
     elif code in _CPU_SHARE and cpu_s > _CPU_SHARE[code] * limits.cpu_s:
       verdict = wire.Verdict.TIMEOUT
       # Where both limits are one number, a busy program races towards both: what its
@@ -276,7 +284,8 @@ class Run:
       unit = "CPU s" if limits.cpu_s < limits.wall_s else "s"
       stderr += f"[killed: used more than {limits.cpu_s:g} {unit}]\n"
     elif code == -child.MEMORY_SIGNAL:
-      verdict, code = wire.Verdict.MEMORY, 1
+      verdict = wire.Verdict.MEMORY
+      code = 1
     if verdict is wire.Verdict.TIMEOUT:  # nor whether it ended when asked to
       code = -signal.SIGKILL
     return wire.Result(stdout, stderr, code, verdict, seconds, cut)

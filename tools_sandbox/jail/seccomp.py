@@ -122,9 +122,15 @@ _REFUSED = {
 }
 
 _AUDIT_X86_64 = 0xC000003E
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
 _JUMP = 0x05
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
 
 
 def _op(code: int, k: int, if_true: int = 0, if_false: int = 0) -> bytes:

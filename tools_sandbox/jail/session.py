@@ -18,11 +18,11 @@ from typing import Any
 import run
 import wire
 
-_MANY = 4096  # bytes that a program may have told unasked
+_MANY = 4096  # bytes that a program may have written unasked
 _LOST = "[the session has ended, its variables are lost]\n"
 
 
-class _Session(run.Run):
+class _CellsRun(run.Run):
   """A run whose input is its cells."""
 
   def __init__(
@@ -30,8 +30,8 @@ class _Session(run.Run):
   ):
     """Starts the process."""
     super().__init__(request, starter, template)
-    self.told = self.ends[1]
-    os.set_blocking(self.told, False)
+    self.cell_end = self.ends[1]
+    os.set_blocking(self.cell_end, False)
     self.alive = True
     self._ended: tuple[int | None, float, float] | None = None
 
@@ -61,7 +61,7 @@ class _Session(run.Run):
     self.start = time.monotonic()
     if self._ended is None:
       with contextlib.suppress(BlockingIOError):
-        os.read(self.told, _MANY)  # nothing was asked
+        os.read(self.cell_end, _MANY)  # it came unasked
       self.input = memoryview(wire.frame(request))
       self._pump(host)
     status = None if self._ended or self.killed else self._status()
@@ -70,7 +70,8 @@ class _Session(run.Run):
       self.stop()
       result = self._result(*self._ended)
       lost = result.verdict != wire.Verdict.INFRASTRUCTURE
-      return dataclasses.replace(result, stderr=result.stderr + _LOST * lost)
+      note = _LOST if lost else ""
+      return dataclasses.replace(result, stderr=result.stderr + note)
     for fd in self.clips:
       # Once: all that was in the pipe when the cell ended. A thread may write for ever.
       self._read(fd)
@@ -81,10 +82,10 @@ class _Session(run.Run):
   def _status(self) -> int | None:
     """What the process says of its cell; None where it can say nothing any more."""
     try:
-      said = os.read(self.told, _MANY)
+      data = os.read(self.cell_end, _MANY)
     except BlockingIOError:
       return None
-    return said[0] if said else None
+    return data[0] if data else None
 
   def _close_input(self) -> None:
     pass  # the next cell goes there
@@ -104,7 +105,7 @@ def serve(
     EOFError, SystemExit: the host has gone.
   """
   wire.write_frame(host.results, {"event": "started"})
-  session = _Session(request, starter, template)
+  session = _CellsRun(request, starter, template)
   while session.alive:
     session.wait(host.requests)
     cell = wire.read_frame(host.requests)

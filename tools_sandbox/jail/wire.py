@@ -86,8 +86,8 @@ class Limits:
       whole = field.type == "int"
       kind = int if whole else (int, float)
       if isinstance(value, bool) or not isinstance(value, kind):
-        wanted = "an integer" if whole else "a number"
-        raise ValueError(f"limits.{field.name} must be {wanted}, got {value!r}")
+        expected = "an integer" if whole else "a number"
+        raise ValueError(f"limits.{field.name} must be {expected}, got {value!r}")
       if not 0 < value <= LARGEST:
         raise ValueError(
           f"limits.{field.name} must be positive and finite, got {value!r:.100}"
@@ -173,8 +173,10 @@ class Clip:
   """Keeps the first and the last bytes of a stream, `limit` in all."""
 
   def __init__(self, limit: int):
-    self._head, self._tail = bytearray(), bytearray()
-    self._head_size, self._tail_size = limit - limit // 2, limit // 2
+    self._head = bytearray()
+    self._tail = bytearray()
+    self._head_size = limit - limit // 2
+    self._tail_size = limit // 2
     self._total = 0
 
   def feed(self, data: bytes) -> None:
@@ -199,8 +201,8 @@ class Clip:
 def _build(cls: type, row: dict[str, Any]) -> Any:
   names = {field.name for field in dataclasses.fields(cls)}
   if not isinstance(row, dict) or set(row) != names:
-    found = sorted(row) if isinstance(row, dict) else type(row).__name__
-    raise ValueError(f"{cls.__name__}: expected fields {sorted(names)}, got {found}")
+    fields = sorted(row) if isinstance(row, dict) else type(row).__name__
+    raise ValueError(f"{cls.__name__}: expected fields {sorted(names)}, got {fields}")
   return cls(**row)
 
 

@@ -42,7 +42,8 @@ def _end_all(pid: int) -> tuple[int, float]:
   """
   with contextlib.suppress(ProcessLookupError):  # where it is not its own group yet
     os.killpg(pid, signal.SIGKILL)  # atomic: no fork escapes within the group
-  code, cpu = 0, 0.0
+  code = 0
+  cpu = 0.0
   while True:
     try:
       done, status, usage = os.wait4(-1, os.WNOHANG)
@@ -65,7 +66,8 @@ class _Plain:
   def __init__(self, directory: str, template: run.Template):
     self._directory = directory
     self._template = template
-    self._path, self._pid = "", 0
+    self._path = ""
+    self._pid = 0
     self._numbers = itertools.count()
 
   def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
@@ -121,7 +123,8 @@ def warm_up(modules: list[str]) -> run.Template:
 def take_pipes(own_modules: tuple[str, ...]) -> tuple[int, int]:
   """Moves the frames' pipes away from 0 and 1, and hides this package's modules."""
   # Programs and imports must not write where frames go.
-  requests, results = os.dup(0), os.dup(1)
+  requests = os.dup(0)
+  results = os.dup(1)
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
   del sys.path[0]

@@ -29,8 +29,10 @@ logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 FORMAT = 1  # of a saved index; part of every cache key
 _TITLE_WEIGHT = 2
-_DOCUMENTS, _OFFSETS = "documents.jsonl", "offsets.npy"
-_TITLE_KEYS, _TITLE_ROWS = "title_keys.npy", "title_rows.npy"
+_DOCUMENTS = "documents.jsonl"
+_OFFSETS = "offsets.npy"
+_TITLE_KEYS = "title_keys.npy"
+_TITLE_ROWS = "title_rows.npy"
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -160,7 +162,8 @@ class SearchIndex:
     """
     self._bm25 = bm25
     self._documents = documents
-    self._title_keys, self._title_rows = title_keys, title_rows
+    self._title_keys = title_keys
+    self._title_rows = title_rows
 
   def __len__(self) -> int:
     """The number of documents."""
@@ -179,7 +182,8 @@ class SearchIndex:
     """
     documents = list(documents)
     vocabulary: dict[str, int] = {}
-    rows, titles = [], []
+    rows = []
+    titles = []
     for d in documents:
       title = tokenize(d.title)
       titles.append(title)
@@ -279,7 +283,8 @@ class _Documents(Sequence[Document]):
     return len(self._offsets) - 1
 
   def __getitem__(self, row: int) -> Document:
-    start, end = int(self._offsets[row]), int(self._offsets[row + 1])
+    start = int(self._offsets[row])
+    end = int(self._offsets[row + 1])
     return Document(**json.loads(self._bytes[start:end].tobytes()))
 
 

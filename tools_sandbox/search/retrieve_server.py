@@ -47,20 +47,20 @@ def make_app(
     hosts: accepted values of the header Host; "*" for any.
   """
 
-  def find(asked: _Query) -> list[list[Any]]:
-    most = topk if asked.topk is None else asked.topk
+  def find(query: _Query) -> list[list[Any]]:
+    most = topk if query.topk is None else query.topk
     return [
-      [_row(hit, asked.return_scores) for hit in sandbox.search(query, most)]
-      for query in asked.queries
+      [_row(hit, query.return_scores) for hit in sandbox.search(text, most)]
+      for text in query.queries
     ]
 
   async def retrieve(request: Request) -> JSONResponse:
     body = await http_server.read_object(request, _MAX_BODY)
     try:
-      asked = http_server.read_fields(_Query, body)
+      query = http_server.read_fields(_Query, body)
     except ValueError as e:
       raise HTTPException(400, str(e)) from None
-    return JSONResponse({"result": await run_in_threadpool(find, asked)})
+    return JSONResponse({"result": await run_in_threadpool(find, query)})
 
   async def health(request: Request) -> JSONResponse:
     del request

@@ -93,7 +93,7 @@ class ServiceConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RunRequest:
   """A request to run a program, or for a session; `deadline_s` is from its arrival."""
 
   program: str
@@ -117,10 +117,10 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
 
   async def run(request: Request) -> Response:
     with queue.place():
-      asked = await _asked(request, config, read_run)
-      start_by = asked.deadline_s - asked.limits.wall_s
+      task = await _read_request(request, config, read_run)
+      start_by = task.deadline_s - task.limits.wall_s
       gone = _gone(request)
-      result = await queue.run(asked.program, asked.stdin, asked.limits, start_by, gone)
+      result = await queue.run(task.program, task.stdin, task.limits, start_by, gone)
       return JSONResponse(result.to_json())
 
   async def health(request: Request) -> Response:
@@ -165,20 +165,20 @@ def _session_handlers(
 
   async def open_session(request: Request) -> Response:
     with queue.place():
-      asked = await _asked(request, config, read_session)
-      start_by = asked.deadline_s - asked.limits.wall_s
+      task = await _read_request(request, config, read_session)
+      start_by = task.deadline_s - task.limits.wall_s
       try:
-        name = await queue.open(asked.limits, start_by, asked.lease_s, _gone(request))
+        name = await queue.open(task.limits, start_by, task.lease_s, _gone(request))
       except ValueError as e:  # this back-end has none
         raise HTTPException(400, str(e)) from None
       except RuntimeError as e:
         raise HTTPException(500, str(e)) from None
-      return JSONResponse({"session": name, "lease_s": asked.lease_s})
+      return JSONResponse({"session": name, "lease_s": task.lease_s})
 
   async def cell(request: Request) -> Response:
     with queue.cells(request.path_params["name"]) as session:
-      asked = await _asked(request, config, read_cell)
-      result = await queue.cell(session, asked.program, asked.stdin, _gone(request))
+      task = await _read_request(request, config, read_cell)
+      result = await queue.cell(session, task.program, task.stdin, _gone(request))
       return JSONResponse({**result.to_json(), "alive": session.alive})
 
   async def close_session(request: Request) -> Response:
@@ -212,17 +212,18 @@ class _SessionBody(_LimitsBody):
   lease_s: float | None = None
 
 
-def read_run(body: dict[str, Any], config: ServiceConfig) -> Asked:
+def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
   """A request of /run, decoded.
 
   Raises:
     ValueError: naming the field, its value and what would be accepted.
   """
   fields = http_server.read_fields(_RunBody, body)
-  return Asked(fields.program, fields.stdin, *_read_times(fields, config, config.most))
+  limits, deadline_s = _read_times(fields, config, config.most)
+  return RunRequest(fields.program, fields.stdin, limits, deadline_s)
 
 
-def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
+def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
   """A request of /session, decoded; its `cpu_s` and more are those of all its cells.
 
   Raises:
@@ -238,17 +239,18 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> Asked:
       f"{lease_s!r}"
     )
   most = dataclasses.replace(config.most, cpu_s=config.most.cpu_s * CELLS_OF_CPU)
-  return Asked("", "", *_read_times(fields, config, most), lease_s)
+  limits, deadline_s = _read_times(fields, config, most)
+  return RunRequest("", "", limits, deadline_s, lease_s)
 
 
-def read_cell(body: dict[str, Any], config: ServiceConfig) -> Asked:
+def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
   """A request of /session/NAME, decoded; only program and stdin are its own.
 
   Raises:
     ValueError: as `read_run`.
   """
   fields = http_server.read_fields(_CellBody, body)
-  return Asked(fields.program, fields.stdin, config.limits, math.inf)
+  return RunRequest(fields.program, fields.stdin, config.limits, math.inf)
 
 
 def _read_times(
@@ -282,26 +284,27 @@ def check_most(limits: Limits, most: Limits) -> None:
     ValueError: naming the field.
   """
   for field in dataclasses.fields(Limits):
-    value, top = getattr(limits, field.name), getattr(most, field.name)
+    value = getattr(limits, field.name)
+    top = getattr(most, field.name)
     if None not in (value, top) and value > top:
       raise ValueError(f"limits.{field.name} must be at most {top:g}, got {value:g}")
 
 
-async def _asked(
+async def _read_request(
   request: Request,
   config: ServiceConfig,
-  read: Callable[[dict[str, Any], ServiceConfig], Asked],
-) -> Asked:
+  read: Callable[[dict[str, Any], ServiceConfig], RunRequest],
+) -> RunRequest:
   """Reads a request's body; its deadline becomes a time of `time.monotonic`."""
   arrived = time.monotonic()
   body = await http_server.read_object(request, config.max_body)
   try:
-    asked = read(body, config)
+    task = read(body, config)
   except ValueError as e:
     raise HTTPException(400, str(e)) from None
-  if len(asked.program) + len(asked.stdin) > MAX_INPUT:
+  if len(task.program) + len(task.stdin) > MAX_INPUT:
     raise HTTPException(413, f"program and stdin exceed {MAX_INPUT} characters")
-  return dataclasses.replace(asked, deadline_s=arrived + asked.deadline_s)
+  return dataclasses.replace(task, deadline_s=arrived + task.deadline_s)
 
 
 async def _gone(request: Request) -> None:
@@ -310,8 +313,8 @@ async def _gone(request: Request) -> None:
 
 
 def _bears(request: Request, token: str) -> bool:
-  said = request.headers.get("authorization", "").encode()
-  return hmac.compare_digest(said, f"Bearer {token}".encode())
+  header = request.headers.get("authorization", "").encode()
+  return hmac.compare_digest(header, f"Bearer {token}".encode())
 
 
 def _error(

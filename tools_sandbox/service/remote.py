@@ -37,7 +37,8 @@ _SESSION_ENDED = 410
 _REFUSES_US = (401, 403, 404, 405)  # a wrong token or URL: asking again won't help
 _CONNECT_S = 3.0  # a replica that does not pick up in this time is passed over
 _ASIDE_S = 5.0  # and is asked last for so long
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 2.0
 _WAY_S = 1.0  # kept of a run's waiting time for the answer's way back
 
 
@@ -79,7 +80,8 @@ class _NoAnswer(Exception):
 
   def __init__(self, fault: str, pause: float = 0.0, final: bool = False):
     super().__init__(fault)
-    self.pause, self.final = pause, final
+    self.pause = pause
+    self.final = final
 
 
 class RemotePool:
@@ -175,7 +177,8 @@ class RemotePool:
       RuntimeError: this is closed.
     """
     deadline = time.monotonic() + wall_s + self._config.wait_s
-    replicas, fault = self._in_turn(), "no time was left"
+    replicas = self._in_turn()
+    fault = "no time was left"
     attempt = 0
     while replicas:
       pause = 0.0
@@ -273,7 +276,9 @@ class RemoteSession:
 
   def __init__(self, pool: RemotePool, url: str, wall_s: float):
     """Only `RemotePool.session` makes one."""
-    self._pool, self._url, self._wall_s = pool, url, wall_s
+    self._pool = pool
+    self._url = url
+    self._wall_s = wall_s
     self._lock = threading.Lock()
     self._alive = True
 

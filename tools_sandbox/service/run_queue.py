@@ -69,7 +69,9 @@ class RunQueue:
     """
     if max_waiting < 0:
       raise ValueError(f"max_waiting must be 0 or more, got {max_waiting}")
-    self._pool, self.slots, self._places = pool, slots, slots + max_waiting
+    self._pool = pool
+    self.slots = slots
+    self._places = slots + max_waiting
     self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
     self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
     self._taken = self._busy = 0
@@ -169,7 +171,8 @@ class RunQueue:
       Refused: late, gone or stopping.
       RuntimeError: the service failed.
     """
-    loop, name = asyncio.get_running_loop(), secrets.token_urlsafe(16)
+    loop = asyncio.get_running_loop()
+    name = secrets.token_urlsafe(16)
     left = asyncio.ensure_future(gone)
     try:
       await self._turn(start_by, left)
@@ -217,7 +220,8 @@ class RunQueue:
     Raises:
       Refused: ended; or gone, and the session has ended too.
     """
-    left, cancel = asyncio.ensure_future(gone), Cancel()
+    left = asyncio.ensure_future(gone)
+    cancel = Cancel()
     call = functools.partial(session.run, program, stdin, cancel)
     running = asyncio.get_running_loop().run_in_executor(self._threads, call)
     try:
@@ -242,13 +246,13 @@ class RunQueue:
     Raises:
       Refused: late, gone or stopping.
     """
-    asked = time.monotonic()
+    began = time.monotonic()
     turn = asyncio.get_running_loop().create_future()
     self._waiting.append(turn)
     self._grant()
     try:
       await asyncio.wait(
-        (turn, left), timeout=start_by - asked, return_when="FIRST_COMPLETED"
+        (turn, left), timeout=start_by - began, return_when="FIRST_COMPLETED"
       )
       if left.done():
         raise self._refuse("gone", "the client has hung up")
@@ -256,7 +260,7 @@ class RunQueue:
       if not turn.done() or time.monotonic() >= start_by:
         raise self._refuse("late", "no slot was free before the deadline")
       turn.result()
-      self._waits.observe(time.monotonic() - asked)
+      self._waits.observe(time.monotonic() - began)
     except BaseException:
       self._leave(turn)
       raise

@@ -44,7 +44,8 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
     reason = f"SandboxFusion: {reply['message']}"
     return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
   run = reply["run_result"]
-  late, code = run["status"] == "TimeLimitExceeded", run["return_code"]
+  late = run["status"] == "TimeLimitExceeded"
+  code = run["return_code"]
   if not late and (run["status"] != "Finished" or type(code) is not int):
     raise ValueError(f"run_result: status {run['status']!r}, return_code {code!r}")
   verdict = Verdict.TIMEOUT if late else Verdict.ERROR if code else Verdict.OK

@@ -137,12 +137,14 @@ class Crawler:
       return self._page(urls[0], goal, deadline)
     with concurrent.futures.ThreadPoolExecutor(len(urls), "crawl") as pool:
       work = [pool.submit(self._page, url, goal, deadline) for url in urls]
-    texts, first = [], None
+    texts = []
+    first = None
     for number, (url, future) in enumerate(zip(urls, work, strict=True), 1):
       try:
         text = future.result()
       except (BadCall, ToolFault) as e:
-        first, text = first or e, f"error: {e}"
+        first = first or e
+        text = f"error: {e}"
       texts.append(f"Page {number} [{url}]\n{text}")
     if first is not None and all(future.exception() for future in work):
       raise first

@@ -120,7 +120,9 @@ class Fetcher:
       blocked: domains that are never asked, their subdomains included.
       resolve: `socket.getaddrinfo`; another in tests.
     """
-    self._config, self._blocked, self._resolve = config, tuple(blocked), resolve
+    self._config = config
+    self._blocked = tuple(blocked)
+    self._resolve = resolve
     self._tls = httpcore.default_ssl_context()
 
   def get(self, url: str, seconds: float, types: Collection[str]) -> Body:
@@ -195,7 +197,8 @@ class Fetcher:
 
   def _read(self, chunks: Iterable[bytes], unpack: _Unpacker) -> tuple[bytes, bool]:
     limit = self._config.max_bytes
-    wire, data = 0, bytearray()
+    wire = 0
+    data = bytearray()
     for chunk in chunks:
       wire += len(chunk)
       # One byte more than there may be tells that there is more.
@@ -254,7 +257,8 @@ class _Network(httpcore.NetworkBackend):
 
   def __init__(self, allow: Iterable[str], resolve: Resolve, deadline: float):
     self._allow = tuple(ipaddress.ip_network(n) for n in allow)
-    self._resolve, self._deadline = resolve, deadline
+    self._resolve = resolve
+    self._deadline = deadline
     self._below = httpcore.SyncBackend()
 
   def connect_tcp(
@@ -284,7 +288,7 @@ class _Network(httpcore.NetworkBackend):
 
   def _look_up(self, host: str, port: int) -> list[str]:
     try:
-      found = self._resolve_within(host, port)
+      rows = self._resolve_within(host, port)
     except (socket.gaierror, UnicodeError) as e:
       if getattr(e, "errno", None) == socket.EAI_AGAIN:
         try:  # Their name server, or ours?
@@ -292,7 +296,7 @@ class _Network(httpcore.NetworkBackend):
         except socket.gaierror:
           raise Unavailable("no name server answers this machine") from None
       raise ToolFault(f"there is no host {host[:80]}") from None
-    return list(dict.fromkeys(row[4][0] for row in found))
+    return list(dict.fromkeys(row[4][0] for row in rows))
 
   def _resolve_within(self, host: str, port: int) -> list[tuple[Any, ...]]:
     """`getaddrinfo`, which knows no time limit, in a thread that may be left behind."""
@@ -306,19 +310,20 @@ class _Network(httpcore.NetworkBackend):
 
     threading.Thread(target=work, name="look-up", daemon=True).start()
     try:
-      found = answer.get(timeout=_left(self._deadline))
+      result = answer.get(timeout=_left(self._deadline))
     except queue.Empty:
       raise httpcore.ConnectTimeout("look-up") from None
-    if isinstance(found, Exception):
-      raise found
-    return found
+    if isinstance(result, Exception):
+      raise result
+    return result
 
 
 class _Stream(httpcore.NetworkStream):
   """A connection whose every wait ends at the deadline."""
 
   def __init__(self, below: httpcore.NetworkStream, deadline: float):
-    self._below, self._deadline = below, deadline
+    self._below = below
+    self._deadline = deadline
 
   def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
     return self._below.read(max_bytes, _left(self._deadline))

@@ -126,7 +126,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
       break
     chosen.append(i)
     left -= cost
-  lines, last = [], -1
+  lines = []
+  last = -1
   for i in sorted(chosen):
     if i != last + 1:
       lines.append(_GAP)
@@ -161,7 +162,8 @@ def _codec(name: str) -> str | None:
 def strip_tags(page: str) -> str:
   """All text of an HTML page but scripts and styles; in linear time, whatever it is."""
   first, *pieces = page.split("<")
-  out, skipping = [first], ""
+  out = [first]
+  skipping = ""
   for piece in pieces:
     name = _NAME.match(piece)[0].lower()
     if skipping:

@@ -90,7 +90,8 @@ def _webp(data: bytes) -> Image | None:
     width, height = (int.from_bytes(data[i : i + 3], "little") + 1 for i in (24, 27))
   elif kind == b"VP8L" and data[20] == 0x2F:
     (bits,) = struct.unpack("<I", data[21:25])
-    width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    width = (bits & 0x3FFF) + 1
+    height = (bits >> 14 & 0x3FFF) + 1
   elif kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
     width, height = (n & 0x3FFF for n in struct.unpack("<HH", data[26:30]))
   else:
@@ -154,7 +155,8 @@ class Inspector:
     path, question = _parse(content)
     if "://" in path:
       body = self._fetcher.get(path, seconds, _TYPES)
-      data, too_long = body.data, body.truncated
+      data = body.data
+      too_long = body.truncated
     else:
       data, too_long = self._read(path)
     if too_long:

@@ -101,7 +101,9 @@ class WebSearch:
       ValueError: there is neither endpoint nor corpus, the key file cannot be used, or
         the cache is no cache.
     """
-    self._config, self._blocked, self._local = config, tuple(blocked), local
+    self._config = config
+    self._blocked = tuple(blocked)
+    self._local = local
     self._service = self._cache = None
     if config.endpoint is None:
       if local is None:
@@ -145,19 +147,19 @@ class WebSearch:
     query = " ".join(clean(query).split())
     if len(query) > _QUERY_CHARS:
       raise BadCall(f"a query has at most {_QUERY_CHARS} characters")
-    found = self._found(query, seconds)
+    hits = self._search(query, seconds)
     # Blocked here and not in the cache: the list may change between runs.
-    shown = [hit for hit in found if not self._is_blocked(hit.link)]
+    shown = [hit for hit in hits if not self._is_blocked(hit.link)]
     return shown[: self._config.results]
 
-  def _found(self, query: str, seconds: float) -> list[WebHit]:
-    wanted = self._config.results
+  def _search(self, query: str, seconds: float) -> list[WebHit]:
+    count = self._config.results
     if self._service is None:
       return [
         WebHit(h.document.title, h.document.id, h.document.text)
-        for h in self._local(query, wanted)
+        for h in self._local(query, count)
       ]
-    body = {"q": query, "num": wanted}
+    body = {"q": query, "num": count}
     key = json.dumps([self._config.endpoint, body], sort_keys=True)
     rows = None if self._cache is None else self._cache.get(key)
     if rows is None:
@@ -204,7 +206,8 @@ class Cache:
     Raises:
       ValueError: the path cannot be written, or holds something else.
     """
-    self._path, self._age = path, age_s
+    self._path = path
+    self._age = age_s
     try:
       os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
       with self._open() as base:
