@@ -2,6 +2,8 @@
 
 Every question is an episode of the engine, which plays as many at once as it has slots.
 Whoever sent it gets every window's text, every observation, and the end.
+
+budget: what becomes a stream (spans, an episode), and who may send questions.
 """
 
 from __future__ import annotations
@@ -93,15 +95,16 @@ class Spans:
     self._tag = re.compile(rf"<(/?)({'|'.join(tags)})>")
     self._whole = [w(t) for t in tags for w in (roles.open_tag, roles.close_tag)]
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    self._role = self._held = ""
+    self._role = ""
+    self._unread = ""  # text that may be the beginning of a tag
 
   def read(self, data: bytes, final: bool = False) -> Iterator[TextDelta]:
     """The pieces that are certain after these bytes; all of them if they are the last.
 
     What may turn out to be the beginning of a tag or of a character is held back.
     """
-    text = self._held + self._decoder.decode(data, final)
-    at = 0
+    text = self._unread + self._decoder.decode(data, final)
+    at = 0  # where the text that is still to be handed on begins
     for match in self._tag.finditer(text):
       if match.start() > at:
         yield TextDelta(self._role, text[at : match.start()])
@@ -113,7 +116,7 @@ class Spans:
     tail = text.rfind("<", at)
     if not final and tail >= 0 and any(t.startswith(text[tail:]) for t in self._whole):
       end = tail
-    self._held = text[end:]
+    self._unread = text[end:]
     if end > at:
       yield TextDelta(self._role, text[at:end])
 
@@ -158,23 +161,26 @@ class StreamingEpisode(CoAEpisode):
 
   @property
   def limit(self) -> int:
-    """Tokens it may have in all by now; none once it is called off. See `Episode`."""
+    """Tokens it may have in all by now; none once it is called off."""
+    if self.cancelled:
+      return 0
     usage = self.trajectory.usage
-    return 0 if self.cancelled else usage.prompt + usage.observation + self._max_tokens
+    return usage.prompt + usage.observation + self._max_tokens
 
   def progress(self, ids: list[int]) -> None:
-    """Streams the text of a window. See `Episode`."""
+    """Streams the text of a window."""
     super().progress(ids)
     self._stream(ids, final=False)
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
-    """Streams the rest of a turn. See `Episode`."""
+    """Streams the rest of a turn."""
     self._stream(ids, final=True)
     self._streamed = 0
-    spent = self.trajectory.usage.generated + len(ids) >= self._max_tokens
-    if tag != roles.close_tag(roles.ANSWER) and (spent or self.cancelled):
+    no_tokens_left = self.trajectory.usage.generated + len(ids) >= self._max_tokens
+    is_call = tag != roles.close_tag(roles.ANSWER)
+    if is_call and (no_tokens_left or self.cancelled):
       tag = None  # a call whose result could not be used is not made
     return super().sampled(ids, logps, tag)
 
@@ -186,7 +192,7 @@ class StreamingEpisode(CoAEpisode):
     return ids
 
   def out_of_room(self) -> None:
-    """Forgets the observation that does not fit. See `Episode`."""
+    """Forgets the observation that does not fit."""
     self._observation = ""
     super().out_of_room()
 
@@ -208,9 +214,9 @@ class StreamingEpisode(CoAEpisode):
       self.on_event(delta)
 
 
-def _too_long(what: str, limit: int) -> ValueError:
+def _too_long(question: str, limit: int) -> ValueError:
   return ValueError(
-    f"{what} leaves no room in the {limit} tokens that prompt, observations and answer "
+    f"{question} leaves no room in the {limit} tokens that prompt, observations and answer "
     "may have together"
   )
 

@@ -1,4 +1,7 @@
-"""A policy that plays tasks: model, tokenizer, engine and grader behind one call."""
+"""A policy that plays tasks: model, tokenizer, engine and grader behind one call.
+
+budget: one worker, whether it plays one attempt, all of many tasks, or old ones again.
+"""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ def _peak_mb() -> float:
     return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
 
 
-def _write(folder: str, sizes: set[int]) -> None:
+def write_rows(folder: str, sizes: set[int]) -> None:
+  """Writes a file of rows per size, their tokenizer, and an evaluation set."""
   words = vocabulary()
   sample = [text(random.Random(-n), words, 4000) for n in range(1, 40)]
   train_tokenizer(sample, _VOCAB).save(os.path.join(folder, "tokenizer"))
@@ -224,7 +225,7 @@ def run() -> dict[str, Any]:
   cases = [*((rows, count) for count in counts), (few, counts[-1])]
   table = []
   with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
-    _write(folder, {rows, few})
+    write_rows(folder, {rows, few})
     for size, workers in cases:
       with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")

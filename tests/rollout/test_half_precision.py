@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from test_scheduler import CFG, content, engine, play
+from playing import CFG, contents, engine, play
 
 from coa_jax.model import decode_params, sharding, transformer
-
-
-@pytest.fixture(scope="module")
-def novice() -> dict:
-  return toy.actor(60).params
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def amx(monkeypatch) -> None:
 def gaps(cfg, params) -> np.ndarray:
   """|log-prob of the sampler - of the learner|, token by token."""
   # So many that means of two samples of trajectories can be compared.
-  played = play(params, toy.TableToolbox(), range(48), on=engine(cfg))
+  played = play(params, range(48), on=engine(cfg))
   played = [played[n] for n in sorted(played)]
   theirs = np.concatenate(toy.logps_of(cfg, params, played, 1.0))
   return np.abs(np.concatenate([toy.sampled_logps(t) for t in played]) - theirs)
@@ -40,7 +35,7 @@ def test_half_precision_weights_under_float32_activations_keep_the_agreement(nov
   cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
   assert gaps(cfg, novice).max() <= 2e-5
   # The rounding is there, and its gradient is that of the master weights.
-  lists = [t for t in play(novice, toy.TableToolbox(), range(2)).values()]
+  lists = list(play(novice, range(2)).values())
   rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
   assert np.abs(rounded[0] - exact[0]).max() > 1e-4
   grads = [
@@ -117,13 +112,11 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
 
 def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  on, order = engine(cfg), list(range(12))
-  expected = play(novice, toy.TableToolbox(), order, on=on)
+  on = engine(cfg)
+  expected = play(novice, range(12), on=on)
   slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
-  played = play(novice, slow, order[::-1], on=on)
-  assert {n: content(t) for n, t in played.items()} == {
-    n: content(t) for n, t in expected.items()
-  }
+  played = play(novice, reversed(range(12)), slow, on=on)
+  assert contents(played) == contents(expected)
 
 
 def test_half_precision_products_agree_no_worse_with_the_learner(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import pytest
 import toy
+from playing import eventually, threads
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
@@ -58,13 +58,6 @@ def events_of(
   while isinstance(what := out.get(timeout=120), TextDelta):
     pieces.append(what)
   return pieces, what
-
-
-def eventually(true, seconds: float = 120.0) -> None:
-  end = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < end, "it never came to be"
-    time.sleep(0.005)
 
 
 TEXT = (
@@ -241,7 +234,7 @@ def test_what_is_called_off_frees_its_slot_after_its_window(open_server, worker)
   server.cancel(episode)
   go_on.set()
   eventually(lambda: server.counts == (0, 0))
-  eventually(lambda: not [t for t in threading.enumerate() if t.name == "replica"])
+  eventually(lambda: not threads())
   assert engine.counters.sampled_tokens == before
   assert end.count(None) == 1 and not episode.trajectory.calls
 
@@ -254,7 +247,7 @@ def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):
   eventually(lambda: len(gate.toolbox.calls) == 3)
   server.close()  # while the tools still run
   assert not server.alive and server.counts == (0, 0)
-  eventually(lambda: not [t for t in threading.enumerate() if t.name == "replica"])
+  eventually(lambda: not threads())
   events = [ends.get_nowait() for _ in range(ends.qsize())]
   assert events.count(None) == 5 and not any(
     isinstance(event, Trajectory) for event in events
@@ -263,13 +256,12 @@ def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):
     server.submit(InferenceRequest("2 + 3"), ends.put)
 
 
-def test_a_failure_reaches_all_and_stops_the_server(open_server, monkeypatch, capsys):
-  server = open_server()
+def test_a_failure_reaches_all_and_stops_the_server(open_server, capsys):
+  class Broken(toy.TableToolbox):
+    def submit(self, *unused):
+      raise MemoryError("the device")
 
-  def broken(*unused):
-    raise MemoryError("the device")
-
-  monkeypatch.setattr(server._toolbox, "submit", broken)
+  server = open_server(Broken())
   server.warm_up()  # which calls no tool
   assert events_of(server, InferenceRequest("2 + 3", 0.0))[1] is None
   eventually(lambda: not server.alive)

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
-from collections.abc import Iterator
 
 import httpx
 import ml_collections
@@ -21,13 +20,6 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.rollout.vllm.client import PROCESSOR, VllmConfig, VllmError, VllmServer
 from tests.backend import BACKEND
-
-
-@pytest.fixture
-def server(tokenizer) -> Iterator[ScriptedVllm]:
-  """A scripted server over the toy tokenizer."""
-  with ScriptedVllm(tokenizer) as state:
-    yield state
 
 
 def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
