@@ -40,10 +40,10 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax import sft
   from coa_jax.config import read_config
   from coa_jax.learner.checkpoint import read_params, whole_steps
-  from coa_jax.model import lora as adapting
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.hf.folder import save_run
   from coa_jax.model.hf.io import load_config, load_model
+  from coa_jax.model.lora import LoraConfig
   from coa_jax.model.transformer import init_params
   from coa_jax.protocol.tokens import Tokenizer
   from coa_jax.record import read_run
@@ -56,16 +56,16 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   config, _ = read_run(config_file)
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
-    there = ", ".join(map(str, steps)) or "none"
-    wanted = "a checkpoint" if step is None else f"checkpoint {step}"
-    raise ValueError(f"{folder}: there is no {wanted}; kept are {there}")
+    choice = ", ".join(map(str, steps)) or "none"
+    name = "a checkpoint" if step is None else f"checkpoint {step}"
+    raise ValueError(f"{folder}: there is no {name}; kept are {choice}")
   step = steps[-1] if step is None else step
   trained = read_params(folder, step)
   if "algo" in config:
     trained = trained["policy"]
   lora = None
   if config.get("lora"):
-    lora = read_config(config["lora"], adapting.LoraConfig, "lora")
+    lora = read_config(config["lora"], LoraConfig, "lora")
   load = sft.read_model(config.get("model") or {}, config)
   base = None
   init = config.get("init") or ""
@@ -88,10 +88,10 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
 def main() -> None:
   """Exports."""
   prepare("")
-  given = flags.FLAGS
-  with hold(given.out):
-    step = export(given.workdir, given.out, given.step)
-  print(f"step {step}: {os.path.join(given.out, 'model')}")
+  out = flags.FLAGS.out
+  with hold(out):
+    step = export(flags.FLAGS.workdir, out, flags.FLAGS.step)
+  print(f"step {step}: {os.path.join(out, 'model')}")
 
 
 if __name__ == "__main__":

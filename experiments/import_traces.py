@@ -111,20 +111,24 @@ def main() -> None:
 
 
 def _run() -> None:
-  found, records = importers.records(_FILE.value)
-  chosen = found if _FORMAT.value == "auto" else _FORMAT.value
+  # --- What the rows are.
+  chosen, records = importers.records(_FILE.value)
   if _FORMAT.value == "auto":
-    print(f"{_FILE.value}: format {found}, by its first row")
+    print(f"{_FILE.value}: format {chosen}, by its first row")
+  else:
+    chosen = _FORMAT.value
   if chosen == RL:
     if _FILTER.value or _FORMATS.value.copies:
       flag = "--filter" if _FILTER.value else "--formats.copies"
       raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
     _write_tasks(records)
     return
+  # --- Make trajectories of them, and write those that stay.
   refiner = _refiner(chosen)
   work = Refinement(refiner, _WORKERS.value)
   unit = "tokens" if _TOKENIZER.value else "characters"
-  before, after = plots.Statistics(unit), plots.Statistics(unit)
+  before = plots.Statistics(unit)
+  after = plots.Statistics(unit)
 
   def on_found(row: Found, copies: int) -> None:
     for text in row.lost:
@@ -134,7 +138,7 @@ def _run() -> None:
 
   try:
     lines = work.lines(records, _tell, on_found)
-    kept = write_lines(_OUT.value, lines, at_least_one=True)
+    num_rows = write_lines(_OUT.value, lines, at_least_one=True)
   except EOFError:
     counts = work.counts()
     reasons = Counter(counts["import"]["dropped"])
@@ -142,16 +146,17 @@ def _run() -> None:
       reasons.update(counts["filters"][stage]["dropped"])
     hint = _hint(chosen) if reasons["illegal_transition"] else ""
     stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)}){hint}")
+  # --- Say what became of all.
   counts = work.counts()
   _report(chosen, refiner, counts, before, after)
   dropped = Counter(counts["import"]["dropped"])
-  told = f" ({_counted(dropped)})" if dropped else ""
+  reasons = f" ({_counted(dropped)})" if dropped else ""
   for stage in filters.STAGES if refiner.filters else ():
-    gone = Counter(counts["filters"][stage]["dropped"])
-    if gone:
-      print(f"filter {stage}: {gone.total()} dropped ({_counted(gone)})")
+    filtered = Counter(counts["filters"][stage]["dropped"])
+    if filtered:
+      print(f"filter {stage}: {filtered.total()} dropped ({_counted(filtered)})")
   restyled = f", {counts['restyled']} of them restyled" if counts["restyled"] else ""
-  print(f"{kept} kept{restyled}, {dropped.total()} dropped{told}")
+  print(f"{num_rows} kept{restyled}, {dropped.total()} dropped{reasons}")
 
 
 def _hint(chosen: str) -> str:
@@ -199,8 +204,11 @@ def _variant() -> Variant:
   variant = get_variant(_VARIANT.value)
   if not _TOLD.value:
     return variant
-  told = {tool: words for tool, _, words in (t.partition("=") for t in _TOLD.value)}
-  return variant.with_tools(told)
+  descriptions = {}
+  for tool in _TOLD.value:
+    name, _, description = tool.partition("=")
+    descriptions[name] = description
+  return variant.with_tools(descriptions)
 
 
 def _tell(row: Dropped) -> None:
@@ -232,10 +240,10 @@ def _write_tasks(records: Iterator[importers.Record]) -> None:
         _print(f"{stem}-{number}: unreadable: {e}")
 
   try:
-    kept = write_lines(_OUT.value, tasks(), at_least_one=True)
+    num_tasks = write_lines(_OUT.value, tasks(), at_least_one=True)
   except EOFError:
     stop(f"{_FILE.value}: no row is left ({_counted(dropped)})")
-  print(f"{kept} tasks kept, {dropped.total()} dropped")
+  print(f"{num_tasks} tasks kept, {dropped.total()} dropped")
 
 
 def _report(
@@ -256,7 +264,7 @@ def _report(
   }
   for name, figure in pictures.items():
     plots.write_png(f"{_OUT.value}.{name}.png", figure)
-  asked = {
+  settings = {
     "file": _FILE.value,
     "format": chosen,
     "variant": refiner.importer.variant.name,
@@ -273,7 +281,7 @@ def _report(
   write_manifest(
     f"{_OUT.value}.manifest.json",
     _OUT.value,
-    asked,
+    settings,
     counts=counts,
     before=before.summary(),
     after=after.summary(),

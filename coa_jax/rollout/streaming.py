@@ -216,8 +216,8 @@ class StreamingEpisode(CoAEpisode):
 
 def _too_long(question: str, limit: int) -> ValueError:
   return ValueError(
-    f"{question} leaves no room in the {limit} tokens that prompt, observations and answer "
-    "may have together"
+    f"{question} leaves no room in the {limit} tokens that prompt, observations and "
+    "answer may have together"
   )
 
 

@@ -77,7 +77,7 @@ class Question:
   """A question and the ids of the passages that answer it."""
 
   text: str
-  wanted: frozenset[str]
+  gold: frozenset[str]
 
 
 def pages(folder: str, name: str) -> list[Page]:
@@ -89,7 +89,7 @@ def pages(folder: str, name: str) -> list[Page]:
 
 
 def hotpotqa(folder: str) -> tuple[list[Page], list[Question]]:
-  """HotpotQA's passages and questions; a passage is wanted by its title."""
+  """HotpotQA's passages and questions; a passage is named by its title."""
   corpus = pages(folder, "hotpotqa_train")
   ids = {p.title: p.id for p in corpus}
   rows = _read(folder, "hotpotqa_train.json")
@@ -102,7 +102,7 @@ def hotpotqa(folder: str) -> tuple[list[Page], list[Question]]:
 
 
 def musique(folder: str) -> tuple[list[Page], list[Question]]:
-  """MuSiQue's; titles repeat there, so a passage is wanted by title and text."""
+  """MuSiQue's; titles repeat there, so a passage is named by title and text."""
   corpus = pages(folder, "musique_train")
   ids = {(p.title, p.text): p.id for p in corpus}
   return corpus, [
@@ -138,9 +138,9 @@ def _read(folder: str, name: str) -> Any:
     return json.load(f)
 
 
-def recall(found: Sequence[str], wanted: frozenset[str], k: int) -> float:
-  """The share of the wanted passages among the first k found."""
-  return len(wanted.intersection(found[:k])) / len(wanted)
+def recall(ranking: Sequence[str], gold: frozenset[str], k: int) -> float:
+  """The share of the gold passages among the first k of a ranking."""
+  return len(gold.intersection(ranking[:k])) / len(gold)
 
 
 def measure(
@@ -163,9 +163,9 @@ def measure(
     with Sandbox(
       corpus=path, backend=None
     ) as sandbox:  # in memory, as a Toolbox has it
-      for asked, questions in sets.items():
+      for set_name, questions in sets.items():
         row = {
-          "questions": asked,
+          "questions": set_name,
           "corpus": name,
           "passages": len(corpus),
           "build_s": builds[0],
@@ -200,15 +200,15 @@ def _recalls(
   plain = []
   for q in questions:
     hits = sandbox.search(q.text, _DEPTH)
-    ours.append(([hit.document.id for hit in hits], q.wanted))
+    ours.append(([hit.document.id for hit in hits], q.gold))
     words = bm25s.tokenize([q.text], return_ids=False, show_progress=False)
-    found, _ = theirs.retrieve(words, k=_DEPTH, show_progress=False)
-    plain.append(recall([corpus[i].id for i in found[0]], q.wanted, _DEPTH))
+    ranking, _ = theirs.retrieve(words, k=_DEPTH, show_progress=False)
+    plain.append(recall([corpus[i].id for i in ranking[0]], q.gold, _DEPTH))
   out = {
-    f"recall@{k}": statistics.fmean(recall(found, w, k) for found, w in ours)
+    f"recall@{k}": statistics.fmean(recall(ranking, w, k) for ranking, w in ours)
     for k in CUTS
   }
-  out["all@5"] = statistics.fmean(recall(found, w, 5) == 1 for found, w in ours)
+  out["all@5"] = statistics.fmean(recall(ranking, w, 5) == 1 for ranking, w in ours)
   out["bm25s recall@5"] = statistics.fmean(plain)
   out["ceiling@1"] = statistics.fmean(1 / len(w) for _, w in ours)
   return out
@@ -244,13 +244,15 @@ def _interleaved(
 
   Neither uses a second thread, so what else the machine does does not show.
   """
-  taken: tuple[list[float], list[float]] = ([], [])
-  for _ in range(rounds):
-    for work, seconds in zip((ours, theirs), taken, strict=True):
-      start = time.process_time()
-      work()
-      seconds.append(time.process_time() - start)
-  return statistics.median(taken[0]), statistics.median(taken[1])
+
+  def timed(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+  turns = [(timed(ours), timed(theirs)) for _ in range(rounds)]
+  own_seconds, their_seconds = zip(*turns, strict=True)
+  return statistics.median(own_seconds), statistics.median(their_seconds)
 
 
 def _restore_topk() -> None:

@@ -58,8 +58,8 @@ def reward(trajectory: int) -> float:
   return float(trajectory % 2)
 
 
-def ours(folder: str, job: dict[str, Any]) -> Steps:
-  """This project's scheduler and learner, as `rl.run` uses them."""
+def _our_learner(model: Any, job: dict[str, Any]) -> Any:
+  """The policy's update, on as many devices as divide a step's trajectories."""
   import jax
 
   from coa_jax.learner.algorithms import BatchConfig, LossConfig
@@ -67,34 +67,37 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   from coa_jax.learner.update import PolicyUpdate
   from coa_jax.model.distribution import NO_TRUNCATION
   from coa_jax.model.sharding import MeshConfig, make_partitioner
-  from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
-  # --- The engine, and the learner on as many devices as divide its rows.
-  model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
-  engine, params = plain.our_engine(
-    model, params, automaton, size, max_len=job["length"], window=16, inject_rows=4
-  )
-  loss = LossConfig(clip_high=0.2)
-  batch = BatchConfig(rows=min(_ROWS, size), length=job["length"])
-  optim = OptimConfig(
-    lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b2=_B2
-  )
-  count = jax.device_count()
-  devices = jax.devices()[: count if size % count == 0 else 1]
-  partitioner = make_partitioner(MeshConfig(), devices)
-  learner = PolicyUpdate(
+  count = jax.device_count() if size % jax.device_count() == 0 else 1
+  return PolicyUpdate(
     model,
-    loss,
-    batch,
-    optim,
+    LossConfig(clip_high=0.2),
+    BatchConfig(rows=min(_ROWS, size), length=job["length"]),
+    OptimConfig(
+      lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b2=_B2
+    ),
     None,
-    partitioner,
+    make_partitioner(MeshConfig(), jax.devices()[:count]),
     NO_TRUNCATION,
     steps=1000,
     prompts=job["prompts"],
     samples=job["samples"],
   )
+
+
+def ours(folder: str, job: dict[str, Any]) -> Steps:
+  """This project's scheduler and learner, as `rl.run` uses them."""
+  import jax
+
+  from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+  model, params, automaton = plain.our_model(folder, job)
+  size = job["prompts"] * job["samples"]
+  engine, params = plain.our_engine(
+    model, params, automaton, size, max_len=job["length"], window=16, inject_rows=4
+  )
+  learner = _our_learner(model, job)
   state, frozen = learner.init(params, 0)
   del params
 
@@ -113,7 +116,6 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
       self.segments.append(Segment(Author.TOOL, "", "", ids=result))
       return super().observed(result)
 
-  # --- A step: play all trajectories, reward them, update once.
   def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
     nonlocal state
     plan = make_plan(job, latency)

@@ -90,7 +90,7 @@ def _readable() -> list[str]:
 
 def others() -> dict[str, Callable[[str], str]]:
   """A plain process, and jails of others that are installed; prints what is not."""
-  found = {"plain": _command(sys.executable, "-I", "-c")}
+  contestants = {"plain": _command(sys.executable, "-I", "-c")}
   # A link to an interpreter elsewhere still finds its packages by its own folder.
   python = [sys.executable, "-I", "-c"]
   if path := shutil.which("bwrap"):
@@ -100,14 +100,16 @@ def others() -> dict[str, Callable[[str], str]]:
     links += ["--symlink", "usr/lib", "/lib"] if os.path.islink("/lib") else []
     scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     # The scratch folder first: an environment below /tmp is put into it.
-    found["bubblewrap"] = _command(path, *walls, *scratch, *binds, *links, *python)
+    contestants["bubblewrap"] = _command(
+      path, *walls, *scratch, *binds, *links, *python
+    )
   if path := shutil.which("nsjail"):
     binds = [a for p in _readable() for a in ("-R", p)]
     walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
-    found["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
-  for name in {"bubblewrap", "nsjail"} - set(found):
+    contestants["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
+  for name in {"bubblewrap", "nsjail"} - set(contestants):
     print(f"{name}: not on PATH, left out")
-  return found
+  return contestants
 
 
 def timed(
@@ -128,10 +130,10 @@ def timed(
   def work() -> None:
     for _ in left:
       start = time.perf_counter()
-      said = run(program).strip()
+      output = run(program).strip()
       seconds.append(time.perf_counter() - start)
-      if said != expected:
-        wrong.append(said)
+      if output != expected:
+        wrong.append(output)
 
   threads = [threading.Thread(target=work) for _ in range(callers)]
   start = time.perf_counter()
@@ -204,10 +206,10 @@ def _cells() -> dict[str, float]:
   with Sandbox(1) as jail, jail.session(timeout_s=600) as session:
     for i in range(_CELLS):
       start = time.perf_counter()
-      said = session.run(f"x = {i}\nprint(x)").stdout
+      output = session.run(f"x = {i}\nprint(x)").stdout
       seconds.append(time.perf_counter() - start)
-      if said != f"{i}\n":
-        raise ValueError(f"cell {i} printed {said!r}")
+      if output != f"{i}\n":
+        raise ValueError(f"cell {i} printed {output!r}")
   cuts = statistics.quantiles(seconds, n=100)
   return {
     "p50_ms": round(cuts[49] * 1e3, 2),

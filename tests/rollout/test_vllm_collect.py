@@ -47,10 +47,10 @@ def policy(version: int) -> dict:
   return {**params, "final_norm": params["final_norm"] * (1 + version / 10)}
 
 
-def make(on, toolbox, **changes) -> RolloutCollector:
+def make(on, toolbox, steps: int = STEPS, **changes) -> RolloutCollector:
   config = dataclasses.replace(SAMPLING, **changes)
   tasks = TaskSampler(toy.TASKS, 0)
-  return RolloutCollector(on, tasks, toolbox, config, keep_all, steps=STEPS, seed=3)
+  return RolloutCollector(on, tasks, toolbox, config, keep_all, steps=steps, seed=3)
 
 
 def check(trajectories) -> None:
