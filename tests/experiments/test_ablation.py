@@ -7,9 +7,9 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from toy import eventually
 
 from coa_jax.config import read_config
 from coa_jax.distill import TeacherConfig
@@ -136,10 +136,8 @@ def test_killed_again_and_again_all_arms_end(tmp_path: pathlib.Path):
   command += ["--seeds=1", f"--workdir={workdir}"]
   for kind in ("distill", "sft", "rl", "evaluate"):
     run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 1800
-    while not list(workdir.glob(f"{kind}/*/config.json")):
-      assert run.poll() is None and time.monotonic() < deadline
-      time.sleep(0.05)
+    pattern = f"{kind}/*/config.json"
+    eventually(lambda p=pattern: list(workdir.glob(p)), seconds=1800)
     run.send_signal(signal.SIGKILL)
     run.wait()
   done = {f: f.stat().st_mtime_ns for f in workdir.glob("*/*/done.json")}

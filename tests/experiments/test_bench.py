@@ -82,7 +82,7 @@ SMALLEST = {
   ),
   "scaling": (_scaling, {}),
 }
-_SLOW = ("agentic", "rl", "mfu")
+_SLOW = ("rollout", "agentic", "rl", "decode", "mfu")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
+from toy import eventually
 
 from experiments.bench import peers, rl_work, rollout_work
 
@@ -48,10 +48,7 @@ def test_a_worker_takes_turns_and_ends_with_all_that_it_started(worker, tmp_path
   assert checked == [{"ours": [7, 7]}] and len(turns["ours"]) == 3
   assert peers.median(turns["ours"]) > 0 and turns["ours"][0]["peak_mb"] > 1
   # It may wait to be reaped by whoever has adopted it.
-  deadline = time.monotonic() + 10
-  while child.exists() and ") Z " not in child.read_text():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
+  eventually(lambda: not child.exists() or ") Z " in child.read_text())
 
 
 def test_a_worker_that_dies_says_why(worker):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import toy
@@ -73,13 +72,6 @@ def versions(t: Trajectory) -> list[int]:
 def threads(name: str = "replica") -> list[threading.Thread]:
   """An engine's threads that run."""
   return [t for t in threading.enumerate() if t.name == name]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-  end = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < end, "it never came to be"
-    time.sleep(0.005)
 
 
 def keep_all(groups: list) -> np.ndarray:

@@ -13,7 +13,8 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import eventually, keep_all, threads, versions
+from playing import keep_all, threads, versions
+from toy import eventually
 
 from coa_jax.learner.advantages import has_reward_variance
 from coa_jax.learner.update import rewards_of

@@ -20,12 +20,12 @@ from playing import (
   CONFIG,
   contents,
   engine,
-  eventually,
   keep_all,
   play,
   threads,
   worker,
 )
+from toy import eventually
 
 from coa_jax.model import decode_params, transformer
 from coa_jax.model.config import ModelConfig

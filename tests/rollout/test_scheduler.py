@@ -140,14 +140,13 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
     assert on.counters.copied_tokens == 0
 
 
-@pytest.mark.parametrize("window", [3, 8])
-def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
+def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
   monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
   with monkeypatch.context() as fixed:
     fixed.setattr(KVCache, "one_block", KVCache.empty)
     fixed.setattr(KVCache, "resize", lambda self, *_: self)
-    expected = play(novice, range(16), on=engine(window=window))
+    expected = play(novice, range(16), on=engine(window=3))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
   real = scheduler.sampler.window
@@ -157,7 +156,7 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
     return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(scheduler.sampler, "window", spy)
-  on = engine(window=window)
+  on = engine(window=3)
   grown = play(novice, range(16), on=on)
   assert contents(grown) == contents(expected)
   assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN

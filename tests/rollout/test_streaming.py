@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import toy
-from playing import eventually, threads
+from playing import threads
+from toy import eventually
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory

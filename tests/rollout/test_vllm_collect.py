@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import toy
-from playing import eventually, keep_all, threads, versions
+from playing import keep_all, threads, versions
 from scripted_vllm import ScriptedVllm, player
+from toy import eventually
 
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.collect import RolloutCollector, ages

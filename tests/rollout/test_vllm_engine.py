@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scripted_vllm
 import toy
-from playing import eventually
 from scripted_vllm import play, player
+from toy import eventually
 
 from coa_jax.learner import batch as batching
 from coa_jax.protocol.trajectory import Author, Status
