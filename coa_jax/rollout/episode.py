@@ -119,6 +119,7 @@ class CoAEpisode(Episode):
     if len(t.calls) >= self.config.max_calls:
       return self._finish(Status.TURN_LIMIT)
     name = tag[2:-1]
+    # The last opening tag of this turn: the policy may have left others open.
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
     if not opening:
       return _refused(name, before, f"{tag} closes nothing")
@@ -146,6 +147,7 @@ class CoAEpisode(Episode):
     t.calls.append(result)
     t.usage.tool_calls += 1
     self._tool_seconds += result.seconds
+    # Nobody's fault here: the attempt says nothing about the policy.
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
     if self._tool_seconds >= self.config.tool_seconds:

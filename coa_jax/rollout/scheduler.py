@@ -103,6 +103,7 @@ class Scheduler:
     if episode not in self._episodes:
       return
     slot = self._episodes.index(episode)
+    # Nobody waits for its call any more; the tool itself can not be stopped from here.
     self._calls.pop(slot, None)
     self._ids[slot] = []
     self._logps[slot] = []
@@ -194,6 +195,7 @@ class Scheduler:
     """Appends the observations of calls that are done; returns who ended by one."""
     observations: list[tuple[int, list[int]]] = []
     ended: list[Episode] = []
+    # A list first: calls are taken out of the dictionary on the way.
     for slot in [slot for slot, call in self._calls.items() if call.done()]:
       episode = self._episodes[slot]
       ids = episode.observed(self._calls.pop(slot).result())
@@ -225,6 +227,7 @@ class Scheduler:
         ids = [int(self._state.pending_B[slot]), *ids]
       # The last token stays pending: running it is what the next sample starts from.
       batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
+    # The cache grows before anything is written, once for all batches.
     ends = [int(self._state.length_B[slot]) + len(ids) for slot, ids in rows]
     began = time.monotonic()
     self._fit(max([*self._state.length_B[self._live()], *ends], default=1))
@@ -292,6 +295,7 @@ class Scheduler:
     self._fit(min(int(ends[self._live()].max()), self.config.max_len))
     forced_BW = np.full((len(before), self.config.window), -1, np.int32)
     for slot in np.flatnonzero(before):
+      # A limit may change while the episode runs: 0 is how it is called off.
       self._state.limit_B[slot] = min(self._episodes[slot].limit, self.config.max_len)
       self._episodes[slot].version = self._version
       rest = self._forced[slot][len(self._ids[slot]) :][: self.config.window]
@@ -309,6 +313,7 @@ class Scheduler:
       self.partitioner,
       self.config.truncation,
     )
+    # Copies: the host writes into the state, and a device's own memory is read-only.
     self._state, out = jax.tree.map(np.array, (state, out))
     self._window_seconds = time.monotonic() - began
     self.timings.decode += self._window_seconds

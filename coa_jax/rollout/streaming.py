@@ -112,6 +112,8 @@ class Spans:
       yield TextDelta(role, match[0], is_tag=True)
       self._role = "" if closing else role
       at = match.end()
+    # What is left may end within a tag. Only the last `<` can begin one that is not
+    # whole: an earlier one would have been closed, or is text.
     end = len(text)
     tail = text.rfind("<", at)
     if not final and tail >= 0 and any(t.startswith(text[tail:]) for t in self._whole):
@@ -199,6 +201,7 @@ class StreamingEpisode(CoAEpisode):
   def _stream(self, ids: list[int], final: bool) -> None:
     if self.cancelled:
       return
+    # Late, so that an observation that had no room is never streamed.
     if self._observation:
       role = roles.OBSERVATION
       text = self._observation
@@ -208,6 +211,7 @@ class StreamingEpisode(CoAEpisode):
       self.on_event(TextDelta(role, opening, is_tag=True))
       self.on_event(TextDelta(role, text[len(opening) : -len(closing)]))
       self.on_event(TextDelta(role, closing, is_tag=True))
+    # Bytes: a character may be spread over tokens of two windows.
     new = self.tokenizer.raw(ids[self._streamed :])
     self._streamed = len(ids)
     for delta in self._spans.read(new, final):
@@ -265,7 +269,7 @@ class InferenceServer:
     """Calls off all questions."""
     with self._lock:
       self._closed = True
-      left = list(self._open)
+      left = list(self._open)  # a copy: each that ends leaves the set
     for episode in left:
       self.cancel(episode)
 
@@ -307,6 +311,7 @@ class InferenceServer:
     with self._lock:
       if self._closed:
         raise Stopped("the server has stopped")
+      # Counted here, not asked of the engine: two senders must not take one place.
       if len(self._open) >= self.worker.engine.capacity + self.max_waiting:
         raise Busy(f"{self.max_waiting} questions wait already")
       self._open.add(episode)

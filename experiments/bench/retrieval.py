@@ -35,12 +35,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bm25s
-import rich
 from absl import flags
 
-from coa_jax.report.metrics import write_json
-from coa_jax.report.tables import Table, rich_table
-from experiments.bench.program import OUT, QUICK
+from experiments.bench import program as bench
 from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
 
@@ -291,19 +288,15 @@ def run(folder: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Prints the table and the ratios; writes them where --out says."""
+  """Measures, prints and writes, where the data is."""
   logging.getLogger("bm25s").setLevel(logging.WARNING)
   folder = os.path.join(_DATA.value, "mhqa")
   if not os.path.isdir(folder):
     print(f"skipped: no {folder}; --data=DIR names the folder that holds mhqa/")
     return
-  figures = run(folder, 2 if QUICK.value else 7)
+  rounds = 2 if bench.QUICK.value else 7
   note = "One query per question; CPU times, medians of interleaved rounds."
-  rich.print(rich_table(Table("Retrieval", figures["table"], _COLUMNS, note)))
-  for name, ratio in figures["ratios"].items():
-    print(f"{name}: {ratio:.2f}")
-  if OUT.value:
-    write_json(OUT.value, figures)
+  bench.program(lambda: run(folder, rounds), "Retrieval", _COLUMNS, note)()
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ PROGRAM = (ROOT / "tests" / "fixtures" / "hlo_program.txt").read_text()
 
 
 def test_collectives_count_as_often_as_their_loops_run():
-  found = hlo_text.collectives(PROGRAM, devices=8, turns=4)
-  table = sorted((c.kind, c.count, c.size, c.ways) for c in found)
+  traffic = hlo_text.collectives(PROGRAM, devices=8, turns=4)
+  table = sorted((c.kind, c.count, c.size, c.ways) for c in traffic)
   assert table == [
     ("all-gather", 96, 512, 2),  # two of one channel are two
     ("all-gather", 96, 512, 2),
@@ -32,7 +32,7 @@ def test_collectives_count_as_often_as_their_loops_run():
     ("collective-permute", 4 * 24 * 4, 64, 8),  # 8 by twos
     ("reduce-scatter", 4, 2048, 8),
   ]
-  assert next(c for c in found if c.kind == "all-reduce").origin == "jit(step)/norm"
+  assert next(c for c in traffic if c.kind == "all-reduce").origin == "jit(step)/norm"
 
 
 def test_cycles_count_as_often_as_their_loops_run():

@@ -121,7 +121,7 @@ def joined(events: list[dict], name: str, index: int = 0) -> str:
 @pytest.mark.parametrize("question", toy.SCRIPTS)
 def test_a_stream_and_a_whole_response_are_the_script(service, question: str):
   script = list(toy.SCRIPTS[question])
-  script[1::2] = [roles.wrap(roles.OBSERVATION, said) for said in script[1::2]]
+  script[1::2] = [roles.wrap(roles.OBSERVATION, text) for text in script[1::2]]
   reasoning, answer = "".join(script).removesuffix("</answer>").split("<answer> ")
   whole = service.ask(question)
   (choice,) = whole["choices"]
@@ -385,11 +385,11 @@ def test_a_server_that_stops_says_so(player):
   toolbox = toy.TableToolbox(lambda *unused: gate.wait(600) and "5")
   with serving(player, toolbox) as service:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-      asked = pool.submit(service.post, "2 + 3")
+      answer = pool.submit(service.post, "2 + 3")
       eventually(lambda: toolbox.calls)
       service.server.close()  # while the tool still runs
       assert not service.server.alive and service.server.counts == (0, 0)
       gate.set()
-      assert asked.result().status_code == 503
+      assert answer.result().status_code == 503
     assert service.post("2 + 3").status_code == 503
     assert service.client.get("/health").status_code == 503

@@ -115,8 +115,8 @@ class ScriptedVllm(Server):
       return {"success": True}
     if path == "/weight_checker":
       honest = self.folder if self.dishonest else self.stale or self.folder
-      found = digests_of(honest, "float32").items()
-      return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": x for name, x in found}}
+      digests = digests_of(honest, "float32").items()
+      return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": x for name, x in digests}}
     if path == "/v1/completions" and body["model"] == "m":
       return self.score(body) if "prompt_logprobs" in body else self.sample(body)
     return 404

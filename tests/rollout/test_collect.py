@@ -87,17 +87,17 @@ def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
   most = rounds * size
   rng = random.Random(seed)
   latest = [10**9] * 30
-  step = kept = taken = 0
+  step = num_kept = num_taken = 0
   for n in range(30):
     for m in range(n, 30):
-      at = step + steps_until(m - n, prompts - kept, most - taken, config)
+      at = step + steps_until(m - n, prompts - num_kept, most - num_taken, config)
       assert step <= at <= latest[m]
       latest[m] = at
     assert latest[n] == step
-    taken += 1
-    kept += rng.random() < 0.5
-    if kept == prompts or taken == most:
-      step, kept, taken = step + 1, 0, 0
+    num_taken += 1
+    num_kept += rng.random() < 0.5
+    if num_kept == prompts or num_taken == most:
+      step, num_kept, num_taken = step + 1, 0, 0
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -118,8 +118,8 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
     for step in range(STEPS):
       batch = collector.next(novice, step)
       played = grouped(batch.played)
-      kept = [g for g, good in zip(played, keep(played), strict=True) if good]
-      assert batch.groups == kept and batch.num_groups == len(played)
+      groups = [g for g, good in zip(played, keep(played), strict=True) if good]
+      assert batch.groups == groups and batch.num_groups == len(played)
       assert len(batch.groups) == 2 or batch.num_groups == 4
       seen += played
       oldest = max([oldest, *ages(played, step)])

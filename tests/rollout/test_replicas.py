@@ -72,8 +72,8 @@ def test_the_number_of_devices_changes_nothing(novice):
   on = replicas()
   played = play(novice, range(40), on=on)
   assert contents(played) == contents(expected)
-  given = sum(t.usage.prompt + t.usage.observation for t in played.values())
-  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  num_given = sum(t.usage.prompt + t.usage.observation for t in played.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.capacity == DEVICES * CONFIG.slots
 
 

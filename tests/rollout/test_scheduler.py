@@ -109,7 +109,7 @@ def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
 def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
   on = engine()
   played = play(novice, range(12), on=on)
-  given = generated = 0
+  num_given = generated = 0
   for t in played.values():
     by_author = {a: 0 for a in Author}
     for s in t.segments:
@@ -117,10 +117,10 @@ def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
     assert by_author[Author.PROMPT] == t.usage.prompt > 0
     assert by_author[Author.TOOL] == t.usage.observation
     assert by_author[Author.POLICY] == t.usage.generated
-    given += t.usage.prompt + t.usage.observation
+    num_given += t.usage.prompt + t.usage.observation
     generated += t.usage.generated
   assert sum(t.usage.observation > 0 for t in played.values()) >= 6
-  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.counters.sampled_tokens == generated
   assert generated <= on.counters.slot_steps <= on.counters.windows * 8 * 5
 
@@ -130,8 +130,8 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
   order = [0, 4, 8, 12, 16, 1, 5, 20, 9]  # TASKS[0] five times at first, and TASKS[1]
   on = engine()
   shared = play(novice, order, on=on)
-  given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
-  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  num_given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.counters.copied_tokens >= 4 * shared[0].usage.prompt
   for n in order:
     on = engine()
@@ -226,9 +226,9 @@ def test_the_trained_policy_plays_its_scripts(actor):
       assert t.task_id == question and t.status == Status.ENDED and t.reward == 1.0
       turns = itertools.groupby(t.segments[1:], key=lambda s: s.author)
       text = ["".join(s.text for s in turn) for _, turn in turns]
-      said = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
-      assert text[0::2] == list(script[0::2]) and text[1::2] == said
-      assert t.usage.tool_calls == len(said) == len(t.calls)
+      observations = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
+      assert text[0::2] == list(script[0::2]) and text[1::2] == observations
+      assert t.usage.tool_calls == len(observations) == len(t.calls)
       policy = [s for s in t.segments if s.author == Author.POLICY]
       assert all(s.versions == [3] * len(s.ids) for s in policy)
       assert all(not s.logps for s in t.segments if s.author != Author.POLICY)

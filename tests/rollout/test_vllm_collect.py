@@ -88,10 +88,10 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
 
 
 def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
-  gate, asked, tell = threading.Event(), threading.Event(), server.faults
+  gate, requested, tell = threading.Event(), threading.Event(), server.faults
 
   def wait(body: dict):
-    asked.set()
+    requested.set()
     assert gate.wait(60)
     return tell(body)
 
@@ -99,7 +99,7 @@ def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
   on = player(server, tmp_path, PIECE, slots=4)
   with make(on, toy.TableToolbox(), steps=2) as collector:
     collector.set_policy(policy(0), 0)
-    assert asked.wait(60)
+    assert requested.wait(60)
     collector.set_policy(policy(1), 1)
     gate.set()
     played = collector.next(policy(1), 1).played
@@ -121,15 +121,15 @@ def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
 
 
 def test_it_ends_at_once_though_requests_hang(server, tmp_path):
-  asked = threading.Event()
+  requested = threading.Event()
 
   def hang(body: dict) -> str:
-    asked.set()
+    requested.set()
     return "hang"
 
   server.faults = hang
   on = player(server, tmp_path, PIECE)
   with make(on, toy.TableToolbox()) as collector:
     collector.set_policy(policy(0), 0)
-    assert asked.wait(60)
+    assert requested.wait(60)
   eventually(lambda: not threads("vllm engine"))

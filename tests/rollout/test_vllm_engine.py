@@ -46,10 +46,10 @@ def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind
     np.testing.assert_allclose(toy.sampled_logps(t), -0.001 * places, atol=1e-9)
     policy = [s for s in t.segments if s.author == Author.POLICY]
     assert all(s.versions == [5] * len(s.ids) for s in policy)
-  given = sum(t.usage.prompt + t.usage.observation for t in played.values())
+  num_given = sum(t.usage.prompt + t.usage.observation for t in played.values())
   generated = sum(t.usage.generated for t in played.values())
   counters = on.engine.counters
-  assert counters.prefilled_tokens == given
+  assert counters.prefilled_tokens == num_given
   assert counters.sampled_tokens == generated
   assert counters.windows == len(bodies) == sum(map(len, expected.values())) * 2
 
@@ -248,8 +248,10 @@ def test_what_fails_for_good_leaves_its_group_and_the_rest_goes_on(
     assert t.status == (Status.INFRASTRUCTURE if lost else Status.ENDED)
     assert t.reward == (None if lost else 1.0)
   # The first attempt and three retries, for each of two samples.
-  asked = [b for b in server.completions() if bad[: len(b["prompt"])] == b["prompt"]]
-  assert len(asked) == 2 * 4
+  bodies_of_bad = [
+    b for b in server.completions() if bad[: len(b["prompt"])] == b["prompt"]
+  ]
+  assert len(bodies_of_bad) == 2 * 4
 
 
 def test_a_refusal_ends_the_run_without_a_second_attempt(server, tmp_path):

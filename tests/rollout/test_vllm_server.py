@@ -104,8 +104,8 @@ def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
   with np.load(path, allow_pickle=False) as tables:
     np.testing.assert_array_equal(tables["class_V"], on.constraint.class_V)
     np.testing.assert_array_equal(tables["next_SC"], on.constraint.next_SC)
-  asked = [body["vllm_xargs"] for body in server.completions()]
-  assert {x["coa_grammar"] for x in asked} == {path}
+  arguments = [body["vllm_xargs"] for body in server.completions()]
+  assert {x["coa_grammar"] for x in arguments} == {path}
   # The state that our own sampler is in after the observations so far.
   expected = []
   for t in played.values():
@@ -118,7 +118,7 @@ def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
           expected.append(state)
         state = on.constraint.states(s.ids, state)[-1]
       last = s.author
-  assert sorted(x["coa_state"] for x in asked) == sorted(expected)
+  assert sorted(x["coa_state"] for x in arguments) == sorted(expected)
   assert len(set(expected)) > 1
 
 

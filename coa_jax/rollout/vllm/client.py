@@ -228,6 +228,7 @@ class VllmServer:
       body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
     def read(answer: Any) -> tuple[list[int], list[float]]:
+      # Every answer is checked: one wrong id would be trained on.
       choice = answer["choices"][0]
       new, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
       if choice["prompt_token_ids"] != ids:
@@ -282,6 +283,7 @@ class VllmServer:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     self._now("POST", "/collective_rpc", reload, lambda x: x["results"])
 
+    # Prefixes that the older weights have filled would go on being used.
     def read(answer: Any) -> None:
       if answer["success"] is not True:  # requests that still run hold their blocks
         raise ValueError("cached prefixes are still in use")
