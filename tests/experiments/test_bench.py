@@ -16,6 +16,7 @@ import pytest
 import toy
 
 from coa_jax import rl as rl_journey
+from coa_jax.config import read_config
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import (
@@ -156,7 +157,8 @@ def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
     workdirs.append(workdir)
     if len(workdirs) == 1:
       raise ValueError("no good")
-    algorithms.prepare_workdir(config, workdir)
+    settings = read_config(config, rl_journey.RLConfig)
+    algorithms.prepare_workdir(settings, workdir)
     row = {"stage": "rl", "step": 1, "reward": 0.5, "seconds": 2.0}
     (pathlib.Path(workdir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (pathlib.Path(workdir) / "results.json").write_text("{}")

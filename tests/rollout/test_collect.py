@@ -49,13 +49,14 @@ def louder(params: dict, by: float) -> dict:
 
 
 def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCollector:
-  """A collector over the toy tasks; changes are its cursor and step, or of SAMPLING."""
-  where = {k: changes.pop(k) for k in ("step", "cursor") if k in changes}
+  """A collector over the toy tasks; changes are its own options, or of SAMPLING."""
+  options = {"steps": STEPS}
+  for name in ("step", "steps", "cursor"):
+    if name in changes:
+      options[name] = changes.pop(name)
   tasks = make_task_sampler(changes.get("task_sampler", "uniform"), toy.TASKS, SEED, 1)
   config = dataclasses.replace(SAMPLING, **changes)
-  return RolloutCollector(
-    worker, tasks, toolbox, config, keep, steps=STEPS, seed=SEED, **where
-  )
+  return RolloutCollector(worker, tasks, toolbox, config, keep, seed=SEED, **options)
 
 
 def rewards_differ(groups: list) -> np.ndarray:
