@@ -37,16 +37,16 @@ def run_tokenizer(file: str) -> Tokenizer | None:
   """The tokenizer of the run that wrote RUN/trajectories/FILE, or None."""
   run = os.path.dirname(os.path.dirname(os.path.abspath(file)))
   folder = os.path.join(run, "model")
-  found = os.path.exists(os.path.join(folder, "tokenizer.json"))
-  return Tokenizer.load(folder) if found else None
+  if not os.path.exists(os.path.join(folder, "tokenizer.json")):
+    return None
+  return Tokenizer.load(folder)
 
 
 def main() -> None:
   """Writes the page and says where."""
-
   files = find_files(_TRAJECTORIES.value)
-  given = _TOKENIZER.value
-  tokenizer = Tokenizer.load(given) if given else run_tokenizer(files[0])
+  path = _TOKENIZER.value
+  tokenizer = Tokenizer.load(path) if path else run_tokenizer(files[0])
   variant = get_variant(_VARIANT.value) if _VARIANT.value else None
   count = write_page(_OUT.value, "Trajectories", open_files(files), variant, tokenizer)
   size = os.path.getsize(_OUT.value) / 1e6

@@ -171,9 +171,9 @@ def main(config: ml_collections.ConfigDict) -> None:
   console = Console(stderr=True, highlight=False)
   failed = False
   with open_server(config) as server:
-    asked = questions(console) if _QUESTION.value is None else [_QUESTION.value]
+    lines = questions(console) if _QUESTION.value is None else [_QUESTION.value]
     try:
-      for question in asked:
+      for question in lines:
         request = InferenceRequest(question, _TEMPERATURE.value, _SEED.value)
         try:
           t = play(server, request, None if _QUIET.value else Screen(console))

@@ -50,10 +50,12 @@ def compare(multi: str, single: str) -> dict[str, Any]:
     FileNotFoundError, ValueError: a file is missing or malformed; the two have no task
       in common, or their tools differ.
   """
-  made, played = _config(multi), _config(single)
-  notes = _notes(made, played)
-  instructions = _instructions(made, played)
-  theirs, ours = read_trajectories(multi), read_trajectories(single)
+  team = _config(multi)
+  model = _config(single)
+  notes = _notes(team, model)
+  instructions = _instructions(team, model)
+  theirs = read_trajectories(multi)
+  ours = read_trajectories(single)
   counted = [_reported(t) for t in theirs]
   whole = [t for t in counted if t is not None]
   return {

@@ -82,7 +82,7 @@ class _Body(http_server.Body):
   prompt_cache_key: Any = None
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
   """A request that gets an error response, in OpenAI's words."""
 
   def __init__(
@@ -101,10 +101,10 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ChatRequest:
   """What a body asks for: attempts at one question, and how to send them."""
 
-  asks: tuple[InferenceRequest, ...]
+  attempts: tuple[InferenceRequest, ...]
   stream: bool
   include_usage: bool
   ignored_messages: int
@@ -112,12 +112,12 @@ class Request:
   @property
   def note(self) -> dict[str, Any]:
     """The response's field `coa`."""
-    return {"seed": self.asks[0].seed, "ignored_messages": self.ignored_messages}
+    return {"seed": self.attempts[0].seed, "ignored_messages": self.ignored_messages}
 
 
 def read_request(
   data: bytes, model: str, top_p: float, most: int, conversation: bool = False
-) -> Request:
+) -> ChatRequest:
   """Reads a body.
 
   Args:
@@ -128,39 +128,39 @@ def read_request(
     conversation: system messages and earlier turns are part of the question.
 
   Raises:
-    Refused: naming the field.
+    RequestRefused: naming the field.
   """
   try:
     body = json.loads(data)
   except (ValueError, RecursionError) as e:
-    raise Refused(f"the body is not JSON: {e}") from None
+    raise RequestRefused(f"the body is not JSON: {e}") from None
   if not isinstance(body, dict):
-    raise Refused("the body must be a JSON object")
+    raise RequestRefused("the body must be a JSON object")
   body = _read_body(body, {**_NEUTRAL, "top_p": top_p})
   if body.model != model:
     message = f"there is no model {body.model!r}; this server has {model!r}"
-    raise Refused(message, "model", "model_not_found", status=404)
+    raise RequestRefused(message, "model", "model_not_found", status=404)
   question, ignored = _question(body.messages, conversation)
   if body.n > most:
-    raise Refused(f"n must be between 1 and {most}", "n")
+    raise RequestRefused(f"n must be between 1 and {most}", "n")
   if body.stream_options.model_fields_set and not body.stream:
-    raise Refused("stream_options needs stream", "stream_options")
+    raise RequestRefused("stream_options needs stream", "stream_options")
   limits = {body.max_tokens, body.max_completion_tokens} - {None}
   if len(limits) > 1:
-    raise Refused("max_tokens and max_completion_tokens differ", "max_tokens")
+    raise RequestRefused("max_tokens and max_completion_tokens differ", "max_tokens")
   limit = limits.pop() if limits else None
-  asks = tuple(
+  attempts = tuple(
     InferenceRequest(question, body.temperature, body.seed, sample, limit)
     for sample in range(body.n)
   )
-  return Request(asks, body.stream, body.stream_options.include_usage, ignored)
+  return ChatRequest(attempts, body.stream, body.stream_options.include_usage, ignored)
 
 
 def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
   """The fields that are read; null is as if left out.
 
   Raises:
-    Refused: naming a field that is wrong, or asks for what is not served.
+    RequestRefused: naming a field that is wrong, or asks for what is not served.
   """
   fields = {}
   for name, value in body.items():
@@ -173,15 +173,15 @@ def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
     # True equals 1 in Python; a client that says one for the other means neither.
     if value != only or isinstance(value, bool) != isinstance(only, bool):
       message = f"{name} is not supported; leave it out, or send {json.dumps(only)}"
-      raise Refused(message, name, "unsupported_parameter")
+      raise RequestRefused(message, name, "unsupported_parameter")
   try:
     return http_server.read_fields(_Body, fields)
   except http_server.BadField as e:
     if not e.is_unknown:
-      raise Refused(str(e), e.field) from None
+      raise RequestRefused(str(e), e.field) from None
     hint = nearest(e.field, (*_Body.model_fields, *neutral))
     message = f"unknown field {e.field!r:.80}{hint}"
-    raise Refused(message, e.field, "unknown_parameter") from None
+    raise RequestRefused(message, e.field, "unknown_parameter") from None
 
 
 def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
@@ -192,14 +192,16 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
         f"a {message.role} message is read by a server started with --conversation "
         "only; put all into the question"
       )
-      raise Refused(text, f"messages[{i}].role", "unsupported_value")
+      raise RequestRefused(text, f"messages[{i}].role", "unsupported_value")
   last = len(messages) - 1
   if messages[-1].role != "user":
-    raise Refused("the last message must be the user's", f"messages[{last}].role")
+    raise RequestRefused(
+      "the last message must be the user's", f"messages[{last}].role"
+    )
   question = _text(messages, last)
   if not question.strip():
     where = f"messages[{last}].content"
-    raise Refused("the question must be a string that is not empty", where)
+    raise RequestRefused("the question must be a string that is not empty", where)
   if not conversation:
     return question, last
   turns = [m.role not in _SYSTEM for m in messages]
@@ -212,14 +214,15 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
 
 def _text(messages: list[_Message], i: int) -> str:
   """The content of a message, whose parts must be text."""
-  where, content = f"messages[{i}].content", messages[i].content
+  where = f"messages[{i}].content"
+  content = messages[i].content
   if isinstance(content, list):
     parts = [p if isinstance(p, dict) else {} for p in content]
     if not all(p.get("type") == "text" and type(p.get("text")) is str for p in parts):
-      raise Refused("every part must be text", where, "unsupported_value")
+      raise RequestRefused("every part must be text", where, "unsupported_value")
     content = "".join(p["text"] for p in parts)
   if not isinstance(content, str):
-    raise Refused("content must be a string, or a list of text parts", where)
+    raise RequestRefused("content must be a string, or a list of text parts", where)
   return content
 
 
@@ -236,7 +239,9 @@ class Choice:
   def __init__(self, index: int):
     """Args: its place."""
     self.index = index
-    self.reasoning = self.content = self._white = ""
+    self.reasoning = ""
+    self.content = ""
+    self._white = ""  # white space that may yet stand within the answer
     self.trajectory: Trajectory | None = None
 
   def delta(self, piece: TextDelta) -> dict[str, str]:
@@ -260,13 +265,13 @@ class Choice:
     """Takes what came at the end.
 
     Raises:
-      Refused: the attempt was called off, or its sandbox is down; that is no answer.
+      RequestRefused: the attempt was called off, or its sandbox is down.
     """
     if trajectory is None:
-      raise Refused("the server stops", None, "stopped", 503, "server_error")
+      raise RequestRefused("the server stops", None, "stopped", 503, "server_error")
     if trajectory.status == Status.INFRASTRUCTURE:
       text = "the sandbox is unavailable"
-      raise Refused(text, None, "infrastructure", 503, "server_error")
+      raise RequestRefused(text, None, "infrastructure", 503, "server_error")
     self.trajectory = trajectory
 
   @property
@@ -287,7 +292,9 @@ class Choice:
   @property
   def whole(self) -> dict[str, Any]:
     """The choice of a response that is not a stream."""
-    reasoning, content, t = self.reasoning, self.content, self.trajectory
+    reasoning = self.reasoning
+    content = self.content
+    t = self.trajectory
     if t.status == Status.ENDED:
       content = written_answer(t.text) or ""
       before, opening, _ = t.text.rpartition(open_tag(ANSWER))
@@ -299,7 +306,8 @@ class Choice:
 def usage(choices: Iterable[Choice]) -> dict[str, Any]:
   """What a request cost; its prompt is counted once."""
   costs = [c.trajectory.usage for c in choices]
-  prompt, completion = costs[0].prompt, sum(u.generated for u in costs)
+  prompt = costs[0].prompt
+  completion = sum(u.generated for u in costs)
   return {
     "prompt_tokens": prompt,
     "completion_tokens": completion,

@@ -56,9 +56,9 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   config, _ = read_run(config_file)
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
-    there = ", ".join(map(str, steps)) or "none"
-    wanted = "a checkpoint" if step is None else f"checkpoint {step}"
-    raise ValueError(f"{folder}: there is no {wanted}; kept are {there}")
+    choice = ", ".join(map(str, steps)) or "none"
+    name = "a checkpoint" if step is None else f"checkpoint {step}"
+    raise ValueError(f"{folder}: there is no {name}; kept are {choice}")
   step = steps[-1] if step is None else step
   trained = read_params(folder, step)
   if "algo" in config:
@@ -88,10 +88,10 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
 def main() -> None:
   """Exports."""
   prepare("")
-  given = flags.FLAGS
-  with hold(given.out):
-    step = export(given.workdir, given.out, given.step)
-  print(f"step {step}: {os.path.join(given.out, 'model')}")
+  out = flags.FLAGS.out
+  with hold(out):
+    step = export(flags.FLAGS.workdir, out, flags.FLAGS.step)
+  print(f"step {step}: {os.path.join(out, 'model')}")
 
 
 if __name__ == "__main__":

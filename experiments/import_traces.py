@@ -116,20 +116,24 @@ def main() -> None:
 
 
 def _run() -> None:
-  found, records = importers.records(_FILE.value)
-  chosen = found if _FORMAT.value == "auto" else _FORMAT.value
+  # --- What the rows are.
+  chosen, records = importers.records(_FILE.value)
   if _FORMAT.value == "auto":
-    print(f"{_FILE.value}: format {found}, by its first row")
+    print(f"{_FILE.value}: format {chosen}, by its first row")
+  else:
+    chosen = _FORMAT.value
   if chosen == RL:
     if _FILTER.value or _FORMATS.value.copies:
       flag = "--filter" if _FILTER.value else "--formats.copies"
       raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
     _write_tasks(records)
     return
+  # --- Make trajectories of them, and write those that stay.
   pipeline = _pipeline(chosen)
   work = ImportJob(pipeline, _WORKERS.value)
   unit = "tokens" if _TOKENIZER.value else "characters"
-  before, after = plots.Statistics(unit), plots.Statistics(unit)
+  before = plots.Statistics(unit)
+  after = plots.Statistics(unit)
 
   def on_imported(row: ImportedRow, copies: int) -> None:
     for text in row.lost:
@@ -139,7 +143,7 @@ def _run() -> None:
 
   try:
     lines = work.lines(records, _tell, on_imported)
-    kept = write_lines(_OUT.value, lines, at_least_one=True)
+    num_rows = write_lines(_OUT.value, lines, at_least_one=True)
   except EOFError:
     counts = work.counts()
     reasons = Counter(counts["import"]["dropped"])
@@ -147,18 +151,19 @@ def _run() -> None:
       reasons.update(counts["filters"][stage]["dropped"])
     hint = _hint(chosen) if reasons["illegal_transition"] else ""
     stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)}){hint}")
+  # --- Say what became of all.
   counts = work.counts()
   _report(chosen, pipeline, counts, before, after)
   dropped = Counter(counts["import"]["dropped"])
   reasons = f" ({_counted(dropped)})" if dropped else ""
   for stage in filters.STAGES if pipeline.filters else ():
-    gone = Counter(counts["filters"][stage]["dropped"])
-    if gone:
-      print(f"filter {stage}: {gone.total()} dropped ({_counted(gone)})")
-  augmented = (
-    f", {counts['augmented']} of them augmented" if counts["augmented"] else ""
-  )
-  print(f"{kept} kept{augmented}, {dropped.total()} dropped{reasons}")
+    filtered = Counter(counts["filters"][stage]["dropped"])
+    if filtered:
+      print(f"filter {stage}: {filtered.total()} dropped ({_counted(filtered)})")
+  augmented = ""
+  if counts["augmented"]:
+    augmented = f", {counts['augmented']} of them augmented"
+  print(f"{num_rows} kept{augmented}, {dropped.total()} dropped{reasons}")
 
 
 def _hint(chosen: str) -> str:
@@ -207,9 +212,9 @@ def _variant() -> Variant:
   if not _DESCRIBED_TOOLS.value:
     return variant
   descriptions = {}
-  for described in _DESCRIBED_TOOLS.value:
-    tool, _, words = described.partition("=")
-    descriptions[tool] = words
+  for tool in _DESCRIBED_TOOLS.value:
+    name, _, description = tool.partition("=")
+    descriptions[name] = description
   return variant.with_tools(descriptions)
 
 
@@ -242,10 +247,10 @@ def _write_tasks(records: Iterator[importers.Record]) -> None:
         _print(f"{stem}-{number}: unreadable: {e}")
 
   try:
-    kept = write_lines(_OUT.value, tasks(), at_least_one=True)
+    num_tasks = write_lines(_OUT.value, tasks(), at_least_one=True)
   except EOFError:
     stop(f"{_FILE.value}: no row is left ({_counted(dropped)})")
-  print(f"{kept} tasks kept, {dropped.total()} dropped")
+  print(f"{num_tasks} tasks kept, {dropped.total()} dropped")
 
 
 def _report(
@@ -266,7 +271,7 @@ def _report(
   }
   for name, figure in pictures.items():
     plots.write_png(f"{_OUT.value}.{name}.png", figure)
-  asked = {
+  settings = {
     "file": _FILE.value,
     "format": chosen,
     "variant": pipeline.importer.variant.name,
@@ -283,7 +288,7 @@ def _report(
   write_manifest(
     f"{_OUT.value}.manifest.json",
     _OUT.value,
-    asked,
+    settings,
     counts=counts,
     before=before.summary(),
     after=after.summary(),

@@ -63,10 +63,11 @@ def make_world(
 
 def main() -> None:
   """Writes everything and says where."""
-  asked = _WORLD_SEED.value, _TRAIN.value, _RL.value, _HELD_OUT.value
   if not _DIRECTORY.value:
     raise ValueError("--directory is empty; name the folder to write to")
-  make_world(_DIRECTORY.value, *asked)
+  make_world(
+    _DIRECTORY.value, _WORLD_SEED.value, _TRAIN.value, _RL.value, _HELD_OUT.value
+  )
   print(f"wrote pages and tasks of train, rl, dev, test and ood to {_DIRECTORY.value}")
 
 

@@ -52,11 +52,11 @@ def main() -> None:
   print(learning)
 
   file = os.path.join(_WORKDIR.value, "eval_rl", "greedy.jsonl")
-  found = [t for t in read_trajectories(file) if t.task_id == _TASK.value]
-  if not found:
+  attempts = [t for t in read_trajectories(file) if t.task_id == _TASK.value]
+  if not attempts:
     raise ValueError(f"--task={_TASK.value}: {file} has no trajectory of it")
   picture = os.path.join(_OUT.value, "trajectory.png")
-  draw_trajectory(picture, found[0])
+  draw_trajectory(picture, attempts[0])
   print(picture)
 
 

@@ -76,8 +76,8 @@ class Quickstart:
       work()
       finished = True
     finally:
-      spent = self.seconds.get(name, 0.0) + time.monotonic() - began
-      self.seconds[name] = round(spent, 1)
+      seconds = self.seconds.get(name, 0.0) + time.monotonic() - began
+      self.seconds[name] = round(seconds, 1)
       self.seconds[f"{name}_done"] = finished
       write_json(file, self.seconds)
     rich.print(f"      {duration(self.seconds[name])}")

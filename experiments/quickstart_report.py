@@ -257,9 +257,9 @@ def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
 
 def _filtering(workdir: str) -> Any:
   """Length and role statistics of a sample of the training data."""
-  kept = read_trajectories(os.path.join(workdir, "distill", distill.TRAJECTORIES))
-  unique = {(t.task_id, t.sample): t for t in kept}
-  sets = (list(unique.values())[:2000], kept[:2000])
+  data = read_trajectories(os.path.join(workdir, "distill", distill.TRAJECTORIES))
+  unique = {(t.task_id, t.sample): t for t in data}
+  sets = (list(unique.values())[:2000], data[:2000])
   tokens = all(t.num_tokens for one in sets for t in one)
   return plots.filter_statistics(*(plots.Statistics.of(s, tokens) for s in sets))
 

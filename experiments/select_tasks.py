@@ -79,13 +79,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   tasks = select_tasks(settings.tasks)
   counted = graded(played)
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
-  kept, funnel = keep_tasks(tasks, attempts, select, used)
-  results = {"select": vars(select), **funnel, **_spent(played, len(counted))}
+  chosen_tasks, funnel = keep_tasks(tasks, attempts, select, used)
+  results = {"select": vars(select), **funnel, **_usage(played, len(counted))}
   with hold(process_dir(workdir)):
     write_json(os.path.join(workdir, "selection.json"), results)
-    if not kept:
+    if not chosen_tasks:
       raise ValueError(f"no task is left of {len(tasks)}: {funnel}")
-    write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in kept])
+    write_jsonl(
+      os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in chosen_tasks]
+    )
   return results
 
 
@@ -105,7 +107,7 @@ def _used(paths: tuple[str, ...]) -> set[str]:
   return used
 
 
-def _spent(played: list[Trajectory], counted: int) -> dict[str, Any]:
+def _usage(played: list[Trajectory], counted: int) -> dict[str, Any]:
   return {
     "attempts": len(played),
     "ungraded": len(played) - counted,

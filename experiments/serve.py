@@ -50,7 +50,7 @@ from coa_jax.rollout.streaming import (
 )
 from coa_jax.serve import ServeConfig, open_server
 from experiments import completions, launch
-from experiments.completions import Choice, Refused
+from experiments.completions import Choice, RequestRefused
 from tools_sandbox import http_server
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
@@ -87,7 +87,7 @@ class Exchange:
     """Submits all; where one is refused, none stays.
 
     Raises:
-      Refused: too long, too many, or too late.
+      RequestRefused: too long, too many, or too late.
     """
     self._server = server
     self._loop = asyncio.get_running_loop()
@@ -116,7 +116,7 @@ class Exchange:
     """Yields text as it comes, until all is over; None for the end of one choice.
 
     Raises:
-      Refused: an attempt ended without being the model's fault.
+      RequestRefused: an attempt ended without being the model's fault.
     """
     while any(c.trajectory is None for c in self.choices):
       index, event = await self._events.get()
@@ -128,12 +128,12 @@ class Exchange:
         yield choice, None
 
 
-def _refusal(error: Exception) -> Refused:
+def _refusal(error: Exception) -> RequestRefused:
   if isinstance(error, Busy):
-    return Refused(str(error), None, "queue_full", 429, "rate_limit_error")
+    return RequestRefused(str(error), None, "queue_full", 429, "rate_limit_error")
   if isinstance(error, Stopped):
-    return Refused(str(error), None, "stopped", 503, "server_error")
-  return Refused(str(error), "messages", "context_length_exceeded")
+    return RequestRefused(str(error), None, "stopped", 503, "server_error")
+  return RequestRefused(str(error), "messages", "context_length_exceeded")
 
 
 class Json(JSONResponse):
@@ -178,12 +178,14 @@ def make_app(
   """
 
   async def chat(request: Request) -> Response:
-    limits = (name, server.worker.engine.config.top_p, server.max_waiting, conversation)
+    config = server.worker.engine.config
     data = await http_server.read_body(request, MAX_BODY)
-    asked = completions.read_request(data, *limits)
-    exchange = Exchange(server, asked.asks)
-    if asked.stream:
-      return EventStream(exchange, _events(exchange, asked, name))
+    parsed = completions.read_request(
+      data, name, config.top_p, server.max_waiting, conversation
+    )
+    exchange = Exchange(server, parsed.attempts)
+    if parsed.stream:
+      return EventStream(exchange, _events(exchange, parsed, name))
     await _unless_gone(request, exchange)
     choices = exchange.choices
     return Json(
@@ -191,7 +193,7 @@ def make_app(
         **completions.envelope("chat.completion", name),
         "choices": [c.whole for c in choices],
         "usage": completions.usage(choices),
-        "coa": asked.note,
+        "coa": parsed.note,
       }
     )
 
@@ -205,12 +207,12 @@ def make_app(
     counts = {"status": status, "running": running, "waiting": waiting}
     return Json(counts, 200 if server.alive else 503)
 
-  async def refused(request: Request, e: Refused) -> Response:
+  async def refused(request: Request, e: RequestRefused) -> Response:
     headers = {"retry-after": "1"} if e.status == 429 else None
     return Json(e.body, e.status, headers)
 
   async def http_error(request: Request, e: HTTPException) -> Response:
-    return await refused(request, Refused(e.detail, status=e.status_code))
+    return await refused(request, RequestRefused(e.detail, status=e.status_code))
 
   return Starlette(
     routes=[
@@ -219,7 +221,7 @@ def make_app(
       Route("/health", health),
     ],
     middleware=[http_server.check_host(list(hosts))],
-    exception_handlers={Refused: refused, HTTPException: http_error},
+    exception_handlers={RequestRefused: refused, HTTPException: http_error},
   )
 
 
@@ -239,7 +241,7 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
   try:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     if not tasks[0].done():
-      raise Refused("the client is gone", status=499)
+      raise RequestRefused("the client is gone", status=499)
     tasks[0].result()
   finally:
     for task in tasks:
@@ -248,17 +250,17 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
 
 
 async def _events(
-  exchange: Exchange, asked: completions.Request, name: str
+  exchange: Exchange, parsed: completions.ChatRequest, name: str
 ) -> AsyncIterator[str]:
   """The exchange as server-sent events."""
   shared = completions.envelope("chat.completion.chunk", name)
-  if asked.include_usage:
+  if parsed.include_usage:
     shared["usage"] = None
 
   def chunk(*choices: dict[str, Any], **more: Any) -> str:
     return _event({**shared, "choices": choices, **more})
 
-  note = {"coa": asked.note}
+  note = {"coa": parsed.note}
   for choice in exchange.choices:
     first = {"role": "assistant", "content": ""}
     yield chunk({"index": choice.index, "delta": first, "finish_reason": None}, **note)
@@ -268,10 +270,10 @@ async def _events(
         yield chunk({**choice.ending, "delta": {}})
       elif delta := choice.delta(piece):
         yield chunk({"index": choice.index, "delta": delta, "finish_reason": None})
-  except Refused as e:
+  except RequestRefused as e:
     yield _event(e.body)
     return
-  if asked.include_usage:
+  if parsed.include_usage:
     yield chunk(usage=completions.usage(exchange.choices))
   yield "data: [DONE]\n\n"
 

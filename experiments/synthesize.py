@@ -125,8 +125,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
     def maker(key: str) -> Synthesizer:
       run_key = (key, SAMPLE)
-      asked = journal.backend(backend, run_key), journal.tools(toolbox.call, run_key)
-      return Synthesizer(corpus, *asked, plan, _TOOL)
+      return Synthesizer(
+        corpus,
+        journal.backend(backend, run_key),
+        journal.tools(toolbox.call, run_key),
+        plan,
+        _TOOL,
+      )
 
     def grow(title: str) -> list[SynthesisResult]:
       return list(maker(title).grow(title))
@@ -135,12 +140,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       return [maker(f"{pair[0].id}+{pair[1].id}").widen(*pair)]
 
     seeds = titles[: plan.seeds]
-    made = _in_parallel(grow, seeds, plan.workers, journal, workdir, "grow")
-    held = [m.task for m in made if m.task is not None]
-    pairs = _pairs(held, plan)
-    made += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
+    attempts = _in_parallel(grow, seeds, plan.workers, journal, workdir, "grow")
+    grown = [m.task for m in attempts if m.task is not None]
+    pairs = _pairs(grown, plan)
+    attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
     bill = journal.bill()
-  tasks = [m.task for m in made if m.task is not None]
+  tasks = [m.task for m in attempts if m.task is not None]
   write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
   count = collections.Counter
   results = {
@@ -148,7 +153,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     "tasks": len(tasks),
     "by_family": dict(sorted(count(t.family for t in tasks).items())),
     "by_hops": dict(sorted(count(str(t.meta["hops"]) for t in tasks).items())),
-    "left_out": dict(sorted(count(m.reason for m in made if m.reason).items())),
+    "left_out": dict(sorted(count(m.reason for m in attempts if m.reason).items())),
     "calls": bill,
   }
   write_json(os.path.join(workdir, "results.json"), results)
@@ -176,22 +181,23 @@ def _in_parallel(
   stage: str,
 ) -> list[SynthesisResult]:
   """What `work` makes of every item, in their order."""
-  items, made = list(items), []
+  items = list(items)
+  out: list[SynthesisResult] = []
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix=stage)
   try:
     with Metrics(workdir, stage, len(items), unit="document") as metrics:
       for done, some in enumerate(pool.map(work, items), 1):
-        made += some
-        held = sum(m.task is not None for m in made)
+        out += some
+        num_tasks = sum(m.task is not None for m in out)
         if done % max(1, len(items) // 100) == 0 or done == len(items):
-          figure = f"{held} tasks  {journal.spent()}"
-          metrics.log(done, {"held": held, **journal.values()}, figure)
+          figure = f"{num_tasks} tasks  {journal.spent()}"
+          metrics.log(done, {"held": num_tasks, **journal.values()}, figure)
   except BaseException:
     journal.stop()
     raise
   finally:
     pool.shutdown(cancel_futures=True)
-  return made
+  return out
 
 
 def with_service_errors(

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import http.server
 import json
+import select
+import socket
 import sys
 import threading
 import time
@@ -38,6 +40,14 @@ class Request(http.server.BaseHTTPRequestHandler):
       server.respond(self)
 
   do_POST = do_DELETE = do_GET
+
+  def wait_for_hangup(self, release: threading.Event) -> bool:
+    """Waits until the client has gone (True), or until `release` is set (False)."""
+    while not release.wait(0.02):
+      readable, _, _ = select.select([self.connection], [], [], 0)
+      if readable and not self.connection.recv(1, socket.MSG_PEEK):
+        return True
+    return False
 
   @property
   def json(self):

@@ -46,14 +46,14 @@ class Calls:
     self._watch(Toolbox, "submit", "asked")
     self._watch(ToolJournal, "keep", "kept")
 
-  def _watch(self, owner: type, name: str, what: str) -> None:
+  def _watch(self, owner: type, name: str, event: str) -> None:
     real = getattr(owner, name)
 
     def watched(*args):
       out = real(*args)
       with self._lock:
-        self.counts[what] += 1
-        os.write(self._fd, f"{os.getpid()} {what}\n".encode())
+        self.counts[event] += 1
+        os.write(self._fd, f"{os.getpid()} {event}\n".encode())
       return out
 
     setattr(owner, name, watched)
@@ -109,14 +109,14 @@ def end_at(place: str, n: int, number: int, calls: Calls) -> None:
   elif place == "micro-batch":  # as the n-th begins, inside a step on the device
     # The step is another program then: the first one of this process has to be the one
     # that does not end.
-    made = Learner.__init__
+    init = Learner.__init__
 
     def make(self, loss, *rest):
       def counted(trained, frozen, batch):
         jax.debug.callback(visit)
         return loss(trained, frozen, batch)
 
-      made(self, counted, *rest)
+      init(self, counted, *rest)
 
     Learner.__init__ = make
   elif place == "update":  # between two updates from one batch
@@ -179,7 +179,8 @@ def main(path: str) -> None:
     if not pid:
       os._exit(life(job, place, n, number))
     _, status = os.waitpid(pid, 0)
-    code, steps = os.waitstatus_to_exitcode(status), checkpoint.whole_steps(folder)
+    code = os.waitstatus_to_exitcode(status)
+    steps = checkpoint.whole_steps(folder)
     print(json.dumps({"pid": pid, "code": code, "steps": steps}), flush=True)
 
 

@@ -159,6 +159,18 @@ def edit(path: pathlib.Path, anchor: str, new: str, after: bool = False) -> None
   path.write_text(text[:at] + new + text[at:])
 
 
+def run_in(folder: pathlib.Path, program: str) -> subprocess.CompletedProcess[str]:
+  """Runs a program over the copy of the library in a folder."""
+  path = os.pathsep.join([str(folder), str(ROOT)])
+  return subprocess.run(
+    [sys.executable, "-c", program],
+    env=os.environ | {"PYTHONPATH": path},
+    cwd=folder,
+    capture_output=True,
+    text=True,
+  )
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> pathlib.Path:
   """A folder with a copy of the library, two of its files edited as the page says."""
@@ -175,14 +187,7 @@ def library(tmp_path_factory) -> pathlib.Path:
 
 
 def test_the_example_is_a_tool_in_every_room(library):
-  path = os.pathsep.join([str(library), str(ROOT)])
-  done = subprocess.run(
-    [sys.executable, "-c", PLAY],
-    env=os.environ | {"PYTHONPATH": path},
-    cwd=library,
-    capture_output=True,
-    text=True,
-  )
+  done = run_in(library, PLAY)
   assert done.returncode == 0, done.stderr
 
 
@@ -192,13 +197,7 @@ def test_a_tag_with_a_row_and_no_class_is_refused_by_name(library):
     "del tools.TOOLS['convert']\n"
     "tools.ToolsConfig(tools=('convert',))"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", program],
-    env=os.environ | {"PYTHONPATH": os.pathsep.join([str(library), str(ROOT)])},
-    cwd=library,
-    capture_output=True,
-    text=True,
-  )
+  done = run_in(library, program)
   assert "tools: no tool 'convert'; there are wiki_search" in done.stderr
 
 
@@ -224,12 +223,5 @@ def changed(tmp_path_factory) -> pathlib.Path:
 
 
 def test_reward_source_importer_and_loss_work_as_the_page_says(changed):
-  path = os.pathsep.join([str(changed), str(ROOT)])
-  done = subprocess.run(
-    [sys.executable, "-c", USE],
-    env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-    cwd=changed,
-    capture_output=True,
-    text=True,
-  )
+  done = run_in(changed, USE)
   assert done.returncode == 0, done.stderr

@@ -48,6 +48,7 @@ DOORS = {
     "coa_jax/tools/tools.py",
     "coa_jax/rewards/code/grader.py",
     "coa_jax/rewards/judge.py",
+    "coa_jax/rollout/vllm/client.py",
     "coa_jax/teacher/llm.py",
   },
   # vLLM lives in an environment of its own and is spoken to over HTTP; what it loads of

@@ -325,3 +325,11 @@ def sampled_ids(trajectory: Trajectory) -> list[int]:
     if s.author == Author.POLICY:
       out += s.ids
   return out
+
+
+def eventually(condition: Callable[[], object], seconds: float = 120.0) -> None:
+  """Waits until something is so, for a while at most."""
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end, "it never came to be"
+    time.sleep(0.005)

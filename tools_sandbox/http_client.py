@@ -91,6 +91,56 @@ def read_json(data: bytes) -> Any:
     raise BadReply("a reply that is not JSON") from None
 
 
+class Retries:
+  """The attempts at one request: their faults, and whether and when to try again.
+
+  `Service` makes them in its caller's thread. Who has many requests under way at once,
+  and calls some of them off, makes them on an event loop, by the same rules.
+
+  Attributes:
+    faults: of the attempts so far.
+  """
+
+  def __init__(self, retries: int, backoff_s: float, max_pause_s: float = math.inf):
+    """See `Service` for the arguments."""
+    self.faults: list[Fault] = []
+    self._retries = retries
+    self._backoff_s = backoff_s
+    self._max_pause_s = max_pause_s
+
+  def refused(self, status: int, headers: httpx.Headers, text: str) -> float:
+    """Notes a status other than 200; returns seconds to wait before the next attempt.
+
+    Raises:
+      NoReply: trying again cannot change it, or as of `failed`.
+    """
+    fault = Fault(f"status {status}", repr(text[:200]))
+    if status not in _PASSING and status < 500:
+      raise NoReply([*self.faults, fault], status, text)
+    return self.failed(fault, retry_after(headers.get("retry-after", "")))
+
+  def failed(self, fault: Fault, requested_s: float = 0.0) -> float:
+    """Notes a fault; returns seconds to wait before the next attempt.
+
+    Args:
+      fault: what was wrong.
+      requested_s: seconds that the service asks to wait.
+
+    Raises:
+      NoReply: no attempt is left, or the service asks to wait for too long.
+    """
+    if requested_s > self._max_pause_s:
+      wish = f"it asks to wait {requested_s:.0f} s, max_pause_s is less"
+      fault = Fault(fault.what, f"{fault.detail}; {wish}")
+    self.faults.append(fault)
+    if requested_s > self._max_pause_s or len(self.faults) > self._retries:
+      raise NoReply(self.faults)
+    pause = self._backoff_s * 2.0 ** (len(self.faults) - 1)
+    pause = min(pause, self._max_pause_s)
+    # Full pauses at once would bring all callers back at the same moment.
+    return max(requested_s, pause * random.uniform(0.5, 1.0))
+
+
 class Service:
   """POSTs JSON to one URL. Thread-safe; close it after use."""
 
@@ -178,46 +228,30 @@ class Service:
       NoReply: all attempts failed, the time is over, or the service refuses.
     """
     deadline = time.monotonic() + seconds
-    faults: list[Fault] = []
+    retries = Retries(self._retries, self._backoff_s, self._max_pause_s)
     while True:
-      requested = 0.0
       try:
         self._wait_turn(deadline)
         left = min(deadline - time.monotonic(), self._timeout_s)
         status, headers, data = exchange(self._client, "POST", self._url, body, left)
         if status == 200:
-          return read(data), tuple(faults)
+          return read(data), tuple(retries.faults)
         text = data.decode("utf-8", "replace")
-        faults.append(Fault(f"status {status}", repr(text[:200])))
-        if status not in _PASSING and status < 500:
-          raise NoReply(faults, status, text)
-        requested = retry_after(headers.get("retry-after", ""))
+        pause = retries.refused(status, headers, text)
       except (httpx.TimeoutException, TimeoutError):
         limit = min(seconds, self._timeout_s)
-        faults.append(Fault(f"no reply within {limit:.3g} s"))
+        pause = retries.failed(Fault(f"no reply within {limit:.3g} s"))
       except httpx.RequestError as e:
-        faults.append(Fault(type(e).__name__, str(e)))
+        pause = retries.failed(Fault(type(e).__name__, str(e)))
       except BadReply as e:
-        faults.append(Fault(*e.args))
-      if requested > self._max_pause_s:
-        what, detail = faults[-1]
-        detail += f"; it asks to wait {requested:.0f} s, max_pause_s is less"
-        faults[-1] = Fault(what, detail)
-        raise NoReply(faults)
-      pause = max(requested, self._pause(len(faults)))
-      if len(faults) > self._retries or time.monotonic() + pause >= deadline:
-        raise NoReply(faults)
+        pause = retries.failed(Fault(*e.args))
+      if time.monotonic() + pause >= deadline:
+        raise NoReply(retries.faults)
       time.sleep(pause)
 
   def broken(self, what: str) -> Unavailable:
     """The error for a reply that is JSON but not the service's own."""
     return Unavailable(f"{self._name} gives no usable reply: {what}")
-
-  def _pause(self, failed: int) -> float:
-    """Seconds to wait after so many failed attempts."""
-    pause = min(self._backoff_s * 2.0 ** (failed - 1), self._max_pause_s)
-    # Full pauses at once would bring all callers back at the same moment.
-    return pause * random.uniform(0.5, 1.0)
 
   def _wait_turn(self, deadline: float) -> None:
     with self._lock:

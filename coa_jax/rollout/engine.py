@@ -160,6 +160,8 @@ class EpisodePool:
     """Drops an episode; one that is over, or was never submitted, changes nothing."""
     job = None
     with self._lock:
+      # Waiting, it is forgotten here; running, its replica's thread drops it before the
+      # next round, for only that thread may touch the slots.
       for queue, running, dropped in zip(
         self._queues, self._running, self._dropped, strict=True
       ):
@@ -170,7 +172,7 @@ class EpisodePool:
         elif episode in running:
           job = running.pop(episode)
           dropped.append(episode)
-    if job:
+    if job:  # without the lock: who waits may submit again at once
       job.future.set_exception(concurrent.futures.CancelledError())
 
   def close(self) -> None:
@@ -183,6 +185,7 @@ class EpisodePool:
       threads = [thread for thread in self._threads if thread]
     for thread in threads:
       thread.join()
+    # Only now: until its thread has ended, a round may still finish an episode.
     jobs += [job for running in self._running for job in running.values()]
     for running in self._running:
       running.clear()
@@ -196,6 +199,7 @@ class EpisodePool:
   def _replica_for(self, group: int | None) -> int:
     """Where a new episode goes: beside its group if there is room."""
     last, i = self._last_group
+    # A group's episodes share their prompt's cache, but only within one replica.
     beside = group is not None and group == last
     if not beside or self._load(i) >= self._replicas[i].slots:
       i = min(range(len(self._replicas)), key=self._load)
@@ -265,6 +269,8 @@ class EpisodePool:
       if self._queues[i]:
         out.append(self._queues[i].pop(0))
         continue
+      # Its own queue is empty: help who has more than it has slots, from the end of the
+      # queue, so that what waits longest stays where its group is.
       other = max(range(len(self._queues)), key=self._load)
       if self._load(other) <= self._replicas[other].slots or not self._queues[other]:
         break

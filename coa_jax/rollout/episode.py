@@ -119,38 +119,40 @@ class CoAEpisode(Episode):
     if len(t.calls) >= self.config.max_calls:
       return self._finish(Status.TURN_LIMIT)
     name = tag[2:-1]
+    # The last opening tag of this turn: the policy may have left others open.
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
     if not opening:
       return _refused(name, before, f"{tag} closes nothing")
     content = content[: content.index(tag)].removeprefix(" ")
     if self._made_before(name, content):
-      said = "the same call was made before; see its observation, or ask another way"
-      return _refused(name, content, said)
+      reason = "the same call was made before; see its observation, or ask another way"
+      return _refused(name, content, reason)
     left = self.config.tool_seconds - self._tool_seconds
     return self.toolbox.submit(name, content, left, self._code_session)
 
   def _made_before(self, name: str, content: str) -> bool:
     """Whether the call was made as often as it may be; a tool's own failure is none."""
-    most, call = self.config.same_calls, (name, content.strip())
-    made = sum(
+    call = (name, content.strip())
+    times = sum(
       (c.name, c.arguments.strip()) == call and c.status != CallStatus.TOOL
       for c in self.trajectory.calls
     )
-    return 0 < most <= made
+    return 0 < self.config.same_calls <= times
 
   def observed(self, result: ToolCall) -> list[int] | None:
     """Appends the observation of a finished call. See `Episode`."""
     t = self.trajectory
-    said = self.tokenizer.cut_observation(result.result, self.config.observation_tokens)
-    result = dataclasses.replace(result, result=said)  # on record is what was read
+    text = self.tokenizer.cut_observation(result.result, self.config.observation_tokens)
+    result = dataclasses.replace(result, result=text)  # on record is what was read
     t.calls.append(result)
     t.usage.tool_calls += 1
     self._tool_seconds += result.seconds
+    # Nobody's fault here: the attempt says nothing about the policy.
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
     if self._tool_seconds >= self.config.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
-    segment = self.tokenizer.encode_observation(said)
+    segment = self.tokenizer.encode_observation(text)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
     self._turn = ""
@@ -176,10 +178,10 @@ class CoAEpisode(Episode):
 
 
 def _refused(
-  name: str, arguments: str, why: str
+  name: str, arguments: str, reason: str
 ) -> concurrent.futures.Future[ToolCall]:
   """A call that is answered without any tool."""
-  call = ToolCall(name, arguments, f"error: {why}", CallStatus.MODEL)
+  call = ToolCall(name, arguments, f"error: {reason}", CallStatus.MODEL)
   future: concurrent.futures.Future[ToolCall] = concurrent.futures.Future()
   future.set_result(call)
   return future

@@ -71,6 +71,7 @@ class ReplicaPool(EpisodePool):
     if params is not None:
       began = time.monotonic()
       views = decode_params.decoding_views(self.model, params, self._partitioner)
+      # Wait here, so that the seconds are the copy's and not the first window's.
       jax.block_until_ready(views)
       self._sync_seconds += time.monotonic() - began
     self.publish(views, version)

@@ -143,14 +143,15 @@ def window(
 ) -> tuple[KVCache, SamplerState, Sampled]:
   """Samples up to W tokens in every active slot.
 
+  The window ends sooner once no slot is active.
+
   Args:
     cfg: the model, unrolled.
     params: the policy, one of `decoding_views`.
     cache: of all slots; donated.
     state: the slots.
     tables: where to stop.
-    forced_BW: ids to take instead of drawing them; -1 draws. The window ends sooner
-      once no slot is active.
+    forced_BW: ids to take instead of drawing them; -1 draws.
     partitioner: of the sampler, on several devices.
     truncation: leaves out unlikely tokens.
 
@@ -166,8 +167,9 @@ def window(
     stop_B=jnp.zeros(B, jnp.int32),
   )
 
-  def body(carry):
+  def sample_one(carry):
     i, cache, s, out = carry
+    # --- Run the pending token: the distribution of the one after it.
     hidden_B1D, cache = model.apply(
       {"params": params},
       s.pending_B[:, None],
@@ -177,35 +179,47 @@ def window(
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)
+    # --- Draw it, or take the one that is given. Idle slots draw too, into nothing.
     keys_B = _keys(s.seed_B, s.sequence_B, s.length_B + 1)
     drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
     token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
     logp_B = jnp.take_along_axis(logp_BV, token_B[:, None], axis=-1)[:, 0]
-    state_B, class_B = s.automaton_B, tables.class_V[token_B]
-    stop_B = jnp.where(s.active_B, tables.stop_SC[state_B, class_B], 0)
-    length_B = s.length_B + s.active_B
-    full_B = length_B + 1 >= s.limit_B
+    # --- Record it, and see which slots stop.
+    after, stop_B = _advance(s, tables, token_B)
     out = Sampled(
       token_BW=out.token_BW.at[:, i].set(token_B),
       logp_BW=out.logp_BW.at[:, i].set(logp_B),
       count_B=out.count_B + s.active_B,
       stop_B=jnp.maximum(out.stop_B, stop_B),
     )
-    s = s.replace(
-      length_B=length_B,
-      pending_B=jnp.where(s.active_B, token_B, s.pending_B),
-      automaton_B=jnp.where(s.active_B, tables.next_SC[state_B, class_B], state_B),
-      active_B=s.active_B & (stop_B == 0) & ~full_B,
-      grammar_B=_grammar_after(s, tables, token_B),
-    )
-    return i + 1, cache, s, out
+    return i + 1, cache, after, out
 
-  def more(carry):
+  def goes_on(carry):
     i, _, s, _ = carry
     return (i < steps) & jnp.any(s.active_B)
 
-  _, cache, state, out = jax.lax.while_loop(more, body, (0, cache, state, out))
+  start = (0, cache, state, out)
+  _, cache, state, out = jax.lax.while_loop(goes_on, sample_one, start)
   return cache, state, out
+
+
+def _advance(
+  s: SamplerState, tables: Tables, token_B: jax.Array
+) -> tuple[SamplerState, jax.Array]:
+  """The slots after active ones have sampled these tokens, and who stopped at a tag."""
+  class_B = tables.class_V[token_B]
+  stop_B = jnp.where(s.active_B, tables.stop_SC[s.automaton_B, class_B], 0)
+  next_B = tables.next_SC[s.automaton_B, class_B]
+  length_B = s.length_B + s.active_B
+  full_B = length_B + 1 >= s.limit_B
+  after = s.replace(
+    length_B=length_B,
+    pending_B=jnp.where(s.active_B, token_B, s.pending_B),
+    automaton_B=jnp.where(s.active_B, next_B, s.automaton_B),
+    active_B=s.active_B & (stop_B == 0) & ~full_B,
+    grammar_B=_grammar_after(s, tables, token_B),
+  )
+  return after, stop_B
 
 
 def _distribution(

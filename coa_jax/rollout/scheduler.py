@@ -103,6 +103,7 @@ class Scheduler:
     if episode not in self._episodes:
       return
     slot = self._episodes.index(episode)
+    # Nobody waits for its call any more; the tool itself can not be stopped from here.
     self._calls.pop(slot, None)
     self._ids[slot] = []
     self._logps[slot] = []
@@ -148,7 +149,8 @@ class Scheduler:
 
   def _start(self, new: Sequence[Episode]) -> None:
     """Puts episodes into free slots: prefills prompts, or copies a neighbour's."""
-    held = {self._prompts[slot]: slot for slot in self._live()}
+    # A group has one prompt: the first of its episodes prefills it, the others copy.
+    slot_of_prompt = {self._prompts[slot]: slot for slot in self._live()}
     free = [slot for slot, e in enumerate(self._episodes) if e is None]
     prefills: list[tuple[int, list[int]]] = []
     copies: list[tuple[int, int, list[int]]] = []
@@ -167,10 +169,10 @@ class Scheduler:
       self._state.temperature_B[slot] = episode.temperature
       self._state.length_B[slot] = 0
       self._state.grammar_B[slot] = 0
-      if prompt in held:
-        copies.append((slot, held[prompt], ids))
+      if prompt in slot_of_prompt:
+        copies.append((slot, slot_of_prompt[prompt], ids))
       else:
-        held[prompt] = slot
+        slot_of_prompt[prompt] = slot
         prefills.append((slot, ids))
     self._extend(prefills, fresh=True)
     self._copy(copies)
@@ -191,8 +193,9 @@ class Scheduler:
 
   def _inject(self) -> list[Episode]:
     """Appends the observations of calls that are done; returns who ended by one."""
-    given: list[tuple[int, list[int]]] = []
+    observations: list[tuple[int, list[int]]] = []
     ended: list[Episode] = []
+    # A list first: calls are taken out of the dictionary on the way.
     for slot in [slot for slot, call in self._calls.items() if call.done()]:
       episode = self._episodes[slot]
       ids = episode.observed(self._calls.pop(slot).result())
@@ -207,30 +210,37 @@ class Scheduler:
         if self._resume_S is not None:
           state = self._state.grammar_B[slot]
           self._state.grammar_B[slot] = self._resume_S[state]
-        given.append((slot, ids))
-    self._extend(given, fresh=False)
+        observations.append((slot, ids))
+    self._extend(observations, fresh=False)
     return ended
 
-  def _extend(self, given: list[tuple[int, list[int]]], fresh: bool) -> None:
-    """Appends ids to slots, in batches of one row bucket and one length bucket."""
+  def _extend(self, rows: list[tuple[int, list[int]]], fresh: bool) -> None:
+    """Appends ids to slots, in batches of one row bucket and one length bucket.
+
+    Args:
+      rows: (slot, ids to append).
+      fresh: whether the slots are empty, so that no token of theirs is pending.
+    """
     batches: dict[int, list[tuple[int, list[int]]]] = {}
-    for slot, ids in given:
+    for slot, ids in rows:
       if not fresh:
         ids = [int(self._state.pending_B[slot]), *ids]
       # The last token stays pending: running it is what the next sample starts from.
       batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
-    ends = [int(self._state.length_B[slot]) + len(ids) for slot, ids in given]
+    # The cache grows before anything is written, once for all batches.
+    ends = [int(self._state.length_B[slot]) + len(ids) for slot, ids in rows]
     began = time.monotonic()
     self._fit(max([*self._state.length_B[self._live()], *ends], default=1))
     R = self.inject_rows
-    for length, rows in batches.items():
-      for i in range(0, len(rows), R):
-        self._extend_batch(rows[i : i + R], length)
-    self.counters.prefilled_tokens += sum(len(ids) for _, ids in given)
+    for length, batch in batches.items():
+      for i in range(0, len(batch), R):
+        self._extend_batch(batch[i : i + R], length)
+    self.counters.prefilled_tokens += sum(len(ids) for _, ids in rows)
     self.timings.decode += time.monotonic() - began
 
   def _extend_batch(self, rows: list[tuple[int, list[int]]], length: int) -> None:
     R = self.inject_rows
+    # Slot B is none: rows that are not used write to it, that is nowhere.
     row_R = np.full(R, self.slots, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
@@ -259,6 +269,7 @@ class Scheduler:
     self._state.pending_B[slot] = ids[-1]
     self._state.automaton_B[slot] = 0
     self._state.active_B[slot] = True
+    # Asked only now: what is forced may depend on what was appended.
     self._forced[slot] = self._episodes[slot].forced()
 
   def _copy(self, copies: list[tuple[int, int, list[int]]]) -> None:
@@ -279,10 +290,12 @@ class Scheduler:
     # --- What each slot may do in this window.
     before = self._state.active_B
     ended: list[Episode] = []
+    # All slots that hold an episode count: an idle one's cache must stay, too.
     ends = self._state.length_B + self.config.window * before
     self._fit(min(int(ends[self._live()].max()), self.config.max_len))
     forced_BW = np.full((len(before), self.config.window), -1, np.int32)
     for slot in np.flatnonzero(before):
+      # A limit may change while the episode runs: 0 is how it is called off.
       self._state.limit_B[slot] = min(self._episodes[slot].limit, self.config.max_len)
       self._episodes[slot].version = self._version
       rest = self._forced[slot][len(self._ids[slot]) :][: self.config.window]
@@ -300,6 +313,7 @@ class Scheduler:
       self.partitioner,
       self.config.truncation,
     )
+    # Copies: the host writes into the state, and a device's own memory is read-only.
     self._state, out = jax.tree.map(np.array, (state, out))
     self._window_seconds = time.monotonic() - began
     self.timings.decode += self._window_seconds

@@ -2,6 +2,8 @@
 
 Every question is an episode of the engine, which plays as many at once as it has slots.
 Whoever sent it gets every window's text, every observation, and the end.
+
+budget: what becomes a stream (spans, an episode), and who may send questions.
 """
 
 from __future__ import annotations
@@ -93,15 +95,16 @@ class Spans:
     self._tag = re.compile(rf"<(/?)({'|'.join(tags)})>")
     self._whole = [w(t) for t in tags for w in (roles.open_tag, roles.close_tag)]
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    self._role = self._held = ""
+    self._role = ""
+    self._unread = ""  # text that may be the beginning of a tag
 
   def read(self, data: bytes, final: bool = False) -> Iterator[TextDelta]:
     """The pieces that are certain after these bytes; all of them if they are the last.
 
     What may turn out to be the beginning of a tag or of a character is held back.
     """
-    text = self._held + self._decoder.decode(data, final)
-    at = 0
+    text = self._unread + self._decoder.decode(data, final)
+    at = 0  # where the text that is still to be handed on begins
     for match in self._tag.finditer(text):
       if match.start() > at:
         yield TextDelta(self._role, text[at : match.start()])
@@ -109,11 +112,13 @@ class Spans:
       yield TextDelta(role, match[0], is_tag=True)
       self._role = "" if closing else role
       at = match.end()
+    # What is left may end within a tag. Only the last `<` can begin one that is not
+    # whole: an earlier one would have been closed, or is text.
     end = len(text)
     tail = text.rfind("<", at)
     if not final and tail >= 0 and any(t.startswith(text[tail:]) for t in self._whole):
       end = tail
-    self._held = text[end:]
+    self._unread = text[end:]
     if end > at:
       yield TextDelta(self._role, text[at:end])
 
@@ -158,23 +163,26 @@ class StreamingEpisode(CoAEpisode):
 
   @property
   def limit(self) -> int:
-    """Tokens it may have in all by now; none once it is called off. See `Episode`."""
+    """Tokens it may have in all by now; none once it is called off."""
+    if self.cancelled:
+      return 0
     usage = self.trajectory.usage
-    return 0 if self.cancelled else usage.prompt + usage.observation + self._max_tokens
+    return usage.prompt + usage.observation + self._max_tokens
 
   def progress(self, ids: list[int]) -> None:
-    """Streams the text of a window. See `Episode`."""
+    """Streams the text of a window."""
     super().progress(ids)
     self._stream(ids, final=False)
 
   def sampled(
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
-    """Streams the rest of a turn. See `Episode`."""
+    """Streams the rest of a turn."""
     self._stream(ids, final=True)
     self._streamed = 0
-    spent = self.trajectory.usage.generated + len(ids) >= self._max_tokens
-    if tag != roles.close_tag(roles.ANSWER) and (spent or self.cancelled):
+    no_tokens_left = self.trajectory.usage.generated + len(ids) >= self._max_tokens
+    is_call = tag != roles.close_tag(roles.ANSWER)
+    if is_call and (no_tokens_left or self.cancelled):
       tag = None  # a call whose result could not be used is not made
     return super().sampled(ids, logps, tag)
 
@@ -186,13 +194,14 @@ class StreamingEpisode(CoAEpisode):
     return ids
 
   def out_of_room(self) -> None:
-    """Forgets the observation that does not fit. See `Episode`."""
+    """Forgets the observation that does not fit."""
     self._observation = ""
     super().out_of_room()
 
   def _stream(self, ids: list[int], final: bool) -> None:
     if self.cancelled:
       return
+    # Late, so that an observation that had no room is never streamed.
     if self._observation:
       role = roles.OBSERVATION
       text = self._observation
@@ -202,16 +211,17 @@ class StreamingEpisode(CoAEpisode):
       self.on_event(TextDelta(role, opening, is_tag=True))
       self.on_event(TextDelta(role, text[len(opening) : -len(closing)]))
       self.on_event(TextDelta(role, closing, is_tag=True))
+    # Bytes: a character may be spread over tokens of two windows.
     new = self.tokenizer.raw(ids[self._streamed :])
     self._streamed = len(ids)
     for delta in self._spans.read(new, final):
       self.on_event(delta)
 
 
-def _too_long(what: str, limit: int) -> ValueError:
+def _too_long(question: str, limit: int) -> ValueError:
   return ValueError(
-    f"{what} leaves no room in the {limit} tokens that prompt, observations and answer "
-    "may have together"
+    f"{question} leaves no room in the {limit} tokens that prompt, observations and "
+    "answer may have together"
   )
 
 
@@ -259,7 +269,7 @@ class InferenceServer:
     """Calls off all questions."""
     with self._lock:
       self._closed = True
-      left = list(self._open)
+      left = list(self._open)  # a copy: each that ends leaves the set
     for episode in left:
       self.cancel(episode)
 
@@ -301,6 +311,7 @@ class InferenceServer:
     with self._lock:
       if self._closed:
         raise Stopped("the server has stopped")
+      # Counted here, not asked of the engine: two senders must not take one place.
       if len(self._open) >= self.worker.engine.capacity + self.max_waiting:
         raise Busy(f"{self.max_waiting} questions wait already")
       self._open.add(episode)

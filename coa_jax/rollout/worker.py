@@ -1,4 +1,7 @@
-"""A policy that plays tasks: model, tokenizer, engine and grader behind one call."""
+"""A policy that plays tasks: model, tokenizer, engine and grader behind one call.
+
+budget: one worker, whether it plays one attempt, all of many tasks, or old ones again.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,7 @@ class RolloutWorker:
     """
     if variant is None:
       variant = roles.get_variant(config.variant).with_tools(tools)
+    # --- What all episodes share.
     self.tokenizer = tokenizer
     self.grader = grader or Grader()
     self.journal = journal
@@ -69,6 +73,7 @@ class RolloutWorker:
       observation_tokens=config.observation_tokens,
       same_calls=config.same_calls,
     )
+    # --- Refuse a model that will not fit, before anything large is allocated.
     if vllm is None:
       replicas = 1
       if partitioner:
@@ -77,6 +82,7 @@ class RolloutWorker:
         model, config.slots, config.max_len, config.window, replicas=replicas
       )
       sizes.check_device(sizes.parameter_needs(model) | needs, partitioner)
+    # --- What stops sampling, what may be sampled, and who samples.
     automaton = compile_stops(variant, tokenizer, model.vocab_size)
     self.constraint = None
     if config.constrain:
@@ -85,6 +91,7 @@ class RolloutWorker:
     if vllm is None:
       self.engine = ReplicaPool(model, automaton, config, partitioner, self.constraint)
     else:
+      # Any row of text will do to compare log-probs by.
       probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
       tokenizer.encode_prompt(probe)
       ids = [i for s in probe for i in s.ids]
@@ -275,7 +282,7 @@ class RolloutWorker:
         for future in done:
           episode = running.pop(future)
           yield episode.sequence // samples, future.result()
-    finally:
+    finally:  # where the caller stops reading, too
       for episode in running.values():
         self.engine.cancel(episode)
 

@@ -17,17 +17,20 @@ sampled, of all that our slots could have sampled meanwhile.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.rollout import DEVICES, check_tokens
 from experiments.bench.train_work import SIZES
-from experiments.bench.workers import available, by_turns, generators
 from experiments.launch import run_program
 
-PROMPT, NEW, CALLS, OBSERVATION = 64, 64, 3, 48
+# Of a trajectory: tokens of its prompt and of a turn, calls, tokens that one returns.
+PROMPT = 64
+NEW = 64
+CALLS = 3
+OBSERVATION = 48
 LENGTH = PROMPT + (CALLS + 1) * NEW + CALLS * OBSERVATION
 # Name -> size, dtype, whether tools take time.
 CASES = {
@@ -35,6 +38,25 @@ CASES = {
   for size in ("5M", "100M")
   for tools in ("tools", "no latency")
 }
+
+
+def trajectory_job(model: Mapping[str, Any], dtype: str, new: int) -> dict[str, Any]:
+  """What every trajectory of `bench.agentic` and `bench.rl` does.
+
+  Args:
+    model: fields of ModelConfig.
+    dtype: of weights and computation.
+    new: tokens of a turn of the model.
+  """
+  return {
+    "model": model,
+    "dtype": dtype,
+    "prompt": PROMPT,
+    "new": new,
+    "calls": CALLS,
+    "observation": OBSERVATION,
+    "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
+  }
 
 
 def measure(
@@ -62,31 +84,22 @@ def measure(
   Raises:
     ValueError: continuations differ, or a worker ended.
   """
-  job = {
-    "model": model,
-    "dtype": dtype,
-    "prompt": PROMPT,
-    "new": new,
-    "calls": CALLS,
-    "observation": OBSERVATION,
-    "trajectories": trajectories,
-    "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
-    "devices": DEVICES.get(name),
-  }
-  with generators("experiments.bench.agentic_work", job, pythons) as workers:
-    rows = []
+  job = trajectory_job(model, dtype, new)
+  job |= {"trajectories": trajectories, "devices": DEVICES.get(name)}
+  rows = []
+  with peers.contestants("experiments.bench.agentic_work", job, pythons) as workers:
     for latency in latencies:
-      turns = by_turns(workers, rounds, check_tokens, latency=latency)
-      for who, taken in turns.items():
-        seconds = statistics.median(t["seconds"] for t in taken)
+      turns = peers.warm_turns(workers, rounds, check_tokens, latency=latency)
+      for who, answers in turns.items():
+        seconds = peers.median(answers)
         row = {
           "size": name,
           "tools": "0.1 to 0.3 s" if latency else "0 s",
           "contestant": who,
           "trajectories_per_second": trajectories / seconds,
           "tokens_per_second": trajectories * (CALLS + 1) * new / seconds,
-          **taken[-1]["counted"],
-          "peak_mb": taken[-1]["peak_mb"],
+          **answers[-1]["counted"],
+          "peak_mb": answers[-1]["peak_mb"],
         }
         rows.append(row)
         print(f"{name}, {row['tools']}, {who}: {trajectories / seconds:.2f} a second")
@@ -95,12 +108,12 @@ def measure(
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Our trajectories/s over theirs, by name."""
-  by = {(r["size"], r["tools"], r["contestant"]): r for r in rows}
   rate = "trajectories_per_second"
   return {
-    f"{size}, tools of {tools}, over {who}": by[size, tools, "ours"][rate] / row[rate]
-    for (size, tools, who), row in by.items()
-    if who != "ours"
+    f"{row['size']}, tools of {row['tools']}, over {row['contestant']}": (
+      own[rate] / row[rate]
+    )
+    for row, own in bench.against_ours(rows, "size", "tools")
   }
 
 
@@ -118,13 +131,11 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
-  rounds = 1 if bench.QUICK.value else bench.ROUNDS.value
-  peers, rows = available(("vllm", "tunix")), []
-  asked: dict[tuple[str, str], list[bool]] = {}
-  for size, dtype, latency in bench.chosen(CASES).values():
-    asked.setdefault((size, dtype), []).append(latency)
-  for (size, dtype), latencies in asked.items():
-    rows += measure(size, SIZES[size].model, dtype, peers, latencies, rounds)
+  pythons = bench.available("vllm", "tunix")
+  rows = []
+  for (size, dtype), latencies in bench.by_model(bench.chosen(CASES)).items():
+    model = SIZES[size].model
+    rows += measure(size, model, dtype, pythons, latencies, bench.rounds())
   return {"table": rows, "ratios": ratios(rows)}
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import json
-import os
-import sys
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from experiments.bench import rollout_work as plain
-from experiments.bench.worker import Turn, serve
+from experiments.bench.peers import Turn, serve
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TrajectoryPlan:
   """What every trajectory does.
 
   Attributes:
@@ -39,11 +37,12 @@ class Plan:
   seconds: list[list[float]]
 
 
-def make_plan(job: dict[str, Any], trajectories: int, latency: bool) -> Plan:
+def make_plan(job: dict[str, Any], trajectories: int, latency: bool) -> TrajectoryPlan:
   """The same for everyone: calls of 0.1 to 0.3 seconds, or of none."""
-  rng, V = np.random.default_rng(1), job["model"]["vocab_size"]
+  rng = np.random.default_rng(1)
+  V = job["model"]["vocab_size"]
   shape = (trajectories, job["calls"])
-  return Plan(
+  return TrajectoryPlan(
     prompts=plain.prompts(trajectories, job["prompt"], V),
     new=job["new"],
     observations=rng.integers(0, V, (*shape, job["observation"])).tolist(),
@@ -51,10 +50,10 @@ def make_plan(job: dict[str, Any], trajectories: int, latency: bool) -> Plan:
   )
 
 
-class Tools:
+class TimedTools:
   """Calls that take their time; as many at once as there are trajectories."""
 
-  def __init__(self, plan: Plan):
+  def __init__(self, plan: TrajectoryPlan):
     self.plan = plan
     self._pool = concurrent.futures.ThreadPoolExecutor(len(plan.prompts))
 
@@ -62,29 +61,40 @@ class Tools:
     """The future of trajectory i's n-th call."""
     return self._pool.submit(self._call, i, call)
 
+  def calls(self, i: int) -> list[Callable[[], concurrent.futures.Future[list[int]]]]:
+    """What starts each of trajectory i's calls."""
+    count = len(self.plan.seconds[i])
+    return [functools.partial(self.start, i, n) for n in range(count)]
+
   def _call(self, i: int, call: int) -> list[int]:
     time.sleep(self.plan.seconds[i][call])
     return self.plan.observations[i][call]
 
 
 # Plays a plan; returns every trajectory's last turn, and what it counted.
-Play = Callable[[Plan], tuple[list[list[int]], dict[str, float]]]
+Play = Callable[[TrajectoryPlan], tuple[list[list[int]], dict[str, float]]]
 
 
 def ours(folder: str, job: dict[str, Any]) -> Play:
   """One slot a trajectory, whose cache is kept while its tool runs."""
-  config = dict(max_len=job["length"], window=8, inject_rows=4)
+  cfg, params, automaton = plain.our_model(folder, job)
   engine, params = plain.our_engine(
-    *plain.our_model(folder, job), job["trajectories"], **config
+    cfg,
+    params,
+    automaton,
+    job["trajectories"],
+    max_len=job["length"],
+    window=8,
+    inject_rows=4,
   )
 
-  def play(plan: Plan) -> tuple[list[list[int]], dict[str, float]]:
-    tools = Tools(plan)
+  def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
+    tools = TimedTools(plan)
     before = engine.counters
-    episodes = []
-    for i, prompt in enumerate(plan.prompts):
-      calls = [lambda i=i, n=n: tools.start(i, n) for n in range(len(plan.seconds[i]))]
-      episodes.append(plain.Turns(i, prompt, plan.new, calls))
+    episodes = [
+      plain.GreedyEpisode(i, prompt, plan.new, tools.calls(i))
+      for i, prompt in enumerate(plan.prompts)
+    ]
     plain.play(engine, params, episodes)
     done = engine.counters.since(before)
     utilisation = done.sampled_tokens / done.slot_steps
@@ -100,25 +110,29 @@ def vllm(folder: str, job: dict[str, Any]) -> Play:
     folder, job, max_model_len=job["length"], enable_prefix_caching=True
   ).llm_engine
 
-  def play(plan: Plan) -> tuple[list[list[int]], dict[str, float]]:
+  def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
     engine.reset_prefix_cache()  # of the turn before, with the same prompts
-    tools, sampling = Tools(plan), plain.vllm_sampling(plan.new)
+    tools = TimedTools(plan)
+    sampling = plain.vllm_sampling(plan.new)
+    # Of every trajectory: all its ids, those of its last turn, its number of turns.
     ids = [list(p) for p in plan.prompts]
     last: list[list[int]] = [[] for _ in ids]
-    turn, waiting, prefilled = [0] * len(ids), {}, 0
+    turn = [0] * len(ids)
+    waiting = {}  # future of a call -> trajectory
+    prefilled = 0
 
-    def ask(i: int) -> None:
+    def request_turn(i: int) -> None:
       engine.add_request(f"{i}", {"prompt_token_ids": list(ids[i])}, sampling)
 
     for i in range(len(ids)):
-      ask(i)
+      request_turn(i)
     while waiting or engine.has_unfinished_requests():
       if not engine.has_unfinished_requests():
         concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
       for future in [f for f in waiting if f.done()]:
         i = waiting.pop(future)
         ids[i] += future.result()
-        ask(i)
+        request_turn(i)
       for out in engine.step():
         if out.finished:
           i = int(out.request_id)
@@ -137,8 +151,9 @@ def tunix(folder: str, job: dict[str, Any]) -> Play:
   """Turns in step: all generate, all tools run, and everything is prefilled again."""
   engine = plain.tunix_engine(folder, job, job["length"])
 
-  def play(plan: Plan) -> tuple[list[list[int]], dict[str, float]]:
-    tools, prefilled = Tools(plan), 0
+  def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
+    tools = TimedTools(plan)
+    prefilled = 0
     ids = [list(p) for p in plan.prompts]
     for turn in range(len(plan.seconds[0]) + 1):
       prefilled += sum(map(len, ids))
@@ -155,10 +170,8 @@ def tunix(folder: str, job: dict[str, Any]) -> Play:
 CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}
 
 
-def start(name: str, folder: str) -> Turn:
+def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
   """A contestant's turn: {"latency": bool} plays all trajectories once."""
-  with open(os.path.join(folder, plain.JOB), encoding="utf-8") as f:
-    job = json.load(f)
   if name == "ours":
     plain.use_cores(job)
   play = CONTESTANTS[name](folder, job)
@@ -171,4 +184,4 @@ def start(name: str, folder: str) -> Turn:
 
 
 if __name__ == "__main__":
-  serve(lambda: start(*sys.argv[1:]))
+  serve(start)

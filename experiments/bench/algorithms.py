@@ -124,36 +124,36 @@ def collapse(
   """
   size = min(-(-_WINDOW // prompts), len(log))
 
-  def means(name: str) -> np.ndarray:
+  def window_means(name: str) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(_column(log, name), size)
     return np.array(
       [np.mean(w[~np.isnan(w)]) for w in windows if not np.isnan(w).all()]
     )
 
-  found = []
+  reasons = []
   dead = np.isnan(_column(log[-size:], "reward")).sum()
   if dead > 0.1 * size:
-    found.append(f"nothing was graded at {dead} of the last {size} updates")
-  reward = means("reward")
+    reasons.append(f"nothing was graded at {dead} of the last {size} updates")
+  reward = window_means("reward")
   if len(reward) and reward[-1] < 0.9 * reward.max():
-    found.append(
+    reasons.append(
       f"reward {reward[0]:.3f} at first, {reward.max():.3f} at best, {reward[-1]:.3f} "
       "at last"
     )
   known = [r["dev_accuracy"] for r in log if r.get("dev_accuracy") is not None]
   if accuracy is None or np.isnan(accuracy):
-    found.append("no greedy answer was graded at last")
+    reasons.append("no greedy answer was graded at last")
   elif accuracy < max([accuracy, *known]) - 0.1:
-    found.append(f"greedy accuracy {max(known):.3f} at best, {accuracy:.3f} at last")
-  written = means("format")
+    reasons.append(f"greedy accuracy {max(known):.3f} at best, {accuracy:.3f} at last")
+  written = window_means("format")
   if len(written) and written[-1] < 0.9:
-    found.append(f"well-formed {written[-1]:.3f} at last")
-  if means("truncated_share")[-1] > 0.1:
-    found.append(f"cut off {means('truncated_share')[-1]:.3f} at last")
+    reasons.append(f"well-formed {written[-1]:.3f} at last")
+  if window_means("truncated_share")[-1] > 0.1:
+    reasons.append(f"cut off {window_means('truncated_share')[-1]:.3f} at last")
   # An update whose groups all lack variance has no gradient, and no such value.
   if any("grad_norm" in row and row["grad_norm"] is None for row in log):
-    found.append("a gradient was not finite")
-  return found
+    reasons.append("a gradient was not finite")
+  return reasons
 
 
 def train(
@@ -172,20 +172,20 @@ def train(
     DiskError, InUseError: nothing can be written there, or another command works there.
   """
   failed: dict[str, str] = {}
-  spent: list[float] = []
-  todo = []
+  run_seconds: list[float] = []
+  unfinished = []
   for config, own in jobs:
     if os.path.exists(os.path.join(own, "results.json")):
-      # Of the same settings.
+      # It has to be of the same settings.
       settings = read_config(config, rl.RLConfig)
       prepare_workdir(settings, own, may_change=("log.wandb_project",))
-      spent.append(read_metrics(own, "rl")[-1]["seconds"])
+      run_seconds.append(read_metrics(own, "rl")[-1]["seconds"])
     else:
-      todo.append((config, own))
-  for number, (config, own) in enumerate(todo):
-    each = np.mean(spent) if spent else steps * _UPDATE + _START
-    left = duration(float(each) * (len(todo) - number))
-    place = f"[{len(jobs) - len(todo) + number + 1}/{len(jobs)}]"
+      unfinished.append((config, own))
+  for number, (config, own) in enumerate(unfinished):
+    each = np.mean(run_seconds) if run_seconds else steps * _UPDATE + _START
+    left = duration(float(each) * (len(unfinished) - number))
+    place = f"[{len(jobs) - len(unfinished) + number + 1}/{len(jobs)}]"
     print(f"{place} {own}: {left} left", file=sys.stderr, flush=True)
     try:
       with clear_errors(own):
@@ -196,7 +196,7 @@ def train(
       traceback.print_exc()
       failed[own] = f"{type(e).__name__}: {e}"
     else:
-      spent.append(read_metrics(own, "rl")[-1]["seconds"])
+      run_seconds.append(read_metrics(own, "rl")[-1]["seconds"])
   return failed
 
 
@@ -250,13 +250,14 @@ def run_long(name: str, quickstart: str, workdir: str, steps: int) -> dict[str, 
 def main() -> None:
   """Trains, prints, judges."""
   prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
-  quick, figures = bench.QUICK.value, {}
+  quick = bench.QUICK.value
+  figures: dict[str, Any] = {}
   steps = _STEPS.value or (500 if _LONG.value else 15)
 
   def work() -> dict[str, Any]:
     if _LONG.value:
-      args = (_LONG.value, _QUICKSTART.value, _RUNS.value, steps)
-      figures.update(run_long(*args))
+      name = _LONG.value
+      figures.update(run_long(name, _QUICKSTART.value, _RUNS.value, steps))
       return figures
     names = [name for name in PRESETS if re.search(bench.CASES.value, name)]
     if not names:
@@ -279,14 +280,13 @@ def main() -> None:
   bench.program(work, "From the SFT model", columns, note)()
   bad = [f"{own} failed: {why}" for own, why in figures["failed"].items()]
   if _LONG.value and not bad:
-    found = figures["collapse"]
-    print(f"collapsed: {'; '.join(found)}" if found else "did not collapse")
-    bad += found
+    reasons = figures["collapse"]
+    print(f"collapsed: {'; '.join(reasons)}" if reasons else "did not collapse")
+    bad += reasons
   elif not quick:
     stuck = [r["algorithm"] for r in figures["table"] if r["improved"] < r["seeds"]]
-    bad += [f"the reward did not rise with every seed: {', '.join(stuck)}"][
-      : len(stuck)
-    ]
+    if stuck:
+      bad.append(f"the reward did not rise with every seed: {', '.join(stuck)}")
   for line in bad:
     print(line)
   sys.exit(1 if bad else 0)

@@ -37,7 +37,9 @@ from experiments.launch import COMPILE_CACHE, prepare, run_program
 _COMPILES = 3  # steps that are not timed
 _UNTIMED = ("dev", "save")  # phases that are the same for both
 _LAST = 3  # steps whose reward is the reward after training
-_LEAST_S, _MOST_S = 0.1, 0.3  # that a call takes longer
+# That a call takes longer.
+_LEAST_S = 0.1
+_MOST_S = 0.3
 
 
 def _define_flags() -> None:
@@ -85,7 +87,7 @@ def config_of(
 
 
 def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict:
-  """What one run says."""
+  """Computes the figures of one run from its log."""
 
   def mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float:
     return statistics.fmean(_number(row.get(name, 0.0)) for row in rows)
@@ -152,11 +154,16 @@ def main() -> None:
   quick = bench.QUICK.value
 
   def work() -> dict[str, Any]:
-    rounds = 1 if quick else bench.ROUNDS.value
-    given = flags.FLAGS
-    steps = _COMPILES + 1 if quick else given.steps
-    args = rounds, steps, given.staleness, quick
-    return run(given.quickstart, given.runs, *args)
+    rounds = bench.rounds()
+    options = flags.FLAGS
+    return run(
+      options.quickstart,
+      options.runs,
+      rounds,
+      steps=_COMPILES + 1 if quick else options.steps,
+      staleness=options.staleness,
+      quick=quick,
+    )
 
   note = (
     "Seconds a step that the learner learns and waits; below, the median ratio of the "

@@ -157,9 +157,9 @@ def measure(case: Case) -> dict[str, Any]:
   }
   used = sum(memory.values())
   model_flops, all_flops = flops(case, cfg)
-  found = collectives(text, case.chips, case.turns())
+  traffic = collectives(text, case.chips, case.turns())
   kinds: dict[str, dict[str, float]] = {}
-  for c in found:
+  for c in traffic:
     kind = kinds.setdefault(c.kind, {"count": 0, "size": 0, "sent": 0})
     kind["count"] += c.count
     kind["size"] += c.count * c.size
@@ -167,7 +167,7 @@ def measure(case: Case) -> dict[str, Any]:
   terms = {
     "compute": all_flops / case.chips / chip.flops,
     "hbm": hbm_bytes(case, cfg) / chip.hbm_rate,
-    "ici": sum(c.sent for c in found) / chip.ici_rate,
+    "ici": sum(c.sent for c in traffic) / chip.ici_rate,
   }
   # A window's tokens share what is done once around its loop.
   tokens_of = case.count if case.program == "decode" else 1
@@ -187,7 +187,7 @@ def measure(case: Case) -> dict[str, Any]:
     "hbm_bytes": hbm_bytes(case, cfg),
     "xla_bytes": (compiled.cost_analysis() or {}).get("bytes accessed"),
     "collectives": kinds,
-    "largest": [{**dataclasses.asdict(c), "sent": c.sent} for c in found[:8]],
+    "largest": [{**dataclasses.asdict(c), "sent": c.sent} for c in traffic[:8]],
     "terms": terms,
     "seconds": step,
     "xla_seconds": estimate,
@@ -274,9 +274,9 @@ def compile_apart(name: str) -> dict[str, Any]:
     out = json.loads(done.stdout.splitlines()[-1])
     out["warnings"] = [x for x in lines if "nvoluntary full remat" in x]
     return out
-  wanted = re.compile(r"Ran out of memory|Exceeded|Error\b|Error:")
-  told = [x.strip() for x in lines if wanted.search(x)] or lines[-1:]
-  return {"error": " ".join(told[-2:])[:600] or f"exit status {done.returncode}"}
+  is_reason = re.compile(r"Ran out of memory|Exceeded|Error\b|Error:")
+  reasons = [x.strip() for x in lines if is_reason.search(x)] or lines[-1:]
+  return {"error": " ".join(reasons[-2:])[:600] or f"exit status {done.returncode}"}
 
 
 def run(names: list[str]) -> dict[str, Any]:
@@ -285,9 +285,10 @@ def run(names: list[str]) -> dict[str, Any]:
   for i, name in enumerate(names, 1):
     print(f"[{i}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
     start = time.monotonic()
-    table[name] = found = compile_apart(name)
+    figures = compile_apart(name)
+    table[name] = figures
     seconds = f"{time.monotonic() - start:.0f} s"
-    print(f"  {verdict(name, found)} ({seconds})", file=sys.stderr, flush=True)
+    print(f"  {verdict(name, figures)} ({seconds})", file=sys.stderr, flush=True)
   ratios = {k: v["used"] / v["hbm"] for k, v in table.items() if "used" in v}
   return {"table": table, "ratios": ratios}
 

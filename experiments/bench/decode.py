@@ -18,10 +18,6 @@ model, to see the script work; its shares say nothing.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -33,9 +29,8 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.config import to_hf_config
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
+from experiments.bench import peers
 from experiments.bench import program as bench
-from experiments.bench.train_work import JOB
-from experiments.bench.workers import ROOT, Worker, available
 from experiments.launch import run_program
 
 _BANDWIDTH = flags.DEFINE_float("bandwidth", 4.8e12, "Bytes/s of the GPU's memory.", 1)
@@ -98,14 +93,13 @@ def measure(
     model = dataclasses.asdict(cfg)
     del model["windows"], model["yarn"]  # these models have neither
     job = {"model": model, "hf": to_hf_config(cfg), "prompt": PROMPT, "new": new}
-    with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
-      json.dump(job, f)
+    peers.write_job(folder, job)
     for who, python in {"ours": sys.executable, **pythons}.items():
       module = "experiments.bench.decode_work"
       # One after the other: together they would not fit a card at 7B.
-      with Worker(who, folder, python, module=module) as worker:
-        turns = [worker.run(batch=batch) for _ in range(rounds + 2)][2:]
-      seconds = statistics.median(t["seconds"] for t in turns)
+      with peers.Worker(who, folder, module, python) as worker:
+        turns = peers.warm_turns({who: worker}, rounds, batch=batch)[who]
+      seconds = peers.median(turns)
       rows.append(
         {
           "case": name,
@@ -133,25 +127,17 @@ _COLUMNS = {
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
   # In a process of its own: this one must not hold memory of the GPU.
-  code = "import jax; print(jax.default_backend())"
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=ROOT,
-    check=True,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  cases = CASES if done.stdout.split()[-1] == "gpu" else TINY
-  pythons = available(("torch",))
-  new, rounds = (32, 1) if bench.QUICK.value else (NEW, bench.ROUNDS.value)
+  *_, backend = peers.run_apart("import jax; print(jax.default_backend())")
+  cases = CASES if backend == "gpu" else TINY
+  pythons = bench.available("torch")
+  new = 32 if bench.QUICK.value else NEW
   rows = []
   for name, (cfg, batch) in bench.chosen(cases).items():
-    rows += measure(name, cfg, batch, pythons, _BANDWIDTH.value, rounds, new)
-  by = {(row["case"], row["contestant"]): row["tokens_per_second"] for row in rows}
+    rows += measure(name, cfg, batch, pythons, _BANDWIDTH.value, bench.rounds(), new)
+  rate = "tokens_per_second"
   ratios = {
-    f"{name} over {who}": by[name, "ours"] / rate
-    for (name, who), rate in by.items()
-    if who != "ours"
+    f"{row['case']} over {row['contestant']}": own[rate] / row[rate]
+    for row, own in bench.against_ours(rows, "case")
   }
   return {"bandwidth": _BANDWIDTH.value, "table": rows, "ratios": ratios}
 

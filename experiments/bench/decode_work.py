@@ -7,51 +7,35 @@ A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported o
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
-from experiments.bench.rollout_work import JOB, Turns, play, prompts
-from experiments.bench.worker import Turn, own_peak_mb, serve
+from experiments.bench.peers import Turn, own_peak_mb, serve
+from experiments.bench.rollout_work import endless, play_turns, prompts
 
 
 def ours(job: dict[str, Any]) -> Turn:
   """This project's scheduler and sampler."""
-  import numpy as np
-
   from coa_jax.model.config import ModelConfig
   from coa_jax.model.transformer import init_params
-  from coa_jax.protocol.grammar.automaton import Automaton
   from coa_jax.rollout.replicas import ReplicaPool
   from coa_jax.rollout.types import RolloutConfig
 
   half = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
   cfg = ModelConfig(**job["model"] | half)
   params = init_params(cfg, 0)
-  nothing = np.zeros((1, 1), np.int32)
-  stops = Automaton(np.zeros(cfg.vocab_size, int), nothing, nothing, ())
-  new, length = job["new"], job["prompt"] + job["new"]
-  made: dict[int, ReplicaPool] = {}
+  automaton = endless(cfg.vocab_size)
+  length = job["prompt"] + job["new"]
+  engines: dict[int, ReplicaPool] = {}
 
   def turn(batch: int) -> dict[str, Any]:
-    if batch not in made:
+    if batch not in engines:
       config = RolloutConfig(slots=batch, max_len=length, window=64)
-      made[batch] = ReplicaPool(cfg, stops, config)
+      engines[batch] = ReplicaPool(cfg, automaton, config)
     given = prompts(batch, job["prompt"], cfg.vocab_size)
-    episodes = [Turns(i, ids, new) for i, ids in enumerate(given)]
-    play(made[batch], params, episodes)
-    return {"tokens": sum(len(e.new[0]) for e in episodes)}
+    ids = play_turns(engines[batch], params, given, job["new"])
+    return {"tokens": sum(map(len, ids))}
 
   return turn
-
-
-def our_peak_mb() -> float:
-  """Of the GPU's memory; without one the process's own."""
-  import jax
-
-  stats = jax.devices()[0].memory_stats()
-  return stats["peak_bytes_in_use"] / 2**20 if stats else own_peak_mb()
 
 
 def torch(job: dict[str, Any]) -> Turn:
@@ -82,19 +66,27 @@ def torch(job: dict[str, Any]) -> Turn:
   return turn
 
 
-def torch_peak_mb() -> float:
-  """As `our_peak_mb`."""
-  import torch
-
-  on_gpu = torch.cuda.is_available()
-  return torch.cuda.max_memory_allocated() / 2**20 if on_gpu else own_peak_mb()
+CONTESTANTS = {"ours": ours, "torch": torch}
 
 
-CONTESTANTS = {"ours": (ours, our_peak_mb), "torch": (torch, torch_peak_mb)}
+def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
+  """A contestant's turn: {"batch": B} prompts are continued."""
+  return CONTESTANTS[name](job)
+
+
+def _peak_mb(name: str) -> float:
+  """The most memory so far: of the GPU; without one of the process."""
+  if name == "torch":
+    import torch
+
+    if torch.cuda.is_available():
+      return torch.cuda.max_memory_allocated() / 2**20
+    return own_peak_mb()
+  import jax
+
+  stats = jax.devices()[0].memory_stats()
+  return stats["peak_bytes_in_use"] / 2**20 if stats else own_peak_mb()
+
 
 if __name__ == "__main__":
-  who, folder = sys.argv[1:]
-  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
-    asked = json.load(f)
-  start, peak_mb = CONTESTANTS[who]
-  serve(lambda: start(asked), peak_mb)
+  serve(start, _peak_mb)

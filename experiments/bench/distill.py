@@ -113,18 +113,18 @@ def make_row(n: int, words: list[str]) -> dict[str, Any]:
 def expected(rows: int) -> dict[str, int]:
   """How many rows each filter must drop."""
   out = {"wrong": 0, "benchmark": 0, "near_duplicate": 0}
-  kept = False
+  before_is_in = False  # whether the row before was not dropped
   for n in range(rows):
     near = n % _NEAR == _NEAR - 1
     if n % _WRONG == 0:
       out["wrong"] += 1
-      kept = False
+      before_is_in = False
     elif n % _LEAKED == 1:
       out["benchmark"] += 1
-      kept = False
+      before_is_in = False
     else:
-      out["near_duplicate"] += near and kept
-      kept = True
+      out["near_duplicate"] += near and before_is_in
+      before_is_in = True
   return out
 
 
@@ -151,7 +151,8 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
     tokens += found.stats.length
 
   def counted(all_of: Iterator[Record]) -> Iterator[Record]:
-    stage, every = f"{workers} beside the reader", max(1, rows // 1000)
+    stage = f"{workers} beside the reader"
+    every = max(1, rows // 1000)
     with Metrics(folder, stage, rows, unit="row") as metrics:
       for done, record in enumerate(all_of, 1):
         yield record
@@ -162,7 +163,7 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
   _, records = importers.records(os.path.join(folder, f"{rows}.jsonl"))
   out = os.path.join(folder, "out.jsonl")
   start = time.perf_counter()
-  kept = write_lines(out, work.lines(counted(records), on_imported=on_imported))
+  num_rows = write_lines(out, work.lines(counted(records), on_imported=on_imported))
   seconds = time.perf_counter() - start
   counts = work.counts()
   funnel = counts["filters"]
@@ -171,8 +172,8 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
     "benchmark": sum(funnel["contamination"]["dropped"].values()),
     "near_duplicate": sum(funnel["duplicates"]["dropped"].values()),
   }
-  if dropped != expected(rows) or kept != rows - sum(dropped.values()):
-    raise AssertionError(f"{kept} kept, dropped {dropped}, not {expected(rows)}")
+  if dropped != expected(rows) or num_rows != rows - sum(dropped.values()):
+    raise AssertionError(f"{num_rows} kept, dropped {dropped}, not {expected(rows)}")
   mine = resource.getrusage(resource.RUSAGE_SELF)
   others = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpus = [u.ru_utime + u.ru_stime for u in (mine, others)]
@@ -197,7 +198,8 @@ def _peak_mb() -> float:
     return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
 
 
-def _write(folder: str, sizes: set[int]) -> None:
+def write_rows(folder: str, sizes: set[int]) -> None:
+  """Writes a file of rows per size, their tokenizer, and an evaluation set."""
   words = vocabulary()
   sample = [text(random.Random(-n), words, 4000) for n in range(1, 40)]
   train_tokenizer(sample, _VOCAB).save(os.path.join(folder, "tokenizer"))
@@ -224,7 +226,7 @@ def run() -> dict[str, Any]:
   cases = [*((rows, count) for count in counts), (few, counts[-1])]
   table = []
   with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
-    _write(folder, {rows, few})
+    write_rows(folder, {rows, few})
     for size, workers in cases:
       with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")

@@ -2,7 +2,7 @@
 
   python -m experiments.bench.faults [--quick] [--out=FILE.json] [--rounds=3]
 
-A policy that really calls tools (`bench_faults_work`) plays through the real scheduler
+A policy that really calls tools (`faults_work`) plays through the real scheduler
 with a real toolbox and real sandbox processes, by turns without faults and with one
 call in five replaced, chosen by a hash of the call. The laws; where one is broken, it
 is printed and the exit status is 1:
@@ -70,7 +70,7 @@ _COLUMNS = {
 
 
 @dataclasses.dataclass
-class Played:
+class Pass:
   """One pass: trajectories by number, and when each ended (seconds)."""
 
   trajectories: dict[int, Trajectory]
@@ -84,23 +84,26 @@ def play(
   count: int,
   seed: int | None,
   name: str,
-) -> tuple[Played, list[str]]:
+) -> tuple[Pass, list[str]]:
   """Plays `count` trajectories; `seed` chooses the faults, None for none.
 
   Returns:
     What was played, and the laws that it broke by what it left behind.
   """
-  before = held()
-  out, broken = Played({}, {}), []
+  before = resources()
+  out = Pass({}, {})
+  broken: list[str] = []
   with work.FaultyToolbox(tools, seed) as toolbox:
     toolbox.warm()
-    began = shown = time.monotonic()
+    began = time.monotonic()
+    reported = began
     for n, t in worker.generate(policy.params, work.tasks(count), toolbox, 1, 1.0, 0):
       if n in out.trajectories:
         broken.append(f"{name}: trajectory {n} ended twice")
-      out.trajectories[n], out.ended[n] = t, time.monotonic() - began
-      if time.monotonic() - shown > 10:
-        shown = time.monotonic()
+      out.trajectories[n] = t
+      out.ended[n] = time.monotonic() - began
+      if time.monotonic() - reported > 10:
+        reported = time.monotonic()
         print(f"{name}: {len(out.ended)} of {count} ended", file=sys.stderr)
     print(f"{name}: {count} in {max(out.ended.values()):.1f} s", file=sys.stderr)
     if len(out.ended) != count:
@@ -110,17 +113,17 @@ def play(
       broken.append(f"{name}: {toolbox.hung} hung calls have not returned")
     toolbox.seed = None
     futures = [toolbox.submit("code", _nap(n)) for n in range(tools.workers)]
-    said = [f.result().result for f in futures]
-    if said != [str(n) for n in range(tools.workers)]:
-      broken.append(f"{name}: the sandbox's places do not answer: {said}")
-  _settle(lambda: held() == before)
-  for what, many in held().items():
-    if many > before[what]:
-      broken.append(f"{name}: {what}: {before[what]} before, {many} after")
+    answers = [f.result().result for f in futures]
+    if answers != [str(n) for n in range(tools.workers)]:
+      broken.append(f"{name}: the sandbox's places do not answer: {answers}")
+  _settle(lambda: resources() == before)
+  for resource, count_now in resources().items():
+    if count_now > before[resource]:
+      broken.append(f"{name}: {resource}: {before[resource]} before, {count_now} after")
   return out, broken
 
 
-def held() -> dict[str, int]:
+def resources() -> dict[str, int]:
   """What this process holds that could leak."""
   children = 0
   for path in glob.glob("/proc/[0-9]*/stat"):
@@ -142,7 +145,8 @@ def held() -> dict[str, int]:
 @contextlib.contextmanager
 def _temporary_files_in(folder: str) -> Iterator[None]:
   """Apart from those of other programs, so that what is left there is ours."""
-  before, tempfile.tempdir = tempfile.tempdir, folder
+  before = tempfile.tempdir
+  tempfile.tempdir = folder
   try:
     yield
   finally:
@@ -190,7 +194,7 @@ def right_end(t: Trajectory) -> Status:
   return Status.ENDED if t.text.endswith("</answer>") else Status.TRUNCATED
 
 
-def check(clean: Played, faulty: Played, seed: int) -> list[str]:
+def check(clean: Pass, faulty: Pass, seed: int) -> list[str]:
   """The laws on trajectories that are broken, in words."""
   broken = []
   for n, t in faulty.trajectories.items():
@@ -203,9 +207,9 @@ def check(clean: Played, faulty: Played, seed: int) -> list[str]:
     if (t.reward is None) != (t.status == Status.INFRASTRUCTURE):
       broken.append(f"{n}: {t.status.value} with reward {t.reward}")
     read = [s for s in t.segments if s.author == Author.TOOL]
-    said = [c.result for c in t.calls if c.status != CallStatus.INFRASTRUCTURE]
-    texts = [roles.wrap(roles.OBSERVATION, roles.escape(s)) for s in said]
-    if [s.text for s in read] != texts[: len(read)] or len(said) - len(read) > 1:
+    results = [c.result for c in t.calls if c.status != CallStatus.INFRASTRUCTURE]
+    texts = [roles.wrap(roles.OBSERVATION, roles.escape(r)) for r in results]
+    if [s.text for s in read] != texts[: len(read)] or len(results) - len(read) > 1:
       broken.append(f"{n}: what was read is not what tools said")
     for s in read:
       if len(s.ids) > work.OBSERVATION_TOKENS:
@@ -229,17 +233,17 @@ def _turns(t: Trajectory, until: int | None) -> list[Any]:
   return out
 
 
-def rate(played: Played, chosen: Sequence[int]) -> float:
+def rate(played: Pass, chosen: Sequence[int]) -> float:
   """Trajectories per second, of the chosen ones, until the last of them has ended."""
   return len(chosen) / max(played.ended[n] for n in chosen)
 
 
-def life(played: Played, chosen: Sequence[int]) -> float:
+def life(played: Pass, chosen: Sequence[int]) -> float:
   """Median seconds of the chosen trajectories, from their start to their end."""
   return statistics.median(played.trajectories[n].usage.seconds for n in chosen)
 
 
-def table(played: Played, seed: int) -> list[dict[str, Any]]:
+def table(played: Pass, seed: int) -> list[dict[str, Any]]:
   """A row for every fault: its calls, and how their trajectories ended."""
   rows = {}
   for t in played.trajectories.values():
@@ -258,6 +262,11 @@ def table(played: Played, seed: int) -> list[dict[str, Any]]:
   ]
 
 
+def _with_over_without(pairs: Sequence[tuple[float, float]]) -> float:
+  without, with_faults = zip(*pairs, strict=True)
+  return statistics.median(with_faults) / statistics.median(without)
+
+
 def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
   """The table, the ratios and the broken laws.
 
@@ -269,7 +278,11 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
 
   With fewer trajectories than slots no rate is judged.
   """
-  seed, rates, lives, broken = 0, [], [], []
+  seed = 0
+  # Of every round, without and with faults: trajectories a second, and their seconds.
+  rates: list[tuple[float, float]] = []
+  lives: list[tuple[float, float]] = []
+  broken: list[str] = []
   policy = work.make_policy()
   print("the policy is trained", file=sys.stderr)
   rollout = RolloutConfig(
@@ -304,10 +317,8 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
       ]
       rates.append((rate(clean, others), rate(faulty, others)))
       lives.append((life(clean, others), life(faulty, others)))
-  ratio, longer = (
-    statistics.median(b for _, b in pairs) / statistics.median(a for a, _ in pairs)
-    for pairs in (rates, lives)
-  )
+  ratio = _with_over_without(rates)
+  longer = _with_over_without(lives)
   if count > slots and ratio < LEAST_RATE:
     broken.append(f"trajectories without a fault end at {ratio:.2f} of their rate")
   return {
@@ -328,8 +339,10 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
 def main() -> None:
   """Prints the table; ends with exit status 1 if a law is broken."""
   quick = bench.QUICK.value
-  args = (60, 1, 64, 4) if quick else (1000, bench.ROUNDS.value, 256, 16)
-  figures = run(*args)
+  if quick:
+    figures = run(count=60, rounds=1, slots=64, workers=4)
+  else:
+    figures = run(count=1000, rounds=bench.ROUNDS.value, slots=256, workers=16)
   note = "Calls, and how the trajectories that made them ended; the last round."
   rich.print(rich_table(Table("Faults", figures["table"], _COLUMNS, note)))
   print(f"{figures['trajectories']} trajectories: {dict(figures['status'])}")

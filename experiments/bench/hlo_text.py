@@ -116,14 +116,14 @@ def trips(line: str, condition: list[str], body: list[str]) -> int | None:
 
 def _defining(lines: list[str], name: str) -> str:
   """The instruction of that name; "" if there is none."""
-  found = (x for x in lines if re.match(rf"\s*(ROOT )?%?{re.escape(name)} = ", x))
-  return next(found, "")
+  is_it = re.compile(rf"\s*(ROOT )?%?{re.escape(name)} = ")
+  return next(filter(is_it.match, lines), "")
 
 
 def _constant(lines: list[str], name: str) -> int | None:
   """The value of an integer constant; None if it is something else."""
-  found = re.search(r" = [su]32\[\]\S* constant\((\d+)\)", _defining(lines, name))
-  return int(found[1]) if found else None
+  value = re.search(r" = [su]32\[\]\S* constant\((\d+)\)", _defining(lines, name))
+  return int(value[1]) if value else None
 
 
 def instructions(text: str, turns: int) -> Iterator[tuple[int, str, str, str]]:
@@ -186,8 +186,8 @@ def collectives(text: str, devices: int, turns: int = 1) -> list[Collective]:
     # A fused collective is a chain of fusions that name one channel.
     channel = re.search(r"channel_id=(\d+)", line) if name != owner else None
     origin = re.search(r'op_name="([^"]*)"', line)
-    found = Collective(kind, count, size, ways, origin[1] if origin else "")
-    out.setdefault((owner, channel[1] if channel else line), found)
+    collective = Collective(kind, count, size, ways, origin[1] if origin else "")
+    out.setdefault((owner, channel[1] if channel else line), collective)
   return sorted(out.values(), key=lambda c: -c.sent)
 
 
@@ -198,9 +198,9 @@ def cycles(text: str, turns: int = 1) -> int:
   """
   each = re.compile(r'"estimated_cycles":"(\d+)"')
   return sum(
-    count * int(found[1])
+    count * int(estimate[1])
     for count, owner, name, line in instructions(text, turns)
-    if name == owner and (found := each.search(line))
+    if name == owner and (estimate := each.search(line))
   )
 
 

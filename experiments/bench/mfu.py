@@ -16,18 +16,16 @@ masked) over seconds and over the rate of a bfloat16 matrix product measured fir
 
 from __future__ import annotations
 
-import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.flops import train_flops
 from coa_jax.model.variants import variant
+from experiments.bench import peers
 from experiments.bench import program as bench
+from experiments.bench.train import race, ratios, setting_text
 from experiments.bench.train_work import Size, segments
-from experiments.bench.workers import ROOT, available, race
 from experiments.launch import run_program
 
 TOLERANCE = 1e-2  # relative, between losses in bfloat16
@@ -113,8 +111,8 @@ def measure(
   per_row = segments(size.length)
   flops = train_flops(ModelConfig(**size.model), per_row * size.rows, size.lora > 0)
   rows = []
-  for who, taken in turns.items():
-    seconds = statistics.median(t["seconds"] for t in taken) / size.steps
+  for who, answers in turns.items():
+    seconds = peers.median(answers) / size.steps
     rows.append(
       {
         "case": name,
@@ -124,8 +122,8 @@ def measure(
         "tokens_per_second": size.rows * size.length / seconds,
         "tflops_per_second": flops / seconds / 1e12,
         "mfu": flops / seconds / peak,
-        "peak_gb": taken[-1]["peak_mb"] / 1024,
-        "setting": ", ".join(f"{k} {v}" for k, v in settings[who].items()),
+        "peak_gb": answers[-1]["peak_mb"] / 1024,
+        "setting": setting_text(settings[who]),
       }
     )
   return rows
@@ -149,28 +147,19 @@ def run() -> dict[str, Any]:
     "import jax; from experiments.bench import mfu as b; gpu = "
     "jax.default_backend() == 'gpu'; print(gpu, b.matmul_rate(8192 if gpu else 512))"
   )
-  done = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=ROOT,
-    check=True,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  gpu, rate = done.stdout.split()[-2:]
-  peak, cases = float(rate), CASES if gpu == "True" else TINY
+  gpu, rate = peers.run_apart(code)[-2:]
+  peak = float(rate)
+  cases = CASES if gpu == "True" else TINY
   print(f"a bfloat16 matrix product: {peak / 1e12:.1f} TFLOP/s", flush=True)
-  pythons = available(("torch",))
-  rows, rounds = [], 1 if bench.QUICK.value else bench.ROUNDS.value
+  pythons = bench.available("torch")
+  rows = []
   for name, size in bench.chosen(cases).items():
-    rows += measure(name, size, pythons, peak, rounds)
-  by = {(row["case"], row["contestant"]): row for row in rows}
-  ratios = {
-    f"{name} {figure} over {who}": by[name, "ours"][figure] / row[figure]
-    for (name, who), row in by.items()
-    if who != "ours"
-    for figure in ("tokens_per_second", "peak_gb")
+    rows += measure(name, size, pythons, peak, bench.rounds())
+  return {
+    "matmul_flops_per_second": peak,
+    "table": rows,
+    "ratios": ratios(rows, "case", "peak_gb"),
   }
-  return {"matmul_flops_per_second": peak, "table": rows, "ratios": ratios}
 
 
 NOTE = "MFU: the model's own arithmetic over that of a matrix product, measured."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ml_collections
@@ -15,17 +15,19 @@ from absl import flags
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
 from configs import rl_world
+from experiments.bench import peers
 
 QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
 OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
 CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of every contestant.", 1)
-PYTHONS = {
+_PYTHONS = {
   name: flags.DEFINE_string(f"{name}_python", sys.executable, f"Runs {name}'s worker.")
-  for name in ("torch", "tunix", "vllm")
+  for name in peers.PEERS
 }
 
 T = TypeVar("T")
+Row = Mapping[str, Any]
 
 
 @flags.validator("cases")
@@ -49,6 +51,39 @@ def chosen(cases: Mapping[str, T]) -> dict[str, T]:
   return dict(list(out.items())[:1]) if QUICK.value else out
 
 
+def rounds() -> int:
+  """Turns of every contestant: what --rounds says, or one with --quick."""
+  return 1 if QUICK.value else ROUNDS.value
+
+
+def available(*names: str) -> dict[str, str]:
+  """Returns the interpreters of those peers that can run (see `peers.available`)."""
+  return peers.available({name: _PYTHONS[name].value for name in names})
+
+
+def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:
+  """Groups cases that differ in their last field alone: one model serves them all."""
+  out: dict[tuple, list[Any]] = {}
+  for *model, varied in cases.values():
+    out.setdefault(tuple(model), []).append(varied)
+  return out
+
+
+def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
+  """Yields (row of a peer, our row of the same case) from a table.
+
+  Args:
+    rows: each names its "contestant".
+    *case: keys whose values make a case.
+  """
+  ours = {
+    tuple(row[key] for key in case): row for row in rows if row["contestant"] == "ours"
+  }
+  for row in rows:
+    if row["contestant"] != "ours":
+      yield row, ours[tuple(row[key] for key in case)]
+
+
 def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
   """RL's config on a quickstart's world, from its SFT model.
 
@@ -60,7 +95,8 @@ def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.Con
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
-  model, world = (os.path.join(folder, *x) for x in (("sft", "model"), ("world",)))
+  model = os.path.join(folder, "sft", "model")
+  world = os.path.join(folder, "world")
   if not os.path.isdir(model):
     raise FileNotFoundError(
       f"{model}: there is no such model; run python -m experiments.quickstart, or give "

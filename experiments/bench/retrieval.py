@@ -35,12 +35,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bm25s
-import rich
 from absl import flags
 
-from coa_jax.report.metrics import write_json
-from coa_jax.report.tables import Table, rich_table
-from experiments.bench.program import OUT, QUICK
+from experiments.bench import program as bench
 from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
 
@@ -77,7 +74,7 @@ class Question:
   """A question and the ids of the passages that answer it."""
 
   text: str
-  wanted: frozenset[str]
+  gold: frozenset[str]
 
 
 def pages(folder: str, name: str) -> list[Page]:
@@ -89,7 +86,7 @@ def pages(folder: str, name: str) -> list[Page]:
 
 
 def hotpotqa(folder: str) -> tuple[list[Page], list[Question]]:
-  """HotpotQA's passages and questions; a passage is wanted by its title."""
+  """HotpotQA's passages and questions; a passage is named by its title."""
   corpus = pages(folder, "hotpotqa_train")
   ids = {p.title: p.id for p in corpus}
   rows = _read(folder, "hotpotqa_train.json")
@@ -102,7 +99,7 @@ def hotpotqa(folder: str) -> tuple[list[Page], list[Question]]:
 
 
 def musique(folder: str) -> tuple[list[Page], list[Question]]:
-  """MuSiQue's; titles repeat there, so a passage is wanted by title and text."""
+  """MuSiQue's; titles repeat there, so a passage is named by title and text."""
   corpus = pages(folder, "musique_train")
   ids = {(p.title, p.text): p.id for p in corpus}
   return corpus, [
@@ -138,9 +135,9 @@ def _read(folder: str, name: str) -> Any:
     return json.load(f)
 
 
-def recall(found: Sequence[str], wanted: frozenset[str], k: int) -> float:
-  """The share of the wanted passages among the first k found."""
-  return len(wanted.intersection(found[:k])) / len(wanted)
+def recall(ranking: Sequence[str], gold: frozenset[str], k: int) -> float:
+  """The share of the gold passages among the first k of a ranking."""
+  return len(gold.intersection(ranking[:k])) / len(gold)
 
 
 def measure(
@@ -163,9 +160,9 @@ def measure(
     with Sandbox(
       corpus=path, backend=None
     ) as sandbox:  # in memory, as a Toolbox has it
-      for asked, questions in sets.items():
+      for set_name, questions in sets.items():
         row = {
-          "questions": asked,
+          "questions": set_name,
           "corpus": name,
           "passages": len(corpus),
           "build_s": builds[0],
@@ -200,15 +197,15 @@ def _recalls(
   plain = []
   for q in questions:
     hits = sandbox.search(q.text, _DEPTH)
-    ours.append(([hit.document.id for hit in hits], q.wanted))
+    ours.append(([hit.document.id for hit in hits], q.gold))
     words = bm25s.tokenize([q.text], return_ids=False, show_progress=False)
-    found, _ = theirs.retrieve(words, k=_DEPTH, show_progress=False)
-    plain.append(recall([corpus[i].id for i in found[0]], q.wanted, _DEPTH))
+    ranking, _ = theirs.retrieve(words, k=_DEPTH, show_progress=False)
+    plain.append(recall([corpus[i].id for i in ranking[0]], q.gold, _DEPTH))
   out = {
-    f"recall@{k}": statistics.fmean(recall(found, w, k) for found, w in ours)
+    f"recall@{k}": statistics.fmean(recall(ranking, w, k) for ranking, w in ours)
     for k in CUTS
   }
-  out["all@5"] = statistics.fmean(recall(found, w, 5) == 1 for found, w in ours)
+  out["all@5"] = statistics.fmean(recall(ranking, w, 5) == 1 for ranking, w in ours)
   out["bm25s recall@5"] = statistics.fmean(plain)
   out["ceiling@1"] = statistics.fmean(1 / len(w) for _, w in ours)
   return out
@@ -244,13 +241,15 @@ def _interleaved(
 
   Neither uses a second thread, so what else the machine does does not show.
   """
-  taken: tuple[list[float], list[float]] = ([], [])
-  for _ in range(rounds):
-    for work, seconds in zip((ours, theirs), taken, strict=True):
-      start = time.process_time()
-      work()
-      seconds.append(time.process_time() - start)
-  return statistics.median(taken[0]), statistics.median(taken[1])
+
+  def timed(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+  turns = [(timed(ours), timed(theirs)) for _ in range(rounds)]
+  own_seconds, their_seconds = zip(*turns, strict=True)
+  return statistics.median(own_seconds), statistics.median(their_seconds)
 
 
 def _restore_topk() -> None:
@@ -289,19 +288,15 @@ def run(folder: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Prints the table and the ratios; writes them where --out says."""
+  """Measures, prints and writes, where the data is."""
   logging.getLogger("bm25s").setLevel(logging.WARNING)
   folder = os.path.join(_DATA.value, "mhqa")
   if not os.path.isdir(folder):
     print(f"skipped: no {folder}; --data=DIR names the folder that holds mhqa/")
     return
-  figures = run(folder, 2 if QUICK.value else 7)
+  rounds = 2 if bench.QUICK.value else 7
   note = "One query per question; CPU times, medians of interleaved rounds."
-  rich.print(rich_table(Table("Retrieval", figures["table"], _COLUMNS, note)))
-  for name, ratio in figures["ratios"].items():
-    print(f"{name}: {ratio:.2f}")
-  if OUT.value:
-    write_json(OUT.value, figures)
+  bench.program(lambda: run(folder, rounds), "Retrieval", _COLUMNS, note)()
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ whose parts overlap in threads: sampling, tools, scoring.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.bench import peers
 from experiments.bench import program as bench
+from experiments.bench.agentic import NEW, trajectory_job
 from experiments.bench.train_work import SIZES
-from experiments.bench.workers import available, by_turns, generators
 from experiments.launch import run_program
 
-PROMPT, NEW, CALLS, OBSERVATION = 64, 64, 3, 48
-PROMPTS, SAMPLES = 8, 4
+PROMPTS = 8  # of a step
+SAMPLES = 4  # of a prompt
 CASES = {
   f"{size} {tools}": (size, tools == "tools")
   for size in ("5M",)
@@ -89,41 +89,29 @@ def measure(
   Raises:
     ValueError: trajectories differ, or a worker ended.
   """
-  job = {
-    "model": model,
-    "dtype": "float32",
-    "prompt": PROMPT,
-    "new": new,
-    "calls": CALLS,
-    "observation": OBSERVATION,
-    "prompts": prompts,
-    "samples": SAMPLES,
-    "length": PROMPT + (CALLS + 1) * new + CALLS * OBSERVATION,
-  }
+  job = trajectory_job(model, "float32", new)
+  job |= {"prompts": prompts, "samples": SAMPLES}
   trajectories = prompts * SAMPLES
-  with generators("experiments.bench.rl_work", job, pythons) as workers:
-    rows = []
+  rows = []
+  with peers.contestants("experiments.bench.rl_work", job, pythons) as workers:
     for latency in latencies:
       # Later on rounding has let their weights drift apart.
       check = None if rows else check_tokens
-      turns = by_turns(workers, rounds, check, steps=1, latency=latency)
-      for who, taken in turns.items():
-        seconds = statistics.median(t["seconds"] for t in taken)
-        phases = {
-          f"seconds_{phase}": statistics.median(t["phases"][phase] for t in taken)
-          for phase in taken[0]["phases"]
-        }
+      turns = peers.warm_turns(workers, rounds, check, steps=1, latency=latency)
+      for who, answers in turns.items():
+        seconds = peers.median(answers)
+        phases = [answer["phases"] for answer in answers]
         row = {
           "size": name,
           "tools": "0.1-0.3 s" if latency else "0 s",
           "contestant": who,
           "trajectories_per_second": trajectories / seconds,
           "steps_per_minute": 60 / seconds,
-          **phases,
-          "cpu_seconds": statistics.median(t["cpu_seconds"] for t in taken),
-          "slowest": max(t["seconds"] for t in taken),
-          "fastest": min(t["seconds"] for t in taken),
-          "peak_mb": taken[-1]["peak_mb"],
+          **{f"seconds_{phase}": peers.median(phases, phase) for phase in phases[0]},
+          "cpu_seconds": peers.median(answers, "cpu_seconds"),
+          "slowest": max(t["seconds"] for t in answers),
+          "fastest": min(t["seconds"] for t in answers),
+          "peak_mb": answers[-1]["peak_mb"],
         }
         rows.append(row)
         print(f"{name}, {row['tools']}, {who}: {seconds:.2f} s a step", flush=True)
@@ -135,14 +123,12 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
   The second holds on a machine that others load too, and knows nothing of waiting.
   """
-  by = {(r["size"], r["tools"], r["contestant"]): r for r in rows}
+  rate = "trajectories_per_second"
   out = {}
-  for (size, tools, who), row in by.items():
-    if who != "ours":
-      own, name = by[size, tools, "ours"], f"{size}, tools of {tools}, over {who}"
-      rate, cpu = "trajectories_per_second", "cpu_seconds"
-      out[name] = own[rate] / row[rate]
-      out[f"{name}, in processor time"] = row[cpu] / own[cpu]
+  for row, own in bench.against_ours(rows, "size", "tools"):
+    name = f"{row['size']}, tools of {row['tools']}, over {row['contestant']}"
+    out[name] = own[rate] / row[rate]
+    out[f"{name}, in processor time"] = row["cpu_seconds"] / own["cpu_seconds"]
   return out
 
 
@@ -161,16 +147,15 @@ _COLUMNS = {
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
   quick = bench.QUICK.value
-  less = dict(prompts=2, new=16) if quick else {}
-  rounds = 1 if quick else bench.ROUNDS.value
-  peers = available(("tunix",))
-  if peers and not quick:
-    peers["tunix in step"] = peers["tunix"]
-  rows, asked = [], {}
-  for size, latency in bench.chosen(CASES).values():
-    asked.setdefault("1M" if quick else size, []).append(latency)
-  for size, latencies in asked.items():
-    rows += measure(size, SIZES[size].model, peers, latencies, rounds, **less)
+  small = {"prompts": 2, "new": 16} if quick else {}
+  pythons = bench.available("tunix")
+  if pythons and not quick:
+    pythons["tunix in step"] = pythons["tunix"]
+  rows = []
+  for (size,), latencies in bench.by_model(bench.chosen(CASES)).items():
+    size = "1M" if quick else size
+    model = SIZES[size].model
+    rows += measure(size, model, pythons, latencies, bench.rounds(), **small)
   return {"table": rows, "ratios": ratios(rows)}
 
 

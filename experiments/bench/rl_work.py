@@ -3,31 +3,42 @@
   PYTHON -m experiments.bench.rl_work CONTESTANT FOLDER   (bench.rl starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+
+budget: the plan and its contestants, in the one file that all of them run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
+import itertools
 import os
-import sys
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from experiments.bench import agentic_work as agentic
 from experiments.bench import rollout_work as plain
-from experiments.bench.worker import Turn, serve
+from experiments.bench.peers import Turn, serve
+from experiments.bench.train_work import tunix_config, tunix_optimizer
 
-LR, DECAY, CLIP = 1e-5, 0.1, 1.0
-ROWS = 8  # of a micro-batch, for all
+# Of AdamW, and the norm that gradients are clipped to.
+_LR = 1e-5
+_DECAY = 0.1
+_B2 = 0.95
+_CLIP = 1.0
+_ROWS = 8  # of a micro-batch, for all
 
 # Makes so many steps with tools that take time, or none; the first turns' ids of the
 # last step's trajectories, and seconds by phase.
 Steps = Callable[[int, bool], tuple[list[list[int]], dict[str, float]]]
 
 
-def make_plan(job: dict[str, Any], latency: bool) -> agentic.Plan:
+def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
   """Groups of trajectories with one prompt each; every one gets its own observations.
 
   The id 0 is in none of them: it is the peer's padding.
@@ -47,8 +58,8 @@ def reward(trajectory: int) -> float:
   return float(trajectory % 2)
 
 
-def ours(folder: str, job: dict[str, Any]) -> Steps:
-  """This project's scheduler and learner, as `rl.run` uses them."""
+def _our_learner(model: Any, job: dict[str, Any]) -> Any:
+  """The policy's update, on as many devices as divide a step's trajectories."""
   import jax
 
   from coa_jax.learner.algorithms import BatchConfig, LossConfig
@@ -56,41 +67,45 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
   from coa_jax.learner.update import PolicyUpdate
   from coa_jax.model.distribution import NO_TRUNCATION
   from coa_jax.model.sharding import MeshConfig, make_partitioner
-  from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 
-  model, params, automaton = plain.our_model(folder, job)
   size = job["prompts"] * job["samples"]
-  config = dict(max_len=job["length"], window=16, inject_rows=4)
-  engine, params = plain.our_engine(model, params, automaton, size, **config)
-  loss = LossConfig(clip_high=0.2)
-  batch = BatchConfig(rows=min(ROWS, size), length=job["length"])
-  optim = OptimConfig(
-    lr=LR, schedule="constant", weight_decay=DECAY, clip_norm=CLIP, b2=0.95
-  )
-  devices = jax.devices()[: jax.device_count() if size % jax.device_count() == 0 else 1]
-  partitioner = make_partitioner(MeshConfig(), devices)
-  learner = PolicyUpdate(
+  count = jax.device_count() if size % jax.device_count() == 0 else 1
+  return PolicyUpdate(
     model,
-    loss,
-    batch,
-    optim,
+    LossConfig(clip_high=0.2),
+    BatchConfig(rows=min(_ROWS, size), length=job["length"]),
+    OptimConfig(
+      lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b2=_B2
+    ),
     None,
-    partitioner,
+    make_partitioner(MeshConfig(), jax.devices()[:count]),
     NO_TRUNCATION,
     steps=1000,
     prompts=job["prompts"],
     samples=job["samples"],
   )
+
+
+def ours(folder: str, job: dict[str, Any]) -> Steps:
+  """This project's scheduler and learner, as `rl.run` uses them."""
+  import jax
+
+  from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+  model, params, automaton = plain.our_model(folder, job)
+  size = job["prompts"] * job["samples"]
+  engine, params = plain.our_engine(
+    model, params, automaton, size, max_len=job["length"], window=16, inject_rows=4
+  )
+  learner = _our_learner(model, job)
   state, frozen = learner.init(params, 0)
   del params
 
-  class Recorded(plain.Turns):
+  class Recorded(plain.GreedyEpisode):
     """Keeps what the learner needs."""
 
-    def __init__(self, i: int, plan: agentic.Plan, tools: agentic.Tools):
-      calls = len(plan.seconds[i])
-      starts = [lambda n=n: tools.start(i, n) for n in range(calls)]
-      super().__init__(i, plan.prompts[i], plan.new, starts)
+    def __init__(self, i: int, plan: agentic.TrajectoryPlan, tools: agentic.TimedTools):
+      super().__init__(i, plan.prompts[i], plan.new, tools.calls(i))
       self.segments = [Segment(Author.PROMPT, "", "", ids=plan.prompts[i])]
 
     def sampled(self, ids: list[int], logps: list[float], tag: None) -> Any:
@@ -103,62 +118,281 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
 
   def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
     nonlocal state
-    plan, phases = make_plan(job, latency), dict.fromkeys(("rollout", "learn"), 0.0)
+    plan = make_plan(job, latency)
+    rollout_s = 0.0
+    learn_s = 0.0
     before = engine.timings
     for _ in range(count):
       began = time.perf_counter()
-      tools = agentic.Tools(plan)
-      played = [Recorded(i, plan, tools) for i in range(size)]
-      plain.play(engine, learner.policy(state, frozen), played)
+      tools = agentic.TimedTools(plan)
+      episodes = [Recorded(i, plan, tools) for i in range(size)]
+      plain.play(engine, learner.policy(state, frozen), episodes)
       groups = [[] for _ in range(job["prompts"])]
-      for e in played:
+      for e in episodes:
         g, i = divmod(e.sequence, job["samples"])
         t = Trajectory(f"{g}", e.segments, sample=i, reward=reward(i))
         groups[g].append(t)
-      phases["rollout"] += time.perf_counter() - began
+      rollout_s += time.perf_counter() - began
       began = time.perf_counter()
       state, _ = learner(state, frozen, groups)
       jax.block_until_ready(state)
-      phases["learn"] += time.perf_counter() - began
-    inside = engine.timings.since(before)
-    del inside["idle"]  # while it learns
-    other = phases["rollout"] - sum(inside.values())
-    phases = {**inside, "learn": phases["learn"], "other": other}
-    return [e.new[-1] for e in played], phases
+      learn_s += time.perf_counter() - began
+    phases = engine.timings.since(before)
+    del phases["idle"]  # while it learns
+    other_s = rollout_s - sum(phases.values())
+    phases |= {"learn": learn_s, "other": other_s}
+    return [e.new[-1] for e in episodes], phases
 
   return steps
 
 
-def tunix(folder: str, job: dict[str, Any], in_step: bool = False) -> Steps:
-  """See `bench_rl_tunix`, which is imported in the peer's interpreter only."""
-  from experiments.bench import rl_tunix
+# tunix reads and writes texts. Id 0 pads; the end is past every vocabulary.
+_NUMBERS = plain.NumberTokenizer(end=1 << 30, pad=0)
 
-  return rl_tunix.tunix(folder, job, in_step)
+
+class _StepState:
+  """What the learner's threads play, and what came of it.
+
+  Attributes:
+    plan: of the step that is made.
+    last: of every trajectory, the ids of its last turn.
+    learn: seconds in the trainer.
+  """
+
+  def __init__(self, trajectories: int):
+    self.plan: agentic.TrajectoryPlan | None = None
+    self.last: list[list[int]] = [[] for _ in range(trajectories)]
+    self.learn = 0.0
+
+  def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call, with its seconds counted as learning."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+      began = time.perf_counter()
+      out = call(*args, **kwargs)
+      self.learn += time.perf_counter() - began
+      return out
+
+    return wrapped
+
+
+def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
+  """tunix's agentic GRPO learner over its Qwen3 and its own ("vanilla") sampler.
+
+  Args:
+    folder: holds the model's.
+    job: what is played; see `bench.rl.measure`.
+    in_step: whether we put the turns of all trajectories together, into one call of
+      the sampler; the learner calls it for every trajectory by itself.
+  """
+  import jax
+  from flax import nnx
+
+  step = _StepState(job["prompts"] * job["samples"])
+  cluster = _cluster(folder, job)
+  cluster.update_actor = step.timed(cluster.update_actor)
+  learner = _learner(cluster, job, _environment(job, step), in_step)
+  requests: queue.Queue[int] = queue.Queue()  # steps to make
+  endings: queue.Queue[BaseException | None] = queue.Queue()  # None: they are made
+
+  def batches() -> Iterator[dict[str, Any]]:
+    """The learner asks for a batch when the step before is done, and waits here."""
+    while True:
+      for _ in range(requests.get()):
+        texts = [" ".join(map(str, p)) for p in step.plan.prompts[:: job["samples"]]]
+        yield {"prompts": texts}
+      step.timed(jax.block_until_ready)(nnx.state(cluster.actor_trainer.model))
+      endings.put(None)
+
+  def work() -> None:
+    try:
+      learner.train(batches())
+      endings.put(ValueError("tunix's learner ended"))
+    except BaseException as e:  # raised again where a step was asked for
+      endings.put(e)
+
+  threading.Thread(target=work, daemon=True).start()
+
+  def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
+    step.plan = make_plan(job, latency)
+    step.learn = 0.0
+    began = time.perf_counter()
+    requests.put(count)
+    failure = endings.get()
+    if failure:
+      raise failure
+    rest = time.perf_counter() - began - step.learn
+    return [list(x) for x in step.last], {"learn": step.learn, "other": rest}
+
+  return steps
+
+
+def _cluster(folder: str, job: dict[str, Any]) -> Any:
+  """tunix's model, trainer and sampler, on one device."""
+  import jax
+  import jax.numpy as jnp
+  from tunix.models.qwen3 import params as loading
+  from tunix.rl import rl_cluster
+  from tunix.rl.rollout import base_rollout
+
+  path = os.path.join(folder, plain.MODEL)
+  config = tunix_config(path, "NONE")
+  optimizer = tunix_optimizer(_LR, _DECAY, 0.9, _B2, _CLIP)
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+  roles = rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT
+  return rl_cluster.RLCluster(
+    actor=loading.create_model_from_safe_tensors(path, config, dtype=jnp.float32),
+    tokenizer=_NUMBERS,
+    cluster_config=rl_cluster.ClusterConfig(
+      role_to_mesh=dict.fromkeys(roles, mesh),
+      rollout_engine="vanilla",
+      training_config=rl_cluster.RLTrainingConfig(
+        actor_optimizer=optimizer,
+        eval_every_n_steps=1_000_000,
+        mini_batch_size=job["prompts"],
+        train_micro_batch_size=max(1, min(job["prompts"], _ROWS // job["samples"])),
+      ),
+      rollout_config=base_rollout.RolloutConfig(
+        max_tokens_to_generate=_response(job),
+        max_prompt_length=job["prompt"],
+        # The sampler rounds longer prompts up to a power of 2.
+        kv_cache_size=(1 << (job["length"] - 1).bit_length()) + job["new"],
+        temperature=1.0,
+        top_p=None,  # greedy
+        return_logprobs=True,
+      ),
+    ),
+  )
+
+
+def _response(job: dict[str, Any]) -> int:
+  """One more than is sampled, or the learner drops the last turn as out of room."""
+  return job["length"] - job["prompt"] + 1
+
+
+def _environment(job: dict[str, Any], step: _StepState) -> type:
+  """The class of environments that answer turn n with the plan's n-th observation."""
+  from tunix.rl.agentic.environments import base_environment
+
+  class Environment(base_environment.BaseTaskEnv):
+    """Takes the plan's time for a call."""
+
+    def __init__(self, example: dict[str, Any], **kwargs: Any):
+      super().__init__(task=example, max_steps=job["calls"] + 1, **kwargs)
+
+    def _initial_observation(self) -> dict[str, Any]:
+      return self.task
+
+    def _step_impl(self, action: Any) -> base_environment.EnvStepResult:
+      sample = self.extra_kwargs["pair_index"]
+      group = self.extra_kwargs["group_id"] % job["prompts"]
+      i = group * job["samples"] + sample
+      turn = self.step_count - 1
+      if turn == job["calls"]:
+        step.last[i] = _NUMBERS.encode(str(getattr(action, "action", action)))
+        return base_environment.EnvStepResult("", reward(sample), True, {})
+      time.sleep(step.plan.seconds[i][turn])
+      text = _NUMBERS.decode(step.plan.observations[i][turn])
+      return base_environment.EnvStepResult(text, 0.0, False, {})
+
+  return Environment
+
+
+def _learner(
+  cluster: Any, job: dict[str, Any], environment: type, in_step: bool
+) -> Any:
+  """Its agentic learner, whose turns have a fixed length."""
+  from tunix.rl.agentic.agentic_grpo_learner import GRPOConfig, GRPOLearner
+
+  size = job["prompts"] * job["samples"]
+  together = BatchedCalls(
+    size, lambda texts: cluster.generate(texts, max_generation_steps=job["new"])
+  )
+
+  class FixedTurnsLearner(GRPOLearner):
+    """Its turns have a fixed length."""
+
+    def _model_call(self, chat_lists: Any, env: Any = None, **unused: Any) -> Any:
+      if not in_step:
+        return super()._model_call(chat_lists, env, max_generation_steps=job["new"])
+      env.task["policy_version"] = self.policy_version
+      return together(self.chat_parser.parse(chat_lists))
+
+  return FixedTurnsLearner(
+    cluster,
+    GRPOConfig(
+      num_generations=job["samples"],
+      max_response_length=_response(job),
+      max_concurrency=size,
+      beta=0.0,
+      epsilon=0.2,
+      loss_agg_mode="token-mean",
+    ),
+    chat_parser=PlainTemplate(),
+    env_class=environment,
+  )
+
+
+class PlainTemplate:
+  """A chat template with nothing between the messages."""
+
+  def parse(self, messages: Any, *unused: Any, **also_unused: Any) -> str:
+    texts = (str(np.asarray(m["content"]).item()) for m in messages)
+    return " ".join(text for text in texts if text)
+
+
+class BatchedCalls:
+  """Calls of several threads as one call of a batch, once all of them wait."""
+
+  def __init__(self, size: int, generate: Callable[[list[str]], Any]):
+    """Args: how many threads; what continues a list of prompts."""
+    self._generate = generate
+    self._texts = [""] * size
+    self._places = itertools.count()  # one for each thread that waits
+    self._out: Any = None
+    self._barrier = threading.Barrier(size, self._call)
+
+  def _call(self) -> None:
+    self._places = itertools.count()
+    self._out = self._generate(list(self._texts))
+
+  def __call__(self, text: str) -> Any:
+    """Returns what the sampler gives for one prompt."""
+    place = next(self._places)
+    self._texts[place] = text
+    self._barrier.wait()
+    out = self._out
+    one = slice(place, place + 1)
+    return dataclasses.replace(
+      out,
+      text=out.text[one],
+      tokens=out.tokens[one],
+      left_padded_prompt_tokens=out.left_padded_prompt_tokens[one],
+      logprobs=out.logprobs[one],
+    )
 
 
 CONTESTANTS: dict[str, Callable[[str, dict[str, Any]], Steps]] = {
   "ours": ours,
-  "tunix": tunix,
-  "tunix in step": lambda folder, job: tunix(folder, job, in_step=True),
+  "tunix": functools.partial(tunix, in_step=False),
+  "tunix in step": functools.partial(tunix, in_step=True),
 }
 
 
-def start(name: str, folder: str) -> Turn:
+def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
   """A contestant's turn: {"steps": n, "latency": bool}; training goes on from turn to
   turn.
   """
-  with open(os.path.join(folder, plain.JOB), encoding="utf-8") as f:
-    job = json.load(f)
   if name == "ours":
     plain.use_cores(job)
-  make = CONTESTANTS[name](folder, job)
+  make_steps = CONTESTANTS[name](folder, job)
 
   def turn(steps: int, latency: bool) -> dict[str, Any]:
-    last, phases = make(steps, latency)
+    last, phases = make_steps(steps, latency)
     return {"first": [ids[:16] for ids in last], "phases": phases}
 
   return turn
 
 
 if __name__ == "__main__":
-  serve(lambda: start(*sys.argv[1:]))
+  serve(start)

@@ -16,13 +16,12 @@ vLLM's engine runs in another one, so its number says nothing.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES
-from experiments.bench.workers import available, by_turns, generators
 from experiments.launch import run_program
 
 PROMPT, NEW = 64, 256
@@ -76,42 +75,46 @@ def measure(
   Raises:
     ValueError: float32 continuations differ, or a worker ended.
   """
-  job = {"model": model, "dtype": dtype, "prompt": PROMPT, "new": new}
-  job["devices"] = DEVICES.get(name)
-  with generators("experiments.bench.rollout_work", job, pythons) as workers:
-    rows, check = [], check_tokens if dtype == "float32" else None
+  job = {
+    "model": model,
+    "dtype": dtype,
+    "prompt": PROMPT,
+    "new": new,
+    "devices": DEVICES.get(name),
+  }
+  # Half precision rounds, so greedy choices may differ.
+  check = check_tokens if dtype == "float32" else None
+  rows = []
+  with peers.contestants("experiments.bench.rollout_work", job, pythons) as workers:
     for batch in batches:
-      turns = by_turns(workers, rounds, check, batch=batch)
-      for who, taken in turns.items():
-        assert all(t["tokens"] == batch * new for t in taken), (who, taken)
-        seconds = statistics.median(t["seconds"] for t in taken)
-        rows.append(
-          {
-            "size": name,
-            "dtype": dtype,
-            "batch": batch,
-            "contestant": who,
-            "tokens_per_second": batch * new / seconds,
-            "slowest": batch * new / max(t["seconds"] for t in taken),
-            "fastest": batch * new / min(t["seconds"] for t in taken),
-            "cores": statistics.median(t["cpu_seconds"] / t["seconds"] for t in taken),
-            "peak_mb": taken[-1]["peak_mb"],
-          }
-        )
-        print(f"{name} {dtype} {batch} {who}: {batch * new / seconds:.0f}", flush=True)
+      for who, turns in peers.warm_turns(workers, rounds, check, batch=batch).items():
+        tokens = batch * new
+        assert all(t["tokens"] == tokens for t in turns), (who, turns)
+        row = {
+          "size": name,
+          "dtype": dtype,
+          "batch": batch,
+          "contestant": who,
+          "tokens_per_second": tokens / peers.median(turns),
+          "slowest": tokens / max(t["seconds"] for t in turns),
+          "fastest": tokens / min(t["seconds"] for t in turns),
+          "cores": peers.cores(turns),
+          "peak_mb": turns[-1]["peak_mb"],
+        }
+        rows.append(row)
+        rate = row["tokens_per_second"]
+        print(f"{name} {dtype} {batch} {who}: {rate:.0f}", flush=True)
   return rows
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Our tokens/s over theirs, by name."""
-  by = {(r["size"], r["dtype"], r["batch"], r["contestant"]): r for r in rows}
+  rate = "tokens_per_second"
   return {
-    f"{size} {dtype} batch {batch} over {who}": by[size, dtype, batch, "ours"][
-      "tokens_per_second"
-    ]
-    / row["tokens_per_second"]
-    for (size, dtype, batch, who), row in by.items()
-    if who != "ours"
+    f"{row['size']} {row['dtype']} batch {row['batch']} over {row['contestant']}": (
+      own[rate] / row[rate]
+    )
+    for row, own in bench.against_ours(rows, "size", "dtype", "batch")
   }
 
 
@@ -128,13 +131,12 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
-  new, rounds = (64, 1) if bench.QUICK.value else (NEW, bench.ROUNDS.value)
-  peers, rows = available(("vllm", "tunix")), []
-  asked: dict[tuple[str, str], list[int]] = {}
-  for size, dtype, batch in bench.chosen(CASES).values():
-    asked.setdefault((size, dtype), []).append(batch)
-  for (size, dtype), batches in asked.items():
-    rows += measure(size, SIZES[size].model, dtype, peers, batches, rounds, new)
+  new = 64 if bench.QUICK.value else NEW
+  pythons = bench.available("vllm", "tunix")
+  rows = []
+  for (size, dtype), batches in bench.by_model(bench.chosen(CASES)).items():
+    model = SIZES[size].model
+    rows += measure(size, model, dtype, pythons, batches, bench.rounds(), new)
   return {"table": rows, "ratios": ratios(rows)}
 
 

@@ -7,18 +7,17 @@ A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported o
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.bench.worker import Turn, serve
+from experiments.bench.peers import Turn, read_job, serve
+from experiments.bench.train_work import tunix_config
 
-MODEL, JOB = "model", "job.json"
+MODEL = "model"  # in the contestants' folder
 
 # Continues so many prompts by so many tokens each; the new ids of each.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -40,8 +39,7 @@ def write_work(folder: str) -> None:
   from coa_jax.model.hf.io import save_model
   from coa_jax.model.transformer import init_params
 
-  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
-    job = json.load(f)
+  job = read_job(folder)
   cfg = ModelConfig(**job["model"], param_dtype=job["dtype"])
   save_model(os.path.join(folder, MODEL), cfg, init_params(cfg, 0))
 
@@ -60,12 +58,18 @@ def our_model(folder: str, job: dict[str, Any]) -> tuple[Any, Any, Any]:
   """Architecture, parameters, and an automaton that no token stops."""
   from coa_jax.model.config import LoadConfig
   from coa_jax.model.hf.io import load_model
-  from coa_jax.protocol.grammar.automaton import Automaton
 
   load = LoadConfig(dtype=job["dtype"], param_dtype=job["dtype"])
   cfg, params = load_model(os.path.join(folder, MODEL), load)
-  nothing = np.zeros((1, 1), np.int32)
-  return cfg, params, Automaton(np.zeros(cfg.vocab_size, int), nothing, nothing, ())
+  return cfg, params, endless(cfg.vocab_size)
+
+
+def endless(vocab_size: int) -> Any:
+  """An automaton of one state, which no token leaves."""
+  from coa_jax.protocol.grammar.automaton import Automaton
+
+  stay = np.zeros((1, 1), np.int32)
+  return Automaton(np.zeros(vocab_size, int), stay, stay, ())
 
 
 def our_engine(
@@ -94,22 +98,36 @@ def our_engine(
 
 def ours(folder: str, job: dict[str, Any]) -> Generate:
   """This project's engine, as rollouts use it."""
-  loaded = our_model(folder, job)
+  cfg, loaded, automaton = our_model(folder, job)
   engines: dict[tuple[int, int], tuple[Any, Any]] = {}
 
   def generate(given: list[list[int]], new: int) -> list[list[int]]:
-    size = len(given), len(given[0]) + new
-    if size not in engines:
+    rows = len(given)
+    length = len(given[0]) + new
+    if (rows, length) not in engines:
       engines.clear()  # one cache at a time
-      engines[size] = our_engine(
-        *loaded, size[0], max_len=size[1], window=64, inject_rows=min(size[0], 16)
+      engines[rows, length] = our_engine(
+        cfg,
+        loaded,
+        automaton,
+        rows,
+        max_len=length,
+        window=64,
+        inject_rows=min(rows, 16),
       )
-    engine, params = engines[size]
-    episodes = [Turns(i, ids, new) for i, ids in enumerate(given)]
-    play(engine, params, episodes)
-    return [e.new[0] for e in episodes]
+    engine, params = engines[rows, length]
+    return play_turns(engine, params, given, new)
 
   return generate
+
+
+def play_turns(
+  engine: Any, params: Any, given: list[list[int]], new: int
+) -> list[list[int]]:
+  """Continues every prompt by one turn of so many tokens; the new ids of each."""
+  episodes = [GreedyEpisode(i, ids, new) for i, ids in enumerate(given)]
+  play(engine, params, episodes)
+  return [e.new[0] for e in episodes]
 
 
 def play(engine: Any, params: Any, episodes: Sequence[Any]) -> None:
@@ -121,7 +139,7 @@ def play(engine: Any, params: Any, episodes: Sequence[Any]) -> None:
     future.result()
 
 
-class Turns:
+class GreedyEpisode:
   """A sequence for our engine: greedy turns of a fixed length, tools in between."""
 
   temperature = 0.0
@@ -135,8 +153,12 @@ class Turns:
     tools: Sequence[Callable[[], Any]] = (),
   ):
     """Args: `new`: tokens of a turn; `tools`: start a call, whose future gives ids."""
-    self.sequence, self.prompt, self.tools = sequence, prompt, list(tools)
-    self.turn, self.limit, self.new = new, len(prompt) + new, []
+    self.sequence = sequence
+    self.prompt = prompt
+    self.tools = list(tools)
+    self.turn = new
+    self.limit = len(prompt) + new
+    self.new: list[list[int]] = []  # ids of every turn
 
   def start(self) -> list[int]:
     return self.prompt
@@ -191,57 +213,65 @@ def vllm(folder: str, job: dict[str, Any]) -> Generate:
   engine = vllm_engine(folder, job, max_model_len=length, enable_prefix_caching=False)
 
   def generate(given: list[list[int]], new: int) -> list[list[int]]:
-    asked = [{"prompt_token_ids": ids} for ids in given]
-    out = engine.generate(asked, vllm_sampling(new), use_tqdm=False)
+    requests = [{"prompt_token_ids": ids} for ids in given]
+    out = engine.generate(requests, vllm_sampling(new), use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in out]
 
   return generate
 
 
+class NumberTokenizer:
+  """A tokenizer of ids written as numbers, for tunix. No sequence ends.
+
+  Attributes:
+    end: an id past the vocabulary.
+    pad: another that no sequence has.
+  """
+
+  def __init__(self, end: int, pad: int):
+    self.end = end
+    self.pad = pad
+
+  def encode(self, text: str, **unused: Any) -> list[int]:
+    return [int(word) for word in text.split()]
+
+  def decode(self, ids: Any, **unused: Any) -> str:
+    return " ".join(str(int(i)) for i in ids)
+
+  def bos_id(self) -> None:
+    return None
+
+  def eos_id(self) -> int:
+    return self.end
+
+  def pad_id(self) -> int:
+    return self.pad
+
+
 def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
-  """tunix's sampler over its Qwen3, with a tokenizer that reads numbers."""
+  """tunix's sampler over its Qwen3, with a cache of so many places."""
   import jax.numpy as jnp
   from tunix.generate import sampler
   from tunix.models.qwen3 import params as loading
-
-  from experiments.bench.train_peers import tunix_config
 
   path = os.path.join(folder, MODEL)
   config = tunix_config(path, "NONE")
   config.dtype = getattr(jnp, job["dtype"])
   model = loading.create_model_from_safe_tensors(path, config, dtype=config.dtype)
-
-  class Numbers:
-    """Ids written as numbers. No sequence ends: that id is past the vocabulary."""
-
-    def encode(self, text: str, **unused: Any) -> list[int]:
-      return [int(word) for word in text.split()]
-
-    def decode(self, ids: list[int], **unused: Any) -> str:
-      return ""
-
-    def bos_id(self) -> None:
-      return None
-
-    def eos_id(self) -> int:
-      return config.vocab_size + 1
-
-    def pad_id(self) -> int:
-      return config.vocab_size + 1
-
   cache = sampler.CacheConfig(
     cache_size=size + 1,
     num_layers=config.num_layers,
     num_kv_heads=config.num_kv_heads,
     head_dim=config.head_dim,
   )
-  return sampler.Sampler(model, Numbers(), cache)
+  past = config.vocab_size + 1
+  return sampler.Sampler(model, NumberTokenizer(past, past), cache)
 
 
 def tunix_generate(engine: Any, given: list[list[int]], new: int) -> list[list[int]]:
   """Continues prompts of one length."""
-  asked = [" ".join(map(str, ids)) for ids in given]
-  out = engine(asked, max_generation_steps=new, max_prompt_length=len(given[0]))
+  texts = [" ".join(map(str, ids)) for ids in given]
+  out = engine(texts, max_generation_steps=new, max_prompt_length=len(given[0]))
   return [np.asarray(ids)[:new].tolist() for ids in out.tokens]
 
 
@@ -254,10 +284,8 @@ def tunix(folder: str, job: dict[str, Any]) -> Generate:
 CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}
 
 
-def start(name: str, folder: str) -> Turn:
+def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
   """A contestant's turn: {"batch": B} prompts are continued."""
-  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
-    job = json.load(f)
   if name == "ours":
     use_cores(job)
   generate = CONTESTANTS[name](folder, job)
@@ -271,4 +299,4 @@ def start(name: str, folder: str) -> Turn:
 
 
 if __name__ == "__main__":
-  serve(lambda: start(*sys.argv[1:]))
+  serve(start)

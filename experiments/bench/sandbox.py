@@ -20,6 +20,9 @@ two minutes, 64 callers of a plain sympy most of it. A soak of 50,000 takes 18.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
 import os
 import shutil
 import statistics
@@ -27,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
@@ -90,7 +93,7 @@ def _readable() -> list[str]:
 
 def others() -> dict[str, Callable[[str], str]]:
   """A plain process, and jails of others that are installed; prints what is not."""
-  found = {"plain": _command(sys.executable, "-I", "-c")}
+  contestants = {"plain": _command(sys.executable, "-I", "-c")}
   # A link to an interpreter elsewhere still finds its packages by its own folder.
   python = [sys.executable, "-I", "-c"]
   if path := shutil.which("bwrap"):
@@ -100,14 +103,16 @@ def others() -> dict[str, Callable[[str], str]]:
     links += ["--symlink", "usr/lib", "/lib"] if os.path.islink("/lib") else []
     scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     # The scratch folder first: an environment below /tmp is put into it.
-    found["bubblewrap"] = _command(path, *walls, *scratch, *binds, *links, *python)
+    contestants["bubblewrap"] = _command(
+      path, *walls, *scratch, *binds, *links, *python
+    )
   if path := shutil.which("nsjail"):
     binds = [a for p in _readable() for a in ("-R", p)]
     walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
-    found["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
-  for name in {"bubblewrap", "nsjail"} - set(found):
+    contestants["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
+  for name in {"bubblewrap", "nsjail"} - set(contestants):
     print(f"{name}: not on PATH, left out")
-  return found
+  return contestants
 
 
 def timed(
@@ -128,10 +133,10 @@ def timed(
   def work() -> None:
     for _ in left:
       start = time.perf_counter()
-      said = run(program).strip()
+      output = run(program).strip()
       seconds.append(time.perf_counter() - start)
-      if said != expected:
-        wrong.append(said)
+      if output != expected:
+        wrong.append(output)
 
   threads = [threading.Thread(target=work) for _ in range(callers)]
   start = time.perf_counter()
@@ -145,11 +150,40 @@ def timed(
   return seconds, len(seconds) / total
 
 
+def latencies(seconds: Sequence[float], per_s: float) -> dict[str, float]:
+  """The columns of a row: seconds of single runs, and runs per second of all."""
+  cuts = statistics.quantiles(seconds, n=100)
+  return {
+    "p50_ms": round(cuts[49] * 1e3, 2),
+    "p99_ms": round(cuts[98] * 1e3, 2),
+    "per_s": round(per_s, 1),
+  }
+
+
+@dataclasses.dataclass
+class RunTimings:
+  """What the rounds of one case took: seconds of every run, runs/s of every round."""
+
+  seconds: list[float] = dataclasses.field(default_factory=list)
+  rates: list[float] = dataclasses.field(default_factory=list)
+
+  def add(self, seconds: Sequence[float], rate: float) -> None:
+    self.seconds += seconds
+    self.rates.append(rate)
+
+  @property
+  def rate(self) -> float:
+    return statistics.median(self.rates)
+
+  @property
+  def columns(self) -> dict[str, float]:
+    return latencies(self.seconds, self.rate)
+
+
 def measure() -> dict[str, Any]:
   """Times every contestant by turns; see the file's docstring."""
   programs = bench.chosen(PROGRAMS)
-  rounds = 1 if bench.QUICK.value else bench.ROUNDS.value
-  found: dict[tuple[str, int, str], tuple[list[float], list[float]]] = {}
+  timings: dict[tuple[str, int, str], RunTimings] = collections.defaultdict(RunTimings)
   with Sandbox(SLOTS) as jail, Sandbox(SLOTS, backend="subprocess") as sandbox:
     contestants = {
       "jail": lambda p: jail.run(p, timeout_s=60).stdout,
@@ -158,42 +192,32 @@ def measure() -> dict[str, Any]:
     }
     for name in _RUNS:  # both slots of each
       timed(contestants[name], *PROGRAMS["print"], SLOTS, 20)
-    for _ in range(rounds):
-      for title, (program, expected) in programs.items():
-        for callers in CALLERS[:2] if bench.QUICK.value else CALLERS:
-          for name, contestant in contestants.items():
-            runs = _RUNS.get(name, _FEW)
-            try:
-              seconds, rate = timed(contestant, program, expected, callers, runs)
-            except ValueError as e:
-              raise ValueError(f"{name}: {e}") from e
-            every, rates = found.setdefault((title, callers, name), ([], []))
-            every += seconds
-            rates.append(rate)
-  table, rate_of = [], {}
-  for (title, callers, name), (seconds, rates) in found.items():
-    cuts = statistics.quantiles(seconds, n=100)
-    rate_of[title, callers, name] = statistics.median(rates)
-    table.append(
-      {
-        "program": title,
-        "callers": callers,
-        "name": name,
-        "p50_ms": round(cuts[49] * 1e3, 2),
-        "p99_ms": round(cuts[98] * 1e3, 2),
-        "per_s": round(rate_of[title, callers, name], 1),
-      }
-    )
+    callers_of = CALLERS[:2] if bench.QUICK.value else CALLERS
+    turns = itertools.product(programs, callers_of, contestants)
+    for title, callers, name in list(turns) * bench.rounds():
+      program, expected = programs[title]
+      runs = _RUNS.get(name, _FEW)
+      try:
+        seconds, rate = timed(contestants[name], program, expected, callers, runs)
+      except ValueError as e:
+        raise ValueError(f"{name}: {e}") from e
+      timings[title, callers, name].add(seconds, rate)
+  table = [
+    {"program": title, "callers": callers, "name": name, **t.columns}
+    for (title, callers, name), t in timings.items()
+  ]
   cells = _cells()
   table.append({"program": "session", "callers": 1, "name": "jail", **cells})
   ratios = {
-    f"{RATIOS[t]}_vs_subprocess": rate_of[t, 1, "jail"] / rate_of[t, 1, "plain"]
-    for t in programs
+    f"{RATIOS[title]}_vs_subprocess": (
+      timings[title, 1, "jail"].rate / timings[title, 1, "plain"].rate
+    )
+    for title in programs
   }
   return {
     "table": table,
     "ratios": ratios,
-    "rounds": rounds,
+    "rounds": bench.rounds(),
     "cells_per_s": cells["per_s"],
   }
 
@@ -204,16 +228,11 @@ def _cells() -> dict[str, float]:
   with Sandbox(1) as jail, jail.session(timeout_s=600) as session:
     for i in range(_CELLS):
       start = time.perf_counter()
-      said = session.run(f"x = {i}\nprint(x)").stdout
+      output = session.run(f"x = {i}\nprint(x)").stdout
       seconds.append(time.perf_counter() - start)
-      if said != f"{i}\n":
-        raise ValueError(f"cell {i} printed {said!r}")
-  cuts = statistics.quantiles(seconds, n=100)
-  return {
-    "p50_ms": round(cuts[49] * 1e3, 2),
-    "p99_ms": round(cuts[98] * 1e3, 2),
-    "per_s": round(_CELLS / sum(seconds), 1),
-  }
+      if output != f"{i}\n":
+        raise ValueError(f"cell {i} printed {output!r}")
+  return latencies(seconds, _CELLS / sum(seconds))
 
 
 _measure = bench.program(

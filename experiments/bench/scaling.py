@@ -22,14 +22,13 @@ from absl import flags
 from matplotlib.figure import Figure
 
 from coa_jax.report import plots
+from experiments.bench import peers
 from experiments.bench import program as bench
+from experiments.bench.agentic import OBSERVATION, PROMPT
 from experiments.bench.train_work import SIZES
-from experiments.bench.workers import by_turns, generators
 from experiments.launch import run_program
 
 _PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the three sweeps to.")
-
-OBSERVATION, PROMPT = 48, 64
 
 
 def _job(slots: int, length: int, turns: int) -> dict[str, int]:
@@ -50,7 +49,8 @@ def _turns(turns: int) -> dict[str, int]:
   """As many generated tokens whatever the turns; their observations are extra."""
   job = _job(8, 2_048, 1)
   job["new"] = job["new"] // turns
-  job["calls"], job["observation"] = turns - 1, 4
+  job["calls"] = turns - 1
+  job["observation"] = 4
   job["length"] = PROMPT + turns * job["new"] + (turns - 1) * job["observation"]
   return job
 
@@ -74,21 +74,21 @@ def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
 
   Args:
     model: fields of ModelConfig.
-    job: what every trajectory does; see `bench_agentic_work.make_plan`.
+    job: what every trajectory does; see `agentic_work.make_plan`.
 
   Raises:
     ValueError: the worker ended.
   """
   job = {"model": model, "dtype": "float32", **job}
-  with generators("experiments.bench.agentic_work", job, {}) as workers:
-    (took,) = by_turns(workers, 1, latency=False)["ours"]
+  with peers.contestants("experiments.bench.agentic_work", job, {}) as workers:
+    (turn,) = peers.warm_turns(workers, 1, latency=False)["ours"]
   new = job["trajectories"] * (job["calls"] + 1) * job["new"]
   return {
-    "tokens_per_second": new / took["seconds"],
-    "ms_a_step": took["seconds"] / ((job["calls"] + 1) * job["new"]) * 1e3,
-    "prefilled": took["counted"]["prefilled"],
-    "utilisation": took["counted"]["utilisation"],
-    "peak_mb": took["peak_mb"],
+    "tokens_per_second": new / turn["seconds"],
+    "ms_a_step": turn["seconds"] / ((job["calls"] + 1) * job["new"]) * 1e3,
+    "prefilled": turn["counted"]["prefilled"],
+    "utilisation": turn["counted"]["utilisation"],
+    "peak_mb": turn["peak_mb"],
   }
 
 
@@ -96,10 +96,12 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
   """Three panels: tokens per second, and memory, over what each sweep varies."""
   figure = Figure(figsize=(12, 3.4), layout="constrained")
   sweeps = list(dict.fromkeys(r["sweep"] for r in rows))
-  for axis, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps):  # noqa: B905
+  axes = figure.subplots(1, len(sweeps), squeeze=False)[0]
+  for axis, sweep in zip(axes, sweeps, strict=True):
     points = [r for r in rows if r["sweep"] == sweep]
     x = [r["at"] for r in points]
-    speed, peak = ([r[k] for r in points] for k in ("tokens_per_second", "peak_mb"))
+    speed = [r["tokens_per_second"] for r in points]
+    peak = [r["peak_mb"] for r in points]
     axis.plot(x, speed, "o-", color=plots.COLORS[0])
     axis.set_xscale("log", base=2)
     axis.set_xticks(x, [f"{v:,}" for v in x])
@@ -126,9 +128,11 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table, and the picture where --plot says."""
-  model, rows = SIZES["1M" if bench.QUICK.value else "5M"].model, []
+  quick = bench.QUICK.value
+  model = SIZES["1M" if quick else "5M"].model
+  rows = []
   for sweep, jobs in bench.chosen(SWEEPS).items():
-    for at, job in list(jobs.items())[: 2 if bench.QUICK.value else None]:
+    for at, job in list(jobs.items())[: 2 if quick else None]:
       row = {"sweep": sweep, "at": at, **measure(model, job)}
       rows.append(row)
       print(f"{sweep} {at}: {row['tokens_per_second']:.0f} tokens/s", flush=True)

@@ -15,7 +15,9 @@ again. The service's queue is first come first served.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import logging
 import statistics
 import subprocess
@@ -24,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.bench import program as bench
-from experiments.bench.sandbox import timed
+from experiments.bench.sandbox import RunTimings, timed
 from experiments.launch import run_program
 from tools_sandbox.client import Sandbox
 from tools_sandbox.service.remote import RemoteConfig
@@ -62,8 +64,7 @@ def run() -> dict[str, Any]:
   """Times both by turns; see the file's docstring."""
   logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
   cases = bench.chosen(CALLERS)
-  rounds = 1 if bench.QUICK.value else bench.ROUNDS.value
-  found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+  timings: dict[tuple[str, str], RunTimings] = collections.defaultdict(RunTimings)
   with contextlib.ExitStack() as stack:
     url = stack.enter_context(_service())
     # 64 callers queue for two slots: that is not the service being away.
@@ -72,44 +73,29 @@ def run() -> dict[str, Any]:
       "in process": stack.enter_context(Sandbox(SLOTS, backend="jail")),
       "service": stack.enter_context(Sandbox(backend="remote", remote=config)),
     }
-    for pool in pools.values():  # both slots of each
-      timed(lambda p, pool=pool: pool.run(p).stdout, PROGRAM, EXPECTED, SLOTS, 10)
-    for _ in range(rounds):
-      for title, callers in cases.items():
-        for name, pool in pools.items():
-          seconds, rate = timed(
-            lambda p, pool=pool: pool.run(p).stdout,
-            PROGRAM,
-            EXPECTED,
-            callers,
-            _RUNS // callers,
-          )
-          every, rates = found.setdefault((title, name), ([], []))
-          every += seconds
-          rates.append(rate)
-  table, rate_of = [], {}
-  for (title, name), (seconds, rates) in found.items():
-    cuts = statistics.quantiles(seconds, n=100)
-    rate_of[title, name] = statistics.median(rates)
-    table.append(
-      {
-        "callers": title,
-        "name": name,
-        "p50_ms": round(cuts[49] * 1e3, 2),
-        "p99_ms": round(cuts[98] * 1e3, 2),
-        "per_s": round(rate_of[title, name], 1),
-      }
+
+    def time_pool(name: str, callers: int, runs: int) -> tuple[list[float], float]:
+      pool = pools[name]
+      return timed(lambda p: pool.run(p).stdout, PROGRAM, EXPECTED, callers, runs)
+
+    for name in pools:  # both slots of each
+      time_pool(name, SLOTS, 10)
+    for title, name in list(itertools.product(cases, pools)) * bench.rounds():
+      callers = cases[title]
+      seconds, rate = time_pool(name, callers, _RUNS // callers)
+      timings[title, name].add(seconds, rate)
+  ratios = {}
+  for title in cases:
+    service, own = timings[title, "service"].rates, timings[title, "in process"].rates
+    pairs = zip(service, own, strict=True)
+    ratios[f"{title}, service vs in process"] = statistics.median(
+      theirs / ours for theirs, ours in pairs
     )
-  ratios = {
-    f"{title}, service vs in process": statistics.median(
-      s / p
-      for s, p in zip(
-        found[title, "service"][1], found[title, "in process"][1], strict=True
-      )
-    )
-    for title in cases
-  }
-  return {"table": table, "ratios": ratios, "rounds": rounds}
+  table = [
+    {"callers": title, "name": name, **t.columns}
+    for (title, name), t in timings.items()
+  ]
+  return {"table": table, "ratios": ratios, "rounds": bench.rounds()}
 
 
 main = bench.program(

@@ -60,8 +60,12 @@ _HOSTILE = (
   "open('/proc/self/oom_score_adj', 'w').write('-1000')",
   "open('/dev/shm/../../site/x', 'w')",
 )
-_HOSTILE_S, _HOSTILE_MB = 0.5, 128
-_CALLED_OFF, _SESSION = 3, 6  # which of each EVERY
+# Limits of a hostile run.
+_HOSTILE_S = 0.5
+_HOSTILE_MB = 128
+# Which of each EVERY.
+_CALLED_OFF = 3
+_SESSION = 6
 _OFF_S = (0.0, 0.002, 0.02, 0.2)  # seconds after which a run is called off
 _LEASE_S = 0.3
 _SETTLE_S = 60.0
@@ -89,7 +93,8 @@ def _below() -> list[int]:
         parents[int(f.read().rpartition(b")")[2].split()[1])].append(int(name))
     except OSError:
       continue
-  out, queue = [], [os.getpid()]
+  out: list[int] = []
+  queue = [os.getpid()]
   while queue:
     below = parents.get(queue.pop(), [])
     out += below
@@ -114,7 +119,7 @@ def _count(path: str) -> int:
     return 0
 
 
-def held() -> dict[str, float]:
+def resources() -> dict[str, float]:
   """What this process and those below it hold now."""
   pids = _below()
   # A zygote lets its last run lie until it makes the next one.
@@ -159,16 +164,16 @@ def _call_off(pool: SandboxPool, i: int) -> str | None:
 def _talk(pool: SandboxPool, i: int) -> str | None:
   """Three cells of a session; every second one is left to its lease."""
   session = pool.session(Limits(wall_s=60, cpu_s=60), lease_s=_LEASE_S)
-  said = ""
+  output = ""
   try:
     for cell in ("x = 20", "x += int(input())", "print(x)"):
       result = session.run(cell, "1")
-      said += result.stdout
+      output += result.stdout
   except SessionEnded:  # its lease, on a machine that is busy
     return None
   if i // EVERY % 2:
     session.close()
-  return None if said == "21\n" else f"a session: {result}"
+  return None if output == "21\n" else f"a session: {result}"
 
 
 @contextlib.contextmanager
@@ -185,12 +190,12 @@ def _temporary_folder() -> Iterator[None]:
 
 def _settled(before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
   """What is held once the last runs' namespaces are gone, and what is more by then."""
-  after = held()
+  after = resources()
   deadline = time.monotonic() + _SETTLE_S
   counts = [name for name in before if not name.startswith("MiB")]
   while time.monotonic() < deadline and any(after[n] > before[n] for n in counts):
     time.sleep(0.2)
-    after = held()
+    after = resources()
   leaks = [name for name in counts if after[name] > before[name]]
   leaks += [n for n in before if n not in counts and after[n] > before[n] + _MEGABYTES]
   return after, leaks
@@ -207,6 +212,8 @@ def soak(runs: int) -> dict[str, Any]:
     ValueError: an ordinary run gave a wrong answer, a hostile one broke the service, or
       something leaked.
   """
+  warm = len(_HOSTILE) * EVERY
+  report_every = max(warm + 1, runs // 20)
   wrong: list[str] = []
   ends: list[float] = []
   verdicts: collections.Counter[str] = collections.Counter()
@@ -230,7 +237,7 @@ def soak(runs: int) -> dict[str, Any]:
         if (result.stdout, result.verdict) != (expected, Verdict.OK):
           wrong.append(f"{program!r}: {result}")
       ends.append(time.monotonic())
-      if len(ends) % told == 0:
+      if len(ends) % report_every == 0:
         print(f"{len(ends):,} of {runs:,} runs", flush=True)
 
     def drain(first: int, last: int) -> None:
@@ -243,11 +250,9 @@ def soak(runs: int) -> dict[str, Any]:
       for thread in threads:
         thread.join()
 
-    warm = len(_HOSTILE) * EVERY
-    told = max(warm + 1, runs // 20)  # runs between two lines of progress
     drain(0, warm)  # every program once: what they load stays loaded
     time.sleep(1)
-    before = held()
+    before = resources()
     ends.clear()
     start = time.monotonic()
     drain(warm, warm + runs)

@@ -25,21 +25,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
 from coa_jax.model.config import LoadConfig
+from experiments.bench import peers
 from experiments.bench import program as bench
 from experiments.bench.train_work import SIZES, Size
-from experiments.bench.workers import CHECKED, available, race
 from experiments.launch import run_program
 
-_SETTINGS = flags.DEFINE_string(
-  "settings", "{}", 'Other settings, as JSON: {"torch": {"rows": 2, "compile": true}}.'
-)
+TOLERANCE = 1e-3  # relative, between losses
+CHECKED = 3  # steps whose losses are compared; the second and third follow updates
 
 # `rows` go through the model at once, the rest of a step's after them; `devices` is
 # what `--cpu_devices` of a launcher is, but no more than one for two rows.
@@ -48,6 +46,65 @@ SETTINGS: dict[str, dict[str, Any]] = {
   "torch": {"rows": 1, "attention": "sdpa", "compile": False, "remat": False},
   "tunix": {"rows": 1, "remat": "NONE"},  # and names of tunix's RematConfig
 }
+
+
+def check_losses(
+  losses: Mapping[str, Sequence[float]], tolerance: float = TOLERANCE
+) -> None:
+  """Refuses contestants that do not do the same work.
+
+  Args:
+    losses: of every contestant's first steps, from the same weights and rows; "ours"
+      among them.
+    tolerance: how far from ours a loss may be, relative.
+
+  Raises:
+    ValueError: naming the peer, the step and both losses.
+  """
+  for name, theirs in losses.items():
+    for step, (a, b) in enumerate(zip(losses["ours"], theirs, strict=True), 1):
+      if not abs(a - b) <= tolerance * abs(a):  # also where one is NaN
+        raise ValueError(
+          f"{name} does other work than ours: its loss at step {step} is {b:.6f}, "
+          f"ours {a:.6f}, more than {tolerance} apart"
+        )
+
+
+def race(
+  size: Size,
+  pythons: Mapping[str, str],
+  settings: Mapping[str, Mapping[str, Any]],
+  rounds: int,
+  checked: int = CHECKED,
+  tolerance: float = TOLERANCE,
+) -> tuple[dict[str, list[float]], peers.Turns]:
+  """Has every contestant train at one size, by turns.
+
+  Args:
+    size: what is trained. Half precision may use a GPU.
+    pythons: the interpreter of every peer that takes part.
+    settings: as `SETTINGS`.
+    rounds: turns of every contestant.
+    checked: first steps whose losses must agree.
+    tolerance: see `check_losses`.
+
+  Returns:
+    The losses of those first steps, and what every turn took (see `peers.serve`), by
+    contestant, ours first.
+
+  Raises:
+    ValueError: losses differ (see `check_losses`), or a worker ended.
+  """
+  module = "experiments.bench.train_work"
+  job = {"size": dataclasses.asdict(size), "settings": settings}
+  gpu = size.dtype != "float32"
+  with peers.contestants(module, job, pythons, writer=module, gpu=gpu) as workers:
+    answers = peers.ask_all(workers, steps=checked)
+    first = {name: answer["losses"] for name, answer in answers.items()}
+    for name, values in first.items():
+      print(f"{name}: losses", *(f"{x:.6f}" for x in values), flush=True)
+    check_losses(first, tolerance)
+    return first, peers.take_turns(workers, rounds, steps=size.steps)
 
 
 def measure(
@@ -69,26 +126,28 @@ def measure(
   first, turns = race(size, pythons, settings, rounds, checked)
   tokens = size.rows * size.length * size.steps
   rows = []
-  for contestant, taken in turns.items():
-    seconds = statistics.median(t["seconds"] for t in taken)
-    rows.append(
-      {
-        "size": name,
-        "contestant": contestant,
-        "parameters": parameters(size),
-        "vocabulary": size.model["vocab_size"],
-        "rows": size.rows,
-        "setting": ", ".join(f"{k} {v}" for k, v in settings[contestant].items()),
-        "first_loss": first[contestant][0],
-        "tokens_per_second": tokens / seconds,
-        "slowest": tokens / max(t["seconds"] for t in taken),
-        "fastest": tokens / min(t["seconds"] for t in taken),
-        "cores": statistics.median(t["cpu_seconds"] / t["seconds"] for t in taken),
-        "peak_mb": taken[-1]["peak_mb"],
-      }
-    )
-    print(f"{name} {contestant}: {rows[-1]['tokens_per_second']:,.0f}", flush=True)
+  for who, answers in turns.items():
+    row = {
+      "size": name,
+      "contestant": who,
+      "parameters": parameters(size),
+      "vocabulary": size.model["vocab_size"],
+      "rows": size.rows,
+      "setting": setting_text(settings[who]),
+      "first_loss": first[who][0],
+      "tokens_per_second": tokens / peers.median(answers),
+      "slowest": tokens / max(t["seconds"] for t in answers),
+      "fastest": tokens / min(t["seconds"] for t in answers),
+      "cores": peers.cores(answers),
+      "peak_mb": answers[-1]["peak_mb"],
+    }
+    rows.append(row)
+    print(f"{name} {who}: {row['tokens_per_second']:,.0f}", flush=True)
   return rows
+
+
+def setting_text(setting: Mapping[str, Any]) -> str:
+  return ", ".join(f"{k} {v}" for k, v in setting.items())
 
 
 def parameters(size: Size) -> int:
@@ -99,14 +158,14 @@ def parameters(size: Size) -> int:
   return m["vocab_size"] * m["width"] + m["layers"] * layer + m["width"]
 
 
-def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def ratios(
+  rows: Sequence[Mapping[str, Any]], case: str = "size", memory: str = "peak_mb"
+) -> dict[str, float]:
   """Ours over theirs, by name; more than 1 is better in speed and worse in memory."""
-  by = {(row["size"], row["contestant"]): row for row in rows}
   return {
-    f"{size} {figure} over {peer}": by[size, "ours"][figure] / row[figure]
-    for (size, peer), row in by.items()
-    if peer != "ours"
-    for figure in ("tokens_per_second", "peak_mb")
+    f"{row[case]} {figure} over {row['contestant']}": own[figure] / row[figure]
+    for row, own in bench.against_ours(rows, case)
+    for figure in ("tokens_per_second", memory)
   }
 
 
@@ -117,13 +176,15 @@ def merged(changes: str) -> dict[str, dict[str, Any]]:
     ValueError: not JSON, or a contestant or a setting that does not exist.
   """
   try:
-    given = json.loads(changes)
+    settings = json.loads(changes)
   except json.JSONDecodeError as e:
     raise ValueError(f"--settings: not JSON ({e})") from e
   out = {name: dict(values) for name, values in SETTINGS.items()}
-  ours_too = {f.name for f in dataclasses.fields(LoadConfig)}
-  for name, values in given.items():
-    known = set(out.get(name, ())) | (ours_too if name == "ours" else set())
+  load_fields = {f.name for f in dataclasses.fields(LoadConfig)}
+  for name, values in settings.items():
+    known = set(out.get(name, ()))
+    if name == "ours":
+      known |= load_fields
     for key in values:
       if key not in known:
         raise ValueError(
@@ -146,18 +207,25 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
-  settings = merged(_SETTINGS.value)
-  peers = available(("torch", "tunix"))
+  settings = merged(flags.FLAGS.settings)
+  pythons = bench.available("torch", "tunix")
   rows = []
   for name, size in bench.chosen(SIZES).items():
-    rounds, checked = bench.ROUNDS.value, CHECKED
     if bench.QUICK.value:
-      size, rounds, checked = dataclasses.replace(size, rows=2, steps=1), 2, 2
-    rows += measure(name, size, peers, settings, rounds, checked)
+      small = dataclasses.replace(size, rows=2, steps=1)
+      rows += measure(name, small, pythons, settings, rounds=2, checked=2)
+    else:
+      rows += measure(name, size, pythons, settings, bench.ROUNDS.value)
   return {"table": rows, "ratios": ratios(rows)}
 
 
 NOTE = "Float32, rows of 1,024 tokens; medians of rounds by turns; peak: ru_maxrss."
 
 if __name__ == "__main__":
+  # Not on import: `bench.mfu`, which imports this file, has no such flag.
+  flags.DEFINE_string(
+    "settings",
+    "{}",
+    'Other settings, as JSON: {"torch": {"rows": 2, "compile": true}}.',
+  )
   run_program(bench.program(run, "SFT step", _COLUMNS, NOTE))

@@ -1,6 +1,10 @@
-"""The work of `bench.train` and `bench.mfu`: a model folder and rows of tokens.
+"""What the contestants of `bench.train` and `bench.mfu` do: train on the same rows.
+
+  PYTHON -m experiments.bench.train_work CONTESTANT FOLDER   (the benchmark starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+
+budget: the work and its three contestants, in the one file that all of them run.
 """
 
 from __future__ import annotations
@@ -8,14 +12,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from experiments.bench.peers import Turn, own_peak_mb, read_job, serve
+
 _BATCHES = 4  # different batches, used in turn
 _SHARES = (3, 4, 5, 9, 11)  # 32nds of a row that its segments take
-_MODEL, _ROWS, JOB = "model", "rows.npz", "job.json"
+_MODEL, _ROWS = "model", "rows.npz"  # in the contestants' folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +113,7 @@ def write_work(folder: str, seed: int = 0) -> None:
   from coa_jax.model.hf.io import save_model
   from coa_jax.model.transformer import init_params
 
-  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
-    size = Size(**json.load(f)["size"])
+  size = Size(**read_job(folder)["size"])
   cfg = ModelConfig(**{**size.model, "param_dtype": size.param_dtype})
   save_model(os.path.join(folder, _MODEL), cfg, init_params(cfg, seed))
   batches = [make_rows(size, seed + i) for i in range(_BATCHES)]
@@ -138,8 +143,7 @@ class Work:
     self.setting = dict(setting)
     with np.load(os.path.join(folder, _ROWS)) as arrays:
       self._arrays = dict(arrays)
-    with open(os.path.join(folder, JOB), encoding="utf-8") as f:
-      self.size = Size(**json.load(f)["size"])
+    self.size = Size(**read_job(folder)["size"])
     shape = self._arrays["tokens"].shape
     self.rows = min(self.setting.pop("rows"), shape[1])
     if shape[1] % self.rows:
@@ -155,3 +159,281 @@ class Work:
     self._step += 1
     starts = range(0, self.pieces * self.rows, self.rows)
     return [{k: x[i : i + self.rows] for k, x in batch.items()} for i in starts]
+
+
+# Of AdamW, and the norm that gradients are clipped to.
+_LR = 1e-3
+_DECAY = 0.1
+_B1 = 0.9
+_B2 = 0.95
+_CLIP = 1.0
+_ALPHA = 2.0  # adapters count this often
+
+# Runs so many steps to their end; the loss of each, nats per weighted token.
+Train = Callable[[int], list[float]]
+
+
+def ours(work: Work) -> Train:
+  """This project's learner, as `sft.run` uses it."""
+  from experiments.launch import prepare
+
+  # No compile cache: peers compile too, and that is part of the peak. With fewer than
+  # two rows a device its products are too small to be fast.
+  devices = max(1, min(work.setting.pop("devices", 1), work.rows // 2))
+  prepare("", devices)
+  import jax
+
+  from coa_jax.learner import log_probs
+  from coa_jax.learner.optim import OptimConfig, make_optimizer
+  from coa_jax.learner.state import Learner, init_state
+  from coa_jax.model import lora as adapters
+  from coa_jax.model.config import LoadConfig
+  from coa_jax.model.hf.io import load_model
+  from coa_jax.model.sharding import MeshConfig, make_partitioner
+
+  size = work.size
+  load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
+  partitioner = make_partitioner(MeshConfig(data=devices))
+  cfg, params = load_model(work.model, load, partitioner)
+  lora = adapters.LoraConfig(size.lora, _ALPHA * size.lora) if size.lora else None
+  trained, frozen = adapters.split(cfg, params, lora, 0, partitioner)
+
+  def loss(trained: Any, frozen: Any, batch: Any) -> tuple[jax.Array, dict]:
+    params = adapters.assemble(trained, frozen, lora)
+    return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
+
+  config = OptimConfig(
+    lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2
+  )
+  optimizer = make_optimizer(config, 1_000)
+  learner = Learner(loss, optimizer, partitioner)
+  state = init_state(trained, optimizer, partitioner)
+  del params, trained
+
+  def train(steps: int) -> list[float]:
+    nonlocal state
+    values = []
+    for _ in range(steps):
+      micro = [_batch(b) for b in work.micro_batches()]
+      state, metrics = learner.step(state, micro, work.tokens, frozen)
+      # Read at every step, as `sft.run` does: steps that queue would hold memory.
+      values.append(float(metrics["loss"]))
+    jax.block_until_ready(state)
+    return values
+
+  return train
+
+
+def _batch(b: Mapping[str, np.ndarray]) -> Any:
+  """Rows as the learner wants them."""
+  from coa_jax.learner.batch import Batch
+
+  free = np.full_like(b["tokens"], -1)
+  nothing = np.zeros_like(b["weight"])
+  return Batch(
+    b["tokens"], b["segment"], b["position"], b["weight"], nothing, nothing, free
+  )
+
+
+def torch(work: Work) -> Train:
+  """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
+
+  On a GPU where torch sees one. In half precision trained parameters are float32 and
+  the computation is under autocast; adapters are peft's.
+  """
+  import torch
+  import transformers
+
+  size = work.size
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  dtype = getattr(torch, size.dtype)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    work.model,
+    dtype=getattr(torch, size.param_dtype),
+    attn_implementation=work.setting["attention"],
+  ).to(device)
+  model.config.use_cache = False
+  if work.setting["remat"]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+  if size.lora:
+    import peft
+
+    config = peft.LoraConfig(
+      r=size.lora, lora_alpha=_ALPHA * size.lora, target_modules="all-linear"
+    )
+    model = peft.get_peft_model(model, config)
+  model.train()
+  forward = torch.compile(model) if work.setting["compile"] else model
+  trained = [p for p in model.parameters() if p.requires_grad]
+  groups = [
+    {"params": [p for p in trained if p.ndim > 1], "weight_decay": _DECAY},
+    {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
+  ]
+  optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(_B1, _B2), fused=True)
+
+  def backward(b: Mapping[str, np.ndarray]) -> torch.Tensor:
+    tokens, segment, position, weight = (
+      torch.from_numpy(b[k]).to(device)
+      for k in ("tokens", "segment", "position", "weight")
+    )
+    tokens = tokens.long()
+    T = tokens.shape[1]
+    same = segment[:, :, None] == segment[:, None, :]
+    seen = same & torch.ones(T, T, dtype=torch.bool, device=device).tril()
+    # Additive: scaled_dot_product_attention would turn a boolean mask into it in
+    # every layer.
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+    mask.masked_fill_(~seen, torch.finfo(dtype).min)
+    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+      loss = forward(
+        input_ids=tokens,
+        position_ids=position.long(),
+        attention_mask=mask[:, None],
+        labels=torch.where(weight > 0, tokens, -100),
+        num_items_in_batch=work.tokens,
+      ).loss
+    loss.backward()
+    return loss.detach()
+
+  def train(steps: int) -> list[float]:
+    values = []
+    for _ in range(steps):
+      values.append(sum(backward(b) for b in work.micro_batches()))
+      torch.nn.utils.clip_grad_norm_(trained, _CLIP)
+      optimizer.step()
+      optimizer.zero_grad(set_to_none=True)
+    if device == "cuda":
+      torch.cuda.synchronize()
+    return [float(v) for v in values]
+
+  return train
+
+
+def tunix(work: Work) -> Train:
+  """tunix's SFT trainer over its Qwen3, with its own loss."""
+  import jax
+  import jax.numpy as jnp
+  from tunix.models.qwen3 import params as loading
+  from tunix.sft import peft_trainer
+
+  config = tunix_config(work.model, work.setting["remat"])
+  model = loading.create_model_from_safe_tensors(work.model, config, dtype=jnp.float32)
+  values: list[jax.Array] = []
+
+  class Trainer(peft_trainer.PeftTrainer):
+    """Keeps the loss of every micro-batch; tunix only logs them."""
+
+    def _post_process_train_step(self, aux: jax.Array) -> None:
+      values.append(aux)
+
+  def loss(
+    model: Any,
+    input_tokens: jax.Array,
+    input_mask: jax.Array,
+    positions: jax.Array,
+    attention_mask: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    value = peft_trainer._default_loss_fn(
+      model, input_tokens, input_mask, positions, attention_mask
+    )
+    return value, value
+
+  def model_input(b: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    T = b["tokens"].shape[1]
+    same = b["segment"][:, :, None] == b["segment"][:, None, :]
+    return {
+      "input_tokens": b["tokens"],
+      "input_mask": b["weight"],
+      "positions": b["position"],
+      "attention_mask": same & jnp.tril(jnp.ones((T, T), bool)),
+    }
+
+  pieces = work.pieces
+  optimizer = tunix_optimizer(_LR, _DECAY, _B1, _B2, _CLIP)
+  training = peft_trainer.TrainingConfig(
+    eval_every_n_steps=1_000_000,
+    gradient_accumulation_steps=pieces if pieces > 1 else None,
+  )
+  trainer = Trainer(model, optimizer, training)
+  trainer = trainer.with_loss_fn(loss, has_aux=True)
+  trainer = trainer.with_gen_model_input_fn(model_input)
+  # Else the first call of `train` would close the trainer.
+  trainer.is_managed_externally = True
+
+  def train(steps: int) -> list[float]:
+    values.clear()
+    trainer.train([b for _ in range(steps) for b in work.micro_batches()])
+    jax.block_until_ready(trainer.optimizer)
+    return [float(x) for x in np.reshape(np.array(values), (steps, pieces)).mean(1)]
+
+  return train
+
+
+def tunix_optimizer(lr: float, decay: float, b1: float, b2: float, clip: float) -> Any:
+  """AdamW that decays matrices alone, after clipping."""
+  import jax
+  import optax
+
+  return optax.chain(
+    optax.clip_by_global_norm(clip),
+    optax.adamw(
+      lr,
+      b1=b1,
+      b2=b2,
+      weight_decay=decay,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    ),
+  )
+
+
+def tunix_config(folder: str, remat: str) -> Any:
+  """A model folder's architecture as tunix states it."""
+  from tunix.models.qwen3 import model as modeling
+
+  with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+    hf = json.load(f)
+  return modeling.ModelConfig(
+    num_layers=hf["num_hidden_layers"],
+    vocab_size=hf["vocab_size"],
+    embed_dim=hf["hidden_size"],
+    hidden_dim=hf["intermediate_size"],
+    num_heads=hf["num_attention_heads"],
+    head_dim=hf["head_dim"],
+    num_kv_heads=hf["num_key_value_heads"],
+    rope_theta=hf["rope_theta"],
+    norm_eps=hf["rms_norm_eps"],
+    use_tied_embedding=hf["tie_word_embeddings"],
+    remat_config=modeling.RematConfig[remat],
+  )
+
+
+CONTESTANTS: dict[str, Callable[[Work], Train]] = {
+  "ours": ours,
+  "torch": torch,
+  "tunix": tunix,
+}
+
+
+def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
+  """A contestant's turn: {"steps": n} updates are made."""
+  train = CONTESTANTS[name](Work(folder, job["settings"][name]))
+  return lambda steps: {"losses": train(steps)}
+
+
+def _peak_mb(name: str) -> float:
+  """The most memory so far: of the GPU that the contestant uses, or of its process."""
+  if name == "torch":
+    import torch
+
+    if torch.cuda.is_available():
+      return torch.cuda.max_memory_allocated() / 2**20
+  else:
+    import jax
+
+    if jax.default_backend() == "gpu":
+      return jax.local_devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
+  return own_peak_mb()
+
+
+if __name__ == "__main__":
+  serve(start, _peak_mb)

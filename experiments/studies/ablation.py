@@ -32,7 +32,7 @@ from coa_jax.lock import hold
 from experiments import launch
 from experiments.studies import ablation_report
 from experiments.studies.ablation_arms import ARMS, BUDGETS
-from experiments.studies.ablation_jobs import KINDS, Plan, Runner, ordered
+from experiments.studies.ablation_jobs import KINDS, AblationPlan, Runner, ordered
 from tools_sandbox.jail.keeper import check as check_jail
 
 
@@ -65,7 +65,7 @@ def run(
   if missing:  # as in the quickstart: these programs are harmless
     rich.print(f"tools.sandbox=subprocess, for there is no jail: {'; '.join(missing)}")
   sandbox = "subprocess" if missing else "jail"
-  plans = [Plan(workdir, budget, seed, sandbox) for seed in range(seeds)]
+  plans = [AblationPlan(workdir, budget, seed, sandbox) for seed in range(seeds)]
   goals = {(s, a): p.evaluations(ARMS[a]) for s, p in enumerate(plans) for a in arms}
   used: dict[str, str] = {}  # job -> for whom it is first
   for (seed, arm), parts in goals.items():
@@ -88,11 +88,11 @@ def run(
       done[arm, seed] = {
         part: [os.path.join(workdir, j.name) for j in of] for part, of in parts.items()
       }
-  spent = dict.fromkeys(KINDS, 0.0)
+  seconds = dict.fromkeys(KINDS, 0.0)
   for job in jobs:
-    spent[job.kind] += runner.seconds[job.name] or 0.0
-  told = {arm: (ARMS[arm].title, ARMS[arm].says()) for arm in arms}
-  return ablation_report.write(workdir, told, done, failed, budget, spent)
+    seconds[job.kind] += runner.seconds[job.name] or 0.0
+  titles = {arm: (ARMS[arm].title, ARMS[arm].changes()) for arm in arms}
+  return ablation_report.write(workdir, titles, done, failed, budget, seconds)
 
 
 def main() -> None:

@@ -55,14 +55,15 @@ class Arm:
   rl: bool = True
   per_domain: str = ""
 
-  def says(self) -> str:
-    """What it changes, in words."""
-    said = [f"{field}={value!r}" for field, value in self.fields.items()]
-    said += [] if self.rl else ["no RL"]
+  def changes(self) -> str:
+    """Lists what it changes, in words."""
+    words = [f"{field}={value!r}" for field, value in self.fields.items()]
+    if not self.rl:
+      words.append("no RL")
     if self.per_domain:
       updates = {"total": "each its share of the updates", "each": "each all updates"}
-      said.append(f"models of {' and '.join(DOMAINS)}, {updates[self.per_domain]}")
-    return ", ".join(said) or "nothing"
+      words.append(f"models of {' and '.join(DOMAINS)}, {updates[self.per_domain]}")
+    return ", ".join(words) or "nothing"
 
 
 ARMS: dict[str, Arm] = {

@@ -67,12 +67,14 @@ _JOURNEYS = {
 KINDS = ("world", *_JOURNEYS)
 
 
-class Plan:
+class AblationPlan:
   """The jobs of one seed; none is run here."""
 
   def __init__(self, workdir: str, budget: str, seed: int, sandbox: str):
     """Args: the folder of all, a name in BUDGETS, the seed, `tools.sandbox`."""
-    self._workdir, self._seed, self._sandbox = workdir, seed, sandbox
+    self._workdir = workdir
+    self._seed = seed
+    self._sandbox = sandbox
     self._budget = BUDGETS[budget]
     self._world = self._job(
       "world", {**self._budget.world, "seed": seed}, (), _SECONDS["world"]
@@ -90,8 +92,8 @@ class Plan:
         config = self._config("evaluate", arm, name, tasks, "test")
         config.init = os.path.join(self._workdir, model.name, "model")
         tries = n * share * (1 + config.eval.samples)
-        spent = _SECONDS["start"] + tries * _SECONDS["attempt"]
-        out[part].append(self._job("evaluate", config, (self._world, model), spent))
+        expected = _SECONDS["start"] + tries * _SECONDS["attempt"]
+        out[part].append(self._job("evaluate", config, (self._world, model), expected))
     return out
 
   def _model(self, arm: Arm, domain: str) -> Job:
@@ -105,8 +107,8 @@ class Plan:
       self._workdir, data.name, distill.TRAJECTORIES
     )
     tokens = config.data.steps * config.data.rows * config.data.length
-    spent = _SECONDS["start"] + tokens * _SECONDS["sft token"]
-    model = self._job("sft", config, (data,), spent)
+    expected = _SECONDS["start"] + tokens * _SECONDS["sft token"]
+    model = self._job("sft", config, (data,), expected)
     if not arm.rl:
       return model
     config = self._config("rl", arm, domain, "rl", "train")
@@ -117,8 +119,8 @@ class Plan:
     config.algo.steps = max(1, round(config.algo.steps * share))
     sampling = config.algo.sampling
     rollouts = config.algo.steps * sampling.prompts * sampling.samples
-    spent = _SECONDS["start"] + rollouts * _SECONDS["rollout"]
-    return self._job("rl", config, (self._world, model), spent)
+    expected = _SECONDS["start"] + rollouts * _SECONDS["rollout"]
+    return self._job("rl", config, (self._world, model), expected)
 
   def _distilled(self, arm: Arm, domain: str) -> Job:
     """The training set of an arm; all are made of the runs of one team."""
@@ -128,8 +130,8 @@ class Plan:
     if (arm, domain) == (TEAM, ""):
       return self._job("distill", config, (self._world,), n * _SECONDS["team run"])
     team = self._distilled(TEAM, "")
-    spent = n * self._share(domain) * _SECONDS["distilled"]
-    job = self._job("distill", config, (self._world, team), spent)
+    expected = n * self._share(domain) * _SECONDS["distilled"]
+    job = self._job("distill", config, (self._world, team), expected)
     return team if job.name == team.name else job
 
   def _config(
@@ -211,7 +213,8 @@ class Runner:
 
   def __init__(self, workdir: str, jobs: Sequence[Job]):
     """Args: the folder of all; the jobs, each after what it needs."""
-    self._workdir, self._jobs = workdir, jobs
+    self._workdir = workdir
+    self._jobs = jobs
     self.failed: dict[str, str] = {}  # job -> why
     self.seconds = {job.name: self._done(job) for job in jobs}
 
@@ -228,9 +231,9 @@ class Runner:
   def left(self) -> float:
     """Seconds that are left, by the estimates and the pace so far."""
     done = [j for j in self._jobs if self.seconds[j.name] is not None]
-    took = sum(self.seconds[j.name] or 0.0 for j in done)
+    seconds = sum(self.seconds[j.name] or 0.0 for j in done)
     expected = sum(j.expected for j in done)
-    pace = took / expected if expected else 1.0
+    pace = seconds / expected if expected else 1.0
     open_ = (j for j in self._jobs if self.seconds[j.name] is None)
     return pace * sum(j.expected for j in open_ if j.name not in self.failed)
 

@@ -46,7 +46,7 @@ _SHOWN = 4  # trajectories of each arm in the report
 
 def write(
   workdir: str,
-  told: Mapping[str, tuple[str, str]],
+  titles: Mapping[str, tuple[str, str]],
   done: Mapping[tuple[str, int], Folders],
   failed: Mapping[str, str],
   budget: str,
@@ -56,7 +56,7 @@ def write(
 
   Args:
     workdir: where to.
-    told: arm -> what it is called, and what it changes; in the order of the table.
+    titles: arm -> what it is called, and what it changes; in the order of the table.
     done: (arm, seed) -> its evaluations.
     failed: who failed -> why.
     budget: its name.
@@ -67,7 +67,7 @@ def write(
   """
   played = {key: _played(folders) for key, folders in done.items()}
   arms = {}
-  for arm, (title, changes) in told.items():
+  for arm, (title, changes) in titles.items():
     of = {seed: parts for (name, seed), parts in played.items() if name == arm}
     full = {seed: parts for (name, seed), parts in played.items() if name == FULL}
     if of:
@@ -78,7 +78,7 @@ def write(
     "arms": arms,
     "failed": dict(failed),
     "seconds": dict(seconds),
-    "open": [title for arm, (title, _) in told.items() if arm not in arms],
+    "open": [title for arm, (title, _) in titles.items() if arm not in arms],
   }
   write_json(os.path.join(workdir, "results.json"), results)
   tables = _tables(results)
@@ -98,10 +98,10 @@ def write(
   return results
 
 
-Played = Mapping[str, tuple[list[Trajectory], list[Trajectory]]]
+ArmAttempts = Mapping[str, tuple[list[Trajectory], list[Trajectory]]]
 
 
-def _played(folders: Folders) -> Played:
+def _played(folders: Folders) -> ArmAttempts:
   """Part -> greedy and sampled trajectories of all models of the arm."""
 
   def read(of: Sequence[str], kind: str) -> list[Trajectory]:
@@ -111,7 +111,9 @@ def _played(folders: Folders) -> Played:
   return {part: (read(f, "greedy"), read(f, "sampled")) for part, f in folders.items()}
 
 
-def figures_of(of: Mapping[int, Played], full: Mapping[int, Played]) -> dict[str, Any]:
+def figures_of(
+  of: Mapping[int, ArmAttempts], full: Mapping[int, ArmAttempts]
+) -> dict[str, Any]:
   """The figures of an arm.
 
   Args:
@@ -160,7 +162,7 @@ def _keyed(seed: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
   return [dataclasses.replace(t, task_id=f"{seed}/{t.task_id}") for t in trajectories]
 
 
-def _accuracy(of: Mapping[int, Played], part: str, which: int) -> dict[str, float]:
+def _accuracy(of: Mapping[int, ArmAttempts], part: str, which: int) -> dict[str, float]:
   """Task -> share of right attempts, of all seeds."""
   every = [t for s, parts in of.items() for t in _keyed(s, parts[part][which])]
   groups = scores.by_task(scores.graded(every))
@@ -225,7 +227,7 @@ def _write_page(
   workdir: str,
   results: Mapping[str, Any],
   tables: Sequence[Table],
-  played: Mapping[tuple[str, int], Played],
+  played: Mapping[tuple[str, int], ArmAttempts],
 ) -> None:
   """The plot, and the page with the tables, the plot and some trajectories."""
   figure = plots.seed_points(

@@ -187,10 +187,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       other.tools = config.formats.tools[name]
     scores["tools"].append(_play(other, workdir, f"tools_{name}"))
   rows = [row for group in scores.values() for row, _ in group]
-  means = {k: _by_task([s for _, s in group]) for k, group in scores.items() if group}
-  native = means["native"]
+  means_of = {
+    k: _by_task([s for _, s in group]) for k, group in scores.items() if group
+  }
+  native = means_of["native"]
   groups, differences = {}, {}
-  for kind, mean in means.items():
+  for kind, mean in means_of.items():
     groups[kind] = _figure(list(mean.values()))
     both = [task for task in native if task in mean]
     if kind != "native":
@@ -224,11 +226,11 @@ def _play(
   settings = read_config(config, evaluate.EvaluateConfig)
   tools = settings.tools
   if naming is None:
-    found = evaluate.run(config, folder)
+    results = evaluate.run(config, folder)
   else:
     variant = get_variant(settings.rollout.variant)
     variant = variant.with_tools(tools.tool_descriptions)
-    found = evaluate.run(
+    results = evaluate.run(
       config,
       folder,
       variant=naming.apply(variant),
@@ -242,7 +244,7 @@ def _play(
     task: statistics.fmean(map(correct, attempts))
     for task, attempts in by_task(graded(played)).items()
   }
-  unread = found["malformed_rate"]
+  unread = results["malformed_rate"]
   described = ", ".join(tools.tools)
   if naming is not None:
     unread = _unread(naming, played)
@@ -253,8 +255,8 @@ def _play(
     "accuracy": figure["mean"],
     "ci95": figure["ci95"],
     "unread": unread,
-    "tool_calls": found["tool_calls_per_task"],
-    "protocol_ok": found["protocol_ok"],
+    "tool_calls": results["tool_calls_per_task"],
+    "protocol_ok": results["protocol_ok"],
     "tools": described,
   }
   return row, accuracy

@@ -151,8 +151,8 @@ def test_what_can_not_be_opened_is_one_line(tmp_path, name: str):
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path):
-  with socket.create_server(("127.0.0.1", 0)) as taken:
-    port = taken.getsockname()[1]
+  with socket.create_server(("127.0.0.1", 0)) as sock:
+    port = sock.getsockname()[1]
     process = program(tmp_path, "serve", f"--port={port}")
     _, err = process.communicate(timeout=300)
   assert process.returncode == 2 and f"--port={port}" in err.splitlines()[-1]

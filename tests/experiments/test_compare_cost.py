@@ -54,9 +54,9 @@ def test_by_the_meter_and_by_the_endpoints_own_counts(tmp_path):
 def test_the_models_prompt_is_counted_with_its_instructions_once(tmp_path, style):
   multi, single = files(tmp_path, ())
   path = tmp_path / "greedy" / "config.json"
-  made = json.loads(path.read_text())
-  made["config"]["rollout"] = {"style": style}
-  path.write_text(json.dumps(made))
+  record = json.loads(path.read_text())
+  record["config"]["rollout"] = {"style": style}
+  path.write_text(json.dumps(record))
   out = compare(multi, single)["metered"]
   assert out["reduction_no_cache"] == pytest.approx(0.9)
   instructions = prompts.instructions(roles.get_variant("unified").with_tools(["code"]))

@@ -24,5 +24,5 @@ from experiments import completions
 def test_a_conversation_is_written_before_the_question(turns, question):
   messages = [{"role": r, "content": c} for r, c in turns]
   data = json.dumps({"model": "coa", "messages": messages}).encode()
-  asked = completions.read_request(data, "coa", 1.0, 1, conversation=True)
-  assert (asked.asks[0].question, asked.ignored_messages) == (question, 0)
+  parsed = completions.read_request(data, "coa", 1.0, 1, conversation=True)
+  assert (parsed.attempts[0].question, parsed.ignored_messages) == (question, 0)

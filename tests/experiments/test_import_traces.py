@@ -95,13 +95,11 @@ def test_from_alpaca_records_to_a_trained_model(tmp_path):
   styled = read_trajectories(tmp_path / "styled.jsonl")
   assert [t for t in styled if "copy" not in t.meta] == trajectories
   for t in styled[1::2]:
-    name, told = t.meta["format"]["web_search"]
-    asked, prompt = (
-      t.meta["question"],
-      "".join(s.text for s in t.segments if s.author == Author.PROMPT),
-    )
-    assert asked in prompt and f"<{name}>" in prompt and told in prompt
-    assert asked.startswith("Which town is number") and HEAD not in prompt
+    name, layout = t.meta["format"]["web_search"]
+    question = t.meta["question"]
+    prompt = "".join(s.text for s in t.segments if s.author == Author.PROMPT)
+    assert question in prompt and f"<{name}>" in prompt and layout in prompt
+    assert question.startswith("Which town is number") and HEAD not in prompt
 
   config = runpy.run_path(str(ROOT / "configs" / "sft_gsm8k.py"))["get_config"]("tiny")
   config.data.trajectories = str(out)
@@ -175,23 +173,23 @@ def oagents(number: int) -> dict:
 
 
 def test_foreign_runs_are_filtered_and_counted(tmp_path):
-  source, held = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
+  source, held_out = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
   source.write_text("".join(json.dumps(oagents(i)) + "\n" for i in range(10)))
-  held.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
-  asked = (
+  held_out.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
+  flags = (
     f"--file={source}",
     "--variant=web",
     "--convert.missing_think=Go on.",
     "--convert.score_right",
     "--filter",
-    f"--filters.benchmarks={held}",
+    f"--filters.benchmarks={held_out}",
     "--filters.overlap_words=13",
     "--filters.keep_unreflected=1.0",
   )
   written = {}
   for suffix, workers in (("jsonl", 0), ("parquet", 1)):
     out = tmp_path / f"t.{suffix}"
-    done = program(*asked, f"--out={out}", f"--workers={workers}")
+    done = program(*flags, f"--out={out}", f"--workers={workers}")
     assert done.returncode == 0, done.stderr
     written[suffix] = read_trajectories(out)
     first, *lines, last = done.stdout.splitlines()
@@ -235,8 +233,8 @@ def test_rl_rows_become_tasks(tmp_path):
   assert (task.question, task.answers) == ("Who?", ("x", "y"))
   for flag in ("--filter", "--formats.copies=1"):
     done = program(f"--file={source}", "--variant=web", f"--out={out}", flag)
-    said = f"{flag.partition('=')[0]} is for trajectories; these are tasks"
-    assert done.returncode == 2 and said in done.stderr
+    reason = f"{flag.partition('=')[0]} is for trajectories; these are tasks"
+    assert done.returncode == 2 and reason in done.stderr
 
 
 def test_a_misspelt_filter_is_refused(tmp_path):

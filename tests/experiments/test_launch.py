@@ -84,8 +84,8 @@ def launcher(tmp_path):
   program.write_text(PROGRAM)
 
   def run(*args: str, file: str = "", workdir: str = "--workdir=w"):
-    given = "" if file == "leave out" else f"--config={file or config}"
-    flags = [given, workdir, "--compile_cache=", *args]
+    config_flag = "" if file == "leave out" else f"--config={file or config}"
+    flags = [config_flag, workdir, "--compile_cache=", *args]
     return subprocess.run(
       [sys.executable, str(program), *(f for f in flags if f)],
       capture_output=True,
@@ -158,11 +158,9 @@ def test_a_field_without_a_default_can_be_given_by_a_flag_alone(launcher, tmp_pa
   [
     ("--config.optim.lrr=1", ["'lrr'", "did you mean 'lr'"]),
     ("--config.optimm.lr=1", ["'optimm'", "did you mean 'optim'"]),
-    ("--config.data.zzz=1", ["'zzz'"]),
     ("--config.optim.betas=fast", ["optim.betas[0]", "fast", "float"]),
     ("--config.optim.lr.x=1", ["optim.lr.x", "lr is a value"]),
     ("--config.optim.lr=fast", ["optim.lr", "fast"]),
-    ("--config.data.steps=1.5", ["data.steps", "1.5"]),
   ],
 )
 def test_an_override_that_can_not_be_used_names_file_and_field(
@@ -187,19 +185,13 @@ def test_a_config_that_the_journey_refuses_names_the_file(launcher, tmp_path):
   ("text", "named"),
   [
     ("def get_config(:\n  pass\n", "bad.py:1: "),
-    ("x = 1\n  y = 2\n", "bad.py:2: unexpected indent"),
     ("x = 1\x00", "null bytes"),
     ("x = 1\n1 / 0\n", "bad.py:2: ZeroDivisionError"),
-    ("import nothing_of_that_name", "bad.py:1: ModuleNotFoundError"),
-    ("def get_config():\n  open('/nowhere/x')", "bad.py:2: FileNotFoundError"),
     ("def get_config():\n  raise SystemExit(3)", "bad.py:2: SystemExit"),
     ("def get_config():\n  return get_config()", "RecursionError"),
-    ("config = {}", "bad.py: defines no function get_config"),
     ("get_config = 3", "bad.py: defines no function get_config"),
     ("def get_config():\n  return {'data': {}}", "get_config returns a dict"),
-    ("def get_config():\n  return None", "get_config returns a NoneType"),
     (CONFIG.replace('{"steps": 1 if arg else 9}', "3"), "config.data is 3"),
-    (CONFIG.replace('{"lr": 0.1, "name": "adamw"}', "'x'"), "config.optim is 'x'"),
   ],
 )
 def test_a_config_file_that_fails_is_named(launcher, tmp_path, text: str, named: str):

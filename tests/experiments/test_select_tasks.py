@@ -85,7 +85,7 @@ def test_an_interrupted_estimate_goes_on_and_comes_out_the_same(config, tmp_path
   assert read(cut / "selection.json") == read(tmp_path / "whole" / "selection.json")
   assert not (cut / "sampled.part.jsonl").exists()
   results = [read(w / "results.json") for w in (tmp_path / "whole", cut)]
-  seconds = [found["usage"].pop("seconds") for found in results]
+  seconds = [result["usage"].pop("seconds") for result in results]
   assert results[0] == results[1] and results[0]["usage"]["generated"] > 0
   first, second = (
     read_trajectories(tmp_path / w / "sampled.jsonl") for w in ("whole", "cut")

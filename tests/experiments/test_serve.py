@@ -16,6 +16,7 @@ import time
 import httpx
 import pytest
 import toy
+from toy import eventually
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
@@ -91,13 +92,6 @@ def serving(
       thread.join()
 
 
-def eventually(true, seconds: float = 120.0) -> None:
-  end = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < end, "it never came to be"
-    time.sleep(0.005)
-
-
 @pytest.fixture(scope="module")
 def player() -> RolloutWorker:
   return RolloutWorker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
@@ -123,7 +117,7 @@ def joined(events: list[dict], name: str, index: int = 0) -> str:
 @pytest.mark.parametrize("question", toy.SCRIPTS)
 def test_a_stream_and_a_whole_response_are_the_script(service, question: str):
   script = list(toy.SCRIPTS[question])
-  script[1::2] = [roles.wrap(roles.OBSERVATION, said) for said in script[1::2]]
+  script[1::2] = [roles.wrap(roles.OBSERVATION, text) for text in script[1::2]]
   reasoning, answer = "".join(script).removesuffix("</answer>").split("<answer> ")
   whole = service.ask(question)
   (choice,) = whole["choices"]
@@ -230,35 +224,19 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
   ("fields", "status", "param"),
   [
     ({"model": "gpt-4o"}, 404, "model"),
-    ({"model": "leave out"}, 400, "model"),
     ({"messages": []}, 400, "messages"),
-    ({"messages": "2 + 3"}, 400, "messages"),
     ({"messages": [{"role": "system", "content": "x"}]}, 400, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "messages[0].role"),
     ({"messages": [{"role": "user", "content": " "}]}, 400, "messages[0].content"),
     ({"messages": IMAGE}, 400, "messages[0].content"),
     ({"temperature": 2.5}, 400, "temperature"),
-    ({"temperature": "0"}, 400, "temperature"),
-    ({"temperature": True}, 400, "temperature"),
-    ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
-    ({"n": 0}, 400, "n"),
     ({"n": 65}, 400, "n"),
-    ({"seed": 1.5}, 400, "seed"),
-    ({"stream": 1}, 400, "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
-    (
-      {"stream": True, "stream_options": {"include_usages": True}},
-      400,
-      "stream_options.include_usages",
-    ),
+    ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
     ({"tools": [{"type": "function"}]}, 400, "tools"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ({"stop": ["\n"]}, 400, "stop"),
     ({"logprobs": True}, 400, "logprobs"),
-    ({"top_p": 0.9}, 400, "top_p"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
     ({"temprature": 0}, 400, "temprature"),
     ({"messages": [{"role": "user", "content": "x" * 900}]}, 400, "messages"),
   ],
@@ -403,11 +381,11 @@ def test_a_server_that_stops_says_so(player):
   toolbox = toy.TableToolbox(lambda *unused: gate.wait(600) and "5")
   with serving(player, toolbox) as service:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-      asked = pool.submit(service.post, "2 + 3")
+      answer = pool.submit(service.post, "2 + 3")
       eventually(lambda: toolbox.calls)
       service.server.close()  # while the tool still runs
       assert not service.server.alive and service.server.counts == (0, 0)
       gate.set()
-      assert asked.result().status_code == 503
+      assert answer.result().status_code == 503
     assert service.post("2 + 3").status_code == 503
     assert service.client.get("/health").status_code == 503

@@ -39,7 +39,7 @@ def test_tasks_come_out_the_same_after_a_stop_and_nothing_is_paid_twice(
   with ChatServer(WorldBackend()) as server:
     config = config_for(corpus, server.url)
     whole = synthesize.run(config, str(tmp_path / "whole"))
-    asked = len(server.requests)
+    num_requests = len(server.requests)
     server.requests.clear()
     server.faults = ["ok"] * 60 + [500] * 99
     with pytest.raises(InfrastructureError, match="status 500"):
@@ -48,7 +48,7 @@ def test_tasks_come_out_the_same_after_a_stop_and_nothing_is_paid_twice(
     paid = (tmp_path / "cut" / "calls.jsonl").read_text().count('"kind": "model"')
     failed = len(server.requests) - paid
     again = synthesize.run(config, str(tmp_path / "cut"))
-    assert len(server.requests) - failed == asked == again["calls"]["calls"]
+    assert len(server.requests) - failed == num_requests == again["calls"]["calls"]
   for results in (whole, again):
     for name in ("seconds", "retries"):
       del results["calls"][name]

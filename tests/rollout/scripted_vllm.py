@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import toy
-from http_server import NEVER, Request, Server
+from http_server import Request, Server
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
@@ -40,6 +40,7 @@ class ScriptedVllm(Server):
     max_model_len: what /v1/models says.
     stale: a folder whose weights it goes on serving, whatever is loaded.
     dishonest: True to report digests of what it was told to load all the same.
+    hangups: completions that hung until their client left.
     sampling: completions that run.
     disturbed: those that ran at each load of weights.
   """
@@ -58,6 +59,7 @@ class ScriptedVllm(Server):
     self.stale = ""
     self.dishonest = False
     self.gone = False
+    self.hangups = 0
     self.sampling = 0
     self.disturbed: list[int] = []
 
@@ -81,8 +83,10 @@ class ScriptedVllm(Server):
     with self.lock:
       self.sampling += sampling
     fault = self.faults(body) if sampling else None
-    if fault == "hang":
-      self.release.wait(NEVER)
+    if fault == "hang" and request.wait_for_hangup(self.release):
+      self.hangups += 1
+      request.close_connection = True
+      return
     if fault == "gone" or self.gone:
       self.gone = True
       request.close_connection = True
@@ -111,8 +115,8 @@ class ScriptedVllm(Server):
       return {"success": True}
     if path == "/weight_checker":
       honest = self.folder if self.dishonest else self.stale or self.folder
-      found = digests_of(honest, "float32").items()
-      return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": x for name, x in found}}
+      digests = digests_of(honest, "float32").items()
+      return {"checksums": {f"dp0:pp0:pcp0:tp0:{name}": x for name, x in digests}}
     if path == "/v1/completions" and body["model"] == "m":
       return self.score(body) if "prompt_logprobs" in body else self.sample(body)
     return 404

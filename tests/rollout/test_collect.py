@@ -6,7 +6,6 @@ import dataclasses
 import json
 import random
 import threading
-import time
 
 import jax
 import numpy as np
@@ -14,6 +13,8 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playing import keep_all, threads, versions
+from toy import eventually
 
 from coa_jax.learner.advantages import has_reward_variance
 from coa_jax.learner.update import rewards_of
@@ -42,32 +43,20 @@ def worker() -> RolloutWorker:
   return RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
-@pytest.fixture(scope="module")
-def novice() -> dict:
-  return toy.actor(60).params
-
-
 def louder(params: dict, by: float) -> dict:
   """A policy of other logits whose keys and values are the same, bit for bit."""
   return {**params, "final_norm": jax.tree.map(lambda x: x * by, params["final_norm"])}
 
 
-def keep_all(groups: list) -> np.ndarray:
-  return np.ones(len(groups), bool)
-
-
 def make(worker: RolloutWorker, toolbox, keep=keep_all, **changes) -> RolloutCollector:
-  """A collector over the toy tasks; changes are its cursor and step, or of SAMPLING."""
-  where = {k: changes.pop(k) for k in ("step", "cursor") if k in changes}
+  """A collector over the toy tasks; changes are its own options, or of SAMPLING."""
+  options = {"steps": STEPS}
+  for name in ("step", "steps", "cursor"):
+    if name in changes:
+      options[name] = changes.pop(name)
   tasks = make_task_sampler(changes.get("task_sampler", "uniform"), toy.TASKS, SEED, 1)
   config = dataclasses.replace(SAMPLING, **changes)
-  return RolloutCollector(
-    worker, tasks, toolbox, config, keep, steps=STEPS, seed=SEED, **where
-  )
-
-
-def threads() -> list[threading.Thread]:
-  return [t for t in threading.enumerate() if t.name == "replica"]
+  return RolloutCollector(worker, tasks, toolbox, config, keep, seed=SEED, **options)
 
 
 def rewards_differ(groups: list) -> np.ndarray:
@@ -99,17 +88,17 @@ def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
   most = rounds * size
   rng = random.Random(seed)
   latest = [10**9] * 30
-  step = kept = taken = 0
+  step = num_kept = num_taken = 0
   for n in range(30):
     for m in range(n, 30):
-      at = step + steps_until(m - n, prompts - kept, most - taken, config)
+      at = step + steps_until(m - n, prompts - num_kept, most - num_taken, config)
       assert step <= at <= latest[m]
       latest[m] = at
     assert latest[n] == step
-    taken += 1
-    kept += rng.random() < 0.5
-    if kept == prompts or taken == most:
-      step, kept, taken = step + 1, 0, 0
+    num_taken += 1
+    num_kept += rng.random() < 0.5
+    if num_kept == prompts or num_taken == most:
+      step, num_kept, num_taken = step + 1, 0, 0
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -130,33 +119,26 @@ def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
     for step in range(STEPS):
       batch = collector.next(novice, step)
       played = grouped(batch.played)
-      kept = [g for g, good in zip(played, keep(played), strict=True) if good]
-      assert batch.groups == kept and batch.num_groups == len(played)
+      groups = [g for g, good in zip(played, keep(played), strict=True) if good]
+      assert batch.groups == groups and batch.num_groups == len(played)
       assert len(batch.groups) == 2 or batch.num_groups == 4
       seen += played
       oldest = max([oldest, *ages(played, step)])
       assert batch.figures["learner_waited"] >= batch.spent["rollout"] >= 0
       assert batch.figures["rollouts_waited"] >= 0
       if slow == "learner":  # until the rollouts may not go on
-        wait(lambda: not threads())
+        eventually(lambda: not threads())
   assert 1 <= oldest <= staleness
   assert names(seen) == expected(len(seen))
   # Nothing was played in vain: every token was of a trajectory that was taken.
   sampled = worker.engine.counters.since(before).sampled_tokens
   assert sampled == sum(t.usage.generated for g in seen for t in g)
-  wait(lambda: not threads())
+  eventually(lambda: not threads())
 
 
 def grouped(played: list[Trajectory]) -> list[list[Trajectory]]:
   """Trajectories of groups of two, in their order."""
   return [played[i : i + 2] for i in range(0, len(played), 2)]
-
-
-def wait(done) -> None:
-  deadline = time.monotonic() + 60
-  while not done():
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
 
 
 def test_a_running_trajectory_goes_on_with_the_newer_policy(worker, novice):
@@ -176,14 +158,14 @@ def test_a_running_trajectory_goes_on_with_the_newer_policy(worker, novice):
     collector.set_policy(policies[1], 1)
     gate.set()
     played = collector.next(policies[1], 1).played
-  versions = [[v for s in t.segments for v in s.versions] for t in played]
-  assert all(v == sorted(v) and set(v) <= {0, 1} for v in versions)
-  assert any(set(v) == {0, 1} for v in versions)
+  dated = [versions(t) for t in played]
+  assert all(v == sorted(v) and set(v) <= {0, 1} for v in dated)
+  assert any(set(v) == {0, 1} for v in dated)
   logps = [toy.logps_of(CFG, params, played) for params in policies]
   for i, t in enumerate(played):
     sampled = toy.sampled_logps(t)
-    assert len(sampled) == len(versions[i])
-    for n, version in enumerate(versions[i]):
+    assert len(sampled) == len(dated[i])
+    for n, version in enumerate(dated[i]):
       assert sampled[n] == pytest.approx(logps[version][i][n], abs=2e-5)
   gap = max(abs(a - b).max() for a, b in zip(*logps, strict=True))
   assert gap > 0.1  # so the policies can be told apart
@@ -262,9 +244,9 @@ def test_a_resumed_run_asks_no_call_again_that_was_answered(worker, novice, tmp_
     expected = [collector.next(novice, step) for step in range(STEPS)]
   with playing(first) as collector:
     seen = [collector.next(novice, 0)]
-    wait(lambda: not threads())
+    eventually(lambda: not threads())
     seen.append(collector.next(novice, 1))
-    wait(lambda: not threads())
+    eventually(lambda: not threads())
   with playing(second, step=2, cursor=seen[1].cursor) as collector:
     seen += [collector.next(novice, step) for step in range(2, STEPS)]
   for mine, theirs in zip(seen, expected, strict=True):
@@ -294,7 +276,7 @@ def test_a_failure_of_tools_or_graders_is_raised(
     make(worker, Broken(), staleness=staleness) as collector,
   ):
     collector.next(novice, 0)
-  wait(lambda: not threads())
+  eventually(lambda: not threads())
 
   def grade(*args):
     raise ValueError("no grade for that")
@@ -305,7 +287,7 @@ def test_a_failure_of_tools_or_graders_is_raised(
     make(worker, toy.TableToolbox(), staleness=staleness) as collector,
   ):
     collector.next(novice, 0)
-  wait(lambda: not threads())
+  eventually(lambda: not threads())
 
 
 def test_it_ends_though_tools_hang(worker, novice):
@@ -320,7 +302,7 @@ def test_it_ends_though_tools_hang(worker, novice):
     with make(worker, toy.TableToolbox(reply)) as collector:
       collector.set_policy(novice, 0)
       assert called.wait(60)
-    wait(lambda: not threads())
+    eventually(lambda: not threads())
   finally:
     gate.set()
   # The engine is free again, and one that never began ends too.

@@ -112,8 +112,8 @@ def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
   def loss(cfg):
     def sums(params):
       args = (batch, 1.0, None, Truncation(top_k=20), constraint)
-      found = log_probs.token_logps(cfg, params, *args)
-      return sum((batch.loss_mask_BT * x_BT).sum() for x_BT in found)
+      scores_BT = log_probs.token_logps(cfg, params, *args)
+      return sum((batch.loss_mask_BT * x_BT).sum() for x_BT in scores_BT)
 
     return jax.value_and_grad(sums)(params)
 

@@ -8,6 +8,8 @@ import threading
 import time
 
 import pytest
+from playing import threads
+from toy import eventually
 
 from coa_jax.rollout.engine import EpisodePool
 from coa_jax.rollout.types import Counters, RolloutConfig, Timings
@@ -17,7 +19,8 @@ class Attempt:
   """An episode that ends after so many rounds."""
 
   def __init__(self, name: str, rounds: int = 1):
-    self.name, self.rounds = name, rounds
+    self.name = name
+    self.rounds = rounds
 
   def __repr__(self) -> str:
     return self.name
@@ -27,8 +30,10 @@ class Counting:
   """A replica that counts rounds; `gate` holds up each of them."""
 
   def __init__(self, slots: int = 2, fails: str = ""):
-    self.slots, self.fails = slots, fails
-    self.counters, self.timings = Counters(), Timings()
+    self.slots = slots
+    self.fails = fails
+    self.counters = Counters()
+    self.timings = Timings()
     self.gate = threading.Event()
     self.gate.set()
     self.started: list[str] = []
@@ -59,18 +64,14 @@ class Counting:
     self.playing = []
 
 
+def is_idle() -> bool:
+  return not threads("counting")
+
+
 def pool(*replicas: Counting, policy="p") -> EpisodePool:
   out = EpisodePool(RolloutConfig(), replicas, name="counting")
   out.publish([policy] * len(replicas), 0)
   return out
-
-
-def idle() -> bool:
-  deadline = time.monotonic() + 60
-  while any(t.name == "counting" for t in threading.enumerate()):
-    assert time.monotonic() < deadline
-    time.sleep(0.001)
-  return True
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,7 +85,8 @@ def test_every_episode_ends_once_in_the_slots_there_are(seed):
   started = [name for r in replicas for name in r.started]
   assert sorted(started) == sorted(e.name for e in episodes)
   assert all(0 < r.most <= r.slots for r in replicas)
-  assert idle() and on.capacity == sum(r.slots for r in replicas)
+  eventually(is_idle)
+  assert on.capacity == sum(r.slots for r in replicas)
 
 
 def test_what_is_first_goes_before_what_waits_and_order_is_kept():
@@ -118,7 +120,8 @@ def test_what_a_batch_submits_starts_together_and_running_replicas_go_on():
     beside = on.submit(Attempt("beside"))
     replica.gate.set()
     assert running.result(60)
-  assert beside.result(60) and idle()
+  assert beside.result(60)
+  eventually(is_idle)
 
 
 def test_a_newer_policy_is_taken_up_in_the_next_round():
@@ -128,12 +131,9 @@ def test_a_newer_policy_is_taken_up_in_the_next_round():
   on.submit(endless)
   for policy, version in (("old", 0), ("new", 1)):
     on.publish([policy], version)
-    deadline = time.monotonic() + 60
-    while not replica.policies or replica.policies[-1] != (policy, version):
-      assert time.monotonic() < deadline
-      time.sleep(0.001)
+    eventually(lambda newest=(policy, version): replica.policies[-1:] == [newest])
   on.cancel(endless)
-  assert idle()
+  eventually(is_idle)
 
 
 def test_a_failure_reaches_all_of_its_replica_and_the_next_episode_plays():
@@ -145,7 +145,7 @@ def test_a_failure_reaches_all_of_its_replica_and_the_next_episode_plays():
   for future in futures:
     with pytest.raises(OSError, match="the device is gone"):
       future.result(60)
-  assert idle()
+  eventually(is_idle)
   replica.fails = ""
   assert on.submit(Attempt("next")).result(60).name == "next"
 
@@ -154,11 +154,9 @@ def test_what_is_cancelled_never_ends_and_frees_its_slot():
   replica = Counting(slots=1)
   on = pool(replica)
   replica.gate.clear()
-  running, waiting, last = (
-    Attempt("running", 10**9),
-    Attempt("waiting"),
-    Attempt("last"),
-  )
+  running = Attempt("running", 10**9)
+  waiting = Attempt("waiting")
+  last = Attempt("last")
   futures = [on.submit(e) for e in (running, waiting, last)]
   for episode in (running, waiting):
     on.cancel(episode)
@@ -168,7 +166,8 @@ def test_what_is_cancelled_never_ends_and_frees_its_slot():
   for future in futures[:2]:
     with pytest.raises(concurrent.futures.CancelledError):
       future.result(60)
-  assert "waiting" not in replica.started and idle()
+  eventually(is_idle)
+  assert "waiting" not in replica.started
 
 
 def test_a_pool_needs_a_policy_keeps_it_while_it_plays_and_closes_once():
@@ -185,6 +184,6 @@ def test_a_pool_needs_a_policy_keeps_it_while_it_plays_and_closes_once():
   on.close()
   with pytest.raises(concurrent.futures.CancelledError):
     future.result(60)
-  assert idle()
+  eventually(is_idle)
   with pytest.raises(RuntimeError, match="closed"):
     on.submit(Attempt("late"))

@@ -113,10 +113,10 @@ def test_a_call_made_before_is_not_made_again():
   assert t.calls[1].seconds == 0.0 and t.usage.tool_calls == 4
   assert t.status == Status.ENDED and t.reward == 1.0
   # Twice is allowed with 2, and any number by default.
-  for most, made in ((2, 2), (0, 4)):
+  for most, calls_made in ((2, 2), (0, 4)):
     toolbox = toy.TableToolbox()
     toy.drive(toy.episode(TASK, toolbox, same_calls=most), [CALL] * 4 + [END])
-    assert len(toolbox.calls) == made
+    assert len(toolbox.calls) == calls_made
   toolbox = toy.TableToolbox()
   toy.drive(toy.episode(TASK, toolbox), [CALL] * 4 + [END])
   assert len(toolbox.calls) == 4
@@ -137,8 +137,8 @@ def test_what_a_tool_failed_at_may_be_asked_again():
 
 
 def test_an_observation_has_no_more_tokens_than_it_may():
-  said = "".join(f"{n} " for n in range(300_000)) + HOSTILE
-  toolbox = toy.TableToolbox(lambda *_: said)
+  output = "".join(f"{n} " for n in range(300_000)) + HOSTILE
+  toolbox = toy.TableToolbox(lambda *_: output)
   t = toy.drive(toy.episode(TASK, toolbox, observation_tokens=100), [CALL, END])
   (observation,) = [s for s in t.segments if s.author == Author.TOOL]
   assert 90 <= len(observation.ids) == t.usage.observation <= 100
@@ -213,8 +213,8 @@ def test_a_malformed_call_is_answered_with_what_is_wrong(tmp_path, call, error):
   corpus.write_text('{"id": "1", "title": "Ur", "text": "Ur is a city."}\n')
   with Toolbox(ToolsConfig(toy.TOOLS, str(corpus), sandbox=BACKEND)) as toolbox:
     t = toy.drive(toy.episode(TASK, toolbox), ["<think>t</think>" + call, END])
-  (made,) = t.calls
-  assert made.status == CallStatus.MODEL and made.result.startswith(error)
+  (record,) = t.calls
+  assert record.status == CallStatus.MODEL and record.result.startswith(error)
   (observation,) = [s for s in t.segments if s.author == Author.TOOL]
   assert roles.escape(error) in observation.text
   assert t.status == Status.ENDED and t.usage.tool_calls == 1

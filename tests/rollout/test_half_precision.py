@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from test_scheduler import CFG, content, engine, play
+from playing import CFG, contents, engine, play
 
 from coa_jax.model import decode_params, sharding, transformer
-
-
-@pytest.fixture(scope="module")
-def novice() -> dict:
-  return toy.actor(60).params
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def amx(monkeypatch) -> None:
 def gaps(cfg, params) -> np.ndarray:
   """|log-prob of the sampler - of the learner|, token by token."""
   # So many that means of two samples of trajectories can be compared.
-  played = play(params, toy.TableToolbox(), range(48), on=engine(cfg))
+  played = play(params, range(48), on=engine(cfg))
   played = [played[n] for n in sorted(played)]
   theirs = np.concatenate(toy.logps_of(cfg, params, played, 1.0))
   return np.abs(np.concatenate([toy.sampled_logps(t) for t in played]) - theirs)
@@ -40,7 +35,7 @@ def test_half_precision_weights_under_float32_activations_keep_the_agreement(nov
   cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
   assert gaps(cfg, novice).max() <= 2e-5
   # The rounding is there, and its gradient is that of the master weights.
-  lists = [t for t in play(novice, toy.TableToolbox(), range(2)).values()]
+  lists = list(play(novice, range(2)).values())
   rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
   assert np.abs(rounded[0] - exact[0]).max() > 1e-4
   grads = [
@@ -74,9 +69,9 @@ def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
   decoder = engine(cfg).model
   assert (decoder.dtype, decoder.weight_dtype) == ("float32", "bfloat16")
-  (held,), (before,) = (decode_params.decoding_views(c, novice) for c in (decoder, cfg))
-  jax.tree.map(np.testing.assert_array_equal, held, before)
-  for x, y in zip(jax.tree.leaves(held), jax.tree.leaves(novice), strict=True):
+  (view,), (before,) = (decode_params.decoding_views(c, novice) for c in (decoder, cfg))
+  jax.tree.map(np.testing.assert_array_equal, view, before)
+  for x, y in zip(jax.tree.leaves(view), jax.tree.leaves(novice), strict=True):
     np.testing.assert_array_equal(x, y.astype("bfloat16").astype("float32"))
   gap = gaps(cfg, novice)
   monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
@@ -90,11 +85,11 @@ def test_a_half_precision_product_has_exact_factors_and_float32_sums(rows, input
   rng = np.random.default_rng(0)
   x = rng.normal(size=(rows, 1, *(2, 24)[-inputs:])).astype(np.float32)
   w = jnp.asarray(rng.normal(size=(5, 3, *x.shape[2:])), jnp.bfloat16)
-  found = jax.jit(transformer.linear_bf16, static_argnums=2)(x, w, inputs)
-  assert found.dtype == jnp.float32
+  product = jax.jit(transformer.linear_bf16, static_argnums=2)(x, w, inputs)
+  assert product.dtype == jnp.float32
   factors = np.asarray(jnp.asarray(x, jnp.bfloat16), float), np.asarray(w, float)
   expected = np.tensordot(*factors, 2 * [range(-inputs, 0)])
-  np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+  np.testing.assert_allclose(product, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -103,12 +98,12 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
   params = transformer.init_params(cfg, 0)
   decoder = decode_params.architecture(cfg)
   assert (decoder.dtype, decoder.product_dtype) == ("float32", "bfloat16")
-  (held,) = decode_params.decoding_views(decoder, params)
+  (view,) = decode_params.decoding_views(decoder, params)
   for name in (*params["layer_0"], "embed", "final_norm", *(() if tied else ("head",))):
-    ours, given = (v.get(name, v["layer_0"].get(name)) for v in (held, params))
+    ours, masters = (v.get(name, v["layer_0"].get(name)) for v in (view, params))
     n = sharding.inputs_of(name)
     assert ours.dtype == ("bfloat16" if n or name == "embed" else "float32")
-    turned = np.moveaxis(np.asarray(given.astype("bfloat16")), range(n), range(-n, 0))
+    turned = np.moveaxis(np.asarray(masters.astype("bfloat16")), range(n), range(-n, 0))
     np.testing.assert_array_equal(ours, turned.astype(ours.dtype))
   # Float32 activations over half-precision weights are what they were.
   mixed = dataclasses.replace(CFG, weight_dtype="bfloat16")
@@ -117,13 +112,11 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
 
 def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
   cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  on, order = engine(cfg), list(range(12))
-  expected = play(novice, toy.TableToolbox(), order, on=on)
+  on = engine(cfg)
+  expected = play(novice, range(12), on=on)
   slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
-  played = play(novice, slow, order[::-1], on=on)
-  assert {n: content(t) for n, t in played.items()} == {
-    n: content(t) for n, t in expected.items()
-  }
+  played = play(novice, reversed(range(12)), slow, on=on)
+  assert contents(played) == contents(expected)
 
 
 def test_half_precision_products_agree_no_worse_with_the_learner(

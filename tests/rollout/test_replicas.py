@@ -10,19 +10,26 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent import futures
 
 import jax
-import numpy as np
 import pytest
 import toy
-from test_scheduler import CFG, CONFIG, content, engine, play
+from playing import (
+  CFG,
+  CONFIG,
+  contents,
+  engine,
+  keep_all,
+  play,
+  threads,
+  worker,
+)
+from toy import eventually
 
 from coa_jax.model import decode_params, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import MeshConfig, make_partitioner
-from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
@@ -54,29 +61,19 @@ def test_on_virtual_devices():
 
 
 def replicas(tensor: int = 1, model: ModelConfig = CFG) -> ReplicaPool:
-  table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
-  partitioner = make_partitioner(MeshConfig(data=2, tensor=tensor))
-  return ReplicaPool(model, table, CONFIG, partitioner)
-
-
-@pytest.fixture(scope="module")
-def novice() -> dict:
-  return toy.actor(60).params
+  return engine(model, make_partitioner(MeshConfig(data=2, tensor=tensor)))
 
 
 @on_devices
 def test_the_number_of_devices_changes_nothing(novice):
   """The same trajectories and log-probs bit for bit, whoever decodes them."""
-  order = list(range(40))
-  expected = play(novice, toy.TableToolbox(), order)
+  expected = play(novice, range(40))
   assert sum(len(t.calls) for t in expected.values()) >= 12
   on = replicas()
-  played = play(novice, toy.TableToolbox(), order, on=on)
-  assert {n: content(t) for n, t in played.items()} == {
-    n: content(t) for n, t in expected.items()
-  }
-  given = sum(t.usage.prompt + t.usage.observation for t in played.values())
-  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  played = play(novice, range(40), on=on)
+  assert contents(played) == contents(expected)
+  num_given = sum(t.usage.prompt + t.usage.observation for t in played.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.capacity == DEVICES * CONFIG.slots
 
 
@@ -108,8 +105,8 @@ def test_a_few_episodes_are_dealt_out_evenly(novice, monkeypatch):
 def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
   on = replicas(tensor=2)
   assert on.capacity == 2 * CONFIG.slots
-  played = play(novice, toy.TableToolbox(), range(8), on=on, temperature=0.0)
-  expected = play(novice, toy.TableToolbox(), range(8), temperature=0.0)
+  played = play(novice, range(8), on=on, temperature=0.0)
+  expected = play(novice, range(8), temperature=0.0)
   for n, t in played.items():  # products are added up in another order
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
 
@@ -126,9 +123,9 @@ def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
   view = decode_params.decoding_views(on.model, params, partitioner)[0]
   assert view["layer_0"]["o"].sharding.spec[1] == "tensor"
   assert view["layer_0"]["o"].dtype == jax.numpy.bfloat16
-  played = play(params, toy.TableToolbox(), range(4), on=on, temperature=0.0)
+  played = play(params, range(4), on=on, temperature=0.0)
   alone = engine(model)
-  expected = play(params, toy.TableToolbox(), range(4), on=alone, temperature=0.0)
+  expected = play(params, range(4), on=alone, temperature=0.0)
   for n, t in played.items():
     first, other = (x.segments[-1].ids[:8] for x in (t, expected[n]))
     assert first == other
@@ -161,9 +158,6 @@ def test_a_slow_tool_holds_up_no_replica(novice):
 
 @on_devices
 def test_threads_end_with_the_work_whatever_ends_it(novice):
-  def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "replica"]
-
   on = replicas()
   on.set_policy(novice, 0)
   episodes = [toy.episode(toy.TASKS[n % 4], toy.TableToolbox(), n) for n in range(40)]
@@ -172,11 +166,8 @@ def test_threads_end_with_the_work_whatever_ends_it(novice):
   for episode in episodes:
     on.cancel(episode)
   assert all(future.done() for future in submitted)
-  deadline = time.monotonic() + 60
-  while threads() and time.monotonic() < deadline:
-    time.sleep(0.01)
-  assert not threads()
-  assert len(play(novice, toy.TableToolbox(), range(12), on=on)) == 12
+  eventually(lambda: not threads())
+  assert len(play(novice, range(12), on=on)) == 12
   on.close()
   with pytest.raises(RuntimeError, match="the engine is closed"):
     on.submit(episodes[0])
@@ -189,20 +180,20 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   sampling = SamplingConfig(prompts=12, samples=2, rounds=1, staleness=1)
   steps = 4
 
-  def collect(worker: RolloutWorker, params: dict) -> list:
+  def collect(player: RolloutWorker, params: dict) -> list:
     tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
     draw = TaskSampler(toy.TASKS, 0)
     with RolloutCollector(
-      worker, draw, tools, sampling, keep_all, steps=steps, seed=3
+      player, draw, tools, sampling, keep_all, steps=steps, seed=3
     ) as collector:
       return [collector.next(params, step) for step in range(steps)]
 
-  on_all = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, partitioner)
+  on_all = worker(partitioner=partitioner)
   batches = collect(on_all, params)
   for step, batch in enumerate(batches):
     assert len(batch.groups) == 12 and set(ages(batch.groups, step)) <= {0, 1}
   # The same as on one device, whoever decoded them.
-  on_one = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  on_one = worker()
   expected = collect(on_one, novice)
 
   def tokens(batches: list) -> list:
@@ -212,16 +203,12 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   assert tokens(batches) == tokens(expected)
 
 
-def keep_all(groups: list) -> np.ndarray:
-  return np.ones(len(groups), bool)
-
-
 @on_devices
 def test_a_server_answers_on_all_devices(actor):
   partitioner = make_partitioner(MeshConfig())
-  worker = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, partitioner)
+  player = worker(partitioner=partitioner)
   params = jax.device_put(actor.params, partitioner.tree(actor.params))
-  with worker, InferenceServer(worker, params, toy.TableToolbox()) as server:
+  with player, InferenceServer(player, params, toy.TableToolbox()) as server:
     server.warm_up()
     for _ in range(3):
       ends = []

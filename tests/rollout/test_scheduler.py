@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from playing import CFG, CONFIG, content, contents, engine, play, worker
 
 from coa_jax.learner import batch as batching
 from coa_jax.model import cache as caching
@@ -17,52 +18,16 @@ from coa_jax.model import transformer
 from coa_jax.model.cache import KVCache
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
-from coa_jax.protocol.grammar.automaton import compile_stops
-from coa_jax.protocol.trajectory import Author, Status, Trajectory
-from coa_jax.rollout import scheduler as slotting
-from coa_jax.rollout.replicas import ReplicaPool
-from coa_jax.rollout.types import RolloutConfig
+from coa_jax.protocol.trajectory import Author, Status
+from coa_jax.rollout import scheduler
 from coa_jax.rollout.worker import RolloutWorker
-
-CFG = toy.MODEL
-CONFIG = RolloutConfig(style="brief", slots=5, window=8, max_len=toy.MAX_LEN)
-CONFIG = dataclasses.replace(CONFIG, inject_rows=4)
-
-
-def engine(cfg=CFG, **changes) -> ReplicaPool:
-  table = compile_stops(toy.VARIANT, toy.tokenizer(), cfg.vocab_size)
-  return ReplicaPool(cfg, table, dataclasses.replace(CONFIG, **changes))
-
-
-def play(params, toolbox, order, seed: int = 3, on=None, **fields) -> dict:
-  """Plays sequences in this order; sequence n asks task n modulo the tasks."""
-  episodes = [
-    toy.episode(toy.TASKS[n % len(toy.TASKS)], toolbox, n, seed=seed, **fields)
-    for n in order
-  ]
-  done = toy.play(on or engine(), params, episodes)
-  assert sorted(e.sequence for e in done) == sorted(order)
-  return {e.sequence: toy.graded(e) for e in done}
-
-
-@pytest.fixture(scope="module")
-def novice() -> dict:
-  """A policy between untrained and trained: it calls tools, and errs in many ways."""
-  return toy.actor(60).params
-
-
-def content(t: Trajectory) -> tuple:
-  """All of a trajectory but seconds."""
-  segments = [(s.author, s.text, s.ids, s.logps) for s in t.segments]
-  calls = [(c.name, c.arguments, c.result, c.status) for c in t.calls]
-  return segments, calls, t.status, t.reward, t.reward_parts
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("trained", [False, True])
 def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
   params = novice if trained else toy.params()
-  played = play(params, toy.TableToolbox(), range(12), temperature=temperature)
+  played = play(params, range(12), temperature=temperature)
   played = [played[n] for n in sorted(played)]
   assert not trained or sum(len(t.calls) for t in played) >= 12
   theirs = toy.logps_of(CFG, params, played, temperature)
@@ -77,7 +42,7 @@ def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
 def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):
   """Decode-shaped: the same program over the same tokens, in half precision too."""
   cfg = dataclasses.replace(CFG, dtype=dtype)
-  player = RolloutWorker(cfg, toy.tokenizer(), CONFIG, toy.TOOLS)
+  player = worker(cfg)
   tools = toy.TableToolbox()
   groups = player.generate_groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
   played = [t for group in groups for t in group]
@@ -91,7 +56,7 @@ def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, tempe
 
 
 def test_rescoring_refuses_what_would_not_have_stopped_there(novice):
-  player = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  player = worker()
   (group,) = player.generate_groups(
     novice, toy.TASKS[:1], toy.TableToolbox(), 2, 1.0, seed=3
   )
@@ -111,7 +76,7 @@ def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
     return real(self, ids, logps, tag)
 
   monkeypatch.setattr(toy.CoAEpisode, "sampled", spy)
-  played = play(novice, toy.TableToolbox(), range(12))
+  played = play(novice, range(12))
   for n, t in played.items():
     batch = batching.empty(1, toy.MAX_LEN)
     batching.fill(batch, 0, [t], [1.0])
@@ -121,7 +86,7 @@ def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
 
 
 def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
-  played = play(novice, toy.TableToolbox(), range(4), temperature=0.0)
+  played = play(novice, range(4), temperature=0.0)
 
   @jax.jit
   def best(batch):
@@ -143,8 +108,8 @@ def test_greedy_tokens_are_the_learners_most_likely_ones(novice):
 
 def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
   on = engine()
-  played = play(novice, toy.TableToolbox(), range(12), on=on)
-  given = generated = 0
+  played = play(novice, range(12), on=on)
+  num_given = generated = 0
   for t in played.values():
     by_author = {a: 0 for a in Author}
     for s in t.segments:
@@ -152,10 +117,10 @@ def test_prefilled_tokens_are_prompts_and_observations_exactly(novice):
     assert by_author[Author.PROMPT] == t.usage.prompt > 0
     assert by_author[Author.TOOL] == t.usage.observation
     assert by_author[Author.POLICY] == t.usage.generated
-    given += t.usage.prompt + t.usage.observation
+    num_given += t.usage.prompt + t.usage.observation
     generated += t.usage.generated
   assert sum(t.usage.observation > 0 for t in played.values()) >= 6
-  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.counters.sampled_tokens == generated
   assert generated <= on.counters.slot_steps <= on.counters.windows * 8 * 5
 
@@ -164,119 +129,93 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
   """The samples of a group share their prompt's prefill, and nothing else changes."""
   order = [0, 4, 8, 12, 16, 1, 5, 20, 9]  # TASKS[0] five times at first, and TASKS[1]
   on = engine()
-  shared = play(novice, toy.TableToolbox(), order, on=on)
-  given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
-  assert on.counters.prefilled_tokens + on.counters.copied_tokens == given
+  shared = play(novice, order, on=on)
+  num_given = sum(t.usage.prompt + t.usage.observation for t in shared.values())
+  assert on.counters.prefilled_tokens + on.counters.copied_tokens == num_given
   assert on.counters.copied_tokens >= 4 * shared[0].usage.prompt
   for n in order:
     on = engine()
-    (alone,) = play(novice, toy.TableToolbox(), [n], on=on).values()
+    (alone,) = play(novice, [n], on=on).values()
     assert content(alone) == content(shared[n])
     assert on.counters.copied_tokens == 0
 
 
-def test_no_more_rows_are_prefilled_than_there_are_slots(monkeypatch):
-  rows, real = set(), slotting.sampler.extend
-
-  def spy(cfg, params, cache, row_R, *rest):
-    rows.add(len(row_R))
-    return real(cfg, params, cache, row_R, *rest)
-
-  monkeypatch.setattr(slotting.sampler, "extend", spy)
-  on = engine(slots=2, inject_rows=16)
-  play(toy.params(), toy.TableToolbox(), range(3), on=on)
-  assert rows == {2}
-
-
-@pytest.mark.parametrize("window", [3, 8])
-def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, window):
+def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
   monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
   with monkeypatch.context() as fixed:
     fixed.setattr(KVCache, "one_block", KVCache.empty)
     fixed.setattr(KVCache, "resize", lambda self, *_: self)
-    expected = play(novice, toy.TableToolbox(), range(16), on=engine(window=window))
+    expected = play(novice, range(16), on=engine(window=3))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
-  real = slotting.sampler.window
+  real = scheduler.sampler.window
 
   def spy(cfg, params, cache, *args):
     sizes.append(cache.size)
     return real(cfg, params, cache, *args)
 
-  monkeypatch.setattr(slotting.sampler, "window", spy)
-  on = engine(window=window)
-  grown = play(novice, toy.TableToolbox(), range(16), on=on)
-  assert {n: content(t) for n, t in grown.items()} == {
-    n: content(t) for n, t in expected.items()
-  }
+  monkeypatch.setattr(scheduler.sampler, "window", spy)
+  on = engine(window=3)
+  grown = play(novice, range(16), on=on)
+  assert contents(grown) == contents(expected)
   assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN
-  again = play(novice, toy.TableToolbox(), [3], on=on)
+  again = play(novice, [3], on=on)
   assert content(again[3]) == content(expected[3])
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):
   order = list(range(16))
-  expected = play(novice, toy.TableToolbox(), order)
+  expected = play(novice, order)
   statuses = {t.status for t in expected.values()}
   assert Status.ENDED in statuses and len(statuses) > 1
   assert len({str(content(t)) for t in expected.values()}) >= 8
   shuffled = np.random.default_rng(0).permutation(order).tolist()
   for seed, other in enumerate((order, order[::-1], shuffled)):
     slow = toy.TableToolbox(latency=toy.shuffled_latency(seed))
-    again = play(novice, slow, other)
-    assert {n: content(t) for n, t in again.items()} == {
-      n: content(t) for n, t in expected.items()
-    }
+    again = play(novice, other, slow)
+    assert contents(again) == contents(expected)
   # Fewer neighbours, and another window.
   slow = toy.TableToolbox(latency=toy.shuffled_latency(9))
-  few = play(novice, slow, [11, 2, 7], on=engine(window=3))
+  few = play(novice, [11, 2, 7], slow, on=engine(window=3))
   assert all(content(t) == content(expected[n]) for n, t in few.items())
 
 
 def test_an_engine_used_again_remembers_nothing(novice):
   on = engine()
-  first = play(novice, toy.TableToolbox(), range(6), on=on)
-  play(novice, toy.TableToolbox(), range(6, 13), on=on, seed=8)
-  again = play(novice, toy.TableToolbox(), range(6), on=on)
+  first = play(novice, range(6), on=on)
+  play(novice, range(6, 13), on=on, seed=8)
+  again = play(novice, range(6), on=on)
   assert [content(first[n]) for n in range(6)] == [content(again[n]) for n in range(6)]
-  other = play(novice, toy.TableToolbox(), range(6), on=on, seed=4)
+  other = play(novice, range(6), on=on, seed=4)
   assert content(other[0]) != content(first[0])
 
 
 def test_stacked_parameters_play_like_unrolled_ones(novice):
-  table = compile_stops(toy.VARIANT, toy.tokenizer(), CFG.vocab_size)
-  stacked = ReplicaPool(
-    dataclasses.replace(CFG, scan=True, remat="full"), table, CONFIG
-  )
-  expected = play(novice, toy.TableToolbox(), range(4))
-  found = play(
-    transformer.stack(novice, CFG.layers), toy.TableToolbox(), range(4), on=stacked
-  )
-  assert all(content(found[n]) == content(expected[n]) for n in range(4))
+  stacked = engine(dataclasses.replace(CFG, scan=True, remat="full"))
+  expected = play(novice, range(4))
+  played = play(transformer.stack(novice, CFG.layers), range(4), on=stacked)
+  assert contents(played) == contents(expected)
 
 
 def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
   """The others' windows wait for a call once; hung ones would slow every window."""
-  waited: list[int] = []
-  real = slotting.concurrent.futures.wait
+  beside_windows = []
+  real = scheduler.concurrent.futures.wait
 
   def spy(futures, timeout=None, **how):
-    futures = list(futures)
-    if "return_when" not in how:  # beside a window
-      waited.extend(map(id, futures))
-    kept.extend(futures)
+    if "return_when" not in how:
+      beside_windows.extend(futures)
     return real(futures, timeout, **how)
 
-  kept: list = []  # alive, so that no two have one id
-  slow = toy.TableToolbox(latency=lambda: 0.3)
-  monkeypatch.setattr(slotting.concurrent.futures, "wait", spy)
-  play(novice, slow, range(8))
-  assert len(waited) >= 4 and len(set(waited)) == len(waited)
+  monkeypatch.setattr(scheduler.concurrent.futures, "wait", spy)
+  play(novice, range(8), toy.TableToolbox(latency=lambda: 0.3))
+  assert len(beside_windows) >= 4
+  assert len(set(beside_windows)) == len(beside_windows)
 
 
 def test_the_trained_policy_plays_its_scripts(actor):
-  player = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  player = worker()
   toolbox = toy.TableToolbox()
   groups = player.generate_groups(
     actor.params, toy.TASKS, toolbox, 2, 0.0, 0, version=3
@@ -287,9 +226,9 @@ def test_the_trained_policy_plays_its_scripts(actor):
       assert t.task_id == question and t.status == Status.ENDED and t.reward == 1.0
       turns = itertools.groupby(t.segments[1:], key=lambda s: s.author)
       text = ["".join(s.text for s in turn) for _, turn in turns]
-      said = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
-      assert text[0::2] == list(script[0::2]) and text[1::2] == said
-      assert t.usage.tool_calls == len(said) == len(t.calls)
+      observations = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
+      assert text[0::2] == list(script[0::2]) and text[1::2] == observations
+      assert t.usage.tool_calls == len(observations) == len(t.calls)
       policy = [s for s in t.segments if s.author == Author.POLICY]
       assert all(s.versions == [3] * len(s.ids) for s in policy)
       assert all(not s.logps for s in t.segments if s.author != Author.POLICY)
@@ -297,7 +236,7 @@ def test_the_trained_policy_plays_its_scripts(actor):
 
 def test_out_of_tokens_is_truncated_and_graded():
   short = engine(max_len=40)
-  played = play(toy.params(), toy.TableToolbox(), range(8), on=short).values()
+  played = play(toy.params(), range(8), on=short).values()
   # Random tokens close a tool's tag now and then; leave those out.
   truncated = [t for t in played if t.status == Status.TRUNCATED and not t.calls]
   assert len(truncated) >= 4
@@ -310,7 +249,7 @@ def test_an_observation_without_room_is_left_out(actor):
   prompt_and_call = toy.trajectories()[0].num_tokens
   on = engine(max_len=prompt_and_call)
   toolbox = toy.TableToolbox(lambda name, body: "z" * 60)
-  (t,) = play(actor.params, toolbox, [0], on=on, temperature=0.0).values()
+  (t,) = play(actor.params, [0], toolbox, on=on, temperature=0.0).values()
   assert t.status == Status.TRUNCATED and t.reward == 0.0
   assert {s.author for s in t.segments} == {Author.PROMPT, Author.POLICY}
   assert t.usage.observation == 0 and len(t.calls) == 1
@@ -327,7 +266,7 @@ def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
   # One token can be sampled after an observation that just fits.
   on = engine(max_len=before + observation + spare)
   toolbox = toy.TableToolbox(lambda name, body: "z" * 30)
-  (t,) = play(actor.params, toolbox, [0], on=on, temperature=0.0).values()
+  (t,) = play(actor.params, [0], toolbox, on=on, temperature=0.0).values()
   assert t.status == Status.TRUNCATED
   assert t.usage.observation == (observation if spare else 0)
   assert t.num_tokens == (before + observation + 1 if spare else before)
@@ -335,22 +274,17 @@ def test_an_observation_that_just_fits_leaves_one_place(actor, spare: int):
 
 def test_a_prompt_without_room_names_the_field():
   with pytest.raises(ValueError, match=r"leaves no room in rollout\.max_len=8; raise"):
-    play(toy.params(), toy.TableToolbox(), [1], on=engine(max_len=8))
+    play(toy.params(), [1], on=engine(max_len=8))
 
 
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
     ({"slots": 0}, "slots must be at least 1, got 0"),
-    ({"tool_seconds": 0.0}, "tool_seconds must be above 0"),
     ({"tool_seconds": float("nan")}, "tool_seconds must be above 0, got nan"),
-    ({"same_calls": -1}, "same_calls must be at least 0"),
-    ({"max_calls": -3}, "max_calls must be at least 0, got -3"),
-    ({"seed": -1}, "seed must be from 0 to 4294967295, got -1"),
     ({"seed": 2**32}, "seed must be from 0 to 4294967295, got 4294967296"),
     ({"observation_tokens": 9}, "observation_tokens must be at least 80"),
     ({"variant": "webb"}, "unknown protocol variant 'webb'"),
-    ({"style": "terse"}, "prompt style 'terse'"),
   ],
 )
 def test_impossible_configs_are_refused(changes, message: str):

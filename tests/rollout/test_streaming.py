@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import pytest
 import toy
+from playing import threads
+from toy import eventually
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
@@ -55,16 +56,9 @@ def events_of(
   out: queue.SimpleQueue = queue.SimpleQueue()
   server.submit(ask, out.put)
   pieces = []
-  while isinstance(what := out.get(timeout=120), TextDelta):
-    pieces.append(what)
-  return pieces, what
-
-
-def eventually(true, seconds: float = 120.0) -> None:
-  end = time.monotonic() + seconds
-  while not true():
-    assert time.monotonic() < end, "it never came to be"
-    time.sleep(0.005)
+  while isinstance(event := out.get(timeout=120), TextDelta):
+    pieces.append(event)
+  return pieces, event
 
 
 TEXT = (
@@ -105,12 +99,12 @@ def test_nothing_is_held_back_that_is_certain():
 def test_pieces_are_the_trajectory_and_it_is_not_graded(open_server, question: str):
   pieces, t = events_of(open_server(), InferenceRequest(question, 0.0))
   script = toy.SCRIPTS[question]
-  said = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
+  observations = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
   expected = [*script]
-  expected[1::2] = said
+  expected[1::2] = observations
   assert "".join(p.text for p in pieces) == t.text == "".join(expected)
   tags = [p.text for p in pieces if p.is_tag and p.role == roles.OBSERVATION]
-  assert tags == ["<observation>", "</observation>"] * len(said)
+  assert tags == ["<observation>", "</observation>"] * len(observations)
   assert t.status == Status.ENDED and t.reward is None and not t.reward_parts
 
 
@@ -118,7 +112,7 @@ def test_a_window_is_told_before_the_next_one(open_server, worker):
   first = worker.engine.counters.sampled_tokens
   seen = []
 
-  def on_event(what) -> None:
+  def on_event(event) -> None:
     seen.append(worker.engine.counters.sampled_tokens - first)
 
   server = open_server()
@@ -161,12 +155,12 @@ def test_seed_and_sample_alone_say_what_is_drawn(open_server):
   assert len({t.text for t in alone}) > 6
   out: queue.SimpleQueue = queue.SimpleQueue()
   for i in (*range(9), *reversed(range(9))):  # each twice at a time
-    server.submit(asks[i], lambda what, i=i: out.put((i, what)))
+    server.submit(asks[i], lambda event, i=i: out.put((i, event)))
   ended = 0
   while ended < 18:
-    i, what = out.get(timeout=120)
-    if not isinstance(what, TextDelta):
-      assert [s.ids for s in what.segments] == [s.ids for s in alone[i].segments]
+    i, event = out.get(timeout=120)
+    if not isinstance(event, TextDelta):
+      assert [s.ids for s in event.segments] == [s.ids for s in alone[i].segments]
       ended += 1
 
 
@@ -229,11 +223,11 @@ def test_what_is_called_off_frees_its_slot_after_its_window(open_server, worker)
   begun, go_on = threading.Event(), threading.Event()
   end = []
 
-  def on_event(what) -> None:
+  def on_event(event) -> None:
     if not begun.is_set():
       begun.set()
       go_on.wait(600)
-    end.append(what)
+    end.append(event)
 
   episode = server.submit(InferenceRequest("4 * 4 + 1", 0.0), on_event)
   assert begun.wait(120)
@@ -241,7 +235,7 @@ def test_what_is_called_off_frees_its_slot_after_its_window(open_server, worker)
   server.cancel(episode)
   go_on.set()
   eventually(lambda: server.counts == (0, 0))
-  eventually(lambda: not [t for t in threading.enumerate() if t.name == "replica"])
+  eventually(lambda: not threads())
   assert engine.counters.sampled_tokens == before
   assert end.count(None) == 1 and not episode.trajectory.calls
 
@@ -254,7 +248,7 @@ def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):
   eventually(lambda: len(gate.toolbox.calls) == 3)
   server.close()  # while the tools still run
   assert not server.alive and server.counts == (0, 0)
-  eventually(lambda: not [t for t in threading.enumerate() if t.name == "replica"])
+  eventually(lambda: not threads())
   events = [ends.get_nowait() for _ in range(ends.qsize())]
   assert events.count(None) == 5 and not any(
     isinstance(event, Trajectory) for event in events
@@ -263,13 +257,12 @@ def test_closing_calls_off_all_and_ends_the_thread(open_server, gate):
     server.submit(InferenceRequest("2 + 3"), ends.put)
 
 
-def test_a_failure_reaches_all_and_stops_the_server(open_server, monkeypatch, capsys):
-  server = open_server()
+def test_a_failure_reaches_all_and_stops_the_server(open_server, capsys):
+  class Broken(toy.TableToolbox):
+    def submit(self, *unused):
+      raise MemoryError("the device")
 
-  def broken(*unused):
-    raise MemoryError("the device")
-
-  monkeypatch.setattr(server._toolbox, "submit", broken)
+  server = open_server(Broken())
   server.warm_up()  # which calls no tool
   assert events_of(server, InferenceRequest("2 + 3", 0.0))[1] is None
   eventually(lambda: not server.alive)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import time
 
 import toy
-
-from coa_jax.protocol.grammar.automaton import compile_stops
-from coa_jax.rollout.replicas import ReplicaPool
-from coa_jax.rollout.types import RolloutConfig
+from playing import engine
 
 
 def test_waiting_for_a_tool_is_not_decoding():
   """One slot, so that nothing decodes while its tool sleeps."""
-  table = compile_stops(toy.VARIANT, toy.tokenizer(), toy.MODEL.vocab_size)
-  config = RolloutConfig(style="brief", slots=1, max_len=toy.MAX_LEN)
-  on = ReplicaPool(toy.MODEL, table, config)
+  on = engine(slots=1)
   slow = toy.TableToolbox(latency=lambda: 0.3)
   episodes = [toy.episode(toy.TASKS[0], slow, n) for n in range(4)]
   params = toy.actor(60).params

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import toy
+from playing import keep_all, threads, versions
 from scripted_vllm import ScriptedVllm, player
+from toy import eventually
 
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.collect import RolloutCollector, ages
@@ -23,25 +22,24 @@ PIECE = 6  # tokens of a request
 
 
 @pytest.fixture
-def server(tokenizer) -> Iterator[ScriptedVllm]:
-  """A scripted server whose log-probs tell how often it loaded weights.
+def server(server: ScriptedVllm) -> ScriptedVllm:
+  """The scripted server; its log-probs tell how often it loaded weights.
 
   A log-prob is that of `scripted_vllm`, and as many nats less as it had loads then.
   """
-  with ScriptedVllm(tokenizer) as state:
 
-    def tell(body: dict):
-      loads = len(state.disturbed)
+  def tell(body: dict):
+    loads = len(server.disturbed)
 
-      def change(answer: dict) -> dict:
-        logprobs = answer["choices"][0]["logprobs"]
-        logprobs["token_logprobs"] = [p - loads for p in logprobs["token_logprobs"]]
-        return answer
+    def change(answer: dict) -> dict:
+      logprobs = answer["choices"][0]["logprobs"]
+      logprobs["token_logprobs"] = [p - loads for p in logprobs["token_logprobs"]]
+      return answer
 
-      return change
+    return change
 
-    state.faults = tell
-    yield state
+  server.faults = tell
+  return server
 
 
 def policy(version: int) -> dict:
@@ -50,14 +48,10 @@ def policy(version: int) -> dict:
   return {**params, "final_norm": params["final_norm"] * (1 + version / 10)}
 
 
-def make(on, toolbox, **changes) -> RolloutCollector:
+def make(on, toolbox, steps: int = STEPS, **changes) -> RolloutCollector:
   config = dataclasses.replace(SAMPLING, **changes)
   tasks = TaskSampler(toy.TASKS, 0)
-  return RolloutCollector(on, tasks, toolbox, config, keep_all, steps=STEPS, seed=3)
-
-
-def keep_all(groups: list) -> np.ndarray:
-  return np.ones(len(groups), bool)
+  return RolloutCollector(on, tasks, toolbox, config, keep_all, steps=steps, seed=3)
 
 
 def check(trajectories) -> None:
@@ -65,8 +59,7 @@ def check(trajectories) -> None:
   for t in trajectories:
     assert (t.status, t.reward) == (Status.ENDED, 1.0)
     logps = toy.sampled_logps(t)
-    versions = [v for s in t.segments for v in s.versions]
-    assert [int(-p) - 1 for p in logps] == versions == sorted(versions)
+    assert [int(-p) - 1 for p in logps] == versions(t) == sorted(versions(t))
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -95,10 +88,10 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
 
 
 def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
-  gate, asked, tell = threading.Event(), threading.Event(), server.faults
+  gate, requested, tell = threading.Event(), threading.Event(), server.faults
 
   def wait(body: dict):
-    asked.set()
+    requested.set()
     assert gate.wait(60)
     return tell(body)
 
@@ -106,14 +99,14 @@ def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
   on = player(server, tmp_path, PIECE, slots=4)
   with make(on, toy.TableToolbox(), steps=2) as collector:
     collector.set_policy(policy(0), 0)
-    assert asked.wait(60)
+    assert requested.wait(60)
     collector.set_policy(policy(1), 1)
     gate.set()
     played = collector.next(policy(1), 1).played
   check(played)
   for t in played:
-    versions = [v for s in t.segments for v in s.versions]
-    assert versions[:PIECE] == [0] * PIECE and set(versions[PIECE:]) == {1}
+    first, rest = versions(t)[:PIECE], versions(t)[PIECE:]
+    assert first == [0] * PIECE and set(rest) == {1}
 
 
 def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
@@ -123,23 +116,20 @@ def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
     played = collector.evaluate(policy(1), 1, toy.TASKS, toy.TableToolbox())
     collector.next(policy(1), 1)
   check(played)
-  assert {v for t in played for s in t.segments for v in s.versions} == {1}
+  assert {v for t in played for v in versions(t)} == {1}
   assert server.disturbed == [0, 0]
 
 
 def test_it_ends_at_once_though_requests_hang(server, tmp_path):
-  asked = threading.Event()
+  requested = threading.Event()
 
   def hang(body: dict) -> str:
-    asked.set()
+    requested.set()
     return "hang"
 
   server.faults = hang
   on = player(server, tmp_path, PIECE)
   with make(on, toy.TableToolbox()) as collector:
     collector.set_policy(policy(0), 0)
-    assert asked.wait(60)
-  deadline = time.monotonic() + 60
-  while [t for t in threading.enumerate() if t.name == "vllm engine"]:
-    assert time.monotonic() < deadline
-    time.sleep(0.01)
+    assert requested.wait(60)
+  eventually(lambda: not threads("vllm engine"))

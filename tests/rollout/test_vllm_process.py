@@ -17,7 +17,6 @@ import urllib.request
 
 import pytest
 
-from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.vllm.process import VllmProcess
 
 # Answers /health with its arguments, its environment's mode and its process.
@@ -30,10 +29,10 @@ if "--broken" in sys.argv:
 port = next(int(a[7:]) for a in sys.argv if a.startswith("--port="))
 class Handler(http.server.BaseHTTPRequestHandler):
   def do_GET(self):
-    said = [sys.argv[1:], os.environ.get("VLLM_SERVER_DEV_MODE"), os.getpid()]
+    about = [sys.argv[1:], os.environ.get("VLLM_SERVER_DEV_MODE"), os.getpid()]
     self.send_response(200)
     self.end_headers()
-    self.wfile.write(json.dumps(said).encode())
+    self.wfile.write(json.dumps(about).encode())
   def log_message(self, *unused): pass
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -47,7 +46,7 @@ def program(tmp_path) -> str:
   return str(path)
 
 
-def said(url: str) -> list:
+def about(url: str) -> list:
   with urllib.request.urlopen(f"{url}/health") as answer:
     return json.load(answer)
 
@@ -65,7 +64,7 @@ def start(program: str, folder: pathlib.Path, *flags: str) -> VllmProcess:
 
 def test_it_answers_has_its_flags_and_ends_with_its_owner(program, tmp_path):
   process = start(program, tmp_path, "--more=1")
-  args, mode, pid = said(process.url)
+  args, mode, pid = about(process.url)
   port = process.url.rpartition(":")[2]
   assert args[:2] == ["serve", str(tmp_path / "m")]
   assert mode == "1" and {
@@ -93,7 +92,7 @@ def test_it_ends_with_a_run_that_is_killed(program, tmp_path):
     text=True,
   )
   with run:
-    _, _, pid = said(run.stdout.readline().strip())
+    _, _, pid = about(run.stdout.readline().strip())
     watched = os.pidfd_open(pid)
     run.send_signal(signal.SIGKILL)
     ready, _, _ = select.select([watched], [], [], 60)
@@ -106,16 +105,3 @@ def test_one_that_ends_or_never_answers_shows_the_end_of_its_log(program, tmp_pa
     start(program, tmp_path, "--broken")
   with pytest.raises(ValueError, match=r"no answer within vllm\.start_s=0\.1"):
     VllmProcess(program, str(tmp_path / "m"), 77, "float32", ("--slow",), 0.1)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"serve": sys.executable, "url": "http://x"}, "leave one of them out"),
-    ({"serve": "/no/vllm"}, "serve '/no/vllm' is no program"),
-    ({"flags": ("--x",)}, r"vllm\.serve starts"),
-  ],
-)
-def test_sections_that_can_not_be_meant_are_refused(changes, message: str):
-  with pytest.raises(ValueError, match=message):
-    VllmConfig(**{"folder": "x", **changes})

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
-import threading
-from collections.abc import Iterator
+import sys
 
-import httpx
 import ml_collections
 import numpy as np
 import pytest
 import scripted_vllm
 import toy
+from playing import threads
 from scripted_vllm import ScriptedVllm, play, player
 
 from coa_jax import evaluate
@@ -21,13 +20,6 @@ from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.rollout.vllm.client import PROCESSOR, VllmConfig, VllmError, VllmServer
 from tests.backend import BACKEND
-
-
-@pytest.fixture
-def server(tokenizer) -> Iterator[ScriptedVllm]:
-  """A scripted server over the toy tokenizer."""
-  with ScriptedVllm(tokenizer) as state:
-    yield state
 
 
 def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
@@ -90,15 +82,10 @@ def test_a_server_without_a_flag_is_refused_by_name(server, tmp_path, says, mess
     player(server, tmp_path)
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"min_p": 0.1, "top_p": 0.9}, r"min_p and rollout\.top_p do not go together"),
-  ],
-)
-def test_what_vllm_can_not_do_is_refused_unasked(server, tmp_path, changes, message):
+def test_what_vllm_can_not_do_is_refused_unasked(server, tmp_path):
+  message = r"min_p and rollout\.top_p do not go together"
   with pytest.raises(ValueError, match=message):
-    player(server, tmp_path, **changes)
+    player(server, tmp_path, min_p=0.1, top_p=0.9)
   assert server.requests == []
 
 
@@ -117,8 +104,8 @@ def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
   with np.load(path, allow_pickle=False) as tables:
     np.testing.assert_array_equal(tables["class_V"], on.constraint.class_V)
     np.testing.assert_array_equal(tables["next_SC"], on.constraint.next_SC)
-  asked = [body["vllm_xargs"] for body in server.completions()]
-  assert {x["coa_grammar"] for x in asked} == {path}
+  arguments = [body["vllm_xargs"] for body in server.completions()]
+  assert {x["coa_grammar"] for x in arguments} == {path}
   # The state that our own sampler is in after the observations so far.
   expected = []
   for t in played.values():
@@ -131,7 +118,7 @@ def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
           expected.append(state)
         state = on.constraint.states(s.ids, state)[-1]
       last = s.author
-  assert sorted(x["coa_state"] for x in asked) == sorted(expected)
+  assert sorted(x["coa_state"] for x in arguments) == sorted(expected)
   assert len(set(expected)) > 1
 
 
@@ -154,6 +141,9 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_run(server, tmp_path):
     ({"folder": ""}, "name a folder"),
     ({"retries": -1}, "retries at least 0"),
     ({"request_tokens": 0}, "request_tokens must be positive"),
+    ({"serve": sys.executable, "url": "http://x"}, "leave one of them out"),
+    ({"serve": "/no/vllm"}, "serve '/no/vllm' is no program"),
+    ({"flags": ("--x",)}, r"vllm\.serve starts"),
   ],
 )
 def test_impossible_sections_are_refused(changes, message: str):
@@ -199,25 +189,22 @@ def test_no_server_is_one_clear_error_before_any_work(server, tmp_path):
   assert not (tmp_path / "w").exists()
 
 
-def left() -> list[str]:
-  return [t.name for t in threading.enumerate() if t.name == "vllm"]
-
-
 def test_a_client_that_nobody_has_leaves_nothing_behind(server, tmp_path):
   gc.collect()
-  before, config = left(), server.config(str(tmp_path))
+  before = len(threads("vllm"))
+  config = server.config(str(tmp_path))
   with pytest.raises(VllmError, match=r"rollout\.max_len=5000"):
     VllmServer(config, 5000, 10)
-  assert left() == before
+  assert len(threads("vllm")) == before
   clients = [VllmServer(config, 100, 10) for _ in range(3)]
-  assert len(left()) == len(before) + 3
+  assert len(threads("vllm")) == before + 3
   clients[0].close()
-  assert len(left()) == len(before) + 2
+  assert len(threads("vllm")) == before + 2
   clients[0].close()  # nothing more
   hung = clients[1].submit(asyncio.sleep(600))
   del clients
   gc.collect()
-  assert left() == before
+  assert len(threads("vllm")) == before
   with pytest.raises(concurrent.futures.CancelledError):
     hung.result(60)
 
@@ -231,7 +218,3 @@ def test_a_temperature_that_vllm_would_change_is_not_asked_for(server, tmp_path,
   else:  # greedy here, so greedy there
     play(on, temperature=t)
     assert {body["temperature"] for body in server.completions()} == {0.0}
-
-
-def test_the_scripted_server_is_a_server(server):
-  assert httpx.get(server.url + "/nothing").status_code == 404

