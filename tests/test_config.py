@@ -18,6 +18,7 @@ import coa_jax
 from coa_jax.config import ConfigError, nearest, read_config
 from coa_jax.fields import bounded, check_fields, choice, section
 from coa_jax.record import hash_files, hash_json, prepare_workdir
+from tools_sandbox.chat import ChatConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +224,8 @@ def test_a_value_beyond_its_bounds_is_refused_and_the_field_named(cls: type):
 
 def _some(hint: type):
   """A value of a required field."""
-  return {int: 1, str: "x", float: 1.0}[hint]
+  endpoint = {"base_url": "http://x", "model": "m"}
+  return {int: 1, str: "x", float: 1.0, ChatConfig: endpoint}[hint]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,8 @@ import jax
 import optax
 from optax import contrib
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.model.sharding import inputs_of, letters_of
-
-_NAMES = ("adamw", "muon")
-_SCHEDULES = ("cosine", "linear", "constant")
-_NOT_NEGATIVE = ("lr", "adam_lr", "warmup", "final", "weight_decay", "clip_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,31 +31,19 @@ class OptimConfig:
     b2: second-moment decay of Adam.
   """
 
-  name: str = "adamw"
-  lr: float = 1e-3
-  adam_lr: float = 1e-3
-  schedule: str = "cosine"
-  warmup: int = 0
-  final: float = 0.1
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
-  b1: float = 0.9
-  b2: float = 0.95
+  name: str = choice("adamw", of=("adamw", "muon"))
+  lr: float = bounded(1e-3, least=0)
+  adam_lr: float = bounded(1e-3, least=0)
+  schedule: str = choice("cosine", of=("cosine", "linear", "constant"))
+  warmup: int = bounded(0, least=0)
+  final: float = bounded(0.1, least=0)
+  weight_decay: float = bounded(0.0, least=0)
+  clip_norm: float = bounded(1.0, least=0)
+  b1: float = bounded(0.9, least=0, below=1)
+  b2: float = bounded(0.95, least=0, below=1)
 
   def __post_init__(self):
-    if self.name not in _NAMES:
-      raise ValueError(f"name {self.name!r}; accepted: {', '.join(_NAMES)}")
-    if self.schedule not in _SCHEDULES:
-      raise ValueError(f"schedule {self.schedule!r}; accepted: {', '.join(_SCHEDULES)}")
-    for name in _NOT_NEGATIVE:
-      value = getattr(self, name)
-      if not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be a finite number, at least 0")
-    for name in ("b1", "b2"):
-      if not 0 <= getattr(self, name) < 1:
-        raise ValueError(
-          f"{name} is {getattr(self, name)}; it must be at least 0 and below 1"
-        )
+    check_fields(self)
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Parse, parse
 from coa_jax.protocol.roles import Variant
@@ -53,12 +54,11 @@ class RepetitionConfig:
   """
 
   weight: float = 0.5
-  ngram: int = 0
+  ngram: int = bounded(0, least=0)
 
   def __post_init__(self):
     _check_weight(self.weight, "repetition")
-    if self.ngram < 0:
-      raise ValueError("ngram must be 0 (whole spans) or a number of tokens")
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,14 @@ class ToolCostConfig:
   """
 
   per_call: float
-  free: int = 0
+  free: int = bounded(0, least=0)
   most: float = 0.5
 
   def __post_init__(self):
     _check_weight(self.per_call, "tool_cost", "per_call")
-    if self.free < 0 or self.most < self.per_call:
-      raise ValueError("free must be at least 0, most at least per_call")
+    check_fields(self)
+    if self.most < self.per_call:
+      raise ValueError(f"most is {self.most}; it must be at least per_call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +96,14 @@ class ShapingConfig:
     tool_cost: penalty of tool calls; None for none.
   """
 
-  format: str = "product"
+  format: str = choice("product", of=FORMATS)
   format_weight: float = 0.0
   overlong: OverlongConfig | None = None
   repetition: RepetitionConfig | None = None
   tool_cost: ToolCostConfig | None = None
 
   def __post_init__(self):
-    if self.format not in FORMATS:
-      raise ValueError(f"format {self.format!r}; accepted: {', '.join(FORMATS)}")
+    check_fields(self)
     weighted = self.format == "weighted"
     if weighted and not 0 < self.format_weight < 1:
       raise ValueError("format='weighted' needs a format_weight between 0 and 1")

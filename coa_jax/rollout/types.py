@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -48,33 +47,22 @@ class RolloutConfig:
 
   variant: str = "unified"
   style: str = "full"
-  slots: int = 64
-  window: int = 8
-  max_len: int = 320
-  max_calls: int = 8
-  tool_seconds: float = 60.0
-  observation_tokens: int = 512
-  same_calls: int = 0
-  inject_rows: int = 16
+  slots: int = bounded(64, least=1)
+  window: int = bounded(8, least=1)
+  max_len: int = bounded(320, least=1)
+  max_calls: int = bounded(8, least=0)
+  tool_seconds: float = bounded(60.0, above=0)
+  observation_tokens: int = bounded(512, least=tokens.MIN_OBSERVATION)
+  same_calls: int = bounded(0, least=0)
+  inject_rows: int = bounded(16, least=1)
   constrain: bool = False
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
-  seed: int = 0
+  seed: int = bounded(0, least=0, below=2**32)
 
   def __post_init__(self):
-    for field in ("slots", "window", "max_len", "inject_rows"):
-      if getattr(self, field) < 1:
-        raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-    for field in ("max_calls", "same_calls"):
-      if getattr(self, field) < 0:
-        raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")
-    if math.isnan(self.tool_seconds) or self.tool_seconds <= 0:
-      raise ValueError(f"tool_seconds must be above 0, got {self.tool_seconds}")
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
-    if self.observation_tokens < tokens.MIN_OBSERVATION:
-      raise ValueError(f"observation_tokens must be at least {tokens.MIN_OBSERVATION}")
+    check_fields(self)
     prompts.instructions(roles.get_variant(self.variant), self.style)
     _ = self.truncation  # refuses what it can not mean
 

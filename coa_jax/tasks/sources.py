@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.tasks.rows import Row, read_rows
 from coa_jax.tasks.task import Kind, Task
 
@@ -43,13 +44,12 @@ class TasksConfig:
   """
 
   uri: str
-  limit: int = 0
+  limit: int = bounded(0, least=0)
   families: tuple[str, ...] = ()
   seed: int | None = None
 
   def __post_init__(self):
-    if self.limit < 0:
-      raise ValueError(f"limit is {self.limit}; it must be 0 (all) or more")
+    check_fields(self)
 
 
 def select_tasks(config: TasksConfig) -> list[Task]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, parse_code
 from coa_jax.protocol.tools import FUNCTION_TAG
@@ -78,19 +79,19 @@ class ToolsConfig:
   tools: tuple[str, ...] = ("wiki_search", "code")
   corpus: str | None = None
   retriever: str | None = None
-  top_k: int = 3
+  top_k: int = bounded(3, least=1)
   descriptions: dict[str, str] = dataclasses.field(default_factory=dict)
-  timeout_s: float = 7.0
+  timeout_s: float = bounded(7.0, above=0)
   timeouts: dict[str, float] = dataclasses.field(default_factory=dict)
-  grace_s: float = 10.0
-  sandbox: str = "jail"
+  grace_s: float = bounded(10.0, above=0)
+  sandbox: str = choice("jail", of=BACKENDS)
   remote: RemoteConfig | None = None
   session: bool = False
-  max_sessions: int = 32
+  max_sessions: int = bounded(32, least=1)
   memory_mb: int = 1024
-  workers: int = 2
-  max_hung: int = 64
-  max_chars: int = 16384
+  workers: int = bounded(2, least=1)
+  max_hung: int = bounded(64, least=1)
+  max_chars: int = bounded(16384, least=64)
   enabled: bool = True
   blocked: tuple[str, ...] = BLOCKED
   web: WebConfig = dataclasses.field(default_factory=WebConfig)
@@ -102,6 +103,7 @@ class ToolsConfig:
   )
 
   def __post_init__(self):
+    check_fields(self)
     for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
         if tool not in TOOLS:
@@ -115,14 +117,10 @@ class ToolsConfig:
     for tag in self.tags:
       if tag not in self.mcp:
         TOOLS[tag].check(self)
-    if self.sandbox not in BACKENDS:
-      raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
     if self.session and self.sandbox == "subprocess":
       raise ValueError(
         "session: sandbox='jail' and 'remote' have sessions, not this one"
       )
-    if self.max_sessions < 1:
-      raise ValueError(f"max_sessions must be at least 1, got {self.max_sessions}")
     if (self.sandbox == "remote") != (self.remote is not None):
       raise ValueError("remote: the services of sandbox='remote', and of no other")
     if self.remote is not None and self.remote.wait_s >= self.grace_s:
@@ -130,12 +128,9 @@ class ToolsConfig:
       raise ValueError(
         f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
       )
-    if min(self.top_k, self.workers, self.max_hung) < 1 or self.max_chars < 64:
-      raise ValueError(
-        "top_k, workers and max_hung must be at least 1, max_chars at least 64"
-      )
-    if min(self.timeout_s, self.grace_s, *self.timeouts.values()) <= 0:
-      raise ValueError("timeout_s and grace_s must be above 0")
+    for tag, seconds in self.timeouts.items():
+      if seconds <= 0:
+        raise ValueError(f"timeouts.{tag} is {seconds}; it must be above 0")
 
   @property
   def tool_descriptions(self) -> dict[str, str]:

@@ -243,8 +243,6 @@ def test_a_step_is_saved_when_it_is_due_and_once(tmp_path):
   assert whole_steps(tmp_path) == [2, 4, 5]
   with Checkpoints(tmp_path) as checkpoints:
     assert checkpoints.restore(tiny(0))[1] == {"n": 5}
-  with pytest.raises(ValueError, match="at least 1, got 0 and 2"):
-    CheckpointConfig(every=0)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -155,7 +155,6 @@ def test_a_task_without_answers_and_a_failed_trajectory_stay_as_they_are():
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"match": "all"}, "match 'all'; accepted: every, first, f1"),
     ({"graders": {"qa": "exact"}}, r"graders\['qa'\] is 'exact'; accepted: qa, math"),
     ({"graders": {"qa": "judge"}}, "'qa' needs reward.judge, an endpoint"),
     (
@@ -164,12 +163,6 @@ def test_a_task_without_answers_and_a_failed_trajectory_stay_as_they_are():
     ),
     ({"shaping": {"overlong": {"limit": 8}}}, "lacks field 'buffer'"),
     ({"shaping": {"overlnog": {}}}, "did you mean 'overlong'"),
-    (
-      {"code": {"sandbox": "docker"}},
-      "sandbox 'docker'; accepted: jail, subprocess, remote",
-    ),
-    ({"code": {"test_s": 0.0}}, "test_s and total_s must be above 0"),
-    ({"workers": 0}, "workers and max_failures must be at least 1"),
   ],
 )
 def test_config_refusals(fields, message):

@@ -162,10 +162,3 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
     assert len(re.findall(r" of ", task.question)) == task.meta["hops"]
     assert task.meta["titles"][0] in task.question
   assert len({t.id for t in tasks}) == len(tasks)
-
-
-def test_refusals():
-  with pytest.raises(ValueError, match="seeds"):
-    SynthesisConfig(seeds=0)
-  with pytest.raises(ValueError, match="width is a share"):
-    SynthesisConfig(width=2.0)

@@ -181,10 +181,6 @@ def test_calls_at_once_get_their_own_results(toolbox):
   [
     ({"tools": ("code", "telescope")}, "no tool 'telescope'; there are wiki_search"),
     ({"corpus": None}, "wiki_search needs the path"),
-    ({"top_k": 0}, "top_k, workers and max_hung must be at least 1"),
-    ({"max_hung": 0}, "top_k, workers and max_hung must be at least 1"),
-    ({"grace_s": 0.0}, "timeout_s and grace_s must be above 0"),
-    ({"max_chars": 10}, "max_chars at least 64"),
   ],
 )
 def test_impossible_configs_are_refused(config, changes, message: str):
