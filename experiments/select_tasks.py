@@ -31,23 +31,17 @@ from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import correct, graded
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.tasks.rows import read_rows
-from coa_jax.tasks.sources import select_tasks
+from coa_jax.tasks.sources import TasksConfig, select_tasks
 from experiments.launch import launch
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class SelectTasksConfig(evaluate.EvaluateConfig):
-  """Config of a selection: an evaluation's sections, and `select`.
+  """Config of a selection: an evaluation's sections, and `select`."""
 
-  Where `select` names files of attempts, `tasks` is all that is needed besides.
-  """
-
-  init: str = ""
   select: SelectConfig = section(SelectConfig)
 
   def __post_init__(self):
-    if self.select.played:
-      return
     super().__post_init__()
     if self.eval.samples < 1:
       raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
@@ -57,7 +51,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Estimates pass rates and keeps the tasks that `select` asks for.
 
   Args:
-    config: as `SelectTasksConfig` says.
+    config: as `SelectTasksConfig` says; where `select` names files of attempts, `tasks`
+      is all that is needed besides, and nothing else is read.
     workdir: where everything goes.
 
   Returns:
@@ -67,8 +62,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before anything is played; see
       `evaluate.run`. Or no task is left.
   """
-  settings = read_config(config, SelectTasksConfig)
-  select = settings.select
+  select = read_config(config.get("select"), SelectConfig, "select")
+  if not select.played:
+    read_config(config, SelectTasksConfig)
   used = _used(select.without)
   if select.played:
     played = [t for path in select.played for t in read_trajectories(path)]
@@ -76,7 +72,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     rest = {name: config[name] for name in config if name != "select"}
     evaluate.run(ml_collections.ConfigDict(rest), workdir)
     played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
-  tasks = select_tasks(settings.tasks)
+  tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
   counted = graded(played)
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
   chosen_tasks, funnel = keep_tasks(tasks, attempts, select, used)

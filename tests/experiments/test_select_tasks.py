@@ -156,6 +156,7 @@ def test_refusals(config, tmp_path):
   config.eval = dict(greedy=True, samples=0)
   with pytest.raises(ConfigError, match=r"eval\.samples must be at least 1"):
     select_tasks.run(config, str(tmp_path))
+  config.eval.samples = 1
   config.select.without = ("nowhere.jsonl",)
   with pytest.raises(FileNotFoundError, match=r"select\.without.*nowhere"):
     select_tasks.run(config, str(tmp_path))
