@@ -369,48 +369,65 @@ def _run_all(
   workers: int,
   journal: Journal | None,
 ) -> int:
-  """Runs every job that is not in the file; the number that infrastructure failed."""
-  todo = [(task, sample) for task, sample in jobs if (task.id, sample) not in file]
-  before = [file.read(t.id, sample) for t, sample in jobs if (t.id, sample) in file]
-  step, right = len(before), sum(run_.reward or 0.0 for run_ in before if run_)
-  failed, in_a_row = 0, 0
-  every = max(1, len(jobs) // 200)  # metrics lines; more would only be noise
+  """Runs every job that is not in the file; returns how many infrastructure failed.
+
+  Raises:
+    InfrastructureError: so many failed in a row that the others would, too.
+  """
+  # --- Leave out what earlier starts have finished.
+  todo: list[tuple[Task, int]] = []
+  num_ended = 0
+  total_reward = 0.0
+  for task, sample in jobs:
+    finished = file.read(task.id, sample)
+    if finished is None:
+      todo.append((task, sample))
+    else:
+      num_ended += 1
+      total_reward += finished.reward or 0.0
+
+  # --- Run the others, twice as many submitted as there are workers.
+  num_failed = 0
+  failed_in_a_row = 0
+  queue = iter(todo)
+  log_every = max(1, len(jobs) // 200)  # more lines would only be noise
   pool = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="team")
-  waiting: dict[concurrent.futures.Future[Run], Task] = {}
+  running: set[concurrent.futures.Future[Run]] = set()
   try:
     with Metrics(workdir, stage="distill", total=len(jobs), unit="run") as metrics:
-      queue = iter(todo)
       while True:
-        for task, sample in itertools.islice(queue, 2 * workers - len(waiting)):
-          waiting[pool.submit(work, task, sample)] = task
-        if not waiting:
-          return failed
-        ended, _ = concurrent.futures.wait(
-          waiting, return_when=concurrent.futures.FIRST_COMPLETED
+        for task, sample in itertools.islice(queue, 2 * workers - len(running)):
+          running.add(pool.submit(work, task, sample))
+        if not running:
+          return num_failed
+        ended, running = concurrent.futures.wait(
+          running, return_when=concurrent.futures.FIRST_COMPLETED
         )
         for future in ended:
-          task, run_ = waiting.pop(future), future.result()
-          step += 1
-          if run_.status == Status.INFRASTRUCTURE:
-            failed, in_a_row = failed + 1, in_a_row + 1
-            if in_a_row >= min(len(jobs), max(8, 2 * workers)):
+          finished = future.result()
+          num_ended += 1
+          if finished.status == Status.INFRASTRUCTURE:
+            num_failed += 1
+            failed_in_a_row += 1
+            if failed_in_a_row >= min(len(jobs), max(8, 2 * workers)):
               raise InfrastructureError(
-                f"{in_a_row} runs in a row failed; the last: {run_.error}. Finished "
-                "runs are kept: mend it and start again on the same workdir"
+                f"{failed_in_a_row} runs in a row failed; the last: {finished.error}. "
+                "Finished runs are kept: mend it and start again on the same workdir"
               )
             continue
-          in_a_row = 0
-          file.append(run_)
+          failed_in_a_row = 0
+          file.append(finished)
+          total_reward += finished.reward or 0.0
           if journal is not None:
-            journal.forget((run_.task_id, run_.sample))
-          right += run_.reward or 0.0
-          if step % every == 0 or step == len(jobs):
-            share = right / (step - failed)
-            values, spent = {"right": share, "failed": failed}, ""
+            journal.forget((finished.task_id, finished.sample))
+          if num_ended % log_every == 0 or num_ended == len(jobs):
+            share = total_reward / (num_ended - num_failed)
+            values = {"right": share, "failed": num_failed}
+            figure = f"right {share:.2f}"
             if journal is not None:
               values |= journal.values()
-              spent = f"  {journal.spent()}"
-            metrics.log(step, values, f"right {share:.2f}{spent}")
+              figure += f"  {journal.spent()}"
+            metrics.log(num_ended, values, figure)
   except BaseException:
     if journal is not None:
       journal.stop()
@@ -430,16 +447,20 @@ def _select_all(
   """The best run of each task, by task id; in selections.jsonl, too; or None."""
   if journal is None or not teacher.select:
     return None
-  out: dict[str, Selection] = {}
-  done = (
-    (task, [r for s in range(teacher.samples) if (r := file.read(task.id, s))])
-    for task in tasks
-  )
+
+  def runs_of_tasks() -> Iterator[tuple[Task, list[Run]]]:
+    for task in tasks:
+      runs = [file.read(task.id, sample) for sample in range(teacher.samples)]
+      yield task, [run for run in runs if run is not None]
+
+  selections: dict[str, Selection] = {}
+  log_every = max(1, len(tasks) // 50)
   with Metrics(workdir, stage="select", total=len(tasks), unit="task") as metrics:
-    for chosen in select_all(done, backend, journal, teacher.workers):
-      out[chosen.task_id] = chosen
-      if len(out) % max(1, len(tasks) // 50) == 0 or len(out) == len(tasks):
-        metrics.log(len(out), journal.values(), journal.spent())
-  rows = [dataclasses.asdict(out[task.id]) for task in tasks]
+    for selection in select_all(runs_of_tasks(), backend, journal, teacher.workers):
+      selections[selection.task_id] = selection
+      num_done = len(selections)
+      if num_done % log_every == 0 or num_done == len(tasks):
+        metrics.log(num_done, journal.values(), journal.spent())
+  rows = [dataclasses.asdict(selections[task.id]) for task in tasks]
   write_jsonl(os.path.join(workdir, SELECTIONS), rows)
-  return out
+  return selections

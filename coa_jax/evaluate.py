@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -278,19 +278,25 @@ def _parts(played: list[Trajectory]) -> dict[str, float]:
 
 
 def _ordered(
-  stream: Any, tasks: list[Task], samples: int, workdir: str, name: str
+  attempts: Iterable[tuple[int, Trajectory]],
+  tasks: list[Task],
+  samples: int,
+  workdir: str,
+  stage: str,
 ) -> list[Trajectory]:
   """All trajectories by task and sample, with progress while they are played."""
   played: list[tuple[int, int, Trajectory]] = []
-  right, graded = 0.0, 0
+  num_right = 0.0
+  num_graded = 0
   total = len(tasks) * samples
-  with Metrics(workdir, name, total, unit="trajectory") as metrics:
-    for place, t in stream:
-      played.append((place, t.sample, t))
-      right += t.reward_parts.get("answer", 0.0)
-      graded += t.status != Status.INFRASTRUCTURE
-      done = len(played)
-      if done % max(1, total // 50) == 0 or done == total:
-        accuracy = right / max(1, graded)
-        metrics.log(done, {"accuracy": accuracy}, f"accuracy {accuracy:.3f}")
-  return [t for _, _, t in sorted(played, key=lambda p: p[:2])]
+  log_every = max(1, total // 50)
+  with Metrics(workdir, stage, total, unit="trajectory") as metrics:
+    for place, trajectory in attempts:
+      played.append((place, trajectory.sample, trajectory))
+      num_right += trajectory.reward_parts.get("answer", 0.0)
+      num_graded += trajectory.status != Status.INFRASTRUCTURE
+      if len(played) % log_every == 0 or len(played) == total:
+        accuracy = num_right / max(1, num_graded)
+        metrics.log(len(played), {"accuracy": accuracy}, f"accuracy {accuracy:.3f}")
+  played.sort(key=lambda attempt: attempt[:2])
+  return [trajectory for _, _, trajectory in played]

@@ -229,17 +229,17 @@ def _object(cls: type) -> _Reader:
   def read(value: Any, path: str) -> Any:
     if type(value) is not dict:
       raise _wrong(value, path, "an object")
-    found = {}
+    arguments = {}
     for name, x in value.items():
       reader = readers.get(name)
       if reader is None:
         field = f"{path}.{name}".removeprefix(".")
         raise _BadField(f"unknown field {field!r}; there are {', '.join(readers)}")
-      found[name] = reader(x, f"{path}.{name}")
+      arguments[name] = reader(x, f"{path}.{name}")
     for name in needed:
-      if name not in found:
+      if name not in arguments:
         field = f"{path}.{name}".removeprefix(".")
         raise _BadField(f"field {field!r} is missing")
-    return cls(**found)
+    return cls(**arguments)
 
   return read

@@ -11,7 +11,6 @@ budget: a journey is one page, from its config to its results.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import os
@@ -47,8 +46,7 @@ from coa_jax.model.sharding import (
   make_partitioner,
   process_dir,
 )
-from coa_jax.protocol import roles
-from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory, write_jsonl
+from coa_jax.protocol.trajectory import Trajectory, write_jsonl
 from coa_jax.record import hash_files, hash_json, prepare_workdir
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
@@ -59,8 +57,8 @@ from coa_jax.report.metrics import (
 )
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
-from coa_jax.rewards import shaping
 from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutBatch, RolloutCollector
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
@@ -73,8 +71,6 @@ from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 _MAY_CHANGE = ("log.wandb_project", "watch")
-# A tool call, think or plan that is written twice.
-_TWICE = shaping.RepetitionConfig(weight=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +316,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
         # --- Log, watch, save.
         values |= learned
-        values |= _describe(rollouts)
+        values |= figures.describe(rollouts)
         values |= _speed(timer, rollouts, settings, cfg, partitioner)
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         if step % algo.keep_every == 0:
@@ -460,49 +456,6 @@ def _speed(
   )
 
 
-def _describe(rollouts: RolloutBatch) -> dict[str, float]:
-  """What was rolled out, in numbers."""
-  played = rollouts.played
-  out = {
-    "reward": _mean([t.reward for t in played]),
-    "reward_variance_share": rollouts.num_varied / rollouts.num_groups,
-    "generated_tokens": sum(t.usage.generated for t in played),
-    "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
-    "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
-    "infrastructure": sum(t.status == Status.INFRASTRUCTURE for t in played),
-    "infrastructure_share": np.mean(
-      [t.status == Status.INFRASTRUCTURE for t in played]
-    ),
-    "truncated": sum(t.status == Status.TRUNCATED for t in played),
-    "truncated_share": np.mean([t.status == Status.TRUNCATED for t in played]),
-    "repeated_share": np.mean([shaping.repetition(_TWICE, t) < 0 for t in played]),
-    **_entropies(played),
-    **_failures(played),
-    **rollouts.figures,
-  }
-  for part in sorted({"answer", "format"}.union(*(t.reward_parts for t in played))):
-    out[part] = _mean([t.reward_parts.get(part) for t in played])
-  return {k: float(v) for k, v in out.items()}
-
-
-def _entropies(played: list[Trajectory]) -> dict[str, float]:
-  """`entropy_ROLE`: nats per token, estimated by -log p of what was sampled.
-
-  Collapse shows in one role first, and the mean over all tokens hides it.
-  """
-  logps = collections.defaultdict(list)
-  for s in (s for t in played for s in t.segments):
-    logps["tool" if s.role in roles.TOOLS else s.role or "text"] += s.logps
-  return {f"entropy_{role}": -np.mean(x) for role, x in logps.items() if x}
-
-
-def _failures(played: list[Trajectory]) -> dict[str, float]:
-  """`failed_calls_OWNER`: the share of all tool calls that failed by its fault."""
-  calls = collections.Counter(call.status for t in played for call in t.calls)
-  owners = [status for status in CallStatus if status != CallStatus.OK]
-  return {f"failed_calls_{o}": calls[o] / calls.total() for o in owners if calls}
-
-
 def _accuracy(
   collector: RolloutCollector,
   tasks: Sequence[Task],
@@ -512,13 +465,7 @@ def _accuracy(
 ) -> float:
   """Of greedy answers to tasks, by the policy after `step` updates."""
   played = collector.evaluate(params, step, tasks, toolbox)
-  return _mean([t.reward_parts.get("answer") for t in played])
-
-
-def _mean(values: list[float | None]) -> float:
-  """The mean of what was graded: an infrastructure failure is no wrong answer."""
-  graded = [v for v in values if v is not None]
-  return float(np.mean(graded)) if graded else float("nan")
+  return figures.mean_graded(t.reward_parts.get("answer") for t in played)
 
 
 def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:

@@ -289,19 +289,19 @@ def _dataset(
 
 def _encoded(path: str, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Trajectory]:
   """Yields the file's, with ids and an end; ids that they had are checked."""
-  rest = enumerate(iter_trajectories(path), 1)
-  while some := list(itertools.islice(rest, 16)):
-    for number, t in some:
+  numbered = enumerate(iter_trajectories(path), 1)
+  while chunk := list(itertools.islice(numbered, 16)):  # a tokenizer likes many at once
+    for number, trajectory in chunk:
       try:
-        check_ids(t, vocab_size)
-        tokenizer.check_ids(t)
+        check_ids(trajectory, vocab_size)
+        tokenizer.check_ids(trajectory)
       except ValueError as e:
         raise ValueError(f"{path}: trajectory {number}: {e}") from e
-    every = [t for _, t in some]
-    tokenizer.encode_trajectories(every)
-    for t in every:
-      _end(t, tokenizer)
-    yield from every
+    trajectories = [trajectory for _, trajectory in chunk]
+    tokenizer.encode_trajectories(trajectories)
+    for trajectory in trajectories:
+      _end(trajectory, tokenizer)
+      yield trajectory
 
 
 def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
@@ -332,16 +332,16 @@ def _divide(
   fit_N = fits(lengths_N, data.length)
   # Without any token of the policy, an update has no mean loss.
   usable = np.flatnonzero(fit_N & (dataset.policy_N > 0))
-  held = usable[: data.validation]
+  validation = usable[: data.validation]
   # Filters may have written a trajectory twice; its copy would give the loss away.
   tasks = dataset.task_N
-  train = usable[~np.isin(tasks[usable], tasks[held])]
+  train = usable[~np.isin(tasks[usable], tasks[validation])]
   fit = int(fit_N.sum())
   if not len(train):
     raise ValueError(
       f"{data.trajectories}: no trajectory is left to train on: {len(dataset)} read, "
       f"{fit} within data.length={data.length} tokens, {len(usable)} of them with "
-      f"tokens of the policy, {len(held)} kept for validation (data.validation="
+      f"tokens of the policy, {len(validation)} kept for validation (data.validation="
       f"{data.validation}); the shortest has {lengths_N.min()} tokens, half have at "
       f"most {int(np.median(lengths_N))}, the longest {lengths_N.max()}"
     )
@@ -349,17 +349,20 @@ def _divide(
     _log.warning(
       "%d of %d trajectories are longer than data.length=%d and left out; the longest "
       "has %d tokens",
-      *(len(dataset) - fit, len(dataset), data.length, lengths_N.max()),
+      len(dataset) - fit,
+      len(dataset),
+      data.length,
+      lengths_N.max(),
     )
   left_out = {
     "left_out_too_long": len(dataset) - fit,
     "left_out_without_policy": fit - len(usable),
   }
-  return train, held, left_out
+  return train, validation, left_out
 
 
 def _speed(
-  clock: StepTimer,
+  timer: StepTimer,
   cfg: ModelConfig,
   lora_config: LoraConfig | None,
   partitioner: Partitioner | None,
@@ -368,9 +371,14 @@ def _speed(
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
   lengths = [n for m in micro for n in m.lengths]
   tokens = sum(lengths)
-  out = {"tokens": tokens, **clock.flush(step=tokens)}
-  took, devices = out["seconds_step"], partitioner.mesh.size if partitioner else 1
-  return out | flops.utilisation(cfg, lengths, took, bool(lora_config), devices)
+  out = {"tokens": tokens, **timer.flush(step=tokens)}
+  return out | flops.utilisation(
+    cfg,
+    lengths,
+    out["seconds_step"],
+    lora_config is not None,
+    partitioner.mesh.size if partitioner else 1,
+  )
 
 
 def _logged(workdir: str) -> dict[str, Any]:
@@ -452,12 +460,16 @@ def _mean_loss(
   partitioner: Partitioner | None,
   trained: Any,
   frozen: Any,
-  held: Iterable[Micro],
+  validation: Iterable[Micro],
 ) -> float:
   """Mean negative log-likelihood of held-out policy tokens, in nats."""
-  total = tokens = 0.0
-  for micro in held:
-    placed = partitioner.put(micro.batch) if partitioner else micro.batch
-    total += float(loss(trained, frozen, placed)[0])
+  total = 0.0
+  tokens = 0.0
+  for micro in validation:
+    batch = micro.batch
+    if partitioner:
+      batch = partitioner.put(batch)
+    nll, _ = loss(trained, frozen, batch)
+    total += float(nll)
     tokens += micro.policy
   return total / tokens if tokens else float("nan")

@@ -16,6 +16,7 @@ from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
 from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
+from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.tasks.sampling import TaskSampler
@@ -166,7 +167,7 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
   advantage_GK = group_relative(reward_GK)
   assert not advantage_GK[np.isnan(reward_GK)].any() and advantage_GK.any()
   np.testing.assert_allclose(advantage_GK.sum(1), 0, atol=1e-6)
-  described = rl._describe(out)
+  described = figures.describe(out)
   graded = [t.reward for t in out.played if t.reward is not None]
   assert described["reward"] == pytest.approx(np.mean(graded))
   assert described["infrastructure"] == len(failed)
@@ -186,13 +187,13 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
 
 def test_early_warnings_count_what_was_cut_off_or_repeated(config):
   out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
-  before = rl._describe(out)
+  before = figures.describe(out)
   changed = out.played[0]
   changed.status = Status.TRUNCATED
   think = next(s for s in changed.segments if s.role == "think")
   changed.segments.append(think)
   share = 1 / len(out.played)
-  after = rl._describe(out)
+  after = figures.describe(out)
   assert after["truncated_share"] - before["truncated_share"] == pytest.approx(share)
   assert after["repeated_share"] - before["repeated_share"] == pytest.approx(share)
 
@@ -200,15 +201,15 @@ def test_early_warnings_count_what_was_cut_off_or_repeated(config):
 def test_failed_calls_are_counted_by_whose_fault_they_are(config):
   out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
   names = [f"failed_calls_{owner}" for owner in ("model", "tool", "infrastructure")]
-  assert [rl._describe(out)[name] for name in names] == [0, 0, 0]
+  assert [figures.describe(out)[name] for name in names] == [0, 0, 0]
   calls = [c for t in out.played for c in t.calls]
   for call, status in zip(calls, ("model", "model", "tool"), strict=False):
     call.status = CallStatus(status)
-  shares = [rl._describe(out)[name] for name in names]
+  shares = [figures.describe(out)[name] for name in names]
   assert shares == pytest.approx([2 / len(calls), 1 / len(calls), 0])
   for t in out.played:  # of no calls there is no share
     t.calls.clear()
-  assert not set(names) & set(rl._describe(out))
+  assert not set(names) & set(figures.describe(out))
 
 
 def test_dynamic_sampling_keeps_groups_that_differ_up_to_the_batch(config):
