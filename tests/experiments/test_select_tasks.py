@@ -164,6 +164,7 @@ def test_refusals(config, tmp_path):
   config.select.at_mots = 1.0
   with pytest.raises(ConfigError, match="did you mean 'at_most'"):
     select_tasks.run(config, str(tmp_path))
+  del config.select.at_mots
   config.selects = dict()
   with pytest.raises(ConfigError, match="no section 'selects'"):
     select_tasks.run(config, str(tmp_path))
