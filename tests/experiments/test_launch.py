@@ -160,7 +160,6 @@ def test_a_field_without_a_default_can_be_given_by_a_flag_alone(launcher, tmp_pa
     ("--config.optimm.lr=1", ["'optimm'", "did you mean 'optim'"]),
     ("--config.optim.betas=fast", ["optim.betas[0]", "fast", "float"]),
     ("--config.optim.lr.x=1", ["optim.lr.x", "lr is a value"]),
-    ("--config.optim.lr=fast", ["optim.lr", "fast"]),
   ],
 )
 def test_an_override_that_can_not_be_used_names_file_and_field(
@@ -185,11 +184,8 @@ def test_a_config_that_the_journey_refuses_names_the_file(launcher, tmp_path):
   ("text", "named"),
   [
     ("def get_config(:\n  pass\n", "bad.py:1: "),
-    ("x = 1\x00", "null bytes"),
     ("x = 1\n1 / 0\n", "bad.py:2: ZeroDivisionError"),
     ("def get_config():\n  raise SystemExit(3)", "bad.py:2: SystemExit"),
-    ("def get_config():\n  return get_config()", "RecursionError"),
-    ("get_config = 3", "bad.py: defines no function get_config"),
     ("def get_config():\n  return {'data': {}}", "get_config returns a dict"),
     (CONFIG.replace('{"steps": 1 if arg else 9}', "3"), "config.data is 3"),
   ],
