@@ -193,7 +193,7 @@ class RLConfig:
       )
     # Its collectives and the learner's could wait for each other.
     if self.algo.sampling.staleness and self.mesh.tensor > 1:
-      raise ValueError(_hindrance(self.algo, "mesh.tensor above 1"))
+      raise ValueError(_hindrance(self.algo.sampling, "mesh.tensor above 1"))
 
 
 @exclusive(process_dir)
@@ -378,23 +378,19 @@ def _check_fit(
   attention.check(cfg, partitioner, batch.length)
 
   if sampling.staleness and jax.process_count() > 1:
+    processes = "several processes and"
     if settings.vllm:
-      what = "several processes and section vllm"
-      raise ValueError(_hindrance(settings.algo, what))
+      raise ValueError(_hindrance(sampling, f"{processes} section vllm"))
     if sampling.task_sampler != "uniform":
       # What one draws next depends on what has been learnt from when it does.
-      raise ValueError(
-        _hindrance(
-          settings.algo,
-          f"several processes and algo.sampling.task_sampler={sampling.task_sampler!r}",
-        )
-      )
+      sampler = f"algo.sampling.task_sampler={sampling.task_sampler!r}"
+      raise ValueError(_hindrance(sampling, f"{processes} {sampler}"))
 
 
-def _hindrance(algo: AlgoConfig, what: str) -> str:
+def _hindrance(sampling: SamplingConfig, what: str) -> str:
   return (
-    f"algo.sampling.staleness={algo.sampling.staleness} does not go with {what}; "
-    "take 0 (on-policy)"
+    f"algo.sampling.staleness={sampling.staleness} does not go with {what}; take 0 "
+    "(on-policy)"
   )
 
 
