@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.learner.interruption import Interrupted, Interruption
 from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
@@ -42,14 +43,11 @@ class CheckpointConfig:
     keep: how many of the newest stay; an older one takes the place of a damaged one.
   """
 
-  every: int = 100
-  keep: int = 2
+  every: int = bounded(100, least=1)
+  keep: int = bounded(2, least=1)
 
   def __post_init__(self):
-    if self.every < 1 or self.keep < 1:
-      raise ValueError(
-        f"every and keep must be at least 1, got {self.every} and {self.keep}"
-      )
+    check_fields(self)
 
 
 class Checkpoints:

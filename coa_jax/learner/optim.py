@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,8 @@ import jax
 import optax
 from optax import contrib
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.model.sharding import inputs_of, letters_of
-
-_NAMES = ("adamw", "muon")
-_SCHEDULES = ("cosine", "linear", "constant")
-_NOT_NEGATIVE = ("lr", "adam_lr", "warmup", "final", "weight_decay", "clip_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,35 +31,23 @@ class OptimConfig:
     b2: second-moment decay of Adam.
   """
 
-  name: str = "adamw"
-  lr: float = 1e-3
-  adam_lr: float = 1e-3
-  schedule: str = "cosine"
-  warmup: int = 0
-  final: float = 0.1
-  weight_decay: float = 0.0
-  clip_norm: float = 1.0
-  b1: float = 0.9
-  b2: float = 0.95
+  name: str = choice("adamw", of=("adamw", "muon"))
+  lr: float = bounded(1e-3, least=0)
+  adam_lr: float = bounded(1e-3, least=0)
+  schedule: str = choice("cosine", of=("cosine", "linear", "constant"))
+  warmup: int = bounded(0, least=0)
+  final: float = bounded(0.1, least=0)
+  weight_decay: float = bounded(0.0, least=0)
+  clip_norm: float = bounded(1.0, least=0)
+  b1: float = bounded(0.9, least=0, below=1)
+  b2: float = bounded(0.95, least=0, below=1)
 
   def __post_init__(self):
-    if self.name not in _NAMES:
-      raise ValueError(f"name {self.name!r}; accepted: {', '.join(_NAMES)}")
-    if self.schedule not in _SCHEDULES:
-      raise ValueError(f"schedule {self.schedule!r}; accepted: {', '.join(_SCHEDULES)}")
-    for name in _NOT_NEGATIVE:
-      value = getattr(self, name)
-      if not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value}; it must be a finite number, at least 0")
-    for name in ("b1", "b2"):
-      if not 0 <= getattr(self, name) < 1:
-        raise ValueError(
-          f"{name} is {getattr(self, name)}; it must be at least 0 and below 1"
-        )
+    check_fields(self)
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-  """The optimizer for a run of `steps` updates."""
+  """Builds the optimizer for a run of `steps` updates."""
   rate = _schedule(config, config.lr, steps)
   chain = []
   if config.clip_norm:
@@ -95,17 +79,21 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 def side_by_side(
   optimizers: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-  """One optimizer for each entry of a dict of parameters: none sees another's norm."""
+  """Puts optimizers side by side, one for each entry of a dict of parameters.
+
+  None sees another's norm.
+  """
 
   def init(params: Any) -> Any:
     return {name: o.init(params[name]) for name, o in optimizers.items()}
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    out = {
-      name: o.update(grads[name], state[name], params[name])
-      for name, o in optimizers.items()
-    }
-    return tuple({name: pair[i] for name, pair in out.items()} for i in (0, 1))
+    updates, states = {}, {}
+    for name, optimizer in optimizers.items():
+      updates[name], states[name] = optimizer.update(
+        grads[name], state[name], params[name]
+      )
+    return updates, states
 
   return optax.GradientTransformation(init, update)
 

@@ -157,16 +157,10 @@ def test_large_gradients_are_scaled_to_the_norm_and_small_ones_left_alone():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"name": "sgd"}, "name 'sgd'; accepted: adamw, muon"),
     ({"schedule": "step"}, "schedule 'step'; accepted: cosine, linear, constant"),
-    ({"warmup": -2}, "warmup is -2; it must be a finite number, at least 0"),
-    *(
-      ({name: bad}, f"{name} is {bad}; it must be a finite number, at least 0")
-      for name in ("lr", "adam_lr", "final", "weight_decay", "clip_norm")
-      for bad in (-1.0, math.nan, math.inf)
-    ),
-    ({"b1": 1.0}, "b1 is 1.0; it must be at least 0 and below 1"),
-    ({"b2": math.nan}, "b2 is nan; it must be at least 0 and below 1"),
+    ({"warmup": -2}, "warmup is -2; it must be at least 0"),
+    ({"clip_norm": math.inf}, "clip_norm is inf; it must be a finite number"),
+    ({"b2": 1.0}, "b2 is 1.0; it must be at least 0 and below 1"),
   ],
 )
 def test_what_can_not_be_meant_is_refused(changes, message: str):
