@@ -87,7 +87,7 @@ class WatchConfig:
 
   @property
   def limits(self) -> dict[str, float]:
-    """The limits by field."""
+    """Returns the limits by field."""
     return {
       "reward_variance_share": self.reward_variance_share,
       "entropy": self.entropy,
@@ -195,7 +195,7 @@ class HealthMonitor:
   """Reads a stage's metrics step by step."""
 
   def __init__(self, config: WatchConfig):
-    """Args: section `watch`."""
+    """Takes section `watch`."""
     self._config = config
     self._beyond: collections.Counter[tuple[str, str]] = collections.Counter()
     self._first: dict[str, list[float]] = collections.defaultdict(list)
@@ -245,7 +245,7 @@ class HealthMonitor:
 
   @property
   def ends(self) -> bool:
-    """Whether the run is to end after the step looked at last."""
+    """Tells whether the run is to end after the last step."""
     return bool(self._config.stop and self._standing)
 
   def raise_if_stopped(self, step: int) -> None:

@@ -233,7 +233,7 @@ class Statistics:
   """Counts lengths and roles of a set of trajectories, one by one."""
 
   def __init__(self, unit: str = "characters"):
-    """Args: what lengths are counted in."""
+    """Takes what lengths are counted in."""
     self.unit = unit
     self.lengths = array.array("q")
     self.roles: collections.Counter[str] = collections.Counter()
