@@ -67,7 +67,9 @@ def check_fields(config: Any) -> None:
     value = getattr(config, field.name)
     names = field.metadata.get("of")
     if names and value not in names:
-      raise ValueError(f"{field.name} {value!r}; accepted: {', '.join(names)}")
+      raise ValueError(
+        f"{field.name} {value!r}; accepted: {', '.join(filter(None, names))}"
+      )
     if isinstance(value, float) and not math.isfinite(value):
       raise ValueError(f"{field.name} is {value}; it must be a finite number")
     if isinstance(value, int | float) and not _within(value, field.metadata):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 import transformers
@@ -24,7 +25,7 @@ from coa_jax.learner import log_probs as losses
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
 from coa_jax.model import transformer
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import ModelConfig, RunOptions
 from coa_jax.model.distribution import NO_TRUNCATION, Truncation
 from coa_jax.model.hf.io import save_model
 from coa_jax.protocol import prompts, roles, tokenizer_training, tokens, tool_bodies
@@ -147,6 +148,21 @@ def trajectories() -> list[Trajectory]:
 def params(seed: int = 0, **changes):
   """Fresh parameters of MODEL, some of its fields changed."""
   return transformer.init_params(dataclasses.replace(MODEL, **changes), seed)
+
+
+def use_float64() -> dict[str, str]:
+  """Computes in float64 what the library computes in float32, in a process of its own.
+
+  A sum in another order then differs by some 1e-16; what is more is a mistake.
+
+  Returns:
+    The fields of a model that is computed so.
+  """
+  jax.config.update("jax_enable_x64", True)
+  jnp.float32 = jnp.float64
+  # Fields of a config name no such dtype.
+  RunOptions.__post_init__ = lambda self: None
+  return {"dtype": "float64", "param_dtype": "float64"}
 
 
 def sft_loss(cfg: ModelConfig):

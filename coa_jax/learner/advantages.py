@@ -18,7 +18,7 @@ _WHITEN = 1e-8
 
 
 def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarray:
-  """GRPO's advantage: (R - mean of the group) / (deviation of the group + 1e-6).
+  """Computes GRPO's (R - mean of the group) / (deviation of the group + 1e-6).
 
   DeepSeekMath, arXiv 2402.03300, section 4.1; the deviation is Bessel-corrected as in
   verl. A group of one, or without variance, has advantage 0.
@@ -39,7 +39,7 @@ def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarra
 
 
 def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
-  """RLOO's advantage: R - mean of the others of its group (arXiv 2402.14740, eq. 8).
+  """Computes RLOO's R - mean of the others of its group (arXiv 2402.14740, eq. 8).
 
   Equal to n / (n - 1) (R - mean of the group) for the n samples that are left. A group
   of one has advantage 0 (in verl: R).
@@ -64,7 +64,7 @@ def _centred(reward_GK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
-  """keep_G: True for groups whose rewards differ (DAPO's dynamic sampling).
+  """Marks groups whose rewards differ in keep_G (DAPO's dynamic sampling).
 
   A group in which all samples earn the same has advantage 0 and teaches nothing
   (arXiv 2503.14476, section 3.2). NaN rewards are left out.
@@ -75,7 +75,7 @@ def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
 
 
 def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
-  """Sum of gamma^(u - t) reward_u over u >= t, for each of T policy tokens."""
+  """Sums gamma^(u - t) reward_u over u >= t, for each of T policy tokens."""
   zeros = np.zeros(len(reward_T))
   return gae(reward_T, zeros, gamma, 1.0)[0]
 
@@ -83,7 +83,7 @@ def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
 def gae(
   reward_T: np.ndarray, value_T: np.ndarray, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Generalised advantage estimation over one trajectory (arXiv 1506.02438, eq. 16).
+  """Estimates generalised advantages of one trajectory (arXiv 1506.02438, eq. 16).
 
   A_t = d_t + gamma lam A_(t+1), d_t = reward_t + gamma V_(t+1) - V_t; what follows the
   last token is worth 0.
@@ -107,7 +107,7 @@ def gae(
 
 
 def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-  """(x - mean) / sqrt(variance + 1e-8), both over all entries of all arrays.
+  """Maps x to (x - mean) / sqrt(variance + 1e-8), both over all entries of all.
 
   The variance is Bessel-corrected, as in verl. A single entry becomes 0.
   """

@@ -55,7 +55,7 @@ class Batch:
 
 
 def empty(rows: int, length: int) -> Batch:
-  """A batch of nothing but padding, as numpy arrays."""
+  """Makes a batch of nothing but padding, as numpy arrays."""
   shape = (rows, length)
   ints = [np.zeros(shape, np.int32) for _ in range(3)]
   floats = [np.zeros(shape, np.float32) for _ in range(3)]
@@ -93,7 +93,7 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 def fits(n: int | np.ndarray, length: int) -> bool | np.ndarray:
-  """True for a sequence of n tokens that `pack` puts into a row."""
+  """Tells whether `pack` puts a sequence of n tokens into a row."""
   return (n > 0) & (n <= length)
 
 
@@ -190,7 +190,7 @@ class Packed:
     self.counts = [len(places) for _, places in self._where]
 
   def read(self, name: str) -> list[np.ndarray]:
-    """The field `name` at each trajectory's policy tokens."""
+    """Reads the field `name` at each trajectory's policy tokens."""
     return [getattr(self.batches[m], name).ravel()[at] for m, at in self._where]
 
   def write(self, name: str, values: Sequence[np.ndarray | float]) -> None:

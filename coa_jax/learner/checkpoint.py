@@ -115,7 +115,7 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def resumable(self, state: TrainState, cursor: dict[str, Any]) -> Iterator[None]:
-    """While inside, a signal ends the run at once, with this state saved.
+    """Lets a signal end the run at once while inside, with this state saved.
 
     For work that changes nothing that is saved, and is made again when the run goes on.
     Several processes leave together, in `reached` only.

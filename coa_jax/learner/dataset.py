@@ -85,7 +85,7 @@ class Dataset:
     return len(self.lengths_N)
 
   def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sequence i: int32 ids, and whether the policy wrote them; [T] each."""
+    """Reads sequence i: int32 ids, and whether the policy wrote them; [T] each."""
     begin = self._begins_N[i]
     stored_T = self._stored[begin : begin + self.lengths_N[i]]
     ours_T = stored_T >= 0
@@ -98,7 +98,7 @@ class Dataset:
     length: int,
     partitioner: Partitioner | None,
   ) -> Micro:
-    """Rows of sequences, filled up with empty rows.
+    """Makes a micro-batch of rows of sequences, filled up with empty rows.
 
     Args:
       rows: the sequences of each row; together at most `length` tokens.

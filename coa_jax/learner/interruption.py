@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
   """
 
   def __init__(self, number: int, message: str = ""):
-    """Args: the signal, and what to tell the user."""
+    """Takes the signal, and what to tell the user."""
     super().__init__(message)
     self.status = 128 + number
 
@@ -67,7 +67,7 @@ class Interruption:
 
   @contextlib.contextmanager
   def at_once(self) -> Iterator[None]:
-    """While inside, the first signal raises `Interrupted` in the main thread."""
+    """Lets the first signal raise `Interrupted` in the main thread while inside."""
     self._at_once = self._entered
     try:
       if self.number and self._entered:

@@ -47,7 +47,7 @@ class OptimConfig:
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-  """The optimizer for a run of `steps` updates."""
+  """Builds the optimizer for a run of `steps` updates."""
   rate = _schedule(config, config.lr, steps)
   chain = []
   if config.clip_norm:
@@ -79,17 +79,21 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 def side_by_side(
   optimizers: Mapping[str, optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-  """One optimizer for each entry of a dict of parameters: none sees another's norm."""
+  """Puts optimizers side by side, one for each entry of a dict of parameters.
+
+  None sees another's norm.
+  """
 
   def init(params: Any) -> Any:
     return {name: o.init(params[name]) for name, o in optimizers.items()}
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    out = {
-      name: o.update(grads[name], state[name], params[name])
-      for name, o in optimizers.items()
-    }
-    return tuple({name: pair[i] for name, pair in out.items()} for i in (0, 1))
+    updates, states = {}, {}
+    for name, optimizer in optimizers.items():
+      updates[name], states[name] = optimizer.update(
+        grads[name], state[name], params[name]
+      )
+    return updates, states
 
   return optax.GradientTransformation(init, update)
 

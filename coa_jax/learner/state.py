@@ -44,7 +44,7 @@ def init_state(
   optimizer: optax.GradientTransformation,
   partitioner: Partitioner | None = None,
 ) -> TrainState:
-  """A state at step 0; the optimizer's arrays are split as the parameters are."""
+  """Makes a state at step 0; the optimizer's arrays are split as parameters are."""
 
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(0), params, optimizer.init(params))
@@ -62,7 +62,7 @@ class Learner:
     optimizer: optax.GradientTransformation,
     partitioner: Partitioner | None = None,
   ):
-    """Args: a loss that sums over tokens, what applies its gradient, the mesh."""
+    """Takes a loss that sums over tokens, what applies its gradient, and the mesh."""
     self._partitioner = partitioner
     self._most = 1  # micro-batches that the compiled step takes
     step = functools.partial(_step, loss, optimizer, partitioner)
@@ -75,7 +75,7 @@ class Learner:
     denominator: float,
     frozen: Any = None,
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update from all micro-batches.
+    """Makes one update from all micro-batches.
 
     Args:
       state: donated.

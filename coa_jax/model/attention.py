@@ -40,7 +40,7 @@ def attend_packed(
     segment_BT: int segment number of each token; 0 is padding, which reads padding. A
       segment's tokens stand together.
     window: tokens that a query sees, itself included; 0 for all.
-    kernel: one of `config.ATTENTION`.
+    kernel: as `RunOptions.attention` names it.
     partitioner: the mesh that the arrays are split over. Where it splits rows, every
       device computes its own queries against the keys and values of all devices before
       it, gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a

@@ -59,7 +59,7 @@ class KVCache:
   def empty(
     cls, cfg: ModelConfig, rows: int, size: int, partitioner: Partitioner | None = None
   ) -> KVCache:
-    """A cache for `rows` sequences, in the dtype of activations.
+    """Makes a cache for `rows` sequences, in the dtype of activations.
 
     It has `size` places; above BLOCK_SIZE as many more as fill the last block.
     """
@@ -78,12 +78,12 @@ class KVCache:
   def one_block(
     cls, cfg: ModelConfig, rows: int, most: int, partitioner: Partitioner | None = None
   ) -> KVCache:
-    """A cache to begin with: one block, or `most` places where those are fewer."""
+    """Makes a cache to begin with: one block, or `most` places where that is less."""
     return cls.empty(cfg, rows, min(most, BLOCK_SIZE), partitioner)
 
   @property
   def size(self) -> int:
-    """S, the places of a row."""
+    """Counts the places of a row: S."""
     C, P = self.layers[0][1].shape[2:4]
     return C * P
 
@@ -93,7 +93,7 @@ class KVCache:
     valid_BT: jax.Array,
     row_B: jax.Array | None = None,
   ) -> CacheWrite:
-    """Where a call's tokens go: what `append` and `attend` of every layer take.
+    """Says where a call's tokens go: what `append` and `attend` of every layer take.
 
     Args:
       position_BT: int position of each token in its own sequence.
@@ -111,7 +111,7 @@ class KVCache:
     write: CacheWrite,
     partitioner: Partitioner | None = None,
   ) -> KVCache:
-    """The cache with a call's keys and values in one layer."""
+    """Writes a call's keys and values into one layer; returns the new cache."""
     k_BKCHP, v_BKCPH = self.layers[layer]
     B, _, K, _ = k_BTKH.shape
     P = v_BKCPH.shape[3]
@@ -135,7 +135,7 @@ class KVCache:
   def attend(
     self, layer: int, q_BTNH: jax.Array, write: CacheWrite, window: int = 0
   ) -> jax.Array:
-    """Attention of a call's tokens over one layer, after `append`.
+    """Attends with a call's tokens over one layer, after `append`.
 
     Args:
       layer: its number.
@@ -156,7 +156,7 @@ class KVCache:
   def share(
     self, from_R: jax.Array, to_R: jax.Array, partitioner: Partitioner | None = None
   ) -> KVCache:
-    """The cache with rows copied to other rows; the arrays of this one are gone.
+    """Copies rows to other rows; the arrays of this cache are gone.
 
     Args:
       from_R: rows to read, all before any is written.
@@ -168,7 +168,7 @@ class KVCache:
   def resize(
     self, places: int, most: int, partitioner: Partitioner | None = None
   ) -> KVCache:
-    """The cache with room for `places`: doubled, or cut once a quarter would do.
+    """Makes room for `places`: doubles, or cuts once a quarter would do.
 
     Where the size changes, the arrays of this one are gone.
 
@@ -193,7 +193,7 @@ class KVCache:
     return KVCache(tuple(layers))
 
   def free(self, partitioner: Partitioner | None = None) -> KVCache:
-    """A cache of one block whose rows nothing has been written to.
+    """Makes a cache of one block whose rows nothing has been written to.
 
     Gives back the memory of a larger one, whose arrays are gone then. One of a single
     block stays as it is: what is left in it, nothing reads.
@@ -213,7 +213,7 @@ class KVCache:
 
 
 def row_bytes(cfg: ModelConfig, places: int) -> int:
-  """Bytes of so many places of one row, in all layers."""
+  """Counts the bytes of so many places of one row, in all layers."""
   scalars = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
   return places * scalars * jnp.dtype(cfg.dtype).itemsize
 

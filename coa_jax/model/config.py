@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-REMAT = ("none", "full", "attention", "dots")
-ATTENTION = ("auto", "xla", "cudnn", "splash")
+from coa_jax.fields import bounded, check_fields, choice
+
+_FLOATS = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +27,15 @@ class Yarn:
     truncate: True rounds the bounds of the ramp between the two to whole dimensions.
   """
 
-  factor: float
-  positions: int
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
-  attention_factor: float = 0.0
+  factor: float = bounded(least=1)
+  positions: int = bounded(least=1)
+  beta_fast: float = bounded(32.0, above=0)
+  beta_slow: float = bounded(1.0, above=0)
+  attention_factor: float = bounded(0.0, least=0)
   truncate: bool = True
 
   def __post_init__(self):
-    if not 1 <= self.factor < math.inf or self.positions < 1:
-      raise ValueError(
-        f"yarn needs factor and positions of at least 1, got {self.factor} and "
-        f"{self.positions}"
-      )
-    for field in ("beta_fast", "beta_slow"):
-      _check_positive(field, getattr(self, field))
-    if not 0 <= self.attention_factor < math.inf:
-      raise ValueError(
-        f"attention_factor is {self.attention_factor}; 0 or more is right"
-      )
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +52,13 @@ class Llama3Rope:
       two the frequency is interpolated.
   """
 
-  factor: float
-  positions: int
-  low_freq_factor: float
-  high_freq_factor: float
+  factor: float = bounded(least=1)
+  positions: int = bounded(least=1)
+  low_freq_factor: float = bounded(above=0)
+  high_freq_factor: float = bounded(above=0)
 
   def __post_init__(self):
-    if not 1 <= self.factor < math.inf or self.positions < 1:
-      raise ValueError(
-        f"llama3 needs factor and positions of at least 1, got {self.factor} and "
-        f"{self.positions}"
-      )
-    for field in ("low_freq_factor", "high_freq_factor"):
-      _check_positive(field, getattr(self, field))
+    check_fields(self)
     if self.low_freq_factor >= self.high_freq_factor:
       raise ValueError(
         f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
@@ -108,31 +92,16 @@ class RunOptions:
       quarter of its tokens).
   """
 
-  dtype: str = "float32"
-  param_dtype: str = "float32"
-  weight_dtype: str = ""
+  dtype: str = choice("float32", of=_FLOATS)
+  param_dtype: str = choice("float32", of=_FLOATS)
+  weight_dtype: str = choice("", of=("", *_FLOATS))
   scan: bool = False
-  remat: str = "none"
-  attention: str = "auto"
-  logit_chunk: int = 0
+  remat: str = choice("none", of=("none", "full", "attention", "dots"))
+  attention: str = choice("auto", of=("auto", "xla", "cudnn", "splash"))
+  logit_chunk: int = bounded(0, least=0)
 
   def __post_init__(self):
-    floats = ("float32", "bfloat16")
-    choices = {
-      "dtype": floats,
-      "param_dtype": floats,
-      "weight_dtype": ("", *floats),
-      "remat": REMAT,
-      "attention": ATTENTION,
-    }
-    for field, accepted in choices.items():
-      value = getattr(self, field)
-      if value not in accepted:
-        raise ValueError(
-          f"{field} {value!r}; accepted: {', '.join(filter(None, accepted))}"
-        )
-    if self.logit_chunk < 0:
-      raise ValueError(f"logit_chunk {self.logit_chunk} is negative; 0 chooses it")
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,32 +137,25 @@ class ModelConfig(RunOptions):
       sums; dtype where empty. `decode_params.architecture` sets it.
   """
 
-  vocab_size: int
-  width: int = 128
-  layers: int = 4
-  heads: int = 4
-  kv_heads: int = 2
-  head_dim: int = 32
-  ff: int = 384
-  rope_theta: float = 10_000.0
+  vocab_size: int = bounded(least=1)
+  width: int = bounded(128, least=1)
+  layers: int = bounded(4, least=1, most=MOST_LAYERS)
+  heads: int = bounded(4, least=1)
+  kv_heads: int = bounded(2, least=1)
+  head_dim: int = bounded(32, least=1)
+  ff: int = bounded(384, least=1)
+  rope_theta: float = bounded(10_000.0, above=0)
   yarn: Yarn | None = None
   llama3: Llama3Rope | None = None
   windows: tuple[int, ...] = ()
-  norm_eps: float = 1e-6
+  norm_eps: float = bounded(1e-6, above=0)
   tie_embeddings: bool = True
   attention_bias: bool = False
   qk_norm: bool = True
   product_dtype: str = ""
 
   def __post_init__(self):
-    sizes = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ff")
-    for field in sizes:
-      if getattr(self, field) < 1:
-        raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-    if self.layers > MOST_LAYERS:
-      raise ValueError(f"layers is {self.layers}; it may be {MOST_LAYERS} at most")
-    for field in ("rope_theta", "norm_eps"):
-      _check_positive(field, getattr(self, field))
+    super().__post_init__()
     if self.heads % self.kv_heads:
       raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
     if self.head_dim % 2:
@@ -208,9 +170,3 @@ class ModelConfig(RunOptions):
       )
     if any(size < 0 for size in self.windows):
       raise ValueError(f"windows has {min(self.windows)}; 0 is for all tokens")
-    super().__post_init__()
-
-
-def _check_positive(field: str, value: float) -> None:
-  if not 0 < value < math.inf:
-    raise ValueError(f"{field} is {value}; it must be a number above 0")

@@ -12,6 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from coa_jax.fields import bounded, check_fields
+
 # In place of minus infinity: a probability of 0 whose product with its log is 0.
 _NEVER = -1e30
 # A temperature below this is greedy, as 0 is, to sampler and learner alike: logits over
@@ -35,17 +37,12 @@ class Truncation:
       (Nguyen et al. 2024, arXiv 2407.01082).
   """
 
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
+  top_k: int = bounded(0, least=0)
+  top_p: float = bounded(1.0, above=0, most=1)
+  min_p: float = bounded(0.0, least=0, most=1)
 
   def __post_init__(self):
-    if self.top_k < 0:
-      raise ValueError(f"top_k is {self.top_k}; it must be 0 (all) or more")
-    if not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-    if not 0 <= self.min_p <= 1:
-      raise ValueError(f"min_p is {self.min_p}; it must be from 0 to 1")
+    check_fields(self)
 
 
 NO_TRUNCATION = Truncation()

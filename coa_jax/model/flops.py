@@ -35,7 +35,7 @@ PEAKS = {
 
 
 def peak_flops(kind: str) -> float | None:
-  """Operations per second of a device of this kind; None where we do not know.
+  """Returns operations per second of a kind of device; None where we do not know.
 
   A part of a card (MIG) has a part of its peak, which its name does not tell.
   """
@@ -53,7 +53,7 @@ def utilisation(
   frozen: bool = False,
   devices: int = 1,
 ) -> dict[str, float]:
-  """`mfu`: the share of so many devices' peak that updates had; nothing if unknown.
+  """Computes `mfu`, the share of the devices' peak that updates had, if it is known.
 
   Args:
     cfg, segments, frozen: as for `train_flops`.
@@ -68,13 +68,13 @@ def utilisation(
 
 
 def products(cfg: ModelConfig) -> tuple[int, int]:
-  """Scalars in the matrices of all layers, and in the output matrix."""
+  """Counts scalars in the matrices of all layers, and in the output matrix."""
   heads = (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
   return cfg.layers * cfg.width * (heads + 3 * cfg.ff), cfg.width * cfg.vocab_size
 
 
 def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False) -> int:
-  """Of one update: a forward pass, and twice that backward.
+  """Counts one update's operations: a forward pass, and twice that backward.
 
   Args:
     cfg: the architecture; windows are not taken into account.

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import PARAMETERS, Partitioner, inputs_of
 from coa_jax.model.transformer import param_shapes
@@ -36,13 +37,12 @@ class LoraConfig:
     matrices: which matrices of a layer get one.
   """
 
-  rank: int = 16
+  rank: int = bounded(16, least=1)
   alpha: float = 32.0
   matrices: tuple[str, ...] = MATRICES
 
   def __post_init__(self):
-    if self.rank < 1:
-      raise ValueError(f"rank is {self.rank}; it must be at least 1")
+    check_fields(self)
     for name in self.matrices:
       if name not in MATRICES:
         raise ValueError(f"matrices has {name!r}; there are {', '.join(MATRICES)}")

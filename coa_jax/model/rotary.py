@@ -19,7 +19,7 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 def frequencies(cfg: ModelConfig) -> tuple[np.ndarray, float]:
-  """Rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
+  """Computes rotary frequencies [H / 2] (float32), and the scale of cosines and sines.
 
   Computed in float64 and rounded once, so that each frequency is the float32 nearest to
   the exact one.
@@ -71,7 +71,7 @@ def _llama3_slowing(frequency: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
 
 
 def rotation(cfg: ModelConfig, position_BT: jax.Array) -> Rotation:
-  """Rotary position embedding (arXiv 2104.09864): its cosines and sines, float32.
+  """Computes rotary cosines and sines of positions (arXiv 2104.09864), float32.
 
   An angle is a float32 product, as in Hugging Face and vLLM: with its frequency's
   rounding it is up to 2.3e-3 rad off before position 32,768, and 4 times that before

@@ -58,7 +58,7 @@ def _bytes_of(devices: list[jax.Device]) -> float:
 
 
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
-  """What the parameters take, and where they are trained what is kept to that end."""
+  """Counts what parameters take, and where they are trained what that keeps."""
   attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
   layer = attention + 3 * cfg.width * cfg.ff
   embeddings = cfg.vocab_size * cfg.width * (1 if cfg.tie_embeddings else 2)
@@ -72,7 +72,7 @@ def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
 def batch_needs(
   cfg: ModelConfig, section: str, rows: int, length: int
 ) -> dict[str, int]:
-  """What a micro-batch takes: its columns, and what enters every layer."""
+  """Counts what a micro-batch takes: its columns, and what enters every layer."""
   token = TOKEN + cfg.layers * cfg.width * jnp.dtype(cfg.dtype).itemsize
   return {f"{section}.rows={rows} of {section}.length={length}": rows * length * token}
 
@@ -105,7 +105,7 @@ def check_training(
 def rollout_needs(
   cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
-  """What the slots take: a cache that begins small, logits, and a window's tokens."""
+  """Counts what slots take: a cache that begins small, logits, a window's tokens."""
   row = cache.row_bytes(cfg, min(max_len, cache.BLOCK_SIZE))
   least = row + 4 * cfg.vocab_size + 8 * window
   return {

@@ -89,7 +89,7 @@ VARIANTS = {
 
 
 def variant(name: str, **changes: Any) -> ModelConfig:
-  """A published architecture by name, with fields replaced.
+  """Returns a published architecture by name, with fields replaced.
 
   Raises:
     ValueError: there is no such variant; the message lists them.

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.report.metrics import read_metrics
 
 # One NaN here and every later number is wrong. All are of the learner but the entropies
@@ -68,33 +69,25 @@ class WatchConfig:
   """
 
   stop: bool = False
-  patience: int = 5
-  reward_variance_share: float = dataclasses.field(
-    default=0.02, metadata={"was": "informative"}
-  )
-  entropy: float = 0.001
-  entropy_drop: float = 0.02
-  length_growth: float = 2.5
-  truncated: float = 0.5
-  repeated: float = 0.7
-  calls_drop: float = 0.2
-  logp_diff_share: float = dataclasses.field(default=0.05, metadata={"was": "gap"})
-  ratio_outlier_share: float = dataclasses.field(
-    default=0.01, metadata={"was": "ratio_tail"}
-  )
-  removed_mass: float = 0.2
-  infrastructure: float = 0.25
+  patience: int = bounded(5, least=1)
+  reward_variance_share: float = bounded(0.02, least=0, was="informative")
+  entropy: float = bounded(0.001, least=0)
+  entropy_drop: float = bounded(0.02, least=0)
+  length_growth: float = bounded(2.5, least=0)
+  truncated: float = bounded(0.5, least=0)
+  repeated: float = bounded(0.7, least=0)
+  calls_drop: float = bounded(0.2, least=0)
+  logp_diff_share: float = bounded(0.05, least=0, was="gap")
+  ratio_outlier_share: float = bounded(0.01, least=0, was="ratio_tail")
+  removed_mass: float = bounded(0.2, least=0)
+  infrastructure: float = bounded(0.25, least=0)
 
   def __post_init__(self):
-    if self.patience < 1:
-      raise ValueError(f"patience must be at least 1, got {self.patience}")
-    for name, limit in self.limits.items():
-      if not 0 <= limit < math.inf:
-        raise ValueError(f"{name} must be at least 0 (0 for not watched), got {limit}")
+    check_fields(self)
 
   @property
   def limits(self) -> dict[str, float]:
-    """The limits by field."""
+    """Returns the limits by field."""
     return {
       "reward_variance_share": self.reward_variance_share,
       "entropy": self.entropy,
@@ -202,7 +195,7 @@ class HealthMonitor:
   """Reads a stage's metrics step by step."""
 
   def __init__(self, config: WatchConfig):
-    """Args: section `watch`."""
+    """Takes section `watch`."""
     self._config = config
     self._beyond: collections.Counter[tuple[str, str]] = collections.Counter()
     self._first: dict[str, list[float]] = collections.defaultdict(list)
@@ -252,7 +245,7 @@ class HealthMonitor:
 
   @property
   def ends(self) -> bool:
-    """Whether the run is to end after the step looked at last."""
+    """Tells whether the run is to end after the last step."""
     return bool(self._config.stop and self._standing)
 
   def raise_if_stopped(self, step: int) -> None:

@@ -3,6 +3,8 @@
 `to_svg` gives inline SVG that takes text colour and font from the page around it, so
 one figure serves light and dark pages; `to_png` gives bytes for pages that cannot.
 Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+
+budget: all figures of a report have one look.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def curves(
   panels: Mapping[str, Mapping[str, str]],
   xlabel: str = "step",
 ) -> Figure:
-  """Metrics over steps, one panel per y label.
+  """Draws metrics over steps, one panel per y label.
 
   Args:
     rows: `read_metrics`' rows; a metric may be missing (None or absent) in some.
@@ -51,20 +53,26 @@ def curves(
   """
   figure, axes = _figure(len(panels))
   for axis, (ylabel, lines) in zip(axes, panels.items(), strict=True):
-    for color, (metric, label) in zip(
-      itertools.cycle(COLORS), lines.items(), strict=False
-    ):
-      points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
-      if not points:
-        raise ValueError(f"no row has metric {metric!r}")
-      x, y = np.array(points, float).T
-      if len(x) < 20:
-        axis.plot(x, y, color=color, label=label, marker="o", markersize=3.5)
-        continue
-      axis.plot(x, y, color=color, alpha=0.25, linewidth=1)
-      axis.plot(x, _smooth(y), color=color, label=label)
+    colors = itertools.cycle(COLORS)
+    for metric, label in lines.items():
+      _curve(axis, rows, metric, label, next(colors))
     _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
   return figure
+
+
+def _curve(
+  axis: Axes, rows: Sequence[Mapping[str, Any]], metric: str, label: str, color: str
+) -> None:
+  """Few points are shown as they are, many as their moving mean before them."""
+  points = [(r["step"], r[metric]) for r in rows if r.get(metric) is not None]
+  if not points:
+    raise ValueError(f"no row has metric {metric!r}")
+  x, y = np.array(points, float).T
+  if len(x) < 20:
+    axis.plot(x, y, color=color, label=label, marker="o", markersize=3.5)
+    return
+  axis.plot(x, y, color=color, alpha=0.25, linewidth=1)
+  axis.plot(x, _smooth(y), color=color, label=label)
 
 
 def _smooth(y: np.ndarray) -> np.ndarray:
@@ -72,15 +80,16 @@ def _smooth(y: np.ndarray) -> np.ndarray:
   half = max(len(y) // 40, 1)
   sums = np.concatenate([[0.0], np.cumsum(y)])
   at = np.arange(len(y))
-  low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(y))
+  low = np.maximum(at - half, 0)
+  high = np.minimum(at + half + 1, len(y))
   return (sums[high] - sums[low]) / (high - low)
 
 
 def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figure:
-  """Seconds of every step, its phases on top of each other.
+  """Draws seconds of every step, its phases on top of each other.
 
   Args:
-    rows: `read_metrics`' rows, with `seconds_PHASE` as `phases.StepTimer` gives them.
+    rows: `read_metrics`' rows, with `seconds_PHASE` as `timers.StepTimer` gives them.
     xlabel: of the panel.
 
   Raises:
@@ -92,17 +101,19 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
   by_row = [timers.seconds_of(row) for row in rows]
   names = [name for name in timers.PHASES if seconds.get(name)]
   figure, (axis,) = _figure(1, width=8.8)
-  x, bottom = np.array([row["step"] for row in rows]), np.zeros(len(rows))
+  x = np.array([row["step"] for row in rows])
+  bottom = np.zeros(len(rows))
   for i, name in enumerate(names):
     y = np.array([s.get(name, 0.0) for s in by_row])
     # More phases than colours: the second time around they are hatched.
     look = {"color": COLORS[i % len(COLORS)], "label": name, "linewidth": 0}
-    hatch = {"hatch": "///", "alpha": 0.6} if i >= len(COLORS) else {}
+    if i >= len(COLORS):
+      look |= {"hatch": "///", "alpha": 0.6}
     if len(x) < 60:
-      axis.bar(x, y, 0.9, bottom, **look, **hatch)
+      axis.bar(x, y, 0.9, bottom, **look)
     else:
       y = _smooth(y)
-      axis.fill_between(x, bottom, bottom + y, **look, **hatch)
+      axis.fill_between(x, bottom, bottom + y, **look)
     bottom += y
   _finish(axis, xlabel, "seconds of a step", legend=True)
   return figure
@@ -112,7 +123,7 @@ def score_bars(
   summaries: Mapping[str, Mapping[str, Any]],
   figures: Mapping[str, str],
 ) -> Figure:
-  """Grouped bars of several models' figures with their 95 % intervals.
+  """Draws grouped bars of several models' figures with their 95 % intervals.
 
   Args:
     summaries: model (teacher, sft, rl, tools_off) -> `scores.summary`'s result, or any
@@ -122,25 +133,19 @@ def score_bars(
   figure, (axis,) = _figure(1, width=1.5 + 1.1 * len(figures) + 0.35 * len(summaries))
   width = 0.8 / len(summaries)
   for i, (model, summary) in enumerate(summaries.items()):
+    color = COLORS[i % len(COLORS)]
     for j, name in enumerate(figures):
       value = summary.get(name)
       if value is None:
         continue
       x = j + (i - (len(summaries) - 1) / 2) * width
-      axis.bar(x, value, width * 0.92, color=COLORS[i % len(COLORS)])
       low, high = summary["ci95"].get(name) or (value, value)
-      # A bootstrap interval need not hold the point it belongs to.
-      error = [[max(value - low, 0)], [max(high - value, 0)]]
-      axis.errorbar(x, value, error, color=_INK, capsize=2, linewidth=1)
-      axis.annotate(
-        f"{value:.2f}",
-        (x, high),
-        (0, 3),
-        textcoords="offset points",
-        ha="center",
-        size=8,
+      axis.bar(x, value, width * 0.92, color=color)
+      axis.errorbar(
+        x, value, _error(value, low, high), color=_INK, capsize=2, linewidth=1
       )
-    axis.bar(0, 0, color=COLORS[i % len(COLORS)], label=model)
+      _number_above(axis, f"{value:.2f}", x, high)
+    axis.bar(0, 0, color=color, label=model)  # for the legend, whatever is missing
   axis.set_xticks(range(len(figures)), list(figures.values()))
   axis.set_ylim(0, 1.12)
   _finish(axis, "", "share of tasks", legend=True)
@@ -151,7 +156,7 @@ def score_bars(
 def seed_points(
   rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, str]
 ) -> Figure:
-  """Recipes compared: the mean over seeds, its interval, and a point for each seed.
+  """Draws recipes: the mean over seeds, its interval, and a point for each seed.
 
   Args:
     rows: recipe -> figure -> {"mean", "ci95" ([low, high] or None), "by_seed" (seed ->
@@ -162,9 +167,7 @@ def seed_points(
   figure, axes = _figure(len(figures), width=2.4)
   figure.set_figwidth(2.2 + 2.6 * len(figures))
   figure.set_figheight(1.0 + 0.34 * len(rows))
-  for column, (axis, (name, label)) in enumerate(
-    zip(axes, figures.items(), strict=True)
-  ):
+  for axis, (name, label) in zip(axes, figures.items(), strict=True):
     for y, row in enumerate(rows.values()):
       mean = row[name]["mean"]
       if mean is None:
@@ -172,15 +175,21 @@ def seed_points(
       if y == 0:
         axis.axvline(mean, color=COLORS[0], alpha=0.35, linewidth=1, linestyle="--")
       low, high = row[name]["ci95"] or (mean, mean)
-      error = [[max(mean - low, 0)], [max(high - mean, 0)]]
       axis.errorbar(
-        mean, y, xerr=error, color=COLORS[0], marker="o", markersize=5, capsize=2
+        mean,
+        y,
+        xerr=_error(mean, low, high),
+        color=COLORS[0],
+        marker="o",
+        markersize=5,
+        capsize=2,
       )
       seeds = [v for v in row[name]["by_seed"].values() if v is not None]
       axis.plot(
         seeds, [y + 0.24] * len(seeds), "|", color=COLORS[1], markersize=6, alpha=0.9
       )
-    axis.set_yticks(range(len(rows)), list(rows) if column == 0 else [""] * len(rows))
+    names = list(rows) if axis is axes[0] else [""] * len(rows)
+    axis.set_yticks(range(len(rows)), names)
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_xlim(-0.03, 1.03)
     _finish(axis, label, "", legend=False)
@@ -188,7 +197,7 @@ def seed_points(
 
 
 def cost_bars(table: Mapping[str, Any]) -> Figure:
-  """Tokens of both systems, stacked: prompt, prompt a cache would serve, completion.
+  """Draws tokens of both systems, stacked: prompt, its cacheable part, completion.
 
   Args:
     table: `cost.cost`'s result.
@@ -212,14 +221,7 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
       for color, (part, size) in zip(COLORS, parts.items(), strict=False):
         axis.bar(x, size, 0.6, bottom, color=color, label=None if x else part)
         bottom += size
-      axis.annotate(
-        f"{bottom:,.0f}",
-        (x, bottom),
-        (0, 3),
-        textcoords="offset points",
-        ha="center",
-        size=8,
-      )
+      _number_above(axis, f"{bottom:,.0f}", x, bottom)
     axis.set_xticks(range(len(systems)), list(systems.values()))
     axis.margins(y=0.12)
     _finish(axis, "", label, legend=axis is axes[0])
@@ -228,10 +230,10 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
 
 
 class Statistics:
-  """Lengths and roles of a set of trajectories, gathered one by one."""
+  """Counts lengths and roles of a set of trajectories, one by one."""
 
   def __init__(self, unit: str = "characters"):
-    """Args: what lengths are counted in."""
+    """Takes what lengths are counted in."""
     self.unit = unit
     self.lengths = array.array("q")
     self.roles: collections.Counter[str] = collections.Counter()
@@ -244,14 +246,14 @@ class Statistics:
 
   @classmethod
   def of(cls, trajectories: Sequence[Trajectory], tokens: bool) -> Statistics:
-    """Those of trajectories, in tokens or in characters without the prompt."""
+    """Counts trajectories, in tokens or in characters without the prompt."""
     out = cls("tokens" if tokens else "characters")
     for t in trajectories:
       out.add(t.num_tokens if tokens else len(t.text), _roles(t))
     return out
 
   def summary(self) -> dict[str, Any]:
-    """Count, quantiles of the length, mean spans of each role; for a manifest."""
+    """Sums up: count, quantiles of the length, mean spans of each role."""
     points = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "max": 100}
     at = np.percentile(self.lengths, list(points.values())) if self.lengths else []
     return {
@@ -261,13 +263,13 @@ class Statistics:
     }
 
   def means(self) -> dict[str, float]:
-    """Mean number of spans of each role per trajectory, most frequent first."""
+    """Averages the spans of each role per trajectory, most frequent first."""
     n = len(self.lengths)
     return {r: count / n for r, count in self.roles.most_common()} if n else {}
 
 
 def filter_statistics(before: Statistics, after: Statistics) -> Figure:
-  """Trajectory lengths and spans per role, before and after filtering."""
+  """Draws trajectory lengths and spans per role, before and after filtering."""
   figure, (left, right) = _figure(2)
   sets = {"before": before, "after": after}
   edges = np.histogram_bin_edges([*before.lengths, *after.lengths] or [0], 24)
@@ -289,7 +291,7 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
 
 
 def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
-  """What every stage of a funnel kept, and what it dropped by reason, top to bottom.
+  """Draws what every stage of a funnel kept and dropped, by reason, top to bottom.
 
   Args:
     stages: stage -> (kept, {reason: dropped}), in order.
@@ -303,13 +305,14 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
     worst = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{reason} {n:,}" for reason, n in worst[:3])
     more = f", {len(worst) - 3} more" if len(worst) > 3 else ""
-    text = f" {kept:,} kept" + (f"; {shown}{more}" if shown else "")
+    text = f" {kept:,} kept"
+    if shown:
+      text += f"; {shown}{more}"
     axis.annotate(text, (kept + lost, y), va="center", size=8)
   axis.set_yticks(range(len(stages)), list(stages))
   axis.invert_yaxis()
-  axis.set_xlim(
-    0, 2.2 * max((k + sum(d.values()) for k, d in stages.values()), default=1)
-  )
+  totals = [kept + sum(dropped.values()) for kept, dropped in stages.values()]
+  axis.set_xlim(0, 2.2 * max(totals, default=1))
   _finish(axis, "trajectories", "", legend=True)
   axis.grid(visible=False, axis="y")
   return figure
@@ -318,6 +321,15 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
 def _roles(trajectory: Trajectory) -> collections.Counter[str]:
   spans = (s for s in trajectory.segments if s.author != Author.PROMPT)
   return collections.Counter(s.role for s in spans if s.role)
+
+
+def _error(value: float, low: float, high: float) -> list[list[float]]:
+  """An error bar; a bootstrap interval need not hold the point that it belongs to."""
+  return [[max(value - low, 0)], [max(high - value, 0)]]
+
+
+def _number_above(axis: Axes, text: str, x: float, y: float) -> None:
+  axis.annotate(text, (x, y), (0, 3), textcoords="offset points", ha="center", size=8)
 
 
 def _figure(panels: int, width: float = 4.4) -> tuple[Figure, list[Axes]]:
@@ -345,7 +357,7 @@ def _finish(axis: Axes, xlabel: str, ylabel: str, legend: bool) -> None:
 
 
 def to_svg(figure: Figure) -> str:
-  """The figure as an `<svg>` element to put into a page."""
+  """Writes the figure as an `<svg>` element to put into a page."""
   out = io.StringIO()
   with matplotlib.rc_context(_STYLE):
     figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
@@ -358,7 +370,7 @@ def to_svg(figure: Figure) -> str:
 
 
 def to_png(figure: Figure, dpi: int = 150) -> bytes:
-  """The figure as PNG bytes, on white."""
+  """Renders the figure as PNG bytes, on white."""
   out = io.BytesIO()
   figure.savefig(out, format="png", dpi=dpi)
   return out.getvalue()

@@ -25,12 +25,12 @@ VOTES = 3
 
 
 def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-  """Those that say something about the model: all but infrastructure failures."""
+  """Selects what says something about the model: all but infrastructure failures."""
   return [t for t in trajectories if t.status != Status.INFRASTRUCTURE]
 
 
 def by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-  """Task id -> its attempts in order of `sample`; tasks in order of appearance."""
+  """Groups attempts by task id, in order of `sample`; tasks in order of appearance."""
   groups: dict[str, list[Trajectory]] = {}
   for t in trajectories:
     groups.setdefault(t.task_id, []).append(t)
@@ -38,7 +38,7 @@ def by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
 
 
 def correct(trajectory: Trajectory) -> bool:
-  """Whether its answer is right, whatever its format.
+  """Tells whether its answer is right, whatever its format.
 
   Raises:
     ValueError: it has not been graded.
@@ -52,7 +52,7 @@ def correct(trajectory: Trajectory) -> bool:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-  """The unbiased estimate of pass@k from c right ones of n samples.
+  """Estimates pass@k without bias from c right ones of n samples.
 
   1 - C(n-c, k) / C(n, k); Chen et al. 2021, arXiv 2107.03374, equation 1.
 
@@ -67,7 +67,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def interval(
   over: Sequence[float], under: Sequence[float] | None = None, seed: int = 0
 ) -> list[float] | None:
-  """The 95 % percentile bootstrap interval of sum(over) / sum(under), over tasks.
+  """Computes a 95 % percentile-bootstrap interval of sum(over) / sum(under).
 
   Args:
     over: one value per task.
@@ -92,7 +92,7 @@ def interval(
 def proportion_interval(
   over: Sequence[float], under: Sequence[float] | None = None, seed: int = 0
 ) -> list[float] | None:
-  """The 95 % interval of a proportion sum(over) / sum(under), over tasks.
+  """Computes the 95 % interval of a proportion sum(over) / sum(under), over tasks.
 
   Wilson's score interval where every task says yes or no, and where all say the same:
   it has a width at 0 of n and at n of n too. Else, as for means of several samples a
@@ -108,7 +108,8 @@ def proportion_interval(
   """
   over = np.asarray(over, float)
   under = np.ones_like(over) if under is None else np.asarray(under, float)
-  over, under = over[under > 0], under[under > 0]
+  over = over[under > 0]
+  under = under[under > 0]
   share = over / under
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
   if yes_or_no.all() or (share == 0).all() or (share == 1).all():
@@ -117,7 +118,7 @@ def proportion_interval(
 
 
 def wilson(right: int, tasks: int) -> list[float] | None:
-  """Wilson's 95 % score interval of a proportion (1927); None of no tasks."""
+  """Computes Wilson's 95 % score interval of a proportion (1927); None of no tasks."""
   if not tasks:
     return None
   z = statistics.NormalDist().inv_cdf(0.975)
@@ -131,7 +132,7 @@ def wilson(right: int, tasks: int) -> list[float] | None:
 
 
 def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
-  """Column sums of RESAMPLES bootstrap resamples of the rows [tasks, m] -> [R, m]."""
+  """Sums columns of RESAMPLES bootstrap resamples of rows [tasks, m]; [R, m]."""
   n = len(columns)
   if n == 0:
     return np.zeros((0, *columns.shape[1:]))
@@ -141,13 +142,13 @@ def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def mean_logp(trajectory: Trajectory) -> float:
-  """Mean log-prob per policy token (nats); -inf where none is known."""
+  """Averages log-probs over policy tokens (nats); -inf where none is known."""
   logps = [x for s in trajectory.segments if s.author == Author.POLICY for x in s.logps]
   return statistics.fmean(logps) if logps else -math.inf
 
 
 def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
-  """The one of the first k attempts that a majority vote over answers chooses.
+  """Chooses one of the first k attempts by a majority vote over answers.
 
   Attempts without an answer have no vote. Ties go to the answer with the attempt of
   highest mean log-prob per policy token, then to the earlier one; so does the choice
@@ -171,7 +172,7 @@ def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
 
 
 def malformed(call: ToolCall, tools: Collection[str] = roles.TOOLS) -> bool:
-  """Whether the call itself was wrong; a well-formed program that raises is not."""
+  """Tells whether the call itself was wrong; a program that raises is not."""
   if call.name not in tools or roles.find_tag(call.arguments) is not None:
     return True
   return content_fault(call.name, call.arguments) is not None
@@ -182,7 +183,7 @@ def summary(
   sampled: Sequence[Trajectory],
   tools: Collection[str] = roles.TOOLS,
 ) -> dict[str, Any]:
-  """The figures of one model on one set of tasks.
+  """Computes the figures of one model on one set of tasks.
 
   Args:
     greedy: at most one attempt per task counts as such; more are averaged.
@@ -198,34 +199,46 @@ def summary(
     by `proportion_interval` for all others; `status`, name -> count of attempts;
     `tasks`, their number. A figure without data is None.
   """
+  # --- Attempts that say something of the model, by task.
   status = collections.Counter(t.status.value for t in (*greedy, *sampled))
-  greedy, sampled = graded(greedy), graded(sampled)
-  one, many = by_task(greedy), by_task(sampled)
-  enough = {k: v for k, v in many.items() if len(v) >= VOTES}
-  cost = list((one or many).values())
-  every = list(by_task([*greedy, *sampled]).values())
-  rights = {k: sum(map(correct, v)) for k, v in enough.items()}
-  calls = [[c for t in g for c in t.calls] for g in every]
-  bad = [sum(malformed(c, tools) for c in group) for group in calls]
-  over: dict[str, list[float]] = {
-    "pass1_greedy": _means(one.values(), correct),
-    "pass1_sampled": _means(many.values(), correct),
-    "pass3": [pass_at_k(len(v), rights[k], VOTES) for k, v in enough.items()],
-    "best_of_3": [float(correct(best_of_k(v, VOTES))) for v in enough.values()],
-    "tokens_per_task": _means(cost, lambda t: t.usage.total),
-    "generated_tokens_per_task": _means(cost, lambda t: t.usage.generated),
-    "tool_calls_per_task": _means(cost, lambda t: t.usage.tool_calls),
-    "malformed_rate": bad,
-    "protocol_ok": _means(every, lambda t: t.reward_parts.get("format", 0.0) >= 1),
+  greedy = graded(greedy)
+  sampled = graded(sampled)
+  greedy_tasks = list(by_task(greedy).values())
+  sampled_tasks = list(by_task(sampled).values())
+  voting_tasks = [attempts for attempts in sampled_tasks if len(attempts) >= VOTES]
+  cost_tasks = greedy_tasks or sampled_tasks
+  tasks = list(by_task([*greedy, *sampled]).values())
+
+  # --- Over how many of what each task's number of malformed calls stands.
+  calls = [[c for t in attempts for c in t.calls] for attempts in tasks]
+  counts = [len(c) for c in calls]
+  malformed_counts = [sum(malformed(c, tools) for c in task) for task in calls]
+
+  # --- One number for each task; a figure is their mean.
+  pass3, best_of_3 = [], []
+  for attempts in voting_tasks:
+    right = sum(map(correct, attempts))
+    pass3.append(pass_at_k(len(attempts), right, VOTES))
+    best_of_3.append(float(correct(best_of_k(attempts, VOTES))))
+  by_figure: dict[str, list[float]] = {
+    "pass1_greedy": _means(greedy_tasks, correct),
+    "pass1_sampled": _means(sampled_tasks, correct),
+    "pass3": pass3,
+    "best_of_3": best_of_3,
+    "tokens_per_task": _means(cost_tasks, lambda t: t.usage.total),
+    "generated_tokens_per_task": _means(cost_tasks, lambda t: t.usage.generated),
+    "tool_calls_per_task": _means(cost_tasks, lambda t: t.usage.tool_calls),
+    "malformed_rate": malformed_counts,
+    "protocol_ok": _means(tasks, lambda t: t.reward_parts.get("format", 0.0) >= 1),
   }
   out: dict[str, Any] = {"ci95": {}}
-  for name, values in over.items():
-    under = [len(c) for c in calls] if name == "malformed_rate" else [1] * len(values)
+  for name, values in by_figure.items():
+    under = counts if name == "malformed_rate" else [1] * len(values)
     out[name] = sum(values) / sum(under) if sum(under) else None
     between = interval if name.endswith("_per_task") else proportion_interval
     out["ci95"][name] = between(values, under)
   out["status"] = {s.value: status.get(s.value, 0) for s in Status}
-  out["tasks"] = len(every)
+  out["tasks"] = len(tasks)
   return out
 
 
@@ -240,7 +253,7 @@ def by_family(
   sampled: Sequence[Trajectory],
   tools: Collection[str] = roles.TOOLS,
 ) -> dict[str, dict[str, Any]]:
-  """`summary` for each task family (`meta["family"]`), families sorted by name."""
+  """Computes `summary` for each task family (`meta["family"]`), sorted by name."""
 
   def of(trajectories: Sequence[Trajectory], family: str) -> list[Trajectory]:
     return [t for t in trajectories if t.meta.get("family", "") == family]

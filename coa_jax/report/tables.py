@@ -29,7 +29,7 @@ class Table:
 
 
 def cell(value: Any) -> str:
-  """A value as people read it: 1,234; 0.873; -; [low, high] as `low to high`."""
+  """Writes a value as people read it: 1,234; 0.873; -; [low, high] as `low to high`."""
   if value is None:
     return "-"
   if isinstance(value, bool | str):
@@ -44,7 +44,7 @@ def cell(value: Any) -> str:
 def markdown_table(
   rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 ) -> str:
-  """A GitHub table; the first column is left-aligned, the others right-aligned."""
+  """Writes a GitHub table; the first column is left-aligned, others right-aligned."""
   lines = [
     "| " + " | ".join(columns.values()) + " |",
     "|" + "|".join(" :-- " if i == 0 else " --: " for i in range(len(columns))) + "|",
@@ -56,7 +56,7 @@ def markdown_table(
 
 
 def rich_table(table: Table) -> rich.table.Table:
-  """The table for a terminal; print it with `rich.print`."""
+  """Makes a table for a terminal; print it with `rich.print`."""
   out = rich.table.Table(title=table.title, caption=table.note or None)
   for i, heading in enumerate(table.columns.values()):
     out.add_column(heading, justify="left" if i == 0 else "right")
@@ -67,7 +67,7 @@ def rich_table(table: Table) -> rich.table.Table:
 
 
 def html_table(table: Table) -> str:
-  """The table as HTML, every cell escaped."""
+  """Writes the table as HTML, every cell escaped."""
   head = "".join(f"<th>{html.escape(h)}</th>" for h in table.columns.values())
   body = "".join(
     "<tr>"

@@ -35,7 +35,7 @@ class StepTimer:
   """Measures the phases of one step after another."""
 
   def __init__(self):
-    """The first step begins now."""
+    """Begins the first step now."""
     self._seconds: dict[str, float] = {}
     self._last = time.monotonic()
 
@@ -107,7 +107,7 @@ class PhaseTotals:
   """Phases of many lines of metrics, added up."""
 
   def __init__(self, rows: Sequence[Mapping[str, Any]] = ()):
-    """Args: lines to begin with."""
+    """Takes lines to begin with."""
     self.seconds: dict[str, float] = {}
     self._tokens: dict[str, float] = {}
     for row in rows:

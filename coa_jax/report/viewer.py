@@ -30,6 +30,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from coa_jax.disk import atomic_write
 from coa_jax.json_io import parse_object
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Parse, parse
@@ -79,14 +80,15 @@ def write_page(
   Raises:
     FileNotFoundError, ValueError: a source can not be read; file and line are named.
   """
+  # --- What the page knows of each trajectory.
   prompts: dict[str, int] = {}
-  rows = [
-    _row(t, name, variant, tokenizer, prompts)
-    for name, trajectories in sources.items()
-    for t in trajectories
-  ]
+  rows = []
+  for name, trajectories in sources.items():
+    for trajectory in trajectories:
+      rows.append(_row(trajectory, name, variant, tokenizer, prompts))
   _number_groups(rows)
 
+  # --- The report, and below it the viewer, where there is something to view.
   report = _report(intro, headline or {}, tables, figures or {})
   heading = "<h2>Trajectories</h2>" if report and rows else ""
   body = f"<header><h1>{html.escape(title)}</h1>{report}{heading}</header>\n"
@@ -98,11 +100,10 @@ def write_page(
     body += _VIEWER.format(data=inert_json(data))
     script = _static("viewer.js")
   text = _html(title, body, script, "report" if report else "browser")
-  path = os.fspath(path)
-  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-  with open(path + ".tmp", "w", encoding="utf-8") as f:
+
+  # --- The file, once it is complete.
+  with atomic_write(path) as f:
     f.write(text)
-  os.replace(path + ".tmp", path)
   return len(rows)
 
 
@@ -113,17 +114,22 @@ def _report(
   figures: Mapping[str, Figure],
 ) -> str:
   """What stands above the viewer; "" where there is nothing."""
-  e = html.escape
-  parts = [f"<p>{e(p.strip())}</p>" for p in intro.split("\n\n") if p.strip()]
+  escape = html.escape
+  parts = []
+  for paragraph in intro.split("\n\n"):
+    if paragraph.strip():
+      parts.append(f"<p>{escape(paragraph.strip())}</p>")
   if headline:
-    cards = (f"<div><dt>{e(k)}</dt><dd>{e(v)}</dd></div>" for k, v in headline.items())
-    parts.append(f'<dl class="headline">{"".join(cards)}</dl>')
+    cards = ""
+    for label, figure in headline.items():
+      cards += f"<div><dt>{escape(label)}</dt><dd>{escape(figure)}</dd></div>"
+    parts.append(f'<dl class="headline">{cards}</dl>')
   if tables:
     parts += ["<h2>Numbers</h2>", *map(html_table, tables)]
   if figures:
     parts.append("<h2>Figures</h2>")
   for caption, figure in figures.items():
-    head = f"<figcaption>{e(caption)}</figcaption>"
+    head = f"<figcaption>{escape(caption)}</figcaption>"
     parts.append(f'<figure>{head}<div class="scroll">{to_svg(figure)}</div></figure>')
   return "".join(parts)
 
@@ -133,7 +139,7 @@ def _static(name: str) -> str:
   return (folder / name).read_text(encoding="utf-8")
 
 
-def _html(title: str, body: str, script: str, layout: str) -> str:
+def _html(title: str, body: str, script: str, css_class: str) -> str:
   """A complete page around `body`, which is trusted markup; see the file's top."""
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   policy = (
@@ -145,13 +151,13 @@ def _html(title: str, body: str, script: str, layout: str) -> str:
     f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     f"<title>{html.escape(title)}</title><style>{_static('style.css')}</style></head>"
-    f'<body class="{layout}">{body}'
+    f'<body class="{css_class}">{body}'
     f"<script>{script}</script></body></html>\n"
   )
 
 
 def inert_json(value: Any) -> str:
-  """JSON that can stand in a script element: no text in it ends or opens anything.
+  """Writes JSON that can stand in a script element: no text in it ends or opens any.
 
   HTML looks for `</script` and `<!--` in a script before anybody parses JSON, so `<`,
   `>` and `&` are written as escapes; they occur in JSON's strings only.
@@ -163,7 +169,7 @@ def inert_json(value: Any) -> str:
 
 
 def find_files(where: Iterable[str]) -> list[str]:
-  """The trajectory files that patterns mean, each once, in order.
+  """Finds the trajectory files that patterns mean, each once, in order.
 
   Args:
     where: files, globs (`**` for any depth) or folders. A folder means what `rl` writes
@@ -175,20 +181,19 @@ def find_files(where: Iterable[str]) -> list[str]:
   """
   out: dict[str, None] = {}
   for pattern in where:
-    wanted = pattern
     if os.path.isdir(pattern):
       of_rl = os.path.join(pattern, "trajectories")
       folder = of_rl if os.path.isdir(of_rl) else pattern
-      wanted = os.path.join(glob.escape(folder), "*.jsonl")
-    found = sorted(filter(os.path.isfile, glob.glob(wanted, recursive=True)))
-    if wanted != pattern:
-      found = list(filter(_begins_with_a_trajectory, found))
-    if not found:
+      inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*.jsonl")))
+      files = [f for f in inside if os.path.isfile(f) and _begins_with_a_trajectory(f)]
+    else:
+      files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+    if not files:
       raise FileNotFoundError(
         f"--trajectories={pattern}: no file; give a file, a glob such as "
         "'runs/X/trajectories/step_*.jsonl', or a folder that holds *.jsonl"
       )
-    out |= dict.fromkeys(found)
+    out |= dict.fromkeys(files)
   return list(out)
 
 
@@ -202,7 +207,7 @@ def _begins_with_a_trajectory(path: str) -> bool:
 
 
 def open_files(files: Sequence[str]) -> dict[str, Iterable[Trajectory]]:
-  """The files as sources of a page, named without the folders that all of them share.
+  """Opens files as sources of a page, named without the folders that all share.
 
   Args:
     files: JSON lines or parquet of trajectories, read when the page is written.
@@ -216,8 +221,8 @@ def _number_groups(rows: Iterable[dict[str, Any]]) -> None:
   seen: collections.Counter[tuple[str, str, int]] = collections.Counter()
   numbers: dict[tuple[str, str, int], int] = {}
   for row in rows:
-    attempt = row["file"], row["task"], row["sample"]
-    group = row["file"], row["task"], seen[attempt]
+    attempt = (row["file"], row["task"], row["sample"])
+    group = (row["file"], row["task"], seen[attempt])
     seen[attempt] += 1
     row["group"] = numbers.setdefault(group, len(numbers))
 
@@ -232,15 +237,23 @@ def _row(
   """What the page knows of a trajectory; its prompt is an index into `prompts`."""
   prompt = "".join(s.text for s in t.segments if s.author == Author.PROMPT)
   logps = [x for s in t.segments for x in s.logps if math.isfinite(x)]
+
+  # --- The answer, those that would have been right, and where one was to be read.
   golds = t.meta.get("answers", [])
-  golds = [str(g) for g in golds] if isinstance(golds, list) else [str(golds)]
+  if not isinstance(golds, list):
+    golds = [golds]
+  golds = [str(gold) for gold in golds]
   answer = written_answer(t.text)
+  matched = []
+  if answer is not None:
+    matched = [gold for gold in golds if qa.every_part(answer, [gold])]
   parsed = parse(t.text, variant) if variant else None
   spans = blocks(t, parsed)
   evidence = _evidence(spans, golds)
   fault = ""
   if parsed and not parsed.ok:
     fault = f"{parsed.verdict.value} at character {parsed.offset}: {parsed.detail}"
+
   u = t.usage
   return {
     "file": file,
@@ -249,7 +262,7 @@ def _row(
     "status": t.status.value,
     "reward": _number(t.reward),
     "parts": {str(k): _number(v) for k, v in t.reward_parts.items()},
-    "matched": [g for g in golds if answer is not None and qa.every_part(answer, [g])],
+    "matched": matched,
     "tokens": u.total or t.num_tokens,
     "cost": (
       f"{u.prompt:,} prompt ({u.cached:,} cached), {u.generated:,} generated, "
@@ -272,7 +285,7 @@ def _row(
 
 @dataclasses.dataclass
 class Block:
-  """A span as it is shown: its role, its text, and the segments that make it up."""
+  """Shows a span: its role, its text, and the segments that make it up."""
 
   role: str
   content: str
@@ -280,7 +293,7 @@ class Block:
 
   @property
   def author(self) -> Author:
-    """Who wrote it; where several did, whoever is least to be trusted."""
+    """Says who wrote it; where several did, whoever is least to be trusted."""
     authors = {s.author for s in self.segments}
     for author in (Author.TOOL, Author.ENVIRONMENT):
       if author in authors:
@@ -289,10 +302,11 @@ class Block:
 
 
 def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[Block]:
-  """The trajectory's spans: the parser's where it reads the text, else its segments."""
+  """Lists the spans: the parser's where it reads the text, else the segments."""
   segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
   if parsed is None or not parsed.ok:
-    return [Block(s.role, _inside(s), [s]) for s in segments if s.text.strip() or s.ids]
+    shown = [s for s in segments if s.text.strip() or s.ids]
+    return [Block(s.role, _inside(s), [s]) for s in shown]
   # Each segment goes to the span that holds the first of its text that is not space.
   ends = list(itertools.accumulate(len(s.text) for s in segments))
   out = [Block(span.role, span.content.strip("\n"), []) for span in parsed.spans]
@@ -309,7 +323,8 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[Block]:
 def _inside(segment: Segment) -> str:
   """What stands between a segment's own tags; all of it where it has none."""
   text = segment.text.strip()
-  opening, closing = roles.open_tag(segment.role), roles.close_tag(segment.role)
+  opening = roles.open_tag(segment.role)
+  closing = roles.close_tag(segment.role)
   tagged = text.startswith(opening) and text.endswith(closing)
   if not tagged or len(text) < len(opening) + len(closing):
     return segment.text.strip("\n")
@@ -319,11 +334,11 @@ def _inside(segment: Segment) -> str:
 
 def _evidence(spans: Sequence[Block], golds: Sequence[str]) -> int | None:
   """The first observation that a gold answer stands in, as an index into `spans`."""
-  wanted = [w for w in map(qa.normalize, golds) if w]
+  words = [normal for normal in map(qa.normalize, golds) if normal]
   for i, block in enumerate(spans):
     if block.role == roles.OBSERVATION:
       text = f" {qa.normalize(block.content)} "
-      if any(f" {w} " in text for w in wanted):
+      if any(f" {word} " in text for word in words):
         return i
   return None
 
@@ -366,7 +381,8 @@ def _pieces(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
   if not all(0 <= i < tokenizer.vocab_size for i in s.ids):
     return None
   pieces = [decoder.decode(tokenizer.raw([i])) for i in s.ids]
-  pieces[-1:] = [pieces[-1] + decoder.decode(b"", final=True)] if pieces else []
+  if pieces:
+    pieces[-1] += decoder.decode(b"", final=True)
   return pieces if "".join(pieces) == s.text else None
 
 

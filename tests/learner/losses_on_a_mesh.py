@@ -7,8 +7,7 @@ trajectory in a row of its own on one device; test_invariance.py says what they 
 All losses of a split are one program: the gradients of the losses in the log-probs and
 values, each pulled back through the model. SFT's, which is made otherwise, is one more.
 
-In float64 all is computed so that the library computes in float32: a sum in another
-order then differs by some 1e-16, and what is larger is a mistake.
+In float64 (see `toy.use_float64`) a sum's order does not count, and a mistake does.
 """
 
 from __future__ import annotations
@@ -32,18 +31,11 @@ from coa_jax.learner.algorithms import PRESETS, BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig
 from coa_jax.learner.update import PolicyUpdate
-from coa_jax.model import config as model_config
 from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-DTYPE = sys.argv[3]
-if DTYPE == "float64":
-  jax.config.update("jax_enable_x64", True)
-  jnp.float32 = jnp.float64
-  # The options of a run name no such dtype.
-  model_config.RunOptions.__post_init__ = lambda self: None
-DTYPES = {"dtype": DTYPE, "param_dtype": DTYPE}
+DTYPES = toy.use_float64() if sys.argv[3] == "float64" else {}
 CFG = dataclasses.replace(toy.MODEL, **DTYPES)
 LENGTH = 256  # by which dr_grpo divides; a split has rows of other lengths
 MORE = {

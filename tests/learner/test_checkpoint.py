@@ -79,21 +79,6 @@ def test_the_newest_is_restored_and_only_so_many_stay(training, tmp_path):
   assert_identical(jax.device_get(restored), jax.device_get(state))
 
 
-def test_half_a_checkpoint_is_none(training, tmp_path):
-  fresh, step = training
-  state = step(fresh())
-  with Checkpoints(tmp_path) as checkpoints:
-    checkpoints.save(state, {})
-  # What a kill leaves behind: orbax writes aside and renames at the end.
-  (tmp_path / "2.orbax-checkpoint-tmp-77" / "state").mkdir(parents=True)
-  with Checkpoints(tmp_path) as checkpoints:
-    restored, _ = checkpoints.restore(fresh())
-    assert int(restored.step) == 1
-    checkpoints.save(step(restored), {"again": True})
-  with Checkpoints(tmp_path) as checkpoints:
-    assert checkpoints.restore(fresh())[1] == {"again": True}
-
-
 def tiny(step: int) -> TrainState:
   """A state whose arrays say which step it is."""
   w = np.random.default_rng(step).normal(size=(64, 8)).astype(np.float32)

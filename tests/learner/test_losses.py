@@ -157,13 +157,6 @@ def test_chunks_of_rows_of_a_prime_length_are_the_whole():
     assert_close(total(dataclasses.replace(CFG, logit_chunk=chunk)), expected)
 
 
-def test_chunks_are_as_few_and_as_even_as_can_be():
-  assert log_probs._chunks(1021, 512) == (2, 511)
-  assert log_probs._chunks(1024, 512) == (2, 512)
-  assert log_probs._chunks(1025, 512) == (3, 342)
-  assert log_probs._chunks(100, 512) == log_probs._chunks(100, 100) == (1, 100)
-
-
 def largest(jaxpr) -> int:
   """Elements of the largest array of a program, in whatever loop."""
   sizes = [int(np.prod(v.aval.shape)) for e in jaxpr.eqns for v in e.outvars]
@@ -286,9 +279,3 @@ def test_the_last_token_is_trained_and_so_is_every_one_that_calls_a_tool():
     assert batch.tokens_BT[row, last] == stop and batch.loss_mask_BT[row, last] == 1
   calls = batch.tokens_BT == call
   assert calls.sum() == 4 and batch.loss_mask_BT[calls].all()
-
-
-def test_nll_is_the_weighted_sum():
-  assert (
-    float(log_probs.nll(jnp.array([[-1.0, -2.0, -4.0]]), jnp.array([[1, 0, 1]]))) == 5
-  )

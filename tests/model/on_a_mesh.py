@@ -3,6 +3,7 @@
   python tests/model/on_a_mesh.py OUT.json CASES [COORDINATOR PROCESSES PROCESS]
 
 CASES is a name in `CASES`. Writes figures, not verdicts: tests say what they must be.
+In float64 (see `toy.use_float64`) a sum's order does not count, and a mistake does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // PROCESS
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import toy  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 from coa_jax.learner import batch as batching  # noqa: E402
@@ -27,6 +29,7 @@ from coa_jax.model import lora, transformer  # noqa: E402
 from coa_jax.model.config import ModelConfig  # noqa: E402
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner  # noqa: E402
 
+FLOAT64 = toy.use_float64()
 MODEL = ModelConfig(
   vocab_size=384,
   width=32,
@@ -38,6 +41,7 @@ MODEL = ModelConfig(
   attention_bias=True,
   tie_embeddings=False,
   windows=(0, 20),
+  **FLOAT64,
 )
 ROWS, LENGTH = 8, 64
 MESHES = {

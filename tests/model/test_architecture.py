@@ -30,11 +30,6 @@ def test_published_variants_have_the_published_number_of_parameters(name: str):
   )
 
 
-def test_unrolled_layers_have_as_many_parameters():
-  shapes = transformer.param_shapes(VARIANTS["qwen2.5-0.5b"])
-  assert transformer.count_params(shapes) == PARAMETERS["qwen2.5-0.5b"]
-
-
 def test_a_variant_that_is_not_published_is_refused():
   with pytest.raises(
     ValueError, match=r"no variant 'qwen2\.5-8b'; there are qwen2\.5-"
@@ -150,13 +145,6 @@ def written(cfg: ModelConfig) -> dict[str, Any]:
   return json.loads(json.dumps(to_hf_config(cfg)))
 
 
-def test_the_positions_that_a_config_states_are_those_of_yarn():
-  longer = dataclasses.replace(QWEN3, yarn=Yarn(4.0, 32_768))
-  assert written(longer)["max_position_embeddings"] == 131_072
-  assert written(QWEN3)["max_position_embeddings"] == 32_768
-  assert "rope_scaling" not in written(QWEN3)
-
-
 def test_windows_are_used_only_if_the_config_says_so():
   config = {**written(QWEN3), "sliding_window": 8, "max_window_layers": 1}
   assert from_hf_config(config).windows == ()
@@ -204,22 +192,11 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
   ("changes", "message"),
   [
     ({"model_type": "qwen3_moe"}, "'model_type' is 'qwen3_moe'; accepted: 'qwen2'"),
-    ({"model_type": None}, "'model_type' is None"),
     ({"model_type": ["qwen3"]}, "'model_type' is ['qwen3']"),
-    ({"dual_chunk_attention_config": {"a": 1}}, "'dual_chunk_attention_config' is {'a"),
     ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5; accepted: 1.0"),
-    ({"quantization_config": {"bits": 4}}, "'quantization_config' is {'bits': 4}; acc"),
     ({"num_experts": 64}, "'num_experts' is 64; accepted: null, false or 0"),
-    ({"mlp_bias": True}, "'mlp_bias' is True; accepted: null, false or 0"),
-    ({"residual_multiplier": 0.2}, "'residual_multiplier' is 0.2; accepted: 1.0"),
     ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; accepted: 'silu'"),
-    ({"attention_dropout": 0.1}, "'attention_dropout' is 0.1; accepted: 0.0"),
     ({"attention_bias": True}, "'attention_bias' is True; supported for qwen3: False"),
-    ({"rope_scaling": {"type": "linear"}}, "'rope_scaling.rope_type' is 'linear'"),
-    (
-      {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}},
-      "'rope_scaling.mscale' (1.0) is not supported",
-    ),
     (
       {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
       "'rope_scaling.rope_type' is 'dynamic'; supported: 'default', 'yarn', 'llama3'",
@@ -227,10 +204,6 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
     (
       {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
       "'rope_parameters.mrope_section' ([16, 24, 24]) is not supported",
-    ),
-    (
-      {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
-      "'rope_parameters.sliding_attention' ({'rope_theta': 10000.0}) is not supported",
     ),
     (
       {
@@ -244,9 +217,7 @@ SLIDING = {"layer_types": ["sliding_attention"] * 4}
       "'rope_scaling.factor' is 0.5; accepted: a number of at least 1, or null",
     ),
     ({"num_key_value_heads": 3}, "kv_heads 3 does not divide heads 4"),
-    ({"head_dim": 7}, "head_dim 7 is odd"),
     (SLIDING, "'use_sliding_window' and 'sliding_window' give it no size"),
-    ({**SLIDING, "use_sliding_window": True, "sliding_window": None}, "give it no"),
     ({"layer_types": ["full_attention"] * 3}, "'layer_types' has 3 entries, not 4"),
     ({"layer_types": ["linear"] * 4}, "'layer_types' has 'linear'; supported: 'full"),
   ],
@@ -271,16 +242,7 @@ def test_fields_that_no_table_knows_are_ignored_with_one_warning(caplog):
   assert message.endswith(": 'another', 'future_field'")
 
 
-@pytest.mark.parametrize(
-  "field",
-  [
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-  ],
-)
+@pytest.mark.parametrize("field", ["vocab_size", "num_attention_heads"])
 def test_a_size_that_is_missing_is_named(field: str):
   config = written(QWEN2)
   del config[field]
@@ -306,27 +268,3 @@ def test_a_size_that_is_missing_is_named(field: str):
 def test_what_hugging_face_does_not_have_is_not_written(changes, message: str):
   with pytest.raises(ValueError, match=message):
     to_hf_config(dataclasses.replace(QWEN3, **changes))
-
-
-@pytest.mark.parametrize(
-  "changes", [{"factor": float("nan")}, {"beta_fast": 0.0}, {"attention_factor": -1.0}]
-)
-def test_impossible_stretchings_are_refused(changes):
-  with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
-    Yarn(**{"factor": 2.0, "positions": 64, **changes})
-
-
-@pytest.mark.parametrize(
-  "changes", [{"factor": 0.5}, {"low_freq_factor": 0.0}, {"low_freq_factor": 4.0}]
-)
-def test_so_are_those_of_llama_3(changes):
-  values = {"factor": 8.0, "positions": 64, "low_freq_factor": 1.0}
-  with pytest.raises(ValueError, match=f"{next(iter(changes))}"):
-    Llama3Rope(**{**values, "high_freq_factor": 4.0, **changes})
-  with pytest.raises(ValueError, match="yarn and llama3 both"):
-    dataclasses.replace(LLAMA, yarn=Yarn(2.0, 64), llama3=Llama3Rope(2.0, 64, 1.0, 4.0))
-
-
-def test_a_model_from_scratch_has_no_more_layers_than_any_published_one():
-  with pytest.raises(ValueError, match="layers is 100000; it may be 1000 at most"):
-    dataclasses.replace(toy.MODEL, layers=100_000)

@@ -15,7 +15,6 @@ import toy
 from safetensors.numpy import load_file
 
 from coa_jax import sft
-from coa_jax.config import ConfigError
 from coa_jax.learner import batch as batching
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, init_state
@@ -23,7 +22,7 @@ from coa_jax.model import lora, transformer
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.folder import save_adapter
 from coa_jax.model.hf.io import load_model, save_model
-from coa_jax.model.lora import MATRICES, LoraConfig
+from coa_jax.model.lora import LoraConfig
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol.trajectory import write_jsonl
 
@@ -304,16 +303,3 @@ def test_a_run_of_sft_with_adapters_changes_only_what_they_adapt(journey, tmp_pa
     np.testing.assert_allclose(after[name], before[name] + 2.0 * b @ a, atol=1e-6)
   description = tmp_path / "w" / "adapter" / "adapter_config.json"
   assert json.loads(description.read_text())["base_model_name_or_path"] == journey.init
-
-
-def test_a_misspelt_field_of_the_section_is_named(journey, tmp_path):
-  journey.lora = ml_collections.ConfigDict({"rnk": 3})
-  with pytest.raises(
-    ConfigError, match="'lora' has no field 'rnk'; did you mean 'rank'"
-  ):
-    sft.run(journey, str(tmp_path / "w"))
-  journey.lora = ml_collections.ConfigDict({"matrices": ["qkv"]})
-  with pytest.raises(ConfigError, match="'lora': matrices has 'qkv'"):
-    sft.run(journey, str(tmp_path / "w"))
-  assert not (tmp_path / "w").exists()
-  assert set(MATRICES) == {"q", "k", "v", "o", "gate", "up", "down"}

@@ -24,7 +24,6 @@ def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
     vocab_size=8_192, width=512, layers=8, heads=4, kv_heads=2, head_dim=64, ff=2_048
   )
   save_model(tmp_path, large, transformer.init_params(large, 0), shard_bytes=40_000_000)
-  runs = []
   for _ in range(3):  # on a busy machine the allocator gives back what is free late
     out = subprocess.run(
       [sys.executable, READER, tmp_path],
@@ -33,7 +32,9 @@ def test_loading_takes_the_models_memory_and_one_arrays_more(tmp_path):
       text=True,
     )
     assert out.returncode == 0, out.stderr
-    runs.append(json.loads(out.stdout))
-  took = min(runs, key=lambda run: run["grew"])
-  assert took["all"] > 100e6 > 5 * took["largest"]
-  assert 0.9 * took["all"] < took["grew"] < took["all"] + 1.5 * took["largest"] + 8e6
+    took = json.loads(out.stdout)
+    assert took["all"] > 100e6 > 5 * took["largest"]
+    most = took["all"] + 1.5 * took["largest"] + 8e6
+    if took["grew"] < most:
+      break
+  assert 0.9 * took["all"] < took["grew"] < most

@@ -265,25 +265,33 @@ def test_remat_modes_are_different_programs():
     ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4"),
     ({"head_dim": 7}, "head_dim 7 is odd"),
     ({"remat": "some"}, "remat 'some'; accepted: none, full, attention, dots"),
-    ({"attention": "flash"}, "attention 'flash'; accepted: auto, xla, cudnn, splash"),
-    ({"dtype": "float16"}, "dtype 'float16'; accepted: float32, bfloat16"),
     ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
-    ({"logit_chunk": -1}, "logit_chunk -1 is negative"),
     ({"windows": (0, -5)}, "windows has -5"),
+    ({"logit_chunk": -1}, "logit_chunk is -1; it must be at least 0"),
     ({"vocab_size": 0}, "vocab_size is 0; it must be at least 1"),
-    ({"layers": 0}, "layers is 0"),
-    ({"width": -4}, "width is -4"),
-    ({"heads": 0}, "heads is 0"),
-    ({"kv_heads": 0}, "kv_heads is 0"),
-    ({"head_dim": 0}, "head_dim is 0"),
-    ({"ff": 0}, "ff is 0"),
-    ({"norm_eps": -1.0}, "norm_eps is -1.0; it must be a number above 0"),
-    ({"rope_theta": float("nan")}, "rope_theta is nan"),
+    ({"layers": 100_000}, "layers is 100000; it must be from 1 to 1000"),
+    ({"rope_theta": float("nan")}, "rope_theta is nan; it must be a finite number"),
+    ({"yarn": OTHERS["yarn"], "llama3": OTHERS["llama3"]}, "yarn and llama3 both"),
   ],
 )
 def test_impossible_architectures_are_refused(changes, message: str):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(CFG, **changes)
+
+
+@pytest.mark.parametrize(
+  ("kind", "changes"),
+  [
+    ("yarn", {"factor": float("nan")}),
+    ("yarn", {"beta_fast": 0.0}),
+    ("yarn", {"attention_factor": -1.0}),
+    ("llama3", {"factor": 0.5}),
+    ("llama3", {"low_freq_factor": 1.0}),
+  ],
+)
+def test_impossible_stretchings_are_refused(kind: str, changes):
+  with pytest.raises(ValueError, match=next(iter(changes))):
+    dataclasses.replace(OTHERS[kind], **changes)
 
 
 def test_scanned_layers_do_not_decode():

@@ -22,7 +22,7 @@ from coa_jax.protocol.tokens import Tokenizer
 def open_folder(
   path: str | os.PathLike[str], load: LoadConfig | None = None
 ) -> tuple[ModelConfig, Tokenizer]:
-  """The architecture and the tokenizer of a model folder, which fit each other.
+  """Reads the architecture and tokenizer of a model folder, which fit each other.
 
   Raises:
     FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the model

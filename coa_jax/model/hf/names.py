@@ -57,11 +57,11 @@ class Entry:
 
   @property
   def stored(self) -> tuple[int, ...]:
-    """The shape in the file."""
+    """Returns the shape in the file."""
     return tuple(math.prod(self.shape[i] for i in g) for g in self.groups)
 
   def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Our part at `index`, from something that can be sliced as the file's array."""
+    """Reads our part at `index` from what can be sliced as the file's array."""
     spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
     cuts = []
     for group in self.groups:
@@ -73,18 +73,18 @@ class Entry:
     return part.transpose(np.argsort(axes))
 
   def write(self, x: np.ndarray) -> np.ndarray:
-    """The file's array of ours."""
+    """Makes the file's array of ours."""
     axes = [i for g in self.groups for i in g]
     return np.ascontiguousarray(x.transpose(axes).reshape(self.stored))
 
 
 def hf_name(name: str) -> str:
-  """Hugging Face's name, inside a layer, of one of our arrays."""
+  """Returns Hugging Face's name, inside a layer, of one of our arrays."""
   return _LAYER[name][0]
 
 
 def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
-  """Hugging Face's names of a tree of parameters, stacked or not.
+  """Lists Hugging Face's names of a tree of parameters, stacked or not.
 
   Raises:
     ValueError: listing parameters that have no name there.

@@ -16,7 +16,7 @@ class StoredArray:
   """
 
   def __init__(self, file: str, name: str, array: Any):
-    """Args: the file, the array's name there, and its slice (`safe_open`)."""
+    """Takes the file, the array's name there, and its slice (`safe_open`)."""
     self._file, self._name, self._array = file, name, array
     self.get_shape, self.get_dtype = array.get_shape, array.get_dtype
 
