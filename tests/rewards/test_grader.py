@@ -31,11 +31,8 @@ def config(**fields) -> RewardConfig:
 @pytest.mark.parametrize(
   ("answer", "train", "evaluation"),
   [
-    ("Paris", 1, 1),
-    ("Paris|Rome", 0, 1),
-    ("Rome|Paris", 0, 0),
     ("the paris | Lutetia", 1, 1),
-    ("Paris, France", 0, 0),
+    ("Paris|Rome", 0, 1),
   ],
 )
 def test_training_and_evaluation_read_answers_in_their_own_way(
@@ -162,14 +159,10 @@ def test_a_task_without_answers_and_a_failed_trajectory_stay_as_they_are():
       {"judge": {"chat": {"base_url": "http://x", "model": "m"}}},
       "no entry of graders asks it",
     ),
-    ({"shaping": {"overlong": {"limit": 8}}}, "lacks field 'buffer'"),
-    ({"shaping": {"overlnog": {}}}, "did you mean 'overlong'"),
     (
       {"code": {"sandbox": "docker"}},
       "sandbox 'docker'; accepted: jail, subprocess, remote",
     ),
-    ({"code": {"test_s": 0.0}}, "test_s and total_s must be above 0"),
-    ({"workers": 0}, "workers and max_failures must be at least 1"),
   ],
 )
 def test_config_refusals(fields, message):

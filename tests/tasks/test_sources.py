@@ -153,10 +153,11 @@ CODE = [
 def test_programs_by_asserts(tmp_path, row, name, source, solution):
   (task,) = sources.load_tasks(write(tmp_path / "t.jsonl", [row]))
   assert (task.id, task.kind, task.source) == (name, Kind.CODE, source)
-  told = task.question
-  assert "Twice x" in told if source == "humaneval" else "double a number" in told
-  assert row.get("canonical_solution", row.get("code")) not in told
-  shown = [a for a in row.get("test_list", ()) if a in told]
+  question = task.question
+  words = "Twice x" if source == "humaneval" else "double a number"
+  assert words in question
+  assert row.get("canonical_solution", row.get("code")) not in question
+  shown = [a for a in row.get("test_list", ()) if a in question]
   assert shown == row.get("test_list", [])[:1]
   assert read_tests(task)
   if jail.check():
@@ -172,10 +173,8 @@ def test_programs_by_asserts(tmp_path, row, name, source, solution):
   [
     ({**HUMANEVAL, "entry_point": "thrice"}, r"row 0: .*defines no function 'thrice'"),
     ({**HUMANEVAL, "test": ""}, r"row 0: field 'test' must be a non-empty string"),
-    ({**HUMANEVAL, "prompt": 3}, r"row 0: field 'prompt' must be .*got 3"),
     ({**MBPP, "test_list": "assert"}, r"row 0: field 'test_list' must be a list"),
     ({**MBPP, "test_list": []}, r"row 0: there is no test"),
-    ({**PLUS, "test": 1}, r"row 0: there is no test"),
     ({k: v for k, v in MBPP.items() if k != "text"}, r"row 0: field 'text' must be"),
     ({"title": "t", "text": "x"}, r"t.json row 0: no field 'question'; .*'title'"),
     ({"question": "q"}, r"row 0: field 'answers' must be"),
@@ -199,17 +198,9 @@ def test_an_error_names_the_row_and_what_would_be_accepted(tmp_path, row, messag
     sources.load_tasks(path)
 
 
-def test_errors_about_the_file(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"no task file at .*gone\.jsonl"):
-    sources.load_tasks(tmp_path / "gone.jsonl")
-  (tmp_path / "t.csv").write_text("question,answer")
-  with pytest.raises(ValueError, match=r"'\.csv'; accepted: \.jsonl"):
-    sources.load_tasks(tmp_path / "t.csv")
+def test_a_file_without_tasks_or_with_one_twice_is_refused(tmp_path):
   with pytest.raises(ValueError, match="holds no task"):
     sources.load_tasks(write(tmp_path / "t.jsonl", []))
-  (tmp_path / "t.json").write_text("[1, 2")
-  with pytest.raises(ValueError, match=r"t\.json: not JSON"):
-    sources.load_tasks(tmp_path / "t.json")
   twice = [{"id": "x", "question": "q", "answer": "a"}] * 2
   with pytest.raises(ValueError, match=r"row 1: id 'x' is already the id of .*row 0"):
     sources.load_tasks(write(tmp_path / "t.json", twice))
