@@ -21,6 +21,7 @@ from math import isfinite
 
 import numpy as np
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import math, qa, shaping, written_answer
@@ -63,18 +64,16 @@ class RewardConfig:
   """
 
   graders: dict[str, str] = dataclasses.field(default_factory=dict)
-  match: str = "every"
-  match_eval: str = "first"
+  match: str = choice("every", of=tuple(MATCHES))
+  match_eval: str = choice("first", of=tuple(MATCHES))
   shaping: ShapingConfig = dataclasses.field(default_factory=ShapingConfig)
   code: CodeConfig = dataclasses.field(default_factory=CodeConfig)
   judge: JudgeConfig | None = None
-  workers: int = 8
-  max_failures: int = 256
+  workers: int = bounded(8, least=1)
+  max_failures: int = bounded(256, least=1)
 
   def __post_init__(self):
-    for field, match in (("match", self.match), ("match_eval", self.match_eval)):
-      if match not in MATCHES:
-        raise ValueError(f"{field} {match!r}; accepted: {', '.join(MATCHES)}")
+    check_fields(self)
     for key, grader in self.graders.items():
       if grader not in GRADERS and ":" not in grader:
         raise ValueError(
@@ -88,8 +87,6 @@ class RewardConfig:
       raise ValueError(
         "judge: no entry of graders asks it, e.g. graders={'qa': 'judge'}"
       )
-    if min(self.workers, self.max_failures) < 1:
-      raise ValueError("workers and max_failures must be at least 1")
 
   def kept_in(self, folder: str) -> RewardConfig:
     """The same, the judge's verdicts in this folder where no file is logged.

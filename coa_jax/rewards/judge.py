@@ -18,6 +18,7 @@ import re
 import threading
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.rewards import qa
 from coa_jax.rewards.graded import Graded, Ungradable
@@ -61,14 +62,13 @@ class JudgeConfig:
   """
 
   chat: ChatConfig
-  seconds: float = 120.0
-  replies: int = 3
-  workers: int = 8
+  seconds: float = bounded(120.0, above=0)
+  replies: int = bounded(3, least=1)
+  workers: int = bounded(8, least=1)
   cache: str | None = None
 
   def __post_init__(self):
-    if self.seconds <= 0 or min(self.replies, self.workers) < 1:
-      raise ValueError("seconds must be above 0, replies and workers at least 1")
+    check_fields(self)
 
 
 def read_verdict(reply: str) -> bool | None:

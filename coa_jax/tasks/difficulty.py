@@ -15,6 +15,7 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.tasks.task import Task
 
 STRATA = ("source", "family", "rate")
@@ -42,22 +43,23 @@ class SelectConfig:
     seed: of the draw.
   """
 
-  at_least: float = 0.0
-  at_most: float = 1.0
+  at_least: float = bounded(0.0, least=0, most=1)
+  at_most: float = bounded(1.0, least=0, most=1)
   all_wrong: bool = False
   all_right: bool = False
-  min_attempts: int = 1
-  limit: int = 0
+  min_attempts: int = bounded(1, least=1)
+  limit: int = bounded(0, least=0)
   strata: tuple[str, ...] = ("family",)
   without: tuple[str, ...] = ()
   played: tuple[str, ...] = ()
   seed: int = 0
 
   def __post_init__(self):
-    if not 0 <= self.at_least <= self.at_most <= 1:
-      raise ValueError("at_least and at_most are pass rates: 0 <= at_least <= at_most")
-    if self.min_attempts < 1 or self.limit < 0:
-      raise ValueError("min_attempts must be at least 1 and limit at least 0")
+    check_fields(self)
+    if self.at_least > self.at_most:
+      raise ValueError(
+        f"at_least={self.at_least} is above at_most={self.at_most}: no task would fit"
+      )
     for name in self.strata:
       if name not in STRATA:
         raise ValueError(f"strata has {name!r}; accepted: {', '.join(STRATA)}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, Status, Usage
 from coa_jax.tasks.task import Task
@@ -71,17 +72,14 @@ class TeamConfig:
       looked up and to be derived.
   """
 
-  max_turns: int = 24
-  max_calls: int = 12
-  max_checks: int = 3
-  review: str = "facts"
+  max_turns: int = bounded(24, least=1)
+  max_calls: int = bounded(12, least=1)
+  max_checks: int = bounded(3, least=1)
+  review: str = choice("facts", of=tuple(REVIEWS))
   facts: bool = False
 
   def __post_init__(self):
-    if self.review not in REVIEWS:
-      raise ValueError(f"review is {self.review!r}; accepted: {', '.join(REVIEWS)}")
-    if min(self.max_turns, self.max_calls, self.max_checks) < 1:
-      raise ValueError("max_turns, max_calls and max_checks must be at least 1")
+    check_fields(self)
 
 
 class _Team:

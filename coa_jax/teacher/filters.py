@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Parse, Span, parse
 from coa_jax.protocol.roles import Variant
@@ -76,21 +77,16 @@ class FiltersConfig:
   min_reward: float = 1.0
   max_repeats: int = 0
   benchmarks: tuple[str, ...] = ()
-  overlap_words: int = 8
+  overlap_words: int = bounded(8, least=1)
   blocked: tuple[str, ...] = ()
-  keep_unreflected: float = 0.5
-  reflected_copies: int = 1
-  max_similarity: float = 1.0
-  corrected_copies: int = 2
+  keep_unreflected: float = bounded(0.5, least=0, most=1)
+  reflected_copies: int = bounded(1, least=1)
+  max_similarity: float = bounded(1.0, least=0, most=1)
+  corrected_copies: int = bounded(2, least=1)
   seed: int = 0
 
   def __post_init__(self):
-    for share in ("keep_unreflected", "max_similarity"):
-      if not 0 <= getattr(self, share) <= 1:
-        raise ValueError(f"{share} is a share, from 0 to 1")
-    for count in ("corrected_copies", "reflected_copies", "overlap_words"):
-      if getattr(self, count) < 1:
-        raise ValueError(f"{count} must be at least 1")
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.tasks.task import Task
 from coa_jax.tasks.world.pages import read_pages
 from coa_jax.tasks.world.questions import evaluate, resolve
@@ -43,18 +44,16 @@ class ScriptedConfig:
   """
 
   seed: int = 0
-  wrong_query: float = 0.15
-  buggy_program: float = 0.20
-  premature: float = 0.12
-  caught: float = 0.80
-  recall: float = 0.25
-  mental: float = 0.50
-  slip: float = 0.10
+  wrong_query: float = bounded(0.15, least=0, most=1)
+  buggy_program: float = bounded(0.20, least=0, most=1)
+  premature: float = bounded(0.12, least=0, most=1)
+  caught: float = bounded(0.80, least=0, most=1)
+  recall: float = bounded(0.25, least=0, most=1)
+  mental: float = bounded(0.50, least=0, most=1)
+  slip: float = bounded(0.10, least=0, most=1)
 
   def __post_init__(self):
-    for field in dataclasses.fields(self)[1:]:
-      if not 0 <= getattr(self, field.name) <= 1:
-        raise ValueError(f"{field.name} is a probability, from 0 to 1")
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

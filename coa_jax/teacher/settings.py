@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import Variant
 from coa_jax.teacher.agents import TeamConfig
@@ -32,27 +33,22 @@ class TeacherConfig:
     max_turns: limits of a run, and likewise the next two; see `agents.TeamConfig`.
   """
 
-  backend: str = dataclasses.field(default="scripted", metadata={"was": "brain"})
-  samples: int = 1
+  backend: str = choice("scripted", of=BACKENDS, was="brain")
+  samples: int = bounded(1, least=1)
   select: bool = False
   facts: bool = False
-  workers: int = 4
+  workers: int = bounded(4, least=1)
   variant: str = "unified"
-  prompt: str = "brief"
+  prompt: str = choice("brief", of=STYLES)
   tokenizer: str | None = None
-  max_turns: int = 24
-  max_calls: int = 12
-  max_checks: int = 3
+  max_turns: int = bounded(24, least=1)
+  max_calls: int = bounded(12, least=1)
+  max_checks: int = bounded(3, least=1)
 
   def __post_init__(self):
     if self.backend == "annotated":
       raise ValueError("backend 'annotated' is called 'gsm8k_replay' now")
-    if self.backend not in BACKENDS:
-      raise ValueError(f"backend is {self.backend!r}; accepted: {', '.join(BACKENDS)}")
-    if self.prompt not in STYLES:
-      raise ValueError(f"prompt is {self.prompt!r}; accepted: {', '.join(STYLES)}")
-    if self.samples < 1 or self.workers < 1:
-      raise ValueError("samples and workers must be at least 1")
+    check_fields(self)
     if self.backend != "chat" and (self.select or self.facts):
       raise ValueError(f"select and facts ask for backend 'chat', not {self.backend!r}")
     if self.select and self.samples < 2:

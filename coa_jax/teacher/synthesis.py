@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.rewards import grade
 from coa_jax.tasks.task import Task
@@ -73,21 +74,16 @@ class SynthesisConfig:
     seed: of the draws.
   """
 
-  backend: str = dataclasses.field(default="chat", metadata={"was": "brain"})
-  seeds: int = 100
-  depth: int = 2
-  width: float = 0.25
-  guesses: int = 3
-  workers: int = 8
+  backend: str = choice("chat", of=("chat", "cloze"), was="brain")
+  seeds: int = bounded(100, least=1)
+  depth: int = bounded(2, least=0)
+  width: float = bounded(0.25, least=0, most=1)
+  guesses: int = bounded(3, least=1)
+  workers: int = bounded(8, least=1)
   seed: int = 0
 
   def __post_init__(self):
-    if self.backend not in ("chat", "cloze"):
-      raise ValueError(f"backend is {self.backend!r}; accepted: chat, cloze")
-    if min(self.seeds, self.guesses, self.workers) < 1 or self.depth < 0:
-      raise ValueError("seeds, guesses, workers must be at least 1, depth at least 0")
-    if not 0 <= self.width <= 1:
-      raise ValueError("width is a share, from 0 to 1")
+    check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)

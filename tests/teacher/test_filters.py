@@ -179,15 +179,6 @@ def test_the_funnel_adds_up(chosen, share, copies, least):
   assert last["added"] == last["corrected"] * (copies - 1)
 
 
-def test_config_refusals():
-  with pytest.raises(ValueError, match="share"):
-    FiltersConfig(keep_unreflected=1.5)
-  with pytest.raises(ValueError, match="at least 1"):
-    FiltersConfig(corrected_copies=0)
-  with pytest.raises(ValueError, match="max_similarity is a share"):
-    FiltersConfig(max_similarity=-0.1)
-
-
 def test_reflections_earn_copies_and_corrections_more():
   config = dict(reflected_copies=2, corrected_copies=3)
   assert run(GOOD, **config)[0] == 2

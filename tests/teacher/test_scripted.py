@@ -198,5 +198,3 @@ def test_refusals():
   messages = [Message("system", ""), Message("user", "Question: who?")]
   with pytest.raises(ValueError, match="does not have"):
     backend("planner", messages)
-  with pytest.raises(ValueError, match="recall is a probability"):
-    ScriptedConfig(recall=2.0)

@@ -167,5 +167,3 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
 def test_refusals():
   with pytest.raises(ValueError, match="seeds"):
     SynthesisConfig(seeds=0)
-  with pytest.raises(ValueError, match="width is a share"):
-    SynthesisConfig(width=2.0)

@@ -25,6 +25,7 @@ import secrets
 import threading
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.rewards.code import inside as code_inside
 from coa_jax.rewards.code.tests import HiddenTests, read_tests, same_output
 from coa_jax.rewards.graded import Graded, Ungradable
@@ -85,23 +86,18 @@ class CodeConfig:
   """
 
   partial: bool = False
-  sandbox: str = "jail"
+  sandbox: str = choice("jail", of=BACKENDS)
   remote: RemoteConfig | None = None
-  workers: int = 2
-  test_s: float = 6.0
-  total_s: float = 60.0
-  memory_mb: int = 1024
-  tolerance: float = 1e-6
+  workers: int = bounded(2, least=1)
+  test_s: float = bounded(6.0, above=0)
+  total_s: float = bounded(60.0, above=0)
+  memory_mb: int = bounded(1024, least=1)
+  tolerance: float = bounded(1e-6, least=0)
 
   def __post_init__(self):
-    if self.sandbox not in BACKENDS:
-      raise ValueError(f"sandbox {self.sandbox!r}; accepted: {', '.join(BACKENDS)}")
+    check_fields(self)
     if (self.sandbox == "remote") != (self.remote is not None):
       raise ValueError("remote: the services of sandbox='remote', and of no other")
-    if min(self.workers, self.memory_mb) < 1 or min(self.test_s, self.total_s) <= 0:
-      raise ValueError("workers, memory_mb, test_s and total_s must be above 0")
-    if self.tolerance < 0:
-      raise ValueError("tolerance must be at least 0")
 
 
 def program_of(answer: str) -> str:
