@@ -18,7 +18,6 @@ import coa_jax
 from coa_jax.config import ConfigError, nearest, read_config
 from coa_jax.fields import bounded, check_fields, choice, section
 from coa_jax.record import hash_files, hash_json, prepare_workdir
-from tools_sandbox.chat import ChatConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,21 +210,26 @@ def test_a_value_beyond_its_bounds_is_refused_and_the_field_named(cls: type):
   for field in dataclasses.fields(cls):
     for value in beyond(field):
       value = float(value) if hints[field.name] is float else value
-      required = {
-        f.name: _some(hints[f.name])
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-      }
-      given = ml_collections.ConfigDict({**required, field.name: value})
+      given = ml_collections.ConfigDict({**_required(cls), field.name: value})
       message = rf"^config section 'part': {field.name} .*{value}.*(must be|accepted: )"
       with pytest.raises(ConfigError, match=message):
         read_config(given, cls, "part")
 
 
+def _required(cls: type) -> dict:
+  """Values of the required fields of a section, and of sections inside it."""
+  hints = typing.get_type_hints(cls)
+  return {
+    f.name: _some(hints[f.name])
+    for f in dataclasses.fields(cls)
+    if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+  }
+
+
 def _some(hint: type):
-  """A value of a required field."""
-  endpoint = {"base_url": "http://x", "model": "m"}
-  return {int: 1, str: "x", float: 1.0, ChatConfig: endpoint}[hint]
+  if dataclasses.is_dataclass(hint):
+    return _required(hint)
+  return {int: 1, str: "http://x", float: 1.0}[hint]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ search agent's own calls (`search_agent_actions`: sub-task -> {answer, tool_call
 stand in its place, and its answer, which a model wrote, is the thought that follows. A
 step's error is what the agent was shown after the observations: part of the result.
 Programs call tools as functions: they stay programs, and what they call is noted.
+
+budget: a row is read step by step, and each step can hold all of this.
 """
 
 from __future__ import annotations

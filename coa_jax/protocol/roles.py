@@ -7,6 +7,8 @@ spans exist, which may follow which, and what must be true of a span's content.
 Source: Chain-of-Agents, arXiv 2508.13167, section 3 and appendix D (prompts); the
 transition rules of the web, mhqa, code and math variants are the rule lists that the
 paper's prompts put to the model. `unified` is this project's union of them.
+
+budget: tags, transition rules and what escapes a tag are one language.
 """
 
 from __future__ import annotations

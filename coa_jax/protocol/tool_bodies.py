@@ -3,6 +3,8 @@
 Most tools take plain text. `code` takes a program, `visual_inspector` a JSON block and
 `tool` a JSON object of a function's name and arguments; each has a reader and a writer
 here. An `ArgumentFormat` writes a body in another way, for `tool_naming`.
+
+budget: each body's reader, writer and other formats are read together.
 """
 
 from __future__ import annotations

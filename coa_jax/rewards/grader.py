@@ -3,6 +3,8 @@
 A task's source, or else its kind, says which grader judges its answers: `qa`, `math`,
 `code` (hidden tests), `judge` (a language model), or a function of the user's own.
 All but `qa` grade in threads of their own: a slow verdict holds up no decoding.
+
+budget: the config, the choice of a grader and what its verdict becomes are one path.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ math-verify reads LaTeX. What it reads otherwise than people write it is spelled
 here first: `2 1/2`, `1 234`, `1e3`, `0.\overline{3}`, characters beyond ASCII. Nothing
 here computes at length: an answer is hostile text, so every pattern is bounded, and an
 exponent has at most three digits.
+
+budget: tables of notations, most of it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The schema of a row is decided by the fields it has, never by the file's name, a
 row that fits none is an error that names the file, the row and what would be accepted.
 Code tasks keep their tests in `meta["tests"]`, GSM8K's their worked solution in
 `meta["solution"]`; nothing of either is in the question, but one assert in MBPP's.
+
+budget: a schema is a reader and a row of `_SCHEMAS`, side by side.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ error correction stand two that it lacks: what is of an evaluation set, and what
 there before.
 
 `examine` looks at one trajectory alone, so any number of processes may share the work;
-`Funnel` takes what they found in the order of the input, and decides.
+`Funnel` takes these results in the order of the input, and decides.
+
+budget: the stages, their config and their funnel are one list.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ endpoint too, and every choice is a function of (seed, task, sample, occasion).
 It makes the mistakes of a real team (queries for the wrong thing, programs with bugs,
 answers one hop short), notices most of them, and has two privileges that a small
 student lacks: it knows some facts by heart and does some arithmetic in its head.
+
+budget: all agents share one convention of how facts are written and read.
 """
 
 from __future__ import annotations

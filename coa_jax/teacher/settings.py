@@ -41,9 +41,9 @@ class TeacherConfig:
   variant: str = "unified"
   prompt: str = choice("brief", of=STYLES)
   tokenizer: str | None = None
-  max_turns: int = 24
-  max_calls: int = 12
-  max_checks: int = 3
+  max_turns: int = bounded(24, least=1)
+  max_calls: int = bounded(12, least=1)
+  max_checks: int = bounded(3, least=1)
 
   def __post_init__(self):
     if self.backend == "annotated":

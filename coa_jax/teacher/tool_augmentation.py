@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.protocol import roles
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import Variant
@@ -30,12 +31,11 @@ class ToolAugmentation:
     seed: of what is drawn.
   """
 
-  copies: int = 0
+  copies: int = bounded(0, least=0)
   seed: int = 0
 
   def __post_init__(self):
-    if self.copies < 0:
-      raise ValueError("copies must be at least 0")
+    check_fields(self)
 
 
 def augment(

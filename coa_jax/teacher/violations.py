@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.protocol.excerpt import cut_middle
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.teacher.backend import Message, ModelBackend, Unsolvable
@@ -66,16 +67,13 @@ class ViolationsConfig(TeacherChatConfig):
   """
 
   temperature: float = 0.0
-  replies: int = 2
-  workers: int = 8
-  max_chars: int = 100_000
+  replies: int = bounded(2, least=1)
+  workers: int = bounded(8, least=1)
+  max_chars: int = bounded(100_000, least=1000)
 
   def __post_init__(self):
     super().__post_init__()
-    if min(self.replies, self.workers) < 1 or self.max_chars < 1000:
-      raise ValueError(
-        "replies and workers must be at least 1, max_chars at least 1000"
-      )
+    check_fields(self)
 
 
 class Inspector:

@@ -203,10 +203,10 @@ def asks(*messages) -> dict:
 
 
 def calls(*names, **fields) -> dict:
-  made = [
+  calls_ = [
     {"id": n, "function": {"name": n, "arguments": '{"query": "q"}'}} for n in names
   ]
-  return {"role": "assistant", "content": "go", "tool_calls": made, **fields}
+  return {"role": "assistant", "content": "go", "tool_calls": calls_, **fields}
 
 
 GAVE = {"role": "tool", "tool_call_id": "search", "content": "o"}
@@ -312,9 +312,9 @@ def test_hostile_rows_end_soon(format_, row):
 
 @pytest.mark.parametrize("arguments", [DEEP, "9" * 5000, "NaN", "[1]", "{"])
 def test_arguments_that_are_no_object_are_the_body(arguments):
-  made = calls("search")
-  made["tool_calls"][0]["function"]["arguments"] = arguments
-  _, trajectory = read("chat", asks(made, GAVE, ENDS))
+  message = calls("search")
+  message["tool_calls"][0]["function"]["arguments"] = arguments
+  _, trajectory = read("chat", asks(message, GAVE, ENDS))
   assert calls_in(trajectory) == [("web_search", arguments, "o")]
 
 
@@ -351,10 +351,10 @@ def test_what_a_chat_row_has_beside_is_named():
 
 @pytest.mark.parametrize("second", [None, "", "search"])
 def test_calls_that_ids_do_not_tell_apart_are_dropped(second):
-  made = calls("search", "search")
-  made["tool_calls"][1]["id"] = second
+  message = calls("search", "search")
+  message["tool_calls"][1]["id"] = second
   results = [{**GAVE, "tool_call_id": second, "content": "two"}, GAVE]
-  assert read("chat", asks(made, *results, ENDS)).reason == "mixed_ids"
+  assert read("chat", asks(message, *results, ENDS)).reason == "mixed_ids"
 
 
 def test_of_several_texts_the_react_one_is_read_and_the_others_named():
@@ -376,14 +376,14 @@ def test_a_table_is_what_its_columns_hold():
 
 def test_attempts_at_one_task_are_numbered(tmp_path):
   chat = asks(calls("search"), GAVE, ENDS)
-  given = [{"id": "a"}, {}, {"id": "b"}, {"id": "a"}, {"id": "a", "sample": 9}]
+  fields = [{"id": "a"}, {}, {"id": "b"}, {"id": "a"}, {"id": "a", "sample": 9}]
   path = tmp_path / "t.jsonl"
-  path.write_text("".join(json.dumps({**chat, **row}) + "\n" for row in given))
+  path.write_text("".join(json.dumps({**chat, **row}) + "\n" for row in fields))
   found, rows = records(str(path))
   importer = Importer(found, UNIFIED, stem="t", convert=WHOLE)
   read_ = [importer.read(*record)[1] for record in rows]
-  named = [(t.task_id, t.sample) for t in read_]
-  assert named == [("a", 0), ("t-1", 0), ("b", 0), ("a", 1), ("a", 9)]
+  names = [(t.task_id, t.sample) for t in read_]
+  assert names == [("a", 0), ("t-1", 0), ("b", 0), ("a", 1), ("a", 9)]
   assert not any("lost" in t.meta for t in read_)
 
 

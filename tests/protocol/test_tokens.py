@@ -65,6 +65,8 @@ def test_foreign_text_never_becomes_a_control_token(tok: Tokenizer, text: str):
 
 def test_own_tags_are_one_token_each_and_stock_ones_are_text():
   own, stock = toy.tokenizer(), toy.stock_tokenizer()
+  for tok in (own, stock):
+    assert {bytes([b]) for b in range(256)} <= set(tok.bytes_of)
   assert all(len(own.encode(tag)) == 1 for tag in OWN_TAGS)
   assert all(len(stock.encode(tag)) > 1 for tag in TAGS)
   # What the stock-like tokenizer is here for.
@@ -88,11 +90,6 @@ def test_any_ids_decode_to_their_bytes(tok: Tokenizer, data):
 
 
 @BOTH
-def test_all_bytes_have_a_token(tok: Tokenizer):
-  assert {bytes([b]) for b in range(256)} <= set(tok.bytes_of)
-
-
-@BOTH
 def test_saved_and_loaded_is_the_same(tok: Tokenizer, tmp_path):
   tok.save(tmp_path)
   again = Tokenizer.load(tmp_path)
@@ -108,22 +105,24 @@ def test_saved_and_loaded_is_the_same(tok: Tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("said", "kept"),
+  ("written_class", "kept"),
   [
     ("Qwen2Tokenizer", "Qwen2Tokenizer"),
     ("TokenizersBackend", "PreTrainedTokenizerFast"),
     (None, "PreTrainedTokenizerFast"),
   ],
 )
-def test_what_is_written_is_read_by_transformers_4_too(tmp_path, said, kept: str):
+def test_what_is_written_is_read_by_transformers_4_too(
+  tmp_path, written_class, kept: str
+):
   """It has no TokenizersBackend, and takes `extra_special_tokens` for a table."""
   first, second = tmp_path / "first", tmp_path / "second"
   toy.tokenizer().save(first)
   file = first / "tokenizer_config.json"
   config = json.loads(file.read_text())
   assert config.pop("tokenizer_class") == "PreTrainedTokenizerFast"
-  if said:
-    config["tokenizer_class"] = said
+  if written_class:
+    config["tokenizer_class"] = written_class
   config["additional_special_tokens"] = [tokens.IM_START]
   file.write_text(json.dumps(config))
   Tokenizer.load(first).save(second)
@@ -132,11 +131,6 @@ def test_what_is_written_is_read_by_transformers_4_too(tmp_path, said, kept: str
   assert written["additional_special_tokens"] == [tokens.IM_START]
   assert not {"is_local", "local_files_only", "extra_special_tokens"} & set(written)
   assert Tokenizer.load(second).hf.extra_special_tokens == [tokens.IM_START]
-
-
-def test_loading_what_is_not_there_names_the_file(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: no tokenizer there"):
-    Tokenizer.load(tmp_path)
 
 
 def test_a_tokenizer_without_exact_bytes_is_refused():
@@ -285,13 +279,13 @@ def test_a_long_observation_keeps_head_and_tail_within_its_tokens(
   tok: Tokenizer, text: str, limit: int
 ):
   whole = tok.encode_observation(text)
-  said = tok.cut_observation(text, limit)
-  observation = tok.encode_observation(said)
+  short = tok.cut_observation(text, limit)
+  observation = tok.encode_observation(short)
   assert len(observation.ids) <= limit
   if len(whole.ids) <= limit:
-    assert said == text
+    assert short == text
     return
-  head, gone, tail = MARKER.split(said)
+  head, gone, tail = MARKER.split(short)
   assert text.startswith(head) and text.endswith(tail)
   assert int(gone) == len(text) - len(head) - len(tail) > 0
   assert abs(len(head) - len(tail)) <= 1
@@ -308,15 +302,15 @@ def test_megabytes_are_cut_without_being_encoded(tok: Tokenizer, unit, monkeypat
   monkeypatch.setattr(
     tok, "_observation_ids", lambda s: encoded.append(len(s)) or real(s)
   )
-  said = tok.cut_observation(text, 512)
-  assert 400 < len(real(wrap(roles.OBSERVATION, roles.escape(said)))) <= 512
+  short = tok.cut_observation(text, 512)
+  assert 400 < len(real(wrap(roles.OBSERVATION, roles.escape(short)))) <= 512
   assert sum(encoded) < 512 * 200
 
 
 def test_a_limit_without_room_for_a_marker_is_refused():
   for tok in (toy.tokenizer(), toy.stock_tokenizer()):
-    said = tok.cut_observation("\u4e2d" * 10**7, tokens.MIN_OBSERVATION)
-    assert len(tok.encode_observation(said).ids) <= tokens.MIN_OBSERVATION
+    short = tok.cut_observation("\u4e2d" * 10**7, tokens.MIN_OBSERVATION)
+    assert len(tok.encode_observation(short).ids) <= tokens.MIN_OBSERVATION
     with pytest.raises(ValueError, match="limit must be at least 80, got 79"):
       tok.cut_observation("x", tokens.MIN_OBSERVATION - 1)
 
@@ -366,11 +360,8 @@ def test_ids_of_a_tokenizer_that_normalizes_are_its_own(tmp_path):
   [
     ("tokenizer.json", ""),
     ("tokenizer.json", '{"version": "1.0", "mod'),
-    ("tokenizer.json", "[]"),
-    ("tokenizer.json", "{}"),
     ("tokenizer.json", "[" * 100_000),
     ("tokenizer_config.json", "{"),
-    ("tokenizer_config.json", "[]"),
     ("tokenizer_config.json", '{"tokenizer_class": ["x"]}'),
     ("tokenizer_config.json", '{"pad_token": 3}'),
   ],

@@ -31,11 +31,8 @@ def config(**fields) -> RewardConfig:
 @pytest.mark.parametrize(
   ("answer", "train", "evaluation"),
   [
-    ("Paris", 1, 1),
-    ("Paris|Rome", 0, 1),
-    ("Rome|Paris", 0, 0),
     ("the paris | Lutetia", 1, 1),
-    ("Paris, France", 0, 0),
+    ("Paris|Rome", 0, 1),
   ],
 )
 def test_training_and_evaluation_read_answers_in_their_own_way(

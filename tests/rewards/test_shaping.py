@@ -21,9 +21,9 @@ GOOD = "<think>a</think><plan>b</plan><think>c</think><answer>d</answer>"
 BROKEN = GOOD.replace("<think>c</think>", "")
 
 
-def made(text: str = GOOD, tokens: int = 0, calls=(), spans=()) -> Trajectory:
+def trajectory_of(text: str = GOOD, tokens: int = 0, calls=(), spans=()) -> Trajectory:
   segments = [Segment(Author.POLICY, "", text)]
-  segments += [Segment(Author.POLICY, role, said, ids) for role, said, ids in spans]
+  segments += [Segment(Author.POLICY, role, span, ids) for role, span, ids in spans]
   usage = Usage(prompt=999, generated=tokens - tokens // 3, observation=tokens // 3)
   return Trajectory("t", segments, [ToolCall("code", c) for c in calls], usage=usage)
 
@@ -39,7 +39,7 @@ def made(text: str = GOOD, tokens: int = 0, calls=(), spans=()) -> Trajectory:
 @pytest.mark.parametrize("answer", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("text", [GOOD, BROKEN])
 def test_the_base_joins_answer_and_format(config, by_hand, answer, text):
-  reward, parts = shaping.shape(config, answer, made(text), MHQA)
+  reward, parts = shaping.shape(config, answer, trajectory_of(text), MHQA)
   assert parts == {"answer": answer, "format": float(text == GOOD)}
   assert reward == pytest.approx(by_hand(answer, parts["format"]))
 
@@ -51,16 +51,20 @@ def test_the_base_joins_answer_and_format(config, by_hand, answer, text):
 def test_overlong_is_daps_soft_punishment_in_tokens(tokens, penalty):
   """The points of afm.md 4.4 (M = 8192, buffer M / 8); the prompt does not count."""
   config = OverlongConfig(limit=8192, buffer=1024)
-  assert shaping.overlong(config, made(tokens=tokens)) == pytest.approx(penalty)
+  assert shaping.overlong(config, trajectory_of(tokens=tokens)) == pytest.approx(
+    penalty
+  )
   double = OverlongConfig(limit=8192, buffer=1024, weight=2.0)
-  assert shaping.overlong(double, made(tokens=tokens)) == pytest.approx(2 * penalty)
+  assert shaping.overlong(double, trajectory_of(tokens=tokens)) == pytest.approx(
+    2 * penalty
+  )
 
 
 def test_repetition_of_whole_spans():
   config = RepetitionConfig(0.5)
 
   def term(calls=(), spans=()):
-    return shaping.repetition(config, made(calls=calls, spans=spans))
+    return shaping.repetition(config, trajectory_of(calls=calls, spans=spans))
 
   assert term() == term(("a", "b")) == 0
   assert term(("a b", "c", "a\n b")) == -0.5
@@ -74,7 +78,7 @@ def test_repetition_of_whole_spans():
 def test_repetition_of_ngrams_is_the_share_that_came_before():
   def term(ids, n):
     config = RepetitionConfig(0.8, ngram=n)
-    return shaping.repetition(config, made(spans=[("", "", ids)]))
+    return shaping.repetition(config, trajectory_of(spans=[("", "", ids)]))
 
   assert term([1, 2, 3, 4], 2) == 0
   assert term([1, 2, 1, 2, 1, 2], 2) == pytest.approx(-0.8 * 3 / 5)
@@ -84,7 +88,7 @@ def test_repetition_of_ngrams_is_the_share_that_came_before():
 
 def test_tool_cost():
   config = ToolCostConfig(0.1, free=2, most=0.25)
-  costs = [shaping.tool_cost(config, made(calls=["x"] * n)) for n in range(7)]
+  costs = [shaping.tool_cost(config, trajectory_of(calls=["x"] * n)) for n in range(7)]
   assert costs == pytest.approx([0, 0, 0, -0.1, -0.2, -0.25, -0.25])
 
 
@@ -94,22 +98,21 @@ def test_any_terms_together_are_the_sum_of_their_parts():
     "repetition": RepetitionConfig(0.25),
     "tool_cost": ToolCostConfig(0.125),
   }
-  trajectory = made(tokens=8, calls=("a", "a"))
+  trajectory = trajectory_of(tokens=8, calls=("a", "a"))
   alone = {"overlong": -0.6, "repetition": -0.25, "tool_cost": -0.25}
   for n in range(len(terms) + 1):
     for names in itertools.combinations(terms, n):
       config = ShapingConfig(**{name: terms[name] for name in names})
       reward, parts = shaping.shape(config, 1.0, trajectory, MHQA)
-      wanted = {name: alone[name] for name in names}
-      assert parts == pytest.approx({"answer": 1.0, "format": 1.0, **wanted})
-      assert reward == pytest.approx(1.0 + sum(wanted.values()))
+      expected = {name: alone[name] for name in names}
+      assert parts == pytest.approx({"answer": 1.0, "format": 1.0, **expected})
+      assert reward == pytest.approx(1.0 + sum(expected.values()))
 
 
 @pytest.mark.parametrize(
   ("make", "message"),
   [
     (lambda: ShapingConfig(format_weight=0.1), "would count twice or not at all"),
-    (lambda: ShapingConfig("none", 0.1), "would count twice or not at all"),
     (lambda: ShapingConfig("weighted"), "needs a format_weight between 0 and 1"),
     (lambda: OverlongConfig(8, 9), "buffer=9 must be from 1 to limit=8"),
     (lambda: OverlongConfig(8, 4, 0.0), "weight=0 must be above 0"),

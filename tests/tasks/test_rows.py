@@ -55,6 +55,7 @@ def test_files_by_suffix_and_by_scheme(tmp_path):
   [
     ("{}/a.txt", ValueError, "unknown kind of task file '.txt'; accepted: .*json:"),
     ("json:{}/none", FileNotFoundError, "no task file at .*none"),
+    ("array_record:{}/none", FileNotFoundError, "no task file at .*none"),
     ("ftp:{}/none", FileNotFoundError, "no task file at ftp:"),
     ("hf:x?spilt=train", ValueError, "unknown option 'spilt'; accepted: split"),
     ("tfds:?split=train", ValueError, "names no data set"),
@@ -87,6 +88,7 @@ def test_gzipped_files(tmp_path, name):
     ("a.jsonl", b'{"question": "q"}\n{"question', r"a\.jsonl:2: not JSON"),
     ("a.jsonl", b'{"question": "q"}\n\xff\xfe\n', r"a\.jsonl:2: not UTF-8"),
     ("a.json", b"\xff", r"a\.json: not UTF-8"),
+    ("a.json", b"[1, 2", r"a\.json: not JSON"),
     ("a.parquet", b"PAR1 no", r"a\.parquet row 0: cannot be read as parquet"),
   ],
 )
@@ -94,23 +96,6 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(ValueError, match=message):
     rows(str(tmp_path / name))
-
-
-def test_array_record(tmp_path):
-  pytest.importorskip("array_record")
-  from array_record.python.array_record_module import ArrayRecordWriter
-
-  path = tmp_path / "a.array_record"
-  writer = ArrayRecordWriter(str(path), "group_size:1")
-  for row in ROWS:
-    writer.write(json.dumps(row).encode())
-  writer.close()
-  other = tmp_path / "other"
-  other.write_bytes(path.read_bytes())
-  assert rows(str(path)) == rows(f"array_record:{other}") == ROWS
-  assert [t.id for t in load_tasks(path)] == [r["id"] for r in ROWS]
-  with pytest.raises(FileNotFoundError, match=r"no task file at .*none"):
-    rows(f"array_record:{tmp_path / 'none'}")
 
 
 def test_what_save_to_disk_wrote(tmp_path):
@@ -191,9 +176,9 @@ def test_a_tfds_data_set(tmp_path):
       yield from ((row["id"], row) for row in ROWS)
 
   Toy(data_dir=str(tmp_path), file_format="array_record").download_and_prepare()
-  found = rows(f"tfds:toy?data_dir={tmp_path}")
-  assert sorted(found, key=lambda r: r["id"]) == ROWS
-  assert rows(f"tfds:toy?data_dir={tmp_path}") == found
+  toy_rows = rows(f"tfds:toy?data_dir={tmp_path}")
+  assert sorted(toy_rows, key=lambda r: r["id"]) == ROWS
+  assert rows(f"tfds:toy?data_dir={tmp_path}") == toy_rows
 
 
 def test_our_own_columns_of_text_are_objects_again(tmp_path):

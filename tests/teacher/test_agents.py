@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -74,11 +73,6 @@ def test_a_plain_run():
   assert run.usage.prompt == sum(e.prompt for e in run.events) > 0
 
 
-def test_every_prompt_tells_an_agent_enough_and_no_more():
-  for agent, prompt in PROMPTS.items():
-    assert 40 <= len(prompt.split()) <= 90, agent
-
-
 def test_agents_see_only_what_is_meant_for_them_and_their_own_replies():
   backend = Lines(
     orchestrator=[*STEPS, "NEXT: code\nREASON: secret"], verifier=["SCORE: 1"]
@@ -118,14 +112,6 @@ def test_one_malformed_reply_is_asked_for_again(agent):
   assert bad.agent == agent and bad.detail and bad.prompt > 0
   again = next(m for a, m in backend.seen if a == agent and len(m) > 3)
   assert "could not be used" in again[-1].content
-
-
-@pytest.mark.parametrize("agent", list(GOOD))
-def test_an_agent_that_is_never_well_formed_does_not_crash_the_team(agent):
-  lines = {"orchestrator": [*STEPS[:2], "NEXT: code", "NEXT: solver"], agent: [""]}
-  run = work(Lines(**lines), max_turns=6)
-  assert run.status in (Status.ENDED, Status.TURN_LIMIT)
-  assert runs.MALFORMED in kinds(run)
 
 
 @settings(max_examples=80, deadline=None)
@@ -207,9 +193,9 @@ def test_a_planner_that_lists_facts_first():
     assert (facts.prompt, plan.content) == (0, "mayor of it\nanswer")
     assert plan.prompt > 0  # one call, one charge
     assert run.usage.model_calls == 9
-  told = {a: "\n".join(m.content for m in messages) for a, messages in backend.seen}
-  assert {a for a in told if "[facts]" in told[a]} == {"orchestrator", "solver"}
-  assert "FACTS: <facts>" in told["planner"]
+  shown = {a: "\n".join(m.content for m in messages) for a, messages in backend.seen}
+  assert {a for a in shown if "[facts]" in shown[a]} == {"orchestrator", "solver"}
+  assert "FACTS: <facts>" in shown["planner"]
   # Without the option a plan is what it was.
   assert runs.FACTS not in kinds(work(Lines(planner=[good], orchestrator=list(STEPS))))
 
@@ -231,23 +217,20 @@ def test_a_reply_that_was_cut_is_asked_for_again(agent):
   assert run.status == Status.ENDED
 
 
-def test_a_tool_whose_service_is_down_ends_the_run_as_infrastructure():
+def test_a_service_that_is_down_ends_the_run_as_infrastructure():
   def down(name, arguments):
     return ToolCall(name, arguments, "no sandbox", CallStatus.INFRASTRUCTURE)
 
-  run = work(Lines(orchestrator=list(STEPS)), call=down)
-  assert run.status == Status.INFRASTRUCTURE and "no sandbox" in run.error
-
-
-def test_a_brain_that_cannot_answer_ends_the_run_as_infrastructure():
   def gone(agent, messages):
     raise InfrastructureError("nobody there")
 
+  run = work(Lines(orchestrator=list(STEPS)), call=down)
+  assert run.status == Status.INFRASTRUCTURE and "no sandbox" in run.error
   run = work(gone)
   assert (run.status, run.error) == (Status.INFRASTRUCTURE, "nobody there")
 
 
-def test_a_brain_that_gives_up_ends_the_run_and_says_why():
+def test_a_backend_that_gives_up_ends_the_run_and_says_why():
   def quits(agent, messages):
     if agent == "planner":
       raise Unsolvable("no_plan", "too hard")
@@ -317,24 +300,6 @@ def test_the_meter_by_hand():
   assert meter.charge(first, "d e") == (5, 0, 3)
   more = [*first, Message("assistant", "d e"), Message("user", "f")]
   assert meter.charge(more, "g") == (10, 8, 2)
-
-
-def test_runs_are_the_same_twice_and_survive_json(tasks, toolbox):
-  backend = ScriptedBackend(tasks, ScriptedConfig())
-  for task in tasks[:20]:
-    first, second = (
-      solve(task, backend, toolbox.call, TOOLS, TeamConfig(), encode) for _ in range(2)
-    )
-    assert Run.from_json(json.loads(json.dumps(first.to_json()))) == first
-    for run in (first, second):
-      run.usage = dataclasses.replace(run.usage, seconds=0.0)
-      run.calls = [dataclasses.replace(c, seconds=0.0) for c in run.calls]
-    assert first == second
-
-
-def test_a_run_record_that_is_none_is_refused():
-  with pytest.raises(ValueError, match="here: field 'events' is missing"):
-    Run.from_json({"task_id": "t"}, "here")
 
 
 def test_a_file_of_runs_survives_a_kill_in_the_middle_of_a_line(tmp_path):

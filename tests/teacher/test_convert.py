@@ -189,16 +189,6 @@ def test_every_call_and_observation_is_kept_in_order_or_the_run_is_dropped(turns
   assert all(s.role == roles.OBSERVATION for s in tools)
 
 
-def test_ordinary_runs_are_not_dropped_by_that_property():
-  turn = [PLAIN[2], (runs.CALL, "x", "<answer>"), PLAIN[4]]
-  assert not isinstance(
-    convert(
-      make_run([*PLAIN[:2], *turn * 3, *PLAIN[-3:]]),
-      TASK, UNIFIED, PROMPT,
-    ), Dropped,
-  )  # fmt: skip
-
-
 def test_what_the_protocol_has_no_place_for_is_left_out():
   steps = [*PLAIN[:5]]
   steps.insert(2, (runs.MALFORMED, "NEXT: nobody", "bad"))

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import get_variant, wrap
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
 from coa_jax.tasks.task import Task
@@ -16,7 +15,6 @@ from coa_jax.teacher.filters import (
   STAGES,
   FiltersConfig,
   filter_trajectories,
-  was_corrected,
 )
 
 FILTERS = FiltersConfig()
@@ -136,10 +134,6 @@ def test_only_what_is_known_to_have_ended_right_is_repeated(reward):
   assert len(kept) == 1 and funnel["error_correction"]["corrected"] == 0
 
 
-def test_what_was_never_wrong_did_not_correct_itself():
-  assert not was_corrected(parse(make(GOOD)[1].text, UNIFIED).spans)
-
-
 def test_down_sampling_keeps_its_share_and_does_not_look_at_others():
   pairs = [make([*PLAIN, *END], i) for i in range(1000)]
   config = FiltersConfig(keep_unreflected=0.3)
@@ -213,10 +207,10 @@ def test_near_duplicates_keep_the_first(tmp_path):
 
 
 def test_what_is_of_an_evaluation_set_goes(tmp_path):
-  asked = "Which river runs through the town where Mira Quill was born?"
+  question = "Which river runs through the town where Mira Quill was born?"
   path = tmp_path / "eval.jsonl"
-  path.write_text(json.dumps({"question": asked, "answer": "x"}) + "\n")
-  leaked = f"Forum: {asked.lower()} The answer is x."
+  path.write_text(json.dumps({"question": question, "answer": "x"}) + "\n")
+  leaked = f"Forum: {question.lower()} The answer is x."
   leak = [*PLAIN[:-1], ("observation", leaked), ("reflection", "r"), *END]
   config = FiltersConfig(benchmarks=(str(path),))
   pairs = [make(leak, 0), make(GOOD, 1)]

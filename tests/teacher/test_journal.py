@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.teacher.agents import TeamConfig, solve
-from coa_jax.teacher.backend import InfrastructureError, Message
-from coa_jax.teacher.backend import Reply as Said
+from coa_jax.teacher.backend import InfrastructureError, Message, Reply
 from coa_jax.teacher.journal import Journal
 from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig
 from coa_jax.teacher.prompts import PROMPTS
@@ -36,7 +35,7 @@ class Counted:
 
   def backend(self, agent, messages):
     self.calls += 1
-    return Said(f"reply {self.calls}", 100, 60, 5, 0.5, 1, ("status 500: ''",), "m")
+    return Reply(f"reply {self.calls}", 100, 60, 5, 0.5, 1, ("status 500: ''",), "m")
 
   def tool(self, name, arguments):
     self.calls += 1
@@ -48,10 +47,8 @@ def test_what_was_answered_is_not_asked_again(tmp_path):
   counted = Counted()
 
   def ask(journal, run):
-    backend, tool = (
-      journal.backend(counted.backend, run),
-      journal.tools(counted.tool, run),
-    )
+    backend = journal.backend(counted.backend, run)
+    tool = journal.tools(counted.tool, run)
     return [
       backend("planner", ASK),
       backend("search", ASK),
@@ -93,7 +90,7 @@ def test_a_file_cut_anywhere_keeps_every_whole_line(tmp_path_factory, cut):
   counted = Counted()
   with Journal(str(path)) as journal:
     backend = journal.backend(counted.backend, ("a", 0))
-    said = [backend("planner", [Message("user", str(i))]) for i in range(8)]
+    replies = [backend("planner", [Message("user", str(i))]) for i in range(8)]
   data = path.read_bytes()
   path.write_bytes(data[: cut % (len(data) + 1)])
   whole = path.read_bytes().count(b"\n")
@@ -101,7 +98,7 @@ def test_a_file_cut_anywhere_keeps_every_whole_line(tmp_path_factory, cut):
   with Journal(str(path)) as journal:
     backend = journal.backend(counted.backend, ("a", 0))
     again = [backend("planner", [Message("user", str(i))]) for i in range(8)]
-  assert again[:whole] == said[:whole] and counted.calls == 100 + 8 - whole
+  assert again[:whole] == replies[:whole] and counted.calls == 100 + 8 - whole
   assert len(lines(path)) == 8
 
 
@@ -150,15 +147,17 @@ def test_a_journal_that_stops_answers_only_what_it_knows(tmp_path):
   assert counted.calls == 1
 
 
-def test_finished_runs_take_no_memory(tmp_path):
-  path, counted = str(tmp_path / "c"), Counted()
+def test_finished_runs_are_forgotten_and_stay_on_the_bill(tmp_path):
+  path = str(tmp_path / "c")
+  counted = Counted()
   with Journal(path) as journal:
     journal.backend(counted.backend, ("a", 0))("planner", ASK)
-  with Journal(path, done=lambda run: run == ("a", 0)) as journal:
-    assert journal.bill()["calls"] == 1 and not journal._at
-  with Journal(path) as journal:
     journal.forget(("a", 0))
-    assert not journal._at
+    journal.backend(counted.backend, ("a", 0))("planner", ASK)
+  assert counted.calls == 2
+  with Journal(path, done=lambda run: run == ("a", 0)) as journal:
+    journal.backend(counted.backend, ("a", 0))("planner", ASK)
+    assert journal.bill()["calls"] == 3 == counted.calls
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
@@ -179,7 +178,7 @@ def test_many_threads_share_it(tmp_path):
   path = tmp_path / "c"
 
   def backend(agent, messages):
-    return Said(messages[0].content * 50)
+    return Reply(messages[0].content * 50)
 
   with (
     Journal(str(path)) as journal,
@@ -194,8 +193,8 @@ def test_many_threads_share_it(tmp_path):
   with Journal(str(path)) as journal:
     for i in range(16):
       ask = journal.backend(Counted().backend, (str(i), 0))
-      found = [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
-      assert found == first[i] and found[3] == f"{i} 3" * 50
+      texts = [ask("planner", [Message("user", f"{i} {k}")]).text for k in range(20)]
+      assert texts == first[i] and texts[3] == f"{i} 3" * 50
 
 
 def timeless(run):

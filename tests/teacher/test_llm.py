@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import email.utils
 import json
-import socket
 import time
 
 import pytest
@@ -23,6 +22,7 @@ from coa_jax.teacher.llm import ChatBackend, TeacherChatConfig, read_completion
 from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
+DEEP = "[" * 100_000
 ASK = [Message("system", PROMPTS["planner"]), Message("user", "Question: who?")]
 
 
@@ -48,13 +48,17 @@ def test_what_is_sent_and_what_is_read():
   assert reply.seconds > 0
 
 
-def test_the_key_may_lie_in_a_file(tmp_path):
+def test_the_key_may_lie_in_a_file_and_none_is_needed(tmp_path):
   (tmp_path / "key").write_text("sesame\n")
   with ChatServer() as server:
     config = server.config(key_file=str(tmp_path / "key"))
     with ChatBackend(config, "of another endpoint") as backend:
       backend("planner", ASK)
-  assert server.requests[0].headers["Authorization"] == "Bearer sesame"
+    with ChatBackend(server.config()) as backend:  # and there may be none
+      backend("planner", ASK)
+  first, second = server.requests
+  assert first.headers["Authorization"] == "Bearer sesame"
+  assert "Authorization" not in second.headers
 
 
 def test_loopback_is_no_proxys_business(monkeypatch):
@@ -62,12 +66,6 @@ def test_loopback_is_no_proxys_business(monkeypatch):
     monkeypatch.setenv(name, "http://127.0.0.1:1")
   with ChatServer() as server, ChatBackend(server.config(retries=0)) as backend:
     assert backend("planner", ASK).text == "hello"
-
-
-def test_no_key_sends_no_authorization():
-  with ChatServer() as server, ChatBackend(server.config()) as backend:
-    backend("planner", ASK)
-  assert "Authorization" not in server.requests[0].headers
 
 
 @pytest.mark.parametrize(
@@ -78,12 +76,6 @@ def test_passing_faults_are_retried(fault):
     server.faults = [fault, fault]
     reply = backend("planner", ASK)
   assert (reply.text, reply.retries) == ("hello", 2)
-
-
-def test_a_slow_reply_is_retried():
-  with ChatServer() as server, ChatBackend(server.config(timeout_s=1.0)) as backend:
-    server.faults = ["slow"]
-    assert backend("planner", ASK).retries >= 1
 
 
 def test_a_reply_that_drips_is_retried():
@@ -166,9 +158,6 @@ def test_function_calls_are_put_into_the_words_of_the_team(message, text):
   assert read_completion(completion(message)).text == text
 
 
-DEEP = "[" * 100_000
-
-
 @pytest.mark.parametrize(
   "body, text",
   [
@@ -187,11 +176,6 @@ DEEP = "[" * 100_000
 def test_odd_numbers_and_depths_of_a_reply_are_no_crash(body: str, text: str):
   reply = read_completion(body)
   assert reply.text == text and reply.prompt_tokens == 0
-
-
-def test_a_reply_without_an_end_of_brackets_is_no_completion():
-  with pytest.raises(ValueError, match="the body starts with"):
-    read_completion(DEEP)
 
 
 def test_a_pause_that_is_no_number_is_none():
@@ -255,21 +239,9 @@ def test_a_request_refused_for_its_content_costs_one_run_only():
   assert len(server.requests) == 1
 
 
-def test_an_unreachable_endpoint_is_infrastructure():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
-  config = TeacherChatConfig(base_url=url, model="m", retries=1, backoff_s=0.001)
-  with (
-    ChatBackend(config) as backend,
-    pytest.raises(InfrastructureError, match="Connect"),
-  ):
-    backend("planner", ASK)
-
-
 @pytest.mark.parametrize(
   "body",
-  ["", "null", "[]", "{}", '{"choices": [{"message": {"content": 3}}]}', '"x"'],
+  ["", "null", "[]", "{}", '{"choices": [{"message": {"content": 3}}]}', '"x"', DEEP],
 )
 def test_what_is_no_completion_is_refused(body):
   with pytest.raises(ValueError):
@@ -282,13 +254,6 @@ def test_odd_usage_counts_as_none():
     ' "completion_tokens": -1, "prompt_tokens_details": null}}'
   )
   assert reply.text == "" and reply.reported == ()
-
-
-def test_config_refusals():
-  with pytest.raises(ValueError, match="http://"):
-    TeacherChatConfig(base_url="localhost:8000", model="m")
-  with pytest.raises(ValueError, match="name the model"):
-    TeacherChatConfig(base_url="http://localhost", model="")
 
 
 def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
@@ -311,14 +276,3 @@ def test_the_whole_team_over_http_does_what_it_does_in_process(tasks, toolbox):
     assert run.usage.prompt == direct.usage.prompt
     assert all(e.reported == (100, 64, 7) for e in run.events if e.prompt)
   assert sum(e.retries for run in served for e in run.events) == 4
-
-
-def test_a_team_whose_endpoint_goes_down_ends_as_infrastructure(tasks, toolbox):
-  backend = ScriptedBackend(tasks, ScriptedConfig())
-  with ChatServer(backend) as server, ChatBackend(server.config(retries=0)) as remote:
-    server.faults = ["ok", "ok", 500]
-    run = solve(
-      tasks[0], remote, toolbox.call, ("wiki_search", "code"), TeamConfig(), encode
-    )
-  assert run.status == Status.INFRASTRUCTURE and "status 500" in run.error
-  assert len(run.events) == 2 and run.prediction is None

@@ -6,7 +6,6 @@ import json
 import re
 
 import foreign
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +15,7 @@ from coa_jax.protocol.parser import parse
 from coa_jax.protocol.tools import SPECS
 from coa_jax.protocol.trajectory import Author
 from coa_jax.teacher.convert import ConvertConfig
-from coa_jax.teacher.tool_augmentation import ToolAugmentation, augment
+from coa_jax.teacher.tool_augmentation import augment
 
 UNIFIED = roles.get_variant("unified")
 WHOLE = ConvertConfig(missing_think="Go on.", score_right=True)
@@ -93,8 +92,3 @@ def test_no_two_tools_can_be_called_the_same():
   called = [name for spec in SPECS.values() for name in spec.choices(False).names]
   assert len(called) == len(set(called))
   assert not set(called) & {*roles.ROLES, roles.OBSERVATION}
-
-
-def test_config_refusals():
-  with pytest.raises(ValueError, match="copies must be at least 0"):
-    ToolAugmentation(copies=-1)

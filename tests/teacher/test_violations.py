@@ -98,8 +98,7 @@ def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
 
 @pytest.mark.parametrize(
   ("faults", "error"),
-  [([500] * 99, InfrastructureError), (["cut"] * 99, InfrastructureError),
-   (["garbage"] * 99, InfrastructureError), ([401] * 99, RefusedError)],
+  [(["cut"] * 99, InfrastructureError), ([401] * 99, RefusedError)],
 )  # fmt: skip
 def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error):
   pairs = [trajectory(n) for n in range(3)]

@@ -109,15 +109,18 @@ class _Content:
 
 @functools.cache
 def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
+  # --- One table for each language, and one that says where the first tag ends.
   must, earned = _rules(role, graded, functions)
   close = text(roles.close_tag(role))
   # A language's own table follows content and closing tag, whichever it is that a byte
-  # belongs to; the table of tags says where the first tag ends.
+  # belongs to.
   tables = [compile_language(row(part, close)) for part in (*must, *earned.values())]
   tags, own = _tags(role)
   # Bytes that no table tells apart take the same way: one of each is looked at.
   columns = np.concatenate([t.next_SX for t in (tags, *tables)])
   _, firsts, kind_X = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+
+  # --- All of them side by side: a state is a state of each.
   start = (0,) * (len(tables) + 1)
   number = {start: 0}
   states = [start]
@@ -126,13 +129,15 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
   for current in states:  # grows as it runs
     if tags.accepts_S[current[0]]:
       # A tag ends here. It is this role's, or nothing may follow.
-      done = [
+      accepted = [
         s >= 0 and bool(t.accepts_S[s])
         for t, s in zip(tables, current[1:], strict=True)
       ]
-      fine = current[0] == own and all(done[: len(must)])
-      names = zip(earned, done[len(must) :], strict=True)
-      earns.append(frozenset(n for n, yes in names if yes) if fine else None)
+      if current[0] == own and all(accepted[: len(must)]):
+        names = zip(earned, accepted[len(must) :], strict=True)
+        earns.append(frozenset(name for name, is_earned in names if is_earned))
+      else:
+        earns.append(None)
       rows.append(np.full(256, -1))
       continue
     earns.append(None)
@@ -199,10 +204,11 @@ class _Place:
     """What is still remembered inside a span of `role`."""
     if role == THINK:
       return dataclasses.replace(self, thinking=True)
-    plans = self.plans + (role == roles.PLAN)
+    # No more is counted than the rules ask about, or there would be no end of states.
+    plans = 0
+    if variant.max_plans is not None:
+      plans = self.plans + (role == roles.PLAN)
     calls = self.calls + (role in variant.tools)
-    # No more than the rules ask about, or there would be no end of states.
-    plans = plans if variant.max_plans is not None else 0
     return _Place(role, plans=plans, calls=min(calls, variant.min_calls))
 
   def closed(self, earned: frozenset[str]) -> _Place:
@@ -218,7 +224,7 @@ class _Place:
 
 
 def compile_grammar(variant: Variant) -> Grammar:
-  """The byte automaton of everything that a policy may write in a variant."""
+  """Compiles everything that a policy may write in a variant into a byte automaton."""
   # States are ("open", place, begun), ("in", place, role, content state), and
   # ("stop", place) after a tool's or the answer's closing tag.
   start = ("open", _Place(), "")
@@ -232,8 +238,10 @@ def compile_grammar(variant: Variant) -> Grammar:
       states.append(state)
     return number[state]
 
+  # --- What follows each state, byte by byte.
   for current in states:  # grows as it runs
-    rows.append(out := np.full(256, -1))
+    out = np.full(256, -1)
+    rows.append(out)
     if current[0] == "stop":
       if current[1].last != ANSWER:
         index(("open", current[1], ""))
@@ -244,13 +252,14 @@ def compile_grammar(variant: Variant) -> Grammar:
           out[b] = index(current)
       for role in place.allowed(variant):
         tag = roles.open_tag(role)
-        if tag.startswith(begun):
-          so_far = tag[: len(begun) + 1]
-          if so_far == tag:
-            entered = place.entered(role, variant)
-            out[ord(tag[-1])] = index(("in", entered, role, 0))
-          else:
-            out[ord(so_far[-1])] = index(("open", place, so_far))
+        if not tag.startswith(begun):
+          continue
+        so_far = tag[: len(begun) + 1]
+        if so_far == tag:
+          entered = place.entered(role, variant)
+          out[ord(tag[-1])] = index(("in", entered, role, 0))
+        else:
+          out[ord(so_far[-1])] = index(("open", place, so_far))
     else:
       _, place, role, inner = current
       functions = tuple(variant.functions) if role == tools.FUNCTION_TAG else ()
@@ -265,12 +274,15 @@ def compile_grammar(variant: Variant) -> Grammar:
         then = place.closed(earned)
         stops = role == ANSWER or role in variant.tools
         out[b] = index(("stop", then) if stops else ("open", then, ""))
+
+  # --- Where a tool's closing tag leads to, and where the trajectory ends.
   resume = np.full(len(states), -1)
   ends = np.zeros(len(states), bool)
   for i, s in enumerate(states):
     if s[0] == "stop":
       ends[i] = s[1].last == ANSWER
-      resume[i] = -1 if ends[i] else number["open", s[1], ""]
+      if not ends[i]:
+        resume[i] = number["open", s[1], ""]
   return _trimmed(np.stack(rows), resume, ends)
 
 

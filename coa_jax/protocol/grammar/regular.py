@@ -83,61 +83,70 @@ class Table:
   accepts_S: np.ndarray
 
 
-def compile_language(language: Language) -> Table:
-  """The language as the smallest table whose every state is reachable."""
-  edges: list[list[tuple[frozenset[int], int]]] = []  # per state: bytes, target
-  free: list[list[int]] = []  # per state: targets of transitions that read nothing
+class _Nfa:
+  """A nondeterministic automaton, built part by part (Thompson's construction)."""
 
-  def state() -> int:
-    edges.append([])
-    free.append([])
-    return len(edges) - 1
+  def __init__(self):
+    self.edges: list[list[tuple[frozenset[int], int]]] = []  # state -> (bytes, target)
+    self.free: list[list[int]] = []  # state -> targets that are reached without a byte
 
-  def build(part: Language, start: int) -> int:
+  def add_state(self) -> int:
+    self.edges.append([])
+    self.free.append([])
+    return len(self.edges) - 1
+
+  def add(self, part: Language, start: int) -> int:
     """Adds `part` from `start` on; returns the state in which it ends."""
     if part.kind == "bytes":
-      end = state()
-      edges[start].append((part.of, end))
+      end = self.add_state()
+      self.edges[start].append((part.of, end))
       return end
     if part.kind == "row":
       for inner in part.of:
-        start = build(inner, start)
+        start = self.add(inner, start)
       return start
-    end = state()
+    end = self.add_state()
     if part.kind == "many":
       # A state of its own, so that what leads to `start` can not enter the loop late.
-      loop = state()
-      free[start].append(loop)
-      free[build(part.of[0], loop)].append(loop)
-      free[loop].append(end)
+      loop = self.add_state()
+      self.free[start].append(loop)
+      self.free[self.add(part.of[0], loop)].append(loop)
+      self.free[loop].append(end)
       return end
     for inner in part.of:
-      begin = state()
-      free[start].append(begin)
-      free[build(inner, begin)].append(end)
+      begin = self.add_state()
+      self.free[start].append(begin)
+      self.free[self.add(inner, begin)].append(end)
     return end
 
-  final = build(language, state())
-
-  def closure(states: Iterable[int]) -> frozenset[int]:
-    seen = set(states)
-    stack = list(states)
+  def closure(self, states: Iterable[int]) -> frozenset[int]:
+    """These states and all that are reached from them without a byte."""
+    reached = set(states)
+    stack = list(reached)
     while stack:
-      for target in free[stack.pop()]:
-        if target not in seen:
-          seen.add(target)
+      for target in self.free[stack.pop()]:
+        if target not in reached:
+          reached.add(target)
           stack.append(target)
-    return frozenset(seen)
+    return frozenset(reached)
 
-  sets = [closure([0])]
+
+def compile_language(language: Language) -> Table:
+  """Compiles a language into the smallest table whose every state is reachable."""
+  nfa = _Nfa()
+  final = nfa.add(language, nfa.add_state())
+
+  # --- Subset construction: a state of the table is a set of states.
+  sets = [nfa.closure([0])]
   number = {sets[0]: 0}
   rows = []
   for current in sets:  # grows as it runs
     targets: list[set[int]] = [set() for _ in range(256)]
-    for s in current:
-      for among, target in edges[s]:
+    for state in current:
+      for among, target in nfa.edges[state]:
         for b in among:
           targets[b].add(target)
+    # Many bytes lead to the same targets: each closure is looked for once.
     numbers: dict[frozenset[int], int] = {}
     out = np.full(256, -1, np.int64)
     for b, reached in enumerate(targets):
@@ -145,14 +154,16 @@ def compile_language(language: Language) -> Table:
         continue
       key = frozenset(reached)
       if key not in numbers:
-        after = closure(reached)
+        after = nfa.closure(reached)
         if after not in number:
           number[after] = len(sets)
           sets.append(after)
         numbers[key] = number[after]
       out[b] = numbers[key]
     rows.append(out)
-  accepts_S = np.array([final in s for s in sets])
+
+  # --- The same language with the fewest states.
+  accepts_S = np.array([final in states for states in sets])
   next_SX, new_S = minimise(np.stack(rows), accepts_S)
   accepts = np.zeros(len(next_SX), bool)
   accepts[new_S[accepts_S]] = True

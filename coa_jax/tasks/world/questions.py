@@ -2,6 +2,8 @@
 
 A program is a list of steps (see `evaluate`): look-ups in pages, operations on whole
 numbers, a comparison. Families differ in how many steps of which kind they need.
+
+budget: a family's words and its program are read together.
 """
 
 from __future__ import annotations
