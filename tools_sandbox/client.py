@@ -1,4 +1,4 @@
-"""The one door to this package: `Sandbox`, and the tools that need no sandbox."""
+"""`Sandbox`: runs programs and searches a corpus, whatever is behind it."""
 
 from __future__ import annotations
 
@@ -142,12 +142,17 @@ class Sandbox:
     """
     if self._pool is None:
       raise ValueError("only back-ends 'jail' and 'remote' have sessions")
-    wall_s = self._limits.wall_s if timeout_s is None else timeout_s
+    if timeout_s is None:
+      timeout_s = self._limits.wall_s
+    if cpu_s is None:
+      cpu_s = CELLS_OF_CPU * timeout_s
+    if memory_mb is None:
+      memory_mb = self._limits.memory_mb
     limits = dataclasses.replace(
       self._limits,
-      wall_s=wall_s,
-      cpu_s=CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
-      memory_mb=self._limits.memory_mb if memory_mb is None else memory_mb,
+      wall_s=timeout_s,
+      cpu_s=cpu_s,
+      memory_mb=memory_mb,
       seed=seed,
       clock_s=clock_s,
     )

@@ -29,11 +29,11 @@ _JSON = {"content-type": "application/json"}
 class Fault(NamedTuple):
   """What was wrong with one attempt: in our words, and in those of the service."""
 
-  what: str
+  message: str
   detail: str = ""
 
   def __str__(self) -> str:
-    return f"{self.what}: {self.detail}" if self.detail else self.what
+    return f"{self.message}: {self.detail}" if self.detail else self.message
 
 
 class BadReply(ValueError):
@@ -131,7 +131,7 @@ class Retries:
     """
     if requested_s > self._max_pause_s:
       wish = f"it asks to wait {requested_s:.0f} s, max_pause_s is less"
-      fault = Fault(fault.what, f"{fault.detail}; {wish}")
+      fault = Fault(fault.message, f"{fault.detail}; {wish}")
     self.faults.append(fault)
     if requested_s > self._max_pause_s or len(self.faults) > self._retries:
       raise NoReply(self.faults)
@@ -206,10 +206,10 @@ class Service:
     try:
       return self.send(body, seconds, read)[0]
     except NoReply as e:
-      what = e.faults[-1].what
+      message = e.faults[-1].message
       if e.refusal in _REFUSES_CONTENT:
-        raise ToolFault(f"{self._name} refuses the request ({what})") from None
-      raise self.broken(what) from None
+        raise ToolFault(f"{self._name} refuses the request ({message})") from None
+      raise self.broken(message) from None
 
   def send(
     self,
@@ -249,9 +249,9 @@ class Service:
         raise NoReply(retries.faults)
       time.sleep(pause)
 
-  def broken(self, what: str) -> Unavailable:
+  def broken(self, message: str) -> Unavailable:
     """The error for a reply that is JSON but not the service's own."""
-    return Unavailable(f"{self._name} gives no usable reply: {what}")
+    return Unavailable(f"{self._name} gives no usable reply: {message}")
 
   def _wait_turn(self, deadline: float) -> None:
     with self._lock:

@@ -312,10 +312,10 @@ def read_fields(cls: type[_Model], value: Any) -> _Model:
     raise BadField(message, field, is_unknown=True)
   if fault["type"] == "missing":
     raise BadField(f"{field} is missing", field)
-  what = fault["msg"].replace("Input should be", "must be")
-  what = what.replace("a valid integer", "an integer").replace("a valid ", "a ")
+  rule = fault["msg"].replace("Input should be", "must be")
+  rule = rule.replace("a valid integer", "an integer").replace("a valid ", "a ")
   value = repr(fault["input"])[:100]
-  raise BadField(f"{field} {what}, got {value}", field)
+  raise BadField(f"{field} {rule}, got {value}", field)
 
 
 async def read_body(request: Request, most: int) -> bytes:

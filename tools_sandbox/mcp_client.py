@@ -140,7 +140,9 @@ class McpTool:
       Unavailable: the server is gone and cannot be started again.
     """
     arguments = self._arguments(content)
-    session = self._open()
+    session = self._open()  # before the clock of the call begins
+
+    # --- Make the call; what goes wrong is told by whose fault it is.
     try:
       result = self._run(
         seconds,
@@ -165,6 +167,8 @@ class McpTool:
     except Exception as e:
       self._drop(session)
       raise Unavailable(f"the MCP server fails ({type(e).__name__})") from None
+
+    # --- Its text; a tool may answer that it failed.
     text = _text(result)
     if result.is_error:
       raise ToolFault(text or "the tool failed")

@@ -158,8 +158,8 @@ def test_a_later_program_gets_no_more_seconds_than_it_is_given():
     box.submit("code", tool_bodies.render_code("x = 1"), session=cells).result(120)
     session = cells._session
     call = box.submit("code", nap, 0.5, cells).result(120)
-    said = (CallStatus.TOOL, "error: no answer after 0.5 s")
-    assert (call.status, call.result) == said and 0.5 <= call.seconds < 3
+    expected = (CallStatus.TOOL, "error: no answer after 0.5 s")
+    assert (call.status, call.result) == expected and 0.5 <= call.seconds < 3
     assert session.alive and box.session_owners  # until its program has ended
     cells.close()
     soon(lambda: not session.alive and not box.session_owners and box.hung == 0)

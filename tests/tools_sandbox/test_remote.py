@@ -93,9 +93,9 @@ def test_a_program_ends_alike_here_and_there(service):
     verdicts = set()
     for program, stdin in PROGRAMS:
       limits = dict(timeout_s=seconds(program), memory_mb=256)
-      here, there = in_both(local, remote, program, stdin, **limits)
-      assert there == here, program
-      verdicts.add(here.verdict)
+      local_result, remote_result = in_both(local, remote, program, stdin, **limits)
+      assert remote_result == local_result, program
+      verdicts.add(local_result.verdict)
     assert verdicts == set(Verdict) - {Verdict.INFRASTRUCTURE}
     for bad in ({"program": 5}, {"program": "", "stdin": b""}):
       with pytest.raises(TypeError):
@@ -121,8 +121,9 @@ def test_many_callers_share_the_service(service):
     sandbox(server.url, token_file=token_file, wait_s=300.0) as remote,
     concurrent.futures.ThreadPoolExecutor(24) as threads,
   ):
-    said = threads.map(lambda i: remote.run("print(input())", str(i)).stdout, range(96))
-    assert list(said) == [f"{i}\n" for i in range(96)]
+    lines = [str(i) for i in range(96)]
+    outputs = threads.map(lambda x: remote.run("print(input())", x).stdout, lines)
+    assert list(outputs) == [f"{line}\n" for line in lines]
 
 
 def test_a_wrong_token_or_url_is_known_at_once(service, tmp_path):
@@ -191,12 +192,6 @@ def test_a_result_of_other_types_is_no_answer():
         server.actions[path] = answer(wrong)
         lost = remote.run("print(1)", timeout_s=0.3)
     assert lost.verdict == Verdict.INFRASTRUCTURE
-
-
-@pytest.mark.parametrize("wait_s", [0.0, float("nan"), float("inf")])
-def test_seconds_that_are_none_are_refused(wait_s: float):
-  with pytest.raises(ValueError, match="wait_s must be positive and finite"):
-    RemoteConfig(("http://a",), wait_s=wait_s)
 
 
 def test_what_the_program_did_is_not_asked_again():
@@ -321,24 +316,6 @@ def test_its_floods_are_cut_here():
     with sandbox(server.url, api="sandbox_fusion") as remote:
       result = remote.run("")
   assert result.truncated and len(result.stdout) < 66_000 and result.stderr == "?"
-
-
-@pytest.mark.parametrize(
-  ("fields", "words"),
-  [
-    ({"urls": ()}, "urls must be a list of one or more"),
-    ({"urls": "http://a"}, "urls must be a list"),
-    ({"urls": ("a:80",)}, "must start with http"),
-    (
-      {"urls": ("http://a",), "api": "nsjail"},
-      "accepted: tools_sandbox, sandbox_fusion",
-    ),
-    ({"urls": ("http://a",), "wait_s": 0.0}, "wait_s must be positive"),
-  ],
-)
-def test_impossible_configs_are_refused(fields, words: str):
-  with pytest.raises(ValueError, match=words):
-    RemoteConfig(**fields)
 
 
 def test_the_back_end_and_its_services_belong_together():

@@ -112,8 +112,8 @@ def test_the_server_refuses_floods_and_other_paths(url: str):
 
 def test_many_ask_at_once(url: str):
   with retriever(url) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
-    found = list(pool.map(lambda _: client.search("nile", 1, LONG), range(100)))
-  assert all(f[0].document.id == "2" for f in found)
+    results = list(pool.map(lambda _: client.search("nile", 1, LONG), range(100)))
+  assert all(hits[0].document.id == "2" for hits in results)
 
 
 def test_servers_without_scores_and_with_other_contents_are_read():

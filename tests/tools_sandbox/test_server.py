@@ -141,10 +141,10 @@ def test_giant_bodies_and_other_content_are_refused(server: Server):
 
 
 @pytest.mark.parametrize(
-  "said", [None, "", "Bearer", f"Bearer {TOKEN}x", TOKEN, "Bearer \xe9"]
+  "header", [None, "", "Bearer", f"Bearer {TOKEN}x", TOKEN, "Bearer \xe9"]
 )
-def test_nothing_is_done_without_the_token(server: Server, said: str | None):
-  headers = {} if said is None else {"authorization": said.encode("latin-1")}
+def test_nothing_is_done_without_the_token(server: Server, header: str | None):
+  headers = {} if header is None else {"authorization": header.encode("latin-1")}
   runs = server.metric("sandbox_runs_total", verdict="ok")
   for path in ("/run", "/session"):
     reply = httpx.post(

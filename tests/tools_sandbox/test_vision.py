@@ -219,9 +219,7 @@ def test_an_endpoint_that_fails(server, inspect, status, fault):
   assert KEY not in str(error.value)
 
 
-def test_configs_that_make_no_sense_are_refused(tmp_path):
-  chat = ChatConfig("http://a", "m")
-  with pytest.raises(ValueError):
-    VisionConfig(chat, max_pixels=0)
+def test_a_folder_that_is_none_is_refused(tmp_path):
+  config = VisionConfig(ChatConfig("http://a", "m"), folder=str(tmp_path / "none"))
   with pytest.raises(ValueError, match="is no folder"):
-    Inspector(VisionConfig(chat, folder=str(tmp_path / "none")))
+    Inspector(config)

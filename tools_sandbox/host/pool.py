@@ -81,9 +81,13 @@ class SandboxPool:
         f"backend 'jail' cannot be used here: {'; '.join(missing)}. {_WEAKER}"
       )
     self.limits = limits or wire.Limits()
+
+    # --- What zygotes are made of, and when they are worn.
     self._backend = backend
     self._preload = tuple(preload)
     self._runs_per_zygote = runs_per_zygote
+
+    # --- Who has a slot and who waits; all of it under `_changed`.
     self._changed = threading.Condition()
     self._idle: list[slot.Zygote] = []
     self._unstarted = slots
@@ -124,6 +128,8 @@ class SandboxPool:
     wire.check_texts(program, stdin)
     limits = limits or self.limits
     request = _request(program, stdin, limits, session=False)
+
+    # --- Wait for a slot, and run; whatever happens, the slot is given back.
     zygote = self._acquire()
     try:
       for last in (False, True):
@@ -135,7 +141,7 @@ class SandboxPool:
           break
         except slot.ZygoteDied as e:
           zygote = self._retire(zygote)
-          if e.started or last:
+          if e.started or last:  # it may have run: twice is not as good as once
             zygote = self._spare()
             return e.result()
       zygote = self._unless_worn(zygote)
@@ -177,6 +183,8 @@ class SandboxPool:
       raise ValueError(f"lease_s must be above 0, got {lease_s!r}")
     limits = limits or self.limits
     request = _request("", "", limits, session=True)
+
+    # --- Wait for a slot, and have its process begin.
     zygote = self._acquire(wait_s)
     try:
       for last in (False, True):
@@ -188,6 +196,8 @@ class SandboxPool:
           zygote = self._retire(zygote)
           if last:
             raise
+
+      # --- From here on the session gives the slot back, at its end or its lease's.
       lent = _LentSlot(self._retire, self._end_session, zygote, limits.wall_s, ended)
       session = Session(lent, lease_s)
       with self._changed:

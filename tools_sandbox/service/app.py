@@ -115,8 +115,9 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
 
   open_session, cell, close_session = _session_handlers(queue, config)
 
+  # --- What answers each route.
   async def run(request: Request) -> Response:
-    with queue.place():
+    with queue.place():  # before the body is read, so that places bound the memory
       task = await _read_request(request, config, read_run)
       start_by = task.deadline_s - task.limits.wall_s
       gone = _gone(request)
@@ -133,6 +134,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
     del request
     return Response(queue.metrics(), media_type="text/plain; version=0.0.4")
 
+  # --- The token, and the routes that want it: all but /health.
   def guarded(handler: _Handler) -> _Handler:
     async def handle(request: Request) -> Response:
       if config.token and not _bears(request, config.token):

@@ -74,9 +74,12 @@ class RunQueue:
     self._places = slots + max_waiting
     self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
     self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-    self._taken = self._busy = 0
+    self._admitted = 0  # places of requests; those of sessions come on top
+    self._busy = 0
     self._sessions: dict[str, _Open] = {}
     self.draining = False
+
+    # --- The metrics, of this queue alone: there may be another in the process.
     self._registry = CollectorRegistry()
     self._runs = Counter(
       "sandbox_runs", "Runs that ended.", ["verdict"], registry=self._registry
@@ -91,12 +94,17 @@ class RunQueue:
       self._runs.labels(verdict.value)  # a series that starts at 0 has a rate
     for reason in _REASONS:
       self._refused.labels(reason)
-    self._seconds, self._waits = (
-      Histogram(name, text, buckets=_BUCKETS, registry=self._registry)
-      for name, text in (
-        ("sandbox_run_seconds", "Wall seconds of the programs."),
-        ("sandbox_wait_seconds", "Seconds that runs waited for a slot."),
-      )
+    self._seconds = Histogram(
+      "sandbox_run_seconds",
+      "Wall seconds of the programs.",
+      buckets=_BUCKETS,
+      registry=self._registry,
+    )
+    self._waits = Histogram(
+      "sandbox_wait_seconds",
+      "Seconds that runs waited for a slot.",
+      buckets=_BUCKETS,
+      registry=self._registry,
     )
     self._registry.register(self)
 
@@ -119,13 +127,13 @@ class RunQueue:
     """
     if self.draining:
       raise self._refuse("stopping", "the service is stopping")
-    if self._taken + len(self._sessions) >= self._places:
+    if self._admitted + len(self._sessions) >= self._places:
       raise self._refuse("full", f"all {self._places} places are taken; ask again")
-    self._taken += 1
+    self._admitted += 1
     try:
       yield
     finally:
-      self._taken -= 1
+      self._admitted -= 1
 
   async def run(
     self,

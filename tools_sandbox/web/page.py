@@ -108,6 +108,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
   """
   if len(text) <= max_chars:
     return text
+
+  # --- Order the paragraphs: the first, then by their match with the goal.
   pieces = list(_pieces(text[:_TEXT]))
   order = [0]
   try:
@@ -118,6 +120,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
     pass
   if len(order) == 1:
     order = list(range(len(pieces)))
+
+  # --- Take as many as fit.
   chosen: list[int] = []
   left = max_chars
   for i in order:
@@ -126,6 +130,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
       break
     chosen.append(i)
     left -= cost
+
+  # --- Put them back in the text's order, with marks where something is left out.
   lines = []
   last = -1
   for i in sorted(chosen):
