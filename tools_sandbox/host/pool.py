@@ -4,6 +4,8 @@ Two back-ends. "jail": namespaces, a root of its own and a seccomp filter for ev
 "subprocess": separate processes with resource limits, no namespaces and no seccomp; it
 contains accidents and much abuse, not a determined attacker. README.md says what each
 leaves open.
+
+budget: slots, who waits for one and who holds one for a session, under one lock.
 """
 
 from __future__ import annotations
