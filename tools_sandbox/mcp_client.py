@@ -306,11 +306,18 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
     argument: the one that the config names.
   """
   known = schema.get("properties")
-  known = known if isinstance(known, dict) else {}
-  named = _texts(schema.get("required")) or list(known)
-  plain = argument if argument or len(named) != 1 else named[0]
+  if not isinstance(known, dict):
+    known = {}
+  required = _texts(schema.get("required")) or list(known)
+  plain = argument
+  if not argument and len(required) == 1:
+    plain = required[0]
+
+  # Plain text is a string: a parameter that takes none cannot be filled with it.
   rule = known.get(plain)
-  kinds = rule.get("type", "string") if isinstance(rule, dict) else "string"
+  kinds = "string"
+  if isinstance(rule, dict):
+    kinds = rule.get("type", "string")
   if rule is False or (kinds != "string" and "string" not in _texts(kinds)):
     plain = None
   shown = [clean(name[:100]) for name in list(known)[:_NAMED]]

@@ -8,7 +8,7 @@ import socket
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from http_server import LONG, Server, within
+from http_server import LONG, within
 
 pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
 
@@ -30,12 +30,6 @@ ARTICLE = """<!doctype html><html><head><title>Ur</title>
 <p>See also <a href="https://example.com/uruk">the city of Uruk</a> in the north.</p>
 </article><footer>Cookies and privacy</footer>
 <script>alert("more script")</script></body></html>"""
-
-
-@pytest.fixture
-def server():
-  with Server() as running:
-    yield running
 
 
 def crawl(server, content="{}/", seconds=LONG, **changes) -> str:

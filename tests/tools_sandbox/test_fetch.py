@@ -22,12 +22,6 @@ LIMITS = FetchConfig(max_bytes=100_000, max_redirects=3, allow=HERE)
 TYPES = ("text/",)
 
 
-@pytest.fixture
-def server():
-  with Server() as running:
-    yield running
-
-
 def get(server, path="/", seconds=LONG, config=LIMITS, **more):
   return Fetcher(config, **more).get(server.url + path, seconds, TYPES)
 

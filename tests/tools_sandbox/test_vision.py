@@ -10,7 +10,7 @@ import os
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from http_server import LONG, Server
+from http_server import LONG
 
 from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
@@ -32,12 +32,10 @@ def ask(path, **more) -> str:
 
 
 @pytest.fixture
-def server():
-  with Server() as running:
-    running.actions["/v1/chat/completions"] = lambda r: r.send_json(
-      {"choices": [{"message": {"content": "a red box"}}]}
-    )
-    yield running
+def server(server):
+  reply = {"choices": [{"message": {"content": "a red box"}}]}
+  server.actions["/v1/chat/completions"] = lambda r: r.send_json(reply)
+  return server
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sqlite3
 import time
 
 import pytest
-from http_server import LONG, Server, within
+from http_server import LONG, within
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.search.index import Document, SearchIndex
@@ -23,10 +23,9 @@ ROWS = [
 
 
 @pytest.fixture
-def server():
-  with Server() as running:
-    running.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
-    yield running
+def server(server):
+  server.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
+  return server
 
 
 @pytest.fixture

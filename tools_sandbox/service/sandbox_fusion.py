@@ -48,18 +48,17 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
   code = run["return_code"]
   if not late and (run["status"] != "Finished" or type(code) is not int):
     raise ValueError(f"run_result: status {run['status']!r}, return_code {code!r}")
-  verdict = Verdict.TIMEOUT if late else Verdict.ERROR if code else Verdict.OK
-  (stdout, cut_out), (stderr, cut_err) = (
-    _clipped(run[name] or "", limits.output_bytes) for name in ("stdout", "stderr")
-  )
-  return Result(
-    stdout,
-    stderr,
-    -signal.SIGKILL if late else code,
-    verdict,
-    float(run["execution_time"] or 0.0),
-    cut_out or cut_err,
-  )
+  if late:
+    verdict = Verdict.TIMEOUT
+    code = -signal.SIGKILL
+  elif code:
+    verdict = Verdict.ERROR
+  else:
+    verdict = Verdict.OK
+  stdout, cut_out = _clipped(run["stdout"] or "", limits.output_bytes)
+  stderr, cut_err = _clipped(run["stderr"] or "", limits.output_bytes)
+  seconds = float(run["execution_time"] or 0.0)
+  return Result(stdout, stderr, code, verdict, seconds, cut_out or cut_err)
 
 
 def _clipped(text: str, size: int) -> tuple[str, bool]:
