@@ -161,7 +161,7 @@ class Sandbox:
     return self._pool.session(limits, wait_s, lease_s)
 
   def search(self, query: str, k: int = 5) -> list[Hit]:
-    """The at most k pages that match best, best first; [] where none has a word of it.
+    """Finds the at most k pages that match best, best first; [] where none matches.
 
     Raises:
       ValueError: k is below 1, or the sandbox was given no corpus.

@@ -128,7 +128,7 @@ class McpTool:
     self._thread.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """The text that the tool gives.
+    """Calls the tool; gives its text.
 
     Args:
       content: a JSON object of parameters, bare or in a fence, or plain text.

@@ -104,7 +104,7 @@ class RunRequest:
 
 
 def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
-  """The application.
+  """Makes the application.
 
   Args:
     queue: runs what is asked for; it is not closed with the app.
@@ -215,7 +215,7 @@ class _SessionBody(_LimitsBody):
 
 
 def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """A request of /run, decoded.
+  """Decodes a request of /run.
 
   Raises:
     ValueError: naming the field, its value and what would be accepted.
@@ -226,7 +226,7 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """A request of /session, decoded; its `cpu_s` and more are those of all its cells.
+  """Decodes a request of /session; its `cpu_s` and more are those of all its cells.
 
   Raises:
     ValueError: as `read_run`.
@@ -246,7 +246,7 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """A request of /session/NAME, decoded; only program and stdin are its own.
+  """Decodes a request of /session/NAME; only program and stdin are its own.
 
   Raises:
     ValueError: as `read_run`.

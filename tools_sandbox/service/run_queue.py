@@ -120,7 +120,7 @@ class RunQueue:
 
   @contextlib.contextmanager
   def place(self) -> Iterator[None]:
-    """Room for one request, from before its body is read until it is answered.
+    """Holds room for one request, from before its body is read until it is answered.
 
     Raises:
       Refused: full or stopping.
@@ -202,7 +202,7 @@ class RunQueue:
 
   @contextlib.contextmanager
   def cells(self, name: str) -> Iterator[Session]:
-    """A session for one cell, from before its body is read until it is answered.
+    """Holds a session for one cell, from before its body is read until it is answered.
 
     Raises:
       Refused: ended (or there never was one), busy with another cell, or stopping.
@@ -292,18 +292,18 @@ class RunQueue:
     return running.result()
 
   def drain(self) -> None:
-    """From now on nothing starts; what waits is refused, what runs goes on."""
+    """Lets nothing start any more; what waits is refused, what runs goes on."""
     self.draining = True
     for turn in self._waiting:
       turn.set_exception(self._refuse("stopping", "the service is stopping"))
     self._waiting.clear()
 
   def metrics(self) -> bytes:
-    """All counts in Prometheus's text format."""
+    """Writes all counts in Prometheus's text format."""
     return generate_latest(self._registry)
 
   def collect(self) -> Iterable[Metric]:
-    """What is read when it is asked for. See `prometheus_client.registry`."""
+    """Yields the gauges, read now. See `prometheus_client.registry`."""
     for name, text, value in (
       ("sandbox_slots", "Programs that may run at once.", self.slots),
       ("sandbox_busy_slots", "Programs that run now.", self.busy),

@@ -17,7 +17,7 @@ from tools_sandbox.jail.wire import Clip, Limits, Result, Verdict
 
 
 def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
-  """A run in SandboxFusion's words; of the limits it knows time and memory only."""
+  """Writes a run in SandboxFusion's words; of the limits it knows time and memory."""
   return {
     "code": program,
     "language": "python",
@@ -31,7 +31,7 @@ def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
 
 
 def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
-  """The result in a reply. What used up its memory is an `error`: it is not told apart.
+  """Reads the result in a reply. What used up its memory is an `error` there too.
 
   Args:
     reply: decoded.
