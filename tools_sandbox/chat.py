@@ -67,7 +67,7 @@ class ChatConfig:
     return self.base_url.rstrip("/") + "/chat/completions"
 
   def usd(self, prompt: int, cached: int, completion: int) -> float | None:
-    """What so many tokens cost; `cached` of `prompt`. None without `prices`."""
+    """Prices tokens, `cached` of them in `prompt`; None without `prices`."""
     if not self.prices:
       return None
     counts = (prompt - cached, cached, completion)
@@ -110,7 +110,7 @@ class ChatModel:
   def ask(
     self, system: str, content: str | list[dict[str, Any]], seconds: float
   ) -> str:
-    """The model's answer to one message, without control characters.
+    """Gives the model's answer to one message, without control characters.
 
     Args:
       system: what it is to do.
@@ -130,7 +130,7 @@ class ChatModel:
   def send(
     self, messages: list[dict[str, Any]], read: Callable[[bytes], Any]
   ) -> tuple[Any, tuple[Fault, ...]]:
-    """The first reply to a conversation that `read` can use; see `Service.send`."""
+    """Gives the first reply that `read` can use; see `Service.send`."""
     return self._service.send(self._body(messages), read=read)
 
   def _body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one door to this package: `Sandbox`, and the tools that need no sandbox."""
+"""`Sandbox`: runs programs and searches a corpus, whatever is behind it."""
 
 from __future__ import annotations
 
@@ -142,12 +142,17 @@ class Sandbox:
     """
     if self._pool is None:
       raise ValueError("only back-ends 'jail' and 'remote' have sessions")
-    wall_s = self._limits.wall_s if timeout_s is None else timeout_s
+    if timeout_s is None:
+      timeout_s = self._limits.wall_s
+    if cpu_s is None:
+      cpu_s = CELLS_OF_CPU * timeout_s
+    if memory_mb is None:
+      memory_mb = self._limits.memory_mb
     limits = dataclasses.replace(
       self._limits,
-      wall_s=wall_s,
-      cpu_s=CELLS_OF_CPU * wall_s if cpu_s is None else cpu_s,
-      memory_mb=self._limits.memory_mb if memory_mb is None else memory_mb,
+      wall_s=timeout_s,
+      cpu_s=cpu_s,
+      memory_mb=memory_mb,
       seed=seed,
       clock_s=clock_s,
     )
@@ -156,7 +161,7 @@ class Sandbox:
     return self._pool.session(limits, wait_s, lease_s)
 
   def search(self, query: str, k: int = 5) -> list[Hit]:
-    """The at most k pages that match best, best first; [] where none has a word of it.
+    """Finds the at most k pages that match best, best first; [] where none matches.
 
     Raises:
       ValueError: k is below 1, or the sandbox was given no corpus.

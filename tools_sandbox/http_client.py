@@ -29,11 +29,11 @@ _JSON = {"content-type": "application/json"}
 class Fault(NamedTuple):
   """What was wrong with one attempt: in our words, and in those of the service."""
 
-  what: str
+  message: str
   detail: str = ""
 
   def __str__(self) -> str:
-    return f"{self.what}: {self.detail}" if self.detail else self.what
+    return f"{self.message}: {self.detail}" if self.detail else self.message
 
 
 class BadReply(ValueError):
@@ -58,7 +58,7 @@ class NoReply(Exception):
 
 
 def read_key(path: str | None, field: str = "key_file") -> str:
-  """The key in a file, so that no config, log or record holds it; "" for no file.
+  """Reads a key from a file, so that no config or log holds it; "" for no file.
 
   Args:
     path: of the file.
@@ -80,7 +80,7 @@ def read_key(path: str | None, field: str = "key_file") -> str:
 
 
 def read_json(data: bytes) -> Any:
-  """The value that a reply's body holds.
+  """Reads the value that a reply's body holds.
 
   Raises:
     BadReply: it is no JSON.
@@ -131,7 +131,7 @@ class Retries:
     """
     if requested_s > self._max_pause_s:
       wish = f"it asks to wait {requested_s:.0f} s, max_pause_s is less"
-      fault = Fault(fault.what, f"{fault.detail}; {wish}")
+      fault = Fault(fault.message, f"{fault.detail}; {wish}")
     self.faults.append(fault)
     if requested_s > self._max_pause_s or len(self.faults) > self._retries:
       raise NoReply(self.faults)
@@ -195,7 +195,7 @@ class Service:
   def ask(
     self, body: Any, seconds: float, read: Callable[[bytes], Any] = read_json
   ) -> Any:
-    """The reply to a request, for tools: `send`'s, or an error that names the culprit.
+    """Sends a request for a tool: gives the reply, or an error that names the culprit.
 
     Raises:
       ToolFault: the service refuses what this request asks for (status 400, 413, 415
@@ -206,10 +206,10 @@ class Service:
     try:
       return self.send(body, seconds, read)[0]
     except NoReply as e:
-      what = e.faults[-1].what
+      message = e.faults[-1].message
       if e.refusal in _REFUSES_CONTENT:
-        raise ToolFault(f"{self._name} refuses the request ({what})") from None
-      raise self.broken(what) from None
+        raise ToolFault(f"{self._name} refuses the request ({message})") from None
+      raise self.broken(message) from None
 
   def send(
     self,
@@ -217,7 +217,7 @@ class Service:
     seconds: float = math.inf,
     read: Callable[[bytes], Any] = read_json,
   ) -> tuple[Any, tuple[Fault, ...]]:
-    """The first usable reply to a request, and the faults of the attempts before it.
+    """Gives the first usable reply, and the faults of the attempts before it.
 
     Args:
       body: sent as JSON.
@@ -249,9 +249,9 @@ class Service:
         raise NoReply(retries.faults)
       time.sleep(pause)
 
-  def broken(self, what: str) -> Unavailable:
-    """The error for a reply that is JSON but not the service's own."""
-    return Unavailable(f"{self._name} gives no usable reply: {what}")
+  def broken(self, message: str) -> Unavailable:
+    """Makes the error for a reply that is JSON but not the service's own."""
+    return Unavailable(f"{self._name} gives no usable reply: {message}")
 
   def _wait_turn(self, deadline: float) -> None:
     with self._lock:
@@ -272,7 +272,7 @@ def exchange(
   connect_s: float = math.inf,
   most: int = _MAX_BYTES,
 ) -> tuple[int, httpx.Headers, bytes]:
-  """Status, headers and body of one response to a request.
+  """Sends one request; gives the response's status, headers and body.
 
   Args:
     client: sends it.
@@ -307,7 +307,7 @@ def exchange(
 
 
 def retry_after(header: str) -> float:
-  """Seconds that a Retry-After header asks for: a number or an HTTP date; 0 if none."""
+  """Reads the seconds of a Retry-After header: a number or an HTTP date; 0 if none."""
   try:
     seconds = float(header)
     return seconds if seconds > 0 else 0.0  # NaN is no pause

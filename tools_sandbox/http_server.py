@@ -215,7 +215,7 @@ def _room_for_connections(places: int) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-  """A socket that does not listen yet.
+  """Binds a socket that does not listen yet.
 
   Raises:
     ValueError: the address can not be had.
@@ -243,7 +243,7 @@ def listen(sock: socket.socket, host: str) -> str:
 
 
 def open_hosts(host: str, allowed: list[str], risk: str) -> list[str]:
-  """The names that a server without a key may be called by, in the header Host.
+  """Lists the names that a server without a key may be called by, in the header Host.
 
   On loopback those of loopback; elsewhere any, and a line on standard error that says
   so; `allowed` adds names, and elsewhere stands in place of "any".
@@ -312,14 +312,14 @@ def read_fields(cls: type[_Model], value: Any) -> _Model:
     raise BadField(message, field, is_unknown=True)
   if fault["type"] == "missing":
     raise BadField(f"{field} is missing", field)
-  what = fault["msg"].replace("Input should be", "must be")
-  what = what.replace("a valid integer", "an integer").replace("a valid ", "a ")
+  rule = fault["msg"].replace("Input should be", "must be")
+  rule = rule.replace("a valid integer", "an integer").replace("a valid ", "a ")
   value = repr(fault["input"])[:100]
-  raise BadField(f"{field} {what}, got {value}", field)
+  raise BadField(f"{field} {rule}, got {value}", field)
 
 
 async def read_body(request: Request, most: int) -> bytes:
-  """The body of a request, which must say that it is JSON.
+  """Reads the body of a request, which must say that it is JSON.
 
   Args:
     request: as it came.
@@ -347,7 +347,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def read_object(request: Request, most: int) -> dict[str, Any]:
-  """The JSON object that is a request's body; raises as `read_body`, and 400."""
+  """Reads the JSON object of a request's body; raises as `read_body`, and 400."""
   data = await read_body(request, most)
   try:
     body = json.loads(data)

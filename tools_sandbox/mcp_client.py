@@ -128,7 +128,7 @@ class McpTool:
     self._thread.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """The text that the tool gives.
+    """Calls the tool; gives its text.
 
     Args:
       content: a JSON object of parameters, bare or in a fence, or plain text.
@@ -140,7 +140,9 @@ class McpTool:
       Unavailable: the server is gone and cannot be started again.
     """
     arguments = self._arguments(content)
-    session = self._open()
+    session = self._open()  # before the clock of the call begins
+
+    # --- Make the call; what goes wrong is told by whose fault it is.
     try:
       result = self._run(
         seconds,
@@ -165,6 +167,8 @@ class McpTool:
     except Exception as e:
       self._drop(session)
       raise Unavailable(f"the MCP server fails ({type(e).__name__})") from None
+
+    # --- Its text; a tool may answer that it failed.
     text = _text(result)
     if result.is_error:
       raise ToolFault(text or "the tool failed")
@@ -302,11 +306,18 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
     argument: the one that the config names.
   """
   known = schema.get("properties")
-  known = known if isinstance(known, dict) else {}
-  named = _texts(schema.get("required")) or list(known)
-  plain = argument if argument or len(named) != 1 else named[0]
+  if not isinstance(known, dict):
+    known = {}
+  required = _texts(schema.get("required")) or list(known)
+  plain = argument
+  if not argument and len(required) == 1:
+    plain = required[0]
+
+  # Plain text is a string: a parameter that takes none cannot be filled with it.
   rule = known.get(plain)
-  kinds = rule.get("type", "string") if isinstance(rule, dict) else "string"
+  kinds = "string"
+  if isinstance(rule, dict):
+    kinds = rule.get("type", "string")
   if rule is False or (kinds != "string" and "string" not in _texts(kinds)):
     plain = None
   shown = [clean(name[:100]) for name in list(known)[:_NAMED]]

@@ -86,7 +86,7 @@ class Functions:
       self._tools[name] = opened
 
   def __call__(self, content: str, seconds: float) -> str:
-    """The result of a call; see `tools.Tool`."""
+    """Answers a call; see `tools.Tool`."""
     call = parse_function_call(content)
     assert call is not None  # ToolSpec.find_fault has refused every other body
     tool = self._tools.get(call.name)

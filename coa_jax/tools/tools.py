@@ -377,7 +377,7 @@ TOOLS: dict[str, type[Tool]] = {
 
 
 def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpTool:
-  """The tool behind a tag; close it after use.
+  """Opens the tool behind a tag; close it after use.
 
   Raises:
     ValueError: what it needs is not there: a key, a folder, a package, a server.

@@ -58,21 +58,21 @@ class Tools(abc.ABC):
 
   @abc.abstractmethod
   def code_session(self) -> CodeSession | None:
-    """A session for one trajectory's programs; None where programs share nothing.
+    """Gives a session for one trajectory's programs, or None where they share none.
 
     Whoever has it closes it, at whatever end of the trajectory.
     """
 
 
 def done_call(call: ToolCall) -> CallFuture:
-  """A future that is done: of a call whose result is known."""
+  """Makes a future of a call whose result is known."""
   future = CallFuture()
   future.set_result(call)
   return future
 
 
 def then(future: CallFuture, change: Callable[[ToolCall], ToolCall]) -> CallFuture:
-  """A future of what `change` makes of another's call; what it raises is raised."""
+  """Makes a future of a changed call; it raises what `change` or the call raises."""
   changed = CallFuture()
   changed.set_running_or_notify_cancel()  # nobody can cancel it
 

@@ -135,7 +135,7 @@ def test_every_end_of_a_trajectory_ends_its_session(box, how):
   soon(lambda: not session.alive and not box.session_owners)
 
 
-def test_what_was_dropped_while_it_waited_keeps_no_place():
+def test_what_was_dropped_while_it_waited_keeps_no_permit():
   nap = tool_bodies.render_code("import time; time.sleep(1)")
   with Toolbox(config(max_sessions=1)) as box:
     a, b, c = (box.code_session() for _ in range(3))
@@ -158,8 +158,8 @@ def test_a_later_program_gets_no_more_seconds_than_it_is_given():
     box.submit("code", tool_bodies.render_code("x = 1"), session=cells).result(120)
     session = cells._session
     call = box.submit("code", nap, 0.5, cells).result(120)
-    said = (CallStatus.TOOL, "error: no answer after 0.5 s")
-    assert (call.status, call.result) == said and 0.5 <= call.seconds < 3
+    expected = (CallStatus.TOOL, "error: no answer after 0.5 s")
+    assert (call.status, call.result) == expected and 0.5 <= call.seconds < 3
     assert session.alive and box.session_owners  # until its program has ended
     cells.close()
     soon(lambda: not session.alive and not box.session_owners and box.hung == 0)

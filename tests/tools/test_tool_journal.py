@@ -20,11 +20,11 @@ def answers(*replies: str) -> toy.TableToolbox:
   return toy.TableToolbox(lambda *_: next(left))
 
 
-def asked(
-  journal: ToolJournal, tools, calls, step: int = 4, who=WHO, within: int = 0
+def play(
+  journal: ToolJournal, tools, calls, step: int = 4, trajectory=WHO, within: int = 0
 ) -> list[ToolCall]:
-  """What a trajectory hears."""
-  mine = journal.tools(tools, step, who, within)
+  """A trajectory makes calls."""
+  mine = journal.tools(tools, step, trajectory, within)
   return [mine.submit(name, text).result() for name, text in calls]
 
 
@@ -33,67 +33,67 @@ CALLS = [("code", "a"), ("code", "b"), ("code", "a")]
 
 def test_the_same_calls_have_the_same_answers_and_no_tool_is_asked(tmp_path):
   first = answers("1", "2", "3")
-  heard = asked(ToolJournal(str(tmp_path)), first, CALLS)
-  assert [c.result for c in heard] == ["1", "2", "3"]
+  results = play(ToolJournal(str(tmp_path)), first, CALLS)
+  assert [c.result for c in results] == ["1", "2", "3"]
   again = answers()
   journal = ToolJournal(str(tmp_path))
-  assert asked(journal, again, CALLS) == heard
+  assert play(journal, again, CALLS) == results
   assert again.calls == []
   # One more than then, another call at its place, another trajectory, another step.
   more = answers("4", "5", "6", "7")
-  assert asked(journal, more, [*CALLS, ("code", "c")])[3].result == "4"
-  assert asked(journal, more, [("code", "z")])[0].result == "5"
-  assert asked(journal, more, CALLS[:1], who=(False, 7, 0, 2))[0].result == "6"
-  assert asked(journal, more, CALLS[:1], step=5)[0].result == "7"
+  assert play(journal, more, [*CALLS, ("code", "c")])[3].result == "4"
+  assert play(journal, more, [("code", "z")])[0].result == "5"
+  assert play(journal, more, CALLS[:1], trajectory=(False, 7, 0, 2))[0].result == "6"
+  assert play(journal, more, CALLS[:1], step=5)[0].result == "7"
   assert more.calls == [("code", "c"), ("code", "z"), ("code", "a"), ("code", "a")]
 
 
 def test_an_answer_keeps_its_status_and_its_seconds(tmp_path):
-  said = [
+  calls = [
     ToolCall("code", "a", "so \u2028 \ud800 <answer>", CallStatus.MODEL, 0.1 + 0.2),
     ToolCall("code", "b", "error: stopped", CallStatus.TOOL, 7.0),
   ]
-  left = iter(said)
+  left = iter(calls)
   tools = toy.TableToolbox(lambda *_: next(left))
-  assert asked(ToolJournal(str(tmp_path)), tools, CALLS[:2]) == said
-  assert asked(ToolJournal(str(tmp_path)), answers(), CALLS[:2]) == said
+  assert play(ToolJournal(str(tmp_path)), tools, CALLS[:2]) == calls
+  assert play(ToolJournal(str(tmp_path)), answers(), CALLS[:2]) == calls
 
 
 def test_a_failure_of_infrastructure_is_tried_again(tmp_path):
   down = ToolCall("code", "a", "error: down", CallStatus.INFRASTRUCTURE)
   journal = ToolJournal(str(tmp_path))
-  asked(journal, toy.TableToolbox(lambda *_: down), CALLS[:1])
-  (call,) = asked(ToolJournal(str(tmp_path)), answers("up"), CALLS[:1])
+  play(journal, toy.TableToolbox(lambda *_: down), CALLS[:1])
+  (call,) = play(ToolJournal(str(tmp_path)), answers("up"), CALLS[:1])
   assert (call.result, call.status) == ("up", CallStatus.OK)
 
 
 @pytest.mark.parametrize("torn", [1, 20])
 def test_half_a_last_line_is_cut_off(tmp_path, torn):
-  asked(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS)
+  play(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS)
   (file,) = tmp_path.iterdir()
   file.write_bytes(file.read_bytes()[:-torn])
   for _ in range(2):  # what is asked anew is kept as well
     tools = answers("x")
-    heard = asked(ToolJournal(str(tmp_path)), tools, CALLS)
-    assert [c.result for c in heard] == ["1", "2", "x"]
+    results = play(ToolJournal(str(tmp_path)), tools, CALLS)
+    assert [c.result for c in results] == ["1", "2", "x"]
     if tools.calls:
       assert tools.calls == CALLS[2:]
   assert tools.calls == []
 
 
 def test_a_line_that_is_no_answer_is_named(tmp_path):
-  asked(ToolJournal(str(tmp_path)), answers("1"), CALLS[:1])
+  play(ToolJournal(str(tmp_path)), answers("1"), CALLS[:1])
   (file,) = tmp_path.iterdir()
   file.write_text(json.dumps({"key": "k"}) + "\n" + file.read_text())
   with pytest.raises(ValueError, match=r"step_000004\.jsonl:1: .* delete the file"):
-    asked(ToolJournal(str(tmp_path)), answers(), CALLS[:1])
+    play(ToolJournal(str(tmp_path)), answers(), CALLS[:1])
 
 
 def test_steps_that_are_never_made_again_are_forgotten(tmp_path):
   journal = ToolJournal(str(tmp_path / "later"))
   journal.forget(9)  # there is nothing yet
   for step in (3, 4, 5):
-    asked(journal, answers("1"), CALLS[:1], step=step)
+    play(journal, answers("1"), CALLS[:1], step=step)
   journal.forget(5)
   names = [p.name for p in (tmp_path / "later").iterdir()]
   assert names == ["step_000005.jsonl"]
@@ -102,14 +102,14 @@ def test_steps_that_are_never_made_again_are_forgotten(tmp_path):
 @pytest.mark.parametrize("before", [2, 3, 5, 6])
 def test_a_trajectory_is_known_again_some_steps_from_where_it_began(tmp_path, before):
   """As one that goes on beside the learner: it began under another policy."""
-  first = asked(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS, step=before)
+  first = play(ToolJournal(str(tmp_path)), answers("1", "2", "3"), CALLS, step=before)
   again, journal = answers("4"), ToolJournal(str(tmp_path))
-  heard = asked(journal, again, [*CALLS, ("code", "c")], within=2)
-  assert heard[:3] == first and again.calls == [("code", "c")]
-  # What is answered now is known next time too, and no further away than it is said.
-  assert asked(ToolJournal(str(tmp_path)), answers(), CALLS, within=2) == first
+  results = play(journal, again, [*CALLS, ("code", "c")], within=2)
+  assert results[:3] == first and again.calls == [("code", "c")]
+  # What is answered now is known next time too, and no further away than it is calls.
+  assert play(ToolJournal(str(tmp_path)), answers(), CALLS, within=2) == first
   far = ToolJournal(str(tmp_path))
-  assert asked(far, answers("5"), CALLS[:1], within=1, step=before + 2)[0].result == "5"
+  assert play(far, answers("5"), CALLS[:1], within=1, step=before + 2)[0].result == "5"
 
 
 def test_threads_share_a_journal(tmp_path):
@@ -117,7 +117,7 @@ def test_threads_share_a_journal(tmp_path):
   calls = [("code", f"{n}") for n in range(20)]
 
   def work(i: int) -> None:
-    asked(journal, tools, calls, step=i % 2, who=(i,))
+    play(journal, tools, calls, step=i % 2, trajectory=(i,))
 
   threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
   for thread in threads:
@@ -126,8 +126,8 @@ def test_threads_share_a_journal(tmp_path):
     thread.join()
   again = ToolJournal(str(tmp_path))
   for i in range(8):
-    heard = asked(again, answers(), calls, step=i % 2, who=(i,))
-    assert [c.result for c in heard] == [f"{n}{n}" for n in range(20)]
+    results = play(again, answers(), calls, step=i % 2, trajectory=(i,))
+    assert [c.result for c in results] == [f"{n}{n}" for n in range(20)]
 
 
 def test_what_a_tool_raises_reaches_the_trajectory(tmp_path):
@@ -135,5 +135,5 @@ def test_what_a_tool_raises_reaches_the_trajectory(tmp_path):
     raise RuntimeError("the tool is broken")
 
   with pytest.raises(RuntimeError, match="the tool is broken"):
-    asked(ToolJournal(str(tmp_path)), toy.TableToolbox(broken), CALLS[:1])
-  asked(ToolJournal(str(tmp_path)), answers("1"), CALLS[:1])
+    play(ToolJournal(str(tmp_path)), toy.TableToolbox(broken), CALLS[:1])
+  play(ToolJournal(str(tmp_path)), answers("1"), CALLS[:1])

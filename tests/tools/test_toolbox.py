@@ -13,9 +13,10 @@ import time
 import pytest
 
 from coa_jax.protocol.tool_bodies import render_code
-from coa_jax.protocol.trajectory import CallStatus
+from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND, needs_jail
+from tests.tools_sandbox.sandbox_server import soon
 from tools_sandbox.jail import keeper
 from tools_sandbox.jail.wire import Result, Verdict
 
@@ -57,7 +58,7 @@ def test_programs_that_end_well(toolbox, program, stdin, status, result):
   arguments = render_code(program, stdin)
   call = toolbox.call("code", arguments)
   assert (call.name, call.arguments) == ("code", arguments)
-  assert (call.status, call.result) == (status, result)
+  assert outcome(call) == (status, result)
   assert 0 < call.seconds < 60
 
 
@@ -105,7 +106,7 @@ def test_programs_run_in_the_jail_where_it_is_asked_for(config):
   jailed = dataclasses.replace(config, sandbox="jail", tools=("code",), timeout_s=30.0)
   with Toolbox(jailed) as box:
     call = box.call("code", render_code(program))
-  assert (call.status, call.result) == (CallStatus.OK, "True False")
+  assert outcome(call) == (CallStatus.OK, "True False")
 
 
 def test_a_jail_that_can_not_be_is_refused_and_never_another(config, monkeypatch):
@@ -145,7 +146,7 @@ def test_tools_that_are_off_say_so(config):
   with Toolbox(dataclasses.replace(config, enabled=False)) as box:
     for name in ("code", "wiki_search"):
       call = box.call(name, "x")
-      assert (call.status, call.result) == (CallStatus.TOOL, "tools are off")
+      assert outcome(call) == (CallStatus.TOOL, "tools are off")
 
 
 def test_a_failure_of_the_service_is_nobodys_wrong_answer(toolbox, monkeypatch):
@@ -165,15 +166,10 @@ def test_long_results_keep_head_and_tail(toolbox, size: int):
 
 
 def test_calls_at_once_get_their_own_results(toolbox):
-  futures = [
-    toolbox.submit("code", render_code(f"print({n} ** 2)"))
-    if n % 3
-    else toolbox.submit("wiki_search", "river")
-    for n in range(12)
-  ]
-  for n, future in enumerate(futures):
-    expected = f"{n * n}" if n % 3 else "1. Nile: a river in Egypt."
-    assert future.result().result == expected
+  squares = [toolbox.submit("code", render_code(f"print({n} ** 2)")) for n in range(8)]
+  rivers = [toolbox.submit("wiki_search", "river") for _ in range(4)]
+  assert [f.result().result for f in squares] == [str(n * n) for n in range(8)]
+  assert {f.result().result for f in rivers} == {"1. Nile: a river in Egypt."}
 
 
 @pytest.mark.parametrize(
@@ -222,11 +218,8 @@ def threads(since: set[threading.Thread]) -> set[str]:
   return {t.name for t in set(threading.enumerate()) - since}
 
 
-def until(condition, seconds: float = 60.0) -> None:
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, "it did not come to pass"
-    time.sleep(0.01)
+def outcome(call: ToolCall) -> tuple[CallStatus, str]:
+  return call.status, call.result
 
 
 def test_a_hung_tool_is_answered_for_at_its_deadline(config):
@@ -234,13 +227,10 @@ def test_a_hung_tool_is_answered_for_at_its_deadline(config):
     began = time.monotonic()
     call = box.submit("wiki_search", "hang").result(timeout=60)
     assert 0.6 <= call.seconds <= time.monotonic() - began
-    assert (call.status, call.result) == (
-      CallStatus.TOOL,
-      "error: no answer after 0.3 s",
-    )
+    assert outcome(call) == (CallStatus.TOOL, "error: no answer after 0.3 s")
     assert box.hung == 1
     box.released.set()
-    until(lambda: box.hung == 0)
+    soon(lambda: box.hung == 0)
   assert call.result == "error: no answer after 0.3 s"  # what came late changes nothing
 
 
@@ -254,25 +244,23 @@ def test_a_hung_tool_stalls_nobody(config):
     assert not any(f.done() for f in hung)
 
 
-def test_a_hung_program_keeps_its_place_until_its_deadline_only(config):
+def test_a_hung_program_keeps_its_permit_until_its_deadline_only(config):
   with Odd(config, timeouts={"code": 2.0}, grace_s=1.0, workers=1) as box:
-    until(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    soon(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
     began = time.monotonic()
     hung = box.submit("code", render_code("# hang"))
     after = [box.submit("code", render_code(f"print({n})")) for n in range(3)]
     calls = [f.result(timeout=60) for f in after]
     lasted = time.monotonic() - began
     assert hung.done() and box.hung == 1
-    assert [(c.status, c.result) for c in calls] == [
-      (CallStatus.OK, str(n)) for n in range(3)
-    ]
+    assert [outcome(c) for c in calls] == [(CallStatus.OK, str(n)) for n in range(3)]
     # They waited as long as a call may take; that is on nobody's clock.
     assert sum(c.seconds for c in calls) <= lasted - 3.0
 
 
-def test_waiting_for_a_place_is_not_on_the_clock(config):
+def test_waiting_for_a_permit_is_not_on_the_clock(config):
   with Odd(config, timeouts={"code": 2.5}, grace_s=1.0, workers=1) as box:
-    until(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
+    soon(lambda: box.call("code", render_code("print(0)")).status == CallStatus.OK)
     program = render_code("import time; time.sleep(0.8); print('done')")
     began = time.monotonic()
     futures = [box.submit("code", program) for _ in range(5)]
@@ -282,7 +270,7 @@ def test_waiting_for_a_place_is_not_on_the_clock(config):
     assert 5 * 0.8 <= sum(c.seconds for c in calls) <= time.monotonic() - began
 
 
-def test_programs_run_on_so_many_places_at_once(config):
+def test_as_many_programs_run_at_once_as_there_are_permits(config):
   nap = render_code("import time; time.sleep(0.4)")
   with Odd(config, workers=2) as box:
     for future in [box.submit("code", nap) for _ in range(2)]:
@@ -296,20 +284,18 @@ def test_programs_run_on_so_many_places_at_once(config):
 def test_too_many_hung_calls_mean_that_the_tools_are_down(config):
   down = (CallStatus.INFRASTRUCTURE, "error: the tools do not answer")
   with Odd(config, **SOON, max_hung=2, workers=1) as box:
-    hung = [
-      box.submit("wiki_search", "hang 1"),
-      box.submit("code", render_code("#hang")),
-    ]
+    calls = (("wiki_search", "hang 1"), ("code", render_code("#hang")))
+    hung = [box.submit(*call) for call in calls]
     waits = box.submit("code", render_code("print(1)"))
     assert [f.result(timeout=60).status for f in hung] == [CallStatus.TOOL] * 2
     call = waits.result(timeout=60)
-    assert (call.status, call.result) == down
+    assert outcome(call) == down
     call = box.submit("wiki_search", "river").result(timeout=60)
     assert (call.status, call.result, call.seconds) == (*down, 0.0)
     # Malformed calls are still the model's fault.
     assert box.call("code", "print(1)").status == CallStatus.MODEL
     box.released.set()
-    until(lambda: box.hung == 0)
+    soon(lambda: box.hung == 0)
     assert box.call("wiki_search", "river").status == CallStatus.OK
 
 
@@ -317,10 +303,7 @@ def test_too_many_hung_calls_mean_that_the_tools_are_down(config):
 def test_what_a_tool_raises_is_the_infrastructures_fault(config, what: str, caplog):
   with Odd(config) as box:
     call = box.submit("wiki_search", what).result(timeout=60)
-    assert (call.status, call.result) == (
-      CallStatus.INFRASTRUCTURE,
-      "error: the tool failed",
-    )
+    assert outcome(call) == (CallStatus.INFRASTRUCTURE, "error: the tool failed")
     assert box.call("wiki_search", "river").status == CallStatus.OK
   assert what in caplog.text and "Traceback" in caplog.text
 
@@ -379,7 +362,7 @@ def test_a_closed_toolbox_leaves_nothing_behind(config):
   assert time.monotonic() - began < 300
   running, waiting, _ = (f.result(timeout=60) for f in futures)
   assert running.status == waiting.status == CallStatus.INFRASTRUCTURE
-  until(lambda: not threads(before))
+  soon(lambda: not threads(before))
   late = box.submit("wiki_search", "river").result(timeout=60)
   assert late.status == CallStatus.INFRASTRUCTURE
 

@@ -53,20 +53,20 @@ def victim(folder: str, mark: str, shm_key: int) -> None:
   tcp = socket.create_server(("127.0.0.1", 0))
   udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
   udp.bind(tcp.getsockname())
-  held = [tcp, udp]
+  sockets = [tcp, udp]
   for name in (f"\0{mark}", f"{folder}/socket"):
     for kind, ending in ((socket.SOCK_STREAM, ""), (socket.SOCK_DGRAM, "-DATAGRAM")):
       s = socket.socket(socket.AF_UNIX, kind)
       s.bind(name + ending)
       if not ending:
         s.listen(99)
-      held.append(s)
+      sockets.append(s)
   libc = ctypes.CDLL(None)
   shared = libc.shmget(shm_key, 4096, 0o1666)
   print(tcp.getsockname()[1], flush=True)
   sys.stdin.read()
   libc.shmctl(shared, 0, None)
-  del held
+  del sockets
 
 
 @contextlib.contextmanager
@@ -209,11 +209,11 @@ def become_nobody() -> None:
   parents = [str(p) for p in reversed(pathlib.Path(base).parents)]
   locked = [p for p in parents if not os.stat(p).st_mode & 1]
   if locked:
-    kept = os.open(base, os.O_PATH)
+    folder_fd = os.open(base, os.O_PATH)
     kernel.mount("tmpfs", locked[0], "tmpfs", 0, "mode=755")
     os.makedirs(base)
     bind = kernel.MS_BIND | kernel.MS_REC
-    kernel.mount(f"/proc/self/fd/{kept}", base, "", bind)
+    kernel.mount(f"/proc/self/fd/{folder_fd}", base, "", bind)
   os.setgroups([])
   os.setresgid(_NOBODY, _NOBODY, _NOBODY)
   os.setresuid(_NOBODY, _NOBODY, _NOBODY)

@@ -23,17 +23,17 @@ def send(**message) -> None:
   print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
 
 
-def act(what: str | None, request: int) -> dict:
+def act(fault: str | None, request: int) -> dict:
   """Some fault, or what an honest server would say."""
-  if what == "die":
+  if fault == "die":
     os._exit(3)
-  while what in ("endless line", "garbage", "flood", "hang"):
-    if what == "endless line":
+  while fault in ("endless line", "garbage", "flood", "hang"):
+    if fault == "endless line":
       os.write(1, b"x" * 65536)
-    elif what == "garbage":
+    elif fault == "garbage":
       os.write(1, b"{garbage}\n" * 100)
       time.sleep(0.01)
-    elif what == "flood":
+    elif fault == "flood":
       note = {"progressToken": request, "progress": 1}
       send(method="notifications/progress", params=note)
     else:
@@ -44,17 +44,17 @@ def act(what: str | None, request: int) -> dict:
 
 def tools(cursor: str | None) -> dict:
   """A page of tools; an endless list has another one after each."""
-  what = WORK.get("list")
-  if what == "endless":
+  fault = WORK.get("list")
+  if fault == "endless":
     page = {"name": f"other{cursor}", "inputSchema": {"type": "object"}}
     return {"tools": [page], "nextCursor": f"{cursor}+"[-20:]}
-  if what == "no list":
+  if fault == "no list":
     return {"tools": 5}
-  if what == "no schema":
+  if fault == "no schema":
     return {"tools": [{"name": "x"}]}
-  if what == "no properties":
+  if fault == "no properties":
     return {"tools": [{"name": "x", "inputSchema": {"properties": 5}}]}
-  act(what, 0)
+  act(fault, 0)
   schema = WORK.get("schema", {"type": "object", "properties": {"q": {}}})
   tool = {"name": "x", "inputSchema": schema}
   if "output" in WORK:

@@ -33,12 +33,14 @@ _OPEN = {
 
 
 # Of every class, and the forgers. README.md tells of all of them in sessions.
+# fmt: off
 _IN_A_SESSION = (
-  *("secret_file", "host_root_through_proc", "ptrace_a_child", "take_a_descriptor"),
-  *("tcp_to_loopback", "signal_the_host", "new_user_namespace", "disk"),
-  *("tick_after_the_end", "claim_infrastructure", "print_a_frame"),
-  *("memory_of_the_last_run",),
+  "secret_file", "host_root_through_proc", "ptrace_a_child", "take_a_descriptor",
+  "tcp_to_loopback", "signal_the_host", "new_user_namespace", "disk",
+  "tick_after_the_end", "claim_infrastructure", "print_a_frame",
+  "memory_of_the_last_run",
 )
+# fmt: on
 _ONLY = {"session": _IN_A_SESSION, "subprocess": tuple(_OPEN)}
 
 
@@ -48,9 +50,11 @@ def hosts():
 
   All of them are started at once: they wait for programs' time more than they work.
   """
-  runs = [("jail", "root"), ("jail", "nobody"), ("session", "root")]
-  runs = [("subprocess", "root"), *([] if MISSING else runs)]
-  runs = runs if os.geteuid() == 0 else []
+  runs = []
+  if os.geteuid() == 0:
+    runs.append(("subprocess", "root"))
+    if not MISSING:
+      runs += [("jail", "root"), ("jail", "nobody"), ("session", "root")]
   with concurrent.futures.ThreadPoolExecutor(4) as threads:
     yield {run: threads.submit(_faults, *run) for run in runs}
 

@@ -8,7 +8,7 @@ import socket
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from http_server import LONG, Server, within
+from http_server import LONG, within
 
 pytest.importorskip("trafilatura", reason="crawl_page's extraction is not installed")
 
@@ -30,12 +30,6 @@ ARTICLE = """<!doctype html><html><head><title>Ur</title>
 <p>See also <a href="https://example.com/uruk">the city of Uruk</a> in the north.</p>
 </article><footer>Cookies and privacy</footer>
 <script>alert("more script")</script></body></html>"""
-
-
-@pytest.fixture
-def server():
-  with Server() as running:
-    yield running
 
 
 def crawl(server, content="{}/", seconds=LONG, **changes) -> str:
@@ -235,9 +229,10 @@ def test_a_model_summarises_when_there_is_one(server):
   )
   chat = ChatConfig(server.url + "/v1", "tiny")
   assert crawl(server, "{}/ my goal", summary=chat) == "a summary"
-  asked = server.requests[-1].json
-  assert asked["model"] == "tiny" and "Goal: my goal" in asked["messages"][1]["content"]
-  assert len(asked["messages"][1]["content"]) < 50_000
+  request = server.requests[-1].json
+  question = request["messages"][1]["content"]
+  assert request["model"] == "tiny" and "Goal: my goal" in question
+  assert len(question) < 50_000
   server.actions["/"] = lambda r: r.send(b"short", "text/plain")
   assert crawl(server, summary=chat) == "short" and len(server.requests) == 3
 
@@ -257,15 +252,6 @@ def test_no_network_is_not_the_pages_fault(monkeypatch):
   monkeypatch.setattr(Fetcher.__init__, "__defaults__", ((), down))
   with pytest.raises(Unavailable):
     Crawler(CrawlConfig())("http://a.test/ http://b.test/", LONG)
-
-
-def test_configs_that_make_no_sense_are_refused():
-  for cls, wrong in ((CrawlConfig, {"max_pages": 0}), (CrawlConfig, {"page_chars": 1})):
-    with pytest.raises(ValueError):
-      cls(**wrong)
-  for wrong in (("x", "m"), ("http://x", ""), ("http://x", "m", None, 0)):
-    with pytest.raises(ValueError):
-      ChatConfig(*wrong)
 
 
 MARKUP = st.lists(

@@ -91,7 +91,7 @@ def test_the_pod_may_do_what_the_jail_needs_and_no_more(image, manifest):
 
 
 def test_the_image_holds_what_the_server_imports(image):
-  found, queue = set(), ["tools_sandbox.service.server"]
+  imported, queue = set(), ["tools_sandbox.service.server"]
   seen = set()
   while queue:
     module = queue.pop()
@@ -107,9 +107,9 @@ def test_the_image_holds_what_the_server_imports(image):
       else:
         continue
       queue += [n for n in names if n.startswith("tools_sandbox")]
-      found |= {n.partition(".")[0] for n in names}
+      imported |= {n.partition(".")[0] for n in names}
   beside = {p.stem for p in (ROOT / "tools_sandbox").rglob("*.py")} | {"tools_sandbox"}
-  needed = found - set(sys.stdlib_module_names) - beside
+  needed = imported - set(sys.stdlib_module_names) - beside
   assert {"uvicorn", "starlette"} <= needed
   packages = set(re.findall(r'"([\w-]+)>=', image["RUN"]))
   assert needed <= {MODULES.get(p, p) for p in packages}

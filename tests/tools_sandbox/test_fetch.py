@@ -22,12 +22,6 @@ LIMITS = FetchConfig(max_bytes=100_000, max_redirects=3, allow=HERE)
 TYPES = ("text/",)
 
 
-@pytest.fixture
-def server():
-  with Server() as running:
-    yield running
-
-
 def get(server, path="/", seconds=LONG, config=LIMITS, **more):
   return Fetcher(config, **more).get(server.url + path, seconds, TYPES)
 
@@ -76,19 +70,19 @@ def test_loopback_is_not_reached_by_any_of_its_names(server, host: str):
   fetcher = Fetcher(FetchConfig(allow=("127.0.0.2/32",)))
   with Server("127.0.0.2") as outside:
     outside.actions["/"] = lambda r: r.raw(302, Location=url, Content_Length="0")
-    for asked in (url, outside.url + "/"):
+    for target in (url, outside.url + "/"):
       with pytest.raises(ToolFault, match="may not be connected"):
-        fetcher.get(asked, LONG, TYPES)
+        fetcher.get(target, LONG, TYPES)
   assert len(outside.requests) == 1 and not server.requests
 
 
 def test_a_name_that_answers_differently_the_second_time(server):
   """DNS rebinding: a public address for the check, a private one for the connection."""
   answers = ["93.184.216.34", "127.0.0.1", "127.0.0.1"]
-  asked, connected = [], []
+  names, connected = [], []
 
   def rebinding(name, port, **kw):
-    asked.append(name)
+    names.append(name)
     return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers.pop(0), port))]
 
   server.actions["/"] = lambda r: r.send(b"secret")
@@ -107,14 +101,14 @@ def test_a_name_that_answers_differently_the_second_time(server):
       fetcher.get("http://rebind.test:8080/", LONG, TYPES)
     with pytest.raises(ToolFault, match="may not be connected"):
       fetcher.get("http://rebind.test:8080/", LONG, TYPES)
-  assert asked == ["rebind.test"] * 2 and connected == ["93.184.216.34"]
+  assert names == ["rebind.test"] * 2 and connected == ["93.184.216.34"]
   assert not server.requests
 
 
 def test_only_the_allowed_addresses_of_a_name_are_tried(server):
   def both(name, port, **kw):
-    found = ("10.0.0.1", "127.0.0.1")
-    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in found]
+    addresses = ("10.0.0.1", "127.0.0.1")
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in addresses]
 
   server.actions["/"] = lambda r: r.send(b"hi")
   url = f"http://both.test:{server.port}/"
@@ -263,10 +257,10 @@ def test_packed_bodies_are_unpacked_whole(name: str, size: int):
 
 
 @pytest.mark.parametrize("name", [n for n in PACKED if n != "padding"])
-@pytest.mark.parametrize("kept", [1, 200, -1])
-def test_a_packed_body_that_is_cut_short_says_so(server, name: str, kept: int):
+@pytest.mark.parametrize("length", [1, 200, -1])
+def test_a_packed_body_that_is_cut_short_says_so(server, name: str, length: int):
   encoding, data = PACKED[name]
-  cut = data[:kept]
+  cut = data[:length]
   server.actions["/"] = lambda r: r.send(cut, Content_Encoding=encoding)
   body = get(server)
   assert body.truncated and TEXT.startswith(body.data)
@@ -362,12 +356,6 @@ def test_a_name_server_that_is_down_is_the_infrastructures_fault():
 
   with pytest.raises(ToolFault, match="no host"):
     Fetcher(LIMITS, resolve=theirs).get("http://a.test/", LONG, TYPES)
-
-
-def test_limits_that_make_no_sense_are_refused():
-  for wrong in ({"max_bytes": 0}, {"max_redirects": -1}, {"allow": ("localhost",)}):
-    with pytest.raises(ValueError):
-      FetchConfig(**wrong)
 
 
 def test_tls_is_checked_against_the_name_though_the_address_is_connected_to(

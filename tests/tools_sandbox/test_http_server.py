@@ -143,14 +143,14 @@ def test_a_service_answers_however_many_only_hold_connections_open(connect, tmp_
     address = ("127.0.0.1", httpx.URL(service.url).port)
     long = threads.submit(service.run, holds(gate), timeout_s=50)
     soon(lambda: service.health()["busy"] == 1)
-    held = []
+    idle = []
     for _ in range(10):
       for half in (*HALF_HEADS, POST + b"Content-Length: 9\r\n\r\n{") * 10:
-        held.append(connect(address, half))
+        idle.append(connect(address, half))
       assert service.run("print(6 * 7)").json()["stdout"] == "42\n"
     # The first ones made room for others, long before their time was up; who waits for
     # an answer did not.
-    assert rest(held[0]) == b""
+    assert rest(idle[0]) == b""
     gate.touch()
     assert long.result(LONG).json()["stdout"] == "open\n"
 

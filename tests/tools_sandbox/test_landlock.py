@@ -44,7 +44,7 @@ print(tried(lambda: os.kill(os.getpid(), 0)))
 """
 
 
-def _said(tmp_path, version: int) -> list[str]:
+def _outcomes(tmp_path, version: int) -> list[str]:
   inside, outside = tmp_path / "inside", tmp_path / "outside"
   inside.mkdir(exist_ok=True)
   outside.write_text("x")
@@ -63,12 +63,12 @@ def _said(tmp_path, version: int) -> list[str]:
 
 def test_only_the_writable_folder_and_the_devices_are_written_to(tmp_path):
   refused = ["PermissionError"] * (4 + (VERSION >= 4) + (VERSION >= 6))
-  assert _said(tmp_path, VERSION) == ["done"] * 4 + refused + ["done"]
+  assert _outcomes(tmp_path, VERSION) == ["done"] * 4 + refused + ["done"]
 
 
 def test_an_old_kernel_s_part_of_it_still_stands(tmp_path):
-  said = _said(tmp_path, 1)
-  assert said == ["done"] * 4 + ["PermissionError"] * 4 + ["done"]
+  outcomes = _outcomes(tmp_path, 1)
+  assert outcomes == ["done"] * 4 + ["PermissionError"] * 4 + ["done"]
 
 
 @needs_jail

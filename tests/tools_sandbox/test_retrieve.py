@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -17,8 +18,8 @@ from http_server import LONG, NEVER, Server, within
 from tools_sandbox import http_server
 from tools_sandbox.client import Sandbox
 from tools_sandbox.faults import ToolFault, Unavailable
+from tools_sandbox.search import retrieve_server
 from tools_sandbox.search.retrieve import Retriever
-from tools_sandbox.search.retrieve_server import make_app
 
 JSON = {"content-type": "application/json"}
 PAGES = [
@@ -39,7 +40,7 @@ def url(corpus: str):
   """A running server of the corpus, in a thread."""
   with Sandbox(corpus=corpus, backend=None) as sandbox, contextlib.ExitStack() as stack:
     listener = stack.enter_context(http_server.bind("127.0.0.1", 0))
-    server = http_server.Server(make_app(sandbox), grace_s=5)
+    server = http_server.Server(retrieve_server.make_app(sandbox), grace_s=5)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:
@@ -112,8 +113,8 @@ def test_the_server_refuses_floods_and_other_paths(url: str):
 
 def test_many_ask_at_once(url: str):
   with retriever(url) as client, concurrent.futures.ThreadPoolExecutor(8) as pool:
-    found = list(pool.map(lambda _: client.search("nile", 1, LONG), range(100)))
-  assert all(f[0].document.id == "2" for f in found)
+    results = list(pool.map(lambda _: client.search("nile", 1, LONG), range(100)))
+  assert all(hits[0].document.id == "2" for hits in results)
 
 
 def test_servers_without_scores_and_with_other_contents_are_read():
@@ -209,19 +210,22 @@ def test_a_server_beyond_loopback_says_what_that_means(corpus: str):
   assert "--host=0.0.0.0: there is no key" in errors and len(errors.splitlines()) == 1
 
 
-def test_arguments_that_can_not_be_served_are_one_line(tmp_path, corpus: str):
-  command = [sys.executable, "-m", "tools_sandbox.search.retrieve_server"]
-  empty = tmp_path / "empty.jsonl"
-  empty.write_text("")
-  deep = tmp_path / "deep.jsonl"
-  deep.write_text("\n" + "[" * 100_000 + "\n")
+def test_arguments_that_can_not_be_served_are_one_line(
+  tmp_path, corpus: str, monkeypatch, capsys
+):
+  monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own stay
+  (tmp_path / "empty.jsonl").write_text("")
+  (tmp_path / "deep.jsonl").write_text("\n" + "[" * 100_000 + "\n")
   for arguments, words in (
     ([f"--corpus={tmp_path}/none.jsonl"], "none.jsonl: there is no such corpus file"),
-    ([f"--corpus={empty}"], "empty.jsonl: a corpus without a single word"),
-    ([f"--corpus={deep}"], "deep.jsonl:2: nested too deep"),
+    ([f"--corpus={tmp_path}/empty.jsonl"], "empty.jsonl: a corpus without a single"),
+    ([f"--corpus={tmp_path}/deep.jsonl"], "deep.jsonl:2: nested too deep"),
     ([f"--corpus={corpus}", "--topk=0"], "--topk=0: accepted are 1 to 100"),
     ([f"--corpus={corpus}", "--port=99999"], "--port=99999"),
   ):
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and words in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", ["retrieve_server", *arguments])
+    with pytest.raises(SystemExit) as end:
+      retrieve_server.main()
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and words in errors, errors
+    assert len(errors.splitlines()) == 1

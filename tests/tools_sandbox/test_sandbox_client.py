@@ -44,7 +44,7 @@ class Own(d): pass
 print(type(Own.now()).__name__, time.strftime("%Y", time.gmtime(0)))
 print(time.monotonic() < time.monotonic())
 """
-_TOLD = """1000000000.0 1000000000000000000 (2001, 9, 9, 1, 46, 40) 1970
+_EXPECTED = """1000000000.0 1000000000000000000 (2001, 9, 9, 1, 46, 40) 1970
 True 2001 2001
 2001-09-09T01:46:40+00:00 2001-09-09 01:46:40 True 2001
 datetime.datetime True 2001
@@ -60,13 +60,13 @@ def test_seed_and_clock_of_a_run(backend):
     assert one == same != other and sandbox.run(_DRAWS).stdout not in (one, other)
     # Whatever the program, where a seed is given.
     assert sandbox.run(f"{_DRAWS} # x", seed=1).stdout == one
-    told = sandbox.run(_TIMES, clock_s=10**9)
-    assert (told.stdout, told.stderr) == (_TOLD, "")
+    times = sandbox.run(_TIMES, clock_s=10**9)
+    assert (times.stdout, times.stderr) == (_EXPECTED, "")
     assert sandbox.run("import time\nprint(time.time() > 1.5e9)").stdout == "True\n"
     if backend == "jail":
       with sandbox.session(seed=1, clock_s=10**9) as session:
         assert session.run(_DRAWS).stdout == one
-        assert session.run(_TIMES).stdout == _TOLD
+        assert session.run(_TIMES).stdout == _EXPECTED
 
 
 def test_defaults_are_those_of_limits():

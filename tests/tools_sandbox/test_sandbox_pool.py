@@ -51,7 +51,7 @@ def test_eight_threads_share_two_slots(backend):
 
 def test_callers_are_served_in_the_order_of_their_arrival():
   with SandboxPool(2, preload=(), backend="subprocess") as pool:
-    held = [pool._acquire() for _ in range(2)]
+    slots = [pool._acquire() for _ in range(2)]
     order, threads, both = [], [], threading.Lock()
 
     def work(i):
@@ -67,7 +67,7 @@ def test_callers_are_served_in_the_order_of_their_arrival():
       threads.append(threading.Thread(target=work, args=(i,)))
       threads[-1].start()
       soon(lambda i=i: len(pool._waiting) == i + 1)
-    pool._release(held.pop())
+    pool._release(slots.pop())
     for i in range(8):
       assert served.acquire(timeout=60) and order == list(range(i + 1))
       # Whoever has had a slot and asks again comes behind all that wait.
@@ -76,7 +76,7 @@ def test_callers_are_served_in_the_order_of_their_arrival():
       soon(lambda i=i: len(pool._waiting) == 8)
       threads.append(late)
       again.release()
-    pool._release(held.pop())
+    pool._release(slots.pop())
     for t in threads:
       t.join(60)
     assert not pool._waiting

@@ -8,12 +8,9 @@ import sys
 import threading
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from tools_sandbox.search.index import Document, SearchIndex, read_corpus, tokenize
-
-SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data" / "mhqa"
 
 PAGES = [
   Document("0", "Paris", "The capital of France."),
@@ -199,34 +196,3 @@ def test_malformed_corpora_name_the_place(tmp_path, name, text, message):
   (tmp_path / name).write_bytes(data)
   with pytest.raises(ValueError, match=message):
     list(read_corpus(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-  ("name", "count"),
-  [("hotpotqa_train", 994), ("musique_train", 1890), ("2wikimultihopqa", 6119)],
-)
-def test_shared_corpora(name, count):
-  path = SHARED / f"{name}_corpus.json"
-  if not path.exists():
-    pytest.skip(f"{path} is not on this machine")
-  pages = list(read_corpus(path))
-  index = SearchIndex.build(pages)
-  assert len(index) == count
-  for page in pages[:: count // 200]:
-    (hit,) = index.search(page.title, 1)
-    assert tokenize(hit.document.title) == tokenize(page.title)
-    assert np.isfinite(hit.score)
-
-
-def test_recall_of_supporting_pages_on_hotpotqa():
-  path = SHARED / "hotpotqa_train.json"
-  if not path.exists():
-    pytest.skip(f"{path} is not on this machine")
-  index = SearchIndex.build(read_corpus(SHARED / "hotpotqa_train_corpus.json"))
-  found = total = 0
-  for row in json.loads(path.read_text()):
-    wanted = {title for title, _ in row["supporting_facts"]}
-    hits = index.search(row["question"], 10)
-    found += len(wanted & {h.document.title for h in hits})
-    total += len(wanted)
-  assert found / total > 0.75, found / total

@@ -13,8 +13,6 @@ import pathlib
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -27,6 +25,7 @@ from tools_sandbox.host import pool
 from tools_sandbox.jail.wire import Result, Verdict
 from tools_sandbox.service import app as server_app
 from tools_sandbox.service import run_queue
+from tools_sandbox.service import server as service
 
 TOKEN = "word-of-27-random-letters"
 LATE = "import time\nprint('so far', flush=True)\ntime.sleep(600)"
@@ -141,10 +140,10 @@ def test_giant_bodies_and_other_content_are_refused(server: Server):
 
 
 @pytest.mark.parametrize(
-  "said", [None, "", "Bearer", f"Bearer {TOKEN}x", TOKEN, "Bearer \xe9"]
+  "header", [None, "", "Bearer", f"Bearer {TOKEN}x", TOKEN, "Bearer \xe9"]
 )
-def test_nothing_is_done_without_the_token(server: Server, said: str | None):
-  headers = {} if said is None else {"authorization": said.encode("latin-1")}
+def test_nothing_is_done_without_the_token(server: Server, header: str | None):
+  headers = {} if header is None else {"authorization": header.encode("latin-1")}
   runs = server.metric("sandbox_runs_total", verdict="ok")
   for path in ("/run", "/session"):
     reply = httpx.post(
@@ -263,11 +262,11 @@ def test_sigterm_lets_what_runs_end_and_refuses_the_rest(threads, tmp_path):
   soon(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in zygotes))
 
 
-def test_what_cannot_be_served_is_refused_at_once(tmp_path):
-  command = [sys.executable, "-m", "tools_sandbox.service.server"]
-  for arguments, words in (
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
     (["--host=0.0.0.0"], "--host=0.0.0.0 needs --token_file"),
-    (["--host=::", f"--token_file={tmp_path}/none"], "--token_file"),
+    (["--host=::", "--token_file=/none/at/all"], "--token_file"),
     (["--slots=0"], "slots must be at least 1"),
     (["--max_memory_mb=9"], "memory_mb must be at most 9"),
     (["--max_timeout_s=nan"], "must be positive"),
@@ -281,9 +280,15 @@ def test_what_cannot_be_served_is_refused_at_once(tmp_path):
     (["--host=192.0.2.1", f"--token_file={__file__}"], "must hold one word"),
     (["--port=99999"], "--port=99999"),
     (["--backend=remote"], "invalid choice"),
-  ):
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and words in done.stderr, (arguments, done.stderr)
+  ],
+)
+def test_what_cannot_be_served_is_refused_at_once(
+  monkeypatch, capsys, arguments, words
+):
+  monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own stay
+  with pytest.raises(SystemExit) as end:
+    service.main(arguments)
+  assert end.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_a_body_that_stalls_gives_its_place_to_another():

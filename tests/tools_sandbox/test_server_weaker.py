@@ -8,7 +8,7 @@ from tools_sandbox.service import server
 
 
 @pytest.mark.parametrize(
-  ("arguments", "missing", "taken"),
+  ("arguments", "missing", "backend"),
   [
     ([], ["no namespaces"], "jail"),  # which then refuses to start
     (["--allow-weaker"], ["no namespaces"], "subprocess"),
@@ -16,7 +16,7 @@ from tools_sandbox.service import server
     (["--backend=subprocess"], [], "subprocess"),
   ],
 )
-def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, taken):
+def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, backend):
   class Stop(Exception):
     pass
 
@@ -26,8 +26,10 @@ def test_what_is_lost_is_said(monkeypatch, capsys, arguments, missing, taken):
   monkeypatch.setattr(server.jail, "check", lambda: missing)
   monkeypatch.setattr(server.pool, "SandboxPool", start)
   args = server.make_parser().parse_args([*arguments, "--port=0"])
-  with pytest.raises(Stop, match=taken):
+  with pytest.raises(Stop, match=backend):
     server.serve(args)
-  said = capsys.readouterr().err
-  assert ("the network is open" in said) == (taken == "subprocess")
-  assert ("no jail: no namespaces" in said) == bool(missing and taken == "subprocess")
+  errors = capsys.readouterr().err
+  assert ("the network is open" in errors) == (backend == "subprocess")
+  assert ("no jail: no namespaces" in errors) == bool(
+    missing and backend == "subprocess"
+  )

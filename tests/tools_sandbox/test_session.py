@@ -28,26 +28,26 @@ def jailed():
     assert sandbox._pool.replaced == 0  # no cell of this file has spoilt the slot
 
 
-def _said(result):
+def _outcome(result):
   return result.stdout, result.verdict
 
 
 @needs_jail
 def test_cells_share_variables_imports_files_and_nothing_else(jailed):
   with jailed.session() as s:
-    assert _said(s.run("import math\nx = 41")) == ("", Verdict.OK)
-    assert _said(s.run("def f(): return x + 1")) == ("", Verdict.OK)
-    assert _said(s.run("open('f', 'w').write('kept')\nx += math.floor(1.5)")) == (
+    assert _outcome(s.run("import math\nx = 41")) == ("", Verdict.OK)
+    assert _outcome(s.run("def f(): return x + 1")) == ("", Verdict.OK)
+    assert _outcome(s.run("open('f', 'w').write('kept')\nx += math.floor(1.5)")) == (
       "",
       Verdict.OK,
     )
-    assert _said(s.run("print(f(), open('f').read(), __name__)")) == (
+    assert _outcome(s.run("print(f(), open('f').read(), __name__)")) == (
       "43 kept __main__\n",
       Verdict.OK,
     )
   with jailed.session() as s:
     result = s.run("import os\nprint(os.listdir('.'))\nx")
-    assert _said(result) == ("[]\n", Verdict.ERROR) and "NameError" in result.stderr
+    assert _outcome(result) == ("[]\n", Verdict.ERROR) and "NameError" in result.stderr
   assert jailed.run("x").verdict == Verdict.ERROR
 
 
@@ -205,7 +205,7 @@ def test_an_end_told_too_early_changes_only_what_it_says_of_itself(jailed):
     "time.sleep(3)\nprint('late')\nos._exit(9)"  # when the next cell has begun
   )
   with jailed.session() as s:
-    assert _said(s.run(early)) == ("", Verdict.OK)  # it lied
+    assert _outcome(s.run(early)) == ("", Verdict.OK)  # it lied
     result = s.run("print('never run')")
     assert result.exit_code == 9 and not s.alive and "never" not in result.stdout
 
@@ -299,7 +299,7 @@ def steady(condition):
 
 @needs_jail
 def test_many_sessions_leave_no_process_and_no_descriptor():
-  def held():
+  def leftovers():
     return len(os.listdir("/proc/self/fd")), len(proc.naming(MARK))
 
   def many(count):
@@ -313,11 +313,11 @@ def test_many_sessions_leave_no_process_and_no_descriptor():
     # An idle slot: watcher, keeper, first process, template; and, made after a session
     # has ended, the next init with the fork that waits in it.
     # On the way there are more, and fewer, so 6 for a moment says nothing.
-    steady(lambda: held()[1] == 6)
-    files, _ = held()
+    steady(lambda: leftovers()[1] == 6)
+    files, _ = leftovers()
     many(20)
-    steady(lambda: held()[1] == 6)
-    assert held()[0] <= files
+    steady(lambda: leftovers()[1] == 6)
+    assert leftovers()[0] <= files
     assert pool.replaced == 0
   soon(lambda: not proc.naming(MARK))
 
@@ -354,8 +354,8 @@ def test_cells_are_strings_of_bounded_length(jailed, monkeypatch):
 
 
 def test_weaker_back_ends_have_no_sessions():
-  said = pytest.raises(ValueError, match="'subprocess' has no sessions")
-  with Sandbox(backend="subprocess", preload=()) as sandbox, said:
+  refusal = pytest.raises(ValueError, match="'subprocess' has no sessions")
+  with Sandbox(backend="subprocess", preload=()) as sandbox, refusal:
     sandbox.session()
   with Sandbox(backend=None) as sandbox, pytest.raises(ValueError, match="'jail'"):
     sandbox.session()

@@ -107,10 +107,10 @@ def test_a_session_is_nobodys_without_token_and_name(server):
   assert reply.json()["stdout"] == "1\n" and reply.json()["alive"]
   for body in ({"program": 1}, {"program": "1", "timeout_s": 1}, {}):
     assert server.post(f"/session/{name}", json=body).status_code == 400
-  held = send(server, f"/session/{name}", {"program": _SLEEP})
+  running = send(server, f"/session/{name}", {"program": _SLEEP})
   # Only one cell at a time; an idle session gives 200, so it is asked until it is not.
   soon(lambda: _cell_status(server, name) == 409)
-  held.close()
+  running.close()
   idle(server)
 
 

@@ -10,7 +10,7 @@ import os
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from http_server import LONG, Server
+from http_server import LONG
 
 from tools_sandbox.chat import ChatConfig
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
@@ -32,12 +32,10 @@ def ask(path, **more) -> str:
 
 
 @pytest.fixture
-def server():
-  with Server() as running:
-    running.actions["/v1/chat/completions"] = lambda r: r.send_json(
-      {"choices": [{"message": {"content": "a red box"}}]}
-    )
-    yield running
+def server(server):
+  reply = {"choices": [{"message": {"content": "a red box"}}]}
+  server.actions["/v1/chat/completions"] = lambda r: r.send_json(reply)
+  return server
 
 
 @pytest.fixture
@@ -219,9 +217,7 @@ def test_an_endpoint_that_fails(server, inspect, status, fault):
   assert KEY not in str(error.value)
 
 
-def test_configs_that_make_no_sense_are_refused(tmp_path):
-  chat = ChatConfig("http://a", "m")
-  with pytest.raises(ValueError):
-    VisionConfig(chat, max_pixels=0)
+def test_a_folder_that_is_none_is_refused(tmp_path):
+  config = VisionConfig(ChatConfig("http://a", "m"), folder=str(tmp_path / "none"))
   with pytest.raises(ValueError, match="is no folder"):
-    Inspector(VisionConfig(chat, folder=str(tmp_path / "none")))
+    Inspector(config)

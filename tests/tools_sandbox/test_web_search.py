@@ -8,7 +8,7 @@ import sqlite3
 import time
 
 import pytest
-from http_server import LONG, Server, within
+from http_server import LONG, within
 
 from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.search.index import Document, SearchIndex
@@ -23,25 +23,24 @@ ROWS = [
 
 
 @pytest.fixture
-def server():
-  with Server() as running:
-    running.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
-    yield running
+def server(server):
+  server.actions["/search"] = lambda r: r.send_json({"organic": ROWS})
+  return server
 
 
 @pytest.fixture
 def search(server, tmp_path):
   """Makes a search of the server with changes to its config."""
-  made = []
+  searches = []
   (tmp_path / "key").write_text(KEY + "\n")
 
   def make(**changes) -> WebSearch:
     values = {"endpoint": server.url + "/search", "key_file": str(tmp_path / "key")}
-    made.append(WebSearch(WebConfig(**{**values, **changes})))
-    return made[-1]
+    searches.append(WebSearch(WebConfig(**{**values, **changes})))
+    return searches[-1]
 
   yield make
-  for one in made:
+  for one in searches:
     one.close()
 
 
@@ -114,11 +113,11 @@ def test_a_file_that_is_no_cache_is_refused_and_kept(search, tmp_path):
 def test_threads_share_a_cache(server, search, tmp_path):
   one = search(cache=str(tmp_path / "cache.sqlite"))
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    found = list(pool.map(lambda n: len(one.hits(f"q{n % 5}", LONG)), range(60)))
-  assert found == [2] * 60 and 5 <= len(server.requests) <= 40
-  asked = len(server.requests)
+    counts = list(pool.map(lambda n: len(one.hits(f"q{n % 5}", LONG)), range(60)))
+  assert counts == [2] * 60 and 5 <= len(server.requests) <= 40
+  requests = len(server.requests)
   one.hits("q0", LONG)
-  assert len(server.requests) == asked
+  assert len(server.requests) == requests
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "garbage", "no json"])
@@ -235,23 +234,6 @@ def test_offline_the_corpus_answers_through_the_same_interface():
     one("x" * 2001, 1.0)
   with pytest.raises(ValueError, match="needs web"):
     WebSearch(WebConfig())
-
-
-@pytest.mark.parametrize(
-  "wrong",
-  [
-    {"endpoint": "x"},
-    {"cache": "c"},
-    {"key_file": "k"},
-    {"results": 0},
-    {"retries": -1},
-    {"cache_age_s": 0.0},
-    {"per_second": -1.0},
-  ],
-)
-def test_configs_that_make_no_sense_are_refused(wrong):
-  with pytest.raises(ValueError):
-    WebConfig(**wrong)
 
 
 @pytest.mark.parametrize("text", [None, "", "two words", "\u00e9"])

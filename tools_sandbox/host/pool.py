@@ -4,6 +4,8 @@ Two back-ends. "jail": namespaces, a root of its own and a seccomp filter for ev
 "subprocess": separate processes with resource limits, no namespaces and no seccomp; it
 contains accidents and much abuse, not a determined attacker. README.md says what each
 leaves open.
+
+budget: slots, who waits for one and who holds one for a session, under one lock.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ _WEAKER = (
 )
 # What programs of the code and math variants import, and what sympy imports only when
 # it is first asked to solve, simplify or lambdify: 25 to 150 ms that a run then saves.
+# fmt: off
 DEFAULT_PRELOAD = (
-  *("heapq", "queue", "statistics", "csv", "calendar", "logging", "unittest"),
-  *("concurrent.futures", "multiprocessing", "numpy", "numpy.random", "sympy"),
-  *("sympy.combinatorics", "sympy.assumptions.wrapper", "sympy.integrals.heurisch"),
-  *("sympy.integrals.risch", "sympy.physics.units", "sympy.tensor.tensor"),
-  *("sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special"),
+  "heapq", "queue", "statistics", "csv", "calendar", "logging", "unittest",
+  "concurrent.futures", "multiprocessing", "numpy", "numpy.random", "sympy",
+  "sympy.combinatorics", "sympy.assumptions.wrapper", "sympy.integrals.heurisch",
+  "sympy.integrals.risch", "sympy.physics.units", "sympy.tensor.tensor",
+  "sympy.codegen.ast", "sympy.sets.setexpr", "scipy.special",
 )
+# fmt: on
 
 _CLOSED = "the sandbox pool is closed"
 
@@ -81,9 +85,13 @@ class SandboxPool:
         f"backend 'jail' cannot be used here: {'; '.join(missing)}. {_WEAKER}"
       )
     self.limits = limits or wire.Limits()
+
+    # --- What zygotes are made of, and when they are worn.
     self._backend = backend
     self._preload = tuple(preload)
     self._runs_per_zygote = runs_per_zygote
+
+    # --- Who has a slot and who waits; all of it under `_changed`.
     self._changed = threading.Condition()
     self._idle: list[slot.Zygote] = []
     self._unstarted = slots
@@ -124,6 +132,8 @@ class SandboxPool:
     wire.check_texts(program, stdin)
     limits = limits or self.limits
     request = _request(program, stdin, limits, session=False)
+
+    # --- Wait for a slot, and run; whatever happens, the slot is given back.
     zygote = self._acquire()
     try:
       for last in (False, True):
@@ -135,7 +145,7 @@ class SandboxPool:
           break
         except slot.ZygoteDied as e:
           zygote = self._retire(zygote)
-          if e.started or last:
+          if e.started or last:  # it may have run: twice is not as good as once
             zygote = self._spare()
             return e.result()
       zygote = self._unless_worn(zygote)
@@ -177,6 +187,8 @@ class SandboxPool:
       raise ValueError(f"lease_s must be above 0, got {lease_s!r}")
     limits = limits or self.limits
     request = _request("", "", limits, session=True)
+
+    # --- Wait for a slot, and have its process begin.
     zygote = self._acquire(wait_s)
     try:
       for last in (False, True):
@@ -188,6 +200,8 @@ class SandboxPool:
           zygote = self._retire(zygote)
           if last:
             raise
+
+      # --- From here on the session gives the slot back, at its end or its lease's.
       lent = _LentSlot(self._retire, self._end_session, zygote, limits.wall_s, ended)
       session = Session(lent, lease_s)
       with self._changed:

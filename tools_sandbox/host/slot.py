@@ -51,7 +51,7 @@ class ZygoteDied(Exception):
     self.memory = memory
 
   def result(self) -> wire.Result:
-    """The result of its run: for the memory it took, or for no fault of its own."""
+    """Gives the run's result: it took too much memory, or it was not its fault."""
     if not self.memory:
       return wire.failure(str(self))
     note = "[killed: used more memory than it may]\n"

@@ -110,11 +110,14 @@ def become_program(
     confine: the last step before the program.
     keep_fds: descriptors that `get` and `confine` need, and close; but for a session's.
   """
+  # --- Get ready, then wait for the program.
   try:
     _enter(pipes, keep_fds)
     _drop_privileges()
     _open_streams()
     task = get()
+
+    # --- The limits of this run, its seed and clock, and the last walls.
     _limit(task.limits, template_bytes)
     seed = task.limits.seed
     clock_s = task.limits.clock_s
@@ -126,6 +129,8 @@ def become_program(
   except BaseException as e:
     os.write(2, f"cannot set up the run: {e!r}\n".encode("ascii", "replace"))
     _end_by(SETUP_SIGNAL)
+
+  # --- Hand over to the program; this code is not reached again but to end.
   if task.cells is not None:
     try:
       _run_cells(*task.cells)

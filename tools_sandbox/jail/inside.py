@@ -114,6 +114,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
   alive: dict[int, tuple[int, int]] = {}  # pidfd -> process, where to tell its end
   while True:
     for fd, _ in poll.poll():
+      # --- A fork has ended: its init hears how.
       if fd in alive:
         pid, tell = alive.pop(fd)
         _, status, usage = os.wait4(pid, 0)
@@ -124,6 +125,8 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
         os.close(fd)
         os.close(tell)
         continue
+
+      # --- An init wants one: it is forked into the init's process namespace.
       order, fds, _, _ = socket.recv_fds(orders, 1, 7)
       if not order:
         return  # the slot ends
@@ -278,20 +281,20 @@ class _Init:
 
   def __init__(self, host: run.Host, template: _Template):
     """Clones it into new namespaces, where it waits for a request."""
-    self._said, say = os.pipe()
+    self._answers, answer = os.pipe()
     if not kernel.clone(kernel.ALL_NAMESPACES):
-      os.close(self._said)
+      os.close(self._answers)
       try:
         # A pid 1 without handlers cannot be hurt by signals of its namespace.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self._serve(host, template, say)
+        self._serve(host, template, answer)
       except BaseException as e:
         _log("the run's init", e)
       os._exit(0)
-    os.close(say)
+    os.close(answer)
 
   @staticmethod
-  def _serve(host: run.Host, template: _Template, say: int) -> None:
+  def _serve(host: run.Host, template: _Template, answer: int) -> None:
     _furnish()
     starter = _Jailed(template)
     template.orders.close()
@@ -303,19 +306,19 @@ class _Init:
       return  # the host has gone
     starter.check()
     # Not before it is read: the next init reads the same pipe.
-    os.write(say, b"s" if request["session"] else b"r")
+    os.write(answer, b"s" if request["session"] else b"r")
     serve = session.serve if request["session"] else run.serve
     serve(request, host, starter, template.holds)
-    os.write(say, b"a")
+    os.write(answer, b"a")
 
   def request(self) -> str:
     """Waits until it has one: "run" or "session"; "" where it never will."""
-    return {b"r": "run", b"s": "session"}.get(os.read(self._said, 1), "")
+    return {b"r": "run", b"s": "session"}.get(os.read(self._answers, 1), "")
 
   def answered(self) -> bool:
     """Waits for its run to end; False if it could not answer."""
-    answered = os.read(self._said, 1) == b"a"
-    os.close(self._said)
+    answered = os.read(self._answers, 1) == b"a"
+    os.close(self._answers)
     return answered
 
 

@@ -217,11 +217,14 @@ def _keep(
   import child
   import kernel
 
+  # --- Tie this process to the one above, and put it under the slot's limits.
   watcher = os.getppid()
   child.die_with_parent(watcher, signal.SIGKILL)
   for group in groups:
     with open(f"{group}/cgroup.procs", "wb") as f:
       f.write(b"0")  # this process, and all that it will start
+
+  # --- Build the root, in a mount namespace of its own.
   places, path, python = _layout()
   uid = os.geteuid()
   gid = os.getegid()
@@ -232,6 +235,8 @@ def _keep(
   # Mounted over the slot's own folder: the host, which removes it, sees none of this.
   _build(directory, places)
   kernel.change_root(directory)
+
+  # --- Become an ordinary user, in all other namespaces too.
   inner = _NOBODY if uid == 0 else 0
   if uid == 0:
     os.setgroups([])
@@ -241,6 +246,8 @@ def _keep(
   kernel.unshare(kernel.ALL_NAMESPACES)
   kernel.map_ids(0, inner, inner)
   child.die_with_parent(watcher, signal.SIGKILL)  # a change of user forgets it
+
+  # --- The slot itself is the first process of its process namespace.
   pid = os.fork()
   if not pid:
     try:

@@ -243,7 +243,7 @@ class SearchIndex:
     return cls(bm25, documents, read(_TITLE_KEYS), read(_TITLE_ROWS))
 
   def search(self, query: str, k: int) -> list[Hit]:
-    """The at most k best documents, best first; ties in corpus order.
+    """Finds the at most k best documents, best first; ties in corpus order.
 
     A document without a word of the query is never returned, so a query of unknown
     words, or of none, gives [].

@@ -36,7 +36,7 @@ class Retriever:
     self._service.close()
 
   def search(self, query: str, k: int, seconds: float) -> list[Hit]:
-    """The at most k documents that the server finds, in its order.
+    """Gives the at most k documents that the server finds, in its order.
 
     Raises:
       ToolFault: the server refuses the query.

@@ -39,7 +39,7 @@ def make_app(
   topk: int = 3,
   hosts: tuple[str, ...] = http_server.LOOPBACK,
 ) -> Starlette:
-  """The server over a sandbox's corpus: POST /retrieve, GET /health.
+  """Makes the server over a sandbox's corpus: POST /retrieve, GET /health.
 
   Args:
     sandbox: holds the corpus; it is not closed with the app.

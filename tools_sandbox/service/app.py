@@ -104,7 +104,7 @@ class RunRequest:
 
 
 def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
-  """The application.
+  """Makes the application.
 
   Args:
     queue: runs what is asked for; it is not closed with the app.
@@ -115,8 +115,9 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
 
   open_session, cell, close_session = _session_handlers(queue, config)
 
+  # --- What answers each route.
   async def run(request: Request) -> Response:
-    with queue.place():
+    with queue.place():  # before the body is read, so that places bound the memory
       task = await _read_request(request, config, read_run)
       start_by = task.deadline_s - task.limits.wall_s
       gone = _gone(request)
@@ -133,6 +134,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
     del request
     return Response(queue.metrics(), media_type="text/plain; version=0.0.4")
 
+  # --- The token, and the routes that want it: all but /health.
   def guarded(handler: _Handler) -> _Handler:
     async def handle(request: Request) -> Response:
       if config.token and not _bears(request, config.token):
@@ -213,7 +215,7 @@ class _SessionBody(_LimitsBody):
 
 
 def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """A request of /run, decoded.
+  """Decodes a request of /run.
 
   Raises:
     ValueError: naming the field, its value and what would be accepted.
@@ -224,7 +226,7 @@ def read_run(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """A request of /session, decoded; its `cpu_s` and more are those of all its cells.
+  """Decodes a request of /session; its `cpu_s` and more are those of all its cells.
 
   Raises:
     ValueError: as `read_run`.
@@ -244,7 +246,7 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
 
 
 def read_cell(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
-  """A request of /session/NAME, decoded; only program and stdin are its own.
+  """Decodes a request of /session/NAME; only program and stdin are its own.
 
   Raises:
     ValueError: as `read_run`.

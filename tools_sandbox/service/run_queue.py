@@ -74,9 +74,12 @@ class RunQueue:
     self._places = slots + max_waiting
     self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
     self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
-    self._taken = self._busy = 0
+    self._admitted = 0  # places of requests; those of sessions come on top
+    self._busy = 0
     self._sessions: dict[str, _Open] = {}
     self.draining = False
+
+    # --- The metrics, of this queue alone: there may be another in the process.
     self._registry = CollectorRegistry()
     self._runs = Counter(
       "sandbox_runs", "Runs that ended.", ["verdict"], registry=self._registry
@@ -91,12 +94,17 @@ class RunQueue:
       self._runs.labels(verdict.value)  # a series that starts at 0 has a rate
     for reason in _REASONS:
       self._refused.labels(reason)
-    self._seconds, self._waits = (
-      Histogram(name, text, buckets=_BUCKETS, registry=self._registry)
-      for name, text in (
-        ("sandbox_run_seconds", "Wall seconds of the programs."),
-        ("sandbox_wait_seconds", "Seconds that runs waited for a slot."),
-      )
+    self._seconds = Histogram(
+      "sandbox_run_seconds",
+      "Wall seconds of the programs.",
+      buckets=_BUCKETS,
+      registry=self._registry,
+    )
+    self._waits = Histogram(
+      "sandbox_wait_seconds",
+      "Seconds that runs waited for a slot.",
+      buckets=_BUCKETS,
+      registry=self._registry,
     )
     self._registry.register(self)
 
@@ -112,20 +120,20 @@ class RunQueue:
 
   @contextlib.contextmanager
   def place(self) -> Iterator[None]:
-    """Room for one request, from before its body is read until it is answered.
+    """Holds room for one request, from before its body is read until it is answered.
 
     Raises:
       Refused: full or stopping.
     """
     if self.draining:
       raise self._refuse("stopping", "the service is stopping")
-    if self._taken + len(self._sessions) >= self._places:
+    if self._admitted + len(self._sessions) >= self._places:
       raise self._refuse("full", f"all {self._places} places are taken; ask again")
-    self._taken += 1
+    self._admitted += 1
     try:
       yield
     finally:
-      self._taken -= 1
+      self._admitted -= 1
 
   async def run(
     self,
@@ -194,7 +202,7 @@ class RunQueue:
 
   @contextlib.contextmanager
   def cells(self, name: str) -> Iterator[Session]:
-    """A session for one cell, from before its body is read until it is answered.
+    """Holds a session for one cell, from before its body is read until it is answered.
 
     Raises:
       Refused: ended (or there never was one), busy with another cell, or stopping.
@@ -284,18 +292,18 @@ class RunQueue:
     return running.result()
 
   def drain(self) -> None:
-    """From now on nothing starts; what waits is refused, what runs goes on."""
+    """Lets nothing start any more; what waits is refused, what runs goes on."""
     self.draining = True
     for turn in self._waiting:
       turn.set_exception(self._refuse("stopping", "the service is stopping"))
     self._waiting.clear()
 
   def metrics(self) -> bytes:
-    """All counts in Prometheus's text format."""
+    """Writes all counts in Prometheus's text format."""
     return generate_latest(self._registry)
 
   def collect(self) -> Iterable[Metric]:
-    """What is read when it is asked for. See `prometheus_client.registry`."""
+    """Yields the gauges, read now. See `prometheus_client.registry`."""
     for name, text, value in (
       ("sandbox_slots", "Programs that may run at once.", self.slots),
       ("sandbox_busy_slots", "Programs that run now.", self.busy),

@@ -17,7 +17,7 @@ from tools_sandbox.jail.wire import Clip, Limits, Result, Verdict
 
 
 def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
-  """A run in SandboxFusion's words; of the limits it knows time and memory only."""
+  """Writes a run in SandboxFusion's words; of the limits it knows time and memory."""
   return {
     "code": program,
     "language": "python",
@@ -31,7 +31,7 @@ def write_request(program: str, stdin: str, limits: Limits) -> dict[str, Any]:
 
 
 def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
-  """The result in a reply. What used up its memory is an `error`: it is not told apart.
+  """Reads the result in a reply. What used up its memory is an `error` there too.
 
   Args:
     reply: decoded.
@@ -48,18 +48,17 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
   code = run["return_code"]
   if not late and (run["status"] != "Finished" or type(code) is not int):
     raise ValueError(f"run_result: status {run['status']!r}, return_code {code!r}")
-  verdict = Verdict.TIMEOUT if late else Verdict.ERROR if code else Verdict.OK
-  (stdout, cut_out), (stderr, cut_err) = (
-    _clipped(run[name] or "", limits.output_bytes) for name in ("stdout", "stderr")
-  )
-  return Result(
-    stdout,
-    stderr,
-    -signal.SIGKILL if late else code,
-    verdict,
-    float(run["execution_time"] or 0.0),
-    cut_out or cut_err,
-  )
+  if late:
+    verdict = Verdict.TIMEOUT
+    code = -signal.SIGKILL
+  elif code:
+    verdict = Verdict.ERROR
+  else:
+    verdict = Verdict.OK
+  stdout, cut_out = _clipped(run["stdout"] or "", limits.output_bytes)
+  stderr, cut_err = _clipped(run["stderr"] or "", limits.output_bytes)
+  seconds = float(run["execution_time"] or 0.0)
+  return Result(stdout, stderr, code, verdict, seconds, cut_out or cut_err)
 
 
 def _clipped(text: str, size: int) -> tuple[str, bool]:

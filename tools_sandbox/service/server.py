@@ -38,7 +38,7 @@ _LOST = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-  """The program's arguments."""
+  """Makes the parser of the program's arguments."""
   config = ServiceConfig()
   parser = argparse.ArgumentParser(
     prog="python -m tools_sandbox.service.server",

@@ -56,7 +56,7 @@ class CrawlConfig:
 
 
 def parse_call(content: str) -> tuple[list[str], str]:
-  """The URLs of a call, each once, and the goal: the words that are no URL.
+  """Splits a call into its URLs, each once, and the goal: the words that are no URL.
 
   Raises:
     BadCall: there is no http or https URL, or one of another scheme.
@@ -122,7 +122,7 @@ class Crawler:
       self._chat.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """The pages' text, page by page; one that fails says so among the others.
+    """Reads the pages' text, page by page; one that fails says so among the others.
 
     Raises:
       BadCall: the call holds no URL, or too many.

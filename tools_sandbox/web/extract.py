@@ -17,7 +17,7 @@ _CPU_S = 60  # should nobody be there to end it
 
 
 def main_text(html: str, links: bool, seconds: float) -> str:
-  """The main text of a page as markdown; "" where none is found in time.
+  """Finds the main text of a page, as markdown; "" where none is found in time.
 
   Args:
     html: the page.

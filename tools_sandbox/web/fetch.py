@@ -126,7 +126,7 @@ class Fetcher:
     self._tls = httpcore.default_ssl_context()
 
   def get(self, url: str, seconds: float, types: Collection[str]) -> Body:
-    """The body behind a URL.
+    """Fetches the body behind a URL.
 
     Args:
       url: http or https, as a model wrote it.

@@ -46,7 +46,7 @@ _BOMS = (
 
 
 def read_text(body: Body, links: bool = False, seconds: float = 5.0) -> str:
-  """What a person would read on a page, as lines.
+  """Reads what a person would read on a page, as lines.
 
   Args:
     body: what was fetched.
@@ -68,7 +68,7 @@ def read_text(body: Body, links: bool = False, seconds: float = 5.0) -> str:
 
 
 def decode(body: Body) -> str:
-  """The characters of a body: by its BOM, as UTF-8, by its header, by its `meta`.
+  """Decodes a body: by its BOM, as UTF-8, by its header, by its `meta`.
 
   Raises:
     ToolFault: the bytes are no text, whatever the server calls them.
@@ -96,7 +96,7 @@ def decode(body: Body) -> str:
 
 
 def excerpt(text: str, goal: str, max_chars: int) -> str:
-  """The parts of a text that match a goal best, in the text's own order.
+  """Picks the parts of a text that match a goal best, in the text's own order.
 
   The first paragraph is always kept, for it says what the page is; without a goal, or
   where nothing matches, the text's beginning is given.
@@ -108,6 +108,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
   """
   if len(text) <= max_chars:
     return text
+
+  # --- Order the paragraphs: the first, then by their match with the goal.
   pieces = list(_pieces(text[:_TEXT]))
   order = [0]
   try:
@@ -118,6 +120,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
     pass
   if len(order) == 1:
     order = list(range(len(pieces)))
+
+  # --- Take as many as fit.
   chosen: list[int] = []
   left = max_chars
   for i in order:
@@ -126,6 +130,8 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
       break
     chosen.append(i)
     left -= cost
+
+  # --- Put them back in the text's order, with marks where something is left out.
   lines = []
   last = -1
   for i in sorted(chosen):
@@ -160,7 +166,7 @@ def _codec(name: str) -> str | None:
 
 
 def strip_tags(page: str) -> str:
-  """All text of an HTML page but scripts and styles; in linear time, whatever it is."""
+  """Keeps the text of an HTML page, no scripts or styles; always in linear time."""
   first, *pieces = page.split("<")
   out = [first]
   skipping = ""

@@ -65,7 +65,7 @@ class Image:
 
 
 def read_header(data: bytes) -> Image | None:
-  """The kind and size of a PNG, JPEG, GIF or WebP image; None for all else."""
+  """Reads the kind and size of a PNG, JPEG, GIF or WebP image; None for all else."""
   try:
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
       return _image("image/png", *struct.unpack(">II", data[16:24]))
@@ -140,7 +140,7 @@ class Inspector:
     self._chat.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """What the model says about the image of a call.
+    """Asks the model about the image of a call.
 
     Args:
       content: a ```json block with `file_path` (a path or a URL) and maybe `question`.

@@ -126,7 +126,7 @@ class WebSearch:
       self._service.close()
 
   def __call__(self, content: str, seconds: float) -> str:
-    """The results, numbered, each with title, link, date and snippet.
+    """Lists the results, numbered, each with title, link, date and snippet.
 
     Raises:
       BadCall: the query is too long.
@@ -143,7 +143,7 @@ class WebSearch:
     return "\n".join(lines)
 
   def hits(self, query: str, seconds: float) -> list[WebHit]:
-    """The results as records; see `__call__` for what it raises."""
+    """Finds the results as records; see `__call__` for what it raises."""
     query = " ".join(clean(query).split())
     if len(query) > _QUERY_CHARS:
       raise BadCall(f"a query has at most {_QUERY_CHARS} characters")
@@ -226,7 +226,7 @@ class Cache:
       yield base
 
   def get(self, key: str) -> list[list[str]] | None:
-    """The rows under a key; None where there are none, or they are too old."""
+    """Gets the rows under a key; None where there are none, or they are too old."""
     try:
       with self._open() as base:
         row = base.execute(

@@ -1,0 +1,76 @@
+"""Configs of tools that make no sense are refused, and say why."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tools_sandbox.chat import ChatConfig
+from tools_sandbox.mcp_client import McpConfig
+from tools_sandbox.service.remote import RemoteConfig
+from tools_sandbox.web.crawl import CrawlConfig
+from tools_sandbox.web.fetch import FetchConfig
+from tools_sandbox.web.vision import VisionConfig
+from tools_sandbox.web.web_search import WebConfig
+
+URL = "http://a"
+NO_URL = "must start with http:// or https://"
+COMMAND = ("b",)
+# Class -> (its fields, what is said of them).
+WRONG = {
+  ChatConfig: [
+    ({"base_url": "x", "model": "m"}, NO_URL),
+    ({"base_url": URL, "model": ""}, "name the model"),
+    ({"base_url": URL, "model": "m", "max_tokens": 0}, "must be positive"),
+  ],
+  CrawlConfig: [
+    ({"max_pages": 0}, "max_pages must be at least 1"),
+    ({"page_chars": 1}, "page_chars at least 64"),
+  ],
+  FetchConfig: [
+    ({"max_bytes": 0}, "max_bytes must be at least 1"),
+    ({"max_redirects": -1}, "max_redirects at least 0"),
+    ({"allow": ("localhost",)}, "'localhost'"),
+  ],
+  McpConfig: [
+    ({"tool": "x"}, "either a command or a url"),
+    ({"tool": "", "url": URL}, "has a name"),
+    ({"tool": "x", "url": "a"}, NO_URL),
+    ({"tool": "x", "url": URL, "command": COMMAND}, "either a command or a url"),
+    ({"tool": "x", "url": URL, "start_s": 0.0}, "start_s must be positive"),
+    ({"tool": "x", "url": URL, "env": {"A": "b"}}, "env is for a command"),
+    ({"tool": "x", "command": COMMAND, "key_file": "k"}, "key_file is for a url"),
+  ],
+  RemoteConfig: [
+    ({"urls": ()}, "urls must be a list of one or more"),
+    ({"urls": URL}, "urls must be a list"),
+    ({"urls": ("a:80",)}, NO_URL),
+    ({"urls": (URL,), "api": "nsjail"}, "accepted: tools_sandbox, sandbox_fusion"),
+    ({"urls": (URL,), "wait_s": 0.0}, "wait_s must be positive and finite"),
+    ({"urls": (URL,), "wait_s": math.nan}, "wait_s must be positive and finite"),
+    ({"urls": (URL,), "wait_s": math.inf}, "wait_s must be positive and finite"),
+  ],
+  VisionConfig: [
+    ({"chat": ChatConfig(URL, "m"), "max_pixels": 0}, "max_pixels must be at least 1")
+  ],
+  WebConfig: [
+    ({"endpoint": "x"}, NO_URL),
+    ({"cache": "c"}, "need an endpoint"),
+    ({"key_file": "k"}, "need an endpoint"),
+    ({"results": 0}, "results must be at least 1"),
+    ({"retries": -1}, "retries at least 0"),
+    ({"cache_age_s": 0.0}, "cache_age_s must be above 0"),
+    ({"per_second": -1.0}, "per_second at least 0"),
+  ],
+}
+
+
+@pytest.mark.parametrize(
+  ("config", "fields", "words"),
+  [(config, *row) for config, rows in WRONG.items() for row in rows],
+)
+def test_it_is_refused(config, fields, words):
+  with pytest.raises(ValueError) as error:
+    config(**fields)
+  assert words in str(error.value)
