@@ -128,6 +128,8 @@ class VllmServer:
       limits=httpx.Limits(max_connections=None),
       trust_env=False,  # loopback and a cluster's own hosts are no proxy's business
     )
+    # Not anyio's portal: that cannot be ended from its own thread, which may be the one
+    # where the last reference to this client goes.
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     self._loop = runner.get_loop()
     thread = threading.Thread(
