@@ -86,10 +86,10 @@ def test_answers_to_groups_that_may_be_begun_again_are_kept(
 
 
 def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
-  def submit(self, *args):
+  def start(self, *args):
     raise OSError("no tools here")
 
-  monkeypatch.setattr(rl.Toolbox, "submit", submit)
+  monkeypatch.setattr(rl.Toolbox, "start", start)
   ahead.algo.steps = 2
   with pytest.raises(OSError, match="no tools here"):
     rl.run(ahead, str(tmp_path))
