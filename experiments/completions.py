@@ -12,6 +12,8 @@ any answer span is content there, and all the rest reasoning. What is not OpenAI
 `usage.observation_tokens` (given by tools, so neither prompt nor completion),
 `coa.seed` (a request with this seed and temperature gets this answer again) and, for
 each choice, `coa` with the trajectory's status, tool calls and seconds.
+
+budget: what a request may hold, and what a response does: one protocol.
 """
 
 from __future__ import annotations

@@ -44,16 +44,20 @@ def join(where: str) -> None:
     except (ValueError, RuntimeError) as e:
       stop(f"--distributed=auto: {e}; elsewhere give HOST:PORT,PROCESSES,PROCESS")
     return
+  # --- Read the flag.
   match = re.fullmatch(r"([^,]+:\d+),(\d+),(\d+)", where)
   if not match or int(match[3]) >= int(match[2]):
     stop(f"--distributed={where}: give 'auto' or HOST:PORT,PROCESSES,PROCESS")
-  address, processes, process = match[1], int(match[2]), int(match[3])
+  address = match[1]
+  processes = int(match[2])
+  process = int(match[3])
   host, _, port = address.rpartition(":")
   if not 0 < int(port) < 2**16 or processes > _MOST_PROCESSES:
     stop(
       f"--distributed={where}: a port is from 1 to {2**16 - 1}, and there are at most "
       f"{_MOST_PROCESSES} processes"
     )
+  # --- Wait for process 0, or for the others.
   here = host == "localhost" or host.startswith("127.") or host == "[::1]"
   seconds = _WAIT_S.value or (45 if here else 300)
   began = time.monotonic()
@@ -75,6 +79,7 @@ def join(where: str) -> None:
     )
     os._exit(2)  # JAX's own end of the wait aborts the process
 
+  # JAX waits longer than we do, so that ours is the message that is read.
   watch = threading.Timer(left, give_up)
   watch.daemon = True
   watch.start()

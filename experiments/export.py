@@ -48,6 +48,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.protocol.tokens import Tokenizer
   from coa_jax.record import read_run
 
+  # --- Which checkpoint.
   config_file = os.path.join(workdir, "config.json")
   folder = os.path.join(workdir, "checkpoints")
   for path in (config_file, folder):
@@ -68,6 +69,7 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     lora_config = read_config(config["lora"], lora.LoraConfig, "lora")
   load = sft.read_model(config.get("model") or {}, config)
   base = None
+  # --- What it was trained from: a model that the run drew, or one that it read.
   init = config.get("init") or ""
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
   if isinstance(load, ModelConfig):  # a model that the run drew itself

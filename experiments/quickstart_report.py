@@ -69,6 +69,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   Returns:
     What `results.json` holds.
   """
+  # --- What the team, and the model in its place, used and solved.
   meters = read_trajectories(os.path.join(workdir, "eval_teacher", distill.TEACHER))
   team = [t for t in meters if t.sample == 0]
   retries = [t for t in meters if t.sample > 0]
@@ -80,6 +81,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   table = cost(team, greedy, instructions)
   teacher = scores.summary(team, retries)
   teacher["protocol_ok"] = None  # a team writes messages, not the protocol
+  # --- All figures.
   stages = {k: v for k, v in seconds.items() if not k.endswith("_done")}
   results = {
     "seconds": round(sum(stages.values()), 1),
@@ -99,6 +101,7 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
     "paper_reduction": PAPER_REDUCTION,
   }
   write_json(os.path.join(workdir, "results.json"), results)
+  # --- Show them.
   tables = _tables(results)
   for t in tables:
     rich.print(rich_table(t))

@@ -62,6 +62,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before anything is played; see
       `evaluate.run`. Or no task is left.
   """
+  # --- Attempts: those that were made before, or new ones.
   select = read_config(config.get("select"), SelectConfig, "select")
   if not select.played:
     read_config(config, SelectTasksConfig)
@@ -72,6 +73,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     rest = {name: config[name] for name in config if name != "select"}
     evaluate.run(ml_collections.ConfigDict(rest), workdir)
     played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
+  # --- Which tasks they leave.
   tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
   counted = graded(played)
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)

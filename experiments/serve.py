@@ -18,6 +18,8 @@ else is served. A client that goes away frees its slot after the rest of the win
 runs and one more token, or when the tool that its question waits for is done. Ctrl-C or
 SIGTERM stop it: requests have GRACE_S seconds left. There is no key and no encryption:
 on a --host that others reach, they can run programs in the sandbox.
+
+budget: one server: its routes, its streams, and its end.
 """
 
 from __future__ import annotations
@@ -167,7 +169,7 @@ def make_app(
   hosts: tuple[str, ...] = ("*",),
   conversation: bool = False,
 ) -> Starlette:
-  """The application.
+  """Makes the application. budget: its five handlers.
 
   Args:
     server: what answers.

@@ -86,6 +86,8 @@ class SynthesizeConfig:
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Synthesises tasks over `tools.corpus` through its search tool.
 
+  budget: one journey, from a corpus to its tasks.
+
   Args:
     config: as `SynthesizeConfig` says.
     workdir: where everything goes.
@@ -123,6 +125,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       usd = {"usd": settings.chat.usd}
     journal = stack.enter_context(Journal(path, **usd))
 
+    # --- Make tasks of documents, then of pairs of these.
     def maker(key: str) -> Synthesizer:
       run_key = (key, SAMPLE)
       return Synthesizer(
@@ -145,6 +148,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     pairs = _pairs(grown, plan)
     attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
     bill = journal.bill()
+  # --- Write them, and what became of the rest.
   tasks = [m.task for m in attempts if m.task is not None]
   write_jsonl(os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in tasks])
   count = collections.Counter

@@ -43,7 +43,7 @@ class Calls:
     self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     self.counts = {"asked": 0, "kept": 0}
     self._lock = threading.Lock()
-    self._watch(Toolbox, "submit", "asked")
+    self._watch(Toolbox, "start", "asked")
     self._watch(ToolJournal, "keep", "kept")
 
   def _watch(self, owner: type, name: str, event: str) -> None:
@@ -102,7 +102,7 @@ def end_at(place: str, n: int, number: int, calls: Calls) -> None:
       os.kill(os.getpid(), number)
 
     threading.Thread(target=wait, daemon=True).start()
-    for owner, name in ((Toolbox, "submit"), (Learner, "step")):
+    for owner, name in ((Toolbox, "start"), (Learner, "step")):
       _before(owner, name, began.set)
   elif place == "tool":  # it has an answer, which nobody has heard
     after(Toolbox, "answer")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
+import guessing
 import ml_collections
 import numpy as np
 import pytest
 import toy
+from guessing import RIGHT, STEPS
 
 from coa_jax import rl
 from coa_jax.learner.advantages import group_relative
@@ -21,43 +22,12 @@ from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
-from tests.backend import BACKEND
-
-STEPS = 24
-RIGHT = {"sky": "blue", "sea": "blue"}
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> ml_collections.ConfigDict:
-  """A policy that calls a tool and then says red or blue, and tasks for it."""
-  folder = tmp_path_factory.mktemp("policy")
-  examples = [
-    toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
-    for q in RIGHT
-    for a in ("red", "blue")
-  ]
-  toy.save_policy(str(folder / "model"), toy.train(examples, 300).params)
-  rows = [{"id": q, "question": q, "answers": [a]} for q, a in RIGHT.items()]
-  tasks = folder / "tasks.jsonl"
-  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return ml_collections.ConfigDict(
-    dict(
-      init=str(folder / "model"),
-      model=dict(remat="none"),
-      optim=dict(lr=1.5e-3, schedule="linear", b2=0.99),
-      rollout=dict(style="brief", slots=16, max_len=toy.MAX_LEN),
-      tools=dict(tools=("code",), sandbox=BACKEND),
-      tasks=dict(uri=str(tasks)),
-      algo=dict(
-        steps=STEPS,
-        sampling=dict(prompts=2, samples=8, rounds=1),
-        batch=dict(rows=8, length=128),
-        guards=dict(max_logp_diff_share=1.0),
-      ),
-      dev=dict(every=STEPS - 1, uri=str(tasks)),
-      checkpoint=dict(every=STEPS),
-    )
-  )
+  """RL of a policy that guesses."""
+  return guessing.rl_config(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

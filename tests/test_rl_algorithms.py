@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import guessing
+import ml_collections
 import numpy as np
 import pytest
-from test_rl import config  # noqa: F401  (a fixture)
 
 from coa_jax import rl
 from coa_jax.learner.algorithms import PRESETS, preset
@@ -12,8 +13,14 @@ from coa_jax.report.metrics import Metrics, read_metrics
 from coa_jax.report.timers import RATE
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ml_collections.ConfigDict:
+  """RL of a policy that guesses."""
+  return guessing.rl_config(tmp_path_factory.mktemp("policy"))
+
+
 def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(
-  config,  # noqa: F811
+  config,
   tmp_path,
   monkeypatch,
 ):
@@ -60,7 +67,7 @@ def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_learns(config, tmp_path, name: str):  # noqa: F811
+def test_every_preset_learns(config, tmp_path, name: str):
   learning = config.copy_and_resolve_references()
   with learning.unlocked():
     learning.algo.update(preset(name))

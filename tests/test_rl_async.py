@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import guessing
 import ml_collections
 import numpy as np
 import pytest
-from test_rl import RIGHT, config  # noqa: F401 (a fixture)
+from guessing import RIGHT, STEPS
 
 from coa_jax import rl
 from coa_jax.protocol.trajectory import read_trajectories
@@ -15,11 +16,15 @@ from coa_jax.report.metrics import read_metrics
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 
-STEPS = 24
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ml_collections.ConfigDict:
+  """RL of a policy that guesses."""
+  return guessing.rl_config(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
-def ahead(config) -> ml_collections.ConfigDict:  # noqa: F811
+def ahead(config) -> ml_collections.ConfigDict:
   """The config of the synchronous tests, with tokens up to 2 updates old."""
   out = config.copy_and_resolve_references()
   with out.unlocked():
@@ -81,10 +86,10 @@ def test_answers_to_groups_that_may_be_begun_again_are_kept(
 
 
 def test_a_broken_tool_service_ends_the_run(ahead, tmp_path, monkeypatch):
-  def submit(self, *args):
+  def start(self, *args):
     raise OSError("no tools here")
 
-  monkeypatch.setattr(rl.Toolbox, "submit", submit)
+  monkeypatch.setattr(rl.Toolbox, "start", start)
   ahead.algo.steps = 2
   with pytest.raises(OSError, match="no tools here"):
     rl.run(ahead, str(tmp_path))

@@ -204,9 +204,9 @@ def train(
   return Actor(state.params, tuple(curve))
 
 
-def save_policy(path: str, p) -> None:
-  """Writes a model folder: MODEL with these parameters, and the tokenizer."""
-  save_model(path, MODEL, p)
+def save_policy(path: str, params: dict, model: ModelConfig = MODEL) -> None:
+  """Writes a model folder: the model with these parameters, and the tokenizer."""
+  save_model(path, model, params)
   tokenizer().save(path)
 
 

@@ -143,7 +143,7 @@ def window(
 ) -> tuple[KVCache, SamplerState, Sampled]:
   """Samples up to W tokens in every active slot.
 
-  The window ends sooner once no slot is active.
+  The window ends sooner once no slot is active. budget: one loop on the device.
 
   Args:
     cfg: the model, unrolled.

@@ -49,6 +49,8 @@ class RolloutWorker:
   ):
     """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
 
+    budget: ten things that a worker is made of, by name.
+
     The caller closes the grader; None for one with the default rewards. `variant` is
     the dialect where it is not the config's with these tools. With a journal no tool
     call is made twice, though a run is interrupted. `policy_changes` says whether newer
@@ -231,6 +233,8 @@ class RolloutWorker:
     evaluation: bool = False,
   ) -> Iterator[tuple[int, Trajectory]]:
     """Plays every task `samples` times; of n processes each plays every n-th task.
+
+    budget: one loop, and what it is asked.
 
     Args:
       params: the policy.

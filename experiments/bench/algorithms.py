@@ -130,6 +130,7 @@ def collapse(
       [np.mean(w[~np.isnan(w)]) for w in windows if not np.isnan(w).all()]
     )
 
+  # --- What training measured.
   reasons = []
   dead = np.isnan(_column(log[-size:], "reward")).sum()
   if dead > 0.1 * size:
@@ -140,11 +141,13 @@ def collapse(
       f"reward {reward[0]:.3f} at first, {reward.max():.3f} at best, {reward[-1]:.3f} "
       "at last"
     )
+  # --- What greedy answers say.
   known = [r["dev_accuracy"] for r in log if r.get("dev_accuracy") is not None]
   if accuracy is None or np.isnan(accuracy):
     reasons.append("no greedy answer was graded at last")
   elif accuracy < max([accuracy, *known]) - 0.1:
     reasons.append(f"greedy accuracy {max(known):.3f} at best, {accuracy:.3f} at last")
+  # --- How it writes, and whether it could learn.
   written = window_means("format")
   if len(written) and written[-1] < 0.9:
     reasons.append(f"well-formed {written[-1]:.3f} at last")

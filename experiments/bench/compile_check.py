@@ -15,6 +15,8 @@ beside). Each case has a process of its own: the compiler keeps what it allocate
 The roofline is a lower bound: the three kinds of work overlap perfectly and every link
 of the interconnect is busy. Exit status 1 when a program does not fit or compile.
 Expect every case to fit; 1 to 6 minutes and 3 GB a case on two cores, all in an hour.
+
+budget: the formulas beside the figures that are made of them.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ def advice(program: str) -> str:
 
 def measure(case: Case) -> dict[str, Any]:
   """Compiles a case; all its figures, per step and, where not said, per chip."""
-  chip, cfg = CHIPS[case.topology.partition(":")[0]], architecture(case)
+  # --- Compile.
+  chip = CHIPS[case.topology.partition(":")[0]]
+  cfg = architecture(case)
   start = time.monotonic()
   compiled = lower(case).compile()
   seconds = time.monotonic() - start
@@ -148,6 +152,7 @@ def measure(case: Case) -> dict[str, Any]:
     file = re.sub(r"\W+", "-", case.name) + ".txt"
     with open(os.path.join(_TEXT.value, file), "w", encoding="utf-8") as f:
       f.write(text)
+  # --- Memory, as the compiler says.
   m = compiled.memory_analysis()
   memory = {
     "arguments": m.argument_size_in_bytes,
@@ -156,6 +161,7 @@ def measure(case: Case) -> dict[str, Any]:
     "code": m.generated_code_size_in_bytes,
   }
   used = sum(memory.values())
+  # --- Time: the largest of arithmetic, HBM and interconnect at their peaks.
   model_flops, all_flops = flops(case, cfg)
   traffic = collectives(text, case.chips, case.turns())
   kinds: dict[str, dict[str, float]] = {}

@@ -130,6 +130,7 @@ def expected(rows: int) -> dict[str, int]:
 
 def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
   """One case; in a process of its own, whose peak memory is its."""
+  # --- What is done with a row.
   config = FiltersConfig(
     keep_unreflected=1.0,
     max_similarity=0.8,
@@ -160,6 +161,7 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
           pace = done / (time.perf_counter() - start)
           metrics.log(done, {"rows_per_s": pace}, f"{pace:,.0f} rows/s")
 
+  # --- Do it, and compare what was dropped with what was put in.
   _, records = importers.records(os.path.join(folder, f"{rows}.jsonl"))
   out = os.path.join(folder, "out.jsonl")
   start = time.perf_counter()
@@ -174,6 +176,7 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
   }
   if dropped != expected(rows) or num_rows != rows - sum(dropped.values()):
     raise AssertionError(f"{num_rows} kept, dropped {dropped}, not {expected(rows)}")
+  # --- What it took.
   mine = resource.getrusage(resource.RUSAGE_SELF)
   others = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpus = [u.ru_utime + u.ru_stime for u in (mine, others)]

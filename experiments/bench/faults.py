@@ -25,6 +25,8 @@ is printed and the exit status is 1:
 Expect (two cores that others used too, 3 rounds, 4 minutes): no law broken, the right
 status for every one of 1,954 calls, 935 trajectories ended and 65 `infrastructure`, the
 others at 0.92 of their rate.
+
+budget: the laws, each beside what it is checked on.
 """
 
 from __future__ import annotations
@@ -276,8 +278,9 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
     slots: of the scheduler.
     workers: programs that run at once.
 
-  With fewer trajectories than slots no rate is judged.
+  With fewer trajectories than slots no rate is judged. budget: one table of figures.
   """
+  # --- The policy, and the tools that it calls.
   seed = 0
   # Of every round, without and with faults: trajectories a second, and their seconds.
   rates: list[tuple[float, float]] = []
@@ -306,7 +309,8 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
       workers=workers,
       max_hung=_HUNG,
     )
-    # Compiles, and starts what threads JAX wants to keep.
+    # --- Passes without and with faults, after one that compiles and starts what
+    # threads JAX wants to keep.
     play(worker, policy, tools, min(count, slots), None, "warm-up")
     for r in range(1, rounds + 1):
       clean, left = play(worker, policy, tools, count, None, f"round {r}, no faults")
@@ -317,6 +321,7 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
       ]
       rates.append((rate(clean, others), rate(faulty, others)))
       lives.append((life(clean, others), life(faulty, others)))
+  # --- The figures.
   ratio = _with_over_without(rates)
   longer = _with_over_without(lives)
   if count > slots and ratio < LEAST_RATE:

@@ -16,6 +16,8 @@ Expect (16 s): R@5 over the set's own passages 0.785 (HotpotQA), 0.540 (MuSiQue)
 (MuSiQue by hop), with all passages 0.750, 0.541, 0.882; bm25s's own 0.01 to 0.05 lower;
 queries/s 1.3 to 1.9 times those of bm25s, building takes 1.2 to 1.4 times as long (it
 leaves out stop words). A `build_s` ratio above 1 is slower.
+
+budget: three data sets, each with a reader of its own.
 """
 
 from __future__ import annotations

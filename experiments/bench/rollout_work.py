@@ -3,6 +3,8 @@
   PYTHON -m experiments.bench.rollout_work CONTESTANT FOLDER  (bench.rollout starts it)
 
 A peer's interpreter runs this file too: nothing of ours, nor JAX, is imported on top.
+
+budget: the three contestants, and the parts of them that other benchmarks use.
 """
 
 from __future__ import annotations

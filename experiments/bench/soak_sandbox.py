@@ -204,6 +204,8 @@ def _settled(before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
 def soak(runs: int) -> dict[str, Any]:
   """Makes `runs` runs, checks their answers, compares what is held before and after.
 
+  budget: one run of each kind, and the looks before and after all.
+
   Returns:
     "table" of what was held before and after, "ratios" of throughput (last tenth over
     first), "runs_per_s", and "verdicts" of the hostile programs.
@@ -214,6 +216,7 @@ def soak(runs: int) -> dict[str, Any]:
   """
   warm = len(_HOSTILE) * EVERY
   report_every = max(warm + 1, runs // 20)
+  # --- One run, by its number.
   wrong: list[str] = []
   ends: list[float] = []
   verdicts: collections.Counter[str] = collections.Counter()
@@ -250,6 +253,7 @@ def soak(runs: int) -> dict[str, Any]:
       for thread in threads:
         thread.join()
 
+    # --- All of them, between two looks at what is held.
     drain(0, warm)  # every program once: what they load stays loaded
     time.sleep(1)
     before = resources()
@@ -262,6 +266,7 @@ def soak(runs: int) -> dict[str, Any]:
     time.sleep(0.2)
   if left:
     leaks.append("processes of a closed pool")
+  # --- The figures.
   tenth = max(1, len(ends) // 10)
   first = tenth / (ends[tenth - 1] - start)
   last = (tenth - 1) / (ends[-1] - ends[-tenth]) if tenth > 1 else first

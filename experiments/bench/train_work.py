@@ -191,6 +191,7 @@ def ours(work: Work) -> Train:
   from coa_jax.model.hf.io import load_model
   from coa_jax.model.sharding import MeshConfig, make_partitioner
 
+  # --- The model.
   size = work.size
   load = LoadConfig(dtype=size.dtype, param_dtype=size.param_dtype, **work.setting)
   partitioner = make_partitioner(MeshConfig(data=devices))
@@ -202,6 +203,7 @@ def ours(work: Work) -> Train:
     params = adapters.assemble(trained, frozen, lora)
     return log_probs.cross_entropy(cfg, params, batch, partitioner), {}
 
+  # --- The learner.
   config = OptimConfig(
     lr=_LR, schedule="constant", weight_decay=_DECAY, clip_norm=_CLIP, b1=_B1, b2=_B2
   )
@@ -239,11 +241,12 @@ def torch(work: Work) -> Train:
   """transformers' model and loss, torch's fused AdamW; segments as a 4D mask.
 
   On a GPU where torch sees one. In half precision trained parameters are float32 and
-  the computation is under autocast; adapters are peft's.
+  the computation is under autocast; adapters are peft's. budget: one training loop.
   """
   import torch
   import transformers
 
+  # --- The model.
   size = work.size
   device = "cuda" if torch.cuda.is_available() else "cpu"
   dtype = getattr(torch, size.dtype)
@@ -265,12 +268,14 @@ def torch(work: Work) -> Train:
   model.train()
   forward = torch.compile(model) if work.setting["compile"] else model
   trained = [p for p in model.parameters() if p.requires_grad]
+  # --- The optimizer.
   groups = [
     {"params": [p for p in trained if p.ndim > 1], "weight_decay": _DECAY},
     {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
   ]
   optimizer = torch.optim.AdamW(groups, lr=_LR, betas=(_B1, _B2), fused=True)
 
+  # --- A micro-batch, and a step.
   def backward(b: Mapping[str, np.ndarray]) -> torch.Tensor:
     tokens, segment, position, weight = (
       torch.from_numpy(b[k]).to(device)
@@ -320,6 +325,7 @@ def tunix(work: Work) -> Train:
   model = loading.create_model_from_safe_tensors(work.model, config, dtype=jnp.float32)
   values: list[jax.Array] = []
 
+  # --- The loss is its own; what it is of is ours.
   class Trainer(peft_trainer.PeftTrainer):
     """Keeps the loss of every micro-batch; tunix only logs them."""
 
@@ -348,6 +354,7 @@ def tunix(work: Work) -> Train:
       "attention_mask": same & jnp.tril(jnp.ones((T, T), bool)),
     }
 
+  # --- Its trainer, with the others' optimizer.
   pieces = work.pieces
   optimizer = tunix_optimizer(_LR, _DECAY, _B1, _B2, _CLIP)
   training = peft_trainer.TrainingConfig(

@@ -67,6 +67,7 @@ def run(
   sandbox = "subprocess" if missing else "jail"
   plans = [AblationPlan(workdir, budget, seed, sandbox) for seed in range(seeds)]
   goals = {(s, a): p.evaluations(ARMS[a]) for s, p in enumerate(plans) for a in arms}
+  # --- The jobs of all arms and seeds; equal ones are one.
   used: dict[str, str] = {}  # job -> for whom it is first
   for (seed, arm), parts in goals.items():
     for job in ordered(j for jobs in parts.values() for j in jobs):
@@ -77,6 +78,7 @@ def run(
   if not report_only:
     with hold(workdir):
       runner.run(used)
+  # --- What is done by now, and what failed on the way.
   failed: dict[str, str] = {}
   done: dict[tuple[str, int], ablation_report.Folders] = {}
   for (seed, arm), parts in goals.items():

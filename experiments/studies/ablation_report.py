@@ -81,6 +81,7 @@ def write(
     "open": [title for arm, (title, _) in titles.items() if arm not in arms],
   }
   write_json(os.path.join(workdir, "results.json"), results)
+  # --- Show it: on the terminal, as text, as a page.
   tables = _tables(results)
   for table in tables[:-1]:  # the last is too wide
     rich.print(rich_table(table))
@@ -126,6 +127,7 @@ def figures_of(
     difference from the full recipe over the same tasks and seeds.
   """
   out: dict[str, Any] = {"seeds": sorted(of)}
+  # --- Every seed alone, and the tasks of all seeds together.
   by_seed = {
     seed: {part: scores.summary(*both) for part, both in parts.items()}
     for seed, parts in of.items()
@@ -146,10 +148,12 @@ def figures_of(
       "sd": statistics.stdev(known) if len(known) > 1 else None,
       "ci95": together[part]["ci95"][figure],
     }
+  # --- Against the full recipe, task by task.
   for name in ("greedy", "sampled", "unseen", "unseen_sampled"):
     part, figure, _ = FIGURES[name]
     which = 0 if figure == "pass1_greedy" else 1
-    mine, theirs = _accuracy(of, part, which), _accuracy(full, part, which)
+    mine = _accuracy(of, part, which)
+    theirs = _accuracy(full, part, which)
     differences = [mine[k] - theirs[k] for k in mine if k in theirs]
     if differences:
       out[name]["against"] = statistics.fmean(differences)

@@ -186,12 +186,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     with other.unlocked():
       other.tools = config.formats.tools[name]
     scores["tools"].append(_play(other, workdir, f"tools_{name}"))
+  # --- Compare them, task by task.
   rows = [row for group in scores.values() for row, _ in group]
   means_of = {
     k: _by_task([s for _, s in group]) for k, group in scores.items() if group
   }
   native = means_of["native"]
-  groups, differences = {}, {}
+  groups = {}
+  differences = {}
   for kind, mean in means_of.items():
     groups[kind] = _figure(list(mean.values()))
     both = [task for task in native if task in mean]

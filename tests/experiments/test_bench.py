@@ -36,6 +36,7 @@ from experiments.bench import (
   train,
   train_work,
 )
+from tests.backend import BACKEND
 from tools_sandbox.jail import keeper as jail
 
 FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
@@ -215,7 +216,7 @@ def test_an_asynchronous_runs_seconds_are_those_of_its_log(
     dict(
       init=str(tmp_path / "model"),
       rollout=dict(style="brief", slots=4, max_len=toy.MAX_LEN),
-      tools=dict(tools=("code",)),
+      tools=dict(tools=("code",), sandbox=BACKEND),
       tasks=dict(uri=uri),
       algo=dict(
         steps=4,

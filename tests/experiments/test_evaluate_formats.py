@@ -37,50 +37,38 @@ def config(tmp_path) -> ml_collections.ConfigDict:
   )
 
 
-def test_every_format_is_played_and_compared(config, tmp_path):
+def test_every_format_and_other_tools_are_played_and_compared(config, tmp_path):
+  functions = dict(quote=dict(description="quote a text", function="json:dumps"))
+  with config.unlocked():
+    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
   results = tool_formats.run(config, str(tmp_path / "w"))
   names = [row["name"] for row in results["formats"]]
-  assert names == ["native", "seen_0", "unseen_0"]
-  assert set(results["groups"]) == {"native", "seen", "unseen"}  # no other tools
-  assert results["groups"]["unseen"]["tasks"] == 2
-  assert set(results["differences"]) == {"seen", "unseen"}
+  assert names == ["native", "seen_0", "unseen_0", "tools_quoting"]
+  assert set(results["groups"]) == {"native", "seen", "unseen", "tools"}
+  assert all(group["tasks"] == 2 for group in results["groups"].values())
+  assert set(results["differences"]) == {"seen", "unseen", "tools"}
   for row in results["formats"]:
     played = read_trajectories(tmp_path / "w" / row["name"] / "greedy.jsonl")
     assert len(played) == 2
     prompt = played[0].segments[0].text
     if row["name"] == "native":
       assert "<code>" in prompt and row["tools"] == "code"
-      continue
-    name, layout = row["tools"].split(": ", 1)
-    assert f"<{name}>" in prompt and layout in prompt
+    elif row["name"] == "tools_quoting":
+      assert "quote a text" in prompt and "<code>" not in prompt
+    else:
+      name, layout = row["tools"].split(": ", 1)
+      assert f"<{name}>" in prompt and layout in prompt
   assert json.loads((tmp_path / "w" / "formats.json").read_text()) == results
   first = (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns
   assert tool_formats.run(config, str(tmp_path / "w")) == results
   assert (tmp_path / "w" / "unseen_0" / "greedy.jsonl").stat().st_mtime_ns == first
 
 
-def test_other_tools_are_evaluated_beside_the_formats(config, tmp_path):
-  functions = dict(quote=dict(description="quote a text", function="json:dumps"))
-  with config.unlocked():
-    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
-  results = tool_formats.run(config, str(tmp_path / "w"))
-  assert results["formats"][-1]["name"] == "tools_quoting"
-  assert results["formats"][-1]["tools"] == "tool"
-  assert results["groups"]["tools"]["tasks"] == 2 and "tools" in results["differences"]
-  played = read_trajectories(tmp_path / "w" / "tools_quoting" / "greedy.jsonl")
-  prompt = played[0].segments[0].text
-  assert "quote a text" in prompt and "<code>" not in prompt
-
-
-def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
-  config, tmp_path
-):
-  functions = dict(quote=dict(description="quote a text", function="json:dumbs"))
-  with config.unlocked():
-    config.formats.tools = dict(quoting=dict(tools=("tool",), functions=functions))
-  with pytest.raises(ValueError, match=r"functions\.quote.*json:dumbs"):
-    tool_formats.run(config, str(tmp_path / "w"))
-  assert not (tmp_path / "w").exists()
+# A tool that can not be opened: to be said before anything is played.
+BROKEN = dict(
+  tools=("tool",),
+  functions=dict(quote=dict(description="quote a text", function="json:dumbs")),
+)
 
 
 @pytest.mark.parametrize(
@@ -90,15 +78,14 @@ def test_other_tools_that_can_not_be_opened_are_told_before_anything_is_played(
     (dict(rollout=dict(constrain=True)), "the grammar knows the protocol's own tools"),
     (dict(tools=dict(descriptions=dict(code="run it"))), r"leave out tools\.mcp"),
     (dict(formats=dict(tools=dict(x=dict(tools=("codd",))))), r"tools.*x.*'codd'"),
-    (dict(formats=dict(tools=dict(x=dict(tols=("code",))))), r"tools.*x.*'tols'"),
     (dict(formats=dict(tools={"a/b": dict(tools=("code",))})), "'a/b' names a folder"),
-    (dict(formats=dict(seen=-1)), "0 or more"),
+    (dict(formats=dict(tools=dict(x=BROKEN))), r"functions\.quote.*json:dumbs"),
   ],
 )
 def test_refusals(config, tmp_path, change, message):
   with config.unlocked():
     config.update(change)
-  with pytest.raises(ConfigError, match=message):
+  with pytest.raises(ValueError, match=message):
     tool_formats.run(config, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
 
@@ -126,11 +113,3 @@ def test_a_workdir_of_one_variant_is_not_gone_on_with_in_another(config, tmp_pat
   evaluate.run(config, str(tmp_path / "w"), variant=first)
   with pytest.raises(ConfigError, match="variant"):
     evaluate.run(config, str(tmp_path / "w"), variant=other)
-
-
-def test_an_evaluation_knows_no_formats(config, tmp_path):
-  with config.unlocked():
-    config.format = dict(number=1)
-    del config.formats
-  with pytest.raises(ConfigError, match="no section 'format'"):
-    evaluate.run(config, str(tmp_path / "w"))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator
 
+import guessing
 import httpx
 import jax
 import ml_collections
@@ -30,7 +30,6 @@ from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import VllmConfig, VllmError, VllmServer
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Task
-from tests.backend import BACKEND
 
 pytestmark = real_vllm.NEEDED
 
@@ -242,36 +241,22 @@ def journey(
   url: str, tmp_path, staleness: int = 0, **algo
 ) -> ml_collections.ConfigDict:
   """RL of a policy whose answers to one question differ."""
-  right = {"sky": "blue", "sea": "blue"}
-  examples = [
-    toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
-    for q in right
-    for a in ("red", "blue")
-  ]
-  params = toy.train(examples, 200, CFG).params
-  save_model(tmp_path / "model", CFG, params, toy.tokenizer())
-  rows = [{"id": q, "question": q, "answers": [a]} for q, a in right.items()]
-  tasks = tmp_path / "tasks.jsonl"
-  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  return ml_collections.ConfigDict(
-    dict(
-      init=str(tmp_path / "model"),
-      model=dict(remat="none"),
-      optim=dict(lr=1.5e-3),
-      rollout=dict(style="brief", slots=8, max_len=toy.MAX_LEN),
+  config = guessing.rl_config(tmp_path, CFG, steps=200)
+  with config.unlocked():
+    config.update(
+      optim=dict(schedule="cosine", b2=0.95),
+      rollout=dict(slots=8),
       vllm=dict(folder=str(tmp_path / "export"), url=url, gap=1e-4),
-      tools=dict(tools=("code",), sandbox=BACKEND),
-      tasks=dict(uri=str(tasks)),
-      algo=dict(
-        sampling=dict(prompts=2, samples=8, rounds=2, staleness=staleness),
-        loss=dict(is_clip=2.0),
-        batch=dict(rows=8, length=128),
-        **algo,
-      ),
-      dev=dict(every=2, uri=str(tasks)),
+      dev=dict(every=2),
       checkpoint=dict(every=2),
     )
-  )
+    config.algo = dict(
+      sampling=dict(prompts=2, samples=8, rounds=2, staleness=staleness),
+      loss=dict(is_clip=2.0),
+      batch=dict(rows=8, length=128),
+      **algo,
+    )
+  return config
 
 
 @pytest.mark.slow

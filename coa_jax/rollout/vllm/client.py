@@ -3,6 +3,8 @@
 vLLM lives in an environment of its own and is never imported: what this needs of it
 (completions over ids, a reload of weights, SHA-256 digests of the tensors it holds) it
 offers over HTTP when it runs with VLLM_SERVER_DEV_MODE=1. Written against vLLM 0.32.
+
+budget: all that is asked of a server, and what of its answers is believed.
 """
 
 from __future__ import annotations
@@ -126,6 +128,8 @@ class VllmServer:
       limits=httpx.Limits(max_connections=None),
       trust_env=False,  # loopback and a cluster's own hosts are no proxy's business
     )
+    # Not anyio's portal: that cannot be ended from its own thread, which may be the one
+    # where the last reference to this client goes.
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
     self._loop = runner.get_loop()
     thread = threading.Thread(
@@ -184,6 +188,8 @@ class VllmServer:
   ) -> tuple[list[int], list[float]]:
     """Samples after `ids`; at least one token, at most `most`.
 
+    budget: the body says all that decides what is sampled, field by field.
+
     Args:
       ids: what the sequence begins with.
       most: tokens to sample.
@@ -201,6 +207,7 @@ class VllmServer:
       UnansweredError: no usable answer in all attempts.
       VllmError: the server refuses the request, or is gone.
     """
+    # --- What is asked.
     body = {
       "model": self._name,
       "prompt": ids,
@@ -227,6 +234,7 @@ class VllmServer:
     if grammar:
       body["vllm_xargs"] = {"coa_grammar": grammar[0], "coa_state": grammar[1]}
 
+    # --- What of the answer is believed.
     def read(answer: Any) -> tuple[list[int], list[float]]:
       # Every answer is checked: one wrong id would be trained on.
       choice = answer["choices"][0]

@@ -1,0 +1,53 @@
+"""A policy that guesses, and the RL that teaches it what is right."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import ml_collections
+import toy
+
+from coa_jax.model.config import ModelConfig
+from tests.backend import BACKEND
+
+STEPS = 24
+RIGHT = {"sky": "blue", "sea": "blue"}  # question -> answer
+
+
+def policy(model: ModelConfig = toy.MODEL, steps: int = 300) -> dict:
+  """Parameters that know to call the tool and then to say red or blue."""
+  examples = [
+    toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
+    for q in RIGHT
+    for a in ("red", "blue")
+  ]
+  return toy.train(examples, steps, model).params
+
+
+def rl_config(
+  folder: pathlib.Path, model: ModelConfig = toy.MODEL, steps: int = 300
+) -> ml_collections.ConfigDict:
+  """A config of RL from the policy, which it writes to the folder with its tasks."""
+  toy.save_policy(str(folder / "model"), policy(model, steps), model)
+  rows = [{"id": q, "question": q, "answers": [a]} for q, a in RIGHT.items()]
+  tasks = folder / "tasks.jsonl"
+  tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return ml_collections.ConfigDict(
+    dict(
+      init=str(folder / "model"),
+      model=dict(remat="none"),
+      optim=dict(lr=1.5e-3, schedule="linear", b2=0.99),
+      rollout=dict(style="brief", slots=16, max_len=toy.MAX_LEN),
+      tools=dict(tools=("code",), sandbox=BACKEND),
+      tasks=dict(uri=str(tasks)),
+      algo=dict(
+        steps=STEPS,
+        sampling=dict(prompts=2, samples=8, rounds=1),
+        batch=dict(rows=8, length=128),
+        guards=dict(max_logp_diff=0.1, max_logp_diff_share=1.0),
+      ),
+      dev=dict(every=STEPS - 1, uri=str(tasks)),
+      checkpoint=dict(every=STEPS),
+    )
+  )
