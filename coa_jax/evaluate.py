@@ -35,6 +35,7 @@ from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.exchange import gather_trajectories
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
@@ -138,7 +139,7 @@ def run(
   cfg, tokenizer = open_folder(settings.init, settings.model)
   check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)
-  worker = RolloutWorker(
+  worker = make_worker(
     cfg,
     tokenizer,
     settings.rollout,

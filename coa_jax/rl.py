@@ -59,11 +59,16 @@ from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout import figures
-from coa_jax.rollout.collect import RolloutBatch, RolloutCollector
+from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.scheduler import on_device
-from coa_jax.rollout.types import RolloutConfig, SamplingConfig, check_positions
+from coa_jax.rollout.setup import make_worker
+from coa_jax.rollout.types import (
+  RolloutBatch,
+  RolloutConfig,
+  SamplingConfig,
+  check_positions,
+)
 from coa_jax.rollout.vllm.client import VllmConfig
-from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import make_task_sampler
 from coa_jax.tasks.sources import TasksConfig, select_tasks
 from coa_jax.tasks.task import Task
@@ -235,7 +240,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   cfg, tokenizer = open_folder(settings.init, settings.model)
   _check_fit(settings, cfg, partitioner)
   own_dir = folder_of_process(workdir)
-  worker = RolloutWorker(
+  worker = make_worker(
     cfg,
     tokenizer,
     rollout,
@@ -364,7 +369,7 @@ def _check_fit(
   batch = settings.algo.batch
   sampling = settings.algo.sampling
   if partitioner:
-    partitioner.check(cfg, B=batch.rows, T=batch.length)
+    partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length})
   adapts = settings.lora is not None
   sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
   groups = (

@@ -19,9 +19,9 @@ from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_partitioner
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig, check_positions
-from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 
@@ -80,7 +80,7 @@ def open_server(
   partitioner = make_partitioner(settings.mesh)
   cfg, tokenizer = open_folder(settings.init, settings.model)
   check_positions(settings.rollout, cfg, settings.init)
-  worker = RolloutWorker(
+  worker = make_worker(
     cfg,
     tokenizer,
     settings.rollout,

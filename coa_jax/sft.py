@@ -436,7 +436,7 @@ def _architecture(
       f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
     )
   if partitioner:
-    partitioner.check(cfg, B=data.rows, T=data.length)
+    partitioner.check({**cfg.axes, "B": data.rows, "T": data.length})
   attention.check(cfg, partitioner, data.length)
   return cfg, tokenizer
 

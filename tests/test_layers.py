@@ -201,23 +201,26 @@ def test_the_sandbox_stands_alone(path: pathlib.Path):
   assert not roots & {"coa_jax", "jax", "flax", "configs", "experiments", "torch"}
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_no_cycle_of_imports_and_no_long_chain():
+  """Imports inside of functions count, too."""
   graph = {
     path: {f for f in map(module_file, imports(path)) if f} - {path}
-    for path in (*LIBRARY, *SANDBOX)
+    for path in (*LIBRARY, *SANDBOX, *PROGRAMS)
   }
-  done: set[pathlib.Path] = set()
+  longest: dict[pathlib.Path, list[pathlib.Path]] = {}
 
-  def visit(path: pathlib.Path, above: tuple[pathlib.Path, ...]) -> None:
+  def chain(path: pathlib.Path, above: tuple[pathlib.Path, ...] = ()) -> list:
+    """The longest chain of imports from a file down."""
     assert path not in above, " -> ".join(map(name_of, (*above, path)))
-    if path not in done and path in graph:
-      for other in graph[path]:
-        visit(other, (*above, path))
-      done.add(path)
+    if path not in longest:
+      below = [chain(other, (*above, path)) for other in graph[path]]
+      longest[path] = [path, *max(below, key=len, default=[])]
+    return longest[path]
 
   for path in graph:
-    visit(path, ())
-  assert len(done) == len(graph)
+    chain(path)
+  deepest = max((longest[path] for path in LIBRARY), key=len)
+  assert len(deepest) <= 9, " -> ".join(map(name_of, deepest))
 
 
 @each([*LIBRARY, *SANDBOX])

@@ -104,7 +104,7 @@ def collected(
   cfg, params = rl.load_model(config.init)
   sampling = SamplingConfig(prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
-  worker = rl.RolloutWorker(cfg, toy.tokenizer(), rollout, ("code",))
+  worker = rl.make_worker(cfg, toy.tokenizer(), rollout, ("code",))
   draw = TaskSampler([Task(q, q, (a,)) for q, a in right.items()], 0)
   cursor = {"group": first, "unfinished": [], "draw": draw.state}
   collector = RolloutCollector(

@@ -170,3 +170,14 @@ class ModelConfig(RunOptions):
       )
     if any(size < 0 for size in self.windows):
       raise ValueError(f"windows has {min(self.windows)}; 0 is for all tokens")
+
+  @property
+  def axes(self) -> dict[str, int]:
+    """Sizes of the axes that a mesh may divide, by letter."""
+    return {
+      "D": self.width,
+      "N": self.heads,
+      "K": self.kv_heads,
+      "F": self.ff,
+      "V": self.vocab_size,
+    }

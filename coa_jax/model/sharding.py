@@ -21,8 +21,6 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from coa_jax.model.config import ModelConfig
-
 AXES = ("data", "fsdp", "context", "tensor")
 # B and T are of activations, D of parameters alone: an activation's D is never split.
 RULES: dict[str, tuple[str, ...]] = {
@@ -59,8 +57,8 @@ PARAMETERS = {
 }
 # The letters of activations that are constrained: attention's, the SwiGLU's, logits.
 _ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV")
-# Which field of a config gives an axis its size.
-_SIZES = {
+# The field of `ModelConfig` that gives an axis its size, for messages.
+_FIELDS = {
   "D": "width",
   "N": "heads",
   "K": "kv_heads",
@@ -213,27 +211,24 @@ class Partitioner:
     """Returns the same mesh with other lines in the table."""
     return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
-  def check(self, cfg: ModelConfig, **sizes: int) -> None:
+  def check(self, sizes: Mapping[str, int]) -> None:
     """Refuses what this mesh does not divide, and rules that contradict each other.
 
     Args:
-      cfg: an architecture.
-      **sizes: more axes by letter, e.g. B=rows.
+      sizes: of axes by letter: `ModelConfig.axes`, and others, as B for rows.
 
     Raises:
       ValueError: listing every axis that does not divide; or two rules split the same
         array over the same mesh axis.
     """
     self._check_rules()
-    fields = {letter: f"model.{name}" for letter, name in _SIZES.items()}
-    for letter, name in _SIZES.items():
-      sizes.setdefault(letter, getattr(cfg, name))
     faults = []
     for letter, size in sizes.items():
       ways = self.ways(letter)
       if size % ways:
         over = " x ".join(f"{a}={self.mesh.shape[a]}" for a in self.axes(letter))
-        faults.append(f"{fields.get(letter, letter)}={size} over {over}")
+        name = f"model.{_FIELDS[letter]}" if letter in _FIELDS else letter
+        faults.append(f"{name}={size} over {over}")
     if faults:
       raise ValueError(
         f"the mesh does not divide {'; '.join(faults)}: choose other sizes in section "

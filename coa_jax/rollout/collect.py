@@ -33,39 +33,11 @@ import numpy as np
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
 from coa_jax.rollout.exchange import gather_json, gather_trajectories
-from coa_jax.rollout.types import SamplingConfig
+from coa_jax.rollout.types import Group, RolloutBatch, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 from coa_jax.tools.types import Tools
-
-Group = list[Trajectory]
-
-
-@dataclasses.dataclass
-class RolloutBatch:
-  """What one step learns from.
-
-  Attributes:
-    groups: those that were kept; a trajectory without a reward has left its group.
-    played: every trajectory rolled out, kept or not.
-    num_groups: groups rolled out.
-    num_varied: those of them whose rewards differ.
-    cursor: JSON values that say where the next step's rollouts go on: the next group;
-      the tasks of it and those after it that were submitted already (None of one that
-      was not), which a resumed run plays again with the random numbers that they had;
-      and the state of the task sampler.
-    figures: more to log, by name.
-    spent: seconds of the wait for them, by phase (`report/timers.py`).
-  """
-
-  groups: list[Group] = dataclasses.field(default_factory=list)
-  played: list[Trajectory] = dataclasses.field(default_factory=list)
-  num_groups: int = 0
-  num_varied: int = 0
-  cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
-  figures: dict[str, float] = dataclasses.field(default_factory=dict)
-  spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ import numpy as np
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
 from coa_jax.rewards import shaping
-from coa_jax.rollout.collect import RolloutBatch
+from coa_jax.rollout.types import RolloutBatch
 
 # A tool call, think or plan that is written twice.
 _TWICE = shaping.RepetitionConfig(weight=1.0)

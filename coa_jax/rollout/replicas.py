@@ -28,6 +28,8 @@ class ReplicaPool(EpisodePool):
   answered) alone.
   """
 
+  takes_tokens = True
+
   def __init__(
     self,
     model: ModelConfig,
@@ -54,7 +56,7 @@ class ReplicaPool(EpisodePool):
     partitioners = partitioner.decoding().replicas() if partitioner else [None]
     for replica in partitioners:
       if replica:
-        replica.check(model)
+        replica.check(model.axes)
     schedulers = [
       Scheduler(self.model, automaton, config, replica, constraint)
       for replica in partitioners

@@ -15,6 +15,7 @@ from coa_jax.json_io import read_object
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import prompts, roles, tokens
+from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.tasks.sampling import TASK_SAMPLERS
 
 
@@ -139,9 +140,11 @@ class Engine(Protocol):
     capacity: episodes that can run at once.
     counters: what was done so far.
     timings: what its seconds went into.
+    takes_tokens: whether it obeys `Episode.forced`: takes tokens instead of sampling.
   """
 
   config: RolloutConfig
+  takes_tokens: bool
 
   @property
   def capacity(self) -> int:
@@ -242,6 +245,35 @@ class Episode(Protocol):
 
   def lost(self) -> None:
     """Told that the engine can not sample for it any more; it is over."""
+
+
+Group = list[Trajectory]
+
+
+@dataclasses.dataclass
+class RolloutBatch:
+  """What one step learns from.
+
+  Attributes:
+    groups: those that were kept; a trajectory without a reward has left its group.
+    played: every trajectory rolled out, kept or not.
+    num_groups: groups rolled out.
+    num_varied: those of them whose rewards differ.
+    cursor: JSON values that say where the next step's rollouts go on: the next group;
+      the tasks of it and those after it that were submitted already (None of one that
+      was not), which a resumed run plays again with the random numbers that they had;
+      and the state of the task sampler.
+    figures: more to log, by name.
+    spent: seconds of the wait for them, by phase (`report/timers.py`).
+  """
+
+  groups: list[Group] = dataclasses.field(default_factory=list)
+  played: list[Trajectory] = dataclasses.field(default_factory=list)
+  num_groups: int = 0
+  num_varied: int = 0
+  cursor: dict[str, Any] = dataclasses.field(default_factory=dict)
+  figures: dict[str, float] = dataclasses.field(default_factory=dict)
+  spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

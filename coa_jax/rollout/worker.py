@@ -1,4 +1,4 @@
-"""A policy that plays tasks: model, tokenizer, engine and grader behind one call.
+"""A policy that plays tasks: engine, tokenizer and grader behind one call.
 
 budget: one worker, whether it plays one attempt, all of many tasks, or old ones again.
 """
@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from coa_jax.model import sizes
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner
-from coa_jax.protocol import prompts, roles
-from coa_jax.protocol.grammar.automaton import compile_constraint, compile_stops
+from coa_jax.protocol import prompts
+from coa_jax.protocol.grammar.automaton import Constraint
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
 from coa_jax.rollout.exchange import gather_trajectories
-from coa_jax.rollout.replicas import ReplicaPool
-from coa_jax.rollout.types import Engine, Episode, RolloutConfig
-from coa_jax.rollout.vllm.client import VllmConfig
-from coa_jax.rollout.vllm.engine import VllmEngine, VllmReplica
+from coa_jax.rollout.types import Engine, Episode
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.types import Tools
@@ -36,79 +30,31 @@ class RolloutWorker:
 
   def __init__(
     self,
-    model: ModelConfig,
+    engine: Engine,
     tokenizer: Tokenizer,
-    config: RolloutConfig,
-    tools: Iterable[str],
-    partitioner: Partitioner | None = None,
-    vllm: VllmConfig | None = None,
+    episode_config: EpisodeConfig,
     grader: Grader | None = None,
-    variant: roles.Variant | None = None,
     journal: ToolJournal | None = None,
-    policy_changes: bool = False,
+    constraint: Constraint | None = None,
   ):
-    """Compiles the variant's stops and allocates the slots, or meets the vLLM server.
+    """Takes the engine, which it closes; `setup.make_worker` makes both.
 
-    budget: ten things that a worker is made of, by name.
-
-    The caller closes the grader; None for one with the default rewards. `variant` is
-    the dialect where it is not the config's with these tools. With a journal no tool
-    call is made twice, though a run is interrupted. `policy_changes` says whether newer
-    policies come while episodes run, which vLLM has to know.
-
-    Raises:
-      ValueError: the tokenizer does not fit the model, the variant lacks a tool, or
-        vLLM can not do what `config` asks for.
-      VllmError: there is no server at `vllm.url`, or not one that can be used.
+    Args:
+      engine: samples the episodes.
+      tokenizer: of the model.
+      episode_config: what all episodes share.
+      grader: of the trajectories, which the caller closes; None for one with the
+        default rewards.
+      journal: where there is one, no tool call is made twice, though a run is
+        interrupted.
+      constraint: the grammar that the engine samples within; None for none.
     """
-    if variant is None:
-      variant = roles.get_variant(config.variant).with_tools(tools)
-    # --- What all episodes share.
+    self.engine = engine
     self.tokenizer = tokenizer
+    self.episode_config = episode_config
     self.grader = grader or Grader()
     self.journal = journal
-    self.episode_config = EpisodeConfig(
-      variant=variant,
-      style=config.style,
-      max_calls=config.max_calls,
-      tool_seconds=config.tool_seconds,
-      observation_tokens=config.observation_tokens,
-      same_calls=config.same_calls,
-    )
-    # --- Refuse a model that will not fit, before anything large is allocated.
-    if vllm is None:
-      replicas = 1
-      if partitioner:
-        replicas = partitioner.mesh.size // partitioner.mesh.shape["tensor"]
-      needs = sizes.rollout_needs(
-        model, config.slots, config.max_len, config.window, replicas=replicas
-      )
-      sizes.check_device(sizes.parameter_needs(model) | needs, partitioner)
-    # --- What stops sampling, what may be sampled, and who samples.
-    automaton = compile_stops(variant, tokenizer, model.vocab_size)
-    self.constraint = None
-    if config.constrain:
-      self.constraint = compile_constraint(variant, tokenizer, model.vocab_size)
-    self.engine: Engine
-    if vllm is None:
-      self.engine = ReplicaPool(model, automaton, config, partitioner, self.constraint)
-    else:
-      # Any row of text will do to compare log-probs by.
-      probe = prompts.prompt_segments(variant, "What is asked here?", config.style)
-      tokenizer.encode_prompt(probe)
-      ids = [i for s in probe for i in s.ids]
-      server = VllmReplica(
-        vllm,
-        model,
-        automaton,
-        config,
-        probe=ids,
-        tokenizer=tokenizer,
-        partitioner=partitioner,
-        constraint=self.constraint,
-        policy_changes=policy_changes,
-      )
-      self.engine = VllmEngine(server)
+    self.constraint = constraint
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Refuses, before any decoding, tasks that could not be played to a reward.
@@ -333,7 +279,7 @@ class RolloutWorker:
       ValueError: a trajectory was sampled under another variant or `max_len`, or the
         engine is vLLM.
     """
-    if not isinstance(self.engine, ReplicaPool):
+    if not self.engine.takes_tokens:
       raise ValueError("vLLM can not be given tokens to take; rescore without it")
     self.engine.set_policy(params, 0)
     episodes = [Replay(t, i, temperature) for i, t in enumerate(trajectories)]

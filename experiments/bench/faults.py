@@ -51,6 +51,7 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall, Trajectory
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import Table, rich_table
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tools.toolbox import ToolsConfig
@@ -296,7 +297,7 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
     observation_tokens=work.OBSERVATION_TOKENS,
     inject_rows=4,
   )
-  worker = RolloutWorker(policy.cfg, policy.tokenizer, rollout, work.TOOLS)
+  worker = make_worker(policy.cfg, policy.tokenizer, rollout, work.TOOLS)
   with tempfile.TemporaryDirectory() as folder, _temporary_files_in(folder):
     corpus = os.path.join(folder, "pages.jsonl")
     work.write_pages(corpus)

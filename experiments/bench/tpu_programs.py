@@ -147,7 +147,7 @@ def lower(case: Case) -> Any:
 
 
 def _lower_train(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
-  partitioner.check(cfg, B=case.rows, T=case.length)
+  partitioner.check({**cfg.axes, "B": case.rows, "T": case.length})
 
   def loss(params: Any, frozen: Any, batch: batching.Batch) -> Any:
     logp_BT, *_ = log_probs.token_logps(cfg, params, batch, partitioner=partitioner)

@@ -21,6 +21,7 @@ from toy import eventually
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.rollout import sampler
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
@@ -94,12 +95,12 @@ def serving(
 
 @pytest.fixture(scope="module")
 def player() -> RolloutWorker:
-  return RolloutWorker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+  return make_worker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 @pytest.fixture(scope="module")
 def one_slot() -> RolloutWorker:
-  return RolloutWorker(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
+  return make_worker(toy.MODEL, toy.tokenizer(), ONE_SLOT, toy.TOOLS)
 
 
 @pytest.fixture(scope="module")

@@ -144,9 +144,9 @@ def abstract(**sizes: int) -> Partitioner:
 
 def test_every_axis_that_does_not_divide_is_named():
   small = variant("qwen2.5-0.5b")  # 14 heads, 2 kv heads
-  abstract(tensor=2, fsdp=4).check(small, B=8)
+  abstract(tensor=2, fsdp=4).check({**small.axes, "B": 8})
   with pytest.raises(ValueError) as e:
-    abstract(tensor=4, fsdp=3).check(small, B=8, T=100)
+    abstract(tensor=4, fsdp=3).check({**small.axes, "B": 8, "T": 100})
   message = str(e.value)
   for fault in (
     "model.width=896 over fsdp=3 x context=1",
@@ -157,7 +157,7 @@ def test_every_axis_that_does_not_divide_is_named():
     assert fault in message
   assert "T=100" not in message and "model.ff" not in message
   # Key-value heads that are few stay whole where the table says so.
-  abstract(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b"))
+  abstract(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b").axes)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +170,14 @@ def test_every_axis_that_does_not_divide_is_named():
 )
 def test_rules_that_split_an_array_twice_over_one_axis_are_refused(rules, fault: str):
   with pytest.raises(ValueError, match=fault):
-    abstract(tensor=2).replacing(rules).check(toy.MODEL)
+    abstract(tensor=2).replacing(rules).check(toy.MODEL.axes)
 
 
 def test_a_decoder_splits_matrices_over_tensor_alone():
   """Whatever training's rules; so each replica holds a whole model."""
   rules = {"T": (), "F": ("context", "tensor"), "V": ("context",)}
   trained = abstract(tensor=2, context=2, fsdp=2).replacing({**rules, "D": ("fsdp",)})
-  trained.check(toy.MODEL)
+  trained.check(toy.MODEL.axes)
   decoder = trained.decoding()
   letters = set("".join(sharding.PARAMETERS.values())) & set(sharding.RULES)
   assert {x: decoder.axes(x) for x in letters} == {

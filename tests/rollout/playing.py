@@ -13,8 +13,8 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.protocol.grammar.automaton import compile_stops
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.replicas import ReplicaPool
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Engine, RolloutConfig
-from coa_jax.rollout.worker import RolloutWorker
 
 CFG = toy.MODEL
 CONFIG = RolloutConfig(
@@ -32,7 +32,7 @@ def engine(model: ModelConfig = CFG, partitioner=None, **changes) -> ReplicaPool
 
 def worker(model: ModelConfig = CFG, config: RolloutConfig = CONFIG, **options):
   """A `RolloutWorker` of the toy's tools."""
-  return RolloutWorker(model, toy.tokenizer(), config, toy.TOOLS, **options)
+  return make_worker(model, toy.tokenizer(), config, toy.TOOLS, **options)
 
 
 def play(

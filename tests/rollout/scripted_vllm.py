@@ -20,6 +20,7 @@ from coa_jax.learner import log_probs
 from coa_jax.model.hf.io import load_model
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.vllm.weights import digests_of
@@ -164,7 +165,7 @@ def player(
   """A player of toy.MODEL over the server; exports below the folder."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = server.config(str(folder / "served"), request_tokens=request_tokens)
-  return RolloutWorker(
+  return make_worker(
     toy.MODEL,
     server.tokenizer,
     config,

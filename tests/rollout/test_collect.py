@@ -20,6 +20,7 @@ from coa_jax.learner.advantages import has_reward_variance
 from coa_jax.learner.update import rewards_of
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.collect import RolloutCollector, ages, steps_until
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler, make_task_sampler
@@ -40,7 +41,7 @@ SAMPLING = SamplingConfig(
 
 @pytest.fixture(scope="module")
 def worker() -> RolloutWorker:
-  return RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  return make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 def louder(params: dict, by: float) -> dict:
@@ -236,7 +237,7 @@ def test_a_resumed_run_asks_no_call_again_that_was_answered(worker, novice, tmp_
 
   def playing(tools, **where) -> RolloutCollector:
     journal = ToolJournal(str(tmp_path / "calls"))
-    own = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, journal=journal)
+    own = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, journal=journal)
     return make(own, tools, staleness=2, **where)
 
   whole, first, second = (toy.TableToolbox() for _ in range(3))

@@ -18,6 +18,7 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.parser import Verdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout.scheduler import on_device
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.worker import RolloutWorker
 
@@ -41,7 +42,7 @@ def play(tokenizer, **changes) -> tuple[RolloutWorker, dict, list[Trajectory]]:
     constrain=True,
     **changes,
   )
-  player = RolloutWorker(cfg, tokenizer, config, VARIANT.tools)
+  player = make_worker(cfg, tokenizer, config, VARIANT.tools)
   groups = player.generate_groups(params, toy.TASKS, toy.TableToolbox(), 2, 1.0, seed=3)
   return player, params, [t for group in groups for t in group]
 

@@ -13,8 +13,8 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, ToolCall
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
-from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.task import Kind
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND
@@ -245,7 +245,7 @@ def test_a_call_is_what_stands_in_its_own_span_of_its_own_turn():
 )
 def test_tasks_that_cannot_be_played_are_refused_by_name(tokenizer, change, message):
   config = RolloutConfig(style="brief", slots=1, max_len=32)
-  player = RolloutWorker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
+  player = make_worker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
   player.check([TASK])
   with pytest.raises(ValueError, match=rf"task 'odd'.*{message}"):
     player.check([TASK, dataclasses.replace(TASK, id="odd", **change)])

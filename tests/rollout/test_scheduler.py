@@ -20,7 +20,7 @@ from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status
 from coa_jax.rollout import scheduler
-from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.rollout.setup import make_worker
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -290,7 +290,7 @@ def test_impossible_configs_are_refused(changes, message: str):
 
 def test_a_player_wants_tools_of_its_variant_and_a_tokenizer_that_fits():
   with pytest.raises(ValueError, match="has no tool 'telescope'"):
-    RolloutWorker(CFG, toy.tokenizer(), CONFIG, ["telescope"])
+    make_worker(CFG, toy.tokenizer(), CONFIG, ["telescope"])
   small = dataclasses.replace(CFG, vocab_size=64)
   with pytest.raises(ValueError, match=r"set model\.vocab_size"):
-    RolloutWorker(small, toy.tokenizer(), CONFIG, toy.TOOLS)
+    make_worker(small, toy.tokenizer(), CONFIG, toy.TOOLS)

@@ -12,6 +12,7 @@ from toy import eventually
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import (
   Busy,
   InferenceRequest,
@@ -30,7 +31,7 @@ CONFIG = RolloutConfig(
 
 @pytest.fixture(scope="module")
 def worker() -> RolloutWorker:
-  return RolloutWorker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
+  return make_worker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from coa_jax.model.decode_params import decoding_views
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.protocol.trajectory import Author, Status, read_trajectories
 from coa_jax.report.metrics import read_metrics
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig
 from coa_jax.rollout.vllm import weights
 from coa_jax.rollout.vllm.client import VllmConfig, VllmError, VllmServer
@@ -71,7 +72,7 @@ def over_vllm(url: str, folder, model: ModelConfig = CFG, **changes) -> RolloutW
   """A player over the server; float32 on both sides, so little may differ."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = VllmConfig(folder=str(folder / "export"), url=url, gap=1e-4, timeout_s=60.0)
-  return RolloutWorker(model, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+  return make_worker(model, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
 
 
 def groups(
@@ -86,7 +87,7 @@ def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: 
   params = policy(steps)
   on = over_vllm(url, tmp_path)
   theirs = groups(on, params, 1, 0.0)
-  ours = groups(RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), params, 1, 0.0)
+  ours = groups(make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), params, 1, 0.0)
   for (a,), (b,) in zip(theirs, ours, strict=True):
     assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
     assert (a.status, a.reward, a.text) == (b.status, b.reward, b.text)
@@ -100,7 +101,7 @@ def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: 
 def test_prefixes_that_other_weights_cached_are_forgotten(url, tmp_path):
   task = Task("long", "how far is it from here to there " * 4, ("x",))
   on = over_vllm(url, tmp_path)
-  own = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  own = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
     args = (transformer.init_params(CFG, seed), [task], toy.TableToolbox(), 1, 0.0, 0)
     ((theirs,),), ((ours,),) = on.generate_groups(*args), own.generate_groups(*args)
@@ -192,8 +193,8 @@ def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
     gap=1e-4,
     timeout_s=60.0,
   )
-  on = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
-  own = RolloutWorker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
+  on = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
+  own = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
     params = transformer.init_params(CFG, seed)
     theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
@@ -218,8 +219,8 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
     timeout_s=60.0,
   )
   config = dataclasses.replace(CONFIG, constrain=True)
-  on = RolloutWorker(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
-  own = RolloutWorker(CFG, toy.tokenizer(), config, toy.TOOLS)
+  on = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+  own = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS)
   for params in (policy(60), policy(0)):
     theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
     for (a,), (b,) in zip(theirs, ours, strict=True):
@@ -230,7 +231,7 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
       np.testing.assert_allclose(toy.sampled_logps(t), logps, atol=1e-4)
     # And the grammar had something to take away.
     free = dataclasses.replace(CONFIG, constrain=False)
-    free = RolloutWorker(CFG, toy.tokenizer(), free, toy.TOOLS)
+    free = make_worker(CFG, toy.tokenizer(), free, toy.TOOLS)
     gap = np.concatenate(free.rescore(params, sampled, 1.0)) - np.concatenate(
       [toy.sampled_logps(t) for t in sampled]
     )

@@ -262,7 +262,7 @@ def load_model(
   path = os.fspath(path)
   cfg = load_config(path, load)
   if partitioner:
-    partitioner.check(cfg)
+    partitioner.check(cfg.axes)
   attention.check(cfg, partitioner)
   shapes = param_shapes(cfg)
   table = name_table(shapes, cfg.layers)

@@ -57,6 +57,8 @@ _POLL_S = 0.05  # between two looks for episodes and for a newer policy
 class VllmEngine(EpisodePool):
   """A vLLM server as an engine; see `types.Engine`."""
 
+  takes_tokens = False
+
   def __init__(self, server: VllmReplica):
     """Wraps what speaks to the server."""
     super().__init__(server.config, [server], name="vllm engine")

@@ -1,0 +1,115 @@
+"""Makes a rollout worker: its engine (ours, or a vLLM server), dialect and grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coa_jax.model import sizes
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Partitioner
+from coa_jax.protocol import prompts, roles
+from coa_jax.protocol.grammar.automaton import (
+  compile_constraint,
+  compile_stops,
+)
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.rewards.grader import Grader
+from coa_jax.rollout.episode import EpisodeConfig
+from coa_jax.rollout.replicas import ReplicaPool
+from coa_jax.rollout.types import Engine, RolloutConfig
+from coa_jax.rollout.vllm.client import VllmConfig
+from coa_jax.rollout.vllm.engine import VllmEngine, VllmReplica
+from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.tools.journal import ToolJournal
+
+
+def make_worker(
+  model: ModelConfig,
+  tokenizer: Tokenizer,
+  config: RolloutConfig,
+  tools: Iterable[str],
+  partitioner: Partitioner | None = None,
+  vllm: VllmConfig | None = None,
+  grader: Grader | None = None,
+  variant: roles.Variant | None = None,
+  journal: ToolJournal | None = None,
+  policy_changes: bool = False,
+) -> RolloutWorker:
+  """Compiles the dialect and allocates the slots, or meets the vLLM server.
+
+  Args:
+    model: the architecture.
+    tokenizer: of the model.
+    config: section `rollout`.
+    tools: tags that the dialect has, and function tools with their descriptions.
+    partitioner: where the policy lives; None on the only device.
+    vllm: the server that samples; None for our own engine.
+    grader: see `RolloutWorker`.
+    variant: the dialect, where it is not the config's with these tools.
+    journal: see `RolloutWorker`.
+    policy_changes: whether newer policies come while episodes run, which vLLM has to
+      know.
+
+  Raises:
+    ValueError: the tokenizer does not fit the model, the variant lacks a tool, the
+      model does not fit the device, or vLLM can not do what `config` asks for.
+    VllmError: there is no server at `vllm.url`, or not one that can be used.
+  """
+  if variant is None:
+    variant = roles.get_variant(config.variant).with_tools(tools)
+  # Before anything large is allocated, compiling included.
+  if vllm is None:
+    _check_memory(model, config, partitioner)
+
+  # --- What stops sampling, what may be sampled, and who samples.
+  automaton = compile_stops(variant, tokenizer, model.vocab_size)
+  constraint = None
+  if config.constrain:
+    constraint = compile_constraint(variant, tokenizer, model.vocab_size)
+  engine: Engine
+  if vllm is None:
+    engine = ReplicaPool(model, automaton, config, partitioner, constraint)
+  else:
+    server = VllmReplica(
+      vllm,
+      model,
+      automaton,
+      config,
+      probe=_probe(variant, tokenizer, config.style),
+      tokenizer=tokenizer,
+      partitioner=partitioner,
+      constraint=constraint,
+      policy_changes=policy_changes,
+    )
+    engine = VllmEngine(server)
+
+  # --- What all episodes share.
+  episode_config = EpisodeConfig(
+    variant=variant,
+    style=config.style,
+    max_calls=config.max_calls,
+    tool_seconds=config.tool_seconds,
+    observation_tokens=config.observation_tokens,
+    same_calls=config.same_calls,
+  )
+  return RolloutWorker(engine, tokenizer, episode_config, grader, journal, constraint)
+
+
+def _check_memory(
+  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+) -> None:
+  """Refuses a model that will not fit beside its slots."""
+  replicas = 1
+  if partitioner:
+    replicas = partitioner.mesh.size // partitioner.mesh.shape["tensor"]
+  needs = sizes.rollout_needs(
+    model, config.slots, config.max_len, config.window, replicas=replicas
+  )
+  sizes.check_device(sizes.parameter_needs(model) | needs, partitioner)
+
+
+def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int]:
+  """A row of text by which vLLM's log-probs are compared with ours; any will do."""
+  segments = prompts.prompt_segments(variant, "What is asked here?", style)
+  tokenizer.encode_prompt(segments)
+  return [i for segment in segments for i in segment.ids]
