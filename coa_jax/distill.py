@@ -69,7 +69,7 @@ from coa_jax.teacher.select import Selection, figures, select_all
 from coa_jax.teacher.settings import TeacherConfig
 from coa_jax.teacher.token_meter import Encode, encoder
 from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
-from coa_jax.teacher.violations import Inspector, ViolationsConfig
+from coa_jax.teacher.violations import ViolationInspector, ViolationsConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 
 RUNS = "runs.jsonl"
@@ -324,13 +324,13 @@ def _filtered(
     return kept, funnel, {}
   path = os.path.join(workdir, VIOLATIONS)
   key = settings.violations_key(api_key)
-  with Inspector(settings.violations, path, key) as inspector:
+  with ViolationInspector(settings.violations, path, key) as inspector:
     kept, funnel = apply(functools.partial(_shown, inspector, workdir))
     return kept, funnel, {"violations": inspector.counts()}
 
 
 def _shown(
-  inspector: Inspector, workdir: str, trajectories: Sequence[Trajectory]
+  inspector: ViolationInspector, workdir: str, trajectories: Sequence[Trajectory]
 ) -> Iterator[Inspection]:
   """The inspector's verdicts, with progress."""
   total = len(trajectories)

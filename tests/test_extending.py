@@ -21,7 +21,7 @@ import random
 from coa_jax.importers.calls import translate
 from coa_jax.protocol import prompts, roles, tokenizer_training, tokens
 from coa_jax.protocol.grammar.language import compile_grammar
-from coa_jax.protocol.parser import Verdict, parse
+from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.tool_naming import draw_naming
 from coa_jax.protocol.trajectory import CallStatus
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
@@ -56,7 +56,7 @@ grammar = compile_grammar(variant)
 for body, fits in (("3.5 km in mi", True), ("3.5 km", False), ("km in mi", False)):
   call, end = turns(body)
   read = parse(call + roles.wrap("observation", "o") + end, variant)
-  assert read.verdict == (Verdict.OK if fits else Verdict.MALFORMED), read
+  assert read.verdict == (ParseVerdict.OK if fits else ParseVerdict.MALFORMED), read
   assert allows(grammar, (call, end)) == fits, body
 assert roles.escape("<convert>") == "&lt;convert>"
 

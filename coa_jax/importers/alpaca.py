@@ -18,7 +18,7 @@ from coa_jax.importers.row import (
   QUESTION_FIELDS,
   TASK_FIELDS,
   Recorder,
-  Refused,
+  RowRefused,
   fields,
   note_unread,
   task_of,
@@ -64,16 +64,16 @@ def read_alpaca(
     The trajectory: status ended, or truncated where there is no answer; ungraded.
 
   Raises:
-    Refused: it has no single reading, or (without `keep_illegal`) breaks a rule.
+    RowRefused: it has no single reading, or (without `keep_illegal`) breaks a rule.
   """
   for field in ("instruction", "input", "output"):
     value = row.get(field, "" if field == "input" else None)
     if not isinstance(value, str):
-      raise Refused("bad_field", f"{field!r} must be a string, got {value!r:.80}")
+      raise RowRefused("bad_field", f"{field!r} must be a string, got {value!r:.80}")
   trajectory = _trajectory(row, task_id, variant)
   fault = parse(trajectory.text, variant)
   if not fault.ok and not keep_illegal:
-    raise Refused(fault.verdict.value, fault.detail)
+    raise RowRefused(fault.verdict.value, fault.detail)
   if not fault.ok:
     trajectory.meta["fault"] = f"{fault.verdict.value}: {fault.detail}"
   return trajectory
@@ -81,7 +81,7 @@ def read_alpaca(
 
 def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Trajectory:
   if row.get("history"):
-    raise Refused("multi_turn", "the record has earlier turns in 'history'")
+    raise RowRefused("multi_turn", "the record has earlier turns in 'history'")
   # The loader that the records were written for joins the two with a line break.
   prompt = "\n".join(p for p in (row["instruction"], row.get("input", "")) if p)
   question = question_below(prompt) or prompt
@@ -118,7 +118,7 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
 def _segments(output: str, variant: Variant) -> list[Segment]:
   """The output cut at its observations, and what lies between cut into spans."""
   if not output.strip():
-    raise Refused("empty", "the output is empty")
+    raise RowRefused("empty", "the output is empty")
   segments: list[Segment] = []
   position = 0
   for start, end in _observations(output):
@@ -143,14 +143,14 @@ def _observations(output: str) -> list[tuple[int, int]]:
     closing = bool(match[1])
     if closing != (start is not None):
       detail = "closed but not open" if closing else "opened inside another"
-      raise Refused("nested", f"observation {detail} at character {match.start()}")
+      raise RowRefused("nested", f"observation {detail} at character {match.start()}")
     if closing:
       spans.append((start, match.end()))
       start = None
     else:
       start = match.start()
   if start is not None:
-    raise Refused("unclosed", f"observation at character {start} is never closed")
+    raise RowRefused("unclosed", f"observation at character {start} is never closed")
   return spans
 
 
@@ -168,20 +168,20 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
     match = _OPENING.match(text, position)
     if match is None:
       excerpt = text[position:].strip()[:40]
-      raise Refused("stray_text", f"text outside every span: {excerpt!r}")
+      raise RowRefused("stray_text", f"text outside every span: {excerpt!r}")
     role = match[1]
     if role not in variant.tags:
-      raise Refused("unknown_tool", f"<{role}> is no span of {variant.name!r}")
+      raise RowRefused("unknown_tool", f"<{role}> is no span of {variant.name!r}")
     close = roles.close_tag(role)
     end = text.find(close, match.end())
     if end < 0:
       detail = f"<{role}> is never closed"
       if observed:
         detail = f"<{role}> is still open where an observation starts"
-      raise Refused("unclosed", detail)
+      raise RowRefused("unclosed", detail)
     inner = roles.find_tag(text[match.end() : end])
     if inner is not None:
-      raise Refused("nested", f"{inner} inside <{role}>")
+      raise RowRefused("nested", f"{inner} inside <{role}>")
     end += len(close)
     while end < len(text) and text[end].isspace():
       end += 1

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.importers.row import Recorder, Refused
+from coa_jax.importers.row import Recorder, RowRefused
 from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, render_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG, SPECS, Body
@@ -65,32 +65,32 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
     table: names beyond `TOOLS`, or in place of its; lower case.
 
   Raises:
-    Refused: no table has the name, or the arguments hold no body for the tag.
+    RowRefused: no table has the name, or the arguments hold no body for the tag.
   """
   tag = table.get(name.lower()) or TOOLS.get(name.lower())
   if tag is None:
-    raise Refused(
+    raise RowRefused(
       "unknown_tool", f"no tag for the tool {name!r}; name one with --tools"
     )
   fields = _object(arguments)
   if tag == FUNCTION_TAG:  # as it is: its own name, its own arguments
     if fields is None or not FUNCTION_NAME.fullmatch(name):
-      raise Refused("bad_arguments", f"{name}: {arguments!r:.80}")
+      raise RowRefused("bad_arguments", f"{name}: {arguments!r:.80}")
     return Call(tag, render_function_call(name, fields))
   keys = SPECS[tag].argument_names if tag in SPECS else _ANSWER_NAMES
   if fields is None:
     if not isinstance(arguments, str):
-      raise Refused("bad_arguments", f"{name}: {arguments!r:.80}")
+      raise RowRefused("bad_arguments", f"{name}: {arguments!r:.80}")
     fields = {keys[0]: arguments}
   main = next((key for key in keys if fields.get(key) is not None), None)
   if main is None and len(fields) == 1:
     (main,) = fields
   if main is None:
-    raise Refused("bad_arguments", f"{name}: none of {', '.join(keys)} is given")
+    raise RowRefused("bad_arguments", f"{name}: none of {', '.join(keys)} is given")
   value = fields[main]
   body, also = _body(tag, value, {k: v for k, v in fields.items() if k != main})
   if body is None:
-    raise Refused("bad_arguments", f"{name}: {main} is {value!r:.80}")
+    raise RowRefused("bad_arguments", f"{name}: {main} is {value!r:.80}")
   lost = tuple(
     f"{k}={v!r:.80}"
     for k, v in fields.items()

@@ -18,7 +18,7 @@ from coa_jax.importers.row import (
   TASK_FIELDS,
   ImportedRun,
   Recorder,
-  Refused,
+  RowRefused,
   fields,
   note_unread,
   task_of,
@@ -47,12 +47,12 @@ def read_chat(
     table: names of tools beyond `calls.TOOLS`.
 
   Raises:
-    Refused: the messages do not have that shape, or a call cannot be translated.
+    RowRefused: the messages do not have that shape, or a call cannot be translated.
   """
   messages = row.get("messages") or row.get("conversation")
   conversation = row.get("conversation") or messages
   if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-    raise Refused("no_messages", "messages is not a list of objects")
+    raise RowRefused("no_messages", "messages is not a list of objects")
   recorder = Recorder(task_id)
   note_unread(recorder, "row", row, _ROW)
   if conversation != messages:
@@ -65,11 +65,11 @@ def read_chat(
   for at, message in pending:
     where = f"message {at}"
     if message.get("role") == "user":
-      raise Refused("multi_turn", f"{where} is a second question")
+      raise RowRefused("multi_turn", f"{where} is a second question")
     if message.get("role") != "assistant":
-      raise Refused("stray_result", f"{where} is of role {message.get('role')!r}")
+      raise RowRefused("stray_result", f"{where} is of role {message.get('role')!r}")
     if answer is not None:
-      raise Refused("multi_turn", f"{where} follows the answer")
+      raise RowRefused("multi_turn", f"{where} follows the answer")
     note_unread(recorder, where, message, _MESSAGE)
     calls = _calls(message, where)
     text = _think(message, where, recorder)
@@ -94,7 +94,7 @@ def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
       break
     if text:
       recorder.note(f"message {at}", "the system prompt; ours takes its place")
-  raise Refused("no_question", "no user message before the first reply")
+  raise RowRefused("no_question", "no user message before the first reply")
 
 
 def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
@@ -127,7 +127,7 @@ def _text(content: Any, where: str, recorder: Recorder) -> str:
   if isinstance(content, str):
     return content
   if not isinstance(content, list):
-    raise Refused("bad_content", f"{where}: content is {content!r:.60}")
+    raise RowRefused("bad_content", f"{where}: content is {content!r:.60}")
   texts = []
   for part in content:
     if isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -144,16 +144,16 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]
   for call in message.get("tool_calls") or []:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-      raise Refused("bad_call", f"{where}: {call!r:.80}")
+      raise RowRefused("bad_call", f"{where}: {call!r:.80}")
     out.append((call.get("id") or None, function["name"], function.get("arguments")))
   older = message.get("function_call")
   if older:
     if not isinstance(older, dict) or not isinstance(older.get("name"), str):
-      raise Refused("bad_call", f"{where}: {older!r:.80}")
+      raise RowRefused("bad_call", f"{where}: {older!r:.80}")
     out.append((None, older["name"], older.get("arguments")))
   ids = [key for key, _, _ in out]
   if any(ids) and len(set(ids) - {None}) < len(ids):
-    raise Refused("mixed_ids", f"{where}: its calls have the ids {ids!r:.80}")
+    raise RowRefused("mixed_ids", f"{where}: its calls have the ids {ids!r:.80}")
   return out
 
 
@@ -169,14 +169,16 @@ def _play(
   in_order: list[str] = []
   for at, message in results:
     if message.get("role") not in ("tool", "function"):
-      raise Refused("no_result", f"message {at} answers no call of {where}")
+      raise RowRefused("no_result", f"message {at} answers no call of {where}")
     note_unread(recorder, f"message {at}", message, _MESSAGE)
     text = _text(message.get("content"), f"message {at}", recorder)
     key = message.get("tool_call_id") or None
     if key is not None and key in by_id:
-      raise Refused("stray_result", f"message {at} answers {key!r} again")
+      raise RowRefused("stray_result", f"message {at} answers {key!r} again")
     if key is not None and key not in {call[0] for call in calls}:
-      raise Refused("stray_result", f"message {at} answers {key!r}, which is no call")
+      raise RowRefused(
+        "stray_result", f"message {at} answers {key!r}, which is no call"
+      )
     in_order.append(text)
     by_id[key] = text
   answer = None
@@ -191,9 +193,9 @@ def _play(
         recorder.note(where, f"the result {result!r:.80} of {name}")
       continue
     if answer is not None:
-      raise Refused("multi_turn", f"{where}: a call after the answer")
+      raise RowRefused("multi_turn", f"{where}: a call after the answer")
     if result is None:
-      raise Refused("no_result", f"{where}: the call of {name} has no result")
+      raise RowRefused("no_result", f"{where}: the call of {name} has no result")
     if call.tag == roles.SUGGESTED_ANSWER:
       recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
       recorder.note(where, f"the result {result!r:.80} of {name}")

@@ -26,7 +26,7 @@ from coa_jax.importers.alpaca import read_alpaca
 from coa_jax.importers.chat import read_chat
 from coa_jax.importers.oagents import read_oagents
 from coa_jax.importers.react import is_react, read_react
-from coa_jax.importers.row import ImportedRun, Refused
+from coa_jax.importers.row import ImportedRun, RowRefused
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
@@ -133,7 +133,7 @@ class Importer:
       if self.format == "trajectories":
         return self._own(row, task_id, where)
       imported = self._imported(row, task_id, where, sample)
-    except Refused as e:
+    except RowRefused as e:
       return Dropped(task_id, sample, e.reason, e.detail)
     except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
       detail = f"not as {self.format} rows are: {e!r}"
@@ -161,9 +161,9 @@ class Importer:
     try:
       run = Run.from_json(row, where)
     except ValueError as e:
-      raise Refused("bad_record", str(e)) from e
+      raise RowRefused("bad_record", str(e)) from e
     if run.task_id not in self.tasks:
-      raise Refused("unknown_task", f"no task {run.task_id!r} among those given")
+      raise RowRefused("unknown_task", f"no task {run.task_id!r} among those given")
     return ImportedRun(self.tasks[run.task_id], run)
 
   def _own(
@@ -172,10 +172,10 @@ class Importer:
     try:
       trajectory = Trajectory.from_json(row, where)
     except (ValueError, AttributeError) as e:
-      raise Refused("bad_record", str(e)) from e
+      raise RowRefused("bad_record", str(e)) from e
     verdict = parse(trajectory.text, self.variant)
     if not verdict.ok and not self.keep_illegal:
-      raise Refused(verdict.verdict.value, verdict.detail)
+      raise RowRefused(verdict.verdict.value, verdict.detail)
     return _task(trajectory), trajectory
 
 
@@ -190,7 +190,7 @@ def _task(trajectory: Trajectory) -> Task:
   try:
     kind = Kind(meta.get("kind", Kind.QA))
   except ValueError:
-    raise Refused("bad_record", f"meta['kind'] is {meta['kind']!r}") from None
+    raise RowRefused("bad_record", f"meta['kind'] is {meta['kind']!r}") from None
   return Task(
     id=trajectory.task_id,
     question=str(meta.get("question", "")),

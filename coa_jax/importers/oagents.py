@@ -41,7 +41,7 @@ from coa_jax.importers.row import (
   TASK_FIELDS,
   ImportedRun,
   Recorder,
-  Refused,
+  RowRefused,
   fields,
   note_unread,
   task_of,
@@ -86,12 +86,12 @@ def read_oagents(
     table: names of tools beyond `calls.TOOLS`.
 
   Raises:
-    Refused: the steps do not have that shape, a call cannot be translated, several
+    RowRefused: the steps do not have that shape, a call cannot be translated, several
       calls share one observation, or a sub-task belongs to no step.
   """
   steps = row.get("intermediate_steps") or row.get("steps")
   if not isinstance(steps, list) or not all(isinstance(s, dict) for s in steps):
-    raise Refused("no_steps", "intermediate_steps is not a list of objects")
+    raise RowRefused("no_steps", "intermediate_steps is not a list of objects")
   reading = _Reading(task_id, table, _subtasks(row.get("search_agent_actions")))
   note_unread(reading.recorder, "row", row, _ROW)
   if (row.get("steps") or steps) != steps:
@@ -113,10 +113,10 @@ def read_oagents(
     elif "system_prompt" in filled:
       reading.recorder.note(where, "the system prompt; ours takes its place")
     elif not set(step) & (_PLANNED | _DONE):
-      raise Refused("unknown_step", f"{where} has {', '.join(sorted(step))}")
+      raise RowRefused("unknown_step", f"{where} has {', '.join(sorted(step))}")
   if reading.subtasks:
     name, _ = reading.subtasks[0]
-    raise Refused("unplaced_subtask", f"no step delegates {name!r:.80}")
+    raise RowRefused("unplaced_subtask", f"no step delegates {name!r:.80}")
 
   # --- How it ended.
   question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), step_question)
@@ -163,7 +163,7 @@ class _Reading:
     calls = [_name_and_arguments(c, where) for c in step.get("tool_calls") or []]
     result = _result(step)
     if len(calls) > 1:
-      raise Refused("shared_observation", f"{where}: {len(calls)} calls, one result")
+      raise RowRefused("shared_observation", f"{where}: {len(calls)} calls, one result")
     name, arguments = calls[0] if calls else ("", "")
     texts = _texts(arguments)
     thought, rest = _rationale(step.get("model_output"))
@@ -291,12 +291,12 @@ class _Reading:
     recorder = self.recorder
     calls = record.get("tool_calls")
     if not isinstance(calls, list):
-      raise Refused("bad_subtasks", f"sub-task {name!r:.60} has no list of calls")
+      raise RowRefused("bad_subtasks", f"sub-task {name!r:.60} has no list of calls")
     note_unread(recorder, where, record, _SUBTASK)
     recorder.think(name)
     for call in calls:
       if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise Refused("bad_call", f"sub-task {name!r:.60}: {call!r:.80}")
+        raise RowRefused("bad_call", f"sub-task {name!r:.60}: {call!r:.80}")
       note_unread(recorder, where, call, _SUBCALL)
       arguments = call.get("args", call.get("arguments"))
       ours = translate_and_note(recorder, where, call["name"], arguments, self.table)
@@ -304,7 +304,7 @@ class _Reading:
         continue  # its answer, which follows
       observation = call.get("observation", call.get("observations"))
       if not isinstance(observation, str):
-        raise Refused("no_result", f"{where}: {call['name']} has no observation")
+        raise RowRefused("no_result", f"{where}: {call['name']} has no observation")
       recorder.call(ours.tag, ours.body, observation)
     if record.get("answer") is not None:
       recorder.think(_text(record["answer"]))
@@ -342,7 +342,7 @@ def _name_and_arguments(call: Any, where: str) -> tuple[str, Any]:
   """Of smolagents' ToolCall: bare, or as its `dict()` nests it under `function`."""
   inner = call.get("function", call) if isinstance(call, dict) else None
   if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-    raise Refused("bad_call", f"{where}: {call!r:.80}")
+    raise RowRefused("bad_call", f"{where}: {call!r:.80}")
   return inner["name"], inner.get("arguments")
 
 

@@ -25,7 +25,7 @@ from coa_jax.importers.row import (
   TASK_FIELDS,
   ImportedRun,
   Recorder,
-  Refused,
+  RowRefused,
   note_unread,
   task_of,
 )
@@ -69,12 +69,12 @@ def read_react(
   Of several texts the first in this layout is read.
 
   Raises:
-    Refused: the text has not exactly that order, or a call cannot be translated.
+    RowRefused: the text has not exactly that order, or a call cannot be translated.
   """
   recorder = Recorder(task_id)
   texts = [k for k in TEXT if isinstance(row.get(k), str)]
   if not texts:
-    raise Refused("no_text", f"none of {', '.join(TEXT)} is a string")
+    raise RowRefused("no_text", f"none of {', '.join(TEXT)} is a string")
   used = next((k for k in texts if _marks(row[k])), texts[0])
   note_unread(recorder, "row", row, TASK_FIELDS | {used})
   blocks = _blocks(row[used])
@@ -95,7 +95,7 @@ def _blocks(text: str) -> list[tuple[str, str, str]]:
   marks = list(_MARK.finditer(text))
   head = text[: marks[0].start()] if marks else text
   if head.strip():
-    raise Refused("stray_text", f"text before every marker: {head.strip()[:40]!r}")
+    raise RowRefused("stray_text", f"text before every marker: {head.strip()[:40]!r}")
   out = []
   ends = [mark.start() for mark in marks[1:]] + [len(text)]
   for mark, end in zip(marks, ends, strict=False):
@@ -109,18 +109,20 @@ def _check(blocks: list[tuple[str, str, str]]) -> None:
   count = 0
   numbered = {bool(number) for name, _, number in blocks if name != "Final Answer"}
   if len(numbered) > 1:
-    raise Refused("ambiguous", "some markers have numbers, some have none")
+    raise RowRefused("ambiguous", "some markers have numbers, some have none")
   for name, content, number in blocks:
     if name not in _ORDER[last]:
-      raise Refused("ambiguous", f"{name} after {last or 'the start'}: {content!r:.40}")
+      raise RowRefused(
+        "ambiguous", f"{name} after {last or 'the start'}: {content!r:.40}"
+      )
     if number:
       if name == "Thought":  # begins a round
         count += 1
       if int(number) != count:
-        raise Refused("ambiguous", f"{name} {number} in round {count}")
+        raise RowRefused("ambiguous", f"{name} {number} in round {count}")
     last = name
   if not blocks or "" not in _ORDER[last]:
-    raise Refused("cut", f"the text ends after {last or 'nothing'}")
+    raise RowRefused("cut", f"the text ends after {last or 'nothing'}")
 
 
 def _play(
@@ -150,12 +152,12 @@ def _play(
       at += 1
       if call.tag == roles.ANSWER:
         if observation is not None and at < len(blocks):
-          raise Refused("ambiguous", f"{where}: the answer is not the end")
+          raise RowRefused("ambiguous", f"{where}: the answer is not the end")
         if observation:
           recorder.note(where, f"the result {observation!r:.80} of {tool}")
         return call.body
       if observation is None:
-        raise Refused("no_result", f"{where}: {tool} has no observation")
+        raise RowRefused("no_result", f"{where}: {tool} has no observation")
       if call.tag == roles.SUGGESTED_ANSWER:
         recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
         recorder.note(where, f"the result {observation!r:.80} of {tool}")

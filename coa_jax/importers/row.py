@@ -12,7 +12,7 @@ from coa_jax.teacher import runs
 from coa_jax.teacher.runs import Event, Run
 
 
-class Refused(Exception):
+class RowRefused(Exception):
   """A row that cannot be read: a short reason, and what exactly was wrong."""
 
   def __init__(self, reason: str, detail: str):
@@ -102,10 +102,10 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
   """Makes the task of a foreign row; its answers come from the field that has them.
 
   Raises:
-    Refused: there is no question, or the row's `kind` is none.
+    RowRefused: there is no question, or the row's `kind` is none.
   """
   if not isinstance(question, str) or not question.strip():
-    raise Refused("no_question", f"the question is {question!r:.80}")
+    raise RowRefused("no_question", f"the question is {question!r:.80}")
   answers = next((row[k] for k in _ANSWERS if row.get(k) not in (None, "", [])), ())
   if isinstance(answers, dict):
     answers = answers.get("target", ())
@@ -114,7 +114,7 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
   try:
     kind = Kind(row.get("kind") or Kind.QA)
   except ValueError:
-    raise Refused("bad_kind", f"kind is {row['kind']!r}") from None
+    raise RowRefused("bad_kind", f"kind is {row['kind']!r}") from None
   return Task(
     id=task_id,
     question=question,

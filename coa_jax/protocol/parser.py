@@ -18,7 +18,7 @@ from coa_jax.protocol.tool_bodies import WHITE
 from coa_jax.protocol.tools import SPECS
 
 
-class Verdict(enum.StrEnum):
+class ParseVerdict(enum.StrEnum):
   """What is wrong with a text; ok where nothing is."""
 
   OK = "ok"
@@ -54,14 +54,14 @@ class Parse:
   """Spans of a text up to its first fault, and that fault."""
 
   spans: tuple[Span, ...]
-  verdict: Verdict
+  verdict: ParseVerdict
   detail: str = ""
   offset: int = 0  # where the fault stands
 
   @property
   def ok(self) -> bool:
     """True where the whole text is a well-formed trajectory."""
-    return self.verdict == Verdict.OK
+    return self.verdict == ParseVerdict.OK
 
   @property
   def answer(self) -> str | None:
@@ -75,7 +75,7 @@ _TOP = re.compile(r"\s*<([A-Za-z_][A-Za-z0-9_]*)>", re.ASCII)
 
 
 class _Fault(Exception):
-  def __init__(self, verdict: Verdict, detail: str, offset: int):
+  def __init__(self, verdict: ParseVerdict, detail: str, offset: int):
     super().__init__(detail)
     self.parse = (verdict, detail, offset)
 
@@ -90,7 +90,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
       ends at a span boundary.
 
   Returns:
-    The spans before the first fault and the fault; see `Verdict`.
+    The spans before the first fault and the fault; see `ParseVerdict`.
   """
   spans: list[Span] = []
   try:
@@ -105,7 +105,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
       rules.finish(len(text))
   except _Fault as fault:
     return Parse(tuple(spans), *fault.parse)
-  return Parse(tuple(spans), Verdict.OK)
+  return Parse(tuple(spans), ParseVerdict.OK)
 
 
 def _read_span(text: str, position: int, variant: Variant) -> Span:
@@ -115,21 +115,21 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
     stripped = text[position:].lstrip(WHITE)
     offset = len(text) - len(stripped)
     if stripped.startswith("</"):
-      raise _Fault(Verdict.NESTED, "a closing tag that closes nothing", offset)
-    raise _Fault(Verdict.MALFORMED, "text outside every span", offset)
+      raise _Fault(ParseVerdict.NESTED, "a closing tag that closes nothing", offset)
+    raise _Fault(ParseVerdict.MALFORMED, "text outside every span", offset)
   role = match[1]
   offset = match.start(1) - 1
   if role not in variant.tags:
     detail = f"<{role}> is no span of variant {variant.name!r}"
-    raise _Fault(Verdict.UNKNOWN_TOOL, detail, offset)
+    raise _Fault(ParseVerdict.UNKNOWN_TOOL, detail, offset)
   close = roles.close_tag(role)
   end = text.find(close, match.end())
   content = text[match.end() : end if end >= 0 else len(text)].removeprefix(" ")
   inner = roles.find_tag(content)
   if inner is not None:
-    raise _Fault(Verdict.NESTED, f"{inner} inside <{role}>", offset)
+    raise _Fault(ParseVerdict.NESTED, f"{inner} inside <{role}>", offset)
   if end < 0:
-    raise _Fault(Verdict.UNCLOSED, f"<{role}> is never closed", offset)
+    raise _Fault(ParseVerdict.UNCLOSED, f"<{role}> is never closed", offset)
   if role == OBSERVATION:
     content = roles.unescape(content)
   end += len(close)
@@ -154,7 +154,7 @@ class _Rules:
     """Checks one span's place and content; raises _Fault."""
     if self.waiting != (span.role == OBSERVATION):
       detail = "no observation after a call" if self.waiting else "stray observation"
-      raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
+      raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
     if self.waiting:
       self.waiting = False
     elif span.role == THINK:
@@ -163,14 +163,14 @@ class _Rules:
       self._place(span)
       fault = content_fault(span.role, span.content, self.variant.graded)
       if fault is not None:
-        raise _Fault(Verdict.MALFORMED, fault, span.start)
+        raise _Fault(ParseVerdict.MALFORMED, fault, span.start)
       self._advance(span)
 
   def _think(self, span: Span) -> None:
     able = self.variant.follows[self.last] & self.variant.think_allowed
     if self.thinking or not able:
       detail = f"<think> after {'<think>' if self.thinking else self.last}"
-      raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
+      raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
     self.thinking = True
 
   def _place(self, span: Span) -> None:
@@ -194,7 +194,7 @@ class _Rules:
     elif role == ANSWER and self.calls < variant.min_calls:
       detail = f"an answer before {variant.min_calls} tool call"
     if detail is not None:
-      raise _Fault(Verdict.ILLEGAL_TRANSITION, detail, span.start)
+      raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
 
   def _advance(self, span: Span) -> None:
     self.last = span.role
@@ -215,7 +215,7 @@ class _Rules:
   def finish(self, offset: int) -> None:
     """Checks that the text may end here; raises _Fault."""
     if self.last != ANSWER:
-      raise _Fault(Verdict.UNCLOSED, "no answer", offset)
+      raise _Fault(ParseVerdict.UNCLOSED, "no answer", offset)
 
 
 def content_fault(role: str, content: str, graded: bool = False) -> str | None:

@@ -70,7 +70,7 @@ class ChatBackend:
     self._chat.close()
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The model's reply to a conversation; every agent is asked alike.
+    """Returns the model's reply to a conversation; every agent is asked alike.
 
     Raises:
       InfrastructureError: no usable reply after all retries, or a request that the
@@ -137,11 +137,11 @@ class ChatBackend:
 
 
 def read_completion(text: str) -> Reply:
-  """The body of a chat completion as a reply; `usage` is read where there is one.
+  """Reads the body of a chat completion; `usage` counts where there is one.
 
   A call of a function, which some endpoints make of a reply that looks like one, is
-  put into the team's own words; one whose arguments are no JSON is kept as it is, so
-  that the agent is told that it can not be used.
+  put into the team's own words; one whose arguments are no JSON is kept as it is: it is
+  malformed, and the agent is asked again.
 
   Raises:
     ValueError: it is no chat completion; the message says what it starts with.

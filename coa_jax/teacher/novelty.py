@@ -20,8 +20,8 @@ _ASCII_WORD = re.compile(rb"\w+")
 # Scripts without spaces between words: Thai to Khmer, kana, Chinese characters.
 _UNSPACED = (
   "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+  "\U00020000-\U0003ffff"
 )
-_UNSPACED += "\U00020000-\U0003ffff"
 _LETTER = re.compile(f"[{_UNSPACED}]")
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _LETTERS = 2  # of such a script that say as much as a word
@@ -36,7 +36,7 @@ _SHIFT = _RNG.integers(0, 2**63, (_HASHES, 1), dtype=np.uint64)
 
 
 def word_hashes(text: str) -> np.ndarray:
-  """A uint64 for each word of a text, case and punctuation aside; [words].
+  """Hashes each word of a text, case and punctuation aside; uint64 [words].
 
   Where a script has no spaces (Chinese, Japanese, Thai, ...) each letter is a word.
   """
@@ -49,7 +49,7 @@ def word_hashes(text: str) -> np.ndarray:
 
 
 def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
-  """A uint64 for each n-gram of hashed words; [words - n + 1], or none."""
+  """Hashes each n-gram of hashed words; uint64 [words - n + 1], or none."""
   count = len(words) - n + 1
   if count < 1:
     return np.zeros(0, np.uint64)
@@ -61,7 +61,7 @@ def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 
 def signature(text: str) -> np.ndarray:
-  """The MinHash signature of a text's word 5-grams; uint32 [64].
+  """Computes the MinHash signature of a text's word 5-grams; uint32 [64].
 
   The share of equal places of two signatures estimates the Jaccard similarity of the
   two sets of 5-grams, with a standard error of at most 1 / 16. A shorter text is one
@@ -76,7 +76,7 @@ def signature(text: str) -> np.ndarray:
 
 
 def policy_text(trajectory: Trajectory) -> str:
-  """What duplicates are compared by: the question, and all that the policy wrote."""
+  """Joins what duplicates are compared by: the question, and all the policy wrote."""
   ours = (Author.PROMPT, Author.POLICY)
   texts = (s.text for s in trajectory.segments if s.author in ours)
   return "\n".join(texts)
@@ -86,22 +86,26 @@ class Duplicates:
   """Remembers what it has seen; some 2.5 kB a trajectory, whatever its length."""
 
   def __init__(self, max_similarity: float):
-    """Args: the Jaccard similarity above which a text is a near duplicate."""
+    """Takes the Jaccard similarity above which a text is a near duplicate."""
     self._limit = max_similarity
     self._seen: list[np.ndarray] = []
     self._by_band: dict[bytes, int] = {}
 
-  def is_new(self, mine: np.ndarray) -> bool:
-    """Whether no text before is too similar; remembers it if so."""
+  def is_new(self, text_signature: np.ndarray) -> bool:
+    """Says whether no text before is too similar; remembers the text if so."""
+    # Only texts that share a whole band are compared: locality-sensitive hashing.
     bands = [
-      bytes([i]) + band.tobytes() for i, band in enumerate(mine.reshape(_BANDS, -1))
+      bytes([i]) + band.tobytes()
+      for i, band in enumerate(text_signature.reshape(_BANDS, -1))
     ]
     near = {self._by_band[b] for b in bands if b in self._by_band}
-    if any((self._seen[i] == mine).mean() > self._limit for i in near):
-      return False
+    for i in near:
+      similarity = (self._seen[i] == text_signature).mean()
+      if similarity > self._limit:
+        return False
     for band in bands:
       self._by_band[band] = len(self._seen)
-    self._seen.append(mine)
+    self._seen.append(text_signature)
     return True
 
 
@@ -132,7 +136,7 @@ class Benchmarks:
     }
 
   def hold(self, question: str, trajectory: Trajectory) -> bool:
-    """Whether a question, or any text of its trajectory, is of an evaluation set."""
+    """Says whether a question, or a text of its trajectory, is of an evaluation set."""
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
@@ -146,6 +150,7 @@ class Benchmarks:
   def _shares(self, words: np.ndarray) -> bool:
     for length, known in self._grams.items():
       grams = gram_hashes(words, length)
+      # `known` is sorted: each n-gram stands where it is looked for, or nowhere.
       at = np.searchsorted(known, grams).clip(max=len(known) - 1)
       if (known[at] == grams).any():
         return True
@@ -167,14 +172,16 @@ _URL = re.compile(
 
 
 def visits(trajectory: Trajectory, domains: Sequence[str]) -> bool:
-  """Whether a tool call names a URL of one of the domains.
+  """Says whether a tool call names a URL of one of the domains.
 
   Args:
     trajectory: its calls' arguments are looked at, not what tools gave.
     domains: `host` or `host/path`: the host and those under it, and of them only what
       begins with that path.
   """
-  for call in trajectory.calls if domains else ():
+  if not domains:
+    return False
+  for call in trajectory.calls:
     for host, path in _URL.findall(call.arguments):
       for domain in domains:
         blocked, slash, below = domain.lower().partition("/")

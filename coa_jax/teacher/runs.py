@@ -99,7 +99,9 @@ class Run:
   def reported(self) -> tuple[int, ...]:
     """The endpoint's own (prompt, cached, completion); () unless it counted all."""
     counts = [e.reported for e in self.events if e.prompt]
-    return tuple(map(sum, zip(*counts, strict=True))) if all(counts) else ()
+    if not all(counts):
+      return ()
+    return tuple(map(sum, zip(*counts, strict=True)))
 
   def to_json(self) -> dict[str, Any]:
     """A JSON-serialisable dict; `from_json` reads it back."""
@@ -117,7 +119,7 @@ class Run:
 
 
 def render(event: Event) -> str:
-  """An event as the other agents read it: a header line, then its content.
+  """Writes an event as the other agents read it: a header line, then its content.
 
   No line of the content can pass for a header: one that starts with "[" is indented.
   """

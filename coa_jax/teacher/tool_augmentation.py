@@ -8,7 +8,6 @@ to, and is consistent with it; roles, order and observations stay. Why: see
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -58,6 +57,7 @@ def augment(
   question = trajectory.meta.get("question")
   if not question:
     return None
+  # --- Draw names and formats that can hold every call.
   rng = random.Random(f"{seed}/{trajectory.task_id}/{trajectory.sample}/{number}")
   bodies: dict[str, list[str]] = {}
   for call in trajectory.calls:
@@ -67,6 +67,8 @@ def augment(
     return None
   names = naming.names
   formats = naming.formats
+
+  # --- A prompt that describes them, and the policy's calls in them.
   renamed = naming.apply(variant)
   segments = prompt_segments(renamed, str(question), "full")
   for s in trajectory.segments:
@@ -81,14 +83,12 @@ def augment(
       text = rewritten
       role = names[role]
     segments.append(Segment(s.author, role, text))
-  calls = [
-    dataclasses.replace(
-      c, name=names[c.name], arguments=formats[c.name].write(c.arguments) or ""
-    )
-    if c.name in names
-    else c
-    for c in trajectory.calls
-  ]
+  calls = []
+  for call in trajectory.calls:
+    if call.name in names:
+      arguments = formats[call.name].write(call.arguments) or ""
+      call = dataclasses.replace(call, name=names[call.name], arguments=arguments)
+    calls.append(call)
   meta: dict[str, Any] = {**trajectory.meta, "format": naming.record, "copy": number}
   copy = dataclasses.replace(trajectory, segments=segments, calls=calls, meta=meta)
   return copy, renamed
@@ -99,9 +99,14 @@ def augmented_copies(
 ) -> list[Trajectory]:
   """Makes `config.copies` copies of each trajectory that is no such copy itself."""
   out = []
-  for t, number in itertools.product(kept, range(1, config.copies + 1)):
-    copy = None if "copy" in t.meta else augment(t, variant, number, config.seed)
-    out += [copy[0]] if copy else []
+  for trajectory in kept:
+    if "copy" in trajectory.meta:
+      continue
+    for number in range(1, config.copies + 1):
+      augmented = augment(trajectory, variant, number, config.seed)
+      if augmented is not None:
+        copy, _ = augmented
+        out.append(copy)
   return out
 
 

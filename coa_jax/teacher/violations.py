@@ -76,7 +76,7 @@ class ViolationsConfig(TeacherChatConfig):
     check_fields(self)
 
 
-class Inspector:
+class ViolationInspector:
   """Inspects trajectories and counts the verdicts. Use `with`, or close it."""
 
   def __init__(self, config: ViolationsConfig, path: str, api_key: str | None = None):
@@ -98,7 +98,7 @@ class Inspector:
     self.values = self._journal.values  # of the calls so far, for metrics
     self.spent = self._journal.spent
 
-  def __enter__(self) -> Inspector:
+  def __enter__(self) -> ViolationInspector:
     return self
 
   def __exit__(self, *unused: object) -> None:

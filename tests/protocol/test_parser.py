@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.protocol import roles, tool_bodies
-from coa_jax.protocol.parser import Verdict, content_fault, parse
+from coa_jax.protocol.parser import ParseVerdict, content_fault, parse
 from coa_jax.protocol.roles import TOOLS, escape, wrap
 
 GRADES = " ".join(f"{c} : Good" for c in roles.CRITERIA)
@@ -131,7 +131,7 @@ def test_what_may_follow_what(name: str, last: str, after: str):
   expected = after in TABLES[name][last]
   assert result.ok == expected, result
   if not expected:
-    assert result.verdict == Verdict.ILLEGAL_TRANSITION
+    assert result.verdict == ParseVerdict.ILLEGAL_TRANSITION
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -151,7 +151,7 @@ def test_thinks_stand_where_they_must_and_nowhere_else(name: str):
       twice = parse(before + think + think + span, variant, complete=False)
       assert with_think.ok == (after in allowed), (last, after)
       assert without.ok == (after not in NEEDS[name]), (last, after)
-      assert twice.verdict == Verdict.ILLEGAL_TRANSITION
+      assert twice.verdict == ParseVerdict.ILLEGAL_TRANSITION
       seen.add(after)
   assert seen == set(TABLES[name]) - {"start"}
 
@@ -162,12 +162,12 @@ def test_a_poor_grade_forces_a_new_plan():
   assert parse(before + render("web", ["plan"]), web, complete=False).ok
   for after in ("web_search", "suggested_answer"):
     result = parse(before + render("web", [after]), web, complete=False)
-    assert result.verdict == Verdict.ILLEGAL_TRANSITION
+    assert result.verdict == ParseVerdict.ILLEGAL_TRANSITION
     assert "poor grade" in result.detail
   # In the dialects without obligatory grades, a written one counts all the same.
   unified = roles.get_variant("unified")
   text = render("unified", ["plan", "code", "reflection", "code"], reflection=POOR)
-  assert parse(text, unified, complete=False).verdict == Verdict.ILLEGAL_TRANSITION
+  assert parse(text, unified, complete=False).verdict == ParseVerdict.ILLEGAL_TRANSITION
 
 
 @pytest.mark.parametrize("score", roles.SCORES)
@@ -186,7 +186,7 @@ def test_only_the_web_agent_must_grade_every_criterion():
     text = render(name, spans, reflection="information_conflict : Good")
     result = parse(text, variant, complete=False)
     if name == "web":
-      assert result.verdict == Verdict.MALFORMED
+      assert result.verdict == ParseVerdict.MALFORMED
       assert "tool_effectiveness, trajectory_monitoring" in result.detail
     else:
       assert result.ok
@@ -220,29 +220,33 @@ GOOD = render("mhqa", ["wiki_search", "answer"])
 @pytest.mark.parametrize(
   ("text", "verdict", "at"),
   [
-    (GOOD, Verdict.OK, None),
-    (" \n" + GOOD.replace("><think", ">\n\n<think") + "\n", Verdict.OK, None),
-    ("", Verdict.UNCLOSED, ""),
-    ("  \n", Verdict.UNCLOSED, ""),
-    (render("mhqa", ["wiki_search"]), Verdict.UNCLOSED, ""),
-    ("<think>t</think><plan>1. l", Verdict.UNCLOSED, "<plan>1."),
-    ("well <think>t</think>", Verdict.MALFORMED, "well"),
-    ("<think>t</think> so <plan>p</plan>", Verdict.MALFORMED, "so <plan>"),
-    ("<think>t</think><plan> \n</plan>", Verdict.MALFORMED, "<plan>"),
-    ("<THINK>t</THINK>", Verdict.UNKNOWN_TOOL, "<THINK>"),
-    ("<think>t</think><code>1</code>", Verdict.UNKNOWN_TOOL, "<code>"),
-    ("<think>t</think><double_check>4</double_check>", Verdict.UNKNOWN_TOOL, "<dou"),
-    ("<think>a <plan>b</plan></think>", Verdict.NESTED, "<think>a"),
-    ("<think>a <code>b</think>", Verdict.NESTED, "<think>a"),
-    ("<think>a</think></plan>", Verdict.NESTED, "</plan>"),
-    ("<think>t</think><plan>p</think></plan>", Verdict.NESTED, "<plan>p"),
-    ("<observation>o</observation>", Verdict.ILLEGAL_TRANSITION, "<obs"),
-    ("<think>t</think><observation>", Verdict.UNCLOSED, "<observation>"),
-    (GOOD + "<think>t</think>", Verdict.ILLEGAL_TRANSITION, "<think>t</think>"),
-    (GOOD + " bye", Verdict.MALFORMED, "bye"),
+    (GOOD, ParseVerdict.OK, None),
+    (" \n" + GOOD.replace("><think", ">\n\n<think") + "\n", ParseVerdict.OK, None),
+    ("", ParseVerdict.UNCLOSED, ""),
+    ("  \n", ParseVerdict.UNCLOSED, ""),
+    (render("mhqa", ["wiki_search"]), ParseVerdict.UNCLOSED, ""),
+    ("<think>t</think><plan>1. l", ParseVerdict.UNCLOSED, "<plan>1."),
+    ("well <think>t</think>", ParseVerdict.MALFORMED, "well"),
+    ("<think>t</think> so <plan>p</plan>", ParseVerdict.MALFORMED, "so <plan>"),
+    ("<think>t</think><plan> \n</plan>", ParseVerdict.MALFORMED, "<plan>"),
+    ("<THINK>t</THINK>", ParseVerdict.UNKNOWN_TOOL, "<THINK>"),
+    ("<think>t</think><code>1</code>", ParseVerdict.UNKNOWN_TOOL, "<code>"),
+    (
+      "<think>t</think><double_check>4</double_check>",
+      ParseVerdict.UNKNOWN_TOOL,
+      "<dou",
+    ),
+    ("<think>a <plan>b</plan></think>", ParseVerdict.NESTED, "<think>a"),
+    ("<think>a <code>b</think>", ParseVerdict.NESTED, "<think>a"),
+    ("<think>a</think></plan>", ParseVerdict.NESTED, "</plan>"),
+    ("<think>t</think><plan>p</think></plan>", ParseVerdict.NESTED, "<plan>p"),
+    ("<observation>o</observation>", ParseVerdict.ILLEGAL_TRANSITION, "<obs"),
+    ("<think>t</think><observation>", ParseVerdict.UNCLOSED, "<observation>"),
+    (GOOD + "<think>t</think>", ParseVerdict.ILLEGAL_TRANSITION, "<think>t</think>"),
+    (GOOD + " bye", ParseVerdict.MALFORMED, "bye"),
     (
       GOOD.replace(wrap("observation", "o"), ""),
-      Verdict.ILLEGAL_TRANSITION,
+      ParseVerdict.ILLEGAL_TRANSITION,
       "<think> t</think><answer>",
     ),
   ],
@@ -284,7 +288,7 @@ def test_a_page_that_prints_tags_is_only_text():
   assert result.ok and result.answer == "Uruk"
   assert result.spans[2].content == page
   hostile = parse(call + wrap("observation", page) + rest, MHQA)
-  assert hostile.verdict == Verdict.ILLEGAL_TRANSITION
+  assert hostile.verdict == ParseVerdict.ILLEGAL_TRANSITION
 
 
 _FREE = (
@@ -323,7 +327,7 @@ def test_white_space_is_that_of_ascii():
   assert parse(" \x0b".join(spans), variant, complete=False).ok
   for stray in ("\u00a0", "\u2003", "\x1f"):
     fault = parse(stray.join(spans), variant, complete=False)
-    assert fault.verdict == Verdict.MALFORMED and len(fault.spans) == 1
+    assert fault.verdict == ParseVerdict.MALFORMED and len(fault.spans) == 1
 
 
 @given(well_formed())

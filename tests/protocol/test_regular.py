@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.protocol.grammar import regular
-from coa_jax.protocol.grammar.regular import Table, byte, choice, many, maybe, row, text
+from coa_jax.protocol.grammar.regular import (
+  ByteTable,
+  byte,
+  choice,
+  many,
+  maybe,
+  row,
+  text,
+)
 
 PAIRS = {
   "ab": text("ab"),
@@ -25,7 +33,7 @@ PAIRS = {
 }
 
 
-def accepts(table: Table, word: bytes) -> bool:
+def accepts(table: ByteTable, word: bytes) -> bool:
   """Whether the table reads the whole word and may end there."""
   state = 0
   for b in word:
@@ -67,4 +75,4 @@ def test_a_smaller_table_reads_the_same(pattern: str, word: str):
   kept = np.zeros(len(small), bool)
   kept[new_S[accepts_S]] = True
   assert len(small) <= S
-  assert accepts(Table(small, kept), word.encode()) == accepts(table, word.encode())
+  assert accepts(ByteTable(small, kept), word.encode()) == accepts(table, word.encode())

@@ -15,7 +15,7 @@ from coa_jax.learner import log_probs
 from coa_jax.model import transformer
 from coa_jax.model.distribution import Truncation
 from coa_jax.protocol import roles
-from coa_jax.protocol.parser import Verdict, parse
+from coa_jax.protocol.parser import ParseVerdict, parse
 from coa_jax.protocol.trajectory import Author, Status, Trajectory
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.setup import make_worker
@@ -57,8 +57,8 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
     assert read.ok == (t.status == Status.ENDED)
     if not read.ok:  # it ran out of tokens, maybe within a tag
       assert t.status == Status.TRUNCATED
-      assert read.verdict in (Verdict.UNCLOSED, Verdict.MALFORMED)
-      assert "<" in t.text[read.offset :] or read.verdict == Verdict.UNCLOSED
+      assert read.verdict in (ParseVerdict.UNCLOSED, ParseVerdict.MALFORMED)
+      assert "<" in t.text[read.offset :] or read.verdict == ParseVerdict.UNCLOSED
     state = 0
     for s in t.segments:
       if s.author == Author.TOOL:

@@ -13,7 +13,7 @@ from coa_jax.teacher.backend import InfrastructureError, RefusedError, Reply
 from coa_jax.teacher.filters import FiltersConfig, filter_trajectories
 from coa_jax.teacher.violations import (
   RULES,
-  Inspector,
+  ViolationInspector,
   ViolationsConfig,
   read_violations,
 )
@@ -77,7 +77,7 @@ def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
   outcomes = []
   with ChatServer(by_thought) as server:
     for _ in range(2):  # the second time all is in the journal
-      with Inspector(config(server, workers=2), path) as inspector:
+      with ViolationInspector(config(server, workers=2), path) as inspector:
         filters = FiltersConfig()
         kept, funnel = filter_trajectories(pairs, UNIFIED, judge, filters, inspector)
         outcomes.append((kept, funnel, inspector.counts()))
@@ -105,12 +105,15 @@ def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error
   path = str(tmp_path / "violations.jsonl")
   with ChatServer(by_thought) as server:
     server.faults = ["ok", *faults]
-    with Inspector(config(server, workers=1), path) as inspector, pytest.raises(error):
+    with (
+      ViolationInspector(config(server, workers=1), path) as inspector,
+      pytest.raises(error),
+    ):
       filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
     paid = len((tmp_path / "violations.jsonl").read_bytes().splitlines())
     assert paid == 1
     server.faults, server.requests[:] = [], []
-    with Inspector(config(server), path) as inspector:
+    with ViolationInspector(config(server), path) as inspector:
       kept, _ = filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
     assert len(kept) == 3 and len(server.requests) == 2  # the first was paid for
 
@@ -118,7 +121,7 @@ def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error
 def test_too_long_for_the_judge_is_no_verdict(tmp_path):
   with ChatServer(by_thought) as server:
     server.faults, server.error = [400], "maximum context length is 8"
-    with Inspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
+    with ViolationInspector(config(server), str(tmp_path / "v.jsonl")) as inspector:
       (verdict,) = inspector([trajectory(0)[1]])
   assert not verdict.read and not verdict.violations
 
@@ -127,7 +130,7 @@ def test_a_long_record_is_shown_without_its_middle(tmp_path):
   with ChatServer(by_thought) as server:
     long = trajectory(0, "x" * 5000)[1]
     inspecting = config(server, max_chars=1000)
-    with Inspector(inspecting, str(tmp_path / "v.jsonl")) as inspector:
+    with ViolationInspector(inspecting, str(tmp_path / "v.jsonl")) as inspector:
       list(inspector([long]))
     shown = json.loads(server.requests[0].json["messages"][1]["content"])
   assert 1000 < len(shown["record"]) < 1100 and shown["task"] == "q0?"

@@ -23,8 +23,8 @@ from coa_jax.protocol.grammar.regular import (
   DIGITS,
   WHITE,
   WORD,
+  ByteTable,
   Language,
-  Table,
   byte,
   choice,
   compile_language,
@@ -161,12 +161,12 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
   return _Content(next_SX, small)
 
 
-def _tags(role: str) -> tuple[Table, int]:
+def _tags(role: str) -> tuple[ByteTable, int]:
   """Where the first protocol tag of a text ends, and the state of `role`'s own."""
   patterns = [f(n).encode() for n in _NAMES for f in (roles.open_tag, roles.close_tag)]
   next_SX, stop_S = find_words(patterns)
   own = 1 + patterns.index(roles.close_tag(role).encode())
-  return Table(next_SX, stop_S > 0), int(np.flatnonzero(stop_S == own)[0])
+  return ByteTable(next_SX, stop_S > 0), int(np.flatnonzero(stop_S == own)[0])
 
 
 @dataclasses.dataclass(frozen=True)

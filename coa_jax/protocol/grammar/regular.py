@@ -71,7 +71,7 @@ def filled(first: frozenset[int], rest: Language) -> Language:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class ByteTable:
   """A deterministic automaton; state 0 is the start.
 
   Attributes:
@@ -131,7 +131,7 @@ class _Nfa:
     return frozenset(reached)
 
 
-def compile_language(language: Language) -> Table:
+def compile_language(language: Language) -> ByteTable:
   """Compiles a language into the smallest table whose every state is reachable."""
   nfa = _Nfa()
   final = nfa.add(language, nfa.add_state())
@@ -167,7 +167,7 @@ def compile_language(language: Language) -> Table:
   next_SX, new_S = minimise(np.stack(rows), accepts_S)
   accepts = np.zeros(len(next_SX), bool)
   accepts[new_S[accepts_S]] = True
-  return Table(next_SX, accepts)
+  return ByteTable(next_SX, accepts)
 
 
 def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
