@@ -109,7 +109,7 @@ class ToolsConfig:
         if tool not in TOOLS:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(TOOLS)}")
 
-    # --- What the prompt says of tools: no tag and no line end, for it is one line of it.
+    # --- What the prompt says of a tool is one line of it, and opens no tag.
     descriptions = [*self.descriptions.values()]
     descriptions += [function.description for function in self.functions.values()]
     for text in descriptions:
