@@ -79,7 +79,7 @@ class Functions:
       try:
         opened = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
       except BaseException as e:
-        self.close()
+        self.close()  # servers that were started before this one
         if isinstance(e, (ValueError, Unavailable)):
           raise ValueError(f"functions.{name}: {e}") from e
         raise

@@ -108,15 +108,20 @@ class ToolsConfig:
       for tool in getattr(self, field):
         if tool not in TOOLS:
           raise ValueError(f"{field}: no tool {tool!r}; there are {', '.join(TOOLS)}")
-    for text in (
-      *self.descriptions.values(),
-      *(f.description for f in self.functions.values()),
-    ):
+
+    # --- What the prompt says of a tool is one line of it, and opens no tag.
+    descriptions = [*self.descriptions.values()]
+    descriptions += [function.description for function in self.functions.values()]
+    for text in descriptions:
       if not text.strip() or "\n" in text or roles.find_tag(text):
         raise ValueError(f"descriptions: one line without a tag, not {text[:60]!r}")
+
+    # --- What each tool needs, unless an MCP server answers in its place.
     for tag in self.tags:
       if tag not in self.mcp:
         TOOLS[tag].check(self)
+
+    # --- The sandbox.
     if self.session and self.sandbox == "subprocess":
       raise ValueError(
         "session: sandbox='jail' and 'remote' have sessions, not this one"
@@ -128,6 +133,7 @@ class ToolsConfig:
       raise ValueError(
         f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
       )
+
     for tag, seconds in self.timeouts.items():
       if seconds <= 0:
         raise ValueError(f"timeouts.{tag} is {seconds}; it must be above 0")

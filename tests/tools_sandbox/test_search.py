@@ -86,10 +86,9 @@ def test_scores_are_the_bm25_of_the_textbook(index):
   assert len(hits) == sum(s > 0 for s in expected.values())
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_saved_index_answers_alike(index, tmp_path, mmap):
+def test_saved_index_answers_alike(index, tmp_path):
   index.save(tmp_path / "index")
-  loaded = SearchIndex.load(tmp_path / "index", mmap=mmap)
+  loaded = SearchIndex.load(tmp_path / "index")
   assert len(loaded) == len(PAGES)
   for query in ("Paris", "a city of France", "beyonce", "zzz"):
     assert loaded.search(query, 3) == index.search(query, 3)

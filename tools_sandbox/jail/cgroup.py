@@ -94,7 +94,7 @@ def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
 
 
 def check() -> list[str]:
-  """Why slots get no control group here, in words; [] where they do."""
+  """Says why slots get no control group here; [] where they do."""
   folders = _own_folders()
   missing = [name for name in _CONTROLLERS if name not in folders]
   if missing:

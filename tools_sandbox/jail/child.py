@@ -52,7 +52,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-  """The system call of that name.
+  """Makes the system call of that name.
 
   Raises:
     OSError: the kernel refused.

@@ -43,7 +43,7 @@ _PASSWD = "sandbox:x:1000:1000::/tmp:/bin/false\n"
 
 
 def check() -> list[str]:
-  """What this machine lacks for the jail, in words; [] where it can be used.
+  """Says what this machine lacks for the jail; [] where it can be used.
 
   It builds one, as a slot would, and runs a program in it: some tenths of a second,
   once in a process if all is well.

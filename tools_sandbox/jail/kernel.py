@@ -85,7 +85,7 @@ def clone(flags: int) -> int:
 
 
 def fork() -> int:
-  """The C library's fork, without what Python does after one.
+  """Forks as the C library does, without what Python does after it.
 
   Python's handlers restore locks and threads, of which a process of one thread has
   none to lose, and seed `random`; in a copy of large pages they cost half a
@@ -133,7 +133,7 @@ def map_ids(inside: int, uid: int, gid: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-  """The system call of that name."""
+  """Makes the system call of that name."""
   result = _libc.mount(
     *(text.encode() for text in (source, target, kind)),
     ctypes.c_ulong(flags),
@@ -172,7 +172,7 @@ def set_host_name(name: str) -> None:
 
 
 def capabilities() -> list[int]:
-  """Those that the kernel knows."""
+  """Lists those that the kernel knows."""
   every = range(64)
   return [n for n in every if _libc.prctl(_PR_CAPBSET_READ, n, 0, 0, 0) >= 0]
 

@@ -41,7 +41,7 @@ def _call(number: int, *arguments: int | bytes | None) -> int:
 
 
 def version() -> int:
-  """Of the kernel's Landlock; 0 where it has none, or it is switched off."""
+  """Asks the kernel for its Landlock's version; 0 where it has none, or it is off."""
   try:
     return _call(_NR_CREATE, None, ctypes.c_size_t(0), _ASK_VERSION)
   except OSError:

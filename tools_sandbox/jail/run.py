@@ -40,7 +40,7 @@ class _Use:
 
 
 def descendants(template_pages: int) -> _Use:
-  """Every process below this one, wherever it has put itself.
+  """Finds every process below this one, wherever it has put itself.
 
   Reads /proc/*/stat, because /proc/PID/task/TID/children is a kernel option that
   ordinary machines lack. Zombies are counted too: one whose threads live on looks the
@@ -125,7 +125,7 @@ class Starter(Protocol):
 
 
 def make_pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-  """A program's stdin, stdout and stderr, and our ends of them."""
+  """Makes a program's stdin, stdout and stderr, and our ends of them."""
   (stdin, feed), (out, stdout), (err, stderr) = (os.pipe() for _ in range(3))
   return (stdin, stdout, stderr), (feed, out, err)
 
@@ -300,7 +300,7 @@ class Template:
 
   @classmethod
   def measure(cls) -> Template:
-    """Of this process, now."""
+    """Measures this process, now."""
     with open("/proc/self/statm", encoding="ascii") as f:
       size, resident = f.read().split()[:2]
     return cls(int(size) * _PAGE, int(resident))

@@ -143,7 +143,7 @@ def _argument(index: int) -> bytes:
 
 
 def build() -> bytes:
-  """The filter, as `kernel.set_filter` takes it.
+  """Builds the filter, as `kernel.set_filter` takes it.
 
   Raises:
     OSError: there is no table for this architecture.

@@ -96,7 +96,7 @@ class Limits:
       raise ValueError(f"limits.output_bytes must be at most {MAX_OUTPUT}")
 
   def to_json(self) -> dict[str, Any]:
-    """A JSON-serialisable dict; `from_json` reads it back."""
+    """Makes a JSON-serialisable dict; `from_json` reads it back."""
     return dataclasses.asdict(self)
 
   @classmethod
@@ -139,7 +139,7 @@ class Result:
       raise ValueError(f"Result.seconds is {self.seconds!r:.100}")
 
   def to_json(self) -> dict[str, Any]:
-    """A JSON-serialisable dict; `from_json` reads it back."""
+    """Makes a JSON-serialisable dict; `from_json` reads it back."""
     return dataclasses.asdict(self)
 
   @classmethod
@@ -155,7 +155,7 @@ class Result:
 
 
 def failure(reason: str) -> Result:
-  """The result of a run that the service failed."""
+  """Makes the result of a run that the service failed."""
   return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
 
 
@@ -189,7 +189,7 @@ class Clip:
       del self._tail[: len(self._tail) - self._tail_size]
 
   def text(self) -> tuple[str, bool]:
-    """The bytes as text, and whether some were cut out."""
+    """Gives the bytes as text, and whether some were cut out."""
     tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
     cut = self._total - len(self._head) - len(tail)
     if not cut:
@@ -221,7 +221,7 @@ def check_texts(program: str, stdin: str) -> None:
 
 
 def frame(message: dict[str, Any]) -> bytes:
-  """A message as `read_frame` reads it.
+  """Writes a message as `read_frame` reads it.
 
   Raises:
     ValueError: it is longer than MAX_FRAME.

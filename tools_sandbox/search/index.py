@@ -221,13 +221,14 @@ class SearchIndex:
       np.save(os.path.join(directory, name), array, allow_pickle=False)
 
   @classmethod
-  def load(cls, directory: str | os.PathLike[str], mmap: bool = True) -> SearchIndex:
-    """Reads a saved index; documents stay on disk and are read when they are hit.
+  def load(cls, directory: str | os.PathLike[str]) -> SearchIndex:
+    """Opens a saved index; documents stay on disk and are read when they are hit.
+
+    The arrays are mapped, not read: a large index starts at once, and processes share
+    its pages.
 
     Args:
       directory: where `save` wrote.
-      mmap: True to map the arrays instead of reading them, so that a large index
-        starts at once and processes share its pages.
 
     Raises:
       FileNotFoundError: no index is saved there.
@@ -236,10 +237,10 @@ class SearchIndex:
 
     def read(name: str) -> np.ndarray:
       path = os.path.join(directory, name)
-      return np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+      return np.load(path, mmap_mode="r", allow_pickle=False)
 
     documents = _Documents(os.path.join(directory, _DOCUMENTS), read(_OFFSETS))
-    bm25 = bm25s.BM25.load(directory, mmap=mmap, show_progress=False)
+    bm25 = bm25s.BM25.load(directory, mmap=True, show_progress=False)
     return cls(bm25, documents, read(_TITLE_KEYS), read(_TITLE_ROWS))
 
   def search(self, query: str, k: int) -> list[Hit]:
