@@ -71,15 +71,8 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table: every contestant at one size, ours first.
 
-  Args:
-    name: of the size.
-    model: fields of ModelConfig.
-    dtype: of weights and computation.
-    pythons: the interpreter of every peer that takes part.
-    latencies: whether tools take time.
-    rounds: turns of every contestant.
-    trajectories: at once.
-    new: tokens of a turn of the model.
+  Args as of `rollout.measure`, and whether tools take time, trajectories at once, and
+  tokens of a turn of the model.
 
   Raises:
     ValueError: continuations differ, or a worker ended.

@@ -31,8 +31,8 @@ def ours(job: dict[str, Any]) -> Turn:
     if batch not in engines:
       config = RolloutConfig(slots=batch, max_len=length, window=64)
       engines[batch] = ReplicaPool(cfg, automaton, config)
-    given = prompts(batch, job["prompt"], cfg.vocab_size)
-    ids = play_turns(engines[batch], params, given, job["new"])
+    prompt_ids = prompts(batch, job["prompt"], cfg.vocab_size)
+    ids = play_turns(engines[batch], params, prompt_ids, job["new"])
     return {"tokens": sum(map(len, ids))}
 
   return turn
@@ -50,8 +50,8 @@ def torch(job: dict[str, Any]) -> Turn:
   model.eval()
 
   def turn(batch: int) -> dict[str, Any]:
-    given = prompts(batch, job["prompt"], job["model"]["vocab_size"])
-    ids = torch.tensor(given, device=device)
+    prompt_ids = prompts(batch, job["prompt"], job["model"]["vocab_size"])
+    ids = torch.tensor(prompt_ids, device=device)
     with torch.inference_mode():
       out = model.generate(
         ids,

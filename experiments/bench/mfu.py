@@ -96,12 +96,7 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table: every contestant in one case, ours first.
 
-  Args:
-    name: of the case.
-    size: what is trained.
-    pythons: the interpreter of every peer that takes part.
-    peak: FLOP/s of a matrix product.
-    rounds: turns of every contestant.
+  Args as of `train.race`, the case's name, and FLOP/s of a matrix product.
 
   Raises:
     ValueError: losses differ, or a worker ended.

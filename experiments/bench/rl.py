@@ -77,14 +77,7 @@ def measure(
 ) -> list[dict[str, Any]]:
   """Rows of the table: every contestant at one size, ours first.
 
-  Args:
-    name: of the size.
-    model: fields of ModelConfig.
-    pythons: the interpreter of every peer that takes part.
-    latencies: whether tools take time.
-    rounds: steps of every contestant that are timed.
-    prompts: groups of a step.
-    new: tokens of a turn of the model.
+  Args as of `agentic.measure`, in float32; `rounds` are steps, `prompts` their groups.
 
   Raises:
     ValueError: trajectories differ, or a worker ended.

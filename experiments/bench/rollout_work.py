@@ -103,9 +103,9 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
   cfg, loaded, automaton = our_model(folder, job)
   engines: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-  def generate(given: list[list[int]], new: int) -> list[list[int]]:
-    rows = len(given)
-    length = len(given[0]) + new
+  def generate(prompt_ids: list[list[int]], new: int) -> list[list[int]]:
+    rows = len(prompt_ids)
+    length = len(prompt_ids[0]) + new
     if (rows, length) not in engines:
       engines.clear()  # one cache at a time
       engines[rows, length] = our_engine(
@@ -118,16 +118,16 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
         inject_rows=min(rows, 16),
       )
     engine, params = engines[rows, length]
-    return play_turns(engine, params, given, new)
+    return play_turns(engine, params, prompt_ids, new)
 
   return generate
 
 
 def play_turns(
-  engine: Any, params: Any, given: list[list[int]], new: int
+  engine: Any, params: Any, prompt_ids: list[list[int]], new: int
 ) -> list[list[int]]:
   """Continues every prompt by one turn of so many tokens; the new ids of each."""
-  episodes = [GreedyEpisode(i, ids, new) for i, ids in enumerate(given)]
+  episodes = [GreedyEpisode(i, ids, new) for i, ids in enumerate(prompt_ids)]
   play(engine, params, episodes)
   return [e.new[0] for e in episodes]
 
@@ -214,8 +214,8 @@ def vllm(folder: str, job: dict[str, Any]) -> Generate:
   length = job["prompt"] + job["new"]
   engine = vllm_engine(folder, job, max_model_len=length, enable_prefix_caching=False)
 
-  def generate(given: list[list[int]], new: int) -> list[list[int]]:
-    requests = [{"prompt_token_ids": ids} for ids in given]
+  def generate(prompt_ids: list[list[int]], new: int) -> list[list[int]]:
+    requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
     out = engine.generate(requests, vllm_sampling(new), use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in out]
 
@@ -270,17 +270,19 @@ def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
   return sampler.Sampler(model, NumberTokenizer(past, past), cache)
 
 
-def tunix_generate(engine: Any, given: list[list[int]], new: int) -> list[list[int]]:
+def tunix_generate(
+  engine: Any, prompt_ids: list[list[int]], new: int
+) -> list[list[int]]:
   """Continues prompts of one length."""
-  texts = [" ".join(map(str, ids)) for ids in given]
-  out = engine(texts, max_generation_steps=new, max_prompt_length=len(given[0]))
+  texts = [" ".join(map(str, ids)) for ids in prompt_ids]
+  out = engine(texts, max_generation_steps=new, max_prompt_length=len(prompt_ids[0]))
   return [np.asarray(ids)[:new].tolist() for ids in out.tokens]
 
 
 def tunix(folder: str, job: dict[str, Any]) -> Generate:
   """tunix's sampler."""
   engine = tunix_engine(folder, job, job["prompt"] + job["new"])
-  return lambda given, new: tunix_generate(engine, given, new)
+  return lambda prompt_ids, new: tunix_generate(engine, prompt_ids, new)
 
 
 CONTESTANTS = {"ours": ours, "vllm": vllm, "tunix": tunix}
@@ -293,8 +295,8 @@ def start(name: str, folder: str, job: dict[str, Any]) -> Turn:
   generate = CONTESTANTS[name](folder, job)
 
   def turn(batch: int) -> dict[str, Any]:
-    given = prompts(batch, job["prompt"], job["model"]["vocab_size"])
-    ids = generate(given, job["new"])
+    prompt_ids = prompts(batch, job["prompt"], job["model"]["vocab_size"])
+    ids = generate(prompt_ids, job["new"])
     return {"tokens": sum(map(len, ids)), "first": [x[:16] for x in ids]}
 
   return turn

@@ -33,15 +33,15 @@ _PLOT = flags.DEFINE_string("plot", "", "PNG file to draw the three sweeps to.")
 
 def _job(slots: int, length: int, turns: int) -> dict[str, int]:
   """Trajectories of about so many tokens; generated ones share what is not given."""
-  given = PROMPT + (turns - 1) * OBSERVATION
-  new = (length - given) // turns
+  fixed = PROMPT + (turns - 1) * OBSERVATION
+  new = (length - fixed) // turns
   return {
     "trajectories": slots,
     "prompt": PROMPT,
     "calls": turns - 1,
     "observation": OBSERVATION,
     "new": new,
-    "length": given + turns * new,
+    "length": fixed + turns * new,
   }
 
 

@@ -101,9 +101,10 @@ def _cases() -> Iterator[Case]:
       rows = case.chips // (mesh.get("context", 1) * mesh.get("tensor", 1))
       yield dataclasses.replace(case, rows=rows)
     case = Case(topology, model, "decode", {"tensor": tensor}, slots, length, 16)
-    rows, given = case.chips // tensor, length // 4
+    rows = case.chips // tensor
+    tokens = length // 4
     yield dataclasses.replace(
-      case, program="prefill", rows=rows, count=given, slots=slots
+      case, program="prefill", rows=rows, count=tokens, slots=slots
     )
     yield case
 

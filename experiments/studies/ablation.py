@@ -100,14 +100,16 @@ def run(
 def main() -> None:
   """Runs the ablation and prints its table."""
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
-  given = flags.FLAGS
+  options = flags.FLAGS
   try:
-    arms = [name for name in ARMS if re.search(given.arms, name)]
+    arms = [name for name in ARMS if re.search(options.arms, name)]
   except re.error as e:
-    raise ValueError(f"--arms={given.arms!r} is no regular expression: {e}") from e
+    raise ValueError(f"--arms={options.arms!r} is no regular expression: {e}") from e
   if not arms:
-    raise ValueError(f"--arms={given.arms!r} finds none of: {', '.join(ARMS)}")
-  results = run(given.workdir, given.budget, given.seeds, arms, given.report_only)
+    raise ValueError(f"--arms={options.arms!r} finds none of: {', '.join(ARMS)}")
+  results = run(
+    options.workdir, options.budget, options.seeds, arms, options.report_only
+  )
   for who, why in results["failed"].items():
     print(f"failed: {who}: {why}", file=sys.stderr)
   sys.exit(1 if results["failed"] else 0)
