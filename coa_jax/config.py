@@ -54,19 +54,24 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   values = _values(config, section)
   fields = {field.name: field for field in dataclasses.fields(cls)}
   hints = typing.get_type_hints(cls)
-  where = f"config section {section!r}" if section else "config"
+  where = "config"
+  kind = "section"
+  prefix = ""
+  if section:
+    where = f"config section {section!r}"
+    kind = "field"
+    prefix = f"{section}."
 
   # --- Every value belongs to a field.
   for name in values:
     if name not in fields:
-      kind = "field" if section else "section"
       raise ConfigError(f"{where} has no {kind} {name!r}{_suggestion(name, cls)}")
 
   # --- Every field has a value of its type, or a default; what is given comes first.
   arguments = {}
   for name in sorted(fields, key=lambda name: name not in values):
     field = fields[name]
-    path = f"{section}.{name}" if section else name
+    path = prefix + name
     value = values.get(name, dataclasses.MISSING)
     if "read" in field.metadata:
       value = _values(value, path)
@@ -88,7 +93,9 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   except ConfigError:
     raise
   except ValueError as e:
-    raise ConfigError(f"{where}: {e}" if section else str(e)) from e
+    if section:
+      raise ConfigError(f"{where}: {e}") from e
+    raise ConfigError(str(e)) from e
 
 
 def fill_defaults(config: ml_collections.ConfigDict, cls: type) -> None:
@@ -150,8 +157,9 @@ def _default_or_placeholder(field: dataclasses.Field[Any], hint: Any) -> Any:
   if default is not None:
     return default
   kinds = [kind for kind in _kinds(hint) if kind is not type(None)]
+  # A tuple of strings is a tuple to the parser of flags.
   kind = typing.get_origin(kinds[0]) or kinds[0]
-  return config_dict.placeholder(kind if isinstance(kind, type) else object)
+  return config_dict.placeholder(kind)
 
 
 def _values(config: Any, section: str) -> dict[str, Any]:
@@ -173,7 +181,9 @@ def _section_or_nothing(value: Any, hint: Any, path: str) -> Any:
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
   """The types of a union, or the one type."""
-  return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+  if isinstance(hint, types.UnionType):
+    return typing.get_args(hint)
+  return (hint,)
 
 
 def _section_class(hint: Any) -> type:
@@ -261,13 +271,16 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     raise ConfigError(f"{where} is {value}; it must be a finite number")
   if isinstance(value, int) and abs(value) >= 2**63:
     raise ConfigError(f"{where} is {shown(value)}; it must fit in 64 bits")
+  # JSON knows no tuples, and a ConfigDict is no dict.
   if isinstance(value, list):
     value = tuple(value)
   if isinstance(value, ml_collections.ConfigDict):
     value = value.to_dict()
-  kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-  for kind in kinds:
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
+
+  # --- A container: each entry by its own type.
+  for kind in _kinds(hint):
+    origin = typing.get_origin(kind)
+    of = typing.get_args(kind)
     if origin is dict and isinstance(value, dict):
       return {k: _typed(v, of[1], f"{where}.{k}") for k, v in value.items()}
     if origin is tuple and isinstance(value, tuple):
@@ -275,16 +288,23 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
         of = of[:1] * len(value)
       if len(of) != len(value):
         raise ConfigError(f"{where} is {shown(value)}; it must have {len(of)} entries")
-      pairs = enumerate(zip(value, of, strict=True))
-      return tuple(_typed(v, kind, f"{where}[{i}]") for i, (v, kind) in pairs)
-  kinds = tuple(typing.get_origin(k) or k for k in kinds)
+      entries = zip(value, of, range(len(of)), strict=True)
+      return tuple(_typed(v, kind, f"{where}[{i}]") for v, kind, i in entries)
+
+  # --- A section inside.
+  kinds = tuple(typing.get_origin(kind) or kind for kind in _kinds(hint))
   for kind in kinds:
     if isinstance(value, dict) and dataclasses.is_dataclass(kind):
       return read_config(value, kind, where.removeprefix("config."))
-  if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+
+  # --- A plain value; to Python True is an int, but no number to a reader.
+  is_bool = isinstance(value, bool)
+  if float in kinds and isinstance(value, int) and not is_bool:
     return float(value)
-  wrong_bool = isinstance(value, bool) and bool not in kinds
-  if Any not in kinds and (wrong_bool or not isinstance(value, kinds)):
-    wanted = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
-    raise ConfigError(f"{where} is {shown(value)}; it must be of type {wanted}")
+  if Any in kinds:
+    return value
+  fits = isinstance(value, kinds) and (bool in kinds or not is_bool)
+  if not fits:
+    accepted = " or ".join(getattr(k, "__name__", str(k)) for k in kinds)
+    raise ConfigError(f"{where} is {shown(value)}; it must be of type {accepted}")
   return value

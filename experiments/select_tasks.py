@@ -65,7 +65,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # --- Attempts: those that were made before, or new ones.
   select = read_config(config.get("select"), SelectConfig, "select")
   if not select.played:
-    read_config(config, SelectTasksConfig)
+    select = read_config(config, SelectTasksConfig).select
   used = _used(select.without)
   if select.played:
     played = [t for path in select.played for t in read_trajectories(path)]
