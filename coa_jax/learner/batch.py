@@ -57,9 +57,15 @@ class Batch:
 def empty(rows: int, length: int) -> Batch:
   """Makes a batch of nothing but padding, as numpy arrays."""
   shape = (rows, length)
-  ints = [np.zeros(shape, np.int32) for _ in range(3)]
-  floats = [np.zeros(shape, np.float32) for _ in range(3)]
-  return Batch(*ints, *floats, np.full(shape, -1, np.int32))
+  return Batch(
+    tokens_BT=np.zeros(shape, np.int32),
+    segment_BT=np.zeros(shape, np.int32),
+    position_BT=np.zeros(shape, np.int32),
+    loss_mask_BT=np.zeros(shape, np.float32),
+    advantage_BT=np.zeros(shape, np.float32),
+    logp_BT=np.zeros(shape, np.float32),
+    grammar_BT=np.full(shape, -1, np.int32),
+  )
 
 
 def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
@@ -83,7 +89,8 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
       continue
     room = next((r for r in range(n, length + 1) if by_room[r]), None)
     if room is None:
-      room, row = length, len(rows)
+      room = length
+      row = len(rows)
       rows.append([])
     else:
       row = by_room[room].pop()
@@ -115,7 +122,8 @@ def fill(
   """
   at = 0
   for number, t in enumerate(trajectories, 1):
-    begin, state = at, 0
+    begin = at
+    state = 0  # of the grammar
     for s in t.segments:
       end = at + len(s.ids)
       batch.tokens_BT[row, at:end] = s.ids
@@ -125,8 +133,9 @@ def fill(
           batch.advantage_BT[row, at:end] = advantages[number - 1]
           batch.logp_BT[row, at:end] = s.logps
         if constraint is not None:
-          *before, state = constraint.states(s.ids, state)
-          batch.grammar_BT[row, at:end] = before
+          states = constraint.states(s.ids, state)  # before each, and after the last
+          batch.grammar_BT[row, at:end] = states[:-1]
+          state = states[-1]
       elif s.author == Author.TOOL and constraint is not None and state >= 0:
         state = int(constraint.resume_S[state])
       at = end
@@ -150,8 +159,11 @@ def batches(
   for start in range(0, len(packed), rows):
     batch = empty(rows, length)
     for r, members in enumerate(packed[start : start + rows]):
-      picked = None if advantages is None else [advantages[i] for i in members]
-      fill(batch, r, [trajectories[i] for i in members], picked, constraint)
+      row_trajectories = [trajectories[i] for i in members]
+      row_advantages = None
+      if advantages is not None:
+        row_advantages = [advantages[i] for i in members]
+      fill(batch, r, row_trajectories, row_advantages, constraint)
     yield batch
 
 

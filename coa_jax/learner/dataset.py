@@ -17,7 +17,8 @@ from coa_jax.learner.batch import Batch, pack
 from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.trajectory import Author, Trajectory
 
-_TOKENS, _ABOUT = "tokens.int32", "sequences.npy"
+_TOKENS = "tokens.int32"
+_ABOUT = "sequences.npy"
 _AHEAD = 2  # micro-batches that are made while a step runs
 _FOR_EVER = 2**62  # micro-batches
 
@@ -109,22 +110,31 @@ class Dataset:
     mine_B = partitioner.rows(size) if partitioner else np.ones(size, bool)
     shape = (size, length)
     # Pages that are never written take no memory, however large the batch of all is.
-    tokens, segment, position = (np.zeros(shape, np.int32) for _ in range(3))
-    weight = np.zeros(shape, np.float32)
-    zeros, free = (np.broadcast_to(x, shape) for x in (np.float32(0), np.int32(-1)))
+    tokens_BT = np.zeros(shape, np.int32)
+    segment_BT = np.zeros(shape, np.int32)
+    position_BT = np.zeros(shape, np.int32)
+    loss_mask_BT = np.zeros(shape, np.float32)
     for r in np.flatnonzero(mine_B[: len(rows)]):
       at = 0
       for number, i in enumerate(rows[r], 1):
         end = at + self.lengths_N[i]
-        tokens[r, at:end], weight[r, at:end] = self.read(i)
-        segment[r, at:end] = number
-        position[r, at:end] = np.arange(end - at)
+        tokens_BT[r, at:end], loss_mask_BT[r, at:end] = self.read(i)
+        segment_BT[r, at:end] = number
+        position_BT[r, at:end] = np.arange(end - at)
         at = end
+    batch = Batch(
+      tokens_BT=tokens_BT,
+      segment_BT=segment_BT,
+      position_BT=position_BT,
+      loss_mask_BT=loss_mask_BT,
+      # SFT computes with none of these: one number stands for all of each.
+      advantage_BT=np.broadcast_to(np.float32(0), shape),
+      logp_BT=np.broadcast_to(np.float32(0), shape),
+      grammar_BT=np.broadcast_to(np.int32(-1), shape),
+    )
     members = np.concatenate(rows)
     return Micro(
-      Batch(tokens, segment, position, weight, zeros, zeros, free),
-      self.lengths_N[members].tolist(),
-      int(self.policy_N[members].sum()),
+      batch, self.lengths_N[members].tolist(), int(self.policy_N[members].sum())
     )
 
   def once(

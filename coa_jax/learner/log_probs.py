@@ -4,7 +4,7 @@ Losses are sums over tokens; the caller divides by a denominator counted over th
 *global* batch, so micro-batching, packing and padding can not change a loss. RL's is in
 `policy_loss.py`.
 
-budget: one head over the vocabulary, in pieces, for RL's log-probs and for SFT's loss.
+budget: one head over the vocabulary, in chunks, for RL's log-probs and for SFT's loss.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def cross_entropy(
   Source: gradients in the forward pass as in Liger Kernel (arXiv 2410.10989, 3.2).
 
   Args:
-    cfg: the model; a piece is `cfg.logit_chunk` tokens of every row. Where that is 0 it
+    cfg: the model; a chunk is `cfg.logit_chunk` tokens of every row. Where that is 0 it
       is a quarter of a device's tokens, or what half a gigabyte holds if that is less.
     params: its parameters.
     batch: packed rows; a token's weight is its `loss_mask_BT`.
@@ -253,14 +253,14 @@ def _rows_cross_entropy(
   """The sum over one device's rows, [1]."""
   B, T, D = hidden_BTD.shape
   few = min(-(-B * T // 4), _logits_at_once(cfg.vocab_size))
-  piece = min(B * T, B * cfg.logit_chunk or few)
+  chunk = min(B * T, B * cfg.logit_chunk or few)
   total = _cross_entropy(
     hidden_BTD.reshape(B * T, D),
     output_DV,
     target_BT.ravel(),
     weight_BT.ravel(),
     cfg.dtype,
-    piece,
+    chunk,
   )
   return total[None]
 
@@ -272,36 +272,36 @@ def _cross_entropy(
   target_N: jax.Array,
   weight_N: jax.Array,
   dtype: str,
-  piece: int,
+  chunk: int,
 ) -> jax.Array:
   """Sum over N of weight times -log softmax(hidden @ output) at target."""
 
   def add(total, hidden_CD, target_C, weight_C, place_C):
     del place_C  # of use to the gradient alone
-    return total + _piece_loss(hidden_CD, output_DV, target_C, weight_C, dtype)
+    return total + _chunk_loss(hidden_CD, output_DV, target_C, weight_C, dtype)
 
-  return _fold_weighted(add, jnp.float32(0), hidden_ND, target_N, weight_N, piece)
+  return _fold_weighted(add, jnp.float32(0), hidden_ND, target_N, weight_N, chunk)
 
 
-def _cross_entropy_forward(hidden_ND, output_DV, target_N, weight_N, dtype, piece):
-  # The gradient for a cotangent of 1 is made with the value, piece by piece: so no
-  # piece's logits are made twice.
+def _cross_entropy_forward(hidden_ND, output_DV, target_N, weight_N, dtype, chunk):
+  # The gradient for a cotangent of 1 is made with the value, chunk by chunk: so no
+  # chunk's logits are made twice.
   def add(carry, hidden_CD, target_C, weight_C, place_C):
     total, d_hidden_ND, d_output_DV = carry
-    value, (d_hidden_CD, d_piece_DV) = jax.value_and_grad(_piece_loss, (0, 1))(
+    value, (d_hidden_CD, d_chunk_DV) = jax.value_and_grad(_chunk_loss, (0, 1))(
       hidden_CD, output_DV, target_C, weight_C, dtype
     )
     d_hidden_ND = d_hidden_ND.at[place_C].add(d_hidden_CD, mode="drop")
-    return total + value, d_hidden_ND, d_output_DV + d_piece_DV
+    return total + value, d_hidden_ND, d_output_DV + d_chunk_DV
 
   start = (jnp.float32(0), jnp.zeros_like(hidden_ND), jnp.zeros_like(output_DV))
   total, d_hidden_ND, d_output_DV = _fold_weighted(
-    add, start, hidden_ND, target_N, weight_N, piece
+    add, start, hidden_ND, target_N, weight_N, chunk
   )
   return total, (d_hidden_ND, d_output_DV)
 
 
-def _cross_entropy_backward(dtype, piece, gradients, g):
+def _cross_entropy_backward(dtype, chunk, gradients, g):
   d_hidden_ND, d_output_DV = gradients
   return d_hidden_ND * g.astype(d_hidden_ND.dtype), d_output_DV * g, None, None
 
@@ -309,7 +309,7 @@ def _cross_entropy_backward(dtype, piece, gradients, g):
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _piece_loss(
+def _chunk_loss(
   hidden_CD: jax.Array,
   output_DV: jax.Array,
   target_C: jax.Array,
@@ -329,34 +329,34 @@ def _fold_weighted(
   hidden_ND: jax.Array,
   target_N: jax.Array,
   weight_N: jax.Array,
-  piece: int,
+  chunk: int,
 ) -> Any:
-  """Folds `add` over the places of N that have a weight, `piece` of them at a time.
+  """Folds `add` over the places of N that have a weight, `chunk` of them at a time.
 
   Args:
     add: (carry, hidden_CD, target_C, weight_C, place_C) to the next carry; what the
-      last piece lacks has weight 0 and a place past the end.
+      last chunk lacks has weight 0 and a place past the end.
     carry: what it starts from.
     hidden_ND: final hidden states.
     target_N: what they predict.
     weight_N: how much each prediction counts.
-    piece: C.
+    chunk: C.
   """
   N = weight_N.shape[0]
   counts_N = weight_N != 0
   # The places that count come first, in their order; N stands for none.
   order_N = jnp.argsort(~counts_N, stable=True)
   order_N = jnp.where(jnp.arange(N) < counts_N.sum(), order_N, N)
-  order_N = jnp.pad(order_N, (0, -N % piece), constant_values=N)
+  order_N = jnp.pad(order_N, (0, -N % chunk), constant_values=N)
 
   def body(c, carry):
-    place_C = jax.lax.dynamic_slice_in_dim(order_N, c * piece, piece)
+    place_C = jax.lax.dynamic_slice_in_dim(order_N, c * chunk, chunk)
     hidden_CD = hidden_ND.at[place_C].get(mode="fill", fill_value=0)
     target_C = target_N.at[place_C].get(mode="fill", fill_value=0)
     weight_C = weight_N.at[place_C].get(mode="fill", fill_value=0)
     return add(carry, hidden_CD, target_C, weight_C, place_C)
 
-  return jax.lax.fori_loop(0, -(-counts_N.sum() // piece), body, carry)
+  return jax.lax.fori_loop(0, -(-counts_N.sum() // chunk), body, carry)
 
 
 def token_values(

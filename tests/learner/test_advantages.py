@@ -56,12 +56,6 @@ def test_groups_do_not_see_each_other():
     )
 
 
-def test_an_infrastructure_failure_leaves_its_group():
-  with_failure = group_relative(np.array([[1.0, 0.0, NAN, 0.0]]))
-  without = group_relative(np.array([[1.0, 0.0, 0.0]]))
-  np.testing.assert_array_equal(with_failure[0, [0, 1, 3]], without[0])
-
-
 def test_groups_that_teach_are_those_whose_rewards_differ():
   rewards = np.array(
     [

@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,12 +80,6 @@ def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
     if t.num_tokens <= 10
   )
   assert sum(float(b.advantage_BT.sum()) for b in out) == pytest.approx(total)
-
-
-def test_sft_batches_need_no_log_probs():
-  (batch,) = batching.batches(toy.trajectories(), 4, toy.MAX_LEN)
-  assert not batch.logp_BT.any() and not batch.advantage_BT.any()
-  assert batch.loss_mask_BT.dtype == np.float32 and batch.tokens_BT.dtype == np.int32
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))

@@ -73,12 +73,6 @@ def test_a_step_that_has_nothing_to_learn_from_is_refused():
     learner.step(state_of(optimizer), [], 1.0)
 
 
-def test_a_state_holds_arrays_only():
-  state = state_of(optax.adam(1e-3))
-  assert int(state.step) == 0
-  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
-
-
 def test_a_policy_learns_its_scripts_by_heart(actor: toy.Actor):
   curve = actor.losses
   assert curve[0] > 5  # about log(vocabulary)

@@ -75,13 +75,6 @@ def test_a_draw_inverts_the_cumulative_distribution(V: int, monkeypatch):
   assert (~near).sum() > 100
 
 
-def test_temperature_zero_takes_the_most_likely_token():
-  logp_BV = jnp.log(jnp.array([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3]]))
-  keys = jax.random.split(jax.random.key(3), 2)
-  token_B = distribution.sample(logp_BV, keys, jnp.zeros(2))
-  assert token_B.tolist() == [1, 0]
-
-
 @pytest.mark.parametrize("V", [5, 64, 65, 200])
 def test_the_most_likely_token_is_the_first_of_equals(V: int):
   logp_BV = np.random.default_rng(V).integers(-4, 0, (50, V)).astype(np.float32)

@@ -318,9 +318,3 @@ def test_parameters_are_a_function_of_the_seed():
   first, again, other = (transformer.init_params(CFG, seed) for seed in (3, 3, 4))
   assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
   assert not np.array_equal(first["embed"], other["embed"])
-
-
-def test_count_params():
-  D, L, N, K, H, F, V = 32, 2, 4, 2, 8, 64, CFG.vocab_size
-  layer = D * H * (2 * N + 2 * K) + 3 * D * F + 2 * D + 2 * H
-  assert transformer.count_params(toy.params()) == V * D + D + L * layer

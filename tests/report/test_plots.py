@@ -59,12 +59,6 @@ def test_a_missing_metric_is_named():
     plots.curves(ROWS, {"reward": {"reward": "r"}})
 
 
-def test_smoothing_keeps_a_constant_and_the_length():
-  y = plots._smooth(plots.np.full(50, 3.0))
-  assert y.shape == (50,)
-  assert y == pytest.approx(3.0)
-
-
 def test_statistics_leave_the_prompt_out():
   two = [samples.trajectory(), samples.trajectory()]
   one = plots.Statistics.of(two, tokens=False)

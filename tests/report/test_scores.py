@@ -135,10 +135,6 @@ def test_malformed_is_not_the_same_as_a_program_that_raised(name, arguments, bad
   assert scores.malformed(call) == bad
 
 
-def test_malformed_knows_the_tools_of_the_run():
-  assert scores.malformed(ToolCall("wiki_search", "Paris"), tools=("code",))
-
-
 def test_summary_by_hand():
   greedy = [
     samples.trajectory("a", right=True),
