@@ -3,6 +3,8 @@
 Every program does this first, so a misspelt field is an error on line one, and
 ConfigDicts never travel further (nor into jit). A journey's dataclass has a field for
 each section, which is a dataclass of its own.
+
+budget: reading, defaults and every message about a field are one subject.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class ConfigError(ValueError):
 
 def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   """Reads a config, or one section of it, into the dataclass `cls`.
+
+  budget: what is read, in the order in which faults are told.
 
   Lists become tuples; an int is accepted where a float is asked for; a field that is
   itself a dataclass, or a dict of them, is read from a section inside. Fields that the

@@ -371,6 +371,8 @@ def _run_all(
 ) -> int:
   """Runs every job that is not in the file; returns how many infrastructure failed.
 
+  budget: one loop of a pool, its progress and its ends.
+
   Raises:
     InfrastructureError: so many failed in a row that the others would, too.
   """

@@ -1,4 +1,7 @@
-"""Evaluation of a model on tasks with real tools, greedy and sampled."""
+"""Evaluation of a model on tasks with real tools, greedy and sampled.
+
+budget: a journey is one page.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def prepare_workdir(
   workdir: str,
   may_change: tuple[str, ...] = (),
   inputs: Mapping[str, str] | None = None,
-  derived: tuple[str, ...] = (),
+  scratch_dirs: tuple[str, ...] = (),
 ) -> None:
   """Writes the whole config and the commit to `workdir/config.json`.
 
@@ -41,8 +41,8 @@ def prepare_workdir(
       what comes out: a run may go on with others than it began with.
     inputs: name -> hash of what was read (`hash_json`, `hash_files`): the same path may
       hold something else by the time that a run goes on.
-    derived: folders of the workdir that are nothing come of it yet; where there is no
-      more, and the config is another, they are removed.
+    scratch_dirs: folders of the workdir that can be made again; where it holds no more,
+      and the config is another, they are removed.
 
   Raises:
     ConfigError: the workdir holds a run of another config or of other inputs; the
@@ -53,11 +53,11 @@ def prepare_workdir(
     difference = _difference_from_record(path, config, may_change, inputs or {})
     if not difference:
       return
-    if not _alone(path, derived):
+    if not _alone(path, scratch_dirs):
       raise ConfigError(
         f"{workdir} holds {difference}; choose another workdir or delete it"
       )
-    for name in derived:
+    for name in scratch_dirs:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
   record = {
     "config": as_json(config),

@@ -181,7 +181,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     own_dir,
     may_change=("log.wandb_project",),
     inputs=inputs,
-    derived=("tokenizer", "data"),
+    scratch_dirs=("tokenizer", "data"),
   )
 
   # --- Tokenize the data; it stays on disk.

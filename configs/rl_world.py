@@ -14,7 +14,10 @@ from coa_jax.learner.algorithms import PRESETS, preset
 
 
 def get_config(arg: str = "") -> ml_collections.ConfigDict:
-  """The config; `arg` names a preset, makes 2 updates from a few rollouts, or both."""
+  """The config; `arg` names a preset, makes 2 updates from a few rollouts, or both.
+
+  budget: a config is one list.
+  """
   if arg not in ("", "tiny", *PRESETS, *(f"{name}:tiny" for name in PRESETS)):
     names = ", ".join(PRESETS)
     raise ValueError(

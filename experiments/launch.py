@@ -1,4 +1,7 @@
-"""What every launcher does before its journey: flags, config, compile cache, errors."""
+"""What every launcher does before its journey: flags, config, compile cache, errors.
+
+budget: all that happens before a journey, in its order.
+"""
 
 from __future__ import annotations
 

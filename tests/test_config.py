@@ -362,18 +362,19 @@ def test_what_may_change_may_also_appear(tmp_path):
 
 
 def test_what_was_only_derived_binds_no_other_config(tmp_path):
-  workdir, derived = tmp_path / "run", ("data",)
-  prepare_workdir(whole(lr=0.1), str(workdir), derived=derived)
+  workdir = tmp_path / "run"
+  scratch_dirs = ("data",)
+  prepare_workdir(whole(lr=0.1), str(workdir), scratch_dirs=scratch_dirs)
   (workdir / "data").mkdir()
   (workdir / "data" / "tokens").write_text("1 2 3")
-  prepare_workdir(whole(lr=0.1), str(workdir), derived=derived)
+  prepare_workdir(whole(lr=0.1), str(workdir), scratch_dirs=scratch_dirs)
   assert (workdir / "data" / "tokens").exists()
   with pytest.raises(ConfigError, match=r"holds a run whose optim\.lr was 0\.1"):
     prepare_workdir(whole(lr=0.2), str(workdir))
-  prepare_workdir(whole(lr=0.2), str(workdir), derived=derived)
+  prepare_workdir(whole(lr=0.2), str(workdir), scratch_dirs=scratch_dirs)
   assert not (workdir / "data").exists()
   (workdir / "data").mkdir()
   (workdir / "metrics.jsonl").write_text("{}\n")
   with pytest.raises(ConfigError, match=r"holds a run whose optim\.lr was 0\.2"):
-    prepare_workdir(whole(lr=0.1), str(workdir), derived=derived)
+    prepare_workdir(whole(lr=0.1), str(workdir), scratch_dirs=scratch_dirs)
   assert (workdir / "data").exists()

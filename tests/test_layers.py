@@ -242,13 +242,19 @@ def test_a_file_can_be_held_in_the_head(path: pathlib.Path):
   assert text.isascii()
   about = ast.get_docstring(tree(path))
   assert about, "a file says what it is for"
+  # Budgets, not limits: what is longer says why. Tables of tests may be longer.
+  most_lines, most_of_function = (400, 80) if path in TESTS else (300, 60)
   lines = len(text.splitlines())
-  assert lines <= 400 or "budget:" in about, f"{lines} lines, and no `budget: why`"
+  assert lines <= most_lines or "budget:" in about, (
+    f"{lines} lines, and no `budget: why`"
+  )
   for node in ast.walk(tree(path)):
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
       lines = node.end_lineno - node.lineno + 1
       why = "budget:" in (ast.get_docstring(node) or "")
-      assert lines <= 80 or why, f"{node.name}: {lines} lines, and no `budget: why`"
+      assert lines <= most_of_function or why, (
+        f"{node.name}: {lines} lines, and no `budget: why`"
+      )
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 Unlike pages, a service is trusted to be who the config says; it may still be down, slow
 or broken, and that is never the model's fault.
+
+budget: retries, pace and deadline of a request depend on each other.
 """
 
 from __future__ import annotations

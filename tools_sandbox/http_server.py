@@ -9,6 +9,8 @@ served however many others only hold connections open.
 Beside it stand the checks that keep a web page's scripts out: of the header Host (a
 page can give our address a name of its own) and of the content type (a browser sends
 JSON to another site only after asking).
+
+budget: each wait for a client that has an end, in one place.
 """
 
 from __future__ import annotations

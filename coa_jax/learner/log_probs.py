@@ -38,6 +38,8 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Computes log p of every token given those before it in its segment.
 
+  budget: the arguments' shapes and the formula are most of it.
+
   The vocabulary's axis exists for `cfg.logit_chunk` tokens of a row at once; the
   backward pass computes it again, unless those are all.
 

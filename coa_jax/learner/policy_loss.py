@@ -101,6 +101,8 @@ def policy_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Sums the loss of the policy over the tokens that it wrote, each by its weight.
 
+  budget: the loss as one formula, term by term.
+
   The old policy of the ratio is the sampler, whose log-probs came with the tokens. With
   an `is_clip` it is the learner itself before the step's first update
   (`batch.old_BT`; None: now, so the ratio is 1 in value), and each token's term is

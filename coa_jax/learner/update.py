@@ -3,6 +3,8 @@
 The state's parameters are {"policy": ...} and, with a critic, {"critic": {"trunk": ...,
 "value_head": ...}}: a transformer of its own that begins as the policy does. With LoRA
 both are adapters over one frozen base, which is also the reference policy.
+
+budget: policy, critic and reference of one step share what is passed between them.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class PolicyUpdate:
     allowed: TokenMask | None = None,
   ):
     """Builds the optimizer, and compiles nothing yet.
+
+    budget: every argument is said; the rest is assignments.
 
     Args:
       cfg: the architecture.

@@ -75,6 +75,8 @@ def cost(
 ) -> dict[str, Any]:
   """Compares the two systems on the tasks that both attempted.
 
+  budget: one table, column by column.
+
   Args:
     multi: the multi-agent system's attempts; only task id, status, reward parts and
       usage are read, so a run's usage is enough.

@@ -3,6 +3,8 @@
 What goes wrong in agentic RL shows first in the entropy of one role, in groups whose
 samples all earn the same, in lengths, in repetition, or in log-probs that sampler and
 learner do not share.
+
+budget: everything that can stop a run by its numbers, in one place.
 """
 
 from __future__ import annotations

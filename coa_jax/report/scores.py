@@ -185,6 +185,8 @@ def summary(
 ) -> dict[str, Any]:
   """Computes the figures of one model on one set of tasks.
 
+  budget: one record, figure by figure.
+
   Args:
     greedy: at most one attempt per task counts as such; more are averaged.
     sampled: several attempts per task.

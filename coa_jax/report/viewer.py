@@ -284,7 +284,7 @@ def _row(
 
 
 @dataclasses.dataclass
-class Block:
+class ShownSpan:
   """Shows a span: its role, its text, and the segments that make it up."""
 
   role: str
@@ -301,15 +301,15 @@ class Block:
     return Author.POLICY
 
 
-def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[Block]:
+def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
   """Lists the spans: the parser's where it reads the text, else the segments."""
   segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
   if parsed is None or not parsed.ok:
     shown = [s for s in segments if s.text.strip() or s.ids]
-    return [Block(s.role, _inside(s), [s]) for s in shown]
+    return [ShownSpan(s.role, _inside(s), [s]) for s in shown]
   # Each segment goes to the span that holds the first of its text that is not space.
   ends = list(itertools.accumulate(len(s.text) for s in segments))
-  out = [Block(span.role, span.content.strip("\n"), []) for span in parsed.spans]
+  out = [ShownSpan(span.role, span.content.strip("\n"), []) for span in parsed.spans]
   bounds = [span.end for span in parsed.spans]
   i = 0
   for segment, end in zip(segments, ends, strict=True):
@@ -332,7 +332,7 @@ def _inside(segment: Segment) -> str:
   return roles.unescape(text) if segment.role == roles.OBSERVATION else text
 
 
-def _evidence(spans: Sequence[Block], golds: Sequence[str]) -> int | None:
+def _evidence(spans: Sequence[ShownSpan], golds: Sequence[str]) -> int | None:
   """The first observation that a gold answer stands in, as an index into `spans`."""
   words = [normal for normal in map(qa.normalize, golds) if normal]
   for i, block in enumerate(spans):
@@ -343,7 +343,7 @@ def _evidence(spans: Sequence[Block], golds: Sequence[str]) -> int | None:
   return None
 
 
-def _span(block: Block, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _span(block: ShownSpan, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """A block; where any of it was sampled, with every token of it."""
   out: dict[str, Any] = {
     "role": str(block.role),

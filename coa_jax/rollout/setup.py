@@ -37,6 +37,8 @@ def make_worker(
 ) -> RolloutWorker:
   """Compiles the dialect and allocates the slots, or meets the vLLM server.
 
+  budget: every argument is said; the rest is in three steps.
+
   Args:
     model: the architecture.
     tokenizer: of the model.

@@ -1,4 +1,7 @@
-"""What rollouts are made of: config, the engine's contract, episodes, counters."""
+"""What rollouts are made of: config, the engine's contract, episodes, counters.
+
+budget: what engines, workers and episodes agree on is read together.
+"""
 
 from __future__ import annotations
 

@@ -90,6 +90,8 @@ def convert(
 ) -> Trajectory | Dropped:
   """The run as one stream of spans, well formed under the variant.
 
+  budget: one pass over a run, event by event.
+
   Args:
     run: what the team did.
     task: what it was asked.

@@ -11,6 +11,8 @@ machine's cores, and waiting for one is on no call's clock. An exception of a to
 the infrastructure's fault: whatever a model can bring about is a result, so an
 exception says that the tool is broken, and that must not be scored as a wrong answer.
 Which tools there are, and what they need, is in `tools`.
+
+budget: permits, deadlines and who is to blame are one invariant.
 """
 
 from __future__ import annotations

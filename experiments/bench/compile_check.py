@@ -139,7 +139,10 @@ def advice(program: str) -> str:
 
 
 def measure(case: Case) -> dict[str, Any]:
-  """Compiles a case; all its figures, per step and, where not said, per chip."""
+  """Compiles a case; all its figures, per step and, where not said, per chip.
+
+  budget: one program: built, compiled, read.
+  """
   # --- Compile.
   chip = CHIPS[case.topology.partition(":")[0]]
   cfg = architecture(case)

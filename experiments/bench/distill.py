@@ -129,7 +129,10 @@ def expected(rows: int) -> dict[str, int]:
 
 
 def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
-  """One case; in a process of its own, whose peak memory is its."""
+  """One case; in a process of its own, whose peak memory is its.
+
+  budget: one run: data, work, checks, figures.
+  """
   # --- What is done with a row.
   config = FiltersConfig(
     keep_unreflected=1.0,

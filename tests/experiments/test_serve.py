@@ -70,13 +70,13 @@ def body(question: str, **fields) -> dict:
 
 @contextlib.contextmanager
 def serving(
-  player: RolloutWorker, toolbox=None, conversation=False, grace_s=3.0, **options
+  worker: RolloutWorker, toolbox=None, conversation=False, grace_s=3.0, **options
 ):
   """Serves the trained actor on a free port."""
   with (
     http_server.bind("127.0.0.1", 0) as sock,
     InferenceServer(
-      player, toy.actor().params, toolbox or toy.TableToolbox(), **options
+      worker, toy.actor().params, toolbox or toy.TableToolbox(), **options
     ) as server,
   ):
     app = serve.make_app(server, "coa", ("127.0.0.1",), conversation)
@@ -94,7 +94,7 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def player() -> RolloutWorker:
+def worker() -> RolloutWorker:
   return make_worker(toy.MODEL, toy.tokenizer(), CONFIG, toy.TOOLS)
 
 
@@ -104,9 +104,9 @@ def one_slot() -> RolloutWorker:
 
 
 @pytest.fixture(scope="module")
-def service(player):
+def service(worker):
   latency = toy.shuffled_latency(5)
-  with serving(player, toy.TableToolbox(latency=latency)) as service:
+  with serving(worker, toy.TableToolbox(latency=latency)) as service:
     yield service
 
 
@@ -199,8 +199,8 @@ def test_the_question_is_the_last_message(service):
   assert reply["coa"]["ignored_messages"] == 0
 
 
-def test_a_server_of_conversations_reads_them(player):
-  with serving(player, conversation=True) as service:
+def test_a_server_of_conversations_reads_them(worker):
+  with serving(worker, conversation=True) as service:
     turns = [{"role": "system", "content": "2 +"}, {"role": "user", "content": "3"}]
     whole = service.ask("", messages=turns)
     assert whole["usage"] == service.ask("2 +\n\n3")["usage"]
@@ -286,11 +286,11 @@ def test_our_own_client_can_ask(service):
   assert reply.prompt_tokens > 0 and reply.completion_tokens > 10
 
 
-def test_a_sandbox_that_is_down_is_no_answer(player):
+def test_a_sandbox_that_is_down_is_no_answer(worker):
   def down(name: str, arguments: str) -> ToolCall:
     return ToolCall(name, arguments, "error", CallStatus.INFRASTRUCTURE)
 
-  with serving(player, toy.TableToolbox(down)) as service:
+  with serving(worker, toy.TableToolbox(down)) as service:
     response = service.post("2 + 3")
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "infrastructure"
@@ -377,10 +377,10 @@ def test_too_many_requests_are_told_to_come_back(one_slot):
       assert reply["choices"][0]["message"]["content"] == "5"
 
 
-def test_a_server_that_stops_says_so(player):
+def test_a_server_that_stops_says_so(worker):
   gate = threading.Event()
   toolbox = toy.TableToolbox(lambda *unused: gate.wait(600) and "5")
-  with serving(player, toolbox) as service:
+  with serving(worker, toolbox) as service:
     with concurrent.futures.ThreadPoolExecutor() as pool:
       answer = pool.submit(service.post, "2 + 3")
       eventually(lambda: toolbox.calls)

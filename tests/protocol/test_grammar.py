@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol import parser, roles, tool_bodies
 from coa_jax.protocol.grammar import automaton
-from coa_jax.protocol.grammar.language import Grammar, compile_grammar
+from coa_jax.protocol.grammar.language import ByteGrammar, compile_grammar
 from coa_jax.protocol.tools import FUNCTION_TAG
 
 OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
 
 
 @functools.cache
-def grammar(name: str) -> Grammar:
+def grammar(name: str) -> ByteGrammar:
   """Of a variant, without the tool whose calls it allows in one form only."""
   variant = roles.get_variant(name)
   tools = [t for t in variant.tools if t not in ("visual_inspector", FUNCTION_TAG)]
   return compile_grammar(variant.with_tools(tools))
 
 
-def read(g: Grammar, turns: list[bytes]) -> tuple[int, int]:
+def read(g: ByteGrammar, turns: list[bytes]) -> tuple[int, int]:
   """The last state (-1 where a byte is not allowed) and how many bytes were read."""
   state, done = 0, 0
   for nth, turn in enumerate(turns):
@@ -45,7 +45,7 @@ def read(g: Grammar, turns: list[bytes]) -> tuple[int, int]:
 
 
 def write(
-  g: Grammar, distance: np.ndarray, rng: random.Random, most: int = 4_000
+  g: ByteGrammar, distance: np.ndarray, rng: random.Random, most: int = 4_000
 ) -> list[str] | None:
   """Turns of a text drawn byte by byte from what is allowed; None if it grew too long.
 
@@ -70,7 +70,7 @@ def write(
   return None
 
 
-def distances(g: Grammar) -> np.ndarray:
+def distances(g: ByteGrammar) -> np.ndarray:
   """Bytes to the nearest end, from every state."""
   out = np.where(g.ends_S, 0, np.inf)
   after = np.concatenate([g.next_SX, g.resume_S[:, None]], axis=1)

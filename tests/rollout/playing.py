@@ -30,7 +30,7 @@ def engine(model: ModelConfig = CFG, partitioner=None, **changes) -> ReplicaPool
   )
 
 
-def worker(model: ModelConfig = CFG, config: RolloutConfig = CONFIG, **options):
+def toy_worker(model: ModelConfig = CFG, config: RolloutConfig = CONFIG, **options):
   """A `RolloutWorker` of the toy's tools."""
   return make_worker(model, toy.tokenizer(), config, toy.TOOLS, **options)
 

@@ -159,10 +159,10 @@ def turns_of(tok: Tokenizer) -> dict[str, list[list[int]]]:
   return out
 
 
-def player(
+def vllm_worker(
   server: ScriptedVllm, folder, request_tokens: int = 256, **changes
 ) -> RolloutWorker:
-  """A player of toy.MODEL over the server; exports below the folder."""
+  """A worker of toy.MODEL over the server; exports below the folder."""
   config = dataclasses.replace(CONFIG, **changes)
   vllm = server.config(str(folder / "served"), request_tokens=request_tokens)
   return make_worker(

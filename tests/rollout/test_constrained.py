@@ -42,14 +42,14 @@ def play(tokenizer, **changes) -> tuple[RolloutWorker, dict, list[Trajectory]]:
     constrain=True,
     **changes,
   )
-  player = make_worker(cfg, tokenizer, config, VARIANT.tools)
-  groups = player.generate_groups(params, toy.TASKS, toy.TableToolbox(), 2, 1.0, seed=3)
-  return player, params, [t for group in groups for t in group]
+  worker = make_worker(cfg, tokenizer, config, VARIANT.tools)
+  groups = worker.generate_groups(params, toy.TASKS, toy.TableToolbox(), 2, 1.0, seed=3)
+  return worker, params, [t for group in groups for t in group]
 
 
 @pytest.mark.parametrize("tokenizer", [toy.tokenizer, toy.stock_tokenizer])
 def test_an_untrained_model_breaks_no_rule(tokenizer):
-  player, _, played = play(tokenizer())
+  worker, _, played = play(tokenizer())
   ended = [t for t in played if t.status == Status.ENDED]
   assert all(t.reward_parts["format"] == 1.0 for t in ended)
   for t in played:
@@ -62,9 +62,9 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
     state = 0
     for s in t.segments:
       if s.author == Author.TOOL:
-        state = player.constraint.resume_S[state]
+        state = worker.constraint.resume_S[state]
       elif s.author == Author.POLICY:
-        *_, state = player.constraint.states(s.ids, state)
+        *_, state = worker.constraint.states(s.ids, state)
       assert state >= 0
   if tokenizer is toy.tokenizer:  # spelt-out tags are too rare to draw by chance
     assert len(ended) >= 2 and sum(t.usage.tool_calls for t in played) >= 2
@@ -72,15 +72,15 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7, "min_p": 0.1}])
 def test_the_learner_has_the_samplers_log_probs(truncation: dict):
-  player, params, played = play(toy.tokenizer(), **truncation)
+  worker, params, played = play(toy.tokenizer(), **truncation)
   cfg = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
   (batch,) = batching.batches(
-    played[:6], 6, LENGTH, [1.0] * 6, constraint=player.constraint
+    played[:6], 6, LENGTH, [1.0] * 6, constraint=worker.constraint
   )
   scores = {
     name: log_probs.token_logps(cfg, params, batch, 1.0, None, cut, constraint)
     for name, cut, constraint in (
-      ("same", Truncation(**truncation), on_device(player.constraint)),
+      ("same", Truncation(**truncation), on_device(worker.constraint)),
       ("free", Truncation(), None),
     )
   }
@@ -101,14 +101,14 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
 
 
 def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
-  player, params, played = play(toy.tokenizer())
+  worker, params, played = play(toy.tokenizer())
   whole = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
   chunked = dataclasses.replace(whole, logit_chunk=256)
   (batch,) = batching.batches(
-    played[:2], 2, LENGTH, [1.0, -1.0], constraint=player.constraint
+    played[:2], 2, LENGTH, [1.0, -1.0], constraint=worker.constraint
   )
   batch = jax.tree.map(lambda x: x[:, :512], batch)
-  constraint = on_device(player.constraint)
+  constraint = on_device(worker.constraint)
 
   def loss(cfg):
     def sums(params):

@@ -245,7 +245,7 @@ def test_a_call_is_what_stands_in_its_own_span_of_its_own_turn():
 )
 def test_tasks_that_cannot_be_played_are_refused_by_name(tokenizer, change, message):
   config = RolloutConfig(style="brief", slots=1, max_len=32)
-  player = make_worker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
-  player.check([TASK])
+  worker = make_worker(toy.MODEL, tokenizer, config, toy.VARIANT.tools)
+  worker.check([TASK])
   with pytest.raises(ValueError, match=rf"task 'odd'.*{message}"):
-    player.check([TASK, dataclasses.replace(TASK, id="odd", **change)])
+    worker.check([TASK, dataclasses.replace(TASK, id="odd", **change)])

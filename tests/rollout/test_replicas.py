@@ -23,7 +23,7 @@ from playing import (
   keep_all,
   play,
   threads,
-  worker,
+  toy_worker,
 )
 from toy import eventually
 
@@ -180,20 +180,20 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   sampling = SamplingConfig(prompts=12, samples=2, rounds=1, staleness=1)
   steps = 4
 
-  def collect(player: RolloutWorker, params: dict) -> list:
+  def collect(worker: RolloutWorker, params: dict) -> list:
     tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
     draw = TaskSampler(toy.TASKS, 0)
     with RolloutCollector(
-      player, draw, tools, sampling, keep_all, steps=steps, seed=3
+      worker, draw, tools, sampling, keep_all, steps=steps, seed=3
     ) as collector:
       return [collector.next(params, step) for step in range(steps)]
 
-  on_all = worker(partitioner=partitioner)
+  on_all = toy_worker(partitioner=partitioner)
   batches = collect(on_all, params)
   for step, batch in enumerate(batches):
     assert len(batch.groups) == 12 and set(ages(batch.groups, step)) <= {0, 1}
   # The same as on one device, whoever decoded them.
-  on_one = worker()
+  on_one = toy_worker()
   expected = collect(on_one, novice)
 
   def tokens(batches: list) -> list:
@@ -206,9 +206,9 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
 @on_devices
 def test_a_server_answers_on_all_devices(actor):
   partitioner = make_partitioner(MeshConfig())
-  player = worker(partitioner=partitioner)
+  worker = toy_worker(partitioner=partitioner)
   params = jax.device_put(actor.params, partitioner.tree(actor.params))
-  with player, InferenceServer(player, params, toy.TableToolbox()) as server:
+  with worker, InferenceServer(worker, params, toy.TableToolbox()) as server:
     server.warm_up()
     for _ in range(3):
       ends = []

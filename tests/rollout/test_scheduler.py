@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from playing import CFG, CONFIG, content, contents, engine, play, worker
+from playing import CFG, CONFIG, content, contents, engine, play, toy_worker
 
 from coa_jax.learner import batch as batching
 from coa_jax.model import cache as caching
@@ -42,28 +42,28 @@ def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
 def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):
   """Decode-shaped: the same program over the same tokens, in half precision too."""
   cfg = dataclasses.replace(CFG, dtype=dtype)
-  player = worker(cfg)
+  worker = toy_worker(cfg)
   tools = toy.TableToolbox()
-  groups = player.generate_groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
+  groups = worker.generate_groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
   played = [t for group in groups for t in group]
   assert sum(bool(t.calls) for t in played) >= 4
-  again = player.rescore(novice, played, temperature)
+  again = worker.rescore(novice, played, temperature)
   assert again == [toy.sampled_logps(t) for t in played]
   # Another policy's sampler would have said something else.
-  other = player.rescore(toy.params(), played[:2], temperature)
+  other = worker.rescore(toy.params(), played[:2], temperature)
   gap = np.abs(np.concatenate(other) - np.concatenate(again[:2]))
   assert gap.max() > 0.1
 
 
 def test_rescoring_refuses_what_would_not_have_stopped_there(novice):
-  player = worker()
-  (group,) = player.generate_groups(
+  worker = toy_worker()
+  (group,) = worker.generate_groups(
     novice, toy.TASKS[:1], toy.TableToolbox(), 2, 1.0, seed=3
   )
   last = [s for s in group[1].segments if s.author == Author.POLICY][-1]
   del last.ids[-1], last.logps[-1]
   with pytest.raises(ValueError, match=r"'2 \+ 3'.* stops elsewhere"):
-    player.rescore(novice, group, 1.0)
+    worker.rescore(novice, group, 1.0)
 
 
 def test_every_sampled_id_is_the_trained_id(novice, monkeypatch):
@@ -215,9 +215,9 @@ def test_a_call_that_does_not_end_delays_one_window_only(novice, monkeypatch):
 
 
 def test_the_trained_policy_plays_its_scripts(actor):
-  player = worker()
+  worker = toy_worker()
   toolbox = toy.TableToolbox()
-  groups = player.generate_groups(
+  groups = worker.generate_groups(
     actor.params, toy.TASKS, toolbox, 2, 0.0, 0, version=3
   )
   for (question, script), group in zip(toy.SCRIPTS.items(), groups, strict=True):
@@ -288,7 +288,7 @@ def test_impossible_configs_are_refused(changes, message: str):
     dataclasses.replace(CONFIG, **changes)
 
 
-def test_a_player_wants_tools_of_its_variant_and_a_tokenizer_that_fits():
+def test_a_worker_wants_tools_of_its_variant_and_a_tokenizer_that_fits():
   with pytest.raises(ValueError, match="has no tool 'telescope'"):
     make_worker(CFG, toy.tokenizer(), CONFIG, ["telescope"])
   small = dataclasses.replace(CFG, vocab_size=64)

@@ -8,7 +8,7 @@ import threading
 import pytest
 import toy
 from playing import keep_all, threads, versions
-from scripted_vllm import ScriptedVllm, player
+from scripted_vllm import ScriptedVllm, vllm_worker
 from toy import eventually
 
 from coa_jax.protocol.trajectory import Status
@@ -66,7 +66,7 @@ def check(trajectories) -> None:
 def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   server, tmp_path, staleness
 ):
-  on = player(server, tmp_path, PIECE)
+  on = vllm_worker(server, tmp_path, PIECE)
   tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
   seen, oldest = [], 0
   with make(on, tools, staleness=staleness) as collector:
@@ -96,7 +96,7 @@ def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
     return tell(body)
 
   server.faults = wait
-  on = player(server, tmp_path, PIECE, slots=4)
+  on = vllm_worker(server, tmp_path, PIECE, slots=4)
   with make(on, toy.TableToolbox(), steps=2) as collector:
     collector.set_policy(policy(0), 0)
     assert requested.wait(60)
@@ -110,7 +110,7 @@ def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
 
 
 def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
-  on = player(server, tmp_path, PIECE)
+  on = vllm_worker(server, tmp_path, PIECE)
   with make(on, toy.TableToolbox(latency=toy.shuffled_latency(2))) as collector:
     collector.next(policy(0), 0)
     played = collector.evaluate(policy(1), 1, toy.TASKS, toy.TableToolbox())
@@ -128,7 +128,7 @@ def test_it_ends_at_once_though_requests_hang(server, tmp_path):
     return "hang"
 
   server.faults = hang
-  on = player(server, tmp_path, PIECE)
+  on = vllm_worker(server, tmp_path, PIECE)
   with make(on, toy.TableToolbox()) as collector:
     collector.set_policy(policy(0), 0)
     assert requested.wait(60)

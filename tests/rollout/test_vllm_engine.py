@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scripted_vllm
 import toy
-from scripted_vllm import play, player
+from scripted_vllm import play, vllm_worker
 from toy import eventually
 
 from coa_jax.learner import batch as batching
@@ -26,7 +26,7 @@ def policy_turns(t) -> list[list[int]]:
 def test_sampled_ids_are_kept_up_to_the_tag_and_none_is_made_anew(tmp_path, kind: str):
   tok = toy.tokenizer() if kind == "tags are tokens" else toy.stock_tokenizer()
   with scripted_vllm.ScriptedVllm(tok) as server:
-    on = player(server, tmp_path)
+    on = vllm_worker(server, tmp_path)
     played = play(on)
     bodies = server.completions()
   expected = scripted_vllm.turns_of(tok)
@@ -73,7 +73,7 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
   ids = [i for s in prompt.segments for i in s.ids]
   with scripted_vllm.ScriptedVllm(stock, [ids + turn]) as server:
     server.faults = lambda body: 500 if len(body["prompt"]) > len(ids) else None
-    on = player(server, tmp_path)
+    on = vllm_worker(server, tmp_path)
     task = [t for t in toy.TASKS if t.id == question]
     toolbox = toy.TableToolbox()
     ((t,),) = on.generate_groups(toy.params(), task, toolbox, 1, 1.0, 0)
@@ -85,7 +85,7 @@ def test_a_token_that_straddles_a_tag_stays_whole(stock, tmp_path):
 
 
 def test_requests_say_all_that_decides_what_is_sampled(server, tmp_path):
-  on = player(server, tmp_path, top_k=9, min_p=0.02)
+  on = vllm_worker(server, tmp_path, top_k=9, min_p=0.02)
   play(on, temperature=0.7)
   bodies = server.completions()
   for body in bodies:
@@ -112,7 +112,7 @@ def test_a_server_that_stops_early_is_asked_for_the_rest(server, tmp_path):
     return answer
 
   server.faults = lambda body: short
-  played = play(player(server, tmp_path), samples=1)
+  played = play(vllm_worker(server, tmp_path), samples=1)
   expected = scripted_vllm.turns_of(server.tokenizer)
   assert {q: policy_turns(t) for (q, _), t in played.items()} == expected
   assert len(server.completions()) > 2 * sum(map(len, expected.values()))
@@ -132,7 +132,7 @@ def test_the_budget_is_the_schedulers(server, tmp_path, spare: int):
   called += len(scripted_vllm.turns_of(tok)[question][0])
   observation = len(tok.encode_observation("5").ids)
   # With one to spare a single token can be sampled after the observation.
-  on = player(server, tmp_path, max_len=called + observation + spare)
+  on = vllm_worker(server, tmp_path, max_len=called + observation + spare)
   task = [t for t in toy.TASKS if t.id == question]
   ((t,),) = on.generate_groups(toy.params(), task, toy.TableToolbox(), 1, 1.0, 0)
   assert t.status == Status.TRUNCATED and t.reward == 0.0
@@ -142,7 +142,7 @@ def test_the_budget_is_the_schedulers(server, tmp_path, spare: int):
 
 def test_a_prompt_without_room_names_the_field(server, tmp_path):
   with pytest.raises(ValueError, match=r"leaves no room in rollout\.max_len=8; raise"):
-    play(player(server, tmp_path, max_len=8))
+    play(vllm_worker(server, tmp_path, max_len=8))
 
 
 def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
@@ -156,7 +156,7 @@ def test_a_slow_tool_or_a_hung_request_stalls_no_other(server, tmp_path):
 
   hung = row_of(server.tokenizer, "mixed")
   server.faults = lambda b: "hang" if hung[: len(b["prompt"])] == b["prompt"] else None
-  on = player(server, tmp_path, slots=3)
+  on = vllm_worker(server, tmp_path, slots=3)
   order = []
   stream = on.generate(toy.params(), toy.TASKS, toy.TableToolbox(reply), 1, 1.0, 0)
   for _, t in stream:
@@ -172,7 +172,7 @@ def test_an_abandoned_run_hangs_up(server, tmp_path):
   """One of the first two hangs from its first request on; the other one ends."""
   hung = row_of(server.tokenizer, "4 * 4 + 1")
   server.faults = lambda b: "hang" if hung[: len(b["prompt"])] == b["prompt"] else None
-  on = player(server, tmp_path, slots=2)
+  on = vllm_worker(server, tmp_path, slots=2)
   stream = on.generate(toy.params(), toy.TASKS, toy.TableToolbox(), 1, 1.0, 0)
   _, first = next(stream)
   assert first.task_id == "2 + 3"
@@ -192,7 +192,7 @@ def test_an_episode_is_taken_while_another_waits_for_its_tool(server, tmp_path):
     return toy.TableToolbox().reply(name, body)
 
   slow = toy.TableToolbox(reply)
-  engine = player(server, tmp_path).engine
+  engine = vllm_worker(server, tmp_path).engine
   engine.set_policy(toy.params(), 0)
   first = engine.submit(toy.episode(toy.TASKS[0], slow, 0))
   eventually(lambda: slow.calls)
@@ -204,10 +204,10 @@ def test_an_episode_is_taken_while_another_waits_for_its_tool(server, tmp_path):
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "ids", "prompt", "logps", "garbage"])
 def test_a_request_that_fails_is_tried_again(server, tmp_path, fault):
-  expected = play(player(server, tmp_path), samples=1)
+  expected = play(vllm_worker(server, tmp_path), samples=1)
   failures = iter([spoil(fault)] * 3)
   server.faults = lambda body: next(failures, None)
-  played = play(player(server, tmp_path), samples=1)
+  played = play(vllm_worker(server, tmp_path), samples=1)
   assert next(failures, "all used") == "all used"
   for key, t in played.items():
     assert t.status == Status.ENDED
@@ -242,7 +242,7 @@ def test_what_fails_for_good_leaves_its_group_and_the_rest_goes_on(
   server.faults = lambda body: (
     spoil(fault) if bad[: len(body["prompt"])] == body["prompt"] else None
   )
-  played = play(player(server, tmp_path))
+  played = play(vllm_worker(server, tmp_path))
   for (question, _), t in played.items():
     lost = question == "mixed"
     assert t.status == (Status.INFRASTRUCTURE if lost else Status.ENDED)
@@ -257,11 +257,11 @@ def test_what_fails_for_good_leaves_its_group_and_the_rest_goes_on(
 def test_a_refusal_ends_the_run_without_a_second_attempt(server, tmp_path):
   server.faults = lambda body: 400
   with pytest.raises(VllmError, match="completions refuses the request, status 400"):
-    play(player(server, tmp_path, slots=1))
+    play(vllm_worker(server, tmp_path, slots=1))
   assert len(server.completions()) == 1
 
 
 def test_a_server_that_dies_ends_the_run(server, tmp_path):
   server.faults = lambda body: "gone" if len(server.completions()) > 4 else None
   with pytest.raises(VllmError, match=r"the server is gone: .*no usable answer in 4"):
-    play(player(server, tmp_path))
+    play(vllm_worker(server, tmp_path))

@@ -13,7 +13,7 @@ import pytest
 import scripted_vllm
 import toy
 from playing import threads
-from scripted_vllm import ScriptedVllm, play, player
+from scripted_vllm import ScriptedVllm, play, vllm_worker
 
 from coa_jax import evaluate
 from coa_jax.model.hf.io import save_model
@@ -28,7 +28,7 @@ def test_weights_are_loaded_once_and_whenever_they_change(server, tmp_path):
     names = ("/collective_rpc", "/reset_prefix_cache", "/weight_checker")
     return [p for p in paths if p in names]
 
-  on, one = player(server, tmp_path), toy.params()
+  on, one = vllm_worker(server, tmp_path), toy.params()
   play(on, params=one)
   once = ["/collective_rpc", "/reset_prefix_cache", "/weight_checker"]
   assert loads() == once and server.folder == str(tmp_path / "served")
@@ -45,7 +45,7 @@ def test_other_weights_than_ours_are_found_out(server, tmp_path, dishonest: bool
   """By their digests; and where those are of what is not used, by what they compute."""
   other = str(tmp_path / "other")
   save_model(other, toy.MODEL, toy.params(1))
-  on = player(server, tmp_path)
+  on = vllm_worker(server, tmp_path)
   play(on)
   server.stale, server.dishonest = other, dishonest
   changed = {**toy.params(), "final_norm": toy.params()["final_norm"] * 1.01}
@@ -64,7 +64,7 @@ def test_a_single_bit_is_found_out(server, tmp_path):
   server.stale = str(tmp_path / "almost")
   save_model(server.stale, toy.MODEL, almost)
   with pytest.raises(VllmError, match=r"1 of \d+ tensors differ: model\.norm\.weight"):
-    play(player(server, tmp_path), params=one)
+    play(vllm_worker(server, tmp_path), params=one)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_a_server_without_a_flag_is_refused_by_name(server, tmp_path, says, mess
   for name, value in says.items():
     setattr(server, name, value)
   with pytest.raises(VllmError, match=message):
-    player(server, tmp_path)
+    vllm_worker(server, tmp_path)
 
 
 def test_what_vllm_can_not_do_is_refused_unasked(server, tmp_path):
   message = r"min_p and rollout\.top_p do not go together"
   with pytest.raises(ValueError, match=message):
-    player(server, tmp_path, min_p=0.1, top_p=0.9)
+    vllm_worker(server, tmp_path, min_p=0.1, top_p=0.9)
   assert server.requests == []
 
 
@@ -95,9 +95,9 @@ def test_a_grammar_wants_our_logits_processor_and_tells_it_each_turns_state(
   with pytest.raises(
     VllmError, match=r"constrain=True: .* does not mask tokens by our"
   ):
-    player(server, tmp_path, constrain=True)
+    vllm_worker(server, tmp_path, constrain=True)
   server.model = {**server.model, "logits_processors": [PROCESSOR]}
-  on = player(server, tmp_path, constrain=True)
+  on = vllm_worker(server, tmp_path, constrain=True)
   played = play(on)
   assert all((t.status, t.reward) == (Status.ENDED, 1.0) for t in played.values())
   (path,) = map(str, tmp_path.glob("served.*.npz"))
@@ -131,7 +131,7 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_run(server, tmp_path):
 
   server.faults = lambda body: other
   with pytest.raises(VllmError, match=r"sampled token 7, which rollout\.constrain"):
-    play(player(server, tmp_path, constrain=True))
+    play(vllm_worker(server, tmp_path, constrain=True))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_client_that_nobody_has_leaves_nothing_behind(server, tmp_path):
 
 @pytest.mark.parametrize("t", [1e-9, 1e-4])
 def test_a_temperature_that_vllm_would_change_is_not_asked_for(server, tmp_path, t):
-  on = player(server, tmp_path)
+  on = vllm_worker(server, tmp_path)
   if t > 1e-5:
     with pytest.raises(ValueError, match=r"temperature 0\.0001: vLLM would sample at"):
       play(on, temperature=t)

@@ -69,17 +69,19 @@ def url(tmp_path_factory) -> Iterator[str]:
 
 
 def over_vllm(url: str, folder, model: ModelConfig = CFG, **changes) -> RolloutWorker:
-  """A player over the server; float32 on both sides, so little may differ."""
+  """A worker over the server; float32 on both sides, so little may differ."""
   config = dataclasses.replace(CONFIG, **changes)
-  vllm = VllmConfig(folder=str(folder / "export"), url=url, gap=1e-4, timeout_s=60.0)
+  vllm = VllmConfig(
+    folder=str(folder / "export"), url=url, max_logp_diff=1e-4, timeout_s=60.0
+  )
   return make_worker(model, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
 
 
 def groups(
-  player: RolloutWorker, params, samples: int, temperature: float, seed: int = 0
+  worker: RolloutWorker, params, samples: int, temperature: float, seed: int = 0
 ):
   toolbox = toy.TableToolbox()
-  return player.generate_groups(params, toy.TASKS, toolbox, samples, temperature, seed)
+  return worker.generate_groups(params, toy.TASKS, toolbox, samples, temperature, seed)
 
 
 @pytest.mark.parametrize("steps", [200, 20])
@@ -184,13 +186,13 @@ def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monke
 
 
 def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
-  """In place of one that somebody else started; and it ends with the player."""
+  """In place of one that somebody else started; and it ends with the worker."""
   monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
   vllm = VllmConfig(
     folder=str(tmp_path / "export"),
     serve=real_vllm.VLLM,
     flags=("--block-size=32", "--enforce-eager"),
-    gap=1e-4,
+    max_logp_diff=1e-4,
     timeout_s=60.0,
   )
   on = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
@@ -215,7 +217,7 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
     folder=str(tmp_path / "export"),
     serve=real_vllm.VLLM,
     flags=("--block-size=32", "--enforce-eager"),
-    gap=1e-4,
+    max_logp_diff=1e-4,
     timeout_s=60.0,
   )
   config = dataclasses.replace(CONFIG, constrain=True)
@@ -247,7 +249,7 @@ def journey(
     config.update(
       optim=dict(schedule="cosine", b2=0.95),
       rollout=dict(slots=8),
-      vllm=dict(folder=str(tmp_path / "export"), url=url, gap=1e-4),
+      vllm=dict(folder=str(tmp_path / "export"), url=url, max_logp_diff=1e-4),
       dev=dict(every=2),
       checkpoint=dict(every=2),
     )

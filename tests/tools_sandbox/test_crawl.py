@@ -17,7 +17,7 @@ from tools_sandbox.faults import BadCall, ToolFault, Unavailable
 from tools_sandbox.text import clean
 from tools_sandbox.web import page
 from tools_sandbox.web.crawl import CrawlConfig, Crawler, parse_call
-from tools_sandbox.web.fetch import Body, FetchConfig, Fetcher
+from tools_sandbox.web.fetch import FetchConfig, Fetcher, PageBody
 
 FETCH = FetchConfig(max_bytes=500_000, allow=("127.0.0.1/32",))
 ARTICLE = """<!doctype html><html><head><title>Ur</title>
@@ -40,8 +40,8 @@ def crawl(server, content="{}/", seconds=LONG, **changes) -> str:
     crawler.close()
 
 
-def body(data: bytes, kind="text/plain", charset="") -> Body:
-  return Body("http://a/", kind, charset, data, False)
+def body(data: bytes, kind="text/plain", charset="") -> PageBody:
+  return PageBody("http://a/", kind, charset, data, False)
 
 
 def test_the_main_text_without_scripts_and_menus(server):

@@ -3,6 +3,8 @@
 Runs only inside a process that the zygote forked for one run. Nothing it reports is
 trusted: the zygote reads the verdict from waitpid. Two signals that no program ends by
 unless it means to are set aside, so that no exit status is taken from programs.
+
+budget: what a child gives up, in the order that makes it safe.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def set_dumpable(dumpable: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Job:
   """What a child is to run.
 
   Attributes:
@@ -94,10 +96,10 @@ class Task:
 
 
 def become_program(
-  get: Callable[[], Task],
+  get: Callable[[], Job],
   pipes: tuple[int, int, int],
   template_bytes: int,
-  confine: Callable[[Task], None] | None = None,
+  confine: Callable[[Job], None] | None = None,
   keep_fds: Collection[int] = (),
 ) -> NoReturn:
   """Runs a program as `__main__` in this process and ends the process.

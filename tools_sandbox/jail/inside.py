@@ -15,6 +15,8 @@ ended, because it is the parent: two numbers.
 
 An init that cannot go on says why on stderr, the slot's log, and does not answer; the
 slot then ends, and the host replaces it.
+
+budget: the two processes of a slot and what they say to each other.
 """
 
 from __future__ import annotations
@@ -159,7 +161,7 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
     _log("joining the run's init", e)
     os._exit(1)
 
-  def get() -> child.Task:
+  def get() -> child.Job:
     os.write(began, b"w")
     row = wire.read_frame(request)
     # Where memory runs out, of its group or of the machine, programs die first: not
@@ -171,7 +173,7 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
       os.close(request)
     limits = wire.Limits.from_json(row["limits"])
     os.chdir(_HOME)
-    return child.Task(row["program"], row["stdin"], limits, cells)
+    return child.Job(row["program"], row["stdin"], limits, cells)
 
   confine = functools.partial(_confine, walls, began)
   inner = pipes[0], pipes[1], pipes[2]
@@ -250,7 +252,7 @@ def _give_files(limits: wire.Limits) -> None:
   kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
 
 
-def _confine(walls: _Walls, began: int, task: child.Task) -> None:
+def _confine(walls: _Walls, began: int, task: child.Job) -> None:
   """The last walls around the program; says that it begins."""
   # Both are counted per user namespace: those of this run, of which one is the init.
   most = task.limits.processes + 1

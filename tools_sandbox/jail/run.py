@@ -2,6 +2,8 @@
 
 Shared by `zygote` and, in a jail, the run's `inside`: feeds a program, reads what
 it prints, ends it at its limits, and says how it ended.
+
+budget: a run's start, pipes, limits and end are one state.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def make_pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
   return (stdin, stdout, stderr), (feed, out, err)
 
 
-class Run:
+class JailRun:
   """One run, from the fork to the last byte of its output."""
 
   def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
@@ -324,5 +326,5 @@ def serve(
     EOFError, SystemExit: the host has gone.
   """
   wire.write_frame(host.results, {"event": "started"})
-  result = Run(request, starter, template).finish(host)
+  result = JailRun(request, starter, template).finish(host)
   wire.write_frame(host.results, {"event": "result", "result": result.to_json()})

@@ -22,7 +22,7 @@ _MANY = 4096  # bytes that a program may have written unasked
 _LOST = "[the session has ended, its variables are lost]\n"
 
 
-class _CellsRun(run.Run):
+class _CellsRun(run.JailRun):
   """A run whose input is its cells."""
 
   def __init__(

@@ -2,6 +2,8 @@
 
 A frame is a 4-byte big-endian length followed by that many bytes of ASCII JSON. This
 file imports nothing but the standard library: the zygote loads it by path.
+
+budget: loaded by path, so it can import nothing of ours.
 """
 
 from __future__ import annotations

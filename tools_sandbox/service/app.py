@@ -14,6 +14,8 @@ the service: 400 (a field, named), 401 (token), 408 (the request took too long),
 (the session runs another cell), 410 (there is no such session, or no more), 413 (too
 long), 415 (not JSON), 503 with Retry-After (full, or stopping: ask again or
 elsewhere), 504 (no slot before the deadline; it has not run).
+
+budget: all routes of one service.
 """
 
 from __future__ import annotations

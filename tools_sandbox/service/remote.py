@@ -7,6 +7,8 @@ refuses what was asked (a limit above its own, a program too long) is a ValueErr
 A run that got no answer is asked again, on the next replica, until its deadline: it
 leaves nothing behind, so twice is as good as once. A session stays with the replica
 that opened it, and a cell is asked once only: without an answer it may have run.
+
+budget: runs and sessions share replicas, and whose failure it is.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ it waited never runs, and what runs when its client hangs up is called off. A se
 waits as a run does and keeps its slot until it ends; its cells wait for nothing.
 
 Lives in one event loop; the pool's calls have threads.
+
+budget: one queue: who waits, who runs, who gives up.
 """
 
 from __future__ import annotations

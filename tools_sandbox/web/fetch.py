@@ -6,6 +6,8 @@ to. A name is looked up once per connection and the connection is made to the ch
 address itself, so a name that answers differently the second time (DNS rebinding) wins
 nothing; a redirect is a new URL and passes the same gate. httpcore, the engine of
 httpx, is used directly, for there the network below HTTP can be replaced.
+
+budget: every gate that a URL passes, in one place.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class FetchConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Body:
+class PageBody:
   """What a server sent; nothing in it is to be trusted.
 
   Attributes:
@@ -125,7 +127,7 @@ class Fetcher:
     self._resolve = resolve
     self._tls = httpcore.default_ssl_context()
 
-  def get(self, url: str, seconds: float, types: Collection[str]) -> Body:
+  def get(self, url: str, seconds: float, types: Collection[str]) -> PageBody:
     """Fetches the body behind a URL.
 
     Args:
@@ -144,7 +146,7 @@ class Fetcher:
     try:
       for _ in range(self._config.max_redirects + 1):
         answer = self._hop(target, deadline, types)
-        if isinstance(answer, Body):
+        if isinstance(answer, PageBody):
           return answer
         target = _parse(answer, ToolFault, target)
     except httpcore.TimeoutException:
@@ -157,7 +159,9 @@ class Fetcher:
       raise ToolFault("the body is not packed as its header says") from None
     raise ToolFault(f"more than {self._config.max_redirects} redirects")
 
-  def _hop(self, url: httpx.URL, deadline: float, types: Collection[str]) -> Body | str:
+  def _hop(
+    self, url: httpx.URL, deadline: float, types: Collection[str]
+  ) -> PageBody | str:
     """The body, or where a redirect leads."""
     if in_domains(url.host, self._blocked):
       raise ToolFault(f"the site {url.host} is blocked")
@@ -193,7 +197,7 @@ class Fetcher:
       data, truncated = self._read(response.iter_stream(), unpack)
     _, _, charset = rest.partition("charset=")
     charset = charset.split(";")[0].strip(" \"'").lower()
-    return Body(str(url), kind, charset, data, truncated)
+    return PageBody(str(url), kind, charset, data, truncated)
 
   def _read(self, chunks: Iterable[bytes], unpack: _Unpacker) -> tuple[bytes, bool]:
     limit = self._config.max_bytes

@@ -15,7 +15,7 @@ from tools_sandbox.faults import ToolFault
 from tools_sandbox.search.index import Document, SearchIndex
 from tools_sandbox.text import CONTROL, clean
 from tools_sandbox.web.extract import main_text
-from tools_sandbox.web.fetch import Body
+from tools_sandbox.web.fetch import PageBody
 
 TYPES = (
   "text/",
@@ -45,7 +45,7 @@ _BOMS = (
 )
 
 
-def read_text(body: Body, links: bool = False, seconds: float = 5.0) -> str:
+def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
   """Reads what a person would read on a page, as lines.
 
   Args:
@@ -67,7 +67,7 @@ def read_text(body: Body, links: bool = False, seconds: float = 5.0) -> str:
   return text
 
 
-def decode(body: Body) -> str:
+def decode(body: PageBody) -> str:
   """Decodes a body: by its BOM, as UTF-8, by its header, by its `meta`.
 
   Raises:

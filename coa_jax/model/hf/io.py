@@ -56,6 +56,8 @@ def save_model(
 ) -> None:
   """Writes a folder that transformers and vLLM load: weights, config, tokenizer.
 
+  budget: files are written in the order that leaves no half folder.
+
   Every process calls it; the first one writes.
 
   Args:

@@ -64,6 +64,8 @@ def attend_segments(
 ) -> jax.Array:
   """Attends causally inside segments; the queries are the last T of S places.
 
+  budget: the arguments' shapes are most of it.
+
   Args:
     q_BTNH: queries.
     k_BSKH: keys.

@@ -7,6 +7,8 @@ closing tag ends a turn, and the policy's next byte comes after the observation.
 What a tool's span may hold is in its row of `tools.SPECS`. Three corners are narrower
 than the parser: a `visual_inspector` call is JSON of one form only, so is a `tool` call
 (flat arguments; the functions that the variant has), and white space is ASCII's.
+
+budget: one language, from the rules of a span to the table.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _NAMES = (*roles.ROLES, *roles.TOOLS, roles.OBSERVATION)
 
 
 @dataclasses.dataclass(frozen=True)
-class Grammar:
+class ByteGrammar:
   """A variant's byte automaton; state 0 is the start of a trajectory.
 
   Attributes:
@@ -223,8 +225,11 @@ class _Place:
     return dataclasses.replace(self, required=required)
 
 
-def compile_grammar(variant: Variant) -> Grammar:
-  """Compiles everything that a policy may write in a variant into a byte automaton."""
+def compile_grammar(variant: Variant) -> ByteGrammar:
+  """Compiles everything that a policy may write in a variant into a byte automaton.
+
+  budget: one language, rule by rule.
+  """
   # States are ("open", place, begun), ("in", place, role, content state), and
   # ("stop", place) after a tool's or the answer's closing tag.
   start = ("open", _Place(), "")
@@ -286,7 +291,9 @@ def compile_grammar(variant: Variant) -> Grammar:
   return _trimmed(np.stack(rows), resume, ends)
 
 
-def _trimmed(next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray) -> Grammar:
+def _trimmed(
+  next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray
+) -> ByteGrammar:
   """Without ways that lead to no end, and without states that nothing tells apart."""
   before: list[set[int]] = [set() for _ in ends_S]
   for state, after in enumerate(next_SX):
@@ -306,4 +313,4 @@ def _trimmed(next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray) -> G
   small, new_S = minimise(table, ends_S[live].astype(int))
   ends = np.zeros(len(small), bool)
   ends[new_S[ends_S[live]]] = True
-  return Grammar(small[:, :256], small[:, 256], ends)
+  return ByteGrammar(small[:, :256], small[:, 256], ends)

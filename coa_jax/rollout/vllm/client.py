@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from coa_jax.fields import bounded, check_fields
 from coa_jax.model.distribution import GREEDY_BELOW, Truncation
 from tools_sandbox.http_client import Fault, NoReply, Retries
 
@@ -48,31 +49,28 @@ class VllmConfig:
     backoff_s: seconds before the first retry; doubled for each one after it.
     request_tokens: most tokens of a request where the policy changes on the way
       (algo.sampling.staleness): the next policy waits for the requests that run.
-    gap: most nats by which the server's log-probs of the prompt's tokens may differ
-      from the model's own, on average. 0.05 leaves room for bfloat16; two float32
-      programs stay under 1e-4.
+    max_logp_diff: most nats by which the server's log-probs of the prompt's tokens may
+      differ from the model's own, on average. 0.05 leaves room for bfloat16; two
+      float32 programs stay under 1e-4.
   """
 
   folder: str
   url: str = "http://127.0.0.1:8000"
   serve: str = ""
   flags: tuple[str, ...] = ()
-  start_s: float = 600.0
-  timeout_s: float = 600.0
-  retries: int = 3
-  backoff_s: float = 1.0
-  request_tokens: int = 256
-  gap: float = 0.05
+  start_s: float = bounded(600.0, above=0)
+  timeout_s: float = bounded(600.0, above=0)
+  retries: int = bounded(3, least=0)
+  backoff_s: float = bounded(1.0, least=0)
+  request_tokens: int = bounded(256, least=1)
+  max_logp_diff: float = bounded(0.05, above=0, was="gap")
 
   def __post_init__(self):
+    check_fields(self)
     if not self.url.startswith(("http://", "https://")):
       raise ValueError(f"url {self.url!r} must start with http:// or https://")
     if not self.folder:
       raise ValueError("folder: name a folder that the server can read")
-    if min(self.timeout_s, self.gap, self.request_tokens) <= 0 or self.retries < 0:
-      raise ValueError(
-        "timeout_s, gap and request_tokens must be positive, retries at least 0"
-      )
     if self.serve and self.url != VllmConfig.url:
       raise ValueError(
         f"serve {self.serve!r} starts a server, url {self.url!r} asks one that runs: "

@@ -228,13 +228,14 @@ class VllmReplica:
     # --- Prove it: what the server holds, and what it computes.
     self._compare_digests(folder)
     theirs = np.array(self._server.score(self._probe))
-    gap = float(np.mean(np.abs(theirs - self._score(params))))
-    # Not `gap > most`: a NaN is no proof.
-    if not gap <= self._vllm.gap:
+    logp_diff = float(np.mean(np.abs(theirs - self._score(params))))
+    # Not `logp_diff > most`: a NaN is no proof.
+    if not logp_diff <= self._vllm.max_logp_diff:
       raise VllmError(
         f"{self._vllm.url} does not compute what {folder} holds: its log-probs are off "
-        f"by {gap:.3g} nats on average, vllm.gap={self._vllm.gap:g}. Start it anew "
-        "from that folder, or raise vllm.gap if its dtype explains this much"
+        f"by {logp_diff:.3g} nats on average, vllm.max_logp_diff="
+        f"{self._vllm.max_logp_diff:g}. Start it anew from that folder, or raise "
+        "vllm.max_logp_diff if its dtype explains this much"
       )
     # Weak: a policy that training has left behind must not stay in memory.
     self._served = [weakref.ref(x) for x in leaves]
