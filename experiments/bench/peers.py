@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 JOB = "job.json"  # in a folder that all contestants read
+BEFORE = "before"  # the contestant that is ours as it was in another checkout
 # Modules that a peer needs, and what installs them.
 PEERS = {
   "torch": (("numpy", "torch", "transformers"), "torch transformers peft"),
@@ -154,8 +155,11 @@ class Worker:
     module: str,
     python: str = sys.executable,
     env: Mapping[str, str] | None = None,
+    checkout: str | os.PathLike[str] = ROOT,
   ):
     """Starts it, in an environment if not ours, and waits until its model is loaded.
+
+    It runs the code of a checkout of this repository, this one unless said.
 
     Raises:
       ValueError: it ended; the message has the last lines that it wrote.
@@ -164,7 +168,7 @@ class Worker:
     self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
     self._process = subprocess.Popen(
       [python, "-m", module, name, folder],
-      cwd=ROOT,
+      cwd=checkout,
       env=env,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
@@ -228,7 +232,7 @@ def contestants(
   Args:
     module: what a contestant's process runs.
     job: what `write_work` of `writer` and the contestants read.
-    pythons: the interpreter of every peer that takes part.
+    pythons: the interpreter of every peer that takes part; of `BEFORE` a checkout.
     writer: module whose `write_work(folder)` makes the model folder, and what else all
       contestants load.
     gpu: whether they may use a GPU, which they share.
@@ -246,7 +250,10 @@ def contestants(
     for who, python in {"ours": sys.executable, **pythons}.items():
       tuned = not gpu and who.startswith(("torch", "tunix"))
       its_env = env | allocator() if tuned else env
-      worker = Worker(who, folder, module, python, its_env)
+      if who == BEFORE:
+        worker = Worker("ours", folder, module, env=env, checkout=python)
+      else:
+        worker = Worker(who, folder, module, python, its_env)
       workers[who] = stack.enter_context(worker)
     yield workers
 

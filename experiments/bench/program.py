@@ -21,6 +21,9 @@ QUICK = flags.DEFINE_bool("quick", False, "Less of everything: under a minute.")
 OUT = flags.DEFINE_string("out", "", "JSON file to write the figures to.")
 CASES = flags.DEFINE_string("cases", "", "Only cases whose name this regex finds.")
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Turns of every contestant.", 1)
+_BEFORE = flags.DEFINE_string(
+  "before", "", "Another checkout of this repository: ours as it is there takes part."
+)
 _PYTHONS = {
   name: flags.DEFINE_string(f"{name}_python", sys.executable, f"Runs {name}'s worker.")
   for name in peers.PEERS
@@ -57,8 +60,19 @@ def rounds() -> int:
 
 
 def available(*names: str) -> dict[str, str]:
-  """Returns the interpreters of those peers that can run (see `peers.available`)."""
-  return peers.available({name: _PYTHONS[name].value for name in names})
+  """Returns the interpreters of those peers that can run (see `peers.available`).
+
+  With --before, the contestant of that name too: its entry is the checkout.
+
+  Raises:
+    ValueError: --before names no checkout of this repository.
+  """
+  out = peers.available({name: _PYTHONS[name].value for name in names})
+  if _BEFORE.value:
+    if not os.path.isfile(os.path.join(_BEFORE.value, "experiments/bench/peers.py")):
+      raise ValueError(f"--before={_BEFORE.value} is no checkout of this repository")
+    out[peers.BEFORE] = _BEFORE.value
+  return out
 
 
 def by_model(cases: Mapping[str, tuple[Any, ...]]) -> dict[tuple, list[Any]]:

@@ -133,7 +133,7 @@ def measure(
       "parameters": parameters(size),
       "vocabulary": size.model["vocab_size"],
       "rows": size.rows,
-      "setting": setting_text(settings[who]),
+      "setting": setting_text(settings.get(who, settings["ours"])),
       "first_loss": first[who][0],
       "tokens_per_second": tokens / peers.median(answers),
       "slowest": tokens / max(t["seconds"] for t in answers),

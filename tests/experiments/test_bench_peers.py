@@ -10,9 +10,11 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from toy import eventually
 
-from experiments.bench import peers, rl_work, rollout_work
+from experiments.bench import peers, program, rl_work, rollout_work
 
 ECHO = """
 import subprocess, sys, pathlib
@@ -49,6 +51,30 @@ def test_a_worker_takes_turns_and_ends_with_all_that_it_started(worker, tmp_path
   assert peers.median(turns["ours"]) > 0 and turns["ours"][0]["peak_mb"] > 1
   # It may wait to be reaped by whoever has adopted it.
   eventually(lambda: not child.exists() or ") Z " in child.read_text())
+
+
+def test_ours_of_another_checkout_takes_part(monkeypatch, tmp_path):
+  here = tmp_path / "experiments" / "bench"
+  here.mkdir(parents=True)
+  (here / "peers.py").touch()
+  (tmp_path / "echo.py").write_text(ECHO)
+  (tmp_path / "write.py").write_text("def write_work(folder): pass")
+  monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{peers.ROOT}")
+  flags.FLAGS.mark_as_parsed()
+  job = {"token": 5}
+  with flagsaver.flagsaver(before=str(tmp_path)):
+    before = program.available()
+  with peers.contestants("echo", job, before, "write") as workers:
+    first = peers.ask_all(workers, batch=1)
+  assert {who: answer["first"] for who, answer in first.items()} == {
+    "ours": [5],
+    "before": [5],
+  }
+  with (
+    flagsaver.flagsaver(before=str(here)),
+    pytest.raises(ValueError, match="is no checkout of this repository"),
+  ):
+    program.available()
 
 
 def test_a_worker_that_dies_says_why(worker):
