@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
   """Reads a config, or one section of it, into the dataclass `cls`.
 
-  budget: what is read, in the order in which faults are told.
+  budget: one pass over the fields, in the order in which faults are named.
 
   Lists become tuples; an int is accepted where a float is asked for; a field that is
   itself a dataclass, or a dict of them, is read from a section inside. Fields that the

@@ -129,6 +129,8 @@ def _overwrite(before: dict[str, Any], now: dict[str, Any], field: str) -> None:
   values_now = now.get(section) or {}
   if name in values_now:
     values[name] = values_now[name]
+  elif values and not values_now:
+    return  # the section is gone, which is a difference whatever its field was
   before[section] = values
 
 

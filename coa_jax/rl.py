@@ -167,7 +167,7 @@ class RLConfig:
     tools: what answers the calls.
     reward: what an answer earns.
     checkpoint: how often the state is saved.
-    log: who else is told of the numbers.
+    log: where else the numbers go.
     watch: which numbers are worth a warning, or the run's end.
   """
 

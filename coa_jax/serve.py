@@ -36,7 +36,7 @@ class ServeConfig:
     rollout: how a question is played.
     tools: what answers the calls.
     vllm: must be empty: the sampler in JAX serves.
-    tasks, reward, eval: of the evaluation; nobody looks at them.
+    tasks, reward, eval: of the evaluation; not read.
   """
 
   init: str

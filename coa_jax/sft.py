@@ -130,7 +130,7 @@ class SFTConfig:
     mesh: how the devices are used.
     optim: the optimizer.
     checkpoint: how often the state is saved.
-    log: who else is told of the numbers.
+    log: where else the numbers go.
   """
 
   data: DataConfig

@@ -47,9 +47,10 @@ CPU_DEVICES = flags.DEFINE_integer(
 def launch(journey: Journey, config_class: type) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
 
-  Any field can be given, whether the config file has it or not. A config, a file or a
-  value that can not be used ends the program with one line on standard error and exit
-  status 2, before any work.
+  Any field can be given, whether the config file has it or not; None empties it, or
+  leaves out a section that may be missing. A config, a file or a value that can not be
+  used ends the program with one line on standard error and exit status 2, before any
+  work.
 
   Args:
     journey: what runs.
@@ -87,10 +88,12 @@ def start(
     try:
       argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
       file, argument, rest = _take_config(argv)
-      _define_config(file, argument, rest, config_class)
+      rest = _define_config(file, argument, _join_values(rest), config_class)
       return flags.FLAGS(rest)
     except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
       stop(_override_error(e, file))
+    except (RecursionError, MemoryError):  # a literal of thousands of brackets
+      stop(f"{file}: a value of --config.FIELD is nested too deeply")
 
   def main(argv: list[str]) -> None:
     if argv[1:]:
@@ -103,7 +106,7 @@ def start(
 
 def _define_config(
   file: str, argument: list[str], argv: list[str], config_class: type
-) -> None:
+) -> list[str]:
   """Defines the flag --config: the file's values, the defaults, a flag for each field.
 
   Args:
@@ -111,20 +114,32 @@ def _define_config(
     argument: of its `get_config`, if it has one.
     argv: the command line without --config.
     config_class: the dataclass that the journey reads its config into.
+
+  Returns:
+    The command line without the flags that are None, which no typed flag can read;
+    their fields are None now.
   """
   paths = []
+  empty_paths = []
+  rest = []
   for word in argv:
-    name = word.lstrip("-").partition("=")[0].removeprefix("no")
-    if word.startswith("-") and name.startswith("config."):
-      paths.append(name.removeprefix("config."))
-      if not file:
-        stop(f"{word} needs a config to change: give --config=FILE, too")
+    path = _path_of(word)
+    if path and not file:
+      stop(f"{word} needs a config to change: give --config=FILE, too")
+    if path:
+      paths.append(path)
+    if path and word.partition("=")[2] == "None":
+      empty_paths.append(path)
+    else:
+      rest.append(word)
   if file:
     config = _read_config(file, argument)
     with config.unlocked():
       fill_defaults(config, config_class)
       for path in paths:
-        _make_sections(config, path)
+        section = _make_sections(config, path)
+        if path in empty_paths:
+          _set_none(section, path.rpartition(".")[2])
     config_flags.DEFINE_config_dict(
       "config",
       config,
@@ -132,7 +147,7 @@ def _define_config(
       # Entries of a free dict, and misspelt fields, of which the journey says more.
       accept_new_attributes=True,
       lock_config=False,
-      sys_argv=argv,
+      sys_argv=rest,
     )
   else:
     flags.DEFINE_string("config", None, "configs/X.py[:ARGUMENT]")
@@ -140,10 +155,46 @@ def _define_config(
   for name in ("config", "workdir", "cpu_devices", "distributed", "compile_cache"):
     if name in flags.FLAGS:  # --help lists them
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+  return rest
 
 
-def _make_sections(config: ml_collections.ConfigDict, path: str) -> None:
+def _path_of(word: str) -> str:
+  """The field that a word of a command line sets, as "section.field"; "" if none."""
+  name = word.lstrip("-").partition("=")[0].removeprefix("no")
+  if word.startswith("-") and name.startswith("config."):
+    return name.removeprefix("config.")
+  return ""
+
+
+def _join_values(argv: list[str]) -> list[str]:
+  """Writes `--config.FIELD VALUE` as one word.
+
+  The flag of a field that the config lacks would take the value for an argument.
+  """
+  out = []
+  for word in argv:
+    is_value = out and _path_of(out[-1]) and "=" not in out[-1]
+    if is_value and not word.startswith("-"):
+      out[-1] += f"={word}"
+    else:
+      out.append(word)
+  return out
+
+
+def _set_none(section: ml_collections.ConfigDict, field: str) -> None:
+  """Empties a field, or a section that the journey can do without."""
+  if field in section:
+    del section[field]  # its type goes with it
+  section[field] = None
+
+
+def _make_sections(
+  config: ml_collections.ConfigDict, path: str
+) -> ml_collections.ConfigDict:
   """Makes the sections on the way to a field that a flag sets, where there are none.
+
+  Returns:
+    The one that the field is in.
 
   Raises:
     ValueError: one of them is a value.
@@ -155,6 +206,7 @@ def _make_sections(config: ml_collections.ConfigDict, path: str) -> None:
     config = config[name]
     if not isinstance(config, ml_collections.ConfigDict):
       raise ValueError(f"config.{path}: {name} is a value and has no fields")
+  return config
 
 
 def run_program(main: Callable[[], Any]) -> None:

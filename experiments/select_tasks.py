@@ -18,7 +18,7 @@ from typing import Any
 import ml_collections
 
 from coa_jax import evaluate
-from coa_jax.config import ConfigError, read_config
+from coa_jax.config import ConfigError, nearest, read_config
 from coa_jax.fields import section
 from coa_jax.lock import hold
 from coa_jax.model.sharding import process_dir
@@ -52,7 +52,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
   Args:
     config: as `SelectTasksConfig` says; where `select` names files of attempts, `tasks`
-      is all that is needed besides, and nothing else is read.
+      is all that is needed besides: of other sections only the names are looked at.
     workdir: where everything goes.
 
   Returns:
@@ -64,7 +64,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """
   # --- Attempts: those that were made before, or new ones.
   select = read_config(config.get("select"), SelectConfig, "select")
-  if not select.played:
+  if select.played:
+    names = [field.name for field in dataclasses.fields(SelectTasksConfig)]
+    for name in config:
+      if name not in names:
+        raise ConfigError(f"config has no section {name!r}{nearest(name, names)}")
+  else:
     select = read_config(config, SelectTasksConfig).select
   used = _used(select.without)
   if select.played:

@@ -195,7 +195,7 @@ def _in_parallel(
         num_tasks = sum(m.task is not None for m in out)
         if done % max(1, len(items) // 100) == 0 or done == len(items):
           figure = f"{num_tasks} tasks  {journal.spent()}"
-          metrics.log(done, {"held": num_tasks, **journal.values()}, figure)
+          metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)
   except BaseException:
     journal.stop()
     raise

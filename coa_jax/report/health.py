@@ -62,7 +62,7 @@ class WatchConfig:
     repeated: most share of trajectories that make a call, think or plan twice.
     calls_drop: least tool calls of a trajectory, as a share likewise.
     logp_diff_share: most share of tokens whose log-probs differ between sampler and
-      learner by more than the metric of that name counts; not watched with
+      learner by more than `algo.guards.max_logp_diff`; not watched with
       `algo.sampling.staleness`, whose tokens are of policies before the learner's.
     ratio_outlier_share: most share of tokens e times likelier to the learner, or less
       likely; not watched likewise.

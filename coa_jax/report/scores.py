@@ -211,7 +211,7 @@ def summary(
   cost_tasks = greedy_tasks or sampled_tasks
   tasks = list(by_task([*greedy, *sampled]).values())
 
-  # --- Over how many of what each task's number of malformed calls stands.
+  # --- The calls of each task: the malformed ones are a share of calls, not of tasks.
   calls = [[c for t in attempts for c in t.calls] for attempts in tasks]
   counts = [len(c) for c in calls]
   malformed_counts = [sum(malformed(c, tools) for c in task) for task in calls]

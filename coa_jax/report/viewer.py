@@ -285,7 +285,7 @@ def _row(
 
 @dataclasses.dataclass
 class ShownSpan:
-  """Shows a span: its role, its text, and the segments that make it up."""
+  """A span as it is shown: its role, its text, and the segments that make it up."""
 
   role: str
   content: str

@@ -134,7 +134,7 @@ def test_what_the_file_leaves_out_can_be_given(launcher):
 
 
 def test_a_flag_makes_a_section_that_may_be_missing_and_an_entry_of_a_dict(launcher):
-  done = launcher("--config.server.url=http://x", "--config.limits.code=2")
+  done = launcher("--config.server.url", "http://x", "--config.limits.code=2")
   assert done.returncode == 0, done.stderr
   out = json.loads(done.stdout)
   assert out["server"] == {"url": "http://x", "retries": 3}
@@ -142,6 +142,14 @@ def test_a_flag_makes_a_section_that_may_be_missing_and_an_entry_of_a_dict(launc
   assert "config section 'server' lacks field 'url'" in refused(
     launcher("--config.server.retries=2")
   )
+
+
+def test_none_leaves_a_section_out_and_empties_a_field(launcher, tmp_path):
+  text = CONFIG.replace('"optim":', '"server": {"url": "x"}, "optim":')
+  (tmp_path / "other.py").write_text(text)
+  done = launcher("--config.server=None", file=str(tmp_path / "other.py"))
+  assert done.returncode == 0 and "server" not in json.loads(done.stdout), done
+  assert "config.log.project is None" in refused(launcher("--config.log.project=None"))
 
 
 def test_a_field_without_a_default_can_be_given_by_a_flag_alone(launcher, tmp_path):
