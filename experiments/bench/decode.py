@@ -97,7 +97,7 @@ def measure(
     for who, python in {"ours": sys.executable, **pythons}.items():
       module = "experiments.bench.decode_work"
       # One after the other: together they would not fit a card at 7B.
-      with peers.Worker(who, folder, module, python) as worker:
+      with peers.start_worker(who, folder, module, python) as worker:
         turns = peers.warm_turns({who: worker}, rounds, batch=batch)[who]
       seconds = peers.median(turns)
       rows.append(

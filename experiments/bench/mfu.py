@@ -118,7 +118,7 @@ def measure(
         "tflops_per_second": flops / seconds / 1e12,
         "mfu": flops / seconds / peak,
         "peak_gb": answers[-1]["peak_mb"] / 1024,
-        "setting": setting_text(settings[who]),
+        "setting": setting_text(settings.get(who, settings["ours"])),
       }
     )
   return rows

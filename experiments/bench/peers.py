@@ -250,12 +250,22 @@ def contestants(
     for who, python in {"ours": sys.executable, **pythons}.items():
       tuned = not gpu and who.startswith(("torch", "tunix"))
       its_env = env | allocator() if tuned else env
-      if who == BEFORE:
-        worker = Worker("ours", folder, module, env=env, checkout=python)
-      else:
-        worker = Worker(who, folder, module, python, its_env)
+      worker = start_worker(who, folder, module, python, its_env)
       workers[who] = stack.enter_context(worker)
     yield workers
+
+
+def start_worker(
+  who: str,
+  folder: str,
+  module: str,
+  python: str,
+  env: Mapping[str, str] | None = None,
+) -> Worker:
+  """Starts a contestant of `available`, whose entry for `BEFORE` is a checkout."""
+  if who == BEFORE:
+    return Worker("ours", folder, module, env=env, checkout=python)
+  return Worker(who, folder, module, python, env)
 
 
 def ask_all(workers: Mapping[str, Worker], **request: Any) -> dict[str, Answer]:

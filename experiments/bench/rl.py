@@ -142,7 +142,7 @@ def run() -> dict[str, Any]:
   quick = bench.QUICK.value
   small = {"prompts": 2, "new": 16} if quick else {}
   pythons = bench.available("tunix")
-  if pythons and not quick:
+  if "tunix" in pythons and not quick:
     pythons["tunix in step"] = pythons["tunix"]
   rows = []
   for (size,), latencies in bench.by_model(bench.chosen(CASES)).items():

@@ -179,7 +179,7 @@ def _served(
   case: Case, cfg: ModelConfig, partitioner: Partitioner, slots: int
 ) -> tuple[Any, Any]:
   """Weights and cache as the sampler holds them."""
-  partitioner.check(cfg, B=math.gcd(slots, case.rows))
+  partitioner.check({**cfg.axes, "B": math.gcd(slots, case.rows)})
   params = param_shapes(cfg)
   empty = jax.eval_shape(lambda: KVCache.empty(cfg, slots, case.length, partitioner))
   cache = jax.tree.map(lambda x: _arrays(partitioner, "BK...", x.shape, x.dtype), empty)

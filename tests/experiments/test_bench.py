@@ -6,6 +6,7 @@ other work. What a peer's process may do wrong is in test_bench_peers.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import math
@@ -16,7 +17,9 @@ import pytest
 import toy
 
 from coa_jax import rl as rl_journey
-from coa_jax.config import read_config
+from coa_jax.config import ConfigError, read_config
+from coa_jax.disk import DiskError
+from coa_jax.lock import InUseError
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import (
@@ -172,6 +175,37 @@ def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
     assert list(figures["failed"].values()) == failed
     assert [row["seeds"] for row in figures["table"]] == seeds
     assert len(workdirs) == made
+  # The same folders with other settings are refused, not taken for these.
+  (tmp_path / "other" / "sft" / "model").mkdir(parents=True)
+  with pytest.raises(ConfigError, match="holds a run"):
+    algorithms.run(
+      ["ppo"], str(tmp_path / "other"), str(tmp_path / "w"), 2, 5, quick=False
+    )
+
+
+@pytest.mark.parametrize(
+  ("error", "raised"),
+  [
+    (OSError(errno.EROFS, "Read-only file system"), DiskError),
+    (InUseError("w: process 7 works there"), InUseError),
+  ],
+)
+def test_where_nothing_can_be_written_no_algorithm_follows(
+  tmp_path, monkeypatch, error, raised
+):
+  (tmp_path / "q" / "sft" / "model").mkdir(parents=True)
+  workdirs = []
+
+  def run(config, workdir):
+    workdirs.append(workdir)
+    raise error
+
+  monkeypatch.setattr(algorithms.rl, "run", run)
+  with pytest.raises(raised):
+    algorithms.run(
+      ["ppo", "grpo"], str(tmp_path / "q"), str(tmp_path / "w"), 2, 5, quick=False
+    )
+  assert len(workdirs) == 1
 
 
 def log_of(steps: int = 60, **changes) -> list[dict]:
@@ -203,6 +237,15 @@ def test_a_collapse_of_an_algorithm_is_found(changes, accuracy, reasons):
   lines = algorithms.collapse(log_of(**changes), accuracy, 24)
   assert len(lines) == len(reasons)
   assert all(reason in line for reason, line in zip(reasons, lines, strict=True))
+
+
+def test_small_batches_are_averaged_over_as_many_tasks():
+  """Of means of few tasks, the best of many is luck, and what follows it no fall."""
+  log = log_of(reward=lambda i: 1.0 if 20 <= i < 30 else 0.7)
+  assert algorithms.collapse(log, 0.85, 24) == [
+    "reward 0.700 at first, 0.850 at best, 0.700 at last"
+  ]
+  assert algorithms.collapse(log, 0.85, 12) == []
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -336,7 +379,11 @@ DATA = {
 def test_retrieval_measures_every_corpus(tmp_path):
   for name, rows in DATA.items():
     (tmp_path / name).write_text(json.dumps(rows))
-  assert [q.text for q in retrieval.hops(str(tmp_path))] == ["A town?", "Ur >> river"]
+  hops = [(q.text, *q.gold) for q in retrieval.hops(str(tmp_path))]
+  assert hops == [
+    ("A town?", "musique_train-1"),  # of two pages of one title
+    ("Ur >> river", "musique_train-0"),
+  ]
   figures = retrieval.run(str(tmp_path), rounds=1)
   table = figures["table"]
   assert [(r["questions"], r["corpus"], r["passages"]) for r in table] == [

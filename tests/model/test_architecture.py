@@ -145,6 +145,13 @@ def written(cfg: ModelConfig) -> dict[str, Any]:
   return json.loads(json.dumps(to_hf_config(cfg)))
 
 
+def test_the_positions_that_a_config_states_are_those_of_yarn():
+  longer = dataclasses.replace(QWEN3, yarn=Yarn(4.0, 32_768))
+  assert written(longer)["max_position_embeddings"] == 131_072
+  assert written(QWEN3)["max_position_embeddings"] == 32_768
+  assert "rope_scaling" not in written(QWEN3)
+
+
 def test_windows_are_used_only_if_the_config_says_so():
   config = {**written(QWEN3), "sliding_window": 8, "max_window_layers": 1}
   assert from_hf_config(config).windows == ()

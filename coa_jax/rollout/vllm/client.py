@@ -46,7 +46,8 @@ class VllmConfig:
     timeout_s: seconds to wait for one turn of a trajectory, or one load of weights.
     retries: attempts beyond the first, on 408, 409, 429, 5xx, timeouts, cut connections
       and answers that are not what was asked for.
-    backoff_s: seconds before the first retry; doubled for each one after it.
+    backoff_s: seconds before the first retry; doubled for each one after it, up to
+      `timeout_s`.
     request_tokens: most tokens of a request where the policy changes on the way
       (algo.sampling.staleness): the next policy waits for the requests that run.
     max_logp_diff: most nats by which the server's log-probs of the prompt's tokens may

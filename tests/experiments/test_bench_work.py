@@ -1,0 +1,318 @@
+"""What benchmarks measure: contestants do the work that tables and laws speak of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import toy
+from jax.sharding import Mesh
+
+from coa_jax import rl
+from coa_jax.config import read_config
+from coa_jax.learner import log_probs
+from coa_jax.learner.algorithms import PRESETS
+from coa_jax.learner.batch import Batch
+from coa_jax.model.hf.io import load_model
+from coa_jax.model.sharding import AXES, Partitioner
+from coa_jax.model.transformer import Transformer
+from coa_jax.model.variants import variant
+from coa_jax.protocol.trajectory import CallStatus, Status
+from experiments.bench import (
+  agentic_work,
+  algorithms,
+  async_rl,
+  decode,
+  faults,
+  faults_work,
+  hlo_text,
+  peers,
+  rl_work,
+  rollout_work,
+  scaling,
+  soak_sandbox,
+  tpu_programs,
+  train,
+  train_work,
+)
+from tools_sandbox.jail import keeper as jail
+
+FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
+SIZE = train_work.Size(FIELDS, rows=2, steps=1, length=64)
+JOB = {
+  "model": FIELDS,
+  "dtype": "float32",
+  "prompt": 6,
+  "new": 4,
+  "calls": 2,
+  "observation": 3,
+  "trajectories": 3,
+  "prompts": 2,
+  "samples": 2,
+  "length": 6 + 3 * 4 + 2 * 3,
+}
+
+
+def test_our_worker_goes_on_after_every_observation_as_the_model_would(tmp_path):
+  peers.write_job(str(tmp_path), JOB)
+  rollout_work.write_work(str(tmp_path))
+  plan = agentic_work.make_plan(JOB, 3, latency=False)
+  last, counted = agentic_work.ours(str(tmp_path), JOB)(plan)
+  # Prompts and observations, each once.
+  assert counted["prefilled"] == 3 * (6 + 2 * 3)
+  cfg, params = load_model(str(tmp_path / "model"))
+  model = Transformer(cfg)
+
+  @jax.jit
+  def logits_of(row: jax.Array) -> jax.Array:
+    place = np.arange(row.shape[1])[None]
+    hidden, _ = model.apply({"params": params}, row, place, np.ones_like(place))
+    return model.apply({"params": params}, hidden, method="logits")[0]
+
+  def likeliest(ids: list[int]) -> int:
+    # Filled up to one length: compiled once, and no token sees what comes after it.
+    row = np.zeros((1, JOB["length"]), int)
+    row[0, : len(ids)] = ids
+    return int(np.argmax(logits_of(row)[len(ids) - 1]))
+
+  for i, prompt in enumerate(plan.prompts):
+    ids = list(prompt)
+    for turn in range(3):
+      for _ in range(4):
+        ids.append(likeliest(ids))
+      if turn < 2:
+        ids += plan.observations[i][turn]
+    assert last[i] == ids[-4:]
+
+
+def test_calls_take_their_time_or_none():
+  slow = agentic_work.make_plan(JOB, 5, latency=True)
+  quick = agentic_work.make_plan(JOB, 5, latency=False)
+  assert all(0.1 <= s <= 0.3 for row in slow.seconds for s in row)
+  assert all(s == 0 for row in quick.seconds for s in row)
+  assert slow.observations == quick.observations and slow.prompts == quick.prompts
+
+
+def test_a_plan_of_rl_has_groups_of_one_prompt_and_no_padding():
+  plan = rl_work.make_plan(JOB, latency=True)
+  assert plan.prompts[0] == plan.prompts[1] != plan.prompts[2] == plan.prompts[3]
+  assert plan.observations[0] != plan.observations[1]
+  fixed = [*plan.prompts, *(o for os in plan.observations for o in os)]
+  assert all(min(ids) > 0 for ids in fixed)
+
+
+def test_sweeps_do_what_they_say():
+  for n, job in scaling.SWEEPS["length"].items():
+    assert job["length"] == n == job["prompt"] + job["new"]
+  turns = scaling.SWEEPS["turns"].values()
+  assert {(job["calls"] + 1) * job["new"] for job in turns} == {1_984}
+
+
+# --- Training.
+
+
+def test_rows_are_full_of_whole_segments_and_equal_in_weight():
+  rows = train_work.make_rows(SIZE, seed=3)
+  for row in range(SIZE.rows):
+    segment, position, weight = (
+      rows[k][row] for k in ("segment", "position", "weight")
+    )
+    lengths = np.bincount(segment)[1:]
+    assert sorted(lengths) == [6, 8, 10, 18, 22] and (np.diff(segment) >= 0).all()
+    assert position.tolist() == [i for n in lengths for i in range(n)]
+    # A segment's first token is predicted by another's last: it must not count.
+    assert not weight[position == 0].any()
+    assert weight.sum() == 64 - sum(n // 4 for n in lengths)
+
+
+def test_micro_batches_are_all_rows_and_the_loss_is_the_librarys(tmp_path):
+  folder = str(tmp_path)
+  peers.write_job(folder, {"size": dataclasses.asdict(SIZE), "settings": {}})
+  train_work.write_work(folder)
+  work = train_work.Work(folder, {"rows": 1})
+  first = work.micro_batches()
+  (whole,) = train_work.Work(folder, {"rows": 9}).micro_batches()
+  for name, x in whole.items():
+    assert np.array_equal(np.concatenate([b[name] for b in first]), x)
+  cfg, params = load_model(str(tmp_path / "model"))
+  assert sum(x.size for x in jax.tree.leaves(params)) == train.parameters(SIZE)
+  zeros = np.zeros_like(whole["weight"])
+  batch = Batch(
+    tokens_BT=whole["tokens"],
+    segment_BT=whole["segment"],
+    position_BT=whole["position"],
+    loss_mask_BT=whole["weight"],
+    advantage_BT=zeros,
+    logp_BT=zeros,
+    grammar_BT=np.full_like(whole["tokens"], -1),
+  )
+  logp_BT, *_ = log_probs.token_logps(cfg, params, batch)
+  loss = float(log_probs.nll(logp_BT, batch.loss_mask_BT) / work.tokens)
+  (row,) = train.measure("tiny", SIZE, {}, {"ours": {"rows": 1}}, rounds=1)
+  assert row["first_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_step_of_decoding_reads_the_weights_once_and_every_sequences_cache():
+  # Published: 7.6B parameters, of which 0.54B are the input embedding.
+  cfg = variant("qwen2.5-7b")
+  empty = decode.step_bytes(cfg, 1, 0)
+  assert empty == pytest.approx(2 * (7.616e9 - 0.545e9), rel=0.01)
+  # 28 layers of 4 kv heads of 128: 56 kB a token.
+  cached = decode.step_bytes(cfg, 32, 100) - decode.step_bytes(cfg, 32, 0)
+  assert cached == 32 * 100 * 57_344
+
+
+# --- Benchmarks of RL.
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_algorithm_has_its_presets_fields_and_the_same_budget(
+  name, quick, tmp_path
+):
+  (tmp_path / "sft" / "model").mkdir(parents=True)
+
+  def algo_of(name: str) -> rl.AlgoConfig:
+    config = algorithms.config_of(name, str(tmp_path), 2, 5, quick)
+    assert config.init == str(tmp_path / "sft" / "model") and config.rollout.seed == 2
+    return read_config(config, rl.RLConfig).algo
+
+  algo = algo_of(name)
+  sections = {**PRESETS[name]}
+  sections["sampling"] = {**sections["sampling"], "rounds": 1}
+  for section, fields in sections.items():
+    assert {k: getattr(getattr(algo, section), k) for k in fields} == fields
+  other = algo_of("dapo")
+  assert algo.steps == other.steps == (2 if quick else 5)
+  assert algo.sampling.prompts == other.sampling.prompts
+  assert algo.sampling.samples == other.sampling.samples
+
+
+def test_asynchronous_contestants_differ_in_what_is_compared_alone(tmp_path):
+  (tmp_path / "sft" / "model").mkdir(parents=True)
+
+  def algo_of(changes: dict) -> rl.AlgoConfig:
+    config = async_rl.config_of(str(tmp_path), 2, 5, False, changes)
+    return read_config(config, rl.RLConfig).algo
+
+  plain = algo_of({})
+  ahead = algo_of({"sampling": {"staleness": 2}, "loss": {"is_clip": 2.0}})
+  assert ahead == dataclasses.replace(
+    plain,
+    sampling=dataclasses.replace(plain.sampling, staleness=2),
+    loss=dataclasses.replace(plain.loss, is_clip=2.0),
+  )
+
+
+# --- Laws of faults and of the jail's soak.
+
+
+def test_one_call_in_five_is_replaced_and_every_fault_occurs():
+  kinds = [
+    faults_work.fault(0, name, f"{name} {n}")
+    for name in faults_work.TOOLS
+    for n in range(5000)
+  ]
+  assert set(kinds) == {None, *faults_work.FAULTS}
+  assert kinds.count(None) == pytest.approx(8000, rel=0.02)
+
+
+def test_a_wrong_status_and_a_changed_token_break_a_law_of_faults():
+  calls = [("wiki_search", "page 123"), ("code", "```py\nprint(2*3)\n```")]
+  tokenizer = toy.tokenizer()
+  author, segment = faults_work.Author, faults_work.Segment
+  search = "<wiki_search> page 123</wiki_search>"
+  segments = [segment(author.PROMPT, "", "q", ids=[1])]
+  segments.append(segment(author.POLICY, "wiki_search", search, [2], [-1.0]))
+  good = faults_work.Trajectory("t0", segments, status=Status.ENDED, reward=1.0)
+  for name, arguments in calls:
+    result = faults_work.truth(name, arguments)
+    good.calls.append(faults.ToolCall(name, arguments, result, CallStatus.OK))
+    segments.append(tokenizer.encode_observation(result))
+  segments.append(segment(author.POLICY, "", "<answer> done</answer>", [3]))
+  clean = faults.Pass({0: good}, {0: 1.0})
+  seed = next(s for s in range(99) if not any(faults.faults_of(good, s)))
+  assert faults.check(clean, clean, seed) == []
+  lie = dataclasses.replace(good.calls[0], result="41")
+  unread = [s for s in segments if s.role != "observation"]
+  wrong = {
+    "ended as infrastructure": {"status": Status.INFRASTRUCTURE},
+    "with reward None": {"reward": None},
+    "a call with fault None is": {"calls": [lie, *good.calls[1:]]},
+    "is not what it is where": {"segments": segments[:-1]},
+    "what was read is not": {"segments": unread},
+  }
+  for law, changes in wrong.items():
+    played = faults.Pass({0: dataclasses.replace(good, **changes)}, {0: 1.0})
+    assert any(law in line for line in faults.check(clean, played, seed)), law
+
+
+def test_a_leak_of_the_jail_is_an_error(monkeypatch, tmp_path):
+  lacking = jail.check()
+  if lacking:
+    pytest.skip("; ".join(lacking))
+
+  class Leaky(soak_sandbox.Sandbox):
+    def run(self, *args, **kwargs):
+      self.leaked = [*getattr(self, "leaked", []), open(tmp_path / "f", "w")]  # noqa: SIM115
+      return super().run(*args, **kwargs)
+
+    def close(self):
+      for file in self.leaked:
+        file.close()
+      super().close()
+
+  monkeypatch.setattr(soak_sandbox, "Sandbox", Leaky)
+  monkeypatch.setattr(soak_sandbox, "_HOSTILE", ("1 / 0",))
+  monkeypatch.setattr(soak_sandbox, "_SETTLE_S", 1.0)
+  with pytest.raises(ValueError, match=r"leaks: .*'descriptors'"):
+    soak_sandbox.soak(5)
+
+
+# --- Programs for TPUs.
+
+
+@pytest.mark.parametrize("program", ["train", "prefill", "decode"])
+def test_every_kind_of_program_can_be_lowered(program: str, monkeypatch):
+  """Here for one device of this machine; the compiler for TPUs is not everywhere."""
+  kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
+  devices = np.array(jax.devices()[:1]).reshape(1, 1, 1, 1)
+  partitioner = Partitioner(Mesh(devices, AXES, axis_types=kinds))
+  monkeypatch.setattr(tpu_programs, "partitioner_of", lambda case: partitioner)
+  monkeypatch.setattr(tpu_programs, "architecture", lambda case: toy.MODEL)
+  case = tpu_programs.Case("v5e:1x1", "toy", program, {}, 2, 128, 4, slots=4)
+  assert "func" in tpu_programs.lower(case).as_text()
+
+
+@pytest.mark.parametrize(
+  ("kind", "sent"),
+  [
+    ("all-gather", 3 * 75),
+    ("reduce-scatter", 3 * 75),
+    ("all-reduce", 3 * 150),
+    ("collective-permute", 3 * 100),
+  ],
+)
+def test_bytes_that_a_device_of_four_sends(kind: str, sent: int):
+  assert hlo_text.Collective(kind, 3, 100, 4, "").sent == sent
+
+
+@pytest.mark.parametrize(
+  ("groups", "size"),
+  [
+    ("replica_groups=[16,4]<=[64]", 4),
+    ("replica_groups={{0,1,2},{3,4,5}}", 3),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}", 8),
+    ("replica_groups=mesh['axis_0'=8] {'axis_0':(2)4}", 4),
+    ("source_target_pairs={{0,1}}", 64),
+  ],
+)
+def test_groups_in_every_notation(groups: str, size: int):
+  assert hlo_text.group_size(groups, 64) == size
+
+
+def test_bytes_of_types():
+  shape = "(bf16[2,3]{1,0:T(8,128)(2,1)}, pred[4], f8e4m3fn[5], s4[6], f32[])"
+  assert hlo_text.array_bytes(shape) == [12, 4, 5, 3, 4]
