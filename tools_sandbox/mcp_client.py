@@ -13,6 +13,7 @@ budget: one protocol, whose faults are met in one place.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -109,6 +110,9 @@ class McpTool:
     self._lock = threading.Lock()
     self._thread = contextlib.ExitStack()
     self._portal = self._thread.enter_context(start_blocking_portal(name="mcp"))
+    # Left open, it would hold up the end of Python: the portal waits for its thread,
+    # which does not run any more by then.
+    atexit.register(self.close)
     try:
       tool = self._find()
       self.description = clean((tool.description or "")[:_MAX_CHARS])
@@ -119,6 +123,7 @@ class McpTool:
 
   def close(self) -> None:
     """Ends the session, and the server if it was started here."""
+    atexit.unregister(self.close)
     with self._lock:
       if self._session is not None:
         self._session.end()
@@ -388,6 +393,8 @@ class _ClientSession:
 
   def end(self) -> None:
     """Leaves the session, and waits until a server on stdio has ended with it."""
+    if self.ended:
+      return
     if self._greeted.done():
       self._portal.start_task_soon(self._leave.set)
       concurrent.futures.wait((self._task,), _END_S)

@@ -89,7 +89,7 @@ class RewardConfig:
       )
 
   def kept_in(self, folder: str) -> RewardConfig:
-    """The same, the judge's verdicts in this folder where no file is logged.
+    """The same, the judge's verdicts in this folder where no file is named.
 
     So a run that is interrupted asks for none again, and none can be another one.
     """

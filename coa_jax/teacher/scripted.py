@@ -84,7 +84,7 @@ class ScriptedBackend:
     self._sample = sample
 
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
-    """The scripted reply; see `llm.ModelBackend`."""
+    """The scripted reply; see `backend.ModelBackend`."""
     question = _QUESTION.search(messages[1].content)
     task = self._tasks.get(question[1]) if question else None
     if task is None:

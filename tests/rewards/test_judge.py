@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import socket
 
 import pytest
 from chat_server import ChatServer
@@ -104,6 +105,7 @@ def test_passing_faults_are_retried(fault, server):
     (401, "status 401"),
     (400, "refuses the request"),
     ("cut", "RemoteProtocolError"),
+    ("garbage", "not JSON"),
     ("not a completion", "not a chat completion"),
     ("I cannot say", "no verdict in a reply that ends 'I cannot say'"),
   ],
@@ -115,6 +117,24 @@ def test_lasting_faults_are_no_wrong_answer(fault, words, server):
     verdict(judge, "Bacon")
   server.faults.clear()
   assert verdict(judge, "Bacon") == 0.0  # a failure is not remembered
+  judge.close()
+
+
+def test_a_slow_judge_is_given_up(server):
+  judge = server.judge(seconds=0.5)
+  server.faults.append("slow")
+  with pytest.raises(Ungradable, match=r"no reply within 0.5 s"):
+    verdict(judge, "Bacon")
+  judge.close()
+
+
+def test_an_unreachable_judge_is_no_wrong_answer():
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
+  judge = Judge(JudgeConfig(ChatConfig(url, "m"), seconds=60.0))
+  with pytest.raises(Ungradable, match="ConnectError"):
+    verdict(judge, "Bacon")
   judge.close()
 
 

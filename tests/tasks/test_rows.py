@@ -98,6 +98,20 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
     rows(str(tmp_path / name))
 
 
+def test_array_record(tmp_path):
+  pytest.importorskip("array_record")
+  from array_record.python.array_record_module import ArrayRecordWriter
+
+  path = tmp_path / "a.array_record"
+  writer = ArrayRecordWriter(str(path), "group_size:1")
+  for row in ROWS:
+    writer.write(json.dumps(row).encode())
+  writer.close()
+  other = path.rename(tmp_path / "other")
+  assert rows(f"array_record:{other}") == ROWS
+  assert rows(str(other.rename(path))) == ROWS
+
+
 def test_what_save_to_disk_wrote(tmp_path):
   datasets = pytest.importorskip("datasets")
   one = datasets.Dataset.from_list(ROWS)

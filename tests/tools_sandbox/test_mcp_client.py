@@ -277,3 +277,12 @@ def test_a_response_over_http_has_an_end():
 def test_a_tool_that_is_not_there_is_named(where):
   with pytest.raises(ValueError, match=r"no tool 'telescope' there"):
     McpTool(McpConfig("telescope", **where))
+
+
+def test_a_program_that_leaves_one_open_ends_all_the_same():
+  program = (
+    "from tools_sandbox.mcp_client import McpConfig, McpTool\n"
+    f"tool = McpTool(McpConfig('x', command={hostile()['command']!r}))"
+  )
+  done = subprocess.run([sys.executable, "-c", program], timeout=LONG)
+  assert done.returncode == 0
