@@ -3,6 +3,8 @@
 A benchmark keeps one `Worker` per contestant alive and sends it a JSON line for every
 turn; the worker runs `PYTHON -m MODULE NAME FOLDER`, which ends in `serve`, and answers
 with a line. A peer's interpreter imports this file too: the standard library alone.
+
+budget: both ends of the pipe, which share one protocol.
 """
 
 from __future__ import annotations
