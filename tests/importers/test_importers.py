@@ -284,10 +284,9 @@ def test_formats(tmp_path):
   with pytest.raises(ValueError, match="format 'x'"):
     Importer("x", UNIFIED)
   path = tmp_path / "t.jsonl"
-  for text, message in (("", "holds no row"), ('{"a": 1}', r"t\.jsonl:1: its fields")):
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-      records(str(path))
+  path.write_text("")
+  with pytest.raises(ValueError, match="holds no row"):
+    records(str(path))
   path.write_text(json.dumps(row_of(search())) + "\n" + json.dumps(row_of()) + "\n")
   found, rows = records(str(path))
   assert found == "oagents" and [n for n, _, _ in rows] == [0, 1]
