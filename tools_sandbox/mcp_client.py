@@ -384,7 +384,9 @@ class _ClientSession:
   @property
   def fault(self) -> BaseException | None:
     """What ended it, if it ended by itself."""
-    return self._task.exception() if self._task.done() else None
+    if not self._task.done() or self._task.cancelled():
+      return None
+    return self._task.exception()
 
   def is_greeted(self, seconds: float) -> bool:
     """Waits for the server's greeting; whether it came in time."""

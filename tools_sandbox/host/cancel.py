@@ -27,7 +27,7 @@ class Cancel:
 
   @contextlib.contextmanager
   def bound(self, write_fd: int, read_fd: int) -> Iterator[None]:
-    """Is for the run that goes on meanwhile.
+    """Has a call end the run that goes on inside the `with`.
 
     Args:
       write_fd: of the pipe by which its zygote hears of a cancellation.
