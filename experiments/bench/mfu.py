@@ -101,8 +101,7 @@ def measure(
   Raises:
     ValueError: losses differ, or a worker ended.
   """
-  settings = {who: SETTINGS[who] for who in ("ours", *pythons)}
-  first, turns = race(size, pythons, settings, rounds, checked=1, tolerance=TOLERANCE)
+  first, turns = race(size, pythons, SETTINGS, rounds, checked=1, tolerance=TOLERANCE)
   per_row = segments(size.length)
   flops = train_flops(ModelConfig(**size.model), per_row * size.rows, size.lora > 0)
   rows = []
@@ -118,7 +117,7 @@ def measure(
         "tflops_per_second": flops / seconds / 1e12,
         "mfu": flops / seconds / peak,
         "peak_gb": answers[-1]["peak_mb"] / 1024,
-        "setting": setting_text(settings.get(who, settings["ours"])),
+        "setting": setting_text(SETTINGS.get(who, SETTINGS["ours"])),
       }
     )
   return rows

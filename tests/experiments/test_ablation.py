@@ -21,9 +21,11 @@ from coa_jax.sft import DataConfig
 from coa_jax.tasks.sources import TasksConfig
 from coa_jax.teacher.filters import FiltersConfig
 from experiments.studies import ablation, ablation_jobs, ablation_report
-from experiments.studies.ablation_arms import ARMS, BUDGETS
+from experiments.studies.ablation_arms import ARMS, BUDGETS, DOMAINS
 from experiments.studies.ablation_jobs import AblationPlan, Runner, ordered
 
+# What says where something is, not what is done.
+_PLACES = ("init", "trajectories")
 _READ = {
   "distill": {"teacher": TeacherConfig, "filters": FiltersConfig, "tasks": TasksConfig},
   "sft": {"data": DataConfig},
@@ -57,7 +59,59 @@ def test_every_config_is_read_and_has_the_fields_that_its_arm_names(budget):
       assert not ended or value_of(ended[-1], path) == value
 
 
+def fields_of(jobs) -> dict[str, list]:
+  """Values by "journey.section.field", over the jobs of that journey."""
+  out: dict[str, list] = {}
+
+  def read(path: str, value) -> None:
+    if isinstance(value, dict):
+      for name, inner in value.items():
+        read(f"{path}.{name}", inner)
+    elif path.rpartition(".")[2] not in _PLACES:
+      out.setdefault(path, []).append(value)
+
+  for job in jobs:
+    if job.kind != "world":
+      read(job.kind, job.config.to_dict())
+  return out
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", [a for a in ARMS if not ARMS[a].per_domain])
+def test_an_arm_differs_from_the_full_recipe_in_what_it_names_alone(name, budget):
+  full = fields_of(jobs_of("full", budget))
+  own = fields_of(jobs_of(name, budget))
+  if not ARMS[name].rl:
+    full = {path: values for path, values in full.items() if path[:3] != "rl."}
+  changed = {
+    path
+    for path in {*full, *own}
+    if full.get(path, [None])[-1] != own.get(path, [None])[-1]
+  }
+  assert changed == set(ARMS[name].fields)
+
+
+def test_models_per_domain_share_the_tasks_and_have_the_budget_that_is_said():
+  one = fields_of(jobs_of("full"))
+  total = fields_of(jobs_of("per_domain_total"))
+  each = fields_of(jobs_of("per_domain_each"))
+  for steps in ("sft.data.steps", "rl.algo.steps"):
+    assert abs(sum(total[steps]) - one[steps][0]) <= len(DOMAINS) - 1
+    assert each[steps] == one[steps] * len(DOMAINS)
+  families = set(each["rl.tasks.families"])
+  assert families == set(DOMAINS.values()) == set(each["evaluate.tasks.families"])
+
+
 def test_equal_work_is_one_job_and_other_work_another():
+  configs: dict[str, str] = {}
+  teams = set()
+  for seed in range(2):
+    for arm in ARMS:
+      jobs = jobs_of(arm, seed=seed)
+      for job in jobs:
+        assert configs.setdefault(job.name, str(job.config)) == str(job.config)
+      teams.add((seed, next(job.name for job in jobs if job.kind == "distill")))
+  assert len(teams) == 2  # one team's runs for all arms of a seed
   names = {arm: [j.name for j in jobs_of(arm)] for arm in ARMS}
   assert set(names["sft_only"][:3]) == set(names["full"][:3])  # world, team, SFT
   assert set(names["no_filtering"][:4]) == set(names["rl_from_unfiltered"][:4])

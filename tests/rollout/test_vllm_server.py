@@ -139,8 +139,8 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_run(server, tmp_path):
   [
     ({"url": "localhost:8000"}, "must start with http://"),
     ({"folder": ""}, "name a folder"),
-    ({"retries": -1}, "retries at least 0"),
-    ({"request_tokens": 0}, "request_tokens must be positive"),
+    ({"retries": -1}, "retries is -1; it must be at least 0"),
+    ({"request_tokens": 0}, "request_tokens is 0; it must be at least 1"),
     ({"serve": sys.executable, "url": "http://x"}, "leave one of them out"),
     ({"serve": "/no/vllm"}, "serve '/no/vllm' is no program"),
     ({"flags": ("--x",)}, r"vllm\.serve starts"),
