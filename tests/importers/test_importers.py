@@ -1,4 +1,7 @@
-"""Other systems' runs as trajectories: every call and observation, or the reason."""
+"""Other systems' runs as trajectories: every call and observation, or the reason.
+
+budget: one law over every format, and what is special to each.
+"""
 
 from __future__ import annotations
 
