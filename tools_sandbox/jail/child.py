@@ -77,7 +77,7 @@ def set_dumpable(dumpable: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ProgramRequest:
   """What a child is to run.
 
   Attributes:
@@ -96,10 +96,10 @@ class Job:
 
 
 def become_program(
-  get: Callable[[], Job],
+  get: Callable[[], ProgramRequest],
   pipes: tuple[int, int, int],
   template_bytes: int,
-  confine: Callable[[Job], None] | None = None,
+  confine: Callable[[ProgramRequest], None] | None = None,
   keep_fds: Collection[int] = (),
 ) -> NoReturn:
   """Runs a program as `__main__` in this process and ends the process.

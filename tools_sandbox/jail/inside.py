@@ -161,7 +161,7 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
     _log("joining the run's init", e)
     os._exit(1)
 
-  def get() -> child.Job:
+  def get() -> child.ProgramRequest:
     os.write(began, b"w")
     row = wire.read_frame(request)
     # Where memory runs out, of its group or of the machine, programs die first: not
@@ -173,7 +173,7 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
       os.close(request)
     limits = wire.Limits.from_json(row["limits"])
     os.chdir(_HOME)
-    return child.Job(row["program"], row["stdin"], limits, cells)
+    return child.ProgramRequest(row["program"], row["stdin"], limits, cells)
 
   confine = functools.partial(_confine, walls, began)
   inner = pipes[0], pipes[1], pipes[2]
@@ -252,7 +252,7 @@ def _give_files(limits: wire.Limits) -> None:
   kernel.mount("tmpfs", _HOME, "tmpfs", flags, f"{size},{owner}")
 
 
-def _confine(walls: _Walls, began: int, task: child.Job) -> None:
+def _confine(walls: _Walls, began: int, task: child.ProgramRequest) -> None:
   """The last walls around the program; says that it begins."""
   # Both are counted per user namespace: those of this run, of which one is the init.
   most = task.limits.processes + 1

@@ -77,9 +77,9 @@ class _Plain:
     zygote = os.getpid()
     self._pid = os.fork()
     if not self._pid:
-      task = child.Job(request["program"], request["stdin"], limits)
+      task = child.ProgramRequest(request["program"], request["stdin"], limits)
 
-      def get() -> child.Job:
+      def get() -> child.ProgramRequest:
         child.die_with_parent(zygote, signal.SIGKILL)
         os.chdir(self._path)
         child.set_environment(self._path)
