@@ -48,6 +48,7 @@ def prepare_workdir(
     ConfigError: the workdir holds a run of another config or of other inputs; the
       field or the input that differs is named.
   """
+  # --- A run that something came of goes on as it began.
   path = os.path.join(workdir, "config.json")
   if os.path.exists(path) and not _alone(path):
     difference = _difference_from_record(path, config, may_change, inputs or {})
@@ -59,6 +60,7 @@ def prepare_workdir(
       )
     for name in scratch_dirs:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
+  # --- A new run, or one that nothing came of.
   record = {
     "config": as_json(config),
     "git_commit": git_commit(),

@@ -164,6 +164,8 @@ def _by_chunks(
     x = jnp.moveaxis(x.reshape(chunks, B, row_devices, C), 0, 2)
     return x.reshape(B, row_devices, chunks * C)[:, :, :own].reshape(B, T)
 
+  # Logits of a chunk are computed again for the gradient: to keep those of all chunks
+  # is what chunks are there to avoid.
   again = jax.checkpoint(head, prevent_cse=False)
 
   def chunk(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:

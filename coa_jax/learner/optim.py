@@ -88,7 +88,8 @@ def side_by_side(
     return {name: o.init(params[name]) for name, o in optimizers.items()}
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    updates, states = {}, {}
+    updates = {}
+    states = {}
     for name, optimizer in optimizers.items():
       updates[name], states[name] = optimizer.update(
         grads[name], state[name], params[name]

@@ -48,10 +48,13 @@ def _yarn_slowing(cfg: ModelConfig, yarn: Yarn) -> np.ndarray:
     wavelength = yarn.positions / (turns * 2 * math.pi)
     return half * math.log(wavelength) / math.log(cfg.rope_theta)
 
-  low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+  low = dimension(yarn.beta_fast)
+  high = dimension(yarn.beta_slow)
   if yarn.truncate:
-    low, high = math.floor(low), math.ceil(high)
-  low, high = max(low, 0), min(high, cfg.head_dim - 1)
+    low = math.floor(low)
+    high = math.ceil(high)
+  low = max(low, 0)
+  high = min(high, cfg.head_dim - 1)
   if low == high:
     high += 1e-3
   ramp = np.clip((np.arange(half) - low) / (high - low), 0, 1)
@@ -64,7 +67,8 @@ def _llama3_slowing(frequency: np.ndarray, llama3: Llama3Rope) -> np.ndarray:
   As YaRN, but with a ramp that is linear in how often a dimension turns. Source:
   `apply_scaling` in github.com/meta-llama/llama-models.
   """
-  low, high = llama3.low_freq_factor, llama3.high_freq_factor
+  low = llama3.low_freq_factor
+  high = llama3.high_freq_factor
   turns = llama3.positions * frequency / (2 * math.pi)
   keep = np.clip((turns - low) / (high - low), 0, 1)
   return keep + (1 - keep) / llama3.factor

@@ -12,7 +12,8 @@ from typing import Any
 
 from coa_jax.report.tables import Table
 
-SECONDS, RATE = "seconds_", "_tokens_per_second"
+SECONDS = "seconds_"
+RATE = "_tokens_per_second"
 OTHER = "other"
 # In this order in tables and pictures; what a phase means to a reader.
 PHASES = {

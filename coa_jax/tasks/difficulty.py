@@ -109,6 +109,7 @@ def keep_tasks(
     `too_easy`, `limit`), `out`, `rates` (right/graded -> tasks, of all that have
     attempts) and `kept_rates` and `kept_strata` (of those kept).
   """
+  # --- Those whose pass rate is in the band, and why the others are not.
   left: collections.Counter[str] = collections.Counter()
   rates: collections.Counter[str] = collections.Counter()
   fitting: list[Task] = []
@@ -122,6 +123,7 @@ def keep_tasks(
       continue
     meta = {**task.meta, "pass_rate": outcome.rate, "attempts": outcome.graded}
     fitting.append(dataclasses.replace(task, meta=meta))
+  # --- No more than the limit, from every stratum alike.
   strata = {t.id: _stratum(t, attempts[t.id], config.strata) for t in fitting}
   kept = fitting
   if config.limit and len(fitting) > config.limit:

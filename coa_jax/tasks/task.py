@@ -60,6 +60,7 @@ class Task:
       ValueError: a field is missing, unknown or of the wrong kind; the message starts
         with `where` and names the field and what would be accepted.
     """
+    # --- Names: null is left out, `answer` may stand for `answers`.
     row = {name: value for name, value in row.items() if value is not None}
     if "answer" in row and "answers" not in row:
       row["answers"] = row.pop("answer")
@@ -71,6 +72,7 @@ class Task:
         f"{where}: unknown field {unknown[0]!r}; a task has "
         f"{', '.join(sorted(fields))}, and what else a row knows goes into meta"
       )
+    # --- What a task can not do without.
     question = row.get("question")
     answers = row.get("answers")
     if not isinstance(question, str) or not question.strip():
@@ -83,6 +85,7 @@ class Task:
         f"got {answers!r}"
       )
     row["answers"] = tuple(_answer(a, where) for a in answers)
+    # --- What it may have.
     for field, kind, label in _KINDS:
       if not isinstance(row.get(field, kind()), kind):
         raise ValueError(

@@ -82,6 +82,7 @@ def read_reply(
   Raises:
     MalformedReply: it does not have the form that the agent's prompt asks for.
   """
+  # --- Agents whose reply is a line or a block of its own form.
   if agent == ORCHESTRATOR:
     following = _field(_NEXT, text, "a line 'NEXT: <agent>'").lower()
     if following not in legal:
@@ -100,6 +101,7 @@ def read_reply(
   if agent == VERIFIER:
     score = _field(_SCORE, text, "a line 'SCORE: <1-4>'")
     return Parsed(VERDICT, _optional(_WHY, text), score)
+  # --- Agents who write prose.
   if not text.strip():
     raise MalformedReply("the reply was empty")
   if agent == PLANNER:

@@ -90,14 +90,17 @@ def save_adapter(
     config: what they were made with.
     base: name or folder of the model that they belong to.
   """
+  # Gathering takes part in a collective: every process does it.
   tensors = {}
   whole = jax.tree.map(gather, adapters)
   if jax.process_index() > 0:
     return
+  # --- Arrays under peft's names, which are [outputs, inputs] like Hugging Face's.
   for layer, arrays in unstack(whole, cfg.layers).items():
     number = layer.removeprefix("layer_")
     for key, x in arrays.items():
-      name, half = key[:-2], key[-1].upper()
+      name = key[:-2]
+      half = key[-1].upper()
       target = hf_name(name).removesuffix(".weight")
       full = f"base_model.model.model.layers.{number}.{target}.lora_{half}.weight"
       flat = x.reshape(-1, config.rank) if half == "A" else x.reshape(config.rank, -1)
@@ -106,6 +109,7 @@ def save_adapter(
   save_file(
     tensors, os.path.join(path, "adapter_model.safetensors"), metadata={"format": "pt"}
   )
+  # --- What peft needs to know of them.
   modules = sorted(hf_name(n).split(".")[-2] for n in config.matrices)
   description = {
     "peft_type": "LORA",

@@ -37,11 +37,13 @@ from coa_jax.model.transformer import param_shapes
 from coa_jax.protocol.tokens import Tokenizer
 
 _CONFIG = "config.json"
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DTYPES = ("F32", "BF16", "F16")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 # What Git puts in place of a file that it keeps elsewhere.
 _LFS = b"version https://git-lfs"
 
@@ -261,6 +263,7 @@ def load_model(
       before an array is read; but one that should equal the embedding is compared. Or
       an array holds NaN or infinity.
   """
+  # --- Refuse what does not fit, before an array is read.
   path = os.fspath(path)
   cfg = load_config(path, load)
   if partitioner:
@@ -271,6 +274,8 @@ def load_model(
   with contextlib.ExitStack() as files:
     slices = dict(_open(path, files))
     _check(path, table, slices)
+
+    # --- Our arrays by path: each is made of one array of the files, or one a layer.
     entries: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
     for name, entry in table.items():
       entries.setdefault(entry.path, []).append((entry, slices[name]))
@@ -280,6 +285,7 @@ def load_model(
       read = _reader(parts, np.dtype(want.dtype))
       return jax.make_array_from_callback(want.shape, sharding, read)
 
+    # --- Every device reads its own part of every array.
     one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if partitioner:
       where = partitioner.tree(shapes)
@@ -387,7 +393,8 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
   """Lists everything in which the files do not fit the architecture."""
   faults = []
   for name, stored in slices.items():
-    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    shape = tuple(stored.get_shape())
+    dtype = stored.get_dtype()
     # Some tools write the output matrix beside the embedding that it is tied to.
     entry = table.get(_EMBEDDING if name == _HEAD and name not in table else name)
     if entry is None:

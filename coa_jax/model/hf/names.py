@@ -14,8 +14,11 @@ import numpy as np
 
 # Ours: (Hugging Face's name, which of our axes make up each of its axes). Hugging Face
 # stores a matrix as [outputs, inputs], ours are [inputs..., outputs...].
-_VECTOR, _MATRIX = ((0,),), ((1,), (0,))
-_INTO_HEADS, _FROM_HEADS, _OF_HEADS = ((1, 2), (0,)), ((2,), (0, 1)), ((0, 1),)
+_VECTOR = ((0,),)
+_MATRIX = ((1,), (0,))
+_INTO_HEADS = ((1, 2), (0,))
+_FROM_HEADS = ((2,), (0, 1))
+_OF_HEADS = ((0, 1),)
 _LAYER = {
   "attn_norm": ("input_layernorm.weight", _VECTOR),
   "q": ("self_attn.q_proj.weight", _INTO_HEADS),
@@ -66,7 +69,8 @@ class Entry:
     cuts = []
     for group in self.groups:
       # Only the first axis of a group is ever split.
-      first, rest = group[0], math.prod(self.shape[i] for i in group[1:])
+      first = group[0]
+      rest = math.prod(self.shape[i] for i in group[1:])
       cuts.append(slice(spans[first].start * rest, spans[first].stop * rest))
     axes = [i for g in self.groups for i in g]
     part = stored[tuple(cuts)].reshape([len(spans[i]) for i in axes])
@@ -89,7 +93,8 @@ def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
   Raises:
     ValueError: listing parameters that have no name there.
   """
-  out, unmapped = {}, []
+  out = {}
+  unmapped = []
   for keys, x in jax.tree_util.tree_leaves_with_path(shapes):
     path = tuple(k.key for k in keys)
     name = path[-1]

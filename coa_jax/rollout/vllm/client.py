@@ -331,7 +331,9 @@ class VllmServer:
   ) -> T:
     """What `read` makes of an answer; it raises where that is not what was asked."""
     c = self._config
-    retries = Retries(c.retries, c.backoff_s, max_pause_s=c.timeout_s)
+    retries = Retries(
+      c.retries, c.backoff_s, max_pause_s=c.timeout_s, pause_field="timeout_s"
+    )
     try:
       while True:
         try:

@@ -112,6 +112,7 @@ class VllmReplica:
         "rollout.min_p and rollout.top_p do not go together with section vllm: it "
         "applies them in another order than the learner"
       )
+    # --- What it plays, and by which limits.
     self.model = dataclasses.replace(model, scan=False, remat="none")
     self._whole = partitioner
     self.partitioner = partitioner.decoding().replicas()[0] if partitioner else None
@@ -122,12 +123,14 @@ class VllmReplica:
     self._vllm = dataclasses.replace(vllm, folder=os.path.abspath(vllm.folder))
     self._automaton = automaton
     self._probe = list(probe)[: proof.PROBE]
+    # --- What the server has, and how that is proved.
     self._served: list[weakref.ref] = []  # the arrays that the server is known to serve
     self._tokenizer = tokenizer
     self._constraint = constraint
     self._grammar = ""  # file of the constraint's tables
     self._process: VllmProcess | None = None
     self._server: VllmServer | None = None
+    # --- The episodes that run.
     self._live: list[_Live] = []
     self._policy_changes = policy_changes
     self.clear()
