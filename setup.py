@@ -6,14 +6,16 @@ setuptools.setup(
   name="coa-jax",
   version="0.1.0",
   description="Chain-of-Agents models in JAX: distil, fine-tune, reinforce, evaluate",
+  license="Apache-2.0",
+  license_files=["LICENSE"],
   python_requires=">=3.11",
-  packages=setuptools.find_packages(
-    include=("coa_jax*", "tools_sandbox*", "configs", "experiments*")
-  ),
+  # Programs and configs are run from a checkout; their names are too common to install.
+  packages=setuptools.find_packages(include=("coa_jax*", "tools_sandbox*")),
   package_data={"coa_jax.report": ["static/*"]},
   install_requires=[
     "absl-py>=2.1",
     "bm25s>=0.2.10",
+    "docstring_parser>=0.16",  # --config.help
     "flax>=0.12",
     "grain>=0.2.12",
     "h11>=0.14",
@@ -45,7 +47,8 @@ setuptools.setup(
   ],
   extras_require={
     "tpu": ["jax[tpu]>=0.10"],
-    "gpu": ["jax[cuda13]>=0.10"],
+    "cuda12": ["jax[cuda12]>=0.10"],
+    "cuda13": ["jax[cuda13]>=0.10"],
     # Into an environment of its own (docs/vllm.md); spoken to over HTTP.
     "vllm": ["vllm>=0.32"],
     # Tools of MCP servers (config.tools.mcp); its clients speak to older servers too.

@@ -31,6 +31,7 @@ def check(needs: Mapping[str, int], room: float, who: str) -> None:
   """As `check_host`, of so many bytes; `who` begins the words for them."""
   if sum(needs.values()) <= room:
     return
+  # Two of them say what to make smaller; more would be read by nobody.
   most = sorted(needs.items(), key=lambda need: -need[1])
   largest = "; ".join(f"{name}: {size / 1e9:,.0f} GB" for name, size in most[:2])
   raise ValueError(f"too large, at the least: {largest}; {who} {room / 1e9:,.0f} GB")

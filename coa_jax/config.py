@@ -10,7 +10,6 @@ budget: reading, defaults and every message about a field are one subject.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import types
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import ml_collections
 from ml_collections import config_dict
 
+from coa_jax.fields import nearest
 from coa_jax.json_io import shown
 
 T = TypeVar("T")
@@ -214,10 +214,14 @@ def _suggestion(name: str, cls: type) -> str:
   for path, field in _fields_within(cls):
     if field.metadata.get("was") == name:
       return f"; it is called {path!r} now"
+  names = [field.name for field in dataclasses.fields(cls)]
   for path, field in _fields_within(cls):
     if field.name == name:
-      return f"; did you mean {path!r}?"
-  return nearest(name, [field.name for field in dataclasses.fields(cls)])
+      return f"; did you mean {path!r}? There are {', '.join(names)}"
+  suggestion = nearest(name, names)
+  if suggestion.endswith("?"):
+    suggestion += f" There are {', '.join(names)}"
+  return suggestion
 
 
 def _fields_within(
@@ -259,14 +263,6 @@ def _without_infinities(values: dict[str, Any]) -> dict[str, Any]:
 def is_empty(section: Any) -> bool:
   """Whether a value says what a section that is missing says."""
   return section is None or section == "" or section == {}
-
-
-def nearest(name: str, known: Any) -> str:
-  """`; did you mean 'x'?`, or the list of what there is where nothing is near."""
-  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-  if close:
-    return f"; did you mean {close[0]!r}?"
-  return f"; there are {', '.join(sorted(known))}"
 
 
 def _typed(value: Any, hint: Any, where: str) -> Any:

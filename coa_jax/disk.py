@@ -50,8 +50,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[str]:
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
   try:
     yield unfinished
-    os.replace(unfinished, path)
+    os.replace(unfinished, path)  # at once, on POSIX
   except BaseException:
+    # Also at Ctrl-C: what is half written may be large.
     if os.path.isdir(unfinished):
       shutil.rmtree(unfinished, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -95,6 +96,7 @@ def clear_errors(where: str = "") -> Iterator[None]:
   try:
     yield
   except Exception as e:
+    # Its message is for the user already, whatever it was raised from.
     if isinstance(e, ValueError) and not _number(e):
       raise
     if message := _refusal(e, where, set()):
@@ -123,35 +125,50 @@ def _is_no_repetition(record: logging.LogRecord) -> bool:
 
 def _print_unless_late(unraisable: Any) -> None:
   error = unraisable.exc_value
+  # TensorStore's late parts find the loop of asyncio closed.
   if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
     sys.__unraisablehook__(unraisable)
 
 
 def _refusal(error: BaseException | None, where: str, seen: set[int]) -> str:
   """What the disk refused in the error, its causes or its members; "" for nothing."""
+  # --- This error itself. Errors may be each other's causes: none is read twice.
   if error is None or id(error) in seen:
     return ""
   seen.add(id(error))
   number = _number(error)
   if number:
     file = getattr(error, "filename", None)
-    file = os.fsdecode(file) if isinstance(file, str | bytes) else where
+    if isinstance(file, str | bytes):
+      where = os.fsdecode(file)
     return (
-      f"{file or 'the disk'}: {os.strerror(number)}; {REMEDIES[number]}, and the same "
+      f"{where or 'the disk'}: {os.strerror(number)}; {REMEDIES[number]}, and the same "
       "command goes on: what was saved before stands"
     )
-  inside = list(getattr(error, "exceptions", ()))  # of a group
+
+  # --- The members of a group, its cause, and what was handled when it was raised.
+  inside = list(getattr(error, "exceptions", ()))
   inside.append(error.__cause__)
   if not error.__suppress_context__:
     inside.append(error.__context__)
-  return next(filter(None, (_refusal(e, where, seen) for e in inside)), "")
+  for e in inside:
+    refusal = _refusal(e, where, seen)
+    if refusal:
+      return refusal
+  return ""
 
 
 def _number(error: BaseException) -> int:
   """The number of what a disk refused; 0 for any other error."""
   if isinstance(error, OSError) and error.errno:
-    return error.errno if error.errno in REMEDIES else 0
+    if error.errno in REMEDIES:
+      return error.errno
+    return 0
+  # Libraries in C++ and Rust quote the system's words; a ValueError of ours may, too.
   words = str(error)
   if isinstance(error, ValueError) and not _STATUS.match(words):
     return 0
-  return next((n for n in REMEDIES if os.strerror(n) in words), 0)
+  for number in REMEDIES:
+    if os.strerror(number) in words:
+      return number
+  return 0

@@ -39,15 +39,16 @@ from coa_jax import capacity
 from coa_jax.config import ConfigError, as_json, read_config
 from coa_jax.fields import section
 from coa_jax.lock import exclusive
+from coa_jax.protocol.origin import Dialect
 from coa_jax.protocol.roles import Variant, get_variant
 from coa_jax.protocol.trajectory import Status, Trajectory, write_jsonl
 from coa_jax.record import hash_files, hash_json, prepare_workdir, write_manifest
 from coa_jax.report import plots
-from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards import grade_known
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import ShapingConfig
-from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, solve
 from coa_jax.teacher.backend import InfrastructureError, ModelBackend
@@ -71,6 +72,7 @@ from coa_jax.teacher.token_meter import Encode, encoder
 from coa_jax.teacher.tool_augmentation import ToolAugmentation, augmented_copies
 from coa_jax.teacher.violations import ViolationInspector, ViolationsConfig
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.unread import warn_unread
 
 RUNS = "runs.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
@@ -126,6 +128,7 @@ class DistillConfig:
   violations: ViolationsConfig | None = None
 
   def __post_init__(self):
+    # A section that nothing reads would be a wish that nobody hears.
     backend = self.teacher.backend
     for name in ("scripted", "chat"):
       if getattr(self, name) is not None and name != backend:
@@ -148,8 +151,9 @@ class DistillConfig:
     """The key, unless it is that of another endpoint, which plays the team."""
     if self.chat is None or self.violations is None:
       return api_key
-    same_endpoint = self.violations.base_url == self.chat.base_url
-    return api_key if same_endpoint else None
+    if self.violations.base_url != self.chat.base_url:
+      return None
+    return api_key
 
 
 @exclusive()
@@ -179,25 +183,29 @@ def run(
   settings = read_config(config, DistillConfig)
   teacher = settings.teacher
   tasks = select_tasks(settings.tasks)
+  say(describe_tasks(tasks))
   _check_host(teacher, tasks)
+  # The dialect that trajectories will speak, with the tools that answer here.
   variant = get_variant(teacher.variant).with_tools(settings.tools.tool_descriptions)
   grader = Grader(settings.reward.kept_in(workdir))
   grader.check(tasks, 0)
   inputs = {
-    "tasks": hash_json(t.to_json() for t in tasks),
+    "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
   }
   encode = encoder(teacher.tokenizer)
+  warn_unread(settings.tools)
   prepare_workdir(settings, workdir, may_change=_MAY_CHANGE, inputs=inputs)
 
   # --- Have the team work on every task; the best of several runs may be chosen.
   runs = RunFile(os.path.join(workdir, RUNS))
   jobs = list(itertools.product(tasks, range(teacher.samples)))
-  bill = {}
+  bill = {}  # what the endpoint was asked, where there is one
   with contextlib.ExitStack() as stack:
     stack.enter_context(grader)
     backends = _backends(settings, tasks, api_key, stack)
     toolbox = stack.enter_context(Toolbox(settings.tools))
+    # Calls of an endpoint are paid for: a run that was cut off goes on from those.
     journal = None
     if isinstance(backends[0], ChatBackend):
       journal = Journal(
@@ -215,6 +223,7 @@ def run(
       grader=grader,
     )
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
+    # In the order of the tasks, whichever ended first.
     runs.sort([(task.id, sample) for task, sample in jobs])
     selections = _select_all(tasks, runs, backends[0], journal, workdir, teacher)
     if journal is not None:
@@ -225,13 +234,14 @@ def run(
     jobs, runs, variant, teacher.prompt, settings.convert, selections
   )
   before = plots.Statistics.of([t for _, t in pairs], tokens=False)
-  kept, funnel, inspected = _filtered(settings, variant, pairs, workdir, api_key)
-  augmented = augmented_copies(kept, variant, settings.formats)
-  after = plots.Statistics.of(kept, tokens=False)
+  filtered, funnel, inspected = _filtered(settings, variant, pairs, workdir, api_key)
+  # Copies of what was chosen, in other tool formats; they stand at the end.
+  augmented = augmented_copies(filtered, variant, settings.formats)
+  after = plots.Statistics.of(filtered, tokens=False)
   write_jsonl(os.path.join(workdir, TEACHER), costs)
-  write_jsonl(os.path.join(workdir, TRAJECTORIES), [*kept, *augmented])
+  write_jsonl(os.path.join(workdir, TRAJECTORIES), [*filtered, *augmented])
 
-  # --- Write pictures, results and manifest.
+  # --- Count what every stage took and left.
   counts = {
     "tasks": len(tasks),
     "runs": len(jobs),
@@ -241,18 +251,21 @@ def run(
     "augmented": len(augmented),
     **inspected,
   }
-  funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
-  _draw(workdir, funnels, before, after)
-  results = {**counts, **outcome_figures(costs, kept), **bill}
+  results = {**counts, **outcome_figures(costs, filtered), **bill}
   if selections is not None:
     rewards = {(m.task_id, m.sample): m.reward for m in costs}
     results["best_of_n"] = figures(tasks, selections, rewards)
+
+  # --- Write pictures, manifest and results.
+  funnels = {"conversion": (len(pairs), dict(dropped)), **stages(funnel)}
+  _draw(workdir, funnels, before, after)
   write_manifest(
     os.path.join(workdir, MANIFEST),
     os.path.join(workdir, TRAJECTORIES),
     as_json(settings),
     counts=counts,
     statistics=[before.summary(), after.summary()],
+    dialects=[as_json(Dialect.of(variant, teacher.prompt, bool(augmented)))],
   )
   write_json(os.path.join(workdir, "results.json"), results)
   return results
@@ -285,6 +298,7 @@ def _run_one(
   """One run of the team, graded; calls of an interrupted run come from the journal."""
   backend = backends[sample]
   call = toolbox.call
+  # Between the team and what answers it: who replays, and who writes down.
   if journal is not None:
     key = (task.id, sample)
     backend = journal.backend(backend, key)
@@ -320,13 +334,14 @@ def _filtered(
     filter_trajectories, pairs, variant, grade_known, settings.filters
   )
   if settings.violations is None:
-    kept, funnel = apply()
-    return kept, funnel, {}
+    filtered, funnel = apply()
+    return filtered, funnel, {}
   path = os.path.join(workdir, VIOLATIONS)
+  # The team's key is for the team's endpoint, and is shown to no other.
   key = settings.violations_key(api_key)
   with ViolationInspector(settings.violations, path, key) as inspector:
-    kept, funnel = apply(functools.partial(_shown, inspector, workdir))
-    return kept, funnel, {"violations": inspector.counts()}
+    filtered, funnel = apply(functools.partial(_shown, inspector, workdir))
+    return filtered, funnel, {"violations": inspector.counts()}
 
 
 def _shown(
@@ -350,11 +365,13 @@ def _backends(
   """One backend for each sample of a task."""
   samples = settings.teacher.samples
   if settings.chat is not None:
+    # One for all: an endpoint draws anew for each sample.
     backend = stack.enter_context(ChatBackend(settings.chat, api_key))
     return [backend] * samples
   try:
     if settings.teacher.backend == "gsm8k_replay":
       return [Gsm8kReplay(tasks)] * samples
+    # A script's choices are keyed by the sample.
     scripted = settings.scripted or ScriptedConfig()
     return [ScriptedBackend(tasks, scripted, s) for s in range(samples)]
   except ValueError as e:
@@ -377,6 +394,7 @@ def _run_all(
     InfrastructureError: so many failed in a row that the others would, too.
   """
   # --- Leave out what earlier starts have finished.
+  # Their rewards count in the progress that is shown.
   todo: list[tuple[Task, int]] = []
   num_ended = 0
   total_reward = 0.0
@@ -398,6 +416,7 @@ def _run_all(
   try:
     with Metrics(workdir, stage="distill", total=len(jobs), unit="run") as metrics:
       while True:
+        # Not all at once: what has not begun need not be cancelled.
         for task, sample in itertools.islice(queue, 2 * workers - len(running)):
           running.add(pool.submit(work, task, sample))
         if not running:
@@ -408,6 +427,8 @@ def _run_all(
         for future in ended:
           finished = future.result()
           num_ended += 1
+          # A failure is not written, so the next start makes the run again. Many in a
+          # row mean that the endpoint or a tool is down.
           if finished.status == Status.INFRASTRUCTURE:
             num_failed += 1
             failed_in_a_row += 1
@@ -417,6 +438,8 @@ def _run_all(
                 "Finished runs are kept: mend it and start again on the same workdir"
               )
             continue
+
+          # The run is on disk before its calls are forgotten: a kill loses neither.
           failed_in_a_row = 0
           file.append(finished)
           total_reward += finished.reward or 0.0
@@ -431,6 +454,7 @@ def _run_all(
               figure += f"  {journal.spent()}"
             metrics.log(num_ended, values, figure)
   except BaseException:
+    # Runs on their way end at their next call: nobody would read them.
     if journal is not None:
       journal.stop()
     raise
@@ -452,8 +476,12 @@ def _select_all(
 
   def runs_of_tasks() -> Iterator[tuple[Task, list[Run]]]:
     for task in tasks:
-      runs = [file.read(task.id, sample) for sample in range(teacher.samples)]
-      yield task, [run for run in runs if run is not None]
+      runs = []
+      for sample in range(teacher.samples):
+        run = file.read(task.id, sample)
+        if run is not None:  # an infrastructure failure left none
+          runs.append(run)
+      yield task, runs
 
   selections: dict[str, Selection] = {}
   log_every = max(1, len(tasks) // 50)

@@ -24,6 +24,7 @@ from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_partitioner, process_dir
 from coa_jax.protocol.jsonlog import JsonLog, Place
+from coa_jax.protocol.origin import warn_if_other
 from coa_jax.protocol.prompts import instructions
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import (
@@ -35,17 +36,18 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.record import hash_files, hash_json, prepare_workdir
 from coa_jax.report import scores
-from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
-from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.types import Tools
+from coa_jax.tools.unread import warn_unread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +58,15 @@ class EvalConfig:
     greedy: True to play every task once at temperature 0.
     samples: further attempts per task at `temperature`; 3 or more for pass@3.
     temperature: of those.
+    k: of pass@k (one of k samples is right) and of votes (the answer that most of k
+      samples give is right), each at most `samples`. A finished evaluation may be
+      scored again by others.
   """
 
   greedy: bool = True
   samples: int = bounded(3, least=0)
   temperature: float = 1.0
+  k: tuple[int, ...] = scores.KS
 
   def __post_init__(self):
     check_fields(self)
@@ -70,6 +76,13 @@ class EvalConfig:
       raise ValueError(
         f"temperature is {self.temperature}; it must be above 0, `greedy` plays at 0"
       )
+    for k in self.k:
+      # The default says nothing of how many samples there are.
+      if k < 1 or (k > self.samples and self.k != scores.KS):
+        if not self.samples:
+          raise ValueError("samples is 0, so no k can be given: pass@k takes k samples")
+        most = f"from 1 to samples={self.samples}"
+        raise ValueError(f"k has {k}; it must be {most}: pass@k takes k samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +137,8 @@ def run(
     wrap_tools: makes what answers the calls from the config's tools, likewise.
 
   Returns:
-    What `results.json` holds: the figures of `scores.summary`, `by_family`, and `usage`
-    (sums over all attempts).
+    What `results.json` holds: the figures of `scores.summary`, the same by `by_source`
+    and `by_family` of the tasks, and `usage` (sums over all attempts).
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any decoding, naming what is
@@ -136,10 +149,12 @@ def run(
   settings = read_config(config, EvaluateConfig)
   samples = settings.eval.samples
   tasks = select_tasks(settings.tasks)
+  say(describe_tasks(tasks))
+  # What the host holds in the end: every attempt.
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
   capacity.check_host({fields: samples * len(tasks) * capacity.TRAJECTORY})
   partitioner = make_partitioner(settings.mesh)
-  cfg, tokenizer = open_folder(settings.init, settings.model)
+  cfg, tokenizer = open_folder(settings.init, settings.model)  # no weights yet
   check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)
   worker = make_worker(
@@ -153,21 +168,30 @@ def run(
     variant=variant,
   )
   worker.check(tasks)
+  dialect = worker.episode_config
+  warn_if_other(settings.init, dialect.variant, dialect.style)
+  warn_unread(settings.tools)
+
+  # --- Claim the workdir: it belongs to one config, and to what was read.
   inputs = {
-    "tasks": hash_json(t.to_json() for t in tasks),
+    "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
     "init": hash_files(settings.init, samples=16),
   }
   if variant is not None:
     inputs["variant"] = hash_json([instructions(variant)])
-  prepare_workdir(settings, workdir, inputs=inputs)
+  # What was played is scored by any k.
+  prepare_workdir(settings, workdir, may_change=("eval.k",), inputs=inputs)
 
-  # --- Play.
+  # --- Play, greedily and at the temperature; what an earlier start played is there.
   _, params = load_model(settings.init, settings.model, partitioner)
+  # A stage that is not played has no attempts.
   greedy: list[Trajectory] = []
   sampled: list[Trajectory] = []
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
-    tools = wrap_tools(toolbox) if wrap_tools else toolbox
+    tools = toolbox
+    if wrap_tools:
+      tools = wrap_tools(toolbox)
     play = functools.partial(
       _play,
       worker=worker,
@@ -184,9 +208,18 @@ def run(
       sampled = play("sampled", samples=samples, temperature=temperature)
 
   # --- Score.
-  tags = variant.tools if variant is not None else settings.tools.tags
-  results = scores.summary(greedy, sampled, tags)
-  results["by_family"] = scores.by_family(greedy, sampled, tags)
+  tags = settings.tools.tags
+  if variant is not None:
+    tags = variant.tools
+  ks = settings.eval.k
+  sources = {task.id: task.source for task in tasks}
+  groups: dict[str, Callable[[Trajectory], str]] = {
+    "by_source": lambda t: sources[t.task_id],
+    "by_family": lambda t: t.meta.get("family", ""),
+  }
+  results = scores.summary(greedy, sampled, tags, ks)
+  for name, group in groups.items():
+    results[name] = scores.by_group(greedy, sampled, group, tags, ks)
   results["reward_parts"] = _parts([*greedy, *sampled])
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
@@ -206,6 +239,7 @@ def _play(
   workdir: str,
 ) -> list[Trajectory]:
   """The attempts of a stage, in `STAGE.jsonl`: played, unless they are there."""
+  # The stage's file is written whole, at its end; until then attempts are in `part`.
   path = os.path.join(workdir, f"{stage}.jsonl")
   if not os.path.exists(path):
     part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"))
@@ -216,11 +250,12 @@ def _play(
       samples,
       temperature,
       seed,
-      skip={(place, t.sample) for place, t in part.ended},
+      skip={(task_index, t.sample) for task_index, t in part.ended},
       evaluation=True,
     )
-    everywhere = gather_trajectories(part.added(played))
-    write_jsonl(path, _ordered(everywhere, tasks, samples, workdir, stage))
+    # From all processes, each of which plays its part of the tasks.
+    gathered = gather_trajectories(part.added(played))
+    write_jsonl(path, _ordered(gathered, tasks, samples, workdir, stage))
     part.remove()
   return read_trajectories(path)
 
@@ -229,7 +264,7 @@ class AttemptLog:
   """The attempts of a stage that have ended, on disk as they end.
 
   Attributes:
-    ended: those of interrupted starts: (the task's place, trajectory). What the
+    ended: those of interrupted starts: (the task's index, trajectory). What the
       infrastructure ended is played again.
   """
 
@@ -239,26 +274,28 @@ class AttemptLog:
     self._log = JsonLog(path, self._recall)
 
   def _recall(self, attempt: Any, where: str, _: Place) -> None:
+    # A file of another kind by this name must not be written to.
     if not isinstance(attempt, list) or [type(x) for x in attempt] != [int, dict]:
       raise ValueError(
-        f"{where}: not an attempt (a task's place and a trajectory); delete the "
+        f"{where}: not an attempt (a task's index and a trajectory); delete the "
         "file, and its attempts are made again"
       )
-    place, row = attempt
+    task_index, row = attempt
     trajectory = Trajectory.from_json(row, where)
     # Of as many processes as there are now: those before may have been fewer.
-    mine = place % jax.process_count() == jax.process_index()
+    mine = task_index % jax.process_count() == jax.process_index()
     if mine and trajectory.status != Status.INFRASTRUCTURE:
-      self.ended.append((place, trajectory))
+      self.ended.append((task_index, trajectory))
 
   def added(
     self, played: Iterator[tuple[int, Trajectory]]
   ) -> Iterator[tuple[int, Trajectory]]:
     """What had ended before, then what is played, each written as it ends."""
+    # On disk before anybody hears of it: a kill loses no attempt that was counted.
     yield from self.ended
-    for place, trajectory in played:
-      self._log.append([place, trajectory.to_json()])
-      yield place, trajectory
+    for task_index, trajectory in played:
+      self._log.append([task_index, trajectory.to_json()])
+      yield task_index, trajectory
 
   def remove(self) -> None:
     """Deletes the file; the stage's own holds all of it."""
@@ -268,12 +305,15 @@ class AttemptLog:
 
 def _usage(played: list[Trajectory]) -> dict[str, float]:
   """What all attempts cost, whichever processes played them: sums of their usages."""
-  fields = [field.name for field in dataclasses.fields(Usage)]
-  return {name: sum(getattr(t.usage, name) for t in played) for name in fields}
+  sums = {}
+  for field in dataclasses.fields(Usage):
+    sums[field.name] = sum(getattr(t.usage, field.name) for t in played)
+  return sums
 
 
 def _parts(played: list[Trajectory]) -> dict[str, float]:
   """The mean of every part of the rewards, over the attempts that have it."""
+  # Parts differ by kind of task: a mean is over the attempts that have one.
   values: dict[str, list[float]] = {}
   for t in played:
     for name, value in t.reward_parts.items():
@@ -293,14 +333,18 @@ def _ordered(
   num_right = 0.0
   num_graded = 0
   total = len(tasks) * samples
-  log_every = max(1, total // 50)
-  with Metrics(workdir, stage, total, unit="trajectory") as metrics:
-    for place, trajectory in attempts:
-      played.append((place, trajectory.sample, trajectory))
+  log_every = max(1, total // 50)  # some fifty lines, however many are played
+  # Several evaluations may follow each other: the bar says whose this is.
+  title = f"{os.path.basename(os.path.abspath(workdir))}, {stage}"
+  with Metrics(workdir, stage, total, unit="trajectory", title=title) as metrics:
+    for task_index, trajectory in attempts:
+      played.append((task_index, trajectory.sample, trajectory))
+      # The infrastructure's failures are no wrong answers.
       num_right += trajectory.reward_parts.get("answer", 0.0)
       num_graded += trajectory.status != Status.INFRASTRUCTURE
       if len(played) % log_every == 0 or len(played) == total:
         accuracy = num_right / max(1, num_graded)
         metrics.log(len(played), {"accuracy": accuracy}, f"accuracy {accuracy:.3f}")
+  # They came as they ended.
   played.sort(key=lambda attempt: attempt[:2])
   return [trajectory for _, _, trajectory in played]

@@ -10,6 +10,7 @@ own that need several fields.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def check_fields(config: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
       raise ValueError(f"{field.name} is {value}; it must be a finite number")
     if isinstance(value, int | float) and not _within(value, field.metadata):
-      words = _accepted(field.metadata)
+      words = accepted(field.metadata)
       raise ValueError(f"{field.name} is {value}; it must be {words}")
 
 
@@ -87,11 +88,19 @@ def _within(value: float, bounds: Any) -> bool:
   return not ("below" in bounds and value >= bounds["below"])
 
 
-def _accepted(bounds: Any) -> str:
-  """Bounds in words: "at least 1", "from 0 to 1", "above 0 and below 2"."""
+def accepted(bounds: Any) -> str:
+  """Says bounds in words: "at least 1", "from 0 to 1", "above 0 and below 2"."""
   if "least" in bounds and "most" in bounds:
     return f"from {bounds['least']} to {bounds['most']}"
   words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
   return " and ".join(
     f"{text} {bounds[name]}" for name, text in words.items() if name in bounds
   )
+
+
+def nearest(name: str, known: Any) -> str:
+  """`; did you mean 'x'?`, or the list of what there is where nothing is near."""
+  close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+  if close:
+    return f"; did you mean {close[0]!r}?"
+  return f"; there are {', '.join(sorted(known))}"

@@ -35,10 +35,14 @@ def parse_json(text: str | bytes, where: str) -> Any:
       long.
   """
   try:
-    return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    if isinstance(text, bytes):
+      text = text.decode("utf-8-sig")
+    return json.loads(text)
   except json.JSONDecodeError as e:
-    place = f" at line {e.lineno}" if e.lineno > 1 else ""
-    raise ValueError(f"{where}: not JSON ({e.msg}{place})") from e
+    line = ""
+    if e.lineno > 1:  # in a file of one value; a line of JSON lines is in `where`
+      line = f" at line {e.lineno}"
+    raise ValueError(f"{where}: not JSON ({e.msg}{line})") from e
   except UnicodeDecodeError as e:
     raise ValueError(f"{where}: not UTF-8 ({e.reason} at byte {e.start})") from e
   except RecursionError:
@@ -87,13 +91,14 @@ def to_dataclass(row: Any, cls: type[T], where: str, needed: Iterable[str] = ())
     ValueError: a field is missing, unknown or of another type; named with its value.
   """
   try:
-    read = _reader(cls)(row, "")
+    value = _reader(cls)(row, "")
   except _BadField as e:
     raise ValueError(f"{where}: {e}") from None
+  # A default stands for what an earlier version did not write, not for these.
   for name in needed:
     if name not in row:
       raise ValueError(f"{where}: field {name!r} is missing")
-  return read
+  return value
 
 
 class _BadField(ValueError):
@@ -102,7 +107,9 @@ class _BadField(ValueError):
 
 def _wrong(value: Any, path: str, wanted: str) -> _BadField:
   """The error of a value that is not what was wanted at a path."""
-  field = f"field {path.removeprefix('.')!r}" if path else "the row"
+  field = "the row"
+  if path:
+    field = f"field {path.removeprefix('.')!r}"
   return _BadField(f"{field} is {shown(value)}; it must be {wanted}")
 
 
@@ -112,7 +119,9 @@ def shown(value: Any, most: int = 80) -> str:
     text = repr(value)
   except (RecursionError, ValueError):  # an int of more digits than Python writes
     text = f"a {type(value).__name__}"
-  return text if len(text) <= most else text[: most - 3] + "..."
+  if len(text) > most:
+    text = text[: most - 3] + "..."
+  return text
 
 
 @functools.cache
@@ -121,8 +130,9 @@ def _reader(hint: Any) -> _Reader:
   if hint is Any:
     return lambda value, path: value
   if isinstance(hint, types.UnionType):  # T | None
-    return _or_none(next(a for a in typing.get_args(hint) if a is not types.NoneType))
-  origin = typing.get_origin(hint)
+    (inner,) = set(typing.get_args(hint)) - {types.NoneType}
+    return _or_none(inner)
+  origin = typing.get_origin(hint)  # of list[int]: list
   if origin in (list, tuple):
     return _sequence(typing.get_args(hint)[0], origin)
   if origin is dict:
@@ -151,6 +161,7 @@ def _plain(hint: type) -> _Reader:
     if hint is float and kind is int and abs(value) < 2**63:
       return float(value)
     right = kind is hint
+    # Python's own reader takes any number of digits, and NaN.
     if right and hint is int:
       right = abs(value) < 2**63
     elif right and hint is float:
@@ -179,21 +190,8 @@ def _choice(hint: type[enum.Enum]) -> _Reader:
 
 
 def _sequence(of: Any, kind: type) -> _Reader:
-  if of in (int, float):  # token ids, log-probs: too many to look at one by one
-    accepted = {int} if of is int else {int, float}
-
-    def read_numbers(value: Any, path: str) -> Any:
-      if not isinstance(value, list | tuple):
-        raise _wrong(value, path, "a list of numbers")
-      if not set(map(type, value)) <= accepted:
-        place = next(i for i, x in enumerate(value) if type(x) not in accepted)
-        raise _wrong(value[place], f"{path}[{place}]", _WORDS[of])
-      if of is int and value and max(max(value), -min(value)) >= 2**63:
-        place = next(i for i, x in enumerate(value) if abs(x) >= 2**63)
-        raise _wrong(value[place], f"{path}[{place}]", _WORDS[int])
-      return kind(value)
-
-    return read_numbers
+  if of in (int, float):
+    return _numbers(of, kind)
   inner = _reader(of)
 
   def read(value: Any, path: str) -> Any:
@@ -204,11 +202,32 @@ def _sequence(of: Any, kind: type) -> _Reader:
   return read
 
 
+def _numbers(of: type, kind: type) -> _Reader:
+  """Of token ids or log-probs: too many to look at one by one, unless one is wrong."""
+  accepted = {int, of}
+
+  def read(value: Any, path: str) -> Any:
+    if not isinstance(value, list | tuple):
+      raise _wrong(value, path, "a list of numbers")
+    # All at once, in C: nearly every list is right.
+    right = set(map(type, value)) <= accepted
+    if right and of is int and value:
+      right = max(value) < 2**63 and -min(value) < 2**63
+    if not right:
+      for i, x in enumerate(value):
+        if type(x) not in accepted or (of is int and abs(x) >= 2**63):
+          raise _wrong(x, f"{path}[{i}]", _WORDS[of])
+    return kind(value)
+
+  return read
+
+
 def _mapping(of: Any) -> _Reader:
-  if of is Any:
+  if of is Any:  # whatever the row has to say
     return _plain(dict)
   inner = _reader(of)
 
+  # JSON has no other keys than text, so values alone are checked.
   def read(value: Any, path: str) -> Any:
     if type(value) is not dict:
       raise _wrong(value, path, "an object")
@@ -218,18 +237,20 @@ def _mapping(of: Any) -> _Reader:
 
 
 def _object(cls: type) -> _Reader:
-  hints = typing.get_type_hints(cls)
-  fields = dataclasses.fields(cls)
-  readers = {f.name: _reader(hints[f.name]) for f in fields}
-  missing = dataclasses.MISSING
-  needed = [
-    f.name for f in fields if f.default is missing and f.default_factory is missing
-  ]
+  # --- What reads each field, and which must be there; once for all rows.
+  hints = typing.get_type_hints(cls)  # annotations are text until then
+  readers = {}
+  needed = []
+  for f in dataclasses.fields(cls):
+    readers[f.name] = _reader(hints[f.name])
+    if f.default is f.default_factory is dataclasses.MISSING:
+      needed.append(f.name)
 
   def read(value: Any, path: str) -> Any:
     if type(value) is not dict:
       raise _wrong(value, path, "an object")
     arguments = {}
+    # An unknown field is a mistake in the file, or of a later version: never dropped.
     for name, x in value.items():
       reader = readers.get(name)
       if reader is None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 FILE = ".lock"  # in a workdir
-_TAKEN = (errno.EACCES, errno.EAGAIN)
+_LOCKED = (errno.EACCES, errno.EAGAIN)  # POSIX allows either
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _HELD: dict[str, int] = {}  # lock file -> the process: one that is forked holds nothing
 _GUARD = threading.Lock()
@@ -46,6 +46,7 @@ def exclusive(
   def decorate(run: Journey) -> Journey:
     @functools.wraps(run)
     def alone(config: Any, workdir: str, *rest: Any, **named: Any) -> dict[str, Any]:
+      # Also while the config is read: two that begin at once are told apart here.
       with hold(folder_of(workdir)):
         return run(config, workdir, *rest, **named)
 
@@ -69,27 +70,30 @@ def hold(workdir: str, file: str = FILE) -> Iterator[None]:
     InUseError: another process, or another journey of this one, works there.
     OSError: the lock's file can not be written.
   """
+  # --- Lock it. A lock of POSIX keeps out other processes only; _HELD this one's own.
   path = os.path.join(os.path.realpath(workdir), file)
   with _GUARD:
     if _HELD.get(path) == os.getpid():
       raise _in_use(path, _this())
-    is_new = not os.path.exists(workdir)
-    fd = _taken(path)
+    is_new = not os.path.exists(workdir)  # before the lock's file makes it
+    fd = _open_locked(path)
     _HELD[path] = os.getpid()
   try:
     yield
   finally:
+    # --- Let it go; of a folder that was made for nothing, nothing is left.
     with _GUARD:
       mine = _HELD.pop(path) == os.getpid()
       with contextlib.suppress(OSError):  # others may be at work there, or remove it
+        # A child that was forked meanwhile leaves the folder to its parent.
         if mine and is_new and os.listdir(workdir) == [file]:
           os.remove(path)
           os.rmdir(workdir)
       os.close(fd)
 
 
-def _taken(path: str) -> int:
-  """A descriptor of the file, which is locked and tells who did."""
+def _open_locked(path: str) -> int:
+  """Opens and locks the file, and writes into it who did; returns its descriptor."""
   while True:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -104,18 +108,19 @@ def _taken(path: str) -> int:
     except BaseException:
       os.close(fd)
       raise
-    os.close(fd)
+    os.close(fd)  # of a file that is gone: try the one that took its place
 
 
 def _lock(fd: int, path: str) -> None:
   try:
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except OSError as e:
-    if e.errno in _TAKEN:
+    if e.errno in _LOCKED:
       holder = os.pread(fd, 1000, 0).decode("utf-8", "replace").strip()
       raise _in_use(path, holder or "another process") from None
     if e.errno not in _NO_LOCKS:
       raise
+    # Better no lock than no run: some network file systems have none.
     folder = os.path.dirname(path)
     message = "%s: the file system has no locks (%s); let nobody else work there"
     _log.warning(message, folder, e.strerror)

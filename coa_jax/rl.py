@@ -46,13 +46,15 @@ from coa_jax.model.sharding import (
   make_partitioner,
   process_dir,
 )
+from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
 from coa_jax.protocol.trajectory import Trajectory, write_jsonl
-from coa_jax.record import hash_files, hash_json, prepare_workdir
+from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
   read_metrics,
+  say,
   write_json,
 )
 from coa_jax.report.timers import StepTimer, phase_seconds
@@ -70,10 +72,11 @@ from coa_jax.rollout.types import (
 )
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.tasks.sampling import make_task_sampler
-from coa_jax.tasks.sources import TasksConfig, select_tasks
+from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.unread import warn_unread
 
 _MAY_CHANGE = ("log.wandb_project", "watch")
 
@@ -83,7 +86,8 @@ class AlgoConfig:
   """Config section `algo`.
 
   Attributes:
-    steps: batches of rollouts to learn from.
+    steps: batches of rollouts to learn from. A larger number extends the run of a
+      workdir where optim.schedule is constant and no curriculum is spread over it.
     keep_every: steps between two dumps of all trajectories of a step.
     sampling: what a step rolls out.
     loss: what it minimises.
@@ -131,7 +135,7 @@ class DevConfig:
 
   Attributes:
     every: updates between two evaluations.
-    uri: a task file.
+    uri: tasks, as `tasks.uri`; `fields`, `kind` and `source` of `tasks` hold here, too.
     limit: tasks of it.
     corpus: pages that its tasks need; the training corpus where None.
   """
@@ -143,6 +147,16 @@ class DevConfig:
 
   def __post_init__(self):
     check_fields(self)
+
+  def tasks(self, tasks: TasksConfig) -> TasksConfig:
+    """Those of this section, read as those of training are."""
+    return TasksConfig(
+      self.uri,
+      self.limit,
+      fields=tasks.fields,
+      kind=tasks.kind,
+      source=tasks.source,
+    )
 
   def tools(self, tools: ToolsConfig) -> ToolsConfig:
     """Those of training, over the pages of these tasks."""
@@ -196,7 +210,8 @@ class RLConfig:
         f"algo.batch.length={length} is shorter than rollout.max_len="
         f"{self.rollout.max_len}: a trajectory must fit a row"
       )
-    # Its collectives and the learner's could wait for each other.
+    # Rollouts then run beside the learner: the collectives of the two could wait for
+    # each other.
     if self.algo.sampling.staleness and self.mesh.tensor > 1:
       raise ValueError(_hindrance(self.algo.sampling, "mesh.tensor above 1"))
 
@@ -228,14 +243,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   algo = settings.algo
   sampling = algo.sampling
   rollout = settings.rollout
+
+  # --- Tasks to learn from, and others to watch the policy on.
   tasks = select_tasks(settings.tasks)
-  dev_tasks = select_tasks(TasksConfig(settings.dev.uri, settings.dev.limit))
+  dev_tasks = select_tasks(settings.dev.tasks(settings.tasks))
+  say(f"{describe_tasks(tasks)}; dev: {describe_tasks(dev_tasks)}")
   task_sampler = make_task_sampler(
     sampling.task_sampler,
     tasks,
     seed=rollout.seed,
     steps=sampling.curriculum * algo.steps,
   )
+
+  # --- The model's architecture, and what plays it; its weights come later.
   partitioner = make_partitioner(settings.mesh)
   cfg, tokenizer = open_folder(settings.init, settings.model)
   _check_fit(settings, cfg, partitioner)
@@ -252,15 +272,25 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     policy_changes=sampling.staleness > 0,
   )
   worker.check([*tasks, *dev_tasks])
+  dialect = worker.episode_config
+  warn_if_other(settings.init, dialect.variant, dialect.style)
+  warn_unread(settings.tools)
   monitor = HealthMonitor(settings.watch)
+  # The last that can refuse: from here on the workdir is this run's.
   prepare_workdir(
     settings,
     own_dir,
     may_change=_MAY_CHANGE,
     inputs=_inputs(settings, [*tasks, *dev_tasks]),
+    may_grow={"algo.steps": _extension_fault(settings)},
+    origin={
+      "dialects": [dataclasses.asdict(Dialect.of(dialect.variant, dialect.style))],
+      "max_len": rollout.max_len,
+      "seed": rollout.seed,
+    },
   )
 
-  # --- Load the model, and where an interrupted run stood.
+  # --- Load the model, and build what learns.
   cfg, params = load_model(settings.init, settings.model, partitioner)
   learner = PolicyUpdate(
     cfg,
@@ -279,11 +309,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     allowed=on_device(worker.constraint),
   )
   state, frozen = learner.init(params, rollout.seed)
+
+  # --- Open what the run holds, and go on where an interrupted one stood.
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)
   toolbox = Toolbox(settings.tools)
   dev_toolbox = Toolbox(settings.dev.tools(settings.tools))
   with toolbox, dev_toolbox, worker.grader, worker, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
+    # Warnings before the checkpoint count, so that patience ends where it would have.
     monitor.replay(own_dir, "rl", int(state.step))
     collector = RolloutCollector(
       worker,
@@ -303,7 +336,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     with Metrics(own_dir, "rl", algo.steps, tracked=tracked) as metrics, collector:
       for step in range(int(state.step), algo.steps):
         # --- Roll out. A signal here saves the state before the step.
-        params = learner.policy(state, frozen)
+        params = learner.policy(state, frozen)  # adapters merged, as decoding wants it
         timer.lap("sync")
         values = {}
         with checkpoints.resumable(state, cursor):
@@ -313,7 +346,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           rollouts = collector.next(params, step)
           timer.lap("other", **rollouts.spent)
 
-        # --- Learn.
+        # --- Learn. The old state is given away: a signal waits until there is a new
+        # one to save.
         cursor = rollouts.cursor
         state, learned = learner(state, frozen, rollouts.groups)
         _check_logp_diff(algo.guards, step, learned)
@@ -336,6 +370,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         worker.journal.forget(checkpoints.oldest - sampling.staleness)
         timer.lap("save")
         monitor.raise_if_stopped(step + 1)
+      # --- The policy that came of it, on the tasks of `dev`.
       with checkpoints.resumable(state, cursor):
         accuracy = evaluate(learner.policy(state, frozen), algo.steps)
 
@@ -348,14 +383,26 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     settings.lora,
     tokenizer,
     settings.init,
+    Origin.of_run(read_origin_of(own_dir), algo.steps),
   )
   return _results(own_dir, algo.steps, accuracy)
+
+
+def _extension_fault(settings: RLConfig) -> str:
+  """Why a run of more steps is another run from the beginning; "" if it is not."""
+  sampling = settings.algo.sampling
+  if sampling.task_sampler == "curriculum" and sampling.curriculum:
+    return (
+      "algo.sampling.task_sampler='curriculum' spreads the tasks over the steps; "
+      "only algo.sampling.curriculum=0 and other samplers go on"
+    )
+  return settings.optim.extension_fault
 
 
 def _inputs(settings: RLConfig, tasks: Sequence[Task]) -> dict[str, str]:
   """What is read, for `prepare_workdir`."""
   return {
-    "tasks": hash_json(t.to_json() for t in tasks),
+    "tasks": hash_json(map(Task.to_json, tasks)),
     "tools.corpus": hash_files(settings.tools.corpus),
     "dev.corpus": hash_files(settings.dev.corpus),
     "init": hash_files(settings.init, samples=16),
@@ -366,22 +413,28 @@ def _check_fit(
   settings: RLConfig, cfg: ModelConfig, partitioner: Partitioner | None
 ) -> None:
   """Refuses what does not fit the model, the devices, the host or the processes."""
+  # --- What the learner holds at once, on the mesh and on each device.
   batch = settings.algo.batch
   sampling = settings.algo.sampling
   if partitioner:
     partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length})
   adapts = settings.lora is not None
   sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
+
+  # --- What the host holds: all trajectories of a step.
   groups = (
     f"algo.sampling.prompts={sampling.prompts} of "
     f"algo.sampling.samples={sampling.samples}"
   )
   trajectories = sampling.prompts * sampling.samples
   capacity.check_host({groups: trajectories * capacity.TRAJECTORY})
+
+  # --- What the model can do.
   lora.check(cfg, settings.lora)
   check_positions(settings.rollout, cfg, settings.init)
   attention.check(cfg, partitioner, batch.length)
 
+  # --- What processes can agree on without waiting for each other.
   if sampling.staleness and jax.process_count() > 1:
     processes = "several processes and"
     if settings.vllm:
@@ -444,8 +497,11 @@ def _speed(
   partitioner: Partitioner | None,
 ) -> dict[str, float]:
   """The step's seconds by phase, tokens per second, and the learner's `mfu`."""
-  graded = [t for group in rollouts.groups for t in group if t.reward is not None]
-  lengths = [t.num_tokens for t in graded] * settings.algo.batch.epochs
+  # The learner reads what has a reward, in each epoch again.
+  lengths: list[int] = []
+  for group in rollouts.groups:
+    lengths += [t.num_tokens for t in group if t.reward is not None]
+  lengths *= settings.algo.batch.epochs
   generated = sum(t.usage.generated for t in rollouts.played)
   out = timer.flush(decode=generated, learn=sum(lengths))
   return out | flops.utilisation(
@@ -479,7 +535,7 @@ def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
     "dev_accuracy": accuracy,
     "reward_first": log[0]["reward"],
     "reward": log[-1]["reward"],
-    "logp_diff": max(diffs, default=None),
+    "logp_diff": max(diffs, default=None),  # None where no step learnt anything
     "seconds": log[-1]["seconds"],
     **phase_seconds(log),
   }

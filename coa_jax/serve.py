@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -19,10 +19,40 @@ from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import MeshConfig, make_partitioner
+from coa_jax.protocol.origin import read_origin, warn_if_other
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.streaming import InferenceServer
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.unread import warn_unread
+
+
+def read_rollout(
+  rollout: Mapping[str, Any], config: Mapping[str, Any]
+) -> RolloutConfig:
+  """Reads section `rollout`; what it leaves out is as the model was trained.
+
+  That is variant, style and max_len, where the model's folder has them on record (see
+  `protocol.origin`); of several dialects the first.
+
+  Args:
+    rollout: the section.
+    config: the whole config, for its `init`.
+
+  Raises:
+    ConfigError, ValueError: it can not be used, or the record is damaged.
+  """
+  values = {name: value for name, value in rollout.items() if value is not None}
+  init = config.get("init")
+  origin = None
+  if init and isinstance(init, str):
+    origin = read_origin(init)
+  if origin:
+    values.setdefault("max_len", origin.max_len)
+    for dialect in origin.dialects[:1]:
+      values.setdefault("variant", dialect.variant)
+      values.setdefault("style", dialect.style)
+  return read_config(values, RolloutConfig, "rollout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +63,8 @@ class ServeConfig:
     init: a model folder.
     model: how it is loaded.
     mesh: how the devices are used.
-    rollout: how a question is played.
+    rollout: how a question is played; variant, style and max_len are those that the
+      model was trained with where they are left out.
     tools: what answers the calls.
     vllm: must be empty: the sampler in JAX serves.
     tasks, reward, eval: of the evaluation; not read.
@@ -42,7 +73,9 @@ class ServeConfig:
   init: str
   model: LoadConfig = section(LoadConfig)
   mesh: MeshConfig = section(MeshConfig)
-  rollout: RolloutConfig = section(RolloutConfig)
+  rollout: RolloutConfig = dataclasses.field(
+    default_factory=RolloutConfig, metadata={"read": read_rollout}
+  )
   tools: ToolsConfig = section(ToolsConfig)
   vllm: Any = None
   tasks: Any = None
@@ -77,6 +110,7 @@ def open_server(
       the model or the corpus.
   """
   settings = read_config(config, ServeConfig)
+  # --- The model; what can be refused is refused before its weights are read.
   partitioner = make_partitioner(settings.mesh)
   cfg, tokenizer = open_folder(settings.init, settings.model)
   check_positions(settings.rollout, cfg, settings.init)
@@ -87,7 +121,11 @@ def open_server(
     settings.tools.tool_descriptions,
     partitioner=partitioner,
   )
+  dialect = worker.episode_config
+  warn_if_other(settings.init, dialect.variant, dialect.style)
+  warn_unread(settings.tools)
   _, params = load_model(settings.init, settings.model, partitioner)
+  # --- The server ends first, then what it asks.
   with (
     Toolbox(settings.tools) as toolbox,
     worker,

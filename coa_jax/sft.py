@@ -14,7 +14,8 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +25,20 @@ import numpy as np
 from coa_jax import capacity
 from coa_jax.config import read_config
 from coa_jax.fields import bounded, check_fields, section
+from coa_jax.json_io import read_object
 from coa_jax.learner import log_probs
 from coa_jax.learner.batch import Batch, fits
 from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
 from coa_jax.learner.dataset import Dataset, Micro, check_ids
 from coa_jax.learner.manifest import derive
 from coa_jax.learner.optim import OptimConfig, make_optimizer
+from coa_jax.learner.sources import (
+  Source,
+  check_sources,
+  mix,
+  read_sources,
+  validation_order,
+)
 from coa_jax.learner.state import Learner, SumLoss, init_state
 from coa_jax.lock import exclusive
 from coa_jax.model import attention, flops, lora, sizes
@@ -47,15 +56,16 @@ from coa_jax.model.sharding import (
 from coa_jax.model.transformer import count_params, init_params
 from coa_jax.model.variants import variant
 from coa_jax.protocol import roles
-from coa_jax.protocol.storage import count_rows
+from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
-from coa_jax.record import hash_files, prepare_workdir
+from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
+_SOURCES = "sources.json"  # trajectories of each file, in the folder of tokens
 _log = logging.getLogger(__name__)
 
 
@@ -64,8 +74,12 @@ class DataConfig:
   """Config section `data` of SFT.
 
   Attributes:
-    trajectories: JSON lines, as `distill` writes them.
-    steps: updates; 0 writes the model as it begins.
+    trajectories: what is learnt from: a file of trajectories, as `distill` and
+      `import_traces` write it; or several, with globs and weights:
+      "a.jsonl,runs/*.jsonl,b.jsonl=2" sees those of b.jsonl twice in an epoch, and
+      "c.jsonl=0.5" every other one of c.jsonl.
+    steps: updates; 0 writes the model as it begins. A larger number extends the run of
+      a workdir where optim.schedule is constant.
     rows: rows of a micro-batch.
     length: T, tokens of a row; longer trajectories are left out and counted.
     micro_batches: micro-batches of one update.
@@ -104,15 +118,18 @@ def read_model(
   Raises:
     ConfigError, ValueError: it can not be used, or could not be written in the end.
   """
+  # --- A folder's own architecture, and how it is loaded.
   if config.get("init"):
     return read_config(model, LoadConfig, "model")
+
+  # --- A published architecture, some of its fields changed; or one field by field.
   fields = {"vocab_size": 1}
   overrides = dict(model)
   name = overrides.pop("variant", "")
   if name:
     fields = dataclasses.asdict(variant(name))
   cfg = read_config(fields | overrides, ModelConfig, "model")
-  to_hf_config(cfg)
+  to_hf_config(cfg)  # which refuses what could not be written in the end
   return cfg
 
 
@@ -157,23 +174,26 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       processes share it; all but the first log into folders of their own.
 
   Returns:
-    What `results.json` holds: parameters, losses, tokens per second, rows left out.
+    What `results.json` holds: parameters, losses, tokens per second, rows left out,
+    and of several files of trajectories what each contributed.
 
   Raises:
     ConfigError, ValueError, FileNotFoundError: before any training, naming the fault.
     ValueError: the loss is no number any more; nothing is saved after that.
     Interrupted: SIGTERM or SIGINT came; where the run stands is saved.
   """
-  # --- Read the config.
+  # --- Read the config, and claim the workdir.
   settings = read_config(config, SFTConfig)
   data = settings.data
   init = settings.init or ""
   lora_config = settings.lora
   partitioner = make_partitioner(settings.mesh)
-  num_rows = count_rows(data.trajectories)
+  sources = read_sources(data.trajectories)
+  num_rows = check_sources(sources)
+  dialects = dialects_of_data(*(source.path for source in sources))
   own_dir = process_dir(workdir)
   inputs = {
-    "data.trajectories": hash_files(data.trajectories),
+    "data.trajectories": _hash(sources),
     "init": hash_files(init, samples=16),
   }
   prepare_workdir(
@@ -182,24 +202,42 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     may_change=("log.wandb_project",),
     inputs=inputs,
     scratch_dirs=("tokenizer", "data"),
+    may_grow={"data.steps": settings.optim.extension_fault},
+    origin={
+      "dialects": [dataclasses.asdict(each) for each in dialects],
+      "max_len": data.length,
+      "seed": data.seed,
+    },
   )
 
   # --- Tokenize the data; it stays on disk.
-  cfg, tokenizer = _architecture(settings, own_dir, partitioner)
-  dataset = _dataset(data, tokenizer, cfg.vocab_size, own_dir, num_rows)
-  train, validation, left_out = _divide(data, dataset)
+  cfg, tokenizer = _architecture(settings, sources, own_dir, partitioner)
+  dataset, num_of_source = _dataset(
+    data, sources, tokenizer, cfg.vocab_size, own_dir, num_rows
+  )
+  train, validation, left_out = _divide(data, dataset, num_of_source)
+  num_train = len(train)
+  if len(sources) > 1 or sources[0].weight != 1:
+    train, by_source = mix(sources, num_of_source, train)
+    left_out["trajectories_by_source"] = by_source
+    if own_dir == workdir:  # one process of several is enough
+      _tell(by_source)
 
-  # --- Load the model, and where an interrupted run stood.
+  # --- Load the model, or make a fresh one.
   if isinstance(settings.model, LoadConfig):
     _, params = load_model(init, settings.model, partitioner)
   else:
     params = init_params(cfg, data.seed, partitioner)
+
+  # --- What learns: a jitted loss and an optimizer over the parameters that train.
   trained, frozen = lora.split(cfg, params, lora_config, data.seed, partitioner)
   loss = _loss(cfg, lora_config, partitioner)
   optimizer = make_optimizer(settings.optim, data.steps)
   learner = Learner(loss, optimizer, partitioner)
   mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
   state = init_state(trained, optimizer, partitioner)
+
+  # --- Go on where an interrupted run stood.
   folder = os.path.join(workdir, "checkpoints")
   with Checkpoints(folder, settings.checkpoint) as checkpoints:
     restored = checkpoints.restore(state)
@@ -207,6 +245,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       state, _ = restored
     first = int(state.step)
     timer = StepTimer()
+    # The place in the data is a number: micro-batch n is a function of (seed, n).
     stream = dataset.endless(
       train,
       size=data.rows,
@@ -219,13 +258,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     tracked = settings.log if own_dir == workdir else None
     with Metrics(own_dir, "sft", data.steps, tracked=tracked) as metrics:
       for step in range(first + 1, data.steps + 1):
-        micro = [next(stream) for _ in range(data.micro_batches)]
+        # --- Take the next micro-batches, which a thread has made meanwhile.
+        micro = list(itertools.islice(stream, data.micro_batches))
         timer.lap("data")
 
-        # --- Learn.
+        # --- Learn. The loss is a mean over the policy's tokens of all micro-batches.
         batches = [m.batch for m in micro]
         tokens = sum(m.policy for m in micro)
         state, values = learner.step(state, batches, tokens, frozen)
+        # To read them waits for the device, so the lap below is the step's.
         values = {name: float(value) for name, value in values.items()}
         _check_finite(step, values)
         timer.lap("step")
@@ -247,12 +288,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         timer.lap("save")
 
   # --- Write the model as a folder, and the run in a few numbers.
-  params = save_run(workdir, cfg, state.params, frozen, lora_config, tokenizer, init)
+  origin = Origin.of_run(read_origin_of(own_dir), data.steps)
+  params = save_run(
+    workdir, cfg, state.params, frozen, lora_config, tokenizer, init, origin
+  )
   results = {
     "steps": data.steps,
     "parameters": count_params(params),
     "parameters_trained": count_params(state.params),
-    "trajectories": len(train),
+    "trajectories": num_train,
     **left_out,
   }
   if data.steps:
@@ -261,45 +305,87 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   return results
 
 
+def _hash(sources: Sequence[Source]) -> str:
+  """A hash of what the files hold: of one alone, the file's own."""
+  hashes = [hash_files(source.path) for source in sources]
+  return hashes[0] if len(hashes) == 1 else hash_json(hashes)
+
+
 def _check_finite(step: int, values: dict[str, float]) -> None:
   """Ends a run whose parameters are not numbers any more, before they are saved."""
-  bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values[k])]
+  bad = []
+  for name in ("loss", "grad_norm"):
+    if not math.isfinite(values[name]):
+      bad.append(f"{name} is {values[name]}")
   if bad:
     raise ValueError(
-      f"update {step}: {', '.join(f'{k} is {values[k]}' for k in bad)}; it is not "
-      "saved, and the checkpoint before it stands. Lower optim.lr, set optim.clip_norm "
-      "or compute in float32 (model.dtype), and begin in another workdir"
+      f"update {step}: {', '.join(bad)}; it is not saved, and the checkpoint before it "
+      "stands. Lower optim.lr, set optim.clip_norm or compute in float32 "
+      "(model.dtype), and begin in another workdir"
     )
 
 
 def _dataset(
-  data: DataConfig, tokenizer: Tokenizer, vocab_size: int, workdir: str, rows: int
-) -> Dataset:
-  """The trajectories, so many rows, as tokens; an interrupted run has them already."""
+  data: DataConfig,
+  sources: Sequence[Source],
+  tokenizer: Tokenizer,
+  vocab_size: int,
+  workdir: str,
+  rows: int,
+) -> tuple[Dataset, list[int]]:
+  """The trajectories, so many rows, as tokens; and how many each file has.
+
+  An interrupted run has them already.
+  """
   folder = os.path.join(workdir, "data")
 
   def make(unfinished: str) -> None:
+    counts = [0] * len(sources)
+
+    def encoded() -> Iterator[Trajectory]:
+      for number, source in enumerate(sources):
+        for trajectory in _encoded(source.path, tokenizer, vocab_size):
+          counts[number] += 1
+          yield trajectory
+
     with Metrics(workdir, "data", rows, unit="trajectory") as metrics:
-      encoded = _encoded(data.trajectories, tokenizer, vocab_size)
-      Dataset.write(unfinished, metrics.count(encoded))
+      Dataset.write(unfinished, metrics.count(encoded()))
+    write_json(os.path.join(unfinished, _SOURCES), {"trajectories": counts})
 
   derive(folder, make, data.trajectories)
-  return Dataset(folder)
+  dataset = Dataset(folder)
+  counts = [len(dataset)]  # an earlier version read one file and wrote nothing of it
+  if os.path.exists(os.path.join(folder, _SOURCES)):
+    counts = read_object(os.path.join(folder, _SOURCES))["trajectories"]
+  return dataset, counts
+
+
+def _tell(by_source: Mapping[str, Mapping[str, Any]]) -> None:
+  """Prints what each file contributes."""
+  for path, row in by_source.items():
+    print(
+      f"{path}: {row['trajectories']} trajectories, {row['to_train_on']} to train on, "
+      f"weight {row['weight']:g}: {row['in_an_epoch']} in an epoch",
+      file=sys.stderr,
+      flush=True,
+    )
 
 
 def _encoded(path: str, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Trajectory]:
   """Yields the file's, with ids and an end; ids that they had are checked."""
-  numbered = enumerate(iter_trajectories(path), 1)
-  while chunk := list(itertools.islice(numbered, 16)):  # a tokenizer likes many at once
-    for number, trajectory in chunk:
+  number = 0
+  trajectories = iter(iter_trajectories(path))
+  # A tokenizer likes many at once.
+  while chunk := list(itertools.islice(trajectories, 16)):
+    for trajectory in chunk:
+      number += 1
       try:
         check_ids(trajectory, vocab_size)
         tokenizer.check_ids(trajectory)
       except ValueError as e:
         raise ValueError(f"{path}: trajectory {number}: {e}") from e
-    trajectories = [trajectory for _, trajectory in chunk]
-    tokenizer.encode_trajectories(trajectories)
-    for trajectory in trajectories:
+    tokenizer.encode_trajectories(chunk)
+    for trajectory in chunk:
       _end(trajectory, tokenizer)
       yield trajectory
 
@@ -310,8 +396,10 @@ def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
   Our sampler stops at `</answer>` however it is spelt. Other engines stop at a token,
   which the model has to have learnt.
   """
-  last = trajectory.segments[-1] if trajectory.segments else None
-  if last is None or last.author != Author.POLICY or tokenizer.end_id is None:
+  if not trajectory.segments or tokenizer.end_id is None:
+    return
+  last = trajectory.segments[-1]
+  if last.author != Author.POLICY:
     return
   closed = last.text.endswith(roles.close_tag(roles.ANSWER))
   if closed and last.ids[-1] != tokenizer.end_id:
@@ -319,31 +407,40 @@ def _end(trajectory: Trajectory, tokenizer: Tokenizer) -> None:
 
 
 def _divide(
-  data: DataConfig, dataset: Dataset
-) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+  data: DataConfig, dataset: Dataset, num_of_source: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
   """Sequences to train on, those kept for validation, and what is left out and why.
 
   Raises:
     ValueError: none is left to train on.
   """
+  # --- Held out for validation: the first that can be learnt from.
   lengths_N = dataset.lengths_N
   if not len(dataset):
     raise ValueError(f"{data.trajectories}: there is no trajectory in it")
   fit_N = fits(lengths_N, data.length)
   # Without any token of the policy, an update has no mean loss.
   usable = np.flatnonzero(fit_N & (dataset.policy_N > 0))
-  validation = usable[: data.validation]
+  order = validation_order(num_of_source)  # of several files, the same share of each
+  validation = order[np.isin(order, usable)][: data.validation]
+
+  # --- The others train, but for those of a task that is held out.
   # Filters may have written a trajectory twice; its copy would give the loss away.
   tasks = dataset.task_N
   train = usable[~np.isin(tasks[usable], tasks[validation])]
+
+  # --- Say what is left out; nothing left is an error.
   fit = int(fit_N.sum())
   if not len(train):
+    advice = ""
+    if not fit:
+      advice = "; raise data.length"
     raise ValueError(
       f"{data.trajectories}: no trajectory is left to train on: {len(dataset)} read, "
       f"{fit} within data.length={data.length} tokens, {len(usable)} of them with "
       f"tokens of the policy, {len(validation)} kept for validation (data.validation="
       f"{data.validation}); the shortest has {lengths_N.min()} tokens, half have at "
-      f"most {int(np.median(lengths_N))}, the longest {lengths_N.max()}"
+      f"most {int(np.median(lengths_N))}, the longest {lengths_N.max()}{advice}"
     )
   if fit < len(dataset):
     _log.warning(
@@ -369,7 +466,9 @@ def _speed(
   micro: list[Micro],
 ) -> dict[str, float]:
   """The step's tokens, its seconds by phase, tokens per second, and `mfu`."""
-  lengths = [n for m in micro for n in m.lengths]
+  lengths: list[int] = []
+  for m in micro:
+    lengths += m.lengths
   tokens = sum(lengths)
   out = {"tokens": tokens, **timer.flush(step=tokens)}
   return out | flops.utilisation(
@@ -410,26 +509,32 @@ def with_vocabulary(cfg: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def _architecture(
-  settings: SFTConfig, workdir: str, partitioner: Partitioner | None
+  settings: SFTConfig,
+  sources: Sequence[Source],
+  workdir: str,
+  partitioner: Partitioner | None,
 ) -> tuple[ModelConfig, Tokenizer]:
   """Of the model to start from, and its tokenizer; they fit together and the mesh."""
+  # --- The folder's own; or a tokenizer of the data, and as many rows as it has ids.
   data = settings.data
   if isinstance(settings.model, LoadConfig):
     cfg, tokenizer = open_folder(settings.init, settings.model)
     _check_sizes(cfg, settings, partitioner)
   else:
+    # Before a tokenizer is trained: with the vocabulary that it may come to.
     largest = dataclasses.replace(settings.model, vocab_size=data.vocab_size)
     _check_sizes(largest, settings, partitioner)
     folder = os.path.join(workdir, "tokenizer")
 
     def train(unfinished: str) -> None:
-      trajectories = iter_trajectories(data.trajectories)
-      texts = (s.text for t in trajectories for s in t.segments)
+      texts = itertools.chain(*(_texts(source.path) for source in sources))
       train_tokenizer(texts, data.vocab_size).save(unfinished)
 
     derive(folder, train, data.trajectories)
     tokenizer = Tokenizer.load(folder)
     cfg = with_vocabulary(settings.model, tokenizer)
+
+  # --- The two fit together, the mesh and the kernel.
   if tokenizer.vocab_size > cfg.vocab_size:
     raise ValueError(
       f"the tokenizer has {tokenizer.vocab_size} ids, the model's embedding "
@@ -439,6 +544,13 @@ def _architecture(
     partitioner.check({**cfg.axes, "B": data.rows, "T": data.length})
   attention.check(cfg, partitioner, data.length)
   return cfg, tokenizer
+
+
+def _texts(path: str) -> Iterator[str]:
+  """The texts of all segments of a file of trajectories."""
+  for trajectory in iter_trajectories(path):
+    for segment in trajectory.segments:
+      yield segment.text
 
 
 def _check_sizes(
@@ -463,6 +575,7 @@ def _mean_loss(
   validation: Iterable[Micro],
 ) -> float:
   """Mean negative log-likelihood of held-out policy tokens, in nats."""
+  # Sums and one division, as in training: no packing changes the mean.
   total = 0.0
   tokens = 0.0
   for micro in validation:
@@ -472,4 +585,6 @@ def _mean_loss(
     nll, _ = loss(trained, frozen, batch)
     total += float(nll)
     tokens += micro.policy
-  return total / tokens if tokens else float("nan")
+  if not tokens:
+    return float("nan")
+  return total / tokens

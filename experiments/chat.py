@@ -1,4 +1,4 @@
-"""A trained team in the terminal: ask, and watch it work.
+r"""A trained team in the terminal: ask, and watch it work.
 
   python -m experiments.chat --config=configs/evaluate_world.py \
     [--config.init=MODEL_FOLDER] [--temperature=0] [--sampling_seed=0]
@@ -41,17 +41,21 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", 0.0, 2.0)
 _SEED = flags.DEFINE_integer("sampling_seed", 0, "Of every answer.")
 _QUIET = flags.DEFINE_bool("quiet", False, "Print answers only.")
 
+# Readable on black and on white: the terminal's own colour, or one of middle lightness
+# of the fixed 256. The 16 named ones are the terminal's to choose, and often are not.
 STYLES = {
-  roles.THINK: "bright_black",
-  roles.PLAN: "blue",
-  roles.REFLECTION: "magenta",
-  roles.SUGGESTED_ANSWER: "cyan",
-  roles.DOUBLE_CHECK: "yellow",
-  roles.ANSWER: "bold green",
-  roles.OBSERVATION: "white",
+  roles.THINK: "dim",
+  roles.PLAN: "color(32)",
+  roles.REFLECTION: "color(133)",
+  roles.SUGGESTED_ANSWER: "color(130)",
+  roles.DOUBLE_CHECK: "color(98)",
+  roles.ANSWER: "bold color(29)",
+  roles.OBSERVATION: "default",
 }
-_TOOL_STYLE = "bold bright_yellow"
+TOOL_STYLE = "bold color(161)"
 _INDENT = "  "
+# Of Unicode's categories: control, format, surrogates, line and paragraph separators.
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def clean(text: str) -> str:
@@ -60,12 +64,12 @@ def clean(text: str) -> str:
   Control characters, those that reorder text and other invisible ones are spelt out
   (`\\x1b`); line breaks and tabs stay.
   """
-  return "".join(
-    c
-    if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
-    else c.encode("unicode_escape").decode("ascii")
-    for c in text
-  )
+  out = ""
+  for c in text:
+    if unicodedata.category(c) in _STEERING and c not in "\n\t":
+      c = c.encode("unicode_escape").decode("ascii")
+    out += c
+  return out
 
 
 class Screen:
@@ -85,11 +89,16 @@ class Screen:
       self._write(piece)
 
   def _write(self, piece: TextDelta) -> None:
-    style = STYLES.get(piece.role, _TOOL_STYLE if piece.role else "red")
+    style = "red"  # of text outside every span, which breaks the protocol
+    if piece.role:
+      style = STYLES.get(piece.role, TOOL_STYLE)
     if not piece.is_tag:
-      text = piece.text.lstrip() if self._fresh else piece.text
+      text = piece.text
+      start = ""
+      if self._fresh:  # the white space after a tag is the protocol's
+        text = text.lstrip()
+        start = _INDENT
       if text:
-        start = _INDENT if self._fresh else ""
         self._print(start + clean(text).replace("\n", "\n" + _INDENT), style)
         self._fresh = False
     elif piece.text == roles.open_tag(piece.role):
@@ -103,7 +112,7 @@ class Screen:
     """Says how it ended; on a terminal a whole answer stands in a frame."""
     answer = answer_of(trajectory)
     if self._console.is_terminal and answer is not None:
-      text = Text(clean(answer), "bold green")
+      text = Text(clean(answer), STYLES[roles.ANSWER])
       self._console.print(Panel(text, title="answer", expand=False))
     elif self._answer:
       for piece in self._answer:
@@ -123,8 +132,9 @@ class Screen:
 
 def answer_of(trajectory: Trajectory) -> str | None:
   """What the team answered; None where it did not come to an answer."""
-  ended = trajectory.status == Status.ENDED
-  return written_answer(trajectory.text) or None if ended else None
+  if trajectory.status != Status.ENDED:
+    return None
+  return written_answer(trajectory.text) or None
 
 
 def play(
@@ -135,6 +145,7 @@ def play(
   Raises:
     RuntimeError: the engine has failed.
   """
+  # The engine's thread writes, this one shows: only it can be interrupted.
   events: queue.SimpleQueue[TextDelta | Trajectory | None] = queue.SimpleQueue()
   episode = server.submit(request, events.put)
   try:
@@ -167,24 +178,36 @@ def questions(console: Console) -> Iterator[str]:
 
 def main(config: ml_collections.ConfigDict) -> None:
   """Asks until there is nothing left to ask."""
+  # An exit, so that the tools' processes are ended on the way out.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(143))
   console = Console(stderr=True, highlight=False)
   failed = False
   with open_server(config) as server:
-    lines = questions(console) if _QUESTION.value is None else [_QUESTION.value]
+    lines = questions(console)
+    if _QUESTION.value is not None:
+      lines = iter([_QUESTION.value])
     try:
       for question in lines:
         request = InferenceRequest(question, _TEMPERATURE.value, _SEED.value)
+        screen = None
+        if not _QUIET.value:
+          screen = Screen(console)
         try:
-          t = play(server, request, None if _QUIET.value else Screen(console))
+          t = play(server, request, screen)
+          if t is None:
+            console.print("\ncalled off", style="dim")
         except ValueError as e:  # too long; the next one may be shorter
           console.print(Text(f"error: {e}", "red"))
           t = None
-        answer = answer_of(t) if t else None
+        answer = None
+        if t:
+          answer = answer_of(t)
         failed |= answer is None
         # On a terminal it stands in the frame; elsewhere each answer is one line.
         if not (sys.stdout.isatty() and sys.stderr.isatty() and not _QUIET.value):
           print(" ".join(clean(answer or "").split()), flush=True)
+        if sys.stdin.isatty():
+          console.print()
     except KeyboardInterrupt:
       console.print()
   if failed:

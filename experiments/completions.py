@@ -28,6 +28,7 @@ from typing import Any, Literal
 import pydantic
 
 from coa_jax.config import nearest
+from coa_jax.protocol.prompts import conversation_text
 from coa_jax.protocol.roles import ANSWER, open_tag
 from coa_jax.protocol.trajectory import Status, Trajectory
 from coa_jax.rewards import written_answer
@@ -132,6 +133,7 @@ def read_request(
   Raises:
     RequestRefused: naming the field.
   """
+  # --- Its fields, each for itself.
   try:
     body = json.loads(data)
   except (ValueError, RecursionError) as e:
@@ -143,19 +145,24 @@ def read_request(
     message = f"there is no model {body.model!r}; this server has {model!r}"
     raise RequestRefused(message, "model", "model_not_found", status=404)
   question, ignored = _question(body.messages, conversation)
+  # --- What fields say together.
   if body.n > most:
     raise RequestRefused(f"n must be between 1 and {most}", "n")
   if body.stream_options.model_fields_set and not body.stream:
     raise RequestRefused("stream_options needs stream", "stream_options")
-  limits = {body.max_tokens, body.max_completion_tokens} - {None}
-  if len(limits) > 1:
+  limit = body.max_tokens
+  if limit is None:
+    limit = body.max_completion_tokens
+  elif body.max_completion_tokens not in (None, limit):
     raise RequestRefused("max_tokens and max_completion_tokens differ", "max_tokens")
-  limit = limits.pop() if limits else None
-  attempts = tuple(
-    InferenceRequest(question, body.temperature, body.seed, sample, limit)
-    for sample in range(body.n)
-  )
-  return ChatRequest(attempts, body.stream, body.stream_options.include_usage, ignored)
+  # --- The attempts differ in their numbers only.
+  attempts = []
+  for sample in range(body.n):
+    attempts.append(
+      InferenceRequest(question, body.temperature, body.seed, sample, limit)
+    )
+  include_usage = body.stream_options.include_usage
+  return ChatRequest(tuple(attempts), body.stream, include_usage, ignored)
 
 
 def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
@@ -164,6 +171,7 @@ def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
   Raises:
     RequestRefused: naming a field that is wrong, or asks for what is not served.
   """
+  # --- Fields that may ask for nothing only; the rest is the body's.
   fields = {}
   for name, value in body.items():
     if value is None:
@@ -176,6 +184,7 @@ def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
     if value != only or isinstance(value, bool) != isinstance(only, bool):
       message = f"{name} is not supported; leave it out, or send {json.dumps(only)}"
       raise RequestRefused(message, name, "unsupported_parameter")
+  # --- A field that nobody knows may be a misspelt one.
   try:
     return http_server.read_fields(_Body, fields)
   except http_server.BadField as e:
@@ -188,6 +197,7 @@ def _read_body(body: dict[str, Any], neutral: dict[str, Any]) -> _Body:
 
 def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
   """What the model is asked, and how many messages it is not told of."""
+  # --- The question is the last message.
   for i, message in enumerate(messages):
     if message.role in _SYSTEM and not conversation:
       text = (
@@ -206,11 +216,14 @@ def _question(messages: list[_Message], conversation: bool) -> tuple[str, int]:
     raise RequestRefused("the question must be a string that is not empty", where)
   if not conversation:
     return question, last
-  turns = [m.role not in _SYSTEM for m in messages]
+  # --- In a conversation all is read; who speaks stands before a turn of several.
+  turns = [m for m in messages if m.role not in _SYSTEM]
   blocks = []
-  for i, (message, is_turn) in enumerate(zip(messages, turns, strict=True)):
-    who = f"{message.role.capitalize()}: " if is_turn and sum(turns) > 1 else ""
-    blocks.append(who + _text(messages, i))
+  for i, message in enumerate(messages):
+    text = _text(messages, i)
+    if message.role not in _SYSTEM and len(turns) > 1:
+      text = conversation_text([(message.role, text)])
+    blocks.append(text)
   return "\n\n".join(blocks), 0
 
 
@@ -219,10 +232,13 @@ def _text(messages: list[_Message], i: int) -> str:
   where = f"messages[{i}].content"
   content = messages[i].content
   if isinstance(content, list):
-    parts = [p if isinstance(p, dict) else {} for p in content]
-    if not all(p.get("type") == "text" and type(p.get("text")) is str for p in parts):
-      raise RequestRefused("every part must be text", where, "unsupported_value")
-    content = "".join(p["text"] for p in parts)
+    text = ""
+    for part in content:
+      is_text = isinstance(part, dict) and part.get("type") == "text"
+      if not is_text or type(part.get("text")) is not str:
+        raise RequestRefused("every part must be text", where, "unsupported_value")
+      text += part["text"]
+    return text
   if not isinstance(content, str):
     raise RequestRefused("content must be a string, or a list of text parts", where)
   return content
@@ -252,16 +268,21 @@ class Choice:
     White space around the answer is left out, so what is held back here either turns
     out to stand within the answer or is never sent.
     """
+    # Tags and white space around the answer are the protocol's, not its content.
     if piece.role != ANSWER:
       self.reasoning += piece.text
       return {"reasoning_content": piece.text}
     if piece.is_tag:
       return {}
-    text = self._white + piece.text if self.content else piece.text.lstrip()
+    text = piece.text.lstrip()
+    if self.content:
+      text = self._white + piece.text
     new = text.rstrip()
     self._white = text[len(new) :]
     self.content += new
-    return {"content": new} if new else {}
+    if not new:
+      return {}
+    return {"content": new}
 
   def end(self, trajectory: Trajectory | None) -> None:
     """Takes what came at the end.
@@ -280,10 +301,10 @@ class Choice:
   def ending(self) -> dict[str, Any]:
     """The fields of a choice that is over."""
     t = self.trajectory
-    calls = [
-      {"name": c.name, "status": c.status, "seconds": round(c.seconds, 3)}
-      for c in t.calls
-    ]
+    calls = []
+    for call in t.calls:
+      seconds = round(call.seconds, 3)
+      calls.append({"name": call.name, "status": call.status, "seconds": seconds})
     seconds = round(t.usage.seconds, 3)
     return {
       "index": self.index,
@@ -297,16 +318,19 @@ class Choice:
     reasoning = self.reasoning
     content = self.content
     t = self.trajectory
+    # Unlike a stream it can take back: of several answers only the last is one.
     if t.status == Status.ENDED:
       content = written_answer(t.text) or ""
       before, opening, _ = t.text.rpartition(open_tag(ANSWER))
-      reasoning = before if opening else reasoning
+      if opening:
+        reasoning = before
     message = {"role": "assistant", "content": content}
     return {**self.ending, "message": {**message, "reasoning_content": reasoning}}
 
 
 def usage(choices: Iterable[Choice]) -> dict[str, Any]:
   """What a request cost; its prompt is counted once."""
+  # All choices are attempts at one prompt.
   costs = [c.trajectory.usage for c in choices]
   prompt = costs[0].prompt
   completion = sum(u.generated for u in costs)

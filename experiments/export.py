@@ -36,6 +36,8 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   Raises:
     FileNotFoundError: no run is there.
     ValueError: it has no such checkpoint, or that is damaged.
+
+  budget: a checkpoint's way from what was trained to what is saved.
   """
   from coa_jax import sft
   from coa_jax.config import read_config
@@ -45,8 +47,9 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   from coa_jax.model.hf.folder import save_run
   from coa_jax.model.hf.io import load_config, load_model
   from coa_jax.model.transformer import init_params
+  from coa_jax.protocol.origin import Origin
   from coa_jax.protocol.tokens import Tokenizer
-  from coa_jax.record import read_run
+  from coa_jax.record import read_origin_of, read_run
 
   # --- Which checkpoint.
   config_file = os.path.join(workdir, "config.json")
@@ -58,9 +61,14 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   steps = whole_steps(folder)
   if not steps or (step is not None and step not in steps):
     choice = ", ".join(map(str, steps)) or "none"
-    name = "a checkpoint" if step is None else f"checkpoint {step}"
+    name = "a checkpoint"
+    if step is not None:
+      name = f"checkpoint {step}"
     raise ValueError(f"{folder}: there is no {name}; kept are {choice}")
-  step = steps[-1] if step is None else step
+  if step is None:
+    step = steps[-1]
+
+  # --- What was trained: all parameters or adapters; of RL the policy, not the critic.
   trained = read_params(folder, step)
   if "algo" in config:
     trained = trained["policy"]
@@ -68,9 +76,10 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
   if config.get("lora"):
     lora_config = read_config(config["lora"], lora.LoraConfig, "lora")
   load = sft.read_model(config.get("model") or {}, config)
-  base = None
+
   # --- What it was trained from: a model that the run drew, or one that it read.
   init = config.get("init") or ""
+  base = None  # needed beside adapters alone
   tokenizer = Tokenizer.load(init or os.path.join(workdir, "tokenizer"))
   if isinstance(load, ModelConfig):  # a model that the run drew itself
     cfg = sft.with_vocabulary(load, tokenizer)
@@ -83,7 +92,8 @@ def export(workdir: str, out: str, step: int | None = None) -> int:
     cfg = load_config(init, load)
     if lora_config:
       _, base = load_model(init, load)
-  save_run(out, cfg, trained, base, lora_config, tokenizer, init)
+  origin = Origin.of_run(read_origin_of(workdir), step)
+  save_run(out, cfg, trained, base, lora_config, tokenizer, init, origin)
   return step
 
 

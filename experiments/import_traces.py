@@ -1,4 +1,4 @@
-"""Turns other people's traces into trajectories that SFT reads.
+r"""Turns other people's traces into trajectories that SFT reads.
 
   python -m experiments.import_traces --file=WebAgentSFTDataset.json --variant=web \
     --out=runs/web/trajectories.jsonl
@@ -11,14 +11,17 @@
     --config.data.trajectories=runs/web/trajectories.jsonl
 
 Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
-messages with tool calls, ReAct text, our own runs and trajectories, and released RL
+messages and ShareGPT conversations with tool calls (each question of a record becomes a
+trajectory), ReAct and Search-R1 text, our own runs and trajectories, and released RL
 rows (which become tasks); from JSON, parquet, `hf:` and `tfds:` sources.
 --formats.copies writes each trajectory in other tool formats too; --described_tools
 has prompts describe only the tools of the run that will play. What a row has that a
 trajectory has no place for, and every row that is dropped, is named with the reason on
-standard output; the last line has the counts. Beside OUT it writes OUT's manifest
-(what was asked, the commit, counts per stage, statistics before and after, the file's
-hash) and pictures of the funnel and of the statistics.
+standard output, then what helps with each reason; the last line has the counts. Beside
+OUT it writes OUT's manifest (what was asked, the commit, counts per stage, statistics
+before and after, the file's hash) and pictures of the funnel and of the statistics.
+
+budget: a third of it is the flags, each with its help.
 """
 
 from __future__ import annotations
@@ -34,16 +37,18 @@ from absl import flags
 from ml_collections import config_flags
 
 from coa_jax.config import fill_defaults, read_config
-from coa_jax.importers import importers
-from coa_jax.importers.importers import FORMATS, RL, Importer
+from coa_jax.importers import hints, importers
+from coa_jax.importers.importers import FORMATS, RL, Importer, Record
 from coa_jax.importers.pipeline import ImportedRow, ImportJob, RowPipeline
 from coa_jax.lock import hold
+from coa_jax.protocol.origin import Dialect
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
 from coa_jax.protocol.storage import write_lines
 from coa_jax.record import write_manifest
 from coa_jax.report import plots
-from coa_jax.tasks.sources import load_tasks, read_task
+from coa_jax.tasks.schemas import read_task
+from coa_jax.tasks.sources import load_tasks
 from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig, Dropped
 from coa_jax.teacher.tool_augmentation import ToolAugmentation
@@ -51,8 +56,6 @@ from experiments.launch import run_program, stop
 
 # Most agents that others run: thoughts, calls and an answer.
 _ALONE = "unified-plan-reflection-suggested_answer-double_check"
-# Formats whose records are kept as they stand; others are converted.
-_HELD = ("alpaca", "trajectories")
 
 
 def _define_section(name: str, cls: type) -> Any:
@@ -69,8 +72,8 @@ _OUT = flags.DEFINE_string(
 _VARIANT = flags.DEFINE_string(
   "variant",
   None,
-  f"Dialect of the trajectories: {', '.join(VARIANTS)}, or one without some agents: "
-  f"{_ALONE}.",
+  f"Dialect of the trajectories: {', '.join(VARIANTS)}. A hyphen takes an agent away: "
+  f"web-plan is web without plans, and {_ALONE} is thoughts, calls and an answer.",
   required=True,
 )
 _DESCRIBED_TOOLS = flags.DEFINE_multi_string(
@@ -116,24 +119,33 @@ def main() -> None:
 
 
 def _run() -> None:
+  """Imports, filters, writes and tells.
+
+  budget: one pass, stage by stage.
+  """
   # --- What the rows are.
-  chosen, records = importers.records(_FILE.value)
-  if _FORMAT.value == "auto":
+  asked = "" if _FORMAT.value == "auto" else _FORMAT.value
+  chosen, records = importers.records(_FILE.value, asked)
+  if not asked:
     print(f"{_FILE.value}: format {chosen}, by its first row")
-  else:
-    chosen = _FORMAT.value
   if chosen == RL:
     if _FILTER.value or _FORMATS.value.copies:
       flag = "--filter" if _FILTER.value else "--formats.copies"
       raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
     _write_tasks(records)
     return
+
   # --- Make trajectories of them, and write those that stay.
   pipeline = _pipeline(chosen)
-  work = ImportJob(pipeline, _WORKERS.value)
+  job = ImportJob(pipeline, _WORKERS.value)
   unit = "tokens" if _TOKENIZER.value else "characters"
+  dropped_first: dict[str, tuple[Dropped, Record]] = {}  # by reason
   before = plots.Statistics(unit)
   after = plots.Statistics(unit)
+
+  def on_dropped(row: Dropped, record: Record) -> None:
+    _print(f"{row.task_id}: {row.reason}: {row.detail}")
+    dropped_first.setdefault(row.reason, (row, record))
 
   def on_imported(row: ImportedRow, copies: int) -> None:
     for text in row.lost:
@@ -142,52 +154,63 @@ def _run() -> None:
     after.add(row.stats.length, row.stats.roles, copies)
 
   try:
-    lines = work.lines(records, _tell, on_imported)
+    lines = job.lines(records, on_dropped, on_imported)
     num_rows = write_lines(_OUT.value, lines, at_least_one=True)
   except EOFError:
-    counts = work.counts()
-    reasons = Counter(counts["import"]["dropped"])
-    for stage in filters.STAGES if pipeline.filters else ():
-      reasons.update(counts["filters"][stage]["dropped"])
-    hint = _hint(chosen) if reasons["illegal_transition"] else ""
-    stop(f"{_FILE.value}: no record is left to train on ({_counted(reasons)}){hint}")
+    # An empty file would only fail where it is trained on.
+    dropped, filtered = _dropped(job.counts())
+    for reasons in filtered.values():
+      dropped.update(reasons)
+    message = f"{_FILE.value}: no record is left to train on ({_counted(dropped)})"
+    if dropped_first:  # one line: what helps with most of them
+      most = max(dropped_first, key=lambda reason: dropped[reason])
+      message += f"; {hints.hint(pipeline.importer, *dropped_first[most])}"
+    stop(message)
+
   # --- Say what became of all.
-  counts = work.counts()
+  counts = job.counts()
   _report(chosen, pipeline, counts, before, after)
-  dropped = Counter(counts["import"]["dropped"])
-  reasons = f" ({_counted(dropped)})" if dropped else ""
-  for stage in filters.STAGES if pipeline.filters else ():
-    filtered = Counter(counts["filters"][stage]["dropped"])
-    if filtered:
-      print(f"filter {stage}: {filtered.total()} dropped ({_counted(filtered)})")
-  augmented = ""
+  dropped, filtered = _dropped(counts)
+  for reason, first in sorted(dropped_first.items()):
+    _print(f"hint: {reason}: {hints.hint(pipeline.importer, *first)}")
+  for stage, reasons in filtered.items():
+    if reasons:
+      print(f"filter {stage}: {reasons.total()} dropped ({_counted(reasons)})")
+  last_line = f"{num_rows} kept"
   if counts["augmented"]:
-    augmented = f", {counts['augmented']} of them augmented"
-  print(f"{num_rows} kept{augmented}, {dropped.total()} dropped{reasons}")
+    last_line += f", {counts['augmented']} of them augmented"
+  last_line += f", {dropped.total()} dropped"
+  if dropped:
+    last_line += f" ({_counted(dropped)})"
+  print(last_line)
 
 
-def _hint(chosen: str) -> str:
-  """What may help where all records break order rules."""
-  if chosen not in _HELD:
-    return (
-      f"; a single agent's runs have no plan and no check: try --variant={_ALONE} and "
-      "--convert.missing_think='Go on.'"
-    )
-  if _KEEP_ILLEGAL.value:
-    return ""
-  return "; --keep_illegal keeps those that break order rules only"
+def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[str]]]:
+  """Why rows were dropped at import, and by each filter where there are any."""
+  filtered = {}
+  if "filters" in counts:
+    for stage in filters.STAGES:
+      filtered[stage] = Counter(counts["filters"][stage]["dropped"])
+  return Counter(counts["import"]["dropped"]), filtered
 
 
 def _pipeline(chosen: str) -> RowPipeline:
-  if _KEEP_ILLEGAL.value and chosen not in _HELD:
+  # --- Flags that do not fit the format, or each other.
+  if _KEEP_ILLEGAL.value and chosen not in hints.VERBATIM:
+    verbatim = " and ".join(hints.VERBATIM)
     raise ValueError(
-      f"--keep_illegal is for formats {' and '.join(_HELD)}; of {chosen} only what "
-      "obeys the order rules can be made"
+      f"--keep_illegal is for formats {verbatim}; of {chosen} only what obeys the "
+      "order rules can be made"
     )
   table = dict(pair.partition("=")[::2] for pair in _TOOLS.value)
   formats = read_config(_FORMATS.value, ToolAugmentation, "formats")
   if formats.copies and _PROMPT.value == "brief":
     raise ValueError("--formats.copies: only --prompt=full describes formats")
+
+  # --- How a row is read.
+  tasks = {}
+  if _TASKS.value:
+    tasks = {task.id: task for task in load_tasks(_TASKS.value)}
   importer = Importer(
     format=chosen,
     variant=_variant(),
@@ -196,8 +219,10 @@ def _pipeline(chosen: str) -> RowPipeline:
     tools=table,
     convert=read_config(_CONVERT.value, ConvertConfig, "convert"),
     keep_illegal=_KEEP_ILLEGAL.value,
-    tasks={t.id: t for t in load_tasks(_TASKS.value)} if _TASKS.value else {},
+    tasks=tasks,
   )
+
+  # --- Which trajectories stay.
   config = read_config(_FILTERS.value, filters.FiltersConfig, "filters")
   if not _FILTER.value:
     if config != filters.FiltersConfig():
@@ -218,10 +243,6 @@ def _variant() -> Variant:
   return variant.with_tools(descriptions)
 
 
-def _tell(row: Dropped) -> None:
-  _print(f"{row.task_id}: {row.reason}: {row.detail}")
-
-
 def _print(text: str) -> None:
   """One line, whatever a row's strings would do to a terminal."""
   print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
@@ -238,6 +259,7 @@ def _write_tasks(records: Iterator[importers.Record]) -> None:
   dropped: Counter[str] = Counter()
   stem = importers.stem(_FILE.value)
 
+  # A generator: rows are read as lines are written.
   def tasks() -> Iterator[dict[str, Any]]:
     for number, where, row in records:
       try:
@@ -261,6 +283,7 @@ def _report(
   after: plots.Statistics,
 ) -> None:
   """The manifest and the pictures, beside the output."""
+  # --- Pictures: how many each stage left, and what the trajectories look like.
   imported = counts["import"]
   bars = {"import": (imported["kept"], imported["dropped"])}
   if pipeline.filters:
@@ -271,6 +294,8 @@ def _report(
   }
   for name, figure in pictures.items():
     plots.write_png(f"{_OUT.value}.{name}.png", figure)
+
+  # --- The manifest: what would write the same file again.
   settings = {
     "file": _FILE.value,
     "format": chosen,
@@ -285,6 +310,9 @@ def _report(
     "filters": dataclasses.asdict(pipeline.filters) if pipeline.filters else None,
     "formats": dataclasses.asdict(pipeline.formats),
   }
+  importer = pipeline.importer
+  varied = bool(pipeline.formats.copies)
+  dialect = Dialect.of(importer.variant, importer.prompt, varied)
   write_manifest(
     f"{_OUT.value}.manifest.json",
     _OUT.value,
@@ -292,6 +320,7 @@ def _report(
     counts=counts,
     before=before.summary(),
     after=after.summary(),
+    dialects=[dataclasses.asdict(dialect)],
   )
 
 

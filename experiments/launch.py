@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging as python_logging
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -24,9 +25,15 @@ from coa_jax import disk
 from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
 from experiments import distributed
+from experiments.config_help import explain
 from experiments.refusal import stop
 
 Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
+
+_CONFIG_HELP = (
+  "configs/X.py[:ARGUMENT]; --config.help lists its fields, --config.help=SECTION "
+  "those of one section."
+)
 
 COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
@@ -44,7 +51,16 @@ CPU_DEVICES = flags.DEFINE_integer(
 )
 
 
-def launch(journey: Journey, config_class: type) -> None:
+def show(results: dict[str, Any]) -> None:
+  """Prints a journey's results as JSON."""
+  print(json.dumps(results, indent=2, sort_keys=True))
+
+
+def launch(
+  journey: Journey,
+  config_class: type,
+  show_results: Callable[[dict[str, Any]], None] = show,
+) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
 
   Any field can be given, whether the config file has it or not; None empties it, or
@@ -56,6 +72,7 @@ def launch(journey: Journey, config_class: type) -> None:
     journey: what runs.
     config_class: the dataclass that it reads its config into; its defaults fill what
       the file leaves out.
+    show_results: prints what it returns.
   """
   workdir = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
   flags.mark_flag_as_required("workdir")
@@ -70,7 +87,7 @@ def launch(journey: Journey, config_class: type) -> None:
       distributed.check_shared(workdir.value)
     with disk.clear_errors(workdir.value):
       results = journey(config, workdir.value)
-    show(results)
+    show_results(results)
 
   start(work, config_class)
 
@@ -88,6 +105,7 @@ def start(
     try:
       argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
       file, argument, rest = _take_config(argv)
+      _answer_help(file, argument, rest, config_class)
       rest = _define_config(file, argument, _join_values(rest), config_class)
       return flags.FLAGS(rest)
     except (AttributeError, KeyError, TypeError, ValueError, flags.Error) as e:
@@ -143,19 +161,34 @@ def _define_config(
     config_flags.DEFINE_config_dict(
       "config",
       config,
-      "configs/X.py[:ARGUMENT]",
+      _CONFIG_HELP,
       # Entries of a free dict, and misspelt fields, of which the journey says more.
       accept_new_attributes=True,
       lock_config=False,
       sys_argv=rest,
     )
   else:
-    flags.DEFINE_string("config", None, "configs/X.py[:ARGUMENT]")
+    flags.DEFINE_string("config", None, _CONFIG_HELP)
     flags.mark_flag_as_required("config")
   for name in ("config", "workdir", "cpu_devices", "distributed", "compile_cache"):
     if name in flags.FLAGS:  # --help lists them
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
   return rest
+
+
+def _answer_help(
+  file: str, argument: list[str], argv: list[str], config_class: type
+) -> None:
+  """Prints what --config.help or --config.help=SECTION asks for, and ends."""
+  for word in argv:
+    path, _, wanted = word.lstrip("-").partition("=")
+    if word.startswith("-") and path == "config.help":
+      config = _read_config(file, argument) if file else {}
+      try:
+        print(explain(config_class, wanted, config))
+      except ConfigError as e:
+        stop(str(e))
+      sys.exit(0)
 
 
 def _path_of(word: str) -> str:
@@ -209,16 +242,25 @@ def _make_sections(
   return config
 
 
-def run_program(main: Callable[[], Any]) -> None:
-  """Runs a program that has flags of its own and no config; errors as of `launch`."""
+def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
+  """Runs a program that has flags of its own and no config; errors as of `launch`.
+
+  Args:
+    main: what runs.
+    takes_words: whether it is given the words of the command line that are no flags;
+      else there must be none.
+  """
 
   def parse(argv: list[str]) -> list[str]:
     try:
       return flags.FLAGS(argv)
     except flags.Error as e:
-      stop(str(e))
+      stop(_flag_error(e))
 
   def checked(argv: list[str]) -> None:
+    if takes_words:
+      with_clear_errors(lambda: main(argv[1:]))
+      return
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}; quote what has spaces or is a glob")
     with_clear_errors(main)
@@ -234,6 +276,10 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   _keep_freed_memory()
   disk.report_once()
   logging.set_verbosity(logging.WARNING)
+  # Lines for the user: without the time, thread and line of the code.
+  handler = logging.get_absl_handler()
+  handler.setFormatter(_PlainFormatter())
+  handler.addFilter(_is_for_the_user)
   import jax
 
   if cpu_devices > 1:
@@ -241,6 +287,20 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
   if compile_cache:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _is_for_the_user(record: python_logging.LogRecord) -> bool:
+  """Leaves out what Orbax says of files that we write in another way."""
+  of_orbax = f"{os.sep}orbax{os.sep}" in record.pathname
+  return not of_orbax or record.levelno >= python_logging.ERROR
+
+
+class _PlainFormatter(python_logging.Formatter):
+  """Shows a message as the program's own lines stand: `warning: ...`."""
+
+  def format(self, record: python_logging.LogRecord) -> str:
+    """The line, and the traceback where there is one."""
+    return f"{record.levelname.lower()}: {super().format(record)}"
 
 
 def _keep_freed_memory() -> None:
@@ -301,11 +361,6 @@ def with_clear_errors(work: Callable[[], Any], config_file: str = "") -> Any:
     sys.exit(130)
 
 
-def show(results: dict[str, Any]) -> None:
-  """Prints a journey's results as JSON."""
-  print(json.dumps(results, indent=2, sort_keys=True))
-
-
 def _take_config(argv: list[str]) -> tuple[str, list[str], list[str]]:
   """Takes --config from a command line.
 
@@ -355,4 +410,12 @@ def _read_config(file: str, argument: list[str]) -> ml_collections.ConfigDict:
 def _override_error(error: Exception, file: str) -> str:
   """A misspelt or mistyped flag in words."""
   ours = isinstance(error, flags.Error) and "--config." not in str(error)
-  return str(error) if ours else f"{file}: {error}"
+  return _flag_error(error) if ours or not file else f"{file}: {error}"
+
+
+def _flag_error(error: Exception) -> str:
+  """An error of absl in words; flags that must be given are named alone."""
+  missing = re.findall(r"flag --(\w+)=None: Flag --\1 must", str(error))
+  if not missing:
+    return str(error)
+  return f"{' and '.join(f'--{name}' for name in missing)} must be given; see --help"

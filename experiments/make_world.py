@@ -46,15 +46,19 @@ def make_world(
     train_mix: those of train and rl.
     unseen_families: those of ood, in equal parts.
   """
+  if unseen is None:
+    unseen = held_out
   train_config = WorldConfig(mix=train_mix)
   held_out_config = WorldConfig(mix=mix)
   ood_config = WorldConfig(mix=tuple((name, 1.0) for name in unseen_families))
+  # (worlds, name of the task file, tasks, what is asked, seed of the questions). Over
+  # the same worlds as train, rl is asked by another seed.
   files = (
     ("train", "train", train, train_config, 0),
     ("train", "rl", rl, train_config, 1),
     ("dev", "dev", held_out, held_out_config, 0),
     ("test", "test", held_out, held_out_config, 0),
-    ("test", "ood", held_out if unseen is None else unseen, ood_config, 0),
+    ("test", "ood", unseen, ood_config, 0),
   )
   with hold(directory):
     for split, name, n, config, task_seed in files:

@@ -1,10 +1,17 @@
-"""What the quickstart says at its end: results.json, a table, an HTML report."""
+"""What the quickstart says at its end: results.json, a table, an HTML report.
+
+budget: one page, its tables, figures and words.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import platform
+import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,8 +88,13 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
   table = cost(team, greedy, instructions)
   teacher = scores.summary(team, retries)
   teacher["protocol_ok"] = None  # a team writes messages, not the protocol
+
   # --- All figures.
   stages = {k: v for k, v in seconds.items() if not k.endswith("_done")}
+  ood: dict[str, dict[str, Any]] = {}
+  for model in ("sft", "rl"):
+    for family, summary in _results(workdir, f"eval_ood_{model}")["by_family"].items():
+      ood.setdefault(family, {})[model] = summary
   results = {
     "seconds": round(sum(stages.values()), 1),
     "seconds_by_stage": stages,
@@ -91,16 +103,11 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
     "rl": _results(workdir, "eval_rl"),
     "tools_off": _results(workdir, "eval_tools_off"),
     "cost": table,
-    "ood": {
-      family: {
-        model: _results(workdir, f"eval_ood_{model}")["by_family"].get(family)
-        for model in ("sft", "rl")
-      }
-      for family in _results(workdir, "eval_ood_rl")["by_family"]
-    },
+    "ood": ood,
     "paper_reduction": PAPER_REDUCTION,
   }
   write_json(os.path.join(workdir, "results.json"), results)
+
   # --- Show them.
   tables = _tables(results)
   for t in tables:
@@ -112,12 +119,21 @@ def write(workdir: str, seconds: dict[str, Any]) -> dict[str, Any]:
     f"{duration(results['seconds'])} in all; report: [bold]{path}[/bold]; figures: "
     f"{os.path.join(workdir, 'results.json')}"
   )
-  print(
+  print(_invitation(workdir, played["tools"]["sandbox"]))
+  return results
+
+
+def _invitation(workdir: str, sandbox: str) -> str:
+  """The command that opens the trained model for questions."""
+  command = (
     "ask it: python -m experiments.chat --config=configs/evaluate_world.py "
     f"--config.init={workdir}/rl/model "
     f"--config.tools.corpus={workdir}/world/test_pages.jsonl"
   )
-  return results
+  # Where the run had to do without the jail, so has who asks its model.
+  if sandbox != "jail":
+    command += f" --config.tools.sandbox={sandbox}"
+  return command
 
 
 def _results(workdir: str, name: str) -> dict[str, Any]:
@@ -131,6 +147,7 @@ def _played(workdir: str, name: str, kind: str) -> list[Trajectory]:
 
 def _tables(results: dict[str, Any]) -> list[Table]:
   """The tables of the terminal and the report."""
+  # --- How good: in training's families, and in others.
   rows = [_row(_TITLES[name], results[name]) for name in _TITLES]
   columns = {"model": "", **{figure + "_ci": t for figure, t in FIGURES.items()}}
   main = Table(
@@ -149,22 +166,28 @@ def _tables(results: dict[str, Any]) -> list[Table]:
     "All tokens: prompt, observations and generated; the team sends its context again "
     "at every call, the one model runs every token once.",
   )
-  ood = [
-    _row(f"{family}, {_TITLES[model]}", summary)
-    for family, by_model in results["ood"].items()
-    for model, summary in by_model.items()
-    if summary
-  ]
-  deeper = Table("Families and depths never trained on", ood, columns)
+  ood = []
+  for family, by_model in results["ood"].items():
+    for model, summary in by_model.items():
+      ood.append(_row(f"{family}, {_TITLES[model]}", summary))
+  deeper = Table(
+    "Families and depths never trained on",
+    ood,
+    columns,
+    "No training text shows these kinds of questions. A row of zeros is a measurement, "
+    "not a failure of the run: a model of this size does not go beyond the kinds that "
+    "it has seen.",
+  )
+
+  # --- How dear.
+  fewer = []
+  for name, title in REDUCTIONS.items():
+    interval = results["cost"]["ci95"][name]
+    fewer.append({"what": title, "value": results["cost"][name], "ci": interval})
+  fewer.append({"what": "the paper's, per task (n = 10)", "value": PAPER_REDUCTION})
   reductions = Table(
     "Fewer tokens than the multi-agent team",
-    [
-      {"what": title, "value": results["cost"][key], "ci": results["cost"]["ci95"][key]}
-      for key, title in REDUCTIONS.items()
-    ]
-    + [
-      {"what": "the paper's, per task (n = 10)", "value": PAPER_REDUCTION, "ci": None}
-    ],
+    fewer,
     {"what": "reduction", "value": "measured", "ci": "95 %"},
     "Both sides count a word, a digit, a punctuation mark or a tag as one token. "
     + INSTRUCTED,
@@ -174,20 +197,16 @@ def _tables(results: dict[str, Any]) -> list[Table]:
 
 def _saved(table: dict[str, Any]) -> str:
   """The sentence that says how many tokens the one model saves."""
-  played, same, solved, solved_same = (
-    "-" if table[name] is None else f"{table[name]:.1%}"
-    for name in (
-      "reduction_no_cache",
-      "reduction_instructed",
-      "reduction_per_solved",
-      "reduction_per_solved_instructed",
-    )
-  )
+
+  def percent(name: str) -> str:
+    value = table[f"reduction_{name}"]
+    return "-" if value is None else f"{value:.1%}"
+
   return (
-    f"Against the team, the one model uses {played} fewer tokens per task as played, "
-    f"{same} fewer with instructions on both sides ({table['instructions']} tokens in "
-    f"its prompt, which is empty as played); per solved task {solved} and "
-    f"{solved_same}."
+    f"Against the team, the one model uses {percent('no_cache')} fewer tokens per task "
+    f"as played, {percent('instructed')} fewer with instructions on both sides "
+    f"({table['instructions']} tokens in its prompt, which is empty as played); per "
+    f"solved task {percent('per_solved')} and {percent('per_solved_instructed')}."
   )
 
 
@@ -195,8 +214,11 @@ def _row(title: str, summary: dict[str, Any]) -> dict[str, Any]:
   """A table's row: each figure with its interval."""
   spread = {}
   for figure in FIGURES:
-    low, high = summary["ci95"][figure] or (0.0, 0.0)
-    spread[f"{figure}_ci"] = f"{summary[figure]:.3f} ({low:.3f}-{high:.3f})"
+    value = summary[figure]
+    spread[f"{figure}_ci"] = None  # as pass@3 of fewer than 3 graded samples
+    if value is not None:
+      low, high = summary["ci95"][figure] or (value, value)
+      spread[f"{figure}_ci"] = f"{value:.3f} ({low:.3f}-{high:.3f})"
   return {"model": title, **summary, **spread}
 
 
@@ -206,6 +228,7 @@ def _write_page(
   sft = read_metrics(os.path.join(workdir, "sft"), "sft")
   rl = read_metrics(os.path.join(workdir, "rl"), "rl")
   models = {_TITLES[name]: results[name] for name in _TITLES}
+  # --- The figures, by their captions.
   figures = {
     "Accuracy on held-out worlds, with 95 % intervals.": plots.score_bars(
       models, FIGURES
@@ -214,24 +237,27 @@ def _write_page(
       sft, {"loss": {"loss": "training", "validation_loss": "validation"}}
     ),
     "RL: what rollouts earn, and greedy accuracy on development tasks.": plots.curves(
-      rl, _rl_panels(rl)
+      rl, _rl_panels(rl), shares=("share", "greedy accuracy")
     ),
     "SFT: where the time of a step goes.": plots.phase_areas(sft),
     "RL: where the time of a step goes.": plots.phase_areas(rl),
     "Tokens of the team and of the one model.": plots.cost_bars(results["cost"]),
-    "Team runs before, trajectories after filtering (spans, tokens).": _filtering(
-      workdir
-    ),
   }
+  filtering, unit = _filtering(workdir)
+  figures[
+    f"Team runs before, trajectories after filtering: length in {unit}, spans by role."
+  ] = filtering
+
+  # --- What matters most, and the page.
   rl_summary = results["rl"]
   headline = {
-    "SFT, greedy": f"{results['sft']['pass1_greedy']:.1%}",
-    "RL, greedy": f"{rl_summary['pass1_greedy']:.1%}",
-    "RL, sampled": f"{rl_summary['pass1_sampled']:.1%}",
-    "tools off": f"{results['tools_off']['pass1_greedy']:.1%}",
-    "fewer tokens than the team": f"{results['cost']['reduction_no_cache']:.1%}",
-    "with instructions on both sides": (
-      f"{results['cost']['reduction_instructed']:.1%}"
+    "SFT, greedy": _percent(results["sft"]["pass1_greedy"]),
+    "RL, greedy": _percent(rl_summary["pass1_greedy"]),
+    "RL, sampled": _percent(rl_summary["pass1_sampled"]),
+    "tools off": _percent(results["tools_off"]["pass1_greedy"]),
+    "fewer tokens than the team": _percent(results["cost"]["reduction_no_cache"]),
+    "with instructions on both sides": _percent(
+      results["cost"]["reduction_instructed"]
     ),
     "whole run": duration(results["seconds"]),
   }
@@ -240,16 +266,34 @@ def _write_page(
     "Chain-of-Agents quickstart",
     {"": _examples(workdir)},
     variant=get_variant("unified"),
-    intro=_INTRO,
+    intro=f"{_INTRO}\n\n{_made_by(workdir)}",
     headline=headline,
     tables=tables,
     figures=figures,
   )
 
 
+def _made_by(workdir: str) -> str:
+  """The sentence that lets the page be cited, and the run be repeated."""
+  with open(os.path.join(workdir, "rl", "config.json")) as f:
+    record = json.load(f)
+  command = shlex.join(["python", "-m", "experiments.quickstart", *sys.argv[1:]])
+  return (
+    f"Made on {time.strftime('%d %B %Y')} by `{command}`: seed "
+    f"{record['config'].get('rollout', {}).get('seed', '-')}, "
+    f"commit {(record.get('git_commit') or '-')[:12]}, on "
+    f"{platform.system()} {platform.machine()} with {os.cpu_count()} cores."
+  )
+
+
+def _percent(share: float | None) -> str:
+  return "-" if share is None else f"{share:.1%}"
+
+
 def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
   panels = {
-    "share": {"reward": "reward", "answer": "right answer", "format": "well-formed"},
+    # The reward is 1 for a right answer in a well-formed trajectory.
+    "share": {"reward": "reward", "format": "well-formed"},
     "greedy accuracy": {"dev_accuracy": "development"},
   }
   # A run so short that no group's rewards differed has made no update.
@@ -258,13 +302,14 @@ def _rl_panels(rl: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
   return panels
 
 
-def _filtering(workdir: str) -> Any:
-  """Length and role statistics of a sample of the training data."""
+def _filtering(workdir: str) -> tuple[Any, str]:
+  """Length and role statistics of a sample of the training data; what length counts."""
   data = read_trajectories(os.path.join(workdir, "distill", distill.TRAJECTORIES))
   unique = {(t.task_id, t.sample): t for t in data}
   sets = (list(unique.values())[:2000], data[:2000])
   tokens = all(t.num_tokens for one in sets for t in one)
-  return plots.filter_statistics(*(plots.Statistics.of(s, tokens) for s in sets))
+  before, after = (plots.Statistics.of(s, tokens) for s in sets)
+  return plots.filter_statistics(before, after), before.unit
 
 
 def _examples(workdir: str) -> list[Trajectory]:
@@ -275,8 +320,8 @@ def _examples(workdir: str) -> list[Trajectory]:
     right = [t for t in played if t.reward_parts.get("answer")]
     wrong = [t for t in played if not t.reward_parts.get("answer")]
     # Alternately from both, so that a reader sees what earned the reward and what not.
-    mixed = [t for pair in itertools.zip_longest(right, wrong) for t in pair if t]
-    for t in mixed[:_SHOWN]:
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(right, wrong))
+    for t in list(filter(None, mixed))[:_SHOWN]:
       t.meta["model"] = _TITLES[model]
       out.append(t)
   return out

@@ -37,7 +37,11 @@ from experiments.launch import launch
 
 @dataclasses.dataclass(frozen=True)
 class SelectTasksConfig(evaluate.EvaluateConfig):
-  """Config of a selection: an evaluation's sections, and `select`."""
+  """Config of a selection: an evaluation's sections, and `select`.
+
+  Attributes:
+    select: which tasks are kept.
+  """
 
   select: SelectConfig = section(SelectConfig)
 
@@ -62,7 +66,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     ConfigError, ValueError, FileNotFoundError: before anything is played; see
       `evaluate.run`. Or no task is left.
   """
-  # --- Attempts: those that were made before, or new ones.
+  # --- Read the config. Without new attempts most sections may be missing, so only the
+  # names of all are looked at.
   select = read_config(config.get("select"), SelectConfig, "select")
   if select.played:
     names = [field.name for field in dataclasses.fields(SelectTasksConfig)]
@@ -72,8 +77,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   else:
     select = read_config(config, SelectTasksConfig).select
   used = _used(select.without)
+  # --- Attempts: those that were made before, or new ones.
   if select.played:
-    played = [t for path in select.played for t in read_trajectories(path)]
+    played = []
+    for path in select.played:
+      played += read_trajectories(path)
   else:
     rest = {name: config[name] for name in config if name != "select"}
     evaluate.run(ml_collections.ConfigDict(rest), workdir)
@@ -85,9 +93,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   chosen_tasks, funnel = keep_tasks(tasks, attempts, select, used)
   results = {"select": vars(select), **funnel, **_usage(played, len(counted))}
   with hold(process_dir(workdir)):
+    # Before the refusal: the funnel tells why nothing is left.
     write_json(os.path.join(workdir, "selection.json"), results)
     if not chosen_tasks:
-      raise ValueError(f"no task is left of {len(tasks)}: {funnel}")
+      reasons = []
+      for name, count in funnel.items():
+        if isinstance(count, int) and name not in ("in", "out"):
+          reasons.append(f"{count} {name}")
+      raise ValueError(
+        f"no task is left of {len(tasks)}: {', '.join(reasons)} (see select.at_least, "
+        "at_most, all_wrong, all_right, min_attempts and without)"
+      )
     write_jsonl(
       os.path.join(workdir, "tasks.jsonl"), [t.to_json() for t in chosen_tasks]
     )
@@ -106,7 +122,8 @@ def _used(paths: tuple[str, ...]) -> set[str]:
     for _, row in read_rows(path):
       question = row.get("question") or (row.get("meta") or {}).get("question")
       name = question or row.get("task_id") or row.get("id")
-      used |= {name.strip()} if isinstance(name, str) else set()
+      if isinstance(name, str):
+        used.add(name.strip())
   return used
 
 

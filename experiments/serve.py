@@ -1,4 +1,4 @@
-"""A trained team behind OpenAI's API: any OpenAI client can ask it.
+r"""A trained team behind OpenAI's API: any OpenAI client can ask it.
 
   python -m experiments.serve --config=configs/evaluate_world.py \
     [--config.init=MODEL_FOLDER] [--host=127.0.0.1] [--port=8000] [--conversation]
@@ -9,8 +9,9 @@
 Takes the config of an evaluation, so that what is evaluated is what is served; what it
 says of tasks, rewards and attempts is not read, and one over vLLM (section vllm) is
 refused. Serves POST /v1/chat/completions (with
-"stream": true as server-sent events), GET /v1/models and GET /health. What requests and
-responses may hold is said in `experiments/completions.py`.
+"stream": true as server-sent events), GET /v1/models and GET /health; GET / is a page
+to chat with, GET /metrics Prometheus's (`experiments/serve_metrics.py`). What requests
+and responses may hold is said in `experiments/completions.py`.
 
 All requests share the `rollout.slots`; further ones wait, and beyond
 --max_waiting they get status 429. A request with a seed has the same answer whoever
@@ -30,6 +31,7 @@ import functools
 import json
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -38,10 +40,11 @@ from absl import flags
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.report.chat_page import chat_page
 from coa_jax.rollout.streaming import (
   Busy,
   InferenceRequest,
@@ -53,6 +56,7 @@ from coa_jax.rollout.streaming import (
 from coa_jax.serve import ServeConfig, open_server
 from experiments import completions, launch
 from experiments.completions import Choice, RequestRefused
+from experiments.serve_metrics import CONTENT_TYPE, ServeMetrics
 from tools_sandbox import http_server
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
@@ -85,17 +89,26 @@ MAX_BODY = 1 << 20
 class Exchange:
   """The attempts of one HTTP request; their events arrive in the event loop."""
 
-  def __init__(self, server: InferenceServer, requests: tuple[InferenceRequest, ...]):
+  def __init__(
+    self,
+    server: InferenceServer,
+    requests: tuple[InferenceRequest, ...],
+    metrics: ServeMetrics,
+  ):
     """Submits all; where one is refused, none stays.
 
     Raises:
       RequestRefused: too long, too many, or too late.
     """
     self._server = server
+    self._metrics = metrics
+    self._began = time.monotonic()
     self._loop = asyncio.get_running_loop()
+    # The engine's thread writes, the event loop reads; see `_on_event`.
     self._events: asyncio.Queue[tuple[int, TextDelta | Trajectory | None]]
     self._events = asyncio.Queue()
     self._episodes: list[StreamingEpisode] = []
+    self._counted: set[int] = set()  # attempts whose end is in the metrics
     try:
       for index, request in enumerate(requests):
         on_event = functools.partial(self._on_event, index)
@@ -111,21 +124,32 @@ class Exchange:
 
   def cancel(self) -> None:
     """Frees the slots, as soon as can be; nothing happens where all is over."""
-    for episode in self._episodes:
+    for index, episode in enumerate(self._episodes):
       self._server.cancel(episode)
+      self._count_end(index, None)
 
-  async def pieces(self) -> AsyncIterator[tuple[Choice, TextDelta | None]]:
+  def _count_end(self, index: int, trajectory: Trajectory | None) -> None:
+    if index not in self._counted:
+      self._counted.add(index)
+      self._metrics.ended(trajectory, time.monotonic() - self._began)
+
+  async def deltas(self) -> AsyncIterator[tuple[Choice, TextDelta | None]]:
     """Yields text as it comes, until all is over; None for the end of one choice.
 
     Raises:
       RequestRefused: an attempt ended without being the model's fault.
     """
+    silent = set(range(len(self.choices)))
     while any(c.trajectory is None for c in self.choices):
       index, event = await self._events.get()
       choice = self.choices[index]
       if isinstance(event, TextDelta):
+        if index in silent:
+          silent.remove(index)
+          self._metrics.first_text(time.monotonic() - self._began)
         yield choice, event
       else:
+        self._count_end(index, event)
         choice.end(event)
         yield choice, None
 
@@ -169,7 +193,7 @@ def make_app(
   hosts: tuple[str, ...] = ("*",),
   conversation: bool = False,
 ) -> Starlette:
-  """Makes the application. budget: its five handlers.
+  """Makes the application. budget: its handlers.
 
   Args:
     server: what answers.
@@ -179,13 +203,17 @@ def make_app(
     conversation: see `completions.read_request`.
   """
 
+  metrics = ServeMetrics(server)
+  page = chat_page(name, conversation)
+
+  # --- The routes.
   async def chat(request: Request) -> Response:
     config = server.worker.engine.config
     data = await http_server.read_body(request, MAX_BODY)
     parsed = completions.read_request(
       data, name, config.top_p, server.max_waiting, conversation
     )
-    exchange = Exchange(server, parsed.attempts)
+    exchange = Exchange(server, parsed.attempts, metrics)
     if parsed.stream:
       return EventStream(exchange, _events(exchange, parsed, name))
     await _unless_gone(request, exchange)
@@ -209,8 +237,18 @@ def make_app(
     counts = {"status": status, "running": running, "waiting": waiting}
     return Json(counts, 200 if server.alive else 503)
 
+  async def chat_home(request: Request) -> Response:
+    return HTMLResponse(page, headers={"cache-control": "no-cache"})
+
+  async def numbers(request: Request) -> Response:
+    return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+  # --- Errors; all have OpenAI's body, those of a wrong path or method too.
   async def refused(request: Request, e: RequestRefused) -> Response:
-    headers = {"retry-after": "1"} if e.status == 429 else None
+    metrics.refused(e.status)
+    headers = None
+    if e.status == 429:
+      headers = {"retry-after": "1"}
     return Json(e.body, e.status, headers)
 
   async def http_error(request: Request, e: HTTPException) -> Response:
@@ -221,6 +259,8 @@ def make_app(
       Route("/v1/chat/completions", chat, methods=["POST"]),
       Route("/v1/models", models),
       Route("/health", health),
+      Route("/metrics", numbers),
+      Route("/", chat_home),
     ],
     middleware=[http_server.check_host(list(hosts))],
     exception_handlers={RequestRefused: refused, HTTPException: http_error},
@@ -231,7 +271,7 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
   """Plays an exchange to its end; calls it off when the client goes away."""
 
   async def play() -> None:
-    async for choice, piece in exchange.pieces():
+    async for choice, piece in exchange.deltas():
       if piece:
         choice.delta(piece)
 
@@ -239,15 +279,16 @@ async def _unless_gone(request: Request, exchange: Exchange) -> None:
     while (await request.receive())["type"] != "http.disconnect":
       pass
 
-  tasks = [asyncio.create_task(play()), asyncio.create_task(gone())]
+  playing = asyncio.create_task(play())
+  leaving = asyncio.create_task(gone())
   try:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    if not tasks[0].done():
+    await asyncio.wait((playing, leaving), return_when=asyncio.FIRST_COMPLETED)
+    if not playing.done():
       raise RequestRefused("the client is gone", status=499)
-    tasks[0].result()
+    playing.result()  # raises what it raised
   finally:
-    for task in tasks:
-      task.cancel()
+    playing.cancel()
+    leaving.cancel()
     exchange.cancel()
 
 
@@ -262,19 +303,21 @@ async def _events(
   def chunk(*choices: dict[str, Any], **more: Any) -> str:
     return _event({**shared, "choices": choices, **more})
 
+  # --- Every choice begins with its role; then text, as it comes.
   note = {"coa": parsed.note}
   for choice in exchange.choices:
     first = {"role": "assistant", "content": ""}
     yield chunk({"index": choice.index, "delta": first, "finish_reason": None}, **note)
   try:
-    async for choice, piece in exchange.pieces():
+    async for choice, piece in exchange.deltas():
       if piece is None:
         yield chunk({**choice.ending, "delta": {}})
       elif delta := choice.delta(piece):
         yield chunk({"index": choice.index, "delta": delta, "finish_reason": None})
-  except RequestRefused as e:
+  except RequestRefused as e:  # too late for a status: it has been sent
     yield _event(e.body)
     return
+  # --- The end.
   if parsed.include_usage:
     yield chunk(usage=completions.usage(exchange.choices))
   yield "data: [DONE]\n\n"
@@ -289,6 +332,7 @@ def main(config: ml_collections.ConfigDict) -> None:
   # Wherever it strikes, threads and processes are ended on the way out.
   signal.signal(signal.SIGTERM, lambda *unused: sys.exit(0))
   host = _HOST.value
+  # The port first: one that is taken is said before a model is loaded.
   with (
     contextlib.suppress(KeyboardInterrupt),
     http_server.bind(host, _PORT.value) as sock,
@@ -297,12 +341,15 @@ def main(config: ml_collections.ConfigDict) -> None:
     risk = "ask the team and have it run programs in its sandbox"
     hosts = http_server.open_hosts(host, _ALLOWED_HOSTS.value, risk)
     app = make_app(server, _NAME.value, tuple(hosts), _CONVERSATION.value)
-    places = server.worker.engine.config.slots + server.max_waiting
-    http = http_server.Server(app, GRACE_S, places)
+    connections = server.worker.engine.config.slots + server.max_waiting
+    http = http_server.Server(app, GRACE_S, connections)
+    # Nobody can connect before the sampler is compiled.
+    print("compiling the sampler ...", file=sys.stderr, flush=True)
     server.warm_up()
     url = http_server.listen(sock, host)
     print(
-      f"serving {config.init} as {_NAME.value!r} at {url}/v1 (Ctrl-C ends it)",
+      f"serving {config.init} as {_NAME.value!r} at {url}/v1, a chat page at {url}/ "
+      "(Ctrl-C ends it)",
       flush=True,
     )
     http.run(sockets=[sock])

@@ -118,14 +118,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   path = os.path.join(workdir, "calls.jsonl")
   with contextlib.ExitStack() as stack:
     toolbox = stack.enter_context(Toolbox(tools))
-    backend, usd = cloze.answer, {}
+    backend = cloze.answer
+    usd = {}
     if settings.chat is not None:
       backend = ChatBackend(settings.chat, os.environ.get("COA_API_KEY"))
       stack.enter_context(backend)
       usd = {"usd": settings.chat.usd}
     journal = stack.enter_context(Journal(path, **usd))
 
-    # --- Make tasks of documents, then of pairs of these.
+    # --- Make tasks of documents, then of pairs of these. Calls are on record under the
+    # document's or the pair's key, so a run that goes on pays for none twice.
     def maker(key: str) -> Synthesizer:
       run_key = (key, SAMPLE)
       return Synthesizer(
@@ -169,11 +171,11 @@ def _pairs(tasks: list[Task], plan: SynthesisConfig) -> list[tuple[Task, Task]]:
   drawn = list(tasks)
   random.Random(plan.seed + 1).shuffle(drawn)
   drawn = drawn[: round(plan.width * len(drawn))]
-  return [
-    (first, second)
-    for first, second in zip(drawn[::2], drawn[1::2], strict=False)
-    if not set(first.meta["titles"]) & set(second.meta["titles"])
-  ]
+  pairs = []
+  for first, second in zip(drawn[::2], drawn[1::2], strict=False):  # an odd one is left
+    if set(first.meta["titles"]).isdisjoint(second.meta["titles"]):
+      pairs.append((first, second))
+  return pairs
 
 
 def _in_parallel(
@@ -193,11 +195,12 @@ def _in_parallel(
       for done, some in enumerate(pool.map(work, items), 1):
         out += some
         num_tasks = sum(m.task is not None for m in out)
+        # A hundred lines for any number of documents, and one for the last.
         if done % max(1, len(items) // 100) == 0 or done == len(items):
           figure = f"{num_tasks} tasks  {journal.spent()}"
           metrics.log(done, {"tasks": num_tasks, **journal.values()}, figure)
   except BaseException:
-    journal.stop()
+    journal.stop()  # other threads would go on asking, and paying
     raise
   finally:
     pool.shutdown(cancel_futures=True)

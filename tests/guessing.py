@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import pathlib
+from collections.abc import Iterator
 
 import ml_collections
+import pytest
 import toy
 
 from coa_jax.model.config import ModelConfig
+from coa_jax.report.metrics import Metrics
 from tests.backend import BACKEND
 
 STEPS = 24
 RIGHT = {"sky": "blue", "sea": "blue"}  # question -> answer
 
 
+@functools.cache
 def policy(model: ModelConfig = toy.MODEL, steps: int = 300) -> dict:
   """Parameters that know to call the tool and then to say red or blue."""
   examples = [
@@ -51,3 +57,18 @@ def rl_config(
       checkpoint=dict(every=STEPS),
     )
   )
+
+
+@contextlib.contextmanager
+def killed_before_log_of(step: int) -> Iterator[None]:
+  """Ends the run inside it once a step is learnt, and neither logged nor saved."""
+  log = Metrics.log
+
+  def deadly(self, number, *args, **kwargs):
+    if number == step:
+      raise KeyboardInterrupt
+    return log(self, number, *args, **kwargs)
+
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(Metrics, "log", deadly)
+    yield

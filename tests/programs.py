@@ -32,3 +32,16 @@ def start(
     stderr=subprocess.PIPE,
     text=True,
   )
+
+
+def finish(
+  module: str, *flags: str, reason: str = ""
+) -> subprocess.CompletedProcess[str]:
+  """Runs `experiments.MODULE` to its end, which is good; or one line with `reason`."""
+  command = [sys.executable, "-m", f"experiments.{module}", *flags]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+  assert done.returncode == (2 if reason else 0), done.stderr
+  if reason:
+    assert done.stderr.startswith("error: ") and reason in done.stderr
+    assert done.stderr.count("\n") == 1
+  return done

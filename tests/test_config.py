@@ -1,4 +1,7 @@
-"""A config that can not be used is an error that says why, before any work."""
+"""A config that can not be used is an error that says why, before any work.
+
+budget: configs, and the workdirs that they bind.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import pytest
 import coa_jax
 from coa_jax.config import ConfigError, nearest, read_config
 from coa_jax.fields import bounded, check_fields, choice, section
-from coa_jax.record import hash_files, hash_json, prepare_workdir
+from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +304,32 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
     prepare_workdir(whole(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
   assert again == written
+
+
+def test_every_field_that_differs_is_named_and_no_other(tmp_path):
+  workdir = begin(str(tmp_path / "run"))
+  prepare_workdir(whole(lr=0.1), workdir)
+  words = (
+    r"a run whose optim\.lr was 0\.1 and not 0\.2, optim\.tools was .* not \['b'\];"
+  )
+  with pytest.raises(ConfigError, match=words):
+    prepare_workdir(whole(lr=0.2, tools=("b",)), workdir)
+
+
+def test_a_field_that_may_grow_grows_and_is_on_record(tmp_path):
+  workdir = begin(str(tmp_path / "run"))
+  prepare_workdir(whole(steps=3), workdir, origin={"seed": 1})
+  free, fixed = {"optim.steps": ""}, {"optim.steps": "it decays"}
+  with pytest.raises(ConfigError, match=r"was 3 and not 5 \(it decays\); choose"):
+    prepare_workdir(whole(steps=5), workdir, may_grow=fixed)
+  with pytest.raises(ConfigError, match=r"whose optim\.lr was .* and not 0\.5;"):
+    prepare_workdir(whole(steps=5, lr=0.5), workdir, may_grow=free)
+  prepare_workdir(whole(steps=5), workdir, may_grow=free)
+  prepare_workdir(whole(steps=5), workdir, may_grow=fixed)
+  with pytest.raises(ConfigError, match="was 5 and not 3; choose"):
+    prepare_workdir(whole(steps=3), workdir, may_grow=free)
+  origin = read_origin_of(workdir)
+  assert len(origin.pop("commit")) == 40 and origin == {"seed": 1}
 
 
 def test_a_field_that_a_record_lacks_counts_as_its_default(tmp_path):

@@ -32,8 +32,7 @@ def files(tmp_path_factory):
   return write_world(tmp_path_factory.mktemp("world"), "train", TASKS, world)
 
 
-@pytest.fixture
-def config(files) -> ml_collections.ConfigDict:
+def config_for(files) -> ml_collections.ConfigDict:
   """The tiny config over the small world."""
   config = CONFIG("tiny")
   config.tasks.uri = files["tasks"]
@@ -42,15 +41,17 @@ def config(files) -> ml_collections.ConfigDict:
   return config
 
 
+@pytest.fixture
+def config(files) -> ml_collections.ConfigDict:
+  """One that a test may change."""
+  return config_for(files)
+
+
 @pytest.fixture(scope="module")
 def finished(files, tmp_path_factory):
   """A workdir of an uninterrupted run, and its results."""
   workdir = str(tmp_path_factory.mktemp("finished"))
-  config = CONFIG("tiny")
-  config.tasks.uri = files["tasks"]
-  config.tools.corpus = files["corpus"]
-  config.tools.sandbox = BACKEND
-  return workdir, distill.run(config, workdir)
+  return workdir, distill.run(config_for(files), workdir)
 
 
 def read(workdir: str, name: str) -> bytes:
@@ -70,17 +71,17 @@ def test_counts_add_up_and_files_hold_what_they_say(finished):
   convert = results["convert"]
   assert convert["kept"] + sum(convert["dropped"].values()) == TASKS
   assert results["filters"]["in"] == convert["kept"]
-  kept = read_trajectories(os.path.join(workdir, "trajectories.jsonl"))
-  assert len(kept) == results["kept"] == sum(results["kept_by_family"].values()) > 20
-  assert all(t.reward == 1.0 for t in kept)
+  found = read_trajectories(os.path.join(workdir, "trajectories.jsonl"))
+  assert len(found) == results["kept"] == sum(results["kept_by_family"].values()) > 20
+  assert all(t.reward == 1.0 for t in found)
   assert len(rows(workdir, "runs.jsonl")) == TASKS
   meters = read_trajectories(os.path.join(workdir, "teacher.jsonl"))
   assert sum(m.reward for m in meters) == pytest.approx(results["right"] * TASKS)
   assert all(m.usage.prompt > m.usage.cached > 0 for m in meters)
   manifest = json.loads(read(workdir, "manifest.json"))
   assert manifest["config"]["teacher"]["backend"] == "scripted"
-  digest = hashlib.sha256(read(workdir, "trajectories.jsonl")).hexdigest()
-  assert manifest["sha256"]["trajectories.jsonl"] == digest
+  sha256 = hashlib.sha256(read(workdir, "trajectories.jsonl")).hexdigest()
+  assert manifest["sha256"]["trajectories.jsonl"] == sha256
 
 
 def test_killed_and_resumed_equals_uninterrupted(
@@ -153,29 +154,31 @@ def test_other_tasks_of_the_same_file_may_not_go_on_in_the_same_workdir(
   config, tmp_path
 ):
   """Their ids are the same, so finished runs would pass for theirs."""
+  file = tmp_path / "tasks.jsonl"
   lines = pathlib.Path(config.tasks.uri).read_text().splitlines()[:4]
-  config.tasks.uri = str(tmp_path / "tasks.jsonl")
-  (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+  file.write_text("\n".join(lines) + "\n")
+  config.tasks.uri = str(file)
   distill.run(config, str(tmp_path / "w"))
-  other = json.loads(lines[0]) | {"answers": ["nobody"]}
-  lines[0] = json.dumps(other)
-  (tmp_path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+  lines[0] = json.dumps(json.loads(lines[0]) | {"answers": ["nobody"]})
+  file.write_text("\n".join(lines) + "\n")
   with pytest.raises(ConfigError, match="read other contents of tasks"):
     distill.run(config, str(tmp_path / "w"))
 
 
-def test_refusals_name_the_field(config, tmp_path):
-  config.teacher.workerz = 2
-  with pytest.raises(ConfigError, match=r"'workerz'; did you mean 'workers'"):
-    distill.run(config, str(tmp_path))
-  del config.teacher.workerz
-  config.chat = dict(base_url="http://localhost", model="m")
-  with pytest.raises(ConfigError, match="no section 'chat'"):
-    distill.run(config, str(tmp_path))
-  del config.chat
-  config.teacher.backend = "oracle"
-  with pytest.raises(ConfigError, match="accepted: scripted, gsm8k_replay, chat"):
-    distill.run(config, str(tmp_path))
+@pytest.mark.parametrize(
+  ("section", "changes", "message"),
+  [
+    ("chat", dict(base_url="http://localhost", model="m"), "no section 'chat'"),
+    ("formats", dict(copies=2), "='full' describes formats"),
+    ("convert", dict(observation_chars=3), "must be 0 or at least 16"),
+  ],
+)
+def test_refusals_come_before_any_work(config, tmp_path, section, changes, message):
+  with config.unlocked():
+    config[section] = {**config.get(section, {}), **changes}
+  with pytest.raises(ConfigError, match=message):
+    distill.run(config, str(tmp_path / "w"))
+  assert not (tmp_path / "w").exists()
 
 
 def test_tasks_of_others_need_a_real_model(config, tmp_path):
@@ -209,42 +212,21 @@ def test_failing_infrastructure_stops_and_keeps_what_is_done(
   assert len(rows(str(tmp_path), "runs.jsonl")) == TASKS
 
 
-@pytest.mark.parametrize("arg", ["", "tiny"])
-def test_the_config_builds(arg):
-  assert CONFIG(arg).teacher.backend == "scripted"
-
-
-def test_the_config_knows_its_names():
-  with pytest.raises(ValueError, match="'huge'"):
-    CONFIG("huge")
-
-
-def test_the_funnel_is_drawn_and_observations_can_be_shortened(config, tmp_path):
-  config.tasks.limit = 8
-  config.convert = dict(observation_chars=16)
-  config.filters.update(keep_unreflected=1.0, min_activations=1)
-  distill.run(config, str(tmp_path))
-  for picture in ("funnel.png", "statistics.png"):
-    assert read(str(tmp_path), picture).startswith(b"\x89PNG")
-  told = json.loads(read(str(tmp_path), "manifest.json"))["statistics"]
-  before, after = told
-  assert before["trajectories"] == 8 and after["spans"]["plan"] >= 1
-  cut = [t for t in read_trajectories(tmp_path / distill.TRAJECTORIES)]
-  assert any("shortened" in t.meta for t in cut)
-  assert all(len(c.result) <= 16 + 40 for t in cut for c in t.calls)
-  config.convert = dict(observation_chars=3)
-  with pytest.raises(ConfigError, match="observation_chars must be 0 or at least 16"):
-    distill.run(config, str(tmp_path / "other"))
-
-
-def test_restyled_copies_stand_beside_the_others(config, tmp_path):
+def test_a_funnel_short_observations_and_copies_in_other_formats(config, tmp_path):
   config.tasks.limit = 8
   config.formats = dict(copies=2)
-  with pytest.raises(ConfigError, match="='full' describes formats"):
-    distill.run(config, str(tmp_path / "brief"))
   config.teacher.prompt = "full"
+  config.convert = dict(observation_chars=16)
+  config.filters.update(keep_unreflected=1.0, min_activations=1)
   results = distill.run(config, str(tmp_path))
+  for picture in ("funnel.png", "statistics.png"):
+    assert read(str(tmp_path), picture).startswith(b"\x89PNG")
+  before, after = json.loads(read(str(tmp_path), "manifest.json"))["statistics"]
+  assert before["trajectories"] == 8 and after["spans"]["plan"] >= 1
   found = read_trajectories(tmp_path / distill.TRAJECTORIES)
+  assert any("shortened" in t.meta for t in found)
+  assert all(len(c.result) <= 16 + 40 for t in found for c in t.calls)
+  # Copies stand beside the others.
   copies = [t for t in found if "format" in t.meta]
   assert len(copies) == results["augmented"] > 0
   assert len(found) == results["kept"] + results["augmented"]

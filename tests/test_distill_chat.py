@@ -15,6 +15,7 @@ import ml_collections
 import pytest
 import real_vllm
 import toy
+from chat_server import ChatServer
 
 from coa_jax import distill
 from coa_jax.config import ConfigError
@@ -30,9 +31,6 @@ from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent
-
-from chat_server import ChatServer  # noqa: E402
-
 CONFIG = runpy.run_path(str(ROOT / "configs" / "distill_chat.py"))["get_config"]
 TASKS = 16
 
@@ -55,7 +53,8 @@ def config_for(files, url: str, **teacher) -> ml_collections.ConfigDict:
 
 
 def rows(path) -> list[dict]:
-  return [json.loads(line) for line in path.read_bytes().splitlines()]
+  """Those that are whole: a kill may have cut the last."""
+  return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 class Slow:
@@ -88,10 +87,10 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
     distill.run(config, str(tmp_path / "whole"))
     whole = len(server.requests)
     server.requests.clear()
-    asked = tmp_path / "config.json"
-    asked.write_text(json.dumps(config.to_dict()))
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps(config.to_dict()))
     calls = tmp_path / "cut" / "calls.jsonl"
-    command = [sys.executable, "-c", CHILD, str(asked), str(tmp_path / "cut")]
+    command = [sys.executable, "-c", CHILD, str(config_file), str(tmp_path / "cut")]
     for share in (0.3, 0.7):
       child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
       try:
@@ -104,36 +103,27 @@ def test_killed_again_and_again_no_call_is_paid_for_twice(files, tmp_path):
       while server.clients:  # until what it had sent is read
         time.sleep(0.005)
       killed += 1
-      models = sum(r["kind"] == "model" for r in rows_of_whole_lines(calls))
+      models = sum(r["kind"] == "model" for r in rows(calls))
       assert len(server.requests) - lost - models <= workers
       lost = len(server.requests) - models
-    done_before = rows_of_whole_lines(tmp_path / "cut" / "runs.jsonl")
+    done_before = rows(tmp_path / "cut" / "runs.jsonl")
     results = distill.run(config, str(tmp_path / "cut"))
     requests = len(server.requests)
   assert 0 < len(done_before) < TASKS
   assert sum(r["kind"] == "model" for r in rows(calls)) == whole
   assert requests - whole == lost <= killed * workers
-  for name in ("trajectories.jsonl", "runs.jsonl"):
-    one, other = (tmp_path / w / name for w in ("whole", "cut"))
-    if name == "trajectories.jsonl":
-      assert one.read_bytes() == other.read_bytes()
-    else:
-      contents = [
-        [[e["content"] for e in r["events"]] for r in rows(f)] for f in (one, other)
-      ]
-      assert contents[0] == contents[1]
+  files, contents = [], []
+  for name in ("whole", "cut"):
+    files.append((tmp_path / name / "trajectories.jsonl").read_bytes())
+    runs_file = rows(tmp_path / name / "runs.jsonl")
+    contents.append([[e["content"] for e in run["events"]] for run in runs_file])
+  assert files[0] == files[1] and contents[0] == contents[1]
   bill = results["calls"]
-  meters = read_trajectories(tmp_path / "cut" / "teacher.jsonl")
-  reported = [m.meta["reported"] for m in meters]
-  assert reported == [
-    [100 * n, 64 * n, 7 * n] for n in (m.usage.model_calls for m in meters)
-  ]
+  for m in read_trajectories(tmp_path / "cut" / "teacher.jsonl"):
+    n = m.usage.model_calls
+    assert m.meta["reported"] == [100 * n, 64 * n, 7 * n]
   assert bill["calls"] == whole and bill["prompt"] == 100 * whole
   assert sum(bill["by_agent"].values()) == whole
-
-
-def rows_of_whole_lines(path) -> list[dict]:
-  return [json.loads(x) for x in path.read_bytes().split(b"\n")[:-1]]
 
 
 def test_faults_of_the_endpoint_are_billed_and_change_nothing(files, tmp_path):
@@ -207,9 +197,9 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
 
   real = distill.solve
 
-  def solve(task, asked, call, tools, limits, encode, sample):
+  def solve(task, model, call, tools, limits, encode, sample):
     backend.sample = sample
-    return real(task, asked, call, tools, limits, encode, sample)
+    return real(task, model, call, tools, limits, encode, sample)
 
   with pytest.MonkeyPatch.context() as patch, ChatServer(backend) as server:
     patch.setattr(distill, "solve", solve)
@@ -223,8 +213,8 @@ def test_best_of_n_keeps_the_run_that_the_selector_names(files, tmp_path):
     best["how"]["selector"] == len(shown) == results["calls"]["by_agent"]["selector"]
   )
   picks = {r["task_id"]: r["sample"] for r in rows(tmp_path / "selections.jsonl")}
-  kept = read_trajectories(tmp_path / "trajectories.jsonl")
-  assert kept and all(t.sample == picks[t.task_id] for t in kept)
+  found = read_trajectories(tmp_path / "trajectories.jsonl")
+  assert found and all(t.sample == picks[t.task_id] for t in found)
   assert results["convert"]["dropped"]["not_selected"] == 2 * TASKS
 
 

@@ -19,11 +19,11 @@ RIGHT, WRONG = "print(int(input())*2)", "print(int(input())+2)"
 TESTS = {"stdin": ["2", "5"], "expected_output": ["4", "10"]}
 PROGRAM = dict(kind="code", answers=["a program"], meta=dict(tests=TESTS))
 TASKS = {
-  "twice": dict(PROGRAM, said=RIGHT),
-  "twice, badly": dict(PROGRAM, said=WRONG),
-  "half of one": dict(kind="math", answers=["1/2"], said="0.5"),
+  "twice": dict(PROGRAM, reply=RIGHT),
+  "twice, badly": dict(PROGRAM, reply=WRONG),
+  "half of one": dict(kind="math", answers=["1/2"], reply="0.5"),
   "the playwright": dict(
-    kind="qa", answers=["William Shakespeare"], said="W. Shakespeare"
+    kind="qa", answers=["William Shakespeare"], reply="W. Shakespeare"
   ),
 }
 LINES = {
@@ -43,7 +43,7 @@ def team(agent, messages):
     return Reply(f"NEXT: {NEXT[turn]}\nREASON: go")
   if agent == "solver":
     question = messages[1].content.splitlines()[0].removeprefix("Question: ")
-    return Reply(f"ANSWER: {TASKS[question]['said']}")
+    return Reply(f"ANSWER: {TASKS[question]['reply']}")
   return Reply(LINES[agent])
 
 
@@ -68,7 +68,7 @@ class Both:
 @pytest.fixture
 def config(tmp_path) -> ml_collections.ConfigDict:
   rows = [
-    {"id": q, "question": q, **{k: v for k, v in row.items() if k != "said"}}
+    {"id": q, "question": q, **{k: v for k, v in row.items() if k != "reply"}}
     for q, row in TASKS.items()
   ]
   path = tmp_path / "tasks.jsonl"
@@ -105,10 +105,10 @@ def test_each_kind_has_its_grader(config, tmp_path):
   with ChatServer(team) as server:
     results = run(config, server, workdir, Both())
   assert list(rewards(workdir).values()) == [1.0, 0.0, 1.0, 0.0]
-  kept = read_trajectories(workdir / distill.TRAJECTORIES)
-  assert {t.task_id for t in kept} == {"twice", "half of one"}
-  assert all(t.reward_parts == {"answer": 1.0} for t in kept)
-  assert kept[0].meta["graded"] == {"outcome": "passed", "passed": 2, "seen": 2}
+  found = read_trajectories(workdir / distill.TRAJECTORIES)
+  assert {t.task_id for t in found} == {"twice", "half of one"}
+  assert all(t.reward_parts == {"answer": 1.0} for t in found)
+  assert found[0].meta["graded"] == {"outcome": "passed", "passed": 2, "seen": 2}
   assert results["filters"]["quality"]["dropped"] == {"wrong_answer": 2}
   assert results["right"] == 0.5
 
@@ -181,7 +181,7 @@ def test_violations_are_inspected_by_config(config, tmp_path):
   }  # fmt: skip
   assert results["violations"]["inspected"] == 3
   assert results["violations"]["rules"] == {"4": 2}
-  kept = read_trajectories(tmp_path / "w" / distill.TRAJECTORIES)
-  assert [t.task_id for t in kept] == ["half of one"]
+  found = read_trajectories(tmp_path / "w" / distill.TRAJECTORIES)
+  assert [t.task_id for t in found] == ["half of one"]
   manifest = json.loads((tmp_path / "w" / distill.MANIFEST).read_text())
   assert manifest["counts"]["violations"]["violating"] == 2

@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = ("coa_jax", "configs", "experiments", "tests", "tools_sandbox", "docs")
 # Of a journal only links and programs: what it tells of had the names of its day.
-JOURNAL = ROOT / "experiments" / "LOG.md"
+JOURNALS = (ROOT / "experiments" / "LOG.md", ROOT / "CHANGELOG.md")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|\bsrc=\"([^\"]+)\"")
 # Fences whose content no test reads.
@@ -24,7 +24,7 @@ _OTHER = {"text", "json", "diff"}
 
 def pages() -> list[pathlib.Path]:
   """All Markdown files but those of environments, caches and runs."""
-  found = [ROOT / "README.md"]
+  found = list(ROOT.glob("*.md"))
   for room in OURS:
     found += (ROOT / room).rglob("*.md")
   return sorted(found)
@@ -215,8 +215,9 @@ def unknown_flags(text: str) -> list[str]:
 def known_field(path: str) -> bool:
   """Whether SECTION or SECTION.FIELD of a config is known, at any depth."""
   names = path.split(".")
-  # `model.variant` begins from a published architecture: sft.read_model.
-  if path in ("init", "model.variant"):
+  # `model.variant` begins from a published architecture (sft.read_model), and
+  # --config.help explains the others.
+  if path in ("init", "help", "model.variant"):
     return True
   for depth in range(len(names), 0, -1):
     fields = sections().get(".".join(names[:depth]))
@@ -288,7 +289,7 @@ def test_programs_exist(page: pathlib.Path):
 
 NO_JOURNAL = pytest.mark.parametrize(
   "page",
-  [p for p in pages() if p != JOURNAL],
+  [p for p in pages() if p not in JOURNALS],
   ids=lambda p: str(p.relative_to(ROOT)),
 )
 

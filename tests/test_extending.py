@@ -96,21 +96,21 @@ with Grader(RewardConfig(graders={"ours": "myrewards:near"})) as grader:
     assert got.answer == value, (answer, got)
   assert grader.answer(task, "9", empty).parts == {"part_calls": 0.0}
 
-path = pathlib.Path("flashrag.jsonl")
-path.write_text(json.dumps({"question": "Who?", "golden_answers": ["A", "B"]}))
+path = pathlib.Path("strategyqa.jsonl")
+path.write_text(json.dumps({"qid": "s", "question": "?", "answer": True, "facts": []}))
 (read,) = load_tasks(path)
-assert (read.answers, read.source) == (("A", "B"), "flashrag"), read
+assert (read.id, read.answers, read.source) == ("s", ("yes",), "strategyqa"), read
 
-turns = [
-  ("human", "Where is Paris?"),
-  ("function_call", json.dumps({"name": "search", "arguments": {"query": "Paris"}})),
-  ("observation", "Paris is in France."),
-  ("gpt", "France"),
-]
-row = {"conversations": [{"from": w, "value": v} for w, v in turns]}
-assert detect(row) == "sharegpt"
+row = {
+  "question": "Where is Paris?",
+  "log": [
+    {"call": "search", "arguments": {"query": "Paris"}, "gave": "Paris is in France."}
+  ],
+  "final": "France",
+}
+assert detect(row) == "mylog"
 alone = get_variant("unified-plan-reflection-suggested_answer-double_check")
-importer = Importer("sharegpt", alone, convert=ConvertConfig(missing_think="Go on."))
+importer = Importer("mylog", alone, convert=ConvertConfig(missing_think="Go on."))
 asked, trajectory = importer.read(0, "f:1", row)
 assert asked.question == "Where is Paris?"
 assert "Paris is in France." in trajectory.text

@@ -93,14 +93,16 @@ def journey(model: str, corpus: str, uri: str) -> ml_collections.ConfigDict:
   return config
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize(
-  ("rows", "ids"),
-  [(OURS, ["sum", "capital"]), (RELEASED, ["mine-sum", "mine-capital"])],
-  ids=["ours", "released"],
+  ("suffix", "rows", "ids"),
+  [
+    (".jsonl", OURS, ["sum", "capital"]),
+    (".json", OURS, ["sum", "capital"]),
+    (".parquet", RELEASED, ["mine-sum", "mine-capital"]),
+  ],
 )
 def test_tasks_of_any_kind_are_played_and_graded(
-  tmp_path, model, corpus, rows, ids, suffix
+  tmp_path, model, corpus, suffix, rows, ids
 ):
   config = journey(model, corpus, write(tmp_path / f"tasks{suffix}", rows))
   results = evaluate.run(config, str(tmp_path / "out"))
@@ -113,10 +115,10 @@ def test_tasks_of_any_kind_are_played_and_graded(
 
 
 def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, corpus):
-  rows, asked = [dict(row, answers=["none such"], kind="qa") for row in OURS], []
+  rows, requests = [dict(row, answers=["none such"], kind="qa") for row in OURS], []
 
   def answer(body: dict) -> str:
-    asked.append(body)
+    requests.append(body)
     return '{"judgement": "correct"}'
 
   config = journey(model, corpus, write(tmp_path / "tasks.jsonl", rows))
@@ -127,7 +129,7 @@ def test_a_judge_is_not_asked_again_by_a_run_that_starts_again(tmp_path, model, 
     for _ in range(2):
       assert evaluate.run(config, str(tmp_path / "w"))["pass1_greedy"] == 1.0
       (tmp_path / "w" / "greedy.jsonl").unlink()
-  assert len(asked) == 2
+  assert len(requests) == 2
 
 
 def test_what_the_infrastructure_ended_is_played_again(tmp_path):

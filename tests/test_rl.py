@@ -12,13 +12,17 @@ import toy
 from guessing import RIGHT, STEPS
 
 from coa_jax import rl
-from coa_jax.learner.advantages import group_relative
+from coa_jax.learner.advantages import group_relative, has_reward_variance
+from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.update import rewards_of
+from coa_jax.model.hf.io import load_model
 from coa_jax.protocol.trajectory import Author, CallStatus, Status, read_trajectories
+from coa_jax.report import metric_names
 from coa_jax.report.health import CollapsedError
 from coa_jax.report.metrics import read_metrics
 from coa_jax.rollout import figures
 from coa_jax.rollout.collect import RolloutCollector
+from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, SamplingConfig
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
@@ -47,6 +51,8 @@ def test_reward_rises_from_a_guess_to_certainty(trained):
   assert results["dev_accuracy"] == 1.0
   assert results["reward"] == reward[-1]
   assert {"seconds_dev", "seconds_decode", "seconds_learn"} <= set(results)
+  names = {name for row in log for name in row} - {"stage", "step", "seconds"}
+  assert not [name for name in names if not metric_names.find(name)]
 
 
 def test_every_update_was_on_policy(trained):
@@ -101,18 +107,18 @@ def collected(
   config, toolbox, right: dict[str, str], samples: int, first: int = 0, **changes
 ):
   """One batch of the guessing policy's rollouts, with tools from a table."""
-  cfg, params = rl.load_model(config.init)
+  cfg, params = load_model(config.init)
   sampling = SamplingConfig(prompts=2, samples=samples, rounds=3, **changes)
   rollout = RolloutConfig(style="brief", slots=8, max_len=toy.MAX_LEN)
-  worker = rl.make_worker(cfg, toy.tokenizer(), rollout, ("code",))
-  draw = TaskSampler([Task(q, q, (a,)) for q, a in right.items()], 0)
-  cursor = {"group": first, "unfinished": [], "draw": draw.state}
+  worker = make_worker(cfg, toy.tokenizer(), rollout, ("code",))
+  task_sampler = TaskSampler([Task(q, q, (a,)) for q, a in right.items()], 0)
+  cursor = {"group": first, "unfinished": [], "draw": task_sampler.state}
   collector = RolloutCollector(
     worker,
-    draw,
+    task_sampler,
     toolbox,
     sampling,
-    rl._has_reward_variance,
+    has_reward_variance=lambda groups: has_reward_variance(rewards_of(groups)),
     steps=1,
     seed=0,
     cursor=cursor,
@@ -155,7 +161,7 @@ def test_an_infrastructure_failure_leaves_its_group_and_the_rest_learns(config):
   assert sum(parts) == pytest.approx(-sum(sum(x) for x in sampled.values()))
 
 
-def test_early_warnings_count_what_was_cut_off_or_repeated(config):
+def test_figures_count_what_was_cut_off_or_repeated_and_whose_fault_calls_were(config):
   out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
   before = figures.describe(out)
   changed = out.played[0]
@@ -167,11 +173,8 @@ def test_early_warnings_count_what_was_cut_off_or_repeated(config):
   assert after["truncated_share"] - before["truncated_share"] == pytest.approx(share)
   assert after["repeated_share"] - before["repeated_share"] == pytest.approx(share)
 
-
-def test_failed_calls_are_counted_by_whose_fault_they_are(config):
-  out = collected(config, toy.TableToolbox(lambda *_: "5"), RIGHT, 4)
   names = [f"failed_calls_{owner}" for owner in ("model", "tool", "infrastructure")]
-  assert [figures.describe(out)[name] for name in names] == [0, 0, 0]
+  assert [before[name] for name in names] == [0, 0, 0]
   calls = [c for t in out.played for c in t.calls]
   for call, status in zip(calls, ("model", "model", "tool"), strict=False):
     call.status = CallStatus(status)
@@ -212,8 +215,8 @@ def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
   right = dict.fromkeys(names, "blue")
   tasks = [Task(q, q, (a,)) for q, a in right.items()]
   drawn, first = [], 0
+  changes = dict(filter_groups=filter_groups, round_prompts=1)
   for _ in range(3):
-    changes = dict(filter_groups=filter_groups, round_prompts=1)
     out = collected(config, toolbox, right, 4, first, **changes)
     drawn += [t.task_id for t in out.played if t.sample == 0]
     assert out.cursor["group"] - first == out.num_groups <= 3
@@ -223,12 +226,10 @@ def test_no_task_is_skipped_whatever_rounds_a_step_needs(config, filter_groups):
 
 
 def test_under_a_grammar_an_update_is_on_policy_too(config, tmp_path):
-  held = config.copy_and_resolve_references()
-  held.algo.steps = 2
-  with held.unlocked():
-    held.rollout.constrain = True
-    held.rollout.top_k = 50
-  results = rl.run(held, str(tmp_path))
+  constrained = config.copy_and_resolve_references()
+  constrained.algo.steps = 2
+  constrained.rollout.update(constrain=True, top_k=50)
+  results = rl.run(constrained, str(tmp_path))
   assert 0 < results["logp_diff"] < 2e-5
   log = read_metrics(f"{tmp_path}/metrics.jsonl", "rl")
   for row in log:
@@ -252,30 +253,19 @@ def test_a_step_that_teaches_nothing_still_ends(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("section", "field", "value", "message"),
+  ("changes", "message"),
   [
-    ("algo", "batch", {"length": 64}, r"batch\.length=64 is shorter than rollout\.max"),
-    ("model", "scam", True, "no field 'scam'; did you mean 'scan'"),
-    ("tools", "tools", ("code", "x"), "no tool 'x'"),
+    ({"algo.batch.length": 64}, r"batch\.length=64 is shorter than rollout\.max"),
+    ({"tools.tools": ("code", "x")}, "no tool 'x'"),
+    ({"init": ""}, "config lacks field 'init'"),
   ],
 )
-def test_refusals_come_before_any_work(
-  config, tmp_path, section, field, value, message
-):
+def test_refusals_come_before_any_work(config, tmp_path, changes, message):
   bad = config.copy_and_resolve_references()
-  with bad.unlocked():
-    bad[section][field] = value
+  bad.update_from_flattened_dict(changes)
   with pytest.raises(ValueError, match=message):
     rl.run(bad, str(tmp_path / "w"))
   assert not (tmp_path / "w").exists()
-
-
-def test_a_run_without_a_policy_is_refused(config, tmp_path):
-  bad = config.copy_and_resolve_references()
-  with bad.unlocked():
-    del bad.init
-  with pytest.raises(ValueError, match="config lacks field 'init'"):
-    rl.run(bad, str(tmp_path / "w"))
 
 
 def test_the_phases_of_every_step_add_up_to_its_wall_time(trained):
@@ -323,8 +313,6 @@ def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
   """Without `watch.stop` too; the checkpoint before it is where a run goes on."""
   bad = config.copy_and_resolve_references()
   bad.checkpoint.update(every=1)
-  with bad.unlocked():
-    bad.checkpoint.keep = 1
   learn = rl.PolicyUpdate.__call__
 
   def diverging(self, state, *args):
@@ -334,25 +322,15 @@ def test_an_update_that_diverges_ends_the_run_and_is_never_saved(
   monkeypatch.setattr(rl.PolicyUpdate, "__call__", diverging)
   with pytest.raises(CollapsedError, match=r"step 3 \(not saved.*loss is nan"):
     rl.run(bad, str(tmp_path))
-  assert [p.name for p in (tmp_path / "checkpoints").glob("[0-9]*")] == ["2"]
+  assert whole_steps(str(tmp_path / "checkpoints")) == [1, 2]
 
 
-def test_an_interrupted_run_is_stopped_where_it_would_have_been(
-  config, tmp_path, monkeypatch
-):
+def test_an_interrupted_run_is_stopped_where_it_would_have_been(config, tmp_path):
   watched = config.copy_and_resolve_references()
   watched.checkpoint.every = 1
   # No share is 2: a warning at the third step.
   watched.watch = dict(stop=True, patience=3, reward_variance_share=2.0)
-  check = rl._check_logp_diff
-
-  def killed(guards, step, values):
-    if step == 2:
-      raise KeyboardInterrupt
-    check(guards, step, values)
-
-  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(rl, "_check_logp_diff", killed)
+  with guessing.killed_before_log_of(3):
     rl.run(watched, str(tmp_path))
   for _ in range(2):  # and there again, before any rollout
     with pytest.raises(CollapsedError, match=r"stopped at step 3 \(saved\)"):

@@ -33,18 +33,10 @@ def ahead(config) -> ml_collections.ConfigDict:
 
 
 def test_a_run_that_was_killed_learns_keeps_its_bound_and_plays_every_group_once(
-  ahead, tmp_path, monkeypatch
+  ahead, tmp_path
 ):
   ahead.checkpoint.every = 8
-  check = rl._check_logp_diff
-
-  def killed(guards, step, values):
-    if step == 10:
-      raise KeyboardInterrupt
-    check(guards, step, values)
-
-  with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-    patched.setattr(rl, "_check_logp_diff", killed)
+  with guessing.killed_before_log_of(11):
     rl.run(ahead, str(tmp_path))
   assert not [t for t in threading.enumerate() if t.name == "ahead"]
   results = rl.run(ahead, str(tmp_path))

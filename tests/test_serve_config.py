@@ -9,8 +9,10 @@ import ml_collections
 import pytest
 import toy
 
-from coa_jax.config import ConfigError
-from coa_jax.serve import open_server
+from coa_jax.config import ConfigError, fill_defaults, read_config
+from coa_jax.protocol.origin import Dialect, Origin
+from coa_jax.rollout.types import RolloutConfig
+from coa_jax.serve import ServeConfig, open_server
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +42,13 @@ def test_what_says_nothing_of_the_team_is_not_looked_at(folder):
 
 @pytest.mark.parametrize(
   ("section", "message"),
-  [
-    ({"vllm": {"folder": "x"}}, "config section 'vllm': the sampler in JAX serves"),
-    ({"format": {"number": 1}}, "no section 'format'"),
-    ({"evil": {"samples": 1}}, "no section 'evil'; did you mean 'eval'"),
-  ],
+  [("vllm", "the sampler in JAX serves"), ("evil", "did you mean 'eval'")],
 )
 def test_what_can_not_be_served_is_refused_by_name(folder, section, message: str):
+  wrong = config(folder, **{section: {"folder": "x"}})
   with (
-    pytest.raises(ConfigError, match=message),
-    open_server(config(folder, **section)),
+    pytest.raises(ConfigError, match=f"section '{section}'.* {message}"),
+    open_server(wrong),
   ):
     pass
 
@@ -70,3 +69,27 @@ def test_rows_beyond_the_models_positions_are_refused(folder):
       pass
   finally:
     file.write_text(written)
+
+
+@pytest.mark.parametrize(
+  ("rollout", "expected"),
+  [
+    ({}, ("math", "brief", 48)),
+    ({"style": "full", "variant": None}, ("math", "full", 48)),
+    ({"variant": "unified", "max_len": 64}, ("unified", "brief", 64)),
+  ],
+)
+def test_what_is_left_out_is_as_the_model_was_trained(tmp_path, rollout, expected):
+  trained = Dialect("math", "brief", ("code",))
+  Origin((trained,), max_len=48, seed=0).write(tmp_path)
+  values = ml_collections.ConfigDict(dict(init=str(tmp_path), rollout=rollout))
+  values.tools = dict(tools=("code",))
+  fill_defaults(values, ServeConfig)
+  settings = read_config(values, ServeConfig).rollout
+  assert (settings.variant, settings.style, settings.max_len) == expected
+  (tmp_path / "coa.json").write_text("{")
+  with pytest.raises(ValueError, match=r"coa\.json: not JSON"):
+    read_config(values, ServeConfig)
+  (tmp_path / "coa.json").unlink()
+  bare = read_config(values, ServeConfig).rollout
+  assert bare.max_len == rollout.get("max_len", RolloutConfig().max_len)

@@ -21,6 +21,7 @@ from coa_jax import sft
 from coa_jax.config import ConfigError
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.learner.dataset import Dataset
+from coa_jax.learner.sources import Source, mix, read_sources, validation_order
 from coa_jax.learner.state import Learner
 from coa_jax.model.hf.io import load_model, save_model
 from coa_jax.model.transformer import count_params, init_params
@@ -31,6 +32,7 @@ from coa_jax.protocol.trajectory import (
   read_trajectories,
   write_jsonl,
 )
+from coa_jax.report import metric_names
 from coa_jax.report.metrics import read_metrics
 
 
@@ -73,6 +75,8 @@ def test_a_fresh_model_learns_and_is_saved_whole(config, tmp_path):
   log = read_metrics(str(workdir / "metrics.jsonl"), "sft")
   assert [row["step"] for row in log] == list(range(1, 13))
   assert [r["step"] for r in log if "validation_loss" in r] == [5, 10, 12]
+  names = {name for row in log for name in row} - {"stage", "step", "seconds"}
+  assert not [name for name in names if not metric_names.find(name)]
   assert len(list((workdir / "tensorboard" / "sft").iterdir())) == 1
   # The held-out scripts are those trained on, so both losses fall together.
   assert log[0]["loss"] > 5.5 > 4.5 > log[-1]["loss"] == results["loss"]
@@ -82,19 +86,6 @@ def test_a_fresh_model_learns_and_is_saved_whole(config, tmp_path):
   assert cfg.vocab_size % 64 == 0 and 0 <= cfg.vocab_size - tok.vocab_size < 64
   assert results["parameters"] == count_params(params)
   assert len(tok.encode("</answer>")) == 1
-
-
-def test_long_trajectories_are_left_out_and_counted(config, tmp_path):
-  config.data.length = 64
-  config.data.validation = 0
-  results = sft.run(config, str(tmp_path / "w"))
-  tok = Tokenizer.load(tmp_path / "w" / "tokenizer")
-  examples = [toy.written(q, s, tok) for q, s in toy.SCRIPTS.items()]
-  long = [t.num_tokens > 64 for t in examples]
-  assert 0 < sum(long) < 4
-  assert results["left_out_too_long"] == 5 * sum(long)
-  assert results["trajectories"] == 20 - 5 * sum(long)
-  assert results["validation_loss"] is None  # nothing was held out
 
 
 def test_without_updates_the_model_is_as_it_begins(config, tmp_path):
@@ -122,7 +113,6 @@ def test_no_copy_of_a_held_out_task_is_trained_on(config, tmp_path):
   [
     ("model", "kv_heads", 3, "'model': kv_heads 3 does not divide heads 4"),
     ("optim", "name", "sgd", "'optim': name 'sgd'; accepted: adamw, muon"),
-    ("data", "stepz", 1, "'data' has no field 'stepz'; did you mean 'steps'"),
     ("data", "trajectories", "nowhere.jsonl", "nowhere.jsonl"),
     # What could not be written in the end is not trained.
     ("model", "attention_bias", True, "attention_bias is True and model.qk_norm True"),
@@ -138,29 +128,90 @@ def test_refusals_come_before_any_work(
   assert not (tmp_path / "w").exists()
 
 
-def test_nothing_left_to_train_on_is_said_and_can_be_mended(config, tmp_path):
-  config.data.validation, validation = 20, config.data.validation
-  with pytest.raises(ValueError, match=r"20 read, 20 within .* 20 kept for validation"):
-    sft.run(config, str(tmp_path / "w"))
-  config.data.validation, config.data.steps = validation, 1
-  assert sft.run(config, str(tmp_path / "w"))["trajectories"] == 16
-
-
-def test_an_empty_file_is_said(config, tmp_path):
-  (tmp_path / "trajectories.jsonl").write_text("")
-  with pytest.raises(ValueError, match="there is no trajectory in it"):
-    sft.run(config, str(tmp_path / "w"))
-
-
-def test_a_broken_row_is_named_and_a_mended_file_may_use_the_workdir(config, tmp_path):
+def test_data_that_can_not_be_used_is_named_and_mended_in_the_same_workdir(
+  config, tmp_path
+):
   path, workdir = tmp_path / "trajectories.jsonl", str(tmp_path / "w")
   whole = path.read_text()
-  path.write_text(whole + '{"task_id": 1}\n')
-  with pytest.raises(ValueError, match=r"trajectories\.jsonl:21: field .task_id. is 1"):
-    sft.run(config, workdir)
+  for validation, text, message in (
+    (20, whole, "20 read, 20 within .* 20 kept for validation"),
+    (4, "", "there is no trajectory in it"),
+    (4, whole + '{"task_id": 1}\n', r"trajectories\.jsonl:21: field .task_id. is 1"),
+  ):
+    config.data.validation = validation
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+      sft.run(config, workdir)
   path.write_text(whole)
   config.data.steps = 1
   assert sft.run(config, workdir)["trajectories"] == 16
+
+
+def test_several_files_are_mixed_by_weight(config, tmp_path, capfd):
+  """One file in two parts trains as the whole; weights repeat and leave out."""
+  examples = read_trajectories(tmp_path / "trajectories.jsonl")
+  for name, part in (("a", examples[:8]), ("b", examples[8:])):
+    write_jsonl(tmp_path / f"{name}.jsonl", part)
+  config.data.update(steps=3, validation=0)
+  losses = []
+  for names in ("trajectories.jsonl", "[ab].jsonl", "a.jsonl=2,{0}/b.jsonl=0.25"):
+    config.data.trajectories = f"{tmp_path}/{names.format(tmp_path)}"
+    results = sft.run(config, str(tmp_path / f"w{len(losses)}"))
+    log = read_metrics(str(tmp_path / f"w{len(losses)}" / "metrics.jsonl"), "sft")
+    losses.append([row["loss"] for row in log])
+    assert results["trajectories"] == 20
+  assert losses[0] == losses[1] != losses[2]
+  rows = results["trajectories_by_source"]
+  assert [row["in_an_epoch"] for row in rows.values()] == [16, 3]
+  line = "b.jsonl: 12 trajectories, 12 to train on, weight 0.25: 3 in an epoch"
+  assert line in capfd.readouterr().err
+
+
+def test_each_file_gives_its_share_of_the_validation():
+  order = validation_order([4, 2])
+  assert sorted(order[:3].tolist()) == [0, 1, 4]
+  assert validation_order([5]).tolist() == [0, 1, 2, 3, 4]
+  mixed, _ = mix(
+    [Source("a", 0.5), Source("b", 1.5)], [4, 4], np.array([0, 1, 3, 4, 5])
+  )
+  assert mixed.tolist() == [1, 4, 5, 5]
+
+
+def test_a_file_is_named_by_its_path_whatever_stands_in_it(tmp_path):
+  odd = tmp_path / "a,b=2.jsonl"
+  odd.write_text("")
+  assert read_sources(str(odd)) == (Source(str(odd)),)
+  dated = tmp_path / "day=3"
+  dated.write_text("")
+  found = read_sources(f"{dated},{tmp_path}/x=1e1")
+  assert found == (Source(str(dated)), Source(f"{tmp_path}/x", 10.0))
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("{0}/*.nothing", "no file matches '.*nothing'"),
+    ("a.jsonl=0", "weight '0'; it must be above 0"),
+    ("a.jsonl=nan", "weight 'nan'; it must be above 0"),
+    ("a.jsonl=two", "weight 'two'; it must be above 0"),
+    ("a.jsonl,a.jsonl", "a.jsonl comes twice; a.jsonl=2 sees it twice"),
+    ("a.jsonl,,b.jsonl", "accepted: FILE, or FILE=WEIGHT and globs, by commas"),
+    ("{0}", "is a folder; give .*/[*].jsonl"),
+    ("{0}/foreign.json", "import_traces --file=.*foreign.json --variant=VARIANT"),
+    ("{0}/trajectories.jsonl=0.01", "the weights leave no trajectory"),
+  ],
+)
+def test_files_that_can_not_be_mixed_are_refused(config, tmp_path, text, message):
+  (tmp_path / "foreign.json").write_text('[{"instruction": "Who?", "output": "x"}]')
+  config.data.trajectories = text.format(tmp_path)
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    sft.run(config, str(tmp_path / "w"))
+
+
+def test_trajectories_that_are_all_too_long_say_what_to_raise(config, tmp_path):
+  config.data.length = 8
+  with pytest.raises(ValueError, match=r"0 within data.length=8 .*; raise data.length"):
+    sft.run(config, str(tmp_path / "w"))
 
 
 def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch):
@@ -176,12 +227,11 @@ def test_what_was_tokenised_is_not_tokenised_again(config, tmp_path, monkeypatch
     sft.run(config, workdir)
 
 
-@pytest.mark.parametrize("made", [toy.tokenizer, toy.stock_tokenizer])
-def test_an_answer_ends_with_what_other_engines_stop_at(made, config, tmp_path):
+@pytest.mark.parametrize("make", [toy.tokenizer, toy.stock_tokenizer])
+def test_an_answer_ends_with_what_other_engines_stop_at(make, config, tmp_path):
   """With the token that its tag is, or, where the tag is text, with end-of-text."""
-  tokenizer, folder = made(), tmp_path / "start"
-  cfg = toy.MODEL
-  save_model(folder, cfg, init_params(cfg, 0), tokenizer)
+  tokenizer, folder = make(), tmp_path / "start"
+  save_model(folder, toy.MODEL, toy.params(), tokenizer)
   config.init, config.model = str(folder), {}
   config.data.steps, config.data.length = 0, 1024
   sft.run(config, str(tmp_path / "w"))
@@ -193,9 +243,8 @@ def test_an_answer_ends_with_what_other_engines_stop_at(made, config, tmp_path):
     assert text.endswith("</answer>")
 
 
-@pytest.mark.parametrize("bad", [-7, 10**6])
-def test_a_wrong_id_anywhere_in_the_file_is_named(config, tmp_path, bad):
-  path, tok = tmp_path / "trajectories.jsonl", toy.tokenizer()
+def test_a_wrong_id_anywhere_in_the_file_is_named(config, tmp_path):
+  bad, path, tok = 10**6, tmp_path / "trajectories.jsonl", toy.tokenizer()
   examples = [toy.written(*x, tok) for _ in range(6) for x in toy.SCRIPTS.items()]
   examples[-1].segments[-1].ids[0] = bad
   write_jsonl(path, examples)
@@ -208,22 +257,20 @@ def test_a_wrong_id_anywhere_in_the_file_is_named(config, tmp_path, bad):
     sft.run(config, str(tmp_path / "w"))
 
 
-@pytest.mark.parametrize("at_end", [False, True])
 def test_one_flipped_bit_of_what_was_derived_is_said_and_mended(
-  config, tmp_path, caplog, at_end
+  config, tmp_path, caplog
 ):
   config.data.steps, config.checkpoint.every, config.checkpoint.keep = 4, 2, 2
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  kept = sft.run(config, str(whole))
+  expected = sft.run(config, str(whole))
   shutil.copytree(whole, broken)
-  if not at_end:  # as if it had been killed on its way
-    shutil.rmtree(broken / "checkpoints" / "4")
+  shutil.rmtree(broken / "checkpoints" / "4")  # as if it had been killed on its way
   derived = ("data/tokens.int32", "data/sequences.npy", "tokenizer/tokenizer.json")
   for name in derived:
     damaged = bytearray((broken / name).read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (broken / name).write_bytes(damaged)
-  assert sft.run(config, str(broken))["loss"] == kept["loss"]
+  assert sft.run(config, str(broken))["loss"] == expected["loss"]
   assert caplog.text.count("has other bytes than were written") == 2
   for name in derived:
     assert (broken / name).read_bytes() == (whole / name).read_bytes()
@@ -239,17 +286,24 @@ def test_a_kernel_that_the_platform_lacks_is_refused_before_training(config, tmp
   assert not (tmp_path / "w" / "checkpoints").exists()
 
 
-def test_trajectories_without_the_policy_are_left_out_and_counted(config, tmp_path):
-  """A row of nothing else has no mean loss: 0 / 0."""
+def test_what_can_not_be_learnt_from_is_left_out_and_counted(config, tmp_path):
+  """Too long for a row; or without the policy: such a row has no mean loss, 0 / 0."""
   path = tmp_path / "trajectories.jsonl"
   examples = read_trajectories(path)
   for t in examples[4:8]:
     t.segments = [s for s in t.segments if s.author != Author.POLICY]
   write_jsonl(path, examples)
-  config.data.update(steps=3, rows=1, validation=0)
+  config.data.update(steps=3, rows=1, length=64, validation=0)
   config.data.validate_every = 0  # at the end alone
   results = sft.run(config, str(tmp_path / "w"))
-  assert results["left_out_without_policy"] == 4 and results["trajectories"] == 16
+  tok = Tokenizer.load(tmp_path / "w" / "tokenizer")
+  whole = [toy.written(q, s, tok) for q, s in toy.SCRIPTS.items()]
+  long = sum(t.num_tokens > 64 for t in whole)
+  assert 0 < long < 4
+  assert results["left_out_too_long"] == 4 * long
+  assert results["left_out_without_policy"] == 4
+  assert results["trajectories"] == 16 - 4 * long
+  assert results["validation_loss"] is None  # nothing was held out
   params = load_model(tmp_path / "w" / "model")[1]
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
   log = read_metrics(str(tmp_path / "w" / "metrics.jsonl"), "sft")

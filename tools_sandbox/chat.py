@@ -45,12 +45,15 @@ class ChatConfig:
   prices: tuple[float, ...] = ()
 
   def __post_init__(self):
+    # --- Where the model is.
     if not self.base_url.startswith(("http://", "https://")):
       raise ValueError(
         f"base_url {self.base_url!r} must start with http:// or https://"
       )
     if not self.model:
       raise ValueError("model: name the model that the endpoint serves")
+
+    # --- How it is asked.
     if self.max_tokens < 1 or self.retries < 0 or not 0 < self.timeout_s < math.inf:
       raise ValueError("max_tokens and timeout_s must be positive, retries at least 0")
     if not min(self.temperature, self.backoff_s, self.max_pause_s) >= 0:
@@ -70,6 +73,7 @@ class ChatConfig:
     """Prices tokens, `cached` of them in `prompt`; None without `prices`."""
     if not self.prices:
       return None
+    # Endpoints count cached tokens among the prompt's and bill them less.
     counts = (prompt - cached, cached, completion)
     return sum(n * p for n, p in zip(counts, self.prices, strict=True)) / 1e6
 
@@ -90,6 +94,7 @@ class ChatModel:
     Raises:
       ValueError: the key file cannot be used.
     """
+    # A file goes before the argument: it is what the config names.
     key = read_key(config.key_file) or api_key
     self.config = config
     self._service = Service(
@@ -143,6 +148,7 @@ class ChatModel:
 
 
 def _read_text(data: bytes) -> str:
+  # BadReply has the service asked again: for JSON that is no chat completion too.
   reply = read_json(data)
   try:
     text = reply["choices"][0]["message"]["content"]
@@ -150,4 +156,5 @@ def _read_text(data: bytes) -> str:
     text = None
   if not isinstance(text, str) or not text.strip():
     raise BadReply("not a chat completion")
+  # What a model writes may repeat a stranger's page, control characters and all.
   return clean(text).strip()

@@ -57,12 +57,15 @@ class Sandbox:
       NoJail: this machine cannot build jails; the message says what is missing.
       RuntimeError: no service answers; the message says why.
     """
+    # --- What does not fit together is refused before anything starts.
     if (backend == "remote") != (remote is not None):
       raise ValueError(
         f"backend {backend!r} and remote={remote!r}: one needs the other"
       )
     if index_cache is not None and corpus is None:
       raise ValueError("index_cache needs a corpus")
+
+    # --- The limits of runs that do not say otherwise, the corpus, the back-end.
     self._limits = wire.Limits(
       wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_mb, output_bytes=output_bytes
     )
@@ -105,6 +108,7 @@ class Sandbox:
     """
     if self._pool is None:
       raise ValueError("this sandbox has no back-end to run programs")
+    # `replace` makes new limits, so a value out of range is refused here and named.
     limits = dataclasses.replace(self._limits, seed=seed, clock_s=clock_s)
     if timeout_s is not None:
       limits = dataclasses.replace(limits, wall_s=timeout_s, cpu_s=timeout_s)
@@ -142,6 +146,8 @@ class Sandbox:
     """
     if self._pool is None:
       raise ValueError("only back-ends 'jail' and 'remote' have sessions")
+
+    # --- What the caller leaves open is the sandbox's; CPU time is all cells' together.
     if timeout_s is None:
       timeout_s = self._limits.wall_s
     if cpu_s is None:
@@ -156,6 +162,8 @@ class Sandbox:
       seed=seed,
       clock_s=clock_s,
     )
+
+    # --- On a service how long to wait is the config's to say.
     if isinstance(self._pool, RemotePool):
       return self._pool.session(limits, lease_s)
     return self._pool.session(limits, wait_s, lease_s)
@@ -186,6 +194,7 @@ def _open_index(corpus: str, cache: str | None) -> search.SearchIndex:
   documents = search.read_corpus(corpus)
   if cache is None:
     return search.SearchIndex.build(documents, corpus)
+  # By the bytes, not by name and time: a corpus that changed is another one.
   with open(corpus, "rb") as f:
     key = hashlib.file_digest(f, "blake2b").hexdigest()[:32]
   # The suffix decides how the bytes are read, so it is part of the key too.

@@ -76,6 +76,7 @@ def read_key(path: str | None, field: str = "key_file") -> str:
       words = f.read(4096).split()
   except (OSError, UnicodeDecodeError) as e:
     raise ValueError(f"{field} {path}: {type(e).__name__}") from None
+  # One word, or it is another file: a whole one would go out in a header.
   if len(words) != 1:
     raise ValueError(f"{field} {path} must hold one word, the key")
   return words[0]
@@ -123,6 +124,7 @@ class Retries:
     Raises:
       NoReply: trying again cannot change it, or as of `failed`.
     """
+    # Of their words a few, as a literal: an error page may be long and span lines.
     fault = Fault(f"status {status}", repr(text[:200]))
     if status not in _PASSING and status < 500:
       raise NoReply([*self.faults, fault], status, text)
@@ -142,6 +144,8 @@ class Retries:
       wish = f"it asks to wait {requested_s:.0f} s, {self._pause_field} is less"
       fault = Fault(fault.message, f"{fault.detail}; {wish}")
     self.faults.append(fault)
+
+    # --- Give up, or pause: twice as long after each fault.
     if requested_s > self._max_pause_s or len(self.faults) > self._retries:
       raise NoReply(self.faults)
     pause = self._backoff_s * 2.0 ** (len(self.faults) - 1)
@@ -185,15 +189,20 @@ class Service:
     """
     if not url.startswith(("http://", "https://")):
       raise ValueError(f"{name}: {url!r} must start with http:// or https://")
+    # --- Whom to ask, and how often.
     self._name = name
     self._url = url
     self._retries = retries
     self._backoff_s = backoff_s
     self._max_pause_s = max_pause_s
     self._timeout_s = timeout_s
-    self._gap = 1.0 / per_second if per_second > 0 else 0.0
+
+    # --- The pace: seconds between two requests, and when the next one may be sent.
+    self._interval_s = 1.0 / per_second if per_second > 0 else 0.0
     self._next = 0.0
     self._lock = threading.Lock()
+
+    # --- Without proxies httpx must not look for them in the environment.
     trust_env = use_proxies and not _is_loopback(url)
     self._client = httpx.Client(headers=headers, trust_env=trust_env)
 
@@ -215,7 +224,7 @@ class Service:
     try:
       return self.send(body, seconds, read)[0]
     except NoReply as e:
-      message = e.faults[-1].message
+      message = e.faults[-1].message  # our words: a model reads them
       if e.refusal in _REFUSES_CONTENT:
         raise ToolFault(f"{self._name} refuses the request ({message})") from None
       raise self.broken(message) from None
@@ -239,6 +248,7 @@ class Service:
     deadline = time.monotonic() + seconds
     retries = Retries(self._retries, self._backoff_s, self._max_pause_s)
     while True:
+      # --- One attempt: when it is its turn, in what is left of the time.
       try:
         self._wait_turn(deadline)
         left = min(deadline - time.monotonic(), self._timeout_s)
@@ -247,6 +257,8 @@ class Service:
           return read(data), tuple(retries.faults)
         text = data.decode("utf-8", "replace")
         pause = retries.refused(status, headers, text)
+
+      # --- What went wrong, and how long to pause; NoReply where it was the last.
       except (httpx.TimeoutException, TimeoutError):
         limit = min(seconds, self._timeout_s)
         pause = retries.failed(Fault(f"no reply within {limit:.3g} s"))
@@ -254,7 +266,7 @@ class Service:
         pause = retries.failed(Fault(type(e).__name__, str(e)))
       except BadReply as e:
         pause = retries.failed(Fault(*e.args))
-      if time.monotonic() + pause >= deadline:
+      if time.monotonic() + pause >= deadline:  # no use to wait for nothing
         raise NoReply(retries.faults)
       time.sleep(pause)
 
@@ -263,12 +275,13 @@ class Service:
     return Unavailable(f"{self._name} gives no usable reply: {message}")
 
   def _wait_turn(self, deadline: float) -> None:
+    # Each caller takes the next free moment, then sleeps until it without the lock.
     with self._lock:
       now = time.monotonic()
       turn = max(now, self._next)
       if turn >= deadline:
         raise TimeoutError
-      self._next = turn + self._gap
+      self._next = turn + self._interval_s
     time.sleep(turn - now)
 
 
@@ -300,8 +313,11 @@ def exchange(
     raise TimeoutError
   deadline = time.monotonic() + seconds
   content = json.dumps(body).encode("ascii")  # lone surrogates too
+  # httpx says None for "without end".
   waits = [None if s == math.inf else s for s in (seconds, min(connect_s, seconds))]
   timeout = httpx.Timeout(waits[0], connect=waits[1])
+  # httpx's time limit is that of one read: a body that drips never reaches it, and
+  # unpacked it may be much longer than its header says. So both are counted here.
   data = bytearray()
   with client.stream(
     method, url, content=content, headers=_JSON, timeout=timeout
@@ -317,11 +333,16 @@ def exchange(
 
 def retry_after(header: str) -> float:
   """Reads the seconds of a Retry-After header: a number or an HTTP date; 0 if none."""
+  # --- A number; NaN and what is below 0 are no pause.
   try:
     seconds = float(header)
-    return seconds if seconds > 0 else 0.0  # NaN is no pause
+    if seconds > 0:
+      return seconds
+    return 0.0
   except ValueError:
     pass
+
+  # --- A date, by the clock of this machine.
   try:
     when = email.utils.parsedate_to_datetime(header)
   except (ValueError, TypeError):
@@ -330,6 +351,7 @@ def retry_after(header: str) -> float:
 
 
 def _is_loopback(url: str) -> bool:
+  # By what the URL says: nothing is looked up for it.
   host = httpx.URL(url).host
   try:
     return ipaddress.ip_address(host).is_loopback

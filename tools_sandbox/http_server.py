@@ -64,21 +64,22 @@ class Server(uvicorn.Server):
   """Serves an application; silent but for its errors, no WebSockets."""
 
   def __init__(
-    self, app: ASGIApp, grace_s: float, places: int = 0, waits: Waits | None = None
+    self, app: ASGIApp, grace_s: float, capacity: int = 0, waits: Waits | None = None
   ):
     """Raises the limit of descriptors where it is low; starts nothing yet.
 
     Args:
       app: what answers.
       grace_s: seconds that requests have left when the server is told to stop.
-      places: requests that the application may hold at once, each with a connection.
+      capacity: requests that the application may hold at once, each with a connection.
       waits: for clients; None for `Waits()`.
 
     Raises:
-      ValueError: this process may not have the descriptors that `places` need.
+      ValueError: this process may not have the descriptors that `capacity` needs.
     """
+    # uvicorn makes a protocol of its own arguments: ours are bound before.
     protocol = functools.partial(
-      _Connection, waits or Waits(), _room_for_connections(places)
+      _Connection, waits or Waits(), _room_for_connections(capacity)
     )
     super().__init__(
       uvicorn.Config(
@@ -122,6 +123,8 @@ class _Connection(H11Protocol):
   def connection_made(self, transport: asyncio.Transport) -> None:
     super().connection_made(transport)
     self._look()
+    # One too many: the one that has waited longest for its client goes. Where the
+    # client waits for us `since` is infinite, and it goes last of all.
     if len(self.connections) > self._most:
       last = min(self.connections, key=lambda c: c.since)
       self.connections.discard(last)  # now: others may come before it is lost
@@ -165,6 +168,7 @@ class _Connection(H11Protocol):
 
   def _waits_for(self) -> str:
     """A field of `Waits`; "" while the client waits for us."""
+    # Ours is still on the way out: whatever else comes, the client has to read first.
     if self.transport.is_closing() or self.flow.write_paused:
       return "reading"
     if self.conn.their_state is h11.IDLE:
@@ -179,6 +183,8 @@ class _Connection(H11Protocol):
     # The application still reads: it is told that the client is gone, the client why.
     self.cycle.disconnected = True
     self.cycle.message_event.set()
+
+    # Written past uvicorn, which would wait for the rest of the body.
     text = f"the request took longer than {self._waits.body:g} s"
     body = json.dumps({"error": text}).encode()
     headers = [
@@ -196,22 +202,22 @@ class _Connection(H11Protocol):
     self._look()
 
 
-def _room_for_connections(places: int) -> int:
-  """How many connections there may be; raises the soft limit of descriptors for them.
-
-  Half of the descriptors: the others are for files, pipes and processes.
-  """
+def _room_for_connections(capacity: int) -> int:
+  """How many connections there may be; raises the limit of descriptors for them."""
+  # As many as are hoped for, or as the hard limit lets this process have.
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  descriptors = 2 * max(_CONNECTIONS, 2 * places)
+  descriptors = 2 * max(_CONNECTIONS, 2 * capacity)
   unlimited = resource.RLIM_INFINITY
   if soft != unlimited and soft < descriptors:
     soft = descriptors if hard == unlimited else min(descriptors, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-  most = (descriptors if soft == unlimited else min(descriptors, soft)) // 2
-  if most <= places:
+  if soft != unlimited:
+    descriptors = min(descriptors, soft)
+  most = descriptors // 2  # the others are for files, pipes and processes
+  if most <= capacity:
     raise ValueError(
-      f"{places} requests at once need more than {2 * places} descriptors, and this "
-      f"process may have {soft}: raise `ulimit -n`, or let fewer wait"
+      f"{capacity} requests at once need more than {2 * capacity} descriptors, and "
+      f"this process may have {soft}: raise `ulimit -n`, or let fewer wait"
     )
   return most
 
@@ -306,8 +312,12 @@ def read_fields(cls: type[_Model], value: Any) -> _Model:
     return cls.model_validate(value)
   except pydantic.ValidationError as e:
     fault = e.errors(include_url=False)[0]
+
+  # --- Where: a path of names and positions, as ("messages", 0, "role").
   steps = (f"[{x}]" if isinstance(x, int) else f".{x}" for x in fault["loc"])
   field = "".join(steps).removeprefix(".")
+
+  # --- What: in this project's words where pydantic's speak of inputs.
   if fault["type"] == "extra_forbidden":
     accepted = ", ".join(sorted(cls.model_fields))
     message = f"unknown field {field!r:.100}; there are {accepted}"
@@ -330,13 +340,17 @@ async def read_body(request: Request, most: int) -> bytes:
   Raises:
     HTTPException: 415 of another content type, 413 too long, 499 the client has gone.
   """
+  # --- What it says of itself: kind and length, before any of it is read.
   kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
   if kind != "application/json":
     raise HTTPException(415, "content-type must be application/json")
   too_long = HTTPException(413, f"a request has at most {most} bytes")
   length = request.headers.get("content-length", "")
+  # Of twenty digits the number is too large whatever follows.
   if length.isdigit() and int(length[:20]) > most:
     raise too_long
+
+  # --- What it holds: the header may have lied, or there was none.
   data = bytearray()
   try:
     async for part in request.stream():

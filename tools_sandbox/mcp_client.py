@@ -103,6 +103,7 @@ class McpTool:
       import mcp  # here, for it is an extra
     except ImportError as e:
       raise ValueError(f"MCP tools need `pip install 'coa-jax[mcp]'`: {e}") from e
+    # --- The thread that the session lives in.
     self._key = read_key(config.key_file)
     self._config = config
     self._mcp = mcp
@@ -113,6 +114,8 @@ class McpTool:
     # Left open, it would hold up the end of Python: the portal waits for its thread,
     # which does not run any more by then.
     atexit.register(self.close)
+
+    # --- The tool, as the server describes it; its schema is read for names alone.
     try:
       tool = self._find()
       self.description = clean((tool.description or "")[:_MAX_CHARS])
@@ -181,12 +184,16 @@ class McpTool:
 
   def _arguments(self, content: str) -> dict[str, Any]:
     match = _FENCE.fullmatch(content)
-    text = (match[1] if match else content).strip()
-    try:
-      value = json.loads(text) if text.startswith("{") else None
-    except (ValueError, RecursionError):
-      value = None
-    if isinstance(value, dict):
+    text = content
+    if match:
+      text = match[1]
+    text = text.strip()
+    # What only begins as JSON is plain text: a query may start with a brace.
+    value = None
+    if text.startswith("{"):
+      with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text)
+    if value is not None:
       return _sendable(value)
     if self._plain is None:
       raise BadCall(f"write a JSON object with {self._parameters}")
@@ -209,6 +216,7 @@ class McpTool:
     names: list[str] = []
     deadline = time.monotonic() + self._config.start_s
     why = f"more than {_PAGES} pages"
+    # --- Page by page until it is found; a hostile list may have no end.
     try:
       for _ in range(_PAGES):
         left = deadline - time.monotonic()
@@ -227,6 +235,8 @@ class McpTool:
       why = clean(e.error.message[:300])
     except Exception as e:
       why = type(e).__name__
+
+    # --- It is not there, or that will never be known.
     if why:
       raise Unavailable(f"the MCP server does not list its tools ({why})")
     others = ", ".join(names[:_NAMED]) or "none"
@@ -236,6 +246,7 @@ class McpTool:
     with self._lock:
       if self._session is not None and not self._session.ended:
         return self._session
+      # Under the lock: callers that meet a broken session share one that is new.
       self._session = None
       session = _ClientSession(self._mcp.Client(self._server()), self._portal)
       if not session.is_greeted(self._config.start_s):
@@ -248,7 +259,7 @@ class McpTool:
 
   def _drop(self, session: _ClientSession) -> None:
     with self._lock:
-      if self._session is session:
+      if self._session is session:  # else another caller has opened a new one
         self._session = None
     session.end()
 
@@ -272,6 +283,7 @@ async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
   import httpx2  # here, for they are extras
   from mcp.client import streamable_http
 
+  # --- A stream that counts: the SDK reads a body to its end.
   class Bounded(httpx2.AsyncByteStream):
     def __init__(self, stream: Any):
       self._stream = stream
@@ -292,6 +304,7 @@ async def _over_http(url: str, key: str) -> AsyncIterator[Any]:
       raise httpx2.ReadError("a compressed response, which was not asked for")
     response.stream = Bounded(response.stream)
 
+  # --- The client that the SDK is to use.
   headers = {"accept-encoding": "identity"}
   if key:
     headers["authorization"] = f"Bearer {key}"
@@ -310,6 +323,7 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
     schema: JSON Schema as the server wrote it: any value may stand anywhere.
     argument: the one that the config names.
   """
+  # --- What there is, and what a call must have.
   known = schema.get("properties")
   if not isinstance(known, dict):
     known = {}
@@ -350,10 +364,15 @@ def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deeper(value: Any, most: int) -> bool:
-  inner = value.values() if isinstance(value, dict) else value
   if not isinstance(value, (dict, list)):
     return False
-  return most == 0 or any(_deeper(v, most - 1) for v in inner)
+  if most == 0:
+    return True
+  # `most` ends the recursion too, however deep the model has nested.
+  inner = value
+  if isinstance(value, dict):
+    inner = value.values()
+  return any(_deeper(v, most - 1) for v in inner)
 
 
 class _ClientSession:
@@ -363,6 +382,7 @@ class _ClientSession:
     self.client = client
     self._portal = portal
     self._greeted: concurrent.futures.Future[None] = concurrent.futures.Future()
+    # Made in the loop's thread, which alone may touch them.
     self._leave = portal.call(anyio.Event)
     self._scope = portal.call(anyio.CancelScope)
     self._task = portal.start_task_soon(self._live)
@@ -397,6 +417,7 @@ class _ClientSession:
     """Leaves the session, and waits until a server on stdio has ended with it."""
     if self.ended:
       return
+    # Politely, where there is a session to leave; then by cancelling it.
     if self._greeted.done():
       self._portal.start_task_soon(self._leave.set)
       concurrent.futures.wait((self._task,), _END_S)
@@ -411,11 +432,13 @@ async def _accept(*unused: Any) -> None:
 
 def _text(result: Any) -> str:
   """The text of a result: of its parts, others are named only, or of its structure."""
+  # Cut part by part, so that nothing longer than the limit is ever put together.
   parts = []
   room = _MAX_CHARS
   for part in result.content:
     text = getattr(part, "text", None)
-    text = text if isinstance(text, str) else f"[{part.type}]"
+    if not isinstance(text, str):
+      text = f"[{part.type}]"
     parts.append(text[:room])
     room -= len(parts[-1]) + 1
     if room <= 0:

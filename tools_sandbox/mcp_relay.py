@@ -25,16 +25,19 @@ def main() -> int:
     print(f"{command[0]}: {e.strerror}", file=sys.stderr)
     return 127
   os.close(0)  # the server's alone, so that its end is seen by whoever writes to it
+  # Passed on as it comes: only the length of its last line is kept.
   length = 0  # of the line that has no end yet
   while data := os.read(server.stdout.fileno(), _CHUNK):
     _, ended, rest = data.rpartition(b"\n")
-    length = len(rest) if ended else length + len(rest)
+    if ended:
+      length = 0
+    length += len(rest)
     if length > most:
       print(f"{command[0]}: a line of more than {most} bytes", file=sys.stderr)
       server.kill()
       server.wait()
       return 1
-    while data:
+    while data:  # a pipe may take less than it is given
       data = data[os.write(1, data) :]
   return server.wait()
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.importers.row import (
-  QUESTION_FIELDS,
   TASK_FIELDS,
   Recorder,
   RowRefused,
   fields,
   note_unread,
+  question_of,
   task_of,
 )
 from coa_jax.protocol import roles
@@ -34,7 +34,7 @@ from coa_jax.protocol.trajectory import (
   Trajectory,
   Usage,
 )
-from coa_jax.tasks.sources import question_below
+from coa_jax.tasks.rl_schemas import question_below
 
 _ROW = TASK_FIELDS | fields("instruction input output system history")
 _OBSERVATION_TAG = re.compile(r"<(/?)observation>")
@@ -66,11 +66,14 @@ def read_alpaca(
   Raises:
     RowRefused: it has no single reading, or (without `keep_illegal`) breaks a rule.
   """
+  row = {"input": "", **row}
   for field in ("instruction", "input", "output"):
-    value = row.get(field, "" if field == "input" else None)
+    value = row.get(field)
     if not isinstance(value, str):
       raise RowRefused("bad_field", f"{field!r} must be a string, got {value!r:.80}")
   trajectory = _trajectory(row, task_id, variant)
+  # Its spans can be told apart by now; whether they may follow each other is another
+  # question, which records that a model wrote do not always answer with yes.
   fault = parse(trajectory.text, variant)
   if not fault.ok and not keep_illegal:
     raise RowRefused(fault.verdict.value, fault.detail)
@@ -83,14 +86,15 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
   if row.get("history"):
     raise RowRefused("multi_turn", "the record has earlier turns in 'history'")
   # The loader that the records were written for joins the two with a line break.
-  prompt = "\n".join(p for p in (row["instruction"], row.get("input", "")) if p)
-  question = question_below(prompt) or prompt
+  prompt = "\n".join(filter(None, (row["instruction"], row["input"])))
   # Not even the prompt's head is trusted: it comes from a file like the rest.
   segments = [Segment(Author.PROMPT, "question", prompt)]
   segments += _segments(row["output"], variant)
   calls = _calls(segments, variant)
   ended = segments[-1].role == ANSWER
-  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), question)
+
+  # --- What is known of the task; only what there is, so that equal rows stay equal.
+  question = question_of(row, question_below(prompt) or prompt)
   task = task_of(row, task_id, question, "alpaca")
   meta: dict[str, Any] = {"question": task.question, "source": task.source}
   if task.answers:
@@ -123,12 +127,12 @@ def _segments(output: str, variant: Variant) -> list[Segment]:
   position = 0
   for start, end in _observations(output):
     segments += _policy_segments(output[position:start], variant, observed=True)
-    inside = start + len(roles.open_tag(OBSERVATION))
-    content = output[inside : end - len(roles.close_tag(OBSERVATION))]
-    after = output[end:]
-    space = after[: len(after) - len(after.lstrip())]
     opening = roles.open_tag(OBSERVATION)
     closing = roles.close_tag(OBSERVATION)
+    content = output[start + len(opening) : end - len(closing)]
+    # The white space after it belongs to it: the policy goes on with its next tag.
+    after = output[end:]
+    space = after[: len(after) - len(after.lstrip())]
     text = f"{opening}{roles.escape(content)}{closing}{space}"
     segments.append(Segment(Author.TOOL, OBSERVATION, text))
     position = end + len(space)
@@ -141,6 +145,8 @@ def _observations(output: str) -> list[tuple[int, int]]:
   start: int | None = None
   for match in _OBSERVATION_TAG.finditer(output):
     closing = bool(match[1])
+    # Observations stand side by side: a tag inside one is what a tool printed, and then
+    # nobody can tell where it ends.
     if closing != (start is not None):
       detail = "closed but not open" if closing else "opened inside another"
       raise RowRefused("nested", f"observation {detail} at character {match.start()}")
@@ -165,6 +171,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
   segments: list[Segment] = []
   position = 0
   while text[position:].strip():
+    # --- It opens, after white space at most.
     match = _OPENING.match(text, position)
     if match is None:
       excerpt = text[position:].strip()[:40]
@@ -172,6 +179,8 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
     role = match[1]
     if role not in variant.tags:
       raise RowRefused("unknown_tool", f"<{role}> is no span of {variant.name!r}")
+
+    # --- It closes, before any other tag.
     close = roles.close_tag(role)
     end = text.find(close, match.end())
     if end < 0:
@@ -182,6 +191,8 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
     inner = roles.find_tag(text[match.end() : end])
     if inner is not None:
       raise RowRefused("nested", f"{inner} inside <{role}>")
+
+    # --- White space after it is its own, as sampling would have written it.
     end += len(close)
     while end < len(text) and text[end].isspace():
       end += 1
@@ -195,6 +206,7 @@ def _policy_segments(text: str, variant: Variant, observed: bool) -> list[Segmen
 def _calls(segments: list[Segment], variant: Variant) -> list[ToolCall]:
   """A call for each tool span that an observation follows at once."""
   calls = []
+  # A call without an observation never ran: the record ends there, or breaks a rule.
   for call, result in itertools.pairwise(segments):
     if call.role in variant.tools and result.role == OBSERVATION:
       calls.append(ToolCall(call.role, _content(call), _content(result)))
@@ -206,4 +218,6 @@ def _content(segment: Segment) -> str:
   opening = roles.open_tag(segment.role)
   closing = roles.close_tag(segment.role)
   content = text[len(opening) : len(text) - len(closing)]
-  return roles.unescape(content) if segment.role == OBSERVATION else content
+  if segment.role == OBSERVATION:  # `_segments` has escaped it
+    return roles.unescape(content)
+  return content

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.importers.row import Recorder, RowRefused
@@ -16,18 +16,25 @@ from coa_jax.protocol import roles
 from coa_jax.protocol.tool_bodies import FUNCTION_NAME, render_function_call
 from coa_jax.protocol.tools import FUNCTION_TAG, SPECS, Body
 
-# Their name, lower case -> our tag. `answer` and `suggested_answer` are no tools here,
-# but in OAgents a candidate and the end are calls (arXiv 2508.13167).
-TOOLS: Mapping[str, str] = {
-  **{
-    name: spec.tag
-    for spec in SPECS.values()
-    if spec.tag != FUNCTION_TAG
-    for name in (spec.tag, *spec.aliases)
-  },
-  **dict.fromkeys(("final_answer", "finish", "answer", "submit"), roles.ANSWER),
-  "suggested_answer": roles.SUGGESTED_ANSWER,
-}
+
+def _tags_by_name() -> dict[str, str]:
+  tags = {}
+  for spec in SPECS.values():
+    if spec.tag == FUNCTION_TAG:
+      continue  # has no names of its own: `--tools` says what is such a function
+    for name in (spec.tag, *spec.aliases):
+      tags[name] = spec.tag
+  # `answer` and `suggested_answer` are no tools here, but in OAgents a candidate and
+  # the end are calls (arXiv 2508.13167).
+  for name in ("final_answer", "finish", "answer", "submit"):
+    tags[name] = roles.ANSWER
+  tags["suggested_answer"] = roles.SUGGESTED_ANSWER
+  return tags
+
+
+# Their name, lower case -> our tag.
+TOOLS: Mapping[str, str] = _tags_by_name()
+# What an answer's text is called among the arguments, the most telling name first.
 _ANSWER_NAMES = ("answer", "final_answer", "result", "output", "text")
 
 
@@ -67,36 +74,51 @@ def translate(name: str, arguments: Any, table: Mapping[str, str]) -> Call:
   Raises:
     RowRefused: no table has the name, or the arguments hold no body for the tag.
   """
+  # --- Which tag it is. The user's table goes first, so that it can correct ours.
   tag = table.get(name.lower()) or TOOLS.get(name.lower())
   if tag is None:
     raise RowRefused(
       "unknown_tool", f"no tag for the tool {name!r}; name one with --tools"
     )
   fields = _object(arguments)
-  if tag == FUNCTION_TAG:  # as it is: its own name, its own arguments
+
+  # --- A function tool is written as it is: its own name, its own arguments.
+  if tag == FUNCTION_TAG:
     if fields is None or not FUNCTION_NAME.fullmatch(name):
       raise RowRefused("bad_arguments", f"{name}: {arguments!r:.80}")
     return Call(tag, render_function_call(name, fields))
+
+  # --- Which argument is the body.
   keys = SPECS[tag].argument_names if tag in SPECS else _ANSWER_NAMES
-  if fields is None:
+  if fields is None:  # a plain string: all that the call says
     if not isinstance(arguments, str):
       raise RowRefused("bad_arguments", f"{name}: {arguments!r:.80}")
     fields = {keys[0]: arguments}
-  main = next((key for key in keys if fields.get(key) is not None), None)
-  if main is None and len(fields) == 1:
-    (main,) = fields
+  main = _main_argument(fields, keys)
   if main is None:
     raise RowRefused("bad_arguments", f"{name}: none of {', '.join(keys)} is given")
   value = fields[main]
-  body, also = _body(tag, value, {k: v for k, v in fields.items() if k != main})
+
+  # --- The body, which may hold other arguments too; what it does not hold is lost.
+  others = {key: other for key, other in fields.items() if key != main}
+  body, also = _body(tag, value, others)
   if body is None:
     raise RowRefused("bad_arguments", f"{name}: {main} is {value!r:.80}")
-  lost = tuple(
-    f"{k}={v!r:.80}"
-    for k, v in fields.items()
-    if k not in {main, *also} and v not in (None, "", [], {})
-  )
-  return Call(tag, body, lost)
+  lost = []
+  for key, other in others.items():
+    if key not in also and other not in (None, "", [], {}):
+      lost.append(f"{key}={other!r:.80}")
+  return Call(tag, body, tuple(lost))
+
+
+def _main_argument(fields: Mapping[str, Any], names: Sequence[str]) -> str | None:
+  """The first of these names that an argument has; of one argument, whatever it has."""
+  for name in names:
+    if fields.get(name) is not None:
+      return name
+  if len(fields) == 1:
+    return next(iter(fields))
+  return None
 
 
 def _object(arguments: Any) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from coa_jax.importers.row import (
   ImportedRun,
   Recorder,
   RowRefused,
+  are_objects,
   fields,
   note_unread,
   task_of,
@@ -31,8 +32,6 @@ _MESSAGE = fields(
   "role content tool_calls function_call reasoning_content reasoning tool_call_id name "
   "id"
 )
-
-
 _REASONING = ("reasoning_content", "reasoning")  # the same, by two servers
 
 
@@ -49,9 +48,10 @@ def read_chat(
   Raises:
     RowRefused: the messages do not have that shape, or a call cannot be translated.
   """
+  # --- The row: its messages, and what it has beside them.
   messages = row.get("messages") or row.get("conversation")
   conversation = row.get("conversation") or messages
-  if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+  if not are_objects(messages):
     raise RowRefused("no_messages", "messages is not a list of objects")
   recorder = Recorder(task_id)
   note_unread(recorder, "row", row, _ROW)
@@ -59,7 +59,9 @@ def read_chat(
     recorder.note("row", "field 'conversation' is not read, but 'messages'")
   if row.get("tools"):
     recorder.note("row", "the list of tools; ours takes its place")
-  pending = iter(enumerate(messages))
+
+  # --- The question, then replies: each with calls, whose results follow, or the last.
+  pending = iter(enumerate(messages))  # one iterator: whoever reads on takes it along
   question = _question(pending, recorder)
   answer = None
   for at, message in pending:
@@ -77,7 +79,7 @@ def read_chat(
       recorder.think(text)
       # A call that ends the work needs no result, and mostly has none.
       results = itertools.islice(pending, len(calls))
-      answer = _play(calls, results, recorder, where, table)
+      answer = _record_calls(calls, results, recorder, where, table)
     else:
       answer = text
   task = task_of(row, task_id, row.get("question") or question, "chat")
@@ -85,6 +87,7 @@ def read_chat(
 
 
 def _question(pending: Iterator[tuple[int, dict]], recorder: Recorder) -> str:
+  # System messages may stand before it; anything else means that the start is missing.
   for at, message in pending:
     text = _text(message.get("content"), f"message {at}", recorder)
     note_unread(recorder, f"message {at}", message, _MESSAGE)
@@ -102,19 +105,23 @@ def _think(message: Mapping[str, Any], where: str, recorder: Recorder) -> str:
 
   Templates of reasoning models open the block in the prompt: a closing tag is enough.
   """
+  # --- A field of its own; some servers write it under both names.
   thoughts = [message[k] for k in _REASONING if message.get(k)]
-  for number, thought in enumerate(thoughts):
-    if number == 0:
-      recorder.think(_text(thought, where, recorder))
-    elif thought != thoughts[0]:
+  if thoughts:
+    recorder.think(_text(thoughts[0], where, recorder))
+  for thought in thoughts[1:]:
+    if thought != thoughts[0]:
       recorder.note(where, f"reasoning {thought!r:.80} beside another")
+
+  # --- A block that the content begins with.
   text = _text(message.get("content"), where, recorder)
   opening = roles.open_tag(roles.THINK)
   closing = roles.close_tag(roles.THINK)
   head, closed, rest = text.partition(closing)
   head = head.lstrip().removeprefix(opening)
   if not closed or opening in head:
-    return text
+    return text  # no block, or one that stands further on: part of the text
+  # A server that has the field may leave the block in the content as well.
   if head.strip() not in (str(t).strip() for t in thoughts):
     recorder.think(head)
   return rest.strip()
@@ -132,8 +139,10 @@ def _text(content: Any, where: str, recorder: Recorder) -> str:
   for part in content:
     if isinstance(part, dict) and isinstance(part.get("text"), str):
       texts.append(part["text"])
-    else:
-      kind = part.get("type") if isinstance(part, dict) else part
+    else:  # an image, say
+      kind = part
+      if isinstance(part, dict):
+        kind = part.get("type")
       recorder.note(where, f"a part of kind {kind!r:.40} is left out")
   return "".join(texts)
 
@@ -146,48 +155,32 @@ def _calls(message: Mapping[str, Any], where: str) -> list[tuple[Any, str, Any]]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
       raise RowRefused("bad_call", f"{where}: {call!r:.80}")
     out.append((call.get("id") or None, function["name"], function.get("arguments")))
-  older = message.get("function_call")
+  older = message.get("function_call")  # one call, without an id
   if older:
     if not isinstance(older, dict) or not isinstance(older.get("name"), str):
       raise RowRefused("bad_call", f"{where}: {older!r:.80}")
     out.append((None, older["name"], older.get("arguments")))
   ids = [key for key, _, _ in out]
+  # All have one, each its own, or none has: then results are told apart by order.
   if any(ids) and len(set(ids) - {None}) < len(ids):
     raise RowRefused("mixed_ids", f"{where}: its calls have the ids {ids!r:.80}")
   return out
 
 
-def _play(
+def _record_calls(
   calls: list[tuple[Any, str, Any]],
-  results: Iterator[tuple[int, dict]],
+  messages: Iterator[tuple[int, dict]],
   recorder: Recorder,
   where: str,
   table: Mapping[str, str],
 ) -> str | None:
   """Records calls with their results, in the calls' order; the answer if it is one."""
-  by_id: dict[Any, str] = {}
-  in_order: list[str] = []
-  for at, message in results:
-    if message.get("role") not in ("tool", "function"):
-      raise RowRefused("no_result", f"message {at} answers no call of {where}")
-    note_unread(recorder, f"message {at}", message, _MESSAGE)
-    text = _text(message.get("content"), f"message {at}", recorder)
-    key = message.get("tool_call_id") or None
-    if key is not None and key in by_id:
-      raise RowRefused("stray_result", f"message {at} answers {key!r} again")
-    if key is not None and key not in {call[0] for call in calls}:
-      raise RowRefused(
-        "stray_result", f"message {at} answers {key!r}, which is no call"
-      )
-    in_order.append(text)
-    by_id[key] = text
   answer = None
-  for number, (key, name, arguments) in enumerate(calls):
+  results = _results(calls, messages, recorder, where)
+  for (_, name, arguments), result in zip(calls, results, strict=True):
     call = translate_and_note(recorder, where, name, arguments, table)
-    result = by_id.get(key) if key is not None else None
-    if result is None and key is None and number < len(in_order):
-      result = in_order[number]
     if call.tag == roles.ANSWER:
+      # Nothing reads what a tool says to the end of the work.
       answer = call.body
       if result:
         recorder.note(where, f"the result {result!r:.80} of {name}")
@@ -196,9 +189,39 @@ def _play(
       raise RowRefused("multi_turn", f"{where}: a call after the answer")
     if result is None:
       raise RowRefused("no_result", f"{where}: the call of {name} has no result")
+    # A candidate is a span of its own, without an observation.
     if call.tag == roles.SUGGESTED_ANSWER:
       recorder.say(runs.SOLVER, runs.CANDIDATE, call.body)
       recorder.note(where, f"the result {result!r:.80} of {name}")
       continue
     recorder.call(call.tag, call.body, result)
   return answer
+
+
+def _results(
+  calls: list[tuple[Any, str, Any]],
+  messages: Iterator[tuple[int, dict]],
+  recorder: Recorder,
+  where: str,
+) -> list[str | None]:
+  """The result of each call, None where it has none."""
+  ids = [key for key, _, _ in calls]
+  by_id: dict[Any, str] = {}
+  in_order: list[str | None] = []
+  for at, message in messages:
+    if message.get("role") not in ("tool", "function"):
+      raise RowRefused("no_result", f"message {at} answers no call of {where}")
+    note_unread(recorder, f"message {at}", message, _MESSAGE)
+    text = _text(message.get("content"), f"message {at}", recorder)
+    key = message.get("tool_call_id") or None
+    if key is not None and key in by_id:
+      raise RowRefused("stray_result", f"message {at} answers {key!r} again")
+    if key is not None and key not in ids:
+      raise RowRefused(
+        "stray_result", f"message {at} answers {key!r}, which is no call"
+      )
+    in_order.append(text)
+    by_id[key] = text
+  if None in ids:  # no call has an id (see `_calls`): results stand in their order
+    return in_order + [None] * (len(calls) - len(in_order))
+  return [by_id.get(key) for key in ids]

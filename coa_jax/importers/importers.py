@@ -7,8 +7,14 @@ ours has no place for stands in its `meta["lost"]`, line by line. Formats:
   runs          our own runs (`distill`'s runs.jsonl); their tasks are given beside them
   alpaca        the released Chain-of-Agents SFT records (`alpaca`)
   oagents       OAgents and smolagents, JSON lines (`oagents`)
-  chat          OpenAI chat messages with tool calls (`chat_records`)
+  chat          OpenAI chat messages with tool calls (`chat`)
+  sharegpt      ShareGPT conversations, with tool calls or without (`sharegpt`)
   react         ReAct text (`react`)
+  search_r1     Search-R1 text (`search_r1`)
+
+A conversation of several questions is a row for each of them (`turns`).
+
+budget: everything that names the formats one by one.
 
 The released RL rows hold no trajectory: they are tasks, which `tasks.sources` reads.
 """
@@ -27,6 +33,9 @@ from coa_jax.importers.chat import read_chat
 from coa_jax.importers.oagents import read_oagents
 from coa_jax.importers.react import is_react, read_react
 from coa_jax.importers.row import ImportedRun, RowRefused
+from coa_jax.importers.search_r1 import is_search_r1, read_search_r1
+from coa_jax.importers.sharegpt import as_chat
+from coa_jax.importers.turns import split_turns
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.prompts import prompt_segments
 from coa_jax.protocol.roles import TOOLS, Variant
@@ -36,9 +45,33 @@ from coa_jax.tasks.task import Kind, Task
 from coa_jax.teacher.convert import ConvertConfig, Dropped, convert
 from coa_jax.teacher.runs import Run
 
-FORMATS = ("trajectories", "runs", "alpaca", "oagents", "chat", "react")
+FORMATS = (
+  "trajectories",
+  "runs",
+  "alpaca",
+  "oagents",
+  "chat",
+  "sharegpt",
+  "react",
+  "search_r1",
+)
 RL = "rl"  # what `detect` says of rows that are tasks
-_READERS = {"oagents": read_oagents, "chat": read_chat, "react": read_react}
+
+
+def _read_sharegpt(
+  row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
+) -> ImportedRun:
+  return read_chat(as_chat(row), task_id, table)
+
+
+_READERS = {
+  "oagents": read_oagents,
+  "chat": read_chat,
+  "sharegpt": _read_sharegpt,
+  "react": read_react,
+  "search_r1": read_search_r1,
+}
+_CONVERSATIONS = ("chat", "sharegpt")
 
 Record = tuple[int, str, dict[str, Any]]  # number, "FILE:LINE", row
 
@@ -52,7 +85,15 @@ def detect(row: Mapping[str, Any]) -> str:
     ValueError: it has the fields of none.
   """
   filled = {name for name, value in row.items() if value not in (None, "", [], {})}
-  name = _format(filled) or (is_react(row) and "react") or _format(set(row))
+  name = _format(filled)
+  if name:
+    return name
+  # These have no fields of their own: they are told by the text in one of them.
+  if is_react(row):
+    return "react"
+  if is_search_r1(row):
+    return "search_r1"
+  name = _format(set(row))  # the right columns, all empty: that format says why not
   if name:
     return name
   names = ", ".join(sorted(map(str, row))[:12]) or "none"
@@ -60,7 +101,8 @@ def detect(row: Mapping[str, Any]) -> str:
     f"its fields ({names}) are those of no format; accepted: trajectories (task_id, "
     "segments), runs (task_id, events, calls), rl (prompt, reward_model), alpaca "
     "(instruction, output), oagents (steps or intermediate_steps), chat (messages or "
-    "conversation), react (a text of 'Thought:', 'Action:' lines)"
+    "conversation), sharegpt (conversations), react (a text of 'Thought:', 'Action:' "
+    "lines), search_r1 (a text of <search> and <information> spans)"
   )
 
 
@@ -77,6 +119,8 @@ def _format(fields: set[str]) -> str:
     return "oagents"
   if fields & {"messages", "conversation"}:
     return "chat"
+  if "conversations" in fields:
+    return "sharegpt"
   return ""
 
 
@@ -115,16 +159,20 @@ class Importer:
   def read(
     self, number: int, where: str, row: dict[str, Any]
   ) -> tuple[Task, Trajectory] | Dropped:
-    """One row as a trajectory with its task, or why there is none.
+    """Reads one row as a trajectory with its task, or says why there is none.
 
     A whole number in `sample` says which of its task's attempts the row is.
     """
+    # --- Which task, and which attempt at it.
     task_id = _id(row) or f"{self.stem}-{number}"
     sample = row.get("sample")
     if self.format in ("trajectories", "runs") or not isinstance(sample, int):
       sample = 0  # theirs is read with the rest
     else:
-      row = {name: value for name, value in row.items() if name != "sample"}
+      row = dict(row)
+      del row["sample"]  # a reader would note that it does not read it
+
+    # --- Read it. Whatever a foreign row holds, it is refused and nothing crashes.
     try:
       if self.format == "alpaca":
         trajectory = read_alpaca(row, task_id, self.variant, self.keep_illegal)
@@ -135,9 +183,12 @@ class Importer:
       imported = self._imported(row, task_id, where, sample)
     except RowRefused as e:
       return Dropped(task_id, sample, e.reason, e.detail)
-    except (TypeError, KeyError, AttributeError) as e:  # a field of another kind
+    except (TypeError, KeyError, AttributeError) as e:
+      # A field of another kind than its format has, found as it was used.
       detail = f"not as {self.format} rows are: {e!r}"
       return Dropped(task_id, sample, "bad_record", detail)
+
+    # --- Convert the run under our prompt, as the team's own runs are.
     task = imported.task
     run = imported.run
     lost = list(imported.lost)
@@ -153,11 +204,14 @@ class Importer:
   def _imported(
     self, row: dict[str, Any], task_id: str, where: str, sample: int
   ) -> ImportedRun:
+    # --- Somebody else's record: a reader of its format.
     if self.format != "runs":
+      # A model writes a name as it likes: case does not count.
       tools = {name.lower(): tag for name, tag in self.tools.items()}
       imported = _READERS[self.format](row, task_id, tools)
       imported.run.sample = sample
       return imported
+    # --- A run of ours, whose task stands in a file of its own.
     try:
       run = Run.from_json(row, where)
     except ValueError as e:
@@ -173,6 +227,7 @@ class Importer:
       trajectory = Trajectory.from_json(row, where)
     except (ValueError, AttributeError) as e:
       raise RowRefused("bad_record", str(e)) from e
+    # It may have been made for another dialect, or edited by hand.
     verdict = parse(trajectory.text, self.variant)
     if not verdict.ok and not self.keep_illegal:
       raise RowRefused(verdict.verdict.value, verdict.detail)
@@ -201,34 +256,46 @@ def _task(trajectory: Trajectory) -> Task:
   )
 
 
-def records(uri: str) -> tuple[str, Iterator[Record]]:
-  """The format that a source's first row has, and all its rows, numbered from 0.
+def records(uri: str, chosen: str = "") -> tuple[str, Iterator[Record]]:
+  """The format of a source, and all its rows, numbered from 0.
 
-  A row whose task has come before, and that has no `sample`, is given its number among
-  the task's: what is drawn by task and sample must tell attempts apart.
+  A conversation is a row for each of its questions, of the same number. A row whose
+  task has come before, and that has no `sample`, is given its number among the task's:
+  what is drawn by task and sample must tell attempts apart.
 
   Args:
     uri: a file or a source that `tasks.rows.read_rows` reads.
+    chosen: the format; "" for that of the first row.
 
   Raises:
     FileNotFoundError, ValueError: as `read_rows`; or there is no row, or the first one
       has no known format.
   """
-  rows = ((n, where, row) for n, (where, row) in enumerate(read_rows(uri)))
+  rows = _numbered(uri)
   first = next(rows, None)
   if first is None:
     raise ValueError(f"{uri}: holds no row")
   try:
-    name = detect(first[2])
+    name = chosen or detect(first[2])
   except ValueError as e:
     raise ValueError(f"{first[1]}: {e}") from e
   rows = itertools.chain([first], rows)
-  return name, rows if name == RL else _attempts(rows)
+  if name != RL:  # tasks have no attempts
+    rows = _attempts(rows)
+  if name in _CONVERSATIONS:
+    rows = _turns(rows, stem(uri))
+  return name, rows
+
+
+def _numbered(uri: str) -> Iterator[Record]:
+  for number, (where, row) in enumerate(read_rows(uri)):
+    yield number, where, row
 
 
 def _attempts(rows: Iterable[Record]) -> Iterator[Record]:
   seen: Counter[str] = Counter()
   for number, where, row in rows:
+    # A row without an id is a task of its own.
     task = _id(row)
     if task and seen[task] and row.get("sample") is None:
       row["sample"] = seen[task]
@@ -236,7 +303,14 @@ def _attempts(rows: Iterable[Record]) -> Iterator[Record]:
     yield number, where, row
 
 
+def _turns(rows: Iterable[Record], name: str) -> Iterator[Record]:
+  for number, where, row in rows:
+    for turn in split_turns(row, _id(row) or f"{name}-{number}"):
+      yield number, where, turn
+
+
 def stem(uri: str) -> str:
   """What to call the rows of a source that have no ids."""
+  # Without the query and the scheme: hf:owner/name?split=x is `name`.
   name = uri.partition("?")[0].rstrip("/").rpartition(":")[2]
   return os.path.splitext(os.path.basename(name).removesuffix(".gz"))[0] or "row"

@@ -37,13 +37,14 @@ from coa_jax.importers.programs import (
   parse_program,
 )
 from coa_jax.importers.row import (
-  QUESTION_FIELDS,
   TASK_FIELDS,
   ImportedRun,
   Recorder,
   RowRefused,
+  are_objects,
   fields,
   note_unread,
+  question_of,
   task_of,
 )
 from coa_jax.protocol import roles
@@ -66,11 +67,14 @@ _STEP = fields(
 _SUBTASK = fields("task answer tool_calls")
 _SUBCALL = fields("name args arguments observation observations id type")
 _Subtask = tuple[str, Mapping[str, Any]]  # what was asked, and what was done about it
+# Where a reply goes over from its rationale to its call; the rationale's heading; and
+# what of a call in words is not worth a note.
 _CALLED = re.compile(r"```|<code>|<end_code>|^[ \t]*(?:Code|Action):", re.MULTILINE)
 _THOUGHT = re.compile(r"^\s*Thoughts?:\s*")
 _BLOCK = re.compile(
   r"(?ms)```.*?(?:```|\Z)|<code>.*?(?:</code>|\Z)|<end_code>|^[ \t]*Code:"
 )
+# What a step may have of a plan, and of an action.
 _PLANNED = fields("facts plan")
 _DONE = fields("tool_calls model_output observations error action_output")
 
@@ -90,7 +94,7 @@ def read_oagents(
       calls share one observation, or a sub-task belongs to no step.
   """
   steps = row.get("intermediate_steps") or row.get("steps")
-  if not isinstance(steps, list) or not all(isinstance(s, dict) for s in steps):
+  if not are_objects(steps):
     raise RowRefused("no_steps", "intermediate_steps is not a list of objects")
   reading = _Reading(task_id, table, _subtasks(row.get("search_agent_actions")))
   note_unread(reading.recorder, "row", row, _ROW)
@@ -105,7 +109,7 @@ def read_oagents(
     # A table gives every step the fields of all kinds: a null one says nothing.
     filled = {name for name, value in step.items() if value is not None}
     if filled & _PLANNED:
-      reading.planning(step)
+      reading.planning(step)  # in a step of its own, or beside a call
     if filled & _DONE:
       reading.action(step, where)
     elif isinstance(step.get("task"), str):
@@ -119,8 +123,7 @@ def read_oagents(
     raise RowRefused("unplaced_subtask", f"no step delegates {name!r:.80}")
 
   # --- How it ended.
-  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), step_question)
-  task = task_of(row, task_id, question, "oagents")
+  task = task_of(row, task_id, question_of(row, step_question), "oagents")
   recorder = reading.recorder
   if row.get("agent_error"):
     recorder.run.status = Status.INFRASTRUCTURE
@@ -129,6 +132,7 @@ def read_oagents(
   prediction = row.get("prediction")
   if row.get("iteration_limit_exceeded"):
     return recorder.end(task, None)
+  # The row's prediction goes first: systems word it anew after their last step.
   text = reading.answer if prediction in (None, "") else _text(prediction)
   if reading.answer not in (None, text):
     recorder.note("row", f"the run's own answer {reading.answer!r:.80}")
@@ -137,9 +141,12 @@ def read_oagents(
 
 def _subtasks(records: Any) -> list[_Subtask]:
   """(sub-task, its record) in order; also of a list of records with their `task`."""
-  if isinstance(records, list):
-    return [(str(record.get("task", n)), record) for n, record in enumerate(records)]
-  return list((records or {}).items())
+  if not isinstance(records, list):
+    return list((records or {}).items())
+  out = []
+  for number, record in enumerate(records):
+    out.append((str(record.get("task", number)), record))
+  return out
 
 
 class _Reading:
@@ -159,6 +166,7 @@ class _Reading:
 
   def action(self, step: Mapping[str, Any], where: str) -> None:
     """Records a rationale, a call with its result or a delegation, a critique."""
+    # --- The step's one call. Several of them would share its observation.
     recorder = self.recorder
     calls = [_name_and_arguments(c, where) for c in step.get("tool_calls") or []]
     result = _result(step)
@@ -166,14 +174,21 @@ class _Reading:
       raise RowRefused("shared_observation", f"{where}: {len(calls)} calls, one result")
     name, arguments = calls[0] if calls else ("", "")
     texts = _texts(arguments)
+
+    # --- What the model wrote: a rationale, and the call in words; of these only what
+    # the call does not say is noted.
     thought, rest = _rationale(step.get("model_output"))
     recorder.think(thought)
     if rest and rest not in "\n".join(texts):
       recorder.note(where, f"text beside the call: {rest!r:.80}")
     code = step.get("code_action")
-    if code and _text(code).strip() not in (t.strip() for t in texts):
+    if code and _text(code).strip() not in map(str.strip, texts):
       recorder.note(where, f"code_action {code!r:.80} beside the call")
-    program = parse_program(texts[0]) if texts and self._tag(name) == "code" else []
+
+    # --- The call, or why there is none; what it ends; what was thought of it.
+    program: Program = ()
+    if texts and self._tag(name) == "code":
+      program = parse_program(texts[0])
     if calls:
       self._call(calls[0], program, step, where)
     elif result.strip():  # an error message: the reply could not be read
@@ -196,11 +211,11 @@ class _Reading:
     recorder = self.recorder
     result = _result(step)
 
-    # --- A delegation: the sub-task's own calls stand in its place.
+    # --- A delegation: the sub-task's own calls stand in its place. The search agent is
+    # called as a tool, or by the functions of a program.
+    subtasks: Sequence[str | None] = delegated_texts(program)
     if name == AGENT:
       subtasks = (_texts(arguments) or [None])[:1]
-    else:
-      subtasks = delegated_texts(program)
     if self._delegate(subtasks, program, where) or name == AGENT:
       rest = other_statements(program)
       if rest:
@@ -217,9 +232,9 @@ class _Reading:
     if only_answers(program):
       self._unseen("result of the final answer", result, where)
       return
-    functions = {callee(n) for n in nodes_in_order(program, ast.Call)} - {None}
-    theirs = sorted(n for n in functions if n == AGENT or self._tag(n))
-    if theirs:
+    functions = set(map(callee, nodes_in_order(program, ast.Call))) - {None}
+    theirs = sorted(f for f in functions if f == AGENT or self._tag(f))
+    if theirs:  # our sandbox has no such functions; the program stays as it is
       recorder.note(where, f"the program calls their {', '.join(theirs)}")
     ours = translate_and_note(recorder, where, name, arguments, self.table)
     if ours.tag == roles.ANSWER:
@@ -243,10 +258,14 @@ class _Reading:
     if is_final is None:  # an older version does not say
       is_final = argument is not None
     if is_final and not step.get("error"):
-      answer = literal(argument) if output is None else output
+      # What ran knows best; a step without output may still write its answer out.
+      answer = output
+      if answer is None:
+        answer = literal(argument)
       if answer is not None:
         self.answer = _text(answer)
         return
+    # Mostly the output is what the observation shows, or the answer read before.
     shown = f"{self.answer}\n{_result(step)}"
     if output is not None and _text(output) not in shown and str(output) not in shown:
       self.recorder.note(where, f"action_output {output!r:.80} beside the observation")
@@ -261,9 +280,13 @@ class _Reading:
     them.
     """
     # --- Which records the calls without a text mean.
-    others = [name for name, _ in self.subtasks if texts and name not in texts]
-    constants = [node.value for node in nodes_in_order(program, ast.Constant)]
-    elsewhere = [text for text in dict.fromkeys(constants) if text in others]
+    if not texts:
+      return False
+    others = [name for name, _ in self.subtasks if name not in texts]
+    elsewhere: list[str] = []  # sub-tasks that the program names, if not in a call
+    for node in nodes_in_order(program, ast.Constant):
+      if node.value in others and node.value not in elsewhere:
+        elsewhere.append(node.value)
     spare = [name for name in others if name not in elsewhere]
     names = []
     for text in texts:
@@ -271,22 +294,30 @@ class _Reading:
         self.recorder.note(
           where, f"a sub-task that is not written out; taken is {spare[0]!r:.80}"
         )
-      if text is None:
+      if text is None:  # each record is taken once
         text = (elsewhere or spare or [None]).pop(0)
       names.append(text)
 
     # --- Their records, in the place of the calls.
     any_record = False
     for name in [*names, *elsewhere]:
-      at = next((i for i, (n, _) in enumerate(self.subtasks) if n == name), None)
-      if at is not None:
-        self._play(*self.subtasks.pop(at), where)
+      record = self._take_subtask(name)
+      if record is not None:
+        self._record_subtask(name, record, where)
         any_record = True
       elif name is not None:
         self.recorder.note(where, f"no record of the sub-task {name!r:.80}")
     return any_record
 
-  def _play(self, name: str, record: Mapping[str, Any], where: str) -> None:
+  def _take_subtask(self, name: str | None) -> Mapping[str, Any] | None:
+    """Removes the first sub-task of that name; its record, None where there is none."""
+    for at, (other, record) in enumerate(self.subtasks):
+      if other == name:
+        del self.subtasks[at]
+        return record
+    return None
+
+  def _record_subtask(self, name: str, record: Mapping[str, Any], where: str) -> None:
     """Records a sub-task, the calls made for it, and its answer."""
     recorder = self.recorder
     calls = record.get("tool_calls")
@@ -326,16 +357,17 @@ class _Reading:
 
 def _rationale(output: Any) -> tuple[str, str]:
   """What a model wrote before its call, and what it wrote after it."""
-  if isinstance(output, list):
+  if isinstance(output, list):  # parts, as a chat message has them
     output = "".join(str(p.get("text", "")) for p in output if isinstance(p, dict))
   if not isinstance(output, str):
     return "", ""
   called = _CALLED.search(output)
   if called is None:
     return _THOUGHT.sub("", output), ""
-  # Below "Action:" stands the call itself, as no block.
-  rest = "" if "Action" in called[0] else _BLOCK.sub("", output[called.start() :])
-  return _THOUGHT.sub("", output[: called.start()]), rest.strip()
+  thought = _THOUGHT.sub("", output[: called.start()])
+  if "Action" in called[0]:  # below it stands the call itself, as no block
+    return thought, ""
+  return thought, _BLOCK.sub("", output[called.start() :]).strip()
 
 
 def _name_and_arguments(call: Any, where: str) -> tuple[str, Any]:
@@ -353,9 +385,10 @@ def _result(step: Mapping[str, Any]) -> str:
   texts = []
   if isinstance(observations, str) or observations:
     texts.append(_text(observations))
+  if isinstance(error, dict):  # smolagents: {type, message}
+    error = error.get("message") or error
   if error:
-    message = error.get("message") if isinstance(error, dict) else error
-    texts.append(str(message or error))
+    texts.append(str(error))
   return "\n".join(texts)
 
 

@@ -109,8 +109,9 @@ class RowPipeline:
       result = examine(
         task, trajectory, variant, grade_known, self.filters, self.benchmarks
       )
-    kept = [] if result.fault else [trajectory]
-    copies = augmented_copies(kept, variant, self.formats)
+    copies = []
+    if result.fault is None:
+      copies = augmented_copies([trajectory], variant, self.formats)
 
     # --- Write ids and lines.
     if self.tokenizer:
@@ -131,9 +132,14 @@ class RowPipeline:
 
 def trajectory_stats(trajectory: Trajectory) -> TrajectoryStats:
   """Measures the trajectory's length and counts its spans."""
-  spans = [s for s in trajectory.segments if s.author != Author.PROMPT]
-  length = trajectory.num_tokens or sum(len(s.text) for s in spans)
-  return TrajectoryStats(length, dict(Counter(s.role for s in spans if s.role)))
+  count: Counter[str] = Counter()
+  num_chars = 0
+  for segment in trajectory.segments:
+    if segment.author != Author.PROMPT:
+      num_chars += len(segment.text)
+      if segment.role:  # white space alone has none
+        count[segment.role] += 1
+  return TrajectoryStats(trajectory.num_tokens or num_chars, dict(count))
 
 
 class ImportJob:
@@ -143,7 +149,9 @@ class ImportJob:
     """Takes what is done to a row, and a number of worker processes; 0 uses none."""
     self._pipeline = pipeline
     self._workers = workers
-    self._funnel = Funnel(pipeline.filters) if pipeline.filters else None
+    self._funnel: Funnel | None = None
+    if pipeline.filters:
+      self._funnel = Funnel(pipeline.filters)
     self._dropped: Counter[str] = Counter()
     self._rows = 0
     self._lossy = 0
@@ -152,27 +160,33 @@ class ImportJob:
   def lines(
     self,
     records: Iterable[Record],
-    on_dropped: Callable[[Dropped], None] = lambda _: None,
+    on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
     on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
   ) -> Iterator[str]:
     """Yields every trajectory to write, as a line of JSON, in the rows' order.
 
     Args:
       records: rows, as from `importers.records`; read as they are needed.
-      on_dropped: called with every row that gives no trajectory.
+      on_dropped: called with why a row gives no trajectory, and the row.
       on_imported: called with every other, and how often it is written.
     """
-    for result in self._results(records):
+    for record, result in self._results(records):
       self._rows += 1
       if isinstance(result, Dropped):
         self._dropped[result.reason] += 1
-        on_dropped(result)
+        on_dropped(result, record)
         continue
+
+      # --- Only here all rows are seen, in order: near duplicates, copies.
       self._lossy += bool(result.lost)
-      copies = self._funnel.admit(result) if self._funnel else 1
+      copies = 1
+      if self._funnel:
+        copies = self._funnel.admit(result)
       on_imported(result, copies)
       if not copies:
         continue
+
+      # --- The trajectory itself, its numbered copies, those in other tool formats.
       yield result.line
       for number in range(1, copies):
         yield _numbered_line(result.line, number)
@@ -182,23 +196,27 @@ class ImportJob:
   def counts(self) -> dict[str, Any]:
     """Counts rows read, dropped at import and with losses; copies; the funnel."""
     dropped = dict(sorted(self._dropped.items()))
-    kept = self._rows - self._dropped.total()
+    num_imported = self._rows - self._dropped.total()
     out: dict[str, Any] = {
       "rows": self._rows,
-      "import": {"kept": kept, "dropped": dropped, "with_losses": self._lossy},
+      "import": {"kept": num_imported, "dropped": dropped, "with_losses": self._lossy},
       "augmented": self._augmented,
     }
     if self._funnel:
       out["filters"] = self._funnel.report()
     return out
 
-  def _results(self, records: Iterable[Record]) -> Iterator[Dropped | ImportedRow]:
+  def _results(
+    self, records: Iterable[Record]
+  ) -> Iterator[tuple[Record, Dropped | ImportedRow]]:
+    # --- Chunks, read as they are needed; in this process where there is no other.
     rows = iter(records)
     chunks = iter(lambda: list(itertools.islice(rows, CHUNK)), [])
     if not self._workers:
       for chunk in chunks:
-        yield from self._pipeline.work(chunk)
+        yield from zip(chunk, self._pipeline.work(chunk), strict=True)
       return
+    # --- Worker processes; results in the order in which the chunks were sent.
     # Spawned, not forked: threads of libraries do not survive a fork.
     pool = concurrent.futures.ProcessPoolExecutor(
       self._workers,
@@ -206,14 +224,18 @@ class ImportJob:
       initializer=_start_worker,
       initargs=(self._pipeline,),
     )
-    pending: collections.deque[concurrent.futures.Future] = collections.deque()
+    pending: collections.deque[tuple[list[Record], concurrent.futures.Future]]
+    pending = collections.deque()
     try:
       for chunk in chunks:
-        pending.append(pool.submit(_work, chunk))
+        # A chunk with a slow row holds up those behind it, not the workers.
+        pending.append((chunk, pool.submit(_work, chunk)))
         if len(pending) > 2 * self._workers:  # bounds what is in memory
-          yield from pending.popleft().result()
+          chunk, results = pending.popleft()
+          yield from zip(chunk, results.result(), strict=True)
       while pending:
-        yield from pending.popleft().result()
+        chunk, results = pending.popleft()
+        yield from zip(chunk, results.result(), strict=True)
     finally:
       pool.shutdown(cancel_futures=True)
 
@@ -237,7 +259,7 @@ def _work(records: Sequence[Record]) -> list[Dropped | ImportedRow]:
   return _worker_pipeline[0].work(records)
 
 
-@functools.cache
+@functools.cache  # once in every process
 def _tokenizer(folder: str) -> Any:
   from coa_jax.protocol.tokens import Tokenizer  # takes seconds to import
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Program = Sequence[ast.stmt]
+# In OAgents and smolagents, managed agents stand among the functions of a program.
 AGENT = "search_agent"  # the function by which a program delegates a task
 # Nodes of a statement that hands a task on, keeps what came back or prints it.
 _PLAIN = (
@@ -32,13 +33,16 @@ def parse_program(program: str) -> list[ast.stmt]:
 
 def callee(node: ast.AST) -> str | None:
   """Returns the plain name that a node calls."""
-  plain = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-  return node.func.id if plain else None
+  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+    return node.func.id
+  return None  # a method, or what another call returned
 
 
 def nodes_in_order(program: Program, kind: type) -> list[Any]:
   """Lists nodes of a kind by where they end: a call's arguments before the call."""
-  nodes = [n for s in program for n in ast.walk(s) if isinstance(n, kind)]
+  nodes = []
+  for statement in program:
+    nodes += [node for node in ast.walk(statement) if isinstance(node, kind)]
   return sorted(nodes, key=lambda n: (n.end_lineno, n.end_col_offset))
 
 
@@ -47,8 +51,10 @@ def delegated_texts(program: Program) -> list[str | None]:
   out = []
   for call in nodes_in_order(program, ast.Call):
     if callee(call) == AGENT:
-      values = [literal(node) for node in _arguments(call)]
-      out.append(next((value for value in values if isinstance(value, str)), None))
+      # Others may stand beside the task, such as a dict of what is known already.
+      values = map(literal, _arguments(call))
+      texts = [value for value in values if isinstance(value, str)]
+      out.append(texts[0] if texts else None)
   return out
 
 
@@ -56,16 +62,18 @@ def other_statements(program: Program) -> list[ast.stmt]:
   """Lists statements that do more than hand tasks on and keep or print the reports."""
   out = []
   for statement in program:
-    calls = {callee(n) for n in nodes_in_order([statement], ast.Call)}
-    plain = all(isinstance(n, _PLAIN) for n in ast.walk(statement))
-    if not (calls and plain and calls <= {AGENT, "print"}):
+    calls = set(map(callee, nodes_in_order([statement], ast.Call)))
+    is_plain = all(isinstance(node, _PLAIN) for node in ast.walk(statement))
+    if not (calls and is_plain and calls <= {AGENT, "print"}):
       out.append(statement)
   return out
 
 
 def final_argument(program: Program) -> ast.expr | None:
   """Returns what a program gives to `final_answer` at its end."""
-  last = program[-1] if program else None
+  if not program:
+    return None
+  last = program[-1]
   if not isinstance(last, ast.Expr) or callee(last.value) != "final_answer":
     return None
   arguments = _arguments(last.value)
@@ -74,8 +82,10 @@ def final_argument(program: Program) -> ast.expr | None:
 
 def literal(node: ast.expr | None) -> Any:
   """Returns a value that is written out; None where there is none or it is computed."""
+  if node is None:
+    return None
   try:
-    return None if node is None else ast.literal_eval(node)
+    return ast.literal_eval(node)  # reads constants and containers; calls nothing
   except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
     return None
 
@@ -87,4 +97,4 @@ def only_answers(program: Program) -> bool:
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
-  return [*call.args, *(keyword.value for keyword in call.keywords)]
+  return call.args + [keyword.value for keyword in call.keywords]

@@ -21,24 +21,26 @@ from typing import Any
 
 from coa_jax.importers.calls import translate_and_note
 from coa_jax.importers.row import (
-  QUESTION_FIELDS,
   TASK_FIELDS,
+  TEXT_FIELDS,
   ImportedRun,
   Recorder,
   RowRefused,
   note_unread,
+  question_of,
   task_of,
 )
 from coa_jax.protocol import roles
 from coa_jax.teacher import runs
 
-TEXT = ("trajectory", "react", "output", "text", "completion", "scratchpad")
 _MARK = re.compile(
   r"^(Question|Thought|Action Input|Action|Observation|Final Answer)"
   r"(?: (\d+))?:[ \t]?",
   re.MULTILINE,
 )
+# An action with its input: Search[Paris].
 _INLINE = re.compile(r"\s*([\w.-]+)\[(.*)\]\s*", re.DOTALL)
+# What may follow what; "" is the start and the end.
 _ORDER = {
   "": {"Thought"},
   "Thought": {"Action", "Final Answer"},
@@ -51,10 +53,11 @@ _ORDER = {
 
 def is_react(row: Mapping[str, Any]) -> bool:
   """Whether some field of a row holds text in this layout."""
-  return any(_marks(row.get(name)) for name in TEXT)
+  return any(_marks(row.get(name)) for name in TEXT_FIELDS)
 
 
 def _marks(text: Any) -> bool:
+  # One marker alone may stand in anybody's text: both a thought and what it leads to.
   return isinstance(text, str) and bool(
     re.search(r"^Thought(?: \d+)?:", text, re.MULTILINE)
     and re.search(r"^(Action(?: \d+)?|Final Answer):", text, re.MULTILINE)
@@ -64,7 +67,7 @@ def _marks(text: Any) -> bool:
 def read_react(
   row: Mapping[str, Any], task_id: str, table: Mapping[str, str]
 ) -> ImportedRun:
-  """Reads one row (`question`, and the text in one of `TEXT`) as a run.
+  """Reads one row (`question`, and the text in one of `TEXT_FIELDS`) as a run.
 
   Of several texts the first in this layout is read.
 
@@ -72,13 +75,16 @@ def read_react(
     RowRefused: the text has not exactly that order, or a call cannot be translated.
   """
   recorder = Recorder(task_id)
-  texts = [k for k in TEXT if isinstance(row.get(k), str)]
+  texts = [k for k in TEXT_FIELDS if isinstance(row.get(k), str)]
   if not texts:
-    raise RowRefused("no_text", f"none of {', '.join(TEXT)} is a string")
-  used = next((k for k in texts if _marks(row[k])), texts[0])
+    raise RowRefused("no_text", f"none of {', '.join(TEXT_FIELDS)} is a string")
+  # A row may hold other texts beside it. Where none has the layout, reading the first
+  # says what is wrong with it.
+  in_layout = [name for name in texts if _marks(row[name])]
+  used = (in_layout or texts)[0]
   note_unread(recorder, "row", row, TASK_FIELDS | {used})
   blocks = _blocks(row[used])
-  question = next((row[k] for k in QUESTION_FIELDS if row.get(k)), None)
+  question = question_of(row, None)
   if blocks and blocks[0][0] == "Question":
     text = blocks[0][1].strip()
     if question and text != str(question).strip():
@@ -86,25 +92,29 @@ def read_react(
     question = question or text
     blocks = blocks[1:]
   _check(blocks)
-  answer = _play(blocks, recorder, table)
+  answer = _record_blocks(blocks, recorder, table)
   return recorder.end(task_of(row, task_id, question, "react"), answer)
 
 
 def _blocks(text: str) -> list[tuple[str, str, str]]:
   """(marker, content, number) of the text; one line break ends a content."""
   marks = list(_MARK.finditer(text))
-  head = text[: marks[0].start()] if marks else text
+  starts = [mark.start() for mark in marks] + [len(text)]
+  head = text[: starts[0]]
   if head.strip():
     raise RowRefused("stray_text", f"text before every marker: {head.strip()[:40]!r}")
   out = []
-  ends = [mark.start() for mark in marks[1:]] + [len(text)]
-  for mark, end in zip(marks, ends, strict=False):
+  for mark, end in zip(marks, starts[1:], strict=True):
     content = text[mark.end() : end].removesuffix("\n")
     out.append((mark[1], content, mark[2] or ""))
   return out
 
 
 def _check(blocks: list[tuple[str, str, str]]) -> None:
+  """Refuses markers that an observation may have printed: out of order, or miscounted.
+
+  A final answer ends the text whatever the round, so it may go without a number.
+  """
   last = ""
   count = 0
   numbered = {bool(number) for name, _, number in blocks if name != "Final Answer"}
@@ -116,6 +126,7 @@ def _check(blocks: list[tuple[str, str, str]]) -> None:
         "ambiguous", f"{name} after {last or 'the start'}: {content!r:.40}"
       )
     if number:
+      # An observation that prints markers of its own does not know the round it is in.
       if name == "Thought":  # begins a round
         count += 1
       if int(number) != count:
@@ -125,7 +136,7 @@ def _check(blocks: list[tuple[str, str, str]]) -> None:
     raise RowRefused("cut", f"the text ends after {last or 'nothing'}")
 
 
-def _play(
+def _record_blocks(
   blocks: list[tuple[str, str, str]], recorder: Recorder, table: Mapping[str, str]
 ) -> str | None:
   """Records every block; the answer, where one is given."""
@@ -139,6 +150,7 @@ def _play(
     elif name == "Final Answer":
       return content.strip()
     elif name == "Action":
+      # --- The call: its input in a block of its own, or in brackets.
       tool = content.strip()
       arguments = ""
       if at < len(blocks) and blocks[at][0] == "Action Input":
@@ -148,9 +160,12 @@ def _play(
         tool = match[1]
         arguments = match[2]
       call = translate_and_note(recorder, where, tool, arguments, table)
+
+      # --- Its result. `_check` has seen to it that nothing else follows.
       observation = blocks[at][1] if at < len(blocks) else None
       at += 1
       if call.tag == roles.ANSWER:
+        # --- An action that ends the work (Finish[...]).
         if observation is not None and at < len(blocks):
           raise RowRefused("ambiguous", f"{where}: the answer is not the end")
         if observation:

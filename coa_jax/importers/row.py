@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
@@ -54,9 +54,14 @@ class Recorder:
 
   def call(self, tag: str, body: str, result: str, failed: bool = False) -> None:
     """Adds a tool call and what it gave."""
-    status = CallStatus.MODEL if failed else CallStatus.OK
+    status = CallStatus.OK
+    if failed:
+      status = CallStatus.MODEL
     self.run.calls.append(ToolCall(tag, body, result, status))
-    agent = runs.CODE if tag == "code" else runs.SEARCH
+    # A foreign system's agents are not ours: the tool says which of the team's it is.
+    agent = runs.SEARCH
+    if tag == "code":
+      agent = runs.CODE
     self.say(agent, runs.CALL, body, tag)
     self.say(tag, runs.OBSERVATION, result, tag)
 
@@ -72,7 +77,7 @@ class Recorder:
       run.prediction = prediction
       run.status = Status.ENDED
       self.say(runs.ORCHESTRATOR, runs.FINAL, prediction)
-    elif run.status == Status.UNGRADED:
+    elif run.status == Status.UNGRADED:  # nobody has said what ended it
       run.status = Status.TURN_LIMIT
     return ImportedRun(task, run, tuple(self.lost))
 
@@ -82,20 +87,48 @@ def fields(names: str) -> frozenset[str]:
   return frozenset(names.split())
 
 
-# Fields of any foreign row that `task_of` reads, or that name it.
+# Fields of any foreign row that are read for its task, or that name it.
 TASK_FIELDS = fields(
   "question task_question problem answers answer true_answer golden_answer "
-  "ground_truth target kind data_source source family id task_id"
+  "golden_answers ground_truth target kind data_source source family id task_id"
 )
-_ANSWERS = (
+# Of several the first that holds something is read.
+ANSWER_FIELDS = (
   "answers",
   "answer",
   "true_answer",
   "ground_truth",
   "golden_answer",
+  "golden_answers",
   "target",
 )
+# Fields that may hold a run as one text.
+TEXT_FIELDS = ("trajectory", "react", "output", "text", "completion", "scratchpad")
 QUESTION_FIELDS = ("question", "task_question", "problem")
+
+
+def are_objects(value: Any) -> bool:
+  """Whether a value is a list of objects, as the messages or steps of a row are."""
+  return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def question_of(row: Mapping[str, Any], default: Any) -> Any:
+  """Returns what a row itself gives as its question, else the default."""
+  for name in QUESTION_FIELDS:
+    if row.get(name):
+      return row[name]
+  return default
+
+
+def _answers_of(row: Mapping[str, Any]) -> Sequence[Any]:
+  for name in ANSWER_FIELDS:
+    answers = row.get(name)
+    if answers in (None, "", []):
+      continue
+    if isinstance(answers, dict):  # verl's rows nest them: {"target": [...]}
+      answers = answers.get("target", ())
+    return answers if isinstance(answers, list | tuple) else (answers,)
+  return ()
 
 
 def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) -> Task:
@@ -106,11 +139,6 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
   """
   if not isinstance(question, str) or not question.strip():
     raise RowRefused("no_question", f"the question is {question!r:.80}")
-  answers = next((row[k] for k in _ANSWERS if row.get(k) not in (None, "", [])), ())
-  if isinstance(answers, dict):
-    answers = answers.get("target", ())
-  if not isinstance(answers, list | tuple):
-    answers = (answers,)
   try:
     kind = Kind(row.get("kind") or Kind.QA)
   except ValueError:
@@ -118,8 +146,9 @@ def task_of(row: Mapping[str, Any], task_id: str, question: Any, source: str) ->
   return Task(
     id=task_id,
     question=question,
-    answers=tuple(map(str, answers)),
+    answers=tuple(map(str, _answers_of(row))),
     kind=kind,
+    # Rewards and reports group by it: a mixed file keeps its sources apart.
     source=str(row.get("data_source") or row.get("source") or source),
     family=str(row.get("family") or ""),
   )
@@ -130,5 +159,6 @@ def note_unread(
 ) -> None:
   """Notes the fields of a row that no line of the importer reads."""
   for name, value in row.items():
+    # A table gives every row all of its columns: an empty one says nothing.
     if name not in read and value not in (None, "", [], {}, False):
       recorder.note(where, f"field {name!r} is not read")

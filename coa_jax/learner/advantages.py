@@ -34,6 +34,7 @@ def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarra
   centred_GK, count_G1 = _centred(reward_GK)
   if not standardise:
     return centred_GK
+  # What has left its group is 0 here, and adds nothing.
   variance_G1 = (centred_GK**2).sum(1, keepdims=True) / np.maximum(count_G1 - 1, 1)
   return centred_GK / (np.sqrt(variance_G1) + _EPSILON)
 
@@ -50,6 +51,7 @@ def leave_one_out(reward_GK: np.ndarray) -> np.ndarray:
   Returns:
     advantage_GK, 0 where the reward is NaN.
   """
+  # The mean of the others is n / (n - 1) times as far from R as that of all.
   centred_GK, count_G1 = _centred(reward_GK)
   return centred_GK * count_G1 / np.maximum(count_G1 - 1, 1)
 
@@ -69,6 +71,7 @@ def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
   A group in which all samples earn the same has advantage 0 and teaches nothing
   (arXiv 2503.14476, section 3.2). NaN rewards are left out.
   """
+  # NaN gives way to infinities of either sign; so a group of NaN alone has none.
   low_G = np.nanmin(np.where(np.isnan(reward_GK), np.inf, reward_GK), axis=1)
   high_G = np.nanmax(np.where(np.isnan(reward_GK), -np.inf, reward_GK), axis=1)
   return high_G > low_G
@@ -76,6 +79,7 @@ def has_reward_variance(reward_GK: np.ndarray) -> np.ndarray:
 
 def reward_to_go(reward_T: np.ndarray, gamma: float = 1.0) -> np.ndarray:
   """Sums gamma^(u - t) reward_u over u >= t, for each of T policy tokens."""
+  # GAE of lambda 1 without a critic.
   zeros = np.zeros(len(reward_T))
   return gae(reward_T, zeros, gamma, 1.0)[0]
 
@@ -98,11 +102,14 @@ def gae(
     advantage_T, not whitened, and return_T = advantage_T + value_T.
   """
   advantage_T = np.zeros(len(reward_T))
-  after = follows = 0.0  # advantage and value of the next token
+  next_advantage = 0.0
+  next_value = 0.0
+  # From the last token to the first: each needs what follows it.
   for t in range(len(reward_T) - 1, -1, -1):
-    delta = reward_T[t] + gamma * follows - value_T[t]
-    after = advantage_T[t] = delta + gamma * lam * after
-    follows = value_T[t]
+    delta = reward_T[t] + gamma * next_value - value_T[t]
+    next_advantage = delta + gamma * lam * next_advantage
+    advantage_T[t] = next_advantage
+    next_value = value_T[t]
   return advantage_T, advantage_T + value_T
 
 

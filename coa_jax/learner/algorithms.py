@@ -83,6 +83,7 @@ class LossConfig:
 
   def __post_init__(self):
     check_fields(self)
+    # What can not be, beyond the bounds of each field by itself.
     if self.dual_clip and (self.dual_clip <= 1 or self.surrogate != "clip"):
       raise ValueError(
         f"dual_clip is {self.dual_clip}; it must be 0 (none), or above 1 with "
@@ -96,6 +97,7 @@ class LossConfig:
     self._check_importance_sampling()
 
   def _check_importance_sampling(self) -> None:
+    # Fields that say nothing are refused: who set them expects something of them.
     masks = self.is_mode == "mask"
     if self.is_min and not (self.is_clip and masks):
       raise ValueError(

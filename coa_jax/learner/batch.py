@@ -79,6 +79,7 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
     For each row the indices of its sequences, in order of their index. Sequences of no
     token, or longer than a row, are in no row: see `fits`.
   """
+  # Best fit decreasing; ties go by index.
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
   rows: list[list[int]] = []
   # Rows by the room left in them, so that each sequence finds its row in O(T).
@@ -87,8 +88,11 @@ def pack(lengths: Sequence[int], length: int) -> list[list[int]]:
     n = lengths[i]
     if not fits(n, length):
       continue
-    room = next((r for r in range(n, length + 1) if by_room[r]), None)
-    if room is None:
+    # The fullest row that takes it, or a new one.
+    room = n
+    while room <= length and not by_room[room]:
+      room += 1
+    if room > length:
       room = length
       row = len(rows)
       rows.append([])
@@ -121,6 +125,7 @@ def fill(
     constraint: the grammar that the policy's tokens were sampled under.
   """
   at = 0
+  # Segment 0 is padding, so trajectories are numbered from 1.
   for number, t in enumerate(trajectories, 1):
     begin = at
     state = 0  # of the grammar
@@ -137,6 +142,7 @@ def fill(
           batch.grammar_BT[row, at:end] = states[:-1]
           state = states[-1]
       elif s.author == Author.TOOL and constraint is not None and state >= 0:
+        # The grammar does not read what a tool says, only that it has spoken.
         state = int(constraint.resume_S[state])
       at = end
     batch.segment_BT[row, begin:at] = number
@@ -164,7 +170,7 @@ def batches(
       if advantages is not None:
         row_advantages = [advantages[i] for i in members]
       fill(batch, r, row_trajectories, row_advantages, constraint)
-    yield batch
+    yield batch  # rows that its last lacks stay padding
 
 
 class Packed:
@@ -188,32 +194,38 @@ class Packed:
       ValueError: a trajectory does not fit a row.
     """
     lengths = [t.num_tokens for t in trajectories]
-    if not all(fits(n, length) for n in lengths):
+    # One that were left out would be missing among the advantages.
+    if not np.all(fits(np.array(lengths), length)):
       raise ValueError(f"a trajectory of {max(lengths)} tokens, rows of {length}")
+    # Of 0, not None: `fill` writes log-probs only beside advantages.
     zeros = [0.0] * len(trajectories)
     self.batches = list(batches(trajectories, rows, length, zeros, constraint))
+    # For each trajectory its batch, and where its policy tokens are in that, flat.
     self._where: list[tuple[int, np.ndarray]] = [(0, np.zeros(0, int))] * len(lengths)
+    # The same rows as those of `batches`: packing depends on nothing but lengths.
     for r, members in enumerate(pack(lengths, length)):
       m, row = divmod(r, rows)
       batch = self.batches[m]
       for number, i in enumerate(members, 1):
         mine_T = (batch.segment_BT[row] == number) & (batch.loss_mask_BT[row] > 0)
         self._where[i] = (m, row * length + np.flatnonzero(mine_T))
-    self.counts = [len(places) for _, places in self._where]
+    self.counts = [len(at) for _, at in self._where]
 
   def read(self, name: str) -> list[np.ndarray]:
     """Reads the field `name` at each trajectory's policy tokens."""
-    return [getattr(self.batches[m], name).ravel()[at] for m, at in self._where]
+    out = []
+    for m, at in self._where:
+      out.append(getattr(self.batches[m], name).ravel()[at])
+    return out
 
   def write(self, name: str, values: Sequence[np.ndarray | float]) -> None:
     """Sets the field `name` at each trajectory's policy tokens; 0 elsewhere."""
     arrays = [np.zeros(b.tokens_BT.shape, np.float32) for b in self.batches]
     for (m, at), value in zip(self._where, values, strict=True):
-      arrays[m].ravel()[at] = value
+      arrays[m].ravel()[at] = value  # in place: `ravel` of a fresh array is no copy
     self.replace(name, arrays)
 
   def replace(self, name: str, arrays: Sequence[Array]) -> None:
     """Sets the field `name` of each batch, [B, T]."""
-    self.batches = [
-      b.replace(**{name: x}) for b, x in zip(self.batches, arrays, strict=True)
-    ]
+    for m, (batch, array) in enumerate(zip(self.batches, arrays, strict=True)):
+      self.batches[m] = batch.replace(**{name: array})

@@ -64,6 +64,7 @@ class Checkpoints:
     self._config = config or CheckpointConfig()
     self._interruption = Interruption()
     os.makedirs(self._path, exist_ok=True)
+    # One thread writes (orbax's) and one proves, while the run goes on.
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._sealer = concurrent.futures.ThreadPoolExecutor(1)
     self._sealing: concurrent.futures.Future[None] | None = None
@@ -90,7 +91,7 @@ class Checkpoints:
   def wait(self) -> None:
     """Waits until what was saved is proven whole; raises what went wrong."""
     sealing = self._sealing
-    self._sealing = None
+    self._sealing = None  # what went wrong is raised once
     if sealing:
       sealing.result()
 
@@ -107,6 +108,7 @@ class Checkpoints:
     Raises:
       Interrupted: a signal came and the run is not over; everything is saved.
     """
+    # All processes hear the same: whoever got the signal, all save and leave.
     number = self._signal()
     if last or number or int(state.step) % self._config.every == 0:
       self.save(state, cursor)
@@ -130,6 +132,7 @@ class Checkpoints:
       with self._interruption.at_once():
         yield
     except Interrupted:
+      # As before the work, which has changed nothing that is saved.
       self.save(state, cursor)
       raise self._interrupted(self._interruption.number, state) from None
 
@@ -147,6 +150,7 @@ class Checkpoints:
     step = int(state.step)
     if step == self._saved:
       return
+    # --- One save at a time, and none of a state that is not finite.
     self.wait()
     if not _finite(state):
       raise ValueError(
@@ -154,6 +158,8 @@ class Checkpoints:
         f"saved; the checkpoints in {self._path} stand. An update diverged: lower "
         "optim.lr, set optim.clip_norm, or compute in float32 (model.dtype)"
       )
+
+    # --- Orbax copies the state to the host, then writes in the background.
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), cursor=ocp.args.JsonSave(cursor)
     )
@@ -224,12 +230,13 @@ class Checkpoints:
   def _seal(self, step: int) -> None:
     """Proves a save whole once it is there, and then deletes what is too old."""
     self._orbax.wait_until_finished()
+    # All processes have written by then; the first one proves what they wrote.
     if jax.process_index() > 0:
       return
     folder = self._folder(step)
     write_manifest(folder)
     for old in whole_steps(self._path)[: -self._config.keep]:
-      # Without it what is left of the folder counts no more.
+      # First of all: without it what a kill leaves of the folder counts no more.
       os.remove(os.path.join(self._folder(old), MANIFEST))
       shutil.rmtree(self._folder(old))
 
@@ -252,7 +259,7 @@ class Checkpoints:
         unfinished += folders[step]
         if newest < 0:
           notes.append(f"checkpoint {step} was not finished")
-      elif newest < 0:
+      elif newest < 0:  # older ones are not read: to hash them takes time
         fault = fault_of(folder)
         if not fault:
           newest = step
@@ -273,11 +280,14 @@ class Checkpoints:
       else:
         shutil.rmtree(os.path.join(self._path, name))
     if notes:
-      goes_on = f"going on from {newest}" if newest >= 0 else "beginning anew"
+      goes_on = "beginning anew"
+      if newest >= 0:
+        goes_on = f"going on from {newest}"
       _log.warning("%s: %s; %s", self._path, "; ".join(notes), goes_on)
     return newest
 
   def _set_aside(self, name: str, aside: str) -> None:
+    # Over what an earlier fault at this step left there.
     aside = os.path.join(self._path, aside)
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(os.path.join(self._path, name), aside)
@@ -308,9 +318,12 @@ def read_params(path: str | os.PathLike[str], step: int) -> dict[str, Any]:
   Raises:
     ValueError: it is damaged; the message says what is wrong.
   """
+  # --- It must be what was written.
   folder = os.path.join(os.path.abspath(path), str(step))
   if fault := fault_of(folder):
     raise ValueError(f"{folder} is damaged: {fault}")
+
+  # --- The branch "params" of the state, of whatever shapes it has.
   with ocp.PyTreeCheckpointer() as orbax:
     state = os.path.join(folder, "state")
     tree = orbax.metadata(state).item_metadata.tree["params"]

@@ -52,12 +52,16 @@ class Dataset:
     Raises:
       FileNotFoundError: it has made nothing there.
     """
+    # --- What is known of each sequence.
     about_3N = np.load(os.path.join(folder, _ABOUT))
     self.lengths_N, self.policy_N, self.task_N = about_3N
     self._begins_N = np.cumsum(self.lengths_N) - self.lengths_N
+
+    # --- Their tokens, one after the other; no file that is empty can be mapped.
     file = os.path.join(folder, _TOKENS)
-    empty = not os.path.getsize(file)  # which can not be mapped
-    self._stored = np.zeros(0, np.int32) if empty else np.memmap(file, np.int32, "r")
+    self._stored = np.zeros(0, np.int32)
+    if os.path.getsize(file):
+      self._stored = np.memmap(file, np.int32, "r")
 
   @staticmethod
   def write(folder: str, trajectories: Iterable[Trajectory]) -> None:
@@ -67,12 +71,14 @@ class Dataset:
       OSError: it can not be written.
     """
     about: list[tuple[int, int, int]] = []
-    tasks: dict[str, int] = {}
+    tasks: dict[str, int] = {}  # numbers, in the order of their first trajectory
     os.makedirs(folder)
     with open(os.path.join(folder, _TOKENS), "wb") as f:
       for t in trajectories:
-        parts = [_stored(s.ids, s.author == Author.POLICY) for s in t.segments]
-        ids = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        parts = [np.zeros(0, np.int32)]  # for one without segments
+        for s in t.segments:
+          parts.append(_stored(s.ids, s.author == Author.POLICY))
+        ids = np.concatenate(parts)
         f.write(ids.data)
         task = tasks.setdefault(t.task_id, len(tasks))
         about.append((len(ids), np.count_nonzero(ids >= 0), task))
@@ -87,6 +93,7 @@ class Dataset:
 
   def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
     """Reads sequence i: int32 ids, and whether the policy wrote them; [T] each."""
+    # A token that the policy did not write lies there as ~id, which is below 0.
     begin = self._begins_N[i]
     stored_T = self._stored[begin : begin + self.lengths_N[i]]
     ours_T = stored_T >= 0
@@ -107,13 +114,16 @@ class Dataset:
       length: T, tokens of a row.
       partitioner: rows that it puts on no device of this process are not read.
     """
-    mine_B = partitioner.rows(size) if partitioner else np.ones(size, bool)
+    mine_B = np.ones(size, bool)
+    if partitioner:
+      mine_B = partitioner.rows(size)
     shape = (size, length)
     # Pages that are never written take no memory, however large the batch of all is.
     tokens_BT = np.zeros(shape, np.int32)
     segment_BT = np.zeros(shape, np.int32)
     position_BT = np.zeros(shape, np.int32)
     loss_mask_BT = np.zeros(shape, np.float32)
+    # Rows beyond those given stay empty, as those of other processes do.
     for r in np.flatnonzero(mine_B[: len(rows)]):
       at = 0
       for number, i in enumerate(rows[r], 1):
@@ -132,6 +142,7 @@ class Dataset:
       logp_BT=np.broadcast_to(np.float32(0), shape),
       grammar_BT=np.broadcast_to(np.int32(-1), shape),
     )
+    # Figures are of all rows, also of those that other processes read.
     members = np.concatenate(rows)
     return Micro(
       batch, self.lengths_N[members].tolist(), int(self.policy_N[members].sum())
@@ -169,12 +180,15 @@ class Dataset:
     """
     import grain  # takes seconds to import, and only training needs it
 
+    # An order of (seed, epoch) that is computed where it is asked for, not stored.
     rows = _packed(self, members, length)
     order = grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat()
 
     def micro(number: int) -> Micro:
-      places = range(number * size, (number + 1) * size)
-      return self.batch([rows[order[p]] for p in places], size, length, partitioner)
+      # Places in the endless order of rows, past the ends of epochs.
+      begin = number * size
+      batch_rows = [rows[order[i]] for i in range(begin, begin + size)]
+      return self.batch(batch_rows, size, length, partitioner)
 
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
     numbers = grain.MapDataset.range(first, _FOR_EVER)
@@ -187,11 +201,14 @@ def check_ids(trajectory: Trajectory, vocab_size: int) -> None:
   Raises:
     ValueError: naming the task, the id and its segment.
   """
-  ids = [i for s in trajectory.segments for i in s.ids]
-  # All at once first: nearly every trajectory is right, and these run in C.
-  if not ids or ({*map(type, ids)} == {int} and 0 <= min(ids) <= max(ids) < vocab_size):
-    return
   for s in trajectory.segments:
+    # All at once first: nearly every segment is right, and these run in C. A bool is
+    # an int, too, unless one asks for its type.
+    right = set(map(type, s.ids)) <= {int}
+    if right and s.ids:
+      right = min(s.ids) >= 0 and max(s.ids) < vocab_size
+    if right:
+      continue
     for i in s.ids:
       if type(i) is not int or not 0 <= i < vocab_size:
         raise ValueError(
@@ -209,4 +226,6 @@ def _packed(dataset: Dataset, members: np.ndarray, length: int) -> list[np.ndarr
 def _stored(ids: Sequence[int], policy: bool) -> np.ndarray:
   """As ids lie in the file: those that the policy did not write as ~id, below 0."""
   array = np.asarray(ids, np.int32)
-  return array if policy else ~array
+  if policy:
+    return array
+  return ~array

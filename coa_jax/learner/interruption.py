@@ -48,10 +48,9 @@ class Interruption:
     self._entered = threading.current_thread() is threading.main_thread()
     if not self._entered:
       return self
+    # The C handler may not block where it writes; the thread that reads may.
     self._pipe = os.pipe()
-    for end in self._pipe:
-      os.set_blocking(end, False)
-    os.set_blocking(self._pipe[0], True)
+    os.set_blocking(self._pipe[1], False)
     self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
     self._handlers = [signal.signal(number, self._handle) for number in _SIGNALS]
     threading.Thread(target=self._listen, name="signals", daemon=True).start()
@@ -60,6 +59,7 @@ class Interruption:
   def __exit__(self, *unused: object) -> None:
     if not self._entered:
       return
+    # As it was, for who comes after: Ctrl-C ends the program again.
     for number, handler in zip(_SIGNALS, self._handlers, strict=True):
       signal.signal(number, handler)
     signal.set_wakeup_fd(self._wakeup)
@@ -70,6 +70,7 @@ class Interruption:
     """Lets the first signal raise `Interrupted` in the main thread while inside."""
     self._at_once = self._entered
     try:
+      # One that came before counts, too.
       if self.number and self._entered:
         raise Interrupted(self.number)
       yield
@@ -81,18 +82,20 @@ class Interruption:
     del frame
     self.number = self.number or number
     if self._at_once:
-      self._at_once = False
+      self._at_once = False  # once: what is saved then must not be interrupted
       raise Interrupted(number)
 
   def _listen(self) -> None:
     """The thread: says what happens, and does not wait for the main thread."""
+    # Ends when the pipe is closed: it reads nothing then.
     count = 0
     while byte := os.read(self._pipe[0], 1):
-      if byte[0] not in _SIGNALS:
+      if byte[0] not in _SIGNALS:  # Python writes every signal's number
         continue
       count += 1
       name = signal.Signals(byte[0]).name
       if count > 1:
+        # Not sys.exit: the main thread may be waiting for ever.
         os.write(2, f"\n{name} again: ended at once\n".encode())
         os._exit(128 + byte[0])
       text = f"\n{name}: saving at the next boundary, then leaving; again to end now\n"

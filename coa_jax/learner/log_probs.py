@@ -56,6 +56,7 @@ def token_logps(
     logp_BT and entropy_BT (nats, float32), and removed_BT, the probability that the
     grammar took from other tokens; a segment's first token has 0 in all.
   """
+  # --- Hidden states, and the head that makes logits of them.
   model = Transformer(cfg, partitioner)
   hidden_BTD, _ = model.apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
@@ -79,7 +80,7 @@ def token_logps(
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
 
   # --- Log-probs, a chunk of every device's tokens at a time.
-  row_devices = 1
+  row_devices = 1  # that share a row
   rows, T = target_BT.shape
   own_V = cfg.vocab_size
   if partitioner:
@@ -120,7 +121,9 @@ def _head(
   logits_BCV = model.apply(
     {"params": params}, hidden_BCD, output_DV.astype(model.cfg.dtype), method="logits"
   )
-  allowed_BCV = constraint.allowed(grammar_BC) if constraint else None
+  allowed_BCV = None
+  if constraint:
+    allowed_BCV = constraint.allowed(grammar_BC)
   removed_BC = distribution.removed_mass(logits_BCV, temperature, allowed_BCV)
   logp_BC, entropy_BC = distribution.taken_log_probs(
     logits_BCV, target_BC, temperature, truncation, allowed_BCV
@@ -148,6 +151,8 @@ def _by_chunks(
     chunks: of each device's part.
     C: tokens of each chunk.
   """
+  # Each device's part of a row is cut by itself: chunk c is the c-th piece of every
+  # part, so all devices work on it and no token moves between them.
   B, T = target_BT.shape
   own = T // row_devices
 
@@ -216,9 +221,12 @@ def cross_entropy(
   Returns:
     The sum, in nats.
   """
-  if partitioner and any(partitioner.ways(letter) > 1 for letter in "DTV"):
+  # --- Split over more than rows, the head needs what token_logps does there.
+  if partitioner and max(map(partitioner.ways, "DTV")) > 1:
     logp_BT, *_ = token_logps(cfg, params, batch, partitioner=partitioner)
     return nll(logp_BT, batch.loss_mask_BT)
+
+  # --- Hidden states, what each place predicts, and what that counts.
   model = Transformer(cfg, partitioner)
   hidden_BTD, _ = model.apply(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
@@ -229,6 +237,7 @@ def cross_entropy(
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   weight_BT = jnp.roll(weight_BT, -1, axis=1)
 
+  # --- The loss of each device's rows.
   of_rows = functools.partial(_rows_cross_entropy, cfg)
   if partitioner:
     # Each device sums over its own rows; one number of each is added up below.
@@ -256,6 +265,7 @@ def _rows_cross_entropy(
 ) -> jax.Array:
   """The sum over one device's rows, [1]."""
   B, T, D = hidden_BTD.shape
+  # A quarter at most: where few tokens count, whole chunks are never computed.
   few = min(-(-B * T // 4), _logits_at_once(cfg.vocab_size))
   chunk = min(B * T, B * cfg.logit_chunk or few)
   total = _cross_entropy(
@@ -306,6 +316,7 @@ def _cross_entropy_forward(hidden_ND, output_DV, target_N, weight_N, dtype, chun
 
 
 def _cross_entropy_backward(dtype, chunk, gradients, g):
+  # The forward pass made them for a cotangent of 1. Targets and weights have none.
   d_hidden_ND, d_output_DV = gradients
   return d_hidden_ND * g.astype(d_hidden_ND.dtype), d_output_DV * g, None, None
 
@@ -360,6 +371,7 @@ def _fold_weighted(
     weight_C = weight_N.at[place_C].get(mode="fill", fill_value=0)
     return add(carry, hidden_CD, target_C, weight_C, place_C)
 
+  # Only so many chunks as there are places that count: this is what saves the work.
   return jax.lax.fori_loop(0, -(-counts_N.sum() // chunk), body, carry)
 
 
@@ -386,6 +398,7 @@ def token_values(
     {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
   )
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
+  # Place t has read token t: its value is of what stands before token t + 1.
   return jnp.roll(value_BT, 1, axis=1) * (batch.position_BT > 0)
 
 

@@ -31,12 +31,15 @@ def derive(folder: str, make: Callable[[str], None], source: str) -> None:
   Raises:
     OSError: it can not be written.
   """
+  # --- It is there: as it was written, or damaged since.
   if os.path.exists(folder):
     fault = fault_of(folder)
     if not fault:
       return
     _log.warning("%s is damaged (%s); made anew from %s", folder, fault, source)
     shutil.rmtree(folder)
+
+  # --- Make it.
   with atomic_path(folder) as unfinished:
     shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
     make(unfinished)
@@ -45,35 +48,37 @@ def derive(folder: str, make: Callable[[str], None], source: str) -> None:
 
 def write_manifest(folder: str) -> None:
   """Writes the size and SHA-256 of every file of a folder, all of them on disk."""
+  # The manifest is written after this, so it does not name itself.
   files = {}
   for parent, _, names in os.walk(folder):
     for name in names:
       path = os.path.join(parent, name)
-      fsync_file(path)
-      files[os.path.relpath(path, folder)] = _digest(path)
+      fsync_file(path)  # else a power cut could leave the proof without the bytes
+      files[os.path.relpath(path, folder)] = _size_and_hash(path)
   with atomic_write(os.path.join(folder, MANIFEST), fsync=True) as f:
     json.dump(files, f, indent=1, sort_keys=True)
 
 
-def _digest(path: str) -> list[Any]:
+def _size_and_hash(path: str) -> list[Any]:
   with open(path, "rb") as f:
-    digest = hashlib.file_digest(f, "sha256").hexdigest()
-  return [os.path.getsize(path), digest]
+    sha256 = hashlib.file_digest(f, "sha256").hexdigest()
+  return [os.path.getsize(path), sha256]
 
 
 def fault_of(folder: str) -> str:
   """Says in words what a folder lacks of its manifest; "" where it is whole."""
   try:
     files = read_object(os.path.join(folder, MANIFEST))
-    for name, (size, digest) in files.items():
+    for name, (size, sha256) in files.items():
       path = os.path.join(folder, name)
       if not os.path.exists(path):
         return f"{name} is missing"
-      actual_size, actual_digest = _digest(path)
+      actual_size, actual_sha256 = _size_and_hash(path)
       if actual_size != size:
         return f"{name} has {actual_size} of {size} bytes"
-      if actual_digest != digest:
+      if actual_sha256 != sha256:
         return f"{name} has other bytes than were written"
+  # It may be damaged itself, and then hold anything.
   except (OSError, ValueError, TypeError, AttributeError) as e:
     return f"{MANIFEST} can not be used: {e}"
   return ""

@@ -45,11 +45,22 @@ class OptimConfig:
   def __post_init__(self):
     check_fields(self)
 
+  @property
+  def extension_fault(self) -> str:
+    """Why a run of more steps is another run from the beginning; "" if it is not."""
+    if self.schedule == "constant":
+      return ""
+    return (
+      f"optim.schedule={self.schedule!r} has lowered the learning rate to the end of "
+      "the shorter run; only 'constant' goes on"
+    )
+
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
   """Builds the optimizer for a run of `steps` updates."""
   rate = _schedule(config, config.lr, steps)
   chain = []
+  # Clipped first: moments are of the clipped gradients.
   if config.clip_norm:
     chain.append(optax.clip_by_global_norm(config.clip_norm))
   if config.name == "adamw":
@@ -63,6 +74,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
       )
     )
   else:
+    # What is no matrix goes to Adam, at a rate of its own.
     chain.append(
       contrib.muon(
         rate,
@@ -90,6 +102,7 @@ def side_by_side(
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     updates = {}
     states = {}
+    # One by one, so that each clips by the norm of its own network.
     for name, optimizer in optimizers.items():
       updates[name], states[name] = optimizer.update(
         grads[name], state[name], params[name]
@@ -100,7 +113,7 @@ def side_by_side(
 
 
 def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
-  rest = max(1, steps - config.warmup)
+  rest = max(1, steps - config.warmup)  # optax divides by it
   if config.schedule == "cosine":
     after = optax.cosine_decay_schedule(peak, rest, alpha=config.final)
   elif config.schedule == "linear":
@@ -109,6 +122,7 @@ def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
     after = optax.constant_schedule(peak)
   if not config.warmup:
     return after
+  # The decay begins when the peak is reached, and ends with the run.
   up = optax.linear_schedule(0.0, peak, config.warmup)
   return optax.join_schedules([up, after], [config.warmup])
 
@@ -116,7 +130,10 @@ def _schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
 def _inputs(path: tuple[Any, ...]) -> int:
   """How many leading axes of a layer's matrix are inputs; 0 for all else."""
   name = path[-1].key
-  return 0 if name in ("head", "value_head") else inputs_of(name)
+  # The output head is treated as the embedding is, to which it may be tied.
+  if name in ("head", "value_head"):
+    return 0
+  return inputs_of(name)
 
 
 def _is_matrix(params: Any) -> Any:
@@ -127,10 +144,11 @@ def _muon_dimensions(params: Any) -> Any:
   """Which axes Muon orthogonalises between; a stacked layer axis stands in front."""
 
   def dimensions(path, x):
-    cut = _inputs(path)
-    if not cut:
-      return None
+    num_inputs = _inputs(path)
+    if not num_inputs:
+      return None  # Adam's
+    # From the end: scanned layers have an axis in front, which is no part of a matrix.
     axes = tuple(range(x.ndim - len(letters_of(path)), x.ndim))
-    return contrib.MuonDimensionNumbers(axes[:cut], axes[cut:])
+    return contrib.MuonDimensionNumbers(axes[:num_inputs], axes[num_inputs:])
 
   return jax.tree_util.tree_map_with_path(dimensions, params)

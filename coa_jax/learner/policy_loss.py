@@ -41,30 +41,35 @@ def token_advantages(
 
   # --- Estimators that walk over tokens: the reward is earned with the last one.
   if config.advantage in TOKEN_ADVANTAGES:
-    reward = [p.astype(np.float64) for p in penalty]
-    for reward_T, earned in zip(reward, reward_GK[present_GK], strict=True):
-      reward_T[-1:] += earned
+    reward = []
+    for penalty_T, earned in zip(penalty, reward_GK[present_GK], strict=True):
+      reward_T = penalty_T.astype(np.float64)
+      reward_T[-1:] += earned  # nowhere, if the policy wrote no token
+      reward.append(reward_T)
     if config.advantage == "reinforce++":
       to_go = [advantages.reward_to_go(r, config.gamma) for r in reward]
       return advantages.whiten(to_go), None
-    advantage, returns = [], []
+    advantage = []
+    returns = []
     for reward_T, value_T in zip(reward, value, strict=True):
       advantage_T, return_T = advantages.gae(
         reward_T, value_T.astype(np.float64), config.gamma, config.lam
       )
       advantage.append(advantage_T)
       returns.append(return_T)
+    # Advantages are whitened; returns, which the critic learns, keep their scale.
     return advantages.whiten(advantage), returns
 
   # --- Estimators that compare the trajectories of a group: one number for all tokens.
-  reward_GK = reward_GK.copy()
+  reward_GK = reward_GK.copy()  # the caller's stay
   reward_GK[present_GK] += [p.sum() for p in penalty]
   if config.advantage == "rloo":
     advantage_GK = advantages.leave_one_out(reward_GK)
   else:
     advantage_GK = advantages.group_relative(reward_GK, config.advantage == "grpo")
-  pairs = zip(counts, advantage_GK[present_GK], strict=True)
-  advantage = [np.full(n, a) for n, a in pairs]
+  advantage = []
+  for n, a in zip(counts, advantage_GK[present_GK], strict=True):
+    advantage.append(np.full(n, a))
   if config.advantage == "reinforce++_baseline":
     advantage = advantages.whiten(advantage)
   return advantage, None
@@ -85,11 +90,16 @@ def aggregation_weights(
     length: tokens of a row, by which a sum is divided where `config.horizon` is 0.
   """
   n = sum(counts)
-  present = max(1, sum(c > 0 for c in counts))
+  present = max(1, np.count_nonzero(counts))
+  # Each weight has the factor n, by which the loss will be divided.
   if config.aggregation == "token-mean":
     return [1.0] * len(counts)
   if config.aggregation == "seq-mean-token-mean":
-    return [n / (present * c) if c else 0.0 for c in counts]
+    weights = []
+    for c in counts:
+      weights.append(n / (present * c) if c else 0.0)
+    return weights
+  # Sums over a trajectory: every token counts alike, so long ones count more.
   norm = 1.0
   if config.aggregation == "seq-mean-token-sum-norm":
     norm = config.horizon or length
@@ -129,6 +139,7 @@ def policy_loss(
   if config.is_clip:
     old_BT = batch.old_BT
     if old_BT is None:
+      # A step of one update: the learner now is the learner at its begin.
       old_BT = jax.lax.stop_gradient(logp_BT)
     importance_BT, changed_BT = surrogates.importance(
       old_BT - batch.logp_BT,

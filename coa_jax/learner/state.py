@@ -49,7 +49,10 @@ def init_state(
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
-  shardings = partitioner.tree(jax.eval_shape(fresh, params)) if partitioner else None
+  # Made in place: no device ever holds the moments of all.
+  shardings = None
+  if partitioner:
+    shardings = partitioner.tree(jax.eval_shape(fresh, params))
   return jax.jit(fresh, out_shardings=shardings)(params)
 
 
@@ -91,6 +94,7 @@ class Learner:
       ValueError: there is no micro-batch, or nothing in them counts: a division by 0
         would leave no number in the parameters.
     """
+    # --- Refuse what would leave no number in the parameters.
     count = len(micro_batches)
     if not count:
       raise ValueError("a step needs at least one micro-batch")
@@ -98,6 +102,8 @@ class Learner:
       raise ValueError(
         f"a step's sums are divided by {denominator}: no token in it counts"
       )
+
+    # --- Stack the micro-batches, with empty ones after them: one shape, one program.
     self.reserve(count)
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
     filled = [*micro_batches, *[nothing] * (self._most - count)]
@@ -137,6 +143,7 @@ def _step(
     (value, parts), grads = gradient(state.params, frozen, batch)
     return place(grads), {"loss": value, **parts}
 
+  # --- Sums of loss and gradient over the micro-batches; the empty ones are not read.
   if batch_MBT.tokens_BT.shape[0] == 1:
     total = sums(0)
   else:
@@ -144,6 +151,8 @@ def _step(
     total = jax.lax.fori_loop(
       0, count, lambda m, total: jax.tree.map(jnp.add, total, sums(m)), nothing
     )
+
+  # --- Means, and the update.
   grads, values = jax.tree.map(lambda x: x / denominator, total)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, updates)

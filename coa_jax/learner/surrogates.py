@@ -26,6 +26,7 @@ def sum_of_trajectory(
   """Sums x over each token's trajectory where the mask is 1; [B, T]."""
 
   def row(x_T: jax.Array, segment_T: jax.Array) -> jax.Array:
+    # Room for as many segments as tokens, and for padding, which is segment 0.
     total = jax.ops.segment_sum(x_T, segment_T, num_segments=x_T.shape[0] + 1)
     return total[segment_T]
 
@@ -36,6 +37,7 @@ def mean_of_trajectory(
   x_BT: jax.Array, loss_mask_BT: jax.Array, segment_BT: jax.Array
 ) -> jax.Array:
   """Averages x over each token's trajectory where the mask is 1; 0 where none is."""
+  # At least 1: padding has no policy token.
   count_BT = sum_of_trajectory(jnp.ones_like(x_BT), loss_mask_BT, segment_BT)
   return sum_of_trajectory(x_BT, loss_mask_BT, segment_BT) / jnp.maximum(count_BT, 1)
 
@@ -55,6 +57,7 @@ def sequence_ratio(
   """
   mean_BT = mean_of_trajectory(logp_BT - old_BT, loss_mask_BT, segment_BT)
   stop = jax.lax.stop_gradient
+  # In value the mean; in gradient the token's own log-prob.
   log_BT = logp_BT - stop(logp_BT) + stop(mean_BT)
   return jnp.exp(jnp.minimum(log_BT, _LOG_SEQUENCE_RATIO_BOUND))
 
@@ -85,6 +88,7 @@ def clip(
   term_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high) * advantage_BT
   active_BT = term_BT < free_BT
   term_BT = jnp.minimum(free_BT, term_BT)
+  # The minimum has no bound below: where A < 0 a large ratio goes on for ever.
   if dual_clip:
     least_BT = dual_clip * advantage_BT
     below_BT = (advantage_BT < 0) & (term_BT < least_BT)
@@ -109,6 +113,7 @@ def cispo(
     term_BT, to be raised, and True where a bound is active.
   """
   clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+  # The ratio is a weight only; the gradient goes through log p.
   term_BT = jax.lax.stop_gradient(clipped_BT) * advantage_BT * logp_BT
   return term_BT, clipped_BT != ratio_BT
 
@@ -140,8 +145,10 @@ def importance(
     w_BT by that mode, and True where the mode changed it.
   """
   if is_level == "sequence":
+    # The product of ratios, as a sum of logs.
     log_ratio_BT = sum_of_trajectory(log_ratio_BT, loss_mask_BT, segment_BT)
   whole_BT = jnp.exp(bounded(jax.lax.stop_gradient(log_ratio_BT)))
+  # Truncated, a token counts less than it should; masked, not at all.
   if is_mode == "truncate":
     return jnp.minimum(whole_BT, is_clip), whole_BT > is_clip
   outside_BT = (whole_BT > is_clip) | (whole_BT < is_min)
@@ -164,6 +171,7 @@ def kl(logp: jax.Array, reference: jax.Array, estimator: str) -> jax.Array:
   if estimator == "k2":
     return d * d / 2
   if estimator == "k3":
+    # Never below 0, and unlike k1 of low variance; its exponential needs bounds.
     d = bounded(d)
     return jnp.clip(jnp.exp(-d) - 1 + d, -_K3_BOUND, _K3_BOUND)
   raise ValueError(f"no estimator {estimator!r}; there are k1, k2, k3")
@@ -179,6 +187,7 @@ def value_loss(
   Returns:
     The loss of each token, and True where the clipped one is the larger.
   """
+  # The larger of two losses: a value gains nothing by moving further than the clip.
   near_BT = jnp.clip(value_BT, old_BT - value_clip, old_BT + value_clip)
   free_BT = (value_BT - return_BT) ** 2
   clipped_BT = (near_BT - return_BT) ** 2

@@ -87,6 +87,7 @@ class PolicyUpdate:
     self._allowed = allowed
 
     # --- One optimizer for each network, side by side.
+    # The schedule counts updates, of which a step makes several.
     updates = steps * batch.updates
     optimizers = {"policy": make_optimizer(optim, updates)}
     if loss.has_critic:
@@ -98,6 +99,7 @@ class PolicyUpdate:
     self._learner = Learner(self._total_loss, self._optimizer, partitioner)
     groups = -(-prompts // batch.minibatches)
     self._learner.reserve(-(-groups * samples // batch.rows))
+    # The host reads scores to make advantages of them, so every device gets all.
     whole = partitioner.sharding("") if partitioner else None
     self._score = jax.jit(self._scores, out_shardings=whole)
 
@@ -108,10 +110,13 @@ class PolicyUpdate:
       The state; and {"base": parameters below adapters, or None; "reference": those of
       the reference policy, or None where there is none or the base is it}.
     """
+    # --- The policy: all parameters, or adapters over a base.
     policy, base = lora.split(
       self._cfg, params, self._lora_config, seed, self._partitioner
     )
     trained = {"policy": policy}
+
+    # --- The reference of a KL. With adapters it is the base, which never moves.
     reference = None
     if self._loss.kl_coef and base is None:
       # In the dtype that it computes with; a copy, since the state's are donated.
@@ -119,7 +124,9 @@ class PolicyUpdate:
       reference = jax.tree.map(
         lambda x: jnp.array(used(self._cfg, x), dtype, copy=True), params
       )
+    # --- The critic. Its head is 0, so that every value is until it has learnt.
     if self._loss.has_critic:
+      # Of another seed: adapters of its own, not the policy's.
       trunk, _ = lora.split(
         self._cfg, params, self._lora_config, seed + 1, self._partitioner
       )
@@ -151,9 +158,12 @@ class PolicyUpdate:
     """
     # --- The groups of each update, packed, with all that is known before the first.
     step = state.step + 1
-    minibatches = self._batch.minibatches
-    parts = [groups[i::minibatches] for i in range(minibatches)]
-    parts = [part for part in parts if any(_graded(group) for group in part)]
+    parts: list[Sequence[Group]] = []
+    for i in range(self._batch.minibatches):
+      part = groups[i :: self._batch.minibatches]
+      # Without a trajectory an update would divide by no token.
+      if any(map(_graded, part)):
+        parts.append(part)
     if not parts:
       return state.replace(step=step), {}
     packed = [self._pack(part) for part in parts]
@@ -163,17 +173,22 @@ class PolicyUpdate:
     log = []
     for _ in range(self._batch.epochs):
       for p in packed:
+        # Over all micro-batches: how they are cut changes no gradient.
         tokens = float(max(1, sum(p.counts)))
         state, values = self._learner.step(state, p.batches, tokens, frozen)
         log.append({k: float(v) for k, v in values.items()})
-    values = {k: float(np.mean([row[k] for row in log])) for k in log[0]}
+    values = {}
+    for name in log[0]:
+      values[name] = float(np.mean([row[name] for row in log]))
     # After the first update the learner is no longer what sampled.
     for name in ("logp_diff", "logp_diff_share"):
       values[name] = log[0][name]
     return state.replace(step=step), values
 
   def _pack(self, part: Sequence[Group]) -> Packed:
-    trajectories = [t for group in part for t in _graded(group)]
+    trajectories: list[Trajectory] = []
+    for group in part:
+      trajectories += _graded(group)
     return Packed(trajectories, self._batch.rows, self._batch.length, self._constraint)
 
   def _prepare(
@@ -189,20 +204,27 @@ class PolicyUpdate:
     # --- What the networks say before the step's first update.
     for p in packed:
       self._read_networks(state, frozen, p)
-    kl = value = None
+    kl = None
     if config.kl_coef and config.kl_in == "reward":
+      # Of the policy that the tokens are learnt from: the sampler, or the learner as
+      # it was before the step.
       old = "old_BT" if self._keeps_old else "logp_BT"
-      kl = [
-        np.asarray(surrogates.kl(x, y, config.kl_estimator))
-        for p in packed
-        for x, y in zip(p.read(old), p.read("reference_BT"), strict=True)
-      ]
+      kl = []
+      for p in packed:
+        for x, y in zip(p.read(old), p.read("reference_BT"), strict=True):
+          kl.append(np.asarray(surrogates.kl(x, y, config.kl_estimator)))
+    value = None
     if config.has_critic:
-      value = [v for p in packed for v in p.read("value_BT")]
+      value = []
+      for p in packed:
+        value += p.read("value_BT")
 
     # --- Advantages of all trajectories together: some are whitened over the batch.
-    groups = [group for part in parts for group in part]
-    counts = [n for p in packed for n in p.counts]
+    groups: list[Group] = []
+    counts: list[int] = []
+    for part, p in zip(parts, packed, strict=True):
+      groups += part
+      counts += p.counts
     advantage, returns = policy_loss.token_advantages(
       config, rewards_of(groups), counts, kl, value
     )

@@ -3,6 +3,8 @@
 The kernel is XLA's own products, cuDNN's flash attention or the TPU's splash attention;
 a row may be split over devices (context parallelism). Attention over a cache, as
 decoding has it, is in `cache.py`.
+
+budget: three kernels, and the choice among them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def attend_packed(
     out_BTNH in q's dtype.
   """
   # --- The kernel.
-  row_devices = partitioner.ways("T") if partitioner else 1
+  row_devices = _row_devices(partitioner)
   _, T, N, H = q_BTNH.shape
   if kernel == "auto":
     kernel = choose(_device(partitioner), q_BTNH.dtype, H, T // row_devices)
@@ -101,12 +103,13 @@ def _attend_part(
     v_BTKH: its values.
     segment_BT: the segments of its tokens.
   """
+  # --- The whole row's keys and values; queries stay where they are.
   k_BSKH = jax.lax.all_gather(k_BTKH, context, axis=1, tiled=True)
   v_BSKH = jax.lax.all_gather(v_BTKH, context, axis=1, tiled=True)
   segment_BS = jax.lax.all_gather(segment_BT, context, axis=1, tiled=True)
   T = q_BTNH.shape[1]
 
-  # One program for all devices, each with a branch of its own size.
+  # --- One program for all devices, each with a branch of its own size.
   def branch(end: int) -> Callable[..., jax.Array]:
     return lambda q, k, v, s: attend_last(q, k[:, :end], v[:, :end], s[:, :end])
 
@@ -146,7 +149,7 @@ def check(
   if cfg.attention not in ("cudnn", "splash"):
     return
   device = _device(partitioner)
-  own = length // (partitioner.ways("T") if partitioner else 1)
+  own = length // _row_devices(partitioner)
   fault = _fault(cfg.attention, device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
   if fault:
     best = choose(device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
@@ -157,7 +160,13 @@ def check(
 
 
 def _device(partitioner: Partitioner | None) -> jax.Device:
+  """One of the devices that compute; all are of one kind."""
   return partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
+
+
+def _row_devices(partitioner: Partitioner | None) -> int:
+  """How many devices split a row."""
+  return partitioner.ways("T") if partitioner else 1
 
 
 def _fault(
@@ -179,7 +188,9 @@ def _fault(
   most = 256 if major >= 9 else 128
   if head_dim % 8 or head_dim > most:
     return f"model.head_dim a multiple of 8 and at most {most}, not {head_dim}"
-  return f"rows of an even number of tokens, not {length}" if length % 2 else ""
+  if length % 2:
+    return f"rows of an even number of tokens, not {length}"
+  return ""
 
 
 def _xla(
@@ -189,7 +200,8 @@ def _xla(
   segment_BS: jax.Array,
   window: int,
 ) -> jax.Array:
-  """Block by block; see `kernels.blockwise`. Small blocks stay in a CPU's cache."""
+  """Block by block; see `kernels.blockwise`."""
+  # Small blocks stay in a CPU's cache.
   block = 64 if jax.default_backend() == "cpu" else 512
   return blockwise.attend_segments(
     q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT, block
@@ -245,6 +257,8 @@ def _splash(
       f"splash attention needs rows of a multiple of 128 tokens, got {T} of {S}; set "
       "the row length so, or model.attention='xla'"
     )
+
+  # --- The kernel: blocks of up to 512 places, and what of them is visible.
   if window:
     mask = splash.LocalMask((T, S), (window - 1, 0), offset=S - T)
   else:
@@ -266,6 +280,8 @@ def _splash(
     # what the backward kernels read, and the forward one does not run again.
     residual_checkpoint_name=OUT,
   )
+
+  # --- Its layout: heads before places, one call for each kv head of each row.
   B = q_BTNH.shape[0]
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
   k_BKSH = k_BSKH.swapaxes(1, 2)

@@ -63,16 +63,16 @@ class KVCache:
 
     It has `size` places; above BLOCK_SIZE as many more as fill the last block.
     """
-    sharding = partitioner.sharding("BK...") if partitioner else None
     C = -(-size // BLOCK_SIZE)
     P = min(size, BLOCK_SIZE)
-
-    def zeros(*shape: int) -> jax.Array:
-      whole = (rows, cfg.kv_heads, C, *shape)
-      return jnp.zeros(whole, cfg.dtype, device=sharding)
-
     H = cfg.head_dim
-    return cls(tuple((zeros(H, P), zeros(P, H)) for _ in range(cfg.layers)))
+    # Each an array of its own: their memory is donated and freed one by one.
+    layers = []
+    for _ in range(cfg.layers):
+      keys = _zeros((rows, cfg.kv_heads, C, H, P), cfg.dtype, partitioner)
+      values = _zeros((rows, cfg.kv_heads, C, P, H), cfg.dtype, partitioner)
+      layers.append((keys, values))
+    return cls(tuple(layers))
 
   @classmethod
   def one_block(
@@ -125,11 +125,8 @@ class KVCache:
     place = write.place_BT[..., None] % P
     k_BKCHP = k_BKCHP.at[row, head, block, :, place].set(k_BTKH, mode="drop")
     v_BKCPH = v_BKCPH.at[row, head, block, place].set(v_BTKH, mode="drop")
-    if partitioner:
-      k_BKCHP = partitioner.shard(k_BKCHP, "BK...")
-      v_BKCPH = partitioner.shard(v_BKCPH, "BK...")
     layers = list(self.layers)
-    layers[layer] = (k_BKCHP, v_BKCPH)
+    layers[layer] = (_shard(k_BKCHP, partitioner), _shard(v_BKCPH, partitioner))
     return KVCache(tuple(layers))
 
   def attend(
@@ -166,23 +163,24 @@ class KVCache:
     return _share(self, from_R, to_R, partitioner)
 
   def resize(
-    self, places: int, most: int, partitioner: Partitioner | None = None
+    self, needed: int, most: int, partitioner: Partitioner | None = None
   ) -> KVCache:
-    """Makes room for `places`: doubles, or cuts once a quarter would do.
+    """Makes room for `needed` places: doubles, or cuts once a quarter would do.
 
     Where the size changes, the arrays of this one are gone.
 
     Args:
-      places: that rows need.
+      needed: places that rows need.
       most: places that they may ever need; the cache grows no further.
       partitioner: of the sampler, on several devices.
     """
+    # A power of two of blocks, so that few sizes are ever compiled.
     blocks = 1
-    while blocks * BLOCK_SIZE < places:
+    while blocks * BLOCK_SIZE < needed:
       blocks *= 2
     if self.size >= 4 * blocks * BLOCK_SIZE:
-      blocks *= 2
-    elif self.size >= places:
+      blocks *= 2  # to half, not to the least: it may grow again
+    elif self.size >= needed:
       return self
     blocks = min(blocks, -(-most // BLOCK_SIZE))
     layers = []
@@ -200,22 +198,33 @@ class KVCache:
     """
     if self.size <= BLOCK_SIZE:
       return self
-    sharding = partitioner.sharding("BK...") if partitioner else None
     layers = []
     for layer in self.layers:
-      shapes = [(*x.shape[:2], 1, *x.shape[3:]) for x in layer]
-      dtype = layer[0].dtype
+      one_block = []
       for x in layer:
-        x.delete()
-      keys, values = (jnp.zeros(shape, dtype, device=sharding) for shape in shapes)
-      layers.append((keys, values))
+        shape = (*x.shape[:2], 1, *x.shape[3:])
+        x.delete()  # first, so that both are never there at once
+        one_block.append(_zeros(shape, x.dtype, partitioner))
+      layers.append(tuple(one_block))
     return KVCache(tuple(layers))
 
 
-def row_bytes(cfg: ModelConfig, places: int) -> int:
+def row_bytes(cfg: ModelConfig, size: int) -> int:
   """Counts the bytes of so many places of one row, in all layers."""
   scalars = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
-  return places * scalars * jnp.dtype(cfg.dtype).itemsize
+  return size * scalars * jnp.dtype(cfg.dtype).itemsize
+
+
+def _zeros(
+  shape: tuple[int, ...], dtype: jnp.dtype, partitioner: Partitioner | None
+) -> jax.Array:
+  sharding = partitioner.sharding("BK...") if partitioner else None
+  return jnp.zeros(shape, dtype, device=sharding)
+
+
+def _shard(x: jax.Array, partitioner: Partitioner | None) -> jax.Array:
+  """Constrains keys or values to the mesh, where there is one; inside a jit."""
+  return partitioner.shard(x, "BK...") if partitioner else x
 
 
 @functools.partial(jax.jit, static_argnames="partitioner", donate_argnames="cache")
@@ -227,7 +236,7 @@ def _share(
 ) -> KVCache:
   def copied(x: jax.Array) -> jax.Array:
     x = x.at[to_R].set(jnp.take(x, from_R, axis=0, mode="clip"), mode="drop")
-    return partitioner.shard(x, "BK...") if partitioner else x
+    return _shard(x, partitioner)
 
   return jax.tree.map(copied, cache)
 
@@ -241,7 +250,7 @@ def _resize(
   def sized(x: jax.Array) -> jax.Array:
     more = max(0, blocks - x.shape[2])
     x = jnp.pad(x[:, :, :blocks], ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)))
-    return partitioner.shard(x, "BK...") if partitioner else x
+    return _shard(x, partitioner)
 
   return jax.tree.map(sized, layer)
 
@@ -267,6 +276,8 @@ def _attend(
   B, T, N, H = q_BTNH.shape
   _, K, C, _, P = k_BKCHP.shape
   G = N // K
+
+  # --- Scores. R: the G T rows of a kv head's queries.
   # One matrix product per kv head, with the rows of its G query heads together. The
   # queries are repeated: a product over all blocks at once would move the keys.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
@@ -275,9 +286,13 @@ def _attend(
   score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
   mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
   score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
+
+  # --- Softmax: one maximum of all blocks, and each block's own sum.
   e_BKCGTP = jnp.exp(score_BKCGTP - score_BKCGTP.max((2, 5), keepdims=True))
   # XLA would join the sum over places with that over blocks.
   sum_BKCGT = jax.lax.optimization_barrier(e_BKCGTP.sum(-1))
+
+  # --- Values; the division comes last, where it is cheapest.
   e_BKCRP = e_BKCGTP.astype(v_BKCPH.dtype).reshape(B, K, C, G * T, P)
   out_BKRH = jnp.matmul(e_BKCRP, v_BKCPH, preferred_element_type=jnp.float32).sum(2)
   out_BKGTH = out_BKRH.reshape(B, K, G, T, H) / sum_BKCGT.sum(2)[..., None]

@@ -29,11 +29,14 @@ def architecture(
   cfg = dataclasses.replace(cfg, scan=False, remat="none")
   if cfg.dtype == "float32" or platform(partitioner) != "cpu":
     return cfg
+  product_dtype = ""
+  if cfg.width >= WIDE and has_amx():
+    product_dtype = cfg.dtype
   return dataclasses.replace(
     cfg,
     dtype="float32",
     weight_dtype=cfg.weight_dtype or cfg.dtype,
-    product_dtype=cfg.dtype if cfg.width >= WIDE and has_amx() else "",
+    product_dtype=product_dtype,
   )
 
 
@@ -57,6 +60,7 @@ def decoding_views(
   `product_dtype` matrices are held in it, outputs first. Every process calls it. With a
   partitioner there is a tree for each of `partitioner.decoding().replicas()`.
   """
+  # --- One device: nothing to do where the arrays are as a sampler wants them.
   kind = cfg.weight_dtype or cfg.dtype
   as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
   if partitioner is None and as_is:
@@ -65,25 +69,29 @@ def decoding_views(
   if partitioner is None:
     return [view]
 
-  def part(replica: Partitioner) -> Any:
+  # --- A mesh: each replica's arrays are made of its own devices' shards, in place.
+  def of_replica(replica: Partitioner) -> Any:
     devices = list(replica.mesh.devices.flat)
 
-    def piece(x: jax.Array, sharding: Any) -> jax.Array:
+    def leaf(x: jax.Array, sharding: Any) -> jax.Array:
       by_device = {s.device: s.data for s in x.addressable_shards}
-      pieces = [by_device[d] for d in devices]
-      return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+      shards = [by_device[d] for d in devices]
+      return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
-    return jax.tree.map(piece, view, replica.tree(view, bool(cfg.product_dtype)))
+    return jax.tree.map(leaf, view, replica.tree(view, bool(cfg.product_dtype)))
 
-  return [part(replica) for replica in partitioner.decoding().replicas()]
+  return list(map(of_replica, partitioner.decoding().replicas()))
 
 
 @functools.lru_cache(maxsize=8)
 def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
+  """The jitted function that makes a view; cached, or every update would compile it."""
   kind = cfg.weight_dtype or cfg.dtype
   narrow = cfg.product_dtype
-  # A CPU would convert half-precision weights at every step.
-  storage_dtype = "float32" if platform(partitioner) == "cpu" else kind
+  storage_dtype = kind
+  if platform(partitioner) == "cpu":
+    # A CPU would convert half-precision weights at every step.
+    storage_dtype = "float32"
 
   def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
     x = transformer.rounded(x, kind)

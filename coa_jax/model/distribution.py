@@ -85,7 +85,7 @@ def log_probs(
 
 def taken_log_probs(
   logits: jax.Array,
-  taken: jax.Array,
+  token: jax.Array,
   temperature: jax.Array | float,
   truncation: Truncation = NO_TRUNCATION,
   allowed: jax.Array | None = None,
@@ -94,8 +94,8 @@ def taken_log_probs(
 
   Args:
     logits: [..., V].
-    taken: [...], the tokens. Truncation never leaves them out, where rounding in
-      another program could.
+    token: [...], those that were drawn. Truncation never leaves them out, where
+      rounding in another program could.
     temperature: as for `log_probs`.
     truncation: as for `log_probs`.
     allowed: as for `log_probs`.
@@ -104,44 +104,45 @@ def taken_log_probs(
     Their log-probabilities and the distribution's entropy (nats), both [...] in
     float32; no gradient passes through the entropy.
   """
-  scores = _scores(logits, temperature, truncation, allowed, taken)
+  scores = _scores(logits, temperature, truncation, allowed, token)
   shifted = jax.lax.stop_gradient(scores - scores.max(-1, keepdims=True))
   e = jnp.exp(shifted)
   total = e.sum(-1)
   # Where the probability is 0, so is its product with a very negative score.
   entropy = jnp.log(total) - jnp.sum(e * shifted, -1) / total
-  return _log_prob(scores, taken), entropy
+  return _log_prob(scores, token), entropy
 
 
 @jax.custom_vjp
-def _log_prob(scores: jax.Array, taken: jax.Array) -> jax.Array:
-  """log softmax(scores) at `taken`, [...], from two sums over the scores.
+def _log_prob(scores: jax.Array, token: jax.Array) -> jax.Array:
+  """log softmax(scores) at `token`, [...], from two sums over the scores.
 
   Its gradient, one-hot - softmax, is computed from the scores again: neither direction
   writes an array of the scores' size but the gradient itself.
   """
-  return _log_prob_forward(scores, taken)[0]
+  return _log_prob_forward(scores, token)[0]
 
 
-def _log_prob_forward(scores: jax.Array, taken: jax.Array) -> tuple[jax.Array, tuple]:
+def _log_prob_forward(scores: jax.Array, token: jax.Array) -> tuple[jax.Array, tuple]:
   top = scores.max(-1, keepdims=True)
   shifted = scores - top
-  at_taken = jnp.where(_one_hot(scores, taken), shifted, 0.0).sum(-1)
+  # A masked sum, which is fused with the others; a gather would not be.
+  at_token = jnp.where(_one_hot(scores, token), shifted, 0.0).sum(-1)
   total = jnp.exp(shifted).sum(-1)
-  return at_taken - jnp.log(total), (scores, taken, top, total)
+  return at_token - jnp.log(total), (scores, token, top, total)
 
 
 def _log_prob_backward(residuals: tuple, g: jax.Array) -> tuple[jax.Array, None]:
-  scores, taken, top, total = residuals
+  scores, token, top, total = residuals
   p = jnp.exp(scores - top) / total[..., None]
-  return g[..., None] * (_one_hot(scores, taken) - p), None
+  return g[..., None] * (_one_hot(scores, token) - p), None
 
 
 _log_prob.defvjp(_log_prob_forward, _log_prob_backward)
 
 
-def _one_hot(scores: jax.Array, taken: jax.Array) -> jax.Array:
-  return jnp.arange(scores.shape[-1]) == taken[..., None]
+def _one_hot(scores: jax.Array, token: jax.Array) -> jax.Array:
+  return jnp.arange(scores.shape[-1]) == token[..., None]
 
 
 def _scores(
@@ -149,19 +150,22 @@ def _scores(
   temperature: jax.Array | float,
   truncation: Truncation,
   allowed: jax.Array | None,
-  taken: jax.Array | None = None,
+  token: jax.Array | None = None,
 ) -> jax.Array:
   """What the sampling distribution is the softmax of, float32 [..., V]."""
+  # --- The temperature, then the grammar; greedy rows are left at temperature 1.
   t = jnp.asarray(temperature, jnp.float32)[..., None]
   logits = logits.astype(jnp.float32) / jnp.where(t >= GREEDY_BELOW, t, 1.0)
   if allowed is not None:
     logits = jnp.where(allowed, logits, _NEVER)
   if truncation == NO_TRUNCATION:
     return logits
+
+  # --- Truncation, of the distribution that those two leave.
   logp = jax.nn.log_softmax(logits)
   mask = _truncation_mask(jax.lax.stop_gradient(logp), truncation)
-  if taken is not None:
-    mask |= _one_hot(logp, taken)
+  if token is not None:
+    mask |= _one_hot(logp, token)
   return jnp.where(mask, logp, _NEVER)
 
 
@@ -169,9 +173,11 @@ def _truncation_mask(logp: jax.Array, truncation: Truncation) -> jax.Array:
   """True for tokens that truncation leaves; equally likely ones stay or go together."""
   tr = truncation
   mask = jnp.ones(logp.shape, bool)
+  # --- By rank: what is as likely as the last of the top k stays with it.
   if 0 < tr.top_k < logp.shape[-1]:
     top, _ = jax.lax.top_k(logp, tr.top_k)
     mask = logp >= top[..., -1:]
+  # --- By cumulative probability, of what is left.
   if tr.top_p < 1:
     rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
     ordered = -jnp.sort(-rest, axis=-1)
@@ -180,6 +186,7 @@ def _truncation_mask(logp: jax.Array, truncation: Truncation) -> jax.Array:
     before = jnp.cumsum(p, axis=-1) - p
     least = jnp.min(jnp.where(before < tr.top_p, ordered, jnp.inf), -1, keepdims=True)
     mask &= rest >= least
+  # --- By probability beside the most likely token's.
   if tr.min_p > 0:
     mask &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
   return mask
@@ -218,17 +225,22 @@ def sample(logp_BV: jax.Array, key_B: jax.Array, temperature_B: jax.Array) -> ja
   Returns:
     token_B, int32.
   """
+  # --- Sums over groups of W tokens: C of them a row.
   u_B = jax.vmap(lambda k: jax.random.uniform(k))(key_B)
   B, V = logp_BV.shape
   p_BCW = jnp.pad(jnp.exp(logp_BV), ((0, 0), (0, -V % _WIDTH))).reshape(B, -1, _WIDTH)
   sum_BC = p_BCW.sum(-1)
   upto_BC = jnp.cumsum(sum_BC, axis=-1)
+
+  # --- The group whose sum passes the target, and the token in it.
+  # A share of the row's own sum: it is 1 but for rounding.
   target_B1 = u_B[:, None] * upto_BC[:, -1:]
   c_B1 = _reached(upto_BC, target_B1, sum_BC)
   before_B1 = jnp.where(c_B1, jnp.take_along_axis(upto_BC, c_B1 - 1, axis=1), 0.0)
   p_BW = jnp.take_along_axis(p_BCW, c_B1[..., None], axis=1)[:, 0]
   w_B1 = _reached(before_B1 + jnp.cumsum(p_BW, axis=-1), target_B1, p_BW)
   drawn_B = (c_B1 * _WIDTH + w_B1)[:, 0]
+  # Rows that are greedy were drawn for as well: one program for every temperature.
   draws_B = temperature_B >= GREEDY_BELOW
   return jnp.where(draws_B, drawn_B, _likeliest(logp_BV)).astype(jnp.int32)
 

@@ -42,8 +42,11 @@ def peak_flops(kind: str) -> float | None:
   words = re.split(r"[ -]", kind)
   if "MIG" in words:
     return None
-  known = ((name.split(), peak) for name, peak in PEAKS.items())
-  return next((peak for name, peak in known if words[: len(name)] == name), None)
+  for name, peak in PEAKS.items():
+    # Whole words: an H1000 is no H100.
+    if words[: len(name.split())] == name.split():
+      return peak
+  return None
 
 
 def utilisation(
@@ -82,10 +85,13 @@ def train_flops(cfg: ModelConfig, segments: Iterable[int], frozen: bool = False)
       itself, one key and one value for 4 H operations and head.
     frozen: the matrices get no gradient of their own (LoRA): a third less for them.
   """
-  tokens = pairs = 0
+  tokens = 0
+  pairs = 0
   for n in segments:
     tokens += n
     pairs += n * (n + 1) // 2
   matrices = 2 * sum(products(cfg)) * tokens
   attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * pairs
-  return (2 if frozen else 3) * matrices + 3 * attention
+  # Backward, a matrix takes a product for its input's gradient and one for its own.
+  passes = 2 if frozen else 3
+  return passes * matrices + 3 * attention

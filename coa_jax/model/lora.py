@@ -60,11 +60,8 @@ def check(cfg: ModelConfig, config: LoraConfig | None) -> None:
     return
   most = 0
   for where, leaf in _matrices(cfg, config):
-    stacked = leaf.ndim - _rank(where[-1])
-    split = stacked + inputs_of(where[-1])
-    inputs = math.prod(leaf.shape[stacked:split])
-    outputs = math.prod(leaf.shape[split:])
-    most = max(most, min(inputs, outputs))
+    _, inputs, outputs = _split_shape(where[-1], leaf.shape)
+    most = max(most, min(math.prod(inputs), math.prod(outputs)))
   if config.rank > most:
     raise ValueError(
       f"lora.rank is {config.rank}; an adapter of more than {most}, the rank of the "
@@ -87,17 +84,16 @@ def init_adapters(
   def init(key: jax.Array) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for i, (where, leaf) in enumerate(_matrices(cfg, config)):
-      stacked = leaf.shape[: leaf.ndim - _rank(where[-1])]
-      cut = len(stacked) + inputs_of(where[-1])
-      inputs = leaf.shape[len(stacked) : cut]
-      outputs = leaf.shape[cut:]
-      std = math.prod(inputs) ** -0.5
+      layer, name = where
+      stacked, inputs, outputs = _split_shape(name, leaf.shape)
+      # By its place in the list, so that no two matrices have the same A.
       normal = jax.random.normal(
         jax.random.fold_in(key, i), (*stacked, *inputs, config.rank)
       )
-      parent = out.setdefault(where[0], {})
-      parent[f"{where[-1]}_a"] = std * normal
-      parent[f"{where[-1]}_b"] = jnp.zeros((*stacked, config.rank, *outputs))
+      std = math.prod(inputs) ** -0.5
+      parent = out.setdefault(layer, {})
+      parent[f"{name}_a"] = std * normal
+      parent[f"{name}_b"] = jnp.zeros((*stacked, config.rank, *outputs))
     return out
 
   key = jax.random.key(seed)
@@ -105,16 +101,26 @@ def init_adapters(
   return jax.jit(init, out_shardings=shardings)(key)
 
 
-def _matrices(
-  cfg: ModelConfig, config: LoraConfig
-) -> list[tuple[tuple[str, ...], Any]]:
-  leaves = jax.tree_util.tree_leaves_with_path(param_shapes(cfg))
-  named = [(tuple(k.key for k in path), leaf) for path, leaf in leaves]
-  return [(path, leaf) for path, leaf in named if path[-1] in config.matrices]
+def _matrices(cfg: ModelConfig, config: LoraConfig) -> list[tuple[list[str], Any]]:
+  """The matrices that get an adapter, as shapes: ([layer, name], shape)."""
+  out = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(cfg)):
+    where = [key.key for key in path]
+    if where[-1] in config.matrices:
+      out.append((where, leaf))
+  return out
 
 
 def _rank(name: str) -> int:
+  """The number of a parameter's axes, a stacked layer axis left out."""
   return len(PARAMETERS[name].replace(">", ""))
+
+
+def _split_shape(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+  """Splits a matrix's shape into stacked layers, inputs and outputs."""
+  stacked = len(shape) - _rank(name)
+  split = stacked + inputs_of(name)
+  return shape[:stacked], shape[stacked:split], shape[split:]
 
 
 def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -> Any:
@@ -122,8 +128,11 @@ def join(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) -
   scale = config.alpha / config.rank
   out = dict(params)
   for layer, arrays in adapters.items():
-    scaled = {k: x * scale if k.endswith("_b") else x for k, x in arrays.items()}
-    out[layer] = {**params[layer], **scaled}
+    out[layer] = {**params[layer], **arrays}
+    # One half of each: the product has the scale once.
+    for name, x in arrays.items():
+      if name.endswith("_b"):
+        out[layer][name] = x * scale
   return out
 
 
@@ -172,7 +181,10 @@ def merge(params: dict[str, Any], adapters: dict[str, Any], config: LoraConfig) 
       a = joined[layer][f"{name}_a"]
       b = joined[layer][f"{name}_b"]
       w = params[layer][name]
-      outer = jax.vmap(_outer) if w.ndim > _rank(name) else _outer  # stacked layers
+      outer = _outer
+      if w.ndim > _rank(name):  # stacked layers
+        outer = jax.vmap(_outer)
+      # In float32, so that the sum alone is rounded.
       out[layer][name] = (w.astype(jnp.float32) + outer(a, b)).astype(w.dtype)
   return out
 

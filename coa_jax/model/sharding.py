@@ -150,6 +150,7 @@ class Partitioner:
       if outputs_first:
         n = inputs_of(name_of(path))
         letters = letters[n:] + letters[:n]
+      # One axis more is that of stacked layers; whatever else differs is no parameter.
       extra = np.ndim(x) - len(letters)
       if extra not in (0, 1):
         return self.sharding("")
@@ -183,7 +184,11 @@ class Partitioner:
     A step of decoding is too short to gather parameters in it, whatever axes the rules
     of training split them over.
     """
-    rules = {x: tuple(a for a in axes if a == "tensor") for x, axes in self.rules}
+    rules: dict[str, tuple[str, ...]] = {}
+    for letter, axes in self.rules:
+      rules[letter] = ()
+      if "tensor" in axes:
+        rules[letter] = ("tensor",)
     rules |= {"B": ("data", "fsdp", "context"), "T": (), "D": ()}
     return self.replacing(rules)
 
@@ -195,17 +200,19 @@ class Partitioner:
     Raises:
       ValueError: devices that split a matrix are of several processes.
     """
+    # `tensor` is the last axis: devices that stand together hold one copy.
     ways = self.mesh.shape["tensor"]
-    teams = self.mesh.devices.reshape(-1, ways)
-    mine = [t for t in teams if t[0].process_index == jax.process_index()]
-    if any(d.process_index != t[0].process_index for t in teams for d in t):
-      raise ValueError(
-        f"mesh.tensor={ways} splits matrices over several processes; "
-        f"rollouts need it within the {jax.local_device_count()} devices of one"
-      )
-    kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
-    grids = [team.reshape(1, 1, 1, ways) for team in mine]
-    return [Partitioner(Mesh(g, AXES, axis_types=kinds), self.rules) for g in grids]
+    out = []
+    for team in self.mesh.devices.reshape(-1, ways):
+      processes = {device.process_index for device in team}
+      if len(processes) > 1:
+        raise ValueError(
+          f"mesh.tensor={ways} splits matrices over several processes; "
+          f"rollouts need it within the {jax.local_device_count()} devices of one"
+        )
+      if jax.process_index() in processes:
+        out.append(Partitioner(_mesh(team.reshape(1, 1, 1, ways)), self.rules))
+    return out
 
   def replacing(self, rules: Mapping[str, tuple[str, ...]]) -> Partitioner:
     """Returns the same mesh with other lines in the table."""
@@ -224,11 +231,11 @@ class Partitioner:
     self._check_rules()
     faults = []
     for letter, size in sizes.items():
-      ways = self.ways(letter)
-      if size % ways:
-        over = " x ".join(f"{a}={self.mesh.shape[a]}" for a in self.axes(letter))
-        name = f"model.{_FIELDS[letter]}" if letter in _FIELDS else letter
-        faults.append(f"{name}={size} over {over}")
+      if size % self.ways(letter) == 0:
+        continue
+      over = " x ".join(f"{a}={self.mesh.shape[a]}" for a in self.axes(letter))
+      name = f"model.{_FIELDS[letter]}" if letter in _FIELDS else letter
+      faults.append(f"{name}={size} over {over}")
     if faults:
       raise ValueError(
         f"the mesh does not divide {'; '.join(faults)}: choose other sizes in section "
@@ -237,11 +244,11 @@ class Partitioner:
 
   def _check_rules(self) -> None:
     """No array may have two dimensions on one mesh axis."""
-    arrays = dict.fromkeys(_ACTIVATIONS, "activations") | {
-      letters.replace(">", ""): f"parameter {name!r}"
-      for name, letters in PARAMETERS.items()
-    }
-    faults = {}
+    arrays = dict.fromkeys(_ACTIVATIONS, "activations")
+    for name, letters in PARAMETERS.items():
+      arrays[letters.replace(">", "")] = f"parameter {name!r}"
+    # Many arrays have the same two dimensions: each two are named once.
+    faults: dict[Any, str] = {}
     for letters, name in arrays.items():
       for a, b in itertools.combinations(letters.replace(".", ""), 2):
         for axis in self.axes(a):
@@ -268,6 +275,7 @@ def make_partitioner(
     ValueError: the sizes do not multiply to the number of devices, there are fewer than
       asked for, or some would be left out by one of several processes.
   """
+  # --- The devices.
   devices = jax.devices() if devices is None else devices
   if config.devices:
     if config.devices > len(devices):
@@ -277,6 +285,8 @@ def make_partitioner(
       raise ValueError(
         f"mesh.devices={config.devices} leaves a process without any; 0 takes all"
       )
+
+  # --- How many of them each axis has.
   sizes = [getattr(config, axis) for axis in AXES]
   if config.fsdp == -1:
     rest = config.data * config.context * config.tensor
@@ -288,13 +298,19 @@ def make_partitioner(
     )
   if len(devices) == 1:
     return None
-  kind = jax.sharding.AxisType.Auto
+
+  # --- The grid of devices, and the table of axes with the config's lines in it.
   # jax.make_mesh refuses an axis that is no product of a TPU torus's sides, such as
   # tensor=2 on 4x4x8; here such an axis takes a part of a side.
   grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-  mesh = Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
   rules = {letter: tuple(axes) for letter, axes in config.rules.items()}
-  return Partitioner(mesh).replacing(rules)
+  return Partitioner(_mesh(grid)).replacing(rules)
+
+
+def _mesh(grid: np.ndarray) -> Mesh:
+  """A mesh over a grid of devices; XLA finds the shardings that nobody states."""
+  kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
+  return Mesh(grid, AXES, axis_types=kinds)
 
 
 def platform(partitioner: Partitioner | None) -> str:
@@ -310,14 +326,18 @@ def process_dir(workdir: str) -> str:
   The first of several processes writes into the workdir itself.
   """
   # One process alone need not wake its devices up to know that it is the first.
-  i = jax.process_index() if jax.distributed.is_initialized() else 0
-  return os.path.join(workdir, f"process_{i}") if i else workdir
+  if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    return workdir
+  return os.path.join(workdir, f"process_{jax.process_index()}")
 
 
 def name_of(path: tuple[Any, ...]) -> str:
   """Returns the last key of a tree path; "" where it has none."""
-  names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-  return names[-1] if names else ""
+  # An optimizer's state has other keys too, before and after a parameter's.
+  for key in reversed(path):
+    if isinstance(key, jax.tree_util.DictKey):
+      return key.key
+  return ""
 
 
 def letters_of(path: tuple[Any, ...]) -> str:

@@ -17,7 +17,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
 
 TOKEN = 7 * 4  # bytes of a token in a `Batch`
-_KEPT = 3  # a trained parameter, its gradient, and one number of the optimizer
+_TRAINED = 3  # a trained parameter, its gradient, and one number of the optimizer
 
 
 def check_device(needs: Mapping[str, int], partitioner: Partitioner | None) -> None:
@@ -50,8 +50,10 @@ def check_model(cfg: ModelConfig, file: str) -> None:
 
 def _bytes_of(devices: list[jax.Device]) -> float:
   """Memory of all of them; infinite where they do not tell."""
+  # A machine's CPU devices share its memory; each process is taken for a machine.
   if devices[0].platform == "cpu":
     return capacity.host_bytes() * len({d.process_index for d in devices})
+  # Only one's own devices tell; the others are taken to be like them.
   mine = next(d for d in devices if d.process_index == jax.process_index())
   limit = (mine.memory_stats() or {}).get("bytes_limit", math.inf)
   return limit * len(devices)
@@ -59,13 +61,18 @@ def _bytes_of(devices: list[jax.Device]) -> float:
 
 def parameter_needs(cfg: ModelConfig, trained: bool = False) -> dict[str, int]:
   """Counts what parameters take, and where they are trained what that keeps."""
+  # --- Scalars; norms and biases are too few to count.
   attention = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
   layer = attention + 3 * cfg.width * cfg.ff
   embeddings = cfg.vocab_size * cfg.width * (1 if cfg.tie_embeddings else 2)
   count = cfg.layers * layer + embeddings
+
+  # --- Their bytes, under the sizes that they follow from.
   sizes = ("layers", "width", "heads", "kv_heads", "head_dim", "ff", "vocab_size")
   shape = ", ".join(f"{name}={getattr(cfg, name)}" for name in sizes)
-  each = jnp.dtype(cfg.param_dtype).itemsize * (_KEPT if trained else 1)
+  each = jnp.dtype(cfg.param_dtype).itemsize
+  if trained:
+    each *= _TRAINED
   return {f"the model ({shape})": count * each}
 
 
@@ -106,6 +113,7 @@ def rollout_needs(
   cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
   """Counts what slots take: a cache that begins small, logits, a window's tokens."""
+  # A slot's part of the cache, its logits in float32, an id and a log-prob a step.
   row = cache.row_bytes(cfg, min(max_len, cache.BLOCK_SIZE))
   least = row + 4 * cfg.vocab_size + 8 * window
   return {

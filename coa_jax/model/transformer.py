@@ -93,6 +93,11 @@ def rounded(x: jax.Array, dtype: str) -> jax.Array:
   return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
 
+def _shard(partitioner: Partitioner | None, x: jax.Array, letters: str) -> jax.Array:
+  """Constrains x to the mesh, where there is one."""
+  return partitioner.shard(x, letters) if partitioner else x
+
+
 class Block(nn.Module):
   """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
 
@@ -145,9 +150,9 @@ class Block(nn.Module):
       k_BTKH = self._norm(k_BTKH, "k_norm", H)
     q_BTNH = rotate(q_BTNH, rope)
     k_BTKH = rotate(k_BTKH, rope)
-    q_BTNH = self._shard(q_BTNH, "BTN.")
-    k_BTKH = self._shard(k_BTKH, "BTK.")
-    v_BTKH = self._shard(v_BTKH, "BTK.")
+    q_BTNH = _shard(self.partitioner, q_BTNH, "BTN.")
+    k_BTKH = _shard(self.partitioner, k_BTKH, "BTK.")
+    v_BTKH = _shard(self.partitioner, v_BTKH, "BTK.")
 
     # --- Attention: over the row's segments in training, over the cache in decoding.
     if cache is None:
@@ -156,14 +161,14 @@ class Block(nn.Module):
       cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
       window = window_sizes(c)[window_index]
       out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window)
-    x_BTD += self._shard(self._dense(out_BTNH, "o", (N, H, D)), "BT.")
+    x_BTD += _shard(self.partitioner, self._dense(out_BTNH, "o", (N, H, D)), "BT.")
 
     # --- SwiGLU.
     h_BTD = self._norm(x_BTD, "ff_norm", D)
     gate_BTF = self._dense(h_BTD, "gate", (D, F))
     up_BTF = self._dense(h_BTD, "up", (D, F))
-    hidden_BTF = self._shard(nn.silu(gate_BTF) * up_BTF, "BTF")
-    x_BTD += self._shard(self._dense(hidden_BTF, "down", (F, D)), "BT.")
+    hidden_BTF = _shard(self.partitioner, nn.silu(gate_BTF) * up_BTF, "BTF")
+    x_BTD += _shard(self.partitioner, self._dense(hidden_BTF, "down", (F, D)), "BT.")
     return x_BTD, cache
 
   def _dense(self, x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -173,6 +178,7 @@ class Block(nn.Module):
     if self.decode and c.product_dtype:
       # Decoding parameters in half precision have their outputs first.
       return linear_bf16(x, self.get_variable("params", name), inputs)
+    # Outputs of unit size from inputs of unit size, whatever their number.
     init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
     w = self.param(name, init, shape, c.param_dtype)
     y = project(x, w if self.decode else used(c, w), inputs)
@@ -185,14 +191,13 @@ class Block(nn.Module):
   def _vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
     """A bias or a norm's scale, as it is used."""
     w = self.param(name, init, shape, self.cfg.param_dtype)
-    return w.astype(self.cfg.dtype) if self.decode else used(self.cfg, w)
+    if self.decode:
+      return w.astype(self.cfg.dtype)
+    return used(self.cfg, w)
 
   def _norm(self, x: jax.Array, name: str, size: int) -> jax.Array:
     scale = self._vector(name, (size,), nn.initializers.ones)
     return rms_norm(x, scale, self.cfg.norm_eps)
-
-  def _shard(self, x: jax.Array, letters: str) -> jax.Array:
-    return self.partitioner.shard(x, letters) if self.partitioner else x
 
   def _attend_packed(
     self,
@@ -203,15 +208,15 @@ class Block(nn.Module):
     window_index: jax.Array | int,
   ) -> jax.Array:
     """Attends over packed rows; a scanned layer's window is known only as it runs."""
-    branches = [
-      functools.partial(
+    branches = []
+    for window in window_sizes(self.cfg):
+      attend = functools.partial(
         attention.attend_packed,
         window=window,
         kernel=self.cfg.attention,
         partitioner=self.partitioner,
       )
-      for window in window_sizes(self.cfg)
-    ]
+      branches.append(attend)
     if isinstance(window_index, int):
       return branches[window_index](q_BTNH, k_BTKH, v_BTKH, segment_BT)
     return jax.lax.switch(window_index, branches, q_BTNH, k_BTKH, v_BTKH, segment_BT)
@@ -241,7 +246,7 @@ class Transformer(nn.Module):
     if not c.tie_embeddings:
       shape = (c.width, c.vocab_size)
       if self.decode and c.product_dtype:
-        shape = (c.vocab_size, c.width)
+        shape = (c.vocab_size, c.width)  # outputs first, as `linear_bf16` wants them
       self.head = self.param("head", init, shape, c.param_dtype)
 
     # --- A layer, and what of it the backward pass recomputes.
@@ -252,7 +257,9 @@ class Transformer(nn.Module):
         "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
       }
-      static = () if c.scan else (2,)  # `window_index`, a plain int in unrolled layers
+      static: tuple[int, ...] = ()
+      if not c.scan:
+        static = (2,)  # `window_index`, a plain int in unrolled layers
       block = nn.remat(
         Block, prevent_cse=not c.scan, policy=policies[c.remat], static_argnums=static
       )
@@ -268,10 +275,10 @@ class Transformer(nn.Module):
         length=c.layers,
       )(c, self.partitioner, self.decode, name="layers")
     else:
-      self.blocks = [
-        block(c, self.partitioner, self.decode, i, name=f"layer_{i}")
-        for i in range(c.layers)
-      ]
+      blocks = []
+      for i in range(c.layers):
+        blocks.append(block(c, self.partitioner, self.decode, i, name=f"layer_{i}"))
+      self.blocks = blocks
 
   def __call__(
     self,
@@ -302,15 +309,13 @@ class Transformer(nn.Module):
     c = self.cfg
 
     # --- Token ids to vectors.
-    embed_VD = self.embed if self.decode else used(c, self.embed)
-    if self.partitioner:
-      embed_VD = self.partitioner.shard(embed_VD, "V.")
+    embed_VD = self._used(self.embed)
+    embed_VD = _shard(self.partitioner, embed_VD, "V.")
     if self.decode and c.product_dtype:
       x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
       x_BTD = jnp.take(embed_VD, tokens_BT, axis=0).astype(c.dtype)
-    if self.partitioner:
-      x_BTD = self.partitioner.shard(x_BTD, "BT.")
+    x_BTD = _shard(self.partitioner, x_BTD, "BT.")
 
     # --- The layers; what all of them share is computed once.
     rope = rotation(c, position_BT)
@@ -319,34 +324,39 @@ class Transformer(nn.Module):
     if c.scan:
       if cache is not None:
         raise ValueError("decoding runs unrolled layers: see decoding_views()")
-      index = jnp.array(index_L) if c.windows else 0
+      # Without windows a plain 0, which takes its branch as the program is traced.
+      index = 0
+      if c.windows:
+        index = jnp.array(index_L)
       x_BTD, _ = self.stack(x_BTD, index, rope, segment_BT, None, None)
     else:
-      write = cache.write(position_BT, valid_BT, row_B) if cache is not None else None
+      write = None
+      if cache is not None:
+        write = cache.write(position_BT, valid_BT, row_B)
       for block, index in zip(self.blocks, index_L, strict=True):
         x_BTD, cache = block(x_BTD, index, rope, segment_BT, write, cache)
 
-    scale_D = self.final_norm if self.decode else used(c, self.final_norm)
-    return rms_norm(x_BTD, scale_D, c.norm_eps), cache
+    return rms_norm(x_BTD, self._used(self.final_norm), c.norm_eps), cache
+
+  def _used(self, w: jax.Array) -> jax.Array:
+    """A parameter as it is used: a decoder's is made ready once, by its view."""
+    return w if self.decode else used(self.cfg, w)
 
   def output(self) -> jax.Array:
     """Returns the output matrix [D, V] as it is used, whole in D on every device."""
-    head = self.embed.T if self.cfg.tie_embeddings else self.head
-    head = head if self.decode else used(self.cfg, head)
-    return self.partitioner.shard(head, ".V") if self.partitioner else head
+    head_DV = self.embed.T if self.cfg.tie_embeddings else self.head
+    return _shard(self.partitioner, self._used(head_DV), ".V")
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
     if self.decode and self.cfg.product_dtype:
+      # A head of its own has its outputs first here too: see `setup`.
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
-      if self.partitioner:
-        head_VD = self.partitioner.shard(head_VD, "V.")
+      head_VD = _shard(self.partitioner, head_VD, "V.")
       logits_BTV = linear_bf16(hidden_BTD, head_VD)
     else:
       logits_BTV = project(hidden_BTD, self.output() if head is None else head)
-    if self.partitioner:
-      logits_BTV = self.partitioner.shard(logits_BTV, "BTV")
-    return logits_BTV.astype(jnp.float32)
+    return _shard(self.partitioner, logits_BTV, "BTV").astype(jnp.float32)
 
 
 def window_sizes(cfg: ModelConfig) -> list[int]:
@@ -362,9 +372,8 @@ def init_params(
   With a partitioner every device draws its own part; values do not depend on the mesh.
   """
   shardings = partitioner.tree(param_shapes(cfg)) if partitioner else None
-  return jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)(
-    jax.random.key(seed)
-  )
+  init = jax.jit(lambda key: _init(cfg, key), out_shardings=shardings)
+  return init(jax.random.key(seed))
 
 
 def param_shapes(cfg: ModelConfig) -> dict[str, Any]:

@@ -47,6 +47,10 @@ def _qwen3(D: int, L: int, N: int, F: int, tied: bool) -> ModelConfig:
 def _llama3(
   D: int, L: int, N: int, F: int, tied: bool, stretched: float = 0.0
 ) -> ModelConfig:
+  """`stretched` is the factor of Llama 3.1's frequencies; 0 for Llama 3's own."""
+  llama3 = None
+  if stretched:
+    llama3 = Llama3Rope(stretched, 8_192, 1.0, 4.0)
   return ModelConfig(
     vocab_size=128_256,
     width=D,
@@ -56,7 +60,7 @@ def _llama3(
     head_dim=D // N,
     ff=F,
     rope_theta=5e5,
-    llama3=Llama3Rope(stretched, 8_192, 1.0, 4.0) if stretched else None,
+    llama3=llama3,
     norm_eps=1e-5,
     tie_embeddings=tied,
     attention_bias=False,

@@ -39,6 +39,7 @@ class JsonLog:
     self._lock = threading.Lock()
     if not os.path.exists(path):
       return
+    # Whole lines up to `end`; what a kill left after them is cut off.
     end = 0
     with open(path, "r+b") as f:
       for number, line in enumerate(f, 1):
@@ -52,6 +53,7 @@ class JsonLog:
   def append(self, row: Any) -> Place:
     """Adds a row, anything that json.dumps takes, and returns its place."""
     line = json.dumps(row).encode() + b"\n"
+    # Unbuffered: what `write` returns from is the kernel's, and outlives this process.
     with self._lock, open(self.path, "ab", buffering=0) as f:
       start = f.tell()
       left = memoryview(line)
@@ -59,6 +61,7 @@ class JsonLog:
         while left:  # a full disk may take a part before it raises
           left = left[f.write(left) :]
       except OSError:
+        # Half a row would make the next one unreadable too.
         f.truncate(start)
         raise
     return start, len(line)

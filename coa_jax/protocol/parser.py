@@ -66,8 +66,10 @@ class Parse:
   @property
   def answer(self) -> str | None:
     """The content of the last `answer` span, stripped; None where there is none."""
-    answers = [s.content for s in self.spans if s.role == ANSWER]
-    return answers[-1].strip() if answers else None
+    for span in reversed(self.spans):
+      if span.role == ANSWER:
+        return span.content.strip()
+    return None
 
 
 # Anything that looks like a tag at the top level; only protocol tags count inside text.
@@ -96,6 +98,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
   try:
     rules = _Rules(variant)
     position = 0
+    # White space alone is no span.
     while position < len(text) and text[position:].strip(WHITE):
       span = _read_span(text, position, variant)
       rules.accept(span)
@@ -110,6 +113,7 @@ def parse(text: str, variant: Variant, complete: bool = True) -> Parse:
 
 def _read_span(text: str, position: int, variant: Variant) -> Span:
   """The span that starts at or after `position`'s white space."""
+  # --- Its opening tag.
   match = _TOP.match(text, position)
   if match is None:
     stripped = text[position:].lstrip(WHITE)
@@ -122,16 +126,24 @@ def _read_span(text: str, position: int, variant: Variant) -> Span:
   if role not in variant.tags:
     detail = f"<{role}> is no span of variant {variant.name!r}"
     raise _Fault(ParseVerdict.UNKNOWN_TOOL, detail, offset)
+
+  # --- What stands before its closing tag, or all that is left where there is none.
   close = roles.close_tag(role)
   end = text.find(close, match.end())
-  content = text[match.end() : end if end >= 0 else len(text)].removeprefix(" ")
+  is_closed = end >= 0
+  if not is_closed:
+    end = len(text)
+  content = text[match.end() : end].removeprefix(" ")
+  # A tag inside counts first: `<plan> <code>` is nested, though it is not closed.
   inner = roles.find_tag(content)
   if inner is not None:
     raise _Fault(ParseVerdict.NESTED, f"{inner} inside <{role}>", offset)
-  if end < 0:
+  if not is_closed:
     raise _Fault(ParseVerdict.UNCLOSED, f"<{role}> is never closed", offset)
   if role == OBSERVATION:
     content = roles.unescape(content)
+
+  # --- White space that follows belongs to it, so that spans join to the text.
   end += len(close)
   while end < len(text) and text[end] in WHITE:
     end += 1
@@ -160,20 +172,24 @@ class _Rules:
     elif span.role == THINK:
       self._think(span)
     else:
-      self._place(span)
+      self._check_place(span)
       fault = content_fault(span.role, span.content, self.variant.graded)
       if fault is not None:
         raise _Fault(ParseVerdict.MALFORMED, fault, span.start)
       self._advance(span)
 
   def _think(self, span: Span) -> None:
+    """Accepts a think where one of the spans that may come next may have one."""
     able = self.variant.follows[self.last] & self.variant.think_allowed
-    if self.thinking or not able:
-      detail = f"<think> after {'<think>' if self.thinking else self.last}"
+    if self.thinking:
+      raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, "<think> after <think>", span.start)
+    if not able:
+      detail = f"<think> after {self.last}"
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
     self.thinking = True
 
-  def _place(self, span: Span) -> None:
+  def _check_place(self, span: Span) -> None:
+    """Refuses a span that may not stand here; the table first, then what gates ask."""
     role = span.role
     variant = self.variant
     detail = None
@@ -197,6 +213,7 @@ class _Rules:
       raise _Fault(ParseVerdict.ILLEGAL_TRANSITION, detail, span.start)
 
   def _advance(self, span: Span) -> None:
+    """Remembers what the rules need to know of an accepted span."""
     self.last = span.role
     self.thinking = False
     self.required = None

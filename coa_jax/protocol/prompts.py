@@ -6,6 +6,8 @@ rules, the scores) is the protocol of arXiv 2508.13167, appendix D.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from coa_jax.protocol import roles
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tools import SPECS
@@ -27,6 +29,8 @@ _ROLE_TEXT = {
 def instructions(variant: Variant, style: str = "full") -> str:
   """The text that stands before the question.
 
+  budget: the whole protocol, in the order in which a model reads it.
+
   Args:
     variant: the dialect, already left with the tools of this run.
     style: "full" explains every function and rule; "brief" is empty, for models that
@@ -39,6 +43,8 @@ def instructions(variant: Variant, style: str = "full") -> str:
     raise ValueError(f"prompt style {style!r}; accepted: {', '.join(STYLES)}")
   if style == "brief":
     return ""
+
+  # --- What may be written: roles, tools with a tag, functions by name.
   lines = ["Solve the task by writing spans, one function at a time.", "", "Functions:"]
   for role in variant.roles:
     lines.append(f"- {roles.wrap(role, '...')}: {_ROLE_TEXT[role]}.")
@@ -49,6 +55,8 @@ def instructions(variant: Variant, style: str = "full") -> str:
     lines += ["", "Tools that are called by name:"]
     lines += [f"- {name}: {text}." for name, text in variant.functions.items()]
     lines.append("")
+
+  # --- What comes back, and how it is judged.
   lines.append(
     f"After each tool call its result appears in {roles.wrap(roles.OBSERVATION, '...')}"
     "; never write one yourself."
@@ -58,11 +66,14 @@ def instructions(variant: Variant, style: str = "full") -> str:
       f"Every reflection grades {', '.join(roles.CRITERIA)} as Good, Average or Poor, "
       "one `criterion : Grade` each; any Poor asks for a new plan."
     )
+
+  # --- The rules of order, from the table that the parser reads.
   lines += ["", "What may follow what:"]
   for last, following in variant.follows.items():
-    if following:
-      first = "first" if last == roles.START else f"after {last}"
-      lines.append(f"- {first}: {', '.join(sorted(following))}")
+    if not following:
+      continue
+    where = "first" if last == roles.START else f"after {last}"
+    lines.append(f"- {where}: {', '.join(sorted(following))}")
   lines.append(
     f"- a think comes directly before each {', '.join(sorted(variant.think_required))}"
   )
@@ -86,6 +97,18 @@ def prompt_segments(variant: Variant, question: str, style: str) -> list[Segment
   They are two segments because only the first is trusted: a question comes from a data
   set, and no text of it may turn into a control token.
   """
+  out = []
   head = instructions(variant, style)
-  out = [Segment(Author.PROMPT, "instructions", head)] if head else []
-  return [*out, Segment(Author.PROMPT, "question", question)]
+  if head:
+    out.append(Segment(Author.PROMPT, "instructions", head))
+  out.append(Segment(Author.PROMPT, "question", question))
+  return out
+
+
+def conversation_text(turns: Iterable[tuple[str, str]]) -> str:
+  """Turns of a conversation as one question: who speaks stands before each.
+
+  Args:
+    turns: (role of a chat message, text); what is asked comes last.
+  """
+  return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in turns)

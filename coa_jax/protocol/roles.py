@@ -51,6 +51,14 @@ def close_tag(role: str) -> str:
   return f"</{role}>"
 
 
+def tags_of(names: Iterable[str]) -> list[str]:
+  """Lists the opening and the closing tag of each name."""
+  out = []
+  for name in names:
+    out += [open_tag(name), close_tag(name)]
+  return out
+
+
 def wrap(role: str, content: str) -> str:
   """A span as this project writes it: one space follows the opening tag.
 
@@ -119,12 +127,12 @@ class Variant:
     descriptions = dict.fromkeys(tools, "")
     if isinstance(tools, Mapping):
       descriptions.update(tools)
+    # Functions have no tag of their own: all of them share one.
     prefix = f"{FUNCTION_TAG}:"
-    functions = {
-      key.removeprefix(prefix): descriptions.pop(key)
-      for key in list(descriptions)
-      if key.startswith(prefix)
-    }
+    functions = {}
+    for key in list(descriptions):
+      if key.startswith(prefix):
+        functions[key.removeprefix(prefix)] = descriptions.pop(key)
     if functions:
       descriptions.setdefault(FUNCTION_TAG, "")
     for tool in descriptions:
@@ -132,6 +140,7 @@ class Variant:
         raise ValueError(
           f"variant {self.name!r} has no tool {tool!r}; it has {', '.join(self.tools)}"
         )
+    # Tools that are off leave every rule that names them.
     gone = frozenset(self.tools).difference(descriptions)
     follows = {k: v - gone for k, v in self.follows.items() if k not in gone}
     return dataclasses.replace(
@@ -158,13 +167,15 @@ class Variant:
     """
     gone = frozenset(gone)
     agents = [r for r in self.roles if r not in (THINK, ANSWER)]
-    for role in sorted(gone.difference(agents)):
+    unknown = sorted(gone.difference(agents))
+    if unknown:
       raise ValueError(
-        f"variant {self.name!r} has no agent {role!r} to do without; it has "
+        f"variant {self.name!r} has no agent {unknown[0]!r} to do without; it has "
         f"{', '.join(agents)}"
       )
     if SUGGESTED_ANSWER in gone and DOUBLE_CHECK in set(agents) - gone:
       raise ValueError(f"without {SUGGESTED_ANSWER} a {DOUBLE_CHECK} checks nothing")
+    # Whatever led to a role leads to what the role led to, one role after the other.
     follows = dict(self.follows)
     for role in gone:
       after = follows.pop(role) - {role}
@@ -184,22 +195,25 @@ class Variant:
 def _follows(call: tuple[str, ...], **table: str) -> Mapping[str, frozenset[str]]:
   """A table of space-separated names, in which `tools` stands for each of `call`."""
 
-  def expand(names: str) -> frozenset[str]:
-    out: set[str] = set()
-    for name in names.split():
-      out.update(call if name == "tools" else (name,))
-    return frozenset(out)
-
   rows = {}
   for state, names in table.items():
-    for s in call if state == "tools" else (state,):
-      rows[s] = expand(names)
+    after = set(names.split())
+    if "tools" in after:
+      after.remove("tools")
+      after.update(call)
+    # The rows of all tools are alike, in the order of `call`.
+    states = call if state == "tools" else (state,)
+    rows |= dict.fromkeys(states, frozenset(after))
   rows[ANSWER] = frozenset()
   return rows
 
 
 def _web_like(name: str, tools: tuple[str, ...], graded: bool, strict: bool) -> Variant:
+  """Plan, call, reflect, propose, verify; `strict` asks for more thinks."""
   always = {PLAN, REFLECTION, SUGGESTED_ANSWER, DOUBLE_CHECK, *tools}
+  required = {PLAN, *tools}
+  if strict:
+    required = always
   return Variant(
     name=name,
     roles=ROLES,
@@ -213,14 +227,14 @@ def _web_like(name: str, tools: tuple[str, ...], graded: bool, strict: bool) -> 
       suggested_answer="double_check",
       double_check="plan tools answer",
     ),
-    think_required=frozenset(always if strict else {PLAN, *tools}),
+    think_required=frozenset(required),
     think_allowed=frozenset(always | {ANSWER}),
     graded=graded,
   )
 
 
 def _program_like(name: str) -> Variant:
-  # plan, (think, code, observation, reflection)*N, think, answer
+  """Plan, (think, code, observation, reflection)*N, think, answer."""
   return Variant(
     name=name,
     roles=(THINK, PLAN, REFLECTION, ANSWER),
@@ -301,9 +315,9 @@ def reflection_grades(content: str) -> dict[str, str]:
   grades: dict[str, str] = {}
   for criterion, grade in _GRADE.findall(content):
     criterion = criterion.lower()
-    grade = grade.lower()
-    worst = max(GRADES.index(grade), GRADES.index(grades.get(criterion, GRADES[0])))
-    grades[criterion] = GRADES[worst]
+    # GRADES go from the best to the worst.
+    before = grades.get(criterion, GRADES[0])
+    grades[criterion] = max(before, grade.lower(), key=GRADES.index)
   return grades
 
 
@@ -315,13 +329,14 @@ def has_poor_grade(content: str) -> bool:
 def check_score(content: str) -> int | None:
   """The score 1-4 in a `double_check`, or None unless it holds exactly one number."""
   numbers = _INTEGER.findall(content)
-  if len(numbers) != 1 or numbers[0] not in {str(s) for s in SCORES}:
+  if len(numbers) != 1 or numbers[0] not in map(str, SCORES):
     return None
   return int(numbers[0])
 
 
 _ANY_TAG = "|".join((*ROLES, *TOOLS, OBSERVATION))
 _TAG_IN_TEXT = re.compile(rf"<(/?(?:{_ANY_TAG}))>")
+# A tag that is escaped already, however often.
 _RAISED = re.compile(rf"&((?:amp;)*)lt;(/?(?:{_ANY_TAG}))>")
 
 
@@ -338,6 +353,7 @@ def escape(text: str) -> str:
   escaping is added to each tag (`<x>` to `&lt;x>`, `&lt;x>` to `&amp;lt;x>`), so the
   text of a trajectory has one reading only.
   """
+  # First those that are escaped: a tag escaped below must not be raised again.
   text = _RAISED.sub(r"&amp;\1lt;\2>", text)
   return _TAG_IN_TEXT.sub(r"&lt;\1>", text)
 

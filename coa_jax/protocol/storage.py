@@ -20,7 +20,7 @@ from typing import Any
 from coa_jax.disk import atomic_path
 from coa_jax.json_io import parse_object
 
-_ROWS = 256  # of a row group
+_ROWS = 256  # of a row group; so many are in memory at once
 _TEXT_COLUMNS = ("meta", "reward_parts")  # objects of no fixed shape
 
 
@@ -51,6 +51,7 @@ def write_lines(
     )
   with atomic_path(path) as unfinished:
     count = _WRITERS[suffix](unfinished, rows)
+    # Raised inside, so that the file does not appear.
     if at_least_one and not count:
       raise EOFError(path)
   return count
@@ -88,6 +89,7 @@ def count_rows(path: str | os.PathLike[str]) -> int:
   """
   path = os.fspath(path)
   suffix = os.path.splitext(path)[1]
+  # Both of these formats hold the number: no row is read.
   if suffix == ".parquet":
     import pyarrow
     import pyarrow.parquet
@@ -101,10 +103,14 @@ def count_rows(path: str | os.PathLike[str]) -> int:
   if suffix == ".array_record":
     with contextlib.closing(_array_records(path)) as reader:
       return reader.num_records()
+  # Lines must be counted, a megabyte at a time.
   begin = gzip.open if suffix == ".gz" else open
+  count = 0
   try:
     with begin(path, "rb") as f:
-      return sum(block.count(b"\n") for block in iter(lambda: f.read(1 << 20), b""))
+      while block := f.read(1 << 20):
+        count += block.count(b"\n")
+    return count
   except (gzip.BadGzipFile, EOFError, zlib.error) as e:
     raise ValueError(f"{path}: cannot be read: {e}") from e
 
@@ -149,6 +155,7 @@ def _array_records(path: str) -> Any:
     from array_record.python import array_record_module
   except ImportError as e:
     raise ValueError(f"{path}: needs `pip install array_record`") from e
+  # What is no such file shows at one of three places, each with another error.
   try:
     reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
@@ -163,7 +170,9 @@ def _write_jsonl(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
   count = 0
   with open(path, "w", encoding="ascii") as f:
     for row in rows:
-      f.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
+      if not isinstance(row, str):
+        row = json.dumps(row)
+      f.write(row + "\n")
       count += 1
   return count
 
@@ -177,14 +186,15 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
   schema = None
   pending = iter(rows)
   try:
-    while group := [_columns(row) for row in itertools.islice(pending, _ROWS)]:
+    while group := list(map(_columns, itertools.islice(pending, _ROWS))):
+      # The first group decides the columns of all; so a field that its rows lack, or
+      # have as null only, would be lost: trajectories have a schema of their own.
       if schema is None:
         schema = _schema(group[0])
       try:
         table = pyarrow.Table.from_pylist(group, schema)
-      except (
-        UnicodeEncodeError
-      ):  # half a character, as JSON can hold; "?" to tokenizers
+      except UnicodeEncodeError:
+        # Half a character, as JSON can hold; "?" to tokenizers.
         text = json.dumps(group, ensure_ascii=False).encode("utf-8", "replace")
         table = pyarrow.Table.from_pylist(json.loads(text), schema)
       schema = table.schema
@@ -193,7 +203,7 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
       )
       writer.write_table(table)
       count += len(group)
-    if writer is None:
+    if writer is None:  # a file of no rows is one that can be read
       pyarrow.parquet.write_table(pyarrow.table({}), path)
   finally:
     if writer is not None:
@@ -202,7 +212,10 @@ def _write_parquet(path: str, rows: Iterable[str | dict[str, Any]]) -> int:
 
 
 def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
-  row = json.loads(row) if isinstance(row, str) else dict(row)
+  """A row as its columns: those of any JSON become text. The inverse of `decoded`."""
+  if isinstance(row, str):
+    row = json.loads(row)
+  row = dict(row)
   for name in _TEXT_COLUMNS:
     if name in row:
       row[name] = json.dumps(row[name])
@@ -210,14 +223,21 @@ def _columns(row: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(row: dict[str, Any]) -> Any:
-  """Of a trajectory; None, for pyarrow to find out, of anything else."""
+  """Of a trajectory; None, for pyarrow to find out, of anything else.
+
+  Stated, because pyarrow would take the types from the rows that it sees: an empty list
+  of ids or a reward that is None says nothing of the type.
+  """
   if "segments" not in row:
     return None
   import pyarrow as pa
 
+  # --- The types of single values: ids and versions have 32 bits.
   text = pa.string()
   real = pa.float64()
   whole = pa.int64()
+
+  # --- The nested records, field by field as `trajectory` has them.
   segment = pa.struct(
     {
       "author": text,
@@ -228,17 +248,12 @@ def _schema(row: dict[str, Any]) -> Any:
       "versions": pa.list_(pa.int32()),
     }
   )
-  call = pa.struct(
-    {
-      "name": text,
-      "arguments": text,
-      "result": text,
-      "status": text,
-      "seconds": real,
-    }
-  )
+  texts = ("name", "arguments", "result", "status")
+  call = pa.struct({**dict.fromkeys(texts, text), "seconds": real})
   counts = ("prompt", "cached", "generated", "observation", "tool_calls", "model_calls")
   usage = pa.struct({**dict.fromkeys(counts, whole), "seconds": real})
+
+  # --- The row.
   return pa.schema(
     {
       "task_id": text,

@@ -28,13 +28,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   Raises:
     ValueError: vocab_size leaves no room for bytes and tags.
   """
-  ids = {tag: spec.tag_ids for tag, spec in SPECS.items()}
-  first = [tag for tag in ids if ids[tag] == TagIds.FIRST]
+  # --- Which ids are taken, before the bytes and merges and after them.
+  first = []
+  last = []
+  for tag, spec in SPECS.items():
+    if spec.tag_ids == TagIds.FIRST:
+      first.append(tag)
+    elif spec.tag_ids == TagIds.LAST:
+      last.append(tag)
+  special = [PAD, IM_START, IM_END]
+  special += roles.tags_of([*roles.ROLES, *first, roles.OBSERVATION])
   # A row of `SPECS` takes the ids below those of the rows before it, so one more costs
   # the last two merges and moves nothing else.
-  last = [tag for tag in reversed(ids) if ids[tag] == TagIds.LAST]
-  special = [PAD, IM_START, IM_END, *_tags(*roles.ROLES, *first, roles.OBSERVATION)]
-  at_the_end = _tags(*last)
+  at_the_end = roles.tags_of(reversed(last))
   least = 256 + len(special) + len(at_the_end)
   if vocab_size < least:
     raise ValueError(f"vocab_size must be at least {least}")
@@ -67,8 +73,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer_object=model, pad_token=PAD, eos_token=IM_END, chat_template=_TEMPLATE
   )
   return Tokenizer(hf)
-
-
-def _tags(*names: str) -> list[str]:
-  """Opening and closing tag of each."""
-  return [tag for n in names for tag in (roles.open_tag(n), roles.close_tag(n))]

@@ -37,7 +37,7 @@ PAD = "<|endoftext|>"
 MIN_OBSERVATION = 80
 _MARK = "\ue000"  # private use: stands for the message while a template is rendered
 
-_Piece = tuple[str, bool]  # text, and whether what spells a control token is one
+_Part = tuple[str, bool]  # text, and whether what spells a control token is one
 
 
 class Tokenizer:
@@ -93,7 +93,10 @@ class Tokenizer:
         raise ValueError(f"{config}: field 'tokenizer_class' is {shown(kind)}, no name")
     try:
       hf = transformers.PreTrainedTokenizerFast.from_pretrained(os.fspath(path))
-      loaded = cls(hf) if kind in (None, _ONLY_5) else cls(hf, kind)
+      if kind in (None, _ONLY_5):
+        loaded = cls(hf)
+      else:
+        loaded = cls(hf, kind)
       _ = loaded.bytes_of  # fails here where a token is no run of bytes
     except Exception as e:  # the libraries raise errors of no class of their own
       reason = " ".join(f"{e!r:.200}".split())
@@ -133,9 +136,10 @@ class Tokenizer:
     That of `</answer>` where it is one token. To a stock tokenizer it is text, and the
     id is end-of-text, which SFT trains after the answer; None if there is none.
     """
-    closing = roles.close_tag(roles.ANSWER)
-    tags = (i for i, text in self.added.items() if text == closing)
-    return next(tags, self.hf.eos_token_id)
+    for i, text in self.added.items():
+      if text == roles.close_tag(roles.ANSWER):
+        return i
+    return self.hf.eos_token_id
 
   def encode(self, text: str) -> list[int]:
     """Ids of trusted text: tags and control tokens count as such."""
@@ -193,8 +197,10 @@ class Tokenizer:
     The template's opening goes to the first segment and its closing to the last.
     """
     for s in prompt:
-      trusted = s.role == "instructions"
-      s.ids = self.encode(s.text) if trusted else self.encode_untrusted(s.text)
+      if s.role == "instructions":
+        s.ids = self.encode(s.text)
+      else:
+        s.ids = self.encode_untrusted(s.text)
     before, after = self._chat
     prompt[0].ids = before + prompt[0].ids
     prompt[-1].ids = prompt[-1].ids + after
@@ -210,7 +216,7 @@ class Tokenizer:
     """Cuts the middle out of a tool's output where its observation would be too long.
 
     Args:
-      content: what the tool said, of any length.
+      content: the tool's output, of any length.
       limit: ids that `encode_observation` may give for what is returned, its tags
         included; at least `MIN_OBSERVATION`.
 
@@ -224,11 +230,14 @@ class Tokenizer:
     def cut(keep: int) -> str | None:
       """With so many characters kept; None where that is too long."""
       text = cut_middle(content, keep)
-      return text if len(self._observation_ids(_wrapped(text))) <= limit else None
+      if len(self._observation_ids(_wrapped(text))) > limit:
+        return None
+      return text
 
     # Beyond this length it cannot fit, and need not be encoded to know.
     if len(content) <= limit * self._longest and cut(len(content)) is not None:
       return content
+
     # --- Double what is kept until it is too long, so that no more is encoded than
     # about twice what is kept. The count is not quite monotone in `keep`; what is
     # returned has always been counted.
@@ -243,6 +252,7 @@ class Tokenizer:
       low = high
       high *= 2
     high = min(high, len(content))
+
     # --- Then halve the distance between what fits and what does not.
     while high - low > 1:
       middle = (low + high) // 2
@@ -256,16 +266,28 @@ class Tokenizer:
     return best
 
   def _observation_ids(self, text: str) -> list[int]:
-    return [i for ids in self._encode(_pieces(text)) for i in ids]
+    return list(itertools.chain.from_iterable(self._encode(_parts(text))))
 
-  def _encode(self, pieces: Sequence[_Piece]) -> list[list[int]]:
+  def _encode(self, parts: Sequence[_Part]) -> list[list[int]]:
     """Ids of each text, those of one kind together: the tokenizer has threads."""
-    out: list[list[int]] = [[] for _ in pieces]
-    for tokenizer, is_trusted in ((self._trusted, True), (self._untrusted, False)):
-      where = [i for i, (_, trusted) in enumerate(pieces) if trusted == is_trusted]
-      encoded = _ids(tokenizer, [pieces[i][0] for i in where])
-      for i, ids in zip(where, encoded, strict=True):
-        out[i] = ids
+    # --- The texts of each kind, one after the other.
+    trusted = []
+    untrusted = []
+    for text, is_trusted in parts:
+      if is_trusted:
+        trusted.append(text)
+      else:
+        untrusted.append(text)
+
+    # --- Their ids, in the order in which they came.
+    ids_of_trusted = iter(_ids(self._trusted, trusted))
+    ids_of_untrusted = iter(_ids(self._untrusted, untrusted))
+    out = []
+    for _, is_trusted in parts:
+      if is_trusted:
+        out.append(next(ids_of_trusted))
+      else:
+        out.append(next(ids_of_untrusted))
     return out
 
   def encode_trajectory(self, trajectory: Trajectory) -> None:
@@ -277,7 +299,8 @@ class Tokenizer:
 
   def encode_trajectories(self, trajectories: Iterable[Trajectory]) -> None:
     """Fills the ids of every segment that has none, on all cores."""
-    todo: list[tuple[Segment, list[_Piece]]] = []
+    # --- Prompts at once; of others what there is to encode.
+    todo: list[tuple[Segment, list[_Part]]] = []
     for t in trajectories:
       prompt = [s for s in t.segments if s.author == Author.PROMPT]
       if prompt and not any(s.ids for s in prompt):
@@ -288,10 +311,16 @@ class Tokenizer:
         if s.author == Author.POLICY:
           todo.append((s, [(s.text, True)]))
         else:
-          todo.append((s, _pieces(s.text)))
-    ids = iter(self._encode([piece for _, pieces in todo for piece in pieces]))
-    for s, pieces in todo:
-      s.ids = [i for _ in pieces for i in next(ids)]
+          todo.append((s, _parts(s.text)))
+
+    # --- All of it together, and back to its segments in the same order.
+    parts: list[_Part] = []
+    for _, of_segment in todo:
+      parts += of_segment
+    encoded = iter(self._encode(parts))
+    for s, of_segment in todo:
+      mine = itertools.islice(encoded, len(of_segment))
+      s.ids = list(itertools.chain.from_iterable(mine))
 
   def check_ids(self, trajectory: Trajectory) -> None:
     """Refuses ids that are another tokenizer's.
@@ -312,7 +341,9 @@ class Tokenizer:
     """What the ids of a text may spell: itself, and as it is normalized (Qwen: NFC)."""
     text = _bytes(text).decode()
     normalizer = self._trusted.normalizer
-    return {text, normalizer.normalize_str(text) if normalizer else text}
+    if normalizer is None:
+      return {text}
+    return {text, normalizer.normalize_str(text)}
 
   def policy_segments(
     self, ids: Sequence[int], logps: Sequence[float], versions: Sequence[int]
@@ -322,18 +353,24 @@ class Tokenizer:
     The ids are never decoded and encoded again: a token that ends one span and begins
     the next stays whole, with the span that it ends.
     """
+    # --- After which token each closing tag is complete, counted in bytes.
     ends = list(itertools.accumulate(len(self._bytes(i)) for i in ids))
-    text = self.raw(ids)
-    cuts = [bisect.bisect_left(ends, m.end()) + 1 for m in _CLOSING.finditer(text)]
+    cuts = {0, len(ids)}
+    for closing in _CLOSING.finditer(self.raw(ids)):
+      cuts.add(bisect.bisect_left(ends, closing.end()) + 1)
+
+    # --- What lies between two cuts is a segment.
     out = []
-    for a, b in itertools.pairwise(sorted({0, *cuts, len(ids)})):
-      piece = self.decode(ids[a:b])
-      opening = _OPENING.search(piece)
+    for a, b in itertools.pairwise(sorted(cuts)):
+      text = self.decode(ids[a:b])
+      role = ""
+      if opening := _OPENING.search(text):
+        role = opening[1]
       out.append(
         Segment(
           author=Author.POLICY,
-          role=opening[1] if opening else "",
-          text=piece,
+          role=role,
+          text=text,
           ids=list(ids[a:b]),
           logps=list(logps[a:b]),
           versions=list(versions[a:b]),
@@ -353,14 +390,14 @@ def _ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int
   return [encoding.ids for encoding in encodings]
 
 
-def _pieces(text: str) -> list[_Piece]:
+def _parts(text: str) -> list[_Part]:
   """Of an observation as `_wrapped` writes it, only the tags are trusted."""
   opening = roles.open_tag(roles.OBSERVATION)
   closing = roles.close_tag(roles.OBSERVATION)
   start = text.find(opening)
   content = start + len(opening)
   end = text.rfind(closing)
-  if start < 0 or end < content:
+  if start < 0 or end < content:  # not as `_wrapped` writes it: no tag is trusted
     return [(text, False)]
   return [(text[:content], True), (text[content:end], False), (text[end:], True)]
 

@@ -54,18 +54,25 @@ def parse_code(content: str) -> CodeCall | None:
   are accepted, `py` is what this project writes.
   """
   # The expression takes time as the square of the number of fences.
-  match = _CODE.fullmatch(content) if content.count("```") <= 4 else None
-  if match is None or not match["program"].strip(WHITE):
+  if content.count("```") > 4:
     return None
-  if "```" in match["program"] or "```" in (match["stdin"] or ""):
+  match = _CODE.fullmatch(content)
+  if match is None:
     return None
-  return CodeCall(match["program"], match["stdin"] or "")
+  program = match["program"]
+  stdin = match["stdin"] or ""
+  # The expression takes two programs for one with a fence in it.
+  if not program.strip(WHITE) or "```" in program or "```" in stdin:
+    return None
+  return CodeCall(program, stdin)
 
 
 def render_code(program: str, stdin: str = "") -> str:
   """Writes the content of a `code` span; `parse_code` reads it back."""
   text = f"```py\n{program}\n```"
-  return text + (f"\n```sh\n{stdin}\n```" if stdin else "")
+  if stdin:
+    text += f"\n```sh\n{stdin}\n```"
+  return text
 
 
 # Functions that are called by name in the tag `tool`.
@@ -94,7 +101,9 @@ def parse_function_call(content: str) -> FunctionCall | None:
   arguments = value["arguments"]
   if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
     return None
-  return FunctionCall(name, arguments) if isinstance(arguments, dict) else None
+  if not isinstance(arguments, dict):
+    return None
+  return FunctionCall(name, arguments)
 
 
 def render_function_call(name: str, arguments: Mapping[str, Any]) -> str:
@@ -129,8 +138,12 @@ def _unfence_json(body: str) -> str | None:
 
 
 def _fence_json(text: str) -> str | None:
-  body = f"```json\n{text.strip()}\n```"
-  return body if _unfence_json(body) == text.strip() and text.strip() else None
+  text = text.strip()
+  body = f"```json\n{text}\n```"
+  # What could not be read back is not written.
+  if not text or _unfence_json(body) != text:
+    return None
+  return body
 
 
 # Other ways to write a body.
@@ -161,7 +174,9 @@ def after_prefix(prefix: str, description: str) -> ArgumentFormat:
 
   def read(text: str) -> str | None:
     head, separator, body = text.partition(prefix)
-    return body.removeprefix(" ") if separator and not head.strip() else None
+    if not separator or head.strip():
+      return None
+    return body.removeprefix(" ")
 
   return ArgumentFormat(description, lambda body: f"{prefix} {body}", read)
 
@@ -172,6 +187,7 @@ def between_marks(opening: str, closing: str, description: str) -> ArgumentForma
   def read(text: str) -> str | None:
     text = text.strip()
     is_marked = text.startswith(opening) and text.endswith(closing)
+    # In "[]]" the two marks would share a character.
     if not is_marked or len(text) < len(opening) + len(closing):
       return None
     return text[len(opening) : len(text) - len(closing)]
@@ -184,7 +200,9 @@ def json_field(key: str) -> ArgumentFormat:
 
   def read(text: str) -> str | None:
     row = _read_texts(text, key)
-    return row[key] if row else None
+    if row is None:
+      return None
+    return row[key]
 
   return ArgumentFormat(
     f"a JSON object with {key}", lambda body: json.dumps({key: body}), read
@@ -196,7 +214,9 @@ def _read_texts(text: str, *keys: str) -> dict[str, str] | None:
   row = _read_json(text)
   if not isinstance(row, dict) or set(row) != set(keys):
     return None
-  return row if all(isinstance(v, str) for v in row.values()) else None
+  if not all(isinstance(v, str) for v in row.values()):
+    return None
+  return row
 
 
 def code_fences(fence: str) -> ArgumentFormat:
@@ -211,7 +231,9 @@ def code_fences(fence: str) -> ArgumentFormat:
   def read(text: str) -> str | None:
     head, opening, rest = text.partition(f"```{fence}\n")
     body = f"```py\n{rest}"
-    return body if opening and not head.strip() and parse_code(body) else None
+    if not opening or head.strip() or parse_code(body) is None:
+      return None
+    return body
 
   description = (
     f"one ```{fence} block, then, if it reads standard input, one ```sh block"
@@ -224,7 +246,9 @@ def bare_program() -> ArgumentFormat:
 
   def write(body: str) -> str | None:
     call = parse_code(body)
-    return None if call is None or call.stdin else call.program
+    if call is None or call.stdin:
+      return None
+    return call.program
 
   return ArgumentFormat("the program and nothing else", write, _code_body)
 
@@ -234,11 +258,15 @@ def code_object(program: str, stdin: str) -> ArgumentFormat:
 
   def write(body: str) -> str | None:
     call = parse_code(body)
-    return json.dumps({program: call.program, stdin: call.stdin}) if call else None
+    if call is None:
+      return None
+    return json.dumps({program: call.program, stdin: call.stdin})
 
   def read(text: str) -> str | None:
     row = _read_texts(text, program, stdin)
-    return _code_body(row[program], row[stdin]) if row else None
+    if row is None:
+      return None
+    return _code_body(row[program], row[stdin])
 
   return ArgumentFormat(f"a JSON object with {program} and {stdin}", write, read)
 
@@ -246,16 +274,21 @@ def code_object(program: str, stdin: str) -> ArgumentFormat:
 def _code_body(program: str, stdin: str = "") -> str | None:
   """The protocol's body of a program; None where it could not be read back."""
   body = render_code(program, stdin)
-  return body if parse_code(body) == CodeCall(program, stdin) else None
+  if parse_code(body) != CodeCall(program, stdin):
+    return None
+  return body
 
 
 def image_block() -> ArgumentFormat:
   """The protocol's own block, read only where it is one."""
-  return ArgumentFormat(
-    "a ```json block with file_path and question",
-    lambda body: body,
-    lambda text: text if parse_image_request(text) else None,
-  )
+
+  def read(text: str) -> str | None:
+    if parse_image_request(text) is None:
+      return None
+    return text
+
+  description = "a ```json block with file_path and question"
+  return ArgumentFormat(description, lambda body: body, read)
 
 
 def image_object() -> ArgumentFormat:
@@ -271,8 +304,10 @@ def image_lines() -> ArgumentFormat:
     row = parse_image_request(body)
     if row is None or not set(row) <= {"file_path", "question"}:
       return None
-    if not all(isinstance(v, str) and "\n" not in v for v in row.values()):
-      return None
+    # Each must fit on its line.
+    for value in row.values():
+      if not isinstance(value, str) or "\n" in value:
+        return None
     return f"{row['file_path']}\n{row.get('question', '')}"
 
   def read(text: str) -> str | None:
@@ -293,14 +328,18 @@ def function_object(name: str, arguments: str) -> ArgumentFormat:
 
   def write(body: str) -> str | None:
     call = parse_function_call(body)
-    return json.dumps({name: call.name, arguments: call.arguments}) if call else None
+    if call is None:
+      return None
+    return json.dumps({name: call.name, arguments: call.arguments})
 
   def read(text: str) -> str | None:
     row = _read_json(text)
     if not isinstance(row, dict) or set(row) != {name, arguments}:
       return None
     body = json.dumps({"name": row[name], "arguments": row[arguments]})
-    return body if parse_function_call(body) else None
+    if parse_function_call(body) is None:
+      return None
+    return body
 
   description = f"a JSON object with {name}, what the tool is called, and {arguments}"
   return ArgumentFormat(description, write, read)

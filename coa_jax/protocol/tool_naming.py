@@ -14,8 +14,8 @@ import random
 from collections.abc import Mapping
 
 from coa_jax.protocol.roles import Variant
-from coa_jax.protocol.tool_bodies import ArgumentFormat
-from coa_jax.protocol.tools import SPECS
+from coa_jax.protocol.tool_bodies import ArgumentFormat, unchanged
+from coa_jax.protocol.tools import SPECS, accept_any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +35,26 @@ class ToolNaming:
   @property
   def record(self) -> dict[str, list[str]]:
     """Tag -> its name and its format in words."""
-    return {
-      tag: [name, self.formats[tag].description] for tag, name in self.names.items()
-    }
+    out = {}
+    for tag, name in self.names.items():
+      out[tag] = [name, self.formats[tag].description]
+    return out
 
   def apply(self, variant: Variant) -> Variant:
     """Returns the variant with its tools called and described so."""
-    names = self.names
-    descriptions = {
-      names[tag]: f"{self.purposes[tag]}; write {self.formats[tag].description}"
-      for tag in names
-    }
+    descriptions = {}
+    for tag, name in self.names.items():
+      form = self.formats[tag].description
+      descriptions[name] = f"{self.purposes[tag]}; write {form}"
 
+    # Roles have no other name, so they are left as they are.
     def rename(tags: frozenset[str]) -> frozenset[str]:
-      return frozenset(names.get(t, t) for t in tags)
+      return frozenset(self.names.get(t, t) for t in tags)
 
     return dataclasses.replace(
       variant,
-      tools=tuple(names[t] for t in variant.tools),
-      follows={names.get(k, k): rename(v) for k, v in variant.follows.items()},
+      tools=tuple(self.names[t] for t in variant.tools),
+      follows={self.names.get(k, k): rename(v) for k, v in variant.follows.items()},
       think_required=rename(variant.think_required),
       think_allowed=rename(variant.think_allowed),
       tool_descriptions=descriptions,
@@ -94,7 +95,8 @@ def draw_naming(
   formats: dict[str, ArgumentFormat] = {}
   purposes: dict[str, str] = {}
   for tag in variant.tools:
-    choices = SPECS[tag].choices(held_out)
+    spec = SPECS[tag]
+    choices = spec.choices(held_out)
     needed = (bodies or {}).get(tag, [])
     able = [
       each
@@ -104,6 +106,9 @@ def draw_naming(
     if not able:
       return None
     names[tag] = rng.choice(choices.names)
+    if names[tag] == tag and spec.find_fault is not accept_any:
+      # Under its own tag a call is held to the protocol's own format.
+      able = [unchanged(spec.body)]
     formats[tag] = rng.choice(able)
     purposes[tag] = rng.choice(choices.purposes)
   return ToolNaming(names, formats, purposes)

@@ -73,7 +73,9 @@ Body = tuple[str | None, tuple[str, ...]]
 def text_body(value: Any, others: Mapping[str, Any]) -> Body:
   """Takes the main argument as the body, if it is text."""
   del others
-  return (value if isinstance(value, str) else None), ()
+  if not isinstance(value, str):
+    return None, ()
+  return value, ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +177,7 @@ def _code_language(functions: tuple[str, ...]) -> Language:
   other = byte(ANY - {ord("`")})
   few = row(maybe(tick), maybe(tick))
   body = row(many(row(few, other)), few)  # never three ticks in a row
+  # Something that is not white space, or one or two ticks and what may follow them.
   ticks = row(tick, maybe(tick))
   program = choice(
     filled(ANY - {ord("`")}, body),
@@ -189,6 +192,7 @@ def _code_body(value: Any, others: Mapping[str, Any]) -> Body:
   stdin = others.get("stdin")
   if not isinstance(value, str):
     return None, ()
+  # Some systems write the fences into the argument: then it is the body already.
   if stdin is None and bodies.parse_code(value) is not None:
     return value, ()
   if stdin is not None and not isinstance(stdin, str):
@@ -245,17 +249,23 @@ def _function_fault(content: str) -> str | None:
 def _function_language(functions: tuple[str, ...]) -> Language:
   """JSON of a name and flat arguments: strings, integers, booleans."""
   white = many(byte(WHITE))
+
+  # --- The name: one of those that there are.
   word = byte(frozenset(WORD) | frozenset(b".-"))
   # Without a list up to eight letters: a longer bound only makes more states.
   name = row(word, *[maybe(word)] * 7)
   if functions:
     name = choice(*map(text, functions))
+
+  # --- Flat fields: an automaton can not count the brackets of nested ones.
   digits = row(byte(frozenset(b"123456789")), many(byte(DIGITS)))
   number = row(maybe(text("-")), choice(text("0"), digits))
   string = row(text('"'), _LETTERS, text('"'))
   value = choice(string, number, text("true"), text("false"))
   field = row(text('"'), _LETTERS, text('":'), _GAP, value)
   fields = maybe(row(field, many(row(text(","), _GAP, field))))
+
+  # --- The object, in the order in which `render_function_call` writes it.
   head = row(text('{"name":'), _GAP, text('"'), name, text('"'))
   body = row(text(","), _GAP, text('"arguments":'), _GAP, text("{"), fields, text("}}"))
   return row(white, head, body, white)

@@ -48,7 +48,7 @@ FIGURES = {
   "total_cached_credit": "total tokens, less cached",
   "tool_calls": "tool calls",
   "model_calls": "model calls",
-  "seconds": "seconds",
+  "seconds": "seconds (a scripted team: of its tools)",
   "solved": "solved",
 }
 REDUCTIONS = {
@@ -103,6 +103,7 @@ def cost(
     ValueError: no task was attempted by both.
   """
   # --- The tasks that both attempted: figures [tasks, FIGURES] of each system.
+  # A task that only one of them attempted would bend every mean.
   theirs = by_task(graded(multi))
   ours = by_task(graded(single))
   shared = [task for task in theirs if task in ours]
@@ -115,27 +116,31 @@ def cost(
   columns_s = np.array([_figures(ours[task]) for task in shared])
 
   # --- The reductions, and those of resampled tasks: the same tasks for both systems.
+  # An unknown count is nan, so that only what depends on it is unknown as well.
   extra = math.nan if instructions is None else instructions * len(shared)
   point = _reductions(columns_m.sum(0)[None], columns_s.sum(0)[None], extra)
+  # Side by side in one matrix: a task that is drawn is drawn for both.
   both = resample_sums(np.concatenate([columns_m, columns_s], axis=1))
   resampled_m = both[:, : len(FIGURES)]
   resampled_s = both[:, len(FIGURES) :]
   resampled = _reductions(resampled_m, resampled_s, extra)
   gains = (resampled_s[:, -1] - resampled_m[:, -1]) / len(shared)
 
-  return {
+  # --- The record.
+  out: dict[str, Any] = {
     "tasks": len(shared),
     "left_out": len(set(theirs) | set(ours)) - len(shared),
     "instructions": instructions,
     MULTI: {**_table(columns_m), "ci95": _intervals(columns_m, resampled_m)},
     SINGLE: {**_table(columns_s), "ci95": _intervals(columns_s, resampled_s)},
+    # FIGURES ends in `solved`, whose mean is the accuracy.
     "accuracy_gain": float(columns_s[:, -1].mean() - columns_m[:, -1].mean()),
-    **{name: _finite(values[0]) for name, values in point.items()},
-    "ci95": {
-      "accuracy_gain": _interval(gains),
-      **{name: _interval(values) for name, values in resampled.items()},
-    },
+    "ci95": {"accuracy_gain": _interval(gains)},
   }
+  for name, values in point.items():
+    out[name] = _finite(values[0])
+    out["ci95"][name] = _interval(resampled[name])
+  return out
 
 
 def instruction_tokens(
@@ -156,6 +161,7 @@ def _figures(attempts: Sequence[Trajectory]) -> list[float]:
   rows = []
   for t in attempts:
     u = t.usage
+    # Whoever reads an observation pays for it as for a prompt.
     prompt = u.prompt + u.observation
     figures = {
       "prompt": prompt,
@@ -173,24 +179,27 @@ def _figures(attempts: Sequence[Trajectory]) -> list[float]:
 
 
 def _table(columns: np.ndarray) -> dict[str, dict[str, float | None]]:
-  solved = columns.sum(0)[-1]
-  per_solved = columns.sum(0) / solved if solved else [None] * len(FIGURES)
-  return {
-    "per_task": dict(zip(FIGURES, map(float, columns.mean(0)), strict=True)),
-    "per_solved": {
-      name: None if value is None else float(value)
-      for name, value in zip(FIGURES, per_solved, strict=True)
-    },
-  }
+  per_task: dict[str, float | None] = {}
+  per_solved: dict[str, float | None] = dict.fromkeys(FIGURES)
+  sums = columns.sum(0)
+  solved = sums[-1]
+  for i, name in enumerate(FIGURES):
+    per_task[name] = float(sums[i] / len(columns))
+    if solved:
+      per_solved[name] = float(sums[i] / solved)
+  return {"per_task": per_task, "per_solved": per_solved}
 
 
 def _intervals(
   columns: np.ndarray, resampled: np.ndarray
 ) -> dict[str, list[float | None] | None]:
   """Of the means over tasks, from each task's figures and sums of resampled tasks."""
-  tasks = len(columns)
-  out = {n: _interval(resampled[:, i] / tasks) for i, n in enumerate(FIGURES)}
-  return out | {"solved": proportion_interval(columns[:, -1])}
+  out = {}
+  for i, name in enumerate(FIGURES):
+    out[name] = _interval(resampled[:, i] / len(columns))
+  # Where all tasks agree a bootstrap has no width; a proportion's interval has.
+  out["solved"] = proportion_interval(columns[:, -1])
+  return out
 
 
 def _reductions(
@@ -200,20 +209,22 @@ def _reductions(
 
   `extra` are the tokens of instructions, nan for unknown.
   """
-  at = {name: i for i, name in enumerate(FIGURES)}
-
-  def ratio(name: str) -> np.ndarray:
-    return single[:, at[name]] / multi[:, at[name]]
-
+  of_multi = dict(zip(FIGURES, multi.T, strict=True))
+  of_single = dict(zip(FIGURES, single.T, strict=True))
+  credit = "total_cached_credit"
+  # A resample in which one side solves nothing divides by 0; see `_interval`.
   with np.errstate(divide="ignore", invalid="ignore"):
-    instructed = (single[:, at["total"]] + extra) / multi[:, at["total"]]
+    total = of_single["total"] / of_multi["total"]
+    cached = of_single[credit] / of_multi[credit]
+    solved = of_single["solved"] / of_multi["solved"]
+    instructed = (of_single["total"] + extra) / of_multi["total"]
     return {
-      "reduction_no_cache": 1 - ratio("total"),
-      "reduction_cache": 1 - ratio("total_cached_credit"),
+      "reduction_no_cache": 1 - total,
+      "reduction_cache": 1 - cached,
       "reduction_instructed": 1 - instructed,
-      "reduction_per_solved": 1 - ratio("total") / ratio("solved"),
-      "reduction_per_solved_instructed": 1 - instructed / ratio("solved"),
-      "reduction_per_solved_cache": 1 - ratio("total_cached_credit") / ratio("solved"),
+      "reduction_per_solved": 1 - total / solved,
+      "reduction_per_solved_instructed": 1 - instructed / solved,
+      "reduction_per_solved_cache": 1 - cached / solved,
     }
 
 
@@ -253,24 +264,16 @@ def cost_tables(table: dict[str, Any]) -> list[Table]:
   }
 
   # --- What is saved, beside what the paper says.
-  saved = [
-    {"of": label, "reduction": table[name], "ci95": table["ci95"][name]}
-    for name, label in REDUCTIONS.items()
-  ]
-  saved.append(
-    {
-      "of": "tokens per task, as the paper has it (n = 10)",
-      "reduction": PAPER_REDUCTION,
-      "ci95": None,
-    }
-  )
-  saved.append(
-    {
-      "of": "accuracy gained",
-      "reduction": table["accuracy_gain"],
-      "ci95": table["ci95"]["accuracy_gain"],
-    }
-  )
+  saved = []
+
+  def add(label: str, value: float | None, ci95: list[float | None] | None) -> None:
+    saved.append({"of": label, "reduction": value, "ci95": ci95})
+
+  for name, label in REDUCTIONS.items():
+    add(label, table[name], table["ci95"][name])
+  add("tokens per task, as the paper has it (n = 10)", PAPER_REDUCTION, None)
+  gain = "accuracy_gain"
+  add("accuracy gained", table[gain], table["ci95"][gain])
 
   note = f"{table['tasks']} tasks that both attempted; {table['left_out']} left out."
   return [

@@ -32,6 +32,10 @@ FINITE = (
   "value_loss",
 )
 _LOWER_LR = "lower optim.lr"
+_DIVERGED = (
+  f"an update diverged; {_LOWER_LR}, set optim.clip_norm, or compute in float32 "
+  "(model.dtype); begin a run from an earlier checkpoint (experiments/export.py)"
+)
 _EXPLORE = f"raise algo.loss.clip_high, {_LOWER_LR}, add algo.loss.kl_coef"
 
 
@@ -199,7 +203,9 @@ class HealthMonitor:
   def __init__(self, config: WatchConfig):
     """Takes section `watch`."""
     self._config = config
+    # Steps in a row beyond the limit, by field and metric.
     self._beyond: collections.Counter[tuple[str, str]] = collections.Counter()
+    # The first values of a metric whose limit is relative to them.
     self._first: dict[str, list[float]] = collections.defaultdict(list)
     # What was reported and has not been within its limit since, by field and metric.
     self._standing: dict[tuple[str, str], str] = {}
@@ -215,8 +221,11 @@ class HealthMonitor:
     Raises:
       CollapsedError: as from `raise_if_stopped`: the run was to end there.
     """
-    for row in read_metrics(workdir, stage) if step else ():
+    # A run that begins has no file to read yet.
+    rows = read_metrics(workdir, stage) if step else []
+    for row in rows:
       if row["step"] <= step:
+        # What was not finite is null in the file.
         self._judge_all({k: v for k, v in row.items() if v is not None})
     self.raise_if_stopped(step)
 
@@ -228,13 +237,11 @@ class HealthMonitor:
     Raises:
       CollapsedError: something is not finite: at once, so that it is not saved.
     """
-    diverged = [
-      f"{name} is {value}: an update diverged; {_LOWER_LR}, set optim.clip_norm, or "
-      "compute in float32 (model.dtype); begin a run from an earlier checkpoint "
-      "(experiments/export.py)"
-      for name, value in values.items()
-      if any(_matches(metric, name) for metric in FINITE) and not math.isfinite(value)
-    ]
+    diverged = []
+    for name, value in values.items():
+      if not math.isfinite(value) and any(_matches(metric, name) for metric in FINITE):
+        diverged.append(f"{name} is {value}: {_DIVERGED}")
+    # Judged even where the run ends now: both lists are of use to who reads the log.
     faults = diverged + self._judge_all(values)
     for text in faults:
       say(f"warning: step {step}: {text}")
@@ -265,8 +272,10 @@ class HealthMonitor:
   def _judge_all(self, values: Mapping[str, Any]) -> list[str]:
     """Returns what is to be reported of a step's values."""
     reports = []
+    # Which metrics a step has differs from step to step: its values are asked, by name.
     for field, limit in self._config.limits.items():
       rule = RULES[field]
+      # Off policy the tokens are of older policies: that they differ is no fault.
       if not limit or (rule.on_policy and "staleness" in values):
         continue
       for name, value in values.items():
@@ -280,6 +289,7 @@ class HealthMonitor:
     """Counts one value of one metric; returns its report where it is due."""
     patience = self._config.patience
     limit_text = f"watch.{field}={limit:g}"
+    # A relative limit is known once its baseline is: the first `patience` values.
     if rule.relative:
       first = self._first[name]
       if len(first) < patience:
@@ -287,19 +297,35 @@ class HealthMonitor:
         return []
       limit *= sum(first) / patience
       limit_text += f" times its first {sum(first) / patience:.4g}"
-    beyond = value > limit if rule.above else value < limit
+    if rule.above:
+      beyond = value > limit
+      where = "above"
+    else:
+      beyond = value < limit
+      where = "below"
+
+    # A field may limit several metrics, one a role: each has its own count.
     key = (field, name)
-    count = self._beyond[key] + 1 if beyond else 0
-    self._beyond[key] = count
+    if beyond:
+      self._beyond[key] += 1
+    else:
+      self._beyond[key] = 0
+    count = self._beyond[key]
     if count < patience:
       self._standing.pop(key, None)
       return []
-    where = "above" if rule.above else "below"
-    steps = f"{count} steps in a row" if count > 1 else "this step"
+
+    # --- What is wrong, by how much, and what usually helps.
+    steps = "this step"
+    if count > 1:
+      steps = f"{count} steps in a row"
     text = f"{name} is {value:.4g}, {where} {limit_text}, {steps}; {rule.remedy}"
+    # It stands, with its newest numbers, until a value is within; it is told only once.
     self._standing[key] = text
     return [text] if count == patience else []
 
 
 def _matches(metric: str, name: str) -> bool:
-  return name.startswith(metric) if metric.endswith("_") else name == metric
+  if metric.endswith("_"):
+    return name.startswith(metric)
+  return name == metric

@@ -1,6 +1,8 @@
 """The record of a run in numbers: `metrics.jsonl`, live progress, `results.json`.
 
 Training stages are tracked as well: see `tracking.py`.
+
+budget: one file decides what metrics.jsonl is: who writes, resumes, shows and reads it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class Metrics:
     total: int,
     unit: str = "step",
     tracked: LogConfig | None = None,
+    title: str = "",
   ):
     """Creates `workdir` where it is missing; writes nothing yet.
 
@@ -62,22 +65,31 @@ class Metrics:
       unit: what a step is called in progress lines.
       tracked: section `log`, to write TensorBoard's event files too and what else it
         asks for; only the file where None.
+      title: what progress lines call the stage, where its name says too little.
     """
+    # --- The record.
     os.makedirs(workdir, exist_ok=True)
     self.path = os.path.join(workdir, METRICS_FILE)
     self.stage = stage
     self.total = total
     self.unit = unit
+    self.title = title or stage
+    self.non_finite = 0
+
+    # --- Its views; they begin at the first step logged, which is not known yet.
     self._workdir = workdir
     self._tracked = tracked
     self._tracking: Tracking | None = None
-    self.non_finite = 0
+    self._phases = timers.PhaseTotals()
+
+    # --- The clock, and what an interrupted run did before.
     self._began = time.monotonic()
     self._shown = self._began
     self._seconds_before = 0.0  # of the interrupted runs that this one continues
     self._steps_before = 0  # likewise
     self._first: int | None = None  # the first step logged here
-    self._phases = timers.PhaseTotals()
+
+    # --- The progress: a live bar on a terminal, else lines.
     self._line = ""  # the last progress line, where it has not been printed yet
     self._console = Console(stderr=True)
     self._bar = None
@@ -88,7 +100,7 @@ class Metrics:
         TextColumn("{task.fields[status]}"),
         console=self._console,
       )
-      self._task = self._bar.add_task(stage, total=total, status="starting")
+      self._task = self._bar.add_task(self.title, total=total, status="starting")
 
   def __enter__(self) -> Metrics:
     if self._bar is not None:
@@ -96,14 +108,15 @@ class Metrics:
     return self
 
   def __exit__(self, *exc: object) -> None:
+    # The last line stands whether or not PLAIN_EVERY seconds have passed.
     if self._bar is not None:
       self._bar.stop()
     elif self._line:
-      _say(self._line)
+      say(self._line)
     if self._tracking is not None:
       self._tracking.close()
     if self.non_finite:
-      _say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
+      say(f"{self.stage}: {self.non_finite} values were NaN or infinite")
     if self._phases.seconds:
       table = self._phases.table(f"{self.stage}: where the time went")
       self._console.print(rich_table(table))
@@ -141,6 +154,7 @@ class Metrics:
       else:
         row[name] = None
         self.non_finite += 1
+    # Opened for each line, so that it is in the file whatever ends the run.
     with open(self.path, "a", encoding="utf-8") as f:
       f.write(json.dumps(row) + "\n")
 
@@ -152,7 +166,7 @@ class Metrics:
 
   def count(self, items: Iterable[T]) -> Iterator[T]:
     """Yields the same items and shows how many have been; writes nothing."""
-    every = max(1, self.total // 100)
+    every = max(1, self.total // 100)  # more often than a hundred times nobody sees
     for step, item in enumerate(items, 1):
       yield item
       if step % every == 0 or step == self.total:
@@ -174,21 +188,28 @@ class Metrics:
     if figure:
       parts.append(figure)
     status = "  ".join(parts)
+
+    # --- On a terminal the bar shows every step.
     if self._bar is not None:
-      below = f"\n[dim]{_literal(shares)}[/dim]" if shares else ""
-      self._bar.update(self._task, completed=step, status=_literal(status) + below)
+      status = _literal(status)
+      if shares:
+        status += f"\n[dim]{_literal(shares)}[/dim]"
+      self._bar.update(self._task, completed=step, status=status)
       return
-    self._line = f"{self.stage}  {status}"
+
+    # --- Elsewhere a line now and then; one that is not due waits for `__exit__`.
+    self._line = f"{self.title}  {status}"
     if shares:
       self._line += f"\n  {shares}"
     now = time.monotonic()
     if step == self._first or step >= self.total or now - self._shown >= PLAIN_EVERY:
-      _say(self._line)
+      say(self._line)
       self._line = ""
       self._shown = now
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+  """Prints a line on standard error at once, where progress goes."""
   print(line, file=sys.stderr, flush=True)
 
 
@@ -210,6 +231,7 @@ def duration(seconds: float) -> str:
 def _read_lines(path: str) -> list[dict[str, Any]]:
   if not os.path.exists(path):
     return []
+  # As bytes: half a line may end within a character.
   with open(path, "rb") as f:
     lines = f.read().split(b"\n")
   rows = []
@@ -236,6 +258,7 @@ def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
   """Drops the stage's lines from `step` on; returns the last one's step and seconds."""
   rows = _read_lines(path)
   rows = [r for r in rows if r["stage"] != stage or r["step"] < step]
+  # Written even where no row went: half a last line of a killed run goes by this.
   if os.path.exists(path):
     with atomic_write(path) as f:
       f.writelines(json.dumps(row) + "\n" for row in rows)
@@ -258,12 +281,17 @@ def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any
     FileNotFoundError: there is no such file.
     ValueError: another line is not JSON; the message names file and line.
   """
+  return [row for row in read_all_metrics(path) if row["stage"] == stage]
+
+
+def read_all_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Reads the lines of all stages; arguments and errors are `read_metrics`'."""
   path = os.fspath(path)
   if os.path.isdir(path):
     path = os.path.join(path, METRICS_FILE)
   if not os.path.exists(path):
     raise FileNotFoundError(f"no metrics at {path}")
-  return [row for row in _read_lines(path) if row["stage"] == stage]
+  return _read_lines(path)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

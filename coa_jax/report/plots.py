@@ -13,7 +13,7 @@ import array
 import collections
 import io
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -28,6 +28,8 @@ from coa_jax.report.cost import MULTI, SINGLE
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Stands for the page's own text colour until `to_svg` replaces it.
 _INK = "#010203"
+# So many points of a curve are shown as their moving mean.
+_MANY = 20
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 _STYLE = {
   "svg.fonttype": "none",
@@ -40,6 +42,7 @@ def curves(
   rows: Sequence[Mapping[str, Any]],
   panels: Mapping[str, Mapping[str, str]],
   xlabel: str = "step",
+  shares: Collection[str] = (),
 ) -> Figure:
   """Draws metrics over steps, one panel per y label.
 
@@ -47,16 +50,62 @@ def curves(
     rows: `read_metrics`' rows; a metric may be missing (None or absent) in some.
     panels: y label -> {metric: line label}, e.g. {"loss": {"loss": "train"}}.
     xlabel: of every panel.
+    shares: y labels of panels whose axis is from 0 to 1, whatever little part of it the
+      values take.
 
   Raises:
     ValueError: no row has a value of some metric; the message names it.
   """
   figure, axes = _figure(len(panels))
+  # Each panel begins with the same colour, for its lines are compared with each other.
   for axis, (ylabel, lines) in zip(axes, panels.items(), strict=True):
     colors = itertools.cycle(COLORS)
     for metric, label in lines.items():
       _curve(axis, rows, metric, label, next(colors))
+    if ylabel in shares:
+      axis.set_ylim(0, 1.02)
     _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
+  return figure
+
+
+def seed_curves(
+  runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], metric: str
+) -> Figure:
+  """Draws one metric over steps: a line for each of several settings.
+
+  Args:
+    runs: name of the setting -> the rows of `read_metrics` of each of its seeds. A line
+      is the mean over them (its moving mean, of many steps), with a band from the
+      lowest to the highest.
+    metric: what is drawn; settings without it have no line.
+  """
+  figure, (axis,) = _figure(1, width=9)
+  colors = itertools.cycle(COLORS)
+  for name, logs in runs.items():
+    by_step: dict[int, list[float]] = collections.defaultdict(list)
+    for row in itertools.chain.from_iterable(logs):
+      if row.get(metric) is not None:
+        by_step[row["step"]].append(row[metric])
+    if not by_step:
+      continue
+    # A step that some seed has not reached yet would shift the mean.
+    seeds = max(map(len, by_step.values()))
+    steps = [step for step in sorted(by_step) if len(by_step[step]) == seeds]
+    values = np.array([by_step[step] for step in steps], float)
+    mean = values.mean(1)
+    if len(steps) >= _MANY:
+      mean = _smooth(mean)
+    color = next(colors)
+    axis.plot(steps, mean, color=color, label=name)
+    if seeds > 1:
+      axis.fill_between(
+        steps, values.min(1), values.max(1), color=color, alpha=0.2, linewidth=0
+      )
+  _finish(axis, "step", metric, legend=False)
+  # Names of settings are long: beside the axes.
+  axis.legend(
+    frameon=False, labelcolor=_INK, loc="center left", bbox_to_anchor=(1, 0.5)
+  )
   return figure
 
 
@@ -68,9 +117,10 @@ def _curve(
   if not points:
     raise ValueError(f"no row has metric {metric!r}")
   x, y = np.array(points, float).T
-  if len(x) < 20:
+  if len(x) < 20:  # too few for a mean over a twentieth to say anything
     axis.plot(x, y, color=color, label=label, marker="o", markersize=3.5)
     return
+  # The points themselves stay, faintly: a mean alone would hide how they scatter.
   axis.plot(x, y, color=color, alpha=0.25, linewidth=1)
   axis.plot(x, _smooth(y), color=color, label=label)
 
@@ -78,6 +128,7 @@ def _curve(
 def _smooth(y: np.ndarray) -> np.ndarray:
   """Centred moving mean over a twentieth of the points; windows shrink at the ends."""
   half = max(len(y) // 40, 1)
+  # Each window's sum is the difference of two sums from the beginning.
   sums = np.concatenate([[0.0], np.cumsum(y)])
   at = np.arange(len(y))
   low = np.maximum(at - half, 0)
@@ -98,23 +149,32 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
   seconds = timers.PhaseTotals(rows).seconds
   if not seconds:
     raise ValueError(f"no row has a value that begins with {timers.SECONDS!r}")
-  by_row = [timers.seconds_of(row) for row in rows]
   names = [name for name in timers.PHASES if seconds.get(name)]
+  # --- A layer for each phase, on top of the ones before.
   figure, (axis,) = _figure(1, width=8.8)
   x = np.array([row["step"] for row in rows])
   bottom = np.zeros(len(rows))
   for i, name in enumerate(names):
-    y = np.array([s.get(name, 0.0) for s in by_row])
+    # None, or missing: a row of an older run.
+    y = np.array([row.get(timers.SECONDS + name) or 0.0 for row in rows])
     # More phases than colours: the second time around they are hatched.
     look = {"color": COLORS[i % len(COLORS)], "label": name, "linewidth": 0}
     if i >= len(COLORS):
       look |= {"hatch": "///", "alpha": 0.6}
-    if len(x) < 60:
+    if len(x) < 60:  # bars, while each is wide enough to be seen
       axis.bar(x, y, 0.9, bottom, **look)
     else:
       y = _smooth(y)
       axis.fill_between(x, bottom, bottom + y, **look)
     bottom += y
+  # A first step that compiles would leave the others no height.
+  others = bottom[1:].max(initial=0.0)
+  if bottom[0] > 3 * others > 0:
+    axis.set_ylim(0, 1.25 * others)
+    text = f"step {x[0]}: {bottom[0]:.0f} s, with what it compiles"
+    axis.annotate(
+      text, (x[0], 1.2 * others), (14, 0), textcoords="offset points", va="top", size=8
+    )
   _finish(axis, xlabel, "seconds of a step", legend=True)
   return figure
 
@@ -131,13 +191,14 @@ def score_bars(
     figures: figure -> what the axis calls it, e.g. {"pass1_greedy": "pass@1"}.
   """
   figure, (axis,) = _figure(1, width=1.5 + 1.1 * len(figures) + 0.35 * len(summaries))
-  width = 0.8 / len(summaries)
+  width = 0.8 / len(summaries)  # of a bar: those of a figure share 0.8 of its place
   for i, (model, summary) in enumerate(summaries.items()):
     color = COLORS[i % len(COLORS)]
     for j, name in enumerate(figures):
       value = summary.get(name)
       if value is None:
         continue
+      # The models' bars of a figure lie around its tick.
       x = j + (i - (len(summaries) - 1) / 2) * width
       low, high = summary["ci95"].get(name) or (value, value)
       axis.bar(x, value, width * 0.92, color=color)
@@ -147,7 +208,7 @@ def score_bars(
       _number_above(axis, f"{value:.2f}", x, high)
     axis.bar(0, 0, color=color, label=model)  # for the legend, whatever is missing
   axis.set_xticks(range(len(figures)), list(figures.values()))
-  axis.set_ylim(0, 1.12)
+  axis.set_ylim(0, 1.12)  # room for the numbers above the bars
   _finish(axis, "", "share of tasks", legend=True)
   axis.grid(visible=False, axis="x")
   return figure
@@ -164,32 +225,30 @@ def seed_points(
       through all.
     figures: figure -> what its panel calls it, left to right.
   """
+  # --- A panel for each figure, as high as there are recipes.
   figure, axes = _figure(len(figures), width=2.4)
   figure.set_figwidth(2.2 + 2.6 * len(figures))
   figure.set_figheight(1.0 + 0.34 * len(rows))
   for axis, (name, label) in zip(axes, figures.items(), strict=True):
+    # --- A line for each recipe: mean, interval, and the seeds a little below.
     for y, row in enumerate(rows.values()):
       mean = row[name]["mean"]
       if mean is None:
         continue
-      if y == 0:
+      if y == 0:  # what the others are compared with
         axis.axvline(mean, color=COLORS[0], alpha=0.35, linewidth=1, linestyle="--")
       low, high = row[name]["ci95"] or (mean, mean)
-      axis.errorbar(
-        mean,
-        y,
-        xerr=_error(mean, low, high),
-        color=COLORS[0],
-        marker="o",
-        markersize=5,
-        capsize=2,
-      )
+      error = _error(mean, low, high)
+      dot = {"marker": "o", "markersize": 5, "capsize": 2}
+      axis.errorbar(mean, y, xerr=error, color=COLORS[0], **dot)
       seeds = [v for v in row[name]["by_seed"].values() if v is not None]
-      axis.plot(
-        seeds, [y + 0.24] * len(seeds), "|", color=COLORS[1], markersize=6, alpha=0.9
-      )
-    names = list(rows) if axis is axes[0] else [""] * len(rows)
-    axis.set_yticks(range(len(rows)), names)
+      below = [y + 0.24] * len(seeds)
+      axis.plot(seeds, below, "|", color=COLORS[1], markersize=6, alpha=0.9)
+
+    # --- Recipes from top to bottom, named beside the first panel alone.
+    axis.set_yticks(range(len(rows)), [""] * len(rows))
+    if axis is axes[0]:
+      axis.set_yticklabels(list(rows))
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_xlim(-0.03, 1.03)
     _finish(axis, label, "", legend=False)
@@ -211,6 +270,7 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
       if figures["total"] is None:
         axis.annotate("none solved", (x, 0), ha="center", va="bottom")
         continue
+      # The prompt in two: what no cache can serve, and what one could.
       fresh = figures["prompt_cached_credit"]
       parts = {
         "prompt": fresh,
@@ -219,11 +279,13 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
       }
       bottom = 0.0
       for color, (part, size) in zip(COLORS, parts.items(), strict=False):
-        axis.bar(x, size, 0.6, bottom, color=color, label=None if x else part)
+        bar = axis.bar(x, size, 0.6, bottom, color=color)
+        if x == 0:  # one entry of the legend for both systems
+          bar.set_label(part)
         bottom += size
       _number_above(axis, f"{bottom:,.0f}", x, bottom)
     axis.set_xticks(range(len(systems)), list(systems.values()))
-    axis.margins(y=0.12)
+    axis.margins(y=0.12)  # room for the sums above the bars
     _finish(axis, "", label, legend=axis is axes[0])
     axis.grid(visible=False, axis="x")
   return figure
@@ -249,27 +311,34 @@ class Statistics:
     """Counts trajectories, in tokens or in characters without the prompt."""
     out = cls("tokens" if tokens else "characters")
     for t in trajectories:
-      out.add(t.num_tokens if tokens else len(t.text), _roles(t))
+      length = t.num_tokens if tokens else len(t.text)
+      spans = [s for s in t.segments if s.author != Author.PROMPT]
+      out.add(length, collections.Counter(s.role for s in spans if s.role))
     return out
 
   def summary(self) -> dict[str, Any]:
     """Sums up: count, quantiles of the length, mean spans of each role."""
-    points = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "max": 100}
-    at = np.percentile(self.lengths, list(points.values())) if self.lengths else []
+    quantiles = {}
+    if self.lengths:
+      points = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "max": 100}
+      for name, percent in points.items():
+        quantiles[name] = float(np.percentile(self.lengths, percent))
     return {
       "trajectories": len(self.lengths),
-      self.unit: {k: float(v) for k, v in zip(points, at, strict=False)},
+      self.unit: quantiles,
       "spans": self.means(),
     }
 
   def means(self) -> dict[str, float]:
     """Averages the spans of each role per trajectory, most frequent first."""
+    # Without trajectories there are no roles either.
     n = len(self.lengths)
-    return {r: count / n for r, count in self.roles.most_common()} if n else {}
+    return {role: count / n for role, count in self.roles.most_common()}
 
 
 def filter_statistics(before: Statistics, after: Statistics) -> Figure:
   """Draws trajectory lengths and spans per role, before and after filtering."""
+  # --- Left: lengths, in the same bins before and after.
   figure, (left, right) = _figure(2)
   sets = {"before": before, "after": after}
   edges = np.histogram_bin_edges([*before.lengths, *after.lengths] or [0], 24)
@@ -277,11 +346,13 @@ def filter_statistics(before: Statistics, after: Statistics) -> Figure:
     label = f"{name} ({len(one.lengths)})"
     left.hist(one.lengths, edges, color=color, alpha=0.55, label=label)
   _finish(left, before.unit, "trajectories", legend=True)
-  counts = {name: one.means() for name, one in sets.items()}
-  roles = list(dict.fromkeys(r for c in counts.values() for r in c))
-  for i, (name, count) in enumerate(counts.items()):
+
+  # --- Right: spans of every role that either has, two bars each.
+  roles = list(before.means() | after.means())
+  for i, (name, one) in enumerate(sets.items()):
+    means = one.means()
     y = np.arange(len(roles)) + (i - 0.5) * 0.38
-    values = [count.get(r, 0.0) for r in roles]
+    values = [means.get(r, 0.0) for r in roles]
     right.barh(y, values, 0.36, color=COLORS[i], label=name)
   right.set_yticks(range(len(roles)), roles)
   right.invert_yaxis()
@@ -298,29 +369,31 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
   """
   figure, (axis,) = _figure(1, width=7.2)
   figure.set_figheight(0.9 + 0.42 * len(stages))
-  for y, (kept, dropped) in enumerate(stages.values()):
+  most = 1
+  for y, (passed, dropped) in enumerate(stages.values()):
+    # --- A stage's bar: what passed, and behind it what was dropped.
     lost = sum(dropped.values())
-    axis.barh(y, kept, 0.7, color=COLORS[0], label=None if y else "kept")
-    axis.barh(y, lost, 0.7, kept, color=COLORS[1], label=None if y else "dropped")
+    most = max(most, passed + lost)
+    green = axis.barh(y, passed, 0.7, color=COLORS[0])
+    red = axis.barh(y, lost, 0.7, passed, color=COLORS[1])
+    if y == 0:  # one entry of the legend for all stages
+      green.set_label("kept")
+      red.set_label("dropped")
+
+    # --- Beside it the counts, with the three most frequent reasons.
     worst = sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
-    shown = ", ".join(f"{reason} {n:,}" for reason, n in worst[:3])
-    more = f", {len(worst) - 3} more" if len(worst) > 3 else ""
-    text = f" {kept:,} kept"
-    if shown:
-      text += f"; {shown}{more}"
-    axis.annotate(text, (kept + lost, y), va="center", size=8)
+    text = f" {passed:,} kept"
+    if worst:
+      text += "; " + ", ".join(f"{reason} {n:,}" for reason, n in worst[:3])
+    if len(worst) > 3:
+      text += f", {len(worst) - 3} more"
+    axis.annotate(text, (passed + lost, y), va="center", size=8)
   axis.set_yticks(range(len(stages)), list(stages))
   axis.invert_yaxis()
-  totals = [kept + sum(dropped.values()) for kept, dropped in stages.values()]
-  axis.set_xlim(0, 2.2 * max(totals, default=1))
+  axis.set_xlim(0, 2.2 * most)  # room for the words
   _finish(axis, "trajectories", "", legend=True)
   axis.grid(visible=False, axis="y")
   return figure
-
-
-def _roles(trajectory: Trajectory) -> collections.Counter[str]:
-  spans = (s for s in trajectory.segments if s.author != Author.PROMPT)
-  return collections.Counter(s.role for s in spans if s.role)
 
 
 def _error(value: float, low: float, high: float) -> list[list[float]]:
@@ -333,13 +406,15 @@ def _number_above(axis: Axes, text: str, x: float, y: float) -> None:
 
 
 def _figure(panels: int, width: float = 4.4) -> tuple[Figure, list[Axes]]:
-  width = max(width, 4.4 if panels > 1 else 6.4)
-  figure = Figure((width * panels, 3.1), layout="constrained")
+  narrowest = 4.4 if panels > 1 else 6.4
+  size = (max(width, narrowest) * panels, 3.1)
+  figure = Figure(size, layout="constrained")
   axes = figure.subplots(1, panels, squeeze=False)[0]
   return figure, list(axes)
 
 
 def _finish(axis: Axes, xlabel: str, ylabel: str, legend: bool) -> None:
+  # Last of all: texts that are added after it do not take the page's colour.
   axis.set_xlabel(xlabel)
   axis.set_ylabel(ylabel)
   axis.spines[["top", "right"]].set_visible(False)
@@ -362,6 +437,7 @@ def to_svg(figure: Figure) -> str:
   with matplotlib.rc_context(_STYLE):
     figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
   text = out.getvalue()
+  # What is before the element is for a file of its own.
   text = text[text.index("<svg") :].replace(_INK, "currentColor")
   # A page may set --figure-0 and so on, to lift the colours off a dark ground.
   for i, color in enumerate(COLORS):

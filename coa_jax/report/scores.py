@@ -2,11 +2,14 @@
 
 Every figure is a mean over tasks, so a task with more samples weighs no more. Attempts
 that ended for reasons of infrastructure are in no denominator; they are counted.
+
+budget: every figure beside the interval that goes with it.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +24,7 @@ from coa_jax.rewards import written_answer
 from coa_jax.rewards.votes import vote_key
 
 RESAMPLES = 2000
-VOTES = 3
+KS = (3,)  # of pass@k and votes of k, where nobody says
 
 
 def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -31,7 +34,7 @@ def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 def by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
   """Groups attempts by task id, in order of `sample`; tasks in order of appearance."""
-  groups: dict[str, list[Trajectory]] = {}
+  groups: dict[str, list[Trajectory]] = {}  # a dict keeps the order of appearance
   for t in trajectories:
     groups.setdefault(t.task_id, []).append(t)
   return {k: sorted(v, key=lambda t: t.sample) for k, v in groups.items()}
@@ -79,14 +82,23 @@ def interval(
     width where all tasks agree: the bootstrap cannot know of outcomes it has not seen.
     For proportions see `proportion_interval`.
   """
-  over = np.asarray(over, float)
-  under = np.ones_like(over) if under is None else np.asarray(under, float)
+  over, under = _as_arrays(over, under)
   sums = resample_sums(np.stack([over, under], axis=1), seed)
+  # A resample that happens to hold no weight has no quotient.
   values = sums[sums[:, 1] > 0]
   if not len(values):
     return None
   low, high = np.percentile(values[:, 0] / values[:, 1], [2.5, 97.5])
   return [float(low), float(high)]
+
+
+def _as_arrays(
+  over: Sequence[float], under: Sequence[float] | None
+) -> tuple[np.ndarray, np.ndarray]:
+  over = np.asarray(over, float)
+  if under is None:
+    return over, np.ones_like(over)
+  return over, np.asarray(under, float)
 
 
 def proportion_interval(
@@ -106,11 +118,12 @@ def proportion_interval(
   Returns:
     [low, high], or None where `under` is 0 in all.
   """
-  over = np.asarray(over, float)
-  under = np.ones_like(over) if under is None else np.asarray(under, float)
+  over, under = _as_arrays(over, under)
+  # A task without any says nothing of the proportion.
   over = over[under > 0]
   under = under[under > 0]
   share = over / under
+  # Where all agree, several samples of a task still are one task's word: n is of tasks.
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
   if yes_or_no.all() or (share == 0).all() or (share == 1).all():
     return wilson(int(share.sum()), len(share))
@@ -121,6 +134,7 @@ def wilson(right: int, tasks: int) -> list[float] | None:
   """Computes Wilson's 95 % score interval of a proportion (1927); None of no tasks."""
   if not tasks:
     return None
+  # At the ends both terms are equal: written as 0 and 1, they are so without rounding.
   z = statistics.NormalDist().inv_cdf(0.975)
   share = right / tasks
   middle = share + z**2 / (2 * tasks)
@@ -137,6 +151,7 @@ def resample_sums(columns: np.ndarray, seed: int = 0) -> np.ndarray:
   if n == 0:
     return np.zeros((0, *columns.shape[1:]))
   # How often each task is drawn is all that a sum depends on.
+  # Drawing the counts is drawing the tasks, and takes no array of all draws.
   draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), RESAMPLES)
   return draws @ columns
 
@@ -160,6 +175,7 @@ def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
   if len(attempts) < k:
     raise ValueError(f"best of {k} needs {k} attempts; got {len(attempts)}")
   attempts = attempts[:k]
+  # --- The votes, by what is voted for.
   groups: dict[str, list[Trajectory]] = {}
   for t in attempts:
     answer = written_answer(t.text)
@@ -167,6 +183,8 @@ def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
       groups.setdefault(vote_key(answer), []).append(t)
   if not groups:
     return attempts[0]
+
+  # --- The count. `max` returns the first of equals, which is the earlier attempt.
   most = max(groups.values(), key=lambda g: (len(g), max(map(mean_logp, g))))
   return max(most, key=mean_logp)
 
@@ -182,6 +200,7 @@ def summary(
   greedy: Sequence[Trajectory],
   sampled: Sequence[Trajectory],
   tools: Collection[str] = roles.TOOLS,
+  ks: Sequence[int] = KS,
 ) -> dict[str, Any]:
   """Computes the figures of one model on one set of tasks.
 
@@ -191,15 +210,17 @@ def summary(
     greedy: at most one attempt per task counts as such; more are averaged.
     sampled: several attempts per task.
     tools: names a call may have.
+    ks: of pass@k and of votes.
 
   Returns:
-    `pass1_greedy`, `pass1_sampled`, `pass3`, `best_of_3` (the last two over the tasks
-    with at least 3 graded samples), `tokens_per_task`, `generated_tokens_per_task`,
-    `tool_calls_per_task` (means per attempt, greedy attempts where there are any, else
-    sampled), `malformed_rate` (per call attempted) and `protocol_ok` (per attempt, over
-    all attempts); `ci95`, figure -> [low, high], by `interval` for means per task and
-    by `proportion_interval` for all others; `status`, name -> count of attempts;
-    `tasks`, their number. A figure without data is None.
+    `pass1_greedy`, `pass1_sampled`; for every k `passK` and `best_of_K`, as `pass3`
+    (over the tasks with at least k graded samples); `tokens_per_task`,
+    `generated_tokens_per_task`, `tool_calls_per_task` (means per attempt, greedy
+    attempts where there are any, else sampled), `malformed_rate` (per call attempted)
+    and `protocol_ok` (per attempt, over all attempts); `ci95`, figure -> [low, high],
+    by `interval` for means per task and by `proportion_interval` for all others;
+    `status`, name -> count of attempts; `tasks`, their number. A figure without data is
+    None.
   """
   # --- Attempts that say something of the model, by task.
   status = collections.Counter(t.status.value for t in (*greedy, *sampled))
@@ -207,58 +228,87 @@ def summary(
   sampled = graded(sampled)
   greedy_tasks = list(by_task(greedy).values())
   sampled_tasks = list(by_task(sampled).values())
-  voting_tasks = [attempts for attempts in sampled_tasks if len(attempts) >= VOTES]
-  cost_tasks = greedy_tasks or sampled_tasks
+  cost_tasks = greedy_tasks or sampled_tasks  # what an answer costs as it is used
   tasks = list(by_task([*greedy, *sampled]).values())
 
   # --- The calls of each task: the malformed ones are a share of calls, not of tasks.
-  calls = [[c for t in attempts for c in t.calls] for attempts in tasks]
-  counts = [len(c) for c in calls]
-  malformed_counts = [sum(malformed(c, tools) for c in task) for task in calls]
+  call_counts: list[float] = []
+  malformed_counts: list[float] = []
+  for attempts in tasks:
+    calls = list(itertools.chain.from_iterable(t.calls for t in attempts))
+    call_counts.append(len(calls))
+    malformed_counts.append(sum(malformed(call, tools) for call in calls))
 
   # --- One number for each task; a figure is their mean.
-  pass3, best_of_3 = [], []
-  for attempts in voting_tasks:
-    right = sum(map(correct, attempts))
-    pass3.append(pass_at_k(len(attempts), right, VOTES))
-    best_of_3.append(float(correct(best_of_k(attempts, VOTES))))
+  passes: dict[str, list[float]] = {}
+  votes: dict[str, list[float]] = {}
+  for k in ks:
+    # Of fewer samples nothing is known of k.
+    enough = [attempts for attempts in sampled_tasks if len(attempts) >= k]
+    passes[f"pass{k}"] = [
+      pass_at_k(len(attempts), sum(map(correct, attempts)), k) for attempts in enough
+    ]
+    votes[f"best_of_{k}"] = _task_means(
+      [[best_of_k(attempts, k)] for attempts in enough], correct
+    )
   by_figure: dict[str, list[float]] = {
-    "pass1_greedy": _means(greedy_tasks, correct),
-    "pass1_sampled": _means(sampled_tasks, correct),
-    "pass3": pass3,
-    "best_of_3": best_of_3,
-    "tokens_per_task": _means(cost_tasks, lambda t: t.usage.total),
-    "generated_tokens_per_task": _means(cost_tasks, lambda t: t.usage.generated),
-    "tool_calls_per_task": _means(cost_tasks, lambda t: t.usage.tool_calls),
+    "pass1_greedy": _task_means(greedy_tasks, correct),
+    "pass1_sampled": _task_means(sampled_tasks, correct),
+    **passes,
+    **votes,
+    "tokens_per_task": _task_means(cost_tasks, lambda t: t.usage.total),
+    "generated_tokens_per_task": _task_means(cost_tasks, lambda t: t.usage.generated),
+    "tool_calls_per_task": _task_means(cost_tasks, lambda t: t.usage.tool_calls),
     "malformed_rate": malformed_counts,
-    "protocol_ok": _means(tasks, lambda t: t.reward_parts.get("format", 0.0) >= 1),
+    "protocol_ok": _task_means(tasks, _well_formed),
   }
+
+  # --- The record: each figure and its interval.
   out: dict[str, Any] = {"ci95": {}}
   for name, values in by_figure.items():
-    under = counts if name == "malformed_rate" else [1] * len(values)
-    out[name] = sum(values) / sum(under) if sum(under) else None
-    between = interval if name.endswith("_per_task") else proportion_interval
-    out["ci95"][name] = between(values, under)
-  out["status"] = {s.value: status.get(s.value, 0) for s in Status}
+    under: list[float] = [1] * len(values)
+    if name == "malformed_rate":
+      under = call_counts
+    total = sum(under)
+    out[name] = sum(values) / total if total else None
+    if name.endswith("_per_task"):  # a count; all others are proportions
+      out["ci95"][name] = interval(values, under)
+    else:
+      out["ci95"][name] = proportion_interval(values, under)
+  out["status"] = {s.value: status[s.value] for s in Status}
   out["tasks"] = len(tasks)
   return out
 
 
-def _means(
+def _well_formed(trajectory: Trajectory) -> bool:
+  return trajectory.reward_parts.get("format", 0.0) >= 1
+
+
+def _task_means(
   groups: Collection[Sequence[Trajectory]], value: Callable[[Trajectory], float]
 ) -> list[float]:
   return [statistics.fmean(float(value(t)) for t in group) for group in groups]
 
 
-def by_family(
+def by_group(
   greedy: Sequence[Trajectory],
   sampled: Sequence[Trajectory],
+  group: Callable[[Trajectory], str],
   tools: Collection[str] = roles.TOOLS,
+  ks: Sequence[int] = KS,
 ) -> dict[str, dict[str, Any]]:
-  """Computes `summary` for each task family (`meta["family"]`), sorted by name."""
+  """Computes `summary` for each group of tasks, sorted by its name.
 
-  def of(trajectories: Sequence[Trajectory], family: str) -> list[Trajectory]:
-    return [t for t in trajectories if t.meta.get("family", "") == family]
-
-  families = sorted({t.meta.get("family", "") for t in (*greedy, *sampled)})
-  return {f: summary(of(greedy, f), of(sampled, f), tools) for f in families}
+  Args:
+    greedy: as of `summary`.
+    sampled: likewise.
+    group: names the group that an attempt's task is in.
+    tools: as of `summary`.
+    ks: likewise.
+  """
+  # Group -> its greedy and its sampled attempts.
+  groups: dict[str, tuple[list[Trajectory], list[Trajectory]]] = {}
+  for i, trajectories in enumerate((greedy, sampled)):
+    for t in trajectories:
+      groups.setdefault(group(t), ([], []))[i].append(t)
+  return {name: summary(*groups[name], tools, ks) for name in sorted(groups)}

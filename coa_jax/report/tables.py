@@ -36,30 +36,37 @@ def cell(value: Any) -> str:
     return str(value)
   if isinstance(value, list | tuple):
     return " to ".join(map(cell, value))
+  # Three digits that matter are enough to compare by eye.
   if isinstance(value, int) or abs(value) >= 1000:
     return f"{value:,.0f}"
-  return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+  if abs(value) >= 10:
+    return f"{value:.1f}"
+  return f"{value:.3f}"
 
 
 def markdown_table(
   rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 ) -> str:
   """Writes a GitHub table; the first column is left-aligned, others right-aligned."""
-  lines = [
-    "| " + " | ".join(columns.values()) + " |",
-    "|" + "|".join(" :-- " if i == 0 else " --: " for i in range(len(columns))) + "|",
-  ]
+  # The rule under the headings says how columns are aligned.
+  rules = [":--"] + ["--:"] * (len(columns) - 1)
+  lines = [list(columns.values()), rules]
   for row in rows:
-    cells = (cell(row.get(key)).replace("|", "\\|") for key in columns)
-    lines.append("| " + " | ".join(cells) + " |")
-  return "\n".join(lines) + "\n"
+    # A bar would end the cell.
+    lines.append([cell(row.get(key)).replace("|", "\\|") for key in columns])
+  out = ""
+  for cells in lines:
+    out += "| " + " | ".join(cells) + " |\n"
+  return out
 
 
 def rich_table(table: Table) -> rich.table.Table:
   """Makes a table for a terminal; print it with `rich.print`."""
   out = rich.table.Table(title=table.title, caption=table.note or None)
-  for i, heading in enumerate(table.columns.values()):
-    out.add_column(heading, justify="left" if i == 0 else "right")
+  first, *others = table.columns.values()
+  out.add_column(first, justify="left", overflow="fold")  # a name is never cut
+  for heading in others:
+    out.add_column(heading, justify="right")
   for row in table.rows:
     # Text objects, for rich reads [word] in a string as markup.
     out.add_row(*(rich.text.Text(cell(row.get(key))) for key in table.columns))
@@ -68,14 +75,18 @@ def rich_table(table: Table) -> rich.table.Table:
 
 def html_table(table: Table) -> str:
   """Writes the table as HTML, every cell escaped."""
-  head = "".join(f"<th>{html.escape(h)}</th>" for h in table.columns.values())
-  body = "".join(
-    "<tr>"
-    + "".join(f"<td>{html.escape(cell(row.get(key)))}</td>" for key in table.columns)
-    + "</tr>"
-    for row in table.rows
-  )
-  note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
+  head = ""
+  for heading in table.columns.values():
+    head += f"<th>{html.escape(heading)}</th>"
+  body = ""
+  for row in table.rows:
+    body += "<tr>"
+    for key in table.columns:
+      body += f"<td>{html.escape(cell(row.get(key)))}</td>"
+    body += "</tr>"
+  note = ""
+  if table.note:
+    note = f'<p class="note">{html.escape(table.note)}</p>'
   return (
     f"<figure><figcaption>{html.escape(table.title)}</figcaption>"
     f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'

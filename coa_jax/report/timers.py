@@ -48,6 +48,7 @@ class StepTimer:
       **parts: seconds of this time that belong to other phases.
     """
     now = time.monotonic()
+    # What belongs to the others is not this phase's own.
     own = now - self._last - sum(parts.values())
     for name, seconds in {**parts, phase: own}.items():
       key = SECONDS + name
@@ -63,6 +64,7 @@ class StepTimer:
     Args:
       **tokens: phase -> tokens that went through it.
     """
+    # What is left belongs to nobody else, so that all phases add up to the wall time.
     self.lap(OTHER)
     out = self._seconds
     self._seconds = {}
@@ -79,9 +81,11 @@ def seconds_of(row: Mapping[str, Any]) -> dict[str, float]:
   for name, value in row.items():
     if name.startswith(SECONDS) and value is not None:
       by_phase[name.removeprefix(SECONDS)] = float(value)
-  # Phases of other versions come last.
-  known = {name: by_phase.pop(name) for name in PHASES if name in by_phase}
-  return {**known, **by_phase}
+  out = {}
+  for name in PHASES:
+    if name in by_phase:
+      out[name] = by_phase.pop(name)
+  return out | by_phase  # phases of other versions come last
 
 
 def phase_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -94,6 +98,7 @@ def line(seconds: Mapping[str, float]) -> str:
   total = sum(seconds.values())
   if total <= 0:
     return ""
+  # What is under half a percent, or does not fit, is left out.
   out = ""
   for name, value in sorted(seconds.items(), key=lambda item: -item[1]):
     share = f"{name} {value / total:.0%}"
@@ -118,23 +123,24 @@ class PhaseTotals:
     """Adds a line."""
     for name, value in seconds_of(row).items():
       self.seconds[name] = self.seconds.get(name, 0.0) + value
+      # A rate of many lines is their tokens by their seconds, no mean of rates.
       tokens = (row.get(name + RATE) or 0.0) * value
       self._tokens[name] = self._tokens.get(name, 0.0) + tokens
 
   def table(self, title: str) -> Table:
     """Makes a table with a row for each phase that took time."""
     total = sum(self.seconds.values())
-    rows = [
-      {
-        "phase": name,
-        "what": PHASES.get(name, ""),
-        "seconds": seconds,
-        "share": f"{seconds / total:.1%}",
-        "rate": self._tokens[name] / seconds if self._tokens[name] else None,
-      }
-      for name, seconds in self.seconds.items()
-      if seconds > 0
-    ]
+    rows = []
+    for name, seconds in self.seconds.items():
+      if seconds <= 0:
+        continue
+      row = {"phase": name, "what": PHASES.get(name, ""), "seconds": seconds}
+      row["share"] = f"{seconds / total:.1%}"
+      row["rate"] = None
+      if self._tokens[name]:
+        row["rate"] = self._tokens[name] / seconds
+      rows.append(row)
+    # In the order of a step, not in that of their seconds.
     rows.sort(key=lambda row: list(PHASES).index(row["phase"]))
     columns = {"phase": "phase", "seconds": "seconds", "share": "share"}
     return Table(title, rows, {**columns, "rate": "tokens/s", "what": "what"})

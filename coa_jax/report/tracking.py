@@ -1,6 +1,7 @@
 """A stage's numbers for other people's dashboards: TensorBoard, and Weights & Biases.
 
-`metrics.jsonl` is the record; these are views of it, with the same names and steps.
+`metrics.jsonl` is the record; these are views of it, with the same steps, and the same
+names under the sections of `metric_names.py`.
 Event files are written by tensorboardX's record writer, synchronously: its
 `SummaryWriter` hands events to a thread over a queue, and `flush` does not wait for it.
 It is imported where it is used, for it imports torch where that is installed: a second
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from coa_jax.disk import atomic_write
+from coa_jax.report import metric_names
 
 if TYPE_CHECKING:
   from tensorboardX.proto.event_pb2 import Event
@@ -71,17 +73,22 @@ class Tracking:
     # seconds; a run resumed within the second must not overwrite the one before.
     suffix = f".{time.time_ns()}"
     self._events = EventsWriter(os.path.join(folder, "events"), suffix)
+    # TensorBoard drops what other files of the folder say from this step on.
     start = SessionLog(status=SessionLog.START)
     self._write(Event(step=first, session_log=start))
-    project = config.wandb_project
-    self._wandb = _wandb_run(folder, workdir, stage, project) if project else None
+    self._wandb = None
+    if config.wandb_project:
+      self._wandb = _wandb_run(folder, workdir, stage, config.wandb_project)
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes one step; it is on disk when this returns."""
+    """Writes one step, each name under its section; on disk when this returns."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
-    scalars = [Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
+    values = {metric_names.tag(name): value for name, value in values.items()}
+    scalars = []
+    for name, value in values.items():
+      scalars.append(Summary.Value(tag=name, simple_value=value))
     self._write(Event(step=step, summary=Summary(value=scalars)))
     if self._wandb:
       # Weights & Biases refuses its own step to go back, as a resumed run's does.
@@ -109,12 +116,15 @@ def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
   """
   import wandb
 
+  # --- The run's id is kept beside the events: with it a resumed stage finds its run.
   path = os.path.join(folder, "wandb_id")
   if not os.path.exists(path):
     with atomic_write(path) as f:
       f.write(secrets.token_hex(8))
   with open(path, encoding="utf-8") as f:
     run_id = f.read()
+
+  # --- The run.
   name = f"{os.path.basename(os.path.abspath(workdir))}/{stage}"
   settings = wandb.Settings(
     console="off",
@@ -134,5 +144,6 @@ def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
     )
   except wandb.errors.Error as e:
     raise ValueError(f"config.log.wandb_project={project!r}: {e}") from e
+  # Steps go back where a run is resumed; as a metric they may.
   run.define_metric("*", step_metric="step")
   return run

@@ -12,16 +12,11 @@ budget: one file decides what a page knows of a trajectory and how it is kept in
 
 from __future__ import annotations
 
-import base64
 import codecs
 import collections
 import dataclasses
 import glob
-import hashlib
 import html
-import importlib.resources
-import itertools
-import json
 import math
 import os
 import statistics
@@ -37,14 +32,16 @@ from coa_jax.protocol.parser import Parse, parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, iter_trajectories
+from coa_jax.report.page import inert_json, page_html, role_kinds, static_text
 from coa_jax.report.plots import to_svg
 from coa_jax.report.tables import Table, html_table
 from coa_jax.rewards import qa, written_answer
 
 _VIEWER = """<section id="viewer"><div class="bar" id="bar"></div>
 <div class="legend" id="legend"></div>
-<div class="panes"><div id="list" role="listbox" aria-label="trajectories" tabindex="0">
-</div><div id="detail"></div></div></section>
+<div class="panes"><div class="side"><div id="charts"></div>
+<div id="list" role="listbox" aria-label="trajectories" tabindex="0"></div></div>
+<div id="detail"></div></div></section>
 <script type="application/json" id="data">{data}</script>
 """
 
@@ -81,6 +78,7 @@ def write_page(
     FileNotFoundError, ValueError: a source can not be read; file and line are named.
   """
   # --- What the page knows of each trajectory.
+  # Thousands of trajectories may share a prompt: each is put into the page once.
   prompts: dict[str, int] = {}
   rows = []
   for name, trajectories in sources.items():
@@ -89,17 +87,15 @@ def write_page(
   _number_groups(rows)
 
   # --- The report, and below it the viewer, where there is something to view.
-  report = _report(intro, headline or {}, tables, figures or {})
+  report = _report(intro, headline or {}, tables, figures or {}, bool(rows))
   heading = "<h2>Trajectories</h2>" if report and rows else ""
   body = f"<header><h1>{html.escape(title)}</h1>{report}{heading}</header>\n"
   script = ""
   if rows:
-    kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
-    kinds |= dict.fromkeys(roles.TOOLS, "tool")
-    data = {"rows": rows, "prompts": list(prompts), "kinds": kinds}
+    data = {"rows": rows, "prompts": list(prompts), "kinds": role_kinds()}
     body += _VIEWER.format(data=inert_json(data))
-    script = _static("viewer.js")
-  text = _html(title, body, script, "report" if report else "browser")
+    script = static_text("viewer.js")
+  text = page_html(title, body, script, "report" if report else "browser")
 
   # --- The file, once it is complete.
   with atomic_write(path) as f:
@@ -112,10 +108,13 @@ def _report(
   headline: Mapping[str, str],
   tables: Sequence[Table],
   figures: Mapping[str, Figure],
+  has_viewer: bool,
 ) -> str:
   """What stands above the viewer; "" where there is nothing."""
   escape = html.escape
   parts = []
+
+  # --- Words, and the figures that matter most.
   for paragraph in intro.split("\n\n"):
     if paragraph.strip():
       parts.append(f"<p>{escape(paragraph.strip())}</p>")
@@ -124,48 +123,21 @@ def _report(
     for label, figure in headline.items():
       cards += f"<div><dt>{escape(label)}</dt><dd>{escape(figure)}</dd></div>"
     parts.append(f'<dl class="headline">{cards}</dl>')
+  # --- Contents, where there is more than one part to go to.
+  heads = {"numbers": tables, "figures": figures, "viewer": has_viewer}
+  names = {"numbers": "Numbers", "figures": "Figures", "viewer": "Trajectories"}
+  links = [f'<a href="#{k}">{names[k]}</a>' for k, part in heads.items() if part]
+  if len(links) > 1:
+    parts.append(f'<nav class="contents" aria-label="contents">{"".join(links)}</nav>')
+  # --- Tables and figures.
   if tables:
-    parts += ["<h2>Numbers</h2>", *map(html_table, tables)]
+    parts += ['<h2 id="numbers">Numbers</h2>', *map(html_table, tables)]
   if figures:
-    parts.append("<h2>Figures</h2>")
+    parts.append('<h2 id="figures">Figures</h2>')
   for caption, figure in figures.items():
     head = f"<figcaption>{escape(caption)}</figcaption>"
     parts.append(f'<figure>{head}<div class="scroll">{to_svg(figure)}</div></figure>')
   return "".join(parts)
-
-
-def _static(name: str) -> str:
-  folder = importlib.resources.files("coa_jax.report") / "static"
-  return (folder / name).read_text(encoding="utf-8")
-
-
-def _html(title: str, body: str, script: str, css_class: str) -> str:
-  """A complete page around `body`, which is trusted markup; see the file's top."""
-  digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-  policy = (
-    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-    "base-uri 'none'; form-action 'none'"
-  )
-  return (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f"<title>{html.escape(title)}</title><style>{_static('style.css')}</style></head>"
-    f'<body class="{css_class}">{body}'
-    f"<script>{script}</script></body></html>\n"
-  )
-
-
-def inert_json(value: Any) -> str:
-  """Writes JSON that can stand in a script element: no text in it ends or opens any.
-
-  HTML looks for `</script` and `<!--` in a script before anybody parses JSON, so `<`,
-  `>` and `&` are written as escapes; they occur in JSON's strings only.
-  """
-  text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-  for character in "<>&":
-    text = text.replace(character, f"\\u{ord(character):04x}")
-  return text
 
 
 def find_files(where: Iterable[str]) -> list[str]:
@@ -182,10 +154,12 @@ def find_files(where: Iterable[str]) -> list[str]:
   out: dict[str, None] = {}
   for pattern in where:
     if os.path.isdir(pattern):
+      # `rl` writes one file a step into a folder of their own.
       of_rl = os.path.join(pattern, "trajectories")
       folder = of_rl if os.path.isdir(of_rl) else pattern
       inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*.jsonl")))
-      files = [f for f in inside if os.path.isfile(f) and _begins_with_a_trajectory(f)]
+      candidates = filter(os.path.isfile, inside)
+      files = list(filter(_begins_with_a_trajectory, candidates))
     else:
       files = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
     if not files:
@@ -193,7 +167,7 @@ def find_files(where: Iterable[str]) -> list[str]:
         f"--trajectories={pattern}: no file; give a file, a glob such as "
         "'runs/X/trajectories/step_*.jsonl', or a folder that holds *.jsonl"
       )
-    out |= dict.fromkeys(files)
+    out |= dict.fromkeys(files)  # a dict, for order and for each once
   return list(out)
 
 
@@ -235,9 +209,13 @@ def _row(
   prompts: dict[str, int],
 ) -> dict[str, Any]:
   """What the page knows of a trajectory; its prompt is an index into `prompts`."""
-  prompt = "".join(s.text for s in t.segments if s.author == Author.PROMPT)
-  logps = [x for s in t.segments for x in s.logps if math.isfinite(x)]
-
+  # --- The prompt, which many share; the log-probs, less those of impossible tokens.
+  prompt = ""
+  logps: list[float] = []
+  for segment in t.segments:
+    if segment.author == Author.PROMPT:
+      prompt += segment.text
+    logps += filter(math.isfinite, segment.logps)
   # --- The answer, those that would have been right, and where one was to be read.
   golds = t.meta.get("answers", [])
   if not isinstance(golds, list):
@@ -247,13 +225,15 @@ def _row(
   matched = []
   if answer is not None:
     matched = [gold for gold in golds if qa.every_part(answer, [gold])]
-  parsed = parse(t.text, variant) if variant else None
-  spans = blocks(t, parsed)
-  evidence = _evidence(spans, golds)
+  # --- Its spans, and what breaks the protocol.
+  parsed = None
   fault = ""
-  if parsed and not parsed.ok:
-    fault = f"{parsed.verdict.value} at character {parsed.offset}: {parsed.detail}"
-
+  if variant:
+    parsed = parse(t.text, variant)
+    if not parsed.ok:
+      fault = f"{parsed.verdict.value} at character {parsed.offset}: {parsed.detail}"
+  spans = blocks(t, parsed)
+  # --- All of it, under the names that viewer.js reads.
   u = t.usage
   return {
     "file": file,
@@ -269,12 +249,12 @@ def _row(
       f"{u.observation:,} observed; {u.model_calls} model calls, {u.seconds:.1f} s"
     ),
     "calls": [f"{c.name} {c.status.value} {c.seconds:.3f} s" for c in t.calls],
-    "mean": _number(statistics.fmean(logps)) if logps else None,
+    "mean": _number(statistics.fmean(logps or [math.nan])),
     "low": _number(min(logps, default=None)),
     "question": str(t.meta.get("question") or prompt[-400:].strip() or t.task_id),
     "golds": golds,
     "answer": answer,
-    "evidence": evidence,
+    "evidence": _evidence(spans, golds),
     "fault": fault,
     "family": str(t.meta.get("family", "")),
     "model": str(t.meta.get("model", "")),
@@ -295,6 +275,7 @@ class ShownSpan:
   def author(self) -> Author:
     """Says who wrote it; where several did, whoever is least to be trusted."""
     authors = {s.author for s in self.segments}
+    # A tool's text may be hostile; what the environment wrote is the program's own.
     for author in (Author.TOOL, Author.ENVIRONMENT):
       if author in authors:
         return author
@@ -305,16 +286,19 @@ def blocks(trajectory: Trajectory, parsed: Parse | None) -> list[ShownSpan]:
   """Lists the spans: the parser's where it reads the text, else the segments."""
   segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
   if parsed is None or not parsed.ok:
+    # One without text or tokens would be an empty box.
     shown = [s for s in segments if s.text.strip() or s.ids]
     return [ShownSpan(s.role, _inside(s), [s]) for s in shown]
-  # Each segment goes to the span that holds the first of its text that is not space.
-  ends = list(itertools.accumulate(len(s.text) for s in segments))
-  out = [ShownSpan(span.role, span.content.strip("\n"), []) for span in parsed.spans]
-  bounds = [span.end for span in parsed.spans]
+  # --- Each segment goes to the span that its first character but spaces stands in.
+  out = []
+  for span in parsed.spans:
+    out.append(ShownSpan(span.role, span.content.strip("\n"), []))
   i = 0
-  for segment, end in zip(segments, ends, strict=True):
+  end = 0
+  for segment in segments:
+    end += len(segment.text)
     at = end - len(segment.text.lstrip())
-    while i < len(out) - 1 and at >= bounds[i]:
+    while i < len(out) - 1 and at >= parsed.spans[i].end:
       i += 1
     out[i].segments.append(segment)
   return out
@@ -326,18 +310,21 @@ def _inside(segment: Segment) -> str:
   opening = roles.open_tag(segment.role)
   closing = roles.close_tag(segment.role)
   tagged = text.startswith(opening) and text.endswith(closing)
+  # A short text could begin and end with tags that overlap.
   if not tagged or len(text) < len(opening) + len(closing):
     return segment.text.strip("\n")
   text = text[len(opening) : -len(closing)].removeprefix(" ").strip("\n")
-  return roles.unescape(text) if segment.role == roles.OBSERVATION else text
+  if segment.role == roles.OBSERVATION:  # what a tool wrote was escaped
+    return roles.unescape(text)
+  return text
 
 
 def _evidence(spans: Sequence[ShownSpan], golds: Sequence[str]) -> int | None:
   """The first observation that a gold answer stands in, as an index into `spans`."""
-  words = [normal for normal in map(qa.normalize, golds) if normal]
+  words = list(filter(None, map(qa.normalize, golds)))
   for i, block in enumerate(spans):
     if block.role == roles.OBSERVATION:
-      text = f" {qa.normalize(block.content)} "
+      text = f" {qa.normalize(block.content)} "  # spaces, for whole words alone count
       if any(f" {word} " in text for word in words):
         return i
   return None
@@ -354,6 +341,7 @@ def _span(block: ShownSpan, tokenizer: Tokenizer | None) -> dict[str, Any]:
   authors = list(dict.fromkeys(s.author.value for s in block.segments))
   if len(authors) > 1:
     out["authors"] = authors
+  # Tokens are shown where any was sampled: their log-probs are what colours them.
   if any(s.logps for s in block.segments):
     out["segments"] = [_segment(s, tokenizer) for s in block.segments]
   return out
@@ -363,29 +351,36 @@ def _segment(s: Segment, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """A segment's text; or, where it was sampled, its tokens with all that is known."""
   if not s.logps:
     return {"text": s.text}
-  # Nearly always one policy wrote all of a segment; then its version stands once.
-  versions = s.versions[:1] if len(set(s.versions)) == 1 else s.versions
-  out = {"ids": s.ids, "logps": [_number(x) for x in s.logps], "versions": versions}
-  pieces = _pieces(s, tokenizer) if tokenizer else None
-  if pieces:
-    out["pieces"] = pieces
+  out = {"ids": s.ids, "logps": list(map(_number, s.logps)), "versions": s.versions}
+  if len(set(s.versions)) == 1:
+    # Nearly always one policy wrote all of a segment; then its version stands once.
+    out["versions"] = s.versions[:1]
+  texts = None
+  if tokenizer:
+    texts = _token_texts(s, tokenizer)
+  if texts:
+    out["pieces"] = texts
   return out
 
 
-def _pieces(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
+def _token_texts(s: Segment, tokenizer: Tokenizer) -> list[str] | None:
   """The text of each token; None where the ids are not those of the text.
 
   A character whose bytes are spread over tokens belongs to the one that completes it.
   """
+  # A decoder that holds back the first bytes of a character until its last.
   decoder = codecs.getincrementaldecoder("utf-8")("replace")
+  # Ids of another tokenizer, which a run's folder may hold.
   if not all(0 <= i < tokenizer.vocab_size for i in s.ids):
     return None
-  pieces = [decoder.decode(tokenizer.raw([i])) for i in s.ids]
-  if pieces:
-    pieces[-1] += decoder.decode(b"", final=True)
-  return pieces if "".join(pieces) == s.text else None
+  texts = [decoder.decode(tokenizer.raw([i])) for i in s.ids]
+  if texts:
+    texts[-1] += decoder.decode(b"", final=True)
+  return texts if "".join(texts) == s.text else None
 
 
 def _number(value: float | None) -> float | None:
   """Rounded for a reader; None where there is nothing finite."""
-  return None if value is None or not math.isfinite(value) else round(value, 4)
+  if value is None or not math.isfinite(value):
+    return None
+  return round(value, 4)

@@ -16,9 +16,13 @@ def written_answer(text: str) -> str | None:
 
   Observations are escaped in the text of a trajectory, so none can pass for an answer.
   """
+  # From the end: of several answers the last counts, and one without a closing tag
+  # was cut off, so the one before it does.
   before, closing, _ = text.rpartition(roles.close_tag(ANSWER))
   _, opening, content = before.rpartition(roles.open_tag(ANSWER))
-  return content.strip() if closing and opening else None
+  if closing and opening:
+    return content.strip()
+  return None
 
 
 def grade_known(task: Task, prediction: str | None) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import difflib
 import importlib
 import logging
 import numbers
@@ -80,6 +81,7 @@ class RewardConfig:
           f"graders[{key!r}] is {grader!r}; accepted: {', '.join(GRADERS)}, or "
           "'package.module:function'"
         )
+    # An endpoint that nothing asks is a mistake as much as one that is missing.
     judged = sorted(key for key, grader in self.graders.items() if grader == "judge")
     if judged and self.judge is None:
       raise ValueError(f"graders: {judged[0]!r} needs reward.judge, an endpoint")
@@ -96,7 +98,8 @@ class RewardConfig:
     if self.judge is None or self.judge.cache is not None:
       return self
     cache = os.path.join(folder, "verdicts.jsonl")
-    return dataclasses.replace(self, judge=dataclasses.replace(self.judge, cache=cache))
+    judge = dataclasses.replace(self.judge, cache=cache)
+    return dataclasses.replace(self, judge=judge)
 
 
 _Grade = Callable[[Task, str | None, Trajectory], Graded]
@@ -131,6 +134,7 @@ class Grader:
     with self._lock:
       closing = self._closing
       self._closing = []
+    # A thread that waits for a service fails with it, and only then can be joined.
     for service in closing:
       service.close()
     self._pool.shutdown()
@@ -143,9 +147,6 @@ class Grader:
   def check(self, tasks: Sequence[Task], max_len: int) -> None:
     """Refuses tasks that could not be graded, and graders that cannot be opened.
 
-    A key of `graders` must be a kind, or a source of these tasks: a misspelt one would
-    leave them to another grader.
-
     Args:
       tasks: all that are to be graded, those of every data set.
       max_len: tokens that a trajectory may have in all.
@@ -153,29 +154,39 @@ class Grader:
     Raises:
       ValueError: the message names the task or the config field.
     """
+    # --- A penalty that no trajectory is long enough to earn.
     overlong = self.config.shaping.overlong
     if overlong is not None and overlong.limit > max_len:
       raise ValueError(
         f"reward.shaping.overlong.limit={overlong.limit} is above rollout.max_len="
         f"{max_len}: no trajectory gets that long"
       )
-    kinds = list(Kind)
+    # --- A key that no task has.
+    kinds = sorted({t.kind.value for t in tasks})
     sources = sorted({t.source for t in tasks} - {""})
-    for key in self.config.graders:
-      if key not in (*kinds, *sources):
-        raise ValueError(
-          f"reward.graders: {key!r} is neither a kind ({', '.join(kinds)}) nor a "
-          f"source of these tasks ({', '.join(sources) or 'they have none'})"
-        )
+    unread = [key for key in self.config.graders if key not in (*kinds, *sources)]
+    for key in unread:
+      message = (
+        f"reward.graders: {key!r} is neither a kind ({', '.join(kinds)}) nor a source "
+        f"of these tasks ({', '.join(sources) or 'they have none'})"
+      )
+      # One that was misspelt would leave its tasks to another grader.
+      others = {*kinds, *sources} - set(self.config.graders)
+      meant = difflib.get_close_matches(key.lower(), sorted(others), n=1, cutoff=0.8)
+      if meant and key not in list(Kind):
+        raise ValueError(f"{message}; did you mean {meant[0]!r}?")
+      _log.warning("%s: its grader judges none of them", message)
+    # --- A task and a grader that do not fit.
     for task in tasks:
       name = self.grader_of(task)
       if name == "code":
-        read_tests(task)
+        read_tests(task)  # refuses tests of no known form
       elif task.kind == Kind.CODE and name in ("qa", "math"):
         raise ValueError(
           f"task {task.id!r}: code tasks need hidden tests; grader {name!r} would "
           "compare their text"
         )
+      # What cannot be opened (a jail, an import) is better known before any rollout.
       if name != "qa":
         self._opened(name)
 
@@ -203,9 +214,6 @@ class Grader:
   ) -> None:
     """Gives a finished trajectory its reward, the parts of it, and a record in `meta`.
 
-    One without accepted answers, or that the infrastructure failed, is left as it is.
-    One that nothing can be said of becomes `infrastructure`, without a reward.
-
     Args:
       task: what was asked.
       trajectory: the attempt.
@@ -217,18 +225,22 @@ class Grader:
       ValueError: a grader of the user's own fails or returns nonsense; or
         `max_failures` in a row could not be graded.
     """
+    # --- Nothing to grade: a user's question, or an attempt that a service broke.
     if not task.answers or trajectory.status == Status.INFRASTRUCTURE:
       return
+    # --- The verdict on the answer alone.
     try:
-      written = written_answer(trajectory.text)
-      graded = self.answer(task, written, trajectory, evaluation)
+      answer = written_answer(trajectory.text)
+      graded = self.answer(task, answer, trajectory, evaluation)
     except Ungradable as e:
+      # No verdict is not a wrong answer: without a reward it leaves its group.
       trajectory.status = Status.INFRASTRUCTURE
       trajectory.meta["ungraded"] = str(e)
       _log.warning("%s", e)
       self._count_failure(str(e))
       return
     self._failures = 0
+    # --- Format and penalties beside it, and everything on record.
     reward, parts = shaping.shape(
       self.config.shaping, graded.answer, trajectory, variant
     )
@@ -264,6 +276,7 @@ class Grader:
       )
 
   def _opened(self, name: str) -> _Grade:
+    # Opened under the lock: two threads with the first tasks share one sandbox.
     with self._lock:
       if name not in self._open:
         self._open[name] = self._make(name)
@@ -282,11 +295,14 @@ class Grader:
     return lambda task, answer, _: service.grade(task, answer)
 
   def _qa(self, task: Task, answer: str | None, evaluation: bool) -> Graded:
-    match = self.config.match_eval if evaluation else self.config.match
     answer = answer or ""
-    value = float(MATCHES[match][evaluation](answer, task.answers))
-    f1 = {"f1": qa.first_part_f1(answer, task.answers)} if evaluation else {}
-    return Graded(value, parts=f1)
+    if not evaluation:
+      in_training, _ = MATCHES[self.config.match]
+      return Graded(float(in_training(answer, task.answers)))
+    _, in_evaluation = MATCHES[self.config.match_eval]
+    # How near an answer comes is reported whatever it is judged by.
+    f1 = qa.first_part_f1(answer, task.answers)
+    return Graded(float(in_evaluation(answer, task.answers)), parts={"f1": f1})
 
 
 def _math(task: Task, answer: str | None, _: Trajectory) -> Graded:
@@ -323,8 +339,11 @@ class _Custom:
     except Ungradable:
       raise
     except Exception as e:
+      # A mistake of its author: it stops the run, as no retry would mend it.
       raise ValueError(f"{where} raised {type(e).__name__}: {e}") from e
-    parts = dict(value) if isinstance(value, dict) else {"answer": value}
+    parts = {"answer": value}
+    if isinstance(value, dict):
+      parts = dict(value)
     for name, part in parts.items():
       number = isinstance(part, numbers.Real | np.bool_) and isfinite(part)
       if not isinstance(name, str) or not number:

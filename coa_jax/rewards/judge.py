@@ -81,10 +81,12 @@ def read_verdict(reply: str) -> bool | None:
   if "<think>" in reply:
     return None
   judgements = _JUDGEMENT.findall(reply)
-  if not judgements:
-    alone = _ALONE.fullmatch(reply)
-    judgements = [alone[1]] if alone else []
-  return judgements[-1].lower() in _RIGHT if judgements else None
+  if judgements:
+    return judgements[-1].lower() in _RIGHT
+  alone = _ALONE.fullmatch(reply)
+  if alone:
+    return alone[1].lower() in _RIGHT
+  return None
 
 
 class Judge:
@@ -117,10 +119,12 @@ class Judge:
     Raises:
       Ungradable: it is unreachable, refuses, or gives no verdict.
     """
+    # --- What needs no judge.
     if answer is None or not answer.strip():
       return Graded(0.0)
     if qa.exact_match(answer, task.answers):
       return Graded(1.0)
+    # --- The request, and its key: another model or prompt is another verdict.
     data = {
       "question": task.question,
       "labelled_answers": list(task.answers),
@@ -129,6 +133,7 @@ class Judge:
     ask = _ASK.format(data=json.dumps(data, indent=1))
     text = f"{self._config.chat.model}\0{_SYSTEM}\0{ask}"
     key = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    # --- The first thread with this answer asks; all others wait for its verdict.
     with self._lock:
       verdict = self._verdicts.get(key)
       is_first = verdict is None
@@ -145,7 +150,9 @@ class Judge:
     try:
       right = self._ask(ask)
     except BaseException as e:
-      with self._lock:  # the next attempt asks again
+      # A failure is not remembered: the next attempt asks again. Those that wait for
+      # this one fail with it.
+      with self._lock:
         del self._verdicts[key]
       verdict.set_exception(e)
       return
@@ -155,6 +162,8 @@ class Judge:
 
   def _ask(self, ask: str) -> bool:
     reply = ""
+    # `ChatModel` repeats a request that failed; what repeats here is a reply without
+    # a verdict, since a model that is asked again may find its form.
     for _ in range(self._config.replies):
       try:
         with self._turn:

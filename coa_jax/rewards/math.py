@@ -65,9 +65,12 @@ def final_answer(text: str) -> str:
   asks for `\boxed{'The final answer goes here.'}`, and some models copy the quotes.
   """
   boxed = _last_boxed(text)
-  text = (text if boxed is None else boxed).strip()
+  if boxed is not None:
+    text = boxed
+  text = text.strip()
   if text.endswith(".") and not text.endswith(".."):
     text = text[:-1].rstrip()
+  # Quotes inside would leave one half of a pair: `$1$ and $2$` stays as it is.
   for quote in ("$", "'", '"'):
     inner = text[1:-1]
     if len(text) > 1 and text[0] == text[-1] == quote and quote not in inner:
@@ -89,8 +92,10 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _equal(prediction: str, gold: str) -> bool:
+  # --- The same text.
   if _IDLE_BLANK.sub("", prediction) == _IDLE_BLANK.sub("", gold):
     return True
+  # --- Plain numbers, at first without any rewriting: most answers end here.
   ours = number(prediction)
   theirs = number(gold)
   if ours is None or theirs is None:
@@ -104,11 +109,13 @@ def _equal(prediction: str, gold: str) -> bool:
     theirs = number(gold)
   if ours is not None and theirs is not None:
     return ours == theirs or ("." in prediction + gold and _rounded(ours, theirs))
+  # --- Text that only looks like a formula; then formulas.
   verdict = math_text.verdict(prediction, gold)
   if verdict is not None:
     return verdict
-  kept = math_text.without_false_units
-  return _VERIFIER.ask(kept(prediction), kept(gold))
+  return _VERIFIER.ask(
+    math_text.without_false_units(prediction), math_text.without_false_units(gold)
+  )
 
 
 def _rounded(one: fractions.Fraction, other: fractions.Fraction) -> bool:
@@ -137,6 +144,8 @@ class _Verifier:
       RuntimeError: the child cannot be started, or gets no CPU time.
     """
     with self._lock:
+      # Twice: the first death may have been the machine's doing, the second is the
+      # answer's. A child that ran out of its CPU time is not tried again.
       for _ in range(2):
         reply = self._exchange(json.dumps([prediction, gold, CPU_SECONDS]))
         if reply:
@@ -144,7 +153,6 @@ class _Verifier:
         # Its pipe closes a moment before its return code can be read.
         if self._stop(grace=1.0) == -signal.SIGXCPU:
           break
-        # Anything else may have been the machine's doing; twice is the answer's.
       return False
 
   def _exchange(self, request: str) -> bytes:

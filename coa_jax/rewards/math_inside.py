@@ -29,9 +29,10 @@ def serve() -> None:
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("ready", flush=True)
   for line in sys.stdin:
-    spent = resource.getrusage(resource.RUSAGE_SELF)
+    # The kernel counts from the start of the process, so the limit moves with it.
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     prediction, gold, seconds = json.loads(line)
-    limit = int(spent.ru_utime + spent.ru_stime) + 1 + seconds
+    limit = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     print(json.dumps(same(prediction, gold)), flush=True)
 
@@ -39,10 +40,16 @@ def serve() -> None:
 def same(prediction: str, gold: str) -> bool:
   """math-verify's verdict, or that both are the same set of solutions."""
   # A bare formula has no anchor that math-verify would find; a box gives it one.
-  prose = notation.is_prose(prediction)
-  ours = _parsed(prediction if prose else f"\\boxed{{{prediction}}}")
-  theirs = _parsed(f"\\boxed{{{gold}}}")
-  return _verified(theirs, ours) or _same_solutions(prediction, gold)
+  # In prose math-verify finds the formula by itself.
+  if notation.is_prose(prediction):
+    ours = _parsed(prediction)
+  else:
+    ours = _parsed_formula(prediction)
+  return _verified(_parsed_formula(gold), ours) or _same_solutions(prediction, gold)
+
+
+def _parsed_formula(text: str) -> list:
+  return _parsed(f"\\boxed{{{text}}}")
 
 
 # The CPU limit bounds the work, so math-verify's own signals are off (None).
@@ -60,13 +67,14 @@ def _same_solutions(prediction: str, gold: str) -> bool:
   math-verify is less strict here already, but only where the gold answer is one
   inequality and the prediction a set: `(3,\\infty)` for `x>3`, and not the reverse.
   """
-  if not any(map(_INEQUALITY.search, (prediction, gold))):
+  if not (_INEQUALITY.search(prediction) or _INEQUALITY.search(gold)):
     return False
   try:
     ours = _solutions(prediction)
     theirs = _solutions(gold)
     if ours is None or theirs is None:
       return False
+    # An interval names no variable and fits any; `x>3` and `y>3` are two statements.
     variables = ours[0] | theirs[0]
     return len(variables) == 1 and _verified(theirs[1], ours[1])
   except Exception:  # sympy raises anything at all over hostile text
@@ -77,11 +85,14 @@ def _solutions(text: str) -> tuple[set, sympy.Set] | None:
   """The variables and the values of a statement such as `x<1 or 2<x\\le 3`."""
   variables = set()
   union = sympy.EmptySet
+  # `and` binds closer than `or`: a union of intersections.
   for alternative in _OR.split(text):
     intersection = sympy.S.Reals
     for part in _AND.split(alternative):
-      parsed = _parsed(f"\\boxed{{{part.strip()}}}")
-      bounds = _bounds(parsed[0]) if parsed else None
+      parsed = _parsed_formula(part.strip())
+      if not parsed:
+        return None
+      bounds = _bounds(parsed[0])
       if bounds is None:
         return None
       variables |= bounds[0]
@@ -95,7 +106,10 @@ def _bounds(parsed: object) -> tuple[set, sympy.Set] | None:
     parsed = take_last_relation(parsed).rhs
   if isinstance(parsed, sympy.Set) and not parsed.has(Relational):
     return set(), parsed
-  relations = parsed.args if isinstance(parsed, sympy.And) else (parsed,)
+  # math-verify reads `2<x\le 3` as two relations that both hold.
+  relations = (parsed,)
+  if isinstance(parsed, sympy.And):
+    relations = parsed.args
   variables = set()
   values = sympy.S.Reals
   for relation in relations:
@@ -103,8 +117,11 @@ def _bounds(parsed: object) -> tuple[set, sympy.Set] | None:
     # whose answer is `x<-2 or x>2`.
     if not isinstance(relation, Relational):
       return None
-    sides = relation.lhs, relation.rhs
-    if not (any(s.is_Symbol for s in sides) and any(s.is_number for s in sides)):
+    left = relation.lhs
+    right = relation.rhs
+    has_variable = left.is_Symbol or right.is_Symbol
+    has_number = left.is_number or right.is_number
+    if not (has_variable and has_number):
       return None
     variables |= relation.free_symbols
     values = sympy.Intersection(values, relation.doit().as_set())

@@ -16,35 +16,42 @@ _WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 # Three letters may be a product: abc = cab.
 _LONG_WORD = re.compile(r"[A-Za-z]{4}")
 # Names of one unit, a line each. Units have no end; only two that are known can differ.
-_UNITS = {
-  name: names[0]
-  for names in map(
-    str.split,
-    r"""mm millimeter millimeters millimetre millimetres
-    cm centimeter centimeters centimetre centimetres
-    m meter meters metre metres
-    km kilometer kilometers kilometre kilometres
-    in inch inches
-    ft foot feet
-    yd yard yards
-    mi mile miles
-    mg milligram milligrams
-    g gram grams
-    kg kilogram kilograms
-    s sec secs second seconds
-    min mins minute minutes
-    h hr hrs hour hours
-    day days
-    week weeks
-    month months
-    yr yrs year years
-    cent cents
-    \$ dollar dollars
-    \circ degree degrees
-    radian radians""".splitlines(),
-  )
-  for name in names
-}
+_UNIT_NAMES = r"""
+mm millimeter millimeters millimetre millimetres
+cm centimeter centimeters centimetre centimetres
+m meter meters metre metres
+km kilometer kilometers kilometre kilometres
+in inch inches
+ft foot feet
+yd yard yards
+mi mile miles
+mg milligram milligrams
+g gram grams
+kg kilogram kilograms
+s sec secs second seconds
+min mins minute minutes
+h hr hrs hour hours
+day days
+week weeks
+month months
+yr yrs year years
+cent cents
+\$ dollar dollars
+\circ degree degrees
+radian radians
+"""
+
+
+def _units_by_name() -> dict[str, str]:
+  """Every name of a unit -> the first of its names."""
+  units: dict[str, str] = {}
+  for line in _UNIT_NAMES.strip().splitlines():
+    names = line.split()
+    units.update(dict.fromkeys(names, names[0]))
+  return units
+
+
+_UNITS = _units_by_name()
 _UNIT = re.compile(
   r"(\\\$)?[^$]*?\d\}?(?:\s*(?:\^\s*\{?(\\circ)\}?|([A-Za-z]+)(?:\^\{?\d\}?)?))?",
   re.DOTALL,
@@ -72,30 +79,38 @@ def units_differ(prediction: str, gold: str) -> bool:
 
 def _unit(text: str) -> str | None:
   match = _UNIT.fullmatch(notation.unwrapped(text))
-  return _UNITS.get(match[3] or match[2] or match[1]) if match else None
+  if match is None:
+    return None
+  return _UNITS.get(match[3] or match[2] or match[1])
 
 
 def verdict(prediction: str, gold: str) -> bool | None:
   """Whether the two are the same text, time or ratio; None leaves it to math-verify."""
   prediction = notation.unwrapped(prediction)
   gold = notation.unwrapped(gold)
+  # The first rule that both sides fit decides.
   for rule in (_words, _clock, _date, _ratio, _base):
     same = rule(prediction, gold)
     if same is not None:
       return same
+  # `1 2` is neither 12 nor, as in math-verify, 3. Prose may hold it and a formula.
   loose = notation.has_loose_fields
   if loose(gold) or (loose(prediction) and not notation.is_prose(prediction)):
-    return False  # `1 2` is neither 12 nor, as in math-verify, 3
+    return False
   return None
 
 
 def _words(prediction: str, gold: str) -> bool | None:
   """`listen` is not `silent`."""
-  both = (prediction, gold)
-  if not all(map(_WORDS.fullmatch, both)) or not any(map(_LONG_WORD.search, both)):
+  if not (_WORDS.fullmatch(prediction) and _WORDS.fullmatch(gold)):
     return None
-  ours, theirs = (re.sub(r"[ -]", "", text).lower() for text in both)
-  return ours == theirs
+  if not (_LONG_WORD.search(prediction) or _LONG_WORD.search(gold)):
+    return None
+  return _letters(prediction) == _letters(gold)
+
+
+def _letters(text: str) -> str:
+  return re.sub(r"[ -]", "", text).lower()
 
 
 def _clock(prediction: str, gold: str) -> bool | None:
@@ -106,6 +121,7 @@ def _clock(prediction: str, gold: str) -> bool | None:
     return None
   one = _minutes(ours)
   other = _minutes(theirs)
+  # Where one side leaves out which half of the day it is, the other's stands.
   if ours[3] and theirs[3]:
     return one == other
   return one % 720 == other % 720
@@ -114,31 +130,40 @@ def _clock(prediction: str, gold: str) -> bool | None:
 def _minutes(clock: re.Match) -> int:
   hours = int(clock[1])
   if clock[3]:
-    hours = hours % 12 + 12 * (clock[3] in "pP")
+    hours %= 12
+    if clock[3] in "pP":
+      hours += 12
   return hours * 60 + int(clock[2] or 0)
 
 
 def _ratio(prediction: str, gold: str) -> bool | None:
   """1:2:3 is 2:4:6 but not 1:3:2, though the quotients are equal."""
-  ours, theirs = (
-    [notation.number(term) for term in text.split(":")] for text in (prediction, gold)
-  )
+  ours = list(map(notation.number, prediction.split(":")))
+  theirs = list(map(notation.number, gold.split(":")))
+  # Two terms are a quotient, which math-verify compares rightly.
   if max(len(ours), len(theirs)) < 3 or None in ours + theirs:
     return None
-  pairs = zip(ours, theirs, strict=False)
-  same_shape = len(ours) == len(theirs)
-  return same_shape and all(a * theirs[0] == b * ours[0] for a, b in pairs)
+  if len(ours) != len(theirs):
+    return False
+  pairs = zip(ours, theirs, strict=True)
+  return all(a * theirs[0] == b * ours[0] for a, b in pairs)
 
 
 def _date(prediction: str, gold: str) -> bool | None:
   """1/2/2020 is not 2/4/2020, though the quotients are equal."""
-  ours = _DATE.fullmatch(prediction)
-  theirs = _DATE.fullmatch(gold)
-  if not (ours and theirs):
+  ours = _date_fields(prediction)
+  theirs = _date_fields(gold)
+  if ours is None or theirs is None:
     return None
-  return [int(f) for f in ours.group(1, 3, 4, 5, 7, 8) if f] == [
-    int(f) for f in theirs.group(1, 3, 4, 5, 7, 8) if f
-  ]
+  return ours == theirs
+
+
+def _date_fields(text: str) -> list[int] | None:
+  """The three numbers of a date in their order, of either form of `_DATE`."""
+  match = _DATE.fullmatch(text)
+  if match is None:
+    return None
+  return [int(field) for field in match.group(1, 3, 4, 5, 7, 8) if field]
 
 
 def _base(prediction: str, gold: str) -> bool | None:
@@ -150,6 +175,7 @@ def _base(prediction: str, gold: str) -> bool | None:
   theirs = _in_base(gold)
   if ours is None or theirs is None or not (ours[1] or theirs[1]):
     return None
+  # The digits alone are compared: in which base is the question's business.
   same_base = ours[1] == theirs[1] or not (ours[1] and theirs[1])
   return same_base and ours[0] == theirs[0]
 
@@ -162,8 +188,9 @@ def _in_base(text: str) -> tuple[str, int | None] | None:
     return None
   digits = match[1].upper()
   base = int(match[2] or match[3])
-  # `2a_1` is a product
-  return (digits, base) if all(int(digit, 16) < base for digit in digits) else None
+  if any(int(digit, 16) >= base for digit in digits):  # `2a_1` is a product
+    return None
+  return digits, base
 
 
 def without_false_units(text: str) -> str:
@@ -179,4 +206,6 @@ def without_false_units(text: str) -> str:
   variable = letters in _NO_UNITS or (
     letters in _MAYBE_UNITS and _VARIABLE.search(before.rpartition("=")[2])
   )
-  return f"{before}{{{letters}}}" if variable else text
+  if variable:
+    return f"{before}{{{letters}}}"
+  return text

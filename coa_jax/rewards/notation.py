@@ -145,6 +145,7 @@ def spelled_out(text: str) -> str:
   text = _ascii(text)
   for pattern, spelling in _SPELLINGS:
     text = pattern.sub(spelling, text)
+  # The order matters: a blank of LaTeX (`1\,000`) is one for the patterns below it.
   text = _BARE_FRACTION.sub(_braced_fraction, text)
   text = _BLANK.sub(" ", text)
   text = _MIXED.sub(_mixed, text)
@@ -160,7 +161,7 @@ def spelled_out(text: str) -> str:
 
 
 def _braced_fraction(match: re.Match) -> str:
-  over, under = [group for group in match.groups() if group]
+  over, under = filter(None, match.groups())
   return f"\\frac{{{over}}}{{{under}}}"
 
 
@@ -174,6 +175,7 @@ def _mixed(match: re.Match) -> str:
 
 
 def _repeating(match: re.Match) -> str:
+  # 0.1666...: before 0, once 1, block 6. Of the groups of a block one alone matched.
   before, once, *blocks = match.groups(default="")
   block = "".join(blocks)
   digits = before + once
@@ -214,14 +216,18 @@ def number(text: str) -> fractions.Fraction | None:
   text = text.strip().removeprefix("$")
   if _INTEGER.fullmatch(text):  # most answers
     return fractions.Fraction(int(text))
+  # Only what is no number as it stands is spelled out: that takes many patterns.
   match = _NUMBER.fullmatch(text) or _NUMBER.fullmatch(spelled_out(text))
   if match is None:
     return None
   size = _size(match)
-  return -size if size is not None and match["sign"] == "-" else size
+  if size is not None and match["sign"] == "-":
+    return -size
+  return size
 
 
 def _size(match: re.Match) -> fractions.Fraction | None:
+  """The number that `_NUMBER` matched, without its sign; None where it is none."""
   if match["decimal"]:
     return fractions.Fraction(match["decimal"].replace(",", ""))
   power = match["power"] or match["digit"]
@@ -232,11 +238,14 @@ def _size(match: re.Match) -> fractions.Fraction | None:
   under = int(match["under"] or match["denominator"])
   if not under:
     return None
-  value = fractions.Fraction(-over if match["minus"] else over, under)
+  value = fractions.Fraction(over, under)
+  if match["minus"]:
+    value = -value
   if match["whole"] is None:
     return value
-  # `2\frac{3}{2}` may as well be a product
-  return int(match["whole"]) + value if 0 < value < 1 else None
+  if not 0 < value < 1:  # `2\frac{3}{2}` may as well be a product
+    return None
+  return int(match["whole"]) + value
 
 
 # ---- words after a number ------------------------------------------------------------
@@ -290,12 +299,16 @@ def without_words(text: str) -> str:
     return text
   if any(map(_NO_UNIT.fullmatch, unit[2].split())):
     return plain  # wrapped, math-verify would pass over the words
-  return text if number(unit[1]) is None else unit[1]
+  if number(unit[1]) is None:
+    return text
+  return unit[1]
 
 
 def _written_out(text: str) -> str:
   scaled = _SCALED.fullmatch(unwrapped(text))
-  value = number(scaled[1]) if scaled else None
+  if scaled is None:
+    return text
+  value = number(scaled[1])
   if value is None:
     return text
   for word in scaled[2].lower().split():

@@ -54,34 +54,43 @@ def exact_match(prediction: str, answers: Sequence[str]) -> bool:
 
 def parts(prediction: str) -> list[str]:
   """The non-empty parts of a `|`-joined prediction, stripped."""
-  pieces = (p.strip() for p in prediction.split(ANSWER_SEPARATOR))
-  return [p for p in pieces if p]
+  stripped = map(str.strip, prediction.split(ANSWER_SEPARATOR))
+  return [part for part in stripped if part]
 
 
 def every_part(prediction: str, answers: Sequence[str]) -> bool:
   """The training form: there is a part, and each one is among the answers."""
-  pieces = parts(prediction)
-  each = bool(pieces) and all(exact_match(p, answers) for p in pieces)
-  return each or exact_match(prediction, _joined(answers))
+  if exact_match(prediction, _joined(answers)):
+    return True
+  # No part at all is no answer, though `all` of none would be true.
+  each = parts(prediction)
+  return bool(each) and all(exact_match(part, answers) for part in each)
 
 
 def first_part(prediction: str, answers: Sequence[str]) -> bool:
   """The evaluation form: the first part is among the answers."""
-  first = any(exact_match(p, answers) for p in parts(prediction)[:1])
-  return first or exact_match(prediction, _joined(answers))
+  if exact_match(prediction, _joined(answers)):
+    return True
+  each = parts(prediction)
+  return bool(each) and exact_match(each[0], answers)
 
 
 def every_part_f1(prediction: str, answers: Sequence[str]) -> float:
   """The training form of token F1: the mean over the parts."""
-  each = [token_f1(p, answers) for p in parts(prediction)]
-  mean = statistics.fmean(each) if each else 0.0
-  return max(mean, token_f1(prediction, _joined(answers)))
+  whole = token_f1(prediction, _joined(answers))
+  each = [token_f1(part, answers) for part in parts(prediction)]
+  if not each:
+    return whole
+  return max(statistics.fmean(each), whole)
 
 
 def first_part_f1(prediction: str, answers: Sequence[str]) -> float:
   """The evaluation form of token F1: that of the first part."""
-  first = [token_f1(p, answers) for p in parts(prediction)[:1]]
-  return max(*first, 0.0, token_f1(prediction, _joined(answers)))
+  whole = token_f1(prediction, _joined(answers))
+  each = parts(prediction)
+  if not each:
+    return whole
+  return max(token_f1(each[0], answers), whole)
 
 
 def _joined(answers: Sequence[str]) -> list[str]:
@@ -91,15 +100,21 @@ def _joined(answers: Sequence[str]) -> list[str]:
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
   """The best token F1 of the whole prediction against any answer, 0 to 1."""
-  return max((_f1(match_key(prediction), match_key(a)) for a in answers), default=0.0)
+  key = match_key(prediction)
+  best = 0.0
+  for answer in answers:
+    best = max(best, _f1(key, match_key(answer)))
+  return best
 
 
 def _f1(prediction: str, answer: str) -> float:
+  # HotpotQA's rule: a whole answer earns all or nothing.
   if prediction != answer and _WHOLE & {prediction, answer}:
     return 0.0
   ours = prediction.split()
   theirs = answer.split()
-  common = sum((collections.Counter(ours) & collections.Counter(theirs)).values())
+  # A multiset: a word counts as often as both sides have it.
+  common = (collections.Counter(ours) & collections.Counter(theirs)).total()
   if not common:
     return 0.0
   precision = common / len(ours)

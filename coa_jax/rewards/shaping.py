@@ -7,12 +7,11 @@ on record as what it added, so the record's penalties and its base sum to the re
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 from coa_jax.fields import bounded, check_fields, choice
 from coa_jax.protocol import roles
-from coa_jax.protocol.parser import Parse, parse
+from coa_jax.protocol.parser import parse
 from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import Author, Trajectory
 
@@ -121,11 +120,6 @@ def _check_weight(value: float, name: str, field: str = "weight") -> None:
     )
 
 
-def format_reward(parse: Parse) -> float:
-  """1.0 where the whole text obeys its variant, else 0.0."""
-  return 1.0 if parse.ok else 0.0
-
-
 def shape(
   config: ShapingConfig, answer: float, trajectory: Trajectory, variant: Variant
 ) -> tuple[float, dict[str, float]]:
@@ -141,22 +135,24 @@ def shape(
     (reward, parts): `answer` and `format`, 0 to 1, always; `overlong`, `repetition` and
     `tool_cost`, each at most 0, where the config has them.
   """
-  form = format_reward(parse(trajectory.text, variant))
-  parts = {"answer": answer, "format": form}
+  # --- The base: answer and format. One slip anywhere breaks the whole format.
+  form = float(parse(trajectory.text, variant).ok)
   weight = config.format_weight
   base = {
     "product": answer * form,
     "weighted": (1 - weight) * answer + weight * form,
     "none": answer,
   }[config.format]
+  # --- The penalties that the config has.
+  penalties: dict[str, float] = {}
   if config.overlong is not None:
-    parts["overlong"] = overlong(config.overlong, trajectory)
+    penalties["overlong"] = overlong(config.overlong, trajectory)
   if config.repetition is not None:
-    parts["repetition"] = repetition(config.repetition, trajectory)
+    penalties["repetition"] = repetition(config.repetition, trajectory)
   if config.tool_cost is not None:
-    parts["tool_cost"] = tool_cost(config.tool_cost, trajectory)
-  penalties = sum(v for k, v in parts.items() if k not in ("answer", "format"))
-  return base + penalties, parts
+    penalties["tool_cost"] = tool_cost(config.tool_cost, trajectory)
+  parts = {"answer": answer, "format": form, **penalties}
+  return base + sum(penalties.values()), parts
 
 
 def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
@@ -164,6 +160,7 @@ def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
 
   0 up to limit - buffer tokens, then linear down to -weight at the limit and beyond.
   """
+  # The prompt is not the policy's doing; what it asked tools for is.
   length = trajectory.usage.generated + trajectory.usage.observation
   over = (length - (config.limit - config.buffer)) / config.buffer
   return -config.weight * min(max(over, 0.0), 1.0)
@@ -171,23 +168,28 @@ def overlong(config: OverlongConfig, trajectory: Trajectory) -> float:
 
 def repetition(config: RepetitionConfig, trajectory: Trajectory) -> float:
   """The repetition term; see `RepetitionConfig`."""
+  own = [s for s in trajectory.segments if s.author == Author.POLICY]
   if config.ngram:
-    ids = [i for s in _policy(trajectory) for i in s.ids]
+    # --- By tokens: the share of n-grams that are not the first of their kind.
     n = config.ngram
-    grams = collections.Counter(zip(*(ids[k:] for k in range(n)), strict=False))
-    total = sum(grams.values())
-    return -config.weight * (1 - len(grams) / total) if total else 0.0
-  written = [(c.name, " ".join(c.arguments.split())) for c in trajectory.calls]
-  written += [
-    (s.role, " ".join(s.text.split()))
-    for s in _policy(trajectory)
-    if s.role in (roles.THINK, roles.PLAN)
-  ]
-  return -config.weight if len(set(written)) < len(written) else 0.0
-
-
-def _policy(trajectory: Trajectory) -> list:
-  return [s for s in trajectory.segments if s.author == Author.POLICY]
+    ids: list[int] = []
+    for segment in own:
+      ids += segment.ids
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    if not grams:
+      return 0.0
+    return -config.weight * (1 - len(set(grams)) / len(grams))
+  # --- By spans: the same call, thought or plan again, blanks aside.
+  # No other span counts: to give the same score twice is no repetition.
+  spans = [(call.name, call.arguments) for call in trajectory.calls]
+  spans += [(s.role, s.text) for s in own if s.role in (roles.THINK, roles.PLAN)]
+  seen: set[tuple[str, str]] = set()
+  for role, text in spans:
+    span = (role, " ".join(text.split()))
+    if span in seen:
+      return -config.weight
+    seen.add(span)
+  return 0.0
 
 
 def tool_cost(config: ToolCostConfig, trajectory: Trajectory) -> float:

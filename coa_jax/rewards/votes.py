@@ -16,6 +16,7 @@ def vote_key(answer: str) -> str:
   value = notation.number(answer)
   if value is not None:
     return str(value)
+  # Formulas that differ in blanks or case alone are one vote.
   if _FORMULA.search(answer):
     return "".join(answer.lower().split())
   return qa.match_key(answer)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,13 +96,15 @@ class RolloutCollector:
     gone = set(cursor["unfinished"]) - by_id.keys() - {None}
     if gone:
       raise ValueError(f"task {min(gone)!r} was begun and is not among the tasks now")
-    numbered = enumerate(cursor["unfinished"], cursor["group"])
-    self._resumed = {n: by_id[id_] for n, id_ in numbered if id_ is not None}
+    self._resumed: dict[int, Task] = {}  # what an earlier process had begun
+    for n, task_id in enumerate(cursor["unfinished"], cursor["group"]):
+      if task_id is not None:
+        self._resumed[n] = by_id[task_id]
     task_sampler.restore(cursor["draw"])
 
     self._step = step  # which takes next, or takes now
-    self._kept = 0  # groups that this step has kept so far
-    self._taken = 0  # groups that it has taken
+    self._num_kept = 0  # groups that this step has kept so far
+    self._num_taken = 0  # groups that it has taken
     self._head = cursor["group"]  # the number of the group to be taken next
     self._processes = jax.process_count()
     self._process = jax.process_index()
@@ -118,6 +121,7 @@ class RolloutCollector:
 
   def close(self) -> None:
     """Drops what is being played."""
+    # Cancelled, not awaited: a tool may hang.
     for group in self._groups.values():
       for episode in group.episodes:
         self._worker.engine.cancel(episode)
@@ -162,26 +166,29 @@ class RolloutCollector:
     batch = RolloutBatch()
 
     # --- Take groups until enough of them have rewards that differ.
-    while self._kept < config.prompts and self._taken < self._most:
+    while self._num_kept < config.prompts and self._num_taken < self._most:
       self._submit_allowed()
       groups = self._take()
       for group in groups:
+        # Kept or not: what a task sampler learns from must not depend on the filter.
         self._task_sampler.learn(group)
         batch.played += group
       keep_G = self._has_reward_variance(groups)
       batch.num_groups += len(groups)
       batch.num_varied += int(keep_G.sum())
       if config.filter_groups:
-        groups = [g for g, keep in zip(groups, keep_G, strict=True) if keep]
+        groups = list(itertools.compress(groups, keep_G))
       batch.groups += groups
-      self._kept += len(groups)
-      self._taken = batch.num_groups
+      self._num_kept += len(groups)
+      self._num_taken = batch.num_groups
+    # On-policy the last round may have brought more than were missing.
     batch.groups = batch.groups[: config.prompts]
 
     # --- The next step's groups may start, and the policy's memory may be freed.
     self._step = step + 1
-    self._kept = 0
-    self._taken = 0
+    self._num_kept = 0
+    self._num_taken = 0
+    # Before more is submitted: what starts later, a resumed run starts itself.
     batch.cursor = self._cursor()
     if self.asynchronous:
       self._submit_allowed()
@@ -222,8 +229,9 @@ class RolloutCollector:
         )
         futures[i] = self._worker.submit(episode, first=True, evaluation=True)
     played = [(i, future.result()) for i, future in futures.items()]
-    everywhere = sorted(gather_trajectories(played), key=lambda pair: pair[0])
-    return [trajectory for _, trajectory in everywhere]
+    # Every P-th of each process: back into the order of the tasks.
+    everywhere = dict(gather_trajectories(played))
+    return [everywhere[i] for i in range(len(tasks))]
 
   def _submit_allowed(self) -> None:
     """Submits this process's groups that may start now."""
@@ -234,12 +242,14 @@ class RolloutCollector:
 
   def _may_start(self, ahead: int) -> bool:
     """Whether a group may start that is taken after `ahead` others."""
+    # On-policy a round waits for the policy that learns from it.
     if not self.asynchronous:
       return self._version == self._step and ahead < self._round
+    # The worst case: the step by which it is learnt from, whatever is kept till then.
     step = self._step + steps_until(
       ahead,
-      kept_left=self._config.prompts - self._kept,
-      taken_left=self._most - self._taken,
+      kept_left=self._config.prompts - self._num_kept,
+      taken_left=self._most - self._num_taken,
       config=self._config,
     )
     newest = min(self._version + self._config.staleness, self._steps - 1)
@@ -254,12 +264,14 @@ class RolloutCollector:
     seed = self._seed
     first = number * config.samples
     if not self.asynchronous:
-      number_of_round, place = divmod(number, self._round)
+      number_of_round, number_in_round = divmod(number, self._round)
       mixed = np.random.SeedSequence((self._seed, number_of_round))
       seed = int(mixed.generate_state(1)[0])
-      first = place * config.samples
-    episodes = [
-      self._worker.episode(
+      first = number_in_round * config.samples
+    # --- The attempts: made first, so that the engine gets them one after the other.
+    episodes = []
+    for k in range(config.samples):
+      episode = self._worker.episode(
         task=task,
         sample=k,
         seed=seed,
@@ -271,15 +283,14 @@ class RolloutCollector:
         # An interrupted run may have submitted it under another version.
         within=config.staleness,
       )
-      for k in range(config.samples)
-    ]
+      episodes.append(episode)
     futures = [self._worker.submit(episode, group=number) for episode in episodes]
     self._groups[number] = _Submitted(episodes, futures)
 
   def _take(self) -> list[Group]:
     """Waits for the next groups, a round or one of each process, and returns them."""
     if self.asynchronous:
-      left = min(self._config.prompts - self._kept, self._most - self._taken)
+      left = min(self._config.prompts - self._num_kept, self._most - self._num_taken)
       count = min(left, self._processes)
     else:
       count = self._round
@@ -297,13 +308,19 @@ class RolloutCollector:
 
   def _cursor(self) -> dict[str, Any]:
     """Where the next step goes on; see `RolloutBatch`."""
-    started = {n: group.episodes[0].task.id for n, group in self._groups.items()}
-    started |= {n: task.id for n, task in self._resumed.items() if n >= self._head}
-    everywhere = {n: id_ for part in gather_json([*started.items()]) for n, id_ in part}
-    numbers = range(self._head, max(everywhere, default=-1) + 1)
+    # --- Begun here: what is played, and what an earlier process had begun.
+    task_ids = [(n, group.episodes[0].task.id) for n, group in self._groups.items()]
+    for n, task in self._resumed.items():
+      if n >= self._head:  # else another process has played it since
+        task_ids.append((n, task.id))
+    # --- Begun anywhere.
+    everywhere: dict[int, str] = {}
+    for part in gather_json(task_ids):
+      everywhere.update(part)
+    end = max(everywhere, default=-1) + 1
     return {
       "group": self._head,
-      "unfinished": [everywhere.get(n) for n in numbers],
+      "unfinished": [everywhere.get(n) for n in range(self._head, end)],
       "draw": self._task_sampler.state,
     }
 
@@ -336,17 +353,17 @@ def steps_until(
   left = min(kept_left, taken_left)
   if ahead < left:
     return 0
+  # A later step takes at least so many: it ends with `prompts` kept or `most` taken.
   most = config.rounds * (config.round_prompts or config.prompts)
   return 1 + (ahead - left) // min(config.prompts, most)
 
 
 def ages(groups: Sequence[Sequence[Trajectory]], step: int) -> list[int]:
   """Of every sampled token of graded trajectories: updates since, at this step."""
-  return [
-    step - version
-    for group in groups
-    for t in group
-    if t.reward is not None
-    for s in t.segments
-    for version in s.versions
-  ]
+  out = []
+  for t in itertools.chain.from_iterable(groups):
+    if t.reward is None:  # it has left its group: nothing is learnt from it
+      continue
+    for segment in t.segments:
+      out += [step - version for version in segment.versions]
+  return out

@@ -80,9 +80,13 @@ class EpisodePool:
     self._lock = threading.Lock()
     count = len(self._replicas)
     # Of each replica: the jobs that wait, those that run, those to be dropped.
-    self._queues: list[list[_Job]] = [[] for _ in range(count)]
-    self._running: list[dict[Episode, _Job]] = [{} for _ in range(count)]
-    self._dropped: list[list[Episode]] = [[] for _ in range(count)]
+    self._queues: list[list[_Job]] = []
+    self._running: list[dict[Episode, _Job]] = []
+    self._dropped: list[list[Episode]] = []
+    for _ in self._replicas:
+      self._queues.append([])
+      self._running.append({})
+      self._dropped.append([])
     self._threads: list[threading.Thread | None] = [None] * count
     self._rested: list[float | None] = [None] * count  # since when, in seconds
     self._policies: list[Any] | None = None
@@ -106,13 +110,9 @@ class EpisodePool:
   @property
   def timings(self) -> Timings:
     """What the seconds so far went into."""
-    each = [replica.timings for replica in self._replicas]
-    return Timings(
-      sync=self._sync_seconds + sum(t.sync for t in each) / len(each),
-      decode=sum(t.decode for t in each) / len(each),
-      tools=sum(t.tools for t in each) / len(each),
-      idle=sum(t.idle for t in each) / len(each),
-    )
+    mean = Timings.mean(replica.timings for replica in self._replicas)
+    mean.sync += self._sync_seconds
+    return mean
 
   def publish(self, policies: list[Any] | None, version: int) -> None:
     """Makes a policy the newest: its form for each replica; None for no policy.
@@ -160,18 +160,20 @@ class EpisodePool:
     """Drops an episode; one that is over, or was never submitted, changes nothing."""
     job = None
     with self._lock:
-      # Waiting, it is forgotten here; running, its replica's thread drops it before the
-      # next round, for only that thread may touch the slots.
+      # Running, its replica's thread drops it before the next round, for only that
+      # thread may touch the slots; waiting, it is forgotten here.
       for queue, running, dropped in zip(
         self._queues, self._running, self._dropped, strict=True
       ):
-        waiting = next((job for job in queue if job.episode is episode), None)
-        if waiting:
-          queue.remove(waiting)
-          job = waiting
-        elif episode in running:
+        if episode in running:
           job = running.pop(episode)
           dropped.append(episode)
+          break
+        waiting = [job for job in queue if job.episode is episode]
+        if waiting:
+          job = waiting[0]
+          queue.remove(job)
+          break
     if job:  # without the lock: who waits may submit again at once
       job.future.set_exception(concurrent.futures.CancelledError())
 
@@ -179,15 +181,18 @@ class EpisodePool:
     """Drops all episodes and waits for the threads, for a window at most."""
     with self._lock:
       self._closed = True
-      jobs = [job for queue in self._queues for job in queue]
+      jobs: list[_Job] = []
       for queue in self._queues:
+        jobs += queue
         queue.clear()
-      threads = [thread for thread in self._threads if thread]
+      threads = list(self._threads)
+    # Without the lock, which the threads need to end.
     for thread in threads:
-      thread.join()
+      if thread:
+        thread.join()
     # Only now: until its thread has ended, a round may still finish an episode.
-    jobs += [job for running in self._running for job in running.values()]
     for running in self._running:
+      jobs += running.values()
       running.clear()
     for job in jobs:
       job.future.set_exception(concurrent.futures.CancelledError())
@@ -213,6 +218,7 @@ class EpisodePool:
     for i, replica in enumerate(self._replicas):
       if self._threads[i] is not None or not self._queues[i]:
         continue
+      # Idle time ends here; before the first episode there was none to count.
       if self._rested[i] is not None:
         replica.timings.idle += time.monotonic() - self._rested[i]
       thread = threading.Thread(
@@ -224,31 +230,36 @@ class EpisodePool:
   def _work(self, i: int) -> None:
     """The thread of a replica: plays until it has no episode, or the pool is closed."""
     replica = self._replicas[i]
+    running = self._running[i]
     try:
       while True:
+        # --- With the lock: what this round plays, and under which policy.
         with self._lock:
           new = [] if self._closed else self._take(i)
-          self._running[i].update((job.episode, job) for job in new)
+          for job in new:
+            running[job.episode] = job
           dropped = self._dropped[i]
           self._dropped[i] = []
-          if self._closed or not self._running[i]:
+          # Decided under the lock that `submit` takes: no job can come in between.
+          if self._closed or not running:
             self._rest(i)
             return
           # Read after the episodes were taken: none starts under an older policy than
           # was the newest when it was submitted.
           policy = self._policies[i]
           version = self._version
+        # --- Without it: the device's time.
         for episode in dropped:
           replica.drop(episode)
         for episode in replica.round(policy, version, [job.episode for job in new]):
           with self._lock:
-            job = self._running[i].pop(episode, None)
+            job = running.pop(episode, None)
           if job:  # else it was cancelled during the round
             job.future.set_result(episode)
     except BaseException as error:  # raised again where the futures are read
       with self._lock:
-        jobs = [*self._running[i].values(), *self._queues[i]]
-        self._running[i].clear()
+        jobs = [*running.values(), *self._queues[i]]
+        running.clear()
         self._queues[i].clear()
         self._rest(i)
       for job in jobs:

@@ -76,6 +76,7 @@ class CoAEpisode(Episode):
     self._code_session = toolbox.code_session()
     if self._code_session is not None:  # of an episode that is dropped in the middle
       weakref.finalize(self, self._code_session.close).atexit = False
+    # What readers of trajectories need of the task.
     meta = {
       "question": task.question,
       "answers": list(task.answers),
@@ -89,7 +90,9 @@ class CoAEpisode(Episode):
     """Returns the prompt's ids, chat template included; its seconds count from now."""
     self._began = time.monotonic()
     self.tokenizer.encode_prompt(self.trajectory.segments)
-    ids = [i for s in self.trajectory.segments for i in s.ids]
+    ids: list[int] = []
+    for segment in self.trajectory.segments:
+      ids += segment.ids
     self.trajectory.usage.prompt = len(ids)
     self.trajectory.usage.model_calls = 1
     return ids
@@ -99,6 +102,7 @@ class CoAEpisode(Episode):
     self._date(ids)
 
   def _date(self, ids: list[int]) -> None:
+    # Of those ids only that came since the last look: the policy may be newer now.
     self._versions += [self.version] * (len(ids) - len(self._versions))
 
   def sampled(
@@ -106,18 +110,21 @@ class CoAEpisode(Episode):
   ) -> concurrent.futures.Future[ToolCall] | None:
     """Appends sampled ids; starts the call that `tag` closes. See `Episode`."""
     t = self.trajectory
+    # --- Tokens become segments, each token with the version that sampled it.
     self._date(ids)
     segments = self.tokenizer.policy_segments(ids, logps, self._versions)
     self._versions = []
     t.segments += segments
     t.usage.generated += len(ids)
     self._turn += "".join(s.text for s in segments)
+    # --- The ends: no tokens left, an answer, one call too many.
     if tag is None:
       return self._finish(Status.TRUNCATED)
     if tag == roles.close_tag(roles.ANSWER):
       return self._finish(Status.ENDED)
     if len(t.calls) >= self.config.max_calls:
       return self._finish(Status.TURN_LIMIT)
+    # --- A call: `tag` is </NAME>. What can not be run is answered, not an end.
     name = tag[2:-1]
     # The last opening tag of this turn: the policy may have left others open.
     before, opening, content = self._turn.rpartition(roles.open_tag(name))
@@ -132,11 +139,11 @@ class CoAEpisode(Episode):
 
   def _made_before(self, name: str, content: str) -> bool:
     """Whether the call was made as often as it may be; a tool's own failure is none."""
-    call = (name, content.strip())
-    times = sum(
-      (c.name, c.arguments.strip()) == call and c.status != CallStatus.TOOL
-      for c in self.trajectory.calls
-    )
+    times = 0
+    for call in self.trajectory.calls:
+      is_same = call.name == name and call.arguments.strip() == content.strip()
+      if is_same and call.status != CallStatus.TOOL:
+        times += 1
     return 0 < self.config.same_calls <= times
 
   def observed(self, result: ToolCall) -> list[int] | None:
@@ -146,12 +153,15 @@ class CoAEpisode(Episode):
     result = dataclasses.replace(result, result=text)  # on record is what was read
     t.calls.append(result)
     t.usage.tool_calls += 1
+    # Of all calls, failed ones too: what is bounded is the time that a slot idles.
     self._tool_seconds += result.seconds
     # Nobody's fault here: the attempt says nothing about the policy.
     if result.status == CallStatus.INFRASTRUCTURE:
       return self._finish(Status.INFRASTRUCTURE)
     if self._tool_seconds >= self.config.tool_seconds:
       return self._finish(Status.TOOL_FAILED)
+    # The only place where a tool's words become tokens; their author is the tool, so
+    # that nothing in them is trained on or can end the episode.
     segment = self.tokenizer.encode_observation(text)
     t.segments.append(segment)
     t.usage.observation += len(segment.ids)
@@ -203,7 +213,7 @@ class Replay(Episode):
       sampled = s.author == Author.POLICY
       if not self._turns or (not sampled and self._turns[-1][1]):
         self._turns.append(([], []))
-      self._turns[-1][sampled].extend(s.ids)
+      self._turns[-1][sampled].extend(s.ids)  # 0 what was given, 1 what was sampled
 
   def start(self) -> list[int]:
     """The prompt's ids."""
@@ -224,6 +234,7 @@ class Replay(Episode):
     if ids != self._turns.pop(0)[1]:
       raise self._elsewhere()
     self.logps += logps
+    # Over where nothing was sampled after this, whatever was given.
     if not self._turns or not self._turns[0][1]:
       return None
     future: concurrent.futures.Future[list[int]] = concurrent.futures.Future()

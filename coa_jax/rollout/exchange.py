@@ -18,13 +18,15 @@ def gather_json(value: Any) -> list[Any]:
   if jax.process_count() == 1:
     return [value]
   own = json.dumps(value).encode()
+  # An all-gather takes arrays of one shape: the bytes, padded to the longest.
   sizes = multihost_utils.process_allgather(np.array([len(own)]))[:, 0]
   padded = np.zeros(sizes.max(), np.uint8)
   padded[: len(own)] = np.frombuffer(own, np.uint8)
   rows = multihost_utils.process_allgather(padded)
-  return [
-    json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)
-  ]
+  values = []
+  for row, size in zip(rows, sizes, strict=True):
+    values.append(json.loads(row[:size].tobytes()))
+  return values
 
 
 def gather_trajectories(
@@ -36,6 +38,7 @@ def gather_trajectories(
     own: what this process has played: (a number, a trajectory). It is exchanged as
       JSON, which keeps every bit of a log-prob.
   """
+  # Alone there is nothing to wait for: each goes on as soon as it is there.
   if jax.process_count() == 1:
     yield from own
     return

@@ -19,24 +19,35 @@ _TWICE = shaping.RepetitionConfig(weight=1.0)
 def describe(rollouts: RolloutBatch) -> dict[str, float]:
   """Returns the metrics of one step's rollouts, kept or not."""
   played = rollouts.played
-  failed = [t.status == Status.INFRASTRUCTURE for t in played]
-  truncated = [t.status == Status.TRUNCATED for t in played]
-  repeated = [shaping.repetition(_TWICE, t) < 0 for t in played]
+  count = len(played)
+
+  # --- Sums over the trajectories.
+  generated = total = calls = infrastructure = truncated = repeated = 0
+  for t in played:
+    generated += t.usage.generated
+    total += t.usage.total
+    calls += len(t.calls)
+    infrastructure += t.status == Status.INFRASTRUCTURE
+    truncated += t.status == Status.TRUNCATED
+    repeated += shaping.repetition(_TWICE, t) < 0
+
   figures = {
     "reward": mean_graded(t.reward for t in played),
     "reward_variance_share": rollouts.num_varied / rollouts.num_groups,
-    "generated_tokens": sum(t.usage.generated for t in played),
-    "tokens_per_trajectory": np.mean([t.usage.total for t in played]),
-    "calls_per_trajectory": np.mean([len(t.calls) for t in played]),
-    "infrastructure": sum(failed),
-    "infrastructure_share": np.mean(failed),
-    "truncated": sum(truncated),
-    "truncated_share": np.mean(truncated),
-    "repeated_share": np.mean(repeated),
+    "generated_tokens": generated,
+    "tokens_per_trajectory": total / count,
+    "calls_per_trajectory": calls / count,
+    "infrastructure": infrastructure,
+    "infrastructure_share": infrastructure / count,
+    "truncated": truncated,
+    "truncated_share": truncated / count,
+    "repeated_share": repeated / count,
     **_entropies(played),
     **_failures(played),
     **rollouts.figures,
   }
+
+  # --- The parts of the reward; these two are there where nothing was graded, too.
   parts = {"answer", "format"}
   for t in played:
     parts.update(t.reward_parts)
@@ -60,6 +71,7 @@ def _entropies(played: Sequence[Trajectory]) -> dict[str, float]:
   for trajectory in played:
     for segment in trajectory.segments:
       role = segment.role or "text"
+      # One curve for all tools: of each alone there are few tokens in a step.
       if segment.role in roles.TOOLS:
         role = "tool"
       logps[role] += segment.logps
@@ -68,11 +80,11 @@ def _entropies(played: Sequence[Trajectory]) -> dict[str, float]:
 
 def _failures(played: Sequence[Trajectory]) -> dict[str, float]:
   """`failed_calls_OWNER`: the share of all tool calls that failed by its fault."""
-  calls = collections.Counter(call.status for t in played for call in t.calls)
+  calls: collections.Counter[CallStatus] = collections.Counter()
+  for t in played:
+    calls.update(call.status for call in t.calls)
   if not calls:
     return {}
-  return {
-    f"failed_calls_{status}": calls[status] / calls.total()
-    for status in CallStatus
-    if status != CallStatus.OK
-  }
+  shares = {f"failed_calls_{s}": calls[s] / calls.total() for s in CallStatus}
+  del shares[f"failed_calls_{CallStatus.OK}"]  # no failure
+  return shares

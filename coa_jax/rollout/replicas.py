@@ -53,14 +53,15 @@ class ReplicaPool(EpisodePool):
     """
     self.model = decode_params.architecture(model, partitioner)
     self._partitioner = partitioner
-    partitioners = partitioner.decoding().replicas() if partitioner else [None]
-    for replica in partitioners:
-      if replica:
+    replicas: list[Partitioner | None] = [None]  # one, on the only device
+    if partitioner:
+      replicas = [*partitioner.decoding().replicas()]
+      # All are checked before the first is made.
+      for replica in replicas:
         replica.check(model.axes)
-    schedulers = [
-      Scheduler(self.model, automaton, config, replica, constraint)
-      for replica in partitioners
-    ]
+    schedulers = []
+    for replica in replicas:
+      schedulers.append(Scheduler(self.model, automaton, config, replica, constraint))
     super().__init__(config, schedulers, name="replica")
 
   def set_policy(self, params: Any, version: int) -> None:

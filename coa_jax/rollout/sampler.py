@@ -112,6 +112,7 @@ def extend(
   Returns:
     The cache. No logits: the first sampled token comes from running `pending`.
   """
+  # Places past a row's count are run in vain: `valid` keeps them out of the cache.
   step_T = jnp.arange(token_RT.shape[1])
   position_RT = start_R[:, None] + step_T
   valid_RT = step_T < count_R[:, None]
@@ -180,6 +181,7 @@ def window(
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)
     # --- Draw it, or take the one that is given. Idle slots draw too, into nothing.
+    # The key is that of the place where the token will stand.
     keys_B = _keys(s.seed_B, s.sequence_B, s.length_B + 1)
     drawn_B = distribution.sample(logp_BV, keys_B, s.temperature_B)
     token_B = jnp.where(forced_BW[:, i] < 0, drawn_B, forced_BW[:, i])
@@ -194,6 +196,7 @@ def window(
     )
     return i + 1, cache, after, out
 
+  # Not a scan of W steps: where all slots have stopped, the rest would be in vain.
   def goes_on(carry):
     i, _, s, _ = carry
     return (i < steps) & jnp.any(s.active_B)
@@ -207,10 +210,12 @@ def _advance(
   s: SamplerState, tables: Tables, token_B: jax.Array
 ) -> tuple[SamplerState, jax.Array]:
   """The slots after active ones have sampled these tokens, and who stopped at a tag."""
+  # Idle slots are computed too; the masks by `active` leave them what they were.
   class_B = tables.class_V[token_B]
   stop_B = jnp.where(s.active_B, tables.stop_SC[s.automaton_B, class_B], 0)
   next_B = tables.next_SC[s.automaton_B, class_B]
   length_B = s.length_B + s.active_B
+  # `pending` counts, though its keys and values are not in the cache yet.
   full_B = length_B + 1 >= s.limit_B
   after = s.replace(
     length_B=length_B,
@@ -245,6 +250,7 @@ def _grammar_after(state: SamplerState, tables: Tables, token_B: jax.Array) -> A
 def _keys(seed_B: jax.Array, sequence_B: jax.Array, position_B: jax.Array) -> jax.Array:
   """PRNG keys of every slot's next token: functions of (seed, sequence, position)."""
 
+  # Folded in one after the other: in a sum, two slots could meet in one key.
   def key(seed, sequence, position):
     sequence_key = jax.random.fold_in(jax.random.key(seed), sequence)
     return jax.random.fold_in(sequence_key, position)

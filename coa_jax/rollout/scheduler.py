@@ -65,6 +65,7 @@ class Scheduler:
       automaton.stop_SC,
       constraint=on_device(constraint),
     )
+    # Small, and looked into at every token: each device of the replica has all of them.
     whole = partitioner.sharding("") if partitioner else None
     self._tables = jax.device_put(tables, whole)
     self.clear()
@@ -195,8 +196,9 @@ class Scheduler:
     """Appends the observations of calls that are done; returns who ended by one."""
     observations: list[tuple[int, list[int]]] = []
     ended: list[Episode] = []
-    # A list first: calls are taken out of the dictionary on the way.
-    for slot in [slot for slot, call in self._calls.items() if call.done()]:
+    # A list of its own: calls are taken out of the dictionary on the way.
+    done = [slot for slot, call in self._calls.items() if call.done()]
+    for slot in done:
       episode = self._episodes[slot]
       ids = episode.observed(self._calls.pop(slot).result())
       # One more place, so that at least one token can be sampled after them.
@@ -206,11 +208,12 @@ class Scheduler:
         ids = None
       if ids is None:
         ended.append(self._free(slot))
-      else:
-        if self._resume_S is not None:
-          state = self._state.grammar_B[slot]
-          self._state.grammar_B[slot] = self._resume_S[state]
-        observations.append((slot, ids))
+        continue
+      # The grammar reads no observation: it goes on from where the call left it.
+      if self._resume_S is not None:
+        state = self._state.grammar_B[slot]
+        self._state.grammar_B[slot] = self._resume_S[state]
+      observations.append((slot, ids))
     self._extend(observations, fresh=False)
     return ended
 
@@ -228,14 +231,16 @@ class Scheduler:
       # The last token stays pending: running it is what the next sample starts from.
       batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
     # The cache grows before anything is written, once for all batches.
-    ends = [int(self._state.length_B[slot]) + len(ids) for slot, ids in rows]
     began = time.monotonic()
-    self._fit(max([*self._state.length_B[self._live()], *ends], default=1))
+    longest = max(self._state.length_B[self._live()], default=1)
+    for slot, ids in rows:
+      longest = max(longest, int(self._state.length_B[slot]) + len(ids))
+      self.counters.prefilled_tokens += len(ids)
+    self._fit(longest)
     R = self.inject_rows
     for length, batch in batches.items():
       for i in range(0, len(batch), R):
         self._extend_batch(batch[i : i + R], length)
-    self.counters.prefilled_tokens += sum(len(ids) for _, ids in rows)
     self.timings.decode += time.monotonic() - began
 
   def _extend_batch(self, rows: list[tuple[int, list[int]]], length: int) -> None:
@@ -293,6 +298,7 @@ class Scheduler:
     # All slots that hold an episode count: an idle one's cache must stay, too.
     ends = self._state.length_B + self.config.window * before
     self._fit(min(int(ends[self._live()].max()), self.config.max_len))
+    # What is to be taken instead of sampling goes on where the last window ended.
     forced_BW = np.full((len(before), self.config.window), -1, np.int32)
     for slot in np.flatnonzero(before):
       # A limit may change while the episode runs: 0 is how it is called off.
@@ -329,7 +335,7 @@ class Scheduler:
         self._episodes[slot].progress(self._ids[slot])
         continue
       stop = int(out.stop_B[slot])
-      tag = self._tags[stop - 1] if stop else None
+      tag = self._tags[stop - 1] if stop else None  # None at the token limit
       future = self._episodes[slot].sampled(self._ids[slot], self._logps[slot], tag)
       self._ids[slot] = []
       self._logps[slot] = []
@@ -346,9 +352,9 @@ class Scheduler:
     self._state.active_B[slot] = False
     return episode
 
-  def _fit(self, places: int) -> None:
-    """Gives the cache room for so many places."""
-    self._cache = self._cache.resize(places, self.config.max_len, self.partitioner)
+  def _fit(self, positions: int) -> None:
+    """Gives the cache room for so many positions."""
+    self._cache = self._cache.resize(positions, self.config.max_len, self.partitioner)
 
 
 def on_device(constraint: Constraint | None) -> TokenMask | None:
@@ -360,4 +366,7 @@ def on_device(constraint: Constraint | None) -> TokenMask | None:
 
 def _bucket(length: int) -> int:
   """The padded length of a run of given tokens: a power of two, at least 16."""
-  return max(16, 1 << (length - 1).bit_length()) if length > 0 else 16
+  bucket = 16
+  while bucket < length:
+    bucket *= 2
+  return bucket

@@ -57,6 +57,7 @@ def make_worker(
       model does not fit the device, or vLLM can not do what `config` asks for.
     VllmError: there is no server at `vllm.url`, or not one that can be used.
   """
+  # --- The dialect.
   if variant is None:
     variant = roles.get_variant(config.variant).with_tools(tools)
   # Before anything large is allocated, compiling included.
@@ -114,4 +115,7 @@ def _probe(variant: roles.Variant, tokenizer: Tokenizer, style: str) -> list[int
   """A row of text by which vLLM's log-probs are compared with ours; any will do."""
   segments = prompts.prompt_segments(variant, "What is asked here?", style)
   tokenizer.encode_prompt(segments)
-  return [i for segment in segments for i in segment.ids]
+  ids: list[int] = []
+  for segment in segments:
+    ids += segment.ids
+  return ids

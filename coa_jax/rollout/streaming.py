@@ -75,6 +75,7 @@ class InferenceRequest:
     Two questions at a time may have the same one: it names no slot, it only says that
     both draw with the same random numbers.
     """
+    # Not Python's own hash, which is another in every process.
     key = hashlib.blake2b(f"{self.seed}/{self.sample}".encode(), digest_size=4)
     return int.from_bytes(key.digest(), "little")
 
@@ -93,7 +94,8 @@ class Spans:
   def __init__(self, tags: Sequence[str]):
     """Args: the names of the tags that count."""
     self._tag = re.compile(rf"<(/?)({'|'.join(tags)})>")
-    self._whole = [w(t) for t in tags for w in (roles.open_tag, roles.close_tag)]
+    self._whole = [roles.open_tag(tag) for tag in tags]
+    self._whole += map(roles.close_tag, tags)
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
     self._role = ""
     self._unread = ""  # text that may be the beginning of a tag
@@ -104,6 +106,7 @@ class Spans:
     What may turn out to be the beginning of a tag or of a character is held back.
     """
     text = self._unread + self._decoder.decode(data, final)
+    # --- Whole tags, and the text before each.
     at = 0  # where the text that is still to be handed on begins
     for match in self._tag.finditer(text):
       if match.start() > at:
@@ -112,7 +115,7 @@ class Spans:
       yield TextDelta(role, match[0], is_tag=True)
       self._role = "" if closing else role
       at = match.end()
-    # What is left may end within a tag. Only the last `<` can begin one that is not
+    # --- What is left may end within a tag. Only the last `<` can begin one that is not
     # whole: an earlier one would have been closed, or is text.
     end = len(text)
     tail = text.rfind("<", at)
@@ -178,6 +181,7 @@ class StreamingEpisode(CoAEpisode):
     self, ids: list[int], logps: list[float], tag: str | None
   ) -> concurrent.futures.Future[ToolCall] | None:
     """Streams the rest of a turn."""
+    # Final: a tag or a character that was cut off here is no other's beginning.
     self._stream(ids, final=True)
     self._streamed = 0
     no_tokens_left = self.trajectory.usage.generated + len(ids) >= self._max_tokens
@@ -281,6 +285,7 @@ class InferenceServer:
   @property
   def counts(self) -> tuple[int, int]:
     """(questions that have a slot, questions that wait for one)."""
+    # The engine leaves no slot idle while somebody waits, so this needs not ask it.
     with self._lock:
       running = min(len(self._open), self.worker.engine.capacity)
       return running, len(self._open) - running
@@ -300,6 +305,7 @@ class InferenceServer:
       Busy: too many wait.
       Stopped: the server is closed, or its engine has failed.
     """
+    # --- Is there room? Refused here, for the engine would fail for everybody.
     limit = self.worker.engine.config.max_len
     chars = len(request.question)
     if chars > self._most_chars:  # to encode it would hold up whoever sent it
@@ -308,6 +314,7 @@ class InferenceServer:
     length = len(episode.start())
     if length >= limit:
       raise _too_long(f"a prompt of {length} tokens", limit)
+    # --- Is there a place?
     with self._lock:
       if self._closed:
         raise Stopped("the server has stopped")
@@ -315,6 +322,7 @@ class InferenceServer:
       if len(self._open) >= self.worker.engine.capacity + self.max_waiting:
         raise Busy(f"{self.max_waiting} questions wait already")
       self._open.add(episode)
+    # --- Without the lock, which the callback takes: it may come at once.
     try:
       future = self.worker.engine.submit(episode)
     except RuntimeError as error:  # closed in between
@@ -330,6 +338,7 @@ class InferenceServer:
     One that waits is forgotten. One that runs frees its slot after the window that
     runs; a tool that it waits for goes on for nobody.
     """
+    # The flag first: what is sampled meanwhile must not start another call.
     episode.cancelled = True
     self.worker.engine.cancel(episode)
 
@@ -340,6 +349,7 @@ class InferenceServer:
       ValueError, Stopped: not even a short question can be answered.
     """
     events: queue.SimpleQueue[TextDelta | Trajectory | None] = queue.SimpleQueue()
+    # One token is enough: its window is as long as any.
     self.submit(InferenceRequest("hello", max_tokens=1), events.put)
     event = events.get()
     while isinstance(event, TextDelta):
@@ -352,11 +362,13 @@ class InferenceServer:
   ) -> None:
     """Hands on the end of an episode; a failure of the engine ends the server."""
     error = future.exception()
+    # A cancelled question says nothing about the others.
+    failed = error is not None
+    failed = failed and not isinstance(error, concurrent.futures.CancelledError)
     with self._lock:
       self._open.discard(episode)
-      failed = error and not isinstance(error, concurrent.futures.CancelledError)
-      first = failed and not self._closed
-      self._closed = self._closed or bool(failed)
-    if first:
+      is_news = failed and not self._closed  # a failed engine fails all that it has
+      self._closed = self._closed or failed
+    if is_news:
       traceback.print_exception(error)
     episode.on_event(episode.trajectory if error is None else None)

@@ -27,7 +27,8 @@ class RolloutConfig:
   """Config section `rollout`.
 
   Attributes:
-    variant: the protocol's dialect; its tools are those of section `tools`.
+    variant: the protocol's dialect; its tools are those of section `tools`. A hyphen
+      takes an agent away: unified-plan is unified without plans.
     style: of the prompt: full, or brief for models trained from scratch.
     slots: trajectories decoded together, on each replica of the model (a device, or
       as many as mesh.tensor takes).
@@ -67,6 +68,7 @@ class RolloutConfig:
 
   def __post_init__(self):
     check_fields(self)
+    # For their refusals of a dialect or a style that is not there.
     prompts.instructions(roles.get_variant(self.variant), self.style)
     _ = self.truncation  # refuses what it can not mean
 
@@ -122,6 +124,7 @@ def check_positions(config: RolloutConfig, model: ModelConfig, folder: str) -> N
   Raises:
     ValueError: naming both.
   """
+  # From the file: rotary positions have no end, so `ModelConfig` has none either.
   file = os.path.join(folder, "config.json")
   most = read_object(file).get("max_position_embeddings")
   if most and model.yarn:  # published folders name the positions before stretching
@@ -291,15 +294,16 @@ class Counters:
 
   def since(self, before: Counters) -> Counters:
     """Returns what was done since `before`."""
-    names = [field.name for field in dataclasses.fields(self)]
-    return Counters(**{n: getattr(self, n) - getattr(before, n) for n in names})
+    return Counters(**_differences(self, before))
 
   @classmethod
   def total(cls, each: Iterable[Counters]) -> Counters:
     """Sums the counters of several replicas."""
-    each = list(each)
-    names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**{n: sum(getattr(c, n) for c in each) for n in names})
+    out = cls()
+    for counters in each:
+      for name, count in vars(counters).items():
+        setattr(out, name, getattr(out, name) + count)
+    return out
 
 
 @dataclasses.dataclass
@@ -316,5 +320,16 @@ class Timings:
 
   def since(self, before: Timings) -> dict[str, float]:
     """Returns what was spent since `before`, by name."""
-    names = [field.name for field in dataclasses.fields(self)]
-    return {n: getattr(self, n) - getattr(before, n) for n in names}
+    return _differences(self, before)
+
+  @classmethod
+  def mean(cls, each: Iterable[Timings]) -> Timings:
+    """Averages the seconds of several replicas, which pass at the same time."""
+    rows = [dataclasses.astuple(timings) for timings in each]
+    return cls(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+
+
+def _differences(after: Any, before: Any) -> dict[str, Any]:
+  """Field by field, of two values of one dataclass of numbers."""
+  earlier = vars(before)
+  return {name: value - earlier[name] for name, value in vars(after).items()}

@@ -65,10 +65,10 @@ class RolloutWorker:
     """
     limit = self.engine.config.max_len
     self.grader.check(tasks, limit)
+    config = self.episode_config
     for task in tasks:
-      prompt = prompts.prompt_segments(
-        self.episode_config.variant, task.question, self.episode_config.style
-      )
+      # As an episode renders it.
+      prompt = prompts.prompt_segments(config.variant, task.question, config.style)
       self.tokenizer.encode_prompt(prompt)
       length = sum(len(s.ids) for s in prompt)
       if length >= limit:
@@ -113,7 +113,7 @@ class RolloutWorker:
         versions before and after it, for the same journal.
       within: see `attempt`.
     """
-    if self.journal:
+    if self.journal:  # it counts this attempt's calls, so each has tools of its own
       toolbox = self.journal.tools(toolbox, version, attempt, within)
     return CoAEpisode(
       task=task,
@@ -147,6 +147,8 @@ class RolloutWorker:
     """
     out: concurrent.futures.Future[Trajectory] = concurrent.futures.Future()
 
+    # Two callbacks, so that no thread waits: the engine's goes on decoding while the
+    # grader's runs the tests of an answer.
     def graded(future: concurrent.futures.Future[None]) -> None:
       _forward(future, out, episode.trajectory)
 
@@ -154,6 +156,7 @@ class RolloutWorker:
       if future.exception() is not None:
         out.set_exception(future.exception())
         return
+      # From here on its failure is no failure of the engine.
       try:
         grading = self.grader.submit(
           episode.task, episode.trajectory, self.episode_config.variant, evaluation
@@ -197,18 +200,17 @@ class RolloutWorker:
     Yields:
       (the task's place, a graded trajectory), in the order in which they are done.
     """
+    # --- What is to be played, in this order: the attempts at a task side by side, for
+    # they share its prompt.
     self.engine.set_policy(params, version)
-    attempts = (
-      (place, sample)
-      for place in range(jax.process_index(), len(tasks), jax.process_count())
-      for sample in range(samples)
-      if (place, sample) not in skip
-    )
+    own_tasks = range(jax.process_index(), len(tasks), jax.process_count())
+    pairs = itertools.product(own_tasks, range(samples))
+    attempts = itertools.filterfalse(skip.__contains__, pairs)
     running: dict[concurrent.futures.Future[Trajectory], CoAEpisode] = {}
     try:
       while True:
-        # As many wait as run, so that no slot falls idle, and memory does not grow with
-        # the number of tasks.
+        # --- As many wait as run, so that no slot falls idle, and memory does not grow
+        # with the number of tasks.
         free = 2 * self.engine.capacity - len(running)
         with self.engine.batch():
           for place, sample in itertools.islice(attempts, free):
@@ -226,6 +228,7 @@ class RolloutWorker:
             running[future] = episode
         if not running:
           return
+        # --- Hand on what is done; its slots are filled in the next turn.
         done, _ = concurrent.futures.wait(
           running, return_when=concurrent.futures.FIRST_COMPLETED
         )
@@ -264,6 +267,7 @@ class RolloutWorker:
     )
     for place, trajectory in gather_trajectories(played):
       out[place].append(trajectory)
+    # They come in the order in which they ended, which the tools decide.
     return [sorted(group, key=lambda t: t.sample) for group in out]
 
   def rescore(
@@ -286,7 +290,7 @@ class RolloutWorker:
     with self.engine.batch():
       futures = [self.engine.submit(episode) for episode in episodes]
     for future in futures:
-      future.result()
+      future.result()  # raises where one of them failed
     return [e.logps for e in episodes]
 
 
@@ -296,6 +300,7 @@ def _forward(
   trajectory: Trajectory,
 ) -> None:
   """Hands a grading's end on: the graded trajectory, or why there is none."""
+  # Cancelled first: such a future has no exception to ask for.
   if future.cancelled():
     out.set_exception(concurrent.futures.CancelledError())
   elif future.exception() is not None:

@@ -118,43 +118,54 @@ def keep_tasks(
     if outcome is not None:
       rates[_name(outcome)] += 1
     reason = _reason(task, outcome, config, used)
-    if reason or outcome is None:
+    if reason or outcome is None:  # None always has a reason
       left[reason] += 1
       continue
+    # What samplers order and weigh by.
     meta = {**task.meta, "pass_rate": outcome.rate, "attempts": outcome.graded}
     fitting.append(dataclasses.replace(task, meta=meta))
   # --- No more than the limit, from every stratum alike.
   strata = {t.id: _stratum(t, attempts[t.id], config.strata) for t in fitting}
-  kept = fitting
+  chosen = fitting
   if config.limit and len(fitting) > config.limit:
-    kept = _balanced(fitting, strata, config.limit, config.seed)
-    left["limit"] = len(fitting) - len(kept)
+    chosen = _balanced(fitting, strata, config.limit, config.seed)
+    left["limit"] = len(fitting) - len(chosen)
+  # --- What became of all of them.
+  chosen_rates: collections.Counter[str] = collections.Counter()
+  chosen_strata: collections.Counter[str] = collections.Counter()
+  for task in chosen:
+    chosen_rates[_name(attempts[task.id])] += 1
+    chosen_strata["/".join(strata[task.id])] += 1
   funnel = {
     "in": len(tasks),
-    **dict(sorted(left.items())),
-    "out": len(kept),
-    "rates": dict(sorted(rates.items())),
-    "kept_rates": _counts(_name(attempts[t.id]) for t in kept),
-    "kept_strata": _counts("/".join(strata[t.id]) for t in kept),
+    **_sorted(left),
+    "out": len(chosen),
+    "rates": _sorted(rates),
+    "kept_rates": _sorted(chosen_rates),
+    "kept_strata": _sorted(chosen_strata),
   }
-  return kept, funnel
+  return chosen, funnel
 
 
 def _reason(
   task: Task, outcome: Attempts | None, config: SelectConfig, used: Collection[str]
 ) -> str:
-  """Why a task is left out; "" where it fits."""
+  """Why a task is left out, the first reason that holds; "" where it fits."""
+  # By question too: the same one may have another id in another file.
   if task.id in used or task.question.strip() in used:
     return "used"
   if outcome is None or outcome.graded < config.min_attempts:
     return "attempts"
+  # The two ends before the band: they teach nothing whatever the band is.
   if outcome.right == 0 and not config.all_wrong:
     return "all_wrong"
   if outcome.right == outcome.graded and not config.all_right:
     return "all_right"
   if outcome.rate < config.at_least:
     return "too_hard"
-  return "too_easy" if outcome.rate > config.at_most else ""
+  if outcome.rate > config.at_most:
+    return "too_easy"
+  return ""
 
 
 def _stratum(task: Task, outcome: Attempts, strata: Sequence[str]) -> tuple[str, ...]:
@@ -166,24 +177,26 @@ def _name(outcome: Attempts) -> str:
   return f"{outcome.right}/{outcome.graded}"
 
 
-def _counts(names: Iterable[str]) -> dict[str, int]:
-  return dict(sorted(collections.Counter(names).items()))
+def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
+  return dict(sorted(counts.items()))
 
 
 def _balanced(
   tasks: Sequence[Task], strata: Mapping[str, tuple[str, ...]], limit: int, seed: int
 ) -> list[Task]:
   """`limit` tasks, one from each stratum in turn, in the order given."""
+  # --- The tasks of every stratum, in an order by chance.
   rng = random.Random(seed)
   groups: dict[tuple[str, ...], list[str]] = {}
   for task in tasks:
     groups.setdefault(strata[task.id], []).append(task.id)
   for group in groups.values():
     rng.shuffle(group)
+  # --- One from each in turn; a stratum that has given all is left out from then on.
   chosen: set[str] = set()
   turns = [groups[name] for name in sorted(groups)]
   while len(chosen) < limit:
-    turns = [group for group in turns if group]
+    turns = list(filter(None, turns))
     for group in turns[: limit - len(chosen)]:
       chosen.add(group.pop())
   return [task for task in tasks if task.id in chosen]

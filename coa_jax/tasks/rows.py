@@ -1,7 +1,8 @@
 """Rows of a data set, one after the other, from a file or a source named by a URI.
 
-  FILE.jsonl, FILE.json, FILE.parquet     by the file's suffix; JSON may be gzipped
-    and FILE.array_record                 (FILE.jsonl.gz)
+  FILE.jsonl, FILE.json, FILE.parquet,    by the file's suffix; JSON may be gzipped
+    FILE.array_record, FILE.csv, FILE.tsv (FILE.jsonl.gz)
+  A.jsonl,B.jsonl  DIR/*.jsonl  DIR       several files: a list, a glob, all of a folder
   json:FILE, parquet:FILE                 whatever the suffix; and array_record:FILE
   hf:NAME?split=S&config=C&revision=R     the Hugging Face hub, or a local folder (of
                                           files, or by `save_to_disk`), read as a stream
@@ -14,11 +15,16 @@
 
 A split that is left out is `train`. Rows come in the source's own order, always the
 same. `datasets` and `tensorflow_datasets` are asked for only where a URI names them.
+
+budget: one reader for each kind of file, and the table that names them.
 """
 
 from __future__ import annotations
 
+import csv
+import glob
 import gzip
+import json
 import os
 import urllib.parse
 import zlib
@@ -30,8 +36,8 @@ import numpy as np
 from coa_jax.json_io import parse_json
 from coa_jax.protocol.storage import decoded, read_array_record, read_parquet
 from coa_jax.protocol.trajectory import read_jsonl
+from coa_jax.tasks.task import Row
 
-Row = dict[str, Any]
 Rows = Iterator[tuple[str, Row]]
 
 
@@ -41,22 +47,74 @@ def read_rows(uri: str | os.PathLike[str]) -> Rows:
   All are streamed but a JSON list, which is read whole.
 
   Raises:
-    FileNotFoundError: there is no such file.
+    FileNotFoundError: there is no such file, or a glob or a folder names none.
     ValueError: the kind of the file or the URI is unknown, its library is missing, or
       a row is no JSON object; the message names the source and the row.
   """
   path = os.fspath(uri)
+  # --- Several files.
+  uris = list_uris(path)
+  if uris != [path]:
+    for one in uris:
+      yield from read_rows(one)
+    return
+  # --- A URI, unless a file has that very name.
   scheme, colon, rest = path.partition(":")
   if colon and scheme in _SCHEMES and not os.path.exists(path):
     yield from _SCHEMES[scheme](rest)
     return
-  suffix = os.path.splitext(path.removesuffix(".gz"))[1]
+  # --- A file by its suffix. One that is not there is better called missing than odd,
+  # which is what any reader says.
+  suffix = _suffix(path)
   if suffix not in _SUFFIXES and os.path.exists(path):
     raise ValueError(
       f"{path}: unknown kind of task file {suffix!r}; accepted: "
-      f"{', '.join(_SUFFIXES)}, or {', '.join(f'{s}:' for s in _SCHEMES)} before it"
+      f"{', '.join(_SUFFIXES)}, or {':, '.join(_SCHEMES)}: before it"
     )
   yield from _SUFFIXES.get(suffix, _json)(path)
+
+
+def list_uris(uri: str) -> list[str]:
+  """The files and sources that a URI names, each once in the order they are read.
+
+  A glob's and a folder's files come in the order of their names.
+
+  Raises:
+    FileNotFoundError: a glob or a folder names no file.
+    ValueError: it is a bucket's, or a name in a list is empty.
+  """
+  if os.path.isfile(uri) or not uri:
+    return [uri]
+  scheme = uri.partition(":")[0]
+  if "," in uri and not os.path.exists(uri):
+    names = [name.strip() for name in uri.split(",")]
+    if not all(names):
+      raise ValueError(f"{uri}: a name in the list is empty")
+    found = [one for name in names for one in list_uris(name)]
+    return list(dict.fromkeys(found))
+  if ":" in uri and scheme in _SCHEMES:
+    return [uri]
+  if "://" in uri:
+    raise ValueError(f"{uri} is no path; mount the bucket, as by gcsfuse")
+  if os.path.isdir(uri):
+    if _saved(uri):
+      return [f"hf:{uri}"]
+    files = [os.path.join(uri, name) for name in sorted(os.listdir(uri))]
+    files = [f for f in files if os.path.isfile(f) and _suffix(f) in _SUFFIXES]
+    if not files:
+      kinds = ", ".join(_SUFFIXES)
+      raise FileNotFoundError(f"no task file in the folder {uri}; accepted: {kinds}")
+    return files
+  if not os.path.exists(uri) and glob.has_magic(uri):
+    files = sorted(filter(os.path.isfile, glob.glob(uri, recursive=True)))
+    if not files:
+      raise FileNotFoundError(f"no task file matches {uri}")
+    return files
+  return [uri]
+
+
+def _suffix(path: str) -> str:
+  return os.path.splitext(path.removesuffix(".gz"))[1]
 
 
 def _jsonl(path: str) -> Rows:
@@ -66,12 +124,16 @@ def _jsonl(path: str) -> Rows:
 
 def _json(path: str) -> Rows:
   _check_exists(path)
-  begin = gzip.open if path.endswith(".gz") else open
+  # --- The whole text: a list has to be read to its end.
+  start = open
+  if path.endswith(".gz"):
+    start = gzip.open
   try:
-    with begin(path, "rb") as f:
+    with start(path, "rb") as f:
       text = f.read()
   except (gzip.BadGzipFile, EOFError, zlib.error) as e:
     raise ValueError(f"{path}: cannot be read: {e}") from e
+  # --- A list, one row, or one row a line: files of JSON lines are often called .json.
   try:
     rows = parse_json(text, path)
   except ValueError:
@@ -79,11 +141,41 @@ def _json(path: str) -> Rows:
       raise
     yield from read_jsonl(path)  # one row per line; its errors name the line
     return
-  rows = [rows] if isinstance(rows, dict) else rows
+  if isinstance(rows, dict):
+    rows = [rows]
   if not isinstance(rows, list):
     raise ValueError(f"{path}: expected a list of rows, or one row per line")
   for number, row in enumerate(rows):
     yield _checked(f"{path} row {number}", row)
+
+
+def _csv(path: str) -> Rows:
+  """A table of text whose first row names the columns; an empty cell is left out."""
+  _check_exists(path)
+  delimiter = "\t" if _suffix(path) == ".tsv" else ","
+  start = gzip.open if path.endswith(".gz") else open
+  try:
+    with start(path, "rt", encoding="utf-8-sig", newline="") as f:
+      reader = csv.DictReader(f, delimiter=delimiter, strict=True)
+      for number, cells in enumerate(reader):
+        where = f"{path} row {number}"
+        if None in cells or None in cells.values():
+          columns = len(reader.fieldnames or ())
+          raise ValueError(f"{where}: has not the {columns} columns of the heading")
+        yield where, {name: _listed(text) for name, text in cells.items() if text}
+  except (csv.Error, UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as e:
+    raise ValueError(f"{path}: cannot be read: {e}") from e
+
+
+def _listed(cell: str) -> Any:
+  """A cell that is a JSON list of texts as such; any other as it stands."""
+  if not cell.startswith('["'):
+    return cell
+  try:
+    value = json.loads(cell)
+  except (ValueError, RecursionError):
+    return cell
+  return value if all(isinstance(item, str) for item in value) else cell
 
 
 def _parquet(path: str) -> Rows:
@@ -104,12 +196,14 @@ def _hf(rest: str) -> Rows:
     raise ValueError(f"hf:{rest}: needs `pip install datasets`") from e
   split = options.get("split", "train")
   try:
+    # --- A folder of `save_to_disk`, which has a loader of its own.
     if _saved(name):
       rows = datasets.load_from_disk(name)
       if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
           raise ValueError(f"no split {split!r}; there are {', '.join(rows)}")
         rows = rows[split]
+    # --- The hub, or a folder of files: a stream, unless there is a cache to keep it.
     else:
       rows = datasets.load_dataset(
         name,
@@ -119,6 +213,7 @@ def _hf(rest: str) -> Rows:
         streaming="cache" not in options,
         cache_dir=options.get("cache") or None,
       )
+    # Inside the `try`: a stream fails while it is read.
     for number, row in enumerate(rows):
       where, row = _checked(f"hf:{rest} row {number}", row)
       yield where, decoded(row)
@@ -128,8 +223,9 @@ def _hf(rest: str) -> Rows:
 
 def _saved(folder: str) -> bool:
   """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote the folder."""
-  marks = ("state.json", "dataset_dict.json")
-  return any(os.path.exists(os.path.join(folder, mark)) for mark in marks)
+  one = os.path.join(folder, "state.json")
+  several = os.path.join(folder, "dataset_dict.json")
+  return os.path.exists(one) or os.path.exists(several)
 
 
 def _tfds(rest: str) -> Rows:
@@ -159,11 +255,14 @@ _SUFFIXES: dict[str, Callable[[str], Rows]] = {
   ".json": _json,
   ".parquet": _parquet,
   ".array_record": _array_record,
+  ".csv": _csv,
+  ".tsv": _csv,
 }
 _SCHEMES: dict[str, Callable[[str], Rows]] = {
   "json": _json,
   "parquet": _parquet,
   "array_record": _array_record,
+  "csv": _csv,
   "hf": _hf,
   "tfds": _tfds,
 }
@@ -175,6 +274,7 @@ def _query(
   """The name and the options of what stands after a scheme."""
   name, _, query = rest.partition("?")
   options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+  # Refused, not passed over: a misspelt `split` would read another one.
   for option in options:
     if option not in known:
       raise ValueError(
@@ -203,5 +303,7 @@ def _plain(value: Any) -> Any:
   if isinstance(value, np.ndarray | np.generic):
     return _plain(value.tolist())
   if isinstance(value, list | tuple):
-    return [_plain(v) for v in value]
-  return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return list(map(_plain, value))
+  if isinstance(value, bytes):
+    return value.decode("utf-8", "replace")
+  return value

@@ -54,10 +54,11 @@ class TaskSampler:
     """Goes on where another sampler of the same tasks was."""
 
   def _in_stream(self, place: int) -> Task:
+    # An epoch's order needs nothing but its number: any place can be asked for.
     epoch, nth = divmod(place, len(self.tasks))
     if self._order[0] != epoch:
       order = np.random.default_rng((self.seed, epoch)).permutation(len(self.tasks))
-      self._order = epoch, order
+      self._order = (epoch, order)
     return self.tasks[self._order[1][nth]]
 
 
@@ -73,6 +74,8 @@ class _WeightedTaskSampler(TaskSampler, abc.ABC):
       place = self._place
       self._place += 1
       task = self._in_stream(place)
+      # Keyed by the place (and 1, so that it is no epoch's stream): to go on, a
+      # restored sampler needs to know its place alone.
       threshold = np.random.default_rng((self.seed, place, 1)).random()
       if threshold < self.chance(task, step):
         return task
@@ -106,16 +109,21 @@ class Learnability(_WeightedTaskSampler):
     for task in tasks:
       if {"pass_rate", "attempts"} <= task.meta.keys():
         graded = float(task.meta["attempts"])
-        self._counts[task.id] = task.meta["pass_rate"] * graded, graded
+        self._counts[task.id] = (task.meta["pass_rate"] * graded, graded)
 
   def learn(self, group: Sequence[Trajectory]) -> None:
     """Counts the attempts; one without a reward says nothing."""
     graded = [t for t in group if t.reward is not None]
-    if graded:
-      parts = [t.reward_parts.get("answer", t.reward) for t in graded]
-      right, before = self._counts.get(graded[0].task_id, (0.0, 0.0))
-      right = _DECAY * right + float(np.clip(parts, 0, 1).sum())
-      self._counts[graded[0].task_id] = right, _DECAY * before + len(graded)
+    if not graded:
+      return
+    # What counts is the answer: shaping can make a right one worth little.
+    parts = [t.reward_parts.get("answer", t.reward) for t in graded]
+    task_id = graded[0].task_id
+    right, attempts = self._counts.get(task_id, (0.0, 0.0))
+    # The policy has moved on since the earlier attempts.
+    right = _DECAY * right + float(np.clip(parts, 0, 1).sum())
+    attempts = _DECAY * attempts + len(graded)
+    self._counts[task_id] = (right, attempts)
 
   def chance(self, task: Task, step: int) -> float:
     right, graded = self._counts.get(task.id, (0.0, 0.0))
@@ -124,13 +132,15 @@ class Learnability(_WeightedTaskSampler):
 
   @property
   def state(self) -> dict[str, Any]:
-    return {**super().state, "counts": {k: list(v) for k, v in self._counts.items()}}
+    # Lists, as JSON has no tuples: what is restored equals what was saved.
+    counts = {task_id: list(count) for task_id, count in self._counts.items()}
+    return {**super().state, "counts": counts}
 
   def restore(self, state: dict[str, Any]) -> None:
     super().restore(state)
-    self._counts = {
-      k: (right, graded) for k, (right, graded) in state["counts"].items()
-    }
+    self._counts = {}
+    for task_id, (right, graded) in state["counts"].items():
+      self._counts[task_id] = (right, graded)
 
 
 class Curriculum(_WeightedTaskSampler):
@@ -155,13 +165,18 @@ class Curriculum(_WeightedTaskSampler):
           "algo.sampling.task_sampler='curriculum' orders by; "
           "experiments.select_tasks writes task files that have it"
         )
-    easy = sorted(tasks, key=lambda t: -t.meta["pass_rate"])
-    self._rank = {task.id: i for i, task in enumerate(easy)}
+    # Stable: tasks of one pass rate stay in the order of their file.
+    easiest_first = sorted(tasks, key=lambda t: -t.meta["pass_rate"])
+    self._rank = {task.id: i for i, task in enumerate(easiest_first)}
     self._steps = steps
 
   def chance(self, task: Task, step: int) -> float:
-    begun = step / self._steps if self._steps else 1.0
-    share = min(1.0, math.sqrt(begun * (1 - _FIRST_SHARE**2) + _FIRST_SHARE**2))
+    progress = 1.0
+    if self._steps:
+      progress = step / self._steps
+    competence = math.sqrt(progress * (1 - _FIRST_SHARE**2) + _FIRST_SHARE**2)
+    share = min(1.0, competence)
+    # The easiest task has rank 0, below any share: one task always has a chance.
     return float(self._rank[task.id] < share * len(self.tasks))
 
 

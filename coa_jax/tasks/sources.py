@@ -1,37 +1,35 @@
 """Reads tasks from files: this project's own schema, the released one, and data sets'.
 
-The schema of a row is decided by the fields it has, never by the file's name, and a
-row that fits none is an error that names the file, the row and what would be accepted.
-Code tasks keep their tests in `meta["tests"]`, GSM8K's their worked solution in
-`meta["solution"]`; nothing of either is in the question, but one assert in MBPP's.
-
-budget: a schema is a reader and a row of `_SCHEMAS`, side by side.
+Which schema a row has is told by its fields (`schemas`), where rows come from by the
+URI (`rows`). Code tasks keep their tests in `meta["tests"]`, GSM8K's their worked
+solution in `meta["solution"]`; nothing of either is in the question, but one assert in
+MBPP's.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import json
 import os
 import random
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
-from coa_jax.fields import bounded, check_fields
-from coa_jax.tasks.rows import Row, read_rows
+from coa_jax.fields import bounded, check_fields, choice, nearest
+from coa_jax.tasks.rows import list_uris, read_rows
+from coa_jax.tasks.schemas import FIELDS, Reading, read_row
 from coa_jax.tasks.task import Kind, Task
 
-# Where the question starts in a released prompt: below the last rule of its head.
-_QUESTION = re.compile(r"\n\s*\n(?:Task|Question):\s*")
-# The shapes of hidden tests (released schema, `reward_model.ground_truth`).
-_TESTS = (
-  {"stdin", "expected_output"},
-  {"functional"},
-  {"test_code", "entry_point"},
-  {"inputs", "outputs"},
+# Files that are called by what they hold of a data set have their folder's name.
+_SPLITS = ("train", "test", "dev", "val", "valid", "validation", "data")
+# An answer that a mathematician wrote: LaTeX, a fraction, a power, a number, a tuple.
+_MATHEMATICS = re.compile(
+  r".*(?:\\[a-zA-Z]|\$|\^|\\boxed)|[-+]?\(?[\d,. ]*\d%?\)?|[-+]?\d+ ?/ ?\d+"
+  r"|[\[(][-+\d.,/ ]+[\])]",
+  re.DOTALL,
 )
-_GSM8K_FINAL = re.compile(r"\n#### *(\S.*?)\s*$")
+# One that text and value judge alike, but for how it is written: a year, a count.
+_WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,28 +37,43 @@ class TasksConfig:
   """Config section `tasks`.
 
   Attributes:
-    uri: a file, or a source by its URI: see `rows`.
+    uri: a file, several with commas between, a glob, a folder, or a source by its URI:
+      see `rows`.
     limit: take this many tasks; 0 takes all.
     families: take only these families; () takes all.
     seed: of the order; None keeps the file's. With a limit: which tasks are taken.
+    fields: question, answers, id, kind, source or family -> the column that holds it,
+      where the rows call it otherwise; "a.b" is b inside a.
+    kind: how answers are judged of rows that do not say it: qa, math or code.
+    source: name of the data set, for rows that do not say it.
   """
 
   uri: str
   limit: int = bounded(0, least=0)
   families: tuple[str, ...] = ()
   seed: int | None = None
+  fields: dict[str, str] = dataclasses.field(default_factory=dict)
+  kind: str = choice("", of=("", *Kind))
+  source: str = ""
 
   def __post_init__(self):
     check_fields(self)
+    for name in self.fields:
+      if name not in FIELDS:
+        raise ValueError(
+          f"fields: a task has no field {name!r} to be filled{nearest(name, FIELDS)}"
+        )
 
 
 def select_tasks(config: TasksConfig) -> list[Task]:
   """The tasks that a config asks for.
 
   Raises:
-    FileNotFoundError, ValueError: as `load_tasks`; or no task is left.
+    FileNotFoundError, ValueError: as `load_tasks`; or no task is left; or rows that do
+      not say their kind have answers that look like mathematics.
   """
-  tasks = load_tasks(config.uri)
+  tasks, unsaid = _load(config)
+  _check_kinds(config, unsaid)
   if config.families:
     known = sorted({t.family for t in tasks})
     tasks = [t for t in tasks if t.family in config.families]
@@ -69,6 +82,7 @@ def select_tasks(config: TasksConfig) -> list[Task]:
         f"{config.uri}: no task of families {', '.join(config.families)}; "
         f"there are {', '.join(known)}"
       )
+  # Shuffled before it is cut: with a seed, a limit takes a sample of the file.
   if config.seed is not None:
     random.Random(config.seed).shuffle(tasks)
   return tasks[: config.limit or None]
@@ -82,270 +96,81 @@ def load_tasks(uri: str | os.PathLike[str]) -> list[Task]:
     ValueError: the file's kind is unknown, it holds no task, a row fits no schema, or
       two rows have the same id; the message names the file, the row and the field.
   """
-  path = os.fspath(uri)
-  stem = os.path.splitext(os.path.basename(path).removesuffix(".gz"))[0]
+  return _load(TasksConfig(os.fspath(uri)))[0]
+
+
+def describe_tasks(tasks: Sequence[Task]) -> str:
+  """Says which kinds were found, in a line: "1,319 tasks of gsm8k: math"."""
+  groups: dict[tuple[str, Kind], list[Task]] = {}
+  for task in tasks:
+    groups.setdefault((task.source, task.kind), []).append(task)
+  parts = []
+  for (source, kind), found in groups.items():
+    of = f" of {source}" if source else ""
+    noun = "task" if len(found) == 1 else "tasks"
+    words = str(kind.value)
+    if kind == Kind.QA and all(_are_whole_numbers(t) for t in found):
+      words += " (numbers, equal as text; tasks.kind='math': in value)"
+    parts.append(f"{len(found):,} {noun}{of}: {words}")
+  if len(parts) > 8:
+    parts[8:] = [f"and {len(parts) - 8} more sources"]
+  return "; ".join(parts)
+
+
+def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
+  """All tasks, and those among them whose rows do not say their kind."""
   tasks: list[Task] = []
-  seen: dict[str, str] = {}
-  for number, (where, row) in enumerate(read_rows(path)):
-    task = read_task(row, where, default_id=f"{stem}-{number}")
-    if task.id in seen:
-      raise ValueError(f"{where}: id {task.id!r} is already the id of {seen[task.id]}")
-    seen[task.id] = where
-    tasks.append(task)
+  unsaid: list[Task] = []
+  seen: dict[str, tuple[str, Task]] = {}
+  numbers: collections.Counter[str] = collections.Counter()
+  kind = Kind(config.kind) if config.kind else None
+  for uri in list_uris(config.uri):
+    stem = os.path.splitext(os.path.basename(uri).removesuffix(".gz"))[0]
+    name = _source_of(uri)
+    for where, row in read_rows(uri):
+      # Files of one name in several folders count on, so that no two ids are the same.
+      default_id = f"{stem}-{numbers[stem]}"
+      numbers[stem] += 1
+      reading = Reading(default_id, config.fields, kind, config.source, name)
+      task, said = read_row(row, where, reading)
+      # An id is the group of a task's attempts: two tasks must not share one.
+      if task.id in seen:
+        before, other = seen[task.id]
+        if "reward_model" in row and task == other:
+          continue  # DAPO-Math has every row a hundred times
+        raise ValueError(f"{where}: id {task.id!r} is already the id of {before}")
+      seen[task.id] = (where, task)
+      tasks.append(task)
+      if not said:
+        unsaid.append(task)
   if not tasks:
-    raise ValueError(f"{path}: holds no task")
-  return tasks
+    raise ValueError(f"{config.uri}: holds no task")
+  return tasks, unsaid
 
 
-def read_task(row: Row, where: str, default_id: str) -> Task:
-  """One row of any accepted schema as a task.
+def _source_of(uri: str) -> str:
+  """What a data set is called by its file: its stem, or its folder's name."""
+  folder, name = os.path.split(uri.partition("?")[0])
+  stem = os.path.splitext(name.removesuffix(".gz"))[0].rpartition(":")[2]
+  if stem.lower() in _SPLITS and os.path.basename(folder):
+    return os.path.basename(folder)
+  return stem
 
-  Args:
-    row: the row.
-    where: what an error message calls the row.
-    default_id: the task's id where the row has none of its own.
 
-  Raises:
-    ValueError: the row fits no schema; see `load_tasks`.
-  """
-  for needed, reader in _SCHEMAS:
-    if needed <= set(row):
-      try:
-        return reader(row, where, default_id)
-      except (TypeError, KeyError, AttributeError) as e:
-        fields = ", ".join(sorted(needed))
-        raise ValueError(
-          f"{where}: has the fields {fields}, but not as that schema has them: {e!r}"
-        ) from e
-  if "question" not in row:
-    fields = ", ".join(map(repr, list(row)[:12])) or "none"
+def _check_kinds(config: TasksConfig, unsaid: list[Task]) -> None:
+  """Refuses to judge by exact match what most likely is mathematics."""
+  if config.kind:
+    return
+  found = [t for t in unsaid if all(_MATHEMATICS.fullmatch(a) for a in t.answers)]
+  if all(map(_are_whole_numbers, found)):
+    return  # years, counts: `describe_tasks` says how they are judged
+  if 2 * len(found) > len(unsaid):
     raise ValueError(
-      f"{where}: no field 'question'; the row has {fields}. Accepted: this "
-      "project's tasks (question, answers, and optionally id, kind, source, family, "
-      "meta), released RL rows (prompt, reward_model), and GSM8K, HotpotQA, MuSiQue, "
-      "WebWalkerQA, HumanEval and MBPP rows"
+      f"{config.uri}: {len(found):,} of {len(unsaid):,} answers without a kind look "
+      f"like mathematics, as {found[0].answers[0]!r:.60} of {found[0].id}; say which "
+      "they are: tasks.kind='math' (equal in value), or tasks.kind='qa' (equal as text)"
     )
-  return _plain_row(row, where, default_id)
 
 
-def _plain_row(row: Row, where: str, default_id: str) -> Task:
-  """Our own schema, GSM8K's, or the released raw one (with data_source)."""
-  if set(row) == {"question", "answer"} and isinstance(row["answer"], str):
-    final = _GSM8K_FINAL.search(row["answer"])
-    if final is not None:
-      return Task(
-        id=f"gsm8k-{default_id}",
-        question=row["question"],
-        answers=(final[1].replace(",", ""),),
-        kind=Kind.MATH,
-        source="gsm8k",
-        meta={"solution": row["answer"]},
-      )
-  row = dict(row)
-  if "data_source" in row:
-    row.setdefault("source", row.pop("data_source"))
-    if "file_name" in row:
-      row["meta"] = {**(row.get("meta") or {}), "file_name": row.pop("file_name")}
-  row.setdefault("id", default_id)
-  return Task.from_json(row, where)
-
-
-def _hotpotqa(row: Row, where: str, default_id: str) -> Task:
-  facts = row["supporting_facts"]  # pairs; of the hub and TFDS two lists
-  titles = facts["title"] if isinstance(facts, dict) else [title for title, _ in facts]
-  titles = list(dict.fromkeys(titles))
-  plain = {
-    "id": row.get("_id") or row.get("id") or default_id,
-    "question": row["question"],
-    "answers": row["answer"],
-    "source": "hotpotqa",
-    "family": row.get("type", ""),
-    "meta": {"level": row.get("level", ""), "supporting_titles": titles},
-  }
-  return Task.from_json(plain, where)
-
-
-def _musique(row: Row, where: str, default_id: str) -> Task:
-  hops = row.get("question_decomposition") or []
-  supporting = [p["title"] for p in row["paragraphs"] if p.get("is_supporting")]
-  plain = {
-    "id": row.get("id", default_id),
-    "question": row["question"],
-    "answers": [row["answer"], *row["answer_aliases"]],
-    "source": "musique",
-    "family": f"{len(hops)}_hop" if hops else "",
-    "meta": {"supporting_titles": supporting},
-  }
-  return Task.from_json(plain, where)
-
-
-def _webwalker(row: Row, where: str, default_id: str) -> Task:
-  info = row["info"]
-  plain = {
-    "id": default_id,
-    "question": row["question"],
-    "answers": row["answer"],
-    "source": "webwalker",
-    "family": info.get("type", ""),
-    "meta": {"root_url": row["root_url"], **info},
-  }
-  return Task.from_json(plain, where)
-
-
-def _humaneval(row: Row, where: str, default_id: str) -> Task:
-  """A row of HumanEval or HumanEval+: complete a function, judged by `check`.
-
-  Tests may use what stands before the function in its prompt: imports, helpers.
-  """
-  prompt, entry = _texts(row, where, "prompt", "entry_point")
-  (test,) = _texts(row, where, "test")
-  before, definition, _ = prompt.partition(f"def {entry}(")
-  if not definition:
-    raise ValueError(f"{where}: field 'prompt' defines no function {entry!r}")
-  tests = {"test_code": test, "entry_point": entry, "import_prefix": before}
-  plain = {
-    "id": str(row.get("task_id", default_id)),
-    "question": "Complete this function; write it whole, with what it needs.\n\n"
-    f"```py\n{prompt.strip()}\n```",
-    "answers": f"a program that passes {_count(tests)} tests",
-    "kind": Kind.CODE,
-    "source": "humaneval",
-    "meta": {"tests": tests},
-  }
-  return Task.from_json(plain, where)
-
-
-def _mbpp(row: Row, where: str, default_id: str) -> Task:
-  """A row of MBPP, its sanitized version or MBPP+: a program judged by asserts.
-
-  The first assert is in the question, as elsewhere: nothing else tells the function's
-  name. `challenge_test_list` is not used, as it is not elsewhere.
-  """
-  asserts = row["test_list"]
-  if not isinstance(asserts, list) or not all(isinstance(a, str) for a in asserts):
-    raise ValueError(f"{where}: field 'test_list' must be a list of asserts")
-  (text,) = _texts(row, where, "prompt" if "prompt" in row else "text")
-  plus = "test" in row
-  setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
-  source = row["test"] if plus else "\n".join([*setup, *asserts])
-  if not asserts or not isinstance(source, str) or not source.strip():
-    raise ValueError(f"{where}: there is no test in 'test_list' or 'test'")
-  tests = {"functional": source}
-  plain = {
-    "id": f"Mbpp/{row.get('task_id', default_id)}",
-    "question": f"{text}\n\nYour program must pass this test, among others:\n"
-    f"{asserts[0]}",
-    "answers": f"a program that passes {_count(tests)} tests",
-    "kind": Kind.CODE,
-    "source": "mbppplus" if plus else "mbpp",
-    "meta": {"tests": tests},
-  }
-  return Task.from_json(plain, where)
-
-
-def _texts(row: Row, where: str, *names: str) -> list[str]:
-  """The fields of these names, each a text that says something."""
-  for name in names:
-    value = row.get(name)
-    if not isinstance(value, str) or not value.strip():
-      raise ValueError(
-        f"{where}: field {name!r} must be a non-empty string, got {value!r:.80}"
-      )
-  return [row[name] for name in names]
-
-
-def _released(row: Row, where: str, default_id: str) -> Task:
-  """A row of the released RL schema, as written for verl."""
-  reward_model = row["reward_model"]
-  truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-  if truth is None:
-    raise ValueError(
-      f"{where}: field 'reward_model.ground_truth' is missing; accepted: a string, a "
-      "JSON string or an object"
-    )
-  extra = row.get("extra_info") or {}
-  source = str(row.get("data_source") or "")
-  index = str(extra.get("index") or default_id)
-  task = {
-    "id": index if index.startswith(source) else f"{source}-{index}",
-    "question": _question(row, extra, where),
-    "source": source,
-    "family": extra.get("difficulty") or "",
-  }
-  truth = _structured(truth)
-  if isinstance(truth, dict):
-    truth = {k: v for k, v in truth.items() if v is not None}
-  meta: Row = {}
-  if isinstance(truth, dict) and "target" in truth:
-    task.update(kind=Kind.QA, answers=truth["target"])
-  elif isinstance(truth, dict) and any(shape <= set(truth) for shape in _TESTS):
-    meta = {k: v for k, v in extra.items() if k in _CODE_META and v}
-    meta["tests"] = truth
-    task.update(kind=Kind.CODE, answers=f"a program that passes {_count(truth)} tests")
-  elif isinstance(truth, str | list):
-    task.update(kind=Kind.MATH, answers=truth)
-  else:
-    fields = ", ".join(map(repr, truth)) if isinstance(truth, dict) else repr(truth)
-    accepted = " or ".join("+".join(sorted(shape)) for shape in _TESTS)
-    raise ValueError(
-      f"{where}: field 'reward_model.ground_truth' has {fields}; accepted: a string or "
-      f"a list of strings (math), 'target' (qa), or tests: {accepted} (code)"
-    )
-  return Task.from_json({**task, "meta": meta}, where)
-
-
-_CODE_META = ("starter_code", "platform", "contest_id", "contest_date", "metadata")
-
-
-def _count(tests: Row) -> int:
-  for field in ("stdin", "inputs"):
-    if isinstance(tests.get(field), list):
-      return len(tests[field])
-  program = str(tests.get("functional") or tests.get("test_code"))
-  return max(program.count("assert"), 1)
-
-
-def _structured(truth: Any) -> Any:
-  """A JSON string of an object or of a list of strings as such; all else unchanged.
-
-  `[0,1]` is a mathematical answer, so a list of anything but strings stays text.
-  """
-  if not isinstance(truth, str):
-    return truth
-  try:
-    value = json.loads(truth)
-  except (ValueError, RecursionError):
-    return truth
-  strings = isinstance(value, list) and all(isinstance(v, str) for v in value)
-  return value if isinstance(value, dict) or (strings and value) else truth
-
-
-def _question(row: Row, extra: Row, where: str) -> str:
-  question = extra.get("question")
-  if isinstance(question, str) and question.strip():
-    return question
-  users = [m["content"] for m in row["prompt"] if m.get("role") == "user"]
-  question = question_below(users[-1]) if users else None
-  if question is None:
-    raise ValueError(
-      f"{where}: no question; accepted: 'extra_info.question', or a user message in "
-      "'prompt' with a paragraph that starts with 'Task:' or 'Question:'"
-    )
-  return question
-
-
-def question_below(prompt: str) -> str | None:
-  """The question of a released prompt, below its head; None where it has no mark."""
-  match = _QUESTION.search(prompt)
-  return prompt[match.end() :].strip() if match else None
-
-
-# Fields that tell a schema -> its reader; the first that fits is taken.
-_SCHEMAS: tuple[tuple[set[str], Callable[[Row, str, str], Task]], ...] = (
-  ({"prompt", "reward_model"}, _released),
-  ({"question", "answer", "supporting_facts", "context"}, _hotpotqa),
-  ({"question", "answer", "answer_aliases", "paragraphs"}, _musique),
-  ({"question", "answer", "root_url", "info"}, _webwalker),
-  ({"prompt", "entry_point", "test"}, _humaneval),
-  ({"code", "test_list"}, _mbpp),
-)
+def _are_whole_numbers(task: Task) -> bool:
+  return all(_WHOLE_NUMBER.fullmatch(answer) for answer in task.answers)

@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
+Row = dict[str, Any]
+
 
 class Kind(enum.StrEnum):
   """Which reward judges the answer."""
@@ -77,6 +79,7 @@ class Task:
     answers = row.get("answers")
     if not isinstance(question, str) or not question.strip():
       raise ValueError(f"{where}: field 'question' must be a non-empty string")
+    # A number is an answer as good as a text: tables read 42 as one.
     if isinstance(answers, str | int | float):
       answers = [answers]
     if not isinstance(answers, list | tuple) or not answers:
@@ -84,7 +87,7 @@ class Task:
         f"{where}: field 'answers' must be a string or a non-empty list, "
         f"got {answers!r}"
       )
-    row["answers"] = tuple(_answer(a, where) for a in answers)
+    row["answers"] = tuple(_answer(answer, where) for answer in answers)
     # --- What it may have.
     for field, kind, label in _KINDS:
       if not isinstance(row.get(field, kind()), kind):
@@ -111,5 +114,7 @@ def _answer(value: Any, where: str) -> str:
     raise ValueError(
       f"{where}: field 'answers' must hold strings or numbers, got {value!r}"
     )
-  whole = isinstance(value, float) and value.is_integer()
-  return str(int(value) if whole else value)
+  # A column with one missing number has floats alone: 1934.0 was 1934.
+  if isinstance(value, float) and value.is_integer():
+    value = int(value)
+  return str(value)

@@ -8,6 +8,8 @@ keeps a conversation of its own, which shows it only the kinds of events that it
 
 A malformed reply is asked for once more, then recorded and worked around; a run ends
 with a status, never with a crash.
+
+budget: what an agent is shown and who may work next are one set of rules.
 """
 
 from __future__ import annotations
@@ -101,12 +103,13 @@ class _Team:
     self.run = Run(task.id, sample=sample)
     self._meter = TokenMeter(encode)
     self._contexts: dict[str, list[Message]] = {}
-    self._shown: dict[str, int] = {}  # agent -> events that it has been shown
+    self._shown: dict[str, int] = {}  # agent -> number of events it has been shown
 
   def ask(self, agent: str, legal: Collection[str] = ()) -> Event | None:
     """Has an agent reply; None if its reply was malformed twice."""
     context = self._open(agent, legal)
     for _ in range(2):
+      # --- Reply. A malformed one stays in the conversation: it shows what to mend.
       reply = self.backend(agent, context)
       context.append(Message("assistant", reply.text))
       try:
@@ -121,6 +124,8 @@ class _Team:
           Message("user", f"Your reply could not be used: {e}. Reply again.")
         )
         continue
+
+      # --- Record it. Facts are an event of their own, which other agents are shown.
       if parsed.facts:
         self.note(agent, FACTS, parsed.facts)
       return self._record(
@@ -136,18 +141,19 @@ class _Team:
 
   def _open(self, agent: str, legal: Collection[str]) -> list[Message]:
     """The agent's conversation, brought up to date with what it may see."""
-    is_first = agent not in self._contexts
     context = self._contexts.setdefault(agent, [])
     parts = []
-    if is_first:
+    if not context:
       context.append(Message("system", self._prompt(agent)))
       parts.append(f"Question: {self.task.question}\nTools: {', '.join(self.tools)}")
+    # Only what is new: a conversation grows at its end, which a prefix cache serves.
     for event in self.run.events[self._shown.get(agent, 0) :]:
       if event.agent != agent and event.kind in SEES[agent]:
         parts.append(render(event))
     self._shown[agent] = len(self.run.events)
     if legal:
       parts.append(f"[choose]\n{', '.join(legal)}")
+    # Chat endpoints want a user's message before every reply, even if nothing is new.
     context.append(Message("user", "\n".join(parts) or "Go on."))
     return context
 
@@ -168,6 +174,7 @@ class _Team:
     context: list[Message],
     reply: Reply,
   ) -> Event:
+    # The last message of the context is the reply itself.
     prompt, cached, generated = self._meter.charge(context[:-1], reply.text)
     event = Event(
       agent,
@@ -215,16 +222,21 @@ def solve(
   except Unsolvable as e:
     run.status = Status.TURN_LIMIT
     team.note(ORCHESTRATOR, GAVE_UP, e.detail, e.reason)
-  replies = [e for e in run.events if e.prompt]
-  run.usage = Usage(
-    prompt=sum(e.prompt for e in replies),
-    cached=sum(e.cached for e in replies),
-    generated=sum(e.generated for e in replies),
-    tool_calls=len(run.calls),
-    model_calls=len(replies),
-    seconds=sum(e.seconds for e in replies) + sum(c.seconds for c in run.calls),
-  )
+  run.usage = _usage(run)
   return run
+
+
+def _usage(run: Run) -> Usage:
+  usage = Usage(tool_calls=len(run.calls))
+  for event in run.events:
+    if event.prompt:  # others cost nothing: no model wrote them
+      usage.prompt += event.prompt
+      usage.cached += event.cached
+      usage.generated += event.generated
+      usage.model_calls += 1
+  waited = sum(event.seconds for event in run.events if event.prompt)
+  usage.seconds = waited + sum(call.seconds for call in run.calls)
+  return usage
 
 
 def _work(team: _Team, call: CallTool) -> None:
@@ -242,7 +254,7 @@ def _work(team: _Team, call: CallTool) -> None:
     # --- An answer is proposed and checked.
     if agent == SOLVER:
       verdict = _propose(team)
-      if verdict is not None:
+      if verdict is not None:  # else a reply was malformed: that is no check
         checks += 1
         if int(verdict.detail) >= roles.PASS_SCORE:
           run.status = Status.ENDED
@@ -259,6 +271,7 @@ def _work(team: _Team, call: CallTool) -> None:
     result = call(work.detail, work.content)
     run.calls.append(result)
     if result.status == CallStatus.INFRASTRUCTURE:
+      # No agent may learn from, or be taught by, a tool that was down.
       raise InfrastructureError(f"tool {work.detail}: {result.result}")
     team.note(work.detail, OBSERVATION, result.result, work.detail)
     team.ask(REFLECTOR)
@@ -280,18 +293,21 @@ def _legal_agents(run: Run, tools: Sequence[str]) -> list[str]:
   A poor grade asks for a new plan, and after a failed check something has to be done
   before a new candidate.
   """
-  last = next((e for e in reversed(run.events) if e.kind in _STATES), None)
+  last = None  # the event that says where the work stands
+  for event in run.events:
+    if event.kind in _STATES:
+      last = event
   workers = []
   if any(t != CODE for t in tools):
     workers.append(SEARCH)
   if CODE in tools:
     workers.append(CODE)
-  if last is None:
+  if last is None:  # a team without a plan does not answer
     return [*workers, PLANNER]
   if last.kind == REFLECTION and roles.has_poor_grade(last.content):
     return [PLANNER]
   if last.kind in (VERDICT, CANDIDATE):
     return [*workers, PLANNER]
-  if last.kind in (PLAN, OBSERVATION):
+  if last.kind in (PLAN, OBSERVATION):  # of an observation without a usable review
     return [*workers, SOLVER]
   return [PLANNER, *workers, SOLVER]

@@ -55,7 +55,9 @@ class Reply:
   def reported(self) -> tuple[int, ...]:
     """(prompt, cached, completion) tokens; () where the endpoint does not count."""
     counts = (self.prompt_tokens, self.cached_tokens, self.completion_tokens)
-    return counts if any(counts) else ()
+    if any(counts):
+      return counts
+    return ()
 
 
 class ModelBackend(Protocol):

@@ -49,17 +49,20 @@ def answer(agent: str, messages: Sequence[Message]) -> Reply:
 
 
 def _read(request: str) -> str:
-  documents, _, question = request.removeprefix("Documents:\n").rpartition(
-    "\nQuestion: "
-  )
-  answers = [_filled(part, documents) for part in question.split(_QUESTION)[1:]]
-  if None in answers:
-    return ""
-  return f"ANSWER: {' and '.join(map(str, answers))}"
+  request = request.removeprefix("Documents:\n")
+  documents, _, question = request.rpartition("\nQuestion: ")
+  answers = []
+  for part in question.split(_QUESTION)[1:]:  # one, or two asked together
+    answer = _filled(part, documents)
+    if answer is None:
+      return ""
+    answers.append(answer)
+  return f"ANSWER: {' and '.join(answers)}"
 
 
 def _describe(title: str, rest: str) -> str:
   text, _, subject = rest.rpartition("\nDescribe: ")
+  # The first mention that has enough around it.
   for mention in re.finditer(re.escape(subject), text):
     gap = _gap(text, mention.span(), title)
     if gap:
@@ -77,6 +80,7 @@ def _ask(title: str, text: str) -> str:
       gaps.append((gap, match[0]))
   if not gaps:
     return ""
+  # Drawn, so that not every question is of a document's first words.
   gap, filling = random.Random(title).choice(gaps)
   return f"QUESTION: {_QUESTION}{gap} {_PAGE}{title}?\nANSWER: {filling}"
 
@@ -96,6 +100,8 @@ def _gap(text: str, span: tuple[int, int], title: str) -> str | None:
 
 def _filled(part: str, documents: str) -> str | None:
   """What fills the first gap of a question, if all its gaps can be filled one way."""
+  # A deeper question has a gap for every page on the way: the first one is asked for,
+  # the others say where it stands. All must be filled, or the way is not clear.
   filled = []
   for gap in re.findall(rf'"([^"]*{_GAP}[^"]*)"', part):
     before, after = map(re.escape, gap.split(_GAP))

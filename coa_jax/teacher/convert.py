@@ -10,6 +10,8 @@ has no place for (who comes next, malformed replies, a candidate that was never
 verified) is left out. Two rules may change that, and what they changed is recorded in
 the trajectory's `meta`: long observations may lose their middle, and a think that the
 variant asks for may be filled in.
+
+budget: the mapping and the two rules that may change it share every convention.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class ConvertConfig:
       raise ValueError("missing_think must not hold a tag")
 
 
+# Kinds of events whose content is the whole span, in every variant that has the tag.
 _TAGS = {
   runs.PLAN: roles.PLAN,
   runs.REFLECTION: roles.REFLECTION,
@@ -154,19 +157,23 @@ def convert(
 
 def _shortened(run: Run, limit: int) -> tuple[Run, dict[str, Any]]:
   """The run with its observations cut, and what has to be recorded of that."""
-  cut = [[i, len(c.result)] for i, c in enumerate(run.calls) if len(c.result) > limit]
-  if not limit or not cut:
+  if not limit:
     return run, {}
-  events = [
-    dataclasses.replace(e, content=cut_middle(e.content, limit))
-    if e.kind == runs.OBSERVATION
-    else e
-    for e in run.events
-  ]
-  calls = [
-    dataclasses.replace(c, result=cut_middle(c.result, limit)) for c in run.calls
-  ]
-  record = {"shortened": {"head_and_tail": limit, "calls": cut}}
+  calls = []
+  lengths = []  # (call's number, its result's length) of each that is cut
+  for number, call in enumerate(run.calls):
+    if len(call.result) > limit:
+      lengths.append([number, len(call.result)])
+    calls.append(dataclasses.replace(call, result=cut_middle(call.result, limit)))
+  if not lengths:
+    return run, {}
+  # Each result stands in the run twice: what the call gave, and what was observed.
+  events = []
+  for event in run.events:
+    if event.kind == runs.OBSERVATION:
+      event = dataclasses.replace(event, content=cut_middle(event.content, limit))
+    events.append(event)
+  record = {"shortened": {"head_and_tail": limit, "calls": lengths}}
   return dataclasses.replace(run, events=events, calls=calls), record
 
 
@@ -174,12 +181,12 @@ def _lacks_verdict(run: Run, variant: Variant) -> bool:
   """Whether the variant asks for a verdict and the run has none."""
   if roles.DOUBLE_CHECK not in variant.roles or not run.events:
     return False
-  return not any(e.kind == runs.VERDICT for e in run.events)
+  return runs.VERDICT not in {event.kind for event in run.events}
 
 
 def _is_right(task: Task, run: Run) -> bool:
   reward = run.reward
-  if reward is None:
+  if reward is None:  # nobody has judged it: an imported run
     reward = grade_known(task, run.prediction)
   return reward == 1.0
 
@@ -260,14 +267,17 @@ def _no_span(name: str, content: str, variant: Variant) -> str:
 
 def _is_repeated(events: Sequence[Event], i: int) -> bool:
   """Whether the candidate at i stands again below it: as another, or as the answer."""
-  later = (e for e in events[i + 1 :] if e.kind in (runs.CANDIDATE, runs.FINAL))
-  return any(e.content == events[i].content for e in later)
+  for event in events[i + 1 :]:
+    is_answer = event.kind in (runs.CANDIDATE, runs.FINAL)
+    if is_answer and event.content == events[i].content:
+      return True
+  return False
 
 
 def _is_verified(events: Sequence[Event], i: int) -> bool:
   """Whether the candidate at i was scored before anything else was done."""
   for event in events[i + 1 :]:
-    if event.kind != runs.MALFORMED:
+    if event.kind != runs.MALFORMED:  # a verdict may have been asked for twice
       return event.kind == runs.VERDICT
   return False
 
@@ -290,6 +300,7 @@ def _place_thinks(
       yield Segment(Author.POLICY, roles.THINK, text)
       thoughts = []
     if tag == roles.OBSERVATION:
+      # No tool can write a tag of the protocol: what looks like one is escaped.
       text = roles.wrap(tag, roles.escape(content))
       yield Segment(Author.TOOL, tag, text)
     else:

@@ -112,8 +112,9 @@ def load_benchmarks(config: FiltersConfig) -> Benchmarks:
   Raises:
     FileNotFoundError, ValueError: as `tasks.sources.load_tasks`.
   """
-  sets = (load_tasks(uri) for uri in config.benchmarks)
-  questions = (task.question for tasks in sets for task in tasks)
+  questions: list[str] = []
+  for uri in config.benchmarks:
+    questions += [task.question for task in load_tasks(uri)]
   return Benchmarks(questions, config.overlap_words)
 
 
@@ -157,6 +158,7 @@ def examine(
     config: thresholds and ratios.
     benchmarks: as from `load_benchmarks`.
   """
+  # --- The stages in the order of STAGES; the first fault ends it.
   verdict = parse(trajectory.text, variant)
   fault = (
     _complexity(trajectory, config)
@@ -166,14 +168,15 @@ def examine(
   )
   if fault is not None:
     return FilterResult(trajectory, fault)
-  return FilterResult(
-    trajectory,
-    None,
-    reflected=any(s.role == roles.REFLECTION for s in verdict.spans),
-    corrected=bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans),
-    graded=trajectory.reward is not None,
-    signature=signature(policy_text(trajectory)) if config.max_similarity < 1 else None,
-  )
+
+  # --- What `Funnel` decides by.
+  result = FilterResult(trajectory, None, graded=trajectory.reward is not None)
+  result.reflected = _has_reflection(verdict)
+  # A mistake that was noticed is worth copies only where the answer is right after all.
+  result.corrected = bool(_recorded_reward(trajectory)) and was_corrected(verdict.spans)
+  if config.max_similarity < 1:
+    result.signature = signature(policy_text(trajectory))
+  return result
 
 
 class Funnel:
@@ -193,17 +196,19 @@ class Funnel:
     """
     c = self._config
     self._count["in"] += 1
+    # Only what has passed is remembered: a dropped trajectory drops no other.
     fault = result.fault
-    signature = result.signature
-    if (
-      fault is None and signature is not None and not self._duplicates.is_new(signature)
-    ):
+    has_passed = fault is None and result.signature is not None
+    if has_passed and not self._duplicates.is_new(result.signature):
       fault = ("duplicates", "near_duplicate")
     if fault is not None:
       stage, reason = fault
       self._dropped[stage][reason] += 1
       return 0
-    copies = c.corrected_copies if result.corrected else 1
+    # The larger of both: one trajectory earns no copies twice.
+    copies = 1
+    if result.corrected:
+      copies = c.corrected_copies
     if result.reflected:
       copies = max(copies, c.reflected_copies)
     self._count["ungraded"] += not result.graded
@@ -222,11 +227,15 @@ class Funnel:
     left = self._count["in"]
     out: dict[str, Any] = {"in": left}
     for stage in STAGES:
-      left -= self._dropped[stage].total()
-      out[stage] = {"kept": left, "dropped": dict(sorted(self._dropped[stage].items()))}
-    names = ("ungraded", "reflected", "corrected", "added")
-    last = {name: self._count[name] for name in names}
-    return {**out, "error_correction": {**last, "kept": left + last["added"]}}
+      dropped = self._dropped[stage]
+      left -= dropped.total()
+      out[stage] = {"kept": left, "dropped": dict(sorted(dropped.items()))}
+    last = {}
+    for name in ("ungraded", "reflected", "corrected", "added"):
+      last[name] = self._count[name]
+    last["kept"] = left + last["added"]
+    out["error_correction"] = last
+    return out
 
 
 def stages(report: Mapping[str, Any]) -> dict[str, tuple[int, dict[str, int]]]:
@@ -258,11 +267,12 @@ def filter_trajectories(
   """
   benchmarks = load_benchmarks(config)
   funnel = Funnel(config)
-  kept: list[Trajectory] = []
-  results = [
-    examine(task, trajectory, variant, grade, config, benchmarks)
-    for task, trajectory in pairs
-  ]
+  # --- Each alone.
+  results = []
+  for task, trajectory in pairs:
+    results.append(examine(task, trajectory, variant, grade, config, benchmarks))
+
+  # --- The judge's part of quality. `strict`: it owes a verdict on every one.
   if inspect is not None:
     passed = [result for result in results if result.fault is None]
     verdicts = inspect([result.trajectory for result in passed])
@@ -271,10 +281,13 @@ def filter_trajectories(
         result.fault = ("quality", "instruction_violation")
       elif not verdict.read:
         result.trajectory.meta["uninspected"] = True
+
+  # --- All together, in order.
+  out: list[Trajectory] = []
   for result in results:
-    copies = funnel.admit(result)
-    kept += [numbered(result.trajectory, number) for number in range(copies)]
-  return kept, funnel.report()
+    for number in range(funnel.admit(result)):
+      out.append(numbered(result.trajectory, number))
+  return out, funnel.report()
 
 
 def numbered(trajectory: Trajectory, number: int) -> Trajectory:
@@ -285,8 +298,11 @@ def numbered(trajectory: Trajectory, number: int) -> Trajectory:
 
 
 def _complexity(trajectory: Trajectory, c: FiltersConfig) -> tuple[str, str] | None:
-  written = [s.role for s in trajectory.segments if s.author == Author.POLICY]
-  if sum(role != roles.ANSWER for role in written) < c.min_activations:
+  activations = 0
+  for segment in trajectory.segments:
+    if segment.author == Author.POLICY and segment.role != roles.ANSWER:
+      activations += 1
+  if activations < c.min_activations:
     return "complexity", "few_activations"
   if len(trajectory.calls) < c.min_calls:
     return "complexity", "few_calls"
@@ -300,11 +316,14 @@ def _quality(
   grade: GradeAnswer,
   c: FiltersConfig,
 ) -> tuple[str, str] | None:
+  # --- The dialect, and calls that were made before.
   if not verdict.ok:
     return "quality", f"protocol_{verdict.verdict.value}"
   inputs = {(call.name, " ".join(call.arguments.split())) for call in trajectory.calls}
   if len(trajectory.calls) - len(inputs) > c.max_repeats:
     return "quality", "redundant_calls"
+
+  # --- The answer: by the verdict on record, which may have cost a call of a judge.
   reward = _recorded_reward(trajectory)
   if reward is None:
     reward = grade(task, verdict.answer)
@@ -312,13 +331,17 @@ def _quality(
       return None
     trajectory.reward = reward
     trajectory.reward_parts = {"answer": reward}
-  return ("quality", "wrong_answer") if reward < c.min_reward else None
+  if reward < c.min_reward:
+    return "quality", "wrong_answer"
+  return None
 
 
 def _recorded_reward(trajectory: Trajectory) -> float | None:
   """The reward of its answer that a trajectory has on record; None for no number."""
-  parts = trajectory.reward_parts  # of a foreign row, anything
-  reward = parts.get("answer") if isinstance(parts, dict) else None
+  parts = trajectory.reward_parts
+  if not isinstance(parts, dict):  # of a foreign row, anything
+    return None
+  reward = parts.get("answer")
   return float(reward) if isinstance(reward, int | float) else None
 
 
@@ -332,10 +355,14 @@ def _contamination(
   return None
 
 
+def _has_reflection(verdict: Parse) -> bool:
+  return any(span.role == roles.REFLECTION for span in verdict.spans)
+
+
 def _reflection(
   trajectory: Trajectory, verdict: Parse, c: FiltersConfig
 ) -> tuple[str, str] | None:
-  if not any(s.role == roles.REFLECTION for s in verdict.spans):
+  if not _has_reflection(verdict):
     # Keyed by the trajectory, so that others in the set change nothing.
     key = f"{c.seed}/{trajectory.task_id}/{trajectory.sample}"
     if random.Random(key).random() >= c.keep_unreflected:
@@ -349,8 +376,13 @@ def was_corrected(spans: Iterable[Span]) -> bool:
   That is: its first double_check is below the pass score, or some reflection grades a
   criterion poor.
   """
-  scores = [roles.check_score(s.content) for s in spans if s.role == roles.DOUBLE_CHECK]
-  if scores and scores[0] is not None and scores[0] < roles.PASS_SCORE:
-    return True
-  reviews = (s.content for s in spans if s.role == roles.REFLECTION)
-  return any(roles.has_poor_grade(review) for review in reviews)
+  is_first_check = True
+  for span in spans:
+    if span.role == roles.REFLECTION and roles.has_poor_grade(span.content):
+      return True
+    if span.role == roles.DOUBLE_CHECK and is_first_check:
+      is_first_check = False
+      score = roles.check_score(span.content)
+      if score is not None and score < roles.PASS_SCORE:
+        return True
+  return False

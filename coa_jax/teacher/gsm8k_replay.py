@@ -17,7 +17,6 @@ import ast
 import dataclasses
 import decimal
 import fractions
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -122,7 +121,9 @@ class Gsm8kReplay:
         not the value of the note.
     """
     question = _QUESTION.match(messages[1].content)
-    solution = self._solutions.get(question[1]) if question else None
+    solution = None
+    if question:
+      solution = self._solutions.get(question[1])
     if solution is None:
       raise ValueError("the GSM8K replay was asked about a task that it does not have")
     if isinstance(solution, Unsolvable):
@@ -145,6 +146,7 @@ def _reply(agent: str, solution: Solution, replies: int, message: str) -> str:
     return f"ANSWER: {steps[-1].value}"
   if agent == runs.VERIFIER:
     return "SCORE: 4"  # `read_solution` has seen to it
+  # The orchestrator: the planner, the code agent once for every note, the solver.
   if replies == 0:
     return f"NEXT: {runs.PLANNER}"
   if replies <= len(steps):
@@ -185,7 +187,13 @@ def read_solution(text: str) -> Solution:
       note's value).
   """
   final = _FINAL.search(text)
-  body = text[: final.start()] if final else text
+  body = text
+  answer = ""
+  if final:
+    body = text[: final.start()]
+    answer = final[1]
+
+  # --- The notes that calculate.
   notes = []
   for match in _NOTE.finditer(body):
     expression, equals, value = match[1].rpartition("=")
@@ -197,11 +205,12 @@ def read_solution(text: str) -> Solution:
     if program is None:
       raise Unsolvable("not_arithmetic", match[0])
     notes.append(_Note(*match.span(), program, value))
+
+  # --- All of them can be played, and the last one gives the answer.
   if re.search("<<|>>", _NOTE.sub("", body)):
     raise Unsolvable("broken_note", "a note that is not closed")
   if not notes:
     raise Unsolvable("no_program", "no note holds a calculation")
-  answer = final[1] if final else ""
   if _value(answer) != _value(notes[-1].value):
     detail = f"the answer is {answer!r}, the last value {notes[-1].value}"
     raise Unsolvable("answer_not_computed", detail)
@@ -212,13 +221,15 @@ def _solution(body: str, notes: Sequence[_Note]) -> Solution:
   """Gives the text between notes to them: the line's rest to the one before."""
   steps = []
   before = body[: notes[0].start]
-  for note, following in itertools.zip_longest(notes, notes[1:]):
-    between = body[note.end : following.start if following else len(body)]
+  ends = [note.start for note in notes[1:]] + [len(body)]
+  for note, end in zip(notes, ends, strict=True):
+    between = body[note.end : end]
+    # The solutions write a value in the note and again after it.
     repeated = _WRITTEN.match(between)  # `<<2*3=6>>6 eggs`
     if repeated and _value(repeated[0]) == _value(note.value):
       between = between[repeated.end() :]
     after, newline, rest = between.partition("\n")
-    if following and not newline:  # both notes are on one line
+    if end < len(body) and not newline:  # the next note is on the same line
       after = ""
       rest = between
     steps.append(_step(_tidy(before), note, _tidy(after)))
@@ -228,26 +239,35 @@ def _solution(body: str, notes: Sequence[_Note]) -> Solution:
 
 def _tidy(text: str) -> str:
   """Text without notes, blank lines and spaces at the ends of lines."""
-  lines = (line.strip() for line in _NOTE.sub("", text).splitlines())
-  return "\n".join(line for line in lines if line)
+  lines = map(str.strip, _NOTE.sub("", text).splitlines())
+  return "\n".join(filter(None, lines))
 
 
 def _step(before: str, note: _Note, after: str) -> Step:
   """The step of a note that stands between two texts."""
+  # --- The thought: what stands before it, but for what only the program may tell.
   after = after.rstrip(" .")
   *earlier, line = _without_calculation(before).split("\n")
   line = _without_result(line, note.value)
   goal = _goal(line, after) or note.program
   thought = "\n".join([*earlier, line])
+  if not _WORD.search(thought):
+    thought = goal
+
+  # --- The finding: the value with its unit, "$12" or "24 clips in May".
   value = _plain(note.value)
-  unit = "$" if before.endswith("$") else ""
-  space = " " if after and (after[0].isalnum() or after[0] in "($") else ""
+  finding = value
+  if before.endswith("$"):
+    finding = f"${value}"
+  if after and (after[0].isalnum() or after[0] in "($"):
+    finding += " "
+  finding += after
   return Step(
-    thought=thought if _WORD.search(thought) else goal,
+    thought=thought,
     program=note.program,
     value=value,
     rounding=_rounding(note.value),
-    finding=unit + value + space + after,
+    finding=finding,
     goal=goal,
   )
 
@@ -256,8 +276,9 @@ def _without_calculation(text: str) -> str:
   """A text before a note without the calculation that the note repeats."""
   text = text.rstrip("=$: \n")
   bare = _CALCULATION.sub("", text).rstrip("=$: \n")
-  # A number of the calculation may have a unit; then it stays, in words.
-  return text if _OPEN_END.search(bare) else bare
+  if _OPEN_END.search(bare):  # only half of it: one of its numbers has a unit
+    return text
+  return bare
 
 
 def _without_result(line: str, value: str) -> str:
@@ -283,9 +304,16 @@ def _goal(line: str, after: str) -> str:
   following = _CLAUSE_END.split(after)[0]
   if num_words(following) > 1:
     return " ".join(following.split()[:_MAX_GOAL_WORDS])
-  clauses = [c for c in _CLAUSE_END.split(line) if num_words(c)]
-  telling = [c for c in clauses if num_words(c) > 1] or clauses or [""]
-  return " ".join(f"{telling[-1]} {following}".split()[-_MAX_GOAL_WORDS:])
+  # One word after it is a unit at most: the last clause before it goes in front, one of
+  # several words where there is such a one.
+  clauses = _CLAUSE_END.split(line)
+  preceding = ""
+  for least in (2, 1):
+    telling = [clause for clause in clauses if num_words(clause) >= least]
+    if telling:
+      preceding = telling[-1]
+      break
+  return " ".join(f"{preceding} {following}".split()[-_MAX_GOAL_WORDS:])
 
 
 def arithmetic(expression: str) -> str | None:
@@ -302,11 +330,14 @@ def arithmetic(expression: str) -> str | None:
     text = pattern.sub(plain, text)
   if "%" in text and not re.search(r"[+-]", text):
     text = _PERCENT.sub(r"(\1/100)", text)
+  # --- Python reads it now, and finds nothing in it but arithmetic.
   try:
     tree = ast.parse(text, mode="eval").body
   except (SyntaxError, ValueError):
     return None
-  return text if _plain_tree(tree) else None
+  if not _plain_tree(tree):
+    return None
+  return text
 
 
 def _plain_tree(node: ast.expr) -> bool:
@@ -322,8 +353,10 @@ def _plain_tree(node: ast.expr) -> bool:
 def _value(text: str) -> fractions.Fraction | None:
   """The exact value of a number as people and Python write it; None for all else."""
   text = text.strip().removeprefix("$").replace(",", "")
+  if not _VALUE.fullmatch(text):  # `Fraction` reads more: 1_000, other scripts' digits
+    return None
   try:
-    return fractions.Fraction(text) if _VALUE.fullmatch(text) else None
+    return fractions.Fraction(text)
   except ZeroDivisionError:
     return None
 

@@ -3,7 +3,7 @@
 A run that was interrupted anywhere, by SIGKILL too, is worked again from its start; the
 journal answers what it has answered before, so nothing is paid for twice and the run
 comes out as if it had never stopped. What was asked is known by its content: a call is
-looked up by the run it belongs to, who was asked, the digest of the whole conversation
+looked up by the run it belongs to, who was asked, the hash of the whole conversation
 (or of the tool's arguments), and how often the run has asked just that before. Tool
 results are kept, too, because the conversation that follows depends on them.
 
@@ -119,6 +119,7 @@ class Journal:
     self._lock = threading.Lock()
     self._stopped = False
     self._done = done
+    # Where replies stand, not the replies: a corpus of them need not fit in memory.
     self._at: dict[RunKey, dict[str, Place]] = {}  # run -> key -> its line
     self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -182,20 +183,24 @@ class Journal:
   def spent(self) -> str:
     """Says the bill so far in a few words, for a person who watches."""
     bill = self.bill()
-    cost = "" if bill["usd"] is None else f"  ${bill['usd']:,.2f}"
-    return (
-      f"{bill['calls']:,} calls  {bill['prompt'] + bill['completion']:,} tokens{cost}"
-    )
+    num_tokens = bill["prompt"] + bill["completion"]
+    words = f"{bill['calls']:,} calls  {num_tokens:,} tokens"
+    if bill["usd"] is not None:
+      words += f"  ${bill['usd']:,.2f}"
+    return words
 
   def backend(self, backend: ModelBackend, run: RunKey) -> ModelBackend:
     """Wraps a backend: the journal answers what it has answered this run before."""
     seen: collections.Counter[str] = collections.Counter()
 
     def ask(agent: str, messages: Sequence[Message]) -> Reply:
+      # --- What was answered before.
       key = _key(seen, _MODEL, agent, [[m.role, m.content] for m in messages])
       row = self._recall(run, key)
       if row is not None:
         return Reply(**{**row, "faults": tuple(row["faults"])})
+
+      # --- A new call. It is on disk before anybody reads it.
       self._check()
       try:
         reply = backend(agent, messages)
@@ -219,6 +224,7 @@ class Journal:
         return ToolCall(**{**row, "status": CallStatus(row["status"])})
       self._check()
       result = call(name, arguments)
+      # A failure of infrastructure is what a second attempt is for.
       if result.status != CallStatus.INFRASTRUCTURE:
         self._append(run, _TOOL, name, key, dataclasses.asdict(result))
       return result
@@ -232,7 +238,9 @@ class Journal:
   def _recall(self, run: RunKey, key: str) -> dict[str, Any] | None:
     with self._lock:
       place = self._at.get(run, {}).get(key)
-    return None if place is None else self._log.read(place)["reply"]
+    if place is None:
+      return None
+    return self._log.read(place)["reply"]  # from disk, without the lock
 
   def _append(
     self, run: RunKey, kind: str, name: str, key: str, reply: Mapping[str, Any]
@@ -246,6 +254,7 @@ class Journal:
       "key": key,
       "reply": reply,
     }
+    # The log has a lock of its own: this one guards what is in memory.
     place = self._log.append(row)
     with self._lock:
       self._at.setdefault(run, {})[key] = place
@@ -255,9 +264,10 @@ class Journal:
 def _key(seen: collections.Counter[str], kind: str, name: str, content: object) -> str:
   """Names one call of a run; `seen` counts how often that very call has been made."""
   text = json.dumps([kind, name, content]).encode()
-  digest = hashlib.blake2b(text, digest_size=12).hexdigest()
-  seen[digest] += 1
-  return f"{digest}/{seen[digest]}"
+  name = hashlib.blake2b(text, digest_size=12).hexdigest()
+  # A run may ask the very same twice, and then wants two replies.
+  seen[name] += 1
+  return f"{name}/{seen[name]}"
 
 
 def _charge(tokens: tuple[int, ...]) -> dict[str, int]:

@@ -80,6 +80,7 @@ class ChatBackend:
     """
     wasted = (0, 0, 0)  # tokens of unusable replies
 
+    # `ChatModel` tries again where this raises, as it does where no reply comes.
     def read(data: bytes) -> Reply:
       nonlocal wasted
       text = data.decode("utf-8", "replace")
@@ -89,6 +90,7 @@ class ChatBackend:
         wasted = _sum(wasted, _charged(text))
         raise BadReply("not a chat completion", str(e)) from None
 
+    # --- Ask; attempts and pauses between them are `ChatModel`'s.
     start = time.monotonic()
     try:
       reply, faults = self._chat.send([dataclasses.asdict(m) for m in messages], read)
@@ -96,6 +98,8 @@ class ChatBackend:
       error = self._error(agent, e)
       error.charged = wasted
       raise error from None
+
+    # --- The reply, with what all attempts cost.
     counts = (reply.prompt_tokens, reply.cached_tokens, reply.completion_tokens)
     prompt, cached, completion = _sum(counts, wasted)
     return dataclasses.replace(
@@ -160,13 +164,15 @@ def read_completion(text: str) -> Reply:
   if not visible.strip() and isinstance(calls, list) and calls:
     visible = _called(calls[0])
   model = body.get("model")
+  if not isinstance(model, str):
+    model = ""
   prompt, cached, completion = _charged(text)
   return Reply(
     text=visible,
     prompt_tokens=prompt,
     cached_tokens=cached,
     completion_tokens=completion,
-    model=model if isinstance(model, str) else "",
+    model=model,
     cut=choice.get("finish_reason") == "length",
   )
 
@@ -196,13 +202,16 @@ def _called(call: Any) -> str:
     return str(call)
   name = function.get("name")
   raw_arguments = function.get("arguments")
-  try:
-    arguments = (
-      json.loads(raw_arguments) if isinstance(raw_arguments, str) else raw_arguments
-    )
-  except (ValueError, RecursionError):
-    return f"{name} {raw_arguments}"
-  values = list(arguments.values()) if isinstance(arguments, dict) else [arguments]
+  arguments = raw_arguments
+  if isinstance(raw_arguments, str):
+    try:
+      arguments = json.loads(raw_arguments)
+    except (ValueError, RecursionError):
+      return f"{name} {raw_arguments}"
+  # The agents' tools take one text; whatever the model calls it, it is meant.
+  values = [arguments]
+  if isinstance(arguments, dict):
+    values = list(arguments.values())
   if len(values) != 1 or not isinstance(values[0], str):
     return f"{name} {raw_arguments}"
   if name in ("code", "python"):
@@ -217,7 +226,8 @@ def _charged(text: str) -> tuple[int, int, int]:
     details = usage.get("prompt_tokens_details")
   except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
     return 0, 0, 0
-  details = details if isinstance(details, dict) else {}
+  if not isinstance(details, dict):  # few endpoints say what a prefix cache served
+    details = {}
   return (
     _count(usage.get("prompt_tokens")),
     _count(details.get("cached_tokens")),
@@ -230,4 +240,6 @@ def _sum(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _count(value: object) -> int:
-  return value if type(value) is int and 0 <= value <= _MOST_TOKENS else 0
+  if type(value) is int and 0 <= value <= _MOST_TOKENS:
+    return value
+  return 0  # not a number of tokens: it counts for nothing

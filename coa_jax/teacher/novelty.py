@@ -54,7 +54,7 @@ def gram_hashes(words: np.ndarray, n: int) -> np.ndarray:
   if count < 1:
     return np.zeros(0, np.uint64)
   out = np.zeros(count, np.uint64)
-  for i in range(n):
+  for i in range(n):  # each round mixes in the i-th word of every n-gram at once
     out = (out ^ words[i : i + count]) * _ODD
     out ^= out >> np.uint64(29)
   return out
@@ -71,12 +71,14 @@ def signature(text: str) -> np.ndarray:
   grams = np.unique(gram_hashes(words, min(_SHINGLE, max(len(words), 1))))
   if not len(grams):
     return np.zeros(_HASHES, np.uint32)
+  # Modulo 2**64, which overflow does: each row orders the n-grams in a way of its own.
   mixed = grams[None, :] * _SCALE + _SHIFT
   return (mixed.min(axis=1) >> np.uint64(32)).astype(np.uint32)
 
 
 def policy_text(trajectory: Trajectory) -> str:
   """Joins what duplicates are compared by: the question, and all the policy wrote."""
+  # Not what tools gave: two runs that read one page are not the same for it.
   ours = (Author.PROMPT, Author.POLICY)
   texts = (s.text for s in trajectory.segments if s.author in ours)
   return "\n".join(texts)
@@ -94,15 +96,17 @@ class Duplicates:
   def is_new(self, text_signature: np.ndarray) -> bool:
     """Says whether no text before is too similar; remembers the text if so."""
     # Only texts that share a whole band are compared: locality-sensitive hashing.
-    bands = [
-      bytes([i]) + band.tobytes()
-      for i, band in enumerate(text_signature.reshape(_BANDS, -1))
-    ]
-    near = {self._by_band[b] for b in bands if b in self._by_band}
-    for i in near:
-      similarity = (self._seen[i] == text_signature).mean()
+    bands = []
+    for number, band in enumerate(text_signature.reshape(_BANDS, -1)):
+      bands.append(bytes([number]) + band.tobytes())
+    for band in bands:
+      at = self._by_band.get(band)
+      if at is None:
+        continue
+      similarity = (self._seen[at] == text_signature).mean()
       if similarity > self._limit:
         return False
+    # A later text takes an earlier one's place in a band that both have.
     for band in bands:
       self._by_band[band] = len(self._seen)
     self._seen.append(text_signature)
@@ -118,6 +122,7 @@ class Benchmarks:
     Of a question in a script without spaces, twice as many letters. One of fewer words
     counts only where a trajectory's question is just that.
     """
+    # --- Hashes of the n-grams, by length; of a short question the whole one.
     whole = []
     grams = {n: [], n * _LETTERS: []}
     for question in questions:
@@ -127,25 +132,26 @@ class Benchmarks:
         whole.append(gram_hashes(words, len(words))[:1])
       else:
         grams[length].append(gram_hashes(words, length))
+
+    # --- Sorted, so that a trajectory's n-grams are found by bisection.
     empty = np.zeros(0, np.uint64)
     self._whole = np.unique(np.concatenate([empty, *whole]))
-    self._grams = {
-      length: np.unique(np.concatenate([empty, *some]))
-      for length, some in grams.items()
-      if some
-    }
+    self._grams: dict[int, np.ndarray] = {}
+    for length, some in grams.items():
+      if some:
+        self._grams[length] = np.unique(np.concatenate([empty, *some]))
 
   def hold(self, question: str, trajectory: Trajectory) -> bool:
     """Says whether a question, or a text of its trajectory, is of an evaluation set."""
     words = word_hashes(question)
     if len(words) and np.isin(gram_hashes(words, len(words)), self._whole).any():
       return True
-    texts = (
-      s.text
-      for s in trajectory.segments
-      if s.author != Author.PROMPT or s.role == "question"
-    )
-    return any(self._shares(word_hashes(t)) for t in (question, *texts))
+    texts = [question]
+    for segment in trajectory.segments:
+      # Instructions are the same for every task: they tell nothing of this one.
+      if segment.author != Author.PROMPT or segment.role == "question":
+        texts.append(segment.text)
+    return any(self._shares(word_hashes(text)) for text in texts)
 
   def _shares(self, words: np.ndarray) -> bool:
     for length, known in self._grams.items():

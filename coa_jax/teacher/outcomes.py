@@ -30,7 +30,9 @@ def grade_run(run: Run, task: Task, grader: Grader) -> Run:
   """
   if run.status == Status.INFRASTRUCTURE:
     return run
-  answer = None if run.prediction is None else run.prediction.strip()
+  answer = run.prediction
+  if answer is not None:
+    answer = answer.strip()
   try:
     verdict = grader.answer(task, answer, usage_record(run, task))
   except Ungradable as e:
@@ -82,10 +84,13 @@ def convert_all(
     run = file.read(task.id, sample)
     if run is None:
       continue  # infrastructure failed it
+    # A run that was not selected has cost as much as the one that was.
     usage_records.append(usage_record(run, task))
     if selections is not None and selections[task.id].sample != sample:
       dropped["not_selected"] += 1
       continue
+
+    # --- Under the prompt that the student will be given.
     prompt = prompt_segments(variant, task.question, style)
     result = convert(run, task, variant, prompt, config)
     if isinstance(result, Dropped):
@@ -99,21 +104,26 @@ def figures(
   usage_records: Sequence[Trajectory], kept: Sequence[Trajectory]
 ) -> dict[str, Any]:
   """Computes shares of right answers, a run's mean cost, the kept set's make-up."""
-  rewards: dict[str, list[float]] = {}
+  # --- Of all runs: which are right, and what a run costs.
+  rewards: list[float] = []
+  by_family: dict[str, list[float]] = {}
+  usage: dict[str, list[float]] = {}
   for record in usage_records:
-    if record.reward is not None:
+    for name, amount in dataclasses.asdict(record.usage).items():
+      usage.setdefault(name, []).append(amount)
+    if record.reward is not None:  # nobody could judge the others: no wrong answers
+      rewards.append(record.reward)
       family = record.meta["family"] or "all"
-      rewards.setdefault(family, []).append(record.reward)
-  usage = [dataclasses.asdict(record.usage) for record in usage_records]
-  mean_usage = {}
-  if usage:
-    mean_usage = {name: _mean([u[name] for u in usage]) for name in usage[0]}
+      by_family.setdefault(family, []).append(record.reward)
+
+  # --- Of what is left to train on.
+  families = Counter(trajectory.meta["family"] for trajectory in kept)
   return {
-    "right": _mean([reward for group in rewards.values() for reward in group]),
-    "right_by_family": {name: _mean(r) for name, r in sorted(rewards.items())},
-    "mean_usage": mean_usage,
+    "right": _mean(rewards),
+    "right_by_family": {name: _mean(r) for name, r in sorted(by_family.items())},
+    "mean_usage": {name: _mean(amounts) for name, amounts in usage.items()},
     "kept": len(kept),
-    "kept_by_family": dict(sorted(Counter(t.meta["family"] for t in kept).items())),
+    "kept_by_family": dict(sorted(families.items())),
   }
 
 

@@ -91,8 +91,11 @@ def read_reply(
   if agent == SEARCH:
     return _search_call(text, [tool for tool in tools if tool != CODE])
   if agent == CODE:
+    # From the first fence to the last: prose around them is no part of the call.
     fences = _FENCES.search(text)
-    call = tool_bodies.parse_code(fences[0]) if fences else None
+    call = None
+    if fences:
+      call = tool_bodies.parse_code(fences[0])
     if call is None:
       raise MalformedReply("expected one ```py block, then at most one ```sh block")
     return Parsed(CALL, tool_bodies.render_code(call.program, call.stdin), CODE)
@@ -113,7 +116,9 @@ def read_reply(
 
 def _search_call(text: str, tools: Sequence[str]) -> Parsed:
   name = _TOOL.search(text)
-  tool = name[1] if name else tools[0]  # one tool needs no name
+  tool = tools[0]  # one tool needs no name
+  if name:
+    tool = name[1]
   if tool not in tools:
     raise MalformedReply(f"TOOL must be one of {', '.join(tools)}")
   return Parsed(CALL, _field(_QUERY, text, "a line 'QUERY: <query>'"), tool)

@@ -99,7 +99,7 @@ class Run:
   def reported(self) -> tuple[int, ...]:
     """The endpoint's own (prompt, cached, completion); () unless it counted all."""
     counts = [e.reported for e in self.events if e.prompt]
-    if not all(counts):
+    if not all(counts):  # a sum over some of them would be read as one over all
       return ()
     return tuple(map(sum, zip(*counts, strict=True)))
 
@@ -123,8 +123,9 @@ def render(event: Event) -> str:
 
   No line of the content can pass for a header: one that starts with "[" is indented.
   """
-  head = f"[{event.kind} {event.detail}]" if event.detail else f"[{event.kind}]"
-  return f"{head}\n" + re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
+  words = filter(None, (event.kind, event.detail))
+  content = re.sub(r"^\[", " [", event.content, flags=re.MULTILINE)
+  return f"[{' '.join(words)}]\n{content}"
 
 
 class RunFile:
@@ -164,6 +165,6 @@ class RunFile:
 
   def sort(self, order: Sequence[tuple[str, int]]) -> None:
     """Rewrites the file in this order."""
-    places = [self._at[key] for key in order if key in self._at]
-    write_jsonl(self.path, map(self._log.read, places))
-    self._open()
+    lines = [self._at[key] for key in order if key in self._at]
+    write_jsonl(self.path, map(self._log.read, lines))
+    self._open()  # every line stands somewhere else now

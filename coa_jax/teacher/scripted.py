@@ -86,7 +86,9 @@ class ScriptedBackend:
   def __call__(self, agent: str, messages: Sequence[Message]) -> Reply:
     """The scripted reply; see `backend.ModelBackend`."""
     question = _QUESTION.search(messages[1].content)
-    task = self._tasks.get(question[1]) if question else None
+    task = None
+    if question:
+      task = self._tasks.get(question[1])
     if task is None:
       raise ValueError("the scripted backend was asked about a task it does not have")
     mind = _Mind(task, self._config, self._sample)
@@ -108,13 +110,16 @@ def _entries(agent: str, messages: Sequence[Message]) -> list[_Entry]:
   entries = []
   for message in messages[1:]:
     if message.role == "assistant":
+      # What it has said itself is remembered like what others report.
       decision = _DECISION.match(message.content)
       if decision:
         entries.append(_Entry(runs.DECISION, decision[1] or ""))
+      elif agent == runs.REFLECTOR:
+        entries.append(_Entry(runs.REFLECTION, message.content))
       else:
-        kind = runs.REFLECTION if agent == runs.REFLECTOR else "own"
-        entries.append(_Entry(kind, message.content))
+        entries.append(_Entry("own", message.content))
       continue
+    # Text, then header and content by turns: see `runs.render`.
     parts = _HEADER.split(message.content)
     for kind, content in zip(parts[1::2], parts[2::2], strict=True):
       entries.append(_Entry(kind, content.removesuffix("\n")))
@@ -143,13 +148,15 @@ class _Mind:
   def chance(self, *occasion: object) -> float:
     """A number in [0, 1) that depends on nothing but the run and the occasion."""
     text = self.key + "/".join(map(str, occasion))
-    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48
+    hashed = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return int.from_bytes(hashed, "big") / 2**48
 
-  # What is known.
+  # --- What is known.
 
   def _learn(self, entry: _Entry) -> None:
     if entry.kind == runs.DECISION:
+      # "recall RELATION VALUE ; EXPRESSION = VALUE ; look up ENTITY", as `_next_step`
+      # writes it.
       for part in entry.content.split(" ; "):
         if part.startswith("recall "):
           _, relation, value = part.split(" ", 2)
@@ -159,6 +166,7 @@ class _Mind:
         elif " = " in part:
           self._computed(part.split(" = ")[1])
     elif entry.kind == runs.REFLECTION and "Poor" not in entry.content:
+      # "RELATION VALUE ; ..." of the page that was looked up, or "result VALUE".
       entity = self.assignment.removeprefix("look up ")
       for part in entry.content.split(" ; "):
         relation, value = part.split(" ", 1)
@@ -183,7 +191,20 @@ class _Mind:
   def _entity(self, i: int) -> str | None:
     """The entity of look-up i as far as it is known."""
     entity = self.program[i]["entity"]
-    return self.known.get(int(entity[1:])) if entity.startswith("$") else entity
+    if not entity.startswith("$"):
+      return entity
+    return self.known.get(int(entity[1:]))  # "$2": the value of step 2
+
+  def _last(self, *kinds: str) -> _Entry | None:
+    """The last thing the agent has been told that is of one of these kinds."""
+    for entry in reversed(self.entries):
+      if entry.kind in kinds:
+        return entry
+    return None
+
+  def _mentions(self, text: str) -> int:
+    """How many of the things that the agent has been told hold a text."""
+    return sum(text in entry.content for entry in self.entries)
 
   def _open(self) -> list[int]:
     """Steps whose value is not known yet."""
@@ -196,51 +217,61 @@ class _Mind:
     step = self.program[int(argument[1:])]
     if step["op"] == "lookup":
       return resolve(argument, self.known)
-    left, right = (self._expression(a) for a in step["args"])
-    if step["name"] in ("min", "max"):
-      return f"{step['name']}({left}, {right})"
-    if step["name"] == "*":
-      left, right = (f"({x})" if "+" in x or "-" in x else x for x in (left, right))
-    return f"{left} {step['name']} {right}"
+    name = step["name"]
+    left, right = map(self._expression, step["args"])
+    if name in ("min", "max"):
+      return f"{name}({left}, {right})"
+    if name == "*":
+      left = _bracketed(left)
+      right = _bracketed(right)
+    return f"{left} {name} {right}"
 
-  # The agents.
+  # --- The agents.
 
   def _orchestrator(self) -> str:
-    last = next((e for e in reversed(self.entries) if e.kind in _REPORTS), None)
+    last = self._last(runs.PLAN, runs.REFLECTION, runs.VERDICT, runs.CANDIDATE)
     if last is None:
       return _decide(runs.PLANNER, self._task_in_words())
     if last.kind == runs.REFLECTION and "Poor" in last.content:
-      wrong = self.assignment.startswith(_PROGRAMS)
-      again = "fix program" if wrong else "search again"
-      return _decide(runs.PLANNER, again)
+      if self.assignment.startswith(_PROGRAMS):
+        return _decide(runs.PLANNER, "fix program")
+      return _decide(runs.PLANNER, "search again")
     if last.kind == runs.VERDICT:
       return _decide(runs.PLANNER, f"still to find {_goal(self.program[-1])}")
     return self._next_step()
 
   def _next_step(self) -> str:
-    facts: list[str] = []
+    """Goes through the open steps until one needs an agent; else the solver's turn."""
+    facts: list[str] = []  # what is known without one
     for i in self._open():
       step = self.program[i]
       if self._stops_short(i):
         break
+
+      # --- A page to look up, or a fact that is known by heart.
       if step["op"] == "lookup":
         entity = self._entity(i)
+        # Nobody knows a fact by heart about what was mistaken for something else.
         misled = entity != resolve(step["entity"], self.truth)
         if misled or self.chance("recall", i) >= self.config.recall:
-          tried = sum(f"look up {entity}" in e.content for e in self.entries)
-          if tried >= 3:
+          if self._mentions(f"look up {entity}") >= 3:
             break  # the page cannot be found
           return _decide(runs.SEARCH, *facts, f"look up {entity}")
         self.known[i] = self._from_memory(self.truth[i], i)
         facts.append(f"recall {step['relation']} {self.known[i]}")
+
+      # --- A comparison, by a program or in the head.
       elif step["op"] == "compare":
         left, right = (resolve(a, self.known) for a in step["args"])
         # Asked so that it holds where the first is the one.
-        claim = f"{left} {'<' if step['name'] == 'min' else '>'} {right}"
+        sign = "<" if step["name"] == "min" else ">"
+        claim = f"{left} {sign} {right}"
         if self.chance("mental") >= self.config.mental:
           return _decide(runs.CODE, *facts, f"compare {claim}")
         self.known[i] = self._result()
         facts.append(f"{claim} is {self.known[i] == step['of'][0]}")
+
+      # --- Arithmetic: all that is left, in one expression.
       else:
         expression = self._expression(f"${len(self.program) - 1}")
         if self.chance("mental") >= self.config.mental:
@@ -252,26 +283,30 @@ class _Mind:
 
   def _stops_short(self, i: int) -> bool:
     """Whether the last step is forgotten, the first time round."""
-    last = i == len(self.program) - 1 and self.program[i]["op"] != "compare"
-    late = last and self.program[0]["op"] == "lookup" and i > 0
-    checked = any(e.kind == runs.VERDICT for e in self.entries)
-    return late and not checked and self.chance("short") < self.config.premature
+    if i != len(self.program) - 1 or self.program[i]["op"] == "compare":
+      return False
+    if i == 0 or self.program[0]["op"] != "lookup":
+      return False
+    if self._last(runs.VERDICT):  # a check has pointed it out
+      return False
+    return self.chance("short") < self.config.premature
 
   def _result(self) -> str:
     """What the believed look-ups come to: the last step's value."""
     return evaluate(self.program, {}, self.known)[-1]
 
   def _task_in_words(self) -> str:
-    lookups = [s for s in self.program if s["op"] == "lookup"]
+    lookups = [step for step in self.program if step["op"] == "lookup"]
     if not lookups:
       return "only arithmetic"
-    if any(s["entity"].startswith("$") for s in lookups) or len(lookups) == 1:
-      words = [f"{lookups[0]['relation']} of {lookups[0]['entity']}"]
-      words += [s["relation"] for s in lookups[1:]]
-    else:
-      names = " and ".join(s["entity"] for s in lookups)
-      words = [f"{lookups[0]['relation']} of {names}"]
-    return "find " + " then ".join(words)
+    relations = [step["relation"] for step in lookups]
+    entities = [step["entity"] for step in lookups]
+    # A chain, each page named by the one before; or pages side by side.
+    if len(lookups) == 1 or any(entity.startswith("$") for entity in entities):
+      return "find " + " then ".join(
+        [f"{relations[0]} of {entities[0]}", *relations[1:]]
+      )
+    return f"find {relations[0]} of {' and '.join(entities)}"
 
   def _planner(self) -> str:
     words = []
@@ -294,7 +329,7 @@ class _Mind:
 
   def _tried(self, entity: str) -> bool:
     """Whether the entity has been assigned before this last time."""
-    return sum(f"look up {entity}" in e.content for e in self.entries) > 1
+    return self._mentions(f"look up {entity}") > 1
 
   def _wrong_name(self, entity: str) -> str:
     """Half a name, or the name of something else that shares a word with it."""
@@ -302,22 +337,27 @@ class _Mind:
     namesakes = self.namesakes.get(entity, ())
     if which < 0.25 or not namesakes:
       return entity.split(" ")[0]
-    return namesakes[0 if which < 0.5 else -1]
+    if which < 0.5:
+      return namesakes[0]
+    return namesakes[-1]
 
   def _from_memory(self, value: str, occasion: object) -> str:
     """The value, or where memory slips a number or a name close to it."""
     if self.chance("slip", occasion) >= self.config.slip:
       return value
     if value.isdecimal():
-      return str(int(value) + (1, 2, 10, 100)[int(self.chance("by", occasion) * 4)])
+      error = (1, 2, 10, 100)[int(self.chance("by", occasion) * 4)]
+      return str(int(value) + error)
     namesakes = self.namesakes.get(value)
-    return namesakes[-1] if namesakes else value
+    if not namesakes:  # nothing to take it for: it is remembered after all
+      return value
+    return namesakes[-1]
 
   def _code(self) -> str:
     verb, rest = self.assignment.split(" ", 1)
-    tried = sum(f"{verb} " in e.content for e in self.entries) > 1
+    is_first = self._mentions(f"{verb} ") <= 1  # a second program has no bug
     program = f"print({rest})"
-    if not tried and self.chance("bug") < self.config.buggy_program:
+    if is_first and self.chance("bug") < self.config.buggy_program:
       program = self._bug(rest)
     return f"```py\n{program}\n```"
 
@@ -333,56 +373,67 @@ class _Mind:
     return expression  # nothing is printed
 
   def _reflector(self) -> str:
-    text = next(e.content for e in reversed(self.entries) if e.kind == runs.OBSERVATION)
+    text = self._last(runs.OBSERVATION).content
     if self.assignment.startswith(_PROGRAMS):
       return self._review_program(text.strip())
+
+    # --- The page that was asked for, or what is mistaken for it.
     entity = self.assignment.removeprefix("look up ")
     pages = read_pages(text)
-    relations = [
-      self.program[i]["relation"]
-      for i in self._open()
-      if self.program[i]["op"] == "lookup" and self._entity(i) == entity
-    ]
     page = pages.get(entity)
     missed = self.chance("caught", entity) >= self.config.caught
     if page is None and missed and not self._tried(entity) and self._slips(entity):
-      page = next(iter(pages.values()), None)  # taken for the right one
-    if page is None or not all(relation in page for relation in relations):
+      page = next(iter(pages.values()), None)
+
+    # --- What it tells of all that is open about the entity.
+    findings = []
+    for i in self._open():
+      if self.program[i]["op"] == "lookup" and self._entity(i) == entity:
+        relation = self.program[i]["relation"]
+        if page is None or relation not in page:
+          return "wrong page tool_effectiveness : Poor"
+        findings.append(f"{relation} {page[relation]}")
+    if page is None:
       return "wrong page tool_effectiveness : Poor"
-    return " ; ".join(f"{relation} {page[relation]}" for relation in relations)
+    return " ; ".join(findings)
 
   def _review_program(self, output: str) -> str:
+    truth = self._result()
+    result = output
     if self.assignment.startswith("compare "):
-      step = self.program[-1]
-      claim = output
-      truth = str(self._result() == step["of"][0])
-      result = step["of"][0 if output == "True" else 1]
-    else:
-      claim = result = output
-      truth = self._result()
-    if claim not in ("True", "False") and not _NUMBER.fullmatch(claim):
+      # The program prints whether the first is the one; the result is a name.
+      first, second = self.program[-1]["of"]
+      truth = str(truth == first)
+      result = first if output == "True" else second
+    if output not in ("True", "False") and not _NUMBER.fullmatch(output):
       return "no result tool_effectiveness : Poor"
-    if claim != truth and self.chance("caught program") < self.config.caught:
+    if output != truth and self.chance("caught program") < self.config.caught:
       return "wrong result tool_effectiveness : Poor"
     return f"result {result}"
 
   def _solver(self) -> str:
     if self.program[-1]["op"] == "compare" and len(self._open()) == 1:
       self.known[len(self.program) - 1] = self._result()
-    return f"ANSWER: {self.known[max(self.known)] if self.known else 'unknown'}"
+    if not self.known:
+      return "ANSWER: unknown"
+    return f"ANSWER: {self.known[max(self.known)]}"  # of the last step that is known
 
   def _verifier(self) -> str:
-    answer = next(e.content for e in reversed(self.entries) if e.kind == runs.CANDIDATE)
-    right = answer == self.truth[-1]
+    is_right = self._last(runs.CANDIDATE).content == self.truth[-1]
     last = self.program[-1]
-    short = len(self.program) - 1 in self._open() and last["op"] != "compare"
-    if right or not short or self.chance("caught short") >= self.config.caught:
+    # Only an answer one step short is noticed: a wrong value looks like a right one.
+    is_short = len(self.program) - 1 in self._open() and last["op"] != "compare"
+    if is_right or not is_short or self.chance("caught short") >= self.config.caught:
       return "SCORE: 4"
-    score = 1 if self.chance("score") < 0.5 else 2
+    score = 1 if self.chance("score") < 0.5 else 2  # either fails the check
     return f"SCORE: {score}\nWHY: {_goal(last)} is missing"
 
 
-_REPORTS = frozenset({runs.PLAN, runs.REFLECTION, runs.VERDICT, runs.CANDIDATE})
+def _bracketed(expression: str) -> str:
+  """A factor, in parentheses where it is a sum."""
+  if "+" in expression or "-" in expression:
+    return f"({expression})"
+  return expression
 
 
 def _goal(step: Mapping[str, Any]) -> str:
@@ -391,4 +442,6 @@ def _goal(step: Mapping[str, Any]) -> str:
 
 
 def _decide(agent: str, *facts: str) -> str:
-  return f"NEXT: {agent}" + (f"\nREASON: {' ; '.join(facts)}" if facts else "")
+  if not facts:
+    return f"NEXT: {agent}"
+  return f"NEXT: {agent}\nREASON: {' ; '.join(facts)}"

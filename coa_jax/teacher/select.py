@@ -24,6 +24,7 @@ from coa_jax.teacher.prompts import PROMPTS
 from coa_jax.teacher.runs import Event, Run, render
 
 SAMPLE = -1  # what the selector's calls have in a journal for the number of a run
+# What tells sound work from unsound; who was to work next says nothing of it.
 _SHOWN = frozenset(
   {runs.PLAN, runs.CALL, runs.OBSERVATION, runs.REFLECTION, runs.VERDICT}
 )
@@ -100,19 +101,25 @@ def select(
   answered = [r for r in done if r.prediction is not None and r.prediction.strip()]
   # A model prefers what stands first: the order is drawn anew for every task.
   random.Random(f"selector/{task.id}").shuffle(answered)
-  votes = collections.Counter(_vote(r) for r in answered)
+
+  # --- Runs that agree, and none at all, need no selector.
+  groups: dict[str, list[Run]] = {}
+  for run in answered:
+    groups.setdefault(vote_key(run.prediction or ""), []).append(run)
   if not answered:
     return Selection(task.id, None, "none")
-  if len(votes) == 1:
+  if len(groups) == 1:
     first = min(answered, key=_quality)
     how = "agreement" if len(answered) > 1 else "only"
     return Selection(task.id, first.sample, how, candidates=len(answered))
+
+  # --- The selector chooses; where it can not, the largest group does.
   chosen, why, replies = _ask(task, answered, backend, max_chars)
   how = "selector"
   if chosen is None:
     how = "vote"
-    commonest = votes.most_common(1)[0][0]
-    chosen = min((r for r in answered if _vote(r) == commonest), key=_quality)
+    # Of groups of one size the one that was drawn first.
+    chosen = min(max(groups.values(), key=len), key=_quality)
   return Selection(
     task.id,
     chosen.sample,
@@ -141,6 +148,7 @@ def _ask(
     except Unsolvable:  # the candidates are longer than its context
       break
     replies.append(reply)
+    # A reply that was cut may have gone on to another choice.
     best = _BEST.search(reply.text)
     if best and not reply.cut and 1 <= int(best[1]) <= len(answered):
       reason = _WHY.search(reply.text)
@@ -172,33 +180,41 @@ def figures(
     is), `any` (1 where some run is right), `tasks`, `how` (counts) and the selector's
     tokens. A mean over no task is None.
   """
+  # --- Rewards by task and sample; a task whose runs all failed has none.
   by_task: dict[str, dict[int, float]] = {}
   for (task_id, sample), reward in rewards.items():
     by_task.setdefault(task_id, {})[sample] = reward
-  ids = [t.id for t in tasks if t.id in by_task]
-  chosen = [selections[i] for i in ids]
-  right = []
-  for selection in chosen:
-    sample = selection.sample
-    right.append(0.0 if sample is None else by_task[selection.task_id][sample])
+
+  # --- Of every task the run taken, beside the first one and the best one.
+  right: list[float] = []
+  first: list[float] = []
+  best: list[float] = []
+  how: collections.Counter[str] = collections.Counter()
+  tokens = {"prompt": 0, "cached": 0, "completion": 0}
+  for task in tasks:
+    if task.id not in by_task:
+      continue
+    of_task = by_task[task.id]
+    selection = selections[task.id]
+    # Without an answer no run is taken: the task counts as wrong.
+    right.append(0.0 if selection.sample is None else of_task[selection.sample])
+    first.append(of_task[min(of_task)])
+    best.append(max(of_task.values()))
+    how[selection.how] += 1
+    for name in tokens:
+      tokens[name] += getattr(selection, name)
 
   def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
   return {
-    "tasks": len(ids),
+    "tasks": len(right),
     "right": mean(right),
-    "first": mean([by_task[i][min(by_task[i])] for i in ids]),
-    "any": mean([max(by_task[i].values()) for i in ids]),
-    "how": dict(sorted(collections.Counter(s.how for s in chosen).items())),
-    "prompt": sum(s.prompt for s in chosen),
-    "cached": sum(s.cached for s in chosen),
-    "completion": sum(s.completion for s in chosen),
+    "first": mean(first),
+    "any": mean(best),
+    "how": dict(sorted(how.items())),
+    **tokens,
   }
-
-
-def _vote(run: Run) -> str:
-  return vote_key(run.prediction or "")
 
 
 def _quality(run: Run) -> tuple[int, int, int]:

@@ -30,7 +30,9 @@ class TeacherConfig:
     prompt: the style of their prompt; see `protocol.prompts`.
     tokenizer: folder of the tokenizer that costs are counted by; None counts words,
       digits and punctuation marks.
-    max_turns: limits of a run, and likewise the next two; see `agents.TeamConfig`.
+    max_turns: decisions of the orchestrator in a run.
+    max_calls: tool calls of a run; when they are spent the team has to answer.
+    max_checks: verified candidates of a run.
   """
 
   backend: str = choice("scripted", of=BACKENDS, was="brain")

@@ -108,13 +108,14 @@ class Corpus:
     longest = max((len(t.split()) for t in self.documents), default=0)
     self._mentions: dict[str, list[str]] = collections.defaultdict(list)
     for title, text in self.documents.items():
+      # Every phrase that may be a title is looked up: linear in the text, however many
+      # titles there are.
       words = re.findall(r"[\w'-]+", text)
-      phrases = {
-        " ".join(words[i : i + n])
-        for i, word in enumerate(words)
-        if word[:1].isupper() or word[:1].isdigit()
-        for n in range(1, longest + 1)
-      }
+      phrases = set()
+      for i, word in enumerate(words):
+        if word[:1].isupper() or word[:1].isdigit():
+          for end in range(i + 1, i + longest + 1):
+            phrases.add(" ".join(words[i:end]))
       for other in sorted(phrases & self.documents.keys() - {title}):
         self._mentions[other].append(title)
 
@@ -157,6 +158,7 @@ class Synthesizer:
 
   def atomic(self, title: str) -> SynthesisResult:
     """Makes a task about one fact of the document, as the tool returns it."""
+    # --- Ask about what the tool returns, which a solver will see.
     page = self._look_up(title)
     if page is None:
       return SynthesisResult(None, "not_found")
@@ -165,6 +167,8 @@ class Synthesizer:
     answer = fields.get("ANSWER", "")
     if not question or not answer:
       return SynthesisResult(None, "malformed")
+
+    # --- A solver can find the document, has to, and reads the answer there.
     if title not in question:
       return SynthesisResult(None, "no_title")
     if not _stands_in(answer, page):
@@ -175,26 +179,30 @@ class Synthesizer:
 
   def deepen(self, task: Task) -> SynthesisResult:
     """Replaces what a task names first by another document's description of it."""
+    # --- Another document that mentions it, and does not give the answer away.
     titles = list(task.meta["titles"])
     subject = titles[0]
     answer = task.answers[0]
-    others = [
-      title
-      for title in self._corpus.mentioning(subject)
-      if title not in titles and not _stands_in(answer, title)
-    ]
+    others = []
+    for title in self._corpus.mentioning(subject):
+      if title not in titles and not _stands_in(answer, title):
+        others.append(title)
     if not others or subject not in task.question:
       return SynthesisResult(None, "no_link")
     title = random.Random(f"{self._config.seed}/{task.id}").choice(others)
     page = self._look_up(title)
     if page is None or not _stands_in(subject, page):
       return SynthesisResult(None, "not_found")
+
+    # --- A phrase that stands for it, by that document alone.
     request = f"Title: {title}\nDocument:\n{page}\nDescribe: {subject}"
     phrase = self._ask(DESCRIBER, request).get("PHRASE", "").rstrip(".")
     if not phrase:
       return SynthesisResult(None, "malformed")
     if title not in phrase or _stands_in(subject, phrase):
       return SynthesisResult(None, "phrase")
+
+    # --- The deeper question.
     question = task.question.replace(subject, phrase)
     if _stands_in(answer, question):
       return SynthesisResult(None, "answer_in_question")
@@ -207,6 +215,7 @@ class Synthesizer:
       f"{first.question} {second.question}"
     )
     answer = f"{first.answers[0]} and {second.answers[0]}"
+    # One of them may tell the other's answer.
     if any(_stands_in(t.answers[0], question) for t in (first, second)):
       return SynthesisResult(None, "answer_in_question")
     titles = [*first.meta["titles"], *second.meta["titles"]]
@@ -219,10 +228,14 @@ class Synthesizer:
     meta = {"titles": list(titles), "hops": len(titles)}
     name = f"synth-{family}-{len(titles)}-{'-'.join(titles)}"
     task = Task(name, question, (answer,), source="synth", family=family, meta=meta)
+
+    # --- It follows from its documents, as the tool returns them.
     pages = [self._look_up(title) or "" for title in titles]
     request = "Documents:\n" + "\n".join(pages) + f"\nQuestion: {question}"
     if not grade(task, self._ask(READER, request).get("ANSWER")):
       return SynthesisResult(None, "does_not_follow")
+
+    # --- Nobody knows it by heart.
     for number in range(self._config.guesses):
       # Each guess is a question of its own, so that a journal keeps them apart.
       request = f"Question: {question}\n(attempt {number + 1})"
@@ -235,8 +248,11 @@ class Synthesizer:
     result = self._call(self._tool, title)
     if result.status == CallStatus.INFRASTRUCTURE:
       raise InfrastructureError(f"tool {self._tool}: {result.result}")
+    # A search may return something else, or cut the document's end.
     start = self._corpus.documents[title][:40]
-    return result.result if start in result.result else None
+    if start not in result.result:
+      return None
+    return result.result
 
   def _ask(self, agent: str, request: str) -> dict[str, str]:
     """NAME -> text of the reply's lines `NAME: text`."""

@@ -44,14 +44,17 @@ class TokenMeter:
     Cached is the longest common token prefix with any earlier call and its reply: what
     a prefix cache that never evicts would serve.
     """
-    chunks = [self._chunk(m) for m in messages]
-    cached = max((_common_prefix(chunks, sent) for sent in self._sent), default=0)
+    chunks = [self._chunk(message) for message in messages]
+    cached = 0
+    for sent in self._sent:
+      cached = max(cached, _common_prefix(chunks, sent))
     prompt = sum(map(len, chunks))
     answer = self._chunk(Message("assistant", reply))
     self._sent.append([*chunks, answer])  # a cache holds what it generated, too
     return prompt, cached, len(answer)
 
   def _chunk(self, message: Message) -> tuple[int, ...]:
+    # A conversation is sent again at every call: each message is tokenized once.
     ids = self._ids.get(message)
     if ids is None:
       ids = tuple(self._encode(f"{message.role}\n{message.content}\n"))

@@ -73,7 +73,7 @@ def augment(
   segments = prompt_segments(renamed, str(question), "full")
   for s in trajectory.segments:
     if s.author == Author.PROMPT:
-      continue
+      continue  # the new one says what the tools are called
     text = s.text
     role = s.role
     if s.author == Author.POLICY and role in names:
@@ -83,6 +83,8 @@ def augment(
       text = rewritten
       role = names[role]
     segments.append(Segment(s.author, role, text))
+
+  # --- The calls on record, as they stand in the text now.
   calls = []
   for call in trajectory.calls:
     if call.name in names:
@@ -101,7 +103,7 @@ def augmented_copies(
   out = []
   for trajectory in kept:
     if "copy" in trajectory.meta:
-      continue
+      continue  # its first copy has them
     for number in range(1, config.copies + 1):
       augmented = augment(trajectory, variant, number, config.seed)
       if augmented is not None:
@@ -118,4 +120,6 @@ def _rewrite_span(
   if not opening or not closing or head.strip() or tail.strip():
     return None
   body = argument_format.write(content.removeprefix(" "))
-  return None if body is None else f"{head}{roles.wrap(name, body)}{tail}"
+  if body is None:  # a content that this format can not hold
+    return None
+  return f"{head}{roles.wrap(name, body)}{tail}"

@@ -169,24 +169,34 @@ def inspect(
   trajectory: Trajectory, backend: ModelBackend, config: ViolationsConfig
 ) -> Inspection:
   """Gives the verdict on one trajectory; see `inspect_all`."""
-  prompt = [s for s in trajectory.segments if s.author == Author.PROMPT]
+  # --- The record as data: a judge that followed what stands in it could be led.
+  instructions = ""
+  task = ""
+  for segment in trajectory.segments:
+    if segment.author == Author.PROMPT and segment.role == "instructions":
+      instructions += segment.text
+    elif segment.author == Author.PROMPT:
+      task += segment.text
   data = {
-    "instructions": "".join(s.text for s in prompt if s.role == "instructions"),
-    "task": "".join(s.text for s in prompt if s.role != "instructions"),
+    "instructions": instructions,
+    "task": task,
     "record": cut_middle(trajectory.text, config.max_chars),
   }
   messages = [
     Message("system", PROMPTS[INSPECTOR]),
     Message("user", json.dumps(data, indent=1)),
   ]
+
+  # --- The first reply that can be read is the verdict.
   for _ in range(config.replies):
     try:
       reply = backend(INSPECTOR, messages)
     except Unsolvable:  # longer than its context
       break
-    violations = None if reply.cut else read_violations(reply.text)
-    if violations is not None:
-      return Inspection(violations)
+    if not reply.cut:
+      violations = read_violations(reply.text)
+      if violations is not None:
+        return Inspection(violations)
     messages += [Message("assistant", reply.text), Message("user", _AGAIN)]
   return Inspection(read=False)
 
@@ -199,12 +209,14 @@ def read_violations(reply: str) -> tuple[tuple[int, str], ...] | None:
   does not exist makes the reply unreadable.
   """
   reply = reply.rpartition("</think>")[2]
-  starts = [m.start() for m in re.finditer(r"\{", reply)]
+  starts = [match.start() for match in re.finditer(r"\{", reply)]
   for start in reversed(starts):
     value = _object(reply[start:])
     if isinstance(value, dict) and isinstance(value.get("violations"), list):
-      violations = [_violation(item) for item in value["violations"]]
-      return None if None in violations else tuple(violations)
+      violations = list(map(_violation, value["violations"]))
+      if None in violations:
+        return None
+      return tuple(violations)
   return None
 
 
@@ -214,6 +226,7 @@ def _object(text: str) -> Any:
     return json.JSONDecoder().raw_decode(text)[0]
   except (ValueError, RecursionError):
     pass
+  # Python's notation: single quotes, trailing commas. Prose may stand after it.
   try:
     return ast.literal_eval(text[: text.rindex("}") + 1])
   except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
@@ -229,6 +242,10 @@ def _violation(item: Any) -> tuple[int, str] | None:
     quote = str(item.get("quote") or "")
   if isinstance(rule, str):
     number = re.match(r"\s*(\d{1,3})\b", rule)
-    rule = int(number[1]) if number else None
+    if number is None:
+      return None
+    rule = int(number[1])
   is_number = isinstance(rule, int) and not isinstance(rule, bool)
-  return (rule, quote) if is_number and 1 <= rule <= len(RULES) else None
+  if not is_number or not 1 <= rule <= len(RULES):
+    return None
+  return rule, quote

@@ -81,7 +81,7 @@ class CodeSession:
     """
     if self._closed:
       raise RuntimeError("the trajectory has ended")
-    session = open_session(seconds)
+    session = open_session(seconds)  # without the lock: it may take seconds
     with self._lock:
       self._session = session
       self.seconds = seconds
@@ -93,6 +93,7 @@ class CodeSession:
 
   def run(self, program: str, stdin: str) -> Result | None:
     """Runs a program in the session; None where none is open, or it ended before."""
+    # Without the lock: `close` must not wait for a program.
     session = self._session
     if session is None:
       return None
@@ -100,6 +101,7 @@ class CodeSession:
       result = session.run(program, stdin)
     except SessionEnded:
       result = None
+    # The program itself may have ended it: it has a result, and its variables are gone.
     if not session.alive:
       self.lost = True
       with self._lock:
@@ -108,6 +110,7 @@ class CodeSession:
 
   def close(self) -> None:
     """Ends the session in the background; does not wait for a program that runs."""
+    # Once: an episode that has ended is dropped afterwards.
     with self._lock:
       if self._closed:
         return

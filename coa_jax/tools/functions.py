@@ -55,10 +55,12 @@ class _Function:
   def __call__(self, content: str, seconds: float) -> str:
     del seconds  # whoever calls gives it up in time
     arguments = json.loads(content)
+    # Bound first: a TypeError of the function itself is not the model's fault.
     try:
       self._signature.bind(**arguments)
     except TypeError as e:
       raise BadCall(f"{e}; it takes {self._signature}") from None
+    # What it raises is judged by `run_tool`, as any tool's.
     return str(self._function(**arguments))
 
   def close(self) -> None:
@@ -77,13 +79,15 @@ class Functions:
     self._tools: dict[str, McpTool | _Function] = {}
     for name, tool in functions.items():
       try:
-        opened = McpTool(tool.mcp) if tool.mcp else _Function(tool.function or "")
+        if tool.mcp:
+          self._tools[name] = McpTool(tool.mcp)
+        else:
+          self._tools[name] = _Function(tool.function or "")
       except BaseException as e:
         self.close()  # servers that were started before this one
         if isinstance(e, (ValueError, Unavailable)):
           raise ValueError(f"functions.{name}: {e}") from e
         raise
-      self._tools[name] = opened
 
   def __call__(self, content: str, seconds: float) -> str:
     """Answers a call; see `tools.Tool`."""

@@ -65,8 +65,10 @@ class ToolJournal:
   def forget(self, before: int) -> None:
     """Deletes what belongs to steps before this one: they are never made again."""
     with self._lock:
-      for step in [n for n in self._steps if n < before]:
-        del self._steps[step]
+      for step in sorted(self._steps):
+        if step < before:
+          del self._steps[step]
+    # Files of earlier processes too, which this one has not opened.
     if not os.path.isdir(self._folder):
       return
     for name in os.listdir(self._folder):
@@ -87,6 +89,7 @@ class ToolJournal:
     """Appends a result; on disk when this returns, unless the power fails."""
     with self._lock:
       log, _ = self._open(step)
+      # Only now: steps that make no call leave no folder.
       os.makedirs(self._folder, exist_ok=True)
       log.append({"key": key, **vars(call)})
 
@@ -97,7 +100,9 @@ class ToolJournal:
     calls: dict[str, ToolCall] = {}
 
     def replay(row: Any, where: str, place: Place) -> None:
-      key = str(row.pop("key", "")) if isinstance(row, dict) else ""
+      key = ""  # of a row that `to_dataclass` refuses
+      if isinstance(row, dict):
+        key = str(row.pop("key", ""))
       calls[key] = to_dataclass(row, ToolCall, where, needed=("result", "status"))
 
     path = os.path.join(self._folder, f"step_{step:06d}.jsonl")
@@ -137,6 +142,8 @@ class _JournalledTools(Tools):
       # Run again, in their order: the next program needs the variables of this one,
       # which no journal holds.
       return self._tools.start(request)
+    # The same words at the same place of the same trajectory are the same call. Not the
+    # step: under another version of the policy it is looked for, too.
     identity = [self._trajectory, self._calls, request.name, request.arguments]
     key = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     known = self._journal.find(self._steps, key)

@@ -6,11 +6,9 @@ is. Calls run concurrently; results do not depend on the order.
 
 Every call that runs has a thread of its own and a deadline. A call without an answer at
 its deadline is answered for (the tool's fault) and given up: its thread, which nothing
-can end, takes no permit from others. Only programs need permits, for they use the
-machine's cores, and waiting for one is on no call's clock. An exception of a tool is
-the infrastructure's fault: whatever a model can bring about is a result, so an
-exception says that the tool is broken, and that must not be scored as a wrong answer.
-Which tools there are, and what they need, is in `tools`.
+can end, takes no permit from others. Waiting for a permit is on no call's clock. An
+exception of a tool is the infrastructure's fault. Which tools there are, and what they
+need, is in `tools`.
 
 budget: permits, deadlines and who is to blame are one invariant.
 """
@@ -51,7 +49,9 @@ class _Call:
   future: CallFuture = dataclasses.field(default_factory=CallFuture)
 
   def finish(self, status: CallStatus, result: str) -> None:
-    seconds = time.monotonic() - self.began if self.began else 0.0
+    seconds = 0.0
+    if self.began:  # a call that is refused never began
+      seconds = time.monotonic() - self.began
     call = ToolCall(self.name, self.arguments, result, status, seconds)
     self.future.set_result(call)
 
@@ -68,9 +68,10 @@ class Toolbox(Tools):
         or a tool's key, folder or server is missing.
     """
     self.config = config
-    fields = ("workers", "max_hung", "max_sessions")
-    counts = {name: getattr(config, name) for name in fields}
-    needs = {f"tools.{f}={n}": n * capacity.THREAD for f, n in counts.items()}
+    needs = {}
+    for field in ("workers", "max_hung", "max_sessions"):
+      count = getattr(config, field)
+      needs[f"tools.{field}={count}"] = count * capacity.THREAD
     capacity.check_host(needs)
 
     # --- Open the sandbox and the tools.
@@ -84,7 +85,7 @@ class Toolbox(Tools):
       self._close_tools()
       raise
 
-    # --- Start the thread that watches deadlines.
+    # --- The calls; only who holds the lock of `_changed` changes them.
     self._changed = threading.Condition()
     self._waiting: list[_Call] = []
     self._running: set[_Call] = set()
@@ -92,6 +93,8 @@ class Toolbox(Tools):
     # Trajectories that have a session, or whose first program runs.
     self._session_owners: set[CodeSession] = set()
     self._closed = False
+
+    # --- Start the thread that watches deadlines.
     self._wake = math.inf  # when the watch looks at deadlines next
     self._watcher = threading.Thread(target=self._watch, name="tools", daemon=True)
     self._watcher.start()
@@ -107,6 +110,7 @@ class Toolbox(Tools):
 
     Calls that have no result yet end as `infrastructure`, or at their deadlines.
     """
+    # Those that wait end now, those that run with the sandbox or at their deadlines.
     with self._changed:
       self._closed = True
       self._start_waiting()
@@ -131,12 +135,14 @@ class Toolbox(Tools):
 
   def code_session(self) -> CodeSession | None:
     """Gives one where `tools.session` is on and `code` is the sandbox's."""
+    # What an MCP server runs has no session of ours.
     runs_code = _CODE in self._tools and _CODE not in self.config.mcp
     if not (self.config.session and runs_code):
       return None
     return CodeSession(self._session_ended)
 
   def _session_ended(self, session: CodeSession) -> None:
+    # Its slot of the sandbox is free: who waits for one may have it.
     with self._changed:
       self._session_owners.discard(session)
       self._start_waiting()
@@ -147,11 +153,13 @@ class Toolbox(Tools):
       request.name,
       request.arguments,
       min(request.seconds, self._limit(request.name)),
-      request.session if request.name == _CODE else None,
     )
+    if request.name == _CODE:
+      call.session = request.session
+    # As if it ran already: nobody can cancel it.
     call.future.set_running_or_notify_cancel()
     refusal = self._refusal(request.name, request.arguments)
-    if refusal is not None:
+    if refusal is not None:  # it takes no permit and no thread
       call.finish(*refusal)
       return call.future
     with self._changed:
@@ -185,13 +193,17 @@ class Toolbox(Tools):
       return CallStatus.TOOL, "tools are off"
     if name not in self.config.tags:
       return CallStatus.MODEL, f"error: no tool {name}"
-    # What an MCP server takes is its own matter.
-    role = "" if name in self.config.mcp else name
+    role = name
+    if name in self.config.mcp:  # what an MCP server takes is its own matter
+      role = ""
     fault = content_fault(role, arguments)
-    return None if fault is None else (CallStatus.MODEL, f"error: {fault}")
+    if fault is None:
+      return None
+    return CallStatus.MODEL, f"error: {fault}"
 
   def _start_waiting(self) -> None:
     """Starts the calls that get a permit. The caller holds the lock."""
+    # In their order, but none waits for one before it that can not start yet.
     waiting = self._waiting
     self._waiting = []
     for call in waiting:
@@ -206,8 +218,9 @@ class Toolbox(Tools):
 
   def _get_permit(self, call: _Call) -> bool:
     """Whether a program may run now; its trajectory then owns a session."""
-    programs = sum(c.name == _CODE for c in self._running)
-    if programs >= self.config.workers:
+    # Programs only: they use the machine's cores, other tools wait for somebody.
+    programs = [c for c in self._running if c.name == _CODE]
+    if len(programs) >= self.config.workers:
       return False
     session = call.session
     if session is None or session in self._session_owners:
@@ -241,6 +254,7 @@ class Toolbox(Tools):
 
   def _work(self, call: _Call) -> None:
     """The thread of one call."""
+    # --- The answer, without the lock.
     try:
       if call.session is None:
         status, result = self.answer(call.name, call.arguments, call.seconds)
@@ -249,13 +263,16 @@ class Toolbox(Tools):
         status, result = code.in_session(call.session, call.arguments, call.seconds)
       result = _cut(result, self.config.max_chars)
     except BaseException:
-      if not self._closed:
+      # Whatever a model can bring about is a result. An exception says that the tool is
+      # broken, which must not be scored as a wrong answer.
+      if not self._closed:  # else it failed because its sandbox was taken away
         _log.exception("tool %s failed on %.200r", call.name, call.arguments)
       status = CallStatus.INFRASTRUCTURE
       result = "error: the tool failed"
     if status == CallStatus.INFRASTRUCTURE and self._out_of_budget(call):
       status = CallStatus.TOOL
       result = _no_answer(call)
+    # --- Hand it on, where the watch has not answered in its place.
     with self._changed:
       if call in self._running:
         self._running.remove(call)
@@ -278,6 +295,7 @@ class Toolbox(Tools):
     """Gives up calls at their deadlines, until the toolbox is closed."""
     with self._changed:
       while self._running or not self._closed:
+        # --- Answer for the late ones; their threads run on and count as hung.
         now = time.monotonic()
         late = [c for c in self._running if c.deadline <= now]
         for call in late:
@@ -288,27 +306,32 @@ class Toolbox(Tools):
         if late:
           self._start_waiting()
           self._changed.notify_all()
-        self._wake = min((c.deadline for c in self._running), default=math.inf)
-        wait = None if self._wake == math.inf else max(0.0, self._wake - now)
+        # --- Sleep until the next deadline; `_run` wakes the watch for an earlier one.
+        self._wake = math.inf
+        for call in self._running:
+          self._wake = min(self._wake, call.deadline)
+        wait = None
+        if self._wake < math.inf:
+          wait = max(0.0, self._wake - now)
         self._changed.wait(wait)
 
 
 def _open_sandbox(config: ToolsConfig) -> Sandbox:
   """Opens the sandbox of a toolbox; see its `__init__` for what it raises."""
+  # --- Only what some tool of the config needs is opened.
   own_tags = set(config.tags) - set(config.mcp)
-  searches = any(TOOLS[tag].reads_corpus for tag in own_tags)
-  runs_code = config.enabled and _CODE in own_tags
+  corpus = backend = remote = None
+  if config.enabled and any(TOOLS[tag].reads_corpus(config) for tag in own_tags):
+    corpus = config.corpus
+  if config.enabled and _CODE in own_tags:
+    backend = config.sandbox
+    remote = config.remote
   # A slot starts no process before it is used; those of hung calls cost nothing.
   slots = config.workers + config.max_hung
   if config.session:
     slots += config.max_sessions
   try:
-    return Sandbox(
-      slots=slots,
-      corpus=config.corpus if searches else None,
-      backend=config.sandbox if runs_code else None,
-      remote=config.remote if runs_code else None,
-    )
+    return Sandbox(slots=slots, corpus=corpus, backend=backend, remote=remote)
   except NoJail as e:
     hint = "To take the weaker one: --config.tools.sandbox=subprocess"
     raise ValueError(f"tools.sandbox={config.sandbox!r}: {e}. {hint}") from e
@@ -326,6 +349,7 @@ def _cut(text: str, limit: int) -> str:
   """Keeps the head and the tail of a long text, with a marker between."""
   if len(text) <= limit:
     return text
+  # The marker counts too: what comes out is `limit` characters long.
   marker = f"\n...[{len(text) - limit} characters cut]...\n"
   head = (limit - len(marker)) // 2
   tail = limit - len(marker) - head

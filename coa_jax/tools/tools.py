@@ -104,6 +104,7 @@ class ToolsConfig:
 
   def __post_init__(self):
     check_fields(self)
+    # --- Tags that are there.
     for field in ("tools", "descriptions", "timeouts", "mcp"):
       for tool in getattr(self, field):
         if tool not in TOOLS:
@@ -134,6 +135,7 @@ class ToolsConfig:
         f"remote.wait_s={self.remote.wait_s:g} must be below grace_s={self.grace_s:g}"
       )
 
+    # --- Values of the table, which no field's bound reaches.
     for tag, seconds in self.timeouts.items():
       if seconds <= 0:
         raise ValueError(f"timeouts.{tag} is {seconds}; it must be above 0")
@@ -144,7 +146,9 @@ class ToolsConfig:
 
     With `tool:NAME` for each function, as `Variant.with_tools` takes them.
     """
-    out = {tag: self.descriptions.get(tag, "") for tag in self.tags}
+    out = {}
+    for tag in self.tags:
+      out[tag] = self.descriptions.get(tag, "")
     for name, function in self.functions.items():
       out[f"{FUNCTION_TAG}:{name}"] = function.description
     return out
@@ -152,19 +156,20 @@ class ToolsConfig:
   @property
   def tags(self) -> tuple[str, ...]:
     """Tags of the tools that a policy may call, with `tool` for functions."""
+    # All functions are called in one tag.
     if self.functions and FUNCTION_TAG not in self.tools:
       return (*self.tools, FUNCTION_TAG)
     return self.tools
 
 
 class Tool:
-  """What answers the calls of one tag, from several threads at once.
+  """What answers the calls of one tag, from several threads at once."""
 
-  Attributes:
-    reads_corpus: True if it searches the corpus: the sandbox then opens its index.
-  """
-
-  reads_corpus = False
+  @classmethod
+  def reads_corpus(cls, config: ToolsConfig) -> bool:
+    """Whether it searches the corpus: the sandbox then opens its index."""
+    del config
+    return False
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
@@ -200,7 +205,10 @@ class Tool:
 class WikiSearchTool(Tool):
   """Searches the corpus, or asks the retriever."""
 
-  reads_corpus = True
+  @classmethod
+  def reads_corpus(cls, config: ToolsConfig) -> bool:
+    """Unless it asks the retriever."""
+    return config.retriever is None
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
@@ -224,14 +232,15 @@ class WikiSearchTool(Tool):
   def _text(self, hits: list[Hit]) -> str:
     if not hits:
       return "no result"
-    pages = []
-    for hit in hits:
-      title = hit.document.title
-      text = hit.document.text
-      pages.append(text if text.startswith(title) else f"{title}: {text}")
-    if self._k == 1:
-      return pages[0]
-    return "\n".join(f"{i}. {p}" for i, p in enumerate(pages, 1))
+    lines = []
+    for number, hit in enumerate(hits, 1):
+      page = hit.document.text
+      if not page.startswith(hit.document.title):
+        page = f"{hit.document.title}: {page}"
+      if self._k == 1:  # a list of one needs no number
+        return page
+      lines.append(f"{number}. {page}")
+    return "\n".join(lines)
 
   def close(self) -> None:
     """Ends the connection to the retriever."""
@@ -268,6 +277,7 @@ class CodeTool(Tool):
     call = parse_code(content)
     assert call is not None
     note = ""
+    # --- The session's program; where none is open, in a new one.
     try:
       result = session.run(call.program, call.stdin)
       if result is None:  # the first call, or the last session has ended
@@ -280,6 +290,7 @@ class CodeTool(Tool):
       return CallStatus.INFRASTRUCTURE, "error: the sandbox is unavailable"
     if result is None:
       return CallStatus.INFRASTRUCTURE, "error: the session has gone"
+    # --- What the model reads: it has to know that its variables are gone.
     status, text = self._read(result, session.seconds)
     if session.lost and status != CallStatus.INFRASTRUCTURE:
       text += _LOST
@@ -301,6 +312,7 @@ class CodeTool(Tool):
       return CallStatus.TOOL, f"{out}\nerror: stopped after {seconds:.3g} s".strip()
     if result.verdict == Verdict.MEMORY:
       return CallStatus.TOOL, f"{out}\nerror: more than {self._memory_mb} MB".strip()
+    # It failed by itself: the model reads its traceback, and can mend it.
     return CallStatus.MODEL, f"{out}\nerror: {result.stderr.strip()}".strip()
 
 
@@ -319,7 +331,10 @@ class _Delegating(Tool):
 class WebSearchTool(_Delegating):
   """Searches the web, or the corpus where `web` names no endpoint."""
 
-  reads_corpus = True
+  @classmethod
+  def reads_corpus(cls, config: ToolsConfig) -> bool:
+    """Unless it asks an endpoint."""
+    return config.web.endpoint is None
 
   @classmethod
   def check(cls, config: ToolsConfig) -> None:
@@ -392,6 +407,7 @@ def open_tool(name: str, config: ToolsConfig, sandbox: Sandbox) -> Tool | McpToo
     if name in config.mcp:
       return McpTool(config.mcp[name])
     return TOOLS[name](config, sandbox)
+  # Both say what is missing, and not which tool misses it.
   except (ValueError, Unavailable) as e:
     raise ValueError(f"tool {name}: {e}") from e
 
@@ -406,6 +422,8 @@ def run_tool(
     content: of the call's span, well-formed as far as the protocol goes.
     seconds: that it may take.
   """
+  # The three exceptions a tool may raise say whose fault it is; any other is left to
+  # the toolbox.
   try:
     result = tool(content, seconds)
   except BadCall as e:
@@ -415,4 +433,6 @@ def run_tool(
   except Unavailable as e:
     _log.warning("a tool is down: %s", e)
     return CallStatus.INFRASTRUCTURE, "error: the tool is unavailable"
-  return result if isinstance(result, tuple) else (CallStatus.OK, result)
+  if isinstance(result, tuple):  # it says itself whose fault a failure is
+    return result
+  return CallStatus.OK, result

@@ -77,6 +77,7 @@ def then(future: CallFuture, change: Callable[[ToolCall], ToolCall]) -> CallFutu
   changed.set_running_or_notify_cancel()  # nobody can cancel it
 
   def finish(answered: CallFuture) -> None:
+    # Whatever `change` does, the future is done: somebody waits for it.
     try:
       changed.set_result(change(answered.result()))
     except BaseException as e:

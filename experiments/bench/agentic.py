@@ -102,12 +102,11 @@ def measure(
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Our trajectories/s over theirs, by name."""
   rate = "trajectories_per_second"
-  return {
-    f"{row['size']}, tools of {row['tools']}, over {row['contestant']}": (
-      own[rate] / row[rate]
-    )
-    for row, own in bench.against_ours(rows, "size", "tools")
-  }
+  out = {}
+  for row, own in bench.against_ours(rows, "size", "tools"):
+    name = f"{row['size']}, tools of {row['tools']}, over {row['contestant']}"
+    out[name] = own[rate] / row[rate]
+  return out
 
 
 _COLUMNS = {

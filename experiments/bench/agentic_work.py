@@ -91,10 +91,9 @@ def ours(folder: str, job: dict[str, Any]) -> Play:
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
     tools = TimedTools(plan)
     before = engine.counters
-    episodes = [
-      plain.GreedyEpisode(i, prompt, plan.new, tools.calls(i))
-      for i, prompt in enumerate(plan.prompts)
-    ]
+    episodes = []
+    for i, prompt in enumerate(plan.prompts):
+      episodes.append(plain.GreedyEpisode(i, prompt, plan.new, tools.calls(i)))
     plain.play(engine, params, episodes)
     done = engine.counters.since(before)
     utilisation = done.sampled_tokens / done.slot_steps
@@ -115,8 +114,8 @@ def vllm(folder: str, job: dict[str, Any]) -> Play:
     tools = TimedTools(plan)
     sampling = plain.vllm_sampling(plan.new)
     # Of every trajectory: all its ids, those of its last turn, its number of turns.
-    ids = [list(p) for p in plan.prompts]
-    last: list[list[int]] = [[] for _ in ids]
+    ids = list(map(list, plan.prompts))
+    last: list[list[int]] = [[]] * len(ids)
     turn = [0] * len(ids)
     waiting = {}  # future of a call -> trajectory
     prefilled = 0
@@ -126,6 +125,7 @@ def vllm(folder: str, job: dict[str, Any]) -> Play:
 
     for i in range(len(ids)):
       request_turn(i)
+    # --- The engine steps while anything can; calls that ended are its next requests.
     while waiting or engine.has_unfinished_requests():
       if not engine.has_unfinished_requests():
         concurrent.futures.wait(waiting, return_when="FIRST_COMPLETED")
@@ -154,14 +154,19 @@ def tunix(folder: str, job: dict[str, Any]) -> Play:
   def play(plan: TrajectoryPlan) -> tuple[list[list[int]], dict[str, float]]:
     tools = TimedTools(plan)
     prefilled = 0
-    ids = [list(p) for p in plan.prompts]
+    ids = list(map(list, plan.prompts))
     for turn in range(len(plan.seconds[0]) + 1):
+      # --- All generate.
       prefilled += sum(map(len, ids))
       last = plain.tunix_generate(engine, ids, plan.new)
-      ids = [a + b for a, b in zip(ids, last, strict=True)]
-      if turn < len(plan.seconds[0]):
-        futures = [tools.start(i, turn) for i in range(len(ids))]
-        ids = [a + f.result() for a, f in zip(ids, futures, strict=True)]
+      for own, new in zip(ids, last, strict=True):
+        own += new
+      if turn == len(plan.seconds[0]):
+        break
+      # --- All tools run at once.
+      futures = [tools.start(i, turn) for i in range(len(ids))]
+      for own, future in zip(ids, futures, strict=True):
+        own += future.result()
     return last, {"prefilled": prefilled}
 
   return play

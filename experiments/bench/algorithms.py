@@ -13,6 +13,8 @@ fails, or does not raise it with every seed, is named, and the exit status is 1 
 with --quick, which makes 2 updates from a few rollouts). --long makes 500 updates with
 one algorithm instead, of a quarter of the rollouts each, and says whether it collapsed;
 the exit status is 1 if it did.
+
+budget: the runs, and the two verdicts that read their logs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -35,7 +38,7 @@ from coa_jax.disk import DiskError, clear_errors
 from coa_jax.learner.algorithms import PRESETS, preset
 from coa_jax.lock import InUseError
 from coa_jax.record import prepare_workdir
-from coa_jax.report.metrics import METRICS_FILE, duration, read_metrics
+from coa_jax.report.metrics import duration, read_metrics
 from experiments.bench import program as bench
 from experiments.launch import COMPILE_CACHE, CPU_DEVICES, prepare, run_program
 
@@ -81,20 +84,31 @@ def config_of(
 
 def row_of(name: str, workdirs: Sequence[str]) -> dict[str, Any]:
   """One line of the table from the logs of an algorithm's runs."""
-  logs = [read_metrics(os.path.join(w, METRICS_FILE), "rl") for w in workdirs]
-  before = [float(_column(log[:1], "reward")[0]) for log in logs]
-  after = [float(np.mean(_column(log[-_LAST:], "reward"))) for log in logs]
-  # An update in which no group has different rewards measures none.
-  known = [[r["entropy"] for r in log if r.get("entropy") is not None] for log in logs]
+  # --- A number of every seed.
+  before: list[float] = []
+  after: list[float] = []
+  entropy: list[float] = []
+  seconds: list[float] = []
+  for workdir in workdirs:
+    log = read_metrics(workdir, "rl")
+    rewards = _column(log, "reward")
+    before.append(float(rewards[0]))
+    after.append(float(np.mean(rewards[-_LAST:])))
+    seconds.append(log[-1]["seconds"])
+    # An update in which no group has different rewards measures none.
+    known = [row["entropy"] for row in log if row.get("entropy") is not None]
+    entropy += known[-1:]
+
+  # --- Their means.
   return {
     "algorithm": name,
     "before": float(np.mean(before)),
     "after": float(np.mean(after)),
     "least": min(after),
     "improved": sum(a > b for a, b in zip(after, before, strict=True)),
-    "seeds": len(logs),
-    "entropy": float(np.mean([x[-1] for x in known if x] or [np.nan])),
-    "seconds": float(np.mean([log[-1]["seconds"] for log in logs])),
+    "seeds": len(workdirs),
+    "entropy": float(np.mean(entropy or [np.nan])),
+    "seconds": float(np.mean(seconds)),
   }
 
 
@@ -126,9 +140,8 @@ def collapse(
 
   def window_means(name: str) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(_column(log, name), size)
-    return np.array(
-      [np.mean(w[~np.isnan(w)]) for w in windows if not np.isnan(w).all()]
-    )
+    graded = windows[~np.isnan(windows).all(axis=1)]
+    return np.nanmean(graded, axis=1)
 
   # --- What training measured.
   reasons = []
@@ -177,6 +190,8 @@ def train(
   failed: dict[str, str] = {}
   run_seconds: list[float] = []
   unfinished = []
+
+  # --- Those that have ended tell how long one takes.
   for config, own in jobs:
     if os.path.exists(os.path.join(own, "results.json")):
       # It has to be of the same settings.
@@ -185,9 +200,13 @@ def train(
       run_seconds.append(read_metrics(own, "rl")[-1]["seconds"])
     else:
       unfinished.append((config, own))
+
+  # --- The others.
   for number, (config, own) in enumerate(unfinished):
-    each = np.mean(run_seconds) if run_seconds else steps * _UPDATE + _START
-    left = duration(float(each) * (len(unfinished) - number))
+    each = steps * _UPDATE + _START
+    if run_seconds:
+      each = statistics.fmean(run_seconds)
+    left = duration(each * (len(unfinished) - number))
     place = f"[{len(jobs) - len(unfinished) + number + 1}/{len(jobs)}]"
     print(f"{place} {own}: {left} left", file=sys.stderr, flush=True)
     try:
@@ -217,15 +236,15 @@ def run(
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
-  workdirs = {
-    name: [os.path.join(workdir, f"{name}_{steps}_seed{seed}") for seed in range(seeds)]
-    for name in names
-  }
-  jobs = [
-    (config_of(name, quickstart, seed, steps, quick, prompts), workdirs[name][seed])
-    for seed in range(seeds)
-    for name in names
-  ]
+  # --- A run of each with the first seed, then with the second: so the table grows.
+  workdirs: dict[str, list[str]] = {name: [] for name in names}
+  jobs = []
+  for seed in range(seeds):
+    for name in names:
+      own = os.path.join(workdir, f"{name}_{steps}_seed{seed}")
+      config = config_of(name, quickstart, seed, steps, quick, prompts)
+      workdirs[name].append(own)
+      jobs.append((config, own))
   failed = train(jobs, steps)
   table = []
   for name, every in workdirs.items():
@@ -269,6 +288,7 @@ def main() -> None:
     figures.update(run(names, _QUICKSTART.value, _RUNS.value, seeds, steps, quick))
     return figures
 
+  # --- The runs and their table.
   columns = {
     "algorithm": "algorithm",
     "before": "reward before",
@@ -281,6 +301,8 @@ def main() -> None:
   }
   note = f"Mean sampled reward of the first step, and of the last {_LAST}."
   bench.program(work, "From the SFT model", columns, note)()
+
+  # --- The verdict.
   bad = [f"{own} failed: {why}" for own, why in figures["failed"].items()]
   if _LONG.value and not bad:
     reasons = figures["collapse"]

@@ -28,7 +28,7 @@ from absl import flags
 
 from coa_jax import rl
 from coa_jax.protocol.trajectory import CallStatus
-from coa_jax.report.metrics import METRICS_FILE, read_metrics
+from coa_jax.report.metrics import read_metrics
 from coa_jax.report.timers import seconds_of
 from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import program as bench
@@ -66,8 +66,8 @@ class SlowToolbox(Toolbox):
 
   def answer(self, name: str, arguments: str, seconds: float) -> tuple[CallStatus, str]:
     """As `Toolbox.answer`, after a while that depends on the call."""
-    digest = hashlib.blake2b(f"{name} {arguments}".encode(), digest_size=8).digest()
-    share = int.from_bytes(digest) / 2**64
+    hashed = hashlib.blake2b(f"{name} {arguments}".encode(), digest_size=8).digest()
+    share = int.from_bytes(hashed) / 2**64
     time.sleep(_LEAST_S + share * (_MOST_S - _LEAST_S))
     return super().answer(name, arguments, seconds)
 
@@ -93,10 +93,13 @@ def figures_of(log: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> 
     return statistics.fmean(_number(row.get(name, 0.0)) for row in rows)
 
   timed = log[_COMPILES:]
-  phases = [seconds_of(row) for row in timed]
-  seconds = statistics.fmean(
-    sum(s for name, s in row.items() if name not in _UNTIMED) for row in phases
-  )
+  totals = []
+  for row in timed:
+    phases = seconds_of(row)
+    for name in _UNTIMED:
+      phases.pop(name, None)
+    totals.append(sum(phases.values()))
+  seconds = statistics.fmean(totals)
   learn = mean("seconds_learn", timed)
   return {
     "seconds": seconds,
@@ -134,10 +137,13 @@ def run(
       own = os.path.join(workdir, f"{i}_seed{seed}")
       with mock.patch.object(rl, "Toolbox", SlowToolbox):
         results = rl.run(config_of(quickstart, seed, steps, quick, algo), own)
-      log = read_metrics(os.path.join(own, METRICS_FILE), "rl")
+      log = read_metrics(own, "rl")
       runs[name].append(figures_of(log, results))
+
+  # --- Means over the rounds; the speed-up is the median of each round's.
   first = runs["in turns"]
-  table, ratios = [], {}
+  table = []
+  ratios = {}
   for name, mine in runs.items():
     row = {k: statistics.fmean(r[k] for r in mine) for k in mine[0]}
     pairs = zip(first, mine, strict=True)

@@ -1,4 +1,4 @@
-"""Compiles the real programs for TPU slices, without a TPU: do they fit, how fast?
+r"""Compiles the real programs for TPU slices, without a TPU: do they fit, how fast?
 
   pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
   python -m experiments.bench.compile_check [--cases=REGEX] [--quick] [--list] \

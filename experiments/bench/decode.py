@@ -58,6 +58,7 @@ def step_bytes(cfg: ModelConfig, batch: int, length: float) -> float:
   import jax
 
   weights = sum(x.size for x in jax.tree.leaves(param_shapes(cfg)))
+  # A tied one is read whole, as the output matrix.
   if not cfg.tie_embeddings:
     weights -= (cfg.vocab_size - batch) * cfg.width
   cache = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * length * batch
@@ -87,6 +88,7 @@ def measure(
   Raises:
     ValueError: a worker ended.
   """
+  # --- What the memory alone would take: a cache that is half full on the mean.
   floor = new * step_bytes(cfg, batch, PROMPT + new / 2) / bandwidth
   rows = []
   with tempfile.TemporaryDirectory() as folder:
@@ -94,6 +96,8 @@ def measure(
     del model["windows"], model["yarn"]  # these models have neither
     job = {"model": model, "hf": to_hf_config(cfg), "prompt": PROMPT, "new": new}
     peers.write_job(folder, job)
+
+    # --- Every contestant's turns.
     for who, python in {"ours": sys.executable, **pythons}.items():
       module = "experiments.bench.decode_work"
       # One after the other: together they would not fit a card at 7B.
@@ -135,10 +139,9 @@ def run() -> dict[str, Any]:
   for name, (cfg, batch) in bench.chosen(cases).items():
     rows += measure(name, cfg, batch, pythons, _BANDWIDTH.value, bench.rounds(), new)
   rate = "tokens_per_second"
-  ratios = {
-    f"{row['case']} over {row['contestant']}": own[rate] / row[rate]
-    for row, own in bench.against_ours(rows, "case")
-  }
+  ratios = {}
+  for row, own in bench.against_ours(rows, "case"):
+    ratios[f"{row['case']} over {row['contestant']}"] = own[rate] / row[rate]
   return {"bandwidth": _BANDWIDTH.value, "table": rows, "ratios": ratios}
 
 

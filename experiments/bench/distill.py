@@ -1,4 +1,4 @@
-"""Rows a second of conversion, filtering and tokenisation, memory, and scaling.
+r"""Rows a second of conversion, filtering and tokenisation, memory, and scaling.
 
   python -m experiments.bench.distill [--rows=100000] [--processes=1,2] [--quick] \
     [--folder=DIR] [--out=FILE.json]
@@ -22,6 +22,7 @@ and the reader at 1.2 times.
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
@@ -71,10 +72,13 @@ _COLUMNS = {
 def vocabulary() -> list[str]:
   """Twenty thousand made-up words, the frequent ones short."""
   rng = random.Random(0)
-  parts = [a + b for a in "bdfgklmnprstvz" for b in ("a", "e", "i", "o", "u", "er")]
-  return [
-    "".join(rng.choices(parts, k=1 + min(3, i.bit_length() // 5))) for i in range(20000)
-  ]
+  syllables = itertools.product("bdfgklmnprstvz", ("a", "e", "i", "o", "u", "er"))
+  parts = list(map("".join, syllables))
+  words = []
+  for i in range(20_000):
+    count = 1 + min(3, i.bit_length() // 5)
+    words.append("".join(rng.choices(parts, k=count)))
+  return words
 
 
 def text(rng: random.Random, words: list[str], count: int) -> str:
@@ -85,7 +89,10 @@ def text(rng: random.Random, words: list[str], count: int) -> str:
 
 def make_row(n: int, words: list[str]) -> dict[str, Any]:
   """Row n: one run of OAgents."""
-  own = n - 1 if n % _NEAR == _NEAR - 1 else n
+  # The last of each _NEAR is drawn as the one before it; only its question differs.
+  own = n
+  if n % _NEAR == _NEAR - 1:
+    own = n - 1
   rng = random.Random(own)
   steps: list[dict[str, Any]] = [
     {"facts": text(rng, words, 60), "plan": text(rng, words, 30)}
@@ -182,26 +189,30 @@ def measure(folder: str, rows: int, workers: int) -> dict[str, Any]:
   # --- What it took.
   mine = resource.getrusage(resource.RUSAGE_SELF)
   others = resource.getrusage(resource.RUSAGE_CHILDREN)
-  cpus = [u.ru_utime + u.ru_stime for u in (mine, others)]
+  my_cpu_s = mine.ru_utime + mine.ru_stime
+  others_cpu_s = others.ru_utime + others.ru_stime
   os.remove(out)
-  return {
+  row = {
     "rows": rows,
     "workers": workers,
     "rows_per_s": rows / seconds,
     "tokens_per_s": tokens / seconds,
-    "rows_per_cpu_s": rows / sum(cpus),
-    "main_ms": 1000 * cpus[0] / rows,
-    "worker_ms": 1000 * cpus[1] / rows if workers else None,
+    "rows_per_cpu_s": rows / (my_cpu_s + others_cpu_s),
+    "main_ms": 1000 * my_cpu_s / rows,
     "main_mb": _peak_mb(),
-    "worker_mb": others.ru_maxrss / 1024 if workers else None,
     "tokens_per_row": tokens / (rows - dropped["wrong"]),
   }
+  if workers:
+    row["worker_ms"] = 1000 * others_cpu_s / rows
+    row["worker_mb"] = others.ru_maxrss / 1024
+  return row
 
 
 def _peak_mb() -> float:
   """Of this process; `ru_maxrss` would begin with what its parent held."""
   with open("/proc/self/status", encoding="ascii") as f:
-    return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
+    (line,) = (line for line in f if line.startswith("VmHWM"))
+  return int(line.split()[1]) / 1024
 
 
 def write_rows(folder: str, sizes: set[int]) -> None:
@@ -233,19 +244,23 @@ def run() -> dict[str, Any]:
   table = []
   with tempfile.TemporaryDirectory(dir=_FOLDER.value) as folder:
     write_rows(folder, {rows, few})
+    # Each in a fresh process: a peak of memory is that of a process's whole life.
     for size, workers in cases:
       with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn")
       ) as fresh:
         table.append(fresh.submit(measure, folder, size, workers).result())
-  first, whole = table[0], table[-2]
-  ratios = {
-    f"rows/s, {row['workers']} processes over {first['workers']}": row["rows_per_s"]
-    / first["rows_per_s"]
-    for row in table[1:-1]
-  }
-  for part in ("main_mb", "worker_mb") if counts[-1] else ("main_mb",):
-    ratios[f"{part}, {rows} rows over {few}"] = whole[part] / table[-1][part]
+
+  # --- More processes over the first number; all rows over a fifth of them, the last.
+  first, *others, fifth = table
+  whole = table[-2]
+  ratios = {}
+  for row in others:
+    name = f"rows/s, {row['workers']} processes over {first['workers']}"
+    ratios[name] = row["rows_per_s"] / first["rows_per_s"]
+  for name in ("main_mb", "worker_mb"):
+    if name in fifth:
+      ratios[f"{name}, {rows} rows over {few}"] = whole[name] / fifth[name]
   return {"table": table, "ratios": ratios, "tokens_per_row": whole["tokens_per_row"]}
 
 

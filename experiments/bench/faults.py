@@ -97,6 +97,7 @@ def play(
   out = Pass({}, {})
   broken: list[str] = []
   with work.FaultyToolbox(tools, seed) as toolbox:
+    # --- Play.
     toolbox.warm()
     began = time.monotonic()
     reported = began
@@ -111,6 +112,8 @@ def play(
     print(f"{name}: {count} in {max(out.ended.values()):.1f} s", file=sys.stderr)
     if len(out.ended) != count:
       broken.append(f"{name}: {len(out.ended)} of {count} trajectories ended")
+
+    # --- What it left behind: calls that hang, slots that do not answer, resources.
     _settle(lambda: toolbox.hung == 0)
     if toolbox.hung:
       broken.append(f"{name}: {toolbox.hung} hung calls have not returned")
@@ -168,12 +171,13 @@ def _nap(n: int) -> str:
 
 def faults_of(t: Trajectory, seed: int) -> list[str | None]:
   """The fault of every call of a trajectory, in order."""
-  return [
-    work.fault(seed, c.name, c.arguments)
-    if work.well_formed(c.name, c.arguments)
-    else None
-    for c in t.calls
-  ]
+  out = []
+  for call in t.calls:
+    kind = None  # a call that no tool reads reaches no fault
+    if work.well_formed(call.name, call.arguments):
+      kind = work.fault(seed, call.name, call.arguments)
+    out.append(kind)
+  return out
 
 
 def call_is_right(call: ToolCall, kind: str | None) -> bool:
@@ -201,14 +205,19 @@ def check(clean: Pass, faulty: Pass, seed: int) -> list[str]:
   """The laws on trajectories that are broken, in words."""
   broken = []
   for n, t in faulty.trajectories.items():
+    # --- Every call is found to be what its fault is.
     kinds = faults_of(t, seed)
     for call, kind in zip(t.calls, kinds, strict=True):
       if not call_is_right(call, kind):
         broken.append(f"{n}: a call with fault {kind} is {call}"[:400])
+
+    # --- The trajectory ends as its calls and its text say.
     if t.status != right_end(t):
       broken.append(f"{n}: ended as {t.status.value}, not {right_end(t).value}")
     if (t.reward is None) != (t.status == Status.INFRASTRUCTURE):
       broken.append(f"{n}: {t.status.value} with reward {t.reward}")
+
+    # --- What was read is what tools said, within its tokens.
     read = [s for s in t.segments if s.author == Author.TOOL]
     results = [c.result for c in t.calls if c.status != CallStatus.INFRASTRUCTURE]
     texts = [roles.wrap(roles.OBSERVATION, roles.escape(r)) for r in results]
@@ -217,8 +226,11 @@ def check(clean: Pass, faulty: Pass, seed: int) -> list[str]:
     for s in read:
       if len(s.ids) > work.OBSERVATION_TOKENS:
         broken.append(f"{n}: an observation of {len(s.ids)} tokens")
-    faults = [i for i, kind in enumerate(kinds) if kind]
-    until = faults[0] if faults else None
+
+    # --- Up to its first fault it is as if there were none.
+    until = None
+    if any(kinds):
+      until = [bool(kind) for kind in kinds].index(True)
     if _turns(t, until) != _turns(clean.trajectories[n], until):
       broken.append(f"{n}: is not what it is where nothing is faulty")
   return broken
@@ -257,12 +269,14 @@ def table(played: Pass, seed: int) -> list[dict[str, Any]]:
       row["right"] += call_is_right(call, kind)
       status = t.status.value
       row[status if status in ("ended", "infrastructure") else "others"] += 1
-  order = [*work.FAULTS, "none"]
-  return [
-    {"fault": kind, **{key: rows[kind][key] for key in list(_COLUMNS)[1:]}}
-    for kind in order
-    if kind in rows
-  ]
+  out = []
+  for kind in (*work.FAULTS, "none"):
+    if kind in rows:
+      row = {"fault": kind}
+      for name in list(_COLUMNS)[1:]:
+        row[name] = rows[kind][name]
+      out.append(row)
+  return out
 
 
 def _with_over_without(pairs: Sequence[tuple[float, float]]) -> float:
@@ -317,9 +331,10 @@ def run(count: int, rounds: int, slots: int, workers: int) -> dict[str, Any]:
       clean, left = play(worker, policy, tools, count, None, f"round {r}, no faults")
       faulty, more = play(worker, policy, tools, count, seed, f"round {r}, faults")
       broken += [*left, *more, *check(clean, faulty, seed)]
-      others = [
-        n for n, t in faulty.trajectories.items() if not any(faults_of(t, seed))
-      ]
+      others = []
+      for n, t in faulty.trajectories.items():
+        if not any(faults_of(t, seed)):
+          others.append(n)
       rates.append((rate(clean, others), rate(faulty, others)))
       lives.append((life(clean, others), life(faulty, others)))
   # --- The figures.

@@ -68,13 +68,18 @@ FAULTS = {
 def fault(seed: int, name: str, arguments: str) -> str | None:
   """What befalls a call, by a hash of it; None for four of five."""
   key = json.dumps([seed, name, arguments]).encode()
-  digest = hashlib.blake2b(key, digest_size=16).digest()
-  if int.from_bytes(digest[:8]) >= RATE * 2**64:
+  drawn = hashlib.blake2b(key, digest_size=16).digest()
+  if int.from_bytes(drawn[:8]) >= RATE * 2**64:
     return None
   # A new sandbox process costs half a second of processor time: one in 22, not in 8.
-  kinds = [k for k in FAULTS if name == "code" or k not in _PROGRAMS]
-  kinds = [k for k in kinds for _ in range(1 if k == "worker killed" else 3)]
-  return kinds[int.from_bytes(digest[8:]) % len(kinds)]
+  kinds = []
+  for kind in FAULTS:
+    if kind in _PROGRAMS and name != "code":  # only code runs programs
+      continue
+    kinds.append(kind)
+    if kind != "worker killed":  # a third as often as the others
+      kinds += [kind, kind]
+  return kinds[int.from_bytes(drawn[8:]) % len(kinds)]
 
 
 def well_formed(name: str, arguments: str) -> bool:
@@ -86,9 +91,13 @@ def truth(name: str, arguments: str) -> str | None:
   """What an honest tool says to a call of the script; None for any other call."""
   if name == "code":
     match = _PROGRAM.fullmatch(arguments)
-    return str(int(match[1]) * int(match[2])) if match else None
+    if match:
+      return str(int(match[1]) * int(match[2]))
+    return None
   match = _QUERY.fullmatch(arguments)
-  return _page(match[1]) if match and re.fullmatch("[1-9]{3}", match[1]) else None
+  if match and re.fullmatch("[1-9]{3}", match[1]):  # what there is a page of
+    return _page(match[1])
+  return None
 
 
 def _page(number: str) -> str:
@@ -116,9 +125,14 @@ class FaultyToolbox(Toolbox):
 
   def answer(self, name: str, arguments: str, seconds: float) -> tuple[CallStatus, str]:
     """As `Toolbox.answer`, or what the call's fault makes of it."""
-    kind = None if self.seed is None else fault(self.seed, name, arguments)
+    # --- An honest call.
+    kind = None
+    if self.seed is not None:
+      kind = fault(self.seed, name, arguments)
     if kind is None:
       return super().answer(name, arguments, seconds)
+
+    # --- A program that goes wrong in the sandbox, or a tool that does.
     self.met[kind] += 1
     if kind in _PROGRAMS:
       return super().answer(name, tool_bodies.render_code(_PROGRAMS[kind]), seconds)

@@ -36,8 +36,10 @@ class Collective:
     """Bytes that a device sends in a step, as rings do it."""
     if self.kind == "collective-permute":
       return self.count * self.size
-    passes = 2 if self.kind == "all-reduce" else 1
-    return self.count * passes * self.size * (self.ways - 1) / self.ways
+    sent = self.count * self.size * (self.ways - 1) / self.ways
+    if self.kind == "all-reduce":  # a reduce-scatter and an all-gather
+      return 2 * sent
+    return sent
 
 
 _KINDS = (
@@ -55,17 +57,22 @@ def array_bytes(shape: str) -> list[int]:
   """Bytes of each array in the text of a type, e.g. `(bf16[2,3]{1,0}, u32[])`."""
   out = []
   for dtype, dims in _ARRAY.findall(shape):
-    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-    out.append(bits * math.prod(int(d) for d in dims.split(",") if d) // 8)
+    bits = 8  # of a predicate, the one type whose name does not say
+    if dtype != "pred":
+      bits = int(re.search(r"\d+", dtype)[0])
+    size = math.prod(map(int, filter(None, dims.split(","))))
+    out.append(bits * size // 8)
   return out
 
 
 def group_size(line: str, devices: int) -> int:
   """Devices of a collective's group, in any notation of `replica_groups`."""
+  # --- Axes of a mesh, or parts of them.
   if groups := re.search(r"replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}", line):
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups[1]))
     axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", groups[2])
     return math.prod(int(part or sizes[axis]) for axis, part in axes)
+  # --- So many groups of so many; a list of groups; none: all devices.
   if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
     return int(groups[1])
   if groups := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
@@ -76,12 +83,14 @@ def group_size(line: str, devices: int) -> int:
 def computations(text: str) -> tuple[dict[str, list[str]], str]:
   """The instructions of each computation of an HLO module, and the entry's name."""
   out: dict[str, list[str]] = {}
-  entry, name = "", ""
+  entry = ""
+  name = ""  # of the computation that a line stands in; "" between two
   for line in text.splitlines():
     if head := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
       name = head[2]
       out[name] = []
-      entry = name if head[1] else entry
+      if head[1]:
+        entry = name
     elif line == "}":
       name = ""
     elif name and " = " in line:
@@ -96,22 +105,38 @@ def trips(line: str, condition: list[str], body: list[str]) -> int | None:
   constant that the body adds (2 where the compiler unrolled it); or the compiler wrote
   the number down.
   """
+  # --- The compiler wrote it down.
   if known := re.search(r"known_trip_count\W+n\W+(\d+)", line):
     return int(known[1])
-  root = next(x for x in condition if x.lstrip().startswith("ROOT "))
-  compared = re.search(r"compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT", root)
-  most = _constant(condition, compared[2]) if compared else None
+
+  # --- The constant that the counter stays below.
+  compared = re.search(
+    r"compare\(%?([\w.-]+), %?([\w.-]+)\), direction=LT", _root(condition)
+  )
+  if not compared:
+    return None
+  most = _constant(condition, compared[2])
   if most is None:
     return None
+
+  # --- What a turn adds to it: the body returns the counter among a tuple's parts.
   counter = re.search(r"index=(\d+)", _defining(condition, compared[1]))
-  root = next(x for x in body if x.lstrip().startswith("ROOT "))
-  parts = re.search(r" tuple\((.*?)\)", _without_braces(root))
+  parts = re.search(r" tuple\((.*?)\)", _without_braces(_root(body)))
   if not counter or not parts:
     return most
   after = parts[1].split(", ")[int(counter[1])].lstrip("%")
   added = re.search(r" add\(%?([\w.-]+), %?([\w.-]+)\)", _defining(body, after))
-  steps = [_constant(body, name) for name in added.groups()] if added else []
-  return -(-most // next(filter(None, steps), 1))
+  if added:
+    for name in added.groups():  # the counter before is one of them, and no constant
+      step = _constant(body, name)
+      if step:
+        return -(-most // step)
+  return most
+
+
+def _root(lines: list[str]) -> str:
+  """The instruction whose value a computation returns."""
+  return next(line for line in lines if line.lstrip().startswith("ROOT "))
 
 
 def _defining(lines: list[str], name: str) -> str:
@@ -123,7 +148,9 @@ def _defining(lines: list[str], name: str) -> str:
 def _constant(lines: list[str], name: str) -> int | None:
   """The value of an integer constant; None if it is something else."""
   value = re.search(r" = [su]32\[\]\S* constant\((\d+)\)", _defining(lines, name))
-  return int(value[1]) if value else None
+  if value is None:
+    return None
+  return int(value[1])
 
 
 def instructions(text: str, turns: int) -> Iterator[tuple[int, str, str, str]]:
@@ -144,11 +171,12 @@ def instructions(text: str, turns: int) -> Iterator[tuple[int, str, str, str]]:
     for line in bodies[name]:
       yield count, owner, name, line
       if " while(" in line:
-        body, condition = (
-          re.search(rf"{k}=%?([\w.-]+)", line)[1] for k in ("body", "condition")
-        )
-        n = trips(line, bodies[condition], bodies[body])
-        yield from visit(body, count * (turns if n is None else n), body)
+        body = re.search(r"body=%?([\w.-]+)", line)[1]
+        condition = re.search(r"condition=%?([\w.-]+)", line)[1]
+        times = trips(line, bodies[condition], bodies[body])
+        if times is None:
+          times = turns
+        yield from visit(body, count * times, body)
       for other in re.findall(r"calls=%?([\w.-]+)", line):
         yield from visit(other, count, owner)
       branches = re.findall(r"branch_computations=\{(.*?)\}", line)
@@ -170,24 +198,36 @@ def collectives(text: str, devices: int, turns: int = 1) -> list[Collective]:
   bodies, _ = computations(text)
   out: dict[Any, Collective] = {}
   for count, owner, name, line in instructions(text, turns):
+    # --- Is it one? An asynchronous one counts where it starts.
     parts = _INSTRUCTION.search(_without_braces(line))
-    kind = parts[3].removesuffix("-start") if parts else ""
+    if not parts:
+      continue
+    kind = parts[3].removesuffix("-start")
     if kind not in _KINDS:
       continue
+
+    # --- How large is the array that it moves?
     # Counters and contexts of asynchronous ones are scalars.
     sizes = [n for n in array_bytes(parts[2]) if n > 4] or [4]
     if parts[3] != kind and kind != "all-reduce":  # (operands, results, ...)
       sizes = sizes[len(sizes) // 2 :]
     ways = group_size(line, devices)
-    size = sum(sizes) * (ways if kind == "reduce-scatter" else 1)
+    size = sum(sizes)
+    if kind == "reduce-scatter":  # its result is one device's part
+      size *= ways
+
+    # --- What is it really, and has it been counted?
     sliced = name != owner and any(" dynamic-slice(" in x for x in bodies[name])
     if kind == "all-reduce" and sliced:
       kind = "reduce-scatter"
     # A fused collective is a chain of fusions that name one channel.
-    channel = re.search(r"channel_id=(\d+)", line) if name != owner else None
-    origin = re.search(r'op_name="([^"]*)"', line)
-    collective = Collective(kind, count, size, ways, origin[1] if origin else "")
-    out.setdefault((owner, channel[1] if channel else line), collective)
+    identity = line
+    channel = re.search(r"channel_id=(\d+)", line)
+    if channel and name != owner:
+      identity = channel[1]
+    origin = re.search(r'op_name="([^"]*)"|$', line)[1] or ""
+    collective = Collective(kind, count, size, ways, origin)
+    out.setdefault((owner, identity), collective)
   return sorted(out.values(), key=lambda c: -c.sent)
 
 
@@ -197,11 +237,12 @@ def cycles(text: str, turns: int = 1) -> int:
   Kernels (splash attention) carry no estimate and count nothing.
   """
   each = re.compile(r'"estimated_cycles":"(\d+)"')
-  return sum(
-    count * int(estimate[1])
-    for count, owner, name, line in instructions(text, turns)
-    if name == owner and (estimate := each.search(line))
-  )
+  total = 0
+  for count, owner, name, line in instructions(text, turns):
+    # Inside a fusion the parts' estimates are within that of the fusion.
+    if name == owner and (estimate := each.search(line)):
+      total += count * int(estimate[1])
+  return total
 
 
 def _without_braces(line: str) -> str:

@@ -51,12 +51,16 @@ def chosen(cases: Mapping[str, T]) -> dict[str, T]:
   out = {name: case for name, case in cases.items() if re.search(CASES.value, name)}
   if not out:
     raise ValueError(f"--cases={CASES.value!r} finds none of: {', '.join(cases)}")
-  return dict(list(out.items())[:1]) if QUICK.value else out
+  if QUICK.value:
+    return dict(list(out.items())[:1])
+  return out
 
 
 def rounds() -> int:
   """Turns of every contestant: what --rounds says, or one with --quick."""
-  return 1 if QUICK.value else ROUNDS.value
+  if QUICK.value:
+    return 1
+  return ROUNDS.value
 
 
 def available(*names: str) -> dict[str, str]:
@@ -90,12 +94,14 @@ def against_ours(rows: Sequence[Row], *case: str) -> Iterator[tuple[Row, Row]]:
     rows: each names its "contestant".
     *case: keys whose values make a case.
   """
-  ours = {
-    tuple(row[key] for key in case): row for row in rows if row["contestant"] == "ours"
-  }
+  # Ours comes first in every case.
+  ours: dict[tuple[Any, ...], Row] = {}
   for row in rows:
-    if row["contestant"] != "ours":
-      yield row, ours[tuple(row[key] for key in case)]
+    key = tuple(row[name] for name in case)
+    if row["contestant"] == "ours":
+      ours[key] = row
+    else:
+      yield row, ours[key]
 
 
 def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.ConfigDict:
@@ -109,6 +115,7 @@ def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.Con
   Raises:
     FileNotFoundError: there is no finished quickstart.
   """
+  # --- Is it finished? Its SFT model is what all runs begin with.
   model = os.path.join(folder, "sft", "model")
   world = os.path.join(folder, "world")
   if not os.path.isdir(model):
@@ -116,6 +123,8 @@ def quickstart_config(folder: str, quick: bool, seed: int) -> ml_collections.Con
       f"{model}: there is no such model; run python -m experiments.quickstart, or give "
       "--quickstart the folder of a finished one"
     )
+
+  # --- Its world's tasks and pages.
   config = rl_world.get_config("tiny" if quick else "")
   config.init = model
   config.tasks.uri = os.path.join(world, "rl_tasks.jsonl")

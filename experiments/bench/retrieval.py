@@ -22,6 +22,7 @@ budget: three data sets, each with a reader of its own.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import glob
 import importlib
@@ -91,30 +92,25 @@ def hotpotqa(folder: str) -> tuple[list[Page], list[Question]]:
   """HotpotQA's passages and questions; a passage is named by its title."""
   corpus = pages(folder, "hotpotqa_train")
   ids = {p.title: p.id for p in corpus}
-  rows = _read(folder, "hotpotqa_train.json")
-  return corpus, [
-    Question(
-      row["question"], frozenset(ids[title] for title, _ in row["supporting_facts"])
-    )
-    for row in rows
-  ]
+  questions = []
+  for row in _read(folder, "hotpotqa_train.json"):
+    gold = frozenset(ids[title] for title, _ in row["supporting_facts"])
+    questions.append(Question(row["question"], gold))
+  return corpus, questions
 
 
 def musique(folder: str) -> tuple[list[Page], list[Question]]:
   """MuSiQue's; titles repeat there, so a passage is named by title and text."""
   corpus = pages(folder, "musique_train")
   ids = {(p.title, p.text): p.id for p in corpus}
-  return corpus, [
-    Question(
-      row["question"],
-      frozenset(
-        ids[p["title"], p["paragraph_text"]]
-        for p in row["paragraphs"]
-        if p["is_supporting"]
-      ),
-    )
-    for row in _read(folder, "musique_train.json")
-  ]
+  questions = []
+  for row in _read(folder, "musique_train.json"):
+    gold = set()
+    for p in row["paragraphs"]:
+      if p["is_supporting"]:
+        gold.add(ids[p["title"], p["paragraph_text"]])
+    questions.append(Question(row["question"], frozenset(gold)))
+  return corpus, questions
 
 
 def hops(folder: str) -> list[Question]:
@@ -122,6 +118,7 @@ def hops(folder: str) -> list[Question]:
   ids = {(p.title, p.text): p.id for p in pages(folder, "musique_train")}
   out = []
   for row in _read(folder, "musique_train.json"):
+    # "#1" stands for the answer of the first step.
     answers = [step["answer"] for step in row["question_decomposition"]]
     for step in row["question_decomposition"]:
       text = re.sub(
@@ -151,17 +148,21 @@ def measure(
   """Recall and speed over one corpus: a row of the table for each set of questions."""
   rows = []
   with tempfile.TemporaryDirectory() as folder:
+    # --- Building the index, theirs and ours by turns.
     path = os.path.join(folder, "pages.jsonl")
     with open(path, "w", encoding="utf-8") as f:
       f.writelines(json.dumps(dataclasses.asdict(page)) + "\n" for page in corpus)
     builds = _interleaved(rounds, lambda: _build(path), lambda: _build_bm25s(path))
+
+    # --- The very index that ours searches, for bm25s's speed; its own, for its recall.
     cache = os.path.join(folder, "index")
     Sandbox(slots=1, corpus=path, index_cache=cache).close()
     (saved,) = glob.glob(os.path.join(cache, "*"))
-    same, plain = bm25s.BM25.load(saved), _build_bm25s(path)
-    with Sandbox(
-      corpus=path, backend=None
-    ) as sandbox:  # in memory, as a Toolbox has it
+    same = bm25s.BM25.load(saved)
+    plain = _build_bm25s(path)
+
+    # --- The questions, asked of an index in memory, as a Toolbox has it.
+    with Sandbox(corpus=path, backend=None) as sandbox:
       for set_name, questions in sets.items():
         row = {
           "questions": set_name,
@@ -195,22 +196,20 @@ def _recalls(
   questions: Sequence[Question],
 ) -> dict[str, float]:
   """Mean recall at every cut, and how often all passages are among the first five."""
-  ours: list[tuple[list[str], frozenset[str]]] = []
-  plain = []
+  figures: dict[str, list[float]] = collections.defaultdict(list)
   for q in questions:
-    hits = sandbox.search(q.text, _DEPTH)
-    ours.append(([hit.document.id for hit in hits], q.gold))
+    # --- Ours.
+    ranking = [hit.document.id for hit in sandbox.search(q.text, _DEPTH)]
+    for k in CUTS:
+      figures[f"recall@{k}"].append(recall(ranking, q.gold, k))
+    figures["all@5"].append(recall(ranking, q.gold, 5) == 1)
+
+    # --- Theirs, and what nobody can do better: one passage is one of so many.
     words = bm25s.tokenize([q.text], return_ids=False, show_progress=False)
-    ranking, _ = theirs.retrieve(words, k=_DEPTH, show_progress=False)
-    plain.append(recall([corpus[i].id for i in ranking[0]], q.gold, _DEPTH))
-  out = {
-    f"recall@{k}": statistics.fmean(recall(ranking, w, k) for ranking, w in ours)
-    for k in CUTS
-  }
-  out["all@5"] = statistics.fmean(recall(ranking, w, 5) == 1 for ranking, w in ours)
-  out["bm25s recall@5"] = statistics.fmean(plain)
-  out["ceiling@1"] = statistics.fmean(1 / len(w) for _, w in ours)
-  return out
+    (best,), _ = theirs.retrieve(words, k=_DEPTH, show_progress=False)
+    figures["bm25s recall@5"].append(recall([corpus[i].id for i in best], q.gold, 5))
+    figures["ceiling@1"].append(1 / len(q.gold))
+  return {name: statistics.fmean(values) for name, values in figures.items()}
 
 
 def _speeds(
@@ -249,8 +248,11 @@ def _interleaved(
     work()
     return time.process_time() - start
 
-  turns = [(timed(ours), timed(theirs)) for _ in range(rounds)]
-  own_seconds, their_seconds = zip(*turns, strict=True)
+  own_seconds = []
+  their_seconds = []
+  for _ in range(rounds):
+    own_seconds.append(timed(ours))
+    their_seconds.append(timed(theirs))
   return statistics.median(own_seconds), statistics.median(their_seconds)
 
 

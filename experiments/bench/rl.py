@@ -40,11 +40,8 @@ from experiments.launch import run_program
 
 PROMPTS = 8  # of a step
 SAMPLES = 4  # of a prompt
-CASES = {
-  f"{size} {tools}": (size, tools == "tools")
-  for size in ("5M",)
-  for tools in ("tools", "no latency")
-}
+# Name -> size, whether tools take time.
+CASES = {"5M tools": ("5M", True), "5M no latency": ("5M", False)}
 _AGREE = 0.9  # of trajectories
 
 
@@ -88,9 +85,11 @@ def measure(
   rows = []
   with peers.contestants("experiments.bench.rl_work", job, pythons) as workers:
     for latency in latencies:
-      # Later on rounding has let their weights drift apart.
+      # --- A step each, by turns. Later on rounding lets their weights drift apart.
       check = None if rows else check_tokens
       turns = peers.warm_turns(workers, rounds, check, steps=1, latency=latency)
+
+      # --- A row for each.
       for who, answers in turns.items():
         seconds = peers.median(answers)
         phases = [answer["phases"] for answer in answers]
@@ -100,12 +99,13 @@ def measure(
           "contestant": who,
           "trajectories_per_second": trajectories / seconds,
           "steps_per_minute": 60 / seconds,
-          **{f"seconds_{phase}": peers.median(phases, phase) for phase in phases[0]},
           "cpu_seconds": peers.median(answers, "cpu_seconds"),
           "slowest": max(t["seconds"] for t in answers),
           "fastest": min(t["seconds"] for t in answers),
           "peak_mb": answers[-1]["peak_mb"],
         }
+        for phase in phases[0]:
+          row[f"seconds_{phase}"] = peers.median(phases, phase)
         rows.append(row)
         print(f"{name}, {row['tools']}, {who}: {seconds:.2f} s a step", flush=True)
   return rows
@@ -140,13 +140,16 @@ _COLUMNS = {
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table and the ratios."""
   quick = bench.QUICK.value
-  small = {"prompts": 2, "new": 16} if quick else {}
+  small = {}
+  if quick:
+    small = {"prompts": 2, "new": 16}
   pythons = bench.available("tunix")
   if "tunix" in pythons and not quick:
     pythons["tunix in step"] = pythons["tunix"]
   rows = []
   for (size,), latencies in bench.by_model(bench.chosen(CASES)).items():
-    size = "1M" if quick else size
+    if quick:
+      size = "1M"
     model = SIZES[size].model
     rows += measure(size, model, pythons, latencies, bench.rounds(), **small)
   return {"table": rows, "ratios": ratios(rows)}

@@ -45,11 +45,11 @@ def make_plan(job: dict[str, Any], latency: bool) -> agentic.TrajectoryPlan:
   """
   trajectories = job["prompts"] * job["samples"]
   plan = agentic.make_plan(job, trajectories, latency)
-  prompts = [[i or 1 for i in p] for p in plan.prompts[: job["prompts"]]]
+  prompts = np.repeat(plan.prompts[: job["prompts"]], job["samples"], axis=0)
   return dataclasses.replace(
     plan,
-    prompts=[p for p in prompts for _ in range(job["samples"])],
-    observations=[[[i or 1 for i in o] for o in os] for os in plan.observations],
+    prompts=np.maximum(prompts, 1).tolist(),
+    observations=np.maximum(plan.observations, 1).tolist(),
   )
 
 
@@ -87,7 +87,10 @@ def _our_learner(model: Any, job: dict[str, Any]) -> Any:
 
 
 def ours(folder: str, job: dict[str, Any]) -> Steps:
-  """This project's scheduler and learner, as `rl.run` uses them."""
+  """This project's scheduler and learner, as `rl.run` uses them.
+
+  budget: a step, and what it needs, in one place.
+  """
   import jax
 
   from coa_jax.protocol.trajectory import Author, Segment, Trajectory
@@ -123,6 +126,7 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
     learn_s = 0.0
     before = engine.timings
     for _ in range(count):
+      # --- Roll out.
       began = time.perf_counter()
       tools = agentic.TimedTools(plan)
       episodes = [Recorded(i, plan, tools) for i in range(size)]
@@ -133,10 +137,14 @@ def ours(folder: str, job: dict[str, Any]) -> Steps:
         t = Trajectory(f"{g}", e.segments, sample=i, reward=reward(i))
         groups[g].append(t)
       rollout_s += time.perf_counter() - began
+
+      # --- Learn.
       began = time.perf_counter()
       state, _ = learner(state, frozen, groups)
       jax.block_until_ready(state)
       learn_s += time.perf_counter() - began
+
+    # --- Where the time went: what of rolling out no phase claims is the host's.
     phases = engine.timings.since(before)
     del phases["idle"]  # while it learns
     other_s = rollout_s - sum(phases.values())
@@ -188,10 +196,13 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
   import jax
   from flax import nnx
 
+  # --- The learner, whose trainer's time is told apart.
   step = _StepState(job["prompts"] * job["samples"])
   cluster = _cluster(folder, job)
   cluster.update_actor = step.timed(cluster.update_actor)
   learner = _learner(cluster, job, _environment(job, step), in_step)
+
+  # --- It trains in a thread of its own, which waits between two turns.
   requests: queue.Queue[int] = queue.Queue()  # steps to make
   endings: queue.Queue[BaseException | None] = queue.Queue()  # None: they are made
 
@@ -213,6 +224,7 @@ def tunix(folder: str, job: dict[str, Any], in_step: bool) -> Steps:
 
   threading.Thread(target=work, daemon=True).start()
 
+  # --- A turn: so many batches are asked of it.
   def steps(count: int, latency: bool) -> tuple[list[list[int]], dict[str, float]]:
     step.plan = make_plan(job, latency)
     step.learn = 0.0
@@ -338,7 +350,7 @@ class PlainTemplate:
 
   def parse(self, messages: Any, *unused: Any, **also_unused: Any) -> str:
     texts = (str(np.asarray(m["content"]).item()) for m in messages)
-    return " ".join(text for text in texts if text)
+    return " ".join(filter(None, texts))
 
 
 class BatchedCalls:
@@ -348,21 +360,21 @@ class BatchedCalls:
     """Args: how many threads; what continues a list of prompts."""
     self._generate = generate
     self._texts = [""] * size
-    self._places = itertools.count()  # one for each thread that waits
+    self._indices = itertools.count()  # one for each thread that waits
     self._out: Any = None
     self._barrier = threading.Barrier(size, self._call)
 
   def _call(self) -> None:
-    self._places = itertools.count()
+    self._indices = itertools.count()
     self._out = self._generate(list(self._texts))
 
   def __call__(self, text: str) -> Any:
     """Returns what the sampler gives for one prompt."""
-    place = next(self._places)
-    self._texts[place] = text
+    index = next(self._indices)
+    self._texts[index] = text
     self._barrier.wait()
     out = self._out
-    one = slice(place, place + 1)
+    one = slice(index, index + 1)
     return dataclasses.replace(
       out,
       text=out.text[one],

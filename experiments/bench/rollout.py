@@ -83,9 +83,12 @@ def measure(
     "devices": DEVICES.get(name),
   }
   # Half precision rounds, so greedy choices may differ.
-  check = check_tokens if dtype == "float32" else None
+  check = None
+  if dtype == "float32":
+    check = check_tokens
   rows = []
   with peers.contestants("experiments.bench.rollout_work", job, pythons) as workers:
+    # --- All take turns at one batch size, then at the next.
     for batch in batches:
       for who, turns in peers.warm_turns(workers, rounds, check, batch=batch).items():
         tokens = batch * new
@@ -110,12 +113,11 @@ def measure(
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Our tokens/s over theirs, by name."""
   rate = "tokens_per_second"
-  return {
-    f"{row['size']} {row['dtype']} batch {row['batch']} over {row['contestant']}": (
-      own[rate] / row[rate]
-    )
-    for row, own in bench.against_ours(rows, "size", "dtype", "batch")
-  }
+  out = {}
+  for row, own in bench.against_ours(rows, "size", "dtype", "batch"):
+    case = f"{row['size']} {row['dtype']} batch {row['batch']}"
+    out[f"{case} over {row['contestant']}"] = own[rate] / row[rate]
+  return out
 
 
 _COLUMNS = {

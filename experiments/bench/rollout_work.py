@@ -90,6 +90,7 @@ def our_engine(
   from coa_jax.rollout.replicas import ReplicaPool
   from coa_jax.rollout.types import RolloutConfig
 
+  # Every replica gets as many rows; a device that can not have as many is left out.
   replicas = math.gcd(rows, jax.device_count())
   partitioner = make_partitioner(MeshConfig(), jax.devices()[:replicas])
   if partitioner:
@@ -106,6 +107,7 @@ def ours(folder: str, job: dict[str, Any]) -> Generate:
   def generate(prompt_ids: list[list[int]], new: int) -> list[list[int]]:
     rows = len(prompt_ids)
     length = len(prompt_ids[0]) + new
+    # An engine is compiled for its rows and length; turns of one shape share it.
     if (rows, length) not in engines:
       engines.clear()  # one cache at a time
       engines[rows, length] = our_engine(
@@ -266,6 +268,7 @@ def tunix_engine(folder: str, job: dict[str, Any], size: int) -> Any:
     num_kv_heads=config.num_kv_heads,
     head_dim=config.head_dim,
   )
+  # No token is the end or padding, so that every sequence has its full length.
   past = config.vocab_size + 1
   return sampler.Sampler(model, NumberTokenizer(past, past), cache)
 

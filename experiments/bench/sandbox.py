@@ -86,9 +86,9 @@ def _command(*command: str) -> Callable[[str], str]:
 def _readable() -> list[str]:
   """What an interpreter with our packages needs of the host."""
   packages = [p for p in sys.path if p.endswith("site-packages")]
-  places = [sys.base_prefix, sys.prefix, *packages]
-  places += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
-  return [p for p in dict.fromkeys(map(os.path.realpath, places)) if os.path.exists(p)]
+  folders = [sys.base_prefix, sys.prefix, *packages]
+  folders += ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
+  return [p for p in dict.fromkeys(map(os.path.realpath, folders)) if os.path.exists(p)]
 
 
 def others() -> dict[str, Callable[[str], str]]:
@@ -97,17 +97,24 @@ def others() -> dict[str, Callable[[str], str]]:
   # A link to an interpreter elsewhere still finds its packages by its own folder.
   python = [sys.executable, "-I", "-c"]
   if path := shutil.which("bwrap"):
-    binds = [a for p in _readable() for a in ("--ro-bind", p, p)]
+    binds = []
+    for folder in _readable():
+      binds += ["--ro-bind", folder, folder]
     walls = ["--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    links = ["--symlink", "usr/lib64", "/lib64"] if os.path.islink("/lib64") else []
-    links += ["--symlink", "usr/lib", "/lib"] if os.path.islink("/lib") else []
+    # Where /lib is a link, a bind of what it points to is not found under that name.
+    links = []
+    for name in ("lib64", "lib"):
+      if os.path.islink(f"/{name}"):
+        links += ["--symlink", f"usr/{name}", f"/{name}"]
     scratch = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     # The scratch folder first: an environment below /tmp is put into it.
     contestants["bubblewrap"] = _command(
       path, *walls, *scratch, *binds, *links, *python
     )
   if path := shutil.which("nsjail"):
-    binds = [a for p in _readable() for a in ("-R", p)]
+    binds = []
+    for folder in _readable():
+      binds += ["-R", folder]
     walls = ["-Mo", "-Q", "--user", "99999", "--group", "99999", "--rlimit_as", "2048"]
     contestants["nsjail"] = _command(path, *walls, "-T", "/tmp", *binds, "--", *python)
   for name in {"bubblewrap", "nsjail"} - set(contestants):
@@ -190,9 +197,14 @@ def measure() -> dict[str, Any]:
       "subprocess": lambda p: sandbox.run(p, timeout_s=60).stdout,
       **others(),
     }
-    for name in _RUNS:  # both slots of each
+    # --- Start both slots of each.
+    for name in _RUNS:
       timed(contestants[name], *PROGRAMS["print"], SLOTS, 20)
-    callers_of = CALLERS[:2] if bench.QUICK.value else CALLERS
+
+    # --- The rounds: every program, by so many callers, in every contestant.
+    callers_of = CALLERS
+    if bench.QUICK.value:
+      callers_of = CALLERS[:2]
     turns = itertools.product(programs, callers_of, contestants)
     for title, callers, name in list(turns) * bench.rounds():
       program, expected = programs[title]
@@ -202,18 +214,18 @@ def measure() -> dict[str, Any]:
       except ValueError as e:
         raise ValueError(f"{name}: {e}") from e
       timings[title, callers, name].add(seconds, rate)
-  table = [
-    {"program": title, "callers": callers, "name": name, **t.columns}
-    for (title, callers, name), t in timings.items()
-  ]
+
+  # --- The table; a session is one more program.
+  table = []
+  for (title, callers, name), t in timings.items():
+    table.append({"program": title, "callers": callers, "name": name, **t.columns})
   cells = _cells()
   table.append({"program": "session", "callers": 1, "name": "jail", **cells})
-  ratios = {
-    f"{RATIOS[title]}_vs_subprocess": (
-      timings[title, 1, "jail"].rate / timings[title, 1, "plain"].rate
-    )
-    for title in programs
-  }
+  ratios = {}
+  for title in programs:
+    jailed = timings[title, 1, "jail"].rate
+    plain = timings[title, 1, "plain"].rate
+    ratios[f"{RATIOS[title]}_vs_subprocess"] = jailed / plain
   return {
     "table": table,
     "ratios": ratios,

@@ -15,6 +15,7 @@ three runs is timed. Of generated tokens per second; "ms a step" is of decoding.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,16 +99,20 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
   sweeps = list(dict.fromkeys(r["sweep"] for r in rows))
   axes = figure.subplots(1, len(sweeps), squeeze=False)[0]
   for axis, sweep in zip(axes, sweeps, strict=True):
-    points = [r for r in rows if r["sweep"] == sweep]
-    x = [r["at"] for r in points]
-    speed = [r["tokens_per_second"] for r in points]
-    peak = [r["peak_mb"] for r in points]
+    points = [
+      (r["at"], r["tokens_per_second"], r["peak_mb"])
+      for r in rows
+      if r["sweep"] == sweep
+    ]
+    x, speed, peak = zip(*points, strict=True)
+    # --- The speed, on the left.
     axis.plot(x, speed, "o-", color=plots.COLORS[0])
     axis.set_xscale("log", base=2)
     axis.set_xticks(x, [f"{v:,}" for v in x])
     axis.set_ylim(0, 1.1 * max(speed))
     axis.set_xlabel(_LABELS[sweep])
     axis.set_ylabel("generated tokens/s", color=plots.COLORS[0])
+    # --- The memory, on the right.
     memory = axis.twinx()
     memory.plot(x, peak, "s--", color=plots.COLORS[1])
     memory.set_ylim(0, 1.1 * max(peak))
@@ -128,11 +133,14 @@ _COLUMNS = {
 
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table, and the picture where --plot says."""
-  quick = bench.QUICK.value
-  model = SIZES["1M" if quick else "5M"].model
+  model = SIZES["5M"].model
+  most = None  # points of a sweep
+  if bench.QUICK.value:
+    model = SIZES["1M"].model
+    most = 2
   rows = []
   for sweep, jobs in bench.chosen(SWEEPS).items():
-    for at, job in list(jobs.items())[: 2 if quick else None]:
+    for at, job in itertools.islice(jobs.items(), most):
       row = {"sweep": sweep, "at": at, **measure(model, job)}
       rows.append(row)
       print(f"{sweep} {at}: {row['tokens_per_second']:.0f} tokens/s", flush=True)

@@ -149,8 +149,8 @@ def _walls() -> dict[str, Any]:
   return {"landlock": landlock.version(), "control groups": groups}
 
 
-def _call_off(pool: SandboxPool, i: int) -> str | None:
-  """Calls a run off; what was wrong, if something was."""
+def _call_off(pool: SandboxPool, i: int) -> list[str]:
+  """Calls a run off; what was wrong."""
   cancel = Cancel()
   timer = threading.Timer(_OFF_S[i // EVERY % len(_OFF_S)], cancel)
   timer.start()
@@ -158,10 +158,10 @@ def _call_off(pool: SandboxPool, i: int) -> str | None:
   result = pool.run("import time\ntime.sleep(50)", limits=limits, cancel=cancel)
   timer.join()
   fine = result.verdict == Verdict.INFRASTRUCTURE and "called off" in result.stderr
-  return None if fine else f"called off: {result}"
+  return [] if fine else [f"called off: {result}"]
 
 
-def _talk(pool: SandboxPool, i: int) -> str | None:
+def _talk(pool: SandboxPool, i: int) -> list[str]:
   """Three cells of a session; every second one is left to its lease."""
   session = pool.session(Limits(wall_s=60, cpu_s=60), lease_s=_LEASE_S)
   output = ""
@@ -170,10 +170,10 @@ def _talk(pool: SandboxPool, i: int) -> str | None:
       result = session.run(cell, "1")
       output += result.stdout
   except SessionEnded:  # its lease, on a machine that is busy
-    return None
+    return []
   if i // EVERY % 2:
     session.close()
-  return None if output == "21\n" else f"a session: {result}"
+  return [] if output == "21\n" else [f"a session: {result}"]
 
 
 @contextlib.contextmanager
@@ -231,9 +231,10 @@ def soak(runs: int) -> dict[str, Any]:
         verdicts[result.verdict] += 1
         if result.verdict == Verdict.INFRASTRUCTURE:
           wrong.append(f"hostile {program!r}: {result.stderr[-300:]}")
-      elif i % EVERY in (_CALLED_OFF, _SESSION):
-        fault = (_call_off if i % EVERY == _CALLED_OFF else _talk)(pool, i)
-        wrong.extend([fault] if fault else [])
+      elif i % EVERY == _CALLED_OFF:
+        wrong.extend(_call_off(pool, i))
+      elif i % EVERY == _SESSION:
+        wrong.extend(_talk(pool, i))
       else:
         program, expected = _PROGRAMS[i % len(_PROGRAMS)]
         result = sandbox.run(program, timeout_s=60)
@@ -245,9 +246,12 @@ def soak(runs: int) -> dict[str, Any]:
 
     def drain(first: int, last: int) -> None:
       left = iter(range(first, last))
-      threads = [
-        threading.Thread(target=lambda: [run(i) for i in left]) for _ in range(CALLERS)
-      ]
+
+      def call() -> None:
+        for i in left:  # each takes the next that nobody has taken
+          run(i)
+
+      threads = [threading.Thread(target=call) for _ in range(CALLERS)]
       for thread in threads:
         thread.start()
       for thread in threads:
@@ -261,6 +265,8 @@ def soak(runs: int) -> dict[str, Any]:
     start = time.monotonic()
     drain(warm, warm + runs)
     after, leaks = _settled(before)
+
+  # --- A closed pool has no processes.
   deadline = time.monotonic() + _SETTLE_S
   while (left := set(_below()) - others) and time.monotonic() < deadline:
     time.sleep(0.2)
@@ -269,7 +275,9 @@ def soak(runs: int) -> dict[str, Any]:
   # --- The figures.
   tenth = max(1, len(ends) // 10)
   first = tenth / (ends[tenth - 1] - start)
-  last = (tenth - 1) / (ends[-1] - ends[-tenth]) if tenth > 1 else first
+  last = first
+  if tenth > 1:
+    last = (tenth - 1) / (ends[-1] - ends[-tenth])
   if wrong or leaks:
     raise ValueError(f"leaks: {leaks} ({before} -> {after}); wrong: {wrong[:3]}")
   table = [{"what": n, "before": before[n], "after": after[n]} for n in before]

@@ -99,6 +99,7 @@ def race(
   job = {"size": dataclasses.asdict(size), "settings": settings}
   gpu = size.dtype != "float32"
   with peers.contestants(module, job, pythons, writer=module, gpu=gpu) as workers:
+    # Nothing is timed before all have shown that they do the same work.
     answers = peers.ask_all(workers, steps=checked)
     first = {name: answer["losses"] for name, answer in answers.items()}
     for name, values in first.items():
@@ -162,11 +163,12 @@ def ratios(
   rows: Sequence[Mapping[str, Any]], case: str = "size", memory: str = "peak_mb"
 ) -> dict[str, float]:
   """Ours over theirs, by name; more than 1 is better in speed and worse in memory."""
-  return {
-    f"{row[case]} {figure} over {row['contestant']}": own[figure] / row[figure]
-    for row, own in bench.against_ours(rows, case)
-    for figure in ("tokens_per_second", memory)
-  }
+  out = {}
+  for row, own in bench.against_ours(rows, case):
+    for figure in ("tokens_per_second", memory):
+      name = f"{row[case]} {figure} over {row['contestant']}"
+      out[name] = own[figure] / row[figure]
+  return out
 
 
 def merged(changes: str) -> dict[str, dict[str, Any]]:

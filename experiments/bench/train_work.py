@@ -21,7 +21,9 @@ from experiments.bench.peers import Turn, own_peak_mb, read_job, serve
 
 _BATCHES = 4  # different batches, used in turn
 _SHARES = (3, 4, 5, 9, 11)  # 32nds of a row that its segments take
-_MODEL, _ROWS = "model", "rows.npz"  # in the contestants' folder
+# In the contestants' folder.
+_MODEL = "model"
+_ROWS = "rows.npz"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Work:
     setting: the contestant's, without its rows.
     rows: that go through the model at once.
     size: what is trained.
-    pieces: of a step.
+    splits: micro-batches of a step.
     tokens: that count in a step.
   """
 
@@ -148,16 +150,16 @@ class Work:
     self.rows = min(self.setting.pop("rows"), shape[1])
     if shape[1] % self.rows:
       raise ValueError(f"rows={self.rows} does not divide a step's {shape[1]} rows")
-    self.pieces = shape[1] // self.rows
+    self.splits = shape[1] // self.rows
     # Weighted tokens of a step, the same in all.
     self.tokens = float(self._arrays["weight"][0].sum())
     self._step = 0
 
   def micro_batches(self) -> list[dict[str, np.ndarray]]:
-    """The next step's rows, in `pieces` parts; arrays as `make_rows` returns."""
+    """The next step's rows, in `splits` parts; arrays as `make_rows` returns."""
     batch = {k: x[self._step % _BATCHES] for k, x in self._arrays.items()}
     self._step += 1
-    starts = range(0, self.pieces * self.rows, self.rows)
+    starts = range(0, self.splits * self.rows, self.rows)
     return [{k: x[i : i + self.rows] for k, x in batch.items()} for i in starts]
 
 
@@ -355,11 +357,11 @@ def tunix(work: Work) -> Train:
     }
 
   # --- Its trainer, with the others' optimizer.
-  pieces = work.pieces
+  splits = work.splits
   optimizer = tunix_optimizer(_LR, _DECAY, _B1, _B2, _CLIP)
   training = peft_trainer.TrainingConfig(
     eval_every_n_steps=1_000_000,
-    gradient_accumulation_steps=pieces if pieces > 1 else None,
+    gradient_accumulation_steps=splits if splits > 1 else None,
   )
   trainer = Trainer(model, optimizer, training)
   trainer = trainer.with_loss_fn(loss, has_aux=True)
@@ -371,7 +373,7 @@ def tunix(work: Work) -> Train:
     values.clear()
     trainer.train([b for _ in range(steps) for b in work.micro_batches()])
     jax.block_until_ready(trainer.optimizer)
-    return [float(x) for x in np.reshape(np.array(values), (steps, pieces)).mean(1)]
+    return [float(x) for x in np.reshape(np.array(values), (steps, splits)).mean(1)]
 
   return train
 

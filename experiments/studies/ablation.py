@@ -32,7 +32,7 @@ from coa_jax.lock import hold
 from experiments import launch
 from experiments.studies import ablation_report
 from experiments.studies.ablation_arms import ARMS, BUDGETS
-from experiments.studies.ablation_jobs import KINDS, AblationPlan, Runner, ordered
+from experiments.studies.ablation_jobs import KINDS, AblationPlan, Job, Runner, ordered
 from tools_sandbox.jail.keeper import check as check_jail
 
 
@@ -61,35 +61,46 @@ def run(
   Returns:
     What results.json holds; `failed` names arms with what stopped them.
   """
+  sandbox = "jail"
   missing = check_jail()
   if missing:  # as in the quickstart: these programs are harmless
     rich.print(f"tools.sandbox=subprocess, for there is no jail: {'; '.join(missing)}")
-  sandbox = "subprocess" if missing else "jail"
-  plans = [AblationPlan(workdir, budget, seed, sandbox) for seed in range(seeds)]
-  goals = {(s, a): p.evaluations(ARMS[a]) for s, p in enumerate(plans) for a in arms}
+    sandbox = "subprocess"
+
   # --- The jobs of all arms and seeds; equal ones are one.
+  goals: dict[tuple[int, str], dict[str, list[Job]]] = {}
+  evaluations: list[Job] = []
   used: dict[str, str] = {}  # job -> for whom it is first
-  for (seed, arm), parts in goals.items():
-    for job in ordered(j for jobs in parts.values() for j in jobs):
-      used.setdefault(job.name, f"{ARMS[arm].title!r}, seed {seed}")
-  jobs = ordered(j for parts in goals.values() for part in parts.values() for j in part)
+  for seed in range(seeds):
+    plan = AblationPlan(workdir, budget, seed, sandbox)
+    for arm in arms:
+      parts = plan.evaluations(ARMS[arm])
+      goals[seed, arm] = parts
+      mine = [*parts["test"], *parts["unseen"]]
+      evaluations += mine
+      for job in ordered(mine):
+        used.setdefault(job.name, f"{ARMS[arm].title!r}, seed {seed}")
+  jobs = ordered(evaluations)
   runner = Runner(workdir, jobs)
 
+  # --- Run what is not done.
   if not report_only:
     with hold(workdir):
       runner.run(used)
+
   # --- What is done by now, and what failed on the way.
   failed: dict[str, str] = {}
   done: dict[tuple[str, int], ablation_report.Folders] = {}
   for (seed, arm), parts in goals.items():
-    mine = [job for part in parts.values() for job in part]
-    why = [runner.failed[j.name] for j in mine if j.name in runner.failed]
-    if why:
-      failed[f"{arm}, seed {seed}"] = why[0]
-    elif all(runner.seconds[j.name] is not None for j in mine):
-      done[arm, seed] = {
-        part: [os.path.join(workdir, j.name) for j in of] for part, of in parts.items()
-      }
+    names = [job.name for job in (*parts["test"], *parts["unseen"])]
+    reasons = [runner.failed[name] for name in names if name in runner.failed]
+    if reasons:
+      failed[f"{arm}, seed {seed}"] = reasons[0]
+    elif all(runner.seconds[name] is not None for name in names):
+      folders = {}
+      for part, of in parts.items():
+        folders[part] = [os.path.join(workdir, job.name) for job in of]
+      done[arm, seed] = folders
   seconds = dict.fromkeys(KINDS, 0.0)
   for job in jobs:
     seconds[job.kind] += runner.seconds[job.name] or 0.0

@@ -82,13 +82,20 @@ class AblationPlan:
 
   def evaluations(self, arm: Arm) -> dict[str, list[Job]]:
     """The jobs that play the tasks of "test" and "unseen"; one for each model."""
-    names: list[str] = list(DOMAINS) if arm.per_domain else [""]
+    names = [""]  # one model for all domains
+    if arm.per_domain:
+      names = list(DOMAINS)
     models = {name: self._model(arm, name) for name in names}
     out: dict[str, list[Job]] = {"test": [], "unseen": []}
-    for part, tasks in (("test", "test"), ("unseen", "ood")):
-      n = self._budget.world["held_out" if part == "test" else "unseen"]
+    for part, tasks, size in (
+      ("test", "test", "held_out"),
+      ("unseen", "ood", "unseen"),
+    ):
+      n = self._budget.world[size]
       for name, model in models.items():
-        share = self._share(name) if part == "test" else 1 / len(models)
+        share = 1 / len(models)
+        if part == "test":
+          share = self._share(name)
         config = self._config("evaluate", arm, name, tasks, "test")
         config.init = os.path.join(self._workdir, model.name, "model")
         tries = n * share * (1 + config.eval.samples)
@@ -98,7 +105,10 @@ class AblationPlan:
 
   def _model(self, arm: Arm, domain: str) -> Job:
     """The job that makes a model of an arm."""
-    share = self._share(domain) if arm.per_domain == "total" else 1.0
+    # --- SFT. Models that share one budget get the share of their domain's tasks.
+    share = 1.0
+    if arm.per_domain == "total":
+      share = self._share(domain)
     config = self._config("sft", arm, domain)
     config.data.steps = round(config.data.steps * share)
     config.data.seed = self._seed
@@ -111,6 +121,8 @@ class AblationPlan:
     model = self._job("sft", config, (data,), expected)
     if not arm.rl:
       return model
+
+    # --- RL, from that model.
     config = self._config("rl", arm, domain, "rl", "train")
     config.init = os.path.join(self._workdir, model.name, "model")
     config.dev.uri = self._world_file("dev_tasks")
@@ -159,8 +171,8 @@ class AblationPlan:
   def _share(self, domain: str) -> float:
     """The part of the tasks that is of the domain."""
     mix = dict(self._budget.world["mix"])
-    of = sum(mix.get(family, 0) for family in DOMAINS.get(domain, mix))
-    return of / sum(mix.values())
+    families = DOMAINS.get(domain, mix)
+    return sum(mix.get(family, 0) for family in families) / sum(mix.values())
 
   def _world_file(self, name: str) -> str:
     return os.path.join(self._workdir, self._world.name, f"{name}.jsonl")
@@ -171,6 +183,7 @@ class AblationPlan:
     """A job, named by what decides what comes out of it."""
     values = config if isinstance(config, dict) else config.to_dict()
     text = json.dumps([kind, values], sort_keys=True)
+    # Another workdir with the same content has the same names.
     text = text.replace(os.path.join(self._workdir, ""), "")
     name = f"{kind}/{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     return Job(kind, config, needs, name, expected)
@@ -230,21 +243,29 @@ class Runner:
 
   def left(self) -> float:
     """Seconds that are left, by the estimates and the pace so far."""
-    done = [j for j in self._jobs if self.seconds[j.name] is not None]
-    seconds = sum(self.seconds[j.name] or 0.0 for j in done)
-    expected = sum(j.expected for j in done)
-    pace = seconds / expected if expected else 1.0
-    open_ = (j for j in self._jobs if self.seconds[j.name] is None)
-    return pace * sum(j.expected for j in open_ if j.name not in self.failed)
+    seconds = 0.0  # of what is done
+    expected = 0.0  # likewise
+    left = 0.0  # expected of the others, but for what failed
+    for job in self._jobs:
+      took = self.seconds[job.name]
+      if took is not None:
+        seconds += took
+        expected += job.expected
+      elif job.name not in self.failed:
+        left += job.expected
+    if not expected:
+      return left
+    return left * seconds / expected
 
   def run(self, used: Mapping[str, str]) -> None:
     """Does all; `used` says of each job, by name, for whom it is."""
     for number, job in enumerate(self._jobs, 1):
       if self.seconds[job.name] is not None:
         continue
-      lacks = [n.name for n in job.needs if n.name in self.failed]
-      if lacks:
-        self.failed[job.name] = self.failed[lacks[0]]
+      # What fails because of another fails for that one's reason.
+      lacking = [need.name for need in job.needs if need.name in self.failed]
+      if lacking:
+        self.failed[job.name] = self.failed[lacking[0]]
         continue
       rich.print(
         f"[bold]\\[{number}/{len(self._jobs)}][/bold] {job.kind} of {used[job.name]}, "

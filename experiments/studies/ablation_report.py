@@ -34,8 +34,8 @@ _COST = {
   "calls": ("test", "tool_calls_per_task", "tool calls a task"),
 }
 _NOTE = (
-  "Mean over seeds +- standard deviation over seeds, and the 95 % interval over the "
-  "tasks of all seeds together. Sampled: temperature 1, 3 attempts."
+  "Mean over seeds \N{PLUS-MINUS SIGN} standard deviation over seeds, and the 95 % "
+  "interval over the tasks of all seeds together. Sampled: temperature 1, 3 attempts."
 )
 _INTRO = """\
 What each part of the recipe is worth: every arm is the whole journey with the few
@@ -65,13 +65,17 @@ def write(
   Returns:
     What results.json holds.
   """
-  played = {key: _played(folders) for key, folders in done.items()}
+  # --- What every arm played, by seed, and its figures beside the full recipe's.
+  played: dict[str, dict[int, ArmAttempts]] = {arm: {} for arm in (FULL, *titles)}
+  for (arm, seed), folders in done.items():
+    played[arm][seed] = _played(folders)
   arms = {}
   for arm, (title, changes) in titles.items():
-    of = {seed: parts for (name, seed), parts in played.items() if name == arm}
-    full = {seed: parts for (name, seed), parts in played.items() if name == FULL}
-    if of:
-      figures = figures_of(of, full if arm != FULL else {})
+    full = played[FULL]
+    if arm == FULL:
+      full = {}
+    if played[arm]:
+      figures = figures_of(played[arm], full)
       arms[arm] = {"title": title, "changes": changes, **figures}
   results = {
     "budget": budget,
@@ -81,6 +85,7 @@ def write(
     "open": [title for arm, (title, _) in titles.items() if arm not in arms],
   }
   write_json(os.path.join(workdir, "results.json"), results)
+
   # --- Show it: on the terminal, as text, as a page.
   tables = _tables(results)
   for table in tables[:-1]:  # the last is too wide
@@ -105,11 +110,15 @@ ArmAttempts = Mapping[str, tuple[list[Trajectory], list[Trajectory]]]
 def _played(folders: Folders) -> ArmAttempts:
   """Part -> greedy and sampled trajectories of all models of the arm."""
 
-  def read(of: Sequence[str], kind: str) -> list[Trajectory]:
-    files = (os.path.join(folder, f"{kind}.jsonl") for folder in of)
-    return [t for file in files for t in read_trajectories(file)]
-
-  return {part: (read(f, "greedy"), read(f, "sampled")) for part, f in folders.items()}
+  out = {}
+  for part, models in folders.items():
+    greedy: list[Trajectory] = []
+    sampled: list[Trajectory] = []
+    for folder in models:
+      greedy += read_trajectories(os.path.join(folder, "greedy.jsonl"))
+      sampled += read_trajectories(os.path.join(folder, "sampled.jsonl"))
+    out[part] = (greedy, sampled)
+  return out
 
 
 def figures_of(
@@ -126,28 +135,31 @@ def figures_of(
     tasks of all seeds}; of the accuracies also "against" and "against_ci95": the mean
     difference from the full recipe over the same tasks and seeds.
   """
-  out: dict[str, Any] = {"seeds": sorted(of)}
+  seeds = sorted(of)
+  out: dict[str, Any] = {"seeds": seeds}
+
   # --- Every seed alone, and the tasks of all seeds together.
-  by_seed = {
-    seed: {part: scores.summary(*both) for part, both in parts.items()}
-    for seed, parts in of.items()
-  }
-  together = {
-    part: scores.summary(
-      [t for s in of for t in _keyed(s, of[s][part][0])],
-      [t for s in of for t in _keyed(s, of[s][part][1])],
-    )
-    for part in ("test", "unseen")
-  }
+  by_seed: dict[str, dict[int, dict[str, Any]]] = {}
+  together = {}
+  for part in ("test", "unseen"):
+    by_seed[part] = {seed: scores.summary(*of[seed][part]) for seed in seeds}
+    greedy = _of_all_seeds(of, part, 0)
+    sampled = _of_all_seeds(of, part, 1)
+    together[part] = scores.summary(greedy, sampled)
   for name, (part, figure, _) in {**FIGURES, **_COST}.items():
-    values = {s: by_seed[s][part][figure] for s in sorted(of)}
+    values = {seed: by_seed[part][seed][figure] for seed in seeds}
     known = [v for v in values.values() if v is not None]
     out[name] = {
       "by_seed": values,
-      "mean": statistics.fmean(known) if known else None,
-      "sd": statistics.stdev(known) if len(known) > 1 else None,
+      "mean": None,
+      "sd": None,
       "ci95": together[part]["ci95"][figure],
     }
+    if known:
+      out[name]["mean"] = statistics.fmean(known)
+    if len(known) > 1:
+      out[name]["sd"] = statistics.stdev(known)
+
   # --- Against the full recipe, task by task.
   for name in ("greedy", "sampled", "unseen", "unseen_sampled"):
     part, figure, _ = FIGURES[name]
@@ -161,24 +173,31 @@ def figures_of(
   return out
 
 
-def _keyed(seed: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-  """The same with ids of their seed: the seeds' tasks have the same ids."""
-  return [dataclasses.replace(t, task_id=f"{seed}/{t.task_id}") for t in trajectories]
+def _of_all_seeds(
+  of: Mapping[int, ArmAttempts], part: str, which: int
+) -> list[Trajectory]:
+  """Attempts with their seed in the task's id: the seeds' tasks have the same ids."""
+  out = []
+  for seed, parts in of.items():
+    for t in parts[part][which]:
+      out.append(dataclasses.replace(t, task_id=f"{seed}/{t.task_id}"))
+  return out
 
 
 def _accuracy(of: Mapping[int, ArmAttempts], part: str, which: int) -> dict[str, float]:
   """Task -> share of right attempts, of all seeds."""
-  every = [t for s, parts in of.items() for t in _keyed(s, parts[part][which])]
-  groups = scores.by_task(scores.graded(every))
+  groups = scores.by_task(scores.graded(_of_all_seeds(of, part, which)))
   return {k: statistics.fmean(map(scores.correct, v)) for k, v in groups.items()}
 
 
 def _spread(figure: Mapping[str, Any]) -> str:
   if figure["mean"] is None:
     return "-"
-  sd = "" if figure["sd"] is None else f" +- {figure['sd']:.3f}"
+  text = f"{figure['mean']:.3f}"
+  if figure["sd"] is not None:
+    text += f" \N{PLUS-MINUS SIGN} {figure['sd']:.3f}"
   low, high = figure["ci95"] or (figure["mean"], figure["mean"])
-  return f"{figure['mean']:.3f}{sd} [{low:.2f}, {high:.2f}]"
+  return f"{text} [{low:.2f}, {high:.2f}]"
 
 
 def _against(figure: Mapping[str, Any]) -> str:
@@ -193,11 +212,15 @@ def _tables(results: Mapping[str, Any]) -> list[Table]:
   head = {"arm": "", "seeds": "seeds"}
 
   def rows(text: Any, names: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-      {"arm": a["title"], "seeds": len(a["seeds"]), **{n: text(a[n]) for n in names}}
-      for a in arms
-    ]
+    out = []
+    for arm in arms:
+      row = {"arm": arm["title"], "seeds": len(arm["seeds"])}
+      for name in names:
+        row[name] = text(arm[name])
+      out.append(row)
+    return out
 
+  # --- Accuracy, and what it is against the full recipe's.
   heads = {n: h for n, (_, _, h) in FIGURES.items()}
   accuracy = Table(
     "Accuracy on held-out worlds", rows(_spread, list(heads)), head | heads, _NOTE
@@ -210,6 +233,8 @@ def _tables(results: Mapping[str, Any]) -> list[Table]:
     "Over the same tasks and seeds, with the 95 % interval over tasks of the paired "
     "difference: one that holds 0 says that these tasks do not tell the arms apart.",
   )
+
+  # --- What it costs, and what the arms are.
   costs = Table(
     "Cost and form, greedy attempts",
     rows(lambda figure: figure["mean"], list(_COST)),
@@ -231,18 +256,24 @@ def _write_page(
   workdir: str,
   results: Mapping[str, Any],
   tables: Sequence[Table],
-  played: Mapping[tuple[str, int], ArmAttempts],
+  played: Mapping[str, Mapping[int, ArmAttempts]],
 ) -> None:
   """The plot, and the page with the tables, the plot and some trajectories."""
+  # --- The plot, by the names that readers know.
+  arms = {arm["title"]: arm for arm in results["arms"].values()}
   figure = plots.seed_points(
-    {a["title"]: a for a in results["arms"].values()},
-    {n: FIGURES[n][2] for n in ("greedy", "sampled", "pass3", "unseen")},
+    arms, {n: FIGURES[n][2] for n in ("greedy", "sampled", "pass3", "unseen")}
   )
   os.makedirs(workdir, exist_ok=True)
   plots.write_png(os.path.join(workdir, "plot.png"), figure)
+
+  # --- Some greedy attempts of each arm's first seed.
   examples = []
-  for (arm, seed), parts in played.items():
-    for t in parts["test"][0][: _SHOWN if seed == 0 else 0]:
+  for arm, by_seed in played.items():
+    if 0 not in by_seed:
+      continue
+    greedy, _ = by_seed[0]["test"]
+    for t in greedy[:_SHOWN]:
       t.meta["model"] = results["arms"][arm]["title"]
       examples.append(t)
   write_page(
@@ -251,9 +282,7 @@ def _write_page(
     {"": examples},
     variant=get_variant("unified"),
     intro=_INTRO,
-    headline={
-      a["title"]: f"{a['sampled']['mean']:.1%}" for a in results["arms"].values()
-    },
+    headline={title: f"{arm['sampled']['mean']:.1%}" for title, arm in arms.items()},
     tables=tables,
     figures={"Mean over seeds, its interval over tasks, and each seed.": figure},
   )

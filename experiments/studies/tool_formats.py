@@ -1,4 +1,4 @@
-"""How a model takes other tool names, fences, descriptions and tools: accuracy by each.
+r"""How a model takes other tool names, fences, descriptions and tools: accuracies.
 
   python -m experiments.studies.tool_formats \
     --config=configs/evaluate_formats_world.py --workdir=DIR
@@ -13,10 +13,13 @@ paired: over the tasks that both have.
 
 A format is no matter of the evaluation's: it is given a variant with other names, and
 tools that read them.
+
+budget: the study whole: its tools, its evaluations, their comparison.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import random
@@ -166,14 +169,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Raises:
     ConfigError, ValueError, FileNotFoundError: as `evaluate.run`.
   """
+  # --- Read everything, and open the tools, before anything is played.
   plan = read_config(config, FormatStudyConfig).formats
-  for tools in plan.tools.values():  # before anything is played
+  for tools in plan.tools.values():
     with Toolbox(tools):
       pass
   own = config.copy_and_resolve_references()
   with own.unlocked():
     if "formats" in own:
       del own.formats  # which no single evaluation reads
+  # --- Play them, each as an evaluation of its own.
   scores = {"native": [_play(own, workdir, "native")]}
   for kind, count in (("seen", plan.seen), ("unseen", plan.unseen)):
     scores[kind] = [
@@ -186,19 +191,22 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     with other.unlocked():
       other.tools = config.formats.tools[name]
     scores["tools"].append(_play(other, workdir, f"tools_{name}"))
-  # --- Compare them, task by task.
-  rows = [row for group in scores.values() for row, _ in group]
-  means_of = {
-    k: _by_task([s for _, s in group]) for k, group in scores.items() if group
-  }
-  native = means_of["native"]
+
+  # --- Compare them, task by task. Native comes first.
+  rows = []
   groups = {}
   differences = {}
-  for kind, mean in means_of.items():
+  native: dict[str, float] = {}
+  for kind, group in scores.items():
+    if not group:
+      continue
+    rows += [row for row, _ in group]
+    mean = _by_task([accuracies for _, accuracies in group])
     groups[kind] = _figure(list(mean.values()))
-    both = [task for task in native if task in mean]
-    if kind != "native":
-      change = [mean[t] - native[t] for t in both]
+    if kind == "native":
+      native = mean
+    else:
+      change = [mean[task] - native[task] for task in native if task in mean]
       differences[kind] = _figure(change) | {"ci95": interval(change)}
   results = {"formats": rows, "groups": groups, "differences": differences}
   write_json(os.path.join(workdir, "formats.json"), results)
@@ -224,6 +232,7 @@ def _play(
   naming: ToolNaming | None = None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
   """Evaluates one format; returns its row, and the accuracy of each task."""
+  # --- The evaluation; native, it knows of no format.
   folder = os.path.join(workdir, name)
   settings = read_config(config, evaluate.EvaluateConfig)
   tools = settings.tools
@@ -238,14 +247,18 @@ def _play(
       variant=naming.apply(variant),
       wrap_tools=lambda toolbox: RenamedTools(toolbox, naming),
     )
+
+  # --- What it played: the accuracy of each task, over all attempts.
   played: list[Trajectory] = []
   for stage in ("greedy", "sampled"):
     path = os.path.join(folder, f"{stage}.jsonl")
-    played += read_trajectories(path) if os.path.exists(path) else []
-  accuracy = {
-    task: statistics.fmean(map(correct, attempts))
-    for task, attempts in by_task(graded(played)).items()
-  }
+    if os.path.exists(path):
+      played += read_trajectories(path)
+  accuracy = {}
+  for task, attempts in by_task(graded(played)).items():
+    accuracy[task] = statistics.fmean(map(correct, attempts))
+
+  # --- Its row.
   unread = results["malformed_rate"]
   described = ", ".join(tools.tools)
   if naming is not None:
@@ -267,19 +280,24 @@ def _play(
 def _unread(naming: ToolNaming, played: Sequence[Trajectory]) -> float | None:
   """The share of calls that were not written as the prompt says; None without calls."""
   names = set(naming.names.values())
-  bodies = [
-    naming.read(call.name, call.arguments)[1]
-    for t in played
-    for call in t.calls
-    if call.name in names
-  ]
-  return bodies.count(None) / len(bodies) if bodies else None
+  calls = 0
+  unread = 0
+  for t in played:
+    for call in t.calls:
+      if call.name in names:
+        _, body = naming.read(call.name, call.arguments)
+        calls += 1
+        unread += body is None
+  return unread / calls if calls else None
 
 
 def _by_task(scores: Sequence[dict[str, float]]) -> dict[str, float]:
   """The mean of each task over the formats that it was played in."""
-  tasks = list(dict.fromkeys(task for one in scores for task in one))
-  return {t: statistics.fmean(one[t] for one in scores if t in one) for t in tasks}
+  by_task: dict[str, list[float]] = collections.defaultdict(list)
+  for one in scores:
+    for task, accuracy in one.items():
+      by_task[task].append(accuracy)
+  return {task: statistics.fmean(values) for task, values in by_task.items()}
 
 
 def _figure(values: Sequence[float]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ other work. What a peer's process may do wrong is in test_bench_peers.
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import math
@@ -18,8 +17,6 @@ import toy
 
 from coa_jax import rl as rl_journey
 from coa_jax.config import ConfigError, read_config
-from coa_jax.disk import DiskError
-from coa_jax.lock import InUseError
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tools.toolbox import Toolbox
 from experiments.bench import (
@@ -43,7 +40,6 @@ from tests.backend import BACKEND
 from tools_sandbox.jail import keeper as jail
 
 FIELDS = train_work.model_fields(V=64, D=16, L=1, N=2, K=1, H=8, F=32)
-SIZE = train_work.Size(FIELDS, rows=2, steps=1, length=64)
 JOB = {"trajectories": 2, "prompt": 64, "calls": 1, "observation": 48, "new": 14}
 JOB["length"] = 64 + 2 * 14 + 48
 
@@ -57,10 +53,6 @@ def _scaling() -> list[dict]:
 
 # A benchmark's rows of the smallest case, by us alone; a figure that is known.
 SMALLEST = {
-  "train": (
-    lambda: train.measure("tiny", SIZE, {}, {"ours": {"rows": 1}}, rounds=2),
-    {"parameters": 3_392, "first_loss": pytest.approx(math.log(64), rel=0.1)},
-  ),
   "rollout": (
     lambda: rollout.measure("tiny", FIELDS, "float32", {}, [2], rounds=1, new=4),
     {"batch": 2},
@@ -143,13 +135,6 @@ def test_settings_of_contestants_are_checked():
 # --- Benchmarks of RL, from a quickstart's model.
 
 
-@pytest.mark.parametrize("benchmark", [algorithms, async_rl])
-def test_without_a_quickstart_it_says_how_to_make_one(benchmark, tmp_path):
-  first = (["ppo"],) if benchmark is algorithms else ()
-  with pytest.raises(FileNotFoundError, match=r"run python -m experiments\.quickstart"):
-    benchmark.run(*first, str(tmp_path), str(tmp_path / "w"), 1, 4, 2, True)
-
-
 def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
   tmp_path, monkeypatch
 ):
@@ -168,44 +153,19 @@ def test_algorithms_that_ended_are_not_made_again_and_a_failure_costs_no_other(
     (pathlib.Path(workdir) / "results.json").write_text("{}")
 
   monkeypatch.setattr(algorithms.rl, "run", run)
-  for failed, seeds, made in (["ValueError: no good"], [1, 2], 4), ([], [2, 2], 5):
+  for failed, seeds, runs in (["ValueError: no good"], [1, 2], 4), ([], [2, 2], 5):
     figures = algorithms.run(
       ["ppo", "grpo"], str(quickstart), str(tmp_path / "w"), 2, 5, quick=False
     )
     assert list(figures["failed"].values()) == failed
     assert [row["seeds"] for row in figures["table"]] == seeds
-    assert len(workdirs) == made
+    assert len(workdirs) == runs
   # The same folders with other settings are refused, not taken for these.
   (tmp_path / "other" / "sft" / "model").mkdir(parents=True)
   with pytest.raises(ConfigError, match="holds a run"):
     algorithms.run(
       ["ppo"], str(tmp_path / "other"), str(tmp_path / "w"), 2, 5, quick=False
     )
-
-
-@pytest.mark.parametrize(
-  ("error", "raised"),
-  [
-    (OSError(errno.EROFS, "Read-only file system"), DiskError),
-    (InUseError("w: process 7 works there"), InUseError),
-  ],
-)
-def test_where_nothing_can_be_written_no_algorithm_follows(
-  tmp_path, monkeypatch, error, raised
-):
-  (tmp_path / "q" / "sft" / "model").mkdir(parents=True)
-  workdirs = []
-
-  def run(config, workdir):
-    workdirs.append(workdir)
-    raise error
-
-  monkeypatch.setattr(algorithms.rl, "run", run)
-  with pytest.raises(raised):
-    algorithms.run(
-      ["ppo", "grpo"], str(tmp_path / "q"), str(tmp_path / "w"), 2, 5, quick=False
-    )
-  assert len(workdirs) == 1
 
 
 def log_of(steps: int = 60, **changes) -> list[dict]:
@@ -221,37 +181,27 @@ def log_of(steps: int = 60, **changes) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-  ("changes", "accuracy", "reasons"),
+  ("changes", "accuracy", "prompts", "reason"),
   [
-    ({}, 0.85, []),
-    ({"reward": lambda i: 0.1 if i == 59 else 0.8}, 0.85, []),  # one bad batch
-    ({"reward": lambda i: 0.8 if i < 35 else 0.3}, 0.85, ["at best"]),
-    ({"format": lambda i: 1.0 if i < 30 else 0.5}, 0.85, ["well-formed 0.5"]),
-    ({"truncated_share": lambda i: i / 100}, 0.85, ["cut off"]),
-    ({"grad_norm": lambda i: None if i == 7 else 0.1}, 0.85, ["not finite"]),
-    ({"reward": lambda i: None if i > 9 else 0.8}, 0.85, ["graded at 20 of"]),
-    ({}, None, ["no greedy answer was graded"]),
+    ({}, 0.85, 24, ""),
+    ({"reward": lambda i: 0.1 if i == 59 else 0.8}, 0.85, 24, ""),  # one bad batch
+    ({"reward": lambda i: 0.8 if i < 35 else 0.3}, 0.85, 24, "at best"),
+    ({"format": lambda i: 1.0 if i < 30 else 0.5}, 0.85, 24, "well-formed 0.5"),
+    ({"truncated_share": lambda i: i / 100}, 0.85, 24, "cut off"),
+    ({"grad_norm": lambda i: None if i == 7 else 0.1}, 0.85, 24, "not finite"),
+    ({"reward": lambda i: None if i > 9 else 0.8}, 0.85, 24, "graded at 20 of"),
+    ({}, None, 24, "no greedy answer was graded"),
+    # Of means of few tasks, the best of many is luck, and what follows it no fall.
+    ({"reward": lambda i: 1.0 if 20 <= i < 30 else 0.7}, 0.85, 24, "0.850 at best"),
+    ({"reward": lambda i: 1.0 if 20 <= i < 30 else 0.7}, 0.85, 12, ""),
   ],
 )
-def test_a_collapse_of_an_algorithm_is_found(changes, accuracy, reasons):
-  lines = algorithms.collapse(log_of(**changes), accuracy, 24)
-  assert len(lines) == len(reasons)
-  assert all(reason in line for reason, line in zip(reasons, lines, strict=True))
+def test_a_collapse_of_an_algorithm_is_found(changes, accuracy, prompts, reason):
+  lines = algorithms.collapse(log_of(**changes), accuracy, prompts)
+  assert len(lines) == bool(reason) and reason in "".join(lines)
 
 
-def test_small_batches_are_averaged_over_as_many_tasks():
-  """Of means of few tasks, the best of many is luck, and what follows it no fall."""
-  log = log_of(reward=lambda i: 1.0 if 20 <= i < 30 else 0.7)
-  assert algorithms.collapse(log, 0.85, 24) == [
-    "reward 0.700 at first, 0.850 at best, 0.700 at last"
-  ]
-  assert algorithms.collapse(log, 0.85, 12) == []
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_an_asynchronous_runs_seconds_are_those_of_its_log(
-  tmp_path, monkeypatch, staleness
-):
+def test_an_asynchronous_runs_seconds_are_those_of_its_log(tmp_path, monkeypatch):
   toy.save_policy(str(tmp_path / "model"), toy.actor().params)
   uri = str(tmp_path / "tasks.jsonl")
   (tmp_path / "tasks.jsonl").write_text('{"question": "2 + 3", "answers": ["5"]}\n')
@@ -263,8 +213,8 @@ def test_an_asynchronous_runs_seconds_are_those_of_its_log(
       tasks=dict(uri=uri),
       algo=dict(
         steps=4,
-        sampling=dict(prompts=2, samples=2, rounds=1, staleness=staleness),
-        loss=dict(is_clip=2.0 if staleness else 0.0),
+        sampling=dict(prompts=2, samples=2, rounds=1, staleness=1),
+        loss=dict(is_clip=2.0),
         batch=dict(rows=4, length=128),
       ),
       dev=dict(every=2, uri=uri),

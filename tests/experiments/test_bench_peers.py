@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from programs import finish
 from toy import eventually
 
-from experiments.bench import peers, program, rl_work, rollout_work
+from experiments.bench import peers, program
 
 ECHO = """
 import subprocess, sys, pathlib
@@ -102,46 +100,8 @@ def test_what_is_no_interpreter_is_named(python):
   [
     ("train", "--cases=9M", "--cases='9M' finds none of: 1M, 5M, 100M"),
     ("algorithms", "--cases=(", "flag --cases=(: no regular expression: missing )"),
-    ("algorithms", "more", "unexpected argument 'more'"),
     ("distill", "--processes=two", "--processes=two: give numbers, as 1,2"),
   ],
 )
 def test_a_wrong_flag_is_one_line(module: str, flag: str, reason: str):
-  command = [sys.executable, "-m", f"experiments.bench.{module}", flag]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=peers.ROOT)
-  assert done.returncode == 2
-  assert done.stderr.startswith("error: ") and reason in done.stderr
-  assert done.stderr.count("\n") == 1
-
-
-def test_calls_of_threads_become_one_of_a_batch():
-  """What we do for tunix's sampler: everybody gets the continuation of its own."""
-  batches = []
-
-  @dataclasses.dataclass
-  class Output:
-    text: list[str]
-    tokens: list[str]
-    left_padded_prompt_tokens: list[str]
-    logprobs: list[str]
-
-  def generate(texts: list[str]) -> Output:
-    batches.append(sorted(texts))
-    return Output([text + "!" for text in texts], texts, texts, texts)
-
-  together = rl_work.BatchedCalls(3, generate)
-
-  def play(name: str) -> list[str]:
-    return [together(f"{name}{turn}").text for turn in range(4)]
-
-  with concurrent.futures.ThreadPoolExecutor(3) as threads:
-    texts = list(threads.map(play, "abc"))
-  assert batches == [[f"{name}{turn}" for name in "abc"] for turn in range(4)]
-  assert texts == [[[f"{name}{turn}!"] for turn in range(4)] for name in "abc"]
-
-
-def test_the_peers_template_and_tokenizer_add_nothing():
-  messages = [{"content": ""}, {"content": "1 2"}, {"content": "3"}]
-  text = rl_work.PlainTemplate().parse(messages, add_generation_prompt=True)
-  numbers = rollout_work.NumberTokenizer(end=99, pad=0)
-  assert numbers.encode(text) == [1, 2, 3] and numbers.decode([1, 2]) == "1 2"
+  finish(f"bench.{module}", flag, reason=reason)

@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import httpx
 import pytest
 import toy
 from rich.console import Console
+from rich.style import Style
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import TextDelta
@@ -46,26 +46,28 @@ def get_config(arg=""):
 """
 
 
-def program(tmp_path: pathlib.Path, name: str, *flags: str, **options):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+  """The actor, a corpus of one page, and a config that names both."""
+  folder = tmp_path_factory.mktemp("served")
+  toy.save_policy(str(folder / "model"), toy.actor().params)
+  page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
+  (folder / "pages.jsonl").write_text(json.dumps(page))
+  (folder / "config.py").write_text(CONFIG.format(folder=str(folder), sandbox=BACKEND))
+  return folder
+
+
+def program(folder: pathlib.Path, name: str, *flags: str) -> subprocess.Popen:
   """Starts `experiments.NAME` on the actor, with real tools."""
-  if not (tmp_path / "config.py").exists():
-    toy.save_policy(str(tmp_path / "model"), toy.actor().params)
-    page = {"id": "1", "title": "Ur", "text": "Ur: its capital is Uruk."}
-    (tmp_path / "pages.jsonl").write_text(json.dumps(page))
-    (tmp_path / "config.py").write_text(
-      CONFIG.format(folder=str(tmp_path), sandbox=BACKEND)
-    )
+  command = [sys.executable, "-m", f"experiments.{name}"]
+  command += [f"--config={folder / 'config.py'}", "--compile_cache=", *flags]
   return subprocess.Popen(
-    [
-      *(sys.executable, "-m", f"experiments.{name}"),
-      *(f"--config={tmp_path / 'config.py'}", "--compile_cache=", *flags),
-    ],
+    command,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     env={**os.environ, "PYTHONPATH": str(ROOT)},
-    **options,
   )
 
 
@@ -101,8 +103,8 @@ def alive(pids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_the_server_ends_with_all_that_it_started(tmp_path, how):
-  process = program(tmp_path, "serve", "--port=0")
+def test_the_server_ends_with_all_that_it_started(folder, how):
+  process = program(folder, "serve", "--port=0")
   try:
     line = process.stdout.readline()
     (url,) = re.findall(r"http://127\.0\.0\.1:\d+/v1", line)
@@ -124,8 +126,8 @@ def test_the_server_ends_with_all_that_it_started(tmp_path, how):
     process.communicate()
 
 
-def test_a_question_on_the_command_line_has_its_answer_on_standard_output(tmp_path):
-  process = program(tmp_path, "chat", "--question=4 * 4 + 1")
+def test_a_question_on_the_command_line_has_its_answer_on_standard_output(folder):
+  process = program(folder, "chat", "--question=4 * 4 + 1")
   out, err = process.communicate(timeout=300)
   assert (process.returncode, out) == (0, "17\n"), err
   work = [line for line in err.splitlines() if not line.startswith("[transformers]")]
@@ -134,39 +136,37 @@ def test_a_question_on_the_command_line_has_its_answer_on_standard_output(tmp_pa
   assert "answer" in work and work[-1].startswith("ended: ")
 
 
-def test_questions_come_from_a_pipe_and_a_failure_is_told(tmp_path):
-  process = program(tmp_path, "chat", "--quiet")
+def test_questions_come_from_a_pipe_and_a_failure_is_told(folder):
+  process = program(folder, "chat", "--quiet")
   out, err = process.communicate(f"2 + 3\n\n{'x' * 900}\ncapital of Ur\n", timeout=300)
   assert out == "5\n\nUruk\n"
   assert process.returncode == 1 and "leaves no room" in err and "think" not in err
 
 
-@pytest.mark.parametrize("name", ["serve", "chat"])
-def test_what_can_not_be_opened_is_one_line(tmp_path, name: str):
-  flag = "--config.init=/nowhere"
-  process = program(tmp_path, name, flag, *(["--port=0"] if name == "serve" else []))
+def test_what_can_not_be_opened_is_one_line(folder):
+  process = program(folder, "serve", "--config.init=/nowhere", "--port=0")
   out, err = process.communicate("", timeout=300)
   assert process.returncode == 2 and out == "" and "Traceback" not in err
   assert err.splitlines()[-1].startswith("error: ") and "/nowhere" in err
 
 
-def test_a_port_that_is_taken_is_one_line(tmp_path):
-  with socket.create_server(("127.0.0.1", 0)) as sock:
-    port = sock.getsockname()[1]
-    process = program(tmp_path, "serve", f"--port={port}")
-    _, err = process.communicate(timeout=300)
-  assert process.returncode == 2 and f"--port={port}" in err.splitlines()[-1]
-
-
 HOSTILE = "\x1b[2J\x9b31m\x07\u202eevil\u200b\r\x00 [red]ok[/red]\ncaf\u00e9 \u4e2d"
+
+
+def screen_on(out: io.StringIO, **console) -> chat.Screen:
+  return chat.Screen(Console(file=out, highlight=False, width=60, **console))
 
 
 def shown(pieces: list[TextDelta], **console) -> str:
   out = io.StringIO()
-  screen = chat.Screen(Console(file=out, highlight=False, **console))
+  screen = screen_on(out, **console)
   for piece in pieces:
     screen.show(piece)
   return out.getvalue()
+
+
+def answered(text: str, status: Status = Status.ENDED) -> Trajectory:
+  return Trajectory("x", [Segment(Author.POLICY, "answer", text)], status=status)
 
 
 def test_nothing_that_steers_a_terminal_comes_through():
@@ -189,25 +189,22 @@ def test_nothing_that_steers_a_terminal_comes_through():
 
 def test_the_answer_stands_in_a_frame_on_a_terminal():
   out = io.StringIO()
-  screen = chat.Screen(Console(file=out, force_terminal=True, width=60))
   text = "<answer> Uruk\x1b[2J</answer>"
-  segment = Segment(Author.POLICY, "answer", text)
-  screen.end(Trajectory("x", [segment], status=Status.ENDED))
+  screen_on(out, force_terminal=True).end(answered(text))
   plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
   assert "Uruk\\x1b[2J" in plain and "answer" in plain and "\x1b" not in plain
-  assert chat.answer_of(Trajectory("x", [segment], status=Status.ENDED)) == text[9:-9]
-  assert chat.answer_of(Trajectory("x", [segment], status=Status.TRUNCATED)) is None
+  assert chat.answer_of(answered(text)) == text[9:-9]
+  assert chat.answer_of(answered(text, Status.TRUNCATED)) is None
 
 
 def test_an_answer_that_is_cut_off_is_shown_without_a_frame():
   out = io.StringIO()
-  screen = chat.Screen(Console(file=out, force_terminal=True, width=60))
+  screen = screen_on(out, force_terminal=True)
   tag, text = TextDelta("answer", "<answer>", is_tag=True), " Paris is the capi"
   for piece in (tag, TextDelta("answer", text)):
     screen.show(piece)
   assert "Paris" not in out.getvalue()
-  segment = Segment(Author.POLICY, "answer", tag.text + text)
-  screen.end(Trajectory("x", [segment], status=Status.TRUNCATED))
+  screen.end(answered(tag.text + text, Status.TRUNCATED))
   assert "Paris is the capi" in out.getvalue()
 
 
@@ -216,3 +213,19 @@ def test_a_port_is_not_shared_with_a_server_that_still_loads():
     port = first.getsockname()[1]
     with pytest.raises(ValueError, match=f"--port={port}"):
       http_server.bind("127.0.0.1", port)
+
+
+def test_every_colour_is_readable_on_black_and_on_white():
+  for style in (*chat.STYLES.values(), chat.TOOL_STYLE):
+    color = Style.parse(style).color
+    if color is None or color.is_default:
+      continue
+    assert color.number >= 16, f"{style}: a colour that the terminal chooses"
+    parts = [x / 255 for x in color.get_truecolor()]
+    linear = [
+      x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts
+    ]
+    luminance = sum(
+      a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+    )
+    assert 1.05 / (luminance + 0.05) > 3.8 and (luminance + 0.05) / 0.05 > 3.8, style

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from programs import finish
 
 from coa_jax.protocol import prompts, roles
 from coa_jax.protocol.trajectory import Trajectory, Usage, write_jsonl
 from coa_jax.teacher.token_meter import word_ids
 from experiments.compare_cost import compare
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def attempt(task: str, right: float, reported=(), **usage) -> Trajectory:
@@ -81,13 +77,9 @@ def test_other_tools_compare_nothing(tmp_path):
 
 def test_the_program_prints_and_writes(tmp_path):
   multi, single = files(tmp_path, (1900, 0, 100))
-  command = [sys.executable, "-m", "experiments.compare_cost", f"--multi={multi}"]
-  command += [f"--single={single}", f"--json={tmp_path / 'cost.json'}"]
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
+  flags = (f"--single={single}", f"--json={tmp_path / 'cost.json'}")
+  done = finish("compare_cost", f"--multi={multi}", *flags)
   assert done.stdout.count("Cost of an answer") == 2 and "0.846" in done.stdout
   assert json.loads((tmp_path / "cost.json").read_text())["metered"]["tasks"] == 2
-  command[3] = f"--multi={tmp_path / 'nothing.jsonl'}"
-  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 2 and done.stderr.startswith("error: ")
-  assert "nothing.jsonl" in done.stderr and done.stderr.count("\n") == 1
+  missing = f"--multi={tmp_path / 'nothing.jsonl'}"
+  finish("compare_cost", missing, *flags, reason="nothing.jsonl")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from programs import ROOT, finish
 
 from coa_jax.model import flops
 from experiments.bench import compile_check, hlo_text, tpu_programs
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 # What a compiler writes, in small: a loop of 24 turns with two gathers, an asynchronous
 # one in a chain of fusions and an unrolled loop in it; a loop whose turns only the run
@@ -66,8 +62,7 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the compiler for TPUs is not installed: pip install 'jax[tpu]'")
   out = tmp_path / "out.json"
-  command = [sys.executable, "-m", "experiments.bench.compile_check", "--quick"]
-  subprocess.run([*command, f"--out={out}"], cwd=ROOT, check=True)
+  finish("bench.compile_check", "--quick", f"--out={out}")
   figures = json.loads(out.read_text())
   (name,) = figures["table"]
   row = figures["table"][name]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import ml_collections
 import numpy as np
 import pytest
 import toy
+from programs import finish
 from safetensors.numpy import load_file
 
 from coa_jax import rl, sft
@@ -18,8 +17,6 @@ from coa_jax.lock import hold
 from coa_jax.protocol.trajectory import write_jsonl
 from experiments.export import export
 from tests.backend import BACKEND
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +72,7 @@ def test_a_checkpoint_becomes_what_the_run_wrote(configs, name, tmp_path):
   assert export(str(run), str(out)) == 2
   for parent in ("model", "adapter"):
     ours = {p.name: p.read_bytes() for p in (out / parent).glob("*")}
+    assert not ours or "coa.json" in ours
     assert ours == {p.name: p.read_bytes() for p in (run / parent).glob("*")}
   assert (out / "adapter").exists() == (name != "scratch")
   before, after = tmp_path / "before", weights(out)
@@ -84,24 +82,16 @@ def test_a_checkpoint_becomes_what_the_run_wrote(configs, name, tmp_path):
   assert changed or name == "rl"  # where one step may teach nothing
 
 
-def program(*flags: str) -> subprocess.CompletedProcess:
-  command = [sys.executable, "-m", "experiments.export", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 def test_the_program_exports_or_says_what_there_is(configs, tmp_path):
   run, out = f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"
-  done = program(run, out)
-  assert done.returncode == 2 and "holds no SFT or RL run" in done.stderr
+  with pytest.raises(FileNotFoundError, match="holds no SFT or RL run"):
+    export(str(tmp_path / "run"), str(tmp_path / "out"))
   sft.run(ml_collections.ConfigDict(configs["scratch"]), str(tmp_path / "run"))
-  done = program(run, out, "--step=1")
-  assert done.returncode == 0, done.stderr
+  done = finish("export", run, out, "--step=1")
   assert done.stdout.strip() == f"step 1: {tmp_path / 'out' / 'model'}"
   shape = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
   assert shape["hidden_size"] == 32
   with hold(tmp_path / "out"):
-    done = program(run, out)
-  assert done.returncode == 2 and f"{tmp_path / 'out'}: process" in done.stderr
-  done = program(run, out, "--step=7")
-  assert done.returncode == 2
-  assert "there is no checkpoint 7; kept are 1, 2" in done.stderr
+    finish("export", run, out, reason=f"{tmp_path / 'out'}: process")
+  with pytest.raises(ValueError, match="no checkpoint 7; kept are 1, 2"):
+    export(str(tmp_path / "run"), str(tmp_path / "out"), 7)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 
 import pytest
+
+from experiments import launch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -286,3 +289,18 @@ def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path
     assert [done.returncode for done in ran] == [code, code], ran
     assert not list((tmp_path / "a").iterdir())
   assert all("process 1 does not see" in done.stderr for done in ran)
+
+
+@pytest.mark.parametrize(
+  ("path", "level", "shown"),
+  [
+    ("/x/coa_jax/sft.py", logging.WARNING, True),
+    ("/x/site-packages/orbax/checkpoint/a.py", logging.WARNING, False),
+    ("/x/site-packages/orbax/checkpoint/a.py", logging.ERROR, True),
+  ],
+)
+def test_a_warning_is_one_plain_line(path, level, shown):
+  record = logging.LogRecord("n", level, path, 7, "%d too long", (3,), None)
+  assert launch._is_for_the_user(record) == shown
+  word = logging.getLevelName(level).lower()
+  assert launch._PlainFormatter().format(record) == f"{word}: 3 too long"

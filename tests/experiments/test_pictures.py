@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import pytest
+from programs import finish
 
 from coa_jax.protocol.roles import wrap
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory, write_jsonl
-
-ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -36,16 +33,13 @@ def workdir(tmp_path: pathlib.Path) -> pathlib.Path:
   return tmp_path
 
 
-def draw(workdir: pathlib.Path, *flags: str) -> subprocess.CompletedProcess:
-  command = [sys.executable, "-m", "experiments.pictures", f"--workdir={workdir}"]
-  command += [f"--out={workdir}/pictures", *flags]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+def draw(workdir: pathlib.Path, task: str, reason: str = "") -> None:
+  flags = (f"--workdir={workdir}", f"--out={workdir}/pictures", task)
+  finish("pictures", *flags, reason=reason)
 
 
 def test_the_curves_need_no_browser_and_a_wrong_task_is_one_line(workdir):
-  done = draw(workdir, "--task=t2")
-  assert done.returncode == 2
-  assert done.stderr.count("\n") == 1 and "--task=t2: " in done.stderr
+  draw(workdir, "--task=t2", reason="--task=t2: ")
   picture = (workdir / "pictures" / "learning.png").read_bytes()
   assert picture.startswith(b"\x89PNG") and len(picture) < 150_000
 
@@ -54,8 +48,7 @@ def test_a_trajectory_in_a_browser(workdir):
   pytest.importorskip("playwright", reason="needs playwright")
   if not shutil.which("chromium"):
     pytest.skip("needs Chromium: apt-get install chromium")
-  done = draw(workdir, "--task=t1")
-  assert done.returncode == 0, done.stderr
+  draw(workdir, "--task=t1")
   picture = (workdir / "pictures" / "trajectory.png").read_bytes()
   assert picture.startswith(b"\x89PNG") and len(picture) < 200_000
   assert int.from_bytes(picture[16:20]) == 1400  # pixels wide

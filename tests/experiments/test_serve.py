@@ -69,9 +69,7 @@ def body(question: str, **fields) -> dict:
 
 
 @contextlib.contextmanager
-def serving(
-  worker: RolloutWorker, toolbox=None, conversation=False, grace_s=3.0, **options
-):
+def serving(worker: RolloutWorker, toolbox=None, grace_s=3.0, **options):
   """Serves the trained actor on a free port."""
   with (
     http_server.bind("127.0.0.1", 0) as sock,
@@ -79,7 +77,7 @@ def serving(
       worker, toy.actor().params, toolbox or toy.TableToolbox(), **options
     ) as server,
   ):
-    app = serve.make_app(server, "coa", ("127.0.0.1",), conversation)
+    app = serve.make_app(server, "coa", ("127.0.0.1",))
     http_side = http_server.Server(app, grace_s)
     thread = threading.Thread(target=http_side.run, kwargs={"sockets": [sock]})
     thread.start()
@@ -145,26 +143,6 @@ def test_a_stream_and_a_whole_response_are_the_script(service, question: str):
   assert all(e["usage"] is None for e in [*rest, last])
 
 
-def test_a_seed_has_one_answer_whoever_else_is_served(service):
-  def ask(seed: int) -> tuple[str, ...]:
-    fields = {"seed": seed, "temperature": 2}
-    if seed % 2:
-      events = service.stream("mixed", **fields)
-      return tuple(joined(events, n) for n in ("reasoning_content", "content"))
-    message = service.ask("mixed", **fields)["choices"][0]["message"]
-    return message["reasoning_content"], message["content"]
-
-  alone = [ask(seed) for seed in range(8)]
-  assert len(set(alone)) > 5
-  with concurrent.futures.ThreadPoolExecutor(16) as pool:
-    together = list(pool.map(ask, [*range(8), *range(8)]))
-  assert together == alone * 2
-  # The other way of asking says the same.
-  for seed in (0, 1):
-    other = service.stream("mixed", seed=seed, temperature=2)
-    assert joined(other, "reasoning_content") == alone[seed][0]
-
-
 def test_a_seed_that_was_not_given_is_told(service):
   first = service.ask("mixed", temperature=2, n=3)
   assert [c["index"] for c in first["choices"]] == [0, 1, 2]
@@ -174,6 +152,14 @@ def test_a_seed_that_was_not_given_is_told(service):
   again = service.ask("mixed", temperature=2, n=3, seed=seed)["choices"]
   assert [c["message"]["reasoning_content"] for c in again] == texts
   assert service.ask("mixed", temperature=2)["coa"]["seed"] != seed
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_stream_says_what_a_whole_response_does(service, seed: int):
+  fields = {"seed": seed, "temperature": 2}
+  message = service.ask("mixed", **fields)["choices"][0]["message"]
+  events = service.stream("mixed", **fields)
+  assert joined(events, "reasoning_content") == message["reasoning_content"]
 
 
 def test_max_tokens_is_a_length_and_no_answer(service):
@@ -197,16 +183,6 @@ def test_the_question_is_the_last_message(service):
   reply = of(("user", parts))
   assert reply["choices"][0]["message"]["content"] == "17"
   assert reply["coa"]["ignored_messages"] == 0
-
-
-def test_a_server_of_conversations_reads_them(worker):
-  with serving(worker, conversation=True) as service:
-    turns = [{"role": "system", "content": "2 +"}, {"role": "user", "content": "3"}]
-    whole = service.ask("", messages=turns)
-    assert whole["usage"] == service.ask("2 +\n\n3")["usage"]
-    image = [{**IMAGE[0]}, {"role": "user", "content": "2 + 3"}]
-    error = service.post(messages=image).json()["error"]
-    assert error["param"] == "messages[0].content"
 
 
 def test_fields_that_ask_for_nothing_are_accepted(service):
@@ -390,3 +366,33 @@ def test_a_server_that_stops_says_so(worker):
       assert answer.result().status_code == 503
     assert service.post("2 + 3").status_code == 503
     assert service.client.get("/health").status_code == 503
+
+
+def test_metrics_count_what_was_served(worker):
+  with serving(worker) as service:
+    service.ask("2 + 3")
+    service.stream("2 + 3")
+    assert service.post("2 + 3", model="other").status_code == 404
+    response = service.client.get("/metrics")
+  assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+  lines = response.text.splitlines()
+  for line in (
+    'coa_attempts_total{status="ended"} 2.0',
+    'coa_requests_refused_total{code="404"} 1.0',
+    "coa_time_to_first_token_seconds_count 2.0",
+    "coa_attempt_seconds_count 2.0",
+    "coa_running 0.0",
+    "coa_up 1.0",
+  ):
+    assert line in lines
+  written = sum(len(toy.tokenizer().encode(t)) for t in toy.SCRIPTS["2 + 3"][::2])
+  assert f'coa_tokens_total{{kind="generated"}} {2 * written}.0' in lines
+
+
+def test_the_page_runs_its_own_script_alone_and_asks_this_server_alone(service):
+  page = service.client.get("/")
+  assert page.headers["content-type"].startswith("text/html")
+  (policy,) = re.findall('Content-Security-Policy" content="([^"]*)"', page.text)
+  assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+  assert "unsafe-inline" not in policy.split("script-src")[1]
+  assert not re.search(r'\son\w+=|src=|href="http', page.text)

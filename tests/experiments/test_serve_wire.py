@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from coa_jax.protocol.trajectory import Author, Segment, Status, Trajectory
 from coa_jax.rollout.streaming import Spans
-from experiments import serve
+from experiments import completions, serve
 from experiments.completions import Choice
 
 TAGS = ("think", "answer", "observation")
@@ -37,8 +37,13 @@ class OneAnswer:
     """Nothing runs."""
 
 
-def post(body: bytes, kind: str = "application/json", server: OneAnswer | None = None):
-  app = serve.make_app(server or OneAnswer(), "coa")
+def post(
+  body: bytes,
+  kind: str = "application/json",
+  server: OneAnswer | None = None,
+  conversation: bool = False,
+):
+  app = serve.make_app(server or OneAnswer(), "coa", conversation=conversation)
   client = TestClient(app, raise_server_exceptions=False)
   return client.post(URL, content=body, headers={"content-type": kind})
 
@@ -119,3 +124,29 @@ def test_an_answer_that_was_cut_off_is_what_there_is_of_it():
 def test_somebody_may_wait():
   with pytest.raises(ValueError, match="positive"):
     flags.FLAGS["max_waiting"].parser.parse("0")
+
+
+@pytest.mark.parametrize(
+  ("turns", "question"),
+  [
+    ([("user", "a")], "a"),
+    ([("system", "s"), ("user", "a")], "s\n\na"),
+    (
+      [("developer", "s"), ("user", "a"), ("assistant", "b"), ("user", " c")],
+      "s\n\nUser: a\n\nAssistant: b\n\nUser:  c",
+    ),
+    ([("user", "a"), ("user", [{"type": "text", "text": "b"}])], "User: a\n\nUser: b"),
+  ],
+)
+def test_a_conversation_is_written_before_the_question(turns, question):
+  data = asks(messages=[{"role": r, "content": c} for r, c in turns])
+  assert post(data, conversation=True).status_code == 200
+  parsed = completions.read_request(data, "coa", 1.0, 1, conversation=True)
+  assert (parsed.attempts[0].question, parsed.ignored_messages) == (question, 0)
+
+
+def test_an_image_is_refused_in_a_conversation_too():
+  image = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+  messages = [image, {"role": "user", "content": "2 + 3"}]
+  error = post(asks(messages=messages), conversation=True).json()["error"]
+  assert error["param"] == "messages[0].content"

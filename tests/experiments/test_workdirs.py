@@ -102,8 +102,8 @@ def full(tmp_path) -> Iterator[pathlib.Path]:
   ("journey", "kilobytes"),
   [
     ("distill", 150),
-    pytest.param("sft", 300, marks=pytest.mark.slow),
-    ("rl", 300),
+    ("sft", 300),
+    pytest.param("rl", 300, marks=pytest.mark.slow),
     pytest.param("evaluate", 40, marks=pytest.mark.slow),
   ],
 )

@@ -107,8 +107,8 @@ def test_what_has_no_single_reading_is_dropped_with_the_reason(
   tmp_path, output, reason, detail, keep_illegal
 ):
   rows = [record(output), record(observed("x"))]
-  kept, (dropped,) = read(tmp_path, *rows, keep_illegal=keep_illegal)
-  assert [t.task_id for t in kept] == ["sft-1"]
+  trajectories, (dropped,) = read(tmp_path, *rows, keep_illegal=keep_illegal)
+  assert [t.task_id for t in trajectories] == ["sft-1"]
   assert (dropped.task_id, dropped.reason) == ("sft-0", reason)
   assert detail in dropped.detail
 
@@ -125,8 +125,8 @@ def test_what_has_no_single_reading_is_dropped_with_the_reason(
 def test_illegal_records_are_kept_on_demand_and_always_marked(
   tmp_path, output, reason, status
 ):
-  kept, (dropped,) = read(tmp_path, record(output))
-  assert (kept, dropped.reason) == ([], reason)
+  trajectories, (dropped,) = read(tmp_path, record(output))
+  assert (trajectories, dropped.reason) == ([], reason)
   (t,), dropped = read(tmp_path, record(output), keep_illegal=True)
   assert dropped == []
   assert t.text == output
@@ -142,17 +142,17 @@ def test_illegal_records_are_kept_on_demand_and_always_marked(
   ],
 )
 def test_a_field_of_another_kind_drops_the_row(tmp_path, row, detail):
-  (kept,), (dropped,) = read(tmp_path, row, record(observed("x")))
-  assert kept.task_id == "sft-1"
+  (trajectory,), (dropped,) = read(tmp_path, row, record(observed("x")))
+  assert trajectory.task_id == "sft-1"
   assert dropped.task_id == "sft-0"
   assert dropped.reason == ("multi_turn" if "history" in row else "bad_field")
   assert detail in dropped.detail
 
 
 def test_what_a_record_tells_of_its_task_is_read_and_the_rest_named(tmp_path):
-  told = {"answer": "Seine", "data_source": "web", "family": "one_hop", "weight": 3}
+  known = {"answer": "Seine", "data_source": "web", "family": "one_hop", "weight": 3}
   path = tmp_path / "sft.json"
-  path.write_text(json.dumps([record(observed("x"), **told)]))
+  path.write_text(json.dumps([record(observed("x"), **known)]))
   importer = importers.Importer("alpaca", MHQA)
   ((task, trajectory),) = (importer.read(*r) for r in importers.records(str(path))[1])
   assert (task.answers, task.source, task.family) == (("Seine",), "web", "one_hop")

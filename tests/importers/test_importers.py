@@ -6,42 +6,22 @@ budget: one law over every format, and what is special to each.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 
 import foreign
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from imported import UNIFIED, WHOLE, calls_in, lost, read, row_of, search
 
 from coa_jax.importers.importers import FORMATS, Importer, detect, records
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.storage import write_lines
-from coa_jax.protocol.trajectory import Author, Status, Trajectory
+from coa_jax.protocol.trajectory import Author, Status
 from coa_jax.tasks.task import Task
-from coa_jax.teacher.convert import ConvertConfig, Dropped
+from coa_jax.teacher.convert import Dropped
 from coa_jax.teacher.runs import Run
-
-# The web dialect with a program, so that one variant can hold every row.
-UNIFIED = roles.get_variant("unified")
-WHOLE = ConvertConfig(missing_think="Go on.", score_right=True)
-
-
-def read(format_: str, row: dict, **options):
-  options = {"convert": WHOLE, **options}
-  importer = Importer(format_, UNIFIED, stem="t", **options)
-  return importer.read(0, "t:1", json.loads(json.dumps(row)))
-
-
-def calls_in(trajectory: Trajectory) -> list[tuple[str, str, str]]:
-  """(tag, body, observation) as the text has them."""
-  spans = parse(trajectory.text, UNIFIED).spans
-  return [
-    (a.role, a.content, b.content)
-    for a, b in itertools.pairwise(spans)
-    if a.role in UNIFIED.tools
-  ]
 
 
 @settings(max_examples=400, deadline=None)
@@ -99,8 +79,8 @@ def test_shortening_is_recorded_and_leaves_the_calls(drawn, limit):
 def test_broken_rows_are_dropped_and_never_crash(drawn, picks, how):
   row = json.loads(json.dumps(drawn.row))
   for pick in picks:
-    places = list(_places(row))
-    parent, key = places[pick % len(places)]
+    slots = list(_slots(row))
+    parent, key = slots[pick % len(slots)]
     broken = {"none": None, "number": 7, "text": "Thought: <answer>"}
     if how == "drop":
       del parent[key]
@@ -115,30 +95,13 @@ def test_broken_rows_are_dropped_and_never_crash(drawn, picks, how):
     assert parse(result[1].text, UNIFIED).ok
 
 
-def _places(value):
+def _slots(value):
   """(container, key) of everything inside."""
   pairs = value.items() if isinstance(value, dict) else enumerate(value)
   for key, inner in list(pairs):
     yield value, key
     if isinstance(inner, dict | list):
-      yield from _places(inner)
-
-
-def search(n: int = 1, **fields) -> dict:
-  """An OAgents step that searches."""
-  called = {"name": "google_search", "arguments": {"query": f"q{n}"}}
-  step = {"model_output": "Thought: go", "tool_calls": [called], "observations": "o"}
-  return {**step, **fields}
-
-
-def row_of(*steps, **fields) -> dict:
-  return {
-    "question": "Who?",
-    "prediction": "x",
-    "true_answer": "x",
-    "intermediate_steps": [{"facts": "f", "plan": "p"}, *steps],
-    **fields,
-  }
+      yield from _slots(inner)
 
 
 def test_an_oagents_run_becomes_the_spans_of_the_paper():
@@ -322,10 +285,6 @@ def test_arguments_that_are_no_object_are_the_body(arguments):
   message["tool_calls"][0]["function"]["arguments"] = arguments
   _, trajectory = read("chat", asks(message, GAVE, ENDS))
   assert calls_in(trajectory) == [("web_search", arguments, "o")]
-
-
-def lost(format_: str, row: dict, **options) -> list[str]:
-  return read(format_, row, **options)[1].meta.get("lost", [])
 
 
 @pytest.mark.parametrize(

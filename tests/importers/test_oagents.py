@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_importers import calls_in, lost, read, row_of, search
+from imported import calls_in, lost, read, row_of, search
 
 from coa_jax.protocol.trajectory import Status
 
@@ -14,7 +14,7 @@ def program(text: str, **fields) -> dict:
   return {"tool_calls": [called], "observations": "o", **fields}
 
 
-def asked(*programs: str) -> list[str]:
+def queries(*programs: str) -> list[str]:
   """The queries of the search agent, in the order in which programs delegate them."""
   names = ("Find X", "Find X and Y", "Task one", "Task two")
   actions = {
@@ -41,12 +41,12 @@ def asked(*programs: str) -> list[str]:
 )
 def test_sub_tasks_are_played_in_the_order_of_the_program(programs, order):
   names = ("Find X", "Find X and Y", "Task one", "Task two")
-  assert asked(*programs) == [names[i] for i in order]
+  assert queries(*programs) == [names[i] for i in order]
 
 
 def test_what_a_delegating_program_does_beside_is_named():
-  made = {"name": "search", "args": {"query": "q"}, "observation": "o", "seen": 1}
-  record = {"answer": "a", "tool_calls": [made]}
+  call = {"name": "search", "args": {"query": "q"}, "observation": "o", "seen": 1}
+  record = {"answer": "a", "tool_calls": [call]}
   text = "t = f'{1}'\na = search_agent(t)\nprint(visualizer('i.png'), 12*7)"
   row = row_of(program(text), search_agent_actions={"A": record})
   assert lost("oagents", row) == [
@@ -90,9 +90,9 @@ def test_a_run_without_a_prediction_ends_with_its_own_answer(ends, null):
 
 
 def test_what_an_oagents_step_says_beside_its_call_is_named():
-  said = "Thought: t\n```py\nprint(1)\n```\nAND MORE"
+  output = "Thought: t\n```py\nprint(1)\n```\nAND MORE"
   fields = {"action_output": {"k": 7}, "code_action": "print(2)"}
-  row = row_of(program("print(1)", model_output=said, **fields), prediction="x")
+  row = row_of(program("print(1)", model_output=output, **fields), prediction="x")
   row["intermediate_steps"].append(program("final_answer('y')"))
   assert lost("oagents", row) == [
     "step 1: text beside the call: 'AND MORE'",

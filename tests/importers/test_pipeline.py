@@ -77,11 +77,11 @@ def test_what_is_kept_is_written_in_other_formats_too(tokenizer):
   work = ImportJob(styled)
   lines = [Trajectory.from_json(json.loads(x)) for x in work.lines(records(20))]
   plain = ImportJob(pipeline(tokenizer=tokenizer))
-  kept = list(plain.lines(records(20)))
+  plain_lines = list(plain.lines(records(20)))
   first = [t for t in lines if "copy" not in t.meta]
-  assert [json.dumps(t.to_json()) for t in first] == kept and kept
-  assert len(lines) == 3 * len(kept)
-  assert work.counts() == plain.counts() | {"augmented": 2 * len(kept)}
+  assert [json.dumps(t.to_json()) for t in first] == plain_lines and plain_lines
+  assert len(lines) == 3 * len(plain_lines)
+  assert work.counts() == plain.counts() | {"augmented": 2 * len(plain_lines)}
   names = set()
   for original, *copies in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
     assert [c.meta["copy"] for c in copies] == [1, 2]
@@ -126,12 +126,12 @@ def test_copies_are_numbered_and_every_row_is_told():
     critique + " trajectory_monitoring : Good"
   )
   work = ImportJob(RowPipeline(importer, config, load_benchmarks(config)))
-  told, found = [], []
+  dropped, imported = [], []
   lines = work.lines(
     [(0, "a", one), (1, "b", row(7)), (2, "c", row(2))],
-    on_dropped=told.append,
-    on_imported=lambda f, copies: found.append((f.task_id, copies)),
+    on_dropped=lambda d, record: dropped.append((d.task_id, record[1])),
+    on_imported=lambda f, copies: imported.append((f.task_id, copies)),
   )
   metas = [json.loads(line)["meta"].get("copy") for line in lines]
   assert metas == [None, 1, 2, None]
-  assert [d.task_id for d in told] == ["t7"] and found == [("t1", 3), ("t2", 1)]
+  assert dropped == [("t7", "b")] and imported == [("t1", 3), ("t2", 1)]

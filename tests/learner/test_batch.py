@@ -27,7 +27,7 @@ def test_every_sequence_that_fits_is_in_one_row_and_no_row_overflows(lengths, le
   assert len(totals) < 2 or sum(sorted(totals)[:2]) > length
 
 
-def made(*counts: int, prompt: int = 2) -> Trajectory:
+def by_turns(*counts: int, prompt: int = 2) -> Trajectory:
   """Segments of these many tokens, policy and tool by turns, behind a prompt."""
   ids = itertools.count(1)
   segments = [
@@ -44,7 +44,7 @@ def made(*counts: int, prompt: int = 2) -> Trajectory:
 
 def test_a_row_holds_what_its_trajectories_hold():
   batch = batching.empty(2, 12)
-  batching.fill(batch, 1, [made(2, 1, 1), made(1)], [0.5, -2.0])
+  batching.fill(batch, 1, [by_turns(2, 1, 1), by_turns(1)], [0.5, -2.0])
   arrays = {k: x for k, x in vars(batch).items() if x is not None}
   row = {k: x[1].tolist() for k, x in arrays.items()}
   assert row["tokens_BT"] == [1, 2, 3, 4, 5, 6, 1, 2, 3, 0, 0, 0]
@@ -66,25 +66,22 @@ def test_only_the_policy_is_trained_on_whatever_the_others_say():
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_batches_have_one_shape_and_hold_every_token(counts, rows: int):
-  played = [made(n) for n in counts]  # of 3 to 11 tokens
+  played = [by_turns(n) for n in counts]  # of 3 to 11 tokens
   advantages = [float(n) for n in range(len(played))]
   out = list(batching.batches(played, rows, 10, advantages))
   assert all(b.tokens_BT.shape == (rows, 10) for b in out)
-  fitting = [t for t in played if t.num_tokens <= 10]
-  assert sum(int((b.segment_BT > 0).sum()) for b in out) == sum(
-    t.num_tokens for t in fitting
-  )
-  total = sum(
-    a * (t.num_tokens - 2)
-    for t, a in zip(played, advantages, strict=True)
-    if t.num_tokens <= 10
-  )
+  tokens, total = 0, 0.0
+  for t, advantage in zip(played, advantages, strict=True):
+    if t.num_tokens <= 10:
+      tokens += t.num_tokens
+      total += advantage * (t.num_tokens - 2)
+  assert sum(int((b.segment_BT > 0).sum()) for b in out) == tokens
   assert sum(float(b.advantage_BT.sum()) for b in out) == pytest.approx(total)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_what_is_written_for_a_trajectory_is_read_again_and_nowhere_else(counts, rows):
-  played = [made(n, 1, n % 3) for n in counts]  # of 4 to 14 tokens
+  played = [by_turns(n, 1, n % 3) for n in counts]  # of 4 to 14 tokens
   packed = batching.Packed(played, rows, 16)
   assert packed.counts == [n + n % 3 for n in counts]
   logps = [[x for s in t.segments for x in s.logps] for t in played]
@@ -104,4 +101,4 @@ def test_what_is_written_for_a_trajectory_is_read_again_and_nowhere_else(counts,
 
 def test_a_trajectory_longer_than_a_row_is_no_batch():
   with pytest.raises(ValueError, match="a trajectory of 11 tokens, rows of 10"):
-    batching.Packed([made(9)], 2, 10)
+    batching.Packed([by_turns(9)], 2, 10)

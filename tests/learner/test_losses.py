@@ -47,9 +47,8 @@ def rl(logp_BT, batch: Batch):
 
 
 def gspo(logp_BT, batch: Batch):
-  return policy_loss.policy_loss(
-    dataclasses.replace(CONFIG, ratio="sequence"), logp_BT, batch
-  )[0]
+  algo = dataclasses.replace(CONFIG, ratio="sequence")
+  return policy_loss.policy_loss(algo, logp_BT, batch)[0]
 
 
 def cispo(logp_BT, batch: Batch):
@@ -129,14 +128,14 @@ def test_cross_entropy_is_that_of_all_tokens_log_probs(changes):
 
   whole_grads, our_grads = (jax.jit(jax.value_and_grad(f)) for f in (whole, ours))
   without_gradient = jax.jit(ours)
-  for kept in (1.0, 0.3, 0.0):
+  for share in (1.0, 0.3, 0.0):
     # As if another's: first tokens of segments too, which no loss may count.
     loss_mask_BT = rng.uniform(0.5, 2.0, batch.loss_mask_BT.shape)
-    loss_mask_BT *= rng.random(loss_mask_BT.shape) < kept
+    loss_mask_BT *= rng.random(loss_mask_BT.shape) < share
     weighted = dataclasses.replace(batch, loss_mask_BT=loss_mask_BT.astype(np.float32))
     value, grads = our_grads(params, weighted)
     assert_close((value, grads), whole_grads(params, weighted))
-    assert (float(value) == 0) == (kept == 0)
+    assert (float(value) == 0) == (share == 0)
     alone = without_gradient(params, weighted)
     np.testing.assert_allclose(alone, value, rtol=1e-6)
 
@@ -267,15 +266,3 @@ def test_values_see_what_stands_before_a_token_and_are_unchanged_by_packing():
   for row, mine in enumerate(packed.read("value_BT")):
     expected = value_BT[row][rows.loss_mask_BT[row] > 0]
     np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=2e-5)
-
-
-def test_the_last_token_is_trained_and_so_is_every_one_that_calls_a_tool():
-  tok = toy.tokenizer()
-  (stop,) = tok.encode("</answer>")
-  (call,) = tok.encode("</code>")
-  batch = alone(4, 72)
-  for row, t in enumerate(toy.trajectories()):
-    last = t.num_tokens - 1
-    assert batch.tokens_BT[row, last] == stop and batch.loss_mask_BT[row, last] == 1
-  calls = batch.tokens_BT == call
-  assert calls.sum() == 4 and batch.loss_mask_BT[calls].all()

@@ -11,16 +11,16 @@ from coa_jax.learner.manifest import derive, fault_of
 
 
 def test_a_folder_is_made_once_and_anew_where_it_is_damaged(tmp_path, caplog):
-  folder, made = tmp_path / "d", []
+  folder, written = tmp_path / "d", []
 
   def make(path: str) -> None:
     os.makedirs(path)
     pathlib.Path(path, "tokens").write_bytes(b"12345678")
-    made.append(path)
+    written.append(path)
 
   for _ in range(2):
     derive(str(folder), make, "data.jsonl")
-    assert len(made) == 1 and not caplog.text
+    assert len(written) == 1 and not caplog.text
   faults = {
     "has other bytes than were written": lambda f: f.write_bytes(b"12345679"),
     "has 3 of 8 bytes": lambda f: f.write_bytes(b"123"),
@@ -33,7 +33,7 @@ def test_a_folder_is_made_once_and_anew_where_it_is_damaged(tmp_path, caplog):
     derive(str(folder), make, "data.jsonl")
     assert fault in caplog.text and "made anew from data.jsonl" in caplog.text
     assert not fault_of(str(folder))
-  assert len(made) == 5
+  assert len(written) == 5
 
 
 def test_a_fault_leaves_no_folder(tmp_path):

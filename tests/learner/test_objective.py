@@ -1,4 +1,4 @@
-"""The surrogates by hand, shares and token advantages by their formulas."""
+"""The surrogates by hand, loss weights and token advantages by their formulas."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.learner import advantages, log_probs
+from coa_jax.learner import advantages
 from coa_jax.learner import batch as batching
-from coa_jax.learner import policy_loss as objective
 from coa_jax.learner.algorithms import AGGREGATIONS, LossConfig
 from coa_jax.learner.batch import Batch
-from coa_jax.learner.policy_loss import policy_loss
+from coa_jax.learner.policy_loss import aggregation_weights, policy_loss
 
 CONFIG = LossConfig(clip_low=0.2, clip_high=0.28)
 
@@ -26,6 +24,18 @@ def one_row(**fields) -> Batch:
   """A batch of one row with these values."""
   values = {k: np.array([v], np.float32) for k, v in fields.items()}
   return batching.empty(1, len(fields["loss_mask_BT"])).replace(**values)
+
+
+def value_and_grad(config: LossConfig, batch: Batch, logp):
+  """The loss, its sums, and its gradient in the log-probs of the row's tokens."""
+
+  def loss(x):
+    return policy_loss(config, x, batch)
+
+  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(
+    jnp.asarray([logp], jnp.float32)
+  )
+  return float(value), {k: float(x) for k, x in sums.items()}, np.asarray(grad[0])
 
 
 # ratio, advantage -> surrogate, whether the bound is active; clip_low 0.2, high 0.28.
@@ -48,47 +58,16 @@ BRANCHES = [
 
 @pytest.mark.parametrize(("ratio", "advantage", "surrogate", "bounded"), BRANCHES)
 def test_the_surrogate_by_hand(ratio, advantage, surrogate, bounded):
-  batch = one_row(loss_mask_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
-  logp = jnp.array([[-1.5 + np.log(ratio)]], jnp.float32)
-
-  def loss(x):
-    return policy_loss(CONFIG, x, batch)
-
-  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
-  assert float(value) == pytest.approx(-surrogate, abs=1e-6)
-  assert float(sums["clipped"]) == bounded
-  assert float(sums["ratio"]) == pytest.approx(ratio, rel=1e-6)
-  k3 = ratio - 1 - np.log(ratio)
-  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
+  """Of the first token alone: the second is none of the policy's."""
+  batch = one_row(loss_mask_BT=[1, 0], advantage_BT=[advantage, 5], logp_BT=[-1.5, -1])
+  value, sums, grad = value_and_grad(CONFIG, batch, [-1.5 + np.log(ratio), 1.2])
+  assert value == pytest.approx(-surrogate, abs=1e-6)
+  assert sums["clipped"] == bounded
+  assert sums["ratio"] == pytest.approx(ratio, rel=1e-6)
+  assert sums["kl"] == pytest.approx(ratio - 1 - np.log(ratio), abs=1e-6)
   # d(-r A)/d log p = -r A where free, and nothing where bounded.
   expected = 0.0 if bounded else -ratio * advantage
-  assert float(grad[0, 0]) == pytest.approx(expected, abs=1e-6)
-
-
-def test_sums_are_over_weighted_tokens():
-  weight = [1.0, 0.0, 1.0, 1.0]
-  ratio, advantage = np.array([1.5, 9.0, 0.5, 1.0]), [2.0, 5.0, -2.0, 3.0]
-  batch = one_row(loss_mask_BT=weight, advantage_BT=advantage, logp_BT=[-1.0] * 4)
-  logp = jnp.asarray([np.log(ratio) - 1.0], jnp.float32)
-  value, sums = policy_loss(CONFIG, logp, batch)
-  assert float(value) == pytest.approx(-(2.56 - 1.6 + 3.0), abs=1e-6)
-  assert float(sums["clipped"]) == 2
-  assert float(sums["ratio"]) == pytest.approx(3.0)
-
-
-def test_on_policy_the_ratio_is_one_and_the_loss_minus_the_advantages():
-  batch = next(batching.batches(toy.trajectories(), 4, 112))
-  drawn = np.random.default_rng(0).normal(size=batch.loss_mask_BT.shape)
-  advantage_BT = (batch.loss_mask_BT * drawn).astype(np.float32)
-  batch = batch.replace(advantage_BT=advantage_BT)
-  logp_BT, *_ = log_probs.token_logps(toy.MODEL, toy.params(), batch)
-  on_policy = batch.replace(logp_BT=logp_BT)
-  value, sums = policy_loss(CONFIG, logp_BT, on_policy)
-  tokens = float(batch.loss_mask_BT.sum())
-  assert float(sums["ratio"]) == tokens
-  assert float(sums["kl"]) == float(sums["clipped"]) == 0
-  total = float(np.sum(batch.advantage_BT, dtype=np.float64))
-  assert float(value) == pytest.approx(-total, rel=1e-6)
+  assert grad == pytest.approx([expected, 0], abs=1e-6)
 
 
 def test_one_impossible_token_can_not_overflow():
@@ -107,21 +86,15 @@ def test_one_impossible_token_can_not_overflow():
   [(1.0, 2.0, 1.0), (1.7, -3.0, 1.7), (0.4, 2.0, 0.4), (5.0, 2.0, 2.0), (5.0, -1, 2.0)],
 )
 def test_a_token_weighs_as_its_capped_importance(mismatch, advantage, weight):
-  batch = one_row(loss_mask_BT=[1.0], advantage_BT=[advantage], logp_BT=[-1.5])
-  logp = jnp.array([[-1.5 + np.log(mismatch)]], jnp.float32)
-
-  def loss(x):
-    return policy_loss(dataclasses.replace(CONFIG, is_clip=2.0), x, batch)
-
-  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
+  batch = one_row(loss_mask_BT=[1], advantage_BT=[advantage], logp_BT=[-1.5])
+  config = dataclasses.replace(CONFIG, is_clip=2.0)
+  value, sums, grad = value_and_grad(config, batch, [-1.5 + np.log(mismatch)])
   # The ratio to the learner itself is 1: no bound is ever active.
-  assert float(sums["ratio"]) == 1 and float(sums["clipped"]) == 0
-  assert float(value) == pytest.approx(-weight * advantage, rel=1e-6)
-  assert float(grad[0, 0]) == pytest.approx(-weight * advantage, rel=1e-6)
-  assert float(sums["importance"]) == pytest.approx(weight, rel=1e-6)
-  assert float(sums["importance_capped"]) == (mismatch > 2)
-  k3 = mismatch - 1 - np.log(mismatch)
-  assert float(sums["kl"]) == pytest.approx(k3, abs=1e-6)
+  assert sums["ratio"] == 1 and sums["clipped"] == 0
+  assert [value, *grad] == pytest.approx([-weight * advantage] * 2, rel=1e-6)
+  assert sums["importance"] == pytest.approx(weight, rel=1e-6)
+  assert sums["importance_capped"] == (mismatch > 2)
+  assert sums["kl"] == pytest.approx(mismatch - 1 - np.log(mismatch), abs=1e-6)
 
 
 def test_a_cap_that_is_never_active_changes_no_gradient():
@@ -131,65 +104,23 @@ def test_a_cap_that_is_never_active_changes_no_gradient():
   batch = one_row(
     loss_mask_BT=[1.0] * 12, advantage_BT=rng.normal(size=12), logp_BT=sampled
   )
-  logp = jnp.asarray([sampled + rng.normal(scale=0.3, size=12)], jnp.float32)
+  logp = sampled + rng.normal(scale=0.3, size=12)
 
   def grad(cap):
     # Bounds so wide that the unweighted surrogate is free too.
     config = dataclasses.replace(CONFIG, clip_low=1.0, clip_high=1e6, is_clip=cap)
-    return np.asarray(jax.grad(lambda x: policy_loss(config, x, batch)[0])(logp))
+    return value_and_grad(config, batch, logp)[2]
 
   np.testing.assert_allclose(grad(1e6), grad(0.0), rtol=1e-6)
   assert np.abs(grad(0.9) - grad(0.0)).max() > 1e-3
 
 
-def test_decoupled_the_ratio_is_to_the_learner_and_the_weight_to_the_sampler():
-  """Off-policy: r = p / p_old is clipped, p_old / p_sampler is a factor."""
-  batch = one_row(
-    loss_mask_BT=[1.0] * 2,
-    advantage_BT=[2.0, 2.0],
-    logp_BT=[-3.0, -1.0],
-    old_BT=np.array([-2.5, -3.0]),
-  )
-  logp = jnp.array([[-2.4, -2.0]])
-  config = dataclasses.replace(CONFIG, is_clip=1.5)
-  value, sums = policy_loss(config, logp, batch)
-  expected = 1.5 * 2 * np.exp(0.1) + np.exp(-2.0) * 2 * 1.28
-  assert float(value) == pytest.approx(-expected, rel=1e-6)
-  assert float(sums["clipped"]) == 1 and float(sums["importance_capped"]) == 1
-
-
-def test_a_sequence_has_one_ratio_and_each_token_its_gradient():
-  batch = batching.empty(1, 6).replace(
-    segment_BT=np.array([[1, 1, 1, 2, 2, 0]]),
-    loss_mask_BT=np.array([[1.0, 0, 1, 1, 1, 0]], np.float32),
-    advantage_BT=np.array([[1.0, 0, 1, -1, -1, 0]], np.float32),
-  )
-  logp = jnp.array([[0.1, 5.0, 0.2, -0.1, -0.4, 3.0]])
-  config = dataclasses.replace(CONFIG, ratio="sequence")
-
-  def loss(x):
-    return policy_loss(config, x, batch)
-
-  (value, sums), grad = jax.value_and_grad(loss, has_aux=True)(logp)
-  first, second = np.exp(0.15), np.exp(-0.25)
-  assert float(value) == pytest.approx(-2 * first + 2 * 0.8, rel=1e-6)
-  assert float(sums["ratio"]) == pytest.approx(2 * first + 2 * second, rel=1e-6)
-  assert float(sums["clipped"]) == 2
-  expected = [[-first, 0, -first, 0, 0, 0]]
-  np.testing.assert_allclose(grad, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_shares_are_the_formula(mode: str):
+def test_loss_weights_are_the_formula(mode: str):
   config = dataclasses.replace(CONFIG, aggregation=mode, horizon=10)
-  parts = [np.array([1.0, 2.0, 4.0]), np.array([]), np.array([8.0])]
-  counts = [len(p) for p in parts]
-  total = sum(
-    share * part.sum()
-    for share, part in zip(
-      objective.aggregation_weights(config, counts, 256), parts, strict=True
-    )
-  )
+  counts = [3, 0, 1]
+  sums = [1.0 + 2.0 + 4.0, 0.0, 8.0]  # of the losses of so many tokens
+  total = np.dot(aggregation_weights(config, counts, 256), sums)
   expected = {
     "token-mean": 15 / 4,
     "seq-mean-token-mean": (7 / 3 + 8) / 2,

@@ -21,7 +21,7 @@ FLAT = {"schedule": "constant", "clip_norm": 0.0, "b1": 0.0}
 
 
 def leaves(tree):
-  """(name, layer or not, array) of every leaf."""
+  """(name, array) of every leaf."""
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     yield path[-1].key, np.asarray(x)
 

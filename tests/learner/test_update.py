@@ -1,4 +1,4 @@
-"""One step of RL: what moves, what is kept, and against what it is measured."""
+"""One step of RL: what moves, what stays, and against what it is measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def groups() -> list[list[Trajectory]]:
   return [out[:2], out[2:]]
 
 
-def made(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
+def build(lora: LoraConfig | None = None, lr: float = 0.003, **changes):
   """An update of the toy model, its first state, what is frozen."""
   shape = {k: changes.pop(k) for k in ("epochs", "minibatches") if k in changes}
   optim = OptimConfig(lr=lr, schedule="constant")
@@ -68,7 +68,7 @@ def moved(a, b) -> bool:
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 def test_the_reference_is_where_training_began(lora):
-  update, state, frozen = made(lora, kl_coef=0.1)
+  update, state, frozen = build(lora, kl_coef=0.1)
   # Below adapters there is a copy already.
   assert (frozen["reference"] is None) == (lora is not None)
   kls = []
@@ -77,19 +77,19 @@ def test_the_reference_is_where_training_began(lora):
     assert int(state.step) == step + 1
     kls.append(values["reference_kl"])
   assert abs(kls[0]) < 1e-9 < 1e-6 < kls[1] < kls[2]
-  kept = frozen["reference"] or frozen["base"]
-  assert not moved(host(kept), host(toy.params()))
-  assert moved(host(update.policy(state, frozen)), host(kept))
+  reference = frozen["reference"] or frozen["base"]
+  assert not moved(host(reference), host(toy.params()))
+  assert moved(host(update.policy(state, frozen)), host(reference))
 
 
 def test_without_a_kl_nothing_is_copied():
-  _, _, frozen = made()
+  _, _, frozen = build()
   assert frozen == {"base": None, "reference": None}
 
 
 def test_a_kl_in_the_reward_pulls_back_to_the_reference():
   """Rewards are equal: only the KL tells trajectories apart."""
-  update, state, frozen = made(**preset("rloo")["loss"] | {"kl_coef": 5.0})
+  update, state, frozen = build(**preset("rloo")["loss"] | {"kl_coef": 5.0})
   even = groups()
   for t in (t for group in even for t in group):
     t.reward = 0.5
@@ -107,7 +107,7 @@ def test_a_kl_in_the_reward_pulls_back_to_the_reference():
 )
 def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
   fields = preset("ppo")["loss"] | {"value_clip": 10.0, "kl_coef": 0.0}
-  update, state, frozen = made(lora, lr=0.0, **fields)
+  update, state, frozen = build(lora, lr=0.0, **fields)
   assert not state.params["critic"]["value_head"].any()
   before = host(state.params)
   log = []
@@ -127,10 +127,10 @@ def test_a_critic_learns_returns_and_leaves_the_policy_alone(lora):
 
 
 def test_on_policy_the_first_update_has_ratio_one_and_later_ones_have_not():
-  update, state, frozen = made()
+  update, state, frozen = build()
   _, values = update(state, frozen, groups())
   assert values["ratio"] == pytest.approx(1, abs=1e-6) and values["clipped"] == 0
-  update, state, frozen = made(epochs=2, minibatches=2, lr=0.05)
+  update, state, frozen = build(epochs=2, minibatches=2, lr=0.05)
   state, values = update(state, frozen, groups())
   assert int(state.step) == 1
   assert abs(values["ratio"] - 1) > 1e-3 and values["clipped"] > 0
@@ -143,11 +143,11 @@ def test_decoupled_the_old_policy_is_the_learner_before_the_steps_first_update()
     for t in group:
       for s in t.segments:
         s.logps = [x - 0.3 for x in s.logps]  # sampled by another program
-  update, state, frozen = made(is_clip=2.0)
+  update, state, frozen = build(is_clip=2.0)
   _, values = update(state, frozen, off)
   assert values["ratio"] == 1.0  # exactly
   assert values["importance"] == pytest.approx(np.exp(0.3), rel=1e-5)
-  update, state, frozen = made(is_clip=2.0, epochs=2, lr=1e-6)
+  update, state, frozen = build(is_clip=2.0, epochs=2, lr=1e-6)
   _, values = update(state, frozen, off)
   assert values["ratio"] == pytest.approx(1, abs=1e-4)
   assert values["importance"] == pytest.approx(np.exp(0.3), rel=1e-4)
@@ -160,7 +160,7 @@ def test_a_failure_of_infrastructure_is_no_row_and_no_group_is_no_update():
   with_failure[0].append(failed)
   assert np.isnan(rewards_of(with_failure)).sum() == 2  # and one that is not there
   outcomes = []
-  update, state, frozen = made()
+  update, state, frozen = build()
   for played in (groups(), with_failure):
     state, _ = update.init(jax.tree.map(jnp.array, toy.params()), seed=0)
     outcomes.append(update(state, frozen, played)[1])

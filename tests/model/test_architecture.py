@@ -7,8 +7,8 @@ import itertools
 import json
 from typing import Any
 
+import models
 import pytest
-import toy
 import transformers
 from published import PARAMETERS, PUBLISHED
 
@@ -17,9 +17,10 @@ from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
 from coa_jax.model.hf.config import from_hf_config, to_hf_config
 from coa_jax.model.variants import VARIANTS, variant
 
-QWEN3 = dataclasses.replace(toy.MODEL, layers=4)
-QWEN2 = dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True)
-LLAMA = dataclasses.replace(QWEN3, qk_norm=False)
+QWEN2, QWEN3, LLAMA = (
+  dataclasses.replace(cfg, layers=4)
+  for cfg in (models.QWEN2, models.QWEN3, models.LLAMA)
+)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -55,40 +56,54 @@ def test_base_models_say_more_and_are_read_too():
     from_hf_config({**base, "use_mrope": True})
 
 
-def test_yarn_is_read_as_the_readmes_of_qwen_write_it():
-  yarn = Yarn(4.0, 32_768)
-  scaling = {"factor": 4.0, "original_max_position_embeddings": 32768}
-  old = {**PUBLISHED["qwen2.5-7b"], "rope_scaling": {"type": "yarn", **scaling}}
-  cfg = from_hf_config(old)
-  assert cfg == dataclasses.replace(VARIANTS["qwen2.5-7b"], yarn=yarn)
-  now = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn", **scaling}}
-  cfg = from_hf_config(now)
-  assert cfg == dataclasses.replace(VARIANTS["qwen3-8b"], yarn=yarn)
-  # transformers 5 writes one field for all of it.
-  new = {**PUBLISHED["qwen3-8b"]}
-  del new["rope_theta"], new["rope_scaling"]
-  new["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e6, **scaling}
-  assert from_hf_config(new) == cfg
+LONGER = {"factor": 4.0, "original_max_position_embeddings": 32_768}
+LLAMA_ROPE = PUBLISHED["llama3.2-1b"]["rope_scaling"]
 
 
-def test_what_yarn_leaves_out_comes_from_the_positions():
-  config = {**PUBLISHED["qwen3-8b"], "rope_scaling": {"rope_type": "yarn"}}
-  config["rope_scaling"]["factor"] = None
-  config["rope_scaling"]["original_max_position_embeddings"] = 10240
-  assert from_hf_config(config).yarn == Yarn(4.0, 10_240)
-  config["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
-  assert from_hf_config(config).yarn == Yarn(2.0, 40_960)
-
-
-def test_llama_3s_rope_is_read_as_transformers_5_writes_it():
-  new = {**PUBLISHED["llama3.2-1b"]}
-  del new["rope_theta"]
-  rope = {**new.pop("rope_scaling"), "rope_theta": 5e5}
-  assert from_hf_config({**new, "rope_parameters": rope}) == VARIANTS["llama3.2-1b"]
-  # Positions that are left out are those that the file states.
-  del rope["original_max_position_embeddings"]
-  cfg = from_hf_config({**new, "rope_parameters": rope})
-  assert cfg.llama3 == Llama3Rope(32.0, 131_072, 1.0, 4.0)
+@pytest.mark.parametrize(
+  ("name", "changes", "rope"),
+  [
+    # As the READMEs of Qwen2.5 and Qwen3 write it.
+    (
+      "qwen2.5-7b",
+      {"rope_scaling": {"type": "yarn", **LONGER}},
+      {"yarn": Yarn(4.0, 32_768)},
+    ),
+    (
+      "qwen3-8b",
+      {"rope_scaling": {"rope_type": "yarn", **LONGER}},
+      {"yarn": Yarn(4.0, 32_768)},
+    ),
+    # transformers 5 writes one field for all of it.
+    (
+      "qwen3-8b",
+      {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **LONGER}},
+      {"yarn": Yarn(4.0, 32_768)},
+    ),
+    ("llama3.2-1b", {"rope_parameters": {**LLAMA_ROPE, "rope_theta": 5e5}}, {}),
+    # What is left out comes from the positions that the file states.
+    (
+      "qwen3-8b",
+      {"rope_scaling": {"rope_type": "yarn", **LONGER, "factor": None}},
+      {"yarn": Yarn(40_960 / 32_768, 32_768)},
+    ),
+    (
+      "qwen3-8b",
+      {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+      {"yarn": Yarn(2.0, 40_960)},
+    ),
+    (
+      "llama3.2-1b",
+      {"rope_scaling": {**LLAMA_ROPE, "original_max_position_embeddings": None}},
+      {"llama3": Llama3Rope(32.0, 131_072, 1.0, 4.0)},
+    ),
+  ],
+)
+def test_stretched_frequencies_are_read_however_they_are_written(name, changes, rope):
+  config = {**PUBLISHED[name], **changes}
+  if "rope_parameters" in changes:
+    del config["rope_theta"], config["rope_scaling"]
+  assert from_hf_config(config) == dataclasses.replace(VARIANTS[name], **rope)
 
 
 @pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor"])
@@ -247,6 +262,44 @@ def test_fields_that_no_table_knows_are_ignored_with_one_warning(caplog):
   message = record.getMessage()
   assert message.startswith("new/config.json: ignored fields")
   assert message.endswith(": 'another', 'future_field'")
+
+
+# Values that no model can have, at least one of each kind of value.
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    ("tie_word_embeddings", "false"),
+    ("hidden_size", "32"),
+    ("vocab_size", True),
+    ("num_hidden_layers", 2.0),
+    ("num_hidden_layers", 1_000_000),
+    ("head_dim", 0),
+    ("hidden_size", 2**63),
+    ("rms_norm_eps", float("nan")),
+    ("max_window_layers", -1),
+    ("layer_types", [5] * 4),
+    ("rope_scaling", "yarn"),
+    ("rope_scaling.beta_fast", 0),
+    ("rope_scaling.truncate", None),
+    ("rope_scaling.original_max_position_embeddings", "x"),
+    ("eos_token_id", "x"),
+    ("torch_dtype", 3),
+    ("use_cache", "no"),
+    ("rope_theta", 10**1000),
+  ],
+)
+def test_values_that_can_not_be_are_refused_by_name_in_a_short_line(field: str, value):
+  config = {**written(QWEN3), "use_sliding_window": True}
+  if field.startswith("rope_scaling."):
+    inner = field.removeprefix("rope_scaling.")
+    config["rope_scaling"] = {"rope_type": "yarn", **LONGER, inner: value}
+  else:
+    config[field] = value
+  with pytest.raises(ValueError) as e:
+    from_hf_config(config, "folder/config.json")
+  message = f"folder/config.json: field '{field}' is {repr(value)[:20]}"
+  assert str(e.value).startswith(message) and "; accepted: " in str(e.value)
+  assert len(str(e.value)) < 200
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "num_attention_heads"])

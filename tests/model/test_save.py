@@ -5,25 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 import toy
+from models import QWEN2, QWEN3, params_of
 
-from coa_jax.model import transformer
-from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import load_model, save_model
-
-QWEN3 = toy.MODEL
-QWEN2 = dataclasses.replace(
-  QWEN3, qk_norm=False, attention_bias=True, tie_embeddings=False, rope_theta=1e6
-)
-
-
-def params_of(cfg: ModelConfig):
-  return jax.tree.map(
-    lambda x: np.ones(x.shape, x.dtype), transformer.param_shapes(cfg)
-  )
 
 
 def test_parameters_of_another_architecture_are_not_saved(tmp_path):

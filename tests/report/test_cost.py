@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from samples import MULTI, SINGLE, attempt
 
-from coa_jax.protocol.trajectory import Status, Trajectory, Usage
+from coa_jax.protocol.trajectory import Status
 from coa_jax.report import cost, scores, tables
-
-
-def attempt(task: str, right: bool, status: Status = Status.ENDED, **usage):
-  """A run's usage, which is all that cost reads."""
-  parts = {"answer": float(right)}
-  return Trajectory(task, status=status, reward_parts=parts, usage=Usage(**usage))
-
-
-MULTI = [
-  attempt("a", True, prompt=800, cached=500, generated=200, tool_calls=2, seconds=3.0),
-  attempt("b", True, prompt=1600, cached=1000, generated=400, model_calls=9),
-]
-SINGLE = [
-  attempt("a", True, prompt=50, generated=100, observation=50, model_calls=1),
-  attempt("b", False, prompt=50, generated=50, observation=0, model_calls=1),
-]
 
 
 def test_by_hand():

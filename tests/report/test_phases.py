@@ -14,14 +14,6 @@ from coa_jax.report.metrics import Metrics, read_metrics
 from coa_jax.report.tables import rich_table
 
 
-@pytest.fixture
-def clock(monkeypatch):
-  """A clock that stands still until it is told: clock[0] += seconds."""
-  now = [100.0]
-  monkeypatch.setattr(timers.time, "monotonic", lambda: now[0])
-  return now
-
-
 def test_phases_add_up_to_the_wall_time_whatever_is_lapped(clock):
   measured = timers.StepTimer()
   clock[0] += 1
@@ -79,9 +71,9 @@ def test_metrics_show_the_phases_at_the_end(tmp_path, capsys):
     for row in ROWS:
       values = {k: v for k, v in row.items() if k not in ("step", "seconds")}
       log.log(row["step"], values, "reward 0.5")
-  said = capsys.readouterr().err
-  assert "rl  step 3/3" in said and "\n  decode 75%  learn 25%\n" in said
-  assert "rl: where the time went" in said and "75.0%" in said
+  printed = capsys.readouterr().err
+  assert "rl  step 3/3" in printed and "\n  decode 75%  learn 25%\n" in printed
+  assert "rl: where the time went" in printed and "75.0%" in printed
   assert len(read_metrics(str(tmp_path), "rl")) == 3
 
 

@@ -8,7 +8,8 @@ import xml.etree.ElementTree
 
 import pytest
 import samples
-from test_cost import MULTI, SINGLE
+from matplotlib.figure import Figure
+from samples import MULTI, SINGLE
 
 from coa_jax.report import cost, plots, scores
 
@@ -17,41 +18,44 @@ ROWS = [
 ]
 
 
-def figures():
-  """One of each kind."""
-  before = [samples.trajectory(str(i), right=i % 2 == 0) for i in range(6)]
-  summary = scores.summary(before, [])
-
-  def of(trajectories):
-    return plots.Statistics.of(trajectories, tokens=False)
-
-  panels = {"loss": {"loss": "train"}, "accuracy": {"accuracy": "a", "loss": "b"}}
-  unsolved = [t for t in SINGLE if not t.reward_parts["answer"]]
-  return {
-    "curves": plots.curves(ROWS, panels),
-    "bars": plots.score_bars({"rl": summary, "sft": summary}, {"pass1_greedy": "p"}),
-    "cost": plots.cost_bars(cost.cost(MULTI, SINGLE)),
-    "unsolved": plots.cost_bars(cost.cost(MULTI, unsolved)),
-    "filter": plots.filter_statistics(of(before), of(before[:2])),
-    "empty": plots.filter_statistics(of(before), of([])),
-    "funnel": plots.funnel_bars({"quality": (3, {"wrong": 2}), "reflection": (3, {})}),
-  }
+BEFORE = [samples.trajectory(str(i), right=i % 2 == 0) for i in range(6)]
+PANELS = {"loss": {"loss": "train"}, "accuracy": {"accuracy": "a", "loss": "b"}}
 
 
-@pytest.mark.parametrize("name", list(figures()))
+def bars() -> Figure:
+  summary = scores.summary(BEFORE, [])
+  return plots.score_bars({"rl": summary, "sft": summary}, {"pass1_greedy": "p"})
+
+
+def lengths(after: int) -> Figure:
+  before = plots.Statistics.of(BEFORE, tokens=False)
+  left = plots.Statistics.of(BEFORE[:after], tokens=False)
+  return plots.filter_statistics(before, left)
+
+
+# One of each kind.
+FIGURES = {
+  "curves": lambda: plots.curves(ROWS, PANELS),
+  "bars": bars,
+  "cost": lambda: plots.cost_bars(cost.cost(MULTI, SINGLE)),
+  "unsolved": lambda: plots.cost_bars(cost.cost(MULTI, SINGLE[1:])),
+  "filter": lambda: lengths(2),
+  "empty": lambda: lengths(0),
+  "funnel": lambda: plots.funnel_bars({"a": (3, {"wrong": 2}), "reflection": (3, {})}),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
 def test_svg_is_inline_reproducible_and_takes_the_pages_colours(name):
-  text = plots.to_svg(figures()[name])
-  assert text == plots.to_svg(figures()[name])
+  text = plots.to_svg(FIGURES[name]())
+  again = FIGURES[name]()
+  assert text == plots.to_svg(again)
+  assert plots.to_png(again, dpi=40).startswith(b"\x89PNG")
   assert text.startswith("<svg")
   xml.etree.ElementTree.fromstring(text)
   assert "currentColor" in text
-  assert plots._INK not in text
   assert "var(--figure-0, #0072B2)" in text
   assert "<metadata" not in text
-
-
-def test_png():
-  assert plots.to_png(figures()["bars"], dpi=40).startswith(b"\x89PNG")
 
 
 def test_a_missing_metric_is_named():
@@ -71,9 +75,10 @@ def test_statistics_leave_the_prompt_out():
   assert plots.Statistics().summary()["trajectories"] == 0
 
 
-def test_a_funnel_says_its_counts_and_reasons():
-  text = plots.to_svg(plots.funnel_bars({"quality": (3, {"wrong_answer": 2})}))
-  assert "3 kept; wrong_answer 2" in text
+def test_a_funnel_tells_its_counts_and_most_frequent_reasons():
+  reasons = {"wrong_answer": 2, "b": 1, "a": 1, "c": 1}
+  text = plots.to_svg(plots.funnel_bars({"quality": (3, reasons), "all": (3, {})}))
+  assert "3 kept; wrong_answer 2, a 1, b 1, 1 more" in text
 
 
 def test_pyplot_is_never_imported():
@@ -93,12 +98,10 @@ def test_seed_points_have_a_mark_for_each_seed_an_interval_and_the_first_mean():
   left, right = figure.axes
   assert [t.get_text() for t in left.get_yticklabels()] == ["full", "none"]
   assert (left.get_xlabel(), right.get_xlabel()) == ("A", "B")
-  marks = {
-    axis: [x.get_xdata() for x in axis.lines if x.get_marker() == "|"]
-    for axis in figure.axes
-  }
-  ticks = [list(x) for x in marks[left] if len(x) == 2]
-  assert [0.4, 0.6] in ticks and len(marks[right]) > len(marks[left])
+  seeds = [list(x.get_xdata()) for x in left.lines if x.get_marker() == "|"]
+  assert [0.4, 0.6] in seeds
+  for axis, rows in ((left, [0]), (right, [0, 1])):  # without a mean, no point
+    assert [x.get_ydata()[0] for x in axis.lines if x.get_marker() == "o"] == rows
   dashed = [x for x in left.lines if x.get_linestyle() == "--"]
   assert len(dashed) == 1 and set(dashed[0].get_xdata()) == {0.5}
   (bar,) = [c for c in left.collections]

@@ -6,8 +6,6 @@ import builtins
 import importlib.util
 import math
 import struct
-import subprocess
-import sys
 
 import ml_collections
 import numpy as np
@@ -16,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
 from coa_jax.config import ConfigError, read_config
-from coa_jax.report import tracking
+from coa_jax.report import metric_names, tracking
 from coa_jax.report.metrics import Metrics, read_metrics
 from coa_jax.report.tracking import LogConfig
 
@@ -55,7 +53,7 @@ def log(workdir, steps, total: int = 5, stage: str = "sft", sign: int = 1) -> No
 
 def of_the_file(workdir, stage: str = "sft") -> dict[tuple[str, int], float]:
   return {
-    (name, row["step"]): value
+    (metric_names.tag(name), row["step"]): value
     for row in read_metrics(workdir, stage)
     for name, value in row.items()
     if name not in ("stage", "step", "seconds")
@@ -66,23 +64,23 @@ def test_the_events_are_those_of_the_file_resumed_or_not(tmp_path):
   log(tmp_path, (1, 2, 3, 4))
   log(tmp_path, (4,), stage="rl")
   assert scalars(tmp_path) == of_the_file(tmp_path)
-  assert scalars(tmp_path)["dev", 2] == 1.0
+  assert scalars(tmp_path)["reward/dev", 2] == 1.0
   log(tmp_path, (3,), sign=-1)  # within the second: a file of its own all the same
   assert scalars(tmp_path) == of_the_file(tmp_path)
-  assert scalars(tmp_path)["loss", 3] == -3 and ("loss", 4) not in scalars(tmp_path)
+  assert scalars(tmp_path)["policy/loss", 3] == -3 and (
+    "policy/loss",
+    4,
+  ) not in scalars(tmp_path)
   assert scalars(tmp_path, "rl") == of_the_file(tmp_path, "rl") != {}
 
 
-def test_a_step_is_on_disk_once_it_is_logged(tmp_path):
-  program = (
-    "import os, sys; from coa_jax.report.metrics import Metrics; "
-    "from coa_jax.report.tracking import LogConfig; "
-    "metrics = Metrics(sys.argv[1], 'sft', 9, tracked=LogConfig()); "
-    "metrics.log(1, {'loss': 2.0}); os._exit(9)"
-  )
-  done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=900)
-  assert done.returncode == 9
-  assert scalars(tmp_path) == {("loss", 1): 2.0}
+def test_a_step_is_on_disk_once_it_is_logged_and_nan_stays_nan(tmp_path):
+  with Metrics(str(tmp_path), "sft", 2, tracked=LogConfig()) as metrics:
+    metrics.log(1, {"loss": 2.0})
+    assert scalars(tmp_path) == {("policy/loss", 1): 2.0}  # nothing has been closed yet
+    metrics.log(2, {"loss": math.nan, "norm": math.inf})
+  events = scalars(tmp_path)
+  assert math.isnan(events["policy/loss", 2]) and events["policy/norm", 2] == math.inf
 
 
 def test_tensorboard_reads_them(tmp_path):
@@ -92,24 +90,18 @@ def test_tensorboard_reads_them(tmp_path):
   log(tmp_path, (3,), sign=-1)
   folder = reader.EventAccumulator(str(tmp_path / "tensorboard" / "sft"))
   folder.Reload()
-  assert sorted(folder.Tags()["scalars"]) == ["dev", "loss", "rate"]
-  assert [(e.step, e.value) for e in folder.Scalars("loss")] == [
-    (1, 1),
-    (2, 2),
-    (3, -3),
+  assert sorted(folder.Tags()["scalars"]) == [
+    "policy/loss",
+    "policy/rate",
+    "reward/dev",
   ]
-
-
-def test_not_a_number_stays_one(tmp_path):
-  with Metrics(str(tmp_path), "sft", 1, tracked=LogConfig()) as metrics:
-    metrics.log(1, {"loss": math.nan, "norm": math.inf})
-  found = scalars(tmp_path)
-  assert math.isnan(found["loss", 1]) and found["norm", 1] == math.inf
+  losses = [(e.step, e.value) for e in folder.Scalars("policy/loss")]
+  assert losses == [(1, 1), (2, 2), (3, -3)]
 
 
 def test_other_stages_write_the_file_only(tmp_path):
   with Metrics(str(tmp_path), "distill", 1) as metrics:
-    metrics.log(1, {"kept": 1})
+    metrics.log(1, {"rows": 1})
   assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -136,10 +128,9 @@ def test_wandb_that_is_missing_is_a_config_error(monkeypatch):
 @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="needs wandb")
 def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
   monkeypatch.setenv("WANDB_MODE", "offline")
+  config = LogConfig(wandb_project="coa")
   for first in (1, 2):
-    with Metrics(
-      str(tmp_path), "sft", 3, tracked=LogConfig(wandb_project="coa")
-    ) as metrics:
+    with Metrics(str(tmp_path), "sft", 3, tracked=config) as metrics:
       for step in (first, first + 1):
         metrics.log(step, {"loss": step})
   folder = tmp_path / "tensorboard" / "sft"

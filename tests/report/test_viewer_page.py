@@ -3,6 +3,8 @@
 Needs playwright (`pip install playwright`) and Chromium (`apt-get install chromium`, or
 `playwright install chromium`); skips and says so where either is missing. .ci/run
 installs both.
+
+budget: all that a user does with one page.
 """
 
 from __future__ import annotations
@@ -12,18 +14,14 @@ import re
 import shutil
 import socket
 import statistics
-import subprocess
 
 import pytest
 import samples
-from test_viewer import HOSTILE
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Status
 from coa_jax.report import plots, viewer
 from coa_jax.report.tables import Table
-
-SCRIPT = os.path.join(os.path.dirname(viewer.__file__), "static", "viewer.js")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +44,9 @@ def visit(chromium, tmp_path):
   file = tmp_path / "page.html"
   contexts, events = [], []
 
+  def report(request):
+    events.append(("request", request.url))
+
   def open_page(trajectories, scheme="light", **options):
     viewer.write_page(file, "T", {"": trajectories}, **options)
     contexts.append(chromium.new_context(color_scheme=scheme, viewport=SIZE))
@@ -54,9 +55,9 @@ def visit(chromium, tmp_path):
     page.on("console", lambda m: events.append(("console", m.text)))
     page.on("pageerror", lambda e: events.append(("error", str(e))))
     page.on("dialog", lambda d: events.append(("dialog", d.message)))
-    page.on("request", lambda r: events.append(("request", r.url)))
+    # A reload asks for the page itself again.
+    page.on("request", lambda r: r.url.split("#")[0] == file.as_uri() or report(r))
     page.goto(file.as_uri())
-    assert events.pop(0) == ("request", file.as_uri())
     return page
 
   yield open_page
@@ -120,6 +121,117 @@ def test_filter_search_and_sort(visit):
   assert "t1 #1" in page.locator(".row").first.text_content()
 
 
+def test_what_is_searched_for_is_marked_and_jumped_to(visit):
+  page = visit(tasks(12))
+  find = page.get_by_label("find text")
+  find.fill("pArIs")
+  marks = page.locator("#detail mark")
+  total = marks.count()
+  assert total > 3 and set(marks.all_inner_texts()) == {"Paris"}
+  status = page.locator(".jumps span")
+  # It begins at the chosen sample, goes on, and comes around.
+  first = status.inner_text()
+  assert page.locator(".sample.chosen mark.at").count() == 1
+  for _ in range(total):
+    find.press("Enter")
+  assert status.inner_text() == first
+  page.get_by_label("next hit").click()
+  assert status.inner_text() != first and page.locator("mark.at").count() == 1
+  page.get_by_label("previous hit").click()
+  find.press("Shift+Enter")
+  assert page.locator("mark.at").count() == 1
+  page.locator("#list").press("ArrowDown")
+  assert page.locator(".sample.chosen mark.at").count() == 1
+  find.fill("")
+  assert marks.count() == 0 and status.is_hidden()
+
+
+def test_nothing_found_says_so_and_is_reset(visit):
+  page = visit(tasks(12))
+  reset = page.get_by_role("button", name="reset", exact=True)
+  assert reset.is_disabled()
+  page.get_by_label("find text").fill("no such word")
+  assert "Nothing found." in page.locator("#list").inner_text()
+  assert "No trajectory passes" in page.locator("#detail").inner_text()
+  page.get_by_role("button", name="reset all filters").click()
+  assert listed(page)[0] == 12 and page.get_by_label("find text").input_value() == ""
+  assert page.locator("#detail .sample").count() == 3
+
+
+def test_the_address_keeps_filters_and_the_chosen_trajectory(visit):
+  page = visit(tasks(30))
+  page.get_by_label("family").select_option("odd")
+  page.get_by_label("find text").fill("50 % &")
+  page.get_by_label("find text").fill("Paris")
+  page.get_by_label("order").select_option("by task")
+  page.locator(".row").nth(5).click()
+  chosen = page.locator(".row[aria-selected=true]").inner_text()
+  page.wait_for_url("**#/*open=*")
+
+  def seen():
+    detail = page.locator("#detail .sample.chosen dd").first.inner_text()
+    selected = page.locator(".row[aria-selected=true]").inner_text()
+    return listed(page), selected, detail
+
+  before = seen()
+  link = page.url
+  page.reload()
+  assert seen() == before and before[1] == chosen
+  assert page.get_by_label("order").input_value() == "by task"
+  page.get_by_role("button", name="reset", exact=True).click()
+  assert listed(page)[0] == 30
+  page.wait_for_url(lambda url: "family" not in url)
+  page.evaluate("link => location.hash = new URL(link).hash", link)
+  page.locator("#count", has_text="15 of 30").wait_for()
+  assert seen() == before
+  # What no control knows is as if left out; an anchor of the page is no state.
+  page.evaluate("location.hash = '#/order=nonsense&family=nobody&open=nothing'")
+  page.locator("#count", has_text="30 of 30").wait_for()
+  assert listed(page)[0] == 30
+
+
+def test_the_list_is_grouped_and_says_each_groups_mean(visit):
+  page = visit(tasks(12))
+  headings = page.locator("#list .heading .sub").all_inner_texts()
+  assert headings[0] == "t0  /  even  /  3 samples  /  mean 0.667"
+  assert len(headings) == 4
+  page.get_by_label("order").select_option("group with the highest mean first")
+  assert page.locator("#list .heading .sub").first.inner_text().endswith("mean 1.000")
+  page.get_by_label("order").select_option("longest first")
+  assert page.locator("#list .heading").count() == 0
+  # Histograms of what is listed, before those of all.
+  charts = page.locator("#charts svg")
+  assert charts.count() == 2
+  assert charts.first.get_attribute("aria-label") == "histogram of reward, from 0 to 1"
+  bars = charts.first.locator("path").nth(1)
+  assert bars.get_attribute("d").count("z") == 2
+  page.get_by_label("reward from").fill("1")
+  assert bars.get_attribute("d").count("z") == 1
+
+
+def test_samples_that_do_not_fit_are_told_of(visit):
+  page = visit(tasks(6)[:3])
+  page.set_viewport_size({"width": 1700, "height": 800})
+  page.locator(".row").nth(1).click()
+  assert page.locator(".hint").is_hidden()
+  page.set_viewport_size({"width": 700, "height": 800})
+  page.locator(".row").nth(0).click()
+  assert page.locator(".hint").inner_text().startswith("3 samples, ")
+  page.locator(".hint").click()
+  page.wait_for_timeout(300)
+  assert page.locator(".group").evaluate("e => e.scrollLeft") > 0
+
+
+def test_on_paper_all_of_it_is_shown(visit):
+  page = visit(tasks(12), intro="Words.")
+  page.emulate_media(media="print")
+  height = page.locator("#detail").evaluate("e => e.scrollHeight - e.clientHeight")
+  assert height == 0
+  skipped = "getComputedStyle(document.querySelector('.group')).contentVisibility"
+  assert page.evaluate(skipped) == "visible"
+  assert page.locator(".bar").is_hidden()
+
+
 def test_what_has_no_reward_is_last_whichever_way_it_is_sorted(visit):
   down = samples.trajectory("down", status=Status.INFRASTRUCTURE)
   page = visit([down, samples.trajectory("wrong", right=False), samples.trajectory()])
@@ -164,7 +276,7 @@ def test_tokens_are_coloured_by_log_prob_and_by_version(visit):
   page = visit([t])
   spans = page.locator("#detail .t")
   assert spans.count() == 0
-  strip = page.locator(".logp").first
+  strip = page.locator("#detail .logp").first
   bars = strip.locator("path").get_attribute("d")
   assert bars.count("z") == len(t.segments[1].logps)
   mean = statistics.fmean(t.segments[1].logps)
@@ -189,19 +301,23 @@ def test_a_broken_trajectory_names_its_fault(visit):
   assert "it wrote no answer" in page.locator("#detail").inner_text()
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", samples.HOSTILE)
 def test_hostile_text_stays_text(visit, text):
   page = visit([samples.hostile_everywhere(text), samples.trajectory()])
+  page.get_by_label("find text").fill(text.strip()[:9])
   for tokens in ("", "logp"):
     page.get_by_label("tokens", exact=True).select_option(tokens)
     pres = page.locator("#detail .span pre").evaluate_all(
       "es => es.map(e => e.innerHTML)"
     )
-    assert pres and all("<" not in re.sub(r"</?span[^<>]*>", "", p) for p in pres)
-  made = "es => [...new Set(es.map(e => e.tagName))].sort().join(' ')"
-  inside = page.locator("#list *, #detail *, #bar *, #legend *").evaluate_all(made)
+    assert pres and all(
+      "<" not in re.sub(r"</?(span|mark)[^<>]*>", "", p) for p in pres
+    )
+  tags = "es => [...new Set(es.map(e => e.tagName))].sort().join(' ')"
+  inside = page.locator("#list *, #detail *, #bar *, #legend *").evaluate_all(tags)
   plain = (
-    "B BUTTON DD DETAILS DIV DL DT INPUT OPTION P PRE SELECT SPAN SUMMARY path svg"
+    "B BUTTON DD DETAILS DIV DL DT INPUT LABEL MARK OPTION P PRE SELECT SPAN SUMMARY"
+    " path svg"
   )
   assert set(inside.split()) <= set(plain.split())
   attributes = "es => es.flatMap(e => [...e.attributes].map(a => a.name))"
@@ -285,9 +401,3 @@ def test_on_a_narrow_screen_nothing_sticks_out(visit):
   assert page.evaluate("document.documentElement.scrollWidth") <= 390
   page.locator(".row").nth(1).click()
   assert page.locator(".sample.chosen").is_visible()
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
-def test_the_script_parses_alone():
-  done = subprocess.run(["node", "--check", SCRIPT], capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr

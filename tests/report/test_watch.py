@@ -41,8 +41,11 @@ WRONG = {
 }
 
 
-def said(config: WatchConfig, series: list[dict[str, float]]) -> list[tuple[int, str]]:
-  """(step, line) of everything that is said of a series."""
+Series = list[dict[str, float]]
+
+
+def warnings_of(config: WatchConfig, series: Series) -> list[tuple[int, str]]:
+  """(step, line) of every warning of a series."""
   out, watch = [], HealthMonitor(config)
   for step, values in enumerate(series, 1):
     watch.update(step, values, lambda line, step=step: out.append((step, line)))
@@ -56,11 +59,11 @@ def test_every_field_has_a_rule_and_every_rule_a_case():
 
 
 def test_a_healthy_run_is_left_alone():
-  assert said(WatchConfig(stop=True), [HEALTHY] * 50) == []
+  assert warnings_of(WatchConfig(stop=True), [HEALTHY] * 50) == []
   # Some noise beyond every limit, never `patience` steps in a row, is no collapse.
   wrong = HEALTHY | {name: value for name, (value, _) in WRONG.items()}
   series = [HEALTHY] * 5 + [wrong, wrong, wrong, wrong, HEALTHY] * 5
-  assert said(WatchConfig(stop=True), series) == []
+  assert warnings_of(WatchConfig(stop=True), series) == []
 
 
 @pytest.mark.parametrize("metric", WRONG)
@@ -69,15 +72,15 @@ def test_each_collapse_is_named_once_with_its_limit_and_a_remedy(metric):
   wrong = HEALTHY | {metric: value}
   config = WatchConfig(patience=3)
   series = [HEALTHY] * 4 + [wrong] * 6 + [HEALTHY] + [wrong] * 3
-  first, again = said(config, series)
+  first, again = warnings_of(config, series)
   assert (first[0], again[0]) == (7, 14)  # the third in a row, and again later
   assert f"warning: step 7: {metric} is {value:.4g}" in first[1]
   assert f"watch.{field}=" in first[1] and "3 steps in a row" in first[1]
   assert RULES[field].remedy in first[1] and "\n" not in first[1]
   with pytest.raises(CollapsedError, match=rf"stopped at step 7 \(saved\).*{metric}"):
-    said(dataclasses.replace(config, stop=True), series)
+    warnings_of(dataclasses.replace(config, stop=True), series)
   off = dataclasses.replace(config, stop=True, **{field: 0.0})
-  assert said(off, series) == []
+  assert warnings_of(off, series) == []
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -93,16 +96,8 @@ def test_what_is_not_finite_ends_the_run_before_it_is_saved(stop, name, bad):
   assert line.startswith(f"warning: step 2: {name} is {bad}")
 
 
-def logged(workdir, series: list[dict[str, float]]) -> str:
-  """A workdir whose metrics are these."""
-  with Metrics(str(workdir), "rl", len(series)) as metrics:
-    for step, values in enumerate(series, 1):
-      metrics.log(step, values)
-  return str(workdir)
-
-
-def heard(watch: HealthMonitor, series: list[dict[str, float]], first: int) -> str:
-  """Steps from `first` on, until the watch ends them: what it says of that, or ""."""
+def ending(watch: HealthMonitor, series: Series, first: int) -> str:
+  """Steps from `first` on, until the watch ends them: the reason, or ""."""
   try:
     for step, values in enumerate(series[first:], first + 1):
       watch.update(step, values, lambda line: None)
@@ -121,13 +116,16 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
   wrong = HEALTHY | {metric: WRONG[metric][0], "reward": math.nan}
   series = [HEALTHY] * 6 + [wrong] * 6
   config = WatchConfig(stop=True)
-  expected = heard(HealthMonitor(config), series, 0)
+  expected = ending(HealthMonitor(config), series, 0)
   assert "stopped at step 11 (saved)" in expected
-  workdir = logged(tmp_path, series)  # and steps that the checkpoint does not hold
-  for first in range(0, 11, lives):
+  workdir = str(tmp_path)
+  with Metrics(workdir, "rl", len(series)) as log:  # also of steps never saved
+    for step, values in enumerate(series, 1):
+      log.log(step, values)
+  for first in range(0, 11, lives):  # at 0 there is nothing to replay
     watch = HealthMonitor(config)
     watch.replay(workdir, "rl", first)
-    assert not watch.ends and heard(watch, series, first) == expected
+    assert not watch.ends and ending(watch, series, first) == expected
   # The checkpoint of the last step was written: it does not go on unless it is told to.
   with pytest.raises(CollapsedError) as again:
     HealthMonitor(config).replay(workdir, "rl", 11)
@@ -135,25 +133,19 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(
   for other in ({"stop": False}, {WRONG[metric][1]: 0.0}):
     watch = HealthMonitor(dataclasses.replace(config, **other))
     watch.replay(workdir, "rl", 11)
-    assert heard(watch, series, 11) == ""
-
-
-def test_a_run_that_begins_has_nothing_to_recall(tmp_path):
-  watch = HealthMonitor(WatchConfig(stop=True))
-  watch.replay(str(tmp_path / "none"), "rl", 0)
-  assert not watch.ends and watch.update(1, HEALTHY, print) == []
+    assert ending(watch, series, 11) == ""
 
 
 def test_what_compares_sampler_and_learner_is_not_watched_off_policy():
   """Tokens of older policies differ from the learner's: that is no disagreement."""
   wrong = HEALTHY | {"logp_diff_share": 0.9, "ratio_outlier_share": 0.9}
-  assert len(said(WatchConfig(), [wrong] * 9)) == 2
-  assert said(WatchConfig(stop=True), [wrong | {"staleness": 0.0}] * 9) == []
+  assert len(warnings_of(WatchConfig(), [wrong] * 9)) == 2
+  assert warnings_of(WatchConfig(stop=True), [wrong | {"staleness": 0.0}] * 9) == []
 
 
 def test_a_run_without_tools_is_not_blamed_for_asking_none():
   series = [HEALTHY | {"calls_per_trajectory": 0.0}] * 20
-  assert said(WatchConfig(stop=True), series) == []
+  assert warnings_of(WatchConfig(stop=True), series) == []
 
 
 def test_steps_that_lack_a_metric_or_have_no_mean_of_it_count_for_nothing():
@@ -161,7 +153,7 @@ def test_steps_that_lack_a_metric_or_have_no_mean_of_it_count_for_nothing():
   wrong = HEALTHY | {"entropy": 1e-5}
   without = {k: v for k, v in HEALTHY.items() if k != "entropy"}
   series = [wrong, without, {**without, "reward": math.nan}, wrong]
-  assert [step for step, _ in said(WatchConfig(patience=2), series)] == [4]
+  assert [step for step, _ in warnings_of(WatchConfig(patience=2), series)] == [4]
 
 
 def test_limits_that_can_not_be_meant_are_refused():

@@ -6,13 +6,13 @@ import json
 import pathlib
 
 import pytest
+from hidden_tests import outcome, task
 
 from coa_jax.rewards.code import grader as code
 from coa_jax.rewards.code.grader import CodeConfig, CodeGrader, program_of
 from coa_jax.rewards.code.tests import read_tests, same_output
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.tasks.sources import load_tasks
-from coa_jax.tasks.task import Kind, Task
 from tools_sandbox.jail import keeper as jail
 from tools_sandbox.jail.wire import Result, Verdict
 
@@ -47,53 +47,36 @@ FORMS = {
 }
 
 
-def task(tests, **meta) -> Task:
-  return Task("t", "add", ("-",), Kind.CODE, meta={"tests": tests, **meta})
-
-
 @pytest.fixture(scope="module")
 def grader():
-  made = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=30.0))
-  yield made
-  made.close()
+  service = CodeGrader(CodeConfig(sandbox=BACKEND, test_s=30.0))
+  yield service
+  service.close()
 
 
 @pytest.fixture(scope="module")
 def partial():
-  """As `grader`, but it rewards the share of tests passed, and has much time."""
-  made = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=30.0))
-  yield made
-  made.close()
+  """As `grader`, but it rewards the share of tests passed."""
+  service = CodeGrader(CodeConfig(sandbox=BACKEND, partial=True, test_s=30.0))
+  yield service
+  service.close()
 
 
-def outcome(grader: CodeGrader, tests, program: str) -> tuple[float, str]:
-  graded = grader.grade(task(tests), program)
-  return graded.answer, graded.record["outcome"]
-
-
-@pytest.mark.parametrize(
-  "language", ["", "py", "python", "Python", "python3", "PY3.11"]
-)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_program_is_found_however_it_is_fenced(language, end, grader):
-  said = f"So:\n```{language} \n{PRINTS}\n```\nIt prints\n```text\n5\n```\n".replace(
-    "\n", end
-  )
-  assert program_of(said) == PRINTS + "\n"
-  if end != "\n" and language == "Python":
-    assert outcome(grader, STDIN, said) == (1.0, "passed")
-
-
-def test_what_is_fenced_as_something_else_is_no_program():
-  for said in ("```text\n5\n```", "```pytest\nx\n```", "print(5)"):
-    assert program_of(said) == said
+def test_the_last_block_that_may_be_python_is_the_program(end, grader):
+  for language in ("", "py", "python", "Python", "python3", "PY3.11"):
+    block = f"```{language} \n{PRINTS}\n```\n"
+    answer = f"Not\n```py\n1\n```\nbut\n{block}It prints\n```text\n5\n```\n"
+    assert program_of(answer.replace("\n", end)) == PRINTS + "\n"
+  assert outcome(grader, STDIN, block.replace("\n", end)) == (1.0, "passed")
+  for answer in ("```text\n5\n```", "```pytest\nx\n```", "print(5)"):
+    assert program_of(answer) == answer
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_released_form_passes_what_is_right_and_only_that(form, partial):
   tests, program = FORMS[form]
-  said = f"It adds.\n```py\n{program}\n```"
-  assert outcome(partial, tests, said) == (1.0, "passed")
+  assert outcome(partial, tests, program) == (1.0, "passed")
   wrong = program.replace("a + b", "a - b")
   assert outcome(partial, tests, wrong) == (0.0, "wrong")
   half = program.replace("a + b", "a + b if a < 5 else 0")
@@ -199,19 +182,34 @@ def test_limits_have_outcomes_of_their_own(partial):
   assert outcome(partial, STDIN, flood) == (0.0, "wrong")
 
 
+class DownSandbox:
+  """A sandbox whose service does not come up.
+
+  Attributes:
+    runs: how many were tried.
+  """
+
+  def __init__(self, **_):
+    self.runs = 0
+
+  def run(self, *_) -> Result:
+    self.runs += 1
+    return Result("", "no zygote", None, Verdict.INFRASTRUCTURE, 0.0)
+
+
 def test_a_sandbox_that_fails_is_no_wrong_answer(monkeypatch):
-  made = CodeGrader(CodeConfig(sandbox=BACKEND))
-  down = Result("", "no zygote", None, Verdict.INFRASTRUCTURE, 0.0)
-  calls = []
-  monkeypatch.setattr(made._sandbox, "run", lambda *a: calls.append(a) or down)
+  down = DownSandbox()
+  with monkeypatch.context() as patch:
+    patch.setattr(code, "Sandbox", lambda **_: down)
+    service = CodeGrader(CodeConfig())
   for tests, program in FORMS.values():
     with pytest.raises(Ungradable, match="no zygote"):
-      made.grade(task(tests), program)
-  assert len(calls) == 2 * len(FORMS)
-  made.close()
-  monkeypatch.undo()
+      service.grade(task(tests), program)
+  assert down.runs == 2 * len(FORMS)
+  service = CodeGrader(CodeConfig(sandbox=BACKEND))
+  service.close()
   with pytest.raises(Ungradable, match="closed"):
-    made.grade(task(STDIN), PRINTS)
+    service.grade(task(STDIN), PRINTS)
 
 
 @pytest.mark.parametrize(
@@ -222,20 +220,25 @@ def test_broken_tests_are_no_wrong_answer(source, grader):
     grader.grade(task({"functional": source}), "def f(x): return 1")
 
 
-def test_a_stop_iteration_ends_no_loop_of_the_tests(grader):
-  tests = {"functional": "assert all(map(lambda n: f(n) == n, [1, 2]))"}
-  stops = "def f(n): raise StopIteration"
-  assert outcome(grader, tests, stops)[0] == 0.0
-  assert outcome(grader, tests, "def f(n): return n")[0] == 1.0
+@pytest.mark.parametrize(
+  ("source", "vanishes", "right"),
+  [
+    ("assert all(map(lambda n: f(n) == n, [1, 2]))", "raise StopIteration", "return n"),
+    ("for x in f(3):\n  assert x == 7", "return []", "return [7] * n"),
+  ],
+)
+def test_no_result_makes_a_test_vanish(source, vanishes, right, grader):
+  for body, reward in ((vanishes, 0.0), (right, 1.0)):
+    assert outcome(grader, {"functional": source}, f"def f(n): {body}")[0] == reward
 
 
 def test_the_tests_have_their_own_time():
   """A program that has nearly used up its own is right all the same."""
   tests = {"functional": "import time\nx = f(3)\ntime.sleep(1)\nassert x == 3"}
   slow = "import time\ntime.sleep(1)\ndef f(n): return n"
-  made = CodeGrader(CodeConfig(sandbox=BACKEND, total_s=1.6))
-  assert outcome(made, tests, slow) == (1.0, "passed")
-  made.close()
+  service = CodeGrader(CodeConfig(sandbox=BACKEND, total_s=1.6))
+  assert outcome(service, tests, slow) == (1.0, "passed")
+  service.close()
 
 
 FORGED = """
@@ -262,12 +265,6 @@ def test_what_a_program_says_it_returned_is_not_hashed_here(grader, kind, monkey
   assert outcome(grader, CALLS, "def add(a, b): return {a + b}") == (0.0, "wrong")
   table = {"inputs": ["1"], "outputs": [{"1": [2]}], "fn_name": "f"}
   assert outcome(grader, table, "def f(a): return {a: (2,)}") == (1.0, "passed")
-
-
-def test_a_result_over_which_the_tests_loop_cannot_make_them_vanish(grader):
-  tests = {"functional": "for x in f(3):\n  assert x == 7"}
-  assert outcome(grader, tests, "def f(n): return []")[0] == 0.0
-  assert outcome(grader, tests, "def f(n): return [7] * n")[0] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -304,11 +301,6 @@ def test_refused_before_anything_runs(tests, message):
 )
 def test_same_output(printed, expected, same):
   assert same_output(printed, expected, 1e-6) == same
-
-
-def test_the_last_fenced_block_is_the_program():
-  assert program_of("a\n```py\n1\n```\nb\n```python\n2\n```\n") == "2\n"
-  assert program_of("print(1)") == "print(1)"
 
 
 def test_a_machine_without_jails_says_so(monkeypatch):

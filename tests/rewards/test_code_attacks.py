@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from hidden_tests import outcome, task
 
+from coa_jax.rewards.code import grader as code
 from coa_jax.rewards.code.grader import CodeConfig, CodeGrader
-from coa_jax.tasks.task import Kind, Task
+from tools_sandbox.client import Sandbox
 from tools_sandbox.jail import keeper as jail
 
 SECRET = 8675309  # expected by every attacked test; nothing may find it
 pytestmark = pytest.mark.skipif(bool(jail.check()), reason="; ".join(jail.check()))
 
 
-def task(tests) -> Task:
-  return Task("t", "?", ("-",), Kind.CODE, meta={"tests": tests})
-
-
 @pytest.fixture(scope="module")
 def grader():
-  made = CodeGrader(CodeConfig(test_s=10.0))
-  yield made
-  made.close()
-
-
-def outcome(grader: CodeGrader, tests, program: str) -> tuple[float, str]:
-  graded = grader.grade(task(tests), program)
-  return graded.answer, graded.record["outcome"]
+  service = CodeGrader(CodeConfig(test_s=10.0))
+  yield service
+  service.close()
 
 
 HIDDEN = {
@@ -51,6 +44,13 @@ def seen():
     except Exception: pass
   return text
 """
+_FRAMES = """
+import sys, os
+def f(x):
+  frame = sys._getframe()
+  while 'request' not in frame.f_locals: frame = frame.f_back
+  n, out = frame.f_locals['request']['nonce'], frame.f_locals['out']
+"""
 ATTACKS = {
   "searches itself": _SEARCH
   + "import re\ndef f(x):\n  found = re.findall(r'867\\d\\d\\d9', seen())\n"
@@ -68,26 +68,16 @@ ATTACKS = {
   "exits at once": "import sys\nsys.exit(0)",
   "prints verdicts": "import os\ndef f(x):\n  nonce = __import__('sys').modules["
   "'__main__'].answer_calls.__code__\n  os.write(1, b'passed')\n  return 'passed'",
-  "answers twice": "import sys, os\n"
-  "def f(x):\n  frame = sys._getframe()\n"
-  "  while 'request' not in frame.f_locals: frame = frame.f_back\n"
-  "  n, out = frame.f_locals['request']['nonce'], frame.f_locals['out']\n"
-  "  for guess in range(8675300, 8675320):\n"
+  "answers twice": _FRAMES + "  for guess in range(8675300, 8675320):\n"
   '    value = \'{"root": %d, "objects": []}\' % guess\n'
   '    line = \'%s 0.0 {"value": %s, "args": null}\\n\' % (n, value)\n'
   "    os.write(out, line.encode())\n  os._exit(0)",
-  "poses as the tests": "import sys, os\n"
-  "def f(x):\n  frame = sys._getframe()\n"
-  "  while 'request' not in frame.f_locals: frame = frame.f_back\n"
-  "  n, out = frame.f_locals['request']['nonce'], frame.f_locals['out']\n"
-  '  os.write(out, (n + \' {"needs": [], "verdicts": ["passed"]}\\n\').encode())\n'
+  "poses as the tests": _FRAMES
+  + '  os.write(out, (n + \' {"needs": [], "verdicts": ["passed"]}\\n\').encode())\n'
   "  os._exit(0)",
   "deep": "def f(x):\n  a = []\n  for _ in range(100000): a = [a]\n  return a",
-  "forged object": "import sys, os\n"
-  "def f(x):\n  frame = sys._getframe()\n"
-  "  while 'request' not in frame.f_locals: frame = frame.f_back\n"
-  "  n, out = frame.f_locals['request']['nonce'], frame.f_locals['out']\n"
-  "  os.write(out, (n + ' 0.0 ' + '[' * 200000 + '\\n').encode())\n  os._exit(0)",
+  "forged object": _FRAMES
+  + "  os.write(out, (n + ' 0.0 ' + '[' * 200000 + '\\n').encode())\n  os._exit(0)",
   "huge": "def f(x): return 'x' * 50_000_000",
   "huge number": "def f(x): return 10 ** 20000",
   "kills": "import os, signal\ndef f(x):\n  os.kill(os.getppid(), 9)\n  return 1",
@@ -106,8 +96,8 @@ def test_an_attack_gains_nothing(attack, form, grader):
 
 def test_the_search_does_find_what_a_program_is_given(grader):
   """So that it found nothing above says something."""
-  given = {"inputs": [[SECRET]], "outputs": [SECRET], "fn_name": "f"}
-  assert outcome(grader, given, ATTACKS["searches itself"]) == (1.0, "passed")
+  visible = {"inputs": [[SECRET]], "outputs": [SECRET], "fn_name": "f"}
+  assert outcome(grader, visible, ATTACKS["searches itself"]) == (1.0, "passed")
 
 
 @pytest.mark.parametrize("form", HIDDEN)
@@ -123,22 +113,21 @@ def test_the_same_forms_do_pass_an_honest_program(form, grader):
 
 def test_nothing_expected_is_ever_sent_beside_the_program(monkeypatch):
   """The law behind the attacks: what a run is given holds one of the two."""
-  made = CodeGrader(CodeConfig())
   sent = []
-  run = made._sandbox.run
 
-  def record(program, stdin="", timeout_s=None, memory_mb=None):
-    sent.append(program + stdin)
-    return run(program, stdin, timeout_s)
+  class Recorder(Sandbox):
+    def run(self, program, stdin="", timeout_s=None, memory_mb=None):
+      sent.append(program + stdin)
+      return super().run(program, stdin, timeout_s, memory_mb)
 
-  monkeypatch.setattr(made._sandbox, "run", record)
+  monkeypatch.setattr(code, "Sandbox", Recorder)
+  service = CodeGrader(CodeConfig())
   mark = "graded_program_was_here"
   for tests in HIDDEN.values():
-    made.grade(task(tests), f"def f(x): return '{mark}'")
-  made.grade(
-    task({"stdin": ["2"], "expected_output": [str(SECRET)]}), f"print('{mark}')"
-  )
-  made.close()
+    service.grade(task(tests), f"def f(x): return '{mark}'")
+  printed = {"stdin": ["2"], "expected_output": [str(SECRET)]}
+  service.grade(task(printed), f"print('{mark}')")
+  service.close()
   assert sum(mark in s and "def f" in s for s in sent) == 2
   for text in sent:
     beside = mark in text and ("def f(x)" in text or "print(" + repr(mark) in text)

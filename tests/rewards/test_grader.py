@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_collections
 import pytest
 
@@ -28,22 +30,14 @@ def config(**fields) -> RewardConfig:
   return read_config(ml_collections.ConfigDict(fields), RewardConfig, "reward")
 
 
-@pytest.mark.parametrize(
-  ("answer", "train", "evaluation"),
-  [
-    ("the paris | Lutetia", 1, 1),
-    ("Paris|Rome", 0, 1),
-  ],
-)
-def test_training_and_evaluation_read_answers_in_their_own_way(
-  answer, train, evaluation
-):
+def test_training_and_evaluation_read_answers_in_their_own_way():
   with Grader() as grader:
-    t = graded(grader, answer)
-    assert (t.reward, t.reward_parts) == (train, {"answer": train, "format": 1.0})
-    t = graded(grader, answer, evaluation=True)
-    assert t.reward == t.reward_parts["answer"] == evaluation
-    assert set(t.reward_parts) == {"answer", "format", "f1"}
+    for answer, reward in (("the paris | Lutetia", 1), ("Paris|Rome", 0)):
+      t = graded(grader, answer)
+      assert (t.reward, t.reward_parts) == (reward, {"answer": reward, "format": 1.0})
+      t = graded(grader, answer, evaluation=True)
+      assert t.reward == t.reward_parts["answer"] == 1
+      assert set(t.reward_parts) == {"answer", "format", "f1"}
 
 
 def test_f1_can_be_trained_on():
@@ -67,38 +61,43 @@ def test_a_source_goes_before_a_kind_and_a_kind_before_its_own_grader():
     assert graded(grader, "\\text{Paris}").reward == 1.0
 
 
-def test_a_function_of_the_users_own(monkeypatch):
-  graders = {"atlas": "my_rewards:length", "math": "my_rewards:plain"}
-  with Grader(config(graders=graders)) as grader:
+@pytest.mark.parametrize(
+  ("function", "reward", "parts"),
+  [
+    ("plain", 1.0, {}),
+    ("length", 1.0, {"part_calls": 0}),  # the trajectory is at hand
+    ("numpys", 1.0, {"part_share": 0.5, "part_n": 2}),
+    # None of its parts passes for another number of the log.
+    ("collides", 1.0, {"part_format": 0, "part_loss": 3}),
+  ],
+)
+def test_a_function_of_the_users_own(function, reward, parts):
+  with Grader(config(graders={"atlas": f"my_rewards:{function}"})) as grader:
     grader.check([TASK], 100)
-    t = graded(grader, "Rome")
-    assert (t.reward, t.reward_parts["part_calls"]) == (1.0, 0)
-    assert graded(grader, "R").reward == 0.5
-    assert graded(grader, "7", Task("2", "q", ("7",), Kind.MATH)).reward == 1.0
-
-
-def test_numbers_of_numpy_are_numbers():
-  with Grader(config(graders={"qa": "my_rewards:numpys"})) as grader:
     t = graded(grader, "Paris")
-  assert t.reward_parts == {"answer": 1, "format": 1, "part_share": 0.5, "part_n": 2}
+  assert t.reward == reward
+  assert t.reward_parts == {"answer": reward, "format": 1, **parts}
   assert {type(v) for v in (t.reward, *t.reward_parts.values())} == {float}
 
 
-def test_parts_of_the_users_own_are_named_so_that_none_passes_for_another():
-  with Grader(config(graders={"qa": "my_rewards:collides"})) as grader:
-    t = graded(grader, "Paris")
-  assert t.reward_parts == {"answer": 1, "format": 1, "part_format": 0, "part_loss": 3}
-
-
-@pytest.mark.parametrize("key", ["altas", "Math", ""])
-def test_a_misspelt_source_or_kind_is_refused(key):
+@pytest.mark.parametrize(
+  ("key", "meant"),
+  [("altas", "atlas"), ("Math", "math"), ("code", ""), ("gsm8k", ""), ("", "")],
+)
+def test_a_grader_that_judges_no_task_is_named(key, meant, caplog):
+  """It may be for tasks that are not played today; a misspelt one is refused."""
   tasks = [TASK, Task("2", "q", ("7",), Kind.MATH, source="sums")]
   with Grader(config(graders={"qa": "math", "sums": "qa", "atlas": "qa"})) as grader:
-    grader.check(tasks, 100)  # no task is of the kind `code`, which may be named too
-  message = f"graders: '{key}' is neither .* nor a source of these tasks .atlas, sums"
-  misspelt = config(graders={key: "math"})
-  with Grader(misspelt) as grader, pytest.raises(ValueError, match=message):
     grader.check(tasks, 100)
+  assert not caplog.messages
+  message = f"graders: '{key}' is neither .* nor a source of these tasks .atlas, sums"
+  with Grader(config(graders={key: "math"})) as grader:
+    if meant:
+      with pytest.raises(ValueError, match=f"{message}.*did you mean '{meant}'"):
+        grader.check(tasks, 100)
+    else:
+      grader.check(tasks, 100)
+      assert re.search(message, caplog.text) and len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,81 +9,14 @@ import os
 import pathlib
 import resource
 import signal
-import time
+import subprocess
 
 import math_verify
 import pytest
 
 from coa_jax.rewards import math
 
-SOFT, HARD = resource.getrlimit(resource.RLIMIT_NOFILE)
 PAIRS = pathlib.Path(__file__).with_name("math_pairs.tsv")
-RIGHT = [
-  ("204", "204"),
-  ("\\boxed{204}", "204"),
-  ("so \\boxed{1} then \\boxed{\\frac{1}{2}}", "0.5"),
-  ("\\boxed{'42'}", "42"),
-  ("27.0", "27"),
-  ("1,234,567", "1234567"),
-  ("$\\frac12$", "\\frac{1}{2}"),
-  ("18 dollars", "18"),
-  ("\\$18", "18"),
-  ("The answer is 204", "204"),
-  ("(3,\\pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)"),
-  ("1,2,-1,-2", "-2,-1,1,2"),
-  ("f(x)=x+1", "$x+1$"),
-  ("\\text{Evelyn}", "Evelyn"),
-  ("2\\sqrt{2}", "$\\sqrt{8}$"),
-  ("18 square feet", "18"),
-  ("5 seconds", "5"),
-  ("18 \\text{ dollars}", "18"),
-  ("5 million", "5000000"),
-  ("5,000,000", "5 million"),
-  ("1.5 \\text{ million} dollars", "1500000"),
-  ("$\\frac{1}{2}$ million", "500000"),
-  ("3 Hundred thousand", "300000"),
-  ("2 dozen eggs", "24"),
-]
-WRONG = [
-  ("205", "204"),
-  ("", "204"),
-  ("5 or 204", "204"),
-  ("0.333", "1/3"),
-  ("2\\pi", "2"),
-  ("\\boxed{1} or \\boxed{2}", "1"),
-  ("1/0", "1"),
-  ("9" * 2000, "9"),
-  ("\\boxed{", "1"),
-  ("5 million", "5"),
-  ("5", "5 million"),
-  ("5 \\text{ million}", "5"),
-  ("$5$ million", "5"),
-  ("1.5~\\text{million}", "3/2"),
-  ("3 hundred", "3"),
-  ("10 factorial", "10"),
-  ("3 squared", "3"),
-  ("2 thirds", "2"),
-  ("18 minus two", "18"),
-  ("18 \\text{ minus two}", "18"),
-  ("5 and six", "5"),
-  ("2 times pi", "2"),
-  ("2 sin x", "2"),
-  ("7 forty", "7"),
-]
-
-
-@pytest.mark.parametrize(("prediction", "gold"), RIGHT)
-def test_equal(prediction: str, gold: str):
-  assert math.equivalent(prediction, [gold])
-
-
-@pytest.mark.parametrize(("prediction", "gold"), WRONG)
-def test_different(prediction: str, gold: str):
-  assert not math.equivalent(prediction, [gold])
-
-
-def test_any_gold_answer_will_do():
-  assert math.equivalent("3", ["2", "3"])
 
 
 def pairs() -> tuple[str, list[list[str]]]:
@@ -93,9 +26,9 @@ def pairs() -> tuple[str, list[list[str]]]:
   return head[3].split()[1], rows
 
 
-def test_two_hundred_hard_pairs():
+def test_pairs_that_are_equal_and_pairs_that_are_not():
   _, rows = pairs()
-  assert len({(row[0], row[1]) for row in rows}) == 200
+  assert len({(row[0], row[1]) for row in rows}) == len(rows) >= 200
   verdicts = {True: "yes", False: "no"}
   wrong = [row for row in rows if verdicts[math.equivalent(row[0], [row[1]])] != row[2]]
   assert not wrong
@@ -115,58 +48,61 @@ def test_what_math_verify_says_is_beside_each_pair_and_each_deviation_has_a_reas
     assert {True: "yes", False: "no"}[bool(equal)] == recorded, (prediction, gold)
 
 
-def test_an_endless_answer_is_wrong_and_the_next_one_is_graded(monkeypatch):
-  monkeypatch.setattr(math, "CPU_SECONDS", 1)
-  began = time.monotonic()
-  assert not math.equivalent("9^{9^{9^{9}}}", ["4"])
-  assert time.monotonic() - began < 110
-  assert math.equivalent("\\sqrt{4}", ["2"])
+def kill_the_child() -> None:
+  """As the kernel might, where memory is short; there may be none yet."""
+  find = ["pgrep", "-P", str(os.getpid()), "-f", "math_inside"]
+  for pid in subprocess.run(find, capture_output=True, text=True).stdout.split():
+    os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_killed_child_is_replaced():
   assert math.equivalent("\\sqrt{4}", ["2"])
-  os.kill(math._VERIFIER._child.pid, signal.SIGKILL)
-  math._VERIFIER._child.wait()
+  kill_the_child()
   assert math.equivalent("\\sqrt{9}", ["3"])
 
 
-def test_several_values_in_one_answer_are_a_set():
+def test_several_values_in_one_answer_are_a_set_and_any_gold_answer_will_do():
+  assert math.equivalent("3", ["2", "3"])
   assert math.equivalent("\\boxed{3, -1}", ["-1, 3"])
   assert math.equivalent("x = 3 or x = -1", ["1, 2", "\\{-1, 3\\}"])
   assert not math.equivalent("3", ["-1, 3"])
 
 
 @pytest.mark.parametrize(
-  "answer", ["\\frac{" * 150, "((" * 400, "x^" * 400 + "x", "\\int " * 150, "\x00"]
+  "answer",
+  [
+    "",
+    "9" * 2000,
+    "\\frac{" * 150,
+    "((" * 400,
+    "x^" * 400 + "x",
+    "\\int " * 150,
+    "\x00",
+  ],
 )
-def test_no_answer_crashes_the_grader(answer):
+def test_no_answer_crashes_the_grader(answer, monkeypatch):
+  monkeypatch.setattr(math, "CPU_SECONDS", 1)
   assert not math.equivalent(answer, ["2\\sqrt{2}"])
   assert math.equivalent("\\sqrt{8}", ["2\\sqrt{2}"])
 
 
 def test_many_open_files_do_not_stop_the_grader():
-  resource.setrlimit(resource.RLIMIT_NOFILE, (4096, HARD))
-  math._VERIFIER.close()
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
   with contextlib.ExitStack() as stack:
-    for _ in range(1100):
+    stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+    stack.callback(kill_the_child)
+    for _ in range(1100):  # so that the pipes of a new child are beyond 1023
       stack.enter_context(open(os.devnull))
+    kill_the_child()
     assert math.equivalent("\\sqrt{4}", ["2"])
-    assert math._VERIFIER._child.stdout.fileno() > 1024
-    math._VERIFIER.close()
-  resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT, HARD))
 
 
-def test_an_endless_answer_holds_no_other_thread_up_for_long(monkeypatch):
+def test_threads_may_grade_at_once_and_an_endless_answer_holds_none_up(monkeypatch):
   monkeypatch.setattr(math, "CPU_SECONDS", 1)
-  endless = ("9^{9^{9^{9}}}", ["4"])
-  plain = ("\\sqrt{9}", ["3"])
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    jobs = [pool.submit(math.equivalent, *job) for job in [endless, plain] * 2]
-    assert [job.result(timeout=300) for job in jobs] == [False, True] * 2
-
-
-def test_threads_may_grade_at_once():
   cases = [(f"\\sqrt{{{n * n}}}", [str(n + n % 2)], n % 2 == 0) for n in range(2, 18)]
+  for i in (0, 9):
+    cases.insert(i, ("9^{9^{9^{9}}}", ["4"], False))
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    verdicts = list(pool.map(lambda c: math.equivalent(c[0], c[1]), cases))
-  assert verdicts == [c[2] for c in cases]
+    jobs = [pool.submit(math.equivalent, *case[:2]) for case in cases]
+    assert [job.result(timeout=110) for job in jobs] == [case[2] for case in cases]

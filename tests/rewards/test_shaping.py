@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from coa_jax.protocol import parser, roles
+from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory, Usage
 from coa_jax.rewards import shaping
 from coa_jax.rewards.shaping import (
@@ -50,14 +50,10 @@ def test_the_base_joins_answer_and_format(config, by_hand, answer, text):
 )
 def test_overlong_is_daps_soft_punishment_in_tokens(tokens, penalty):
   """The points of afm.md 4.4 (M = 8192, buffer M / 8); the prompt does not count."""
-  config = OverlongConfig(limit=8192, buffer=1024)
-  assert shaping.overlong(config, trajectory_of(tokens=tokens)) == pytest.approx(
-    penalty
-  )
-  double = OverlongConfig(limit=8192, buffer=1024, weight=2.0)
-  assert shaping.overlong(double, trajectory_of(tokens=tokens)) == pytest.approx(
-    2 * penalty
-  )
+  for weight in (1.0, 2.0):
+    config = OverlongConfig(limit=8192, buffer=1024, weight=weight)
+    term = shaping.overlong(config, trajectory_of(tokens=tokens))
+    assert term == pytest.approx(weight * penalty)
 
 
 def test_repetition_of_whole_spans():
@@ -124,8 +120,3 @@ def test_any_terms_together_are_the_sum_of_their_parts():
 def test_sums_that_cannot_be_meant_are_refused(make, message):
   with pytest.raises(ValueError, match=message):
     make()
-
-
-def test_format_reward_is_the_verdict():
-  assert shaping.format_reward(parser.parse(GOOD, MHQA)) == 1.0
-  assert shaping.format_reward(parser.parse(GOOD[:-3], MHQA)) == 0.0

@@ -72,8 +72,8 @@ def names(groups: list[list[Trajectory]]) -> list[str]:
 
 
 def expected(n: int) -> list[str]:
-  draw = TaskSampler(toy.TASKS, SEED)
-  return [draw.task(i, 0).id for i in range(n)]
+  task_sampler = TaskSampler(toy.TASKS, SEED)
+  return [task_sampler.task(i, 0).id for i in range(n)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,8 +102,7 @@ def test_no_group_is_taken_later_than_was_said(prompts, size, rounds, seed):
       step, num_kept, num_taken = step + 1, 0, 0
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
-@pytest.mark.parametrize("slow", ["learner", "tools"])
+@pytest.mark.parametrize(("staleness", "slow"), [(1, "tools"), (2, "learner")])
 def test_no_token_is_older_than_allowed_and_every_group_is_taken_once(
   worker, novice, staleness, slow
 ):
@@ -168,8 +167,8 @@ def test_a_running_trajectory_goes_on_with_the_newer_policy(worker, novice):
     assert len(sampled) == len(dated[i])
     for n, version in enumerate(dated[i]):
       assert sampled[n] == pytest.approx(logps[version][i][n], abs=2e-5)
-  gap = max(abs(a - b).max() for a, b in zip(*logps, strict=True))
-  assert gap > 0.1  # so the policies can be told apart
+  logp_diff = max(abs(a - b).max() for a, b in zip(*logps, strict=True))
+  assert logp_diff > 0.1  # so the policies can be told apart
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -211,11 +210,12 @@ def test_an_evaluation_is_as_one_alone(worker, novice, staleness):
   assert names(grouped(batch.played)) == expected(4)[2:]
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("draw", ["uniform", "learnability"])
-def test_a_run_goes_on_from_a_cursor(worker, novice, draw, staleness):
+@pytest.mark.parametrize(
+  ("task_sampler", "staleness"), [("uniform", 0), ("learnability", 2)]
+)
+def test_a_run_goes_on_from_a_cursor(worker, novice, task_sampler, staleness):
   """One policy under all versions, so what is played must be the same."""
-  how = dict(task_sampler=draw, staleness=staleness, filter_groups=False)
+  how = dict(task_sampler=task_sampler, staleness=staleness, filter_groups=False)
   with make(worker, toy.TableToolbox(), **how) as whole:
     batches = [whole.next(novice, step) for step in range(4)]
   assert all(len(b.groups) == 2 and b.num_groups == 2 for b in batches)

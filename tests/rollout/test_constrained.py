@@ -28,7 +28,9 @@ VARIANT = roles.get_variant("mhqa")
 
 
 @functools.cache
-def play(tokenizer, **changes) -> tuple[RolloutWorker, dict, list[Trajectory]]:
+def play(
+  tokenizer, length: int = LENGTH, **changes
+) -> tuple[RolloutWorker, dict, list[Trajectory]]:
   """What an untrained model plays under the grammar."""
   cfg = dataclasses.replace(toy.MODEL, vocab_size=tokenizer.vocab_size + 5)
   params = transformer.init_params(cfg, 1)
@@ -37,7 +39,7 @@ def play(tokenizer, **changes) -> tuple[RolloutWorker, dict, list[Trajectory]]:
     style="brief",
     slots=8,
     window=64,
-    max_len=LENGTH,
+    max_len=length,
     max_calls=99,
     constrain=True,
     **changes,
@@ -49,7 +51,7 @@ def play(tokenizer, **changes) -> tuple[RolloutWorker, dict, list[Trajectory]]:
 
 @pytest.mark.parametrize("tokenizer", [toy.tokenizer, toy.stock_tokenizer])
 def test_an_untrained_model_breaks_no_rule(tokenizer):
-  worker, _, played = play(tokenizer())
+  worker, _, played = play(tokenizer(), LENGTH)
   ended = [t for t in played if t.status == Status.ENDED]
   assert all(t.reward_parts["format"] == 1.0 for t in ended)
   for t in played:
@@ -72,10 +74,11 @@ def test_an_untrained_model_breaks_no_rule(tokenizer):
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 40, "top_p": 0.7, "min_p": 0.1}])
 def test_the_learner_has_the_samplers_log_probs(truncation: dict):
-  worker, params, played = play(toy.tokenizer(), **truncation)
+  length = LENGTH // 4 if truncation else LENGTH  # nothing here needs an end
+  worker, params, played = play(toy.tokenizer(), length, **truncation)
   cfg = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
   (batch,) = batching.batches(
-    played[:6], 6, LENGTH, [1.0] * 6, constraint=worker.constraint
+    played[:6], 6, length, [1.0] * 6, constraint=worker.constraint
   )
   scores = {
     name: log_probs.token_logps(cfg, params, batch, 1.0, None, cut, constraint)
@@ -87,9 +90,9 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
   logps = {name: np.asarray(s[0]) for name, s in scores.items()}
   wrote = batch.loss_mask_BT > 0
   assert wrote.sum() > 1_000
-  gap = np.abs(logps["same"][wrote] - batch.logp_BT[wrote])
+  logp_diff = np.abs(logps["same"][wrote] - batch.logp_BT[wrote])
   # At the border of a truncation rounding decides whether one token more is left.
-  assert (gap <= 2e-5).mean() >= (0.999 if truncation else 1.0)
+  assert (logp_diff <= 2e-5).mean() >= (0.999 if truncation else 1.0)
   # Without the mask every token would be less likely.
   assert (logps["free"][wrote] <= logps["same"][wrote] + 1e-6).all()
   assert logps["free"][wrote].mean() < logps["same"][wrote].mean() - 0.01
@@ -101,7 +104,7 @@ def test_the_learner_has_the_samplers_log_probs(truncation: dict):
 
 
 def test_a_chunked_loss_is_the_whole_one_under_a_grammar():
-  worker, params, played = play(toy.tokenizer())
+  worker, params, played = play(toy.tokenizer(), LENGTH)
   whole = dataclasses.replace(toy.MODEL, vocab_size=toy.tokenizer().vocab_size + 5)
   chunked = dataclasses.replace(whole, logit_chunk=256)
   (batch,) = batching.batches(

@@ -36,12 +36,14 @@ class Counting:
     self.timings = Timings()
     self.gate = threading.Event()
     self.gate.set()
+    self.began = threading.Event()
     self.started: list[str] = []
     self.policies: list = []
     self.playing: list[Attempt] = []
     self.most = 0
 
   def round(self, policy, version, new):
+    self.began.set()
     self.gate.wait(60)
     time.sleep(0.0005)
     self.playing += new
@@ -87,6 +89,18 @@ def test_every_episode_ends_once_in_the_slots_there_are(seed):
   assert all(0 < r.most <= r.slots for r in replicas)
   eventually(is_idle)
   assert on.capacity == sum(r.slots for r in replicas)
+
+
+def test_a_replica_that_is_held_up_holds_up_no_other():
+  replicas = [Counting(slots=1) for _ in range(2)]
+  on = pool(*replicas)
+  replicas[0].gate.clear()
+  futures = [on.submit(Attempt(f"e{n}")) for n in range(8)]
+  eventually(lambda: sum(f.done() for f in futures) == 7)
+  replicas[0].gate.set()
+  concurrent.futures.wait(futures, 60)
+  assert len(replicas[0].started) == 1
+  eventually(is_idle)
 
 
 def test_what_is_first_goes_before_what_waits_and_order_is_kept():
@@ -157,7 +171,9 @@ def test_what_is_cancelled_never_ends_and_frees_its_slot():
   running = Attempt("running", 10**9)
   waiting = Attempt("waiting")
   last = Attempt("last")
-  futures = [on.submit(e) for e in (running, waiting, last)]
+  futures = [on.submit(running)]
+  assert replica.began.wait(60)  # else it would wait as well, and leave its slot
+  futures += [on.submit(e) for e in (waiting, last)]
   for episode in (running, waiting):
     on.cancel(episode)
     on.cancel(episode)  # once more changes nothing

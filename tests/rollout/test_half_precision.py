@@ -21,7 +21,7 @@ def amx(monkeypatch) -> None:
   monkeypatch.setattr(decode_params, "WIDE", CFG.width)
 
 
-def gaps(cfg, params) -> np.ndarray:
+def logp_diffs(cfg, params) -> np.ndarray:
   """|log-prob of the sampler - of the learner|, token by token."""
   # So many that means of two samples of trajectories can be compared.
   played = play(params, range(48), on=engine(cfg))
@@ -33,7 +33,7 @@ def gaps(cfg, params) -> np.ndarray:
 def test_half_precision_weights_under_float32_activations_keep_the_agreement(novice):
   """The sampler may hold bfloat16 weights; the learner rounds its masters alike."""
   cfg = dataclasses.replace(CFG, weight_dtype="bfloat16")
-  assert gaps(cfg, novice).max() <= 2e-5
+  assert logp_diffs(cfg, novice).max() <= 2e-5
   # The rounding is there, and its gradient is that of the master weights.
   lists = list(play(novice, range(2)).values())
   rounded, exact = (toy.logps_of(c, novice, lists, 1.0) for c in (cfg, CFG))
@@ -45,38 +45,45 @@ def test_half_precision_weights_under_float32_activations_keep_the_agreement(nov
   np.testing.assert_array_equal(*grads)
 
 
-@pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
-def test_half_precision_activations_cost_agreement(novice, decoded, monkeypatch):
-  """What this prints with `-s` is what docs/rl.md says of half precision.
+HALF = dataclasses.replace(CFG, dtype="bfloat16")
 
-  A CPU decodes in float32; other devices in the dtype of the model.
-  """
-  if decoded == "bfloat16":
-    monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
-  cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  assert engine(cfg).model.dtype == decoded
-  gap = gaps(cfg, novice)
+
+@pytest.fixture(scope="module")
+def diffs_of_half(novice) -> dict[str, np.ndarray]:
+  """`logp_diffs` of HALF by what it is decoded in: a CPU decodes in float32."""
+  out = {"float32": logp_diffs(HALF, novice)}
+  with pytest.MonkeyPatch.context() as patch:
+    # Devices other than CPUs decode in the dtype of the model.
+    patch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
+    assert engine(HALF).model.dtype == "bfloat16"
+    out["bfloat16"] = logp_diffs(HALF, novice)
+  return out
+
+
+@pytest.mark.parametrize("decoded", ["float32", "bfloat16"])
+def test_half_precision_activations_cost_agreement(diffs_of_half, decoded):
+  """What this prints with `-s` is what docs/rl.md says of half precision."""
+  logp_diff = diffs_of_half[decoded]
   print(
-    f"decoded in {decoded}: gap of {gap.size:,} tokens in nats: "
-    f"mean {gap.mean():.4f}, largest {gap.max():.3f}"
+    f"decoded in {decoded}: difference of {logp_diff.size:,} tokens in nats: "
+    f"mean {logp_diff.mean():.4f}, largest {logp_diff.max():.3f}"
   )
-  assert 1e-3 < gap.max() < 0.3 and gap.mean() < 0.02
+  assert 1e-3 < logp_diff.max() < 0.3 and logp_diff.mean() < 0.02
 
 
 def test_a_cpu_decodes_in_float32_with_the_same_weights_and_agrees_no_worse(
-  novice, monkeypatch
+  novice, diffs_of_half
 ):
-  cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  decoder = engine(cfg).model
+  decoder = engine(HALF).model
   assert (decoder.dtype, decoder.weight_dtype) == ("float32", "bfloat16")
-  (view,), (before,) = (decode_params.decoding_views(c, novice) for c in (decoder, cfg))
+  (view,), (before,) = (
+    decode_params.decoding_views(c, novice) for c in (decoder, HALF)
+  )
   jax.tree.map(np.testing.assert_array_equal, view, before)
   for x, y in zip(jax.tree.leaves(view), jax.tree.leaves(novice), strict=True):
     np.testing.assert_array_equal(x, y.astype("bfloat16").astype("float32"))
-  gap = gaps(cfg, novice)
-  monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
-  half = gaps(cfg, novice)
-  assert gap.mean() <= 1.02 * half.mean()  # 0.97 times here
+  # 0.97 times here.
+  assert diffs_of_half["float32"].mean() <= 1.02 * diffs_of_half["bfloat16"].mean()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -111,8 +118,7 @@ def test_a_decoder_with_amx_holds_matrices_in_half_precision(amx, tied):
 
 
 def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novice):
-  cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  on = engine(cfg)
+  on = engine(HALF)
   expected = play(novice, range(12), on=on)
   slow = toy.TableToolbox(latency=toy.shuffled_latency(1))
   played = play(novice, reversed(range(12)), slow, on=on)
@@ -120,9 +126,6 @@ def test_half_precision_products_are_the_same_whoever_else_is_decoded(amx, novic
 
 
 def test_half_precision_products_agree_no_worse_with_the_learner(
-  amx, novice, monkeypatch
+  diffs_of_half, amx, novice
 ):
-  cfg = dataclasses.replace(CFG, dtype="bfloat16")
-  gap = gaps(cfg, novice)
-  monkeypatch.setattr(decode_params, "architecture", lambda cfg, partitioner: cfg)
-  assert gap.mean() <= 1.02 * gaps(cfg, novice).mean()
+  assert logp_diffs(HALF, novice).mean() <= 1.02 * diffs_of_half["bfloat16"].mean()

@@ -9,8 +9,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import threading
-from concurrent import futures
 
 import jax
 import pytest
@@ -22,10 +20,8 @@ from playing import (
   engine,
   keep_all,
   play,
-  threads,
   toy_worker,
 )
-from toy import eventually
 
 from coa_jax.model import decode_params, transformer
 from coa_jax.model.config import ModelConfig
@@ -33,7 +29,6 @@ from coa_jax.model.sharding import MeshConfig, make_partitioner
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
-from coa_jax.rollout.streaming import InferenceRequest, InferenceServer
 from coa_jax.rollout.types import SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
@@ -57,7 +52,7 @@ def test_on_virtual_devices():
     timeout=900,
   )
   assert done.returncode == 0, done.stdout[-4000:]
-  assert "s......" in done.stdout  # this test was skipped, the others were run
+  assert "s....." in done.stdout  # this test was skipped, the others were run
 
 
 def replicas(tensor: int = 1, model: ModelConfig = CFG) -> ReplicaPool:
@@ -132,48 +127,6 @@ def test_half_precision_matrices_are_split_as_others_are(monkeypatch, tied):
 
 
 @on_devices
-def test_a_slow_tool_holds_up_no_replica(novice):
-  """While one trajectory's tool hangs all others end."""
-  release = threading.Event()
-  hung = set()
-
-  def reply(name: str, body: str) -> str:
-    if not hung:
-      hung.add(body)
-      release.wait(600)
-    return toy.TableToolbox().reply(name, body)
-
-  episodes = [
-    toy.episode(toy.TASKS[n % 4], toy.TableToolbox(reply), n) for n in range(24)
-  ]
-  on = replicas()
-  on.set_policy(novice, 0)
-  waiting = {on.submit(episode) for episode in episodes}
-  while len(waiting) > 1:
-    _, waiting = futures.wait(waiting, return_when=futures.FIRST_COMPLETED)
-  release.set()
-  (last,) = waiting
-  assert last.result() and len(hung) == 1
-
-
-@on_devices
-def test_threads_end_with_the_work_whatever_ends_it(novice):
-  on = replicas()
-  on.set_policy(novice, 0)
-  episodes = [toy.episode(toy.TASKS[n % 4], toy.TableToolbox(), n) for n in range(40)]
-  submitted = [on.submit(episode) for episode in episodes]
-  assert threads()
-  for episode in episodes:
-    on.cancel(episode)
-  assert all(future.done() for future in submitted)
-  eventually(lambda: not threads())
-  assert len(play(novice, range(12), on=on)) == 12
-  on.close()
-  with pytest.raises(RuntimeError, match="the engine is closed"):
-    on.submit(episodes[0])
-
-
-@on_devices
 def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
   partitioner = make_partitioner(MeshConfig())
   params = jax.device_put(novice, partitioner.tree(novice))
@@ -182,9 +135,9 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
 
   def collect(worker: RolloutWorker, params: dict) -> list:
     tools = toy.TableToolbox(latency=toy.shuffled_latency(1))
-    draw = TaskSampler(toy.TASKS, 0)
+    task_sampler = TaskSampler(toy.TASKS, 0)
     with RolloutCollector(
-      worker, draw, tools, sampling, keep_all, steps=steps, seed=3
+      worker, task_sampler, tools, sampling, keep_all, steps=steps, seed=3
     ) as collector:
       return [collector.next(params, step) for step in range(steps)]
 
@@ -201,25 +154,3 @@ def test_rollouts_ahead_take_up_a_policy_on_every_device(novice):
     return [(t.task_id, t.sample, toy.sampled_ids(t)) for t in played]
 
   assert tokens(batches) == tokens(expected)
-
-
-@on_devices
-def test_a_server_answers_on_all_devices(actor):
-  partitioner = make_partitioner(MeshConfig())
-  worker = toy_worker(partitioner=partitioner)
-  params = jax.device_put(actor.params, partitioner.tree(actor.params))
-  with worker, InferenceServer(worker, params, toy.TableToolbox()) as server:
-    server.warm_up()
-    for _ in range(3):
-      ends = []
-      over = threading.Semaphore(0)
-
-      def on_event(event, ends=ends, over=over) -> None:
-        if not hasattr(event, "is_tag"):
-          ends.append(event)
-          over.release()
-
-      for i in range(12):
-        server.submit(InferenceRequest("4 * 4 + 1", 0.0, seed=i), on_event)
-      assert all(over.acquire(timeout=300) for _ in range(12))
-      assert all(t.text.endswith(toy.end("17")) for t in ends) and len(ends) == 12

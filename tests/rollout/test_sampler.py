@@ -69,12 +69,12 @@ def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():
   copy = functools.partial(jax.tree.map, np.array)
   row_R = np.array([2, SLOTS, 0])  # the second row is not used
   whole = extend(copy(noise), row_R, ids, np.zeros(3, int), np.array([16, 16, 9]))
-  pieces = extend(copy(noise), row_R, ids, np.zeros(3, int), np.array([5, 3, 0]))
+  parts = extend(copy(noise), row_R, ids, np.zeros(3, int), np.array([5, 3, 0]))
   rest = np.stack([np.roll(ids[0], -5), ids[1], ids[2]])
   counts = np.array([11, 0, 9])
-  pieces = extend(pieces, row_R, rest, np.array([5, 0, 0]), counts)
+  parts = extend(parts, row_R, rest, np.array([5, 0, 0]), counts)
   for a, b, old in zip(
-    jax.tree.leaves(whole), jax.tree.leaves(pieces), jax.tree.leaves(noise), strict=True
+    jax.tree.leaves(whole), jax.tree.leaves(parts), jax.tree.leaves(noise), strict=True
   ):
     np.testing.assert_allclose(a, b, atol=1e-5)
     rest = (1, 2, 3) if a.shape[4] == SIZE else (1, 2, 4)  # keys, values

@@ -56,10 +56,10 @@ def events_of(
   """Everything that a question's sender gets."""
   out: queue.SimpleQueue = queue.SimpleQueue()
   server.submit(ask, out.put)
-  pieces = []
+  deltas = []
   while isinstance(event := out.get(timeout=120), TextDelta):
-    pieces.append(event)
-  return pieces, event
+    deltas.append(event)
+  return deltas, event
 
 
 TEXT = (
@@ -71,14 +71,14 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
 def test_pieces_are_whole_however_the_bytes_come(size: int):
   spans, data = Spans(("think", "answer")), TEXT.encode()
-  pieces = []
+  deltas = []
   for i in range(0, len(data), size):
-    pieces += spans.read(data[i : i + size], final=i + size >= len(data))
-  assert "".join(p.text for p in pieces) == TEXT
-  assert [p.text for p in pieces if p.is_tag] == list(TAGS)
-  assert not any(tag in p.text for p in pieces if not p.is_tag for tag in TAGS)
+    deltas += spans.read(data[i : i + size], final=i + size >= len(data))
+  assert "".join(p.text for p in deltas) == TEXT
+  assert [p.text for p in deltas if p.is_tag] == list(TAGS)
+  assert not any(tag in p.text for p in deltas if not p.is_tag for tag in TAGS)
   by_role: dict[str, str] = {}
-  for p in pieces:
+  for p in deltas:
     if not p.is_tag:
       by_role[p.role] = by_role.get(p.role, "") + p.text
   assert by_role == {
@@ -98,13 +98,13 @@ def test_nothing_is_held_back_that_is_certain():
 
 @pytest.mark.parametrize("question", toy.SCRIPTS)
 def test_pieces_are_the_trajectory_and_it_is_not_graded(open_server, question: str):
-  pieces, t = events_of(open_server(), InferenceRequest(question, 0.0))
+  deltas, t = events_of(open_server(), InferenceRequest(question, 0.0))
   script = toy.SCRIPTS[question]
   observations = [roles.wrap(roles.OBSERVATION, x) for x in script[1::2]]
   expected = [*script]
   expected[1::2] = observations
-  assert "".join(p.text for p in pieces) == t.text == "".join(expected)
-  tags = [p.text for p in pieces if p.is_tag and p.role == roles.OBSERVATION]
+  assert "".join(p.text for p in deltas) == t.text == "".join(expected)
+  tags = [p.text for p in deltas if p.is_tag and p.role == roles.OBSERVATION]
   assert tags == ["<observation>", "</observation>"] * len(observations)
   assert t.status == Status.ENDED and t.reward is None and not t.reward_parts
 
@@ -128,10 +128,10 @@ def test_max_tokens_counts_what_the_policy_writes(open_server):
   ids, total = toy.sampled_ids(whole), whole.usage.generated
   calls = []
   for most in range(1, total + 2):
-    pieces, t = events_of(server, InferenceRequest("2 + 3", 0.0, max_tokens=most))
+    deltas, t = events_of(server, InferenceRequest("2 + 3", 0.0, max_tokens=most))
     assert toy.sampled_ids(t) == ids[:most] and t.usage.generated == min(most, total)
     assert t.status == (Status.ENDED if most >= total else Status.TRUNCATED)
-    assert "".join(p.text for p in pieces) == t.text
+    assert "".join(p.text for p in deltas) == t.text
     assert t.segments[-1].author == Author.POLICY
     calls.append(len(t.calls))
   # The call is made only if there is a token left for what comes after it.
@@ -141,9 +141,9 @@ def test_max_tokens_counts_what_the_policy_writes(open_server):
 
 def test_an_observation_without_room_is_not_told(open_server):
   toolbox = toy.TableToolbox(lambda name, body: "qx" * 200)
-  pieces, t = events_of(open_server(toolbox), InferenceRequest("2 + 3", 0.0))
+  deltas, t = events_of(open_server(toolbox), InferenceRequest("2 + 3", 0.0))
   assert t.status == Status.TRUNCATED and len(t.calls) == 1
-  assert "".join(p.text for p in pieces) == t.text == toy.SCRIPTS["2 + 3"][0]
+  assert "".join(p.text for p in deltas) == t.text == toy.SCRIPTS["2 + 3"][0]
 
 
 def test_seed_and_sample_alone_say_what_is_drawn(open_server):

@@ -7,9 +7,8 @@ import threading
 
 import pytest
 import toy
-from playing import keep_all, threads, versions
+from playing import keep_all, versions
 from scripted_vllm import ScriptedVllm, vllm_worker
-from toy import eventually
 
 from coa_jax.protocol.trajectory import Status
 from coa_jax.rollout.collect import RolloutCollector, ages
@@ -77,8 +76,8 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
   assert 1 <= oldest <= staleness
   played = [t for group in seen for t in group]
   check(played)
-  draw = TaskSampler(toy.TASKS, 0)
-  expected = [draw.task(n, 0).id for n in range(len(seen))]
+  task_sampler = TaskSampler(toy.TASKS, 0)
+  expected = [task_sampler.task(n, 0).id for n in range(len(seen))]
   assert [group[0].task_id for group in seen] == expected and len(seen) == 10
   # Weights never change under a request, and are loaded once a version.
   assert server.disturbed == [0] * STEPS
@@ -88,12 +87,12 @@ def test_every_token_is_of_the_policy_that_was_served_and_none_too_old(
 
 
 def test_a_turn_goes_on_with_the_newer_policy(server, tmp_path):
-  gate, requested, tell = threading.Event(), threading.Event(), server.faults
+  gate, requested, logps_of_loads = threading.Event(), threading.Event(), server.faults
 
   def wait(body: dict):
     requested.set()
     assert gate.wait(60)
-    return tell(body)
+    return logps_of_loads(body)
 
   server.faults = wait
   on = vllm_worker(server, tmp_path, PIECE, slots=4)
@@ -118,18 +117,3 @@ def test_an_evaluation_among_rollouts_is_of_one_policy(server, tmp_path):
   check(played)
   assert {v for t in played for v in versions(t)} == {1}
   assert server.disturbed == [0, 0]
-
-
-def test_it_ends_at_once_though_requests_hang(server, tmp_path):
-  requested = threading.Event()
-
-  def hang(body: dict) -> str:
-    requested.set()
-    return "hang"
-
-  server.faults = hang
-  on = vllm_worker(server, tmp_path, PIECE)
-  with make(on, toy.TableToolbox()) as collector:
-    collector.set_policy(policy(0), 0)
-    assert requested.wait(60)
-  eventually(lambda: not threads("vllm engine"))

@@ -84,14 +84,19 @@ def groups(
   return worker.generate_groups(params, toy.TASKS, toolbox, samples, temperature, seed)
 
 
+def assert_same_tokens(theirs: list, ours: list) -> None:
+  for (a,), (b,) in zip(theirs, ours, strict=True):
+    assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
+
+
 @pytest.mark.parametrize("steps", [200, 20])
 def test_greedy_trajectories_are_those_of_our_own_sampler(url, tmp_path, steps: int):
   params = policy(steps)
   on = over_vllm(url, tmp_path)
   theirs = groups(on, params, 1, 0.0)
   ours = groups(make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS), params, 1, 0.0)
+  assert_same_tokens(theirs, ours)
   for (a,), (b,) in zip(theirs, ours, strict=True):
-    assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
     assert (a.status, a.reward, a.text) == (b.status, b.reward, b.text)
     assert [c.arguments for c in a.calls] == [c.arguments for c in b.calls]
     logps = toy.sampled_logps(a)
@@ -185,23 +190,26 @@ def test_a_tied_output_matrix_that_vllm_left_behind_is_found_out(tmp_path, monke
     engine.refresh(transformer.init_params(TIED, 0))
 
 
-def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
-  """In place of one that somebody else started; and it ends with the worker."""
+@pytest.fixture
+def started(tmp_path, monkeypatch) -> VllmConfig:
+  """A server that a run starts and ends."""
   monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-  vllm = VllmConfig(
+  return VllmConfig(
     folder=str(tmp_path / "export"),
     serve=real_vllm.VLLM,
     flags=("--block-size=32", "--enforce-eager"),
     max_logp_diff=1e-4,
     timeout_s=60.0,
   )
-  on = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=vllm)
+
+
+def test_a_server_that_the_run_starts_serves_its_policy(started, tmp_path):
+  """In place of one that somebody else started; and it ends with the worker."""
+  on = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS, vllm=started)
   own = make_worker(CFG, toy.tokenizer(), CONFIG, toy.TOOLS)
   for seed in (0, 1):
     params = transformer.init_params(CFG, seed)
-    theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
-    for (a,), (b,) in zip(theirs, ours, strict=True):
-      assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
+    assert_same_tokens(groups(on, params, 1, 0.0), groups(own, params, 1, 0.0))
   (log,) = tmp_path.glob("export.*.log")
   port = log.name.split(".")[1]
   assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
@@ -210,23 +218,13 @@ def test_a_server_that_the_run_starts_serves_its_policy(tmp_path, monkeypatch):
     httpx.get(f"http://127.0.0.1:{port}/health")
 
 
-def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeypatch):
+def test_under_the_grammar_vllm_samples_what_our_sampler_would(started):
   """Greedily the same tokens; of sampled ones our sampler's own log-probs."""
-  monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-  vllm = VllmConfig(
-    folder=str(tmp_path / "export"),
-    serve=real_vllm.VLLM,
-    flags=("--block-size=32", "--enforce-eager"),
-    max_logp_diff=1e-4,
-    timeout_s=60.0,
-  )
   config = dataclasses.replace(CONFIG, constrain=True)
-  on = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=vllm)
+  on = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS, vllm=started)
   own = make_worker(CFG, toy.tokenizer(), config, toy.TOOLS)
   for params in (policy(60), policy(0)):
-    theirs, ours = (groups(x, params, 1, 0.0) for x in (on, own))
-    for (a,), (b,) in zip(theirs, ours, strict=True):
-      assert [s.ids for s in a.segments] == [s.ids for s in b.segments]
+    assert_same_tokens(groups(on, params, 1, 0.0), groups(own, params, 1, 0.0))
     sampled = [t for group in groups(on, params, 4, 1.0) for t in group]
     assert params is policy(0) or sum(len(t.calls) for t in sampled) >= 4
     for t, logps in zip(sampled, own.rescore(params, sampled, 1.0), strict=True):
@@ -234,10 +232,10 @@ def test_under_the_grammar_vllm_samples_what_our_sampler_would(tmp_path, monkeyp
     # And the grammar had something to take away.
     free = dataclasses.replace(CONFIG, constrain=False)
     free = make_worker(CFG, toy.tokenizer(), free, toy.TOOLS)
-    gap = np.concatenate(free.rescore(params, sampled, 1.0)) - np.concatenate(
+    logp_diff = np.concatenate(free.rescore(params, sampled, 1.0)) - np.concatenate(
       [toy.sampled_logps(t) for t in sampled]
     )
-    assert gap.min() < -1e-3 and gap.max() < 1e-4
+    assert logp_diff.min() < -1e-3 and logp_diff.max() < 1e-4
 
 
 def journey(
@@ -269,7 +267,6 @@ def test_two_updates_of_rl(url, tmp_path):
   assert len(log) == 2 and 0 < results["logp_diff"] < 1e-4
   for row in log:
     assert row["infrastructure"] == 0
-  for row in log:
     if "importance" not in row:  # no group had rewards that differ
       continue
     assert row["ratio"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,8 @@ ROWS = [
 ]
 
 
-def jsonl_text() -> str:
-  return "".join(json.dumps(r) + "\n" for r in ROWS)
-
-
 def jsonl(path) -> str:
-  path.write_text(jsonl_text())
+  path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
   return str(path)
 
 
@@ -41,13 +38,16 @@ def rows(uri: str) -> list[dict]:
 
 
 def test_files_by_suffix_and_by_scheme(tmp_path):
-  lines, table = jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "a.parquet")
+  uris = [jsonl(tmp_path / "a.jsonl"), parquet(tmp_path / "a.parquet")]
+  uris.append(f"json:{jsonl(tmp_path / 'a.txt')}")
+  uris.append(f"parquet:{parquet(tmp_path / 'a.data')}")
   plain = tmp_path / "a.json"
   plain.write_text(json.dumps(ROWS))
-  odd, odder = jsonl(tmp_path / "a.txt"), parquet(tmp_path / "a.data")
-  for uri in (lines, table, str(plain), f"json:{odd}", f"parquet:{odder}"):
+  for uri in (*uris, str(plain)):
     assert rows(uri) == ROWS
     assert [t.answers for t in load_tasks(uri)][1] == ("a1", "b")
+  plain.write_text(json.dumps(ROWS[0]))
+  assert rows(str(plain)) == ROWS[:1]
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,19 @@ def test_refusals_name_the_source(tmp_path, uri, error, message):
     rows(uri.format(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz"])
-def test_gzipped_files(tmp_path, name):
-  path = tmp_path / name
-  text = json.dumps(ROWS) if ".json." in name else jsonl_text()
-  path.write_bytes(gzip.compress(text.encode()))
-  assert rows(str(path)) == ROWS
-  assert [t.id for t in load_tasks(path)] == [r["id"] for r in ROWS]
-  path.write_bytes(path.read_bytes()[:-20])
-  with pytest.raises(ValueError, match=rf"{name}.*cannot be read: Compressed file"):
-    rows(str(path))
-  path.write_bytes(b"not gzip")
-  with pytest.raises(ValueError, match=rf"{name}.*cannot be read: Not a gzipped"):
-    rows(str(path))
+WHOLE = gzip.compress(json.dumps(ROWS).encode(), mtime=0)
+
+
+def test_gzipped_files(tmp_path):
+  lines = pathlib.Path(jsonl(tmp_path / "a")).read_bytes()
+  for name, content in (
+    ("a.jsonl.gz", gzip.compress(lines, mtime=0)),
+    ("a.json.gz", WHOLE),
+  ):
+    (tmp_path / name).write_bytes(content)
+    assert rows(str(tmp_path / name)) == ROWS
+    ids = [t.id for t in load_tasks(tmp_path / name)]
+    assert ids == [r["id"] for r in ROWS]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,10 @@ def test_gzipped_files(tmp_path, name):
     ("a.json", b"\xff", r"a\.json: not UTF-8"),
     ("a.json", b"[1, 2", r"a\.json: not JSON"),
     ("a.parquet", b"PAR1 no", r"a\.parquet row 0: cannot be read as parquet"),
+    ("a.jsonl.gz", WHOLE[:-20], r"a\.jsonl\.gz.*cannot be read: Compressed file"),
+    ("a.json.gz", WHOLE[:-20], r"a\.json\.gz.*cannot be read: Compressed file"),
+    ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz.*cannot be read: Not a gzipped"),
+    ("a.json.gz", b"not gzip", r"a\.json\.gz.*cannot be read: Not a gzipped"),
   ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, message):
@@ -139,10 +143,10 @@ def test_a_hub_data_set_from_a_local_cache(tmp_path):
   (tmp_path / "toy").mkdir()
   parquet(tmp_path / "toy" / "train.parquet")
   datasets.load_dataset(str(tmp_path / "toy"), cache_dir=str(tmp_path / "made"))
-  (made,) = (tmp_path / "made").glob("toy/*/*/*/")
+  (prepared,) = (tmp_path / "made").glob("toy/*/*/*/")
   # Where a data set of the hub would be; the files are the same.
   cache = tmp_path / "cache" / "some___toy" / "default" / "0.0.0" / ("a" * 40)
-  shutil.copytree(made, cache)
+  shutil.copytree(prepared, cache)
 
   def read(uri: str):
     command = [sys.executable, "-c", OFFLINE, uri]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coa_jax.lock import InUseError, hold
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.tasks.world.build import WorldConfig, make_world, world_tasks, write_world
-from coa_jax.tasks.world.pages import NAME_WORDS, PAGES, read_pages
+from coa_jax.tasks.world.pages import read_pages
 from coa_jax.tasks.world.questions import FAMILIES, HELD_OUT, evaluate
 from experiments.make_world import make_world as make_world_files
 from tools_sandbox.search.index import read_corpus
@@ -31,12 +31,15 @@ def worlds(config: WorldConfig, split: str, seed: int = 0):
 
 
 def test_the_same_seed_gives_the_same_world_and_questions():
-  first, second = worlds(SMALL, "train"), worlds(SMALL, "train")
+  first = worlds(SMALL, "train")
+  second = worlds(SMALL, "train")
   assert first == second
+  state = random.getstate()
   tasks = world_tasks(first, 80, SMALL.mix, seed=3)
   assert tasks == world_tasks(second, 80, SMALL.mix, seed=3)
   assert tasks != world_tasks(first, 80, SMALL.mix, seed=4)
   assert first[0].pages != make_world(1, SMALL, "train", 0).pages
+  assert random.getstate() == state  # the global generator is left alone
 
 
 def test_no_id_is_in_two_sets_of_tasks(tmp_path):
@@ -52,9 +55,10 @@ def test_two_do_not_write_into_one_folder(tmp_path):
   assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_no_name_is_in_two_worlds_whatever_the_seeds():
+def test_no_name_is_in_two_worlds_whatever_the_seeds_but_every_held_out_word_is():
   config = WorldConfig()
   seen: dict[str, str] = {}
+  words = collections.defaultdict(set)
   for seed, (split, count) in enumerate(config.splits.items()):
     for number in range(count):
       world = make_world(seed, config, split, number)
@@ -62,21 +66,15 @@ def test_no_name_is_in_two_worlds_whatever_the_seeds():
       for name in world.facts:
         assert name not in seen, f"{name} is in {seen.get(name)} and {world.name}"
         seen[name] = world.name
-
-
-def test_held_out_worlds_use_no_word_that_training_worlds_lack():
-  train, test = (
-    {word for w in worlds(WorldConfig(), s) for n in w.facts for word in n.split()}
-    for s in ("train", "test")
-  )
-  assert test <= train
+        words[split].update(name.split())
+  assert words["dev"] | words["test"] <= words["train"]
 
 
 def test_the_vocabulary_of_pages_and_questions_fits_a_small_tokenizer():
   config = WorldConfig()
-  some = [make_world(0, config, "train", i) for i in range(6)]
+  some = [make_world(0, config, "train", i) for i in range(3)]
   text = [p["text"] for w in some for p in w.pages]
-  text += [t.question for t in world_tasks(some, 2000, EVERY, seed=0)]
+  text += [t.question for t in world_tasks(some, 1000, EVERY, seed=0)]
   assert len(set(re.findall(r"[A-Za-z]+", "\n".join(text)))) < 620
   assert max(len(n) for n in re.findall(r"\d+", "\n".join(text))) <= 4
   assert max(len(re.findall(r"\w+|[^\w\s]", t)) for t in text) <= 28
@@ -94,14 +92,11 @@ def test_every_answer_follows_from_the_pages_alone(split):
   for task in tasks:
     values = evaluate(task.meta["program"], facts)
     assert values == task.meta["values"]
-    assert task.answers == (values[-1],)
-  assert {t.family for t in tasks} == set(FAMILIES)
-
-
-def test_answers_are_short_and_numbers_are_positive():
-  for task in world_tasks(worlds(SMALL, "train"), 400, EVERY, seed=2):
     (answer,) = task.answers
+    assert answer == values[-1]
+    # Answers are short, and numbers positive.
     assert re.fullmatch(r"[A-Z][a-z]+ [A-Z][a-z]+|[A-Za-z]+|[1-9]\d{0,4}", answer)
+  assert {t.family for t in tasks} == set(FAMILIES)
 
 
 def test_no_question_twice_and_families_in_their_shares():
@@ -145,46 +140,35 @@ def test_programs_by_hand():
     evaluate(program, {"A": {}})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.text(max_size=80), st.text(max_size=80), st.integers(0, 139))
 def test_pages_are_read_out_of_any_text(before, after, which):
   page = ONE.pages[which]
   read = read_pages(f"{before}\n{page['text']}\n{after}")
   assert read[page["title"]] == ONE.facts[page["title"]]
-
-
-def test_reading_finds_no_page_in_other_text():
   assert read_pages("Tarn Hollow is a village. Mayor Ivo Strand.") == {}
-  assert set(PAGES) == set(NAME_WORDS)
 
 
 def test_written_files_are_read_by_the_loaders_of_users_files(tmp_path):
   paths = write_world(tmp_path, "dev", 50, SMALL, seed=5, task_seed=1, name="some")
   world = make_world(5, SMALL, "dev", 0)
-  assert load_tasks(paths["tasks"]) == world_tasks(
-    [world], 50, SMALL.mix, seed=1, name="some"
-  )
+  tasks = world_tasks([world], 50, SMALL.mix, seed=1, name="some")
+  assert load_tasks(paths["tasks"]) == tasks
   assert paths["tasks"].endswith("some_tasks.jsonl")
   pages = [dataclasses.asdict(d) for d in read_corpus(paths["corpus"])]
   assert tuple(pages) == world.pages
 
 
-def test_refusals_say_what_is_wrong():
-  with pytest.raises(ValueError, match="no world 9 in split 'dev'"):
-    make_world(0, SMALL, "dev", 9)
-  with pytest.raises(ValueError, match="no world 0 in split 'tset'"):
-    make_world(0, SMALL, "tset", 0)
-  with pytest.raises(ValueError, match=r"mix holds 'two_hops'"):
-    WorldConfig(mix=(("two_hops", 1.0),))
-  with pytest.raises(ValueError, match="3600 for all worlds"):
-    WorldConfig(films=1000)
-  tiny = WorldConfig(towns=2, people=2, films=2, companies=2)
-  with pytest.raises(ValueError, match="no one_hop question left"):
-    world_tasks([make_world(0, tiny)], 500, (("one_hop", 1.0),), seed=0)
-
-
-def test_sampling_does_not_touch_the_global_generator():
-  random.seed(7)
-  before = random.getstate()
-  world_tasks([make_world(0, SMALL)], 20, SMALL.mix, seed=0)
-  assert random.getstate() == before
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: make_world(0, SMALL, "dev", 9), "no world 9 in split 'dev'"),
+    (lambda: make_world(0, SMALL, "tset", 0), "no world 0 in split 'tset'"),
+    (lambda: WorldConfig(mix=(("two_hops", 1.0),)), r"mix holds 'two_hops'"),
+    (lambda: WorldConfig(films=1000), "3600 for all worlds"),
+    (lambda: world_tasks([ONE], 5000, (("one_hop", 1.0),), 0), "no one_hop question"),
+  ],
+)
+def test_refusals_say_what_is_wrong(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

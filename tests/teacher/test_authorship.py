@@ -7,7 +7,6 @@ text around them tokenises otherwise (afm.md, 3.1); each such case is here.
 from __future__ import annotations
 
 import copy
-import json
 
 import foreign
 import numpy as np
@@ -16,18 +15,12 @@ import tokenizers
 import toy
 import transformers
 from hypothesis import given, settings
+from imported import read
 
-from coa_jax.importers.importers import Importer
 from coa_jax.learner import batch as batching
-from coa_jax.protocol import roles, tokens
+from coa_jax.protocol import tokens
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory
-from coa_jax.teacher.convert import ConvertConfig
-
-UNIFIED = roles.get_variant("unified")
-IMPORT = Importer(
-  "alpaca", UNIFIED, convert=ConvertConfig(missing_think="Go on.", score_right=True)
-)
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -83,9 +76,7 @@ def check(trajectory: Trajectory, tok: Tokenizer) -> None:
 @settings(max_examples=60, deadline=None)
 @given(foreign.ALL)
 def test_the_mask_is_exact_whoever_wrote_the_row(tok, drawn):
-  importer = Importer(drawn.format, UNIFIED, convert=IMPORT.convert)
-  row = json.loads(json.dumps(drawn.row))
-  check(importer.read(0, "row", row)[1], tok)
+  check(read(drawn.format, drawn.row)[1], tok)
 
 
 def record(before: str, after: str) -> dict[str, str]:
@@ -110,7 +101,7 @@ CASES = {
 @EACH
 @pytest.mark.parametrize("case", CASES)
 def test_the_cases_that_the_reference_drops_or_leaks(case, tok):
-  _, trajectory = IMPORT.read(0, "row", record(*CASES[case]))
+  _, trajectory = read("alpaca", record(*CASES[case]))
   assert trajectory.text == record(*CASES[case])["output"]
   check(trajectory, tok)
 
@@ -124,8 +115,8 @@ def by_markers(ids: list[int], tok: Tokenizer) -> list[bool] | None:
   start, end = tok.encode("<observation"), tok.encode("observation>\n\n")
 
   def find(marker: list[int], at: int) -> int:
-    places = range(at, len(ids) - len(marker) + 1)
-    return next((i for i in places if ids[i : i + len(marker)] == marker), -1)
+    starts = range(at, len(ids) - len(marker) + 1)
+    return next((i for i in starts if ids[i : i + len(marker)] == marker), -1)
 
   trained, at = [True] * len(ids), 0
   while (first := find(start, at)) >= 0:
@@ -163,7 +154,7 @@ def test_markers_do_drop_and_leak_those_cases():
 @EACH
 def test_a_region_longer_than_a_row_is_left_out_whole(tok):
   """The reference drops what its cut-off falls into; here the length decides, alone."""
-  _, trajectory = IMPORT.read(0, "row", record("\n", "\n\n"))
+  _, trajectory = read("alpaca", record("\n", "\n\n"))
   tok.encode_trajectory(trajectory)
   n = trajectory.num_tokens
   assert not list(batching.batches([trajectory], 1, n - 1))

@@ -32,17 +32,17 @@ def maker(pages: dict[str, str], **changes) -> Synthesizer:
 
 
 def test_a_gap_and_the_gap_that_names_its_page():
-  made = list(maker(PAGES).grow("Mira Quill"))
-  assert [m.task.question for m in made[:2]] == [
+  grown = list(maker(PAGES).grow("Mira Quill"))
+  assert [m.task.question for m in grown[:2]] == [
     'Which words fill the gap in "was in all likelihood born in ___ near the coast." '
     "on the page Mira Quill?",
     'Which words fill the gap in "was in all likelihood born in ___ near the coast." '
     'on the page that fills the gap in "is a town and its mayor is ___, a pilot." '
     "on the page Tarn Hollow?",
   ]
-  assert all(m.task.answers == ("1961",) for m in made[:2])
-  assert made[2].reason == "no_link"
-  both = maker(PAGES).widen(made[0].task, maker(PAGES).atomic("Fell End").task)
+  assert all(m.task.answers == ("1961",) for m in grown[:2])
+  assert grown[2].reason == "no_link"
+  both = maker(PAGES).widen(grown[0].task, maker(PAGES).atomic("Fell End").task)
   assert both.task.answers == ("1961 and Ure",)
 
 
@@ -61,8 +61,8 @@ def test_what_can_be_filled_in_two_ways_is_no_task(page, reason):
 
 def test_a_title_is_asked_for_whole():
   pages = {"A B": "There is one who is Anna Mary Astor there, and that is all of it."}
-  made = maker(pages).atomic("A B")
-  assert made.task.answers == ("Anna Mary Astor",)
+  grown = maker(pages).atomic("A B")
+  assert grown.task.answers == ("Anna Mary Astor",)
 
 
 def test_the_program_over_passages(tmp_path):

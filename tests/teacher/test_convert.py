@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from imported import UNIFIED, calls_in
 
 from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.parser import parse
@@ -24,7 +24,6 @@ from coa_jax.teacher.scripted import ScriptedBackend, ScriptedConfig
 
 TASK = Task("t", "Who?", ("Mira Quill",), family="one_hop")
 PROMPT = [Segment(Author.PROMPT, "question", "Who?")]
-UNIFIED = get_variant("unified")
 
 
 def make_run(steps, final="Mira Quill", status=Status.ENDED) -> Run:
@@ -60,16 +59,6 @@ def of(trajectory):
   segments = [s for s in trajectory.segments if s.author != Author.PROMPT]
   assert [s.text for s in segments] == [s.text for s in spans]
   return [(s.author, s.role, p.content) for s, p in zip(segments, spans, strict=True)]
-
-
-def calls_in(trajectory, variant):
-  """(tag, arguments, result) as the text has them."""
-  spans = parse(trajectory.text, variant).spans
-  return [
-    (a.role, a.content, b.content)
-    for a, b in itertools.pairwise(spans)
-    if a.role in variant.tools
-  ]
 
 
 def test_every_kind_of_event_has_its_span():
@@ -135,7 +124,7 @@ def test_an_observation_is_kept_verbatim_and_can_close_nothing(hostile):
   steps = [*PLAIN]
   steps[3] = (runs.CALL, "Tarn Hollow", hostile)
   trajectory = convert(make_run(steps), TASK, UNIFIED, PROMPT)
-  assert calls_in(trajectory, UNIFIED) == [("wiki_search", "Tarn Hollow", hostile)]
+  assert calls_in(trajectory) == [("wiki_search", "Tarn Hollow", hostile)]
   tool = [s for s in trajectory.segments if s.author == Author.TOOL]
   assert len(tool) == 1 and trajectory.text.count("</observation>") == 1
   assert parse(trajectory.text, UNIFIED).answer == "Mira Quill"
@@ -181,9 +170,7 @@ def test_every_call_and_observation_is_kept_in_order_or_the_run_is_dropped(turns
     assert result.reason and result.detail
     return
   assert parse(result.text, UNIFIED).ok
-  assert calls_in(result, UNIFIED) == [
-    (c.name, c.arguments, c.result) for c in run.calls
-  ]
+  assert calls_in(result) == [(c.name, c.arguments, c.result) for c in run.calls]
   tools = [s for s in result.segments if s.author == Author.TOOL]
   assert len(tools) == len(run.calls)
   assert all(s.role == roles.OBSERVATION for s in tools)

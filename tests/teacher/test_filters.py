@@ -7,10 +7,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written import END, GOOD, PLAIN, SEEN, UNIFIED, judge, make
 
-from coa_jax.protocol.roles import get_variant, wrap
-from coa_jax.protocol.trajectory import Author, Segment, ToolCall, Trajectory
-from coa_jax.tasks.task import Task
+from coa_jax.protocol.trajectory import ToolCall
 from coa_jax.teacher.filters import (
   STAGES,
   FiltersConfig,
@@ -18,13 +17,7 @@ from coa_jax.teacher.filters import (
 )
 
 FILTERS = FiltersConfig()
-UNIFIED = get_variant("unified")
-SEARCH = ("wiki_search", "Tarn Hollow")
-SEEN = ("observation", "a town")
-END = [("suggested_answer", "x"), ("double_check", "4"), ("answer", "x")]
-PLAIN = [("think", "t"), ("plan", "p"), ("think", "t"), SEARCH, SEEN]
 POOR = [("reflection", "wrong page tool_effectiveness : Poor")]
-GOOD = [*PLAIN, ("reflection", "r"), *END]
 MENDED = [*PLAIN, *POOR, *PLAIN[:3], ("wiki_search", "Tarn"), SEEN, *END]
 FAILED_CHECK = [
   *PLAIN, ("suggested_answer", "y"), ("double_check", "1"),
@@ -32,31 +25,17 @@ FAILED_CHECK = [
 ]  # fmt: skip
 
 
-def make(spans, number=0) -> tuple[Task, Trajectory]:
-  task = Task(f"t{number}", "q?", ("x",))
-  segments = [
-    Segment(Author.TOOL if r == "observation" else Author.POLICY, r, wrap(r, c))
-    for r, c in spans
-  ]
-  calls = [ToolCall(r, c) for r, c in spans if r in UNIFIED.tools]
-  return task, Trajectory(task.id, segments, calls)
-
-
-def judge(task, prediction):
-  return float(prediction in task.answers)
-
-
 def run(spans, **config):
-  kept, funnel = filter_trajectories(
+  left, funnel = filter_trajectories(
     [make(spans)], UNIFIED, judge, FiltersConfig(**config)
   )
-  return len(kept), funnel
+  return len(left), funnel
 
 
 def test_a_good_trajectory_passes_once_with_its_reward():
-  kept, funnel = filter_trajectories([make(GOOD)], UNIFIED, judge, FiltersConfig())
-  assert len(kept) == 1 and kept[0].reward == 1.0
-  assert kept[0].reward_parts == {"answer": 1.0}
+  left, funnel = filter_trajectories([make(GOOD)], UNIFIED, judge, FiltersConfig())
+  assert len(left) == 1 and left[0].reward == 1.0
+  assert left[0].reward_parts == {"answer": 1.0}
   assert funnel == {
     "in": 1,
     "complexity": {"kept": 1, "dropped": {}},
@@ -87,7 +66,7 @@ def test_each_reason_drops_at_its_stage(spans, config, stage, reason):
 
 
 @pytest.mark.parametrize(
-  ("parts", "kept"),
+  ("parts", "left"),
   [
     ({"answer": 0.0}, 0),  # the verdict of those who ran the tests, say
     ({"answer": 1.0, "format": 0.0}, 1),
@@ -97,12 +76,12 @@ def test_each_reason_drops_at_its_stage(spans, config, stage, reason):
     ([0.0], 1),
   ],
 )
-def test_a_verdict_that_comes_with_a_trajectory_is_kept(parts, kept):
+def test_a_verdict_that_comes_with_a_trajectory_is_kept(parts, left):
   task, trajectory = make(GOOD)
   trajectory.reward_parts = parts
   out, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, FILTERS)
-  assert len(out) == kept
-  assert funnel["quality"]["dropped"] == ({} if kept else {"wrong_answer": 1})
+  assert len(out) == left
+  assert funnel["quality"]["dropped"] == ({} if left else {"wrong_answer": 1})
 
 
 def test_thresholds_are_reached_exactly():
@@ -118,11 +97,11 @@ def test_inputs_that_differ_in_white_space_are_the_same():
 
 @pytest.mark.parametrize("spans", [MENDED, FAILED_CHECK])
 def test_what_corrected_itself_is_repeated(spans):
-  kept, funnel = filter_trajectories(
+  left, funnel = filter_trajectories(
     [make(spans)], UNIFIED, judge, FiltersConfig(corrected_copies=3)
   )
-  assert [t.meta.get("copy") for t in kept] == [None, 1, 2]
-  assert len({t.text for t in kept}) == 1
+  assert [t.meta.get("copy") for t in left] == [None, 1, 2]
+  assert len({t.text for t in left}) == 1
   last = funnel["error_correction"]
   assert (last["corrected"], last["added"], last["kept"]) == (1, 2, 3)
 
@@ -130,23 +109,23 @@ def test_what_corrected_itself_is_repeated(spans):
 @pytest.mark.parametrize("reward", [None, 0.0])
 def test_only_what_is_known_to_have_ended_right_is_repeated(reward):
   config = FiltersConfig(corrected_copies=3, min_reward=0.0)
-  kept, funnel = filter_trajectories([make(MENDED)], UNIFIED, lambda *_: reward, config)
-  assert len(kept) == 1 and funnel["error_correction"]["corrected"] == 0
+  left, funnel = filter_trajectories([make(MENDED)], UNIFIED, lambda *_: reward, config)
+  assert len(left) == 1 and funnel["error_correction"]["corrected"] == 0
 
 
 def test_down_sampling_keeps_its_share_and_does_not_look_at_others():
   pairs = [make([*PLAIN, *END], i) for i in range(1000)]
   config = FiltersConfig(keep_unreflected=0.3)
-  kept, _ = filter_trajectories(pairs, UNIFIED, judge, config)
-  assert 250 < len(kept) < 350
+  left, _ = filter_trajectories(pairs, UNIFIED, judge, config)
+  assert 250 < len(left) < 350
   alone, _ = filter_trajectories(pairs[::7], UNIFIED, judge, config)
-  assert {t.task_id for t in alone} == {t.task_id for t in kept} & {
+  assert {t.task_id for t in alone} == {t.task_id for t in left} & {
     task.id for task, _ in pairs[::7]
   }
   other, _ = filter_trajectories(
     pairs, UNIFIED, judge, FiltersConfig(keep_unreflected=0.3, seed=1)
   )
-  assert {t.task_id for t in other} != {t.task_id for t in kept}
+  assert {t.task_id for t in other} != {t.task_id for t in left}
 
 
 KINDS = [GOOD, MENDED, FAILED_CHECK, GOOD[1:], [*PLAIN, *END], END, [*GOOD, *GOOD]]
@@ -161,7 +140,7 @@ KINDS = [GOOD, MENDED, FAILED_CHECK, GOOD[1:], [*PLAIN, *END], END, [*GOOD, *GOO
 )
 def test_the_funnel_adds_up(chosen, share, copies, least):
   pairs = [make(spans, i) for i, spans in enumerate(chosen)]
-  kept, funnel = filter_trajectories(
+  left, funnel = filter_trajectories(
     pairs,
     UNIFIED,
     judge,
@@ -175,7 +154,7 @@ def test_the_funnel_adds_up(chosen, share, copies, least):
     assert reached == funnel[stage]["kept"] + sum(funnel[stage]["dropped"].values())
     reached = funnel[stage]["kept"]
   last = funnel["error_correction"]
-  assert last["kept"] == reached + last["added"] == len(kept)
+  assert last["kept"] == reached + last["added"] == len(left)
   assert last["added"] == last["corrected"] * (copies - 1)
 
 
@@ -187,10 +166,10 @@ def test_reflections_earn_copies_and_corrections_more():
 
 
 def test_what_cannot_be_judged_is_kept_and_counted():
-  kept, funnel = filter_trajectories(
+  left, funnel = filter_trajectories(
     [make(GOOD)], UNIFIED, lambda *_: None, FiltersConfig()
   )
-  assert kept[0].reward is None and funnel["error_correction"]["ungraded"] == 1
+  assert left[0].reward is None and funnel["error_correction"]["ungraded"] == 1
 
 
 def test_near_duplicates_keep_the_first(tmp_path):
@@ -200,8 +179,8 @@ def test_near_duplicates_keep_the_first(tmp_path):
   other = [("think", " ".join(f"v{i}" for i in range(60))), *spans[1:]]
   pairs = [make(s, i) for i, s in enumerate([spans, close, other])]
   config = FiltersConfig(max_similarity=0.8)
-  kept, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
-  assert [t.task_id for t in kept] == ["t0", "t2"]
+  left, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
+  assert [t.task_id for t in left] == ["t0", "t2"]
   assert funnel["duplicates"]["dropped"] == {"near_duplicate": 1}
   assert len(filter_trajectories(pairs, UNIFIED, judge, FiltersConfig())[0]) == 3
 
@@ -214,8 +193,8 @@ def test_what_is_of_an_evaluation_set_goes(tmp_path):
   leak = [*PLAIN[:-1], ("observation", leaked), ("reflection", "r"), *END]
   config = FiltersConfig(benchmarks=(str(path),))
   pairs = [make(leak, 0), make(GOOD, 1)]
-  kept, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
-  assert [t.task_id for t in kept] == ["t1"]
+  left, funnel = filter_trajectories(pairs, UNIFIED, judge, config)
+  assert [t.task_id for t in left] == ["t1"]
   assert funnel["contamination"]["dropped"] == {"benchmark": 1}
 
 
@@ -223,5 +202,5 @@ def test_blocked_domains_go():
   task, trajectory = make(GOOD)
   trajectory.calls.append(ToolCall("crawl_page", "https://hf.co/datasets/gaia"))
   config = FiltersConfig(blocked=("hf.co/datasets",))
-  kept, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, config)
-  assert not kept and funnel["contamination"]["dropped"] == {"blocked_domain": 1}
+  left, funnel = filter_trajectories([(task, trajectory)], UNIFIED, judge, config)
+  assert not left and funnel["contamination"]["dropped"] == {"blocked_domain": 1}

@@ -45,12 +45,12 @@ def task(solution: str, question: str = "How many?\nAnswer: a number.") -> Task:
 
 def play(solution: str, call) -> Trajectory | Dropped:
   """What the distillation journey makes of one row."""
-  asked = task(solution)
-  run = solve(asked, Gsm8kReplay([asked]), call, ("code",), TeamConfig(), str.split)
-  return convert(run, asked, MATH, prompt_segments(MATH, asked.question, "brief"))
+  row = task(solution)
+  run = solve(row, Gsm8kReplay([row]), call, ("code",), TeamConfig(), str.split)
+  return convert(run, row, MATH, prompt_segments(MATH, row.question, "brief"))
 
 
-def says(output: str):
+def printing(output: str):
   """A code tool that prints the same for every program."""
   return lambda name, body: ToolCall(name, body, output)
 
@@ -156,8 +156,8 @@ def test_what_cannot_be_played_is_dropped_under_its_own_reason(
   ],
 )
 def test_a_claim_is_compared_exactly_but_for_what_was_rounded(claim, output, ok):
-  made = play(f"So <<1+1={claim}>>{claim} it is.\n#### {claim}", says(output))
-  assert isinstance(made, Trajectory) == ok
+  outcome = play(f"So <<1+1={claim}>>{claim} it is.\n#### {claim}", printing(output))
+  assert isinstance(outcome, Trajectory) == ok
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_every_solution_that_is_played_is_a_legal_trajectory(pairs, words):
     left, right = body[len("```py\nprint(") : -len(")\n```")].split("+")
     return ToolCall(name, body, str(int(left) + int(right)))
 
-  made = play(solution, call)
-  if isinstance(made, Dropped):  # the words spell a tag or a broken note
-    assert roles.find_tag(solution) or made.reason == "broken_note"
+  outcome = play(solution, call)
+  if isinstance(outcome, Dropped):  # the words spell a tag or a broken note
+    assert roles.find_tag(solution) or outcome.reason == "broken_note"
   else:
-    assert parse(made.text, MATH).ok
-    assert len(made.calls) == len(lines[:8])
+    assert parse(outcome.text, MATH).ok
+    assert len(outcome.calls) == len(lines[:8])
 
 
 def test_tasks_without_solutions_are_refused():
@@ -229,9 +229,9 @@ def test_tasks_without_solutions_are_refused():
 
 def test_rows_in_the_data_sets_layout(sandbox):
   results = []
-  for asked in load_tasks(ROWS):
-    assert "<<" not in asked.question and "####" not in asked.question
-    results.append(play(asked.meta["solution"], sandbox))
+  for row in load_tasks(ROWS):
+    assert "<<" not in row.question and "####" not in row.question
+    results.append(play(row.meta["solution"], sandbox))
   reasons = collections.Counter(r.reason for r in results if isinstance(r, Dropped))
   assert reasons == {"answer_not_computed": 2, "no_program": 1}
   assert sum(isinstance(r, Trajectory) for r in results) == 17

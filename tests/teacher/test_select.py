@@ -23,12 +23,12 @@ def ran(sample: int, answer: str | None, *events: Event, task: str = "t") -> Run
 
 def choosing(*texts: str):
   """A backend that says these, in order, and keeps what it was shown."""
-  said = list(texts)
+  replies = list(texts)
 
   def backend(agent, messages):
     assert agent == runs.SELECTOR
     backend.seen.append([m.content for m in messages])
-    return Reply(said.pop(0), 10, 4, 2, 0.5)
+    return Reply(replies.pop(0), 10, 4, 2, 0.5)
 
   backend.seen = []
   return backend
@@ -128,10 +128,10 @@ def test_long_events_lose_their_middle():
 def test_many_tasks_and_a_restart_ask_once(tmp_path):
   tasks = [Task(f"t{i}", f"q{i}", ("a",)) for i in range(12)]
   done = [(t, [ran(0, "a", task=t.id), ran(1, "b", task=t.id)]) for t in tasks]
-  asked = []
+  requests = []
 
   def backend(agent, messages):
-    asked.append(messages[1].content)
+    requests.append(messages[1].content)
     return Reply("BEST: 2")
 
   with Journal(str(tmp_path / "c")) as journal:
@@ -139,7 +139,7 @@ def test_many_tasks_and_a_restart_ask_once(tmp_path):
   with Journal(str(tmp_path / "c")) as journal:
     assert list(select_all(done, backend, journal, 4)) == first
   assert [s.task_id for s in first] == [t.id for t in tasks]
-  assert len(asked) == 12
+  assert len(requests) == 12
 
   def gone(agent, messages):
     raise InfrastructureError("gone")

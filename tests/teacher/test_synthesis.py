@@ -60,10 +60,10 @@ def test_a_task_by_hand_and_the_deeper_one():
   assert deep.task.meta == {"titles": ["Grey Gate", "Tarn Hollow"], "hops": 2}
   assert end == SynthesisResult(None, "no_link")
   # A guesser reads no document; a reader reads all of the task's.
-  for agent, told in backend.seen:
+  for agent, request in backend.seen:
     if agent == "guesser":
-      assert not any(text in told for text in PAGES.values())
-  reader = [told for agent, told in backend.seen if agent == "reader"][-1]
+      assert not any(text in request for text in PAGES.values())
+  reader = [request for agent, request in backend.seen if agent == "reader"][-1]
   assert PAGES["Grey Gate"] in reader and PAGES["Tarn Hollow"] in reader
   assert sum(agent == "guesser" for agent, _ in backend.seen) == 6
 
@@ -109,12 +109,16 @@ def test_two_at_once_need_both_answers():
   second = Task(
     "b", "When was Mira Q. born?", ("1961",), meta={"titles": ["Mira Quill"]}
   )
-  made = maker(saying(reader="ANSWER: Mira Quill and 1961")).widen(first, second)
-  assert made.task.answers == ("Mira Quill and 1961",) and made.task.meta["hops"] == 2
-  assert first.question in made.task.question and second.question in made.task.question
+  results = maker(saying(reader="ANSWER: Mira Quill and 1961")).widen(first, second)
+  assert (
+    results.task.answers == ("Mira Quill and 1961",) and results.task.meta["hops"] == 2
+  )
+  assert (
+    first.question in results.task.question and second.question in results.task.question
+  )
   assert maker(saying()).widen(first, second).reason == "does_not_follow"
-  given = Task("c", "Is Mira Quill 60?", ("yes",), meta={"titles": ["Mira Quill"]})
-  assert maker(saying()).widen(first, given).reason == "answer_in_question"
+  telling = Task("c", "Is Mira Quill 60?", ("yes",), meta={"titles": ["Mira Quill"]})
+  assert maker(saying()).widen(first, telling).reason == "answer_in_question"
 
 
 def test_what_the_tool_does_not_return_is_no_task_and_its_failure_is_no_verdict():
@@ -153,8 +157,8 @@ def test_over_the_world_through_http_and_real_tools(world_files, toolbox):
   config = SynthesisConfig(depth=2, guesses=1)
   with ChatServer(WorldBackend()) as server, ChatBackend(server.config()) as backend:
     synth = Synthesizer(corpus, backend, toolbox.call, config)
-    made = [m for row in rows[:60] for m in synth.grow(row["title"])]
-  tasks = [m.task for m in made if m.task is not None]
+    results = [m for row in rows[:60] for m in synth.grow(row["title"])]
+  tasks = [m.task for m in results if m.task is not None]
   hops = [t.meta["hops"] for t in tasks]
   assert hops.count(1) > 50 and hops.count(2) > 10 and hops.count(3) > 3
   for task in tasks:  # the truth, by the facts and not by the pages

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from chat_server import ChatServer
-from test_filters import GOOD, PLAIN, UNIFIED, judge, make
+from written import GOOD, PLAIN, UNIFIED, judge, make
 
 from coa_jax.protocol.trajectory import Author, Segment
 from coa_jax.teacher.backend import InfrastructureError, RefusedError, Reply
@@ -44,9 +44,9 @@ def test_what_a_reply_says(reply, found):
   assert read_violations(reply) == found
 
 
-def trajectory(number: int, said: str = "t"):
+def trajectory(number: int, thought: str = "t"):
   """A good one; `said` is its first thought."""
-  task, made = make([("think", said), *GOOD[1:]], number)
+  task, made = make([("think", thought), *GOOD[1:]], number)
   made.segments.insert(0, Segment(Author.PROMPT, "question", f"q{number}?"))
   return task, made
 
@@ -70,7 +70,7 @@ SAID = ("t", "in French", "mumble", "once, in French", "once")
 
 
 def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
-  pairs = [trajectory(n, said) for n, said in enumerate(SAID)]
+  pairs = [trajectory(n, thought) for n, thought in enumerate(SAID)]
   pairs.append(make([*GOOD[:-1], ("answer", "y")], 9))  # wrong: it is not asked about
   pairs.append(make(PLAIN, 10))
   path = str(tmp_path / "violations.jsonl")
@@ -79,21 +79,21 @@ def test_violations_go_and_what_cannot_be_read_stays(tmp_path):
     for _ in range(2):  # the second time all is in the journal
       with ViolationInspector(config(server, workers=2), path) as inspector:
         filters = FiltersConfig()
-        kept, funnel = filter_trajectories(pairs, UNIFIED, judge, filters, inspector)
-        outcomes.append((kept, funnel, inspector.counts()))
-      asked = len(server.requests)
-    assert asked == 1 + 1 + 2 + 2 + 2
+        left, funnel = filter_trajectories(pairs, UNIFIED, judge, filters, inspector)
+        outcomes.append((left, funnel, inspector.counts()))
+      num_requests = len(server.requests)
+    assert num_requests == 1 + 1 + 2 + 2 + 2
     body = server.requests[0].json
   assert body["temperature"] == 0.0
   assert all(rule in body["messages"][0]["content"] for rule in RULES)
   assert outcomes[0] == outcomes[1]
-  kept, funnel, counts = outcomes[0]
-  assert [t.task_id for t in kept] == ["t0", "t2", "t4"]
-  assert [t.meta.get("uninspected") for t in kept] == [None, True, None]
+  left, funnel, counts = outcomes[0]
+  assert [t.task_id for t in left] == ["t0", "t2", "t4"]
+  assert [t.meta.get("uninspected") for t in left] == [None, True, None]
   dropped = funnel["quality"]["dropped"]
   assert dropped["instruction_violation"] == 2 and dropped["wrong_answer"] == 1
   assert counts["inspected"] == 5 and counts["violating"] == 2 and counts["unread"] == 1
-  assert counts["rules"] == {"2": 2} and counts["calls"] == asked
+  assert counts["rules"] == {"2": 2} and counts["calls"] == num_requests
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_judge_that_cannot_be_reached_gives_no_verdict(tmp_path, faults, error
     assert paid == 1
     server.faults, server.requests[:] = [], []
     with ViolationInspector(config(server), path) as inspector:
-      kept, _ = filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
-    assert len(kept) == 3 and len(server.requests) == 2  # the first was paid for
+      left, _ = filter_trajectories(pairs, UNIFIED, judge, FiltersConfig(), inspector)
+    assert len(left) == 3 and len(server.requests) == 2  # the first was paid for
 
 
 def test_too_long_for_the_judge_is_no_verdict(tmp_path):

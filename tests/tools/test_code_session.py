@@ -10,10 +10,13 @@ from coa_jax.protocol import roles, tool_bodies
 from coa_jax.protocol.trajectory import CallStatus, Status, ToolCall
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig
 from coa_jax.tasks.task import Task
+from coa_jax.tools.code_session import SandboxSession
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
+from coa_jax.tools.types import CallFuture
 from tests import toy
 from tests.backend import needs_jail
 from tests.tools_sandbox.sandbox_server import serving, soon
+from tools_sandbox.client import Sandbox
 from tools_sandbox.service.remote import RemoteConfig
 
 pytestmark = needs_jail
@@ -23,6 +26,20 @@ CODE = roles.get_variant("code")
 def config(**changes) -> ToolsConfig:
   values = dict(tools=("code",), session=True, workers=1, max_hung=1, max_sessions=2)
   return ToolsConfig(**{**values, "timeout_s": 20.0, **changes})
+
+
+@pytest.fixture
+def opened(monkeypatch) -> list[SandboxSession]:
+  """The sandbox's sessions that are opened during the test."""
+  sessions = []
+  real = Sandbox.session
+
+  def spy(self, *args, **options) -> SandboxSession:
+    sessions.append(real(self, *args, **options))
+    return sessions[-1]
+
+  monkeypatch.setattr(Sandbox, "session", spy)
+  return sessions
 
 
 @pytest.fixture(scope="module", params=["jail", "remote"])
@@ -47,12 +64,16 @@ def episode(box) -> CoAEpisode:
   return playing
 
 
-def call(playing: CoAEpisode, program: str, stdin: str = "") -> ToolCall:
-  """A call as the sampler yields it, and its observation."""
+def start(playing: CoAEpisode, program: str, stdin: str = "") -> CallFuture:
+  """Starts a call as the sampler yields it."""
   text = roles.wrap("code", tool_bodies.render_code(program, stdin))
   ids = playing.tokenizer.encode(text)
-  future = playing.sampled(ids, [0.0] * len(ids), "</code>")
-  result = future.result(120)
+  return playing.sampled(ids, [0.0] * len(ids), "</code>")
+
+
+def call(playing: CoAEpisode, program: str, stdin: str = "") -> ToolCall:
+  """A call and its observation."""
+  result = start(playing, program, stdin).result(120)
   playing.observed(result)
   return result
 
@@ -97,28 +118,25 @@ def test_a_lost_session_is_told_in_one_line_and_the_next_program_runs(box):
 
 
 def test_more_trajectories_than_sessions_wait_for_each_other(box):
-  holders = [episode(box) for _ in range(2)]
-  for playing in holders:
+  owners = [episode(box) for _ in range(2)]
+  for playing in owners:
     call(playing, "x = 1")
   waiting = episode(box)
-  ids = waiting.tokenizer.encode(
-    roles.wrap("code", tool_bodies.render_code("print(5)"))
-  )
-  future = waiting.sampled(ids, [0.0] * len(ids), "</code>")
+  future = start(waiting, "print(5)")
   # Those that have one are served past it.
-  assert call(holders[0], "print(x)").result == "1" and not future.done()
-  end(holders[0])
+  assert call(owners[0], "print(x)").result == "1" and not future.done()
+  end(owners[0])
   assert future.result(120).result == "5"
-  end(holders[1])
+  end(owners[1])
   end(waiting)
   soon(lambda: not box.session_owners)
 
 
 @pytest.mark.parametrize("how", ["lost", "dropped", "cut", "out_of_room", "down"])
-def test_every_end_of_a_trajectory_ends_its_session(box, how):
+def test_every_end_of_a_trajectory_ends_its_session(box, opened, how):
   a = episode(box)
   call(a, "x = 1")
-  session = a._code_session._session
+  (session,) = opened
   assert session.alive
   if how == "lost":
     a.lost()
@@ -151,17 +169,17 @@ def test_what_was_dropped_while_it_waited_keeps_no_permit():
     c.close()
 
 
-def test_a_later_program_gets_no_more_seconds_than_it_is_given():
+def test_a_later_program_gets_no_more_seconds_than_it_is_given(opened):
   nap = tool_bodies.render_code("import time; time.sleep(4); print('done')")
   with Toolbox(config()) as box:
-    cells = box.code_session()
-    box.submit("code", tool_bodies.render_code("x = 1"), session=cells).result(120)
-    session = cells._session
-    call = box.submit("code", nap, 0.5, cells).result(120)
+    owner = box.code_session()
+    box.submit("code", tool_bodies.render_code("x = 1"), session=owner).result(120)
+    (session,) = opened
+    call = box.submit("code", nap, 0.5, owner).result(120)
     expected = (CallStatus.TOOL, "error: no answer after 0.5 s")
     assert (call.status, call.result) == expected and 0.5 <= call.seconds < 3
     assert session.alive and box.session_owners  # until its program has ended
-    cells.close()
+    owner.close()
     soon(lambda: not session.alive and not box.session_owners and box.hung == 0)
 
 

@@ -135,14 +135,6 @@ def test_bad_entries_are_refused(functions, words):
     tools(**functions)
 
 
-def test_the_old_name_of_the_section_is_refused_with_the_new_one():
-  values = dict(tools=[], named=dict(cut=ROUND))
-  with pytest.raises(
-    ConfigError, match="no field 'named'; it is called 'functions' now"
-  ):
-    read_config(ml_collections.ConfigDict(values), ToolsConfig, "tools")
-
-
 def test_what_is_not_there_is_said_at_the_start():
   for path in ("no_such_module:f", "math:no_such_function", "math:pi"):
     config = tools(x=dict(description="d", function=path))

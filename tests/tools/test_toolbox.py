@@ -17,6 +17,7 @@ from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from tests.backend import BACKEND, needs_jail
 from tests.tools_sandbox.sandbox_server import soon
+from tools_sandbox.client import Sandbox
 from tools_sandbox.jail import keeper
 from tools_sandbox.jail.wire import Result, Verdict
 
@@ -86,10 +87,7 @@ def test_programs_that_fail_say_whose_fault_it_is(toolbox, program, status, word
   ("name", "arguments", "result"),
   [
     ("code", "print(1)", "error: a code call is one ```py block"),
-    ("code", "```py\nprint(1)\n```\n```py\nprint(2)\n```", "error: a code call is"),
-    ("code", "", "error: <code> is empty"),
     ("wiki_search", " \n", "error: <wiki_search> is empty"),
-    ("crawl_page", "http://x", "error: no tool crawl_page"),
     ("telescope", "x", "error: no tool telescope"),
   ],
 )
@@ -151,7 +149,7 @@ def test_tools_that_are_off_say_so(config):
 
 def test_a_failure_of_the_service_is_nobodys_wrong_answer(toolbox, monkeypatch):
   down = Result("", "", None, Verdict.INFRASTRUCTURE, 0.0)
-  monkeypatch.setattr(toolbox._sandbox, "run", lambda *_, **__: down)
+  monkeypatch.setattr(Sandbox, "run", lambda *_, **__: down)
   call = toolbox.call("code", "```py\nprint(1)\n```")
   assert call.status == CallStatus.INFRASTRUCTURE
 
@@ -170,18 +168,6 @@ def test_calls_at_once_get_their_own_results(toolbox):
   rivers = [toolbox.submit("wiki_search", "river") for _ in range(4)]
   assert [f.result().result for f in squares] == [str(n * n) for n in range(8)]
   assert {f.result().result for f in rivers} == {"1. Nile: a river in Egypt."}
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"tools": ("code", "telescope")}, "no tool 'telescope'; there are wiki_search"),
-    ({"corpus": None}, "wiki_search needs the path"),
-  ],
-)
-def test_impossible_configs_are_refused(config, changes, message: str):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(config, **changes)
 
 
 def test_a_corpus_that_is_not_there_is_named(config):
@@ -349,9 +335,12 @@ def test_a_future_can_not_be_cancelled(config):
     assert not future.cancel() and future.result(timeout=60).status == CallStatus.OK
 
 
-def test_a_closed_toolbox_leaves_nothing_behind(config):
+def test_a_closed_toolbox_waits_for_nobody_and_leaves_nothing_behind(config):
+  class Deaf(Odd):
+    close = Toolbox.close  # what hangs goes on hanging
+
   before = set(threading.enumerate())
-  with Odd(config, workers=1, timeout_s=600.0) as box:
+  with Deaf(config, workers=1, timeout_s=600.0) as box:
     box.call("code", render_code("print(0)"))
     assert "tools" in threads(before)
     nap = render_code("import time; time.sleep(600)")
@@ -360,30 +349,9 @@ def test_a_closed_toolbox_leaves_nothing_behind(config):
     time.sleep(0.1)
     began = time.monotonic()
   assert time.monotonic() - began < 300
+  box.released.set()
   running, waiting, _ = (f.result(timeout=60) for f in futures)
   assert running.status == waiting.status == CallStatus.INFRASTRUCTURE
   soon(lambda: not threads(before))
   late = box.submit("wiki_search", "river").result(timeout=60)
   assert late.status == CallStatus.INFRASTRUCTURE
-
-
-def test_a_tool_that_never_returns_does_not_keep_close_waiting(config):
-  class Deaf(Odd):
-    close = Toolbox.close
-
-  box = Deaf(config, timeout_s=600.0)
-  box.submit("wiki_search", "hang")
-  began = time.monotonic()
-  box.close()
-  assert time.monotonic() - began < 300
-  box.released.set()
-
-
-def test_megabytes_are_cut_before_they_reach_anybody(config):
-  class Loud(Toolbox):
-    def answer(self, name: str, arguments: str, seconds: float):
-      return CallStatus.OK, "ab" * 4_000_000
-
-  with Loud(config) as box:
-    call = box.call("wiki_search", "x")
-  assert len(call.result) == 200 and "[7999800 characters cut]" in call.result

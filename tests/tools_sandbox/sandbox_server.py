@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import pathlib
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +38,19 @@ class Server:
   def run(self, program: str, **fields) -> httpx.Response:
     """POST /run."""
     return self.post("/run", json={"program": program, **fields})
+
+  def send(self, path: str, body: dict) -> socket.socket:
+    """A POST on a socket of its own, whose caller may hang up at any time."""
+    url = httpx.URL(self.url)
+    data = json.dumps(body).encode()
+    head = (
+      f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\n"
+      f"Authorization: Bearer {self.token}\r\nContent-Type: application/json\r\n"
+      f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    sock = socket.create_connection((url.host, url.port), LONG)
+    sock.sendall(head.encode() + data)
+    return sock
 
   def health(self) -> dict:
     """GET /health, decoded."""

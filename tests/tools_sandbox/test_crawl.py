@@ -127,20 +127,22 @@ WORD = "na\u00efve \u6771\u4eac " * 50
 
 
 @pytest.mark.parametrize(
-  ("data", "charset"),
+  ("data", "charset", "word"),
   [
-    (WORD.encode(), ""),
-    (WORD.encode(), "utf-8"),
-    (WORD.encode(), "ascii"),  # lies
-    (WORD.encode(), "utf-16"),
-    (WORD.encode(), "no-such-charset"),
-    (WORD.encode("utf-16"), ""),
-    (WORD.encode("utf-8-sig"), "iso-8859-1"),
-    (b'<meta charset="utf-8">' + WORD.encode(), ""),
+    (WORD.encode(), "", WORD),
+    (WORD.encode(), "utf-8", WORD),
+    (WORD.encode(), "ascii", WORD),  # lies
+    (WORD.encode(), "utf-16", WORD),
+    (WORD.encode(), "no-such-charset", WORD),
+    (WORD.encode("utf-16"), "", WORD),
+    (WORD.encode("utf-8-sig"), "iso-8859-1", WORD),
+    (b'<meta charset="utf-8">' + WORD.encode(), "", WORD),
+    ("\u041c\u0438\u0440".encode("cp1251"), "cp1251", "\u041c\u0438\u0440"),
+    ("caf\u00e9 na\u00efve".encode("cp1252"), "", "caf\u00e9 na\u00efve"),  # by trial
   ],
 )
-def test_encodings_are_found_when_headers_lie(data: bytes, charset: str):
-  assert page.decode(body(data, charset=charset)).count("\u00efve") == 50
+def test_encodings_are_found_when_headers_lie(data: bytes, charset: str, word: str):
+  assert word in page.decode(body(data, charset=charset))
 
 
 @pytest.mark.parametrize(
@@ -149,15 +151,6 @@ def test_encodings_are_found_when_headers_lie(data: bytes, charset: str):
 )
 def test_codecs_that_are_no_encodings_are_not_used(name: str):
   assert page.decode(body(rb"\x41 aGk=", charset=name)) == r"\x41 aGk="
-
-
-def test_old_encodings_by_header_and_by_trial():
-  assert page.decode(body("\u041c\u0438\u0440".encode("cp1251"), charset="cp1251")) == (
-    "\u041c\u0438\u0440"
-  )
-  assert page.decode(body("caf\u00e9 na\u00efve".encode("cp1252"))).startswith(
-    "caf\u00e9"
-  )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ def test_hostile_markup_ends_in_time_as_text_or_the_pages_fault(server, name: st
   server.actions["/"] = lambda r: r.send(HOSTILE[name])
   in_time = within()
   try:
-    text = crawl(server, seconds=4.0)
+    text = crawl(server, seconds=2.0)
   except ToolFault:
     text = ""
   in_time()
@@ -237,7 +230,7 @@ def test_a_model_summarises_when_there_is_one(server):
   assert crawl(server, summary=chat) == "short" and len(server.requests) == 3
 
 
-@pytest.mark.parametrize("status", [401, 404, 500, 200])
+@pytest.mark.parametrize("status", [404, 200])
 def test_a_summariser_that_is_down_is_not_the_pages_fault(server, status: int):
   server.actions["/"] = lambda r: r.send(b"line of text\n" * 3000, "text/plain")
   server.actions["/v1/chat/completions"] = lambda r: r.send_json({}, status)

@@ -140,12 +140,6 @@ def test_a_key_is_borne_and_never_said(tmp_path):
   assert "0123456789" not in str(e.value)
 
 
-def test_a_key_opens_a_session(url, tmp_path):
-  (tmp_path / "key").write_text("sk-mcp-0123456789")
-  with tool("add", {"url": url, "key_file": str(tmp_path / "key")}) as add:
-    assert add('{"a": 2, "b": 40}', LONG) == "42"
-
-
 @pytest.mark.parametrize(
   "call",
   [

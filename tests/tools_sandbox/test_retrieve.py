@@ -13,7 +13,7 @@ import time
 
 import httpx
 import pytest
-from http_server import LONG, NEVER, Server, within
+from http_server import LONG, Server
 
 from tools_sandbox import http_server
 from tools_sandbox.client import Sandbox
@@ -21,7 +21,6 @@ from tools_sandbox.faults import ToolFault, Unavailable
 from tools_sandbox.search import retrieve_server
 from tools_sandbox.search.retrieve import Retriever
 
-JSON = {"content-type": "application/json"}
 PAGES = [
   {"id": "1", "title": "Ur", "text": "Ur is a city.\nIts capital is Uruk."},
   {"id": "2", "title": 'The "Nile"', "text": "A river in Egypt."},
@@ -62,13 +61,8 @@ def retriever(url: str, **more):
 @pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
 def test_the_client_gets_what_the_index_finds(url: str, corpus: str, path: str):
   with retriever(url + path) as client, Sandbox(corpus=corpus, backend=None) as sandbox:
-    for query in ("capital of Ur", "nile", "zzz", "a city", ""):
+    for query in ("capital of Ur", "nile", "zzz", "a city", "", "\ud800 nile"):
       assert client.search(query, 2, LONG) == sandbox.search(query, 2)
-
-
-def test_a_query_with_half_a_surrogate_pair_is_asked(url: str):
-  with retriever(url) as client:
-    assert [hit.document.id for hit in client.search("\ud800 nile", 1, LONG)] == ["2"]
 
 
 def test_the_server_speaks_search_r1(url: str):
@@ -86,29 +80,37 @@ def test_the_server_speaks_search_r1(url: str):
 @pytest.mark.parametrize(
   ("body", "words"),
   [
-    (b"{", "not JSON"),
-    (b"[" * 100_000, "not JSON"),
-    (b"[]", "not an object"),
-    (b"{}", "queries is missing"),
-    (b'{"queries": "x"}', "queries must be"),
-    (b'{"queries": [1]}', "queries[0] must be a string, got 1"),
-    (b'{"queries": ["x"], "topk": 0}', "topk must be"),
-    (b'{"queries": ["x"], "topk": true}', "topk must be"),
-    (b'{"queries": ["x"], "topk": 1e9}', "topk must be"),
-    (json.dumps({"queries": ["x"] * 513}).encode(), "at most 512"),
+    ([], "not an object"),
+    ({}, "queries is missing"),
+    ({"queries": "x"}, "queries must be"),
+    ({"queries": [1]}, "queries[0] must be a string, got 1"),
+    ({"queries": ["x"], "topk": 0}, "topk must be"),
+    ({"queries": ["x"], "topk": True}, "topk must be"),
+    ({"queries": ["x"], "topk": 1e9}, "topk must be"),
+    ({"queries": ["x"] * 513}, "at most 512"),
   ],
 )
 def test_the_server_says_what_is_wrong_with_a_request(url: str, body, words: str):
-  reply = httpx.post(url + "/retrieve", content=body, headers=JSON, timeout=LONG)
+  reply = httpx.post(url + "/retrieve", json=body, timeout=LONG)
   assert reply.status_code == 400 and words in reply.json()["error"]
 
 
-def test_the_server_refuses_floods_and_other_paths(url: str):
-  flood = b" " * 1_000_001
-  reply = httpx.post(url + "/retrieve", content=flood, headers=JSON, timeout=LONG)
-  assert reply.status_code == 413
-  assert httpx.get(url + "/retrieve", timeout=LONG).status_code == 405
-  assert httpx.get(url + "/", timeout=LONG).status_code == 404
+@pytest.mark.parametrize(
+  ("body", "kind", "status"),
+  [
+    (b"{", "application/json", 400),
+    (b" " * 1_000_001, "application/json", 413),
+    # What a form or fetch sends to another site without asking: text, or no type.
+    (b'{"queries": ["nile"]}', "text/plain", 415),
+    (b'{"queries": ["nile"]}', "", 415),
+  ],
+)
+def test_floods_and_pages_of_the_web_are_refused(url: str, body, kind, status):
+  headers = {"content-type": kind} if kind else {}
+  reply = httpx.post(url + "/retrieve", content=body, headers=headers, timeout=LONG)
+  assert reply.status_code == status
+  host = {"host": "rebound.example"}
+  assert httpx.get(url + "/health", headers=host, timeout=LONG).status_code == 400
 
 
 def test_many_ask_at_once(url: str):
@@ -149,32 +151,14 @@ def test_json_of_another_kind_is_the_servers_fault(reply):
       client.search("x", 1, LONG)
 
 
-def test_a_server_that_is_down_slow_or_refuses():
-  in_time = within()
-  down = pytest.raises(Unavailable, match="ConnectError")
+def test_whose_fault_a_server_is():
+  down = pytest.raises(Unavailable, match=r"the retrieval server.*ConnectError")
   with retriever("http://127.0.0.1:1", retries=1) as client, down:
     client.search("x", 1, LONG)
-  with Server() as server, retriever(server.url, retries=1) as client:
-    for action, fault, seconds in (
-      (lambda r: server.stopped.wait(NEVER), Unavailable, 0.6),
-      (lambda r: (r.raw(Content_Length="999"), r.drip(b" ")), Unavailable, 0.6),
-      (lambda r: r.send_json({}, 500), Unavailable, LONG),
-      (lambda r: r.send_json({}, 422), ToolFault, LONG),
-    ):
-      server.actions["/retrieve"] = action
-      with pytest.raises(fault, match="the retrieval server"):
-        client.search("x", 1, seconds)
-  in_time()
-
-
-def test_a_web_page_cannot_ask(url: str):
-  other = httpx.get(url + "/health", headers={"host": "rebound.example"}, timeout=LONG)
-  assert other.status_code == 400
-  # What a form or fetch sends to another site without asking: text, or no type at all.
-  for kind in ({"content-type": "text/plain"}, {}):
-    body = b'{"queries": ["nile"]}'
-    reply = httpx.post(url + "/retrieve", content=body, headers=kind, timeout=LONG)
-    assert reply.status_code == 415 and "application/json" in reply.json()["error"]
+  with Server() as server, retriever(server.url) as client:
+    server.actions["/retrieve"] = lambda r: r.send_json({}, 422)
+    with pytest.raises(ToolFault, match="the retrieval server"):
+      client.search("x", 1, LONG)
 
 
 @contextlib.contextmanager
@@ -190,21 +174,15 @@ def program(*arguments: str):
       assert running.wait(LONG) == 0
 
 
-def test_the_program_serves_and_stops(corpus: str):
-  with (
-    program(f"--corpus={corpus}") as (_, line),
-    retriever(line.split()[-1]) as client,
-  ):
-    assert client.search("nile", 1, 300.0)[0].document.id == "2"
-
-
-def test_a_server_beyond_loopback_says_what_that_means(corpus: str):
+def test_the_program_serves_beyond_loopback_and_says_what_that_means(corpus: str):
   arguments = (f"--corpus={corpus}", "--host=0.0.0.0", "--allowed_hosts=wiki.local")
   with program(*arguments) as (running, line):
     url = "http://127.0.0.1:" + line.rstrip().rpartition(":")[2]
     for host, status in (("wiki.local", 200), ("rebound.example", 400)):
       reply = httpx.get(url + "/health", headers={"host": host}, timeout=LONG)
       assert reply.status_code == status
+    with retriever(url) as client:
+      assert client.search("nile", 1, 300.0)[0].document.id == "2"
     running.terminate()
     errors = running.stderr.read()
   assert "--host=0.0.0.0: there is no key" in errors and len(errors.splitlines()) == 1

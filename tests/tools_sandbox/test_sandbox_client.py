@@ -33,6 +33,11 @@ _DRAWS = (
   "import random, numpy, sympy\nfrom sympy.core.random import randint\n"
   "print(random.random(), numpy.random.rand(), randint(0, 9**9), hash('a'))"
 )
+_PRELOADED = (
+  "import sys\nprint('sympy' in sys.modules, end=' ')\n"
+  "import sympy as sp, numpy as np\nx = sp.symbols('x')\n"
+  "print(sp.solve(x**2 - 5*x + 6, x), np.arange(3).sum())"
+)
 _TIMES = """
 import datetime, time
 from datetime import date, datetime as d, timezone as tz
@@ -54,8 +59,9 @@ True
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_seed_and_clock_of_a_run(backend):
+def test_seed_and_clock_of_a_run_with_the_default_preload(backend):
   with Sandbox(slots=1, backend=backend, timeout_s=60) as sandbox:
+    assert sandbox.run(_PRELOADED).stdout == "True [2, 3] 3\n"
     one, same, other = (sandbox.run(_DRAWS, seed=n).stdout for n in (1, 1, 2))
     assert one == same != other and sandbox.run(_DRAWS).stdout not in (one, other)
     # Whatever the program, where a seed is given.
@@ -64,7 +70,7 @@ def test_seed_and_clock_of_a_run(backend):
     assert (times.stdout, times.stderr) == (_EXPECTED, "")
     assert sandbox.run("import time\nprint(time.time() > 1.5e9)").stdout == "True\n"
     if backend == "jail":
-      with sandbox.session(seed=1, clock_s=10**9) as session:
+      with sandbox.session(timeout_s=50, seed=1, clock_s=10**9) as session:
         assert session.run(_DRAWS).stdout == one
         assert session.run(_TIMES).stdout == _EXPECTED
 
@@ -75,15 +81,6 @@ def test_defaults_are_those_of_limits():
   assert signature["timeout_s"].default == limits.wall_s == limits.cpu_s
   assert signature["memory_mb"].default == limits.memory_mb
   assert signature["output_bytes"].default == limits.output_bytes
-
-
-def test_default_preload_is_importable_and_current():
-  with Sandbox(slots=1, backend="subprocess") as sandbox:
-    result = sandbox.run(
-      "import sympy as sp, numpy as np\nx = sp.symbols('x')\n"
-      "print(sp.solve(x**2 - 5*x + 6, x), np.arange(3).sum())"
-    )
-  assert result.stdout == "[2, 3] 3\n", result
 
 
 def test_search_and_its_cache(tmp_path):
@@ -110,15 +107,18 @@ def test_a_broken_corpus_leaves_no_cache(tmp_path):
   assert os.listdir(cache) == []
 
 
-def test_search_needs_a_corpus(tmp_path):
-  with Sandbox(backend=None) as sandbox, pytest.raises(ValueError, match="no corpus"):
-    sandbox.search("x")
+def test_what_a_sandbox_does_not_have_it_says(tmp_path):
+  with Sandbox(backend=None) as sandbox:
+    with pytest.raises(ValueError, match="no corpus"):
+      sandbox.search("x")
+    with pytest.raises(ValueError, match="back-end"):
+      sandbox.run("print(1)")
+    with pytest.raises(ValueError, match="'jail'"):
+      sandbox.session()
   with pytest.raises(ValueError, match="index_cache"):
     Sandbox(index_cache=str(tmp_path), backend=None)
   with pytest.raises(FileNotFoundError):
     Sandbox(corpus=str(tmp_path / "none.jsonl"), backend=None)
-
-
-def test_a_sandbox_that_only_searches_runs_nothing():
-  with Sandbox(backend=None) as sandbox, pytest.raises(ValueError, match="back-end"):
-    sandbox.run("print(1)")
+  refusal = pytest.raises(ValueError, match="'subprocess' has no sessions")
+  with Sandbox(backend="subprocess", preload=()) as sandbox, refusal:
+    sandbox.session()

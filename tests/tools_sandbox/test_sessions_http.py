@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import time
-import urllib.parse
 
 import pytest
 
@@ -43,19 +40,6 @@ def remote(server, tmp_path):
 
 def idle(server):
   soon(lambda: server.health()["busy"] == 0)
-
-
-def send(server, path, body):
-  """A request on a socket of its own; the caller hangs up."""
-  at = urllib.parse.urlsplit(server.url)
-  sock = socket.create_connection((at.hostname, at.port))
-  data = json.dumps(body).encode()
-  head = (
-    f"POST {path} HTTP/1.1\r\nhost: {at.netloc}\r\nauthorization: Bearer word\r\n"
-    f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-  )
-  sock.sendall(head.encode() + data)
-  return sock
 
 
 def test_cells_over_http_share_their_variables(server, remote):
@@ -107,7 +91,7 @@ def test_a_session_is_nobodys_without_token_and_name(server):
   assert reply.json()["stdout"] == "1\n" and reply.json()["alive"]
   for body in ({"program": 1}, {"program": "1", "timeout_s": 1}, {}):
     assert server.post(f"/session/{name}", json=body).status_code == 400
-  running = send(server, f"/session/{name}", {"program": _SLEEP})
+  running = server.send(f"/session/{name}", {"program": _SLEEP})
   # Only one cell at a time; an idle session gives 200, so it is asked until it is not.
   soon(lambda: _cell_status(server, name) == 409)
   running.close()
@@ -118,24 +102,25 @@ def _cell_status(server, name):
   return server.post(f"/session/{name}", json={"program": ""}).status_code
 
 
-@pytest.mark.parametrize("lease_s", [0, 0.5, 1e9, "1", True])
-def test_a_bad_lease_is_refused(server, lease_s):
-  reply = server.post("/session", json={"lease_s": lease_s})
-  assert reply.status_code == 400 and "lease_s" in reply.json()["error"]
-
-
 @pytest.mark.parametrize(
-  ("path", "field"),
+  ("path", "field", "values"),
   [
-    *(("/run", f) for f in ("timeout_s", "memory_mb", "deadline_s", "clock_s")),
-    *(("/session", f) for f in ("timeout_s", "memory_mb", "deadline_s", "lease_s")),
+    ("/session", "lease_s", [0, 0.5, 1e9, "1", True, 10**400]),
+    ("/session", "timeout_s", [10**400]),
+    ("/session", "memory_mb", [10**400]),
+    ("/session", "deadline_s", [10**400]),
+    ("/run", "timeout_s", [10**400]),
+    ("/run", "memory_mb", [10**400]),
+    ("/run", "deadline_s", [10**400]),
+    ("/run", "clock_s", [10**400]),
   ],
 )
-def test_an_integer_of_four_hundred_digits_is_told_its_field(server, path, field):
-  body = {field: 10**400} | ({"program": ""} if path == "/run" else {})
-  reply = server.post(path, json=body)
-  assert reply.status_code == 400, reply.text
-  assert field in reply.json()["error"] and "got 1000" in reply.json()["error"]
+def test_a_number_that_cannot_be_is_told_its_field(server, path, field, values):
+  more = {"program": ""} if path == "/run" else {}
+  for value in values:
+    reply = server.post(path, json={field: value} | more)
+    assert reply.status_code == 400, reply.text
+    assert field in reply.json()["error"] and "got " in reply.json()["error"]
 
 
 def test_a_refused_cell_costs_no_session(server, remote):
@@ -149,13 +134,12 @@ def test_a_refused_cell_costs_no_session(server, remote):
 
 def test_sessions_are_under_back_pressure(server, remote):
   with remote.session() as s:
-    waiting = [send(server, "/run", {"program": "1"}) for _ in range(2)]
+    waiting = [server.send("/run", {"program": "1"}) for _ in range(2)]
     soon(lambda: server.health()["waiting"] == 2)
     assert server.post("/session", json={}).status_code == 503
     # A session that has its slot is served all the same.
     assert s.run("print(3)").stdout == "3\n"
   for sock in waiting:
-    sock.settimeout(LONG)
     assert b"200" in sock.recv(99)
     sock.close()
 
@@ -165,9 +149,9 @@ def test_a_client_that_hangs_up_in_the_middle_frees_the_slot(server, how):
   idle(server)
   if how == "cell":
     name = server.post("/session", json={}).json()["session"]
-    sock = send(server, f"/session/{name}", {"program": _SLEEP})
+    sock = server.send(f"/session/{name}", {"program": _SLEEP})
   else:
-    sock = send(server, "/run", {"program": _SLEEP, "timeout_s": 60})
+    sock = server.send("/run", {"program": _SLEEP, "timeout_s": 60})
   soon(lambda: server.health()["busy"] == 1)
   time.sleep(0.3)  # most likely in the middle of it; earlier must do as well
   began = time.monotonic()
@@ -188,9 +172,3 @@ def test_a_service_that_stops_ends_its_sessions():
       assert server.process.wait(LONG) == 0
       result = s.run("print(x)")
       assert result.verdict == Verdict.INFRASTRUCTURE and not s.alive
-
-
-def test_other_back_ends_say_that_they_have_none():
-  with serving("--slots=1", backend="subprocess") as server:
-    reply = server.post("/session", json={})
-    assert reply.status_code == 400 and "sessions" in reply.json()["error"]

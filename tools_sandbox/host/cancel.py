@@ -20,7 +20,7 @@ class Cancel:
   def __call__(self) -> None:
     """Ends what runs; its answer is `infrastructure`. Nothing once it has ended."""
     with self._lock:
-      if not self.requested:
+      if not self.requested:  # one byte for each run: `bound` takes out one
         self.requested = True
         if self._fd >= 0:
           os.write(self._fd, b"c")
@@ -33,6 +33,7 @@ class Cancel:
       write_fd: of the pipe by which its zygote hears of a cancellation.
       read_fd: the pipe's other end.
     """
+    # Called off before it was bound: the run hears of it as soon as it looks.
     with self._lock:
       self._fd = write_fd
       if self.requested:

@@ -225,6 +225,7 @@ class SandboxPool:
     with self._changed:
       self._sessions.pop(lent, None)
     self._release(self._unless_worn(zygote))
+    # Last, and without the lock: what it calls may ask for the slot at once.
     if lent.ended is not None:
       lent.ended()
 
@@ -242,12 +243,14 @@ class SandboxPool:
           waits = [min(s.expires - now, s.lease_s) for s in sessions]
           self._changed.wait(min(waits, default=None))
           continue
+      # Without the lock: to end a session takes a while, and gives its slot back.
       for session in late:
         session.expire()
 
   def _unless_worn(self, zygote: slot.Zygote | None) -> slot.Zygote | None:
     if zygote is None or zygote.runs < self._runs_per_zygote:
       return zygote
+    # The next one imports while nobody waits for it.
     self._retire(zygote)
     return self._spare()
 
@@ -256,9 +259,15 @@ class SandboxPool:
     """Zygotes that were put away so far: worn out, broken, or killed."""
     return self._replaced
 
+  @property
+  def waiting(self) -> int:
+    """Callers that wait for a slot now."""
+    return len(self._waiting)
+
   def close(self) -> None:
     """Kills every zygote, busy ones too; runs in flight end as `infrastructure`."""
     with self._changed:
+      # --- Nobody comes in from here on, and who waits hears of it.
       self._closed = True
       self._changed.notify_all()
       idle = self._idle
@@ -269,6 +278,8 @@ class SandboxPool:
       for zygote in self._live:
         zygote.process.kill()
       sessions = list(self._sessions.values())
+
+    # --- Without the lock, which those that put zygotes away need too.
     for zygote in idle:
       self._retire(zygote)
     for session in sessions:
@@ -315,7 +326,7 @@ class SandboxPool:
     with self._changed:
       self._live.add(zygote)
       closed = self._closed
-    if closed:
+    if closed:  # `close` may have looked at `_live` before this one was in it
       self._retire(zygote)
     self._check_open()
     return zygote
@@ -339,6 +350,7 @@ class SandboxPool:
   def _release(self, zygote: slot.Zygote | None) -> None:
     with self._changed:
       closed = self._closed
+      # A slot without a zygote is free all the same: whoever takes it starts one.
       if zygote is None or closed:
         self._unstarted += 1
       elif zygote.ready:
@@ -378,7 +390,7 @@ class _LentSlot:
     zygote: slot.Zygote | None = self._zygote
     try:
       result, alive = self._zygote.cell(program, stdin, self._wall_s, cancel)
-    except (slot.ZygoteDied, OSError) as e:
+    except (slot.ZygoteDied, OSError) as e:  # the cell may have run: it is not retried
       alive = False
       zygote = self._retire(self._zygote)
       result = e.result() if isinstance(e, slot.ZygoteDied) else wire.failure(str(e))

@@ -75,10 +75,12 @@ class Session:
       ValueError: it is longer than wire.MAX_INPUT.
       SessionEnded: a cell before this one has ended it, its lease has, or it is closed.
     """
+    # Before the lock: what cannot be run does not wait, and costs no session.
     wire.check_texts(program, stdin)
     with self._lock:
       if not self._alive:
         raise SessionEnded(f"{self._why}; open another one")
+      # The lease stands still while a cell runs, and begins anew when it has ended.
       self.expires = math.inf
       try:
         result, self._alive = self._slot.run(program, stdin, cancel)
@@ -93,6 +95,7 @@ class Session:
     if not self._lock.acquire(blocking=False):
       return  # a cell has just begun
     try:
+      # Looked at again: a cell may have come and gone since the pool's thread looked.
       if self._alive and self.expires <= time.monotonic():
         self._why = f"the session was not used for {self.lease_s:g} s and has ended"
         self._alive = False

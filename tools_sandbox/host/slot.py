@@ -67,12 +67,15 @@ class Zygote:
     Raises:
       OSError: no process, no descriptor, or no disk for it.
     """
+    # --- What is the slot's own: a folder, a control group, a pipe to call runs off.
     self.runs = 0
     self.ready = False
     self.directory = tempfile.mkdtemp(prefix="tools-sandbox-")
     self._group = cgroup.Group.create() if backend == "jail" else None
     self._cancel = os.pipe()
     self._log = os.path.join(self.directory, "zygote.log")
+
+    # --- Start it. The folder is its first argument: `kill` finds strays by it.
     flags = ["-s", "-X", "utf8", _PROGRAMS[backend]]
     arguments = [self.directory, str(os.getpid()), str(self._cancel[0])]
     if backend == "jail":
@@ -93,6 +96,8 @@ class Zygote:
     except OSError:
       self._remove_files()
       raise
+
+    # --- Non-blocking, so that deadlines hold against a zygote that does not read.
     self._requests = self.process.stdin.fileno()
     self._results = self.process.stdout.fileno()
     for fd in (self._requests, self._results):
@@ -118,16 +123,21 @@ class Zygote:
       ZygoteDied: it will not be; the caller must `kill`.
     """
     with self._talk(started=False):
+      # --- Of the first request: wait until all is imported, and measure that.
       if not self.ready:
         self._expect("ready", _START_S)
         self.ready = True
         if self._group is not None:
           self._group.settle()
+
+      # --- The group's bounds are those of this run.
       if self._group is not None:
         limits = request["limits"]
         mb = limits["memory_mb"] + limits["disk_mb"]
         self._group.limit(mb, limits["processes"])
         self._group.killed()  # a process of an earlier run is not this one's
+
+      # --- From "started" on the program may run, so that nobody asks a second time.
       wire.write_frame(self._requests, request, time.monotonic() + _GRACE_S)
       self._expect("started", _GRACE_S)
     self.runs += 1
@@ -163,6 +173,7 @@ class Zygote:
 
   @contextlib.contextmanager
   def _talk(self, started: bool) -> Iterator[None]:
+    # Whatever comes instead of an answer: the zygote is of no use any more.
     try:
       yield
     except (EOFError, TimeoutError, ValueError, KeyError) as e:
@@ -201,6 +212,7 @@ class Zygote:
     self.process.wait()
     self.process.stdin.close()
     self.process.stdout.close()
+    # Its daemons before its files: one that lives could write them anew.
     _kill_by_argument(self.directory)
     self._remove_files()
 
@@ -213,12 +225,11 @@ class Zygote:
 
 
 def _kill_by_argument(argument: str) -> None:
-  """Kills processes that carry `argument` on their command line.
-
-  The zygote kills its own stragglers. Where it was itself killed, daemons have gone to
-  init, but a fork keeps its parent's command line, and there the slot's directory is.
-  """
+  """Kills processes that carry `argument` on their command line."""
+  # The zygote kills its own stragglers. Where it was itself killed, daemons have gone
+  # to init, but a fork keeps its parent's command line, and there the slot's folder is.
   marker = argument.encode() + b"\0"
+  # Until a whole look finds none: one may fork while the others are looked at.
   for _ in range(_SWEEPS):
     found_one = False
     for name in os.listdir("/proc"):

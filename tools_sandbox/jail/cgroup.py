@@ -42,6 +42,7 @@ def _own_folders() -> dict[str, str]:
 
   Without controllers that are not mounted or, of version 2, not handed down.
   """
+  # --- Controller -> our group, and controller -> where its tree is mounted.
   groups = {}
   mounts = {}
   try:
@@ -58,26 +59,30 @@ def _own_folders() -> dict[str, str]:
         mounts.update(dict.fromkeys(names, tuple(left.split()[3:5])))
   except (OSError, ValueError):
     return {}
+
+  # --- Our group as a folder; not where it lies outside of what is mounted here.
   inner = {}  # name -> mount, and the path of our group below it
   for name in mounts.keys() & groups.keys():
     root, place = mounts[name]
     path = os.path.relpath(groups[name], root)
     if not path.startswith(".."):
       inner[name] = place, path
+
+  # --- A controller of version 1 has a tree of its own; the rest are version 2's.
   first = [name for name in _CONTROLLERS if name in inner]
   out = {name: os.path.normpath(os.path.join(*inner[name])) for name in first}
   second = [name for name in _CONTROLLERS if name not in inner]
   if second and "" in inner:  # a process is in one group of version 2 only
     folder = _handing_down(*inner[""], set(second))
-    out |= dict.fromkeys(second, folder) if folder else {}
+    if folder is not None:
+      out |= dict.fromkeys(second, folder)
   return out
 
 
 def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
   """The nearest group at or above `path` that hands these down to groups below it.
 
-  None where there is none that this process may move others through: that takes
-  writing to `cgroup.procs` of the group above both.
+  None where there is none that this process may move others through.
   """
   while True:
     folder = os.path.normpath(os.path.join(place, path))
@@ -86,6 +91,7 @@ def _handing_down(place: str, path: str, controllers: set[str]) -> str | None:
         handed_down = set(f.read().split())
     except OSError:
       handed_down = set()
+    # To move a process takes writing to `cgroup.procs` of the group above both.
     if controllers <= handed_down and os.access(f"{folder}/cgroup.procs", os.W_OK):
       return folder
     if path in ("", "."):
@@ -156,8 +162,9 @@ class Group:
     Raises:
       OSError: the kernel refused.
     """
+    # Twice what the template holds: a run may copy every page of it.
     bounds = 2 * self._base + _ROOM + (mb << 20), tasks + _OWN_TASKS
-    if bounds != self._set:
+    if bounds != self._set:  # two writes fewer for most runs, which are alike
       files = self._memory(_LIMIT), f"{self._folders['pids']}/pids.max"
       for file, value in zip(files, bounds, strict=True):
         with open(file, "w", encoding="ascii") as f:
@@ -166,6 +173,7 @@ class Group:
 
   def killed(self) -> bool:
     """Whether the kernel has ended a process of it since this was last asked."""
+    # The kernel counts over the group's life; only a new one says anything of this run.
     before = self._killed
     with contextlib.suppress(OSError):
       with open(self._memory(_EVENTS), encoding="ascii") as f:
@@ -185,6 +193,7 @@ def remove(folders: list[str]) -> None:
   """Removes groups whose processes are on their way out; leaves what does not empty."""
   deadline = time.monotonic() + _REMOVE_S
   for folder in folders:
+    # Not `rmtree`: a group's files cannot be removed, only the empty folder can.
     while True:
       try:
         os.rmdir(folder)

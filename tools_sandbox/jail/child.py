@@ -223,8 +223,8 @@ def _reseed(text: str) -> None:
   # The same call gives the same numbers in every slot, so that a trajectory does not
   # depend on which slot served it; different programs draw different numbers.
   # blake2b does without OpenSSL, whose start costs every run a third of a millisecond.
-  digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
-  seed = int.from_bytes(digest[:4], "big")
+  hashed = hashlib.blake2b(text.encode("utf-8", "surrogatepass")).digest()
+  seed = int.from_bytes(hashed[:4], "big")
   for name in ("random", "numpy.random", "sympy.core.random"):
     if name in sys.modules:
       sys.modules[name].seed(seed)

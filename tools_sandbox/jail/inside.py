@@ -68,6 +68,7 @@ class _Template:
     Raises:
       EOFError: it ended.
     """
+    # Packets: an order is one byte with its descriptors, from any init at any time.
     self.orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if not pid:
@@ -153,6 +154,7 @@ def _fork_programs(orders: socket.socket, modules: list[str], code: bytes) -> No
 
 def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
   """In a fork of the template: enters the run's namespaces, waits for the program."""
+  # --- The walls that need nothing of the request.
   init, _, request, began, *pipes = fds
   try:
     kernel.join(init, _RUN_NAMESPACES)
@@ -161,6 +163,7 @@ def _wait_in(fds: list[int], walls: _Walls, template_bytes: int) -> NoReturn:
     _log("joining the run's init", e)
     os._exit(1)
 
+  # --- Wait for the request; `began` says that this process does.
   def get() -> child.ProgramRequest:
     os.write(began, b"w")
     row = wire.read_frame(request)
@@ -215,6 +218,7 @@ class _Jailed:
       raise OSError("killed with an earlier run, for want of memory")
 
   def start(self, request: dict[str, Any], limits: wire.Limits) -> run.Started:
+    # Its folder first: the process changes into it as soon as it has its request.
     _give_files(limits)
     wire.write_frame(self._request, request)
     if not request["session"]:
@@ -267,10 +271,8 @@ def _confine(walls: _Walls, began: int, task: child.ProgramRequest) -> None:
 
 
 def _tell_memory(mb: int) -> None:
-  """Has Python call the run's memory the machine's: libraries plan by it.
-
-  The C library reads the answer of a system call that programs do not have.
-  """
+  """Has Python call the run's memory the machine's: libraries plan by it."""
+  # The C library would ask by a system call that programs do not have.
   names = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
   spellings = {*names, *(os.sysconf_names[n] for n in names)}
   pages = (mb << 20) // os.sysconf("SC_PAGESIZE")
@@ -293,15 +295,18 @@ class _Init:
       except BaseException as e:
         _log("the run's init", e)
       os._exit(0)
-    os.close(answer)
+    os.close(answer)  # so that its end is heard here
 
   @staticmethod
   def _serve(host: run.Host, template: _Template, answer: int) -> None:
+    # --- All that can be done before the request comes.
     _furnish()
     starter = _Jailed(template)
     template.orders.close()
     # Copies the pages that serving will write to while nobody waits for it.
     wire.Limits.from_json(json.loads(json.dumps(wire.Limits().to_json())))
+
+    # --- The request, and its answer.
     try:
       request = wire.read_frame(host.requests)
     except EOFError:

@@ -7,6 +7,8 @@ the first of its process namespace; each dies with the one before it. All that a
 could reach is built here once per slot: a root on tmpfs with the interpreter, the
 system's libraries and five devices, all read-only. Where the host is root, the slot
 belongs to an ordinary user: what root owns in /proc/sys is out of its reach.
+
+budget: a slot's walls, in the order in which they are built, and why each stands.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ def check() -> list[str]:
   """
   if _built:
     return []
+
+  # --- What can be read off: each line names one thing to change.
   missing = []
   if sys.platform != "linux":
     return [f"Linux is needed, this is {sys.platform}"]
@@ -68,6 +72,8 @@ def check() -> list[str]:
       missing.append(f"/proc/sys/user/{name} is 0")
   if _number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
     missing.append("/proc/sys/kernel/unprivileged_userns_clone is 0")
+
+  # --- What cannot: containers refuse single steps, each in its own way.
   if not missing:
     missing += _probe()
   if not missing:
@@ -115,33 +121,41 @@ def _layout() -> tuple[dict[str, str], list[str], str]:
   Places are renamed, so that programs and error texts name no folder of the host. Of
   sys.path only what was installed: an editable install names a whole repository.
   """
+  # --- The interpreter and this folder.
   base = os.path.realpath(sys.base_prefix)
-  places = {base: base if _below(base, "/usr") else "/python", _FOLDER: _CODE}
+  mounts = {base: base if _below(base, "/usr") else "/python", _FOLDER: _CODE}
+
+  # --- Installed packages: below the interpreter, or folders of their own (a venv's).
   path = []
   for entry in dict.fromkeys(os.path.realpath(p) for p in sys.path[1:] if p):
     if _below(entry, base):
-      path.append(places[base] + entry[len(base) :])
+      path.append(mounts[base] + entry[len(base) :])
     elif os.path.isdir(entry) and not _INSTALLED.isdisjoint(entry.split("/")):
-      places[entry] = f"/site/{len(places)}"
-      path.append(places[entry])
+      mounts[entry] = f"/site/{len(mounts)}"
+      path.append(mounts[entry])
+
+  # --- The system's libraries; its links (/lib -> usr/lib) `_build` makes anew.
   python = os.path.realpath(sys.executable)
   if not _below(python, base):
     raise OSError(f"{python} is not below {base}: cannot start it inside")
   for folder in _SYSTEM:
     if os.path.isdir(folder) and not os.path.islink(folder):
-      places.setdefault(folder, folder)
-  return places, path, places[base] + python[len(base) :]
+      mounts.setdefault(folder, folder)
+  return mounts, path, mounts[base] + python[len(base) :]
 
 
-def _build(root: str, places: dict[str, str]) -> None:
+def _build(root: str, mounts: dict[str, str]) -> None:
   # Here and below: found by path in the keeper, absent where the host imports `check`.
   import kernel
 
+  # --- An empty root, for mount points and links alone.
   options = f"size=1m,nr_inodes={_ROOT_INODES},mode=755"
   kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, options)
   for name in ("/dev", "/proc", "/tmp", "/etc"):
     os.mkdir(root + name)
-  for source, place in sorted(places.items(), key=lambda item: item[1]):
+
+  # --- Folders of the host, those above before those below them.
+  for source, place in sorted(mounts.items(), key=lambda item: item[1]):
     target = root + place
     if not os.path.isdir(target):  # else below another one, mounted already
       os.makedirs(target)
@@ -149,6 +163,8 @@ def _build(root: str, places: dict[str, str]) -> None:
   for link in _SYSTEM:
     if os.path.islink(link) and not os.path.lexists(root + link):
       os.symlink(os.readlink(link), root + link)
+
+  # --- Devices: the host's own, for an ordinary user can make none.
   for name in _DEVICES:
     with open(f"{root}/dev/{name}", "wb"):
       pass
@@ -166,9 +182,6 @@ def _build(root: str, places: dict[str, str]) -> None:
 def _mount_own(source: str, target: str, empty: str) -> None:
   """Mounts a folder read-only, its files' locks and leases the slot's own.
 
-  The kernel keeps those by file system, and this one is the slot's: of a bind mount,
-  two slots would see each other's. Nor do its files in /proc name a folder of the host.
-
   Args:
     source: shared by every slot.
     target: where this one sees it.
@@ -176,6 +189,9 @@ def _mount_own(source: str, target: str, empty: str) -> None:
   """
   import kernel
 
+  # The kernel keeps locks and leases by file system, and an overlay is the slot's own:
+  # of a bind mount, two slots would see each other's. Nor do its files in /proc name a
+  # folder of the host.
   layers = [os.open(folder, os.O_PATH) for folder in (source, empty)]
   try:
     lower = ":".join(f"/proc/self/fd/{layer}" for layer in layers)
@@ -196,6 +212,8 @@ def _become_inside(python: str, arguments: list[str]) -> NoReturn:
   kernel.mount("proc", "/proc", "proc", flags)
   kernel.restrict_mount("/", kernel.READ_ONLY, recursive=False)
   kernel.set_host_name("sandbox")
+  # Of the environment only what imports are to heed; the interpreter's own libraries
+  # are not where the host's linker looks.
   library = os.path.dirname(os.path.dirname(python)) + "/lib"
   environment = {n: os.environ[n] for n in _ENVIRONMENT if n in os.environ}
   environment.update(MALLOC_ARENA_MAX="2", LD_LIBRARY_PATH=library)
@@ -225,7 +243,7 @@ def _keep(
       f.write(b"0")  # this process, and all that it will start
 
   # --- Build the root, in a mount namespace of its own.
-  places, path, python = _layout()
+  mounts, path, python = _layout()
   uid = os.geteuid()
   gid = os.getegid()
   kernel.unshare(kernel.NEWNS if uid == 0 else kernel.NEWNS | kernel.NEWUSER)
@@ -233,7 +251,7 @@ def _keep(
     kernel.map_ids(0, uid, gid)
   kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
   # Mounted over the slot's own folder: the host, which removes it, sees none of this.
-  _build(directory, places)
+  _build(directory, mounts)
   kernel.change_root(directory)
 
   # --- Become an ordinary user, in all other namespaces too.
@@ -270,6 +288,7 @@ def main() -> None:
   import cgroup
   import child
 
+  # --- The keeper, below this process.
   directory, host, cancel, groups, *modules = sys.argv[1:]
   cgroups = groups.splitlines()
   keeper = os.fork()
@@ -281,6 +300,7 @@ def main() -> None:
       os._exit(1)
   _release_pipes()
 
+  # --- It dies with the host, and this process after it.
   def leave(number: int, frame: Any) -> None:
     # As in `zygote`: also sent when only the thread that started us has ended.
     if os.getppid() != int(host):

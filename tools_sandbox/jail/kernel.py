@@ -85,12 +85,10 @@ def clone(flags: int) -> int:
 
 
 def fork() -> int:
-  """Forks as the C library does, without what Python does after it.
-
-  Python's handlers restore locks and threads, of which a process of one thread has
-  none to lose, and seed `random`; in a copy of large pages they cost half a
-  millisecond.
-  """
+  """Forks as the C library does, without what Python does after it."""
+  # Python's handlers restore locks and threads, of which a process of one thread has
+  # none to lose, and seed `random`; in a copy of large pages they cost half a
+  # millisecond.
   return _check(_libc_locked.fork(), "fork")
 
 
@@ -99,12 +97,14 @@ def collapse_pages() -> None:
 
   Fewer entries to copy for a fork. Needs Linux 6.1 and changes nothing elsewhere.
   """
+  # Read to its end first: the file shows the memory that is about to change.
   with open("/proc/self/maps", encoding="ascii", errors="replace") as f:
     rows = [line.split() for line in f]
   for row in rows:
     first, last = (int(n, 16) for n in row[0].split("-"))
     first = -(-first // _HUGE) * _HUGE
     last = last // _HUGE * _HUGE
+    # Private, writable and of no file: memory that programs copy.
     if row[1] == "rw-p" and row[4] == "0" and first < last:
       _libc.madvise(
         ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_COLLAPSE
@@ -123,6 +123,7 @@ def join(process: int, flags: int) -> None:
 
 def map_ids(inside: int, uid: int, gid: int) -> None:
   """Maps one user and one group of the outer user namespace to `inside`."""
+  # In this order: an ordinary user may map a group only once `setgroups` is denied.
   for name, line in (
     ("setgroups", "deny"),
     ("uid_map", f"{inside} {uid} 1"),
@@ -158,6 +159,8 @@ def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None
 
 def change_root(target: str) -> None:
   """Makes a mount the root of this mount namespace and lets go of the old root."""
+  # Both in one place: the old root then lies over the new one, and it is the old one
+  # that the second call takes away.
   os.chdir(target)
   _check(
     _libc.syscall(ctypes.c_long(_nr("pivot_root")), b".", b"."), f"pivot_root {target}"
@@ -173,6 +176,7 @@ def set_host_name(name: str) -> None:
 
 def capabilities() -> list[int]:
   """Lists those that the kernel knows."""
+  # The kernel refuses numbers that it does not know; a mask of them has 64 bits.
   every = range(64)
   return [n for n in every if _libc.prctl(_PR_CAPBSET_READ, n, 0, 0, 0) >= 0]
 
@@ -185,6 +189,7 @@ def drop_bounding_set(numbers: list[int]) -> None:
 
 def set_filter(program: bytes) -> None:
   """Puts this process, for good, under a seccomp filter (8 bytes an instruction)."""
+  # The header holds the filter's address: `program` must live until the call is made.
   address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value
   header = struct.pack("HxxxxxxP", len(program) // 8, address)  # struct sock_fprog
   result = _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_MODE_FILTER), header, 0, 0)

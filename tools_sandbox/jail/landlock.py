@@ -61,10 +61,13 @@ def restrict(kernel_version: int, writable: str, devices: str) -> None:
   """
   if not kernel_version:
     return
+  # --- What this kernel can refuse; of a ruleset all that is named here is refused.
   files = _FILES[max(v for v in _FILES if v <= kernel_version)]
   tcp = _TCP if kernel_version >= 4 else 0
   scopes = _SCOPES if kernel_version >= 6 else 0
   handled = struct.pack("QQQ", files, tcp, scopes)
+
+  # --- But for these folders and what lies below them; of TCP and scopes nothing.
   rules = _call(_NR_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
   try:
     for path, allowed in (
@@ -74,6 +77,7 @@ def restrict(kernel_version: int, writable: str, devices: str) -> None:
     ):
       beneath = os.open(path, os.O_PATH | os.O_DIRECTORY)
       try:
+        # An old kernel refuses a rule with a right that it has never heard of.
         rule = struct.pack("=Qi", allowed & files, beneath)
         _call(_NR_ADD, rules, _PATH_BENEATH, rule, 0)
       finally:

@@ -42,12 +42,10 @@ class _Use:
 
 
 def descendants(template_pages: int) -> _Use:
-  """Finds every process below this one, wherever it has put itself.
-
-  Reads /proc/*/stat, because /proc/PID/task/TID/children is a kernel option that
-  ordinary machines lack. Zombies are counted too: one whose threads live on looks the
-  same as a dead one.
-  """
+  """Finds every process below this one, wherever it has put itself."""
+  # --- Every process: parent -> its children, with their threads and pages. By
+  # /proc/*/stat, for /proc/PID/task/TID/children is a kernel option that ordinary
+  # machines lack. Zombies too: one whose threads live on looks the same as a dead one.
   own = os.getpid()
   children: dict[int, list[tuple[int, int, int]]] = {}
   for name in os.listdir("/proc"):
@@ -65,6 +63,8 @@ def descendants(template_pages: int) -> _Use:
       children.setdefault(int(fields[1]), []).append(row)
     elif name != "1":
       children.setdefault(1, []).append(row)
+
+  # --- Those below this one, generation by generation.
   pids = []
   tasks = 0
   pages = 0
@@ -137,12 +137,15 @@ class JailRun:
 
   def __init__(self, request: dict[str, Any], starter: Starter, template: Template):
     """Starts the program."""
+    # --- What it may use, and what is known of it so far.
     self.limits = wire.Limits.from_json(request["limits"])
     self.starter = starter
     self.template = template
     self.killed: wire.Verdict | None = None  # what the sandbox killed it for
     self.note = ""
     self.input = memoryview(request["stdin"].encode("utf-8", "replace"))
+
+    # --- Its process and its pipes.
     self.start = time.monotonic()
     started = starter.start(request, self.limits)
     self.process = started.process
@@ -181,6 +184,7 @@ class JailRun:
     return code, cpu_s, seconds
 
   def _pump(self, host: Host) -> None:
+    # --- What is waited for: its end, its output, the host.
     poll = select.poll()
     for fd in (*self.ends, *self.clips, host.cancel):
       poll.register(fd, select.POLLIN)
@@ -189,6 +193,8 @@ class JailRun:
       poll.register(self.input_fd, select.POLLOUT)
     else:
       self._close_input()
+
+    # --- Until it ends, or has to.
     deadline = self.start + self.limits.wall_s
     sample = self.start + SAMPLE_S
     while True:
@@ -267,13 +273,20 @@ class JailRun:
   def _result(self, code: int | None, cpu_s: float, seconds: float) -> wire.Result:
     (stdout, cut_out), (stderr, cut_err) = (c.text() for c in self.clips.values())
     cut = cut_out or cut_err
+
+    # --- It was called off, or never began: that says nothing of the program.
     failed = wire.Verdict.INFRASTRUCTURE
     if self.killed == failed:
       return wire.Result(stdout, stderr + self.note, None, failed, seconds, cut)
     if code is None and not self.killed:
       return wire.Result(stdout, stderr, None, failed, seconds, cut)
-    code = -signal.SIGKILL if code is None else code
+
+    # --- The kernel's word: an exit status, or the signal that it died of.
+    if code is None:
+      code = -signal.SIGKILL
     verdict = wire.Verdict.ERROR if code else wire.Verdict.OK
+
+    # --- A limit's word counts for more, where a limit ended it.
     limits = self.limits
     # Its handler of the signal that asks it to flush may end it with any status.
     if self.killed and (code < 0 or self.killed == wire.Verdict.TIMEOUT):

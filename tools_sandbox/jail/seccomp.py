@@ -176,11 +176,9 @@ def _intervals(rules: dict[int, bytes], other: bytes) -> list[tuple[int, bytes]]
 
 
 def _search(intervals: list[tuple[int, bytes]]) -> bytes:
-  """A binary search over intervals for the number that is loaded.
-
-  The kernel runs a new filter once for each system call there is, to remember what it
-  always allows: a list would cost every run 0.3 ms.
-  """
+  """A binary search over intervals for the number that is loaded."""
+  # Not a list: the kernel runs a new filter once for each system call there is, to
+  # remember what it always allows, and a list would cost every run 0.3 ms.
   if len(intervals) == 1:
     return intervals[0][1]
   half = len(intervals) // 2

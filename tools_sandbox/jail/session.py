@@ -30,7 +30,8 @@ class _CellsRun(run.JailRun):
   ):
     """Starts the process."""
     super().__init__(request, starter, template)
-    self.cell_end = self.ends[1]
+    self.cell_end = self.ends[1]  # after the process: see `JailRun`
+    # A hostile program has its other end: a read that waited could wait for ever.
     os.set_blocking(self.cell_end, False)
     self.alive = True
     self._ended: tuple[int | None, float, float] | None = None
@@ -40,6 +41,7 @@ class _CellsRun(run.JailRun):
     poll = select.poll()
     for fd in (self.process, control):
       poll.register(fd, select.POLLIN)
+    # Once it has ended only the host has anything to say.
     while self._ended is None:
       ready = dict(poll.poll(run.SAMPLE_S * 1000))
       if control in ready:
@@ -58,20 +60,27 @@ class _CellsRun(run.JailRun):
     Raises:
       SystemExit: the host has gone.
     """
+    # --- Feed it the cell; one that ended between cells is not asked any more.
     self.start = time.monotonic()
     if self._ended is None:
       with contextlib.suppress(BlockingIOError):
         os.read(self.cell_end, _MANY)  # it came unasked
       self.input = memoryview(wire.frame(request))
       self._pump(host)
-    status = None if self._ended or self.killed else self._status()
+
+    # --- It ended, was ended, or has closed its pipe: there will be no other cell.
+    status = None
+    if self._ended is None and not self.killed:
+      status = self._status()
     if status is None:
       self.alive = False
       self.stop()
       result = self._result(*self._ended)
-      lost = result.verdict != wire.Verdict.INFRASTRUCTURE
-      note = _LOST if lost else ""
-      return dataclasses.replace(result, stderr=result.stderr + note)
+      if result.verdict == wire.Verdict.INFRASTRUCTURE:
+        return result
+      return dataclasses.replace(result, stderr=result.stderr + _LOST)
+
+    # --- It goes on: this cell's output is cut off here.
     for fd in self.clips:
       # Once: all that was in the pipe when the cell ended. A thread may write for ever.
       self._read(fd)
@@ -109,6 +118,7 @@ def serve(
   while session.alive:
     session.wait(host.requests)
     cell = wire.read_frame(host.requests)
+    # The host ends a session by a cell without a program.
     if cell["program"] is None:
       session.stop()
       wire.write_frame(host.results, {"event": "closed"})

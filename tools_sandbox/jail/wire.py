@@ -74,6 +74,7 @@ class Limits:
   clock_s: float | None = None
 
   def __post_init__(self) -> None:
+    # --- The surroundings, which may be None.
     if self.seed is not None and type(self.seed) is not int:
       raise ValueError(f"limits.seed must be an integer, got {self.seed!r:.100}")
     clock = 0 if self.clock_s is None else self.clock_s
@@ -81,6 +82,9 @@ class Limits:
       raise ValueError(
         f"limits.clock_s must be Unix seconds up to {_LAST_SECOND}, got {clock!r:.100}"
       )
+
+    # --- The limits: positive numbers, of the type that the field has. Type by type,
+    # for what is no number may not even compare.
     for field in dataclasses.fields(self):
       if field.name in ("seed", "clock_s"):
         continue
@@ -133,6 +137,7 @@ class Result:
   truncated: bool = False
 
   def __post_init__(self) -> None:
+    # A result may come from a service of strangers: `type` lets no bool be an int.
     for name, kinds in _RESULT.items():
       value = getattr(self, name)
       if type(value) not in kinds:
@@ -187,20 +192,23 @@ class Clip:
     room = self._head_size - len(self._head)
     self._head += data[:room]
     self._tail += data[room:]
+    # Not at every feed: to cut the front off moves all that stays.
     if len(self._tail) > self._tail_size + 4 * _CHUNK:
       del self._tail[: len(self._tail) - self._tail_size]
 
   def text(self) -> tuple[str, bool]:
     """Gives the bytes as text, and whether some were cut out."""
     tail = self._tail[max(0, len(self._tail) - self._tail_size) :]
+    # What lies between head and tail was never kept, or has been cut off since.
     cut = self._total - len(self._head) - len(tail)
-    if not cut:
+    if not cut:  # decoded in one: a character may lie across the border
       return (self._head + tail).decode("utf-8", "replace"), False
     head, tail = (b.decode("utf-8", "replace") for b in (self._head, tail))
     return f"{head}...[{cut} bytes cut]...{tail}", True
 
 
 def _build(cls: type, row: dict[str, Any]) -> Any:
+  # All of them and no other: both ends are of one version.
   names = {field.name for field in dataclasses.fields(cls)}
   if not isinstance(row, dict) or set(row) != names:
     fields = sorted(row) if isinstance(row, dict) else type(row).__name__
@@ -247,6 +255,7 @@ def write_frame(fd: int, message: dict[str, Any], deadline: float = math.inf) ->
     TimeoutError: the deadline passed.
     ValueError: the message is longer than MAX_FRAME.
   """
+  # A pipe takes what it has room for; the wait between two parts has the deadline.
   data = memoryview(frame(message))
   while data:
     _wait(fd, select.POLLOUT, deadline)
@@ -270,6 +279,7 @@ def read_frame(fd: int, deadline: float = math.inf) -> dict[str, Any]:
     TimeoutError: the deadline passed.
     ValueError: what came is no frame.
   """
+  # The size is looked at before so much is read.
   (size,) = _HEADER.unpack(_read(fd, _HEADER.size, deadline))
   if size > MAX_FRAME:
     raise ValueError(f"frame of {size} bytes; at most {MAX_FRAME} are sent")

@@ -2,6 +2,8 @@
 
 Scores are Lucene's BM25 as `bm25s` computes it, over the title (twice, so that it
 weighs against a long text) and the text. A page whose title is the query comes first.
+
+budget: one format, read, indexed, saved and searched.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class Hit:
 
 def tokenize(text: str) -> list[str]:
   """Words of a text: runs of letters and digits, lower case, accents removed."""
+  # An accent is a letter and a mark of its own then, and the mark is left out.
   if not text.isascii():
     text = unicodedata.normalize("NFKD", text)
     text = "".join(c for c in text if not unicodedata.combining(c)).casefold()
@@ -79,12 +82,15 @@ def read_corpus(path: str | os.PathLike[str]) -> Iterator[Document]:
   if not os.path.isfile(path):
     raise FileNotFoundError(f"{path}: there is no such corpus file")
   if path.endswith(".jsonl"):
+    # Line by line: a message names the line that is wrong.
     with open(path, "rb") as f:
       for number, line in enumerate(f, 1):
         if line.strip():
           row = _parse(line.rstrip(b"\n"), path, number)
           yield _from_row(row, f"{path}:{number}", None)
     return
+
+  # --- One JSON value: a list of pages, or pages by their titles.
   if not path.endswith(".json"):
     raise ValueError(f"{path}: a corpus is a .jsonl or a .json file")
   with open(path, "rb") as f:
@@ -132,10 +138,14 @@ def _from_row(row: Any, where: str, default_id: str | None) -> Document:
       raise ValueError(f"{where}: field {name!r} is missing")
     return _string(row[name], f"{where}: field {name!r}")
 
+  # --- Its id, by which the search names it.
   name = row.get("id", default_id)
+  if name is None:
+    raise ValueError(f"{where}: field 'id' is missing")
   if isinstance(name, bool) or not isinstance(name, (str, int)):
-    state = "is missing" if name is None else "is neither a string nor an integer"
-    raise ValueError(f"{where}: field 'id' {state}")
+    raise ValueError(f"{where}: field 'id' is neither a string nor an integer")
+
+  # --- Title and text, in one field as Search-R1 has them, or in two.
   if "contents" in row:
     title, _, text = field("contents").partition("\n")
     return Document(str(name), title.removeprefix('"').removesuffix('"'), text)
@@ -180,6 +190,7 @@ class SearchIndex:
     Raises:
       ValueError: there is no document, or none with a word in it.
     """
+    # --- Words become numbers, in the order in which they first occur.
     documents = list(documents)
     vocabulary: dict[str, int] = {}
     rows = []
@@ -191,8 +202,13 @@ class SearchIndex:
       rows.append([vocabulary.setdefault(w, len(vocabulary)) for w in words])
     if not vocabulary:
       raise ValueError(f"{name or 'documents'}: a corpus without a single word")
+
+    # --- The scores of every word with every document.
     bm25 = bm25s.BM25(method="lucene")
     bm25.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+
+    # --- Titles as sorted numbers, in which a query is looked up; equal titles keep the
+    # order of the corpus.
     keys = np.array([_title_key(t) for t in titles], dtype=np.int64)
     order = np.argsort(keys, kind="stable")
     return cls(bm25, documents, keys[order], order.astype(np.int64))
@@ -208,6 +224,7 @@ class SearchIndex:
     if os.listdir(directory):
       raise FileExistsError(f"{directory}: not empty; save an index on its own")
     self._bm25.save(directory, show_progress=False)
+    # Where each document begins, so that one can be read without the others.
     offsets = [0]
     with open(os.path.join(directory, _DOCUMENTS), "wb") as f:
       for i in range(len(self)):
@@ -254,21 +271,30 @@ class SearchIndex:
     """
     if k < 1:
       raise ValueError(f"k must be at least 1, got {k!r}")
+    # --- The scores of all documents, by the words that any of them has.
     words = tokenize(query)
     vocabulary = self._bm25.vocab_dict
     ids = [vocabulary[w] for w in words if w in vocabulary]
     if not ids:
       return []
     scores = self._bm25.get_scores_from_ids(ids)
+
+    # --- A page of that title comes first: all words of a title are known ones.
     if len(ids) == len(words):
       key = _title_key(words)
       low, high = (np.searchsorted(self._title_keys, key, s) for s in ("left", "right"))
       if low < high:  # lifted above every other, in their own order
         scores[self._title_rows[low:high]] += scores.max()
+
+    # --- The best k. All that equal the k-th take part in the sort, which is stable:
+    # so ties are in the corpus's order whatever k is.
     floor = 0.0
     if k < len(scores):
       floor = np.partition(scores, -k)[-k]
-    rows = np.flatnonzero(scores >= floor if floor > 0 else scores > 0)
+    if floor > 0:
+      rows = np.flatnonzero(scores >= floor)
+    else:
+      rows = np.flatnonzero(scores > 0)
     rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
     return [Hit(self._documents[row], float(scores[row])) for row in rows.tolist()]
 
@@ -290,5 +316,5 @@ class _Documents(Sequence[Document]):
 
 
 def _title_key(words: list[str]) -> int:
-  digest = hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest()
-  return int.from_bytes(digest, "big", signed=True)
+  hashed = hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest()
+  return int.from_bytes(hashed, "big", signed=True)

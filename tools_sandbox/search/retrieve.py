@@ -42,16 +42,18 @@ class Retriever:
       ToolFault: the server refuses the query.
       Unavailable: it is down, or its reply is not of this API.
     """
+    # The API takes many queries at once; the reply has a list of hits for each.
     body = {"queries": [query], "topk": k, "return_scores": True}
     reply = self._service.ask(body, seconds)
     try:
       (rows,) = reply["result"]
-      return [_hit(row) for row in rows][:k]
+      return [_hit(row) for row in rows][:k]  # servers may send more than was asked
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
       raise self._service.broken("not a /retrieve result") from None
 
 
 def _hit(row: dict[str, Any]) -> Hit:
+  # With scores the document is a field of the row, without them it is the row.
   document = row.get("document", row)
   title, _, text = document["contents"].partition("\n")
   title = title.removeprefix('"').removesuffix('"')

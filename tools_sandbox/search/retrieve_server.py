@@ -48,11 +48,14 @@ def make_app(
   """
 
   def find(query: _Query) -> list[list[Any]]:
-    most = topk if query.topk is None else query.topk
-    return [
-      [_row(hit, query.return_scores) for hit in sandbox.search(text, most)]
-      for text in query.queries
-    ]
+    most = query.topk
+    if most is None:
+      most = topk
+    results = []
+    for text in query.queries:
+      hits = sandbox.search(text, most)
+      results.append([_row(hit, query.return_scores) for hit in hits])
+    return results
 
   async def retrieve(request: Request) -> JSONResponse:
     body = await http_server.read_object(request, _MAX_BODY)
@@ -60,6 +63,7 @@ def make_app(
       query = http_server.read_fields(_Query, body)
     except ValueError as e:
       raise HTTPException(400, str(e)) from None
+    # In a thread: a search takes milliseconds of the CPU, and others wait to be heard.
     return JSONResponse({"result": await run_in_threadpool(find, query)})
 
   async def health(request: Request) -> JSONResponse:
@@ -87,10 +91,13 @@ class _Query(pydantic.BaseModel):
 
 def _row(hit: Hit, scores: bool) -> dict[str, Any]:
   d = hit.document
+  # As Search-R1's own corpora have it: the title in quotes, a line end, the text.
   document = {"id": d.id, "contents": f'"{d.title}"\n{d.text}'}
   if not scores:
     return document
-  score = hit.score if math.isfinite(hit.score) else 0.0
+  score = hit.score
+  if not math.isfinite(score):  # JSON has no word for it
+    score = 0.0
   return {"document": document, "score": score}
 
 
@@ -105,8 +112,11 @@ def serve(args: argparse.Namespace) -> None:
   Raises:
     OSError, ValueError: an argument or the corpus can not be used.
   """
+  # --- The arguments, before a corpus is read that may take minutes.
   if not 1 <= args.topk <= _MAX_TOPK:
     raise ValueError(f"--topk={args.topk}: accepted are 1 to {_MAX_TOPK}")
+
+  # --- The address is taken before the corpus is read, and listened on after it.
   with (
     http_server.bind(args.host, args.port) as sock,
     Sandbox(corpus=args.corpus, index_cache=args.index_cache, backend=None) as sandbox,

@@ -82,6 +82,7 @@ class ServiceConfig:
   lease_s: float = LEASE_S
 
   def __post_init__(self):
+    # A run that says nothing must be one that may be asked for.
     check_most(self.limits, self.most)
     # Written so that NaN is refused too.
     if not 0 < self.wait_s <= LARGEST:
@@ -121,6 +122,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
   async def run(request: Request) -> Response:
     with queue.place():  # before the body is read, so that places bound the memory
       task = await _read_request(request, config, read_run)
+      # A run starts only while its whole time fits before the deadline.
       start_by = task.deadline_s - task.limits.wall_s
       gone = _gone(request)
       result = await queue.run(task.program, task.stdin, task.limits, start_by, gone)
@@ -130,7 +132,10 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
     del request
     status = "stopping" if queue.draining else "ok"
     counts = {"slots": queue.slots, "busy": queue.busy, "waiting": queue.waiting}
-    return JSONResponse({"status": status, **counts}, 503 if queue.draining else 200)
+    code = 200
+    if queue.draining:
+      code = 503
+    return JSONResponse({"status": status, **counts}, code)
 
   async def metrics(request: Request) -> Response:
     del request
@@ -146,6 +151,9 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
 
     return handle
 
+  hosts = list(http_server.LOOPBACK)
+  if config.token:
+    hosts = ["*"]
   return Starlette(
     routes=[
       Route("/run", guarded(run), methods=["POST"]),
@@ -155,9 +163,7 @@ def make_app(queue: RunQueue, config: ServiceConfig) -> Starlette:
       Route("/metrics", guarded(metrics)),
       Route("/health", health),
     ],
-    middleware=[
-      http_server.check_host(["*"] if config.token else list(http_server.LOOPBACK))
-    ],
+    middleware=[http_server.check_host(hosts)],
     exception_handlers={Refused: _refused, HTTPException: _http_error},
   )
 
@@ -167,6 +173,7 @@ def _session_handlers(
 ) -> tuple[_Handler, _Handler, _Handler]:
   """What opens a session, runs a cell of it, closes it."""
 
+  # --- Open one: it waits for its slot as a run does, and keeps it.
   async def open_session(request: Request) -> Response:
     with queue.place():
       task = await _read_request(request, config, read_session)
@@ -179,12 +186,14 @@ def _session_handlers(
         raise HTTPException(500, str(e)) from None
       return JSONResponse({"session": name, "lease_s": task.lease_s})
 
+  # --- Run a cell: no place is needed, for the session has its slot.
   async def cell(request: Request) -> Response:
     with queue.cells(request.path_params["name"]) as session:
       task = await _read_request(request, config, read_cell)
       result = await queue.cell(session, task.program, task.stdin, _gone(request))
       return JSONResponse({**result.to_json(), "alive": session.alive})
 
+  # --- Close one; a session that has ended, or never was, is closed.
   async def close_session(request: Request) -> Response:
     await queue.close(request.path_params["name"])
     return JSONResponse({})
@@ -233,10 +242,15 @@ def read_session(body: dict[str, Any], config: ServiceConfig) -> RunRequest:
   Raises:
     ValueError: as `read_run`.
   """
+  # --- Whoever mixes the two routes up is told which is which.
   if "program" in body:
     raise ValueError("program is a cell's: POST it to /session/NAME")
   fields = http_server.read_fields(_SessionBody, body)
-  lease_s = config.lease_s if fields.lease_s is None else fields.lease_s
+
+  # --- The lease, and limits over all cells together.
+  lease_s = fields.lease_s
+  if lease_s is None:
+    lease_s = config.lease_s
   if not _FIRST_LEASE_S <= lease_s <= config.lease_s:
     raise ValueError(
       f"lease_s must be a number from {_FIRST_LEASE_S:g} to {config.lease_s:g}, got "
@@ -261,6 +275,8 @@ def _read_times(
   fields: Any, config: ServiceConfig, most: Limits
 ) -> tuple[Limits, float]:
   """A request's limits, and the seconds that it may take from its arrival."""
+  # --- The limits that the request names; its time is wall and CPU seconds in one,
+  # where it does not say `cpu_s` too.
   changes = fields.model_dump(include=set(_LIMITS), exclude_none=True)
   if fields.timeout_s is not None:
     changes = {"cpu_s": fields.timeout_s, **changes, "wall_s": fields.timeout_s}
@@ -268,8 +284,11 @@ def _read_times(
     limits = dataclasses.replace(config.limits, **changes)
     check_most(limits, most)
   except ValueError as e:
+    # In the words of the request, not in those of `Limits`.
     text = str(e).removeprefix("limits.").replace("wall_s", "timeout_s", 1)
     raise ValueError(text) from None
+
+  # --- Its deadline, from its arrival on.
   deadline_s = fields.deadline_s
   if deadline_s is None:
     deadline_s = limits.wall_s + config.wait_s
@@ -300,6 +319,7 @@ async def _read_request(
   read: Callable[[dict[str, Any], ServiceConfig], RunRequest],
 ) -> RunRequest:
   """Reads a request's body; its deadline becomes a time of `time.monotonic`."""
+  # Before the body is read: a slow client's time is its own.
   arrived = time.monotonic()
   body = await http_server.read_object(request, config.max_body)
   try:
@@ -317,6 +337,7 @@ async def _gone(request: Request) -> None:
 
 
 def _bears(request: Request, token: str) -> bool:
+  # Compared in a time that says nothing of how many letters are right.
   header = request.headers.get("authorization", "").encode()
   return hmac.compare_digest(header, f"Bearer {token}".encode())
 
@@ -331,7 +352,9 @@ def _error(
 
 async def _refused(request: Request, e: Refused) -> Response:
   status = _STATUS[e.reason]
-  headers = {"retry-after": str(_RETRY_S)} if status == 503 else None
+  headers = None
+  if status == 503:
+    headers = {"retry-after": str(_RETRY_S)}
   return _error(str(e), status, headers)
 
 

@@ -100,6 +100,7 @@ class RemotePool:
       ValueError: the token's file cannot be read.
       RuntimeError: no service runs it within `wait_s`; the message says why.
     """
+    # --- Where the replicas are; a URL may name the path or leave it out.
     self.limits = limits or Limits()
     self._config = config
     self._path = _PATHS[config.api]
@@ -111,10 +112,14 @@ class RemotePool:
       limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
       trust_env=False,
     )
+
+    # --- Whose turn it is, and who has just failed.
     self._lock = threading.Lock()
     self._next = 0
     self._aside: dict[str, float] = {}  # URL -> until when
     self._closed = False
+
+    # --- Ask once, so that a wrong URL or token is known now and not in every run.
     try:
       result = self.run("")
     except BaseException:
@@ -183,6 +188,7 @@ class RemotePool:
     fault = "no time was left"
     attempt = 0
     while replicas:
+      # --- Each of them once.
       pause = 0.0
       for url in list(replicas):
         left = deadline - time.monotonic()
@@ -197,11 +203,13 @@ class RemotePool:
           pause = max(pause, e.pause)
           if e.final:
             replicas.remove(url)
+
+      # --- Then a pause: the longest that any of them wants, or one of our own.
       # Full pauses at once would bring all callers back at the same moment.
       own = min(_FIRST_PAUSE_S * 2**attempt, _LAST_PAUSE_S)
       pause = max(pause, own) * random.uniform(0.5, 1.0)
       attempt += 1
-      if replicas:
+      if replicas:  # not beyond the last moment at which it could still begin
         left = deadline - wall_s - time.monotonic()
         time.sleep(min(pause, max(left, 0.0)))
     raise _unavailable(fault)
@@ -224,6 +232,7 @@ class RemotePool:
     self, url: str, program: str, stdin: str, limits: Limits, left: float
   ) -> Result:
     """Has one replica run a program; raises as `_reply`."""
+    # Each API has a request and a reply of its own for the same run.
     ours = self._config.api == "tools_sandbox"
     if ours:
       body = {"program": program, "stdin": stdin, **_limits(limits, left)}
@@ -245,6 +254,7 @@ class RemotePool:
       SessionEnded: it has no such session, or no more.
       ValueError: it refuses the request.
     """
+    # --- The exchange; who cannot be spoken to is asked last for a while.
     try:
       status, headers, data = exchange(
         self._client, method, url, body, left, _CONNECT_S, MAX_FRAME
@@ -255,6 +265,8 @@ class RemotePool:
       raise _NoAnswer(type(e).__name__) from e
     except BadReply as e:
       raise _NoAnswer(str(e)) from e
+
+    # --- The status: whose fault it is, and whether another replica may do better.
     if status in _REFUSES_REQUEST:
       raise ValueError(
         f"{url} refuses the run: {data[:500].decode('utf-8', 'replace')}"
@@ -264,6 +276,8 @@ class RemotePool:
     if status != 200:
       pause = retry_after(headers.get("retry-after", ""))
       raise _NoAnswer(f"status {status}", pause, status in _REFUSES_US)
+
+    # --- The answer. A proxy may speak in the service's place: that is no answer.
     try:
       reply = json.loads(data)
     except (ValueError, RecursionError) as e:
@@ -316,6 +330,7 @@ class RemoteSession:
 
   def _cell(self, body: dict[str, Any]) -> tuple[Result, bool]:
     """The result of a cell, and whether there can be another; raises as `_reply`."""
+    # Once, and of this replica: the variables are there.
     left = self._wall_s + self._pool._config.wait_s
     reply = self._pool._reply("POST", self._url, body, left)
     alive = reply.pop("alive", False) is True
@@ -331,6 +346,7 @@ class RemoteSession:
         self._end()
 
   def _end(self) -> None:
+    # Whatever comes of it: its lease ends it there.
     self._alive = False
     with contextlib.suppress(_NoAnswer, SessionEnded, ValueError, RuntimeError):
       self._pool._reply("DELETE", self._url, None, _CONNECT_S)
@@ -347,6 +363,7 @@ def _limits(limits: Limits, left: float) -> dict[str, Any]:
   # Without those that say nothing, which older services do not know.
   row = {name: value for name, value in limits.to_json().items() if value is not None}
   wall_s = row.pop("wall_s")
+  # The service's deadline comes before ours: its refusal shall still arrive in time.
   deadline_s = left - min(_WAY_S, (left - wall_s) / 2)
   return {**row, "timeout_s": wall_s, "deadline_s": deadline_s}
 

@@ -71,9 +71,10 @@ class RunQueue:
     """
     if max_waiting < 0:
       raise ValueError(f"max_waiting must be 0 or more, got {max_waiting}")
+    # --- Slots and places, and who has them.
     self._pool = pool
     self.slots = slots
-    self._places = slots + max_waiting
+    self._capacity = slots + max_waiting
     self._threads = concurrent.futures.ThreadPoolExecutor(slots, "run")
     self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
     self._admitted = 0  # places of requests; those of sessions come on top
@@ -129,8 +130,8 @@ class RunQueue:
     """
     if self.draining:
       raise self._refuse("stopping", "the service is stopping")
-    if self._admitted + len(self._sessions) >= self._places:
-      raise self._refuse("full", f"all {self._places} places are taken; ask again")
+    if self._admitted + len(self._sessions) >= self._capacity:
+      raise self._refuse("full", f"all {self._capacity} places are taken; ask again")
     self._admitted += 1
     try:
       yield
@@ -158,7 +159,10 @@ class RunQueue:
     """
     left = asyncio.ensure_future(gone)
     try:
+      # --- Wait for a slot, which is this run's until `_ended`.
       await self._turn(start_by, left)
+
+      # --- Run, in a thread: the pool's calls block.
       cancel = Cancel()
       call = functools.partial(self._pool.run, program, stdin, limits, cancel)
       running = asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -185,7 +189,10 @@ class RunQueue:
     name = secrets.token_urlsafe(16)
     left = asyncio.ensure_future(gone)
     try:
+      # --- Wait for a slot, which is the session's from `_opened` on.
       await self._turn(start_by, left)
+
+      # --- Open it; of its end the pool tells the loop, by its name.
       call = functools.partial(
         self._pool.session,
         limits,
@@ -216,6 +223,7 @@ class RunQueue:
       raise self._refuse("ended", "there is no such session; open another one")
     if entry.busy:
       raise self._refuse("busy", "the session runs another cell")
+    # Two cells at once would share variables in an order that nobody chose.
     entry.busy = True
     try:
       yield entry.session
@@ -246,7 +254,7 @@ class RunQueue:
   async def close(self, name: str) -> None:
     """Ends a session, if there is one; its slot is free when this returns."""
     entry = self._sessions.get(name)
-    if entry is not None:
+    if entry is not None:  # it leaves the list by `_session_ended`
       loop = asyncio.get_running_loop()
       await loop.run_in_executor(None, entry.session.close)
 
@@ -256,10 +264,13 @@ class RunQueue:
     Raises:
       Refused: late, gone or stopping.
     """
+    # --- Come last in the line, and maybe first at once.
     began = time.monotonic()
     turn = asyncio.get_running_loop().create_future()
     self._waiting.append(turn)
     self._grant()
+
+    # --- The turn comes, or there is no more use for it.
     try:
       await asyncio.wait(
         (turn, left), timeout=start_by - began, return_when="FIRST_COMPLETED"
@@ -283,11 +294,14 @@ class RunQueue:
     Raises:
       Refused: gone.
     """
+    # --- Its end, or the client's.
     try:
       await asyncio.wait((running, left), return_when="FIRST_COMPLETED")
     finally:
-      if not running.done():
+      if not running.done():  # also where this task is cancelled
         cancel()
+
+    # --- Not before it is over: the thread, and the slot, are its own until then.
     if not running.done():
       await asyncio.wait((running,))
       raise self._refuse("gone", "the client has hung up")
@@ -295,6 +309,7 @@ class RunQueue:
 
   def drain(self) -> None:
     """Lets nothing start any more; what waits is refused, what runs goes on."""
+    # Who waits hears of it at once; who comes is refused by `place` and `cells`.
     self.draining = True
     for turn in self._waiting:
       turn.set_exception(self._refuse("stopping", "the service is stopping"))
@@ -323,6 +338,7 @@ class RunQueue:
     return Refused(reason, message)
 
   def _grant(self) -> None:
+    # Counted here, before the one who gets it runs: nobody can take it in between.
     while self._waiting and self._busy < self.slots:
       self._busy += 1
       self._waiting.popleft().set_result(None)
@@ -346,7 +362,7 @@ class RunQueue:
     self._seconds.observe(result.seconds)
 
   def _opened(self, name: str, opening: asyncio.Future[Session]) -> None:
-    if opening.cancelled() or opening.exception() is not None:
+    if opening.cancelled() or opening.exception() is not None:  # there is none
       self._busy -= 1
       self._grant()
     else:
@@ -354,6 +370,7 @@ class RunQueue:
 
   def _tell_ended(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
     with contextlib.suppress(RuntimeError):  # the service has stopped
+      # All counts are the loop's; this may be any thread.
       loop.call_soon_threadsafe(self._session_ended, name)
 
   def _session_ended(self, name: str) -> None:

@@ -40,9 +40,11 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
   Raises:
     ValueError, TypeError, KeyError: not a reply of this API.
   """
+  # "SandboxError" is its own failure; "Failed" is the program's.
   if reply["status"] == "SandboxError":
     reason = f"SandboxFusion: {reply['message']}"
     return Result("", reason, None, Verdict.INFRASTRUCTURE, 0.0)
+  # --- How it ended: by its time, or with a status.
   run = reply["run_result"]
   late = run["status"] == "TimeLimitExceeded"
   code = run["return_code"]
@@ -55,6 +57,8 @@ def read_reply(reply: dict[str, Any], limits: Limits) -> Result:
     verdict = Verdict.ERROR
   else:
     verdict = Verdict.OK
+
+  # --- What it wrote. That service cuts at its own length, or not at all.
   stdout, cut_out = _clipped(run["stdout"] or "", limits.output_bytes)
   stderr, cut_err = _clipped(run["stderr"] or "", limits.output_bytes)
   seconds = float(run["execution_time"] or 0.0)

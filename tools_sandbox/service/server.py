@@ -68,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
 class _Server(http_server.Server):
   """Tells the queue first when it is to stop."""
 
-  def __init__(self, queue: RunQueue, config: ServiceConfig, places: int):
+  def __init__(self, queue: RunQueue, config: ServiceConfig, capacity: int):
     grace_s = int(config.most.wall_s) + DRAIN_S
-    super().__init__(make_app(queue, config), grace_s, places)
+    super().__init__(make_app(queue, config), grace_s, capacity)
     self._queue = queue
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -97,6 +97,7 @@ def serve(args: argparse.Namespace) -> None:
     ValueError, RuntimeError: an argument cannot be used, or this machine cannot build
       jails; the message says what to change.
   """
+  # --- Who can reach it, and which walls there are.
   if args.host not in http_server.LOOPBACK and args.token_file is None:
     raise ValueError(f"--host={args.host} needs --token_file: anybody could run code")
   if args.backend == "jail" and args.allow_weaker and (missing := jail.check()):
@@ -104,6 +105,8 @@ def serve(args: argparse.Namespace) -> None:
     args.backend = "subprocess"
   if args.backend == "subprocess":
     print(_LOST, file=sys.stderr, flush=True)
+
+  # --- What requests may ask for.
   base = ServiceConfig()
   most = {"wall_s": args.max_timeout_s, "cpu_s": args.max_timeout_s}
   config = ServiceConfig(
@@ -114,6 +117,8 @@ def serve(args: argparse.Namespace) -> None:
     max_body=args.max_body_mb << 20,
     lease_s=args.max_lease_s,
   )
+
+  # --- Serve: the address first, so that a port in use is known before slots start.
   with (
     http_server.bind(args.host, args.port) as sock,
     pool.SandboxPool(args.slots, backend=args.backend) as sandbox,
@@ -121,6 +126,7 @@ def serve(args: argparse.Namespace) -> None:
     queue = RunQueue(sandbox, args.slots, args.max_waiting)
     server = _Server(queue, config, args.slots + args.max_waiting)
     warm_up(sandbox, args.slots)
+    # Not before every slot has run a program: who can connect is served at once.
     url = http_server.listen(sock, args.host)
     print(f"{args.slots} slots of back-end {args.backend} at {url}", flush=True)
     server.run(sockets=[sock])

@@ -67,12 +67,16 @@ def parse_call(content: str) -> tuple[list[str], str]:
     urls.append(_trim(url))
     return f" {text} "
 
+  # --- Markdown links first: their brackets would end up in URLs and words. What is
+  # found leaves the text, so that no URL is found twice.
   rest = _MARKDOWN.sub(lambda m: take(m[1], m[2]), content)
   rest = _URL.sub(lambda m: take("", m[0]), rest)
   if match := _SCHEME.search(rest):
     raise BadCall(f"crawl_page reads http and https, not {match[1]}")
   if not urls:
     raise BadCall("crawl_page takes URLs that start with http:// or https://")
+
+  # --- What is left are the words of the goal.
   words = rest.replace("|", " ").split()
   # What stood around a URL is no word: quotes, brackets, commas.
   goal = " ".join(word for word in words if re.search(r"\w", word))
@@ -129,14 +133,19 @@ class Crawler:
       ToolFault: no page could be read; the message is the first one's.
       Unavailable: this machine has no network, or the summarising model is down.
     """
+    # --- What is asked for.
     urls, goal = parse_call(content)
     if len(urls) > self._config.max_pages:
       raise BadCall(f"crawl_page reads at most {self._config.max_pages} pages at once")
     deadline = time.monotonic() + seconds
     if len(urls) == 1:
       return self._page(urls[0], goal, deadline)
+
+    # --- All pages at once, under one deadline: each ends by itself.
     with concurrent.futures.ThreadPoolExecutor(len(urls), "crawl") as pool:
       work = [pool.submit(self._page, url, goal, deadline) for url in urls]
+
+    # --- Their texts in the call's order. Unavailable is nobody's page: it goes up.
     texts = []
     first = None
     for number, (url, future) in enumerate(zip(urls, work, strict=True), 1):
@@ -159,6 +168,7 @@ class Crawler:
     text = page.read_text(body, self._config.links, 0.6 * left())
     if self._chat is None or len(text) <= self._config.page_chars:
       return page.excerpt(text, goal, self._config.page_chars)
+    # A long page: a model shortens what the goal chooses of it.
     text = page.excerpt(text, goal, _SUMMARY_INPUT)
     ask = f"Goal: {goal or 'what the page says'}\n\nPage {url}:\n{text}"
     return self._chat.ask(_SUMMARISE, ask, left())[: self._config.page_chars]

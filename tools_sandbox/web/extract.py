@@ -24,26 +24,33 @@ def main_text(html: str, links: bool, seconds: float) -> str:
     links: True to keep the targets of links.
     seconds: until it is given up.
   """
-  command = [sys.executable, "-I", __file__, *(["links"] if links else [])]
+  command = [sys.executable, "-I", __file__]
+  if links:
+    command.append("links")
   try:
     done = subprocess.run(
       command,
       input=html.encode("utf-8", "ignore"),
       capture_output=True,
       timeout=seconds,
-      env={},
+      env={},  # nothing here is its business, keys least of all
       cwd="/",
     )
   except subprocess.TimeoutExpired:
     return ""
-  return done.stdout.decode("utf-8", "ignore") if done.returncode == 0 else ""
+  # Ended by a limit, or by a fault of lxml: no text was found.
+  if done.returncode != 0:
+    return ""
+  return done.stdout.decode("utf-8", "ignore")
 
 
 def _main(links: bool) -> None:
   import trafilatura  # here, for importing this module needs no package
 
+  # Before the page is read; what was imported until here is trusted.
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
   resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+  # It logs what it does not like about a page; nobody reads that.
   logging.disable()
   html = sys.stdin.buffer.read().decode("utf-8")
   text = trafilatura.extract(

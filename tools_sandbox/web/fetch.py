@@ -89,6 +89,7 @@ class PageBody:
 
 def is_public(address: str) -> bool:
   """Whether an IP address belongs to the internet at large, no metadata service."""
+  # IPv4 in IPv6's clothes counts as what it is. Of IPv6 only unicast is the internet.
   ip = ipaddress.ip_address(address)
   if isinstance(ip, ipaddress.IPv6Address):
     if ip.ipv4_mapped is not None:
@@ -141,6 +142,7 @@ class Fetcher:
       ToolFault: the server fails, lies or drips, or the URL leads where it may not.
       Unavailable: this machine has no network.
     """
+    # --- Hop by hop. The first URL is the model's; where others lead, the servers'.
     deadline = time.monotonic() + seconds
     target = _parse(url, BadCall)
     try:
@@ -149,6 +151,8 @@ class Fetcher:
         if isinstance(answer, PageBody):
           return answer
         target = _parse(answer, ToolFault, target)
+
+    # --- What went wrong out there; cut short, for some words are the server's own.
     except httpcore.TimeoutException:
       raise ToolFault(f"no whole answer within {seconds:.3g} s") from None
     except (httpcore.NetworkError, ssl.SSLError) as e:
@@ -163,6 +167,7 @@ class Fetcher:
     self, url: httpx.URL, deadline: float, types: Collection[str]
   ) -> PageBody | str:
     """The body, or where a redirect leads."""
+    # --- The request: no cookies, no referrer, nothing kept from page to page.
     if in_domains(url.host, self._blocked):
       raise ToolFault(f"the site {url.host} is blocked")
     headers = {
@@ -176,23 +181,25 @@ class Fetcher:
     target = httpcore.URL(
       scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
     )
+
+    # --- The head of the answer: a redirect, a refusal, or a type that can be read.
     with (
       httpcore.ConnectionPool(self._tls, network_backend=network) as pool,
       pool.stream("GET", target, headers=headers) as response,
     ):
-      fields = {
-        k.decode("latin-1").lower(): v.decode("latin-1") for k, v in response.headers
-      }
+      fields = {}
+      for key, value in response.headers:
+        fields[key.decode("latin-1").lower()] = value.decode("latin-1")
       if response.status in _REDIRECTS and "location" in fields:
         return fields["location"]
       if response.status != 200:
         raise ToolFault(f"the server answers with status {response.status}")
       kind, _, rest = fields.get("content-type", "").partition(";")
       kind = kind.strip().lower()
-      if kind and not any(
-        kind == t or (t[-1] == "/" and kind.startswith(t)) for t in types
-      ):
+      if kind and not _is_of(kind, types):
         raise ToolFault(f"content of type {kind[:80]!r} cannot be read")
+
+      # --- The body.
       unpack = _Unpacker(fields.get("content-encoding", ""))
       data, truncated = self._read(response.iter_stream(), unpack)
     _, _, charset = rest.partition("charset=")
@@ -200,6 +207,7 @@ class Fetcher:
     return PageBody(str(url), kind, charset, data, truncated)
 
   def _read(self, chunks: Iterable[bytes], unpack: _Unpacker) -> tuple[bytes, bool]:
+    # Both are bounded: what comes in, for it may unpack to nothing, and what comes out.
     limit = self._config.max_bytes
     wire = 0
     data = bytearray()
@@ -210,6 +218,14 @@ class Fetcher:
       if len(data) > limit or wire > limit:
         return bytes(data[:limit]), True
     return bytes(data), not unpack.whole
+
+
+def _is_of(kind: str, types: Iterable[str]) -> bool:
+  """Whether a content type is one of these, or below one that ends in "/"."""
+  for accepted in types:
+    if kind == accepted or (accepted.endswith("/") and kind.startswith(accepted)):
+      return True
+  return False
 
 
 class _Unpacker:
@@ -236,6 +252,7 @@ class _Unpacker:
     chunk = self._head + chunk
     self._head = b""
     while chunk and len(out) < most:
+      # --- A member begins: what packed it shows in its first two bytes.
       if self._zlib is None:
         if len(chunk) < 2:
           self._head = chunk
@@ -245,15 +262,20 @@ class _Unpacker:
         if chunk[:1] != b"\x1f":  # padding
           break
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)  # gzip's next member
+
+      # --- So much and no more: a bomb stays packed.
       out += self._zlib.decompress(chunk, most - len(out))
       chunk = self._zlib.unused_data
     return bytes(out)
 
   def _format(self, head: bytes) -> int:
     """What zlib is to expect: many servers say deflate and leave its header out."""
+    # A zlib header: method 8, and its two bytes are a multiple of 31 (RFC 1950).
     headed = head[0] & 15 == 8 and int.from_bytes(head[:2]) % 31 == 0
     bare = self._deflate and not headed and head[:2] != b"\x1f\x8b"
-    return -zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32  # either header
+    if bare:
+      return -zlib.MAX_WBITS
+    return zlib.MAX_WBITS | 32  # either header
 
 
 class _Network(httpcore.NetworkBackend):
@@ -269,6 +291,7 @@ class _Network(httpcore.NetworkBackend):
     self, host, port, timeout=None, local_address=None, socket_options=None
   ) -> httpcore.NetworkStream:
     """Looks the name up, checks every address, and connects to one that may be."""
+    # A name may have good and bad addresses: the bad are as if they were not there.
     addresses = [a for a in self._look_up(host, port) if self._may(a, port)]
     if not addresses:
       raise ToolFault(f"the address of {host[:80]} may not be connected to")
@@ -312,6 +335,7 @@ class _Network(httpcore.NetworkBackend):
       except Exception as e:
         answer.put(e)
 
+    # A daemon: one that is left behind must not hold up the end of Python.
     threading.Thread(target=work, name="look-up", daemon=True).start()
     try:
       result = answer.get(timeout=_left(self._deadline))
@@ -340,6 +364,7 @@ class _Stream(httpcore.NetworkStream):
 
   def start_tls(self, ssl_context, server_hostname=None, timeout=None) -> _Stream:
     left = _left(self._deadline)
+    # The certificate is checked against the name, though an address was connected to.
     below = self._below.start_tls(ssl_context, server_hostname, left)
     return _Stream(below, self._deadline)
 
@@ -358,13 +383,14 @@ def _parse(
   url: str, fault: type[Exception], base: httpx.URL | None = None
 ) -> httpx.URL:
   """A URL that may be asked; with `base`, where a redirect from there leads."""
+  # A user name is refused because "http://known.site@other.site/" misleads a reader.
   try:
     if len(url) > URL_CHARS:
       raise ValueError("too long")
     parsed = httpx.URL(url) if base is None else base.join(url)
     if parsed.scheme not in ("http", "https") or not parsed.host:
       raise ValueError("not http or https")
-    if not 0 < (80 if parsed.port is None else parsed.port) < 65536:
+    if parsed.port is not None and not 0 < parsed.port < 65536:
       raise ValueError("no such port")
     if parsed.userinfo:
       raise ValueError("a user name in it")

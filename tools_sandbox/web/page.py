@@ -29,8 +29,8 @@ _NAME = re.compile(r"/?[A-Za-z0-9]{0,20}")
 _UNSEEN = ("script", "style", "noscript", "template", "svg", "head")
 _INLINE = ("a", "b", "i", "em", "strong", "span", "code", "sup", "sub", "u", "")
 _TEXT = 500_000  # characters of a page that are searched
-_PIECE = 600  # characters of a paragraph, at most
-_GAP = "..."
+_PARAGRAPH = 600  # characters of a paragraph, at most
+_OMITTED = "..."
 # Python's other codecs unpack, run in square time, or are no text encodings.
 _CODEC = re.compile(
   r"(utf-(8|16|32)|ascii|latin|iso8859|cp\d|mac-|koi8|gb|big5|shift|euc|johab|tis|hz)"
@@ -56,12 +56,19 @@ def read_text(body: PageBody, links: bool = False, seconds: float = 5.0) -> str:
   Raises:
     ToolFault: it is no text, or there is none on it.
   """
+  # --- Markup becomes its main part; where that is not found in time, all its text.
   text = decode(body)
   head = text[:1024].lower()
   if body.content_type in _HTML or (not body.content_type and "<html" in head):
     text = main_text(text, links, seconds) or strip_tags(text)
-  lines = (" ".join(line.split()) for line in clean(text).splitlines())
-  text = "\n".join(line for line in lines if line)
+
+  # --- Lines with something on them, words one space apart.
+  lines = []
+  for line in clean(text).splitlines():
+    words = line.split()
+    if words:
+      lines.append(" ".join(words))
+  text = "\n".join(lines)
   if not text:
     raise ToolFault("the page holds no text")
   return text
@@ -75,7 +82,8 @@ def decode(body: PageBody) -> str:
   """
   data = body.data
   # Text in another encoding is hardly ever valid UTF-8 by accident; headers often lie.
-  names = [*(name for bom, name in _BOMS if data.startswith(bom)), "utf-8"]
+  names = [name for bom, name in _BOMS if data.startswith(bom)]
+  names.append("utf-8")
   names.append(body.charset)
   if match := _META.search(data[:4096]):
     names.append(match[1].decode("ascii"))
@@ -89,6 +97,8 @@ def decode(body: PageBody) -> str:
       break
   else:
     text = data.decode("cp1252", "replace")
+
+  # --- Whatever it was decoded as: an image or a program shows by what cannot be read.
   odd = len(CONTROL.findall(text)) + text.count("\ufffd")
   if odd > 8 + len(text) // 20:
     raise ToolFault("the body is no text")
@@ -110,22 +120,22 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
     return text
 
   # --- Order the paragraphs: the first, then by their match with the goal.
-  pieces = list(_pieces(text[:_TEXT]))
+  paragraphs = list(_paragraphs(text[:_TEXT]))
   order = [0]
   try:
-    index = SearchIndex.build(Document(str(i), "", p) for i, p in enumerate(pieces))
-    hits = index.search(goal, len(pieces))
+    index = SearchIndex.build(Document(str(i), "", p) for i, p in enumerate(paragraphs))
+    hits = index.search(goal, len(paragraphs))
     order += [int(hit.document.id) for hit in hits if hit.document.id != "0"]
   except ValueError:  # not a single word
     pass
   if len(order) == 1:
-    order = list(range(len(pieces)))
+    order = list(range(len(paragraphs)))
 
   # --- Take as many as fit.
   chosen: list[int] = []
   left = max_chars
   for i in order:
-    cost = len(pieces[i]) + len(_GAP) + 2
+    cost = len(paragraphs[i]) + len(_OMITTED) + 2
     if cost > left:
       break
     chosen.append(i)
@@ -136,20 +146,21 @@ def excerpt(text: str, goal: str, max_chars: int) -> str:
   last = -1
   for i in sorted(chosen):
     if i != last + 1:
-      lines.append(_GAP)
-    lines.append(pieces[i])
+      lines.append(_OMITTED)
+    lines.append(paragraphs[i])
     last = i
-  if last != len(pieces) - 1:
-    lines.append(_GAP)
+  if last != len(paragraphs) - 1:
+    lines.append(_OMITTED)
   return "\n".join(lines) if chosen else text[:max_chars]
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _paragraphs(text: str) -> Iterator[str]:
   """Paragraphs; long ones are cut at white space where there is some."""
   for line in text.splitlines():
-    while len(line) > _PIECE:
-      cut = line.rfind(" ", _PIECE // 2, _PIECE)
-      cut = _PIECE if cut < 0 else cut
+    while len(line) > _PARAGRAPH:
+      cut = line.rfind(" ", _PARAGRAPH // 2, _PARAGRAPH)
+      if cut < 0:
+        cut = _PARAGRAPH
       yield line[:cut].strip()
       line = line[cut:].strip()
     if line:
@@ -167,11 +178,12 @@ def _codec(name: str) -> str | None:
 
 def strip_tags(page: str) -> str:
   """Keeps the text of an HTML page, no scripts or styles; always in linear time."""
-  first, *pieces = page.split("<")
+  # Each chunk begins with a tag's name; no regular expression runs over the whole.
+  first, *chunks = page.split("<")
   out = [first]
   skipping = ""
-  for piece in pieces:
-    name = _NAME.match(piece)[0].lower()
+  for chunk in chunks:
+    name = _NAME.match(chunk)[0].lower()
     if skipping:
       if name != f"/{skipping}":
         continue
@@ -179,8 +191,10 @@ def strip_tags(page: str) -> str:
     elif name in _UNSEEN:
       skipping = name
       continue
-    _, end, text = piece.partition(">")
+    _, end, text = chunk.partition(">")
     if not end and not name:  # a lonely "<"
-      text = "<" + piece
-    out.append(text if name.strip("/") in _INLINE else "\n" + text)
+      text = "<" + chunk
+    if name.strip("/") not in _INLINE:  # a tag that begins a line of its own
+      text = "\n" + text
+    out.append(text)
   return html.unescape("".join(out))

@@ -8,6 +8,7 @@ names, extensions and content types prove nothing.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -66,6 +67,7 @@ class Image:
 
 def read_header(data: bytes) -> Image | None:
   """Reads the kind and size of a PNG, JPEG, GIF or WebP image; None for all else."""
+  # By the first bytes of each format; sizes lie where its specification says.
   try:
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
       return _image("image/png", *struct.unpack(">II", data[16:24]))
@@ -81,10 +83,13 @@ def read_header(data: bytes) -> Image | None:
 
 
 def _image(kind: str, width: int, height: int) -> Image | None:
-  return Image(kind, width, height) if width > 0 and height > 0 else None
+  if width > 0 and height > 0:
+    return Image(kind, width, height)
+  return None
 
 
 def _webp(data: bytes) -> Image | None:
+  # Extended, lossless, lossy: three kinds of first chunk, three places for the size.
   kind = data[12:16]
   if kind == b"VP8X":
     width, height = (int.from_bytes(data[i : i + 3], "little") + 1 for i in (24, 27))
@@ -96,10 +101,13 @@ def _webp(data: bytes) -> Image | None:
     width, height = (n & 0x3FFF for n in struct.unpack("<HH", data[26:30]))
   else:
     return None
-  return _image("image/webp", width, height) if len(data) >= 30 else None
+  if len(data) < 30:  # a slice that ends too early raises nothing
+    return None
+  return _image("image/webp", width, height)
 
 
 def _jpeg(data: bytes) -> Image | None:
+  # From marker to marker, each with its length, until a frame header tells the size.
   at = 2
   while data[at] == 0xFF:
     marker = data[at + 1]
@@ -151,6 +159,7 @@ class Inspector:
       ToolFault: no image is there, it is too large, or it cannot be fetched.
       Unavailable: the endpoint or the network is down.
     """
+    # --- Its bytes, from the web or from the folder.
     deadline = time.monotonic() + seconds
     path, question = _parse(content)
     if "://" in path:
@@ -162,11 +171,15 @@ class Inspector:
     if too_long:
       most = self._config.fetch.max_bytes
       raise ToolFault(f"the image has over {most} bytes, or was cut short")
+
+    # --- What it is. The endpoint unpacks it: a small file may be a huge image.
     image = read_header(data)
     if image is None:
       raise ToolFault("it is no PNG, JPEG, GIF or WebP image")
     if image.width * image.height > self._config.max_pixels:
       raise ToolFault(f"{image.width} x {image.height} pixels are too many")
+
+    # --- Ask, with what is left of the time.
     url = f"data:{image.type};base64,{base64.b64encode(data).decode('ascii')}"
     parts = [
       {"type": "text", "text": question},
@@ -200,12 +213,15 @@ class Inspector:
 
 def _parse(content: str) -> tuple[str, str]:
   """The path or URL, and the question."""
+  # Whatever is wrong with the block, the answer says how a right one looks.
   match = _FENCE.fullmatch(content)
-  try:
-    value = json.loads(match[1]) if match else None
-  except (ValueError, RecursionError):
-    value = None
-  path = value.get("file_path") if isinstance(value, dict) else None
+  value = None
+  if match:
+    with contextlib.suppress(ValueError, RecursionError):
+      value = json.loads(match[1])
+  path = None
+  if isinstance(value, dict):
+    path = value.get("file_path")
   if not isinstance(path, str) or not path.strip():
     raise BadCall("visual_inspector takes a ```json block with a string file_path")
   question = value.get("question") or _DESCRIBE

@@ -28,7 +28,8 @@ from tools_sandbox.web.fetch import in_domains
 # Hosts of benchmark questions with their answers; the papers' own rule is the same.
 BLOCKED = ("huggingface.co", "hf.co", "hf-mirror.com", "modelscope.cn", "kaggle.com")
 _QUERY_CHARS = 2000
-_FIELD_CHARS = 1000  # of a title, link or snippet
+_FIELDS = ("title", "link", "snippet", "date")  # of a row, as `WebHit` has them
+_FIELD_CHARS = 1000  # of each
 _log = logging.getLogger(__name__)
 
 
@@ -101,6 +102,7 @@ class WebSearch:
       ValueError: there is neither endpoint nor corpus, the key file cannot be used, or
         the cache is no cache.
     """
+    # --- What is searched: a corpus here, or a service with a cache before it.
     self._config = config
     self._blocked = tuple(blocked)
     self._local = local
@@ -109,11 +111,13 @@ class WebSearch:
       if local is None:
         raise ValueError("web_search needs web.endpoint, or a corpus to search offline")
       return
-    key = read_key(config.key_file)
+    headers = {}
+    if key := read_key(config.key_file):
+      headers["X-API-KEY"] = key
     self._service = Service(
       "the search service",
       config.endpoint,
-      {"X-API-KEY": key} if key else {},
+      headers,
       config.retries,
       config.per_second,
     )
@@ -138,7 +142,9 @@ class WebSearch:
       return "no result"
     lines = []
     for number, hit in enumerate(hits, 1):
-      date = f" ({hit.date})" if hit.date else ""
+      date = ""
+      if hit.date:
+        date = f" ({hit.date})"
       lines.append(f"{number}. [{hit.title}]({hit.link}){date}\n{hit.snippet}".strip())
     return "\n".join(lines)
 
@@ -153,15 +159,18 @@ class WebSearch:
     return shown[: self._config.results]
 
   def _search(self, query: str, seconds: float) -> list[WebHit]:
+    # --- Offline: a corpus, whose ids stand where links do.
     count = self._config.results
     if self._service is None:
-      return [
-        WebHit(h.document.title, h.document.id, h.document.text)
-        for h in self._local(query, count)
-      ]
+      pages = [hit.document for hit in self._local(query, count)]
+      return [WebHit(page.title, page.id, page.text) for page in pages]
+
+    # --- The cache, by all that the answer depends on; then the service.
     body = {"q": query, "num": count}
     key = json.dumps([self._config.endpoint, body], sort_keys=True)
-    rows = None if self._cache is None else self._cache.get(key)
+    rows = None
+    if self._cache is not None:
+      rows = self._cache.get(key)
     if rows is None:
       rows = self._read(self._service.ask(body, seconds))
       if self._cache is not None:
@@ -170,14 +179,15 @@ class WebSearch:
 
   def _read(self, reply: Any) -> list[list[str]]:
     """The rows of a reply: [title, link, snippet, date] each."""
-    organic = reply.get("organic", []) if isinstance(reply, dict) else None
-    if not isinstance(organic, list) or (not organic and "organic" not in reply):
+    organic = None
+    if isinstance(reply, dict):
+      organic = reply.get("organic")
+    if not isinstance(organic, list):
       raise self._service.broken("no list of results")
     rows = []
     for row in organic:
       if isinstance(row, dict) and isinstance(row.get("link"), str):
-        values = (row.get(name) for name in ("title", "link", "snippet", "date"))
-        rows.append([_line(v) if isinstance(v, str) else "" for v in values])
+        rows.append([_line(row.get(name)) for name in _FIELDS])
     return rows
 
   def _is_blocked(self, link: str) -> bool:
@@ -188,8 +198,11 @@ class WebSearch:
     return in_domains(host, self._blocked)
 
 
-def _line(text: str) -> str:
-  """One line of clean text."""
+def _line(text: Any) -> str:
+  """One line of clean text; "" of what is none."""
+  if not isinstance(text, str):
+    return ""
+  # Cut first: to clean a megabyte of it takes time.
   return " ".join(clean(text[:_FIELD_CHARS]).split())
 
 
@@ -211,6 +224,7 @@ class Cache:
     try:
       os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
       with self._open() as base:
+        # Readers and a writer then do not wait for each other.
         base.execute("PRAGMA journal_mode=WAL")
         base.execute(
           "CREATE TABLE IF NOT EXISTS answers"
@@ -230,10 +244,11 @@ class Cache:
     try:
       with self._open() as base:
         row = base.execute(
-          "SELECT rows, at FROM answers WHERE key = ?", (_digest(key),)
+          "SELECT rows, at FROM answers WHERE key = ?", (_hash_key(key),)
         ).fetchone()
       if row is None or not time.time() - row[1] < self._age:
         return None
+      # Another program may have written there: rows are of four strings, or not ours.
       rows = json.loads(row[0])
       if all(len(r) == 4 and all(isinstance(x, str) for x in r) for r in rows):
         return rows
@@ -247,11 +262,12 @@ class Cache:
       with self._open() as base:
         base.execute(
           "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)",
-          (_digest(key), json.dumps(rows), time.time()),
+          (_hash_key(key), json.dumps(rows), time.time()),
         )
     except sqlite3.Error as e:
       _log.warning("search cache: %s", e)
 
 
-def _digest(key: str) -> str:
+def _hash_key(key: str) -> str:
+  # Keys of one length, and nobody's questions in plain view.
   return hashlib.blake2b(key.encode(), digest_size=20).hexdigest()

@@ -105,6 +105,10 @@ _ANYTHING: _Kind = ("anything", lambda x: True)
 _OFF: _Kind = ("null, false or 0", lambda x: not x)
 _SCALE_1: _Kind = _only(1.0, None)
 
+# What `layer_types` calls a layer.
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+
 # config.json's name -> ModelConfig's, where the value is the same.
 _SAME = {
   "vocab_size": "vocab_size",
@@ -266,11 +270,14 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
 
   Fields that no table above holds are ignored, with one warning that names them.
 
+  budget: field after field.
+
   Raises:
     ValueError: the family is none of FAMILIES, a needed field is missing, or a field
       has a value that it can not have or that this model does not compute; the message
       names `where`, field and value.
   """
+  # --- The family, and the values of all fields one by one.
   model_type = config.get("model_type")
   if not isinstance(model_type, str) or model_type not in FAMILIES:
     raise ValueError(
@@ -286,17 +293,24 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
       f"{where}: field 'attention_bias' is {config['attention_bias']!r}; supported for "
       f"{model_type}: {bias!r}"
     )
-  values = {
-    ours: config[hf] for hf, ours in _SAME.items() if config.get(hf) is not None
-  }
-  missing = {"vocab_size", "width", "layers", "heads", "ff"} - set(values)
+
+  # --- What has the same value there and here, under another name.
+  values = {}
+  missing = []
+  for hf, ours in _SAME.items():
+    if config.get(hf) is not None:
+      values[ours] = config[hf]
+    elif ours in ("vocab_size", "width", "layers", "heads", "ff"):
+      missing.append(hf)
   if missing:
-    names = sorted(hf for hf, ours in _SAME.items() if ours in missing)
-    raise ValueError(f"{where}: lacks field {names[0]!r}")
-  # What transformers takes where a field is null, and where it is left out.
-  null = "num_key_value_heads" in config or not family.kv_heads
-  values.setdefault("kv_heads", values["heads"] if null else family.kv_heads)
-  if not null and values["heads"] % values["kv_heads"]:
+    raise ValueError(f"{where}: lacks field {min(missing)!r}")
+
+  # --- What transformers takes where a field is null, and where it is left out.
+  is_null = "num_key_value_heads" in config or not family.kv_heads
+  if is_null:
+    values.setdefault("kv_heads", values["heads"])
+  values.setdefault("kv_heads", family.kv_heads)
+  if not is_null and values["heads"] % values["kv_heads"]:
     raise ValueError(
       f"{where}: lacks field 'num_key_value_heads'; transformers then takes "
       f"{values['kv_heads']}, which does not divide 'num_attention_heads' "
@@ -304,6 +318,8 @@ def from_hf_config(config: dict[str, Any], where: str = "config.json") -> ModelC
     )
   values.setdefault("head_dim", family.head_dim or values["width"] // values["heads"])
   values.setdefault("tie_embeddings", False)
+
+  # --- Rotary scaling and windows, which are laid out otherwise.
   values |= _rope(config, family, where)
   values["windows"] = _windows(config, values["layers"], where)
   try:
@@ -323,6 +339,8 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
   """
   model_type, family = _family_of(cfg)
   _check_family(cfg, family)
+
+  # --- The sizes, and what every reader wants to find.
   out = {
     "architectures": [f"{family.name}ForCausalLM"],
     "model_type": model_type,
@@ -335,14 +353,20 @@ def to_hf_config(cfg: ModelConfig) -> dict[str, Any]:
   }
   if family.windows:
     out |= _write_windows(cfg)
+
+  # --- Rotary scaling; the model then has as many positions as it is stretched to.
   for kind, (_, names) in _SCALINGS.items():
     scaling = getattr(cfg, kind)
-    if scaling:
-      values = {hf: getattr(scaling, ours) for hf, ours in names.items()}
+    if not scaling:
+      continue
+    stated = {"rope_type": kind}
+    for hf, ours in names.items():
+      value = getattr(scaling, ours)
       # A number that is 0 is one that readers work out by themselves.
-      stated = {hf: x for hf, x in values.items() if x or x is False}
-      out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
-      out["rope_scaling"] = {"rope_type": kind, **stated}
+      if value or value is False:
+        stated[hf] = value
+    out["max_position_embeddings"] = round(scaling.factor * scaling.positions)
+    out["rope_scaling"] = stated
   return out
 
 
@@ -351,18 +375,16 @@ def _family_of(cfg: ModelConfig) -> tuple[str, Family]:
   for model_type, family in FAMILIES.items():
     if (family.attention_bias, family.qk_norm) == (cfg.attention_bias, cfg.qk_norm):
       return model_type, family
-  known = "; ".join(
-    f"{f.name}: {f.attention_bias} and {f.qk_norm}" for f in FAMILIES.values()
-  )
+  known = [f"{f.name}: {f.attention_bias} and {f.qk_norm}" for f in FAMILIES.values()]
   raise ValueError(
     f"model.attention_bias is {cfg.attention_bias} and model.qk_norm {cfg.qk_norm}; "
-    f"Hugging Face has {known}"
+    f"Hugging Face has {'; '.join(known)}"
   )
 
 
 def _check_family(cfg: ModelConfig, family: Family) -> None:
   """Refuses what a family's config.json can not say, or its reader refuses."""
-  sizes = sorted({w for w in cfg.windows if w})
+  sizes = sorted(set(cfg.windows) - {0})
   if len(sizes) > 1:
     raise ValueError(f"model.windows has several sizes {sizes}; Hugging Face has one")
   who = f"{family.name} (attention_bias={cfg.attention_bias}, qk_norm={cfg.qk_norm})"
@@ -413,6 +435,7 @@ def _warn(where: str, fields: str) -> None:
 
 def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
   """Rotary base and scaling, in the layout of transformers 5 or of those before."""
+  # --- The object that says it, of which everything read is taken out.
   name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
   if config.get("rope_parameters") and config.get("rope_scaling"):
     raise ValueError(
@@ -420,6 +443,8 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
       "counts; leave one of them"
     )
   rope = dict(config.get(name) or {})
+
+  # --- The base, which transformers 5 has inside, and the kind of scaling.
   theta = float(rope.pop("rope_theta", config.get("rope_theta") or 10_000.0))
   kind = rope.pop("rope_type", rope.pop("type", "default"))
   rope.pop("type", None)
@@ -429,6 +454,8 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     raise ValueError(
       f"{where}: field '{name}.rope_type' is {shown(kind)}; supported: {accepted}"
     )
+
+  # --- The scaling's own fields.
   out: dict[str, Any] = {"rope_theta": theta}
   if kind in _SCALINGS:
     longest = config.get("max_position_embeddings", family.positions)
@@ -436,6 +463,7 @@ def _rope(config: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
       out[kind] = _read_scaling(kind, rope, longest)
     except ValueError as e:
       raise ValueError(f"{where}: field '{name}': {e}") from e
+  # What is left would change the rotation, and nothing here reads it.
   if rope:
     field, value = next(iter(rope.items()))
     raise ValueError(
@@ -450,8 +478,12 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
   values = {}
   for hf, ours in names.items():
     value = rope.pop(hf, None)
-    if value is not None:
-      values[ours] = float(value) if _whole(value) and ours != "positions" else value
+    if value is None:
+      continue
+    # Files write 4 for 4.0; positions alone are a whole number.
+    if _whole(value) and ours != "positions":
+      value = float(value)
+    values[ours] = value
   # What transformers takes for these where they are left out.
   values.setdefault("positions", longest)
   if kind == "yarn":
@@ -465,46 +497,47 @@ def _read_scaling(kind: str, rope: dict[str, Any], longest: int) -> Yarn | Llama
 
 def _windows(config: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
   """Tokens that each layer's queries see; () where all see all."""
-  # Where the size is left out, transformers takes 4096.
+  # --- Their size; where it is left out, transformers takes 4096.
   size = None
   if config.get("use_sliding_window", False):
     size = config.get("sliding_window", 4_096)
+
+  # --- The kind of each layer; files of before there were kinds say how many are full.
   kinds = config.get("layer_types")
   if kinds is None and not size:
     return ()
   if kinds is None:
-    full = config.get("max_window_layers", 28)
-    kinds = [
-      "full_attention" if i < full else "sliding_attention" for i in range(layers)
-    ]
+    full = min(config.get("max_window_layers", 28), layers)
+    kinds = [_FULL] * full + [_SLIDING] * (layers - full)
   if len(kinds) != layers:
     raise ValueError(f"{where}: 'layer_types' has {len(kinds)} entries, not {layers}")
   for kind in kinds:
-    if kind not in ("sliding_attention", "full_attention"):
+    if kind not in (_FULL, _SLIDING):
       raise ValueError(
-        f"{where}: field 'layer_types' has {shown(kind)}; supported: 'full_attention', "
-        "'sliding_attention'"
+        f"{where}: field 'layer_types' has {shown(kind)}; supported: {_FULL!r}, "
+        f"{_SLIDING!r}"
       )
-  if "sliding_attention" not in kinds:
+  if _SLIDING not in kinds:
     return ()
   if not size:
     raise ValueError(
       f"{where}: 'layer_types' has 'sliding_attention', but 'use_sliding_window' and "
       "'sliding_window' give it no size"
     )
-  return tuple(size if k == "sliding_attention" else 0 for k in kinds)
+  sizes = {_FULL: 0, _SLIDING: size}
+  return tuple(sizes[kind] for kind in kinds)
 
 
 def _write_windows(cfg: ModelConfig) -> dict[str, Any]:
-  sizes = {w for w in cfg.windows if w}
-  if not sizes:
+  """The fields of windows; `_check_family` has seen to it that they have one size."""
+  size = max(cfg.windows, default=0)
+  if not size:
     return {"use_sliding_window": False}
+  kinds = {0: _FULL, size: _SLIDING}
   return {
     "use_sliding_window": True,
-    "sliding_window": sizes.pop(),
-    "layer_types": [
-      "sliding_attention" if w else "full_attention" for w in cfg.windows
-    ],
+    "sliding_window": size,
+    "layer_types": [kinds[window] for window in cfg.windows],
     # For readers that know no layer_types; right where sliding layers come last.
-    "max_window_layers": sum(w == 0 for w in cfg.windows),
+    "max_window_layers": cfg.windows.count(0),
   }

@@ -16,6 +16,7 @@ from coa_jax.model.hf.io import gather, load_config, save_model
 from coa_jax.model.hf.names import hf_name
 from coa_jax.model.lora import LoraConfig, merged
 from coa_jax.model.transformer import unstack
+from coa_jax.protocol.origin import Origin
 from coa_jax.protocol.tokens import Tokenizer
 
 
@@ -28,6 +29,7 @@ def open_folder(
     FileNotFoundError, ValueError: as `load_config` and `Tokenizer.load`; or the model
       is larger than all devices together, or the tokenizer than its vocabulary.
   """
+  # Neither check reads a weight: a folder that is refused is refused at once.
   file = os.path.join(path, "config.json")
   cfg = load_config(path, load)
   sizes.check_model(cfg, file)
@@ -48,6 +50,7 @@ def save_run(
   config: LoraConfig | None,
   tokenizer: Tokenizer,
   like: str,
+  origin: Origin | None = None,
 ) -> Any:
   """Writes `workdir/model` and, where adapters were trained, `workdir/adapter`.
 
@@ -61,6 +64,7 @@ def save_run(
     config: of the adapters; None where everything was trained.
     tokenizer: goes into the model's folder.
     like: the folder that training started from; "" for none.
+    origin: how the model was trained, for `coa.json` in both; None if unknown.
 
   Returns:
     The parameters of `workdir/model`: adapters are folded into them.
@@ -69,6 +73,9 @@ def save_run(
   save_model(os.path.join(workdir, "model"), cfg, params, tokenizer, like)
   if config:
     save_adapter(os.path.join(workdir, "adapter"), cfg, trained, config, like)
+  if origin and jax.process_index() == 0:
+    for name in ("model", "adapter") if config else ("model",):
+      origin.write(os.path.join(workdir, name))
   return params
 
 

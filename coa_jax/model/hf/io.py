@@ -100,7 +100,9 @@ def save_model(
       size *= np.dtype(cfg.param_dtype).itemsize
       _write_json(path, _INDEX, {"metadata": {"total_size": size}, "weight_map": where})
     # Of an earlier save. transformers reads a single file before any index.
-    current = {*files, _INDEX} if len(files) > 1 else {*files}
+    current = set(files)
+    if len(files) > 1:
+      current.add(_INDEX)
     for name in os.listdir(path):
       if _WEIGHTS.fullmatch(name) and name not in current:
         os.remove(os.path.join(path, name))
@@ -128,11 +130,10 @@ def _compare(cfg: ModelConfig, params: Any) -> None:
   stacked = dataclasses.replace(cfg, scan="layers" in params)
   actual = leaves(params)
   expected = leaves(param_shapes(stacked))
-  faults = [
-    f"unknown {name} {shape}"
-    for name, (shape, _) in actual.items()
-    if name not in expected
-  ]
+  faults = []
+  for name, (shape, _) in actual.items():
+    if name not in expected:
+      faults.append(f"unknown {name} {shape}")
   for name, (shape, dtype) in expected.items():
     if name not in actual:
       faults.append(f"missing {name}")
@@ -148,6 +149,7 @@ def _compare(cfg: ModelConfig, params: Any) -> None:
 
 def _carried(tokenizer: Tokenizer | None, like: str | os.PathLike[str]):
   """What a config.json says beside the architecture."""
+  # What `like` says comes first; the tokenizer fills in what is left.
   out = {}
   if like:
     origin = read_object(os.path.join(like, _CONFIG))
@@ -173,11 +175,13 @@ def _stopping(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, 
   """The config, with the id that ends an answer before others that end a text."""
   if tokenizer is None or tokenizer.end_id is None:
     return config
-  eos = config.get("eos_token_id", [])
-  others = eos if isinstance(eos, list) else [eos]
+  # A file has one id, a list of them, or none; one alone is written without a list.
+  others = config.get("eos_token_id", [])
+  if not isinstance(others, list):
+    others = [others]
   ends = [tokenizer.end_id]
   ends += [i for i in others if i not in (None, tokenizer.end_id)]
-  return config | {"eos_token_id": ends[0] if len(ends) == 1 else ends}
+  return config | {"eos_token_id": ends if len(ends) > 1 else tokenizer.end_id}
 
 
 def _split(
@@ -205,7 +209,9 @@ def _fetch(params: Any, entry: Entry) -> np.ndarray:
   """One whole array on this host, whichever devices hold it."""
   for key in entry.path:
     params = params[key]
-  return gather(params if entry.layer is None else params[entry.layer])
+  if entry.layer is not None:
+    params = params[entry.layer]
+  return gather(params)
 
 
 def gather(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -235,9 +241,29 @@ def load_config(
   """
   file = os.path.join(path, _CONFIG)
   if not os.path.isfile(file):
-    raise FileNotFoundError(f"{file}: not a model folder (no config.json)")
+    raise FileNotFoundError(
+      f"{file}: not a model folder (no config.json){_remedy(os.fspath(path))}"
+    )
   cfg = from_hf_config(read_object(file), file)
   return dataclasses.replace(cfg, **dataclasses.asdict(load or LoadConfig()))
+
+
+def _remedy(path: str) -> str:
+  """Says what to give in place of a path where there is no model."""
+  if os.path.exists(path):
+    return ""
+  # As Hugging Face names models: one slash, and no part that only a path has.
+  if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) and not os.path.isdir(
+    os.path.dirname(path)
+  ):
+    return (
+      f"; if {path} is a name on the Hugging Face Hub: hf download {path} "
+      "--local-dir=DIR, then --config.init=DIR"
+    )
+  return (
+    "; give --config.init=DIR, a folder from the Hugging Face Hub or the model/ of an "
+    "SFT or RL run"
+  )
 
 
 def load_model(
@@ -304,6 +330,7 @@ def _reader(
   by_layer = sorted(parts, key=lambda p: p[0].layer)
 
   def read(index: tuple[slice, ...]) -> np.ndarray:
+    # Filled layer by layer, so that no more than one is there twice.
     picked = by_layer[index[0]]
     out = None
     for i, (entry, stored) in enumerate(picked):
@@ -325,6 +352,7 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
     FileNotFoundError: naming every file that is missing.
     ValueError: the index is no index, or there are two sets of weights.
   """
+  # --- The names: one file, or those of the index.
   index = os.path.join(path, _INDEX)
   promised: dict[str, str] = {}
   names = [_SINGLE]
@@ -343,6 +371,8 @@ def _weight_files(path: str) -> tuple[list[str], dict[str, str]]:
       f"{path}: has {_SINGLE} and {_INDEX}, and readers differ in which counts; remove "
       "the one that is out of date"
     )
+
+  # --- What is not there, and what may stand in its place.
   missing = [n for n in names if not os.path.exists(os.path.join(path, n))]
   if missing:
     file = os.path.join(path, missing[0])
@@ -366,6 +396,7 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
   """
   names, promised = _weight_files(path)
   for name in names:
+    # --- What is no such file at all, in words of its own.
     file = os.path.join(path, name)
     if os.path.isdir(file):
       raise ValueError(f"{file}: is a folder, not a safetensors file")
@@ -375,14 +406,15 @@ def _open(path: str, files: contextlib.ExitStack) -> Iterator[tuple[str, StoredA
           f"{file}: is a Git LFS pointer, not the weights; run 'git lfs pull' where "
           "the folder was cloned"
         )
+
+    # --- Its header; arrays stay on disk until they are sliced.
     try:
       opened = files.enter_context(safetensors.safe_open(file, framework="numpy"))
     except safetensors.SafetensorError as e:
       raise ValueError(f"{file}: damaged safetensors file ({e})") from e
     stored_names = set(opened.keys())
-    lacks = sorted(
-      k for k, f in promised.items() if f == name and k not in stored_names
-    )
+    expected = {key for key, of in promised.items() if of == name}
+    lacks = sorted(expected - stored_names)
     if lacks:
       raise ValueError(f"{file}: lacks {', '.join(lacks)}, which {_INDEX} promises")
     for key in sorted(stored_names):
@@ -395,8 +427,10 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
   for name, stored in slices.items():
     shape = tuple(stored.get_shape())
     dtype = stored.get_dtype()
-    # Some tools write the output matrix beside the embedding that it is tied to.
-    entry = table.get(_EMBEDDING if name == _HEAD and name not in table else name)
+    entry = table.get(name)
+    if entry is None and name == _HEAD:
+      # Some tools write the output matrix beside the embedding that it is tied to.
+      entry = table[_EMBEDDING]
     if entry is None:
       faults.append(f"unknown {name} {shape}")
     elif shape != entry.stored:
@@ -417,12 +451,14 @@ def _check(path: str, table: dict[str, Entry], slices: dict[str, Any]) -> None:
 
 def _listed(faults: list[str], most: int = 8) -> str:
   """The first of a list of faults, and how many there are more."""
-  more = [f"and {len(faults) - most} more"] if len(faults) > most else []
-  return "; ".join(faults[:most] + more)
+  if len(faults) > most:
+    faults = [*faults[:most], f"and {len(faults) - most} more"]
+  return "; ".join(faults)
 
 
 def _equal(a: Any, b: Any) -> bool:
   """Whether two stored matrices of one shape are the same, some rows at a time."""
+  # An embedding may be larger than the memory that is left: 4 M numbers at a time.
   rows, columns = a.get_shape()
   some = max(1, 2**22 // columns)
   for begin in range(0, rows, some):

@@ -6,6 +6,7 @@ One table, used in both directions.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -59,27 +60,37 @@ class Entry:
   shape: tuple[int, ...]
 
   @property
+  def axes(self) -> list[int]:
+    """Returns our axes in the file's order, none of them joined."""
+    return list(itertools.chain.from_iterable(self.groups))
+
+  @property
   def stored(self) -> tuple[int, ...]:
     """Returns the shape in the file."""
-    return tuple(math.prod(self.shape[i] for i in g) for g in self.groups)
+    return tuple(map(self._size, self.groups))
+
+  def _size(self, axes: tuple[int, ...]) -> int:
+    """How many places some of our axes have together."""
+    return math.prod(self.shape[i] for i in axes)
 
   def read(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
     """Reads our part at `index` from what can be sliced as the file's array."""
+    # --- Which places of each of our axes, and so of each of the file's.
     spans = [range(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)]
     cuts = []
     for group in self.groups:
       # Only the first axis of a group is ever split.
-      first = group[0]
-      rest = math.prod(self.shape[i] for i in group[1:])
-      cuts.append(slice(spans[first].start * rest, spans[first].stop * rest))
-    axes = [i for g in self.groups for i in g]
-    part = stored[tuple(cuts)].reshape([len(spans[i]) for i in axes])
-    return part.transpose(np.argsort(axes))
+      first = spans[group[0]]
+      rest = self._size(group[1:])
+      cuts.append(slice(first.start * rest, first.stop * rest))
+
+    # --- The part in the file's order, and its axes back into ours.
+    part = stored[tuple(cuts)].reshape([len(spans[i]) for i in self.axes])
+    return part.transpose(np.argsort(self.axes))
 
   def write(self, x: np.ndarray) -> np.ndarray:
     """Makes the file's array of ours."""
-    axes = [i for g in self.groups for i in g]
-    return np.ascontiguousarray(x.transpose(axes).reshape(self.stored))
+    return np.ascontiguousarray(x.transpose(self.axes).reshape(self.stored))
 
 
 def hf_name(name: str) -> str:
@@ -103,6 +114,7 @@ def name_table(shapes: dict[str, Any], layers: int) -> dict[str, Entry]:
       out[hf] = Entry(path, None, groups, tuple(x.shape))
     elif len(path) == 2 and name in _LAYER:
       hf, groups = _LAYER[name]
+      # Stacked, ours are one array where the file has one for each layer.
       if path[0] == "layers":
         for i in range(layers):
           entry = Entry(path, i, groups, tuple(x.shape[1:]))

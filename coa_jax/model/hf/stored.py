@@ -17,8 +17,12 @@ class StoredArray:
 
   def __init__(self, file: str, name: str, array: Any):
     """Takes the file, the array's name there, and its slice (`safe_open`)."""
-    self._file, self._name, self._array = file, name, array
-    self.get_shape, self.get_dtype = array.get_shape, array.get_dtype
+    self._file = file
+    self._name = name
+    self._array = array
+    # The array's own methods: `hf.io` asks this one as it would ask the file's.
+    self.get_shape = array.get_shape
+    self.get_dtype = array.get_dtype
 
   def __getitem__(self, index: Any) -> np.ndarray:
     """Reads a part.
@@ -41,12 +45,15 @@ def is_finite(x: np.ndarray) -> bool:
   Takes a fraction of the time of `np.isfinite(x).all()`, and next to no memory: it is
   computed of every weight that is loaded.
   """
+  # --- float32: a sum of squares is finite only if every number is.
   if x.dtype == np.float32:
     flat = x.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
       squares = np.dot(flat, flat)
     # Those of large numbers overflow, too.
     return bool(np.isfinite(squares) or np.isfinite(x).all())
+
+  # --- Half precision.
   if x.size == 0 or x.itemsize != 2:
     return bool(np.isfinite(x).all())
   # NumPy is slow in half precision. By its bits, what is not finite is above all others

@@ -132,8 +132,11 @@ def _starts(segment_BS: jax.Array, window: int) -> jax.Array:
   """The first place that each place may see."""
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
+  # The last place up to each one where a segment begins.
   start_BS = jax.lax.cummax(jnp.where(new_BS, place_S, 0), axis=1)
-  return jnp.maximum(start_BS, place_S - window + 1) if window else start_BS
+  if window:
+    start_BS = jnp.maximum(start_BS, place_S - window + 1)
+  return start_BS
 
 
 def _group(
@@ -145,6 +148,7 @@ def _group(
 ) -> _Plan:
   """Puts together blocks that have about as many visits to make."""
   order_M = jnp.argsort(-visits_M, stable=True)
+  # The last group is filled up with block 0, which makes no visits there.
   lacking = -len(order_M) % C
   return _Plan(
     segment_MU=segment_MU,
@@ -184,11 +188,14 @@ def _score(
     apart: places from a block's first key to its first query.
     window: as in `attend_segments`.
   """
+  # --- Which queries see which keys, by their distance.
   U = k_CKHU.shape[-1]
   back_UU = apart + jnp.arange(U)[:, None] - jnp.arange(U)
   seen_UU = back_UU >= 0
   if window:
     seen_UU &= back_UU < window
+
+  # --- One product, masked alike for all G query heads: R = G U.
   score = jnp.einsum(
     "CKRH,CKHU->CKRU", q_CKRH, k_CKHU, preferred_element_type=jnp.float32
   )
@@ -258,6 +265,7 @@ def _forward(
     def visit(back, carry):
       max_CKR, sum_CKR, out_CKRH = carry
       _, _, v_CKHU, s_CKRU = meet(q_CKRH, back)
+      # A larger maximum than before: what was summed under the old one is rescaled.
       new_max_CKR = jnp.maximum(max_CKR, s_CKRU.max(-1))
       p_CKRU = jnp.exp(s_CKRU - new_max_CKR[..., None])
       rescale_CKR = jnp.exp(max_CKR - new_max_CKR)
@@ -295,6 +303,7 @@ def _forward_rule(q_MKRH, k_JKHU, v_JKHU, plan, before, window, name):
 
 def _backward_rule(before, window, name, residuals, d_out_MKRH):
   q_MKRH, k_JKHU, v_JKHU, plan, out_MKRH, lse_MKR = residuals
+  # What the softmax's own normalization takes off each row's gradient (D of the paper).
   delta_MKR = jnp.sum(
     out_MKRH.astype(jnp.float32) * d_out_MKRH.astype(jnp.float32), axis=-1
   )
@@ -314,6 +323,7 @@ def _backward_rule(before, window, name, residuals, d_out_MKRH):
     # --- Their gradient, and their share of that of the keys and values they meet.
     def visit(back, carry):
       dq_CKRH, dk_JKHU, dv_JKHU = carry
+      # Probabilities again, from the scores and the sums that the forward pass left.
       at_C, k_CKHU, v_CKHU, s_CKRU = meet(q_CKRH, back)
       p_CKRU = jnp.exp(s_CKRU - lse_CKR[..., None])
       dp_CKRU = jnp.einsum(

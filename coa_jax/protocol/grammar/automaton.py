@@ -16,7 +16,7 @@ import numpy as np
 
 from coa_jax.protocol.grammar.language import compile_grammar
 from coa_jax.protocol.grammar.regular import find_words
-from coa_jax.protocol.roles import Variant, close_tag, open_tag
+from coa_jax.protocol.roles import Variant, tags_of
 from coa_jax.protocol.tokens import Tokenizer
 
 
@@ -50,7 +50,8 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
   """
   _check_fit(tokenizer, vocab_size)
   next_SX, stop_S = find_words([t.encode() for t in variant.yield_tags])
-  # What a token does: the state after it, and the first tag that ended in it.
+
+  # --- What a token does: the state after it, and the tag that ended in it.
   S = len(stop_S)
   start = np.stack([np.arange(S), np.zeros(S, np.int64)])
 
@@ -58,6 +59,7 @@ def compile_stops(variant: Variant, tokenizer: Tokenizer, vocab_size: int) -> Au
     state_S = next_SX[before_2S[0], byte]
     return np.stack([state_S, np.maximum(before_2S[1], stop_S[state_S])])
 
+  # Bytes that lead every state the same way need to be read once only.
   _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
   class_V, columns = _lift(tokenizer.bytes_of, vocab_size, start, read, byte_X)
   next_SC, stop_SC = np.stack(columns, axis=-1).astype(np.int32)
@@ -87,7 +89,8 @@ class Constraint:
     """
     out = [state]
     for c in self.class_V[np.asarray(ids, np.int64)].tolist():
-      state = int(self.next_SC[state, c]) if state >= 0 else -1
+      if state >= 0:
+        state = int(self.next_SC[state, c])
       out.append(state)
     return out
 
@@ -105,9 +108,16 @@ def compile_constraint(
   """
   _check_fit(tokenizer, vocab_size)
   grammar = compile_grammar(variant)
-  tags = {f(n) for n in variant.tags for f in (open_tag, close_tag)}
-  banned = {i for i, name in tokenizer.added.items() if name not in tags}
-  texts = [b"" if i in banned else t for i, t in enumerate(tokenizer.bytes_of)]
+
+  # --- What each token spells; control tokens count as ids without bytes.
+  tags = tags_of(variant.tags)
+  texts = list(tokenizer.bytes_of)
+  for i, name in tokenizer.added.items():
+    if name not in tags:
+      texts[i] = b""
+
+  # --- The state after each class of tokens.
+  # The row added last is that of state -1: what is refused stays refused.
   next_SX = np.append(grammar.next_SX, np.full((1, 256), -1), axis=0)
   _, byte_X = np.unique(next_SX, axis=1, return_inverse=True)
   start = np.arange(len(grammar.ends_S))
@@ -117,12 +127,15 @@ def compile_constraint(
   # Class 0 is that of ids without bytes: they lead nowhere.
   columns[0] = np.full_like(columns[0], -1)
   next_SC = np.stack(columns, axis=-1)
+
+  # --- Every state must lead on, by a token, by an observation, or to the end.
   stuck = (next_SC < 0).all(axis=1) & (grammar.resume_S < 0) & ~grammar.ends_S
   if stuck.any():
     raise ValueError(
       "the tokenizer has no tokens for some bytes, so the grammar could not go on in "
       f"{int(stuck.sum())} of {len(stuck)} states; a byte-level one has all 256"
     )
+  # The table lies on a device beside the model: half the bytes where they do.
   small = np.int16 if len(stuck) < 2**15 else np.int32
   return Constraint(class_V, next_SC.astype(small), grammar.resume_S, grammar.ends_S)
 
@@ -151,11 +164,16 @@ def _lift(
     read: what one more byte does.
     byte_X: bytes with the same number do the same.
   """
-  first = {int(n): b for b, n in reversed(list(enumerate(byte_X.reshape(-1))))}
-  same = bytes(first[int(n)] for n in byte_X.reshape(-1))
+  # --- Tokens by what they spell; of bytes that do the same the first stands for all.
+  first: dict[int, int] = {}
+  for b, n in enumerate(byte_X.reshape(-1).tolist()):
+    first.setdefault(n, b)
+  same = bytes(first[n] for n in byte_X.reshape(-1).tolist())
   spelt: dict[bytes, list[int]] = {}
   for token, t in enumerate(texts):
     spelt.setdefault(t.translate(same), []).append(token)
+
+  # --- The effect of every spelling; equal effects are one class.
   classes = {start.tobytes(): 0}
   columns = [start]
   class_V = np.zeros(vocab_size, np.int32)
@@ -163,8 +181,7 @@ def _lift(
   stack: list[np.ndarray] = [start]
   last = b""
   for word in sorted(spelt):
-    pairs = enumerate(zip(last, word, strict=False))
-    shared = next((i for i, (a, b) in pairs if a != b), min(len(last), len(word)))
+    shared = _count_shared(last, word)
     del stack[shared + 1 :]
     for b in word[shared:]:
       stack.append(read(stack[-1], b))
@@ -174,3 +191,11 @@ def _lift(
       columns.append(stack[-1])
     class_V[spelt[word]] = index
   return class_V, columns
+
+
+def _count_shared(a: bytes, b: bytes) -> int:
+  """Counts the bytes that two words begin with alike."""
+  for i, (x, y) in enumerate(zip(a, b, strict=False)):
+    if x != y:
+      return i
+  return min(len(a), len(b))

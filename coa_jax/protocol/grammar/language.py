@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -70,10 +71,16 @@ def _score(scores: str) -> Language:
 
 def _graded(criteria: tuple[str, ...], grades: tuple[str, ...]) -> Language:
   """As `roles.reflection_grades`: some criterion has some grade."""
-  criterion = choice(*(text(c, cased=False) for c in criteria))
-  grade = choice(*(text(g, cased=False) for g in grades))
+  # A grade ends where the word does: "poorly" is none.
   end = maybe(row(byte(ANY - WORD), _ANY))
-  return row(_ANY, criterion, _WHITE, text(":"), _WHITE, grade, end)
+  return row(
+    _ANY, _any_case(criteria), _WHITE, text(":"), _WHITE, _any_case(grades), end
+  )
+
+
+def _any_case(words: tuple[str, ...]) -> Language:
+  """One of the words, in upper or lower case."""
+  return choice(*(text(w, cased=False) for w in words))
 
 
 # What must be true of a span's content, and what decides what may follow it.
@@ -87,13 +94,15 @@ def _rules(
   """Languages that a role's content must be in, and languages whose names it earns."""
   any_text = filled(ANY, _ANY)
   spec = tools.SPECS.get(role)
-  if spec is not None:
-    return [spec.grammar(functions) if spec.grammar else any_text], {}
+  if spec is not None and spec.grammar is not None:
+    return [spec.grammar(functions)], {}
   if role == roles.DOUBLE_CHECK:
     return [_score("1234")], {_PASS: _score("34")}
   if role == roles.REFLECTION:
-    each = [_graded((c,), roles.GRADES) for c in roles.CRITERIA] if graded else []
-    return [any_text, *each], {_POOR: _graded(roles.CRITERIA, ("poor",))}
+    must = [any_text]
+    if graded:
+      must += [_graded((c,), roles.GRADES) for c in roles.CRITERIA]
+    return must, {_POOR: _graded(roles.CRITERIA, ("poor",))}
   return [any_text], {}
 
 
@@ -127,36 +136,43 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
   number = {start: 0}
   states = [start]
   rows = []
-  earns = []
+  earns: list[frozenset[str] | None] = []
   for current in states:  # grows as it runs
-    if tags.accepts_S[current[0]]:
+    of_tags, *of_tables = current
+    if tags.accepts_S[of_tags]:
       # A tag ends here. It is this role's, or nothing may follow.
-      accepted = [
-        s >= 0 and bool(t.accepts_S[s])
-        for t, s in zip(tables, current[1:], strict=True)
-      ]
-      if current[0] == own and all(accepted[: len(must)]):
-        names = zip(earned, accepted[len(must) :], strict=True)
-        earns.append(frozenset(name for name, is_earned in names if is_earned))
-      else:
-        earns.append(None)
+      accepted = []
+      for table, s in zip(tables, of_tables, strict=True):
+        accepted.append(s >= 0 and bool(table.accepts_S[s]))
+      names = None
+      if of_tags == own and all(accepted[: len(must)]):
+        names = frozenset(itertools.compress(earned, accepted[len(must) :]))
+      earns.append(names)
       rows.append(np.full(256, -1))
       continue
     earns.append(None)
-    ways = [tags.next_SX[current[0], firsts]]
-    for table, s in zip(tables, current[1:], strict=True):
-      ways.append(table.next_SX[s, firsts] if s >= 0 else np.full(len(firsts), -1))
+    # Where each table goes; one that has refused the text goes nowhere any more.
+    ways = [tags.next_SX[of_tags, firsts]]
+    for table, s in zip(tables, of_tables, strict=True):
+      way = np.full(len(firsts), -1)
+      if s >= 0:
+        way = table.next_SX[s, firsts]
+      ways.append(way)
     out = np.full(len(firsts), -1)
-    for kind, after in enumerate(zip(*(w.tolist() for w in ways), strict=True)):
-      if any(s < 0 for s in after[1 : 1 + len(must)]):
-        continue
+    for kind, targets in enumerate(np.stack(ways, axis=1).tolist()):
+      after = tuple(targets)
+      if min(after[1 : 1 + len(must)]) < 0:
+        continue  # a language that the content must be in can not be reached
       if after not in number:
         number[after] = len(states)
         states.append(after)
       out[kind] = number[after]
     rows.append(out[kind_X.reshape(-1)])
-  kinds = {e: i for i, e in enumerate(dict.fromkeys(earns))}
-  next_SX, new_S = minimise(np.stack(rows), np.array([kinds[e] for e in earns]))
+
+  # --- The same with the fewest states; what is earned tells states apart.
+  kinds: dict[frozenset[str] | None, int] = {}
+  kind_S = np.array([kinds.setdefault(e, len(kinds)) for e in earns])
+  next_SX, new_S = minimise(np.stack(rows), kind_S)
   small: list[frozenset[str] | None] = [None] * len(next_SX)
   for old, new in enumerate(new_S):
     small[new] = earns[old]
@@ -165,7 +181,7 @@ def _content(role: str, graded: bool, functions: tuple[str, ...]) -> _Content:
 
 def _tags(role: str) -> tuple[ByteTable, int]:
   """Where the first protocol tag of a text ends, and the state of `role`'s own."""
-  patterns = [f(n).encode() for n in _NAMES for f in (roles.open_tag, roles.close_tag)]
+  patterns = [tag.encode() for tag in roles.tags_of(_NAMES)]
   next_SX, stop_S = find_words(patterns)
   own = 1 + patterns.index(roles.close_tag(role).encode())
   return ByteTable(next_SX, stop_S > 0), int(np.flatnonzero(stop_S == own)[0])
@@ -187,14 +203,16 @@ class _Place:
     out = []
     if not self.thinking and follows & variant.think_allowed:
       out.append(THINK)
-    for role in (r for r in (*variant.roles, *variant.tools) if r in follows):
-      next_spans = variant.think_allowed if self.thinking else follows
-      if role not in next_spans or (
-        not self.thinking and role in variant.think_required
-      ):
+    for role in (*variant.roles, *variant.tools):
+      if role not in follows:
+        continue
+      if self.thinking and role not in variant.think_allowed:
+        continue
+      if not self.thinking and role in variant.think_required:
         continue
       if role == roles.PLAN and self.plans == variant.max_plans:
         continue
+      # What a gate asks for: a poor grade a plan, a score the answer or more work.
       if self.required in (roles.PLAN, ANSWER) and role != self.required:
         continue
       if role == ANSWER and (self.required == "redo" or self.calls < variant.min_calls):
@@ -248,9 +266,11 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
     out = np.full(256, -1)
     rows.append(out)
     if current[0] == "stop":
+      # No byte: the observation comes. What follows it must have a number.
       if current[1].last != ANSWER:
         index(("open", current[1], ""))
     elif current[0] == "open":
+      # White space before a tag, or one byte more of a tag that may stand here.
       _, place, begun = current
       if not begun:
         for b in WHITE:
@@ -266,8 +286,11 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
         else:
           out[ord(so_far[-1])] = index(("open", place, so_far))
     else:
+      # Inside a span: its content goes on, or its closing tag is complete.
       _, place, role, inner = current
-      functions = tuple(variant.functions) if role == tools.FUNCTION_TAG else ()
+      functions: tuple[str, ...] = ()
+      if role == tools.FUNCTION_TAG:
+        functions = tuple(variant.functions)
       content = _content(role, variant.graded, functions)
       for b, after in enumerate(content.next_SX[inner].tolist()):
         if after < 0:
@@ -277,8 +300,10 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
           out[b] = index(("in", place, role, after))
           continue
         then = place.closed(earned)
-        stops = role == ANSWER or role in variant.tools
-        out[b] = index(("stop", then) if stops else ("open", then, ""))
+        if role == ANSWER or role in variant.tools:
+          out[b] = index(("stop", then))
+        else:
+          out[b] = index(("open", then, ""))
 
   # --- Where a tool's closing tag leads to, and where the trajectory ends.
   resume = np.full(len(states), -1)
@@ -295,6 +320,7 @@ def _trimmed(
   next_SX: np.ndarray, resume_S: np.ndarray, ends_S: np.ndarray
 ) -> ByteGrammar:
   """Without ways that lead to no end, and without states that nothing tells apart."""
+  # --- From the ends backwards: states from which some end is reached.
   before: list[set[int]] = [set() for _ in ends_S]
   for state, after in enumerate(next_SX):
     for target in {*after.tolist(), int(resume_S[state])} - {-1}:
@@ -305,6 +331,8 @@ def _trimmed(
     for state in before[queue.popleft()] - alive:
       alive.add(state)
       queue.append(state)
+
+  # --- Those alone, in their order, and as few of them as will do.
   live = sorted(alive)
   number_S = np.full(len(ends_S) + 1, -1)  # the last stands for no state
   number_S[live] = np.arange(len(live))

@@ -1,6 +1,6 @@
 """Regular languages over bytes: a few combinators, compiled to a table.
 
-The grammar of a protocol variant is put together from these; see `grammar.py`.
+The grammar of a protocol variant is put together from these; see `language.py`.
 
 Source: Thompson's construction and the subset construction, as in Aho, Lam, Sethi and
 Ullman, "Compilers", section 3.7.
@@ -177,17 +177,20 @@ def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     next_SX over 256 bytes, and stop_S: 1 + the longest word that ends in a state, or 0.
     Source: Aho and Corasick 1975, "Efficient string matching".
   """
+  # --- A trie: a state is what has been read of some word.
   trie: list[dict[int, int]] = [{}]
   stop = [0]
   for index, word in enumerate(words, 1):
     state = 0
-    for byte in word:
-      if byte not in trie[state]:
-        trie[state][byte] = len(trie)
+    for b in word:
+      if b not in trie[state]:
+        trie[state][b] = len(trie)
         trie.append({})
         stop.append(0)
-      state = trie[state][byte]
+      state = trie[state][b]
     stop[state] = index
+
+  # --- Where a byte leads that goes on with no word: on from its longest suffix.
   next_SX = np.zeros((len(trie), 256), np.int64)
   fail = [0] * len(trie)
   queue = collections.deque([0])
@@ -197,9 +200,10 @@ def find_words(words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     if state:
       next_SX[state] = next_SX[fail[state]]
       stop[state] = stop[state] or stop[fail[state]]
-    for byte, child in trie[state].items():
-      fail[child] = int(next_SX[state, byte]) if state else 0
-      next_SX[state, byte] = child
+    for b, child in trie[state].items():
+      if state:
+        fail[child] = int(next_SX[state, b])
+      next_SX[state, b] = child
       queue.append(child)
   return next_SX, np.array(stop)
 
@@ -217,6 +221,7 @@ def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.nd
   # Bytes that lead every state the same way are one column.
   _, columns = np.unique(next_SX, axis=1, return_index=True)
   ways_SX = next_SX[:, columns]
+  # Split blocks whose states lead into different blocks, until there are none.
   block_S = _numbered(np.asarray(kind_S)[:, None])
   while True:
     # The dead state is block -1: index the blocks with one more at the end.
@@ -225,6 +230,7 @@ def minimise(next_SX: np.ndarray, kind_S: np.ndarray) -> tuple[np.ndarray, np.nd
     if new_S.max() == block_S.max():
       break
     block_S = new_S
+  # Any state of a block stands for it.
   first = np.unique(block_S, return_index=True)[1]
   return np.append(block_S, -1)[next_SX[first]], block_S
 

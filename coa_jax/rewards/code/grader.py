@@ -103,9 +103,11 @@ class CodeConfig:
 def program_of(answer: str) -> str:
   """Returns the last fenced block that may be Python; the whole answer for none."""
   answer = answer.replace("\r\n", "\n")
-  fenced = _FENCE.findall(answer)
-  blocks = [block for lang, block in fenced if _PYTHON.fullmatch(lang.strip())]
-  return blocks[-1] if blocks else answer
+  program = answer
+  for language, block in _FENCE.findall(answer):
+    if _PYTHON.fullmatch(language.strip()):
+      program = block
+  return program
 
 
 class CodeGrader:
@@ -166,19 +168,27 @@ class _Grading:
     self.outcomes: list[Outcome] = []
     self.death = Outcome.RAISED  # how the program last ended before its answers
 
-  def graded(self) -> Graded:
-    passed = sum(o == Outcome.PASSED for o in self.outcomes)
-    failures = [o for o in self.outcomes if o != Outcome.PASSED]
-    share = passed / len(self.outcomes)
-    answer = share if self.config.partial else float(not failures)
-    outcome = failures[0] if failures else Outcome.PASSED
-    record = {"outcome": outcome.value, "passed": passed, "seen": len(self.outcomes)}
-    return Graded(answer, record)
+  @property
+  def failures(self) -> list[Outcome]:
+    """How tests ended that were not passed."""
+    return [outcome for outcome in self.outcomes if outcome != Outcome.PASSED]
 
   @property
   def decided(self) -> bool:
     """Whether no further test can change the reward."""
-    return not self.config.partial and any(o != Outcome.PASSED for o in self.outcomes)
+    return bool(self.failures) and not self.config.partial
+
+  def graded(self) -> Graded:
+    seen = len(self.outcomes)
+    failures = self.failures
+    passed = seen - len(failures)
+    answer = float(not failures)
+    if self.config.partial:
+      answer = passed / seen
+    outcome = Outcome.PASSED
+    if failures:
+      outcome = failures[0]
+    return Graded(answer, {"outcome": outcome.value, "passed": passed, "seen": seen})
 
   def run(self, program: str, stdin: str, seconds: float, timed: bool = True) -> Result:
     """A run; where it is `timed`, within what is left of the program's time.
@@ -198,7 +208,8 @@ class _Grading:
       except ValueError:  # more characters than the sandbox takes
         return Result("", "too long", -9, Verdict.MEMORY, 0.0)
       if result.verdict != Verdict.INFRASTRUCTURE:
-        self.left -= result.seconds if timed else 0.0
+        if timed:
+          self.left -= result.seconds
         return result
     raise Ungradable(
       f"task {self.task_id!r}: the sandbox failed: {result.stderr!r:.300}"
@@ -222,6 +233,7 @@ class _Grading:
 
   def calls(self, tests: HiddenTests) -> None:
     """Tests by what a function returns, compared here."""
+    # --- All calls, as `inside` reads them: test n makes one, its call 0.
     calls = {}
     for n, arguments in enumerate(tests.inputs):
       calls[f"{n}.0"] = {
@@ -230,10 +242,12 @@ class _Grading:
         "args": code_inside.encode(arguments, {}),
         "kwargs": code_inside.encode({}, {}),
       }
+    # --- A run for all of them, and one more for what follows a call that killed it.
     replies: dict[str, str | None] = {}
     while len(replies) < len(calls):
       open_calls = {key: call for key, call in calls.items() if key not in replies}
       self.answers(open_calls, "", replies)
+      # At once: `death` is that of this run.
       for n in range(len(self.outcomes), len(replies)):
         self.outcomes.append(self._compare(replies[f"{n}.0"], tests.expected[n]))
       if self.decided:
@@ -249,26 +263,34 @@ class _Grading:
       value = _plain(message["value"]["root"])
       # Some sets wrap every output into a list of one.
       wrapped = isinstance(expected, list) and len(expected) == 1
-      right = value == expected or (wrapped and value == expected[0])
+      if value == expected or (wrapped and value == expected[0]):
+        return Outcome.PASSED
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-      return Outcome.WRONG
-    return Outcome.PASSED if right else Outcome.WRONG
+      pass  # a forged reply, or a value that no JSON can say
+    return Outcome.WRONG
 
   def asserts(self, tests: HiddenTests) -> None:
-    """Tests by asserts, which run where the program is not."""
-    known: dict[str, tuple[Any, str | None]] = {}
+    """Tests by asserts, which run where the program is not.
+
+    Tests and program take turns: the tests run until they need a result of a call, the
+    program answers such calls, and the tests run again from the start with what is
+    known by then.
+    """
+    known: dict[str, _Known] = {}
     for _ in range(_ROUNDS):
+      # --- The tests, as far as the known results reach.
       needs, verdicts = self._tests_round(tests, known)
       if not needs:
         self.outcomes = [self._outcome(v) for v in verdicts]
         return
+      # --- The calls to put, in the order in which the tests make them.
       # Objects live as long as a run does, so what made them is done again.
-      stateful = any(
-        "handle" in call["root"] or (reply and '"opaque"' in reply)
-        for call, reply in known.values()
-      )
-      calls = {k: call for k, (call, _) in known.items()} if stateful else {}
-      calls = dict(sorted({**calls, **needs}.items(), key=lambda item: _place(item[0])))
+      calls = dict(needs)
+      if any(_is_stateful(call, reply) for call, reply in known.values()):
+        for key, (call, _) in known.items():
+          calls.setdefault(key, call)
+      calls = {key: calls[key] for key in sorted(calls, key=_place)}
+      # --- The program's answers. A known one stays as it was: the tests went on by it.
       replies: dict[str, str | None] = {}
       self.answers(calls, tests.prefix, replies)
       for key, reply in replies.items():
@@ -284,13 +306,14 @@ class _Grading:
     return outcomes.get(verdict, Outcome.RAISED)
 
   def _tests_round(
-    self, tests: HiddenTests, known: dict[str, tuple[Any, str | None]]
+    self, tests: HiddenTests, known: dict[str, _Known]
   ) -> tuple[dict[str, Any], list[str]]:
     """Runs the tests with what is known: the calls they need, or their verdicts.
 
     Raises:
       Ungradable: they are broken.
     """
+    # --- One run without the graded program, untimed: it is not the program's time.
     nonce = secrets.token_hex(16)
     request = {
       "nonce": nonce,
@@ -301,6 +324,7 @@ class _Grading:
     }
     program = _INSIDE + "\nrun_tests()\n"
     result = self.run(program, json.dumps(request), 30.0, timed=False)
+    # --- Its one line: needs or verdicts, or why the tests are broken.
     for line in result.stdout.split("\n"):
       if line.startswith(nonce + " "):
         reply = json.loads(line.removeprefix(nonce))
@@ -310,6 +334,7 @@ class _Grading:
           raise Ungradable(f"task {self.task_id!r}: its hidden tests are broken: {why}")
         # A loop over an empty result tests nothing; that is no pass.
         return dict(reply["needs"]), reply["verdicts"] or ["wrong"]
+    # --- No line: the run died. Before any result the tests alone can be at fault.
     if not known:
       raise Ungradable(
         f"task {self.task_id!r}: its hidden tests end by themselves with "
@@ -325,10 +350,12 @@ class _Grading:
     A reply is JSON text as it came; None for the call in which the program died, or
     which it answered twice. Calls after that one have none.
     """
+    # --- No time left: every call is one in which it died.
     if self.left <= 0:
       self.death = Outcome.TIMEOUT
       replies.update(dict.fromkeys(calls))
       return
+    # --- One run for all the calls.
     nonce = secrets.token_hex(16)
     request = {
       "nonce": nonce,
@@ -341,12 +368,17 @@ class _Grading:
     program = _INSIDE + "\nanswer_calls()\n"
     seconds = self.config.test_s * (len(calls) + 1)
     result = self.run(program, json.dumps(request), seconds)
+    # --- Its lines; a call that it answers twice was forged, and counts as none.
     answers: dict[str, str | None] = {}
     for line in result.stdout.split("\n"):
       head, _, rest = line.partition(" ")
       key, _, reply = rest.partition(" ")
-      if head == nonce:
-        answers[key] = None if key in answers else reply
+      if head != nonce:
+        continue
+      if key in answers:
+        reply = None
+      answers[key] = reply
+    # --- In order, up to the call that it did not survive.
     for key in calls:
       replies[key] = answers.get(key)
       if replies[key] is None:
@@ -357,6 +389,12 @@ class _Grading:
 
 
 _ALARM = 14  # SIGALRM, by which a call ends that takes too long
+_Known = tuple[Any, str | None]  # a call and the program's reply to it
+
+
+def _is_stateful(call: Any, reply: str | None) -> bool:
+  """Whether a call was put to an object in the program, or its reply is one."""
+  return "handle" in call["root"] or (reply is not None and '"opaque"' in reply)
 
 
 def _place(key: str) -> tuple[int, ...]:

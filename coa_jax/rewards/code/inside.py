@@ -64,12 +64,15 @@ def encode(
   """A value as JSON: plain ones by kind, instances of `known` classes by attributes.
 
   Raises:
-    TypeError: it cannot pass; where there is a `stay`, it is kept there instead.
+    TypeError: it cannot pass; where there is a `stay`, it stays there instead.
   """
-  objects: list[Any] = []  # instances: long chains of them need no recursion
-  places: dict[int, int] = {}
+  # Instances are listed and referred to by number: long chains need no recursion, and
+  # two references to one object stay so.
+  objects: list[Any] = []
+  numbers: dict[int, int] = {}  # of an object, by its id()
 
   def one(value: Any) -> Any:
+    # --- Scalars are themselves; of a subclass they become plain ones.
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
       return value
@@ -78,29 +81,32 @@ def encode(
     for base in (bool, int, float, str):
       if issubclass(kind, base):  # an IntEnum, say
         return base(value)
+    # --- An object that lives in the program goes back to it by its handle.
     if kind is Remote and not value._names and "handle" in value._root:
       return dict(value._root)
+    # --- Collections. The base's own methods, not what a subclass made of them.
     for base in (list, tuple, set, frozenset):
       if issubclass(kind, base):
-        return {base.__name__: [one(v) for v in base.__iter__(value)]}
+        return {base.__name__: list(map(one, base.__iter__(value)))}
     if issubclass(kind, dict):
       return {"dict": [[one(k), one(v)] for k, v in dict.items(value)]}
     if issubclass(kind, (bytes, bytearray)):
       return {"bytes": list(value)}
     if kind is complex:
       return {"complex": [value.real, value.imag]}
+    # --- Instances of classes that both sides have, and iterators.
     if known.get(kind.__name__) is kind:
-      if id(value) not in places:
-        places[id(value)] = len(objects)
+      if id(value) not in numbers:
+        numbers[id(value)] = len(objects)
         objects.append(value)
-      return {"object": places[id(value)]}
+      return {"object": numbers[id(value)]}
     if hasattr(kind, "__next__"):
-      out = [one(v) for v in itertools.islice(value, _LONGEST)]
-      return {"iterator": out}
+      return {"iterator": list(map(one, itertools.islice(value, _LONGEST)))}
     raise TypeError(f"a {kind.__name__} cannot pass")
 
   try:
     root = one(value)
+    # --- The attributes of the instances, which may lead to more instances.
     states = []
     for item in objects:  # grows while it is walked
       state = {k: one(v) for k, v in vars(item).items()}
@@ -119,15 +125,19 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
   Raises:
     ValueError, TypeError, KeyError: it is no such message.
   """
+  # Instances first, empty: their attributes may refer to one another in circles.
   states = message["objects"]
   objects = [known[name].__new__(known[name]) for name, _ in states]
+
+  makers = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+  makers["iterator"] = iter
 
   def one(value: Any) -> Any:
     if not isinstance(value, dict):
       return value
     ((kind, inner),) = value.items()
     if kind == "dict":
-      return {one(k): one(v) for k, v in inner}
+      return {one(key): one(item) for key, item in inner}
     if kind == "handle":
       return handles(inner)
     if kind == "object":
@@ -136,11 +146,11 @@ def decode(message: Any, known: dict[str, Any], handles: Any) -> Any:
       return bytes(inner)
     if kind == "complex":
       return complex(*inner)
-    makers = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-    return {**makers, "iterator": iter}[kind]([one(v) for v in inner])
+    return makers[kind](list(map(one, inner)))
 
   for item, (_, state) in zip(objects, states, strict=True):
-    vars(item).update({k: one(v) for k, v in state.items()})
+    for name, value in state.items():
+      vars(item)[name] = one(value)
   return one(message["root"])
 
 
@@ -155,8 +165,12 @@ def module(name: str, *sources: str) -> dict[str, Any]:
 
 def classes(namespace: dict[str, Any], source: str) -> dict[str, Any]:
   """The classes that a source's top level defines."""
-  names = {n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
-  return {n: namespace[n] for n in names if isinstance(namespace.get(n), type)}
+  found = {}
+  for node in ast.parse(source).body:
+    # Its name may have been bound to something else since, or deleted.
+    if isinstance(node, ast.ClassDef) and isinstance(namespace.get(node.name), type):
+      found[node.name] = namespace[node.name]
+  return found
 
 
 def answer_calls() -> None:
@@ -168,10 +182,12 @@ def answer_calls() -> None:
   """
   request = json.loads(sys.stdin.read())
   out = _take_stdout()
-  kept: dict[str, Any] = {}
+  handles: dict[str, Any] = {}
+  # --- Time for the program itself, its functions not yet called.
   # No handler: the program cannot catch the end of its time.
   signal.signal(signal.SIGALRM, signal.SIG_DFL)
   signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+  # --- The trusted prefix, then the program as a module of its own.
   prefix = module("prefix", request["prelude"], request["prefix"])
   known = classes(prefix, request["prefix"])
   sys.modules["solution"] = solution = types.ModuleType("solution")
@@ -180,9 +196,10 @@ def answer_calls() -> None:
   space["__builtins__"] = {**prefix, **vars(builtins)}
   program = compile(request["program"], "<solution>", "exec", dont_inherit=True)
   exec(program, space)
+  # --- The calls, each in time of its own. A line at once: a later call may kill us.
   for key, call in request["calls"]:
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-    _say(out, f"{request['nonce']} {key}", _answer(key, call, space, known, kept))
+    _say(out, f"{request['nonce']} {key}", _answer(key, call, space, known, handles))
   os._exit(0)  # threads of the program do not hold the answers up
 
 
@@ -206,28 +223,33 @@ def _answer(
   call: dict[str, Any],
   space: dict[str, Any],
   known: dict[str, Any],
-  kept: dict[str, Any],
+  handles: dict[str, Any],
 ) -> dict[str, Any]:
   """The reply to a call: its value, what it did to its arguments, or its fault."""
   try:
-    args = decode(call["args"], known, kept.__getitem__)
-    kwargs = decode(call["kwargs"], known, kept.__getitem__)
+    # --- What is called: an earlier result, the function of that name, or where there
+    # is none, the method of a fresh `Solution`.
+    args = decode(call["args"], known, handles.__getitem__)
+    kwargs = decode(call["kwargs"], known, handles.__getitem__)
     root = call["root"]
     if "handle" in root:
-      function = kept[root["handle"]]
+      function = handles[root["handle"]]
     elif root["name"] not in space and "Solution" in space:
       function = getattr(space["Solution"](), root["name"])
     else:
       function = space[root["name"]]
     for name in call["names"]:
       function = getattr(function, name)
+    # --- Its result. What is no plain value stays here, under the call's key.
     stay: dict[str, Any] = {}
     value = encode(function(*args, **kwargs), known, stay)
     if "value" in stay:
-      kept[key] = stay["value"]
+      handles[key] = stay["value"]
+    # --- What it did to its arguments, where that can be said at all.
     after = encode(args, known, {})
-    same = after == call["args"] or "opaque" in after
-    return {"value": value, "args": None if same else after}
+    if after == call["args"] or "opaque" in after:
+      after = None
+    return {"value": value, "args": after}
   except Exception as e:
     return {"raised": type(e).__name__}
 
@@ -242,24 +264,25 @@ class ReplayedTests:
     self.classes = classes(self.space, request["prefix"])
     self.needs: list[Any] = []
     self.verdicts: list[str] = []
-    self._unit = 0
-    self._made = 0
+    self._unit = 0  # the unit that runs, and its calls so far: the key of a call
+    self._calls = 0
+    self._unsure = False  # whether a unit stopped with more calls to come
     tree = ast.parse(request["source"])
     entry = request["entry"]
-    body = tree.body
+    # --- The program's names, each a `Remote`.
     # What the tests use and do not define is the program's; so is the entry's name,
     # whatever a prefix or Python calls by it too.
     own = {entry.partition("(")[0].partition(".")[0]} - {""}
     used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
     self._local = (set(self.space) | set(dir(builtins))) - own
-    self._unsure = False
     for name in (used - self._local | own) - _bound(tree):
       self.space[name] = Remote(self, {"name": name})
-    functions = [n for n in body if isinstance(n, ast.FunctionDef)]
-    check = next((n for n in functions if n.name == "check"), None)
+    # --- `check(candidate)` is unrolled, so that each of its asserts is a test.
+    body = tree.body
+    check = _check_function(body)
     if check is not None and entry and len(check.args.args) == 1:
       body = [n for n in body if n is not check]
-      if any(isinstance(n, ast.Return | ast.Global) for n in ast.walk(check)):
+      if _has(check, ast.Return | ast.Global):  # which mean nothing outside it
         body += [check, *ast.parse(f"check({entry})").body]
       else:
         body += ast.parse(f"{check.args.args[0].arg} = {entry}").body + check.body
@@ -268,12 +291,13 @@ class ReplayedTests:
   def run(self) -> None:
     """Runs every unit; afterwards `verdicts` are final if there are no `needs`."""
     for unit in self.units:
+      # --- A unit is one test, but for a plain loop at its end.
       *before, loop = unit
-      breaks = any(isinstance(n, ast.Break) for n in ast.walk(loop))
-      if not isinstance(loop, ast.For) or loop.orelse or breaks:
+      if not isinstance(loop, ast.For) or loop.orelse or _has(loop, ast.Break):
         self._attempt(unit, counts=isinstance(loop, _CHECKS))
         continue
-      # Every turn of a loop is a test of its own.
+      # --- Every turn of that loop is a test of its own.
+      # One that lacks a result does not keep the others from asking for theirs.
       self._attempt(before, counts=False)
       turns = ast.Name("__turns", ast.Store())
       self.space["__turns"] = ()
@@ -284,16 +308,19 @@ class ReplayedTests:
         self._attempt([one], counts=True)
 
   def _attempt(self, statements: list[ast.stmt], counts: bool) -> None:
+    """Runs statements as the next unit; they are a test where they count as one."""
     verdict = "passed"
-    self._made = 0
+    self._calls = 0
     tree = ast.fix_missing_locations(ast.Module(copy.deepcopy(statements), []))
     try:
       exec(compile(tree, "<tests>", "exec", dont_inherit=True), self.space)
     except Need:
       verdict = "needs"
-      calls = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
-      calls = [f for f in calls if getattr(f, "id", "") not in self._local]
-      self._unsure |= len(calls) > 1  # others may follow the one that is needed
+      calls = 0  # of the program; others may follow the one that is needed
+      for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+          calls += getattr(node.func, "id", "") not in self._local
+      self._unsure |= calls > 1
     except AssertionError:
       verdict = "wrong"
     except Dead:
@@ -308,15 +335,17 @@ class ReplayedTests:
     self, root: dict[str, str], names: tuple[str, ...], args: Any, kwargs: Any
   ) -> Any:
     """The known result of a call of the program; else notes it, and raises Need."""
-    key = f"{self._unit}.{self._made}"
-    self._made += 1
+    key = f"{self._unit}.{self._calls}"
+    self._calls += 1
+    # --- The call as a message, through JSON, as it stands in what is known.
     message: dict[str, Any] = {"root": root, "names": list(names)}
     try:
-      for name, value in (("args", list(args)), ("kwargs", kwargs)):
-        message[name] = encode(value, self.classes)
+      message["args"] = encode(list(args), self.classes)
+      message["kwargs"] = encode(kwargs, self.classes)
     except TypeError as e:
       raise Broken(f"an argument of a call: {e}") from e
     message = json.loads(json.dumps(message))
+    # --- Not yet known, or of another call: an earlier result may have changed it.
     earlier, reply = self.known.get(key, (None, None))
     if earlier != message:
       # An object must have met all earlier calls before it is asked anything.
@@ -325,6 +354,7 @@ class ReplayedTests:
       raise Need
     if reply is None:
       raise Dead
+    # --- Known: what the program raised, did to the arguments, and returned.
     reply = json.loads(reply)
     if reply.get("raised"):
       kind = getattr(builtins, str(reply["raised"]), None)
@@ -362,6 +392,7 @@ def _bound(tree: ast.Module) -> set[str]:
   out = set()
   nodes = list(tree.body)
   for node in nodes:  # grows while it is walked
+    # What has a name of its own, a function or a class, is not looked into.
     if getattr(node, "name", "check") == "check" or isinstance(node, ast.alias):
       nodes += ast.iter_child_nodes(node)
     if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -375,6 +406,19 @@ def _bound(tree: ast.Module) -> set[str]:
     elif isinstance(node, ast.ExceptHandler) and node.name:
       out.add(node.name)
   return out
+
+
+def _check_function(body: list[ast.stmt]) -> ast.FunctionDef | None:
+  """The first top-level function called `check`."""
+  for node in body:
+    if isinstance(node, ast.FunctionDef) and node.name == "check":
+      return node
+  return None
+
+
+def _has(tree: ast.AST, kinds: Any) -> bool:
+  """Whether a statement holds a node of these kinds, at any depth."""
+  return any(isinstance(node, kinds) for node in ast.walk(tree))
 
 
 def _units(body: list[ast.stmt]) -> list[list[ast.stmt]]:

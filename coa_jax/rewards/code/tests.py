@@ -51,6 +51,7 @@ def read_tests(task: Task) -> HiddenTests:
       "inputs + outputs"
     )
   row = {k: v for k, v in row.items() if v is not None}
+  # --- Asserts, with or without a function that checks.
   if "functional" in row:
     return HiddenTests(source=_text(row, "functional", where))
   if "test_code" in row:
@@ -59,6 +60,7 @@ def read_tests(task: Task) -> HiddenTests:
     return HiddenTests(
       source=source, entry=entry, prefix=str(row.get("import_prefix", ""))
     )
+  # --- Pairs of an input and what comes of it, under either pair of names.
   first = "inputs"
   second = "outputs"
   if "stdin" in row:
@@ -71,17 +73,17 @@ def read_tests(task: Task) -> HiddenTests:
       raise ValueError(f"{where}.{name} must be a list of at least one value")
   if len(inputs) != len(outputs):
     raise ValueError(f"{where}: {len(inputs)} {first} for {len(outputs)} {second}")
+  # --- Texts for a program that reads stdin.
   function = row.get("fn_name", "")
   if not function:
-    # One line a value is how lists are written for a program that reads stdin.
-    texts = [tuple(map(_lines, values)) for values in (inputs, outputs)]
-    return HiddenTests(*texts)
+    return HiddenTests(tuple(map(_lines, inputs)), tuple(map(_lines, outputs)))
+  # --- Values for a function that is called.
   try:
-    inputs = [_arguments(v) for v in inputs]
-    outputs = [_value(v) for v in outputs]
+    arguments = tuple(map(_arguments, inputs))
+    values = tuple(map(_value, outputs))
   except (ValueError, TypeError) as e:
     raise ValueError(f"{where}: inputs and outputs must be JSON values: {e}") from None
-  return HiddenTests(tuple(inputs), tuple(outputs), _text(row, "fn_name", where))
+  return HiddenTests(arguments, values, _text(row, "fn_name", where))
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
@@ -92,20 +94,23 @@ def _text(row: dict[str, Any], name: str, where: str) -> str:
 
 
 def _lines(value: Any) -> str:
-  return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+  """The text of a value; of a list one line each, as programs read lists."""
+  if isinstance(value, list):
+    return "\n".join(map(str, value))
+  return str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
   """A call's arguments: a list of them, or lines of JSON, one each."""
   if isinstance(value, str):
-    lines = [line for line in value.split("\n") if line.strip()]
-    return [parse_json(line, "arguments") for line in lines]
+    return [parse_json(line, "arguments") for line in value.split("\n") if line.strip()]
   if not isinstance(value, list):
     raise ValueError(f"arguments {value!r:.80} are no list")
   return value
 
 
 def _value(value: Any) -> Any:
+  """What a call must return; text that is no JSON is a text that it returns."""
   if not isinstance(value, str):
     return value
   try:
@@ -123,26 +128,32 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
   """
   ours = printed.strip().split("\n")
   theirs = expected.strip().split("\n")
-  return len(ours) == len(theirs) and all(
-    a.strip() == b.strip() or _same_words(a.split(), b.split(), tolerance)
-    for a, b in zip(ours, theirs, strict=True)
-  )
+  if len(ours) != len(theirs):
+    return False
+  for line, other in zip(ours, theirs, strict=True):
+    if not _same_words(line.split(), other.split(), tolerance):
+      return False
+  return True
 
 
 def _same_words(ours: list[str], theirs: list[str], tolerance: float) -> bool:
-  return len(ours) == len(theirs) and all(
-    a == b or _same_number(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
-  )
+  if len(ours) != len(theirs):
+    return False
+  for word, other in zip(ours, theirs, strict=True):
+    if word != other and not _same_number(word, other, tolerance):
+      return False
+  return True
 
 
 def _same_number(ours: str, theirs: str, tolerance: float) -> bool:
+  if max(len(ours), len(theirs)) > 100:  # a program chose its length
+    return False
   try:
-    if max(len(ours), len(theirs)) > 100:
-      return False  # an exponent or a length that would take long
     a = decimal.Decimal(ours)
     b = decimal.Decimal(theirs)
     if not (a.is_finite() and b.is_finite()):
       return False
+    # Exact, so that of two neighbours beyond 2**53 one alone is right.
     if "." not in theirs:
       return a == b
     return abs(float(a) - float(b)) <= tolerance * max(1.0, abs(float(b)))

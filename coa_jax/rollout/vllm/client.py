@@ -145,6 +145,7 @@ class VllmServer:
   def _meet(self, max_len: int, masks: bool) -> tuple[str, str]:
     """The name of the model that is served, and its dtype; args as `__init__`."""
     config = self._config
+    # --- What it serves, and how long rows may be.
     served = self._now("GET", "/v1/models", read=lambda x: x["data"][0])
     longest = served.get("max_model_len") or 0
     if longest < max_len:
@@ -152,6 +153,7 @@ class VllmServer:
         f"{config.url} serves rows of {longest} tokens, rollout.max_len={max_len}: "
         "start it with a larger --max-model-len"
       )
+    # --- How it was started.
     model = self._now(
       "GET",
       "/server_info?config_format=json",
@@ -237,18 +239,21 @@ class VllmServer:
     def read(answer: Any) -> tuple[list[int], list[float]]:
       # Every answer is checked: one wrong id would be trained on.
       choice = answer["choices"][0]
-      new, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+      new = choice["token_ids"]
+      logps = choice["logprobs"]["token_logprobs"]
       if choice["prompt_token_ids"] != ids:
         raise ValueError("the prompt it read has other ids")
       if not 1 <= len(new) <= most or len(new) != len(logps):
         raise ValueError(f"{len(new)} ids and {len(logps)} log-probs of {most}")
-      if not all(type(i) is int and 0 <= i < self._vocab_size for i in new):
-        raise ValueError(f"ids that are not below {self._vocab_size}")
-      # vLLM reports -9999 in place of minus infinity: no token that was drawn.
-      if not all(-9999 < p < 1e-4 for p in logps):
-        raise ValueError("numbers that are no log-probs of drawn tokens")
+      for i, logp in zip(new, logps, strict=True):
+        if type(i) is not int or not 0 <= i < self._vocab_size:
+          raise ValueError(f"ids that are not below {self._vocab_size}")
+        # vLLM reports -9999 in place of minus infinity: no token that was drawn.
+        if not -9999 < logp < 1e-4:
+          raise ValueError("numbers that are no log-probs of drawn tokens")
       return new, logps
 
+    # --- The request, and whose failure it is where there is no answer.
     try:
       return await self._ask("POST", "/v1/completions", body, read)
     except UnansweredError as e:
@@ -275,9 +280,11 @@ class VllmServer:
       choice = answer["choices"][0]
       if choice["prompt_token_ids"] != ids:
         raise ValueError("the prompt it read has other ids")
-      rows = choice["prompt_logprobs"][1:]
-      pairs = zip(rows, ids[1:], strict=True)
-      return [float(row[str(i)]["logprob"]) for row, i in pairs]
+      # One row a token: the likeliest ids and the prompt's own. The first has none.
+      logps = []
+      for row, i in zip(choice["prompt_logprobs"][1:], ids[1:], strict=True):
+        logps.append(float(row[str(i)]["logprob"]))
+      return logps
 
     return self._now("POST", "/v1/completions", body, read)
 
@@ -305,13 +312,17 @@ class VllmServer:
     """
     body = {"action": "checksum"}
     checksums = self._now("POST", "/weight_checker", body, lambda x: x["checksums"])
-    # A name is dp0:pp0:pcp0:tp0:model.norm.weight, the ranks of who holds it first.
-    if any(re.search(r"\btp[1-9]", name) for name in checksums):
-      raise VllmError(
-        f"{self._config.url} splits matrices over devices, so their digests prove "
-        "nothing: start it with --tensor-parallel-size=1"
-      )
-    return {name.rpartition(":")[2]: digest for name, digest in checksums.items()}
+    by_name = {}
+    for holder, checksum in checksums.items():
+      # dp0:pp0:pcp0:tp0:model.norm.weight: the ranks of who holds it, and its name.
+      ranks, _, name = holder.rpartition(":")
+      if re.search(r"\btp[1-9]", ranks):
+        raise VllmError(
+          f"{self._config.url} splits matrices over devices, so their digests prove "
+          "nothing: start it with --tensor-parallel-size=1"
+        )
+      by_name[name] = checksum
+    return by_name
 
   def _now(
     self,
@@ -334,6 +345,8 @@ class VllmServer:
     retries = Retries(
       c.retries, c.backoff_s, max_pause_s=c.timeout_s, pause_field="timeout_s"
     )
+    # `retries` says how long to pause after a fault, and raises NoReply when it is time
+    # to give up.
     try:
       while True:
         try:

@@ -140,6 +140,7 @@ class VllmReplica:
   def _meet(self) -> VllmServer:
     masks = self._constraint is not None
     server = VllmServer(self._vllm, self.config.max_len, self.model.vocab_size, masks)
+    # A request names the file of the tables; vLLM's own process reads it.
     if masks:
       self._grammar = _write_tables(self._vllm.folder, self._constraint)
     return server
@@ -181,13 +182,15 @@ class VllmReplica:
       self.refresh(policy)
       self.timings.sync += time.monotonic() - began
       self._version = version
-      for x in [x for x in self._live if x.future is None]:
-        self._ask(x)
+      for x in self._live:
+        if x.future is None:
+          self._ask(x)
     # --- Wait for a request or a tool.
     began = time.monotonic()
     decodes = any(x.samples for x in self._live)
+    pending = [x.future for x in self._live if x.future]
     concurrent.futures.wait(
-      [x.future for x in self._live if x.future],
+      pending,
       timeout=_POLL_S,
       return_when=concurrent.futures.FIRST_COMPLETED,
     )
@@ -198,7 +201,8 @@ class VllmReplica:
       self.timings.tools += waited
     # --- Take what is done.
     ended: list[Episode] = []
-    for x in [x for x in self._live if x.future and x.future.done()]:
+    done = [x for x in self._live if x.future and x.future.done()]
+    for x in done:
       goes_on = self._sampled(x) if x.samples else self._observed(x)
       if not goes_on:
         self._live.remove(x)
@@ -219,7 +223,7 @@ class VllmReplica:
     # --- Nothing to do where it serves these very arrays.
     leaves = jax.tree.leaves(params)
     known = [ref() for ref in self._served]
-    if len(known) == len(leaves) and all(map(lambda a, b: a is b, known, leaves)):
+    if [id(x) for x in known] == [id(x) for x in leaves]:
       return
     # --- Export and load. Until the proof nothing counts as served.
     self._served = []
@@ -308,6 +312,7 @@ class VllmReplica:
 
   def _append(self, x: _Live, ids: list[int]) -> None:
     """Appends ids of the prompt or of a tool; a turn is to be sampled after them."""
+    # A turn begins: the automaton starts anew, the grammar goes on.
     x.ids += ids
     self.counters.prefilled_tokens += len(ids)
     x.turn = []
@@ -326,10 +331,14 @@ class VllmReplica:
     if self._policy_changes:
       most = min(most, self._vllm.request_tokens)
     x.samples = True
-    if most < 1:  # the episode's own limit
+    if most < 1:
+      # The episode's own limit: nothing to ask the server, so an empty answer at once.
       x.future = concurrent.futures.Future()
       x.future.set_result(([], []))
       return
+    grammar = None
+    if self._constraint:
+      grammar = (self._grammar, x.grammar)
     self.counters.windows += 1
     x.future = self._server.submit(
       self._server.complete(
@@ -339,7 +348,7 @@ class VllmReplica:
         x.episode.temperature,
         self.config.truncation,
         _seed(x.episode.seed, x.episode.sequence, len(x.ids)),
-        (self._grammar, x.grammar) if self._constraint else None,
+        grammar,
       )
     )
 
@@ -354,6 +363,7 @@ class VllmReplica:
     x.future = None
     if tag is None:
       x.episode.progress(x.turn)
+      # The request was over before the turn: the next round asks for more of it.
       if self._room(x) > 0:
         return True
     self.counters.sampled_tokens += len(x.turn)
@@ -366,6 +376,7 @@ class VllmReplica:
     for i, logp in zip(ids, logps, strict=True):
       stop = int(table.stop_SC[x.state, table.class_V[i]])
       x.state = int(table.next_SC[x.state, table.class_V[i]])
+      # The server has masked already; a token that we do not allow would be trained on.
       if self._constraint:
         x.grammar = self._constraint.states([i], x.grammar)[-1]
         if x.grammar < 0:
@@ -427,12 +438,14 @@ class _Live:
 
 def _seed(seed: int, sequence: int, position: int) -> int:
   """63 bits for the request that samples at a position of a trajectory."""
+  # As our sampler's keys: of the position, never of the order of requests.
   mixed = np.random.SeedSequence((seed, sequence, position))
   return int(mixed.generate_state(1, np.uint64)[0] >> 1)
 
 
 def _write_tables(folder: str, c: Constraint) -> str:
   """A file beside the folder, named by its content: servers keep what they read."""
+  # Written beside and moved: the server may read it, and other processes write it too.
   name = hashlib.sha256(c.class_V.tobytes() + c.next_SC.tobytes()).hexdigest()[:16]
   path = f"{folder}.{name}.npz"
   os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -38,15 +38,20 @@ class GrammarTables:
 
   def after(self, state: int, token: int) -> int:
     """The state after a token; -1 once one was not allowed."""
-    return int(self.next_SC[state, self.class_V[token]]) if state >= 0 else -1
+    if state < 0:
+      return -1
+    return int(self.next_SC[state, self.class_V[token]])
 
   def refused(self, state: int) -> torch.Tensor | None:
     """refused_V, bool; None where the grammar says nothing: what follows is dropped."""
     if state not in self._refused:
-      row_C = self.next_SC[state] < 0
-      open_ = state < 0 or row_C.all()
-      mask = None if open_ else torch.from_numpy(row_C[self.class_V]).to(self._device)
-      self._refused[state] = mask
+      self._refused[state] = None
+      refused_C = self.next_SC[state] < 0
+      # Nothing allowed is a turn's end: vLLM samples on to its own, and must have
+      # something to draw from.
+      if state >= 0 and not refused_C.all():
+        refused_V = torch.from_numpy(refused_C[self.class_V])
+        self._refused[state] = refused_V.to(self._device)
     return self._refused[state]
 
 
@@ -60,6 +65,7 @@ class _Request:
   read: int = 0
 
   def refused(self) -> torch.Tensor | None:
+    # vLLM appends what it has sampled; each token moves the state once.
     for token in self.ids[self.read :]:
       self.state = self.tables.after(self.state, token)
     self.read = len(self.ids)
@@ -86,7 +92,7 @@ class Grammar(LogitsProcessor):
 
   def _begin(self, params: Any, prompt: list[int] | None, ids: list[int]) -> Any:
     arguments = params.extra_args or {}
-    if FILE not in arguments:
+    if FILE not in arguments:  # another client's request: it has no grammar
       return None
     return _Request(self._tables(arguments[FILE]), int(arguments[STATE]), ids)
 

@@ -50,6 +50,7 @@ class VllmProcess:
       port = s.getsockname()[1]
     self.url = f"http://127.0.0.1:{port}"
     self.log = f"{folder}.{port}.log"
+    # --- The process: `child.py` ends vLLM when our end of the pipe closes.
     command = [sys.executable, str(_CHILD), program, "serve", folder]
     command += ["--host=127.0.0.1", f"--port={port}", f"--dtype={dtype}"]
     command += ["--logprobs-mode=processed_logprobs", f"--max-model-len={max_len}"]
@@ -64,7 +65,7 @@ class VllmProcess:
     self.close = weakref.finalize(self, _end, self._process)
     try:
       self._wait(start_s)
-    except BaseException:
+    except BaseException:  # an interrupt too: it must not go on starting for nobody
       self.close()
       raise
 
@@ -77,6 +78,7 @@ class VllmProcess:
             f"vllm.serve: it ended with status {self._process.returncode}; the end of "
             f"{self.log}:\n{self._tail()}"
           )
+        # It does not listen before its weights are loaded.
         with contextlib.suppress(httpx.TransportError):
           if client.get("/health").status_code == 200:
             return
@@ -93,5 +95,5 @@ class VllmProcess:
 
 
 def _end(process: subprocess.Popen) -> None:
-  process.stdin.close()
+  process.stdin.close()  # `child.py` waits for this
   process.wait()

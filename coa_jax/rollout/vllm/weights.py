@@ -43,6 +43,7 @@ def digests_of(folder: str, dtype: str) -> dict[str, str]:
   """What `VllmServer.digests` says of a model folder that is served in `dtype`."""
   parts: dict[str, list[tuple[int, str, Any]]] = {}
   with contextlib.ExitStack() as files:
+    # --- Which tensors make up each of vLLM's, in which order.
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
       file = files.enter_context(safetensors.safe_open(path, framework="numpy"))
       for name in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -51,15 +52,16 @@ def digests_of(folder: str, dtype: str) -> dict[str, str]:
         fused, place = _FUSED.get(last, (last, 0))
         whole = ".".join(filter(None, (above, fused, kind)))
         parts.setdefault(whole, []).append((place, name, file))
+    # --- Their bytes one after the other, a tensor in memory at a time.
     out = {}
     for whole, members in parts.items():
-      digest = hashlib.sha256()
+      sha256 = hashlib.sha256()
       for _, name, file in sorted(members, key=lambda m: m[0]):
         x = np.ascontiguousarray(file.get_tensor(name).astype(jnp.dtype(dtype)))
-        digest.update(x.view(np.uint8).data)
+        sha256.update(x.view(np.uint8).data)
         if name in _PADDED:
-          digest.update(bytes(-len(x) % _ROWS * math.prod(x.shape[1:]) * x.itemsize))
-      out[whole] = digest.hexdigest()
+          sha256.update(bytes(-len(x) % _ROWS * math.prod(x.shape[1:]) * x.itemsize))
+      out[whole] = sha256.hexdigest()
   return out
 
 
@@ -79,15 +81,19 @@ def compare_digests(
     VllmError: tensors differ, or that can not be known.
   """
   expected = digests_of(folder, dtype)
-  hidden = [name for name, digest in found.items() if digest == _NOTHING]
+  # Matrices that were packed show no bytes; `score` has to prove those.
+  hidden = {name for name, sha256 in found.items() if sha256 == _NOTHING}
   if hidden and tied:
     raise VllmError(
       f"{url} packs its matrices out of sight, as vLLM does on a CPU. "
       "vLLM 0.32 then keeps the old output matrix of tied embeddings at a reload: "
       "serve from a GPU, or a model with tie_embeddings=False"
     )
-  wrong = {n for n in expected if found.get(n) != expected[n]} - set(hidden)
-  wrong |= found.keys() - expected.keys()
+  # --- Tensors that differ, are missing, or that the folder has not.
+  wrong = found.keys() - expected.keys()
+  for name, sha256 in expected.items():
+    if name not in hidden and found.get(name) != sha256:
+      wrong.add(name)
   if wrong or len(hidden) == len(found):
     raise VllmError(
       f"{url} does not serve the weights in {folder} ({len(wrong)} of "
@@ -108,6 +114,7 @@ def score(
     view: the weights as decoding wants them.
     ids: the row.
   """
+  # Of one length for every row: one program is compiled.
   tokens_BT = np.zeros((1, PROBE), np.int32)
   tokens_BT[:, : len(ids)] = ids
   segment_BT = np.zeros_like(tokens_BT)
@@ -130,5 +137,6 @@ def _token_logps(
   hidden_BTD, _ = model.apply({"params": params}, tokens_BT, position_BT, segment_BT)
   logits_BTV = model.apply({"params": params}, hidden_BTD, method="logits")
   logp_BTV = distribution.log_probs(logits_BTV, 1.0)
+  # What the roll brings to the end is no next token; `score` leaves it out.
   next_BT1 = jnp.roll(tokens_BT, -1, axis=1)[..., None]
   return jnp.take_along_axis(logp_BTV, next_BT1, axis=-1)[..., 0]

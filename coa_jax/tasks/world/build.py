@@ -14,6 +14,7 @@ them, and a test recomputes every answer from the pages alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -67,7 +68,7 @@ class WorldConfig:
 
   def __post_init__(self):
     for kind, size in self.sizes.items():
-      room = math.prod(map(len, NAME_WORDS[kind]))
+      room = math.prod(map(len, NAME_WORDS[kind]))  # first words times second words
       needed = size * sum(self.splits.values())
       if size < 2 or needed > room:
         raise ValueError(
@@ -106,21 +107,23 @@ def make_world(
   splits = config.splits
   if split not in splits or not 0 <= number < splits[split]:
     raise ValueError(f"no world {number} in split {split!r}; worlds: {splits}")
+  # --- Its names: worlds of all splits stand in one row, and each takes its own part of
+  # one shuffled list of all names. No seed of the caller's moves the parts.
   before = list(splits).index(split)
   slot = sum(list(splits.values())[:before]) + number
   deck = {}
   for kind, size in config.sizes.items():
-    firsts, seconds = NAME_WORDS[kind]
-    every = [f"{a} {b}" for a in firsts for b in seconds]
-    random.Random(f"coa-jax names of {kind}").shuffle(every)
-    deck[kind] = every[slot * size : (slot + 1) * size]
+    names = [" ".join(words) for words in itertools.product(*NAME_WORDS[kind])]
+    random.Random(f"coa-jax names of {kind}").shuffle(names)
+    deck[kind] = names[slot * size : (slot + 1) * size]
+  # --- Facts about them, and a page for each.
   name = f"{split}-{number:02d}"
   facts = make_facts(deck, random.Random(f"{seed}/{name}"))
-  pages = tuple(
-    {"id": f"{name}-{i:04d}", "title": title, "text": page_text(title, row)}
-    for i, (title, row) in enumerate(facts.items())
-  )
-  return World(name, facts, pages)
+  pages = []
+  for i, (title, row) in enumerate(facts.items()):
+    text = page_text(title, row)
+    pages.append({"id": f"{name}-{i:04d}", "title": title, "text": text})
+  return World(name, facts, tuple(pages))
 
 
 def world_tasks(
@@ -139,6 +142,7 @@ def world_tasks(
     ValueError: the worlds are too small for that many different questions.
   """
   rng = random.Random(f"{seed}/tasks of {','.join(w.name for w in worlds)}")
+  # --- The family of every task. Rounding what is reached, not each weight, makes n.
   total = sum(weight for _, weight in mix)
   families: list[str] = []
   reached = 0.0
@@ -146,11 +150,12 @@ def world_tasks(
     reached += weight
     families += [family] * (round(n * reached / total) - len(families))
   rng.shuffle(families)
-  sharing = _names_by_word(worlds)
+  # --- A question of that family for each, asked anew while it was asked before.
+  names = _names_by_word(worlds)
   tasks: list[Task] = []
   seen: set[str] = set()
   for number, family in enumerate(families):
-    for _ in range(200):
+    for _ in range(200):  # then there may be none left
       world = rng.choice(worlds)
       question, program = ask(world, family, rng)
       if question not in seen:
@@ -158,7 +163,18 @@ def world_tasks(
     else:
       raise ValueError(f"no {family} question left after {number}; ask for fewer")
     seen.add(question)
+    # --- Its answer, and what the scripted teacher needs beside it.
     values = evaluate(program, world.facts)
+    namesakes = {}
+    for entity in _entities(program, values, world):
+      # Of an entity's own generator: an entity has the same namesakes in every task.
+      namesakes[entity] = _namesakes(entity, names, random.Random(f"{seed}/{entity}"))
+    meta = {
+      "program": program,
+      "values": values,
+      "world": world.name,
+      "namesakes": namesakes,
+    }
     tasks.append(
       Task(
         id=f"{name}-{number:05d}",
@@ -166,15 +182,7 @@ def world_tasks(
         answers=(values[-1],),
         source="world",
         family=family,
-        meta={
-          "program": program,
-          "values": values,
-          "world": world.name,
-          "namesakes": {
-            entity: _namesakes(entity, sharing, random.Random(f"{seed}/{entity}"))
-            for entity in _entities(program, values, world)
-          },
-        },
+        meta=meta,
       )
     )
   return tasks
@@ -198,6 +206,8 @@ def _entities(
   program: Sequence[Mapping[str, Any]], values: Sequence[str], world: World
 ) -> list[str]:
   """Lists the names that a task is about, its answer included, each once."""
+  # A dict for its order: with a set, the file would differ from run to run. "$k" and
+  # numbers are no names, so no facts stand under them.
   mentioned = [step["entity"] for step in program if step["op"] == "lookup"]
   return [name for name in dict.fromkeys((*mentioned, *values)) if name in world.facts]
 
@@ -208,9 +218,11 @@ def _namesakes(
   """Draws names of the same kind: one with the same second word, one with the first."""
   out = []
   words = entity.split(" ")
-  kind = next(
-    kind for kind in NAME_WORDS if entity in names.get((kind, 0, words[0]), ())
-  )
+  # A town and a person may share a word, so the kind is where the whole name stands.
+  for kind in NAME_WORDS:
+    if entity in names.get((kind, 0, words[0]), ()):
+      break
+  # --- One that ends alike, one that starts alike, where there are any.
   for place in (1, 0):
     others = [n for n in names[kind, place, words[place]] if n != entity]
     if others:
@@ -250,6 +262,7 @@ def write_world(
     "corpus": os.path.join(os.fspath(directory), f"{split}_pages.jsonl"),
     "tasks": os.path.join(os.fspath(directory), f"{name}_tasks.jsonl"),
   }
-  write_jsonl(paths["corpus"], (page for world in worlds for page in world.pages))
-  write_jsonl(paths["tasks"], (task.to_json() for task in tasks))
+  pages = itertools.chain.from_iterable(world.pages for world in worlds)
+  write_jsonl(paths["corpus"], pages)
+  write_jsonl(paths["tasks"], map(Task.to_json, tasks))
   return paths

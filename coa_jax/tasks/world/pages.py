@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 
 
 def _words(heads: str, tails: str = "") -> tuple[str, ...]:
-  return tuple(h + t for h in heads.split() for t in (tails.split() or ("",)))
+  """Every head with every tail, heads in the outer loop; heads alone without tails."""
+  words = []
+  for head in heads.split():
+    for tail in tails.split() or ("",):
+      words.append(head + tail)
+  return tuple(words)
 
 
 # Words are joined from few syllables, so that a small BPE can hold each as one token.
@@ -93,6 +98,8 @@ def make_facts(
 
   Whoever directs or founds is 21 to 60 years old at the time.
   """
+  # The order of these loops and of the draws in them is the world: another one gives
+  # every seed other facts.
   facts: dict[str, dict[str, str]] = {}
   for name in deck["town"]:
     facts[name] = dict(
@@ -128,12 +135,16 @@ def page_text(name: str, facts: Mapping[str, str]) -> str:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
+  """What reads a page of this template: one named group a field."""
+  # Fields that hold the name of an entity, hence two words; the others hold one.
   names = {"name"}.union(*LINKS.values())
 
   def group(match: re.Match[str]) -> str:
-    form = r"[A-Z]\w* [A-Z]\w*" if match[1] in names else r"\w+"
-    return f"(?P<{match[1]}>{form})"
+    if match[1] in names:
+      return rf"(?P<{match[1]}>[A-Z]\w* [A-Z]\w*)"
+    return rf"(?P<{match[1]}>\w+)"
 
+  # `escape` puts a backslash before the braces of a field too; that is undone.
   escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
   return re.compile(re.sub(r"\{(\w+)\}", group, escaped))
 

@@ -36,85 +36,31 @@ _QUESTIONS = {
   "headquarters": ("Where is {} based?", "In which town is {} based?"),
   "founder": ("Who founded {}?", "Name the founder of {}."),
 }
-# (kind, relation, "min" or "max", question)
-_COMPARISONS = tuple(
-  (kind, relation, pick, question)
-  for kind, relation, rows in (
-    (
-      "town company",
-      "founded",
-      (
-        ("min", "Which was founded earlier, {a} or {b}?"),
-        ("max", "Which was founded later, {a} or {b}?"),
-      ),
-    ),
-    (
-      "town",
-      "population",
-      (
-        ("max", "Which has more people, {a} or {b}?"),
-        ("min", "Which has fewer people, {a} or {b}?"),
-      ),
-    ),
-    (
-      "person",
-      "born",
-      (
-        ("min", "Who was born earlier, {a} or {b}?"),
-        ("max", "Who is younger, {a} or {b}?"),
-      ),
-    ),
-    (
-      "film",
-      "released",
-      (
-        ("min", "Which came out earlier, {a} or {b}?"),
-        ("max", "Which came out later, {a} or {b}?"),
-      ),
-    ),
-  )
-  for kind in kind.split()
-  for pick, question in rows
+# (kind, relation, "min" or "max", question whose answer is one of the two names)
+_COMPARISONS = (
+  ("town", "founded", "min", "Which was founded earlier, {a} or {b}?"),
+  ("town", "founded", "max", "Which was founded later, {a} or {b}?"),
+  ("company", "founded", "min", "Which was founded earlier, {a} or {b}?"),
+  ("company", "founded", "max", "Which was founded later, {a} or {b}?"),
+  ("town", "population", "max", "Which has more people, {a} or {b}?"),
+  ("town", "population", "min", "Which has fewer people, {a} or {b}?"),
+  ("person", "born", "min", "Who was born earlier, {a} or {b}?"),
+  ("person", "born", "max", "Who is younger, {a} or {b}?"),
+  ("film", "released", "min", "Which came out earlier, {a} or {b}?"),
+  ("film", "released", "max", "Which came out later, {a} or {b}?"),
 )
 # (kind, relation, "min" or "max", question whose answer is the number itself)
-_EXTREMES = tuple(
-  (kind, relation, pick, question)
-  for kind, relation, rows in (
-    (
-      "town company",
-      "founded",
-      (
-        ("min", "When was the older of {a} and {b} founded?"),
-        ("max", "When was the newer of {a} and {b} founded?"),
-      ),
-    ),
-    (
-      "town",
-      "population",
-      (
-        ("max", "How many people live in the larger of {a} and {b}?"),
-        ("min", "How many people live in the smaller of {a} and {b}?"),
-      ),
-    ),
-    (
-      "person",
-      "born",
-      (
-        ("min", "When was the older of {a} and {b} born?"),
-        ("max", "When was the younger of {a} and {b} born?"),
-      ),
-    ),
-    (
-      "film",
-      "released",
-      (
-        ("min", "When did the older of {a} and {b} come out?"),
-        ("max", "When did the newer of {a} and {b} come out?"),
-      ),
-    ),
-  )
-  for kind in kind.split()
-  for pick, question in rows
+_EXTREMES = (
+  ("town", "founded", "min", "When was the older of {a} and {b} founded?"),
+  ("town", "founded", "max", "When was the newer of {a} and {b} founded?"),
+  ("company", "founded", "min", "When was the older of {a} and {b} founded?"),
+  ("company", "founded", "max", "When was the newer of {a} and {b} founded?"),
+  ("town", "population", "max", "How many people live in the larger of {a} and {b}?"),
+  ("town", "population", "min", "How many people live in the smaller of {a} and {b}?"),
+  ("person", "born", "min", "When was the older of {a} and {b} born?"),
+  ("person", "born", "max", "When was the younger of {a} and {b} born?"),
+  ("film", "released", "min", "When did the older of {a} and {b} come out?"),
+  ("film", "released", "max", "When did the newer of {a} and {b} come out?"),
 )
 # (kind, relation, operation, question); differences are asked so that they are
 # positive: {a} holds the smaller number and {b} the larger.
@@ -184,24 +130,32 @@ def evaluate(
   """
   values: list[str] = []
   for i, step in enumerate(program):
+    # Known otherwise: a wrong value leads the steps after it astray, as a slip does.
     if known and i in known:
       values.append(known[i])
       continue
+    # Facts.
     if step["op"] == "lookup":
       values.append(facts[resolve(step["entity"], values)][step["relation"]])
       continue
-    left, right = (int(resolve(a, values)) for a in step["args"])
+    # Numbers: a result of them, or whose number was picked.
+    left, right = step["args"]
+    numbers = [int(resolve(left, values)), int(resolve(right, values))]
+    result = _OPERATIONS[step["name"]](*numbers)
     if step["op"] == "compute":
-      values.append(str(_OPERATIONS[step["name"]](left, right)))
-    else:
-      first = left < right if step["name"] == "min" else left > right
-      values.append(step["of"][0 if first else 1])
+      values.append(str(result))
+    elif numbers[0] != numbers[1] and numbers[0] == result:
+      values.append(step["of"][0])
+    else:  # of two equal numbers the second: a question never has them
+      values.append(step["of"][1])
   return values
 
 
 def resolve(argument: str, values: Sequence[str]) -> str:
   """A step's argument: itself, or for "$k" the value of step k."""
-  return values[int(argument[1:])] if argument.startswith("$") else argument
+  if argument.startswith("$"):
+    return values[int(argument[1:])]
+  return argument
 
 
 def _lookup(entity: str, relation: str) -> dict[str, Any]:
@@ -211,21 +165,28 @@ def _lookup(entity: str, relation: str) -> dict[str, Any]:
 def _chain(world: World, hops: int, rng: random.Random) -> tuple[str, list[dict]]:
   """A question over `hops` relations whose entities are all different."""
   while True:
-    entity = start = rng.choice(world.names(rng.choice(tuple(LINKS))))
-    phrase = start
+    kind = rng.choice(tuple(LINKS))
+    entity = rng.choice(world.names(kind))
+    phrase = entity  # grows around the first name: "the mayor of X"
+    argument = entity  # the first step looks up a name, the next ones what was found
     program = []
-    seen = {start}
+    seen = {entity}
     for hop in range(hops):
       facts = world.facts[entity]
-      last = hop == hops - 1
-      links = LINKS[facts["kind"]]
-      relation = rng.choice([r for r in (facts if last else links) if r != "kind"])
-      program.append(_lookup(start if hop == 0 else f"${hop - 1}", relation))
-      forms = (_QUESTIONS if last else _PHRASES)[relation]
-      phrase = rng.choice(forms).format(phrase)
+      # Links lead on; the last hop asks for anything, in words of its own.
+      if hop < hops - 1:
+        relations = list(LINKS[facts["kind"]])
+        forms = _PHRASES
+      else:
+        relations = [r for r in facts if r != "kind"]
+        forms = _QUESTIONS
+      relation = rng.choice(relations)
+      program.append(_lookup(argument, relation))
+      argument = f"${hop}"
+      phrase = rng.choice(forms[relation]).format(phrase)
       entity = facts[relation]
       if entity in seen:
-        break
+        break  # the chain has come back: another one
       seen.add(entity)
     else:
       return phrase, program
@@ -236,52 +197,64 @@ def _pair(
 ) -> tuple[str, str, list[dict]]:
   """Two entities whose numbers differ, the smaller first, and their look-ups."""
   while True:
-    a, b = rng.sample(world.names(kind), 2)
-    numbers = [int(world.facts[x][relation]) for x in (a, b)]
-    if numbers[0] != numbers[1]:
-      break
-  if numbers[0] > numbers[1]:
-    a, b = b, a
-  return a, b, [_lookup(a, relation), _lookup(b, relation)]
+    pair = rng.sample(world.names(kind), 2)
+    smaller, larger = sorted(pair, key=lambda name: int(world.facts[name][relation]))
+    if int(world.facts[smaller][relation]) < int(world.facts[larger][relation]):
+      return smaller, larger, [_lookup(smaller, relation), _lookup(larger, relation)]
 
 
 def _comparison(world: World, rng: random.Random) -> tuple[str, list[dict]]:
   """Half of them ask which of two it is, half what its number is."""
   by_name = rng.random() < 0.5
-  kind, relation, pick, question = rng.choice(_COMPARISONS if by_name else _EXTREMES)
-  a, b, program = _pair(world, kind, relation, rng)
+  questions = _EXTREMES
+  if by_name:
+    questions = _COMPARISONS
+  kind, relation, pick, question = rng.choice(questions)
+  smaller, larger, program = _pair(world, kind, relation, rng)
+  pair = [smaller, larger]
   if rng.random() < 0.5:  # the answer must not show in the order
-    a, b, program = b, a, program[::-1]
+    pair.reverse()
+    program.reverse()
   step = {"op": "compute", "name": pick, "args": ["$0", "$1"]}
-  program.append({**step, "op": "compare", "of": [a, b]} if by_name else step)
-  return question.format(a=a, b=b), program
+  if by_name:
+    step = {**step, "op": "compare", "of": pair}
+  program.append(step)
+  return question.format(a=pair[0], b=pair[1]), program
 
 
 def _arithmetic(world: World, rng: random.Random) -> tuple[str, list[dict]]:
+  """A sum, or a difference that is positive: the larger number less the smaller."""
   kind, relation, name, question = rng.choice(_ARITHMETIC)
-  a, b, program = _pair(world, kind, relation, rng)
-  args = ["$0", "$1"] if name == "+" else ["$1", "$0"]
-  if question.find("{b}") < question.find("{a}"):
-    program.reverse()  # look up in the order of mention
-    args = [{"$0": "$1", "$1": "$0"}[x] for x in args]
+  smaller, larger, program = _pair(world, kind, relation, rng)
+  # Look up in the order of mention, which decides where the larger one stands.
+  larger_first = question.find("{b}") < question.find("{a}")
+  if larger_first:
+    program.reverse()
+  args = ["$0", "$1"]
+  if larger_first == (name == "+"):
+    args = ["$1", "$0"]
   program.append({"op": "compute", "name": name, "args": args})
-  return question.format(a=a, b=b), program
+  return question.format(a=smaller, b=larger), program
 
 
 def _computation(rng: random.Random) -> tuple[str, list[dict]]:
+  """A story about boxes and things, its program read off its Polish notation."""
+  # Four numbers whatever the story needs, so that all stories draw alike.
   polish, story = rng.choice(_COMPUTATION)
-  numbers = dict(zip("abcd", (str(rng.randint(12, 99)) for _ in range(4)), strict=True))
+  numbers = {name: str(rng.randint(12, 99)) for name in "abcd"}
   if polish.endswith("-"):  # more must be bought than is sold
     numbers.update(a=str(rng.randint(50, 99)), b=str(rng.randint(50, 99)))
     numbers.update(c=str(rng.randint(12, 49)), d=str(rng.randint(12, 49)))
+  # What is on the stack is a number, or "$k" for the result of step k.
   program: list[dict] = []
   stack: list[str] = []
   for token in polish.split():
     if token in numbers:
       stack.append(numbers[token])
       continue
-    right, left = stack.pop(), stack.pop()
-    stack.append(f"${len(program)}")
+    right = stack.pop()
+    left = stack.pop()
+    stack.append(f"${len(program)}")  # the step that is added next
     program.append({"op": "compute", "name": token, "args": [left, right]})
   words = dict(box=rng.choice(_BOXES), thing=rng.choice(_THINGS))
   return f"{story} {rng.choice(_ASK)}".format(**numbers, **words), program
@@ -294,6 +267,7 @@ def _age(world: World, rng: random.Random) -> tuple[str, list[dict]]:
       ("company", "founder", "founded", "the founder of {0} when {0} was founded"),
     )
   )
+  # `make_facts` lets nobody direct or found before 21, so the age is positive.
   name = rng.choice(world.names(kind))
   program = [_lookup(name, year), _lookup(name, role), _lookup("$1", "born")]
   program.append({"op": "compute", "name": "-", "args": ["$0", "$2"]})

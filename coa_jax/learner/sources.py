@@ -1,0 +1,156 @@
+"""The files of trajectories that SFT learns from, and how often each is seen.
+
+trajectories.jsonl                     one file
+a.jsonl,runs/*/t.jsonl,b.jsonl=2       several, a glob among them; an epoch sees the
+                                       trajectories of b.jsonl twice
+c.jsonl=0.5                            and of c.jsonl every other one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coa_jax.protocol.storage import count_rows
+from coa_jax.protocol.trajectory import iter_trajectories
+
+_FIELD = "data.trajectories"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A file of trajectories.
+
+  Attributes:
+    path: of the file.
+    weight: how often an epoch sees each of them, above 0.
+  """
+
+  path: str
+  weight: float = 1.0
+
+
+def read_sources(text: str) -> tuple[Source, ...]:
+  """Reads what `data.trajectories` names; a file of that very name is that file.
+
+  Raises:
+    ValueError: a weight is no number above 0, a name is empty, or a file comes twice.
+    FileNotFoundError: a glob matches nothing.
+  """
+  if os.path.exists(text):
+    return (Source(text),)
+  out: dict[str, Source] = {}
+  for entry in text.split(","):
+    # --- A weight stands behind the last "=", unless that is part of a file's name.
+    entry = entry.strip()
+    pattern, equals, number = entry.rpartition("=")
+    weight = 1.0
+    if equals and not os.path.exists(entry):
+      weight = _weight(number, entry)
+    else:
+      pattern = entry
+    if not pattern:
+      raise ValueError(
+        f"{_FIELD} is {text!r}; accepted: FILE, or FILE=WEIGHT and globs, by commas"
+      )
+
+    # --- The files; one that is missing is for its reader to name.
+    paths = [pattern]
+    if glob.has_magic(pattern) and not os.path.exists(pattern):
+      paths = sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
+      if not paths:
+        raise FileNotFoundError(f"{_FIELD}: no file matches {pattern!r}")
+    for path in paths:
+      if path in out:
+        raise ValueError(f"{_FIELD}: {path} comes twice; {path}=2 sees it twice")
+      out[path] = Source(path, weight)
+  return tuple(out.values())
+
+
+def _weight(number: str, entry: str) -> float:
+  try:
+    weight = float(number)
+  except ValueError:
+    weight = math.nan
+  if not 0 < weight < math.inf:
+    raise ValueError(f"{_FIELD}: {entry!r} has weight {number!r}; it must be above 0")
+  return weight
+
+
+def check_sources(sources: Sequence[Source]) -> int:
+  """Looks at the beginning of each file; returns about how many rows all have.
+
+  Raises:
+    FileNotFoundError, ValueError: a file is missing, or its first row is no trajectory;
+      then the message says what makes trajectories of other systems' records.
+  """
+  num_rows = 0
+  for source in sources:
+    if os.path.isdir(source.path):
+      raise ValueError(
+        f"{_FIELD}: {source.path} is a folder; give {source.path}/*.jsonl"
+      )
+    num_rows += count_rows(source.path)
+    try:
+      next(iter_trajectories(source.path), None)
+    except ValueError as e:
+      raise ValueError(
+        f"{e}; other systems' records become trajectories by: python -m "
+        f"experiments.import_traces --file={source.path} --variant=VARIANT "
+        "--out=trajectories.jsonl"
+      ) from e
+  return num_rows
+
+
+def validation_order(sizes: Sequence[int]) -> np.ndarray:
+  """The order [N] in which sequences are held out, so that each file gives its share.
+
+  Args:
+    sizes: sequences of each file; of one file the order is the file's own.
+  """
+  places = [(np.arange(size) + 0.5) / size for size in sizes if size]
+  return np.argsort(np.concatenate([np.zeros(0), *places]), kind="stable")
+
+
+def mix(
+  sources: Sequence[Source], sizes: Sequence[int], train: np.ndarray
+) -> tuple[np.ndarray, dict[str, dict[str, Any]]]:
+  """Repeats and leaves out sequences by the weights of their files.
+
+  Args:
+    sources: the files.
+    sizes: sequences of each, one file's after the other's.
+    train: indices of those that can be trained on, in their order.
+
+  Returns:
+    The indices that an epoch sees; and for each file how many trajectories it holds,
+    how many can be trained on, its weight and how many an epoch sees.
+
+  Raises:
+    ValueError: the weights leave none.
+  """
+  ends = np.cumsum(sizes)
+  parts = []
+  table = {}
+  for source, size, end in zip(sources, sizes, ends, strict=True):
+    mine = train[(train >= end - size) & (train < end)]
+    # Spread evenly: after k of them, floor(k * weight) have been seen.
+    seen = np.floor(np.arange(len(mine) + 1) * source.weight)
+    part = np.repeat(mine, np.diff(seen).astype(np.int64))
+    parts.append(part)
+    table[source.path] = {
+      "trajectories": int(size),
+      "to_train_on": len(mine),
+      "weight": source.weight,
+      "in_an_epoch": len(part),
+    }
+  mixed = np.concatenate(parts)
+  if not len(mixed):
+    raise ValueError(f"{_FIELD}: the weights leave no trajectory to train on")
+  return mixed, table

@@ -1,0 +1,43 @@
+"""The chat page of a server: one file, inert towards what the model and tools write.
+
+See the top of `viewer.py` for the walls between hostile text and the browser; this page
+may also send requests, to the server that it came from and to no other.
+"""
+
+from __future__ import annotations
+
+import html
+
+from coa_jax.report.page import inert_json, page_html, role_kinds, static_text
+
+_BODY = """<main><h1>{name}</h1>
+<p class="note">One model that plays a team: it plans, calls tools and checks itself.
+{memory} API: <code>/v1</code>, numbers: <code>/metrics</code>.</p>
+<div id="talk"></div></main>
+<form id="ask"><div>
+<textarea id="text" rows="2" required aria-label="question"
+ placeholder="Ask; Enter sends, Shift+Enter begins a line"></textarea>
+<label for="temperature">temperature</label>
+<input id="temperature" type="number" min="0" max="2" step="0.1" value="0">
+<button id="stop" type="button" hidden>stop</button>
+<button id="send">ask</button></div></form>
+<script type="application/json" id="data">{data}</script>
+"""
+
+
+def chat_page(model: str, conversation: bool) -> str:
+  """Writes the page.
+
+  Args:
+    model: what requests call the model.
+    conversation: earlier turns are sent with a question.
+  """
+  memory = "A question knows nothing of those before it."
+  if conversation:
+    memory = "A question knows the turns before it."
+  kinds = role_kinds()
+  data = {"model": model, "conversation": conversation, "kinds": kinds}
+  body = _BODY.format(name=html.escape(model), memory=memory, data=inert_json(data))
+  script = static_text("chat.js")
+  style = static_text("chat.css")
+  return page_html(model, body, script, "chat", style, connect="'self'")

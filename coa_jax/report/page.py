@@ -1,0 +1,75 @@
+"""A page around trusted markup, inert towards the text that stands in it.
+
+The top of `viewer.py` says which walls there are.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+from typing import Any
+
+from coa_jax.protocol import roles
+
+
+def role_kinds() -> dict[str, str]:
+  """Tag -> its kind, which is its colour: one for each role, one for all tools."""
+  kinds = {r: r for r in (*roles.ROLES, roles.OBSERVATION)}
+  return kinds | dict.fromkeys(roles.TOOLS, "tool")
+
+
+def static_text(name: str) -> str:
+  """Reads a file of `static/`."""
+  folder = importlib.resources.files("coa_jax.report") / "static"
+  return (folder / name).read_text(encoding="utf-8")
+
+
+def page_html(
+  title: str,
+  body: str,
+  script: str,
+  css_class: str,
+  style: str = "",
+  connect: str = "'none'",
+) -> str:
+  """Writes a complete page around `body`, which is trusted markup; see the file's top.
+
+  Args:
+    title: plain text.
+    body: markup.
+    script: the one script that may run.
+    css_class: of the body.
+    style: CSS after `style.css`.
+    connect: whom the script may send requests to, in the policy's words.
+  """
+  # The policy names the page's own script by its hash; no other one runs.
+  script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+  policy = (
+    "default-src 'none'; style-src 'unsafe-inline'; "
+    f"script-src 'sha256-{script_hash}'; connect-src {connect}; base-uri 'none'; "
+    "form-action 'none'"
+  )
+  return (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    f"<title>{html.escape(title)}</title><style>{static_text('style.css')}"
+    f"{style}</style></head>"
+    f'<body class="{css_class}">{body}'
+    f"<script>{script}</script></body></html>\n"
+  )
+
+
+def inert_json(value: Any) -> str:
+  """Writes JSON that can stand in a script element: no text in it ends or opens any.
+
+  HTML looks for `</script` and `<!--` in a script before anybody parses JSON, so `<`,
+  `>` and `&` are written as escapes; they occur in JSON's strings only.
+  """
+  text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+  for character in "<>&":
+    text = text.replace(character, f"\\u{ord(character):04x}")
+  return text

@@ -1,0 +1,55 @@
+"""Says which fields of section `tools` no tool of a run will read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+from coa_jax.tools.tools import TOOLS, ToolsConfig
+
+_log = logging.getLogger(__name__)
+# Field -> tags of the tools that read it; `corpus` is asked of the tools themselves.
+_READERS = {
+  "retriever": ("wiki_search",),
+  "session": ("code",),
+  "blocked": ("web_search", "crawl_page", "visual_inspector"),
+  "web": ("web_search",),
+  "crawl": ("crawl_page",),
+  "vision": ("visual_inspector",),
+}
+_BY_TAG = ("descriptions", "timeouts", "mcp")
+
+
+def warn_unread(config: ToolsConfig) -> None:
+  """Says in one line each what is set and read by no tool; it may be a mistake."""
+  for line in unread(config):
+    _log.warning("%s", line)
+
+
+def unread(config: ToolsConfig) -> Iterator[str]:
+  """Yields a line for each field that is set and read by no tool."""
+  # --- Entries for a tool that this run does not have.
+  tags = ", ".join(config.tags) or "none"
+  for field in _BY_TAG:
+    for tag in getattr(config, field):
+      if tag not in config.tags:
+        yield (
+          f"tools.{field}.{tag} is read by no tool of this run (tools.tools: {tags})"
+        )
+
+  # --- Fields of single tools; what an MCP server answers reads none of them.
+  own_tags = set(config.tags) - set(config.mcp)
+  wanted = {tag for tag in own_tags if TOOLS[tag].reads_corpus(config)}
+  if config.corpus is not None and not wanted:
+    yield f"tools.corpus is read by no tool of this run (tools.tools: {tags})"
+  defaults = {field.name: field for field in dataclasses.fields(config)}
+  for name, readers in _READERS.items():
+    default = defaults[name].default
+    if default is dataclasses.MISSING:
+      default = defaults[name].default_factory()
+    if getattr(config, name) != default and not own_tags.intersection(readers):
+      yield (
+        f"tools.{name} is read by {' and '.join(readers)} alone, which this run does "
+        f"not have (tools.tools: {tags})"
+      )

@@ -1,0 +1,106 @@
+"""SFT of the paper's agents (arXiv 2508.13167).
+
+  hf download Qwen/Qwen2.5-7B-Instruct --local-dir=models/Qwen2.5-7B-Instruct
+  python -m experiments.sft --config=configs/sft_afm.py:web:7b \
+    --workdir=runs/web/sft --config.data.trajectories=web.jsonl
+
+The argument is an agent (web, mhqa, code or math) and a size (1.5b, 7b or 32b), by
+colons; code and 7b where left out. ":tiny" makes 2 short updates. Trajectories come
+from the released records by `experiments.import_traces --variant=web` (mhqa, code).
+Learning rate, warm-up, schedule, batch and epochs are the paper's; where it names none
+for an agent, those of its released scripts. It has no 1.5B: that size takes the 7B's.
+Code and math are one model there; take "code" for both.
+
+Meshes and rows are those that experiments.bench.compile_check compiled (docs/
+benchmarks.md), per chip: 1.5b on v5e:2x4 10.9 of 16 GB at 8k tokens, 7b on v5p:2x2x4
+42.7 of 95 GB and 32b on v5p:4x4x4 37.4 of 95 GB, both at 32k. The paper's batch counts
+records, ours rows, and a row holds as many records as fit: `data.steps` is right where
+they fill it, and too many where they are short.
+
+Expect: not known; the tiny form was run here on random weights, no size was trained.
+The paper's 7B after SFT: GAIA 34.0 % (web), LiveCodeBench v4 28.0 % and AIME24 27.5 %
+(code).
+"""
+
+import dataclasses
+
+import ml_collections
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+  """What the paper or its scripts (S) say of one agent's SFT."""
+
+  records: int  # about so many
+  epochs: float
+  batch: int  # records of an update
+  lr: float
+  warmup: float  # share of the updates
+  length: int  # tokens of a record
+
+
+AGENTS = {
+  "web": Agent(7607, 2.5, 256, 1.4e-5, warmup=0.1, length=32768),
+  "mhqa": Agent(8826, 4, 32, 2e-5, warmup=0.03, length=5120),  # S
+  "code": Agent(47000, 2, 32, 3e-5, warmup=0.1, length=32768),
+  "math": Agent(47000, 2, 32, 3e-5, warmup=0.1, length=32768),
+}
+# The paper's 32B of code and math differs from its 7B in these.
+LARGE_CODE = dict(batch=64, lr=1.4e-5)
+# Size -> mesh, rows of a micro-batch, longest row, as compile_check compiled them.
+SIZES = {
+  "1.5b": (dict(data=1, fsdp=8, context=1, tensor=1), 8, 8192),
+  "7b": (dict(data=1, fsdp=16, context=1, tensor=1), 16, 32768),
+  "32b": (dict(data=1, fsdp=16, context=4, tensor=1), 16, 32768),
+}
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+  """The config; `arg` is an agent, a size and "tiny", joined by colons."""
+  words = arg.split(":") if arg else []
+  unknown = set(words) - {*AGENTS, *SIZES, "tiny"}
+  several = any(len([w for w in words if w in names]) > 1 for names in (AGENTS, SIZES))
+  if unknown or several:
+    accepted = ", ".join((*AGENTS, *SIZES, "tiny"))
+    raise ValueError(
+      f"sft_afm answers one agent and one size of {accepted}, by ':', not {arg!r}"
+    )
+  tiny = "tiny" in words
+  name = next((word for word in words if word in AGENTS), "code")
+  size = next((word for word in words if word in SIZES), "7b")
+  agent = AGENTS[name]
+  if size == "32b" and name in ("code", "math"):
+    agent = dataclasses.replace(agent, **LARGE_CODE)
+  mesh, rows, longest = SIZES[size]
+  steps = round(agent.epochs * agent.records / agent.batch)
+  coder = "Coder-" if name in ("code", "math") else ""
+
+  config = ml_collections.ConfigDict()
+  config.init = f"models/Qwen2.5-{coder}{size.upper()}-Instruct"
+  config.model = dict(
+    dtype="float32" if tiny else "bfloat16",
+    remat="none" if tiny else "full",
+    scan=not tiny,
+    logit_chunk=1024,
+  )
+  config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1) if tiny else mesh
+  config.optim = dict(
+    name="adamw",
+    lr=agent.lr,
+    warmup=1 if tiny else round(agent.warmup * steps),
+    schedule="cosine",
+    final=0.0,
+  )
+  config.data = dict(
+    trajectories="trajectories.jsonl",
+    steps=2 if tiny else steps,
+    rows=2 if tiny else rows,
+    length=2048 if tiny else min(agent.length, longest),
+    micro_batches=1 if tiny else max(1, agent.batch // rows),
+    validation=2 if tiny else 64,
+    validate_every=1 if tiny else 50,
+    seed=0,
+  )
+  config.checkpoint = dict(every=1 if tiny else 50, keep=1)
+  config.log = dict(wandb_project="")
+  return config

@@ -1,0 +1,199 @@
+"""Explains a journey's config: every section and field with type, default and meaning.
+
+  python -m experiments.rl --config.help
+  python -m experiments.rl --config=configs/rl_world.py --config.help=algo.loss
+
+All of it is read from the dataclasses: types and defaults from their fields, accepted
+values from the fields' metadata, meanings from the docstrings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import docstring_parser
+from ml_collections.config_dict import RequiredValueError
+
+from coa_jax.config import ConfigError, Values, nearest
+from coa_jax.fields import accepted
+
+# The type of a dict whose keys are the user's and whose values are sections.
+SECTIONS_BY_NAME = "sections by name"
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+  """One field of a config, in words.
+
+  Attributes:
+    path: where it stands, as "algo.loss.clip_low".
+    kind: its type, and which values of it are accepted.
+    default: as it would be written in a config; "" where it has to be given.
+    meaning: what the docstring says of it.
+    section: whether it is a section, whose fields follow.
+  """
+
+  path: str
+  kind: str
+  default: str
+  meaning: str
+  section: bool
+
+
+def list_fields(cls: type, path: str = "") -> list[Field]:
+  """Lists the fields of a config's dataclass, each section's before those inside it.
+
+  Args:
+    cls: the dataclass.
+    path: where it stands, with a dot at its end; "" for a whole config.
+  """
+  hints = typing.get_type_hints(cls)
+  meanings = _meanings(cls)
+  out = []
+  inside = []
+  for field in dataclasses.fields(cls):
+    hint = hints[field.name]
+    sections = list(_sections(hint))
+    out.append(
+      Field(
+        path + field.name,
+        _kind(hint, field.metadata),
+        _default(field, bool(sections)),
+        meanings.get(field.name, ""),
+        bool(sections),
+      )
+    )
+    for suffix, section in sections:
+      inside += list_fields(section, f"{path}{field.name}{suffix}.")
+  return out + inside
+
+
+def explain(cls: type, wanted: str, config: Values, width: int = 0) -> str:
+  """Explains a config, one section of it, or one field, for a terminal.
+
+  Args:
+    cls: the dataclass that the config is read into.
+    wanted: the path of a section or field; "" for all.
+    config: what the config file holds; {} without one.
+    width: columns; 0 for those of the terminal.
+
+  Raises:
+    ConfigError: nothing has that path; the nearest is named.
+  """
+  width = width or min(shutil.get_terminal_size().columns, 100)
+  fields = list_fields(cls)
+  chosen = fields
+  if wanted:
+    chosen = [f for f in fields if f"{f.path}.".startswith(f"{wanted}.")]
+  if not chosen:
+    paths = [field.path for field in fields]
+    raise ConfigError(f"--config.help={wanted}: no such field{nearest(wanted, paths)}")
+
+  lines = []
+  section = None
+  for field in chosen:
+    above = field.path.rpartition(".")[0]
+    if above != section:
+      section = above
+      lines += ["", f"config.{above}" if above else "config"]
+    lines.append(f"  {field.path}: {field.kind}{_value(field, config)}")
+    meaning = textwrap.wrap(field.meaning, width - 6)
+    lines += [f"      {line}" for line in meaning]
+  return "\n".join(lines).strip()
+
+
+def _value(field: Field, config: Values) -> str:
+  """Says what a field is: the file's value if it has one, else the default."""
+  default = f" = {field.default}" if field.default else ""
+  if field.section:
+    return default
+  value: Any = config
+  try:
+    for name in field.path.split("."):
+      if not isinstance(value, Values) or name not in value:
+        return default or " (required)"
+      value = value[name]
+  except RequiredValueError:
+    return " (required)"
+  words = f" = {shown(value)}"
+  if field.default and words != default:
+    words += f" (default {field.default})"
+  return words
+
+
+def _sections(hint: Any) -> Iterator[tuple[str, type]]:
+  """The dataclasses among the types of a hint, with what their paths have behind.
+
+  Those of a dict stand under a name of the user's.
+  """
+  for kind in _kinds(hint):
+    if dataclasses.is_dataclass(kind):
+      yield "", kind
+    elif typing.get_origin(kind) is dict:
+      for _, section in _sections(typing.get_args(kind)[1]):
+        yield ".NAME", section
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+  if isinstance(hint, types.UnionType):
+    return typing.get_args(hint)
+  return (hint,)
+
+
+def _kind(hint: Any, metadata: Mapping[str, Any]) -> str:
+  """The type of a field in words, and which values are accepted."""
+  names = []
+  for kind in _kinds(hint):
+    if dataclasses.is_dataclass(kind):
+      names.append("section")
+    elif typing.get_origin(kind) is dict and list(_sections(kind)):
+      names.append(SECTIONS_BY_NAME)
+    elif kind is type(None):
+      names.append("None")
+    elif isinstance(kind, type) and not typing.get_args(kind):
+      names.append(kind.__name__)
+    else:
+      names.append(str(kind).removeprefix("typing."))
+  words = " or ".join(dict.fromkeys(names))
+  if metadata.get("of"):
+    return "one of " + ", ".join(name or "''" for name in metadata["of"])
+  bounds = accepted(metadata)
+  return f"{words}, {bounds}" if bounds else words
+
+
+def _default(field: dataclasses.Field[Any], is_section: bool) -> str:
+  """The default of a field as text; "" for one that has none, or is a section's."""
+  value = field.default
+  # A section's default is its own fields', which may not fit each other yet.
+  has_factory = field.default_factory is not dataclasses.MISSING
+  if value is dataclasses.MISSING and has_factory and not is_section:
+    value = field.default_factory()
+  if value is dataclasses.MISSING or dataclasses.is_dataclass(value):
+    return ""
+  return shown(value)
+
+
+def shown(value: Any) -> str:
+  """Writes a value as a config file would."""
+  if value == math.inf:
+    return "unlimited"
+  return repr(value)
+
+
+def _meanings(cls: type) -> dict[str, str]:
+  """What the docstrings of a dataclass and those above it say of each field."""
+  out: dict[str, str] = {}
+  for each in reversed(cls.__mro__):
+    text = inspect.cleandoc(each.__doc__ or "")
+    for entry in docstring_parser.parse(text, docstring_parser.Style.GOOGLE).params:
+      meaning = " ".join((entry.description or "").split())
+      out.update({name.strip(): meaning for name in entry.arg_name.split(",")})
+  return out

@@ -1,0 +1,88 @@
+"""What a server counts, for Prometheus: GET /metrics of `experiments.serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.rollout.streaming import InferenceServer
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class ServeMetrics:
+  """Counts of one server, in a registry of its own."""
+
+  def __init__(self, server: InferenceServer):
+    """Args: whose running and waiting questions are read at each scrape."""
+    self._server = server
+    self._registry = CollectorRegistry()
+    registry = self._registry
+    self._ended = Counter(
+      "coa_attempts",
+      "Attempts at questions that are over, by how; cancelled: the client went away.",
+      ["status"],
+      registry=registry,
+    )
+    self._refused = Counter(
+      "coa_requests_refused",
+      "Requests refused, by status.",
+      ["code"],
+      registry=registry,
+    )
+    self._tokens = Counter(
+      "coa_tokens",
+      "Tokens of attempts that are over: of prompts, generated, given by tools.",
+      ["kind"],
+      registry=registry,
+    )
+    self._first = Histogram(
+      "coa_time_to_first_token_seconds",
+      "From an attempt's request to its first text.",
+      buckets=_SECONDS,
+      registry=registry,
+    )
+    self._whole = Histogram(
+      "coa_attempt_seconds",
+      "From an attempt's request to its end, its tools' time within.",
+      buckets=_SECONDS,
+      registry=registry,
+    )
+    registry.register(self)
+
+  def first_text(self, seconds: float) -> None:
+    """Counts an attempt's first text."""
+    self._first.observe(seconds)
+
+  def ended(self, trajectory: Trajectory | None, seconds: float) -> None:
+    """Counts an attempt's end; None where it was called off."""
+    if trajectory is None:
+      self._ended.labels("cancelled").inc()
+      return
+    self._ended.labels(trajectory.status.value).inc()
+    self._whole.observe(seconds)
+    usage = trajectory.usage
+    for kind in ("prompt", "generated", "observation"):
+      self._tokens.labels(kind).inc(getattr(usage, kind))
+
+  def refused(self, code: int) -> None:
+    """Counts a request that got an error."""
+    self._refused.labels(str(code)).inc()
+
+  def collect(self) -> Iterable[Metric]:
+    """Yields the gauges, read now. See `prometheus_client.registry`."""
+    running, waiting = self._server.counts
+    for name, text, value in (
+      ("coa_running", "Questions that have a slot.", running),
+      ("coa_waiting", "Questions that wait for a slot.", waiting),
+      ("coa_up", "1 while questions can be sent.", int(self._server.alive)),
+    ):
+      yield GaugeMetricFamily(name, text, value)
+
+  def text(self) -> bytes:
+    """Writes all in Prometheus's text format."""
+    return generate_latest(self._registry)

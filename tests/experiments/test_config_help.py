@@ -1,0 +1,56 @@
+"""--config.help and docs/config.md say what the dataclasses say."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from coa_jax.config import ConfigError
+from coa_jax.rl import RLConfig
+from experiments.config_help import explain, list_fields
+from experiments.config_reference import CONFIGS, reference
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def test_the_page_is_that_of_the_dataclasses():
+  page = (ROOT / "docs" / "config.md").read_text()
+  assert page == reference(), (
+    "run: python -m experiments.config_reference > docs/config.md"
+  )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_has_a_meaning(name: str):
+  fields = list_fields(CONFIGS[name])
+  assert [field.path for field in fields if not field.meaning] == []
+
+
+def test_a_field_is_explained_with_the_value_of_the_file():
+  text = explain(RLConfig, "algo.batch", {"algo": {"batch": {"rows": 3}}}, 80)
+  assert "algo.batch.rows: int, at least 1 = 3 (default 16)\n      rows of" in text
+  assert "algo.batch.epochs: int, at least 1 = 1\n" in text
+  assert "algo.loss" not in text
+  assert "algo.steps: int, at least 1 (required)" in explain(RLConfig, "", {})
+
+
+def test_a_section_by_a_name_of_ones_own_is_explained():
+  text = explain(RLConfig, "tools.functions", {}, 80)
+  assert "tools.functions.NAME.description: str" in text
+
+
+def test_a_misspelt_field_is_refused_with_the_nearest():
+  with pytest.raises(ConfigError, match=r"did you mean 'algo.loss.clip_low'\?"):
+    explain(RLConfig, "algo.loss.clp_low", {})
+
+
+def test_a_launcher_explains_its_config_without_a_workdir():
+  command = [sys.executable, "-m", "experiments.rl", "--config.help=algo.sampling"]
+  file = "--config=configs/rl_world.py:tiny"
+  done = subprocess.run(
+    [*command, file], capture_output=True, text=True, cwd=ROOT, check=True
+  )
+  assert "algo.sampling.prompts: int, at least 1 = " in done.stdout

@@ -1,0 +1,153 @@
+"""Wrong and odd inputs through the launchers: one clear line each, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+# What is forked off has imported all that takes seconds; a case is refused before any
+# device is used, so a fork of JAX is safe.
+FORKING = """
+import json, os, sys
+from coa_jax import evaluate, rl, sft
+from experiments import launch, select_tasks
+journeys = {
+  "sft": (sft.run, sft.SFTConfig),
+  "rl": (rl.run, rl.RLConfig),
+  "evaluate": (evaluate.run, evaluate.EvaluateConfig),
+  "select_tasks": (select_tasks.run, select_tasks.SelectTasksConfig),
+}
+for number, (name, *command) in enumerate(json.loads(sys.argv[1])):
+  child = os.fork()
+  if not child:
+    out = os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.argv[1:] = command
+    try:
+      launch.launch(*journeys[name])
+    except SystemExit as e:  # without the interpreter's own end, which takes longer
+      sys.stderr.flush()
+      os._exit(e.code or 0)
+  print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+WORLD = "evaluate --config=configs/evaluate_world.py:tiny"
+GOOD = f"{WORLD} --config.tasks.uri=good.jsonl --config.tools.corpus=pages.jsonl"
+SFT = "sft --config=configs/sft_world.py:tiny"
+RL = "rl --config=configs/rl_world.py:tiny"
+
+# A command, each word of which may name a file of `files`; words of the refusal.
+TABLE = [
+  # --- Config files and arguments.
+  ("sft --config=nowhere.py", "nowhere.py: there is no such config file"),
+  ("sft --config=folder", "folder: there is no such config file"),
+  ("sft --config=empty.jsonl", "defines no function get_config"),
+  ("sft --config=binary.jsonl", "binary.jsonl"),
+  ("sft --config=", "--config"),
+  ("sft", "error: --config must be given; see --help"),
+  (f"{WORLD}:", "evaluate_world answers '' and 'tiny', not 'tiny:'"),
+  ("rl --config=configs/rl_world.py:gpro", "names are grpo"),
+  # --- Flags: names and types.
+  (f"{SFT} --config.data.stepz=3", "did you mean 'steps'"),
+  (f"{SFT} --config.datum.steps=3", "did you mean 'data'"),
+  (f"{SFT} --config.data.steps=ten", "data.steps"),
+  (f"{SFT} --config.data.steps=1.5", "data.steps"),
+  (f"{SFT} --config.data.steps=", "data.steps"),
+  (f"{SFT} --config.data=3", "config.data"),
+  (f"{SFT} --config.optim.lr=nan", "lr is nan; it must be a finite number"),
+  (f"{SFT} --config.optim.lr=inf", "lr is inf; it must be a finite number"),
+  (f"{SFT} --config.optim.lr=-1", "lr is -1.0; it must be at least 0"),
+  (f"{SFT} --config.data.seed=99999999999999999999", "seed is 99999999999999999999"),
+  (f"{SFT} --config.data.rows=0", "rows is 0; it must be at least 1"),
+  (f"{SFT} --config.optim.name=\u0430dam", "name '\u0430dam'; accepted: adamw, muon"),
+  (f"{SFT} --config.mesh.fsdp=3", "fsdp"),
+  (f"{SFT} --config.model.layers=-1", "layers"),
+  (f"{SFT} --config.lora.rank=0", "rank"),
+  (f"{SFT} --workdir=", "--workdir is empty"),
+  (f"{SFT} --workdir=gs://bucket/run", "mount the bucket"),
+  (f"{SFT} --workdir=good.jsonl", "good.jsonl"),
+  (f"{SFT} extra", "unexpected argument 'extra'"),
+  # --- Files that are missing, empty, folders, or something else.
+  (f"{SFT} --config.data.trajectories=nowhere.jsonl", "nowhere.jsonl"),
+  (f"{SFT} --config.data.trajectories=folder", "folder"),
+  (f"{SFT} --config.data.trajectories=empty.jsonl", "empty.jsonl"),
+  (f"{SFT} --config.data.trajectories=binary.jsonl", "binary.jsonl"),
+  (f"{SFT} --config.data.trajectories=good.jsonl", "good.jsonl"),
+  (f"{WORLD} --config.tasks.uri=nowhere.jsonl", "nowhere.jsonl"),
+  (f"{WORLD} --config.tasks.uri=empty.jsonl", "empty.jsonl"),
+  (f"{WORLD} --config.tasks.uri=binary.jsonl", "binary.jsonl"),
+  (f"{WORLD} --config.tasks.uri=nan.jsonl", "nan.jsonl"),
+  (f"{WORLD} --config.tasks.uri=cut.jsonl", "cut.jsonl"),
+  (f"{GOOD} --config.tasks.families=('no',)", "no"),
+  (f"{GOOD} --config.init=", "init"),
+  (f"{GOOD} --config.init=nowhere", "nowhere"),
+  (f"{GOOD} --config.init=Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+  (f"{GOOD} --config.init=good.jsonl", "good.jsonl"),
+  (f"{GOOD} --config.init=folder", "folder"),
+  # --- Fields that contradict each other.
+  (f"{GOOD} --config.eval.greedy=False --config.eval.samples=0", "nothing to play"),
+  (f"{GOOD} --config.eval.k=(1,4)", "k has 4; it must be from 1 to samples=3"),
+  (f"{GOOD} --config.eval.k=(0,)", "k has 0; it must be from 1 to samples=3"),
+  (f"{GOOD} --config.eval.samples=1000000000", "eval.samples=1000000000"),
+  (
+    f"{GOOD} --config.rollout.top_p=2",
+    "top_p is 2.0; it must be above 0 and at most 1",
+  ),
+  (f"{GOOD} --config.rollout.variant=webb", "unknown protocol variant 'webb'"),
+  (f"{GOOD} --config.rollout.style=terse", "terse"),
+  (f"{GOOD} --config.tools.tools=('serach',)", "serach"),
+  (f"{GOOD} --config.reward.graders.qa=judge", "needs reward.judge"),
+  (f"{GOOD} --config.reward.graders.qa=exact", "graders['qa'] is 'exact'; accepted"),
+  (f"{RL} --config.algo.batch.length=8", "a trajectory must fit a row"),
+  (f"{RL} --config.algo.sampling.samples=1", "sampling.samples is 1"),
+  (f"{RL} --config.algo.sampling.staleness=2", "needs loss.is_clip above 0"),
+]
+FILES = {
+  "empty.jsonl": b"",
+  "binary.jsonl": bytes(range(256)) * 4,
+  "good.jsonl": b'{"id": "1", "question": "2 + 3", "answers": ["5"], "family": "f"}\n',
+  "nan.jsonl": b'{"id": "1", "question": NaN, "answers": ["5"]}\n',
+  "cut.jsonl": b'{"id": "1", "question": "2 + 3", "answers": ["5"]}\n{"id": "2", "que',
+  "pages.jsonl": b'{"id": "p", "title": "a", "text": "b"}\n',
+}
+
+
+def test_each_is_refused_in_one_clear_line(tmp_path):
+  # --- Files whose folder has a space and an accent in its name.
+  folder = tmp_path / "my donn\u00e9es"
+  os.makedirs(folder / "folder")
+  for name, content in FILES.items():
+    (folder / name).write_bytes(content)
+  (folder / "configs").symlink_to(ROOT / "configs")
+  commands = []
+  for command, _ in TABLE:
+    workdir = [] if "--workdir" in command else ["--workdir=run"]
+    commands.append([*command.split(), *workdir, "--compile_cache="])
+
+  # --- One interpreter for all.
+  done = subprocess.run(
+    [sys.executable, "-c", FORKING, json.dumps(commands), str(tmp_path)],
+    cwd=folder,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr
+  wrong = []
+  for number, (code, row) in enumerate(zip(done.stdout.split(), TABLE, strict=True)):
+    output = (tmp_path / str(number)).read_text()
+    # Which tasks were found may stand before it.
+    *said, error = output.splitlines() or [""]
+    one_line = error.startswith("error: ") and len(said) <= 1
+    one_line = one_line and all("qa (" in line for line in said)
+    if code != "2" or not one_line or row[1] not in output:
+      wrong.append((row, code, output))
+  assert not wrong, "\n".join(f"{row}\n  {code} {text}" for row, code, text in wrong)
+  # A config and scratch bind nothing: the next run in the folder may have another.
+  left = set(os.listdir(folder / "run"))
+  assert left <= {".lock", "config.json", "tokenizer", "data"}

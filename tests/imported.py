@@ -1,0 +1,60 @@
+"""Foreign rows, imported: what tests of importers and of conversion share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from coa_jax.importers.importers import Importer
+from coa_jax.protocol import roles
+from coa_jax.protocol.parser import parse
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.trajectory import Trajectory
+from coa_jax.teacher.convert import ConvertConfig
+
+# The web dialect with a program, so that one variant can hold every row.
+UNIFIED = roles.get_variant("unified")
+# Fills in all that a foreign run may lack.
+WHOLE = ConvertConfig(missing_think="Go on.", score_right=True)
+
+
+def read(format_: str, row: dict, **options):
+  """Imports one row, as it comes out of a file."""
+  options = {"stem": "t", "convert": WHOLE, **options}
+  importer = Importer(format_, UNIFIED, **options)
+  return importer.read(0, "t:1", json.loads(json.dumps(row)))
+
+
+def lost(format_: str, row: dict, **options) -> list[str]:
+  """What a row has that its trajectory has no place for."""
+  return read(format_, row, **options)[1].meta.get("lost", [])
+
+
+def calls_in(
+  trajectory: Trajectory, variant: Variant = UNIFIED
+) -> list[tuple[str, str, str]]:
+  """(tag, body, observation) as the text has them."""
+  spans = parse(trajectory.text, variant).spans
+  return [
+    (a.role, a.content, b.content)
+    for a, b in itertools.pairwise(spans)
+    if a.role in variant.tools
+  ]
+
+
+def search(n: int = 1, **fields) -> dict:
+  """An OAgents step that searches."""
+  call = {"name": "google_search", "arguments": {"query": f"q{n}"}}
+  step = {"model_output": "Thought: go", "tool_calls": [call], "observations": "o"}
+  return {**step, **fields}
+
+
+def row_of(*steps, **fields) -> dict:
+  """An OAgents row of a plan and these steps, which ended right."""
+  return {
+    "question": "Who?",
+    "prediction": "x",
+    "true_answer": "x",
+    "intermediate_steps": [{"facts": "f", "plan": "p"}, *steps],
+    **fields,
+  }

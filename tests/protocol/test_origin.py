@@ -1,0 +1,100 @@
+"""What a model folder says of its training, and how a run is compared with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from coa_jax.protocol.origin import (
+  FILE,
+  Dialect,
+  Origin,
+  dialects_of_data,
+  read_origin,
+  warn_if_other,
+)
+from coa_jax.protocol.roles import get_variant
+
+TOOLS = ("code", "wiki_search")
+TRAINED = Dialect("unified", "brief", TOOLS)
+
+
+def test_what_is_written_is_read(tmp_path):
+  assert read_origin(tmp_path) is None
+  record = {"dialects": [dataclasses.asdict(TRAINED)], "max_len": 256, "seed": 3}
+  origin = Origin.of_run({**record, "commit": "abc"}, 7)
+  assert origin == Origin((TRAINED,), 256, 3, 7, "abc")
+  origin.write(tmp_path)
+  assert read_origin(tmp_path) == origin
+  assert Origin.of_run(None, 7) is None
+
+
+@pytest.mark.parametrize(
+  ("variant", "tools", "style", "words"),
+  [
+    ("unified", TOOLS, "brief", ""),
+    ("unified", TOOLS[::-1], "brief", ""),
+    ("unified", TOOLS, "full", "prompt style 'brief' and not 'full'"),
+    ("unified-plan", TOOLS, "brief", "variant 'unified' and not 'unified-plan'"),
+    ("unified", TOOLS[:1], "brief", "tools 'code, wiki_search' and not 'code'"),
+    (
+      "unified",
+      (*TOOLS, "tool:weather"),
+      "full",
+      "prompt style 'brief' and not 'full', tools 'code, wiki_search' and not 'code, "
+      "tool, wiki_search', function tools none and not 'weather'",
+    ),
+  ],
+)
+def test_a_run_in_another_dialect_is_told_by_what(
+  tmp_path, caplog, variant, tools, style, words
+):
+  # As copies in other formats were learnt, too, and one more dialect that is far off.
+  varied = dataclasses.replace(TRAINED, tool_formats=("protocol", "varied"))
+  other = Dialect("math", "other", ())
+  ours = get_variant(variant).with_tools(tools)
+  warn_if_other(str(tmp_path), ours, style)  # without the file: no word
+  Origin((), 1, 0).write(tmp_path)
+  warn_if_other(str(tmp_path), ours, style)  # nor where the data told nothing
+  assert not caplog.messages
+  Origin((other, varied), 256, 0).write(tmp_path)
+  warn_if_other(str(tmp_path), ours, style)
+  expected = [f"{tmp_path} was trained with {words} as in this run"] if words else []
+  assert caplog.messages == expected
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "",
+    "[]",
+    '{"max_len": 3',
+    "[" * 99999,
+    '{"dialects": [3], "max_len": 1, "seed": 0}',
+  ],
+)
+def test_a_damaged_file_is_named(tmp_path, text: str):
+  (tmp_path / FILE).write_text(text)
+  with pytest.raises(ValueError, match=r"coa\.json: .* Delete it") as e:
+    read_origin(tmp_path)
+  assert "\n" not in str(e.value)
+
+
+def test_data_is_known_by_the_manifest_beside_it(tmp_path):
+  """Of `distill`, of `import_traces`, and of neither."""
+
+  def manifest(name: str, about: str, *dialects: Dialect) -> None:
+    rows = [dataclasses.asdict(d) for d in dialects]
+    value = {"sha256": {about: "0"}, "dialects": rows}
+    (tmp_path / name).write_text(json.dumps(value))
+
+  full = dataclasses.replace(TRAINED, style="full")
+  manifest("manifest.json", "a.jsonl", TRAINED)
+  manifest("b.jsonl.manifest.json", "b.jsonl", full, TRAINED)
+  (tmp_path / "c.jsonl.manifest.json").write_text("somebody else's")
+  a, b, c = (str(tmp_path / f"{name}.jsonl") for name in "abc")
+  assert dialects_of_data(a) == (TRAINED,)
+  assert dialects_of_data(a, b) == (TRAINED, full)
+  assert dialects_of_data(c) == ()

@@ -1,0 +1,122 @@
+"""The recipes of `configs/` for pretrained models: their tiny forms run.
+
+A random model that reads full prompts stands in for a pretrained one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+import runpy
+
+import ml_collections
+import pytest
+import toy
+from chat_server import ChatServer
+
+from coa_jax import evaluate, rl, sft
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import save_model
+from coa_jax.model.transformer import init_params
+from coa_jax.protocol import prompts, roles, tokenizer_training
+from coa_jax.protocol.trajectory import write_jsonl
+from tests.backend import BACKEND
+
+ROOT = pathlib.Path(__file__).parent.parent
+TASKS = [
+  {"id": f"sum-{i}", "question": f"{i} + 3", "answers": [str(i + 3)]} for i in range(3)
+]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> pathlib.Path:
+  """A folder of a model, tasks, pages and trajectories."""
+  folder = tmp_path_factory.mktemp("recipes")
+  texts = []
+  for name in ("unified", "web", "mhqa", "code", "math"):
+    texts.append(prompts.instructions(roles.get_variant(name), "full"))
+  tokenizer = tokenizer_training.train_tokenizer(texts * 4, 2048)
+  cfg = ModelConfig(vocab_size=2048, width=16, layers=1, heads=2, head_dim=8, ff=32)
+  save_model(str(folder / "model"), cfg, init_params(cfg, 0))
+  tokenizer.save(str(folder / "model"))
+  (folder / "tasks.jsonl").write_text("".join(json.dumps(t) + "\n" for t in TASKS))
+  page = {"id": "p", "title": "Sums", "text": "2 + 3 is 5."}
+  (folder / "corpus.jsonl").write_text(json.dumps(page) + "\n")
+  # As a user has them: text that this tokenizer has not seen.
+  rows = [copy.deepcopy(t) for t in toy.trajectories() * 2]
+  for segment in (s for t in rows for s in t.segments):
+    segment.ids, segment.logps, segment.versions = [], [], []
+  write_jsonl(str(folder / "trajectories.jsonl"), rows)
+  return folder
+
+
+def tiny(home: pathlib.Path, recipe: str) -> ml_collections.ConfigDict:
+  """The tiny form of FILE:ARGUMENT, with a user's own files."""
+  file, _, arg = recipe.partition(":")
+  path = str(ROOT / "configs" / f"{file}.py")
+  config = runpy.run_path(path)["get_config"](f"{arg}:tiny" if arg else "tiny")
+  config.init = str(home / "model")
+  config.model.dtype = "float32"
+  for section in ("tasks", "dev"):
+    if section in config:
+      config[section].uri = str(home / "tasks.jsonl")
+  if "tools" in config:
+    config.tools.sandbox = BACKEND
+    if "corpus" in config.tools:
+      config.tools.corpus = str(home / "corpus.jsonl")
+  return config
+
+
+@pytest.mark.parametrize(
+  "recipe",
+  [
+    "rl_own_tool",
+    pytest.param("rl_gsm8k", marks=pytest.mark.slow),
+    pytest.param("rl_afm:web:32b", marks=pytest.mark.slow),
+    pytest.param("rl_afm:mhqa", marks=pytest.mark.slow),
+    pytest.param("rl_afm:code:1.5b", marks=pytest.mark.slow),
+    pytest.param("rl_afm:math", marks=pytest.mark.slow),
+  ],
+)
+def test_rl_makes_its_two_updates(home, tmp_path, recipe):
+  results = rl.run(tiny(home, recipe), str(tmp_path))
+  assert results["steps"] == 2, results
+
+
+@pytest.mark.parametrize("recipe", ["sft_afm:mhqa:7b"])
+def test_sft_trains_on_trajectories(home, tmp_path, recipe):
+  config = tiny(home, recipe)
+  config.data.trajectories = str(home / "trajectories.jsonl")
+  assert sft.run(config, str(tmp_path))["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_judge_of_ones_own_is_asked(home, tmp_path):
+  config = tiny(home, "evaluate_judge")
+  with ChatServer() as server:
+    config.reward.judge.chat.base_url = server.url
+    config.reward.judge.chat.model = "judge"
+    results = evaluate.run(config, str(tmp_path))
+  assert results["tasks"] == len(TASKS) and results["pass3"] is not None
+
+
+def test_every_agent_has_a_config_of_every_size():
+  for file in ("sft_afm", "rl_afm"):
+    found = runpy.run_path(str(ROOT / "configs" / f"{file}.py"))
+    get_config = found["get_config"]
+    texts = set()
+    for agent in found["AGENTS"]:
+      for size in found["SIZES"]:
+        config = get_config(f"{agent}:{size}")
+        assert config.to_dict() == get_config(f"{size}:{agent}").to_dict()
+        mesh = config.mesh
+        rows = config.data.rows if file == "sft_afm" else config.algo.batch.rows
+        assert rows % (mesh.data * mesh.fsdp) == 0
+        texts.add(str(config))
+        read = {"sft_afm": sft.SFTConfig, "rl_afm": rl.RLConfig}[file]
+        evaluate.read_config(config, read)
+    assert len(texts) >= 9
+    for wrong in ("web:web", "web:mhqa", "7b:32b", "web::7b"):
+      with pytest.raises(ValueError, match=f"{file} answers"):
+        get_config(wrong)
