@@ -1,4 +1,9 @@
-// Lints the viewer's script: npx eslint@9 coa_jax/report/static
+// Lints the pages' scripts: npx eslint@9 coa_jax/report/static
+const browser = [
+  'AbortController', 'TextDecoder', 'URLSearchParams', 'clearTimeout', 'document',
+  'fetch', 'history', 'innerHeight', 'location', 'performance', 'scrollTo', 'scrollY',
+  'setTimeout', 'window',
+];
 const markup = ['innerHTML', 'outerHTML', 'insertAdjacentHTML', 'write', 'setHTMLUnsafe'];
 
 export default [{
@@ -6,7 +11,7 @@ export default [{
   languageOptions: {
     sourceType: 'script',
     ecmaVersion: 2022,
-    globals: {document: 'readonly'},
+    globals: Object.fromEntries(browser.map(name => [name, 'readonly'])),
   },
   rules: {
     'array-callback-return': 'error',

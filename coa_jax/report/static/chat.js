@@ -34,7 +34,7 @@ function box(role, parent) {
 }
 
 // An observation's tags were escaped by one level; see `roles.escape`.
-const unescape = x => x.replace(
+const unescapeTags = x => x.replace(
   new RegExp(`&((?:amp;)*)lt;(/?(?:${Object.keys(settings.kinds).join('|')}))>`, 'g'),
   (all, levels, tag) =>
     levels ? `&${levels.slice('amp;'.length)}lt;${tag}>` : `<${tag}>`);
@@ -52,7 +52,7 @@ class Spans {
   read(more, final = false) {
     this.unread += more;
     for (let m; (m = TAG.exec(this.unread)); ) {
-      this.write(this.unread.slice(0, m.index));
+      this.show(this.unread.slice(0, m.index));
       this.unread = this.unread.slice(m.index + m[0].length);
       this.role = m[1] ? '' : m[2];
       this.pre = null;
@@ -61,16 +61,16 @@ class Spans {
     }
     const part = final ? null : PART.exec(this.unread);
     const end = part ? part.index : this.unread.length;
-    this.write(this.unread.slice(0, end));
+    this.show(this.unread.slice(0, end));
     this.unread = this.unread.slice(end);
   }
 
-  write(some) {
+  show(some) {
     if (!this.role && !this.pre && !some.trim()) return; // white space between spans
     this.pre ??= box('text', this.parent);
     this.text += some;
     const whole = this.text.replace(/^\s+/, '');
-    this.pre.textContent = this.role === 'observation' ? unescape(whole) : whole;
+    this.pre.textContent = this.role === 'observation' ? unescapeTags(whole) : whole;
   }
 }
 

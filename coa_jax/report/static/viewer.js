@@ -1,7 +1,7 @@
 // The viewer of trajectories: filter, search, sort, open one, compare its group.
 //
-// What is chosen and filtered stands in the address after `#/`, so that a reload, a link
-// and the browser's history keep it; the rest of the page has ordinary anchors.
+// What is chosen and filtered stands in the address after `#/`, so that a reload and a
+// link keep it, and the browser's history; the rest of the page has ordinary anchors.
 // Data become text nodes, never markup: the page shows what hostile tools printed. A
 // row of the list is cheap; a trajectory is rendered when it is chosen, its tokens when
 // a colour is chosen. `viewer.py` says what the data hold.
@@ -195,7 +195,10 @@ if (rows.some(r => r.mean !== null)) {
 // A text, with what is searched for marked in it.
 function put(text, parent) {
   const sought = find.value.trim();
-  if (!sought) return parent.append(text);
+  if (!sought) {
+    parent.append(text);
+    return;
+  }
   let at = 0;
   for (const [from, to] of hitsIn(text, sought)) {
     parent.append(text.slice(at, from));
@@ -226,7 +229,8 @@ function jump(to, far = true) {
     const box = p.getBoundingClientRect();
     if (p.scrollHeight > p.clientHeight)
       p.scrollTop += mark.top - box.top - p.clientHeight / 3;
-    if (p.scrollWidth > p.clientWidth && (mark.right > box.right || mark.left < box.left))
+    const isBeside = mark.right > box.right || mark.left < box.left;
+    if (p.scrollWidth > p.clientWidth && isBeside)
       p.scrollLeft += mark.left - box.left - 40;
   }
   if (far) e.scrollIntoView({block: 'nearest', inline: 'nearest'});
@@ -292,7 +296,8 @@ function more() {
     const r = shown[i];
     const inGroup = grouped && groupOf(r).length > 1;
     if (inGroup && shown[i - 1]?.group !== r.group) heading(r);
-    const e = element('div', 'row' + toneOf(r) + (inGroup ? ' in' : ''), undefined, list);
+    const kind = 'row' + toneOf(r) + (inGroup ? ' in' : '');
+    const e = element('div', kind, undefined, list);
     e.role = 'option';
     e.dataset.i = r.i;
     if (!inGroup) element('span', 'q', r.question, e);
@@ -335,7 +340,8 @@ function histograms() {
   const charts = document.getElementById('charts');
   charts.replaceChildren();
   if (rows.length < 8) return;
-  for (const [name, valueOf] of [['reward', r => r.reward], ['tokens', r => r.tokens]]) {
+  const figures = [['reward', r => r.reward], ['tokens', r => r.tokens]];
+  for (const [name, valueOf] of figures) {
     const all = rows.map(valueOf).filter(x => x !== null);
     const low = Math.min(...all.length ? all : [0]);
     const high = Math.max(...all.length ? all : [0]);
