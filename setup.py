@@ -33,6 +33,7 @@ setuptools.setup(
     "prometheus-client>=0.20",  # /metrics of tools_sandbox.service.server
     "pyarrow>=17",
     "pydantic>=2.7",  # bodies of HTTP requests
+    "pyyaml>=6.0",  # what experiments.pod prints
     "rich>=13",
     "safetensors>=0.4.5",
     "starlette>=0.40",
@@ -62,11 +63,11 @@ setuptools.setup(
       "array_record>=0.8",  # a kind of file that tests read
       "hypothesis>=6.100",
       "ipykernel>=6.29",
+      "kubernetes-validate>=1.33",  # the schemas that manifests are held against
       "nbclient>=0.10",
       "nbformat>=5.10",
       "pytest>=8.3",
       "pytest-xdist>=3.8",
-      "pyyaml>=6.0",  # reads the Kubernetes manifest
       "ruff>=0.8",
     ],
   },

@@ -48,6 +48,7 @@ from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards import grade_known
 from coa_jax.rewards.grader import Grader, RewardConfig
 from coa_jax.rewards.shaping import ShapingConfig
+from coa_jax.shard import Shard
 from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.teacher.agents import TeamConfig, solve
@@ -81,6 +82,8 @@ CALLS = "calls.jsonl"
 SELECTIONS = "selections.jsonl"
 VIOLATIONS = "violations.jsonl"
 MANIFEST = "manifest.json"
+# What a shard leaves behind, to be put together with that of the others.
+LOGS = (RUNS, CALLS)
 # A server may move, a limit of requests may show, while a run is under way.
 _ENDPOINT = (
   "base_url",
@@ -158,7 +161,10 @@ class DistillConfig:
 
 @exclusive()
 def run(
-  config: ml_collections.ConfigDict, workdir: str, api_key: str | None = None
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  api_key: str | None = None,
+  shard: Shard | None = None,
 ) -> dict[str, Any]:
   """Distils a team's work on the configured tasks into a training set.
 
@@ -170,6 +176,8 @@ def run(
       it is continued.
     api_key: for the endpoint of backend "chat", and of `violations` where that is the
       same or there is no such backend.
+    shard: has the team work on this part of the tasks only, into `LOGS`. The other
+      parts' logs beside them, the whole distillation goes on from there.
 
   Returns:
     What results.json holds.
@@ -199,7 +207,8 @@ def run(
 
   # --- Have the team work on every task; the best of several runs may be chosen.
   runs = RunFile(os.path.join(workdir, RUNS))
-  jobs = list(itertools.product(tasks, range(teacher.samples)))
+  own_tasks = shard.of(tasks) if shard else tasks
+  jobs = list(itertools.product(own_tasks, range(teacher.samples)))
   bill = {}  # what the endpoint was asked, where there is one
   with contextlib.ExitStack() as stack:
     stack.enter_context(grader)
@@ -223,6 +232,8 @@ def run(
       grader=grader,
     )
     failed = _run_all(jobs, work, runs, workdir, teacher.workers, journal)
+    if shard:
+      return {"runs": len(jobs), "infrastructure": failed}
     # In the order of the tasks, whichever ended first.
     runs.sort([(task.id, sample) for task, sample in jobs])
     selections = _select_all(tasks, runs, backends[0], journal, workdir, teacher)

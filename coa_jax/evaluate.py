@@ -43,11 +43,15 @@ from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
 from coa_jax.rollout.worker import RolloutWorker
+from coa_jax.shard import Shard
 from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.types import Tools
 from coa_jax.tools.unread import warn_unread
+
+# What a shard leaves behind, to be put together with that of the others.
+LOGS = ("greedy.part.jsonl", "sampled.part.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +126,7 @@ def run(
   workdir: str,
   variant: Variant | None = None,
   wrap_tools: Callable[[Toolbox], Tools] | None = None,
+  shard: Shard | None = None,
 ) -> dict[str, Any]:
   """Plays the tasks; writes `greedy.jsonl`, `sampled.jsonl` and `results.json`.
 
@@ -135,6 +140,8 @@ def run(
       of their own.
     variant: the dialect, where a study plays in another one than the config's.
     wrap_tools: makes what answers the calls from the config's tools, likewise.
+    shard: plays this part of the tasks only, into `LOGS`, and scores nothing. The
+      other parts' logs beside them, the whole evaluation goes on from there.
 
   Returns:
     What `results.json` holds: the figures of `scores.summary`, the same by `by_source`
@@ -200,12 +207,16 @@ def run(
       tools=tools,
       seed=settings.rollout.seed,
       workdir=workdir,
+      shard=shard,
     )
     if settings.eval.greedy:
       greedy = play("greedy", samples=1, temperature=0.0)
     if samples:
       temperature = settings.eval.temperature
       sampled = play("sampled", samples=samples, temperature=temperature)
+
+  if shard:
+    return {"greedy": len(greedy), "sampled": len(sampled)}
 
   # --- Score.
   tags = settings.tools.tags
@@ -237,12 +248,17 @@ def _play(
   tools: Tools,
   seed: int,
   workdir: str,
+  shard: Shard | None,
 ) -> list[Trajectory]:
-  """The attempts of a stage, in `STAGE.jsonl`: played, unless they are there."""
+  """The attempts of a stage, in `STAGE.jsonl`: played, unless they are there.
+
+  Those of a shard stay in its `STAGE.part.jsonl`.
+  """
   # The stage's file is written whole, at its end; until then attempts are in `part`.
   path = os.path.join(workdir, f"{stage}.jsonl")
   if not os.path.exists(path):
-    part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"))
+    mine = shard or Shard(jax.process_index(), jax.process_count())
+    part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"), mine)
     played = worker.generate(
       params,
       tasks,
@@ -252,10 +268,15 @@ def _play(
       seed,
       skip={(task_index, t.sample) for task_index, t in part.ended},
       evaluation=True,
+      shard=mine,
     )
+    if shard:
+      total = len(shard.of(tasks)) * samples
+      return _ordered(part.added(played), total, workdir, stage)
     # From all processes, each of which plays its part of the tasks.
     gathered = gather_trajectories(part.added(played))
-    write_jsonl(path, _ordered(gathered, tasks, samples, workdir, stage))
+    total = len(tasks) * samples
+    write_jsonl(path, _ordered(gathered, total, workdir, stage))
     part.remove()
   return read_trajectories(path)
 
@@ -268,9 +289,15 @@ class AttemptLog:
       infrastructure ended is played again.
   """
 
-  def __init__(self, path: str):
-    """Reads what is there; a line cut short by a kill is removed."""
+  def __init__(self, path: str, mine: Shard):
+    """Reads what is there; a line cut short by a kill is removed.
+
+    Args:
+      path: of the file.
+      mine: the attempts that are played here; others are left where they are.
+    """
     self.ended: list[tuple[int, Trajectory]] = []
+    self._mine = mine
     self._log = JsonLog(path, self._recall)
 
   def _recall(self, attempt: Any, where: str, _: Place) -> None:
@@ -283,7 +310,7 @@ class AttemptLog:
     task_index, row = attempt
     trajectory = Trajectory.from_json(row, where)
     # Of as many processes as there are now: those before may have been fewer.
-    mine = task_index % jax.process_count() == jax.process_index()
+    mine = self._mine.owns(task_index)
     if mine and trajectory.status != Status.INFRASTRUCTURE:
       self.ended.append((task_index, trajectory))
 
@@ -323,16 +350,14 @@ def _parts(played: list[Trajectory]) -> dict[str, float]:
 
 def _ordered(
   attempts: Iterable[tuple[int, Trajectory]],
-  tasks: list[Task],
-  samples: int,
+  total: int,
   workdir: str,
   stage: str,
 ) -> list[Trajectory]:
-  """All trajectories by task and sample, with progress while they are played."""
+  """All `total` trajectories by task and sample, with progress as they are played."""
   played: list[tuple[int, int, Trajectory]] = []
   num_right = 0.0
   num_graded = 0
-  total = len(tasks) * samples
   log_every = max(1, total // 50)  # some fifty lines, however many are played
   # Several evaluations may follow each other: the bar says whose this is.
   title = f"{os.path.basename(os.path.abspath(workdir))}, {stage}"

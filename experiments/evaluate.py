@@ -82,4 +82,4 @@ def print_results(results: dict[str, Any]) -> None:
 if __name__ == "__main__":
   # Not on import: other programs have a flag of this name, and tests import both.
   flags.DEFINE_bool("json", False, "Print results.json in place of the table.")
-  launch(evaluate.run, evaluate.EvaluateConfig, print_results)
+  launch(evaluate.run, evaluate.EvaluateConfig, print_results, logs=evaluate.LOGS)

@@ -27,6 +27,7 @@ from coa_jax.learner.interruption import Interrupted
 from experiments import distributed
 from experiments.config_help import explain
 from experiments.refusal import stop
+from experiments.shards import read_shard, run_shard
 
 Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
 
@@ -60,6 +61,7 @@ def launch(
   journey: Journey,
   config_class: type,
   show_results: Callable[[dict[str, Any]], None] = show,
+  logs: tuple[str, ...] = (),
 ) -> None:
   """Runs `journey(config, workdir)` from --config, --config.FIELD and --workdir.
 
@@ -73,7 +75,13 @@ def launch(
     config_class: the dataclass that it reads its config into; its defaults fill what
       the file leaves out.
     show_results: prints what it returns.
+    logs: files from which the journey goes on, where it can be cut into shards: see
+      `experiments.shards`.
   """
+  if logs:
+    flags.DEFINE_string(
+      "shard", "", "Do part I of N alone, as 0/8; the last one joins. auto/8: by index."
+    )
   workdir = flags.DEFINE_string("workdir", None, "Where the run writes and goes on.")
   flags.mark_flag_as_required("workdir")
 
@@ -82,12 +90,26 @@ def launch(
       stop("--workdir is empty; name the folder where the run writes and goes on")
     if "://" in workdir.value:
       stop(f"--workdir={workdir.value} is no path; mount the bucket, as by gcsfuse")
+    shard = None
+    if logs and flags.FLAGS.shard:
+      shard = read_shard(flags.FLAGS.shard)
+      if distributed.WHERE.value:
+        stop("--shard and --distributed: shards never meet; give one of them")
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
       distributed.check_shared(workdir.value)
+    is_all = True
     with disk.clear_errors(workdir.value):
-      results = journey(config, workdir.value)
-    show_results(results)
+      if shard:
+        results, is_all = run_shard(
+          journey, config, config_class, workdir.value, shard, logs
+        )
+      else:
+        results = journey(config, workdir.value)
+    if is_all:
+      show_results(results)
+    else:
+      show(results)
 
   start(work, config_class)
 

@@ -1,6 +1,7 @@
-"""Difficulty selection for RL: how often a model solves each task; keep a band.
+r"""Difficulty selection for RL: how often a model solves each task; keep a band.
 
-  python -m experiments.select_tasks --config=configs/select_world.py --workdir=DIR
+  python -m experiments.select_tasks --config=configs/select_world.py --workdir=DIR \
+    [--shard=I/N]
 
 Plays the tasks as `evaluate` does and writes, beside what that writes:
   tasks.jsonl       the tasks kept, with meta.pass_rate and meta.attempts; a `tasks.uri`
@@ -29,6 +30,7 @@ from coa_jax.protocol.trajectory import (
 )
 from coa_jax.report.metrics import write_json
 from coa_jax.report.scores import correct, graded
+from coa_jax.shard import Shard
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.tasks.rows import read_rows
 from coa_jax.tasks.sources import TasksConfig, select_tasks
@@ -51,13 +53,18 @@ class SelectTasksConfig(evaluate.EvaluateConfig):
       raise ConfigError("eval.samples must be at least 1: pass rates come from samples")
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+def run(
+  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
+) -> dict[str, Any]:
   """Estimates pass rates and keeps the tasks that `select` asks for.
+
+  budget: attempts, and what of the tasks they leave.
 
   Args:
     config: as `SelectTasksConfig` says; where `select` names files of attempts, `tasks`
       is all that is needed besides: of other sections only the names are looked at.
     workdir: where everything goes.
+    shard: plays this part of the tasks only: see `evaluate.run`.
 
   Returns:
     What selection.json holds.
@@ -77,6 +84,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   else:
     select = read_config(config, SelectTasksConfig).select
   used = _used(select.without)
+  if select.played and shard:
+    raise ConfigError("select.played plays nothing, so there are no shards of it")
   # --- Attempts: those that were made before, or new ones.
   if select.played:
     played = []
@@ -84,7 +93,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       played += read_trajectories(path)
   else:
     rest = {name: config[name] for name in config if name != "select"}
-    evaluate.run(ml_collections.ConfigDict(rest), workdir)
+    evaluation = evaluate.run(ml_collections.ConfigDict(rest), workdir, shard=shard)
+    if shard:
+      return evaluation
     played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
   # --- Which tasks they leave.
   tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
@@ -137,4 +148,4 @@ def _usage(played: list[Trajectory], counted: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  launch(run, SelectTasksConfig)
+  launch(run, SelectTasksConfig, logs=evaluate.LOGS)

@@ -28,6 +28,7 @@ from coa_jax.lock import exclusive
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.record import hash_files, prepare_workdir
 from coa_jax.report.metrics import Metrics, write_json
+from coa_jax.shard import Shard
 from coa_jax.tasks.task import Task
 from coa_jax.teacher import cloze
 from coa_jax.teacher.backend import InfrastructureError, RefusedError
@@ -44,6 +45,9 @@ from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from experiments.launch import launch, stop
 from tools_sandbox.search.index import read_corpus
 
+CALLS = "calls.jsonl"
+# What a shard leaves behind, to be put together with that of the others.
+LOGS = (CALLS,)
 _TOOL = "wiki_search"
 _MAY_CHANGE = (
   "synthesis.workers",
@@ -83,7 +87,9 @@ class SynthesizeConfig:
 
 
 @exclusive()
-def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
+def run(
+  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
+) -> dict[str, Any]:
   """Synthesises tasks over `tools.corpus` through its search tool.
 
   budget: one journey, from a corpus to its tasks.
@@ -91,6 +97,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Args:
     config: as `SynthesizeConfig` says.
     workdir: where everything goes.
+    shard: grows tasks of this part of the documents only, into `LOGS`. The other
+      parts' logs beside them, the whole synthesis goes on from there.
 
   Returns:
     What results.json holds.
@@ -115,7 +123,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     may_change=_MAY_CHANGE,
     inputs={"tools.corpus": hash_files(tools.corpus)},
   )
-  path = os.path.join(workdir, "calls.jsonl")
+  path = os.path.join(workdir, CALLS)
   with contextlib.ExitStack() as stack:
     toolbox = stack.enter_context(Toolbox(tools))
     backend = cloze.answer
@@ -145,8 +153,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       return [maker(f"{pair[0].id}+{pair[1].id}").widen(*pair)]
 
     seeds = titles[: plan.seeds]
+    if shard:
+      seeds = list(shard.of(seeds))
     attempts = _in_parallel(grow, seeds, plan.workers, journal, workdir, "grow")
     grown = [m.task for m in attempts if m.task is not None]
+    if shard:
+      return {"tasks": len(grown), "calls": journal.bill()}
     pairs = _pairs(grown, plan)
     attempts += _in_parallel(widen, pairs, plan.workers, journal, workdir, "widen")
     bill = journal.bill()
@@ -208,14 +220,14 @@ def _in_parallel(
 
 
 def with_service_errors(
-  config: ml_collections.ConfigDict, workdir: str
+  config: ml_collections.ConfigDict, workdir: str, shard: Shard | None = None
 ) -> dict[str, Any]:
   """`run`; a service that fails ends the program with one line."""
   try:
-    return run(config, workdir)
+    return run(config, workdir, shard)
   except (InfrastructureError, RefusedError) as e:
     stop(str(e))
 
 
 if __name__ == "__main__":
-  launch(with_service_errors, SynthesizeConfig)
+  launch(with_service_errors, SynthesizeConfig, logs=LOGS)

@@ -22,6 +22,7 @@ BELOW = {
   "disk": set(),
   "fields": set(),
   "lock": set(),
+  "shard": set(),
   "config": set(),
   "record": {"config", "lock"},
   "protocol": set(),
@@ -35,8 +36,8 @@ BELOW = {
   "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
   "report": {"model", "rewards", "tasks", "protocol"},
 }
-for room in set(BELOW) - {"json_io", "capacity", "disk", "fields"}:
-  BELOW[room] |= {"json_io", "capacity", "disk", "fields"}
+for room in set(BELOW) - {"json_io", "capacity", "disk", "fields", "shard"}:
+  BELOW[room] |= {"json_io", "capacity", "disk", "fields", "shard"}
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.

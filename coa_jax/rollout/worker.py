@@ -20,6 +20,7 @@ from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
 from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.types import Engine, Episode
+from coa_jax.shard import Shard
 from coa_jax.tasks.task import Task
 from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.types import Tools
@@ -180,6 +181,7 @@ class RolloutWorker:
     version: int = 0,
     skip: Container[tuple[int, int]] = (),
     evaluation: bool = False,
+    shard: Shard | None = None,
   ) -> Iterator[tuple[int, Trajectory]]:
     """Plays every task `samples` times; of n processes each plays every n-th task.
 
@@ -196,6 +198,7 @@ class RolloutWorker:
       skip: (task's place, sample) of attempts that are not played; the others come out
         as they would with them.
       evaluation: whether answers are graded as in evaluation.
+      shard: which tasks are played here; this process's part where None.
 
     Yields:
       (the task's place, a graded trajectory), in the order in which they are done.
@@ -203,8 +206,8 @@ class RolloutWorker:
     # --- What is to be played, in this order: the attempts at a task side by side, for
     # they share its prompt.
     self.engine.set_policy(params, version)
-    own_tasks = range(jax.process_index(), len(tasks), jax.process_count())
-    pairs = itertools.product(own_tasks, range(samples))
+    shard = shard or Shard(jax.process_index(), jax.process_count())
+    pairs = itertools.product(shard.of(range(len(tasks))), range(samples))
     attempts = itertools.filterfalse(skip.__contains__, pairs)
     running: dict[concurrent.futures.Future[Trajectory], CoAEpisode] = {}
     try:

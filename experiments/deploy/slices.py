@@ -1,0 +1,155 @@
+"""The TPU slices that can be asked for: their names, hosts and labels.
+
+Source: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus (machine types and
+topologies) and cloud.google.com/tpu/docs/v5e, /v5p, /v6e (accelerator types).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+  """What all slices of a generation have in common.
+
+  Attributes:
+    gke_accelerator: the node label of GKE.
+    cores: that a chip counts for in a slice's name: `v5p-128` has 64 chips.
+    single_host: topologies that are one host of 8 chips or fewer.
+    topologies: those of several hosts, of 4 chips each.
+    gcloud_type: the start of the Cloud TPU API's accelerator type; "" where GKE and
+      Compute Engine alone have it.
+    runtime: the TPU VM's software version.
+  """
+
+  gke_accelerator: str
+  cores: int
+  single_host: tuple[str, ...]
+  topologies: tuple[str, ...]
+  gcloud_type: str
+  runtime: str
+
+
+_FLAT = ("4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = (
+  "2x2x2",
+  "2x2x4",
+  "2x4x4",
+  "4x4x4",
+  "4x4x8",
+  "4x8x8",
+  "8x8x8",
+  "8x8x16",
+  "8x16x16",
+  "16x16x16",
+)
+GENERATIONS = {
+  "v5e": Generation(
+    gke_accelerator="tpu-v5-lite-podslice",
+    cores=1,
+    single_host=("1x1", "2x2", "2x4"),
+    topologies=_FLAT,
+    gcloud_type="v5litepod",
+    runtime="v2-alpha-tpuv5-lite",
+  ),
+  "v5p": Generation(
+    gke_accelerator="tpu-v5p-slice",
+    cores=2,
+    single_host=("2x2x1",),
+    topologies=_CUBES,
+    gcloud_type="v5p",
+    runtime="v2-alpha-tpuv5",
+  ),
+  "v6e": Generation(
+    gke_accelerator="tpu-v6e-slice",
+    cores=1,
+    single_host=("1x1", "2x2", "2x4"),
+    topologies=_FLAT,
+    gcloud_type="v6e",
+    runtime="v2-alpha-tpuv6e",
+  ),
+  "tpu7x": Generation(
+    gke_accelerator="tpu7x",
+    cores=2,
+    single_host=("2x2x1",),
+    topologies=_CUBES,
+    gcloud_type="",
+    runtime="",
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+  """Some chips of one pod that are wired together.
+
+  Attributes:
+    generation: a key of `GENERATIONS`.
+    topology: e.g. 4x4x8.
+  """
+
+  generation: str
+  topology: str
+
+  @property
+  def chips(self) -> int:
+    """Counts its chips."""
+    return math.prod(map(int, self.topology.split("x")))
+
+  @property
+  def chips_per_host(self) -> int:
+    """Counts the chips of a host: 4 wherever there are several hosts."""
+    if self.topology in GENERATIONS[self.generation].single_host:
+      return self.chips
+    return 4
+
+  @property
+  def hosts(self) -> int:
+    """Counts its hosts."""
+    return self.chips // self.chips_per_host
+
+  @property
+  def name(self) -> str:
+    """Names it as it is ordered: v6e-64, v5p-128."""
+    return f"{self.generation}-{self.chips * GENERATIONS[self.generation].cores}"
+
+  @property
+  def gke_accelerator(self) -> str:
+    """Returns the node label of GKE."""
+    return GENERATIONS[self.generation].gke_accelerator
+
+  @property
+  def gcloud_type(self) -> str:
+    """Returns the Cloud TPU API's accelerator type; "" where it has none."""
+    start = GENERATIONS[self.generation].gcloud_type
+    return start and self.name.replace(self.generation, start)
+
+  @property
+  def runtime(self) -> str:
+    """Returns the software version of its TPU VMs."""
+    return GENERATIONS[self.generation].runtime
+
+
+def read_slice(text: str) -> Slice:
+  """Reads a slice by its name (v5p-128) or its topology (v5p:4x4x4).
+
+  Raises:
+    ValueError: there is none such; the message lists those of the generation.
+  """
+  match = re.fullmatch(r"(\w+)([-:])([\dx]+)", text)
+  if not match or match[1] not in GENERATIONS:
+    raise ValueError(
+      f"--slice={text}: give v6e-64 or v6e:8x8; there are {', '.join(GENERATIONS)}"
+    )
+  generation = GENERATIONS[match[1]]
+  known = []
+  for topology in (*generation.single_host, *generation.topologies):
+    known.append(Slice(match[1], topology))
+  for found in known:
+    if (match[2] == ":" and found.topology == match[3]) or found.name == text:
+      return found
+  listed = ", ".join(f"{found.name} ({found.topology})" for found in known)
+  raise ValueError(f"--slice={text}: there is no such slice; there are {listed}")

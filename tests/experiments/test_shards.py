@@ -1,0 +1,174 @@
+"""Shards: whatever their number, order and ends, what one process writes comes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import time
+
+import ml_collections
+import pytest
+import toy
+from programs import config_file, start
+
+from coa_jax import evaluate
+from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.shard import Shard
+from coa_jax.tasks.world.build import WorldConfig, write_world
+from configs import distill_world
+from experiments import select_tasks
+from experiments.shards import run_shard
+from tests.backend import BACKEND
+
+
+def contents(workdir: pathlib.Path, names: tuple[str, ...]) -> dict[str, str]:
+  """Files as text, but for what anything took in seconds."""
+  texts = {name: (workdir / name).read_text() for name in names}
+  return {n: re.sub(r'(seconds\w*": )[^,}\n]+', r"\1", t) for n, t in texts.items()}
+
+
+# --- A distillation, as processes that are killed.
+WRITTEN = ("runs.jsonl", "trajectories.jsonl", "teacher.jsonl", "results.json")
+
+
+@pytest.fixture(scope="module")
+def distillation(tmp_path_factory) -> str:
+  """A config file of a small distillation."""
+  folder = tmp_path_factory.mktemp("distillation")
+  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
+  world = write_world(folder, "train", 40, sizes)
+  config = distill_world.get_config("tiny").to_dict()
+  config["tasks"]["uri"] = world["tasks"]
+  config["tools"] |= dict(corpus=world["corpus"], sandbox=BACKEND)
+  return config_file(folder / "distill.py", config)
+
+
+def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_path):
+  whole = start("distill", distillation, tmp_path / "whole")
+  assert whole.wait(600) == 0, whole.communicate()
+
+  # Number 1 is killed on its way, and started again at the end.
+  workdir = tmp_path / "cut"
+  killed = start("distill", distillation, workdir, "--shard=1/3")
+  while not (workdir / "shards" / "1-of-3" / "runs.jsonl").exists():
+    assert killed.poll() is None, killed.communicate()
+    time.sleep(0.01)
+  killed.send_signal(signal.SIGKILL)
+  killed.wait()
+  for shard in ("2/3", "0/3", "0/3", "1/3"):
+    process = start("distill", distillation, workdir, f"--shard={shard}")
+    out, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    # Done before all of its kind are: nothing is joined.
+    is_joined = (workdir / "results.json").exists()
+    assert is_joined == (shard == "1/3"), errors
+  assert json.loads(out)["tasks"] == 40
+  assert contents(workdir, WRITTEN) == contents(tmp_path / "whole", WRITTEN)
+
+  # Whoever comes once more joins nothing and changes nothing.
+  again = start("distill", distillation, workdir, "--shard=2/3")
+  assert again.wait(600) == 0, again.communicate()
+  assert contents(workdir, WRITTEN) == contents(tmp_path / "whole", WRITTEN)
+
+
+# --- Evaluations, in this process.
+@pytest.fixture(scope="module")
+def evaluation(tmp_path_factory) -> ml_collections.ConfigDict:
+  """A policy that knows its scripts half, and its tasks."""
+  folder = tmp_path_factory.mktemp("evaluation")
+  toy.save_policy(str(folder / "model"), toy.actor(60).params)
+  write_jsonl(folder / "tasks.jsonl", [t.to_json() for t in toy.TASKS])
+  page = {"id": "ur", "title": "Ur", "text": "Ur: its capital is Uruk."}
+  write_jsonl(folder / "pages.jsonl", [page])
+  corpus = str(folder / "pages.jsonl")
+  return ml_collections.ConfigDict(
+    dict(
+      init=str(folder / "model"),
+      rollout=dict(
+        variant="unified", style="brief", slots=4, window=16, max_len=toy.MAX_LEN
+      ),
+      tools=dict(tools=toy.TOOLS, corpus=corpus, top_k=1, sandbox=BACKEND),
+      tasks=dict(uri=str(folder / "tasks.jsonl")),
+      eval=dict(samples=3),
+    )
+  )
+
+
+def in_shards(journey, config, config_class, workdir, numbers, count) -> dict:
+  """Runs shards in this order; returns what the last one does."""
+  for number in numbers:
+    results, is_all = run_shard(
+      journey, config, config_class, str(workdir), Shard(number, count), evaluate.LOGS
+    )
+    assert is_all == (number == numbers[-1])
+  return results
+
+
+def test_shards_of_an_evaluation_play_what_one_process_plays(evaluation, tmp_path):
+  evaluate.run(evaluation, str(tmp_path / "whole"))
+  in_shards(
+    evaluate.run, evaluation, evaluate.EvaluateConfig, tmp_path / "cut", (1, 0), 2
+  )
+  names = ("greedy.jsonl", "sampled.jsonl", "results.json")
+  assert contents(tmp_path / "cut", names) == contents(tmp_path / "whole", names)
+
+
+def test_shards_of_a_selection_keep_the_same_tasks(evaluation, tmp_path):
+  config = evaluation.copy_and_resolve_references()
+  config.eval.greedy = False
+  config.select = dict(all_wrong=True, all_right=True)
+  whole = select_tasks.run(config, str(tmp_path / "whole"))
+  cut = in_shards(
+    select_tasks.run,
+    config,
+    select_tasks.SelectTasksConfig,
+    tmp_path / "cut",
+    (0, 2, 1),
+    3,
+  )
+  assert cut == whole
+  names = ("tasks.jsonl", "selection.json")
+  assert contents(tmp_path / "cut", names) == contents(tmp_path / "whole", names)
+
+
+def test_shards_that_do_not_fit_are_refused(evaluation, tmp_path):
+  kind = evaluate.EvaluateConfig
+
+  def run(shard: Shard, config=evaluation, folder: str = "w"):
+    workdir = str(tmp_path / folder)
+    return run_shard(evaluate.run, config, kind, workdir, shard, evaluate.LOGS)
+
+  run(Shard(0, 2))
+  with pytest.raises(ValueError, match="has 2 shards, not 3"):
+    run(Shard(0, 3))
+  other = evaluation.copy_and_resolve_references()
+  other.eval.samples = 1
+  with pytest.raises(ValueError, match=r"the other shards have eval=.*not"):
+    run(Shard(1, 2), other)
+  os.makedirs(tmp_path / "whole")
+  (tmp_path / "whole" / "config.json").write_text("{}")
+  with pytest.raises(ValueError, match="was not cut into shards"):
+    run(Shard(0, 2), folder="whole")
+
+
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    ("--shard=2/2", "I is below N"),
+    ("--shard=0/0", "I is below N"),
+    ("--shard=-1/2", "give I/N"),
+    ("--shard=half", "give I/N"),
+    ("--shard=auto/2", "says which shard this is"),
+    ("--shard=0/2 --distributed=auto", "give one"),
+  ],
+)
+def test_a_wrong_shard_is_one_line(distillation, tmp_path, flag, message):
+  process = start("distill", distillation, tmp_path / "w", *flag.split())
+  _, errors = process.communicate(timeout=600)
+  assert process.returncode == 2
+  assert errors.startswith("error: ") and errors.count("\n") == 1, errors
+  assert message in errors
+  assert not (tmp_path / "w").exists()
