@@ -57,6 +57,7 @@ from coa_jax.report.metrics import (
   say,
   write_json,
 )
+from coa_jax.report.profiling import traced
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import Grader, RewardConfig
@@ -78,7 +79,7 @@ from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import warn_unread
 
-_MAY_CHANGE = ("log.wandb_project", "watch")
+_MAY_CHANGE = ("log", "watch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +335,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     # All but the first process log into folders of their own, and to nobody else.
     tracked = settings.log if own_dir == workdir else None
     with Metrics(own_dir, "rl", algo.steps, tracked=tracked) as metrics, collector:
-      for step in range(int(state.step), algo.steps):
+      numbers = range(int(state.step), algo.steps)
+      for step in traced(numbers, settings.log.profile, "rl", own_dir, offset=1):
         # --- Roll out. A signal here saves the state before the step.
         params = learner.policy(state, frozen)  # adapters merged, as decoding wants it
         timer.lap("sync")

@@ -62,6 +62,7 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
 from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
 from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.report.profiling import traced
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
@@ -199,7 +200,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   prepare_workdir(
     settings,
     own_dir,
-    may_change=("log.wandb_project",),
+    may_change=("log",),
     inputs=inputs,
     scratch_dirs=("tokenizer", "data"),
     may_grow={"data.steps": settings.optim.extension_fault},
@@ -257,7 +258,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     # All but the first process log into folders of their own, and to nobody else.
     tracked = settings.log if own_dir == workdir else None
     with Metrics(own_dir, "sft", data.steps, tracked=tracked) as metrics:
-      for step in range(first + 1, data.steps + 1):
+      numbers = range(first + 1, data.steps + 1)
+      for step in traced(numbers, settings.log.profile, "sft", own_dir):
         # --- Take the next micro-batches, which a thread has made meanwhile.
         micro = list(itertools.islice(stream, data.micro_batches))
         timer.lap("data")

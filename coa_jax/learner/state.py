@@ -71,6 +71,7 @@ class Learner:
     step = functools.partial(_step, loss, optimizer, partitioner)
     self.jitted = jax.jit(step, donate_argnums=0)
 
+  @functools.partial(jax.profiler.annotate_function, name="update")
   def step(
     self,
     state: TrainState,

@@ -10,6 +10,7 @@ budget: policy, critic and reference of one step share what is passed between th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,6 +142,7 @@ class PolicyUpdate:
     """Returns the policy's parameters for decoding."""
     return lora.merged(state.params["policy"], frozen["base"], self._lora_config)
 
+  @functools.partial(jax.profiler.annotate_function, name="learn")
   def __call__(
     self, state: TrainState, frozen: Any, groups: Sequence[Group]
   ) -> tuple[TrainState, dict[str, float]]:

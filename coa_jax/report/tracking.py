@@ -1,4 +1,4 @@
-"""A stage's numbers for other people's dashboards: TensorBoard, and Weights & Biases.
+"""A stage's numbers for dashboards: TensorBoard, Weights & Biases, Prometheus.
 
 `metrics.jsonl` is the record; these are views of it, with the same steps, and the same
 names under the sections of `metric_names.py`.
@@ -18,7 +18,10 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
 from coa_jax.disk import atomic_write
+from coa_jax.fields import bounded, check_fields
 from coa_jax.report import metric_names
 
 if TYPE_CHECKING:
@@ -36,11 +39,27 @@ class LogConfig:
   Attributes:
     wandb_project: a project of Weights & Biases that gets them too; none where "". The
       package's own settings say where it sends them (`wandb login`, `wandb offline`).
+    prometheus_port: where the last step's numbers can be scraped while the stage runs
+      (`http://HOST:PORT/metrics`); 0 for nowhere.
+    prometheus_host: the address that listens there; "0.0.0.0" is every one of this
+      machine's, for scrapers on others.
+    profile: (first, end): the steps from `first` up to but not `end`, as metrics.jsonl
+      counts them, are traced into `workdir/profile`, for XProf; () traces none. The
+      first steps compile: take later ones.
   """
 
   wandb_project: str = ""
+  prometheus_port: int = bounded(0, least=0, below=2**16)
+  prometheus_host: str = "127.0.0.1"
+  profile: tuple[int, ...] = ()
 
   def __post_init__(self):
+    check_fields(self)
+    in_order = len(self.profile) == 2 and 0 < self.profile[0] < self.profile[1]
+    if self.profile and not in_order:
+      raise ValueError(
+        f"profile is {self.profile}; it must be () or (first, end), 0 < first < end"
+      )
     if self.wandb_project and importlib.util.find_spec("wandb") is None:
       raise ValueError(
         f"wandb_project={self.wandb_project!r} needs the package wandb: "
@@ -62,7 +81,8 @@ class Tracking:
       config: section `log`.
 
     Raises:
-      ValueError: Weights & Biases refuses, or can not be reached.
+      ValueError: Weights & Biases refuses, or can not be reached; or the port of
+        Prometheus is taken.
     """
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -79,6 +99,11 @@ class Tracking:
     self._wandb = None
     if config.wandb_project:
       self._wandb = _wandb_run(folder, workdir, stage, config.wandb_project)
+    self._prometheus = None
+    if config.prometheus_port:
+      self._prometheus = Prometheus(
+        stage, config.prometheus_host, config.prometheus_port
+      )
 
   def log(self, step: int, values: Mapping[str, float]) -> None:
     """Writes one step, each name under its section; on disk when this returns."""
@@ -93,10 +118,14 @@ class Tracking:
     if self._wandb:
       # Weights & Biases refuses its own step to go back, as a resumed run's does.
       self._wandb.log({"step": step, **values})
+    if self._prometheus:
+      self._prometheus.log(step, values)
 
   def close(self) -> None:
-    """Ends both; Weights & Biases sends what it has not sent yet."""
+    """Ends all; Weights & Biases sends what it has not sent yet."""
     self._events.close()
+    if self._prometheus:
+      self._prometheus.close()
     if self._wandb:
       self._wandb.finish()
 
@@ -104,6 +133,42 @@ class Tracking:
     event.wall_time = time.time()
     self._events.write_event(event)
     self._events.flush()
+
+
+class Prometheus:
+  """The last step's numbers at an address, for a scraper."""
+
+  def __init__(self, stage: str, host: str, port: int):
+    """Listens.
+
+    Raises:
+      ValueError: the address can not be had.
+    """
+    registry = CollectorRegistry()
+    labels = ["stage", "name"]
+    self._stage = stage
+    self._step = Gauge("coa_step", "The last step.", ["stage"], registry=registry)
+    self._value = Gauge(
+      "coa_metric", "Of the last step; docs/metrics.md.", labels, registry=registry
+    )
+    try:
+      self._server, self._thread = start_http_server(port, host, registry)
+    except OSError as e:
+      raise ValueError(
+        f"config.log.prometheus_port={port} on {host!r}: {e.strerror or e}"
+      ) from e
+
+  def log(self, step: int, values: Mapping[str, float]) -> None:
+    """Shows one step's numbers in place of those before."""
+    self._step.labels(self._stage).set(step)
+    for name, value in values.items():
+      self._value.labels(self._stage, name).set(value)
+
+  def close(self) -> None:
+    """Stops listening."""
+    self._server.shutdown()
+    self._server.server_close()
+    self._thread.join()
 
 
 def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:

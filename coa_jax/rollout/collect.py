@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -145,6 +146,7 @@ class RolloutCollector:
     if self.asynchronous:
       self._submit_allowed()
 
+  @functools.partial(jax.profiler.annotate_function, name="rollout")
   def next(self, params: Any, step: int) -> RolloutBatch:
     """Returns what a step learns from; waits for it.
 

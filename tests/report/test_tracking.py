@@ -5,7 +5,10 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import math
+import socket
 import struct
+import urllib.error
+import urllib.request
 
 import ml_collections
 import numpy as np
@@ -137,3 +140,32 @@ def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
   run = (folder / "wandb_id").read_text()
   files = list(folder.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
   assert files and all(b"loss" in f.read_bytes() for f in files)
+
+
+def test_the_last_step_can_be_scraped_while_the_stage_runs(tmp_path):
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+  config = LogConfig(prometheus_port=port)
+  page = f"http://127.0.0.1:{port}/metrics"
+  with Metrics(str(tmp_path), "rl", 5, tracked=config) as metrics:
+    for step in (1, 2):
+      metrics.log(step, {"reward": step / 4})
+      text = urllib.request.urlopen(page).read().decode()
+      assert f'coa_step{{stage="rl"}} {step}.0' in text
+      tag = metric_names.tag("reward")
+      assert f'coa_metric{{name="{tag}",stage="rl"}} {step / 4}' in text
+  with pytest.raises(urllib.error.URLError):  # nobody listens any more
+    urllib.request.urlopen(page)
+
+
+def test_a_port_that_is_taken_is_told(tmp_path):
+  with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    config = LogConfig(prometheus_port=taken.getsockname()[1])
+    with (
+      pytest.raises(ValueError, match=r"config.log.prometheus_port=\d+ on '127.0.0.1'"),
+      Metrics(str(tmp_path), "rl", 5, tracked=config) as metrics,
+    ):
+      metrics.log(1, {"reward": 0.5})

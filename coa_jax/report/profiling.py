@@ -1,0 +1,62 @@
+"""A trace of some steps for XProf: what the devices and the host did, and when.
+
+XProf and TensorBoard's profile plug-in read it (`pip install xprof`), and so does
+ui.perfetto.dev its `trace.json.gz`. Rollouts, weights' way to the sampler and learning
+stand in it under their names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import jax
+
+from coa_jax.report.metrics import say
+
+FOLDER = "profile"
+
+
+def traced(
+  steps: Iterable[int],
+  profile: tuple[int, ...],
+  stage: str,
+  workdir: str,
+  offset: int = 0,
+) -> Iterator[int]:
+  """Yields the steps, and traces those that are asked for.
+
+  Args:
+    steps: numbers of a stage's steps.
+    profile: `log.profile`: the first step that is traced and the first that is not any
+      more; () for none.
+    stage: what the steps are called in the trace.
+    workdir: the trace goes to its folder `profile`.
+    offset: what makes of a number that of metrics.jsonl.
+  """
+  if not profile:
+    yield from steps
+    return
+  first, end = profile
+  folder = os.path.join(workdir, FOLDER)
+  is_tracing = False
+  try:
+    for step in steps:
+      number = step + offset
+      if first <= number < end and not is_tracing:
+        jax.profiler.start_trace(folder)
+        is_tracing = True
+      elif number >= end and is_tracing:
+        is_tracing = _stop(folder)
+      with jax.profiler.StepTraceAnnotation(stage, step_num=number):
+        yield step
+  finally:  # where the run ends, or is ended, before that step
+    if is_tracing:
+      _stop(folder)
+
+
+def _stop(folder: str) -> bool:
+  """Writes the trace; returns False: nothing is traced any more."""
+  jax.profiler.stop_trace()
+  say(f"the profile is in {folder}; look into it with: xprof --logdir={folder}")
+  return False

@@ -1,0 +1,80 @@
+"""Steps are traced as asked, whatever ends them, and what ran stands in the trace."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coa_jax.config import ConfigError, read_config
+from coa_jax.report.profiling import traced
+from coa_jax.report.tracking import LogConfig
+
+
+@functools.partial(jax.profiler.annotate_function, name="learn")
+def learn() -> None:
+  (jnp.ones((64, 64)) @ jnp.ones((64, 64))).block_until_ready()
+
+
+def traces(workdir: pathlib.Path) -> list[dict]:
+  """The events of each trace."""
+  out = []
+  for path in sorted(workdir.glob("profile/plugins/profile/*/*.trace.json.gz")):
+    out.append(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
+  return out
+
+
+def run(steps, workdir, profile, ends_at: int = 100, offset: int = 0) -> list[int]:
+  seen = []
+  for step in traced(steps, profile, "rl", str(workdir), offset):
+    seen.append(step)
+    learn()
+    if step == ends_at:
+      break
+  return seen
+
+
+def steps_of(events: list[dict]) -> list[int]:
+  numbers = {int(e["args"]["step_num"]) for e in events if e.get("name") == "rl"}
+  return sorted(numbers)
+
+
+def test_only_the_steps_asked_for_are_traced(tmp_path):
+  assert run(range(1, 7), tmp_path, (3, 5)) == [1, 2, 3, 4, 5, 6]
+  (events,) = traces(tmp_path)
+  assert steps_of(events) == [3, 4]
+  assert sum(e.get("name") == "learn" for e in events) == 2
+
+
+def test_a_stage_that_counts_from_zero_is_traced_as_metrics_count(tmp_path):
+  run(range(6), tmp_path, (3, 5), offset=1)
+  (events,) = traces(tmp_path)
+  assert steps_of(events) == [3, 4]
+
+
+def test_a_stage_that_ends_before_writes_what_there_is(tmp_path):
+  run(range(1, 7), tmp_path, (3, 50), ends_at=4)
+  (events,) = traces(tmp_path)
+  assert steps_of(events) == [3, 4]
+
+
+def test_a_resumed_stage_traces_what_is_left(tmp_path):
+  run(range(4, 9), tmp_path, (3, 6))
+  (events,) = traces(tmp_path)
+  assert steps_of(events) == [4, 5]
+
+
+def test_nothing_is_traced_unasked(tmp_path):
+  assert run(range(3), tmp_path, ()) == [0, 1, 2]
+  assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("profile", [(3,), (5, 5), (0, 2), (2, 3, 4)])
+def test_a_wrong_range_is_refused(profile):
+  with pytest.raises(ConfigError, match=r"profile is .*\(first, end\)"):
+    read_config(dict(profile=profile), LogConfig, "log")
