@@ -31,29 +31,7 @@ from absl import flags
 from experiments.deploy.slices import Slice, read_slice
 from experiments.launch import run_program, stop
 
-_SLURM = flags.DEFINE_bool("slurm", False, "Print an sbatch file for hosts with GPUs.")
-_VM = flags.DEFINE_bool("vm", False, "Print the gcloud commands of a queued resource.")
-_APPLY = flags.DEFINE_bool("apply", False, "Hand the JobSet to kubectl, too.")
-_NAME = flags.DEFINE_string("name", "coa-jax", "What the job is called.")
-
-_SLICE = flags.DEFINE_string("slice", "", "TPUs: v6e-64 or v6e:8x8, v5p-128, tpu7x-64.")
-_SLICES = flags.DEFINE_integer("slices", 1, "How many of them.", lower_bound=1)
-_IMAGE = flags.DEFINE_string("image", "", "Made by experiments/deploy/Containerfile.")
-_DISK = flags.DEFINE_string("disk", "", "CLAIM:PATH of a volume that all hosts share.")
-_SPOT = flags.DEFINE_bool("spot", False, "On preemptible machines.")
-_RESTARTS = flags.DEFINE_integer("restarts", 20, "Most restarts.", lower_bound=0)
-_GRACE_S = flags.DEFINE_integer(
-  "grace_s",
-  600,
-  "Seconds from SIGTERM to the end; spot machines give 30.",
-  lower_bound=1,
-)
-
-_NODES = flags.DEFINE_integer("nodes", 1, "Hosts of --slurm.", lower_bound=1)
-_GPUS = flags.DEFINE_integer("gpus", 8, "GPUs of a host of --slurm.", lower_bound=1)
-_HOURS = flags.DEFINE_integer("hours", 24, "Time limit of --slurm.", lower_bound=1)
-_ZONE = flags.DEFINE_string("zone", "", "Of --vm, as us-east5-b.")
-
+FLAGS = flags.FLAGS
 # The ports by which the processes of a run, and slices among them, find each other.
 _PORTS = (8471, 8080)
 
@@ -238,50 +216,76 @@ gcloud compute tpus queued-resources delete {node} {where} --force
 """
 
 
+def define_flags() -> None:
+  """Defines this program's flags: not on import, for other programs have like ones."""
+  flags.DEFINE_bool("slurm", False, "Print an sbatch file for hosts with GPUs.")
+  flags.DEFINE_bool("vm", False, "Print the gcloud commands of a queued resource.")
+  flags.DEFINE_bool("apply", False, "Hand the JobSet to kubectl, too.")
+  flags.DEFINE_string("name", "coa-jax", "What the job is called.")
+
+  flags.DEFINE_string("slice", "", "TPUs: v6e-64 or v6e:8x8, v5p-128, tpu7x-64.")
+  flags.DEFINE_integer("slices", 1, "How many of them.", lower_bound=1)
+  flags.DEFINE_string("image", "", "Made by experiments/deploy/Containerfile.")
+  flags.DEFINE_string("disk", "", "CLAIM:PATH of a volume that all hosts share.")
+  flags.DEFINE_bool("spot", False, "On preemptible machines.")
+  flags.DEFINE_integer("restarts", 20, "Most restarts.", lower_bound=0)
+  flags.DEFINE_integer(
+    "grace_s",
+    600,
+    "Seconds from SIGTERM to the end; spot machines give 30.",
+    lower_bound=1,
+  )
+
+  flags.DEFINE_integer("nodes", 1, "Hosts of --slurm.", lower_bound=1)
+  flags.DEFINE_integer("gpus", 8, "GPUs of a host of --slurm.", lower_bound=1)
+  flags.DEFINE_integer("hours", 24, "Time limit of --slurm.", lower_bound=1)
+  flags.DEFINE_string("zone", "", "Of --vm, as us-east5-b.")
+
+
 def main(words: list[str]) -> None:
   """Prints what the flags ask for."""
   command = _read_command(words)
-  if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", _NAME.value):
-    stop(f"--name={_NAME.value}: at most 40 of a-z, 0-9 and -, a letter first")
-  if _SLURM.value and _VM.value:
+  if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", FLAGS.name):
+    stop(f"--name={FLAGS.name}: at most 40 of a-z, 0-9 and -, a letter first")
+  if FLAGS.slurm and FLAGS.vm:
     stop("--slurm and --vm: give one of them, or none for a JobSet")
-  if _APPLY.value and (_SLURM.value or _VM.value):
+  if FLAGS.apply and (FLAGS.slurm or FLAGS.vm):
     stop("--apply hands a JobSet to kubectl; it does not go with --slurm or --vm")
 
   # --- Hosts with GPUs.
-  if _SLURM.value:
-    script = make_sbatch(_NAME.value, command, _NODES.value, _GPUS.value, _HOURS.value)
+  if FLAGS.slurm:
+    script = make_sbatch(FLAGS.name, command, FLAGS.nodes, FLAGS.gpus, FLAGS.hours)
     print(script, end="")
     return
 
   # --- TPUs.
-  if not _SLICE.value:
+  if not FLAGS.slice:
     stop("--slice must be given, as --slice=v6e-64; or --slurm for GPUs")
-  claim, colon, path = _DISK.value.partition(":")
-  if _DISK.value and not (claim and colon and path.startswith("/")):
-    stop(f"--disk={_DISK.value}: give CLAIM:/PATH")
+  claim, colon, path = FLAGS.disk.partition(":")
+  if FLAGS.disk and not (claim and colon and path.startswith("/")):
+    stop(f"--disk={FLAGS.disk}: give CLAIM:/PATH")
   job = PodJob(
-    name=_NAME.value,
+    name=FLAGS.name,
     command=command,
-    slice=read_slice(_SLICE.value),
-    slices=_SLICES.value,
-    image=_IMAGE.value,
+    slice=read_slice(FLAGS.slice),
+    slices=FLAGS.slices,
+    image=FLAGS.image,
     claim=claim,
     path=path,
-    spot=_SPOT.value,
-    restarts=_RESTARTS.value,
-    grace_s=_GRACE_S.value,
+    spot=FLAGS.spot,
+    restarts=FLAGS.restarts,
+    grace_s=FLAGS.grace_s,
   )
-  if _VM.value:
-    if not _ZONE.value:
+  if FLAGS.vm:
+    if not FLAGS.zone:
       stop("--vm needs --zone, as --zone=us-east5-b")
-    print(make_vm_commands(job, _ZONE.value), end="")
+    print(make_vm_commands(job, FLAGS.zone), end="")
     return
   if not job.image:
     stop("--image must be given: build experiments/deploy/Containerfile, and push it")
   manifest = yaml.safe_dump(make_jobset(job), sort_keys=False)
   print(manifest, end="")
-  if _APPLY.value:
+  if FLAGS.apply:
     _apply(manifest)
 
 
@@ -308,4 +312,5 @@ def _apply(manifest: str) -> None:
 
 
 if __name__ == "__main__":
+  define_flags()
   run_program(main, takes_words=True)
