@@ -34,13 +34,22 @@ _WAIT_S = flags.DEFINE_integer(
 )
 
 
+_HEARTBEAT_S = flags.DEFINE_integer(
+  "heartbeat_s",
+  100,
+  "Seconds without a sign of life after which a process of --distributed counts as "
+  "dead, and all others end.",
+  lower_bound=10,
+)
+
+
 def join(where: str) -> None:
   """Joins the other processes of a run; `where` is the flag --distributed."""
   import jax
 
   if where == "auto":
     try:
-      jax.distributed.initialize()
+      jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_S.value)
     except (ValueError, RuntimeError) as e:
       stop(f"--distributed=auto: {e}; elsewhere give HOST:PORT,PROCESSES,PROCESS")
     return
@@ -84,7 +93,11 @@ def join(where: str) -> None:
   watch.daemon = True
   watch.start()
   jax.distributed.initialize(
-    address, processes, process, initialization_timeout=round(left) + 60
+    address,
+    processes,
+    process,
+    initialization_timeout=round(left) + 60,
+    heartbeat_timeout_seconds=_HEARTBEAT_S.value,
   )
   watch.cancel()
 

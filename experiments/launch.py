@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_dict import RequiredValueError
 
-from coa_jax import disk
+from coa_jax import disk, heartbeat
 from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
 from experiments import distributed
@@ -49,6 +49,15 @@ CPU_DEVICES = flags.DEFINE_integer(
   "small models sample up to 1.6 times as fast, each on slots of its own.",
   lower_bound=1,
   upper_bound=1024,
+)
+
+
+HANG_S = flags.DEFINE_integer(
+  "hang_s",
+  0,
+  "Seconds without progress after which the program ends with the stacks of its "
+  "threads; a step and its compilation must fit. 0: never.",
+  lower_bound=0,
 )
 
 
@@ -98,6 +107,7 @@ def launch(
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
       distributed.check_shared(workdir.value)
+    heartbeat.watch(HANG_S.value)
     is_all = True
     with disk.clear_errors(workdir.value):
       if shard:
@@ -192,7 +202,14 @@ def _define_config(
   else:
     flags.DEFINE_string("config", None, _CONFIG_HELP)
     flags.mark_flag_as_required("config")
-  for name in ("config", "workdir", "cpu_devices", "distributed", "compile_cache"):
+  for name in (
+    "config",
+    "workdir",
+    "cpu_devices",
+    "distributed",
+    "compile_cache",
+    "hang_s",
+  ):
     if name in flags.FLAGS:  # --help lists them
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
   return rest

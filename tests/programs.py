@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -45,3 +46,14 @@ def finish(
     assert done.stderr.startswith("error: ") and reason in done.stderr
     assert done.stderr.count("\n") == 1
   return done
+
+
+def whole_lines(path: pathlib.Path) -> list[str]:
+  """The lines of a file that is being written, but for half a last one."""
+  return path.read_text().splitlines(keepends=True)[:-1] if path.exists() else []
+
+
+def reached(workdir: pathlib.Path) -> int:
+  """The last step that a run has logged; 0 for none."""
+  logged = whole_lines(workdir / "metrics.jsonl")
+  return max((json.loads(line)["step"] for line in logged), default=0)

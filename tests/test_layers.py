@@ -23,6 +23,7 @@ BELOW = {
   "fields": set(),
   "lock": set(),
   "shard": set(),
+  "heartbeat": set(),
   "config": set(),
   "record": {"config", "lock"},
   "protocol": set(),
@@ -36,8 +37,9 @@ BELOW = {
   "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
   "report": {"model", "rewards", "tasks", "protocol"},
 }
-for room in set(BELOW) - {"json_io", "capacity", "disk", "fields", "shard"}:
-  BELOW[room] |= {"json_io", "capacity", "disk", "fields", "shard"}
+LOWEST = {"json_io", "capacity", "disk", "fields", "shard", "heartbeat"}
+for room in set(BELOW) - LOWEST:
+  BELOW[room] |= LOWEST
 for journey in JOURNEYS:
   BELOW[journey] = set(BELOW) - set(JOURNEYS)
 # Doors: the only files that may import these packages.

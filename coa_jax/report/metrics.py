@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from coa_jax import heartbeat
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import parse_object, shown
 from coa_jax.report import timers
@@ -177,6 +178,7 @@ class Metrics:
     self._console.print(text, style="bold yellow", markup=False, soft_wrap=True)
 
   def _show(self, step: int, seconds: float, figure: str, shares: str) -> None:
+    heartbeat.beat()
     # Steps of an interrupted run cost this one nothing, so they are not in its pace.
     pace = seconds / max(step - self._steps_before, 1)
     remaining = max(self.total - step, 0) * pace

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from coa_jax import heartbeat
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
 
@@ -249,6 +250,7 @@ class EpisodePool:
           policy = self._policies[i]
           version = self._version
         # --- Without it: the device's time.
+        heartbeat.beat()
         for episode in dropped:
           replica.drop(episode)
         for episode in replica.round(policy, version, [job.episode for job in new]):

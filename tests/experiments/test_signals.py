@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import os
 import pathlib
 import signal
@@ -14,7 +13,7 @@ import time
 
 import pytest
 import toy
-from programs import ROOT, config_file, start
+from programs import ROOT, config_file, reached, start
 
 from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import write_jsonl
@@ -58,21 +57,11 @@ def configs(tmp_path_factory) -> dict[str, str]:
   }
 
 
-def reached(workdir: pathlib.Path) -> int:
-  """The last step that the run has logged; 0 for none."""
-  logged = lines(workdir / "metrics.jsonl")
-  return max((json.loads(line)["step"] for line in logged), default=0)
-
-
 def wait_for_step(process: subprocess.Popen, workdir: pathlib.Path, step: int) -> None:
   """Until the run has logged this step."""
   while reached(workdir) < step:
     assert process.poll() is None, process.communicate()
     time.sleep(0.05)
-
-
-def lines(path: pathlib.Path) -> list[str]:
-  return path.read_text().splitlines(keepends=True)[:-1] if path.exists() else []
 
 
 @pytest.mark.parametrize(
