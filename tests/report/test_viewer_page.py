@@ -401,3 +401,32 @@ def test_on_a_narrow_screen_nothing_sticks_out(visit):
   assert page.evaluate("document.documentElement.scrollWidth") <= 390
   page.locator(".row").nth(1).click()
   assert page.locator(".sample.chosen").is_visible()
+  # What is chosen below the list comes into sight.
+  assert page.locator("#detail .question").bounding_box()["y"] < 400
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+def test_controls_stand_in_rows_and_are_labelled(visit, width):
+  page = visit(tasks(12))
+  page.set_viewport_size({"width": width, "height": 800})
+  boxes = [c.bounding_box() for c in page.locator("#bar select, #bar input").all()]
+  assert len(boxes) > 8 and len({b["height"] for b in boxes}) == 1
+  # A row's controls begin at one height, a column's at one side, and none is cut off.
+  rows = {b["y"] for b in boxes}
+  columns = {b["x"] for b in boxes}
+  assert len(rows) * len(columns) < len(boxes) + len(columns)
+  assert all(b["x"] + b["width"] <= width for b in boxes)
+  for control in page.locator("#bar select, #bar input").all():
+    assert control.evaluate("e => e.labels[0].innerText")
+
+
+def test_keys_go_through_the_list_to_its_ends(visit):
+  page = visit(tasks(300))
+  rows = page.locator("#list")
+  rows.press("End")  # beyond what was drawn
+  selected = page.locator(".row[aria-selected=true]")
+  assert selected.get_attribute("data-i") == "299" and listed(page)[0] == 300
+  rows.press("PageUp")
+  assert "#" in selected.inner_text() and selected.get_attribute("data-i") != "299"
+  rows.press("Home")
+  assert selected.get_attribute("data-i") == "0"
