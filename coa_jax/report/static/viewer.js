@@ -144,7 +144,8 @@ const find = field('search', 'find text', (r, x) => textOf(r).includes(x));
 find.addEventListener('keydown', event => {
   if (event.key === 'Enter') jump(event.shiftKey ? hit - 1 : hit + 1);
 });
-const jumps = element('div', 'jumps', undefined, bar);
+find.parentElement.classList.add('find');
+const jumps = element('div', 'jumps', undefined, find.parentElement);
 const where = element('span', '', '', jumps);
 where.role = 'status';
 button('\u2191', jumps, () => jump(hit - 1)).ariaLabel = 'previous hit';
@@ -375,12 +376,14 @@ function histograms() {
   }
 }
 
+// Whether what is chosen stands below the list, out of sight, and not beside it.
+const isNarrow = () => detail.offsetTop > list.offsetTop;
+
 list.addEventListener('click', event => {
   const row = event.target.closest('.row');
   if (!row) return;
   choose(rows[row.dataset.i]);
-  // On a narrow screen what is chosen stands below the list, out of sight.
-  if (detail.offsetTop > list.offsetTop) detail.scrollIntoView();
+  if (isNarrow()) detail.scrollIntoView();
 });
 list.addEventListener('keydown', event => {
   const steps = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10,
@@ -552,11 +555,12 @@ function sampled(segment, pre) {
 
 function begin() {
   const linked = restore();
+  const target = chosen && isNarrow() ? detail : document.getElementById('viewer');
   filter();
   const row = list.querySelector('[aria-selected=true]');
   if (row) list.scrollTop = row.offsetTop - list.offsetTop - 60;
-  return linked;
+  if (linked) target.scrollIntoView();
 }
 
 window.addEventListener('hashchange', begin);
-if (begin()) document.getElementById('viewer').scrollIntoView();
+begin();
