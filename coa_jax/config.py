@@ -102,16 +102,21 @@ def read_config(config: Values | None, cls: type[T], section: str = "") -> T:
     raise ConfigError(str(e)) from e
 
 
-def fill_defaults(config: ml_collections.ConfigDict, cls: type) -> None:
+def fill_defaults(
+  config: ml_collections.ConfigDict, cls: type, types_only: bool = False
+) -> None:
   """Writes the defaults of `cls` into a config where it leaves a field out.
 
   So a flag can override every field, by its type. A field that has no default, or the
   default None, becomes a typed placeholder. A section that the config may do without
   stays away, and what `cls` does not know stays as it is.
 
+  A section with metadata "read" gets types alone: its function knows better defaults.
+
   Args:
     config: of a whole journey, or a section of it.
     cls: the dataclass that it is read into.
+    types_only: make every field that is left out a typed placeholder.
   """
   hints = typing.get_type_hints(cls)
   for field in dataclasses.fields(cls):
@@ -121,8 +126,9 @@ def fill_defaults(config: ml_collections.ConfigDict, cls: type) -> None:
       value = config.get(name)
     except config_dict.RequiredValueError:
       continue  # a placeholder of the file's own
-    if "read" in field.metadata or hint is Any:
-      continue
+    has_reader = "read" in field.metadata
+    if hint is Any or (has_reader and not dataclasses.is_dataclass(hint)):
+      continue  # of which of several classes it is, its function decides
     if _is_section(hint):
       is_dict = isinstance(value, ml_collections.ConfigDict)
       if is_empty(value) or (is_dict and not value):
@@ -131,10 +137,12 @@ def fill_defaults(config: ml_collections.ConfigDict, cls: type) -> None:
         _put(config, name, ml_collections.ConfigDict())
         value = config[name]
       if isinstance(value, ml_collections.ConfigDict):
-        fill_defaults(value, _section_class(hint))
+        fill_defaults(value, _section_class(hint), types_only or has_reader)
       continue
     if value is None:
-      value = _default_or_placeholder(field, hint)
+      value = _placeholder(hint)
+      if not types_only:
+        value = _default_of(field, value)
       if value == math.inf:
         continue  # no value that a config can hold
     elif hint is float and type(value) is int:
@@ -151,15 +159,18 @@ def _put(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
   config[name] = value
 
 
-def _default_or_placeholder(field: dataclasses.Field[Any], hint: Any) -> Any:
-  """A field's default; where that is None or there is none, a typed placeholder."""
+def _default_of(field: dataclasses.Field[Any], otherwise: Any) -> Any:
+  """A field's default; `otherwise` where that is None or there is none."""
   default = None
   if field.default is not dataclasses.MISSING:
     default = field.default
   elif field.default_factory is not dataclasses.MISSING:
     default = field.default_factory()
-  if default is not None:
-    return default
+  return otherwise if default is None else default
+
+
+def _placeholder(hint: Any) -> Any:
+  """None that a flag fills with a value of the hint's type."""
   kinds = [kind for kind in _kinds(hint) if kind is not type(None)]
   # A tuple of strings is a tuple to the parser of flags.
   kind = typing.get_origin(kinds[0]) or kinds[0]

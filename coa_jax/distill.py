@@ -329,8 +329,12 @@ def _draw(
     "funnel.png": plots.funnel_bars(funnels),
     "statistics.png": plots.filter_statistics(before, after),
   }
+  titles = {
+    "funnel.png": "What each filter kept of the team's runs",
+    "statistics.png": "The team's runs before, trajectories after filtering",
+  }
   for name, figure in pictures.items():
-    plots.write_png(os.path.join(workdir, name), figure)
+    plots.write_png(os.path.join(workdir, name), figure, titles[name])
 
 
 def _filtered(

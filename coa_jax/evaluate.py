@@ -22,7 +22,12 @@ from coa_jax.lock import exclusive
 from coa_jax.model.config import LoadConfig
 from coa_jax.model.hf.folder import open_folder
 from coa_jax.model.hf.io import load_model
-from coa_jax.model.sharding import MeshConfig, make_partitioner, process_dir
+from coa_jax.model.sharding import (
+  MeshConfig,
+  is_first_process,
+  make_partitioner,
+  process_dir,
+)
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.origin import warn_if_other
 from coa_jax.protocol.prompts import instructions
@@ -156,7 +161,8 @@ def run(
   settings = read_config(config, EvaluateConfig)
   samples = settings.eval.samples
   tasks = select_tasks(settings.tasks)
-  say(describe_tasks(tasks))
+  if is_first_process():
+    say(describe_tasks(tasks))
   # What the host holds in the end: every attempt.
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
   capacity.check_host({fields: samples * len(tasks) * capacity.TRAJECTORY})

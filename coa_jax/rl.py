@@ -43,6 +43,7 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import (
   MeshConfig,
   Partitioner,
+  is_first_process,
   make_partitioner,
   process_dir,
 )
@@ -248,7 +249,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   # --- Tasks to learn from, and others to watch the policy on.
   tasks = select_tasks(settings.tasks)
   dev_tasks = select_tasks(settings.dev.tasks(settings.tasks))
-  say(f"{describe_tasks(tasks)}; dev: {describe_tasks(dev_tasks)}")
+  if is_first_process():
+    say(f"{describe_tasks(tasks)}; dev: {describe_tasks(dev_tasks)}")
   task_sampler = make_task_sampler(
     sampling.task_sampler,
     tasks,

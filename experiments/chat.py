@@ -183,6 +183,9 @@ def main(config: ml_collections.ConfigDict) -> None:
   console = Console(stderr=True, highlight=False)
   failed = False
   with open_server(config) as server:
+    # Else the first question would wait for it without a word.
+    console.print("compiling the sampler ...", style="dim")
+    server.warm_up()
     lines = questions(console)
     if _QUESTION.value is not None:
       lines = iter([_QUESTION.value])

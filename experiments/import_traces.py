@@ -292,8 +292,12 @@ def _report(
     "funnel": plots.funnel_bars(bars),
     "statistics": plots.filter_statistics(before, after),
   }
+  titles = {
+    "funnel": "What import and each filter kept of the rows",
+    "statistics": "Trajectories before and after filtering",
+  }
   for name, figure in pictures.items():
-    plots.write_png(f"{_OUT.value}.{name}.png", figure)
+    plots.write_png(f"{_OUT.value}.{name}.png", figure, titles[name])
 
   # --- The manifest: what would write the same file again.
   settings = {

@@ -274,7 +274,7 @@ def _write_page(
 
 
 def _made_by(workdir: str) -> str:
-  """The sentence that lets the page be cited, and the run be repeated."""
+  """What lets the page be cited, the run be repeated, and all of it be seen."""
   with open(os.path.join(workdir, "rl", "config.json")) as f:
     record = json.load(f)
   command = shlex.join(["python", "-m", "experiments.quickstart", *sys.argv[1:]])
@@ -282,7 +282,10 @@ def _made_by(workdir: str) -> str:
     f"Made on {time.strftime('%d %B %Y')} by `{command}`: seed "
     f"{record['config'].get('rollout', {}).get('seed', '-')}, "
     f"commit {(record.get('git_commit') or '-')[:12]}, on "
-    f"{platform.system()} {platform.machine()} with {os.cpu_count()} cores."
+    f"{platform.system()} {platform.machine()} with {os.cpu_count()} cores.\n\n"
+    "Some trajectories stand at the end of this page. To browse all of RL: `python -m "
+    f"experiments.browse --trajectories={shlex.quote(os.path.join(workdir, 'rl'))} "
+    "--out=browse.html`"
   )
 
 

@@ -87,6 +87,9 @@ def test_what_is_left_out_is_as_the_model_was_trained(tmp_path, rollout, expecte
   fill_defaults(values, ServeConfig)
   settings = read_config(values, ServeConfig).rollout
   assert (settings.variant, settings.style, settings.max_len) == expected
+  # What is left out has a type all the same, which a flag is read by.
+  assert values.rollout.get_type("slots") is int
+  assert values.rollout.get_type("constrain") is bool
   (tmp_path / "coa.json").write_text("{")
   with pytest.raises(ValueError, match=r"coa\.json: not JSON"):
     read_config(values, ServeConfig)

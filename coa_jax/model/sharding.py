@@ -320,13 +320,18 @@ def platform(partitioner: Partitioner | None) -> str:
   return jax.default_backend()
 
 
+def is_first_process() -> bool:
+  """Tells whether this process is the one of several that speaks for all."""
+  # One process alone need not wake its devices up to know that it is the first.
+  return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
 def process_dir(workdir: str) -> str:
   """Returns where this process writes what several must not write into one file.
 
   The first of several processes writes into the workdir itself.
   """
-  # One process alone need not wake its devices up to know that it is the first.
-  if not jax.distributed.is_initialized() or jax.process_index() == 0:
+  if is_first_process():
     return workdir
   return os.path.join(workdir, f"process_{jax.process_index()}")
 

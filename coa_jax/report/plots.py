@@ -20,6 +20,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.report import timers
@@ -223,14 +225,16 @@ def seed_points(
     rows: recipe -> figure -> {"mean", "ci95" ([low, high] or None), "by_seed" (seed ->
       value)}; top to bottom. A mean of None has no point. The first row's mean is drawn
       through all.
-    figures: figure -> what its panel calls it, left to right.
+    figures: figure, a share of tasks -> what its panel calls it, left to right. The
+      axis of a panel whose shares are all small ends sooner than at 1.
   """
   # --- A panel for each figure, as high as there are recipes.
   figure, axes = _figure(len(figures), width=2.4)
   figure.set_figwidth(2.2 + 2.6 * len(figures))
-  figure.set_figheight(1.0 + 0.34 * len(rows))
+  figure.set_figheight(1.5 + 0.34 * len(rows))
   for axis, (name, label) in zip(axes, figures.items(), strict=True):
     # --- A line for each recipe: mean, interval, and the seeds a little below.
+    most = 0.0
     for y, row in enumerate(rows.values()):
       mean = row[name]["mean"]
       if mean is None:
@@ -244,15 +248,31 @@ def seed_points(
       seeds = [v for v in row[name]["by_seed"].values() if v is not None]
       below = [y + 0.24] * len(seeds)
       axis.plot(seeds, below, "|", color=COLORS[1], markersize=6, alpha=0.9)
+      most = max(most, mean, high, *seeds)
 
     # --- Recipes from top to bottom, named beside the first panel alone.
     axis.set_yticks(range(len(rows)), [""] * len(rows))
     if axis is axes[0]:
       axis.set_yticklabels(list(rows))
     axis.set_ylim(len(rows) - 0.4, -0.6)
-    axis.set_xlim(-0.03, 1.03)
+    end = min(share for share in (0.05, 0.1, 0.25, 0.5, 1.0) if most <= share)
+    axis.set_xlim(-0.03 * end, 1.03 * end)
     _finish(axis, label, "", legend=False)
+  _explain_seed_marks(figure, next(iter(rows)))
   return figure
+
+
+def _explain_seed_marks(figure: Figure, first: str) -> None:
+  """Puts a legend below all panels; `first` is the recipe whose mean is dashed."""
+  looks = {
+    "mean over seeds": {"color": COLORS[0], "marker": "o", "linestyle": ""},
+    "its 95 % interval, over tasks": {"color": COLORS[0]},
+    "one seed": {"color": COLORS[1], "marker": "|", "linestyle": ""},
+    f"mean of {first}": {"color": COLORS[0], "alpha": 0.35, "linestyle": "--"},
+  }
+  marks = [Line2D([], [], label=label, **look) for label, look in looks.items()]
+  place = {"loc": "outside lower center", "ncols": len(marks)}
+  figure.legend(handles=marks, frameon=False, labelcolor=_INK, **place)
 
 
 def cost_bars(table: Mapping[str, Any]) -> Figure:
@@ -367,7 +387,7 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
   Args:
     stages: stage -> (kept, {reason: dropped}), in order.
   """
-  figure, (axis,) = _figure(1, width=7.2)
+  figure, (axis,) = _figure(1, width=8.8)
   figure.set_figheight(0.9 + 0.42 * len(stages))
   most = 1
   for y, (passed, dropped) in enumerate(stages.values()):
@@ -390,7 +410,9 @@ def funnel_bars(stages: Mapping[str, tuple[int, Mapping[str, int]]]) -> Figure:
     axis.annotate(text, (passed + lost, y), va="center", size=8)
   axis.set_yticks(range(len(stages)), list(stages))
   axis.invert_yaxis()
-  axis.set_xlim(0, 2.2 * most)  # room for the words
+  axis.set_xlim(0, 1.02 * most)  # the words stand beside the axes, where they must
+  axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+  axis.xaxis.set_major_formatter("{x:,.0f}")
   _finish(axis, "trajectories", "", legend=True)
   axis.grid(visible=False, axis="y")
   return figure
@@ -452,7 +474,11 @@ def to_png(figure: Figure, dpi: int = 150) -> bytes:
   return out.getvalue()
 
 
-def write_png(path: str, figure: Figure) -> None:
-  """Writes the figure, on white."""
+def write_png(path: str, figure: Figure, title: str = "") -> None:
+  """Writes the figure, on white, below a title: a picture has no caption as a page."""
+  if title:
+    figure.suptitle(title, color=_INK)
   with open(path, "wb") as f:
     f.write(to_png(figure))
+  if title:  # in a page the figure goes without
+    figure.suptitle("").set_in_layout(False)

@@ -106,9 +106,9 @@ def proportion_interval(
 ) -> list[float] | None:
   """Computes the 95 % interval of a proportion sum(over) / sum(under), over tasks.
 
-  Wilson's score interval where every task says yes or no, and where all say the same:
-  it has a width at 0 of n and at n of n too. Else, as for means of several samples a
-  task, the bootstrap over tasks.
+  Wilson's score interval where every task says yes or no, and where all have the same
+  share, as a single task has: it has a width there too. Else, as for means of several
+  samples a task, the bootstrap over tasks.
 
   Args:
     over: what holds, of each task; from 0 to its `under`.
@@ -124,14 +124,20 @@ def proportion_interval(
   under = under[under > 0]
   share = over / under
   # Where all agree, several samples of a task still are one task's word: n is of tasks.
+  # A share varies no more than a yes or no does, so that is not too narrow.
   yes_or_no = (under == 1) & np.isin(share, (0, 1))
-  if yes_or_no.all() or (share == 0).all() or (share == 1).all():
-    return wilson(int(share.sum()), len(share))
+  if yes_or_no.all() or (share == share[0]).all():
+    return wilson(math.fsum(share), len(share))
   return interval(over, under, seed)
 
 
-def wilson(right: int, tasks: int) -> list[float] | None:
-  """Computes Wilson's 95 % score interval of a proportion (1927); None of no tasks."""
+def wilson(right: float, tasks: int) -> list[float] | None:
+  """Computes Wilson's 95 % score interval of a proportion (1927); None of no tasks.
+
+  Args:
+    right: tasks that are right; of a task with several samples, the share of them.
+    tasks: of how many.
+  """
   if not tasks:
     return None
   # At the ends both terms are equal: written as 0 and 1, they are so without rounding.

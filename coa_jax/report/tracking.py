@@ -27,14 +27,13 @@ from coa_jax.report import metric_names
 if TYPE_CHECKING:
   from tensorboardX.proto.event_pb2 import Event
 
-FOLDER = "tensorboard"
-
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
   """Config section `log`: where else a run's numbers go.
 
-  TensorBoard's event files are always written, to `workdir/tensorboard/STAGE`.
+  TensorBoard's event files are always written, into the workdir itself: TensorBoard
+  names a run by its folder, so `--logdir=runs/world` shows `sft` and `rl`.
 
   Attributes:
     wandb_project: a project of Weights & Biases that gets them too; none where "". The
@@ -75,7 +74,7 @@ class Tracking:
 
     Args:
       workdir: the run's directory.
-      stage: what the numbers belong to; a folder, or a run, of its own.
+      stage: what the numbers belong to; Weights & Biases' run is named by it.
       first: the first step that will be logged. TensorBoard hides what an interrupted
         run had logged from there on, once this one has opened its file.
       config: section `log`.
@@ -87,18 +86,16 @@ class Tracking:
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    folder = os.path.join(workdir, FOLDER, stage)
-    os.makedirs(folder, exist_ok=True)
     # TensorBoard reads the files of a folder in the order of their names, which tell
     # seconds; a run resumed within the second must not overwrite the one before.
     suffix = f".{time.time_ns()}"
-    self._events = EventsWriter(os.path.join(folder, "events"), suffix)
+    self._events = EventsWriter(os.path.join(workdir, "events"), suffix)
     # TensorBoard drops what other files of the folder say from this step on.
     start = SessionLog(status=SessionLog.START)
     self._write(Event(step=first, session_log=start))
     self._wandb = None
     if config.wandb_project:
-      self._wandb = _wandb_run(folder, workdir, stage, config.wandb_project)
+      self._wandb = _wandb_run(workdir, stage, config.wandb_project)
     self._prometheus = None
     if config.prometheus_port:
       self._prometheus = Prometheus(
@@ -171,7 +168,7 @@ class Prometheus:
     self._thread.join()
 
 
-def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
+def _wandb_run(workdir: str, stage: str, project: str) -> Any:
   """The stage's run, which goes on where the stage has one already.
 
   It gets scalars alone: no console output, code, commit or machine.
@@ -182,7 +179,7 @@ def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
   import wandb
 
   # --- The run's id is kept beside the events: with it a resumed stage finds its run.
-  path = os.path.join(folder, "wandb_id")
+  path = os.path.join(workdir, "wandb_id")
   if not os.path.exists(path):
     with atomic_write(path) as f:
       f.write(secrets.token_hex(8))
@@ -204,7 +201,7 @@ def _wandb_run(folder: str, workdir: str, stage: str, project: str) -> Any:
       id=run_id,
       name=name,
       resume="allow",
-      dir=folder,
+      dir=workdir,
       settings=settings,
     )
   except wandb.errors.Error as e:

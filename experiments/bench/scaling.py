@@ -16,6 +16,8 @@ three runs is timed. Of generated tokens per second; "ms a step" is of decoding.
 from __future__ import annotations
 
 import itertools
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,30 +95,36 @@ def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
   }
 
 
-def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
-  """Three panels: tokens per second, and memory, over what each sweep varies."""
-  figure = Figure(figsize=(12, 3.4), layout="constrained")
+def draw(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+  """Two panels for each sweep over what it varies: tokens per second, and memory.
+
+  Args:
+    rows: the table's.
+    title: which model, where.
+  """
   sweeps = list(dict.fromkeys(r["sweep"] for r in rows))
-  axes = figure.subplots(1, len(sweeps), squeeze=False)[0]
-  for axis, sweep in zip(axes, sweeps, strict=True):
-    points = [
-      (r["at"], r["tokens_per_second"], r["peak_mb"])
-      for r in rows
-      if r["sweep"] == sweep
-    ]
-    x, speed, peak = zip(*points, strict=True)
-    # --- The speed, on the left.
-    axis.plot(x, speed, "o-", color=plots.COLORS[0])
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(x, [f"{v:,}" for v in x])
-    axis.set_ylim(0, 1.1 * max(speed))
-    axis.set_xlabel(_LABELS[sweep])
-    axis.set_ylabel("generated tokens/s", color=plots.COLORS[0])
-    # --- The memory, on the right.
-    memory = axis.twinx()
-    memory.plot(x, peak, "s--", color=plots.COLORS[1])
-    memory.set_ylim(0, 1.1 * max(peak))
-    memory.set_ylabel("peak MB", color=plots.COLORS[1])
+  figure = Figure(figsize=(4.6 * len(sweeps), 5.6), layout="constrained")
+  figure.suptitle(f"{title}\nevery dot: a process of its own, the third of three runs")
+  panels = figure.subplots(2, len(sweeps), squeeze=False, sharex="col")
+  for (top, bottom), sweep in zip(panels.T, sweeps, strict=True):
+    points = [r for r in rows if r["sweep"] == sweep]
+    x = [r["at"] for r in points]
+    for axis, key, color, label in (
+      (top, "tokens_per_second", plots.COLORS[0], "generated tokens/s"),
+      (bottom, "peak_mb", plots.COLORS[1], "peak memory, MB"),
+    ):
+      y = [r[key] for r in points]
+      axis.plot(x, y, "o-", color=color)
+      axis.set_ylim(0, 1.1 * max(y))
+      axis.yaxis.set_major_formatter("{x:,.0f}")
+      axis.set_ylabel(label)
+      axis.grid(alpha=0.25, linewidth=0.6)
+      axis.spines[["top", "right"]].set_visible(False)
+    # The scale is by powers of two: only what was measured has a label.
+    bottom.set_xscale("log", base=2)
+    bottom.set_xticks(x, [f"{v:,}" for v in x])
+    bottom.minorticks_off()
+    bottom.set_xlabel(_LABELS[sweep])
   return figure
 
 
@@ -131,13 +139,27 @@ _COLUMNS = {
 }
 
 
+def _machine() -> str:
+  """Names the machine: its processor, as Linux says it, and its cores."""
+  name = platform.machine()
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as f:
+      names = [line.partition(":")[2].strip() for line in f if "model name" in line]
+  except FileNotFoundError:  # not Linux
+    names = []
+  if names:
+    name = names[0]
+  return f"{os.cpu_count()} cores of {name}"
+
+
 def run() -> dict[str, Any]:
   """Everything the flags ask for: the table, and the picture where --plot says."""
-  model = SIZES["5M"].model
+  size = "5M"
   most = None  # points of a sweep
   if bench.QUICK.value:
-    model = SIZES["1M"].model
+    size = "1M"
     most = 2
+  model = SIZES[size].model
   rows = []
   for sweep, jobs in bench.chosen(SWEEPS).items():
     for at, job in itertools.islice(jobs.items(), most):
@@ -145,7 +167,8 @@ def run() -> dict[str, Any]:
       rows.append(row)
       print(f"{sweep} {at}: {row['tokens_per_second']:.0f} tokens/s", flush=True)
   if _PLOT.value:
-    plots.write_png(_PLOT.value, draw(rows))
+    title = f"Rollouts of a model of {size} parameters in float32, on {_machine()}"
+    plots.write_png(_PLOT.value, draw(rows, title))
   return {"table": rows, "ratios": {}}
 
 

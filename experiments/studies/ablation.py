@@ -1,7 +1,7 @@
 """The ablation: what each part of the recipe is worth. One command, a table, a plot.
 
   python -m experiments.studies.ablation [--workdir=runs/ablation] [--budget=small]
-    [--seeds=3] [--arms=REGEX] [--report_only]
+    [--seeds=3] [--arms='full recipe|SFT only'] [--report_only]
 
 Every arm is the whole journey (world, team, distillation, SFT, RL, evaluation on worlds
 never seen) with the few fields changed that `ablation_arms.ARMS` says. What arms share
@@ -20,7 +20,6 @@ Writes results.json, table.md, report.html and plot.png into the workdir.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +40,9 @@ def _define_flags() -> None:
   flags.DEFINE_string("workdir", "runs/ablation", "Where everything goes.")
   flags.DEFINE_enum("budget", "small", list(BUDGETS), "Size of each arm.")
   flags.DEFINE_integer("seeds", 3, "Of world, team, SFT and RL alike.", 1)
-  flags.DEFINE_string("arms", "", "Only arms whose name this regex finds.")
+  flags.DEFINE_string(
+    "arms", "", "Only these arms: their names or titles, separated by '|'."
+  )
   flags.DEFINE_bool("report_only", False, "Of what is there; run nothing.")
   flags.set_default(launch.CPU_DEVICES, 2)
 
@@ -108,16 +109,33 @@ def run(
   return ablation_report.write(workdir, titles, done, failed, budget, seconds)
 
 
+def choose_arms(text: str) -> list[str]:
+  """Reads --arms: the names of the arms that it asks for, in the table's order.
+
+  Args:
+    text: names, or titles as the table shows them, separated by "|"; "" for all.
+
+  Raises:
+    ValueError: there is no such arm; the message lists those that there are.
+  """
+  if not text:
+    return list(ARMS)
+  names = {arm.title: name for name, arm in ARMS.items()}
+  wanted = []
+  for word in map(str.strip, text.split("|")):
+    name = names.get(word, word)
+    if name not in ARMS:
+      known = ", ".join(f"{name} ({arm.title!r})" for name, arm in ARMS.items())
+      raise ValueError(f"--arms={text!r}: there is no arm {word!r}; there are {known}")
+    wanted.append(name)
+  return [name for name in ARMS if name in wanted]
+
+
 def main() -> None:
   """Runs the ablation and prints its table."""
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
   options = flags.FLAGS
-  try:
-    arms = [name for name in ARMS if re.search(options.arms, name)]
-  except re.error as e:
-    raise ValueError(f"--arms={options.arms!r} is no regular expression: {e}") from e
-  if not arms:
-    raise ValueError(f"--arms={options.arms!r} finds none of: {', '.join(ARMS)}")
+  arms = choose_arms(options.arms)
   results = run(
     options.workdir, options.budget, options.seeds, arms, options.report_only
   )

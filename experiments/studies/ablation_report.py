@@ -265,7 +265,8 @@ def _write_page(
     arms, {n: FIGURES[n][2] for n in ("greedy", "sampled", "pass3", "unseen")}
   )
   os.makedirs(workdir, exist_ok=True)
-  plots.write_png(os.path.join(workdir, "plot.png"), figure)
+  title = f"Ablation, budget {results['budget']}: share of held-out tasks solved"
+  plots.write_png(os.path.join(workdir, "plot.png"), figure, title)
 
   # --- Some greedy attempts of each arm's first seed.
   examples = []

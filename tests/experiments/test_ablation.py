@@ -95,6 +95,16 @@ def test_figures_are_means_over_seeds_and_differences_are_paired():
   assert low < -0.25 < high <= 0
 
 
+def test_arms_are_chosen_by_name_or_by_title_and_unknown_ones_refused():
+  assert ablation.choose_arms("") == list(ARMS)
+  assert ablation.choose_arms("SFT only|full") == ["full", "sft_only"]
+  assert ablation.choose_arms("no filtering, SFT only") == ["no_filtering"]
+  for name, arm in ARMS.items():
+    assert ablation.choose_arms(name) == ablation.choose_arms(arm.title) == [name]
+  with pytest.raises(ValueError, match=r"no arm 'SFT'; there are full \('full recipe'"):
+    ablation.choose_arms("full|SFT")
+
+
 @pytest.mark.slow
 def test_an_arm_is_run_and_measured_and_then_only_reported(tmp_path, monkeypatch):
   workdir = tmp_path / "w"

@@ -47,7 +47,7 @@ JOB["length"] = 64 + 2 * 14 + 48
 def _scaling() -> list[dict]:
   point = scaling.measure(FIELDS, JOB)
   assert point["prefilled"] == 2 * (64 + 48)  # every token once
-  assert len(scaling.draw([{"sweep": "slots", "at": 2, **point}]).axes) == 2
+  assert len(scaling.draw([{"sweep": "slots", "at": 2, **point}], "1M").axes) == 2
   return [{"contestant": "ours", **point}]
 
 

@@ -131,7 +131,8 @@ def test_a_question_on_the_command_line_has_its_answer_on_standard_output(folder
   out, err = process.communicate(timeout=300)
   assert (process.returncode, out) == (0, "17\n"), err
   work = [line for line in err.splitlines() if not line.startswith("[transformers]")]
-  assert work[:4] == ["think", "  work it out", "code", "  ```py"]
+  assert work[0] == "compiling the sampler ..."
+  assert work[1:5] == ["think", "  work it out", "code", "  ```py"]
   assert work[work.index("observation") + 1] == "  16"
   assert "answer" in work and work[-1].startswith("ended: ")
 

@@ -61,6 +61,13 @@ def test_no_proportion_has_an_interval_without_width():
   assert high == 1 and low < 0.5
   thirds = [1 / 3, 0.0, 1.0, 2 / 3] * 5
   assert scores.proportion_interval(thirds) == scores.interval(thirds)
+  for share in (1 / 3, 2 / 3):
+    widths = []
+    for tasks in (1, 2, 50):
+      low, high = scores.proportion_interval([share] * tasks)
+      assert 0 < low < share < high < 1
+      widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
   assert scores.proportion_interval([], []) is None
   assert scores.proportion_interval([0.0], [0]) is None
 

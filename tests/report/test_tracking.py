@@ -35,10 +35,10 @@ def events(path) -> list[Event]:
   return out
 
 
-def scalars(workdir, stage: str = "sft") -> dict[tuple[str, int], float]:
+def scalars(workdir) -> dict[tuple[str, int], float]:
   """What TensorBoard shows: a start at step n voids what was said of n on."""
   out: dict[tuple[str, int], float] = {}
-  for path in sorted((workdir / "tensorboard" / stage).glob("events.out.tfevents.*")):
+  for path in sorted(workdir.glob("events.out.tfevents.*")):
     for event in events(path):
       if event.session_log.status == SessionLog.START:
         out = {(tag, step): v for (tag, step), v in out.items() if step < event.step}
@@ -65,7 +65,7 @@ def of_the_file(workdir, stage: str = "sft") -> dict[tuple[str, int], float]:
 
 def test_the_events_are_those_of_the_file_resumed_or_not(tmp_path):
   log(tmp_path, (1, 2, 3, 4))
-  log(tmp_path, (4,), stage="rl")
+  log(tmp_path / "rl", (4,), stage="rl")
   assert scalars(tmp_path) == of_the_file(tmp_path)
   assert scalars(tmp_path)["reward/dev", 2] == 1.0
   log(tmp_path, (3,), sign=-1)  # within the second: a file of its own all the same
@@ -74,7 +74,7 @@ def test_the_events_are_those_of_the_file_resumed_or_not(tmp_path):
     "policy/loss",
     4,
   ) not in scalars(tmp_path)
-  assert scalars(tmp_path, "rl") == of_the_file(tmp_path, "rl") != {}
+  assert scalars(tmp_path / "rl") == of_the_file(tmp_path / "rl", "rl") != {}
 
 
 def test_a_step_is_on_disk_once_it_is_logged_and_nan_stays_nan(tmp_path):
@@ -91,7 +91,7 @@ def test_tensorboard_reads_them(tmp_path):
   reader = pytest.importorskip(name)
   log(tmp_path, (1, 2, 3, 4))
   log(tmp_path, (3,), sign=-1)
-  folder = reader.EventAccumulator(str(tmp_path / "tensorboard" / "sft"))
+  folder = reader.EventAccumulator(str(tmp_path))
   folder.Reload()
   assert sorted(folder.Tags()["scalars"]) == [
     "policy/loss",
@@ -136,9 +136,8 @@ def test_wandb_offline_keeps_one_run_over_a_resumption(tmp_path, monkeypatch):
     with Metrics(str(tmp_path), "sft", 3, tracked=config) as metrics:
       for step in (first, first + 1):
         metrics.log(step, {"loss": step})
-  folder = tmp_path / "tensorboard" / "sft"
-  run = (folder / "wandb_id").read_text()
-  files = list(folder.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
+  run = (tmp_path / "wandb_id").read_text()
+  files = list(tmp_path.glob(f"wandb/offline-run-*-{run}/run-{run}.wandb"))
   assert files and all(b"loss" in f.read_bytes() for f in files)
 
 

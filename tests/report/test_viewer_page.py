@@ -169,7 +169,7 @@ def test_the_address_keeps_filters_and_the_chosen_trajectory(visit):
   page.wait_for_url("**#/*open=*")
 
   def seen():
-    detail = page.locator("#detail .sample.chosen dd").first.inner_text()
+    detail = page.locator("#detail .sample.chosen dd").first.text_content()
     selected = page.locator(".row[aria-selected=true]").inner_text()
     return listed(page), selected, detail
 
@@ -248,12 +248,12 @@ def test_a_trajectory_is_opened_and_its_group_compared(visit):
   detail = page.locator("#detail")
   assert detail.locator(".sample").count() == 3
   page.locator(".row").nth(4).click()
-  assert detail.locator(".sample.chosen dd").first.inner_text() == "1, ended"
+  assert detail.locator(".sample.chosen dd").first.text_content() == "1, ended"
   assert detail.locator(".sub").inner_text() == (
     "t1 / even / gold: Paris | Lutetia / group of 3"
   )
   page.locator("#list").press("ArrowDown")
-  assert detail.locator(".sample.chosen dd").first.inner_text() == "2, ended"
+  assert detail.locator(".sample.chosen dd").first.text_content() == "2, ended"
   assert page.locator(".row[aria-selected=true]").count() == 1
   page.get_by_label("view").select_option("one")
   assert detail.locator(".sample").count() == 1
@@ -401,3 +401,40 @@ def test_on_a_narrow_screen_nothing_sticks_out(visit):
   assert page.evaluate("document.documentElement.scrollWidth") <= 390
   page.locator(".row").nth(1).click()
   assert page.locator(".sample.chosen").is_visible()
+  # What is chosen below the list comes into sight.
+  assert page.locator("#detail .question").bounding_box()["y"] < 400
+  page.wait_for_url("**#/*open=*")
+  page.reload()
+  assert page.locator("#detail .question").bounding_box()["y"] < 400
+
+
+@pytest.mark.parametrize("width", [390, 800, 1400])
+def test_controls_stand_in_rows_and_are_labelled(visit, width):
+  page = visit(tasks(12))
+  page.set_viewport_size({"width": width, "height": 800})
+  boxes = [c.bounding_box() for c in page.locator("#bar select, #bar input").all()]
+  assert len(boxes) > 8 and len({b["height"] for b in boxes}) == 1
+  # A row's controls begin at one height, a column's at one side, and none is cut off.
+  rows = {b["y"] for b in boxes}
+  columns = {b["x"] for b in boxes}
+  assert (len(rows) - 1) * len(columns) <= len(boxes)  # all rows but the last are full
+  assert all(b["x"] + b["width"] <= width for b in boxes)
+  for control in page.locator("#bar select, #bar input").all():
+    assert control.evaluate("e => e.labels[0].innerText")
+  # None moves when a search has hits to jump to.
+  page.get_by_label("find text").fill("Paris")
+  assert page.locator(".jumps").is_visible()
+  after = [c.bounding_box() for c in page.locator("#bar select, #bar input").all()]
+  assert after[1:] == boxes[1:] and after[0]["width"] > 60
+
+
+def test_keys_go_through_the_list_to_its_ends(visit):
+  page = visit(tasks(300))
+  rows = page.locator("#list")
+  rows.press("End")  # beyond what was drawn
+  selected = page.locator(".row[aria-selected=true]")
+  assert selected.get_attribute("data-i") == "299" and listed(page)[0] == 300
+  rows.press("PageUp")
+  assert "#" in selected.inner_text() and selected.get_attribute("data-i") != "299"
+  rows.press("Home")
+  assert selected.get_attribute("data-i") == "0"

@@ -144,7 +144,8 @@ const find = field('search', 'find text', (r, x) => textOf(r).includes(x));
 find.addEventListener('keydown', event => {
   if (event.key === 'Enter') jump(event.shiftKey ? hit - 1 : hit + 1);
 });
-const jumps = element('div', 'jumps', undefined, bar);
+find.parentElement.classList.add('find');
+const jumps = element('div', 'jumps', undefined, find.parentElement);
 const where = element('span', '', '', jumps);
 where.role = 'status';
 button('\u2191', jumps, () => jump(hit - 1)).ariaLabel = 'previous hit';
@@ -185,9 +186,9 @@ element('span', '', 'written by', legend);
 for (const author of ['policy', 'tool', 'environment'])
   element('b', 'span r-other by-' + author, author, legend);
 if (rows.some(r => r.mean !== null)) {
-  const example = element('span', 'r-other', undefined, legend);
+  const example = element('span', 'example r-other', undefined, legend);
   strip([-.5, -1.2, -.4, -4, -.2, -.8], example);
-  element('span', '', 'one bar a token: the higher, the less likely', legend);
+  element('span', '', 'one bar a token: the higher, the less likely', example);
 }
 
 // ---- Marks of the text that is searched for. ----
@@ -375,17 +376,23 @@ function histograms() {
   }
 }
 
+// Whether what is chosen stands below the list, out of sight, and not beside it.
+const isNarrow = () => detail.offsetTop > list.offsetTop;
+
 list.addEventListener('click', event => {
   const row = event.target.closest('.row');
-  if (row) choose(rows[row.dataset.i]);
+  if (!row) return;
+  choose(rows[row.dataset.i]);
+  if (isNarrow()) detail.scrollIntoView();
 });
 list.addEventListener('keydown', event => {
-  const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
-  if (!step || !shown.length) return;
+  const steps = {ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10,
+    Home: -Infinity, End: Infinity};
+  if (!Object.hasOwn(steps, event.key) || !shown.length) return;
   event.preventDefault();
   const last = shown.length - 1;
-  const at = Math.max(0, Math.min(last, shown.indexOf(chosen) + step));
-  if (at >= drawn) more();
+  const at = Math.max(0, Math.min(last, shown.indexOf(chosen) + steps[event.key]));
+  while (at >= drawn) more();
   choose(shown[at]);
   list.querySelector('[aria-selected=true]')?.scrollIntoView({block: 'nearest'});
 });
@@ -432,7 +439,8 @@ function group(r, samples) {
   if (mine) columns.scrollLeft = mine.offsetLeft - columns.firstChild.offsetLeft;
   const fit = columns.clientWidth / (columns.firstChild.offsetWidth + 14);
   hint.hidden = columns.scrollWidth <= columns.clientWidth + 1;
-  hint.textContent = `${samples.length} samples, ${Math.max(1, Math.floor(fit))} fit: `
+  const whole = Math.max(1, Math.floor(fit));
+  hint.textContent = `${samples.length} samples, ${whole} ${whole > 1 ? 'fit' : 'fits'}: `
     + 'scroll sideways for the others \u2192';
 }
 
@@ -547,11 +555,12 @@ function sampled(segment, pre) {
 
 function begin() {
   const linked = restore();
+  const target = chosen && isNarrow() ? detail : document.getElementById('viewer');
   filter();
   const row = list.querySelector('[aria-selected=true]');
   if (row) list.scrollTop = row.offsetTop - list.offsetTop - 60;
-  return linked;
+  if (linked) target.scrollIntoView();
 }
 
 window.addEventListener('hashchange', begin);
-if (begin()) document.getElementById('viewer').scrollIntoView();
+begin();
