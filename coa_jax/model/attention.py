@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.kernels import blockwise
+from coa_jax.model.kernels import blockwise, splash
 from coa_jax.model.sharding import Partitioner
 
 # The name under which a checkpoint policy may keep what attention computed.
@@ -241,63 +241,9 @@ def _splash(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
   window: int,
-  interpret: bool = False,
 ) -> jax.Array:
-  """The TPU's splash attention: blocks that no query may see are never visited.
-
-  Raises:
-    ValueError: T or S is no multiple of 128.
-  """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-  T, N, H = q_BTNH.shape[1:]
-  S, K = k_BSKH.shape[1:3]
-  if T % 128 or S % 128:
-    raise ValueError(
-      f"splash attention needs rows of a multiple of 128 tokens, got {T} of {S}; set "
-      "the row length so, or model.attention='xla'"
-    )
-
-  # --- The kernel: blocks of up to 512 places, and what of them is visible.
-  if window:
-    mask = splash.LocalMask((T, S), (window - 1, 0), offset=S - T)
-  else:
-    mask = splash.CausalMask((T, S), offset=S - T)
-  q = _divisor(T, 512)
-  kv = _divisor(S, 512)
-  kernel = splash.make_splash_mqa_single_device(
-    splash.MultiHeadMask([mask] * (N // K)),
-    block_sizes=splash.BlockSizes(
-      block_q=q,
-      block_kv=kv,
-      block_q_dkv=q,
-      block_kv_dkv=kv,
-      block_q_dq=q,
-      block_kv_dq=kv,
-    ),
-    interpret=interpret,
-    # Named inside the kernel's own gradient: there alone a checkpoint policy can keep
-    # what the backward kernels read, and the forward one does not run again.
-    residual_checkpoint_name=OUT,
-  )
-
-  # --- Its layout: heads before places, one call for each kv head of each row.
-  B = q_BTNH.shape[0]
-  q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  k_BKSH = k_BSKH.swapaxes(1, 2)
-  v_BKSH = v_BSKH.swapaxes(1, 2)
-
-  def row(q_KGTH, k_KSH, v_KSH, segment_S):
-    ids = splash.SegmentIds(q=segment_S[S - T :], kv=segment_S)
-    return jax.vmap(kernel, in_axes=(0, 0, 0, None))(q_KGTH, k_KSH, v_KSH, ids)
-
-  out_BKGTH = jax.vmap(row)(q_BKGTH, k_BKSH, v_BKSH, segment_BS)
-  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+  """The TPU's; see `kernels.splash`."""
+  return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT)
 
 
 _KERNELS = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
-
-
-def _divisor(n: int, most: int) -> int:
-  """The largest power of two of at most `most` that divides n."""
-  return min(most, n & -n)
