@@ -1,10 +1,10 @@
 """Attention over packed rows, as training has them; softmax in float32.
 
-The kernel is XLA's own products, cuDNN's flash attention or the TPU's splash attention;
-a row may be split over devices (context parallelism). Attention over a cache, as
-decoding has it, is in `cache.py`.
+The kernel is XLA's own products, cuDNN's flash attention, Triton's or the TPU's splash
+attention; a row may be split over devices (context parallelism). Attention over a
+cache, as decoding has it, is in `cache.py`.
 
-budget: three kernels, and the choice among them.
+budget: four kernels, and the choice among them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.kernels import blockwise, splash
+from coa_jax.model.kernels import blockwise, splash, triton
 from coa_jax.model.sharding import Partitioner
 
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
+# Tokens of a row up to which `auto` takes cuDNN: it is given a mask of queries by keys
+# and writes two more such arrays in bfloat16, 84 MB a row at this length.
+_CUDNN_UP_TO = 4096
 
 
 def attend_packed(
@@ -127,7 +130,8 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
     head_dim: H.
     length: tokens of a row that a device has.
   """
-  for kernel in ("splash", "cudnn"):
+  on_gpu = "cudnn" if length <= _CUDNN_UP_TO else "triton"
+  for kernel in ("splash", on_gpu):
     if not _fault(kernel, device, dtype, head_dim, length):
       return kernel
   return "xla"
@@ -146,7 +150,7 @@ def check(
   Raises:
     ValueError: naming `model.attention`, what the kernel needs, and what is possible.
   """
-  if cfg.attention not in ("cudnn", "splash"):
+  if cfg.attention in ("auto", "xla"):
     return
   device = _device(partitioner)
   own = length // _row_devices(partitioner)
@@ -183,6 +187,12 @@ def _fault(
     return f"a GPU, not a {device.platform.upper()}"
   if dtype != jnp.bfloat16:
     return f"model.dtype='bfloat16', not {str(dtype)!r}"
+  if kernel == "triton":
+    if head_dim not in (16, 32, 64, 128):
+      return f"model.head_dim 16, 32, 64 or 128, not {head_dim}"
+    if length % 128:
+      return f"rows of a multiple of 128 tokens on every device, not {length}"
+    return ""
   # As jax's own check, which comes as late as the program's compilation.
   major = int(str(getattr(device, "compute_capability", "0")).split(".")[0])
   most = 256 if major >= 9 else 128
@@ -227,12 +237,25 @@ def _cudnn(
   segment_BS: jax.Array,
   window: int,
 ) -> jax.Array:
-  """cuDNN's flash attention; segments go in as a mask of B x T x S bits' bytes."""
+  """cuDNN's flash attention; segments go in as a mask of B x T x S bytes."""
   mask_BTS = _visible(segment_BS, q_BTNH.shape[1], window)
   out_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
   )
   return checkpoint_name(out_BTNH, OUT)
+
+
+def _triton(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_BS: jax.Array,
+  window: int,
+) -> jax.Array:
+  """The GPU's for long rows; see `kernels.triton`. It has no windows: XLA does."""
+  if window:
+    return _xla(q_BTNH, k_BSKH, v_BSKH, segment_BS, window)
+  return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 
 def _splash(
@@ -246,4 +269,4 @@ def _splash(
   return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT)
 
 
-_KERNELS = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
+_KERNELS = {"xla": _xla, "cudnn": _cudnn, "triton": _triton, "splash": _splash}
