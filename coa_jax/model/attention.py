@@ -1,10 +1,10 @@
 """Attention over packed rows, as training has them; softmax in float32.
 
-The kernel is XLA's own products, cuDNN's flash attention or the TPU's splash attention;
-a row may be split over devices (context parallelism). Attention over a cache, as
-decoding has it, is in `cache.py`.
+The kernel is XLA's own products, cuDNN's flash attention, Triton's or the TPU's splash
+attention; a row may be split over devices (context parallelism). Attention over a
+cache, as decoding has it, is in `cache.py`.
 
-budget: three kernels, and the choice among them.
+budget: four kernels, and the choice among them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.kernels import blockwise
+from coa_jax.model.kernels import blockwise, splash, triton
 from coa_jax.model.sharding import Partitioner
 
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
+# Tokens of a row up to which `auto` takes cuDNN: it is given a mask of queries by keys
+# and writes two more such arrays in bfloat16, 84 MB a row at this length.
+_CUDNN_UP_TO = 4096
 
 
 def attend_packed(
@@ -127,7 +130,8 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
     head_dim: H.
     length: tokens of a row that a device has.
   """
-  for kernel in ("splash", "cudnn"):
+  on_gpu = "cudnn" if length <= _CUDNN_UP_TO else "triton"
+  for kernel in ("splash", on_gpu):
     if not _fault(kernel, device, dtype, head_dim, length):
       return kernel
   return "xla"
@@ -146,7 +150,7 @@ def check(
   Raises:
     ValueError: naming `model.attention`, what the kernel needs, and what is possible.
   """
-  if cfg.attention not in ("cudnn", "splash"):
+  if cfg.attention in ("auto", "xla"):
     return
   device = _device(partitioner)
   own = length // _row_devices(partitioner)
@@ -183,6 +187,12 @@ def _fault(
     return f"a GPU, not a {device.platform.upper()}"
   if dtype != jnp.bfloat16:
     return f"model.dtype='bfloat16', not {str(dtype)!r}"
+  if kernel == "triton":
+    if head_dim not in (16, 32, 64, 128):
+      return f"model.head_dim 16, 32, 64 or 128, not {head_dim}"
+    if length % 128:
+      return f"rows of a multiple of 128 tokens on every device, not {length}"
+    return ""
   # As jax's own check, which comes as late as the program's compilation.
   major = int(str(getattr(device, "compute_capability", "0")).split(".")[0])
   most = 256 if major >= 9 else 128
@@ -227,12 +237,25 @@ def _cudnn(
   segment_BS: jax.Array,
   window: int,
 ) -> jax.Array:
-  """cuDNN's flash attention; segments go in as a mask of B x T x S bits' bytes."""
+  """cuDNN's flash attention; segments go in as a mask of B x T x S bytes."""
   mask_BTS = _visible(segment_BS, q_BTNH.shape[1], window)
   out_BTNH = jax.nn.dot_product_attention(
     q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None], implementation="cudnn"
   )
   return checkpoint_name(out_BTNH, OUT)
+
+
+def _triton(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_BS: jax.Array,
+  window: int,
+) -> jax.Array:
+  """The GPU's for long rows; see `kernels.triton`. It has no windows: XLA does."""
+  if window:
+    return _xla(q_BTNH, k_BSKH, v_BSKH, segment_BS, window)
+  return triton.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, OUT)
 
 
 def _splash(
@@ -241,63 +264,9 @@ def _splash(
   v_BSKH: jax.Array,
   segment_BS: jax.Array,
   window: int,
-  interpret: bool = False,
 ) -> jax.Array:
-  """The TPU's splash attention: blocks that no query may see are never visited.
-
-  Raises:
-    ValueError: T or S is no multiple of 128.
-  """
-  from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-  T, N, H = q_BTNH.shape[1:]
-  S, K = k_BSKH.shape[1:3]
-  if T % 128 or S % 128:
-    raise ValueError(
-      f"splash attention needs rows of a multiple of 128 tokens, got {T} of {S}; set "
-      "the row length so, or model.attention='xla'"
-    )
-
-  # --- The kernel: blocks of up to 512 places, and what of them is visible.
-  if window:
-    mask = splash.LocalMask((T, S), (window - 1, 0), offset=S - T)
-  else:
-    mask = splash.CausalMask((T, S), offset=S - T)
-  q = _divisor(T, 512)
-  kv = _divisor(S, 512)
-  kernel = splash.make_splash_mqa_single_device(
-    splash.MultiHeadMask([mask] * (N // K)),
-    block_sizes=splash.BlockSizes(
-      block_q=q,
-      block_kv=kv,
-      block_q_dkv=q,
-      block_kv_dkv=kv,
-      block_q_dq=q,
-      block_kv_dq=kv,
-    ),
-    interpret=interpret,
-    # Named inside the kernel's own gradient: there alone a checkpoint policy can keep
-    # what the backward kernels read, and the forward one does not run again.
-    residual_checkpoint_name=OUT,
-  )
-
-  # --- Its layout: heads before places, one call for each kv head of each row.
-  B = q_BTNH.shape[0]
-  q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-  k_BKSH = k_BSKH.swapaxes(1, 2)
-  v_BKSH = v_BSKH.swapaxes(1, 2)
-
-  def row(q_KGTH, k_KSH, v_KSH, segment_S):
-    ids = splash.SegmentIds(q=segment_S[S - T :], kv=segment_S)
-    return jax.vmap(kernel, in_axes=(0, 0, 0, None))(q_KGTH, k_KSH, v_KSH, ids)
-
-  out_BKGTH = jax.vmap(row)(q_BKGTH, k_BKSH, v_BKSH, segment_BS)
-  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+  """The TPU's; see `kernels.splash`."""
+  return splash.attend_segments(q_BTNH, k_BSKH, v_BSKH, segment_BS, window, OUT)
 
 
-_KERNELS = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
-
-
-def _divisor(n: int, most: int) -> int:
-  """The largest power of two of at most `most` that divides n."""
-  return min(most, n & -n)
+_KERNELS = {"xla": _xla, "cudnn": _cudnn, "triton": _triton, "splash": _splash}

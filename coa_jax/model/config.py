@@ -84,9 +84,10 @@ class RunOptions:
     scan: True if layers are stacked and scanned (training many layers).
     remat: what of a layer the backward pass recomputes: none, full (all of it),
       attention (all but the attention's output), dots (all but matrix products).
-    attention: the kernel over packed rows: xla, cudnn (GPU), splash (TPU), or auto,
-      which takes splash on TPU, cudnn on GPU in bfloat16, and xla elsewhere and where
-      those do not take the model's head_dim or the rows' length.
+    attention: the kernel over packed rows: xla, cudnn or triton (GPU), splash (TPU), or
+      auto, which takes splash on TPU, on GPU in bfloat16 cudnn for rows of up to 4,096
+      tokens on a device and triton for longer ones, and xla elsewhere and where those
+      do not take the model's head_dim or the rows' length.
     logit_chunk: tokens of a row whose logits exist at once in a loss; 0 for those that
       half a gigabyte of a device holds (SFT, where devices split rows alone: at most a
       quarter of its tokens).
@@ -97,7 +98,7 @@ class RunOptions:
   weight_dtype: str = choice("", of=("", *_FLOATS))
   scan: bool = False
   remat: str = choice("none", of=("none", "full", "attention", "dots"))
-  attention: str = choice("auto", of=("auto", "xla", "cudnn", "splash"))
+  attention: str = choice("auto", of=("auto", "xla", "cudnn", "triton", "splash"))
   logit_chunk: int = bounded(0, least=0)
 
   def __post_init__(self):

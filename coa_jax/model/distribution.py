@@ -19,6 +19,8 @@ _NEVER = -1e30
 # A temperature below this is greedy, as 0 is, to sampler and learner alike: logits over
 # it would be so large that float32 rounds log-probs by tenths, and soon by infinity.
 GREEDY_BELOW = 1e-5
+# The bits of float32's infinity.
+_INFINITY = 0x7F800000
 # Tokens that are looked at together when one is drawn.
 _WIDTH = 64
 
@@ -175,21 +177,45 @@ def _truncation_mask(logp: jax.Array, truncation: Truncation) -> jax.Array:
   mask = jnp.ones(logp.shape, bool)
   # --- By rank: what is as likely as the last of the top k stays with it.
   if 0 < tr.top_k < logp.shape[-1]:
-    top, _ = jax.lax.top_k(logp, tr.top_k)
-    mask = logp >= top[..., -1:]
+    mask = _most_likely(logp, jnp.ones_like(logp), tr.top_k)
   # --- By cumulative probability, of what is left.
   if tr.top_p < 1:
     rest = jax.nn.log_softmax(jnp.where(mask, logp, _NEVER))
-    ordered = -jnp.sort(-rest, axis=-1)
-    p = jnp.exp(ordered)
-    # A token stays while those before it do not reach top_p; the first always does.
-    before = jnp.cumsum(p, axis=-1) - p
-    least = jnp.min(jnp.where(before < tr.top_p, ordered, jnp.inf), -1, keepdims=True)
-    mask &= rest >= least
+    mask &= _most_likely(rest, jnp.exp(rest), tr.top_p)
   # --- By probability beside the most likely token's.
   if tr.min_p > 0:
     mask &= logp >= logp.max(-1, keepdims=True) + jnp.log(tr.min_p)
   return mask
+
+
+def _most_likely(logp: jax.Array, weight: jax.Array, limit: float) -> jax.Array:
+  """True for tokens such that those more likely together weigh less than a limit.
+
+  The weight of what is more likely than a bound falls as the bound rises, in float32
+  too, since every partial sum does. So the lowest bound that holds is found by halving
+  an interval: 31 sums over the row, where sorting it would take far longer.
+
+  Args:
+    logp: [..., V], at most 0.
+    weight: [..., V], at least 0; whole numbers are summed exactly up to 2^24.
+    limit: above 0, so that the most likely token stays.
+  """
+  # The bits of floats of one sign are in the floats' order: of -logp, rising as tokens
+  # get less likely.
+  unlikely = jax.lax.bitcast_convert_type(jnp.abs(logp), jnp.int32)
+
+  def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    low, high = bounds
+    middle = low + (high - low + 1) // 2
+    before = jnp.sum(jnp.where(unlikely < middle, weight, 0.0), -1, keepdims=True)
+    stays = before < limit
+    return jnp.where(stays, middle, low), jnp.where(stays, high, middle - 1)
+
+  # --- The least likely value that stays, between those of probabilities 1 and 0.
+  low = jnp.zeros((*logp.shape[:-1], 1), jnp.int32)
+  high = jnp.full_like(low, _INFINITY)
+  last, _ = jax.lax.fori_loop(0, 31, halve, (low, high))
+  return unlikely <= last
 
 
 def removed_mass(

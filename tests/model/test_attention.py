@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from coa_jax.model import attention
 
@@ -65,6 +67,11 @@ HALF, FULL = jnp.dtype("bfloat16"), jnp.dtype("float32")
     (device("gpu"), HALF, 20, 128, "xla"),
     (device("gpu"), HALF, 256, 128, "cudnn"),
     (device("gpu", "8.0"), HALF, 256, 128, "xla"),
+    (device("gpu"), HALF, 64, 4096, "cudnn"),
+    (device("gpu"), HALF, 64, 4224, "triton"),
+    (device("gpu"), HALF, 64, 4226, "xla"),
+    (device("gpu"), HALF, 256, 8192, "xla"),
+    (device("gpu"), FULL, 64, 8192, "xla"),
     (device("tpu"), FULL, 64, 256, "splash"),
     (device("tpu"), FULL, 64, 100, "xla"),
   ],
@@ -101,6 +108,24 @@ def test_auto_takes_a_kernel_that_runs(where, dtype, H: int, T: int, kernel: str
       63,
       "an even number of tokens, not 63",
     ),
+    (
+      "cpu",
+      {"attention": "triton"},
+      0,
+      "='triton' needs a GPU, not a CPU; .*: auto, xla",
+    ),
+    (
+      "gpu",
+      {"attention": "triton", "dtype": "bfloat16", "head_dim": 80},
+      0,
+      "model.head_dim 16, 32, 64 or 128, not 80",
+    ),
+    (
+      "gpu",
+      {"attention": "triton", "dtype": "bfloat16", "head_dim": 64},
+      100,
+      "a multiple of 128 tokens .* not 100",
+    ),
     ("tpu", {"attention": "splash"}, 100, "a multiple of 128 tokens .* not 100"),
   ],
 )
@@ -112,3 +137,34 @@ def test_a_kernel_that_can_not_run_is_refused(
   with pytest.raises(ValueError, match=f"model.attention{message}|{message}"):
     attention.check(cfg, None, length)
   attention.check(dataclasses.replace(cfg, attention="auto"), None, length)
+
+
+@pytest.mark.parametrize(
+  ("where", "T", "calls"),
+  [
+    ("cpu", 256, set()),
+    ("tpu", 256, {"tpu_custom_call"}),
+    ("tpu", 100, set()),
+    ("gpu", 256, {"__cudnn$fmhaScaleBiasSoftmax"}),
+    ("gpu", 4224, {"__gpu$xla.gpu.triton"}),
+    ("gpu", 4226, set()),
+  ],
+)
+def test_auto_is_the_platforms_kernel_in_the_program(
+  where: str, T: int, calls: set[str], monkeypatch
+):
+  """As docs/models-and-meshes.md has it; lowered for the platform, without a device."""
+  monkeypatch.setattr(attention, "_device", lambda partitioner: device(where))
+  # Asks the driver for its version.
+  monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+  x = jax.ShapeDtypeStruct((1, T, 2, 64), jnp.bfloat16)
+  segment = jax.ShapeDtypeStruct((1, T), jnp.int32)
+  names = ["__gpu$xla.gpu.triton", "tpu_custom_call", "__cudnn$fmhaScaleBiasSoftmax"]
+  export = jax.export.export(
+    # A function of its own: what jit has traced for another platform is kept.
+    jax.jit(lambda *x: attention.attend_packed(*x)),
+    platforms=[{"gpu": "cuda"}.get(where, where)],
+    disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(n) for n in names],
+  )
+  text = export(x, x, x, segment).mlir_module()
+  assert set(re.findall(r"custom_call @([^(]+)\(", text)) == calls

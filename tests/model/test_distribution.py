@@ -172,6 +172,87 @@ def test_taken_tokens_have_the_log_probs_of_the_whole_distribution(t, changes, l
   np.testing.assert_allclose(entropy, expected, atol=1e-5)
 
 
+def adversarial(V: int) -> dict[str, np.ndarray]:
+  """Log-probs, unnormalized: ties, impossible tokens, nearly one token, all alike."""
+  rng = np.random.default_rng(V)
+  rows = {
+    "random": rng.normal(size=V) * 3,
+    "ties": rng.integers(-4, 0, V),
+    "a tie at every rank": np.zeros(V),
+    "impossible": np.where(rng.random(V) < 0.7, -np.inf, rng.normal(size=V)),
+    "not allowed": np.where(rng.random(V) < 0.7, -1e30, rng.normal(size=V)),
+    "one token": np.where(np.arange(V) == V // 2, 0.0, -1e30),
+    "peaked": np.where(np.arange(V) == V // 2, 0.0, -200 - np.arange(V)),
+    "neighbours": np.nextafter(np.float32(-3), -4) * (np.arange(V) % 2) - 3,
+  }
+  for row in rows.values():
+    row[0] = max(row[0], -1)
+  return rows
+
+
+@pytest.mark.parametrize("V", [2, 64, 1000])
+def test_the_top_k_are_those_of_a_sort(V: int):
+  for name, row in adversarial(V).items():
+    logp = jax.nn.log_softmax(jnp.asarray(row, jnp.float32))
+    for k in {1, 2, 7, V // 2, V - 1} - {0, V}:
+      cut = distribution.Truncation(top_k=k)
+      mask = distribution._truncation_mask(logp, cut)
+      np.testing.assert_array_equal(mask, logp >= np.sort(logp)[-k:][0], err_msg=name)
+
+
+@pytest.mark.parametrize("V", [2, 64, 1000])
+def test_the_top_p_are_those_before_which_the_mass_is_less(V: int):
+  """Ranks by a sort, sums in float64; ties go with the first of them."""
+  compared = 0
+  for name, row in adversarial(V).items():
+    logp = np.asarray(jax.nn.log_softmax(jnp.asarray(row, jnp.float32)))
+    rest = np.asarray(jax.nn.log_softmax(logp))
+    order = np.argsort(-rest, kind="stable")
+    ranked = np.exp(rest[order].astype(np.float64))
+    before = np.zeros(V)
+    before[order] = np.cumsum(ranked) - ranked
+    before = np.array([before[rest == value].min() for value in rest])
+    for top_p in (0.01, 0.3, 0.6, 0.9, 0.99):
+      if np.abs(before - top_p).min() < 1e-5:
+        continue  # rounding may decide
+      cut = distribution.Truncation(top_p=top_p)
+      mask = distribution._truncation_mask(jnp.asarray(logp), cut)
+      np.testing.assert_array_equal(mask, before < top_p, err_msg=name)
+      compared += 1
+  assert compared > 30
+
+
+def test_a_mass_that_is_reached_exactly_is_enough():
+  """Sums of powers of two are exact: the mass before the third token is top_p."""
+  logp = jnp.log(jnp.array([0.125, 0.5, 0.25, 0.125]))
+  weight = jnp.array([0.125, 0.5, 0.25, 0.125])
+  for limit, kept in ((0.5, 1), (0.5000001, 2), (0.75, 2), (0.7500001, 4), (1.0, 4)):
+    assert distribution._most_likely(logp, weight, limit).sum() == kept
+
+
+def test_truncation_of_a_row_depends_on_no_other_row():
+  logits = jax.random.normal(jax.random.key(0), (33, 500)) * 3
+  cut = distribution.Truncation(top_k=60, top_p=0.9)
+  logp = jax.nn.log_softmax(logits)
+  kept = jax.jit(lambda x: distribution._truncation_mask(x, cut))
+  np.testing.assert_array_equal(kept(logp)[7:8], kept(logp[7:8]))
+
+
+def test_neither_sampler_nor_learner_sorts():
+  logits = jnp.zeros((2, 100))
+  cut = distribution.Truncation(top_k=5, top_p=0.9, min_p=0.1)
+
+  def learner(logits):
+    taken = distribution.taken_log_probs(logits, jnp.zeros(2, int), 1.0, cut)
+    return taken[0].sum()
+
+  for f in (lambda x: distribution.log_probs(x, 1.0, cut), jax.grad(learner)):
+    text = jax.jit(f).lower(logits).as_text()
+    assert "while" in text  # the search, in place of
+    assert "sort" not in text
+    assert "top_k" not in text
+
+
 def test_a_drawn_token_is_never_truncated():
   logits = jnp.array([[3.0, 2.0, 1.0]])
   cut = distribution.Truncation(top_k=1)

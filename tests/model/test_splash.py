@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coa_jax.model import attention
+from coa_jax.model.kernels import blockwise, splash
 
 
 def packed(T: int, H: int):
@@ -21,27 +22,98 @@ def packed(T: int, H: int):
   return q, k, v, jax.random.normal(keys[3], (1, T, 2, H)), segment
 
 
+def interpreted(q, k, v, segment, window: int):
+  return splash.attend_segments(q, k, v, segment, window, "out", interpret=True)
+
+
 @pytest.mark.parametrize(("T", "H", "window"), [(128, 64, 0), (256, 128, 150)])
-def test_splash_is_the_same_attention(T: int, H: int, window: int):
-  """The TPU's kernel, interpreted."""
+def test_splash_is_the_same_attention(T: int, H: int, window: int, monkeypatch):
+  """The TPU's kernel, interpreted, with blocks that it does not visit."""
+  monkeypatch.setattr(splash, "_BLOCK", 128)
   q, k, v, _, segment = packed(T, H)
-  ours = attention._splash(q, k, v, segment, window, interpret=True)
   np.testing.assert_allclose(
-    ours, attention._xla(q, k, v, segment, window), atol=2e-5 * math.sqrt(H)
+    interpreted(q, k, v, segment, window),
+    attention._xla(q, k, v, segment, window),
+    atol=2e-5 * math.sqrt(H),
   )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fused", [0, 8])
 @pytest.mark.parametrize(("T", "H", "window"), [(128, 64, 0), (256, 128, 150)])
-def test_splash_has_the_same_gradients(T: int, H: int, window: int):
+def test_splash_has_the_same_gradients(
+  T: int, H: int, window: int, fused: int, monkeypatch
+):
+  monkeypatch.setattr(splash, "_BLOCK", 128)
+  monkeypatch.setattr(splash, "_FUSED_UP_TO", fused)
   q, k, v, weight, segment = packed(T, H)
 
-  def gradients(kernel, **options):
+  def gradients(kernel):
     def total(q, k, v):
-      return jnp.sum(kernel(q, k, v, segment, window, **options) * weight)
+      return jnp.sum(kernel(q, k, v, segment, window) * weight)
 
-    return jax.grad(total, (0, 1, 2))(q, k, v)
+    return jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
 
   theirs = gradients(attention._xla)
-  for a, b in zip(gradients(attention._splash, interpret=True), theirs, strict=True):
+  for a, b in zip(gradients(interpreted), theirs, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5 * math.sqrt(H))
+
+
+@pytest.mark.parametrize("window", [0, 1, 50])
+@pytest.mark.parametrize(("T", "S"), [(512, 512), (256, 512)])
+def test_blocks_are_visited_that_hold_something_seen(T: int, S: int, window: int):
+  """Every one of those, and no other; by the mask of all places."""
+  rng = np.random.default_rng(window)
+  for _ in range(20):
+    segment_S = np.sort(rng.integers(0, rng.integers(1, 9), S))[::-1]
+    segment_BS = jnp.asarray(segment_S.copy())[None]
+    mask_TS = np.asarray(attention._visible(segment_BS, T, window))[0]
+    for q, kv in ((64, 64), (128, 32)):
+      start_S = blockwise.starts(segment_BS, window)[0]
+      expected = mask_TS.reshape(T // q, q, S // kv, kv).any((1, 3))
+      np.testing.assert_array_equal(splash.visited(start_S, T, q, kv), expected)
+
+
+def test_other_segments_cost_no_visits():
+  """Eight trajectories of 4k in a row of 32k."""
+  T = 32_768
+  sizes = splash.block_sizes(T, T)
+  alone, packed = (
+    splash.visited(blockwise.starts(segment, 0)[0], T, sizes.block_q, sizes.block_kv)
+    for segment in (jnp.ones((1, T), int), jnp.arange(T)[None] // 4096)
+  )
+  # With blocks of 1,024: 32 x 33 / 2, and 8 x 4 x 5 / 2.
+  assert (alone.sum(), packed.sum()) == (528, 80)
+
+
+def test_what_a_block_holds_is_fetched_once():
+  """Where nothing is visited, the block of the next visit is held already."""
+  seen = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]], bool)
+  fetched = splash._fetched(seen)
+  assert fetched.tolist() == [[0, 0, 0, 0], [0, 1, 2, 2], [2, 2, 2, 2], [2, 2, 2, 3]]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_spoilt_keys_of_other_segments_are_not_read(rows: int, monkeypatch):
+  """Rows have lists of blocks of their own: each has its first segment elsewhere."""
+  monkeypatch.setattr(splash, "_BLOCK", 128)
+  keys = jax.random.split(jax.random.key(1), 3)
+  q, k, v = (jax.random.normal(key, (rows, 384, 1, 64)) for key in keys)
+  end = 128 * (1 + jnp.arange(rows)[:, None])
+  segment = jnp.where(jnp.arange(384) < end, 1, 2)
+  gone = (segment == 1)[..., None, None]
+  spoilt = jnp.where(gone, jnp.nan, k), jnp.where(gone, jnp.nan, v)
+  out = interpreted(q, k, v, segment, 0)
+  read = interpreted(q, *spoilt, segment, 0)
+  np.testing.assert_array_equal(jnp.where(gone, 0, read), jnp.where(gone, 0, out))
+  assert jnp.isnan(jnp.where(gone, read, 0)).any()
+
+
+@pytest.mark.parametrize(("S", "fused"), [(4096, True), (8192, True), (32_768, False)])
+def test_one_kernel_goes_back_where_blocks_are_few(S: int, fused: bool):
+  assert splash.block_sizes(S, S).use_fused_bwd_kernel == fused
+
+
+def test_blocks_divide_rows():
+  sizes = splash.block_sizes(384, 1536)
+  assert (sizes.block_q, sizes.block_kv) == (128, 512)

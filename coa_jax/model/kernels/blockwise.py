@@ -97,7 +97,7 @@ def attend_segments(
 
   # --- From which block of keys to which each block of queries looks, and with whom.
   of_queries = slice(before, before + n * U)
-  first_Bn = _starts(segment_BS, window)[:, of_queries].reshape(B, n, U).min(2) // U
+  first_Bn = starts(segment_BS, window)[:, of_queries].reshape(B, n, U).min(2) // U
   newest_Bn = near + jnp.arange(n) + jnp.zeros_like(first_Bn)
   plan = _group(
     segment_MU=segment_BS[:, of_queries].reshape(B * n, U),
@@ -128,8 +128,13 @@ def _near(before: int, U: int) -> int:
   return (before + U - 1) // U
 
 
-def _starts(segment_BS: jax.Array, window: int) -> jax.Array:
-  """The first place that each place may see."""
+def starts(segment_BS: jax.Array, window: int) -> jax.Array:
+  """Says which is the first place that each place may see, int [B, S].
+
+  Args:
+    segment_BS: segment number of each place; a segment's places stand together.
+    window: places that one sees, its own included; 0 for all.
+  """
   place_S = jnp.arange(segment_BS.shape[1])
   new_BS = segment_BS != jnp.roll(segment_BS, 1, axis=1)
   # The last place up to each one where a segment begins.
