@@ -56,20 +56,28 @@ def decoding_views(
   """Makes the parameters that samplers want; called once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `partitioner.decoding()`. With a
-  `product_dtype` matrices are held in it, outputs first. Every process calls it. With a
-  partitioner there is a tree for each of `partitioner.decoding().replicas()`.
+  would do so at every step), and resharded to `partitioner.decoding()`, on its devices
+  whatever devices `params` are on. With a `product_dtype` matrices are held in it,
+  outputs first. Every process calls it. With a partitioner there is a tree for each of
+  `partitioner.decoding().replicas()`.
   """
   # --- One device: nothing to do where the arrays are as a sampler wants them.
   kind = cfg.weight_dtype or cfg.dtype
   as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
-  if partitioner is None and as_is:
-    return [params]
-  view = _decoding_view(cfg, partitioner)(params)
   if partitioner is None:
-    return [view]
+    return [params if as_is else _decoding_view(cfg, None)(params)]
 
-  # --- A mesh: each replica's arrays are made of its own devices' shards, in place.
+  # --- A mesh: converted and resharded in one program where it has the learner's
+  # devices; else converted there, in parts, and sent.
+  partitioner = partitioner.decoding()
+  if _elsewhere(params, partitioner):
+    view = _decoding_view(cfg, None)(params)
+    shardings = partitioner.tree(view, bool(cfg.product_dtype))
+    view = jax.device_put(view, shardings)
+  else:
+    view = _decoding_view(cfg, partitioner)(params)
+
+  # --- Each replica's arrays are made of its own devices' shards, in place.
   def of_replica(replica: Partitioner) -> Any:
     devices = list(replica.mesh.devices.flat)
 
@@ -80,7 +88,15 @@ def decoding_views(
 
     return jax.tree.map(leaf, view, replica.tree(view, bool(cfg.product_dtype)))
 
-  return list(map(of_replica, partitioner.decoding().replicas()))
+  return list(map(of_replica, partitioner.replicas()))
+
+
+def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
+  """Whether parameters are on none of the devices of a mesh."""
+  array = jax.tree.leaves(params)[0]
+  if not isinstance(array, jax.Array):
+    return False
+  return array.sharding.device_set.isdisjoint(partitioner.mesh.devices.flat)
 
 
 @functools.lru_cache(maxsize=8)
