@@ -61,7 +61,7 @@ from coa_jax.report.profiling import traced
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout import figures
+from coa_jax.rollout import figures, memory
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.setup import make_worker
@@ -325,6 +325,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     allowed=on_device(worker.constraint),
   )
   state, frozen = learner.init(params, rollout.seed)
+  if settings.vllm is None:
+    policies = 2 if sampling.staleness else 1
+    kept = (state, frozen)
+    line = memory.budget_line(cfg, rollout, rollout_partitioner, kept, policies)
+    if line:
+      say(line)
 
   # --- Open what the run holds, and go on where an interrupted one stood.
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)

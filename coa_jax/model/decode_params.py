@@ -91,6 +91,20 @@ def decoding_views(
   return list(map(of_replica, partitioner.replicas()))
 
 
+def decoding_shapes(
+  cfg: ModelConfig, partitioner: Partitioner | None = None
+) -> dict[str, Any]:
+  """Returns the shapes of `decoding_views`, with shardings where there is a mesh."""
+  view = _decoding_view(cfg, partitioner)
+  shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
+  if partitioner is None:
+    return shapes
+  shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
+
+
 def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
   """Whether parameters are on none of the devices of a mesh."""
   array = jax.tree.leaves(params)[0]

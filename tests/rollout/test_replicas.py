@@ -9,6 +9,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -23,13 +24,14 @@ from playing import (
   toy_worker,
 )
 
-from coa_jax.model import decode_params, transformer
+from coa_jax.model import cache, decode_params, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import (
   MeshConfig,
   make_partitioner,
   make_partitioners,
 )
+from coa_jax.rollout import memory
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
@@ -144,6 +146,28 @@ def test_rollouts_on_devices_of_their_own_are_the_same(novice):
     novice, range(4), on=engine(CFG, make_partitioner(MeshConfig(tensor=2)))
   )
   assert contents(play(novice, range(4), on=on)) == contents(expected)
+
+
+@on_devices
+@pytest.mark.parametrize("own", [0, 2])
+def test_what_a_device_holds_is_counted(novice, own):
+  """Half of the matrices on each, and of the learner's state if it learns, too."""
+  learner, decoder = make_partitioners(MeshConfig(rollout=own), rollout_tensor=2)
+  params = jax.device_put(novice, learner.tree(novice))
+  on = engine(CFG, decoder, tensor=2)
+  on.set_policy(params, 0)
+  budget = memory.cache_budget(CFG, on.config, decoder, params, 1, total=10**6)
+  device = decoder.mesh.devices.flat[0]
+
+  def held(tree: Any) -> int:
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return sum(s.data.nbytes for s in shards if s.device == device)
+
+  assert budget.weights == sum(map(held, on._policies)) > 0
+  assert budget.state == held(params) and (budget.state > 0) == (own == 0)
+  whole = cache.KVCache.one_block(on.model, 1, toy.MAX_LEN)
+  bytes_of_row = sum(x.nbytes for x in jax.tree.leaves(whole))
+  assert 2 * budget.token == bytes_of_row / whole.size
 
 
 @on_devices
