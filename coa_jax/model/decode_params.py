@@ -64,18 +64,24 @@ def decoding_views(
   # --- One device: nothing to do where the arrays are as a sampler wants them.
   kind = cfg.weight_dtype or cfg.dtype
   as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
+  if partitioner is None and as_is:
+    return [params]
+  view = _converter(cfg, platform(partitioner))(params)
   if partitioner is None:
-    return [params if as_is else _decoding_view(cfg, None)(params)]
+    return [view]
 
-  # --- A mesh: converted and resharded in one program where it has the learner's
-  # devices; else converted there, in parts, and sent.
+  # --- A mesh: resharded, or sent to other devices.
   partitioner = partitioner.decoding()
-  if _elsewhere(params, partitioner):
-    view = _decoding_view(cfg, None)(params)
-    shardings = partitioner.tree(view, bool(cfg.product_dtype))
-    view = jax.device_put(view, shardings)
+  outputs_first = bool(cfg.product_dtype)
+  if _elsewhere(view, partitioner):
+    view = jax.device_put(view, partitioner.tree(view, outputs_first))
   else:
-    view = _decoding_view(cfg, partitioner)(params)
+    # A layer at a time: one program for all would hold every gathered array twice.
+    rest = {name: x for name, x in view.items() if not _is_layer(name)}
+    view |= _resharder(cfg, partitioner, layer=False)(rest)
+    reshard = _resharder(cfg, partitioner, layer=True)
+    for name in filter(_is_layer, list(view)):
+      view[name] = reshard(view[name])
 
   # --- Each replica's arrays are made of its own devices' shards, in place.
   def of_replica(replica: Partitioner) -> Any:
@@ -86,7 +92,7 @@ def decoding_views(
       shards = [by_device[d] for d in devices]
       return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
-    return jax.tree.map(leaf, view, replica.tree(view, bool(cfg.product_dtype)))
+    return jax.tree.map(leaf, view, replica.tree(view, outputs_first))
 
   return list(map(of_replica, partitioner.replicas()))
 
@@ -95,8 +101,8 @@ def decoding_shapes(
   cfg: ModelConfig, partitioner: Partitioner | None = None
 ) -> dict[str, Any]:
   """Returns the shapes of `decoding_views`, with shardings where there is a mesh."""
-  view = _decoding_view(cfg, partitioner)
-  shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
+  convert = _converter(cfg, platform(partitioner))
+  shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
   if partitioner is None:
     return shapes
   shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
@@ -114,14 +120,15 @@ def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
-  """The jitted function that makes a view; cached, or every update would compile it."""
+def _converter(cfg: ModelConfig, on: str) -> Any:
+  """The jitted function that unstacks and rounds; where arrays are split they stay so.
+
+  Cached, or every update would compile it. `on` is the devices' platform.
+  """
   kind = cfg.weight_dtype or cfg.dtype
   narrow = cfg.product_dtype
-  storage_dtype = kind
-  if platform(partitioner) == "cpu":
-    # A CPU would convert half-precision weights at every step.
-    storage_dtype = "float32"
+  # A CPU would convert half-precision weights at every step.
+  storage_dtype = "float32" if on == "cpu" else kind
 
   def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
     x = transformer.rounded(x, kind)
@@ -132,13 +139,27 @@ def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
       return x.transpose(*range(inputs, x.ndim), *range(inputs)).astype(narrow)
     return x.astype(storage_dtype)
 
-  def view(params: dict[str, Any]) -> dict[str, Any]:
+  def convert(params: dict[str, Any]) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(
       leaf, transformer.unstack(params, cfg.layers)
     )
 
-  shardings = None
-  if partitioner:
-    shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
-    shardings = partitioner.decoding().tree(shapes, bool(narrow))
-  return jax.jit(view, out_shardings=shardings)
+  return jax.jit(convert)
+
+
+@functools.lru_cache(maxsize=8)
+def _resharder(cfg: ModelConfig, partitioner: Partitioner, layer: bool) -> Any:
+  """The jitted function that gives every device of a mesh what it decodes with.
+
+  It takes the arrays of any one layer, or all that are of none.
+  """
+  shapes = decoding_shapes(cfg, partitioner)
+  part = {name: x for name, x in shapes.items() if not _is_layer(name)}
+  if layer:
+    part = shapes["layer_0"]
+  shardings = jax.tree.map(lambda x: x.sharding, part)
+  return jax.jit(lambda arrays: arrays, out_shardings=shardings)
+
+
+def _is_layer(name: str) -> bool:
+  return name.startswith("layer_")
