@@ -166,7 +166,7 @@ def run(
   # What the host holds in the end: every attempt.
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
   capacity.check_host({fields: samples * len(tasks) * capacity.TRAJECTORY})
-  partitioner = make_partitioner(settings.mesh)
+  partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
   cfg, tokenizer = open_folder(settings.init, settings.model)  # no weights yet
   check_positions(settings.rollout, cfg, settings.init)
   workdir = process_dir(workdir)

@@ -44,7 +44,7 @@ from coa_jax.model.sharding import (
   MeshConfig,
   Partitioner,
   is_first_process,
-  make_partitioner,
+  make_partitioners,
   process_dir,
 )
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
@@ -62,7 +62,7 @@ from coa_jax.report.profiling import traced
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout import figures
+from coa_jax.rollout import figures, memory
 from coa_jax.rollout.collect import RolloutCollector
 from coa_jax.rollout.scheduler import on_device
 from coa_jax.rollout.setup import make_worker
@@ -212,10 +212,22 @@ class RLConfig:
         f"algo.batch.length={length} is shorter than rollout.max_len="
         f"{self.rollout.max_len}: a trajectory must fit a row"
       )
-    # Rollouts then run beside the learner: the collectives of the two could wait for
-    # each other.
-    if self.algo.sampling.staleness and self.mesh.tensor > 1:
-      raise ValueError(_hindrance(self.algo.sampling, "mesh.tensor above 1"))
+    if self.vllm and self.mesh.rollout:
+      raise ValueError(
+        f"mesh.rollout={self.mesh.rollout} gives devices to our own sampler, and with "
+        "section vllm the server samples: take 0"
+      )
+    # Rollouts then run beside the learner: on the same devices, programs of the two
+    # that both talk between devices could wait for each other.
+    tensor = self.rollout.tensor or self.mesh.tensor
+    if self.algo.sampling.staleness and tensor > 1 and not self.mesh.rollout:
+      raise ValueError(
+        _hindrance(
+          self.algo.sampling,
+          f"replicas of {tensor} devices (rollout.tensor; mesh.tensor where that is 0) "
+          "unless mesh.rollout gives them devices of their own",
+        )
+      )
 
 
 @exclusive(process_dir)
@@ -259,7 +271,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   )
 
   # --- The model's architecture, and what plays it; its weights come later.
-  partitioner = make_partitioner(settings.mesh)
+  # Rollouts may have devices of their own; else theirs are the learner's.
+  partitioner, rollout_partitioner = make_partitioners(
+    settings.mesh, rollout_tensor=rollout.tensor
+  )
   cfg, tokenizer = open_folder(settings.init, settings.model)
   _check_fit(settings, cfg, partitioner)
   own_dir = folder_of_process(workdir)
@@ -268,7 +283,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     tokenizer,
     rollout,
     settings.tools.tool_descriptions,
-    partitioner=partitioner,
+    partitioner=rollout_partitioner,
     vllm=settings.vllm,
     grader=Grader(settings.reward.kept_in(own_dir)),
     journal=ToolJournal(os.path.join(own_dir, "tool_calls")),
@@ -312,6 +327,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     allowed=on_device(worker.constraint),
   )
   state, frozen = learner.init(params, rollout.seed)
+  if settings.vllm is None:
+    policies = 2 if sampling.staleness else 1
+    kept = (state, frozen)
+    line = memory.budget_line(cfg, rollout, rollout_partitioner, kept, policies)
+    if line:
+      say(line)
 
   # --- Open what the run holds, and go on where an interrupted one stood.
   checkpoints = Checkpoints(os.path.join(workdir, "checkpoints"), settings.checkpoint)
@@ -351,8 +372,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
           timer.lap("other", **rollouts.spent)
 
         # --- Learn. The old state is given away: a signal waits until there is a new
-        # one to save.
+        # one to save. Merged adapters are a copy of the model, whose room is wanted.
         cursor = rollouts.cursor
+        del params
         state, learned = learner(state, frozen, rollouts.groups)
         _check_logp_diff(algo.guards, step, learned)
         timer.lap("learn")

@@ -111,7 +111,7 @@ def open_server(
   """
   settings = read_config(config, ServeConfig)
   # --- The model; what can be refused is refused before its weights are read.
-  partitioner = make_partitioner(settings.mesh)
+  partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
   cfg, tokenizer = open_folder(settings.init, settings.model)
   check_positions(settings.rollout, cfg, settings.init)
   worker = make_worker(

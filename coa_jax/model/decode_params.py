@@ -56,20 +56,34 @@ def decoding_views(
   """Makes the parameters that samplers want; called once per policy update.
 
   Layers are unstacked, arrays rounded to `weight_dtype` or the compute dtype (the model
-  would do so at every step), and resharded to `partitioner.decoding()`. With a
-  `product_dtype` matrices are held in it, outputs first. Every process calls it. With a
-  partitioner there is a tree for each of `partitioner.decoding().replicas()`.
+  would do so at every step), and resharded to `partitioner.decoding()`, on its devices
+  whatever devices `params` are on. With a `product_dtype` matrices are held in it,
+  outputs first. Every process calls it. With a partitioner there is a tree for each of
+  `partitioner.decoding().replicas()`.
   """
   # --- One device: nothing to do where the arrays are as a sampler wants them.
   kind = cfg.weight_dtype or cfg.dtype
   as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
   if partitioner is None and as_is:
     return [params]
-  view = _decoding_view(cfg, partitioner)(params)
+  view = _converter(cfg, platform(partitioner))(params)
   if partitioner is None:
     return [view]
 
-  # --- A mesh: each replica's arrays are made of its own devices' shards, in place.
+  # --- A mesh: resharded, or sent to other devices.
+  partitioner = partitioner.decoding()
+  outputs_first = bool(cfg.product_dtype)
+  if _elsewhere(view, partitioner):
+    view = jax.device_put(view, partitioner.tree(view, outputs_first))
+  else:
+    # A layer at a time: one program for all would hold every gathered array twice.
+    rest = {name: x for name, x in view.items() if not _is_layer(name)}
+    view |= _resharder(cfg, partitioner, layer=False)(rest)
+    reshard = _resharder(cfg, partitioner, layer=True)
+    for name in filter(_is_layer, list(view)):
+      view[name] = reshard(view[name])
+
+  # --- Each replica's arrays are made of its own devices' shards, in place.
   def of_replica(replica: Partitioner) -> Any:
     devices = list(replica.mesh.devices.flat)
 
@@ -78,20 +92,43 @@ def decoding_views(
       shards = [by_device[d] for d in devices]
       return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
-    return jax.tree.map(leaf, view, replica.tree(view, bool(cfg.product_dtype)))
+    return jax.tree.map(leaf, view, replica.tree(view, outputs_first))
 
-  return list(map(of_replica, partitioner.decoding().replicas()))
+  return list(map(of_replica, partitioner.replicas()))
+
+
+def decoding_shapes(
+  cfg: ModelConfig, partitioner: Partitioner | None = None
+) -> dict[str, Any]:
+  """Returns the shapes of `decoding_views`, with shardings where there is a mesh."""
+  convert = _converter(cfg, platform(partitioner))
+  shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
+  if partitioner is None:
+    return shapes
+  shardings = partitioner.decoding().tree(shapes, bool(cfg.product_dtype))
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+  )
+
+
+def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
+  """Whether parameters are on none of the devices of a mesh."""
+  array = jax.tree.leaves(params)[0]
+  if not isinstance(array, jax.Array):
+    return False
+  return array.sharding.device_set.isdisjoint(partitioner.mesh.devices.flat)
 
 
 @functools.lru_cache(maxsize=8)
-def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
-  """The jitted function that makes a view; cached, or every update would compile it."""
+def _converter(cfg: ModelConfig, on: str) -> Any:
+  """The jitted function that unstacks and rounds; where arrays are split they stay so.
+
+  Cached, or every update would compile it. `on` is the devices' platform.
+  """
   kind = cfg.weight_dtype or cfg.dtype
   narrow = cfg.product_dtype
-  storage_dtype = kind
-  if platform(partitioner) == "cpu":
-    # A CPU would convert half-precision weights at every step.
-    storage_dtype = "float32"
+  # A CPU would convert half-precision weights at every step.
+  storage_dtype = "float32" if on == "cpu" else kind
 
   def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
     x = transformer.rounded(x, kind)
@@ -102,13 +139,27 @@ def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
       return x.transpose(*range(inputs, x.ndim), *range(inputs)).astype(narrow)
     return x.astype(storage_dtype)
 
-  def view(params: dict[str, Any]) -> dict[str, Any]:
+  def convert(params: dict[str, Any]) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(
       leaf, transformer.unstack(params, cfg.layers)
     )
 
-  shardings = None
-  if partitioner:
-    shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
-    shardings = partitioner.decoding().tree(shapes, bool(narrow))
-  return jax.jit(view, out_shardings=shardings)
+  return jax.jit(convert)
+
+
+@functools.lru_cache(maxsize=8)
+def _resharder(cfg: ModelConfig, partitioner: Partitioner, layer: bool) -> Any:
+  """The jitted function that gives every device of a mesh what it decodes with.
+
+  It takes the arrays of any one layer, or all that are of none.
+  """
+  shapes = decoding_shapes(cfg, partitioner)
+  part = {name: x for name, x in shapes.items() if not _is_layer(name)}
+  if layer:
+    part = shapes["layer_0"]
+  shardings = jax.tree.map(lambda x: x.sharding, part)
+  return jax.jit(lambda arrays: arrays, out_shardings=shardings)
+
+
+def _is_layer(name: str) -> bool:
+  return name.startswith("layer_")

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from coa_jax.model import placement
 
 AXES = ("data", "fsdp", "context", "tensor")
 # B and T are of activations, D of parameters alone: an activation's D is never split.
@@ -77,6 +78,8 @@ class MeshConfig:
     context: devices that split the tokens of a row.
     tensor: devices that split heads, hidden units and the vocabulary.
     devices: how many are used, the first of them; 0 for all.
+    rollout: how many of them, the last ones, RL gives to rollouts alone; the other axes
+      share what is left to the learner. 0: all do both, by turns or side by side.
     rules: lines that replace those of `RULES`, e.g. {"K": ()} keeps all key-value
       heads on every device.
   """
@@ -86,6 +89,7 @@ class MeshConfig:
   context: int = 1
   tensor: int = 1
   devices: int = 0
+  rollout: int = 0
   rules: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -95,6 +99,8 @@ class MeshConfig:
         raise ValueError(f"{axis} is {size}; it must be at least 1")
     if self.devices < 0:
       raise ValueError(f"devices is {self.devices}; it must be 0 for all, or more")
+    if self.rollout < 0:
+      raise ValueError(f"rollout is {self.rollout}; it must be 0 for none, or more")
     for letter, axes in self.rules.items():
       if letter not in RULES:
         raise ValueError(f"rules has axis {letter!r}; there are {', '.join(RULES)}")
@@ -178,11 +184,17 @@ class Partitioner:
       mine_B[index] = True
     return mine_B
 
-  def decoding(self) -> Partitioner:
+  def decoding(self, tensor: int = 0) -> Partitioner:
     """Returns the sampler's: whole matrices but for `tensor`, rows over the rest.
 
     A step of decoding is too short to gather parameters in it, whatever axes the rules
-    of training split them over.
+    of training split them over. The devices are the same, in the same order.
+
+    Args:
+      tensor: ways to split matrices; 0 for those of this mesh.
+
+    Raises:
+      ValueError: `tensor` does not divide the number of devices.
     """
     rules: dict[str, tuple[str, ...]] = {}
     for letter, axes in self.rules:
@@ -190,7 +202,14 @@ class Partitioner:
       if "tensor" in axes:
         rules[letter] = ("tensor",)
     rules |= {"B": ("data", "fsdp", "context"), "T": (), "D": ()}
-    return self.replacing(rules)
+    mesh = self.mesh
+    if tensor and tensor != mesh.shape["tensor"]:
+      if mesh.size % tensor:
+        raise ValueError(
+          f"rollout.tensor={tensor} does not divide the {mesh.size} devices"
+        )
+      mesh = _mesh(mesh.devices.reshape(-1, 1, 1, tensor))
+    return Partitioner(mesh, self.rules).replacing(rules)
 
   def replicas(self) -> list[Partitioner]:
     """Returns one for each copy of the model that `tensor` splits, of this process.
@@ -202,15 +221,17 @@ class Partitioner:
     """
     # `tensor` is the last axis: devices that stand together hold one copy.
     ways = self.mesh.shape["tensor"]
+    grid = self.mesh.devices
+    if placement.num_split(grid, ways):
+      fitting = ", ".join(map(str, placement.team_sizes(grid)))
+      raise ValueError(
+        f"matrices split {ways} ways lie on several processes, and rollouts need each "
+        f"copy of the model within one: rollout.tensor (or mesh.tensor, where that is "
+        f"0) can be {fitting}"
+      )
     out = []
-    for team in self.mesh.devices.reshape(-1, ways):
-      processes = {device.process_index for device in team}
-      if len(processes) > 1:
-        raise ValueError(
-          f"mesh.tensor={ways} splits matrices over several processes; "
-          f"rollouts need it within the {jax.local_device_count()} devices of one"
-        )
-      if jax.process_index() in processes:
+    for team in grid.reshape(-1, ways):
+      if team[0].process_index == jax.process_index():
         out.append(Partitioner(_mesh(team.reshape(1, 1, 1, ways)), self.rules))
     return out
 
@@ -263,29 +284,94 @@ class Partitioner:
 
 
 def make_partitioner(
-  config: MeshConfig, devices: list[jax.Device] | None = None
+  config: MeshConfig,
+  devices: list[jax.Device] | None = None,
+  rollout_tensor: int = 0,
 ) -> Partitioner | None:
   """Builds what a config asks for; None on one device, where nothing is split.
 
   Args:
     config: sizes of the mesh axes and lines of the table.
     devices: all devices of all processes where None.
+    rollout_tensor: devices that decode together; 0 for those of `config.tensor`.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices, there are fewer than
-      asked for, or some would be left out by one of several processes.
+      asked for, some would be left out by one of several processes, or some are kept
+      for the rollouts of RL.
   """
-  # --- The devices.
-  devices = jax.devices() if devices is None else devices
-  if config.devices:
-    if config.devices > len(devices):
-      raise ValueError(f"mesh.devices={config.devices}; there are {len(devices)}")
-    devices = devices[: config.devices]
-    if len({d.process_index for d in devices}) != jax.process_count():
-      raise ValueError(
-        f"mesh.devices={config.devices} leaves a process without any; 0 takes all"
-      )
+  if config.rollout:
+    raise ValueError(
+      f"mesh.rollout={config.rollout} gives devices to the rollouts of RL; no other "
+      "journey has two kinds of work for them: take 0"
+    )
+  return _over(config, _used(config, devices), rollout_tensor)
 
+
+def make_partitioners(
+  config: MeshConfig,
+  devices: list[jax.Device] | None = None,
+  rollout_tensor: int = 0,
+) -> tuple[Partitioner | None, Partitioner | None]:
+  """Builds the learner's, as `make_partitioner` does, and that of its rollouts.
+
+  They are one where `config.rollout` is 0; else they have no device in common.
+
+  Raises:
+    ValueError: as `make_partitioner`; or `config.rollout` leaves nothing to the
+      learner, is no multiple of the devices that decode together, or there are several
+      processes.
+  """
+  devices = _used(config, devices)
+  count = config.rollout
+  if not count:
+    both = _over(config, devices, rollout_tensor)
+    return both, both
+
+  # --- Refuse what can not be shared out.
+  if jax.process_count() > 1:
+    # The learner's weights would go from some processes' devices to others', and those
+    # that only roll out have no part in its programs.
+    raise ValueError(
+      f"mesh.rollout={count} is for one process, and there are {jax.process_count()}; "
+      "take 0"
+    )
+  if count >= len(devices):
+    raise ValueError(
+      f"mesh.rollout={count} leaves the learner none of the {len(devices)} devices"
+    )
+  tensor = rollout_tensor or config.tensor
+  if count % tensor:
+    raise ValueError(
+      f"mesh.rollout={count} must be a multiple of the {tensor} devices that decode "
+      "together (rollout.tensor; mesh.tensor where that is 0)"
+    )
+
+  # --- The first devices learn, the last ones roll out.
+  learner = _over(config, devices[:-count])
+  grid = placement.device_grid((count // tensor, 1, 1, tensor), devices[-count:], 1)
+  return learner, Partitioner(_mesh(grid)).replacing(_rules_of(config))
+
+
+def _used(config: MeshConfig, devices: list[jax.Device] | None) -> list[jax.Device]:
+  """The devices that a config takes; all of all processes where there are none."""
+  devices = jax.devices() if devices is None else devices
+  if not config.devices:
+    return devices
+  if config.devices > len(devices):
+    raise ValueError(f"mesh.devices={config.devices}; there are {len(devices)}")
+  devices = devices[: config.devices]
+  if len({d.process_index for d in devices}) != jax.process_count():
+    raise ValueError(
+      f"mesh.devices={config.devices} leaves a process without any; 0 takes all"
+    )
+  return devices
+
+
+def _over(
+  config: MeshConfig, devices: list[jax.Device], rollout_tensor: int = 0
+) -> Partitioner | None:
+  """Builds what a config asks for over all of these devices; see `make_partitioner`."""
   # --- How many of them each axis has.
   sizes = [getattr(config, axis) for axis in AXES]
   if config.fsdp == -1:
@@ -293,18 +379,26 @@ def make_partitioner(
     sizes[AXES.index("fsdp")] = max(1, len(devices) // rest)
   if math.prod(sizes) != len(devices):
     shape = " x ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
+    beside = f" beside mesh.rollout={config.rollout}" if config.rollout else ""
     raise ValueError(
-      f"mesh {shape} needs {math.prod(sizes)} devices; there are {len(devices)}"
+      f"mesh {shape} needs {math.prod(sizes)} devices; there are {len(devices)}{beside}"
+    )
+  if rollout_tensor and len(devices) % rollout_tensor:
+    raise ValueError(
+      f"rollout.tensor={rollout_tensor} does not divide the {len(devices)} devices"
     )
   if len(devices) == 1:
     return None
 
   # --- The grid of devices, and the table of axes with the config's lines in it.
-  # jax.make_mesh refuses an axis that is no product of a TPU torus's sides, such as
-  # tensor=2 on 4x4x8; here such an axis takes a part of a side.
-  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-  rules = {letter: tuple(axes) for letter, axes in config.rules.items()}
-  return Partitioner(_mesh(grid)).replacing(rules)
+  team = rollout_tensor or config.tensor
+  grid = placement.device_grid(sizes, devices, team)
+  return Partitioner(_mesh(grid)).replacing(_rules_of(config))
+
+
+def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
+  """The config's lines of the table, which may have come as lists."""
+  return {letter: tuple(axes) for letter, axes in config.rules.items()}
 
 
 def _mesh(grid: np.ndarray) -> Mesh:

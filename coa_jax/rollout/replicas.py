@@ -1,6 +1,6 @@
 """The JAX engine: every replica of the model that a process holds, behind one queue.
 
-Each replica (a device, or as many as `mesh.tensor` takes) decodes in a thread of its
+Each replica (a device, or as many as `rollout.tensor` says) decodes in a thread of its
 own: none waits for another's windows, nor for its tools. What an episode samples does
 not depend on which of them plays it.
 """
@@ -44,18 +44,19 @@ class ReplicaPool(EpisodePool):
       model: the architecture; it decodes as `decode_params.architecture` says.
       automaton: where decoding stops.
       config: slots of a replica, window and limits.
-      partitioner: of the policy, on several devices; of several processes each decodes
-        on its own devices.
+      partitioner: of the devices that decode, the learner's or others; None for the
+        only one. Of several processes each decodes on its own.
       constraint: what may be sampled; everything where None.
 
     Raises:
       ValueError: the mesh does not divide the model, or splits it over processes.
     """
     self.model = decode_params.architecture(model, partitioner)
-    self._partitioner = partitioner
+    self._partitioner = None
     replicas: list[Partitioner | None] = [None]  # one, on the only device
     if partitioner:
-      replicas = [*partitioner.decoding().replicas()]
+      self._partitioner = partitioner.decoding(config.tensor)
+      replicas = [*self._partitioner.replicas()]
       # All are checked before the first is made.
       for replica in replicas:
         replica.check(model.axes)
@@ -78,3 +79,15 @@ class ReplicaPool(EpisodePool):
       jax.block_until_ready(views)
       self._sync_seconds += time.monotonic() - began
     self.publish(views, version)
+    if views is None:
+      self._wait_until_idle()
+
+  def _wait_until_idle(self) -> None:
+    """Waits until all replicas have forgotten the policy, and freed their caches.
+
+    An episode's future is done a moment before its replica's thread has ended.
+    """
+    with self._lock:
+      threads = [thread for thread in self._threads if thread]
+    for thread in threads:
+      thread.join()

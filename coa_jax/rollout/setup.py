@@ -44,7 +44,7 @@ def make_worker(
     tokenizer: of the model.
     config: section `rollout`.
     tools: tags that the dialect has, and function tools with their descriptions.
-    partitioner: where the policy lives; None on the only device.
+    partitioner: of the devices that decode; None for the only one.
     vllm: the server that samples; None for our own engine.
     grader: see `RolloutWorker`.
     variant: the dialect, where it is not the config's with these tools.
@@ -63,6 +63,10 @@ def make_worker(
   # Before anything large is allocated, compiling included.
   if vllm is None:
     _check_memory(model, config, partitioner)
+  elif config.tensor:
+    raise ValueError(
+      f"rollout.tensor={config.tensor} is of our own sampler; with section vllm take 0"
+    )
 
   # --- What stops sampling, what may be sampled, and who samples.
   automaton = compile_stops(variant, tokenizer, model.vocab_size)
@@ -104,7 +108,8 @@ def _check_memory(
   """Refuses a model that will not fit beside its slots."""
   replicas = 1
   if partitioner:
-    replicas = partitioner.mesh.size // partitioner.mesh.shape["tensor"]
+    mesh = partitioner.decoding(config.tensor).mesh
+    replicas = mesh.size // mesh.shape["tensor"]
   needs = sizes.rollout_needs(
     model, config.slots, config.max_len, config.window, replicas=replicas
   )

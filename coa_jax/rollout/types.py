@@ -31,7 +31,9 @@ class RolloutConfig:
       takes an agent away: unified-plan is unified without plans.
     style: of the prompt: full, or brief for models trained from scratch.
     slots: trajectories decoded together, on each replica of the model (a device, or
-      as many as mesh.tensor takes).
+      as many as `tensor` says).
+    tensor: devices that split the matrices of one replica; they are within one process,
+      and training may split them otherwise. 0 for as many as mesh.tensor.
     window: tokens sampled between two looks at the tools.
     max_len: tokens a trajectory may have in all; at most the model's positions.
     max_calls: tool calls a trajectory may make.
@@ -53,6 +55,7 @@ class RolloutConfig:
   variant: str = "unified"
   style: str = "full"
   slots: int = bounded(64, least=1)
+  tensor: int = bounded(0, least=0)
   window: int = bounded(8, least=1)
   max_len: int = bounded(320, least=1)
   max_calls: int = bounded(8, least=0)

@@ -20,7 +20,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import init_state
 from coa_jax.model import sharding, transformer
-from coa_jax.model.sharding import AXES, MeshConfig, Partitioner, make_partitioner
+from coa_jax.model.sharding import (
+  AXES,
+  MeshConfig,
+  Partitioner,
+  make_partitioner,
+  make_partitioners,
+)
 from coa_jax.model.variants import variant
 
 HERE = pathlib.Path(__file__).parent
@@ -224,6 +230,7 @@ def test_counters_of_an_optimizer_are_replicated_and_moments_split():
   [
     ({"tensor": -1}, "tensor is -1; it must be at least 1"),
     ({"devices": -1}, "devices is -1; it must be 0 for all"),
+    ({"rollout": -1}, "rollout is -1; it must be 0 for none"),
     ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, D"),
     ({"rules": {"D": ("model",)}}, "rules.D has 'model'; there are data, fsdp"),
     ({"rules": {"B": ("fsdp", "fsdp")}}, "rules.B has an axis twice: fsdp, fsdp"),
@@ -240,5 +247,24 @@ def test_a_mesh_of_more_devices_than_there_are_says_so():
   with pytest.raises(ValueError, match=r"mesh.devices=9; there are 8"):
     make_partitioner(MeshConfig(devices=9), jax.devices() * 8)
   assert make_partitioner(MeshConfig(), jax.devices()[:1]) is None
+  with pytest.raises(ValueError, match=r"rollout.tensor=2 does not divide the 1 dev"):
+    make_partitioner(MeshConfig(), jax.devices()[:1], rollout_tensor=2)
   # On one of eight: as if there were no others.
   assert make_partitioner(MeshConfig(devices=1), jax.devices() * 8) is None
+
+
+def test_devices_that_can_not_be_shared_out_are_refused(monkeypatch):
+  eight = jax.devices() * 8
+  with pytest.raises(ValueError, match=r"mesh.rollout=1 gives devices to the rollouts"):
+    make_partitioner(MeshConfig(rollout=1), eight)
+  with pytest.raises(ValueError, match=r"rollout=8 leaves the learner none of the 8 d"):
+    make_partitioners(MeshConfig(rollout=8), eight)
+  with pytest.raises(
+    ValueError, match=r"rollout=3 must be a multiple of the 2 devices"
+  ):
+    make_partitioners(MeshConfig(rollout=3), eight, rollout_tensor=2)
+  with pytest.raises(ValueError, match=r"there are 4 beside mesh.rollout=4"):
+    make_partitioners(MeshConfig(fsdp=8, rollout=4), eight)
+  monkeypatch.setattr(sharding.jax, "process_count", lambda: 2)
+  with pytest.raises(ValueError, match=r"mesh.rollout=4 is for one process, and there"):
+    make_partitioners(MeshConfig(rollout=4), eight)

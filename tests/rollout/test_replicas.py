@@ -9,6 +9,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -23,9 +24,14 @@ from playing import (
   toy_worker,
 )
 
-from coa_jax.model import decode_params, transformer
+from coa_jax.model import cache, decode_params, transformer
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import MeshConfig, make_partitioner
+from coa_jax.model.sharding import (
+  MeshConfig,
+  make_partitioner,
+  make_partitioners,
+)
+from coa_jax.rollout import memory
 from coa_jax.rollout.collect import RolloutCollector, ages
 from coa_jax.rollout.replicas import ReplicaPool
 from coa_jax.rollout.scheduler import Scheduler
@@ -104,6 +110,77 @@ def test_a_matrix_that_is_split_makes_fewer_replicas(novice):
   expected = play(novice, range(8), temperature=0.0)
   for n, t in played.items():  # products are added up in another order
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
+
+
+@on_devices
+@pytest.mark.parametrize(("trained", "decoded"), [(1, 2), (2, 1)])
+def test_replicas_split_matrices_as_rollouts_want_however_training_does(
+  novice, trained, decoded
+):
+  """Bit for bit as where training splits them so, too."""
+  partitioner = make_partitioner(MeshConfig(tensor=trained), rollout_tensor=decoded)
+  params = jax.device_put(novice, partitioner.tree(novice))
+  on = engine(CFG, partitioner, tensor=decoded)
+  assert on.capacity == DEVICES // decoded * CONFIG.slots
+  alike = make_partitioner(MeshConfig(tensor=decoded))
+  expected = play(novice, range(8), on=engine(CFG, alike))
+  assert contents(play(params, range(8), on=on)) == contents(expected)
+
+
+@on_devices
+def test_rollouts_on_devices_of_their_own_are_the_same(novice):
+  """Weights come from the others, which hold no part of what decodes."""
+  learner, decoder = make_partitioners(MeshConfig(rollout=2))
+  params = jax.device_put(novice, learner.tree(novice))
+  on = engine(CFG, decoder)
+  on.set_policy(params, 0)
+  own = set(jax.devices()[2:])
+  for view in on._policies:
+    for x in jax.tree.leaves(view):
+      assert x.sharding.device_set < own
+  assert contents(play(params, range(12), on=on)) == contents(play(novice, range(12)))
+  # One device may learn, and the others split matrices.
+  _, decoder = make_partitioners(MeshConfig(devices=3, rollout=2), rollout_tensor=2)
+  on = engine(CFG, decoder, tensor=2)
+  expected = play(
+    novice, range(4), on=engine(CFG, make_partitioner(MeshConfig(tensor=2)))
+  )
+  assert contents(play(novice, range(4), on=on)) == contents(expected)
+
+
+@on_devices
+@pytest.mark.parametrize("own", [0, 2])
+def test_what_a_device_holds_is_counted(novice, own):
+  """Half of the matrices on each, and of the learner's state if it learns, too."""
+  learner, decoder = make_partitioners(MeshConfig(rollout=own), rollout_tensor=2)
+  params = jax.device_put(novice, learner.tree(novice))
+  on = engine(CFG, decoder, tensor=2)
+  on.set_policy(params, 0)
+  budget = memory.cache_budget(CFG, on.config, decoder, params, 1, total=10**6)
+  device = decoder.mesh.devices.flat[0]
+
+  def held(tree: Any) -> int:
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return sum(s.data.nbytes for s in shards if s.device == device)
+
+  assert budget.weights == sum(map(held, on._policies)) > 0
+  assert budget.state == held(params) and (budget.state > 0) == (own == 0)
+  whole = cache.KVCache.one_block(on.model, 1, toy.MAX_LEN)
+  bytes_of_row = sum(x.nbytes for x in jax.tree.leaves(whole))
+  assert 2 * budget.token == bytes_of_row / whole.size
+
+
+@on_devices
+def test_nothing_of_a_policy_is_left_once_it_is_forgotten(novice):
+  """Learning has the devices to itself: neither parameters nor caches stay."""
+  partitioner = make_partitioner(MeshConfig())
+  params = jax.device_put(novice, partitioner.tree(novice))
+  on = engine(dataclasses.replace(CFG, weight_dtype="bfloat16"), partitioner)
+  play(params, range(2), on=on)  # constants of compiled programs stay
+  before = sum(x.nbytes for x in jax.live_arrays())
+  play(params, range(24), on=on)
+  on.set_policy(None, 0)
+  assert sum(x.nbytes for x in jax.live_arrays()) < before
 
 
 @on_devices

@@ -1,0 +1,94 @@
+"""Which device stands where in a mesh: closest together those that talk the most.
+
+A team is a run of devices, in the mesh's order, that split every matrix between them
+(`tensor`). It decodes as one replica, which one process drives, so it has to be within
+that process's own devices: on a TPU slice those of one host.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+
+def device_grid(
+  sizes: Sequence[int], devices: Sequence[jax.Device], team: int
+) -> np.ndarray:
+  """Places devices in a grid whose last axis is `tensor` and whose first is `data`.
+
+  JAX follows the sides of the torus. A host of four chips is a square of it, so a side
+  leads through several hosts; where that would split a team between hosts, every host
+  is made a block of the grid. Several slices work together over `data` alone.
+
+  Args:
+    sizes: of the axes; they multiply to the number of devices.
+    devices: of one kind.
+    team: devices that decode together. They, and those of the last axis, are within
+      one host where the number of its devices allows it.
+
+  Raises:
+    ValueError: there are several TPU slices, and `data` is no multiple of them.
+  """
+  # --- Several slices, whose network is slow: whole copies of the state on each.
+  slices = _grouped(devices, "slice_index")
+  if len(slices) > 1 and devices[0].platform == "tpu":
+    if sizes[0] % len(slices):
+      raise ValueError(
+        f"mesh.data={sizes[0]} must be a multiple of the {len(slices)} slices: only "
+        "data works over the network between them"
+      )
+    inner = (sizes[0] // len(slices), *sizes[1:])
+    return np.concatenate([device_grid(inner, part, team) for part in slices])
+
+  # --- As JAX would have it, which refuses an axis that is no product of a torus's
+  # sides, such as tensor=2 on 4x4x8, unless it may take a part of a side.
+  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  hosts = _grouped(devices, "process_index")
+  local = len(hosts[0])
+  alike = all(len(host) == local for host in hosts)
+  teams = [ways for ways in (sizes[-1], team) if local % ways == 0]
+  if not alike or not any(num_split(grid, ways) for ways in teams):
+    return grid
+
+  # --- A block for each host: its devices fill the last axes first.
+  inner = [1] * len(sizes)
+  left = local
+  for axis in reversed(range(len(sizes))):
+    inner[axis] = math.gcd(sizes[axis], left)
+    left //= inner[axis]
+  outer = [size // part for size, part in zip(sizes, inner, strict=True)]
+  return mesh_utils.create_hybrid_device_mesh(
+    inner,
+    outer,
+    devices,
+    process_is_granule=True,
+    allow_split_physical_axes=True,
+  )
+
+
+def num_split(grid: np.ndarray, ways: int) -> int:
+  """Counts the teams of `ways` devices that are of several processes."""
+  count = 0
+  for team in grid.reshape(-1, ways):
+    if len({device.process_index for device in team}) > 1:
+      count += 1
+  return count
+
+
+def team_sizes(grid: np.ndarray) -> list[int]:
+  """Returns the sizes of teams that can all be within one process each."""
+  local = min(map(len, _grouped(list(grid.flat), "process_index")))
+  return [ways for ways in range(1, local + 1) if local % ways == 0]
+
+
+def _grouped(devices: Sequence[jax.Device], attribute: str) -> list[list[jax.Device]]:
+  """Devices by an attribute, in its order; one that lacks it counts as 0."""
+  groups: dict[int, list[jax.Device]] = collections.defaultdict(list)
+  for device in devices:
+    groups[getattr(device, attribute, None) or 0].append(device)
+  return [groups[key] for key in sorted(groups)]

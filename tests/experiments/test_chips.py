@@ -1,0 +1,60 @@
+"""Which arrangement of devices is best, by hand-computed cases and by laws."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import pytest
+
+from experiments import chips
+from experiments.bench import meshes
+from experiments.chips import StepSeconds
+
+
+def test_hand_computed():
+  seconds = StepSeconds(sync=1.0, decode=2.0, wait=10.0, learn=6.0)
+  assert seconds.by_turns() == 19.0
+  assert seconds.side_by_side() == 13.0
+  # 2 of 8 devices decode in 8 s and wait 10; the others learn in 8.
+  assert seconds.apart(8, 2) == 19.0
+  assert seconds.apart(8, 4) == 1 + max(2 * 2 + 10, 6 * 2) == 15.0
+  assert seconds.best_apart(8, 1) == 4
+  assert seconds.best_apart(8, 3) == 3
+  with pytest.raises(ValueError, match="a replica of 4 leaves the learner none of 4"):
+    seconds.best_apart(4, 4)
+
+
+def test_without_waiting_apart_is_never_faster_than_by_turns():
+  for decode, learn, devices in itertools.product((1, 3, 8), (1, 2, 9), (2, 8, 64)):
+    seconds = StepSeconds(sync=0.5, decode=decode, wait=0.0, learn=learn)
+    own = seconds.best_apart(devices, 1)
+    assert seconds.apart(devices, own) >= seconds.by_turns() - 1e-9
+    assert seconds.side_by_side() <= seconds.by_turns()
+
+
+def test_a_log_is_read_without_its_first_step_evaluation_and_saving():
+  row = {"seconds_decode": 2.0, "seconds_tools": 3.0, "seconds_other": 1.0, "step": 1}
+  row |= {"seconds_learn": 4.0, "seconds_sync": 0.5, "seconds_dev": 9, "seconds": 99}
+  seconds = StepSeconds.of([{**row, "seconds_learn": 100.0}, row, row])
+  assert seconds == StepSeconds(sync=0.5, decode=2.0, wait=4.0, learn=4.0)
+  text = chips.lines(seconds, devices=8, team=2)
+  assert len(text) == 3 and "by turns" in text[1] and "mesh.rollout=4" in text[2]
+  with pytest.raises(ValueError, match="has 1 steps"):
+    StepSeconds.of([row])
+  with pytest.raises(ValueError, match="the run was asynchronous"):
+    StepSeconds.of([row, {**row, "rollouts_waited": 0.0}])
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="libtpu describes TPU slices"
+)
+def test_a_slice_holds_more_the_more_chips_decode_together(monkeypatch):
+  # It asks a metadata server otherwise, which is only on Google's machines.
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  table = list(meshes.rows("v6e:4x4", "qwen3-8b", 8_192))
+  assert [row["tensor"] for row in table] == [1, 2, 4]
+  assert [row["replicas"] for row in table] == [16, 8, 4]
+  longest = [row["longest"] for row in table]
+  assert longest == sorted(longest) and longest[0] > 0

@@ -1,0 +1,56 @@
+"""The budget of a device's memory: counted as it is held, said in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import toy
+from playing import CONFIG
+
+from coa_jax.model import decode_params
+from coa_jax.rollout import memory
+
+
+def test_the_budget_counts_what_is_held():
+  params = toy.params()
+  config = dataclasses.replace(CONFIG, slots=3)
+  half = dataclasses.replace(toy.MODEL, weight_dtype="bfloat16")
+  decoder = decode_params.architecture(half)
+  (view,) = decode_params.decoding_views(decoder, params)
+  budget = memory.cache_budget(half, config, None, params, policies=2, total=10**7)
+  assert budget.state == sum(x.nbytes for x in jax.tree.leaves(params))
+  assert budget.weights == 2 * sum(x.nbytes for x in jax.tree.leaves(view))
+  assert budget.logits == 3 * 4 * toy.MODEL.vocab_size
+  # All that is counted fits, and one token more would not.
+  taken = budget.state + budget.weights + budget.logits
+  room = 10**7 * (1 - memory.KEPT) - taken
+  assert budget.tokens * budget.token <= room < (budget.tokens + 1) * budget.token
+
+
+def test_what_leaves_no_room_says_so():
+  budget = memory.cache_budget(toy.MODEL, CONFIG, None, toy.params(), 1, total=1000)
+  assert budget.caches == 0 == budget.tokens
+  assert ": 0 tokens a replica" in budget.describe(CONFIG)
+
+
+def test_a_device_that_tells_its_memory_is_asked(monkeypatch):
+  """A CPU does not tell, and nothing is said of it."""
+  arguments = (toy.MODEL, CONFIG, None, toy.params(), 1)
+  monkeypatch.setattr(memory.jax, "local_devices", lambda: [_Device(None)])
+  assert memory.budget_line(*arguments) == ""
+  monkeypatch.setattr(
+    memory.jax, "local_devices", lambda: [_Device({"bytes_limit": 16 * 10**9})]
+  )
+  line = memory.budget_line(*arguments)
+  assert line.startswith("memory of a device that decodes: 16.0 GB; learner's state")
+  asked = CONFIG.slots * CONFIG.max_len
+  assert f"rollout.slots=5 of rollout.max_len={CONFIG.max_len} may take {asked}" in line
+
+
+@dataclasses.dataclass
+class _Device:
+  stats: dict | None
+
+  def memory_stats(self) -> dict | None:
+    return self.stats

@@ -1,0 +1,126 @@
+"""RL whose rollouts have devices of their own, on 8 virtual ones.
+
+JAX is told of virtual devices before it starts, so the first test runs the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import guessing
+import jax
+import ml_collections
+import pytest
+
+from coa_jax import rl
+from coa_jax.learner.update import PolicyUpdate
+from coa_jax.protocol.trajectory import read_trajectories
+from coa_jax.report.metrics import read_metrics
+
+DEVICES = 8
+STEPS = 3
+on_devices = pytest.mark.skipif(
+  jax.device_count() != DEVICES, reason="run by test_on_virtual_devices"
+)
+
+
+def test_on_virtual_devices():
+  if jax.device_count() == DEVICES:
+    pytest.skip("this is that run")
+  flags = f"--xla_force_host_platform_device_count={DEVICES}"
+  command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
+  done = subprocess.run(
+    [*command, "-p", "no:cacheprovider", __file__],
+    env={**os.environ, "XLA_FLAGS": flags},
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stdout[-4000:]
+  assert "s..." in done.stdout  # this test was skipped, the others were run
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> ml_collections.ConfigDict:
+  out = guessing.rl_config(tmp_path_factory.mktemp("policy"), steps=100)
+  out.algo.update(steps=STEPS, keep_every=1)
+  out.dev.every = STEPS
+  return out
+
+
+def changed(config: ml_collections.ConfigDict, **sections) -> ml_collections.ConfigDict:
+  out = config.copy_and_resolve_references()
+  with out.unlocked():
+    for name, changes in sections.items():
+      out[name] = {**out.get(name, {}), **changes}
+  return out
+
+
+def results(workdir: pathlib.Path) -> tuple:
+  """Every token with its log-prob and version, and the model that came of them."""
+  played = []
+  for step in range(STEPS):
+    for t in read_trajectories(workdir / "trajectories" / f"step_{step:06d}.jsonl"):
+      played += [(s.ids, s.logps, s.versions) for s in t.segments]
+  return played, (workdir / "model" / "model.safetensors").read_bytes()
+
+
+@on_devices
+def test_rollouts_on_devices_of_their_own_change_no_bit(config, tmp_path):
+  together = changed(config, mesh=dict(devices=2))
+  rl.run(together, str(tmp_path / "together"))
+  apart = changed(config, mesh=dict(devices=4, rollout=2))
+  rl.run(apart, str(tmp_path / "apart"))
+  assert results(tmp_path / "apart") == results(tmp_path / "together")
+
+
+@on_devices
+def test_split_replicas_may_run_ahead_on_devices_of_their_own(config, tmp_path):
+  """Learning and two replicas of two devices each, side by side."""
+  algo = {
+    **config.algo,
+    "sampling": {**config.algo.sampling, "staleness": 1},
+    "loss": dict(is_clip=2.0),
+  }
+  ahead = changed(
+    config, algo=algo, mesh=dict(tensor=2, devices=6, rollout=4), rollout=dict(tensor=2)
+  )
+  rl.run(ahead, str(tmp_path / "run"))
+  log = read_metrics(f"{tmp_path}/run/metrics.jsonl", "rl")
+  assert [row["step"] for row in log] == list(range(1, STEPS + 1))
+  assert max(row["staleness_max"] for row in log) <= 1
+  played, _ = results(tmp_path / "run")
+  for ids, logps, versions in played:
+    assert len(ids) == len(logps) or not logps
+    assert set(versions) <= set(range(STEPS))
+  # With the learner's own devices the two could wait for each other for ever.
+  shared = changed(ahead, mesh=dict(rollout=0, devices=4))
+  with pytest.raises(ValueError, match=r"staleness=1 does not go with replicas of 2 d"):
+    rl.run(shared, str(tmp_path / "shared"))
+
+
+@on_devices
+def test_learning_has_the_devices_to_itself(config, tmp_path, monkeypatch):
+  """Neither caches nor decode parameters are alive, nor merged adapters."""
+  kept = jax.live_arrays()  # of other tests; held, so that no id is used again
+  known = set(map(id, kept))
+  left: list[tuple[int, ...]] = []
+  steps: list[int] = []
+  learn = PolicyUpdate.__call__
+
+  def spy(self, state, frozen, groups):
+    own = {id(x) for x in jax.tree.leaves((state, frozen))}
+    for x in jax.live_arrays():
+      # Whole numbers are the tables of the dialect, which each replica keeps.
+      if x.dtype == "float32" and x.nbytes > 1024 and id(x) not in own | known:
+        left.append(x.shape)
+    steps.append(int(state.step))
+    return learn(self, state, frozen, groups)
+
+  monkeypatch.setattr(PolicyUpdate, "__call__", spy)
+  adapters = changed(config, lora=dict(rank=2), mesh=dict(devices=2))
+  rl.run(adapters, str(tmp_path / "run"))
+  assert steps == list(range(STEPS)) and not left
