@@ -98,6 +98,11 @@ def _shard(partitioner: Partitioner | None, x: jax.Array, letters: str) -> jax.A
   return partitioner.shard(x, letters) if partitioner else x
 
 
+def _gathered(partitioner: Partitioner | None, w: jax.Array, name: str) -> jax.Array:
+  """Makes the parameter `name` whole in D, where a mesh splits it."""
+  return partitioner.gathered(w, name) if partitioner else w
+
+
 class Block(nn.Module):
   """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
 
@@ -181,12 +186,19 @@ class Block(nn.Module):
     # Outputs of unit size from inputs of unit size, whatever their number.
     init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
     w = self.param(name, init, shape, c.param_dtype)
-    y = project(x, w if self.decode else used(c, w), inputs)
+    if not self.decode:
+      w = _gathered(self.partitioner, used(c, w), name)
+    y = project(x, w, inputs)
     if self.has_variable("params", f"{name}_a"):
-      a = self.get_variable("params", f"{name}_a").astype(c.dtype)
-      b = self.get_variable("params", f"{name}_b").astype(c.dtype)
+      a = self._adapter(f"{name}_a")
+      b = self._adapter(f"{name}_b")
       y += project(project(x, a, inputs), b)
     return y
+
+  def _adapter(self, name: str) -> jax.Array:
+    """A half of a matrix's adapter, as it is used."""
+    w = self.get_variable("params", name).astype(self.cfg.dtype)
+    return _gathered(self.partitioner, w, name)
 
   def _vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
     """A bias or a norm's scale, as it is used."""
@@ -295,7 +307,7 @@ class Transformer(nn.Module):
       tokens_BT: int token ids.
       position_BT: int position of each token in its own sequence.
       segment_BT: packed rows: the segment of each token, 0 for padding. Without a
-        cache only.
+        cache only. Rows that a mesh splits are in the order of `sharding.zigzag`.
       cache: keys and values; those of this call's tokens are appended at their
         positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
@@ -309,8 +321,7 @@ class Transformer(nn.Module):
     c = self.cfg
 
     # --- Token ids to vectors.
-    embed_VD = self._used(self.embed)
-    embed_VD = _shard(self.partitioner, embed_VD, "V.")
+    embed_VD = _gathered(self.partitioner, self._used(self.embed), "embed")
     if self.decode and c.product_dtype:
       x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
@@ -344,8 +355,9 @@ class Transformer(nn.Module):
 
   def output(self) -> jax.Array:
     """Returns the output matrix [D, V] as it is used, whole in D on every device."""
-    head_DV = self.embed.T if self.cfg.tie_embeddings else self.head
-    return _shard(self.partitioner, self._used(head_DV), ".V")
+    if self.cfg.tie_embeddings:
+      return _gathered(self.partitioner, self._used(self.embed), "embed").T
+    return _gathered(self.partitioner, self._used(self.head), "head")
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
