@@ -19,12 +19,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import attention
 from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Partitioner, inputs_of
+
+# The name under which a checkpoint policy may keep what enters a layer.
+_INPUT = "layer_input"
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -139,6 +143,7 @@ class Block(nn.Module):
     """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
+    x_BTD = checkpoint_name(x_BTD, _INPUT)
 
     # --- Queries, keys and values of every head.
     h_BTD = self._norm(x_BTD, "attn_norm", D)
@@ -268,6 +273,12 @@ class Transformer(nn.Module):
         "full": None,
         "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+          names_which_can_be_saved=[],
+          names_which_can_be_offloaded=[_INPUT, attention.OUT],
+          offload_src="device",
+          offload_dst="pinned_host",
+        ),
       }
       static: tuple[int, ...] = ()
       if not c.scan:
