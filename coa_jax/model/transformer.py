@@ -130,6 +130,8 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, KVCache | None]:
     """Runs the layer.
 
+    budget: a whole layer, read top to bottom.
+
     Args:
       x_BTD: what enters it.
       window_index: of its window in `window_sizes(cfg)`.
