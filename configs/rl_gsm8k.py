@@ -21,7 +21,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.init = "models/Qwen2.5-0.5B-Instruct"
   config.model = dict(
-    dtype="float32" if tiny else "bfloat16", remat="none" if tiny else "full"
+    dtype="float32" if tiny else "bfloat16",
+    remat="none" if tiny else "attention",
+    scan=not tiny,
   )
   config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
   config.optim = dict(name="adamw", lr=1e-6, warmup=5, schedule="constant")

@@ -20,7 +20,7 @@ from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution, transformer
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import Partitioner, straight, zigzag
 from coa_jax.model.transformer import Transformer
 
 # Of float32 logits; some 880 tokens of a vocabulary of 152,000, enough for any product.
@@ -58,9 +58,7 @@ def token_logps(
   """
   # --- Hidden states, and the head that makes logits of them.
   model = Transformer(cfg, partitioner)
-  hidden_BTD, _ = model.apply(
-    {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
-  )
+  hidden_BTD = _hidden(model, params, batch)
   # Once for all chunks: on a mesh it is gathered here. As float32, in which the chunks'
   # gradients then add up.
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
@@ -78,13 +76,15 @@ def token_logps(
   # is used.
   target_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
   grammar_BT = jnp.roll(batch.grammar_BT, -1, axis=1)
+  # In the order of the hidden states.
+  row_devices = _row_devices(partitioner)
+  target_BT = zigzag(target_BT, row_devices)
+  grammar_BT = zigzag(grammar_BT, row_devices)
 
   # --- Log-probs, a chunk of every device's tokens at a time.
-  row_devices = 1  # that share a row
   rows, T = target_BT.shape
   own_V = cfg.vocab_size
   if partitioner:
-    row_devices = partitioner.ways("T")
     rows //= partitioner.ways("B")
     own_V //= partitioner.ways("V")
   most = cfg.logit_chunk or _logits_at_once(own_V) // rows
@@ -100,9 +100,26 @@ def token_logps(
   # first token is another segment's last.
   predicted_BT = batch.position_BT > 0
   logp_BT, entropy_BT, removed_BT = (
-    jnp.roll(x, 1, axis=1) * predicted_BT for x in by_place
+    jnp.roll(straight(x, row_devices), 1, axis=1) * predicted_BT for x in by_place
   )
   return logp_BT, entropy_BT, removed_BT
+
+
+def _hidden(model: Transformer, params: Any, batch: Batch) -> jax.Array:
+  """Final hidden states of packed rows; on a mesh in the order of `zigzag`."""
+  row_devices = _row_devices(model.partitioner)
+  hidden_BTD, _ = model.apply(
+    {"params": params},
+    zigzag(batch.tokens_BT, row_devices),
+    zigzag(batch.position_BT, row_devices),
+    zigzag(batch.segment_BT, row_devices),
+  )
+  return hidden_BTD
+
+
+def _row_devices(partitioner: Partitioner | None) -> int:
+  """How many devices split a row."""
+  return partitioner.ways("T") if partitioner else 1
 
 
 def _head(
@@ -228,9 +245,7 @@ def cross_entropy(
 
   # --- Hidden states, what each place predicts, and what that counts.
   model = Transformer(cfg, partitioner)
-  hidden_BTD, _ = model.apply(
-    {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
-  )
+  hidden_BTD = _hidden(model, params, batch)
   output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
   # What follows each place, unless it begins a segment: nothing foretells that one.
   weight_BT = batch.loss_mask_BT * (batch.position_BT > 0)
@@ -394,10 +409,10 @@ def token_values(
   Returns:
     value_BT, float32; a segment's first token has 0.
   """
-  hidden_BTD, _ = Transformer(cfg, partitioner).apply(
-    {"params": params}, batch.tokens_BT, batch.position_BT, batch.segment_BT
-  )
+  model = Transformer(cfg, partitioner)
+  hidden_BTD = _hidden(model, params, batch)
   value_BT = (hidden_BTD.astype(jnp.float32) @ head_D1)[..., 0]
+  value_BT = straight(value_BT, _row_devices(partitioner))
   # Place t has read token t: its value is of what stands before token t + 1.
   return jnp.roll(value_BT, 1, axis=1) * (batch.position_BT > 0)
 

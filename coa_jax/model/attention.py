@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.kernels import blockwise, splash, triton
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import Partitioner, straight
 
 # The name under which a checkpoint policy may keep what attention computed.
 OUT = "attention_out"
@@ -46,10 +46,10 @@ def attend_packed(
       segment's tokens stand together.
     window: tokens that a query sees, itself included; 0 for all.
     kernel: as `RunOptions.attention` names it.
-    partitioner: the mesh that the arrays are split over. Where it splits rows, every
-      device computes its own queries against the keys and values of all devices before
-      it, gathered once (Llama 3, arXiv 2407.21783, section 3.3.2). The last device of a
-      row then has twice the mean work.
+    partitioner: the mesh that the arrays are split over. Where it splits rows, their
+      tokens are in the order of `sharding.zigzag`, and every device computes its own
+      queries against the keys and values before them, gathered once (Llama 3, arXiv
+      2407.21783, section 3.3.2).
 
   Returns:
     out_BTNH in q's dtype.
@@ -58,7 +58,7 @@ def attend_packed(
   row_devices = _row_devices(partitioner)
   _, T, N, H = q_BTNH.shape
   if kernel == "auto":
-    kernel = choose(_device(partitioner), q_BTNH.dtype, H, T // row_devices)
+    kernel = choose(_device(partitioner), q_BTNH.dtype, H, _queries(partitioner, T))
   attend_last = functools.partial(_KERNELS[kernel], window=window)
   if partitioner is None:
     return attend_last(q_BTNH, k_BTKH, v_BTKH, segment_BT)
@@ -95,28 +95,44 @@ def _attend_part(
   v_BTKH: jax.Array,
   segment_BT: jax.Array,
 ) -> jax.Array:
-  """One device's part of a row: its queries over all keys up to its own last one.
+  """One device's two pieces of a row, each over all keys up to its own last one.
 
   Args:
     attend_last: the kernel, whose queries are the last T of S places.
     context: the mesh axes that split a row.
     row_devices: how many devices they have.
-    q_BTNH: this device's queries.
+    q_BTNH: this device's queries, in the order of `sharding.zigzag`.
     k_BTKH: its keys.
     v_BTKH: its values.
     segment_BT: the segments of its tokens.
   """
-  # --- The whole row's keys and values; queries stay where they are.
-  k_BSKH = jax.lax.all_gather(k_BTKH, context, axis=1, tiled=True)
-  v_BSKH = jax.lax.all_gather(v_BTKH, context, axis=1, tiled=True)
-  segment_BS = jax.lax.all_gather(segment_BT, context, axis=1, tiled=True)
-  T = q_BTNH.shape[1]
 
-  # --- One program for all devices, each with a branch of its own size.
-  def branch(end: int) -> Callable[..., jax.Array]:
-    return lambda q, k, v, s: attend_last(q, k[:, :end], v[:, :end], s[:, :end])
+  # --- The whole row's keys and values, in their order; queries stay where they are.
+  def whole_row(x: jax.Array) -> jax.Array:
+    x = jax.lax.all_gather(x, context, axis=1, tiled=True)
+    return straight(x, row_devices)
 
-  branches = [branch((i + 1) * T) for i in range(row_devices)]
+  k_BSKH = whole_row(k_BTKH)
+  v_BSKH = whole_row(v_BTKH)
+  segment_BS = whole_row(segment_BT)
+  C = q_BTNH.shape[1] // 2
+
+  # --- One program for all devices, each with a branch of its own sizes.
+  def branch(device: int) -> Callable[..., jax.Array]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> jax.Array:
+      front = (device + 1) * C
+      back = (2 * row_devices - device) * C
+      return jnp.concatenate(
+        [
+          attend_last(q[:, :C], k[:, :front], v[:, :front], s[:, :front]),
+          attend_last(q[:, C:], k[:, :back], v[:, :back], s[:, :back]),
+        ],
+        axis=1,
+      )
+
+    return attend
+
+  branches = [branch(i) for i in range(row_devices)]
   device = jax.lax.axis_index(context)
   return jax.lax.switch(device, branches, q_BTNH, k_BSKH, v_BSKH, segment_BS)
 
@@ -128,7 +144,7 @@ def choose(device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int) -> 
     device: one of those that compute.
     dtype: of queries, keys and values.
     head_dim: H.
-    length: tokens of a row that a device has.
+    length: queries that the kernel is given at once; see `_queries`.
   """
   on_gpu = "cudnn" if length <= _CUDNN_UP_TO else "triton"
   for kernel in ("splash", on_gpu):
@@ -153,10 +169,10 @@ def check(
   if cfg.attention in ("auto", "xla"):
     return
   device = _device(partitioner)
-  own = length // _row_devices(partitioner)
-  fault = _fault(cfg.attention, device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
+  queries = _queries(partitioner, length)
+  fault = _fault(cfg.attention, device, jnp.dtype(cfg.dtype), cfg.head_dim, queries)
   if fault:
-    best = choose(device, jnp.dtype(cfg.dtype), cfg.head_dim, own)
+    best = choose(device, jnp.dtype(cfg.dtype), cfg.head_dim, queries)
     possible = ", ".join(sorted({"auto", "xla", best}))
     raise ValueError(
       f"model.attention={cfg.attention!r} needs {fault}; possible here: {possible}"
@@ -173,6 +189,13 @@ def _row_devices(partitioner: Partitioner | None) -> int:
   return partitioner.ways("T") if partitioner else 1
 
 
+def _queries(partitioner: Partitioner | None, T: int) -> int:
+  """How many of a row's T queries a device's kernel is given at once."""
+  row_devices = _row_devices(partitioner)
+  # Of a row that several devices split each has two pieces, one after the other.
+  return T // (2 * row_devices) if row_devices > 1 else T
+
+
 def _fault(
   kernel: str, device: jax.Device, dtype: jnp.dtype, head_dim: int, length: int
 ) -> str:
@@ -181,7 +204,9 @@ def _fault(
     if device.platform != "tpu":
       return f"a TPU, not a {device.platform.upper()}"
     if length % 128:
-      return f"rows of a multiple of 128 tokens on every device, not {length}"
+      return (
+        f"rows, or their pieces on a device, of a multiple of 128 tokens, not {length}"
+      )
     return ""
   if device.platform != "gpu":
     return f"a GPU, not a {device.platform.upper()}"

@@ -81,9 +81,11 @@ class RunOptions:
     weight_dtype: what parameters are rounded to where they are used; dtype where empty.
       bfloat16 under a dtype of float32 is a model whose sampler holds half-precision
       weights, and whose sampler and learner agree to float32's precision.
-    scan: True if layers are stacked and scanned (training many layers).
+    scan: True if layers are stacked and scanned (training many layers): one layer is
+      compiled, whatever their number.
     remat: what of a layer the backward pass recomputes: none, full (all of it),
-      attention (all but the attention's output), dots (all but matrix products).
+      attention (all but the attention's output), dots (all but matrix products),
+      offload (as attention, and what it keeps lies in the host's memory meanwhile).
     attention: the kernel over packed rows: xla, cudnn or triton (GPU), splash (TPU), or
       auto, which takes splash on TPU, on GPU in bfloat16 cudnn for rows of up to 4,096
       tokens on a device and triton for longer ones, and xla elsewhere and where those
@@ -97,7 +99,7 @@ class RunOptions:
   param_dtype: str = choice("float32", of=_FLOATS)
   weight_dtype: str = choice("", of=("", *_FLOATS))
   scan: bool = False
-  remat: str = choice("none", of=("none", "full", "attention", "dots"))
+  remat: str = choice("none", of=("none", "full", "attention", "dots", "offload"))
   attention: str = choice("auto", of=("auto", "xla", "cudnn", "triton", "splash"))
   logit_chunk: int = bounded(0, least=0)
 

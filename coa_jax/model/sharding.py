@@ -143,6 +143,37 @@ class Partitioner:
     """Constrains an activation whose axes are `letters`; inside a jit."""
     return jax.lax.with_sharding_constraint(x, self.sharding(letters))
 
+  def gathered(self, w: jax.Array, name: str) -> jax.Array:
+    """Makes the parameter `name` whole in D where it is used; inside a jit.
+
+    Unasked, XLA multiplies by one device's part of D at a time and adds the products
+    up in w's dtype: slower, and the rounding of a sum depends on the mesh. The gradient
+    is constrained to where the parameter is kept, so every device receives the sum of
+    its own part alone (ZeRO, arXiv 1910.02054).
+
+    Args:
+      w: as it is multiplied with: what is gathered has its dtype.
+      name: in `PARAMETERS`, or an adapter's, as `q_a`.
+    """
+    letters = letters_of_name(name)
+    kept = self.sharding(letters)
+    whole = self.sharding(letters.replace("D", "."))
+
+    @jax.custom_vjp
+    def gather(w: jax.Array) -> jax.Array:
+      # Constrained twice: a conversion before it may not move behind the gather.
+      w = jax.lax.with_sharding_constraint(w, kept)
+      return jax.lax.with_sharding_constraint(w, whole)
+
+    def forward(w: jax.Array) -> tuple[jax.Array, None]:
+      return gather(w), None
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+      return (jax.lax.with_sharding_constraint(gradient, kept),)
+
+    gather.defvjp(forward, backward)
+    return gather(w)
+
   def tree(self, tree: Any, outputs_first: bool = False) -> Any:
     """Returns shardings of a tree of parameters, or of a state that mirrors one.
 
@@ -252,9 +283,13 @@ class Partitioner:
     self._check_rules()
     faults = []
     for letter, size in sizes.items():
-      if size % self.ways(letter) == 0:
-        continue
+      cut = self.ways(letter)
       over = " x ".join(f"{a}={self.mesh.shape[a]}" for a in self.axes(letter))
+      if letter == "T" and cut > 1:
+        cut *= 2
+        over += " in two pieces each"  # see `zigzag`
+      if size % cut == 0:
+        continue
       name = f"model.{_FIELDS[letter]}" if letter in _FIELDS else letter
       faults.append(f"{name}={size} over {over}")
     if faults:
@@ -401,6 +436,41 @@ def _rules_of(config: MeshConfig) -> dict[str, tuple[str, ...]]:
   return {letter: tuple(axes) for letter, axes in config.rules.items()}
 
 
+def zigzag(x_BT: jax.Array, row_devices: int) -> jax.Array:
+  """Orders the tokens of rows so that causal attention is equal work for all devices.
+
+  A row is cut into two pieces for each device. Device i gets the i-th from the front
+  and the i-th from the back: what its queries see is as much as any other's do (Llama
+  3, arXiv 2407.21783, section 3.3.2).
+
+  Args:
+    x_BT: [B, T, ...], rows in their order.
+    row_devices: devices that split a row; 1 changes nothing. Twice as many divide T.
+  """
+  return _reordered(x_BT, _zigzag_order(row_devices))
+
+
+def straight(x_BT: jax.Array, row_devices: int) -> jax.Array:
+  """Puts the tokens of rows back into their order: the inverse of `zigzag`."""
+  return _reordered(x_BT, np.argsort(_zigzag_order(row_devices)))
+
+
+def _zigzag_order(row_devices: int) -> np.ndarray:
+  """The pieces of a row as the devices hold them: 0, last, 1, last but one, ..."""
+  front = np.arange(row_devices)
+  back = 2 * row_devices - 1 - front
+  return np.stack([front, back], axis=1).ravel()
+
+
+def _reordered(x_BT: jax.Array, order: np.ndarray) -> jax.Array:
+  """Puts the pieces of rows, of one length, into another order."""
+  if len(order) == 2:  # one device has both, and they are in order
+    return x_BT
+  B, T, *rest = x_BT.shape
+  pieces = x_BT.reshape(B, len(order), T // len(order), *rest)
+  return pieces[:, order].reshape(x_BT.shape)
+
+
 def _mesh(grid: np.ndarray) -> Mesh:
   """A mesh over a grid of devices; XLA finds the shardings that nobody states."""
   kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
@@ -440,12 +510,16 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def letters_of(path: tuple[Any, ...]) -> str:
-  """Returns the axes of the parameter at a tree path, a stacked layer axis left out.
+  """Returns the axes of the parameter at a tree path, a stacked layer axis left out."""
+  return letters_of_name(name_of(path))
 
-  The last key decides. An adapter's `q_a` and `q_b` split the inputs and the outputs
-  of `q` as `q` does, and leave their rank whole.
+
+def letters_of_name(name: str) -> str:
+  """Returns the axes of a parameter by its name; "" where it is none.
+
+  An adapter's `q_a` and `q_b` split the inputs and the outputs of `q` as `q` does, and
+  leave their rank whole.
   """
-  name = name_of(path)
   if name in PARAMETERS:
     return PARAMETERS[name].replace(">", "")
   inputs, _, outputs = PARAMETERS.get(name[:-2], "").partition(">")

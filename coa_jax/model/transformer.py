@@ -19,12 +19,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from coa_jax.model import attention
 from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Partitioner, inputs_of
+
+# The name under which a checkpoint policy may keep what enters a layer.
+_INPUT = "layer_input"
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -98,6 +102,11 @@ def _shard(partitioner: Partitioner | None, x: jax.Array, letters: str) -> jax.A
   return partitioner.shard(x, letters) if partitioner else x
 
 
+def _gathered(partitioner: Partitioner | None, w: jax.Array, name: str) -> jax.Array:
+  """Makes the parameter `name` whole in D, where a mesh splits it."""
+  return partitioner.gathered(w, name) if partitioner else w
+
+
 class Block(nn.Module):
   """One layer: attention, then SwiGLU, each behind RMSNorm and a residual.
 
@@ -121,6 +130,8 @@ class Block(nn.Module):
   ) -> tuple[jax.Array, KVCache | None]:
     """Runs the layer.
 
+    budget: a whole layer, read top to bottom.
+
     Args:
       x_BTD: what enters it.
       window_index: of its window in `window_sizes(cfg)`.
@@ -134,6 +145,7 @@ class Block(nn.Module):
     """
     c = self.cfg
     D, N, K, H, F = c.width, c.heads, c.kv_heads, c.head_dim, c.ff
+    x_BTD = checkpoint_name(x_BTD, _INPUT)
 
     # --- Queries, keys and values of every head.
     h_BTD = self._norm(x_BTD, "attn_norm", D)
@@ -181,12 +193,19 @@ class Block(nn.Module):
     # Outputs of unit size from inputs of unit size, whatever their number.
     init = nn.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
     w = self.param(name, init, shape, c.param_dtype)
-    y = project(x, w if self.decode else used(c, w), inputs)
+    if not self.decode:
+      w = _gathered(self.partitioner, used(c, w), name)
+    y = project(x, w, inputs)
     if self.has_variable("params", f"{name}_a"):
-      a = self.get_variable("params", f"{name}_a").astype(c.dtype)
-      b = self.get_variable("params", f"{name}_b").astype(c.dtype)
+      a = self._adapter(f"{name}_a")
+      b = self._adapter(f"{name}_b")
       y += project(project(x, a, inputs), b)
     return y
+
+  def _adapter(self, name: str) -> jax.Array:
+    """A half of a matrix's adapter, as it is used."""
+    w = self.get_variable("params", name).astype(self.cfg.dtype)
+    return _gathered(self.partitioner, w, name)
 
   def _vector(self, name: str, shape: tuple[int, ...], init: Any) -> jax.Array:
     """A bias or a norm's scale, as it is used."""
@@ -256,6 +275,12 @@ class Transformer(nn.Module):
         "full": None,
         "attention": jax.checkpoint_policies.save_only_these_names(attention.OUT),
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+          names_which_can_be_saved=[],
+          names_which_can_be_offloaded=[_INPUT, attention.OUT],
+          offload_src="device",
+          offload_dst="pinned_host",
+        ),
       }
       static: tuple[int, ...] = ()
       if not c.scan:
@@ -295,7 +320,7 @@ class Transformer(nn.Module):
       tokens_BT: int token ids.
       position_BT: int position of each token in its own sequence.
       segment_BT: packed rows: the segment of each token, 0 for padding. Without a
-        cache only.
+        cache only. Rows that a mesh splits are in the order of `sharding.zigzag`.
       cache: keys and values; those of this call's tokens are appended at their
         positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
@@ -309,8 +334,7 @@ class Transformer(nn.Module):
     c = self.cfg
 
     # --- Token ids to vectors.
-    embed_VD = self._used(self.embed)
-    embed_VD = _shard(self.partitioner, embed_VD, "V.")
+    embed_VD = _gathered(self.partitioner, self._used(self.embed), "embed")
     if self.decode and c.product_dtype:
       x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
@@ -344,8 +368,9 @@ class Transformer(nn.Module):
 
   def output(self) -> jax.Array:
     """Returns the output matrix [D, V] as it is used, whole in D on every device."""
-    head_DV = self.embed.T if self.cfg.tie_embeddings else self.head
-    return _shard(self.partitioner, self._used(head_DV), ".V")
+    if self.cfg.tie_embeddings:
+      return _gathered(self.partitioner, self._used(self.embed), "embed").T
+    return _gathered(self.partitioner, self._used(self.head), "head")
 
   def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
     """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""

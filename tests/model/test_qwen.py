@@ -168,7 +168,7 @@ def loss_and_grad(cfg: ModelConfig, params):
   return jax.value_and_grad(lambda p: nll(cfg, p))(params)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots"])
+@pytest.mark.parametrize("remat", ["none", "full", "attention", "dots", "offload"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_scanned_is_unrolled_and_recomputed_is_kept(scan: bool, remat: str):
   plain = dataclasses.replace(CFG, **FULL, windows=(0, 5))
@@ -264,7 +264,7 @@ def test_remat_modes_are_different_programs():
   [
     ({"kv_heads": 3}, "kv_heads 3 does not divide heads 4"),
     ({"head_dim": 7}, "head_dim 7 is odd"),
-    ({"remat": "some"}, "remat 'some'; accepted: none, full, attention, dots"),
+    ({"remat": "some"}, "remat 'some'; accepted: none, full, attention, dots, offload"),
     ({"windows": (4,)}, "windows has 1 entries for 2 layers"),
     ({"windows": (0, -5)}, "windows has -5"),
     ({"logit_chunk": -1}, "logit_chunk is -1; it must be at least 0"),

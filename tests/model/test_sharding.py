@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -15,11 +16,14 @@ import jax
 import numpy as np
 import pytest
 import toy
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from coa_jax.learner import batch as batching
+from coa_jax.learner import log_probs
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import init_state
-from coa_jax.model import sharding, transformer
+from coa_jax.model import lora, sharding, transformer
 from coa_jax.model.sharding import (
   AXES,
   MeshConfig,
@@ -29,6 +33,7 @@ from coa_jax.model.sharding import (
 )
 from coa_jax.model.variants import variant
 
+ADAPTERS = lora.LoraConfig(rank=3)
 HERE = pathlib.Path(__file__).parent
 SCRIPT = HERE / "on_a_mesh.py"
 CACHE = os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "tests")
@@ -164,6 +169,66 @@ def test_every_axis_that_does_not_divide_is_named():
   assert "T=100" not in message and "model.ff" not in message
   # Key-value heads that are few stay whole where the table says so.
   abstract(tensor=4).replacing({"K": (), "N": ()}).check(variant("qwen2.5-1.5b").axes)
+
+
+@pytest.mark.parametrize("row_devices", [1, 2, 3, 4])
+def test_a_row_in_zigzag_is_equal_work_for_all_devices(row_devices: int):
+  T = 24
+  row_BT = np.stack([np.arange(T), np.arange(T)[::-1]])
+  dealt_BT = sharding.zigzag(row_BT, row_devices)
+  # A causal query at place t sees t + 1 places.
+  seen = (dealt_BT[0] + 1).reshape(row_devices, -1).sum(axis=1)
+  assert set(seen) == {T * (T + 1) // 2 // row_devices}
+  np.testing.assert_array_equal(sharding.straight(dealt_BT, row_devices), row_BT)
+
+
+def test_rows_over_several_devices_are_cut_into_two_pieces_for_each():
+  mesh = abstract(context=4)
+  mesh.check({"T": 16})
+  with pytest.raises(ValueError, match="divide T=20 over context=4 in two pieces each"):
+    mesh.check({"T": 20})
+
+
+def constraints_of(jaxpr) -> collections.Counter:
+  """Counts (shape, dtype, partition) that a traced program asks for."""
+  out = collections.Counter()
+  for equation in jaxpr.eqns:
+    if equation.primitive.name == "sharding_constraint":
+      x = equation.outvars[0].aval
+      out[x.shape, str(x.dtype), equation.params["sharding"].spec] += 1
+    for inner in jaxprs_in_params(equation.params):
+      out += constraints_of(inner)
+  return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_are_gathered_in_half_precision_and_gradients_are_not(tied: bool):
+  """Adapters and the embedding too; a gradient is split as what it is of."""
+  mesh = abstract(fsdp=2, tensor=2)
+  cfg = dataclasses.replace(
+    toy.MODEL, layers=1, dtype="bfloat16", attention="xla", tie_embeddings=tied
+  )
+  params = lora.join(
+    transformer.param_shapes(cfg), lora.init_adapters(cfg, ADAPTERS, 0), ADAPTERS
+  )
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+  def loss(params):
+    batch = batching.empty(2, 8)
+    return log_probs.token_logps(cfg, params, batch, partitioner=mesh)[0].sum()
+
+  said = constraints_of(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+  split = 0
+  for path, x in jax.tree_util.tree_leaves_with_path(params):
+    letters = sharding.letters_of(path)
+    if "D" in letters:
+      split += 1
+      whole = mesh.spec(letters.replace("D", "."))
+      assert said[x.shape, "bfloat16", whole], path
+      assert not said[x.shape, "float32", whole], path
+      # Before it is gathered, and its gradient.
+      assert said[x.shape, "bfloat16", mesh.spec(letters)] >= 2, path
+  assert split >= 8 + len(ADAPTERS.matrices)
 
 
 @pytest.mark.parametrize(
