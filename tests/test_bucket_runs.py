@@ -1,0 +1,217 @@
+"""Runs whose workdir is in a bucket end as those on a disk, killed anywhere or not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import object_store
+import pytest
+from test_resume import INT, KILL, ROOT, assert_same_run, configs, lives, read
+
+from coa_jax.bucket import mirror
+from coa_jax.bucket.objects import Bucket
+
+__all__ = ["configs"]  # a fixture
+
+# Where each process ends, as in `test_resume`; each is on a machine with an empty disk.
+ENDS = {
+  "sft": [
+    ("push", 2, KILL),
+    ("put", 40, KILL),
+    ("damage", 0, 0),
+  ],
+  "rl": [
+    ("tool", 2, KILL),
+    ("put", 10, KILL),
+    ("push", 2, KILL),
+    ("update", 3, KILL),
+    ("log", 1, INT),
+    ("damage", 0, 0),
+  ],
+}
+
+
+@pytest.mark.parametrize(
+  ("scheme", "journey"),
+  [
+    ("gs", "sft"),
+    pytest.param("gs", "rl", marks=pytest.mark.slow),
+    pytest.param("s3", "sft", marks=pytest.mark.slow),
+  ],
+)
+def test_ended_anywhere_and_run_again_elsewhere(configs, scheme, journey, tmp_path):
+  object_store.needs(scheme)
+  config = configs[journey]
+  whole = str(tmp_path / "whole")
+  machines = str(tmp_path / "machines")
+  lives(journey, config, whole, [])
+  with object_store.Store(scheme).running() as store:
+    lives(journey, config, store.uri + "/run", ENDS[journey], machines)
+    with mirror.opened(store.uri + "/run", str(tmp_path / "seen")) as broken:
+      assert_same_run(broken, whole)
+
+
+def program(config: str, workdir: str, *flags: str) -> subprocess.Popen:
+  """Starts `experiments.sft`."""
+  command = [sys.executable, "-m", "experiments.sft", f"--config={config}"]
+  return subprocess.Popen(
+    [*command, f"--workdir={workdir}", "--compile_cache=", *flags],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def finish(*programs: subprocess.Popen) -> None:
+  """Waits for programs that must end well."""
+  with concurrent.futures.ThreadPoolExecutor(len(programs)) as threads:
+    said = list(threads.map(lambda each: each.communicate(timeout=600), programs))
+  for each, (_, errors) in zip(programs, said, strict=True):
+    assert each.returncode == 0, errors[-3000:]
+
+
+def free_address() -> str:
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def write_config(path: str, sections: dict) -> str:
+  text = f"get_config = lambda: ml_collections.ConfigDict({sections!r})\n"
+  with open(path, "w", encoding="utf-8") as f:
+    f.write("import ml_collections\n" + text)
+  return path
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
+  object_store.needs("gs")
+  sections = json.loads(json.dumps(configs["sft"]))
+  sections["data"] |= {"steps": 2, "rows": 2, "micro_batches": 1}
+  sections["lora"] = {"rank": 2}
+  file = write_config(f"{tmp_path}/config.py", sections)
+  local = str(tmp_path / "local")
+  finish(program(file, local))
+  with object_store.Store("gs").running() as store:
+    inputs = Bucket(store.uri + "/in")
+    for name in os.listdir(sections["init"]):
+      inputs.put(os.path.join(sections["init"], name), "model/" + name)
+    inputs.put(sections["data"]["trajectories"], "trajectories.jsonl")
+    given = {
+      "init": store.uri + "/in/model",
+      "data.trajectories": store.uri + "/in/trajectories.jsonl",
+    }
+    flags = [f"--config.{name}={value}" for name, value in given.items()]
+    # --- On two machines, the second of which finds nothing to do.
+    for machine in ("one", "two"):
+      scratch = f"--scratch={tmp_path / machine}"
+      finish(program(file, store.uri + "/run", scratch, *flags))
+    files = store.files("run")
+  # --- The same model and adapters, but for the address of what they began from.
+  record = json.loads(files["config.json"])["config"]
+  assert record["init"] == given["init"]
+  assert record["data"]["trajectories"] == given["data.trajectories"]
+  for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+    assert files[name] == read(local, name), name
+  adapter = json.loads(files["adapter/adapter_config.json"])
+  assert adapter["base_model_name_or_path"] == given["init"]
+  assert "results.json" in files and "checkpoints/2/manifest.json" in files
+
+
+def together(uri: str, scratch: str, processes: int, *do: str) -> list[int]:
+  """Runs `checkpoints_in_processes.py`; what each restored."""
+  address = free_address()
+  command = [sys.executable, os.path.join(ROOT, "tests", "checkpoints_in_processes.py")]
+  started = []
+  for i in range(processes):
+    started.append(
+      subprocess.Popen(
+        [*command, uri, f"{scratch}/{i}", address, str(processes), str(i), *do],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+    )
+  with concurrent.futures.ThreadPoolExecutor(processes) as threads:
+    said = list(threads.map(lambda each: each.communicate(timeout=600), started))
+  expected = -KILL if any("kill" in what for what in do) else 0
+  for each, (_, errors) in zip(started, said, strict=True):
+    assert each.returncode == expected, errors
+  # Gloo writes there, too.
+  return [int(n) for out, _ in said for n in out.splitlines() if n.isdigit()]
+
+
+@pytest.mark.slow
+def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
+  """Each on a machine of its own, with an empty disk each time."""
+  object_store.needs("gs")
+  with object_store.Store("gs").running() as store:
+    uri = store.uri + "/run"
+    done = together(uri, f"{tmp_path}/1", 2, "restore", "save=1", "save=2", "save=3")
+    assert done == [0, 0]
+    files = store.files("run")
+    steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
+    assert steps == {"2", "3"}
+    assert files["log"] == files["process_1/log"] == b"1\n2\n3\n"
+    parts = [name for name in files if "checkpoints/3/state/ocdbt.process_" in name]
+    assert {name.split("/")[3] for name in parts} == {
+      "ocdbt.process_0",
+      "ocdbt.process_1",
+    }
+    # --- Killed when all is written and nothing proves it; what was logged is there.
+    together(uri, f"{tmp_path}/2", 2, "restore", "kill=4")
+    assert any("checkpoints/4/" in name for name in store.files("run"))
+    assert together(uri, f"{tmp_path}/3", 2, "restore") == [3, 3]
+    assert not any("checkpoints/4/" in name for name in store.files("run"))
+    # --- A process alone goes on from them, and two from its.
+    assert together(uri, f"{tmp_path}/4", 1, "restore", "save=5") == [3]
+    assert together(uri, f"{tmp_path}/5", 2, "restore", "save=6") == [5, 5]
+    # --- Damaged: the one before.
+    bucket = Bucket(uri)
+    name = next(n for n in bucket.list("checkpoints/6/state/ocdbt.process_1/d"))
+    bucket.write(name, bucket.read(name))
+    assert together(uri, f"{tmp_path}/6", 2, "restore") == [5, 5]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_in_a_bucket_is_theirs_on_a_shared_disk(
+  configs, tmp_path
+):
+  object_store.needs("gs")
+  sections = json.loads(json.dumps(configs["sft"]))
+  sections["mesh"] = {"fsdp": 2}
+  sections["checkpoint"] = {"every": 1}
+  sections["data"] |= {"steps": 2, "micro_batches": 1}
+  local = str(tmp_path / "local")
+
+  def two(workdir: str, machines: str) -> None:
+    address = free_address()
+    programs = []
+    for i in range(2):
+      scratch = f"--scratch={tmp_path}/{machines}{i}"
+      where = f"--distributed={address},2,{i}"
+      programs.append(program(file, workdir, scratch, where))
+    finish(*programs)
+
+  file = write_config(f"{tmp_path}/config.py", sections)
+  two(local, "none")
+  with object_store.Store("gs").running() as store:
+    two(store.uri + "/run", "first")
+    # --- Again, elsewhere: they go on from where both stand.
+    two(store.uri + "/run", "second")
+    files = store.files("run")
+  assert files["model/model.safetensors"] == read(local, "model", "model.safetensors")
+  for log in ("metrics.jsonl", "process_1/metrics.jsonl"):
+    losses = [
+      [json.loads(row).get("loss") for row in text.splitlines()]
+      for text in (files[log], read(local, log))
+    ]
+    assert losses[0] == losses[1] and losses[0][-1]
