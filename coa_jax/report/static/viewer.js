@@ -440,7 +440,8 @@ function group(r, samples) {
   const fit = columns.clientWidth / (columns.firstChild.offsetWidth + 14);
   hint.hidden = columns.scrollWidth <= columns.clientWidth + 1;
   const whole = Math.max(1, Math.floor(fit));
-  hint.textContent = `${samples.length} samples, ${whole} ${whole > 1 ? 'fit' : 'fits'}: `
+  const verb = whole > 1 ? 'fit' : 'fits';
+  hint.textContent = `${samples.length} samples, ${whole} ${verb}: `
     + 'scroll sideways for the others \u2192';
 }
 
