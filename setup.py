@@ -17,6 +17,7 @@ setuptools.setup(
     "bm25s>=0.2.10",
     "docstring_parser>=0.16",  # --config.help
     "flax>=0.12",
+    "fsspec>=2025.2",
     "grain>=0.2.12",
     "h11>=0.14",
     "httpcore>=1.0",
@@ -57,6 +58,9 @@ setuptools.setup(
     # Tasks and traces by URI (hf:NAME, tfds:NAME), and ArrayRecord:
     # coa_jax/tasks/rows.py, coa_jax/protocol/storage.py.
     "data": ["array_record>=0.8", "datasets>=4.0", "tensorflow-datasets>=4.9.9"],
+    # Workdirs and inputs in buckets (gs://, s3://): coa_jax/bucket.
+    "gcs": ["gcsfs>=2025.2"],
+    "s3": ["s3fs>=2025.2"],
     # Where config.log.wandb_project asks for it.
     "wandb": ["wandb>=0.19"],
     "dev": [

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from coa_jax import lock
+from coa_jax.bucket.inputs import named
 from coa_jax.config import ConfigError, as_json, is_empty, read_config
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
@@ -76,7 +77,7 @@ def prepare_workdir(
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
   # --- A new run, or one that nothing came of.
   record = {
-    "config": as_json(config),
+    "config": named(as_json(config)),
     "git_commit": git_commit(),
     "inputs": inputs or {},
     "origin": origin,
@@ -138,7 +139,7 @@ def _grown(
     The former with their values now, and the latter's reasons in brackets.
   """
   before, _ = read_run(path)
-  now = as_json(config)
+  now = named(as_json(config))
   grown = {}
   faults = ""
   for field, fault in may_grow.items():
@@ -180,7 +181,7 @@ def _difference_from_record(
   # --- The two configs, but for what may change; one of an earlier version first
   # gains the defaults of fields that it lacks.
   before, inputs_before = read_run(path)
-  now = as_json(config)
+  now = named(as_json(config))
   for field in may_change:
     _overwrite(before, now, field)
   if dataclasses.is_dataclass(config):
@@ -296,7 +297,7 @@ def write_manifest(path: str, data: str, config: Any, **figures: Any) -> None:
   """
   with open(data, "rb") as f:
     sha256 = hashlib.file_digest(f, "sha256").hexdigest()
-  value = {"config": config, "git_commit": git_commit(), **figures}
+  value = {"config": named(config), "git_commit": git_commit(), **figures}
   value["sha256"] = {os.path.basename(data): sha256}
   with atomic_write(path) as f:
     json.dump(value, f, indent=2, sort_keys=True)

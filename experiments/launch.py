@@ -5,6 +5,7 @@ budget: all that happens before a journey, in its order.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging as python_logging
@@ -22,6 +23,8 @@ from ml_collections import config_flags
 from ml_collections.config_dict import RequiredValueError
 
 from coa_jax import disk, heartbeat
+from coa_jax.bucket import inputs, mirror
+from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
 from experiments import distributed
@@ -39,7 +42,14 @@ _CONFIG_HELP = (
 COMPILE_CACHE = flags.DEFINE_string(
   "compile_cache",
   os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "xla"),
-  "Folder of compiled programs, kept between runs; empty turns it off.",
+  "Folder of compiled programs, kept between runs; gs:// too; empty turns it off.",
+)
+
+SCRATCH = flags.DEFINE_string(
+  "scratch",
+  os.path.join(os.path.expanduser("~"), ".cache", "coa_jax", "scratch"),
+  "Folder on this machine's disk for what is in a bucket (gs://, s3://): the workdir "
+  "while a run works, and copies of what its config names.",
 )
 
 CPU_DEVICES = flags.DEFINE_integer(
@@ -58,6 +68,17 @@ HANG_S = flags.DEFINE_integer(
   "Seconds without progress after which the program ends with the stacks of its "
   "threads; a step and its compilation must fit. 0: never.",
   lower_bound=0,
+)
+
+
+_FLAGS = (
+  "config",
+  "workdir",
+  "scratch",
+  "cpu_devices",
+  "distributed",
+  "compile_cache",
+  "hang_s",
 )
 
 
@@ -97,25 +118,31 @@ def launch(
   def work(config: ml_collections.ConfigDict) -> None:
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
-    if "://" in workdir.value:
-      stop(f"--workdir={workdir.value} is no path; mount the bucket, as by gcsfuse")
     shard = None
     if logs and flags.FLAGS.shard:
       shard = read_shard(flags.FLAGS.shard)
       if distributed.WHERE.value:
         stop("--shard and --distributed: shards never meet; give one of them")
+      if is_uri(workdir.value):
+        stop(f"--workdir={workdir.value}: shards meet on a disk that they share")
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
       distributed.check_shared(workdir.value)
-    heartbeat.watch(HANG_S.value)
     is_all = True
-    with disk.clear_errors(workdir.value):
-      if shard:
-        results, is_all = run_shard(
-          journey, config, config_class, workdir.value, shard, logs
-        )
-      else:
-        results = journey(config, workdir.value)
+    with contextlib.ExitStack() as stack:
+      folder = workdir.value
+      if is_uri(folder):
+        folder = stack.enter_context(mirror.opened(folder, SCRATCH.value))
+      # Not while a bucket is read or written: that may last, and gives up by itself.
+      heartbeat.watch(HANG_S.value)
+      stack.callback(heartbeat.watch, 0)
+      with disk.clear_errors(folder):
+        if shard:
+          results, is_all = run_shard(
+            journey, config, config_class, folder, shard, logs
+          )
+        else:
+          results = journey(config, folder)
     if is_all:
       show_results(results)
     else:
@@ -149,9 +176,26 @@ def start(
     if argv[1:]:
       stop(f"unexpected argument {argv[1]!r}")
     prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
-    with_clear_errors(lambda: work(flags.FLAGS.config), file)
+
+    def fetch_and_work() -> None:
+      _fetch_inputs(flags.FLAGS.config)
+      work(flags.FLAGS.config)
+
+    with_clear_errors(fetch_and_work, file)
 
   app.run(main, flags_parser=parse)
+
+
+def _fetch_inputs(config: ml_collections.ConfigDict) -> None:
+  """Puts the paths of local copies in the place of gs:// and s3:// addresses."""
+  cache = os.path.join(SCRATCH.value, "inputs")
+  for name, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      _fetch_inputs(value)
+    elif isinstance(value, list | tuple):
+      config[name] = type(value)(inputs.localized(one, cache) for one in value)
+    elif isinstance(value, str):
+      config[name] = inputs.localized(value, cache)
 
 
 def _define_config(
@@ -202,14 +246,7 @@ def _define_config(
   else:
     flags.DEFINE_string("config", None, _CONFIG_HELP)
     flags.mark_flag_as_required("config")
-  for name in (
-    "config",
-    "workdir",
-    "cpu_devices",
-    "distributed",
-    "compile_cache",
-    "hang_s",
-  ):
+  for name in _FLAGS:
     if name in flags.FLAGS:  # --help lists them
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
   return rest
@@ -323,6 +360,8 @@ def prepare(compile_cache: str, cpu_devices: int = 1) -> None:
 
   if cpu_devices > 1:
     jax.config.update("jax_num_cpu_devices", cpu_devices)
+  if is_uri(compile_cache):
+    with_clear_errors(lambda: Bucket(compile_cache))
   if compile_cache:
     jax.config.update("jax_compilation_cache_dir", compile_cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

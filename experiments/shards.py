@@ -17,6 +17,7 @@ from typing import Any
 
 import ml_collections
 
+from coa_jax.bucket.inputs import named
 from coa_jax.config import as_json, read_config
 from coa_jax.disk import atomic_write
 from coa_jax.json_io import read_object, shown
@@ -77,7 +78,7 @@ def run_shard(
     ValueError: the other shards there have another config or number, or the workdir
       holds a run that was not cut.
   """
-  _claim(workdir, as_json(read_config(config, config_class)), shard.count)
+  _claim(workdir, named(as_json(read_config(config, config_class))), shard.count)
   folder = os.path.join(workdir, _FOLDER)
 
   # --- This shard.

@@ -39,7 +39,7 @@ class Request(http.server.BaseHTTPRequestHandler):
     with contextlib.suppress(OSError):
       server.respond(self)
 
-  do_POST = do_DELETE = do_GET
+  do_POST = do_DELETE = do_PUT = do_HEAD = do_GET
 
   def wait_for_hangup(self, release: threading.Event) -> bool:
     """Waits until the client has gone (True), or until `release` is set (False)."""

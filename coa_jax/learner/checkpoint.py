@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from coa_jax.bucket import mirror
 from coa_jax.fields import bounded, check_fields
 from coa_jax.learner.interruption import Interrupted, Interruption
 from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
@@ -235,6 +236,7 @@ class Checkpoints:
       return
     folder = self._folder(step)
     write_manifest(folder)
+    mirror.push(folder)  # where the workdir is a bucket's, it counts from here on
     for old in whole_steps(self._path)[: -self._config.keep]:
       # First of all: without it what a kill leaves of the folder counts no more.
       os.remove(os.path.join(self._folder(old), MANIFEST))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from coa_jax.bucket.inputs import named
 from coa_jax.model import sizes
 from coa_jax.model.config import LoadConfig, ModelConfig
 from coa_jax.model.hf.io import gather, load_config, save_model
@@ -121,7 +122,7 @@ def save_adapter(
   description = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base,
+    "base_model_name_or_path": named(base),
     "r": config.rank,
     "lora_alpha": config.alpha,
     "lora_dropout": 0.0,

