@@ -12,6 +12,7 @@ import time
 
 from absl import flags
 
+from coa_jax.bucket.objects import is_uri
 from experiments.refusal import stop
 
 _MOST_PROCESSES = 1 << 16
@@ -136,6 +137,8 @@ def check_shared(workdir: str) -> None:
   import numpy as np
   from jax.experimental import multihost_utils
 
+  if is_uri(workdir):
+    stop(f"--workdir={workdir}: several processes need a disk that they share, yet")
   token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
   path = os.path.join(workdir, f".shared-{int(token)}")
   if jax.process_index() == 0:

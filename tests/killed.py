@@ -8,9 +8,12 @@ time; at "random" it is N milliseconds after its first update or tool call; at "
 never is, and the run goes to its end. "damage" is no process, but a byte of the newest
 checkpoint that changes. One line of JSON on standard output says how each ended.
 
+With "scratch": DIR, the workdir is in a bucket, and each process is on another machine:
+its local folder is a fresh one in DIR.
+
 Whatever the tools are asked and whatever the journal keeps of that is written to
-WORKDIR.calls as it happens. Processes are forked before JAX wakes up, which saves the
-imports; nothing in the product knows of any of this.
+WORKDIR.calls (DIR.calls) as it happens. Processes are forked before JAX wakes up, which
+saves the imports; nothing in the product knows of any of this.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -27,6 +31,8 @@ from collections.abc import Callable
 import jax
 import ml_collections
 
+from coa_jax.bucket import lease, mirror
+from coa_jax.bucket.objects import Bucket
 from coa_jax.learner import checkpoint
 from coa_jax.learner.interruption import Interrupted
 from coa_jax.learner.state import Learner
@@ -127,6 +133,10 @@ def end_at(place: str, n: int, number: int, calls: Calls) -> None:
     after(checkpoint.Checkpoints, "save")
   elif place == "seal":  # orbax is done, and nothing proves it
     _before(checkpoint, "write_manifest", visit)
+  elif place == "push":  # it is proven, and not in the bucket
+    _before(mirror, "push", visit)
+  elif place == "put":  # in the middle of a push, as it may be of a checkpoint's
+    after(Bucket, "put")
 
 
 def _before(owner: type, name: str, do: Callable[[], None]) -> None:
@@ -141,11 +151,17 @@ def _before(owner: type, name: str, do: Callable[[], None]) -> None:
 
 def life(job: dict, place: str, n: int, number: int) -> int:
   """One process, from its fork to its exit status."""
-  calls = Calls(job["workdir"] + ".calls")
+  calls = Calls(job.get("scratch", job["workdir"]) + ".calls")
   end_at(place, n, number, calls)
   config = ml_collections.ConfigDict(job["config"])
+  run = importlib.import_module(f"coa_jax.{job['journey']}").run
   try:
-    importlib.import_module(f"coa_jax.{job['journey']}").run(config, job["workdir"])
+    if "scratch" in job:
+      scratch = os.path.join(job["scratch"], str(os.getpid()))
+      with mirror.opened(job["workdir"], scratch) as folder:
+        run(config, folder)
+    else:
+      run(config, job["workdir"])
   except Interrupted as e:
     return e.status
   except BaseException:
@@ -165,22 +181,46 @@ def damage(folder: str) -> None:
     f.write(bytes([byte ^ 1]))
 
 
+def damage_object(bucket: Bucket) -> None:
+  """Flips a bit in the middle of the newest checkpoint's largest object."""
+  stored = bucket.list("checkpoints")
+  newest = f"checkpoints/{whole_objects(bucket)[-1]}/"
+  names = [name for name in stored if name.startswith(newest)]
+  largest = max(names, key=lambda name: stored[name].size)
+  data = bytearray(bucket.read(largest))
+  data[len(data) // 2] ^= 1
+  bucket.write(largest, bytes(data))
+
+
+def whole_objects(bucket: Bucket) -> list[int]:
+  """As `whole_steps`, of a bucket."""
+  found = (re.fullmatch(r"checkpoints/(\d+)/manifest.json", n) for n in bucket.list())
+  return sorted(int(match[1]) for match in found if match)
+
+
 def main(path: str) -> None:
   """Runs the job."""
   with open(path, encoding="utf-8") as f:
     job = json.load(f)
   importlib.import_module(f"coa_jax.{job['journey']}")
   folder = os.path.join(job["workdir"], "checkpoints")
+  bucket = Bucket(job["workdir"]) if "scratch" in job else None
+  # Nobody else wants it: what is silent is dead.
+  lease.BEAT_S = 0.2
+  lease.SILENT_S = 1.0
   for place, n, number in job["ends"]:
     if place == "damage":
-      damage(folder)
+      if bucket:
+        damage_object(bucket)
+      else:
+        damage(folder)
       continue
     pid = os.fork()
     if not pid:
       os._exit(life(job, place, n, number))
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    steps = checkpoint.whole_steps(folder)
+    steps = whole_objects(bucket) if bucket else checkpoint.whole_steps(folder)
     print(json.dumps({"pid": pid, "code": code, "steps": steps}), flush=True)
 
 

@@ -1,8 +1,8 @@
 """Real object stores on loopback, behind a proxy that can be told to fail.
 
-fake-gcs-server answers gs://, moto s3://; both are programs of others, each a process of
-its own. What is asked of them goes through `Store`, which does to a request what a test
-wants done: a 503, a wait, a connection that breaks off in the middle of an object.
+fake-gcs-server answers gs://, moto s3://; both are programs of others, each a process
+of its own. What is asked of them goes through `Store`, which does to a request what a
+test wants done: a 503, or a connection that breaks off in the middle of an object.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ class Store(http_server.Server):
     self.uri = f"{scheme}://{BUCKET}"
     self.fault: Fault = lambda request: ""
     self.faults = 0
-    self.env = {"STORAGE_EMULATOR_HOST": self.url, "TENSORSTORE_GCS_HTTP_URL": self.url}
-    self.env["NO_GCE_CHECK"] = "true"  # else each client looks for a cloud around it
+    self.env = {
+      "STORAGE_EMULATOR_HOST": self.url,
+      "TENSORSTORE_GCS_HTTP_URL": self.url,
+      "NO_GCE_CHECK": "true",  # else each client looks for a cloud around it
+    }
     if scheme == "s3":
       self.env = {"AWS_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "us-east-1"}
       self.env |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}

@@ -112,15 +112,22 @@ ENDS = {
 }
 
 
-def lives(journey: str, config: dict, workdir: str, ends: list) -> tuple[list, str]:
-  """Runs processes that end so, then one to the end; how they did, what they said."""
+def lives(
+  journey: str, config: dict, workdir: str, ends: list, scratch: str = ""
+) -> tuple[list, str]:
+  """Runs processes that end so, then one to the end; how they did, what they said.
+
+  With `scratch` the workdir is a bucket's, and each process on a machine of its own.
+  """
   job = dict(journey=journey, config=config, workdir=workdir)
-  path = workdir + ".json"
+  if scratch:
+    job["scratch"] = scratch
+  path = (scratch or workdir) + ".json"
   with open(path, "w", encoding="utf-8") as f:
     json.dump({**job, "ends": [*ends, ("", 0, 0)]}, f)
   done = subprocess.run(
     [sys.executable, os.path.join(ROOT, "tests", "killed.py"), path],
-    env={**os.environ, "PYTHONPATH": ROOT},
+    env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
     capture_output=True,
     text=True,
     timeout=900,

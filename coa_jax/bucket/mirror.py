@@ -4,8 +4,8 @@ All code works in the local folder, as in any other. What is in the bucket is tr
 the last checkpoint that was sealed there, and what lies after it is void, as on a disk:
 
 * at the start everything is fetched, whatever the local folder held before;
-* when a checkpoint is sealed (`push`), every file that is new or has changed is written,
-  the proof of the checkpoint last;
+* when a checkpoint is sealed (`push`), every file that is new or has changed is
+  written, the proof of the checkpoint last;
 * in between, every minute, so that progress can be seen.
 
 So every file in the bucket is at least as new as the checkpoint there, and a checkpoint

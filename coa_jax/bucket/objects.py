@@ -8,6 +8,7 @@ what stays is a `BucketError` of one line.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import os
@@ -72,8 +73,9 @@ class Bucket:
       ) from e
     except Exception as e:  # whatever the search for credentials raises
       raise self._fault(e) from e
-    # It tells of every fault that it raises as well, with its traceback.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # They tell of every fault that they raise as well, with its traceback.
+    for name in ("gcsfs", "google.auth"):
+      logging.getLogger(name).setLevel(logging.CRITICAL)
 
   def list(self, below: str = "") -> dict[str, Stored]:
     """Lists all objects, by name; an object at the very address is called "".
@@ -117,10 +119,8 @@ class Bucket:
 
   def delete(self, name: str) -> None:
     """Deletes an object; one that is not there is no fault."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
       self._tried(self._fs.rm_file, self._path(name))
-    except FileNotFoundError:
-      pass
 
   def put(self, path: str, name: str) -> None:
     """Writes a file to an object, as it is now."""

@@ -95,7 +95,10 @@ def list_uris(uri: str) -> list[str]:
   if ":" in uri and scheme in _SCHEMES:
     return [uri]
   if "://" in uri:
-    raise ValueError(f"{uri} is no path; mount the bucket, as by gcsfuse")
+    raise ValueError(
+      f"{uri} is no path; a config's are fetched by its program where they are "
+      "gs:// or s3://; fetch any other yourself"
+    )
   if os.path.isdir(uri):
     if _saved(uri):
       return [f"hf:{uri}"]

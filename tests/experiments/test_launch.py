@@ -271,8 +271,9 @@ def test_a_real_journey_refuses_before_any_work(tmp_path):
   assert not (tmp_path / "w").exists()
 
 
-def test_a_bucket_is_no_workdir(launcher):
-  assert "mount the bucket" in refused(launcher(workdir="--workdir=gs://mine/run"))
+def test_what_is_neither_a_path_nor_a_bucket_is_no_workdir(launcher):
+  line = refused(launcher(workdir="--workdir=http://mine/run"))
+  assert "http://mine/run: accepted: gs://BUCKET/PATH, s3://BUCKET/PATH" in line
 
 
 def test_processes_that_share_no_workdir_stop_before_any_work(launcher, tmp_path):

@@ -68,7 +68,7 @@ TABLE = [
   (f"{SFT} --config.model.layers=-1", "layers"),
   (f"{SFT} --config.lora.rank=0", "rank"),
   (f"{SFT} --workdir=", "--workdir is empty"),
-  (f"{SFT} --workdir=gs://bucket/run", "mount the bucket"),
+  (f"{SFT} --workdir=az://bucket/run", "accepted: gs://BUCKET/PATH"),
   (f"{SFT} --workdir=good.jsonl", "good.jsonl"),
   (f"{SFT} extra", "unexpected argument 'extra'"),
   # --- Files that are missing, empty, folders, or something else.

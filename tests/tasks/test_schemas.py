@@ -306,7 +306,7 @@ def test_several_files_at_once_and_tables(tmp_path):
 @pytest.mark.parametrize(
   ("uri", "error", "message"),
   [
-    ("gs://b/x.jsonl", ValueError, "is no path; mount the bucket, as by gcsfuse"),
+    ("gs://b/x.jsonl", ValueError, "is no path; a config's are fetched"),
     ("{}/*.jsonl", FileNotFoundError, "no task file matches"),
     ("{}", FileNotFoundError, "no task file in the folder"),
     ("{}/a.jsonl,", ValueError, "a name in the list is empty"),
