@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -9,10 +10,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from absl import flags
 
-from coa_jax.bucket.objects import is_uri
+from coa_jax.bucket import mirror
+from coa_jax.bucket.objects import BucketError
 from experiments.refusal import stop
 
 _MOST_PROCESSES = 1 << 16
@@ -137,8 +140,6 @@ def check_shared(workdir: str) -> None:
   import numpy as np
   from jax.experimental import multihost_utils
 
-  if is_uri(workdir):
-    stop(f"--workdir={workdir}: several processes need a disk that they share, yet")
   token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
   path = os.path.join(workdir, f".shared-{int(token)}")
   if jax.process_index() == 0:
@@ -159,3 +160,47 @@ def check_shared(workdir: str) -> None:
       f"--workdir={workdir}: what process 0 writes there process {blind} does not see; "
       "all need one folder of a disk that they share"
     )
+
+
+@contextlib.contextmanager
+def in_bucket(uri: str, scratch: str) -> Iterator[str]:
+  """Yields this process's local folder of a workdir in a bucket.
+
+  Args:
+    uri: of the workdir.
+    scratch: a folder on this machine's disk.
+
+  Raises:
+    ValueError: another run works there, or the bucket can not be used. Where that is
+      so of the first process, all stop.
+  """
+  if not WHERE.value:
+    with mirror.opened(uri, scratch) as folder:
+      yield folder
+    return
+
+  import jax
+  import numpy as np
+  from jax.experimental import multihost_utils
+
+  process = jax.process_index()
+  processes = jax.process_count()
+  if processes > 1 and not uri.startswith("gs://"):
+    # Orbax, which writes each process's part, knows no other store.
+    raise BucketError(f"{uri}: several processes need gs://, or a disk that they share")
+  with contextlib.ExitStack() as stack:
+    # --- The first one takes the lease; the others hear whether it has it.
+    refusal = None
+    if process == 0:
+      try:
+        folder = stack.enter_context(mirror.opened(uri, scratch, 0, processes))
+      except ValueError as e:
+        refusal = e
+    may_begin = multihost_utils.broadcast_one_to_all(np.int32(refusal is None))
+    if refusal:
+      raise refusal
+    if not may_begin:
+      stop(f"{uri}: process 0 may not work there, and says why")
+    if process:
+      folder = stack.enter_context(mirror.opened(uri, scratch, process, processes))
+    yield folder

@@ -23,7 +23,7 @@ from ml_collections import config_flags
 from ml_collections.config_dict import RequiredValueError
 
 from coa_jax import disk, heartbeat
-from coa_jax.bucket import inputs, mirror
+from coa_jax.bucket import inputs
 from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
@@ -127,12 +127,13 @@ def launch(
         stop(f"--workdir={workdir.value}: shards meet on a disk that they share")
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
-      distributed.check_shared(workdir.value)
+      if not is_uri(workdir.value):
+        distributed.check_shared(workdir.value)
     is_all = True
     with contextlib.ExitStack() as stack:
       folder = workdir.value
       if is_uri(folder):
-        folder = stack.enter_context(mirror.opened(folder, SCRATCH.value))
+        folder = stack.enter_context(distributed.in_bucket(folder, SCRATCH.value))
       # Not while a bucket is read or written: that may last, and gives up by itself.
       heartbeat.watch(HANG_S.value)
       stack.callback(heartbeat.watch, 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -106,3 +108,61 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
   adapter = json.loads(files["adapter/adapter_config.json"])
   assert adapter["base_model_name_or_path"] == given["init"]
   assert "results.json" in files and "checkpoints/2/manifest.json" in files
+
+
+def together(uri: str, scratch: str, processes: int, *do: str) -> list[int]:
+  """Runs `checkpoints_in_processes.py`; what each restored."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  command = [sys.executable, os.path.join(ROOT, "tests", "checkpoints_in_processes.py")]
+  started = []
+  for i in range(processes):
+    started.append(
+      subprocess.Popen(
+        [*command, uri, f"{scratch}/{i}", address, str(processes), str(i), *do],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+    )
+  with concurrent.futures.ThreadPoolExecutor(processes) as threads:
+    said = list(threads.map(lambda each: each.communicate(timeout=600), started))
+  expected = -KILL if any("kill" in what for what in do) else 0
+  for each, (_, errors) in zip(started, said, strict=True):
+    assert each.returncode == expected, errors
+  # Gloo writes there, too.
+  return [int(n) for out, _ in said for n in out.splitlines() if n.isdigit()]
+
+
+@pytest.mark.slow
+def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
+  """Each on a machine of its own, with an empty disk each time."""
+  object_store.needs("gs")
+  with object_store.Store("gs").running() as store:
+    uri = store.uri + "/run"
+    done = together(uri, f"{tmp_path}/1", 2, "restore", "save=1", "save=2", "save=3")
+    assert done == [0, 0]
+    files = store.files("run")
+    steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
+    assert steps == {"2", "3"}
+    assert files["log"] == files["process_1/log"] == b"1\n2\n3\n"
+    parts = [name for name in files if "checkpoints/3/state/ocdbt.process_" in name]
+    assert {name.split("/")[3] for name in parts} == {
+      "ocdbt.process_0",
+      "ocdbt.process_1",
+    }
+    # --- Killed when all is written and nothing proves it; what was logged is there.
+    together(uri, f"{tmp_path}/2", 2, "restore", "kill=4")
+    assert any("checkpoints/4/" in name for name in store.files("run"))
+    assert together(uri, f"{tmp_path}/3", 2, "restore") == [3, 3]
+    assert not any("checkpoints/4/" in name for name in store.files("run"))
+    # --- A process alone goes on from them, and two from its.
+    assert together(uri, f"{tmp_path}/4", 1, "restore", "save=5") == [3]
+    assert together(uri, f"{tmp_path}/5", 2, "restore", "save=6") == [5, 5]
+    # --- Damaged: the one before.
+    bucket = Bucket(uri)
+    name = next(n for n in bucket.list("checkpoints/6/state/ocdbt.process_1/d"))
+    bucket.write(name, bucket.read(name))
+    assert together(uri, f"{tmp_path}/6", 2, "restore") == [5, 5]

@@ -10,6 +10,10 @@ the last checkpoint that was sealed there, and what lies after it is void, as on
 
 So every file in the bucket is at least as new as the checkpoint there, and a checkpoint
 without its proof does not count.
+
+Of several processes each has a local folder, in which it writes what is its own; the
+first one holds the lease. Their checkpoints are no part of the mirror: each writes its
+share of them straight to the bucket (`learner.bucket_steps`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -30,6 +35,7 @@ from coa_jax.lock import InUseError
 CHECKPOINTS = "checkpoints"
 PROOF = "manifest.json"  # of a checkpoint: learner.manifest
 PUSH_EVERY_S = 60.0
+_TELLS = re.compile(r"metrics\.jsonl|process_\d+/config\.json")
 _OPEN: list[Mirror] = []
 _log = logging.getLogger(__name__)
 
@@ -39,22 +45,30 @@ Stamp = tuple[int, int, int]  # of a file: size, time of its last change, inode
 class Mirror:
   """A local folder and the address that it stands for; use as a context manager."""
 
-  def __init__(self, uri: str, scratch: str):
+  def __init__(self, uri: str, scratch: str, process: int = 0, processes: int = 1):
     """Fetches nothing yet.
 
     Args:
       uri: of the workdir in the bucket.
       scratch: a folder on this machine's disk; the local folder is made in it.
+      process: which one of `processes` this is; all but the first write into
+        `process_N` of the workdir.
+      processes: that work in it together.
 
     Raises:
       BucketError: the scheme is unknown, or its library is missing.
     """
-    self._bucket = Bucket(uri)
-    digest = hashlib.sha256(self._bucket.uri.encode()).hexdigest()[:16]
+    self.bucket = Bucket(uri)
+    self._process = process
+    self._has_checkpoints = processes == 1
+    digest = hashlib.sha256(self.bucket.uri.encode()).hexdigest()[:16]
     # Its name is the run's, in titles and elsewhere.
-    name = os.path.basename(self._bucket.uri)
-    self.folder = os.path.join(os.path.abspath(scratch), digest, name)
-    self._lease = lease.Lease(self._bucket, lease.BEAT_S, lease.SILENT_S)
+    name = os.path.basename(self.bucket.uri)
+    scratch = os.path.abspath(scratch)
+    self.folder = os.path.join(scratch, f"{digest}.{process}", name)
+    self._lease = None
+    if process == 0:
+      self._lease = lease.Lease(self.bucket, lease.BEAT_S, lease.SILENT_S)
     self._lock = threading.Lock()
     self._pushed: dict[str, Stamp | None] = {}  # None: there, but not as it is here
     self._ended = threading.Event()
@@ -67,12 +81,11 @@ class Mirror:
       InUseError: another run works there.
       BucketError: it can not be read or written.
     """
-    self._lease.__enter__()
-    try:
+    with contextlib.ExitStack() as stack:
+      if self._lease:
+        stack.enter_context(self._lease)
       self._fetch()
-    except BaseException:
-      self._lease.__exit__(None, None, None)
-      raise
+      self._held = stack.pop_all()
     self._thread.start()
     _OPEN.append(self)
     return self
@@ -90,7 +103,7 @@ class Mirror:
         raise
       _log.warning("%s", e)  # what ended the run is raised already
     finally:
-      self._lease.__exit__(None, None, None)
+      self._held.close()
 
   def push(self) -> None:
     """Writes what is new or has changed since the last time, and deletes what is gone.
@@ -102,7 +115,8 @@ class Mirror:
       BucketError: it can not be written.
     """
     with self._lock:
-      self._lease.check()
+      if self._lease:
+        self._lease.check()
       files = self._files()
       changed = {n: s for n, s in files.items() if self._pushed.get(n) != s}
       proofs = {n for n in changed if _is_proof(n)}
@@ -110,13 +124,13 @@ class Mirror:
       at_once(self._put, proofs)
       gone = [name for name in self._pushed if name not in files]
       for name in sorted(gone, key=_is_proof, reverse=True):
-        self._bucket.delete(name)
+        self.bucket.delete(name)
       self._pushed = dict(files)
 
   def _put(self, name: str) -> None:
     path = os.path.join(self.folder, name)
     try:
-      self._bucket.put(path, name)
+      self.bucket.put(path, name)
     except FileNotFoundError:
       if os.path.exists(path):
         raise
@@ -126,17 +140,22 @@ class Mirror:
     """Makes the local folder what the bucket holds."""
     shutil.rmtree(os.path.dirname(self.folder), ignore_errors=True)
     os.makedirs(self.folder)
-    stored = {n: s for n, s in self._bucket.list().items() if not _is_lease(n)}
+    every = self.bucket.list()
+    stored = {name: told for name, told in every.items() if self._is_ours(name)}
     # What a kill left of a checkpoint is deleted there by the next push.
     proven = {os.path.dirname(name) for name in stored if _is_proof(name)}
     wanted = [n for n in stored if _step(n) is None or _step(n) in proven]
 
     def get(name: str) -> None:
       path = os.path.join(self.folder, name)
-      self._bucket.get(name, path, stored[name].size)
+      self.bucket.get(name, path, stored[name].size)
 
     at_once(get, wanted)
     self._pushed = {**dict.fromkeys(stored), **self._files()}
+    # How many processes a run had is told by what the others wrote at its beginning.
+    for name in every:
+      if name not in stored and _TELLS.fullmatch(name):
+        self.bucket.get(name, os.path.join(self.folder, name), every[name].size)
 
   def _files(self) -> dict[str, Stamp]:
     """All files that belong there, with what tells of a change."""
@@ -155,8 +174,17 @@ class Mirror:
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
           stat = os.stat(os.path.join(parent, name))
           key = os.path.normpath(os.path.join(inside, name))
-          out[key] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+          if self._is_ours(key):
+            out[key] = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
     return out
+
+  def _is_ours(self, name: str) -> bool:
+    """Whether it is this process that fetches and pushes a file."""
+    first = name.split("/")[0]
+    if first == lease.FOLDER or (first == CHECKPOINTS and not self._has_checkpoints):
+      return False
+    other = re.fullmatch(r"process_(\d+)", first)
+    return (int(other[1]) if other else 0) == self._process
 
   def _live(self) -> None:
     while not self._ended.wait(PUSH_EVERY_S):
@@ -174,10 +202,20 @@ def push(path: str) -> None:
       mirror.push()
 
 
+def bucket_of(path: str) -> Bucket | None:
+  """The address that a local path stands for; None where it is no mirror's."""
+  for mirror in _OPEN:
+    if os.path.abspath(path).startswith(mirror.folder + os.sep):
+      return Bucket(f"{mirror.bucket.uri}/{os.path.relpath(path, mirror.folder)}")
+  return None
+
+
 @contextlib.contextmanager
-def opened(uri: str, scratch: str) -> Iterator[str]:
+def opened(
+  uri: str, scratch: str, process: int = 0, processes: int = 1
+) -> Iterator[str]:
   """Yields the local folder of a workdir in a bucket; see `Mirror`."""
-  with Mirror(uri, scratch) as mirror:
+  with Mirror(uri, scratch, process, processes) as mirror:
     yield mirror.folder
 
 
@@ -189,7 +227,3 @@ def _step(name: str) -> str | None:
 
 def _is_proof(name: str) -> bool:
   return os.path.basename(name) == PROOF
-
-
-def _is_lease(name: str) -> bool:
-  return name.startswith(lease.FOLDER + "/")

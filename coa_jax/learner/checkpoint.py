@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 
 from coa_jax.bucket import mirror
 from coa_jax.fields import bounded, check_fields
+from coa_jax.learner import bucket_steps
 from coa_jax.learner.interruption import Interrupted, Interruption
 from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
@@ -64,7 +65,12 @@ class Checkpoints:
     self._path = os.path.abspath(path)
     self._config = config or CheckpointConfig()
     self._interruption = Interruption()
-    os.makedirs(self._path, exist_ok=True)
+    # Of several processes each writes its own devices' part straight to the bucket.
+    self._bucket = None
+    if jax.process_count() > 1:
+      self._bucket = mirror.bucket_of(self._path)
+    if self._bucket is None:
+      os.makedirs(self._path, exist_ok=True)
     # One thread writes (orbax's) and one proves, while the run goes on.
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._sealer = concurrent.futures.ThreadPoolExecutor(1)
@@ -160,6 +166,11 @@ class Checkpoints:
         "optim.lr, set optim.clip_norm, or compute in float32 (model.dtype)"
       )
 
+    # --- What each process has written up to here comes before the proof of this step:
+    # orbax commits it when all of them have saved.
+    if self._bucket:
+      mirror.push(self._path)
+
     # --- Orbax copies the state to the host, then writes in the background.
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(state), cursor=ocp.args.JsonSave(cursor)
@@ -184,7 +195,7 @@ class Checkpoints:
     # --- The first process chooses; the others take its word.
     step = -1
     if jax.process_index() == 0:
-      step = self._choose()
+      step = bucket_steps.choose(self._bucket) if self._bucket else self._choose()
     if jax.process_count() > 1:
       step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step == -2:
@@ -207,6 +218,8 @@ class Checkpoints:
   @property
   def oldest(self) -> int:
     """Returns the step of the oldest checkpoint that counts; 0 for none."""
+    if self._bucket:
+      return min(bucket_steps.whole_in(self._bucket), default=0)
     return min(whole_steps(self._path), default=0)
 
   def _signal(self) -> int:
@@ -226,13 +239,18 @@ class Checkpoints:
     )
 
   def _folder(self, step: int) -> str:
-    return os.path.join(self._path, str(step))
+    return os.path.join(self._bucket.uri if self._bucket else self._path, str(step))
 
   def _seal(self, step: int) -> None:
     """Proves a save whole once it is there, and then deletes what is too old."""
     self._orbax.wait_until_finished()
     # All processes have written by then; the first one proves what they wrote.
     if jax.process_index() > 0:
+      return
+    if self._bucket:
+      bucket_steps.prove(self._bucket, step)
+      for old in bucket_steps.whole_in(self._bucket)[: -self._config.keep]:
+        bucket_steps.forget(self._bucket, old)
       return
     folder = self._folder(step)
     write_manifest(folder)

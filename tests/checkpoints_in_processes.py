@@ -1,0 +1,80 @@
+"""One of several processes that save to a bucket and restore from it.
+
+python tests/checkpoints_in_processes.py URI SCRATCH ADDRESS PROCESSES I DO ...
+
+DO: save=STEP, kill=STEP (SIGKILL when all has been written and nothing proves it), or
+restore. A line on standard output says which step was restored, or 0 for none. Each
+process logs the steps that it saves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from coa_jax.bucket import lease, mirror
+from coa_jax.learner import bucket_steps
+from coa_jax.learner.checkpoint import CheckpointConfig, Checkpoints
+from coa_jax.learner.state import TrainState
+
+
+def state_at(step: int) -> TrainState:
+  """A state that is another one at each step: one array is split, one is whole."""
+  mesh = Mesh(np.array(jax.devices()), ("data",))
+
+  def place(x: np.ndarray, *axes: str) -> jax.Array:
+    sharding = NamedSharding(mesh, PartitionSpec(*axes))
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+  split = np.arange(64, dtype=np.float32).reshape(8, 8) / 3 + step
+  params = {"split": place(split, "data"), "whole": place(split[0] * step)}
+  return TrainState(place(np.int32(step)), params, {"m": place(split * 7, "data")})
+
+
+def assert_equal(state: TrainState, expected: TrainState) -> None:
+  """Bit for bit, of what this process's devices hold."""
+  for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(x.addressable_shards, y.addressable_shards, strict=True):
+      np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
+
+
+def main(uri: str, scratch: str, address: str, count: str, i: str, *do: str) -> None:
+  """Does it."""
+  lease.SILENT_S = 1.0
+  process = int(i)
+  processes = int(count)
+  if processes > 1:
+    jax.distributed.initialize(address, processes, process)
+  with mirror.opened(uri, scratch, process, processes) as folder:
+    own = os.path.join(folder, f"process_{process}") if process else folder
+    os.makedirs(own, exist_ok=True)
+    path = os.path.join(folder, "checkpoints")
+    with Checkpoints(path, CheckpointConfig(keep=2)) as checkpoints:
+      for what in do:
+        name, _, number = what.partition("=")
+        if name == "restore":
+          restored = checkpoints.restore(state_at(0))
+          step = int(restored[0].step) if restored else 0
+          if restored:
+            assert_equal(restored[0], state_at(step))
+            assert restored[1] == {"step": step}
+          print(step)
+          continue
+        if name == "kill":
+          bucket_steps.prove = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        with open(os.path.join(own, "log"), "a", encoding="utf-8") as f:
+          f.write(f"{number}\n")
+        checkpoints.save(state_at(int(number)), {"step": int(number)})
+        if name == "kill" and process:
+          checkpoints.wait()
+          os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.wait()
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])
