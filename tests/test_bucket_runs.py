@@ -56,17 +56,38 @@ def test_ended_anywhere_and_run_again_elsewhere(configs, scheme, journey, tmp_pa
       assert_same_run(broken, whole)
 
 
-def program(config: str, workdir: str, *flags: str) -> subprocess.CompletedProcess:
-  """Runs `experiments.sft` to its end."""
+def program(config: str, workdir: str, *flags: str) -> subprocess.Popen:
+  """Starts `experiments.sft`."""
   command = [sys.executable, "-m", "experiments.sft", f"--config={config}"]
-  return subprocess.run(
+  return subprocess.Popen(
     [*command, f"--workdir={workdir}", "--compile_cache=", *flags],
     env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, *sys.path])},
     cwd=ROOT,
-    capture_output=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
     text=True,
-    timeout=600,
   )
+
+
+def finish(*programs: subprocess.Popen) -> None:
+  """Waits for programs that must end well."""
+  with concurrent.futures.ThreadPoolExecutor(len(programs)) as threads:
+    said = list(threads.map(lambda each: each.communicate(timeout=600), programs))
+  for each, (_, errors) in zip(programs, said, strict=True):
+    assert each.returncode == 0, errors[-3000:]
+
+
+def free_address() -> str:
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def write_config(path: str, sections: dict) -> str:
+  text = f"get_config = lambda: ml_collections.ConfigDict({sections!r})\n"
+  with open(path, "w", encoding="utf-8") as f:
+    f.write("import ml_collections\n" + text)
+  return path
 
 
 @pytest.mark.slow
@@ -75,14 +96,9 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
   sections = json.loads(json.dumps(configs["sft"]))
   sections["data"] |= {"steps": 2, "rows": 2, "micro_batches": 1}
   sections["lora"] = {"rank": 2}
-  file = tmp_path / "config.py"
-  file.write_text(
-    "import ml_collections\n"
-    f"get_config = lambda: ml_collections.ConfigDict({sections!r})\n"
-  )
+  file = write_config(f"{tmp_path}/config.py", sections)
   local = str(tmp_path / "local")
-  done = program(str(file), local)
-  assert done.returncode == 0, done.stderr
+  finish(program(file, local))
   with object_store.Store("gs").running() as store:
     inputs = Bucket(store.uri + "/in")
     for name in os.listdir(sections["init"]):
@@ -96,8 +112,7 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
     # --- On two machines, the second of which finds nothing to do.
     for machine in ("one", "two"):
       scratch = f"--scratch={tmp_path / machine}"
-      done = program(str(file), store.uri + "/run", scratch, *flags)
-      assert done.returncode == 0, done.stderr
+      finish(program(file, store.uri + "/run", scratch, *flags))
     files = store.files("run")
   # --- The same model and adapters, but for the address of what they began from.
   record = json.loads(files["config.json"])["config"]
@@ -112,9 +127,7 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
 
 def together(uri: str, scratch: str, processes: int, *do: str) -> list[int]:
   """Runs `checkpoints_in_processes.py`; what each restored."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+  address = free_address()
   command = [sys.executable, os.path.join(ROOT, "tests", "checkpoints_in_processes.py")]
   started = []
   for i in range(processes):
@@ -166,3 +179,39 @@ def test_several_processes_write_their_parts_straight_to_a_bucket(tmp_path):
     name = next(n for n in bucket.list("checkpoints/6/state/ocdbt.process_1/d"))
     bucket.write(name, bucket.read(name))
     assert together(uri, f"{tmp_path}/6", 2, "restore") == [5, 5]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_in_a_bucket_is_theirs_on_a_shared_disk(
+  configs, tmp_path
+):
+  object_store.needs("gs")
+  sections = json.loads(json.dumps(configs["sft"]))
+  sections["mesh"] = {"fsdp": 2}
+  sections["checkpoint"] = {"every": 1}
+  sections["data"] |= {"steps": 2, "micro_batches": 1}
+  local = str(tmp_path / "local")
+
+  def two(workdir: str, machines: str) -> None:
+    address = free_address()
+    programs = []
+    for i in range(2):
+      scratch = f"--scratch={tmp_path}/{machines}{i}"
+      where = f"--distributed={address},2,{i}"
+      programs.append(program(file, workdir, scratch, where))
+    finish(*programs)
+
+  file = write_config(f"{tmp_path}/config.py", sections)
+  two(local, "none")
+  with object_store.Store("gs").running() as store:
+    two(store.uri + "/run", "first")
+    # --- Again, elsewhere: they go on from where both stand.
+    two(store.uri + "/run", "second")
+    files = store.files("run")
+  assert files["model/model.safetensors"] == read(local, "model", "model.safetensors")
+  for log in ("metrics.jsonl", "process_1/metrics.jsonl"):
+    losses = [
+      [json.loads(row).get("loss") for row in text.splitlines()]
+      for text in (files[log], read(local, log))
+    ]
+    assert losses[0] == losses[1] and losses[0][-1]

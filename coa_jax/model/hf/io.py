@@ -112,7 +112,8 @@ def save_model(
     _write_json(path, _CONFIG, config)
 
   if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(f"saved {path}")
+    # Not the whole path: each process may have one of its own to the same folder.
+    multihost_utils.sync_global_devices(f"saved {os.path.basename(path)}")
 
 
 def _compare(cfg: ModelConfig, params: Any) -> None:
