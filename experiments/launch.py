@@ -27,6 +27,7 @@ from coa_jax.bucket import inputs
 from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
+from coa_jax.shard import Shard
 from experiments import distributed
 from experiments.config_help import explain
 from experiments.refusal import stop
@@ -118,13 +119,7 @@ def launch(
   def work(config: ml_collections.ConfigDict) -> None:
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
-    shard = None
-    if logs and flags.FLAGS.shard:
-      shard = read_shard(flags.FLAGS.shard)
-      if distributed.WHERE.value:
-        stop("--shard and --distributed: shards never meet; give one of them")
-      if is_uri(workdir.value):
-        stop(f"--workdir={workdir.value}: shards meet on a disk that they share")
+    shard = _shard(workdir.value) if logs else None
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
       if not is_uri(workdir.value):
@@ -150,6 +145,17 @@ def launch(
       show(results)
 
   start(work, config_class)
+
+
+def _shard(workdir: str) -> Shard | None:
+  """Reads the flag --shard; None where it is empty."""
+  if not flags.FLAGS.shard:
+    return None
+  if distributed.WHERE.value:
+    stop("--shard and --distributed: shards never meet; give one of them")
+  if is_uri(workdir):
+    stop(f"--workdir={workdir}: shards meet on a disk that they share")
+  return read_shard(flags.FLAGS.shard)
 
 
 def start(
