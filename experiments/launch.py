@@ -27,6 +27,7 @@ from coa_jax.bucket import inputs
 from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.config import ConfigError, fill_defaults
 from coa_jax.learner.interruption import Interrupted
+from coa_jax.shard import Shard
 from experiments import distributed
 from experiments.config_help import explain
 from experiments.refusal import stop
@@ -69,6 +70,7 @@ HANG_S = flags.DEFINE_integer(
   "threads; a step and its compilation must fit. 0: never.",
   lower_bound=0,
 )
+
 
 _FLAGS = (
   "config",
@@ -117,23 +119,19 @@ def launch(
   def work(config: ml_collections.ConfigDict) -> None:
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
-    shard = None
-    if logs and flags.FLAGS.shard:
-      shard = read_shard(flags.FLAGS.shard)
-      if distributed.WHERE.value:
-        stop("--shard and --distributed: shards never meet; give one of them")
-      if is_uri(workdir.value):
-        stop(f"--workdir={workdir.value}: shards meet on a disk that they share")
+    shard = _shard(workdir.value) if logs else None
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
       if not is_uri(workdir.value):
         distributed.check_shared(workdir.value)
-    heartbeat.watch(HANG_S.value)
     is_all = True
     with contextlib.ExitStack() as stack:
       folder = workdir.value
       if is_uri(folder):
         folder = stack.enter_context(distributed.in_bucket(folder, SCRATCH.value))
+      # Not while a bucket is read or written: that may last, and gives up by itself.
+      heartbeat.watch(HANG_S.value)
+      stack.callback(heartbeat.watch, 0)
       with disk.clear_errors(folder):
         if shard:
           results, is_all = run_shard(
@@ -147,6 +145,17 @@ def launch(
       show(results)
 
   start(work, config_class)
+
+
+def _shard(workdir: str) -> Shard | None:
+  """Reads the flag --shard; None where it is empty."""
+  if not flags.FLAGS.shard:
+    return None
+  if distributed.WHERE.value:
+    stop("--shard and --distributed: shards never meet; give one of them")
+  if is_uri(workdir):
+    stop(f"--workdir={workdir}: shards meet on a disk that they share")
+  return read_shard(flags.FLAGS.shard)
 
 
 def start(
