@@ -20,10 +20,15 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf.io import save_model
 from coa_jax.model.transformer import init_params
 from coa_jax.protocol import prompts, roles, tokenizer_training
-from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent
+READ = {
+  "sft_afm": sft.SFTConfig,
+  "rl_afm": rl.RLConfig,
+  "evaluate_afm": evaluate.EvaluateConfig,
+}
 TASKS = [
   {"id": f"sum-{i}", "question": f"{i} + 3", "answers": [str(i + 3)]} for i in range(3)
 ]
@@ -101,8 +106,40 @@ def test_a_judge_of_ones_own_is_asked(home, tmp_path):
   assert results["tasks"] == len(TASKS) and results["pass3"] is not None
 
 
+@pytest.mark.parametrize(
+  "recipe",
+  [
+    "evaluate_afm:math",
+    pytest.param("evaluate_afm:web:32b", marks=pytest.mark.slow),
+    pytest.param("evaluate_afm:mhqa:1.5b", marks=pytest.mark.slow),
+    pytest.param("evaluate_afm:code", marks=pytest.mark.slow),
+  ],
+)
+def test_benchmarks_are_scored_by_source(home, tmp_path, recipe):
+  sources = []
+  for source in ("aime", "amc"):
+    folder = tmp_path / source
+    folder.mkdir()
+    rows = [{**task, "id": f"{source}-{task['id']}"} for task in TASKS[:2]]
+    for row in rows:
+      row.update(kind="math", source=source)
+    (folder / "test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    sources.append(f"{folder}/*.jsonl")
+  config = tiny(home, recipe)
+  config.tasks.uri = ",".join(sources)
+  results = evaluate.run(config, str(tmp_path / "run"))
+  assert results["tasks"] == 4
+  assert {name: one["tasks"] for name, one in results["by_source"].items()} == {
+    "aime": 2,
+    "amc": 2,
+  }
+  stage = "greedy" if config.eval.greedy else "sampled"
+  played = read_trajectories(str(tmp_path / "run" / f"{stage}.jsonl"))
+  assert len(played) == 4 * max(1, config.eval.samples)
+
+
 def test_every_agent_has_a_config_of_every_size():
-  for file in ("sft_afm", "rl_afm"):
+  for file in ("sft_afm", "rl_afm", "evaluate_afm"):
     found = runpy.run_path(str(ROOT / "configs" / f"{file}.py"))
     get_config = found["get_config"]
     texts = set()
@@ -111,11 +148,12 @@ def test_every_agent_has_a_config_of_every_size():
         config = get_config(f"{agent}:{size}")
         assert config.to_dict() == get_config(f"{size}:{agent}").to_dict()
         mesh = config.mesh
-        rows = config.data.rows if file == "sft_afm" else config.algo.batch.rows
-        assert rows % (mesh.data * mesh.fsdp) == 0
+        if file == "sft_afm":
+          assert config.data.rows % (mesh.data * mesh.fsdp) == 0
+        if file == "rl_afm":
+          assert config.algo.batch.rows % (mesh.data * mesh.fsdp) == 0
         texts.add(str(config))
-        read = {"sft_afm": sft.SFTConfig, "rl_afm": rl.RLConfig}[file]
-        evaluate.read_config(config, read)
+        evaluate.read_config(config, READ[file])
     assert len(texts) >= 9
     for wrong in ("web:web", "web:mhqa", "7b:32b", "web::7b"):
       with pytest.raises(ValueError, match=f"{file} answers"):
