@@ -21,7 +21,8 @@ the same mean. Its judge is Qwen2.5-72B-Instruct:
 
   vllm serve Qwen/Qwen2.5-72B-Instruct --port=8001    # in its own environment
 
-Its scripts judge mhqa by exact match of the first part: --config.reward.graders.qa=qa.
+Its scripts judge mhqa by exact match of the first part: --config.reward.graders.qa=qa
+--config.reward.judge=None.
 Not as there: a turn has no limit of its own (4,096 tokens there, of web), and nothing
 is removed when the context is full. Web needs a search key (serper.key), mhqa a
 search server or --config.tools.corpus=FILE with --config.tools.retriever=None; ":tiny"
