@@ -4,9 +4,10 @@
   python -m experiments.tasks --uri=problems.csv --kind=math
   python -m experiments.tasks --uri=set.jsonl --fields=question=query,answers=gold
 
-Every accepted answer is graded by the grader of the run's `reward`, or by the default
-one: what does not earn 1 is listed, and the exit status is then 1. A judge is asked as
-in the run. Of programming tasks the tests are read, for no solution is known.
+Tasks of section `dev` are looked at, too. Every accepted answer is graded by the grader
+of the run's `reward`, or by the default one: what does not earn 1 is listed, and the
+exit status is then 1. A judge is asked as in the run. Of programming tasks the tests
+are read, for no solution is known.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from coa_jax.report.tables import Table, rich_table
 from coa_jax.rewards.code.tests import read_tests
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import Grader, RewardConfig
+from coa_jax.rl import DevConfig
 from coa_jax.tasks.sources import TasksConfig, describe_tasks, select_tasks
 from coa_jax.tasks.task import Kind, Task
 from experiments.launch import run_program, start
@@ -48,10 +50,12 @@ class TasksCheckConfig:
   Attributes:
     tasks: to look at.
     reward: what grades them.
+    dev: those of RL's evaluations, to look at as well; None where there are none.
   """
 
   tasks: TasksConfig
   reward: RewardConfig = section(RewardConfig)
+  dev: DevConfig | None = None
 
 
 def table_of(tasks: list[Task], grader: Grader) -> Table:
@@ -92,21 +96,28 @@ def work(config: ml_collections.ConfigDict) -> None:
     **dict(config.get("tasks") or {}),
     **{name: value for name, value in given.items() if value is not None},
   }
-  values = {"tasks": tasks, "reward": config.get("reward")}
+  values = {"tasks": tasks}
+  for name in ("dev", "reward"):
+    values[name] = config.get(name)
   check(read_config(values, TasksCheckConfig))
 
 
 def check(settings: TasksCheckConfig) -> None:
-  """Prints the table, samples and faults; exit status 1 where there are faults."""
-  tasks = select_tasks(settings.tasks)
+  """Prints tables, samples and faults; exit status 1 where there are faults."""
+  sections = {"tasks": select_tasks(settings.tasks)}
+  if settings.dev is not None:
+    sections["dev"] = select_tasks(settings.dev.tasks(settings.tasks))
+  tasks = [task for found in sections.values() for task in found]
 
   with Grader(settings.reward) as grader:
     # --- What there is.
-    rich.print(rich_table(table_of(tasks, grader)))
-    for task in tasks[:_SAMPLES]:
-      answers = " | ".join(task.answers)
-      print(f"\n{task.id}\n  {task.question.strip()[:300]}\n  -> {answers[:200]}")
-    print()
+    for name, found in sections.items():
+      print(f"{name}:")
+      rich.print(rich_table(table_of(found, grader)))
+      for task in found[:_SAMPLES]:
+        answers = " | ".join(task.answers)
+        print(f"\n{task.id}\n  {task.question.strip()[:300]}\n  -> {answers[:200]}")
+      print()
 
     # --- Is it gradable? Nothing of a trajectory's length is asked here.
     grader.check(tasks, sys.maxsize)

@@ -9,12 +9,14 @@ budget: a schema is a reader and a row of `_SCHEMAS`, side by side.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from coa_jax.fields import nearest
+from coa_jax.tasks.browsecomp import browsecomp
 from coa_jax.tasks.code_schemas import apps, are_strings, humaneval, livecodebench, mbpp
 from coa_jax.tasks.rl_schemas import released
 from coa_jax.tasks.task import Kind, Row, Task
@@ -178,9 +180,9 @@ def _plain_row(
   foreign = bool(mapped) or not set(row) <= _OURS
   if "data_source" in row and set(row) <= _OURS | {"data_source", "file_name"}:
     foreign = False
-  # --- A problem is one of mathematics, unless it is an encrypted one of BrowseComp.
+  # --- A problem is one of mathematics.
   named = [name for name in _NAMES["question"] if name in row][:1]
-  if named in (["problem"], ["Problem"]) and "canary" not in row:
+  if named in (["problem"], ["Problem"]):
     row.setdefault("kind", Kind.MATH)
   # --- Our names for theirs.
   plain = dict(mapped)
@@ -225,6 +227,25 @@ def _with_extras(plain: Row, where: str) -> Task:
     kept = {str(k): v for k, v in extras.items() if _is_json(v)}
     row["meta"] = {**kept, **(meta or {})}
   return Task.from_json(row, where)
+
+
+def misspelt(row: Row, task: Task) -> dict[str, str]:
+  """Columns of a row that went into `meta` -> the field that each may have meant.
+
+  Only fields that no other column fills: a row that lacks a required one has been
+  refused.
+  """
+  unfilled = {"kind", "source", "family"}
+  for ours, names in _NAMES.items():
+    if any(name in row for name in names):
+      unfilled.discard(ours)
+  unfilled -= set(row)
+  found = {}
+  for name in row:
+    near = difflib.get_close_matches(name.lower(), sorted(unfilled), n=1, cutoff=0.75)
+    if near and name in task.meta:
+      found[name] = near[0]
+  return found
 
 
 def _is_json(value: Any) -> bool:
@@ -324,6 +345,7 @@ _SCHEMAS: tuple[tuple[set[str], Callable[[Row, str, str], Task]], ...] = (
   ({"code", "test_list"}, mbpp),
   ({"question_content", "public_test_cases"}, livecodebench),
   ({"question", "input_output", "solutions"}, apps),
+  ({"problem", "answer", "canary"}, browsecomp),
   ({"question", "possible_answers", "prop"}, _popqa),
   ({"question", "answer", "question_id", "question_source"}, _triviaqa),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import os
 import random
 import re
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 from coa_jax.fields import bounded, check_fields, choice, nearest
 from coa_jax.tasks.rows import list_uris, read_rows
-from coa_jax.tasks.schemas import FIELDS, Reading, read_row
+from coa_jax.tasks.schemas import FIELDS, Reading, misspelt, read_row
 from coa_jax.tasks.task import Kind, Task
 
 # Files that are called by what they hold of a data set have their folder's name.
@@ -30,6 +31,7 @@ _MATHEMATICS = re.compile(
 )
 # One that text and value judge alike, but for how it is written: a year, a count.
 _WHOLE_NUMBER = re.compile(r"0|[1-9]\d*")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
   unsaid: list[Task] = []
   seen: dict[str, tuple[str, Task]] = {}
   numbers: collections.Counter[str] = collections.Counter()
+  shapes: set[tuple[frozenset[str], frozenset[str]]] = set()
+  warned: set[str] = set()
   kind = Kind(config.kind) if config.kind else None
   for uri in list_uris(config.uri):
     stem = os.path.splitext(os.path.basename(uri).removesuffix(".gz"))[0]
@@ -140,12 +144,34 @@ def _load(config: TasksConfig) -> tuple[list[Task], list[Task]]:
           continue  # DAPO-Math has every row a hundred times
         raise ValueError(f"{where}: id {task.id!r} is already the id of {before}")
       seen[task.id] = (where, task)
+      # Looked at once for every set of columns: a file may have millions of rows.
+      shape = (frozenset(row), frozenset(task.meta))
+      if shape not in shapes:
+        shapes.add(shape)
+        _warn_misspelt(misspelt(row, task), where, warned)
       tasks.append(task)
       if not said:
         unsaid.append(task)
   if not tasks:
     raise ValueError(f"{config.uri}: holds no task")
   return tasks, unsaid
+
+
+def _warn_misspelt(columns: dict[str, str], where: str, warned: set[str]) -> None:
+  """Says of each column, once, which field it may have meant."""
+  for column, field in columns.items():
+    if column in warned:
+      continue
+    warned.add(column)
+    _log.warning(
+      "%s: column %r is kept in meta and not read as %s; if it is meant to be, give "
+      "tasks.fields=dict(%s=%r)",
+      where,
+      column,
+      field,
+      field,
+      column,
+    )
 
 
 def _source_of(uri: str) -> str:

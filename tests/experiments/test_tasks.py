@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import ml_collections
 import pytest
+from absl import flags
 
 from coa_jax.rewards.graded import Ungradable
 from coa_jax.rewards.grader import RewardConfig
@@ -43,6 +45,30 @@ def test_gold_answers_are_graded_by_the_runs_grader(
   out = " ".join(capsys.readouterr().out.split())
   for words in ["Who?", "Ann | Anna", *said]:
     assert words in out
+
+
+def test_tasks_of_dev_are_looked_at_too(tmp_path, capsys, monkeypatch):
+  monkeypatch.syspath_prepend(str(__file__).rpartition("/")[0])
+  path = tmp_path / "t.json"
+  path.write_text(json.dumps(ROWS))
+  bad = {"id": "c", "question": "Which?", "answers": ["x"], "source": "other"}
+  (tmp_path / "dev.json").write_text(json.dumps([*ROWS[:1], bad]))
+  config = ml_collections.ConfigDict()
+  config.tasks = dict(uri=str(path))
+  config.reward = dict(graders=dict(other="test_tasks:never"))
+  config.dev = dict(uri=str(tmp_path / "dev.json"), every=1)
+  flags.FLAGS(["tasks"])  # none is given
+  with pytest.raises(SystemExit) as e:
+    program.work(config)
+  assert e.value.code == 1
+  out = " ".join(capsys.readouterr().out.split())
+  for words in ("1 task of other: qa", "c: 'x' earns 0", "1 accepted answers do"):
+    assert words in out
+  # The bad one alone was at fault.
+  config.dev.limit = 1
+  config.reward = dict()
+  program.work(config)
+  assert "every accepted answer of 3 tasks earns 1" in capsys.readouterr().out
 
 
 def never(task, answer, trajectory):

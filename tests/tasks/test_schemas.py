@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import pickle
 import zlib
@@ -248,6 +249,74 @@ def test_a_wrong_mapping_is_named(tmp_path, fields, message):
   path = write(tmp_path / "t.jsonl", [{"query": "q", "gold": "a"}])
   with pytest.raises(ValueError, match=message):
     select_tasks(TasksConfig(path, fields=fields))
+
+
+def test_a_column_that_looks_like_a_field_is_named_once(tmp_path, caplog):
+  plain = {"question": "q", "answer": "a"}
+  rows = [
+    {**plain, "famly": "f", "kidn": "math", "soruce": "s"},
+    {**plain, "famly": "g", "level": 1},
+    # Nothing is missed where the field is filled, and these are no field's name.
+    {**plain, "source": "s", "kind": "qa", "family": "f", "sources": ["u"]},
+    {**plain, "idx": 3, "topic": "Art", "metadata": {}, "answer_type": "x"},
+  ]
+  path = write(tmp_path / "t.jsonl", rows)
+  tasks = select_tasks(TasksConfig(path))
+  assert tasks[0].meta == {"famly": "f", "kidn": "math", "soruce": "s"}
+  said = [record.getMessage() for record in caplog.records]
+  assert len(said) == 3
+  for column, field in (("famly", "family"), ("kidn", "kind"), ("soruce", "source")):
+    cure = f"tasks.fields=dict({field}='{column}')"
+    assert any("t.jsonl:1: " in line and cure in line for line in said)
+  # With that cure it is read, and nothing is said.
+  caplog.clear()
+  fields = {"family": "famly", "kind": "kidn", "source": "soruce"}
+  task = select_tasks(TasksConfig(path, fields=fields))[0]
+  assert (task.family, task.kind, task.source) == ("f", Kind.MATH, "s")
+  assert not caplog.records
+
+
+def encrypted(text: str, canary: str) -> bytes:
+  """As BrowseComp's authors describe it."""
+  secret = text.encode()
+  key = hashlib.sha256(canary.encode()).digest()
+  key *= len(secret) // len(key) + 1
+  return base64.b64encode(bytes(a ^ b for a, b in zip(secret, key, strict=False)))
+
+
+@pytest.mark.parametrize("question", ["Who?", "Wh\u00f6 was it, then? " * 20])
+def test_browsecomp_is_decrypted(tmp_path, question):
+  canary = "BENCHMARK DATA: browsecomp-guid"
+  row = {"canary": canary, "problem_topic": "Art"}
+  for field, text in (("problem", question), ("answer", "1988")):
+    row[field] = encrypted(text, canary).decode()
+  clear = {**row, "problem": question.strip() + " (in clear)", "answer": "1988"}
+  tasks = select_tasks(TasksConfig(write(tmp_path / "test.jsonl", [row, clear])))
+  assert [t.question for t in tasks] == [question, clear["problem"]]
+  for task in tasks:
+    assert (task.answers, task.source, task.family) == (("1988",), "browsecomp", "Art")
+    assert task.kind == Kind.QA
+  # The worked example: "a" ^ 0xba, the first byte of SHA-256 of "abc".
+  row = {"problem": "2w==", "answer": "2w==", "canary": "abc"}
+  (task,) = load_tasks(write(tmp_path / "t.jsonl", [row]))
+  assert (task.question, task.answers) == ("a", ("a",))
+
+
+@pytest.mark.parametrize(
+  ("wrong", "field"),
+  [
+    ({"canary": "another"}, "problem"),
+    ({"answer": "in clear"}, "answer"),
+    ({"canary": 7}, "problem"),
+  ],
+)
+def test_browsecomp_that_its_canary_does_not_open_is_refused(tmp_path, wrong, field):
+  row = {"canary": "c", "answer": encrypted("a", "c").decode()}
+  row["problem"] = encrypted("Who was it?" * 9, "c").decode()
+  path = write(tmp_path / "t.jsonl", [{**row, **wrong}])
+  message = rf"t.jsonl:1: field '{field}' is encrypted and not opened by its 'canary'"
+  with pytest.raises(ValueError, match=message):
+    load_tasks(path)
 
 
 @pytest.mark.parametrize(
