@@ -25,6 +25,7 @@ from coa_jax.importers.row import (
 )
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
+from coa_jax.protocol.prompts import conversation_text
 from coa_jax.protocol.roles import ANSWER, OBSERVATION, Variant
 from coa_jax.protocol.trajectory import (
   Author,
@@ -52,8 +53,9 @@ def read_alpaca(
   observations, which are escaped.
 
   Args:
-    row: `instruction`, `output`, and perhaps `input`, `system` and `history`; and what
-      it tells of its task, e.g. `answer`. `meta["lost"]` names the fields beyond.
+    row: `instruction`, `output`, and perhaps `input`, `system` and `history`, earlier
+      turns as pairs of question and reply, which its question then begins with; and
+      what it tells of its task, e.g. `answer`. `meta["lost"]` names the fields beyond.
     task_id: what to call the task.
     variant: the dialect whose tags the record uses.
     keep_illegal: keep a record whose spans can be told apart but break the variant's
@@ -83,10 +85,14 @@ def read_alpaca(
 
 
 def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Trajectory:
-  if row.get("history"):
-    raise RowRefused("multi_turn", "the record has earlier turns in 'history'")
   # The loader that the records were written for joins the two with a line break.
   prompt = "\n".join(filter(None, (row["instruction"], row["input"])))
+  asked = question_below(prompt) or prompt
+  # What was said before stands where a chat's importer puts it: before the question,
+  # below the prompt's head.
+  before = _before(row.get("history"), variant)
+  at = prompt.rindex(asked)
+  prompt = prompt[:at] + before + prompt[at:]
   # Not even the prompt's head is trusted: it comes from a file like the rest.
   segments = [Segment(Author.PROMPT, "question", prompt)]
   segments += _segments(row["output"], variant)
@@ -94,7 +100,9 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
   ended = segments[-1].role == ANSWER
 
   # --- What is known of the task; only what there is, so that equal rows stay equal.
-  question = question_of(row, question_below(prompt) or prompt)
+  question = question_of(row, asked)
+  if isinstance(question, str):
+    question = before + question
   task = task_of(row, task_id, question, "alpaca")
   meta: dict[str, Any] = {"question": task.question, "source": task.source}
   if task.answers:
@@ -117,6 +125,24 @@ def _trajectory(row: Mapping[str, Any], task_id: str, variant: Variant) -> Traje
     usage=Usage(tool_calls=len(calls), model_calls=1),
     meta=meta,
   )
+
+
+def _before(history: Any, variant: Variant) -> str:
+  """Earlier turns as a question begins with them; "" where there are none."""
+  if not history:
+    return ""
+  if not isinstance(history, list):
+    raise RowRefused("bad_field", f"'history' must be a list, got {history!r:.80}")
+  said: list[tuple[str, str]] = []
+  for turn in history:
+    if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+      raise RowRefused("bad_field", f"'history' holds {turn!r:.80}, not two texts")
+    asked, reply = turn
+    said.append(("user", question_below(asked) or asked))
+    # Of a trajectory its user saw the answer alone.
+    answer = parse(reply, variant).answer
+    said.append(("assistant", reply.strip() if answer is None else answer))
+  return conversation_text([*said, ("user", "")])
 
 
 def _segments(output: str, variant: Variant) -> list[Segment]:

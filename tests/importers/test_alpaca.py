@@ -9,6 +9,7 @@ import pytest
 from coa_jax.importers import importers
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import parse
+from coa_jax.protocol.prompts import conversation_text
 from coa_jax.protocol.trajectory import Author, Status
 from coa_jax.teacher.convert import Dropped
 
@@ -138,15 +139,39 @@ def test_illegal_records_are_kept_on_demand_and_always_marked(
   ("row", "detail"),
   [
     ({"instruction": "a", "output": 3}, "'output' must be a string"),
-    (record(observed("x"), history=[["a", "b"]]), "earlier turns in 'history'"),
+    (record(observed("x"), history="hello"), "'history' must be a list"),
+    (record(observed("x"), history=[["a", "b", "c"]]), "not two texts"),
+    (record(observed("x"), history=[["a", None]]), "not two texts"),
   ],
 )
 def test_a_field_of_another_kind_drops_the_row(tmp_path, row, detail):
   (trajectory,), (dropped,) = read(tmp_path, row, record(observed("x")))
   assert trajectory.task_id == "sft-1"
   assert dropped.task_id == "sft-0"
-  assert dropped.reason == ("multi_turn" if "history" in row else "bad_field")
+  assert dropped.reason == "bad_field"
   assert detail in dropped.detail
+
+
+def test_earlier_turns_stand_before_the_question_as_in_a_chat(tmp_path):
+  first = record(observed("x"))
+  again = record(
+    observed("y"),
+    history=[[first["instruction"], first["output"]], ["And now?", " Rhine "]],
+    answer="Seine",
+  )
+  path = tmp_path / "sft.json"
+  path.write_text(json.dumps([first, again, {**again, "history": []}]))
+  importer = importers.Importer("alpaca", MHQA)
+  results = [importer.read(*r) for r in importers.records(str(path))[1]]
+  (_, plain), (task, trajectory), (_, empty) = results
+  said = [("user", "Which river?"), ("assistant", "Seine"), ("user", "And now?")]
+  said += [("assistant", "Rhine"), ("user", "Which river?")]
+  assert task.question == trajectory.meta["question"] == conversation_text(said)
+  assert (task.answers, plain.meta["question"]) == (("Seine",), "Which river?")
+  # Below the head, as it stood; nothing else of the record has changed.
+  assert trajectory.segments[0].text == f"Use functions.\n\nQuestion: {task.question}"
+  assert trajectory.segments[1:] == empty.segments[1:]
+  assert empty.segments[0] == plain.segments[0]
 
 
 def test_what_a_record_tells_of_its_task_is_read_and_the_rest_named(tmp_path):
