@@ -6,7 +6,8 @@ loop (anyio's portal) that holds one session; a session that broke is opened aga
 the next call.
 
 A server is trusted as little as a page: whatever it sends is bounded in size and time,
-and its schemas are only read for names. (A `command` is a program of the user's own.)
+and its schemas are only read for names, and for what a call that failed had wrong. (A
+`command` is a program of the user's own.)
 
 budget: one protocol, whose faults are met in one place.
 """
@@ -44,6 +45,16 @@ _PAGES = 100  # of the list of tools
 _MAX_BYTES = 16_000_000  # of a line over stdio, or of a response over HTTP
 _MAX_CHARS = 1_000_000  # of a result; tools show the model far less
 _NAMED = 20  # tools or parameters that a message names
+# JSON Schema's types -> whether a value is of one.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+  "string": lambda v: isinstance(v, str),
+  "integer": lambda v: _is_number(v) and v % 1 == 0,
+  "number": lambda v: _is_number(v),
+  "boolean": lambda v: isinstance(v, bool),
+  "array": lambda v: isinstance(v, list),
+  "object": lambda v: isinstance(v, dict),
+  "null": lambda v: v is None,
+}
 _RELAY = pathlib.Path(__file__).with_name("mcp_relay.py")
 
 # It tells of a server's faults with tracebacks; here they are told by who met them.
@@ -115,9 +126,10 @@ class McpTool:
     # which does not run any more by then.
     atexit.register(self.close)
 
-    # --- The tool, as the server describes it; its schema is read for names alone.
+    # --- The tool, as the server describes it.
     try:
       tool = self._find()
+      self._schema = tool.input_schema
       self.description = clean((tool.description or "")[:_MAX_CHARS])
       self._parameters, self._plain = _parameters(tool.input_schema, config.argument)
     except BaseException:
@@ -176,8 +188,11 @@ class McpTool:
       self._drop(session)
       raise Unavailable(f"the MCP server fails ({type(e).__name__})") from None
 
-    # --- Its text; a tool may answer that it failed.
+    # --- Its text; a tool may answer that it failed. Servers say so of wrong
+    # parameters, too, each in its own words: whose fault it is, its schema tells.
     text = _text(result)
+    if result.is_error and not _fits(arguments, self._schema):
+      raise BadCall(text or f"write a JSON object with {self._parameters}")
     if result.is_error:
       raise ToolFault(text or "the tool failed")
     return text or "no output"
@@ -341,6 +356,42 @@ def _parameters(schema: dict[str, Any], argument: str | None) -> tuple[str, str 
     plain = None
   shown = [clean(name[:100]) for name in list(known)[:_NAMED]]
   return ", ".join(shown) or "no parameter", plain
+
+
+def _fits(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
+  """Whether parameters are all there, known, and of the kinds that a schema says.
+
+  Looked at one level deep, in what nearly every server gives; rules that it does not
+  know are taken to hold.
+
+  Args:
+    arguments: of a call.
+    schema: JSON Schema as the server wrote it: any value may stand anywhere.
+  """
+  known = schema.get("properties")
+  if not isinstance(known, dict):
+    known = {}
+  if not set(_texts(schema.get("required"))) <= set(arguments):
+    return False
+  if schema.get("additionalProperties") is False and not set(arguments) <= set(known):
+    return False
+  for name, value in arguments.items():
+    rule = known.get(name)
+    if not isinstance(rule, dict):
+      continue
+    kind = rule.get("type")
+    kinds = [kind] if isinstance(kind, str) else _texts(kind)
+    if kinds and all(k in _KINDS and not _KINDS[k](value) for k in kinds):
+      return False
+    among = rule.get("enum")
+    if isinstance(among, list) and value not in among:
+      return False
+  return True
+
+
+def _is_number(value: Any) -> bool:
+  # True is an int in Python.
+  return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _texts(value: Any) -> list[str]:

@@ -80,8 +80,45 @@ def test_a_plain_call_and_a_json_call(where):
 def test_a_tool_that_fails_is_the_tools_fault(where):
   with tool("fail", where) as fail, pytest.raises(ToolFault):
     fail("on purpose", LONG)
-  with tool("add", where) as add, pytest.raises((BadCall, ToolFault)):
-    add('{"a": "x"}', LONG)
+  with tool("fail", where) as fail, pytest.raises(ToolFault):
+    fail('{"why": "on purpose", "more": 1}', LONG)
+
+
+@pytest.mark.parametrize(
+  "call", ['{"a": "x", "b": 1}', '{"a": 1}', '{"c": 1}', '{"a": [1], "b": 1}']
+)
+def test_parameters_that_a_tool_does_not_take_are_the_models_fault(where, call):
+  """The SDK's server answers them as a tool's failure, in words."""
+  with tool("add", where) as add:
+    with pytest.raises(BadCall, match=r"Error executing tool add: .*validation error"):
+      add(call, LONG)
+    # What the server takes is no fault, whatever the schema says of it.
+    assert add('{"a": "2", "b": 40.0}', LONG) == "42"
+
+
+FAILED = {"content": [{"type": "text", "text": "no"}], "isError": True}
+
+
+@pytest.mark.parametrize(
+  ("schema", "call", "fault"),
+  [
+    ({"properties": {"q": {"enum": ["a", 1]}}}, '{"q": "b"}', BadCall),
+    ({"properties": {"q": {"enum": ["a", 1]}}}, '{"q": "a"}', ToolFault),
+    ({"properties": {}, "additionalProperties": False}, '{"q": 1}', BadCall),
+    ({"properties": {}, "additionalProperties": {}}, '{"q": 1}', ToolFault),
+    ({"properties": {"q": {"type": ["null", "integer"]}}}, '{"q": 1.5}', BadCall),
+    ({"properties": {"q": {"type": ["null", "integer"]}}}, '{"q": null}', ToolFault),
+    ({"properties": {"q": {"type": "number"}}}, '{"q": true}', BadCall),
+    # Rules that nobody knows hold.
+    ({"properties": {"q": {"type": "date"}}}, '{"q": 1}', ToolFault),
+    ({"properties": {"q": {"type": {"a": 1}}}}, '{"q": 1}', ToolFault),
+    ({"properties": {"q": True}}, '{"q": 1}', ToolFault),
+  ],
+)
+def test_whose_fault_a_failure_is_the_schema_tells(schema, call, fault):
+  work = hostile(schema={"type": "object", **schema}, result=FAILED)
+  with tool("x", work, argument="q") as one, pytest.raises(fault, match="no"):
+    one(call, LONG)
 
 
 def test_a_slow_tool_is_given_up_and_the_session_goes_on(where):
