@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol import parser, roles, tool_bodies
 from coa_jax.protocol.grammar import automaton
-from coa_jax.protocol.grammar.language import ByteGrammar, compile_grammar
+from coa_jax.protocol.grammar.language import MAX_WHITE, ByteGrammar, compile_grammar
 from coa_jax.protocol.tools import FUNCTION_TAG
 
 OBSERVED = roles.wrap(roles.OBSERVATION, "what a tool said")
@@ -152,6 +152,34 @@ def test_the_grammar_and_the_parser_agree(name: str, pieces: list[str]):
   if verdict.ok and not turns[-1].endswith(">"):
     return
   assert (state >= 0 and bool(g.ends_S[state])) == verdict.ok, verdict.detail
+
+
+@settings(max_examples=50)
+@given(
+  gaps=st.lists(st.text(" \n\t\r\f\v", max_size=MAX_WHITE + 1), min_size=7, max_size=7)
+)
+def test_white_space_between_spans_has_a_bound(gaps: list[str]):
+  tags = ("think", "plan", "think", "wiki_search", "think", "reflection")
+  spans = [roles.wrap(tag, "x" + "\n" * 40) for tag in tags]
+  spans += [roles.wrap("think", "x"), roles.wrap("answer", "x")]
+  turns = ["", ""]
+  for n, span in enumerate(spans):
+    turns[n >= 4] += (gaps[n] if n < len(gaps) else "") + span
+  assert parser.parse(OBSERVED.join(turns), roles.get_variant("mhqa")).ok
+  g = grammar("mhqa")
+  state, _ = read(g, [turn.encode() for turn in turns])
+  accepted = state >= 0 and bool(g.ends_S[state])
+  assert accepted == (max(map(len, gaps)) <= MAX_WHITE)
+
+
+def test_a_run_of_newlines_ends_and_a_tag_follows():
+  """Whatever a policy likes to write: after the last newline only a tag goes on."""
+  for name in ("mhqa", "code"):
+    g = grammar(name)
+    state, done = read(g, [b"\n" * 1_000])
+    assert (state, done) == (-1, MAX_WHITE)
+    state, _ = read(g, [b"\n" * MAX_WHITE])
+    assert [chr(b) for b in np.flatnonzero(g.next_SX[state] >= 0)] == ["<"]
 
 
 class Split:

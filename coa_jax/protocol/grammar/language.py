@@ -4,9 +4,10 @@ What `parser` judges after the fact is here a table that says, after every byte,
 a well-formed trajectory can still follow. Observations are not part of it: a tool's
 closing tag ends a turn, and the policy's next byte comes after the observation.
 
-What a tool's span may hold is in its row of `tools.SPECS`. Three corners are narrower
+What a tool's span may hold is in its row of `tools.SPECS`. Four corners are narrower
 than the parser: a `visual_inspector` call is JSON of one form only, so is a `tool` call
-(flat arguments; the functions that the variant has), and white space is ASCII's.
+(flat arguments; the functions that the variant has), white space is ASCII's, and
+between two spans there are at most `MAX_WHITE` bytes of it.
 
 budget: one language, from the rules of a span to the table.
 """
@@ -40,6 +41,10 @@ from coa_jax.protocol.grammar.regular import (
   text,
 )
 from coa_jax.protocol.roles import ANSWER, START, THINK, Variant
+
+# Bytes of white space before a tag: without a bound a model that has not learnt the
+# protocol writes newlines until it is cut off.
+MAX_WHITE = 8
 
 _WHITE = many(byte(WHITE))
 _ANY = many(byte(ANY))
@@ -248,9 +253,9 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
 
   budget: one language, rule by rule.
   """
-  # States are ("open", place, begun), ("in", place, role, content state), and
+  # States are ("open", place, begun, white), ("in", place, role, content state), and
   # ("stop", place) after a tool's or the answer's closing tag.
-  start = ("open", _Place(), "")
+  start = ("open", _Place(), "", 0)
   number: dict[tuple, int] = {start: 0}
   states = [start]
   rows = []
@@ -268,13 +273,13 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
     if current[0] == "stop":
       # No byte: the observation comes. What follows it must have a number.
       if current[1].last != ANSWER:
-        index(("open", current[1], ""))
+        index(("open", current[1], "", 0))
     elif current[0] == "open":
       # White space before a tag, or one byte more of a tag that may stand here.
-      _, place, begun = current
-      if not begun:
+      _, place, begun, white = current
+      if not begun and white < MAX_WHITE:
         for b in WHITE:
-          out[b] = index(current)
+          out[b] = index(("open", place, "", white + 1))
       for role in place.allowed(variant):
         tag = roles.open_tag(role)
         if not tag.startswith(begun):
@@ -284,7 +289,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
           entered = place.entered(role, variant)
           out[ord(tag[-1])] = index(("in", entered, role, 0))
         else:
-          out[ord(so_far[-1])] = index(("open", place, so_far))
+          out[ord(so_far[-1])] = index(("open", place, so_far, 0))
     else:
       # Inside a span: its content goes on, or its closing tag is complete.
       _, place, role, inner = current
@@ -303,7 +308,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
         if role == ANSWER or role in variant.tools:
           out[b] = index(("stop", then))
         else:
-          out[b] = index(("open", then, ""))
+          out[b] = index(("open", then, "", 0))
 
   # --- Where a tool's closing tag leads to, and where the trajectory ends.
   resume = np.full(len(states), -1)
@@ -312,7 +317,7 @@ def compile_grammar(variant: Variant) -> ByteGrammar:
     if s[0] == "stop":
       ends[i] = s[1].last == ANSWER
       if not ends[i]:
-        resume[i] = number["open", s[1], ""]
+        resume[i] = number["open", s[1], "", 0]
   return _trimmed(np.stack(rows), resume, ends)
 
 
