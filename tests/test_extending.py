@@ -73,6 +73,59 @@ assert tokenizer.encode("<convert></convert>") == [398, 399]
 """
 
 
+# Likewise for the agent: every line is a room that reads its name.
+AGENT = r"""
+from coa_jax.importers.importers import Importer
+from coa_jax.protocol import prompts, roles, tokenizer_training
+from coa_jax.protocol.grammar.language import compile_grammar
+from coa_jax.protocol.parser import ParseVerdict, parse
+from coa_jax.report.page import role_kinds, static_text
+from coa_jax.rollout.types import RolloutConfig
+
+variant = roles.get_variant(RolloutConfig(variant="research").variant)
+said = prompts.instructions(variant)
+assert "- <summary> ...</summary>: say in a sentence what is known by now." in said
+assert "- after wiki_search: summary" in said
+
+def text(*names):
+  spans = [roles.wrap(name, "x") for name in names]
+  return "".join(spans).replace("</wiki_search>", "</wiki_search>" + SAW)
+
+SAW = roles.wrap("observation", "o")
+ASKS = ("think", "wiki_search")
+cases = (
+  ((*ASKS, "summary", "answer"), True),
+  ((*ASKS, "summary", *ASKS, "summary", "think", "answer"), True),
+  ((*ASKS, "answer"), False),
+  (("summary", "answer"), False),
+  ((*ASKS, "summary", "summary", "answer"), False),
+)
+grammar = compile_grammar(variant)
+for names, fits in cases:
+  verdict = parse(text(*names), variant).verdict
+  assert verdict == (ParseVerdict.OK if fits else ParseVerdict.ILLEGAL_TRANSITION)
+  state = 0
+  for n, turn in enumerate(text(*names).split(SAW)):
+    state = grammar.resume_S[state] if n and state >= 0 else state
+    for b in turn.encode():
+      state = grammar.next_SX[state, b] if state >= 0 else -1
+  assert (state >= 0 and bool(grammar.ends_S[state])) == fits, names
+alone = roles.get_variant("research-summary")
+assert parse(text(*ASKS, "answer"), alone).ok
+
+row = {"instruction": "Who?", "output": text(*ASKS, "summary", "answer")}
+_, trajectory = Importer("alpaca", variant).read(0, "f:1", row)
+roles_read = [s.role for s in trajectory.segments if s.author == "policy"]
+assert roles_read == [*ASKS, "summary", "answer"], roles_read
+
+tokenizer = tokenizer_training.train_tokenizer(["some text"] * 3, 400)
+assert len(tokenizer.encode("<summary></summary>")) == 2
+assert roles.escape("<summary>") == "&lt;summary>"
+assert role_kinds()["summary"] == "summary"
+assert ".r-summary { --c: var(--summary); }" in static_text("style.css")
+"""
+
+
 # Likewise for all other sections.
 USE = r"""
 import json, math, pathlib
@@ -206,10 +259,11 @@ def changed(tmp_path_factory) -> pathlib.Path:
   """A folder with a copy of the library, changed as all other sections say."""
   folder = tmp_path_factory.mktemp("changed")
   shutil.copytree(ROOT / "coa_jax", folder / "coa_jax")
-  for heading in ("A reward", "A task source", "An importer", "A loss"):
+  headings = ("A role agent", "A reward", "A task source", "An importer", "A loss")
+  for heading in headings:
     path = None
     for name, kind, code in re.findall(
-      r"^In `([\w./]+)`:$|^```(diff|python)\n(.*?)^```$",
+      r"^In `([\w./]+)`(?:, the name)?:$|^```(diff|python)\n(.*?)^```$",
       section(heading),
       re.MULTILINE | re.DOTALL,
     ):
@@ -220,6 +274,11 @@ def changed(tmp_path_factory) -> pathlib.Path:
       else:
         path.write_text(code)
   return folder
+
+
+def test_the_example_is_an_agent_in_every_room(changed):
+  done = run_in(changed, AGENT)
+  assert done.returncode == 0, done.stderr
 
 
 def test_reward_source_importer_and_loss_work_as_the_page_says(changed):
