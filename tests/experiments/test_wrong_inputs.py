@@ -57,7 +57,11 @@ TABLE = [
   (f"{SFT} --config.data.steps=ten", "data.steps"),
   (f"{SFT} --config.data.steps=1.5", "data.steps"),
   (f"{SFT} --config.data.steps=", "data.steps"),
-  (f"{SFT} --config.data=3", "config.data"),
+  (
+    f"{SFT} --config.data=3",
+    "data is a section; set its fields by --config.data.FIELD",
+  ),
+  (f"{RL} --config.algo.loss=grpo", "--config.help=algo.loss lists them"),
   (f"{SFT} --config.optim.lr=nan", "lr is nan; it must be a finite number"),
   (f"{SFT} --config.optim.lr=inf", "lr is inf; it must be a finite number"),
   (f"{SFT} --config.optim.lr=-1", "lr is -1.0; it must be at least 0"),
