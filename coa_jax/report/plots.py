@@ -20,6 +20,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.report import timers
@@ -252,6 +253,17 @@ def seed_points(
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_xlim(-0.03, 1.03)
     _finish(axis, label, "", legend=False)
+
+  # --- What the marks are, once for all panels.
+  marks = [
+    Line2D([], [], color=COLORS[0], marker="o", label="mean of seeds, 95 % interval"),
+    Line2D([], [], color=COLORS[1], marker="|", linestyle="", label="one seed"),
+    Line2D(
+      [], [], color=COLORS[0], linestyle="--", label=f"mean of {next(iter(rows))}"
+    ),
+  ]
+  place = {"loc": "outside upper left", "ncols": len(marks)}
+  figure.legend(handles=marks, frameon=False, labelcolor=_INK, **place)
   return figure
 
 

@@ -94,29 +94,26 @@ def measure(model: Mapping[str, Any], job: Mapping[str, int]) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
-  """Three panels: tokens per second, and memory, over what each sweep varies."""
-  figure = Figure(figsize=(12, 3.4), layout="constrained")
+  """Tokens per second above, memory below, over what each sweep varies."""
   sweeps = list(dict.fromkeys(r["sweep"] for r in rows))
-  axes = figure.subplots(1, len(sweeps), squeeze=False)[0]
-  for axis, sweep in zip(axes, sweeps, strict=True):
-    points = [
-      (r["at"], r["tokens_per_second"], r["peak_mb"])
-      for r in rows
-      if r["sweep"] == sweep
-    ]
-    x, speed, peak = zip(*points, strict=True)
-    # --- The speed, on the left.
-    axis.plot(x, speed, "o-", color=plots.COLORS[0])
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(x, [f"{v:,}" for v in x])
-    axis.set_ylim(0, 1.1 * max(speed))
-    axis.set_xlabel(_LABELS[sweep])
-    axis.set_ylabel("generated tokens/s", color=plots.COLORS[0])
-    # --- The memory, on the right.
-    memory = axis.twinx()
-    memory.plot(x, peak, "s--", color=plots.COLORS[1])
-    memory.set_ylim(0, 1.1 * max(peak))
-    memory.set_ylabel("peak MB", color=plots.COLORS[1])
+  figure = Figure(figsize=(4 * len(sweeps), 4.8), layout="constrained")
+  axes = figure.subplots(2, len(sweeps), squeeze=False, sharex="col")
+  values = {"tokens_per_second": "generated tokens/s", "peak_mb": "peak memory, MB"}
+  for column, sweep in enumerate(sweeps):
+    points = [r for r in rows if r["sweep"] == sweep]
+    x = [r["at"] for r in points]
+    for number, (name, label) in enumerate(values.items()):
+      axis = axes[number, column]
+      y = [r[name] for r in points]
+      axis.plot(x, y, "o-", color=plots.COLORS[number])
+      axis.set_xscale("log", base=2)
+      axis.set_xticks(x, [f"{v:,}" for v in x])
+      axis.set_ylim(0, 1.1 * max(y))
+      axis.grid(alpha=0.25, linewidth=0.6)
+      if column == 0:
+        axis.set_ylabel(label)
+    axes[1, column].set_xlabel(_LABELS[sweep])
+  figure.suptitle("Rollouts of a model of 5M parameters, float32, on a CPU")
   return figure
 
 

@@ -41,7 +41,7 @@ def _define_flags() -> None:
   flags.DEFINE_string("workdir", "runs/ablation", "Where everything goes.")
   flags.DEFINE_enum("budget", "small", list(BUDGETS), "Size of each arm.")
   flags.DEFINE_integer("seeds", 3, "Of world, team, SFT and RL alike.", 1)
-  flags.DEFINE_string("arms", "", "Only arms whose name this regex finds.")
+  flags.DEFINE_string("arms", "", "Only arms whose name or title this regex finds.")
   flags.DEFINE_bool("report_only", False, "Of what is there; run nothing.")
   flags.set_default(launch.CPU_DEVICES, 2)
 
@@ -113,7 +113,12 @@ def main() -> None:
   launch.prepare(launch.COMPILE_CACHE.value, launch.CPU_DEVICES.value)
   options = flags.FLAGS
   try:
-    arms = [name for name in ARMS if re.search(options.arms, name)]
+    wanted = re.compile(options.arms)
+    arms = [
+      name
+      for name, arm in ARMS.items()
+      if wanted.search(name) or wanted.search(arm.title)
+    ]
   except re.error as e:
     raise ValueError(f"--arms={options.arms!r} is no regular expression: {e}") from e
   if not arms:
