@@ -183,6 +183,10 @@ def main(config: ml_collections.ConfigDict) -> None:
   console = Console(stderr=True, highlight=False)
   failed = False
   with open_server(config) as server:
+    # Who is to type a question need not wait for it afterwards.
+    if sys.stdin.isatty() and _QUESTION.value is None:
+      console.print("compiling the sampler ...", style="dim")
+      server.warm_up()
     lines = questions(console)
     if _QUESTION.value is not None:
       lines = iter([_QUESTION.value])
