@@ -241,8 +241,7 @@ def _define_config(
         section = _make_sections(config, path)
         if path in empty_paths:
           _set_none(section, path.rpartition(".")[2])
-      for word in rest:
-        _refuse_text_for_section(word, config)
+      _refuse_texts_for_sections(rest, config)
     config_flags.DEFINE_config_dict(
       "config",
       config,
@@ -327,22 +326,25 @@ def _make_sections(
   return config
 
 
-def _refuse_text_for_section(word: str, config: ml_collections.ConfigDict) -> None:
-  """Says of a flag that gives a section a text how to set its fields.
+def _refuse_texts_for_sections(
+  argv: list[str], config: ml_collections.ConfigDict
+) -> None:
+  """Says of a flag that gives a section a text how to set the section's fields.
 
   Raises:
-    ValueError: the flag does; a dict in Python's writing is no text.
+    ValueError: a flag does; a dict in Python's writing is no text.
   """
-  path = _path_of(word)
-  found: Any = config
-  for name in path.split("."):
-    found = found.get(name) if isinstance(found, ml_collections.ConfigDict) else None
-  value = word.partition("=")[2].strip()
-  if path and isinstance(found, ml_collections.ConfigDict) and value[:1] != "{":
-    raise ValueError(
-      f"--config.{path}={value}: {path} is a section; set its fields by "
-      f"--config.{path}.FIELD=VALUE (--config.help={path} lists them)"
-    )
+  for word in argv:
+    path = _path_of(word)
+    found: Any = config
+    for name in path.split("."):
+      found = found.get(name) if isinstance(found, ml_collections.ConfigDict) else None
+    value = word.partition("=")[2].strip()
+    if path and isinstance(found, ml_collections.ConfigDict) and value[:1] != "{":
+      raise ValueError(
+        f"--config.{path}={value}: {path} is a section; set its fields by "
+        f"--config.{path}.FIELD=VALUE (--config.help={path} lists them)"
+      )
 
 
 def run_program(main: Callable[..., Any], takes_words: bool = False) -> None:
