@@ -205,7 +205,7 @@ def _fault(
       return f"a TPU, not a {device.platform.upper()}"
     if length % 128:
       return (
-        f"rows, or their pieces on a device, of a multiple of 128 tokens, not {length}"
+        f"a multiple of 128 tokens in a row or a device's piece of one, not {length}"
       )
     return ""
   if device.platform != "gpu":
