@@ -5,6 +5,8 @@ with other rows, resizes the cache as trajectories grow, and frees it. In which 
 blocks they lie is known in this file alone.
 
 Two letters of its own: C blocks of P places each; S = C P.
+
+budget: the layout and the two ways to attend over it are one secret.
 """
 
 from __future__ import annotations
