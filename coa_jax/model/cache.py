@@ -5,11 +5,14 @@ with other rows, resizes the cache as trajectories grow, and frees it. In which 
 blocks they lie is known in this file alone.
 
 Two letters of its own: C blocks of P places each; S = C P.
+
+budget: the layout and the two ways to attend over it are one secret.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -20,6 +23,8 @@ from coa_jax.model.sharding import Partitioner
 
 # The most places of a block; a cache of more has several blocks.
 BLOCK_SIZE = 256
+# The most places of a row over which several tokens attend at once.
+SHORT = 1024
 # Finite, so that a token that may read nothing stays free of NaN.
 _MASKED = -1e30
 
@@ -48,12 +53,17 @@ class KVCache:
   nothing reads changes no bit of what is computed (float32, CPU), and neither does S.
 
   Attributes:
-    layers: of each its keys [B, K, C, H, P] and values [B, K, C, P, H]. Positions come
-      last in the keys: few queries' scores then run along contiguous memory (decoding
-      on a CPU takes half the time).
+    layers: of each its keys [B, K, C, H, P] and values [B, K, C, P, H].
+    places_last: whether keys lie so, on a CPU: few queries' scores then run along
+      contiguous memory (decoding takes half the time). Elsewhere keys are
+      [B, K, C, P, H] as values are: a TPU would turn all of a cache that lies
+      otherwise, at both ends of every call.
+    long: whether rows may come to have more than SHORT places; see `attend`.
   """
 
   layers: tuple[tuple[jax.Array, jax.Array], ...]
+  places_last: bool = flax.struct.field(pytree_node=False, default=True)
+  long: bool = flax.struct.field(pytree_node=False, default=False)
 
   @classmethod
   def empty(
@@ -66,20 +76,23 @@ class KVCache:
     C = -(-size // BLOCK_SIZE)
     P = min(size, BLOCK_SIZE)
     H = cfg.head_dim
+    places_last = _device_of(partitioner).platform == "cpu"
+    key_axes = (H, P) if places_last else (P, H)
     # Each an array of its own: their memory is donated and freed one by one.
     layers = []
     for _ in range(cfg.layers):
-      keys = _zeros((rows, cfg.kv_heads, C, H, P), cfg.dtype, partitioner)
+      keys = _zeros((rows, cfg.kv_heads, C, *key_axes), cfg.dtype, partitioner)
       values = _zeros((rows, cfg.kv_heads, C, P, H), cfg.dtype, partitioner)
       layers.append((keys, values))
-    return cls(tuple(layers))
+    return cls(tuple(layers), places_last, long=size > SHORT)
 
   @classmethod
   def one_block(
     cls, cfg: ModelConfig, rows: int, most: int, partitioner: Partitioner | None = None
   ) -> KVCache:
     """Makes a cache to begin with: one block, or `most` places where that is less."""
-    return cls.empty(cfg, rows, min(most, BLOCK_SIZE), partitioner)
+    cache = cls.empty(cfg, rows, min(most, BLOCK_SIZE), partitioner)
+    return cache.replace(long=most > SHORT)
 
   @property
   def size(self) -> int:
@@ -112,7 +125,7 @@ class KVCache:
     partitioner: Partitioner | None = None,
   ) -> KVCache:
     """Writes a call's keys and values into one layer; returns the new cache."""
-    k_BKCHP, v_BKCPH = self.layers[layer]
+    keys, v_BKCPH = self.layers[layer]
     B, _, K, _ = k_BTKH.shape
     P = v_BKCPH.shape[3]
     row_B = jnp.arange(B) if write.row_B is None else write.row_B
@@ -123,16 +136,25 @@ class KVCache:
     head = jnp.arange(K)
     block = write.place_BT[..., None] // P
     place = write.place_BT[..., None] % P
-    k_BKCHP = k_BKCHP.at[row, head, block, :, place].set(k_BTKH, mode="drop")
+    if self.places_last:
+      keys = keys.at[row, head, block, :, place].set(k_BTKH, mode="drop")
+    else:
+      keys = keys.at[row, head, block, place].set(k_BTKH, mode="drop")
     v_BKCPH = v_BKCPH.at[row, head, block, place].set(v_BTKH, mode="drop")
     layers = list(self.layers)
-    layers[layer] = (_shard(k_BKCHP, partitioner), _shard(v_BKCPH, partitioner))
-    return KVCache(tuple(layers))
+    layers[layer] = (_shard(keys, partitioner), _shard(v_BKCPH, partitioner))
+    return self.replace(layers=tuple(layers))
 
   def attend(
     self, layer: int, q_BTNH: jax.Array, write: CacheWrite, window: int = 0
   ) -> jax.Array:
     """Attends with a call's tokens over one layer, after `append`.
+
+    Tokens of a short cache, and one token of each row in any, read all blocks at once.
+    Several tokens' scores with all places of a long one would be large: they read block
+    after block, up to the last that any of them may read, in memory that S does not
+    change. A cache keeps to its way as it grows: none depends on S in any bit (float32,
+    CPU).
 
     Args:
       layer: its number.
@@ -143,12 +165,22 @@ class KVCache:
     Returns:
       out_BTNH in q's dtype.
     """
-    k_BKCHP, v_BKCPH = self.layers[layer]
-    if write.row_B is not None:
-      k_BKCHP = jnp.take(k_BKCHP, write.row_B, axis=0, mode="clip")
-      v_BKCPH = jnp.take(v_BKCPH, write.row_B, axis=0, mode="clip")
-    mask_BTS = _mask(write.position_BT, self.size, window)
-    return _attend(q_BTNH, k_BKCHP, v_BKCPH, mask_BTS)
+    keys, v_BKCPH = self.layers[layer]
+
+    def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
+      """Keys [B, K, c, H, P] and values [B, K, c, P, H] of the call's rows."""
+      k = jax.lax.dynamic_slice_in_dim(keys, first, count, axis=2)
+      v = jax.lax.dynamic_slice_in_dim(v_BKCPH, first, count, axis=2)
+      if write.row_B is not None:
+        k = jnp.take(k, write.row_B, axis=0, mode="clip")
+        v = jnp.take(v, write.row_B, axis=0, mode="clip")
+      return (k if self.places_last else k.swapaxes(3, 4)), v
+
+    _, K, C, P, _ = v_BKCPH.shape
+    if not self.long or q_BTNH.shape[1] == 1:
+      mask_BTS = _mask(write.position_BT, jnp.arange(C * P), window)
+      return _attend(q_BTNH, *blocks(0, C), mask_BTS)
+    return _attend_by_block(q_BTNH, blocks, write.position_BT, (K, C, P), window)
 
   def share(
     self, from_R: jax.Array, to_R: jax.Array, partitioner: Partitioner | None = None
@@ -188,7 +220,7 @@ class KVCache:
       layers.append(_resize(layer, blocks, partitioner))
       for x in layer:  # so that one layer at a time is there twice
         x.delete()
-    return KVCache(tuple(layers))
+    return self.replace(layers=tuple(layers))
 
   def free(self, partitioner: Partitioner | None = None) -> KVCache:
     """Makes a cache of one block whose rows nothing has been written to.
@@ -206,13 +238,18 @@ class KVCache:
         x.delete()  # first, so that both are never there at once
         one_block.append(_zeros(shape, x.dtype, partitioner))
       layers.append(tuple(one_block))
-    return KVCache(tuple(layers))
+    return self.replace(layers=tuple(layers))
 
 
 def row_bytes(cfg: ModelConfig, size: int) -> int:
   """Counts the bytes of so many places of one row, in all layers."""
   scalars = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
   return size * scalars * jnp.dtype(cfg.dtype).itemsize
+
+
+def _device_of(partitioner: Partitioner | None) -> jax.Device:
+  """Returns a device of the sampler: all of them are of one kind."""
+  return partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
 
 
 def _zeros(
@@ -255,9 +292,8 @@ def _resize(
   return jax.tree.map(sized, layer)
 
 
-def _mask(position_BT: jax.Array, size: int, window: int) -> jax.Array:
+def _mask(position_BT: jax.Array, place_S: jax.Array, window: int) -> jax.Array:
   """mask_BTS, True where a token reads a place: those up to its own."""
-  place_S = jnp.arange(size)
   mask_BTS = place_S <= position_BT[:, :, None]
   if window:
     mask_BTS &= place_S > position_BT[:, :, None] - window
@@ -273,11 +309,70 @@ def _attend(
   places that nothing reads add exact zeros at the end, and a larger cache changes no
   bit (float32, CPU). Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
   """
+  score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS)
+  # One maximum of all blocks, and each block's own sum.
+  max_BKR = score_BKCRP.max((2, 4))
+  sum_BKCR, out_BKCRH = _weighted(score_BKCRP, max_BKR, v_BKCPH)
+  return _normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
+
+
+def _attend_by_block(
+  q_BTNH: jax.Array,
+  blocks: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+  position_BT: jax.Array,
+  shape: tuple[int, int, int],
+  window: int,
+) -> jax.Array:
+  """Attends as `_attend` does, one block after the other; sums in their order.
+
+  The maximum is found first, over all blocks: a running one would scale sums that are
+  there already, and so round them. The scores are computed twice for it.
+
+  Args:
+    q_BTNH: queries.
+    blocks: (the first block, how many) to keys and values of the call's rows.
+    position_BT: of each query.
+    shape: kv heads K, blocks C and places P of each.
+    window: places that a token reads; 0 for all.
+
+  Returns:
+    out_BTNH in q's dtype.
+  """
+  K, C, P = shape
+  B, T, N, H = q_BTNH.shape
+  R = T * (N // K)
+
+  def scored(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    k_BK1HP, v_BK1PH = blocks(c, 1)
+    mask_BTP = _mask(position_BT, c * P + jnp.arange(P), window)
+    return _scores(q_BTNH, k_BK1HP, mask_BTP), v_BK1PH
+
+  def highest(c: jax.Array, max_BKR: jax.Array) -> jax.Array:
+    return jnp.maximum(max_BKR, scored(c)[0].max((2, 4)))
+
+  def summed(
+    c: jax.Array, sums: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    score_BK1RP, v_BK1PH = scored(c)
+    sum_BK1R, out_BK1RH = _weighted(score_BK1RP, max_BKR, v_BK1PH)
+    return sums[0] + sum_BK1R[:, :, 0], sums[1] + out_BK1RH[:, :, 0]
+
+  # Blocks past every query's place would add exact zeros. XLA may not know of a single
+  # block: without the loops it would compute with other kernels, of other bits.
+  count = jnp.clip(position_BT.max() // P + 1, 1, C)
+  count = jax.lax.optimization_barrier(count)
+  zero_BKR = jnp.zeros((B, K, R), jnp.float32)
+  max_BKR = jax.lax.fori_loop(0, count, highest, zero_BKR + _MASKED)
+  sums = (zero_BKR, jnp.zeros((B, K, R, H), jnp.float32))
+  sum_BKR, out_BKRH = jax.lax.fori_loop(0, count, summed, sums)
+  return _normalized(q_BTNH, sum_BKR, out_BKRH)
+
+
+def _scores(q_BTNH: jax.Array, k_BKCHP: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+  """score_BKCRP of all blocks, float32. R: the G T rows of a kv head's queries."""
   B, T, N, H = q_BTNH.shape
   _, K, C, _, P = k_BKCHP.shape
   G = N // K
-
-  # --- Scores. R: the G T rows of a kv head's queries.
   # One matrix product per kv head, with the rows of its G query heads together. The
   # queries are repeated: a product over all blocks at once would move the keys.
   q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
@@ -286,14 +381,25 @@ def _attend(
   score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
   mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
   score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
+  return score_BKCGTP.reshape(B, K, C, G * T, P)
 
-  # --- Softmax: one maximum of all blocks, and each block's own sum.
-  e_BKCGTP = jnp.exp(score_BKCGTP - score_BKCGTP.max((2, 5), keepdims=True))
+
+def _weighted(
+  score_BKCRP: jax.Array, max_BKR: jax.Array, v_BKCPH: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Each block's sum_BKCR of weights and out_BKCRH of weighted values, float32."""
+  e_BKCRP = jnp.exp(score_BKCRP - max_BKR[:, :, None, :, None])
   # XLA would join the sum over places with that over blocks.
-  sum_BKCGT = jax.lax.optimization_barrier(e_BKCGTP.sum(-1))
+  sum_BKCR = jax.lax.optimization_barrier(e_BKCRP.sum(-1))
+  e_BKCRP = e_BKCRP.astype(v_BKCPH.dtype)
+  return sum_BKCR, jnp.matmul(e_BKCRP, v_BKCPH, preferred_element_type=jnp.float32)
 
-  # --- Values; the division comes last, where it is cheapest.
-  e_BKCRP = e_BKCGTP.astype(v_BKCPH.dtype).reshape(B, K, C, G * T, P)
-  out_BKRH = jnp.matmul(e_BKCRP, v_BKCPH, preferred_element_type=jnp.float32).sum(2)
-  out_BKGTH = out_BKRH.reshape(B, K, G, T, H) / sum_BKCGT.sum(2)[..., None]
+
+def _normalized(
+  q_BTNH: jax.Array, sum_BKR: jax.Array, out_BKRH: jax.Array
+) -> jax.Array:
+  """out_BTNH in q's dtype; the division comes last, where it is cheapest."""
+  B, T, N, H = q_BTNH.shape
+  K = sum_BKR.shape[1]
+  out_BKGTH = (out_BKRH / sum_BKR[..., None]).reshape(B, K, N // K, T, H)
   return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)

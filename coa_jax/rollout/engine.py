@@ -232,6 +232,7 @@ class EpisodePool:
     """The thread of a replica: plays until it has no episode, or the pool is closed."""
     replica = self._replicas[i]
     running = self._running[i]
+    finished: list[tuple[_Job, Episode]] = []  # in the last round
     try:
       while True:
         # --- With the lock: what this round plays, and under which policy.
@@ -242,22 +243,30 @@ class EpisodePool:
           dropped = self._dropped[i]
           self._dropped[i] = []
           # Decided under the lock that `submit` takes: no job can come in between.
-          if self._closed or not running:
+          over = self._closed or not running
+          if over:
             self._rest(i)
-            return
           # Read after the episodes were taken: none starts under an older policy than
           # was the newest when it was submitted.
-          policy = self._policies[i]
+          policy = self._policies[i] if not over else None
           version = self._version
-        # --- Without it: the device's time.
+        # --- Without it: who waits is told only now, so that whoever gets the last
+        # episode finds the device's memory given back.
+        for job, episode in finished:
+          job.future.set_result(episode)
+        finished = []
+        if over:
+          return
+        # --- The device's time.
         heartbeat.beat()
         for episode in dropped:
           replica.drop(episode)
-        for episode in replica.round(policy, version, [job.episode for job in new]):
-          with self._lock:
+        ended = replica.round(policy, version, [job.episode for job in new])
+        with self._lock:
+          for episode in ended:
             job = running.pop(episode, None)
-          if job:  # else it was cancelled during the round
-            job.future.set_result(episode)
+            if job:  # else it was cancelled during the round
+              finished.append((job, episode))
     except BaseException as error:  # raised again where the futures are read
       with self._lock:
         jobs = [*running.values(), *self._queues[i]]

@@ -28,6 +28,12 @@ from coa_jax.rollout import sampler
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
 _POLL_S = 0.05  # between two looks for new episodes while all others wait for tools
+# Given tokens of a slot that one call runs, at most: what it computes with grows with
+# them, and each length is a program of its own.
+_PIECE = 512
+# Tokens of such a call, at least, padding counted. A product of fewer rows is another
+# kernel on a CPU, with bits of its own; a slot's may not depend on its neighbours.
+_LEAST_TOKENS = 64
 
 
 class Scheduler:
@@ -218,45 +224,54 @@ class Scheduler:
     return ended
 
   def _extend(self, rows: list[tuple[int, list[int]]], fresh: bool) -> None:
-    """Appends ids to slots, in batches of one row bucket and one length bucket.
+    """Appends ids to slots, as many rows at once as are given, in pieces.
 
     Args:
       rows: (slot, ids to append).
       fresh: whether the slots are empty, so that no token of theirs is pending.
     """
-    batches: dict[int, list[tuple[int, list[int]]]] = {}
-    for slot, ids in rows:
-      if not fresh:
-        ids = [int(self._state.pending_B[slot]), *ids]
-      # The last token stays pending: running it is what the next sample starts from.
-      batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
-    # The cache grows before anything is written, once for all batches.
     began = time.monotonic()
+    # --- Room first: the cache grows once, before anything is written.
     longest = max(self._state.length_B[self._live()], default=1)
     for slot, ids in rows:
       longest = max(longest, int(self._state.length_B[slot]) + len(ids))
       self.counters.prefilled_tokens += len(ids)
     self._fit(longest)
-    R = self.inject_rows
-    for length, batch in batches.items():
-      for i in range(0, len(batch), R):
-        self._extend_batch(batch[i : i + R], length)
+    # --- Pieces of one length bucket run together; a slot's later ones after its first.
+    rounds: list[dict[int, list[tuple[int, list[int], int]]]] = []
+    for slot, ids in rows:
+      if not fresh:
+        ids = [int(self._state.pending_B[slot]), *ids]
+      # The last token stays pending: running it is what the next sample starts from.
+      given = ids[:-1]
+      for turn, begin in enumerate(range(0, max(len(given), 1), _PIECE)):
+        piece = given[begin : begin + _PIECE]
+        start = int(self._state.length_B[slot]) + begin
+        if turn == len(rounds):
+          rounds.append({})
+        rounds[turn].setdefault(_bucket(len(piece)), []).append((slot, piece, start))
+    for batches in rounds:
+      for length, batch in batches.items():
+        for i in range(0, len(batch), self.inject_rows):
+          self._extend_batch(batch[i : i + self.inject_rows], length)
+    # --- The slots go on from there.
+    for slot, ids in rows:
+      self._append(slot, ids if fresh else [int(self._state.pending_B[slot]), *ids])
     self.timings.decode += time.monotonic() - began
 
-  def _extend_batch(self, rows: list[tuple[int, list[int]]], length: int) -> None:
-    R = self.inject_rows
+  def _extend_batch(self, rows: list[tuple[int, list[int], int]], length: int) -> None:
+    """Runs pieces: of each its slot, its ids and the position of the first."""
+    R = _row_bucket(len(rows), length, self.inject_rows)
     # Slot B is none: rows that are not used write to it, that is nowhere.
     row_R = np.full(R, self.slots, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
     count_R = np.zeros(R, np.int32)
-    for r, (slot, ids) in enumerate(rows):
-      count = len(ids) - 1
+    for r, (slot, ids, start) in enumerate(rows):
       row_R[r] = slot
-      start_R[r] = self._state.length_B[slot]
-      count_R[r] = count
-      token_RT[r, :count] = ids[:-1]
-      self._append(slot, ids)
+      start_R[r] = start
+      count_R[r] = len(ids)
+      token_RT[r, : len(ids)] = ids
     self._cache = sampler.extend(
       self.model,
       self._params,
@@ -370,3 +385,14 @@ def _bucket(length: int) -> int:
   while bucket < length:
     bucket *= 2
   return bucket
+
+
+def _row_bucket(rows: int, length: int, most: int) -> int:
+  """The rows of a call that so many are given to: a power of four, or the most.
+
+  Never so few that the call has less than _LEAST_TOKENS, unless `most` is as few.
+  """
+  bucket = 1
+  while bucket < max(rows, _LEAST_TOKENS // length):
+    bucket *= 4
+  return min(bucket, most)

@@ -60,6 +60,57 @@ def test_places_that_nothing_reads_change_no_bit():
   np.testing.assert_allclose(small, expected, atol=2e-6)
 
 
+def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT) -> np.ndarray:
+  """Attention with the keys of all blocks at once, each step a program of its own.
+
+  Within one program XLA would make a single product of all blocks' sums.
+  """
+  B, S, K, H = k_BSKH.shape
+  C = S // caching.BLOCK_SIZE
+  k_BKCHP = k_BSKH.reshape(B, C, -1, K, H).transpose(0, 3, 1, 4, 2)
+  v_BKCPH = v_BSKH.reshape(B, C, -1, K, H).transpose(0, 3, 1, 2, 4)
+  mask_BTS = jnp.arange(S) <= position_BT[:, :, None]
+  score_BKCRP = jax.jit(caching._scores)(q_BTNH, k_BKCHP, mask_BTS)
+  weighted = jax.jit(caching._weighted)
+  sum_BKCR, out_BKCRH = weighted(score_BKCRP, score_BKCRP.max((2, 4)), v_BKCPH)
+  return caching._normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
+
+
+@pytest.mark.parametrize("places_last", [True, False])
+def test_given_tokens_read_block_after_block_and_the_size_changes_no_bit(places_last):
+  """What a long cache is extended by has the bits of dense attention by blocks."""
+  q, k, v = heads(7, 3, 2048, 4, 2, 16)
+  q = q[:, :64]
+  for first in (0, 130, 400):  # in the first block, over an edge, in the second
+    position_BT = first + jnp.arange(64) + jnp.array([[0], [3], [-first]])
+    outs = []
+    for S in (256, 512, 1024, 2048):
+      if first + 67 > S:
+        continue
+      keys, values = filled(k[:, :S], v[:, :S]).layers[0]
+      if not places_last:
+        keys = keys.swapaxes(3, 4)
+      cache = KVCache(((keys, values),), places_last, long=True)
+      outs.append(attend(cache, q, position_BT))
+      np.testing.assert_array_equal(
+        outs[-1], by_block(q, k[:, :S], v[:, :S], position_BT)
+      )
+      np.testing.assert_array_equal(outs[-1], outs[0])
+
+
+def test_what_is_extended_takes_memory_that_the_size_does_not_change():
+  cfg = model(2, 16)
+  q_BTNH = jax.ShapeDtypeStruct((4, 512, 4, 16), jnp.float32)
+  position_BT = jax.ShapeDtypeStruct((4, 512), jnp.int32)
+  bytes_of = []
+  for S in (2048, 16384):
+    cache = jax.eval_shape(lambda S=S: KVCache.empty(cfg, 4, S))
+    compiled = attend.lower(cache, q_BTNH, position_BT).compile()
+    bytes_of.append(compiled.memory_analysis().temp_size_in_bytes)
+  # Scores with all places would be 512 MiB and more.
+  assert bytes_of[0] == bytes_of[1] < 2**26
+
+
 @pytest.mark.parametrize("P", [2, 3, 6])
 def test_blocks_of_a_cache_are_one_attention(monkeypatch, P: int):
   monkeypatch.setattr(caching, "BLOCK_SIZE", P)

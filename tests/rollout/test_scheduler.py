@@ -141,8 +141,11 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
     assert on.counters.copied_tokens == 0
 
 
-def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch):
+@pytest.mark.parametrize("long", [False, True])
+def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, long: bool):
   """It doubles with the longest trajectory, and shrinks when that has ended."""
+  if long:
+    monkeypatch.setattr(caching, "SHORT", 16)
   monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
   with monkeypatch.context() as fixed:
     fixed.setattr(KVCache, "one_block", KVCache.empty)
@@ -166,6 +169,56 @@ def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch):
   assert all(content(t) == content(expected[n]) for n, t in again.items())
   other = play(novice, [3], on=on, seed=4)
   assert content(other[3]) != content(expected[3])
+
+
+def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
+  """So learning, which begins then, has the device's memory."""
+  on = engine()
+  on.set_policy(novice, 0)
+  episodes = [
+    toy.episode(toy.TASKS[n], toy.TableToolbox(), n) for n in range(len(toy.TASKS[:9]))
+  ]
+  held: list[int] = []
+
+  def look(_: object) -> None:
+    caches = [x for x in jax.live_arrays() if x.ndim == 5]
+    held.append(len(caches))
+
+  with on.batch():
+    futures = [on.submit(e) for e in episodes]
+    for future in futures:
+      future.add_done_callback(look)
+  for future in futures:
+    future.result(60)
+  toy.eventually(lambda: len(held) == len(episodes))
+  # Five slots: while others play there is a cache, to the last there is none.
+  assert held[0] == 2 * CFG.layers and held[-1] == 0
+
+
+@pytest.mark.parametrize("piece", [5, 16])
+def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
+  expected = play(novice, range(6))
+  monkeypatch.setattr(scheduler, "_PIECE", piece)
+  lengths = []
+  real = scheduler.sampler.extend
+
+  def spy(cfg, params, cache, row_R, token_RT, *args):
+    lengths.append(token_RT.shape)
+    return real(cfg, params, cache, row_R, token_RT, *args)
+
+  monkeypatch.setattr(scheduler.sampler, "extend", spy)
+  pieces = play(novice, range(6))
+  assert {shape[1] for shape in lengths} == {16}
+  for n, t in pieces.items():
+    assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
+
+
+def test_a_call_has_the_rows_it_is_given_and_no_fewer_tokens_than_a_kernel():
+  rows = scheduler._row_bucket
+  assert [rows(n, 64, 16) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
+  assert [rows(n, 16, 16) for n in (1, 4, 5)] == [4, 4, 16]
+  assert [rows(n, 16, 3) for n in (1, 2, 3)] == [3, 3, 3]
+  assert [rows(n, 512, 6) for n in (1, 4, 5)] == [1, 4, 6]
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):
