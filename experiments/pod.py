@@ -1,7 +1,7 @@
 r"""Prints what starts a run on a pod: a GKE JobSet, an sbatch file, or gcloud commands.
 
-  python -m experiments.pod --slice=v6e-64 --image=REGISTRY/coa-jax --disk=CLAIM:/mnt \
-    -- experiments.rl --config=configs/rl_afm.py --workdir=/mnt/runs/rl
+  python -m experiments.pod --slice=v6e-64 --image=REGISTRY/coa-jax \
+    -- experiments.rl --config=configs/rl_afm.py --workdir=gs://BUCKET/runs/rl
   python -m experiments.pod --slurm --nodes=4 --gpus=8 -- experiments.sft ...
   python -m experiments.pod --vm --slice=v6e-64 --zone=us-east5-b -- experiments.sft ...
 
