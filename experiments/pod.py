@@ -121,7 +121,13 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
   container = {
     "name": "run",
     "image": job.image,
-    "command": ["tini", "--", *job.command, "--compile_cache=/scratch/xla"],
+    "command": [
+      "tini",
+      "--",
+      *job.command,
+      "--compile_cache=/scratch/xla",
+      "--scratch=/scratch/runs",
+    ],
     "ports": [{"containerPort": port} for port in _PORTS],
     "resources": {"limits": {"google.com/tpu": job.slice.chips_per_host}},
     "volumeMounts": mounts,
