@@ -109,11 +109,13 @@ def test_a_run_in_a_bucket_from_a_bucket_is_one_on_a_disk(configs, tmp_path):
       "data.trajectories": store.uri + "/in/trajectories.jsonl",
     }
     flags = [f"--config.{name}={value}" for name, value in given.items()]
+    flags.append(f"--compile_cache={store.uri}/xla")
     # --- On two machines, the second of which finds nothing to do.
     for machine in ("one", "two"):
       scratch = f"--scratch={tmp_path / machine}"
       finish(program(file, store.uri + "/run", scratch, *flags))
     files = store.files("run")
+    assert store.files("xla")  # compiled programs are there for the next machine
   # --- The same model and adapters, but for the address of what they began from.
   record = json.loads(files["config.json"])["config"]
   assert record["init"] == given["init"]
