@@ -112,3 +112,10 @@ def _decoding_view(cfg: ModelConfig, partitioner: Partitioner | None) -> Any:
     shapes = jax.eval_shape(view, transformer.param_shapes(cfg))
     shardings = partitioner.decoding().tree(shapes, bool(narrow))
   return jax.jit(view, out_shardings=shardings)
+
+
+def lower_view(
+  cfg: ModelConfig, params: dict[str, Any], partitioner: Partitioner | None = None
+) -> jax.stages.Lowered:
+  """Lowers the program that makes a view, for arrays or shapes; compiles nothing."""
+  return _decoding_view(cfg, partitioner).lower(params)

@@ -229,7 +229,7 @@ class Scheduler:
       if not fresh:
         ids = [int(self._state.pending_B[slot]), *ids]
       # The last token stays pending: running it is what the next sample starts from.
-      batches.setdefault(_bucket(len(ids) - 1), []).append((slot, ids))
+      batches.setdefault(token_bucket(len(ids) - 1), []).append((slot, ids))
     # The cache grows before anything is written, once for all batches.
     began = time.monotonic()
     longest = max(self._state.length_B[self._live()], default=1)
@@ -364,8 +364,8 @@ def on_device(constraint: Constraint | None) -> TokenMask | None:
   return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))
 
 
-def _bucket(length: int) -> int:
-  """The padded length of a run of given tokens: a power of two, at least 16."""
+def token_bucket(length: int) -> int:
+  """Rounds the length of given tokens up: a power of two, at least 16."""
   bucket = 16
   while bucket < length:
     bucket *= 2
