@@ -16,9 +16,11 @@ Web needs a search key (`tools.web`) and a judge (`reward.judge`), mhqa a search
 exact match instead. `select_tasks` keeps tasks of a band of difficulty, as the paper
 did.
 
-Meshes are those of configs/sft_afm.py, with `tensor` ways to decode as compile_check
-compiled them: 2 on 8 chips (1.5b), 4 on 16 (7b), 8 on 64 (32b). The step of RL, which
-holds sampler and learner at once, was not compiled at these sizes.
+Meshes are for 8 chips, of which 2 hold a copy that decodes (1.5b), 16 and 4 (7b), and
+64 and 4 (32b: a host of v5p has no more). For 32b on v5p:4x4x4 experiments.bench.
+compile_check compiled two programs of `code`, per chip of 95 GB: the step 49.5 GB, and
+512 tokens given to each of 16 slots of 32k 51.1 GB with 6.2 beside. The other sizes and
+agents were not compiled. 64 slots of 32k would not fit for 32b, so it has 16.
 
 Expect: not known; the tiny form was run here on random weights, no size was trained.
 The paper's 7B after RL: GAIA 40.8 % (web), LiveCodeBench v4 29.0 % and AIME24 51.9 %
@@ -104,11 +106,11 @@ AGENTS = {
   "code": _CODE,
   "math": _CODE,
 }
-# Size -> mesh, rows of a micro-batch.
+# Size -> mesh, rows of a micro-batch, slots of a replica.
 SIZES = {
-  "1.5b": (dict(data=1, fsdp=4, context=1, tensor=2), 4),
-  "7b": (dict(data=1, fsdp=4, context=1, tensor=4), 4),
-  "32b": (dict(data=1, fsdp=8, context=1, tensor=8), 8),
+  "1.5b": (dict(data=1, fsdp=4, context=1, tensor=2), 4, 64),
+  "7b": (dict(data=1, fsdp=4, context=1, tensor=4), 4, 64),
+  "32b": (dict(data=1, fsdp=16, context=1, tensor=4), 16, 16),
 }
 
 
@@ -132,7 +134,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if size == "32b" and name in ("code", "math"):
     # The paper: 16k tokens up to step 40, then 32k. Here 32k throughout.
     agent = dataclasses.replace(agent, steps=120)
-  mesh, rows = SIZES[size]
+  mesh, rows, slots = SIZES[size]
   max_len = 1024 if tiny else agent.max_len
 
   config = ml_collections.ConfigDict()
@@ -154,7 +156,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   config.rollout = dict(
     variant=name,
     style="full",
-    slots=4 if tiny else 64,
+    slots=4 if tiny else slots,
     window=8 if tiny else 32,
     max_len=max_len,
     max_calls=agent.max_calls,

@@ -67,7 +67,7 @@ class Learner:
   ):
     """Takes a loss that sums over tokens, what applies its gradient, and the mesh."""
     self._partitioner = partitioner
-    self._most = 1  # micro-batches that the compiled step takes
+    self.most = 1  # micro-batches that the compiled step takes
     step = functools.partial(_step, loss, optimizer, partitioner)
     self.jitted = jax.jit(step, donate_argnums=0)
 
@@ -107,7 +107,7 @@ class Learner:
     # --- Stack the micro-batches, with empty ones after them: one shape, one program.
     self.reserve(count)
     nothing = jax.tree.map(np.zeros_like, micro_batches[0])
-    filled = [*micro_batches, *[nothing] * (self._most - count)]
+    filled = [*micro_batches, *[nothing] * (self.most - count)]
     batch_MBT = jax.tree.map(lambda *x: np.stack(x), *filled)
     if self._partitioner:
       batch_MBT = self._partitioner.put(batch_MBT)
@@ -118,7 +118,7 @@ class Learner:
 
   def reserve(self, micro_batches: int) -> None:
     """Makes room for so many micro-batches, before the step is compiled."""
-    self._most = max(self._most, micro_batches)
+    self.most = max(self.most, micro_batches)
 
 
 def _step(

@@ -187,6 +187,23 @@ class PolicyUpdate:
       values[name] = log[0][name]
     return state.replace(step=step), values
 
+  @property
+  def micro_batches(self) -> int:
+    """Micro-batches that the compiled step has room for."""
+    return self._learner.most
+
+  @property
+  def jitted(self) -> dict[str, Any]:
+    """The programs of a step: `learn`, and `score` where networks are read before it.
+
+    They take the state (its parameters, for `score`), what `init` left frozen and a
+    batch; `learn` of several micro-batches, their number and the denominator.
+    """
+    out = {"learn": self._learner.jitted}
+    if self._reads_networks:
+      out["score"] = self._score
+    return out
+
   def _pack(self, part: Sequence[Group]) -> Packed:
     trajectories: list[Trajectory] = []
     for group in part:
@@ -244,7 +261,7 @@ class PolicyUpdate:
 
   def _read_networks(self, state: TrainState, frozen: Any, packed: Packed) -> None:
     """Writes what the networks say before the step's first update, if that is used."""
-    if not (self._loss.kl_coef or self._loss.has_critic or self._keeps_old):
+    if not self._reads_networks:
       return
     scores = []
     for batch in packed.batches:
@@ -253,6 +270,11 @@ class PolicyUpdate:
       scores.append(self._score(state.params, frozen, batch))
     for name in scores[0]:
       packed.replace(name, [np.asarray(s[name]) for s in scores])
+
+  @property
+  def _reads_networks(self) -> bool:
+    """Whether a step begins with what networks say of its tokens."""
+    return bool(self._loss.kl_coef or self._loss.has_critic or self._keeps_old)
 
   @property
   def _keeps_old(self) -> bool:

@@ -66,7 +66,7 @@ def decoding_views(
   as_is = "layers" not in params and cfg.param_dtype == kind == "float32"
   if partitioner is None and as_is:
     return [params]
-  view = _converter(cfg, platform(partitioner))(params)
+  view = converter(cfg, platform(partitioner))(params)
   if partitioner is None:
     return [view]
 
@@ -77,10 +77,10 @@ def decoding_views(
     view = jax.device_put(view, partitioner.tree(view, outputs_first))
   else:
     # A layer at a time: one program for all would hold every gathered array twice.
-    rest = {name: x for name, x in view.items() if not _is_layer(name)}
-    view |= _resharder(cfg, partitioner, layer=False)(rest)
-    reshard = _resharder(cfg, partitioner, layer=True)
-    for name in filter(_is_layer, list(view)):
+    rest = {name: x for name, x in view.items() if not is_layer(name)}
+    view |= resharder(cfg, partitioner, layer=False)(rest)
+    reshard = resharder(cfg, partitioner, layer=True)
+    for name in filter(is_layer, list(view)):
       view[name] = reshard(view[name])
 
   # --- Each replica's arrays are made of its own devices' shards, in place.
@@ -101,7 +101,7 @@ def decoding_shapes(
   cfg: ModelConfig, partitioner: Partitioner | None = None
 ) -> dict[str, Any]:
   """Returns the shapes of `decoding_views`, with shardings where there is a mesh."""
-  convert = _converter(cfg, platform(partitioner))
+  convert = converter(cfg, platform(partitioner))
   shapes = jax.eval_shape(convert, transformer.param_shapes(cfg))
   if partitioner is None:
     return shapes
@@ -120,8 +120,8 @@ def _elsewhere(params: dict[str, Any], partitioner: Partitioner) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _converter(cfg: ModelConfig, on: str) -> Any:
-  """The jitted function that unstacks and rounds; where arrays are split they stay so.
+def converter(cfg: ModelConfig, on: str) -> Any:
+  """Returns the jitted function that unstacks and rounds; what is split stays so.
 
   Cached, or every update would compile it. `on` is the devices' platform.
   """
@@ -148,18 +148,19 @@ def _converter(cfg: ModelConfig, on: str) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _resharder(cfg: ModelConfig, partitioner: Partitioner, layer: bool) -> Any:
-  """The jitted function that gives every device of a mesh what it decodes with.
+def resharder(cfg: ModelConfig, partitioner: Partitioner, layer: bool) -> Any:
+  """Returns the jitted function that gives every device what it decodes with.
 
   It takes the arrays of any one layer, or all that are of none.
   """
   shapes = decoding_shapes(cfg, partitioner)
-  part = {name: x for name, x in shapes.items() if not _is_layer(name)}
+  part = {name: x for name, x in shapes.items() if not is_layer(name)}
   if layer:
     part = shapes["layer_0"]
   shardings = jax.tree.map(lambda x: x.sharding, part)
   return jax.jit(lambda arrays: arrays, out_shardings=shardings)
 
 
-def _is_layer(name: str) -> bool:
+def is_layer(name: str) -> bool:
+  """Tells whether a subtree of decode parameters is that of a layer."""
   return name.startswith("layer_")

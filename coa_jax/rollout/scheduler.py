@@ -30,7 +30,7 @@ from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 _POLL_S = 0.05  # between two looks for new episodes while all others wait for tools
 # Given tokens of a slot that one call runs, at most: what it computes with grows with
 # them, and each length is a program of its own.
-_PIECE = 512
+PIECE = 512
 # Tokens of such a call, at least, padding counted. A product of fewer rows is another
 # kernel on a CPU, with bits of its own; a slot's may not depend on its neighbours.
 _LEAST_TOKENS = 64
@@ -244,12 +244,13 @@ class Scheduler:
         ids = [int(self._state.pending_B[slot]), *ids]
       # The last token stays pending: running it is what the next sample starts from.
       given = ids[:-1]
-      for turn, begin in enumerate(range(0, max(len(given), 1), _PIECE)):
-        piece = given[begin : begin + _PIECE]
+      for turn, begin in enumerate(range(0, max(len(given), 1), PIECE)):
+        piece = given[begin : begin + PIECE]
         start = int(self._state.length_B[slot]) + begin
         if turn == len(rounds):
           rounds.append({})
-        rounds[turn].setdefault(_bucket(len(piece)), []).append((slot, piece, start))
+        length = token_bucket(len(piece))
+        rounds[turn].setdefault(length, []).append((slot, piece, start))
     for batches in rounds:
       for length, batch in batches.items():
         for i in range(0, len(batch), self.inject_rows):
@@ -261,7 +262,7 @@ class Scheduler:
 
   def _extend_batch(self, rows: list[tuple[int, list[int], int]], length: int) -> None:
     """Runs pieces: of each its slot, its ids and the position of the first."""
-    R = _row_bucket(len(rows), length, self.inject_rows)
+    R = row_bucket(len(rows), length, self.inject_rows)
     # Slot B is none: rows that are not used write to it, that is nowhere.
     row_R = np.full(R, self.slots, np.int32)
     token_RT = np.zeros((R, length), np.int32)
@@ -379,16 +380,16 @@ def on_device(constraint: Constraint | None) -> TokenMask | None:
   return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))
 
 
-def _bucket(length: int) -> int:
-  """The padded length of a run of given tokens: a power of two, at least 16."""
+def token_bucket(length: int) -> int:
+  """Rounds the length of given tokens up: a power of two, at least 16."""
   bucket = 16
   while bucket < length:
     bucket *= 2
   return bucket
 
 
-def _row_bucket(rows: int, length: int, most: int) -> int:
-  """The rows of a call that so many are given to: a power of four, or the most.
+def row_bucket(rows: int, length: int, most: int) -> int:
+  """Rounds the rows of a call up: a power of four, or the most.
 
   Never so few that the call has less than _LEAST_TOKENS, unless `most` is as few.
   """

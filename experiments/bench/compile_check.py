@@ -1,27 +1,41 @@
-r"""Compiles the real programs for TPU slices, without a TPU: do they fit, how fast?
+r"""Compiles an RL run's programs for a TPU slice, without a TPU: do they fit, how fast?
 
   pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
-  python -m experiments.bench.compile_check [--cases=REGEX] [--quick] [--list] \
-    [--out=FILE]
+  python -m experiments.bench.compile_check --config=configs/rl_qwen.py \
+    --slice=v5p:2x2x4 [--model=qwen2.5-7b] [--config.SECTION.FIELD=VALUE] [--list]
+  python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
-A case lowers one program for a slice by ahead-of-time compilation: the step of SFT
-(`Learner.jitted`: micro-batches, AdamW, bf16 over float32 master weights), the prefill
-of given tokens (`sampler.extend`) or one token of decoding (`sampler.window`). The
-compiler says what memory it takes and which collectives it has; they are counted with
-the trips of the loops around them. Arithmetic and HBM traffic come from the formulas of
-`flops` and `hbm_bytes`, for XLA counts a loop's body once (its own count stands
-beside). Each case has a process of its own: the compiler keeps what it allocates.
+With a config: the programs of that run, as `rl.run` builds them, and one replica's as
+the engine runs it. Its model is the folder `init`, or --model from the table of
+published ones. --list prints all of them and compiles none; else those that decide are
+compiled (the step, the decode parameters, and for the largest cache a window and the
+call that is given most tokens), or those whose name --cases finds. A run that the
+journey would refuse is refused here. Without a config: the runs of `CASES`, of those
+that --cases finds. With --quick models have two layers.
 
-The roofline is a lower bound: the three kinds of work overlap perfectly and every link
-of the interconnect is busy. Exit status 1 when a program does not fit or compile.
-Expect every case to fit; 1 to 6 minutes and 3 GB a case on two cores, all in an hour.
+What the columns say, per chip, and per token of a window:
+  own, beside  GB that the program takes; what the run holds beside it meanwhile.
+  needed       GB to read and write at the least: weights once a pass, keys and values
+               of --live tokens of every slot, the state.
+  moved        GB read and written by the instructions of the compiled text, loops
+               counted; without kernels (column kernels), whose traffic it does not say.
+  copies       of arrays at least half as large as a layer's keys: number and GB.
+  sorts        their number.
+  collectives  their number, those that overlap other work, GB that a chip sends.
+  floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
+  estimate ms  the compiler's cycles, and collectives that do not overlap; no kernels.
+Cycles become seconds by three plain programs compiled beside it: a large product (for
+learn, score and extend), a product of 64 rows (for windows), and a stream of
+multiplications (for all else). The table is of compiled programs and not measured.
 
-budget: the formulas beside the figures that are made of them.
+Exit status 1 when a program does not compile, or does not fit with what is beside it.
+Each is compiled in a process of its own, for the compiler keeps what it allocates.
+
+budget: the figures beside what makes them.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.util
 import json
@@ -29,317 +43,351 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_collections
 from absl import flags
+from jax.sharding import SingleDeviceSharding
 
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.flops import products
+from coa_jax.config import read_config
+from coa_jax.json_io import read_object
 from coa_jax.report.metrics import write_json
 from coa_jax.report.tables import markdown_table
+from coa_jax.rl import RLConfig
 from experiments.bench import program as bench
-from experiments.bench.hlo_text import collectives, cycles
+from experiments.bench import tpu_programs
+from experiments.bench.hlo_text import collectives
+from experiments.bench.hlo_work import work
 from experiments.bench.program import OUT, QUICK
-from experiments.bench.tpu_programs import CASES, SMALLEST, Case, architecture, lower
-from experiments.launch import run_program, stop
+from experiments.bench.tpu_programs import Program
+from experiments.launch import run_program, start, stop
 
-_LIST = flags.DEFINE_bool("list", False, "Print the cases' names and stop.")
+_SLICE = flags.DEFINE_string("slice", "", "Generation:chips, e.g. v5p:2x2x4.")
+_MODEL = flags.DEFINE_string("model", "", "A published model in place of config.init.")
+_LIVE = flags.DEFINE_integer(
+  "live", 0, "Tokens a slot holds on average; 0 for a quarter of rollout.max_len.", 0
+)
+_LIST = flags.DEFINE_bool("list", False, "Print the programs' names and stop.")
 _TEXT = flags.DEFINE_string("text", "", "Folder to write compiled programs' text to.")
-_CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one case.")
+_CHILD = flags.DEFINE_string("child", "", "Used by the program itself: one program.")
+
+_QUICK_LAYERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One chip: bf16 FLOP/s, HBM's bytes and bytes/s, bytes/s that its links send, Hz."""
+  """One chip: bf16 FLOP/s, HBM's bytes and bytes/s, bytes/s that its links send."""
 
   flops: float
   hbm: float
   hbm_rate: float
   ici_rate: float
-  clock: float
 
 
 # cloud.google.com/tpu/docs/v5e, /v5p and /v6e, tables of key specifications: ICI is
 # given there as 1600, 4800 and 3200 Gbps a chip. HBM in decimal GB leaves a few percent
 # of reserve: the compiler itself may use 15.75, 95.74 and 31.25 GiB.
-# The clocks are those at which the matrix units (v5e 4 of 128 x 128, v5p 8) have the
-# peak; v6e's is taken to be v5p's.
 CHIPS = {
-  "v5e": Chip(197e12, 16e9, 819e9, 200e9, 1.5e9),
-  "v5p": Chip(459e12, 95e9, 2765e9, 600e9, 1.75e9),
-  "v6e": Chip(918e12, 32e9, 1640e9, 400e9, 1.75e9),
+  "v5e": Chip(197e12, 16e9, 819e9, 200e9),
+  "v5p": Chip(459e12, 95e9, 2765e9, 600e9),
+  "v6e": Chip(918e12, 32e9, 1640e9, 400e9),
 }
 
 
-def flops(case: Case, cfg: ModelConfig) -> tuple[float, float]:
-  """Arithmetic of one step on all chips: the model's, and with what is done again.
-
-  Two per scalar of a matrix and token, and 4 N H per layer, token and key read. A
-  training row is one segment whose tokens read half of it on average. Training costs
-  the model three forward passes; the chips a fourth (`remat`), and in attention 4.5:
-  forward, again, and five products backward for two forward. Where a row is split the
-  last device, which all wait for, has 2 - 1 / pieces times the mean work in attention.
-  Decoding and prefill read the whole cache, masked.
-  """
-  layers, head = products(cfg)
-  read = 4 * cfg.layers * cfg.heads * cfg.head_dim * case.length
-  if case.program == "train":
-    tokens = case.count * case.rows * case.length
-    uneven = 2 - 1 / case.mesh.get("context", 1)
-    matrices, attention = 2 * (layers + head) * tokens, read / 2 * tokens
-    return 3 * (matrices + attention), 4 * matrices + 4.5 * uneven * attention
-  if case.program == "prefill":
-    one = (2 * layers + read) * case.rows * case.count
-  else:
-    one = (2 * (layers + head) + read) * case.rows
-  return one, one
+def _case(topology: str, model: str, length: int, **fields: Any) -> list[str]:
+  """The command line of a run: four micro-batches of a row a chip."""
+  chips = tpu_programs.num_chips(topology)
+  changes = {
+    "rollout.max_len": length,
+    "algo.batch.length": length,
+    "algo.batch.rows": chips,
+    "algo.sampling.prompts": chips // 2,
+    "algo.sampling.samples": 8,
+    "model.scan": True,
+    **fields,
+  }
+  words = ["--config=configs/rl_qwen.py", f"--slice={topology}", f"--model={model}"]
+  return [*words, *[f"--config.{name}={value}" for name, value in changes.items()]]
 
 
-def hbm_bytes(case: Case, cfg: ModelConfig) -> float:
-  """Traffic of one step between a chip and its HBM, in bytes.
+CASES = {
+  "qwen2.5-0.5b v5e:2x2 2k": _case("v5e:2x2", "qwen2.5-0.5b", 2_048),
+  "qwen3-8b v6e:4x4 8k": _case("v6e:4x4", "qwen3-8b", 8_192, **{"rollout.tensor": 4}),
+  "qwen2.5-7b v5p:2x2x4 32k": _case(
+    "v5p:2x2x4", "qwen2.5-7b", 32_768, **{"rollout.tensor": 4}
+  ),
+  "qwen2.5-32b v5p:4x4x4 32k": _case(
+    "v5p:4x4x4",
+    "qwen2.5-32b",
+    32_768,
+    **{
+      "rollout.tensor": 4,
+      "rollout.slots": 16,  # of the longest, 64 need more than a chip has
+      "mesh.context": 4,
+      "algo.batch.rows": 16,
+      "algo.sampling.prompts": 8,
+    },
+  ),
+}
 
-  Training, per micro-batch: bf16 weights read in three passes (forward, again,
-  backward) and their gradient written; activations (x and its norm twice; q, k, v, out;
-  gate, up, hidden) and logits written and read in four; per step 28 bytes a parameter:
-  weights, moments and gradient read in float32, all but the gradient written.
-  Decoding reads weights and cache once. Prefill reads weights, copies its rows of the
-  cache, and has scores: float32 written and read twice, bf16 written and read.
-  """
-  layers, head = products(cfg)
-  weights = layers + head
-  ways = case.mesh.get("tensor", 1)
-  cache = 4 * cfg.layers * cfg.kv_heads * cfg.head_dim * case.length / case.chips
-  if case.program == "train":
-    tokens = case.rows * case.length / (case.chips / ways)
-    inner = (2 * cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim + 3 * cfg.ff
-    activations = cfg.layers * (4 * cfg.width + inner / ways) + cfg.vocab_size / ways
-    micro = 4 * 2 * weights / ways + 4 * 4 * activations * tokens
-    return case.count * micro + 28 * weights / case.chips
-  if case.program == "prefill":
-    scores = cfg.layers * cfg.heads * case.rows * case.count * case.length / case.chips
-    return 2 * layers / ways + 4 * case.rows * cache + 16 * scores
-  return 2 * weights / ways + case.rows * cache
-
-
-def fits(used: float, chip: Chip) -> tuple[bool, float]:
-  """Whether so many bytes fit a chip's HBM, and the share of it that is left."""
-  return used <= chip.hbm, 1 - used / chip.hbm
-
-
-def advice(program: str) -> str:
-  """What to change when a program does not fit."""
-  if program == "train":
-    return (
-      "more chips for fsdp or context, fewer rows or tokens of a row, a smaller "
-      "model.logit_chunk, remat='full'"
-    )
-  return "more tensor ways, fewer rollout.slots or inject_rows, a smaller max_len"
+_COLUMNS = {
+  "program": "program",
+  "own": "own GB",
+  "beside": "beside",
+  "hbm": "of",
+  "temporaries": "of own: temporaries",
+  "needed": "needed GB",
+  "moved": "moved GB",
+  "kernels": "kernels",
+  "copies": "copies",
+  "sorts": "sorts",
+  "collectives": "collectives",
+  "floor": "floor ms",
+  "estimate": "estimate ms",
+  "compile": "compile s",
+}
 
 
-def measure(case: Case) -> dict[str, Any]:
-  """Compiles a case; all its figures, per step and, where not said, per chip.
+def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
+  """Compiles a program; all its figures, as the columns say.
 
-  budget: one program: built, compiled, read.
+  budget: one program: compiled, read, priced.
   """
   # --- Compile.
-  chip = CHIPS[case.topology.partition(":")[0]]
-  cfg = architecture(case)
-  start = time.monotonic()
-  compiled = lower(case).compile()
-  seconds = time.monotonic() - start
+  start_time = time.monotonic()
+  compiled = program.lower().compile()
+  seconds = time.monotonic() - start_time
   text = compiled.as_text()
   if _TEXT.value:
     os.makedirs(_TEXT.value, exist_ok=True)
-    file = re.sub(r"\W+", "-", case.name) + ".txt"
+    file = re.sub(r"\W+", "-", program.name) + ".txt"
     with open(os.path.join(_TEXT.value, file), "w", encoding="utf-8") as f:
       f.write(text)
+
   # --- Memory, as the compiler says.
   m = compiled.memory_analysis()
-  memory = {
-    "arguments": m.argument_size_in_bytes,
-    "temporaries": m.temp_size_in_bytes,
-    "outputs": m.output_size_in_bytes - m.alias_size_in_bytes,
-    "code": m.generated_code_size_in_bytes,
+  outputs = m.output_size_in_bytes - m.alias_size_in_bytes
+  own = m.argument_size_in_bytes + m.temp_size_in_bytes + outputs
+  own += m.generated_code_size_in_bytes
+
+  # --- What it does.
+  done = work(text, program.turns, program.large, program.units)
+  traffic = collectives(text, program.devices, program.turns)
+  sent = sum(c.sent for c in traffic) / program.units
+  waited = sum(c.sent for c in traffic if not c.overlapped) / program.units
+
+  # --- Time.
+  rates = calibrate(device, chip)
+  product = rates["rows"] if program.units > 1 else rates["product"]
+  floors = {
+    "compute": program.flops / chip.flops,
+    "hbm": program.needed / chip.hbm_rate,
+    "ici": sent / chip.ici_rate,
   }
-  used = sum(memory.values())
-  # --- Time: the largest of arithmetic, HBM and interconnect at their peaks.
-  model_flops, all_flops = flops(case, cfg)
-  traffic = collectives(text, case.chips, case.turns())
-  kinds: dict[str, dict[str, float]] = {}
-  for c in traffic:
-    kind = kinds.setdefault(c.kind, {"count": 0, "size": 0, "sent": 0})
-    kind["count"] += c.count
-    kind["size"] += c.count * c.size
-    kind["sent"] += c.sent
-  terms = {
-    "compute": all_flops / case.chips / chip.flops,
-    "hbm": hbm_bytes(case, cfg) / chip.hbm_rate,
-    "ici": sum(c.sent for c in traffic) / chip.ici_rate,
-  }
-  # A window's tokens share what is done once around its loop.
-  tokens_of = case.count if case.program == "decode" else 1
-  estimate = cycles(text, tokens_of * case.turns()) / tokens_of / chip.clock
-  step = max(terms.values())
-  tokens = case.rows * (1 if case.program == "decode" else case.count)
-  tokens *= case.length if case.program == "train" else 1
-  good, margin = fits(used, chip)
+  cycles = done.product_cycles / product + done.other_cycles / rates["stream"]
   return {
-    "fits": good,
-    "margin": margin,
-    "used": used,
+    "fits": own + program.beside <= chip.hbm,
+    "own": own,
+    "beside": program.beside,
     "hbm": chip.hbm,
-    "memory": memory,
-    "flops": all_flops / case.chips,
-    "xla_flops": (compiled.cost_analysis() or {}).get("flops"),
-    "hbm_bytes": hbm_bytes(case, cfg),
+    "temporaries": m.temp_size_in_bytes,
+    "needed": program.needed,
     "xla_bytes": (compiled.cost_analysis() or {}).get("bytes accessed"),
-    "collectives": kinds,
+    **dataclasses.asdict(done),
+    "collectives": sum(c.count for c in traffic) / program.units,
+    "overlapped": sum(c.count for c in traffic if c.overlapped) / program.units,
+    "sent": sent,
     "largest": [{**dataclasses.asdict(c), "sent": c.sent} for c in traffic[:8]],
-    "terms": terms,
-    "seconds": step,
-    "xla_seconds": estimate,
-    "bound": max(terms, key=terms.get),
-    "tokens_per_s": tokens / step,
-    "mfu": model_flops / case.chips / chip.flops / step,
+    "floors": floors,
+    "floor": max(floors.values()),
+    "bound": max(floors, key=floors.get),
+    "estimate": cycles + waited / chip.ici_rate,
+    "rates": rates,
     "compile_seconds": seconds,
   }
 
 
-_COLUMNS = {
-  "case": "case",
-  "used": "GB a chip",
-  "hbm": "of",
-  "left": "left",
-  "tflop": "TFLOP",
-  "xla_tflop": "XLA's",
-  "gathered": "gather",
-  "reduced": "reduce",
-  "scattered": "scatter",
-  "moved": "other GB",
-  "compute": "compute ms",
-  "traffic": "HBM ms",
-  "ici": "ICI ms",
-  "xla": "XLA ms",
-  "rate": "tokens/s",
-  "mfu": "MFU",
-  "compile": "compile s",
-}
+def calibrate(device: jax.Device, chip: Chip) -> dict[str, float]:
+  """Cycles that the compiler estimates for a second of three plain programs.
 
-_NOTE = """
-Per chip and step; for decode and its tokens/s, one token of every slot. gather, reduce,
-scatter, other: GB that a chip sends, loops counted. XLA's TFLOP count a loop once. XLA
-ms: its own estimate without collectives and attention kernels. A step takes at least
-the largest of the three other times; MFU and tokens/s (of all chips) are of that bound.
-"""
+  The second is that of the chip's peaks: a product of 8192 x 8192 twice is bound by
+  arithmetic, one of 64 rows and a stream by HBM.
+  """
+  place = SingleDeviceSharding(device)
+
+  def cycles(function: Any, *shapes: tuple[int, int]) -> float:
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in shapes]
+    done = work(jax.jit(function).lower(*arrays).compile().as_text(), (1,))
+    return done.product_cycles + done.other_cycles
+
+  n = 8192
+  product = cycles(jnp.matmul, (n, n), (n, n))
+  rows = cycles(jnp.matmul, (64, n), (n, n))
+  stream = cycles(lambda x: 2 * x + 1, (n, n))
+  return {
+    "product": product / (2 * n**3 / chip.flops),
+    "rows": rows / (2 * n**2 / chip.hbm_rate),
+    "stream": stream / (4 * n**2 / chip.hbm_rate),
+  }
 
 
 def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-  """A row of the table; GB are decimal, collectives' are what a chip sends."""
-  sent = collections.Counter(
-    {k: v["sent"] / 1e9 for k, v in figures["collectives"].items()}
-  )
-  terms = {k: 1e3 * v for k, v in figures["terms"].items()}
+  """A row of the table."""
+  copies = f"{figures['copies']:.3g}: {figures['copied'] / 1e9:.1f}"
+  collected = f"{figures['collectives']:.0f}, {figures['overlapped']:.0f}"
   return {
-    "case": name,
-    "used": figures["used"] / 1e9,
+    "program": name,
+    "own": figures["own"] / 1e9,
+    "beside": figures["beside"] / 1e9,
     "hbm": f"{figures['hbm'] / 1e9:.0f}",
-    "left": f"{figures['margin']:.0%}",
-    "tflop": figures["flops"] / 1e12,
-    "xla_tflop": (figures["xla_flops"] or 0) / 1e12,
-    "gathered": sent["all-gather"],
-    "reduced": sent["all-reduce"],
-    "scattered": sent["reduce-scatter"],
-    "moved": sent["all-to-all"] + sent["collective-permute"],
-    "compute": terms["compute"],
-    "traffic": terms["hbm"],
-    "ici": terms["ici"],
-    "xla": 1e3 * figures["xla_seconds"],
-    "rate": figures["tokens_per_s"],
-    "mfu": figures["mfu"],
-    "compile": figures["compile_seconds"],
+    "temporaries": figures["temporaries"] / 1e9,
+    "needed": figures["needed"] / 1e9,
+    "moved": figures["moved"] / 1e9,
+    "kernels": f"{figures['kernels']:.0f}",
+    "copies": copies if figures["copies"] else "0",
+    "sorts": f"{figures['sorts']:.0f}",
+    "collectives": f"{collected}, {figures['sent'] / 1e9:.1f}",
+    "floor": 1e3 * figures["floor"],
+    "estimate": 1e3 * figures["estimate"],
+    "compile": f"{figures['compile_seconds']:.0f}",
   }
-
-
-def compile_apart(name: str) -> dict[str, Any]:
-  """`measure` in a process of its own; {"error": one line} where it fails."""
-  command = [sys.executable, "-m", "experiments.bench.compile_check", f"--child={name}"]
-  if _TEXT.value:
-    command.append(f"--text={_TEXT.value}")
-  settings = {
-    "JAX_PLATFORMS": "cpu",  # where the host's own small arrays go
-    # No cloud is asked which TPU this is, and none is claimed.
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",  # any; the topology of the case decides
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  }
-  done = subprocess.run(
-    command, env={**os.environ, **settings}, capture_output=True, text=True
-  )
-  lines = done.stderr.splitlines()
-  if done.returncode == 0:
-    out = json.loads(done.stdout.splitlines()[-1])
-    out["warnings"] = [x for x in lines if "nvoluntary full remat" in x]
-    return out
-  is_reason = re.compile(r"Ran out of memory|Exceeded|Error\b|Error:")
-  reasons = [x.strip() for x in lines if is_reason.search(x)] or lines[-1:]
-  return {"error": " ".join(reasons[-2:])[:600] or f"exit status {done.returncode}"}
-
-
-def run(names: list[str]) -> dict[str, Any]:
-  """Every case's figures by name, and the share of HBM that each takes."""
-  table: dict[str, dict[str, Any]] = {}
-  for i, name in enumerate(names, 1):
-    print(f"[{i}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
-    start = time.monotonic()
-    figures = compile_apart(name)
-    table[name] = figures
-    seconds = f"{time.monotonic() - start:.0f} s"
-    print(f"  {verdict(name, figures)} ({seconds})", file=sys.stderr, flush=True)
-  ratios = {k: v["used"] / v["hbm"] for k, v in table.items() if "used" in v}
-  return {"table": table, "ratios": ratios}
 
 
 def verdict(name: str, figures: Mapping[str, Any]) -> str:
   """One line: it fits with so much to spare, or what to change."""
-  change = f"try {advice(CASES[name].program)}"
+  change = f"try {advice(name)}"
   if "error" in figures:
     short = "memory" in figures["error"]
     return f"DOES NOT {'FIT' if short else 'COMPILE'}: {figures['error']}" + (
       f"; {change}" if short else ""
     )
-  used, hbm = figures["used"] / 1e9, figures["hbm"] / 1e9
+  own = figures["own"] / 1e9
+  beside = figures["beside"] / 1e9
+  hbm = figures["hbm"] / 1e9
+  sizes = f"{own:.1f} GB and {beside:.1f} beside of {hbm:.0f}"
   if not figures["fits"]:
-    return f"DOES NOT FIT: {used:.1f} GB of {hbm:.0f}, {used - hbm:.1f} over; {change}"
-  return f"fits: {used:.1f} GB of {hbm:.0f}, {figures['margin']:.0%} left"
+    return f"DOES NOT FIT: {sizes}, {own + beside - hbm:.1f} over; {change}"
+  return f"fits: {sizes}"
 
 
-def main() -> None:
-  """Prints the table and what is wrong; writes the figures where --out says."""
-  names = [SMALLEST] if QUICK.value else list(CASES)
-  names = [name for name in names if re.search(bench.CASES.value, name)]
-  if not names:
-    stop(f"--cases={bench.CASES.value!r} finds none; --list prints their names")
+def advice(name: str) -> str:
+  """What to change when a program does not fit."""
+  if name in ("learn", "score"):
+    return (
+      "more chips for mesh.fsdp or mesh.context, fewer algo.batch.rows, a smaller "
+      "algo.batch.length or model.logit_chunk, model.remat='full'"
+    )
+  return (
+    "more devices for a replica (rollout.tensor), fewer rollout.slots or "
+    "rollout.inject_rows, a smaller rollout.max_len"
+  )
+
+
+def _alone(words: Sequence[str]) -> dict[str, Any]:
+  """Runs this program in a process of its own; {"error": one line} where it fails."""
+  command = [sys.executable, "-m", "experiments.bench.compile_check", *words]
+  done = subprocess.run(command, capture_output=True, text=True)
+  lines = done.stderr.splitlines()
+  if done.returncode == 0:
+    return json.loads(done.stdout.splitlines()[-1])
+  is_reason = re.compile(r"Ran out of memory|Exceeded|Error\b|Error:")
+  reasons = [x.strip() for x in lines if is_reason.search(x)] or lines[-1:]
+  return {"error": " ".join(reasons[-2:])[:600] or f"exit status {done.returncode}"}
+
+
+def _check_run(config: ml_collections.ConfigDict) -> None:
+  """Compiles the programs of a config's run and prints their table."""
+  # --- What there is to compile.
+  settings = read_config(config, RLConfig)
+  topology = _SLICE.value
+  generation = topology.partition(":")[0]
+  if generation not in CHIPS:
+    stop(f"--slice={topology!r} must begin with one of {', '.join(CHIPS)}")
+  layers = _QUICK_LAYERS if QUICK.value else 0
+  devices = tpu_programs.devices_of(topology)
+  run = tpu_programs.make_run(settings, devices, _MODEL.value, layers)
+  live = _LIVE.value or settings.rollout.max_len // 4
+  programs = {p.name: p for p in tpu_programs.programs(run, live)}
   if _LIST.value:
-    print("\n".join(names))
+    print("\n".join(programs))
     return
-  if importlib.util.find_spec("libtpu") is None:
-    stop("this needs the compiler for TPUs: pip install 'jax[tpu]'")
   if _CHILD.value:
-    print(json.dumps(measure(CASES[_CHILD.value])))
+    figures = measure(programs[_CHILD.value], CHIPS[generation], devices[0])
+    print(json.dumps(figures))
     return
-  figures = run(names)
-  rows = [row_of(k, v) for k, v in figures["table"].items() if "used" in v]
-  print(markdown_table(rows, _COLUMNS) + _NOTE)
+  names = [name for name, p in programs.items() if p.decides]
+  if bench.CASES.value:
+    names = [name for name in programs if re.search(bench.CASES.value, name)]
+    if not names:
+      stop(f"--cases={bench.CASES.value!r} finds none; --list prints their names")
+
+  # --- Compile each, and say how it went.
+  table: dict[str, dict[str, Any]] = {}
+  for i, name in enumerate(names, 1):
+    print(f"[{i}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
+    table[name] = _alone([*sys.argv[1:], f"--child={name}"])
+    print(f"  {verdict(name, table[name])}", file=sys.stderr, flush=True)
+  _finish(table, f"{len(programs)} programs in all")
+
+
+def _check_cases() -> None:
+  """Compiles the programs of every case that --cases finds, and prints one table."""
+  cases = bench.chosen(CASES)  # the first of them with --quick
+  if _LIST.value:
+    print("\n".join(f"{name}\n  {' '.join(words)}" for name, words in cases.items()))
+    return
+  table: dict[str, dict[str, Any]] = {}
+  command = [sys.executable, "-m", "experiments.bench.compile_check"]
+  for name, words in cases.items():
+    print(name, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+      file = os.path.join(folder, "out.json")
+      more = [f"--out={file}", f"--quick={QUICK.value}"]
+      subprocess.run([*command, *words, *more], stdout=subprocess.DEVNULL)
+      if os.path.exists(file):
+        figures = read_object(file)["table"]
+        table |= {f"{name}: {key}": value for key, value in figures.items()}
+      else:
+        table[name] = {"error": "refused; see above"}
+  _finish(table, f"{len(cases)} runs")
+
+
+def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
+  """Prints and writes the table; ends with status 1 where something does not fit."""
+  rows = [row_of(name, row) for name, row in table.items() if "own" in row]
+  print(markdown_table(rows, _COLUMNS))
+  print(f"\n{what}")
   if OUT.value:
-    write_json(OUT.value, figures)
-  bad = [k for k, v in figures["table"].items() if not v.get("fits")]
+    write_json(OUT.value, {"table": dict(table)})
+  bad = [name for name, row in table.items() if not row.get("fits")]
   for name in bad:
-    print(f"{name}: {verdict(name, figures['table'][name])}", file=sys.stderr)
+    print(f"{name}: {verdict(name.split(': ')[-1], table[name])}", file=sys.stderr)
   sys.exit(bool(bad))
 
 
+def main() -> None:
+  """Checks the run of --config; without one, those of `CASES`."""
+  if importlib.util.find_spec("libtpu") is None:
+    stop("this needs the compiler for TPUs: pip install 'jax[tpu]'")
+  # No cloud is asked which TPU this is, and none is claimed: the slice decides.
+  os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  }
+  jax.config.update("jax_platforms", "cpu")
+  if any(word.startswith(("--config", "-config")) for word in sys.argv[1:]):
+    start(_check_run, RLConfig)
+  else:
+    run_program(_check_cases)
+
+
 if __name__ == "__main__":
-  run_program(main)
+  main()

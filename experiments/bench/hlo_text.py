@@ -1,4 +1,4 @@
-"""What collectives a compiled program has, read from its HLO text.
+"""A compiled program's instructions and collectives, read from its HLO text.
 
 XLA's own figures count the body of a loop once; here each instruction counts as often
 as the loops around it run.
@@ -6,10 +6,11 @@ as the loops around it run.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -23,6 +24,7 @@ class Collective:
     size: bytes of the whole array (of what a device sends, if collective-permute).
     ways: devices of a group.
     origin: the operation in the model.
+    overlapped: whether other work stands between its start and its end.
   """
 
   kind: str
@@ -30,6 +32,7 @@ class Collective:
   size: int
   ways: int
   origin: str
+  overlapped: bool = False
 
   @property
   def sent(self) -> float:
@@ -153,13 +156,16 @@ def _constant(lines: list[str], name: str) -> int | None:
   return int(value[1])
 
 
-def instructions(text: str, turns: int) -> Iterator[tuple[int, str, str, str]]:
+def instructions(
+  text: str, turns: Sequence[int]
+) -> Iterator[tuple[int, str, str, str]]:
   """Every instruction that runs: how often, around what loop, in which computation.
 
   Args:
     text: of a compiled HLO module.
-    turns: trips of a loop whose trips only the run knows. All branches of a
-      conditional count as if taken.
+    turns: trips of loops whose trips only the run knows, the outermost first; the last
+      is that of all further inside. Of a conditional's branches one is taken: that of
+      most instructions counts.
 
   Yields:
     Its count, the loop's body (or the entry, or the branch) that it belongs to, the
@@ -167,27 +173,35 @@ def instructions(text: str, turns: int) -> Iterator[tuple[int, str, str, str]]:
   """
   bodies, entry = computations(text)
 
-  def visit(name: str, count: int, owner: str) -> Iterator[tuple[int, str, str, str]]:
+  def visit(
+    name: str, count: int, owner: str, unknown: int
+  ) -> Iterator[tuple[int, str, str, str]]:
     for line in bodies[name]:
       yield count, owner, name, line
       if " while(" in line:
         body = re.search(r"body=%?([\w.-]+)", line)[1]
         condition = re.search(r"condition=%?([\w.-]+)", line)[1]
         times = trips(line, bodies[condition], bodies[body])
+        inner = unknown
         if times is None:
-          times = turns
-        yield from visit(body, count * times, body)
+          times = turns[min(unknown, len(turns) - 1)]
+          inner += 1
+        yield from visit(body, count * times, body, inner)
       for other in re.findall(r"calls=%?([\w.-]+)", line):
-        yield from visit(other, count, owner)
+        yield from visit(other, count, owner, unknown)
       branches = re.findall(r"branch_computations=\{(.*?)\}", line)
       branches += re.findall(r"(?:true|false)_computation=(%?[\w.-]+)", line)
-      for other in re.findall(r"[\w.-]+", " ".join(branches)):
-        yield from visit(other, count, other)
+      branches = re.findall(r"[\w.-]+", " ".join(branches))
+      if branches:
+        other = max(branches, key=lambda name: len(bodies[name]))
+        yield from visit(other, count, other, unknown)
 
-  yield from visit(entry, 1, entry)
+  yield from visit(entry, 1, entry, 0)
 
 
-def collectives(text: str, devices: int, turns: int = 1) -> list[Collective]:
+def collectives(
+  text: str, devices: int, turns: Sequence[int] = (1,)
+) -> list[Collective]:
   """The collectives of a compiled program, what sends most first.
 
   Args:
@@ -196,6 +210,11 @@ def collectives(text: str, devices: int, turns: int = 1) -> list[Collective]:
     turns: as in `instructions`.
   """
   bodies, _ = computations(text)
+  # A fused collective is a chain of fusions that name one channel: what starts it,
+  # carries it through other work and ends it.
+  chained: collections.Counter[str] = collections.Counter()
+  for lines in bodies.values():
+    chained.update(set(re.findall(r"channel_id=(\d+)", "\n".join(lines))))
   out: dict[Any, Collective] = {}
   for count, owner, name, line in instructions(text, turns):
     # --- Is it one? An asynchronous one counts where it starts.
@@ -220,29 +239,29 @@ def collectives(text: str, devices: int, turns: int = 1) -> list[Collective]:
     sliced = name != owner and any(" dynamic-slice(" in x for x in bodies[name])
     if kind == "all-reduce" and sliced:
       kind = "reduce-scatter"
-    # A fused collective is a chain of fusions that name one channel.
     identity = line
     channel = re.search(r"channel_id=(\d+)", line)
     if channel and name != owner:
       identity = channel[1]
     origin = re.search(r'op_name="([^"]*)"|$', line)[1] or ""
-    collective = Collective(kind, count, size, ways, origin)
+    overlapped = chained[identity] > 1 or _is_overlapped(bodies[name], line)
+    collective = Collective(kind, count, size, ways, origin, overlapped)
     out.setdefault((owner, identity), collective)
   return sorted(out.values(), key=lambda c: -c.sent)
 
 
-def cycles(text: str, turns: int = 1) -> int:
-  """The compiler's own estimate for a core: fusions and copies, no collectives.
-
-  Kernels (splash attention) carry no estimate and count nothing.
-  """
-  each = re.compile(r'"estimated_cycles":"(\d+)"')
-  total = 0
-  for count, owner, name, line in instructions(text, turns):
-    # Inside a fusion the parts' estimates are within that of the fusion.
-    if name == owner and (estimate := each.search(line)):
-      total += count * int(estimate[1])
-  return total
+def _is_overlapped(lines: Sequence[str], line: str) -> bool:
+  """Whether an asynchronous collective has other work before it is waited for."""
+  if "-start(" not in line:
+    return False
+  name = _INSTRUCTION.search(line)[1]
+  work = (" fusion(", " convolution(", " custom-call(", " while(")
+  for later in lines[lines.index(line) + 1 :]:
+    if re.search(rf"-done\(.*%{re.escape(name)}\b", later):
+      return False
+    if any(operation in later for operation in work):
+      return True
+  return False
 
 
 def _without_braces(line: str) -> str:

@@ -1,14 +1,19 @@
-"""This project's device programs at full size, lowered for TPU slices not at hand.
+"""The device programs of an RL run, made from its config for a TPU slice not at hand.
 
-A case names a slice, a model and a program; `lower` builds the program as the journeys
-build it and gives every argument its shape and sharding, but no array.
+`make_run` builds what `rl.run` builds before its first device call, over devices that
+only the compiler knows; a run that the journey would refuse is refused with its words.
+`programs` lists what that run compiles. To lower one gives every argument its shape and
+sharding, but no array.
+
+budget: one run, and each of its programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,208 +21,469 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import log_probs
-from coa_jax.learner.optim import OptimConfig, make_optimizer
-from coa_jax.learner.state import Learner, TrainState
+from coa_jax.learner.state import TrainState
+from coa_jax.learner.update import PolicyUpdate
+from coa_jax.model import attention, cache, decode_params, lora
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
+from coa_jax.model.distribution import TokenMask
+from coa_jax.model.flops import products
+from coa_jax.model.hf.io import load_config
+from coa_jax.model.sharding import Partitioner, make_partitioners, platform
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
+from coa_jax.rl import RLConfig
 from coa_jax.rollout import sampler
+from coa_jax.rollout.programs import DeviceCall, device_calls
+from coa_jax.rollout.types import check_positions
+
+# States and classes of tokens of an automaton and of a grammar about as large as the
+# protocol's: no tokenizer is read.
+_STOPS = (32, 16)
+_GRAMMAR = (256, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-  """A program, a model and a slice.
+class Run:
+  """An RL run on a slice.
 
   Attributes:
-    topology: generation:chips, e.g. v5p:4x4x8.
-    model: a name in `variants.VARIANTS`.
-    program: train, prefill or decode.
-    mesh: fields of MeshConfig.
-    rows: B: of a micro-batch, of a prefill, or slots of the cache that decodes.
-    length: T of a training row, S of the cache.
-    count: micro-batches of a step, tokens given to a row, or steps of a window.
-    slots: of the cache, in a prefill.
+    settings: its config.
+    cfg: the architecture as it learns.
+    decoder: the architecture as it decodes.
+    learner: the mesh of learning.
+    rollouts: the mesh of all copies of the model that decode.
+    replica: of one of them, the first of the first host.
+    update: what learns.
+    state: what it trains: shapes with shardings.
+    frozen: what it leaves alone, likewise.
   """
 
-  topology: str
-  model: str
-  program: str
-  mesh: Mapping[str, Any]
-  rows: int
-  length: int
-  count: int
-  slots: int = 0
-
-  @property
-  def name(self) -> str:
-    """E.g. qwen3-8b/v6e:4x4/train; the mesh where a slice has several."""
-    rules = {k: "+".join(v) for k, v in self.mesh.get("rules", {}).items()}
-    fields = {**self.mesh, **rules}
-    fields.pop("rules", None)
-    mesh = ",".join(f"{k}={v}" for k, v in fields.items()) or "fsdp"
-    return f"{self.model}/{self.topology}/{self.program}/{mesh}"
-
-  @property
-  def chips(self) -> int:
-    """Number of chips."""
-    return math.prod(map(int, self.topology.partition(":")[2].split("x")))
-
-  def turns(self) -> int:
-    """Trips of the one loop whose trips the program is told: a step's micro-batches.
-
-    A window is counted as one token, so that figures are per decoding step.
-    """
-    return self.count if self.program == "train" else 1
+  settings: RLConfig
+  cfg: ModelConfig
+  decoder: ModelConfig
+  learner: Partitioner
+  rollouts: Partitioner
+  replica: Partitioner
+  update: PolicyUpdate
+  state: TrainState
+  frozen: Any
 
 
-def _cases() -> Iterator[Case]:
-  # Over the whole of a cube of 64 or more, gathers are compiled to sums of twice the
-  # bytes (libtpu 0.0.42): there parameters are split over a part of the mesh.
-  part = {"rules": {"D": ("fsdp",)}}
-  # Slice, model, tokens of a row, meshes to train on, tensor ways and slots to decode.
-  sizes: tuple[tuple[str, str, int, list[dict[str, Any]], int, int], ...] = (
-    ("v5e:2x2", "qwen2.5-0.5b", 4_096, [{}], 1, 64),
-    ("v5e:2x4", "qwen2.5-1.5b", 8_192, [{}], 2, 64),
-    ("v5e:4x4", "qwen3-1.7b", 8_192, [{}], 2, 64),
-    ("v6e:4x4", "qwen3-8b", 8_192, [{}], 4, 64),
-    ("v5p:2x2x4", "qwen2.5-7b", 32_768, [{}], 4, 64),
-    ("v5p:2x4x4", "qwen3-14b", 32_768, [{}, {"context": 2}], 8, 64),
-    (
-      "v5p:4x4x4",
-      "qwen2.5-32b",
-      32_768,
-      [{"context": 4}, {"context": 4, **part}],
-      8,
-      64,
-    ),
-    ("v5p:4x4x8", "qwen3-32b", 32_768, [{"context": 4, **part}, {"tensor": 4}], 8, 128),
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """One program of a run; figures are of a chip, and of a token where it is a window.
+
+  Attributes:
+    name: learn, score, convert, gather, gather a layer, or a `DeviceCall` in words.
+    lower: lowers it.
+    devices: that it runs on together.
+    turns: trips of loops whose number only the run knows, the outermost first.
+    units: what its figures are divided by: a window's tokens, else 1.
+    flops: arithmetic that the model needs.
+    needed: bytes to read or write that can not be spared.
+    beside: bytes that are taken by what is no argument of it.
+    large: bytes from which an array is as large as a layer's keys; 0 where it has none.
+    decides: whether it is the largest of its kind.
+  """
+
+  name: str
+  lower: Callable[[], Any]
+  devices: int
+  turns: tuple[int, ...]
+  units: int
+  flops: float
+  needed: float
+  beside: float
+  large: float = 0
+  decides: bool = True
+
+
+def num_chips(topology: str) -> int:
+  """Chips of a slice such as v5p:4x4x8."""
+  return math.prod(map(int, topology.partition(":")[2].split("x")))
+
+
+def devices_of(topology: str) -> list[jax.Device]:
+  """Returns a slice's devices, as its compiler knows them.
+
+  Raises:
+    ValueError: there is no such slice.
+  """
+  try:
+    return topologies.get_topology_desc(topology, platform="tpu").devices
+  except Exception as e:  # the compiler's own, of any kind
+    reason = str(e).splitlines()[0]
+    raise ValueError(f"--slice={topology!r} is none, as v5p:2x2x4: {reason}") from None
+
+
+def make_run(
+  settings: RLConfig, devices: list[jax.Device], model: str = "", layers: int = 0
+) -> Run:
+  """Builds what a run on a slice is made of.
+
+  Args:
+    settings: the config.
+    devices: of the slice.
+    model: a name in `variants.VARIANTS`, in place of the folder `init`.
+    layers: of the model; 0 for all.
+
+  Raises:
+    ValueError, FileNotFoundError: the journey would refuse the run, or there is no such
+      model.
+  """
+  # --- The mesh, and the model.
+  tensor = settings.rollout.tensor
+  partitioner, rollouts = make_partitioners(settings.mesh, devices, tensor)
+  if partitioner is None or rollouts is None:
+    raise ValueError("--slice must leave learning two chips or more, and mesh.devices")
+  if model:
+    cfg = variant(model, **dataclasses.asdict(settings.model))
+  else:
+    cfg = load_config(settings.init, settings.model)
+    check_positions(settings.rollout, cfg, settings.init)
+  if layers:
+    cfg = dataclasses.replace(cfg, layers=layers, windows=cfg.windows[:layers])
+
+  # --- What the journey checks, in its order.
+  algo = settings.algo
+  partitioner.check({**cfg.axes, "B": algo.batch.rows, "T": algo.batch.length})
+  lora.check(cfg, settings.lora)
+  attention.check(cfg, partitioner, algo.batch.length)
+  decoder = decode_params.architecture(cfg, partitioner)
+  rollouts = rollouts.decoding(tensor)
+  replicas = rollouts.replicas()
+  for replica in replicas:
+    replica.check(decoder.axes)
+
+  # --- What learns.
+  update = PolicyUpdate(
+    cfg,
+    loss=algo.loss,
+    batch=algo.batch,
+    optim=settings.optim,
+    lora_config=settings.lora,
+    partitioner=partitioner,
+    truncation=settings.rollout.truncation,
+    steps=algo.steps,
+    prompts=algo.sampling.prompts,
+    samples=algo.sampling.samples,
+    temperature=algo.sampling.temperature,
+    allowed=_grammar(cfg) if settings.rollout.constrain else None,
   )
-  for topology, model, length, meshes, tensor, slots in sizes:
-    for mesh in meshes:
-      case = Case(topology, model, "train", mesh, 0, length, 4)
-      rows = case.chips // (mesh.get("context", 1) * mesh.get("tensor", 1))
-      yield dataclasses.replace(case, rows=rows)
-    case = Case(topology, model, "decode", {"tensor": tensor}, slots, length, 16)
-    rows = case.chips // tensor
-    tokens = length // 4
-    yield dataclasses.replace(
-      case, program="prefill", rows=rows, count=tokens, slots=slots
+  params = _placed(param_shapes(cfg), partitioner)
+  shapes = jax.eval_shape(functools.partial(update.init, seed=0), params)
+  state, frozen = (_placed(tree, partitioner) for tree in shapes)
+  return Run(
+    settings, cfg, decoder, partitioner, rollouts, replicas[0], update, state, frozen
+  )
+
+
+def programs(run: Run, live: int) -> list[Program]:
+  """Lists every program that a run compiles.
+
+  Args:
+    run: the run.
+    live: tokens of a trajectory whose keys and values a decoding step needs, on
+      average.
+  """
+  # --- What is resident beside. The caches and the decode parameters are freed before
+  # learning; with staleness they are not, and there are the parameters before, too.
+  view = device_bytes(decoding_params(run))
+  calls = device_calls(run.settings.rollout)
+  kept = device_bytes(run.state) + device_bytes(run.frozen)
+  if run.settings.lora:
+    kept += device_bytes(_policy(run))  # merged for decoding
+  older = 0.0
+  rolling = 0.0
+  if run.settings.algo.sampling.staleness:
+    older = view
+    rolling = 2 * view + device_bytes(_cache(run, calls[-1].places))
+
+  # --- Devices of rollouts alone hold nothing of the learner, and it nothing of theirs.
+  beside_learning = 0.0 if run.settings.mesh.rollout else rolling
+  beside_decoding = older if run.settings.mesh.rollout else older + kept
+
+  # --- Learning, and the decode parameters.
+  out = [_learning(run, name, beside_learning) for name in run.update.jitted]
+  out += _handing_over(run, kept + beside_learning)
+
+  # --- Decoding, of every replica by itself.
+  deciding = _deciding(calls)
+  for call in calls:
+    flops, needed = _decoding_needs(run, call, live)
+    windows = call.tokens if call.function == "window" else 1
+    blocks = -(-call.places // cache.BLOCK_SIZE)
+    one_layer = device_bytes(_cache(run, call.places).layers[0][0])
+    out.append(
+      Program(
+        name=str(call),
+        lower=functools.partial(_lower_call, run, call),
+        devices=run.replica.mesh.size,
+        turns=(windows, blocks) if call.function == "window" else (blocks,),
+        units=windows,
+        flops=flops,
+        needed=needed,
+        beside=beside_decoding,
+        large=one_layer / 2,
+        decides=call in deciding,
+      )
     )
-    yield case
+  return out
 
 
-CASES = {case.name: case for case in _cases()}
-SMALLEST = "qwen2.5-0.5b/v5e:2x2/decode/tensor=1"
+def device_bytes(tree: Any) -> float:
+  """Bytes that arrays take on each device; of shapes with shardings."""
+  total = 0
+  for x in jax.tree.leaves(tree):
+    total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+  return total
 
 
-def architecture(case: Case) -> ModelConfig:
-  """The model as a run on TPUs configures it."""
-  shared = {"dtype": "bfloat16", "attention": "splash"}
-  if case.program == "train":
-    return variant(case.model, scan=True, remat="full", logit_chunk=1024, **shared)
-  return variant(case.model, param_dtype="bfloat16", **shared)
+def _deciding(calls: list[DeviceCall]) -> list[DeviceCall]:
+  """Of the largest cache the window, and the call that is given most tokens."""
+  extends = [call for call in calls if call.function == "extend"]
+  windows = [call for call in calls if call.function == "window"]
+  return [extends[-1], windows[-1]]
 
 
-def partitioner_of(case: Case) -> Partitioner:
-  """The mesh of a case over devices that are not there."""
-  devices = topologies.get_topology_desc(case.topology, platform="tpu").devices
-  partitioner = make_partitioner(MeshConfig(**case.mesh), devices)
-  return partitioner if case.program == "train" else partitioner.decoding()
-
-
-def _placed(tree: Any, shardings: Any) -> Any:
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+def _learning(run: Run, name: str, rolling: float) -> Program:
+  """The step, or the scores that some losses need before it."""
+  batch = run.settings.algo.batch
+  state = device_bytes(run.state)
+  tokens = batch.rows * batch.length / run.learner.mesh.size
+  # A row is one segment, whose tokens read half of it on average.
+  forward = tokens * _token_flops(run.cfg, batch.length / 2)
+  # In 2 bytes, whole but for `tensor`.
+  weights = 2 * sum(products(run.cfg)) / run.learner.mesh.shape["tensor"]
+  shared = dict(
+    name=name,
+    lower=functools.partial(_lower_learning, run, name),
+    devices=run.learner.mesh.size,
+    units=1,
+  )
+  if name == "score":
+    moments = device_bytes(run.state.opt_state)
+    return Program(
+      **shared, turns=(1,), flops=forward, needed=weights, beside=moments + rolling
+    )
+  times = run.update.micro_batches
+  return Program(
+    **shared,
+    turns=(times,),
+    flops=3 * times * forward,
+    needed=3 * times * weights + 2 * state,  # the state is read and written
+    beside=rolling,
   )
 
 
-def _arrays(
-  partitioner: Partitioner, letters: str, shape: tuple[int, ...], dtype: Any
-) -> Any:
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.sharding(letters))
+def _handing_over(run: Run, beside: float) -> list[Program]:
+  """What `decode_params.decoding_views` compiles: it rounds, then gathers by layers.
 
+  Args:
+    run: the run.
+    beside: bytes of a device of the learner that are taken meanwhile, the policy's
+      parameters included.
+  """
+  params = _policy(run)
+  gathered = decode_params.decoding_shapes(run.decoder, run.rollouts)
+  narrow = bool(run.decoder.product_dtype)
+  converted = _with_sharding(gathered, run.learner.tree(gathered, narrow))
+  shared = dict(devices=run.learner.mesh.size, turns=(1,), units=1, flops=0)
 
-def lower(case: Case) -> Any:
-  """The case's program, lowered for its slice with every argument's sharding."""
-  partitioner, cfg = partitioner_of(case), architecture(case)
-  lowering = {"train": _lower_train, "prefill": _lower_prefill}
-  return lowering.get(case.program, _lower_decode)(case, cfg, partitioner)
+  # --- Rounded, and as many arrays as layers; each stays on the devices it is on.
+  convert = decode_params.converter(run.decoder, platform(run.learner))
+  out = [
+    Program(
+      name="convert",
+      lower=functools.partial(convert.lower, params),
+      needed=device_bytes(params) + device_bytes(converted),
+      beside=beside - device_bytes(params),
+      **shared,
+    )
+  ]
+  if run.settings.mesh.rollout:
+    return out  # sent to other devices: no program does that
 
+  # --- Gathered: first what is of no layer, whose parts stay, then layer after layer.
+  def rest(tree: dict[str, Any]) -> dict[str, Any]:
+    return {k: x for k, x in tree.items() if not decode_params.is_layer(k)}
 
-def _lower_train(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
-  partitioner.check({**cfg.axes, "B": case.rows, "T": case.length})
-
-  def loss(params: Any, frozen: Any, batch: batching.Batch) -> Any:
-    logp_BT, *_ = log_probs.token_logps(cfg, params, batch, partitioner=partitioner)
-    return log_probs.nll(logp_BT, batch.loss_mask_BT), {}
-
-  optimizer = make_optimizer(OptimConfig(lr=1e-5, warmup=10, weight_decay=0.1), 100)
-
-  def fresh(params: Any) -> TrainState:
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
-
-  state = jax.eval_shape(fresh, param_shapes(cfg))
-  batch_MBT = jax.tree.map(
-    lambda x: _arrays(
-      partitioner, ".BT", (case.count, case.rows, case.length), x.dtype
+  parts = device_bytes(rest(converted))
+  for name, layer, given, made, more in (
+    ("gather", False, rest(converted), rest(gathered), device_bytes(converted) - parts),
+    (
+      "gather a layer",  # the last: all others are there whole
+      True,
+      converted["layer_0"],
+      gathered["layer_0"],
+      device_bytes(gathered) - device_bytes(gathered["layer_0"]) + parts,
     ),
-    batching.empty(1, 1),
+  ):
+    reshard = decode_params.resharder(run.decoder, run.rollouts, layer)
+    out.append(
+      Program(
+        name=name,
+        lower=functools.partial(reshard.lower, given),
+        needed=device_bytes(given) + device_bytes(made),
+        beside=beside + more,
+        **shared,
+      )
+    )
+  return out
+
+
+def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float]:
+  """Arithmetic and bytes that a chip of a replica can not be spared; see `Program`."""
+  cfg = run.decoder
+  chips = run.replica.mesh.size
+  live = min(live, call.places)
+  # Of one token, in all layers; heads that the mesh does not split are on each chip.
+  position = cache.row_bytes(cfg, 1) / run.replica.ways("K")
+  layers, head = products(cfg)
+  if call.function == "window":
+    flops = call.rows * _token_flops(cfg, live)
+    weights = 2 * (layers + head) / chips
+    return flops / chips, weights + call.rows * live * position
+  tokens = call.rows * call.tokens
+  flops = tokens * (_token_flops(cfg, live) - 2 * head)
+  written = tokens * position
+  return flops / chips, 2 * layers / chips + call.rows * live * position + written
+
+
+def _token_flops(cfg: ModelConfig, read: float) -> float:
+  """Arithmetic of a token's forward pass, if it reads so many keys."""
+  return 2 * sum(products(cfg)) + 4 * cfg.layers * cfg.heads * cfg.head_dim * read
+
+
+def _policy(run: Run) -> Any:
+  """The parameters of the policy, as the learner holds them."""
+  return _placed(param_shapes(run.cfg), run.learner)
+
+
+def decoding_params(run: Run) -> Any:
+  """One replica's parameters."""
+  shapes = decode_params.decoding_shapes(run.decoder, run.rollouts)
+  narrow = bool(run.decoder.product_dtype)
+  return _with_sharding(shapes, run.replica.tree(shapes, narrow))
+
+
+def _cache(run: Run, places: int) -> KVCache:
+  slots = run.settings.rollout.slots
+  shapes = jax.eval_shape(
+    lambda: KVCache.empty(run.decoder, slots, places, run.replica)
   )
-  return Learner(loss, optimizer, partitioner).jitted.lower(
-    _placed(state, partitioner.tree(state)),
-    None,
-    batch_MBT,
-    _arrays(partitioner, "", (), jnp.int32),
-    _arrays(partitioner, "", (), jnp.float32),
+  # Begun as one block of what may grow so long, and resized since.
+  shapes = shapes.replace(long=run.settings.rollout.max_len > cache.SHORT)
+  sharding = run.replica.sharding("BK...")
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
   )
 
 
-def _served(
-  case: Case, cfg: ModelConfig, partitioner: Partitioner, slots: int
-) -> tuple[Any, Any]:
-  """Weights and cache as the sampler holds them."""
-  partitioner.check({**cfg.axes, "B": math.gcd(slots, case.rows)})
-  params = param_shapes(cfg)
-  empty = jax.eval_shape(lambda: KVCache.empty(cfg, slots, case.length, partitioner))
-  cache = jax.tree.map(lambda x: _arrays(partitioner, "BK...", x.shape, x.dtype), empty)
-  return _placed(params, partitioner.tree(params)), cache
+def _lower_learning(run: Run, name: str) -> Any:
+  batch = run.settings.algo.batch
+  jitted = run.update.jitted
+  shape = (batch.rows, batch.length)
+  one = batching.empty(1, 1)
+  rows = jax.tree.map(lambda x: _array(run.learner, "BT", shape, x.dtype), one)
+  scored: list[str] = []
+  if "score" in jitted:
+    scores = jitted["score"].lower(run.state.params, run.frozen, rows)
+    if name == "score":
+      return scores
+    scored = list(scores.out_info)
 
-
-def _lower_prefill(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
-  params, cache = _served(case, cfg, partitioner, case.slots)
-  row_R = _arrays(partitioner, ".", (case.rows,), "int32")
-  token_RT = _arrays(partitioner, "..", (case.rows, case.count), "int32")
-  return sampler.extend.lower(
-    cfg, params, cache, row_R, token_RT, row_R, row_R, partitioner=partitioner
+  # --- The step reads what the scores say, and what is made of them, for each of its
+  # micro-batches.
+  if run.settings.algo.loss.has_critic:
+    scored.append("return_BT")
+  for column in ("loss_weight_BT", *scored):
+    one = one.replace(**{column: one.logp_BT})
+  shape = (run.update.micro_batches, *shape)
+  return jitted[name].lower(
+    run.state,
+    run.frozen,
+    jax.tree.map(lambda x: _array(run.learner, ".BT", shape, x.dtype), one),
+    _array(run.learner, "", (), "int32"),
+    _array(run.learner, "", (), "float32"),
   )
 
 
-def _lower_decode(case: Case, cfg: ModelConfig, partitioner: Partitioner) -> Any:
-  params, cache = _served(case, cfg, partitioner, case.rows)
+def _lower_call(run: Run, call: DeviceCall) -> Any:
+  held = _cache(run, call.places)
+  row_R = _array(run.replica, ".", (call.rows,), "int32")
+  token_RT = _array(run.replica, "..", (call.rows, call.tokens), "int32")
+  if call.function == "extend":
+    return sampler.extend.lower(
+      run.decoder,
+      decoding_params(run),
+      held,
+      row_R,
+      token_RT,
+      row_R,
+      row_R,
+      partitioner=run.replica,
+    )
+  return sampler.window.lower(
+    run.decoder,
+    decoding_params(run),
+    held,
+    _slots(run, call.rows),
+    _tables(run),
+    token_RT,
+    partitioner=run.replica,
+    truncation=run.settings.rollout.truncation,
+  )
+
+
+def _slots(run: Run, rows: int) -> sampler.SamplerState:
   dtypes = {
     "seed_B": "uint32",
     "sequence_B": "uint32",
     "temperature_B": "float32",
     "active_B": "bool",
   }
-  slots = {
-    field.name: _arrays(partitioner, ".", (case.rows,), dtypes.get(field.name, "int32"))
-    for field in dataclasses.fields(sampler.SamplerState)
-  }
-  # An automaton of 32 states and 16 classes of tokens, as the protocol's is about.
-  states = _arrays(partitioner, "..", (32, 16), "int32")
-  tables = sampler.Tables(
-    _arrays(partitioner, ".", (cfg.vocab_size,), "int32"), states, states
+  fields = {}
+  for field in dataclasses.fields(sampler.SamplerState):
+    dtype = dtypes.get(field.name, "int32")
+    fields[field.name] = _array(run.replica, ".", (rows,), dtype)
+  return sampler.SamplerState(**fields)
+
+
+def _tables(run: Run) -> sampler.Tables:
+  constraint = None
+  if run.settings.rollout.constrain:
+    constraint = _everywhere(run.replica, _grammar(run.decoder))
+  class_V = _array(run.replica, ".", (run.decoder.vocab_size,), "int32")
+  states = _array(run.replica, "..", _STOPS, "int32")
+  return sampler.Tables(class_V, states, states, constraint)
+
+
+def _grammar(cfg: ModelConfig) -> TokenMask:
+  """A grammar that allows everything."""
+  class_V = jnp.zeros(cfg.vocab_size, jnp.int32)
+  return TokenMask(class_V, jnp.zeros(_GRAMMAR, jnp.int32))
+
+
+def _everywhere(partitioner: Partitioner, tree: Any) -> Any:
+  whole = partitioner.sharding("")
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree
   )
-  return sampler.window.lower(
-    cfg,
-    params,
-    cache,
-    sampler.SamplerState(**slots),
-    tables,
-    _arrays(partitioner, "..", (case.rows, case.count), "int32"),
-    partitioner=partitioner,
+
+
+def _placed(tree: Any, partitioner: Partitioner) -> Any:
+  return _with_sharding(tree, partitioner.tree(tree))
+
+
+def _with_sharding(tree: Any, shardings: Any) -> Any:
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
   )
+
+
+def _array(
+  partitioner: Partitioner, letters: str, shape: tuple[int, ...], dtype: Any
+) -> Any:
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.sharding(letters))

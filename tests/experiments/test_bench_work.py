@@ -15,10 +15,12 @@ from coa_jax.config import read_config
 from coa_jax.learner import log_probs
 from coa_jax.learner.algorithms import PRESETS
 from coa_jax.learner.batch import Batch
+from coa_jax.model.cache import row_bytes
 from coa_jax.model.hf.io import load_model
 from coa_jax.model.sharding import AXES, Partitioner
 from coa_jax.model.variants import variant
 from coa_jax.protocol.trajectory import CallStatus, Status
+from configs import rl_qwen
 from experiments.bench import (
   algorithms,
   decode,
@@ -175,16 +177,47 @@ def test_a_leak_of_the_jail_is_an_error(monkeypatch, tmp_path):
 # --- Programs for TPUs.
 
 
-@pytest.mark.parametrize("program", ["train", "prefill", "decode"])
-def test_every_kind_of_program_can_be_lowered(program: str, monkeypatch):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
   """Here for one device of this machine; the compiler for TPUs is not everywhere."""
   kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
   devices = np.array(jax.devices()[:1]).reshape(1, 1, 1, 1)
   partitioner = Partitioner(Mesh(devices, AXES, axis_types=kinds))
-  monkeypatch.setattr(tpu_programs, "partitioner_of", lambda case: partitioner)
-  monkeypatch.setattr(tpu_programs, "architecture", lambda case: toy.MODEL)
-  case = tpu_programs.Case("v5e:1x1", "toy", program, {}, 2, 128, 4, slots=4)
-  assert "func" in tpu_programs.lower(case).as_text()
+  monkeypatch.setattr(
+    tpu_programs, "make_partitioners", lambda *_: (partitioner, partitioner)
+  )
+  monkeypatch.setattr(tpu_programs, "variant", lambda *_, **__: toy.MODEL)
+  config = rl_qwen.get_config("tiny")
+  config.algo.loss.update(kl_coef=0.1, is_clip=2.0)  # the reference's scores, too
+  config.algo.sampling.staleness = staleness
+  run = tpu_programs.make_run(read_config(config, rl.RLConfig), jax.devices(), "toy")
+  programs = {p.name: p for p in tpu_programs.programs(run, live=100)}
+  deciding = [p.name for p in programs.values() if p.decides]
+  assert deciding == [
+    "learn",
+    "score",
+    "convert",
+    "gather",
+    "gather a layer",
+    "extend 4 x 512 of 1024",
+    "window 4 x 8 of 1024",
+  ]
+  for name in deciding:
+    assert "func" in programs[name].lower().as_text()
+  # Decoding stands beside the whole state; so do two views and the caches beside
+  # learning, where rollouts go on meanwhile.
+  state = tpu_programs.device_bytes(run.state) + tpu_programs.device_bytes(run.frozen)
+  assert programs[deciding[-1]].beside >= state
+  view = tpu_programs.device_bytes(tpu_programs.decoding_params(run))
+  cache = row_bytes(run.decoder, 1024) * 4
+  assert programs["learn"].beside == staleness * (2 * view + cache)
+  # On devices of their own rollouts are beside nothing of the learner's.
+  mesh = dataclasses.replace(run.settings.mesh, rollout=1)
+  settings = dataclasses.replace(run.settings, mesh=mesh)
+  apart = tpu_programs.programs(dataclasses.replace(run, settings=settings), live=100)
+  beside = {p.name: p.beside for p in apart if p.name in deciding}
+  assert "convert" in beside and "gather" not in beside
+  assert beside["learn"] == 0 and beside[deciding[-1]] == staleness * view
 
 
 def test_bytes_of_types_and_of_collectives_and_groups_in_every_notation():

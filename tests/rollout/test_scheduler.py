@@ -198,7 +198,7 @@ def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
 @pytest.mark.parametrize("piece", [5, 16])
 def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
   expected = play(novice, range(6))
-  monkeypatch.setattr(scheduler, "_PIECE", piece)
+  monkeypatch.setattr(scheduler, "PIECE", piece)
   lengths = []
   real = scheduler.sampler.extend
 
@@ -214,7 +214,7 @@ def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
 
 
 def test_a_call_has_the_rows_it_is_given_and_no_fewer_tokens_than_a_kernel():
-  rows = scheduler._row_bucket
+  rows = scheduler.row_bucket
   assert [rows(n, 64, 16) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
   assert [rows(n, 16, 16) for n in (1, 4, 5)] == [4, 4, 16]
   assert [rows(n, 16, 3) for n in (1, 2, 3)] == [3, 3, 3]

@@ -1,0 +1,217 @@
+"""What a compiled program does to a chip's memory and matrix units, from its HLO text.
+
+Each instruction counts as often as the loops around it run. What is not in the text is
+not counted: the arithmetic and traffic of kernels, and what stays on the chip (memory
+space 1, VMEM).
+
+budget: one pass over the text, and the rules for each kind of instruction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from experiments.bench.hlo_text import array_bytes, computations, instructions
+
+# Names and tuples of what is there already, loops whose bodies are counted, and ends
+# of what is counted at its start.
+_FREE = {
+  "bitcast",
+  "conditional",
+  "constant",
+  "get-tuple-element",
+  "parameter",
+  "partition-id",
+  "replica-id",
+  "tuple",
+  "while",
+  "after-all",
+  "opt-barrier",
+}
+_DEFINITION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclasses.dataclass
+class Work:
+  """Sums over a program, on one chip.
+
+  Attributes:
+    moved: bytes read from HBM and written to it.
+    copied: bytes of arrays that are copied or transposed whole, and are large.
+    copies: how many such.
+    sorted: bytes of arrays that are sorted.
+    sorts: how many such.
+    kernels: calls of kernels, whose traffic is unknown.
+    product_cycles: the compiler's estimate for matrix products and what is fused.
+    other_cycles: its estimate for all else but collectives and kernels.
+  """
+
+  moved: float = 0
+  copied: float = 0
+  copies: float = 0
+  sorted: float = 0
+  sorts: float = 0
+  kernels: float = 0
+  product_cycles: float = 0
+  other_cycles: float = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+  """An instruction: the text of its type, its operation, operands and line."""
+
+  kind: str
+  operation: str
+  operands: tuple[str, ...]
+  line: str
+
+
+def work(text: str, turns: Sequence[int], large: float = 0, units: int = 1) -> Work:
+  """Adds up what a program does.
+
+  Args:
+    text: of the compiled HLO module.
+    turns: as in `instructions`.
+    large: bytes from which an array that is copied counts as large; 0 for none.
+    units: what all sums are divided by.
+  """
+  module = {name: _parsed(lines) for name, lines in computations(text)[0].items()}
+  out = Work()
+  for count, owner, name, line in instructions(text, turns):
+    definition = _DEFINITION.match(line)
+    # Inside a fusion nothing goes to memory, and its estimate is that of the whole.
+    if name != owner or not definition:
+      continue
+    x = module[name][definition[1]]
+    inside = module.get(_called(line), {}) if x.operation == "fusion" else {}
+    operations = {x.operation} | {each.operation for each in inside.values()}
+
+    # --- Time.
+    if estimate := _CYCLES.search(line):
+      if operations & {"convolution", "dot"}:
+        out.product_cycles += count * int(estimate[1])
+      else:
+        out.other_cycles += count * int(estimate[1])
+    if x.operation == "custom-call" and "tpu_custom_call" in line:
+      out.kernels += count
+      continue
+
+    # --- Memory.
+    out.moved += count * _moved(module[name], x, inside)
+    size = max(_hbm_bytes(x.kind), default=0)
+    whole = _is_copy(x, inside)
+    if large and whole and size >= large:
+      out.copies += count
+      out.copied += count * size
+    if "sort" in operations or "topk" in line.lower():
+      out.sorts += count
+      out.sorted += count * size
+  for field in dataclasses.fields(Work):
+    setattr(out, field.name, getattr(out, field.name) / units)
+  return out
+
+
+def _parsed(lines: Sequence[str]) -> dict[str, _Instruction]:
+  out = {}
+  for line in lines:
+    if found := _DEFINITION.match(line):
+      # Operands end where the attributes begin; a type inside has brackets of its own.
+      depth, end = 1, 0
+      rest = found[4]
+      while end < len(rest) and depth:
+        depth += {"(": 1, ")": -1}.get(rest[end], 0)
+        end += 1
+      operands = tuple(re.findall(r"%([\w.-]+)", rest[:end]))
+      out[found[1]] = _Instruction(found[2], found[3], operands, line)
+  return out
+
+
+def _called(line: str) -> str:
+  found = re.search(r"calls=%?([\w.-]+)", line)
+  return found[1] if found else ""
+
+
+def _hbm_bytes(kind: str) -> list[int]:
+  """Bytes of each array of a type, but for those that are not in HBM."""
+  arrays = re.findall(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", kind)
+  out = []
+  for array in arrays:
+    if not re.search(r"S\([1-9]\)", array):
+      out += array_bytes(array)
+  return out
+
+
+def _moved(
+  around: dict[str, _Instruction],
+  x: _Instruction,
+  inside: dict[str, _Instruction],
+) -> float:
+  """Bytes that an instruction reads from HBM and writes to it.
+
+  What cuts a piece out of an array, or writes one into it, moves the piece.
+  """
+  operation = x.operation
+  if operation in _FREE or operation.endswith("-done"):
+    return 0
+  if operation in ("slice", "dynamic-slice", "gather", "slice-start"):
+    return 2 * min(_hbm_bytes(x.kind), default=0)
+  if operation == "copy-start":  # results: the copy, what is copied, a counter
+    return float(sum(n for n in _hbm_bytes(x.kind) if n > 4))
+  if operation in ("dynamic-update-slice", "scatter"):
+    written = x.operands[1 if operation == "dynamic-update-slice" else -1]
+    return 2 * sum(_hbm_bytes(around[written].kind)) if written in around else 0
+
+  # --- What is written, and what is read, each operand as the fusion uses it.
+  read = 0
+  for number, name in enumerate(x.operands):
+    if name in around:
+      size = sum(_hbm_bytes(around[name].kind))
+      read += _used(inside, number, size)
+  return read + _written(inside, x)
+
+
+def _used(inside: dict[str, _Instruction], number: int, size: int) -> int:
+  """Bytes that a fusion reads of an operand of so many bytes."""
+  parameter = next(
+    (
+      name
+      for name, x in inside.items()
+      if x.operation == "parameter" and f"parameter({number})" in x.line
+    ),
+    None,
+  )
+  users = [x for x in inside.values() if parameter in x.operands]
+  read = 0
+  for user in users:
+    if user.operation in ("dynamic-slice", "gather", "slice"):
+      read += sum(array_bytes(user.kind))
+    elif user.operation in ("dynamic-update-slice", "scatter"):
+      # Written in place: nothing of the old array is read.
+      read += 0 if user.operands[0] == parameter else size
+    else:
+      return size
+  return min(read, size) if users else size
+
+
+def _written(inside: dict[str, _Instruction], x: _Instruction) -> int:
+  """Bytes that an instruction writes: the pieces where it writes in place."""
+  pieces = 0
+  whole = sum(_hbm_bytes(x.kind))
+  for each in inside.values():
+    if each.operation == "dynamic-update-slice":
+      pieces += sum(array_bytes(inside[each.operands[1]].kind))
+    elif each.operation == "scatter":
+      pieces += sum(array_bytes(inside[each.operands[-1]].kind))
+  return min(pieces, whole) if pieces else whole
+
+
+def _is_copy(x: _Instruction, inside: dict[str, _Instruction]) -> bool:
+  """Whether an instruction only moves an array: a copy or a transposition."""
+  moves = {"copy", "transpose", "copy-start"}
+  if x.operation in moves:
+    return True
+  work_inside = {each.operation for each in inside.values()} - _FREE
+  return bool(work_inside) and work_inside <= moves
