@@ -49,11 +49,15 @@ def cache_sizes(max_len: int) -> list[int]:
   return [*out, most * BLOCK_SIZE]
 
 
-def device_calls(config: RolloutConfig) -> list[DeviceCall]:
+def device_calls(config: RolloutConfig, on: str) -> list[DeviceCall]:
   """Lists every program that decoding may compile, the smallest cache's first.
 
   Left out are those that copy within the cache, or into one of another size: they are
   compiled in no time.
+
+  Args:
+    config: of the rollouts.
+    on: the kind of device: cpu, gpu or tpu.
   """
   most_rows = min(config.inject_rows, config.slots)
   out: list[DeviceCall] = []
@@ -63,7 +67,7 @@ def device_calls(config: RolloutConfig) -> list[DeviceCall]:
     lengths = range(min(most, scheduler.PIECE) + 1)
     for tokens in sorted(set(map(scheduler.token_bucket, lengths))):
       given = range(1, most_rows + 1)
-      buckets = {scheduler.row_bucket(n, tokens, most_rows) for n in given}
+      buckets = {scheduler.row_bucket(n, most_rows, on) for n in given}
       for rows in sorted(buckets):
         out.append(DeviceCall("extend", places, rows, tokens))
     out.append(DeviceCall("window", places, config.slots, config.window))

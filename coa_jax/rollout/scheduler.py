@@ -22,7 +22,7 @@ import numpy as np
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import Partitioner, platform
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
 from coa_jax.rollout import sampler
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
@@ -31,9 +31,6 @@ _POLL_S = 0.05  # between two looks for new episodes while all others wait for t
 # Given tokens of a slot that one call runs, at most: what it computes with grows with
 # them, and each length is a program of its own.
 PIECE = 512
-# Tokens of such a call, at least, padding counted. A product of fewer rows is another
-# kernel on a CPU, with bits of its own; a slot's may not depend on its neighbours.
-_LEAST_TOKENS = 64
 
 
 class Scheduler:
@@ -262,7 +259,7 @@ class Scheduler:
 
   def _extend_batch(self, rows: list[tuple[int, list[int], int]], length: int) -> None:
     """Runs pieces: of each its slot, its ids and the position of the first."""
-    R = row_bucket(len(rows), length, self.inject_rows)
+    R = row_bucket(len(rows), self.inject_rows, platform(self.partitioner))
     # Slot B is none: rows that are not used write to it, that is nowhere.
     row_R = np.full(R, self.slots, np.int32)
     token_RT = np.zeros((R, length), np.int32)
@@ -388,12 +385,20 @@ def token_bucket(length: int) -> int:
   return bucket
 
 
-def row_bucket(rows: int, length: int, most: int) -> int:
+def row_bucket(rows: int, most: int, on: str) -> int:
   """Rounds the rows of a call up: a power of four, or the most.
 
-  Never so few that the call has less than _LEAST_TOKENS, unless `most` is as few.
+  On a CPU always to the most: products of other numbers of rows have other bits there,
+  and a slot's may not depend on its neighbours.
+
+  Args:
+    rows: how many are given tokens.
+    most: `inject_rows`.
+    on: the kind of device: cpu, gpu or tpu.
   """
+  if on == "cpu":
+    return most
   bucket = 1
-  while bucket < max(rows, _LEAST_TOKENS // length):
+  while bucket < rows:
     bucket *= 4
   return min(bucket, most)

@@ -190,7 +190,7 @@ def programs(run: Run, live: int) -> list[Program]:
   # --- What is resident beside. The caches and the decode parameters are freed before
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
-  calls = device_calls(run.settings.rollout)
+  calls = device_calls(run.settings.rollout, "tpu")
   kept = device_bytes(run.state) + device_bytes(run.frozen)
   if run.settings.lora:
     kept += device_bytes(_policy(run))  # merged for decoding

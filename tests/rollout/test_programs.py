@@ -76,7 +76,7 @@ def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece: int)
     function.clear_cache()
   for places in cache_sizes(_MAX_LEN):
     toy.play(pool, params, _keeps_company(places))
-  assert seen == set(device_calls(pool.config))
+  assert seen == set(device_calls(pool.config, "cpu"))
   # As often as jit had to compile: no argument but these shapes makes another program.
   assert extend._cache_size() + window._cache_size() == len(seen)
 

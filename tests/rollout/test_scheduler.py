@@ -213,12 +213,11 @@ def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
     assert [s.ids for s in t.segments] == [s.ids for s in expected[n].segments]
 
 
-def test_a_call_has_the_rows_it_is_given_and_no_fewer_tokens_than_a_kernel():
+def test_a_call_has_few_rows_to_spare_and_on_a_cpu_always_as_many():
   rows = scheduler.row_bucket
-  assert [rows(n, 64, 16) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
-  assert [rows(n, 16, 16) for n in (1, 4, 5)] == [4, 4, 16]
-  assert [rows(n, 16, 3) for n in (1, 2, 3)] == [3, 3, 3]
-  assert [rows(n, 512, 6) for n in (1, 4, 5)] == [1, 4, 6]
+  assert [rows(n, 16, "tpu") for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
+  assert [rows(n, 6, "gpu") for n in (1, 4, 5)] == [1, 4, 6]
+  assert [rows(n, 16, "cpu") for n in (1, 2, 16)] == [16, 16, 16]
 
 
 def test_latency_order_and_neighbours_change_nothing(novice):
