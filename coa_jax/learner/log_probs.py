@@ -10,12 +10,11 @@ budget: one head over the vocabulary, in chunks, for RL's log-probs and for SFT'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from coa_jax.learner.batch import Batch
 from coa_jax.model import distribution, transformer
@@ -60,10 +59,14 @@ def token_logps(
   # --- Hidden states, and the head that makes logits of them.
   model = Transformer(cfg, partitioner)
   hidden_BTD = _hidden(model, params, batch)
-  output_DV = model.apply({"params": params}, method="output")
+  # Once for all chunks: on a mesh it is gathered here. As float32, in which the chunks'
+  # gradients then add up.
+  output_DV = model.apply({"params": params}, method="output").astype(jnp.float32)
   head = functools.partial(
     _head,
-    dtype=cfg.dtype,
+    model,
+    params,
+    output_DV,
     temperature=temperature,
     truncation=truncation,
     constraint=constraint,
@@ -86,10 +89,12 @@ def token_logps(
     own_V //= partitioner.ways("V")
   most = cfg.logit_chunk or _logits_at_once(own_V) // rows
   chunks, C = _chunks(T // row_devices, max(1, most))
-  of_rows = functools.partial(_by_chunks, head, chunks, C)
-  if partitioner:
-    of_rows = _on_own_tokens(of_rows, partitioner)
-  by_place = of_rows(hidden_BTD, output_DV, target_BT, grammar_BT)
+  if chunks == 1:
+    by_place = head(hidden_BTD, target_BT, grammar_BT)
+  else:
+    by_place = _by_chunks(
+      head, hidden_BTD, target_BT, grammar_BT, row_devices, chunks, C
+    )
 
   # --- From places to the tokens that they predict. What stands before a segment's
   # first token is another segment's last.
@@ -117,42 +122,22 @@ def _row_devices(partitioner: Partitioner | None) -> int:
   return partitioner.ways("T") if partitioner else 1
 
 
-def _on_own_tokens(
-  of_rows: Callable[..., tuple[jax.Array, ...]], partitioner: Partitioner
-) -> Callable[..., tuple[jax.Array, ...]]:
-  """Makes every device apply `of_rows` to its own tokens; XLA splits the vocabulary.
-
-  So a device adds up the output matrix's gradient over all its chunks, and gradients
-  are added over devices once, not in every chunk.
-  """
-  split = {*partitioner.axes("B"), *partitioner.axes("T")}
-  if not split:
-    return of_rows
-  of_tokens = partitioner.spec("BT")
-  return jax.shard_map(
-    of_rows,
-    mesh=partitioner.mesh,
-    in_specs=(partitioner.spec("BT."), PartitionSpec(), of_tokens, of_tokens),
-    out_specs=of_tokens,
-    axis_names=split,
-    check_vma=False,
-  )
-
-
 def _head(
-  hidden_BCD: jax.Array,
+  model: Transformer,
+  params: Any,
   output_DV: jax.Array,
+  hidden_BCD: jax.Array,
   target_BC: jax.Array,
   grammar_BC: jax.Array,
   *,
-  dtype: str,
   temperature: float,
   truncation: Truncation,
   constraint: TokenMask | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log p of the targets, entropy and removed mass after hidden states; [B, C] each."""
-  logits_BCV = transformer.project(hidden_BCD, output_DV.astype(dtype))
-  logits_BCV = logits_BCV.astype(jnp.float32)
+  logits_BCV = model.apply(
+    {"params": params}, hidden_BCD, output_DV.astype(model.cfg.dtype), method="logits"
+  )
   allowed_BCV = None
   if constraint:
     allowed_BCV = constraint.allowed(grammar_BC)
@@ -165,39 +150,41 @@ def _head(
 
 def _by_chunks(
   head: Callable[..., tuple[jax.Array, ...]],
-  chunks: int,
-  C: int,
   hidden_BTD: jax.Array,
-  output_DV: jax.Array,
   target_BT: jax.Array,
   grammar_BT: jax.Array,
-) -> tuple[jax.Array, ...]:
-  """Applies `head` to C tokens of every row at a time.
+  row_devices: int,
+  chunks: int,
+  C: int,
+) -> Iterable[jax.Array]:
+  """Applies `head` to C tokens of every device's part of a row at a time.
 
   Args:
-    head: from the four arrays, of some tokens, to several of [B, tokens].
-    chunks: of a row; the last may lack some tokens.
-    C: tokens of each chunk.
+    head: from the three arrays, of some tokens, to several of [B, tokens].
     hidden_BTD: final hidden states.
-    output_DV: the output matrix.
     target_BT: what they predict.
     grammar_BT: the state of the grammar there.
+    row_devices: devices that split a row.
+    chunks: of each device's part.
+    C: tokens of each chunk.
   """
-  # As float32, in which the chunks' gradients then add up.
-  output_DV = output_DV.astype(jnp.float32)
-  if chunks == 1:
-    return head(hidden_BTD, output_DV, target_BT, grammar_BT)
+  # Each device's part of a row is cut by itself: chunk c is the c-th piece of every
+  # part, so all devices work on it and no token moves between them.
   B, T = target_BT.shape
+  own = T // row_devices
 
   def split(x: jax.Array, fill: int) -> jax.Array:
-    """[B, T, ...] to [chunks, B, C, ...]; `fill` is what the last lacks."""
+    """[B, T, ...] to [chunks, B, row_devices * C, ...]; `fill` is what a last lacks."""
+    x = x.reshape(B, row_devices, own, *x.shape[2:])
     lacks = [(0, 0)] * x.ndim
-    lacks[1] = (0, chunks * C - T)
+    lacks[2] = (0, chunks * C - own)
     x = jnp.pad(x, lacks, constant_values=fill)
-    return jnp.moveaxis(x.reshape(B, chunks, C, *x.shape[2:]), 1, 0)
+    x = jnp.moveaxis(x.reshape(B, row_devices, chunks, C, *x.shape[3:]), 2, 0)
+    return x.reshape(chunks, B, row_devices * C, *x.shape[4:])
 
   def join(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 0, 1).reshape(B, chunks * C)[:, :T]
+    x = jnp.moveaxis(x.reshape(chunks, B, row_devices, C), 0, 2)
+    return x.reshape(B, row_devices, chunks * C)[:, :, :own].reshape(B, T)
 
   # Logits of a chunk are computed again for the gradient: to keep those of all chunks
   # is what chunks are there to avoid.
@@ -205,11 +192,11 @@ def _by_chunks(
 
   def chunk(arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     hidden_BCD, target_BC, grammar_BC = arrays
-    return again(hidden_BCD, output_DV, target_BC, grammar_BC)
+    return again(hidden_BCD, target_BC, grammar_BC)
 
   no_grammar = -1
   arrays = (split(hidden_BTD, 0), split(target_BT, 0), split(grammar_BT, no_grammar))
-  return tuple(map(join, jax.lax.map(chunk, arrays)))
+  return map(join, jax.lax.map(chunk, arrays))
 
 
 def _logits_at_once(vocabulary: int) -> int:

@@ -372,15 +372,15 @@ class Transformer(nn.Module):
       return _gathered(self.partitioner, self._used(self.embed), "embed").T
     return _gathered(self.partitioner, self._used(self.head), "head")
 
-  def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-    """Maps final hidden states to logits_BTV in float32."""
+  def logits(self, hidden_BTD: jax.Array, head: jax.Array | None = None) -> jax.Array:
+    """Maps final hidden states to logits_BTV in float32; `head` is `output()`."""
     if self.decode and self.cfg.product_dtype:
       # A head of its own has its outputs first here too: see `setup`.
       head_VD = self.embed if self.cfg.tie_embeddings else self.head
       head_VD = _shard(self.partitioner, head_VD, "V.")
       logits_BTV = linear_bf16(hidden_BTD, head_VD)
     else:
-      logits_BTV = project(hidden_BTD, self.output())
+      logits_BTV = project(hidden_BTD, self.output() if head is None else head)
     return _shard(self.partitioner, logits_BTV, "BTV").astype(jnp.float32)
 
 
