@@ -29,10 +29,6 @@ from coa_jax.report.metrics import METRICS_FILE, read_metrics
 from coa_jax.report.timers import SECONDS
 from experiments.launch import run_program, stop
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Of a run of RL.", required=True)
-_DEVICES = flags.DEFINE_integer("devices", None, "That it had.", 2, required=True)
-_TEAM = flags.DEFINE_integer("team", 1, "Devices of a replica (rollout.tensor).", 1)
-
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
@@ -115,14 +111,22 @@ def lines(seconds: StepSeconds, devices: int, team: int) -> list[str]:
   return out
 
 
+def define_flags() -> None:
+  """Defines this program's flags: not on import, for other programs have like ones."""
+  flags.DEFINE_string("workdir", None, "Of a run of RL.", required=True)
+  flags.DEFINE_integer("devices", None, "That it had.", 2, required=True)
+  flags.DEFINE_integer("team", 1, "Devices of a replica (rollout.tensor).", 1)
+
+
 def main() -> None:
   """Prints the three arrangements."""
-  log = read_metrics(os.path.join(_WORKDIR.value, METRICS_FILE), "rl")
+  log = read_metrics(os.path.join(flags.FLAGS.workdir, METRICS_FILE), "rl")
   try:
-    print("\n".join(lines(StepSeconds.of(log), _DEVICES.value, _TEAM.value)))
+    print("\n".join(lines(StepSeconds.of(log), flags.FLAGS.devices, flags.FLAGS.team)))
   except ValueError as e:
-    stop(f"{_WORKDIR.value}: {e}")
+    stop(f"{flags.FLAGS.workdir}: {e}")
 
 
 if __name__ == "__main__":
+  define_flags()
   run_program(main)

@@ -15,6 +15,7 @@ from chat_server import ChatServer
 from coa_jax import evaluate
 from coa_jax.model.hf.io import save_model
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
+from coa_jax.shard import Shard
 from tests.backend import BACKEND
 
 # The same two tasks as this project's rows, and as rows of the released RL files.
@@ -138,8 +139,8 @@ def test_what_the_infrastructure_ended_is_played_again(tmp_path):
     Trajectory("x", [], sample=n, status=status)
     for n, status in enumerate((Status.INFRASTRUCTURE, Status.ENDED))
   )
-  part = evaluate.AttemptLog(str(path))
+  part = evaluate.AttemptLog(str(path), Shard(0, 1))
   list(part.added(iter([(0, lost), (1, played)])))
-  again = evaluate.AttemptLog(str(path))
+  again = evaluate.AttemptLog(str(path), Shard(0, 1))
   assert [(place, t.sample) for place, t in again.ended] == [(1, 1)]
   assert len(path.read_text().splitlines()) == 2
