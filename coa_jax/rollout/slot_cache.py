@@ -1,0 +1,183 @@
+"""The cache of a replica as its slots see it: each has pages, and some have them alike.
+
+It joins what lies on the device (`model.cache.KVCache`) and who has which page
+(`rollout.pages`), so that neither is changed without the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from coa_jax.model import cache as caching
+from coa_jax.model.cache import KVCache
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Partitioner
+from coa_jax.rollout import memory
+from coa_jax.rollout.pages import PagePool, prefix_keys
+from coa_jax.rollout.types import RolloutConfig
+
+# Given tokens of a slot that one call runs, at most: what it computes with grows with
+# them, and each length is a program of its own.
+PIECE = 512
+# Pages that one call copies, at most.
+_COPIED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+  """What the pages of a slot held, in the host's memory.
+
+  Attributes:
+    pages: how many there were.
+    contents: for `KVCache.from_host`.
+  """
+
+  pages: int
+  contents: list[list[np.ndarray]]
+
+
+class SlotCache:
+  """Keys and values of a fixed number of slots.
+
+  Attributes:
+    kv: on the device; whoever gives it to a program puts back what it returns.
+    table_BC: the page of each block of every slot; -1 where it has none.
+  """
+
+  def __init__(
+    self, model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+  ):
+    """Allocates pages: all that the device has room for, or where they can grow, few.
+
+    Args:
+      model: the architecture as it decodes.
+      config: slots and how long a trajectory may become.
+      partitioner: of the replica; None on one device.
+
+    Raises:
+      ValueError: the device has no room for one trajectory of `rollout.max_len`.
+    """
+    self._max_len = config.max_len
+    self._partitioner = partitioner
+    self._page_size = caching.page_size(config.max_len)
+    blocks = caching.num_blocks(config.max_len, config.max_len)
+    self._sizes = memory.page_counts(model, config, partitioner)
+    self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner)
+    self.table_BC = np.full((config.slots, blocks), -1, np.int32)
+    self._pool = PagePool(self._sizes[0])
+    self._pages: list[list[int]] = [[] for _ in range(config.slots)]
+    self._copies: list[tuple[int, int]] = []
+
+  @property
+  def free_pages(self) -> int:
+    """Counts the pages that could be had without anybody's loss."""
+    return self._sizes[-1] - self._pool.size + self._pool.free
+
+  def forget_prompts(self) -> None:
+    """Has no new prompt share pages with those that are there: the policy changed."""
+    self._pool.forget()
+
+  def place(self, slot: int, given: list[int]) -> int | None:
+    """Gives an empty slot pages for a prompt, those of others where they begin alike.
+
+    Args:
+      slot: without pages.
+      given: the prompt's tokens that are to be prefilled.
+
+    Returns:
+      How many of the tokens need no prefill once `copy` has run; None where there is no
+      room, and the slot has no pages.
+    """
+    # --- Pages that hold how the prompt begins, or all of it.
+    piece = PIECE if PIECE % self._page_size == 0 else max(1, len(given))
+    keys = prefix_keys(given, piece)
+    pages: list[int] = []
+    known = 0
+    for key in keys:
+      found = self._pool.find(key)
+      if found is None:
+        break
+      pages += found
+      known = min(known + piece, len(given))
+
+    # --- Pages of its own. It will write into the last one: a shared one is copied.
+    partial = bool(known % self._page_size)
+    blocks = caching.num_blocks(len(given), self._max_len)
+    needed = blocks - len(pages) + partial
+    if not self._make_room(needed + self._spare()):
+      self._pool.release(pages)
+      return None
+    own = self._pool.take(needed)
+    if partial:
+      self._copies.append((pages.pop(), own[0]))
+    self._give(slot, pages + own)
+
+    # --- Who comes next finds what is prefilled now.
+    per_piece = -(-piece // self._page_size)
+    for i in range(-(-known // piece), len(keys)):
+      self._pool.remember(keys[i], self._pages[slot][i * per_piece :][:per_piece])
+    return known
+
+  def copy(self) -> None:
+    """Copies the pages that `place` found half full, after they were prefilled."""
+    for i in range(0, len(self._copies), _COPIED):
+      copies = self._copies[i : i + _COPIED]
+      from_X = np.zeros(_COPIED, np.int32)
+      to_X = np.full(_COPIED, self._pool.size, np.int32)
+      from_X[: len(copies)] = [page for page, _ in copies]
+      to_X[: len(copies)] = [page for _, page in copies]
+      self.kv = self.kv.copy(from_X, to_X, self._partitioner)
+    self._pool.release([page for page, _ in self._copies])
+    self._copies = []
+
+  def reach(self, slot: int, places: int) -> bool:
+    """Gives a slot pages for its first places; False where there are too few."""
+    more = caching.num_blocks(places, self._max_len) - len(self._pages[slot])
+    if more > 0:
+      if not self._make_room(more):
+        return False
+      self._give(slot, self._pool.take(more))
+    return True
+
+  def release(self, slot: int) -> None:
+    """Takes all pages of a slot away."""
+    self._pool.release(self._pages[slot])
+    self._pages[slot] = []
+    self.table_BC[slot] = -1
+
+  def to_host(self, slot: int, places: int) -> OnHost:
+    """Takes all pages of a slot away; returns what its first places held."""
+    pages = self._pages[slot][: caching.num_blocks(places, self._max_len)]
+    contents = self.kv.to_host(pages)
+    self.release(slot)
+    return OnHost(len(pages), contents)
+
+  def from_host(self, slot: int, held: OnHost) -> bool:
+    """Gives a slot back what it held; False where that leaves too few pages free."""
+    if not self._make_room(held.pages + self._spare()):
+      return False
+    self._give(slot, self._pool.take(held.pages))
+    self.kv = self.kv.from_host(self._pages[slot], held.contents, self._partitioner)
+    return True
+
+  def _spare(self) -> int:
+    """Counts slots that may need another page soon: each is to find one."""
+    most = self.table_BC.shape[1]
+    return sum(0 < len(pages) < most for pages in self._pages)
+
+  def _make_room(self, pages: int) -> bool:
+    """Grows as far as it may, until so many pages are free."""
+    for size in self._sizes:
+      if self._pool.free >= pages:
+        break
+      if size > self._pool.size:
+        self._pool.grow(size)
+    if self._pool.size > self.kv.pages:
+      self.kv = self.kv.grow(self._pool.size, self._partitioner)
+    return self._pool.free >= pages
+
+  def _give(self, slot: int, pages: list[int]) -> None:
+    self._pages[slot] += pages
+    self.table_BC[slot, : len(self._pages[slot])] = self._pages[slot]
