@@ -1,9 +1,9 @@
 """The cache of keys and values: the one type that knows how they are laid out.
 
 A replica has one pool of pages for all its rows. Which pages a row has, and in which
-order, is said with every call: the pool itself knows no rows. Rows may read pages of
-others (a group's prompt), and a page is anybody's again once its row has ended; who has
-which is decided on the host (`rollout.pages`).
+order, is said with every call: the pool itself knows no rows. A page may be several
+rows' (a group's prompt), and is anybody's again once they have ended; who has which is
+decided on the host (`rollout.pages`).
 
 Letters of its own: J pages of P places each; C blocks, the pages of one row.
 """
@@ -103,6 +103,11 @@ class KVCache:
   def page_size(self) -> int:
     """Counts the places of a page: P."""
     return self.layers[0][-1].shape[1 if self.layout == "joined" else 2]
+
+  @property
+  def shared(self) -> bool:
+    """Whether a page may have several readers; else each needs a copy of its own."""
+    return self.layout == "joined"
 
   def decoding_rows(self, table_BC: jax.Array, active_B: jax.Array) -> RowPages:
     """Prepares rows for calls of one token each; once for all calls of a window.

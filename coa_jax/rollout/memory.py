@@ -91,8 +91,15 @@ class CacheBudget:
 
   @property
   def tokens(self) -> int:
-    """Tokens that the caches of a replica can hold."""
+    """Tokens that the cache of a replica can hold."""
     return self.caches // self.token
+
+  def pages(self, config: RolloutConfig) -> int:
+    """Counts the pages of a replica's cache: what fits, or what the slots can need."""
+    blocks = cache.num_blocks(config.max_len, config.max_len)
+    room = int(config.memory * 1e9) or self.caches
+    page = self.token * cache.page_size(config.max_len)
+    return min(room // page, config.slots * blocks)
 
   def describe(self, config: RolloutConfig) -> str:
     """Says in a line what goes where, and what the slots could ask for."""

@@ -221,7 +221,7 @@ class Scheduler:
       else:
         self.counters.copied_tokens += len(ids)
     self._extend(prefills)
-    self._cache.copy()
+    self._cache.copy(prefilled=self.config.max_len)
     for slot, ids in started:
       self._append(slot, ids)
 
@@ -323,7 +323,8 @@ class Scheduler:
         piece = _Given(row.slot, ids, row.start + begin)
         batches = turns.setdefault(row.turn + i, {})
         batches.setdefault(token_bucket(len(ids)), []).append(piece)
-    for _, batches in sorted(turns.items()):
+    for turn, batches in sorted(turns.items()):
+      self._cache.copy(prefilled=turn * most)
       for length, batch in batches.items():
         for i in range(0, len(batch), self.inject_rows):
           self._extend_batch(batch[i : i + self.inject_rows], length)

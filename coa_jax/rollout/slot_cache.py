@@ -68,12 +68,8 @@ class SlotCache:
     self.table_BC = np.full((config.slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
     self._pages: list[list[int]] = [[] for _ in range(config.slots)]
-    self._copies: list[tuple[int, int]] = []
-
-  @property
-  def free_pages(self) -> int:
-    """Counts the pages that could be had without anybody's loss."""
-    return self._sizes[-1] - self._pool.size + self._pool.free
+    # Copies that are to be made: the prompt's place that they reach, from, to.
+    self._copies: list[tuple[int, int, int]] = []
 
   def forget_prompts(self) -> None:
     """Has no new prompt share pages with those that are there: the policy changed."""
@@ -87,8 +83,8 @@ class SlotCache:
       given: the prompt's tokens that are to be prefilled.
 
     Returns:
-      How many of the tokens need no prefill once `copy` has run; None where there is no
-      room, and the slot has no pages.
+      How many of the tokens need no prefill, once others are prefilled up to there and
+      `copy` has run; None where there is no room, and the slot has no pages.
     """
     # --- Pages that hold how the prompt begins, or all of it.
     piece = PIECE if PIECE % self._page_size == 0 else max(1, len(given))
@@ -102,17 +98,17 @@ class SlotCache:
       pages += found
       known = min(known + piece, len(given))
 
-    # --- Pages of its own. It will write into the last one: a shared one is copied.
-    partial = bool(known % self._page_size)
+    # --- Pages of its own: also for the last one, into which it will write, and where
+    # a page has one reader only, for all of them.
+    shared = known // self._page_size if self.kv.shared else 0
     blocks = caching.num_blocks(len(given), self._max_len)
-    needed = blocks - len(pages) + partial
-    if not self._make_room(needed + self._spare()):
+    if not self._make_room(blocks - shared + self._spare()):
       self._pool.release(pages)
       return None
-    own = self._pool.take(needed)
-    if partial:
-      self._copies.append((pages.pop(), own[0]))
-    self._give(slot, pages + own)
+    own = self._pool.take(blocks - shared)
+    for page, onto in zip(pages[shared:], own, strict=False):
+      self._copies.append((known, page, onto))
+    self._give(slot, pages[:shared] + own)
 
     # --- Who comes next finds what is prefilled now.
     per_piece = -(-piece // self._page_size)
@@ -120,17 +116,23 @@ class SlotCache:
       self._pool.remember(keys[i], self._pages[slot][i * per_piece :][:per_piece])
     return known
 
-  def copy(self) -> None:
-    """Copies the pages that `place` found half full, after they were prefilled."""
-    for i in range(0, len(self._copies), _COPIED):
-      copies = self._copies[i : i + _COPIED]
+  def copy(self, prefilled: int) -> None:
+    """Makes the copies that `place` asked for of pages that could not be shared.
+
+    Args:
+      prefilled: places of all prompts that are in the cache by now; copies that reach
+        further come later.
+    """
+    due = [copy for copy in self._copies if copy[0] <= prefilled]
+    self._copies = [copy for copy in self._copies if copy[0] > prefilled]
+    for i in range(0, len(due), _COPIED):
       from_X = np.zeros(_COPIED, np.int32)
       to_X = np.full(_COPIED, self._pool.size, np.int32)
-      from_X[: len(copies)] = [page for page, _ in copies]
-      to_X[: len(copies)] = [page for _, page in copies]
+      for x, (_, page, onto) in enumerate(due[i : i + _COPIED]):
+        from_X[x] = page
+        to_X[x] = onto
       self.kv = self.kv.copy(from_X, to_X, self._partitioner)
-    self._pool.release([page for page, _ in self._copies])
-    self._copies = []
+    self._pool.release([page for _, page, _ in due])
 
   def reach(self, slot: int, places: int) -> bool:
     """Gives a slot pages for its first places; False where there are too few."""

@@ -29,51 +29,26 @@ class RowPages:
 
   Attributes:
     table_BC: int page of each block of a row; -1 where it has none.
-    in_place: for rows of one token how pages are read where they lie; else None, and
-      they are gathered by rows.
+    owner_J: for rows of one token the row that reads a page, any of one that no row
+      does; else None.
+    block_J: which of its row's blocks a page is; past the last one where no row reads
+      it.
   """
 
   table_BC: jax.Array
-  in_place: InPlace | None = None
-
-
-@flax.struct.dataclass
-class InPlace:
-  """Who reads which page, seen from the pages.
-
-  Attributes:
-    owner_J: the first row that reads a page; 0 of one that no row does.
-    block_J: which of its blocks it is; past the last of one that no row reads.
-    more_X3: further readers of pages: row, block, page; past `count` nothing.
-    count: how many there are.
-  """
-
-  owner_J: jax.Array
-  block_J: jax.Array
-  more_X3: jax.Array
-  count: jax.Array
+  owner_J: jax.Array | None = None
+  block_J: jax.Array | None = None
 
 
 def decoding_rows(table_BC: jax.Array, active_B: jax.Array, pages: int) -> RowPages:
   """Prepares rows of one token each; see `KVCache.decoding_rows`."""
   B, C = table_BC.shape
   table_BC = jnp.where(active_B[:, None], table_BC, -1)
-  row_BC = jnp.broadcast_to(jnp.arange(B)[:, None], (B, C))
-  block_BC = jnp.broadcast_to(jnp.arange(C), (B, C))
-  there_BC = table_BC >= 0
   # A negative index would count from the end.
-  page_BC = jnp.where(there_BC, table_BC, pages)
-  # --- The first reader of each page.
-  owner_J = jnp.full(pages, B).at[page_BC].min(row_BC, mode="drop")
-  first_BC = there_BC & (owner_J[jnp.minimum(page_BC, pages - 1)] == row_BC)
-  page_of_first_BC = jnp.where(first_BC, page_BC, pages)
-  block_J = jnp.full(pages, C).at[page_of_first_BC].set(block_BC, mode="drop")
-  # --- All others.
-  others = there_BC & ~first_BC
-  (at_X,) = jnp.nonzero(others.ravel(), size=B * C, fill_value=0)
-  more_X3 = jnp.stack([row_BC.ravel(), block_BC.ravel(), page_BC.ravel()], -1)[at_X]
-  owner_J = jnp.where(owner_J < B, owner_J, 0)
-  return RowPages(table_BC, InPlace(owner_J, block_J, more_X3, others.sum()))
+  page_BC = jnp.where(table_BC >= 0, table_BC, pages)
+  owner_J = jnp.zeros(pages, int).at[page_BC].set(jnp.arange(B)[:, None], mode="drop")
+  block_J = jnp.full(pages, C).at[page_BC].set(jnp.arange(C), mode="drop")
+  return RowPages(table_BC, owner_J, block_J)
 
 
 def attend(
@@ -102,7 +77,7 @@ def attend(
   Returns:
     out_BTNH in q's dtype.
   """
-  if rows.in_place is not None:
+  if rows.owner_J is not None:
     return _attend_in_place(q_BTNH, k_JKHP, v_JKPH, rows, position_BT[:, 0], window)
   _, K, _, P = k_JKHP.shape
   C = rows.table_BC.shape[1]
@@ -136,64 +111,34 @@ def _attend_in_place(
   position_B: jax.Array,
   window: int,
 ) -> jax.Array:
-  """Attends with one token of each row; pages are not copied.
+  """Attends with one token of each row: every page meets its row's in one product.
 
-  Each page meets its first reader in one product of all pages. Further readers of a
-  page go one by one: few do, where prompts are shared.
+  No page is moved, and none may have two readers.
   """
   B, _, N, H = q_B1NH.shape
   _, K, _, P = k_JKHP.shape
-  here = rows.in_place
   q_BKGH = (q_B1NH * H**-0.5).reshape(B, K, N // K, H)
 
-  def scores(q_XKGH, k_XKHP, position_X, block_X) -> jax.Array:
-    score_XKGP = jnp.matmul(q_XKGH, k_XKHP, preferred_element_type=jnp.float32)
-    place_XP = block_X[:, None] * P + jnp.arange(P)
-    mask_XP = _mask(position_X[:, None], place_XP, window)
-    return jnp.where(mask_XP[:, None, None], score_XKGP, _MASKED)
-
-  def further(i: jax.Array) -> tuple[jax.Array, ...]:
-    """Row and block of a further reader, its scores, and the values it reads."""
-    row, block, page = here.more_X3[i]
-    q_1KGH = jax.lax.dynamic_slice_in_dim(q_BKGH, row, 1)
-    k_1KHP = jax.lax.dynamic_slice_in_dim(k_JKHP, page, 1)
-    v_1KPH = jax.lax.dynamic_slice_in_dim(v_JKPH, page, 1)
-    score_1KGP = scores(q_1KGH, k_1KHP, position_B[row][None], block[None])
-    return row, block, score_1KGP, v_1KPH
-
   def by_row(x_J: jax.Array, filler: float) -> jax.Array:
-    """[J, K, G, ...] to [B, K, C, G, ...], of each row's own pages."""
+    """[J, K, G, ...] to [B, K, C, G, ...]: each row's own pages."""
     x_BC = jnp.take(x_J, jnp.maximum(rows.table_BC, 0), axis=0, mode="clip")
-    there_BC = (rows.table_BC >= 0).reshape(*rows.table_BC.shape, *[1] * (x_J.ndim - 1))
+    there_BC = jnp.expand_dims(rows.table_BC >= 0, range(2, x_BC.ndim))
     return jnp.where(there_BC, x_BC, filler).swapaxes(1, 2)
 
-  # --- One maximum of all blocks of a row.
-  score_JKGP = scores(
-    q_BKGH[here.owner_J], k_JKHP, position_B[here.owner_J], here.block_J
+  # --- Scores of all pages; what a page holds past its row's place is masked.
+  score_JKGP = jnp.matmul(
+    q_BKGH[rows.owner_J], k_JKHP, preferred_element_type=jnp.float32
   )
-  max_BKCG = by_row(score_JKGP.max(-1), _MASKED)
+  place_JP = rows.block_J[:, None] * P + jnp.arange(P)
+  mask_JP = _mask(position_B[rows.owner_J][:, None], place_JP, window)
+  score_JKGP = jnp.where(mask_JP[:, None, None], score_JKGP, _MASKED)
 
-  def with_max(i: jax.Array, max_BKCG: jax.Array) -> jax.Array:
-    row, block, score_1KGP, _ = further(i)
-    return max_BKCG.at[row, :, block].set(score_1KGP.max(-1)[0])
-
-  max_BKCG = jax.lax.fori_loop(0, here.count, with_max, max_BKCG)
-  max_BKG = max_BKCG.max(2)
-
-  # --- Each block's own sums.
-  sum_JKG, out_JKGH = _weighted(score_JKGP, max_BKG[here.owner_J], v_JKPH)
-  sums = (by_row(sum_JKG, 0.0), by_row(out_JKGH, 0.0))
-
-  def with_sums(i, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    row, block, score_1KGP, v_1KPH = further(i)
-    max_1KG = jax.lax.dynamic_slice_in_dim(max_BKG, row, 1)
-    sum_1KG, out_1KGH = _weighted(score_1KGP, max_1KG, v_1KPH)
-    sum_BKCG, out_BKCGH = sums
-    sum_BKCG = sum_BKCG.at[row, :, block].set(sum_1KG[0])
-    return sum_BKCG, out_BKCGH.at[row, :, block].set(out_1KGH[0])
-
-  sum_BKCG, out_BKCGH = jax.lax.fori_loop(0, here.count, with_sums, sums)
-  return _normalized(q_B1NH, sum_BKCG.sum(2), out_BKCGH.sum(2))
+  # --- One maximum of all blocks of a row, and each block's own sums.
+  max_BKG = by_row(score_JKGP.max(-1), _MASKED).max(2)
+  sum_JKG, out_JKGH = _weighted(score_JKGP, max_BKG[rows.owner_J], v_JKPH)
+  sum_BKG = by_row(sum_JKG, 0.0).sum(2)
+  sum_BKG = jnp.maximum(sum_BKG, 1e-30)  # of a row without pages
+  return _normalized(q_B1NH, sum_BKG, by_row(out_JKGH, 0.0).sum(2))
 
 
 def _attend(
