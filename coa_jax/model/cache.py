@@ -6,6 +6,8 @@ rows' (a group's prompt), and is anybody's again once they have ended; who has w
 decided on the host (`rollout.pages`).
 
 Letters of its own: J pages of P places each; C blocks, the pages of one row.
+
+budget: three layouts, and all that is done to them.
 """
 
 from __future__ import annotations
@@ -196,9 +198,18 @@ class KVCache:
     rows = write.rows
     if self.layout == "joined":
       (pool,) = self.layers[layer]
-      return ragged.attend(
-        q_BTNH, pool, rows.table_BC, write.position_BT, window, partitioner
-      )
+      args = (q_BTNH, pool, rows.table_BC, write.position_BT)
+      kernel = functools.partial(ragged.attend, window=window)
+      if partitioner is None:
+        return kernel(*args)
+      specs = [partitioner.spec(x) for x in ("..N.", letters("joined"), "..", "..")]
+      return jax.shard_map(
+        kernel,
+        mesh=partitioner.mesh,
+        in_specs=tuple(specs),
+        out_specs=specs[0],
+        check_vma=False,
+      )(*args)
     keys, v_JKPH = self.layers[layer]
     k_JKHP = keys if self.layout == "places_last" else keys.swapaxes(2, 3)
     return paged.attend(q_BTNH, k_JKHP, v_JKPH, rows, write.position_BT, window)
@@ -267,8 +278,7 @@ def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner | None) -
   device = partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
   if device.platform == "cpu":
     return "places_last"
-  kv_heads = cfg.kv_heads // (partitioner.ways("K") if partitioner else 1)
-  if device.platform == "tpu" and ragged.takes(cfg, kv_heads, page_size):
+  if device.platform == "tpu" and ragged.takes(cfg.head_dim, cfg.dtype, page_size):
     return "joined"
   return "heads_last"
 

@@ -1,9 +1,9 @@
 """How much of a device's memory rollouts have for their caches, and what that holds.
 
-`page_counts` looks at the device once a run's arrays are there; `cache_budget` counts
-them before there is any, also for a slice that is not at hand. Counted are arrays that
-stay while rollouts go on. The programs' own temporaries are not known before they are
-compiled; a share of the memory is kept for them.
+It is counted ahead, also for a slice that is not at hand; `slot_cache.page_counts` then
+asks the device. Counted are arrays that stay while rollouts go on. The programs' own
+temporaries are not known before they are compiled; a share of the memory is kept for
+them.
 """
 
 from __future__ import annotations
@@ -16,53 +16,9 @@ import jax
 
 from coa_jax.model import cache, decode_params
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner, platform
-from coa_jax.rollout.pages import pool_sizes
+from coa_jax.model.sharding import Partitioner
+from coa_jax.rollout.slot_cache import KEPT
 from coa_jax.rollout.types import RolloutConfig
-
-KEPT = 0.05  # share of the memory for temporaries and gaps
-
-
-def page_counts(
-  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
-) -> list[int]:
-  """Lists the pages that a replica's cache may have: one number where it is fixed.
-
-  Args:
-    model: the architecture as it decodes.
-    config: section `rollout`.
-    partitioner: of the replica; None on one device.
-
-  Raises:
-    ValueError: there is no room for one trajectory of `rollout.max_len`.
-  """
-  # --- Pages that the slots can come to need.
-  blocks = cache.num_blocks(config.max_len, config.max_len)
-  sizes = pool_sizes(config.slots, blocks)
-  if not config.memory and platform(partitioner) == "cpu":
-    return sizes  # its memory is everybody's: none is taken before it is needed
-
-  # --- Pages that there is room for.
-  split_K = partitioner.ways("K") if partitioner else 1
-  page = cache.row_bytes(model, cache.page_size(config.max_len)) / split_K
-  room = config.memory * 1e9
-  if not config.memory:
-    device = jax.local_devices()[0]
-    if partitioner:
-      device = partitioner.mesh.local_devices[0]
-    stats = device.memory_stats()
-    if not stats:  # a device that does not tell
-      return sizes[-1:]
-    room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
-    room -= 4 * config.slots * model.vocab_size  # logits
-  if room < blocks * page:
-    raise ValueError(
-      f"no room for one trajectory of rollout.max_len={config.max_len}: it takes "
-      f"{_gb(blocks * page)} of a device, and there are {_gb(max(0, room))} "
-      f"(rollout.memory={config.memory:g}, 0 for all that is left); lower max_len, "
-      "split the model further (rollout.tensor) or give the cache more"
-    )
-  return [min(int(room // page), sizes[-1])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,4 +143,4 @@ def _shares_a_device(sharding: Any, partitioner: Partitioner) -> bool:
 
 
 def _gb(size: float) -> str:
-  return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.2g} MB"
+  return f"{size / 1e9:,.1f} GB"

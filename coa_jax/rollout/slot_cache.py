@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from coa_jax.model import cache as caching
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner
-from coa_jax.rollout import memory
-from coa_jax.rollout.pages import PagePool, prefix_keys
+from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
 from coa_jax.rollout.types import RolloutConfig
 
 # Given tokens of a slot that one call runs, at most: what it computes with grows with
@@ -23,6 +23,8 @@ from coa_jax.rollout.types import RolloutConfig
 PIECE = 512
 # Pages that one call copies, at most.
 _COPIED = 16
+# Share of a device's memory that is kept for programs' temporaries and for gaps.
+KEPT = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class SlotCache:
     self._partitioner = partitioner
     self._page_size = caching.page_size(config.max_len)
     blocks = caching.num_blocks(config.max_len, config.max_len)
-    self._sizes = memory.page_counts(model, config, partitioner)
+    self._sizes = page_counts(model, config, partitioner)
     self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner)
     self.table_BC = np.full((config.slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
@@ -183,3 +185,46 @@ class SlotCache:
   def _give(self, slot: int, pages: list[int]) -> None:
     self._pages[slot] += pages
     self.table_BC[slot, : len(self._pages[slot])] = self._pages[slot]
+
+
+def page_counts(
+  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+) -> list[int]:
+  """Lists the pages that a replica's cache may have: one number where it is fixed.
+
+  Args:
+    model: the architecture as it decodes.
+    config: section `rollout`.
+    partitioner: of the replica; None on one device.
+
+  Raises:
+    ValueError: there is no room for one trajectory of `rollout.max_len`.
+  """
+  # --- Pages that the slots can come to need.
+  blocks = caching.num_blocks(config.max_len, config.max_len)
+  sizes = pool_sizes(config.slots, blocks)
+  if not config.memory and platform(partitioner) == "cpu":
+    return sizes  # its memory is everybody's: none is taken before it is needed
+
+  # --- Pages that there is room for.
+  split_K = partitioner.ways("K") if partitioner else 1
+  page = caching.row_bytes(model, caching.page_size(config.max_len)) / split_K
+  room = config.memory * 1e9
+  if not config.memory:
+    device = jax.local_devices()[0]
+    if partitioner:
+      device = partitioner.mesh.local_devices[0]
+    stats = device.memory_stats()
+    if not stats:  # a device that does not tell
+      return sizes[-1:]
+    room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
+    room -= 4 * config.slots * model.vocab_size  # logits
+  if room < blocks * page:
+    there = max(0, room) / 1e9
+    raise ValueError(
+      f"no room for one trajectory of rollout.max_len={config.max_len}: it takes "
+      f"{blocks * page / 1e9:,.3g} GB of a device, and there are {there:,.3g} GB "
+      f"(rollout.memory={config.memory:g}, 0 for all that is left); lower max_len, "
+      "split the model further (rollout.tensor) or give the cache more"
+    )
+  return [min(int(room // page), sizes[-1])]

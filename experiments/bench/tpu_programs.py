@@ -128,6 +128,8 @@ def make_run(
 ) -> Run:
   """Builds what a run on a slice is made of.
 
+  budget: what `rl.run` builds, in its order.
+
   Args:
     settings: the config.
     devices: of the slice.

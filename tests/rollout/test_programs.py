@@ -9,7 +9,7 @@ import pytest
 import toy
 from playing import CFG, CONFIG, engine
 
-from coa_jax.rollout import memory, sampler, slot_cache
+from coa_jax.rollout import sampler, slot_cache
 from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
@@ -60,7 +60,7 @@ def _episodes() -> list[_Forced]:
 @pytest.mark.parametrize("pages", [3, 5])
 def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, pages):
   monkeypatch.setattr(slot_cache, "PIECE", piece)
-  monkeypatch.setattr(memory, "page_counts", lambda *_: [pages])
+  monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   cfg = dataclasses.replace(CFG, layers=1)
   params = toy.params(layers=1)
   pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN)

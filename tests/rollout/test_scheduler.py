@@ -1,4 +1,7 @@
-"""Rollouts through the real sampler: the laws that training relies on."""
+"""Rollouts through the real sampler: the laws that training relies on.
+
+budget: the laws of one engine.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from coa_jax.model.kernels import paged
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status
-from coa_jax.rollout import memory, scheduler, slot_cache
+from coa_jax.rollout import scheduler, slot_cache
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Episode
 
@@ -175,7 +178,7 @@ def test_pages_change_nothing(novice, monkeypatch, short):
   """Neither how many there are, nor who had them before; the pool grows as needed."""
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
   with monkeypatch.context() as fixed:
-    fixed.setattr(memory, "page_counts", lambda *_: [50])
+    fixed.setattr(slot_cache, "page_counts", lambda *_: [50])
     expected = play(novice, range(16), on=engine(window=3))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
@@ -204,7 +207,7 @@ def test_where_pages_run_out_the_youngest_pauses_and_goes_on_alike(
   """With tools that answer at any time, too; the first trajectory never waits."""
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
   expected = play(novice, range(16), on=engine(window=3))
-  monkeypatch.setattr(memory, "page_counts", lambda *_: [pages])
+  monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
   paused = []
   real = scheduler.Scheduler._pause
 

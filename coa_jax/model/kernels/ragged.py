@@ -12,9 +12,6 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
   ragged_paged_attention,
 )
 
-from coa_jax.model.config import ModelConfig
-from coa_jax.model.sharding import Partitioner
-
 # Bytes of pages that the kernel holds at once, twice. It reads whole blocks of so many:
 # in larger ones more is read in vain.
 _BLOCK_BYTES = 2**20
@@ -24,16 +21,16 @@ _DECODING = 8
 _GIVEN = 64
 
 
-def takes(cfg: ModelConfig, kv_heads: int, page_size: int) -> bool:
+def takes(head_dim: int, dtype: str, page_size: int) -> bool:
   """Tells whether the kernel can read such pages.
 
   Args:
-    cfg: the architecture.
-    kv_heads: of it on one device.
+    head_dim: H.
+    dtype: of keys and values.
     page_size: places of a page.
   """
-  whole = cfg.head_dim % 128 == 0 and page_size % 16 == 0
-  return whole and jnp.dtype(cfg.dtype) == jnp.bfloat16 and kv_heads >= 1
+  whole = head_dim % 128 == 0 and page_size % 16 == 0
+  return whole and jnp.dtype(dtype) == jnp.bfloat16
 
 
 def attend(
@@ -42,7 +39,6 @@ def attend(
   table_BC: jax.Array,
   position_BT: jax.Array,
   window: int,
-  partitioner: Partitioner | None,
 ) -> jax.Array:
   """Attends with each row's tokens over its pages, up to their own places.
 
@@ -52,7 +48,6 @@ def attend(
     table_BC: int page of each block of a row; -1 where it has none.
     position_BT: of each query; a row's stand one after the other.
     window: places that a token reads, its own included; 0 for all.
-    partitioner: of the sampler, on several devices.
 
   Returns:
     out_BTNH in q's dtype.
@@ -61,43 +56,17 @@ def attend(
   C = table_BC.shape[1]
   # Tokens past a row's last are computed in vain; a row without pages reads one too.
   length_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, -1] + 1, T)
-
-  def on_device(q_XNH, pool, length_B, page_BC, first_B) -> jax.Array:
-    page_bytes = pool[0].size * pool.dtype.itemsize
-    return ragged_paged_attention(
-      q_XNH,
-      pool,
-      length_B,
-      page_BC,
-      first_B,
-      jnp.array([B], jnp.int32),
-      sm_scale=H**-0.5,
-      sliding_window=window or None,
-      num_kv_pages_per_block=max(1, min(C, _BLOCK_BYTES // page_bytes)),
-      num_queries_per_block=min(_GIVEN if T > 1 else _DECODING, B * T),
-    )
-
-  args = (
+  page_bytes = pool_JPKH[0].size * pool_JPKH.dtype.itemsize
+  out_XNH = ragged_paged_attention(
     q_BTNH.reshape(B * T, N, H),
     pool_JPKH,
     length_B.astype(jnp.int32),
     jnp.maximum(table_BC, 0),
     T * jnp.arange(B + 1, dtype=jnp.int32),
+    jnp.array([B], jnp.int32),
+    sm_scale=H**-0.5,
+    sliding_window=window or None,
+    num_kv_pages_per_block=max(1, min(C, _BLOCK_BYTES // page_bytes)),
+    num_queries_per_block=min(_GIVEN if T > 1 else _DECODING, B * T),
   )
-  if partitioner is None:
-    out_XNH = on_device(*args)
-  else:
-    out_XNH = jax.shard_map(
-      on_device,
-      mesh=partitioner.mesh,
-      in_specs=(
-        partitioner.spec(".N."),
-        partitioner.spec("..K."),
-        partitioner.spec("."),
-        partitioner.spec(".."),
-        partitioner.spec("."),
-      ),
-      out_specs=partitioner.spec(".N."),
-      check_vma=False,
-    )(*args)
   return out_XNH.reshape(B, T, N, H)
