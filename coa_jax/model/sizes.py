@@ -112,9 +112,9 @@ def check_training(
 def rollout_needs(
   cfg: ModelConfig, slots: int, max_len: int, window: int, replicas: int
 ) -> dict[str, int]:
-  """Counts what slots take: a cache that begins small, logits, a window's tokens."""
+  """Counts what slots take: a page, logits and a window's tokens each."""
   # A slot's part of the cache, its logits in float32, an id and a log-prob a step.
-  row = cache.row_bytes(cfg, min(max_len, cache.BLOCK_SIZE))
+  row = cache.row_bytes(cfg, cache.page_size(max_len))
   least = row + 4 * cfg.vocab_size + 8 * window
   return {
     f"rollout.slots={slots} with rollout.window={window}": slots * replicas * least,

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from coa_jax.model import attention
 from coa_jax.model.cache import CacheWrite, KVCache
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.rotary import Rotation, rotate, rotation
 from coa_jax.model.sharding import Partitioner, inputs_of
 
@@ -172,7 +173,7 @@ class Block(nn.Module):
     else:
       cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
       window = window_sizes(c)[window_index]
-      out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window)
+      out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window, self.partitioner)
     x_BTD += _shard(self.partitioner, self._dense(out_BTNH, "o", (N, H, D)), "BT.")
 
     # --- SwiGLU.
@@ -312,7 +313,7 @@ class Transformer(nn.Module):
     segment_BT: jax.Array | None = None,
     cache: KVCache | None = None,
     valid_BT: jax.Array | None = None,
-    row_B: jax.Array | None = None,
+    rows: RowPages | None = None,
   ) -> tuple[jax.Array, KVCache | None]:
     """Runs the transformer.
 
@@ -325,8 +326,7 @@ class Transformer(nn.Module):
         positions, and tokens read places up to their own.
       valid_BT: with a cache: True for tokens to be written; others compute garbage
         that nothing reads.
-      row_B: the cache's row of each row of tokens, where they are not in order; no
-        two write to one. What points past the last row is computed and dropped.
+      rows: with a cache: the pages of each row; no two rows write to one page.
 
     Returns:
       hidden_BTD after the final norm, and the new cache (None without one).
@@ -356,7 +356,7 @@ class Transformer(nn.Module):
     else:
       write = None
       if cache is not None:
-        write = cache.write(position_BT, valid_BT, row_B)
+        write = cache.write(rows, position_BT, valid_BT)
       for block, index in zip(self.blocks, index_L, strict=True):
         x_BTD, cache = block(x_BTD, index, rope, segment_BT, write, cache)
 

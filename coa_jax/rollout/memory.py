@@ -1,7 +1,9 @@
 """How much of a device's memory rollouts have for their caches, and what that holds.
 
-Counted are arrays that stay while rollouts go on. The programs' own temporaries are
-not known before they are compiled; a share of the memory is kept for them.
+It is counted ahead, also for a slice that is not at hand; `slot_cache.page_counts` then
+asks the device. Counted are arrays that stay while rollouts go on. The programs' own
+temporaries are not known before they are compiled; a share of the memory is kept for
+them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ import jax
 from coa_jax.model import cache, decode_params
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner
+from coa_jax.rollout.slot_cache import KEPT
 from coa_jax.rollout.types import RolloutConfig
-
-KEPT = 0.05  # share of the memory for temporaries and gaps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,15 @@ class CacheBudget:
 
   @property
   def tokens(self) -> int:
-    """Tokens that the caches of a replica can hold."""
+    """Tokens that the cache of a replica can hold."""
     return self.caches // self.token
+
+  def pages(self, config: RolloutConfig) -> int:
+    """Counts the pages of a replica's cache: what fits, or what the slots can need."""
+    blocks = cache.num_blocks(config.max_len, config.max_len)
+    room = int(config.memory * 1e9) or self.caches
+    page = self.token * cache.page_size(config.max_len)
+    return min(room // page, config.slots * blocks)
 
   def describe(self, config: RolloutConfig) -> str:
     """Says in a line what goes where, and what the slots could ask for."""

@@ -1,17 +1,18 @@
 """Which programs a replica compiles, known from the config alone.
 
 Every shape that the scheduler gives to a function of the device is a program of its
-own, minutes to compile for a large model. They are few because lengths are rounded up:
-the cache's places to a power of two of blocks, given tokens to a power of two, and the
-rows that they are given to to one of four.
+own, minutes to compile for a large model. They are few because numbers are rounded up:
+given tokens to a power of two, the rows that they are given to to one of four, and the
+pages of a cache that grows to one in every half of a doubling.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from coa_jax.model.cache import BLOCK_SIZE
-from coa_jax.rollout import scheduler
+from coa_jax.model.cache import num_blocks
+from coa_jax.rollout import scheduler, slot_cache
 from coa_jax.rollout.types import RolloutConfig
 
 
@@ -21,54 +22,55 @@ class DeviceCall:
 
   Attributes:
     function: window or extend.
-    places: S of the cache.
+    pages: of the cache.
+    blocks: pages that a row may read.
     rows: slots that it works on.
     tokens: sampled at most (window), or given to a row at most (extend).
   """
 
   function: str
-  places: int
+  pages: int
+  blocks: int
   rows: int
   tokens: int
 
   def __str__(self) -> str:
-    """E.g. `extend 16 x 512 of 2048`: rows, tokens, places."""
-    return f"{self.function} {self.rows} x {self.tokens} of {self.places}"
+    """E.g. `extend 16 x 512, 128 of 4096 pages`: rows, tokens, of a row, of all."""
+    shape = f"{self.function} {self.rows} x {self.tokens}"
+    return f"{shape}, {self.blocks} of {self.pages} pages"
 
 
-def cache_sizes(max_len: int) -> list[int]:
-  """Lists the places that a cache may have, as `KVCache.resize` chooses them."""
-  if max_len <= BLOCK_SIZE:
-    return [max_len]
-  most = -(-max_len // BLOCK_SIZE)
-  blocks = 1
-  out = []
-  while blocks < most:
-    out.append(blocks * BLOCK_SIZE)
-    blocks *= 2
-  return [*out, most * BLOCK_SIZE]
-
-
-def device_calls(config: RolloutConfig, on: str) -> list[DeviceCall]:
+def device_calls(
+  config: RolloutConfig, on: str, page_counts: Sequence[int]
+) -> list[DeviceCall]:
   """Lists every program that decoding may compile, the smallest cache's first.
 
-  Left out are those that copy within the cache, or into one of another size: they are
-  compiled in no time.
+  Left out are those that copy within the cache, or into a larger one: they are compiled
+  in no time.
 
   Args:
     config: of the rollouts.
     on: the kind of device: cpu, gpu or tpu.
+    page_counts: pages that the cache may have (`memory.page_counts`).
   """
+  # --- Rows, tokens and pages that a call with given tokens may have. The last token of
+  # a text stays pending, and one more place is left to sample.
   most_rows = min(config.inject_rows, config.slots)
-  out: list[DeviceCall] = []
-  for places in cache_sizes(config.max_len):
-    # The last token of a text stays pending, and one more place is left to sample.
-    most = min(places, config.max_len - 1) - 1
-    lengths = range(min(most, scheduler.PIECE) + 1)
-    for tokens in sorted(set(map(scheduler.token_bucket, lengths))):
-      given = range(1, most_rows + 1)
-      buckets = {scheduler.row_bucket(n, most_rows, on) for n in given}
-      for rows in sorted(buckets):
-        out.append(DeviceCall("extend", places, rows, tokens))
-    out.append(DeviceCall("window", places, config.slots, config.window))
-  return out
+  rows = {scheduler.row_bucket(n + 1, most_rows, on) for n in range(most_rows)}
+  most = config.max_len - 2
+  shapes: set[tuple[int, int, int]] = set()
+  for given in range(1, min(most, slot_cache.PIECE) + 1):
+    for end in range(given, most + 1):
+      blocks = scheduler.block_bucket(end, config.max_len)
+      needed = num_blocks(end, config.max_len)
+      shapes.add((scheduler.token_bucket(given), blocks, needed))
+
+  # --- Of each size of the cache those that it can hold.
+  out: set[DeviceCall] = set()
+  whole = num_blocks(config.max_len, config.max_len)
+  for pages in page_counts:
+    for tokens, blocks, needed in shapes:
+      if needed <= pages:
+        out.update(DeviceCall("extend", pages, blocks, r, tokens) for r in rows)
+    out.add(DeviceCall("window", pages, whole, config.slots, config.window))
+  return sorted(out, key=lambda c: (c.pages, c.function, c.tokens, c.blocks, c.rows))

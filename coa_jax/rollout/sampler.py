@@ -5,7 +5,7 @@ injection are the same call. `window` samples until every slot needs Python (a c
 tag that stops it, or its token limit) or the window is over. Neither knows text or
 tools.
 
-Invariant: a slot's cache holds its first `length` tokens; `pending` is the one after,
+Invariant: a slot's pages hold its first `length` tokens; `pending` is the one after,
 sampled or given but not yet run. Randomness is keyed by (seed, sequence id, position),
 so slots, neighbours and tool latency can not change a trajectory.
 """
@@ -23,6 +23,7 @@ from coa_jax.model import distribution
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import NO_TRUNCATION, TokenMask, Truncation
+from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import Transformer
 
@@ -91,7 +92,7 @@ def extend(
   cfg: ModelConfig,
   params: Any,
   cache: KVCache,
-  row_R: jax.Array,
+  table_RC: jax.Array,
   token_RT: jax.Array,
   start_R: jax.Array,
   count_R: jax.Array,
@@ -102,8 +103,8 @@ def extend(
   Args:
     cfg: the model, unrolled (`scan=False`).
     params: its parameters, one of `decoding_views`.
-    cache: of all B slots; donated.
-    row_R: the slot of each row; B or more for rows that are not used.
+    cache: of all slots; donated.
+    table_RC: the pages of each row; -1 where it has none.
     token_RT: tokens, padded on the right.
     start_R: position of each row's first token.
     count_R: tokens of each row that count.
@@ -122,7 +123,7 @@ def extend(
     position_RT,
     cache=cache,
     valid_BT=valid_RT,
-    row_B=row_R,
+    rows=RowPages(table_RC),
   )
   return cache
 
@@ -136,6 +137,7 @@ def window(
   cfg: ModelConfig,
   params: Any,
   cache: KVCache,
+  table_BC: jax.Array,
   state: SamplerState,
   tables: Tables,
   forced_BW: jax.Array,
@@ -150,6 +152,7 @@ def window(
     cfg: the model, unrolled.
     params: the policy, one of `decoding_views`.
     cache: of all slots; donated.
+    table_BC: the pages of each slot, for all that it may sample; -1 where it has none.
     state: the slots.
     tables: where to stop.
     forced_BW: ids to take instead of drawing them; -1 draws.
@@ -161,6 +164,7 @@ def window(
   """
   model = Transformer(cfg, partitioner, decode=True)
   B, steps = forced_BW.shape
+  rows = cache.decoding_rows(table_BC, state.active_B)
   out = Sampled(
     token_BW=jnp.zeros((B, steps), jnp.int32),
     logp_BW=jnp.zeros((B, steps), jnp.float32),
@@ -177,6 +181,7 @@ def window(
       s.length_B[:, None],
       cache=cache,
       valid_BT=s.active_B[:, None],
+      rows=rows,
     )
     logits_B1V = model.apply({"params": params}, hidden_B1D, method="logits")
     logp_BV = _distribution(logits_B1V[:, 0], s, tables, truncation)

@@ -1,10 +1,10 @@
 """Continuous batching: which episode sits in which slot, and what runs next.
 
 Host code only: it moves token ids between episodes and the sampler, and never touches
-a tensor of the model. A slot whose episode waits for a tool keeps its cache and stays
-idle; the others go on decoding. Every given token is prefilled exactly once; a prompt
-that another slot holds is copied from there. The cache grows by doubling as the longest
-trajectory needs, which changes no other trajectory in any bit.
+a tensor of the model. A slot whose episode waits for a tool keeps its pages and stays
+idle; the others go on decoding. Prompts that begin alike share pages, and what they
+have in common is prefilled once. Where pages run out, the youngest trajectory is
+paused: what it holds waits on the host, and it goes on with the same bits.
 
 budget: the state of the slots and all that changes it, in one place.
 """
@@ -14,23 +14,38 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from coa_jax.model.cache import KVCache
+from coa_jax.model.cache import num_blocks
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
+from coa_jax.model.kernels.paged import SHORT
 from coa_jax.model.sharding import Partitioner, platform
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
-from coa_jax.rollout import sampler
+from coa_jax.rollout import sampler, slot_cache
+from coa_jax.rollout.slot_cache import OnHost, SlotCache
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
 _POLL_S = 0.05  # between two looks for new episodes while all others wait for tools
-# Given tokens of a slot that one call runs, at most: what it computes with grows with
-# them, and each length is a program of its own.
-PIECE = 512
+
+
+class _Given(NamedTuple):
+  """Tokens to append to a slot that has pages for them.
+
+  Attributes:
+    slot: whose they are.
+    ids: the tokens.
+    start: position of the first.
+    turn: among pieces of prompts; those of a lower one run first.
+  """
+
+  slot: int
+  ids: list[int]
+  start: int
+  turn: int = 0
 
 
 class Scheduler:
@@ -76,16 +91,23 @@ class Scheduler:
   def clear(self) -> None:
     """Forgets all episodes, the policy and the cache."""
     B = self.slots
-    self._cache: KVCache | None = None
+    self._cache: SlotCache | None = None
     self._params: Any = None
     self._version = 0
+    # New episodes that wait for pages, with their prompts.
+    self._waiting: list[tuple[Episode, list[int]]] = []
     self._episodes: list[Episode | None] = [None] * B
-    # Of each slot: the prompt as bytes, what was sampled since the last stop, and the
-    # ids that are to be taken instead of sampling.
-    self._prompts = [b""] * B
+    # Of each slot: how many episodes started before its own, what was sampled since the
+    # last stop, and the ids that are to be taken instead of sampling.
+    self._age = [0] * B
+    self._started = 0
     self._ids: list[list[int]] = [[] for _ in range(B)]
     self._logps: list[list[float]] = [[] for _ in range(B)]
     self._forced: list[list[int]] = [[] for _ in range(B)]
+    # Of slots what their tools said, until it is appended.
+    self._observations: dict[int, list[int]] = {}
+    # Of slots whose episodes are paused: whether they sampled, and what they hold.
+    self._paused: dict[int, tuple[bool, OnHost]] = {}
     # Tool calls that run, by slot; those that the last window made; its seconds.
     self._calls: dict[int, concurrent.futures.Future] = {}
     self._new_calls: list[concurrent.futures.Future] = []
@@ -104,6 +126,7 @@ class Scheduler:
 
   def drop(self, episode: Episode) -> None:
     """Frees the slot of an episode, if it has one; its tool call goes on for nobody."""
+    self._waiting = [each for each in self._waiting if each[0] is not episode]
     if episode not in self._episodes:
       return
     slot = self._episodes.index(episode)
@@ -129,57 +152,107 @@ class Scheduler:
       The episodes that ended.
 
     Raises:
-      ValueError: a prompt leaves no room in `rollout.max_len`.
+      ValueError: a prompt leaves no room in `rollout.max_len`, or the device none for a
+        trajectory of that length.
     """
+    if self._cache is None:
+      self._cache = SlotCache(self.model, self.config, self.partitioner)
     if policy is not self._params:
       self._params = policy
-      # The older policy has read these prompts: who runs goes on from them, but no new
-      # episode starts from a copy.
-      self._prompts = [b""] * self.slots
+      # The older policy has read what is there: who runs goes on from it, but no new
+      # episode starts with it.
+      self._cache.forget_prompts()
     self._version = version
-    if self._cache is None:
-      most = self.config.max_len
-      self._cache = KVCache.one_block(self.model, self.slots, most, self.partitioner)
-    self._start(new)
+    for episode in new:
+      self._waiting.append((episode, self._prompt(episode)))
+    self._resume()
+    self._start()
     self._wait_for_tools()
     ended = self._inject()
     if self._state.active_B.any():
       ended += self._sample()
     return ended
 
-  def _live(self) -> list[int]:
-    """Slots that hold an episode."""
-    return [slot for slot, e in enumerate(self._episodes) if e is not None]
+  def _prompt(self, episode: Episode) -> list[int]:
+    ids = episode.start()
+    if len(ids) >= self.config.max_len:
+      raise ValueError(
+        f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
+        f"{self.config.max_len}; raise it or drop the task"
+      )
+    return ids
 
-  def _start(self, new: Sequence[Episode]) -> None:
-    """Puts episodes into free slots: prefills prompts, or copies a neighbour's."""
-    # A group has one prompt: the first of its episodes prefills it, the others copy.
-    slot_of_prompt = {self._prompts[slot]: slot for slot in self._live()}
+  def _live(self) -> list[int]:
+    """Slots whose episodes are not paused, the oldest first."""
+    slots = []
+    for slot, episode in enumerate(self._episodes):
+      if episode is not None and slot not in self._paused:
+        slots.append(slot)
+    return sorted(slots, key=self._age.__getitem__)
+
+  def _start(self) -> None:
+    """Puts episodes into free slots; what prompts have in common is prefilled once."""
+    prefills: list[_Given] = []
+    started: list[tuple[int, list[int]]] = []
     free = [slot for slot, e in enumerate(self._episodes) if e is None]
-    prefills: list[tuple[int, list[int]]] = []
-    copies: list[tuple[int, int, list[int]]] = []
-    for slot, episode in zip(free, new, strict=False):
-      ids = episode.start()
-      if len(ids) >= self.config.max_len:
-        raise ValueError(
-          f"a prompt of {len(ids)} tokens leaves no room in rollout.max_len="
-          f"{self.config.max_len}; raise it or drop the task"
-        )
-      prompt = np.asarray(ids, np.int32).tobytes()
+    while self._waiting and len(started) < len(free):
+      slot = free[len(started)]
+      episode, ids = self._waiting[0]
+      given = ids[:-1]  # the last stays pending: sampling starts from it
+      # Who was paused comes first.
+      known = None if self._paused else self._cache.place(slot, given)
+      if known is None:
+        break
+      del self._waiting[0]
       self._episodes[slot] = episode
-      self._prompts[slot] = prompt
+      self._age[slot] = self._started
+      self._started += 1
       self._state.seed_B[slot] = episode.seed
       self._state.sequence_B[slot] = episode.sequence
       self._state.temperature_B[slot] = episode.temperature
       self._state.length_B[slot] = 0
       self._state.grammar_B[slot] = 0
-      if prompt in slot_of_prompt:
-        copies.append((slot, slot_of_prompt[prompt], ids))
+      started.append((slot, ids))
+      if known < len(given):
+        # Another slot may prefill what it begins with, here and now: after that.
+        prefills.append(_Given(slot, given[known:], known, known // slot_cache.PIECE))
+        self.counters.copied_tokens += known
+        self.counters.prefilled_tokens += len(ids) - known
       else:
-        slot_of_prompt[prompt] = slot
-        prefills.append((slot, ids))
-    self._extend(prefills, fresh=True)
-    self._copy(copies)
+        self.counters.copied_tokens += len(ids)
+    self._extend(prefills)
+    self._cache.copy(prefilled=self.config.max_len)
+    for slot, ids in started:
+      self._append(slot, ids)
+
+  def _make_room(self, slot: int, places: int) -> bool:
+    """Gives a slot pages for its first places; younger episodes pause for it.
+
+    Returns:
+      Whether it has them; where not, it is the youngest itself, and paused.
+    """
+    while not self._cache.reach(slot, places):
+      youngest = self._live()[-1]
+      self._pause(youngest)
+      if youngest == slot:
+        return False
+    return True
+
+  def _pause(self, slot: int) -> None:
+    """Takes an episode's pages; what they hold waits on the host."""
+    held = self._cache.to_host(slot, int(self._state.length_B[slot]))
+    self._paused[slot] = (bool(self._state.active_B[slot]), held)
+    self._state.active_B[slot] = False
+    self.counters.pauses += 1
+
+  def _resume(self) -> None:
+    """Has paused episodes go on, the oldest first, as far as there is room."""
+    for slot in sorted(self._paused, key=self._age.__getitem__):
+      active, held = self._paused[slot]
+      if not self._cache.from_host(slot, held):
+        return
+      del self._paused[slot]
+      self._state.active_B[slot] = active
 
   def _wait_for_tools(self) -> None:
     began = time.monotonic()
@@ -190,14 +263,15 @@ class Scheduler:
       concurrent.futures.wait(self._new_calls, timeout=self._window_seconds / 8)
     elif self._calls:
       # Not for as long as a tool takes: there may be new episodes for free slots.
+      calls = [call for slot, call in self._calls.items() if slot not in self._paused]
       concurrent.futures.wait(
-        self._calls.values(), _POLL_S, return_when=concurrent.futures.FIRST_COMPLETED
+        calls, _POLL_S, return_when=concurrent.futures.FIRST_COMPLETED
       )
     self.timings.tools += time.monotonic() - began
 
   def _inject(self) -> list[Episode]:
     """Appends the observations of calls that are done; returns who ended by one."""
-    observations: list[tuple[int, list[int]]] = []
+    # --- What episodes make of the results.
     ended: list[Episode] = []
     # A list of its own: calls are taken out of the dictionary on the way.
     done = [slot for slot, call in self._calls.items() if call.done()]
@@ -211,70 +285,71 @@ class Scheduler:
         ids = None
       if ids is None:
         ended.append(self._free(slot))
+      else:
+        self._observations[slot] = ids
+
+    # --- Where they go; one that is paused, or is now, keeps its own for later.
+    rows: list[_Given] = []
+    appended: list[tuple[int, list[int]]] = []
+    for slot in self._live():
+      if slot not in self._observations or slot in self._paused:
         continue
+      length = int(self._state.length_B[slot])
+      # The token that was sampled last is not in the cache yet.
+      ids = [int(self._state.pending_B[slot]), *self._observations[slot]]
+      if not self._make_room(slot, length + len(ids) - 1):
+        continue
+      rows.append(_Given(slot, ids[:-1], length))
+      appended.append((slot, ids))
+      self.counters.prefilled_tokens += len(self._observations.pop(slot))
       # The grammar reads no observation: it goes on from where the call left it.
       if self._resume_S is not None:
         state = self._state.grammar_B[slot]
         self._state.grammar_B[slot] = self._resume_S[state]
-      observations.append((slot, ids))
-    self._extend(observations, fresh=False)
+    self._extend(rows)
+    for slot, ids in appended:
+      self._append(slot, ids)
     return ended
 
-  def _extend(self, rows: list[tuple[int, list[int]]], fresh: bool) -> None:
-    """Appends ids to slots, as many rows at once as are given, in pieces.
-
-    Args:
-      rows: (slot, ids to append).
-      fresh: whether the slots are empty, so that no token of theirs is pending.
-    """
+  def _extend(self, rows: list[_Given]) -> None:
+    """Runs given tokens, as many rows at once as there are, in pieces."""
     began = time.monotonic()
-    # --- Room first: the cache grows once, before anything is written.
-    longest = max(self._state.length_B[self._live()], default=1)
-    for slot, ids in rows:
-      longest = max(longest, int(self._state.length_B[slot]) + len(ids))
-      self.counters.prefilled_tokens += len(ids)
-    self._fit(longest)
-    # --- Pieces of one length bucket run together; a slot's later ones after its first.
-    rounds: list[dict[int, list[tuple[int, list[int], int]]]] = []
-    for slot, ids in rows:
-      if not fresh:
-        ids = [int(self._state.pending_B[slot]), *ids]
-      # The last token stays pending: running it is what the next sample starts from.
-      given = ids[:-1]
-      for turn, begin in enumerate(range(0, max(len(given), 1), PIECE)):
-        piece = given[begin : begin + PIECE]
-        start = int(self._state.length_B[slot]) + begin
-        if turn == len(rounds):
-          rounds.append({})
-        length = token_bucket(len(piece))
-        rounds[turn].setdefault(length, []).append((slot, piece, start))
-    for batches in rounds:
+    # Pieces of one length bucket run together; a slot's later ones after its first.
+    turns: dict[int, dict[int, list[_Given]]] = {}
+    most = slot_cache.PIECE
+    for row in rows:
+      for i, begin in enumerate(range(0, len(row.ids), most)):
+        ids = row.ids[begin : begin + most]
+        piece = _Given(row.slot, ids, row.start + begin)
+        batches = turns.setdefault(row.turn + i, {})
+        batches.setdefault(token_bucket(len(ids)), []).append(piece)
+    for turn, batches in sorted(turns.items()):
+      self._cache.copy(prefilled=turn * most)
       for length, batch in batches.items():
         for i in range(0, len(batch), self.inject_rows):
           self._extend_batch(batch[i : i + self.inject_rows], length)
-    # --- The slots go on from there.
-    for slot, ids in rows:
-      self._append(slot, ids if fresh else [int(self._state.pending_B[slot]), *ids])
     self.timings.decode += time.monotonic() - began
 
-  def _extend_batch(self, rows: list[tuple[int, list[int], int]], length: int) -> None:
-    """Runs pieces: of each its slot, its ids and the position of the first."""
-    R = row_bucket(len(rows), self.inject_rows, platform(self.partitioner))
-    # Slot B is none: rows that are not used write to it, that is nowhere.
-    row_R = np.full(R, self.slots, np.int32)
+  def _extend_batch(self, pieces: list[_Given], length: int) -> None:
+    """Runs as many pieces as a call may have rows, each filled up to a length."""
+    R = row_bucket(len(pieces), self.inject_rows, platform(self.partitioner))
+    end = max(piece.start + len(piece.ids) for piece in pieces)
+    table_BC = self._cache.table_BC[:, : block_bucket(end, self.config.max_len)]
+    # Rows that are not used have no pages: they are written nowhere.
+    table_RC = np.full((R, table_BC.shape[1]), -1, np.int32)
     token_RT = np.zeros((R, length), np.int32)
     start_R = np.zeros(R, np.int32)
     count_R = np.zeros(R, np.int32)
-    for r, (slot, ids, start) in enumerate(rows):
-      row_R[r] = slot
-      start_R[r] = start
-      count_R[r] = len(ids)
-      token_RT[r, : len(ids)] = ids
-    self._cache = sampler.extend(
+    for r, piece in enumerate(pieces):
+      table_RC[r] = table_BC[piece.slot]
+      start_R[r] = piece.start
+      count_R[r] = len(piece.ids)
+      token_RT[r, : len(piece.ids)] = piece.ids
+    self._cache.kv = sampler.extend(
       self.model,
       self._params,
-      self._cache,
-      row_R,
+      self._cache.kv,
+      table_RC,
       token_RT,
       start_R,
       count_R,
@@ -290,42 +365,33 @@ class Scheduler:
     # Asked only now: what is forced may depend on what was appended.
     self._forced[slot] = self._episodes[slot].forced()
 
-  def _copy(self, copies: list[tuple[int, int, list[int]]]) -> None:
-    """Gives slots the prompts that other slots hold: (slot, the other, ids)."""
-    R = self.inject_rows
-    for i in range(0, len(copies), R):
-      from_R = np.zeros(R, np.int32)
-      to_R = np.full(R, self.slots, np.int32)
-      for r, (slot, other, ids) in enumerate(copies[i : i + R]):
-        from_R[r] = other
-        to_R[r] = slot
-        self._append(slot, ids)
-        self.counters.copied_tokens += len(ids)
-      self._cache = self._cache.share(from_R, to_R, self.partitioner)
-
   def _sample(self) -> list[Episode]:
     """Samples one window for all active slots; returns the episodes that ended."""
     # --- What each slot may do in this window.
-    before = self._state.active_B
     ended: list[Episode] = []
-    # All slots that hold an episode count: an idle one's cache must stay, too.
-    ends = self._state.length_B + self.config.window * before
-    self._fit(min(int(ends[self._live()].max()), self.config.max_len))
+    W = self.config.window
+    for slot in self._live():
+      # A younger one may have been paused for an older one's pages by now.
+      if self._state.active_B[slot]:
+        end = int(self._state.length_B[slot]) + W
+        self._make_room(slot, min(end, self.config.max_len))
+    before = self._state.active_B
     # What is to be taken instead of sampling goes on where the last window ended.
-    forced_BW = np.full((len(before), self.config.window), -1, np.int32)
+    forced_BW = np.full((self.slots, W), -1, np.int32)
     for slot in np.flatnonzero(before):
       # A limit may change while the episode runs: 0 is how it is called off.
       self._state.limit_B[slot] = min(self._episodes[slot].limit, self.config.max_len)
       self._episodes[slot].version = self._version
-      rest = self._forced[slot][len(self._ids[slot]) :][: self.config.window]
+      rest = self._forced[slot][len(self._ids[slot]) :][:W]
       forced_BW[slot, : len(rest)] = rest
     self._new_calls = []
     # --- The device.
     began = time.monotonic()
-    self._cache, state, out = sampler.window(
+    self._cache.kv, state, out = sampler.window(
       self.model,
       self._params,
-      self._cache,
+      self._cache.kv,
+      self._cache.table_BC,
       self._state,
       self._tables,
       forced_BW,
@@ -363,11 +429,10 @@ class Scheduler:
     episode = self._episodes[slot]
     self._episodes[slot] = None
     self._state.active_B[slot] = False
+    self._observations.pop(slot, None)
+    self._paused.pop(slot, None)
+    self._cache.release(slot)
     return episode
-
-  def _fit(self, positions: int) -> None:
-    """Gives the cache room for so many positions."""
-    self._cache = self._cache.resize(positions, self.config.max_len, self.partitioner)
 
 
 def on_device(constraint: Constraint | None) -> TokenMask | None:
@@ -383,6 +448,20 @@ def token_bucket(length: int) -> int:
   while bucket < length:
     bucket *= 2
   return bucket
+
+
+def block_bucket(places: int, max_len: int) -> int:
+  """Rounds the pages of a row up that a call reads: for short rows a power of two.
+
+  Longer ones are read page by page, as many as are there: they have one program.
+  """
+  blocks = num_blocks(max_len, max_len)
+  if max_len > SHORT:
+    return blocks
+  bucket = 1
+  while bucket < num_blocks(places, max_len):
+    bucket *= 2
+  return min(bucket, blocks)
 
 
 def row_bucket(rows: int, most: int, on: str) -> int:

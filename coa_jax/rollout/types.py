@@ -39,6 +39,9 @@ class RolloutConfig:
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
       than is left, and none being left ends the trajectory as `tool_failed`.
+    memory: GB of a device that keys and values may take. 0 is for all that is left when
+      the first trajectory starts, on a CPU for as much as the slots come to need. A
+      trajectory that finds no room waits, or is paused and goes on later.
     observation_tokens: tokens one observation may have, its tags included; of longer
       ones head and tail are kept.
     same_calls: times a trajectory may make one and the same call (its tag and its
@@ -58,6 +61,7 @@ class RolloutConfig:
   tensor: int = bounded(0, least=0)
   window: int = bounded(8, least=1)
   max_len: int = bounded(320, least=1)
+  memory: float = bounded(0.0, least=0)
   max_calls: int = bounded(8, least=0)
   tool_seconds: float = bounded(60.0, above=0)
   observation_tokens: int = bounded(512, least=tokens.MIN_OBSERVATION)
@@ -290,9 +294,10 @@ class Counters:
   """What the device was asked to do since the engine was made."""
 
   prefilled_tokens: int = 0
-  copied_tokens: int = 0  # of prompts that another slot held
+  copied_tokens: int = 0  # of prompts, held by pages that were there already
   sampled_tokens: int = 0
   windows: int = 0
+  pauses: int = 0  # of trajectories for whose pages there was no room
   slot_steps: int = 0  # decode steps times slots: sampled_tokens / this is utilisation
 
   def since(self, before: Counters) -> Counters:

@@ -310,7 +310,8 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
     stop(f"--slice={topology!r} must begin with one of {', '.join(CHIPS)}")
   layers = _QUICK_LAYERS if QUICK.value else 0
   devices = tpu_programs.devices_of(topology)
-  run = tpu_programs.make_run(settings, devices, _MODEL.value, layers)
+  hbm = CHIPS[generation].hbm
+  run = tpu_programs.make_run(settings, devices, hbm, _MODEL.value, layers)
   live = _LIVE.value or settings.rollout.max_len // 4
   programs = {p.name: p for p in tpu_programs.programs(run, live)}
   if _LIST.value:

@@ -33,7 +33,7 @@ from coa_jax.model.sharding import Partitioner, make_partitioners, platform
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from coa_jax.rl import RLConfig
-from coa_jax.rollout import sampler
+from coa_jax.rollout import memory, sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import check_positions
 
@@ -54,6 +54,7 @@ class Run:
     learner: the mesh of learning.
     rollouts: the mesh of all copies of the model that decode.
     replica: of one of them, the first of the first host.
+    pages: of a replica's cache, as many as there is room for.
     update: what learns.
     state: what it trains: shapes with shardings.
     frozen: what it leaves alone, likewise.
@@ -65,6 +66,7 @@ class Run:
   learner: Partitioner
   rollouts: Partitioner
   replica: Partitioner
+  pages: int
   update: PolicyUpdate
   state: TrainState
   frozen: Any
@@ -118,13 +120,20 @@ def devices_of(topology: str) -> list[jax.Device]:
 
 
 def make_run(
-  settings: RLConfig, devices: list[jax.Device], model: str = "", layers: int = 0
+  settings: RLConfig,
+  devices: list[jax.Device],
+  hbm: float,
+  model: str = "",
+  layers: int = 0,
 ) -> Run:
   """Builds what a run on a slice is made of.
+
+  budget: what `rl.run` builds, in its order.
 
   Args:
     settings: the config.
     devices: of the slice.
+    hbm: bytes that each has.
     model: a name in `variants.VARIANTS`, in place of the folder `init`.
     layers: of the model; 0 for all.
 
@@ -174,8 +183,25 @@ def make_run(
   params = _placed(param_shapes(cfg), partitioner)
   shapes = jax.eval_shape(functools.partial(update.init, seed=0), params)
   state, frozen = (_placed(tree, partitioner) for tree in shapes)
+  budget = memory.cache_budget(
+    cfg,
+    settings.rollout,
+    rollouts,
+    (state, frozen),
+    policies=2 if algo.sampling.staleness else 1,
+    total=int(hbm),
+  )
   return Run(
-    settings, cfg, decoder, partitioner, rollouts, replicas[0], update, state, frozen
+    settings=settings,
+    cfg=cfg,
+    decoder=decoder,
+    learner=partitioner,
+    rollouts=rollouts,
+    replica=replicas[0],
+    pages=budget.pages(settings.rollout),
+    update=update,
+    state=state,
+    frozen=frozen,
   )
 
 
@@ -190,7 +216,7 @@ def programs(run: Run, live: int) -> list[Program]:
   # --- What is resident beside. The caches and the decode parameters are freed before
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
-  calls = device_calls(run.settings.rollout, "tpu")
+  calls = device_calls(run.settings.rollout, "tpu", [run.pages])
   kept = device_bytes(run.state) + device_bytes(run.frozen)
   if run.settings.lora:
     kept += device_bytes(_policy(run))  # merged for decoding
@@ -198,7 +224,7 @@ def programs(run: Run, live: int) -> list[Program]:
   rolling = 0.0
   if run.settings.algo.sampling.staleness:
     older = view
-    rolling = 2 * view + device_bytes(_cache(run, calls[-1].places))
+    rolling = 2 * view + device_bytes(_cache(run))
 
   # --- Devices of rollouts alone hold nothing of the learner, and it nothing of theirs.
   beside_learning = 0.0 if run.settings.mesh.rollout else rolling
@@ -213,14 +239,13 @@ def programs(run: Run, live: int) -> list[Program]:
   for call in calls:
     flops, needed = _decoding_needs(run, call, live)
     windows = call.tokens if call.function == "window" else 1
-    blocks = -(-call.places // cache.BLOCK_SIZE)
-    one_layer = device_bytes(_cache(run, call.places).layers[0][0])
+    one_layer = device_bytes(_cache(run).layers[0][0])
     out.append(
       Program(
         name=str(call),
         lower=functools.partial(_lower_call, run, call),
         devices=run.replica.mesh.size,
-        turns=(windows, blocks) if call.function == "window" else (blocks,),
+        turns=(windows,),
         units=windows,
         flops=flops,
         needed=needed,
@@ -337,7 +362,6 @@ def _decoding_needs(run: Run, call: DeviceCall, live: int) -> tuple[float, float
   """Arithmetic and bytes that a chip of a replica can not be spared; see `Program`."""
   cfg = run.decoder
   chips = run.replica.mesh.size
-  live = min(live, call.places)
   # Of one token, in all layers; heads that the mesh does not split are on each chip.
   position = cache.row_bytes(cfg, 1) / run.replica.ways("K")
   layers, head = products(cfg)
@@ -368,14 +392,12 @@ def decoding_params(run: Run) -> Any:
   return _with_sharding(shapes, run.replica.tree(shapes, narrow))
 
 
-def _cache(run: Run, places: int) -> KVCache:
-  slots = run.settings.rollout.slots
+def _cache(run: Run) -> KVCache:
+  page_size = cache.page_size(run.settings.rollout.max_len)
   shapes = jax.eval_shape(
-    lambda: KVCache.empty(run.decoder, slots, places, run.replica)
+    lambda: KVCache.empty(run.decoder, run.pages, page_size, run.replica)
   )
-  # Begun as one block of what may grow so long, and resized since.
-  shapes = shapes.replace(long=run.settings.rollout.max_len > cache.SHORT)
-  sharding = run.replica.sharding("BK...")
+  sharding = run.replica.sharding(cache.letters(shapes.layout))
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
   )
@@ -411,7 +433,8 @@ def _lower_learning(run: Run, name: str) -> Any:
 
 
 def _lower_call(run: Run, call: DeviceCall) -> Any:
-  held = _cache(run, call.places)
+  held = _cache(run)
+  table_BC = _array(run.replica, "..", (call.rows, call.blocks), "int32")
   row_R = _array(run.replica, ".", (call.rows,), "int32")
   token_RT = _array(run.replica, "..", (call.rows, call.tokens), "int32")
   if call.function == "extend":
@@ -419,7 +442,7 @@ def _lower_call(run: Run, call: DeviceCall) -> Any:
       run.decoder,
       decoding_params(run),
       held,
-      row_R,
+      table_BC,
       token_RT,
       row_R,
       row_R,
@@ -429,6 +452,7 @@ def _lower_call(run: Run, call: DeviceCall) -> Any:
     run.decoder,
     decoding_params(run),
     held,
+    table_BC,
     _slots(run, call.rows),
     _tables(run),
     token_RT,

@@ -1,4 +1,4 @@
-"""The cache of keys and values against the definition of attention; how it resizes."""
+"""The cache of keys and values, in pages, against the definition of attention."""
 
 from __future__ import annotations
 
@@ -8,77 +8,123 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention as library
 from test_attention import by_definition, heads
 
 from coa_jax.model import cache as caching
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.kernels import paged, ragged
+from coa_jax.model.kernels.paged import RowPages
 
 
 def model(K: int, H: int, layers: int = 1) -> ModelConfig:
   return ModelConfig(vocab_size=9, layers=layers, heads=4, kv_heads=K, head_dim=H)
 
 
-def filled(k_BSKH: jax.Array, v_BSKH: jax.Array, size: int = 0) -> KVCache:
-  """A cache of one layer that holds these, with room for `size` places."""
+def table(rows: int, blocks: int, pages: int = 0, seed: int = 0) -> np.ndarray:
+  """Pages for rows, in no order, among more that nobody has."""
+  pages = pages or rows * blocks + 3
+  order = np.random.default_rng(seed).permutation(pages)
+  return order[: rows * blocks].reshape(rows, blocks).astype(np.int32)
+
+
+def filled(
+  k_BSKH: jax.Array, v_BSKH: jax.Array, P: int, table_BC: np.ndarray, pages: int = 0
+) -> KVCache:
+  """A cache of one layer that holds these, the rest of it noise."""
   B, S, K, H = k_BSKH.shape
-  cache = KVCache.empty(model(K, H), B, size or S)
+  empty = KVCache.empty(model(K, H), pages or int(table_BC.max()) + 1, P)
+  rng = np.random.default_rng(1)
+  noise = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
   place_BS = jnp.broadcast_to(jnp.arange(S), (B, S))
-  write = cache.write(place_BS, jnp.ones((B, S), bool))
-  return cache.append(0, k_BSKH, v_BSKH, write)
+  write = noise.write(RowPages(jnp.asarray(table_BC)), place_BS, place_BS >= 0)
+  return noise.append(0, k_BSKH, v_BSKH, write)
 
 
 @functools.partial(jax.jit, static_argnames="window")
-def attend(cache: KVCache, q_BTNH, position_BT, window: int = 0) -> jax.Array:
-  write = cache.write(position_BT, jnp.zeros(position_BT.shape, bool))
+def attend(cache: KVCache, table_BC, q_BTNH, position_BT, window: int = 0) -> jax.Array:
+  """What several tokens of each row read."""
+  nothing = jnp.zeros(position_BT.shape, bool)
+  write = cache.write(RowPages(table_BC), position_BT, nothing)
   return cache.attend(0, q_BTNH, write, window)
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def decode(cache: KVCache, table_BC, q_B1NH, position_B, window: int = 0) -> jax.Array:
+  """What one token of each row reads."""
+  rows = cache.decoding_rows(table_BC, position_B >= 0)
+  nothing = jnp.zeros((len(position_B), 1), bool)
+  write = cache.write(rows, position_B[:, None], nothing)
+  return cache.attend(0, q_B1NH, write, window)
 
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_each_query_head_reads_its_kv_head_up_to_its_own_place(K: int, window: int):
-  q, k, v = heads(0, 2, 5, 4, K, 6)
-  position_BT = jnp.array([[0, 1, 2, 3, 4], [4, 4, 0, 2, 1]])
-  out = attend(filled(k, v), q, position_BT, window)
-  behind_BTS = np.asarray(position_BT)[:, :, None] - np.arange(5)
-  mask = (behind_BTS >= 0) & (behind_BTS < (window or 5))
-  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
+@pytest.mark.parametrize("P", [2, 3, 6])
+def test_each_query_head_reads_its_kv_head_up_to_its_own_place(P, K, window):
+  q, k, v = heads(0, 2, 6, 4, K, 6)
+  position_BT = jnp.array([[0, 1, 2, 3, 4, 5], [4, 5, 0, 2, 1, 3]])
+  pages = table(2, 6 // P)
+  cache = filled(k, v, P, pages)
+  out = attend(cache, pages, q, position_BT, window)
+  behind_BTS = np.asarray(position_BT)[:, :, None] - np.arange(6)
+  mask = (behind_BTS >= 0) & (behind_BTS < (window or 6))
+  expected = by_definition(q, k, v, mask)
+  np.testing.assert_allclose(out, expected, atol=2e-6)
+  for t in range(6):  # one token of each row, where the pages lie
+    one = decode(cache, pages, q[:, t : t + 1], position_BT[:, t], window)
+    np.testing.assert_allclose(one, expected[:, t : t + 1], atol=2e-6)
 
 
-def test_places_that_nothing_reads_change_no_bit():
-  """So a cache may grow, whatever the neighbours of a row make it."""
-  q, k, v = heads(3, 8, 4096, 4, 2, 16)
-  position_BT = jnp.asarray(np.random.default_rng(0).integers(100, 500, (8, 1)))
-  small = attend(filled(k[:, :512], v[:, :512]), q[:, :1], position_BT)
-  for S in (1024, 2048, 4096):
-    large = attend(filled(k[:, :S], v[:, :S]), q[:, :1], position_BT)
-    np.testing.assert_array_equal(small, large)
-    empty = attend(filled(k[:, :512], v[:, :512], S), q[:, :1], position_BT)
-    np.testing.assert_array_equal(small, empty)
-  mask_BTS = np.arange(512) <= np.asarray(position_BT)[..., None]
-  expected = by_definition(q[:, :1], k[:, :512], v[:, :512], mask_BTS)
-  np.testing.assert_allclose(small, expected, atol=2e-6)
+@pytest.mark.parametrize("P", [64, 256])
+def test_paged_is_dense_bit_for_bit(P: int):
+  """Whichever pages rows have, in whatever pool, and whoever else reads."""
+  q, k, v = heads(3, 8, 1024, 4, 2, 16)
+  q = q[:, :1]
+  position_B = jnp.asarray(np.random.default_rng(0).integers(0, 1024, 8))
+  blocks = 1024 // P
+  # Dense: row after row, and nothing else.
+  rows = np.arange(8 * blocks, dtype=np.int32).reshape(8, blocks)
+  expected = decode(filled(k, v, P, rows), rows, q, position_B)
+  for seed, more in enumerate((0, 1, 50)):
+    pages = table(8, blocks, 8 * blocks + more, seed)
+    cache = filled(k, v, P, pages, 8 * blocks + more)
+    np.testing.assert_array_equal(decode(cache, pages, q, position_B), expected)
+  # Pages that no token reads need not be there; more may be.
+  needed_B = np.asarray(position_B) // P + 1
+  few = np.where(np.arange(blocks) < needed_B[:, None], pages, -1)
+  wide = np.pad(few, ((0, 0), (0, 5)), constant_values=-1)
+  np.testing.assert_array_equal(decode(cache, wide, q, position_B), expected)
+  # Rows that do not read leave the others alone.
+  some_B = jnp.where(jnp.arange(8) % 3 > 0, position_B, -1)
+  out = decode(cache, wide, q, some_B)
+  np.testing.assert_array_equal(out[some_B >= 0], expected[some_B >= 0])
 
 
-def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT) -> np.ndarray:
+def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT, P: int) -> np.ndarray:
   """Attention with the keys of all blocks at once, each step a program of its own.
 
   Within one program XLA would make a single product of all blocks' sums.
   """
   B, S, K, H = k_BSKH.shape
-  C = S // caching.BLOCK_SIZE
-  k_BKCHP = k_BSKH.reshape(B, C, -1, K, H).transpose(0, 3, 1, 4, 2)
-  v_BKCPH = v_BSKH.reshape(B, C, -1, K, H).transpose(0, 3, 1, 2, 4)
+  k_BKCHP = k_BSKH.reshape(B, S // P, P, K, H).transpose(0, 3, 1, 4, 2)
+  v_BKCPH = v_BSKH.reshape(B, S // P, P, K, H).transpose(0, 3, 1, 2, 4)
   mask_BTS = jnp.arange(S) <= position_BT[:, :, None]
-  score_BKCRP = jax.jit(caching._scores)(q_BTNH, k_BKCHP, mask_BTS)
-  weighted = jax.jit(caching._weighted)
-  sum_BKCR, out_BKCRH = weighted(score_BKCRP, score_BKCRP.max((2, 4)), v_BKCPH)
-  return caching._normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
+  score_BKCRP = jax.jit(paged._scores)(q_BTNH, k_BKCHP, mask_BTS)
+  weighted = jax.jit(paged._weighted)
+  max_BK1R = score_BKCRP.max((2, 4))[:, :, None]
+  sum_BKCR, out_BKCRH = weighted(score_BKCRP, max_BK1R, v_BKCPH)
+  return paged._normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
 
 
-@pytest.mark.parametrize("places_last", [True, False])
-def test_given_tokens_read_block_after_block_and_the_size_changes_no_bit(places_last):
+@pytest.mark.parametrize("layout", ["places_last", "heads_last"])
+def test_long_rows_are_read_block_after_block_and_their_number_changes_no_bit(
+  layout: str, monkeypatch
+):
   """What a long cache is extended by has the bits of dense attention by blocks."""
+  monkeypatch.setattr(paged, "SHORT", 128)  # even the shortest is read by blocks
+  monkeypatch.setattr(caching, "_layout", lambda *_: layout)
   q, k, v = heads(7, 3, 2048, 4, 2, 16)
   q = q[:, :64]
   for first in (0, 130, 400):  # in the first block, over an edge, in the second
@@ -87,101 +133,117 @@ def test_given_tokens_read_block_after_block_and_the_size_changes_no_bit(places_
     for S in (256, 512, 1024, 2048):
       if first + 67 > S:
         continue
-      keys, values = filled(k[:, :S], v[:, :S]).layers[0]
-      if not places_last:
-        keys = keys.swapaxes(3, 4)
-      cache = KVCache(((keys, values),), places_last, long=True)
-      outs.append(attend(cache, q, position_BT))
+      pages = table(3, S // 256, seed=S)
+      outs.append(attend(filled(k[:, :S], v[:, :S], 256, pages), pages, q, position_BT))
       np.testing.assert_array_equal(
-        outs[-1], by_block(q, k[:, :S], v[:, :S], position_BT)
+        outs[-1], by_block(q, k[:, :S], v[:, :S], position_BT, 256)
       )
       np.testing.assert_array_equal(outs[-1], outs[0])
 
 
-def test_what_is_extended_takes_memory_that_the_size_does_not_change():
+def test_what_is_extended_takes_memory_that_the_length_does_not_change():
   cfg = model(2, 16)
   q_BTNH = jax.ShapeDtypeStruct((4, 512, 4, 16), jnp.float32)
   position_BT = jax.ShapeDtypeStruct((4, 512), jnp.int32)
   bytes_of = []
   for S in (2048, 16384):
-    cache = jax.eval_shape(lambda S=S: KVCache.empty(cfg, 4, S))
-    compiled = attend.lower(cache, q_BTNH, position_BT).compile()
+    cache = jax.eval_shape(lambda: KVCache.empty(cfg, 64, 256))
+    table_BC = jax.ShapeDtypeStruct((4, S // 256), jnp.int32)
+    compiled = attend.lower(cache, table_BC, q_BTNH, position_BT).compile()
     bytes_of.append(compiled.memory_analysis().temp_size_in_bytes)
   # Scores with all places would be 512 MiB and more.
-  assert bytes_of[0] == bytes_of[1] < 2**26
-
-
-@pytest.mark.parametrize("P", [2, 3, 6])
-def test_blocks_of_a_cache_are_one_attention(monkeypatch, P: int):
-  monkeypatch.setattr(caching, "BLOCK_SIZE", P)
-  q, k, v = heads(4, 2, 6, 4, 2, 8)
-  out = attend(filled(k, v), q, jnp.arange(6) + jnp.zeros((2, 1), int))
-  mask = np.tril(np.ones((2, 6, 6), bool))
-  np.testing.assert_allclose(out, by_definition(q, k, v, mask), atol=2e-6)
+  assert abs(bytes_of[0] - bytes_of[1]) < 2**16 and bytes_of[0] < 2**26
 
 
 def test_a_token_that_may_read_nothing_is_finite():
   q, k, v = heads(2, 1, 3, 2, 1, 4)
-  out = attend(filled(k, v), q, jnp.full((1, 3), -1))
-  assert jnp.isfinite(out).all()
+  pages = table(1, 1)
+  cache = filled(k, v, 3, pages)
+  assert jnp.isfinite(attend(cache, pages, q, jnp.full((1, 3), -1))).all()
+  assert jnp.isfinite(decode(cache, pages, q[:, :1], jnp.array([-1]))).all()
 
 
-def test_rows_in_any_order_are_written_and_read_and_those_past_the_last_dropped():
-  q, k, v = heads(5, 3, 4, 4, 2, 8)
-  cache = KVCache.empty(model(2, 8), 5, 4)
+@pytest.mark.parametrize("layout", ["places_last", "heads_last", "joined"])
+def test_only_pages_of_tokens_that_count_are_written(layout: str, monkeypatch):
+  monkeypatch.setattr(caching, "_layout", lambda *_: layout)
+  _, k, v = heads(5, 3, 4, 4, 2, 8)
+  cache = KVCache.empty(model(2, 8), 6, 2)
+  table_BC = jnp.array([[4, 1], [-1, -1], [0, -1]])
   place_BT = jnp.arange(4) + jnp.zeros((3, 1), int)
-  row_B = jnp.array([3, 5, 0])  # 5 is past the last
-  write = cache.write(place_BT, jnp.ones((3, 4), bool), row_B)
-  cache = cache.append(0, k, v, write)
-  out = cache.attend(0, q, write)
-  mask = np.tril(np.ones((3, 4, 4), bool))
-  expected = by_definition(q, k, v, mask)
-  for row in (0, 2):
-    np.testing.assert_allclose(out[row], expected[row], atol=2e-6)
+  valid_BT = place_BT < jnp.array([[3], [4], [4]])
+  cache = cache.append(0, k, v, cache.write(RowPages(table_BC), place_BT, valid_BT))
   for x in jax.tree.leaves(cache):
-    assert not np.asarray(x)[[1, 2, 4]].any()
-    assert np.asarray(x)[[0, 3]].any()
+    x = np.moveaxis(np.asarray(x), {"joined": 1}.get(layout, 2), 1)
+    if layout == "places_last" and x.shape[1] != 2:
+      x = np.moveaxis(x, 3, 1)
+    written = x.reshape(6, 2, -1).any(-1)
+    assert written.tolist() == [
+      [True] * 2,
+      [True, False],
+      *[[False] * 2] * 2,
+      [True] * 2,
+      [False] * 2,
+    ]
 
 
-def test_shared_rows_read_what_the_others_hold():
-  q, k, v = heads(6, 4, 5, 4, 2, 8)
-  position_BT = jnp.arange(5) + jnp.zeros((4, 1), int)
-  before = attend(filled(k, v), q, position_BT)
-  # Row 2 becomes row 0, row 3 row 2 as it was; 4 is past the last.
-  shared = filled(k, v).share(jnp.array([0, 2, 1]), jnp.array([2, 3, 4]))
-  q = q.at[2].set(q[0]).at[3].set(q[2])
-  after = attend(shared, q, position_BT)
-  np.testing.assert_array_equal(after, before[jnp.array([0, 1, 0, 2])])
+def test_pages_are_copied_grown_and_kept_on_the_host():
+  q, k, v = heads(6, 2, 40, 4, 2, 8)
+  pages = table(2, 5)
+  cache = filled(k, v, 8, pages)
+  position_BT = jnp.broadcast_to(jnp.arange(40), (2, 40))
+  before = attend(cache, pages, q, position_BT)
+  # A row's pages onto others, which were free; what points past the last is dropped.
+  more = cache.grow(30)
+  assert more.pages == 30 and all(x.is_deleted() for x in jax.tree.leaves(cache))
+  other = np.array([[20, 25, 21, 27, 29]])
+  onto = np.concatenate([other[0], [30]])
+  cache = more.copy(np.append(pages[0], pages[1, 0]), onto)
+  np.testing.assert_array_equal(
+    attend(cache, other, q[:1], position_BT[:1]), before[:1]
+  )
+  np.testing.assert_array_equal(attend(cache, pages, q, position_BT), before)
+  # To the host and back onto yet others; nothing else is changed.
+  held = cache.to_host(pages[1].tolist())
+  back = np.array([[23, 22, 28, 24, 26]])
+  cache = cache.from_host(back[0].tolist(), held)
+  np.testing.assert_array_equal(attend(cache, back, q[1:], position_BT[1:]), before[1:])
+  np.testing.assert_array_equal(attend(cache, pages, q, position_BT), before)
 
 
-def test_a_cache_doubles_and_shrinks_once_a_quarter_would_do(monkeypatch):
-  monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
-  cfg, most = model(2, 8, layers=2), 128
-  cache = KVCache.one_block(cfg, 3, most)
-  cache = jax.tree.map(lambda x: x + 1.0, cache)
-  sizes = []
-  for places in (16, 17, 100, 90, 33, 32, 9, 8):
-    cache = cache.resize(places, most)
-    sizes.append(cache.size)
-  assert sizes == [16, 32, 128, 128, 128, 64, 32, 32]
-  for x in jax.tree.leaves(cache):  # the first 16 places were kept throughout
-    assert (x == 1).sum() == (x == 0).sum() == x.size // 2
-  assert KVCache.one_block(cfg, 3, most).resize(100, 100).size == 112  # 7 blocks
-  assert caching.row_bytes(cfg, 16) == 2 * 2 * 2 * 8 * 4 * 16
+def test_pages_of_short_rows_are_no_larger_than_they():
+  assert [caching.page_size(n) for n in (20, 256, 300)] == [20, 256, 256]
+  assert [caching.num_blocks(n, 300) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
+  assert caching.row_bytes(model(2, 8, layers=2), 16) == 2 * 2 * 2 * 8 * 4 * 16
 
 
-def test_a_freed_cache_is_one_block_again(monkeypatch):
-  monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
-  cfg = model(2, 8, layers=2)
-  cache = KVCache.empty(cfg, 3, 64)
-  freed = cache.free()
-  assert all(x.is_deleted() for x in jax.tree.leaves(cache))
-  like = KVCache.one_block(cfg, 3, 64)
-  assert jax.tree.map(jnp.shape, freed) == jax.tree.map(jnp.shape, like)
-  assert freed.free() is freed
+def test_a_tpus_kernel_is_given_what_its_reference_reads(monkeypatch):
+  """The kernel itself runs on a TPU only: here its library's own reference."""
+  q, k, v = heads(8, 3, 96, 4, 2, 128)
+  monkeypatch.setattr(caching, "_layout", lambda *_: "joined")
+  pages = table(3, 3)
+  cache = filled(k, v, 32, pages)
+  given = []
 
+  def reference(*args, num_kv_pages_per_block, num_queries_per_block, **options):
+    given.append((num_kv_pages_per_block, num_queries_per_block))
+    library.dynamic_validate_inputs(*args, **options)
+    return library.ref_ragged_paged_attention(*args, **options)
 
-def test_a_cache_may_be_smaller_than_a_block():
-  cache = KVCache.one_block(model(2, 8), 3, 20)
-  assert cache.size == 20
-  assert cache.resize(20, 20) is cache and cache.free() is cache
+  monkeypatch.setattr(ragged, "ragged_paged_attention", reference)
+  for window in (0, 40):
+    for first in (0, 30):
+      position_BT = first + jnp.arange(64) + jnp.zeros((3, 1), int)
+      write = cache.write(RowPages(jnp.asarray(pages)), position_BT, position_BT < 0)
+      out = cache.attend(0, q[:, :64], write, window)
+      behind = np.asarray(position_BT)[:, :, None] - np.arange(96)
+      mask = (behind >= 0) & (behind < (window or 96))
+      np.testing.assert_allclose(out, by_definition(q[:, :64], k, v, mask), atol=2e-5)
+    position_B = jnp.array([5, -1, 95])
+    rows = cache.decoding_rows(jnp.asarray(pages), position_B >= 0)
+    write = cache.write(rows, position_B[:, None], position_B[:, None] < 0)
+    one = cache.attend(0, q[:, :1], write, window)
+    behind = np.asarray(position_B)[:, None, None] - np.arange(96)
+    mask = (behind >= 0) & (behind < (window or 96))
+    expected = by_definition(q[:, :1], k, v, mask)
+    np.testing.assert_allclose(one[::2], expected[::2], atol=2e-5)
+  assert given[0] == (3, 64) and given[-1] == (3, 3)

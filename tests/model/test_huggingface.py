@@ -303,11 +303,12 @@ def greedy(
   batch = rows([[ids] for ids in prompts], longest)
   last_B = np.array([len(ids) - 1 for ids in prompts], np.int32)
   (params,) = decode_params.decoding_views(cfg, params)
+  table_BC = np.arange(B, dtype=np.int32)[:, None]  # a page for each
   cache = sampler.extend(
     cfg,
     params,
     KVCache.empty(cfg, B, longest + new),
-    np.arange(B),
+    table_BC,
     batch.tokens_BT,
     np.zeros(B, np.int32),
     last_B,
@@ -326,7 +327,7 @@ def greedy(
   nothing = np.zeros((1, 1), np.int32)  # one state, which no token stops
   tables = sampler.Tables(np.zeros(cfg.vocab_size, np.int32), nothing, nothing)
   free_BW = np.full((B, new), -1, np.int32)
-  out = sampler.window(cfg, params, cache, state, tables, free_BW)[2]
+  out = sampler.window(cfg, params, cache, table_BC, state, tables, free_BW)[2]
   return np.asarray(out.token_BW).tolist()
 
 

@@ -16,6 +16,7 @@ from coa_jax.learner import log_probs
 from coa_jax.model import transformer
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import Llama3Rope, ModelConfig, Yarn
+from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.transformer import Transformer
 
 CFG = toy.MODEL
@@ -45,8 +46,14 @@ def logits(cfg: ModelConfig, params, tokens_BT, position_BT, segment_BT):
 @functools.partial(jax.jit, static_argnums=0)
 def cached_logits(cfg: ModelConfig, params, cache, tokens_BT, position_BT, valid_BT):
   model = Transformer(cfg)
+  table_BC = jnp.arange(len(tokens_BT))[:, None]  # a page for each row
   hidden, cache = model.apply(
-    {"params": params}, tokens_BT, position_BT, cache=cache, valid_BT=valid_BT
+    {"params": params},
+    tokens_BT,
+    position_BT,
+    cache=cache,
+    valid_BT=valid_BT,
+    rows=RowPages(table_BC),
   )
   return model.apply({"params": params}, hidden, method="logits"), cache
 

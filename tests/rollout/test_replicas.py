@@ -165,9 +165,9 @@ def test_what_a_device_holds_is_counted(novice, own):
 
   assert budget.weights == sum(map(held, on._policies)) > 0
   assert budget.state == held(params) and (budget.state > 0) == (own == 0)
-  whole = cache.KVCache.one_block(on.model, 1, toy.MAX_LEN)
-  bytes_of_row = sum(x.nbytes for x in jax.tree.leaves(whole))
-  assert 2 * budget.token == bytes_of_row / whole.size
+  page = cache.KVCache.empty(on.model, 1, toy.MAX_LEN)
+  bytes_of_row = sum(x.nbytes for x in jax.tree.leaves(page))
+  assert 2 * budget.token == bytes_of_row / toy.MAX_LEN
 
 
 @on_devices

@@ -35,26 +35,34 @@ def slots(**fields) -> sampler.SamplerState:
   return state.replace(**{k: np.asarray(v) for k, v in fields.items()})
 
 
+def cache_of_slots() -> KVCache:
+  """A page for each slot."""
+  return KVCache.empty(CFG, SLOTS, SIZE)
+
+
+TABLE_BC = np.arange(SLOTS, dtype=np.int32)[:, None]
+
+
 def prefill(params, rows: dict[int, list[int]], width: int = 16):
   """A cache with these ids in these slots, the last of each left pending."""
-  cache = KVCache.empty(CFG, SLOTS, SIZE)
-  row_R = np.full(3, SLOTS, np.int32)
+  table_RC = np.full((3, 1), -1, np.int32)
   token_RT, count_R = np.zeros((3, width), np.int32), np.zeros(3, np.int32)
   state = slots()
   for r, (slot, ids) in enumerate(rows.items()):
-    row_R[r], count_R[r] = slot, len(ids) - 1
+    table_RC[r], count_R[r] = slot, len(ids) - 1
     token_RT[r, : len(ids) - 1] = ids[:-1]
     state.length_B[slot], state.pending_B[slot] = len(ids) - 1, ids[-1]
     state.active_B[slot] = True
   start_R = np.zeros(3, np.int32)
-  extended = sampler.extend(CFG, params, cache, row_R, token_RT, start_R, count_R)
+  cache = cache_of_slots()
+  extended = sampler.extend(CFG, params, cache, table_RC, token_RT, start_R, count_R)
   return extended, state
 
 
 def decode(params, cache, state, steps: int = 8, seed: int = 0):
   state = state.replace(seed_B=np.full(SLOTS, seed, np.uint32))
   free_BW = np.full((SLOTS, steps), -1, np.int32)
-  return sampler.window(CFG, params, cache, state, TABLES, free_BW)
+  return sampler.window(CFG, params, cache, TABLE_BC, state, TABLES, free_BW)
 
 
 def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():
@@ -62,22 +70,22 @@ def test_extend_in_pieces_is_at_once_and_touches_only_its_slots():
   rng = np.random.default_rng(0)
   noise = jax.tree.map(
     lambda x: rng.normal(size=x.shape).astype(np.float32),
-    KVCache.empty(CFG, SLOTS, SIZE),
+    cache_of_slots(),
   )
   ids = np.array([PROMPT * 3])[:, :16].repeat(3, 0)
   extend = functools.partial(sampler.extend, CFG, params)
   copy = functools.partial(jax.tree.map, np.array)
-  row_R = np.array([2, SLOTS, 0])  # the second row is not used
-  whole = extend(copy(noise), row_R, ids, np.zeros(3, int), np.array([16, 16, 9]))
-  parts = extend(copy(noise), row_R, ids, np.zeros(3, int), np.array([5, 3, 0]))
+  table_RC = np.array([[2], [-1], [0]])  # the second row is not used
+  whole = extend(copy(noise), table_RC, ids, np.zeros(3, int), np.array([16, 16, 9]))
+  parts = extend(copy(noise), table_RC, ids, np.zeros(3, int), np.array([5, 3, 0]))
   rest = np.stack([np.roll(ids[0], -5), ids[1], ids[2]])
   counts = np.array([11, 0, 9])
-  parts = extend(parts, row_R, rest, np.array([5, 0, 0]), counts)
+  parts = extend(parts, table_RC, rest, np.array([5, 0, 0]), counts)
   for a, b, old in zip(
     jax.tree.leaves(whole), jax.tree.leaves(parts), jax.tree.leaves(noise), strict=True
   ):
     np.testing.assert_allclose(a, b, atol=1e-5)
-    rest = (1, 2, 3) if a.shape[4] == SIZE else (1, 2, 4)  # keys, values
+    rest = (1, 2) if a.shape[3] == SIZE else (1, 3)  # keys, values
     changed_BS = (np.asarray(a) != old).any(axis=rest)
     expected_BS = np.zeros((SLOTS, SIZE), bool)
     expected_BS[2, :16] = expected_BS[0, :9] = True

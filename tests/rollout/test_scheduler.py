@@ -1,4 +1,7 @@
-"""Rollouts through the real sampler: the laws that training relies on."""
+"""Rollouts through the real sampler: the laws that training relies on.
+
+budget: the laws of one engine.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,32 @@ from playing import CFG, CONFIG, content, contents, engine, play, toy_worker
 from coa_jax.learner import batch as batching
 from coa_jax.model import cache as caching
 from coa_jax.model import transformer
-from coa_jax.model.cache import KVCache
+from coa_jax.model.kernels import paged
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status
-from coa_jax.rollout import scheduler
+from coa_jax.rollout import scheduler, slot_cache
 from coa_jax.rollout.setup import make_worker
+from coa_jax.rollout.types import Episode
+
+
+class GreedyTurn(Episode):
+  """One turn of 30 tokens after a prompt of ids, and what was sampled."""
+
+  seed = 0
+  temperature = 0.0
+
+  def __init__(self, sequence: int, prompt: list[int]):
+    self.sequence = sequence
+    self.limit = len(prompt) + 30
+    self._prompt = prompt
+
+  def start(self) -> list[int]:
+    return self._prompt
+
+  def sampled(self, ids, logps, tag) -> None:
+    self.sampled_ids = ids
+    self.sampled_logps = logps
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -141,34 +164,99 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
     assert on.counters.copied_tokens == 0
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_the_size_of_the_cache_changes_nothing(novice, monkeypatch, long: bool):
-  """It doubles with the longest trajectory, and shrinks when that has ended."""
-  if long:
-    monkeypatch.setattr(caching, "SHORT", 16)
-  monkeypatch.setattr(caching, "BLOCK_SIZE", 16)
+@pytest.fixture(params=[paged.SHORT, 16])
+def short(request, monkeypatch):
+  """Rows of more places are read block after block."""
+  monkeypatch.setattr(scheduler, "SHORT", request.param)
+  monkeypatch.setattr(paged, "SHORT", request.param)
+  scheduler.sampler.extend.clear_cache()  # no argument says which it is compiled for
+  yield
+  scheduler.sampler.extend.clear_cache()
+
+
+def test_pages_change_nothing(novice, monkeypatch, short):
+  """Neither how many there are, nor who had them before; the pool grows as needed."""
+  monkeypatch.setattr(caching, "PAGE_SIZE", 16)
   with monkeypatch.context() as fixed:
-    fixed.setattr(KVCache, "one_block", KVCache.empty)
-    fixed.setattr(KVCache, "resize", lambda self, *_: self)
+    fixed.setattr(slot_cache, "page_counts", lambda *_: [50])
     expected = play(novice, range(16), on=engine(window=3))
   assert max(t.num_tokens for t in expected.values()) > 64
   sizes = []
   real = scheduler.sampler.window
 
   def spy(cfg, params, cache, *args):
-    sizes.append(cache.size)
+    sizes.append(cache.pages)
     return real(cfg, params, cache, *args)
 
   monkeypatch.setattr(scheduler.sampler, "window", spy)
   on = engine(window=3)
   grown = play(novice, range(16), on=on)
   assert contents(grown) == contents(expected)
-  assert {32, 64, 128} <= set(sizes) and max(sizes) == toy.MAX_LEN
+  assert {10, 15, 20} <= set(sizes) <= {5, 7, 10, 15, 20, 30, 40}
   # An engine that is used again remembers nothing.
   again = play(novice, [3, 5], on=on)
   assert all(content(t) == content(expected[n]) for n, t in again.items())
   other = play(novice, [3], on=on, seed=4)
   assert content(other[3]) != content(expected[3])
+
+
+@pytest.mark.parametrize("pages", [8, 13])
+def test_where_pages_run_out_the_youngest_pauses_and_goes_on_alike(
+  novice, monkeypatch, pages: int
+):
+  """With tools that answer at any time, too; the first trajectory never waits."""
+  monkeypatch.setattr(caching, "PAGE_SIZE", 16)
+  expected = play(novice, range(16), on=engine(window=3))
+  monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
+  paused = []
+  real = scheduler.Scheduler._pause
+
+  def spy(self, slot):
+    paused.append(self._episodes[slot].sequence)
+    real(self, slot)
+
+  monkeypatch.setattr(scheduler.Scheduler, "_pause", spy)
+  on = engine(window=3)
+  played = play(
+    novice, range(16), toy.TableToolbox(latency=toy.shuffled_latency(3)), on=on
+  )
+  assert contents(played) == contents(expected)
+  assert on.counters.pauses == len(paused) > 0 and 0 not in paused
+
+
+def test_memory_for_less_than_one_trajectory_is_refused():
+  on = engine(memory=1e-6, max_len=3000)
+  with pytest.raises(
+    ValueError, match=r"one trajectory of rollout\.max_len=3000: it .*"
+  ):
+    play(toy.params(), [0], on=on)
+
+
+def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(monkeypatch):
+  """By whole pieces: what comes after them has the shapes that it has alone."""
+  monkeypatch.setattr(caching, "PAGE_SIZE", 16)
+  monkeypatch.setattr(slot_cache, "PIECE", 32)
+  params = toy.params()
+  rng = np.random.default_rng(0)
+  begin = rng.integers(3, 60, 70).tolist()
+  prompts = [begin + rng.integers(3, 60, n).tolist() for n in (3, 20, 20, 1, 30)]
+  prompts[2] = prompts[1]  # the same, and one that only begins so
+  prompts.append(begin[:40])
+
+  def episodes(which) -> list[GreedyTurn]:
+    return [GreedyTurn(n, prompts[n]) for n in which]
+
+  alone = {}
+  for n in range(6):
+    on = engine()
+    (alone[n],) = toy.play(on, params, episodes([n]))
+    assert on.counters.copied_tokens == 0
+  on = engine()  # of five slots: the last comes when others have ended
+  for episode in toy.play(on, params, episodes(range(6))):
+    assert episode.sampled_ids == alone[episode.sequence].sampled_ids
+    assert episode.sampled_logps == alone[episode.sequence].sampled_logps
+  # Two pieces of 32 that all begin with, but the last with one; a whole prompt.
+  assert on.counters.copied_tokens == 3 * 64 + len(prompts[2]) + 32
 
 
 def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
@@ -181,7 +269,7 @@ def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
   held: list[int] = []
 
   def look(_: object) -> None:
-    caches = [x for x in jax.live_arrays() if x.ndim == 5]
+    caches = [x for x in jax.live_arrays() if x.ndim == 4]
     held.append(len(caches))
 
   with on.batch():
@@ -198,13 +286,13 @@ def test_who_gets_the_last_episode_finds_the_cache_given_back(novice):
 @pytest.mark.parametrize("piece", [5, 16])
 def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
   expected = play(novice, range(6))
-  monkeypatch.setattr(scheduler, "PIECE", piece)
+  monkeypatch.setattr(slot_cache, "PIECE", piece)
   lengths = []
   real = scheduler.sampler.extend
 
-  def spy(cfg, params, cache, row_R, token_RT, *args):
+  def spy(cfg, params, cache, table_RC, token_RT, *args):
     lengths.append(token_RT.shape)
-    return real(cfg, params, cache, row_R, token_RT, *args)
+    return real(cfg, params, cache, table_RC, token_RT, *args)
 
   monkeypatch.setattr(scheduler.sampler, "extend", spy)
   pieces = play(novice, range(6))

@@ -1,0 +1,250 @@
+"""Attention of decoders over keys and values in pages, in plain XLA.
+
+Of a page there are products and sums of its own, added up in the order of a row's
+blocks; so places that nothing reads add exact zeros at the end, and how many pages
+there are, which a row has and who else reads them change no bit (float32, CPU).
+
+Letters of its own: J pages of P places; C blocks of a row; R = G T rows of queries.
+
+budget: three ways to read the same pages, and what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+# The most places of a row over which several tokens attend at once.
+SHORT = 1024
+# Finite, so that a token that may read nothing stays free of NaN.
+_MASKED = -1e30
+
+
+@flax.struct.dataclass
+class RowPages:
+  """The pages of a call's rows; the same for every layer.
+
+  Attributes:
+    table_BC: int page of each block of a row; -1 where it has none.
+    owner_J: for rows of one token the row that reads a page, any of one that no row
+      does; else None.
+    block_J: which of its row's blocks a page is; past the last one where no row reads
+      it.
+  """
+
+  table_BC: jax.Array
+  owner_J: jax.Array | None = None
+  block_J: jax.Array | None = None
+
+
+def decoding_rows(table_BC: jax.Array, active_B: jax.Array, pages: int) -> RowPages:
+  """Prepares rows of one token each; see `KVCache.decoding_rows`."""
+  B, C = table_BC.shape
+  table_BC = jnp.where(active_B[:, None], table_BC, -1)
+  # A negative index would count from the end.
+  page_BC = jnp.where(table_BC >= 0, table_BC, pages)
+  owner_J = jnp.zeros(pages, int).at[page_BC].set(jnp.arange(B)[:, None], mode="drop")
+  block_J = jnp.full(pages, C).at[page_BC].set(jnp.arange(C), mode="drop")
+  return RowPages(table_BC, owner_J, block_J)
+
+
+def attend(
+  q_BTNH: jax.Array,
+  k_JKHP: jax.Array,
+  v_JKPH: jax.Array,
+  rows: RowPages,
+  position_BT: jax.Array,
+  window: int,
+) -> jax.Array:
+  """Attends with each row's tokens over its pages, up to their own places.
+
+  One token of each row reads the pages where they lie. Several tokens' scores with all
+  places of a long row would be large: they read block after block, up to the last that
+  any of them may read, in memory that the row's length does not change. Those of short
+  rows read all blocks at once.
+
+  Args:
+    q_BTNH: queries.
+    k_JKHP: keys.
+    v_JKPH: values.
+    rows: their pages.
+    position_BT: of each query in its own sequence.
+    window: places that a token reads, its own included; 0 for all.
+
+  Returns:
+    out_BTNH in q's dtype.
+  """
+  if rows.owner_J is not None:
+    return _attend_in_place(q_BTNH, k_JKHP, v_JKPH, rows, position_BT[:, 0], window)
+  _, K, _, P = k_JKHP.shape
+  C = rows.table_BC.shape[1]
+  page_BC = jnp.maximum(rows.table_BC, 0)  # what is not there is not read either
+
+  def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Keys [B, K, c, H, P] and values [B, K, c, P, H] of the rows."""
+    page_Bc = jax.lax.dynamic_slice_in_dim(page_BC, first, count, axis=1)
+    k = jnp.take(k_JKHP, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
+    return k, jnp.take(v_JKPH, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
+
+  if C * P <= SHORT:
+    mask_BTS = _mask(position_BT[..., None], jnp.arange(C * P), window)
+    return _attend(q_BTNH, *blocks(0, C), mask_BTS)
+  return _attend_by_block(q_BTNH, blocks, position_BT, (K, C, P), window)
+
+
+def _mask(position: jax.Array, place: jax.Array, window: int) -> jax.Array:
+  """True where a token at a position reads a place: those up to its own."""
+  mask = place <= position
+  if window:
+    mask &= place > position - window
+  return mask
+
+
+def _attend_in_place(
+  q_B1NH: jax.Array,
+  k_JKHP: jax.Array,
+  v_JKPH: jax.Array,
+  rows: RowPages,
+  position_B: jax.Array,
+  window: int,
+) -> jax.Array:
+  """Attends with one token of each row: every page meets its row's in one product.
+
+  No page is moved, and none may have two readers.
+  """
+  B, _, N, H = q_B1NH.shape
+  _, K, _, P = k_JKHP.shape
+  q_BKGH = (q_B1NH * H**-0.5).reshape(B, K, N // K, H)
+
+  def by_row(x_J: jax.Array, filler: float) -> jax.Array:
+    """[J, K, G, ...] to [B, K, C, G, ...]: each row's own pages."""
+    x_BC = jnp.take(x_J, jnp.maximum(rows.table_BC, 0), axis=0, mode="clip")
+    there_BC = jnp.expand_dims(rows.table_BC >= 0, range(2, x_BC.ndim))
+    return jnp.where(there_BC, x_BC, filler).swapaxes(1, 2)
+
+  # --- Scores of all pages; what a page holds past its row's place is masked.
+  score_JKGP = jnp.matmul(
+    q_BKGH[rows.owner_J], k_JKHP, preferred_element_type=jnp.float32
+  )
+  place_JP = rows.block_J[:, None] * P + jnp.arange(P)
+  mask_JP = _mask(position_B[rows.owner_J][:, None], place_JP, window)
+  score_JKGP = jnp.where(mask_JP[:, None, None], score_JKGP, _MASKED)
+
+  # --- One maximum of all blocks of a row, and each block's own sums.
+  max_BKG = by_row(score_JKGP.max(-1), _MASKED).max(2)
+  sum_JKG, out_JKGH = _weighted(score_JKGP, max_BKG[rows.owner_J], v_JKPH)
+  sum_BKG = by_row(sum_JKG, 0.0).sum(2)
+  sum_BKG = jnp.maximum(sum_BKG, 1e-30)  # of a row without pages
+  return _normalized(q_B1NH, sum_BKG, by_row(out_JKGH, 0.0).sum(2))
+
+
+def _attend(
+  q_BTNH: jax.Array, k_BKCHP: jax.Array, v_BKCPH: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+  """Scaled dot-product attention; query head n reads kv head n // (N // K).
+
+  Source: Ainslie et al. 2023, arXiv 2305.13245 (GQA).
+  """
+  score_BKCRP = _scores(q_BTNH, k_BKCHP, mask_BTS)
+  # One maximum of all blocks, and each block's own sum.
+  max_BKR = score_BKCRP.max((2, 4))
+  sum_BKCR, out_BKCRH = _weighted(score_BKCRP, max_BKR[:, :, None], v_BKCPH)
+  return _normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
+
+
+def _attend_by_block(
+  q_BTNH: jax.Array,
+  blocks: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+  position_BT: jax.Array,
+  shape: tuple[int, int, int],
+  window: int,
+) -> jax.Array:
+  """Attends as `_attend` does, one block after the other; sums in their order.
+
+  The maximum is found first, over all blocks: a running one would scale sums that are
+  there already, and so round them. The scores are computed twice for it.
+
+  Args:
+    q_BTNH: queries.
+    blocks: (the first block, how many) to keys and values of the call's rows.
+    position_BT: of each query.
+    shape: kv heads K, blocks C and places P of each.
+    window: places that a token reads; 0 for all.
+
+  Returns:
+    out_BTNH in q's dtype.
+  """
+  K, C, P = shape
+  B, T, N, H = q_BTNH.shape
+  R = T * (N // K)
+
+  def scored(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    k_BK1HP, v_BK1PH = blocks(c, 1)
+    mask_BTP = _mask(position_BT[..., None], c * P + jnp.arange(P), window)
+    return _scores(q_BTNH, k_BK1HP, mask_BTP), v_BK1PH
+
+  def highest(c: jax.Array, max_BKR: jax.Array) -> jax.Array:
+    return jnp.maximum(max_BKR, scored(c)[0].max((2, 4)))
+
+  def summed(
+    c: jax.Array, sums: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    score_BK1RP, v_BK1PH = scored(c)
+    sum_BK1R, out_BK1RH = _weighted(score_BK1RP, max_BKR[:, :, None], v_BK1PH)
+    return sums[0] + sum_BK1R[:, :, 0], sums[1] + out_BK1RH[:, :, 0]
+
+  # Blocks past every query's place would add exact zeros. XLA may not know of a single
+  # block: without the loops it would compute with other kernels, of other bits.
+  count = jnp.clip(position_BT.max() // P + 1, 1, C)
+  count = jax.lax.optimization_barrier(count)
+  zero_BKR = jnp.zeros((B, K, R), jnp.float32)
+  max_BKR = jax.lax.fori_loop(0, count, highest, zero_BKR + _MASKED)
+  sums = (zero_BKR, jnp.zeros((B, K, R, H), jnp.float32))
+  sum_BKR, out_BKRH = jax.lax.fori_loop(0, count, summed, sums)
+  return _normalized(q_BTNH, sum_BKR, out_BKRH)
+
+
+def _scores(q_BTNH: jax.Array, k_BKCHP: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+  """score_BKCRP of all blocks, float32. R: the G T rows of a kv head's queries."""
+  B, T, N, H = q_BTNH.shape
+  _, K, C, _, P = k_BKCHP.shape
+  G = N // K
+  # One matrix product per kv head, with the rows of its G query heads together. The
+  # queries are repeated: a product over all blocks at once would move the keys.
+  q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4)
+  q_BKCRH = jnp.broadcast_to(q_BKGTH.reshape(B, K, 1, G * T, H), (B, K, C, G * T, H))
+  score_BKCRP = jnp.matmul(q_BKCRH, k_BKCHP, preferred_element_type=jnp.float32)
+  score_BKCGTP = score_BKCRP.reshape(B, K, C, G, T, P)
+  mask_BCTP = mask_BTS.reshape(B, T, C, P).swapaxes(1, 2)
+  score_BKCGTP = jnp.where(mask_BCTP[:, None, :, None], score_BKCGTP, _MASKED)
+  return score_BKCGTP.reshape(B, K, C, G * T, P)
+
+
+def _weighted(
+  score: jax.Array, highest: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Each block's sum of weights and its weighted values, float32.
+
+  Args:
+    score: [..., R, P].
+    highest: what is taken off the scores, [..., R].
+    values: [..., P, H].
+  """
+  e = jnp.exp(score - highest[..., None])
+  # XLA would join the sum over places with that over blocks.
+  total = jax.lax.optimization_barrier(e.sum(-1))
+  out = jnp.matmul(e.astype(values.dtype), values, preferred_element_type=jnp.float32)
+  return total, out
+
+
+def _normalized(
+  q_BTNH: jax.Array, sum_BKR: jax.Array, out_BKRH: jax.Array
+) -> jax.Array:
+  """out_BTNH in q's dtype; the division comes last, where it is cheapest."""
+  B, T, N, H = q_BTNH.shape
+  K = sum_BKR.shape[1]
+  out_BKGTH = (out_BKRH / sum_BKR[..., None]).reshape(B, K, N // K, T, H)
+  return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)

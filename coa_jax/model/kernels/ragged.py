@@ -1,0 +1,72 @@
+"""Attention of decoders over pages on a TPU: JAX's own ragged paged attention.
+
+One kernel for rows of one token and of many: it reads no page that no row has, and
+keeps no scores. Source: Jiang et al. 2026, arXiv 2604.15464.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+  ragged_paged_attention,
+)
+
+# Bytes of pages that the kernel holds at once, twice. It reads whole blocks of so many:
+# in larger ones more is read in vain.
+_BLOCK_BYTES = 2**20
+# Queries that it takes together. Those of several rows meet the keys of each of them,
+# so there are few where every row has one.
+_DECODING = 8
+_GIVEN = 64
+
+
+def takes(head_dim: int, dtype: str, page_size: int) -> bool:
+  """Tells whether the kernel can read such pages.
+
+  Args:
+    head_dim: H.
+    dtype: of keys and values.
+    page_size: places of a page.
+  """
+  whole = head_dim % 128 == 0 and page_size % 16 == 0
+  return whole and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def attend(
+  q_BTNH: jax.Array,
+  pool_JPKH: jax.Array,
+  table_BC: jax.Array,
+  position_BT: jax.Array,
+  window: int,
+) -> jax.Array:
+  """Attends with each row's tokens over its pages, up to their own places.
+
+  Args:
+    q_BTNH: queries.
+    pool_JPKH: each head's keys before its values: 2 K heads.
+    table_BC: int page of each block of a row; -1 where it has none.
+    position_BT: of each query; a row's stand one after the other.
+    window: places that a token reads, its own included; 0 for all.
+
+  Returns:
+    out_BTNH in q's dtype.
+  """
+  B, T, N, H = q_BTNH.shape
+  C = table_BC.shape[1]
+  # Tokens past a row's last are computed in vain; a row without pages reads one too.
+  length_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, -1] + 1, T)
+  page_bytes = pool_JPKH[0].size * pool_JPKH.dtype.itemsize
+  out_XNH = ragged_paged_attention(
+    q_BTNH.reshape(B * T, N, H),
+    pool_JPKH,
+    length_B.astype(jnp.int32),
+    jnp.maximum(table_BC, 0),
+    T * jnp.arange(B + 1, dtype=jnp.int32),
+    jnp.array([B], jnp.int32),
+    sm_scale=H**-0.5,
+    sliding_window=window or None,
+    num_kv_pages_per_block=max(1, min(C, _BLOCK_BYTES // page_bytes)),
+    num_queries_per_block=min(_GIVEN if T > 1 else _DECODING, B * T),
+  )
+  return out_XNH.reshape(B, T, N, H)

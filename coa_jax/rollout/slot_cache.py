@@ -1,0 +1,230 @@
+"""The cache of a replica as its slots see it: each has pages, and some have them alike.
+
+It joins what lies on the device (`model.cache.KVCache`) and who has which page
+(`rollout.pages`), so that neither is changed without the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from coa_jax.model import cache as caching
+from coa_jax.model.cache import KVCache
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.sharding import Partitioner, platform
+from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
+from coa_jax.rollout.types import RolloutConfig
+
+# Given tokens of a slot that one call runs, at most: what it computes with grows with
+# them, and each length is a program of its own.
+PIECE = 512
+# Pages that one call copies, at most.
+_COPIED = 16
+# Share of a device's memory that is kept for programs' temporaries and for gaps.
+KEPT = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+  """What the pages of a slot held, in the host's memory.
+
+  Attributes:
+    pages: how many there were.
+    contents: for `KVCache.from_host`.
+  """
+
+  pages: int
+  contents: list[list[np.ndarray]]
+
+
+class SlotCache:
+  """Keys and values of a fixed number of slots.
+
+  Attributes:
+    kv: on the device; whoever gives it to a program puts back what it returns.
+    table_BC: the page of each block of every slot; -1 where it has none.
+  """
+
+  def __init__(
+    self, model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+  ):
+    """Allocates pages: all that the device has room for, or where they can grow, few.
+
+    Args:
+      model: the architecture as it decodes.
+      config: slots and how long a trajectory may become.
+      partitioner: of the replica; None on one device.
+
+    Raises:
+      ValueError: the device has no room for one trajectory of `rollout.max_len`.
+    """
+    self._max_len = config.max_len
+    self._partitioner = partitioner
+    self._page_size = caching.page_size(config.max_len)
+    blocks = caching.num_blocks(config.max_len, config.max_len)
+    self._sizes = page_counts(model, config, partitioner)
+    self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner)
+    self.table_BC = np.full((config.slots, blocks), -1, np.int32)
+    self._pool = PagePool(self._sizes[0])
+    self._pages: list[list[int]] = [[] for _ in range(config.slots)]
+    # Copies that are to be made: the prompt's place that they reach, from, to.
+    self._copies: list[tuple[int, int, int]] = []
+
+  def forget_prompts(self) -> None:
+    """Has no new prompt share pages with those that are there: the policy changed."""
+    self._pool.forget()
+
+  def place(self, slot: int, given: list[int]) -> int | None:
+    """Gives an empty slot pages for a prompt, those of others where they begin alike.
+
+    Args:
+      slot: without pages.
+      given: the prompt's tokens that are to be prefilled.
+
+    Returns:
+      How many of the tokens need no prefill, once others are prefilled up to there and
+      `copy` has run; None where there is no room, and the slot has no pages.
+    """
+    # --- Pages that hold how the prompt begins, or all of it.
+    piece = PIECE if PIECE % self._page_size == 0 else max(1, len(given))
+    keys = prefix_keys(given, piece)
+    pages: list[int] = []
+    known = 0
+    for key in keys:
+      found = self._pool.find(key)
+      if found is None:
+        break
+      pages += found
+      known = min(known + piece, len(given))
+
+    # --- Pages of its own: also for the last one, into which it will write, and where
+    # a page has one reader only, for all of them.
+    shared = known // self._page_size if self.kv.shared else 0
+    blocks = caching.num_blocks(len(given), self._max_len)
+    if not self._make_room(blocks - shared + self._spare()):
+      self._pool.release(pages)
+      return None
+    own = self._pool.take(blocks - shared)
+    for page, onto in zip(pages[shared:], own, strict=False):
+      self._copies.append((known, page, onto))
+    self._give(slot, pages[:shared] + own)
+
+    # --- Who comes next finds what is prefilled now.
+    per_piece = -(-piece // self._page_size)
+    for i in range(-(-known // piece), len(keys)):
+      self._pool.remember(keys[i], self._pages[slot][i * per_piece :][:per_piece])
+    return known
+
+  def copy(self, prefilled: int) -> None:
+    """Makes the copies that `place` asked for of pages that could not be shared.
+
+    Args:
+      prefilled: places of all prompts that are in the cache by now; copies that reach
+        further come later.
+    """
+    due = [copy for copy in self._copies if copy[0] <= prefilled]
+    self._copies = [copy for copy in self._copies if copy[0] > prefilled]
+    for i in range(0, len(due), _COPIED):
+      from_X = np.zeros(_COPIED, np.int32)
+      to_X = np.full(_COPIED, self._pool.size, np.int32)
+      for x, (_, page, onto) in enumerate(due[i : i + _COPIED]):
+        from_X[x] = page
+        to_X[x] = onto
+      self.kv = self.kv.copy(from_X, to_X, self._partitioner)
+    self._pool.release([page for _, page, _ in due])
+
+  def reach(self, slot: int, places: int) -> bool:
+    """Gives a slot pages for its first places; False where there are too few."""
+    more = caching.num_blocks(places, self._max_len) - len(self._pages[slot])
+    if more > 0:
+      if not self._make_room(more):
+        return False
+      self._give(slot, self._pool.take(more))
+    return True
+
+  def release(self, slot: int) -> None:
+    """Takes all pages of a slot away."""
+    self._pool.release(self._pages[slot])
+    self._pages[slot] = []
+    self.table_BC[slot] = -1
+
+  def to_host(self, slot: int, places: int) -> OnHost:
+    """Takes all pages of a slot away; returns what its first places held."""
+    pages = self._pages[slot][: caching.num_blocks(places, self._max_len)]
+    contents = self.kv.to_host(pages)
+    self.release(slot)
+    return OnHost(len(pages), contents)
+
+  def from_host(self, slot: int, held: OnHost) -> bool:
+    """Gives a slot back what it held; False where that leaves too few pages free."""
+    if not self._make_room(held.pages + self._spare()):
+      return False
+    self._give(slot, self._pool.take(held.pages))
+    self.kv = self.kv.from_host(self._pages[slot], held.contents, self._partitioner)
+    return True
+
+  def _spare(self) -> int:
+    """Counts slots that may need another page soon: each is to find one."""
+    most = self.table_BC.shape[1]
+    return sum(0 < len(pages) < most for pages in self._pages)
+
+  def _make_room(self, pages: int) -> bool:
+    """Grows as far as it may, until so many pages are free."""
+    for size in self._sizes:
+      if self._pool.free >= pages:
+        break
+      if size > self._pool.size:
+        self._pool.grow(size)
+    if self._pool.size > self.kv.pages:
+      self.kv = self.kv.grow(self._pool.size, self._partitioner)
+    return self._pool.free >= pages
+
+  def _give(self, slot: int, pages: list[int]) -> None:
+    self._pages[slot] += pages
+    self.table_BC[slot, : len(self._pages[slot])] = self._pages[slot]
+
+
+def page_counts(
+  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+) -> list[int]:
+  """Lists the pages that a replica's cache may have: one number where it is fixed.
+
+  Args:
+    model: the architecture as it decodes.
+    config: section `rollout`.
+    partitioner: of the replica; None on one device.
+
+  Raises:
+    ValueError: there is no room for one trajectory of `rollout.max_len`.
+  """
+  # --- Pages that the slots can come to need.
+  blocks = caching.num_blocks(config.max_len, config.max_len)
+  sizes = pool_sizes(config.slots, blocks)
+  if not config.memory and platform(partitioner) == "cpu":
+    return sizes  # its memory is everybody's: none is taken before it is needed
+
+  # --- Pages that there is room for.
+  split_K = partitioner.ways("K") if partitioner else 1
+  page = caching.row_bytes(model, caching.page_size(config.max_len)) / split_K
+  room = config.memory * 1e9
+  if not config.memory:
+    device = jax.local_devices()[0]
+    if partitioner:
+      device = partitioner.mesh.local_devices[0]
+    stats = device.memory_stats()
+    if not stats:  # a device that does not tell
+      return sizes[-1:]
+    room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
+    room -= 4 * config.slots * model.vocab_size  # logits
+  if room < blocks * page:
+    there = max(0, room) / 1e9
+    raise ValueError(
+      f"no room for one trajectory of rollout.max_len={config.max_len}: it takes "
+      f"{blocks * page / 1e9:,.3g} GB of a device, and there are {there:,.3g} GB "
+      f"(rollout.memory={config.memory:g}, 0 for all that is left); lower max_len, "
+      "split the model further (rollout.tensor) or give the cache more"
+    )
+  return [min(int(room // page), sizes[-1])]
