@@ -66,6 +66,7 @@ def curves(
       _curve(axis, rows, metric, label, next(colors))
     if ylabel in shares:
       axis.set_ylim(0, 1.02)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
   return figure
 
@@ -177,6 +178,7 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
     axis.annotate(
       text, (x[0], 1.2 * others), (14, 0), textcoords="offset points", va="top", size=8
     )
+  axis.xaxis.set_major_locator(MaxNLocator(integer=True))
   _finish(axis, xlabel, "seconds of a step", legend=True)
   return figure
 

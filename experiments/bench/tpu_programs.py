@@ -36,6 +36,7 @@ from coa_jax.rl import RLConfig
 from coa_jax.rollout import sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import check_positions
+from experiments.deploy.slices import Slice
 
 # States and classes of tokens of an automaton and of a grammar about as large as the
 # protocol's: no tokenizer is read.
@@ -99,22 +100,16 @@ class Program:
   decides: bool = True
 
 
-def num_chips(topology: str) -> int:
-  """Chips of a slice such as v5p:4x4x8."""
-  return math.prod(map(int, topology.partition(":")[2].split("x")))
-
-
-def devices_of(topology: str) -> list[jax.Device]:
-  """Returns a slice's devices, as its compiler knows them.
-
-  Raises:
-    ValueError: there is no such slice.
-  """
-  try:
-    return topologies.get_topology_desc(topology, platform="tpu").devices
-  except Exception as e:  # the compiler's own, of any kind
-    reason = str(e).splitlines()[0]
-    raise ValueError(f"--slice={topology!r} is none, as v5p:2x2x4: {reason}") from None
+def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
+  """Returns the devices of slices of one kind, as the compiler knows them."""
+  options: dict[str, Any] = {}
+  if tpus.hosts == 1:  # else the compiler has hosts of 2 x 2 chips
+    sides = [int(side) for side in tpus.topology.split("x")]
+    options["chips_per_host_bounds"] = (*sides, 1, 1)[:3]
+  if slices > 1:
+    options["num_slices"] = slices
+  name = f"{tpus.generation}:{tpus.topology}"
+  return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
 
 
 def make_run(

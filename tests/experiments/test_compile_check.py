@@ -101,8 +101,17 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
       "several processes",
     ),
     (("--slice=v6e:4x4", "--config.algo.batch.rows=24"), "B=24 over"),
-    (("--slice=v9:4x4",), "v5e, v5p, v6e"),
-    (("--slice=v6e:4x5",), "--slice='v6e:4x5'"),
+    (("--slice=v9:4x4",), "v5e, v5p, v6e, tpu7x"),
+    (("--slice=v6e:4x5",), "--slice=v6e:4x5: there is no such slice"),
+    (("--slice=v6e:4x4", "--slices=2"), "mesh.data=1 must be a multiple of the 2 slic"),
+    (
+      (
+        "--slice=tpu7x:2x2x2",
+        "--config.rollout.tensor=16",
+        "--config.algo.batch.rows=16",
+      ),
+      "can be 1, 2, 4, 8",
+    ),
     (("--slice=v6e:4x4", "--model=qwen9"), "no variant 'qwen9'"),
   ],
 )
