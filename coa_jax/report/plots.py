@@ -25,7 +25,6 @@ from matplotlib.ticker import MaxNLocator
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.report import timers
-from coa_jax.report.cost import MULTI, SINGLE
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Stands for the page's own text colour until `to_svg` replaces it.
@@ -285,7 +284,7 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
   """
   figure, axes = _figure(2)
   panels = {"per_task": "tokens per task", "per_solved": "tokens per solved task"}
-  systems = {MULTI: "multi-agent", SINGLE: "one model"}
+  systems = {"multi_agent": "multi-agent", "single": "one model"}  # as `cost` has them
   for axis, (per, label) in zip(axes, panels.items(), strict=True):
     for x, system in enumerate(systems):
       figures = table[system][per]

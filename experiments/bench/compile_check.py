@@ -24,10 +24,10 @@ window:
   copies       of arrays at least half as large as a layer's keys: number and GB.
   sorts        their number.
   collectives  their number, those that overlap other work, GB that a device sends.
-  between      with several slices: the same, of what goes over the network between them.
+  between      with several slices: number and GB of what goes from one to another.
   floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
-  estimate ms  the compiler's cycles, and collectives that do not overlap; no kernels and
-               no network between slices.
+  estimate ms  the compiler's cycles, and collectives that do not overlap; without
+               kernels and the network between slices.
 Cycles become seconds by three plain programs compiled beside it: a large product (for
 learn, score and extend), a product of 64 rows (for windows), and a stream of
 multiplications (for all else). The table is of compiled programs and not measured.
@@ -232,7 +232,9 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "sent": sent,
     "between": sum(c.count for c in between) / program.units,
     "sent_between": sent_between,
-    "largest": [{**dataclasses.asdict(c), "sent": c.sent} for c in (*between, *traffic)[:8]],
+    "largest": [
+      {**dataclasses.asdict(c), "sent": c.sent} for c in (*between, *traffic)[:8]
+    ],
     "floors": floors,
     "floor": max(floors.values()),
     "bound": max(floors, key=floors.get),
@@ -405,15 +407,7 @@ def main() -> None:
   """Checks the run of --config; without one, those of `CASES`."""
   if importlib.util.find_spec("libtpu") is None:
     stop("this needs the compiler for TPUs: pip install 'jax[tpu]'")
-  # No cloud is asked which TPU this is, and none is claimed: the slice decides.
-  os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  }
-  jax.config.update("jax_platforms", "cpu")
+  tpu_programs.prepare()
   if any(word.startswith(("--config", "-config")) for word in sys.argv[1:]):
     start(_check_run, RLConfig)
   else:

@@ -2,6 +2,8 @@
 
 XLA's own figures count the body of a loop once; here each instruction counts as often
 as the loops around it run.
+
+budget: one reader of one kind of text.
 """
 
 from __future__ import annotations
@@ -190,7 +192,10 @@ def instructions(
           times = turns[min(unknown, len(turns) - 1)]
           inner += 1
         yield from visit(body, count * times, body, inner)
-      for other in re.findall(r"calls=%?([\w.-]+)", line):
+      # A fusion; or work for another core of the chip (TPU7x's SparseCore).
+      inside = re.findall(r"calls=%?([\w.-]+)", line)
+      inside += re.findall(r" call(?:-start)?\(.*to_apply=%?([\w.-]+)", line)
+      for other in inside:
         yield from visit(other, count, owner, unknown)
       branches = re.findall(r"branch_computations=\{(.*?)\}", line)
       branches += re.findall(r"(?:true|false)_computation=(%?[\w.-]+)", line)
@@ -251,6 +256,9 @@ def collectives(
       identity = channel[1]
     origin = re.search(r'op_name="([^"]*)"|$', line)[1] or ""
     overlapped = chained[identity] > 1 or _is_overlapped(bodies[name], line)
+    for caller in bodies[owner]:  # another core does it while this one may go on
+      if f"to_apply=%{name}," in caller:
+        overlapped |= _is_overlapped(bodies[owner], caller)
     collective = Collective(kind, count, size, ways, origin, overlapped)
     out.setdefault((owner, identity), collective)
   return sorted(out.values(), key=lambda c: -c.sent)

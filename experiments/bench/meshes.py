@@ -35,7 +35,7 @@ from coa_jax.rollout.memory import CacheBudget, cache_budget
 from coa_jax.rollout.types import RolloutConfig
 from experiments.bench import program as bench
 from experiments.bench.compile_check import CHIPS
-from experiments.bench.tpu_programs import devices_of
+from experiments.bench.tpu_programs import devices_of, prepare
 from experiments.deploy.slices import read_slice
 from experiments.launch import run_program, stop
 
@@ -118,6 +118,7 @@ def main() -> None:
   """Prints the table."""
   if importlib.util.find_spec("libtpu") is None:
     stop("this needs libtpu, which describes TPU slices: pip install 'jax[tpu]'")
+  prepare()
   lines: list[dict[str, Any]] = []
   for case in CASES:
     if re.search(bench.CASES.value, f"{case[0]} {case[1]}"):

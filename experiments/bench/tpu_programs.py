@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,18 @@ class Program:
   beside: float
   large: float = 0
   decides: bool = True
+
+
+def prepare() -> None:
+  """Has libtpu describe slices and nothing else: no cloud is asked, no TPU claimed."""
+  os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  }
+  jax.config.update("jax_platforms", "cpu")
 
 
 def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
