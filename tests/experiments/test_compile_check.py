@@ -229,8 +229,10 @@ def test_between_slices_goes_the_gradient_and_no_parameter(
       between[program.name] = [c for c in traffic if c.between_slices]
   assert not between["gather"] and not between["gather a layer"]
   sums = [c for c in between["learn"] if c.kind == "all-reduce"]
+  others = [c for c in between["learn"] if c.kind != "all-reduce"]
   assert sums and all(c.ways == slices for c in sums)
   gradient = tpu_programs.device_bytes(run.state.params) / 2  # in bfloat16
-  sent = sum(c.size for c in sums)
-  print(gradient, sent, between["learn"])
-  assert 0.9 * gradient < sent < 1.5 * gradient
+  # Small arrays are padded. XLA may also move the embedding's to another device.
+  assert 0.9 * gradient < sum(c.size for c in sums) < 1.6 * gradient
+  embed = tpu_programs.device_bytes(run.state.params["embed"]) / 2
+  assert sum(c.size for c in others) <= embed
