@@ -145,6 +145,8 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     "containers": [container],
     "volumes": volumes,
   }
+  if job.slices > 1:  # what goes between them takes no detour through a pod's network
+    pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
   if job.spot:
     selector["cloud.google.com/gke-spot"] = "true"
     taint = {"key": "cloud.google.com/gke-spot", "value": "true"}
@@ -260,6 +262,8 @@ def main(words: list[str]) -> None:
 
   # --- Hosts with GPUs.
   if FLAGS.slurm:
+    if FLAGS.slice or FLAGS.slices > 1:
+      stop("--slurm is for GPUs; it does not go with --slice and --slices")
     script = make_sbatch(FLAGS.name, command, FLAGS.nodes, FLAGS.gpus, FLAGS.hours)
     print(script, end="")
     return
@@ -285,8 +289,15 @@ def main(words: list[str]) -> None:
   if FLAGS.vm:
     if not FLAGS.zone:
       stop("--vm needs --zone, as --zone=us-east5-b")
+    if job.slices > 1:
+      stop(f"--slices={job.slices} does not go with --vm: leave out --vm, for GKE")
     print(make_vm_commands(job, FLAGS.zone), end="")
     return
+  if job.slices > 1 and job.slice.hosts == 1:
+    stop(
+      f"--slices={job.slices}: GKE joins slices of several hosts, and {job.slice.name} "
+      f"({job.slice.topology}) is one host"
+    )
   if not job.image:
     stop("--image must be given: build experiments/deploy/Containerfile, and push it")
   manifest = yaml.safe_dump(make_jobset(job), sort_keys=False)

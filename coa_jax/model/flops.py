@@ -31,6 +31,7 @@ PEAKS = {
   "TPU v5": 459e12,
   "TPU v6 lite": 918e12,
   "TPU v6e": 918e12,
+  "TPU7x": 2307e12 / 2,  # a chip is two devices
 }
 
 

@@ -32,11 +32,18 @@ def device_grid(
       one host where the number of its devices allows it.
 
   Raises:
-    ValueError: there are several TPU slices, and `data` is no multiple of them.
+    ValueError: there are several TPU slices, and `data` is no multiple of them, or not
+      all of their devices are there.
   """
   # --- Several slices, whose network is slow: whole copies of the state on each.
   slices = _grouped(devices, "slice_index")
   if len(slices) > 1 and devices[0].platform == "tpu":
+    counts = {len(part) for part in slices}
+    if len(counts) > 1:
+      raise ValueError(
+        f"mesh.devices={len(devices)} takes more of one slice than of another, and "
+        "they hold whole copies of the state each; 0 takes all"
+      )
     if sizes[0] % len(slices):
       raise ValueError(
         f"mesh.data={sizes[0]} must be a multiple of the {len(slices)} slices: only "

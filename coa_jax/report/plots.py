@@ -25,7 +25,6 @@ from matplotlib.ticker import MaxNLocator
 
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.report import timers
-from coa_jax.report.cost import MULTI, SINGLE
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 # Stands for the page's own text colour until `to_svg` replaces it.
@@ -66,6 +65,7 @@ def curves(
       _curve(axis, rows, metric, label, next(colors))
     if ylabel in shares:
       axis.set_ylim(0, 1.02)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axis, xlabel, ylabel, legend=len(lines) > 1)
   return figure
 
@@ -177,6 +177,7 @@ def phase_areas(rows: Sequence[Mapping[str, Any]], xlabel: str = "step") -> Figu
     axis.annotate(
       text, (x[0], 1.2 * others), (14, 0), textcoords="offset points", va="top", size=8
     )
+  axis.xaxis.set_major_locator(MaxNLocator(integer=True))
   _finish(axis, xlabel, "seconds of a step", legend=True)
   return figure
 
@@ -283,7 +284,7 @@ def cost_bars(table: Mapping[str, Any]) -> Figure:
   """
   figure, axes = _figure(2)
   panels = {"per_task": "tokens per task", "per_solved": "tokens per solved task"}
-  systems = {MULTI: "multi-agent", SINGLE: "one model"}
+  systems = {"multi_agent": "multi-agent", "single": "one model"}  # as `cost` has them
   for axis, (per, label) in zip(axes, panels.items(), strict=True):
     for x, system in enumerate(systems):
       figures = table[system][per]

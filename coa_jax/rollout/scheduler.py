@@ -156,7 +156,10 @@ class Scheduler:
         trajectory of that length.
     """
     if self._cache is None:
-      self._cache = SlotCache(self.model, self.config, self.partitioner)
+      config = self.config
+      self._cache = SlotCache(
+        self.model, config.slots, config.max_len, config.memory, self.partitioner
+      )
     if policy is not self._params:
       self._params = policy
       # The older policy has read what is there: who runs goes on from it, but no new

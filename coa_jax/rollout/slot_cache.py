@@ -16,7 +16,6 @@ from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.sharding import Partitioner, platform
 from coa_jax.rollout.pages import PagePool, pool_sizes, prefix_keys
-from coa_jax.rollout.types import RolloutConfig
 
 # Given tokens of a slot that one call runs, at most: what it computes with grows with
 # them, and each length is a program of its own.
@@ -49,27 +48,34 @@ class SlotCache:
   """
 
   def __init__(
-    self, model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+    self,
+    model: ModelConfig,
+    slots: int,
+    max_len: int,
+    memory: float = 0.0,
+    partitioner: Partitioner | None = None,
   ):
     """Allocates pages: all that the device has room for, or where they can grow, few.
 
     Args:
       model: the architecture as it decodes.
-      config: slots and how long a trajectory may become.
+      slots: trajectories at once.
+      max_len: tokens that one may have.
+      memory: GB of a device that pages may take; see `RolloutConfig.memory`.
       partitioner: of the replica; None on one device.
 
     Raises:
       ValueError: the device has no room for one trajectory of `rollout.max_len`.
     """
-    self._max_len = config.max_len
+    self._max_len = max_len
     self._partitioner = partitioner
-    self._page_size = caching.page_size(config.max_len)
-    blocks = caching.num_blocks(config.max_len, config.max_len)
-    self._sizes = page_counts(model, config, partitioner)
+    self._page_size = caching.page_size(max_len)
+    blocks = caching.num_blocks(max_len, max_len)
+    self._sizes = page_counts(model, slots, max_len, memory, partitioner)
     self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner)
-    self.table_BC = np.full((config.slots, blocks), -1, np.int32)
+    self.table_BC = np.full((slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])
-    self._pages: list[list[int]] = [[] for _ in range(config.slots)]
+    self._pages: list[list[int]] = [[] for _ in range(slots)]
     # Copies that are to be made: the prompt's place that they reach, from, to.
     self._copies: list[tuple[int, int, int]] = []
 
@@ -188,29 +194,35 @@ class SlotCache:
 
 
 def page_counts(
-  model: ModelConfig, config: RolloutConfig, partitioner: Partitioner | None
+  model: ModelConfig,
+  slots: int,
+  max_len: int,
+  memory: float,
+  partitioner: Partitioner | None,
 ) -> list[int]:
   """Lists the pages that a replica's cache may have: one number where it is fixed.
 
   Args:
     model: the architecture as it decodes.
-    config: section `rollout`.
+    slots: trajectories at once.
+    max_len: tokens that one may have.
+    memory: GB of a device that pages may take; see `RolloutConfig.memory`.
     partitioner: of the replica; None on one device.
 
   Raises:
     ValueError: there is no room for one trajectory of `rollout.max_len`.
   """
   # --- Pages that the slots can come to need.
-  blocks = caching.num_blocks(config.max_len, config.max_len)
-  sizes = pool_sizes(config.slots, blocks)
-  if not config.memory and platform(partitioner) == "cpu":
+  blocks = caching.num_blocks(max_len, max_len)
+  sizes = pool_sizes(slots, blocks)
+  if not memory and platform(partitioner) == "cpu":
     return sizes  # its memory is everybody's: none is taken before it is needed
 
   # --- Pages that there is room for.
   split_K = partitioner.ways("K") if partitioner else 1
-  page = caching.row_bytes(model, caching.page_size(config.max_len)) / split_K
-  room = config.memory * 1e9
-  if not config.memory:
+  page = caching.row_bytes(model, caching.page_size(max_len)) / split_K
+  room = memory * 1e9
+  if not memory:
     device = jax.local_devices()[0]
     if partitioner:
       device = partitioner.mesh.local_devices[0]
@@ -218,13 +230,13 @@ def page_counts(
     if not stats:  # a device that does not tell
       return sizes[-1:]
     room = stats["bytes_limit"] * (1 - KEPT) - stats["bytes_in_use"]
-    room -= 4 * config.slots * model.vocab_size  # logits
+    room -= 4 * slots * model.vocab_size  # logits
   if room < blocks * page:
     there = max(0, room) / 1e9
     raise ValueError(
-      f"no room for one trajectory of rollout.max_len={config.max_len}: it takes "
+      f"no room for one trajectory of rollout.max_len={max_len}: it takes "
       f"{blocks * page / 1e9:,.3g} GB of a device, and there are {there:,.3g} GB "
-      f"(rollout.memory={config.memory:g}, 0 for all that is left); lower max_len, "
+      f"(rollout.memory={memory:g}, 0 for all that is left); lower max_len, "
       "split the model further (rollout.tensor) or give the cache more"
     )
   return [min(int(room // page), sizes[-1])]

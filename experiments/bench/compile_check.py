@@ -2,7 +2,8 @@ r"""Compiles an RL run's programs for a TPU slice, without a TPU: do they fit, h
 
   pip install 'jax[tpu]'   (the compiler, libtpu, in the version that this jax reads)
   python -m experiments.bench.compile_check --config=configs/rl_qwen.py \
-    --slice=v5p:2x2x4 [--model=qwen2.5-7b] [--config.SECTION.FIELD=VALUE] [--list]
+    --slice=v5p:2x2x4 [--slices=2 --config.mesh.data=2] [--model=qwen2.5-7b] \
+    [--config.SECTION.FIELD=VALUE] [--list]
   python -m experiments.bench.compile_check [--cases=REGEX] [--out=FILE]
 
 With a config: the programs of that run, as `rl.run` builds them, and one replica's as
@@ -13,7 +14,8 @@ call that is given most tokens), or those whose name --cases finds. A run that t
 journey would refuse is refused here. Without a config: the runs of `CASES`, of those
 that --cases finds. With --quick models have two layers.
 
-What the columns say, per chip, and per token of a window:
+What the columns say, per device (a chip; of TPU7x half a chip), and per token of a
+window:
   own, beside  GB that the program takes; what the run holds beside it meanwhile.
   needed       GB to read and write at the least: weights once a pass, keys and values
                of --live tokens of every slot, the state.
@@ -21,9 +23,11 @@ What the columns say, per chip, and per token of a window:
                counted; without kernels (column kernels), whose traffic it does not say.
   copies       of arrays at least half as large as a layer's keys: number and GB.
   sorts        their number.
-  collectives  their number, those that overlap other work, GB that a chip sends.
+  collectives  their number, those that overlap other work, GB that a device sends.
+  between      with several slices: number and GB of what goes from one to another.
   floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
-  estimate ms  the compiler's cycles, and collectives that do not overlap; no kernels.
+  estimate ms  the compiler's cycles, and collectives that do not overlap; without
+               kernels and the network between slices.
 Cycles become seconds by three plain programs compiled beside it: a large product (for
 learn, score and extend), a product of 64 rows (for windows), and a stream of
 multiplications (for all else). The table is of compiled programs and not measured.
@@ -65,9 +69,11 @@ from experiments.bench.hlo_text import collectives
 from experiments.bench.hlo_work import work
 from experiments.bench.program import OUT, QUICK
 from experiments.bench.tpu_programs import Program
+from experiments.deploy.slices import read_slice
 from experiments.launch import run_program, start, stop
 
-_SLICE = flags.DEFINE_string("slice", "", "Generation:chips, e.g. v5p:2x2x4.")
+_SLICE = flags.DEFINE_string("slice", "", "As v5p:2x2x4, or v5p-32.")
+_SLICES = flags.DEFINE_integer("slices", 1, "How many of them share mesh.data.", 1)
 _MODEL = flags.DEFINE_string("model", "", "A published model in place of config.init.")
 _LIVE = flags.DEFINE_integer(
   "live", 0, "Tokens a slot holds on average; 0 for a quarter of rollout.max_len.", 0
@@ -81,27 +87,38 @@ _QUICK_LAYERS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One chip: bf16 FLOP/s, HBM's bytes and bytes/s, bytes/s that its links send."""
+  """What a device does at most.
+
+  Attributes:
+    flops: bf16 operations a second.
+    hbm: bytes of its memory.
+    hbm_rate: bytes a second of that.
+    ici_rate: bytes a second that it sends within a slice.
+    dcn_rate: bytes a second between slices.
+  """
 
   flops: float
   hbm: float
   hbm_rate: float
   ici_rate: float
+  dcn_rate: float
 
 
-# cloud.google.com/tpu/docs/v5e, /v5p and /v6e, tables of key specifications: ICI is
-# given there as 1600, 4800 and 3200 Gbps a chip. HBM in decimal GB leaves a few percent
-# of reserve: the compiler itself may use 15.75, 95.74 and 31.25 GiB.
+# cloud.google.com/tpu/docs/v5e, /v5p, /v6e and /tpu7x, tables of key specifications: of
+# ICI half of what is given there for both directions; DCN is 25, 50, 100 and 100 Gb/s a
+# chip. HBM in decimal GB leaves a few percent of reserve: the compiler itself may use
+# 15.75, 95.74 and 31.25 GiB. A chip of TPU7x is two devices.
 CHIPS = {
-  "v5e": Chip(197e12, 16e9, 819e9, 200e9),
-  "v5p": Chip(459e12, 95e9, 2765e9, 600e9),
-  "v6e": Chip(918e12, 32e9, 1640e9, 400e9),
+  "v5e": Chip(197e12, 16e9, 819e9, 200e9, 3.1e9),
+  "v5p": Chip(459e12, 95e9, 2765e9, 600e9, 6.25e9),
+  "v6e": Chip(918e12, 32e9, 1640e9, 400e9, 12.5e9),
+  "tpu7x": Chip(1153.5e12, 96e9, 3690e9, 300e9, 6.25e9),
 }
 
 
 def _case(topology: str, model: str, length: int, **fields: Any) -> list[str]:
   """The command line of a run: four micro-batches of a row a chip."""
-  chips = tpu_programs.num_chips(topology)
+  chips = read_slice(topology).chips
   changes = {
     "rollout.max_len": length,
     "algo.batch.length": length,
@@ -133,6 +150,12 @@ CASES = {
       "algo.sampling.prompts": 8,
     },
   ),
+  "qwen2.5-7b tpu7x:2x2x2 32k": _case(
+    "tpu7x:2x2x2",
+    "qwen2.5-7b",
+    32_768,
+    **{"rollout.tensor": 4, "algo.batch.rows": 16},  # two devices a chip
+  ),
 }
 
 _COLUMNS = {
@@ -147,6 +170,7 @@ _COLUMNS = {
   "copies": "copies",
   "sorts": "sorts",
   "collectives": "collectives",
+  "between": "between slices",
   "floor": "floor ms",
   "estimate": "estimate ms",
   "compile": "compile s",
@@ -178,8 +202,11 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   # --- What it does.
   done = work(text, program.turns, program.large, program.units)
   traffic = collectives(text, program.devices, program.turns)
+  between = [c for c in traffic if c.between_slices]
+  traffic = [c for c in traffic if not c.between_slices]
   sent = sum(c.sent for c in traffic) / program.units
   waited = sum(c.sent for c in traffic if not c.overlapped) / program.units
+  sent_between = sum(c.sent for c in between) / program.units
 
   # --- Time.
   rates = calibrate(device, chip)
@@ -188,6 +215,7 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "compute": program.flops / chip.flops,
     "hbm": program.needed / chip.hbm_rate,
     "ici": sent / chip.ici_rate,
+    "dcn": sent_between / chip.dcn_rate,
   }
   cycles = done.product_cycles / product + done.other_cycles / rates["stream"]
   return {
@@ -202,7 +230,11 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "collectives": sum(c.count for c in traffic) / program.units,
     "overlapped": sum(c.count for c in traffic if c.overlapped) / program.units,
     "sent": sent,
-    "largest": [{**dataclasses.asdict(c), "sent": c.sent} for c in traffic[:8]],
+    "between": sum(c.count for c in between) / program.units,
+    "sent_between": sent_between,
+    "largest": [
+      {**dataclasses.asdict(c), "sent": c.sent} for c in (*between, *traffic)[:8]
+    ],
     "floors": floors,
     "floor": max(floors.values()),
     "bound": max(floors, key=floors.get),
@@ -252,6 +284,7 @@ def row_of(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
     "copies": copies if figures["copies"] else "0",
     "sorts": f"{figures['sorts']:.0f}",
     "collectives": f"{collected}, {figures['sent'] / 1e9:.1f}",
+    "between": f"{figures['between']:.0f}, {figures['sent_between'] / 1e9:.2f}",
     "floor": 1e3 * figures["floor"],
     "estimate": 1e3 * figures["estimate"],
     "compile": f"{figures['compile_seconds']:.0f}",
@@ -304,21 +337,19 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
   """Compiles the programs of a config's run and prints their table."""
   # --- What there is to compile.
   settings = read_config(config, RLConfig)
-  topology = _SLICE.value
-  generation = topology.partition(":")[0]
-  if generation not in CHIPS:
-    stop(f"--slice={topology!r} must begin with one of {', '.join(CHIPS)}")
+  tpus = read_slice(_SLICE.value)
   layers = _QUICK_LAYERS if QUICK.value else 0
-  devices = tpu_programs.devices_of(topology)
-  hbm = CHIPS[generation].hbm
-  run = tpu_programs.make_run(settings, devices, hbm, _MODEL.value, layers)
+  devices = tpu_programs.devices_of(tpus, _SLICES.value)
+  run = tpu_programs.make_run(
+    settings, devices, CHIPS[tpus.generation].hbm, _MODEL.value, layers
+  )
   live = _LIVE.value or settings.rollout.max_len // 4
   programs = {p.name: p for p in tpu_programs.programs(run, live)}
   if _LIST.value:
     print("\n".join(programs))
     return
   if _CHILD.value:
-    figures = measure(programs[_CHILD.value], CHIPS[generation], devices[0])
+    figures = measure(programs[_CHILD.value], CHIPS[tpus.generation], devices[0])
     print(json.dumps(figures))
     return
   names = [name for name, p in programs.items() if p.decides]
@@ -361,7 +392,10 @@ def _check_cases() -> None:
 def _finish(table: Mapping[str, Mapping[str, Any]], what: str) -> None:
   """Prints and writes the table; ends with status 1 where something does not fit."""
   rows = [row_of(name, row) for name, row in table.items() if "own" in row]
-  print(markdown_table(rows, _COLUMNS))
+  columns = dict(_COLUMNS)
+  if _SLICES.value == 1:
+    del columns["between"]
+  print(markdown_table(rows, columns))
   print(f"\n{what}")
   if OUT.value:
     write_json(OUT.value, {"table": dict(table)})
@@ -375,15 +409,7 @@ def main() -> None:
   """Checks the run of --config; without one, those of `CASES`."""
   if importlib.util.find_spec("libtpu") is None:
     stop("this needs the compiler for TPUs: pip install 'jax[tpu]'")
-  # No cloud is asked which TPU this is, and none is claimed: the slice decides.
-  os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-  }
-  jax.config.update("jax_platforms", "cpu")
+  tpu_programs.prepare()
   if any(word.startswith(("--config", "-config")) for word in sys.argv[1:]):
     start(_check_run, RLConfig)
   else:

@@ -2,6 +2,8 @@
 
 XLA's own figures count the body of a loop once; here each instruction counts as often
 as the loops around it run.
+
+budget: one reader of one kind of text.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class Collective:
     ways: devices of a group.
     origin: the operation in the model.
     overlapped: whether other work stands between its start and its end.
+    between_slices: whether it goes over the network between TPU slices, of which a
+      group of `ways` has a device each.
   """
 
   kind: str
@@ -33,6 +37,7 @@ class Collective:
   ways: int
   origin: str
   overlapped: bool = False
+  between_slices: bool = False
 
   @property
   def sent(self) -> float:
@@ -187,7 +192,10 @@ def instructions(
           times = turns[min(unknown, len(turns) - 1)]
           inner += 1
         yield from visit(body, count * times, body, inner)
-      for other in re.findall(r"calls=%?([\w.-]+)", line):
+      # A fusion; or work for another core of the chip (TPU7x's SparseCore).
+      inside = re.findall(r"calls=%?([\w.-]+)", line)
+      inside += re.findall(r" call(?:-start)?\(.*to_apply=%?([\w.-]+)", line)
+      for other in inside:
         yield from visit(other, count, owner, unknown)
       branches = re.findall(r"branch_computations=\{(.*?)\}", line)
       branches += re.findall(r"(?:true|false)_computation=(%?[\w.-]+)", line)
@@ -221,6 +229,9 @@ def collectives(
     parts = _INSTRUCTION.search(_without_braces(line))
     if not parts:
       continue
+    if between := _between_slices(line, parts[2], count):
+      out[owner, line] = between
+      continue
     kind = parts[3].removesuffix("-start")
     if kind not in _KINDS:
       continue
@@ -245,9 +256,33 @@ def collectives(
       identity = channel[1]
     origin = re.search(r'op_name="([^"]*)"|$', line)[1] or ""
     overlapped = chained[identity] > 1 or _is_overlapped(bodies[name], line)
+    for caller in bodies[owner]:  # another core does it while this one may go on
+      if f"to_apply=%{name}," in caller:
+        overlapped |= _is_overlapped(bodies[owner], caller)
     collective = Collective(kind, count, size, ways, origin, overlapped)
     out.setdefault((owner, identity), collective)
   return sorted(out.values(), key=lambda c: -c.sent)
+
+
+def _between_slices(line: str, shape: str, count: int) -> Collective | None:
+  """What goes between slices: the compiler has the host send it, as it is named."""
+  kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', line)
+  if " send(" not in line or kind is None:
+    return None
+  kind = kind[1].lower().replace("_", "-")
+  if kind == "one-to-one":
+    kind = "collective-permute"
+  size = array_bytes(shape)[0]  # of (what is sent, a context, a token)
+  # The slices by their numbers; 1:4 is from 1 to 4. A permutation names its pairs.
+  ways = 0
+  numbers = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', line)
+  for part in numbers[1].split(",") if numbers else ():
+    first, _, last = part.partition(":")
+    ways += int(last or first) - int(first) + 1
+  if kind == "all-gather":  # what a device sends is its own part
+    size *= ways
+  origin = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line)[1]
+  return Collective(kind, count, size, ways, origin, True, between_slices=True)
 
 
 def _is_overlapped(lines: Sequence[str], line: str) -> bool:

@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import TrainState
@@ -36,6 +35,8 @@ from coa_jax.rollout.memory import CacheBudget, cache_budget
 from coa_jax.rollout.types import RolloutConfig
 from experiments.bench import program as bench
 from experiments.bench.compile_check import CHIPS
+from experiments.bench.tpu_programs import devices_of, prepare
+from experiments.deploy.slices import read_slice
 from experiments.launch import run_program, stop
 
 # Slice, model, tokens of a trajectory.
@@ -47,6 +48,8 @@ CASES = (
   ("v5p:2x4x4", "qwen3-14b", 32_768),
   ("v5p:4x4x4", "qwen2.5-32b", 32_768),
   ("v5p:4x4x8", "qwen3-32b", 32_768),
+  ("tpu7x:2x2x4", "qwen3-14b", 32_768),
+  ("tpu7x:4x4x4", "qwen3-32b", 32_768),
 )
 SLOTS = 64
 _COLUMNS = {
@@ -79,7 +82,7 @@ def placed_state(model: ModelConfig, partitioner: Partitioner) -> Any:
 
 def rows(slice_name: str, name: str, length: int) -> Iterator[dict[str, Any]]:
   """A line of the table for every number of chips that may decode together."""
-  devices = topologies.get_topology_desc(slice_name, platform="tpu").devices
+  devices = devices_of(read_slice(slice_name))
   hosts = len({device.process_index for device in devices})
   model = variant(name, scan=True, dtype="bfloat16")
   for tensor in range(1, len(devices) // hosts + 1):
@@ -115,6 +118,7 @@ def main() -> None:
   """Prints the table."""
   if importlib.util.find_spec("libtpu") is None:
     stop("this needs libtpu, which describes TPU slices: pip install 'jax[tpu]'")
+  prepare()
   lines: list[dict[str, Any]] = []
   for case in CASES:
     if re.search(bench.CASES.value, f"{case[0]} {case[1]}"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from coa_jax.rl import RLConfig
 from coa_jax.rollout import memory, sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import check_positions
+from experiments.deploy.slices import Slice
 
 # States and classes of tokens of an automaton and of a grammar about as large as the
 # protocol's: no tokenizer is read.
@@ -101,22 +103,28 @@ class Program:
   decides: bool = True
 
 
-def num_chips(topology: str) -> int:
-  """Chips of a slice such as v5p:4x4x8."""
-  return math.prod(map(int, topology.partition(":")[2].split("x")))
+def prepare() -> None:
+  """Has libtpu describe slices and nothing else: no cloud is asked, no TPU claimed."""
+  os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  }
+  jax.config.update("jax_platforms", "cpu")
 
 
-def devices_of(topology: str) -> list[jax.Device]:
-  """Returns a slice's devices, as its compiler knows them.
-
-  Raises:
-    ValueError: there is no such slice.
-  """
-  try:
-    return topologies.get_topology_desc(topology, platform="tpu").devices
-  except Exception as e:  # the compiler's own, of any kind
-    reason = str(e).splitlines()[0]
-    raise ValueError(f"--slice={topology!r} is none, as v5p:2x2x4: {reason}") from None
+def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
+  """Returns the devices of slices of one kind, as the compiler knows them."""
+  options: dict[str, Any] = {}
+  if tpus.hosts == 1:  # else the compiler has hosts of 2 x 2 chips
+    sides = [int(side) for side in tpus.topology.split("x")]
+    options["chips_per_host_bounds"] = (*sides, 1, 1)[:3]
+  if slices > 1:
+    options["num_slices"] = slices
+  name = f"{tpus.generation}:{tpus.topology}"
+  return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
 
 
 def make_run(

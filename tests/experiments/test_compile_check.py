@@ -8,7 +8,14 @@ import json
 import pytest
 from programs import ROOT, finish
 
-from experiments.bench import compile_check, hlo_text, hlo_work
+from coa_jax.config import read_config
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.hf.io import save_model
+from coa_jax.model.transformer import init_params
+from coa_jax.rl import RLConfig
+from configs import rl_qwen
+from experiments.bench import compile_check, hlo_text, hlo_work, tpu_programs
+from experiments.deploy.slices import read_slice
 
 # What a compiler writes, in small: a loop of 24 turns with two gathers, an asynchronous
 # one in a chain of fusions and an unrolled loop in it; a loop whose turns only the run
@@ -101,8 +108,17 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
       "several processes",
     ),
     (("--slice=v6e:4x4", "--config.algo.batch.rows=24"), "B=24 over"),
-    (("--slice=v9:4x4",), "v5e, v5p, v6e"),
-    (("--slice=v6e:4x5",), "--slice='v6e:4x5'"),
+    (("--slice=v9:4x4",), "v5e, v5p, v6e, tpu7x"),
+    (("--slice=v6e:4x5",), "--slice=v6e:4x5: there is no such slice"),
+    (("--slice=v6e:4x4", "--slices=2"), "mesh.data=1 must be a multiple of the 2 slic"),
+    (
+      (
+        "--slice=tpu7x:2x2x2",
+        "--config.rollout.tensor=16",
+        "--config.algo.batch.rows=16",
+      ),
+      "can be 1, 2, 4, 8",
+    ),
     (("--slice=v6e:4x4", "--model=qwen9"), "no variant 'qwen9'"),
   ],
 )
@@ -123,3 +139,100 @@ def test_the_smallest_case_compiles_and_fits(tmp_path):
   (window,) = [row for name, row in table.items() if "window" in name]
   # The whole cache is read, and a quarter of it is needed.
   assert window["needed"] < window["moved"]
+
+
+def test_what_goes_between_slices_is_told_from_the_rest():
+  send = (
+    "  %send.{n} = ({shape}{{1,0:T(8,128)}}, u32[], token[]) send(%x, %t), "
+    "channel_id=9{n}, is_host_transfer=true, frontend_attributes={{"
+    '_xla_host_transfer_rendezvous="{name}",_xla_megascale_target="{slices}x{{0:3}}",'
+    '_xla_megascale_transfer_type="{kind}"}}\n'
+  )
+  lines = (
+    send.format(n=1, shape="f32[8,4]", name="a", slices="{1,2}", kind="ALL_REDUCE"),
+    send.format(n=2, shape="bf16[8,4]", name="b", slices="{1:3}", kind="ALL_GATHER"),
+    send.format(n=3, shape="bf16[8,4]", name="c", slices="{}", kind="ONE_TO_ONE"),
+    # What a program sends to the host for other reasons.
+    "  %send.4 = (f32[8]{0}, u32[], token[]) send(%y, %t), is_host_transfer=true\n",
+  )
+  start = PROGRAM.index("\n", PROGRAM.index("ENTRY")) + 1
+  text = PROGRAM[:start] + "".join(lines) + PROGRAM[start:]
+  before = hlo_text.collectives(PROGRAM, devices=8, turns=(4,))
+  after = hlo_text.collectives(text, devices=8, turns=(4,))
+  assert [c for c in after if not c.between_slices] == before
+  table = sorted((c.kind, c.size, c.ways, c.sent) for c in after if c.between_slices)
+  assert table == [
+    ("all-gather", 3 * 64, 3, 2 * 64),
+    ("all-reduce", 128, 2, 128),
+    ("collective-permute", 64, 0, 64),
+  ]
+
+
+def test_a_collective_that_another_core_does_is_one():
+  called = (
+    "%apart (p: bf16[4,8]) -> bf16[4,64] {\n"
+    "  ROOT %ag.9 = bf16[4,64]{1,0} all-gather(%p), channel_id=99, "
+    "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={1}\n}\n\n"
+  )
+  start = (
+    "  %ag.9.start = ((bf16[4,8]{1,0}), bf16[4,64]{1,0}) call-start(%x), "
+    'async_execution_thread="sparsecore", to_apply=%apart, metadata={op_name="x"}\n'
+  )
+  work = "  %z = bf16[4,8]{1,0} fusion(%x), kind=kLoop, calls=%nothing\n"
+  done = "  %ag.9.done = bf16[4,64]{1,0} call-done(%ag.9.start)\n"
+  nothing = "%nothing () -> s32[] {\n  ROOT %n = s32[] x()\n}\n\n"
+  entry = PROGRAM.index("ENTRY")
+  body = PROGRAM.index("\n", entry) + 1
+  for lines, overlapped in ((start + done + work, False), (start + work + done, True)):
+    head = PROGRAM[:entry] + called + nothing + PROGRAM[entry:body]
+    traffic = hlo_text.collectives(head + lines + PROGRAM[body:], 8, (4,))
+    (found,) = [c for c in traffic if c.size == 512 and c.ways == 8]
+    assert (found.kind, found.count, found.overlapped) == ("all-gather", 1, overlapped)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("name", "slices"), [("v5e:4x4", 2), ("tpu7x:2x2x2", 3)])
+def test_between_slices_goes_the_gradient_and_no_parameter(
+  name, slices, tmp_path, monkeypatch
+):
+  """And nothing at all when decode parameters are gathered."""
+  # --- A run of a model whose every kind of parameter has a size of its own.
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  model = ModelConfig(
+    vocab_size=1024, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, ff=768
+  )
+  save_model(tmp_path, model, init_params(model, 0))
+  devices = tpu_programs.devices_of(read_slice(name), slices)
+  config = rl_qwen.get_config()
+  config.init = str(tmp_path)
+  config.model.scan = True
+  config.model.attention = "xla"
+  config.mesh = dict(data=slices, tensor=2)
+  config.rollout.tensor = 2
+  config.rollout.max_len = 512
+  config.algo.batch = dict(rows=len(devices), length=512)
+  run = tpu_programs.make_run(read_config(config, RLConfig), devices)
+
+  # --- The mesh: every copy of the state is within a slice.
+  for copy in run.learner.mesh.devices:
+    assert len({device.slice_index for device in copy.flat}) == 1
+
+  # --- What is sent. Of each parameter a device has a part, whose gradient is summed.
+  between = {}
+  for program in tpu_programs.programs(run, 128):
+    if program.name in ("learn", "gather", "gather a layer"):
+      text = program.lower().compile().as_text()
+      traffic = hlo_text.collectives(text, program.devices, (1,))
+      assert any(not c.between_slices for c in traffic)
+      between[program.name] = [c for c in traffic if c.between_slices]
+  assert not between["gather"] and not between["gather a layer"]
+  sums = [c for c in between["learn"] if c.kind == "all-reduce"]
+  others = [c for c in between["learn"] if c.kind != "all-reduce"]
+  assert sums and all(c.ways == slices for c in sums)
+  gradient = tpu_programs.device_bytes(run.state.params) / 2  # in bfloat16
+  # Small arrays are padded. XLA may also move the embedding's to another device.
+  assert 0.9 * gradient < sum(c.size for c in sums) < 1.6 * gradient
+  embed = 2 * model.vocab_size * model.width / (len(devices) / slices)
+  assert sum(c.size for c in others) <= embed

@@ -79,14 +79,16 @@ def run(*words: str) -> subprocess.CompletedProcess:
   )
 
 
-@pytest.mark.parametrize("name", ["v6e-64", "v5p:2x2x4", "tpu7x-8", "v5e-8"])
-def test_a_jobset_fits_the_published_schemas(name):
+@pytest.mark.parametrize(
+  ("name", "slices"), [("v6e-64", 2), ("v5p:2x2x4", 1), ("tpu7x-16", 3), ("v5e-8", 1)]
+)
+def test_a_jobset_fits_the_published_schemas(name, slices):
   done = run(
     f"--slice={name}",
     "--image=registry/coa-jax:1",
     "--disk=claim:/mnt/disk",
     "--spot",
-    "--slices=2",
+    f"--slices={slices}",
     "--",
     *COMMAND,
   )
@@ -94,6 +96,7 @@ def test_a_jobset_fits_the_published_schemas(name):
   manifest = yaml.safe_load(done.stdout)
   jsonschema.validate(manifest, JOBSET)
   (job,) = manifest["spec"]["replicatedJobs"]
+  assert job["replicas"] == slices
   as_job = {
     "apiVersion": "batch/v1",
     "kind": "Job",
@@ -105,6 +108,7 @@ def test_a_jobset_fits_the_published_schemas(name):
   spec = as_job["spec"]
   (container,) = spec["template"]["spec"]["containers"]
   chips = container["resources"]["limits"]["google.com/tpu"]
+  assert ("hostNetwork" in spec["template"]["spec"]) == (slices > 1)
   assert spec["parallelism"] == spec["completions"]
   assert spec["parallelism"] * chips == read_slice(name).chips
   assert container["command"][:7] == ["tini", "--", "python", "-m", *COMMAND]
@@ -192,6 +196,9 @@ def test_names_and_topologies_of_a_slice_are_one():
     ("--slice=v6e-64 --image=x --name=A_b -- experiments.rl", "a letter first"),
     ("--slice=tpu7x-8 --vm --zone=z -- experiments.rl", "leave out --vm"),
     ("--slice=v6e-8 --vm -- experiments.rl", "--vm needs --zone"),
+    ("--slice=v6e-8 --slices=2 --image=x -- experiments.rl", "v6e-8 (2x4) is one host"),
+    ("--slice=v6e-16 --slices=2 --vm --zone=z -- experiments.rl", "leave out --vm"),
+    ("--slurm --slice=v6e-16 -- experiments.rl", "--slurm is for GPUs"),
     ("--slurm --vm -- experiments.rl", "give one of them"),
     ("--slurm --apply -- experiments.rl", "does not go with --slurm"),
     ("--slurm -- experiments.rl --distributed=auto", "leave it out"),

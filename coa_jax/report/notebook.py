@@ -1,0 +1,117 @@
+"""What a notebook shows: figures, trajectories token by token, the viewer of many.
+
+Each function returns an object that Jupyter and Colab draw as a cell's result. Pages
+stand in a frame of their own, inert towards text that a model wrote: see `page.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+
+from matplotlib.figure import Figure
+
+from coa_jax.protocol.roles import Variant
+from coa_jax.protocol.tokens import Tokenizer
+from coa_jax.protocol.trajectory import Segment, Trajectory
+from coa_jax.report import plots
+from coa_jax.report.page import page_html, role_kinds
+from coa_jax.report.viewer import write_page
+
+# Neighbouring tokens differ in shade, so that each is seen by itself.
+_STREAM_STYLE = """
+body { padding: 4px 2px; }
+p { margin: 0 0 7px; line-height: 1.75; display: grid; }
+p { grid-template-columns: 10em auto 7em; }
+p > b { color: var(--c); font-size: 13px; }
+p > small { color: var(--dim); text-align: right; }
+i { font: 13px/1.5 var(--code); white-space: pre-wrap; border-radius: 3px; }
+i { padding: 2px 0; background: color-mix(in srgb, var(--c) 13%, transparent); }
+i:nth-of-type(even) { background: color-mix(in srgb, var(--c) 30%, transparent); }
+.given i { background: none; box-shadow: inset 0 -1px var(--line); }
+.given i:nth-of-type(even) { box-shadow: inset 0 -3px var(--line); }
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+  """Markup that a notebook draws when it is the last value of a cell."""
+
+  markup: str
+
+  def _repr_html_(self) -> str:
+    return self.markup
+
+
+def figure(drawn: Figure) -> Shown:
+  """Shows a figure of `plots`, in the notebook's own text colour."""
+  return Shown(f'<div style="overflow-x: auto">{plots.to_svg(drawn)}</div>')
+
+
+def viewer(
+  sources: Mapping[str, Iterable[Trajectory]],
+  variant: Variant | None = None,
+  tokenizer: Tokenizer | None = None,
+  title: str = "Trajectories",
+  height: int = 760,
+) -> Shown:
+  """Shows trajectories as `experiments.browse` does; arguments as of `write_page`.
+
+  Args:
+    sources, variant, tokenizer, title: as there.
+    height: of the frame, in pixels.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    path = os.path.join(folder, "page.html")
+    write_page(path, title, sources, variant, tokenizer)
+    with open(path, encoding="utf-8") as f:
+      return _framed(f.read(), height)
+
+
+def stream(trajectory: Trajectory, tokenizer: Tokenizer, height: int = 420) -> Shown:
+  """Shows every token of a trajectory: what is trained on has a ground, the rest none.
+
+  Under the pointer a token tells its id, and where it was sampled its probability.
+
+  Args:
+    trajectory: with token ids.
+    tokenizer: that made them.
+    height: of the frame, in pixels.
+  """
+  kinds = role_kinds()
+  parts = []
+  for segment in trajectory.segments:
+    kind = kinds.get(segment.role, "other")
+    given = "" if segment.author == "policy" else " given"
+    tokens = "".join(_token(segment, tokenizer))
+    about = f"{segment.author.value}, {len(segment.ids)}"
+    parts.append(
+      f'<p class="r-{kind}{given}"><b>{html.escape(segment.role)}</b>'
+      f"<span>{tokens}</span><small>{about}</small></p>"
+    )
+  page = page_html("Tokens", "".join(parts), "", "stream", _STREAM_STYLE)
+  return _framed(page, height)
+
+
+def _token(segment: Segment, tokenizer: Tokenizer) -> Iterable[str]:
+  """The markup of each token."""
+  for number, i in enumerate(segment.ids):
+    # Each by itself: a part of a character is a box, and what has no text its number.
+    text = tokenizer.raw([i]).decode("utf-8", "replace") or f"[{i}]"
+    about = f"id {i}"
+    if segment.logps:
+      about += f", probability {math.exp(segment.logps[number]):.3f}"
+    yield f'<i title="{about}">{html.escape(text)}</i>'
+
+
+def _framed(page: str, height: int) -> Shown:
+  """A page in a frame: neither it nor the notebook changes how the other looks."""
+  content = html.escape(page)
+  return Shown(
+    f'<iframe srcdoc="{content}" width="100%" height="{height}" '
+    'style="border: 0" sandbox="allow-scripts"></iframe>'
+  )
