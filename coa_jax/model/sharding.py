@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -484,6 +485,12 @@ def platform(partitioner: Partitioner | None) -> str:
   return jax.default_backend()
 
 
+def count_devices(*partitioners: Partitioner | None) -> int:
+  """Counts the devices of all these meshes together; None is one device alone."""
+  meshes = [partitioner.mesh for partitioner in partitioners if partitioner]
+  return max(1, len({device for mesh in meshes for device in mesh.devices.flat}))
+
+
 def is_first_process() -> bool:
   """Tells whether this process is the one of several that speaks for all."""
   # One process alone need not wake its devices up to know that it is the first.
@@ -498,6 +505,19 @@ def process_dir(workdir: str) -> str:
   if is_first_process():
     return workdir
   return os.path.join(workdir, f"process_{jax.process_index()}")
+
+
+def other_process_dirs(workdir: str) -> list[str]:
+  """Lists where other processes write or wrote, those of earlier starts among them.
+
+  A run may have had another number of processes before.
+  """
+  own = process_dir(workdir)
+  names = []
+  if os.path.isdir(workdir):
+    names = [name for name in os.listdir(workdir) if re.fullmatch(r"process_\d+", name)]
+  folders = [workdir, *(os.path.join(workdir, name) for name in sorted(names))]
+  return [folder for folder in folders if folder != own]
 
 
 def name_of(path: tuple[Any, ...]) -> str:
