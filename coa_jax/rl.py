@@ -376,6 +376,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       seed=rollout.seed,
       step=int(state.step),
       cursor=cursor,
+      until_done=checkpoints.until_done,
     )
     evaluate = functools.partial(_accuracy, collector, dev_tasks, dev_toolbox)
     timer = StepTimer()
@@ -470,7 +471,7 @@ def _check_fit(
   batch = settings.algo.batch
   sampling = settings.algo.sampling
   if partitioner:
-    partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length})
+    partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
   adapts = settings.lora is not None
   sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
 

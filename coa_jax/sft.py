@@ -568,7 +568,7 @@ def _architecture(
       f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
     )
   if partitioner:
-    partitioner.check({**cfg.axes, "B": data.rows, "T": data.length})
+    partitioner.check({**cfg.axes, "B": data.rows, "T": data.length}, "data")
   attention.check(cfg, partitioner, data.length)
   return cfg, tokenizer
 

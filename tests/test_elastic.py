@@ -18,7 +18,7 @@ from coa_jax.learner.checkpoint import whole_steps
 from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
 from coa_jax.report.metrics import read_metrics
 
-STEPS = {"sft": 60, "rl": 6}
+STEPS = {"sft": 60, "rl": 10}
 EVERY = {"sft": 10, "rl": 2}  # steps between two checkpoints
 FLAGS = ("--heartbeat_s=10", "--config.mesh.fsdp=-1")
 # Sums over another number of devices differ in their last bits; another row or token
@@ -48,11 +48,13 @@ def configs(tmp_path_factory) -> dict[str, str]:
   return out
 
 
-def killed_after(step: int, processes: list, workdir: pathlib.Path) -> None:
-  """Kills a run that has saved this step and made others since."""
-  wait_for_step(processes, workdir, step + 1)
-  while step not in whole_steps(workdir / "checkpoints"):
+def killed_after_a_save(processes: list, workdir: pathlib.Path) -> None:
+  """Kills a run once it has saved a step and logged one since."""
+  wait_for_step(processes, workdir, 1)
+  before = whole_steps(workdir / "checkpoints")
+  while before == (saved := whole_steps(workdir / "checkpoints")):
     time.sleep(0.01)
+  wait_for_step(processes, workdir, saved[-1] + 1)
   for process in processes:
     process.kill()
   for process in processes:
@@ -93,8 +95,9 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
 
   # --- Two processes, then one, then four; each dies with steps that are not saved.
   workdir = tmp_path / "elastic"
-  killed_after(every, start_together(journey, config, workdir, 2, *FLAGS), workdir)
-  killed_after(2 * every, start_together(journey, config, workdir, 1, *FLAGS), workdir)
+  for count in (2, 1):
+    processes = start_together(journey, config, workdir, count, *FLAGS)
+    killed_after_a_save(processes, workdir)
   said = ended(start_together(journey, config, workdir, 4, *FLAGS))
   assert "with 4 devices of 4 processes, before 1 devices of 1 processes" in said[0]
 
@@ -106,7 +109,7 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
     assert [row["step"] for row in log] == list(range(1, steps + 1))
     assert [row["loss"] for row in log] == [row["loss"] for row in rows]
   processes = [row["processes"] for row in rows]
-  assert set(processes[:every]) == {2} and set(processes[-every:]) == {4}
+  assert set(processes[:every]) == {2} and processes[-1] == 4
   assert 1 in processes
 
   # --- The same rows, tasks and tokens, so the losses of the uninterrupted run.
@@ -124,9 +127,12 @@ def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
 
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused_in_a_line(configs, tmp_path):
-  for error in ended(start_together("sft", configs["sft"], tmp_path, 3, *FLAGS), 2):
+  flags = ("--config.data.rows=3", "--config.data.steps=1", "--config.mesh.fsdp=-1")
+  ended(start_together("sft", configs["sft"], tmp_path, 1, *flags))
+  for error in ended(start_together("sft", configs["sft"], tmp_path, 2, *flags), 2):
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     assert lines == [
-      "error: the mesh does not divide B=4 over data=1 x fsdp=3: choose other sizes in "
-      "section mesh, or take the axis out of mesh.rules"
+      "error: the mesh does not divide data.rows=3 over data=1 x fsdp=2: choose other "
+      "sizes in section mesh, or take the axis out of mesh.rules"
     ]
+  assert whole_steps(tmp_path / "checkpoints") == [1]

@@ -271,17 +271,21 @@ class Partitioner:
     """Returns the same mesh with other lines in the table."""
     return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
-  def check(self, sizes: Mapping[str, int]) -> None:
+  def check(self, sizes: Mapping[str, int], section: str = "") -> None:
     """Refuses what this mesh does not divide, and rules that contradict each other.
 
     Args:
       sizes: of axes by letter: `ModelConfig.axes`, and others, as B for rows.
+      section: of the config, whose `rows` is B and whose `length` is T.
 
     Raises:
       ValueError: listing every axis that does not divide; or two rules split the same
         array over the same mesh axis.
     """
     self._check_rules()
+    fields = {letter: f"model.{field}" for letter, field in _FIELDS.items()}
+    if section:
+      fields |= {"B": f"{section}.rows", "T": f"{section}.length"}
     faults = []
     for letter, size in sizes.items():
       cut = self.ways(letter)
@@ -291,8 +295,7 @@ class Partitioner:
         over += " in two pieces each"  # see `zigzag`
       if size % cut == 0:
         continue
-      name = f"model.{_FIELDS[letter]}" if letter in _FIELDS else letter
-      faults.append(f"{name}={size} over {over}")
+      faults.append(f"{fields.get(letter, letter)}={size} over {over}")
     if faults:
       raise ValueError(
         f"the mesh does not divide {'; '.join(faults)}: choose other sizes in section "
