@@ -70,6 +70,8 @@ class RolloutCollector:
   ):
     """Nothing is played before there is a policy.
 
+    budget: every argument is said.
+
     Args:
       worker: plays; nobody else may use it until this is closed.
       task_sampler: says what each group's task is.
