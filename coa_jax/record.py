@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ def prepare_workdir(
   may_grow: Mapping[str, str] | None = None,
   origin: Mapping[str, Any] | None = None,
 ) -> None:
-  """Writes the whole config and the commit to `workdir/config.json`.
+  """Writes the whole config, the commit and the time to `workdir/config.json`.
 
   What is there already binds, unless nothing came of it: a run that was refused for
   what its config says can be started again with another. A field that the record lacks,
@@ -76,8 +77,10 @@ def prepare_workdir(
     for name in scratch_dirs:
       shutil.rmtree(os.path.join(workdir, name), ignore_errors=True)
   # --- A new run, or one that nothing came of.
+  now = named(as_json(config))
   record = {
-    "config": named(as_json(config)),
+    "begun": _begun_with(path, now) or round(time.time(), 3),
+    "config": now,
     "git_commit": git_commit(),
     "inputs": inputs or {},
     "origin": origin,
@@ -128,6 +131,26 @@ def read_origin_of(workdir: str) -> dict[str, Any] | None:
   if not isinstance(origin, dict):
     return None
   return {**origin, "commit": record.get("git_commit")}
+
+
+def read_begun(workdir: str) -> float | None:
+  """When `prepare_workdir` began a run, in Unix time; None where no record says so."""
+  path = os.path.join(workdir, "config.json")
+  if not os.path.exists(path):
+    return None
+  begun = _read_record(path).get("begun")
+  return begun if isinstance(begun, float) else None
+
+
+def _begun_with(path: str, config: dict[str, Any]) -> float | None:
+  """When a run of the same config began, of which nothing came yet; None for none."""
+  try:
+    before, _ = read_run(path)
+  except (FileNotFoundError, ConfigError):
+    return None
+  # As it reads from JSON: lists for tuples.
+  same = before == json.loads(json.dumps(config))
+  return read_begun(os.path.dirname(path)) if same else None
 
 
 def _grown(

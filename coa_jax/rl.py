@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ import ml_collections
 import numpy as np
 
 from coa_jax import capacity
-from coa_jax.config import ConfigError, read_config
+from coa_jax.config import read_config
 from coa_jax.fields import bounded, check_fields, section
 from coa_jax.learner import advantages
 from coa_jax.learner.algorithms import (
@@ -43,22 +45,32 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import (
   MeshConfig,
   Partitioner,
+  count_devices,
   is_first_process,
   make_partitioners,
+  other_process_dirs,
   process_dir,
 )
 from coa_jax.protocol.origin import Dialect, Origin, warn_if_other
 from coa_jax.protocol.trajectory import Trajectory, write_jsonl
-from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
+from coa_jax.record import (
+  hash_files,
+  hash_json,
+  prepare_workdir,
+  read_begun,
+  read_origin_of,
+)
 from coa_jax.report.health import HealthMonitor, WatchConfig
 from coa_jax.report.metrics import (
   METRICS_FILE,
   Metrics,
   read_metrics,
+  resume_log,
   say,
   write_json,
 )
 from coa_jax.report.profiling import traced
+from coa_jax.report.restarts import Goodput, say_what_changed
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 from coa_jax.rewards.grader import Grader, RewardConfig
@@ -80,7 +92,8 @@ from coa_jax.tools.journal import ToolJournal
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.unread import warn_unread
 
-_MAY_CHANGE = ("log", "watch")
+# Another mesh rounds sums otherwise, and changes nothing else.
+_MAY_CHANGE = ("log", "watch", "mesh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +253,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     config: as `RLConfig` says.
     workdir: where everything goes; an interrupted run in it is continued, and ends
       with the parameters of an uninterrupted one. Several processes share it and the
-      tasks; all but the first log into folders of their own.
+      tasks; all but the first log into folders of their own. With other processes or
+      devices than before it plays the same tasks with the same seeds; the last bits of
+      sums may differ.
 
   Returns:
     What `results.json` holds: steps, rewards, rates and seconds by phase.
@@ -277,7 +292,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   )
   cfg, tokenizer = open_folder(settings.init, settings.model)
   _check_fit(settings, cfg, partitioner)
-  own_dir = folder_of_process(workdir)
+  own_dir = process_dir(workdir)
+  other_dirs = other_process_dirs(workdir)
   worker = make_worker(
     cfg,
     tokenizer,
@@ -285,8 +301,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     settings.tools.tool_descriptions,
     partitioner=rollout_partitioner,
     vllm=settings.vllm,
-    grader=Grader(settings.reward.kept_in(own_dir)),
-    journal=ToolJournal(os.path.join(own_dir, "tool_calls")),
+    grader=Grader(settings.reward.kept_in(own_dir), other_dirs),
+    journal=ToolJournal(
+      os.path.join(own_dir, "tool_calls"),
+      [os.path.join(folder, "tool_calls") for folder in other_dirs],
+    ),
     policy_changes=sampling.staleness > 0,
   )
   worker.check([*tasks, *dev_tasks])
@@ -340,6 +359,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   dev_toolbox = Toolbox(settings.dev.tools(settings.tools))
   with toolbox, dev_toolbox, worker.grader, worker, checkpoints:
     state, cursor = checkpoints.restore(state) or (state, {})
+    devices = count_devices(partitioner, rollout_partitioner)
+    log = resume_log(own_dir, "rl", int(state.step), workdir)
+    if is_first_process():
+      say_what_changed(log, devices, jax.process_count())
+      drop_trajectories([own_dir, *other_dirs], int(state.step))
     # Warnings before the checkpoint count, so that patience ends where it would have.
     monitor.replay(own_dir, "rl", int(state.step))
     collector = RolloutCollector(
@@ -352,12 +376,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       seed=rollout.seed,
       step=int(state.step),
       cursor=cursor,
+      until_done=checkpoints.until_done,
     )
     evaluate = functools.partial(_accuracy, collector, dev_tasks, dev_toolbox)
     timer = StepTimer()
     # All but the first process log into folders of their own, and to nobody else.
     tracked = settings.log if own_dir == workdir else None
-    with Metrics(own_dir, "rl", algo.steps, tracked=tracked) as metrics, collector:
+    metrics = Metrics(own_dir, "rl", algo.steps, tracked=tracked)
+    goodput = Goodput(log, read_begun(workdir), devices)
+    with metrics, goodput, collector:
       numbers = range(int(state.step), algo.steps)
       for step in traced(numbers, settings.log.profile, "rl", own_dir, offset=1):
         # --- Roll out. A signal here saves the state before the step.
@@ -383,6 +410,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         values |= learned
         values |= figures.describe(rollouts)
         values |= _speed(timer, rollouts, settings, cfg, partitioner)
+        values |= goodput.after_step(values, output=values["generated_tokens"])
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
@@ -443,7 +471,7 @@ def _check_fit(
   batch = settings.algo.batch
   sampling = settings.algo.sampling
   if partitioner:
-    partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length})
+    partitioner.check({**cfg.axes, "B": batch.rows, "T": batch.length}, "algo.batch")
   adapts = settings.lora is not None
   sizes.check_training(cfg, "algo.batch", batch.rows, batch.length, adapts, partitioner)
 
@@ -482,24 +510,18 @@ def _has_reward_variance(groups: Sequence[Sequence[Trajectory]]) -> np.ndarray:
   return advantages.has_reward_variance(rewards_of(groups))
 
 
-def folder_of_process(workdir: str) -> str:
-  """`process_dir` of a run that goes on with no more processes than it had.
+def drop_trajectories(folders: Sequence[str], step: int) -> None:
+  """Deletes what processes wrote of steps after a checkpoint: they are made again.
 
-  Raises:
-    ConfigError: it had fewer; each has a log of its own from the beginning.
+  Args:
+    folders: of all processes, also those that the run has no more.
+    step: of the checkpoint, and the number of the first that is made again.
   """
-  own_dir = process_dir(workdir)
-  before = 1
-  # Claimed before any work, while a kill may leave the first log without the others.
-  while os.path.exists(os.path.join(workdir, f"process_{before}", "config.json")):
-    before += 1
-  begun = os.path.exists(os.path.join(workdir, METRICS_FILE))
-  if begun and before < jax.process_count():
-    raise ConfigError(
-      f"{workdir} holds a run of {before} processes, not {jax.process_count()}; go on "
-      "with as many, or choose another workdir"
-    )
-  return own_dir
+  for folder in folders:
+    for path in glob.glob(os.path.join(glob.escape(folder), "trajectories", "step_*")):
+      match = re.fullmatch(r"step_(\d+)\.jsonl", os.path.basename(path))
+      if match and int(match[1]) >= step:
+        os.remove(path)
 
 
 def _check_logp_diff(guards: GuardConfig, step: int, values: dict[str, float]) -> None:
@@ -563,6 +585,7 @@ def _results(workdir: str, steps: int, accuracy: float) -> dict[str, Any]:
     "reward": log[-1]["reward"],
     "logp_diff": max(diffs, default=None),  # None where no step learnt anything
     "seconds": log[-1]["seconds"],
+    "goodput": log[-1].get("goodput"),
     **phase_seconds(log),
   }
   write_json(os.path.join(workdir, "results.json"), results)

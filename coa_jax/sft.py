@@ -50,6 +50,8 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import (
   MeshConfig,
   Partitioner,
+  count_devices,
+  is_first_process,
   make_partitioner,
   process_dir,
 )
@@ -60,12 +62,27 @@ from coa_jax.protocol.origin import Origin, dialects_of_data
 from coa_jax.protocol.tokenizer_training import train_tokenizer
 from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Author, Trajectory, iter_trajectories
-from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
-from coa_jax.report.metrics import METRICS_FILE, Metrics, read_metrics, write_json
+from coa_jax.record import (
+  hash_files,
+  hash_json,
+  prepare_workdir,
+  read_begun,
+  read_origin_of,
+)
+from coa_jax.report.metrics import (
+  METRICS_FILE,
+  Metrics,
+  read_metrics,
+  resume_log,
+  write_json,
+)
 from coa_jax.report.profiling import traced
+from coa_jax.report.restarts import Goodput, say_what_changed
 from coa_jax.report.timers import StepTimer, phase_seconds
 from coa_jax.report.tracking import LogConfig
 
+# Another mesh rounds sums otherwise, and changes nothing else.
+_MAY_CHANGE = ("log", "mesh")
 _SOURCES = "sources.json"  # trajectories of each file, in the folder of tokens
 _log = logging.getLogger(__name__)
 
@@ -172,7 +189,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Args:
     config: as `SFTConfig` says.
     workdir: where everything goes; an interrupted run in it is continued. Several
-      processes share it; all but the first log into folders of their own.
+      processes share it; all but the first log into folders of their own. With other
+      processes or devices than before every step takes the same rows; the last bits of
+      sums may differ.
 
   Returns:
     What `results.json` holds: parameters, losses, tokens per second, rows left out,
@@ -200,7 +219,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   prepare_workdir(
     settings,
     own_dir,
-    may_change=("log",),
+    may_change=_MAY_CHANGE,
     inputs=inputs,
     scratch_dirs=("tokenizer", "data"),
     may_grow={"data.steps": settings.optim.extension_fault},
@@ -245,6 +264,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     if restored:
       state, _ = restored
     first = int(state.step)
+    devices = count_devices(partitioner)
+    log = resume_log(own_dir, "sft", first, workdir)
+    if is_first_process():
+      say_what_changed(log, devices, jax.process_count())
     timer = StepTimer()
     # The place in the data is a number: micro-batch n is a function of (seed, n).
     stream = dataset.endless(
@@ -257,7 +280,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     )
     # All but the first process log into folders of their own, and to nobody else.
     tracked = settings.log if own_dir == workdir else None
-    with Metrics(own_dir, "sft", data.steps, tracked=tracked) as metrics:
+    metrics = Metrics(own_dir, "sft", data.steps, tracked=tracked)
+    with metrics, Goodput(log, read_begun(workdir), devices) as goodput:
       numbers = range(first + 1, data.steps + 1)
       for step in traced(numbers, settings.log.profile, "sft", own_dir):
         # --- Take the next micro-batches, which a thread has made meanwhile.
@@ -285,6 +309,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
         # --- Log and save.
         values |= _speed(timer, cfg, lora_config, partitioner, micro)
+        values |= goodput.after_step(values)
         metrics.log(step, values, f"loss {values['loss']:.3f}")
         checkpoints.reached(state, {}, is_last)
         timer.lap("save")
@@ -485,7 +510,7 @@ def _speed(
 def _logged(workdir: str) -> dict[str, Any]:
   """The last figures of the run's log, tokens per second, and seconds by phase."""
   log = read_metrics(os.path.join(workdir, METRICS_FILE), "sft")
-  last = {k: log[-1][k] for k in ("loss", "validation_loss", "seconds")}
+  last = {k: log[-1].get(k) for k in ("loss", "validation_loss", "seconds", "goodput")}
   rate = sum(r["tokens"] for r in log) / last["seconds"]
   return {"tokens_per_second": rate, **last, **phase_seconds(log)}
 
@@ -543,7 +568,7 @@ def _architecture(
       f"{cfg.vocab_size} rows; the folder's config.json and tokenizer.json differ"
     )
   if partitioner:
-    partitioner.check({**cfg.axes, "B": data.rows, "T": data.length})
+    partitioner.check({**cfg.axes, "B": data.rows, "T": data.length}, "data")
   attention.check(cfg, partitioner, data.length)
   return cfg, tokenizer
 

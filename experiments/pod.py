@@ -11,7 +11,8 @@ checked against Kubernetes' schemas; none of this has been run on a cluster yet.
 
 A host that dies ends its process on all others: JAX's coordination service notices
 within 100 seconds. The JobSet then starts all of them anew, and the run goes on from
-its last checkpoint. SIGTERM saves after the step: the grace period should cover both.
+its last checkpoint. SIGTERM ends rollouts at once and an update at its end, and saves:
+the grace period should cover an update and a checkpoint.
 
 budget: three ways to start a run, and the flags of all.
 """

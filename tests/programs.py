@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import pathlib
+import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -33,6 +36,50 @@ def start(
     stderr=subprocess.PIPE,
     text=True,
   )
+
+
+def start_together(
+  journey: str, config: str, workdir: pathlib.Path, processes: int, *flags: str
+) -> list[subprocess.Popen[str]]:
+  """Starts a run of so many processes; one alone needs no others."""
+  if processes == 1:
+    return [start(journey, config, workdir, *flags)]
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  started = []
+  for i in range(processes):
+    where = f"--distributed={address},{processes},{i}"
+    started.append(start(journey, config, workdir, where, *flags))
+  return started
+
+
+def wait_for_step(
+  processes: list[subprocess.Popen[str]], workdir: pathlib.Path, step: int
+) -> None:
+  """Waits until a run has logged this step."""
+  while reached(workdir) < step:
+    for process in processes:
+      assert process.poll() is None, process.communicate()
+    time.sleep(0.02)
+
+
+def ended(
+  processes: list[subprocess.Popen[str]], status: int = 0, seconds: float = 600
+) -> list[str]:
+  """Waits until all have ended with this status; returns what they said."""
+  # All are read at once: one whose pipe is full would hold up the others.
+  try:
+    with concurrent.futures.ThreadPoolExecutor(len(processes)) as threads:
+      errors = [
+        threads.submit(lambda p=p: p.communicate(timeout=seconds)[1]) for p in processes
+      ]
+      texts = [each.result() for each in errors]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [p.returncode for p in processes] == [status] * len(processes), texts
+  return texts
 
 
 def finish(

@@ -20,7 +20,13 @@ import pytest
 import coa_jax
 from coa_jax.config import ConfigError, nearest, read_config
 from coa_jax.fields import bounded, check_fields, choice, section
-from coa_jax.record import hash_files, hash_json, prepare_workdir, read_origin_of
+from coa_jax.record import (
+  hash_files,
+  hash_json,
+  prepare_workdir,
+  read_begun,
+  read_origin_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +297,8 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
   assert written["config"]["optim"]["tools"] == ["a"]
   assert written["config"]["optim"]["lr"] == 1e-3  # the whole config
   assert "git_commit" in written
+  prepare_workdir(whole(tools=("a",)), workdir)
+  assert read_begun(workdir) == written["begun"]  # the same run, which begins again
   prepare_workdir(whole(tools=("b",)), workdir)  # nothing has come of it yet
   prepare_workdir(whole(tools=("a",)), workdir)
   (tmp_path / "run" / "checkpoints").mkdir()
@@ -303,6 +311,7 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
   with pytest.raises(ConfigError, match=r"a run whose optim\.tools was .*'a'.* not .*"):
     prepare_workdir(whole(tools=("b",)), workdir)
   again = json.loads((tmp_path / "run" / "config.json").read_text())
+  assert again.pop("begun") > written.pop("begun")  # the last change of the config
   assert again == written
 
 

@@ -10,14 +10,11 @@ import socket
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 import toy
 from rollout import scripted_vllm
 
-from coa_jax import rl
-from coa_jax.config import ConfigError
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
 from coa_jax.report.metrics import read_metrics
 from coa_jax.tasks.sampling import TaskSampler
@@ -204,16 +201,3 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
     first, second = ([row.get(name) for row in log] for log in logs)
     assert first == second
   assert max(row["staleness_max"] for row in logs[0]) == 1
-
-
-def test_rl_refuses_to_go_on_with_more_processes(tmp_path, monkeypatch):
-  monkeypatch.setattr(jax, "process_count", lambda: 3)
-  assert rl.folder_of_process(str(tmp_path)) == str(tmp_path)
-  (tmp_path / "metrics.jsonl").write_text("{}\n")
-  (tmp_path / "process_1").mkdir()
-  (tmp_path / "process_1" / "config.json").write_text("{}\n")  # and no log yet
-  with pytest.raises(ConfigError, match="a run of 2 processes, not 3"):
-    rl.folder_of_process(str(tmp_path))
-  for count in (1, 2):
-    monkeypatch.setattr(jax, "process_count", lambda count=count: count)
-    assert rl.folder_of_process(str(tmp_path)) == str(tmp_path)

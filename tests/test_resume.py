@@ -26,6 +26,8 @@ from tests.backend import BACKEND
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+TIMES = ("seconds", "useful_seconds", "goodput")  # names of what is another each time
+
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory) -> dict[str, dict]:
@@ -84,7 +86,7 @@ def timeless(workdir: str) -> list[dict]:
   """The log without seconds."""
   rows = [json.loads(line) for line in read(workdir, "metrics.jsonl").splitlines()]
   return [
-    {k: v for k, v in r.items() if not k.startswith("seconds") and RATE not in k}
+    {k: v for k, v in r.items() if not k.startswith(TIMES) and RATE not in k}
     for r in rows
   ]
 
@@ -174,7 +176,7 @@ def assert_same_run(broken: str, whole: str) -> None:
     assert read(broken, "model", name) == read(whole, "model", name), name
   results, expected = (json.loads(read(w, "results.json")) for w in (broken, whole))
   assert set(results) == set(expected)
-  clock = {k for k in expected if k.startswith("seconds") or "tokens_per_second" in k}
+  clock = {k for k in expected if k.startswith(TIMES) or "tokens_per_second" in k}
   for key in set(expected) - clock:
     assert results[key] == expected[key], key
   if os.path.isdir(os.path.join(whole, "trajectories")):

@@ -35,7 +35,11 @@ from coa_jax.lock import InUseError
 CHECKPOINTS = "checkpoints"
 PROOF = "manifest.json"  # of a checkpoint: learner.manifest
 PUSH_EVERY_S = 60.0
-_TELLS = re.compile(r"metrics\.jsonl|process_\d+/config\.json")
+# What any process may need of the others: with another number of processes than before
+# one joins the log, and plays what another one played.
+_OF_OTHERS = re.compile(
+  r"metrics\.jsonl|config\.json|(process_\d+/)?(verdicts\.jsonl|tool_calls/[^/]+)"
+)
 _OPEN: list[Mirror] = []
 _log = logging.getLogger(__name__)
 
@@ -148,14 +152,12 @@ class Mirror:
 
     def get(name: str) -> None:
       path = os.path.join(self.folder, name)
-      self.bucket.get(name, path, stored[name].size)
+      self.bucket.get(name, path, every[name].size)
 
     at_once(get, wanted)
     self._pushed = {**dict.fromkeys(stored), **self._files()}
-    # How many processes a run had is told by what the others wrote at its beginning.
-    for name in every:
-      if name not in stored and _TELLS.fullmatch(name):
-        self.bucket.get(name, os.path.join(self.folder, name), every[name].size)
+    others = every.keys() - stored.keys()
+    at_once(get, [name for name in others if _OF_OTHERS.fullmatch(name)])
 
   def _files(self) -> dict[str, Stamp]:
     """All files that belong there, with what tells of a change."""

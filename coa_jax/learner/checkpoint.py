@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,11 @@ from jax.experimental import multihost_utils
 from coa_jax.bucket import mirror
 from coa_jax.fields import bounded, check_fields
 from coa_jax.learner import bucket_steps
-from coa_jax.learner.interruption import Interrupted, Interruption
+from coa_jax.learner.interruption import Interrupted, Interruption, SharedSignal
 from coa_jax.learner.manifest import MANIFEST, fault_of, write_manifest
 from coa_jax.learner.state import TrainState
 
+_LISTEN_EVERY_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -78,14 +79,16 @@ class Checkpoints:
     self._saved: int | None = None  # the step that was saved or restored last
 
   def __enter__(self) -> Checkpoints:
-    self._interruption.__enter__()
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(self._interruption)
+      if jax.process_count() > 1:
+        stack.enter_context(SharedSignal(self._interruption))
+      self._entered = stack.pop_all()
     return self
 
   def __exit__(self, *unused: object) -> None:
-    try:
+    with self._entered:
       self.close()
-    finally:
-      self._interruption.__exit__()
 
   def close(self) -> None:
     """Waits for saves under way, and lets go of the folder."""
@@ -124,24 +127,47 @@ class Checkpoints:
 
   @contextlib.contextmanager
   def resumable(self, state: TrainState, cursor: dict[str, Any]) -> Iterator[None]:
-    """Lets a signal end the run at once while inside, with this state saved.
+    """Lets a signal end the run while inside, with this state saved.
 
     For work that changes nothing that is saved, and is made again when the run goes on.
-    Several processes leave together, in `reached` only.
+    One process leaves at once; several together, where they wait in `until_done`.
 
     Raises:
       Interrupted: a signal came.
     """
-    if jax.process_count() > 1:
-      yield
-      return
+    leave_at_once = contextlib.nullcontext()
+    if jax.process_count() == 1:
+      leave_at_once = self._interruption.at_once()
     try:
-      with self._interruption.at_once():
+      with leave_at_once:
         yield
-    except Interrupted:
+    except Interrupted as e:
       # As before the work, which has changed nothing that is saved.
       self.save(state, cursor)
-      raise self._interrupted(self._interruption.number, state) from None
+      raise self._interrupted(e.number, state) from None
+
+  def until_done(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+    """Waits for a process's part of work, before processes exchange what they have.
+
+    A signal to any of them ends the wait of all: then each raises, and none goes on to
+    an exchange that another one does not come to. One that fails returns at once, to
+    raise what went wrong.
+
+    Raises:
+      Interrupted: a signal came to any of several processes. One alone does not wait
+        here: `resumable` has it leave at once.
+    """
+    if jax.process_count() == 1:
+      return
+    left = set(futures)
+    while left and not self._interruption.number:
+      done, left = concurrent.futures.wait(
+        left, timeout=_LISTEN_EVERY_S, return_when=concurrent.futures.FIRST_EXCEPTION
+      )
+      if any(future.cancelled() or future.exception() for future in done):
+        return
+    if number := self._signal():
+      raise Interrupted(number)
 
   def save(self, state: TrainState, cursor: dict[str, Any]) -> None:
     """Saves in the background; a step that is saved already is left as it is.

@@ -12,20 +12,62 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import jax
+from orbax.checkpoint import multihost
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHARE_EVERY_S = 0.5
+_KEY = "coa_jax/signal"
 
 
 class Interrupted(KeyboardInterrupt):
   """A signal has ended the run, and where it stands is saved.
 
   Attributes:
+    number: of the signal.
     status: the exit status of the process, by convention 128 + the signal's number.
   """
 
   def __init__(self, number: int, message: str = ""):
     """Takes the signal, and what to tell the user."""
     super().__init__(message)
+    self.number = number
     self.status = 128 + number
+
+
+class SharedSignal:
+  """Tells a signal to all processes of a run; use as a context manager.
+
+  A scheduler may signal one process only, and the others would play on meanwhile. JAX's
+  coordination service carries the number: no device waits for it.
+  """
+
+  def __init__(self, interruption: Interruption):
+    """Tells what `interruption` hears, and has it hear what others tell."""
+    self._interruption = interruption
+    self._left = threading.Event()
+    self._thread = threading.Thread(target=self._share, name="signal", daemon=True)
+
+  def __enter__(self) -> SharedSignal:
+    self._thread.start()
+    return self
+
+  def __exit__(self, *unused: object) -> None:
+    self._left.set()
+    self._thread.join()
+
+  def _share(self) -> None:
+    client = multihost.get_jax_distributed_client()
+    while not self._left.wait(_SHARE_EVERY_S):
+      try:
+        if self._interruption.number:
+          number = str(self._interruption.number)
+          client.key_value_set(_KEY, number, allow_overwrite=True)
+          return
+        self._interruption.number = int(client.key_value_try_get(_KEY))
+        return
+      except jax.errors.JaxRuntimeError:
+        pass  # nobody has told anything yet, or the first process is gone
 
 
 class Interruption:

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -270,17 +271,21 @@ class Partitioner:
     """Returns the same mesh with other lines in the table."""
     return Partitioner(self.mesh, tuple({**dict(self.rules), **rules}.items()))
 
-  def check(self, sizes: Mapping[str, int]) -> None:
+  def check(self, sizes: Mapping[str, int], section: str = "") -> None:
     """Refuses what this mesh does not divide, and rules that contradict each other.
 
     Args:
       sizes: of axes by letter: `ModelConfig.axes`, and others, as B for rows.
+      section: of the config, whose `rows` is B and whose `length` is T.
 
     Raises:
       ValueError: listing every axis that does not divide; or two rules split the same
         array over the same mesh axis.
     """
     self._check_rules()
+    fields = {letter: f"model.{field}" for letter, field in _FIELDS.items()}
+    if section:
+      fields |= {"B": f"{section}.rows", "T": f"{section}.length"}
     faults = []
     for letter, size in sizes.items():
       cut = self.ways(letter)
@@ -290,8 +295,7 @@ class Partitioner:
         over += " in two pieces each"  # see `zigzag`
       if size % cut == 0:
         continue
-      name = f"model.{_FIELDS[letter]}" if letter in _FIELDS else letter
-      faults.append(f"{name}={size} over {over}")
+      faults.append(f"{fields.get(letter, letter)}={size} over {over}")
     if faults:
       raise ValueError(
         f"the mesh does not divide {'; '.join(faults)}: choose other sizes in section "
@@ -484,6 +488,12 @@ def platform(partitioner: Partitioner | None) -> str:
   return jax.default_backend()
 
 
+def count_devices(*partitioners: Partitioner | None) -> int:
+  """Counts the devices of all these meshes together; None is one device alone."""
+  meshes = [partitioner.mesh for partitioner in partitioners if partitioner]
+  return max(1, len({device for mesh in meshes for device in mesh.devices.flat}))
+
+
 def is_first_process() -> bool:
   """Tells whether this process is the one of several that speaks for all."""
   # One process alone need not wake its devices up to know that it is the first.
@@ -498,6 +508,19 @@ def process_dir(workdir: str) -> str:
   if is_first_process():
     return workdir
   return os.path.join(workdir, f"process_{jax.process_index()}")
+
+
+def other_process_dirs(workdir: str) -> list[str]:
+  """Lists where other processes write or wrote, those of earlier starts among them.
+
+  A run may have had another number of processes before.
+  """
+  own = process_dir(workdir)
+  names = []
+  if os.path.isdir(workdir):
+    names = [name for name in os.listdir(workdir) if re.fullmatch(r"process_\d+", name)]
+  folders = [workdir, *(os.path.join(workdir, name) for name in sorted(names))]
+  return [folder for folder in folders if folder != own]
 
 
 def name_of(path: tuple[Any, ...]) -> str:

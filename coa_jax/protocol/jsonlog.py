@@ -7,6 +7,7 @@ the log is opened again, and a row that the disk had no room for leaves nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -16,6 +17,30 @@ from typing import Any
 from coa_jax.json_io import parse_json
 
 Place = tuple[int, int]  # a line's first byte in the file, and its length in bytes
+
+
+def read_rows(path: str, replay: Callable[[Any, str, Place], None]) -> int:
+  """Reads the whole rows of a log and changes nothing: another process may write it.
+
+  Args:
+    path: of the file; where it is missing there are no rows.
+    replay: as of `JsonLog`.
+
+  Returns:
+    Where the last whole row ends, in bytes.
+
+  Raises:
+    ValueError: a line is not JSON; the message names file and line.
+  """
+  end = 0
+  with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+    for number, line in enumerate(f, 1):
+      if not line.endswith(b"\n"):
+        break
+      where = f"{path}:{number}"
+      replay(parse_json(line, where), where, (end, len(line)))
+      end += len(line)
+  return end
 
 
 class JsonLog:
@@ -37,18 +62,10 @@ class JsonLog:
     """
     self.path = path
     self._lock = threading.Lock()
-    if not os.path.exists(path):
-      return
-    # Whole lines up to `end`; what a kill left after them is cut off.
-    end = 0
-    with open(path, "r+b") as f:
-      for number, line in enumerate(f, 1):
-        if not line.endswith(b"\n"):
-          break
-        where = f"{path}:{number}"
-        replay(parse_json(line, where), where, (end, len(line)))
-        end += len(line)
-      f.truncate(end)
+    end = read_rows(path, replay)
+    # What a kill left after the whole lines is cut off.
+    if os.path.exists(path):
+      os.truncate(path, end)
 
   def append(self, row: Any) -> Place:
     """Adds a row, anything that json.dumps takes, and returns its place."""

@@ -111,6 +111,23 @@ METRICS: tuple[MetricName, ...] = (
       for phase, meaning in timers.PHASES.items()
     ),
     ("*" + timers.RATE, "tokens per second of a phase", "steady after step 1"),
+    (
+      "output" + timers.RATE + "_per_chip",
+      "RL: tokens written, per second of the whole step and device",
+      "steady after step 1",
+    ),
+    (
+      "goodput",
+      "useful seconds by the wall time since the run first began",
+      "rises to near 1; falls with each restart and pause",
+    ),
+    (
+      "useful_seconds",
+      "of all steps so far but compiling; steps that were lost do not count",
+      "grows",
+    ),
+    ("devices", "that the run uses", "constant, unless it goes on with others"),
+    ("processes", "that the run has", "likewise"),
     ("mfu", "share of the accelerator's peak that the learner uses", "0.2 to 0.5"),
   ),
   *_of(

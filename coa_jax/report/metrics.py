@@ -256,18 +256,44 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
   return rows
 
 
+def _write_lines(path: str, rows: Iterable[dict[str, Any]]) -> None:
+  with atomic_write(path) as f:
+    f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def _drop_from(path: str, stage: str, step: int) -> tuple[int, float]:
   """Drops the stage's lines from `step` on; returns the last one's step and seconds."""
   rows = _read_lines(path)
   rows = [r for r in rows if r["stage"] != stage or r["step"] < step]
   # Written even where no row went: half a last line of a killed run goes by this.
   if os.path.exists(path):
-    with atomic_write(path) as f:
-      f.writelines(json.dumps(row) + "\n" for row in rows)
+    _write_lines(path, rows)
   ours = [r for r in rows if r["stage"] == stage]
   if not ours:
     return 0, 0.0
   return ours[-1]["step"], ours[-1]["seconds"]
+
+
+def resume_log(
+  workdir: str, stage: str, step: int, first_dir: str
+) -> list[dict[str, Any]]:
+  """Reads the lines of a stage that a run goes on from, up to the checkpoint's step.
+
+  Every process takes the first one's: it may not have taken part in all of them, or
+  have been away when steps were made again. So all judge and sum up the same run.
+
+  Args:
+    workdir: this process's own folder.
+    stage: whose lines.
+    step: the last that counts.
+    first_dir: the folder of the run's first process.
+  """
+  rows = _read_lines(os.path.join(first_dir, METRICS_FILE))
+  rows = [row for row in rows if row["stage"] == stage and row["step"] <= step]
+  if workdir != first_dir:
+    os.makedirs(workdir, exist_ok=True)
+    _write_lines(os.path.join(workdir, METRICS_FILE), rows)
+  return rows
 
 
 def read_metrics(path: str | os.PathLike[str], stage: str) -> list[dict[str, Any]]:

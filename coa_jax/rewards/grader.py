@@ -97,23 +97,29 @@ class RewardConfig:
     """
     if self.judge is None or self.judge.cache is not None:
       return self
-    cache = os.path.join(folder, "verdicts.jsonl")
+    cache = os.path.join(folder, VERDICTS)
     judge = dataclasses.replace(self.judge, cache=cache)
     return dataclasses.replace(self, judge=judge)
 
 
+VERDICTS = "verdicts.jsonl"  # the judge's, in a workdir
 _Grade = Callable[[Task, str | None, Trajectory], Graded]
 
 
 class Grader:
   """Grades trajectories; threads may share it. Use `with`, or close it."""
 
-  def __init__(self, config: RewardConfig | None = None):
+  def __init__(
+    self, config: RewardConfig | None = None, other_dirs: Sequence[str] = ()
+  ):
     """Opens nothing yet: `check` does, or the first task of its kind.
 
-    The rewards are the default ones where there is no config.
+    Args:
+      config: section `reward`; the default rewards where there is none.
+      other_dirs: where other processes of the run keep verdicts, which hold here, too.
     """
     self.config = config or RewardConfig()
+    self._other_verdicts = [os.path.join(folder, VERDICTS) for folder in other_dirs]
     self._lock = threading.Lock()
     self._open: dict[str, _Grade] = {}
     self._closing: list[CodeGrader | Judge] = []
@@ -288,7 +294,7 @@ class Grader:
     if name == "code":
       service = CodeGrader(self.config.code)
     elif name == "judge":
-      service = Judge(self.config.judge)
+      service = Judge(self.config.judge, self._other_verdicts)
     else:
       return _Custom(name)
     self._closing.append(service)

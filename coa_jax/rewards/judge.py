@@ -16,10 +16,11 @@ import json
 import os
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.fields import bounded, check_fields
-from coa_jax.protocol.jsonlog import JsonLog, Place
+from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
 from coa_jax.rewards import qa
 from coa_jax.rewards.graded import Graded, Ungradable
 from coa_jax.tasks.task import Task
@@ -92,8 +93,12 @@ def read_verdict(reply: str) -> bool | None:
 class Judge:
   """Asks for verdicts; threads may share it. Close it after use."""
 
-  def __init__(self, config: JudgeConfig):
+  def __init__(self, config: JudgeConfig, others: Sequence[str] = ()):
     """Reads the cache; sends nothing yet.
+
+    Args:
+      config: section `reward.judge`.
+      others: files of verdicts that hold, too, and are written by others.
 
     Raises:
       ValueError: the key file cannot be used, or the cache cannot be written or is no
@@ -105,6 +110,8 @@ class Judge:
     self._lock = threading.Lock()
     self._verdicts: dict[str, concurrent.futures.Future[bool]] = {}
     self._cache: JsonLog | None = None
+    for other in others:
+      read_rows(other, self._recall)
     if config.cache is not None:
       _make_file(config.cache)
       self._cache = JsonLog(config.cache, self._recall)

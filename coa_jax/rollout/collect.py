@@ -41,13 +41,15 @@ from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 from coa_jax.tools.types import Tools
 
+Future = concurrent.futures.Future[Trajectory]
+
 
 @dataclasses.dataclass
 class _Submitted:
   """A group that is being played."""
 
   episodes: list[CoAEpisode]
-  futures: list[concurrent.futures.Future[Trajectory]]
+  futures: list[Future]
 
 
 class RolloutCollector:
@@ -64,8 +66,11 @@ class RolloutCollector:
     seed: int,
     step: int = 0,
     cursor: dict[str, Any] | None = None,
+    until_done: Callable[[Sequence[Future]], None] = lambda futures: None,
   ):
     """Nothing is played before there is a policy.
+
+    budget: every argument is said.
 
     Args:
       worker: plays; nobody else may use it until this is closed.
@@ -77,6 +82,8 @@ class RolloutCollector:
       seed: of all sampling.
       step: updates made so far.
       cursor: of the last step's batch; empty at a run's beginning.
+      until_done: waits for what this process plays, or ends the run; all processes call
+        it before each exchange.
 
     Raises:
       ValueError: a task of the run that is continued is not there any more.
@@ -88,6 +95,7 @@ class RolloutCollector:
     self._steps = steps
     self._has_reward_variance = has_reward_variance
     self._seed = seed
+    self._until_done = until_done
     # On-policy, groups are taken a round at a time.
     self._round = config.round_prompts or config.prompts
     self._most = config.rounds * self._round
@@ -230,6 +238,7 @@ class RolloutCollector:
           attempt=("evaluation", i),
         )
         futures[i] = self._worker.submit(episode, first=True, evaluation=True)
+    self._until_done(list(futures.values()))
     played = [(i, future.result()) for i, future in futures.items()]
     # Every P-th of each process: back into the order of the tasks.
     everywhere = dict(gather_trajectories(played))
@@ -297,11 +306,13 @@ class RolloutCollector:
     else:
       count = self._round
     own: list[tuple[int, Trajectory]] = []
-    for n in range(self._head, self._head + count):
-      if n % self._processes == self._process:
-        # Results first: a group that fails stays, for `close` to drop.
-        own += [(n, future.result()) for future in self._groups[n].futures]
-        del self._groups[n]
+    numbers = range(self._head, self._head + count)
+    mine = [n for n in numbers if n % self._processes == self._process]
+    self._until_done([future for n in mine for future in self._groups[n].futures])
+    for n in mine:
+      # Results first: a group that fails stays, for `close` to drop.
+      own += [(n, future.result()) for future in self._groups[n].futures]
+      del self._groups[n]
     self._head += count
     groups: dict[int, Group] = collections.defaultdict(list)
     for n, trajectory in gather_trajectories(own):

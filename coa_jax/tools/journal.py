@@ -20,16 +20,17 @@ process; a power cut may cost the last ones.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coa_jax.json_io import to_dataclass
-from coa_jax.protocol.jsonlog import JsonLog, Place
+from coa_jax.protocol.jsonlog import JsonLog, Place, read_rows
 from coa_jax.protocol.trajectory import CallStatus, ToolCall
 from coa_jax.tools.code_session import CodeSession
 from coa_jax.tools.types import CallFuture, CallRequest, Tools, done_call, then
@@ -40,13 +41,25 @@ _FILE = re.compile(r"step_(\d+)\.jsonl")
 class ToolJournal:
   """A folder with a file of JSON lines for every step; threads may share it."""
 
-  def __init__(self, folder: str):
-    """Touches nothing yet; the folder is made with the first result."""
+  def __init__(self, folder: str, others: Sequence[str] = ()):
+    """Changes nothing yet; the folder is made with the first result.
+
+    Args:
+      folder: of this process.
+      others: folders of the run's other processes, those of earlier starts among them.
+        What is there now is found, too: with another number of processes another one
+        plays a trajectory than did before.
+    """
     self._folder = folder
     self._lock = threading.Lock()
     # By step: its file, and the results that were there when it was opened. No call is
     # made twice in one process, so later ones need not be found.
     self._steps: dict[int, tuple[JsonLog, dict[str, ToolCall]]] = {}
+    # Files of the others, by step. What they write from now on is theirs alone.
+    self._others: dict[int, list[str]] = {}
+    for other in others:
+      for step, path in _files(other):
+        self._others.setdefault(step, []).append(path)
 
   def tools(
     self, tools: Tools, step: int, trajectory: tuple[Any, ...], within: int = 0
@@ -69,12 +82,13 @@ class ToolJournal:
         if step < before:
           del self._steps[step]
     # Files of earlier processes too, which this one has not opened.
-    if not os.path.isdir(self._folder):
-      return
-    for name in os.listdir(self._folder):
-      match = _FILE.fullmatch(name)
-      if match and int(match[1]) < before:
-        os.remove(os.path.join(self._folder, name))
+    old = [path for step, path in _files(self._folder) if step < before]
+    for step in sorted(self._others):
+      if step < before:
+        old += self._others.pop(step)
+    for path in old:
+      with contextlib.suppress(FileNotFoundError):  # another process was quicker
+        os.remove(path)
 
   def find(self, steps: Iterable[int], key: str) -> ToolCall | None:
     """Finds the result of a call that an earlier process made in one of the steps."""
@@ -107,12 +121,22 @@ class ToolJournal:
 
     path = os.path.join(self._folder, f"step_{step:06d}.jsonl")
     try:
+      for other in self._others.get(step, ()):
+        read_rows(other, replay)
       log = JsonLog(path, replay)
     except ValueError as e:
       message = f"{e}; delete the file, and the step's calls are made again"
       raise ValueError(message) from e
     self._steps[step] = (log, calls)
     return log, calls
+
+
+def _files(folder: str) -> list[tuple[int, str]]:
+  """Lists the files of a journal: (step, path)."""
+  if not os.path.isdir(folder):
+    return []
+  matches = map(_FILE.fullmatch, os.listdir(folder))
+  return [(int(m[1]), os.path.join(folder, m[0])) for m in matches if m]
 
 
 class _JournalledTools(Tools):

@@ -11,12 +11,21 @@ import subprocess
 import sys
 import time
 
+import guessing
 import pytest
 import toy
-from programs import ROOT, config_file, reached, start
+from programs import (
+  ROOT,
+  config_file,
+  ended,
+  reached,
+  start,
+  start_together,
+  whole_lines,
+)
 
 from coa_jax.learner.checkpoint import whole_steps
-from coa_jax.protocol.trajectory import write_jsonl
+from coa_jax.protocol.trajectory import read_trajectories, write_jsonl
 from coa_jax.report.metrics import read_metrics
 
 NO_CACHE = "--compile_cache="
@@ -87,6 +96,49 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     steps = [row["step"] for row in read_metrics(tmp_path, journey)]
     assert steps == list(range(1, at + 1))
   assert not (tmp_path / "model").exists()
+
+
+def played(workdir: pathlib.Path) -> list[tuple]:
+  """What the first step's rollouts were."""
+  rows = []
+  for file in sorted(workdir.glob("**/trajectories/step_000000.jsonl")):
+    for t in read_trajectories(file):
+      segments = [(s.ids, s.logps) for s in t.segments]
+      rows.append((t.task_id, t.sample, segments, [c.result for c in t.calls]))
+  return sorted(rows)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
+  """The step that they belong to is not waited for; it is made again, bit for bit."""
+  config = guessing.rl_config(tmp_path, steps=100).to_dict()
+  config["algo"] |= dict(steps=1, keep_every=1)
+  config["algo"]["sampling"] |= dict(prompts=2, samples=64)
+  config["algo"]["batch"] = dict(rows=2, length=toy.MAX_LEN)
+  config["rollout"]["slots"] = 2
+  file = config_file(tmp_path / "rl.py", config)
+  whole = tmp_path / "whole"
+  broken = tmp_path / "broken"
+  ended(start_together("rl", file, whole, 2))
+
+  # --- The second one is told when the first tool has answered in it.
+  both = start_together("rl", file, broken, 2)
+  journal = broken / "process_1" / "tool_calls" / "step_000000.jsonl"
+  while len(whole_lines(journal)) < 8:  # those of the evaluation are fewer
+    assert [p.poll() for p in both] == [None, None]
+    time.sleep(0.02)
+  both[1].send_signal(signal.SIGTERM)
+  texts = ended(both, 143, seconds=120)
+  assert all("stopped after step 0, which is saved" in text for text in texts)
+  assert whole_steps(broken / "checkpoints") == [0]
+  assert not (broken / "metrics.jsonl").exists()
+
+  # --- The same command goes on; what tools have answered, they are not asked again.
+  assert len(whole_lines(journal)) < 64
+  ended(start_together("rl", file, broken, 2))
+  assert played(broken) == played(whole)
+  model = "model/model.safetensors"
+  assert (broken / model).read_bytes() == (whole / model).read_bytes()
 
 
 @pytest.mark.slow

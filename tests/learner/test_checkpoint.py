@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import os
 import pathlib
 import re
@@ -16,7 +18,7 @@ import pytest
 import toy
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner import checkpoint
+from coa_jax.learner import checkpoint, interruption
 from coa_jax.learner.checkpoint import (
   MANIFEST,
   CheckpointConfig,
@@ -24,7 +26,7 @@ from coa_jax.learner.checkpoint import (
   read_params,
   whole_steps,
 )
-from coa_jax.learner.interruption import Interrupted
+from coa_jax.learner.interruption import Interrupted, Interruption, SharedSignal
 from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState, init_state
 
@@ -274,3 +276,58 @@ def test_outside_the_main_thread_signals_stay_as_they_are(tmp_path):
   thread.start()
   thread.join()
   assert during == before
+
+
+def test_a_signal_to_one_process_is_heard_by_all(monkeypatch):
+  told: dict[str, str] = {}
+
+  class Client:  # of JAX's coordination service
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+      assert allow_overwrite
+      told[key] = value
+
+    def key_value_try_get(self, key: str) -> str:
+      if key not in told:
+        raise jax.errors.JaxRuntimeError("NOT_FOUND")
+      return told[key]
+
+  monkeypatch.setattr(interruption.multihost, "get_jax_distributed_client", Client)
+  monkeypatch.setattr(interruption, "_SHARE_EVERY_S", 0.01)
+  processes = [Interruption() for _ in range(3)]
+  with contextlib.ExitStack() as stack:
+    for process in processes:
+      stack.enter_context(SharedSignal(process))
+    time.sleep(0.05)
+    assert [process.number for process in processes] == [0, 0, 0]
+    processes[1].number = signal.SIGTERM
+    while not all(process.number for process in processes):
+      time.sleep(0.01)
+  assert [process.number for process in processes] == [signal.SIGTERM] * 3
+
+
+def test_processes_leave_where_they_wait_for_each_other(tmp_path, monkeypatch):
+  """One of several: the others, which the test speaks for, hear what it hears."""
+  with Checkpoints(tmp_path) as checkpoints:
+    checkpoints.until_done([concurrent.futures.Future()])  # alone it does not wait
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    done: concurrent.futures.Future = concurrent.futures.Future()
+    done.set_result(None)
+    others = iter([0, signal.SIGTERM])
+    monkeypatch.setattr(checkpoints, "_signal", lambda: next(others))
+    checkpoints.until_done([done])
+    with pytest.raises(Interrupted) as e:  # this one has nothing to do
+      checkpoints.until_done([])
+    assert e.value.status == 143
+    # One that fails does not wait for the others, who may not come.
+    failed: concurrent.futures.Future = concurrent.futures.Future()
+    failed.set_exception(ValueError("broken"))
+    checkpoints.until_done([concurrent.futures.Future(), failed])
+    # Told of a signal, it waits for no work.
+    others = iter([signal.SIGINT])
+    timer = threading.Timer(
+      0.1, lambda: setattr(checkpoints._interruption, "number", signal.SIGINT)
+    )
+    timer.start()
+    with pytest.raises(Interrupted):
+      checkpoints.until_done([concurrent.futures.Future()])
+    monkeypatch.undo()

@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from coa_jax.report import metrics
-from coa_jax.report.metrics import Metrics, read_metrics, write_json
+from coa_jax.report.metrics import Metrics, read_metrics, resume_log, write_json
 
 
 def steps(path: str, stage: str) -> list[int]:
@@ -51,6 +51,24 @@ def test_a_resumed_stage_has_no_duplicates_and_leaves_others_alone(tmp_path, clo
   ]
   assert steps(path, "rl") == [4]
   assert read_metrics(tmp_path, "sft") == rows  # the workdir will do
+
+
+def test_a_process_that_joins_a_run_has_the_log_of_the_first(tmp_path):
+  first = str(tmp_path)
+  own = str(tmp_path / "process_1")
+  with Metrics(first, "sft", total=5) as log:
+    for step in (1, 2, 3, 4):
+      log.log(step, {"loss": step})
+  rows = read_metrics(first, "sft")
+  assert resume_log(own, "sft", 3, first) == rows[:3]
+  assert read_metrics(own, "sft") == rows[:3]
+  # It was away when steps were made again.
+  with Metrics(own, "sft", total=5) as log:
+    log.log(3, {"loss": -3})
+    log.log(5, {"loss": -5})
+  assert resume_log(own, "sft", 4, first) == rows == read_metrics(own, "sft")
+  assert resume_log(first, "sft", 3, first) == rows[:3]
+  assert read_metrics(first, "sft") == rows  # until it logs the next
 
 
 def test_not_a_number_becomes_null_and_is_counted(tmp_path, capsys):

@@ -159,6 +159,11 @@ def test_a_run_keeps_its_verdicts(server, tmp_path):
       assert grader.answer(TASK, "Bacon", played).answer == 0.0
   assert len(server.data) == 1
   assert os.listdir(tmp_path) == ["verdicts.jsonl"]
+  # What another process of the run was told holds, too.
+  own = RewardConfig({"qa": "judge"}, judge=judge).kept_in(str(tmp_path / "process_1"))
+  with Grader(own, [str(tmp_path), str(tmp_path / "process_2")]) as grader:
+    assert grader.answer(TASK, "Bacon", played).answer == 0.0
+  assert len(server.data) == 1
   # A file that was named stays, and without a judge there is nothing to keep.
   assert config.kept_in("elsewhere") == config
   assert RewardConfig().kept_in("elsewhere") == RewardConfig()

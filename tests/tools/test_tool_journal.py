@@ -137,3 +137,23 @@ def test_what_a_tool_raises_reaches_the_trajectory(tmp_path):
   with pytest.raises(RuntimeError, match="the tool is broken"):
     play(ToolJournal(str(tmp_path)), toy.TableToolbox(broken), CALLS[:1])
   play(ToolJournal(str(tmp_path)), answers("1"), CALLS[:1])
+
+
+def test_another_process_finds_what_was_answered_before_it_started(tmp_path):
+  """With another number of processes another one plays the trajectory again."""
+  mine, other = str(tmp_path), str(tmp_path / "process_1" / "tool_calls")
+  before = play(ToolJournal(other), answers("1", "2"), CALLS[:2])
+  path = tmp_path / "process_1" / "tool_calls" / "step_000004.jsonl"
+  with open(path, "a", encoding="utf-8") as f:
+    f.write('{"key": "half a li')  # killed, or being written
+  text = path.read_text()
+  journal = ToolJournal(mine, [other, str(tmp_path / "none")])
+  assert play(journal, answers(), CALLS[:2]) == before
+  assert path.read_text() == text
+  # It is forgotten with the step; who comes second finds it gone.
+  second = ToolJournal(str(tmp_path / "process_2"), [other])
+  journal.forget(4)
+  assert path.exists()
+  for each in (journal, second):
+    each.forget(5)
+    assert not path.exists()
