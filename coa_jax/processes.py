@@ -45,6 +45,8 @@ def send(
   have about one length, however unequal arrays are and whoever wants them: a process
   sends what it has and what it passes on, and nobody ever holds what all of them have.
 
+  budget: where stripes lie is said once for both rounds.
+
   Args:
     own: int32 [n] each, of this process; no other one has these numbers.
     receivers: for every number of any process, the processes that want the array.

@@ -24,6 +24,8 @@ def token_advantages(
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
   """Computes advantages of the policy's tokens in a batch, by `config.advantage`.
 
+  budget: every estimator side by side.
+
   Args:
     config: which estimator.
     reward_GK: rewards of G groups of K samples; NaN where a sample is missing. The n

@@ -37,7 +37,7 @@ from coa_jax.processes import gather_json
 from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
-from coa_jax.rollout.exchange import gather_outcomes
+from coa_jax.rollout.figures import gather_outcomes
 from coa_jax.rollout.types import Group, RolloutBatch, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler

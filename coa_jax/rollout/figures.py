@@ -7,11 +7,14 @@ those that another one played than their `Outcome`.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 
+from coa_jax.processes import gather_json
 from coa_jax.protocol import roles
 from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import CallStatus, Status, Trajectory
@@ -63,6 +66,28 @@ def outcome_of(played: Trajectory | Outcome) -> Outcome:
     versions=t.versions,
     sums=sums,
   )
+
+
+def gather_outcomes(
+  own: Sequence[tuple[int, Trajectory]],
+) -> list[tuple[int, Trajectory | Outcome]]:
+  """Returns what all processes have played: this one's, and of others the outcomes.
+
+  Args:
+    own: what this process has played: (a number, a trajectory).
+  """
+  if jax.process_count() == 1:
+    return list(own)
+  rows = []
+  for number, t in own:
+    rows.append((number, dataclasses.asdict(outcome_of(t))))
+  out: list[tuple[int, Trajectory | Outcome]] = []
+  for process, part in enumerate(gather_json(rows)):
+    if process == jax.process_index():
+      out += own
+    else:
+      out += [(number, Outcome(**row)) for number, row in part]
+  return out
 
 
 def describe(rollouts: RolloutBatch) -> dict[str, float]:

@@ -9,7 +9,8 @@ stays as it is from line to line does not grow with the number of hosts.
 
 "JSON to all" sends the trajectories as RL did before: everything to everybody. "Global
 batch" is what a host made of them then. Bytes are counted where arrays are handed to
-JAX, padding included: those to and from other processes, of the process that has most.
+JAX, those to and from other processes, of the process that has most; messages of tokens
+go padded by up to 1/8 more.
 Expect a minute or two.
 """
 

@@ -32,7 +32,8 @@ from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.model.transformer import init_params
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
-from coa_jax.rollout.exchange import gather_outcomes, gather_trajectories
+from coa_jax.rollout.exchange import gather_trajectories
+from coa_jax.rollout.figures import gather_outcomes
 
 # What learns does not matter here: the bytes are those of its batches.
 MODEL = ModelConfig(

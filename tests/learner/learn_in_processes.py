@@ -1,4 +1,4 @@
-"""Steps of RL in one of several processes; see test_processes.py.
+"""Steps of RL in one of several processes; see test_learning_together.py.
 
 python tests/learner/learn_in_processes.py OUT.npz CASE DEVICES [COORDINATOR N I]
 
@@ -29,7 +29,7 @@ from coa_jax.model import transformer  # noqa: E402
 from coa_jax.model.distribution import NO_TRUNCATION  # noqa: E402
 from coa_jax.model.sharding import MeshConfig, make_partitioner  # noqa: E402
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory  # noqa: E402
-from coa_jax.rollout.exchange import gather_outcomes  # noqa: E402
+from coa_jax.rollout.figures import gather_outcomes  # noqa: E402
 
 ROWS, LENGTH, GROUPS, SAMPLES = 8, 128, 6, 3
 CRITIC = {"is_clip": 2.0, "kl_coef": 0.1, "kl_in": "reward", "critic_lr": 1e-3}
