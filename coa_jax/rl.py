@@ -409,13 +409,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
         # --- Log, watch, save.
         values |= learned
         values |= figures.describe(rollouts)
-        values |= _speed(timer, rollouts, settings, cfg, partitioner)
+        values |= _speed(timer, rollouts, values, settings, cfg, partitioner)
         values |= goodput.after_step(values, output=values["generated_tokens"])
         metrics.log(step + 1, values, f"reward {values['reward']:.3f}")
         if step % algo.keep_every == 0:
           name = f"step_{step:06d}.jsonl"
           path = os.path.join(own_dir, "trajectories", name)
-          write_jsonl(path, rollouts.played)
+          write_jsonl(path, rollouts.own)
         # After the line above: what a checkpoint holds has always been logged.
         monitor.update(step + 1, values, metrics.warn)
         is_last = step + 1 == algo.steps or monitor.ends
@@ -540,6 +540,7 @@ def _check_logp_diff(guards: GuardConfig, step: int, values: dict[str, float]) -
 def _speed(
   timer: StepTimer,
   rollouts: RolloutBatch,
+  values: dict[str, float],
   settings: RLConfig,
   cfg: ModelConfig,
   partitioner: Partitioner | None,
@@ -550,8 +551,7 @@ def _speed(
   for group in rollouts.groups:
     lengths += [t.num_tokens for t in group if t.reward is not None]
   lengths *= settings.algo.batch.epochs
-  generated = sum(t.usage.generated for t in rollouts.played)
-  out = timer.flush(decode=generated, learn=sum(lengths))
+  out = timer.flush(decode=values["generated_tokens"], learn=sum(lengths))
   return out | flops.utilisation(
     cfg,
     lengths,

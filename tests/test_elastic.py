@@ -63,11 +63,11 @@ def killed_after_a_save(processes: list, workdir: pathlib.Path) -> None:
 
 def played(workdir: pathlib.Path, step: int) -> list[tuple]:
   """What a step of RL has played: tasks, attempts and tokens."""
-  name = f"trajectories/step_{step:06d}.jsonl"
-  return [
-    (t.task_id, t.sample, [s.ids for s in t.segments])
-    for t in read_trajectories(workdir / name)
-  ]
+  rows = []
+  for file in sorted(workdir.glob(f"**/trajectories/step_{step:06d}.jsonl")):
+    for t in read_trajectories(file):
+      rows.append((t.task_id, t.sample, [s.ids for s in t.segments]))
+  return sorted(rows)
 
 
 def test_what_lies_after_the_checkpoint_is_void(tmp_path):

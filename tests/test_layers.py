@@ -24,6 +24,7 @@ BELOW = {
   "lock": set(),
   "shard": set(),
   "heartbeat": set(),
+  "processes": set(),
   "bucket": {"lock"},
   "config": set(),
   "record": {"bucket", "config", "lock"},
@@ -38,7 +39,7 @@ BELOW = {
   "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
   "report": {"model", "rewards", "tasks", "protocol"},
 }
-LOWEST = {"json_io", "capacity", "disk", "fields", "shard", "heartbeat"}
+LOWEST = {"json_io", "capacity", "disk", "fields", "shard", "heartbeat", "processes"}
 for room in set(BELOW) - LOWEST:
   BELOW[room] |= LOWEST
 for journey in JOURNEYS:

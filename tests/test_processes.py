@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -10,13 +11,14 @@ import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import toy
 from rollout import scripted_vllm
 
 from coa_jax.protocol.trajectory import Status, Trajectory, read_trajectories
+from coa_jax.report import viewer
 from coa_jax.report.metrics import read_metrics
+from coa_jax.report.timers import RATE
 from coa_jax.tasks.sampling import TaskSampler
 from coa_jax.tasks.task import Task
 from tests.backend import BACKEND
@@ -79,9 +81,38 @@ def run(
     list(threads.map(finish, started))
 
 
+def timeless(row: dict) -> dict:
+  """A line of metrics without seconds, and what is of one process alone."""
+  clock = ("seconds", "mfu")
+  return {k: v for k, v in row.items() if not k.startswith(clock) and RATE not in k}
+
+
 def content(t: Trajectory) -> tuple:
   segments = [(s.author, s.text, s.ids, s.logps) for s in t.segments]
   return t.task_id, t.sample, segments, [c.result for c in t.calls], t.status, t.reward
+
+
+def folders(out: pathlib.Path, processes: int) -> list[pathlib.Path]:
+  """Where each process of a run writes."""
+  rest = [out / "run" / f"process_{i}" for i in range(1, processes)]
+  return [out / "run", *rest]
+
+
+def dealt(where: list[pathlib.Path], name: str, first: int, count: int) -> list:
+  """Trajectories of groups of 4, as one process would have written them.
+
+  Args:
+    where: the processes' folders; each has every group that is its own.
+    name: of the file.
+    first: the number of the first group.
+    count: groups.
+  """
+  each = [iter(read_trajectories(folder / "trajectories" / name)) for folder in where]
+  out = []
+  for n in range(first, first + count):
+    out += itertools.islice(each[n % len(each)], 4)
+  assert not any(list(rest) for rest in each)
+  return out
 
 
 @pytest.mark.slow
@@ -136,7 +167,9 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
+@pytest.mark.parametrize("processes", [2, 4])
+def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
+  """The same trajectories, of which each writes its own, and the same training."""
   config = {
     **sections,
     "optim": dict(lr=1e-3),
@@ -149,20 +182,27 @@ def test_rl_in_two_processes_is_that_of_one(sections, tmp_path):
     "dev": dict(every=1, uri=sections["tasks"]["uri"]),
     "checkpoint": dict(every=1),
   }
-  one, two = tmp_path / "one", tmp_path / "two"
-  run("rl", config, one, processes=1, devices=1)
-  run("rl", config, two, processes=2, devices=1)
-  first = "trajectories/step_000000.jsonl"
-  expected = [content(t) for t in read_trajectories(one / "run" / first)]
-  for folder in (two / "run", two / "run" / "process_1"):
-    assert [content(t) for t in read_trajectories(folder / first)] == expected
-  losses = [
-    [row["loss"] for row in read_metrics(str(folder / "metrics.jsonl"), "rl")]
-    for folder in (one / "run", two / "run", two / "run" / "process_1")
-  ]
-  np.testing.assert_allclose(losses[1][0], losses[0][0], atol=1e-7)
-  np.testing.assert_array_equal(losses[1], losses[2])
-  assert (two / "run" / "model" / "config.json").exists()
+  one, several = tmp_path / "one", tmp_path / "several"
+  run("rl", config, one, processes=1, devices=processes)
+  run("rl", config, several, processes=processes, devices=1)
+  where = folders(several, processes)
+  for step in range(2):
+    name = f"step_{step:06d}.jsonl"
+    expected = [content(t) for t in dealt(folders(one, 1), name, 4 * step, 4)]
+    assert [content(t) for t in dealt(where, name, 4 * step, 4)] == expected
+    found = viewer.find_files([str(several / "run")])
+    assert len(found) == 2 * processes  # a page of the run shows all of them
+  logs = []
+  for folder in [*folders(one, 1), *where]:
+    rows = read_metrics(str(folder / "metrics.jsonl"), "rl")
+    logs.append([timeless(row) for row in rows])
+  assert all(log == logs[1] for log in logs[2:])
+  if processes == 2:  # devices of a process add up in another order than more do
+    assert logs[0] == logs[1]
+    weights = [
+      (out / "run/model/model.safetensors").read_bytes() for out in (one, several)
+    ]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
@@ -183,18 +223,16 @@ def test_rl_whose_rollouts_run_ahead_in_two_processes(sections, tmp_path):
     "checkpoint": dict(every=2),
   }
   run("rl", config, tmp_path / "two", processes=2, devices=1)
-  both = [tmp_path / "two" / "run", tmp_path / "two" / "run" / "process_1"]
+  both = folders(tmp_path / "two", 2)
   rows = pathlib.Path(sections["tasks"]["uri"]).read_text().splitlines()
   ids = [json.loads(row)["id"] for row in rows]
   draw = TaskSampler([Task(i, i, ("x",)) for i in ids], 0)
   for step in range(steps):
-    name = f"trajectories/step_{step:06d}.jsonl"
-    first, second = (read_trajectories(folder / name) for folder in both)
-    assert [content(t) for t in first] == [content(t) for t in second]
+    played = dealt(both, f"step_{step:06d}.jsonl", step * prompts, prompts)
     groups = range(step * prompts, (step + 1) * prompts)
     expected = [(draw.task(n, 0).id, k) for n in groups for k in range(4)]
-    assert [(t.task_id, t.sample) for t in first] == expected
-    versions = [v for t in first for s in t.segments for v in s.versions]
+    assert [(t.task_id, t.sample) for t in played] == expected
+    versions = [v for t in played for s in t.segments for v in s.versions]
     assert step - 1 <= min(versions) and max(versions) <= step
   logs = [read_metrics(str(folder / "metrics.jsonl"), "rl") for folder in both]
   for name in ("loss", "dev_accuracy"):

@@ -7,14 +7,38 @@ Formulas and constants follow verl 0.9.1; tests compare with it, TRL and tunix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from coa_jax.processes import gather_json
 
 # verl 0.9.1 and tunix 0.1.7 add this to the deviation; TRL 1.16 adds 1e-4.
 _EPSILON = 1e-6
 # verl and tunix add this to the variance when they whiten.
 _WHITEN = 1e-8
+
+
+class Share:
+  """The trajectories of a batch whose tokens this process computes with.
+
+  Attributes:
+    own: their indices among all.
+  """
+
+  def __init__(self, own: Sequence[int], count: int):
+    """Takes the indices of its own, and how many there are in all."""
+    self.own = own
+    self._count = count
+
+  def gather(self, values: Sequence[float]) -> list[float]:
+    """Makes of a number for each of its own one for each of all; by all processes."""
+    out = [0.0] * self._count
+    for part in gather_json(list(zip(self.own, values, strict=True))):
+      for i, value in part:
+        out[i] = value
+    return out
 
 
 def group_relative(reward_GK: np.ndarray, standardise: bool = True) -> np.ndarray:
@@ -113,12 +137,21 @@ def gae(
   return advantage_T, advantage_T + value_T
 
 
-def whiten(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+def whiten(
+  values: Sequence[np.ndarray], share: Share | None = None
+) -> list[np.ndarray]:
   """Maps x to (x - mean) / sqrt(variance + 1e-8), both over all entries of all.
 
   The variance is Bessel-corrected, as in verl. A single entry becomes 0.
+
+  Args:
+    values: an array for each trajectory of this process.
+    share: which these are; None for all.
   """
-  flat = np.concatenate(list(values))
-  variance = np.var(flat, ddof=1) if len(flat) > 1 else 0.0
-  scale = 1 / np.sqrt(variance + _WHITEN)
-  return [(x - flat.mean()) * scale for x in values]
+  share = share or Share(range(len(values)), len(values))
+  # Sums by trajectory, added up exactly: who computes which changes no bit.
+  n = sum(share.gather([len(x) for x in values]))
+  mean = math.fsum(share.gather([float(x.sum()) for x in values])) / max(n, 1)
+  squares = share.gather([float(((x - mean) ** 2).sum()) for x in values])
+  scale = 1 / math.sqrt(math.fsum(squares) / max(n - 1, 1) + _WHITEN)
+  return [(x - mean) * scale for x in values]

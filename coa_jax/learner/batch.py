@@ -12,7 +12,10 @@ import flax.struct
 import jax
 import numpy as np
 
+from coa_jax.learner.tokens import with_tokens
+from coa_jax.model.sharding import Partitioner
 from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Author, Trajectory
 
 Array = np.ndarray | jax.Array
@@ -20,7 +23,7 @@ Array = np.ndarray | jax.Array
 
 @flax.struct.dataclass
 class Batch:
-  """Packed rows; [B, T] each.
+  """Packed rows; [B, T] each. On the host of one of several processes B counts its own.
 
   Attributes:
     tokens_BT: int32 ids.
@@ -155,40 +158,61 @@ def batches(
   length: int,
   advantages: Sequence[float] | None = None,
   constraint: Constraint | None = None,
+  mine_B: np.ndarray | None = None,
 ) -> Iterator[Batch]:
   """Packs trajectories into batches of `rows` rows of `length` tokens.
 
   The last batch is filled up with empty rows, so every batch has the same shape.
   Trajectories that do not fit a row are left out; count them with `fits`.
+
+  Args:
+    trajectories: outcomes stand for those that lie in no row of this process.
+    rows: B.
+    length: T.
+    advantages: as `fill` takes them, like `constraint`.
+    mine_B: which rows are made, [B] bool; None for all.
   """
   packed = pack([t.num_tokens for t in trajectories], length)
+  mine = range(rows) if mine_B is None else np.flatnonzero(mine_B)
   for start in range(0, len(packed), rows):
-    batch = empty(rows, length)
-    for r, members in enumerate(packed[start : start + rows]):
+    batch = empty(len(mine), length)
+    for place, row in enumerate(mine):
+      if start + row >= len(packed):
+        break  # rows that the last batch lacks stay padding
+      members = packed[start + row]
       row_trajectories = [trajectories[i] for i in members]
       row_advantages = None
       if advantages is not None:
         row_advantages = [advantages[i] for i in members]
-      fill(batch, r, row_trajectories, row_advantages, constraint)
-    yield batch  # rows that its last lacks stay padding
+      fill(batch, place, row_trajectories, row_advantages, constraint)
+    yield batch
 
 
 class Packed:
   """Trajectories in batches, and where the policy's tokens of each of them are.
 
+  A process makes its own rows alone, and is sent the tokens in them.
+
   Attributes:
     batches: as from `batches`, with the sampler's log-probs; advantages are zeros.
-    counts: policy tokens of each trajectory.
+    counts: policy tokens of each trajectory, whatever row it lies in.
+    own: the indices of those that lie in rows of this process, in their order.
   """
 
   def __init__(
     self,
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory | Outcome],
     rows: int,
     length: int,
     constraint: Constraint | None = None,
+    partitioner: Partitioner | None = None,
   ):
-    """Args as those of `batches`.
+    """All processes have to call this.
+
+    Args:
+      trajectories: played here, or the outcomes of those that others played.
+      rows: as `batches` takes it, like `length` and `constraint`.
+      partitioner: says which rows are whose; None for one device.
 
     Raises:
       ValueError: a trajectory does not fit a row.
@@ -197,31 +221,53 @@ class Packed:
     # One that were left out would be missing among the advantages.
     if not np.all(fits(np.array(lengths), length)):
       raise ValueError(f"a trajectory of {max(lengths)} tokens, rows of {length}")
+    self.counts = [t.num_policy for t in trajectories]
+
+    # --- The tokens go where their rows are. These are those of `batches`: packing
+    # depends on nothing but lengths.
+    packed = pack(lengths, length)
+    mine_B = np.ones(rows, bool)
+    if partitioner:
+      mine_B = partitioner.rows(rows)
+      processes_B = partitioner.processes(rows)
+      readers = {}
+      for r, members in enumerate(packed):
+        readers |= dict.fromkeys(members, processes_B[r % rows])
+      trajectories = with_tokens(trajectories, readers)
+
+    # --- The rows of this process.
     # Of 0, not None: `fill` writes log-probs only beside advantages.
     zeros = [0.0] * len(trajectories)
-    self.batches = list(batches(trajectories, rows, length, zeros, constraint))
-    # For each trajectory its batch, and where its policy tokens are in that, flat.
-    self._where: list[tuple[int, np.ndarray]] = [(0, np.zeros(0, int))] * len(lengths)
-    # The same rows as those of `batches`: packing depends on nothing but lengths.
-    for r, members in enumerate(pack(lengths, length)):
+    self.batches = list(batches(trajectories, rows, length, zeros, constraint, mine_B))
+
+    # --- For each trajectory in them its batch, and where in that, flat, its policy
+    # tokens are.
+    self._where: dict[int, tuple[int, np.ndarray]] = {}
+    place_B = np.cumsum(mine_B) - 1
+    for r, members in enumerate(packed):
       m, row = divmod(r, rows)
+      if not mine_B[row]:
+        continue
       batch = self.batches[m]
+      place = place_B[row]
       for number, i in enumerate(members, 1):
-        mine_T = (batch.segment_BT[row] == number) & (batch.loss_mask_BT[row] > 0)
-        self._where[i] = (m, row * length + np.flatnonzero(mine_T))
-    self.counts = [len(at) for _, at in self._where]
+        policy_T = (batch.segment_BT[place] == number) & (batch.loss_mask_BT[place] > 0)
+        self._where[i] = (m, place * length + np.flatnonzero(policy_T))
+    self.own = sorted(self._where)
 
   def read(self, name: str) -> list[np.ndarray]:
-    """Reads the field `name` at each trajectory's policy tokens."""
+    """Reads the field `name` at the policy tokens of each trajectory of `own`."""
     out = []
-    for m, at in self._where:
+    for i in self.own:
+      m, at = self._where[i]
       out.append(getattr(self.batches[m], name).ravel()[at])
     return out
 
   def write(self, name: str, values: Sequence[np.ndarray | float]) -> None:
-    """Sets the field `name` at each trajectory's policy tokens; 0 elsewhere."""
+    """Sets the field `name` at the policy tokens of each of `own`; 0 elsewhere."""
     arrays = [np.zeros(b.tokens_BT.shape, np.float32) for b in self.batches]
-    for (m, at), value in zip(self._where, values, strict=True):
+    for i, value in zip(self.own, values, strict=True):
+      m, at = self._where[i]
       arrays[m].ravel()[at] = value  # in place: `ravel` of a fresh array is no copy
     self.replace(name, arrays)
 

@@ -27,7 +27,7 @@ class Micro(NamedTuple):
   """A micro-batch of [B, T].
 
   Attributes:
-    batch: rows of other processes are left empty in it.
+    batch: the rows of this process alone.
     lengths: tokens of each sequence of all its rows, whoever holds them.
     policy: how many of their tokens the policy wrote.
   """
@@ -114,19 +114,19 @@ class Dataset:
       length: T, tokens of a row.
       partitioner: rows that it puts on no device of this process are not read.
     """
-    mine_B = np.ones(size, bool)
+    mine = range(size)
     if partitioner:
-      mine_B = partitioner.rows(size)
-    shape = (size, length)
-    # Pages that are never written take no memory, however large the batch of all is.
+      mine = np.flatnonzero(partitioner.rows(size))
+    shape = (len(mine), length)
     tokens_BT = np.zeros(shape, np.int32)
     segment_BT = np.zeros(shape, np.int32)
     position_BT = np.zeros(shape, np.int32)
     loss_mask_BT = np.zeros(shape, np.float32)
-    # Rows beyond those given stay empty, as those of other processes do.
-    for r in np.flatnonzero(mine_B[: len(rows)]):
+    for r, row in enumerate(mine):
+      if row >= len(rows):
+        break  # those beyond the given ones stay empty
       at = 0
-      for number, i in enumerate(rows[r], 1):
+      for number, i in enumerate(rows[row], 1):
         end = at + self.lengths_N[i]
         tokens_BT[r, at:end], loss_mask_BT[r, at:end] = self.read(i)
         segment_BT[r, at:end] = number

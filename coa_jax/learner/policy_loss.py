@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.learner import advantages, surrogates
+from coa_jax.learner.advantages import Share
 from coa_jax.learner.algorithms import TOKEN_ADVANTAGES, LossConfig
 from coa_jax.learner.batch import Batch
 
@@ -19,36 +20,42 @@ def token_advantages(
   counts: Sequence[int],
   kl: Sequence[np.ndarray] | None = None,
   value: Sequence[np.ndarray] | None = None,
+  share: Share | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-  """Computes advantages of all policy tokens of a batch, by `config.advantage`.
+  """Computes advantages of the policy's tokens in a batch, by `config.advantage`.
+
+  budget: every estimator side by side.
 
   Args:
     config: which estimator.
     reward_GK: rewards of G groups of K samples; NaN where a sample is missing. The n
       others, row by row, are the trajectories of the lists below.
     counts: policy tokens of each trajectory.
-    kl: with `kl_in="reward"`, the estimate at each policy token.
-    value: for gae, the critic's value at each policy token.
+    kl: with `kl_in="reward"`, the estimate at each policy token of those of `share`.
+    value: for gae, the critic's value at each policy token of those of `share`.
+    share: the trajectories that this process computes with; None for all.
 
   Returns:
-    For each trajectory an array over its policy tokens; and for gae the returns.
+    For each of those an array over its policy tokens; and for gae the returns.
   """
+  share = share or Share(range(len(counts)), len(counts))
   present_GK = ~np.isnan(reward_GK)
-  if kl:
+  if kl is not None:
     penalty = [-config.kl_coef * x for x in kl]
   else:
-    penalty = [np.zeros(n) for n in counts]
+    penalty = [np.zeros(counts[i]) for i in share.own]
 
   # --- Estimators that walk over tokens: the reward is earned with the last one.
   if config.advantage in TOKEN_ADVANTAGES:
+    earned_N = reward_GK[present_GK]
     reward = []
-    for penalty_T, earned in zip(penalty, reward_GK[present_GK], strict=True):
+    for i, penalty_T in zip(share.own, penalty, strict=True):
       reward_T = penalty_T.astype(np.float64)
-      reward_T[-1:] += earned  # nowhere, if the policy wrote no token
+      reward_T[-1:] += earned_N[i]  # nowhere, if the policy wrote no token
       reward.append(reward_T)
     if config.advantage == "reinforce++":
       to_go = [advantages.reward_to_go(r, config.gamma) for r in reward]
-      return advantages.whiten(to_go), None
+      return advantages.whiten(to_go, share), None
     advantage = []
     returns = []
     for reward_T, value_T in zip(reward, value, strict=True):
@@ -58,20 +65,19 @@ def token_advantages(
       advantage.append(advantage_T)
       returns.append(return_T)
     # Advantages are whitened; returns, which the critic learns, keep their scale.
-    return advantages.whiten(advantage), returns
+    return advantages.whiten(advantage, share), returns
 
   # --- Estimators that compare the trajectories of a group: one number for all tokens.
   reward_GK = reward_GK.copy()  # the caller's stay
-  reward_GK[present_GK] += [p.sum() for p in penalty]
+  reward_GK[present_GK] += share.gather([float(p.sum()) for p in penalty])
   if config.advantage == "rloo":
     advantage_GK = advantages.leave_one_out(reward_GK)
   else:
     advantage_GK = advantages.group_relative(reward_GK, config.advantage == "grpo")
-  advantage = []
-  for n, a in zip(counts, advantage_GK[present_GK], strict=True):
-    advantage.append(np.full(n, a))
+  advantage_N = advantage_GK[present_GK]
+  advantage = [np.full(counts[i], advantage_N[i]) for i in share.own]
   if config.advantage == "reinforce++_baseline":
-    advantage = advantages.whiten(advantage)
+    advantage = advantages.whiten(advantage, share)
   return advantage, None
 
 

@@ -83,8 +83,8 @@ class Learner:
 
     Args:
       state: donated.
-      micro_batches: numpy, of one shape [B, T]. A number larger than any before
-        compiles the step anew; see `reserve`.
+      micro_batches: numpy, of one shape [B, T]; of a process its own rows. A larger
+        number than any before compiles the step anew; see `reserve`.
       denominator: what the summed loss is divided by (e.g. policy tokens in all).
       frozen: parameters that the loss needs and training leaves alone.
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.learner import log_probs, policy_loss, surrogates
+from coa_jax.learner import advantages, log_probs, policy_loss, surrogates
 from coa_jax.learner.algorithms import BatchConfig, LossConfig
 from coa_jax.learner.batch import Batch, Packed
 from coa_jax.learner.optim import OptimConfig, make_optimizer, side_by_side
@@ -30,9 +30,10 @@ from coa_jax.model.lora import LoraConfig
 from coa_jax.model.sharding import Partitioner
 from coa_jax.model.transformer import used
 from coa_jax.protocol.grammar.automaton import Constraint
+from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 
-Group = Sequence[Trajectory]
+Group = Sequence[Trajectory | Outcome]
 
 
 class PolicyUpdate:
@@ -100,9 +101,9 @@ class PolicyUpdate:
     self._learner = Learner(self._total_loss, self._optimizer, partitioner)
     groups = -(-prompts // batch.minibatches)
     self._learner.reserve(-(-groups * samples // batch.rows))
-    # The host reads scores to make advantages of them, so every device gets all.
-    whole = partitioner.sharding("") if partitioner else None
-    self._score = jax.jit(self._scores, out_shardings=whole)
+    # The host reads scores to make advantages of them: a process its own rows, whole.
+    by_row = partitioner.sharding("B.") if partitioner else None
+    self._score = jax.jit(self._scores, out_shardings=by_row)
 
   def init(self, params: Any, seed: int) -> tuple[TrainState, Any]:
     """Makes the state at step 0, and what training leaves alone, of the first policy.
@@ -151,7 +152,8 @@ class PolicyUpdate:
     Args:
       state: donated.
       frozen: as from `init`.
-      groups: trajectories of one task each; one without a reward has left its group.
+      groups: trajectories of one task each, or the outcomes of those that other
+        processes played; one without a reward has left its group.
 
     Returns:
       The new state; and means over policy tokens and updates, but `logp_diff` and
@@ -205,10 +207,16 @@ class PolicyUpdate:
     return out
 
   def _pack(self, part: Sequence[Group]) -> Packed:
-    trajectories: list[Trajectory] = []
+    trajectories: list[Trajectory | Outcome] = []
     for group in part:
       trajectories += _graded(group)
-    return Packed(trajectories, self._batch.rows, self._batch.length, self._constraint)
+    return Packed(
+      trajectories,
+      self._batch.rows,
+      self._batch.length,
+      self._constraint,
+      self._partitioner,
+    )
 
   def _prepare(
     self,
@@ -241,21 +249,23 @@ class PolicyUpdate:
     # --- Advantages of all trajectories together: some are whitened over the batch.
     groups: list[Group] = []
     counts: list[int] = []
+    own: list[int] = []
     for part, p in zip(parts, packed, strict=True):
+      own += [len(counts) + i for i in p.own]
       groups += part
       counts += p.counts
     advantage, returns = policy_loss.token_advantages(
-      config, rewards_of(groups), counts, kl, value
+      config, rewards_of(groups), counts, kl, value, advantages.Share(own, len(counts))
     )
 
     # --- Each update's part of them.
     begin = 0
     for p in packed:
-      end = begin + len(p.counts)
+      end = begin + len(p.own)
       weights = policy_loss.aggregation_weights(config, p.counts, self._batch.length)
       p.write("advantage_BT", advantage[begin:end])
-      p.write("loss_weight_BT", weights)
-      if returns:
+      p.write("loss_weight_BT", [weights[i] for i in p.own])
+      if returns is not None:
         p.write("return_BT", returns[begin:end])
       begin = end
 
@@ -268,8 +278,9 @@ class PolicyUpdate:
       if self._partitioner:
         batch = self._partitioner.put(batch)
       scores.append(self._score(state.params, frozen, batch))
+    fetch = self._partitioner.own if self._partitioner else np.asarray
     for name in scores[0]:
-      packed.replace(name, [np.asarray(s[name]) for s in scores])
+      packed.replace(name, [fetch(s[name]) for s in scores])
 
   @property
   def _reads_networks(self) -> bool:
@@ -362,5 +373,5 @@ def rewards_of(groups: Sequence[Group]) -> np.ndarray:
   return reward_GK
 
 
-def _graded(group: Group) -> list[Trajectory]:
+def _graded(group: Group) -> list[Trajectory | Outcome]:
   return [t for t in group if t.reward is not None]

@@ -197,24 +197,50 @@ class Partitioner:
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
   def put(self, tree: Any) -> Any:
-    """Puts host arrays of axes [..., B, T] onto the mesh.
+    """Puts host arrays of axes [..., B, T] onto the mesh, each process its own rows.
 
-    Every process passes the same values, at least in its own `rows`, and keeps its own
-    devices' part.
+    Args:
+      tree: arrays of axes [..., b, T]: all `rows` of this process, in their order.
     """
+    # B / b is how many parts of the batch there are to each of this process.
+    parts = self.ways("B")
+    own_parts = int(self.rows(parts).sum())
 
     def leaf(x: np.ndarray) -> jax.Array:
-      sharding = self.sharding("." * (x.ndim - 2) + "BT")
-      return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+      *others, b, T = x.shape
+      B = b * parts // own_parts
+      place_B = np.cumsum(self.rows(B)) - 1  # of each row among this process's own
+
+      def part(index: tuple[slice, ...]) -> np.ndarray:
+        *_, rows, tokens = index
+        place_b = place_B[rows]  # side by side, as the rows are
+        return x[..., place_b[0] : place_b[-1] + 1, tokens]
+
+      sharding = self.sharding("." * len(others) + "BT")
+      return jax.make_array_from_callback((*others, B, T), sharding, part)
 
     return jax.tree.map(leaf, tree)
 
+  def own(self, x_BT: jax.Array) -> np.ndarray:
+    """Fetches this process's `rows` of an array whose sharding is "B."; [b, T]."""
+    B, T = x_BT.shape
+    out_BT = np.empty((B, T), x_BT.dtype)
+    for shard in x_BT.addressable_shards:
+      out_BT[shard.index] = shard.data
+    return out_BT[self.rows(B)]
+
   def rows(self, B: int) -> np.ndarray:
     """Marks which of B rows `put` puts on devices of this process; [B] bool."""
-    mine_B = np.zeros(B, bool)
-    for (index,) in self.sharding("B").addressable_devices_indices_map((B,)).values():
-      mine_B[index] = True
-    return mine_B
+    me = jax.process_index()
+    return np.array([me in processes for processes in self.processes(B)], bool)
+
+  def processes(self, B: int) -> list[set[int]]:
+    """Lists for each of B rows the processes on whose devices `put` puts it."""
+    out: list[set[int]] = [set() for _ in range(B)]
+    for device, (rows,) in self.sharding("B").devices_indices_map((B,)).items():
+      for processes in out[rows]:
+        processes.add(device.process_index)
+    return out
 
   def decoding(self, tensor: int = 0) -> Partitioner:
     """Returns the sampler's: whole matrices but for `tensor`, rows over the rest.

@@ -8,6 +8,7 @@ code that appends it, never by searching text.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import gzip
@@ -142,6 +143,19 @@ class Trajectory:
   def num_tokens(self) -> int:
     """Tokens of all segments, the prompt included."""
     return sum(len(s.ids) for s in self.segments)
+
+  @property
+  def num_policy(self) -> int:
+    """Tokens that the policy wrote."""
+    return sum(len(s.ids) for s in self.segments if s.author == Author.POLICY)
+
+  @property
+  def versions(self) -> list[tuple[int, int]]:
+    """Versions of the policy, and how many tokens each sampled."""
+    counts: collections.Counter[int] = collections.Counter()
+    for segment in self.segments:
+      counts.update(segment.versions)
+    return sorted(counts.items())
 
   def to_json(self) -> dict[str, Any]:
     """A JSON-serialisable dict; `from_json` reads it back.

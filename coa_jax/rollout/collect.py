@@ -12,7 +12,8 @@ numbers, so no short trajectory overtakes a long one.
   when it will be learnt from in time, however slow it is: no token is then older than n
   updates, nothing is played in vain, and nothing is thrown away.
 
-Of P processes each plays every P-th group, and every process gets all of them.
+Of P processes each plays every P-th group. Of the others' trajectories a process gets
+the outcomes alone; their tokens go to those that learn from them (`learner/tokens.py`).
 
 budget: what may start, what is taken and where a resumed run goes on are one invariant.
 """
@@ -32,9 +33,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coa_jax.processes import gather_json
+from coa_jax.protocol.outcome import Outcome
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rollout.episode import CoAEpisode
-from coa_jax.rollout.exchange import gather_json, gather_trajectories
+from coa_jax.rollout.figures import gather_outcomes
 from coa_jax.rollout.types import Group, RolloutBatch, SamplingConfig
 from coa_jax.rollout.worker import RolloutWorker
 from coa_jax.tasks.sampling import TaskSampler
@@ -218,7 +221,7 @@ class RolloutCollector:
 
   def evaluate(
     self, params: Any, step: int, tasks: Sequence[Task], toolbox: Tools
-  ) -> list[Trajectory]:
+  ) -> list[Trajectory | Outcome]:
     """Returns a greedy attempt at each task, by the policy after `step` updates.
 
     Asynchronous rollouts go on beside it; what it plays goes before what waits.
@@ -241,7 +244,7 @@ class RolloutCollector:
     self._until_done(list(futures.values()))
     played = [(i, future.result()) for i, future in futures.items()]
     # Every P-th of each process: back into the order of the tasks.
-    everywhere = dict(gather_trajectories(played))
+    everywhere = dict(gather_outcomes(played))
     return [everywhere[i] for i in range(len(tasks))]
 
   def _submit_allowed(self) -> None:
@@ -315,7 +318,7 @@ class RolloutCollector:
       del self._groups[n]
     self._head += count
     groups: dict[int, Group] = collections.defaultdict(list)
-    for n, trajectory in gather_trajectories(own):
+    for n, trajectory in gather_outcomes(own):
       groups[n].append(trajectory)
     return [groups[n] for n in sorted(groups)]
 
@@ -339,13 +342,15 @@ class RolloutCollector:
 
   def _off_policy_figures(self, groups: list[Group], step: int) -> dict[str, float]:
     """How old the tokens are that a step learns from, in updates."""
-    old = np.array(ages(groups, step) or [0])
-    if old.max() > self._config.staleness:
-      raise RuntimeError(f"step {step}: a token is {old.max()} updates old")
+    tokens_by_age = ages(groups, step) or {0: 1}
+    oldest = max(tokens_by_age)
+    if oldest > self._config.staleness:
+      raise RuntimeError(f"step {step}: a token is {oldest} updates old")
+    total = sum(tokens_by_age.values())
     return {
-      "staleness": old.mean(),
-      "staleness_max": old.max(),
-      "off_policy_share": np.mean(old > 0),
+      "staleness": sum(age * n for age, n in tokens_by_age.items()) / total,
+      "staleness_max": oldest,
+      "off_policy_share": 1 - tokens_by_age.get(0, 0) / total,
     }
 
 
@@ -371,12 +376,12 @@ def steps_until(
   return 1 + (ahead - left) // min(config.prompts, most)
 
 
-def ages(groups: Sequence[Sequence[Trajectory]], step: int) -> list[int]:
-  """Of every sampled token of graded trajectories: updates since, at this step."""
-  out = []
+def ages(groups: Sequence[Group], step: int) -> dict[int, int]:
+  """Counts sampled tokens of graded trajectories by updates since, at this step."""
+  out: collections.Counter[int] = collections.Counter()
   for t in itertools.chain.from_iterable(groups):
     if t.reward is None:  # it has left its group: nothing is learnt from it
       continue
-    for segment in t.segments:
-      out += [step - version for version in segment.versions]
+    for version, count in t.versions:
+      out[step - version] += count
   return out

@@ -119,6 +119,9 @@ def trained(
   state = init_state(params, optimizer, partitioner)
   micro = batches()
   tokens = sum(float(b.loss_mask_BT.sum()) for b in micro)
+  if partitioner:  # a process steps with its own rows alone
+    own_B = partitioner.rows(ROWS)
+    micro = [jax.tree.map(lambda x: x[own_B], batch) for batch in micro]
   values = []
   for _ in range(2):
     state, metrics = learner.step(state, micro, tokens, frozen)

@@ -1,0 +1,90 @@
+"""Processes that learn together: each makes its own rows, and those are one's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from coa_jax.learner.tokens import from_words, to_words
+from coa_jax.protocol.trajectory import Author, Segment, Trajectory
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PROGRAM = ROOT / "tests" / "learner" / "learn_in_processes.py"
+SLOW = pytest.mark.slow
+
+
+def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
+  """What each process wrote; there are four devices in all."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+  def run(i: int) -> dict:
+    out = str(folder / f"{processes}_{i}.npz")
+    command = [sys.executable, str(PROGRAM), out, case, str(4 // processes)]
+    if processes > 1:
+      command += [address, str(processes), str(i)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(out) as arrays:
+      return dict(arrays)
+
+  with concurrent.futures.ThreadPoolExecutor(processes) as threads:
+    return list(threads.map(run, range(processes)))
+
+
+@pytest.mark.parametrize(
+  ("case", "counts"),
+  [
+    ("critic", (2,)),
+    pytest.param("critic", (4,), marks=SLOW),
+    pytest.param("grpo", (2, 4), marks=SLOW),
+    pytest.param("whitened", (2, 4), marks=SLOW),
+  ],
+)
+def test_processes_that_learn_together_are_one(tmp_path, case, counts):
+  (one,) = learnt(tmp_path, case, 1)
+  rows = len(one["rows"])
+  assert one["tokens_BT"].any(axis=2).all(axis=0).any()  # some rows are always used
+  for processes in counts:
+    held = np.zeros(rows, int)
+    for part in learnt(tmp_path, case, processes):
+      mine = part.pop("rows")
+      held[mine] += 1
+      values = part.pop("values")
+      np.testing.assert_allclose(values, one["values"], rtol=2e-5, atol=1e-6)
+      for name, x in part.items():
+        assert x.shape[1] == len(mine) < rows  # nothing of the others' rows
+        expected = one[name][:, mine]
+        # What networks said was added up over other devices.
+        if case == "critic" and x.dtype == np.float32:
+          np.testing.assert_allclose(x, expected, rtol=2e-5, atol=1e-6, err_msg=name)
+        else:
+          np.testing.assert_array_equal(x, expected, err_msg=name)
+    assert (held == (2 if case == "whitened" and processes == 4 else 1)).all()
+
+
+def test_tokens_are_read_as_they_were_written():
+  logps = np.array([-1.1, -0.0, -np.inf, -1e-42, -3.3e38], np.float32)
+  segments = [
+    Segment(Author.PROMPT, "", "text", [5, 2**31 - 1, 0]),
+    Segment(Author.POLICY, "think", "", [1, 2], logps[:2].tolist(), [3, 3]),
+    Segment(Author.TOOL, "code", "", []),
+    Segment(Author.TOOL, "code", "", [7]),
+    Segment(Author.POLICY, "answer", "", [4, 5, 6], logps[2:].tolist(), [3, 4, 4]),
+  ]
+  words = to_words(Trajectory("t", segments))
+  assert words.dtype == np.int32 and len(words) == 1 + 2 * 5 + 9 + 5
+  again = from_words(words).segments
+  assert [(s.author, s.ids) for s in again] == [(s.author, s.ids) for s in segments]
+  read = np.array([x for s in again for x in s.logps], np.float32)
+  np.testing.assert_array_equal(read.view(np.int32), logps.view(np.int32))
+  assert from_words(to_words(Trajectory("t"))).segments == []
