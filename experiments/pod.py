@@ -32,7 +32,7 @@ from experiments.deploy.slices import Slice, read_slice
 from experiments.launch import run_program, stop
 
 FLAGS = flags.FLAGS
-# For libtpu's compiler: it gathers the matrices of the next products while it multiplies
+# For the TPU's compiler: it gathers the next products' matrices while it multiplies
 # (CF_FOR_ALL_GATHER of MaxText's benchmarks/xla_flags_library.py).
 LIBTPU_INIT_ARGS = " ".join(
   f"--{name}=true"
