@@ -122,6 +122,8 @@ def make_run(
 ) -> Run:
   """Builds what a run on a slice is made of.
 
+  budget: the run's own order of building, and its checks.
+
   Args:
     settings: the config.
     devices: of the slice.
@@ -173,8 +175,8 @@ def make_run(
   )
   params = _placed(param_shapes(cfg), partitioner)
   state, frozen = jax.eval_shape(functools.partial(update.init, seed=0), params)
-  shardings = state_shardings(state, partitioner, settings.optim.offload)
-  state = _with_sharding(state, shardings)
+  where = state_shardings(state, partitioner, settings.optim.offload)
+  state = _with_sharding(state, where)
   frozen = _placed(frozen, partitioner)
   return Run(
     settings, cfg, decoder, partitioner, rollouts, replicas[0], update, state, frozen
