@@ -253,9 +253,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   trained, frozen = lora.split(cfg, params, lora_config, data.seed, partitioner)
   loss = _loss(cfg, lora_config, partitioner)
   optimizer = make_optimizer(settings.optim, data.steps)
-  learner = Learner(loss, optimizer, partitioner)
+  offload = settings.optim.offload
+  learner = Learner(loss, optimizer, partitioner, offload)
   mean_loss = functools.partial(_mean_loss, jax.jit(loss), partitioner)
-  state = init_state(trained, optimizer, partitioner)
+  state = init_state(trained, optimizer, partitioner, offload)
 
   # --- Go on where an interrupted run stood.
   folder = os.path.join(workdir, "checkpoints")

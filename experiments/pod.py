@@ -33,6 +33,18 @@ from experiments.deploy.slices import Slice, read_slice
 from experiments.launch import run_program, stop
 
 FLAGS = flags.FLAGS
+# For the TPU's compiler: it gathers the next products' matrices while it multiplies
+# (CF_FOR_ALL_GATHER of MaxText's benchmarks/xla_flags_library.py).
+LIBTPU_INIT_ARGS = " ".join(
+  f"--{name}=true"
+  for name in (
+    "xla_tpu_enable_async_collective_fusion",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps",
+    "xla_tpu_overlap_compute_collective_tc",
+    "xla_enable_async_all_gather",
+  )
+)
 # The ports by which the processes of a run, and slices among them, find each other.
 _PORTS = (8471, 8080)
 
@@ -129,6 +141,7 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
       "--compile_cache=/scratch/xla",
       "--scratch=/scratch/runs",
     ],
+    "env": [{"name": "LIBTPU_INIT_ARGS", "value": LIBTPU_INIT_ARGS}],
     "ports": [{"containerPort": port} for port in _PORTS],
     "resources": {"limits": {"google.com/tpu": job.slice.chips_per_host}},
     "volumeMounts": mounts,
@@ -200,7 +213,8 @@ def make_vm_commands(job: PodJob, zone: str) -> str:
   ssh = f"gcloud compute tpus tpu-vm ssh {node} {where} --worker=all --command"
   unpack = "mkdir -p coa-jax && tar xzf coa-jax.tgz -C coa-jax --strip-components=1"
   install = "cd coa-jax && python3 -m venv .venv && .venv/bin/pip install -e '.[tpu]'"
-  words = [".venv/bin/python", *job.command[1:]]
+  flags_for_tpu = f"LIBTPU_INIT_ARGS={LIBTPU_INIT_ARGS}"
+  words = ["env", flags_for_tpu, ".venv/bin/python", *job.command[1:]]
   # Under tmux the run outlives the connection.
   run = f"cd coa-jax && tmux new-session -d -s run {shlex.quote(shlex.join(words))}"
   return f"""\

@@ -341,6 +341,8 @@ class Checkpoints:
 
 @jax.jit
 def _finite(state: TrainState) -> jax.Array:
+  # Some may be in the host's memory.
+  state = jax.device_put(state, jax.memory.Space.Device)
   numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
   return jnp.array([jnp.isfinite(x).all() for x in numbers]).all()
 

@@ -29,6 +29,7 @@ class OptimConfig:
     clip_norm: gradients are scaled down to this global norm; 0 turns it off.
     b1: first-moment decay of Adam.
     b2: second-moment decay of Adam.
+    offload: keeps the moments in the host's memory but while a step applies them.
   """
 
   name: str = choice("adamw", of=("adamw", "muon"))
@@ -41,6 +42,7 @@ class OptimConfig:
   clip_norm: float = bounded(1.0, least=0)
   b1: float = bounded(0.9, least=0, below=1)
   b2: float = bounded(0.95, least=0, below=1)
+  offload: bool = False
 
   def __post_init__(self):
     check_fields(self)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from coa_jax.learner.batch import Batch
 from coa_jax.model.sharding import Partitioner
@@ -31,7 +32,7 @@ class TrainState:
   Attributes:
     step: int32 number of updates made.
     params: float32 master weights, or adapters (see `lora.py`).
-    opt_state: the optimizer's.
+    opt_state: the optimizer's; its arrays may be in the host's memory between steps.
   """
 
   step: jax.Array
@@ -43,17 +44,50 @@ def init_state(
   params: Any,
   optimizer: optax.GradientTransformation,
   partitioner: Partitioner | None = None,
+  offload: bool = False,
 ) -> TrainState:
-  """Makes a state at step 0; the optimizer's arrays are split as parameters are."""
+  """Makes a state at step 0; the optimizer's arrays are split as parameters are.
+
+  Args:
+    params: what is trained.
+    optimizer: what trains it.
+    partitioner: the mesh; None on one device.
+    offload: as in `state_shardings`.
+  """
 
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(0), params, optimizer.init(params))
 
   # Made in place: no device ever holds the moments of all.
   shardings = None
-  if partitioner:
-    shardings = partitioner.tree(jax.eval_shape(fresh, params))
+  if partitioner or offload:
+    shardings = state_shardings(jax.eval_shape(fresh, params), partitioner, offload)
   return jax.jit(fresh, out_shardings=shardings)(params)
+
+
+def state_shardings(
+  state: TrainState, partitioner: Partitioner | None, offload: bool = False
+) -> TrainState:
+  """Says where a state's arrays live.
+
+  Args:
+    state: arrays or shapes.
+    partitioner: the mesh; None on one device.
+    offload: keeps the optimizer's arrays in the host's memory, but for its counters.
+  """
+  if partitioner:
+    shardings = partitioner.tree(state)
+  else:
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    shardings = jax.tree.map(lambda x: device, state)
+  if not offload:
+    return shardings
+
+  def on_host(x: Any, sharding: Sharding) -> Sharding:
+    return sharding.with_memory_kind("pinned_host") if x.ndim else sharding
+
+  moments = jax.tree.map(on_host, state.opt_state, shardings.opt_state)
+  return shardings.replace(opt_state=moments)
 
 
 class Learner:
@@ -64,11 +98,15 @@ class Learner:
     loss: SumLoss,
     optimizer: optax.GradientTransformation,
     partitioner: Partitioner | None = None,
+    offload: bool = False,
   ):
-    """Takes a loss that sums over tokens, what applies its gradient, and the mesh."""
+    """Takes a loss that sums over tokens, what applies its gradient, and the mesh.
+
+    With `offload` it takes and returns states as `init_state` makes them with it.
+    """
     self._partitioner = partitioner
     self.most = 1  # micro-batches that the compiled step takes
-    step = functools.partial(_step, loss, optimizer, partitioner)
+    step = functools.partial(_step, loss, optimizer, partitioner, offload)
     self.jitted = jax.jit(step, donate_argnums=0)
 
   @functools.partial(jax.profiler.annotate_function, name="update")
@@ -125,6 +163,7 @@ def _step(
   loss: SumLoss,
   optimizer: optax.GradientTransformation,
   partitioner: Partitioner | None,
+  offload: bool,
   state: TrainState,
   frozen: Any,
   batch_MBT: Batch,
@@ -155,7 +194,13 @@ def _step(
 
   # --- Means, and the update.
   grads, values = jax.tree.map(lambda x: x / denominator, total)
-  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  opt_state = state.opt_state
+  if offload:
+    opt_state = jax.device_put(opt_state, state_shardings(state, partitioner).opt_state)
+  updates, opt_state = optimizer.update(grads, opt_state, state.params)
   params = optax.apply_updates(state.params, updates)
   metrics = {**values, "grad_norm": optax.tree.norm(grads)}
-  return place(TrainState(state.step + 1, params, opt_state)), metrics
+  after = place(TrainState(state.step + 1, params, opt_state))
+  if offload:
+    after = jax.device_put(after, state_shardings(after, partitioner, offload))
+  return after, metrics

@@ -87,6 +87,7 @@ class PolicyUpdate:
     self._truncation = truncation
     self._constraint = constraint
     self._allowed = allowed
+    self._offload = optim.offload
 
     # --- One optimizer for each network, side by side.
     # The schedule counts updates, of which a step makes several.
@@ -98,7 +99,9 @@ class PolicyUpdate:
     self._optimizer = side_by_side(optimizers)
 
     # --- The step, with room for an update in which every trajectory fills a row.
-    self._learner = Learner(self._total_loss, self._optimizer, partitioner)
+    self._learner = Learner(
+      self._total_loss, self._optimizer, partitioner, self._offload
+    )
     groups = -(-prompts // batch.minibatches)
     self._learner.reserve(-(-groups * samples // batch.rows))
     # The host reads scores to make advantages of them: a process its own rows, whole.
@@ -136,7 +139,7 @@ class PolicyUpdate:
         "trunk": jax.tree.map(jnp.copy, trunk),
         "value_head": jnp.zeros((self._cfg.width, 1)),
       }
-    state = init_state(trained, self._optimizer, self._partitioner)
+    state = init_state(trained, self._optimizer, self._partitioner, self._offload)
     return state, {"base": base, "reference": reference}
 
   def policy(self, state: TrainState, frozen: Any) -> Any:

@@ -24,10 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from coa_jax.model import placement
 
 AXES = ("data", "fsdp", "context", "tensor")
-# B and T are of activations, D of parameters alone: an activation's D is never split.
+# B, T and R are of activations, D of parameters: an activation's D is never split. R is
+# tokens between matrices, where `tensor` has no other axis to split (sequence
+# parallelism of Megatron, arXiv 2205.05198).
 RULES: dict[str, tuple[str, ...]] = {
   "B": ("data", "fsdp"),
   "T": ("context",),
+  "R": ("context", "tensor"),
   "D": ("fsdp", "context"),
   "N": ("tensor",),
   "K": ("tensor",),
@@ -57,8 +60,9 @@ PARAMETERS = {
   "down": "F>D",
   "value_head": "D>.",  # of a critic
 }
-# The letters of activations that are constrained: attention's, the SwiGLU's, logits.
-_ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV")
+# The letters of activations that are constrained: attention's, the SwiGLU's, logits,
+# and what goes from layer to layer.
+_ACTIVATIONS = ("BTN.", "BTK.", "BTF", "BTV", "BR.")
 # The field of `ModelConfig` that gives an axis its size, for messages.
 _FIELDS = {
   "D": "width",
@@ -156,24 +160,33 @@ class Partitioner:
       w: as it is multiplied with: what is gathered has its dtype.
       name: in `PARAMETERS`, or an adapter's, as `q_a`.
     """
-    letters = letters_of_name(name)
-    kept = self.sharding(letters)
-    whole = self.sharding(letters.replace("D", "."))
+    kept = letters_of_name(name)
+    # Constrained before, too: a conversion may not move behind the gather.
+    return self.moved(self.shard(w, kept), kept, kept.replace("D", "."))
+
+  def moved(self, x: jax.Array, before: str, after: str) -> jax.Array:
+    """Takes an array from one split to another, and its gradient back; inside a jit.
+
+    Of a sum over devices each receives its own part of `after` alone.
+
+    Args:
+      x: an array, or what devices have yet to add up to one.
+      before: its axes, as letters.
+      after: the same axes, some of them letters that are split otherwise.
+    """
 
     @jax.custom_vjp
-    def gather(w: jax.Array) -> jax.Array:
-      # Constrained twice: a conversion before it may not move behind the gather.
-      w = jax.lax.with_sharding_constraint(w, kept)
-      return jax.lax.with_sharding_constraint(w, whole)
+    def move(x: jax.Array) -> jax.Array:
+      return self.shard(x, after)
 
-    def forward(w: jax.Array) -> tuple[jax.Array, None]:
-      return gather(w), None
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+      return move(x), None
 
     def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-      return (jax.lax.with_sharding_constraint(gradient, kept),)
+      return (self.shard(gradient, before),)
 
-    gather.defvjp(forward, backward)
-    return gather(w)
+    move.defvjp(forward, backward)
+    return move(x)
 
   def tree(self, tree: Any, outputs_first: bool = False) -> Any:
     """Returns shardings of a tree of parameters, or of a state that mirrors one.
@@ -259,7 +272,7 @@ class Partitioner:
       rules[letter] = ()
       if "tensor" in axes:
         rules[letter] = ("tensor",)
-    rules |= {"B": ("data", "fsdp", "context"), "T": (), "D": ()}
+    rules |= {"B": ("data", "fsdp", "context"), "T": (), "R": (), "D": ()}
     mesh = self.mesh
     if tensor and tensor != mesh.shape["tensor"]:
       if mesh.size % tensor:

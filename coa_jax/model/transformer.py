@@ -103,6 +103,13 @@ def _shard(partitioner: Partitioner | None, x: jax.Array, letters: str) -> jax.A
   return partitioner.shard(x, letters) if partitioner else x
 
 
+def _moved(
+  partitioner: Partitioner | None, x: jax.Array, before: str, after: str
+) -> jax.Array:
+  """Takes x from one split to another, where there is a mesh."""
+  return partitioner.moved(x, before, after) if partitioner else x
+
+
 def _gathered(partitioner: Partitioner | None, w: jax.Array, name: str) -> jax.Array:
   """Makes the parameter `name` whole in D, where a mesh splits it."""
   return partitioner.gathered(w, name) if partitioner else w
@@ -150,6 +157,7 @@ class Block(nn.Module):
 
     # --- Queries, keys and values of every head.
     h_BTD = self._norm(x_BTD, "attn_norm", D)
+    h_BTD = _moved(self.partitioner, h_BTD, "BR.", "BT.")
     q_BTNH = self._dense(h_BTD, "q", (D, N, H))
     k_BTKH = self._dense(h_BTD, "k", (D, K, H))
     v_BTKH = self._dense(h_BTD, "v", (D, K, H))
@@ -174,14 +182,17 @@ class Block(nn.Module):
       cache = cache.append(self.layer, k_BTKH, v_BTKH, cache_write, self.partitioner)
       window = window_sizes(c)[window_index]
       out_BTNH = cache.attend(self.layer, q_BTNH, cache_write, window, self.partitioner)
-    x_BTD += _shard(self.partitioner, self._dense(out_BTNH, "o", (N, H, D)), "BT.")
+    out_BTD = self._dense(out_BTNH, "o", (N, H, D))
+    x_BTD += _moved(self.partitioner, out_BTD, "BT.", "BR.")
 
     # --- SwiGLU.
     h_BTD = self._norm(x_BTD, "ff_norm", D)
+    h_BTD = _moved(self.partitioner, h_BTD, "BR.", "BT.")
     gate_BTF = self._dense(h_BTD, "gate", (D, F))
     up_BTF = self._dense(h_BTD, "up", (D, F))
     hidden_BTF = _shard(self.partitioner, nn.silu(gate_BTF) * up_BTF, "BTF")
-    x_BTD += _shard(self.partitioner, self._dense(hidden_BTF, "down", (F, D)), "BT.")
+    out_BTD = self._dense(hidden_BTF, "down", (F, D))
+    x_BTD += _moved(self.partitioner, out_BTD, "BT.", "BR.")
     return x_BTD, cache
 
   def _dense(self, x: jax.Array, name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -339,7 +350,7 @@ class Transformer(nn.Module):
       x_BTD = embed_bf16(embed_VD, tokens_BT).astype(c.dtype)
     else:
       x_BTD = jnp.take(embed_VD, tokens_BT, axis=0).astype(c.dtype)
-    x_BTD = _shard(self.partitioner, x_BTD, "BT.")
+    x_BTD = _moved(self.partitioner, x_BTD, "BT.", "BR.")
 
     # --- The layers; what all of them share is computed once.
     rope = rotation(c, position_BT)
@@ -360,7 +371,8 @@ class Transformer(nn.Module):
       for block, index in zip(self.blocks, index_L, strict=True):
         x_BTD, cache = block(x_BTD, index, rope, segment_BT, write, cache)
 
-    return rms_norm(x_BTD, self._used(self.final_norm), c.norm_eps), cache
+    hidden_BTD = rms_norm(x_BTD, self._used(self.final_norm), c.norm_eps)
+    return _moved(self.partitioner, hidden_BTD, "BR.", "BT."), cache
 
   def _used(self, w: jax.Array) -> jax.Array:
     """A parameter as it is used: a decoder's is made ready once, by its view."""

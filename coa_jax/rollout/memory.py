@@ -131,6 +131,8 @@ def _bytes_on_device(tree: Any, partitioner: Partitioner | None) -> int:
     shape = x.shape
     sharding = getattr(x, "sharding", None)
     if sharding is not None:
+      if sharding.memory_kind == "pinned_host":
+        continue
       if partitioner and not _shares_a_device(sharding, partitioner):
         continue
       shape = sharding.shard_shape(shape)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from coa_jax.learner import batch as batching
-from coa_jax.learner.state import TrainState
+from coa_jax.learner.state import TrainState, state_shardings
 from coa_jax.learner.update import PolicyUpdate
 from coa_jax.model import attention, cache, decode_params, lora
 from coa_jax.model.cache import KVCache
@@ -189,8 +189,10 @@ def make_run(
     allowed=_grammar(cfg) if settings.rollout.constrain else None,
   )
   params = _placed(param_shapes(cfg), partitioner)
-  shapes = jax.eval_shape(functools.partial(update.init, seed=0), params)
-  state, frozen = (_placed(tree, partitioner) for tree in shapes)
+  state, frozen = jax.eval_shape(functools.partial(update.init, seed=0), params)
+  where = state_shardings(state, partitioner, settings.optim.offload)
+  state = _with_sharding(state, where)
+  frozen = _placed(frozen, partitioner)
   budget = memory.cache_budget(
     cfg,
     settings.rollout,
@@ -269,6 +271,8 @@ def device_bytes(tree: Any) -> float:
   """Bytes that arrays take on each device; of shapes with shardings."""
   total = 0
   for x in jax.tree.leaves(tree):
+    if x.sharding.memory_kind == "pinned_host":
+      continue
     total += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
   return total
 

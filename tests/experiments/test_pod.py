@@ -113,6 +113,9 @@ def test_a_jobset_fits_the_published_schemas(name, slices):
   assert spec["parallelism"] * chips == read_slice(name).chips
   assert container["command"][:7] == ["tini", "--", "python", "-m", *COMMAND]
   assert "--distributed=auto" in container["command"]
+  assert container["env"] == [
+    {"name": "LIBTPU_INIT_ARGS", "value": pod.LIBTPU_INIT_ARGS}
+  ]
 
 
 def test_a_wrong_manifest_would_be_seen():
@@ -170,7 +173,9 @@ def test_the_commands_of_a_queued_resource_keep_every_word():
   # The shell here, the host's shell, and the one that tmux starts.
   on_host = shlex.split(line)[-1].removeprefix("--command=")
   in_tmux = shlex.split(on_host)[-1]
-  assert shlex.split(in_tmux) == [".venv/bin/python", "-m", *COMMAND]
+  env, flags, *command = shlex.split(in_tmux)
+  assert (env, flags) == ("env", f"LIBTPU_INIT_ARGS={pod.LIBTPU_INIT_ARGS}")
+  assert command == [".venv/bin/python", "-m", *COMMAND]
 
 
 def test_names_and_topologies_of_a_slice_are_one():

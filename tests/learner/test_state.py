@@ -11,6 +11,8 @@ import toy
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner import log_probs
+from coa_jax.learner.checkpoint import Checkpoints
+from coa_jax.learner.optim import OptimConfig, make_optimizer
 from coa_jax.learner.state import Learner, TrainState, init_state
 
 CFG = toy.MODEL
@@ -26,6 +28,31 @@ def loss(params, frozen, batch):
 def state_of(optimizer) -> TrainState:
   """A fresh state whose parameters may be donated."""
   return init_state(jax.tree.map(jnp.array, toy.params()), optimizer)
+
+
+def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
+  """Nor does a checkpoint between two steps; they go back to where they were."""
+  optimizer = make_optimizer(OptimConfig(), 4)
+  micro = list(batching.batches(toy.trajectories(), 2, 128))
+  learner = Learner(loss, optimizer)
+  expected = state_of(optimizer)
+  for _ in range(3):
+    expected, _ = learner.step(expected, micro, 100)
+
+  learner = Learner(loss, optimizer, offload=True)
+  params = jax.tree.map(jnp.array, toy.params())
+  state = init_state(params, optimizer, offload=True)
+  moments = 2 * len(jax.tree.leaves(params))
+  for _ in range(3):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+      checkpoints.save(state, {})
+      checkpoints.wait()
+      state, _ = checkpoints.restore(state)
+    state, _ = learner.step(state, micro, 100)
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)]
+    assert kinds.count("pinned_host") == moments
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+  jax.tree.map(np.testing.assert_array_equal, state, expected)
 
 
 def test_one_step_is_one_update_whatever_the_micro_batches():

@@ -115,8 +115,10 @@ def trained(
     return log_probs.nll(logp_BT, batch.loss_mask_BT), {}
 
   optimizer = make_optimizer(OptimConfig(lr=0.01), 4)
-  learner = Learner(loss, optimizer, partitioner)
-  state = init_state(params, optimizer, partitioner)
+  # Nor does it change anything where the moments lie between steps.
+  offload = partitioner is not None and cfg.scan
+  learner = Learner(loss, optimizer, partitioner, offload)
+  state = init_state(params, optimizer, partitioner, offload)
   micro = batches()
   tokens = sum(float(b.loss_mask_BT.sum()) for b in micro)
   if partitioner:  # a process steps with its own rows alone

@@ -231,12 +231,34 @@ def test_matrices_are_gathered_in_half_precision_and_gradients_are_not(tied: boo
   assert split >= 8 + len(ADAPTERS.matrices)
 
 
+def test_tokens_between_matrices_are_split_over_tensor_and_so_are_their_gradients():
+  mesh = abstract(fsdp=2, tensor=2)
+  cfg = dataclasses.replace(toy.MODEL, layers=3, dtype="bfloat16", attention="xla")
+  params = transformer.param_shapes(cfg)
+
+  def loss(params):
+    batch = batching.empty(2, 8)
+    return log_probs.token_logps(cfg, params, batch, partitioner=mesh)[0].sum()
+
+  said = constraints_of(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+  hidden = ((2, 8, cfg.width), "bfloat16")
+  # Split after the embedding and two products of each layer, whole before two others
+  # and the head; gradients the other way round.
+  moves = 1 + 2 * cfg.layers + 2 * cfg.layers + 1
+  assert said[*hidden, mesh.spec("BR.")] == moves
+  assert said[*hidden, mesh.spec("BT.")] == moves
+  assert mesh.spec("BR.") == PartitionSpec(
+    ("data", "fsdp"), ("context", "tensor"), None
+  )
+
+
 @pytest.mark.parametrize(
   ("rules", "fault"),
   [
     ({"D": ("fsdp", "tensor")}, r"D and N over tensor \(parameter 'q'\)"),
     ({"F": ("context", "tensor")}, r"T and F over context \(activations\)"),
     ({"K": ("data",)}, r"B and K over data \(activations\)"),
+    ({"R": ("fsdp",)}, r"B and R over fsdp \(activations\)"),
   ],
 )
 def test_rules_that_split_an_array_twice_over_one_axis_are_refused(rules, fault: str):
@@ -296,7 +318,7 @@ def test_counters_of_an_optimizer_are_replicated_and_moments_split():
     ({"tensor": -1}, "tensor is -1; it must be at least 1"),
     ({"devices": -1}, "devices is -1; it must be 0 for all"),
     ({"rollout": -1}, "rollout is -1; it must be 0 for none"),
-    ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, D"),
+    ({"rules": {"X": ()}}, "rules has axis 'X'; there are B, T, R, D"),
     ({"rules": {"D": ("model",)}}, "rules.D has 'model'; there are data, fsdp"),
     ({"rules": {"B": ("fsdp", "fsdp")}}, "rules.B has an axis twice: fsdp, fsdp"),
   ],
