@@ -201,7 +201,7 @@ def start(
     prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
 
     def fetch_and_work() -> None:
-      _fetch_inputs(flags.FLAGS.config)
+      fetch_inputs(flags.FLAGS.config)
       work(flags.FLAGS.config)
 
     with_clear_errors(fetch_and_work, file)
@@ -209,12 +209,12 @@ def start(
   app.run(main, flags_parser=parse)
 
 
-def _fetch_inputs(config: ml_collections.ConfigDict) -> None:
+def fetch_inputs(config: ml_collections.ConfigDict) -> None:
   """Puts the paths of local copies in the place of gs:// and s3:// addresses."""
   cache = os.path.join(SCRATCH.value, "inputs")
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
-      _fetch_inputs(value)
+      fetch_inputs(value)
     elif isinstance(value, list | tuple):
       config[name] = type(value)(inputs.localized(one, cache) for one in value)
     elif isinstance(value, str):

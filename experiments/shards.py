@@ -184,6 +184,7 @@ def _name(shard: Shard) -> str:
 
 def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> None:
   """Notes of what the shards are, or refuses one that does not fit the others."""
+  settings = json.loads(json.dumps(settings))  # as they are read
   known = place.read(_CLAIM)
   if known is None:
     if place.read("config.json") is not None:
