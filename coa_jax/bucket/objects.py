@@ -22,7 +22,7 @@ _EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of setup.py
 _TRIES = 6
 _FIRST_WAIT_S = 0.2  # doubled from one try to the next
 _PATIENCE_S = 300.0  # after which none is begun: the libraries try again, too
-_SILENT_S = 30.0  # of a store that has been asked, after which a request has failed
+_SILENT_S = 120.0  # of a store that has been asked, after which a request has failed
 _WHOLE = 1 << 26  # bytes that are read at once: a file that grows meanwhile is no fault
 _THREADS = 8
 
@@ -126,8 +126,18 @@ class Bucket:
 
   def put(self, path: str, name: str) -> None:
     """Writes a file to an object, as it is now."""
+
+    def write_in_pieces() -> None:
+      try:
+        self._fs.put_file(path, self._path(name))
+      except FileNotFoundError as e:
+        if not os.path.exists(path):
+          raise
+        # A store may lose what it had of the pieces.
+        raise ConnectionError(f"the upload of {name} was lost") from e
+
     if os.path.getsize(path) > _WHOLE:
-      self._tried(self._fs.put_file, path, self._path(name))
+      self._tried(write_in_pieces)
       return
     with open(path, "rb") as f:
       self.write(name, f.read())

@@ -42,7 +42,7 @@ from coa_jax.learner.state import TrainState
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
 from experiments.bench import program as bench
-from experiments.launch import SCRATCH, run_program, stop
+from experiments.launch import SCRATCH, prepare, run_program, stop
 
 _BUCKET = "bench-of-coa"
 
@@ -143,6 +143,7 @@ def measure(
 
 def run() -> dict[str, Any]:
   """Measures a disk and a bucket."""
+  prepare(compile_cache="")
   state = make_state()
   leaves = jax.tree.leaves(state)
   size = sum(x.nbytes for x in leaves)
