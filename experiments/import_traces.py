@@ -9,6 +9,8 @@ r"""Turns other people's traces into trajectories that SFT reads.
     --formats.copies=1
   python -m experiments.sft --config=configs/X.py --workdir=runs/web/sft \
     --config.data.trajectories=runs/web/trajectories.jsonl
+  python -m experiments.import_traces --file=gs://BUCKET/runs.jsonl --variant=web \
+    --out=gs://BUCKET/web/trajectories.jsonl --shard=0/8
 
 Reads released Chain-of-Agents SFT records, OAgents and smolagents runs, OpenAI chat
 messages and ShareGPT conversations with tool calls (each question of a record becomes a
@@ -20,22 +22,29 @@ trajectory has no place for, and every row that is dropped, is named with the re
 standard output, then what helps with each reason; the last line has the counts. Beside
 OUT it writes OUT's manifest (what was asked, the commit, counts per stage, statistics
 before and after, the file's hash) and pictures of the funnel and of the statistics.
+--shard=I/N reads each alone every N-th row from the I-th on; the last of these N
+processes puts all together (`experiments.shards`; their parts stay in OUT.work).
 
 budget: a third of it is the flags, each with its help.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from coa_jax.bucket import inputs
+from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.config import fill_defaults, read_config
 from coa_jax.importers import hints, importers
 from coa_jax.importers.importers import FORMATS, RL, Importer, Record
@@ -44,15 +53,18 @@ from coa_jax.lock import hold
 from coa_jax.protocol.origin import Dialect
 from coa_jax.protocol.prompts import STYLES
 from coa_jax.protocol.roles import VARIANTS, Variant, get_variant
-from coa_jax.protocol.storage import write_lines
-from coa_jax.record import write_manifest
+from coa_jax.protocol.storage import suffix_of, write_lines
+from coa_jax.record import hash_files, write_manifest
 from coa_jax.report import plots
+from coa_jax.shard import Shard
+from coa_jax.tasks.rows import list_uris
 from coa_jax.tasks.schemas import read_task
 from coa_jax.tasks.sources import load_tasks
 from coa_jax.teacher import filters
 from coa_jax.teacher.convert import ConvertConfig, Dropped
 from coa_jax.teacher.tool_augmentation import ToolAugmentation
-from experiments.launch import run_program, stop
+from experiments.launch import SCRATCH, fetch_inputs, run_program, stop
+from experiments.shards import read_shard, run_shard
 
 # Most agents that others run: thoughts, calls and an answer.
 _ALONE = "unified-plan-reflection-suggested_answer-double_check"
@@ -105,6 +117,10 @@ _TOKENIZER = flags.DEFINE_string(
   "tokenizer", "", "Folder of the tokenizer to write ids by: that of the model."
 )
 _WORKERS = flags.DEFINE_integer("workers", 0, "Processes besides this one.", 0)
+_SHARD = flags.DEFINE_string(
+  "shard", "", "Read part I of N alone, as 0/8; the last one joins. auto/8: by index."
+)
+_ROWS = "rows.jsonl"  # what a shard leaves behind
 _FILTER = flags.DEFINE_bool("filter", False, "Apply the filters (--filters.FIELD).")
 _FILTERS = _define_section("filters", filters.FiltersConfig)
 _CONVERT = _define_section("convert", ConvertConfig)
@@ -112,32 +128,93 @@ _FORMATS = _define_section("formats", ToolAugmentation)
 
 
 def main() -> None:
-  """Writes the files and says what became of every row."""
-  folder, name = os.path.split(os.path.abspath(_OUT.value))
-  with hold(folder, f".{name}.lock"):
-    _run()
+  """Imports FILE, alone or a shard of it."""
+  shard = read_shard(_SHARD.value) if _SHARD.value else None
+  suffix_of(_OUT.value)  # refused before any work
 
-
-def _run() -> None:
-  """Imports, filters, writes and tells.
-
-  budget: one pass, stage by stage.
-  """
-  # --- What the rows are.
+  # --- What the rows are; files of a bucket are read from copies.
+  cache = os.path.join(SCRATCH.value, "inputs")
+  for name in ("file", "tasks", "tokenizer"):
+    flags.FLAGS[name].value = inputs.localized(flags.FLAGS[name].value, cache)
+  fetch_inputs(_FILTERS.value)
   asked = "" if _FORMAT.value == "auto" else _FORMAT.value
   chosen, records = importers.records(_FILE.value, asked)
   if not asked:
-    print(f"{_FILE.value}: format {chosen}, by its first row")
+    print(f"{inputs.named(_FILE.value)}: format {chosen}, by its first row")
   if chosen == RL:
-    if _FILTER.value or _FORMATS.value.copies:
-      flag = "--filter" if _FILTER.value else "--formats.copies"
-      raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
-    _write_tasks(records)
+    for flag, given in (
+      ("--filter", _FILTER.value),
+      ("--formats.copies", _FORMATS.value.copies),
+      ("--shard", shard),
+    ):
+      if given:
+        raise ValueError(f"{_FILE.value}: {flag} is for trajectories; these are tasks")
+    with _output() as out:
+      _write_tasks(records, out)
     return
 
-  # --- Make trajectories of them, and write those that stay.
+  # --- All of them here, or each shard its own and the last one all.
   pipeline = _pipeline(chosen)
   job = ImportJob(pipeline, _WORKERS.value)
+  if not shard:
+    with _output() as out:
+      _write(out, chosen, pipeline, job, functools.partial(job.lines, records))
+    return
+
+  def run(folder: str, part: Shard | None) -> dict[str, Any]:
+    rows = os.path.join(folder, _ROWS)
+    if part:
+      with hold(folder):
+        return {"rows": job.write_part(rows, records, part)}
+    with _output() as out:
+      lines = functools.partial(job.joined_lines, rows)
+      return {"rows": _write(out, chosen, pipeline, job, lines)}
+
+  hashes = [hash_files(uri) for uri in list_uris(_FILE.value)]
+  settings = {**_settings(chosen, pipeline), "sha256": hashes}
+  work = f"{_OUT.value}.work"
+  run_shard(run, inputs.named(settings), work, shard, (_ROWS,), SCRATCH.value)
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[str]:
+  """Yields the path to write OUT to, and what stands beside it; nobody else does."""
+  folder, _, name = _OUT.value.rpartition("/")
+  if not is_uri(_OUT.value):
+    with hold(os.path.abspath(folder), f".{name}.lock"):
+      yield _OUT.value
+    return
+  bucket = Bucket(folder)
+  os.makedirs(SCRATCH.value, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=SCRATCH.value) as local:
+    yield os.path.join(local, name)
+    # The manifest last: what it tells of is there.
+    for file in sorted(os.listdir(local), key=lambda file: file.endswith(".json")):
+      bucket.put(os.path.join(local, file), file)
+
+
+def _write(
+  out: str,
+  chosen: str,
+  pipeline: RowPipeline,
+  job: ImportJob,
+  lines_of: Callable[..., Iterator[str]],
+) -> int:
+  """Filters, writes and tells.
+
+  budget: one pass, stage by stage.
+
+  Args:
+    out: the file to write.
+    chosen: the format.
+    pipeline: what was done to each row.
+    job: counts them.
+    lines_of: takes what to do with rows dropped and imported.
+
+  Returns:
+    How many trajectories are written.
+  """
+  # --- Those that stay.
   unit = "tokens" if _TOKENIZER.value else "characters"
   dropped_first: dict[str, tuple[Dropped, Record]] = {}  # by reason
   before = plots.Statistics(unit)
@@ -154,8 +231,8 @@ def _run() -> None:
     after.add(row.stats.length, row.stats.roles, copies)
 
   try:
-    lines = job.lines(records, on_dropped, on_imported)
-    num_rows = write_lines(_OUT.value, lines, at_least_one=True)
+    lines = lines_of(on_dropped, on_imported)
+    num_rows = write_lines(out, lines, at_least_one=True)
   except EOFError:
     # An empty file would only fail where it is trained on.
     dropped, filtered = _dropped(job.counts())
@@ -169,7 +246,7 @@ def _run() -> None:
 
   # --- Say what became of all.
   counts = job.counts()
-  _report(chosen, pipeline, counts, before, after)
+  _report(out, _settings(chosen, pipeline), pipeline, counts, before, after)
   dropped, filtered = _dropped(counts)
   for reason, first in sorted(dropped_first.items()):
     _print(f"hint: {reason}: {hints.hint(pipeline.importer, *first)}")
@@ -183,6 +260,7 @@ def _run() -> None:
   if dropped:
     last_line += f" ({_counted(dropped)})"
   print(last_line)
+  return num_rows
 
 
 def _dropped(counts: dict[str, Any]) -> tuple[Counter[str], dict[str, Counter[str]]]:
@@ -252,7 +330,7 @@ def _counted(reasons: Counter[str]) -> str:
   return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
 
 
-def _write_tasks(records: Iterator[importers.Record]) -> None:
+def _write_tasks(records: Iterator[importers.Record], out: str) -> None:
   """Released RL rows as tasks, in JSON lines."""
   if not _OUT.value.endswith(".jsonl"):
     raise ValueError(f"{_OUT.value}: tasks are written as .jsonl")
@@ -269,14 +347,15 @@ def _write_tasks(records: Iterator[importers.Record]) -> None:
         _print(f"{stem}-{number}: unreadable: {e}")
 
   try:
-    num_tasks = write_lines(_OUT.value, tasks(), at_least_one=True)
+    num_tasks = write_lines(out, tasks(), at_least_one=True)
   except EOFError:
     stop(f"{_FILE.value}: no row is left ({_counted(dropped)})")
   print(f"{num_tasks} tasks kept, {dropped.total()} dropped")
 
 
 def _report(
-  chosen: str,
+  out: str,
+  settings: dict[str, Any],
   pipeline: RowPipeline,
   counts: dict[str, Any],
   before: plots.Statistics,
@@ -297,10 +376,26 @@ def _report(
     "statistics": "Trajectories before and after filtering",
   }
   for name, figure in pictures.items():
-    plots.write_png(f"{_OUT.value}.{name}.png", figure, titles[name])
+    plots.write_png(f"{out}.{name}.png", figure, titles[name])
 
-  # --- The manifest: what would write the same file again.
-  settings = {
+  # --- The manifest.
+  importer = pipeline.importer
+  varied = bool(pipeline.formats.copies)
+  dialect = Dialect.of(importer.variant, importer.prompt, varied)
+  write_manifest(
+    f"{out}.manifest.json",
+    out,
+    settings,
+    counts=counts,
+    before=before.summary(),
+    after=after.summary(),
+    dialects=[dataclasses.asdict(dialect)],
+  )
+
+
+def _settings(chosen: str, pipeline: RowPipeline) -> dict[str, Any]:
+  """What would write the same file again."""
+  return {
     "file": _FILE.value,
     "format": chosen,
     "variant": pipeline.importer.variant.name,
@@ -314,18 +409,6 @@ def _report(
     "filters": dataclasses.asdict(pipeline.filters) if pipeline.filters else None,
     "formats": dataclasses.asdict(pipeline.formats),
   }
-  importer = pipeline.importer
-  varied = bool(pipeline.formats.copies)
-  dialect = Dialect.of(importer.variant, importer.prompt, varied)
-  write_manifest(
-    f"{_OUT.value}.manifest.json",
-    _OUT.value,
-    settings,
-    counts=counts,
-    before=before.summary(),
-    after=after.summary(),
-    dialects=[dataclasses.asdict(dialect)],
-  )
 
 
 if __name__ == "__main__":

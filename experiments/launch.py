@@ -25,7 +25,7 @@ from ml_collections.config_dict import RequiredValueError
 from coa_jax import disk, heartbeat
 from coa_jax.bucket import inputs
 from coa_jax.bucket.objects import Bucket, is_uri
-from coa_jax.config import ConfigError, fill_defaults
+from coa_jax.config import ConfigError, as_json, fill_defaults, read_config
 from coa_jax.learner.interruption import Interrupted
 from coa_jax.shard import Shard
 from experiments import distributed
@@ -33,7 +33,8 @@ from experiments.config_help import explain
 from experiments.refusal import stop
 from experiments.shards import read_shard, run_shard
 
-Journey = Callable[[ml_collections.ConfigDict, str], dict[str, Any]]
+# Takes (config, workdir), and a shard where it can be cut.
+Journey = Callable[..., dict[str, Any]]
 
 _CONFIG_HELP = (
   "configs/X.py[:ARGUMENT]; --config.help lists its fields, --config.help=SECTION "
@@ -119,42 +120,57 @@ def launch(
   def work(config: ml_collections.ConfigDict) -> None:
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
-    shard = _shard(workdir.value) if logs else None
+    shard = _shard() if logs else None
     if distributed.WHERE.value:
       distributed.join(distributed.WHERE.value)
       if not is_uri(workdir.value):
         distributed.check_shared(workdir.value)
-    is_all = True
-    with contextlib.ExitStack() as stack:
-      folder = workdir.value
-      if is_uri(folder):
-        folder = stack.enter_context(distributed.in_bucket(folder, SCRATCH.value))
-      # Not while a bucket is read or written: that may last, and gives up by itself.
-      heartbeat.watch(HANG_S.value)
-      stack.callback(heartbeat.watch, 0)
-      with disk.clear_errors(folder):
-        if shard:
-          results, is_all = run_shard(
-            journey, config, config_class, folder, shard, logs
-          )
-        else:
-          results = journey(config, folder)
-    if is_all:
-      show_results(results)
+
+    run = _watched(journey, config)
+    if shard:
+      settings = inputs.named(as_json(read_config(config, config_class)))
+      results, is_all = run_shard(
+        run, settings, workdir.value, shard, logs, SCRATCH.value
+      )
+      if not is_all:
+        show(results)
+        return
     else:
-      show(results)
+      with contextlib.ExitStack() as stack:
+        folder = workdir.value
+        if is_uri(folder):
+          folder = stack.enter_context(distributed.in_bucket(folder, SCRATCH.value))
+        results = run(folder, None)
+    show_results(results)
 
   start(work, config_class)
 
 
-def _shard(workdir: str) -> Shard | None:
+def _watched(
+  journey: Journey, config: ml_collections.ConfigDict
+) -> Callable[[str, Shard | None], dict[str, Any]]:
+  """The journey with its config, which is left to hang for --hang_s at most."""
+
+  def run(folder: str, shard: Shard | None) -> dict[str, Any]:
+    # Not while a bucket is read or written: that may last, and gives up by itself.
+    heartbeat.watch(HANG_S.value)
+    try:
+      with disk.clear_errors(folder):
+        if shard:
+          return journey(config, folder, shard=shard)
+        return journey(config, folder)
+    finally:
+      heartbeat.watch(0)
+
+  return run
+
+
+def _shard() -> Shard | None:
   """Reads the flag --shard; None where it is empty."""
   if not flags.FLAGS.shard:
     return None
   if distributed.WHERE.value:
     stop("--shard and --distributed: shards never meet; give one of them")
-  if is_uri(workdir):
-    stop(f"--workdir={workdir}: shards meet on a disk that they share")
   return read_shard(flags.FLAGS.shard)
 
 
@@ -185,7 +201,7 @@ def start(
     prepare(COMPILE_CACHE.value, CPU_DEVICES.value)
 
     def fetch_and_work() -> None:
-      _fetch_inputs(flags.FLAGS.config)
+      fetch_inputs(flags.FLAGS.config)
       work(flags.FLAGS.config)
 
     with_clear_errors(fetch_and_work, file)
@@ -193,12 +209,12 @@ def start(
   app.run(main, flags_parser=parse)
 
 
-def _fetch_inputs(config: ml_collections.ConfigDict) -> None:
+def fetch_inputs(config: ml_collections.ConfigDict) -> None:
   """Puts the paths of local copies in the place of gs:// and s3:// addresses."""
   cache = os.path.join(SCRATCH.value, "inputs")
   for name, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
-      _fetch_inputs(value)
+      fetch_inputs(value)
     elif isinstance(value, list | tuple):
       config[name] = type(value)(inputs.localized(one, cache) for one in value)
     elif isinstance(value, str):

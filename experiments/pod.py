@@ -2,11 +2,15 @@ r"""Prints what starts a run on a pod: a GKE JobSet, an sbatch file, or gcloud c
 
   python -m experiments.pod --slice=v6e-64 --image=REGISTRY/coa-jax \
     -- experiments.rl --config=configs/rl_afm.py --workdir=gs://BUCKET/runs/rl
+  python -m experiments.pod --shards=8 --image=REGISTRY/coa-jax \
+    -- experiments.distill --config=... --workdir=gs://BUCKET/runs/distill
   python -m experiments.pod --slurm --nodes=4 --gpus=8 -- experiments.sft ...
   python -m experiments.pod --vm --slice=v6e-64 --zone=us-east5-b -- experiments.sft ...
 
 The words after `--` are the program and its flags, as on one machine; every host runs
-them with --distributed=auto. `--apply` hands the JobSet to kubectl. The manifests are
+them with --distributed=auto. With `--shards` no host needs another: it is an Indexed
+Job, whose pods run them with --shard=auto/N, on hosts without TPUs or, with --slice, on
+one host of TPUs each. `--apply` hands the manifest to kubectl. The manifests are
 checked against Kubernetes' schemas; none of this has been run on a cluster yet.
 
 A host that dies ends its process on all others: JAX's coordination service notices
@@ -56,8 +60,8 @@ class PodJob:
   Attributes:
     name: of the job.
     command: the program's words, from `python` on.
-    slice: the TPUs of one slice.
-    slices: how many slices.
+    slice: the TPUs of one slice; None for none.
+    slices: how many slices, or shards.
     image: the container image.
     claim: the volume claim of the disk that all hosts share; "" for none.
     path: where it is mounted.
@@ -68,7 +72,7 @@ class PodJob:
 
   name: str
   command: list[str]
-  slice: Slice
+  slice: Slice | None
   slices: int = 1
   image: str = ""
   claim: str = ""
@@ -114,6 +118,25 @@ def make_jobset(job: PodJob) -> dict[str, Any]:
   }
 
 
+def make_shards(job: PodJob) -> dict[str, Any]:
+  """Makes an Indexed Job of one pod a shard; a lost one is started again alone."""
+  return {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": job.name},
+    "spec": {
+      "completionMode": "Indexed",
+      "parallelism": job.slices,
+      "completions": job.slices,
+      "backoffLimitPerIndex": job.restarts,
+      "template": {
+        "metadata": {"labels": {"tools-sandbox-client": "true"}},
+        "spec": _pod_spec(job),
+      },
+    },
+  }
+
+
 def _pod_spec(job: PodJob) -> dict[str, Any]:
   """The pod of a host, which has all of its chips."""
   # --- Its disks: the node's own, memory, and the one that all hosts share.
@@ -143,15 +166,15 @@ def _pod_spec(job: PodJob) -> dict[str, Any]:
     ],
     "env": [{"name": "LIBTPU_INIT_ARGS", "value": LIBTPU_INIT_ARGS}],
     "ports": [{"containerPort": port} for port in _PORTS],
-    "resources": {"limits": {"google.com/tpu": job.slice.chips_per_host}},
     "volumeMounts": mounts,
   }
 
   # --- The machine.
-  selector = {
-    "cloud.google.com/gke-tpu-accelerator": job.slice.gke_accelerator,
-    "cloud.google.com/gke-tpu-topology": job.slice.topology,
-  }
+  selector = {}
+  if job.slice:
+    container["resources"] = {"limits": {"google.com/tpu": job.slice.chips_per_host}}
+    selector["cloud.google.com/gke-tpu-accelerator"] = job.slice.gke_accelerator
+    selector["cloud.google.com/gke-tpu-topology"] = job.slice.topology
   pod = {
     "restartPolicy": "Never",
     "terminationGracePeriodSeconds": job.grace_s,
@@ -243,11 +266,14 @@ def define_flags() -> None:
   """Defines this program's flags: not on import, for other programs have like ones."""
   flags.DEFINE_bool("slurm", False, "Print an sbatch file for hosts with GPUs.")
   flags.DEFINE_bool("vm", False, "Print the gcloud commands of a queued resource.")
-  flags.DEFINE_bool("apply", False, "Hand the JobSet to kubectl, too.")
+  flags.DEFINE_bool("apply", False, "Hand the manifest to kubectl, too.")
   flags.DEFINE_string("name", "coa-jax", "What the job is called.")
 
   flags.DEFINE_string("slice", "", "TPUs: v6e-64 or v6e:8x8, v5p-128, tpu7x-64.")
   flags.DEFINE_integer("slices", 1, "How many of them.", lower_bound=1)
+  flags.DEFINE_integer(
+    "shards", 0, "So many pods that never meet, each with its --shard.", lower_bound=0
+  )
   flags.DEFINE_string("image", "", "Made by experiments/deploy/Containerfile.")
   flags.DEFINE_string("disk", "", "CLAIM:PATH of a volume that all hosts share.")
   flags.DEFINE_bool("spot", False, "On preemptible machines.")
@@ -267,13 +293,14 @@ def define_flags() -> None:
 
 def main(words: list[str]) -> None:
   """Prints what the flags ask for."""
-  command = _read_command(words)
+  command = _read_command(words, FLAGS.shards)
   if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", FLAGS.name):
     stop(f"--name={FLAGS.name}: at most 40 of a-z, 0-9 and -, a letter first")
   if FLAGS.slurm and FLAGS.vm:
     stop("--slurm and --vm: give one of them, or none for a JobSet")
-  if FLAGS.apply and (FLAGS.slurm or FLAGS.vm):
-    stop("--apply hands a JobSet to kubectl; it does not go with --slurm or --vm")
+  for flag in ("apply", "shards"):
+    if FLAGS[flag].value and (FLAGS.slurm or FLAGS.vm):
+      stop(f"--{flag} is for Kubernetes; it does not go with --slurm or --vm")
 
   # --- Hosts with GPUs.
   if FLAGS.slurm:
@@ -283,17 +310,20 @@ def main(words: list[str]) -> None:
     print(script, end="")
     return
 
-  # --- TPUs.
-  if not FLAGS.slice:
-    stop("--slice must be given, as --slice=v6e-64; or --slurm for GPUs")
+  # --- TPUs, or shards on hosts of any kind.
+  if not FLAGS.slice and not FLAGS.shards:
+    stop("--slice must be given, as --slice=v6e-64; or --slurm for GPUs, or --shards")
+  tpus = read_slice(FLAGS.slice) if FLAGS.slice else None
+  if tpus and FLAGS.shards and tpus.hosts > 1:
+    stop(f"--slice={FLAGS.slice} --shards: a shard is one process, so one host's chips")
   claim, colon, path = FLAGS.disk.partition(":")
   if FLAGS.disk and not (claim and colon and path.startswith("/")):
     stop(f"--disk={FLAGS.disk}: give CLAIM:/PATH")
   job = PodJob(
     name=FLAGS.name,
     command=command,
-    slice=read_slice(FLAGS.slice),
-    slices=FLAGS.slices,
+    slice=tpus,
+    slices=FLAGS.shards or FLAGS.slices,
     image=FLAGS.image,
     claim=claim,
     path=path,
@@ -315,22 +345,24 @@ def main(words: list[str]) -> None:
     )
   if not job.image:
     stop("--image must be given: build experiments/deploy/Containerfile, and push it")
-  manifest = yaml.safe_dump(make_jobset(job), sort_keys=False)
+  made = make_shards(job) if FLAGS.shards else make_jobset(job)
+  manifest = yaml.safe_dump(made, sort_keys=False)
   print(manifest, end="")
   if FLAGS.apply:
     _apply(manifest)
 
 
-def _read_command(words: list[str]) -> list[str]:
+def _read_command(words: list[str], shards: int) -> list[str]:
   """The command that every host runs, of the words after `--`."""
   if not words:
     stop("name the program after --, as: -- experiments.rl --config=... --workdir=...")
   if not re.fullmatch(r"experiments(\.\w+)+", words[0]):
     stop(f"{words[0]}: after -- comes a program, as experiments.rl")
+  own = f"--shard=auto/{shards}" if shards else "--distributed=auto"
   for word in words[1:]:
-    if word.startswith("--distributed"):
-      stop(f"{word}: every host gets --distributed=auto; leave it out")
-  return ["python", "-m", *words, "--distributed=auto"]
+    if word.startswith(("--distributed", "--shard")):
+      stop(f"{word}: every host gets {own}; leave it out")
+  return ["python", "-m", *words, own]
 
 
 def _apply(manifest: str) -> None:

@@ -4,36 +4,40 @@
 from the job's index under Kubernetes or Slurm. Whoever ends last puts the logs of all
 into the workdir and has the journey go on there: what one process would have written is
 then in it. A shard that was lost goes on by the same command; nothing is done twice.
+
+They meet in a workdir on a disk that they share, or in a bucket, where each works in a
+folder of its machine that stands for its part (`bucket.mirror`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import ml_collections
-
-from coa_jax.bucket.inputs import named
-from coa_jax.config import as_json, read_config
+from coa_jax.bucket import mirror
+from coa_jax.bucket.objects import Bucket, is_uri
 from coa_jax.disk import atomic_write
-from coa_jax.json_io import read_object, shown
+from coa_jax.json_io import parse_object, shown
 from coa_jax.lock import InUseError, hold
 from coa_jax.report.metrics import say, write_json
 from coa_jax.shard import Shard
 from experiments.refusal import stop
 
 _FOLDER = "shards"
+_CLAIM = f"{_FOLDER}/shards.json"  # what they all are shards of
 _DONE = "done.json"  # of a shard: what it returned; of the folder: all is joined
 # Where schedulers say which of a job's processes this is.
 _INDEX = ("JOB_COMPLETION_INDEX", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID")
 _MOST = 10_000
 
-# Takes (config, workdir, shard).
-Journey = Callable[..., dict[str, Any]]
+# Takes (folder, shard). Without a shard it goes on from the logs in the folder.
+Journey = Callable[[str, Shard | None], dict[str, Any]]
 
 
 def read_shard(text: str) -> Shard:
@@ -54,92 +58,163 @@ def read_shard(text: str) -> Shard:
 
 def run_shard(
   journey: Journey,
-  config: ml_collections.ConfigDict,
-  config_class: type,
+  settings: dict[str, Any],
   workdir: str,
   shard: Shard,
   logs: Sequence[str],
+  scratch: str,
 ) -> tuple[dict[str, Any], bool]:
   """Does one shard of a journey, and joins all where it is the last.
 
   Args:
-    journey: takes a config, a workdir and a shard; without a shard it goes on from
-      logs.
-    config: of the whole journey.
-    config_class: the dataclass that the journey reads it into.
-    workdir: of the whole journey.
+    journey: takes a folder and a shard.
+    settings: JSON values that the shards of one journey have in common.
+    workdir: of the whole journey: a folder, or an address in a bucket.
     shard: which part is done here.
     logs: names of the files that a shard leaves behind.
+    scratch: a folder on this machine's disk, where the workdir is in a bucket.
 
   Returns:
     What the journey returns, and whether of all: so where this was the last shard.
 
   Raises:
-    ValueError: the other shards there have another config or number, or the workdir
-      holds a run that was not cut.
+    ValueError: the other shards there have other settings or another number, or the
+      workdir holds a run that was not cut.
+    InUseError: another process does this shard.
   """
-  _claim(workdir, named(as_json(read_config(config, config_class))), shard.count)
-  folder = os.path.join(workdir, _FOLDER)
+  place: _Disk | _InBucket = _Disk(workdir)
+  if is_uri(workdir):
+    place = _InBucket(workdir, scratch)
+  _claim(place, settings, shard.count)
 
-  # --- This shard.
-  own = _path(folder, shard)
-  done_path = os.path.join(own, _DONE)
-  if not os.path.exists(done_path):
-    results = journey(config, own, shard=shard)
-    write_json(done_path, results)
-  with open(done_path, encoding="utf-8") as f:
-    results = json.load(f)
+  # --- This shard, unless it was done before.
+  own = _name(shard)
+  done = place.read(f"{own}/{_DONE}")
+  if done is None:
+    with place.part(own) as folder:
+      results = journey(folder, shard)
+      _note(os.path.join(folder, _DONE), results)
+  else:
+    results = parse_object(done, f"{workdir}/{own}/{_DONE}")
 
   # --- All of them.
-  paths = [_path(folder, Shard(i, shard.count)) for i in range(shard.count)]
-  missing = [path for path in paths if not os.path.exists(os.path.join(path, _DONE))]
+  names = [_name(Shard(i, shard.count)) for i in range(shard.count)]
+  missing = set(names) - place.done()
   if missing:
     say(f"shard {shard.index} of {shard.count} is done; {len(missing)} are not yet")
     return results, False
   try:
-    with hold(folder):
-      _join(folder, paths, workdir, logs)
+    with place.whole() as folder:
+      _join(folder, names, logs)
+      return journey(folder, None), True
   except InUseError:
     say(f"shard {shard.index} of {shard.count} is done; another process joins them")
     return results, False
-  return journey(config, workdir), True
 
 
-def _path(folder: str, shard: Shard) -> str:
-  return os.path.join(folder, f"{shard.index}-of-{shard.count}")
+class _Disk:
+  """A workdir on a disk that all shards share."""
+
+  def __init__(self, workdir: str):
+    self.workdir = workdir
+
+  def read(self, name: str) -> str | None:
+    """Reads a file of the workdir; None where there is none."""
+    path = os.path.join(self.workdir, name)
+    if not os.path.exists(path):
+      return None
+    with open(path, encoding="utf-8") as f:
+      return f.read()
+
+  def create(self, name: str, text: str) -> None:
+    """Writes a file of the workdir unless there is one."""
+    if self.read(name) is None:
+      with atomic_write(os.path.join(self.workdir, name)) as f:
+        f.write(text)
+
+  def done(self) -> set[str]:
+    """Lists the folders of shards that are done."""
+    found = glob.glob(f"{_FOLDER}/*/{_DONE}", root_dir=self.workdir)
+    return {os.path.dirname(name) for name in found}
+
+  def part(self, name: str) -> contextlib.AbstractContextManager[str]:
+    """Yields the folder of a shard; the journey keeps others out of it."""
+    return contextlib.nullcontext(os.path.join(self.workdir, name))
+
+  @contextlib.contextmanager
+  def whole(self) -> Iterator[str]:
+    """Yields the folder of all.
+
+    Raises:
+      InUseError: another process joins them.
+    """
+    with hold(os.path.join(self.workdir, _FOLDER)):
+      yield self.workdir
 
 
-def _claim(workdir: str, config: dict[str, Any], count: int) -> None:
+class _InBucket:
+  """A workdir in a bucket: as `_Disk`, with local folders that stand for it."""
+
+  def __init__(self, uri: str, scratch: str):
+    self._bucket = Bucket(uri)
+    self.workdir = self._bucket.uri
+    self._scratch = scratch
+
+  def read(self, name: str) -> str | None:
+    data = self._bucket.read(name)
+    return None if data is None else data.decode()
+
+  def create(self, name: str, text: str) -> None:
+    self._bucket.create(name, text.encode())
+
+  def done(self) -> set[str]:
+    names = self._bucket.list(_FOLDER)
+    return {os.path.dirname(name) for name in names if name.endswith(f"/{_DONE}")}
+
+  def part(self, name: str) -> contextlib.AbstractContextManager[str]:
+    return mirror.opened(f"{self.workdir}/{name}", self._scratch)
+
+  def whole(self) -> contextlib.AbstractContextManager[str]:
+    return mirror.opened(self.workdir, self._scratch)
+
+
+def _name(shard: Shard) -> str:
+  return f"{_FOLDER}/{shard.index}-of-{shard.count}"
+
+
+def _claim(place: _Disk | _InBucket, settings: dict[str, Any], count: int) -> None:
   """Notes of what the shards are, or refuses one that does not fit the others."""
-  folder = os.path.join(workdir, _FOLDER)
-  path = os.path.join(folder, "shards.json")
-  if not os.path.exists(path):
-    if os.path.exists(os.path.join(workdir, "config.json")):
+  settings = json.loads(json.dumps(settings))  # as they are read
+  known = place.read(_CLAIM)
+  if known is None:
+    if place.read("config.json") is not None:
       raise ValueError(
-        f"{workdir} holds a run that was not cut into shards; choose another workdir"
+        f"{place.workdir} holds a run that was not cut into shards; choose another "
+        "workdir"
       )
-    os.makedirs(folder, exist_ok=True)
-    write_json(path, {"config": config, "shards": count})
-  # Two may have begun at once: what is there now holds for both.
-  known = read_object(path)
-  if known["shards"] != count:
-    raise ValueError(f"{folder} has {known['shards']} shards, not {count}")
-  for name in sorted({*known["config"], *config}):
-    before = known["config"].get(name)
-    now = config.get(name)
+    place.create(_CLAIM, json.dumps({"config": settings, "shards": count}, indent=2))
+    # Two may have begun at once: what is there now holds for both.
+    known = place.read(_CLAIM)
+  there = f"{place.workdir}/{_FOLDER}"
+  noted = parse_object(known or "", f"{place.workdir}/{_CLAIM}")
+  if noted["shards"] != count:
+    raise ValueError(f"{there} has {noted['shards']} shards, not {count}")
+  for name in sorted({*noted["config"], *settings}):
+    before = noted["config"].get(name)
+    now = settings.get(name)
     if before != now:
       raise ValueError(
-        f"{folder}: the other shards have {name}={shown(before)}, not {shown(now)}"
+        f"{there}: the other shards have {name}={shown(before)}, not {shown(now)}"
       )
 
 
-def _join(folder: str, paths: Sequence[str], workdir: str, logs: Sequence[str]) -> None:
+def _join(workdir: str, names: Sequence[str], logs: Sequence[str]) -> None:
   """Puts the shards' logs, one after the other, into the workdir; once."""
-  joined = os.path.join(folder, _DONE)
+  joined = os.path.join(workdir, _FOLDER, _DONE)
   if os.path.exists(joined):  # the journey may have added to them since
     return
   for log in logs:
-    parts = [os.path.join(path, log) for path in paths]
+    parts = [os.path.join(workdir, name, log) for name in names]
     parts = [part for part in parts if os.path.exists(part)]
     if not parts:
       continue
@@ -147,4 +222,11 @@ def _join(folder: str, paths: Sequence[str], workdir: str, logs: Sequence[str]) 
       for part in parts:
         with open(part, encoding="utf-8") as f:
           shutil.copyfileobj(f, out)
-  write_json(joined, {"shards": len(paths)})
+  _note(joined, {"shards": len(names)})
+
+
+def _note(path: str, value: dict[str, Any]) -> None:
+  """Writes what says that something is done; in a bucket after all that it tells of."""
+  mirror.push(path)
+  write_json(path, value)
+  mirror.push(path)

@@ -6,7 +6,8 @@ JOB: {"journey": "rl", "config": {...}, "workdir": DIR, "ends": [[PLACE, N, SIGN
 Every end is one process: it gets the signal when it comes to the place for the N-th
 time; at "random" it is N milliseconds after its first update or tool call; at "" it
 never is, and the run goes to its end. "damage" is no process, but a byte of the newest
-checkpoint that changes. One line of JSON on standard output says how each ended.
+checkpoint that changes. One line of JSON on standard output says how each ended, and
+how long after its signal.
 
 With "scratch": DIR, the workdir is in a bucket, and each process is on another machine:
 its local folder is a fresh one in DIR.
@@ -20,8 +21,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import mmap
 import os
 import re
+import struct
 import sys
 import threading
 import time
@@ -70,13 +73,30 @@ class Calls:
       time.sleep(0.001)
 
 
-def end_at(place: str, n: int, number: int, calls: Calls) -> None:
-  """Has this process get the signal at its n-th visit of the place."""
+# Places of a bucket: before or after which of its methods, and of which objects.
+_PROOF = r"checkpoints/\d+/manifest\.json"
+IN_BUCKET = {
+  "put": ("after", "put", ""),
+  "upload": ("after", "put", r"checkpoints/(?!\d+/manifest\.json)"),
+  "proof": ("before", "put", _PROOF),  # all of a checkpoint is there but this
+  "proven": ("after", "put", _PROOF),
+  "forget": ("after", "delete", _PROOF),  # of an old checkpoint nothing else is gone
+  "model": ("after", "put", "model/"),  # in the last push
+  "fetch": ("after", "get", ""),  # at the start
+}
+
+
+def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) -> None:
+  """Has this process get the signal at its n-th visit of the place.
+
+  The time of it is written to `signalled`.
+  """
   visits = []
 
   def visit() -> None:
     visits.append(1)
     if len(visits) == n:
+      struct.pack_into("d", signalled, 0, time.monotonic())
       os.kill(os.getpid(), number)
 
   def after(owner: type, name: str) -> None:
@@ -135,8 +155,22 @@ def end_at(place: str, n: int, number: int, calls: Calls) -> None:
     _before(checkpoint, "write_manifest", visit)
   elif place == "push":  # it is proven, and not in the bucket
     _before(mirror, "push", visit)
-  elif place == "put":  # in the middle of a push, as it may be of a checkpoint's
-    after(Bucket, "put")
+  elif place == "lease":  # it has the workdir, and nothing of it
+    after(lease.Lease, "__enter__")
+  elif place in IN_BUCKET:
+    when, name, objects = IN_BUCKET[place]
+    real = getattr(Bucket, name)
+
+    def counted(self, *args):
+      mine = any(isinstance(x, str) and re.match(objects, x) for x in args)
+      if mine and when == "before":
+        visit()
+      out = real(self, *args)
+      if mine and when == "after":
+        visit()
+      return out
+
+    setattr(Bucket, name, counted)
 
 
 def _before(owner: type, name: str, do: Callable[[], None]) -> None:
@@ -149,10 +183,10 @@ def _before(owner: type, name: str, do: Callable[[], None]) -> None:
   setattr(owner, name, wrapped)
 
 
-def life(job: dict, place: str, n: int, number: int) -> int:
+def life(job: dict, place: str, n: int, number: int, signalled: mmap.mmap) -> int:
   """One process, from its fork to its exit status."""
   calls = Calls(job.get("scratch", job["workdir"]) + ".calls")
-  end_at(place, n, number, calls)
+  end_at(place, n, number, calls, signalled)
   config = ml_collections.ConfigDict(job["config"])
   run = importlib.import_module(f"coa_jax.{job['journey']}").run
   try:
@@ -215,13 +249,22 @@ def main(path: str) -> None:
       else:
         damage(folder)
       continue
+    signalled = mmap.mmap(-1, 8)  # shared with the child
+    began = time.monotonic()
     pid = os.fork()
     if not pid:
-      os._exit(life(job, place, n, number))
+      os._exit(life(job, place, n, number, signalled))
     _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    steps = whole_objects(bucket) if bucket else checkpoint.whole_steps(folder)
-    print(json.dumps({"pid": pid, "code": code, "steps": steps}), flush=True)
+    ended = time.monotonic()
+    (at,) = struct.unpack("d", signalled)
+    row = {
+      "pid": pid,
+      "code": os.waitstatus_to_exitcode(status),
+      "steps": whole_objects(bucket) if bucket else checkpoint.whole_steps(folder),
+      "seconds": ended - began,
+      "seconds_to_end": ended - at if at else None,  # from the signal on
+    }
+    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

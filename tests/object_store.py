@@ -2,7 +2,8 @@
 
 fake-gcs-server answers gs://, moto s3://; both are programs of others, each a process
 of its own. What is asked of them goes through `Store`, which does to a request what a
-test wants done: a 503, or a connection that breaks off in the middle of an object.
+test wants done: a 503, a connection that breaks off in the middle of an object, no
+answer at all, or one that takes its time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import http_server
 import pytest
 
 BUCKET = "runs-of-coa"
+_PIECE = 1 << 16
 Fault = Callable[[http_server.Request], str]  # "" for none; see `Store`
 
 
@@ -52,8 +54,11 @@ class Store(http_server.Server):
   """The proxy.
 
   Attributes:
-    fault: asked of each request: "503" is the answer, or "cut" breaks the connection
-      off in the middle of the answer, or of the request where that has the bytes.
+    fault: asked of each request: "503" is the answer, "cut" breaks the connection off
+      in the middle of the answer, or of the request where that has the bytes, and
+      "silence" never answers.
+    latency_s: before every answer.
+    bytes_per_s: of each connection, in either direction; 0 for as many as there are.
     faults: how often it did so.
     env: what clients find the store by.
     uri: of the bucket.
@@ -70,6 +75,8 @@ class Store(http_server.Server):
     self.uri = f"{scheme}://{BUCKET}"
     self.fault: Fault = lambda request: ""
     self.faults = 0
+    self.latency_s = 0.0
+    self.bytes_per_s = 0
     self.env = {
       "STORAGE_EMULATOR_HOST": self.url,
       "TENSORSTORE_GCS_HTTP_URL": self.url,
@@ -83,6 +90,14 @@ class Store(http_server.Server):
     """Hands a request on, or fails it."""
     fault = self.fault(request)
     self.faults += bool(fault)
+    seconds = self.latency_s
+    if self.bytes_per_s:
+      seconds += len(request.body) / self.bytes_per_s
+    time.sleep(seconds)
+    if fault == "silence":
+      request.wait_for_hangup(self.stopped)
+      request.close_connection = True
+      return
     if fault == "503":
       request.send(b"{}", "application/json", status=503)
       return
@@ -113,7 +128,11 @@ class Store(http_server.Server):
       request.wfile.write(data[: len(data) // 2])
       request.close_connection = True
       return
-    request.wfile.write(data)
+    for begin in range(0, len(data), _PIECE):
+      piece = data[begin : begin + _PIECE]
+      request.wfile.write(piece)
+      if self.bytes_per_s:
+        time.sleep(len(piece) / self.bytes_per_s)
 
   def files(self, path: str = "") -> dict[str, bytes]:
     """Everything below a path of the bucket."""

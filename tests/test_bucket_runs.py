@@ -5,13 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import pathlib
+import re
 import socket
 import subprocess
 import sys
 
+import http_server
 import object_store
 import pytest
-from test_resume import INT, KILL, ROOT, assert_same_run, configs, lives, read
+from test_resume import INT, KILL, ROOT, TERM, assert_same_run, configs, lives, read
 
 from coa_jax.bucket import mirror
 from coa_jax.bucket.objects import Bucket
@@ -19,41 +22,131 @@ from coa_jax.bucket.objects import Bucket
 __all__ = ["configs"]  # a fixture
 
 # Where each process ends, as in `test_resume`; each is on a machine with an empty disk.
+SHORT = [
+  ("push", 2, KILL),
+  ("put", 40, KILL),
+  ("damage", 0, 0),
+]
+# Every place between a start and an end that a bucket knows of.
 ENDS = {
   "sft": [
-    ("push", 2, KILL),
-    ("put", 40, KILL),
+    ("lease", 1, KILL),
+    ("upload", 3, KILL),
+    ("proof", 1, KILL),
+    ("proven", 1, KILL),
+    ("fetch", 3, KILL),
+    ("micro-batch", 2, KILL),
+    ("save", 1, KILL),
+    ("forget", 1, KILL),
     ("damage", 0, 0),
+    ("seal", 1, KILL),
+    ("log", 1, TERM),
+    ("model", 1, KILL),
   ],
   "rl": [
     ("tool", 2, KILL),
     ("put", 10, KILL),
     ("push", 2, KILL),
+    ("upload", 3, KILL),
+    ("proof", 1, KILL),
     ("update", 3, KILL),
+    ("proven", 1, KILL),
+    ("fetch", 3, KILL),
+    ("decode", 1, KILL),
     ("log", 1, INT),
     ("damage", 0, 0),
+    ("decode", 1, TERM),
+    ("model", 1, KILL),
   ],
 }
 
 
 @pytest.mark.parametrize(
-  ("scheme", "journey"),
+  ("scheme", "journey", "ends"),
   [
-    ("gs", "sft"),
-    pytest.param("gs", "rl", marks=pytest.mark.slow),
-    pytest.param("s3", "sft", marks=pytest.mark.slow),
+    ("gs", "sft", SHORT),
+    pytest.param("gs", "sft", ENDS["sft"], marks=pytest.mark.slow),
+    pytest.param("gs", "rl", ENDS["rl"], marks=pytest.mark.slow),
+    pytest.param("s3", "sft", ENDS["sft"], marks=pytest.mark.slow),
   ],
 )
-def test_ended_anywhere_and_run_again_elsewhere(configs, scheme, journey, tmp_path):
+def test_ended_anywhere_and_run_again_elsewhere(
+  configs, scheme, journey, ends, tmp_path
+):
   object_store.needs(scheme)
   config = configs[journey]
+  if journey == "rl":  # as many steps as all these ends need
+    config = {**config, "algo": {**config["algo"], "steps": 12}}
   whole = str(tmp_path / "whole")
   machines = str(tmp_path / "machines")
   lives(journey, config, whole, [])
   with object_store.Store(scheme).running() as store:
-    lives(journey, config, store.uri + "/run", ENDS[journey], machines)
+    lives(journey, config, store.uri + "/run", ends, machines)
     with mirror.opened(store.uri + "/run", str(tmp_path / "seen")) as broken:
       assert_same_run(broken, whole)
+  places = sorted({place for place, _, number in ends if number})
+  killed = sum(number == KILL for _, _, number in ends)
+  print(f"{scheme} {journey}: {killed} kills, {len(places)} places: {places}")
+
+
+class Slow:
+  """A store far away on a bad day: what each request meets, and what it saw."""
+
+  def __init__(self, store: object_store.Store, machines: str):
+    self._machines = machines
+    self._asked = 0
+    self.proofs: list[tuple[int, int]] = []  # step of a proof, and steps logged by then
+    store.latency_s = 0.5
+    store.bytes_per_s = 1_000_000
+    store.fault = self.fault
+
+  def fault(self, request: http_server.Request) -> str:
+    where = request.path + request.body[:300].decode("latin-1")
+    proof = re.search(r"checkpoints(?:/|%2F)(\d+)(?:/|%2F)manifest", where)
+    if proof and request.command in ("POST", "PUT"):
+      self.proofs.append((int(proof[1]), self._logged()))
+    self._asked += 1
+    if self._asked % 17 == 0:
+      return "503"
+    return "cut" if self._asked % 29 == 0 else ""
+
+  def _logged(self) -> int:
+    """The last step that the newest machine's run has logged."""
+    steps = [0]
+    for path in pathlib.Path(self._machines).rglob("metrics.jsonl"):
+      for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+          steps.append(json.loads(line).get("step", 0))
+    return max(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("journey", ["sft", "rl"])
+def test_a_slow_store_costs_no_run_and_no_grace(configs, journey, tmp_path):
+  """Half a second for each request, 1 MB/s, one in 17 refused and one in 29 cut."""
+  object_store.needs("gs")
+  config = configs[journey]
+  whole = str(tmp_path / "whole")
+  machines = str(tmp_path / "machines")
+  (local,), _ = lives(journey, config, whole, [])
+  with object_store.Store("gs").running() as store:
+    slow = Slow(store, machines)
+    ends = [("log", 4, TERM), ("proof", 1, KILL)]
+    rows, _ = lives(journey, config, store.uri + "/run", ends, machines)
+    store.latency_s = 0
+    store.bytes_per_s = 0
+    store.fault = lambda request: ""
+    with mirror.opened(store.uri + "/run", str(tmp_path / "seen")) as broken:
+      assert_same_run(broken, whole)
+  # Uploads went on beside the work: a checkpoint was proven when later steps were done.
+  assert any(logged > step for step, logged in slow.proofs), slow.proofs
+  # What the pod's manifest leaves between SIGTERM and the end, by default.
+  assert rows[0]["seconds_to_end"] < 600 / 4, rows
+  print(
+    f"{journey}: {local['seconds']:.0f} s on a disk; {store.faults} faults, lives of "
+    f"{', '.join(format(row['seconds'], '.0f') for row in rows)} s, SIGTERM to the end "
+    f"{rows[0]['seconds_to_end']:.1f} s, proofs (of, at step) {slow.proofs}"
+  )
 
 
 def program(config: str, workdir: str, *flags: str) -> subprocess.Popen:

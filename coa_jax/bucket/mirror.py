@@ -182,8 +182,10 @@ class Mirror:
 
   def _is_ours(self, name: str) -> bool:
     """Whether it is this process that fetches and pushes a file."""
+    folders = name.split("/")[:-1]
     first = name.split("/")[0]
-    if first == lease.FOLDER or (first == CHECKPOINTS and not self._has_checkpoints):
+    # Parts of a workdir that others work in have leases of their own.
+    if lease.FOLDER in folders or (first == CHECKPOINTS and not self._has_checkpoints):
       return False
     other = re.fullmatch(r"process_(\d+)", first)
     return (int(other[1]) if other else 0) == self._process

@@ -21,6 +21,8 @@ import fsspec
 _EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme -> extra of setup.py
 _TRIES = 6
 _FIRST_WAIT_S = 0.2  # doubled from one try to the next
+_PATIENCE_S = 300.0  # after which none is begun: the libraries try again, too
+_SILENT_S = 120.0  # of a store that has been asked, after which a request has failed
 _WHOLE = 1 << 26  # bytes that are read at once: a file that grows meanwhile is no fault
 _THREADS = 8
 
@@ -64,7 +66,7 @@ class Bucket:
     try:
       # No cache of listings: other processes write there, too.
       self._fs = fsspec.filesystem(
-        scheme, use_listings_cache=False, skip_instance_cache=True
+        scheme, use_listings_cache=False, skip_instance_cache=True, **_timeouts(scheme)
       )
     except ImportError as e:
       extra = _EXTRAS[scheme]
@@ -124,8 +126,18 @@ class Bucket:
 
   def put(self, path: str, name: str) -> None:
     """Writes a file to an object, as it is now."""
+
+    def write_in_pieces() -> None:
+      try:
+        self._fs.put_file(path, self._path(name))
+      except FileNotFoundError as e:
+        if not os.path.exists(path):
+          raise
+        # A store may lose what it had of the pieces.
+        raise ConnectionError(f"the upload of {name} was lost") from e
+
     if os.path.getsize(path) > _WHOLE:
-      self._tried(self._fs.put_file, path, self._path(name))
+      self._tried(write_in_pieces)
       return
     with open(path, "rb") as f:
       self.write(name, f.read())
@@ -159,19 +171,32 @@ class Bucket:
       FileNotFoundError, FileExistsError: of the object.
       BucketError: it can not be done.
     """
+    began = time.monotonic()
     for attempt in range(_TRIES):
       try:
         return do(*args, **named)
       except (FileNotFoundError, FileExistsError):
         raise
       except Exception as e:  # each library has errors of its own
-        if attempt + 1 == _TRIES or _is_final(e):
+        late = time.monotonic() - began > _PATIENCE_S
+        if late or attempt + 1 == _TRIES or _is_final(e):
           raise self._fault(e) from e
         time.sleep(_FIRST_WAIT_S * 2**attempt)
     raise AssertionError("unreachable")
 
   def _fault(self, error: Exception) -> BucketError:
     return BucketError(f"{self.uri}: {str(error) or type(error).__name__}")
+
+
+def _timeouts(scheme: str) -> dict[str, Any]:
+  """Options of a client that does not wait for ever; s3fs's does not by itself."""
+  if scheme != "gs":
+    return {}
+  import aiohttp  # gcsfs's own way to ask
+
+  # Not for the whole of a request: an object may be of any size.
+  timeout = aiohttp.ClientTimeout(sock_connect=_SILENT_S, sock_read=_SILENT_S)
+  return {"requests_timeout": timeout}
 
 
 def _is_final(error: Exception) -> bool:

@@ -4,6 +4,8 @@ What looks at one row alone (reading, conversion, the filters' verdict, token id
 `RowPipeline.work`, which worker processes share; what must see all rows in order (near
 duplicates, copies, counts) is `ImportJob`'s. The result is the same for any number of
 processes, and at most a few chunks of rows are in memory at once.
+
+budget: one pass, by processes of one machine or by shards of several.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import functools
 import itertools
 import json
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from coa_jax.importers import parts
 from coa_jax.importers.importers import Importer, Record
 from coa_jax.protocol.trajectory import Author, Trajectory
 from coa_jax.rewards import grade_known
+from coa_jax.shard import Shard
 from coa_jax.teacher.convert import Dropped
 from coa_jax.teacher.filters import FilterResult, FiltersConfig, Funnel, examine
 from coa_jax.teacher.novelty import Benchmarks
@@ -69,6 +74,32 @@ class ImportedRow:
   corrected: bool
   graded: bool
   signature: np.ndarray | None
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns it as JSON values."""
+    value = dataclasses.asdict(self)
+    if self.signature is not None:
+      value["signature"] = self.signature.tolist()
+    return value
+
+  @classmethod
+  def from_json(cls, value: dict[str, Any]) -> ImportedRow:
+    """Reads what `to_json` gave."""
+    signature = value["signature"]
+    if signature is not None:
+      signature = np.array(signature, np.uint32)
+    return cls(
+      task_id=value["task_id"],
+      line=value["line"],
+      stats=TrajectoryStats(**value["stats"]),
+      lost=tuple(value["lost"]),
+      augmented=tuple(value["augmented"]),
+      fault=tuple(value["fault"]) if value["fault"] else None,
+      reflected=value["reflected"],
+      corrected=value["corrected"],
+      graded=value["graded"],
+      signature=signature,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +174,11 @@ def trajectory_stats(trajectory: Trajectory) -> TrajectoryStats:
 
 
 class ImportJob:
-  """One pass over a source: `lines` runs it, `counts` says what came of it."""
+  """One pass over a source: `lines` runs it, `counts` says what came of it.
+
+  Where the rows are shared among shards, `write_part` is the work of each, and
+  `joined_lines` yields then what `lines` would have.
+  """
 
   def __init__(self, pipeline: RowPipeline, workers: int = 0):
     """Takes what is done to a row, and a number of worker processes; 0 uses none."""
@@ -170,7 +205,70 @@ class ImportJob:
       on_dropped: called with why a row gives no trajectory, and the row.
       on_imported: called with every other, and how often it is written.
     """
-    for record, result in self._results(records):
+    return self._admitted(self._results(records), on_dropped, on_imported)
+
+  def write_part(
+    self, path: str | os.PathLike[str], records: Iterable[Record], shard: Shard
+  ) -> int:
+    """Imports a shard's rows, each alone, and writes what came of them to a file.
+
+    Args:
+      path: of the file; the files of all are read one after the other.
+      records: all rows.
+      shard: which of them.
+
+    Returns:
+      The number of its rows.
+    """
+    own = itertools.islice(records, shard.index, None, shard.count)
+
+    def values() -> Iterator[dict[str, Any]]:
+      reasons = set()
+      for record, result in self._results(own):
+        if not isinstance(result, Dropped):
+          yield {"imported": result.to_json()}
+        elif result.reason in reasons:
+          yield {"dropped": vars(result)}
+        else:  # the first with this reason, for the hint
+          reasons.add(result.reason)
+          yield {"dropped": vars(result), "record": record}
+
+    return parts.write_part(path, values(), shard)
+
+  def joined_lines(
+    self,
+    path: str | os.PathLike[str],
+    on_dropped: Callable[[Dropped, Record], None] = lambda *_: None,
+    on_imported: Callable[[ImportedRow, int], None] = lambda *_: None,
+  ) -> Iterator[str]:
+    """Yields as `lines` does, from what all shards have written.
+
+    Args:
+      path: their files, one after the other.
+      on_dropped: as of `lines`; a record is empty unless its reason is new.
+      on_imported: as of `lines`.
+
+    Raises:
+      ValueError: it is not all of the parts.
+    """
+
+    def results() -> Iterator[tuple[Record, Dropped | ImportedRow]]:
+      for value in parts.read_parts(path):
+        number, where, row = value.get("record") or (value["place"], "", {})
+        if "dropped" in value:
+          yield (number, where, row), Dropped(**value["dropped"])
+        else:
+          yield (number, where, row), ImportedRow.from_json(value["imported"])
+
+    return self._admitted(results(), on_dropped, on_imported)
+
+  def _admitted(
+    self,
+    results: Iterable[tuple[Record, Dropped | ImportedRow]],
+    on_dropped: Callable[[Dropped, Record], None],
+    on_imported: Callable[[ImportedRow, int], None],
+  ) -> Iterator[str]:
+    for record, result in results:
       self._rows += 1
       if isinstance(result, Dropped):
         self._dropped[result.reason] += 1

@@ -44,17 +44,27 @@ def write_lines(
     EOFError: there was no row, with `at_least_one`.
   """
   path = os.fspath(path)
+  write = _WRITERS[suffix_of(path)]
+  with atomic_path(path) as unfinished:
+    count = write(unfinished, rows)
+    # Raised inside, so that the file does not appear.
+    if at_least_one and not count:
+      raise EOFError(path)
+  return count
+
+
+def suffix_of(path: str) -> str:
+  """Returns the suffix of a file that `write_lines` may be asked to write.
+
+  Raises:
+    ValueError: it writes no such files.
+  """
   suffix = os.path.splitext(path)[1]
   if suffix not in _WRITERS:
     raise ValueError(
       f"{path}: unknown suffix {suffix!r}; accepted: {', '.join(_WRITERS)}"
     )
-  with atomic_path(path) as unfinished:
-    count = _WRITERS[suffix](unfinished, rows)
-    # Raised inside, so that the file does not appear.
-    if at_least_one and not count:
-      raise EOFError(path)
-  return count
+  return suffix
 
 
 def read_parquet(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:

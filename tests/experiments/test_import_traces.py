@@ -189,6 +189,43 @@ def test_foreign_runs_are_filtered_and_counted(tmp_path):
   assert {t.reward for t in written["jsonl"]} == {1.0}
 
 
+def test_shards_write_what_one_process_writes(tmp_path):
+  source, held_out = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
+  rows = [oagents(i) for i in (*range(10), 5, 3)]  # a near duplicate, and another wrong
+  source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  held_out.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
+  flags = (
+    f"--file={source}",
+    "--variant=web",
+    "--convert.missing_think=Go on.",
+    "--convert.score_right",
+    "--filter",
+    f"--filters.benchmarks={held_out}",
+    "--filters.overlap_words=13",
+    "--filters.keep_unreflected=1.0",
+    "--filters.max_similarity=0.9",
+    "--formats.copies=1",
+  )
+  whole = program(*flags, f"--out={tmp_path}/whole/t.jsonl")
+  assert whole.returncode == 0, whole.stderr
+  assert "near_duplicate)" in whole.stdout and "2 illegal_transition" in whole.stdout
+  out = tmp_path / "cut" / "t.jsonl"
+  for number in (2, 0, 0, 1):
+    assert not out.exists()
+    done = program(*flags, f"--out={out}", f"--shard={number}/3")
+    assert done.returncode == 0, done.stderr
+  assert done.stdout == whole.stdout
+  for name in ("t.jsonl", "t.jsonl.manifest.json", "t.jsonl.funnel.png"):
+    assert (tmp_path / "cut" / name).read_bytes() == (
+      tmp_path / "whole" / name
+    ).read_bytes(), name
+
+  # Other rows, and parts that do not make up all.
+  source.write_text(json.dumps(oagents(1)))
+  done = program(*flags, f"--out={out}", "--shard=1/3")
+  assert done.returncode == 2 and "the other shards have sha256=" in done.stderr
+
+
 def test_rl_rows_become_tasks(tmp_path):
   rows = [
     {
@@ -287,6 +324,8 @@ def test_refusals_are_one_line(tmp_path):
     ("web --variant=unify", "unknown protocol variant 'unify'"),
     ("rl --variant=web --filter", "--filter is for trajectories; these are tasks"),
     ("rl --variant=web --formats.copies=1", "--formats.copies is for trajectories; th"),
+    ("rl --variant=web --shard=0/2", "--shard is for trajectories; these are tasks"),
+    ("web --variant=web --shard=2/2", "I is below N"),
     (
       "stray --variant=web",
       "no record is left to train on (1 stray_text); the text ",

@@ -118,6 +118,22 @@ def test_a_jobset_fits_the_published_schemas(name, slices):
   ]
 
 
+@pytest.mark.parametrize("flags", [[], ["--slice=v6e-8", "--spot"]])
+def test_a_job_of_shards_fits_the_published_schemas(flags):
+  done = run("--shards=5", "--image=registry/coa-jax:1", *flags, "--", *COMMAND)
+  assert done.returncode == 0, done.stderr
+  job = yaml.safe_load(done.stdout)
+  kubernetes_validate.validate(job, KUBERNETES, strict=True)
+  assert job["spec"]["completionMode"] == "Indexed"
+  assert job["spec"]["completions"] == job["spec"]["parallelism"] == 5
+  (container,) = job["spec"]["template"]["spec"]["containers"]
+  assert "--shard=auto/5" in container["command"]
+  assert not any("--distributed" in word for word in container["command"])
+  assert container.get("resources", {}) == (
+    {"limits": {"google.com/tpu": 8}} if flags else {}
+  )
+
+
 def test_a_wrong_manifest_would_be_seen():
   job = pod.PodJob("job", ["python"], Slice("v6e", "4x4"))
   (replicated,) = pod.make_jobset(job)["spec"]["replicatedJobs"]
@@ -206,7 +222,10 @@ def test_names_and_topologies_of_a_slice_are_one():
     ("--slurm --slice=v6e-16 -- experiments.rl", "--slurm is for GPUs"),
     ("--slurm --vm -- experiments.rl", "give one of them"),
     ("--slurm --apply -- experiments.rl", "does not go with --slurm"),
+    ("--slurm --shards=2 -- experiments.distill", "does not go with --slurm"),
     ("--slurm -- experiments.rl --distributed=auto", "leave it out"),
+    ("--shards=2 --image=x -- experiments.distill --shard=0/2", "gets --shard=auto/2"),
+    ("--shards=2 --slice=v6e-64 --image=x -- experiments.evaluate", "one process"),
   ],
 )
 def test_wrong_words_are_refused_in_one_line(words, message):

@@ -15,6 +15,7 @@ import toy
 from programs import config_file, start
 
 from coa_jax import evaluate
+from coa_jax.config import as_json, read_config
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.shard import Shard
 from coa_jax.tasks.world.build import WorldConfig, write_world
@@ -99,11 +100,15 @@ def evaluation(tmp_path_factory) -> ml_collections.ConfigDict:
 
 def in_shards(journey, config, config_class, workdir, numbers, count) -> dict:
   """Runs shards in this order; returns what the last one does."""
+  settings = as_json(read_config(config, config_class))
+
+  def run(folder: str, shard: Shard | None) -> dict:
+    return journey(config, folder, shard=shard)
+
   for number in numbers:
-    results, is_all = run_shard(
-      journey, config, config_class, str(workdir), Shard(number, count), evaluate.LOGS
-    )
-    assert is_all == (number == numbers[-1])
+    shard = Shard(number, count)
+    results, is_all = run_shard(run, settings, str(workdir), shard, evaluate.LOGS, "")
+    assert is_all == (len(numbers) == count and number == numbers[-1])
   return results
 
 
@@ -135,11 +140,15 @@ def test_shards_of_a_selection_keep_the_same_tasks(evaluation, tmp_path):
 
 
 def test_shards_that_do_not_fit_are_refused(evaluation, tmp_path):
-  kind = evaluate.EvaluateConfig
-
   def run(shard: Shard, config=evaluation, folder: str = "w"):
-    workdir = str(tmp_path / folder)
-    return run_shard(evaluate.run, config, kind, workdir, shard, evaluate.LOGS)
+    return in_shards(
+      evaluate.run,
+      config,
+      evaluate.EvaluateConfig,
+      tmp_path / folder,
+      [shard.index],
+      shard.count,
+    )
 
   run(Shard(0, 2))
   with pytest.raises(ValueError, match="has 2 shards, not 3"):

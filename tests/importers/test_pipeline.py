@@ -11,6 +11,7 @@ from coa_jax.importers.importers import Importer
 from coa_jax.importers.pipeline import CHUNK, ImportJob, RowPipeline
 from coa_jax.protocol.roles import get_variant
 from coa_jax.protocol.trajectory import Author, Trajectory
+from coa_jax.shard import Shard
 from coa_jax.teacher.convert import ConvertConfig
 from coa_jax.teacher.filters import FiltersConfig, load_benchmarks
 from coa_jax.teacher.tool_augmentation import ToolAugmentation
@@ -135,3 +136,21 @@ def test_copies_are_numbered_and_every_row_is_told():
   metas = [json.loads(line)["meta"].get("copy") for line in lines]
   assert metas == [None, 1, 2, None]
   assert dropped == [("t7", "b")] and imported == [("t1", 3), ("t2", 1)]
+
+
+def test_parts_that_are_not_all_are_refused(tmp_path):
+  for number in range(2):
+    part = tmp_path / f"{number}.jsonl"
+    ImportJob(pipeline()).write_part(part, records(9), Shard(number, 2))
+  both = [(tmp_path / f"{number}.jsonl").read_text() for number in range(2)]
+  path = tmp_path / "rows.jsonl"
+  path.write_text("".join(both))
+  joined = list(ImportJob(pipeline()).joined_lines(path))
+  assert joined == list(ImportJob(pipeline()).lines(records(9)))
+  for wrong in (both[1], both[0] * 2, both[0] + both[1] * 2):
+    path.write_text(wrong)
+    with pytest.raises(ValueError, match="rows are missing, or there twice"):
+      list(ImportJob(pipeline()).joined_lines(path))
+  path.write_text("{}\n")
+  with pytest.raises(ValueError, match="no part of an import"):
+    list(ImportJob(pipeline()).joined_lines(path))

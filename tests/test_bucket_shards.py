@@ -1,0 +1,196 @@
+"""Shards that meet in a bucket, each on a machine of its own, write what one would."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import object_store
+import pytest
+from programs import ROOT, config_file
+
+from coa_jax.bucket.objects import Bucket
+from coa_jax.tasks.world.build import WorldConfig, write_world
+from configs import distill_world
+from tests.backend import BACKEND
+
+# A program whose silence is soon its end, and whose progress is seen at once.
+QUICK = """
+import runpy, sys
+from coa_jax.bucket import lease, mirror
+lease.BEAT_S, lease.SILENT_S, mirror.PUSH_EVERY_S = 0.2, 5.0, 0.1
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def start(module: str, *flags: str) -> subprocess.Popen[str]:
+  """Starts `experiments.MODULE`."""
+  return subprocess.Popen(
+    [sys.executable, "-c", QUICK, f"experiments.{module}", *flags],
+    cwd=ROOT,
+    env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def end(process: subprocess.Popen[str]) -> str:
+  """Waits for a program that must end well; what it printed."""
+  out, errors = process.communicate(timeout=600)
+  assert process.returncode == 0, errors
+  return out
+
+
+def timeless(text: str) -> str:
+  return re.sub(r'(seconds\w*": )[^,}\n]+', r"\1", text)
+
+
+@pytest.fixture
+def store():
+  object_store.needs("gs")
+  with object_store.Store("gs").running() as running:
+    yield running
+
+
+@pytest.fixture(scope="module")
+def distillation(tmp_path_factory) -> str:
+  """A config file of a small distillation."""
+  folder = tmp_path_factory.mktemp("distillation")
+  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
+  world = write_world(folder, "train", 40, sizes)
+  config = distill_world.get_config("tiny").to_dict()
+  config["tasks"]["uri"] = world["tasks"]
+  config["tools"] |= dict(corpus=world["corpus"], sandbox=BACKEND)
+  return config_file(folder / "distill.py", config)
+
+
+@pytest.mark.slow
+def test_three_machines_distill_one_is_lost(distillation, store, tmp_path):
+  whole = tmp_path / "whole"
+  end(start("distill", f"--config={distillation}", f"--workdir={whole}"))
+  uri = store.uri + "/run"
+  bucket = Bucket(uri)
+
+  def shard(number: int, machine: str) -> subprocess.Popen[str]:
+    scratch = f"--scratch={tmp_path / machine}"
+    flags = f"--config={distillation}", f"--workdir={uri}", f"--shard={number}/3"
+    return start("distill", *flags, scratch)
+
+  # --- Number 1 is killed on its way, when some of it is in the bucket.
+  machines = [shard(i, f"m{i}") for i in range(3)]
+  while not (bucket.read("shards/1-of-3/runs.jsonl") or b"").count(b"\n"):
+    assert machines[1].poll() is None, machines[1].communicate()
+    time.sleep(0.05)
+  machines[1].send_signal(signal.SIGKILL)
+  machines[1].wait()
+  kept = bucket.read("shards/1-of-3/runs.jsonl")
+  end(machines[0])
+  end(machines[2])
+  assert bucket.read("results.json") is None
+  before = bucket.list("shards")
+
+  # --- Elsewhere it goes on, and as the last one joins all.
+  out = end(shard(1, "m3"))
+  assert json.loads(out)["tasks"] == 40
+  files = store.files("run")
+  for name in ("runs.jsonl", "trajectories.jsonl", "teacher.jsonl", "results.json"):
+    assert timeless(files[name].decode()) == timeless((whole / name).read_text()), name
+  assert files["shards/1-of-3/runs.jsonl"].startswith(kept)
+  # Of what the others had done nothing was done again.
+  for name, stored in before.items():
+    if not name.startswith("shards/1-of-3") and "/.lease/" not in name:
+      assert bucket.list(name) == {name: stored}, name
+
+  # --- Who comes once more, two at once, changes nothing; machines are left empty.
+  late = [shard(0, "m0"), shard(2, "m2")]
+  for process in late:
+    end(process)
+  again = store.files("run")
+  for name, data in files.items():
+    if ".lease/" not in name:
+      assert again[name] == data, name
+  for machine in ("m0", "m2", "m3"):
+    assert not any(p.is_file() for p in (tmp_path / machine).rglob("*")), machine
+
+
+def test_shards_in_a_bucket_that_do_not_fit_are_refused(distillation, store, tmp_path):
+  bucket = Bucket(store.uri + "/run")
+  bucket.write("shards/shards.json", b'{"config": {}, "shards": 2}')
+  flags = f"--config={distillation}", f"--scratch={tmp_path}"
+  for workdir, reason in (
+    (bucket.uri, "has 2 shards, not 3"),
+    (store.uri + "/other", "was not cut into shards"),
+  ):
+    Bucket(store.uri + "/other").write("config.json", b"{}")
+    process = start("distill", *flags, f"--workdir={workdir}", "--shard=0/3")
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 2 and "Traceback" not in errors, errors
+    last = errors.splitlines()[-1]  # a client without credentials warns first
+    assert last.startswith("error: ") and workdir in last and reason in last
+  assert list(pathlib.Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.slow
+def test_three_machines_import_from_a_bucket_into_it(store, tmp_path):
+  rows = []
+  for i in range(40):
+    rows.append(
+      {
+        "task_id": f"t{i}",
+        "question": f"Where is town {i % 30}?",
+        "prediction": "there" if i % 7 else "nowhere",
+        "true_answer": "there",
+        "intermediate_steps": [
+          {"facts": f"I look for town {i % 30}.", "plan": "look"},
+          {
+            "model_output": "go",
+            "tool_calls": [{"name": "wiki_search", "arguments": {"query": f"{i}"}}],
+            "observations": f"in {i}",
+          },
+        ],
+      }
+    )
+  Bucket(store.uri).write("in/runs.jsonl", "\n".join(map(json.dumps, rows)).encode())
+  flags = (
+    f"--file={store.uri}/in/runs.jsonl",
+    "--variant=unified",
+    "--convert.missing_think=Go on.",
+    "--convert.score_right",
+    "--filter",
+    "--filters.max_similarity=0.9",
+  )
+  whole = f"{store.uri}/whole/t.jsonl"
+  told = end(start("import_traces", *flags, f"--out={whole}", f"--scratch={tmp_path}"))
+  out = f"{store.uri}/cut/t.jsonl"
+
+  def shard(number: int, machine: str) -> subprocess.Popen[str]:
+    scratch = f"--scratch={tmp_path / machine}"
+    return start(
+      "import_traces", *flags, f"--out={out}", f"--shard={number}/3", scratch
+    )
+
+  # --- Number 1 is killed once it holds its part.
+  killed = shard(1, "m1")
+  while not store.files("cut/t.jsonl.work/shards/1-of-3/.lease"):
+    assert killed.poll() is None, killed.communicate()
+    time.sleep(0.02)
+  killed.send_signal(signal.SIGKILL)
+  killed.wait()
+  end(shard(0, "m0"))
+  end(shard(2, "m2"))
+  assert set(store.files("cut")) and "t.jsonl" not in store.files("cut")
+  assert end(shard(1, "m3")) == told
+  files = store.files("cut")
+  expected = store.files("whole")
+  assert set(expected) == {name for name in files if ".work/" not in name}
+  for name, data in expected.items():
+    assert files[name] == data, name
+  assert json.loads(files["t.jsonl.manifest.json"])["config"]["file"] == flags[0][7:]
