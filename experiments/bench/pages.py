@@ -1,0 +1,311 @@
+"""What pages are worth to agents' rollouts: the real scheduler on a simulated device.
+
+  python -m experiments.bench.pages [--quick] [--out=FILE.json]
+    [--trajectories=runs/rl/trajectories/step_000000.jsonl]
+
+Trajectories as agents have them: lengths are log-normal with a mean of 8k tokens and
+end at 32k; a group of 8 shares its prompt; a turn samples 200 tokens, then a tool
+answers 300. How long tools take is drawn from a run's recorded calls (--trajectories),
+else log-normally (median 1 s, one in twenty above 10 s).
+
+The scheduler is the one that rollouts use (`coa_jax.rollout.scheduler`); in place of
+the device's programs stands a clock. A step of decoding takes as long as a chip needs
+to read its weights and the keys and values that it must, or for the arithmetic,
+whichever is longer; given tokens take their arithmetic. Measured is until the last
+trajectory was given to a slot. Contestants are
+
+  pages   a pool of what the memory holds, for up to 1,024 slots, read page by page
+  dense   rows of 32k places for as many slots as the memory holds, all of them read as
+          far as the longest trajectory goes, rounded up to a power of two
+
+so their ratio is of floors and not of measured times.
+
+budget: a device, an episode and a clock.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from absl import flags
+
+from coa_jax.model import cache as caching
+from coa_jax.model.config import ModelConfig
+from coa_jax.model.flops import products
+from coa_jax.model.variants import variant
+from coa_jax.protocol.grammar.automaton import Automaton
+from coa_jax.protocol.trajectory import read_trajectories
+from coa_jax.rollout import sampler, scheduler, slot_cache
+from coa_jax.rollout.types import Episode, RolloutConfig
+from experiments.bench import program as bench
+from experiments.bench.compile_check import CHIPS, Chip
+from experiments.launch import run_program
+
+LONGEST, MEAN, PROMPT, TURN, OBSERVATION, GROUP = 32_768, 8_192, 1_024, 200, 300, 8
+WINDOW = 32
+
+
+def _define_flags() -> None:
+  # Not on import: other programs have flags of these names, and tests import both.
+  flags.DEFINE_string("trajectories", "", "Whose calls' seconds are drawn from.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+  """Chips that decode together.
+
+  Attributes:
+    model: a name in `variants.VARIANTS`.
+    generation: of the chips.
+    chips: how many.
+    held: GB of each that are the learner's.
+  """
+
+  model: str
+  generation: str
+  chips: int
+  held: float
+
+
+# Held is AdamW's state in float32 over the slice: 16 chips of v5p:2x2x4 and v6e:4x4.
+CASES = {
+  "qwen2.5-7b v5p": Replica("qwen2.5-7b", "v5p", 4, 16 * 7.6 / 16),
+  "qwen3-8b v6e": Replica("qwen3-8b", "v6e", 4, 16 * 8.2 / 16),
+}
+
+
+class Clock:
+  """Simulated seconds, and the tool calls that end in them."""
+
+  def __init__(self):
+    self.now = 0.0
+    self._calls: list[tuple[float, int, concurrent.futures.Future]] = []
+
+  def call(self, seconds: float) -> concurrent.futures.Future:
+    """Returns a future that is done in so many seconds."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    heapq.heappush(self._calls, (self.now + seconds, id(future), future))
+    return future
+
+  def pass_by(self, seconds: float) -> None:
+    """Lets time go by; calls that are due are done."""
+    self.now += seconds
+    while self._calls and self._calls[0][0] <= self.now:
+      heapq.heappop(self._calls)[2].set_result(None)
+
+  def wait(self) -> None:
+    """Lets time go by until the next call is done."""
+    self.pass_by(max(0.0, self._calls[0][0] - self.now))
+
+
+class Turns(Episode):
+  """A trajectory of so many tokens: a prompt, then turns and observations."""
+
+  seed = 0
+  temperature = 1.0
+
+  def __init__(self, sequence: int, length: int, clock: Clock, seconds: np.ndarray):
+    self.sequence = sequence
+    self.limit = PROMPT + TURN
+    self._prompt = [3 + sequence // GROUP, *[3] * (PROMPT - 1)]
+    self._length = min(length, LONGEST)
+    self._clock = clock
+    self._rng = np.random.default_rng(sequence)
+    self._seconds = seconds
+
+  def start(self) -> list[int]:
+    return self._prompt
+
+  def sampled(
+    self, ids: list[int], logps: list[float], tag: str | None
+  ) -> concurrent.futures.Future | None:
+    if self.limit + OBSERVATION + TURN > self._length:
+      return None
+    self.limit += OBSERVATION + TURN
+    return self._clock.call(float(self._rng.choice(self._seconds)))
+
+  def observed(self, result: Any) -> list[int]:
+    return [3] * OBSERVATION
+
+
+class Device:
+  """In place of the sampler's programs: arithmetic and traffic of a chip, as seconds.
+
+  Attributes:
+    tokens: that were sampled.
+    live: (seconds, trajectories that held memory meanwhile) of each window.
+  """
+
+  def __init__(self, model: ModelConfig, case: Replica, clock: Clock, dense: bool):
+    self.chip: Chip = CHIPS[case.generation]
+    self.clock = clock
+    self.dense = dense
+    self.parameters = sum(products(model)) / case.chips
+    self.token = caching.row_bytes(model, 1) / case.chips
+    self.tokens = 0
+    self.live: list[tuple[float, int]] = []
+
+  def extend(self, cfg, params, cache, table_RC, token_RT, start_R, count_R, *rest):
+    """`sampler.extend`."""
+    self.clock.pass_by(2 * self.parameters * int(count_R.sum()) / self.chip.flops)
+    return cache
+
+  def window(self, cfg, params, cache, table_BC, state, tables, forced_BW, *rest):
+    """`sampler.window`: every slot goes on to its limit, or to the window's end."""
+    B, W = forced_BW.shape
+    room_B = np.maximum(state.limit_B - 1 - state.length_B, 0)
+    count_B = np.where(state.active_B, np.minimum(W, room_B), 0).astype(np.int32)
+    # --- What it takes.
+    held_B = table_BC[:, 0] >= 0
+    length_B = state.length_B[held_B | state.active_B]
+    read = (state.length_B * state.active_B).sum()
+    if self.dense:
+      blocks = -(-int(length_B.max()) // caching.PAGE_SIZE)
+      read = B * caching.PAGE_SIZE * 2 ** int(np.ceil(np.log2(blocks)))
+    moved = 2 * self.parameters + self.token * read
+    flops = 2 * self.parameters * int(state.active_B.sum())
+    step = max(moved / self.chip.hbm_rate, flops / self.chip.flops)
+    seconds = int(count_B.max()) * step
+    self.live.append((seconds, int(held_B.sum())))
+    self.tokens += int(count_B.sum())
+    self.clock.pass_by(seconds)
+    # --- What comes of it.
+    length_B = state.length_B + count_B
+    state = state.replace(
+      length_B=length_B, active_B=state.active_B & (length_B + 1 < state.limit_B)
+    )
+    filler = np.zeros((B, W))
+    out = sampler.Sampled(filler.astype(int), filler, count_B, np.zeros(B, int))
+    return cache, state, out
+
+
+class NoCache:
+  """In place of `KVCache`: pages without memory."""
+
+  shared = True
+
+  def __init__(self, pages: int):
+    self.pages = pages
+
+  @classmethod
+  def empty(cls, cfg, pages, page_size, partitioner=None) -> NoCache:
+    """`KVCache.empty`."""
+    return cls(pages)
+
+  def copy(self, from_X, to_X, partitioner=None) -> NoCache:
+    """`KVCache.copy`."""
+    return self
+
+  def to_host(self, pages: Sequence[int]) -> list:
+    """`KVCache.to_host`."""
+    return []
+
+  def from_host(self, pages, contents, partitioner=None) -> NoCache:
+    """`KVCache.from_host`."""
+    return self
+
+
+def simulate(
+  case: Replica, dense: bool, lengths: Sequence[int], seconds: np.ndarray
+) -> dict[str, Any]:
+  """Plays trajectories of these lengths; a row of the table.
+
+  Args:
+    case: the chips and the model.
+    dense: whether rows lie as they did before there were pages.
+    lengths: tokens of each trajectory.
+    seconds: what tool calls take is drawn from these.
+  """
+  # --- Memory: what the learner, weights and logits leave.
+  model = variant(case.model, dtype="bfloat16")
+  clock = Clock()
+  device = Device(model, case, clock, dense)
+  room = 0.95 * device.chip.hbm - 1e9 * case.held - 2 * device.parameters
+  room -= 2**30  # logits, and what programs take
+  pages = int(room / (caching.PAGE_SIZE * device.token))
+  blocks = caching.num_blocks(LONGEST, LONGEST)
+  slots = pages // blocks if dense else min(1024, len(lengths) // 2)
+  config = RolloutConfig(slots=slots, window=WINDOW, max_len=LONGEST)
+
+  # --- Rounds until no slot that falls free is filled any more.
+  automaton = Automaton(
+    np.zeros(8, int), np.zeros((1, 1), int), np.zeros((1, 1), int), ()
+  )
+  waiting = [Turns(n, length, clock, seconds) for n, length in enumerate(lengths)]
+  running = 0
+  with (
+    mock.patch.object(sampler, "extend", device.extend),
+    mock.patch.object(sampler, "window", device.window),
+    mock.patch.object(slot_cache, "KVCache", NoCache),
+    mock.patch.object(slot_cache, "page_counts", lambda *_: [pages]),
+  ):
+    replica = scheduler.Scheduler(model, automaton, config)
+    while waiting:
+      new = waiting[: slots - running]
+      waiting = waiting[len(new) :]
+      running += len(new)
+      windows = replica.counters.windows
+      running -= len(replica.round("policy", 0, new))
+      if replica.counters.windows == windows:  # all wait for tools
+        clock.wait()
+
+  total = sum(s for s, _ in device.live)
+  return {
+    "contestant": "dense" if dense else "pages",
+    "live": sum(s * n for s, n in device.live) / total,
+    "pauses": replica.counters.pauses,
+    "rate": device.tokens / clock.now / case.chips,
+    "busy": 100 * total / clock.now,
+    "seconds": clock.now,
+  }
+
+
+def run() -> dict[str, Any]:
+  """Everything the flags ask for: the table and the ratios."""
+  # --- What agents do: as drawn, or as recorded.
+  rng = np.random.default_rng(0)
+  count = 512 if bench.QUICK.value else 4096
+  lengths = MEAN * np.exp(rng.normal(-0.5 * 0.8**2, 0.8, count))
+  lengths = np.clip(lengths, PROMPT + TURN, LONGEST).astype(int).tolist()
+  seconds = np.exp(rng.normal(0.0, 1.4, 10_000))
+  file = flags.FLAGS.trajectories
+  if file:
+    calls = [c.seconds for t in read_trajectories(file) for c in t.calls]
+    if not calls:
+      raise ValueError(f"--trajectories={file}: no trajectory in it calls a tool")
+    seconds = np.array(calls)
+
+  # --- Both, on every replica.
+  rows = []
+  ratios = {}
+  for name, case in bench.chosen(CASES).items():
+    dense = simulate(case, True, lengths, seconds)
+    pages = simulate(case, False, lengths, seconds)
+    for row in (dense, pages):
+      rows.append({"case": name, **row})
+      print(f"{name} {row['contestant']}: {row['rate']:.0f}", flush=True)
+    for what in ("live", "rate"):
+      ratios[f"{name}: {what}"] = pages[what] / dense[what]
+  return {"table": rows, "ratios": ratios}
+
+
+_COLUMNS = {
+  "case": "case",
+  "contestant": "rows as",
+  "live": "live trajectories",
+  "pauses": "pauses",
+  "rate": "tokens/s a chip",
+  "busy": "device busy %",
+  "seconds": "seconds",
+}
+NOTE = "Simulated: floors of a chip, not measured times."
+
+if __name__ == "__main__":
+  _define_flags()
+  run_program(bench.program(run, "Pages", _COLUMNS, NOTE))
