@@ -90,6 +90,8 @@ def end_at(place: str, n: int, number: int, calls: Calls, signalled: mmap.mmap) 
   """Has this process get the signal at its n-th visit of the place.
 
   The time of it is written to `signalled`.
+
+  budget: all places, one after the other.
   """
   visits = []
 
