@@ -27,6 +27,7 @@ from experiments.bench import (
   faults,
   faults_work,
   hlo_text,
+  pages,
   peers,
   rl_work,
   soak_sandbox,
@@ -174,6 +175,20 @@ def test_a_leak_of_the_jail_is_an_error(monkeypatch, tmp_path):
     soak_sandbox.soak(5)
 
 
+# --- Pages, simulated.
+
+
+def test_pages_hold_more_trajectories_at_once():
+  """On chips with room for 14 of the longest; most are shorter by far."""
+  case = pages.CASES["qwen3-8b v6e"]
+  lengths = [8_000] * 30 + [32_768] * 2 + [2_000] * 60
+  seconds = np.array([1.0, 20.0])
+  dense = pages.simulate(case, True, lengths, seconds)
+  paged = pages.simulate(case, False, lengths, seconds)
+  assert round(dense["live"]) == 14 < 28 < paged["live"] and dense["pauses"] == 0
+  assert paged["rate"] > dense["rate"] and paged["busy"] < dense["busy"] <= 100
+
+
 # --- Programs for TPUs.
 
 
@@ -190,7 +205,8 @@ def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
   config = rl_qwen.get_config("tiny")
   config.algo.loss.update(kl_coef=0.1, is_clip=2.0)  # the reference's scores, too
   config.algo.sampling.staleness = staleness
-  run = tpu_programs.make_run(read_config(config, rl.RLConfig), jax.devices(), "toy")
+  settings = read_config(config, rl.RLConfig)
+  run = tpu_programs.make_run(settings, jax.devices(), hbm=1e9, model="toy")
   programs = {p.name: p for p in tpu_programs.programs(run, live=100)}
   deciding = [p.name for p in programs.values() if p.decides]
   assert deciding == [
@@ -199,8 +215,8 @@ def test_every_kind_of_program_can_be_lowered(staleness: int, monkeypatch):
     "convert",
     "gather",
     "gather a layer",
-    "extend 4 x 512 of 1024",
-    "window 4 x 8 of 1024",
+    "extend 4 x 512, 4 of 16 pages",
+    "window 4 x 8, 4 of 16 pages",
   ]
   for name in deciding:
     assert "func" in programs[name].lower().as_text()
