@@ -113,7 +113,12 @@ def budget_line(
   state: Any,
   policies: int,
 ) -> str:
-  """Says what `cache_budget` counts; "" where devices do not tell their memory."""
+  """Says what `cache_budget` counts; "" where devices do not tell their memory.
+
+  Raises:
+    ValueError: `rollout.memory` is more than that, or is to be all of it though the
+      learner's step needs room beside it.
+  """
   device = jax.local_devices()[0]
   if partitioner:
     device = partitioner.mesh.local_devices[0]
@@ -121,6 +126,19 @@ def budget_line(
   if not total:  # a CPU's devices share the machine's
     return ""
   budget = cache_budget(model, config, partitioner, state, policies, total)
+  if config.memory * 1e9 > budget.caches:
+    raise ValueError(
+      f"rollout.memory={config.memory:g} GB is more than the {_gb(budget.caches)} of a "
+      "device that are left; take that at most, or 0 for all"
+    )
+  if policies > 1 and budget.state and not config.memory:
+    raise ValueError(
+      "rollout.memory=0 takes all that is left when rollouts begin, and with "
+      "algo.sampling.staleness the learner's step runs beside them: of "
+      f"{_gb(budget.caches)} take what the step leaves (its temporaries: python -m "
+      "experiments.bench.compile_check), or give rollouts devices of their own "
+      "(mesh.rollout)"
+    )
   return budget.describe(config)
 
 

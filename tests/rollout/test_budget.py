@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import pytest
 import toy
 from playing import CONFIG
 
@@ -46,6 +47,23 @@ def test_a_device_that_tells_its_memory_is_asked(monkeypatch):
   assert line.startswith("memory of a device that decodes: 16.0 GB; learner's state")
   asked = CONFIG.slots * CONFIG.max_len
   assert f"rollout.slots=5 of rollout.max_len={CONFIG.max_len} may take {asked}" in line
+
+
+def test_memory_that_is_not_there_or_that_the_step_needs_is_refused(monkeypatch):
+  device = _Device({"bytes_limit": 10**9})
+  monkeypatch.setattr(memory.jax, "local_devices", lambda: [device])
+
+  def line(gigabytes: float, policies: int) -> str:
+    config = dataclasses.replace(CONFIG, memory=gigabytes)
+    return memory.budget_line(toy.MODEL, config, None, toy.params(), policies)
+
+  assert line(0.5, 1) and line(0.5, 2) and line(0, 1)
+  with pytest.raises(
+    ValueError, match=r"rollout\.memory=2 GB is more than the 0\.\d GB"
+  ):
+    line(2, 1)
+  with pytest.raises(ValueError, match=r"rollout\.memory=0 takes all .*staleness"):
+    line(0, 2)
 
 
 @dataclasses.dataclass
