@@ -37,6 +37,10 @@ class PagePool:
     """Counts the pages that nobody reads."""
     return len(self._free)
 
+  def readers(self, page: int) -> int:
+    """Counts the readers of a page."""
+    return self._readers[page]
+
   def grow(self, pages: int) -> None:
     """Makes it so many pages."""
     for page in range(self.size, pages):

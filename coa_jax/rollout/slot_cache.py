@@ -106,17 +106,21 @@ class SlotCache:
       pages += found
       known = min(known + piece, len(given))
 
-    # --- Pages of its own: also for the last one, into which it will write, and where
-    # a page has one reader only, for all of them.
+    # --- Pages of its own. Another reader's are copied where a page may have one only,
+    # and so is the last one, into which it will write.
     shared = known // self._page_size if self.kv.shared else 0
+    copied = [page for page in pages[shared:] if self._pool.readers(page) > 1]
     blocks = caching.num_blocks(len(given), self._max_len)
-    if not self._make_room(blocks - shared + self._spare()):
+    needed = blocks - len(pages) + len(copied)
+    if not self._make_room(needed + self._spare()):
       self._pool.release(pages)
       return None
-    own = self._pool.take(blocks - shared)
-    for page, onto in zip(pages[shared:], own, strict=False):
+    own = self._pool.take(needed)
+    for page in copied:
+      onto = own.pop()
       self._copies.append((known, page, onto))
-    self._give(slot, pages[:shared] + own)
+      pages[pages.index(page)] = onto
+    self._give(slot, pages + own)
 
     # --- Who comes next finds what is prefilled now.
     per_piece = -(-piece // self._page_size)

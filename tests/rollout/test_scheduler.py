@@ -224,6 +224,16 @@ def test_where_pages_run_out_the_youngest_pauses_and_goes_on_alike(
   assert on.counters.pauses == len(paused) > 0 and 0 not in paused
 
 
+def test_a_prompt_finds_room_though_what_it_begins_with_fills_the_pool(novice):
+  """One slot of one page: the same prompt again has the page that it left."""
+  on = engine(slots=1)
+  played = play(novice, [0, 4, 8, 1], on=on)
+  assert on.counters.copied_tokens == 2 * played[0].usage.prompt
+  for n in (4, 1):
+    (alone,) = play(novice, [n], on=engine(slots=1)).values()
+    assert content(alone) == content(played[n])
+
+
 def test_memory_for_less_than_one_trajectory_is_refused():
   on = engine(memory=1e-6, max_len=3000)
   with pytest.raises(
