@@ -338,7 +338,7 @@ def main(words: list[str]) -> None:
       stop(f"--slices={job.slices} does not go with --vm: leave out --vm, for GKE")
     print(make_vm_commands(job, FLAGS.zone), end="")
     return
-  if job.slices > 1 and job.slice.hosts == 1:
+  if FLAGS.slices > 1 and job.slice.hosts == 1:
     stop(
       f"--slices={job.slices}: GKE joins slices of several hosts, and {job.slice.name} "
       f"({job.slice.topology}) is one host"
