@@ -211,8 +211,10 @@ class KVCache:
         check_vma=False,
       )(*args)
     keys, v_JKPH = self.layers[layer]
-    k_JKHP = keys if self.layout == "places_last" else keys.swapaxes(2, 3)
-    return paged.attend(q_BTNH, k_JKHP, v_JKPH, rows, write.position_BT, window)
+    places_last = self.layout == "places_last"
+    return paged.attend(
+      q_BTNH, keys, v_JKPH, rows, write.position_BT, window, places_last
+    )
 
   def copy(
     self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from coa_jax.model.cache import num_blocks
+from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.rollout import scheduler, slot_cache
 from coa_jax.rollout.types import RolloutConfig
 
@@ -51,19 +51,21 @@ def device_calls(
   Args:
     config: of the rollouts.
     on: the kind of device: cpu, gpu or tpu.
-    page_counts: pages that the cache may have (`memory.page_counts`).
+    page_counts: pages that the cache may have (`slot_cache.page_counts`).
   """
   # --- Rows, tokens and pages that a call with given tokens may have. The last token of
   # a text stays pending, and one more place is left to sample.
   most_rows = min(config.inject_rows, config.slots)
   rows = {scheduler.row_bucket(n + 1, most_rows, on) for n in range(most_rows)}
   most = config.max_len - 2
-  shapes: set[tuple[int, int, int]] = set()
+  fewest: dict[int, int] = {}  # of each length bucket the fewest tokens
   for given in range(1, min(most, slot_cache.PIECE) + 1):
-    for end in range(given, most + 1):
-      blocks = scheduler.block_bucket(end, config.max_len)
-      needed = num_blocks(end, config.max_len)
-      shapes.add((scheduler.token_bucket(given), blocks, needed))
+    fewest.setdefault(scheduler.token_bucket(given), given)
+  shapes: set[tuple[int, int, int]] = set()
+  for needed in range(1, num_blocks(most, config.max_len) + 1):
+    end = min(needed * page_size(config.max_len), most)
+    blocks = scheduler.block_bucket(end, config.max_len)
+    shapes.update((t, blocks, needed) for t, given in fewest.items() if given <= end)
 
   # --- Of each size of the cache those that it can hold.
   out: set[DeviceCall] = set()

@@ -28,6 +28,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -86,11 +87,12 @@ class Clock:
   def __init__(self):
     self.now = 0.0
     self._calls: list[tuple[float, int, concurrent.futures.Future]] = []
+    self._number = itertools.count()  # futures have no order
 
   def call(self, seconds: float) -> concurrent.futures.Future:
     """Returns a future that is done in so many seconds."""
     future: concurrent.futures.Future = concurrent.futures.Future()
-    heapq.heappush(self._calls, (self.now + seconds, id(future), future))
+    heapq.heappush(self._calls, (self.now + seconds, next(self._number), future))
     return future
 
   def pass_by(self, seconds: float) -> None:

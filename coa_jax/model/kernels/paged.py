@@ -53,11 +53,12 @@ def decoding_rows(table_BC: jax.Array, active_B: jax.Array, pages: int) -> RowPa
 
 def attend(
   q_BTNH: jax.Array,
-  k_JKHP: jax.Array,
+  keys: jax.Array,
   v_JKPH: jax.Array,
   rows: RowPages,
   position_BT: jax.Array,
   window: int,
+  places_last: bool,
 ) -> jax.Array:
   """Attends with each row's tokens over its pages, up to their own places.
 
@@ -68,25 +69,32 @@ def attend(
 
   Args:
     q_BTNH: queries.
-    k_JKHP: keys.
+    keys: [J, K, H, P] with `places_last`, else [J, K, P, H].
     v_JKPH: values.
     rows: their pages.
     position_BT: of each query in its own sequence.
     window: places that a token reads, its own included; 0 for all.
+    places_last: how the keys lie.
 
   Returns:
     out_BTNH in q's dtype.
   """
+  # --- One token of each row: no page is moved.
   if rows.owner_J is not None:
+    k_JKHP = keys if places_last else keys.swapaxes(2, 3)
     return _attend_in_place(q_BTNH, k_JKHP, v_JKPH, rows, position_BT[:, 0], window)
-  _, K, _, P = k_JKHP.shape
+
+  # --- Several: pages are gathered by rows, all or block after block.
+  _, K, P, _ = v_JKPH.shape
   C = rows.table_BC.shape[1]
   page_BC = jnp.maximum(rows.table_BC, 0)  # what is not there is not read either
 
   def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
     """Keys [B, K, c, H, P] and values [B, K, c, P, H] of the rows."""
     page_Bc = jax.lax.dynamic_slice_in_dim(page_BC, first, count, axis=1)
-    k = jnp.take(k_JKHP, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
+    k = jnp.take(keys, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
+    if not places_last:  # only now: turned before, all pages would be
+      k = k.swapaxes(3, 4)
     return k, jnp.take(v_JKPH, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
 
   if C * P <= SHORT:
