@@ -65,7 +65,7 @@ class KVCache:
         scores run along contiguous memory, and decoding takes half the time.
       heads_last: keys and values [J, K, P, H].
       joined: one array [J, P, 2 K, H], each head's key before its value, as the TPU's
-        kernel reads them (`kernels.ragged`).
+        kernel reads them (`kernels.ragged`); zeros fill H up to what it takes.
   """
 
   layers: tuple[tuple[jax.Array, ...], ...]
@@ -85,7 +85,7 @@ class KVCache:
     key_axes = {
       "places_last": (pages, K, H, P),
       "heads_last": (pages, K, P, H),
-      "joined": (pages, P, 2 * K, H),
+      "joined": (pages, P, 2 * K, ragged.head_size(H)),
     }
     # Each an array of its own: their memory is donated and freed one by one.
     layers = []
@@ -157,6 +157,7 @@ class KVCache:
     if self.layout == "joined":
       (pool,) = self.layers[layer]
       kv = jnp.stack([k_BTKH, v_BTKH], axis=3).reshape(B, T, 2 * K, H)
+      kv = jnp.pad(kv, ((0, 0),) * 3 + ((0, pool.shape[3] - H),))
       arrays = [pool.at[write.page_BT, write.place_BT].set(kv, mode="drop")]
     else:
       keys, values = self.layers[layer]
@@ -275,12 +276,21 @@ def row_bytes(cfg: ModelConfig, size: int) -> int:
   return size * scalars * jnp.dtype(cfg.dtype).itemsize
 
 
+def page_bytes(
+  cfg: ModelConfig, page_size: int, partitioner: Partitioner | None
+) -> int:
+  """Counts the bytes that a page takes on each device, as it lies there."""
+  page = jax.eval_shape(lambda: KVCache.empty(cfg, 1, page_size, partitioner))
+  ways = partitioner.ways("K") if partitioner else 1
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page)) // ways
+
+
 def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner | None) -> str:
   """How keys and values lie on the devices at hand."""
   device = partitioner.mesh.devices.flat[0] if partitioner else jax.devices()[0]
   if device.platform == "cpu":
     return "places_last"
-  if device.platform == "tpu" and ragged.takes(cfg.head_dim, cfg.dtype, page_size):
+  if device.platform == "tpu" and ragged.takes(cfg.dtype, page_size):
     return "joined"
   return "heads_last"
 

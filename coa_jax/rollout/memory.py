@@ -93,16 +93,14 @@ def cache_budget(
     partitioner = partitioner.decoding(config.tensor)
   decoder = decode_params.architecture(model, partitioner)
   weights = decode_params.decoding_shapes(decoder, partitioner)
+  page_size = cache.page_size(config.max_len)
   split_V = partitioner.ways("V") if partitioner else 1
-  split_K = partitioner.ways("K") if partitioner else 1
   return CacheBudget(
     total=total,
     state=_bytes_on_device(state, partitioner),
     weights=policies * _bytes_on_device(weights, partitioner),
     logits=4 * config.slots * model.vocab_size // split_V,
-    token=math.ceil(
-      cache.row_bytes(decoder, config.max_len) / config.max_len / split_K
-    ),
+    token=math.ceil(cache.page_bytes(decoder, page_size, partitioner) / page_size),
   )
 
 

@@ -223,8 +223,7 @@ def page_counts(
     return sizes  # its memory is everybody's: none is taken before it is needed
 
   # --- Pages that there is room for.
-  split_K = partitioner.ways("K") if partitioner else 1
-  page = caching.row_bytes(model, caching.page_size(max_len)) / split_K
+  page = caching.page_bytes(model, caching.page_size(max_len), partitioner)
   room = memory * 1e9
   if not memory:
     device = jax.local_devices()[0]

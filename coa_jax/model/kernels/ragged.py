@@ -21,16 +21,14 @@ _DECODING = 8
 _GIVEN = 64
 
 
-def takes(head_dim: int, dtype: str, page_size: int) -> bool:
-  """Tells whether the kernel can read such pages.
+def takes(dtype: str, page_size: int) -> bool:
+  """Tells whether the kernel can read pages of so many places of a dtype."""
+  return page_size % 16 == 0 and jnp.dtype(dtype) == jnp.bfloat16
 
-  Args:
-    head_dim: H.
-    dtype: of keys and values.
-    page_size: places of a page.
-  """
-  whole = head_dim % 128 == 0 and page_size % 16 == 0
-  return whole and jnp.dtype(dtype) == jnp.bfloat16
+
+def head_size(head_dim: int) -> int:
+  """Returns what a head takes of a page: the kernel reads multiples of 128."""
+  return -(-head_dim // 128) * 128
 
 
 def attend(
@@ -44,7 +42,7 @@ def attend(
 
   Args:
     q_BTNH: queries.
-    pool_JPKH: each head's keys before its values: 2 K heads.
+    pool_JPKH: each head's keys before its values, 2 K heads; zeros after H of each.
     table_BC: int page of each block of a row; -1 where it has none.
     position_BT: of each query; a row's stand one after the other.
     window: places that a token reads, its own included; 0 for all.
@@ -57,8 +55,9 @@ def attend(
   # Tokens past a row's last are computed in vain; a row without pages reads one too.
   length_B = jnp.where(table_BC[:, 0] >= 0, position_BT[:, -1] + 1, T)
   page_bytes = pool_JPKH[0].size * pool_JPKH.dtype.itemsize
+  q_XNH = q_BTNH.reshape(B * T, N, H)
   out_XNH = ragged_paged_attention(
-    q_BTNH.reshape(B * T, N, H),
+    jnp.pad(q_XNH, ((0, 0), (0, 0), (0, pool_JPKH.shape[3] - H))),
     pool_JPKH,
     length_B.astype(jnp.int32),
     jnp.maximum(table_BC, 0),
@@ -69,4 +68,4 @@ def attend(
     num_kv_pages_per_block=max(1, min(C, _BLOCK_BYTES // page_bytes)),
     num_queries_per_block=min(_GIVEN if T > 1 else _DECODING, B * T),
   )
-  return out_XNH.reshape(B, T, N, H)
+  return out_XNH[..., :H].reshape(B, T, N, H)
