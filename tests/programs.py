@@ -11,6 +11,10 @@ import sys
 import time
 from typing import Any
 
+from coa_jax.tasks.world.build import WorldConfig, write_world
+from configs import distill_world
+from tests.backend import BACKEND
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -22,6 +26,16 @@ def config_file(path: pathlib.Path, config: dict[str, Any]) -> str:
     f"  return ml_collections.ConfigDict({config!r})\n"
   )
   return str(path)
+
+
+def small_distillation(folder: pathlib.Path) -> str:
+  """Writes a small world and the config file of a distillation in it; its name."""
+  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
+  world = write_world(folder, "train", 40, sizes)
+  config = distill_world.get_config("tiny").to_dict()
+  config["tasks"]["uri"] = world["tasks"]
+  config["tools"] |= dict(corpus=world["corpus"], sandbox=BACKEND)
+  return config_file(folder / "distill.py", config)
 
 
 def start(

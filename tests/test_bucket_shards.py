@@ -13,12 +13,9 @@ import time
 
 import object_store
 import pytest
-from programs import ROOT, config_file
+from programs import ROOT, small_distillation
 
 from coa_jax.bucket.objects import Bucket
-from coa_jax.tasks.world.build import WorldConfig, write_world
-from configs import distill_world
-from tests.backend import BACKEND
 
 # A program whose silence is soon its end, and whose progress is seen at once.
 QUICK = """
@@ -62,14 +59,7 @@ def store():
 
 @pytest.fixture(scope="module")
 def distillation(tmp_path_factory) -> str:
-  """A config file of a small distillation."""
-  folder = tmp_path_factory.mktemp("distillation")
-  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
-  world = write_world(folder, "train", 40, sizes)
-  config = distill_world.get_config("tiny").to_dict()
-  config["tasks"]["uri"] = world["tasks"]
-  config["tools"] |= dict(corpus=world["corpus"], sandbox=BACKEND)
-  return config_file(folder / "distill.py", config)
+  return small_distillation(tmp_path_factory.mktemp("distillation"))
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ class Mirror:
     shutil.rmtree(os.path.dirname(self.folder), ignore_errors=True)
     os.makedirs(self.folder)
     every = self.bucket.list()
-    stored = {name: told for name, told in every.items() if self._is_ours(name)}
+    stored = {name: each for name, each in every.items() if self._is_ours(name)}
     # What a kill left of a checkpoint is deleted there by the next push.
     proven = {os.path.dirname(name) for name in stored if _is_proof(name)}
     wanted = [n for n in stored if _step(n) is None or _step(n) in proven]

@@ -87,11 +87,11 @@ class Bucket:
     """
     found = self._tried(self._fs.find, self._path(below), detail=True)
     out = {}
-    for path, told in sorted(found.items()):
-      tag = told.get("generation") or told.get("ETag") or told.get("etag")
+    for path, details in sorted(found.items()):
+      tag = details.get("generation") or details.get("ETag") or details.get("etag")
       name = path.removeprefix(self._root).removeprefix("/")
       if not path.endswith("/"):  # what some tools write for an empty folder
-        out[name] = Stored(int(told["size"]), str(tag))
+        out[name] = Stored(int(details["size"]), str(tag))
     return out
 
   def read(self, name: str) -> bytes | None:

@@ -67,7 +67,7 @@ class SharedSignal:
         self._interruption.number = int(client.key_value_try_get(_KEY))
         return
       except jax.errors.JaxRuntimeError:
-        pass  # nobody has told anything yet, or the first process is gone
+        pass  # no process has a signal yet, or the first process is gone
 
 
 class Interruption:

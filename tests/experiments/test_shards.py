@@ -12,14 +12,12 @@ import time
 import ml_collections
 import pytest
 import toy
-from programs import config_file, start
+from programs import small_distillation, start
 
 from coa_jax import evaluate
 from coa_jax.config import as_json, read_config
 from coa_jax.protocol.trajectory import write_jsonl
 from coa_jax.shard import Shard
-from coa_jax.tasks.world.build import WorldConfig, write_world
-from configs import distill_world
 from experiments import select_tasks
 from experiments.shards import run_shard
 from tests.backend import BACKEND
@@ -37,14 +35,7 @@ WRITTEN = ("runs.jsonl", "trajectories.jsonl", "teacher.jsonl", "results.json")
 
 @pytest.fixture(scope="module")
 def distillation(tmp_path_factory) -> str:
-  """A config file of a small distillation."""
-  folder = tmp_path_factory.mktemp("distillation")
-  sizes = WorldConfig(towns=40, people=60, films=20, companies=20, train_worlds=1)
-  world = write_world(folder, "train", 40, sizes)
-  config = distill_world.get_config("tiny").to_dict()
-  config["tasks"]["uri"] = world["tasks"]
-  config["tools"] |= dict(corpus=world["corpus"], sandbox=BACKEND)
-  return config_file(folder / "distill.py", config)
+  return small_distillation(tmp_path_factory.mktemp("distillation"))
 
 
 def test_killed_shards_of_a_distillation_end_as_one_process(distillation, tmp_path):
