@@ -110,6 +110,7 @@ def launch(
     logs: files from which the journey goes on, where it can be cut into shards: see
       `experiments.shards`.
   """
+  # --- Flags of its own.
   if logs:
     flags.DEFINE_string(
       "shard", "", "Do part I of N alone, as 0/8; the last one joins. auto/8: by index."
@@ -118,6 +119,7 @@ def launch(
   flags.mark_flag_as_required("workdir")
 
   def work(config: ml_collections.ConfigDict) -> None:
+    # --- Where it runs, and beside whom.
     if not workdir.value:
       stop("--workdir is empty; name the folder where the run writes and goes on")
     shard = _shard() if logs else None
@@ -126,6 +128,7 @@ def launch(
       if not is_uri(workdir.value):
         distributed.check_shared(workdir.value)
 
+    # --- A part of the work, or all of it; in a bucket both work on a folder here.
     run = _watched(journey, config)
     if shard:
       settings = inputs.named(as_json(read_config(config, config_class)))

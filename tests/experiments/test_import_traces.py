@@ -148,11 +148,9 @@ def oagents(number: int) -> dict:
   }
 
 
-def test_foreign_runs_are_filtered_and_counted(tmp_path):
-  source, held_out = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
-  source.write_text("".join(json.dumps(oagents(i)) + "\n" for i in range(10)))
-  held_out.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
-  flags = (
+def filtering(source: pathlib.Path, held_out: pathlib.Path) -> tuple[str, ...]:
+  """Flags that import OAgents' runs and drop what is in held-out questions."""
+  return (
     f"--file={source}",
     "--variant=web",
     "--convert.missing_think=Go on.",
@@ -162,6 +160,13 @@ def test_foreign_runs_are_filtered_and_counted(tmp_path):
     "--filters.overlap_words=13",
     "--filters.keep_unreflected=1.0",
   )
+
+
+def test_foreign_runs_are_filtered_and_counted(tmp_path):
+  source, held_out = tmp_path / "runs.jsonl", tmp_path / "eval.jsonl"
+  source.write_text("".join(json.dumps(oagents(i)) + "\n" for i in range(10)))
+  held_out.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
+  flags = (*filtering(source, held_out),)
   written = {}
   for suffix, workers in (("jsonl", 0), ("parquet", 1)):
     out = tmp_path / f"t.{suffix}"
@@ -195,14 +200,7 @@ def test_shards_write_what_one_process_writes(tmp_path):
   source.write_text("".join(json.dumps(row) + "\n" for row in rows))
   held_out.write_text(json.dumps({"question": oagents(4)["question"], "answer": "4"}))
   flags = (
-    f"--file={source}",
-    "--variant=web",
-    "--convert.missing_think=Go on.",
-    "--convert.score_right",
-    "--filter",
-    f"--filters.benchmarks={held_out}",
-    "--filters.overlap_words=13",
-    "--filters.keep_unreflected=1.0",
+    *filtering(source, held_out),
     "--filters.max_similarity=0.9",
     "--formats.copies=1",
   )
