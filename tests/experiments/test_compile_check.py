@@ -215,7 +215,7 @@ def test_between_slices_goes_the_gradient_and_no_parameter(
   config.rollout.tensor = 2
   config.rollout.max_len = 512
   config.algo.batch = dict(rows=len(devices), length=512)
-  run = tpu_programs.make_run(read_config(config, RLConfig), devices)
+  run = tpu_programs.make_run(read_config(config, RLConfig), devices, hbm=16e9)
 
   # --- The mesh: every copy of the state is within a slice.
   for copy in run.learner.mesh.devices:
