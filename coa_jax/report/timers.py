@@ -21,13 +21,14 @@ PHASES = {
   "sync": "weights to the sampler",
   "decode": "the sampler's programs",
   "tools": "waiting for tools",
+  "host": "between the sampler's programs: episodes, parsing, grading",
   "rollout": "waiting for rollouts that go on beside the learner",
   "learn": "gradients and optimizer",
   "step": "gradients and optimizer",
   "eval": "loss of held-out trajectories",
   "dev": "evaluation by rollouts",
   "save": "checkpoints and records",
-  OTHER: "the host: episodes, parsing, grading",
+  OTHER: "the host, all else",
 }
 _WIDTH = 78  # characters of a line
 

@@ -211,6 +211,15 @@ def window(
   return cache, state, out
 
 
+def join(last: SamplerState, host: SamplerState, goes_on_B: jax.Array) -> SamplerState:
+  """Returns the slots that go on as a window left them, the others as the host says.
+
+  A limit is always the host's.
+  """
+  after = jax.tree.map(functools.partial(jnp.where, goes_on_B), last, host)
+  return after.replace(limit_B=host.limit_B)
+
+
 def _advance(
   s: SamplerState, tables: Tables, token_B: jax.Array
 ) -> tuple[SamplerState, jax.Array]:

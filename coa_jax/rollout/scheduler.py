@@ -6,12 +6,17 @@ idle; the others go on decoding. Prompts that begin alike share pages, and what 
 have in common is prefilled once. Where pages run out, the youngest trajectory is
 paused: what it holds waits on the host, and it goes on with the same bits.
 
+An accelerator is given the next window before the last one is read, so that it never
+waits for Python. Slots that go on do so without the host; those that stopped in the
+last window miss the one that is in flight.
+
 budget: the state of the slots and all that changes it, in one place.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,6 +53,27 @@ class _Given(NamedTuple):
   turn: int = 0
 
 
+@dataclasses.dataclass
+class _Window:
+  """A window that the device was given, until its episodes know of it.
+
+  Attributes:
+    slots: those that may sample in it, as far as the host knows.
+    version: of the policy.
+    given: when the device got it, in monotonic seconds.
+    state: of all slots after it; on the device until it is read.
+    out: what was sampled; likewise.
+    is_read: whether the device is done with it, and the scheduler's state is as here.
+  """
+
+  slots: set[int]
+  version: int
+  given: float
+  state: sampler.SamplerState
+  out: sampler.Sampled
+  is_read: bool = False
+
+
 class Scheduler:
   """A fixed number of slots on one replica of the model, one running episode each."""
 
@@ -73,6 +99,10 @@ class Scheduler:
     self.config = config
     self.slots = config.slots
     self.inject_rows = min(config.inject_rows, config.slots)
+    # A CPU computes with the very cores that Python needs: nothing is gained there, and
+    # a slot that stopped would miss a window.
+    on_cpu = platform(partitioner) == "cpu"
+    self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
     self.counters = Counters()
     self.timings = Timings()
     self._tags = automaton.tags
@@ -84,8 +114,9 @@ class Scheduler:
       constraint=on_device(constraint),
     )
     # Small, and looked into at every token: each device of the replica has all of them.
-    whole = partitioner.sharding("") if partitioner else None
-    self._tables = jax.device_put(tables, whole)
+    self._whole = partitioner.sharding("") if partitioner else None
+    self._tables = jax.device_put(tables, self._whole)
+    self._join = jax.jit(sampler.join, out_shardings=self._whole)
     self.clear()
 
   def clear(self) -> None:
@@ -98,12 +129,13 @@ class Scheduler:
     self._waiting: list[tuple[Episode, list[int]]] = []
     self._episodes: list[Episode | None] = [None] * B
     # Of each slot: how many episodes started before its own, what was sampled since the
-    # last stop, and the ids that are to be taken instead of sampling.
+    # last stop, the ids that are to be taken instead of sampling, and from which place.
     self._age = [0] * B
     self._started = 0
     self._ids: list[list[int]] = [[] for _ in range(B)]
     self._logps: list[list[float]] = [[] for _ in range(B)]
     self._forced: list[list[int]] = [[] for _ in range(B)]
+    self._forced_from = [0] * B
     # Of slots what their tools said, until it is appended.
     self._observations: dict[int, list[int]] = {}
     # Of slots whose episodes are paused: whether they sampled, and what they hold.
@@ -112,6 +144,14 @@ class Scheduler:
     self._calls: dict[int, concurrent.futures.Future] = {}
     self._new_calls: list[concurrent.futures.Future] = []
     self._window_seconds = 0.0
+    # Windows whose episodes do not know of them yet, the oldest first.
+    self._windows: list[_Window] = []
+    # When the last window that was read had ended; since when the device is known to
+    # have nothing to do.
+    self._window_ended = 0.0
+    self._waited_until = 0.0
+    self._idle_since: float | None = None
+    # The slots as the host knows them: after the last window that was read.
     self._state = sampler.SamplerState(
       length_B=np.zeros(B, np.int32),
       pending_B=np.zeros(B, np.int32),
@@ -140,6 +180,8 @@ class Scheduler:
     self, policy: Any, version: int, new: Sequence[Episode]
   ) -> Sequence[Episode]:
     """Starts new episodes, takes finished calls, samples a window, handles stops.
+
+    The stops are those of the window before where another one may be in flight.
 
     Args:
       policy: one of `decoding_views`. Running episodes go on with a newer one from
@@ -172,8 +214,15 @@ class Scheduler:
     self._start()
     self._wait_for_tools()
     ended = self._inject()
-    if self._state.active_B.any():
-      ended += self._sample()
+    sampling = bool(self._state.active_B.any())
+    if sampling:
+      self._sample()
+    while self._windows and (
+      self._windows[0].is_read
+      or not sampling
+      or len(self._windows) >= self._most_in_flight
+    ):
+      ended += self._hand_out()
     return ended
 
   def _prompt(self, episode: Episode) -> list[int]:
@@ -235,6 +284,7 @@ class Scheduler:
       Whether it has them; where not, it is the youngest itself, and paused.
     """
     while not self._cache.reach(slot, places):
+      self._read_windows()  # what somebody holds can only be taken as it is now
       youngest = self._live()[-1]
       self._pause(youngest)
       if youngest == slot:
@@ -263,14 +313,24 @@ class Scheduler:
       # Most tools answer in far less time than a window takes, and a slot that just
       # misses one idles for all of it: a short wait for them is well spent. But once
       # only, or one tool that hangs would delay every window of the others.
-      concurrent.futures.wait(self._new_calls, timeout=self._window_seconds / 8)
+      patience = self._window_seconds / 8
+      if self._windows:  # the device has work meanwhile
+        patience = self._window_ended + self._window_seconds / 2 - began
+      concurrent.futures.wait(self._new_calls, timeout=max(0.0, patience))
+      self._new_calls = []
+    elif self._windows:
+      pass  # what is in flight tells who has stopped
     elif self._calls:
       # Not for as long as a tool takes: there may be new episodes for free slots.
       calls = [call for slot, call in self._calls.items() if slot not in self._paused]
       concurrent.futures.wait(
         calls, _POLL_S, return_when=concurrent.futures.FIRST_COMPLETED
       )
-    self.timings.tools += time.monotonic() - began
+    self._waited_until = time.monotonic()
+    waited = self._waited_until - began
+    self.timings.tools += waited
+    if self._idle_since is not None:
+      self._idle_since += waited
 
   def _inject(self) -> list[Episode]:
     """Appends the observations of calls that are done; returns who ended by one."""
@@ -348,6 +408,7 @@ class Scheduler:
       start_R[r] = piece.start
       count_R[r] = len(piece.ids)
       token_RT[r, : len(piece.ids)] = piece.ids
+    self._count_idle()
     self._cache.kv = sampler.extend(
       self.model,
       self._params,
@@ -367,58 +428,123 @@ class Scheduler:
     self._state.active_B[slot] = True
     # Asked only now: what is forced may depend on what was appended.
     self._forced[slot] = self._episodes[slot].forced()
+    self._forced_from[slot] = int(self._state.length_B[slot])
 
-  def _sample(self) -> list[Episode]:
-    """Samples one window for all active slots; returns the episodes that ended."""
-    # --- What each slot may do in this window.
-    ended: list[Episode] = []
+  def _sample(self) -> None:
+    """Gives the device a window for all active slots."""
+    # --- Pages for all that the windows that are not read yet, and this one, may write.
     W = self.config.window
     for slot in self._live():
       # A younger one may have been paused for an older one's pages by now.
       if self._state.active_B[slot]:
-        end = int(self._state.length_B[slot]) + W
+        end = int(self._state.length_B[slot]) + W * (1 + len(self._unread(slot)))
         self._make_room(slot, min(end, self.config.max_len))
-    before = self._state.active_B
-    # What is to be taken instead of sampling goes on where the last window ended.
+    # --- What each slot may do.
+    slots = set(np.flatnonzero(self._state.active_B).tolist())
     forced_BW = np.full((self.slots, W), -1, np.int32)
-    for slot in np.flatnonzero(before):
+    for slot in slots:
       # A limit may change while the episode runs: 0 is how it is called off.
       self._state.limit_B[slot] = min(self._episodes[slot].limit, self.config.max_len)
-      self._episodes[slot].version = self._version
-      rest = self._forced[slot][len(self._ids[slot]) :][:W]
+      # A slot that is still active in a window that is not read samples all of it.
+      length = int(self._state.length_B[slot]) + W * len(self._unread(slot))
+      rest = self._forced[slot][length - self._forced_from[slot] :][:W]
       forced_BW[slot, : len(rest)] = rest
-    self._new_calls = []
     # --- The device.
+    self._count_idle()
     began = time.monotonic()
+    state = self._state
+    if self._most_in_flight > 1:
+      state = self._after_last()
     self._cache.kv, state, out = sampler.window(
       self.model,
       self._params,
       self._cache.kv,
-      self._cache.table_BC,
-      self._state,
+      self._cache.table_BC.copy(),  # the host goes on while the device reads it
+      state,
       self._tables,
       forced_BW,
       self.partitioner,
       self.config.truncation,
     )
-    # Copies: the host writes into the state, and a device's own memory is read-only.
-    self._state, out = jax.tree.map(np.array, (state, out))
-    self._window_seconds = time.monotonic() - began
-    self.timings.decode += self._window_seconds
+    self._windows.append(_Window(slots, self._version, began, state, out))
+    self.timings.decode += time.monotonic() - began
+
+  def _after_last(self) -> sampler.SamplerState:
+    """The slots on the device: as the last window leaves those that are in it."""
+    # A copy: the host goes on while the device reads it.
+    host = jax.device_put(jax.tree.map(np.copy, self._state), self._whole)
+    last = host
+    goes_on_B = np.zeros(self.slots, bool)
+    if self._windows and not self._windows[-1].is_read:
+      last = self._windows[-1].state
+      goes_on_B[list(self._windows[-1].slots)] = True
+    return self._join(last, host, goes_on_B)
+
+  def _count_idle(self) -> None:
+    """Counts the seconds that end now, in which the device had nothing to do."""
+    now = time.monotonic()
+    last = self._windows[-1] if self._windows else None
+    if last and not last.is_read and last.out.count_B.is_ready():
+      # It ended unseen: the one before took about as long. Tools were waited for since.
+      self._idle_since = max(
+        self._window_ended + self._window_seconds, self._waited_until
+      )
+    if self._idle_since is not None:
+      self.timings.host += max(0.0, now - self._idle_since)
+      self._idle_since = None
+
+  def _unread(self, slot: int) -> list[_Window]:
+    """Windows in flight in which a slot may sample."""
+    return [w for w in self._windows if not w.is_read and slot in w.slots]
+
+  def _read_windows(self, most: int | None = None) -> None:
+    """Waits for windows in flight; the state of their slots is that after the last."""
+    for i, window in enumerate(self._windows[:most]):
+      if window.is_read:
+        continue
+      began = time.monotonic()
+      window.state, window.out = jax.device_get((window.state, window.out))
+      window.is_read = True
+      now = time.monotonic()
+      self.timings.decode += now - began
+      self._window_seconds = now - max(self._window_ended, window.given)
+      self._window_ended = now
+      if window is self._windows[-1]:
+        self._idle_since = now
+      slots = list(window.slots)
+      for mine_B, new_B in zip(
+        jax.tree.leaves(self._state), jax.tree.leaves(window.state), strict=True
+      ):
+        mine_B[slots] = new_B[slots]
+      stopped = {slot for slot in slots if not window.state.active_B[slot]}
+      for later in self._windows[i + 1 :]:
+        later.slots -= stopped
+
+  def _hand_out(self) -> list[Episode]:
+    """Gives episodes what the oldest window sampled; they say what happens at a stop.
+
+    Returns:
+      The episodes that ended.
+    """
+    self._read_windows(1)
+    window = self._windows.pop(0)
+    out = window.out
     self.counters.windows += 1
     self.counters.sampled_tokens += int(out.count_B.sum())
     self.counters.slot_steps += int(out.count_B.max()) * len(self._episodes)
-    # --- Tokens to their episodes, which say what happens at a stop.
-    for slot in np.flatnonzero(before):
+    ended: list[Episode] = []
+    for slot in sorted(window.slots):
       count = out.count_B[slot]
+      episode = self._episodes[slot]
+      episode.version = window.version
       self._ids[slot] += out.token_BW[slot, :count].tolist()
       self._logps[slot] += out.logp_BW[slot, :count].tolist()
-      if self._state.active_B[slot]:
-        self._episodes[slot].progress(self._ids[slot])
+      if window.state.active_B[slot]:
+        episode.progress(self._ids[slot])
         continue
       stop = int(out.stop_B[slot])
       tag = self._tags[stop - 1] if stop else None  # None at the token limit
-      future = self._episodes[slot].sampled(self._ids[slot], self._logps[slot], tag)
+      future = episode.sampled(self._ids[slot], self._logps[slot], tag)
       self._ids[slot] = []
       self._logps[slot] = []
       if future is None:
@@ -434,6 +560,8 @@ class Scheduler:
     self._state.active_B[slot] = False
     self._observations.pop(slot, None)
     self._paused.pop(slot, None)
+    for window in self._windows:
+      window.slots.discard(slot)
     self._cache.release(slot)
     return episode
 

@@ -112,7 +112,9 @@ class SlotCache:
     copied = [page for page in pages[shared:] if self._pool.readers(page) > 1]
     blocks = caching.num_blocks(len(given), self._max_len)
     needed = blocks - len(pages) + len(copied)
-    if not self._make_room(needed + self._spare()):
+    # What others will need soon is left for them; a pool that can grow does so then.
+    room = self._pool.free + self._sizes[-1] - self._pool.size
+    if room < needed + self._spare() or not self._make_room(needed):
       self._pool.release(pages)
       return None
     own = self._pool.take(needed)

@@ -36,6 +36,9 @@ class RolloutConfig:
     tensor: devices that split the matrices of one replica; they are within one process,
       and training may split them otherwise. 0 for as many as mesh.tensor.
     window: tokens sampled between two looks at the tools.
+    in_flight: windows that the device is given before the first of them is read. With 2
+      it need not wait for the host, but a slot that stops misses a window. 0: 2, on a
+      CPU 1.
     max_len: tokens a trajectory may have in all; at most the model's positions.
     max_calls: tool calls a trajectory may make.
     tool_seconds: seconds of tool time a trajectory may spend; a call gets no more
@@ -61,6 +64,7 @@ class RolloutConfig:
   slots: int = bounded(64, least=1)
   tensor: int = bounded(0, least=0)
   window: int = bounded(8, least=1)
+  in_flight: int = bounded(0, least=0)
   max_len: int = bounded(320, least=1)
   memory: float = bounded(0.0, least=0)
   max_calls: int = bounded(8, least=0)
@@ -325,12 +329,13 @@ class Counters:
 class Timings:
   """Wall seconds of an engine by what they went into; of several replicas their mean.
 
-  What is missing to the time of a run is the host's: episodes, parsing, grading.
+  What is missing to the time of a run is the host's beside a device that works.
   """
 
   sync: float = 0.0  # giving the decoder the parameters
   decode: float = 0.0  # waiting for tokens
   tools: float = 0.0  # waiting for tools
+  host: float = 0.0  # between windows, with nothing for the device to do
   idle: float = 0.0  # with no episode to play, between the first and the last
 
   def since(self, before: Timings) -> dict[str, float]:

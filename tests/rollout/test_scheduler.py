@@ -63,10 +63,13 @@ def test_sampler_log_probs_are_learner_log_probs(novice, trained, temperature):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(novice, dtype, temperature):
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_rescoring_gives_the_samplers_log_probs_bit_for_bit(
+  novice, dtype, temperature, in_flight
+):
   """Decode-shaped: the same program over the same tokens, in half precision too."""
   cfg = dataclasses.replace(CFG, dtype=dtype)
-  worker = toy_worker(cfg)
+  worker = toy_worker(cfg, dataclasses.replace(CONFIG, in_flight=in_flight))
   tools = toy.TableToolbox()
   groups = worker.generate_groups(novice, toy.TASKS, tools, 4, temperature, seed=3)
   played = [t for group in groups for t in group]
@@ -198,6 +201,34 @@ def test_pages_change_nothing(novice, monkeypatch, short):
   assert all(content(t) == content(expected[n]) for n, t in again.items())
   other = play(novice, [3], on=on, seed=4)
   assert content(other[3]) != content(expected[3])
+
+
+@pytest.mark.parametrize("in_flight", [2, 3])
+@pytest.mark.parametrize("pages", [8, 40])
+def test_windows_in_flight_change_nothing(novice, monkeypatch, in_flight, pages):
+  """Whoever stops, waits for a tool, is paused or starts beside them."""
+  monkeypatch.setattr(caching, "PAGE_SIZE", 16)
+  expected = play(novice, range(16), on=engine(window=3))
+  monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
+  beside = []
+  real = scheduler.Scheduler._hand_out
+
+  def spy(self):
+    beside.append(sum(not w.is_read for w in self._windows[1:]))
+    return real(self)
+
+  monkeypatch.setattr(scheduler.Scheduler, "_hand_out", spy)
+  on = engine(window=3, in_flight=in_flight)
+  for seed in range(3):
+    slow = toy.TableToolbox(latency=toy.shuffled_latency(seed))
+    assert contents(play(novice, range(16), slow, on=on)) == contents(expected)
+  # Most windows were read while as many as there may be were waiting for the device.
+  assert np.bincount(beside)[in_flight - 1] > len(beside) / 2
+  assert max(beside) == in_flight - 1
+  assert (on.counters.pauses > 0) == (pages == 8)
+  one_by_one = engine(window=3)
+  play(novice, range(16), on=one_by_one)
+  assert on.counters.sampled_tokens == 3 * one_by_one.counters.sampled_tokens
 
 
 @pytest.mark.parametrize("pages", [8, 13])
