@@ -8,12 +8,23 @@ pages of a cache that grows to one in every half of a doubling.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+import jax
+
+from coa_jax import heartbeat
 from coa_jax.model.cache import num_blocks, page_size
-from coa_jax.rollout import scheduler, slot_cache
-from coa_jax.rollout.types import RolloutConfig
+from coa_jax.model.kernels.paged import SHORT
+from coa_jax.rollout import slot_cache
+
+_AT_ONCE = 8  # programs; each takes some GB of the host's memory
+_SAY_S = 10.0  # between two lines that say how far compiling is
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -40,8 +51,17 @@ class DeviceCall:
     return f"{shape}, {self.blocks} of {self.pages} pages"
 
 
+class Sizes(Protocol):
+  """The fields of `RolloutConfig` that make the shapes."""
+
+  slots: int
+  inject_rows: int
+  window: int
+  max_len: int
+
+
 def device_calls(
-  config: RolloutConfig, on: str, page_counts: Sequence[int]
+  config: Sizes, on: str, page_counts: Sequence[int]
 ) -> list[DeviceCall]:
   """Lists every program that decoding may compile, the smallest cache's first.
 
@@ -56,15 +76,15 @@ def device_calls(
   # --- Rows, tokens and pages that a call with given tokens may have. The last token of
   # a text stays pending, and one more place is left to sample.
   most_rows = min(config.inject_rows, config.slots)
-  rows = {scheduler.row_bucket(n + 1, most_rows, on) for n in range(most_rows)}
+  rows = {row_bucket(n + 1, most_rows, on) for n in range(most_rows)}
   most = config.max_len - 2
   fewest: dict[int, int] = {}  # of each length bucket the fewest tokens
   for given in range(1, min(most, slot_cache.PIECE) + 1):
-    fewest.setdefault(scheduler.token_bucket(given), given)
+    fewest.setdefault(token_bucket(given), given)
   shapes: set[tuple[int, int, int]] = set()
   for needed in range(1, num_blocks(most, config.max_len) + 1):
     end = min(needed * page_size(config.max_len), most)
-    blocks = scheduler.block_bucket(end, config.max_len)
+    blocks = block_bucket(end, config.max_len)
     shapes.update((t, blocks, needed) for t, given in fewest.items() if given <= end)
 
   # --- Of each size of the cache those that it can hold.
@@ -76,3 +96,71 @@ def device_calls(
         out.update(DeviceCall("extend", pages, blocks, r, tokens) for r in rows)
     out.add(DeviceCall("window", pages, whole, config.slots, config.window))
   return sorted(out, key=lambda c: (c.pages, c.function, c.tokens, c.blocks, c.rows))
+
+
+def compile_all(lowered: Sequence[Callable[[], jax.stages.Lowered]]) -> None:
+  """Compiles programs beside each other; says on standard error how far it is.
+
+  JAX calls what was compiled so without compiling it again.
+
+  Args:
+    lowered: what traces each.
+  """
+  began = said = time.monotonic()
+  print(f"compiling {len(lowered)} programs of the sampler", file=sys.stderr)
+  with concurrent.futures.ThreadPoolExecutor(
+    min(_AT_ONCE, os.cpu_count() or 1)
+  ) as pool:
+    compiling = [
+      pool.submit(lambda trace=trace: trace().compile()) for trace in lowered
+    ]
+    done = concurrent.futures.as_completed(compiling)
+    for number, program in enumerate(done, 1):
+      program.result()  # raises where it does not compile
+      heartbeat.beat()
+      now = time.monotonic()
+      if now - said > _SAY_S or number == len(lowered):
+        said = now
+        line = f"compiled {number} of {len(lowered)} in {now - began:.0f} s"
+        print(line, file=sys.stderr)
+
+
+def token_bucket(length: int) -> int:
+  """Rounds the length of given tokens up: a power of two, at least 16."""
+  bucket = 16
+  while bucket < length:
+    bucket *= 2
+  return bucket
+
+
+def block_bucket(places: int, max_len: int) -> int:
+  """Rounds the pages of a row up that a call reads: for short rows a power of two.
+
+  Longer ones are read page by page, as many as are there: they have one program.
+  """
+  blocks = num_blocks(max_len, max_len)
+  if max_len > SHORT:
+    return blocks
+  bucket = 1
+  while bucket < num_blocks(places, max_len):
+    bucket *= 2
+  return min(bucket, blocks)
+
+
+def row_bucket(rows: int, most: int, on: str) -> int:
+  """Rounds the rows of a call up: a power of four, or the most.
+
+  On a CPU always to the most: products of other numbers of rows have other bits there,
+  and a slot's may not depend on its neighbours.
+
+  Args:
+    rows: how many are given tokens.
+    most: `inject_rows`.
+    on: the kind of device: cpu, gpu or tpu.
+  """
+  if on == "cpu":
+    return most
+  bucket = 1
+  while bucket < rows:
+    bucket *= 4
+  return min(bucket, most)

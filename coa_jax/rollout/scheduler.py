@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,13 +25,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from coa_jax.model.cache import num_blocks
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
-from coa_jax.model.kernels.paged import SHORT
 from coa_jax.model.sharding import Partitioner, platform
 from coa_jax.protocol.grammar.automaton import Automaton, Constraint
-from coa_jax.rollout import sampler, slot_cache
+from coa_jax.rollout import programs, sampler, slot_cache
 from coa_jax.rollout.slot_cache import OnHost, SlotCache
 from coa_jax.rollout.types import Counters, Episode, RolloutConfig, Timings
 
@@ -103,6 +102,9 @@ class Scheduler:
     # a slot that stopped would miss a window.
     on_cpu = platform(partitioner) == "cpu"
     self._most_in_flight = config.in_flight or (1 if on_cpu else 2)
+    # A CPU's cache grows: of programs for all of its sizes few come to be used.
+    self.compiles_ahead = not on_cpu
+    self._page_counts: list[int] = []
     self.counters = Counters()
     self.timings = Timings()
     self._tags = automaton.tags
@@ -198,10 +200,7 @@ class Scheduler:
         trajectory of that length.
     """
     if self._cache is None:
-      config = self.config
-      self._cache = SlotCache(
-        self.model, config.slots, config.max_len, config.memory, self.partitioner
-      )
+      self._make_cache(policy)
     if policy is not self._params:
       self._params = policy
       # The older policy has read what is there: who runs goes on from it, but no new
@@ -224,6 +223,46 @@ class Scheduler:
     ):
       ended += self._hand_out()
     return ended
+
+  def _make_cache(self, policy: Any) -> None:
+    """Allocates the pages; before the first time compiles what will run on them."""
+    config = self.config
+    counts = slot_cache.page_counts(
+      self.model, config.slots, config.max_len, config.memory, self.partitioner
+    )
+    # Another number of pages would be other programs. What a device has left differs a
+    # little from step to step: as long as there is room, it stays what it was.
+    if self._page_counts and self._page_counts[-1] <= counts[-1]:
+      counts = self._page_counts
+    self._cache = SlotCache(
+      self.model, config.slots, config.max_len, counts, self.partitioner
+    )
+    if self.compiles_ahead and counts != self._page_counts:
+      calls = programs.device_calls(config, platform(self.partitioner), counts)
+      programs.compile_all(
+        [functools.partial(self._lower, call, policy) for call in calls]
+      )
+    self._page_counts = counts
+
+  def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:
+    """Traces a program with arguments as it gets them later."""
+    table_BC = np.full((call.rows, call.blocks), -1, np.int32)
+    token_BT = np.zeros((call.rows, call.tokens), np.int32)
+    model = (self.model, policy, self._cache.kv)
+    if call.function == "extend":
+      row_B = np.zeros(call.rows, np.int32)
+      return sampler.extend.lower(
+        *model, table_BC, token_BT, row_B, row_B, self.partitioner
+      )
+    return sampler.window.lower(
+      *model,
+      table_BC,
+      self._after_last(),
+      self._tables,
+      token_BT,
+      self.partitioner,
+      self.config.truncation,
+    )
 
   def _prompt(self, episode: Episode) -> list[int]:
     ids = episode.start()
@@ -385,7 +424,7 @@ class Scheduler:
         ids = row.ids[begin : begin + most]
         piece = _Given(row.slot, ids, row.start + begin)
         batches = turns.setdefault(row.turn + i, {})
-        batches.setdefault(token_bucket(len(ids)), []).append(piece)
+        batches.setdefault(programs.token_bucket(len(ids)), []).append(piece)
     for turn, batches in sorted(turns.items()):
       self._cache.copy(prefilled=turn * most)
       for length, batch in batches.items():
@@ -395,9 +434,11 @@ class Scheduler:
 
   def _extend_batch(self, pieces: list[_Given], length: int) -> None:
     """Runs as many pieces as a call may have rows, each filled up to a length."""
-    R = row_bucket(len(pieces), self.inject_rows, platform(self.partitioner))
+    on = platform(self.partitioner)
+    R = programs.row_bucket(len(pieces), self.inject_rows, on)
     end = max(piece.start + len(piece.ids) for piece in pieces)
-    table_BC = self._cache.table_BC[:, : block_bucket(end, self.config.max_len)]
+    blocks = programs.block_bucket(end, self.config.max_len)
+    table_BC = self._cache.table_BC[:, :blocks]
     # Rows that are not used have no pages: they are written nowhere.
     table_RC = np.full((R, table_BC.shape[1]), -1, np.int32)
     token_RT = np.zeros((R, length), np.int32)
@@ -452,9 +493,7 @@ class Scheduler:
     # --- The device.
     self._count_idle()
     began = time.monotonic()
-    state = self._state
-    if self._most_in_flight > 1:
-      state = self._after_last()
+    state = self._after_last()
     self._cache.kv, state, out = sampler.window(
       self.model,
       self._params,
@@ -470,7 +509,9 @@ class Scheduler:
     self.timings.decode += time.monotonic() - began
 
   def _after_last(self) -> sampler.SamplerState:
-    """The slots on the device: as the last window leaves those that are in it."""
+    """The slots for the device: as the last window leaves those that are in it."""
+    if self._most_in_flight == 1:
+      return self._state
     # A copy: the host goes on while the device reads it.
     host = jax.device_put(jax.tree.map(np.copy, self._state), self._whole)
     last = host
@@ -571,44 +612,3 @@ def on_device(constraint: Constraint | None) -> TokenMask | None:
   if constraint is None:
     return None
   return TokenMask(*jax.device_put((constraint.class_V, constraint.next_SC)))
-
-
-def token_bucket(length: int) -> int:
-  """Rounds the length of given tokens up: a power of two, at least 16."""
-  bucket = 16
-  while bucket < length:
-    bucket *= 2
-  return bucket
-
-
-def block_bucket(places: int, max_len: int) -> int:
-  """Rounds the pages of a row up that a call reads: for short rows a power of two.
-
-  Longer ones are read page by page, as many as are there: they have one program.
-  """
-  blocks = num_blocks(max_len, max_len)
-  if max_len > SHORT:
-    return blocks
-  bucket = 1
-  while bucket < num_blocks(places, max_len):
-    bucket *= 2
-  return min(bucket, blocks)
-
-
-def row_bucket(rows: int, most: int, on: str) -> int:
-  """Rounds the rows of a call up: a power of four, or the most.
-
-  On a CPU always to the most: products of other numbers of rows have other bits there,
-  and a slot's may not depend on its neighbours.
-
-  Args:
-    rows: how many are given tokens.
-    most: `inject_rows`.
-    on: the kind of device: cpu, gpu or tpu.
-  """
-  if on == "cpu":
-    return most
-  bucket = 1
-  while bucket < rows:
-    bucket *= 4
-  return min(bucket, most)

@@ -7,6 +7,7 @@ It joins what lies on the device (`model.cache.KVCache`) and who has which page
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -52,26 +53,23 @@ class SlotCache:
     model: ModelConfig,
     slots: int,
     max_len: int,
-    memory: float = 0.0,
+    page_counts: Sequence[int],
     partitioner: Partitioner | None = None,
   ):
-    """Allocates pages: all that the device has room for, or where they can grow, few.
+    """Allocates the fewest pages that it may have.
 
     Args:
       model: the architecture as it decodes.
       slots: trajectories at once.
       max_len: tokens that one may have.
-      memory: GB of a device that pages may take; see `RolloutConfig.memory`.
+      page_counts: pages that it may have, from the fewest to the most.
       partitioner: of the replica; None on one device.
-
-    Raises:
-      ValueError: the device has no room for one trajectory of `rollout.max_len`.
     """
     self._max_len = max_len
     self._partitioner = partitioner
     self._page_size = caching.page_size(max_len)
     blocks = caching.num_blocks(max_len, max_len)
-    self._sizes = page_counts(model, slots, max_len, memory, partitioner)
+    self._sizes = page_counts
     self.kv = KVCache.empty(model, self._sizes[0], self._page_size, partitioner)
     self.table_BC = np.full((slots, blocks), -1, np.int32)
     self._pool = PagePool(self._sizes[0])

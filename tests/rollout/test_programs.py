@@ -5,11 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 
+import jax
 import pytest
 import toy
 from playing import CFG, CONFIG, engine
 
-from coa_jax.rollout import sampler, slot_cache
+from coa_jax.rollout import programs, sampler, slot_cache
 from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
@@ -85,6 +86,50 @@ def test_a_run_compiles_what_is_listed_and_nothing_else(monkeypatch, piece, page
   assert seen == set(device_calls(pool.config, "cpu", [pages]))
   # As often as jit had to compile: no argument but these shapes makes another program.
   assert extend._cache_size() + window._cache_size() == len(seen)
+
+
+def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, capsys):
+  """All of them, once for as long as the pages stay as many; later calls find them."""
+  monkeypatch.setattr(slot_cache, "page_counts", lambda *_: [pages])
+  pages = 4
+  cfg = dataclasses.replace(CFG, layers=1)
+  params = jax.device_put(toy.params(layers=1))
+  pool = engine(cfg, slots=3, inject_rows=2, window=4, max_len=_MAX_LEN, in_flight=2)
+  (replica,) = pool._replicas
+  replica.compiles_ahead = True
+  listed = len(device_calls(pool.config, "cpu", [4]))
+  for function in (sampler.extend, sampler.window):
+    function.clear_cache()
+
+  def compiled() -> int:
+    """Programs of the sampler that were compiled since the last look."""
+    said = [r.getMessage() for r in caplog.records]
+    caplog.clear()
+    names = (
+      "Finished XLA compilation of jit(extend)",
+      "Finished XLA compilation of jit(window)",
+    )
+    return sum(line.startswith(names) for line in said)
+
+  ahead = []
+  real = programs.compile_all
+
+  def spy(lowered) -> None:
+    real(lowered)
+    ahead.append(compiled())
+
+  monkeypatch.setattr(programs, "compile_all", spy)
+  jax.config.update("jax_log_compiles", True)  # in all threads
+  try:
+    for pages in (4, 5, 4, 3):  # noqa: B007 - what a device has left varies
+      toy.play(pool, params, _episodes())
+  finally:
+    jax.config.update("jax_log_compiles", False)
+  fewer = len(device_calls(pool.config, "cpu", [3]))
+  assert ahead == [listed, fewer] and compiled() == 0
+  said = capsys.readouterr().err
+  assert f"compiling {listed} programs" in said
+  assert f"compiled {listed} of {listed} in" in said
 
 
 def test_long_rows_have_one_program_for_any_number_of_pages():

@@ -23,7 +23,7 @@ from coa_jax.model.kernels import paged
 from coa_jax.model.transformer import Transformer
 from coa_jax.protocol import roles
 from coa_jax.protocol.trajectory import Author, Status
-from coa_jax.rollout import scheduler, slot_cache
+from coa_jax.rollout import programs, scheduler, slot_cache
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import Episode
 
@@ -170,7 +170,7 @@ def test_a_prompt_that_a_neighbour_holds_is_copied_from_there(novice):
 @pytest.fixture(params=[paged.SHORT, 16])
 def short(request, monkeypatch):
   """Rows of more places are read block after block."""
-  monkeypatch.setattr(scheduler, "SHORT", request.param)
+  monkeypatch.setattr(programs, "SHORT", request.param)
   monkeypatch.setattr(paged, "SHORT", request.param)
   scheduler.sampler.extend.clear_cache()  # no argument says which it is compiled for
   yield
@@ -345,7 +345,7 @@ def test_given_tokens_in_pieces_play_alike(novice, monkeypatch, piece: int):
 
 
 def test_a_call_has_few_rows_to_spare_and_on_a_cpu_always_as_many():
-  rows = scheduler.row_bucket
+  rows = programs.row_bucket
   assert [rows(n, 16, "tpu") for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
   assert [rows(n, 6, "gpu") for n in (1, 4, 5)] == [1, 4, 6]
   assert [rows(n, 16, "cpu") for n in (1, 2, 16)] == [16, 16, 16]
