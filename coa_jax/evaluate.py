@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +29,11 @@ from coa_jax.model.sharding import (
   make_partitioner,
   process_dir,
 )
+from coa_jax.processes import gather_json
+from coa_jax.protocol import roles
 from coa_jax.protocol.jsonlog import JsonLog, Place
 from coa_jax.protocol.origin import warn_if_other
 from coa_jax.protocol.prompts import instructions
-from coa_jax.protocol.roles import Variant
 from coa_jax.protocol.trajectory import (
   Status,
   Trajectory,
@@ -43,7 +45,6 @@ from coa_jax.record import hash_files, hash_json, prepare_workdir
 from coa_jax.report import scores
 from coa_jax.report.metrics import Metrics, say, write_json
 from coa_jax.rewards.grader import Grader, RewardConfig
-from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.setup import make_worker
 from coa_jax.rollout.types import RolloutConfig, check_positions
 from coa_jax.rollout.vllm.client import VllmConfig
@@ -54,6 +55,8 @@ from coa_jax.tasks.task import Task
 from coa_jax.tools.toolbox import Toolbox, ToolsConfig
 from coa_jax.tools.types import Tools
 from coa_jax.tools.unread import warn_unread
+
+Attempts = dict[tuple[int, int], Trajectory]  # by (the task's index, sample)
 
 # What a shard leaves behind, to be put together with that of the others.
 LOGS = ("greedy.part.jsonl", "sampled.part.jsonl")
@@ -129,7 +132,7 @@ class EvaluateConfig:
 def run(
   config: ml_collections.ConfigDict,
   workdir: str,
-  variant: Variant | None = None,
+  variant: roles.Variant | None = None,
   wrap_tools: Callable[[Toolbox], Tools] | None = None,
   shard: Shard | None = None,
 ) -> dict[str, Any]:
@@ -141,8 +144,8 @@ def run(
     config: as `EvaluateConfig` says.
     workdir: where everything goes. No attempt that has ended there is played again:
       each is in a file of its stage (`sampled.part.jsonl`) at once. Several processes
-      share it, each playing its part of the tasks; all but the first write into folders
-      of their own.
+      share it: each plays its part of the tasks and writes those attempts, all but the
+      first into folders of their own. All have the whole `results.json`.
     variant: the dialect, where a study plays in another one than the config's.
     wrap_tools: makes what answers the calls from the config's tools, likewise.
     shard: plays this part of the tasks only, into `LOGS`, and scores nothing. The
@@ -163,9 +166,10 @@ def run(
   tasks = select_tasks(settings.tasks)
   if is_first_process():
     say(describe_tasks(tasks))
-  # What the host holds in the end: every attempt.
+  # What the host holds in the end: every attempt of its own.
   fields = f"eval.samples={samples} of {len(tasks)} tasks"
-  capacity.check_host({fields: samples * len(tasks) * capacity.TRAJECTORY})
+  held = samples * len(tasks) * capacity.TRAJECTORY
+  capacity.check_host({fields: held // jax.process_count()})
   partitioner = make_partitioner(settings.mesh, rollout_tensor=settings.rollout.tensor)
   cfg, tokenizer = open_folder(settings.init, settings.model)  # no weights yet
   check_positions(settings.rollout, cfg, settings.init)
@@ -199,8 +203,7 @@ def run(
   # --- Play, greedily and at the temperature; what an earlier start played is there.
   _, params = load_model(settings.init, settings.model, partitioner)
   # A stage that is not played has no attempts.
-  greedy: list[Trajectory] = []
-  sampled: list[Trajectory] = []
+  played: dict[str, list[Trajectory]] = {"greedy": [], "sampled": []}
   with worker.grader, Toolbox(settings.tools) as toolbox, worker:
     tools = toolbox
     if wrap_tools:
@@ -216,23 +219,25 @@ def run(
       shard=shard,
     )
     if settings.eval.greedy:
-      greedy = play("greedy", samples=1, temperature=0.0)
+      played["greedy"] = play("greedy", samples=1, temperature=0.0)
     if samples:
       temperature = settings.eval.temperature
-      sampled = play("sampled", samples=samples, temperature=temperature)
+      played["sampled"] = play("sampled", samples=samples, temperature=temperature)
 
   if shard:
-    return {"greedy": len(greedy), "sampled": len(sampled)}
+    return {stage: len(attempts) for stage, attempts in played.items()}
 
-  # --- Score.
+  # --- Score, what all processes have played.
   tags = settings.tools.tags
   if variant is not None:
     tags = variant.tools
+  greedy = gather_scored(played["greedy"], tasks, tags)
+  sampled = gather_scored(played["sampled"], tasks, tags)
   ks = settings.eval.k
   sources = {task.id: task.source for task in tasks}
-  groups: dict[str, Callable[[Trajectory], str]] = {
+  groups: dict[str, Callable[[scores.Scored], str]] = {
     "by_source": lambda t: sources[t.task_id],
-    "by_family": lambda t: t.meta.get("family", ""),
+    "by_family": lambda t: t.family,
   }
   results = scores.summary(greedy, sampled, tags, ks)
   for name, group in groups.items():
@@ -241,6 +246,30 @@ def run(
   results["usage"] = _usage([*greedy, *sampled])
   write_json(os.path.join(workdir, "results.json"), results)
   return results
+
+
+def gather_scored(
+  own: Iterable[Trajectory],
+  tasks: Sequence[Task],
+  tools: Collection[str] = roles.TOOLS,
+) -> list[scores.Scored]:
+  """Returns what the figures need of the attempts of all processes, by task and sample.
+
+  All processes have to call this. Of an attempt that two of them have, for there were
+  fewer processes before, the first one's counts.
+
+  Args:
+    own: attempts of this process.
+    tasks: in the order in which they come out.
+    tools: as of `scores.malformed`.
+  """
+  rows = [dataclasses.asdict(scores.scored(t, tools)) for t in own]
+  places = {task.id: place for place, task in enumerate(tasks)}
+  out: dict[tuple[int, int], scores.Scored] = {}
+  for row in itertools.chain.from_iterable(gather_json(rows)):
+    attempt = scores.Scored.from_json(row)
+    out.setdefault((places[attempt.task_id], attempt.sample), attempt)
+  return [out[key] for key in sorted(out)]
 
 
 def _play(
@@ -256,43 +285,54 @@ def _play(
   workdir: str,
   shard: Shard | None,
 ) -> list[Trajectory]:
-  """The attempts of a stage, in `STAGE.jsonl`: played, unless they are there.
+  """This process's attempts of a stage, in `STAGE.jsonl`, played unless they are there.
 
   Those of a shard stay in its `STAGE.part.jsonl`.
   """
-  # The stage's file is written whole, at its end; until then attempts are in `part`.
+  # --- What there is: the stage's file is written whole, at its end. Where there were
+  # other processes before, it holds attempts of others, too, or lacks some.
   path = os.path.join(workdir, f"{stage}.jsonl")
-  if not os.path.exists(path):
-    mine = shard or Shard(jax.process_index(), jax.process_count())
-    part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"), mine)
-    played = worker.generate(
-      params,
-      tasks,
-      tools,
-      samples,
-      temperature,
-      seed,
-      skip={(task_index, t.sample) for task_index, t in part.ended},
-      evaluation=True,
-      shard=mine,
-    )
-    if shard:
-      total = len(shard.of(tasks)) * samples
-      return _ordered(part.added(played), total, workdir, stage)
-    # From all processes, each of which plays its part of the tasks.
-    gathered = gather_trajectories(part.added(played))
-    total = len(tasks) * samples
-    write_jsonl(path, _ordered(gathered, total, workdir, stage))
+  mine = shard or Shard(jax.process_index(), jax.process_count())
+  places = {task.id: place for place, task in enumerate(tasks)}
+  there: Attempts = {}
+  if os.path.exists(path):
+    for t in read_trajectories(path):
+      there[places[t.task_id], t.sample] = t
+  wanted = set(itertools.product(mine.of(range(len(tasks))), range(samples)))
+  # A kill may have left some processes with all of theirs and others without. Then all
+  # go on, for they make the decode parameters together.
+  if not any(gather_json(not wanted <= there.keys())):
+    return list(there.values())
+
+  # --- Until then attempts are in `part`, as they end.
+  part = AttemptLog(os.path.join(workdir, f"{stage}.part.jsonl"), mine)
+  there |= part.ended
+  played = worker.generate(
+    params,
+    tasks,
+    tools,
+    samples,
+    temperature,
+    seed,
+    skip=there.keys(),
+    evaluation=True,
+    shard=mine,
+  )
+  ended = [(place, t) for (place, _), t in there.items()]
+  total = len(there.keys() | wanted)
+  every = itertools.chain(ended, part.added(played))
+  attempts = _ordered(every, total, workdir, stage)
+  if not shard:
+    write_jsonl(path, attempts)
     part.remove()
-  return read_trajectories(path)
+  return attempts
 
 
 class AttemptLog:
   """The attempts of a stage that have ended, on disk as they end.
 
   Attributes:
-    ended: those of interrupted starts: (the task's index, trajectory). What the
-      infrastructure ended is played again.
+    ended: those of interrupted starts. What the infrastructure ended is played again.
   """
 
   def __init__(self, path: str, mine: Shard):
@@ -302,7 +342,7 @@ class AttemptLog:
       path: of the file.
       mine: the attempts that are played here; others are left where they are.
     """
-    self.ended: list[tuple[int, Trajectory]] = []
+    self.ended: Attempts = {}
     self._mine = mine
     self._log = JsonLog(path, self._recall)
 
@@ -318,14 +358,13 @@ class AttemptLog:
     # Of as many processes as there are now: those before may have been fewer.
     mine = self._mine.owns(task_index)
     if mine and trajectory.status != Status.INFRASTRUCTURE:
-      self.ended.append((task_index, trajectory))
+      self.ended[task_index, trajectory.sample] = trajectory
 
   def added(
     self, played: Iterator[tuple[int, Trajectory]]
   ) -> Iterator[tuple[int, Trajectory]]:
-    """What had ended before, then what is played, each written as it ends."""
+    """What is played, each written as it ends."""
     # On disk before anybody hears of it: a kill loses no attempt that was counted.
-    yield from self.ended
     for task_index, trajectory in played:
       self._log.append([task_index, trajectory.to_json()])
       yield task_index, trajectory
@@ -336,7 +375,7 @@ class AttemptLog:
       os.remove(self._log.path)
 
 
-def _usage(played: list[Trajectory]) -> dict[str, float]:
+def _usage(played: Sequence[scores.Scored]) -> dict[str, float]:
   """What all attempts cost, whichever processes played them: sums of their usages."""
   sums = {}
   for field in dataclasses.fields(Usage):
@@ -344,7 +383,7 @@ def _usage(played: list[Trajectory]) -> dict[str, float]:
   return sums
 
 
-def _parts(played: list[Trajectory]) -> dict[str, float]:
+def _parts(played: Sequence[scores.Scored]) -> dict[str, float]:
   """The mean of every part of the rewards, over the attempts that have it."""
   # Parts differ by kind of task: a mean is over the attempts that have one.
   values: dict[str, list[float]] = {}

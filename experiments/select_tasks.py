@@ -29,7 +29,7 @@ from coa_jax.protocol.trajectory import (
   write_jsonl,
 )
 from coa_jax.report.metrics import write_json
-from coa_jax.report.scores import correct, graded
+from coa_jax.report.scores import Scored, correct, graded
 from coa_jax.shard import Shard
 from coa_jax.tasks.difficulty import SelectConfig, keep_tasks, pass_rates
 from coa_jax.tasks.rows import read_rows
@@ -87,8 +87,9 @@ def run(
   if select.played and shard:
     raise ConfigError("select.played plays nothing, so there are no shards of it")
   # --- Attempts: those that were made before, or new ones.
+  tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
+  played: list[Trajectory | Scored] = []
   if select.played:
-    played = []
     for path in select.played:
       played += read_trajectories(path)
   else:
@@ -96,9 +97,9 @@ def run(
     evaluation = evaluate.run(ml_collections.ConfigDict(rest), workdir, shard=shard)
     if shard:
       return evaluation
-    played = read_trajectories(os.path.join(workdir, "sampled.jsonl"))
+    own = read_trajectories(os.path.join(process_dir(workdir), "sampled.jsonl"))
+    played += evaluate.gather_scored(own, tasks)
   # --- Which tasks they leave.
-  tasks = select_tasks(read_config(config.get("tasks"), TasksConfig, "tasks"))
   counted = graded(played)
   attempts = pass_rates((t.task_id, correct(t)) for t in counted)
   chosen_tasks, funnel = keep_tasks(tasks, attempts, select, used)
@@ -138,7 +139,7 @@ def _used(paths: tuple[str, ...]) -> set[str]:
   return used
 
 
-def _usage(played: list[Trajectory], counted: int) -> dict[str, Any]:
+def _usage(played: list[Trajectory | Scored], counted: int) -> dict[str, Any]:
   return {
     "attempts": len(played),
     "ungraded": len(played) - counted,

@@ -1,12 +1,16 @@
 """RL or evaluation in one of several processes; see test_processes.py.
 
 python tests/in_processes.py JOURNEY CONFIG.json WORKDIR DEVICES [COORDINATOR N I]
+
+With KILL=FILE in the environment an evaluation is killed when its first process has
+written this file, and the others have not.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 
 journey, config, workdir, devices, *others = sys.argv[1:]
@@ -16,6 +20,18 @@ import jax  # noqa: E402
 import ml_collections  # noqa: E402
 
 from coa_jax import evaluate, rl  # noqa: E402
+
+if last := os.environ.get("KILL"):
+  write = evaluate.write_jsonl
+
+  def write_until(path: str, rows: list) -> None:
+    is_last = os.path.basename(path) == last
+    if not is_last or jax.process_index() == 0:
+      write(path, rows)
+    if is_last:
+      os.kill(os.getpid(), signal.SIGKILL)
+
+  evaluate.write_jsonl = write_until
 
 if others:
   jax.distributed.initialize(others[0], int(others[1]), int(others[2]))

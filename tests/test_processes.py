@@ -24,6 +24,7 @@ from coa_jax.tasks.task import Task
 from tests.backend import BACKEND
 
 ROOT = pathlib.Path(__file__).parent.parent
+RIGHT = {"sky": "blue", "sea": "blue", "rose": "red", "wine": "red"}
 SUMS = {"2 + 3": "5", "4 * 4 + 1": "17"}  # questions of toy.SCRIPTS
 
 
@@ -31,15 +32,14 @@ SUMS = {"2 + 3": "5", "4 * 4 + 1": "17"}  # questions of toy.SCRIPTS
 def sections(tmp_path_factory) -> dict:
   """A policy that calls a tool and guesses, tasks for it, and what journeys share."""
   folder = tmp_path_factory.mktemp("policy")
-  right = {"sky": "blue", "sea": "blue", "rose": "red", "wine": "red"}
   examples = [
     toy.written(q, (toy.code("print(2+3)"), "5", toy.end(a)), toy.tokenizer())
-    for q in right
+    for q in RIGHT
     for a in ("red", "blue")
   ]
   toy.save_policy(str(folder / "model"), toy.train(examples, 200).params)
   tasks = folder / "tasks.jsonl"
-  rows = [{"id": q, "question": q, "answers": [a]} for q, a in right.items()]
+  rows = [{"id": q, "question": q, "answers": [a]} for q, a in RIGHT.items()]
   tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
   return dict(
     init=str(folder / "model"),
@@ -50,10 +50,15 @@ def sections(tmp_path_factory) -> dict:
 
 
 def run(
-  journey: str, sections: dict, out: pathlib.Path, processes: int, devices: int
+  journey: str,
+  sections: dict,
+  out: pathlib.Path,
+  processes: int,
+  devices: int,
+  kill: str = "",
 ) -> None:
-  """Runs it in so many processes of so many devices each."""
-  out.mkdir()
+  """Runs it in so many processes of so many devices each; see `in_processes`."""
+  out.mkdir(exist_ok=True)
   config = out / "config.in"
   config.write_text(json.dumps(sections))
   with socket.socket() as s:
@@ -61,7 +66,7 @@ def run(
     address = f"127.0.0.1:{s.getsockname()[1]}"
   command = [sys.executable, str(ROOT / "tests" / "in_processes.py"), journey]
   command += [str(config), str(out / "run"), str(devices)]
-  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "KILL": kill}
   started = [
     subprocess.Popen(
       [*command, *([address, str(processes), str(i)] if processes > 1 else [])],
@@ -73,8 +78,11 @@ def run(
   ]
 
   def finish(process: subprocess.Popen) -> None:
-    _, errors = process.communicate(timeout=1500)
-    assert process.returncode == 0, errors[-3000:]
+    try:
+      _, errors = process.communicate(timeout=1500)
+    finally:
+      process.kill()
+    assert (process.returncode == 0) == (not kill), errors[-3000:]
 
   # All are read at once: one whose pipe is full would hold up the other.
   with concurrent.futures.ThreadPoolExecutor(processes) as threads:
@@ -115,24 +123,59 @@ def dealt(where: list[pathlib.Path], name: str, first: int, count: int) -> list:
   return out
 
 
+def played(out: pathlib.Path, processes: int, name: str) -> list[Trajectory]:
+  """What an evaluation's processes played, each its own tasks; as one writes it."""
+  each = [read_trajectories(folder / name) for folder in folders(out, processes)]
+  tasks = list(RIGHT)
+  for number, attempts in enumerate(each):
+    ids = list(dict.fromkeys(t.task_id for t in attempts))
+    assert ids == tasks[number::processes]
+  every = itertools.chain.from_iterable(each)
+  return sorted(every, key=lambda t: (tasks.index(t.task_id), t.sample))
+
+
+def results(folder: pathlib.Path) -> dict:
+  """Figures of an evaluation, without seconds."""
+  out = json.loads((folder / "results.json").read_text())
+  del out["usage"]["seconds"]
+  return out
+
+
 @pytest.mark.slow
 def test_evaluation_in_two_processes_is_that_of_one(sections, tmp_path):
+  """Each writes what it played, and all have the figures of all; killed or not."""
   config = {**sections, "eval": dict(greedy=True, samples=3)}
   one, two, split = tmp_path / "one", tmp_path / "two", tmp_path / "split"
   run("evaluate", config, one, processes=1, devices=1)
+  for name in ("greedy.jsonl", "sampled.jsonl"):
+    run("evaluate", config, two, processes=2, devices=1, kill=name)
+    found = [(folder / name).exists() for folder in folders(two, 2)]
+    assert found == [True, False]
   run("evaluate", config, two, processes=2, devices=1)
+  expected = results(one / "run")
+  for folder in folders(two, 2):
+    assert results(folder) == expected
+  for name in ("greedy.jsonl", "sampled.jsonl"):
+    attempts = [content(t) for t in read_trajectories(one / "run" / name)]
+    assert sum(bool(t[3]) for t in attempts) >= 4
+    assert [content(t) for t in played(two, 2, name)] == attempts
+  assert len(viewer.find_files([str(two / "run")])) == 4
+
+  # --- One goes on from two, and plays what it lacks; two, and have some twice.
+  for processes in (1, 2):
+    (two / "run" / "results.json").unlink()
+    run("evaluate", config, two, processes, devices=1)
+    assert results(two / "run") == expected
+    assert len(read_trajectories(two / "run" / "sampled.jsonl")) == 3 * len(RIGHT)
+
+  # --- Over `tensor` products are added up in another order: the same tokens, greedily.
   config["mesh"] = dict(tensor=2)
   run("evaluate", config, split, processes=2, devices=2)
-  for name in ("greedy.jsonl", "sampled.jsonl"):
-    expected = [content(t) for t in read_trajectories(one / "run" / name)]
-    assert sum(bool(t[3]) for t in expected) >= 4
-    for folder in (two / "run", two / "run" / "process_1"):
-      assert [content(t) for t in read_trajectories(folder / name)] == expected
-  # Over `tensor` products are added up in another order: the same tokens, greedily.
-  again = read_trajectories(split / "run" / "greedy.jsonl")
-  tokens = [[s.ids for s in t.segments] for t in again]
-  once = read_trajectories(one / "run" / "greedy.jsonl")
-  assert tokens == [[s.ids for s in t.segments] for t in once]
+  tokens = []
+  for out, processes in ((one, 1), (split, 2)):
+    again = played(out, processes, "greedy.jsonl")
+    tokens.append([[s.ids for s in t.segments] for t in again])
+  assert tokens[0] == tokens[1]
 
 
 @pytest.mark.slow
@@ -161,9 +204,10 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
   for name in ("greedy.jsonl", "sampled.jsonl"):
     expected = [content(t) for t in read_trajectories(tmp_path / "one/run" / name)]
     assert [t[-2:] for t in expected] == [(Status.ENDED, 1.0)] * len(expected)
-    for folder in ("two/run", "two/run/process_1"):
-      again = read_trajectories(tmp_path / folder / name)
-      assert [content(t) for t in again] == expected
+    again: list[tuple] = []
+    for folder in folders(tmp_path / "two", 2):
+      again += map(content, read_trajectories(folder / name))
+    assert again == expected  # a task each
 
 
 @pytest.mark.slow

@@ -9,17 +9,17 @@ budget: every figure beside the interval that goes with it.
 from __future__ import annotations
 
 import collections
-import itertools
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from coa_jax.protocol import roles
 from coa_jax.protocol.parser import content_fault
-from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory
+from coa_jax.protocol.trajectory import Author, Status, ToolCall, Trajectory, Usage
 from coa_jax.rewards import written_answer
 from coa_jax.rewards.votes import vote_key
 
@@ -27,31 +27,87 @@ RESAMPLES = 2000
 KS = (3,)  # of pass@k and votes of k, where nobody says
 
 
-def graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """What the figures need of an attempt: a few hundred bytes, however long it was.
+
+  Attributes:
+    task_id: as the trajectory's, like `sample`, `status`, `reward_parts` and `usage`.
+    family: of its task; "" for none.
+    calls: how many it made.
+    malformed: how many of them were, by `malformed`.
+    vote: its answer's key; None without an answer.
+    logp: by `mean_logp`.
+  """
+
+  task_id: str
+  sample: int
+  status: Status
+  reward_parts: dict[str, float]
+  usage: Usage
+  family: str
+  calls: int
+  malformed: int
+  vote: str | None
+  logp: float
+
+  @classmethod
+  def from_json(cls, row: dict[str, Any]) -> Scored:
+    """Builds it from what `dataclasses.asdict` and JSON made of it."""
+    status = Status(row["status"])
+    return cls(**{**row, "status": status, "usage": Usage(**row["usage"])})
+
+
+Attempt = TypeVar("Attempt", Trajectory, Scored)
+
+
+def scored(
+  attempt: Trajectory | Scored, tools: Collection[str] = roles.TOOLS
+) -> Scored:
+  """Returns what the figures need of an attempt; `tools` as of `malformed`."""
+  if isinstance(attempt, Scored):
+    return attempt
+  t = attempt
+  answer = written_answer(t.text)
+  return Scored(
+    task_id=t.task_id,
+    sample=t.sample,
+    status=t.status,
+    reward_parts=t.reward_parts,
+    usage=t.usage,
+    family=t.meta.get("family", ""),
+    calls=len(t.calls),
+    malformed=sum(malformed(call, tools) for call in t.calls),
+    vote=vote_key(answer) if answer else None,
+    logp=mean_logp(t),
+  )
+
+
+def graded(attempts: Sequence[Attempt]) -> list[Attempt]:
   """Selects what says something about the model: all but infrastructure failures."""
-  return [t for t in trajectories if t.status != Status.INFRASTRUCTURE]
+  return [t for t in attempts if t.status != Status.INFRASTRUCTURE]
 
 
-def by_task(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+def by_task(attempts: Sequence[Attempt]) -> dict[str, list[Attempt]]:
   """Groups attempts by task id, in order of `sample`; tasks in order of appearance."""
-  groups: dict[str, list[Trajectory]] = {}  # a dict keeps the order of appearance
-  for t in trajectories:
+  groups: dict[str, list[Attempt]] = {}  # a dict keeps the order of appearance
+  for t in attempts:
     groups.setdefault(t.task_id, []).append(t)
   return {k: sorted(v, key=lambda t: t.sample) for k, v in groups.items()}
 
 
-def correct(trajectory: Trajectory) -> bool:
+def correct(attempt: Trajectory | Scored) -> bool:
   """Tells whether its answer is right, whatever its format.
 
   Raises:
     ValueError: it has not been graded.
   """
-  if "answer" not in trajectory.reward_parts:
+  if "answer" not in attempt.reward_parts:
     raise ValueError(
-      f"task {trajectory.task_id!r} sample {trajectory.sample}: reward part 'answer' "
-      f"is missing (status {trajectory.status.value}); grade before scoring"
+      f"task {attempt.task_id!r} sample {attempt.sample}: reward part 'answer' is "
+      f"missing (status {attempt.status.value}); grade before scoring"
     )
-  return trajectory.reward_parts["answer"] >= 1
+  return attempt.reward_parts["answer"] >= 1
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -168,7 +224,7 @@ def mean_logp(trajectory: Trajectory) -> float:
   return statistics.fmean(logps) if logps else -math.inf
 
 
-def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
+def best_of_k(attempts: Sequence[Scored], k: int) -> Scored:
   """Chooses one of the first k attempts by a majority vote over answers.
 
   Attempts without an answer have no vote. Ties go to the answer with the attempt of
@@ -182,17 +238,16 @@ def best_of_k(attempts: Sequence[Trajectory], k: int) -> Trajectory:
     raise ValueError(f"best of {k} needs {k} attempts; got {len(attempts)}")
   attempts = attempts[:k]
   # --- The votes, by what is voted for.
-  groups: dict[str, list[Trajectory]] = {}
+  groups: dict[str, list[Scored]] = {}
   for t in attempts:
-    answer = written_answer(t.text)
-    if answer:
-      groups.setdefault(vote_key(answer), []).append(t)
+    if t.vote is not None:
+      groups.setdefault(t.vote, []).append(t)
   if not groups:
     return attempts[0]
 
   # --- The count. `max` returns the first of equals, which is the earlier attempt.
-  most = max(groups.values(), key=lambda g: (len(g), max(map(mean_logp, g))))
-  return max(most, key=mean_logp)
+  most = max(groups.values(), key=lambda g: (len(g), max(t.logp for t in g)))
+  return max(most, key=lambda t: t.logp)
 
 
 def malformed(call: ToolCall, tools: Collection[str] = roles.TOOLS) -> bool:
@@ -203,8 +258,8 @@ def malformed(call: ToolCall, tools: Collection[str] = roles.TOOLS) -> bool:
 
 
 def summary(
-  greedy: Sequence[Trajectory],
-  sampled: Sequence[Trajectory],
+  greedy: Sequence[Trajectory | Scored],
+  sampled: Sequence[Trajectory | Scored],
   tools: Collection[str] = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, Any]:
@@ -215,7 +270,7 @@ def summary(
   Args:
     greedy: at most one attempt per task counts as such; more are averaged.
     sampled: several attempts per task.
-    tools: names a call may have.
+    tools: names that a trajectory's calls may have.
     ks: of pass@k and of votes.
 
   Returns:
@@ -229,6 +284,8 @@ def summary(
     None.
   """
   # --- Attempts that say something of the model, by task.
+  greedy = [scored(t, tools) for t in greedy]
+  sampled = [scored(t, tools) for t in sampled]
   status = collections.Counter(t.status.value for t in (*greedy, *sampled))
   greedy = graded(greedy)
   sampled = graded(sampled)
@@ -241,9 +298,8 @@ def summary(
   call_counts: list[float] = []
   malformed_counts: list[float] = []
   for attempts in tasks:
-    calls = list(itertools.chain.from_iterable(t.calls for t in attempts))
-    call_counts.append(len(calls))
-    malformed_counts.append(sum(malformed(call, tools) for call in calls))
+    call_counts.append(sum(t.calls for t in attempts))
+    malformed_counts.append(sum(t.malformed for t in attempts))
 
   # --- One number for each task; a figure is their mean.
   passes: dict[str, list[float]] = {}
@@ -286,20 +342,20 @@ def summary(
   return out
 
 
-def _well_formed(trajectory: Trajectory) -> bool:
-  return trajectory.reward_parts.get("format", 0.0) >= 1
+def _well_formed(attempt: Scored) -> bool:
+  return attempt.reward_parts.get("format", 0.0) >= 1
 
 
 def _task_means(
-  groups: Collection[Sequence[Trajectory]], value: Callable[[Trajectory], float]
+  groups: Collection[Sequence[Scored]], value: Callable[[Scored], float]
 ) -> list[float]:
   return [statistics.fmean(float(value(t)) for t in group) for group in groups]
 
 
 def by_group(
-  greedy: Sequence[Trajectory],
-  sampled: Sequence[Trajectory],
-  group: Callable[[Trajectory], str],
+  greedy: Sequence[Attempt],
+  sampled: Sequence[Attempt],
+  group: Callable[[Attempt], str],
   tools: Collection[str] = roles.TOOLS,
   ks: Sequence[int] = KS,
 ) -> dict[str, dict[str, Any]]:
@@ -313,8 +369,8 @@ def by_group(
     ks: likewise.
   """
   # Group -> its greedy and its sampled attempts.
-  groups: dict[str, tuple[list[Trajectory], list[Trajectory]]] = {}
-  for i, trajectories in enumerate((greedy, sampled)):
-    for t in trajectories:
+  groups: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
+  for i, attempts in enumerate((greedy, sampled)):
+    for t in attempts:
       groups.setdefault(group(t), ([], []))[i].append(t)
   return {name: summary(*groups[name], tools, ks) for name in sorted(groups)}

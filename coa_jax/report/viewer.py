@@ -145,9 +145,9 @@ def find_files(where: Iterable[str]) -> list[str]:
 
   Args:
     where: files, globs (`**` for any depth) or folders. A folder means what `rl` writes
-      into it, `trajectories/*.jsonl`, and those of its other processes; without such a
-      folder, those of its own `*.jsonl` that begin with a trajectory (evaluation and
-      distillation write others, too).
+      into it, `trajectories/*.jsonl`; without such a folder, those of its own `*.jsonl`
+      that begin with a trajectory (evaluation and distillation write others, too). Each
+      process of several writes into a folder of its own there; all of them count.
 
   Raises:
     FileNotFoundError: one of them means no file.
@@ -155,13 +155,12 @@ def find_files(where: Iterable[str]) -> list[str]:
   out: dict[str, None] = {}
   for pattern in where:
     if os.path.isdir(pattern):
-      # Each process of `rl` writes one file a step into a folder of their own.
-      folder = glob.escape(pattern)
-      inside = []
-      for of_rl in ("trajectories", os.path.join("process_*", "trajectories")):
-        inside += sorted(glob.glob(os.path.join(folder, of_rl, "*.jsonl")))
-      if not inside:
-        inside = sorted(glob.glob(os.path.join(folder, "*.jsonl")))
+      inside: list[str] = []
+      for name in (os.path.join("trajectories", "*.jsonl"), "*.jsonl"):
+        if not inside:
+          for process in ("", "process_*"):
+            pattern_of_one = os.path.join(glob.escape(pattern), process, name)
+            inside += sorted(glob.glob(pattern_of_one))
       candidates = filter(os.path.isfile, inside)
       files = list(filter(_begins_with_a_trajectory, candidates))
     else:

@@ -18,7 +18,6 @@ from coa_jax.protocol.tokens import Tokenizer
 from coa_jax.protocol.trajectory import Trajectory
 from coa_jax.rewards.grader import Grader
 from coa_jax.rollout.episode import CoAEpisode, EpisodeConfig, Replay
-from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.types import Engine, Episode
 from coa_jax.shard import Shard
 from coa_jax.tasks.task import Task
@@ -255,7 +254,7 @@ class RolloutWorker:
   ) -> list[list[Trajectory]]:
     """Returns for each task its trajectories by sample number; args as of `generate`.
 
-    Every process gets the trajectories of all.
+    Of several processes each gets those of the tasks that it plays, and none of others.
     """
     out: list[list[Trajectory]] = [[] for _ in tasks]
     played = self.generate(
@@ -268,7 +267,7 @@ class RolloutWorker:
       version=version,
       evaluation=evaluation,
     )
-    for place, trajectory in gather_trajectories(played):
+    for place, trajectory in played:
       out[place].append(trajectory)
     # They come in the order in which they ended, which the tools decide.
     return [sorted(group, key=lambda t: t.sample) for group in out]

@@ -7,10 +7,10 @@ four groups of four made-up trajectories of 512 to 2,048 tokens, half of them th
 policy's; all learn one step of RL from all of them, and one of SFT. So a column that
 stays as it is from line to line does not grow with the number of hosts.
 
-"JSON to all" sends the trajectories as RL did before: everything to everybody. "Global
-batch" is what a host made of them then. Bytes are counted where arrays are handed to
-JAX, those to and from other processes, of the process that has most; messages of tokens
-go padded by up to 1/8 more.
+"JSON to all" sends the trajectories as RL and evaluation did before: everything to
+everybody. "Global batch" is what a host made of them then. "Scored" is what evaluation
+sends now. Bytes are counted where arrays are handed to JAX, those to and from other
+processes, of the process that has most; messages of tokens go padded by up to 1/8 more.
 Expect a minute or two.
 """
 
@@ -42,6 +42,7 @@ _COLUMNS = {
   "tokens": "tokens",
   "json": "JSON to all: received MB",
   "outcomes": "outcomes: received MB",
+  "scored": "scored: received MB",
   "sent": "tokens: sent MB",
   "received": "received MB",
   "global": "global batch MB",
@@ -93,6 +94,7 @@ def line(count: int, each: list[dict[str, Any]]) -> dict[str, Any]:
   sizes = {
     "json": most("rl", "json", "received"),
     "outcomes": most("rl", "outcomes", "received"),
+    "scored": most("rl", "scored", "received"),
     "sent": most("rl", "learn", "sent"),
     "received": most("rl", "learn", "received"),
     "global": held * count,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from coa_jax import processes
+from coa_jax import evaluate, processes
 from coa_jax.learner import log_probs
 from coa_jax.learner.algorithms import BatchConfig, LossConfig
 from coa_jax.learner.dataset import Dataset
@@ -32,8 +32,8 @@ from coa_jax.model.distribution import NO_TRUNCATION
 from coa_jax.model.sharding import MeshConfig, Partitioner, make_partitioner
 from coa_jax.model.transformer import init_params
 from coa_jax.protocol.trajectory import Author, Segment, Trajectory
-from coa_jax.rollout.exchange import gather_trajectories
 from coa_jax.rollout.figures import gather_outcomes
+from coa_jax.tasks.task import Task
 
 # What learns does not matter here: the bytes are those of its batches.
 MODEL = ModelConfig(
@@ -121,12 +121,17 @@ def drawn(rng: np.random.Generator, length: int) -> Trajectory:
 def rl_step(
   own: list[tuple[int, Trajectory]], partitioner: Partitioner, length: int
 ) -> dict[str, Any]:
-  """A step of RL, and beside it the exchange of all trajectories as JSON."""
-  # --- As JSON to everybody, which evaluation still does.
+  """A step of RL, and beside it two other ways to exchange what was played."""
+  # --- As JSON to everybody, as RL and evaluation did.
   meter = Meter()
   with meter.on():
-    count = len(list(gather_trajectories(own)))
+    parts = processes.gather_json([(number, t.to_json()) for number, t in own])
+    count = sum(map(len, parts))
     as_json = meter.take()
+
+    # --- What the figures of an evaluation need of them.
+    evaluate.gather_scored([t for _, t in own], [Task("task", "", ())])
+    scored = meter.take()
 
     # --- The outcomes to everybody.
     groups: dict[int, list[Any]] = {}
@@ -155,6 +160,7 @@ def rl_step(
   return {
     "trajectories": count,
     "json": as_json,
+    "scored": scored,
     "outcomes": outcomes,
     "learn": learnt,
     "grad_norm": values["grad_norm"],

@@ -28,6 +28,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import ml_collections
 import rich
 
@@ -156,6 +157,8 @@ def _refused(request: CallRequest, error: str) -> CallFuture:
 def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Evaluates every format.
 
+  budget: a study is one page.
+
   Args:
     config: of `evaluate`, `rollout.style` full; and `formats`.
     workdir: where the evaluations go.
@@ -169,6 +172,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   Raises:
     ConfigError, ValueError, FileNotFoundError: as `evaluate.run`.
   """
+  if jax.process_count() > 1:
+    raise ConfigError("the study reads all attempts: it is for one process")
   # --- Read everything, and open the tools, before anything is played.
   plan = read_config(config, FormatStudyConfig).formats
   for tools in plan.tools.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 
 import numpy as np
@@ -93,7 +95,7 @@ def votes(*answers, logps=None):
   """Attempts at one task with these answers; "Paris" is right."""
   logps = logps or [-1.0] * len(answers)
   return [
-    samples.trajectory(sample=i, answer=a, right=a == "Paris", logp=logp)
+    scores.scored(samples.trajectory(sample=i, answer=a, right=a == "Paris", logp=logp))
     for i, (a, logp) in enumerate(zip(answers, logps, strict=True))
   ]
 
@@ -171,6 +173,26 @@ def test_summary_by_hand():
   low, high = out["ci95"]["pass1_greedy"]
   assert low <= 0.5 <= high
   assert set(out["ci95"]) == set(out) - {"ci95", "status", "tasks"}
+
+
+def test_figures_need_no_more_than_what_processes_send():
+  """Text, tokens and calls stay where they were played."""
+  greedy = [samples.trajectory("a"), samples.trajectory("b", answer="Rome")]
+  greedy[1].calls.append(ToolCall("code", "no fence"))
+  sampled = [
+    samples.trajectory("a", 0, answer=None),
+    samples.trajectory("a", 1, answer="Oslo", right=False, logp=-0.3),
+    samples.trajectory("a", 2, answer="the Paris", logp=-1 / 3),
+    samples.trajectory("b", status=Status.INFRASTRUCTURE, answer=None),
+  ]
+  sampled[0].segments = []  # its mean log-prob is -inf
+  sent = []
+  for attempts in (greedy, sampled):
+    text = json.dumps([dataclasses.asdict(scores.scored(t)) for t in attempts])
+    assert len(text) < 500 * len(attempts)
+    sent.append([scores.Scored.from_json(row) for row in json.loads(text)])
+    assert sent[-1] == [scores.scored(t) for t in attempts]
+  assert scores.summary(*sent) == scores.summary(greedy, sampled)
 
 
 def test_nothing_to_score_is_none_not_zero():

@@ -254,6 +254,9 @@ def test_files_are_found_once_and_a_missing_one_is_named(tmp_path):
   write_jsonl(evaluated / "greedy.jsonl", [samples.trajectory()])
   greedy = str(evaluated / "greedy.jsonl")
   assert find_files([str(evaluated)]) == [greedy]
+  other = evaluated / "process_1" / "greedy.jsonl"  # several processes played
+  write_jsonl(other, [samples.trajectory()])
+  assert find_files([str(evaluated)]) == [greedy, str(other)]
   assert list(open_files([greedy])) == ["greedy.jsonl"]
   assert list(open_files([both[0], greedy])) == [
     "run/trajectories/step_000000.jsonl",

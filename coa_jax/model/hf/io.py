@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import jax
 import numpy as np
 import safetensors
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from coa_jax.disk import atomic_path, atomic_write
@@ -83,12 +85,16 @@ def save_model(
   table = name_table(params, cfg.layers)
   files = _split(table, np.dtype(cfg.param_dtype).itemsize, shard_bytes)
 
-  # --- The arrays, a file at a time; every process takes part in fetching them.
+  # --- The arrays, a file at a time; every process takes part in gathering them.
   first = jax.process_index() == 0
   if first:
     os.makedirs(path, exist_ok=True)
   for file, names in files.items():
-    tensors = {name: table[name].write(_fetch(params, table[name])) for name in names}
+    tensors = {}
+    for name in names:
+      array = gather(_pick(params, table[name]))
+      if first:
+        tensors[name] = table[name].write(array)
     if first:
       with atomic_path(os.path.join(path, file)) as unfinished:
         save_file(tensors, unfinished, metadata={"format": "pt"})
@@ -206,20 +212,31 @@ def _split(
   }
 
 
-def _fetch(params: Any, entry: Entry) -> np.ndarray:
-  """One whole array on this host, whichever devices hold it."""
+def _pick(params: Any, entry: Entry) -> Any:
+  """The array of an entry, wherever it lives."""
   for key in entry.path:
     params = params[key]
   if entry.layer is not None:
     params = params[entry.layer]
-  return gather(params)
+  return params
 
 
-def gather(x: jax.Array | np.ndarray) -> np.ndarray:
-  """Gathers a whole array on this host; every process calls it."""
+def gather(x: jax.Array | np.ndarray) -> np.ndarray | None:
+  """Gathers a whole array on the first process's host; None on others.
+
+  Every process calls it, one array after the other: while it is gathered, each device
+  has all of it. JAX sends an array to the first process's devices alone only where they
+  are as many as it lies on.
+  """
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    x = multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(x)
+    x = _replicated(x.sharding.mesh)(x).addressable_data(0)
+  return None if jax.process_index() else np.asarray(x)
+
+
+@functools.cache
+def _replicated(mesh: Mesh) -> Any:
+  """The program that copies an array to all devices of a mesh."""
+  return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _write_json(path: str, name: str, value: dict[str, Any]) -> None:
