@@ -20,14 +20,16 @@ window:
   needed       GB to read and write at the least: weights once a pass, keys and values
                of --live tokens of every slot, the state.
   moved        GB read and written by the instructions of the compiled text, loops
-               counted; without kernels (column kernels), whose traffic it does not say.
+               counted; of kernels their operands and results once, and of the pages of
+               a window or an extend what its rows have, by the kernel's whole blocks.
   copies       of arrays at least half as large as a layer's keys: number and GB.
   sorts        their number.
   collectives  their number, those that overlap other work, GB that a device sends.
   between      with several slices: number and GB of what goes from one to another.
   floor ms     the largest of arithmetic, needed GB and sent GB at their peaks.
-  estimate ms  the compiler's cycles, and collectives that do not overlap; without
-               kernels and the network between slices.
+  estimate ms  the compiler's cycles, collectives that do not overlap, and what kernels
+               move at HBM's peak; without their arithmetic and the network between
+               slices.
 Cycles become seconds by three plain programs compiled beside it: a large product (for
 learn, score and extend), a product of 64 rows (for windows), and a stream of
 multiplications (for all else). The table is of compiled programs and not measured.
@@ -200,7 +202,7 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
   own += m.generated_code_size_in_bytes
 
   # --- What it does.
-  done = work(text, program.turns, program.large, program.units)
+  done = work(text, program.turns, program.large, program.units, program.pool_read)
   traffic = collectives(text, program.devices, program.turns)
   between = [c for c in traffic if c.between_slices]
   traffic = [c for c in traffic if not c.between_slices]
@@ -238,7 +240,7 @@ def measure(program: Program, chip: Chip, device: jax.Device) -> dict[str, Any]:
     "floors": floors,
     "floor": max(floors.values()),
     "bound": max(floors, key=floors.get),
-    "estimate": cycles + waited / chip.ici_rate,
+    "estimate": cycles + done.kernels_moved / chip.hbm_rate + waited / chip.ici_rate,
     "rates": rates,
     "compile_seconds": seconds,
   }

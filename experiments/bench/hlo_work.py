@@ -1,8 +1,8 @@
 """What a compiled program does to a chip's memory and matrix units, from its HLO text.
 
 Each instruction counts as often as the loops around it run. What is not in the text is
-not counted: the arithmetic and traffic of kernels, and what stays on the chip (memory
-space 1, VMEM).
+not counted: the arithmetic of kernels, what they read more than once, and what stays on
+the chip (memory space 1, VMEM).
 
 budget: one pass over the text, and the rules for each kind of instruction.
 """
@@ -39,12 +39,14 @@ class Work:
   """Sums over a program, on one chip.
 
   Attributes:
-    moved: bytes read from HBM and written to it.
+    moved: bytes read from HBM and written to it, by kernels too.
     copied: bytes of arrays that are copied or transposed whole, and are large.
     copies: how many such.
     sorted: bytes of arrays that are sorted.
     sorts: how many such.
-    kernels: calls of kernels, whose traffic is unknown.
+    kernels: calls of kernels.
+    kernels_moved: of `moved` what they do: operands and results once, and of a pool of
+      pages what the caller says.
     product_cycles: the compiler's estimate for matrix products and what is fused.
     other_cycles: its estimate for all else but collectives and kernels.
   """
@@ -55,6 +57,7 @@ class Work:
   sorted: float = 0
   sorts: float = 0
   kernels: float = 0
+  kernels_moved: float = 0
   product_cycles: float = 0
   other_cycles: float = 0
 
@@ -69,7 +72,13 @@ class _Instruction:
   line: str
 
 
-def work(text: str, turns: Sequence[int], large: float = 0, units: int = 1) -> Work:
+def work(
+  text: str,
+  turns: Sequence[int],
+  large: float = 0,
+  units: int = 1,
+  pool_read: float = 0,
+) -> Work:
   """Adds up what a program does.
 
   Args:
@@ -77,6 +86,7 @@ def work(text: str, turns: Sequence[int], large: float = 0, units: int = 1) -> W
     turns: as in `instructions`.
     large: bytes from which an array that is copied counts as large; 0 for none.
     units: what all sums are divided by.
+    pool_read: bytes that a kernel reads of an operand that is large.
   """
   module = {name: _parsed(lines) for name, lines in computations(text)[0].items()}
   out = Work()
@@ -97,6 +107,13 @@ def work(text: str, turns: Sequence[int], large: float = 0, units: int = 1) -> W
         out.other_cycles += count * int(estimate[1])
     if x.operation == "custom-call" and "tpu_custom_call" in line:
       out.kernels += count
+      arrays = _hbm_bytes(x.kind)
+      for operand in x.operands:
+        if operand in module[name]:
+          size = sum(_hbm_bytes(module[name][operand].kind))
+          arrays.append(pool_read if large and size >= large else size)
+      out.kernels_moved += count * sum(arrays)
+      out.moved += count * sum(arrays)
       continue
 
     # --- Memory.

@@ -30,6 +30,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.flops import products
 from coa_jax.model.hf.io import load_config
+from coa_jax.model.kernels import ragged
 from coa_jax.model.sharding import Partitioner, make_partitioners, platform
 from coa_jax.model.transformer import param_shapes
 from coa_jax.model.variants import variant
@@ -88,6 +89,7 @@ class Program:
     needed: bytes to read or write that can not be spared.
     beside: bytes that are taken by what is no argument of it.
     large: bytes from which an array is as large as a layer's keys; 0 where it has none.
+    pool_read: bytes that a call of a kernel reads of a layer's keys and values.
     decides: whether it is the largest of its kind.
   """
 
@@ -100,6 +102,7 @@ class Program:
   needed: float
   beside: float
   large: float = 0
+  pool_read: float = 0
   decides: bool = True
 
 
@@ -227,6 +230,7 @@ def programs(run: Run, live: int) -> list[Program]:
   # learning; with staleness they are not, and there are the parameters before, too.
   view = device_bytes(decoding_params(run))
   calls = device_calls(run.settings.rollout, "tpu", [run.pages])
+  page_size = cache.page_size(run.settings.rollout.max_len)
   kept = device_bytes(run.state) + device_bytes(run.frozen)
   if run.settings.lora:
     kept += device_bytes(_policy(run))  # merged for decoding
@@ -250,6 +254,11 @@ def programs(run: Run, live: int) -> list[Program]:
     flops, needed = _decoding_needs(run, call, live)
     windows = call.tokens if call.function == "window" else 1
     one_layer = device_bytes(_cache(run).layers[0][0])
+    page_bytes = int(one_layer) // run.pages
+    tokens = call.tokens if call.function == "extend" else 1  # at once
+    pages = ragged.pages_read(
+      call.rows, tokens, live, page_size, call.blocks, page_bytes
+    )
     out.append(
       Program(
         name=str(call),
@@ -261,6 +270,7 @@ def programs(run: Run, live: int) -> list[Program]:
         needed=needed,
         beside=beside_decoding,
         large=one_layer / 2,
+        pool_read=pages * page_bytes,
         decides=call in deciding,
       )
     )

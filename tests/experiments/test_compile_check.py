@@ -70,19 +70,21 @@ def test_cycles_count_as_often_as_their_loops_run():
 
 def test_what_a_window_moves_copies_and_sorts():
   """By hand; a cache is 1024 bytes, a row of it 128."""
-  done = hlo_work.work(WINDOW, turns=(10, 3), large=512)
+  done = hlo_work.work(WINDOW, turns=(10, 3), large=512, pool_read=300)
   assert (done.copies, done.copied) == (2, 2 * 1024)  # in and out; a row is not large
   assert (done.sorts, done.sorted) == (10, 10 * 512)
-  assert done.kernels == 10
+  # A kernel moves a row in and out, and of the cache what is said.
+  assert (done.kernels, done.kernels_moved) == (10, 10 * (128 + 128 + 300))
   assert (done.product_cycles, done.other_cycles) == (10 * 50, 10 * 3 * 1)
   around = 2 * 1024 + 128 + 2 * 1024  # a copy of what has no type is written alone
   cut = 128 + 128 + 4  # the row, read and written, and where it stands
   product = 128 + 128  # the matrix comes from no HBM
   put = 128 + 128 + 4
   sort = 2 * 512
-  assert done.moved == around + 10 * (cut + product + put + sort) + 10 * 3 * 64
+  moved = around + 10 * (cut + product + put + sort) + 10 * 3 * 64
+  assert done.moved == moved + done.kernels_moved
   # Of a token, where a window has 10.
-  token = hlo_work.work(WINDOW, turns=(10, 3), large=512, units=10)
+  token = hlo_work.work(WINDOW, turns=(10, 3), large=512, units=10, pool_read=300)
   assert token.moved == pytest.approx(done.moved / 10)
   assert (token.copies, token.kernels) == (0.2, 1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import pathlib
 import shlex
 import subprocess
@@ -233,3 +235,21 @@ def test_wrong_words_are_refused_in_one_line(words, message):
   assert done.returncode == 2
   assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
   assert message in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="libtpu has the TPU's compiler"
+)
+@pytest.mark.parametrize(
+  ("flags", "status"), [(pod.LIBTPU_INIT_ARGS, 0), ("--xla_tpu_no_such_flag=true", 1)]
+)
+def test_the_compiler_for_tpus_has_the_flags(flags: str, status: int):
+  """It ends a process that gives it one that it does not know."""
+  code = (
+    "from jax.experimental import topologies\n"
+    "topologies.get_topology_desc('v6e:4x4', platform='tpu')"
+  )
+  env = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+  env = {**os.environ, **env, "LIBTPU_INIT_ARGS": flags}
+  done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+  assert done.returncode == status

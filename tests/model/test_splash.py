@@ -14,11 +14,11 @@ from coa_jax.model.kernels import blockwise, splash
 
 
 def packed(T: int, H: int):
-  """Queries of the last T of 256 places, keys, values, cotangents, segments."""
+  """Queries of the last T of 512 places, keys, values, cotangents, segments."""
   keys = jax.random.split(jax.random.key(0), 4)
   q = jax.random.normal(keys[0], (1, T, 2, H))
-  k, v = (jax.random.normal(key, (1, 256, 1, H)) for key in keys[1:3])
-  segment = jnp.asarray([[1] * 100 + [2] * 130 + [0] * 26])
+  k, v = (jax.random.normal(key, (1, 512, 1, H)) for key in keys[1:3])
+  segment = jnp.asarray([[1] * 100 + [2] * 330 + [0] * 82])
   return q, k, v, jax.random.normal(keys[3], (1, T, 2, H)), segment
 
 
@@ -26,7 +26,7 @@ def interpreted(q, k, v, segment, window: int):
   return splash.attend_segments(q, k, v, segment, window, "out", interpret=True)
 
 
-@pytest.mark.parametrize(("T", "H", "window"), [(128, 64, 0), (256, 128, 150)])
+@pytest.mark.parametrize(("T", "H", "window"), [(256, 64, 0), (512, 128, 150)])
 def test_splash_is_the_same_attention(T: int, H: int, window: int, monkeypatch):
   """The TPU's kernel, interpreted, with blocks that it does not visit."""
   monkeypatch.setattr(splash, "_BLOCK", 128)
@@ -39,8 +39,8 @@ def test_splash_is_the_same_attention(T: int, H: int, window: int, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [0, 8])
-@pytest.mark.parametrize(("T", "H", "window"), [(128, 64, 0), (256, 128, 150)])
+@pytest.mark.parametrize("fused", [0, 16])
+@pytest.mark.parametrize(("T", "H", "window"), [(256, 64, 0), (512, 128, 150)])
 def test_splash_has_the_same_gradients(
   T: int, H: int, window: int, fused: int, monkeypatch
 ):
@@ -109,7 +109,9 @@ def test_spoilt_keys_of_other_segments_are_not_read(rows: int, monkeypatch):
   assert jnp.isnan(jnp.where(gone, read, 0)).any()
 
 
-@pytest.mark.parametrize(("S", "fused"), [(4096, True), (8192, True), (32_768, False)])
+@pytest.mark.parametrize(
+  ("S", "fused"), [(4096, True), (32_768, True), (65_536, False)]
+)
 def test_one_kernel_goes_back_where_blocks_are_few(S: int, fused: bool):
   assert splash.block_sizes(S, S).use_fused_bwd_kernel == fused
 

@@ -65,7 +65,30 @@ def attend(
     jnp.array([B], jnp.int32),
     sm_scale=H**-0.5,
     sliding_window=window or None,
-    num_kv_pages_per_block=max(1, min(C, _BLOCK_BYTES // page_bytes)),
+    num_kv_pages_per_block=_pages_at_once(C, page_bytes),
     num_queries_per_block=min(_GIVEN if T > 1 else _DECODING, B * T),
   )
   return out_XNH[..., :H].reshape(B, T, N, H)
+
+
+def pages_read(
+  rows: int, tokens: int, places: float, page_size: int, blocks: int, page_bytes: int
+) -> float:
+  """Counts the pages that `attend` reads, for what is compiled and not run.
+
+  Args:
+    rows: of the call.
+    tokens: of each, T.
+    places: that a row has on average, by which half a block more is read than it has.
+    page_size: places of a page.
+    blocks: pages of a row at most, C.
+    page_bytes: of a page of one layer on one device.
+  """
+  half = _pages_at_once(blocks, page_bytes) / 2
+  times = -(-tokens // _GIVEN)  # all of a row for every so many of its queries
+  return rows * times * min(blocks, places / page_size + half)
+
+
+def _pages_at_once(blocks: int, page_bytes: int) -> int:
+  """Pages that the kernel reads together, of rows of so many."""
+  return max(1, min(blocks, _BLOCK_BYTES // page_bytes))

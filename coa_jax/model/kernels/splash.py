@@ -19,9 +19,10 @@ from coa_jax.model.kernels import blockwise
 # The most places of a block of queries or keys: what the kernels' memory of a core has
 # room for without a flag.
 _BLOCK = 1024
-# One backward kernel for two writes the queries' gradient once for each block of keys,
-# and a sum of them follows: worth it while they are few.
-_FUSED_UP_TO = 8
+# One backward kernel for two takes a third less time, but writes the queries' gradient
+# once for each block of keys, which are summed after it. So its blocks are of twice as
+# many keys; in rows of more of them than this memory is spared instead.
+_FUSED_UP_TO = 16
 
 
 def attend_segments(
@@ -67,9 +68,12 @@ def attend_segments(
 
   def row(q_KGTH, k_KSH, v_KSH, segment_S, start_S):
     ids = library.SegmentIds(q=segment_S[S - T :], kv=segment_S)
-    seen_ij = visited(start_S, T, sizes.block_q, sizes.block_kv)
     kernel = _kernel(T, S, N // K, sizes, window, name, interpret)
-    walk = _with_blocks(kernel, seen_ij)
+    walk = _with_blocks(
+      kernel,
+      visited(start_S, T, sizes.block_q, sizes.block_kv),
+      visited(start_S, T, sizes.block_q_dkv, sizes.block_kv_dkv),
+    )
     return jax.vmap(walk, in_axes=(0, 0, 0, None))(q_KGTH, k_KSH, v_KSH, ids)
 
   out_BKGTH = jax.vmap(row)(q_BKGTH, k_BKSH, v_BKSH, segment_BS, start_BS)
@@ -104,12 +108,14 @@ def block_sizes(T: int, S: int) -> library.BlockSizes:
   """Chooses the blocks of T queries and S keys, and the kernels of the way back."""
   q = _divisor(T, _BLOCK)
   kv = _divisor(S, _BLOCK)
-  fused = S // kv <= _FUSED_UP_TO
+  back = _divisor(S, 2 * _BLOCK)
+  fused = S // back <= _FUSED_UP_TO
   return library.BlockSizes(
     block_q=q,
     block_kv=kv,
     block_q_dkv=q,
-    block_kv_dkv=kv,
+    block_kv_dkv=back if fused else kv,
+    block_kv_dkv_compute=kv,  # at once, of those
     block_q_dq=None if fused else q,
     block_kv_dq=None if fused else kv,
     use_fused_bwd_kernel=fused,
@@ -137,10 +143,16 @@ def visited(start_S: jax.Array, T: int, q: int, kv: int) -> jax.Array:
   return (first_i[:, None] <= block_j) & (block_j <= last_i[:, None])
 
 
-def _with_blocks(kernel: Any, seen_ij: jax.Array) -> Any:
-  """The kernel, to visit these blocks instead of those of its static mask."""
+def _with_blocks(kernel: Any, seen_ij: jax.Array, back_ij: jax.Array) -> Any:
+  """The kernel, to visit these blocks instead of those of its static mask.
 
-  def info(static: Any, data_next_ij: jax.Array) -> Any:
+  Args:
+    kernel: the library's.
+    seen_ij: what `visited` says of the blocks of the kernels of out and dq.
+    back_ij: of those of the kernel of dk and dv.
+  """
+
+  def info(static: Any, seen_ij: jax.Array, data_next_ij: jax.Array) -> Any:
     return static._replace(
       data_next=data_next_ij[None].astype(jnp.int32),
       block_mask=seen_ij[None].astype(jnp.int32),
@@ -148,12 +160,12 @@ def _with_blocks(kernel: Any, seen_ij: jax.Array) -> Any:
 
   # The kernels of out and dq walk keys within queries, that of dk and dv the other way.
   keys_ij = _fetched(seen_ij)
-  queries_ij = _fetched(seen_ij.T).T
+  queries_ij = _fetched(back_ij.T).T
   dq = kernel.dq_mask_info
   return type(kernel)(
-    info(kernel.fwd_mask_info, keys_ij),
-    dq and info(dq, keys_ij),
-    info(kernel.dkv_mask_info, queries_ij),
+    info(kernel.fwd_mask_info, seen_ij, keys_ij),
+    dq and info(dq, seen_ij, keys_ij),
+    info(kernel.dkv_mask_info, back_ij, queries_ij),
     **kernel.kwargs,
   )
 
