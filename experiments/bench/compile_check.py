@@ -146,7 +146,6 @@ CASES = {
     32_768,
     **{
       "rollout.tensor": 4,
-      "rollout.slots": 16,  # of the longest, 64 need more than a chip has
       "mesh.context": 4,
       "algo.batch.rows": 16,
       "algo.sampling.prompts": 8,
@@ -343,7 +342,12 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
   layers = _QUICK_LAYERS if QUICK.value else 0
   devices = tpu_programs.devices_of(tpus, _SLICES.value)
   run = tpu_programs.make_run(
-    settings, devices, CHIPS[tpus.generation].hbm, _MODEL.value, layers
+    settings,
+    devices,
+    CHIPS[tpus.generation].hbm,
+    _MODEL.value,
+    layers,
+    tpu_programs.host_devices(tpus),
   )
   live = _LIVE.value or settings.rollout.max_len // 4
   programs = {p.name: p for p in tpu_programs.programs(run, live)}

@@ -173,8 +173,11 @@ def _moved(
   operation = x.operation
   if operation in _FREE or operation.endswith("-done"):
     return 0
-  if operation in ("slice", "dynamic-slice", "gather", "slice-start"):
+  if operation in ("slice", "dynamic-slice", "gather"):
     return 2 * min(_hbm_bytes(x.kind), default=0)
+  if operation == "slice-start":  # results: what is cut, the piece, a counter
+    piece = array_bytes(x.kind)[1]
+    return piece * sum(n > 4 for n in _hbm_bytes(x.kind))
   if operation == "copy-start":  # results: the copy, what is copied, a counter
     return float(sum(n for n in _hbm_bytes(x.kind) if n > 4))
   if operation in ("dynamic-update-slice", "scatter"):

@@ -115,7 +115,7 @@ def block_sizes(T: int, S: int) -> library.BlockSizes:
     block_kv=kv,
     block_q_dkv=q,
     block_kv_dkv=back if fused else kv,
-    block_kv_dkv_compute=kv,  # at once, of those
+    block_kv_dkv_compute=_divisor(S, _BLOCK // 2),  # at once, of those
     block_q_dq=None if fused else q,
     block_kv_dq=None if fused else kv,
     use_fused_bwd_kernel=fused,
