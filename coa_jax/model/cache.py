@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.kernels import paged, ragged
+from coa_jax.model.kernels import paged, ragged, triton
 from coa_jax.model.kernels.paged import RowPages
 from coa_jax.model.sharding import Partitioner
 
@@ -63,7 +63,8 @@ class KVCache:
     layout: how they lie.
       places_last: keys [J, K, H, P] and values [J, K, P, H], on a CPU: few queries'
         scores run along contiguous memory, and decoding takes half the time.
-      heads_last: keys and values [J, K, P, H].
+      heads_first: keys and values [K, J, P, H], as the GPU's kernel reads them
+        (`kernels.triton`).
       joined: one array [J, P, 2 K, H], each head's key before its value, as the TPU's
         kernel reads them (`kernels.ragged`); zeros fill H up to what it takes.
   """
@@ -82,24 +83,22 @@ class KVCache:
     """Makes a pool of so many empty pages, in the dtype of activations."""
     layout = _layout(cfg, page_size, partitioner)
     K, H, P = cfg.kv_heads, cfg.head_dim, page_size
-    key_axes = {
-      "places_last": (pages, K, H, P),
-      "heads_last": (pages, K, P, H),
-      "joined": (pages, P, 2 * K, ragged.head_size(H)),
+    axes = {
+      "places_last": [(pages, K, H, P), (pages, K, P, H)],
+      "heads_first": [(K, pages, P, H)] * 2,
+      "joined": [(pages, P, 2 * K, ragged.head_size(H))],
     }
     # Each an array of its own: their memory is donated and freed one by one.
     layers = []
     for _ in range(cfg.layers):
-      layer = [_zeros(key_axes[layout], cfg.dtype, layout, partitioner)]
-      if layout != "joined":
-        layer.append(_zeros((pages, K, P, H), cfg.dtype, layout, partitioner))
+      layer = [_zeros(shape, cfg.dtype, layout, partitioner) for shape in axes[layout]]
       layers.append(tuple(layer))
     return cls(tuple(layers), layout)
 
   @property
   def pages(self) -> int:
     """Counts the pages: J."""
-    return self.layers[0][0].shape[0]
+    return self.layers[0][0].shape[_page_axis(self.layout)]
 
   @property
   def page_size(self) -> int:
@@ -109,7 +108,7 @@ class KVCache:
   @property
   def shared(self) -> bool:
     """Whether a page may have several readers; else each needs a copy of its own."""
-    return self.layout == "joined"
+    return self.layout != "places_last"
 
   def decoding_rows(self, table_BC: jax.Array, active_B: jax.Array) -> RowPages:
     """Prepares rows for calls of one token each; once for all calls of a window.
@@ -118,9 +117,9 @@ class KVCache:
       table_BC: int page of each block of a row; -1 where it has none.
       active_B: True for rows that will read; others compute garbage.
     """
-    if self.layout == "joined":
-      return RowPages(jnp.where(active_B[:, None], table_BC, -1))
-    return paged.decoding_rows(table_BC, active_B, self.pages)
+    if self.layout == "places_last":
+      return paged.decoding_rows(table_BC, active_B, self.pages)
+    return RowPages(jnp.where(active_B[:, None], table_BC, -1))
 
   def write(
     self, rows: RowPages, position_BT: jax.Array, valid_BT: jax.Array
@@ -168,9 +167,10 @@ class KVCache:
       head = jnp.arange(K)
       if self.layout == "places_last":
         keys = keys.at[page, head, :, place].set(k_BTKH, mode="drop")
+        values = values.at[page, head, place].set(v_BTKH, mode="drop")
       else:
-        keys = keys.at[page, head, place].set(k_BTKH, mode="drop")
-      values = values.at[page, head, place].set(v_BTKH, mode="drop")
+        keys = keys.at[head, page, place].set(k_BTKH, mode="drop")
+        values = values.at[head, page, place].set(v_BTKH, mode="drop")
       arrays = [keys, values]
     layers = list(self.layers)
     layers[layer] = tuple(_shard(x, self.layout, partitioner) for x in arrays)
@@ -197,25 +197,32 @@ class KVCache:
       out_BTNH in q's dtype.
     """
     rows = write.rows
+    position_BT = write.position_BT
+    pools = self.layers[layer]
     if self.layout == "joined":
-      (pool,) = self.layers[layer]
-      args = (q_BTNH, pool, rows.table_BC, write.position_BT)
       kernel = functools.partial(ragged.attend, window=window)
-      if partitioner is None:
-        return kernel(*args)
-      specs = [partitioner.spec(x) for x in ("..N.", letters("joined"), "..", "..")]
-      return jax.shard_map(
-        kernel,
-        mesh=partitioner.mesh,
-        in_specs=tuple(specs),
-        out_specs=specs[0],
-        check_vma=False,
-      )(*args)
-    keys, v_JKPH = self.layers[layer]
-    places_last = self.layout == "places_last"
-    return paged.attend(
-      q_BTNH, keys, v_JKPH, rows, write.position_BT, window, places_last
-    )
+    elif (
+      self.layout == "heads_first"
+      and q_BTNH.shape[1] == 1
+      and not window
+      and triton.takes_pages(*pools)
+    ):
+      kernel = triton.attend_pages
+    else:
+      places_last = self.layout == "places_last"
+      return paged.attend(q_BTNH, *pools, rows, position_BT, window, places_last)
+    args = (q_BTNH, *pools, rows.table_BC, position_BT)
+    if partitioner is None:
+      return kernel(*args)
+    axes = ["..N.", *[letters(self.layout)] * len(pools), "..", ".."]
+    specs = [partitioner.spec(x) for x in axes]
+    return jax.shard_map(
+      kernel,
+      mesh=partitioner.mesh,
+      in_specs=tuple(specs),
+      out_specs=specs[0],
+      check_vma=False,
+    )(*args)
 
   def copy(
     self, from_X: jax.Array, to_X: jax.Array, partitioner: Partitioner | None = None
@@ -292,12 +299,28 @@ def _layout(cfg: ModelConfig, page_size: int, partitioner: Partitioner | None) -
     return "places_last"
   if device.platform == "tpu" and ragged.takes(cfg.dtype, page_size):
     return "joined"
-  return "heads_last"
+  return "heads_first"
 
 
 def letters(layout: str) -> str:
   """Returns the letters of a pool's axes, for `Partitioner.sharding`."""
-  return "..K." if layout == "joined" else ".K.."
+  return {"places_last": ".K..", "heads_first": "K...", "joined": "..K."}[layout]
+
+
+def _page_axis(layout: str) -> int:
+  return 1 if layout == "heads_first" else 0
+
+
+def _pages_of(x: jax.Array, page_X: jax.Array, layout: str) -> jax.Array:
+  return jnp.take(x, page_X, axis=_page_axis(layout), mode="clip")
+
+
+def _with_pages(
+  x: jax.Array, page_X: jax.Array, new: jax.Array, layout: str
+) -> jax.Array:
+  """A pool with other contents in some pages; what points past the last is dropped."""
+  where = (slice(None), page_X) if layout == "heads_first" else page_X
+  return x.at[where].set(new, mode="drop")
 
 
 def _zeros(
@@ -330,7 +353,7 @@ def _copy(
   partitioner: Partitioner | None = None,
 ) -> KVCache:
   def copied(x: jax.Array) -> jax.Array:
-    x = x.at[to_X].set(jnp.take(x, from_X, axis=0, mode="clip"), mode="drop")
+    x = _with_pages(x, to_X, _pages_of(x, from_X, cache.layout), cache.layout)
     return _shard(x, cache.layout, partitioner)
 
   return jax.tree.map(copied, cache)
@@ -346,7 +369,10 @@ def _grow(
   """One layer with so many pages, the new ones empty."""
 
   def grown(x: jax.Array) -> jax.Array:
-    x = jnp.pad(x, ((0, pages - x.shape[0]), (0, 0), (0, 0), (0, 0)))
+    axis = _page_axis(layout)
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, pages - x.shape[axis])
+    x = jnp.pad(x, more)
     return _shard(x, layout, partitioner)
 
   return jax.tree.map(grown, layer)
@@ -354,7 +380,7 @@ def _grow(
 
 @jax.jit
 def _read(cache: KVCache, from_X: jax.Array) -> KVCache:
-  return jax.tree.map(lambda x: jnp.take(x, from_X, axis=0, mode="clip"), cache)
+  return jax.tree.map(lambda x: _pages_of(x, from_X, cache.layout), cache)
 
 
 @functools.partial(jax.jit, static_argnames="partitioner", donate_argnames="cache")
@@ -367,6 +393,6 @@ def _write(
   leaves, tree = jax.tree.flatten(cache)
   written = []
   for x, new in zip(leaves, arrays, strict=True):
-    x = x.at[to_X].set(new, mode="drop")
+    x = _with_pages(x, to_X, new, cache.layout)
     written.append(_shard(x, cache.layout, partitioner))
   return jax.tree.unflatten(tree, written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from test_attention import by_definition, heads
 from coa_jax.model import cache as caching
 from coa_jax.model.cache import KVCache
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.kernels import paged, ragged
+from coa_jax.model.kernels import paged, ragged, triton
 from coa_jax.model.kernels.paged import RowPages
 
 
@@ -30,11 +31,17 @@ def table(rows: int, blocks: int, pages: int = 0, seed: int = 0) -> np.ndarray:
 
 
 def filled(
-  k_BSKH: jax.Array, v_BSKH: jax.Array, P: int, table_BC: np.ndarray, pages: int = 0
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  P: int,
+  table_BC: np.ndarray,
+  pages: int = 0,
+  dtype: str = "float32",
 ) -> KVCache:
   """A cache of one layer that holds these, the rest of it noise."""
   B, S, K, H = k_BSKH.shape
-  empty = KVCache.empty(model(K, H), pages or int(table_BC.max()) + 1, P)
+  cfg = dataclasses.replace(model(K, H), dtype=dtype)
+  empty = KVCache.empty(cfg, pages or int(table_BC.max()) + 1, P)
   rng = np.random.default_rng(1)
   noise = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), empty)
   if noise.layout == "joined":  # nothing but zeros is ever written past a head
@@ -120,7 +127,7 @@ def by_block(q_BTNH, k_BSKH, v_BSKH, position_BT, P: int) -> np.ndarray:
   return paged._normalized(q_BTNH, sum_BKCR.sum(2), out_BKCRH.sum(2))
 
 
-@pytest.mark.parametrize("layout", ["places_last", "heads_last"])
+@pytest.mark.parametrize("layout", ["places_last", "heads_first"])
 def test_long_rows_are_read_block_after_block_and_their_number_changes_no_bit(
   layout: str, monkeypatch
 ):
@@ -165,7 +172,7 @@ def test_a_token_that_may_read_nothing_is_finite():
   assert jnp.isfinite(decode(cache, pages, q[:, :1], jnp.array([-1]))).all()
 
 
-@pytest.mark.parametrize("layout", ["places_last", "heads_last", "joined"])
+@pytest.mark.parametrize("layout", ["places_last", "heads_first", "joined"])
 def test_only_pages_of_tokens_that_count_are_written(layout: str, monkeypatch):
   monkeypatch.setattr(caching, "_layout", lambda *_: layout)
   _, k, v = heads(5, 3, 4, 4, 2, 8)
@@ -175,7 +182,10 @@ def test_only_pages_of_tokens_that_count_are_written(layout: str, monkeypatch):
   valid_BT = place_BT < jnp.array([[3], [4], [4]])
   cache = cache.append(0, k, v, cache.write(RowPages(table_BC), place_BT, valid_BT))
   for x in jax.tree.leaves(cache):
-    x = np.moveaxis(np.asarray(x), {"joined": 1}.get(layout, 2), 1)
+    x = np.asarray(x)
+    if layout == "heads_first":
+      x = np.moveaxis(x, 1, 0)
+    x = np.moveaxis(x, {"joined": 1}.get(layout, 2), 1)
     if layout == "places_last" and x.shape[1] != 2:
       x = np.moveaxis(x, 3, 1)
     written = x.reshape(6, 2, -1).any(-1)
@@ -251,3 +261,43 @@ def test_a_tpus_kernel_is_given_what_its_reference_reads(H: int, monkeypatch):
     expected = by_definition(q[:, :1], k, v, mask)
     np.testing.assert_allclose(one[::2], expected[::2], atol=2e-5)
   assert given[0] == (3, 64) and given[-1] == (3, 3)
+
+
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("P", [64, 256])
+def test_a_gpus_kernel_reads_what_the_definition_does(P, G, monkeypatch):
+  """Interpreted; on whatever pages, of rows of any length, and of none."""
+  half = [x.astype(jnp.bfloat16) for x in heads(9, 4, 512, 2 * G, 2, 64)]
+  q, k, v = half
+  monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
+  interpreted = functools.partial(triton.attend_pages, interpret=True)
+  monkeypatch.setattr(triton, "attend_pages", interpreted)
+  monkeypatch.setattr(paged, "attend", None)  # nothing else is asked
+  pages = table(4, 512 // P)
+  cache = filled(k, v, P, pages, dtype="bfloat16")
+  position_B = jnp.array([0, 300, -1, 511])
+  out = decode(cache, pages, q[:, :1], position_B).astype(jnp.float32)
+  some = np.array([0, 1, 3])
+  mask = np.arange(512) <= np.asarray(position_B)[some, None, None]
+  q, k, v = (x[some].astype(jnp.float32) for x in (q[:, :1], k, v))
+  np.testing.assert_allclose(out[some], by_definition(q, k, v, mask), atol=0.02)
+  assert not np.asarray(out[2]).any()
+
+
+def test_on_a_gpu_a_token_of_each_row_is_the_kernels(monkeypatch):
+  """Lowered without a GPU. It reads no windows: then pages are gathered."""
+  monkeypatch.setattr(caching, "_layout", lambda *_: "heads_first")
+  cfg = dataclasses.replace(model(2, 64), dtype="bfloat16")
+  cache = jax.eval_shape(lambda: KVCache.empty(cfg, 100, 256))
+  table_BC = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+  q_B1NH = jax.ShapeDtypeStruct((4, 1, 4, 64), jnp.bfloat16)
+  position_B = jax.ShapeDtypeStruct((4,), jnp.int32)
+  call = "__gpu$xla.gpu.triton"
+  for window, calls in ((0, 1), (40, 0)):
+    export = jax.export.export(
+      jax.jit(functools.partial(decode.__wrapped__, window=window)),
+      platforms=["cuda"],
+      disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
+    )
+    text = export(cache, table_BC, q_B1NH, position_B).mlir_module()
+    assert text.count(f"@{call}(") == calls

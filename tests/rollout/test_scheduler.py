@@ -273,8 +273,15 @@ def test_memory_for_less_than_one_trajectory_is_refused():
     play(toy.params(), [0], on=on)
 
 
-def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(monkeypatch):
-  """By whole pieces: what comes after them has the shapes that it has alone."""
+@pytest.mark.parametrize("layout", ["places_last", "heads_first"])
+def test_prompts_that_begin_alike_are_prefilled_once_and_play_alike(
+  monkeypatch, layout
+):
+  """By whole pieces: what comes after them has the shapes that it has alone.
+
+  On a GPU they share pages by reference.
+  """
+  monkeypatch.setattr(caching, "_layout", lambda *_: layout)
   monkeypatch.setattr(caching, "PAGE_SIZE", 16)
   monkeypatch.setattr(slot_cache, "PIECE", 32)
   params = toy.params()

@@ -29,8 +29,8 @@ class RowPages:
 
   Attributes:
     table_BC: int page of each block of a row; -1 where it has none.
-    owner_J: for rows of one token the row that reads a page, any of one that no row
-      does; else None.
+    owner_J: for rows of one token whose pages are read where they lie the row that
+      reads a page, any of one that no row does; else None.
     block_J: which of its row's blocks a page is; past the last one where no row reads
       it.
   """
@@ -54,7 +54,7 @@ def decoding_rows(table_BC: jax.Array, active_B: jax.Array, pages: int) -> RowPa
 def attend(
   q_BTNH: jax.Array,
   keys: jax.Array,
-  v_JKPH: jax.Array,
+  values: jax.Array,
   rows: RowPages,
   position_BT: jax.Array,
   window: int,
@@ -62,40 +62,44 @@ def attend(
 ) -> jax.Array:
   """Attends with each row's tokens over its pages, up to their own places.
 
-  One token of each row reads the pages where they lie. Several tokens' scores with all
+  One token of each row reads the pages where they lie, if `rows` says whose they are:
+  all of a pool that is no larger than what rows have. Several tokens' scores with all
   places of a long row would be large: they read block after block, up to the last that
   any of them may read, in memory that the row's length does not change. Those of short
   rows read all blocks at once.
 
   Args:
     q_BTNH: queries.
-    keys: [J, K, H, P] with `places_last`, else [J, K, P, H].
-    v_JKPH: values.
+    keys: [J, K, H, P] with `places_last`, else [K, J, P, H].
+    values: [J, K, P, H] with `places_last`, else [K, J, P, H].
     rows: their pages.
     position_BT: of each query in its own sequence.
     window: places that a token reads, its own included; 0 for all.
-    places_last: how the keys lie.
+    places_last: how they lie.
 
   Returns:
     out_BTNH in q's dtype.
   """
   # --- One token of each row: no page is moved.
   if rows.owner_J is not None:
-    k_JKHP = keys if places_last else keys.swapaxes(2, 3)
-    return _attend_in_place(q_BTNH, k_JKHP, v_JKPH, rows, position_BT[:, 0], window)
+    return _attend_in_place(q_BTNH, keys, values, rows, position_BT[:, 0], window)
 
   # --- Several: pages are gathered by rows, all or block after block.
-  _, K, P, _ = v_JKPH.shape
+  P = values.shape[2]
+  K = values.shape[1 if places_last else 0]
   C = rows.table_BC.shape[1]
   page_BC = jnp.maximum(rows.table_BC, 0)  # what is not there is not read either
 
   def blocks(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
     """Keys [B, K, c, H, P] and values [B, K, c, P, H] of the rows."""
     page_Bc = jax.lax.dynamic_slice_in_dim(page_BC, first, count, axis=1)
-    k = jnp.take(keys, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
-    if not places_last:  # only now: turned before, all pages would be
-      k = k.swapaxes(3, 4)
-    return k, jnp.take(v_JKPH, page_Bc, axis=0, mode="clip").swapaxes(1, 2)
+    axis = 0 if places_last else 1
+    k = jnp.take(keys, page_Bc, axis=axis, mode="clip")
+    v = jnp.take(values, page_Bc, axis=axis, mode="clip")
+    if places_last:
+      return k.swapaxes(1, 2), v.swapaxes(1, 2)
+    # Turned only now: before, all pages would be.
+    return jnp.moveaxis(k, 0, 1).swapaxes(3, 4), jnp.moveaxis(v, 0, 1)
 
   if C * P <= SHORT:
     mask_BTS = _mask(position_BT[..., None], jnp.arange(C * P), window)
