@@ -199,6 +199,7 @@ class KVCache:
     rows = write.rows
     position_BT = write.position_BT
     pools = self.layers[layer]
+    # --- The device's kernel, where it has one that reads these pages; else plain XLA.
     if self.layout == "joined":
       kernel = functools.partial(ragged.attend, window=window)
     elif (
@@ -211,6 +212,7 @@ class KVCache:
     else:
       places_last = self.layout == "places_last"
       return paged.attend(q_BTNH, *pools, rows, position_BT, window, places_last)
+    # --- XLA can not split a kernel: each device runs it on the heads that it holds.
     args = (q_BTNH, *pools, rows.table_BC, position_BT)
     if partitioner is None:
       return kernel(*args)

@@ -1,4 +1,4 @@
-"""Which programs a replica compiles, known from the config alone.
+"""Which programs a replica compiles, known from the config alone, and compiling them.
 
 Every shape that the scheduler gives to a function of the device is a program of its
 own, minutes to compile for a large model. They are few because numbers are rounded up:
