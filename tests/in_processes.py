@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 
+import virtual_devices
+
 journey, config, workdir, devices, *others = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+os.environ.update(virtual_devices.environment(int(devices)))
 
 import jax  # noqa: E402
 import ml_collections  # noqa: E402

@@ -14,6 +14,7 @@ import guessing
 import jax
 import ml_collections
 import pytest
+import virtual_devices
 
 from coa_jax import rl
 from coa_jax.learner.update import PolicyUpdate
@@ -30,11 +31,10 @@ on_devices = pytest.mark.skipif(
 def test_on_virtual_devices():
   if jax.device_count() == DEVICES:
     pytest.skip("this is that run")
-  flags = f"--xla_force_host_platform_device_count={DEVICES}"
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
   done = subprocess.run(
     [*command, "-p", "no:cacheprovider", __file__],
-    env={**os.environ, "XLA_FLAGS": flags},
+    env={**os.environ, **virtual_devices.environment(DEVICES)},
     capture_output=True,
     text=True,
     timeout=900,

@@ -16,6 +16,7 @@ import ml_collections
 import numpy as np
 import pytest
 import toy
+import virtual_devices
 
 from coa_jax import sft
 from coa_jax.config import ConfigError
@@ -340,7 +341,7 @@ def test_two_processes_train_one_model(config, tmp_path):
   env = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    **virtual_devices.environment(2),
   }
   root = pathlib.Path(__file__).parent.parent
   both = [

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import sys
 
+import virtual_devices
+
 out, case, devices, *others = sys.argv[1:]
 # What is compared does not depend on how well it is compiled, and the test's time does.
-os.environ["XLA_FLAGS"] = (
-  f"--xla_force_host_platform_device_count={devices} "
-  "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ.update(virtual_devices.environment(int(devices), quick))
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -19,7 +19,9 @@ import json
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import virtual_devices
+
+os.environ.update(virtual_devices.environment(4))
 
 import jax
 import jax.numpy as jnp

@@ -13,8 +13,10 @@ import json
 import os
 import sys
 
+import virtual_devices
+
 PROCESSES = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={8 // PROCESSES}"
+os.environ.update(virtual_devices.environment(8 // PROCESSES))
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import virtual_devices
 from models import QWEN2, QWEN3, assert_identical, params_of
 from safetensors.numpy import load_file, save_file
 
@@ -127,7 +128,7 @@ def test_each_device_reads_its_own_part_and_no_more(tmp_path):
     env={
       **os.environ,
       "PYTHONPATH": str(READER.parents[2]),
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+      **virtual_devices.environment(8),
     },
     capture_output=True,
     text=True,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import pytest
 import toy
+import virtual_devices
 from playing import (
   CFG,
   CONFIG,
@@ -48,11 +49,10 @@ on_devices = pytest.mark.skipif(
 def test_on_virtual_devices():
   if jax.device_count() == DEVICES:
     pytest.skip("this is that run")
-  flags = f"--xla_force_host_platform_device_count={DEVICES}"
   command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
   done = subprocess.run(
     [*command, "-p", "no:cacheprovider", __file__],
-    env={**os.environ, "XLA_FLAGS": flags},
+    env={**os.environ, **virtual_devices.environment(DEVICES)},
     capture_output=True,
     text=True,
     timeout=900,
