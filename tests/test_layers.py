@@ -24,6 +24,7 @@ BELOW = {
   "lock": set(),
   "shard": set(),
   "heartbeat": set(),
+  "compiling": {"heartbeat"},
   "processes": set(),
   "bucket": {"lock"},
   "config": set(),
@@ -39,7 +40,16 @@ BELOW = {
   "importers": {"model", "rewards", "tasks", "teacher", "protocol"},
   "report": {"model", "rewards", "tasks", "protocol"},
 }
-LOWEST = {"json_io", "capacity", "disk", "fields", "shard", "heartbeat", "processes"}
+LOWEST = {
+  "json_io",
+  "capacity",
+  "disk",
+  "fields",
+  "shard",
+  "heartbeat",
+  "compiling",
+  "processes",
+}
 for room in set(BELOW) - LOWEST:
   BELOW[room] |= LOWEST
 for journey in JOURNEYS:

@@ -18,8 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from coa_jax.compiling import compile_all
 from coa_jax.learner.batch import Batch
-from coa_jax.model.sharding import Partitioner
+from coa_jax.model.sharding import Partitioner, platform
 
 # (trained, frozen, micro-batch) -> (loss summed over tokens, {name: sum over tokens})
 SumLoss = Callable[[Any, Any, Batch], tuple[jax.Array, dict[str, jax.Array]]]
@@ -108,6 +109,9 @@ class Learner:
     self.most = 1  # micro-batches that the compiled step takes
     step = functools.partial(_step, loss, optimizer, partitioner, offload)
     self.jitted = jax.jit(step, donate_argnums=0)
+    # On a CPU it takes no time that anybody would wonder about.
+    self.compiles_ahead = platform(partitioner) != "cpu"
+    self._compiled_for = 0  # micro-batches
 
   @functools.partial(jax.profiler.annotate_function, name="update")
   def step(
@@ -152,7 +156,11 @@ class Learner:
     # A loss is ready before all else is: on a CPU a step that queues behind another
     # holds temporaries of its own (100M: 6.6 GB at most instead of 4.3).
     jax.block_until_ready(state)
-    return self.jitted(state, frozen, batch_MBT, count, np.float32(denominator))
+    arguments = (state, frozen, batch_MBT, count, np.float32(denominator))
+    if self.compiles_ahead and self._compiled_for != self.most:
+      compile_all("the learner", [functools.partial(self.jitted.lower, *arguments)])
+      self._compiled_for = self.most
+    return self.jitted(*arguments)
 
   def reserve(self, micro_batches: int) -> None:
     """Makes room for so many micro-batches, before the step is compiled."""

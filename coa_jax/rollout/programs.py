@@ -1,4 +1,4 @@
-"""Which programs a replica compiles, known from the config alone, and compiling them.
+"""Which programs a replica compiles, known from the config alone.
 
 Every shape that the scheduler gives to a function of the device is a program of its
 own, minutes to compile for a large model. They are few because numbers are rounded up:
@@ -8,23 +8,13 @@ pages of a cache that grows to one in every half of a doubling.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import os
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-import jax
-
-from coa_jax import heartbeat
 from coa_jax.model.cache import num_blocks, page_size
 from coa_jax.model.kernels.paged import SHORT
 from coa_jax.rollout import slot_cache
-
-_AT_ONCE = 8  # programs; each takes some GB of the host's memory
-_SAY_S = 10.0  # between two lines that say how far compiling is
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -96,33 +86,6 @@ def device_calls(
         out.update(DeviceCall("extend", pages, blocks, r, tokens) for r in rows)
     out.add(DeviceCall("window", pages, whole, config.slots, config.window))
   return sorted(out, key=lambda c: (c.pages, c.function, c.tokens, c.blocks, c.rows))
-
-
-def compile_all(lowered: Sequence[Callable[[], jax.stages.Lowered]]) -> None:
-  """Compiles programs beside each other; says on standard error how far it is.
-
-  JAX calls what was compiled so without compiling it again.
-
-  Args:
-    lowered: what traces each.
-  """
-  began = said = time.monotonic()
-  print(f"compiling {len(lowered)} programs of the sampler", file=sys.stderr)
-  with concurrent.futures.ThreadPoolExecutor(
-    min(_AT_ONCE, os.cpu_count() or 1)
-  ) as pool:
-    compiling = [
-      pool.submit(lambda trace=trace: trace().compile()) for trace in lowered
-    ]
-    done = concurrent.futures.as_completed(compiling)
-    for number, program in enumerate(done, 1):
-      program.result()  # raises where it does not compile
-      heartbeat.beat()
-      now = time.monotonic()
-      if now - said > _SAY_S or number == len(lowered):
-        said = now
-        line = f"compiled {number} of {len(lowered)} in {now - began:.0f} s"
-        print(line, file=sys.stderr)
 
 
 def token_bucket(length: int) -> int:

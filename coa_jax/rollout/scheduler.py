@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from coa_jax import compiling
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.distribution import TokenMask
 from coa_jax.model.sharding import Partitioner, platform
@@ -239,9 +240,8 @@ class Scheduler:
     )
     if self.compiles_ahead and counts != self._page_counts:
       calls = programs.device_calls(config, platform(self.partitioner), counts)
-      programs.compile_all(
-        [functools.partial(self._lower, call, policy) for call in calls]
-      )
+      lowered = [functools.partial(self._lower, call, policy) for call in calls]
+      compiling.compile_all("the sampler", lowered)
     self._page_counts = counts
 
   def _lower(self, call: programs.DeviceCall, policy: Any) -> jax.stages.Lowered:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,30 @@ def test_moments_in_the_hosts_memory_change_no_bit(tmp_path):
     assert kinds.count("pinned_host") == moments
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
   jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+def test_the_step_is_compiled_with_a_word_and_once(capsys, caplog):
+  """On accelerators; anew where a step has more micro-batches than any before."""
+  learner = Learner(loss, optax.sgd(1.0))
+  assert not learner.compiles_ahead  # on this CPU
+  learner.compiles_ahead = True
+  state = state_of(optax.sgd(1.0))
+  micro = next(iter(batching.batches(toy.trajectories(), 2, 128)))
+  compiled = []
+  jax.config.update("jax_log_compiles", True)  # in all threads
+  try:
+    for count in (1, 1, 2, 1):
+      state, _ = learner.step(state, [micro] * count, 100)
+      said = [r.getMessage() for r in caplog.records]
+      compiled.append(sum("Finished XLA compilation of jit(_step)" in x for x in said))
+      caplog.clear()
+      print("step", file=sys.stderr)
+  finally:
+    jax.config.update("jax_log_compiles", False)
+  said = capsys.readouterr().err.split("step\n")
+  announced = ["compiling 1 program of the learner" in x for x in said[:4]]
+  assert announced == [True, False, True, False]
+  assert compiled == [1, 0, 1, 0]
 
 
 def test_one_step_is_one_update_whatever_the_micro_batches():

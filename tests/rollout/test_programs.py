@@ -10,7 +10,8 @@ import pytest
 import toy
 from playing import CFG, CONFIG, engine
 
-from coa_jax.rollout import programs, sampler, slot_cache
+from coa_jax import compiling
+from coa_jax.rollout import sampler, slot_cache
 from coa_jax.rollout.pages import pool_sizes
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import Episode
@@ -112,13 +113,13 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
     return sum(line.startswith(names) for line in said)
 
   ahead = []
-  real = programs.compile_all
+  real = compiling.compile_all
 
-  def spy(lowered) -> None:
-    real(lowered)
+  def spy(of, lowered) -> None:
+    real(of, lowered)
     ahead.append(compiled())
 
-  monkeypatch.setattr(programs, "compile_all", spy)
+  monkeypatch.setattr(compiling, "compile_all", spy)
   jax.config.update("jax_log_compiles", True)  # in all threads
   try:
     for pages in (4, 5, 4, 3):  # noqa: B007 - what a device has left varies
@@ -128,8 +129,8 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   fewer = len(device_calls(pool.config, "cpu", [3]))
   assert ahead == [listed, fewer] and compiled() == 0
   said = capsys.readouterr().err
-  assert f"compiling {listed} programs" in said
-  assert f"compiled {listed} of {listed} in" in said
+  assert f"compiling {listed} programs of the sampler" in said
+  assert f"compiled {listed} of {listed} programs of the sampler in" in said
 
 
 def test_long_rows_have_one_program_for_any_number_of_pages():

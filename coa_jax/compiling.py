@@ -1,0 +1,46 @@
+"""Compiling before work begins, with progress: for a large model it takes minutes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from coa_jax import heartbeat
+
+_AT_ONCE = 8  # programs; each takes some GB of the host's memory
+_SAY_S = 10.0  # between two lines that say how far compiling is
+
+
+def compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) -> None:
+  """Compiles programs beside each other; says on standard error how far it is.
+
+  JAX calls what was compiled so without compiling it again.
+
+  Args:
+    of: whose they are, for messages.
+    lowered: what traces each.
+  """
+  began = said = time.monotonic()
+  all_of_them = f"{len(lowered)} program{'s' * (len(lowered) > 1)} of {of}"
+  print(f"compiling {all_of_them}", file=sys.stderr)
+  with concurrent.futures.ThreadPoolExecutor(
+    min(_AT_ONCE, os.cpu_count() or 1)
+  ) as pool:
+    compiling = [
+      pool.submit(lambda trace=trace: trace().compile()) for trace in lowered
+    ]
+    done = concurrent.futures.as_completed(compiling)
+    for number, program in enumerate(done, 1):
+      program.result()  # raises where it does not compile
+      heartbeat.beat()
+      now = time.monotonic()
+      if now - said > _SAY_S or number == len(lowered):
+        said = now
+        print(
+          f"compiled {number} of {all_of_them} in {now - began:.0f} s", file=sys.stderr
+        )
