@@ -76,24 +76,33 @@ def store() -> Iterator[str]:
     yield f"gs://{_BUCKET}/bench"
 
 
-def make_state() -> TrainState:
-  """Makes a state of random numbers, which no compression makes smaller."""
+def state_shapes() -> TrainState:
+  """The shapes of the state of the model that the flags say."""
   model = variant(flags.FLAGS.model, layers=flags.FLAGS.layers, scan=True)
   optimizer = make_optimizer(OptimConfig(), 10)
 
   def fresh(params: Any) -> TrainState:
     return TrainState(jnp.int32(1), params, optimizer.init(params))
 
-  shapes = jax.eval_shape(fresh, param_shapes(model))
+  def stored(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if not jnp.issubdtype(shape.dtype, jnp.floating):
+      return shape
+    return jax.ShapeDtypeStruct(shape.shape, jnp.dtype(flags.FLAGS.dtype))
+
+  return jax.tree.map(stored, jax.eval_shape(fresh, param_shapes(model)))
+
+
+def make_state() -> TrainState:
+  """Makes a state of random numbers, which no compression makes smaller."""
   rng = np.random.default_rng(0)
 
   def random(shape: jax.ShapeDtypeStruct) -> jax.Array:
     if not jnp.issubdtype(shape.dtype, jnp.floating):
       return jnp.ones(shape.shape, shape.dtype)
     values = rng.random(shape.shape, np.float32)
-    return jnp.asarray(values).astype(flags.FLAGS.dtype)
+    return jnp.asarray(values).astype(shape.dtype)
 
-  return jax.tree.map(random, shapes)
+  return jax.tree.map(random, state_shapes())
 
 
 def checksums(state: TrainState) -> list[int]:
@@ -103,18 +112,18 @@ def checksums(state: TrainState) -> list[int]:
 
 
 def measure(
-  opened: Callable[[str], contextlib.AbstractContextManager[str]], state: TrainState
+  opened: Callable[[str], contextlib.AbstractContextManager[str]],
 ) -> dict[str, float]:
-  """Saves a state and restores it elsewhere.
+  """Saves a state and restores it elsewhere; what comes back is compared with it.
 
   Args:
     opened: the local folder of a workdir, of a machine by its name.
-    state: is saved; what comes back is compared with it.
 
   Returns:
     Seconds.
   """
   seconds = {}
+  state = make_state()
   expected = checksums(state)
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -127,6 +136,7 @@ def measure(
     seconds["save returns"] = time.perf_counter() - began
     checkpoints.wait()
     seconds["sealed"] = time.perf_counter() - began
+  del state  # two at once may not fit
 
   # --- Another goes on from there.
   began = time.perf_counter()
@@ -144,10 +154,9 @@ def measure(
 def run() -> dict[str, Any]:
   """Measures a disk and a bucket."""
   prepare(compile_cache="")
-  state = make_state()
-  leaves = jax.tree.leaves(state)
-  size = sum(x.nbytes for x in leaves)
-  num_params = sum(x.size for x in jax.tree.leaves(state.params))
+  shapes = state_shapes()
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+  num_params = sum(x.size for x in jax.tree.leaves(shapes.params))
   scratch = os.path.join(SCRATCH.value, "bench")
   table = []
 
@@ -159,7 +168,7 @@ def run() -> dict[str, Any]:
     # --- A disk that both machines see.
     disk = os.path.join(scratch, "disk")
     os.makedirs(disk, exist_ok=True)
-    row("disk", measure(lambda machine: contextlib.nullcontext(disk), state))
+    row("disk", measure(lambda machine: contextlib.nullcontext(disk)))
     shutil.rmtree(disk)
 
     # --- A bucket.
@@ -168,7 +177,7 @@ def run() -> dict[str, Any]:
       def opened(machine: str) -> contextlib.AbstractContextManager[str]:
         return mirror.opened(uri, os.path.join(scratch, machine))
 
-      row("bucket", measure(opened, state))
+      row("bucket", measure(opened))
   finally:
     shutil.rmtree(scratch, ignore_errors=True)
   print(f"{num_params / 1e9:.2f}B parameters in {flags.FLAGS.dtype}")
