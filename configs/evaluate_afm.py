@@ -83,6 +83,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
   budget: a config is one list.
   """
+  # --- Which agent, of which size.
   words = arg.split(":") if arg else []
   unknown = set(words) - {*AGENTS, *SIZES, "tiny"}
   several = any(len([w for w in words if w in names]) > 1 for names in (AGENTS, SIZES))
@@ -98,6 +99,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
   if size == "32b" and name in ("code", "math"):
     agent = dataclasses.replace(agent, temperature=LARGE_CODE)
 
+  # --- The model, and how it plays.
   config = ml_collections.ConfigDict()
   config.init = f"runs/{name}/rl/model"
   config.model = dict(dtype="float32" if tiny else "bfloat16", remat="none")
@@ -115,6 +117,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     top_k=agent.top_k,
     seed=1,
   )
+  # --- Its tools: in tiny, a file of pages in place of services.
   config.tools = dict(tools=agent.tools, workers=2 if tiny else 16)
   if name in ("web", "mhqa") and tiny:
     config.tools.corpus = "corpus.jsonl"
@@ -126,6 +129,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       key_file="serper.key",
       cache="search.sqlite",
     )
+  # --- What it plays, how often, and what judges its answers.
   if name in ("web", "mhqa") and not tiny:
     judge = dict(base_url="http://127.0.0.1:8001/v1", model="Qwen/Qwen2.5-72B-Instruct")
     config.reward = dict(graders=dict(qa="judge"), judge=dict(chat=judge))

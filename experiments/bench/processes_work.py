@@ -203,7 +203,8 @@ def main(path: str, process: int) -> None:
 
   # --- All draw the same; each has played every P-th group.
   rng = np.random.default_rng(0)
-  own, every = [], []
+  own = []
+  every = []
   for n in range(job["groups"] * count):
     group = [drawn(rng, length) for _ in range(SAMPLES)]
     every += group
