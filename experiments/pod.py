@@ -37,16 +37,22 @@ from experiments.deploy.slices import Slice, read_slice
 from experiments.launch import run_program, stop
 
 FLAGS = flags.FLAGS
-# For the TPU's compiler: it gathers the next products' matrices while it multiplies
-# (CF_FOR_ALL_GATHER of MaxText's benchmarks/xla_flags_library.py).
+# For the TPU's compiler. Libtpu 0.0.42 reorders rings of chips on v6e and v5e, and then
+# compiles no all-reduce among the four of a slice's first host alone.
+PLAIN_RINGS = (
+  "--xla_tpu_enable_glp_ring_reordering=false "
+  "--xla_tpu_enable_vlp_small_topology_ring_reordering=false"
+)
+# It gathers the next products' matrices while it multiplies (CF_FOR_ALL_GATHER of
+# MaxText's benchmarks/xla_flags_library.py).
 LIBTPU_INIT_ARGS = " ".join(
-  f"--{name}=true"
-  for name in (
-    "xla_tpu_enable_async_collective_fusion",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps",
-    "xla_tpu_overlap_compute_collective_tc",
-    "xla_enable_async_all_gather",
+  (
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+    PLAIN_RINGS,
   )
 )
 # The ports by which the processes of a run, and slices among them, find each other.

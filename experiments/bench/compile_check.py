@@ -347,7 +347,6 @@ def _check_run(config: ml_collections.ConfigDict) -> None:
     CHIPS[tpus.generation].hbm,
     _MODEL.value,
     layers,
-    tpu_programs.host_devices(tpus),
   )
   live = _LIVE.value or settings.rollout.max_len // 4
   programs = {p.name: p for p in tpu_programs.programs(run, live)}

@@ -19,9 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from coa_jax.learner import batch as batching
 from coa_jax.learner.state import TrainState, state_shardings
@@ -40,7 +38,8 @@ from coa_jax.rl import RLConfig
 from coa_jax.rollout import memory, sampler
 from coa_jax.rollout.programs import DeviceCall, device_calls
 from coa_jax.rollout.types import check_positions
-from experiments.deploy.slices import Slice, read_slice
+from experiments.deploy.slices import Slice
+from experiments.pod import PLAIN_RINGS
 
 # States and classes of tokens of an automaton and of a grammar about as large as the
 # protocol's: no tokenizer is read.
@@ -122,6 +121,7 @@ def prepare() -> None:
 
 def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
   """Returns the devices of slices of one kind, as the compiler knows them."""
+  os.environ.setdefault("LIBTPU_INIT_ARGS", PLAIN_RINGS)  # read with the first of them
   options: dict[str, Any] = {}
   if tpus.hosts == 1:  # else the compiler has hosts of 2 x 2 chips
     sides = [int(side) for side in tpus.topology.split("x")]
@@ -132,21 +132,12 @@ def devices_of(tpus: Slice, slices: int = 1) -> list[jax.Device]:
   return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
 
 
-def host_devices(tpus: Slice) -> list[jax.Device]:
-  """Returns the devices of a slice that is one host of these."""
-  if tpus.hosts == 1:
-    return devices_of(tpus)
-  flat = "x1" if tpus.topology.count("x") == 2 else ""
-  return devices_of(read_slice(f"{tpus.generation}:2x2{flat}"))
-
-
 def make_run(
   settings: RLConfig,
   devices: list[jax.Device],
   hbm: float,
   model: str = "",
   layers: int = 0,
-  host: list[jax.Device] | None = None,
 ) -> Run:
   """Builds what a run on a slice is made of.
 
@@ -158,8 +149,6 @@ def make_run(
     hbm: bytes that each has.
     model: a name in `variants.VARIANTS`, in place of the folder `init`.
     layers: of the model; 0 for all.
-    host: of a slice that is one host; replicas are compiled for that. Libtpu 0.0.42
-      does not compile an all-reduce among some devices of a v6e slice alone.
 
   Raises:
     ValueError, FileNotFoundError: the journey would refuse the run, or there is no such
@@ -217,38 +206,18 @@ def make_run(
     policies=2 if algo.sampling.staleness else 1,
     total=int(hbm),
   )
-  replica = replicas[0]
-  if host:
-    replica = _moved(replica, devices, host)
   return Run(
     settings=settings,
     cfg=cfg,
     decoder=decoder,
     learner=partitioner,
     rollouts=rollouts,
-    replica=replica,
+    replica=replicas[0],
     pages=budget.pages(settings.rollout),
     update=update,
     state=state,
     frozen=frozen,
   )
-
-
-def _moved(
-  replica: Partitioner, devices: list[jax.Device], host: list[jax.Device]
-) -> Partitioner:
-  """A replica on the same chips of its host, if that is a slice by itself."""
-  grid = replica.mesh.devices
-  first = grid.flat[0].process_index
-  places = sorted(d.id for d in devices if d.process_index == first)
-  alone = sorted(host, key=lambda d: d.id)
-  moved = [alone[places.index(d.id)] for d in grid.flat]
-  mesh = Mesh(
-    np.array(moved).reshape(grid.shape),
-    replica.mesh.axis_names,
-    axis_types=replica.mesh.axis_types,
-  )
-  return dataclasses.replace(replica, mesh=mesh)
 
 
 def programs(run: Run, live: int) -> list[Program]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import ROOT, finish
 
 from coa_jax.config import read_config
@@ -128,6 +132,22 @@ def test_the_verdict_says_by_how_much_and_what_to_change():
 def test_a_run_that_the_journey_refuses_is_refused(words, says):
   base = ("--config=configs/rl_qwen.py", "--model=qwen3-8b", "--list")
   finish("bench.compile_check", *base, *words, reason=says)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", ["v5e:4x4", "v6e:4x4"])
+def test_a_first_hosts_chips_add_up_among_themselves(monkeypatch, name):
+  """Libtpu 0.0.42 compiles it with the flags that `experiments.pod` sets."""
+  monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+  monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  devices = tpu_programs.devices_of(read_slice(name))
+  host = np.array([device for device in devices if device.process_index == 0])
+  assert len(host) == 4 < len(devices)
+  split = NamedSharding(Mesh(host, ("tensor",)), PartitionSpec("tensor"))
+  x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=split)
+  compiled = jax.jit(lambda x: x.sum(0)).lower(x).compile()
+  assert "all-reduce" in compiled.as_text()
 
 
 @pytest.mark.slow
