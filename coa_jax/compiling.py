@@ -26,8 +26,8 @@ def compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) ->
     lowered: what traces each.
   """
   began = said = time.monotonic()
-  all_of_them = f"{len(lowered)} program{'s' * (len(lowered) > 1)} of {of}"
-  print(f"compiling {all_of_them}", file=sys.stderr)
+  total = len(lowered)
+  print(f"compiling programs of {of}: {total}", file=sys.stderr)
   with concurrent.futures.ThreadPoolExecutor(
     min(_AT_ONCE, os.cpu_count() or 1)
   ) as pool:
@@ -41,6 +41,5 @@ def compile_all(of: str, lowered: Sequence[Callable[[], jax.stages.Lowered]]) ->
       now = time.monotonic()
       if now - said > _SAY_S or number == len(lowered):
         said = now
-        print(
-          f"compiled {number} of {all_of_them} in {now - began:.0f} s", file=sys.stderr
-        )
+        line = f"compiled programs of {of}: {number} of {total} in {now - began:.0f} s"
+        print(line, file=sys.stderr)

@@ -117,6 +117,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     top_k=agent.top_k,
     seed=1,
   )
+
   # --- Its tools: in tiny, a file of pages in place of services.
   config.tools = dict(tools=agent.tools, workers=2 if tiny else 16)
   if name in ("web", "mhqa") and tiny:
@@ -129,6 +130,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
       key_file="serper.key",
       cache="search.sqlite",
     )
+
   # --- What it plays, how often, and what judges its answers.
   if name in ("web", "mhqa") and not tiny:
     judge = dict(base_url="http://127.0.0.1:8001/v1", model="Qwen/Qwen2.5-72B-Instruct")

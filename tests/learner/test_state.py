@@ -76,7 +76,7 @@ def test_the_step_is_compiled_with_a_word_and_once(capsys, caplog):
   finally:
     jax.config.update("jax_log_compiles", False)
   said = capsys.readouterr().err.split("step\n")
-  announced = ["compiling 1 program of the learner" in x for x in said[:4]]
+  announced = ["compiling programs of the learner: 1" in x for x in said[:4]]
   assert announced == [True, False, True, False]
   assert compiled == [1, 0, 1, 0]
 

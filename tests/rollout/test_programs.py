@@ -129,8 +129,8 @@ def test_programs_are_compiled_before_the_first_episode(monkeypatch, caplog, cap
   fewer = len(device_calls(pool.config, "cpu", [3]))
   assert ahead == [listed, fewer] and compiled() == 0
   said = capsys.readouterr().err
-  assert f"compiling {listed} programs of the sampler" in said
-  assert f"compiled {listed} of {listed} programs of the sampler in" in said
+  assert f"compiling programs of the sampler: {listed}" in said
+  assert f"compiled programs of the sampler: {listed} of {listed} in" in said
 
 
 def test_long_rows_have_one_program_for_any_number_of_pages():
