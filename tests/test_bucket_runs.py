@@ -67,7 +67,8 @@ ENDS = {
     ("gs", "sft", SHORT),
     pytest.param("gs", "sft", ENDS["sft"], marks=pytest.mark.slow),
     pytest.param("gs", "rl", ENDS["rl"], marks=pytest.mark.slow),
-    pytest.param("s3", "sft", ENDS["sft"], marks=pytest.mark.slow),
+    pytest.param("s3", "sft", SHORT, marks=pytest.mark.slow),
+    pytest.param("s3", "sft", ENDS["sft"], marks=pytest.mark.soak),
   ],
 )
 def test_ended_anywhere_and_run_again_elsewhere(
@@ -120,8 +121,13 @@ class Slow:
     return max(steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("journey", ["sft", "rl"])
+@pytest.mark.parametrize(
+  "journey",
+  [
+    pytest.param("sft", marks=pytest.mark.slow),
+    pytest.param("rl", marks=pytest.mark.soak),
+  ],
+)
 def test_a_slow_store_costs_no_run_and_no_grace(configs, journey, tmp_path):
   """Half a second for each request, 1 MB/s, one in 17 refused and one in 29 cut."""
   object_store.needs("gs")

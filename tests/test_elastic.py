@@ -84,8 +84,13 @@ def test_what_lies_after_the_checkpoint_is_void(tmp_path):
     assert left == ["notes.txt", "step_000000.jsonl"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("journey", ["sft", "rl"])
+@pytest.mark.parametrize(
+  "journey",
+  [
+    pytest.param("sft", marks=pytest.mark.soak),
+    pytest.param("rl", marks=pytest.mark.slow),
+  ],
+)
 def test_other_processes_go_on_with_the_same_steps(configs, journey, tmp_path):
   config = configs[journey]
   steps = STEPS[journey]

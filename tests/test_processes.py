@@ -210,8 +210,10 @@ def test_evaluation_over_vllm_in_two_processes_is_that_of_one(tmp_path):
     assert again == expected  # a task each
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+  "processes",
+  [pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_rl_in_several_processes_is_that_of_one(sections, tmp_path, processes):
   """The same trajectories, of which each writes its own, and the same training."""
   config = {

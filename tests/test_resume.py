@@ -218,7 +218,7 @@ def test_ended_anywhere_and_run_again_is_uninterrupted(configs, journey, tmp_pat
   assert_same_run(broken, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_twenty_kills_at_random_change_nothing(configs, tmp_path):
   """At any time of the work: in an update and in a save too, as chance has it."""
   config = {**configs["rl"], "algo": {**configs["rl"]["algo"], "steps": 40}}

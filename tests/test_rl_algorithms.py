@@ -50,8 +50,17 @@ def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(config, tmp_path):
   assert (whole / model).read_bytes() == (broken / model).read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
+# One of each kind: a clip of its own, a filter, ratios of sequences, whitening, a critic.
+ONE_OF_EACH = ("grpo", "dapo", "gspo", "reinforce++", "ppo")
+
+
+def marked(name: str):
+  """A preset as a parameter of a test: slow, or soak where another is of its kind."""
+  kind = "slow" if name in ONE_OF_EACH else "soak"
+  return pytest.param(name, marks=getattr(pytest.mark, kind))
+
+
+@pytest.mark.parametrize("name", map(marked, PRESETS))
 def test_every_preset_learns(config, tmp_path, name: str):
   learning = config.copy_and_resolve_references()
   with learning.unlocked():

@@ -16,6 +16,8 @@ from coa_jax.report.metrics import read_metrics
 
 STEPS = 9
 HEARTBEAT_S = 10
+SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 FLAGS = (f"--heartbeat_s={HEARTBEAT_S}", "--config.mesh.fsdp=-1")
 
 
@@ -48,14 +50,17 @@ def losses(workdir: pathlib.Path, journey: str) -> list[tuple[int, float]]:
   return [(row["step"], row["loss"]) for row in read_metrics(workdir, journey)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("journey", "count", "lost"),
   [
-    ("sft", 2, [(2, 1, signal.SIGKILL), (5, 0, signal.SIGSTOP)]),
-    ("rl", 2, [(2, 0, signal.SIGKILL), (5, 1, signal.SIGSTOP)]),
-    ("sft", 4, [(2, 2, signal.SIGKILL), (5, 3, signal.SIGSTOP)]),
-    ("rl", 4, [(2, 3, signal.SIGKILL), (5, 1, signal.SIGSTOP)]),
+    pytest.param(
+      "sft", 2, [(2, 1, signal.SIGKILL), (5, 0, signal.SIGSTOP)], marks=SOAK
+    ),
+    pytest.param("rl", 2, [(2, 0, signal.SIGKILL), (5, 1, signal.SIGSTOP)], marks=SLOW),
+    pytest.param(
+      "sft", 4, [(2, 2, signal.SIGKILL), (5, 3, signal.SIGSTOP)], marks=SLOW
+    ),
+    pytest.param("rl", 4, [(2, 3, signal.SIGKILL), (5, 1, signal.SIGSTOP)], marks=SOAK),
   ],
 )
 def test_a_lost_process_ends_all_and_the_run_goes_on(

@@ -141,8 +141,13 @@ def test_a_signal_to_one_process_ends_the_rollouts_of_both(tmp_path):
   assert (broken / model).read_bytes() == (whole / model).read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("journey", "signalled"), [("sft", 1), ("rl", 0)])
+@pytest.mark.parametrize(
+  ("journey", "signalled"),
+  [
+    pytest.param("sft", 1, marks=pytest.mark.slow),
+    pytest.param("rl", 0, marks=pytest.mark.soak),
+  ],
+)
 def test_a_signal_to_one_of_two_processes_ends_both(
   configs, journey, signalled, tmp_path
 ):

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
   params=[
     ("some", "float64"),
     pytest.param(("all", "float64"), marks=SLOW),
-    pytest.param(("some", "float32"), marks=SLOW),
+    pytest.param(("some", "float32"), marks=pytest.mark.soak),
   ],
   ids=" ".join,
 )

@@ -18,6 +18,7 @@ from coa_jax.protocol.trajectory import Author, Segment, Trajectory
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PROGRAM = ROOT / "tests" / "learner" / "learn_in_processes.py"
 SLOW = pytest.mark.slow
+SOAK = pytest.mark.soak
 
 
 def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
@@ -45,9 +46,11 @@ def learnt(folder: pathlib.Path, case: str, processes: int) -> list[dict]:
   ("case", "counts"),
   [
     ("critic", (2,)),
-    pytest.param("critic", (4,), marks=SLOW),
-    pytest.param("grpo", (2, 4), marks=SLOW),
-    pytest.param("whitened", (2, 4), marks=SLOW),
+    pytest.param("critic", (4,), marks=SOAK),
+    pytest.param("grpo", (4,), marks=SLOW),
+    pytest.param("grpo", (2,), marks=SOAK),
+    pytest.param("whitened", (4,), marks=SLOW),
+    pytest.param("whitened", (2,), marks=SOAK),
   ],
 )
 def test_processes_that_learn_together_are_one(tmp_path, case, counts):
