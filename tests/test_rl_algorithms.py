@@ -50,7 +50,7 @@ def test_ppo_interrupted_goes_on_with_its_critic_bit_for_bit(config, tmp_path):
   assert (whole / model).read_bytes() == (broken / model).read_bytes()
 
 
-# One of each kind: a clip of its own, a filter, ratios of sequences, whitening, a critic.
+# One of each kind: clips, a filter, ratios of sequences, whitening, a critic.
 ONE_OF_EACH = ("grpo", "dapo", "gspo", "reinforce++", "ppo")
 
 
